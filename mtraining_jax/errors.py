@@ -1,0 +1,8 @@
+"""Errors that a user can mend."""
+
+
+class UserError(ValueError):
+    """Bad input: the message is one sentence naming the field or file, its value and what is allowed.
+
+    The command line prints the message alone, without a traceback, and exits with status 2.
+    """
