@@ -1,0 +1,13 @@
+"""Sets the devices that every test sees, before JAX starts a backend.
+
+Tests run on 8 virtual CPU devices. `MTRAINING_TEST_GPU=1` keeps JAX's own choice of platform, for
+the tests under tests/gpu.
+"""
+
+import os
+
+import jax
+
+jax.config.update("jax_num_cpu_devices", 8)
+if os.environ.get("MTRAINING_TEST_GPU") != "1":
+    jax.config.update("jax_platforms", "cpu")

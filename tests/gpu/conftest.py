@@ -1,0 +1,29 @@
+"""Tests of this folder need a Hopper GPU; elsewhere each skips and says so."""
+
+import os
+
+import jax
+import pytest
+
+
+def _why_not() -> str | None:
+    """Why these tests cannot run here, or None if they can."""
+    if os.environ.get("MTRAINING_TEST_GPU") != "1":
+        return "set MTRAINING_TEST_GPU=1 to run the tests that need a GPU"
+    device = jax.devices()[0]
+    if device.platform != "gpu":
+        return f"needs a GPU, and JAX found only the platform {device.platform!r}"
+    if (capability := str(device.compute_capability)) != "9.0":
+        return f"needs a Hopper GPU (compute capability 9.0), this one has {capability}"
+    return None
+
+
+@pytest.fixture(scope="session")
+def _hopper_missing() -> str | None:
+    return _why_not()
+
+
+@pytest.fixture(autouse=True)
+def _needs_hopper(_hopper_missing: str | None) -> None:
+    if _hopper_missing:
+        pytest.skip(_hopper_missing)
