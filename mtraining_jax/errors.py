@@ -2,7 +2,7 @@
 
 
 class UserError(ValueError):
-    """Bad input: the message is one sentence naming the field or file, its value and what is allowed.
+    """Bad input: one sentence that names the field or file, its value and what is allowed.
 
     The command line prints the message alone, without a traceback, and exits with status 2.
     """
