@@ -1,0 +1,42 @@
+"""Sparse attention kernels: arrays in, arrays out. Knows no model, no mesh, no config."""
+
+from pallas_kernels.attention import (
+    Gradients,
+    Partial,
+    backward,
+    block_sparse_attention,
+    delta_of,
+    dense_attention,
+    forward,
+    merge,
+    vertical_slash_attention,
+)
+from pallas_kernels.index import BlockSparseIndex, VerticalSlashIndex
+from pallas_kernels.tiles import (
+    DiagonalTiles,
+    VerticalColumns,
+    gather_columns,
+    pad_columns,
+    scatter_columns,
+    vertical_columns,
+)
+
+__all__ = [
+    "BlockSparseIndex",
+    "DiagonalTiles",
+    "Gradients",
+    "Partial",
+    "VerticalColumns",
+    "VerticalSlashIndex",
+    "backward",
+    "block_sparse_attention",
+    "delta_of",
+    "dense_attention",
+    "forward",
+    "gather_columns",
+    "merge",
+    "pad_columns",
+    "scatter_columns",
+    "vertical_columns",
+    "vertical_slash_attention",
+]

@@ -1,0 +1,285 @@
+"""Sparse attention over arrays of one device: dispatch by backend, and gradients."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_kernels import xla
+from pallas_kernels.backends import resolve
+from pallas_kernels.index import BlockSparseIndex, VerticalSlashIndex
+from pallas_kernels.tiles import (
+    DiagonalTiles,
+    Tiles,
+    VerticalColumns,
+    gather_columns,
+    pad_columns,
+    scatter_columns,
+    vertical_columns,
+)
+from pallas_kernels.xla import Gradients
+
+
+def forward(
+    q: Array,
+    k: Array,
+    v: Array,
+    tiles: Tiles | None,
+    verticals: VerticalColumns | None = None,
+    *,
+    scale: float | None = None,
+    init: tuple[Array, Array] | None = None,
+    out_dtype: jnp.dtype | None = None,
+    backend: str | None = None,
+) -> tuple[Array, Array]:
+    """Attention of one shard of queries to one shard of keys and to gathered columns.
+
+    One softmax runs over the union of `tiles` and `verticals`. Not differentiable by itself:
+    `backward` gives the gradients.
+
+    Args:
+        q: [B, nq, Hq, D], nq a multiple of the block size.
+        k, v: [B, nk, Hk, D], Hq a multiple of Hk.
+        tiles: which (query block, key block) tiles to compute; None for none.
+        verticals: gathered columns to compute as well; None for none.
+        scale: of the logits; default 1/sqrt(D).
+        init: a running result to merge with: output fp32 [B, nq, Hq, D], normalised, and its
+            lse fp32 [B, Hq, nq] (-inf where nothing was computed yet).
+        out_dtype: default fp32 with `init`, else that of q.
+        backend: "xla", "mosaic_gpu" or None for the best that runs here.
+
+    Returns:
+        out [B, nq, Hq, D]; lse fp32 [B, Hq, nq], natural logarithm. A row with nothing to
+        compute has output 0 and lse -inf.
+
+    Raises:
+        ValueError: on shapes that do not fit, or a backend that cannot run here.
+    """
+    _check(q, k, v, tiles, verticals)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if out_dtype is None:
+        out_dtype = q.dtype if init is None else jnp.float32
+    module = resolve(backend, q)
+    return module.forward(
+        q, k, v, tiles, verticals, scale=scale, init=init, out_dtype=jnp.dtype(out_dtype)
+    )
+
+
+def backward(
+    q: Array,
+    k: Array,
+    v: Array,
+    dout: Array,
+    lse: Array,
+    delta: Array,
+    tiles: Tiles | None,
+    verticals: VerticalColumns | None = None,
+    *,
+    scale: float | None = None,
+    backend: str | None = None,
+) -> Gradients:
+    """Gradients of `forward`'s share of an attention output.
+
+    With the row's final lse and delta, the contributions of several calls (ring steps) add up.
+
+    Args:
+        q, k, v, tiles, verticals, scale, backend: as in `forward`.
+        dout: [B, nq, Hq, D], gradient of the final output.
+        lse: fp32 [B, Hq, nq], over everything the row attended to.
+        delta: fp32 [B, Hq, nq], sum over D of dout * final output.
+
+    Returns:
+        fp32 dq [B, nq, Hq, D]; dk, dv [B, nk, Hk, D], summed over the query heads of a group
+        (None without tiles); dk_columns, dv_columns [B, Mv, Hq, D] (None without verticals).
+    """
+    _check(q, k, v, tiles, verticals)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    module = resolve(backend, q)
+    return module.backward(q, k, v, dout, lse, delta, tiles, verticals, scale=scale)
+
+
+class Partial(NamedTuple):
+    """A normalised partial result: out fp32 [B, n, H, D] and lse fp32 [B, H, n]."""
+
+    out: Array
+    lse: Array
+
+
+def merge(a: Partial, b: Partial) -> Partial:
+    """Combines two partial results over disjoint sets of keys, in fp32.
+
+    lse = log(exp(a.lse) + exp(b.lse)); the outputs are weighted by exp(lse_i - lse). Rows
+    that are empty on one side take the other side's values; empty on both stay empty.
+    """
+    lse = jnp.logaddexp(a.lse, b.lse)
+    safe = jnp.where(lse > -jnp.inf, lse, 0.0)
+
+    def weight(x: Partial) -> Array:
+        return jnp.exp(x.lse - safe).swapaxes(1, 2)[..., None]
+
+    return Partial(a.out * weight(a) + b.out * weight(b), lse)
+
+
+def delta_of(out: Array, dout: Array) -> Array:
+    """sum over D of out * dout, fp32: [B, n, H, D] twice -> [B, H, n]."""
+    return jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1).swapaxes(1, 2)
+
+
+def vertical_slash_attention(
+    q: Array, k: Array, v: Array, index: VerticalSlashIndex, *,
+    scale: float | None = None, backend: str | None = None,
+) -> Array:
+    """Causal attention restricted to the pairs of `index`, on one device; differentiable.
+
+    Args:
+        q: [B, S, Hq, D]; S a multiple of `index.block_size`.
+        k, v: [B, S, Hk, D], Hq a multiple of Hk.
+        index: no gradient flows to it.
+        scale: of the logits; default 1/sqrt(D).
+        backend: as in `forward`.
+
+    Returns:
+        [B, S, Hq, D] in the dtype of q. Contract of the mask: `VerticalSlashIndex`.
+    """
+    return _vertical_slash(q, k, v, index, scale, backend)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _vertical_slash(q, k, v, index, scale, backend):
+    return _vertical_slash_fwd(q, k, v, index, scale, backend)[0]
+
+
+def _vertical_slash_fwd(q, k, v, index, scale, backend):
+    tiles, verticals = _resolve_index(q, k, v, index)
+    out, lse = forward(q, k, v, tiles, verticals, scale=scale, backend=backend)
+    return out, (q, k, v, index, out, lse)
+
+
+def _vertical_slash_bwd(scale, backend, residuals, dout):
+    q, k, v, index, out, lse = residuals
+    tiles, verticals = _resolve_index(q, k, v, index)
+    grads = backward(
+        q, k, v, dout, lse, delta_of(out, dout), tiles, verticals, scale=scale, backend=backend
+    )
+    dk, dv = grads.dk, grads.dv
+    if verticals is not None:
+        dk = scatter_columns(dk, grads.dk_columns, verticals.tokens)
+        dv = scatter_columns(dv, grads.dv_columns, verticals.tokens)
+    return grads.dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
+
+
+_vertical_slash.defvjp(_vertical_slash_fwd, _vertical_slash_bwd)
+
+
+def _resolve_index(
+    q: Array, k: Array, v: Array, index: VerticalSlashIndex
+) -> tuple[DiagonalTiles, VerticalColumns | None]:
+    if q.shape[1] != k.shape[1]:
+        raise ValueError(
+            f"q has {q.shape[1]} tokens and k {k.shape[1]}: a vertical-slash index needs as "
+            "many queries as keys"
+        )
+    tiles = DiagonalTiles.from_index(index)
+    if index.vertical_tokens.shape[-1] == 0:
+        return tiles, None
+    num_blocks = q.shape[1] // index.block_size
+    tokens = pad_columns(index)
+    columns = vertical_columns(
+        index,
+        gather_columns(k, tokens),
+        gather_columns(v, tokens),
+        jnp.arange(num_blocks, dtype=jnp.int32),
+        num_blocks,
+    )
+    return tiles, columns
+
+
+def block_sparse_attention(
+    q: Array, k: Array, v: Array, index: BlockSparseIndex, *,
+    scale: float | None = None, backend: str | None = None,
+) -> Array:
+    """Attention restricted to the listed blocks of `index`, on one device; differentiable.
+
+    Args:
+        q: [B, Sq, Hq, D]; Sq a multiple of `index.block_size`.
+        k, v: [B, Sk, Hk, D], Hq a multiple of Hk.
+        index: no gradient flows to it.
+        scale: of the logits; default 1/sqrt(D).
+        backend: as in `forward`.
+
+    Returns:
+        [B, Sq, Hq, D] in the dtype of q. Contract of the mask: `BlockSparseIndex`.
+    """
+    return _tile_attention(q, k, v, index, scale, backend)
+
+
+def dense_attention(
+    q: Array, k: Array, v: Array, *, causal: bool = True, block_size: int = 128,
+    scale: float | None = None, backend: str | None = None,
+) -> Array:
+    """Dense attention by the same kernels, every block listed: the limit of sparse.
+
+    Shapes as in `block_sparse_attention`; lengths must be multiples of `block_size`, and with
+    `causal` equal.
+    """
+    if causal and q.shape[1] != k.shape[1]:
+        raise ValueError(
+            f"causal attention needs as many queries as keys, not {q.shape[1]} and {k.shape[1]}"
+        )
+    tiles = DiagonalTiles.full(
+        q.shape[0], q.shape[2], q.shape[1] // block_size, k.shape[1] // block_size,
+        block_size, causal,
+    )
+    return _tile_attention(q, k, v, tiles, scale, backend)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _tile_attention(q, k, v, tiles, scale, backend):
+    return _tile_attention_fwd(q, k, v, tiles, scale, backend)[0]
+
+
+def _tile_attention_fwd(q, k, v, tiles, scale, backend):
+    out, lse = forward(q, k, v, tiles, scale=scale, backend=backend)
+    return out, (q, k, v, tiles, out, lse)
+
+
+def _tile_attention_bwd(scale, backend, residuals, dout):
+    q, k, v, tiles, out, lse = residuals
+    grads = backward(
+        q, k, v, dout, lse, delta_of(out, dout), tiles, scale=scale, backend=backend
+    )
+    return (
+        grads.dq.astype(q.dtype), grads.dk.astype(k.dtype), grads.dv.astype(v.dtype), None,
+    )
+
+
+_tile_attention.defvjp(_tile_attention_fwd, _tile_attention_bwd)
+
+
+def _check(
+    q: Array, k: Array, v: Array, tiles: Tiles | None, verticals: VerticalColumns | None
+) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim != 4:
+            raise ValueError(f"{name} has shape {x.shape}: [batch, tokens, heads, dim] is needed")
+    if k.shape != v.shape:
+        raise ValueError(f"k has shape {k.shape} and v {v.shape}: they must be equal")
+    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise ValueError(
+            f"q has shape {q.shape} and k {k.shape}: batch and head dim must be equal"
+        )
+    if q.shape[2] % k.shape[2]:
+        raise ValueError(
+            f"q has {q.shape[2]} heads and k {k.shape[2]}: query heads must be a multiple of "
+            "key/value heads"
+        )
+    if tiles is None and verticals is None:
+        raise ValueError("neither tiles nor verticals given: there is nothing to compute")
+    g = (tiles if tiles is not None else verticals).block_size
+    for name, x in (("q", q), ("k", k)):
+        if x.shape[1] % g:
+            raise ValueError(
+                f"{name} has {x.shape[1]} tokens: a multiple of block_size={g} is needed"
+            )
