@@ -1,0 +1,148 @@
+"""How the tokens of a sequence are dealt to the ranks of sequence parallelism.
+
+The data pipeline permutes a sequence once to *layout order* (all tokens of rank 0, then all of
+rank 1, ...). Every layer then works in that order, with no exchange of tokens inside the model.
+"""
+
+import dataclasses
+import typing
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from mtraining_jax.errors import UserError
+
+KINDS = ("striped", "zigzag", "contiguous")
+
+
+class Segment(typing.NamedTuple):
+    """Local blocks of one rank whose global numbers are an arithmetic progression.
+
+    Attributes:
+        first_block: global number of the first block; traced when the rank is.
+        stride: distance of consecutive global numbers (static).
+        num_blocks: length of the progression (static).
+    """
+
+    first_block: int | Array
+    stride: int
+    num_blocks: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Which rank holds which blocks of g tokens, and in which order.
+
+    - "striped": rank r holds blocks p, p + W, p + 2W, ... with phase p (below). Every block
+      diagonal d then meets its keys at ring distance d mod W on every rank: equal work.
+    - "zigzag": the sequence is cut into 2W chunks and rank r holds chunks r and 2W-1-r. Equal
+      work for dense causal attention, not for sparse.
+    - "contiguous": rank r holds the r-th of W chunks.
+
+    Attributes:
+        kind: "striped", "zigzag" or "contiguous".
+        seq_len: S, tokens of the whole sequence.
+        num_ranks: W.
+        block_size: g, tokens of one block.
+        nodes: N, for the hierarchical ring (only the striped layout uses it). Rank r is device
+            r % L of node r // L, L = W/N, and its phase is device * N + node: neighbouring
+            blocks go to different nodes. At each step of the hierarchical ring all devices of
+            a node then meet diagonals of the same residue mod W, which phase = r would not
+            give. With N = 1 the phase is the rank, which is what the flat ring wants.
+
+    Raises:
+        UserError: if a field is impossible, or seq_len is not a multiple of W*g (2*W*g for
+            zigzag); the sentence gives the nearest lengths that are.
+    """
+
+    kind: str
+    seq_len: int
+    num_ranks: int
+    block_size: int
+    nodes: int = 1
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            allowed = ", ".join(KINDS)
+            raise UserError(f"layout {self.kind!r} is unknown; it must be one of {allowed}")
+        for field in ("seq_len", "num_ranks", "block_size", "nodes"):
+            if getattr(self, field) < 1:
+                raise UserError(f"{field}={getattr(self, field)} must be at least 1")
+        if self.num_ranks % self.nodes:
+            raise UserError(f"num_ranks={self.num_ranks} is not a multiple of nodes={self.nodes}")
+        unit = self.num_ranks * self.block_size * (2 if self.kind == "zigzag" else 1)
+        if self.seq_len % unit:
+            below = self.seq_len // unit * unit
+            nearest = f"{below} and {below + unit}" if below else f"{unit}"
+            factors = f"{self.num_ranks} ranks x block_size {self.block_size}"
+            raise UserError(
+                f"seq_len={self.seq_len} must be a multiple of {unit} for the {self.kind} layout "
+                f"({'2 x ' if self.kind == 'zigzag' else ''}{factors}); nearest: {nearest}"
+            )
+
+    @property
+    def num_blocks(self) -> int:
+        """S / g, blocks of the whole sequence."""
+        return self.seq_len // self.block_size
+
+    @property
+    def local_blocks(self) -> int:
+        """Blocks of one rank."""
+        return self.num_blocks // self.num_ranks
+
+    def segments(self, rank: int | Array) -> tuple[Segment, ...]:
+        """The local blocks of `rank`, in order. A traced rank gives traced first blocks."""
+        count = self.local_blocks
+        if self.kind == "striped":
+            phase = rank % (self.num_ranks // self.nodes) * self.nodes
+            phase = phase + rank // (self.num_ranks // self.nodes)
+            return (Segment(phase, self.num_ranks, count),)
+        if self.kind == "zigzag":
+            half = count // 2
+            mirror = 2 * self.num_ranks - 1 - rank
+            return (Segment(rank * half, 1, half), Segment(mirror * half, 1, half))
+        return (Segment(rank * count, 1, count),)
+
+    def block_ids(self, rank: int | Array) -> Array:
+        """Global block number of each local block of `rank`: int32 [S / (W*g)]."""
+        parts = [s.first_block + s.stride * jnp.arange(s.num_blocks) for s in self.segments(rank)]
+        return jnp.concatenate(parts).astype(jnp.int32)
+
+    def local_positions(self, tokens: Array, rank: int | Array) -> Array:
+        """Where global token positions lie in the shard of `rank`.
+
+        Args:
+            tokens: int32 of any shape, global positions; values outside [0, S) belong to nobody.
+            rank: int, may be traced.
+
+        Returns:
+            int32 of the same shape: position within the shard, or -1 for tokens of other ranks.
+        """
+        block, within = tokens // self.block_size, tokens % self.block_size
+        local = jnp.full_like(tokens, -1)
+        before = 0
+        for segment in self.segments(rank):
+            distance = block - segment.first_block
+            row = distance // segment.stride
+            mine = (distance % segment.stride == 0) & (row >= 0) & (row < segment.num_blocks)
+            local = jnp.where(mine, (before + row) * self.block_size + within, local)
+            before += segment.num_blocks
+        return local
+
+    def permutation(self) -> np.ndarray:
+        """Global position of each token in layout order: int64 [S], `x_layout = x[permutation]`."""
+        blocks = [
+            segment.first_block + segment.stride * np.arange(segment.num_blocks)
+            for rank in range(self.num_ranks)
+            for segment in self.segments(rank)
+        ]
+        starts = np.concatenate(blocks).astype(np.int64) * self.block_size
+        return (starts[:, None] + np.arange(self.block_size)).reshape(-1)
+
+    def inverse(self) -> np.ndarray:
+        """Layout index of each global position: int64 [S], `x = x_layout[inverse]`."""
+        permutation = self.permutation()
+        inverse = np.empty_like(permutation)
+        inverse[permutation] = np.arange(permutation.size)
+        return inverse

@@ -1,0 +1,76 @@
+"""The device mesh, and one table of how arrays lie on it.
+
+Three axes, always: 'data' replicates the model over batches, ('node', 'device') together shard
+the sequence. The rank of sequence parallelism is node * L + device.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+from mtraining_jax.errors import UserError
+
+DATA_AXIS = "data"
+NODE_AXIS = "node"
+DEVICE_AXIS = "device"
+AXES = (DATA_AXIS, NODE_AXIS, DEVICE_AXIS)
+SEQUENCE_AXES = (NODE_AXIS, DEVICE_AXIS)
+
+# Logical arrays to mesh axes. Sequence axes are in layout order (see layout.py).
+TOKENS = P(DATA_AXIS, SEQUENCE_AXES)  # [B, S]: tokens, labels, positions
+ACTIVATIONS = P(DATA_AXIS, SEQUENCE_AXES, None)  # [B, S, E]
+HEADS = P(DATA_AXIS, SEQUENCE_AXES, None, None)  # [B, S, H, D]: queries, keys, values
+REPLICATED = P()
+
+
+def make_mesh(
+    data: int,
+    nodes: int,
+    devices_per_node: int,
+    devices: Sequence[jax.Device] | None = None,
+) -> Mesh:
+    """A mesh of shape (data, nodes, devices_per_node) with `AxisType.Auto` axes.
+
+    Devices are ordered by process (and as given within one). With one process a node, or several
+    that were numbered node by node, 'device' then stays inside a node and 'node' crosses them.
+    When fewer devices are asked than there are, every process gives the same number.
+
+    Args:
+        data: batches computed side by side.
+        nodes: N.
+        devices_per_node: L.
+        devices: default `jax.devices()`.
+
+    Raises:
+        UserError: if a size is below 1, more devices are asked than there are, or the devices
+            asked cannot be spread evenly over the processes.
+    """
+    shape = (data, nodes, devices_per_node)
+    for name, size in zip(("data", "nodes", "devices_per_node"), shape, strict=True):
+        if size < 1:
+            raise UserError(f"parallel.{name}={size} must be at least 1")
+    devices = list(jax.devices() if devices is None else devices)
+    needed = data * nodes * devices_per_node
+    asked = (
+        f"parallel.data={data} x parallel.nodes={nodes} x "
+        f"parallel.devices_per_node={devices_per_node} needs {needed} devices"
+    )
+    if needed > len(devices):
+        raise UserError(f"{asked} but there are {len(devices)}")
+    by_process: dict[int, list[jax.Device]] = {}
+    for device in sorted(devices, key=lambda device: device.process_index):
+        by_process.setdefault(device.process_index, []).append(device)
+    share, rest = divmod(needed, len(by_process))
+    if needed < len(devices):
+        smallest = min(len(own) for own in by_process.values())
+        if rest or share > smallest:
+            raise UserError(
+                f"{asked}, which cannot be spread evenly over {len(by_process)} processes "
+                f"(the smallest has {smallest} devices)"
+            )
+        by_process = {process: own[:share] for process, own in by_process.items()}
+    chosen = [device for own in by_process.values() for device in own]
+    return Mesh(np.array(chosen).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
