@@ -1,0 +1,303 @@
+"""Qwen2 in Flax NNX, with attention as an argument.
+
+Modules and parameters carry the names and shapes of the Hugging Face checkpoints (a matrix is
+[out, in]), except that the layers are stacked on a leading axis and run in one `lax.scan`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.ad_checkpoint import checkpoint_policies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from mtraining_jax.models.rope import apply_rope, rope_tables
+from mtraining_jax.models.sharding import activation_sharding, state_shardings
+from mtraining_jax.models.spec import ModelSpec
+
+# (q_BSHD, k_BSHkD, v_BSHkD[, inputs of the layer]) -> (out_BSHD, fp32 scalars by name)
+Attention = Callable[..., tuple[Array, dict[str, Array]]]
+
+SAVED_NAMES = ("attn_out", "attn_lse", "sparse_index")
+
+
+class Linear(nnx.Module):
+    """y = x W^T + b, in the dtype of x. weight fp32 [out, in], bias fp32 [out] or absent."""
+
+    def __init__(
+        self, size_in: int, size_out: int, *, bias: bool, stddev: float, rngs: nnx.Rngs
+    ) -> None:
+        draw = jax.random.normal(rngs.params(), (size_out, size_in), jnp.float32)
+        self.weight = nnx.Param(draw * stddev)
+        self.bias = nnx.Param(jnp.zeros(size_out, jnp.float32)) if bias else None
+
+    def __call__(self, x: Array) -> Array:
+        """[..., in] -> [..., out]."""
+        weight = self.weight[...].astype(x.dtype)
+        y = jnp.einsum("...i,oi->...o", x, weight, precision=_precision(x.dtype))
+        return y if self.bias is None else y + self.bias[...].astype(x.dtype)
+
+
+class RMSNorm(nnx.Module):
+    """x / sqrt(mean(x^2) + eps) * weight, computed in fp32, returned in the dtype of x."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        self.weight = nnx.Param(jnp.ones(size, jnp.float32))
+        self.eps = eps
+
+    def __call__(self, x: Array) -> Array:
+        """[..., E] -> [..., E]."""
+        x32 = x.astype(jnp.float32)
+        scale = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
+        return (x32 * scale * self.weight[...]).astype(x.dtype)
+
+
+class Embed(nnx.Module):
+    """Rows of a table. weight fp32 [V, E]."""
+
+    def __init__(self, spec: ModelSpec, rngs: nnx.Rngs) -> None:
+        shape = (spec.vocab_size, spec.hidden_size)
+        draw = jax.random.normal(rngs.params(), shape, jnp.float32)
+        self.weight = nnx.Param(draw * spec.initializer_range)
+
+
+class SelfAttention(nnx.Module):
+    """Projections and rotary positions around an attention that the caller chooses."""
+
+    def __init__(self, spec: ModelSpec, rngs: nnx.Rngs) -> None:
+        width = spec.num_heads * spec.head_dim
+        kv_width = spec.num_kv_heads * spec.head_dim
+        options = {"stddev": spec.initializer_range, "rngs": rngs}
+        self.head_dim = spec.head_dim
+        self.q_proj = Linear(spec.hidden_size, width, bias=True, **options)
+        self.k_proj = Linear(spec.hidden_size, kv_width, bias=True, **options)
+        self.v_proj = Linear(spec.hidden_size, kv_width, bias=True, **options)
+        self.o_proj = Linear(width, spec.hidden_size, bias=False, **options)
+
+    def __call__(
+        self, x_BSE: Array, cos: Array, sin: Array, attention: Attention
+    ) -> tuple[Array, dict[str, Array]]:
+        """[B, S, E] -> [B, S, E] and the scalars that `attention` reports."""
+        split = (*x_BSE.shape[:2], -1, self.head_dim)
+        q_BSHD = apply_rope(self.q_proj(x_BSE).reshape(split), cos, sin)
+        k_BSHkD = apply_rope(self.k_proj(x_BSE).reshape(split), cos, sin)
+        v_BSHkD = self.v_proj(x_BSE).reshape(split)
+        out_BSHD, stats = attention(q_BSHD, k_BSHkD, v_BSHkD)
+        return self.o_proj(out_BSHD.reshape(*x_BSE.shape[:2], -1)), stats
+
+
+class MLP(nnx.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, spec: ModelSpec, rngs: nnx.Rngs) -> None:
+        options = {"bias": False, "stddev": spec.initializer_range, "rngs": rngs}
+        self.gate_proj = Linear(spec.hidden_size, spec.intermediate_size, **options)
+        self.up_proj = Linear(spec.hidden_size, spec.intermediate_size, **options)
+        self.down_proj = Linear(spec.intermediate_size, spec.hidden_size, **options)
+
+    def __call__(self, x_BSE: Array) -> Array:
+        """[B, S, E] -> [B, S, E]."""
+        return self.down_proj(jax.nn.silu(self.gate_proj(x_BSE)) * self.up_proj(x_BSE))
+
+
+class DecoderLayer(nnx.Module):
+    """Attention and MLP, each on the normed residual stream and added to it."""
+
+    def __init__(self, spec: ModelSpec, rngs: nnx.Rngs) -> None:
+        self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.self_attn = SelfAttention(spec, rngs)
+        self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.mlp = MLP(spec, rngs)
+
+    def __call__(
+        self, x_BSE: Array, cos: Array, sin: Array, attention: Attention
+    ) -> tuple[Array, dict[str, Array]]:
+        """[B, S, E] -> [B, S, E] and the scalars that `attention` reports."""
+        out_BSE, stats = self.self_attn(self.input_layernorm(x_BSE), cos, sin, attention)
+        x_BSE = x_BSE + out_BSE
+        return x_BSE + self.mlp(self.post_attention_layernorm(x_BSE)), stats
+
+
+class Qwen2(nnx.Module):
+    """A causal language model. Parameters fp32; `spec.dtype` is what layers compute in.
+
+    Args:
+        config: a `ModelSpec`, or any object or mapping with its fields.
+        rngs: has a `params` stream, from which all matrices are drawn, normal with
+            `initializer_range`. Biases start at 0, norms at 1.
+    """
+
+    def __init__(self, config: Any, *, rngs: nnx.Rngs) -> None:
+        spec = ModelSpec.from_config(config)
+        self.spec = spec
+        self.embed_tokens = Embed(spec, rngs)
+
+        @nnx.split_rngs(splits=spec.num_layers)
+        @nnx.vmap(in_axes=0, out_axes=0)
+        def stacked(layer_rngs: nnx.Rngs) -> DecoderLayer:
+            return DecoderLayer(spec, layer_rngs)
+
+        self.layers = stacked(rngs)
+        self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.lm_head = None
+        if not spec.tie_word_embeddings:
+            self.lm_head = Linear(
+                spec.hidden_size,
+                spec.vocab_size,
+                bias=False,
+                stddev=spec.initializer_range,
+                rngs=rngs,
+            )
+
+    def __call__(
+        self,
+        tokens: Array,
+        positions: Array,
+        attention: Attention,
+        *,
+        attention_inputs: Any = None,
+        mesh: Mesh | None = None,
+    ) -> tuple[Array, dict[str, Array]]:
+        """Runs all layers.
+
+        Args:
+            tokens: int32 [B, S], in any order along S.
+            positions: int32 [S] or [B, S], global positions of these tokens: they travel with a
+                permuted sequence. Only rotary positions read them; the mask is `attention`'s.
+            attention: `(q_BSHD, k_BSHkD, v_BSHkD) -> (out_BSHD, stats)`, on the order of
+                `tokens`, already rotated and unscaled; stats is a dict of fp32 scalars, through
+                which no gradient flows. Under `remat="attention"` it is run again in the
+                backward pass unless it names what it needs there by `checkpoint_name` as one of
+                `SAVED_NAMES`.
+            attention_inputs: pytree whose leaves have a leading layer axis [L, ...]; when given,
+                its slice of the layer is the fourth argument of `attention`.
+            mesh: with axes ('data', 'node', 'device') of type Auto. Activations are then kept as
+                [B over data, S over (node, device), E], and the layer's parameters are gathered
+                in the compute dtype just before use. None leaves all of it to the compiler.
+
+        Returns:
+            hidden [B, S, E] in the compute dtype, after the final norm, and the stats stacked
+            over layers, fp32 [L] each.
+        """
+        dtype = jnp.dtype(self.spec.dtype)
+        cos, sin = rope_tables(positions, self.spec)
+        # The rows are cast after the lookup, so that gradients of frequent tokens add in fp32.
+        table_VE = _replicated(self.embed_tokens.weight[...], mesh)
+        x_BSE = _spread(jnp.take(table_VE, tokens, axis=0).astype(dtype), mesh)
+        graphdef, layers = nnx.split(self.layers)
+
+        def body(x_BSE: Array, inputs: tuple[Any, Any]) -> tuple[Array, dict[str, Array]]:
+            parameters, layer_inputs = inputs
+            layer = nnx.merge(graphdef, _gather(parameters, dtype, mesh))
+            if attention_inputs is None:
+                attend = attention
+            else:
+
+                def attend(q: Array, k: Array, v: Array) -> tuple[Array, dict[str, Array]]:
+                    return attention(q, k, v, layer_inputs)
+
+            x_BSE, stats = layer(x_BSE, cos, sin, attend)
+            stats = {
+                name: jax.lax.stop_gradient(jnp.asarray(value, jnp.float32))
+                for name, value in stats.items()
+            }
+            return _spread(x_BSE, mesh), stats
+
+        body = _remat(body, self.spec.remat)
+        x_BSE, stats = jax.lax.scan(body, x_BSE, (layers, attention_inputs))
+        return self.norm(x_BSE), stats
+
+    def lm_head_weight(self) -> Array:
+        """The output matrix, fp32 [E, V]: the transposed embedding when tied."""
+        table = self.embed_tokens if self.lm_head is None else self.lm_head
+        return table.weight[...].T
+
+    def logits(self, hidden_BSE: Array) -> Array:
+        """fp32 [B, S, V], all at once: for short sequences."""
+        weight_EV = self.lm_head_weight().astype(hidden_BSE.dtype)
+        return jnp.einsum(
+            "bse,ev->bsv",
+            hidden_BSE,
+            weight_EV,
+            precision=_precision(hidden_BSE.dtype),
+            preferred_element_type=jnp.float32,
+        )
+
+
+def abstract_state(config: Any) -> nnx.State:
+    """The state of a model as `jax.ShapeDtypeStruct`, without computing anything."""
+    spec = ModelSpec.from_config(config)
+    return nnx.state(nnx.eval_shape(lambda: Qwen2(spec, rngs=nnx.Rngs(0))))
+
+
+def param_shardings(config: Any, mesh: Mesh, fsdp: bool) -> nnx.State:
+    """The `NamedSharding` of every parameter; see `sharding.state_shardings`."""
+    return state_shardings(abstract_state(config), mesh, fsdp)
+
+
+def init_model(
+    config: Any, *, seed: int | Array, mesh: Mesh | None = None, fsdp: bool = False
+) -> tuple[nnx.GraphDef, nnx.State]:
+    """Draws a model, each device only its own shards; the values do not depend on the mesh.
+
+    Args:
+        config: a `ModelSpec`, or any object or mapping with its fields.
+        seed: an integer or a `jax.random.key`.
+        mesh: where to put it; None is the default device.
+        fsdp: see `param_shardings`.
+
+    Returns:
+        The graph definition (static, hashable) and the state; `nnx.merge` joins them.
+    """
+    spec = ModelSpec.from_config(config)
+    graphdef = nnx.graphdef(nnx.eval_shape(lambda: Qwen2(spec, rngs=nnx.Rngs(0))))
+
+    def draw(seed: int | Array) -> nnx.State:
+        is_key = jnp.issubdtype(jnp.result_type(seed), jax.dtypes.prng_key)
+        key = seed if is_key else jax.random.key(seed)
+        return nnx.state(Qwen2(spec, rngs=nnx.Rngs(params=key)))
+
+    shardings = None if mesh is None else param_shardings(spec, mesh, fsdp)
+    return graphdef, jax.jit(draw, out_shardings=shardings)(seed)
+
+
+def _remat(body: Callable[..., Any], kind: str) -> Callable[..., Any]:
+    if kind == "none":
+        return body
+    if kind == "full":
+        policy = checkpoint_policies.nothing_saveable
+    else:
+        policy = checkpoint_policies.save_only_these_names(*SAVED_NAMES)
+    # Inside a scan the compiler cannot merge the recomputation with the forward pass.
+    return jax.checkpoint(body, policy=policy, prevent_cse=False)
+
+
+def _gather(parameters: nnx.State, dtype: jnp.dtype, mesh: Mesh | None) -> nnx.State:
+    """One layer's parameters, whole on every device; matrices in the compute dtype."""
+
+    def gather(parameter: Array) -> Array:
+        # Cast first: half the bytes travel. Norms and biases stay fp32.
+        parameter = parameter.astype(dtype) if parameter.ndim > 1 else parameter
+        return _replicated(parameter, mesh)
+
+    return jax.tree.map(gather, parameters)
+
+
+def _replicated(x: Array, mesh: Mesh | None) -> Array:
+    if mesh is None:
+        return x
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec()))
+
+
+def _spread(x: Array, mesh: Mesh | None) -> Array:
+    if mesh is None:
+        return x
+    return jax.lax.with_sharding_constraint(x, activation_sharding(mesh))
+
+
+def _precision(dtype: jnp.dtype) -> jax.lax.Precision | None:
+    """fp32 means fp32: without this, GPUs multiply fp32 matrices in TF32."""
+    return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
