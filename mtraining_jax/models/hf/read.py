@@ -1,0 +1,179 @@
+"""Safetensors into a sharded state: each device's slices are read, and nothing else."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import jax
+import numpy as np
+from flax import nnx
+from jax import Array
+from jax.sharding import Sharding, SingleDeviceSharding
+from safetensors import SafetensorError, safe_open
+
+from mtraining_jax.errors import UserError
+from mtraining_jax.models.hf.config import check_same_model, read_json
+from mtraining_jax.models.hf.names import LAYERS, hf_names, is_redundant
+from mtraining_jax.models.qwen2 import abstract_state
+from mtraining_jax.models.sharding import parameter_names
+from mtraining_jax.models.spec import ModelSpec
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+_DTYPES = ("F32", "BF16", "F16")
+
+
+def load_hf(directory: str | Path, config: Any, shardings: nnx.State | None = None) -> nnx.State:
+    """Reads a checkpoint into the stacked fp32 state of `Qwen2`.
+
+    All names, shapes and dtypes are checked, from the files' headers, before any tensor is read.
+    In a run of several processes each reads only the slices that its devices hold.
+
+    Args:
+        directory: config.json with model.safetensors, or with the shards that
+            model.safetensors.index.json lists. Tensors of F32, BF16 or F16.
+        config: the model to fill: a `ModelSpec`, or any object or mapping with its fields.
+        shardings: as `param_shardings` makes them; None is the default device.
+
+    Returns:
+        The state; join it with the graph definition of `init_model` or of `nnx.graphdef`.
+
+    Raises:
+        UserError: if a file is missing or damaged, a tensor is missing, unknown, misshapen or of
+            another dtype, or the checkpoint is of another model.
+    """
+    spec = ModelSpec.from_config(config)
+    check_same_model(spec, directory)
+    wanted = abstract_state(spec)
+    names = parameter_names(wanted)
+    if shardings is None:
+        device = SingleDeviceSharding(jax.local_devices()[0])
+        shardings = jax.tree.map(lambda _: device, wanted)
+    with Tensors(directory) as tensors:
+        pairs = zip(jax.tree.leaves(names), jax.tree.leaves(wanted), strict=True)
+        _check_tensors(tensors, {name: leaf.shape for name, leaf in pairs}, spec)
+
+        def load(name: str, leaf: jax.ShapeDtypeStruct, sharding: Sharding) -> Array:
+            return _load_parameter(tensors, name, leaf.shape, sharding, spec)
+
+        return jax.tree.map(load, names, wanted, shardings)
+
+
+class Tensors:
+    """The tensors of a checkpoint by name, read lazily. A context manager: it holds open files.
+
+    Raises:
+        UserError: if a file is missing or damaged.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        self.directory = Path(directory)
+        self._handles: dict[Path, Any] = {}
+        self._files = self._find_files()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._handles.clear()
+
+    @property
+    def files(self) -> Mapping[str, Path]:
+        """The file that holds each tensor."""
+        return self._files
+
+    def open(self, name: str) -> Any:
+        """The lazy slice object of one tensor."""
+        return self._handle(self._files[name]).get_slice(name)
+
+    def _find_files(self) -> dict[str, Path]:
+        single, index = self.directory / SINGLE_FILE, self.directory / INDEX_FILE
+        if single.exists():
+            return dict.fromkeys(self._handle(single).keys(), single)
+        if not index.exists():
+            raise UserError(f"{self.directory} holds neither {SINGLE_FILE} nor {INDEX_FILE}")
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise UserError(f'{index} has no "weight_map"')
+        files: dict[str, Path] = {}
+        for name, file in weight_map.items():
+            if not isinstance(file, str) or Path(file).name != file:
+                raise UserError(f"{index}: the file of {name} is {file!r}, not a plain file name")
+            files[name] = self.directory / file
+        for path in sorted(set(files.values())):
+            if not path.exists():
+                raise UserError(f"{path} is missing, though {INDEX_FILE} lists it")
+            inside = set(self._handle(path).keys())
+            for name, file in files.items():
+                if file == path and name not in inside:
+                    raise UserError(f"{path} lacks tensor {name}, which {INDEX_FILE} places there")
+        return files
+
+    def _handle(self, path: Path) -> Any:
+        if path not in self._handles:
+            try:
+                self._handles[path] = safe_open(path, framework="numpy")
+            except SafetensorError as error:
+                raise UserError(f"{path} is truncated or not a safetensors file: {error}") from None
+            except OSError as error:
+                raise UserError(f"cannot read {path}: {error}") from None
+        return self._handles[path]
+
+
+def _check_tensors(
+    tensors: Tensors, shapes: Mapping[str, tuple[int, ...]], spec: ModelSpec
+) -> None:
+    expected: dict[str, tuple[int, ...]] = {}
+    for name, shape in shapes.items():
+        one = shape[1:] if name.startswith(LAYERS) else shape
+        expected |= dict.fromkeys(hf_names(name, spec), one)
+    for name, shape in expected.items():
+        if name not in tensors.files:
+            raise UserError(f"{tensors.directory} has no tensor {name}")
+        found = tensors.open(name)
+        if tuple(found.get_shape()) != shape:
+            raise UserError(
+                f"{tensors.files[name]}: tensor {name} has shape {list(found.get_shape())}, "
+                f"but the model needs {list(shape)}"
+            )
+        if found.get_dtype() not in _DTYPES:
+            raise UserError(
+                f"{tensors.files[name]}: tensor {name} is {found.get_dtype()}; "
+                f"allowed are {', '.join(_DTYPES)}"
+            )
+    for name, path in tensors.files.items():
+        if name not in expected and not is_redundant(name, spec):
+            raise UserError(f"{path}: tensor {name} has no place in this model")
+
+
+def _load_parameter(
+    tensors: Tensors,
+    name: str,
+    shape: tuple[int, ...],
+    sharding: Sharding,
+    spec: ModelSpec,
+) -> Array:
+    sources = [tensors.open(hf_name) for hf_name in hf_names(name, spec)]
+    # Devices that hold the same slice share one reading.
+    seen: dict[tuple[tuple[int, int, int], ...], np.ndarray] = {}
+
+    def read(index: tuple[slice, ...]) -> np.ndarray:
+        key = tuple(part.indices(size) for part, size in zip(index, shape, strict=True))
+        if key not in seen:
+            ranges = [slice(start, stop) for start, stop, _ in key]
+            if name.startswith(LAYERS):
+                block = np.empty([part.stop - part.start for part in ranges], np.float32)
+                for row, layer in enumerate(range(ranges[0].start, ranges[0].stop)):
+                    block[row] = sources[layer][tuple(ranges[1:])]
+            else:
+                block = sources[0][tuple(ranges)].astype(np.float32)
+            seen[key] = block
+        return seen[key]
+
+    return jax.make_array_from_callback(shape, sharding, read)

@@ -1,0 +1,212 @@
+"""A state out to a Hugging Face checkpoint that appears whole or not at all."""
+
+import dataclasses
+import functools
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from safetensors import SafetensorError
+from safetensors.numpy import save_file
+
+from mtraining_jax.errors import UserError
+from mtraining_jax.models.hf.config import hf_config
+from mtraining_jax.models.hf.names import LAYERS, hf_names
+from mtraining_jax.models.hf.read import INDEX_FILE, SINGLE_FILE
+from mtraining_jax.models.sharding import parameter_names
+from mtraining_jax.models.spec import COMPUTE_DTYPES, ModelSpec
+
+
+def save_hf(
+    directory: str | Path,
+    config: Any,
+    state: Any,
+    *,
+    dtype: str = "bfloat16",
+    max_shard_bytes: int = 5_000_000_000,
+) -> Path:
+    """Writes config.json and safetensors that transformers loads.
+
+    Tensors are gathered one at a time, so no host holds more of them than one file's worth. In a
+    run of several processes all call this, and the first one writes. Files go to a hidden folder
+    beside `directory`, which takes its name when everything is on disk.
+
+    Args:
+        directory: to be made; must not exist yet, or be empty.
+        config: a `ModelSpec`, or any object or mapping with its fields.
+        state: of `Qwen2` (`nnx.State` or pure dict), arrays with any sharding.
+        dtype: of the tensors written, "bfloat16" or "float32".
+        max_shard_bytes: a file ends before it would grow beyond this; a larger tensor has a file
+            of its own. One file alone is named model.safetensors and has no index.
+
+    Returns:
+        The folder.
+
+    Raises:
+        UserError: if the folder is in use or cannot be written, or an argument is out of range.
+            Nothing is left behind.
+    """
+    spec = ModelSpec.from_config(config)
+    directory = Path(directory)
+    if dtype not in COMPUTE_DTYPES:
+        raise UserError(f'dtype="{dtype}" is not one of {", ".join(COMPUTE_DTYPES)}')
+    if max_shard_bytes < 1:
+        raise UserError(f"max_shard_bytes={max_shard_bytes} must be positive")
+
+    shards = _plan(state, spec, jnp.dtype(dtype), max_shard_bytes)
+    folder = _Folder(directory) if jax.process_index() == 0 else None
+    try:
+        _together(folder, _Folder.make)
+        weight_map: dict[str, str] = {}
+        for number, shard in enumerate(shards, start=1):
+            file = SINGLE_FILE
+            if len(shards) > 1:
+                file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            tensors = {}
+            for tensor in shard:
+                value = tensor.fetch(dtype)
+                weight_map[tensor.name] = file
+                if folder is not None:
+                    tensors[tensor.name] = value
+            _together(folder, _Folder.write_tensors, file, tensors)
+        if len(shards) > 1:
+            size = sum(tensor.size for shard in shards for tensor in shard)
+            index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+            _together(folder, _Folder.write_json, INDEX_FILE, index)
+        _together(folder, _Folder.write_json, "config.json", hf_config(spec, dtype))
+        _together(folder, _Folder.publish)
+    finally:
+        if folder is not None:
+            folder.discard()
+    return directory
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tensor:
+    """One tensor of the checkpoint: a parameter, or one layer of a stacked one."""
+
+    name: str
+    parameter: Array
+    layer: int | None
+    size: int  # bytes in the file
+
+    def fetch(self, dtype: str) -> np.ndarray:
+        """Whole, on every process; a collective operation."""
+        sharding = getattr(self.parameter, "sharding", None)
+        whole = None
+        if isinstance(sharding, NamedSharding):
+            whole = NamedSharding(sharding.mesh, PartitionSpec())
+        value = _whole(self.parameter, self.layer, dtype=dtype, sharding=whole)
+        return np.asarray(value.addressable_data(0))
+
+
+@functools.partial(jax.jit, static_argnames=("dtype", "sharding"))
+def _whole(x: Array, layer: int | None, *, dtype: str, sharding: Sharding | None) -> Array:
+    if layer is not None:
+        x = jax.lax.dynamic_index_in_dim(x, layer, keepdims=False)
+    x = x.astype(dtype)
+    return x if sharding is None else jax.lax.with_sharding_constraint(x, sharding)
+
+
+def _plan(
+    state: Any, spec: ModelSpec, dtype: jnp.dtype, max_shard_bytes: int
+) -> list[list[_Tensor]]:
+    """Deals the tensors to files, in the order in which the model uses them."""
+    parameters = dict(
+        zip(jax.tree.leaves(parameter_names(state)), jax.tree.leaves(state), strict=True)
+    )
+    stacked = [name for name in parameters if name.startswith(LAYERS)]
+    order = [("embed_tokens.weight", None)]
+    order += [(name, layer) for layer in range(spec.num_layers) for name in stacked]
+    order += [(name, None) for name in ("norm.weight", "lm_head.weight") if name in parameters]
+
+    shards: list[list[_Tensor]] = [[]]
+    filled = 0
+    for name, layer in order:
+        parameter = parameters[name]
+        size = parameter.size * dtype.itemsize // (1 if layer is None else spec.num_layers)
+        tensor = _Tensor(hf_names(name, spec)[layer or 0], parameter, layer, size)
+        if shards[-1] and filled + size > max_shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(tensor)
+        filled += size
+    return shards
+
+
+class _Folder:
+    """A folder under a temporary name, until it is published."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+        self.temporary = target.absolute().parent / f".{target.name}.tmp-{os.getpid()}"
+
+    def make(self) -> None:
+        if self.target.exists() and (not self.target.is_dir() or any(self.target.iterdir())):
+            raise UserError(f"{self.target} exists and is not an empty folder; name another one")
+        self.temporary.parent.mkdir(parents=True, exist_ok=True)
+        self.temporary.mkdir()
+
+    def write_tensors(self, file: str, tensors: dict[str, np.ndarray]) -> None:
+        path = self.temporary / file
+        save_file(tensors, path, metadata={"format": "pt"})
+        # The library makes files that only their owner reads.
+        path.chmod(0o666 & ~_umask())
+        _flush(path)
+
+    def write_json(self, file: str, content: dict[str, Any]) -> None:
+        path = self.temporary / file
+        path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        _flush(path)
+
+    def publish(self) -> None:
+        _flush(self.temporary)
+        self.temporary.rename(self.target)
+        _flush(self.target.absolute().parent)
+
+    def discard(self) -> None:
+        """Removes what was not published."""
+        shutil.rmtree(self.temporary, ignore_errors=True)
+
+
+def _together(folder: _Folder | None, step: Callable[..., None], *arguments: Any) -> None:
+    """Runs a step where the folder is, and raises its failure on every process.
+
+    Without this, one process would stop at a full disk and the others wait for it for ever.
+    """
+    problem = ""
+    if folder is not None:
+        try:
+            step(folder, *arguments)
+        except UserError as error:
+            problem = str(error)
+        except (OSError, SafetensorError) as error:
+            problem = f"cannot write {folder.target}: {error}"
+    failed = bool(problem)
+    if jax.process_count() > 1:
+        failed = bool(multihost_utils.broadcast_one_to_all(np.asarray(failed)))
+    if failed:
+        raise UserError(problem or "the first process could not write the checkpoint")
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
