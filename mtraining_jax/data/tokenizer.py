@@ -1,0 +1,141 @@
+"""From text to token ids: raw bytes, or a Hugging Face ``tokenizer.json``."""
+
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from mtraining_jax.errors import UserError
+
+# End-of-document tokens of the common model families, in no order: exactly one must be there.
+_EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|end▁of▁sentence|>")
+
+
+class Tokenizer(Protocol):
+    """What the readers need of a tokeniser."""
+
+    name: str  # for messages
+    vocab_size: int  # every id is below it
+    eos: int  # the id that ends a document
+
+    def encode(self, text: str) -> np.ndarray:
+        """Token ids of a document, without its end: integers [n]."""
+        ...
+
+    def decode(self, ids: np.ndarray) -> str:
+        """Text of token ids, for people to read."""
+        ...
+
+
+class ByteTokenizer:
+    """One token a UTF-8 byte (ids 0 to 255), and 256 for the end of a document."""
+
+    name = "bytes"
+    vocab_size = 257
+
+    def __init__(self, eos: int | str | None = None):
+        if isinstance(eos, str):
+            raise UserError(
+                f"data.eos is {eos!r}; the tokenizer 'bytes' takes a number from 0 to 256."
+            )
+        self.eos = _checked_eos(256 if eos is None else eos, self.vocab_size, self.name)
+
+    def encode(self, text: str) -> np.ndarray:
+        """Token ids of a document, without its end: uint8 [n]."""
+        return np.frombuffer(text.encode("utf-8"), np.uint8)
+
+    def decode(self, ids: np.ndarray) -> str:
+        """Text of token ids; ends of documents are left out."""
+        ids = np.asarray(ids)
+        return ids[ids < 256].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
+
+
+class HuggingFaceTokenizer:
+    """A ``tokenizer.json`` read by the ``tokenizers`` library.
+
+    Nothing is added to a document (no template) and nothing cut off, whatever the file asks for.
+
+    Args:
+      path: the ``tokenizer.json``.
+      eos: id or text of the token that ends a document. None takes the one usual end token that
+        the vocabulary has.
+
+    Raises:
+      UserError: the file cannot be read, or the end token is not known.
+    """
+
+    def __init__(self, path: str | Path, eos: int | str | None = None):
+        # Not at the top: runs on bytes or token files need not load a tokeniser library.
+        from tokenizers import Tokenizer as Backend
+
+        self.name = str(path)
+        if not Path(path).is_file():
+            raise UserError(
+                f"data.tokenizer is {self.name!r}, which is no file; it must be 'bytes' or the"
+                " path of a tokenizer.json."
+            )
+        try:
+            self._backend = Backend.from_file(self.name)
+        except Exception as error:  # the library raises bare Exception
+            raise UserError(
+                f"data.tokenizer: {self.name} is not a tokenizer.json ({error})."
+            ) from error
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        vocabulary = self._backend.get_vocab(with_added_tokens=True)
+        if not vocabulary:
+            raise UserError(f"data.tokenizer: {self.name} has an empty vocabulary.")
+        # Not the number of entries: ids may have gaps.
+        self.vocab_size = max(vocabulary.values()) + 1
+        self.eos = _checked_eos(_find_eos(eos, vocabulary, self.name), self.vocab_size, self.name)
+
+    def encode(self, text: str) -> np.ndarray:
+        """Token ids of a document, without its end: uint32 [n]."""
+        return np.asarray(self._backend.encode(text, add_special_tokens=False).ids, np.uint32)
+
+    def decode(self, ids: np.ndarray) -> str:
+        """Text of token ids; special tokens are left out."""
+        return self._backend.decode([int(i) for i in ids])
+
+
+def make_tokenizer(name: str, eos: int | str | None = None) -> Tokenizer:
+    """Makes the tokeniser that ``data.tokenizer`` names.
+
+    Args:
+      name: "bytes", or the path of a ``tokenizer.json`` (``~`` is the home folder).
+      eos: id or text of the end-of-document token; None for the tokeniser's own.
+
+    Returns:
+      The tokeniser.
+
+    Raises:
+      UserError: an unreadable file or an unknown end token.
+    """
+    if name == "bytes":
+        return ByteTokenizer(eos)
+    return HuggingFaceTokenizer(Path(name).expanduser(), eos)
+
+
+def _find_eos(eos: int | str | None, vocabulary: dict[str, int], name: str) -> int:
+    if isinstance(eos, int):
+        return eos
+    if isinstance(eos, str):
+        if eos not in vocabulary:
+            raise UserError(f"data.eos is {eos!r}, which is not a token of {name}.")
+        return vocabulary[eos]
+    found = [token for token in _EOS_NAMES if token in vocabulary]
+    if len(found) != 1:
+        has = f"has {' and '.join(found)}" if found else f"has none of {', '.join(_EOS_NAMES)}"
+        raise UserError(
+            f"data.eos is not set and {name} {has}; set data.eos to the token (or its id) that"
+            " ends a document."
+        )
+    return vocabulary[found[0]]
+
+
+def _checked_eos(eos: int, vocab_size: int, name: str) -> int:
+    if not 0 <= eos < vocab_size:
+        raise UserError(
+            f"data.eos is {eos}; with the tokenizer {name} it must be from 0 to {vocab_size - 1}."
+        )
+    return eos
