@@ -1,0 +1,167 @@
+"""Who meets whom at which step of the ring, and which tiles they compute then."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from mtraining_jax.parallel.layout import Layout, Segment
+from pallas_kernels.index import VerticalSlashIndex
+from pallas_kernels.tiles import NO_DIAGONAL, DiagonalTiles
+
+
+@dataclasses.dataclass(frozen=True)
+class RingPlan:
+    """The static description of a ring; usable inside `shard_map` over `axis_names`.
+
+    A ring is two nested turns: at each of `outer_size` steps keys and values make a full turn
+    over the inner axis while the next node's are on their way over the outer one. A flat ring is
+    the case of one outer step.
+
+    Attributes:
+        layout: the layout of the sequence; `layout.num_ranks` must be the product of the sizes.
+        axis_names: mesh axes of the sequence, slowest first.
+        axis_sizes: their sizes.
+        hierarchical: two nested turns (needs two axes), else one turn over all axes together.
+        scale: of the logits; None is 1/sqrt(D).
+        backend: of the kernels; None is the best that runs here.
+
+    Raises:
+        ValueError: if the sizes do not fit the names or the layout.
+    """
+
+    layout: Layout
+    axis_names: tuple[str, ...]
+    axis_sizes: tuple[int, ...]
+    hierarchical: bool = True
+    scale: float | None = None
+    backend: str | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.axis_names) != len(self.axis_sizes) or len(self.axis_names) > 2:
+            raise ValueError(
+                f"axis_names={self.axis_names} and axis_sizes={self.axis_sizes} must be equally "
+                "long, at most 2"
+            )
+        if self.inner_size * self.outer_size != self.layout.num_ranks:
+            raise ValueError(
+                f"axis_sizes={self.axis_sizes} have the product "
+                f"{self.inner_size * self.outer_size} but the layout is for "
+                f"num_ranks={self.layout.num_ranks}"
+            )
+
+    @property
+    def nested(self) -> bool:
+        """Whether the two axes turn separately."""
+        return self.hierarchical and len(self.axis_names) == 2
+
+    @property
+    def outer_size(self) -> int:
+        """Outer steps: nodes in a hierarchical ring, 1 in a flat one."""
+        return self.axis_sizes[0] if self.nested else 1
+
+    @property
+    def inner_size(self) -> int:
+        """Inner steps: devices of a node, or all ranks in a flat ring."""
+        total = 1
+        for size in self.axis_sizes[1:] if self.nested else self.axis_sizes:
+            total *= size
+        return total
+
+    def rank(self) -> Array | int:
+        """This device's rank (traced), 0 where there is only one."""
+        return lax.axis_index(self.axis_names) if self.axis_names else 0
+
+    def source(self, rank: Array | int, outer_step: Array | int, inner_step: Array | int):
+        """The rank whose keys `rank` holds at a step (ints, numpy or traced)."""
+        node, device = rank // self.inner_size, rank % self.inner_size
+        node = (node - outer_step) % self.outer_size
+        return node * self.inner_size + (device - inner_step) % self.inner_size
+
+    def shift_inner(self, tree):
+        """Sends every array of `tree` one rank on along the inner axis."""
+        names = self.axis_names[1:] if self.nested else self.axis_names
+        return _shift(tree, names, self.inner_size)
+
+    def shift_outer(self, tree):
+        """Sends every array of `tree` to the same device of the next node."""
+        return _shift(tree, self.axis_names[:1], self.outer_size)
+
+
+def _shift(tree, axis_names: tuple[str, ...], size: int):
+    permutation = [(i, (i + 1) % size) for i in range(size)]
+    return jax.tree.map(lambda x: lax.ppermute(x, axis_names, permutation), tree)
+
+
+def segment_pairs(layout: Layout) -> list[tuple[int, int]]:
+    """Pairs (query segment, key segment) that can have causal work for some pair of ranks.
+
+    Segment i of any rank lies before segment i + 1 of any rank, so later key segments have none.
+    """
+    count = len(layout.segments(0))
+    return [(i, j) for i in range(count) for j in range(i + 1)]
+
+
+class StepTiles:
+    """The tiles of every (query segment, key segment) pair of a layer, from one sort.
+
+    Query block i of a segment with first block a is global block a + s*i, key block j of one with
+    first block c is c + s*j, s the stride. Block diagonal d lies in the pair iff
+    d = a - c modulo s, as local offset i - j = (d - (a - c)) / s.
+
+    Args:
+        layout: gives the stride, and the blocks of a segment.
+        index: the global index; None for all causal pairs.
+        batch, num_heads: shape of the lists when `index` is None.
+    """
+
+    def __init__(
+        self, layout: Layout, index: VerticalSlashIndex | None, batch: int, num_heads: int
+    ):
+        segment = layout.segments(0)[0]
+        self._stride, self._num_blocks = segment.stride, segment.num_blocks
+        self._block_size = layout.block_size
+        self._shape = (batch, num_heads)
+        self._diagonals = None
+        if index is not None:
+            self._diagonals, self._bounds = _by_residue(index, self._stride, layout.num_blocks)
+
+    def pair(self, query: Segment, key: Segment) -> DiagonalTiles:
+        """The tiles of queries in one segment and keys in another (first blocks may be traced)."""
+        lag = jnp.asarray(query.first_block - key.first_block, jnp.int32)
+        diagonal = jnp.where(lag == 0, jnp.int32(0), NO_DIAGONAL)
+        if self._diagonals is None:
+            offsets = jnp.arange(1 - self._num_blocks, self._num_blocks, dtype=jnp.int32)
+            # d >= 0 iff the offset is at least -floor(lag / s).
+            first = self._num_blocks - 1 - lag // self._stride
+            start = jnp.broadcast_to(jnp.clip(first, 0, offsets.size), self._shape)
+            stop = jnp.full(self._shape, offsets.size, jnp.int32)
+            offsets = jnp.broadcast_to(offsets, (*self._shape, offsets.size))
+        else:
+            residue = lag % self._stride
+            bounds = lax.dynamic_slice_in_dim(self._bounds, residue, 2, axis=-1)
+            start, stop = bounds[..., 0], bounds[..., 1]
+            offsets = (self._diagonals - lag) // self._stride
+        return DiagonalTiles(offsets, start, stop, diagonal, self._block_size)
+
+
+def _by_residue(
+    index: VerticalSlashIndex, stride: int, num_blocks: int
+) -> tuple[Array, Array]:
+    """The slash blocks sorted by (d mod stride, d), and where each residue begins.
+
+    Returns:
+        diagonals: int32 [B, Hq, Ms]; entries past the last bound are padding.
+        bounds: int32 [B, Hq, stride + 1]; residue x is at bounds[x] .. bounds[x + 1] - 1.
+    """
+    slots = jnp.arange(index.slash_blocks.shape[-1], dtype=jnp.int32)
+    live = slots < index.slash_count[..., None]
+    if stride == 1:
+        zero = jnp.zeros_like(index.slash_count)
+        return index.slash_blocks, jnp.stack([zero, index.slash_count], axis=-1)
+    keys = index.slash_blocks % stride * num_blocks + index.slash_blocks
+    keys = jnp.sort(jnp.where(live, keys, stride * num_blocks), axis=-1)
+    edges = jnp.arange(stride + 1, dtype=jnp.int32) * num_blocks
+    bounds = jnp.sum(keys[..., None, :] < edges[:, None], axis=-1, dtype=jnp.int32)
+    return keys % num_blocks, bounds
