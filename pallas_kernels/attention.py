@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels import xla
 from pallas_kernels.backends import resolve
 from pallas_kernels.index import BlockSparseIndex, VerticalSlashIndex
 from pallas_kernels.tiles import (
@@ -41,7 +40,8 @@ def forward(
 
     Args:
         q: [B, nq, Hq, D], nq a multiple of the block size.
-        k, v: [B, nk, Hk, D], Hq a multiple of Hk.
+        k: [B, nk, Hk, D], nk a multiple of the block size, Hq a multiple of Hk.
+        v: shape of k.
         tiles: which (query block, key block) tiles to compute; None for none.
         verticals: gathered columns to compute as well; None for none.
         scale: of the logits; default 1/sqrt(D).
@@ -85,14 +85,23 @@ def backward(
     With the row's final lse and delta, the contributions of several calls (ring steps) add up.
 
     Args:
-        q, k, v, tiles, verticals, scale, backend: as in `forward`.
+        q: as in `forward`.
+        k: as in `forward`.
+        v: as in `forward`.
         dout: [B, nq, Hq, D], gradient of the final output.
         lse: fp32 [B, Hq, nq], over everything the row attended to.
-        delta: fp32 [B, Hq, nq], sum over D of dout * final output.
+        delta: fp32 [B, Hq, nq], sum over D of dout * final output (`delta_of`).
+        tiles: as in `forward`.
+        verticals: as in `forward`.
+        scale: as in `forward`.
+        backend: as in `forward`.
 
     Returns:
         fp32 dq [B, nq, Hq, D]; dk, dv [B, nk, Hk, D], summed over the query heads of a group
         (None without tiles); dk_columns, dv_columns [B, Mv, Hq, D] (None without verticals).
+
+    Raises:
+        ValueError: on shapes that do not fit, or a backend that cannot run here.
     """
     _check(q, k, v, tiles, verticals)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -123,7 +132,7 @@ def merge(a: Partial, b: Partial) -> Partial:
 
 
 def delta_of(out: Array, dout: Array) -> Array:
-    """sum over D of out * dout, fp32: [B, n, H, D] twice -> [B, H, n]."""
+    """Sum over D of out * dout, fp32: [B, n, H, D] twice -> [B, H, n]."""
     return jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1).swapaxes(1, 2)
 
 
@@ -135,7 +144,8 @@ def vertical_slash_attention(
 
     Args:
         q: [B, S, Hq, D]; S a multiple of `index.block_size`.
-        k, v: [B, S, Hk, D], Hq a multiple of Hk.
+        k: [B, S, Hk, D], Hq a multiple of Hk.
+        v: shape of k.
         index: no gradient flows to it.
         scale: of the logits; default 1/sqrt(D).
         backend: as in `forward`.
@@ -204,7 +214,8 @@ def block_sparse_attention(
 
     Args:
         q: [B, Sq, Hq, D]; Sq a multiple of `index.block_size`.
-        k, v: [B, Sk, Hk, D], Hq a multiple of Hk.
+        k: [B, Sk, Hk, D], Sk a multiple of `index.block_size`, Hq a multiple of Hk.
+        v: shape of k.
         index: no gradient flows to it.
         scale: of the logits; default 1/sqrt(D).
         backend: as in `forward`.

@@ -39,7 +39,8 @@ def reference_attention(
 
     Args:
         q: [B, Sq, Hq, D].
-        k, v: [B, Sk, Hk, D] with Hq a multiple of Hk.
+        k: [B, Sk, Hk, D] with Hq a multiple of Hk.
+        v: shape of k.
         mask: bool [B, Hq, Sq, Sk]. A row without any pair gives output 0 and lse -inf.
         scale: default 1/sqrt(D).
 

@@ -165,7 +165,8 @@ def vertical_columns(
 
     Args:
         index: the global index.
-        k, v: [B, Mv, Hq, D], columns gathered at `pad_columns(index)`.
+        k: [B, Mv, Hq, D], keys gathered at `pad_columns(index)`.
+        v: [B, Mv, Hq, D], values gathered at the same positions.
         query_blocks: int32 [n], global block number of each local query block.
         num_blocks: S / g, blocks of the whole sequence.
     """

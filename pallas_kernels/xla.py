@@ -11,7 +11,6 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
-
 from pallas_kernels.tiles import COLUMN_TILE, DiagonalTiles, Tiles, VerticalColumns
 
 _ROWS_PER_CHUNK = 16  # bounds memory: chunk * g * g floats per head
@@ -369,7 +368,7 @@ def _finite(x: Array) -> Array:
 
 
 def _take(blocks: Array, numbers: Array, num_heads: int) -> Array:
-    """blocks [B, Hk, n, ...] at numbers [B, Hq, rows] -> [B, Hq, rows, ...]."""
+    """Blocks [B, Hk, n, ...] at numbers [B, Hq, rows] -> [B, Hq, rows, ...]."""
     group = num_heads // blocks.shape[1]
     batch = jnp.arange(blocks.shape[0], dtype=jnp.int32)[:, None, None]
     heads = (jnp.arange(num_heads, dtype=jnp.int32) // group)[None, :, None]
