@@ -1,0 +1,50 @@
+"""The configuration of a run: typed fields, TOML files, overrides, and checks with clear errors.
+
+Imports no JAX: everything here is done before any device is touched.
+"""
+
+from mtraining_jax.config.load import (
+    available_configs,
+    config_folder,
+    config_from_dict,
+    load_config,
+)
+from mtraining_jax.config.render import config_to_dict, config_to_toml, help_text
+from mtraining_jax.config.schema import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    DistributedConfig,
+    LossConfig,
+    MetricsConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RopeScalingConfig,
+    RunConfig,
+    SparsityConfig,
+)
+from mtraining_jax.config.validate import validate
+
+__all__ = [
+    "CheckpointConfig",
+    "Config",
+    "DataConfig",
+    "DistributedConfig",
+    "LossConfig",
+    "MetricsConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "RopeScalingConfig",
+    "RunConfig",
+    "SparsityConfig",
+    "available_configs",
+    "config_folder",
+    "config_from_dict",
+    "config_to_dict",
+    "config_to_toml",
+    "help_text",
+    "load_config",
+    "validate",
+]

@@ -1,0 +1,173 @@
+"""The fields as data: dotted names, what each allows in words, and TOML text of values."""
+
+import dataclasses
+import difflib
+import json
+import types
+import typing
+from collections.abc import Iterable
+from typing import Any, Literal
+
+from pydantic.fields import FieldInfo
+
+from mtraining_jax.config.schema import Config
+
+
+@dataclasses.dataclass(frozen=True)
+class Field:
+    """One field of the configuration.
+
+    Attributes:
+        name: dotted name, e.g. `model.num_layers`.
+        allowed: what it must be, e.g. `a whole number (at least 1)`.
+        kinds: Python types that TOML may give it (`NoneType` if it may be none, `dict` if it is
+            itself a table of fields).
+        required: whether it has no default.
+        default: its default, None if `required`.
+        doc: one line of help.
+    """
+
+    name: str
+    allowed: str
+    kinds: frozenset[type]
+    required: bool
+    default: Any
+    doc: str
+
+
+def section_class(annotation: Any) -> type | None:
+    """The section that a field's annotation holds, alone or as `Section | None`; else None."""
+    for option in (annotation, *typing.get_args(annotation)):
+        if dataclasses.is_dataclass(option):
+            return option
+    return None
+
+
+def infos(section: type) -> dict[str, FieldInfo]:
+    """Pydantic's description of the fields of a section, by name."""
+    return section.__pydantic_fields__
+
+
+def sections() -> dict[str, type]:
+    """The sections of a configuration, by name, in the order of `Config`."""
+    return {name: info.annotation for name, info in infos(Config).items()}
+
+
+def all_fields() -> dict[str, Field]:
+    """Every field of every section by its dotted name, tables before their own fields."""
+    found: dict[str, Field] = {}
+
+    def collect(prefix: str, section: type) -> None:
+        for name, info in infos(section).items():
+            dotted = f"{prefix}.{name}"
+            found[dotted] = Field(
+                name=dotted,
+                allowed=_in_words(info.annotation, info.metadata),
+                kinds=frozenset(_kinds(info.annotation)),
+                required=info.is_required(),
+                default=None if info.is_required() else info.default,
+                doc=info.description or "",
+            )
+            if (inner := section_class(info.annotation)) is not None:
+                collect(dotted, inner)
+
+    for name, section in sections().items():
+        collect(name, section)
+    return found
+
+
+def nearest(name: str, names: Iterable[str]) -> str | None:
+    """The one of `names` that a mistyped dotted `name` most likely means, or None.
+
+    A close name of the same section wins over the same name of another section, which wins over
+    any other close name.
+    """
+    names = list(names)
+    head, _, leaf = name.rpartition(".")
+    siblings = [n for n in names if n.rpartition(".")[0] == head]
+    if head and (close := difflib.get_close_matches(name, siblings, 1, cutoff=0.75)):
+        return close[0]
+    if same := [n for n in names if n.rpartition(".")[2] == leaf]:
+        return same[0]
+    close = difflib.get_close_matches(name, names, 1, cutoff=0.6)
+    return close[0] if close else None
+
+
+def toml_value(value: Any) -> str:
+    """A value as TOML text; None, which TOML lacks, as `none`.
+
+    Raises:
+        TypeError: if `value` is of a type that no field has.
+    """
+    match value:
+        case None:
+            return "none"
+        case bool():
+            return "true" if value else "false"
+        case int() | float():
+            return repr(value)
+        case str():
+            # TOML's basic strings are JSON's, but for a raw DEL.
+            return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        case list() | tuple():
+            return "[" + ", ".join(map(toml_value, value)) + "]"
+        case dict():
+            items = (f"{toml_value(str(k))} = {toml_value(v)}" for k, v in value.items())
+            return "{" + ", ".join(items) + "}"
+    raise TypeError(f"{type(value).__name__} is no type of a configuration value: {value!r}")
+
+
+def _flatten(annotation: Any, metadata: Iterable[Any] = ()) -> Iterable[tuple[Any, list[Any]]]:
+    """The options of a union, each with its limits; a plain type is a union of one."""
+    limits = list(metadata)
+    if typing.get_origin(annotation) is typing.Annotated:
+        annotation, *extra = typing.get_args(annotation)
+        for item in extra:
+            limits += item.metadata if isinstance(item, FieldInfo) else [item]
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        for option in typing.get_args(annotation):
+            yield from _flatten(option)
+    else:
+        yield annotation, limits
+
+
+def _kinds(annotation: Any) -> Iterable[type]:
+    for option, _ in _flatten(annotation):
+        if typing.get_origin(option) is Literal:
+            yield from {type(value) for value in typing.get_args(option)}
+        elif typing.get_origin(option) is tuple:
+            yield list
+        elif dataclasses.is_dataclass(option):
+            yield dict
+        else:
+            yield option
+
+
+def _in_words(annotation: Any, metadata: Iterable[Any]) -> str:
+    words = [_option_in_words(*option) for option in _flatten(annotation, metadata)]
+    return " or ".join(words)
+
+
+def _option_in_words(option: Any, limits: list[Any]) -> str:
+    if option is type(None):
+        return "none"
+    if option is bool:
+        return "true or false"
+    if typing.get_origin(option) is Literal:
+        *most, last = [toml_value(value) for value in typing.get_args(option)]
+        return f"{', '.join(most)} or {last}" if most else last
+    if typing.get_origin(option) is tuple:
+        return "a list of non-empty strings"
+    if dataclasses.is_dataclass(option):
+        return f"a table of {', '.join(infos(option))}"
+    if option is str:
+        return "a non-empty string"
+    words = {"ge": "at least", "gt": "greater than", "le": "at most", "lt": "less than"}
+    bounds = [
+        f"{words[name]} {getattr(limit, name)}"
+        for limit in limits
+        for name in words
+        if hasattr(limit, name)
+    ]
+    noun = {int: "a whole number", float: "a finite number"}[option]
+    return f"{noun} ({' and '.join(bounds)})" if bounds else noun

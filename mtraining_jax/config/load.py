@@ -1,0 +1,253 @@
+"""From a TOML file and overrides to a checked `Config`."""
+
+import difflib
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from mtraining_jax.config.fields import (
+    Field,
+    all_fields,
+    infos,
+    nearest,
+    section_class,
+    sections,
+    toml_value,
+)
+from mtraining_jax.config.schema import Config
+from mtraining_jax.config.validate import validate
+from mtraining_jax.errors import UserError
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+_COMMAND_LINE = "command line"
+
+
+def config_folder() -> Path:
+    """The folder of the named configurations: of the checkout, or of the installed package."""
+    checkout = _PACKAGE.parent
+    if (checkout / "pyproject.toml").is_file() and (checkout / "configs").is_dir():
+        return checkout / "configs"
+    return _PACKAGE / "configs"
+
+
+def available_configs() -> list[str]:
+    """The names that `load_config` finds without a path, sorted."""
+    return sorted(path.stem for path in config_folder().glob("*.toml"))
+
+
+def load_config(
+    name_or_path: str | Path, overrides: Sequence[tuple[str, str]] = ()
+) -> Config:
+    """Reads, overrides and checks the configuration of a run.
+
+    Args:
+        name_or_path: a name from `available_configs()`, or the path of a TOML file (anything that
+            ends in .toml or has a folder in it).
+        overrides: pairs of a field's dotted name and its value as text, in the grammar of TOML or,
+            where that fails, as a plain string; the last of several for one field counts.
+
+    Raises:
+        UserError: one line for each mistake: the file cannot be found or read, is not TOML, has an
+            unknown section or field, a field has a wrong type or range or is missing, or fields
+            contradict each other.
+    """
+    path = _find(str(name_or_path))
+    table = _read(path)
+    problems: list[str] = []
+    origins: dict[str, str] = {}
+    for name, text in overrides:
+        try:
+            _put(table, name, parse_value(name, text))
+        except UserError as error:
+            problems.append(f"{_COMMAND_LINE}: {error}")
+        else:
+            origins[name] = _COMMAND_LINE
+    run = table.setdefault("run", {})
+    if isinstance(run, dict):
+        run.setdefault("name", path.stem)
+    config = _build(table, str(path), origins, problems)
+    validate(config)
+    return config
+
+
+def config_from_dict(table: Mapping[str, Any], source: str) -> Config:
+    """Checks a nested dict, as `config_to_dict` makes it, and builds its `Config`.
+
+    Args:
+        table: values by section and field; lists or tuples for lists.
+        source: where the values come from, named in errors.
+
+    Raises:
+        UserError: as `load_config`.
+    """
+    config = _build(dict(table), source, {}, [])
+    validate(config)
+    return config
+
+
+def parse_value(name: str, text: str) -> Any:
+    """The value that `text` gives to the field `name`.
+
+    `none` is None where the field may be none; `True` and `False` may be capitalised; a field of
+    text takes any text as it stands; a list of one needs no brackets.
+
+    Raises:
+        UserError: if there is no field `name`, or a list is not well formed.
+    """
+    fields = all_fields()
+    if name not in fields:
+        raise UserError(_unknown(name, fields))
+    kinds = fields[name].kinds
+    if type(None) in kinds and text.lower() in ("none", "null"):
+        return None
+    if bool in kinds and text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    try:
+        table = tomllib.loads(f"value = {text}")
+        value = table["value"] if len(table) == 1 else text
+    except tomllib.TOMLDecodeError:
+        if list in kinds and text.startswith("["):
+            raise UserError(
+                f'{name}={text} is not a TOML list, which looks like ["one", "two"]'
+            ) from None
+        value = text
+    if not isinstance(value, str) and type(value) not in kinds and kinds & {str, list}:
+        value = text
+    return [value] if list in kinds and isinstance(value, str) else value
+
+
+def _find(name: str) -> Path:
+    """The file that a name or a path means."""
+    path = Path(name)
+    if path.suffix == ".toml" or len(path.parts) > 1:
+        return path
+    names = available_configs()
+    if name in names:
+        path = config_folder() / f"{name}.toml"
+        # Shorter in messages.
+        near = path.is_relative_to(Path.cwd())
+        return path.relative_to(Path.cwd()) if near else path
+    close = difflib.get_close_matches(name, names, 1)
+    hint = f"did you mean {close[0]}? " if close else ""
+    raise UserError(
+        f'there is no configuration named "{name}"; {hint}There are {", ".join(names)}, and the '
+        "path of a file must end in .toml"
+    )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        others = [str(other) for other in path.parent.glob("*.toml")]
+        close = difflib.get_close_matches(str(path), others, 1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise UserError(f"the configuration file {path} does not exist{hint}") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text: byte {error.start} is not") from error
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{path} is not valid TOML: {error}") from error
+
+
+def _put(table: dict[str, Any], name: str, value: Any) -> None:
+    """Sets a dotted field of a nested dict, making the tables on its way."""
+    *folders, leaf = name.split(".")
+    for folder in folders:
+        if table.get(folder) is None:
+            table[folder] = {}
+        table = table[folder]
+        if not isinstance(table, dict):
+            return  # no table, which is told when it is built
+    table[leaf] = value
+
+
+def _build(
+    table: dict[str, Any], source: str, origins: Mapping[str, str], problems: list[str]
+) -> Config:
+    """Builds the dataclasses from the inside out; raises all problems at once."""
+    fields = all_fields()
+    meant: set[str] = set()
+
+    def say(name: str, problem: str) -> None:
+        problems.append(f"{origins.get(name, source)}: {problem}")
+
+    def unknown(name: str) -> None:
+        say(name, _unknown(name, fields))
+        meant.add(nearest(name, fields) or "")
+
+    def build(prefix: str, section: type, values: dict[str, Any]) -> Any:
+        known = infos(section)
+        for name in values:
+            if name not in known:
+                unknown(f"{prefix}.{name}")
+        built = {}
+        for name, value in values.items():
+            if name not in known:
+                continue
+            inner = section_class(known[name].annotation)
+            if inner is not None and isinstance(value, dict):
+                value = build(f"{prefix}.{name}", inner, value)
+            built[name] = value
+        try:
+            return section(**built)
+        except ValidationError as error:
+            for loc in dict.fromkeys(str(e["loc"][0]) for e in error.errors()):
+                field = fields[f"{prefix}.{loc}"]
+                if loc not in built:
+                    if field.name not in meant:
+                        say(field.name, f"{field.name} is missing: it must be {field.allowed}")
+                elif built[loc] is not _BROKEN:
+                    say(field.name, _not_allowed(field, built[loc]))
+            return _BROKEN
+
+    for name in table:
+        if name not in sections():
+            unknown(name)
+    built = {}
+    for name, section in sections().items():
+        values = table.get(name, {})
+        if not isinstance(values, dict):
+            say(name, f"{name} = {_shown(values)} is not a section, write [{name}]")
+            continue
+        built[name] = build(name, section, values)
+    if problems:
+        raise UserError("\n".join(problems))
+    return Config(**built)
+
+
+# Stands for a table whose own problems have been told already.
+_BROKEN = object()
+
+
+def _unknown(name: str, fields: Mapping[str, Field]) -> str:
+    """The sentence for a section or field that does not exist."""
+    head = name.rpartition(".")[0]
+    what = "a field" if head else "a section or field"
+    if name in sections():
+        return f"{name} is a section; set one of its fields, as {name}.FIELD=VALUE"
+    if not head and (close := difflib.get_close_matches(name, sections(), 1)):
+        return f"{name} is not a section; did you mean {close[0]}?"
+    if near := nearest(name, fields):
+        return f"{name} is not {what}; did you mean {near}?"
+    if inside := [n for n in fields if n.rpartition(".")[0] == head and head]:
+        leaves = ", ".join(n.rpartition(".")[2] for n in inside)
+        return f"{name} is not a field; {head} has {leaves}"
+    return f"{name} is not {what}; the sections are {', '.join(sections())}"
+
+
+def _not_allowed(field: Field, value: Any) -> str:
+    return f"{field.name} = {_shown(value)} is not allowed: it must be {field.allowed}"
+
+
+def _shown(value: Any) -> str:
+    """A value as the user wrote it, or nearly, cut to a line's length."""
+    try:
+        text = toml_value(value)
+    except TypeError:  # TOML also has dates and times, which no field takes
+        text = str(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,64 @@
+"""A configuration as TOML or as a dict, and the help text of all fields."""
+
+import dataclasses
+import textwrap
+from typing import Any
+
+from mtraining_jax.config.fields import all_fields, sections, toml_value
+from mtraining_jax.config.schema import Config
+
+
+def config_to_dict(config: Config) -> dict[str, Any]:
+    """Nested dicts of plain values, as JSON has them; `config_from_dict` reads them back."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: plain(item) for key, item in value.items()}
+        return [plain(item) for item in value] if isinstance(value, tuple) else value
+
+    return plain(dataclasses.asdict(config))
+
+
+def config_to_toml(config: Config) -> str:
+    """TOML text that loads back to an equal configuration.
+
+    TOML has no null: a field that is None is a comment, and None is the default of every field
+    that may be None.
+    """
+    lines: list[str] = []
+
+    def table(title: str, values: dict[str, Any]) -> None:
+        lines.extend(["", f"[{title}]"] if lines else [f"[{title}]"])
+        inner = {name: value for name, value in values.items() if isinstance(value, dict)}
+        for name, value in values.items():
+            if name not in inner:
+                mark = "# " if value is None else ""
+                lines.append(f"{mark}{name} = {toml_value(value)}")
+        for name, value in inner.items():
+            table(f"{title}.{name}", value)
+
+    for name, section in config_to_dict(config).items():
+        table(name, section)
+    return "\n".join(lines) + "\n"
+
+
+def help_text(width: int = 100) -> str:
+    """Every field with what it allows, its default and its meaning.
+
+    Args:
+        width: columns of a line.
+    """
+    lines: list[str] = []
+    fields = list(all_fields().values())
+    for name, section in sections().items():
+        doc = (section.__doc__ or "").strip().splitlines()[0]
+        lines += ["", f"[{name}] {doc}"]
+        for field in fields:
+            if field.name.split(".")[0] != name:
+                continue
+            default = "required" if field.required else f"default {toml_value(field.default)}"
+            lines += [f"  --{field.name}  {field.allowed}; {default}"]
+            lines += textwrap.wrap(
+                field.doc, width, initial_indent=" " * 6, subsequent_indent=" " * 6
+            )
+    return "\n".join(lines[1:]) + "\n"

@@ -1,0 +1,295 @@
+"""The fields of a run: their types, ranges, defaults and meaning.
+
+Every section is a frozen dataclass, checked by pydantic when it is built: a value of another type
+or out of range is an error, never converted (a whole number is a valid real one). The docstring
+under a field is its help text.
+"""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic.dataclasses import dataclass
+
+_STRICT = ConfigDict(
+    strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
+)
+
+PositiveInt = Annotated[int, Field(ge=1)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
+Text = Annotated[str, Field(min_length=1)]
+# TOML has lists; tuples keep the configuration hashable.
+TextList = Annotated[
+    tuple[Text, ...], BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)
+]
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class RunConfig:
+    """The run as a whole."""
+
+    name: Text = "run"
+    """Name of the run; a configuration file that does not set it gives its own name."""
+    output_dir: Text = "runs"
+    """Folder of all runs; this one writes into OUTPUT_DIR/NAME."""
+    seed: NonNegativeInt = 0
+    """Seed of the parameters' random start."""
+    steps: PositiveInt = 1000
+    """Optimizer steps at which the run is complete."""
+    log_every: PositiveInt = 1
+    """Steps between two lines of printed metrics."""
+    compile_cache_dir: Text | None = None
+    """Folder that keeps compiled programs for the next start; none keeps nothing."""
+
+    @property
+    def folder(self) -> Path:
+        """The folder this run writes into."""
+        return Path(self.output_dir) / self.name
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class RopeScalingConfig:
+    """Rotary embeddings stretched to contexts longer than the model was trained on."""
+
+    type: Literal["yarn"] = "yarn"
+    """The method: YaRN, https://arxiv.org/abs/2309.00071."""
+    factor: Annotated[float, Field(ge=1)]
+    """How many times longer the context becomes."""
+    original_max_position_embeddings: PositiveInt | None = None
+    """Tokens of context before it was stretched; none reads max_position_embeddings instead."""
+    beta_fast: PositiveFloat = 32.0
+    """Dimensions that turn more often than this over the original context are kept as they are."""
+    beta_slow: PositiveFloat = 1.0
+    """Dimensions that turn less often than this over the original context are divided by factor."""
+    attention_factor: PositiveFloat | None = None
+    """Scale of the cosines and sines; none is 0.1 ln(factor) + 1."""
+    truncate: bool = True
+    """Round the bounds of the transition to whole dimensions."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class ModelConfig:
+    """The transformer, a Qwen2; sizes are named as in a Hugging Face config.json."""
+
+    vocab_size: PositiveInt
+    """Number of token ids."""
+    hidden_size: PositiveInt
+    """Width of the residual stream."""
+    num_layers: PositiveInt
+    """Decoder layers."""
+    num_heads: PositiveInt
+    """Query heads."""
+    num_kv_heads: PositiveInt
+    """Key/value heads; must divide num_heads."""
+    head_dim: PositiveInt
+    """Width of one head; even, and 64 or 128 for the GPU kernels."""
+    intermediate_size: PositiveInt
+    """Width of the feed-forward layer."""
+    max_position_embeddings: PositiveInt = 32768
+    """Longest sequence, in tokens, that the model is meant for."""
+    rope_theta: PositiveFloat = 1e6
+    """Base of the rotary embedding's frequencies."""
+    rope_scaling: RopeScalingConfig | None = None
+    """Stretching of the rotary embedding; none leaves it as it is."""
+    rms_norm_eps: PositiveFloat = 1e-6
+    """Added to the mean square before its root."""
+    tie_word_embeddings: bool = False
+    """Use the token embedding as the output layer too."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Type of activations; parameters and optimizer state are float32 always."""
+    init_from: Text | None = None
+    """Folder of a Hugging Face checkpoint to start from; none starts from random parameters."""
+    remat: Literal["none", "attention", "full"] = "attention"
+    """Computed again in the backward pass: nothing, layers but their attention, or all of them."""
+    initializer_range: PositiveFloat = 0.02
+    """Standard deviation of random matrices at the start."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class SparsityConfig:
+    """Which pairs of query and key are computed."""
+
+    kind: Literal["dense", "vertical_slash", "fixed"] = "vertical_slash"
+    """dense: all; vertical_slash: chosen in every forward pass; fixed: budgets from a file."""
+    preset: Literal["safe", "paper"] = "safe"
+    """safe always keeps sinks, local blocks and minimum budgets; paper only what top_p keeps."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 0.9
+    """Share of the estimated attention mass to keep, of verticals and of slashes each."""
+    max_verticals: PositiveInt = 4096
+    """Most vertical tokens kept for one head."""
+    max_slashes: PositiveInt = 4096
+    """Most slashes kept for one head, in tokens of distance."""
+    block_size: PositiveInt = 128
+    """Tokens on one side of a block: of the sparse pattern and of the stripes dealt to devices."""
+    last_q: PositiveInt = 64
+    """Queries at the end of the sequence that estimate the pattern; at most block_size."""
+    sink_tokens: NonNegativeInt = 30
+    """First tokens of the sequence, always kept as verticals (preset safe and kind fixed)."""
+    local_blocks: PositiveInt = 2
+    """Nearest block diagonals always kept (preset safe)."""
+    min_verticals: NonNegativeInt = 128
+    """Fewest verticals kept for one head (preset safe)."""
+    min_slashes: NonNegativeInt = 16
+    """Fewest slashes kept for one head, in tokens of distance (preset safe)."""
+    sliding_window: NonNegativeInt = 100
+    """Nearest slashes that rank above all others, in tokens of distance (kind fixed)."""
+    budget_file: Text | None = None
+    """MInference JSON file with a budget for each layer and head; needed for kind fixed."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class ParallelConfig:
+    """The mesh of devices, data x nodes x devices_per_node, and how sequences spread over it."""
+
+    data: PositiveInt = 1
+    """Groups of devices that each work on other sequences of the batch."""
+    nodes: PositiveInt = 1
+    """Nodes that share one sequence (the outer ring)."""
+    devices_per_node: PositiveInt = 1
+    """Devices of one node that share one sequence (the inner ring)."""
+    layout: Literal["striped", "zigzag"] = "striped"
+    """striped deals blocks in turn, best for sparse attention; zigzag deals two chunks a device."""
+    hierarchical: bool = True
+    """Fetch the next node's keys while the inner ring turns; false makes one flat ring."""
+    backend: Literal["auto", "xla", "mosaic_gpu"] = "auto"
+    """Attention kernels; auto takes mosaic_gpu where the GPU can run it and xla elsewhere."""
+    fsdp: bool = False
+    """Spread parameters and optimizer state over the devices instead of copying them to each."""
+    cpu_devices: PositiveInt | None = None
+    """Run on this many virtual CPU devices, even where there is a GPU; none lets JAX choose."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class DataConfig:
+    """What the model reads."""
+
+    source: Literal["python_stdlib", "text", "jsonl", "parquet", "tokens"] = "python_stdlib"
+    """python_stdlib: Python's own library; tokens: token ids in .npy or .bin files."""
+    paths: TextList = ()
+    """Files, folders or glob patterns of the source; python_stdlib takes none."""
+    text_field: Text = "text"
+    """Field of a JSONL line, or column of a Parquet file, that holds the text."""
+    token_field: Text | None = None
+    """Column of a Parquet file that holds token ids, read instead of text_field."""
+    tokenizer: Text = "bytes"
+    """bytes (ids 0-255 are bytes, 256 ends a text) or the path of a tokenizer.json."""
+    eos: NonNegativeInt | Text | None = None
+    """Token that ends each text, its id or string; none takes the tokenizer's own (bytes: 256)."""
+    seq_len: Annotated[int, Field(ge=2)] = 4096
+    """Tokens of one sequence."""
+    batch_size: PositiveInt = 1
+    """Sequences in one optimizer step, over all devices and accumulation steps."""
+    mode: Literal["concat", "exact"] = "concat"
+    """concat joins texts and splits every seq_len; exact keeps records of just that length."""
+    shuffle: bool = True
+    """Read sequences in random order, another in every epoch."""
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    """Seed of that order."""
+    token_dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] = "uint16"
+    """Type of the ids in a .bin file, little-endian (a .npy file names its own)."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class OptimizerConfig:
+    """AdamW, its schedule and its guards."""
+
+    lr: PositiveFloat = 2e-5
+    """Highest learning rate."""
+    b1: Decay = 0.9
+    """Decay of the mean of gradients."""
+    b2: Decay = 0.95
+    """Decay of the mean of squared gradients."""
+    eps: PositiveFloat = 1e-8
+    """Added to the root of the mean square."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Share of a parameter taken off at each step, times the learning rate."""
+    clip_norm: NonNegativeFloat = 1.0
+    """Gradients with a larger global norm are scaled down to it; 0 leaves all as they are."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the rate goes from lr, after the warm-up, to final_lr_ratio * lr."""
+    warmup_steps: NonNegativeInt = 0
+    """Steps in which the rate rises from 0 to lr."""
+    decay_steps: PositiveInt | None = None
+    """Step, counted from the start, at which the schedule ends; none is run.steps."""
+    final_lr_ratio: Fraction = 0.0
+    """Rate at the end of the schedule over lr."""
+    accumulation_steps: PositiveInt = 1
+    """Parts of the batch whose gradients are summed one after the other, to save memory."""
+    trainable: TextList = ()
+    """Parameters whose name contains one of these are trained, the rest is frozen; empty is all."""
+    max_skipped_steps: NonNegativeInt = 10
+    """Steps with a loss or gradient that is not finite are skipped; more in a row end the run."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class LossConfig:
+    """Cross entropy of the next token."""
+
+    chunk_size: PositiveInt = 1024
+    """Tokens of one device whose logits are in memory at a time."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class CheckpointConfig:
+    """When the state of the run is saved, and whether it is read back."""
+
+    every_steps: NonNegativeInt = 0
+    """Steps between two checkpoints; 0 saves at the end only."""
+    keep: PositiveInt = 2
+    """Newest checkpoints kept; older ones are deleted."""
+    resume: bool | Literal["auto"] = "auto"
+    """auto goes on from the newest checkpoint, if any; true needs one; false starts anew."""
+    async_save: bool = True
+    """Go on training while a checkpoint is written."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class MetricsConfig:
+    """What is measured and where it is written."""
+
+    jsonl: bool = True
+    """Write metrics.jsonl, one line a step."""
+    tensorboard: bool = True
+    """Write TensorBoard event files."""
+    wandb: bool = False
+    """Send metrics to Weights & Biases (needs the extra wandb)."""
+    recall_every: NonNegativeInt = 0
+    """Steps between two measurements of the attention mass the sparse pattern keeps; 0: never."""
+    recall_rows: PositiveInt = 64
+    """Queries of the sequence on which that mass is measured."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class DistributedConfig:
+    """How the processes of a run on several machines find each other."""
+
+    initialize: Literal["auto", "never"] = "auto"
+    """auto joins the processes that SLURM, Kubernetes or these fields name; never runs alone."""
+    coordinator: Text | None = None
+    """HOST:PORT of process 0, where the scheduler does not tell."""
+    num_processes: PositiveInt | None = None
+    """Processes of the run; goes with coordinator."""
+    process_id: NonNegativeInt | None = None
+    """Number of this process, from 0; goes with coordinator."""
+    timeout_seconds: PositiveInt = 300
+    """How long to wait for the other processes at the start."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class Config:
+    """A whole run."""
+
+    run: RunConfig = RunConfig()
+    model: ModelConfig
+    sparsity: SparsityConfig = SparsityConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    data: DataConfig = DataConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    loss: LossConfig = LossConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    metrics: MetricsConfig = MetricsConfig()
+    distributed: DistributedConfig = DistributedConfig()

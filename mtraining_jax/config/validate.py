@@ -1,0 +1,200 @@
+"""Checks between fields, each of which is in order by itself."""
+
+import re
+from collections.abc import Iterator
+
+from mtraining_jax.config.schema import Config
+from mtraining_jax.errors import UserError
+
+# 256 byte values and the token that ends a text.
+_BYTE_VOCAB = 257
+
+
+def validate(config: Config, device_count: int | None = None) -> None:
+    """Stops a configuration whose fields contradict each other, before any device works.
+
+    Args:
+        config: the configuration.
+        device_count: devices of all processes together, once that is known; None leaves out
+            the comparison with it.
+
+    Raises:
+        UserError: one line for each contradiction, with the fields, their values and what would do.
+    """
+    problems = [
+        *_model(config),
+        *_sequence(config),
+        *_sparsity(config),
+        *_devices(config, device_count),
+        *_data(config),
+        *_optimizer(config),
+        *_distributed(config),
+    ]
+    if problems:
+        raise UserError("\n".join(problems))
+
+
+def nearest_multiples(value: int, unit: int) -> str:
+    """The multiples of `unit` around `value`, in words: `1536 or 2048`."""
+    below = value // unit * unit
+    return f"{below} or {below + unit}" if below else str(unit)
+
+
+def _model(config: Config) -> Iterator[str]:
+    model = config.model
+    if model.num_heads % model.num_kv_heads:
+        yield (
+            f"model.num_heads = {model.num_heads} is not a multiple of model.num_kv_heads = "
+            f"{model.num_kv_heads}: each key/value head serves as many query heads"
+        )
+    if model.head_dim % 2:
+        yield f"model.head_dim = {model.head_dim} must be even: rotary embeddings turn pairs"
+    if config.data.seq_len > model.max_position_embeddings:
+        yield (
+            f"data.seq_len = {config.data.seq_len} is more than model.max_position_embeddings = "
+            f"{model.max_position_embeddings}"
+        )
+    scaling = model.rope_scaling
+    if scaling is not None and scaling.beta_fast < scaling.beta_slow:
+        yield (
+            f"model.rope_scaling.beta_fast = {scaling.beta_fast} must not be less than "
+            f"model.rope_scaling.beta_slow = {scaling.beta_slow}"
+        )
+
+
+def _sequence(config: Config) -> Iterator[str]:
+    parallel, data = config.parallel, config.data
+    block = config.sparsity.block_size
+    unit = parallel.nodes * parallel.devices_per_node * block
+    words = "parallel.nodes * parallel.devices_per_node * sparsity.block_size"
+    numbers = f"{parallel.nodes} * {parallel.devices_per_node} * {block}"
+    if parallel.layout == "zigzag":
+        unit, words, numbers = 2 * unit, f"2 * {words}", f"2 * {numbers}"
+    if data.seq_len % unit:
+        yield (
+            f"data.seq_len = {data.seq_len} is not a multiple of {words} = {numbers} = {unit}; "
+            f"the nearest that is: {nearest_multiples(data.seq_len, unit)}"
+        )
+    parts = parallel.data * config.optimizer.accumulation_steps
+    if data.batch_size % parts:
+        yield (
+            f"data.batch_size = {data.batch_size} is not a multiple of parallel.data * "
+            f"optimizer.accumulation_steps = {parallel.data} * "
+            f"{config.optimizer.accumulation_steps} = {parts}; the nearest that is: "
+            f"{nearest_multiples(data.batch_size, parts)}"
+        )
+    if config.metrics.recall_every and config.metrics.recall_rows > data.seq_len:
+        yield (
+            f"metrics.recall_rows = {config.metrics.recall_rows} is more than data.seq_len = "
+            f"{data.seq_len}"
+        )
+
+
+def _sparsity(config: Config) -> Iterator[str]:
+    sparsity = config.sparsity
+    if sparsity.kind != "dense" and sparsity.last_q > sparsity.block_size:
+        yield (
+            f"sparsity.last_q = {sparsity.last_q} is more than sparsity.block_size = "
+            f"{sparsity.block_size}"
+        )
+    if sparsity.kind == "fixed" and sparsity.budget_file is None:
+        yield 'sparsity.kind = "fixed" needs sparsity.budget_file, a MInference JSON file'
+    if sparsity.kind == "vertical_slash":
+        for low, high in (
+            ("sink_tokens", "max_verticals"),
+            ("min_verticals", "max_verticals"),
+            ("min_slashes", "max_slashes"),
+        ):
+            if getattr(sparsity, low) > getattr(sparsity, high):
+                yield (
+                    f"sparsity.{low} = {getattr(sparsity, low)} is more than sparsity.{high} = "
+                    f"{getattr(sparsity, high)}"
+                )
+
+
+def _devices(config: Config, device_count: int | None) -> Iterator[str]:
+    parallel, distributed = config.parallel, config.distributed
+    asked = parallel.data * parallel.nodes * parallel.devices_per_node
+    words = (
+        "parallel.data * parallel.nodes * parallel.devices_per_node = "
+        f"{parallel.data} * {parallel.nodes} * {parallel.devices_per_node} = {asked} devices"
+    )
+    if parallel.cpu_devices is not None and parallel.backend == "mosaic_gpu":
+        yield (
+            f'parallel.backend = "mosaic_gpu" needs a GPU, and parallel.cpu_devices = '
+            f"{parallel.cpu_devices} runs on the CPU"
+        )
+    if device_count is not None:
+        if asked > device_count:
+            yield f"{words}, more than the {device_count} there are"
+        return
+    # How many processes there are is known here only if the configuration says so.
+    processes = 1 if distributed.initialize == "never" else distributed.num_processes
+    if processes is not None and parallel.cpu_devices is not None:
+        there = parallel.cpu_devices * processes
+        if asked > there:
+            yield (
+                f"{words}, more than the {there} of parallel.cpu_devices = "
+                f"{parallel.cpu_devices} in {processes} process{'es' if processes > 1 else ''}"
+            )
+
+
+def _data(config: Config) -> Iterator[str]:
+    data, vocab = config.data, config.model.vocab_size
+    if data.source == "python_stdlib" and data.paths:
+        yield (
+            f'data.paths has {len(data.paths)} entries, but data.source = "python_stdlib" reads '
+            "Python's own library and takes none"
+        )
+    if data.source != "python_stdlib" and not data.paths:
+        yield f'data.source = "{data.source}" needs data.paths, the files to read'
+    if data.source in ("python_stdlib", "text", "jsonl") and data.tokenizer == "bytes":
+        if vocab < _BYTE_VOCAB:
+            yield (
+                f"model.vocab_size = {vocab} is less than {_BYTE_VOCAB}, the ids of "
+                'data.tokenizer = "bytes"'
+            )
+        if isinstance(data.eos, str):
+            yield (
+                f'data.eos = "{data.eos}" must be an id: data.tokenizer = "bytes" has no '
+                "tokens with a name"
+            )
+    if isinstance(data.eos, int) and data.eos >= vocab:
+        yield f"data.eos = {data.eos} is outside the vocabulary: model.vocab_size = {vocab}"
+
+
+def _optimizer(config: Config) -> Iterator[str]:
+    optimizer = config.optimizer
+    name, end = "optimizer.decay_steps", optimizer.decay_steps
+    if end is None:
+        name, end = "run.steps", config.run.steps
+    if optimizer.schedule != "constant" and optimizer.warmup_steps > end:
+        yield (
+            f"optimizer.warmup_steps = {optimizer.warmup_steps} is more than {name} = {end}, "
+            "where the schedule ends"
+        )
+
+
+def _distributed(config: Config) -> Iterator[str]:
+    distributed = config.distributed
+    given = {
+        "distributed.coordinator": distributed.coordinator,
+        "distributed.num_processes": distributed.num_processes,
+        "distributed.process_id": distributed.process_id,
+    }
+    have = [name for name, value in given.items() if value is not None]
+    lack = [name for name, value in given.items() if value is None]
+    if have and distributed.initialize == "never":
+        yield f'distributed.initialize = "never" contradicts {", ".join(have)}'
+    elif have and lack:
+        yield f"{', '.join(have)} without {', '.join(lack)}: the three go together"
+    elif have and distributed.process_id >= distributed.num_processes:
+        yield (
+            f"distributed.process_id = {distributed.process_id} must be less than "
+            f"distributed.num_processes = {distributed.num_processes}"
+        )
+    if distributed.coordinator and not re.fullmatch(r".+:\d{1,5}", distributed.coordinator):
+        yield (
+            f'distributed.coordinator = "{distributed.coordinator}" must be HOST:PORT, as '
+            '"10.0.0.1:12345"'
+        )
