@@ -1,0 +1,93 @@
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from mtraining_jax.config import OptimizerConfig
+from mtraining_jax.errors import UserError
+from mtraining_jax.training.optimizer import (
+    ATTENTION_ONLY,
+    QK_PROJECTIONS_ONLY,
+    clip,
+    make_optimizer,
+    make_schedule,
+    trainable_names,
+)
+
+NAMES = (
+    "embed_tokens.weight",
+    "layers.self_attn.q_proj.weight",
+    "layers.self_attn.q_proj.bias",
+    "layers.self_attn.k_proj.weight",
+    "layers.self_attn.o_proj.weight",
+    "layers.mlp.up_proj.weight",
+    "norm.weight",
+)
+
+
+def rates(total=20, **fields):
+    schedule = make_schedule(OptimizerConfig(**fields), total)
+    return np.array([float(schedule(step)) for step in range(total + 5)])
+
+
+def test_defaults_are_the_papers():
+    config = OptimizerConfig()
+    assert (config.lr, config.b1, config.b2, config.weight_decay, config.clip_norm) == (
+        2e-5, 0.9, 0.95, 0.0, 1.0,
+    )  # fmt: skip
+    np.testing.assert_allclose(rates(), 2e-5, rtol=1e-6)
+
+
+def test_warm_up_rises_from_its_first_step():
+    np.testing.assert_allclose(rates(lr=1.0, warmup_steps=4)[:6], [0.25, 0.5, 0.75, 1, 1, 1])
+
+
+@pytest.mark.parametrize(
+    "kind, middle", [("linear", 0.2 + 0.8 * 0.5), ("cosine", 0.2 + 0.8 * 0.5)]
+)
+def test_decay_ends_at_its_ratio(kind, middle):
+    r = rates(lr=2.0, warmup_steps=4, schedule=kind, final_lr_ratio=0.2)
+    np.testing.assert_allclose(r[[3, 12, 20, 24]], 2 * np.array([1, middle, 0.2, 0.2]), rtol=1e-6)
+    assert np.all(np.diff(r[4:]) <= 0)
+
+
+def test_decay_steps_count_from_the_start():
+    r = rates(lr=1.0, warmup_steps=2, schedule="linear", decay_steps=12)
+    np.testing.assert_allclose(r[[2, 7, 12, 15]], [1, 0.5, 0, 0], atol=1e-6)
+
+
+def test_trainable_names_by_pattern():
+    assert trainable_names(NAMES, ()) == set(NAMES)
+    assert trainable_names(NAMES, ATTENTION_ONLY) == set(NAMES[1:5])
+    assert trainable_names(NAMES, QK_PROJECTIONS_ONLY) == set(NAMES[1:4])
+    with pytest.raises(UserError, match="'self_attention'.*no parameter.*embed_tokens.weight"):
+        trainable_names(NAMES, ("self_attn", "self_attention"))
+
+
+def test_adamw_equals_optax_adamw_and_spares_biases_and_norms():
+    config = OptimizerConfig(lr=0.1, weight_decay=0.1, b1=0.8, b2=0.9, eps=1e-6)
+    parameters = {name: jnp.full((3,), 2.0) for name in NAMES}
+    decayed = {name: not name.endswith(("bias", "norm.weight")) for name in NAMES}
+    theirs = optax.adamw(0.1, b1=0.8, b2=0.9, eps=1e-6, weight_decay=0.1, mask=decayed)
+    ours = make_optimizer(config)
+    mine, expected = dict(parameters), dict(parameters)
+    my_state, their_state = ours.init(mine), theirs.init(expected)
+    rng = np.random.default_rng(0)
+    for _ in range(3):
+        gradients = {name: jnp.asarray(rng.normal(size=3), jnp.float32) for name in NAMES}
+        updates, my_state = ours.update(gradients, my_state, mine)
+        mine = {name: mine[name] - config.lr * updates[name] for name in NAMES}
+        updates, their_state = theirs.update(gradients, their_state, expected)
+        expected = optax.apply_updates(expected, updates)
+    for name in NAMES:
+        np.testing.assert_allclose(mine[name], expected[name], rtol=1e-6)
+
+
+def test_clip_scales_to_the_norm_and_reports_the_norm_before():
+    gradients = {"a": jnp.array([3.0, 0.0]), "b": jnp.array([[4.0]])}
+    clipped, norm = clip(gradients, 1.0)
+    assert float(norm) == 5.0
+    np.testing.assert_allclose(clipped["b"], [[0.8]], rtol=1e-6)
+    for limit in (10.0, 0.0):
+        untouched, _ = clip(gradients, limit)
+        np.testing.assert_array_equal(untouched["a"], gradients["a"])
