@@ -128,7 +128,9 @@ class Loader:
         sequences = grain.MapDataset.range(self.num_sequences)
         if options.shuffle:
             sequences = sequences.shuffle(seed=options.seed)
-        batches = sequences.repeat().batch(options.batch_size).map(self._read)
+        # Nothing is dropped from an endless repetition; without it, Grain counts the batches of one
+        # row in floating point and gets more than an index can hold.
+        batches = sequences.repeat().batch(options.batch_size, drop_remainder=True).map(self._read)
         # A batch may be megabytes a row: one thread and two batches ahead hide the reading.
         self._iterator = iter(
             batches.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2))

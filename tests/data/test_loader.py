@@ -1,0 +1,255 @@
+"""Batches: windows, labels, layout order, shards, resume."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from mtraining_jax.data import (
+    IGNORE_LABEL,
+    DataOptions,
+    build_loader,
+    local_rows_and_columns,
+)
+from mtraining_jax.errors import UserError
+
+VOCAB = 60_000
+
+
+def token_options(tmp_path, ids, **fields):
+    path = tmp_path / "ids.npy"
+    np.save(path, np.asarray(ids, np.uint16))
+    fields = {"seq_len": 8, "batch_size": 2, "shuffle": False} | fields
+    return DataOptions(source="tokens", paths=(str(path),), **fields)
+
+
+def loader_of(options, permutation=None, **kwargs):
+    if permutation is None:
+        permutation = np.arange(options.seq_len)
+    return build_loader(options, permutation=permutation, vocab_size=VOCAB, **kwargs)
+
+
+def take(loader, count):
+    return [next(loader) for _ in range(count)]
+
+
+def assert_same(left, right):
+    assert left.keys() == right.keys()
+    for name in left:
+        np.testing.assert_array_equal(left[name], right[name])
+
+
+def test_windows_follow_the_file_and_labels_the_tokens(tmp_path):
+    batch = next(loader_of(token_options(tmp_path, np.arange(100, 120))))
+    np.testing.assert_array_equal(batch["tokens"], [np.arange(100, 108), np.arange(108, 116)])
+    np.testing.assert_array_equal(batch["labels"][:, :-1], batch["tokens"][:, 1:])
+    np.testing.assert_array_equal(batch["labels"][:, -1], IGNORE_LABEL)
+    np.testing.assert_array_equal(batch["positions"], [np.arange(8)] * 2)
+    assert all(array.dtype == np.int32 for array in batch.values())
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_layout_order_is_undone_by_the_positions(tmp_path_factory, data):
+    seq_len = data.draw(st.integers(2, 12))
+    num_tokens = data.draw(st.integers(seq_len, 60))
+    permutation = np.asarray(data.draw(st.permutations(range(seq_len))))
+    ids = np.asarray(data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=60)))[:num_tokens]
+    options = token_options(tmp_path_factory.mktemp("ids"), ids, seq_len=seq_len, batch_size=1)
+    loader = loader_of(options, permutation)
+    assert loader.num_sequences == num_tokens // seq_len
+    for i, batch in enumerate(take(loader, loader.num_sequences)):
+        window = ids[i * seq_len : (i + 1) * seq_len]
+        tokens, labels = np.full(seq_len, -1), np.full(seq_len, -1)
+        tokens[batch["positions"][0]] = batch["tokens"][0]
+        labels[batch["positions"][0]] = batch["labels"][0]
+        np.testing.assert_array_equal(tokens, window)
+        np.testing.assert_array_equal(labels, [*window[1:], IGNORE_LABEL])
+    loader.close()
+
+
+def test_each_epoch_has_every_sequence_once_in_a_new_order(tmp_path):
+    options = token_options(tmp_path, np.arange(20 * 8), batch_size=4, shuffle=True, seed=5)
+    epochs = [
+        [row[0] // 8 for batch in take(loader, 5) for row in batch["tokens"]]
+        for loader in [loader_of(options)]
+        for _ in range(3)
+    ]
+    for epoch in epochs:
+        assert sorted(epoch) == list(range(20))
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+    again = [row[0] // 8 for batch in take(loader_of(options), 5) for row in batch["tokens"]]
+    assert again == epochs[0]
+    other = loader_of(token_options(tmp_path, np.arange(160), batch_size=4, shuffle=True, seed=6))
+    assert [row[0] // 8 for batch in take(other, 5) for row in batch["tokens"]] != epochs[0]
+
+
+def test_batches_may_be_larger_than_an_epoch(tmp_path):
+    batch = next(loader_of(token_options(tmp_path, np.arange(24), batch_size=7)))
+    assert [row[0] // 8 for row in batch["tokens"]] == [0, 1, 2, 0, 1, 2, 0]
+
+
+@pytest.mark.parametrize("consumed", [0, 3, 11])
+def test_resuming_gives_the_following_batches(tmp_path, consumed):
+    options = token_options(tmp_path, np.arange(9 * 8), shuffle=True)
+    loader = loader_of(options)
+    take(loader, consumed)
+    state = json.loads(json.dumps(loader.get_state()))
+    following = take(loader, 9)
+    resumed = loader_of(options)
+    take(resumed, 2)
+    resumed.set_state(state)
+    assert resumed.get_state() == state
+    for left, right in zip(following, take(resumed, 9), strict=True):
+        assert_same(left, right)
+
+
+def test_a_place_holds_for_another_split_over_processes(tmp_path):
+    options = token_options(tmp_path, np.arange(72), shuffle=True)
+    loader = loader_of(options)
+    take(loader, 5)
+    half = loader_of(options, process_index=1, process_count=2)
+    half.set_state(loader.get_state())
+    assert_same(next(half), {k: v[1:] for k, v in next(loader).items()})
+
+
+@pytest.mark.parametrize(
+    "change", [{"seq_len": 4}, {"batch_size": 1}, {"seed": 1}, {"shuffle": True}]
+)
+def test_state_of_other_data_is_refused(tmp_path, change):
+    ids = np.arange(72)
+    state = loader_of(token_options(tmp_path, ids)).get_state()
+    other = loader_of(token_options(tmp_path, ids, **change))
+    (field,) = change
+    with pytest.raises(UserError, match=f"checkpoint's data loader had data.{field}"):
+        other.set_state(state)
+
+
+def test_state_of_a_grown_file_is_refused(tmp_path):
+    state = loader_of(token_options(tmp_path, np.arange(72))).get_state()
+    other = loader_of(token_options(tmp_path, np.arange(73)))
+    with pytest.raises(UserError, match="number of tokens = 72 and this run has 73"):
+        other.set_state(state)
+
+
+def test_unreadable_state_is_refused(tmp_path):
+    loader = loader_of(token_options(tmp_path, np.arange(72)))
+    with pytest.raises(UserError, match="not readable"):
+        loader.set_state({"next_index": 3})
+
+
+def test_two_processes_cover_everything_once(tmp_path):
+    options = token_options(tmp_path, np.arange(12 * 8), batch_size=4, shuffle=True)
+    processes = [loader_of(options, process_index=p, process_count=2) for p in range(2)]
+    first = [[next(loader)["tokens"] for loader in processes] for _ in range(3)]
+    starts = [int(row[0]) // 8 for parts in first for part in parts for row in part]
+    assert sorted(starts) == list(range(12))
+    whole = loader_of(options)
+    for parts in first:
+        np.testing.assert_array_equal(np.concatenate(parts), next(whole)["tokens"])
+
+
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_a_process_reads_exactly_its_rows_and_columns(tmp_path_factory, data):
+    permutation = np.asarray(data.draw(st.permutations(range(8))))
+    rows = np.asarray(sorted(data.draw(st.sets(st.integers(0, 3), min_size=1))))
+    columns = np.asarray(sorted(data.draw(st.sets(st.integers(0, 7), min_size=1))))
+    options = token_options(
+        tmp_path_factory.mktemp("ids"), np.arange(50), batch_size=4, shuffle=True
+    )
+    whole = loader_of(options, permutation)
+    local = loader_of(options, permutation, rows=rows, columns=columns)
+    for _ in range(2):
+        expected = {k: v[np.ix_(rows, columns)] for k, v in next(whole).items()}
+        assert_same(next(local), expected)
+    whole.close(), local.close()
+
+
+class _OneProcess:
+    """What a process that owns `devices` sees of a sharding over all of them."""
+
+    def __init__(self, sharding, devices):
+        self.sharding, self.devices = sharding, devices
+
+    def addressable_devices_indices_map(self, shape):
+        all_indices = self.sharding.devices_indices_map(shape)
+        return {device: all_indices[device] for device in self.devices}
+
+
+@pytest.mark.parametrize("axes", ["data first", "sequence first"])
+def test_processes_read_what_their_devices_hold(tmp_path, axes):
+    devices = np.asarray(jax.devices()[:8])
+    grid = devices.reshape(2, 2, 2)
+    if axes == "sequence first":  # then each process holds both rows, and some of the columns
+        grid = grid.transpose(2, 0, 1)
+    mesh = Mesh(grid, ("data", "node", "device"))
+    sharding = NamedSharding(mesh, PartitionSpec("data", ("node", "device")))
+    options = token_options(tmp_path, np.arange(64), shuffle=True)
+    permutation = np.random.default_rng(0).permutation(8)
+    whole = next(loader_of(options, permutation))
+    all_indices = sharding.devices_indices_map((2, 8))
+    for own in (devices[:4], devices[4:]):
+        rows, columns = local_rows_and_columns(_OneProcess(sharding, own), 2, 8)
+        assert (len(rows), len(columns)) == ((1, 8) if axes == "data first" else (2, 4))
+        local = loader_of(options, permutation, rows=rows, columns=columns)
+        batch = next(local)
+        for device in own:
+            for name, array in batch.items():
+                part = local.block(array, all_indices[device])
+                np.testing.assert_array_equal(part, whole[name][all_indices[device]])
+    if axes == "data first":
+        with pytest.raises(ValueError, match="does not read all rows from 0 to 0"):
+            local.block(batch["tokens"], (slice(0, 1), slice(None)))
+
+
+def test_blocks_make_a_global_array(tmp_path):
+    mesh = Mesh(np.asarray(jax.devices()[:8]).reshape(2, 2, 2), ("data", "node", "device"))
+    sharding = NamedSharding(mesh, PartitionSpec("data", ("node", "device")))
+    options = token_options(tmp_path, np.arange(64))
+    rows, columns = local_rows_and_columns(sharding, 2, 8)
+    loader = loader_of(options, np.arange(8)[::-1], rows=rows, columns=columns)
+    batch = next(loader)
+    array = jax.make_array_from_callback(
+        (2, 8), sharding, lambda index: loader.block(batch["tokens"], index)
+    )
+    np.testing.assert_array_equal(array, np.arange(16).reshape(2, 8)[:, ::-1])
+
+
+def test_token_files_are_not_read_beyond_the_asked_columns(tmp_path):
+    # A sparse file of 64 GiB: reading or copying it whole would not end well.
+    path = tmp_path / "huge.bin"
+    with path.open("wb") as file:
+        file.truncate(2**36)
+    options = DataOptions(
+        source="tokens", paths=(str(path),), token_dtype="uint32", seq_len=2**14, batch_size=4
+    )
+    loader = loader_of(options, rows=np.asarray([1]), columns=np.arange(0, 16))
+    assert loader.num_sequences == 2**20
+    assert next(loader)["tokens"].shape == (1, 16)
+
+
+@pytest.mark.parametrize(
+    "arguments, match",
+    [
+        ({"permutation": np.arange(7)}, "permutation has shape"),
+        ({"permutation": np.zeros(8, int)}, "permutation"),
+        ({"rows": np.asarray([2])}, "rows must be ascending numbers from 0 to 1"),
+        ({"rows": np.asarray([0]), "process_count": 2}, "either rows or process_index"),
+        ({"columns": np.asarray([3, 3])}, "columns must be ascending"),
+        ({"columns": np.asarray([], int)}, "columns must be ascending"),
+        ({"process_index": 2, "process_count": 2}, "process_index is 2"),
+    ],
+)
+def test_contradicting_arguments_are_refused(tmp_path, arguments, match):
+    with pytest.raises(ValueError, match=match):
+        loader_of(token_options(tmp_path, np.arange(64)), **arguments)
+
+
+def test_batch_must_divide_over_processes(tmp_path):
+    with pytest.raises(UserError, match="data.batch_size is 2; it must be a multiple of the 3"):
+        loader_of(token_options(tmp_path, np.arange(64)), process_index=0, process_count=3)

@@ -1,0 +1,170 @@
+"""What each source reads, and how documents become sequences."""
+
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+
+from mtraining_jax.data import DataOptions, build_loader, make_tokenizer
+
+EOS = 256
+
+
+def sequences(vocab_size=None, **fields):
+    """One epoch of sequences in order, and the loader."""
+    options = DataOptions(**{"shuffle": False, "seq_len": 4} | fields)
+    loader = build_loader(options, permutation=np.arange(options.seq_len), vocab_size=vocab_size)
+    return [next(loader)["tokens"][0].tolist() for _ in range(loader.num_sequences)], loader
+
+
+def ids_of(text):
+    return list(text.encode())
+
+
+def save_tokenizer(path, words):
+    tokenizer = Tokenizer(WordLevel({word: i for i, word in words}, unk_token="?"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    tokenizer.enable_truncation(max_length=1)  # which must not be obeyed
+    tokenizer.save(str(path))
+    return str(path)
+
+
+def test_python_stdlib_is_the_same_every_time_and_holds_no_tests():
+    first, loader = sequences(seq_len=4096 * 256)
+    second, _ = sequences(seq_len=4096 * 256)
+    assert first == second
+    assert loader.vocab_size == 257
+    assert loader.description.startswith("python_stdlib: ")
+    # Files come in order of their paths: __future__.py is the first of any Python.
+    assert loader.tokenizer.decode(np.asarray(first[0][:40])).startswith(
+        '"""Record of phased-in incompatible'
+    )
+
+
+def test_text_joins_documents_with_eos_in_the_order_of_their_names(tmp_path):
+    (tmp_path / "b.txt").write_text("éa", encoding="utf-8")
+    (tmp_path / "a.txt").write_text("xy\r\n", encoding="utf-8", newline="")
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "c.md").write_text("z")
+    (tmp_path / ".hidden").write_text("never")
+    (tmp_path / "empty.txt").touch()
+    expected = [*ids_of("xy\r\n"), EOS, *ids_of("éa"), EOS, *ids_of("z"), EOS]
+    rows, loader = sequences(source="text", paths=[str(tmp_path)], seq_len=len(expected))
+    assert rows == [expected]
+    assert "3 documents, 11 tokens" in loader.description
+
+
+def test_text_takes_globs_and_reads_a_file_once(tmp_path):
+    for name in "ba":
+        (tmp_path / f"{name}.txt").write_text(name)
+    (tmp_path / "c.md").write_text("c")
+    paths = [str(tmp_path / "b.txt"), str(tmp_path / "*.txt")]
+    rows, _ = sequences(source="text", paths=paths)
+    assert rows == [[*ids_of("b"), EOS, *ids_of("a"), EOS]]
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(
+    texts=st.lists(st.text(st.characters(codec="utf-8"), max_size=6), min_size=3, max_size=8),
+    seq_len=st.integers(2, 5),
+)
+def test_concatenating_and_splitting_loses_only_the_rest(tmp_path_factory, texts, seq_len):
+    path = tmp_path_factory.mktemp("jsonl") / "a.jsonl"
+    texts = [*texts, "enough"]
+    path.write_text("\n".join(json.dumps({"body": t}) for t in texts) + "\n\n")
+    rows, loader = sequences(source="jsonl", paths=(str(path),), text_field="body", seq_len=seq_len)
+    stream = [i for text in texts if text for i in [*ids_of(text), EOS]]
+    whole = len(stream) // seq_len * seq_len
+    assert [i for row in rows for i in row] == stream[:whole]
+    loader.close()
+
+
+def test_exact_keeps_only_documents_of_the_length(tmp_path):
+    path = tmp_path / "a.jsonl"
+    texts = ["four", "three", "", "4444", "fourfour"]
+    path.write_text("\n".join(json.dumps({"text": t}) for t in texts))
+    rows, loader = sequences(source="jsonl", paths=(str(path),), mode="exact")
+    assert rows == [ids_of("four"), ids_of("4444")]
+    assert "5 documents, 8 tokens" in loader.description
+
+
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string()])
+def test_parquet_text(tmp_path, kind):
+    table = pa.table({"body": pa.array(["ab", "c"] * 20, kind), "other": list(range(40))})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=7)
+    rows, _ = sequences(source="parquet", paths=(str(tmp_path),), text_field="body", seq_len=5)
+    assert rows == [[*ids_of("ab"), EOS, *ids_of("c"), EOS]] * 20
+
+
+@pytest.mark.parametrize(
+    "kind", [pa.list_(pa.int64()), pa.large_list(pa.uint16()), pa.list_(pa.int32(), 3)]
+)
+def test_parquet_tokens_end_with_eos_once(tmp_path, kind):
+    table = pa.table({"input_ids": pa.array([[5, 6, 7], [8, 9, 1]] * 10, kind)})
+    pq.write_table(table, tmp_path / "a.parquet")
+    fields = {"source": "parquet", "paths": (str(tmp_path),), "token_field": "input_ids"}
+    rows, loader = sequences(vocab_size=100_000, eos=1, seq_len=7, **fields)
+    assert rows == [[5, 6, 7, 1, 8, 9, 1]] * 10
+    assert loader.vocab_size == 100_000
+    rows, _ = sequences(vocab_size=10, seq_len=6, **fields)
+    assert rows == [[5, 6, 7, 8, 9, 1]] * 10
+    rows, _ = sequences(vocab_size=10, seq_len=3, mode="exact", **fields)
+    assert rows == [[5, 6, 7], [8, 9, 1]] * 10
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32", "int32", "int64"])
+def test_flat_token_files_follow_each_other(tmp_path, dtype):
+    np.arange(6, dtype=dtype).tofile(tmp_path / "a.bin")
+    np.save(tmp_path / "b.npy", np.arange(6, 13, dtype=np.int64))
+    rows, _ = sequences(
+        source="tokens", paths=(str(tmp_path),), token_dtype=dtype, seq_len=5, vocab_size=13
+    )
+    assert rows == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+
+
+def test_table_rows_are_documents(tmp_path):
+    table = np.arange(12, dtype=np.uint32).reshape(3, 4)
+    np.save(tmp_path / "a.npy", table)
+    fields = {"source": "tokens", "paths": (str(tmp_path),), "vocab_size": 12}
+    assert sequences(mode="exact", **fields)[0] == table.tolist()
+    assert sequences(mode="concat", seq_len=6, **fields)[0] == table.reshape(2, 6).tolist()
+
+
+def test_exact_finds_documents_between_eos(tmp_path):
+    ids = [9, 1, 2, 3, 4, 9, 9, 5, 6, 9, 1, 1, 1, 2]
+    np.asarray(ids, np.uint16).tofile(tmp_path / "a.bin")
+    np.asarray([7, 7, 7, 7, 9], np.uint16).tofile(tmp_path / "b.bin")
+    rows, loader = sequences(
+        source="tokens", paths=(str(tmp_path),), mode="exact", eos=9, vocab_size=10
+    )
+    assert rows == [[1, 2, 3, 4], [1, 1, 1, 2], [7, 7, 7, 7]]
+    assert "2 files, 4 documents, 19 tokens" in loader.description
+
+
+def test_hugging_face_tokenizer(tmp_path):
+    words = [(0, "?"), (1, "a"), (7, "b"), (3, "<eos>")]
+    name = save_tokenizer(tmp_path / "tokenizer.json", words)
+    (tmp_path / "a.txt").write_text("a b a nothing")
+    rows, loader = sequences(
+        source="text", paths=(str(tmp_path / "a.txt"),), tokenizer=name, seq_len=5, vocab_size=8
+    )
+    assert rows == [[1, 7, 1, 0, 3]]
+    assert loader.vocab_size == 8  # the largest id is 7, though there are four words
+    assert make_tokenizer(name, eos="b").eos == 7
+    assert make_tokenizer(name, eos=1).eos == 1
+
+
+@given(text=st.text(st.characters(codec="utf-8")))
+@settings(max_examples=30, deadline=None, derandomize=True)
+def test_bytes_round_trip(text):
+    tokenizer = make_tokenizer("bytes")
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(np.append(ids, tokenizer.eos)) == text
+    assert tokenizer.eos == 256 and tokenizer.vocab_size == 257
