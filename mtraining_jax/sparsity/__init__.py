@@ -1,0 +1,28 @@
+"""How a sparse index is chosen, what it costs and what it keeps."""
+
+from mtraining_jax.sparsity.budgets import FixedBudgets, load_budgets
+from mtraining_jax.sparsity.metrics import (
+    attention_flops,
+    attention_recall,
+    causal_pairs,
+    computed_pairs,
+    density,
+    executed_pairs,
+)
+from mtraining_jax.sparsity.patterns import FixedBudget, VerticalSlash
+from mtraining_jax.sparsity.vertical_slash import INDEX_NAME, choose_index
+
+__all__ = [
+    "INDEX_NAME",
+    "FixedBudget",
+    "FixedBudgets",
+    "VerticalSlash",
+    "attention_flops",
+    "attention_recall",
+    "causal_pairs",
+    "choose_index",
+    "computed_pairs",
+    "density",
+    "executed_pairs",
+    "load_budgets",
+]

@@ -1,0 +1,254 @@
+"""Scores of key columns and diagonals, estimated from the last queries of the sequence.
+
+The scores must be the same bits for every number of ranks, or ranks and runs would disagree about
+the index. Three rules see to that:
+
+- Logits are computed key block by key block, batched in chunks whose shape depends on the length
+  of the sequence alone: the compiler sees the same matrix products whatever the rank count.
+- Floats are only combined elementwise or by a maximum. A multiplication never feeds an addition,
+  so that contraction to a fused multiply-add cannot change a bit.
+- Sums are integer sums (fixed point), exact in any order. The raw logits of fixed budgets, which
+  have no known range, are added in a written-out order instead.
+"""
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from mtraining_jax.sparsity import exchange
+from mtraining_jax.sparsity.exchange import AxisNames
+
+# Fixed point of a probability and of a mass: one is 2^30. A sum of masses that add up to one stays
+# below 2^31 even if each of 2^23 terms is rounded up.
+MASS_BITS = 30
+MASS_ONE = 1 << MASS_BITS
+
+# The softmax normaliser is summed in two limbs: multiples of 2^-8, and the rest in 2^-24.
+_HIGH_BITS = 8
+_LOW_BITS = 16
+MAX_BLOCKS = 1 << (31 - _LOW_BITS)
+MAX_TOKENS = 1 << (31 - _HIGH_BITS)
+
+_LIMB_BITS = MASS_BITS // 2
+
+
+def softmax_scores(
+    q_BHuD: Array,
+    k_BnHD: Array,
+    *,
+    scale: float,
+    block_ids: Array,
+    num_blocks: int,
+    axis_names: AxisNames,
+) -> tuple[Array, Array]:
+    """Mean attention mass of every local key column and of the diagonals that end there.
+
+    The softmax of the last queries runs over all keys of all ranks. A diagonal s is held by the
+    key that the last query sees at distance s, token S-1-s.
+
+    Args:
+        q_BHuD: [B, Hq, last_q, D], the last queries (the same on all ranks).
+        k_BnHD: [B, n, Hk, D], local keys; Hq is a multiple of Hk.
+        scale: of the logits, positive.
+        block_ids: int32 [n/g], global number of each local block.
+        num_blocks: NB.
+        axis_names: mesh axes the sequence is sharded over.
+
+    Returns:
+        (vertical, slash), both int32 [B, Hq, n/g, g], 2^30 = all the mass of a head; both add up
+        to at most that over the whole sequence.
+    """
+    last_q = q_BHuD.shape[2]
+    block_size = k_BnHD.shape[1] // block_ids.shape[0]
+    # So that a block sum of terms <= 1 stays within 2^30.
+    term_one = float(1 << (MASS_BITS - (block_size - 1).bit_length()))
+
+    def block_normaliser(logits, _):
+        peak = logits.max(-1)
+        terms = relative_exp(logits, peak[..., None], scale)
+        return peak, _round(terms * term_one).sum(-1, dtype=jnp.int32)
+
+    queries = (q_BHuD, last_positions(last_q, num_blocks * block_size))
+
+    block_peak, block_sum = map_logits(
+        block_normaliser, *queries, k_BnHD, block_ids, num_blocks
+    )  # [B, Hq, n/g, last_q]
+    peak = exchange.maximum(block_peak.max(2), axis_names)
+    weight = relative_exp(block_peak, peak[:, :, None], scale)
+    in_high_units = weight * (block_sum.astype(jnp.float32) * (2.0**_HIGH_BITS / term_one))
+    high = in_high_units.astype(jnp.int32)
+    low = _round(lax.rem(in_high_units, jnp.ones_like(in_high_units)) * 2.0**_LOW_BITS)
+    limbs = (high.sum(2, dtype=jnp.int32), low.sum(2, dtype=jnp.int32))
+    high, low = (x.astype(jnp.float32) for x in exchange.exact_sum(limbs, axis_names))
+    # The product is exact (a power of two), so contraction cannot change this sum.
+    normaliser = (high + low * 2.0**-_LOW_BITS) * 2.0**-_HIGH_BITS
+    # peak and normaliser are [B, Hq, last_q]; a chunk of logits is [C, B, Hq, last_q, g].
+    to_mass = MASS_ONE / normaliser
+
+    def block_scores(logits, _):
+        terms = relative_exp(logits, peak[..., None], scale)
+        mass = jnp.minimum(_round(terms * to_mass[..., None]), MASS_ONE)
+        return _mean_of_rows(mass, last_q), _mean_of_rows(_skew(mass), last_q)
+
+    vertical, diagonals = map_logits(block_scores, *queries, k_BnHD, block_ids, num_blocks)
+    tails = diagonals[..., block_size:]
+    slash = _add_tails(diagonals[..., :block_size], tails, block_ids, num_blocks, axis_names)
+    return vertical, slash
+
+
+def logit_scores(
+    q_BHuD: Array,
+    k_BnHD: Array,
+    *,
+    block_ids: Array,
+    num_blocks: int,
+    axis_names: AxisNames,
+) -> tuple[Array, Array]:
+    """Sums of raw logits over columns and diagonals, without softmax or scale.
+
+    A column that not all of the last queries see has score -inf, as in the reference. The scale
+    is left out because it does not change the order.
+
+    Args:
+        q_BHuD: [B, Hq, last_q, D], the last queries (the same on all ranks).
+        k_BnHD: [B, n, Hk, D], local keys.
+        block_ids: int32 [n/g], global number of each local block.
+        num_blocks: NB.
+        axis_names: mesh axes the sequence is sharded over.
+
+    Returns:
+        (vertical, slash), both fp32 [B, Hq, n/g, g]; diagonals are held as in `softmax_scores`.
+    """
+    block_size = k_BnHD.shape[1] // block_ids.shape[0]
+
+    def block_scores(logits, _):
+        seen = jnp.where(logits == -jnp.inf, 0.0, logits)
+        return _ordered_sum(logits), _ordered_sum(_skew(seen))
+
+    queries = (q_BHuD, last_positions(q_BHuD.shape[2], num_blocks * block_size))
+    vertical, diagonals = map_logits(block_scores, *queries, k_BnHD, block_ids, num_blocks)
+    tails = diagonals[..., block_size:]
+    slash = _add_tails(diagonals[..., :block_size], tails, block_ids, num_blocks, axis_names)
+    return vertical, slash
+
+
+def last_positions(count: int, seq_len: int) -> Array:
+    """int32 [count], positions of the last tokens of the sequence."""
+    return jnp.arange(seq_len - count, seq_len, dtype=jnp.int32)
+
+
+def map_logits(
+    body: Callable,
+    q_BHuD: Array,
+    query_positions: Array,
+    k_BnHD: Array,
+    block_ids: Array,
+    num_blocks: int,
+) -> tuple[Array, ...]:
+    """Applies `body` to the raw causal logits of every local block, a chunk of blocks at a time.
+
+    Args:
+        body: maps logits fp32 [C, B, Hq, u, g] (-inf where the key is ahead of the query), and
+            the global numbers of the chunk's blocks, int32 [C], to a tuple of arrays
+            [C, B, Hq, ...]. Blocks numbered NB are padding, ahead of every query.
+        q_BHuD: [B, Hq, u, D], some queries.
+        query_positions: int32 [u], their global positions.
+        k_BnHD: [B, n, Hk, D], local keys.
+        block_ids: int32 [n/g].
+        num_blocks: NB.
+
+    Returns:
+        The tuple, with arrays [B, Hq, n/g, ...].
+    """
+    batch, _, kv_heads, head_dim = k_BnHD.shape
+    num_heads, num_queries = q_BHuD.shape[1:3]
+    num_local = block_ids.shape[0]
+    block_size = k_BnHD.shape[1] // num_local
+    # A function of the length alone. About 16 steps at 128K tokens on one device; a rank that
+    # holds less than a chunk computes the rest of it for nothing, which is cheap.
+    chunk = min(max(num_blocks // 16, 1), 64)
+    steps = -(-num_local // chunk)
+    padding = steps * chunk - num_local
+    ids = jnp.pad(block_ids, (0, padding), constant_values=num_blocks)
+    k = jnp.pad(k_BnHD, ((0, 0), (0, padding * block_size), (0, 0), (0, 0)))
+    # The blocks are a batch dimension of the product, so each block is a product of its own and
+    # its bits cannot depend on its place in the chunk.
+    q = q_BHuD.reshape(1, batch, kv_heads, -1, head_dim)
+    q = jnp.broadcast_to(q, (chunk, *q.shape[1:]))
+    # bf16 products are exact in fp32; only fp32 inputs need the slower passes.
+    precision = lax.Precision.HIGHEST if k.dtype == jnp.float32 else None
+
+    def step(i):
+        tokens = chunk * block_size
+        k_chunk = lax.dynamic_slice_in_dim(k, i * tokens, tokens, axis=1)
+        k_chunk = k_chunk.reshape(batch, chunk, block_size, kv_heads, head_dim)
+        logits = lax.dot_general(
+            q,
+            k_chunk.transpose(1, 0, 3, 2, 4),
+            (((4,), (4,)), ((0, 1, 2), (0, 1, 2))),
+            precision=precision,
+            preferred_element_type=jnp.float32,
+        ).reshape(chunk, batch, num_heads, num_queries, block_size)
+        chunk_ids = lax.dynamic_slice_in_dim(ids, i * chunk, chunk)
+        key_positions = chunk_ids[:, None] * block_size + jnp.arange(block_size)
+        causal = key_positions[:, None, None, None] <= query_positions[:, None]
+        return body(jnp.where(causal, logits, -jnp.inf), chunk_ids)
+
+    def to_local(x):  # [steps, C, B, Hq, ...] -> [B, Hq, n/g, ...]
+        x = x.reshape(steps * chunk, *x.shape[2:])[:num_local]
+        return jnp.moveaxis(x, 0, 2)
+
+    return tuple(map(to_local, lax.map(step, jnp.arange(steps))))
+
+
+def _skew(x: Array) -> Array:
+    """[..., u, g] -> [..., u, g+u-1]: shifts row u by (last row - u), so diagonals are columns."""
+    rows, columns = x.shape[-2:]
+    lead = x.shape[:-2]
+    x = jnp.flip(x, -2)
+    x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, rows)])
+    # Read with one column less, each row starts one place further right than the row before.
+    x = x.reshape(*lead, rows * (columns + rows))[..., : rows * (columns + rows - 1)]
+    return x.reshape(*lead, rows, columns + rows - 1)
+
+
+def _add_tails(
+    own: Array, tails: Array, block_ids: Array, num_blocks: int, axis_names: AxisNames
+) -> Array:
+    """Adds what the diagonals of each block carry over to the first tokens of the next block."""
+    if tails.shape[-1] == 0:
+        return own
+    received = exchange.from_previous_block(tails, block_ids, num_blocks, axis_names)
+    return own.at[..., : tails.shape[-1]].add(received)
+
+
+def _mean_of_rows(mass: Array, count: int) -> Array:
+    """floor(sum over rows / count) of fixed-point masses int32 [..., u, g], without overflow."""
+    high = (mass >> _LIMB_BITS).sum(-2, dtype=jnp.int32)
+    low = (mass & ((1 << _LIMB_BITS) - 1)).sum(-2, dtype=jnp.int32)
+    rest = (high % count << _LIMB_BITS) + low
+    return (high // count << _LIMB_BITS) + rest // count
+
+
+def _ordered_sum(x: Array) -> Array:
+    """Sum over the rows of [..., u, g] by halving, so that the order of additions is fixed."""
+    while x.shape[-2] > 1:
+        half = x.shape[-2] // 2
+        odd = x[..., 2 * half :, :]
+        x = jnp.concatenate([x[..., :half, :] + x[..., half : 2 * half, :], odd], axis=-2)
+    return x[..., 0, :]
+
+
+def _round(x: Array) -> Array:
+    return jnp.round(x).astype(jnp.int32)
+
+
+def relative_exp(x: Array, peak: Array, scale: float) -> Array:
+    """exp((x - peak) * scale) for x <= peak; 0 where x is -inf, also if the peak is.
+
+    The minimum does not change the value; it stands between the product and the additions inside
+    exp, which could be contracted otherwise.
+    """
+    peak = jnp.where(peak == -jnp.inf, 0.0, peak)
+    return jnp.exp(jnp.minimum((x - peak) * scale, 0.0))

@@ -1,0 +1,207 @@
+"""Choosing a vertical-slash index from the last queries of a sequence that is spread over ranks."""
+
+import math
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
+
+from mtraining_jax.sparsity import estimate, exchange, select
+from mtraining_jax.sparsity.patterns import FixedBudget, VerticalSlash
+from pallas_kernels.index import VerticalSlashIndex
+
+# A rematerialisation policy that saves this name makes the recomputation reuse the index.
+INDEX_NAME = "sparse_index"
+
+_CAPACITY_MULTIPLE = 128
+
+
+def choose_index(
+    q_BnHD: Array,
+    k_BnHkD: Array,
+    pattern: VerticalSlash | FixedBudget,
+    *,
+    block_ids: Array,
+    num_blocks: int,
+    axis_names: Sequence[str] = (),
+    scale: float | None = None,
+) -> VerticalSlashIndex:
+    """Chooses, per batch entry and query head, the columns and block diagonals to compute.
+
+    To be called inside `shard_map` on the local shards of a sequence, or on one device with
+    `axis_names=()`. All ranks work alike and get the same index; its bits do not depend on how
+    many ranks there are, nor on how blocks are dealt to them. No gradient flows through it.
+
+    The estimate is the attention of the last `pattern.last_q` queries to all keys. A column's
+    score is its mean mass over those queries, a diagonal's score the mean mass at its distance
+    (mtraining-algorithm notes, section 1). With `VerticalSlash` the largest are kept until their
+    mass reaches top_p; with `FixedBudget` a given number is kept, and scores are sums of raw
+    logits. Equal scores are kept in order of position (columns) or distance (diagonals). A
+    diagonal at token distance s turns on block diagonals floor(s/g) and, unless g divides s,
+    floor(s/g)+1.
+
+    Args:
+        q_BnHD: [B, n, Hq, D], local queries, rotary embedding applied.
+        k_BnHkD: [B, n, Hk, D], local keys in the same dtype; Hk divides Hq.
+        pattern: what to keep. For `FixedBudget`, the budgets of this layer, int32 [Hq].
+        block_ids: int32 [n/g], global number of each local block, as dealt by one of the layouts
+            of this package (see `exchange.from_previous_block`).
+        num_blocks: NB, blocks of the whole sequence.
+        axis_names: mesh axes the sequence is sharded over.
+        scale: of the logits; 1/sqrt(D) when None.
+
+    Returns:
+        The index, replicated. Capacities: min(max_verticals rounded up to 128, S) columns, and
+        min(2 * max_slashes + local_blocks, NB) block diagonals.
+
+    Raises:
+        ValueError: naming what does not fit.
+    """
+    scale = _check(q_BnHD, k_BnHkD, pattern, block_ids, num_blocks, scale)
+    q, k = lax.stop_gradient((q_BnHD, k_BnHkD))
+    seq_len = num_blocks * pattern.block_size
+    last = estimate.last_positions(pattern.last_q, seq_len)
+    q_last = exchange.gather_rows(q, last, block_ids, num_blocks, axis_names)
+    q_last = q_last.transpose(0, 2, 1, 3)
+    where = dict(block_ids=block_ids, num_blocks=num_blocks, axis_names=axis_names)
+    if isinstance(pattern, FixedBudget):
+        scores = estimate.logit_scores(q_last, k, **where)
+        keys, rule = _fixed_keys(*scores, pattern, block_ids, seq_len)
+    else:
+        scores = estimate.softmax_scores(q_last, k, scale=scale, **where)
+        keys, rule = _top_p_keys(*scores, pattern, block_ids, seq_len)
+    index = _build(keys, rule, pattern, block_ids, num_blocks, axis_names)
+    leaves = (
+        checkpoint_name(leaf, INDEX_NAME)
+        for leaf in (
+            index.slash_blocks,
+            index.slash_count,
+            index.vertical_tokens,
+            index.vertical_count,
+        )
+    )
+    return VerticalSlashIndex(*leaves, block_size=pattern.block_size)
+
+
+def _top_p_keys(vertical, slash, pattern: VerticalSlash, block_ids, seq_len):
+    """Keys whose low 30 bits are the mass, with bit 30 set for what is forced."""
+    safe = pattern.preset == "safe"
+    keys = _by_distance(vertical, slash)
+    # One unit less than all the mass, to leave bit 30 for the forced entries.
+    keys = jnp.minimum(keys, estimate.MASS_ONE - 1).astype(jnp.uint32)
+    if safe:
+        forced = _tokens(block_ids, pattern.block_size) < pattern.sink_tokens
+        keys = keys.at[0].add(jnp.where(forced, jnp.uint32(estimate.MASS_ONE), 0))
+    minimum = (
+        (max(pattern.min_verticals, pattern.sink_tokens), pattern.min_slashes) if safe else (0, 0)
+    )
+    return keys, select.Rule(
+        minimum=_per_kind([min(x, seq_len) for x in minimum]),
+        maximum=_per_kind([min(x, seq_len) for x in (pattern.max_verticals, pattern.max_slashes)]),
+        mass_target=round(pattern.top_p * estimate.MASS_ONE),
+        mass_mask=estimate.MASS_ONE - 1,
+        keep_crossing=safe,
+    )
+
+
+def _fixed_keys(vertical, slash, pattern: FixedBudget, block_ids, seq_len):
+    """Keys in the order of the logit sums, with what is forced at the very top."""
+    tokens = _tokens(block_ids, pattern.block_size)
+    forced = jnp.stack(
+        [tokens < pattern.sink_tokens, jnp.flip(seq_len - 1 - tokens < pattern.sliding_window, -1)]
+    )
+    scores = _by_distance(vertical, slash)
+    keys = select.float_keys(jnp.where(forced[:, None, None], jnp.inf, scores))
+    budgets = jnp.stack([jnp.asarray(pattern.verticals), jnp.asarray(pattern.slashes)])
+    caps = jnp.array([[pattern.max_verticals], [pattern.max_slashes]])
+    budgets = jnp.clip(budgets, 0, jnp.minimum(caps, seq_len)).astype(jnp.int32)
+    return keys, select.Rule(minimum=0, maximum=budgets[:, None, :])
+
+
+def _build(keys, rule, pattern, block_ids, num_blocks, axis_names) -> VerticalSlashIndex:
+    """Turns keys [2, B, Hq, n/g, g] of columns and diagonals into an index."""
+    size = pattern.block_size
+    seq_len = num_blocks * size
+    distance_ids = num_blocks - 1 - block_ids
+    ids = jnp.stack([block_ids, distance_ids])[:, None, None]
+    kept, kept_before = select.kept_entries(keys, ids, num_blocks, rule, axis_names)
+    count = kept_before[..., -1]
+
+    rounded = -(-pattern.max_verticals // _CAPACITY_MULTIPLE) * _CAPACITY_MULTIPLE
+    vertical_tokens = select.ascending_ids(
+        kept[0], kept_before[0], block_ids, min(rounded, seq_len), seq_len, axis_names
+    )
+
+    # Distance s = d*g + place turns on block diagonal d, and d+1 unless place is 0.
+    here = (kept_before[1, ..., 1:] > kept_before[1, ..., :-1]).astype(jnp.int32)
+    beyond = exchange.block_table(
+        kept[1, ..., 1:].any(-1).astype(jnp.int32), distance_ids, num_blocks
+    )
+    beyond = exchange.exact_sum(beyond, axis_names)
+    active = (here + jnp.pad(beyond, [(0, 0), (0, 0), (1, 0)])[..., :-1]) > 0
+    nearest = 1
+    if isinstance(pattern, VerticalSlash):
+        nearest = pattern.local_blocks
+        if pattern.preset == "paper":
+            # The reference pads short lists with -1, which acts on the main block diagonal.
+            nearest = (count[1] < min(pattern.max_slashes, seq_len))[..., None]
+    blocks = jnp.arange(num_blocks, dtype=jnp.int32)
+    active |= blocks < nearest
+    capacity = min(2 * pattern.max_slashes + getattr(pattern, "local_blocks", 1), num_blocks)
+    slash_blocks = jnp.sort(jnp.where(active, blocks, num_blocks), axis=-1)[..., :capacity]
+    return VerticalSlashIndex(
+        slash_blocks=slash_blocks,
+        slash_count=active.sum(-1, dtype=jnp.int32),
+        vertical_tokens=vertical_tokens,
+        vertical_count=count[0],
+        block_size=size,
+    )
+
+
+def _by_distance(vertical: Array, slash: Array) -> Array:
+    """Stacks both [B, Hq, n/g, g], the diagonals reversed so that entries ascend in distance.
+
+    Within block b the diagonals then are those of distance block NB-1-b.
+    """
+    return jnp.stack([vertical, jnp.flip(slash, axis=-1)])
+
+
+def _tokens(block_ids: Array, block_size: int) -> Array:
+    """int32 [n/g, g], global positions."""
+    return block_ids[:, None] * block_size + jnp.arange(block_size, dtype=jnp.int32)
+
+
+def _per_kind(values: Sequence[int]) -> Array:
+    return jnp.array(values, jnp.int32)[:, None, None]
+
+
+def _check(q, k, pattern, block_ids, num_blocks, scale) -> float:
+    """Raises ValueError for what does not fit; returns the scale of the logits."""
+    if q.ndim != 4 or k.ndim != 4 or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
+        raise ValueError(f"q {q.shape} and k {k.shape} must be [B, n, H, D] with equal B, n and D")
+    if q.dtype != k.dtype:
+        raise ValueError(f"q is {q.dtype} but k is {k.dtype}; they must have the same dtype")
+    if q.shape[2] % k.shape[2]:
+        raise ValueError(
+            f"{q.shape[2]} query heads cannot be shared evenly by {k.shape[2]} key/value heads"
+        )
+    if block_ids.shape != (q.shape[1] // pattern.block_size,) or q.shape[1] % pattern.block_size:
+        raise ValueError(
+            f"{q.shape[1]} local tokens do not make {block_ids.shape} blocks of "
+            f"block_size={pattern.block_size}"
+        )
+    if num_blocks > estimate.MAX_BLOCKS or num_blocks * pattern.block_size > estimate.MAX_TOKENS:
+        raise ValueError(
+            f"num_blocks={num_blocks} of block_size={pattern.block_size} are too many: at most "
+            f"{estimate.MAX_BLOCKS} blocks and {estimate.MAX_TOKENS} tokens"
+        )
+    if isinstance(pattern, FixedBudget):
+        for name in ("verticals", "slashes"):
+            shape = jnp.shape(getattr(pattern, name))
+            if shape != (q.shape[2],):
+                raise ValueError(f"{name} has shape {shape}, but there are {q.shape[2]} heads")
+    scale = 1.0 / math.sqrt(q.shape[3]) if scale is None else scale
+    if not scale > 0:
+        raise ValueError(f"scale={scale} must be positive")
+    return scale
