@@ -1,0 +1,142 @@
+"""What training changes: everything that a checkpoint has to hold of the devices."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax import Array
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from mtraining_jax.config import Config
+from mtraining_jax.models import ModelSpec, Qwen2, abstract_state, init_model, param_shardings
+from mtraining_jax.models import parameter_names as names_of
+from mtraining_jax.models.hf import load_hf
+from mtraining_jax.training.optimizer import Parameters, make_optimizer, trainable_names
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """A pytree.
+
+    Attributes:
+        step: int32, steps taken so far, skipped ones included: batches read.
+        parameters: fp32 by dotted name, trained and frozen.
+        opt_state: of optax, for the trained parameters only.
+        skipped: int32, steps so far whose update was left out.
+        skipped_in_row: int32, those of them since the last update.
+        rng: uint32 [2], data of the key that random choices of a step are drawn from.
+    """
+
+    step: Array
+    parameters: Parameters
+    opt_state: optax.OptState
+    skipped: Array
+    skipped_in_row: Array
+    rng: Array
+
+
+class StateBuilder:
+    """Makes states of one run, as arrays or as shapes, on its mesh.
+
+    Attributes:
+        spec: the model's numbers.
+        graphdef: its structure, for `nnx.merge`.
+        optimizer: what made `TrainState.opt_state`.
+        trainable: names of the parameters that are trained.
+
+    Args:
+        config: of the run.
+        mesh: axes ('data', 'node', 'device').
+
+    Raises:
+        UserError: if a pattern of optimizer.trainable matches no parameter.
+    """
+
+    def __init__(self, config: Config, mesh: Mesh) -> None:
+        self.spec = ModelSpec.from_config(config.model)
+        self.graphdef = nnx.graphdef(nnx.eval_shape(lambda: Qwen2(self.spec, rngs=nnx.Rngs(0))))
+        self.optimizer = make_optimizer(config.optimizer)
+        self._config, self._mesh = config, mesh
+        abstract = abstract_state(self.spec)
+        self._structure = jax.tree.structure(abstract)
+        self._names = tuple(jax.tree.leaves(names_of(abstract)))
+        self._shapes = self.flatten(abstract)
+        self._shardings = self.flatten(param_shardings(self.spec, mesh, config.parallel.fsdp))
+        self.trainable = trainable_names(self._names, config.optimizer.trainable)
+
+    def flatten(self, state: nnx.State) -> dict[str, Any]:
+        """The leaves of a model's state by dotted name."""
+        return dict(zip(self._names, jax.tree.leaves(state), strict=True))
+
+    def unflatten(self, parameters: dict[str, Any]) -> nnx.State:
+        """The inverse of `flatten`."""
+        return jax.tree.unflatten(self._structure, [parameters[name] for name in self._names])
+
+    def split(self, parameters: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Trained and frozen parameters."""
+        return (
+            {name: x for name, x in parameters.items() if name in self.trainable},
+            {name: x for name, x in parameters.items() if name not in self.trainable},
+        )
+
+    def shardings(self) -> TrainState:
+        """Where each array lives: a `TrainState` of `NamedSharding`."""
+        everywhere = NamedSharding(self._mesh, P())
+        trained, _ = self.split(self._shapes)
+        opt_state = jax.eval_shape(self.optimizer.init, trained)
+
+        def of_leaf(path: tuple[Any, ...], _: Any) -> NamedSharding:
+            name = getattr(path[-1], "key", None)  # the moments are dicts by name
+            return self._shardings.get(name, everywhere)
+
+        return TrainState(
+            step=everywhere,
+            parameters=dict(self._shardings),
+            opt_state=jax.tree_util.tree_map_with_path(of_leaf, opt_state),
+            skipped=everywhere,
+            skipped_in_row=everywhere,
+            rng=everywhere,
+        )
+
+    def abstract(self) -> TrainState:
+        """Shapes, dtypes and shardings: a `TrainState` of `jax.ShapeDtypeStruct`."""
+        shapes = jax.eval_shape(self._around, self._shapes)
+        return jax.tree.map(
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+            shapes,
+            self.shardings(),
+        )
+
+    def fresh(self) -> TrainState:
+        """The state before the first step; its values do not depend on the mesh.
+
+        Raises:
+            UserError: if model.init_from cannot be read or is of another model.
+        """
+        config = self._config
+        if config.model.init_from is None:
+            _, drawn = init_model(
+                self.spec, seed=config.run.seed, mesh=self._mesh, fsdp=config.parallel.fsdp
+            )
+        else:
+            shardings = self.unflatten(self._shardings)
+            drawn = load_hf(config.model.init_from, self.spec, shardings)
+        return jax.jit(self._around, out_shardings=self.shardings(), donate_argnums=0)(
+            self.flatten(drawn)
+        )
+
+    def _around(self, parameters: Parameters) -> TrainState:
+        zero = jnp.zeros((), jnp.int32)
+        return TrainState(
+            step=zero,
+            parameters=parameters,
+            opt_state=self.optimizer.init(self.split(parameters)[0]),
+            skipped=zero,
+            skipped_in_row=zero,
+            rng=jax.random.key_data(jax.random.key(self._config.run.seed)),
+        )

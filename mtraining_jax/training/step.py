@@ -1,0 +1,138 @@
+"""One optimizer step, compiled: gradients over micro-batches, clip, guard, AdamW."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array, lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from mtraining_jax.config import Config
+from mtraining_jax.models.qwen2 import Attention
+from mtraining_jax.parallel.mesh import DATA_AXIS, SEQUENCE_AXES
+from mtraining_jax.training.loss import count_labels, linear_cross_entropy
+from mtraining_jax.training.optimizer import Parameters, clip, make_schedule
+from mtraining_jax.training.state import StateBuilder, TrainState
+
+Batch = dict[str, Array]
+Metrics = dict[str, Any]
+
+
+def make_train_step(
+    config: Config, builder: StateBuilder, attention: Attention, mesh: Mesh
+) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+    """Compiles, at its first call, one step of training.
+
+    The loss is the mean of -log p over all counted labels of the batch, whichever micro-batch or
+    device they are on. Gradients are fp32 and are summed in fp32 over
+    `optimizer.accumulation_steps` micro-batches. A step whose loss or gradient norm is not finite
+    changes no parameter and no optimizer state, and is counted.
+
+    Args:
+        config: of the run.
+        builder: of its states.
+        attention: what the model's layers attend with; see `Qwen2`.
+        mesh: axes ('data', 'node', 'device').
+
+    Returns:
+        A function of the state, whose buffers it takes over, and of a batch: int32 [B, S]
+        `tokens`, `labels` and `positions` in layout order. It gives the next state and metrics,
+        which stay on the devices until they are read: fp32 scalars `loss`, `grad_norm` (before
+        the clip) and `lr`; int32 scalars `step` (its number, from 1), `labels` (counted),
+        `skipped` (so far) and `skipped_in_row`; and `layers`, what the attention reports by
+        name, fp32 [L] each, mean over the batch.
+    """
+    schedule = make_schedule(config.optimizer, config.run.steps)
+    gradients_of = _make_gradients(config, builder, attention, mesh)
+
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        trained, frozen = builder.split(state.parameters)
+        labels = count_labels(batch["labels"])
+        loss, gradients, layers = gradients_of(trained, frozen, batch, labels)
+        gradients, norm = clip(gradients, config.optimizer.clip_norm)
+        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+
+        updates, opt_state = builder.optimizer.update(gradients, state.opt_state, trained)
+        lr = schedule(state.step)
+        updated = jax.tree.map(lambda parameter, u: parameter - lr * u, trained, updates)
+
+        def guarded(new: Any, old: Any) -> Any:
+            return jax.tree.map(lambda x, y: jnp.where(finite, x, y), new, old)
+
+        after = TrainState(
+            step=state.step + 1,
+            parameters={**frozen, **guarded(updated, trained)},
+            opt_state=guarded(opt_state, state.opt_state),
+            skipped=state.skipped + jnp.where(finite, 0, 1),
+            skipped_in_row=jnp.where(finite, 0, state.skipped_in_row + 1),
+            rng=state.rng,
+        )
+        metrics = {
+            "step": after.step,
+            "loss": loss,
+            "grad_norm": norm,
+            "lr": lr,
+            "labels": labels,
+            "skipped": after.skipped,
+            "skipped_in_row": after.skipped_in_row,
+            "layers": layers,
+        }
+        return after, metrics
+
+    everywhere = NamedSharding(mesh, P())
+    return jax.jit(
+        train_step, donate_argnums=0, out_shardings=(builder.shardings(), everywhere)
+    )
+
+
+def _make_gradients(config: Config, builder: StateBuilder, attention: Attention, mesh: Mesh):
+    """(trained, frozen, batch, labels) -> loss, gradients, stats of layers."""
+
+    def loss_of(trained: Parameters, frozen: Parameters, batch: Batch, labels: Array):
+        model = nnx.merge(builder.graphdef, builder.unflatten({**trained, **frozen}))
+        hidden, layers = model(batch["tokens"], batch["positions"], attention, mesh=mesh)
+        total = linear_cross_entropy(
+            hidden,
+            model.lm_head_weight(),
+            batch["labels"],
+            chunk_size=config.loss.chunk_size,
+            mesh=mesh,
+        )
+        return total / jnp.maximum(labels, 1), layers
+
+    differentiate = jax.value_and_grad(loss_of, has_aux=True)
+    parts = config.optimizer.accumulation_steps
+
+    def gradients_of(trained: Parameters, frozen: Parameters, batch: Batch, labels: Array):
+        if parts == 1:
+            (loss, layers), gradients = differentiate(trained, frozen, batch, labels)
+            return loss, gradients, layers
+
+        def add(sums: tuple[Array, Parameters], micro: Batch):
+            (loss, layers), gradients = differentiate(trained, frozen, micro, labels)
+            return jax.tree.map(jnp.add, sums, (loss, gradients)), layers
+
+        zeros = jnp.zeros((), jnp.float32), jax.tree.map(jnp.zeros_like, trained)
+        (loss, gradients), layers = lax.scan(add, zeros, micro_batches(batch, parts, mesh))
+        return loss, gradients, jax.tree.map(lambda x: jnp.mean(x, axis=0), layers)
+
+    return gradients_of
+
+
+def micro_batches(batch: Batch, parts: int, mesh: Mesh) -> Batch:
+    """Cuts a batch [B, S] into micro-batches [parts, B / parts, S].
+
+    Every device keeps the rows that it holds: micro-batch a takes the a-th part of each group's.
+    """
+    groups = mesh.shape[DATA_AXIS]
+    sharding = NamedSharding(mesh, P(None, DATA_AXIS, SEQUENCE_AXES))
+
+    def cut(x_BS: Array) -> Array:
+        rows = x_BS.shape[0] // (groups * parts)
+        x = x_BS.reshape(groups, parts, rows, -1).swapaxes(0, 1)
+        return lax.with_sharding_constraint(x.reshape(parts, groups * rows, -1), sharding)
+
+    return jax.tree.map(cut, batch)
