@@ -1,0 +1,1 @@
+"""Train language models with ultra-long contexts in JAX, with dynamic sparse attention."""
