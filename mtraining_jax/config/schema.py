@@ -160,7 +160,11 @@ class ParallelConfig:
     fsdp: bool = False
     """Spread parameters and optimizer state over the devices instead of copying them to each."""
     cpu_devices: PositiveInt | None = None
-    """Run on this many virtual CPU devices, even where there is a GPU; none lets JAX choose."""
+    """Virtual devices of the CPU in each process.
+
+    A number forces the CPU, even where there is a GPU; none takes the devices that JAX finds, GPUs
+    before the CPU.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)

@@ -1,0 +1,167 @@
+"""The command line: arguments in, a checked configuration out, and then the run."""
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+
+from mtraining_jax.config import (
+    Config,
+    available_configs,
+    config_to_toml,
+    help_text,
+    load_config,
+)
+from mtraining_jax.config.fields import all_fields, nearest
+from mtraining_jax.errors import UserError
+
+_USAGE = """\
+usage: train.py --config NAME [--SECTION.FIELD=VALUE ...]
+
+  --config NAME    the run: {names}, or the path of a TOML file
+  --print-config   print the whole configuration as TOML, after all overrides, and stop
+  --help           print this text and stop
+
+Every field below can be set in the file, under its [section], and on the command line, as
+--section.field=value or --section.field value; the command line wins. Lists are TOML:
+--data.paths='["a.txt", "b.txt"]'.
+"""
+
+_FLAGS = ("print-config", "help")
+
+
+@dataclasses.dataclass(frozen=True)
+class CommandLine:
+    """What the arguments ask for.
+
+    Attributes:
+        config: name or path of the configuration, None if not given.
+        overrides: dotted field names and their values as text, in the order given.
+        print_config: print the configuration instead of running it.
+        help: print the help text instead of running.
+    """
+
+    config: str | None = None
+    overrides: tuple[tuple[str, str], ...] = ()
+    print_config: bool = False
+    help: bool = False
+
+
+def parse_command_line(arguments: Sequence[str]) -> CommandLine:
+    """Sorts arguments into the configuration's name, overrides and flags.
+
+    A field that is true or false may stand alone, which is true. Values are not checked here.
+
+    Raises:
+        UserError: one line for each option that does not exist, lacks its value, has one that it
+            does not take, or stands twice where it may stand once.
+    """
+    fields = all_fields()
+    problems: list[str] = []
+    configs: list[str] = []
+    overrides: list[tuple[str, str]] = []
+    alone: list[str] = []
+    flags: set[str] = set()
+    rest = list(arguments)
+    while rest:
+        argument = rest.pop(0)
+        if argument == "-h":
+            argument = "--help"
+        if not argument.startswith("--"):
+            alone.append(argument)
+            continue
+        name, equals, value = argument[2:].partition("=")
+        if name in _FLAGS:
+            flags.add(name)
+            if equals:
+                problems.append(f"--{name} takes no value, and {argument} gives it one")
+            continue
+        if not equals:
+            follows = bool(rest) and not rest[0].startswith("--")
+            if follows:
+                value = rest.pop(0)
+            elif name in fields and bool in fields[name].kinds:
+                value = "true"
+            elif name in fields or name == "config":
+                problems.append(f"--{name} needs a value, as --{name}=VALUE")
+                continue
+        if name == "config":
+            configs.append(value)
+        elif name in fields:
+            overrides.append((name, value))
+        else:
+            problems.append(_unknown_option(name))
+    if alone and not configs:
+        problems.append(f'"{alone[0]}" belongs to no option; did you mean --config {alone[0]}?')
+    elif alone:
+        problems.append(
+            f'"{alone[0]}" belongs to no option; a list is one argument, as \'["a", "b"]\''
+        )
+    if len(configs) > 1:
+        problems.append(f"--config is given {len(configs)} times: {', '.join(configs)}")
+    if problems:
+        raise UserError("\n".join(problems))
+    return CommandLine(
+        config=configs[0] if configs else None,
+        overrides=tuple(overrides),
+        print_config="print-config" in flags,
+        help="help" in flags,
+    )
+
+
+def set_platform(config: Config) -> None:
+    """Gives JAX the virtual CPU devices that the configuration asks for, if it does.
+
+    Must run before JAX starts a backend.
+
+    Raises:
+        RuntimeError: if JAX has started one with other devices.
+    """
+    if config.parallel.cpu_devices is None:
+        return
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", config.parallel.cpu_devices)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command.
+
+    Args:
+        arguments: without the program's name; None takes those of this process.
+
+    Returns:
+        The exit status: 0, or 2 after a mistake that the user can mend, told on stderr.
+    """
+    try:
+        command = parse_command_line(sys.argv[1:] if arguments is None else arguments)
+        if command.help:
+            print(_USAGE.format(names=", ".join(available_configs())))
+            print(help_text(), end="")
+            return 0
+        if command.config is None:
+            names = ", ".join(available_configs())
+            raise UserError(
+                f"--config NAME is missing: {names}, or the path of a TOML file; --help tells more"
+            )
+        config = load_config(command.config, command.overrides)
+        if command.print_config:
+            print(config_to_toml(config), end="")
+            return 0
+        set_platform(config)
+        # Not before: it imports JAX, which must find its devices set.
+        from mtraining_jax.training.run import run
+
+        run(config)
+    except UserError as error:
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _unknown_option(name: str) -> str:
+    near = nearest(name, [*all_fields(), "config", *_FLAGS])
+    if near is None:
+        return f"--{name} is not an option; --help lists all"
+    return f"--{name} is not an option; did you mean --{near}?"

@@ -1,0 +1,139 @@
+"""The command line: what it prints, what it passes on, and its exit status."""
+
+import subprocess
+import sys
+import types
+
+import pytest
+
+from mtraining_jax.cli import main, parse_command_line
+from mtraining_jax.config import Config, available_configs, load_config
+from mtraining_jax.errors import UserError
+
+
+@pytest.fixture
+def runs(monkeypatch) -> list[Config]:
+    """Takes the place of training and keeps the configurations it is called with."""
+    called: list[Config] = []
+    training = types.SimpleNamespace(run=called.append)
+    monkeypatch.setitem(sys.modules, "mtraining_jax.training.run", training)
+    monkeypatch.setitem(sys.modules, "mtraining_jax.training", types.ModuleType("training"))
+    return called
+
+
+def test_arguments():
+    command = parse_command_line(
+        ["--run.steps", "3", "--config=tiny", "--data.paths=a=b", "--optimizer.lr", "-1", "-h"]
+    )
+    assert command.config == "tiny"
+    assert command.overrides == (
+        ("run.steps", "3"),
+        ("data.paths", "a=b"),
+        ("optimizer.lr", "-1"),
+    )
+    assert command.help and not command.print_config
+
+
+def test_a_switch_may_stand_alone():
+    command = parse_command_line(["--metrics.wandb", "--config", "tiny", "--parallel.fsdp"])
+    assert command.overrides == (("metrics.wandb", "true"), ("parallel.fsdp", "true"))
+    assert parse_command_line(["--metrics.wandb", "false"]).overrides == (
+        ("metrics.wandb", "false"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["tiny"], '"tiny" belongs to no option; did you mean --config tiny?'),
+        (
+            ["--config", "tiny", "--data.paths", "a", "b"],
+            '"b" belongs to no option; a list is one argument, as \'["a", "b"]\'',
+        ),
+        (["--config"], "--config needs a value, as --config=VALUE"),
+        (["--run.steps", "--config"], "--run.steps needs a value, as --run.steps=VALUE"),
+        (["--confg", "tiny"], "--confg is not an option; did you mean --config?"),
+        (["--print_config"], "--print_config is not an option; did you mean --print-config?"),
+        (["--steps=3"], "--steps is not an option; did you mean --run.steps?"),
+        (["--model.layers=3"], "--model.layers is not an option; did you mean --model.num_layers?"),
+        (["--zzz"], "--zzz is not an option; --help lists all"),
+        (["--help=me"], "--help takes no value, and --help=me gives it one"),
+        (["--config=a", "--config=b"], "--config is given 2 times: a, b"),
+    ],
+)
+def test_wrong_arguments(arguments, sentence):
+    with pytest.raises(UserError) as error:
+        parse_command_line(arguments)
+    assert str(error.value).splitlines()[0] == sentence
+
+
+def test_it_runs_the_configuration(runs, capsys):
+    assert main(["--config", "tiny", "--run.seed=5"]) == 0
+    assert runs == [load_config("tiny", [("run.seed", "5")])]
+    assert capsys.readouterr().err == ""
+
+
+def test_print_config(runs, capsys, tmp_path):
+    assert main(["--config=tiny", "--run.steps=123", "--print-config"]) == 0
+    path = tmp_path / "printed.toml"
+    path.write_text(capsys.readouterr().out, encoding="utf-8")
+    assert load_config(path) == load_config("tiny", [("run.steps", "123")])
+    assert runs == []
+
+
+def test_help(runs, capsys):
+    assert main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in available_configs())
+    assert "--model.num_layers  a whole number (at least 1); required" in out
+    assert runs == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "lines"),
+    [
+        (["--config=tiny", "--run.steps=0"], 1),
+        (["--config=tiny", "--run.steps=0", "--optimizer.lr=none"], 2),
+        (["--config=nowhere"], 1),
+        (["--stepz=0", "--seads=3"], 2),
+        ([], 1),
+    ],
+)
+def test_mistakes_end_with_status_2_before_the_run(runs, capsys, arguments, lines):
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert runs == [] and out == ""
+    assert [line[:7] for line in err.splitlines()] == ["error: "] * lines
+
+
+def test_a_mistake_found_by_the_run_is_told_the_same_way(runs, capsys, monkeypatch):
+    def run(config):
+        raise UserError(f"{config.run.name} has no data")
+
+    monkeypatch.setattr(sys.modules["mtraining_jax.training.run"], "run", run)
+    assert main(["--config=tiny"]) == 2
+    assert capsys.readouterr().err == "error: tiny has no data\n"
+
+
+def test_other_errors_pass_through(runs, monkeypatch):
+    def run(config):
+        raise ValueError("a bug")
+
+    monkeypatch.setattr(sys.modules["mtraining_jax.training.run"], "run", run)
+    with pytest.raises(ValueError, match="a bug"):
+        main(["--config=tiny"])
+
+
+def test_cpu_devices_are_set_before_jax_starts():
+    # In a process of its own: the devices of this one are fixed already.
+    code = """if True:
+        import jax
+        from mtraining_jax.cli import set_platform
+        from mtraining_jax.config import load_config
+        set_platform(load_config("tiny", [("parallel.cpu_devices", "3")]))
+        print(jax.default_backend(), jax.device_count())
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.split() == ["cpu", "3"]

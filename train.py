@@ -1,0 +1,8 @@
+"""Trains a model: `python train.py --config tiny`; `--help` lists every option."""
+
+import sys
+
+from mtraining_jax.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())
