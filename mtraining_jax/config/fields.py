@@ -2,10 +2,11 @@
 
 import dataclasses
 import difflib
+import functools
 import json
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from pydantic.fields import FieldInfo
@@ -53,7 +54,8 @@ def sections() -> dict[str, type]:
     return {name: info.annotation for name, info in infos(Config).items()}
 
 
-def all_fields() -> dict[str, Field]:
+@functools.cache
+def all_fields() -> Mapping[str, Field]:
     """Every field of every section by its dotted name, tables before their own fields."""
     found: dict[str, Field] = {}
 
@@ -73,7 +75,7 @@ def all_fields() -> dict[str, Field]:
 
     for name, section in sections().items():
         collect(name, section)
-    return found
+    return types.MappingProxyType(found)
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:

@@ -1,0 +1,557 @@
+"""The configuration: files, overrides, round trips, and the sentence for every mistake."""
+
+import dataclasses
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mtraining_jax.config import (
+    Config,
+    ModelConfig,
+    OptimizerConfig,
+    RunConfig,
+    available_configs,
+    config_folder,
+    config_from_dict,
+    config_to_dict,
+    config_to_toml,
+    help_text,
+    load_config,
+    validate,
+)
+from mtraining_jax.config.fields import all_fields
+from mtraining_jax.errors import UserError
+
+MODEL = """
+[model]
+vocab_size = 300
+hidden_size = 32
+num_layers = 2
+num_heads = 4
+num_kv_heads = 2
+head_dim = 8
+intermediate_size = 64
+"""
+
+
+@pytest.fixture
+def write(tmp_path: Path):
+    def write(text: str) -> Path:
+        path = tmp_path / "mine.toml"
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write
+
+
+@pytest.fixture
+def minimal(write) -> Path:
+    return write(MODEL)
+
+
+def messages(name: str | Path, **overrides: str) -> list[str]:
+    """The lines of the error that loading ends in; `__` in a keyword stands for a dot."""
+    pairs = [(key.replace("__", "."), value) for key, value in overrides.items()]
+    with pytest.raises(UserError) as error:
+        load_config(name, pairs)
+    return str(error.value).splitlines()
+
+
+def override(path: Path, **overrides: str) -> Config:
+    return load_config(path, [(key.replace("__", "."), v) for key, v in overrides.items()])
+
+
+# ---- files -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", available_configs())
+def test_every_shipped_configuration_loads(name):
+    assert load_config(name).run.name == name
+
+
+def test_tiny_and_its_dense_twin_differ_in_name_and_kind_only():
+    tiny, dense = (config_to_dict(load_config(name)) for name in ("tiny", "tiny_dense"))
+    assert tiny["sparsity"].pop("kind") == "vertical_slash"
+    assert dense["sparsity"].pop("kind") == "dense"
+    assert tiny["run"].pop("name") != dense["run"].pop("name")
+    assert tiny == dense
+
+
+def test_a_file_gives_its_name_to_the_run(minimal, write):
+    config = load_config(minimal)
+    assert config.run.name == "mine" and config.run.folder == Path("runs/mine")
+    assert load_config(write(MODEL + "[run]\nname = 'other'")).run.name == "other"
+
+
+def test_names_are_found_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert load_config("tiny").run.name == "tiny"
+
+
+def test_unknown_name_says_the_nearest():
+    (line,) = messages("tiny_dens")
+    assert line.startswith(
+        'there is no configuration named "tiny_dens"; did you mean tiny_dense? There are '
+    )
+
+
+def test_missing_file_says_the_nearest(tmp_path, minimal):
+    assert messages(tmp_path / "mina.toml") == [
+        f"the configuration file {tmp_path / 'mina.toml'} does not exist; did you mean {minimal}?"
+    ]
+
+
+def test_a_folder_is_no_file(tmp_path):
+    (tmp_path / "folder.toml").mkdir()
+    assert messages(tmp_path / "folder.toml") == [
+        f"{tmp_path / 'folder.toml'} cannot be read: Is a directory"
+    ]
+
+
+def test_malformed_toml_says_the_line(write):
+    path = write("[run]\nsteps = 3\nseed 4\n")
+    (line,) = messages(path)
+    assert line.startswith(f"{path} is not valid TOML: ") and "line 3" in line
+
+
+def test_text_that_is_not_utf8(tmp_path):
+    path = tmp_path / "latin.toml"
+    path.write_bytes(b"# caf\xe9\n")
+    assert messages(path) == [f"{path} is not UTF-8 text: byte 5 is not"]
+
+
+# ---- names -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("[sparcity]\nkind = 'dense'", "sparcity is not a section; did you mean sparsity?"),
+        ("[optimizer]\nlearn_rate = 1.0", "optimizer.learn_rate is not a field; "),
+        ("[optimizer]\nlrr = 1.0", "optimizer.lrr is not a field; did you mean optimizer.lr?"),
+        ("[run]\nlr = 1.0", "run.lr is not a field; did you mean optimizer.lr?"),
+        ("[loss]\nxyz = 1", "loss.xyz is not a field; loss has chunk_size"),
+        ("xyz = 1", "xyz is not a section or field; the sections are run, model, "),
+        ("steps = 1", "steps is not a section or field; did you mean run.steps?"),
+        (
+            "[model.rope_scaling]\nfactor = 2.0\nbeta_fats = 1.0",
+            "model.rope_scaling.beta_fats is not a field; did you mean "
+            "model.rope_scaling.beta_fast?",
+        ),
+        ("loss = 3", "loss = 3 is not a section, write [loss]"),
+    ],
+)
+def test_unknown_names(write, text, sentence):
+    path = write(f"{text}\n{MODEL}")
+    (line,) = messages(path)
+    assert line.startswith(f"{path}: {sentence}")
+
+
+def test_a_misspelt_required_field_is_told_once(write):
+    path = write(MODEL.replace("num_layers", "num_layer"))
+    assert messages(path) == [
+        f"{path}: model.num_layer is not a field; did you mean model.num_layers?"
+    ]
+
+
+def test_missing_fields(write):
+    path = write("[run]\nsteps = 3\n")
+    required = [n for n, field in all_fields().items() if n.count(".") == 1 and field.required]
+    assert messages(path) == [
+        f"{path}: {name} is missing: it must be a whole number (at least 1)" for name in required
+    ]
+
+
+# ---- values ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        ("model.num_layers", '"two"', "a whole number (at least 1)"),
+        ("model.num_layers", "2.0", "a whole number (at least 1)"),
+        ("model.num_layers", "true", "a whole number (at least 1)"),
+        ("model.num_layers", "0", "a whole number (at least 1)"),
+        ("model.dtype", '"float16"', '"bfloat16" or "float32"'),
+        ("model.rope_scaling", "2", "a table of type, factor, "),
+        ("model.rope_scaling", '{factor = "x"}', None),
+        ("optimizer.lr", '"fast"', "a finite number (greater than 0)"),
+        ("optimizer.lr", "-0.001", "a finite number (greater than 0)"),
+        ("optimizer.lr", "inf", "a finite number (greater than 0)"),
+        ("optimizer.b1", "1.0", "a finite number (at least 0 and less than 1)"),
+        ("optimizer.trainable", "[1]", "a list of non-empty strings"),
+        ("optimizer.trainable", '[""]', "a list of non-empty strings"),
+        ("sparsity.top_p", "1.5", "a finite number (greater than 0 and at most 1)"),
+        ("parallel.hierarchical", "1", "true or false"),
+        ("parallel.cpu_devices", "0", "a whole number (at least 1) or none"),
+        ("data.seq_len", "1", "a whole number (at least 2)"),
+        ("data.paths", '"a.txt"', "a list of non-empty strings"),
+        ("data.eos", "-1", "a whole number (at least 0) or a non-empty string or none"),
+        ("checkpoint.resume", '"maybe"', 'true or false or "auto"'),
+        ("run.name", '""', "a non-empty string"),
+        ("run.name", "2024-05-06", "a non-empty string"),
+    ],
+)
+def test_wrong_values(write, name, value, allowed):
+    section, field = name.split(".")
+    lines = [line for line in MODEL.splitlines() if not line.startswith(f"{field} =")]
+    header = [] if section == "model" else [f"[{section}]"]
+    path = write("\n".join([*lines, *header, f"{field} = {value}"]))
+    (line,) = messages(path)
+    if allowed is None:
+        inner = "model.rope_scaling.factor"
+        expected = f'{path}: {inner} = "x" is not allowed: it must be a finite number (at least 1)'
+        assert line == expected
+    else:
+        assert line.startswith(f"{path}: {name} = {value} is not allowed: it must be {allowed}")
+
+
+def test_long_values_are_cut(write):
+    (line,) = messages(write(MODEL + f"[sparsity]\nkind = '{'x' * 500}'"))
+    assert len(line) < 300 and "xxx... is not allowed" in line
+
+
+def test_every_mistake_gets_a_line(write):
+    path = write(MODEL + "[data]\nseq_len = -1\nbatch_sise = 1\n[spasity]\n")
+    lines = messages(path, optimizer__lr="quick", run__stepps="3")
+    assert [line.split(": ")[0] for line in lines].count("command line") == 2
+    assert len(lines) == 5
+
+
+def test_whole_numbers_are_real_numbers(write):
+    lr = load_config(write(MODEL + "[optimizer]\nlr = 1\n")).optimizer.lr
+    assert lr == 1.0 and isinstance(lr, float)
+
+
+# ---- overrides ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("run.steps", "7", 7),
+        ("run.steps", "1_000", 1000),
+        ("run.name", "plain text", "plain text"),
+        ("run.name", '"quoted"', "quoted"),
+        ("run.name", "123", "123"),
+        ("run.name", "none", "none"),
+        ("run.name", "1\nsteps=2", "1\nsteps=2"),
+        ("run.compile_cache_dir", "/tmp/x", "/tmp/x"),
+        ("run.compile_cache_dir", "none", None),
+        ("optimizer.lr", "1e-4", 1e-4),
+        ("optimizer.lr", "2", 2.0),
+        ("optimizer.schedule", "cosine", "cosine"),
+        ("optimizer.trainable", '["a", "b"]', ("a", "b")),
+        ("optimizer.trainable", "self_attn", ("self_attn",)),
+        ("optimizer.trainable", "[]", ()),
+        ("parallel.hierarchical", "false", False),
+        ("parallel.hierarchical", "False", False),
+        ("model.remat", "none", "none"),
+        ("model.rope_scaling", "none", None),
+        ("data.eos", "5", 5),
+        ("data.eos", "none", None),
+        ("checkpoint.resume", "true", True),
+        ("checkpoint.resume", "auto", "auto"),
+    ],
+)
+def test_overrides(minimal, name, text, value):
+    section, field = name.split(".")
+    found = getattr(getattr(load_config(minimal, [(name, text)]), section), field)
+    assert found == value and type(found) is type(value)
+
+
+def test_the_last_override_counts(minimal):
+    assert load_config(minimal, [("run.steps", "3"), ("run.steps", "4")]).run.steps == 4
+
+
+def test_an_override_reaches_into_a_table(minimal, write):
+    scaling = override(minimal, model__rope_scaling__factor="4").model.rope_scaling
+    assert scaling is not None and scaling.factor == 4.0
+    path = write(MODEL + "[model.rope_scaling]\nfactor = 2.0\nbeta_slow = 2.0")
+    scaling = override(path, model__rope_scaling__factor="8").model.rope_scaling
+    assert (scaling.factor, scaling.beta_slow) == (8.0, 2.0)
+    assert override(path, model__rope_scaling="none").model.rope_scaling is None
+
+
+def test_wrong_overrides(minimal):
+    assert messages(minimal, run__steps="many") == [
+        'command line: run.steps = "many" is not allowed: it must be a whole number (at least 1)'
+    ]
+    assert messages(minimal, run__stesp="1") == [
+        "command line: run.stesp is not a field; did you mean run.steps?"
+    ]
+    assert messages(minimal, run="1") == [
+        "command line: run is a section; set one of its fields, as run.FIELD=VALUE"
+    ]
+    assert messages(minimal, data__paths="[a.txt]") == [
+        'command line: data.paths=[a.txt] is not a TOML list, which looks like ["one", "two"]'
+    ]
+
+
+# ---- fields against each other -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (
+            {"data__seq_len": "2000", "parallel__nodes": "2", "parallel__devices_per_node": "4"},
+            "data.seq_len = 2000 is not a multiple of parallel.nodes * parallel.devices_per_node * "
+            "sparsity.block_size = 2 * 4 * 128 = 1024; the nearest that is: 1024 or 2048",
+        ),
+        (
+            {"data__seq_len": "100"},
+            "data.seq_len = 100 is not a multiple of parallel.nodes * parallel.devices_per_node * "
+            "sparsity.block_size = 1 * 1 * 128 = 128; the nearest that is: 128",
+        ),
+        (
+            {"data__seq_len": "384", "parallel__layout": "zigzag"},
+            "data.seq_len = 384 is not a multiple of 2 * parallel.nodes * "
+            "parallel.devices_per_node * sparsity.block_size = 2 * 1 * 1 * 128 = 256; the nearest "
+            "that is: 256 or 512",
+        ),
+        (
+            {"data__batch_size": "5", "parallel__data": "2", "optimizer__accumulation_steps": "2"},
+            "data.batch_size = 5 is not a multiple of parallel.data * optimizer.accumulation_steps "
+            "= 2 * 2 = 4; the nearest that is: 4 or 8",
+        ),
+        (
+            {"model__num_heads": "5"},
+            "model.num_heads = 5 is not a multiple of model.num_kv_heads = 2: each key/value head "
+            "serves as many query heads",
+        ),
+        (
+            {"model__head_dim": "7"},
+            "model.head_dim = 7 must be even: rotary embeddings turn pairs",
+        ),
+        (
+            {"model__max_position_embeddings": "1024"},
+            "data.seq_len = 4096 is more than model.max_position_embeddings = 1024",
+        ),
+        (
+            {"model__rope_scaling": "{factor = 2.0, beta_fast = 1.0, beta_slow = 2.0}"},
+            "model.rope_scaling.beta_fast = 1.0 must not be less than "
+            "model.rope_scaling.beta_slow = 2.0",
+        ),
+        (
+            {"sparsity__last_q": "256"},
+            "sparsity.last_q = 256 is more than sparsity.block_size = 128",
+        ),
+        (
+            {"sparsity__kind": "fixed"},
+            'sparsity.kind = "fixed" needs sparsity.budget_file, a MInference JSON file',
+        ),
+        (
+            {"sparsity__min_verticals": "200", "sparsity__max_verticals": "100"},
+            "sparsity.min_verticals = 200 is more than sparsity.max_verticals = 100",
+        ),
+        (
+            {"parallel__cpu_devices": "2", "parallel__backend": "mosaic_gpu"},
+            'parallel.backend = "mosaic_gpu" needs a GPU, and parallel.cpu_devices = 2 runs on the '
+            "CPU",
+        ),
+        (
+            {
+                "parallel__cpu_devices": "2",
+                "parallel__nodes": "4",
+                "distributed__initialize": "never",
+            },
+            "parallel.data * parallel.nodes * parallel.devices_per_node = 1 * 4 * 1 = 4 devices, "
+            "more than the 2 of parallel.cpu_devices = 2 in 1 process",
+        ),
+        ({"data__source": "jsonl"}, 'data.source = "jsonl" needs data.paths, the files to read'),
+        (
+            {"data__paths": "a.txt"},
+            'data.paths has 1 entries, but data.source = "python_stdlib" reads Python\'s own '
+            "library and takes none",
+        ),
+        (
+            {"model__vocab_size": "256"},
+            'model.vocab_size = 256 is less than 257, the ids of data.tokenizer = "bytes"',
+        ),
+        (
+            {"data__eos": "</s>"},
+            'data.eos = "</s>" must be an id: data.tokenizer = "bytes" has no tokens with a name',
+        ),
+        (
+            {"data__eos": "300"},
+            "data.eos = 300 is outside the vocabulary: model.vocab_size = 300",
+        ),
+        (
+            {"optimizer__schedule": "linear", "optimizer__warmup_steps": "1001"},
+            "optimizer.warmup_steps = 1001 is more than run.steps = 1000, where the schedule ends",
+        ),
+        (
+            {
+                "optimizer__schedule": "cosine",
+                "optimizer__warmup_steps": "9",
+                "optimizer__decay_steps": "8",
+            },
+            "optimizer.warmup_steps = 9 is more than optimizer.decay_steps = 8, where the schedule "
+            "ends",
+        ),
+        (
+            {"metrics__recall_every": "1", "metrics__recall_rows": "5000"},
+            "metrics.recall_rows = 5000 is more than data.seq_len = 4096",
+        ),
+        (
+            {"distributed__coordinator": "host:1234"},
+            "distributed.coordinator without distributed.num_processes, distributed.process_id: "
+            "the three go together",
+        ),
+        (
+            {
+                "distributed__coordinator": "host:1234",
+                "distributed__num_processes": "2",
+                "distributed__process_id": "2",
+            },
+            "distributed.process_id = 2 must be less than distributed.num_processes = 2",
+        ),
+        (
+            {
+                "distributed__coordinator": "host",
+                "distributed__num_processes": "2",
+                "distributed__process_id": "0",
+            },
+            'distributed.coordinator = "host" must be HOST:PORT, as "10.0.0.1:12345"',
+        ),
+        (
+            {"distributed__initialize": "never", "distributed__process_id": "0"},
+            'distributed.initialize = "never" contradicts distributed.process_id',
+        ),
+    ],
+)
+def test_contradictions(minimal, overrides, sentence):
+    assert messages(minimal, **overrides) == [sentence]
+
+
+def test_what_looks_like_a_contradiction_but_is_none(minimal):
+    override(minimal, sparsity__kind="dense", sparsity__last_q="256")
+    override(minimal, optimizer__warmup_steps="5000")  # a constant rate has no end
+    override(minimal, parallel__cpu_devices="2", parallel__nodes="4")  # more processes may come
+    override(
+        minimal,
+        parallel__cpu_devices="2",
+        parallel__nodes="4",
+        distributed__coordinator="host:1",
+        distributed__num_processes="2",
+        distributed__process_id="1",
+    )
+
+
+def test_more_devices_than_there_are(minimal):
+    config = override(minimal, parallel__data="2", parallel__nodes="4", data__batch_size="2")
+    validate(config, device_count=8)
+    with pytest.raises(UserError) as error:
+        validate(config, device_count=7)
+    assert str(error.value) == (
+        "parallel.data * parallel.nodes * parallel.devices_per_node = 2 * 4 * 1 = 8 devices, more "
+        "than the 7 there are"
+    )
+
+
+@given(
+    seq_len=st.integers(2, 32768),
+    nodes=st.integers(1, 4),
+    devices=st.integers(1, 8),
+    layout=st.sampled_from(["striped", "zigzag"]),
+)
+def test_the_nearest_lengths_are_in_order(seq_len, nodes, devices, layout):
+    table = tomllib.loads(MODEL)
+    table["model"]["max_position_embeddings"] = 10**6
+    table["parallel"] = {"nodes": nodes, "devices_per_node": devices, "layout": layout}
+
+    def check(length: int) -> None:
+        config_from_dict(table | {"data": {"seq_len": length}}, "test")
+
+    try:
+        check(seq_len)
+    except UserError as error:
+        near = [int(n) for n in str(error).rpartition(": ")[2].split(" or ")]
+        for length in near:
+            check(length)
+        assert near[-1] > seq_len and (len(near) == 1 or near[0] < seq_len)
+
+
+# ---- the configuration as a value, as text, as a dict ------------------------------------------
+
+
+def test_it_is_frozen_hashable_and_strict():
+    config = load_config("tiny")
+    assert hash(config) == hash(load_config("tiny"))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.run.steps = 3
+    with pytest.raises(ValueError):
+        RunConfig(steps="3")
+    with pytest.raises(ValueError):
+        RunConfig(stepps=3)
+
+
+@pytest.mark.parametrize("name", available_configs())
+def test_printed_text_loads_back(name, write):
+    config = load_config(name)
+    assert load_config(write(config_to_toml(config))) == config
+    assert config_from_dict(config_to_dict(config), "a dict") == config
+
+
+def test_printed_text_has_every_field():
+    text = config_to_toml(load_config("tiny", [("model.rope_scaling", "{factor = 2.0}")]))
+    for name in all_fields():
+        leaf = name.rpartition(".")[2]
+        assert f"\n{leaf} = " in text or f"\n# {leaf} = none" in text or f"[{name}]" in text
+
+
+def test_none_is_the_default_wherever_it_is_allowed():
+    # Printed text leaves None out, and so relies on it.
+    for field in all_fields().values():
+        assert type(None) not in field.kinds or (not field.required and field.default is None)
+
+
+@given(
+    name=st.text(min_size=1),
+    trainable=st.lists(st.text(min_size=1), max_size=3),
+    lr=st.floats(min_value=0, exclude_min=True, allow_infinity=False),
+    seed=st.integers(min_value=0, max_value=2**63 - 1),
+    factor=st.none() | st.floats(min_value=1, allow_infinity=False),
+)
+def test_any_value_survives_text(name, trainable, lr, seed, factor):
+    table = tomllib.loads(MODEL)
+    table["run"] = {"name": name, "seed": seed}
+    table["optimizer"] = {"lr": lr, "trainable": trainable}
+    if factor is not None:
+        table["model"]["rope_scaling"] = {"factor": factor}
+    config = config_from_dict(table, "test")
+    assert config.run.name == name and config.optimizer.trainable == tuple(trainable)
+    assert config_from_dict(tomllib.loads(config_to_toml(config)), "text") == config
+
+
+def test_help_tells_every_field():
+    text = help_text()
+    for field in all_fields().values():
+        assert f"  --{field.name}  {field.allowed}; " in text
+        assert field.doc.strip(), f"{field.name} has no docstring"
+
+
+def test_the_paper_gives_the_defaults():
+    assert OptimizerConfig() == OptimizerConfig(
+        lr=2e-5, b1=0.9, b2=0.95, weight_decay=0.0, clip_norm=1.0, schedule="constant"
+    )
+
+
+def test_values_are_given_by_name_only():
+    with pytest.raises(ValueError, match="positional"):
+        ModelConfig(300, 32)
+
+
+def test_the_folder_of_configurations_is_where_they_are():
+    assert (config_folder() / "tiny.toml").is_file()
+
+
+def test_nothing_here_imports_jax():
+    code = "import sys, mtraining_jax.cli; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
