@@ -4,7 +4,7 @@ Parameters are a flat dict from dotted name ("layers.self_attn.q_proj.weight") t
 master weights. Frozen parameters take no part: they have no gradient and no optimizer state.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 
 import jax
 import jax.numpy as jnp
@@ -71,18 +71,26 @@ def trainable_names(names: Iterable[str], patterns: tuple[str, ...]) -> frozense
 
 
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
-    """AdamW without its learning rate: maps gradients to the step to be taken, times -1/lr.
+    """AdamW without its learning rate: gradients in, the step to take divided by -lr out.
 
-    Moments are fp32. Weight decay leaves out biases and norms.
+    Moments are fp32. Weight decay leaves out biases and norms. The form of the state depends on
+    no field, so that a checkpoint outlives a change of them.
     """
-    adam = optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps)
-    if not config.weight_decay:
-        return adam
-    return optax.chain(adam, optax.add_decayed_weights(config.weight_decay, _is_matrix))
+
+    def decay(updates: Parameters, parameters: Parameters) -> Parameters:
+        return {
+            name: update if _is_vector(name) else update + config.weight_decay * parameters[name]
+            for name, update in updates.items()
+        }
+
+    return optax.chain(
+        optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps),
+        optax.stateless(decay) if config.weight_decay else optax.identity(),
+    )
 
 
-def _is_matrix(parameters: Mapping[str, Array]) -> dict[str, bool]:
-    return {name: not name.endswith(("norm.weight", ".bias")) for name in parameters}
+def _is_vector(name: str) -> bool:
+    return name.endswith(("norm.weight", ".bias"))
 
 
 def clip(gradients: Parameters, clip_norm: float) -> tuple[Parameters, Array]:
