@@ -12,11 +12,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 from jax.ad_checkpoint import checkpoint_policies
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from mtraining_jax.models.rope import apply_rope, rope_tables
-from mtraining_jax.models.sharding import activation_sharding, state_shardings
+from mtraining_jax.models.sharding import state_shardings
 from mtraining_jax.models.spec import ModelSpec
+from mtraining_jax.parallel.mesh import ACTIVATIONS, REPLICATED
 
 # (q_BSHD, k_BSHkD, v_BSHkD[, inputs of the layer]) -> (out_BSHD, fp32 scalars by name)
 Attention = Callable[..., tuple[Array, dict[str, Array]]]
@@ -142,8 +143,9 @@ class Qwen2(nnx.Module):
 
         self.layers = stacked(rngs)
         self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
-        self.lm_head = None
-        if not spec.tie_word_embeddings:
+        if spec.tie_word_embeddings:
+            self.lm_head = None
+        else:
             self.lm_head = Linear(
                 spec.hidden_size,
                 spec.vocab_size,
@@ -289,13 +291,13 @@ def _gather(parameters: nnx.State, dtype: jnp.dtype, mesh: Mesh | None) -> nnx.S
 def _replicated(x: Array, mesh: Mesh | None) -> Array:
     if mesh is None:
         return x
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec()))
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, REPLICATED))
 
 
 def _spread(x: Array, mesh: Mesh | None) -> Array:
     if mesh is None:
         return x
-    return jax.lax.with_sharding_constraint(x, activation_sharding(mesh))
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, ACTIVATIONS))
 
 
 def _precision(dtype: jnp.dtype) -> jax.lax.Precision | None:

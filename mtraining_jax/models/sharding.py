@@ -1,4 +1,7 @@
-"""Where parameters and activations live: one table from logical axes to mesh axes."""
+"""Where parameters live: one table from logical axes to mesh axes.
+
+The table of activations is in `mtraining_jax.parallel.mesh`.
+"""
 
 from typing import Any
 
@@ -6,8 +9,7 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-BATCH_AXES = "data"
-SEQUENCE_AXES = ("node", "device")
+from mtraining_jax.parallel.mesh import SEQUENCE_AXES
 
 # Names of each parameter's axes. Parameters of the layers are stacked on a leading axis.
 LOGICAL_AXES: dict[str, tuple[str, ...]] = {
@@ -48,7 +50,7 @@ def parameter_spec(name: str, shape: tuple[int, ...], mesh: Mesh, fsdp: bool) ->
     Args:
         name: dotted path, a key of `LOGICAL_AXES`.
         shape: its global shape.
-        mesh: has the axes of `FSDP_AXES`.
+        mesh: as `mtraining_jax.parallel.mesh.make_mesh` makes it.
         fsdp: cut the first axis that divides; otherwise replicate.
     """
     if not fsdp:
@@ -94,11 +96,6 @@ def state_shardings(state: nnx.State, mesh: Mesh, fsdp: bool) -> nnx.State:
         ),
         state,
     )
-
-
-def activation_sharding(mesh: Mesh) -> NamedSharding:
-    """Of arrays [B, S, ...]: batch over 'data', tokens over ('node', 'device')."""
-    return NamedSharding(mesh, PartitionSpec(BATCH_AXES, SEQUENCE_AXES))
 
 
 def _dotted(path: tuple[Any, ...]) -> str:

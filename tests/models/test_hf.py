@@ -1,0 +1,381 @@
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+from mtraining_jax.errors import UserError
+from mtraining_jax.models import YarnScaling, param_shardings
+from mtraining_jax.models.hf import check_same_model, load_hf, read, read_hf_config, save_hf, write
+from mtraining_jax.parallel.mesh import make_mesh
+from tests.models.common import DATA, FIXTURES, assert_states_close, drawn, tiny_spec
+
+
+@pytest.fixture(scope="session")
+def original(tmp_path_factory):
+    """A small checkpoint of two files, untied, with a YaRN config."""
+    directory = tmp_path_factory.mktemp("hf") / "original"
+    spec = untied()
+    return save_hf(directory, spec, drawn(spec)[1], dtype="float32", max_shard_bytes=60_000)
+
+
+def untied(**changes):
+    scaling = YarnScaling(4.0, 64, attention_factor=1.5, truncate=False)
+    values = {"tie_word_embeddings": False, "rope_scaling": scaling}
+    return tiny_spec(**(values | changes))
+
+
+@pytest.fixture
+def checkpoint(original, tmp_path):
+    """A copy to damage."""
+    return shutil.copytree(original, tmp_path / "checkpoint")
+
+
+def all_tensors(directory):
+    tensors = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        tensors |= load_file(path)
+    return tensors
+
+
+def assert_same_tensors(actual, expected):
+    assert set(actual) == set(expected)
+    for name, tensor in expected.items():
+        assert actual[name].dtype == tensor.dtype
+        np.testing.assert_array_equal(actual[name], tensor, err_msg=name)
+
+
+@pytest.mark.parametrize("name", FIXTURES)
+def test_round_trip_of_a_transformers_checkpoint(name, tmp_path):
+    spec = read_hf_config(DATA / name)
+    state = load_hf(DATA / name, spec)
+    out = save_hf(tmp_path / "out", spec, state, dtype="float32")
+    assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors"]
+    assert_same_tensors(all_tensors(out), all_tensors(DATA / name))
+    assert read_hf_config(out) == spec
+
+
+def test_round_trip_of_shards_in_bfloat16_on_a_mesh(original, tmp_path):
+    spec = untied()
+    shardings = param_shardings(spec, make_mesh(2, 2, 2), fsdp=True)
+    state = load_hf(original, spec, shardings)
+    first = save_hf(tmp_path / "first", spec, state, max_shard_bytes=20_000)
+    index = json.loads((first / "model.safetensors.index.json").read_text())
+    files = sorted(path.name for path in first.glob("*.safetensors"))
+    assert len(files) > 2 and set(index["weight_map"].values()) == set(files)
+    assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    tensors = all_tensors(first)
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
+    assert {str(tensor.dtype) for tensor in tensors.values()} == {"bfloat16"}
+    for path in first.glob("*.safetensors"):
+        assert sum(tensor.nbytes for tensor in load_file(path).values()) <= 20_000
+
+    again = load_hf(first, spec, shardings)
+    second = save_hf(tmp_path / "second", spec, again)
+    assert_same_tensors(all_tensors(second), tensors)
+
+
+def test_loading_restores_the_saved_state_in_the_asked_sharding(original):
+    spec = untied()
+    shardings = param_shardings(spec, make_mesh(1, 2, 4), fsdp=True)
+    state = load_hf(original, spec, shardings)
+    assert_states_close(state, drawn(spec)[1], tolerance=0)
+    for leaf, sharding in zip(jax.tree.leaves(state), jax.tree.leaves(shardings), strict=True):
+        assert leaf.sharding == sharding and leaf.dtype == np.float32
+
+
+def test_a_device_reads_only_its_slices(original, monkeypatch):
+    taken = {}
+    open_tensor = read.Tensors.open
+
+    class Counting:
+        def __init__(self, name, inner):
+            self.name, self.inner = name, inner
+
+        def __getattr__(self, attribute):
+            return getattr(self.inner, attribute)
+
+        def __getitem__(self, index):
+            block = self.inner[index]
+            taken[self.name] = taken.get(self.name, 0) + block.size
+            return block
+
+    monkeypatch.setattr(
+        read.Tensors, "open", lambda self, name: Counting(name, open_tensor(self, name))
+    )
+    spec = untied()
+    # One shard of eight: a process that holds one device.
+    shardings = param_shardings(spec, make_mesh(1, 2, 4), fsdp=True)
+    make_array = jax.make_array_from_callback
+
+    def first_shard_only(shape, sharding, callback):
+        index = sharding.devices_indices_map(shape)[jax.devices()[0]]
+        callback(index)
+        return np.zeros(shape, np.float32)
+
+    monkeypatch.setattr(read.jax, "make_array_from_callback", first_shard_only)
+    load_hf(original, spec, shardings)
+    assert taken["model.layers.1.mlp.up_proj.weight"] == 48 * 32 // 8
+    assert taken["lm_head.weight"] == 64 * 32 // 8
+    assert taken["model.norm.weight"] == 32
+
+    # Replicated on all eight devices, still read once.
+    taken.clear()
+    monkeypatch.setattr(read.jax, "make_array_from_callback", make_array)
+    load_hf(original, spec, param_shardings(spec, make_mesh(1, 2, 4), fsdp=False))
+    assert taken["model.layers.1.mlp.up_proj.weight"] == 48 * 32
+
+
+# config.json
+
+
+def rewrite_config(directory, **changes):
+    path = directory / "config.json"
+    raw = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in raw.items() if value != "absent"}))
+    return directory
+
+
+def test_config_round_trip(original):
+    assert read_hf_config(original, dtype="float32", remat="none") == untied()
+
+
+@pytest.mark.parametrize("kind", ["type", "rope_type"])
+def test_the_older_spelling_of_yarn(checkpoint, kind):
+    scaling = {kind: "yarn", "factor": 16.0, "original_max_position_embeddings": 32768}
+    changes = {"rope_theta": 5e5, "rope_scaling": scaling}
+    rewrite_config(checkpoint, rope_parameters="absent", head_dim="absent", **changes)
+    spec = read_hf_config(checkpoint)
+    assert spec.rope_scaling == YarnScaling(16.0, 32768)
+    assert spec.rope_theta == 5e5
+    assert spec.head_dim == 8
+
+
+def test_yarn_without_the_original_length_keeps_it_open(checkpoint):
+    rewrite_config(checkpoint, rope_parameters="absent", rope_scaling={"type": "yarn", "factor": 2})
+    assert read_hf_config(checkpoint).rope_scaling.original_max_position_embeddings is None
+
+
+def test_plain_rope(checkpoint):
+    rewrite_config(checkpoint, rope_parameters={"rope_type": "default", "rope_theta": 10.0})
+    spec = read_hf_config(checkpoint)
+    assert spec.rope_scaling is None and spec.rope_theta == 10.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
+            "describes LlamaForCausalLM .* supported is Qwen2ForCausalLM",
+        ),
+        ({"architectures": ["Qwen2ForTokenClassification"]}, "Qwen2ForTokenClassification"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu' is unsupported"),
+        ({"use_sliding_window": True}, "use_sliding_window=true is unsupported"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config is unsupported"),
+        ({"num_hidden_layers": "absent"}, "num_hidden_layers is missing"),
+        ({"hidden_size": "wide"}, "hidden_size='wide'; an integer is needed"),
+        ({"num_key_value_heads": 3}, "num_heads=4 is not a multiple of model.num_kv_heads=3"),
+        (
+            {"rope_parameters": {"rope_type": "longrope"}},
+            'rope type "longrope" is unsupported; allowed are default and yarn',
+        ),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "factor is missing"),
+        ({"rope_parameters": [1]}, "must be an object"),
+    ],
+)
+def test_an_unsupported_config_is_refused(checkpoint, changes, message):
+    rewrite_config(checkpoint, **changes)
+    with pytest.raises(UserError, match=message) as caught:
+        read_hf_config(checkpoint)
+    assert str(checkpoint / "config.json") in str(caught.value)
+
+
+def test_a_damaged_or_missing_config_is_refused(checkpoint):
+    path = checkpoint / "config.json"
+    path.write_text("{")
+    with pytest.raises(UserError, match="is not valid JSON"):
+        read_hf_config(checkpoint)
+    path.write_text("[]")
+    with pytest.raises(UserError, match="must hold a JSON object"):
+        read_hf_config(checkpoint)
+    path.unlink()
+    with pytest.raises(UserError, match="cannot read .*config.json: No such file"):
+        read_hf_config(checkpoint)
+
+
+def test_a_checkpoint_of_another_model_is_refused(checkpoint):
+    check_same_model(untied(rope_scaling=None, rope_theta=7.0, remat="full"), checkpoint)
+    with pytest.raises(UserError, match="vocab_size=64 there, model.vocab_size=65 here"):
+        load_hf(checkpoint, untied(vocab_size=65))
+    with pytest.raises(UserError, match="num_hidden_layers=3 there, model.num_layers=2 here"):
+        load_hf(checkpoint, untied(num_layers=2))
+    with pytest.raises(UserError, match="tie_word_embeddings=False there"):
+        load_hf(checkpoint, untied(tie_word_embeddings=True))
+
+
+# Damaged tensors. The first file holds the embedding.
+
+
+def rewrite_tensors(directory, change):
+    """Applies `change` to the tensors of the file with the final norm, and fixes the index."""
+    index_path = directory / "model.safetensors.index.json"
+    index = json.loads(index_path.read_text())
+    file = index["weight_map"]["model.norm.weight"]
+    tensors = load_file(directory / file)
+    change(tensors)
+    save_file(tensors, directory / file)
+    kept = {name: other for name, other in index["weight_map"].items() if other != file}
+    index["weight_map"] = kept | dict.fromkeys(tensors, file)
+    index_path.write_text(json.dumps(index))
+    return directory / file
+
+
+def test_a_missing_tensor_is_named(checkpoint):
+    rewrite_tensors(checkpoint, lambda tensors: tensors.pop("lm_head.weight"))
+    with pytest.raises(UserError, match=f"{checkpoint} has no tensor lm_head.weight"):
+        load_hf(checkpoint, untied())
+
+
+def test_a_misshapen_tensor_is_named(checkpoint):
+    def change(tensors):
+        tensors["model.norm.weight"] = np.ones(31, np.float32)
+
+    path = rewrite_tensors(checkpoint, change)
+    message = f"{path}: tensor model.norm.weight has shape \\[31\\], but the model needs \\[32\\]"
+    with pytest.raises(UserError, match=message):
+        load_hf(checkpoint, untied())
+
+
+def test_a_vocabulary_that_contradicts_its_config_is_named(checkpoint):
+    def change(tensors):
+        tensors["lm_head.weight"] = np.ones((60, 32), np.float32)
+
+    rewrite_tensors(checkpoint, change)
+    with pytest.raises(UserError, match=r"lm_head.weight has shape \[60, 32\].* needs \[64, 32\]"):
+        load_hf(checkpoint, untied())
+
+
+def test_a_tensor_of_another_dtype_is_named(checkpoint):
+    def change(tensors):
+        tensors["model.norm.weight"] = np.ones(32, np.int8)
+
+    rewrite_tensors(checkpoint, change)
+    with pytest.raises(UserError, match="model.norm.weight is I8; allowed are F32, BF16, F16"):
+        load_hf(checkpoint, untied())
+
+
+def test_an_unknown_tensor_is_named(checkpoint):
+    def change(tensors):
+        tensors["model.layers.3.mlp.up_proj.weight"] = np.ones((48, 32), np.float32)
+
+    rewrite_tensors(checkpoint, change)
+    with pytest.raises(UserError, match="model.layers.3.mlp.up_proj.weight has no place in this"):
+        load_hf(checkpoint, untied())
+
+
+def test_a_tied_model_ignores_a_copy_of_its_embedding(tmp_path):
+    spec = tiny_spec()
+    _, state = drawn(spec)
+    directory = save_hf(tmp_path / "out", spec, state, dtype="float32")
+    tensors = load_file(directory / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    save_file(tensors, directory / "model.safetensors")
+    assert_states_close(load_hf(directory, spec), state, tolerance=0)
+
+
+def test_a_missing_shard_is_named(checkpoint):
+    path = sorted(checkpoint.glob("*.safetensors"))[0]
+    path.unlink()
+    with pytest.raises(UserError, match=f"{path} is missing"):
+        load_hf(checkpoint, untied())
+
+
+def test_a_shard_without_a_listed_tensor_is_named(checkpoint):
+    path = sorted(checkpoint.glob("*.safetensors"))[0]
+    tensors = load_file(path)
+    tensors.pop("model.embed_tokens.weight")
+    save_file(tensors, path)
+    with pytest.raises(UserError, match=f"{path} lacks tensor model.embed_tokens.weight"):
+        load_hf(checkpoint, untied())
+
+
+@pytest.mark.parametrize("keep", [0, 4, 100, -1])
+def test_a_truncated_file_is_named(checkpoint, keep):
+    path = sorted(checkpoint.glob("*.safetensors"))[1]
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(UserError, match=f"{path} is truncated or not a safetensors file"):
+        load_hf(checkpoint, untied())
+
+
+def test_a_damaged_index_is_named(checkpoint):
+    path = checkpoint / "model.safetensors.index.json"
+    path.write_text('{"weight_map": {"model.norm.weight": "../other.safetensors"}}')
+    with pytest.raises(UserError, match="not a plain file name"):
+        load_hf(checkpoint, untied())
+    path.write_text("{}")
+    with pytest.raises(UserError, match='index.json has no "weight_map"'):
+        load_hf(checkpoint, untied())
+    path.unlink()
+    with pytest.raises(UserError, match="holds neither model.safetensors nor"):
+        load_hf(checkpoint, untied())
+
+
+# Writing
+
+
+def test_a_folder_in_use_is_left_alone(tmp_path):
+    spec = tiny_spec()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match="out exists and is not an empty folder"):
+        save_hf(tmp_path / "out", spec, drawn(spec)[1])
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "notes.txt"]
+
+
+def test_an_empty_folder_is_filled(tmp_path):
+    spec = tiny_spec()
+    (tmp_path / "out").mkdir()
+    save_hf(tmp_path / "out", spec, drawn(spec)[1])
+    assert read_hf_config(tmp_path / "out").vocab_size == spec.vocab_size
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    spec = tiny_spec()
+    with pytest.raises(UserError, match="cannot write .*file/out"):
+        save_hf(tmp_path / "file" / "out", spec, drawn(spec)[1])
+
+
+def test_a_failed_write_leaves_nothing(tmp_path, monkeypatch):
+    saved = []
+
+    def full_disk(tensors, path, metadata):
+        if saved:
+            raise OSError(28, "No space left on device")
+        saved.append(path)
+        save_file(tensors, path, metadata=metadata)
+
+    monkeypatch.setattr(write, "save_file", full_disk)
+    spec = tiny_spec()
+    with pytest.raises(UserError, match="cannot write .*out: .*No space left on device"):
+        save_hf(tmp_path / "out", spec, drawn(spec)[1], max_shard_bytes=10_000)
+    assert saved and list(tmp_path.iterdir()) == []
+
+
+def test_impossible_arguments_are_refused(tmp_path):
+    spec = tiny_spec()
+    with pytest.raises(UserError, match='dtype="float16" is not one of bfloat16, float32'):
+        save_hf(tmp_path / "out", spec, drawn(spec)[1], dtype="float16")
+    with pytest.raises(UserError, match="max_shard_bytes=0 must be positive"):
+        save_hf(tmp_path / "out", spec, drawn(spec)[1], max_shard_bytes=0)
+
+
+def test_a_pure_dict_is_written_too(tmp_path):
+    spec = tiny_spec()
+    _, state = drawn(spec)
+    save_hf(tmp_path / "out", spec, nnx.to_pure_dict(state), dtype="float32")
+    assert_states_close(load_hf(tmp_path / "out", spec), state, tolerance=0)

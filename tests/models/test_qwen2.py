@@ -1,0 +1,254 @@
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from mtraining_jax.errors import UserError
+from mtraining_jax.models import ModelSpec, Qwen2, abstract_state, init_model, parameter_names
+from mtraining_jax.models.reference_attention import dense_attention
+from mtraining_jax.models.sharding import LOGICAL_AXES
+from mtraining_jax.parallel.layout import Layout
+from tests.models.common import (
+    assert_states_close,
+    drawn,
+    forward,
+    next_token_loss,
+    some_tokens,
+    tiny_spec,
+)
+
+
+@jax.custom_vjp
+def named_attention(q, k, v):
+    return named_attention_forward(q, k, v)[0]
+
+
+def named_attention_forward(q, k, v):
+    """Linear causal attention that names what its backward pass needs, as real kernels do."""
+    index = checkpoint_name(jnp.arange(q.shape[1], dtype=jnp.int32), "sparse_index")
+    mask = index[:, None] >= index[None]
+    k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+    # erf marks the forward kernel: it occurs nowhere else in the model.
+    weights = jax.lax.erf(jnp.einsum("bqhd,bkhd->bhqk", q, k)) * mask
+    lse = checkpoint_name(weights.sum(-1), "attn_lse")
+    out = checkpoint_name(jnp.einsum("bhqk,bkhd->bqhd", weights, v), "attn_out")
+    return out, (q, k, v, out, lse, index)
+
+
+def named_attention_backward(residuals, d_out):
+    q, k, v, out, lse, index = residuals
+    scale = 1 + lse.mean() + index[-1]
+
+    def fold(x):
+        return x.reshape(*x.shape[:2], 2, -1, x.shape[-1]).sum(3)
+
+    return d_out * scale, fold(d_out * out), fold(d_out * (q + k + v))
+
+
+named_attention.defvjp(named_attention_forward, named_attention_backward)
+
+
+def attend_by_name(q, k, v):
+    out = named_attention(q, k, v)
+    return out, {"size": jnp.abs(out).mean()}
+
+
+def trace(spec, state, tokens, attention):
+    graphdef = nnx.graphdef(nnx.eval_shape(lambda: Qwen2(spec, rngs=nnx.Rngs(0))))
+    return jax.jit(
+        jax.value_and_grad(
+            lambda state: next_token_loss(graphdef, state, tokens, attention), has_aux=True
+        )
+    ).trace(state)
+
+
+def test_remat_policies_give_equal_gradients():
+    spec = tiny_spec()
+    tokens = some_tokens(spec)
+    _, state = drawn(spec)
+    outcomes = {}
+    for remat in ("none", "attention", "full"):
+        traced = trace(tiny_spec(remat=remat), state, tokens, attend_by_name)
+        outcomes[remat] = traced.lower().compile()(state)
+    (loss, _), gradients = outcomes["none"]
+    assert max(jnp.abs(leaf).max() for leaf in jax.tree.leaves(gradients)) > 1e-3
+    for remat in ("attention", "full"):
+        (other_loss, _), other_gradients = outcomes[remat]
+        np.testing.assert_allclose(other_loss, loss, rtol=1e-6)
+        assert_states_close(other_gradients, gradients, tolerance=1e-5)
+
+
+@pytest.mark.parametrize(("remat", "times"), [("none", 1), ("attention", 1), ("full", 2)])
+def test_saved_names_spare_a_second_run_of_attention(remat, times):
+    spec = tiny_spec(remat=remat)
+    traced = trace(spec, abstract_state(spec), some_tokens(spec), attend_by_name)
+    assert str(traced.jaxpr).count(" erf ") == times
+
+
+def test_a_permuted_sequence_gives_the_permuted_result():
+    graphdef, state = drawn(tiny_spec())
+    tokens = some_tokens(tiny_spec())
+    straight = jnp.arange(16, dtype=jnp.int32)
+    striped = jnp.asarray(
+        Layout("striped", seq_len=16, num_ranks=4, block_size=2).permutation(), jnp.int32
+    )
+    expected, _ = forward(graphdef, state, tokens, straight)
+    actual, _ = forward(graphdef, state, tokens[:, striped], striped)
+    np.testing.assert_allclose(actual, expected[:, striped], atol=1e-5)
+    assert np.abs(np.asarray(actual - expected)).max() > 0.1
+
+    both = jnp.stack([striped, straight])
+    mixed = jnp.stack([tokens[0, striped], tokens[1]])
+    actual, _ = forward(graphdef, state, mixed, both)
+    np.testing.assert_allclose(actual[0], expected[0, striped], atol=1e-5)
+    np.testing.assert_allclose(actual[1], expected[1], atol=1e-5)
+
+
+def test_later_tokens_do_not_matter():
+    spec = tiny_spec()
+    graphdef, state = drawn(spec)
+    positions = jnp.arange(16, dtype=jnp.int32)
+    tokens = some_tokens(spec)
+    changed = tokens.at[:, 9:].set((tokens[:, 9:] + 1) % spec.vocab_size)
+    before, _ = forward(graphdef, state, tokens, positions)
+    after, _ = forward(graphdef, state, changed, positions)
+    np.testing.assert_allclose(before[:, :9], after[:, :9], atol=1e-6)
+    assert np.abs(np.asarray(before[:, 9:] - after[:, 9:])).max() > 0.1
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_each_layer_gets_its_own_inputs(remat):
+    spec = tiny_spec(remat=remat)
+    graphdef, state = drawn(spec)
+    tokens = some_tokens(spec)
+    positions = jnp.arange(16, dtype=jnp.int32)
+
+    def attention(q, k, v, layer):
+        out, _ = dense_attention(positions)(q, k, v)
+        return out * layer["gain"], {"gain": layer["gain"], "heads": layer["heads"].sum()}
+
+    inputs = {"gain": jnp.array([1.0, 2.0, 0.5]), "heads": jnp.ones((3, 4), jnp.int32)}
+
+    @jax.jit
+    def run(inputs):
+        model = nnx.merge(graphdef, state)
+        return model(tokens, positions, attention, attention_inputs=inputs)
+
+    _, stats = run(inputs)
+    np.testing.assert_array_equal(stats["gain"], [1.0, 2.0, 0.5])
+    np.testing.assert_array_equal(stats["heads"], [4.0, 4.0, 4.0])
+    assert stats["heads"].dtype == jnp.float32
+
+
+def test_no_gradient_flows_through_stats():
+    spec = tiny_spec()
+    graphdef, state = drawn(spec)
+    tokens = some_tokens(spec)
+
+    def total(state):
+        _, (_, stats) = next_token_loss(graphdef, state, tokens, attend_by_name)
+        return stats["size"].sum()
+
+    gradients = jax.jit(jax.grad(total))(state)
+    assert all(not np.any(leaf) for leaf in jax.tree.leaves(gradients))
+
+
+def test_bfloat16_computes_near_float32_and_keeps_float32_parameters():
+    graphdef, state = drawn(tiny_spec(dtype="bfloat16"))
+    assert {leaf.dtype for leaf in jax.tree.leaves(state)} == {jnp.dtype("float32")}
+    positions = jnp.arange(16, dtype=jnp.int32)
+    tokens = some_tokens(tiny_spec())
+    hidden, logits = forward(graphdef, state, tokens, positions)
+    assert (hidden.dtype, logits.dtype) == (jnp.bfloat16, jnp.float32)
+    expected, _ = forward(drawn(tiny_spec())[0], state, tokens, positions)
+    difference = np.asarray(hidden, np.float32) - np.asarray(expected)
+    assert 0 < np.sqrt(np.mean(difference**2)) < 0.05 * np.asarray(expected).std()
+
+
+def test_the_gradient_of_a_frequent_token_adds_in_float32():
+    # A sum of 1024 equal terms in bf16 would stop growing at 256 of them.
+    spec = tiny_spec(dtype="bfloat16", num_layers=1, tie_word_embeddings=False)
+    graphdef, state = drawn(spec)
+    tokens = jnp.full((1, 1024), 5, jnp.int32)
+    positions = jnp.zeros(1024, jnp.int32)
+
+    def total(state, tokens, positions):
+        model = nnx.merge(graphdef, state)
+        hidden, _ = model(tokens, positions, lambda q, k, v: (q * 0, {}))
+        return hidden[..., 0].astype(jnp.float32).sum()
+
+    def row(length):
+        gradients = jax.jit(jax.grad(total))(state, tokens[:, :length], positions[:length])
+        return np.asarray(nnx.to_pure_dict(gradients)["embed_tokens"]["weight"][5])
+
+    np.testing.assert_allclose(row(1024), 1024 * row(1), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_head_weight_is_the_embedding_only_when_tied(tied):
+    spec = tiny_spec(tie_word_embeddings=tied)
+    model = nnx.merge(*drawn(spec))
+    assert model.lm_head_weight().shape == (32, 64)
+    same = np.array_equal(model.lm_head_weight().T, model.embed_tokens.weight[...])
+    assert same is tied
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_parameters_are_named_as_in_hugging_face(tied):
+    state = abstract_state(tiny_spec(tie_word_embeddings=tied))
+    names = parameter_names(state)
+    assert jax.tree.structure(names) == jax.tree.structure(state)
+    flat = jax.tree.leaves(names)
+    assert set(flat) == set(LOGICAL_AXES) - ({"lm_head.weight"} if tied else set())
+    assert len([name for name in flat if "self_attn" in name]) == 7
+    assert [name for name in flat if "self_attn.q_proj" in name] == [
+        "layers.self_attn.q_proj.bias",
+        "layers.self_attn.q_proj.weight",
+    ]
+    # The same of a pure dict, which some tools prefer.
+    assert jax.tree.leaves(parameter_names(nnx.to_pure_dict(state))) == flat
+
+
+def test_layers_are_drawn_apart_with_the_stated_deviation():
+    _, state = drawn(tiny_spec())
+    weight = np.asarray(nnx.to_pure_dict(state)["layers"]["mlp"]["up_proj"]["weight"])
+    assert not np.array_equal(weight[0], weight[1])
+    np.testing.assert_allclose(weight.std(), 0.2, rtol=0.05)
+    _, other = init_model(tiny_spec(), seed=1)
+    other_weight = nnx.to_pure_dict(other)["layers"]["mlp"]["up_proj"]["weight"]
+    assert not np.array_equal(weight, other_weight)
+
+
+def test_any_object_with_the_fields_is_a_config():
+    spec = tiny_spec(rope_scaling={"factor": 4.0, "original_max_position_embeddings": 64})
+    spec = ModelSpec.from_config(vars(spec))
+    scaling = types.SimpleNamespace(
+        type="yarn", factor=4.0, original_max_position_embeddings=64, attention_factor=None
+    )
+    section = types.SimpleNamespace(**(vars(spec) | {"rope_scaling": scaling, "init_from": None}))
+    assert ModelSpec.from_config(section) == spec
+    assert hash(ModelSpec.from_config(section)) == hash(spec)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_heads": 3}, "num_heads=3 is not a multiple of model.num_kv_heads=2"),
+        ({"head_dim": 7}, "head_dim=7 must be even"),
+        ({"num_layers": 0}, "num_layers=0 must be positive"),
+        ({"dtype": "float16"}, 'dtype="float16" is not one of bfloat16, float32'),
+        ({"remat": "some"}, 'remat="some" is not one of none, attention, full'),
+    ],
+)
+def test_an_impossible_model_is_refused(changes, message):
+    with pytest.raises(UserError, match=message):
+        tiny_spec(**changes)
+
+
+def test_a_config_that_lacks_a_field_is_refused():
+    with pytest.raises(UserError, match="model.vocab_size is missing"):
+        ModelSpec.from_config({"hidden_size": 8})

@@ -1,0 +1,85 @@
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from mtraining_jax.models import abstract_state, init_model, param_shardings
+from mtraining_jax.parallel.mesh import make_mesh
+from tests.models.common import assert_states_close, drawn, next_token_loss, some_tokens, tiny_spec
+
+RANKS = ("node", "device")
+
+
+def test_fsdp_cuts_the_first_axis_that_divides():
+    spec = tiny_spec(vocab_size=63, num_kv_heads=1, num_heads=3, head_dim=4)
+    shardings = nnx.to_pure_dict(param_shardings(spec, make_mesh(1, 2, 4), fsdp=True))
+    # 63 rows do not divide by 8, 32 columns do.
+    assert shardings["embed_tokens"]["weight"].spec == P(None, RANKS)
+    attention = shardings["layers"]["self_attn"]
+    assert attention["q_proj"]["weight"].spec == P(None, None, RANKS)  # 12 x 32
+    assert attention["o_proj"]["weight"].spec == P(None, RANKS)  # 32 x 12
+    assert attention["q_proj"]["bias"].spec == P()
+    mlp = shardings["layers"]["mlp"]
+    assert mlp["up_proj"]["weight"].spec == P(None, RANKS)
+    assert shardings["norm"]["weight"].spec == P()
+
+
+def test_fsdp_leaves_whole_what_does_not_divide():
+    spec = tiny_spec(hidden_size=30, intermediate_size=42, vocab_size=63, num_heads=2, head_dim=6)
+    shardings = param_shardings(spec, make_mesh(1, 2, 4), fsdp=True)
+    assert {sharding.spec for sharding in jax.tree.leaves(shardings)} == {P()}
+
+
+def test_without_fsdp_everything_is_replicated():
+    shardings = param_shardings(tiny_spec(), make_mesh(2, 2, 2), fsdp=False)
+    assert jax.tree.structure(shardings) == jax.tree.structure(abstract_state(tiny_spec()))
+    assert {sharding.spec for sharding in jax.tree.leaves(shardings)} == {P()}
+
+
+def test_the_same_model_is_drawn_on_every_mesh():
+    spec = tiny_spec()
+    graphdef, expected = drawn(spec)
+    for shape in ((1, 2, 4), (2, 2, 2)):
+        mesh = make_mesh(*shape)
+        other_graphdef, state = init_model(spec, seed=0, mesh=mesh, fsdp=True)
+        assert other_graphdef == graphdef
+        assert_states_close(state, expected, tolerance=0)
+        wanted = param_shardings(spec, mesh, fsdp=True)
+        for leaf, sharding in zip(jax.tree.leaves(state), jax.tree.leaves(wanted), strict=True):
+            assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+        ranks = shape[1] * shape[2]
+        up = nnx.to_pure_dict(state)["layers"]["mlp"]["up_proj"]["weight"]
+        assert up.addressable_shards[0].data.shape == (3, 48 // ranks, 32)
+
+
+def test_a_key_draws_the_same_as_its_seed():
+    assert_states_close(
+        init_model(tiny_spec(), seed=jax.random.key(0))[1],
+        drawn(tiny_spec())[1],
+        tolerance=0,
+    )
+
+
+@pytest.mark.parametrize("fsdp", [False, True])
+def test_loss_and_gradients_do_not_depend_on_the_mesh(fsdp):
+    spec = tiny_spec(remat="full")
+    tokens = some_tokens(spec, (4, 16))
+    graphdef, state = drawn(spec)
+
+    def run(state, tokens, mesh=None):
+        return jax.value_and_grad(
+            lambda state: next_token_loss(graphdef, state, tokens, mesh=mesh), has_aux=True
+        )(state)
+
+    (expected_loss, (expected_logits, _)), expected = jax.jit(run)(state, tokens)
+
+    mesh = make_mesh(2, 2, 2)
+    shardings = param_shardings(spec, mesh, fsdp)
+    sharded = jax.device_put(state, shardings)
+    cut = jax.device_put(tokens, jax.NamedSharding(mesh, P("data", RANKS)))
+    step = jax.jit(run, static_argnums=2, out_shardings=(None, shardings))
+    (loss, (logits, _)), gradients = step(sharded, cut, mesh)
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
+    np.testing.assert_allclose(logits, expected_logits, atol=2e-5)
+    assert_states_close(gradients, expected, tolerance=1e-5)
