@@ -1,0 +1,62 @@
+"""Sparse indices and inputs that the tests of this folder share."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.index import VerticalSlashIndex
+
+SEQ_LEN, BLOCK_SIZE, BATCH, HEADS, KV_HEADS, DIM = 256, 8, 2, 4, 2, 16
+NUM_BLOCKS = SEQ_LEN // BLOCK_SIZE
+MAX_VERTICALS = 40
+
+
+def build(slashes, verticals):
+    """An index from nested lists [B][Hq] of block diagonals and of key tokens."""
+    blocks = np.full((BATCH, HEADS, NUM_BLOCKS), NUM_BLOCKS, np.int32)
+    tokens = np.full((BATCH, HEADS, MAX_VERTICALS), SEQ_LEN, np.int32)
+    counts = np.zeros((2, BATCH, HEADS), np.int32)
+    for table, lists, count in zip((blocks, tokens), (slashes, verticals), counts, strict=True):
+        for b in range(BATCH):
+            for h in range(HEADS):
+                entries = sorted(set(map(int, lists[b][h])))
+                table[b, h, : len(entries)] = entries
+                count[b, h] = len(entries)
+    return VerticalSlashIndex(
+        *map(jnp.asarray, (blocks, counts[0], tokens, counts[1])), block_size=BLOCK_SIZE
+    )
+
+
+def sparse(seed=0):
+    """2 to 20 % of the causal pairs, with every special case in some head of some entry."""
+    rng = np.random.default_rng(seed)
+
+    def some(count, size):
+        return rng.choice(size, count, replace=False)
+
+    far = NUM_BLOCKS - 1
+    slashes = [
+        [[0, 1, far], [], [3, *some(2, far)], [0]],
+        [[0, *some(5, far)], [far], [], [0, 1, 2, 8, 16, 24]],
+    ]
+    verticals = [
+        # inside active blocks and outside, the first and the last token
+        [[0, 1, 5, 9, SEQ_LEN - 1, *some(6, SEQ_LEN)], some(12, SEQ_LEN), [], range(17, 20)],
+        # a full list; nothing but one far diagonal; nothing at all
+        [some(MAX_VERTICALS, SEQ_LEN), [], [], [SEQ_LEN // 2, *some(20, SEQ_LEN)]],
+    ]
+    return build(slashes, verticals)
+
+
+def dense():
+    """Every causal pair, with the capacities of `sparse`: no recompilation."""
+    everything = [[range(NUM_BLOCKS)] * HEADS] * BATCH
+    return build(everything, [[[]] * HEADS] * BATCH)
+
+
+def inputs(seed=1, dtype=jnp.float32):
+    """q, k, v and the gradient of the output, in global order."""
+    rng = np.random.default_rng(seed)
+    return tuple(
+        jnp.asarray(rng.standard_normal((BATCH, SEQ_LEN, heads, DIM)), dtype)
+        for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)
+    )
