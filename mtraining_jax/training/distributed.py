@@ -1,0 +1,138 @@
+"""How the processes of a run find each other, before JAX touches a device."""
+
+import importlib.util
+import os
+import threading
+from collections.abc import Mapping
+
+import jax
+
+from mtraining_jax.config import DistributedConfig
+from mtraining_jax.errors import UserError
+
+
+def initialize(config: DistributedConfig, environment: Mapping[str, str] = os.environ) -> bool:
+    """Joins the processes of the run, if it has several.
+
+    In this order: the three fields of the configuration; the steps of SLURM (`srun`) with several
+    tasks; Open MPI (`mpirun`) with several processes; an indexed Kubernetes job. Elsewhere the
+    process runs alone.
+
+    One SLURM task on a node takes all its GPUs; of several, each takes the one of its local
+    number, as do the processes of Open MPI. In the other cases every process takes the GPUs that
+    it sees.
+
+    Args:
+        config: the `distributed` section.
+        environment: variables of the process.
+
+    Returns:
+        Whether other processes were joined: `shutdown` is then due at the end.
+
+    Raises:
+        UserError: if the others cannot be reached in `config.timeout_seconds`, or a scheduler's
+            variables do not make sense.
+    """
+    if config.initialize == "never":
+        return False
+    how, arguments = _find(config, environment)
+    if arguments is None:
+        return False
+    _join(how, arguments, config.timeout_seconds)
+    return True
+
+
+def _join(how: str, arguments: dict[str, object], timeout: int) -> None:
+    # JAX aborts the process when its own time is up, so ours has to end first.
+    failed: list[Exception] = []
+
+    def initialize() -> None:
+        try:
+            jax.distributed.initialize(initialization_timeout=timeout + 60, **arguments)
+        except Exception as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=initialize, daemon=True)
+    thread.start()
+    thread.join(timeout)
+    if thread.is_alive():
+        reason = f"no answer within distributed.timeout_seconds = {timeout}"
+    elif failed:
+        reason = (str(failed[0]).strip() or type(failed[0]).__name__).splitlines()[0][:200]
+    else:
+        return
+    raise UserError(
+        f"the processes of the run ({how}) did not find each other: {reason}; check that all of "
+        "them run and that process 0 can be reached from every host"
+    ) from (failed[0] if failed else None)
+
+
+def shutdown() -> None:
+    """Leaves the other processes in good order; they wait for one another."""
+    jax.distributed.shutdown()
+
+
+def is_first() -> bool:
+    """Whether this is the process that prints and writes metrics."""
+    return jax.process_index() == 0
+
+
+def _find(
+    config: DistributedConfig, environment: Mapping[str, str]
+) -> tuple[str, dict[str, object] | None]:
+    """Who says that there are other processes, and arguments of `jax.distributed.initialize`."""
+    if config.coordinator is not None:
+        return f"distributed.coordinator = {config.coordinator}", dict(
+            coordinator_address=config.coordinator,
+            num_processes=config.num_processes,
+            process_id=config.process_id,
+            cluster_detection_method="deactivate",
+        )
+    # Set by srun for each task, and absent from a batch script around it.
+    if "SLURM_STEP_NODELIST" in environment and int(environment.get("SLURM_NTASKS", "1")) > 1:
+        return "SLURM", _slurm(environment)
+    if int(environment.get("OMPI_COMM_WORLD_SIZE", "1")) > 1:
+        return "Open MPI", dict(cluster_detection_method="ompi")
+    # Every pod has KUBERNETES_SERVICE_HOST; only those of an indexed job have a number.
+    if "KUBERNETES_SERVICE_HOST" in environment and "JOB_COMPLETION_INDEX" in environment:
+        if importlib.util.find_spec("kubernetes") is None:
+            raise UserError(
+                "this pod is of an indexed Kubernetes job, and finding the others needs the "
+                "package kubernetes (jax[k8s]), which is not installed; install it, or set "
+                "distributed.coordinator, distributed.num_processes and distributed.process_id, "
+                "or distributed.initialize=never to run alone"
+            )
+        return "Kubernetes", dict(cluster_detection_method="k8s")
+    return "", None
+
+
+def _slurm(environment: Mapping[str, str]) -> dict[str, object]:
+    try:
+        first_host = _first_host(environment["SLURM_STEP_NODELIST"])
+        # One of 4096 high ports, another for each step of each job.
+        job, step = int(environment["SLURM_JOB_ID"]), int(environment.get("SLURM_STEP_ID", "0"))
+        arguments = dict(
+            coordinator_address=f"{first_host}:{61440 + (job + step) % 4096}",
+            num_processes=int(environment["SLURM_NTASKS"]),
+            process_id=int(environment["SLURM_PROCID"]),
+            cluster_detection_method="deactivate",
+        )
+        # "1(x4)": one task on each of 4 nodes; "2,1": two and one.
+        if not environment.get("SLURM_STEP_TASKS_PER_NODE", "").startswith("1"):
+            arguments["local_device_ids"] = [int(environment["SLURM_LOCALID"])]
+    except (KeyError, ValueError) as error:
+        raise UserError(
+            f"SLURM's variables are not as srun sets them ({error}); start with srun, or set "
+            "distributed.initialize=never to run alone"
+        ) from error
+    return arguments
+
+
+def _first_host(nodes: str) -> str:
+    """The first name of a SLURM node list, such as `node[001-004,7],login`."""
+    name, bracket, rest = nodes.partition("[")
+    if "," in name or not bracket:
+        return name.partition(",")[0]
+    number = rest.replace("-", ",").replace("]", ",").partition(",")[0]
+    suffix = rest.partition("]")[2].partition(",")[0]
+    return f"{name}{number}{suffix}"
