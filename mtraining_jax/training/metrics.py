@@ -1,0 +1,220 @@
+"""What a step is measured by, and the files and services it is written to."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any, Protocol
+
+from mtraining_jax.config import Config, config_to_dict
+from mtraining_jax.errors import UserError
+from mtraining_jax.sparsity import attention_flops, causal_pairs
+
+# JSONL for tools, TensorBoard and Weights & Biases for eyes: one record serves all.
+Record = dict[str, Any]
+
+JSONL_NAME = "metrics.jsonl"
+TENSORBOARD_NAME = "tensorboard"
+
+
+class AttentionCost:
+    """FLOP of the attention of one optimizer step, forward and backward, all devices together.
+
+    Of a pair of query and key, one head computes 4 D FLOP forward (two products) and 10 D
+    backward (five). Projections are not counted, nor is recomputation in the backward pass. The
+    *dense-equivalent* FLOP count all causal pairs, S (S+1) / 2; the *executed* ones whole tiles,
+    with their masked part.
+
+    Attributes:
+        dense_equivalent: FLOP of dense causal attention.
+
+    Args:
+        config: of the run.
+    """
+
+    def __init__(self, config: Config) -> None:
+        model, data = config.model, config.data
+        forward, backward = attention_flops(causal_pairs(data.seq_len), model.head_dim)
+        heads = data.batch_size * model.num_layers * model.num_heads
+        self.dense_equivalent = heads * (forward + backward)
+
+    def executed(self, ratio: float) -> float:
+        """FLOP that kernels execute, where pairs of executed tiles are `ratio` of causal pairs."""
+        return self.dense_equivalent * ratio
+
+
+def step_record(metrics: dict[str, Any], seconds: float, config: Config) -> Record:
+    """One step in numbers that JSON knows.
+
+    Args:
+        metrics: of the train step, read from the devices.
+        seconds: wall-clock time of the step.
+        config: of the run.
+
+    Returns:
+        step, loss, grad_norm, lr; tokens (read so far), tokens_per_second, step_seconds;
+        attention_flops_executed, attention_flops_dense_equivalent (of the step, see
+        `AttentionCost`); density (computed over causal pairs, mean over layers) and
+        density_per_layer; skipped_steps (so far). A number that is not finite is None.
+    """
+    tokens = config.data.batch_size * config.data.seq_len
+    cost = AttentionCost(config)
+    layers = {name: [float(x) for x in values] for name, values in metrics["layers"].items()}
+    executed = layers["executed"]
+    record = {
+        "step": int(metrics["step"]),
+        "loss": float(metrics["loss"]),
+        "grad_norm": float(metrics["grad_norm"]),
+        "lr": float(metrics["lr"]),
+        "tokens": int(metrics["step"]) * tokens,
+        "tokens_per_second": tokens / seconds,
+        "step_seconds": seconds,
+        "attention_flops_executed": cost.executed(_mean(executed)),
+        "attention_flops_dense_equivalent": cost.dense_equivalent,
+        "density": _mean(layers["density"]),
+        "density_per_layer": layers["density"],
+        "skipped_steps": int(metrics["skipped"]),
+    }
+    return {name: _finite(value) for name, value in record.items()}
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_finite(x) for x in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class Writer(Protocol):
+    """Where records go."""
+
+    where: str
+
+    def write(self, record: Record) -> None:
+        """Takes the record of one step."""
+
+    def close(self) -> None:
+        """Brings all records to where they go."""
+
+
+def open_writers(config: Config, last_step: int) -> list[Writer]:
+    """The writers that the `metrics` section asks for, to be opened by one process only.
+
+    Args:
+        config: of the run.
+        last_step: the step that the run goes on from: what was written about later ones, by a
+            run that was cut off, is taken back.
+
+    Raises:
+        UserError: if wandb is asked for and not installed, or a file cannot be written.
+    """
+    writers: list[Writer] = []
+    folder = config.run.folder
+    try:
+        if config.metrics.jsonl:
+            writers.append(JsonlWriter(folder / JSONL_NAME, last_step))
+        if config.metrics.tensorboard:
+            writers.append(TensorBoardWriter(folder / TENSORBOARD_NAME, last_step))
+    except OSError as error:
+        raise UserError(f"{folder}: metrics cannot be written: {error.strerror}") from error
+    if config.metrics.wandb:
+        writers.append(WandbWriter(config))
+    return writers
+
+
+class JsonlWriter:
+    """One JSON object a line; every line is on disk when `write` returns."""
+
+    def __init__(self, path: Path, last_step: int) -> None:
+        self.where = str(path)
+        kept = _records_until(path, last_step)
+        # Renamed into place: a run that is cut off here loses no line.
+        new = path.with_suffix(".new")
+        new.write_text("".join(kept), encoding="utf-8")
+        new.replace(path)
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, record: Record) -> None:
+        """Writes one line."""
+        self._file.write(json.dumps(record, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+def read_records(path: Path) -> list[Record]:
+    """The records of a JSONL file; a last line that was cut off is left out."""
+    return [json.loads(line) for line in _records_until(path, None)]
+
+
+def _records_until(path: Path, last_step: int | None) -> list[str]:
+    kept = []
+    if path.is_file():
+        with path.open(encoding="utf-8") as file:
+            for line in file:
+                try:
+                    step = json.loads(line)["step"]
+                except (ValueError, KeyError, TypeError):
+                    continue  # cut off in the middle of a line
+                if last_step is None or step <= last_step:
+                    kept.append(line)
+    return kept
+
+
+class TensorBoardWriter:
+    """TensorBoard event files: one curve for each number, and one for each layer."""
+
+    def __init__(self, folder: Path, last_step: int) -> None:
+        # Not at the top: the import takes a while, and the writer may be switched off.
+        from tensorboardX import SummaryWriter
+
+        self.where = str(folder)
+        purge = {"purge_step": last_step + 1} if last_step else {}
+        self._writer = SummaryWriter(str(folder), **purge)
+
+    def write(self, record: Record) -> None:
+        """Adds a point to each curve."""
+        for name, value in record.items():
+            values = value if isinstance(value, list) else [value]
+            for layer, number in enumerate(values):
+                tag = f"{name}/{layer:02d}" if isinstance(value, list) else f"train/{name}"
+                if number is not None and name != "step":
+                    self._writer.add_scalar(tag, number, record["step"])
+
+    def close(self) -> None:
+        """Writes what is left."""
+        self._writer.close()
+
+
+class WandbWriter:
+    """Weights & Biases, in the project `mtraining-jax`, under the name of the run."""
+
+    def __init__(self, config: Config) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise UserError(
+                "metrics.wandb = true needs the package wandb, which is not installed; install "
+                "the extra wandb (mtraining-jax[wandb]) or set metrics.wandb=false"
+            ) from error
+        self._run = wandb.init(
+            project="mtraining-jax",
+            name=config.run.name,
+            dir=str(config.run.folder),
+            config=config_to_dict(config),
+            resume="allow",
+            id=config.run.name,
+        )
+        self.where = f"Weights & Biases ({self._run.url or 'offline'})"
+
+    def write(self, record: Record) -> None:
+        """Sends the record."""
+        self._run.log(record, step=record["step"])
+
+    def close(self) -> None:
+        """Waits until all is sent."""
+        self._run.finish()

@@ -1,0 +1,110 @@
+"""What a person sees while a run goes on: a bar on a terminal, lines elsewhere."""
+
+import datetime
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from mtraining_jax.training.metrics import Record
+
+
+class Display:
+    """Prints for one run; silent where `enabled` is false (all processes but the first).
+
+    On a terminal a bar with the loss, the speed and the time to go stays below the lines; without
+    one, the lines carry the time to go.
+
+    Args:
+        enabled: whether to print at all.
+        console: where; standard output by default.
+    """
+
+    def __init__(self, enabled: bool = True, console: Console | None = None) -> None:
+        self._console = console or Console(highlight=False, soft_wrap=True, quiet=not enabled)
+        self._bar: Progress | None = None
+        self._begin, self._first_step, self._total = 0.0, 0, 0
+
+    def say(self, *lines: str) -> None:
+        """Prints lines as they are."""
+        for line in lines:
+            self._console.print(line, markup=False)
+
+    def table(self, rows: Sequence[tuple[str, str]]) -> None:
+        """Prints names and values in two columns."""
+        width = max(len(name) for name, _ in rows)
+        self.say(*(f"  {name:<{width}}  {value}" for name, value in rows))
+
+    def start(self, step: int, total: int) -> None:
+        """Shows the bar: `step` of `total` steps are done."""
+        self._begin, self._first_step, self._total = time.monotonic(), step, total
+        if not self._console.is_terminal:
+            return
+        self._bar = Progress(
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[status]}"),
+            TextColumn("ETA"),
+            TimeRemainingColumn(),
+            console=self._console,
+        )
+        self._task = self._bar.add_task("train", total=total, completed=step, status="")
+        self._bar.start()
+
+    def step(self, record: Record, line: bool) -> None:
+        """Moves the bar to a step; prints its numbers if `line`."""
+        if self._bar is not None:
+            status = f"loss {_number(record['loss'], '.3f')}  {_speed(record)}"
+            self._bar.update(self._task, completed=record["step"], status=status)
+        if line:
+            eta = "" if self._bar is not None else f"  ETA {self._time_left(record['step'])}"
+            self.say(step_line(record, self._total) + eta)
+
+    def stop(self) -> None:
+        """Takes the bar away."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def _time_left(self, step: int) -> datetime.timedelta:
+        done = max(step - self._first_step, 1)
+        seconds = (time.monotonic() - self._begin) / done * (self._total - step)
+        return datetime.timedelta(seconds=round(seconds))
+
+
+def step_line(record: Record, total: int) -> str:
+    """One step in one line of text."""
+    parts = [
+        f"step {record['step']:>{len(str(total))}}/{total}",
+        f"loss {_number(record['loss'], '.4f')}",
+        f"grad norm {_number(record['grad_norm'], '.3f')}",
+        f"lr {record['lr']:.2e}",
+        f"density {_number(record['density'], '.1%')}",
+    ]
+    if record.get("recall") is not None:
+        parts.append(f"recall {record['recall']:.1%}")
+    if record["skipped_steps"]:
+        parts.append(f"skipped {record['skipped_steps']}")
+    return "  ".join([*parts, _speed(record), f"{record['step_seconds']:.2f} s/step"])
+
+
+def _speed(record: Record) -> str:
+    return f"{record['tokens_per_second']:,.0f} tokens/s"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "not finite" if value is None else format(value, form)
