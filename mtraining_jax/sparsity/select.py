@@ -147,14 +147,10 @@ def _find_threshold(keys: Array, rule: Rule, axis_names: AxisNames) -> tuple[Arr
         base, count, mass = state
         shift = jnp.uint32((rounds - 1 - step) * _DIGIT_BITS)
         candidates = base[..., None] + (digits << shift)
-        reached = keys[..., None] >= candidates[..., None, None, :]
-        masses = jnp.where(reached, (keys & mask)[..., None], 0).astype(jnp.int32)
+        reached = keys[..., None, :, :] >= candidates[..., None, None]
+        masses = jnp.where(reached, (keys & mask)[..., None, :, :], 0).astype(jnp.int32)
         counts, masses = exchange.exact_sum(
-            (
-                reached.sum((-3, -2), dtype=jnp.int32),
-                masses.sum((-3, -2), dtype=jnp.int32),
-            ),
-            axis_names,
+            tuple(x.sum((-2, -1), dtype=jnp.int32) for x in (reached, masses)), axis_names
         )
         digit = enough(counts, masses).sum(-1, dtype=jnp.int32)
         counts = jnp.concatenate([counts, count[..., None]], axis=-1)

@@ -1,0 +1,84 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mtraining_jax.sparsity import estimate
+from tests.sparsity import oracle
+
+SHAPES = [
+    # batch, seq_len, q heads, kv heads, head_dim, block_size, last_q, dtype
+    (2, 512, 4, 2, 32, 32, 24, jnp.float32),
+    (1, 640, 3, 1, 16, 64, 64, jnp.float32),
+    (1, 256, 2, 2, 64, 16, 1, jnp.float32),
+    (1, 512, 5, 1, 64, 16, 16, jnp.bfloat16),
+]
+
+
+def make(shape, seed=0):
+    batch, seq_len, num_heads, kv_heads, head_dim, _, _, dtype = shape
+    keys = jax.random.split(jax.random.key(seed))
+    q = 2 * jax.random.normal(keys[0], (batch, seq_len, num_heads, head_dim))
+    k = jax.random.normal(keys[1], (batch, seq_len, kv_heads, head_dim))
+    return q.astype(dtype), k.astype(dtype)
+
+
+def last(q, last_q):
+    return q[:, -last_q:].transpose(0, 2, 1, 3)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_masses_are_those_of_dense_attention(shape):
+    q, k = make(shape)
+    seq_len, head_dim, block_size, last_q = shape[1], shape[4], shape[5], shape[6]
+    num_blocks = seq_len // block_size
+    scale = 1.3 * head_dim**-0.5
+    vertical, slash = jax.jit(
+        lambda q, k: estimate.softmax_scores(
+            last(q, last_q),
+            k,
+            scale=scale,
+            block_ids=jnp.arange(num_blocks),
+            num_blocks=num_blocks,
+            axis_names=(),
+        )
+    )(q, k)
+    probability = oracle.softmax(oracle.last_logits(q, k, last_q, scale)) / last_q
+    flat = (*vertical.shape[:2], seq_len)
+    vertical, slash = (np.asarray(x).reshape(flat) / 2.0**30 for x in (vertical, slash))
+    # fp32 logits of size 10 carry errors of 1e-6, and so do masses, relative to their size.
+    tolerance = dict(rtol=2e-5, atol=3 * 2.0**-30)
+    np.testing.assert_allclose(vertical, probability.sum(2), **tolerance)
+    np.testing.assert_allclose(slash[..., ::-1], oracle.diagonal_sums(probability), **tolerance)
+
+
+def test_a_far_peak_leaves_no_mass_elsewhere_and_nothing_overflows():
+    shape = (1, 512, 1, 1, 16, 32, 32, jnp.float32)
+    q, k = make(shape)
+    k = k.at[:, 7].set(0).at[:, 7, :, 0].set(1e4)
+    q = q.at[..., 0].set(10.0)
+    vertical, slash = estimate.softmax_scores(
+        last(q, 32), k, scale=1.0, block_ids=jnp.arange(16), num_blocks=16, axis_names=()
+    )
+    expected = np.zeros(512, np.int32)
+    expected[7] = 1 << 30
+    np.testing.assert_array_equal(vertical.reshape(-1), expected)
+    expected = np.zeros(512, np.int32)
+    expected[512 - 32 - 7 : 512 - 7] = (1 << 30) // 32
+    np.testing.assert_array_equal(slash.reshape(-1)[::-1], expected)
+
+
+def test_logit_sums_skip_what_the_causal_mask_hides():
+    shape = SHAPES[0]
+    q, k = make(shape)
+    last_q, num_blocks = shape[6], shape[1] // shape[5]
+    vertical, slash = estimate.logit_scores(
+        last(q, last_q), k, block_ids=jnp.arange(num_blocks), num_blocks=num_blocks, axis_names=()
+    )
+    logits = oracle.last_logits(q, k, last_q, 1.0)
+    flat = (*vertical.shape[:2], shape[1])
+    np.testing.assert_allclose(vertical.reshape(flat), logits.sum(2), rtol=1e-5, atol=1e-3)
+    seen = np.where(np.isinf(logits), 0, logits)
+    sums = oracle.diagonal_sums(seen)
+    np.testing.assert_allclose(slash.reshape(flat)[..., ::-1], sums, rtol=1e-5, atol=1e-3)
+    assert np.isneginf(np.asarray(vertical).reshape(flat)[..., 1 - last_q :]).all()
