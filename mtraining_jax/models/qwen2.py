@@ -18,11 +18,10 @@ from mtraining_jax.models.rope import apply_rope, rope_tables
 from mtraining_jax.models.sharding import state_shardings
 from mtraining_jax.models.spec import ModelSpec
 from mtraining_jax.parallel.mesh import ACTIVATIONS, REPLICATED
+from mtraining_jax.parallel.ring import SAVED_NAMES
 
 # (q_BSHD, k_BSHkD, v_BSHkD[, inputs of the layer]) -> (out_BSHD, fp32 scalars by name)
 Attention = Callable[..., tuple[Array, dict[str, Array]]]
-
-SAVED_NAMES = ("attn_out", "attn_lse", "sparse_index")
 
 
 class Linear(nnx.Module):
@@ -172,8 +171,8 @@ class Qwen2(nnx.Module):
             attention: `(q_BSHD, k_BSHkD, v_BSHkD) -> (out_BSHD, stats)`, on the order of
                 `tokens`, already rotated and unscaled; stats is a dict of fp32 scalars, through
                 which no gradient flows. Under `remat="attention"` it is run again in the
-                backward pass unless it names what it needs there by `checkpoint_name` as one of
-                `SAVED_NAMES`.
+                backward pass unless it names what it needs there, by `checkpoint_name`, as one
+                of `parallel.ring.SAVED_NAMES`.
             attention_inputs: pytree whose leaves have a leading layer axis [L, ...]; when given,
                 its slice of the layer is the fourth argument of `attention`.
             mesh: with axes ('data', 'node', 'device') of type Auto. Activations are then kept as

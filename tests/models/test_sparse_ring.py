@@ -1,0 +1,70 @@
+"""The model around the real attention: index and ring inside `shard_map`."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from mtraining_jax.models import Qwen2
+from mtraining_jax.parallel.layout import Layout
+from mtraining_jax.parallel.mesh import HEADS, SEQUENCE_AXES, make_mesh
+from mtraining_jax.parallel.ring import ring_attention
+from mtraining_jax.sparsity.vertical_slash import VerticalSlash, choose_index
+from tests.models.common import tiny_spec
+
+BLOCK, LENGTH = 16, 128
+WORDS = ("ppermute", "sort", "psum", "exp")
+
+
+@pytest.fixture(scope="module")
+def traces():
+    """The traced gradient of each remat policy."""
+    mesh = make_mesh(1, 2, 2)
+    layout = Layout("striped", LENGTH, num_ranks=4, block_size=BLOCK, nodes=2)
+    pattern = VerticalSlash(
+        top_p=0.5,
+        max_verticals=16,
+        max_slashes=32,
+        last_q=BLOCK,
+        block_size=BLOCK,
+        sink_tokens=2,
+        min_verticals=2,
+        min_slashes=2,
+    )
+
+    def local(q, k, v):
+        ids = layout.block_ids(jax.lax.axis_index(SEQUENCE_AXES))
+        where = {"block_ids": ids, "num_blocks": LENGTH // BLOCK, "axis_names": SEQUENCE_AXES}
+        index = choose_index(q, k, pattern, **where)
+        return ring_attention(q, k, v, index, layout=layout)
+
+    def attention(q, k, v):
+        specs = {"in_specs": (HEADS,) * 3, "out_specs": HEADS, "check_vma": False}
+        return jax.shard_map(local, mesh=mesh, **specs)(q, k, v), {}
+
+    positions = jnp.asarray(layout.permutation(), jnp.int32)
+    result = {}
+    for remat in ("none", "attention", "full"):
+        spec = tiny_spec(num_layers=2, remat=remat)
+        graphdef, state = nnx.split(nnx.eval_shape(lambda s=spec: Qwen2(s, rngs=nnx.Rngs(0))))
+        tokens = jax.ShapeDtypeStruct((1, LENGTH), jnp.int32)
+
+        def loss(state, tokens, graphdef=graphdef):
+            model = nnx.merge(graphdef, state)
+            hidden, _ = model(tokens, positions, attention, mesh=mesh)
+            return (hidden * jnp.arange(hidden.shape[-1])).mean()
+
+        result[remat] = jax.jit(jax.grad(loss)).trace(state, tokens)
+    return result
+
+
+def test_remat_by_name_runs_neither_index_nor_ring_again(traces):
+    def counts(remat):
+        text = str(traces[remat].jaxpr)
+        # Transfers of the ring, the ordering and the sums of the index, the kernels' softmax.
+        return {word: len(re.findall(rf"\b{word}\b", text)) for word in WORDS}
+
+    assert counts("attention") == counts("none")
+    assert all(counts("full")[word] > counts("none")[word] > 0 for word in WORDS)
