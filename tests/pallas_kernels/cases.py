@@ -1,0 +1,203 @@
+"""Seeded inputs for kernel tests: really sparse indices with every awkward shape of row.
+
+Each (batch entry, query head) takes the next of `KINDS`, so one array and one compilation cover
+many cases at once.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import BlockSparseIndex, DiagonalTiles, VerticalSlashIndex
+
+_INT32 = np.iinfo(np.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """The shape of an attention problem; lengths in blocks of `block_size` tokens."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    query_blocks: int
+    key_blocks: int
+    block_size: int
+    dim: int
+
+    @property
+    def seq_len(self) -> int:
+        return self.key_blocks * self.block_size
+
+
+# What one head gets: (rng, number of blocks, block size, capacities) -> diagonals, verticals.
+Kind = Callable[[np.random.Generator, int, int, int, int], tuple[list[int], list[int]]]
+
+
+def _near_and_far(rng, blocks, g, max_slashes, max_verticals):
+    """The main diagonal, far ones, and verticals inside and outside their blocks."""
+    far = _some(rng, range(1, blocks), max(max_slashes - 2, 0))
+    return [0, *far], _some(rng, range(blocks * g), max_verticals - 3)
+
+
+def _far_only(rng, blocks, g, max_slashes, max_verticals):
+    """Diagonals and verticals that leave the first half of the rows empty."""
+    slashes = _some(rng, range(blocks // 2, blocks), max_slashes - 1)
+    return slashes, _some(rng, range(blocks * g // 2, blocks * g), max_verticals // 2)
+
+
+def _verticals_only(rng, blocks, g, max_slashes, max_verticals):
+    """No diagonal at all: every causal mask comes from positions. Row 0 is empty."""
+    return [], _some(rng, range(1, blocks * g), max_verticals - 1)
+
+
+def _diagonals_only(rng, blocks, g, max_slashes, max_verticals):
+    return _some(rng, range(blocks), max_slashes - 1), []
+
+
+def _full_capacity(rng, blocks, g, max_slashes, max_verticals):
+    return (
+        _some(rng, range(blocks), max_slashes), _some(rng, range(blocks * g), max_verticals)
+    )
+
+
+def _crowded_block(rng, blocks, g, max_slashes, max_verticals):
+    """Verticals side by side in one block and over its edge, half of them in active blocks."""
+    start = int(rng.integers(blocks // 2)) * g + g // 2
+    return [0, 1], list(range(start, start + min(g, max_verticals - 1)))
+
+
+def _nothing(rng, blocks, g, max_slashes, max_verticals):
+    return [], []
+
+
+def _corners(rng, blocks, g, max_slashes, max_verticals):
+    """One tile in the far corner, the first and the last token."""
+    return [blocks - 1], [0, blocks * g - 1]
+
+
+KINDS: tuple[Kind, ...] = (
+    _near_and_far, _far_only, _verticals_only, _full_capacity, _crowded_block, _nothing,
+    _corners, _diagonals_only,
+)
+
+
+def vertical_slash(
+    rng: np.random.Generator, size: Size, *, max_slashes: int, max_verticals: int,
+    garbage: np.random.Generator | None = None,
+) -> VerticalSlashIndex:
+    """A random index whose heads take the kinds of `KINDS` in turn.
+
+    Args:
+        rng: of the index.
+        size: of the problem; query and key lengths are equal.
+        max_slashes: capacity, at least 3.
+        max_verticals: capacity, at least 4.
+        garbage: fills the padding with anything at all; None fills it as documented.
+    """
+    blocks, g = size.key_blocks, size.block_size
+    slashes = _padding(garbage, (size.batch, size.heads, max_slashes), blocks)
+    verticals = _padding(garbage, (size.batch, size.heads, max_verticals), size.seq_len)
+    slash_count = np.zeros((size.batch, size.heads), np.int32)
+    vertical_count = np.zeros_like(slash_count)
+    for n, at in enumerate(np.ndindex(*slash_count.shape)):
+        diagonals, tokens = KINDS[n % len(KINDS)](rng, blocks, g, max_slashes, max_verticals)
+        slash_count[at], vertical_count[at] = len(diagonals), len(tokens)
+        slashes[at][: len(diagonals)] = sorted(diagonals)
+        verticals[at][: len(tokens)] = sorted(tokens)
+    return VerticalSlashIndex(
+        jnp.asarray(slashes), jnp.asarray(slash_count), jnp.asarray(verticals),
+        jnp.asarray(vertical_count), g,
+    )
+
+
+def block_sparse(
+    rng: np.random.Generator, size: Size, *, causal: bool,
+    garbage: np.random.Generator | None = None,
+) -> BlockSparseIndex:
+    """Random block lists: ragged rows, empty rows and columns, one full row, one empty head."""
+    shape = (size.batch, size.heads, size.query_blocks, size.key_blocks)
+    mask = rng.random(shape) < rng.uniform(0.05, 0.3, (size.batch, size.heads, 1, 1))
+    mask[:, :, rng.integers(size.query_blocks)] = False
+    mask[:, :, :, rng.integers(size.key_blocks)] = False
+    mask[:, 0, -1] = True
+    mask[-1, -1] = False
+    index = BlockSparseIndex.from_block_mask(jnp.asarray(mask), size.block_size, causal)
+    if garbage is None:
+        return index
+    return dataclasses.replace(
+        index,
+        key_blocks=_spoil(garbage, index.key_blocks, index.key_count),
+        query_blocks=_spoil(garbage, index.query_blocks, index.query_count),
+    )
+
+
+def diagonal_tiles(
+    rng: np.random.Generator, size: Size, *, capacity: int, diagonal: int,
+    garbage: np.random.Generator | None = None,
+) -> DiagonalTiles:
+    """Random local offsets, of either sign, in the middle of longer lists, as a ring step has.
+
+    `diagonal` is one of the offsets of most heads; some offsets meet no block of the shard pair.
+    """
+    start = rng.integers(0, capacity // 2, (size.batch, size.heads)).astype(np.int32)
+    stop = np.minimum(start + rng.integers(0, capacity // 2, start.shape), capacity)
+    stop = stop.astype(np.int32)
+    everywhere = range(-size.key_blocks - 1, size.query_blocks + 2)
+    offsets = _padding(garbage, (size.batch, size.heads, capacity), 0)
+    for at in np.ndindex(*start.shape):
+        live = set(_some(rng, everywhere, int(stop[at] - start[at])))
+        if live and rng.random() < 0.7 and diagonal not in live:
+            live = {diagonal, *list(live)[1:]}
+        offsets[at][start[at] : stop[at]] = sorted(live)
+    return DiagonalTiles(
+        jnp.asarray(offsets), jnp.asarray(start), jnp.asarray(stop), jnp.int32(diagonal),
+        size.block_size,
+    )
+
+
+def qkv_dout(rng: np.random.Generator, size: Size, dtype: str) -> list[jnp.ndarray]:
+    """Normal q, k, v and output gradient; heads differ in how peaked their softmax is."""
+    queries = (size.batch, size.query_blocks * size.block_size, size.heads, size.dim)
+    keys = (size.batch, size.key_blocks * size.block_size, size.kv_heads, size.dim)
+    arrays = [rng.standard_normal(shape) for shape in (queries, keys, keys, queries)]
+    arrays[0] *= rng.uniform(0.5, 2.5, (size.batch, 1, size.heads, 1))
+    return [jnp.asarray(x, dtype) for x in arrays]
+
+
+def counting(rng: np.random.Generator, size: Size, dtype: str) -> list[jnp.ndarray]:
+    """Integer q, k, v, dout with every logit exactly 0, so that sums count pairs exactly.
+
+    q lives in the first half of the head dimensions and k in the second. Values are small
+    enough to be exact in bf16 and fp16, and their sums in fp32.
+    """
+    queries = (size.batch, size.query_blocks * size.block_size, size.heads, size.dim)
+    keys = (size.batch, size.key_blocks * size.block_size, size.kv_heads, size.dim)
+    q, k, v, dout = (rng.integers(-1, 2, shape) for shape in (queries, keys, keys, queries))
+    q[..., size.dim // 2 :] = 0
+    k[..., : size.dim // 2] = 0
+    return [jnp.asarray(x, dtype) for x in (q, k, v, dout)]
+
+
+def _some(rng: np.random.Generator, values: range, count: int) -> list[int]:
+    """Up to `count` different values."""
+    count = max(0, min(count, len(values)))
+    return [int(x) for x in rng.choice(np.asarray(values), count, replace=False)]
+
+
+def _padding(
+    garbage: np.random.Generator | None, shape: tuple[int, ...], past: int
+) -> np.ndarray:
+    if garbage is None:
+        return np.full(shape, past, np.int32)
+    awkward = np.asarray([_INT32.min, -1, 0, 1, past - 1, past, past + 1, _INT32.max], np.int32)
+    return garbage.choice(awkward, shape)
+
+
+def _spoil(garbage: np.random.Generator, lists: jnp.ndarray, count: jnp.ndarray) -> jnp.ndarray:
+    values, count = np.array(lists), np.asarray(count)
+    padding = np.arange(values.shape[-1]) >= count[..., None]
+    values[padding] = _padding(garbage, values.shape, values.shape[-1])[padding]
+    return jnp.asarray(values)

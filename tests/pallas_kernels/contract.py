@@ -1,0 +1,414 @@
+"""What every attention backend must do, as one test class against the oracle.
+
+A test module subclasses `AttentionContract`, sets the knobs, and pytest runs all of it. Two kinds
+of test work together. Comparisons with the oracle on normal inputs measure accuracy. Counting
+tests make every logit 0 and every value a small integer: whatever the dtype, the results are then
+sums of integers, exact to the last pair, and one key too many or too few shows.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import Array
+
+import pallas_kernels
+from pallas_kernels import DiagonalTiles, Partial, VerticalColumns, VerticalSlashIndex
+from pallas_kernels.tiles import NO_DIAGONAL
+from tests.pallas_kernels import brute_force, cases
+from tests.pallas_kernels.cases import Size
+from tests.pallas_kernels.expected import (
+    FP32_EPS,
+    Expected,
+    assert_same_bits,
+    compare,
+    compare_lse,
+    exact_sums,
+    oracle,
+)
+from tests.pallas_kernels.striped import collect, deal, seen_by, striped_step
+
+forward = jax.jit(pallas_kernels.forward, static_argnames=("scale", "out_dtype", "backend"))
+backward = jax.jit(pallas_kernels.backward, static_argnames=("scale", "backend"))
+
+
+class AttentionContract:
+    """Subclass as `Test...` and set `backend`; the other knobs scale the problems."""
+
+    backend: str
+    dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")  # the first is the main one
+    block_size: int = 16
+    other_block_sizes: tuple[int, ...] = ()
+    dim: int = 16
+    other_dims: tuple[int, ...] = (64, 128)
+    batch: int = 2
+    num_blocks: int = 12  # even
+    heads: tuple[int, int] = (6, 2)  # query heads, key/value heads
+    group_heads: tuple[tuple[int, int], ...] = ((2, 2), (4, 2), (5, 1), (14, 2), (8, 1))
+    max_slashes: int = 4
+    max_verticals: int = 24
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Turns the knobs into parameters of the tests that ask for them."""
+        knobs = {
+            "dtype": self.dtypes,
+            "other_dim": self.other_dims,
+            "other_block_size": self.other_block_sizes,
+            "group": range(len(self.group_heads)),
+        }
+        for name, values in knobs.items():
+            if name in metafunc.fixturenames:
+                metafunc.parametrize(name, values)
+
+    # Every pair counts, and counts once.
+
+    def test_vertical_slash_counts_each_pair_once(self, group: int) -> None:
+        heads, kv_heads = self.group_heads[group]
+        size = dataclasses.replace(self._size(), heads=heads, kv_heads=kv_heads)
+        self._count_vertical_slash(size, self.dtypes[group % len(self.dtypes)], seed=group)
+
+    def test_more_columns_than_one_tile_are_counted_once(self) -> None:
+        size = self._size()
+        self._count_vertical_slash(size, self.dtypes[0], seed=20, max_verticals=130)
+
+    def test_other_block_sizes_count_each_pair_once(self, other_block_size: int) -> None:
+        size = dataclasses.replace(self._size(), block_size=other_block_size)
+        self._count_vertical_slash(size, self.dtypes[0], seed=21)
+
+    @pytest.mark.parametrize("causal", [True, False])
+    def test_block_sparse_counts_each_pair_once(self, causal: bool) -> None:
+        rng, size = np.random.default_rng(30 + causal), self._size()
+        if not causal:
+            size = dataclasses.replace(size, query_blocks=size.key_blocks // 2)
+        index = cases.block_sparse(rng, size, causal=causal, garbage=np.random.default_rng(0))
+        self._count(rng, size, index, brute_force.block_sparse_mask(index))
+
+    @pytest.mark.parametrize("wide", [True, False])
+    def test_offsets_of_unequal_shards_count_each_pair_once(self, wide: bool) -> None:
+        """A shard pair of a ring step: start and stop inside longer lists, either sign."""
+        rng, size = np.random.default_rng(40 + wide), self._unequal(wide)
+        for diagonal in (1, NO_DIAGONAL):
+            tiles = cases.diagonal_tiles(
+                rng, size, capacity=8, diagonal=int(diagonal), garbage=np.random.default_rng(1)
+            )
+            mask = brute_force.tile_mask(tiles, size.query_blocks, size.key_blocks)
+            self._count(rng, size, tiles, mask)
+
+    # Accuracy against the oracle.
+
+    def test_vertical_slash_matches_oracle(self, dtype: str) -> None:
+        q, k, v, index, expected = self._compare_vertical_slash(self._size(), dtype, seed=1)
+        out, lse = self._forward(q, k, v, *_resolve(index, k, v))
+        assert out.dtype == q.dtype and lse.dtype == jnp.float32
+        compare("out", out, expected["out"], q.dtype)
+        compare_lse(lse, expected["lse"])
+
+    def test_other_head_dims_match_oracle(self, other_dim: int) -> None:
+        size = dataclasses.replace(self._size(), batch=1, heads=2, kv_heads=1, dim=other_dim)
+        self._compare_vertical_slash(size, self.dtypes[-1], seed=other_dim)
+
+    def test_dense_causal_is_the_limit_of_sparse(self) -> None:
+        rng, size = np.random.default_rng(2), self._size()
+        q, k, v, dout = cases.qkv_dout(rng, size, self.dtypes[0])
+        index = VerticalSlashIndex.dense(
+            size.batch, size.heads, size.seq_len, size.block_size
+        )
+        mask = np.tril(np.ones((size.seq_len, size.seq_len), bool))
+        expected = oracle(q, k, v, dout, _of_heads(mask, size))
+        dense = functools.partial(
+            pallas_kernels.dense_attention, block_size=size.block_size, backend=self.backend
+        )
+        self._compare_gradients(_value_and_vjp(dense, q, k, v, dout), expected, q.dtype)
+        sparse = self._vertical_slash(q, k, v, index, dout)
+        self._compare_gradients(sparse, expected, q.dtype)
+
+    def test_dense_non_causal_with_unequal_lengths_matches_oracle(self) -> None:
+        rng, size = np.random.default_rng(3), self._unequal(wide=True)
+        q, k, v, dout = cases.qkv_dout(rng, size, self.dtypes[0])
+        mask = np.ones((q.shape[1], k.shape[1]), bool)
+        dense = functools.partial(
+            pallas_kernels.dense_attention, causal=False, block_size=size.block_size,
+            backend=self.backend,
+        )
+        expected = oracle(q, k, v, dout, _of_heads(mask, size))
+        self._compare_gradients(_value_and_vjp(dense, q, k, v, dout), expected, q.dtype)
+
+    def test_block_sparse_matches_oracle(self) -> None:
+        rng, size = np.random.default_rng(4), self._size()
+        q, k, v, dout = cases.qkv_dout(rng, size, self.dtypes[0])
+        index = cases.block_sparse(rng, size, causal=True)
+        mask = brute_force.block_sparse_mask(index)
+        attention = functools.partial(
+            pallas_kernels.block_sparse_attention, index=index, backend=self.backend
+        )
+        expected = oracle(q, k, v, dout, mask)
+        self._compare_gradients(_value_and_vjp(attention, q, k, v, dout), expected, q.dtype)
+
+    def test_large_logits_stay_accurate(self) -> None:
+        """Logits of several hundred: rows are all but one-hot, nothing overflows."""
+        rng, size = np.random.default_rng(5), self._size()
+        q, k, v, dout = cases.qkv_dout(rng, size, self.dtypes[0])
+        q = (q.astype(jnp.float32) * 100).astype(q.dtype)
+        index = self._index(rng, size)
+        out, lse = self._forward(q, k, v, *_resolve(index, k, v))
+        expected = oracle(q, k, v, dout, brute_force.index_mask(index, size.seq_len))
+        # A logit is rounded at its own size, and its exponential is off by as much.
+        largest = float(jnp.abs(q).max() * jnp.abs(k).max())
+        compare("out", out, expected["out"], q.dtype, largest * FP32_EPS)
+        compare_lse(lse, expected["lse"])
+        grads = self._vertical_slash(q, k, v, index, dout)
+        for name, x in grads.items():
+            assert np.isfinite(np.asarray(x, np.float32)).all(), f"{name} is not finite"
+
+    # Running results and the ring.
+
+    def test_running_result_is_merged(self) -> None:
+        """Two halves of the lists, one after the other, give the whole, empty rows too."""
+        rng, size = np.random.default_rng(6), self._unequal(wide=False)
+        q, k, v, _ = cases.qkv_dout(rng, size, self.dtypes[0])
+        whole = cases.diagonal_tiles(rng, size, capacity=8, diagonal=1)
+        middle = (whole.start + whole.stop) // 2
+        first = dataclasses.replace(whole, stop=middle)
+        second = dataclasses.replace(whole, start=middle)
+        a, b = (self._forward(q, k, v, half, out_dtype="float32") for half in (first, second))
+        chained = self._forward(q, k, v, second, init=tuple(a))
+        assert chained[0].dtype == chained[1].dtype == jnp.float32
+        mask = brute_force.tile_mask(whole, size.query_blocks, size.key_blocks)
+        expected = oracle(q, k, v, q, mask)
+        for out, lse in (chained, pallas_kernels.merge(Partial(*a), Partial(*b))):
+            compare("out", out, expected["out"], q.dtype)
+            compare_lse(lse, expected["lse"])
+
+    def test_striped_ring_steps_add_up_to_the_whole(self) -> None:
+        """Two ranks, by hand: verticals first, then each shard of keys; gradients summed."""
+        rng, size, ranks = np.random.default_rng(8), self._size(), 2
+        q, k, v, dout = cases.qkv_dout(rng, size, self.dtypes[0])
+        index, scale = self._index(rng, size), 0.3
+        expected = oracle(q, k, v, dout, brute_force.index_mask(index, size.seq_len), scale)
+        _, verticals = _resolve(index, k, v)
+        q_of, k_of, v_of, dout_of = (deal(x, ranks, size) for x in (q, k, v, dout))
+        run = functools.partial(self._forward, scale=scale)
+        outs, lses = [], []
+        for rank in range(ranks):
+            out, lse = run(
+                q_of[rank], k_of[rank], v_of[rank], None, seen_by(rank, verticals, index, ranks),
+                out_dtype="float32",
+            )
+            for source in range(ranks):
+                tiles = striped_step(index, rank, source, ranks)
+                out, lse = run(
+                    q_of[rank], k_of[source], v_of[source], tiles, init=(out, lse)
+                )
+            outs.append(out)
+            lses.append(lse)
+        compare("out", collect(outs, size), expected["out"], q.dtype)
+        lse = collect([x.swapaxes(1, 2) for x in lses], size).swapaxes(1, 2)
+        compare_lse(lse, expected["lse"])
+
+        run = functools.partial(backward, scale=scale, backend=self.backend)
+        dqs, dks, dvs = [], [0.0] * ranks, [0.0] * ranks
+        columns = [0.0, 0.0]
+        for rank in range(ranks):
+            row = (dout_of[rank], lses[rank], pallas_kernels.delta_of(outs[rank], dout_of[rank]))
+            own = run(
+                q_of[rank], k_of[rank], v_of[rank], *row, None,
+                seen_by(rank, verticals, index, ranks),
+            )
+            assert own.dk is None and own.dv is None
+            columns = [columns[0] + own.dk_columns, columns[1] + own.dv_columns]
+            dq = own.dq
+            for source in range(ranks):
+                tiles = striped_step(index, rank, source, ranks)
+                part = run(q_of[rank], k_of[source], v_of[source], *row, tiles)
+                assert part.dk_columns is None and part.dv_columns is None
+                dq, dks[source] = dq + part.dq, dks[source] + part.dk
+                dvs[source] += part.dv
+            dqs.append(dq)
+        dk, dv = (
+            pallas_kernels.scatter_columns(collect(parts, size), columns, verticals.tokens)
+            for parts, columns in ((dks, columns[0]), (dvs, columns[1]))
+        )
+        actual = {"dq": collect(dqs, size), "dk": dk, "dv": dv}
+        for name, x in actual.items():
+            compare(name, x, expected[name], q.dtype)
+
+    # Robustness.
+
+    def test_padding_of_lists_is_never_read_as_an_entry(self) -> None:
+        rng, size = np.random.default_rng(9), self._size()
+        q, k, v, dout = cases.qkv_dout(rng, size, self.dtypes[0])
+        results = []
+        for garbage in (None, np.random.default_rng(10)):
+            index = self._index(np.random.default_rng(11), size, garbage=garbage)
+            results.append(self._vertical_slash(q, k, v, index, dout))
+        assert_same_bits(*results)
+
+    def test_same_inputs_give_the_same_bits(self) -> None:
+        rng, size = np.random.default_rng(12), self._size()
+        q, k, v, dout = cases.qkv_dout(rng, size, self.dtypes[0])
+        index = self._index(rng, size)
+        first = self._vertical_slash(q, k, v, index, dout)
+        # Freed arrays of NaN: memory that a kernel allocates and forgets to write shows.
+        poison = [jnp.full((*q.shape, n), jnp.nan) for n in (1, 1, 2, 2)]
+        jax.block_until_ready(poison)
+        del poison
+        assert_same_bits(first, self._vertical_slash(q, k, v, index, dout))
+
+    def test_rows_without_a_pair_are_empty(self) -> None:
+        rng, size = np.random.default_rng(13), self._size()
+        q, k, v, dout = cases.qkv_dout(rng, size, self.dtypes[0])
+        index = self._index(rng, size)
+        mask = brute_force.index_mask(index, size.seq_len)
+        out, lse = self._forward(q, k, v, *_resolve(index, k, v))
+        grads = self._vertical_slash(q, k, v, index, dout)
+        empty_rows = ~mask.any(-1)
+        assert 0.05 < empty_rows.mean() < 0.9
+        assert (np.asarray(lse)[empty_rows] == -np.inf).all()
+        for x in (out, grads["out"], grads["dq"]):
+            assert (np.asarray(x, np.float32).swapaxes(1, 2)[empty_rows] == 0).all()
+
+    @pytest.mark.parametrize("missing", ["slashes", "verticals"])
+    def test_an_index_without_capacity_for_one_kind(self, missing: str) -> None:
+        rng, size = np.random.default_rng(14), self._size()
+        q, k, v, dout = cases.qkv_dout(rng, size, self.dtypes[0])
+        index = self._index(rng, size)
+        none = jnp.zeros((size.batch, size.heads), jnp.int32)
+        if missing == "slashes":
+            index = dataclasses.replace(
+                index, slash_blocks=index.slash_blocks[..., :0], slash_count=none
+            )
+        else:
+            index = dataclasses.replace(
+                index, vertical_tokens=index.vertical_tokens[..., :0], vertical_count=none
+            )
+        expected = oracle(q, k, v, dout, brute_force.index_mask(index, size.seq_len))
+        self._compare_gradients(
+            self._vertical_slash(q, k, v, index, dout), expected, q.dtype
+        )
+
+    # How the tests above are made.
+
+    def _size(self) -> Size:
+        return Size(
+            self.batch, *self.heads, self.num_blocks, self.num_blocks, self.block_size, self.dim
+        )
+
+    def _unequal(self, wide: bool) -> Size:
+        half = self.num_blocks // 2
+        lengths = (half, half + 2) if wide else (half + 2, half)
+        query_blocks, key_blocks = lengths
+        return dataclasses.replace(
+            self._size(), query_blocks=query_blocks, key_blocks=key_blocks
+        )
+
+    def _index(self, rng: np.random.Generator, size: Size, **options) -> VerticalSlashIndex:
+        capacity = {"max_slashes": self.max_slashes, "max_verticals": self.max_verticals}
+        return cases.vertical_slash(rng, size, **(capacity | options))
+
+    def _forward(self, q, k, v, tiles, verticals=None, **options) -> tuple[Array, Array]:
+        return forward(q, k, v, tiles, verticals, backend=self.backend, **options)
+
+    def _vertical_slash(self, q, k, v, index, dout) -> dict[str, Array]:
+        return _vertical_slash_vjp(q, k, v, index, dout, self.backend)
+
+    def _compare_vertical_slash(self, size: Size, dtype: str, seed: int) -> tuple:
+        rng = np.random.default_rng(seed)
+        q, k, v, dout = cases.qkv_dout(rng, size, dtype)
+        index = self._index(rng, size)
+        expected = oracle(q, k, v, dout, brute_force.index_mask(index, size.seq_len))
+        actual = self._vertical_slash(q, k, v, index, dout)
+        self._compare_gradients(actual, expected, q.dtype)
+        return q, k, v, index, expected
+
+    def _compare_gradients(
+        self, actual: dict[str, Array], expected: dict[str, Expected], dtype: jnp.dtype
+    ) -> None:
+        for name, x in actual.items():
+            assert x.dtype == dtype, name
+            compare(name, x, expected[name], dtype)
+
+    def _count_vertical_slash(self, size: Size, dtype: str, seed: int, **options) -> None:
+        rng = np.random.default_rng(seed)
+        index = self._index(rng, size, garbage=np.random.default_rng(100 + seed), **options)
+        no_verticals = dataclasses.replace(
+            index, vertical_count=jnp.zeros_like(index.vertical_count)
+        )
+        tile_mask = brute_force.index_mask(no_verticals, size.seq_len)
+        column_pairs = brute_force.index_mask(index, size.seq_len) & ~tile_mask
+        self._count(rng, size, index, tile_mask, column_pairs, dtype=dtype)
+
+    def _count(
+        self, rng, size: Size, pattern, tile_mask: np.ndarray,
+        column_pairs: np.ndarray | None = None, dtype: str | None = None,
+    ) -> None:
+        """Compares forward and backward with exact sums over the pairs of the masks."""
+        q, k, v, dout = cases.counting(rng, size, dtype or self.dtypes[0])
+        tiles, verticals, column_mask = pattern, None, None
+        if column_pairs is not None:
+            tiles, verticals = _resolve(pattern, k, v)
+            column_mask = _columns_of(column_pairs, verticals)
+        zeros = jnp.zeros((size.batch, size.heads, q.shape[1]), jnp.float32)
+        delta = jnp.asarray(rng.integers(-3, 4, zeros.shape), jnp.float32)
+        expected = exact_sums(q, k, v, dout, delta, tile_mask, verticals, column_mask)
+        out, lse = self._forward(q, k, v, tiles, verticals, scale=1.0, out_dtype="float32")
+        count = expected.pop("count")
+        np.testing.assert_allclose(
+            np.exp(np.asarray(lse, np.float64)), count, rtol=2e-6, err_msg="pairs of a row"
+        )
+        sums = np.asarray(out, np.float64) * count.swapaxes(1, 2)[..., None]
+        np.testing.assert_allclose(sums, expected.pop("sum"), rtol=0, atol=0.02, err_msg="out")
+        grads = backward(
+            q, k, v, dout, zeros, delta, tiles, verticals, scale=1.0, backend=self.backend
+        )
+        for name, x in grads._asdict().items():
+            if expected[name] is None:
+                assert x is None, name
+                continue
+            assert x.dtype == jnp.float32, name
+            np.testing.assert_array_equal(np.asarray(x), expected[name], err_msg=name)
+
+
+@functools.partial(jax.jit, static_argnums=5)
+def _vertical_slash_vjp(q, k, v, index, dout, backend):
+    def attention(q, k, v):
+        return pallas_kernels.vertical_slash_attention(q, k, v, index, backend=backend)
+
+    return _vjp(attention, q, k, v, dout)
+
+
+def _value_and_vjp(attention, q, k, v, dout) -> dict[str, Array]:
+    return jax.jit(functools.partial(_vjp, attention))(q, k, v, dout)
+
+
+def _vjp(attention, q, k, v, dout) -> dict[str, Array]:
+    out, vjp = jax.vjp(attention, q, k, v)
+    return dict(zip(("out", "dq", "dk", "dv"), (out, *vjp(dout)), strict=True))
+
+
+def _columns_of(pairs: np.ndarray, verticals: VerticalColumns) -> np.ndarray:
+    """A mask of (query, key) pairs as one of (query, gathered column); padding is off."""
+    tokens, seq_len = np.asarray(verticals.tokens), pairs.shape[-1]
+    at = np.minimum(tokens, seq_len - 1)[:, :, None, :]
+    return np.take_along_axis(pairs, at, axis=-1) & (tokens < seq_len)[:, :, None, :]
+
+
+@jax.jit
+def _resolve(
+    index: VerticalSlashIndex, k: Array, v: Array
+) -> tuple[DiagonalTiles, VerticalColumns]:
+    """Tiles and columns of an index on one device, through the public functions."""
+    tokens = pallas_kernels.pad_columns(index)
+    num_blocks = k.shape[1] // index.block_size
+    columns = pallas_kernels.vertical_columns(
+        index, pallas_kernels.gather_columns(k, tokens),
+        pallas_kernels.gather_columns(v, tokens),
+        jnp.arange(num_blocks, dtype=jnp.int32), num_blocks,
+    )
+    return DiagonalTiles.from_index(index), columns
+
+
+def _of_heads(mask: np.ndarray, size: Size) -> np.ndarray:
+    return np.broadcast_to(mask, (size.batch, size.heads, *mask.shape))

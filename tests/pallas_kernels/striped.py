@@ -1,0 +1,56 @@
+"""A striped ring on one device, by hand: rank r of R holds global blocks r, r + R, ..."""
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+import pallas_kernels
+from pallas_kernels import DiagonalTiles, VerticalColumns, VerticalSlashIndex
+from pallas_kernels.tiles import NO_DIAGONAL
+from tests.pallas_kernels.cases import Size
+
+
+def striped_step(
+    index: VerticalSlashIndex, rank: int, source: int, ranks: int
+) -> DiagonalTiles:
+    """The tiles of one striped ring step: queries of `rank`, keys of `source`.
+
+    Local block j of rank r is global block j * ranks + r, so block diagonal d meets the pair iff
+    d = rank - source (mod ranks), as local offset (d - (rank - source)) / ranks. Every list holds
+    all diagonals, sorted by residue; start and stop pick the step's.
+    """
+    slashes, count = np.array(index.slash_blocks), np.asarray(index.slash_count)
+    start, stop = np.zeros_like(count), np.zeros_like(count)
+    shift = rank - source
+    for at in np.ndindex(*count.shape):
+        live = sorted(slashes[at][: count[at]], key=lambda d: (d % ranks, d))
+        residues = [d % ranks for d in live]
+        start[at] = sum(r < shift % ranks for r in residues)
+        stop[at] = start[at] + residues.count(shift % ranks)
+        slashes[at][: count[at]] = live
+    return DiagonalTiles(
+        jnp.asarray((slashes - shift) // ranks, jnp.int32), jnp.asarray(start),
+        jnp.asarray(stop), jnp.int32(0 if rank == source else NO_DIAGONAL), index.block_size,
+    )
+
+
+def seen_by(
+    rank: int, verticals: VerticalColumns, index: VerticalSlashIndex, ranks: int
+) -> VerticalColumns:
+    """The columns as the striped queries of a rank see them."""
+    num_blocks = verticals.query_blocks.size
+    blocks = jnp.arange(rank, num_blocks, ranks, dtype=jnp.int32)
+    return pallas_kernels.vertical_columns(index, verticals.k, verticals.v, blocks, num_blocks)
+
+
+def deal(x: Array, ranks: int, size: Size) -> list[Array]:
+    """[B, S, ...] in stripes of one block: rank r gets blocks r, r + ranks, ..."""
+    blocks = x.reshape(x.shape[0], -1, ranks, size.block_size, *x.shape[2:])
+    return [blocks[:, :, r].reshape(x.shape[0], -1, *x.shape[2:]) for r in range(ranks)]
+
+
+def collect(shards: list[Array], size: Size) -> Array:
+    """Undoes `_deal`."""
+    batch, rest = shards[0].shape[0], shards[0].shape[2:]
+    blocks = [x.reshape(batch, -1, 1, size.block_size, *rest) for x in shards]
+    return jnp.concatenate(blocks, axis=2).reshape(batch, -1, *rest)

@@ -1,0 +1,6 @@
+from tests.pallas_kernels.contract import AttentionContract
+
+
+class TestXla(AttentionContract):
+    backend = "xla"
+    other_block_sizes = (8,)
