@@ -57,10 +57,13 @@ class VerticalSlash:
         if self.preset not in PRESETS:
             raise ValueError(f"preset={self.preset!r} must be one of {', '.join(PRESETS)}")
         _check_window(self.last_q, self.block_size)
-        for name in ("sink_tokens", "min_verticals", "min_slashes"):
-            cap_name = "max_slashes" if name == "min_slashes" else "max_verticals"
-            _check_range(name, getattr(self, name), 0, getattr(self, cap_name), cap_name)
-        _check_range("local_blocks", self.local_blocks, 1 if self.preset == "safe" else 0)
+        _check_range("max_verticals", self.max_verticals, 0)
+        _check_range("max_slashes", self.max_slashes, 0)
+        if self.preset == "safe":
+            for name in ("sink_tokens", "min_verticals", "min_slashes"):
+                cap = "max_slashes" if name == "min_slashes" else "max_verticals"
+                _check_range(name, getattr(self, name), 0, getattr(self, cap), cap)
+            _check_range("local_blocks", self.local_blocks, 1)
 
 
 @functools.partial(

@@ -1,0 +1,105 @@
+"""The index does not depend on how many ranks choose it, nor on how blocks are dealt to them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from mtraining_jax.parallel.layout import Layout
+from mtraining_jax.parallel.mesh import make_mesh
+from mtraining_jax.sparsity import FixedBudget, VerticalSlash, attention_recall, choose_index
+from tests.sparsity import inputs
+
+BATCH, SEQ_LEN, HEADS, KV_HEADS, DIM, BLOCK = 2, 640, 4, 2, 32, 16
+NUM_BLOCKS = SEQ_LEN // BLOCK
+AXES = ("node", "device")
+SMALL = dict(block_size=BLOCK, last_q=15)
+PATTERNS = {
+    "safe": VerticalSlash(0.7, 100, 40, **SMALL, sink_tokens=4, min_verticals=8, min_slashes=5),
+    "fixed": FixedBudget(
+        np.array([0, 40, 90, 300], np.int32),
+        np.array([3, 10, 20, 40], np.int32),
+        max_verticals=128,
+        max_slashes=40,
+        sink_tokens=3,
+        sliding_window=4,
+        **SMALL,
+    ),
+}
+ROWS = np.array([0, 17, 300, 301, 555, 639], np.int32)
+
+
+def choose_all(q, k, block_ids, axis_names):
+    where = dict(block_ids=block_ids, axis_names=axis_names)
+    indices = {
+        name: choose_index(q, k, pattern, num_blocks=NUM_BLOCKS, **where)
+        for name, pattern in PATTERNS.items()
+    }
+    return indices, attention_recall(q, k, indices["safe"], ROWS, **where)
+
+
+@functools.cache
+def on_one_device(seed, dtype):
+    q, k = inputs.random(seed, BATCH, SEQ_LEN, HEADS, KV_HEADS, DIM, dtype)
+    run = jax.jit(functools.partial(choose_all, axis_names=()))
+    return (q, k), jax.device_get(run(q, k, jnp.arange(NUM_BLOCKS)))
+
+
+@pytest.mark.parametrize(
+    ("data", "nodes", "devices", "kind", "dtype"),
+    [
+        (1, 1, 1, "zigzag", jnp.float32),
+        (1, 1, 2, "striped", jnp.bfloat16),
+        (1, 2, 1, "zigzag", jnp.float32),
+        (1, 4, 1, "striped", jnp.float32),
+        (1, 1, 4, "contiguous", jnp.float32),
+        (2, 2, 2, "striped", jnp.bfloat16),
+        (1, 2, 2, "zigzag", jnp.float32),
+        # Eight ranks of five blocks: an odd number, so chunks of two are padded.
+        (1, 2, 4, "striped", jnp.float32),
+        (1, 4, 2, "striped", jnp.bfloat16),
+        (1, 1, 8, "striped", jnp.float32),
+        (1, 2, 4, "contiguous", jnp.float32),
+    ],
+)
+def test_same_bits_as_on_one_device(data, nodes, devices, kind, dtype):
+    layout = Layout(kind, SEQ_LEN, nodes * devices, BLOCK, nodes)
+    shards = P("data", AXES)
+
+    def local(q, k):
+        indices, recall = choose_all(q, k, layout.block_ids(jax.lax.axis_index(AXES)), AXES)
+        # What every rank has got, to see that they agree.
+        return jax.tree.map(lambda x: x[None], (indices, recall))
+
+    run = jax.jit(
+        jax.shard_map(
+            local,
+            mesh=make_mesh(data, nodes, devices),
+            in_specs=shards,
+            out_specs=P(AXES, "data"),
+            check_vma=False,
+        )
+    )
+    order = layout.permutation()
+    for seed in range(2):
+        (q, k), (expected, expected_recall) = on_one_device(seed, dtype)
+        indices, recall = jax.device_get(run(q[:, order], k[:, order]))
+        for name in PATTERNS:
+            for got, want in zip(
+                jax.tree.leaves(indices[name]), jax.tree.leaves(expected[name]), strict=True
+            ):
+                np.testing.assert_array_equal(got, np.broadcast_to(want, got.shape))
+        np.testing.assert_allclose(
+            recall, np.broadcast_to(expected_recall, recall.shape), rtol=1e-5
+        )
+
+
+def test_the_cases_are_not_trivial():
+    _, (indices, recall) = on_one_device(0, jnp.float32)
+    for index in indices.values():
+        assert len(set(index.vertical_count.ravel().tolist())) > 2
+        assert len(set(index.slash_count.ravel().tolist())) > 2
+    assert ((recall > 0.3) & (recall < 0.999)).all()
