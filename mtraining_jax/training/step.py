@@ -22,7 +22,11 @@ Metrics = dict[str, Any]
 
 
 def make_train_step(
-    config: Config, builder: StateBuilder, attention: Attention, mesh: Mesh
+    config: Config,
+    builder: StateBuilder,
+    attention: Attention,
+    mesh: Mesh,
+    attention_inputs: Any = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """Compiles, at its first call, one step of training.
 
@@ -36,6 +40,7 @@ def make_train_step(
         builder: of its states.
         attention: what the model's layers attend with; see `Qwen2`.
         mesh: axes ('data', 'node', 'device').
+        attention_inputs: pytree with a leading axis of layers, one slice for each; see `Qwen2`.
 
     Returns:
         A function of the state, whose buffers it takes over, and of a batch: int32 [B, S]
@@ -46,7 +51,7 @@ def make_train_step(
         name, fp32 [L] each, mean over the batch.
     """
     schedule = make_schedule(config.optimizer, config.run.steps)
-    gradients_of = _make_gradients(config, builder, attention, mesh)
+    gradients_of = _make_gradients(config, builder, attention, mesh, attention_inputs)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         trained, frozen = builder.split(state.parameters)
@@ -88,12 +93,24 @@ def make_train_step(
     )
 
 
-def _make_gradients(config: Config, builder: StateBuilder, attention: Attention, mesh: Mesh):
+def _make_gradients(
+    config: Config,
+    builder: StateBuilder,
+    attention: Attention,
+    mesh: Mesh,
+    attention_inputs: Any,
+):
     """(trained, frozen, batch, labels) -> loss, gradients, stats of layers."""
 
     def loss_of(trained: Parameters, frozen: Parameters, batch: Batch, labels: Array):
         model = nnx.merge(builder.graphdef, builder.unflatten({**trained, **frozen}))
-        hidden, layers = model(batch["tokens"], batch["positions"], attention, mesh=mesh)
+        hidden, layers = model(
+            batch["tokens"],
+            batch["positions"],
+            attention,
+            attention_inputs=attention_inputs,
+            mesh=mesh,
+        )
         total = linear_cross_entropy(
             hidden,
             model.lm_head_weight(),

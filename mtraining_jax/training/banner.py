@@ -1,0 +1,163 @@
+"""What a run says at its start and at its end."""
+
+import math
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from mtraining_jax.config import Config, available_configs
+from mtraining_jax.training.metrics import Record
+from mtraining_jax.training.state import StateBuilder
+
+
+def banner(config: Config, builder: StateBuilder, mesh: Mesh, data: str) -> list[str]:
+    """One screen about what is going to run; lines."""
+    model, parallel, sparsity = config.model, config.parallel, config.sparsity
+    sizes = {name: math.prod(x.shape) for name, x in builder.abstract().parameters.items()}
+    total = sum(sizes.values())
+    trained = sum(sizes[name] for name in builder.trainable)
+    share = "" if trained == total else f", {trained / total:.1%} of them trained"
+    start = f", from {model.init_from}" if model.init_from else ""
+    device = mesh.devices.flat[0]
+    processes = jax.process_count()
+    shape = f"{parallel.data} x {parallel.nodes} x {parallel.devices_per_node}"
+    ring = "hierarchical ring" if parallel.hierarchical else "flat ring"
+    batch = f"{config.data.batch_size} x {config.data.seq_len:,} tokens a step"
+    parts = config.optimizer.accumulation_steps
+    rows = [
+        (
+            "model",
+            f"Qwen2 with {_count(total)} parameters{share}{start}: {model.num_layers} layers, width"
+            f" {model.hidden_size}, {model.num_heads}/{model.num_kv_heads} heads of"
+            f" {model.head_dim}, vocabulary {model.vocab_size:,}, {model.dtype}",
+        ),
+        ("data", data),
+        ("batch", batch + (f" in {parts} parts" if parts > 1 else "")),
+        (
+            "mesh",
+            f"{shape} (data x node x device) of {mesh.size} {device.device_kind} devices in"
+            f" {processes} process{'es' if processes > 1 else ''}"
+            + (", parameters sharded" if parallel.fsdp else ""),
+        ),
+        (
+            "attention",
+            f"{_sparsity(config)}, blocks of {sparsity.block_size} tokens, {parallel.layout},"
+            f" {ring}",
+        ),
+        ("output", str(config.run.folder)),
+    ]
+    return [
+        f"mtraining-jax: {config.run.name}, {config.run.steps} steps",
+        *(f"  {name:<10} {text}" for name, text in rows),
+        f"attention backend: {backend_line(config)}",
+    ]
+
+
+def backend_line(config: Config) -> str:
+    """The name of the attention kernels in use and why."""
+    device = jax.devices()[0]
+    if config.parallel.backend != "auto":
+        return f"{config.parallel.backend} (parallel.backend)"
+    if device.platform != "gpu":
+        return "xla (no Hopper GPU here)"
+    return f"xla (on {device.device_kind})"
+
+
+def summary(config: Config, records: Sequence[Record], wrote: Sequence[str]) -> list[str]:
+    """What came out, what was written, and how to go on; lines.
+
+    Args:
+        config: of the run.
+        records: of the steps just taken, at least one.
+        wrote: files and folders.
+    """
+    losses = [record["loss"] for record in records if record["loss"] is not None]
+    last = losses[-min(10, max(1, len(losses) // 4)) :]
+    seconds = sum(record["step_seconds"] for record in records)
+    lines = [
+        "",
+        f"done: {len(records)} steps in {seconds:.0f} s,"
+        f" {np.median([record['tokens_per_second'] for record in records]):,.0f} tokens/s",
+    ]
+    if losses:
+        of_last = f" (mean of the last {len(last)} steps)" if len(last) > 1 else ""
+        lines.append(f"  loss       {losses[0]:.3f} -> {np.mean(last):.3f}{of_last}")
+    lines.append(f"  attention  {_density(records)}")
+    if records[-1]["skipped_steps"]:
+        lines.append(f"  skipped    {records[-1]['skipped_steps']} steps that were not finite")
+    lines.append(f"  wrote      {wrote[0] if wrote else 'nothing'}")
+    lines += [f"             {where}" for where in wrote[1:]]
+    return [*lines, "to go on:", *_next_steps(config)]
+
+
+def already_complete(config: Config, step: int) -> list[str]:
+    """What to say where there is nothing left to do; lines."""
+    return [
+        f"{config.run.name} is complete: {config.run.folder} has a checkpoint of step {step}, and"
+        f" run.steps = {config.run.steps}",
+        "to go on:",
+        *_next_steps(config),
+    ]
+
+
+def _next_steps(config: Config) -> list[str]:
+    more = 2 * config.run.steps
+    rows = [
+        (f"--run.steps={more}", f"train on from step {config.run.steps}"),
+        ("--checkpoint.resume=false", "start anew; this run's folder is kept under another name"),
+    ]
+    if config.parallel.cpu_devices is not None:
+        rows.append(
+            (
+                "--parallel.cpu_devices=none --parallel.nodes=1 --parallel.devices_per_node=1",
+                "use a GPU (install the extra cuda: mtraining-jax[cuda])",
+            )
+        )
+    rows.append(
+        (
+            f"--run.name=larger --model.num_layers={2 * config.model.num_layers}",
+            "a larger model; every field can be set so, and --help lists them",
+        )
+    )
+    others = [name for name in available_configs() if name != config.run.name]
+    command = _command()
+    lines = [f"  {command} {options}\n      {what}" for options, what in rows]
+    if others:
+        lines.append(f"  other configurations: {', '.join(others)}")
+    return lines
+
+
+def _command() -> str:
+    """The command that was given, without the options that the advice is about."""
+    prefix = "uv run" if "UV" in os.environ else "python"
+    return f"{prefix} {shlex.join(sys.argv)}"
+
+
+def _density(records: Sequence[Record]) -> str:
+    densities = [record["density"] for record in records if record["density"] is not None]
+    recalls = [record["recall"] for record in records if record.get("recall") is not None]
+    text = f"{np.mean(densities):.1%} of the causal pairs computed"
+    if recalls:
+        text += f", which hold {np.mean(recalls):.1%} of the attention's mass (recall)"
+    return text
+
+
+def _sparsity(config: Config) -> str:
+    sparsity = config.sparsity
+    if sparsity.kind == "dense":
+        return "dense"
+    if sparsity.kind == "fixed":
+        return f"vertical-slash with the budgets of {sparsity.budget_file}"
+    return f"dynamic vertical-slash, top-p {sparsity.top_p:g} ({sparsity.preset})"
+
+
+def _count(number: int) -> str:
+    for unit, size in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if number >= size:
+            return f"{number / size:.1f} {unit}"
+    return str(number)

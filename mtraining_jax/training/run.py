@@ -1,0 +1,244 @@
+"""A whole run: checks, set-up, the loop, and what to tell at the end."""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from mtraining_jax.config import Config
+from mtraining_jax.errors import UserError
+from mtraining_jax.sparsity import FixedBudget
+from mtraining_jax.training import banner, distributed, folder, setup
+from mtraining_jax.training.checkpoint import Checkpoints
+from mtraining_jax.training.metrics import Record, Writer, open_writers, step_record
+from mtraining_jax.training.progress import Display
+from mtraining_jax.training.recall import make_recall
+from mtraining_jax.training.state import StateBuilder, TrainState
+from mtraining_jax.training.step import make_train_step
+
+
+def run(config: Config) -> list[Record]:
+    """Trains as the configuration says, from the newest checkpoint if there is one.
+
+    All that can be checked is checked before the first step, and the output folder before any
+    device is touched. Of several processes, the first prints and writes metrics.
+
+    Args:
+        config: a checked configuration; the platform of JAX is set already.
+
+    Returns:
+        The records of the steps that this call took, as in metrics.jsonl; on all processes.
+
+    Raises:
+        UserError: for anything that the user can mend, before the run or during it.
+    """
+    folder.check_writable(config)
+    joined = distributed.initialize(config.distributed)
+    try:
+        with Display(enabled=distributed.is_first()) as display:
+            records = _run(config, display)
+    finally:
+        if joined:
+            distributed.shutdown()
+    return records
+
+
+def _run(config: Config, display: Display) -> list[Record]:
+    resume_from = folder.resume_step(config)
+    if resume_from is not None and resume_from >= config.run.steps:
+        display.say(*banner.already_complete(config, resume_from))
+        return []
+    if config.run.compile_cache_dir is not None:
+        jax.config.update("jax_compilation_cache_dir", config.run.compile_cache_dir)
+    _start_anew_or_go_on(config, resume_from, display)
+    trainer = Trainer(config, resume_from, display)
+    try:
+        records = trainer.train()
+    finally:
+        trainer.close()
+    display.say(*banner.summary(config, records, trainer.wrote()))
+    return records
+
+
+def _start_anew_or_go_on(config: Config, resume_from: int | None, display: Display) -> None:
+    """Leaves the run's folder as this run needs it."""
+    if distributed.is_first():
+        aside = folder.move_aside(config) if resume_from is None else None
+        if aside is not None:
+            display.say(f"starting anew: what the last run of this name wrote is now in {aside}")
+        config.run.folder.mkdir(parents=True, exist_ok=True)
+    if jax.process_count() > 1:
+        # The others must not look for checkpoints before the folder is as it should be.
+        multihost_utils.sync_global_devices("the folder of the run is ready")
+
+
+@dataclasses.dataclass
+class _Pending:
+    """A step that the devices work on: its metrics are read while the next one runs."""
+
+    metrics: dict[str, Any]
+    recall: np.ndarray | None
+
+
+class Trainer:
+    """The parts of one run, put together, at the first step or where a checkpoint stands.
+
+    Args:
+        config: of the run.
+        resume_from: step of the checkpoint to go on from; None to start anew.
+        display: where to print.
+
+    Raises:
+        UserError: if devices, data, model or checkpoint do not fit the configuration.
+    """
+
+    def __init__(self, config: Config, resume_from: int | None, display: Display) -> None:
+        self.config, self.display = config, display
+        self._closers: list[Callable[[], None]] = []
+        try:
+            self._set_up(resume_from)
+        except BaseException:
+            self.close()
+            raise
+
+    def _set_up(self, resume_from: int | None) -> None:
+        config = self.config
+        mesh = setup.build_mesh(config)
+        layout = setup.build_layout(config)
+        pattern = setup.build_pattern(config)
+        batches = setup.Batches(config, mesh, layout)
+        self._closers.append(batches.close)
+        builder = StateBuilder(config, mesh)
+        attention = setup.build_attention(config, mesh, layout, pattern)
+        self._batches = batches
+        # A fixed budget differs from layer to layer; other patterns do not.
+        inputs = pattern if isinstance(pattern, FixedBudget) else None
+        self._train_step = make_train_step(config, builder, attention, mesh, inputs)
+        with_recall = functools.partial(setup.build_attention, config, mesh, layout, pattern)
+        self._measure_recall = make_recall(config, builder, with_recall, mesh, inputs)
+        self.display.say(*banner.banner(config, builder, mesh, batches.loader.description))
+        self._checkpoints = Checkpoints(
+            folder.checkpoint_folder(config),
+            keep=config.checkpoint.keep,
+            async_save=config.checkpoint.async_save,
+        )
+        self._closers.append(self._checkpoints.close)
+        self._state: TrainState
+        if resume_from is None:
+            self._state = builder.fresh()
+        else:
+            self._state, place = self._checkpoints.restore(
+                resume_from, builder.abstract(), config
+            )
+            batches.go_to(place)
+            self.display.say(f"going on from the checkpoint of step {resume_from}")
+        self._step = resume_from or 0
+        self._writers: list[Writer] = []
+        if distributed.is_first():
+            self._writers = open_writers(config, self._step)
+            self._closers += [writer.close for writer in self._writers]
+
+    def train(self) -> list[Record]:
+        """Takes all steps that are left, and saves the last state.
+
+        Raises:
+            UserError: if too many steps in a row are not finite.
+        """
+        config, total = self.config, self.config.run.steps
+        records: list[Record] = []
+        step_compiled = self._compile()
+        pending: _Pending | None = None
+        batch = self._first_batch
+        self.display.start(self._step, total)
+        self._clock = time.perf_counter()
+        while True:
+            self._step += 1
+            recall = self._recall_if_due(batch)
+            self._state, metrics = step_compiled(self._state, batch)
+            if pending is not None:
+                records.append(self._finish(pending))
+            pending = _Pending(metrics, recall)
+            every = config.checkpoint.every_steps
+            if self._step == total or (every and self._step % every == 0):
+                place = self._batches.state()
+                self._checkpoints.save(self._step, self._state, place, config)
+            if self._step == total:
+                break
+            batch = next(self._batches)
+        records.append(self._finish(pending))
+        self.display.stop()
+        return records
+
+    def wrote(self) -> list[str]:
+        """What this process has written, and where."""
+        newest = self._checkpoints.folder / str(self._step)
+        return [*(writer.where for writer in self._writers), _short(newest)]
+
+    def close(self) -> None:
+        """Finishes all that is being written; the first error of several is raised."""
+        closers, self._closers = self._closers[::-1], []
+        errors = []
+        for close in closers:
+            try:
+                close()
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def _compile(self) -> Callable[..., Any]:
+        self.display.say("compiling the training step ...")
+        begin = time.perf_counter()
+        self._first_batch = next(self._batches)
+        compiled = self._train_step.lower(self._state, self._first_batch).compile()
+        self.display.say(f"compiled in {time.perf_counter() - begin:.1f} s")
+        return compiled
+
+    def _recall_if_due(self, batch: dict[str, jax.Array]) -> np.ndarray | None:
+        every = self.config.metrics.recall_every
+        if not every or self.config.sparsity.kind == "dense" or (self._step - 1) % every:
+            return None
+        return np.asarray(self._measure_recall(self._state, batch))
+
+    def _finish(self, pending: _Pending) -> Record:
+        """Reads the metrics of a step, tells them, and stops the run if it cannot go on."""
+        metrics = jax.device_get(pending.metrics)
+        now = time.perf_counter()
+        seconds, self._clock = now - self._clock, now
+        record = step_record(metrics, seconds, self.config)
+        if pending.recall is not None:
+            record["recall"] = float(np.mean(pending.recall))
+            record["recall_per_layer"] = pending.recall.tolist()
+        for writer in self._writers:
+            writer.write(record)
+        step, log_every = record["step"], self.config.run.log_every
+        self.display.step(record, step % log_every == 0 or step in (1, self.config.run.steps))
+        self._check_finite(metrics, record)
+        return record
+
+    def _check_finite(self, metrics: dict[str, Any], record: Record) -> None:
+        in_row, allowed = int(metrics["skipped_in_row"]), self.config.optimizer.max_skipped_steps
+        if in_row <= allowed:
+            return
+        what = "gradient norm" if record["loss"] is not None else "loss"
+        value = metrics["grad_norm"] if record["loss"] is not None else metrics["loss"]
+        before = f", the {in_row}th step in a row that is not finite" if in_row > 1 else ""
+        raise UserError(
+            f"the {what} is {float(value)} at step {record['step']}{before}; more than "
+            f"optimizer.max_skipped_steps = {allowed} in a row end the run; a lower optimizer.lr, "
+            "a longer optimizer.warmup_steps or other data may help"
+        )
+
+
+def _short(path: Path) -> str:
+    """A path as seen from here, where that is shorter."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)

@@ -1,0 +1,162 @@
+"""From the sections of a configuration to the parts of a run."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh, NamedSharding
+
+from mtraining_jax.config import Config, validate
+from mtraining_jax.data import Loader, build_loader, local_rows_and_columns
+from mtraining_jax.errors import UserError
+from mtraining_jax.models.qwen2 import Attention
+from mtraining_jax.parallel.attention import make_attention
+from mtraining_jax.parallel.layout import Layout
+from mtraining_jax.parallel.mesh import TOKENS, make_mesh
+from mtraining_jax.sparsity import FixedBudget, VerticalSlash, load_budgets
+
+
+def build_mesh(config: Config) -> Mesh:
+    """The mesh of the run, on the devices of all processes.
+
+    Raises:
+        UserError: if there are not enough devices.
+    """
+    validate(config, jax.device_count())
+    parallel = config.parallel
+    return make_mesh(parallel.data, parallel.nodes, parallel.devices_per_node)
+
+
+def build_layout(config: Config) -> Layout:
+    """How sequences are dealt to the ranks of the mesh."""
+    parallel = config.parallel
+    return Layout(
+        kind=parallel.layout,
+        seq_len=config.data.seq_len,
+        num_ranks=parallel.nodes * parallel.devices_per_node,
+        block_size=config.sparsity.block_size,
+        nodes=parallel.nodes if parallel.hierarchical else 1,
+    )
+
+
+def build_pattern(config: Config) -> VerticalSlash | FixedBudget | None:
+    """How the pairs to compute are chosen; None for dense attention.
+
+    The arrays of a `FixedBudget` have a leading axis of layers.
+
+    Raises:
+        UserError: if the file of budgets cannot be read or is of another model.
+    """
+    sparsity, model = config.sparsity, config.model
+    if sparsity.kind == "dense":
+        return None
+    if sparsity.kind == "vertical_slash":
+        return VerticalSlash(
+            top_p=sparsity.top_p,
+            max_verticals=sparsity.max_verticals,
+            max_slashes=sparsity.max_slashes,
+            preset=sparsity.preset,
+            last_q=sparsity.last_q,
+            block_size=sparsity.block_size,
+            sink_tokens=sparsity.sink_tokens,
+            local_blocks=sparsity.local_blocks,
+            min_verticals=sparsity.min_verticals,
+            min_slashes=sparsity.min_slashes,
+        )
+    budgets = load_budgets(sparsity.budget_file)
+    needed = (model.num_layers, model.num_heads)
+    if budgets.verticals.shape != needed:
+        raise UserError(
+            f"sparsity.budget_file = {sparsity.budget_file} has {budgets.verticals.shape[0]} layers"
+            f" of {budgets.verticals.shape[1]} heads, and the model has {needed[0]} of {needed[1]}"
+        )
+    return budgets.pattern(
+        last_q=sparsity.last_q,
+        block_size=sparsity.block_size,
+        sink_tokens=sparsity.sink_tokens,
+    )
+
+
+def build_attention(
+    config: Config,
+    mesh: Mesh,
+    layout: Layout,
+    pattern: VerticalSlash | FixedBudget | None,
+    recall_positions: Array | None = None,
+) -> Attention:
+    """What the model's layers attend with.
+
+    Args:
+        config: of the run.
+        mesh: axes ('data', 'node', 'device').
+        layout: the order of tokens.
+        pattern: from `build_pattern`.
+        recall_positions: int32 [R], queries on which `recall` is measured; None measures none.
+
+    Returns:
+        A callable for `Qwen2`; with a `FixedBudget` its fourth argument is that of the layer.
+    """
+    parallel = config.parallel
+    return make_attention(
+        mesh,
+        layout,
+        pattern,
+        hierarchical=parallel.hierarchical,
+        backend=None if parallel.backend == "auto" else parallel.backend,
+        recall_positions=recall_positions,
+    )
+
+
+class Batches:
+    """Global batches on the devices, from a loader that reads this process's part.
+
+    Attributes:
+        loader: where they come from; its state is that of the batch handed out last.
+
+    Args:
+        config: of the run.
+        mesh: axes ('data', 'node', 'device').
+        layout: the order of tokens.
+
+    Raises:
+        UserError: if the data cannot be used.
+    """
+
+    def __init__(self, config: Config, mesh: Mesh, layout: Layout) -> None:
+        self._sharding = NamedSharding(mesh, TOKENS)
+        self._shape = (config.data.batch_size, config.data.seq_len)
+        rows, columns = local_rows_and_columns(self._sharding, *self._shape)
+        self.loader: Loader = build_loader(
+            config.data,
+            permutation=layout.permutation(),
+            vocab_size=config.model.vocab_size,
+            rows=rows,
+            columns=columns,
+        )
+
+    def __iter__(self) -> Iterator[dict[str, Array]]:
+        return self
+
+    def __next__(self) -> dict[str, Array]:
+        """int32 [B, S] tokens, labels and positions, in layout order."""
+        local = next(self.loader)
+        return {name: self._spread(array) for name, array in local.items()}
+
+    def state(self) -> dict[str, Any]:
+        """Where the data stands, for a checkpoint."""
+        return self.loader.get_state()
+
+    def go_to(self, state: dict[str, Any]) -> None:
+        """Goes to a place that `state` gave."""
+        self.loader.set_state(state)
+
+    def close(self) -> None:
+        """Stops reading ahead."""
+        self.loader.close()
+
+    def _spread(self, local: np.ndarray) -> Array:
+        return jax.make_array_from_callback(
+            self._shape, self._sharding, lambda index: self.loader.block(local, index)
+        )
