@@ -18,7 +18,7 @@ NUM_BLOCKS = SEQ_LEN // BLOCK
 AXES = ("node", "device")
 SMALL = dict(block_size=BLOCK, last_q=15)
 PATTERNS = {
-    "safe": VerticalSlash(0.7, 100, 40, **SMALL, sink_tokens=4, min_verticals=8, min_slashes=5),
+    "safe": VerticalSlash(0.6, 256, 40, **SMALL, sink_tokens=4, min_verticals=8, min_slashes=5),
     "fixed": FixedBudget(
         np.array([0, 40, 90, 300], np.int32),
         np.array([3, 10, 20, 40], np.int32),
@@ -52,9 +52,7 @@ def on_one_device(seed, dtype):
     ("data", "nodes", "devices", "kind", "dtype"),
     [
         (1, 1, 1, "zigzag", jnp.float32),
-        (1, 1, 2, "striped", jnp.bfloat16),
         (1, 2, 1, "zigzag", jnp.float32),
-        (1, 4, 1, "striped", jnp.float32),
         (1, 1, 4, "contiguous", jnp.float32),
         (2, 2, 2, "striped", jnp.bfloat16),
         (1, 2, 2, "zigzag", jnp.float32),
@@ -62,7 +60,6 @@ def on_one_device(seed, dtype):
         (1, 2, 4, "striped", jnp.float32),
         (1, 4, 2, "striped", jnp.bfloat16),
         (1, 1, 8, "striped", jnp.float32),
-        (1, 2, 4, "contiguous", jnp.float32),
     ],
 )
 def test_same_bits_as_on_one_device(data, nodes, devices, kind, dtype):

@@ -18,16 +18,18 @@ def choose(q, k, pattern, scale=None):
     )
 
 
-@functools.partial(jax.jit, static_argnames=("pattern", "softmax"))
-def scores(q, k, pattern, softmax=True):
-    """(columns, diagonals) of all of the sequence, [B, Hq, S] each, by token and by distance."""
-    num_blocks = q.shape[1] // pattern.block_size
-    last = q[:, -pattern.last_q :].transpose(0, 2, 1, 3)
+@functools.partial(jax.jit, static_argnames="pattern")
+def choose_and_score(q, k, pattern):
+    """The index, and scores [B, Hq, S] of columns by token and of diagonals by distance."""
+    settings = dict(last_q=pattern.last_q, block_size=pattern.block_size)
+    both = scores(estimate.softmax_scores, q, k, scale=q.shape[3] ** -0.5, **settings)
+    return choose(q, k, pattern), both
+
+
+def scores(estimate_scores, q, k, last_q=16, block_size=16, **settings):
+    num_blocks = q.shape[1] // block_size
     where = dict(block_ids=jnp.arange(num_blocks), num_blocks=num_blocks, axis_names=())
-    if softmax:
-        both = estimate.softmax_scores(last, k, scale=q.shape[3] ** -0.5, **where)
-    else:
-        both = estimate.logit_scores(last, k, **where)
+    both = estimate_scores(q[:, -last_q:].transpose(0, 2, 1, 3), k, **where, **settings)
     vertical, slash = (x.reshape(*x.shape[:2], -1) for x in both)
     return vertical, jnp.flip(slash, -1)
 
@@ -74,8 +76,7 @@ def test_chooses_what_brute_force_chooses(case):
     seq_len, size = shape[1], pattern.block_size
     for seed in range(2):
         q, k = inputs.random(seed, *shape)
-        index = choose(q, k, pattern)
-        vertical, slash = map(np.asarray, scores(q, k, pattern))
+        index, (vertical, slash) = jax.device_get(choose_and_score(q, k, pattern))
         for at in np.ndindex(shape[0], shape[2]):
             rule = functools.partial(oracle.top_p, target=pattern.top_p * 2**30, keep_crossing=safe)
             verticals = rule(
@@ -165,7 +166,7 @@ def test_fixed_budgets_keep_that_many_of_the_largest_logit_sums():
         return jax.lax.scan(step, None, layers)[1]
 
     indices = choose_each(layers)
-    vertical, slash = map(np.asarray, scores(q, k, VerticalSlash(**SMALL), softmax=False))
+    vertical, slash = map(np.asarray, scores(estimate.logit_scores, q, k))
     for layer in range(2):
         index = jax.tree.map(lambda leaf, i=layer: leaf[i], indices)
         for at in np.ndindex(2, 4):
@@ -188,12 +189,11 @@ def test_no_gradient_flows_and_a_policy_can_save_the_index():
         def layer(q, k):
             index = choose(q, k, pattern)
             picked = k[0, index.vertical_tokens[0, 0, :30], 0, 0]
-            return (picked * index.slash_count.sum()).sum() + jnp.sin(q).sum()
+            return (picked * index.slash_count.sum()).sum() + jnp.sin(q).sum(), index
 
         return wrap(layer)(*qk)
 
-    grad_q, grad_k = jax.grad(loss)((q, k))
-    index = choose(q, k, pattern)
+    (grad_q, grad_k), index = jax.grad(loss, has_aux=True)((q, k))
     expected = np.zeros(k.shape, np.float32)
     tokens = index.vertical_tokens[0, 0, :30]
     expected[0, tokens, 0, 0] = index.slash_count.sum()
@@ -201,9 +201,8 @@ def test_no_gradient_flows_and_a_policy_can_save_the_index():
     np.testing.assert_array_equal(grad_q, jnp.cos(q))
 
     def estimates(wrap):
-        return str(jax.make_jaxpr(jax.grad(functools.partial(loss, wrap=wrap)))((q, k))).count(
-            " exp "
-        )
+        gradient = jax.grad(functools.partial(loss, wrap=wrap), has_aux=True)
+        return str(jax.make_jaxpr(gradient)((q, k))).count(" exp ")
 
     recomputed = estimates(jax.checkpoint)
     saved = estimates(functools.partial(jax.checkpoint, policy=policy))
