@@ -16,6 +16,7 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from mtraining_jax.parallel.layout import Layout
+from mtraining_jax.parallel.ordering import after
 from mtraining_jax.parallel.ring_schedule import RingPlan, StepTiles, segment_pairs
 from mtraining_jax.parallel.verticals import (
     gather_verticals,
@@ -100,7 +101,8 @@ def _ring_fwd(plan, q, k, v, index):
             lambda inner, kv, state, end: attend(outer, inner, kv, state, last and end),
         )
 
-    state = _turn(plan.outer_size, plan.shift_outer, (k, v), step.nothing_yet(), inner_turn)
+    kv = step.once_columns_are_here((k, v))
+    state = _turn(plan.outer_size, plan.shift_outer, kv, step.nothing_yet(), inner_turn)
     out = jnp.concatenate([out for out, _ in state], axis=1).astype(q.dtype)
     lse = jnp.concatenate([lse for _, lse in state], axis=2)
     out, lse = checkpoint_name(out, "attn_out"), checkpoint_name(lse, "attn_lse")
@@ -123,8 +125,10 @@ def _ring_bwd(plan, residuals, dout):
         )
 
     dq = [jnp.zeros(x.shape, jnp.float32) for x in step.queries]
-    dq, (dk, dv), columns = _turn_back(plan.outer_size, plan.shift_outer, (k, v), dq, inner_turn)
+    kv = step.once_columns_are_here((k, v))
+    dq, (dk, dv), columns = _turn_back(plan.outer_size, plan.shift_outer, kv, dq, inner_turn)
     if columns is not None:
+        columns = after(columns, dk)
         dk, dv = return_vertical_gradients(
             dk, dv, *columns, index, plan.layout, step.rank, plan.axis_names
         )
@@ -215,6 +219,10 @@ class _Step:
                 )
                 for segment in self.segments
             ]
+
+    def once_columns_are_here(self, kv: _Pair) -> _Pair:
+        """Keeps the ring from starting before the columns were gathered, where that matters."""
+        return after(kv, self.columns[0].k) if self.columns else kv
 
     def nothing_yet(self) -> list[tuple[Array, Array]]:
         """The running output and lse of each query segment before the first step."""
