@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.backends import resolve
+from pallas_kernels.checks import check_call, check_shape
 from pallas_kernels.index import BlockSparseIndex, VerticalSlashIndex
 from pallas_kernels.tiles import (
     DiagonalTiles,
@@ -57,7 +58,10 @@ def forward(
     Raises:
         ValueError: on shapes that do not fit, or a backend that cannot run here.
     """
-    _check(q, k, v, tiles, verticals)
+    check_call(q, k, v, tiles, verticals)
+    if init is not None:
+        check_shape("init's output", init[0], q.shape)
+        check_shape("init's lse", init[1], (q.shape[0], q.shape[2], q.shape[1]))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if out_dtype is None:
         out_dtype = q.dtype if init is None else jnp.float32
@@ -103,7 +107,11 @@ def backward(
     Raises:
         ValueError: on shapes that do not fit, or a backend that cannot run here.
     """
-    _check(q, k, v, tiles, verticals)
+    check_call(q, k, v, tiles, verticals)
+    row_stats = (q.shape[0], q.shape[2], q.shape[1])
+    check_shape("dout", dout, q.shape)
+    check_shape("lse", lse, row_stats)
+    check_shape("delta", delta, row_stats)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     module = resolve(backend, q)
     return module.backward(q, k, v, dout, lse, delta, tiles, verticals, scale=scale)
@@ -191,6 +199,8 @@ def _resolve_index(
             f"q has {q.shape[1]} tokens and k {k.shape[1]}: a vertical-slash index needs as "
             "many queries as keys"
         )
+    check_shape("index.slash_count", index.slash_count, (q.shape[0], q.shape[2]))
+    check_shape("index.vertical_count", index.vertical_count, (q.shape[0], q.shape[2]))
     tiles = DiagonalTiles.from_index(index)
     if index.vertical_tokens.shape[-1] == 0:
         return tiles, None
@@ -267,30 +277,3 @@ def _tile_attention_bwd(scale, backend, residuals, dout):
 
 
 _tile_attention.defvjp(_tile_attention_fwd, _tile_attention_bwd)
-
-
-def _check(
-    q: Array, k: Array, v: Array, tiles: Tiles | None, verticals: VerticalColumns | None
-) -> None:
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.ndim != 4:
-            raise ValueError(f"{name} has shape {x.shape}: [batch, tokens, heads, dim] is needed")
-    if k.shape != v.shape:
-        raise ValueError(f"k has shape {k.shape} and v {v.shape}: they must be equal")
-    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
-        raise ValueError(
-            f"q has shape {q.shape} and k {k.shape}: batch and head dim must be equal"
-        )
-    if q.shape[2] % k.shape[2]:
-        raise ValueError(
-            f"q has {q.shape[2]} heads and k {k.shape[2]}: query heads must be a multiple of "
-            "key/value heads"
-        )
-    if tiles is None and verticals is None:
-        raise ValueError("neither tiles nor verticals given: there is nothing to compute")
-    g = (tiles if tiles is not None else verticals).block_size
-    for name, x in (("q", q), ("k", k)):
-        if x.shape[1] % g:
-            raise ValueError(
-                f"{name} has {x.shape[1]} tokens: a multiple of block_size={g} is needed"
-            )
