@@ -78,7 +78,8 @@ class BlockSparseIndex:
     """Lists of key blocks per query block, with their transpose, for patterns of any shape.
 
     A pair (q, k) is computed iff `k//g` is listed for `q//g` and (`k <= q` or not `causal`).
-    A block is listed at most once per row; lists are ascending.
+    A block is listed at most once per row; lists are ascending. With `causal`, no listed block
+    lies wholly above the diagonal. Entries at and beyond a count are padding of any value.
 
     Attributes:
         key_blocks: int32 [B, Hq, Sq/g, max_row], key blocks of each query block.

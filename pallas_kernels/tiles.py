@@ -33,7 +33,7 @@ class DiagonalTiles:
     element (row >= column); every other tile is computed whole.
 
     Attributes:
-        offsets: int32 [B, Hq, M], ascending within the live range.
+        offsets: int32 [B, Hq, M], M >= 1, ascending within the live range, any value outside.
         start: int32 [B, Hq], first live entry of `offsets`.
         stop: int32 [B, Hq], one past the last live entry.
         diagonal: int32 [], the masked offset, or `NO_DIAGONAL`.
@@ -134,7 +134,8 @@ class VerticalColumns:
             off where the column lies in an active block (it is counted there) or in a later
             block than the queries.
         limit: int32 [B, Hq, num_query_blocks], one past the last column with its bit on.
-        query_blocks: int32 [num_query_blocks], global block number of each local query block.
+        query_blocks: int32 [num_query_blocks], global block number of each local query block,
+            ascending.
         block_size: g (static).
     """
 
