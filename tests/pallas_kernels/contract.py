@@ -40,16 +40,16 @@ class AttentionContract:
 
     backend: str
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")  # the first is the main one
-    block_size: int = 16
+    block_size: int = 8
     other_block_sizes: tuple[int, ...] = ()
     dim: int = 16
     other_dims: tuple[int, ...] = (64, 128)
     batch: int = 2
-    num_blocks: int = 12  # even
+    num_blocks: int = 24  # even
     heads: tuple[int, int] = (6, 2)  # query heads, key/value heads
     group_heads: tuple[tuple[int, int], ...] = ((2, 2), (4, 2), (5, 1), (14, 2), (8, 1))
     max_slashes: int = 4
-    max_verticals: int = 24
+    max_verticals: int = 16
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Turns the knobs into parameters of the tests that ask for them."""

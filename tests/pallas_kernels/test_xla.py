@@ -3,4 +3,4 @@ from tests.pallas_kernels.contract import AttentionContract
 
 class TestXla(AttentionContract):
     backend = "xla"
-    other_block_sizes = (8,)
+    other_block_sizes = (16,)

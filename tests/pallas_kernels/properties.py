@@ -1,0 +1,5 @@
+"""How the property tests of this folder run: the same examples every time, nothing on disk."""
+
+from hypothesis import settings
+
+repeatable = settings(derandomize=True, database=None, deadline=None, max_examples=50)
