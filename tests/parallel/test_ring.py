@@ -51,7 +51,8 @@ def compile_ring(nodes, devices, kind, hierarchical, index, dtype=jnp.float32, d
 
 
 def check(results, name):
-    for what, result, wanted in zip(("out", "dq", "dk", "dv"), results, expected(name), strict=True):
+    names = "out", "dq", "dk", "dv"
+    for what, result, wanted in zip(names, results, expected(name), strict=True):
         np.testing.assert_allclose(result, wanted, rtol=2e-5, atol=2e-5, err_msg=f"{name} {what}")
 
 

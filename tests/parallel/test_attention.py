@@ -1,0 +1,101 @@
+"""Attention over a mesh as a model calls it: index, ring and measures together."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mtraining_jax.parallel.attention import make_attention
+from mtraining_jax.parallel.layout import Layout
+from mtraining_jax.parallel.mesh import make_mesh
+from mtraining_jax.sparsity import FixedBudget, VerticalSlash, choose_index
+from pallas_kernels.reference import mask_from_index, reference_attention
+from tests.parallel import indices
+
+NODES, DEVICES, DATA = 2, 2, 2
+PATTERN = VerticalSlash(
+    top_p=0.4, max_verticals=24, max_slashes=12, last_q=8, block_size=indices.BLOCK_SIZE,
+    sink_tokens=2, local_blocks=1, min_verticals=4, min_slashes=2,
+)
+BUDGET = FixedBudget(
+    verticals=np.array([0, 5, 20, 9], np.int32), slashes=np.array([30, 3, 0, 12], np.int32),
+    max_verticals=24, max_slashes=32, last_q=8, block_size=indices.BLOCK_SIZE,
+    sink_tokens=2, sliding_window=4,
+)  # fmt: skip
+
+
+def layout_of(kind="striped"):
+    nodes = NODES if kind == "striped" else 1
+    return Layout(kind, indices.SEQ_LEN, NODES * DEVICES, indices.BLOCK_SIZE, nodes)
+
+
+def run(pattern, given=None, **options):
+    """Output in global order, and stats; without gradients, to compile less."""
+    layout = layout_of()
+    attention = make_attention(make_mesh(DATA, NODES, DEVICES), layout, pattern, **options)
+    q, k, v, _ = (x[:, layout.permutation()] for x in indices.inputs())
+    out, stats = jax.jit(attention)(q, k, v, given)
+    return out[:, layout.inverse()], stats
+
+
+@functools.cache
+def chosen(pattern_name):
+    """The index that one device chooses, and its mask."""
+    q, k, *_ = indices.inputs()
+    blocks = jnp.arange(indices.NUM_BLOCKS, dtype=jnp.int32)
+    pattern = {"top_p": PATTERN, "fixed": BUDGET}[pattern_name]
+    index = jax.jit(lambda q, k: choose_index(
+        q, k, pattern, block_ids=blocks, num_blocks=indices.NUM_BLOCKS))(q, k)
+    return np.asarray(mask_from_index(index, indices.SEQ_LEN))
+
+
+def check(out, stats, mask):
+    q, k, v, _ = indices.inputs()
+    expected, _ = reference_attention(q, k, v, jnp.asarray(mask))
+    np.testing.assert_allclose(out, expected, rtol=2e-5, atol=2e-5)
+    causal = np.tril(np.ones((indices.SEQ_LEN,) * 2, bool))
+    assert stats["density"] == pytest.approx(mask.sum() / causal.sum() / mask[:, :, 0, 0].size)
+    assert stats["density"] <= stats["executed"]
+    assert {x.dtype for x in stats.values()} == {jnp.dtype(jnp.float32)}
+
+
+def test_the_index_is_chosen_as_on_one_device_and_recall_is_measured():
+    mask = chosen("top_p")
+    positions = jnp.array([0, 100, 200, 255], jnp.int32)
+    out, stats = run(PATTERN, recall_positions=positions)
+    check(out, stats, mask)
+    q, k, *_ = indices.inputs()
+    keys = jnp.repeat(k, indices.HEADS // indices.KV_HEADS, axis=2)
+    logits = jnp.einsum("bqhd,bkhd->bhqk", q[:, positions], keys) / indices.DIM**0.5
+    causal = jnp.arange(indices.SEQ_LEN) <= positions[:, None]
+    weights = jax.nn.softmax(jnp.where(causal, logits, -jnp.inf), axis=-1)
+    recall = (weights * mask[:, :, positions]).sum(-1).mean()
+    assert 0.1 < recall < 0.99
+    assert stats["recall"] == pytest.approx(float(recall), abs=1e-5)
+
+
+def test_the_budgets_of_a_layer_are_an_argument():
+    out, stats = run(BUDGET, BUDGET)
+    check(out, stats, chosen("fixed"))
+
+
+def test_a_given_index_is_used_as_it_is():
+    index = indices.sparse()
+    out, stats = run(None, index, hierarchical=False)
+    check(out, stats, np.asarray(mask_from_index(index, indices.SEQ_LEN)))
+
+
+def test_no_pattern_is_dense_and_executes_whole_tiles():
+    out, stats = run(None)
+    check(out, stats, np.asarray(mask_from_index(indices.dense(), indices.SEQ_LEN)))
+    assert stats["density"] == 1
+    blocks, size = indices.NUM_BLOCKS, indices.BLOCK_SIZE
+    ratio = blocks * (blocks + 1) * size**2 / (indices.SEQ_LEN * (indices.SEQ_LEN + 1))
+    assert stats["executed"] == pytest.approx(ratio)
+
+
+def test_a_layout_for_another_number_of_ranks_is_refused():
+    with pytest.raises(ValueError, match="num_ranks=4 but axes .* have 8 devices"):
+        make_attention(make_mesh(1, 2, 4), layout_of(), None)
