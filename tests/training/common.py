@@ -1,0 +1,103 @@
+"""A run so small that it compiles in seconds, on data that it can learn."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from mtraining_jax.config import Config, config_from_dict, config_to_toml
+from mtraining_jax.training.metrics import read_records
+
+ROOT = Path(__file__).resolve().parents[2]
+VOCAB = 61
+
+
+def tiny_config(folder: Path, **sections: dict) -> Config:
+    """A run of 2 layers on a mesh of 1 x 2 x 2; `sections` replace fields of theirs."""
+    folder.mkdir(parents=True, exist_ok=True)
+    data = folder / "tokens.npy"
+    if not data.exists():
+        # Each token follows from the one before, mostly: easy to learn.
+        rng = np.random.default_rng(0)
+        follows, tokens = rng.permutation(VOCAB), [0]
+        for surprise in rng.random(20_000) < 0.1:
+            tokens.append(int(rng.integers(VOCAB)) if surprise else int(follows[tokens[-1]]))
+        np.save(data, np.array(tokens, np.uint16))
+    table = {
+        "run": {"name": "test", "output_dir": str(folder / "runs"), "steps": 4},
+        "model": {
+            "vocab_size": VOCAB,
+            "hidden_size": 32,
+            "num_layers": 2,
+            "num_heads": 2,
+            "num_kv_heads": 1,
+            "head_dim": 16,
+            "intermediate_size": 48,
+            "max_position_embeddings": 128,
+            "dtype": "float32",
+        },
+        "sparsity": {
+            "block_size": 8,
+            "last_q": 8,
+            "sink_tokens": 2,
+            "local_blocks": 1,
+            "min_verticals": 2,
+            "min_slashes": 2,
+            "max_verticals": 8,
+            "max_slashes": 4,
+        },
+        "parallel": {"nodes": 2, "devices_per_node": 2},
+        "data": {
+            "source": "tokens", "paths": [str(data)], "seq_len": 128, "batch_size": 2,
+        },
+        "optimizer": {"lr": 1e-2},
+        "loss": {"chunk_size": 24},
+        "metrics": {"tensorboard": False},
+    }  # fmt: skip
+    for section, fields in sections.items():
+        table[section] = table.get(section, {}) | fields
+    return config_from_dict(table, "a test")
+
+
+def changed(config: Config, **sections: dict) -> Config:
+    """The configuration with other values in some fields."""
+    return dataclasses.replace(
+        config,
+        **{
+            section: dataclasses.replace(getattr(config, section), **fields)
+            for section, fields in sections.items()
+        },
+    )
+
+
+def losses(records: list[dict]) -> np.ndarray:
+    return np.array([record["loss"] for record in records], np.float64)
+
+
+def written(config: Config) -> list[dict]:
+    """What metrics.jsonl says."""
+    return read_records(config.run.folder / "metrics.jsonl")
+
+
+def start_process(config: Config, folder: Path, *arguments: str) -> subprocess.Popen:
+    """Starts `train.py` with this configuration; its output goes to a pipe, errors with it."""
+    path = folder / "config.toml"
+    path.write_text(config_to_toml(config))
+    environment = {name: value for name, value in os.environ.items() if "SLURM" not in name}
+    return subprocess.Popen(
+        [sys.executable, "-W", "error", str(ROOT / "train.py"), "--config", str(path), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=folder,
+        env=environment | {"PYTHONPATH": str(ROOT)},
+    )
+
+
+def dumps(value: object) -> str:
+    """JSON, to compare nested values by."""
+    return json.dumps(value, sort_keys=True)
