@@ -56,8 +56,8 @@ def softmax_scores(
         axis_names: mesh axes the sequence is sharded over.
 
     Returns:
-        (vertical, slash), both int32 [B, Hq, n/g, g], 2^30 = all the mass of a head; both add up
-        to at most that over the whole sequence.
+        (vertical, slash), both int32 [B, Hq, n/g, g]; 2^30 is all the mass of a head, to which
+        each of them adds up over the whole sequence, but for rounding.
     """
     last_q = q_BHuD.shape[2]
     block_size = k_BnHD.shape[1] // block_ids.shape[0]
@@ -69,11 +69,10 @@ def softmax_scores(
         terms = relative_exp(logits, peak[..., None], scale)
         return peak, _round(terms * term_one).sum(-1, dtype=jnp.int32)
 
+    # Two passes over the logits cost less than keeping them: at 128K tokens and 16 heads they
+    # would take half a gigabyte. The results are [B, Hq, n/g, last_q].
     queries = (q_BHuD, last_positions(last_q, num_blocks * block_size))
-
-    block_peak, block_sum = map_logits(
-        block_normaliser, *queries, k_BnHD, block_ids, num_blocks
-    )  # [B, Hq, n/g, last_q]
+    block_peak, block_sum = map_logits(block_normaliser, *queries, k_BnHD, block_ids, num_blocks)
     peak = exchange.maximum(block_peak.max(2), axis_names)
     weight = relative_exp(block_peak, peak[:, :, None], scale)
     in_high_units = weight * (block_sum.astype(jnp.float32) * (2.0**_HIGH_BITS / term_one))

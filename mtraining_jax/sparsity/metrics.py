@@ -105,6 +105,7 @@ def attention_recall(
         fp32 [B, Hq] in [0, 1], mean over the rows, replicated. 1 is exact dense attention.
     """
     q, k = lax.stop_gradient((q_BnHD, k_BnHkD))
+    block_ids, positions = block_ids.astype(jnp.int32), jnp.asarray(positions, jnp.int32)
     scale = 1.0 / math.sqrt(q.shape[3]) if scale is None else scale
     num_ranks = lax.axis_size(tuple(axis_names)) if axis_names else 1
     num_blocks = block_ids.shape[0] * num_ranks

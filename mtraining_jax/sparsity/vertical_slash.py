@@ -60,6 +60,7 @@ def choose_index(
     """
     scale = _check(q_BnHD, k_BnHkD, pattern, block_ids, num_blocks, scale)
     q, k = lax.stop_gradient((q_BnHD, k_BnHkD))
+    block_ids = block_ids.astype(jnp.int32)
     seq_len = num_blocks * pattern.block_size
     last = estimate.last_positions(pattern.last_q, seq_len)
     q_last = exchange.gather_rows(q, last, block_ids, num_blocks, axis_names)
