@@ -1,0 +1,198 @@
+"""When things travel: read off the traced program, as numbers cannot tell it."""
+
+import functools
+from unittest import mock
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from mtraining_jax.parallel.layout import Layout
+from mtraining_jax.parallel.mesh import HEADS, make_mesh
+from mtraining_jax.parallel.ring import ring_attention
+from mtraining_jax.parallel.ring_schedule import RingPlan, StepTiles
+from pallas_kernels import attention as kernels
+from pallas_kernels.tiles import active_diagonals
+from tests.parallel import indices
+
+KERNELS = ("forward", "backward")
+MESHES = [(1, 8, False), (2, 4, False), (2, 4, True), (4, 2, True), (8, 1, True)]
+
+
+def layout_of(nodes, devices, hierarchical, kind="striped"):
+    return Layout(
+        kind, indices.SEQ_LEN, nodes * devices, indices.BLOCK_SIZE, nodes if hierarchical else 1
+    )
+
+
+@functools.cache
+def traced(nodes, devices, hierarchical, differentiate):
+    layout = layout_of(nodes, devices, hierarchical)
+
+    def local(q, k, v, dout, index):
+        def attend(q, k, v):
+            return ring_attention(q, k, v, index, layout=layout, hierarchical=hierarchical)
+
+        if not differentiate:
+            return attend(q, k, v)
+        return jax.vjp(attend, q, k, v)[1](dout)
+
+    mesh = make_mesh(1, nodes, devices)
+    sharded = jax.shard_map(
+        local, mesh=mesh, in_specs=(*[HEADS] * 4, P("data")), out_specs=HEADS, check_vma=False
+    )
+    # Each kernel call becomes one equation, whose outputs need all of its inputs.
+    static = {"static_argnames": ("scale", "backend")}
+    calls = {name: jax.jit(getattr(kernels, name), **static) for name in KERNELS}
+    with mock.patch.multiple(kernels, **calls):
+        return jax.make_jaxpr(sharded)(*indices.inputs(), indices.sparse()).jaxpr
+
+
+def inner_jaxprs(eqn):
+    for value in eqn.params.values():
+        for item in value if isinstance(value, (tuple, list)) else [value]:
+            inner = getattr(item, "jaxpr", item)
+            if hasattr(inner, "eqns"):
+                yield inner
+
+
+def walk(jaxpr, times=1):
+    """Every jaxpr inside another, with how often it runs."""
+    yield jaxpr, times
+    for eqn in jaxpr.eqns:
+        for inner in inner_jaxprs(eqn):
+            length = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+            yield from walk(inner, times * length)
+
+
+def is_kernel(eqn):
+    inside = (e for inner in inner_jaxprs(eqn) for jaxpr, _ in walk(inner) for e in jaxpr.eqns)
+    return any(e.params.get("name") in KERNELS for e in (eqn, *inside))
+
+
+def is_transfer(eqn):
+    return eqn.primitive.name == "ppermute"
+
+
+def exposed_transfers(jaxpr):
+    """Transfers of one jaxpr that no kernel beside them could hide.
+
+    A kernel can hide a transfer if neither needs what the other gives.
+    """
+    producer, needs = {}, []
+    for number, eqn in enumerate(jaxpr.eqns):
+        direct = {producer[v] for v in eqn.invars if not hasattr(v, "val") and v in producer}
+        needs.append(direct.union(*(needs[i] for i in direct)))
+        producer |= dict.fromkeys(eqn.outvars, number)
+    kernels = [number for number, eqn in enumerate(jaxpr.eqns) if is_kernel(eqn)]
+    return [
+        eqn
+        for number, eqn in enumerate(jaxpr.eqns)
+        if is_transfer(eqn)
+        and all(kernel in needs[number] or number in needs[kernel] for kernel in kernels)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "devices", "hierarchical", "ways_home"),
+    [
+        # A flat ring, or a ring of nodes: the last hop of dk and dv.
+        (1, 8, False, 1),
+        (2, 4, False, 1),
+        (8, 1, True, 1),
+        # The last hop inside the node and the one between nodes.
+        (2, 4, True, 2),
+        # The last hop inside the node in each of four outer steps, and the one between nodes.
+        (4, 2, True, 5),
+    ],
+)
+def test_every_transfer_has_a_kernel_to_hide_behind_but_gradients_on_their_last_hop(
+    nodes, devices, hierarchical, ways_home
+):
+    def exposed(differentiate):
+        return sum(
+            times * len(exposed_transfers(jaxpr))
+            for jaxpr, times in walk(traced(nodes, devices, hierarchical, differentiate))
+        )
+
+    assert exposed(False) == 0
+    assert exposed(True) == 2 * ways_home
+
+
+@pytest.mark.parametrize("differentiate", [False, True])
+def test_what_travels_in_the_loop_of_a_ring_is_sent_at_the_top(differentiate):
+    # The operands of a transfer are what the step began with: no equation precedes it.
+    found = 0
+    for jaxpr, _ in walk(traced(1, 8, False, differentiate)):
+        for eqn in jaxpr.eqns:
+            body = eqn.params["jaxpr"].jaxpr if eqn.primitive.name == "scan" else None
+            if body is not None and any(map(is_transfer, body.eqns)):
+                sent = {v for e in body.eqns if is_transfer(e) for v in e.invars}
+                assert sent <= set(body.invars) and is_kernel(eqn)
+                found += len(sent)
+    assert found == (2 + 4 if differentiate else 2)  # k, v forward; k, v, dk, dv backward
+
+
+@pytest.mark.parametrize(("nodes", "devices", "hierarchical"), MESHES)
+def test_no_hop_is_wasted(nodes, devices, hierarchical):
+    def hops(differentiate):
+        return sum(
+            times * sum(map(is_transfer, jaxpr.eqns))
+            for jaxpr, times in walk(traced(nodes, devices, hierarchical, differentiate))
+        )
+
+    ranks = nodes * devices
+    forward, backward = hops(False), hops(True) - hops(False)
+    # Keys and values see every rank but their own.
+    assert forward == 2 * (ranks - 1)
+    # Their gradients also go home: once around the ring, or around each ring of the hierarchy.
+    home = ranks
+    if hierarchical:
+        home = nodes * devices * (devices > 1) + nodes * (nodes > 1)
+    assert backward == 2 * (ranks - 1) + 2 * home
+
+
+@pytest.mark.parametrize(("nodes", "devices", "hierarchical"), MESHES)
+def test_a_ring_shows_every_rank_all_keys_once(nodes, devices, hierarchical):
+    plan = RingPlan(
+        layout_of(nodes, devices, hierarchical), ("node", "device"), (nodes, devices), hierarchical
+    )
+    steps = [(a, b) for a in range(plan.outer_size) for b in range(plan.inner_size)]
+    for rank in range(8):
+        assert sorted(plan.source(rank, *step) for step in steps) == list(range(8))
+        assert plan.source(rank, 0, 0) == rank
+
+
+@pytest.mark.parametrize("kind", ["striped", "zigzag", "contiguous"])
+@pytest.mark.parametrize("index_name", ["sparse", "dense"])
+def test_tiles_of_all_pairs_of_ranks_are_the_tiles_of_the_index(kind, index_name):
+    index = indices.sparse()
+    given = index
+    if index_name == "dense":
+        index, given = indices.dense(), None
+    layout = layout_of(2, 2, True, kind)
+    tiles = StepTiles(layout, given, indices.BATCH, indices.HEADS)
+    active = np.asarray(active_diagonals(index, indices.NUM_BLOCKS))
+    i, j = np.mgrid[: indices.NUM_BLOCKS, : indices.NUM_BLOCKS]
+    wanted = np.where(i >= j, active[:, :, np.maximum(i - j, 0)], False)
+
+    computed = np.zeros_like(wanted, int)
+    masked = np.zeros_like(wanted)
+    for query in (s for rank in range(4) for s in layout.segments(rank)):
+        for key in (s for rank in range(4) for s in layout.segments(rank)):
+            pair = jax.device_get(tiles.pair(query, key))
+            for b, h in np.ndindex(indices.BATCH, indices.HEADS):
+                offsets = pair.offsets[b, h, pair.start[b, h] : pair.stop[b, h]]
+                assert (np.diff(offsets) > 0).all()
+                for row in range(query.num_blocks):
+                    columns = row - offsets
+                    fits = (columns >= 0) & (columns < key.num_blocks)
+                    where = (
+                        b, h, query.first_block + query.stride * row,
+                        key.first_block + key.stride * columns[fits],
+                    )  # fmt: skip
+                    computed[where] += 1
+                    masked[where] = offsets[fits] == pair.diagonal
+    np.testing.assert_array_equal(computed, wanted)
+    np.testing.assert_array_equal(masked, wanted & (i == j))
