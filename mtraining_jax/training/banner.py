@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from mtraining_jax.config import Config, available_configs
 from mtraining_jax.training.metrics import Record
 from mtraining_jax.training.state import StateBuilder
+from pallas_kernels.backends import resolve
 
 
 def banner(config: Config, builder: StateBuilder, mesh: Mesh, data: str) -> list[str]:
@@ -59,13 +60,16 @@ def banner(config: Config, builder: StateBuilder, mesh: Mesh, data: str) -> list
 
 
 def backend_line(config: Config) -> str:
-    """The name of the attention kernels in use and why."""
-    device = jax.devices()[0]
-    if config.parallel.backend != "auto":
-        return f"{config.parallel.backend} (parallel.backend)"
-    if device.platform != "gpu":
-        return "xla (no Hopper GPU here)"
-    return f"xla (on {device.device_kind})"
+    """The name of the attention kernels in use, and why these."""
+    model, device = config.model, jax.devices()[0]
+    q = jax.ShapeDtypeStruct(
+        (1, config.sparsity.block_size, model.num_heads, model.head_dim), model.dtype
+    )
+    asked = config.parallel.backend
+    name = resolve(None if asked == "auto" else asked, q).__name__.rpartition(".")[2]
+    if asked != "auto":
+        return f"{name} (parallel.backend)"
+    return f"{name} ({'no Hopper GPU here' if device.platform == 'cpu' else device.device_kind})"
 
 
 def summary(config: Config, records: Sequence[Record], wrote: Sequence[str]) -> list[str]:
@@ -125,17 +129,24 @@ def _next_steps(config: Config) -> list[str]:
         )
     )
     others = [name for name in available_configs() if name != config.run.name]
-    command = _command()
-    lines = [f"  {command} {options}\n      {what}" for options, what in rows]
+    lines = [f"  {_command(options)}\n      {what}" for options, what in rows]
     if others:
         lines.append(f"  other configurations: {', '.join(others)}")
     return lines
 
 
-def _command() -> str:
-    """The command that was given, without the options that the advice is about."""
+def _command(options: str) -> str:
+    """The command that was given, with other options in place of those of the same name."""
+    names = {option.partition("=")[0] for option in options.split()}
+    kept, rest = [], list(sys.argv)
+    while rest:
+        argument = rest.pop(0)
+        if argument.partition("=")[0] not in names:
+            kept.append(argument)
+        elif "=" not in argument and rest and not rest[0].startswith("--"):
+            rest.pop(0)  # its value
     prefix = "uv run" if "UV" in os.environ else "python"
-    return f"{prefix} {shlex.join(sys.argv)}"
+    return f"{prefix} {shlex.join(kept)} {options}"
 
 
 def _density(records: Sequence[Record]) -> str:

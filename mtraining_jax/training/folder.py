@@ -4,6 +4,9 @@ import os
 import tempfile
 from pathlib import Path
 
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+
 from mtraining_jax.config import Config
 from mtraining_jax.errors import UserError
 from mtraining_jax.training.checkpoint import newest_step
@@ -34,6 +37,25 @@ def check_writable(config: Config) -> None:
             f"run.output_dir = {config.run.output_dir}: the run writes into {folder}, and {there} "
             f"cannot be written ({error.strerror}); choose another run.output_dir"
         ) from error
+
+
+def use_compile_cache(folder: str) -> None:
+    """Keeps compiled programs in `folder`, for this process and later ones.
+
+    Raises:
+        UserError: if the folder cannot be written.
+    """
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UserError(
+            f"run.compile_cache_dir = {folder} cannot be written ({error.strerror})"
+        ) from error
+    jax.config.update("jax_compilation_cache_dir", folder)
+    # Programs compiled before would otherwise have settled that there is no cache.
+    compilation_cache.reset_cache()
 
 
 def resume_step(config: Config) -> int | None:

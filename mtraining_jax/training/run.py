@@ -55,7 +55,7 @@ def _run(config: Config, display: Display) -> list[Record]:
         display.say(*banner.already_complete(config, resume_from))
         return []
     if config.run.compile_cache_dir is not None:
-        jax.config.update("jax_compilation_cache_dir", config.run.compile_cache_dir)
+        folder.use_compile_cache(config.run.compile_cache_dir)
     _start_anew_or_go_on(config, resume_from, display)
     trainer = Trainer(config, resume_from, display)
     try:
@@ -152,15 +152,17 @@ class Trainer:
         """
         config, total = self.config, self.config.run.steps
         records: list[Record] = []
-        step_compiled = self._compile()
+        batch = next(self._batches)
+        train_step, measure_recall = self._compile(batch)
         pending: _Pending | None = None
-        batch = self._first_batch
         self.display.start(self._step, total)
         self._clock = time.perf_counter()
         while True:
             self._step += 1
-            recall = self._recall_if_due(batch)
-            self._state, metrics = step_compiled(self._state, batch)
+            recall = None
+            if measure_recall and (self._step - 1) % config.metrics.recall_every == 0:
+                recall = np.asarray(measure_recall(self._state, batch))
+            self._state, metrics = train_step(self._state, batch)
             if pending is not None:
                 records.append(self._finish(pending))
             pending = _Pending(metrics, recall)
@@ -192,19 +194,19 @@ class Trainer:
         if errors:
             raise errors[0]
 
-    def _compile(self) -> Callable[..., Any]:
+    def _compile(
+        self, batch: dict[str, jax.Array]
+    ) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
+        """The training step, and what measures recall if that is asked for."""
         self.display.say("compiling the training step ...")
         begin = time.perf_counter()
-        self._first_batch = next(self._batches)
-        compiled = self._train_step.lower(self._state, self._first_batch).compile()
+        train_step = self._train_step.lower(self._state, batch).compile()
+        measure_recall = None
+        # Dense attention keeps all of the mass.
+        if self.config.metrics.recall_every and self.config.sparsity.kind != "dense":
+            measure_recall = self._measure_recall.lower(self._state, batch).compile()
         self.display.say(f"compiled in {time.perf_counter() - begin:.1f} s")
-        return compiled
-
-    def _recall_if_due(self, batch: dict[str, jax.Array]) -> np.ndarray | None:
-        every = self.config.metrics.recall_every
-        if not every or self.config.sparsity.kind == "dense" or (self._step - 1) % every:
-            return None
-        return np.asarray(self._measure_recall(self._state, batch))
+        return train_step, measure_recall
 
     def _finish(self, pending: _Pending) -> Record:
         """Reads the metrics of a step, tells them, and stops the run if it cannot go on."""
