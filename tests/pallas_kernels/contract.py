@@ -17,7 +17,7 @@ from jax import Array
 
 import pallas_kernels
 from pallas_kernels import DiagonalTiles, Partial, VerticalColumns, VerticalSlashIndex
-from pallas_kernels.tiles import NO_DIAGONAL
+from pallas_kernels.tiles import COLUMN_TILE, NO_DIAGONAL
 from tests.pallas_kernels import brute_force, cases
 from tests.pallas_kernels.cases import Size
 from tests.pallas_kernels.expected import (
@@ -70,9 +70,9 @@ class AttentionContract:
         size = dataclasses.replace(self._size(), heads=heads, kv_heads=kv_heads)
         self._count_vertical_slash(size, self.dtypes[group % len(self.dtypes)], seed=group)
 
-    def test_more_columns_than_one_tile_are_counted_once(self) -> None:
-        size = self._size()
-        self._count_vertical_slash(size, self.dtypes[0], seed=20, max_verticals=130)
+    def test_the_first_column_of_a_second_tile_is_counted_once(self) -> None:
+        size, capacity = self._size(), COLUMN_TILE + 1
+        self._count_vertical_slash(size, self.dtypes[0], seed=20, max_verticals=capacity)
 
     def test_other_block_sizes_count_each_pair_once(self, other_block_size: int) -> None:
         size = dataclasses.replace(self._size(), block_size=other_block_size)
@@ -181,6 +181,23 @@ class AttentionContract:
         for out, lse in (chained, pallas_kernels.merge(Partial(*a), Partial(*b))):
             compare("out", out, expected["out"], q.dtype)
             compare_lse(lse, expected["lse"])
+
+    def test_a_step_without_any_tile_changes_nothing(self) -> None:
+        rng, size = np.random.default_rng(7), self._unequal(wide=False)
+        q, k, v, dout = cases.qkv_dout(rng, size, self.dtypes[0])
+        tiles = cases.diagonal_tiles(rng, size, capacity=8, diagonal=1)
+        nothing = dataclasses.replace(tiles, stop=tiles.start)
+        empty = self._forward(q, k, v, nothing, out_dtype="float32")
+        assert (np.asarray(empty[0]) == 0).all() and (np.asarray(empty[1]) == -np.inf).all()
+        for init in (empty, self._forward(q, k, v, tiles, out_dtype="float32")):
+            out, lse = self._forward(q, k, v, nothing, init=tuple(init))
+            # A backend may keep lse in another base, so its last bit may move.
+            np.testing.assert_allclose(out, init[0], rtol=1e-6, err_msg="out")
+            np.testing.assert_allclose(lse, init[1], rtol=1e-6, atol=1e-6, err_msg="lse")
+        row = (dout, lse, pallas_kernels.delta_of(out, dout))
+        grads = backward(q, k, v, *row, nothing, backend=self.backend)
+        for name in ("dq", "dk", "dv"):
+            assert (np.asarray(getattr(grads, name)) == 0).all(), name
 
     def test_striped_ring_steps_add_up_to_the_whole(self) -> None:
         """Two ranks, by hand: verticals first, then each shard of keys; gradients summed."""
