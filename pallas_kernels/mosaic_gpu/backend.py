@@ -1,0 +1,85 @@
+"""The Hopper backend behind the contract of `pallas_kernels.attention`."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_kernels.gradients import Gradients
+from pallas_kernels.mosaic_gpu.backward_keys import backward_keys_kernel
+from pallas_kernels.mosaic_gpu.backward_rows import backward_rows_kernel
+from pallas_kernels.mosaic_gpu.common import TILE
+from pallas_kernels.mosaic_gpu.configs import Configs, configs_for
+from pallas_kernels.mosaic_gpu.forward import forward_kernel
+from pallas_kernels.mosaic_gpu.schedule import key_work, query_work
+from pallas_kernels.tiles import Tiles, VerticalColumns
+
+HEAD_DIMS = (64, 128)
+DTYPES = (jnp.bfloat16, jnp.float16)
+
+
+def unsupported(q: Array, block_size: int) -> str | None:
+    """Why these kernels cannot run a call, or None if they can."""
+    if jnp.dtype(q.dtype) not in [jnp.dtype(d) for d in DTYPES]:
+        return f"dtype {q.dtype} (bfloat16 or float16 is needed)"
+    if q.shape[-1] not in HEAD_DIMS:
+        return f"head dim {q.shape[-1]} (64 or 128 is needed)"
+    if block_size != TILE:
+        return f"block_size {block_size} (128 is needed)"
+    return None
+
+
+def forward(
+    q: Array, k: Array, v: Array, tiles: Tiles | None, verticals: VerticalColumns | None,
+    *, scale: float, init: tuple[Array, Array] | None, out_dtype: jnp.dtype,
+    configs: Configs | None = None, interpret: Any = False,
+) -> tuple[Array, Array]:
+    """See `pallas_kernels.attention.forward`."""
+    configs = configs or configs_for(q.shape[-1])
+    work = query_work(tiles, verticals, *_sizes(q, k))
+    if init is not None:
+        init = tuple(x.astype(jnp.float32) for x in init)
+    return forward_kernel(
+        q, k, v, work, verticals, init, scale=scale, out_dtype=out_dtype,
+        config=configs.forward, num_blocks=_multiprocessors(interpret), interpret=interpret,
+    )
+
+
+def backward(
+    q: Array, k: Array, v: Array, dout: Array, lse: Array, delta: Array,
+    tiles: Tiles | None, verticals: VerticalColumns | None, *, scale: float,
+    dq_dtype: jnp.dtype = jnp.float32, configs: Configs | None = None, interpret: Any = False,
+) -> Gradients:
+    """See `pallas_kernels.attention.backward`."""
+    configs = configs or configs_for(q.shape[-1])
+    sizes = _sizes(q, k)
+    dout = dout.astype(q.dtype)
+    base = jnp.where(lse > -jnp.inf, lse / -scale, -jnp.inf)
+    common = {"scale": scale, "num_blocks": _multiprocessors(interpret), "interpret": interpret}
+    dq = backward_rows_kernel(
+        q, k, v, dout, base, delta, query_work(tiles, verticals, *sizes), verticals,
+        out_dtype=dq_dtype, config=configs.rows, **common,
+    )
+    dk, dv, dk_columns, dv_columns = backward_keys_kernel(
+        q, k, v, dout, base, -delta, key_work(tiles, verticals, *sizes), verticals,
+        config=configs.keys, **common,
+    )
+    if tiles is None:
+        dk = dv = None
+    return Gradients(dq, dk, dv, dk_columns, dv_columns)
+
+
+def _sizes(q: Array, k: Array) -> tuple[int, int, int, int, int]:
+    """Batch, query heads, query blocks, key blocks, key/value heads."""
+    return q.shape[0], q.shape[2], q.shape[1] // TILE, k.shape[1] // TILE, k.shape[2]
+
+
+def _multiprocessors(interpret: Any) -> int:
+    """Thread blocks of the persistent kernels: one for each multiprocessor."""
+    if interpret:
+        return 2
+    abstract = jax.sharding.get_abstract_mesh().abstract_device
+    if abstract is not None and abstract.num_cores:
+        return abstract.num_cores
+    return jax.devices("gpu")[0].core_count

@@ -1,0 +1,427 @@
+"""Hopper backward kernel for keys and values: dk and dv of blocks and of gathered columns.
+
+A thread block owns 128 keys, 64 for each compute warpgroup, and walks the query blocks that
+see them, for every query head of the group in turn, 64 queries a step. The gradients of its
+keys stay in registers from the first query to the last, so nothing is added in global memory
+and the sum has one order.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.mosaic_gpu.common import (
+    COLUMN_LAYOUT,
+    LOG2E,
+    ROW_LAYOUT,
+    ROWS,
+    TILE,
+    WARPGROUPS,
+    WORD,
+    iota,
+    keep_bias,
+    product_plus,
+    rows_to_tile,
+    tiled,
+)
+from pallas_kernels.mosaic_gpu.schedule import (
+    FIRST_ROW,
+    FULL_ROW,
+    KEY_BATCH,
+    KEY_BLOCK,
+    KEY_COLUMNS,
+    KEY_HEAD,
+    KIND,
+    KeyWorkList,
+)
+from pallas_kernels.tiles import VerticalColumns
+
+_STEP = 64  # queries of one step
+_STEPS = TILE // _STEP
+
+
+@dataclasses.dataclass(frozen=True)
+class KeysConfig:
+    """Tuning of the kernel for dk and dv."""
+
+    stages: int = 4  # steps of queries in flight
+    deferred: bool = True  # a step's last products run under the next step's first ones
+    compute_registers: int = 240
+    memory_registers: int = 24
+
+
+class _KeyItem:
+    """One item of a key work list, read from global memory."""
+
+    def __init__(self, items: Any, n: Array):
+        self.columns = items[n, KIND] == KEY_COLUMNS
+        self.batch = items[n, KEY_BATCH]
+        self.head = items[n, KEY_HEAD]
+        self.block = items[n, KEY_BLOCK]
+        self.first_row = items[n, FIRST_ROW]
+        self.full_row = items[n, FULL_ROW]
+
+
+def backward_keys_kernel(
+    q: Array, k: Array, v: Array, dout: Array, base: Array, minus_delta: Array, work: KeyWorkList,
+    verticals: VerticalColumns | None, *, scale: float, config: KeysConfig, num_blocks: int,
+    interpret: Any = False,
+) -> tuple[Array, Array, Array | None, Array | None]:
+    """Runs the kernel: dv = P^T dO, dk = scale * dS^T Q with dS = P * (dP - delta).
+
+    Args:
+        q, dout: [B, nq, Hq, D] bf16 or fp16, D 64 or 128, nq a multiple of 128.
+        k, v: [B, nk, Hk, D].
+        base: fp32 [B, Hq, nq], -lse / scale of the rows' final lse; -inf for empty rows.
+        minus_delta: fp32 [B, Hq, nq].
+        work: from `key_work`.
+        verticals: the columns that `work` refers to.
+        scale: of the logits.
+        config: tuning.
+        num_blocks: persistent thread blocks.
+        interpret: False, or parameters of the Pallas GPU interpreter.
+
+    Returns:
+        fp32 dk, dv [B, nk, Hk, D], summed over the query heads of a group, and dk, dv of the
+        columns [B, Mv, Hq, D] (None without verticals).
+    """
+    head_dim, group = q.shape[-1], q.shape[2] // k.shape[2]
+    dtype = q.dtype
+    stages = config.stages
+    num_items = work.items.shape[0]
+    num_blocks = min(num_blocks, num_items)
+    num_query_blocks = q.shape[1] // TILE
+    interpreted = bool(interpret)
+    has_columns = verticals is not None
+    log2_scale = scale * LOG2E
+    names = ["q", "k", "v", "dout", "base", "minus_delta"]
+    names += ["items", "lists", "first", "last", "diagonal"]
+    names += ["kc", "vc", "keep", "tokens", "query_blocks"] if has_columns else []
+    names += ["dk", "dv"] + (["dkc", "dvc"] if has_columns else []) + ["smem", "bars"]
+
+    def kernel(*arguments):
+        refs = dict(zip(names, arguments, strict=True))
+        smem, bars = refs["smem"], refs["bars"]
+        warpgroup, block = lax.axis_index("wg"), lax.axis_index("block")
+        count = lax.div(num_items - block + num_blocks - 1, num_blocks)
+        own = pl.ds(warpgroup * ROWS, ROWS)
+
+        def item(n):
+            return _KeyItem(refs["items"], block + n * num_blocks)
+
+        def query_block(it, head, s):
+            if work.listed:
+                return refs["lists"][it.batch, head, it.block, s]
+            return it.block + refs["lists"][it.batch, head, s]
+
+        def over_heads(it, visit, carry):
+            """Calls visit(head, first, last, carry) for the heads that see a key block."""
+
+            def member(m, carry):
+                head = it.head * group + m
+                first = refs["first"][it.batch, head, it.block]
+                last = refs["last"][it.batch, head, it.block]
+                return visit(head, first, last, carry)
+
+            return lax.fori_loop(0, group, member, carry)
+
+        def memory_warpgroup():
+            plgpu.set_max_registers(config.memory_registers, action="decrease")
+
+            def load_rows(batch, head, row_block, step):
+                """The two steps of one query block."""
+                for part in range(_STEPS):
+                    slot = lax.rem(step + part, stages)
+
+                    @pl.when(step + part >= stages)
+                    def _(slot=slot):
+                        plgpu.barrier_wait(bars["free"].at[slot])
+
+                    rows = pl.ds(row_block * TILE + part * _STEP, _STEP)
+                    for name in ("q", "dout"):
+                        plgpu.copy_gmem_to_smem(
+                            refs[name].at[batch, rows, head], smem[name].at[slot],
+                            bars["full"].at[slot],
+                        )
+                    for name in ("base", "minus_delta"):
+                        plgpu.copy_gmem_to_smem(
+                            refs[name].at[batch, head, rows], smem[name].at[slot],
+                            bars["full"].at[slot],
+                        )
+                return step + _STEPS
+
+            def load_item(n, step):
+                it = item(n)
+
+                @pl.when(n >= 1)
+                def _():
+                    plgpu.barrier_wait(bars["keys_free"])
+
+                keys = pl.ds(it.block * TILE, TILE)
+
+                def load_block(step):
+                    for name in ("k", "v"):
+                        plgpu.copy_gmem_to_smem(
+                            refs[name].at[it.batch, keys, it.head], smem[name],
+                            bars["keys_full"],
+                        )
+
+                    def visit(head, first, last, step):
+                        def entry(s, carry):
+                            number, step = carry
+                            following = query_block(it, head, lax.min(s + 1, last - 1))
+                            return following, load_rows(it.batch, head, number, step)
+
+                        start = lax.cond(
+                            last > first,
+                            lambda: query_block(it, head, first),
+                            lambda: jnp.int32(0),
+                        )
+                        return lax.fori_loop(first, last, entry, (start, step))[1]
+
+                    return over_heads(it, visit, step)
+
+                def load_columns(step):
+                    for name in ("k", "v"):
+                        plgpu.copy_gmem_to_smem(
+                            refs[name + "c"].at[it.batch, keys, it.head], smem[name],
+                            bars["keys_full"],
+                        )
+
+                    def entry(i, step):
+                        return load_rows(it.batch, it.head, i, step)
+
+                    return lax.fori_loop(it.first_row, num_query_blocks, entry, step)
+
+                if not has_columns:
+                    return load_block(step)
+                return lax.cond(it.columns, load_columns, load_block, step)
+
+            steps = lax.fori_loop(0, count, load_item, jnp.int32(0))
+
+            def drain(step, _):
+                plgpu.barrier_wait(bars["free"].at[lax.rem(step, stages)])
+
+            lax.fori_loop(lax.max(0, steps - stages), steps, drain, None)
+
+            @pl.when(count > 0)
+            def _():
+                plgpu.barrier_wait(bars["keys_free"])
+
+        def compute_warpgroup():
+            plgpu.set_max_registers(config.compute_registers, action="increase")
+            k_tile, v_tile = smem["k"].at[own], smem["v"].at[own]
+
+            def release(step):
+                @pl.when(step >= 0)
+                def _():
+                    plgpu.barrier_arrive(bars["free"].at[lax.rem(step, stages)])
+
+            def query_step(step, mask, accumulate, started):
+                """One step; `started` is false in the first step of an item."""
+                slot = lax.rem(step, stages)
+                q_tile, dout_tile = smem["q"].at[slot], smem["dout"].at[slot]
+                plgpu.barrier_wait(bars["full"].at[slot])
+                shape = (ROWS, _STEP)
+
+                def columns(name):
+                    values = plgpu.load(smem[name].at[slot], layout=COLUMN_LAYOUT)
+                    return lax.broadcast_in_dim(values, shape, [1])
+
+                # The accumulators start from -lse / scale and -delta, which the columns would
+                # otherwise subtract element by element.
+                logits = product_plus(
+                    lambda: columns("base"), k_tile, q_tile.T, shape, interpreted
+                )
+                if config.deferred:
+                    # The products of the step before are older than this one's.
+                    pl.when(started)(lambda: release(step - 1))
+                p = jnp.exp2(mask(logits) * log2_scale)
+                accumulate("dv", p.astype(dtype), dout_tile)
+                dp = product_plus(
+                    lambda: columns("minus_delta"), v_tile, dout_tile.T, shape, interpreted
+                )
+                accumulate("dk", (p * dp).astype(dtype), q_tile)
+                if not config.deferred:
+                    if not interpreted:
+                        plgpu.wgmma_wait(0)
+                    release(step)
+
+            def walk_block(it, begin, step, accumulate):
+                def visit(head, first, last, step):
+                    def entry(s, step):
+                        offset = query_block(it, head, s) - it.block
+                        shift = jnp.where(offset == refs["diagonal"][0], 0, TILE)
+                        for part in range(_STEPS):
+                            # Only a list's first entry can be the diagonal, but a branch would
+                            # double the code; the comparison is hidden by the products.
+                            def mask(logits, part=part):
+                                key = iota(logits, 0) + warpgroup * ROWS
+                                query = iota(logits, 1) + (part * _STEP + shift)
+                                return jnp.where(query >= key, logits, -jnp.inf)
+
+                            query_step(step + part, mask, accumulate, step + part > begin)
+                        return step + _STEPS
+
+                    def plain(s, step):
+                        for part in range(_STEPS):
+                            query_step(
+                                step + part, lambda x: x, accumulate, step + part > begin
+                            )
+                        return step + _STEPS
+
+                    one = lax.min(first + 1, last)
+                    step = lax.fori_loop(first, one, entry, step)
+                    return lax.fori_loop(one, last, plain, step)
+
+                return over_heads(it, visit, step)
+
+            def walk_columns(it, begin, step, accumulate):
+                tokens = plgpu.load(
+                    refs["tokens"].at[
+                        it.batch, it.head, pl.ds(it.block * TILE + warpgroup * ROWS, ROWS)
+                    ],
+                    layout=ROW_LAYOUT, optimized=False,
+                )
+                index = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW_LAYOUT)
+                first_word = it.block * (TILE // WORD) + warpgroup * (ROWS // WORD)
+
+                def read(i):
+                    return [
+                        refs["keep"][it.batch, it.head, i, first_word + w]
+                        for w in range(ROWS // WORD)
+                    ]
+
+                def entry(i, carry, causal):
+                    step, words = carry
+                    # The next block's words are read ahead, to hide the latency.
+                    following = read(lax.min(i + 1, num_query_blocks - 1))
+                    bias = keep_bias(words, index)
+                    first_query = refs["query_blocks"][i] * TILE if causal else 0
+                    for part in range(_STEPS):
+
+                        def mask(logits, part=part):
+                            logits = logits + rows_to_tile(bias, logits)
+                            if causal:
+                                key = rows_to_tile(tokens - first_query, logits)
+                                logits = jnp.where(
+                                    iota(logits, 1) + part * _STEP >= key, logits, -jnp.inf
+                                )
+                            return logits
+
+                        query_step(step + part, mask, accumulate, step + part > begin)
+                    return step + _STEPS, following
+
+                carry = step, read(lax.min(it.first_row, num_query_blocks - 1))
+                carry = lax.fori_loop(
+                    it.first_row, it.full_row, lambda i, c: entry(i, c, True), carry
+                )
+                return lax.fori_loop(
+                    it.full_row, num_query_blocks, lambda i, c: entry(i, c, False), carry
+                )[0]
+
+            def compute_item(n, step):
+                it = item(n)
+                plgpu.barrier_wait(bars["keys_full"])
+
+                def walk(accumulate):
+                    if not has_columns:
+                        return walk_block(it, step, step, accumulate)
+                    return lax.cond(
+                        it.columns,
+                        lambda: walk_columns(it, step, step, accumulate),
+                        lambda: walk_block(it, step, step, accumulate),
+                    )
+
+                if interpreted:
+                    smem["dk"][warpgroup] = jnp.zeros((ROWS, head_dim), jnp.float32)
+                    smem["dv"][warpgroup] = jnp.zeros((ROWS, head_dim), jnp.float32)
+
+                    def accumulate(name, weights, tile):
+                        smem["p"][warpgroup] = weights
+                        plgpu.commit_smem()
+
+                        def product(ref):
+                            plgpu.wgmma(ref, smem["p"].at[warpgroup], tile)
+                            return ref[...]
+
+                        acc = plgpu.ACC((ROWS, head_dim), jnp.float32)
+                        smem[name][warpgroup] += pl.run_scoped(product, acc)
+
+                    end = walk(accumulate)
+                    dk, dv = smem["dk"][warpgroup], smem["dv"][warpgroup]
+                else:
+
+                    def body(dk_ref, dv_ref):
+                        gradients = {"dk": dk_ref, "dv": dv_ref}
+                        end = walk(lambda name, w, tile: plgpu.wgmma(gradients[name], w, tile))
+                        return dk_ref[...], dv_ref[...], end
+
+                    acc = plgpu.ACC((ROWS, head_dim), jnp.float32)
+                    dk, dv, end = pl.run_scoped(body, acc, acc)
+                if config.deferred:
+                    pl.when(end > step)(lambda: release(end - 1))
+                plgpu.barrier_arrive(bars["keys_free"])
+                rows = pl.ds(it.block * TILE + warpgroup * ROWS, ROWS)
+
+                def store(suffix):
+                    refs["dk" + suffix].at[it.batch, rows, it.head][...] = dk * scale
+                    refs["dv" + suffix].at[it.batch, rows, it.head][...] = dv
+
+                if has_columns:
+                    pl.when(it.columns)(lambda: store("c"))
+                    pl.when(jnp.logical_not(it.columns))(lambda: store(""))
+                else:
+                    store("")
+                return end
+
+            lax.fori_loop(0, count, compute_item, jnp.int32(0))
+
+        pl.when(warpgroup == WARPGROUPS)(memory_warpgroup)
+        pl.when(warpgroup < WARPGROUPS)(compute_warpgroup)
+
+    smem = {
+        "k": tiled((TILE, head_dim), dtype),
+        "v": tiled((TILE, head_dim), dtype),
+        "q": tiled((stages, _STEP, head_dim), dtype),
+        "dout": tiled((stages, _STEP, head_dim), dtype),
+        "base": plgpu.SMEM((stages, _STEP), jnp.float32),
+        "minus_delta": plgpu.SMEM((stages, _STEP), jnp.float32),
+    }
+    if interpreted:
+        smem["p"] = tiled((WARPGROUPS, ROWS, _STEP), dtype)
+        smem["dk"] = plgpu.SMEM((WARPGROUPS, ROWS, head_dim), jnp.float32)
+        smem["dv"] = plgpu.SMEM((WARPGROUPS, ROWS, head_dim), jnp.float32)
+    bars = {
+        "keys_full": plgpu.Barrier(num_arrivals=2),
+        "keys_free": plgpu.Barrier(num_arrivals=WARPGROUPS),
+        "full": plgpu.Barrier(num_arrivals=4, num_barriers=stages),
+        "free": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages),
+    }
+    arrays = [q, k, v, dout, base, minus_delta]
+    arrays += [work.items, work.lists, work.first, work.last, work.diagonal]
+    outputs = [jax.ShapeDtypeStruct(k.shape, jnp.float32)] * 2
+    if has_columns:
+        arrays += [
+            verticals.k, verticals.v, lax.bitcast_convert_type(verticals.keep, jnp.int32),
+            verticals.tokens, verticals.query_blocks,
+        ]
+        outputs += [jax.ShapeDtypeStruct(verticals.k.shape, jnp.float32)] * 2
+    results = plgpu.kernel(
+        kernel,
+        out_type=outputs,
+        scratch_types=[smem, bars],
+        grid=(num_blocks,),
+        grid_names=("block",),
+        num_threads=WARPGROUPS + 1,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret,
+    )(*arrays)
+    return tuple(results) if has_columns else (*results, None, None)
+

@@ -1,0 +1,242 @@
+"""Hopper backward kernel for queries: dq, over the same lists as the forward kernel."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.mosaic_gpu.common import (
+    LOG2E,
+    ROWS,
+    TILE,
+    WARPGROUPS,
+    Item,
+    Producer,
+    Walk,
+    full,
+    load_rows,
+    operand_names,
+    operands,
+    rows_to_tile,
+    stream_barriers,
+    stream_memory,
+    tiled,
+)
+from pallas_kernels.mosaic_gpu.schedule import WorkList
+from pallas_kernels.tiles import VerticalColumns
+
+_KEYS = 64  # keys taken at a time: two accumulators of a whole tile would not fit
+_PARTS = TILE // _KEYS
+
+
+@dataclasses.dataclass(frozen=True)
+class RowsConfig:
+    """Tuning of the dq kernel."""
+
+    stages: int = 2  # key and value tiles in flight
+    compute_registers: int = 240
+    memory_registers: int = 24
+
+
+def backward_rows_kernel(
+    q: Array, k: Array, v: Array, dout: Array, base: Array, delta: Array, work: WorkList,
+    verticals: VerticalColumns | None, *, scale: float, out_dtype: jnp.dtype,
+    config: RowsConfig, num_blocks: int, interpret: Any = False,
+) -> Array:
+    """Runs the kernel: dS = P * (dP - delta), dq = scale * dS K.
+
+    Args:
+        q, dout: [B, nq, Hq, D] bf16 or fp16, D 64 or 128, nq a multiple of 128.
+        k, v: [B, nk, Hk, D].
+        base: fp32 [B, Hq, nq], -lse / scale of the rows' final lse; -inf for empty rows.
+        delta: fp32 [B, Hq, nq].
+        work: from `query_work`.
+        verticals: the columns that `work` refers to.
+        scale: of the logits.
+        out_dtype: of dq.
+        config: tuning.
+        num_blocks: persistent thread blocks.
+        interpret: False, or parameters of the Pallas GPU interpreter.
+
+    Returns:
+        dq [B, nq, Hq, D].
+    """
+    head_dim, group = q.shape[-1], q.shape[2] // k.shape[2]
+    dtype = q.dtype
+    out_dtype = jnp.dtype(out_dtype)
+    stages = config.stages
+    num_items = work.items.shape[0]
+    num_blocks = min(num_blocks, num_items)
+    interpreted = bool(interpret)
+    log2_scale = scale * LOG2E
+    names = ["q", "k", "v", "dout", "base", "delta", *operand_names(verticals)]
+    names += ["dq", "smem", "bars"]
+
+    def kernel(*arguments):
+        refs = dict(zip(names, arguments, strict=True))
+        smem, bars = refs["smem"], refs["bars"]
+        walk = Walk(refs, work, verticals is not None)
+        warpgroup, block = lax.axis_index("wg"), lax.axis_index("block")
+        count = lax.div(num_items - block + num_blocks - 1, num_blocks)
+
+        def item(n):
+            return Item(refs["items"], block + n * num_blocks)
+
+        def memory_warpgroup():
+            plgpu.set_max_registers(config.memory_registers, action="decrease")
+            producer = Producer(walk, smem, bars, stages, lag=False)
+
+            def load_item(n, step):
+                it = item(n)
+
+                @pl.when(n >= 1)
+                def _():
+                    plgpu.barrier_wait(bars["q_free"])
+
+                rows = pl.ds(it.block * TILE, TILE)
+                for name in ("q", "dout"):
+                    plgpu.copy_gmem_to_smem(
+                        refs[name].at[it.batch, rows, it.head], smem[name], bars[f"{name}_full"]
+                    )
+                return producer.load_item(it, group, step)
+
+            producer.drain(lax.fori_loop(0, count, load_item, jnp.int32(0)))
+
+            @pl.when(count > 0)
+            def _():
+                plgpu.barrier_wait(bars["q_free"])
+
+        def compute_warpgroup():
+            plgpu.set_max_registers(config.compute_registers, action="increase")
+            own = pl.ds(warpgroup * ROWS, ROWS)
+            q_tile, dout_tile = smem["q"].at[own], smem["dout"].at[own]
+
+            def compute_item(n, step):
+                it = item(n)
+                rows = pl.ds(it.block * TILE + warpgroup * ROWS, ROWS)
+                base = load_rows(refs["base"].at[it.batch, it.head, rows])
+                delta = load_rows(refs["delta"].at[it.batch, it.head, rows])
+                plgpu.barrier_wait(bars["q_full"])
+                plgpu.barrier_wait(bars["dout_full"])
+
+                def gradient(part, slot, mask, prepared):
+                    """dS of some keys of a tile, in the operand dtype.
+
+                    The accumulators start from -lse / scale and -delta, which the rows would
+                    otherwise subtract element by element.
+                    """
+                    keys = pl.ds(part * _KEYS, _KEYS)
+                    k_tile, v_tile = smem["k"].at[slot, keys], smem["v"].at[slot, keys]
+
+                    def body(s_ref, dp_ref):
+                        zero = full((ROWS, _KEYS), 0.0, plgpu.Layout.WGMMA)
+                        s_base, dp_base = rows_to_tile(base, zero), rows_to_tile(-delta, zero)
+                        bias = mask.bias(smem, slot, part * _KEYS, _KEYS)
+                        s_base = s_base if bias is None else s_base + bias
+                        if not interpreted:
+                            s_ref[...], dp_ref[...] = s_base, dp_base
+                        plgpu.wgmma(s_ref, q_tile, k_tile.T)
+                        plgpu.wgmma(dp_ref, dout_tile, v_tile.T)
+                        if interpreted:
+                            logits, dp = s_ref[...] + s_base, dp_ref[...] + dp_base
+                        else:
+                            logits = plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
+                        p = jnp.exp2(mask.apply(prepared, logits, part * _KEYS) * log2_scale)
+                        if not interpreted:
+                            dp = dp_ref[...]
+                        return p * dp
+
+                    acc = plgpu.ACC((ROWS, _KEYS), jnp.float32)
+                    return pl.run_scoped(body, acc, acc).astype(dtype)
+
+                def tile(s, dq, mask, product):
+                    """Adds the dq of tile s by `product(dq, dS, keys)`."""
+                    slot = lax.rem(step + s, stages)
+                    prepared = mask.prepare(s)
+                    plgpu.barrier_wait(bars["k_full"].at[slot])
+                    plgpu.barrier_wait(bars["v_full"].at[slot])
+                    mask.await_bias(bars, slot)
+                    for part in range(_PARTS):
+                        ds = gradient(part, slot, mask, prepared)
+                        if part == _PARTS - 1:
+                            plgpu.barrier_arrive(bars["v_free"].at[slot])
+                        dq = product(dq, ds, smem["k"].at[slot, pl.ds(part * _KEYS, _KEYS)])
+                    if not interpreted:
+                        plgpu.wgmma_wait(0)
+                    plgpu.barrier_arrive(bars["k_free"].at[slot])
+                    return dq
+
+                def in_place(dq_ref, ds, keys):
+                    plgpu.wgmma(dq_ref, ds, keys)
+                    return dq_ref
+
+                def by_value(dq, ds, keys):
+                    smem["ds"][warpgroup] = ds
+                    plgpu.commit_smem()
+
+                    def product(ref):
+                        plgpu.wgmma(ref, smem["ds"].at[warpgroup], keys)
+                        return ref[...]
+
+                    return dq + pl.run_scoped(product, plgpu.ACC(dq.shape, jnp.float32))
+
+                segments = walk.segments(it, warpgroup)
+                def walk_tiles(dq, product):
+                    for start, stop, mask in segments:
+                        body = functools.partial(tile, mask=mask, product=product)
+                        dq = lax.fori_loop(start, stop, body, dq)
+                    return dq
+
+                if interpreted:
+                    dq = walk_tiles(jnp.zeros((ROWS, head_dim), jnp.float32), by_value)
+                else:
+                    dq = pl.run_scoped(
+                        lambda ref: walk_tiles(ref, in_place)[...],
+                        plgpu.ACC((ROWS, head_dim), jnp.float32),
+                    )
+                dq = (dq * scale).astype(out_dtype)
+                target = refs["dq"].at[it.batch, rows, it.head]
+                if out_dtype == dtype:
+                    q_tile[...] = dq  # the queries are no longer needed
+                    plgpu.commit_smem()
+                    plgpu.copy_smem_to_gmem(q_tile, target)
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                else:
+                    target[...] = dq
+                plgpu.barrier_arrive(bars["q_free"])
+                return step + it.steps
+
+            lax.fori_loop(0, count, compute_item, jnp.int32(0))
+
+        pl.when(warpgroup == WARPGROUPS)(memory_warpgroup)
+        pl.when(warpgroup < WARPGROUPS)(compute_warpgroup)
+
+    smem = {
+        "q": tiled((WARPGROUPS * ROWS, head_dim), dtype),
+        "dout": tiled((WARPGROUPS * ROWS, head_dim), dtype),
+        **stream_memory(stages, head_dim, dtype, verticals is not None),
+    }
+    if interpreted:
+        smem["ds"] = tiled((WARPGROUPS, ROWS, _KEYS), dtype)
+    bars = {
+        "q_full": plgpu.Barrier(),
+        "dout_full": plgpu.Barrier(),
+        "q_free": plgpu.Barrier(num_arrivals=WARPGROUPS),
+        **stream_barriers(stages, verticals is not None),
+    }
+    return plgpu.kernel(
+        kernel,
+        out_type=jax.ShapeDtypeStruct(q.shape, out_dtype),
+        scratch_types=[smem, bars],
+        grid=(num_blocks,),
+        grid_names=("block",),
+        num_threads=WARPGROUPS + 1,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret,
+    )(q, k, v, dout, base, delta, *operands(work, verticals))

@@ -1,0 +1,386 @@
+"""Hopper forward kernel: list-driven flash attention with gathered columns."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.mosaic_gpu.common import (
+    LOG2E,
+    ROW_LAYOUT,
+    ROWS,
+    TILE,
+    WARPGROUPS,
+    Item,
+    Producer,
+    Walk,
+    full,
+    load_rows,
+    operand_names,
+    operands,
+    rows_to_tile,
+    stream_barriers,
+    stream_memory,
+    tiled,
+)
+from pallas_kernels.mosaic_gpu.schedule import WorkList
+from pallas_kernels.tiles import VerticalColumns
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardConfig:
+    """Tuning of the forward kernel."""
+
+    stages: int = 2  # key and value tiles in flight
+    query_slots: int = 2  # query blocks in shared memory; 2 prefetches the next item's
+    overlap: bool = True  # QK of a tile runs under the softmax of the one before
+    ping_pong: bool = True  # the two warpgroups take turns on the tensor cores
+    compute_registers: int = 240
+    memory_registers: int = 24
+
+
+def forward_kernel(
+    q: Array, k: Array, v: Array, work: WorkList, verticals: VerticalColumns | None,
+    init: tuple[Array, Array] | None, *, scale: float, out_dtype: jnp.dtype,
+    config: ForwardConfig, num_blocks: int, interpret: Any = False,
+) -> tuple[Array, Array]:
+    """Runs the kernel.
+
+    Args:
+        q: [B, nq, Hq, D] bf16 or fp16, D 64 or 128, nq a multiple of 128.
+        k, v: [B, nk, Hk, D].
+        work: from `query_work`.
+        verticals: the columns that `work` refers to.
+        init: running output fp32 [B, nq, Hq, D] and lse fp32 [B, Hq, nq] to merge with.
+        scale: of the logits.
+        out_dtype: of the output.
+        config: tuning.
+        num_blocks: persistent thread blocks (multiprocessors of the device).
+        interpret: False, or parameters of the Pallas GPU interpreter.
+
+    Returns:
+        out [B, nq, Hq, D] and lse fp32 [B, Hq, nq] (natural logarithm).
+    """
+    head_dim, group = q.shape[-1], q.shape[2] // k.shape[2]
+    dtype = q.dtype
+    out_dtype = jnp.dtype(out_dtype)
+    stages, query_slots = config.stages, config.query_slots
+    num_items = work.items.shape[0]
+    num_blocks = min(num_blocks, num_items)
+    # The interpreter knows wgmma with operands in shared memory only, and no asynchrony.
+    interpreted = bool(interpret)
+    log2_scale = scale * LOG2E
+    names = ["q", "k", "v", *operand_names(verticals)]
+    if init is not None:
+        names += ["out0", "lse0"]
+    names += ["out", "lse", "smem", "bars"]
+
+    def kernel(*arguments):
+        refs = dict(zip(names, arguments, strict=True))
+        smem, bars = refs["smem"], refs["bars"]
+        walk = Walk(refs, work, verticals is not None)
+        warpgroup, block = lax.axis_index("wg"), lax.axis_index("block")
+        count = lax.div(num_items - block + num_blocks - 1, num_blocks)
+
+        def item(n):
+            return Item(refs["items"], block + n * num_blocks)
+
+        def memory_warpgroup():
+            plgpu.set_max_registers(config.memory_registers, action="decrease")
+            producer = Producer(walk, smem, bars, stages, lag=config.overlap and not interpreted)
+
+            def load_item(n, step):
+                it = item(n)
+                slot = lax.rem(n, query_slots)
+
+                @pl.when(n >= query_slots)
+                def _():
+                    plgpu.barrier_wait(bars["q_free"].at[slot])
+
+                rows = pl.ds(it.block * TILE, TILE)
+                plgpu.copy_gmem_to_smem(
+                    refs["q"].at[it.batch, rows, it.head], smem["q"].at[slot],
+                    bars["q_full"].at[slot],
+                )
+                return producer.load_item(it, group, step)
+
+            producer.drain(lax.fori_loop(0, count, load_item, jnp.int32(0)))
+
+            def drain_queries(n, _):
+                plgpu.barrier_wait(bars["q_free"].at[lax.rem(n, query_slots)])
+
+            lax.fori_loop(lax.max(0, count - query_slots), count, drain_queries, None)
+
+        def compute_warpgroup():
+            plgpu.set_max_registers(config.compute_registers, action="increase")
+            turn = Turn(bars["turn"], warpgroup) if config.ping_pong else NoTurn()
+            turn.start()
+
+            def compute_item(n, step):
+                it = item(n)
+                slot = lax.rem(n, query_slots)
+                q_tile = smem["q"].at[slot, pl.ds(warpgroup * ROWS, ROWS)]
+                rows = pl.ds(it.block * TILE + warpgroup * ROWS, ROWS)
+                if init is None:
+                    acc = full((ROWS, head_dim), 0.0, plgpu.Layout.WGMMA)
+                    state = acc, full((ROWS,), -jnp.inf, ROW_LAYOUT), full((ROWS,), 0.0, ROW_LAYOUT)
+                else:
+                    peak = load_rows(refs["lse0"].at[it.batch, it.head, rows]) / scale
+                    acc = plgpu.load(
+                        refs["out0"].at[it.batch, rows, it.head],
+                        layout=plgpu.Layout.WGMMA, optimized=False,
+                    )
+                    state = acc, peak, jnp.where(peak > -jnp.inf, 1.0, 0.0)
+                plgpu.barrier_wait(bars["q_full"].at[slot])
+                segments = walk.segments(it, warpgroup)
+                tiles = _Tiles(step, stages, smem, bars, q_tile, turn, log2_scale, dtype)
+                if config.overlap and not interpreted:
+                    first = walk.first_masks(it, warpgroup)
+                    state = lax.cond(
+                        it.steps > 0,
+                        lambda state: tiles.overlapped(
+                            segments, it, first, state
+                        ),
+                        lambda state: state,
+                        state,
+                    )
+                else:
+                    p_tile = smem["p"].at[warpgroup] if interpreted else None
+                    for start, stop, mask in segments:
+                        body = functools.partial(tiles.plain_step, mask=mask, p_tile=p_tile)
+                        state = lax.fori_loop(start, stop, body, state)
+                store(it, rows, q_tile, state)
+                plgpu.barrier_arrive(bars["q_free"].at[slot])
+                return step + it.steps
+
+            def store(it, rows, q_tile, state):
+                acc, peak, total = state
+                seen = total > 0.0
+                total = jnp.where(seen, total, 1.0)
+                acc = acc * rows_to_tile(jnp.where(seen, 1.0 / total, 0.0), acc)
+                lse = jnp.where(seen, peak * scale + jnp.log(total), -jnp.inf)
+                refs["lse"].at[it.batch, it.head, rows][...] = lse
+                target = refs["out"].at[it.batch, rows, it.head]
+                if out_dtype == dtype:
+                    # The queries of this warpgroup are no longer needed: their place in
+                    # shared memory carries the output.
+                    q_tile[...] = acc.astype(dtype)
+                    plgpu.commit_smem()
+                    plgpu.copy_smem_to_gmem(q_tile, target)
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                else:
+                    target[...] = acc.astype(out_dtype)
+
+            lax.fori_loop(0, count, compute_item, jnp.int32(0))
+            turn.finish()
+
+        pl.when(warpgroup == WARPGROUPS)(memory_warpgroup)
+        pl.when(warpgroup < WARPGROUPS)(compute_warpgroup)
+
+    smem = {
+        "q": tiled((query_slots, WARPGROUPS * ROWS, head_dim), dtype),
+        **stream_memory(stages, head_dim, dtype, verticals is not None),
+    }
+    if interpreted:
+        smem["p"] = tiled((WARPGROUPS, ROWS, TILE), dtype)
+    bars = {
+        "q_full": plgpu.Barrier(num_barriers=query_slots),
+        "q_free": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=query_slots),
+        **stream_barriers(stages, verticals is not None),
+    }
+    if config.ping_pong:
+        bars["turn"] = plgpu.Barrier(num_barriers=WARPGROUPS)
+    out, lse = plgpu.kernel(
+        kernel,
+        out_type=[
+            jax.ShapeDtypeStruct(q.shape, out_dtype),
+            jax.ShapeDtypeStruct((q.shape[0], q.shape[2], q.shape[1]), jnp.float32),
+        ],
+        scratch_types=[smem, bars],
+        grid=(num_blocks,),
+        grid_names=("block",),
+        num_threads=WARPGROUPS + 1,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret,
+    )(q, k, v, *operands(work, verticals), *(init or ()))
+    return out, lse
+
+
+class Turn:
+    """The two compute warpgroups take turns on the tensor cores.
+
+    While one issues matrix products the other computes its softmax. Both take the same number
+    of turns, since they walk the same tiles.
+    """
+
+    def __init__(self, barriers, warpgroup):
+        self.barriers, self.warpgroup = barriers, warpgroup
+
+    def start(self):
+        """Grants the first turn to warpgroup 0."""
+
+        @pl.when(self.warpgroup == 1)
+        def _():
+            plgpu.barrier_arrive(self.barriers.at[0])
+
+    def begin(self):
+        plgpu.barrier_wait(self.barriers.at[self.warpgroup])
+
+    def end(self):
+        plgpu.barrier_arrive(self.barriers.at[1 - self.warpgroup])
+
+    def finish(self):
+        """Awaits the last grant, which nobody used."""
+
+        @pl.when(self.warpgroup == 0)
+        def _():
+            plgpu.barrier_wait(self.barriers.at[0])
+
+
+class NoTurn:
+    """Both warpgroups run freely."""
+
+    def start(self):
+        pass
+
+    begin = end = finish = start
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tiles:
+    """The steps of one item in one compute warpgroup; state is (acc, peak, total)."""
+
+    step: Array  # tiles before this item, since the start of the kernel
+    stages: int
+    smem: dict[str, Any]
+    bars: dict[str, Any]
+    q_tile: Any
+    turn: Turn | NoTurn
+    log2_scale: float
+    dtype: Any
+
+    def slot(self, s):
+        return lax.rem(self.step + s, self.stages)
+
+    def softmax(self, logits, peak, total):
+        """Unnormalised weights, the new peak and total, and the decay of what was before."""
+        new_peak = jnp.maximum(peak, logits.max(axis=1))
+        base = jnp.where(new_peak > -jnp.inf, new_peak, 0.0) * self.log2_scale
+        decay = jnp.exp2(peak * self.log2_scale - base)
+        weights = jnp.exp2(logits * self.log2_scale - rows_to_tile(base, logits))
+        return weights, new_peak, total * decay + weights.sum(axis=1), decay
+
+    def logits(self, s, mask, interpreted=False):
+        """Masked QK of tile s, whose keys are then released."""
+        slot = self.slot(s)
+        prepared = mask.prepare(s)
+        plgpu.barrier_wait(self.bars["k_full"].at[slot])
+        mask.await_bias(self.bars, slot)
+        bias = mask.bias(self.smem, slot, 0, TILE)
+        self.turn.begin()
+
+        def qk(ref):
+            if bias is not None and not interpreted:
+                ref[...] = bias
+            plgpu.wgmma(ref, self.q_tile, self.smem["k"].at[slot].T)
+            return ref[...]
+
+        logits = pl.run_scoped(qk, plgpu.ACC((ROWS, TILE), jnp.float32))
+        if bias is not None and interpreted:
+            logits = logits + bias
+        self.turn.end()
+        plgpu.barrier_arrive(self.bars["k_free"].at[slot])
+        return mask.apply(prepared, logits)
+
+    def add_values(self, acc, weights, slot, p_tile=None):
+        """Adds PV of the tile in a slot, which is then released."""
+        plgpu.barrier_wait(self.bars["v_full"].at[slot])
+        self.turn.begin()
+        v_tile = self.smem["v"].at[slot]
+        if p_tile is None:
+            acc = pl.run_state(lambda ref: plgpu.wgmma(ref, weights, v_tile))(plgpu.ACC.init(acc))
+        else:  # interpreted
+            p_tile[...] = weights
+            plgpu.commit_smem()
+
+            def pv(ref):
+                plgpu.wgmma(ref, p_tile, v_tile)
+                return ref[...]
+
+            acc = acc + pl.run_scoped(pv, plgpu.ACC(acc.shape, jnp.float32))
+        self.turn.end()
+        plgpu.barrier_arrive(self.bars["v_free"].at[slot])
+        return acc
+
+    def plain_step(self, s, state, mask, p_tile):
+        """One tile from QK to PV."""
+        acc, peak, total = state
+        logits = self.logits(s, mask, interpreted=p_tile is not None)
+        weights, peak, total, decay = self.softmax(logits, peak, total)
+        acc = acc * rows_to_tile(decay, acc)
+        acc = self.add_values(acc, weights.astype(self.dtype), self.slot(s), p_tile)
+        return acc, peak, total
+
+    def overlapped(self, segments, it, first_masks, state):
+        """All tiles, with QK of tile s and PV of tile s - 1 under the softmax of tile s.
+
+        The first QK and the last PV stand outside the loops. `first_masks` are the masks that
+        the first tile may need: as a listed block, and as a tile of columns.
+        """
+        if len(first_masks) == 1:
+            state = self.first_step(state, first_masks[0])
+        else:
+            state = lax.cond(
+                it.tiles > 0,
+                lambda state: self.first_step(state, first_masks[0]),
+                lambda state: self.first_step(state, first_masks[1]),
+                state,
+            )
+        for start, stop, mask in segments:
+            body = functools.partial(self.overlapped_step, mask=mask)
+            state = lax.fori_loop(lax.max(1, start), stop, body, state)
+        acc, peak, total, weights = state
+        return self.add_values(acc, weights, self.slot(it.steps - 1)), peak, total
+
+    def first_step(self, state, mask):
+        """QK and softmax of tile 0."""
+        acc, peak, total = state
+        weights, peak, total, decay = self.softmax(self.logits(0, mask), peak, total)
+        return acc * rows_to_tile(decay, acc), peak, total, weights.astype(self.dtype)
+
+    def overlapped_step(self, s, state, mask):
+        acc, peak, total, weights = state
+        slot, previous = self.slot(s), self.slot(s - 1)
+        prepared = mask.prepare(s)
+        plgpu.barrier_wait(self.bars["k_full"].at[slot])
+        plgpu.barrier_wait(self.bars["v_full"].at[previous])
+        mask.await_bias(self.bars, slot)
+        self.turn.begin()
+
+        def body(logits_ref, acc_ref):
+            acc_ref[...] = acc
+            bias = mask.bias(self.smem, slot, 0, TILE)
+            if bias is not None:
+                logits_ref[...] = bias
+            plgpu.wgmma(logits_ref, self.q_tile, self.smem["k"].at[slot].T)
+            plgpu.wgmma(acc_ref, weights, self.smem["v"].at[previous])
+            self.turn.end()
+            logits = plgpu.wgmma_accumulator_load(logits_ref, wait_n=1)
+            plgpu.barrier_arrive(self.bars["k_free"].at[slot])
+            # The barriers keep the compiler from moving arithmetic across the waits.
+            logits = lax.optimization_barrier(logits)
+            parts = lax.optimization_barrier(self.softmax(mask.apply(prepared, logits), peak, total))
+            new_acc = plgpu.wgmma_accumulator_load(acc_ref, wait_n=0)
+            plgpu.barrier_arrive(self.bars["v_free"].at[previous])
+            return lax.optimization_barrier(new_acc), *parts
+
+        acc, weights, peak, total, decay = pl.run_scoped(
+            body, plgpu.ACC((ROWS, TILE), jnp.float32), plgpu.ACC(acc.shape, jnp.float32)
+        )
+        return acc * rows_to_tile(decay, acc), peak, total, weights.astype(self.dtype)
