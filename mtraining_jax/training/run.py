@@ -230,11 +230,10 @@ class Trainer:
             return
         what = "gradient norm" if record["loss"] is not None else "loss"
         value = metrics["grad_norm"] if record["loss"] is not None else metrics["loss"]
-        before = f", the {in_row}th step in a row that is not finite" if in_row > 1 else ""
         raise UserError(
-            f"the {what} is {float(value)} at step {record['step']}{before}; more than "
-            f"optimizer.max_skipped_steps = {allowed} in a row end the run; a lower optimizer.lr, "
-            "a longer optimizer.warmup_steps or other data may help"
+            f"the {what} is {float(value)} at step {record['step']}, and {in_row} steps in a row "
+            f"were not finite, more than optimizer.max_skipped_steps = {allowed}; a lower "
+            "optimizer.lr, a longer optimizer.warmup_steps or other data may help"
         )
 
 

@@ -1,0 +1,27 @@
+import jax
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+from tests.training.common import tiny_config
+
+
+@pytest.fixture(scope="package")
+def shared(tmp_path_factory):
+    """A folder for data and for programs that several runs compile alike."""
+    return tmp_path_factory.mktemp("training")
+
+
+@pytest.fixture
+def config(shared, tmp_path):
+    """A run that writes into a folder of its own."""
+    yield tiny_config(
+        shared,
+        run={
+            "name": "test",
+            "output_dir": str(tmp_path / "runs"),
+            "steps": 4,
+            "compile_cache_dir": str(shared / "programs"),
+        },
+    )
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()

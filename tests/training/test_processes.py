@@ -1,0 +1,134 @@
+"""Real processes: killed while saving, and several that train together."""
+
+import shutil
+import signal
+import socket
+import time
+
+import numpy as np
+import pytest
+
+from mtraining_jax.training.checkpoint import newest_step
+from mtraining_jax.training.folder import checkpoint_folder
+from mtraining_jax.training.run import run
+from tests.training.common import changed, losses, start_process, written
+
+
+def finished(process):
+    """The output of a process, which must succeed."""
+    try:
+        output, _ = process.communicate(timeout=240)
+    finally:
+        process.kill()
+    assert process.returncode == 0, output
+    return output
+
+
+def test_run_killed_while_saving_goes_on_from_the_last_whole_checkpoint(config, tmp_path):
+    config = changed(
+        config,
+        run={"steps": 1000},
+        parallel={"cpu_devices": 4},
+        checkpoint={"every_steps": 1, "keep": 1000},
+    )
+    folder = checkpoint_folder(config)
+    process = start_process(config, tmp_path)
+    try:
+        half_written = wait_for_half_checkpoint(process, folder)
+        process.send_signal(signal.SIGKILL)
+    finally:
+        process.kill()
+        output, _ = process.communicate()
+    assert process.returncode == -signal.SIGKILL, output
+    assert half_written.exists()  # the kill came before it was renamed
+    whole = newest_step(folder)
+    half = int(half_written.name.partition(".")[0])
+    assert whole is not None and half > whole
+
+    last = half + 1
+    config = changed(config, run={"steps": last})
+    output = finished(start_process(config, tmp_path))
+    assert f"going on from the checkpoint of step {whole}" in output
+    assert not half_written.exists() and newest_step(folder) == last
+    assert [record["step"] for record in written(config)] == list(range(1, last + 1))
+
+    # The same steps in one go, in this process.
+    expected = run(changed(config, run={"name": "whole"}, checkpoint={"every_steps": 0}))
+    np.testing.assert_allclose(losses(written(config)), losses(expected), rtol=1e-6)
+
+
+def wait_for_half_checkpoint(process, folder):
+    """The folder under which a checkpoint is being written, when there is a whole one too."""
+    give_up = time.monotonic() + 240
+    while time.monotonic() < give_up and process.poll() is None:
+        if folder.is_dir() and (whole := newest_step(folder)) is not None:
+            for path in folder.iterdir():
+                step = path.name.partition(".")[0]
+                if not path.name.isdigit() and step.isdigit() and int(step) > whole:
+                    return path
+        time.sleep(0.0005)
+    pytest.fail("no checkpoint was seen while it was written")
+
+
+def test_two_processes_train_the_losses_of_one(config, tmp_path):
+    one = run(changed(config, run={"name": "one"}))
+    # Another number of steps is another program only where it sets the schedule.
+    config = changed(config, run={"steps": 3}, parallel={"cpu_devices": 2})
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    processes = []
+    try:
+        for number in range(2):
+            home = tmp_path / str(number)
+            home.mkdir()
+            processes.append(
+                start_process(
+                    config,
+                    home,
+                    f"--distributed.coordinator=127.0.0.1:{port}",
+                    "--distributed.num_processes=2",
+                    f"--distributed.process_id={number}",
+                )
+            )
+        outputs = [finished(process) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert "4 cpu devices in 2 processes" in outputs[0]
+    assert "loss" not in outputs[1]  # the first process prints for all
+    np.testing.assert_allclose(losses(written(config)), losses(one[:3]), rtol=2e-5)
+
+    # What two processes saved, one goes on from.
+    rest = run(changed(config, run={"steps": 4}))
+    assert [record["step"] for record in rest] == [4]
+    np.testing.assert_allclose(losses(rest), losses(one[3:]), rtol=2e-5)
+
+
+def test_a_process_that_stays_alone_says_so(config, tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    process = start_process(
+        config,
+        tmp_path,
+        f"--distributed.coordinator=127.0.0.1:{port}",
+        "--distributed.num_processes=2",
+        "--distributed.process_id=1",
+        "--distributed.timeout_seconds=1",
+    )
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 2
+    assert "error: the processes of the run" in output
+    assert f"distributed.coordinator = 127.0.0.1:{port}" in output
+    assert not config.run.folder.exists()
+
+
+def test_train_py_says_bad_input_in_one_line(config, tmp_path):
+    file = tmp_path / "file"
+    file.write_text("in the way")
+    process = start_process(config, tmp_path, f"--run.output_dir={file}")
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 2
+    assert output.startswith("error: run.output_dir = ") and output.count("\n") == 1
+    shutil.rmtree(tmp_path / "runs", ignore_errors=True)

@@ -1,0 +1,163 @@
+"""Whole runs: what they write, and how they go on."""
+
+import shutil
+
+import numpy as np
+import pytest
+
+from mtraining_jax.config import config_from_dict, config_to_dict
+from mtraining_jax.errors import UserError
+from mtraining_jax.training.checkpoint import newest_step
+from mtraining_jax.training.folder import checkpoint_folder
+from mtraining_jax.training.run import run
+from tests.training.common import changed, dumps, losses, written
+
+
+def folder_of(config, step):
+    return checkpoint_folder(config) / str(step)
+
+
+def test_resumed_run_has_bit_identical_losses(config, capsys):
+    config = changed(config, checkpoint={"every_steps": 2}, metrics={"recall_every": 3})
+    whole = run(config)
+    printed = capsys.readouterr().out
+    assert newest_step(checkpoint_folder(config)) == 4
+    assert written(config) == whole
+    check_records(config, whole)
+    check_print(printed)
+
+    # As if the run had been cut off after step 3: what it wrote of it is taken back.
+    shutil.rmtree(folder_of(config, 4))
+    rest = run(config)
+    assert [record["step"] for record in rest] == [3, 4]
+    np.testing.assert_array_equal(losses(rest), losses(whole[2:]))
+    assert [r["grad_norm"] for r in rest] == [r["grad_norm"] for r in whole[2:]]
+    assert [record["step"] for record in written(config)] == [1, 2, 3, 4]
+    assert "going on from the checkpoint of step 2" in capsys.readouterr().out
+
+    # Nothing is left to do.
+    assert run(config) == []
+    printed = capsys.readouterr().out
+    assert "test is complete" in printed and "--run.steps=8" in printed
+
+    # On another mesh, with parameters sharded and a flat ring.
+    shutil.rmtree(folder_of(config, 4))
+    other = changed(config, parallel={"nodes": 1, "devices_per_node": 4, "fsdp": True})
+    np.testing.assert_allclose(losses(run(other)), losses(whole[2:]), rtol=2e-5)
+
+    # Anew: the same losses again, and the old results are kept.
+    anew = run(changed(config, run={"steps": 1}, checkpoint={"resume": False}))
+    np.testing.assert_array_equal(losses(anew), losses(whole[:1]))
+    assert "test.1" in capsys.readouterr().out
+    assert (config.run.folder.with_name("test.1") / "checkpoints" / "4").is_dir()
+    assert [record["step"] for record in written(config)] == [1]
+
+
+def check_records(config, records):
+    assert [record["step"] for record in records] == [1, 2, 3, 4]
+    assert records[3]["loss"] < records[0]["loss"]
+    for record in records:
+        assert record["tokens"] == record["step"] * 256
+        assert record["tokens_per_second"] == pytest.approx(256 / record["step_seconds"])
+        assert 0.02 < record["density"] < 0.9
+        assert record["density"] == pytest.approx(np.mean(record["density_per_layer"]))
+        assert len(record["density_per_layer"]) == config.model.num_layers
+        # 2 sequences, 2 layers, 2 heads of 16; 4 D forward and 10 D backward for each pair.
+        dense = 2 * 2 * 2 * 14 * 16 * 128 * 129 / 2
+        assert record["attention_flops_dense_equivalent"] == dense
+        # Executed tiles hold all computed pairs, and masked ones.
+        assert record["density"] < record["attention_flops_executed"] / dense < 1.1
+        assert record["skipped_steps"] == 0
+    assert [("recall" in record) for record in records] == [True, False, False, True]
+    # Attention is nearly flat at the start: recall is near the density, and above it.
+    assert records[0]["density"] < records[0]["recall"] < 1
+    assert len(records[0]["recall_per_layer"]) == config.model.num_layers
+
+
+def check_print(printed):
+    for text in (
+        "mtraining-jax: test, 4 steps",
+        "1 x 2 x 2 (data x node x device) of 4 cpu devices in 1 process",
+        "attention backend: xla (no Hopper GPU here)",
+        "step 1/4  loss 4.",
+        "done: 4 steps",
+        "(recall)",
+        "metrics.jsonl",
+        "--run.steps=8",
+    ):
+        assert text in printed
+
+
+def test_checkpoints_that_cannot_be_used_are_refused(config, capsys):
+    config = changed(config, run={"steps": 1}, checkpoint={"async_save": False})
+    run(config)
+    longer = changed(config, run={"steps": 2})
+    before = dumps(written(config))
+
+    with pytest.raises(UserError, match=r"checkpoints/1 is a checkpoint of another model: model"
+                                        r".rope_theta = 1000000.0 there and 500.0 here"):
+        run(changed(longer, model={"rope_theta": 500.0}))
+    with pytest.raises(UserError, match="of other trained parameters: optimizer.trainable"):
+        run(changed(longer, optimizer={"trainable": ("self_attn",)}))
+    with pytest.raises(UserError, match="data.seed = 0 and this run has 7"):
+        run(changed(longer, data={"seed": 7}))
+
+    # A byte of the largest array changes: Orbax would read it as numbers.
+    arrays = folder_of(config, 1) / "arrays"
+    largest = max((p for p in arrays.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 0x10
+    largest.write_bytes(content)
+    with pytest.raises(UserError, match="checkpoints/1 is damaged.*delete it to go on"):
+        run(longer)
+    largest.write_bytes(content[: len(content) // 2])
+    with pytest.raises(UserError, match="checkpoints/1 is damaged"):
+        run(longer)
+    next((folder_of(config, 1) / "record").glob("*meta*")).write_text("{")
+    with pytest.raises(UserError, match="checkpoints/1 is damaged"):
+        run(longer)
+    assert dumps(written(config)) == before  # nothing was begun
+
+
+def test_loss_that_stays_nan_ends_the_run(config, capsys):
+    # A rate that throws the parameters out of the range of fp32 in one step.
+    hot = changed(
+        config,
+        optimizer={"lr": 1e38, "max_skipped_steps": 1},
+        sparsity={"kind": "dense"},
+        parallel={"nodes": 1, "devices_per_node": 1},
+    )
+    with pytest.raises(UserError) as error:
+        run(changed(hot, run={"steps": 9}))
+    assert "the loss is nan at step 3" in str(error.value)
+    assert "2 steps in a row" in str(error.value)
+    assert "optimizer.max_skipped_steps = 1" in str(error.value)
+    assert newest_step(checkpoint_folder(hot)) is None
+    records = written(hot)
+    assert [record["loss"] is None for record in records] == [False, True, True]
+    assert [record["skipped_steps"] for record in records] == [0, 1, 2]
+
+
+def test_folder_that_cannot_be_written_stops_before_any_work(config, tmp_path, monkeypatch):
+    file = tmp_path / "file"
+    file.write_text("in the way")
+    monkeypatch.setattr("jax.devices", lambda *_: pytest.fail("a device was touched"))
+    with pytest.raises(UserError, match=r"run.output_dir = .*file/runs.*cannot be written"):
+        run(changed(config, run={"output_dir": str(file / "runs")}))
+
+
+def test_demands_that_cannot_be_met(config):
+    with pytest.raises(UserError, match="checkpoint.resume = true, but .* has no checkpoint"):
+        run(changed(config, checkpoint={"resume": True}))
+    many = changed(config, parallel={"nodes": 4, "devices_per_node": 4})
+    with pytest.raises(UserError, match="16 devices, more than the 8 there are"):
+        run(config_from_dict(config_to_dict(many), "a test"))
+    with pytest.raises(UserError, match="optimizer.trainable has 'self_attm'"):
+        run(changed(config, optimizer={"trainable": ("self_attm",)}))
+    assert not checkpoint_folder(config).exists()
+
+
+def test_wandb_that_is_not_installed(config, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "wandb", None)
+    with pytest.raises(UserError, match="metrics.wandb = true needs the package wandb"):
+        run(changed(config, metrics={"wandb": True}))
