@@ -18,11 +18,11 @@ def index_mask(index: VerticalSlashIndex | BlockSparseIndex, seq_len: int) -> np
     verticals, vertical_count = (
         np.asarray(index.vertical_tokens), np.asarray(index.vertical_count)
     )
-    block = np.arange(seq_len) // g
+    block = np.arange(seq_len // g)
     distance = block[:, None] - block[None, :]
     mask = np.zeros((*slash_count.shape, seq_len, seq_len), bool)
     for b, h in np.ndindex(*slash_count.shape):
-        mask[b, h] = np.isin(distance, slashes[b, h, : slash_count[b, h]])
+        mask[b, h] = expand(np.isin(distance, slashes[b, h, : slash_count[b, h]]), g)
         mask[b, h][:, verticals[b, h, : vertical_count[b, h]]] = True
     return mask & np.tril(np.ones((seq_len, seq_len), bool))
 

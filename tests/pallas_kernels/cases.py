@@ -88,7 +88,7 @@ def vertical_slash(
     rng: np.random.Generator, size: Size, *, max_slashes: int, max_verticals: int,
     garbage: np.random.Generator | None = None,
 ) -> VerticalSlashIndex:
-    """A random index whose heads take the kinds of `KINDS` in turn.
+    """A random index whose heads take the kinds of `KINDS` in turn, from a random one on.
 
     Args:
         rng: of the index.
@@ -102,7 +102,8 @@ def vertical_slash(
     verticals = _padding(garbage, (size.batch, size.heads, max_verticals), size.seq_len)
     slash_count = np.zeros((size.batch, size.heads), np.int32)
     vertical_count = np.zeros_like(slash_count)
-    for n, at in enumerate(np.ndindex(*slash_count.shape)):
+    first = int(rng.integers(len(KINDS)))
+    for n, at in enumerate(np.ndindex(*slash_count.shape), first):
         diagonals, tokens = KINDS[n % len(KINDS)](rng, blocks, g, max_slashes, max_verticals)
         slash_count[at], vertical_count[at] = len(diagonals), len(tokens)
         slashes[at][: len(diagonals)] = sorted(diagonals)

@@ -130,7 +130,7 @@ def test_generated_indices_are_sparse_and_awkward():
     )
     mask = brute_force.index_mask(index, size.seq_len)
     density = 2 * mask.mean((2, 3))  # of the causal half
-    assert ((density > 0.02) & (density < 0.2)).mean() > 0.5
+    assert 0.02 < np.median(density) < 0.2
     assert density.max() < 0.4
     assert (density == 0).any()
     assert 0.05 < (~mask.any(-1)).mean() < 0.9
