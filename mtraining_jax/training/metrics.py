@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -110,17 +111,24 @@ def open_writers(config: Config, last_step: int) -> list[Writer]:
     Raises:
         UserError: if wandb is asked for and not installed, or a file cannot be written.
     """
+    folder, metrics = config.run.folder, config.metrics
+    makers: list[Callable[[], Writer]] = []
+    if metrics.wandb:  # first: it may be missing, and nothing is written yet
+        makers.append(lambda: WandbWriter(config))
+    if metrics.jsonl:
+        makers.append(lambda: JsonlWriter(folder / JSONL_NAME, last_step))
+    if metrics.tensorboard:
+        makers.append(lambda: TensorBoardWriter(folder / TENSORBOARD_NAME, last_step))
     writers: list[Writer] = []
-    folder = config.run.folder
     try:
-        if config.metrics.jsonl:
-            writers.append(JsonlWriter(folder / JSONL_NAME, last_step))
-        if config.metrics.tensorboard:
-            writers.append(TensorBoardWriter(folder / TENSORBOARD_NAME, last_step))
-    except OSError as error:
-        raise UserError(f"{folder}: metrics cannot be written: {error.strerror}") from error
-    if config.metrics.wandb:
-        writers.append(WandbWriter(config))
+        for make in makers:
+            writers.append(make())
+    except BaseException as error:
+        for writer in writers:
+            writer.close()
+        if isinstance(error, OSError):
+            raise UserError(f"{folder}: metrics cannot be written: {error.strerror}") from error
+        raise
     return writers
 
 
@@ -173,8 +181,7 @@ class TensorBoardWriter:
         from tensorboardX import SummaryWriter
 
         self.where = str(folder)
-        purge = {"purge_step": last_step + 1} if last_step else {}
-        self._writer = SummaryWriter(str(folder), **purge)
+        self._writer = SummaryWriter(str(folder), purge_step=last_step + 1)
 
     def write(self, record: Record) -> None:
         """Adds a point to each curve."""
