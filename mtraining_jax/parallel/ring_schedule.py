@@ -152,15 +152,15 @@ def _by_residue(
     """The slash blocks sorted by (d mod stride, d), and where each residue begins.
 
     Returns:
-        diagonals: int32 [B, Hq, Ms]; entries past the last bound are padding.
+        diagonals: int32 [B, Hq, max(Ms, 1)]; entries past the last bound are padding.
         bounds: int32 [B, Hq, stride + 1]; residue x is at bounds[x] .. bounds[x + 1] - 1.
     """
-    slots = jnp.arange(index.slash_blocks.shape[-1], dtype=jnp.int32)
-    live = slots < index.slash_count[..., None]
+    diagonals = DiagonalTiles.from_index(index).offsets  # at least one entry
     if stride == 1:
         zero = jnp.zeros_like(index.slash_count)
-        return index.slash_blocks, jnp.stack([zero, index.slash_count], axis=-1)
-    keys = index.slash_blocks % stride * num_blocks + index.slash_blocks
+        return diagonals, jnp.stack([zero, index.slash_count], axis=-1)
+    live = jnp.arange(diagonals.shape[-1], dtype=jnp.int32) < index.slash_count[..., None]
+    keys = diagonals % stride * num_blocks + diagonals
     keys = jnp.sort(jnp.where(live, keys, stride * num_blocks), axis=-1)
     edges = jnp.arange(stride + 1, dtype=jnp.int32) * num_blocks
     bounds = jnp.sum(keys[..., None, :] < edges[:, None], axis=-1, dtype=jnp.int32)

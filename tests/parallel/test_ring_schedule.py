@@ -1,5 +1,6 @@
 """When things travel: read off the traced program, as numbers cannot tell it."""
 
+import dataclasses
 import functools
 from unittest import mock
 
@@ -196,3 +197,16 @@ def test_tiles_of_all_pairs_of_ranks_are_the_tiles_of_the_index(kind, index_name
                     masked[where] = offsets[fits] == pair.diagonal
     np.testing.assert_array_equal(computed, wanted)
     np.testing.assert_array_equal(masked, wanted & (i == j))
+
+
+@pytest.mark.parametrize("kind", ["striped", "zigzag"])
+def test_an_index_without_room_for_diagonals_has_no_tiles(kind):
+    index = indices.sparse()
+    columns_only = dataclasses.replace(
+        index, slash_blocks=index.slash_blocks[..., :0], slash_count=0 * index.slash_count
+    )
+    layout = layout_of(2, 2, True, kind)
+    tiles = StepTiles(layout, columns_only, indices.BATCH, indices.HEADS)
+    pair = tiles.pair(layout.segments(1)[0], layout.segments(0)[0])
+    assert pair.offsets.shape[-1] == 1  # kernels need an entry, if a dead one
+    assert (pair.start == pair.stop).all()
