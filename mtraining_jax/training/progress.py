@@ -26,7 +26,9 @@ class Display:
     def __init__(self, enabled: bool = True, console: Console | None = None) -> None:
         self._console = console or Console(highlight=False, soft_wrap=True, quiet=not enabled)
         self._bar: Progress | None = None
-        self._begin, self._first_step, self._total = 0.0, 0, 0
+        # The time to go is reckoned from the end of the first step, which is slow.
+        self._first: tuple[int, float] | None = None
+        self._total = 0
 
     def say(self, *lines: str) -> None:
         """Prints lines as they are."""
@@ -40,7 +42,8 @@ class Display:
 
     def start(self, step: int, total: int) -> None:
         """Shows the bar: `step` of `total` steps are done."""
-        self._begin, self._first_step, self._total = time.monotonic(), step, total
+        self._first = None
+        self._total = total
         if not self._console.is_terminal:
             return
         self._bar = Progress(
@@ -56,12 +59,14 @@ class Display:
 
     def step(self, record: Record, line: bool) -> None:
         """Moves the bar to a step; prints its numbers if `line`."""
+        if self._first is None:
+            self._first = record["step"], time.monotonic()
         if self._bar is not None:
             status = f"loss {_number(record['loss'], '.3f')}  {_speed(record)}"
             self._bar.update(self._task, completed=record["step"], status=status)
         if line:
-            eta = "" if self._bar is not None else f"  ETA {self._time_left(record['step'])}"
-            self.say(step_line(record, self._total) + eta)
+            left = None if self._bar is not None else self._time_left(record["step"])
+            self.say(step_line(record, self._total) + ("" if left is None else f"  ETA {left}"))
 
     def stop(self) -> None:
         """Takes the bar away."""
@@ -80,9 +85,11 @@ class Display:
     ) -> None:
         self.stop()
 
-    def _time_left(self, step: int) -> datetime.timedelta:
-        done = max(step - self._first_step, 1)
-        seconds = (time.monotonic() - self._begin) / done * (self._total - step)
+    def _time_left(self, step: int) -> datetime.timedelta | None:
+        first, begin = self._first
+        if step in (first, self._total):
+            return None
+        seconds = (time.monotonic() - begin) / (step - first) * (self._total - step)
         return datetime.timedelta(seconds=round(seconds))
 
 

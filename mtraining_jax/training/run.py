@@ -60,6 +60,8 @@ def _run(config: Config, display: Display) -> list[Record]:
     trainer = Trainer(config, resume_from, display)
     try:
         records = trainer.train()
+    except KeyboardInterrupt as error:
+        raise UserError(trainer.interrupted()) from error
     finally:
         trainer.close()
     display.say(*banner.summary(config, records, trainer.wrote()))
@@ -181,6 +183,15 @@ class Trainer:
         """What this process has written, and where."""
         newest = self._checkpoints.folder / str(self._step)
         return [*(writer.where for writer in self._writers), _short(newest)]
+
+    def interrupted(self) -> str:
+        """What to say when the user stops the run."""
+        newest = self._checkpoints.newest()
+        return f"interrupted at step {self._step}; " + (
+            "there is no checkpoint yet (checkpoint.every_steps), so the same command starts anew"
+            if newest is None
+            else f"the same command goes on from the checkpoint of step {newest}"
+        )
 
     def close(self) -> None:
         """Finishes all that is being written; the first error of several is raised."""

@@ -105,6 +105,7 @@ def test_display_tells_loss_and_time_left(config, terminal, capsys):
         display.start(0, 10)
         display.step(record(config, 1), line=True)
         display.step(record(config, 2), line=False)
+        display.step(record(config, 3), line=True)
     printed = capsys.readouterr().out
     assert "a [line] as it is" in printed
     assert "step  1/10  loss 2.0000" in printed and "step  2/10" not in printed
