@@ -9,6 +9,7 @@ from jax import Array
 
 from pallas_kernels.backends import resolve
 from pallas_kernels.checks import check_call, check_shape
+from pallas_kernels.gradients import Gradients
 from pallas_kernels.index import BlockSparseIndex, VerticalSlashIndex
 from pallas_kernels.tiles import (
     DiagonalTiles,
@@ -19,7 +20,6 @@ from pallas_kernels.tiles import (
     scatter_columns,
     vertical_columns,
 )
-from pallas_kernels.xla import Gradients
 
 
 def forward(
@@ -65,7 +65,7 @@ def forward(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if out_dtype is None:
         out_dtype = q.dtype if init is None else jnp.float32
-    module = resolve(backend, q)
+    module = resolve(backend, q, _block_size(tiles, verticals))
     return module.forward(
         q, k, v, tiles, verticals, scale=scale, init=init, out_dtype=jnp.dtype(out_dtype)
     )
@@ -82,6 +82,7 @@ def backward(
     verticals: VerticalColumns | None = None,
     *,
     scale: float | None = None,
+    dq_dtype: jnp.dtype = jnp.float32,
     backend: str | None = None,
 ) -> Gradients:
     """Gradients of `forward`'s share of an attention output.
@@ -98,10 +99,11 @@ def backward(
         tiles: as in `forward`.
         verticals: as in `forward`.
         scale: as in `forward`.
+        dq_dtype: of dq; fp32 where the contributions of several calls are added.
         backend: as in `forward`.
 
     Returns:
-        fp32 dq [B, nq, Hq, D]; dk, dv [B, nk, Hk, D], summed over the query heads of a group
+        dq [B, nq, Hq, D]; fp32 dk, dv [B, nk, Hk, D], summed over the query heads of a group
         (None without tiles); dk_columns, dv_columns [B, Mv, Hq, D] (None without verticals).
 
     Raises:
@@ -113,8 +115,14 @@ def backward(
     check_shape("lse", lse, row_stats)
     check_shape("delta", delta, row_stats)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    module = resolve(backend, q)
-    return module.backward(q, k, v, dout, lse, delta, tiles, verticals, scale=scale)
+    module = resolve(backend, q, _block_size(tiles, verticals))
+    return module.backward(
+        q, k, v, dout, lse, delta, tiles, verticals, scale=scale, dq_dtype=jnp.dtype(dq_dtype)
+    )
+
+
+def _block_size(tiles: Tiles | None, verticals: VerticalColumns | None) -> int:
+    return (tiles if tiles is not None else verticals).block_size
 
 
 class Partial(NamedTuple):
@@ -179,13 +187,14 @@ def _vertical_slash_bwd(scale, backend, residuals, dout):
     q, k, v, index, out, lse = residuals
     tiles, verticals = _resolve_index(q, k, v, index)
     grads = backward(
-        q, k, v, dout, lse, delta_of(out, dout), tiles, verticals, scale=scale, backend=backend
+        q, k, v, dout, lse, delta_of(out, dout), tiles, verticals, scale=scale,
+        dq_dtype=q.dtype, backend=backend,
     )
     dk, dv = grads.dk, grads.dv
     if verticals is not None:
         dk = scatter_columns(dk, grads.dk_columns, verticals.tokens)
         dv = scatter_columns(dv, grads.dv_columns, verticals.tokens)
-    return grads.dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
+    return grads.dq, dk.astype(k.dtype), dv.astype(v.dtype), None
 
 
 _vertical_slash.defvjp(_vertical_slash_fwd, _vertical_slash_bwd)
@@ -269,11 +278,10 @@ def _tile_attention_fwd(q, k, v, tiles, scale, backend):
 def _tile_attention_bwd(scale, backend, residuals, dout):
     q, k, v, tiles, out, lse = residuals
     grads = backward(
-        q, k, v, dout, lse, delta_of(out, dout), tiles, scale=scale, backend=backend
+        q, k, v, dout, lse, delta_of(out, dout), tiles, scale=scale,
+        dq_dtype=q.dtype, backend=backend,
     )
-    return (
-        grads.dq.astype(q.dtype), grads.dk.astype(k.dtype), grads.dv.astype(v.dtype), None,
-    )
+    return grads.dq, grads.dk.astype(k.dtype), grads.dv.astype(v.dtype), None
 
 
 _tile_attention.defvjp(_tile_attention_fwd, _tile_attention_bwd)

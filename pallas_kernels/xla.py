@@ -11,19 +11,10 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_kernels.gradients import Gradients
 from pallas_kernels.tiles import COLUMN_TILE, DiagonalTiles, Tiles, VerticalColumns
 
 _ROWS_PER_CHUNK = 16  # bounds memory: chunk * g * g floats per head
-
-
-class Gradients(NamedTuple):
-    """Gradients of one kernel call, all fp32; None where the call had no such input."""
-
-    dq: Array
-    dk: Array | None
-    dv: Array | None
-    dk_columns: Array | None
-    dv_columns: Array | None
 
 
 class _State(NamedTuple):
@@ -90,6 +81,7 @@ def forward(
 def backward(
     q: Array, k: Array, v: Array, dout: Array, lse: Array, delta: Array,
     tiles: Tiles | None, verticals: VerticalColumns | None, *, scale: float,
+    dq_dtype: jnp.dtype = jnp.float32,
 ) -> Gradients:
     """See `pallas_kernels.attention.backward`."""
     g = _block_size(tiles, verticals)
@@ -100,7 +92,7 @@ def backward(
         delta.reshape(*delta.shape[:2], -1, g),
     )
     k_blocks, v_blocks = _to_blocks(k, g), _to_blocks(v, g)
-    dq = _backward_rows(rows, k_blocks, v_blocks, tiles, verticals, scale)
+    dq = _backward_rows(rows, k_blocks, v_blocks, tiles, verticals, scale).astype(dq_dtype)
     dk = dv = dk_columns = dv_columns = None
     if tiles is not None:
         dk, dv = _backward_keys(rows, k_blocks, v_blocks, tiles, scale)

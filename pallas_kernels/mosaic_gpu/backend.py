@@ -55,15 +55,15 @@ def backward(
     configs = configs or configs_for(q.shape[-1])
     sizes = _sizes(q, k)
     dout = dout.astype(q.dtype)
-    base = jnp.where(lse > -jnp.inf, lse / -scale, -jnp.inf)
-    common = {"scale": scale, "num_blocks": _multiprocessors(interpret), "interpret": interpret}
+    base = jnp.where(lse > -jnp.inf, lse / -scale, -jnp.inf)  # what logits start from
     dq = backward_rows_kernel(
         q, k, v, dout, base, delta, query_work(tiles, verticals, *sizes), verticals,
-        out_dtype=dq_dtype, config=configs.rows, **common,
+        scale=scale, out_dtype=dq_dtype, config=configs.rows,
+        num_blocks=_multiprocessors(interpret), interpret=interpret,
     )
     dk, dv, dk_columns, dv_columns = backward_keys_kernel(
         q, k, v, dout, base, -delta, key_work(tiles, verticals, *sizes), verticals,
-        config=configs.keys, **common,
+        scale=scale, config=configs.keys, interpret=interpret,
     )
     if tiles is None:
         dk = dv = None

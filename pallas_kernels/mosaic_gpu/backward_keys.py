@@ -17,6 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic_gpu.common import (
     COLUMN_LAYOUT,
+    COMPILER_PARAMS,
     LOG2E,
     ROW_LAYOUT,
     ROWS,
@@ -49,7 +50,7 @@ _STEPS = TILE // _STEP
 class KeysConfig:
     """Tuning of the kernel for dk and dv."""
 
-    stages: int = 4  # steps of queries in flight
+    stages: int = 3  # steps of queries in flight
     deferred: bool = True  # a step's last products run under the next step's first ones
     compute_registers: int = 240
     memory_registers: int = 24
@@ -69,8 +70,7 @@ class _KeyItem:
 
 def backward_keys_kernel(
     q: Array, k: Array, v: Array, dout: Array, base: Array, minus_delta: Array, work: KeyWorkList,
-    verticals: VerticalColumns | None, *, scale: float, config: KeysConfig, num_blocks: int,
-    interpret: Any = False,
+    verticals: VerticalColumns | None, *, scale: float, config: KeysConfig, interpret: Any = False,
 ) -> tuple[Array, Array, Array | None, Array | None]:
     """Runs the kernel: dv = P^T dO, dk = scale * dS^T Q with dS = P * (dP - delta).
 
@@ -83,7 +83,6 @@ def backward_keys_kernel(
         verticals: the columns that `work` refers to.
         scale: of the logits.
         config: tuning.
-        num_blocks: persistent thread blocks.
         interpret: False, or parameters of the Pallas GPU interpreter.
 
     Returns:
@@ -94,7 +93,6 @@ def backward_keys_kernel(
     dtype = q.dtype
     stages = config.stages
     num_items = work.items.shape[0]
-    num_blocks = min(num_blocks, num_items)
     num_query_blocks = q.shape[1] // TILE
     interpreted = bool(interpret)
     has_columns = verticals is not None
@@ -107,19 +105,19 @@ def backward_keys_kernel(
     def kernel(*arguments):
         refs = dict(zip(names, arguments, strict=True))
         smem, bars = refs["smem"], refs["bars"]
-        warpgroup, block = lax.axis_index("wg"), lax.axis_index("block")
-        count = lax.div(num_items - block + num_blocks - 1, num_blocks)
+        warpgroup = lax.axis_index("wg")
         own = pl.ds(warpgroup * ROWS, ROWS)
 
-        def item(n):
-            return _KeyItem(refs["items"], block + n * num_blocks)
+        # One item a thread block: items differ so much in length that the hardware's own
+        # scheduling, longest first, balances better than any fixed share.
+        it = _KeyItem(refs["items"], lax.axis_index("item"))
 
-        def query_block(it, head, s):
+        def query_block(head, s):
             if work.listed:
                 return refs["lists"][it.batch, head, it.block, s]
             return it.block + refs["lists"][it.batch, head, s]
 
-        def over_heads(it, visit, carry):
+        def over_heads(visit, carry):
             """Calls visit(head, first, last, carry) for the heads that see a key block."""
 
             def member(m, carry):
@@ -155,63 +153,46 @@ def backward_keys_kernel(
                         )
                 return step + _STEPS
 
-            def load_item(n, step):
-                it = item(n)
+            keys = pl.ds(it.block * TILE, TILE)
 
-                @pl.when(n >= 1)
-                def _():
-                    plgpu.barrier_wait(bars["keys_free"])
+            def load_keys(suffix):
+                for name in ("k", "v"):
+                    plgpu.copy_gmem_to_smem(
+                        refs[name + suffix].at[it.batch, keys, it.head], smem[name],
+                        bars["keys_full"],
+                    )
 
-                keys = pl.ds(it.block * TILE, TILE)
+            def load_block():
+                load_keys("")
 
-                def load_block(step):
-                    for name in ("k", "v"):
-                        plgpu.copy_gmem_to_smem(
-                            refs[name].at[it.batch, keys, it.head], smem[name],
-                            bars["keys_full"],
-                        )
+                def visit(head, first, last, step):
+                    def entry(s, carry):
+                        number, step = carry
+                        following = query_block(head, lax.min(s + 1, last - 1))
+                        return following, load_rows(it.batch, head, number, step)
 
-                    def visit(head, first, last, step):
-                        def entry(s, carry):
-                            number, step = carry
-                            following = query_block(it, head, lax.min(s + 1, last - 1))
-                            return following, load_rows(it.batch, head, number, step)
+                    start = lax.cond(
+                        last > first, lambda: query_block(head, first), lambda: jnp.int32(0)
+                    )
+                    return lax.fori_loop(first, last, entry, (start, step))[1]
 
-                        start = lax.cond(
-                            last > first,
-                            lambda: query_block(it, head, first),
-                            lambda: jnp.int32(0),
-                        )
-                        return lax.fori_loop(first, last, entry, (start, step))[1]
+                return over_heads(visit, jnp.int32(0))
 
-                    return over_heads(it, visit, step)
+            def load_columns():
+                load_keys("c")
 
-                def load_columns(step):
-                    for name in ("k", "v"):
-                        plgpu.copy_gmem_to_smem(
-                            refs[name + "c"].at[it.batch, keys, it.head], smem[name],
-                            bars["keys_full"],
-                        )
+                def entry(i, step):
+                    return load_rows(it.batch, it.head, i, step)
 
-                    def entry(i, step):
-                        return load_rows(it.batch, it.head, i, step)
+                return lax.fori_loop(it.first_row, num_query_blocks, entry, jnp.int32(0))
 
-                    return lax.fori_loop(it.first_row, num_query_blocks, entry, step)
+            steps = lax.cond(it.columns, load_columns, load_block) if has_columns else load_block()
 
-                if not has_columns:
-                    return load_block(step)
-                return lax.cond(it.columns, load_columns, load_block, step)
-
-            steps = lax.fori_loop(0, count, load_item, jnp.int32(0))
-
+            # Every completion of a barrier must be awaited, the last ones too.
             def drain(step, _):
                 plgpu.barrier_wait(bars["free"].at[lax.rem(step, stages)])
 
             lax.fori_loop(lax.max(0, steps - stages), steps, drain, None)
-
-            @pl.when(count > 0)
-            def _():
-                plgpu.barrier_wait(bars["keys_free"])
 
         def compute_warpgroup():
             plgpu.set_max_registers(config.compute_registers, action="increase")
@@ -222,8 +203,7 @@ def backward_keys_kernel(
                 def _():
                     plgpu.barrier_arrive(bars["free"].at[lax.rem(step, stages)])
 
-            def query_step(step, mask, accumulate, started):
-                """One step; `started` is false in the first step of an item."""
+            def query_step(step, mask, accumulate):
                 slot = lax.rem(step, stages)
                 q_tile, dout_tile = smem["q"].at[slot], smem["dout"].at[slot]
                 plgpu.barrier_wait(bars["full"].at[slot])
@@ -240,7 +220,7 @@ def backward_keys_kernel(
                 )
                 if config.deferred:
                     # The products of the step before are older than this one's.
-                    pl.when(started)(lambda: release(step - 1))
+                    release(step - 1)
                 p = jnp.exp2(mask(logits) * log2_scale)
                 accumulate("dv", p.astype(dtype), dout_tile)
                 dp = product_plus(
@@ -252,10 +232,10 @@ def backward_keys_kernel(
                         plgpu.wgmma_wait(0)
                     release(step)
 
-            def walk_block(it, begin, step, accumulate):
+            def walk_block(accumulate):
                 def visit(head, first, last, step):
                     def entry(s, step):
-                        offset = query_block(it, head, s) - it.block
+                        offset = query_block(head, s) - it.block
                         shift = jnp.where(offset == refs["diagonal"][0], 0, TILE)
                         for part in range(_STEPS):
                             # Only a list's first entry can be the diagonal, but a branch would
@@ -265,13 +245,13 @@ def backward_keys_kernel(
                                 query = iota(logits, 1) + (part * _STEP + shift)
                                 return jnp.where(query >= key, logits, -jnp.inf)
 
-                            query_step(step + part, mask, accumulate, step + part > begin)
+                            query_step(step + part, mask, accumulate)
                         return step + _STEPS
 
                     def plain(s, step):
                         for part in range(_STEPS):
                             query_step(
-                                step + part, lambda x: x, accumulate, step + part > begin
+                                step + part, lambda x: x, accumulate
                             )
                         return step + _STEPS
 
@@ -279,9 +259,9 @@ def backward_keys_kernel(
                     step = lax.fori_loop(first, one, entry, step)
                     return lax.fori_loop(one, last, plain, step)
 
-                return over_heads(it, visit, step)
+                return over_heads(visit, jnp.int32(0))
 
-            def walk_columns(it, begin, step, accumulate):
+            def walk_columns(accumulate):
                 tokens = plgpu.load(
                     refs["tokens"].at[
                         it.batch, it.head, pl.ds(it.block * TILE + warpgroup * ROWS, ROWS)
@@ -314,10 +294,10 @@ def backward_keys_kernel(
                                 )
                             return logits
 
-                        query_step(step + part, mask, accumulate, step + part > begin)
+                        query_step(step + part, mask, accumulate)
                     return step + _STEPS, following
 
-                carry = step, read(lax.min(it.first_row, num_query_blocks - 1))
+                carry = jnp.int32(0), read(lax.min(it.first_row, num_query_blocks - 1))
                 carry = lax.fori_loop(
                     it.first_row, it.full_row, lambda i, c: entry(i, c, True), carry
                 )
@@ -325,62 +305,54 @@ def backward_keys_kernel(
                     it.full_row, num_query_blocks, lambda i, c: entry(i, c, False), carry
                 )[0]
 
-            def compute_item(n, step):
-                it = item(n)
-                plgpu.barrier_wait(bars["keys_full"])
+            plgpu.barrier_wait(bars["keys_full"])
 
-                def walk(accumulate):
-                    if not has_columns:
-                        return walk_block(it, step, step, accumulate)
-                    return lax.cond(
-                        it.columns,
-                        lambda: walk_columns(it, step, step, accumulate),
-                        lambda: walk_block(it, step, step, accumulate),
-                    )
+            def walk(accumulate):
+                if not has_columns:
+                    return walk_block(accumulate)
+                return lax.cond(
+                    it.columns, lambda: walk_columns(accumulate), lambda: walk_block(accumulate)
+                )
 
-                if interpreted:
-                    smem["dk"][warpgroup] = jnp.zeros((ROWS, head_dim), jnp.float32)
-                    smem["dv"][warpgroup] = jnp.zeros((ROWS, head_dim), jnp.float32)
+            if interpreted:
+                for name in ("dk", "dv"):
+                    smem[name][warpgroup] = jnp.zeros((ROWS, head_dim), jnp.float32)
 
-                    def accumulate(name, weights, tile):
-                        smem["p"][warpgroup] = weights
-                        plgpu.commit_smem()
+                def accumulate(name, weights, tile):
+                    smem["p"][warpgroup] = weights
+                    plgpu.commit_smem()
 
-                        def product(ref):
-                            plgpu.wgmma(ref, smem["p"].at[warpgroup], tile)
-                            return ref[...]
-
-                        acc = plgpu.ACC((ROWS, head_dim), jnp.float32)
-                        smem[name][warpgroup] += pl.run_scoped(product, acc)
-
-                    end = walk(accumulate)
-                    dk, dv = smem["dk"][warpgroup], smem["dv"][warpgroup]
-                else:
-
-                    def body(dk_ref, dv_ref):
-                        gradients = {"dk": dk_ref, "dv": dv_ref}
-                        end = walk(lambda name, w, tile: plgpu.wgmma(gradients[name], w, tile))
-                        return dk_ref[...], dv_ref[...], end
+                    def product(ref):
+                        plgpu.wgmma(ref, smem["p"].at[warpgroup], tile)
+                        return ref[...]
 
                     acc = plgpu.ACC((ROWS, head_dim), jnp.float32)
-                    dk, dv, end = pl.run_scoped(body, acc, acc)
-                if config.deferred:
-                    pl.when(end > step)(lambda: release(end - 1))
-                plgpu.barrier_arrive(bars["keys_free"])
-                rows = pl.ds(it.block * TILE + warpgroup * ROWS, ROWS)
+                    smem[name][warpgroup] += pl.run_scoped(product, acc)
 
-                def store(suffix):
-                    refs["dk" + suffix].at[it.batch, rows, it.head][...] = dk * scale
-                    refs["dv" + suffix].at[it.batch, rows, it.head][...] = dv
+                end = walk(accumulate)
+                dk, dv = smem["dk"][warpgroup], smem["dv"][warpgroup]
+            else:
 
-                if has_columns:
-                    pl.when(it.columns)(lambda: store("c"))
-                    pl.when(jnp.logical_not(it.columns))(lambda: store(""))
-                else:
-                    store("")
-                return end
+                def body(dk_ref, dv_ref):
+                    gradients = {"dk": dk_ref, "dv": dv_ref}
+                    end = walk(lambda name, w, tile: plgpu.wgmma(gradients[name], w, tile))
+                    return dk_ref[...], dv_ref[...], end
 
-            lax.fori_loop(0, count, compute_item, jnp.int32(0))
+                acc = plgpu.ACC((ROWS, head_dim), jnp.float32)
+                dk, dv, end = pl.run_scoped(body, acc, acc)
+            if config.deferred:
+                release(end - 1)
+            rows = pl.ds(it.block * TILE + warpgroup * ROWS, ROWS)
+
+            def store(suffix):
+                refs["dk" + suffix].at[it.batch, rows, it.head][...] = dk * scale
+                refs["dv" + suffix].at[it.batch, rows, it.head][...] = dv
+
+            if has_columns:
+                pl.when(it.columns)(lambda: store("c"))
+                pl.when(jnp.logical_not(it.columns))(lambda: store(""))
+            else:
+                store("")
 
         pl.when(warpgroup == WARPGROUPS)(memory_warpgroup)
         pl.when(warpgroup < WARPGROUPS)(compute_warpgroup)
@@ -399,7 +371,6 @@ def backward_keys_kernel(
         smem["dv"] = plgpu.SMEM((WARPGROUPS, ROWS, head_dim), jnp.float32)
     bars = {
         "keys_full": plgpu.Barrier(num_arrivals=2),
-        "keys_free": plgpu.Barrier(num_arrivals=WARPGROUPS),
         "full": plgpu.Barrier(num_arrivals=4, num_barriers=stages),
         "free": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages),
     }
@@ -416,11 +387,11 @@ def backward_keys_kernel(
         kernel,
         out_type=outputs,
         scratch_types=[smem, bars],
-        grid=(num_blocks,),
-        grid_names=("block",),
+        grid=(num_items,),
+        grid_names=("item",),
         num_threads=WARPGROUPS + 1,
         thread_name="wg",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=COMPILER_PARAMS,
         interpret=interpret,
     )(*arrays)
     return tuple(results) if has_columns else (*results, None, None)

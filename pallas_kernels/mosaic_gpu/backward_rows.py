@@ -11,6 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic_gpu.common import (
+    COMPILER_PARAMS,
     LOG2E,
     ROWS,
     TILE,
@@ -237,6 +238,6 @@ def backward_rows_kernel(
         grid_names=("block",),
         num_threads=WARPGROUPS + 1,
         thread_name="wg",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=COMPILER_PARAMS,
         interpret=interpret,
     )(q, k, v, dout, base, delta, *operands(work, verticals))

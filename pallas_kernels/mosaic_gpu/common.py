@@ -35,6 +35,13 @@ WORD = 32  # columns of one word of the keep mask
 ROW_LAYOUT = plgpu.Layout.WGMMA.reduce(1)  # a value per row of a wgmma tile
 COLUMN_LAYOUT = plgpu.Layout.WGMMA.reduce(0)  # a value per column
 
+# Barriers are placed by hand: every region of shared memory has one kind of writer, and readers
+# announce the end of their reading. Reductions along rows stay within four lanes, so they need
+# no shared memory.
+COMPILER_PARAMS = plgpu.CompilerParams(
+    approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
+)
+
 
 class Item:
     """One item of a row work list, read from global memory."""
@@ -96,7 +103,7 @@ def stream_memory(
     stages: int, head_dim: int, dtype: Any, has_columns: bool
 ) -> dict[str, Any]:
     """Shared memory of the two rings."""
-    smem = {"k": tiled((stages, TILE, head_dim), dtype), "v": tiled((stages, TILE, head_dim), dtype)}
+    smem = {name: tiled((stages, TILE, head_dim), dtype) for name in ("k", "v")}
     if has_columns:
         smem["bias"] = plgpu.SMEM((stages, TILE), jnp.float32)
     return smem

@@ -11,6 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic_gpu.common import (
+    COMPILER_PARAMS,
     LOG2E,
     ROW_LAYOUT,
     ROWS,
@@ -39,7 +40,7 @@ class ForwardConfig:
     stages: int = 2  # key and value tiles in flight
     query_slots: int = 2  # query blocks in shared memory; 2 prefetches the next item's
     overlap: bool = True  # QK of a tile runs under the softmax of the one before
-    ping_pong: bool = True  # the two warpgroups take turns on the tensor cores
+    ping_pong: bool = False  # the two warpgroups take turns on the tensor cores
     compute_registers: int = 240
     memory_registers: int = 24
 
@@ -206,7 +207,7 @@ def forward_kernel(
         grid_names=("block",),
         num_threads=WARPGROUPS + 1,
         thread_name="wg",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=COMPILER_PARAMS,
         interpret=interpret,
     )(q, k, v, *operands(work, verticals), *(init or ()))
     return out, lse
@@ -230,9 +231,11 @@ class Turn:
             plgpu.barrier_arrive(self.barriers.at[0])
 
     def begin(self):
+        """Waits for this warpgroup's turn."""
         plgpu.barrier_wait(self.barriers.at[self.warpgroup])
 
     def end(self):
+        """Gives the turn to the other warpgroup."""
         plgpu.barrier_arrive(self.barriers.at[1 - self.warpgroup])
 
     def finish(self):
@@ -247,7 +250,7 @@ class NoTurn:
     """Both warpgroups run freely."""
 
     def start(self):
-        pass
+        """Does nothing."""
 
     begin = end = finish = start
 
@@ -375,7 +378,8 @@ class _Tiles:
             plgpu.barrier_arrive(self.bars["k_free"].at[slot])
             # The barriers keep the compiler from moving arithmetic across the waits.
             logits = lax.optimization_barrier(logits)
-            parts = lax.optimization_barrier(self.softmax(mask.apply(prepared, logits), peak, total))
+            logits = mask.apply(prepared, logits)
+            parts = lax.optimization_barrier(self.softmax(logits, peak, total))
             new_acc = plgpu.wgmma_accumulator_load(acc_ref, wait_n=0)
             plgpu.barrier_arrive(self.bars["v_free"].at[previous])
             return lax.optimization_barrier(new_acc), *parts
