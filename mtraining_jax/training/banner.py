@@ -11,9 +11,11 @@ import numpy as np
 from jax.sharding import Mesh
 
 from mtraining_jax.config import Config, available_configs
+from mtraining_jax.errors import UserError
 from mtraining_jax.training.metrics import Record
 from mtraining_jax.training.state import StateBuilder
-from pallas_kernels.backends import resolve
+from pallas_kernels import xla
+from pallas_kernels.backends import mosaic_gpu, no_hopper_gpu, resolve
 
 
 def banner(config: Config, builder: StateBuilder, mesh: Mesh, data: str) -> list[str]:
@@ -60,16 +62,25 @@ def banner(config: Config, builder: StateBuilder, mesh: Mesh, data: str) -> list
 
 
 def backend_line(config: Config) -> str:
-    """The name of the attention kernels in use, and why these."""
-    model, device = config.model, jax.devices()[0]
-    q = jax.ShapeDtypeStruct(
-        (1, config.sparsity.block_size, model.num_heads, model.head_dim), model.dtype
-    )
+    """The name of the attention kernels in use, and why these.
+
+    Raises:
+        UserError: if the kernels that the configuration asks for cannot run here.
+    """
+    model, block_size = config.model, config.sparsity.block_size
+    q = jax.ShapeDtypeStruct((1, block_size, model.num_heads, model.head_dim), model.dtype)
     asked = config.parallel.backend
-    name = resolve(None if asked == "auto" else asked, q).__name__.rpartition(".")[2]
-    if asked != "auto":
-        return f"{name} (parallel.backend)"
-    return f"{name} ({'no Hopper GPU here' if device.platform == 'cpu' else device.device_kind})"
+    try:
+        module = resolve(asked, q, block_size)
+    except ValueError as error:
+        raise UserError(f"parallel.backend = {asked} is not possible: {error}") from error
+    if module is not xla:
+        return f"mosaic_gpu ({jax.devices()[0].device_kind})"
+    if asked == "xla":
+        return "xla (parallel.backend)"
+    if jax.default_backend() == "cpu":
+        return "xla (no Hopper GPU here)"
+    return f"xla ({no_hopper_gpu() or mosaic_gpu.unsupported(q, block_size)})"
 
 
 def summary(config: Config, records: Sequence[Record], wrote: Sequence[str]) -> list[str]:
@@ -118,8 +129,9 @@ def _next_steps(config: Config) -> list[str]:
     if config.parallel.cpu_devices is not None:
         rows.append(
             (
-                "--parallel.cpu_devices=none --parallel.nodes=1 --parallel.devices_per_node=1",
-                "use a GPU (install the extra cuda: mtraining-jax[cuda])",
+                f"--run.name={config.run.name}_gpu --parallel.cpu_devices=none"
+                " --parallel.nodes=1 --parallel.devices_per_node=1",
+                "on one GPU; needs the extra cuda (uv run --extra cuda, or mtraining-jax[cuda])",
             )
         )
     rows.append(
