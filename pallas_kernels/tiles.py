@@ -36,7 +36,8 @@ class DiagonalTiles:
         offsets: int32 [B, Hq, M], M >= 1, ascending within the live range, any value outside.
         start: int32 [B, Hq], first live entry of `offsets`.
         stop: int32 [B, Hq], one past the last live entry.
-        diagonal: int32 [], the masked offset, or `NO_DIAGONAL`.
+        diagonal: int32 [], the masked offset, or `NO_DIAGONAL`. No live offset is lower: such
+            tiles would lie wholly in the future of their queries.
         block_size: g (static).
     """
 

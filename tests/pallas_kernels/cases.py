@@ -141,17 +141,17 @@ def diagonal_tiles(
 ) -> DiagonalTiles:
     """Random local offsets, of either sign, in the middle of longer lists, as a ring step has.
 
-    `diagonal` is one of the offsets of most heads; some offsets meet no block of the shard pair.
+    Offsets start at `diagonal`, which most heads have; some meet no block of the shard pair.
     """
     start = rng.integers(0, capacity // 2, (size.batch, size.heads)).astype(np.int32)
-    stop = np.minimum(start + rng.integers(0, capacity // 2, start.shape), capacity)
-    stop = stop.astype(np.int32)
-    everywhere = range(-size.key_blocks - 1, size.query_blocks + 2)
+    stop = start.copy()
+    everywhere = range(max(-size.key_blocks - 1, diagonal), size.query_blocks + 2)
     offsets = _padding(garbage, (size.batch, size.heads, capacity), 0)
     for at in np.ndindex(*start.shape):
-        live = set(_some(rng, everywhere, int(stop[at] - start[at])))
-        if live and rng.random() < 0.7 and diagonal not in live:
-            live = {diagonal, *list(live)[1:]}
+        live = set(_some(rng, everywhere, int(rng.integers(capacity // 2))))
+        if diagonal in everywhere and rng.random() < 0.7:
+            live.add(diagonal)
+        stop[at] += len(live)
         offsets[at][start[at] : stop[at]] = sorted(live)
     return DiagonalTiles(
         jnp.asarray(offsets), jnp.asarray(start), jnp.asarray(stop), jnp.int32(diagonal),

@@ -90,7 +90,7 @@ class AttentionContract:
     def test_offsets_of_unequal_shards_count_each_pair_once(self, wide: bool) -> None:
         """A shard pair of a ring step: start and stop inside longer lists, either sign."""
         rng, size = np.random.default_rng(40 + wide), self._unequal(wide)
-        for diagonal in (1, NO_DIAGONAL):
+        for diagonal in (-1, NO_DIAGONAL):
             tiles = cases.diagonal_tiles(
                 rng, size, capacity=8, diagonal=int(diagonal), garbage=np.random.default_rng(1)
             )
@@ -169,7 +169,7 @@ class AttentionContract:
         """Two halves of the lists, one after the other, give the whole, empty rows too."""
         rng, size = np.random.default_rng(6), self._unequal(wide=False)
         q, k, v, _ = cases.qkv_dout(rng, size, self.dtypes[0])
-        whole = cases.diagonal_tiles(rng, size, capacity=8, diagonal=1)
+        whole = cases.diagonal_tiles(rng, size, capacity=8, diagonal=-1)
         middle = (whole.start + whole.stop) // 2
         first = dataclasses.replace(whole, stop=middle)
         second = dataclasses.replace(whole, start=middle)
@@ -185,7 +185,7 @@ class AttentionContract:
     def test_a_step_without_any_tile_changes_nothing(self) -> None:
         rng, size = np.random.default_rng(7), self._unequal(wide=False)
         q, k, v, dout = cases.qkv_dout(rng, size, self.dtypes[0])
-        tiles = cases.diagonal_tiles(rng, size, capacity=8, diagonal=1)
+        tiles = cases.diagonal_tiles(rng, size, capacity=8, diagonal=-1)
         nothing = dataclasses.replace(tiles, stop=tiles.start)
         empty = self._forward(q, k, v, nothing, out_dtype="float32")
         assert (np.asarray(empty[0]) == 0).all() and (np.asarray(empty[1]) == -np.inf).all()
