@@ -21,7 +21,7 @@ class TestMosaicGpu(AttentionContract):
     block_size = 128
     dim = 128
     other_dims = (64,)
-    num_blocks = 32
+    num_blocks = 16
     max_slashes = 6
     max_verticals = 200
 
