@@ -1,0 +1,90 @@
+"""States and their checkpoints, without a step."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from mtraining_jax.training import setup
+from mtraining_jax.training.checkpoint import Checkpoints, newest_step
+from mtraining_jax.training.state import StateBuilder
+from tests.training.common import changed, tiny_config
+
+HF_FOLDER = Path(__file__).resolve().parents[1] / "data" / "qwen2_tiny"
+
+
+def builder_of(config):
+    return StateBuilder(config, setup.build_mesh(config))
+
+
+def assert_equal(one, other):
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+def test_fresh_state_does_not_depend_on_the_mesh(tmp_path):
+    config = tiny_config(tmp_path)
+    one = builder_of(config).fresh()
+    sharded = changed(
+        config, parallel={"data": 2, "nodes": 1, "devices_per_node": 4, "fsdp": True}
+    )
+    assert_equal(one, builder_of(sharded).fresh())
+    other = builder_of(changed(config, run={"seed": 1})).fresh()
+    name = "layers.mlp.up_proj.weight"
+    assert not np.array_equal(one.parameters[name], other.parameters[name])
+    assert not np.array_equal(one.rng, other.rng)
+
+
+def test_checkpoint_is_read_onto_another_mesh_bit_by_bit(tmp_path):
+    config = tiny_config(tmp_path)
+    state = builder_of(config).fresh()
+    # Every leaf its own values: moments start at 0, where a mix-up would not show.
+    leaves, structure = jax.tree.flatten(state)
+    state = structure.unflatten([x + jnp.asarray(i + 1, x.dtype) for i, x in enumerate(leaves)])
+    folder = tmp_path / "checkpoints"
+    checkpoints = Checkpoints(folder, keep=2, async_save=True)
+    for step in (1, 2, 3):
+        checkpoints.save(step, state, {"place": step}, config)
+    checkpoints.close()
+    assert sorted(path.name for path in folder.iterdir()) == ["2", "3"]
+
+    (folder / "9.orbax-checkpoint-tmp-0").mkdir()  # a run was cut off while saving
+    assert newest_step(folder) == 3
+    other = changed(config, parallel={"nodes": 4, "devices_per_node": 2, "fsdp": True})
+    abstract = builder_of(other).abstract()
+    checkpoints = Checkpoints(folder, keep=2, async_save=True)
+    assert checkpoints.newest() == 3
+    restored, place = checkpoints.restore(3, abstract, other)
+    checkpoints.close()
+    assert place == {"place": 3}
+    assert_equal(restored, state)
+    shardings = jax.tree.map(lambda x: x.sharding, restored)
+    assert shardings == jax.tree.map(lambda x: x.sharding, abstract)
+    moment = restored.opt_state[0].mu["layers.mlp.up_proj.weight"]
+    assert moment.addressable_shards[0].data.size == moment.size // 8
+
+
+@pytest.mark.parametrize("fsdp", [False, True])
+def test_fresh_state_from_a_hugging_face_checkpoint(tmp_path, fsdp):
+    model = {
+        "vocab_size": 384, "hidden_size": 128, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2,
+        "head_dim": 32, "intermediate_size": 256, "max_position_embeddings": 512,
+        "tie_word_embeddings": True,
+        "init_from": str(HF_FOLDER),
+    }  # fmt: skip
+    config = tiny_config(
+        tmp_path, model=model, parallel={"nodes": 2, "devices_per_node": 2, "fsdp": fsdp}
+    )
+    parameters = builder_of(config).fresh().parameters
+    tensors = load_file(HF_FOLDER / "model.safetensors")
+    np.testing.assert_array_equal(
+        parameters["embed_tokens.weight"], tensors["model.embed_tokens.weight"]
+    )
+    for layer in range(3):
+        np.testing.assert_array_equal(
+            parameters["layers.mlp.up_proj.weight"][layer],
+            tensors[f"model.layers.{layer}.mlp.up_proj.weight"],
+        )
