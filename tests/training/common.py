@@ -38,6 +38,7 @@ def tiny_config(folder: Path, **sections: dict) -> Config:
             "head_dim": 16,
             "intermediate_size": 48,
             "max_position_embeddings": 128,
+            "tie_word_embeddings": True,
             "dtype": "float32",
         },
         "sparsity": {

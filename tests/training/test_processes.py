@@ -28,7 +28,8 @@ def test_run_killed_while_saving_goes_on_from_the_last_whole_checkpoint(config, 
     config = changed(
         config,
         run={"steps": 1000},
-        parallel={"cpu_devices": 4},
+        # As many as this process has: they share compiled programs.
+        parallel={"cpu_devices": 8},
         checkpoint={"every_steps": 1, "keep": 1000},
     )
     folder = checkpoint_folder(config)

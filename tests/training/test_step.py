@@ -12,6 +12,11 @@ from mtraining_jax.training.step import make_train_step, micro_batches
 from tests.training.common import tiny_config
 
 
+def untied(folder, model=None, **sections):
+    """A run whose output layer has weights of its own; the other tests tie them."""
+    return tiny_config(folder, model={"tie_word_embeddings": False} | (model or {}), **sections)
+
+
 class Parts:
     """The parts of a run, without what is around the step."""
 
@@ -44,7 +49,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def dense(folder):
     """Batches of 4 in one part on 1 x 2 x 2 devices, dense."""
-    config = tiny_config(folder, data={"batch_size": 4}, sparsity={"kind": "dense"})
+    config = untied(folder, data={"batch_size": 4}, sparsity={"kind": "dense"})
     parts = Parts(config)
     metrics, state = parts.train(3)
     return parts, metrics, state
@@ -64,14 +69,14 @@ def test_dense_equals_sparse_with_everything_selected(folder, dense):
         "top_p": 1.0, "max_verticals": 128, "max_slashes": 128, "min_slashes": 128,
         "min_verticals": 128,
     }  # fmt: skip
-    sparse, _ = Parts(tiny_config(folder, data={"batch_size": 4}, sparsity=everything)).train(3)
+    sparse, _ = Parts(untied(folder, data={"batch_size": 4}, sparsity=everything)).train(3)
     np.testing.assert_array_equal(sparse[0]["layers"]["density"], [1, 1])
     np.testing.assert_array_equal(dense[1][0]["layers"]["density"], [1, 1])
     np.testing.assert_allclose(loss_and_norm(sparse), loss_and_norm(dense[1]), rtol=2e-5)
 
 
 def test_accumulation_over_data_groups_equals_one_big_batch(folder, dense):
-    config = tiny_config(
+    config = untied(
         folder,
         data={"batch_size": 4},
         sparsity={"kind": "dense"},
@@ -123,7 +128,7 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(dense):
 
 
 def test_frozen_parameters_stay_and_bf16_compute_keeps_fp32_state(folder, dense):
-    config = tiny_config(
+    config = untied(
         folder,
         data={"batch_size": 4},
         sparsity={"kind": "dense"},
