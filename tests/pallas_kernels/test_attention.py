@@ -1,6 +1,7 @@
 """What does not depend on the backend: merging, dispatch, and errors that name their argument."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -71,6 +72,15 @@ def test_backend_by_name_or_the_best_there_is():
         np.testing.assert_array_equal(chosen, named)
     with pytest.raises(ValueError, match="backend='cudnn' is not one of"):
         pallas_kernels.dense_attention(q, k, v, block_size=G, backend="cudnn")
+
+
+def test_a_backend_that_cannot_run_here_is_an_error_only_by_name():
+    q, k, v = (jnp.ones((1, 128, 1, 64), jnp.bfloat16) for _ in range(3))
+    with pytest.raises(ValueError, match="backend='mosaic_gpu' cannot run here: no GPU"):
+        jax.eval_shape(
+            functools.partial(pallas_kernels.dense_attention, backend="mosaic_gpu"), q, k, v
+        )
+    jax.eval_shape(pallas_kernels.dense_attention, q, k, v)
 
 
 def test_output_dtype_follows_the_queries_the_running_result_or_the_caller():
