@@ -155,10 +155,12 @@ class AttentionContract:
         index = self._index(rng, size)
         out, lse = self._forward(q, k, v, *_resolve(index, k, v))
         expected = oracle(q, k, v, dout, brute_force.index_mask(index, size.seq_len))
-        # A logit is rounded at its own size, and its exponential is off by as much.
-        largest = float(jnp.abs(q).max() * jnp.abs(k).max())
-        compare("out", out, expected["out"], q.dtype, largest * FP32_EPS)
-        compare_lse(lse, expected["lse"])
+        # A logit, even a small one, is rounded at the size of the products it sums, and its
+        # exponential is off by as much.
+        norms = (np.linalg.norm(np.asarray(x, np.float32), axis=-1).max() for x in (q, k))
+        rounding = float(np.prod(list(norms))) * size.dim**-0.5 * FP32_EPS
+        compare("out", out, expected["out"], q.dtype, rounding)
+        compare_lse(lse, expected["lse"], rounding)
         grads = self._vertical_slash(q, k, v, index, dout)
         for name, x in grads.items():
             assert np.isfinite(np.asarray(x, np.float32)).all(), f"{name} is not finite"
