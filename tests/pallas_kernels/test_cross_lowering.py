@@ -1,0 +1,169 @@
+"""The Hopper kernels lowered for an H200 on a machine that has no GPU.
+
+Lowering runs everything of Pallas up to MLIR: shapes, dtypes, layouts, transforms and barriers of
+every shipped configuration are checked, the machine code is not.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
+
+import pallas_kernels
+from pallas_kernels import BlockSparseIndex, DiagonalTiles, VerticalSlashIndex, backends, xla
+from pallas_kernels.mosaic_gpu import backend as mosaic_gpu
+from pallas_kernels.mosaic_gpu.configs import CONFIGS
+
+B, NQ, NK, HQ, HK, G = 2, 1024, 512, 6, 2, 128  # lengths differ in a ring step
+KERNEL = "custom_call @mosaic_gpu"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Gpu(AbstractDevice):
+    compute_capability: str = "9.0"
+
+
+H200 = _Gpu(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
+A100 = _Gpu(
+    device_kind="NVIDIA A100-SXM4-80GB", platform="gpu", num_cores=108, compute_capability="8.0"
+)
+
+
+def _target(device: AbstractDevice):
+    return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
+
+
+def _kernels(f, *args) -> int:
+    """Lowers f for an H200; the number of Mosaic GPU kernels it calls."""
+    with _target(H200):
+        text = jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    return text.count(KERNEL)
+
+
+def _array(*shape: int, dtype="bfloat16") -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def _int32(*shape: int) -> jax.ShapeDtypeStruct:
+    return _array(*shape, dtype=jnp.int32)
+
+
+def _qkv(dim: int, dtype: str, nk: int = NK):
+    return _array(B, NQ, HQ, dim, dtype=dtype), *(2 * [_array(B, nk, HK, dim, dtype=dtype)])
+
+
+def _index() -> VerticalSlashIndex:
+    return VerticalSlashIndex(
+        _int32(B, HQ, 5), _int32(B, HQ), _int32(B, HQ, 200), _int32(B, HQ), G
+    )
+
+
+def _tiles(kind: str):
+    if kind == "none":
+        return None
+    if kind == "diagonals":
+        return DiagonalTiles(_int32(B, HQ, 7), _int32(B, HQ), _int32(B, HQ), _int32(), G)
+    rows, columns = NQ // G, NK // G
+    return BlockSparseIndex(
+        _int32(B, HQ, rows, columns), _int32(B, HQ, rows),
+        _int32(B, HQ, columns, rows), _int32(B, HQ, columns), G,
+    )
+
+
+def _verticals(dim: int, dtype: str):
+    """Columns as a shard of half the query blocks of a sequence sees them."""
+
+    def build(index, columns):
+        blocks = 2 * jnp.arange(NQ // G, dtype=jnp.int32)
+        return pallas_kernels.vertical_columns(index, columns, columns, blocks, 2 * NQ // G)
+
+    return jax.eval_shape(build, _index(), _array(B, 256, HQ, dim, dtype=dtype))
+
+
+# Tiles, whether there are columns, dtype, and whether results are fp32 and added to running ones.
+PROBLEMS = [
+    ("diagonals", True, "bfloat16", False),
+    ("diagonals", False, "bfloat16", True),
+    ("diagonals", True, "float16", True),
+    ("none", True, "bfloat16", True),
+    ("listed", False, "bfloat16", False),
+    ("listed", True, "float16", True),
+]
+
+
+@pytest.mark.parametrize(("kind", "has_verticals", "dtype", "running"), PROBLEMS)
+@pytest.mark.parametrize("dim", CONFIGS)
+def test_forward_lowers(dim, kind, has_verticals, dtype, running):
+    verticals = _verticals(dim, dtype) if has_verticals else None
+    init = (_array(B, NQ, HQ, dim, dtype="float32"), _array(B, HQ, NQ, dtype="float32"))
+
+    def forward(*args):
+        return pallas_kernels.forward(*args[:5], init=args[5])
+
+    args = (*_qkv(dim, dtype), _tiles(kind), verticals, init if running else None)
+    assert _kernels(forward, *args) == 1
+
+
+@pytest.mark.parametrize(("kind", "has_verticals", "dtype", "running"), PROBLEMS)
+@pytest.mark.parametrize("dim", CONFIGS)
+def test_backward_lowers(dim, kind, has_verticals, dtype, running):
+    verticals = _verticals(dim, dtype) if has_verticals else None
+    q, k, v = _qkv(dim, dtype)
+    row = _array(B, HQ, NQ, dtype="float32")
+    dq_dtype = "float32" if running else dtype
+    backward = functools.partial(pallas_kernels.backward, dq_dtype=dq_dtype)
+    assert _kernels(backward, q, k, v, q, row, row, _tiles(kind), verticals) == 2
+
+
+@pytest.mark.parametrize("dim", CONFIGS)
+def test_attention_with_gradients_lowers(dim):
+    """One device, from the index on: three kernels, chosen without being named."""
+    q, k, v = _qkv(dim, "bfloat16", nk=NQ)
+
+    def loss(q, k, v, index):
+        out = pallas_kernels.vertical_slash_attention(q, k, v, index)
+        return out.astype(jnp.float32).sum()
+
+    assert _kernels(jax.grad(loss, argnums=(0, 1, 2)), q, k, v, _index()) == 3
+
+
+def test_the_hopper_kernels_are_chosen_for_a_hopper_gpu():
+    q = jnp.zeros((1, G, 1, 64), jnp.bfloat16)
+    with _target(H200):
+        for choice in (None, "auto", "mosaic_gpu"):
+            assert backends.resolve(choice, q, G) is mosaic_gpu
+        assert backends.resolve("xla", q, G) is xla
+        for x, block_size in (
+            (q.astype(jnp.float32), G), (jnp.zeros((1, G, 1, 80), jnp.bfloat16), G), (q, 64)
+        ):
+            assert backends.resolve(None, x, block_size) is xla
+
+
+def test_other_machines_get_the_portable_backend():
+    q = jnp.zeros((1, G, 1, 64), jnp.bfloat16)
+    assert backends.resolve(None, q, G) is xla
+    with _target(A100):
+        assert backends.resolve(None, q, G) is xla
+
+
+def test_asking_by_name_where_it_cannot_run_says_why():
+    q = jnp.zeros((1, G, 1, 64), jnp.bfloat16)
+
+    def ask(q, block_size=G):
+        pallas_kernels.dense_attention(q, q, q, block_size=block_size, backend="mosaic_gpu")
+
+    cannot = "backend='mosaic_gpu' cannot run here: "
+    with pytest.raises(ValueError, match=cannot + r"no GPU \(platform cpu\)"):
+        ask(q)
+    with _target(A100), pytest.raises(ValueError, match=cannot + "the target is a NVIDIA A100"):
+        ask(q)
+    with _target(H200):
+        with pytest.raises(ValueError, match=cannot + "dtype float32"):
+            ask(q.astype(jnp.float32))
+        with pytest.raises(ValueError, match=cannot + "head dim 80"):
+            ask(jnp.zeros((1, G, 1, 80), jnp.bfloat16))
+        with pytest.raises(ValueError, match=cannot + "block_size 64"):
+            ask(q, block_size=64)
