@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.backends import resolve
 from pallas_kernels.checks import check_call, check_shape
@@ -154,8 +155,8 @@ def delta_of(out: Array, dout: Array) -> Array:
 
 def vertical_slash_attention(
     q: Array, k: Array, v: Array, index: VerticalSlashIndex, *,
-    scale: float | None = None, backend: str | None = None,
-) -> Array:
+    scale: float | None = None, backend: str | None = None, return_lse: bool = False,
+) -> Array | tuple[Array, Array]:
     """Causal attention restricted to the pairs of `index`, on one device; differentiable.
 
     Args:
@@ -165,11 +166,15 @@ def vertical_slash_attention(
         index: no gradient flows to it.
         scale: of the logits; default 1/sqrt(D).
         backend: as in `forward`.
+        return_lse: whether to give the log of the softmax's denominator as well.
 
     Returns:
-        [B, S, Hq, D] in the dtype of q. Contract of the mask: `VerticalSlashIndex`.
+        [B, S, Hq, D] in the dtype of q. Contract of the mask: `VerticalSlashIndex`. With
+        `return_lse`, a pair of it and fp32 [B, Hq, S], natural logarithm, -inf for empty rows;
+        gradients flow through both.
     """
-    return _vertical_slash(q, k, v, index, scale, backend)
+    result = _vertical_slash(q, k, v, index, scale, backend)
+    return result if return_lse else result[0]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
@@ -180,14 +185,17 @@ def _vertical_slash(q, k, v, index, scale, backend):
 def _vertical_slash_fwd(q, k, v, index, scale, backend):
     tiles, verticals = _resolve_index(q, k, v, index)
     out, lse = forward(q, k, v, tiles, verticals, scale=scale, backend=backend)
-    return out, (q, k, v, index, out, lse)
+    out, lse = _named(out, lse)
+    return (out, lse), (q, k, v, index, out, lse)
 
 
-def _vertical_slash_bwd(scale, backend, residuals, dout):
+def _vertical_slash_bwd(scale, backend, residuals, cotangents):
+    dout, dlse = cotangents
     q, k, v, index, out, lse = residuals
+    # d lse / d logits are the softmax weights, so its cotangent joins delta in every kernel.
     tiles, verticals = _resolve_index(q, k, v, index)
     grads = backward(
-        q, k, v, dout, lse, delta_of(out, dout), tiles, verticals, scale=scale,
+        q, k, v, dout, lse, delta_of(out, dout) - dlse, tiles, verticals, scale=scale,
         dq_dtype=q.dtype, backend=backend,
     )
     dk, dv = grads.dk, grads.dv
@@ -227,8 +235,8 @@ def _resolve_index(
 
 def block_sparse_attention(
     q: Array, k: Array, v: Array, index: BlockSparseIndex, *,
-    scale: float | None = None, backend: str | None = None,
-) -> Array:
+    scale: float | None = None, backend: str | None = None, return_lse: bool = False,
+) -> Array | tuple[Array, Array]:
     """Attention restricted to the listed blocks of `index`, on one device; differentiable.
 
     Args:
@@ -238,21 +246,24 @@ def block_sparse_attention(
         index: no gradient flows to it.
         scale: of the logits; default 1/sqrt(D).
         backend: as in `forward`.
+        return_lse: as in `vertical_slash_attention`.
 
     Returns:
-        [B, Sq, Hq, D] in the dtype of q. Contract of the mask: `BlockSparseIndex`.
+        [B, Sq, Hq, D] in the dtype of q. Contract of the mask: `BlockSparseIndex`. With
+        `return_lse`, a pair of it and fp32 [B, Hq, Sq].
     """
-    return _tile_attention(q, k, v, index, scale, backend)
+    result = _tile_attention(q, k, v, index, scale, backend)
+    return result if return_lse else result[0]
 
 
 def dense_attention(
     q: Array, k: Array, v: Array, *, causal: bool = True, block_size: int = 128,
-    scale: float | None = None, backend: str | None = None,
-) -> Array:
+    scale: float | None = None, backend: str | None = None, return_lse: bool = False,
+) -> Array | tuple[Array, Array]:
     """Dense attention by the same kernels, every block listed: the limit of sparse.
 
-    Shapes as in `block_sparse_attention`; lengths must be multiples of `block_size`, and with
-    `causal` equal.
+    Shapes and `return_lse` as in `block_sparse_attention`; lengths must be multiples of
+    `block_size`, and with `causal` equal.
     """
     if causal and q.shape[1] != k.shape[1]:
         raise ValueError(
@@ -262,7 +273,8 @@ def dense_attention(
         q.shape[0], q.shape[2], q.shape[1] // block_size, k.shape[1] // block_size,
         block_size, causal,
     )
-    return _tile_attention(q, k, v, tiles, scale, backend)
+    result = _tile_attention(q, k, v, tiles, scale, backend)
+    return result if return_lse else result[0]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
@@ -272,16 +284,23 @@ def _tile_attention(q, k, v, tiles, scale, backend):
 
 def _tile_attention_fwd(q, k, v, tiles, scale, backend):
     out, lse = forward(q, k, v, tiles, scale=scale, backend=backend)
-    return out, (q, k, v, tiles, out, lse)
+    out, lse = _named(out, lse)
+    return (out, lse), (q, k, v, tiles, out, lse)
 
 
-def _tile_attention_bwd(scale, backend, residuals, dout):
+def _tile_attention_bwd(scale, backend, residuals, cotangents):
+    dout, dlse = cotangents
     q, k, v, tiles, out, lse = residuals
     grads = backward(
-        q, k, v, dout, lse, delta_of(out, dout), tiles, scale=scale,
+        q, k, v, dout, lse, delta_of(out, dout) - dlse, tiles, scale=scale,
         dq_dtype=q.dtype, backend=backend,
     )
     return grads.dq, grads.dk.astype(k.dtype), grads.dv.astype(v.dtype), None
 
 
 _tile_attention.defvjp(_tile_attention_fwd, _tile_attention_bwd)
+
+
+def _named(out: Array, lse: Array) -> tuple[Array, Array]:
+    """Names by which a rematerialisation policy can keep what the backward pass needs."""
+    return checkpoint_name(out, "attn_out"), checkpoint_name(lse, "attn_lse")

@@ -48,7 +48,8 @@ def ring_attention(
     hierarchical: bool = True,
     scale: float | None = None,
     backend: str | None = None,
-) -> Array:
+    return_lse: bool = False,
+) -> Array | tuple[Array, Array]:
     """Causal attention of a sequence that is sharded over mesh axes; differentiable.
 
     Call it inside `jax.shard_map(..., check_vma=False)`. Residuals of the backward pass carry
@@ -65,9 +66,12 @@ def ring_attention(
         hierarchical: with two axes, turn over the second inside each step of the first.
         scale: of the logits; default 1/sqrt(D).
         backend: of the kernels; None for the best that runs here.
+        return_lse: whether to give the log of the softmax's denominator as well.
 
     Returns:
-        [B, n, Hq, D] in the dtype of q. Accumulated in fp32; gradients as well.
+        [B, n, Hq, D] in the dtype of q. Accumulated in fp32; gradients as well. With
+        `return_lse`, a pair of it and fp32 [B, Hq, n], natural logarithm, -inf for empty rows;
+        gradients flow through both.
 
     Raises:
         ValueError: if shapes, layout and axes do not fit one another.
@@ -86,7 +90,8 @@ def ring_attention(
         raise ValueError(
             f"the index has block_size={index.block_size} but the layout {layout.block_size}"
         )
-    return _ring(plan, q, k, v, index)
+    result = _ring(plan, q, k, v, index)
+    return result if return_lse else result[0]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -111,13 +116,15 @@ def _ring_fwd(plan, q, k, v, index):
     out = jnp.concatenate([out for out, _ in state], axis=1).astype(q.dtype)
     lse = jnp.concatenate([lse for _, lse in state], axis=2)
     out, lse = checkpoint_name(out, "attn_out"), checkpoint_name(lse, "attn_lse")
-    return out, (q, k, v, index, out, lse)
+    return (out, lse), (q, k, v, index, out, lse)
 
 
-def _ring_bwd(plan, residuals, dout):
+def _ring_bwd(plan, residuals, cotangents):
+    dout, dlse = cotangents
     q, k, v, index, out, lse = residuals
     step = _Step(plan, q, k, v, index)
-    rows = dout, lse, kernels.delta_of(out, dout)
+    # d lse / d logits are the softmax weights, so its cotangent joins delta in every kernel.
+    rows = dout, lse, kernels.delta_of(out, dout) - dlse
 
     def differentiate(outer: Array, inner: Array, kv: _Pair, dq: list, first: bool):
         source = plan.source(step.rank, outer, inner)
