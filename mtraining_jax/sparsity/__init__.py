@@ -9,13 +9,15 @@ from mtraining_jax.sparsity.metrics import (
     density,
     executed_pairs,
 )
-from mtraining_jax.sparsity.patterns import FixedBudget, VerticalSlash
+from mtraining_jax.sparsity.patterns import Dense, FixedBudget, Pattern, VerticalSlash
 from mtraining_jax.sparsity.vertical_slash import INDEX_NAME, choose_index
 
 __all__ = [
     "INDEX_NAME",
+    "Dense",
     "FixedBudget",
     "FixedBudgets",
+    "Pattern",
     "VerticalSlash",
     "attention_flops",
     "attention_recall",

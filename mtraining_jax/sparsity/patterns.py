@@ -1,16 +1,76 @@
-"""Pattern objects: the settings of a way to choose a vertical-slash index."""
+"""Pattern objects: the settings of a way to choose which pairs attention computes."""
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 import jax
 from jax import Array
 
+from pallas_kernels.index import VerticalSlashIndex
+
 PRESETS = ("safe", "paper")
 
 
+class Pattern:
+    """What attention asks of a pattern: a block size, and an index for some queries and keys.
+
+    A pattern is a small frozen dataclass. One without arrays is static under `jax.jit`. One with
+    arrays is registered as a pytree, and each of its arrays has the query heads as its leading
+    axis, so that it can be sharded with them.
+
+    Attributes:
+        block_size: g, tokens on a side of a block.
+    """
+
+    block_size: int
+
+    def choose(
+        self,
+        q: Array,
+        k: Array,
+        *,
+        block_ids: Array,
+        num_blocks: int,
+        axis_names: Sequence[str] = (),
+        scale: float | None = None,
+    ) -> VerticalSlashIndex | None:
+        """The pairs to compute; None for every causal pair.
+
+        Arguments and index are those of `choose_index`, and so is where it may be called: inside
+        `jax.shard_map` on the shards of a sequence, or on one device. No gradient flows through.
+        """
+        from mtraining_jax.sparsity.vertical_slash import choose_index  # it imports this module
+
+        return choose_index(
+            q, k, self, block_ids=block_ids, num_blocks=num_blocks, axis_names=axis_names,
+            scale=scale,
+        )
+
+
 @dataclasses.dataclass(frozen=True)
-class VerticalSlash:
+class Dense(Pattern):
+    """Every causal pair: the limit of sparse, by the same kernels.
+
+    Attributes:
+        block_size: g, tokens on a side of a block.
+
+    Raises:
+        ValueError: naming the field, its value and what is allowed.
+    """
+
+    block_size: int = 128
+
+    def __post_init__(self):
+        _check_range("block_size", self.block_size, 1)
+
+    def choose(self, q, k, *, block_ids, num_blocks, axis_names=(), scale=None) -> None:
+        """No index: nothing is left out."""
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class VerticalSlash(Pattern):
     """Top-p choice: per head, the largest columns and diagonals until their mass reaches p.
 
     The two presets differ in what happens at the edges:
@@ -79,7 +139,7 @@ class VerticalSlash:
     ],
 )
 @dataclasses.dataclass(frozen=True)
-class FixedBudget:
+class FixedBudget(Pattern):
     """Fixed numbers of columns and diagonals for each head, as MInference files give them.
 
     A pytree: the budgets are data, so a stack of layers [L, Hq] can be scanned over and each
