@@ -36,7 +36,7 @@ def resolve(backend: str | None, q: Array, block_size: int) -> ModuleType:
         return mosaic_gpu
     if backend == "mosaic_gpu":
         raise ValueError(f"backend='mosaic_gpu' cannot run here: {reason}")
-    _say_once(f"attention runs on the portable XLA backend: {reason}")
+    _say_once(f"attention runs on the portable XLA backend: {reason}", _level())
     return xla
 
 
@@ -64,6 +64,13 @@ def _is_hopper(capability: str) -> bool:
     return int(str(capability).split(".")[0]) == _HOPPER
 
 
+def _level() -> int:
+    """Somebody with a GPU expects its kernels, and is warned; elsewhere XLA is what to expect."""
+    abstract = jax.sharding.get_abstract_mesh().abstract_device
+    platform = jax.default_backend() if abstract is None else abstract.platform
+    return logging.WARNING if platform == "gpu" else logging.INFO
+
+
 @functools.cache
-def _say_once(message: str) -> None:
-    _log.info(message)
+def _say_once(message: str, level: int) -> None:
+    _log.log(level, message)
