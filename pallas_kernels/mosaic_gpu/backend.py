@@ -37,7 +37,7 @@ def forward(
 ) -> tuple[Array, Array]:
     """See `pallas_kernels.attention.forward`."""
     configs = configs or configs_for(q.shape[-1])
-    work = query_work(tiles, verticals, *_sizes(q, k))
+    work = query_work(tiles, verticals, *_sizes(q, k)[:4])
     if init is not None:
         init = tuple(x.astype(jnp.float32) for x in init)
     return forward_kernel(
@@ -57,7 +57,7 @@ def backward(
     dout = dout.astype(q.dtype)
     base = jnp.where(lse > -jnp.inf, lse / -scale, -jnp.inf)  # what logits start from
     dq = backward_rows_kernel(
-        q, k, v, dout, base, delta, query_work(tiles, verticals, *sizes), verticals,
+        q, k, v, dout, base, delta, query_work(tiles, verticals, *sizes[:4]), verticals,
         scale=scale, out_dtype=dq_dtype, config=configs.rows,
         num_blocks=_multiprocessors(interpret), interpret=interpret,
     )

@@ -181,10 +181,12 @@ def backward_keys_kernel(
             def load_columns():
                 load_keys("c")
 
-                def entry(i, step):
-                    return load_rows(it.batch, it.head, i, step)
+                # From the last query block back: all tiles of a head's columns start together
+                # there and read the same queries, which the L2 cache then serves.
+                def entry(n, step):
+                    return load_rows(it.batch, it.head, num_query_blocks - 1 - n, step)
 
-                return lax.fori_loop(it.first_row, num_query_blocks, entry, jnp.int32(0))
+                return lax.fori_loop(0, num_query_blocks - it.first_row, entry, jnp.int32(0))
 
             steps = lax.cond(it.columns, load_columns, load_block) if has_columns else load_block()
 
@@ -277,10 +279,11 @@ def backward_keys_kernel(
                         for w in range(ROWS // WORD)
                     ]
 
-                def entry(i, carry, causal):
+                def entry(n, carry, causal):
                     step, words = carry
+                    i = num_query_blocks - 1 - n
                     # The next block's words are read ahead, to hide the latency.
-                    following = read(lax.min(i + 1, num_query_blocks - 1))
+                    following = read(lax.max(i - 1, 0))
                     bias = keep_bias(words, index)
                     first_query = refs["query_blocks"][i] * TILE if causal else 0
                     for part in range(_STEPS):
@@ -297,13 +300,10 @@ def backward_keys_kernel(
                         query_step(step + part, mask, accumulate)
                     return step + _STEPS, following
 
-                carry = jnp.int32(0), read(lax.min(it.first_row, num_query_blocks - 1))
-                carry = lax.fori_loop(
-                    it.first_row, it.full_row, lambda i, c: entry(i, c, True), carry
-                )
-                return lax.fori_loop(
-                    it.full_row, num_query_blocks, lambda i, c: entry(i, c, False), carry
-                )[0]
+                full, all_rows = num_query_blocks - it.full_row, num_query_blocks - it.first_row
+                carry = jnp.int32(0), read(num_query_blocks - 1)
+                carry = lax.fori_loop(0, full, lambda n, c: entry(n, c, False), carry)
+                return lax.fori_loop(full, all_rows, lambda n, c: entry(n, c, True), carry)[0]
 
             plgpu.barrier_wait(bars["keys_full"])
 

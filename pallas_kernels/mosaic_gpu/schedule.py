@@ -1,7 +1,8 @@
-"""Work lists of the Hopper kernels: what each thread block does, longest work first.
+"""Work lists of the Hopper kernels: what each thread block does, and in which order.
 
-The kernels are persistent: block c of n takes items c, c + n, c + 2n, ... of a list sorted by
-work, so that rows of very different length keep all multiprocessors busy to the end.
+Two aims set the order. Long items come before short ones, so that all multiprocessors are busy
+to the end. And items that run together read the same tiles: neighbouring blocks of one head walk
+one list, so at any time they read a window of neighbouring tiles that the L2 cache keeps.
 """
 
 import dataclasses
@@ -45,7 +46,7 @@ class WorkList:
 
 def query_work(
     tiles: Tiles | None, verticals: VerticalColumns | None, batch: int, heads: int,
-    num_query_blocks: int, num_key_blocks: int, kv_heads: int,
+    num_query_blocks: int, num_key_blocks: int,
 ) -> WorkList:
     """One item per (batch, head, query block): the key blocks and columns it attends to."""
     shape = (batch, heads, num_query_blocks)
@@ -57,7 +58,7 @@ def query_work(
         # Where the main block diagonal is active no column of the queries' own block is kept.
         all_past = verticals.limit <= past
         past_tiles = jnp.where(all_past, column_tiles, past // COLUMN_TILE)
-    items = _sorted_items(first, last - first, column_tiles, past_tiles, kv_heads)
+    items = _row_items(first, last - first, column_tiles, past_tiles, by_work=listed)
     return WorkList(items, lists, diagonal, listed)
 
 
@@ -90,31 +91,25 @@ def _listed_diagonal(tiles: BlockSparseIndex) -> Array:
     return jnp.full(1, 0 if tiles.causal else NO_DIAGONAL, jnp.int32)
 
 
-def _sorted_items(
-    first: Array, tiles: Array, column_tiles: Array, past_tiles: Array, kv_heads: int
+def _row_items(
+    first: Array, tiles: Array, column_tiles: Array, past_tiles: Array, by_work: bool
 ) -> Array:
-    """Items of one key/value head after another, each head's longest first.
+    """Items of one head after another, each head's longest first.
 
-    What runs together then shares one head's keys and values in the L2 cache, and the list
-    still ends with short items.
+    Diagonals and columns reach a late block wherever they reach an earlier one, so without
+    lists of their own the blocks are in order of work already, last first.
     """
-    batch, heads, blocks = first.shape
-    group = heads // kv_heads
-
-    def flat(x: Array) -> Array:
-        """[B, Hq, n] -> [B * Hk, n * group], late blocks first, a block's heads side by side."""
-        x = jnp.flip(x.reshape(batch * kv_heads, group, blocks), axis=2)
-        return x.swapaxes(1, 2).reshape(batch * kv_heads, -1)
 
     def iota(axis: int) -> Array:
         return jax.lax.broadcasted_iota(jnp.int32, first.shape, axis)
 
-    total = flat(tiles + column_tiles)
-    order = jnp.argsort(-total, axis=-1, stable=True)
     fields = [iota(0), iota(1), iota(2), first, tiles, column_tiles, past_tiles]
-    fields = [jnp.take_along_axis(flat(x), order, axis=-1) for x in fields]
-    fields.append(jnp.zeros_like(order))
-    return jnp.stack(fields, axis=-1).reshape(-1, ITEM_FIELDS)
+    fields.append(jnp.zeros_like(first))
+    items = jnp.flip(jnp.stack(fields, axis=-1), axis=2)
+    if by_work:
+        order = jnp.argsort(-(items[..., TILES] + items[..., COLUMN_TILES]), axis=2, stable=True)
+        items = jnp.take_along_axis(items, order[..., None], axis=2)
+    return items.reshape(-1, ITEM_FIELDS)
 
 
 # Columns of an item of a key work list.
@@ -158,48 +153,45 @@ def key_work(
     shape = (batch, heads, num_key_blocks)
     lists, diagonal, listed, first, last = _column_lists(tiles, shape, num_query_blocks)
     parts = []
+    if verticals is not None:
+        # A tile of columns may see every query block, far more than a block of keys does.
+        parts.append(_column_items(verticals, num_query_blocks))
     if tiles is not None:
         work = (last - first).reshape(batch, kv_heads, group, num_key_blocks).sum(2)
-        parts.append(_key_items(KEY_BLOCKS, work, kv_heads, jnp.zeros_like(work), work))
-    if verticals is not None:
-        g = verticals.block_size
-        tokens = verticals.tokens.reshape(batch, heads, -1, COLUMN_TILE)
-        slots = jnp.arange(tokens.shape[2] * COLUMN_TILE, dtype=jnp.int32)
-        live = (slots < verticals.count[..., None]).reshape(tokens.shape)
-        # The last live token of a tile; a tile without any is not walked at all.
-        latest = jnp.max(jnp.where(live, tokens, -1), axis=-1)
-        search = functools.partial(jnp.searchsorted, verticals.query_blocks, side="left")
-        first_row = jnp.where(live.any(-1), search(tokens[..., 0] // g), num_query_blocks)
-        full_row = jnp.where(live.any(-1), search(latest // g + 1), num_query_blocks)
-        parts.append(
-            _key_items(
-                KEY_COLUMNS, num_query_blocks - first_row, kv_heads,
-                first_row.astype(jnp.int32), full_row.astype(jnp.int32),
-            )
-        )
-    items = jnp.concatenate([items for items, _ in parts], axis=1)
-    work = jnp.concatenate([work for _, work in parts], axis=1)
-    order = jnp.argsort(-work, axis=-1, stable=True)
-    items = jnp.take_along_axis(items, order[..., None], axis=1)
-    return KeyWorkList(
-        items.reshape(-1, ITEM_FIELDS), lists, first, last, diagonal, listed
+        items = _key_items(KEY_BLOCKS, jnp.zeros_like(work), work)
+        if listed:
+            order = jnp.argsort(-work, axis=-1, stable=True)
+            items = jnp.take_along_axis(items, order[..., None], axis=2)
+        parts.append(items.reshape(-1, ITEM_FIELDS))
+    return KeyWorkList(jnp.concatenate(parts), lists, first, last, diagonal, listed)
+
+
+def _column_items(verticals: VerticalColumns, num_query_blocks: int) -> Array:
+    """Items [n, 8] of the tiles of columns, one head's after another's, the earliest first."""
+    g = verticals.block_size
+    tokens = verticals.tokens.reshape(*verticals.tokens.shape[:2], -1, COLUMN_TILE)
+    slots = jnp.arange(tokens.shape[2] * COLUMN_TILE, dtype=jnp.int32)
+    live = (slots < verticals.count[..., None]).reshape(tokens.shape)
+    # The last live token of a tile; a tile without any is not walked at all.
+    latest = jnp.max(jnp.where(live, tokens, -1), axis=-1)
+    search = functools.partial(jnp.searchsorted, verticals.query_blocks, side="left")
+    first_row = jnp.where(live.any(-1), search(tokens[..., 0] // g), num_query_blocks)
+    full_row = jnp.where(live.any(-1), search(latest // g + 1), num_query_blocks)
+    items = _key_items(
+        KEY_COLUMNS, first_row.astype(jnp.int32), full_row.astype(jnp.int32)
     )
+    return items.reshape(-1, ITEM_FIELDS)
 
 
-def _key_items(
-    kind: int, work: Array, kv_heads: int, first_row: Array, full_row: Array
-) -> tuple[Array, Array]:
-    """Items [B * Hk, n, 8] and their work [B * Hk, n], from [B, heads, blocks]."""
+def _key_items(kind: int, first_row: Array, full_row: Array) -> Array:
+    """Items [B, heads, blocks, 8] of one kind."""
 
     def iota(axis: int) -> Array:
-        return jax.lax.broadcasted_iota(jnp.int32, work.shape, axis)
-
-    def flat(x: Array) -> Array:
-        return x.reshape(work.shape[0] * kv_heads, -1)
+        return jax.lax.broadcasted_iota(jnp.int32, first_row.shape, axis)
 
     fields = [jnp.full_like(iota(0), kind), iota(0), iota(1), iota(2), first_row, full_row]
     fields += [jnp.zeros_like(iota(0))] * (ITEM_FIELDS - len(fields))
-    return jnp.stack([flat(x) for x in fields], axis=-1), flat(work)
+    return jnp.stack(fields, axis=-1)
 
 
 def _column_lists(
