@@ -9,8 +9,13 @@ the index. Three rules see to that:
   so that contraction to a fused multiply-add cannot change a bit.
 - Sums are integer sums (fixed point), exact in any order. The raw logits of fixed budgets, which
   have no known range, are added in a written-out order instead.
+
+On a Hopper GPU two kernels take the place of the first rule, and of the sums within a block: their
+code is the same for every block, so its order of additions is. Sums over blocks are exact there
+too.
 """
 
+import dataclasses
 from collections.abc import Callable
 
 import jax.numpy as jnp
@@ -18,6 +23,10 @@ from jax import Array, lax
 
 from mtraining_jax.sparsity import exchange
 from mtraining_jax.sparsity.exchange import AxisNames
+from pallas_kernels.backends import resolve
+from pallas_kernels.mosaic_gpu import backend as mosaic_gpu
+from pallas_kernels.mosaic_gpu import estimate as kernels
+from pallas_kernels.mosaic_gpu.estimate import NUM_QUERIES
 
 # Fixed point of a probability and of a mass: one is 2^30. A sum of masses that add up to one stays
 # below 2^31 even if each of 2^23 terms is rounded up.
@@ -41,6 +50,7 @@ def softmax_scores(
     block_ids: Array,
     num_blocks: int,
     axis_names: AxisNames,
+    backend: str | None = None,
 ) -> tuple[Array, Array]:
     """Mean attention mass of every local key column and of the diagonals that end there.
 
@@ -54,46 +64,111 @@ def softmax_scores(
         block_ids: int32 [n/g], global number of each local block.
         num_blocks: NB.
         axis_names: mesh axes the sequence is sharded over.
+        backend: "xla", "mosaic_gpu" or None for the best that runs here. The Hopper kernels
+            take last_q = 64; any other number runs in XLA.
 
     Returns:
         (vertical, slash), both int32 [B, Hq, n/g, g]; 2^30 is all the mass of a head, to which
         each of them adds up over the whole sequence, but for rounding.
     """
-    last_q = q_BHuD.shape[2]
+    where = dict(scale=scale, block_ids=block_ids, num_blocks=num_blocks)
     block_size = k_BnHD.shape[1] // block_ids.shape[0]
-    # So that a block sum of terms <= 1 stays within 2^30.
-    term_one = float(1 << (MASS_BITS - (block_size - 1).bit_length()))
-
-    def block_normaliser(logits, _):
-        peak = logits.max(-1)
-        terms = relative_exp(logits, peak[..., None], scale)
-        return peak, _round(terms * term_one).sum(-1, dtype=jnp.int32)
-
+    tiles = _XlaTiles
+    if resolve(backend, q_BHuD, block_size) is mosaic_gpu and q_BHuD.shape[2] == NUM_QUERIES:
+        tiles = _KernelTiles
+    tiles = tiles(q_BHuD, k_BnHD, **where)
     # Two passes over the logits cost less than keeping them: at 128K tokens and 16 heads they
     # would take half a gigabyte. The results are [B, Hq, n/g, last_q].
-    queries = (q_BHuD, last_positions(last_q, num_blocks * block_size))
-    block_peak, block_sum = map_logits(block_normaliser, *queries, k_BnHD, block_ids, num_blocks)
+    block_peak, block_total = tiles.statistics()
     peak = exchange.maximum(block_peak.max(2), axis_names)
     weight = relative_exp(block_peak, peak[:, :, None], scale)
-    in_high_units = weight * (block_sum.astype(jnp.float32) * (2.0**_HIGH_BITS / term_one))
+    in_high_units = weight * (block_total * 2.0**_HIGH_BITS)
     high = in_high_units.astype(jnp.int32)
     low = _round(lax.rem(in_high_units, jnp.ones_like(in_high_units)) * 2.0**_LOW_BITS)
     limbs = (high.sum(2, dtype=jnp.int32), low.sum(2, dtype=jnp.int32))
     high, low = (x.astype(jnp.float32) for x in exchange.exact_sum(limbs, axis_names))
     # The product is exact (a power of two), so contraction cannot change this sum.
     normaliser = (high + low * 2.0**-_LOW_BITS) * 2.0**-_HIGH_BITS
-    # peak and normaliser are [B, Hq, last_q]; a chunk of logits is [C, B, Hq, last_q, g].
-    to_mass = MASS_ONE / normaliser
+    vertical, own, tails = tiles.masses(peak, normaliser)
+    return vertical, _add_tails(own, tails, block_ids, num_blocks, axis_names)
 
-    def block_scores(logits, _):
-        terms = relative_exp(logits, peak[..., None], scale)
-        mass = jnp.minimum(_round(terms * to_mass[..., None]), MASS_ONE)
-        return _mean_of_rows(mass, last_q), _mean_of_rows(_skew(mass), last_q)
 
-    vertical, diagonals = map_logits(block_scores, *queries, k_BnHD, block_ids, num_blocks)
-    tails = diagonals[..., block_size:]
-    slash = _add_tails(diagonals[..., :block_size], tails, block_ids, num_blocks, axis_names)
-    return vertical, slash
+@dataclasses.dataclass(frozen=True)
+class _KernelTiles:
+    """Tiles of logits on a Hopper GPU: what is summed within a tile is summed in one order."""
+
+    q: Array
+    k: Array
+    _: dataclasses.KW_ONLY
+    scale: float
+    block_ids: Array
+    num_blocks: int
+
+    def statistics(self) -> tuple[Array, Array]:
+        """As `_XlaTiles.statistics`."""
+        return kernels.block_statistics(
+            self.q, self.k, self.block_ids, self.num_blocks, scale=self.scale
+        )
+
+    def masses(self, peak: Array, normaliser: Array) -> tuple[Array, Array, Array]:
+        """As `_XlaTiles.masses`."""
+        to_mean_mass = MASS_ONE // NUM_QUERIES / normaliser
+        columns, own, beyond = kernels.block_masses(
+            self.q, self.k, self.block_ids, self.num_blocks, peak, to_mean_mass, scale=self.scale
+        )
+        return _round(columns), _round(own), _round(beyond[..., : NUM_QUERIES - 1])
+
+
+@dataclasses.dataclass(frozen=True)
+class _XlaTiles:
+    """Tiles of logits on any platform."""
+
+    q: Array
+    k: Array
+    _: dataclasses.KW_ONLY
+    scale: float
+    block_ids: Array
+    num_blocks: int
+
+    @property
+    def _logits(self) -> tuple:
+        """Arguments of `map_logits` after the body."""
+        seq_len = self.num_blocks * (self.k.shape[1] // self.block_ids.shape[0])
+        positions = last_positions(self.q.shape[2], seq_len)
+        return self.q, positions, self.k, self.block_ids, self.num_blocks
+
+    def statistics(self) -> tuple[Array, Array]:
+        """Per block and query, fp32 [B, Hq, n/g, u]: peak, and sum of exp((x - peak) * scale)."""
+        block_size = self.k.shape[1] // self.block_ids.shape[0]
+        # So that a block sum of terms <= 1 stays within 2^30.
+        term_one = float(1 << (MASS_BITS - (block_size - 1).bit_length()))
+
+        def body(logits, _):
+            peak = logits.max(-1)
+            terms = relative_exp(logits, peak[..., None], self.scale)
+            return peak, _round(terms * term_one).sum(-1, dtype=jnp.int32)
+
+        peak, total = map_logits(body, *self._logits)
+        return peak, total.astype(jnp.float32) * (1 / term_one)
+
+    def masses(self, peak: Array, normaliser: Array) -> tuple[Array, Array, Array]:
+        """Mean masses of columns and diagonals, from the peaks and normalisers [B, Hq, u].
+
+        Returns:
+            int32 (columns [B, Hq, n/g, g], diagonals [B, Hq, n/g, g], tails [B, Hq, n/g, u-1]);
+            the tails are what the diagonals of the next block's first keys get from this block.
+        """
+        last_q = self.q.shape[2]
+        to_mass = MASS_ONE / normaliser
+
+        def body(logits, _):  # [C, B, Hq, u, g]
+            terms = relative_exp(logits, peak[..., None], self.scale)
+            mass = jnp.minimum(_round(terms * to_mass[..., None]), MASS_ONE)
+            return _mean_of_rows(mass, last_q), _mean_of_rows(_skew(mass), last_q)
+
+        columns, diagonals = map_logits(body, *self._logits)
+        block_size = columns.shape[-1]
+        return columns, diagonals[..., :block_size], diagonals[..., block_size:]
 
 
 def logit_scores(

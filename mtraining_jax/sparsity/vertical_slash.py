@@ -26,6 +26,7 @@ def choose_index(
     num_blocks: int,
     axis_names: Sequence[str] = (),
     scale: float | None = None,
+    backend: str | None = None,
 ) -> VerticalSlashIndex:
     """Chooses, per batch entry and query head, the columns and block diagonals to compute.
 
@@ -50,6 +51,9 @@ def choose_index(
         num_blocks: NB, blocks of the whole sequence.
         axis_names: mesh axes the sequence is sharded over.
         scale: of the logits; 1/sqrt(D) when None.
+        backend: of the estimate with `VerticalSlash`: "xla", "mosaic_gpu" or None for the best
+            that runs here. Two backends may differ in a score's last bits, so one run should
+            use one. The kernels take `last_q` = 64; any other number runs in XLA.
 
     Returns:
         The index, replicated. Capacities: min(max_verticals rounded up to 128, S) columns, and
@@ -70,7 +74,7 @@ def choose_index(
         scores = estimate.logit_scores(q_last, k, **where)
         keys, rule = _fixed_keys(*scores, pattern, block_ids, seq_len)
     else:
-        scores = estimate.softmax_scores(q_last, k, scale=scale, **where)
+        scores = estimate.softmax_scores(q_last, k, scale=scale, backend=backend, **where)
         keys, rule = _top_p_keys(*scores, pattern, block_ids, seq_len)
     index = _build(keys, rule, pattern, block_ids, num_blocks, axis_names)
     leaves = (

@@ -1,0 +1,89 @@
+"""The kernels that score key blocks: in Pallas' GPU interpreter, and lowered for a Hopper GPU."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.mosaic_gpu import estimate
+
+TILE, ROWS = 128, 64
+
+
+@pytest.fixture
+def interpret():
+    """Interpreter parameters; looks for races at the end."""
+    yield plgpu.InterpretGPUParams(detect_races=True)
+    try:
+        assert not interpreter.get_races().races_found
+    finally:
+        interpreter.reset_gpu_interpret_mode_state()
+
+
+def _logits(q, k, block_ids, num_blocks):
+    """Causal logits fp64 [B, Hq, n, 64, 128], -inf ahead of the query."""
+    q, k = np.asarray(q, np.float64), np.asarray(k, np.float64)
+    k = np.repeat(k, q.shape[1] // k.shape[2], axis=2)
+    k = k.reshape(k.shape[0], len(block_ids), TILE, *k.shape[2:])
+    queries = num_blocks * TILE - ROWS + np.arange(ROWS)
+    keys = block_ids[:, None] * TILE + np.arange(TILE)
+    causal = keys[:, None, :] <= queries[:, None]
+    return np.where(causal, np.einsum("bhud,bnkhd->bhnuk", q, k), -np.inf)
+
+
+# An even group, and an odd one whose last pair of heads is not full.
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 1), (3, 1)])
+def test_matches_brute_force(heads, kv_heads, interpret):
+    rng = np.random.default_rng(heads)
+    block_ids, num_blocks, scale = np.array([5, 0, 3], np.int32), 6, 0.2
+    q = jnp.asarray(rng.normal(size=(1, heads, ROWS, 64)), jnp.bfloat16)
+    k = jnp.asarray(rng.normal(size=(1, 3 * TILE, kv_heads, 64)), jnp.bfloat16)
+    run = dict(scale=scale, multiprocessors=2, interpret=interpret)
+    logits = _logits(q, k, block_ids, num_blocks)
+
+    peak, total = estimate.block_statistics(q, k, block_ids, num_blocks, **run)
+    expected = logits.max(-1)
+    np.testing.assert_allclose(peak, expected, rtol=1e-5)
+    terms = np.exp((logits - expected[..., None]) * scale)
+    np.testing.assert_allclose(total, terms.sum(-1), rtol=1e-4)
+
+    peak = logits.max((2, 4)).astype(np.float32)
+    to_mass = rng.uniform(1, 9, peak.shape).astype(np.float32)
+    got = estimate.block_masses(q, k, block_ids, num_blocks, peak, to_mass, **run)
+    columns, own, beyond = map(np.asarray, got)
+    weights = np.exp((logits - peak[:, :, None, :, None]) * scale) * to_mass[:, :, None, :, None]
+    np.testing.assert_allclose(columns, weights.sum(-2), rtol=1e-4)
+    diagonals = np.zeros((1, heads, 3, 2 * TILE))
+    for u in range(ROWS):
+        diagonals[..., ROWS - 1 - u : ROWS - 1 - u + TILE] += weights[..., u, :]
+    np.testing.assert_allclose(own, diagonals[..., :TILE], rtol=1e-4)
+    np.testing.assert_allclose(beyond, diagonals[..., TILE:], rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("group", [1, 5, 8])
+def test_lowers_for_a_hopper_gpu(group, dim, dtype):
+    num_blocks = 1024
+    q = jax.ShapeDtypeStruct((2, 2 * group, ROWS, dim), dtype)
+    k = jax.ShapeDtypeStruct((2, num_blocks * TILE, 2, dim), dtype)
+    ids = jax.ShapeDtypeStruct((num_blocks,), jnp.int32)
+    row = jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)
+    run = dict(scale=0.1)
+    device = jax.sharding.AbstractDevice(
+        device_kind="NVIDIA H200", platform="gpu", num_cores=132
+    )
+    mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):
+        for kernel, more in (
+            (estimate.block_statistics, ()),
+            (estimate.block_masses, (row, row)),
+        ):
+            lowered = jax.jit(functools.partial(kernel, num_blocks=num_blocks, **run)).trace(
+                q, k, ids, **dict(zip(("peak", "to_mass"), more, strict=False))
+            ).lower(lowering_platforms=("cuda",))
+            assert "mosaic_gpu" in lowered.as_text()
