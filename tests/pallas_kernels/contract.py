@@ -101,7 +101,7 @@ class AttentionContract:
 
     def test_vertical_slash_matches_oracle(self, dtype: str) -> None:
         q, k, v, index, expected = self._compare_vertical_slash(self._size(), dtype, seed=1)
-        out, lse = self._forward(q, k, v, *_resolve(index, k, v))
+        out, lse = self._forward(q, k, v, *resolve_index(index, k, v))
         assert out.dtype == q.dtype and lse.dtype == jnp.float32
         compare("out", out, expected["out"], q.dtype)
         compare_lse(lse, expected["lse"])
@@ -153,7 +153,7 @@ class AttentionContract:
         q, k, v, dout = cases.qkv_dout(rng, size, self.dtypes[0])
         q = (q.astype(jnp.float32) * 100).astype(q.dtype)
         index = self._index(rng, size)
-        out, lse = self._forward(q, k, v, *_resolve(index, k, v))
+        out, lse = self._forward(q, k, v, *resolve_index(index, k, v))
         expected = oracle(q, k, v, dout, brute_force.index_mask(index, size.seq_len))
         # A logit, even a small one, is rounded at the size of the products it sums, and its
         # exponential is off by as much.
@@ -207,7 +207,7 @@ class AttentionContract:
         q, k, v, dout = cases.qkv_dout(rng, size, self.dtypes[0])
         index, scale = self._index(rng, size), 0.3
         expected = oracle(q, k, v, dout, brute_force.index_mask(index, size.seq_len), scale)
-        _, verticals = _resolve(index, k, v)
+        _, verticals = resolve_index(index, k, v)
         q_of, k_of, v_of, dout_of = (deal(x, ranks, size) for x in (q, k, v, dout))
         run = functools.partial(self._forward, scale=scale)
         outs, lses = [], []
@@ -281,7 +281,7 @@ class AttentionContract:
         q, k, v, dout = cases.qkv_dout(rng, size, self.dtypes[0])
         index = self._index(rng, size)
         mask = brute_force.index_mask(index, size.seq_len)
-        out, lse = self._forward(q, k, v, *_resolve(index, k, v))
+        out, lse = self._forward(q, k, v, *resolve_index(index, k, v))
         grads = self._vertical_slash(q, k, v, index, dout)
         empty_rows = ~mask.any(-1)
         assert 0.05 < empty_rows.mean() < 0.9
@@ -367,7 +367,7 @@ class AttentionContract:
         q, k, v, dout = cases.counting(rng, size, dtype or self.dtypes[0])
         tiles, verticals, column_mask = pattern, None, None
         if column_pairs is not None:
-            tiles, verticals = _resolve(pattern, k, v)
+            tiles, verticals = resolve_index(pattern, k, v)
             column_mask = _columns_of(column_pairs, verticals)
         zeros = jnp.zeros((size.batch, size.heads, q.shape[1]), jnp.float32)
         delta = jnp.asarray(rng.integers(-3, 4, zeros.shape), jnp.float32)
@@ -415,7 +415,7 @@ def _columns_of(pairs: np.ndarray, verticals: VerticalColumns) -> np.ndarray:
 
 
 @jax.jit
-def _resolve(
+def resolve_index(
     index: VerticalSlashIndex, k: Array, v: Array
 ) -> tuple[DiagonalTiles, VerticalColumns]:
     """Tiles and columns of an index on one device, through the public functions."""
