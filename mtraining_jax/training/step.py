@@ -31,9 +31,9 @@ def make_train_step(
     """Compiles, at its first call, one step of training.
 
     The loss is the mean of -log p over all counted labels of the batch, whichever micro-batch or
-    device they are on. Gradients are fp32 and are summed in fp32 over
-    `optimizer.accumulation_steps` micro-batches. A step whose loss or gradient norm is not finite
-    changes no parameter and no optimizer state, and is counted.
+    device they are on. Gradients are summed in fp32 over `optimizer.accumulation_steps`
+    micro-batches; within one, those of the layers' matrices have the compute dtype. A step whose
+    loss or gradient norm is not finite changes no parameter and no optimizer state, and is counted.
 
     Args:
         config: of the run.

@@ -9,6 +9,7 @@ from mtraining_jax.config import config_from_dict, config_to_dict
 from mtraining_jax.errors import UserError
 from mtraining_jax.training.checkpoint import newest_step
 from mtraining_jax.training.folder import checkpoint_folder
+from mtraining_jax.training.progress import Display
 from mtraining_jax.training.run import run
 from tests.training.common import changed, dumps, losses, written
 
@@ -136,6 +137,22 @@ def test_loss_that_stays_nan_ends_the_run(config, capsys):
     records = written(hot)
     assert [record["loss"] is None for record in records] == [False, True, True]
     assert [record["skipped_steps"] for record in records] == [0, 1, 2]
+
+
+def test_interrupted_run_says_how_it_goes_on(config, monkeypatch):
+    config = changed(config, checkpoint={"every_steps": 1})
+    show = Display.step
+
+    def interrupt_at_2(self, record, line):
+        show(self, record, line)
+        if record["step"] == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Display, "step", interrupt_at_2)
+    with pytest.raises(UserError, match=r"interrupted at step 3; .* the checkpoint of step 2"):
+        run(config)
+    monkeypatch.undo()
+    assert [record["step"] for record in run(config)] == [3, 4]
 
 
 def test_folder_that_cannot_be_written_stops_before_any_work(config, tmp_path, monkeypatch):
