@@ -174,12 +174,15 @@ def _column_items(verticals: VerticalColumns, num_query_blocks: int) -> Array:
     live = (slots < verticals.count[..., None]).reshape(tokens.shape)
     # The last live token of a tile; a tile without any is not walked at all.
     latest = jnp.max(jnp.where(live, tokens, -1), axis=-1)
-    search = functools.partial(jnp.searchsorted, verticals.query_blocks, side="left")
-    first_row = jnp.where(live.any(-1), search(tokens[..., 0] // g), num_query_blocks)
-    full_row = jnp.where(live.any(-1), search(latest // g + 1), num_query_blocks)
-    items = _key_items(
-        KEY_COLUMNS, first_row.astype(jnp.int32), full_row.astype(jnp.int32)
-    )
+
+
+    def rows_before(block: Array) -> Array:
+        """Query blocks before a global block. Counting takes one pass, a search many."""
+        return jnp.sum(verticals.query_blocks < block[..., None], axis=-1, dtype=jnp.int32)
+
+    first_row = jnp.where(live.any(-1), rows_before(tokens[..., 0] // g), num_query_blocks)
+    full_row = jnp.where(live.any(-1), rows_before(latest // g + 1), num_query_blocks)
+    items = _key_items(KEY_COLUMNS, first_row, full_row)
     return items.reshape(-1, ITEM_FIELDS)
 
 
