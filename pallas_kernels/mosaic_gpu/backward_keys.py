@@ -206,6 +206,11 @@ def backward_keys_kernel(
                     plgpu.barrier_arrive(bars["free"].at[lax.rem(step, stages)])
 
             def query_step(step, mask, accumulate):
+                """Adds the gradients from 64 queries.
+
+                `mask` takes logits and returns them masked, with an additive mask by key or
+                None: added after scaling, it costs nothing.
+                """
                 slot = lax.rem(step, stages)
                 q_tile, dout_tile = smem["q"].at[slot], smem["dout"].at[slot]
                 plgpu.barrier_wait(bars["full"].at[slot])
@@ -223,7 +228,9 @@ def backward_keys_kernel(
                 if config.deferred:
                     # The products of the step before are older than this one's.
                     release(step - 1)
-                p = jnp.exp2(mask(logits) * log2_scale)
+                logits, bias = mask(logits)
+                logits = logits * log2_scale
+                p = jnp.exp2(logits if bias is None else logits + rows_to_tile(bias, logits))
                 accumulate("dv", p.astype(dtype), dout_tile)
                 dp = product_plus(
                     lambda: columns("minus_delta"), v_tile, dout_tile.T, shape, interpreted
@@ -245,7 +252,7 @@ def backward_keys_kernel(
                             def mask(logits, part=part):
                                 key = iota(logits, 0) + warpgroup * ROWS
                                 query = iota(logits, 1) + (part * _STEP + shift)
-                                return jnp.where(query >= key, logits, -jnp.inf)
+                                return jnp.where(query >= key, logits, -jnp.inf), None
 
                             query_step(step + part, mask, accumulate)
                         return step + _STEPS
@@ -253,7 +260,7 @@ def backward_keys_kernel(
                     def plain(s, step):
                         for part in range(_STEPS):
                             query_step(
-                                step + part, lambda x: x, accumulate
+                                step + part, lambda logits: (logits, None), accumulate
                             )
                         return step + _STEPS
 
@@ -289,13 +296,11 @@ def backward_keys_kernel(
                     for part in range(_STEPS):
 
                         def mask(logits, part=part):
-                            logits = logits + rows_to_tile(bias, logits)
                             if causal:
                                 key = rows_to_tile(tokens - first_query, logits)
-                                logits = jnp.where(
-                                    iota(logits, 1) + part * _STEP >= key, logits, -jnp.inf
-                                )
-                            return logits
+                                passes = iota(logits, 1) + part * _STEP >= key
+                                logits = jnp.where(passes, logits, -jnp.inf)
+                            return logits, bias
 
                         query_step(step + part, mask, accumulate)
                     return step + _STEPS, following

@@ -137,8 +137,6 @@ def backward_rows_kernel(
                     def body(s_ref, dp_ref):
                         zero = full((ROWS, _KEYS), 0.0, plgpu.Layout.WGMMA)
                         s_base, dp_base = rows_to_tile(base, zero), rows_to_tile(-delta, zero)
-                        bias = mask.bias(smem, slot, part * _KEYS, _KEYS)
-                        s_base = s_base if bias is None else s_base + bias
                         if not interpreted:
                             s_ref[...], dp_ref[...] = s_base, dp_base
                         plgpu.wgmma(s_ref, q_tile, k_tile.T)
@@ -147,7 +145,10 @@ def backward_rows_kernel(
                             logits, dp = s_ref[...] + s_base, dp_ref[...] + dp_base
                         else:
                             logits = plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
-                        p = jnp.exp2(mask.apply(prepared, logits, part * _KEYS) * log2_scale)
+                        logits = mask.apply(prepared, logits, part * _KEYS) * log2_scale
+                        # Added after scaling, the mask of columns costs nothing.
+                        bias = mask.bias(smem, slot, part * _KEYS, _KEYS)
+                        p = jnp.exp2(logits if bias is None else logits + bias)
                         if not interpreted:
                             dp = dp_ref[...]
                         return p * dp

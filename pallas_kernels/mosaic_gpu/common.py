@@ -296,11 +296,16 @@ class Producer:
             def load_column_values(s: Array) -> None:
                 self._load("v", step + it.tiles + s, tile("vc", s, it.head))
 
-            def load_columns(s: Array, _: None) -> None:
-                words = [
-                    refs["keep"][it.batch, it.head, it.block, s * (TILE // WORD) + part]
-                    for part in range(TILE // WORD)
+            def read_words(s: Array) -> list[Array]:
+                first = s * (TILE // WORD)
+                keep = refs["keep"]
+                return [
+                    keep[it.batch, it.head, it.block, first + part] for part in range(TILE // WORD)
                 ]
+
+            def load_columns(s: Array, words: list[Array]) -> list[Array]:
+                # The next tile's words are read ahead, to hide the latency.
+                following = read_words(lax.min(s + 1, it.column_tiles - 1))
                 self._load("k", step + it.tiles + s, tile("kc", s, it.head))
                 # The slot of the keys is free, and with it that of their bias.
                 slot = lax.rem(step + it.tiles + s, self.stages)
@@ -311,8 +316,12 @@ class Producer:
                     pl.when(s > 0)(lambda: load_column_values(s - 1))
                 else:
                     load_column_values(s)
+                return following
 
-            lax.fori_loop(0, it.column_tiles, load_columns, None)
+            @pl.when(it.column_tiles > 0)
+            def _() -> None:
+                lax.fori_loop(0, it.column_tiles, load_columns, read_words(jnp.int32(0)))
+
             if self.lag:
                 pl.when(it.column_tiles > 0)(lambda: load_column_values(it.column_tiles - 1))
         return step + it.steps
