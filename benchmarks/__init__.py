@@ -1,0 +1,1 @@
+"""Scripts that measure, one question each, and the tables they printed."""

@@ -1,0 +1,31 @@
+"""Times of programs on a device."""
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+_BURST_SECONDS = 0.02
+
+
+def median_ms(run: Callable[[], Any], repeats: int = 10) -> float:
+    """Median time of `run` in ms, after a warm-up.
+
+    A repeat queues enough runs to keep the device busy for a while and waits for the last, so
+    that the host's share of short programs stays hidden behind the device's.
+    """
+    jax.block_until_ready(run())
+    once = _seconds(run, 1)
+    burst = min(50, math.ceil(_BURST_SECONDS / once))
+    return 1e3 * statistics.median(_seconds(run, burst) for _ in range(repeats))
+
+
+def _seconds(run: Callable[[], Any], burst: int) -> float:
+    start = time.perf_counter()
+    for _ in range(burst):
+        result = run()
+    jax.block_until_ready(result)
+    return (time.perf_counter() - start) / burst
