@@ -2,7 +2,6 @@
 
 import datetime
 import time
-from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
@@ -34,11 +33,6 @@ class Display:
         """Prints lines as they are."""
         for line in lines:
             self._console.print(line, markup=False)
-
-    def table(self, rows: Sequence[tuple[str, str]]) -> None:
-        """Prints names and values in two columns."""
-        width = max(len(name) for name, _ in rows)
-        self.say(*(f"  {name:<{width}}  {value}" for name, value in rows))
 
     def start(self, step: int, total: int) -> None:
         """Shows the bar: `step` of `total` steps are done."""
