@@ -3,7 +3,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtraining_jax.sparsity import estimate
+from mtraining_jax.sparsity import VerticalSlash, choose_index, estimate
+from tests.pallas_kernels.hopper import hopper
 from tests.sparsity import oracle
 
 SHAPES = [
@@ -82,3 +83,36 @@ def test_logit_sums_skip_what_the_causal_mask_hides():
     sums = oracle.diagonal_sums(seen)
     np.testing.assert_allclose(slash.reshape(flat)[..., ::-1], sums, rtol=1e-5, atol=1e-3)
     assert np.isneginf(np.asarray(vertical).reshape(flat)[..., 1 - last_q :]).all()
+
+
+# last_q, dtype, backend, and how many Hopper kernels the choice lowers to on an H200.
+ON_HOPPER = [
+    (64, jnp.bfloat16, None, 2),
+    (64, jnp.float16, "mosaic_gpu", 2),
+    (64, jnp.bfloat16, "xla", 0),
+    (32, jnp.bfloat16, None, 0),
+]
+
+
+@pytest.mark.parametrize(("last_q", "dtype", "backend", "count"), ON_HOPPER)
+def test_the_kernels_run_where_they_can(last_q, dtype, backend, count):
+    q = jax.ShapeDtypeStruct((1, 1024, 4, 64), dtype)
+    k = jax.ShapeDtypeStruct((1, 1024, 2, 64), dtype)
+    pattern = VerticalSlash(last_q=last_q)
+
+    def choose(q, k):
+        return choose_index(
+            q, k, pattern, block_ids=jnp.arange(8), num_blocks=8, backend=backend
+        )
+
+    with hopper():
+        lowered = jax.jit(choose).trace(q, k).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("@mosaic_gpu_v2(") == count
+
+
+def test_the_kernels_cannot_be_asked_for_on_a_cpu():
+    q = k = jnp.zeros((1, 128, 1, 64), jnp.bfloat16)
+    with pytest.raises(ValueError, match="backend='mosaic_gpu' cannot run here"):
+        choose_index(
+            q, k, VerticalSlash(), block_ids=jnp.arange(1), num_blocks=1, backend="mosaic_gpu"
+        )
