@@ -1,1 +1,58 @@
-"""Train language models with ultra-long contexts in JAX, with dynamic sparse attention."""
+"""Train language models with ultra-long contexts in JAX, with dynamic sparse attention.
+
+The names below are loaded when they are first used, so that a program that only reads a
+configuration does not load JAX.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mtraining_jax.adapters import attention_fn
+    from mtraining_jax.attention import sparse_attention
+    from mtraining_jax.attention_order import sequence_layout, stripe, unstripe
+    from mtraining_jax.inspect_index import Inspection, inspect
+    from mtraining_jax.parallel.layout import Layout
+    from mtraining_jax.sparsity import Dense, FixedBudget, Pattern, VerticalSlash, load_budgets
+
+_HOMES = {
+    "Dense": "sparsity",
+    "FixedBudget": "sparsity",
+    "Inspection": "inspect_index",
+    "Layout": "parallel.layout",
+    "Pattern": "sparsity",
+    "VerticalSlash": "sparsity",
+    "attention_fn": "adapters",
+    "inspect": "inspect_index",
+    "load_budgets": "sparsity",
+    "sequence_layout": "attention_order",
+    "sparse_attention": "attention",
+    "stripe": "attention_order",
+    "unstripe": "attention_order",
+}
+
+__all__ = [
+    "Dense",
+    "FixedBudget",
+    "Inspection",
+    "Layout",
+    "Pattern",
+    "VerticalSlash",
+    "attention_fn",
+    "inspect",
+    "load_budgets",
+    "sequence_layout",
+    "sparse_attention",
+    "stripe",
+    "unstripe",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,202 @@
+"""Sparse attention for any model: one call, on one device or over a mesh."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from mtraining_jax import attention_checks as checks
+from mtraining_jax.attention_order import global_order, ring_layout
+from mtraining_jax.attention_placement import Placement, find_placement
+from mtraining_jax.parallel.layout import Layout
+from mtraining_jax.parallel.ring import ring_attention
+from mtraining_jax.sparsity import Pattern, VerticalSlash
+from pallas_kernels import block_sparse_attention, dense_attention, vertical_slash_attention
+from pallas_kernels.index import BlockSparseIndex, VerticalSlashIndex
+
+Index = VerticalSlashIndex | BlockSparseIndex
+Axes = str | tuple[str, ...] | None
+
+
+def sparse_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    pattern: Pattern | Index = VerticalSlash(),  # noqa: B008 (frozen)
+    mesh: Mesh | None = None,
+    layout: Layout | str | None = None,
+    positions=None,
+    scale: float | None = None,
+    causal: bool = True,
+    backend: str | None = None,
+    return_lse: bool = False,
+    return_index: bool = False,
+    batch_axis: Axes = None,
+    sequence_axes: Axes = None,
+    head_axis: Axes = None,
+    hierarchical: bool = True,
+) -> Array | tuple:
+    """Causal attention that computes only the pairs its pattern chooses, forward and backward.
+
+    The index (which pairs) is chosen anew at every call from the queries and keys at hand, per
+    batch entry and query head, and is the same bits for every number of devices. The softmax runs
+    over the chosen pairs. Differentiable in q, k and v (no gradient flows through the choice);
+    works under `jax.jit`, `jax.vmap` over the batch, `lax.scan`, `nnx.scan` and `jax.checkpoint`.
+    A policy such as `jax.checkpoint_policies.save_only_these_names("sparse_index", "attn_out",
+    "attn_lse")` keeps what the backward pass needs, so that nothing here is computed twice.
+
+    Sources: the choice is that of MInference (arXiv 2407.02490, vertical-slash heads) with the
+    top-p budgets of MTraining (arXiv 2510.18830); the ring is Ring Attention (arXiv 2310.01889)
+    over stripes of blocks.
+
+    Args:
+        q: [..., S, Hq, D], bfloat16, float16 or float32, position embedding applied. Leading
+            axes, if any, are batch; over a mesh there is one.
+        k: [..., S, Hk, D] in the dtype of q, Hq a multiple of Hk (grouped-query attention).
+        v: shape and dtype of k.
+        pattern: `VerticalSlash(...)`, `FixedBudget(...)` or `Dense()`; or an index, which is used
+            as it is. S must be a multiple of its `block_size` times the devices of the sequence.
+        mesh: devices that share the work, with axes of type Auto or Explicit. None: if q is
+            sharded over Explicit axes, their mesh; if axes are named, the mesh of
+            `jax.set_mesh`; else each device computes what it has, with nothing exchanged.
+        layout: the order of the tokens in q, k, v (and in the result). None or "contiguous": as
+            they come in the sequence. "striped" or "zigzag": dealt to the devices of the sequence
+            so that each has equal work (see `stripe`). Or a `Layout`.
+        positions: int [S], the place in the sequence of each token of q, known when tracing
+            (NumPy). Says the same as `layout`; on one device it may be any permutation.
+        scale: of the logits, positive; default 1/sqrt(D).
+        causal: False only with `Dense()` and an unsharded sequence; k may then have another
+            length than q.
+        backend: "mosaic_gpu" (Hopper GPU; head dim 64 or 128, 16-bit floats, block_size 128),
+            "xla" (anything), or None for the best that runs; on a GPU that falls back to "xla"
+            one warning is logged.
+        return_lse: also give the log of the softmax's denominator, differentiable.
+        return_index: also give the index, for `inspect` or for `pattern` of another call.
+        batch_axis: mesh axes of the batch, () for none. Default: those q is sharded over, where
+            its type says; else "data" if the mesh has it.
+        sequence_axes: one or two mesh axes of the sequence, slowest first, () for none. Default:
+            those q is sharded over, where its type says; else ("node", "device").
+        head_axis: mesh axes of the heads, both query and key/value. Default: those q is sharded
+            over, where its type says; else none.
+        hierarchical: with two sequence axes, whether the ring turns over the second inside each
+            step of the first (which then crosses nodes, say), or over both as one.
+
+    Returns:
+        out, shape and dtype of q. With `return_lse` also lse, float32 [..., Hq, S], natural
+        logarithm, -inf for a row without pairs (where out is 0). With `return_index` also the
+        index, in positions of the sequence whatever the layout, arrays [B, Hq, ...] with B the
+        product of the leading axes. In this order, as a tuple.
+
+    Raises:
+        ValueError: one sentence that names the argument and says what would be right.
+    """
+    checks.check_arrays(q, k, v, causal)
+    scale = checks.check_scale(scale, q)
+    checks.check_pattern(pattern, q, causal)
+    placement = find_placement(q, mesh, batch_axis, sequence_axes, head_axis)
+    block_size = pattern.block_size
+    checks.check_division(q, k, block_size, placement)
+    seq_len, ranks = q.shape[-3], placement.ranks
+    if not causal and ranks > 1:
+        raise ValueError(
+            f"causal=False needs an unsharded sequence, but sequence_axes={placement.sequence} "
+            f"have {ranks} devices; use sequence_axes=()"
+        )
+    if isinstance(pattern, BlockSparseIndex) and ranks > 1:
+        raise ValueError(
+            "pattern is a BlockSparseIndex, which needs an unsharded sequence; over "
+            f"sequence_axes={placement.sequence} use a VerticalSlashIndex"
+        )
+    ring, order = None, None
+    if ranks > 1:
+        ring = ring_layout(layout, positions, seq_len, block_size, placement, hierarchical)
+    else:
+        order = global_order(layout, positions, seq_len)
+    arrays, static = _split_pattern(pattern)
+    settings = (static, placement, ring, scale, causal, backend, hierarchical, return_index)
+    lead = q.shape[:-3]
+    q, k, v = (x.reshape(-1, *x.shape[-3:]) if x.ndim != 4 else x for x in (q, k, v))
+    if order is not None:
+        q, k, v = (placement.take(x, order[0]) for x in (q, k, v))
+    heads = P(placement.batch, placement.sequence, placement.heads)
+    per_head = P(placement.batch, placement.heads)
+    # Arrays of an index lead with batch and heads, those of a pattern with heads.
+    array_spec = per_head if isinstance(pattern, Index) else P(placement.heads)
+    in_specs = heads, heads, heads, array_spec
+    out_specs = heads, P(placement.batch, placement.heads, placement.sequence), per_head
+    args = placement.reshard((q, k, v, arrays), in_specs)
+    out, lse, index = _attend(settings, in_specs, out_specs, *args)
+    if order is not None:
+        out, lse = placement.take(out, order[1]), placement.take(lse, order[1], axis=2)
+    if len(lead) != 1:
+        out, lse = (x.reshape(*lead, *x.shape[1:]) for x in (out, lse))
+    result = (out, *((lse,) if return_lse else ()), *((index,) if return_index else ()))
+    return result if len(result) > 1 else out
+
+
+def _split_pattern(pattern: Pattern | Index) -> tuple[list, object]:
+    """The arrays of a pattern, and how to put it together again (hashable)."""
+    leaves, treedef = jax.tree.flatten(pattern)
+    if leaves and leaves[0] is pattern:  # not a pytree: static as a whole
+        return [], pattern
+    return leaves, treedef
+
+
+# Compiled as one when called outside `jax.jit`, and traced once for all layers of a model inside.
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _attend(settings: tuple, in_specs: tuple, out_specs: tuple, *args):
+    static, placement, *rest = settings
+
+    def local(q, k, v, arrays):
+        whole = isinstance(static, Pattern)
+        pattern = static if whole else jax.tree.unflatten(static, arrays)
+        return _local(q, k, v, pattern, placement, *rest)
+
+    return placement.run(local, in_specs, out_specs, args)
+
+
+def _local(
+    q: Array, k: Array, v: Array, pattern: Pattern | Index, placement: Placement,
+    layout: Layout | None, scale: float, causal: bool, backend: str | None, hierarchical: bool,
+    return_index: bool,
+):
+    """out, lse and index (or None) of one device's shards."""
+    batch, tokens, num_heads, _ = q.shape
+    block_size = pattern.block_size
+    axes = placement.sequence if layout is not None else ()
+    index = pattern
+    if isinstance(pattern, Pattern):
+        index = None
+        if causal:
+            num_blocks = tokens // block_size if layout is None else layout.num_blocks
+            block_ids = (
+                jnp.arange(num_blocks, dtype=jnp.int32)
+                if layout is None
+                else layout.block_ids(lax.axis_index(axes))
+            )
+            index = pattern.choose(
+                q, k, block_ids=block_ids, num_blocks=num_blocks, axis_names=axes, scale=scale
+            )
+    options = dict(scale=scale, backend=backend, return_lse=True)
+    if layout is not None:
+        out, lse = ring_attention(
+            q, k, v, index, layout=layout, axis_names=axes, hierarchical=hierarchical, **options
+        )
+    elif index is None:
+        out, lse = dense_attention(q, k, v, causal=causal, block_size=block_size, **options)
+    elif isinstance(index, VerticalSlashIndex):
+        out, lse = vertical_slash_attention(q, k, v, index, **options)
+    else:
+        out, lse = block_sparse_attention(q, k, v, index, **options)
+    if not return_index:
+        return out, lse, None
+    if index is None:
+        seq_len = tokens if layout is None else layout.seq_len
+        index = VerticalSlashIndex.dense(batch, num_heads, seq_len, block_size)
+    return out, lse, index
+
+

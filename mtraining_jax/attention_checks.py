@@ -1,0 +1,163 @@
+"""What `sparse_attention` refuses, in sentences that name the argument."""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from mtraining_jax.sparsity import Dense, Pattern
+from pallas_kernels.index import BlockSparseIndex, VerticalSlashIndex
+
+
+def nearest(length: int, unit: int) -> str:
+    """The multiples of `unit` next to a length that is none, in words."""
+    below = length // unit * unit
+    return f"{below} and {below + unit}" if below else f"{unit}"
+
+
+def check_arrays(q: Array, k: Array, v: Array, causal: bool) -> None:
+    """Shapes and dtypes of the inputs, without the mesh.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim < 3:
+            raise ValueError(
+                f"{name} has shape {x.shape}: [batch, tokens, heads, dim] is needed, batch optional"
+            )
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise ValueError(
+                f"{name} has dtype {x.dtype}: bfloat16, float16 or float32 is needed"
+            )
+        if x.dtype != q.dtype:
+            raise ValueError(
+                f"{name} has dtype {x.dtype} but q {q.dtype}: they must be equal; cast one of them"
+            )
+    if k.shape != v.shape:
+        raise ValueError(f"v has shape {v.shape} but k {k.shape}: they must be equal")
+    if q.shape[:-3] != k.shape[:-3]:
+        raise ValueError(
+            f"k has batch axes {k.shape[:-3]} but q {q.shape[:-3]}: they must be equal"
+        )
+    if q.shape[-1] != k.shape[-1]:
+        raise ValueError(
+            f"k has head dim {k.shape[-1]} but q {q.shape[-1]}: they must be equal"
+        )
+    if q.shape[-2] % k.shape[-2]:
+        heads, kv_heads = q.shape[-2], k.shape[-2]
+        raise ValueError(
+            f"q has {heads} heads: a multiple of the {kv_heads} heads of k is needed; nearest: "
+            f"{nearest(heads, kv_heads)}"
+        )
+    if causal and q.shape[-3] != k.shape[-3]:
+        raise ValueError(
+            f"k has {k.shape[-3]} tokens but q {q.shape[-3]}: causal attention needs as many; "
+            "lengths may differ with pattern=Dense(), causal=False"
+        )
+
+
+def check_scale(scale: float | None, q: Array) -> float:
+    """The scale of the logits as a number.
+
+    Raises:
+        ValueError: if it is traced or not positive.
+    """
+    if scale is None:
+        return q.shape[-1] ** -0.5
+    if isinstance(scale, jax.core.Tracer):
+        raise ValueError(
+            "scale is a traced array: it must be a number when tracing; multiply q by the array"
+        )
+    if not float(scale) > 0:
+        raise ValueError(f"scale={scale} must be positive")
+    return float(scale)
+
+
+def check_pattern(pattern, q: Array, causal: bool) -> None:
+    """That there is a way to use `pattern`.
+
+    Raises:
+        ValueError: naming what does not fit.
+    """
+    if isinstance(pattern, VerticalSlashIndex | BlockSparseIndex):
+        _check_index(pattern, q)
+    elif not isinstance(pattern, Pattern):
+        raise ValueError(
+            f"pattern={pattern!r} must be VerticalSlash(...), FixedBudget(...), Dense() or an index"
+        )
+    else:
+        _check_pattern_arrays(pattern, q.shape[-2])
+    if not causal and not isinstance(pattern, Dense):
+        raise ValueError(
+            f"causal=False needs pattern=Dense(), not {type(pattern).__name__}: the pairs of "
+            "other patterns are causal"
+        )
+
+
+def _check_index(index: VerticalSlashIndex | BlockSparseIndex, q: Array) -> None:
+    batch = 1
+    for size in q.shape[:-3]:
+        batch *= size
+    name = "slash_count" if isinstance(index, VerticalSlashIndex) else "key_count"
+    have, need = getattr(index, name).shape[:2], (batch, q.shape[-2])
+    if have != need:
+        raise ValueError(
+            f"pattern.{name} is for [batch, heads] = {list(have)}: {list(need)} is needed, as in q"
+        )
+
+
+def _check_pattern_arrays(pattern: Pattern, num_heads: int) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(pattern):
+        if leaf is pattern:
+            return
+        shape = jnp.shape(leaf)
+        if shape[:1] != (num_heads,) or len(path) != 1:
+            name = jax.tree_util.keystr(path)
+            raise ValueError(
+                f"pattern{name} has shape {shape}: an array with one entry for each of the "
+                f"{num_heads} query heads is needed"
+            )
+
+
+def check_division(q: Array, k: Array, block_size: int, placement) -> None:
+    """That blocks divide the tokens, and devices the blocks, the batch and the heads.
+
+    Args:
+        q: queries.
+        k: keys.
+        block_size: g.
+        placement: axes of the mesh, from `find_placement`.
+
+    Raises:
+        ValueError: naming the axis, with the nearest lengths that would be right.
+    """
+    unit = block_size * placement.ranks
+    for name, x in (("q", q), ("k", k)):
+        if x.shape[-3] % unit or not x.shape[-3]:
+            reason = f"block_size={block_size}"
+            if placement.ranks > 1:
+                reason = (
+                    f"{reason} x {placement.ranks} devices on sequence_axes={placement.sequence}"
+                )
+            raise ValueError(
+                f"{name} has {x.shape[-3]} tokens: a multiple of {unit} ({reason}) is needed; "
+                f"nearest: {nearest(x.shape[-3], unit)}"
+            )
+    if placement.mesh is None:
+        return
+    if q.ndim > 4:
+        raise ValueError(f"q has shape {q.shape}: over a mesh, one batch axis at most is possible")
+    batch, devices = (q.shape[0] if q.ndim == 4 else 1), placement.size(placement.batch)
+    if batch % devices:
+        raise ValueError(
+            f"q has batch {batch}: a multiple of the {devices} devices on "
+            f"batch_axis={placement.batch} is needed; nearest: {nearest(batch, devices)}, or "
+            "batch_axis=()"
+        )
+    kv_heads, devices = k.shape[-2], placement.size(placement.heads)
+    if kv_heads % devices:
+        raise ValueError(
+            f"k has {kv_heads} heads: a multiple of the {devices} devices on "
+            f"head_axis={placement.heads} is needed; nearest: {nearest(kv_heads, devices)}, or "
+            "head_axis=()"
+        )

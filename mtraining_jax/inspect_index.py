@@ -1,0 +1,197 @@
+"""Looking at a sparse index: what it costs, what it keeps and how it is shaped."""
+
+import dataclasses
+import os
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from mtraining_jax.inspect_picture import draw
+from mtraining_jax.parallel.layout import Layout
+from mtraining_jax.sparsity import attention_recall, computed_pairs, density, executed_pairs
+from pallas_kernels.index import VerticalSlashIndex
+
+
+@dataclasses.dataclass(frozen=True)
+class Inspection:
+    """What `inspect` found; NumPy arrays, by batch entry and query head.
+
+    Attributes:
+        index: the index.
+        seq_len: S.
+        density: float [B, Hq], computed pairs over causal pairs.
+        executed: float [B, Hq], pairs in the tiles that kernels execute, over causal pairs.
+        verticals: int [B, Hq], key columns.
+        slash_blocks: int [B, Hq], block diagonals.
+        pairs: float [B, Hq], computed pairs.
+        recall: float [B, Hq], share of the softmax mass of exact attention that lies on computed
+            pairs, mean over the rows; None without queries and keys.
+        rows: int [R], queries that recall was measured on; None as above.
+    """
+
+    index: VerticalSlashIndex
+    seq_len: int
+    density: np.ndarray
+    executed: np.ndarray
+    verticals: np.ndarray
+    slash_blocks: np.ndarray
+    pairs: np.ndarray
+    recall: np.ndarray | None = None
+    rows: np.ndarray | None = None
+
+    def __str__(self) -> str:
+        """A table with one line a head."""
+        lines = [
+            f"{self.seq_len} tokens, blocks of {self.index.block_size}; mean density "
+            f"{self.density.mean():.4f}"
+        ]
+        if self.recall is not None:
+            lines[0] += f", recall {self.recall.mean():.4f} on {len(self.rows)} rows"
+        names = ["batch", "head", "columns", "diagonals", "density", "executed"]
+        lines.append("  ".join(f"{name:>9}" for name in (*names, "recall")[: self._columns()]))
+        for b, h in np.ndindex(self.density.shape):
+            cells = [f"{x:9d}" for x in (b, h, self.verticals[b, h], self.slash_blocks[b, h])]
+            cells += [f"{x:9.4f}" for x in (self.density[b, h], self.executed[b, h])]
+            if self.recall is not None:
+                cells.append(f"{self.recall[b, h]:9.4f}")
+            lines.append("  ".join(cells))
+        return "\n".join(lines)
+
+    def _columns(self) -> int:
+        return 6 if self.recall is None else 7
+
+    def save_picture(
+        self, path: str | os.PathLike, *, heads: Sequence[int] = (0,), batch: int = 0
+    ) -> None:
+        """Writes a PNG of the masks of some heads, side by side.
+
+        A pixel is a block of queries by a block of keys (or several, of a long sequence): the
+        darker, the larger the share of its pairs that is computed. The upper right is never
+        computed and grey. Needs matplotlib (`pip install mtraining-jax[plot]`).
+
+        Args:
+            path: of the file, ending in .png.
+            heads: query heads.
+            batch: entry of the batch.
+
+        Raises:
+            ValueError: naming the argument.
+        """
+        entries, num_heads = self.density.shape
+        if not str(path).endswith(".png"):
+            raise ValueError(f"path={str(path)!r} must end in .png")
+        if not 0 <= batch < entries:
+            raise ValueError(f"batch={batch} must be in 0 .. {entries - 1}")
+        if not heads or not all(0 <= head < num_heads for head in heads):
+            raise ValueError(f"heads={list(heads)} must be some of 0 .. {num_heads - 1}")
+        titles = []
+        for head in heads:
+            title = f"head {head}: density {self.density[batch, head]:.1%}"
+            if self.recall is not None:
+                title += f"\nrecall {self.recall[batch, head]:.1%}"
+            titles.append(title)
+        draw(path, self.index, self.seq_len, batch, heads, titles)
+
+
+def inspect(
+    index: VerticalSlashIndex,
+    q: Array | None = None,
+    k: Array | None = None,
+    *,
+    seq_len: int | None = None,
+    rows: int | Sequence[int] = 64,
+    seed: int = 0,
+    scale: float | None = None,
+    layout: Layout | None = None,
+) -> Inspection:
+    """Measures an index that `sparse_attention(..., return_index=True)` gave.
+
+    Not for use under `jax.jit`: the arrays are looked at.
+
+    Args:
+        index: arrays [B, Hq, ...].
+        q: [B, S, Hq, D], the queries that the index was chosen for; with k, recall is measured.
+        k: [B, S, Hk, D], the keys.
+        seq_len: S; only needed without q, and where the index has no unused place to tell it.
+        rows: how many queries recall is measured on, drawn evenly over the sequence; or their
+            positions in the sequence.
+        seed: of the draw.
+        scale: of the logits; default 1/sqrt(D).
+        layout: the order of the tokens of q and k; None for that of the sequence.
+
+    Returns:
+        An `Inspection`: density, budgets, recall; `print` it, or `save_picture` of it.
+
+    Raises:
+        ValueError: naming the argument and what would be right.
+    """
+    if not isinstance(index, VerticalSlashIndex):
+        raise ValueError(f"index is a {type(index).__name__}: a VerticalSlashIndex is needed")
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((index, q, k))):
+        raise ValueError("index, q and k must not be traced: return them from jax.jit first")
+    if (q is None) != (k is None):
+        raise ValueError("q and k are needed both for recall, or neither")
+    index = jax.tree.map(lambda x: jnp.asarray(jax.device_get(x)), index)
+    if q is not None:
+        if q.ndim != 4 or k.ndim != 4 or q.shape[:3:2] != index.slash_count.shape:
+            raise ValueError(
+                f"q has shape {q.shape} and k {k.shape}: [batch, tokens, heads, dim] is needed, "
+                f"with [batch, heads] = {list(index.slash_count.shape)} in q as in the index"
+            )
+        if seq_len not in (None, q.shape[1]):
+            raise ValueError(f"seq_len={seq_len} but q has {q.shape[1]} tokens; leave it out")
+        seq_len = q.shape[1]
+    if seq_len is None:
+        seq_len = _length_told_by(index)
+    if seq_len < 1 or seq_len % index.block_size:
+        raise ValueError(
+            f"seq_len={seq_len} must be a multiple of the index's block_size={index.block_size}"
+        )
+    found = {
+        "density": density(index, seq_len),
+        "executed": executed_pairs(index, seq_len) / (seq_len * (seq_len + 1) / 2),
+        "verticals": index.vertical_count,
+        "slash_blocks": index.slash_count,
+        "pairs": computed_pairs(index, seq_len),
+    }
+    if q is not None:
+        positions = _rows(rows, seq_len, seed)
+        order = np.arange(seq_len) if layout is None else layout.permutation()
+        if len(order) != seq_len:
+            raise ValueError(f"layout has seq_len={layout.seq_len} but q {seq_len} tokens")
+        q, k = (jnp.asarray(jax.device_get(x)) for x in (q, k))
+        blocks = jnp.asarray(order[:: index.block_size] // index.block_size, jnp.int32)
+        found["recall"] = attention_recall(q, k, index, positions, block_ids=blocks, scale=scale)
+        found["rows"] = positions
+    return Inspection(index, seq_len, **{name: np.asarray(x) for name, x in found.items()})
+
+
+def _rows(rows: int | Sequence[int], seq_len: int, seed: int) -> np.ndarray:
+    if isinstance(rows, int):
+        if not 1 <= rows:
+            raise ValueError(f"rows={rows} must be at least 1")
+        # One in each of `rows` equal parts, so that no part of the sequence goes unseen.
+        edges = np.linspace(0, seq_len, min(rows, seq_len) + 1).astype(np.int64)
+        return np.random.default_rng(seed).integers(edges[:-1], edges[1:]).astype(np.int32)
+    positions = np.asarray(rows)
+    integers = positions.ndim == 1 and positions.size and positions.dtype.kind in "iu"
+    if not integers or positions.min() < 0 or positions.max() >= seq_len:
+        raise ValueError(f"rows={rows} must be positions in 0 .. {seq_len - 1}")
+    return positions.astype(np.int32)
+
+
+def _length_told_by(index: VerticalSlashIndex) -> int:
+    """S, which unused places of a chosen index hold (in blocks, those of diagonals)."""
+    told = set()
+    for entries, count, unit in (
+        (index.vertical_tokens, index.vertical_count, 1),
+        (index.slash_blocks, index.slash_count, index.block_size),
+    ):
+        unused = np.arange(entries.shape[-1]) >= np.asarray(count)[..., None]
+        told |= {int(entry) * unit for entry in np.unique(np.asarray(entries)[unused])}
+    if len(told) != 1:
+        raise ValueError("seq_len is needed: this index does not tell the length of the sequence")
+    return told.pop()
