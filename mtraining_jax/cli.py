@@ -1,6 +1,7 @@
 """The command line: arguments in, a checked configuration out, and then the run."""
 
 import dataclasses
+import os
 import sys
 from collections.abc import Sequence
 
@@ -118,6 +119,10 @@ def set_platform(config: Config) -> None:
     """
     if config.parallel.cpu_devices is None:
         return
+    # XLA runs virtual devices on a pool of as many threads as there are processors. A collective
+    # holds its thread until all devices are there, so a small pool can run dry: give each device
+    # several, whatever the machine has. XLA reads this when it starts.
+    os.environ.setdefault("NPROC", str(4 * config.parallel.cpu_devices))
     import jax
 
     jax.config.update("jax_platforms", "cpu")

@@ -8,6 +8,9 @@ import os
 
 import jax
 
+# Virtual devices wait for each other in collectives, each on a thread of XLA's pool: with as many
+# threads as a small machine has processors the pool can run dry.
+os.environ.setdefault("NPROC", "32")
 jax.config.update("jax_num_cpu_devices", 8)
 if os.environ.get("MTRAINING_TEST_GPU") != "1":
     jax.config.update("jax_platforms", "cpu")
