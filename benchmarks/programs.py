@@ -60,7 +60,7 @@ class Ours:
     def forward(self, q: Array, k: Array, v: Array, built: Any) -> tuple[Array, Array]:
         """Output and lse."""
         tiles, columns, lists = built
-        with _given(lists):
+        with given_lists(lists):
             return pallas_kernels.forward(q, k, v, tiles, columns, backend=self.backend)
 
     def backward(
@@ -69,7 +69,7 @@ class Ours:
         """Gradients of q, k and v in their dtype, those of columns added where they belong."""
         tiles, columns, lists = built
         delta = pallas_kernels.delta_of(out, dout)
-        with _given(lists):
+        with given_lists(lists):
             grads = pallas_kernels.backward(
                 q, k, v, dout, lse, delta, tiles, columns, dq_dtype=q.dtype, backend=self.backend
             )
@@ -98,7 +98,7 @@ class Ours:
 
 
 @contextlib.contextmanager
-def _given(lists: Any):
+def given_lists(lists: Any):
     """Calls of the Hopper backend take these work lists and build none."""
     if lists is None:
         yield

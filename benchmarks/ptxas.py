@@ -1,0 +1,55 @@
+"""What ptxas says about kernels as they are compiled."""
+
+import contextlib
+import dataclasses
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any
+
+# Read when a kernel is compiled.
+os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
+
+
+@dataclasses.dataclass(frozen=True)
+class Usage:
+    """Of one kernel: registers a thread, bytes spilled, and products that wait one by one."""
+
+    registers: int
+    spilled: int
+    serialized: bool
+
+
+def compiled_with_usage(compile_: Callable[[], Any]) -> tuple[Any, list[Usage]]:
+    """Calls `compile_`; also returns what ptxas printed meanwhile, a kernel each."""
+    with tempfile.TemporaryFile("w+") as log:
+        with _output_to(log.fileno()):
+            result = compile_()
+        log.seek(0)
+        text = log.read()
+    usages = [
+        Usage(int(registers), int(spilled), "C7510" in part)
+        for part in text.split("Compile time")
+        for spilled, registers in re.findall(
+            r"(\d+) bytes spill stores, \d+ bytes spill loads\n.*Used (\d+) registers", part
+        )
+    ]
+    return result, usages
+
+
+@contextlib.contextmanager
+def _output_to(target: int) -> Iterator[None]:
+    """Sends standard output and error, also of compiled code, to a file descriptor."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    saved = [(n, os.dup(n)) for n in (1, 2)]
+    try:
+        for n, _ in saved:
+            os.dup2(target, n)
+        yield
+    finally:
+        for n, copy in saved:
+            os.dup2(copy, n)
+            os.close(copy)
