@@ -1,0 +1,27 @@
+"""Small inputs for tests of the public attention call."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mtraining_jax import VerticalSlash
+from tests.sparsity import inputs as realistic
+
+TOKENS, BLOCK, HEADS, KV_HEADS, DIM = 128, 8, 4, 2, 8
+PATTERN = VerticalSlash(
+    top_p=0.4, max_verticals=24, max_slashes=12, last_q=8, block_size=BLOCK,
+    sink_tokens=2, local_blocks=1, min_verticals=4, min_slashes=2,
+)  # fmt: skip
+
+# Most of a test is compilation.
+quick = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
+@functools.cache
+def inputs():
+    """q [2, S, 4, 8], k and v [2, S, 2, 8], fp32."""
+    q, k = realistic.random(0, 2, TOKENS, HEADS, KV_HEADS, DIM)
+    v = np.random.default_rng(1).normal(size=k.shape)
+    return q, k, jnp.asarray(v, jnp.float32)

@@ -1,0 +1,293 @@
+"""The public call on one device: values, gradients, patterns, transformations and warnings."""
+
+import functools
+import logging
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mtraining_jax
+from mtraining_jax import Dense, FixedBudget, Layout, sparse_attention, stripe, unstripe
+from pallas_kernels.index import BlockSparseIndex
+from pallas_kernels.reference import mask_from_index, reference_attention
+from tests.attention_inputs import BLOCK, HEADS, KV_HEADS, PATTERN, TOKENS, inputs, quick
+
+CLOSE = dict(rtol=2e-5, atol=2e-5)
+
+
+def loss(attend):
+    """Gradients that come in through the output and through lse, and both of these."""
+
+    def value(q, k, v):
+        out, lse, *rest = attend(q, k, v)
+        return jnp.sin(out).sum() + jnp.cos(lse).sum(), (out, lse, *rest)
+
+    return jax.grad(value, argnums=(0, 1, 2), has_aux=True)
+
+
+@functools.cache
+def expected():
+    """Gradients, out and lse by the oracle, and the index, of `PATTERN` on `inputs()`."""
+    q, k, v = inputs()
+    attend = functools.partial(
+        sparse_attention, pattern=PATTERN, return_lse=True, return_index=True
+    )
+    gradients, (out, lse, index) = quick(loss(attend))(q, k, v)
+    mask = mask_from_index(index, TOKENS)
+    oracle = quick(loss(lambda q, k, v: reference_attention(q, k, v, mask)))(q, k, v)
+    return (gradients, (out, lse)), oracle, index, np.asarray(mask)
+
+
+def test_output_lse_and_all_gradients_are_those_of_the_oracle():
+    actual, oracle, index, mask = expected()
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4),
+                 actual, oracle)  # fmt: skip
+    assert actual[1][0].dtype == jnp.float32 and actual[1][1].dtype == jnp.float32
+    causal = TOKENS * (TOKENS + 1) / 2
+    assert 0.05 < mask.sum() / causal / mask[:, :, 0, 0].size < 0.8
+    assert index.slash_count.shape == (2, HEADS)
+
+
+def test_outside_jit_with_bfloat16_and_its_dtype_comes_back():
+    q, k, v = (x.astype(jnp.bfloat16) for x in inputs())
+    out = sparse_attention(q, k, v, pattern=Dense(block_size=BLOCK))
+    wanted, _ = reference_attention(q, k, v, jnp.tri(TOKENS, dtype=bool)[None, None])
+    assert out.dtype == jnp.bfloat16
+    np.testing.assert_allclose(out.astype(jnp.float32), wanted, rtol=2e-2, atol=2e-2)
+
+
+def test_vmap_over_the_batch_is_the_batch_in_both_orders():
+    (gradients, (out, lse)), *_ = expected()
+    attend = functools.partial(sparse_attention, pattern=PATTERN, return_lse=True)
+    # [S, H, D] a call: gradients of each entry.
+    each, (out_each, lse_each) = quick(jax.vmap(loss(attend)))(*inputs())
+    np.testing.assert_allclose(out_each, out, **CLOSE)
+    np.testing.assert_allclose(lse_each, lse, **CLOSE)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4),
+                 each, gradients)  # fmt: skip
+    whole, _ = quick(loss(jax.vmap(attend)))(*inputs())
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4),
+                 whole, gradients)  # fmt: skip
+
+
+def test_more_batch_axes_are_kept():
+    q, k, v = (x[:, None] for x in inputs())
+    out, lse = jax.eval_shape(
+        lambda *x: sparse_attention(*x, pattern=PATTERN, return_lse=True), q, k, v
+    )
+    assert out.shape == q.shape and lse.shape == (2, 1, HEADS, TOKENS)
+
+
+def test_layers_under_scan_and_remat_with_a_policy_are_a_plain_loop():
+    x = inputs()[0][:1]
+    weights = 0.3 * jax.random.normal(jax.random.key(2), (2, 3, x.shape[-1], x.shape[-1]))
+
+    def layer(x, w):
+        q, k, v = (x @ w[i] for i in range(3))
+        return x + sparse_attention(q, k[:, :, ::2], v[:, :, ::2], pattern=PATTERN), None
+
+    policy = jax.checkpoint_policies.save_only_these_names("sparse_index", "attn_out", "attn_lse")
+
+    def scanned(weights, x):
+        return jax.lax.scan(jax.checkpoint(layer, policy=policy), x, weights)[0].var()
+
+    def loop(weights, x):
+        for w in weights:
+            x, _ = layer(x, w)
+        return x.var()
+
+    actual, wanted = (quick(jax.value_and_grad(f))(weights, x) for f in (scanned, loop))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
+                 actual, wanted)  # fmt: skip
+    # What the policy keeps is not computed again: no second choice of an index.
+    kept = str(jax.make_jaxpr(jax.grad(scanned))(weights, x)).count("name=sparse_index")
+    everything = jax.checkpoint_policies.nothing_saveable
+
+    def recomputed(weights, x):
+        return jax.lax.scan(jax.checkpoint(layer, policy=everything), x, weights)[0].var()
+
+    again = str(jax.make_jaxpr(jax.grad(recomputed))(weights, x)).count("name=sparse_index")
+    assert kept < again
+
+
+def test_an_index_that_is_given_is_used_as_it_is():
+    (_, (out, _)), _, index, _ = expected()
+    given, same = quick(functools.partial(sparse_attention, return_index=True))(
+        *inputs(), pattern=index
+    )
+    np.testing.assert_allclose(given, out, **CLOSE)
+    assert jax.tree.all(jax.tree.map(jnp.array_equal, same, index))
+
+
+def test_a_block_sparse_index_is_a_pattern_too():
+    blocks = TOKENS // BLOCK
+    mask = np.random.default_rng(0).random((2, HEADS, blocks, blocks)) < 0.3
+    mask |= np.eye(blocks, dtype=bool)
+    index = BlockSparseIndex.from_block_mask(jnp.asarray(mask), BLOCK)
+    out = sparse_attention(*inputs(), pattern=index)
+    wanted, _ = reference_attention(*inputs(), mask_from_index(index, TOKENS))
+    np.testing.assert_allclose(out, wanted, **CLOSE)
+
+
+def test_fixed_budgets_keep_as_many_columns_as_they_say():
+    budget = FixedBudget(
+        verticals=np.array([0, 5, 20, 9], np.int32), slashes=np.array([30, 3, 0, 12], np.int32),
+        max_verticals=24, max_slashes=32, last_q=BLOCK, block_size=BLOCK,
+        sink_tokens=2, sliding_window=4,
+    )  # fmt: skip
+    out, index = sparse_attention(*inputs(), pattern=budget, return_index=True)
+    assert (index.vertical_count == budget.verticals).all()
+    wanted, _ = reference_attention(*inputs(), mask_from_index(index, TOKENS))
+    np.testing.assert_allclose(out, wanted, **CLOSE)
+
+
+def test_dense_without_causality_may_have_other_keys_than_queries():
+    q, k, v = inputs()
+    dense = Dense(block_size=BLOCK)
+    out, index = sparse_attention(q[:, :BLOCK], k, v, pattern=dense, causal=False), None
+    wanted, _ = reference_attention(
+        q[:, :BLOCK], k, v, jnp.ones((2, HEADS, BLOCK, TOKENS), bool)
+    )
+    np.testing.assert_allclose(out, wanted, **CLOSE)
+    _, index = sparse_attention(q, k, v, pattern=dense, return_index=True)
+    assert (mask_from_index(index, TOKENS) == np.tri(TOKENS, dtype=bool)).all()
+
+
+def test_tokens_in_another_order_see_what_they_saw_before():
+    (_, (out, lse)), _, index, _ = expected()
+    order = np.random.default_rng(3).permutation(TOKENS)
+    shuffled = [x[:, order] for x in inputs()]
+    attend = functools.partial(
+        sparse_attention, pattern=PATTERN, positions=order, return_lse=True, return_index=True
+    )
+    actual_out, actual_lse, actual_index = attend(*shuffled)
+    np.testing.assert_allclose(actual_out, out[:, order], **CLOSE)
+    np.testing.assert_allclose(actual_lse, lse[:, :, order], **CLOSE)
+    assert jax.tree.all(jax.tree.map(jnp.array_equal, actual_index, index))
+
+
+def test_a_layout_for_many_devices_says_the_order_on_one():
+    (_, (out, _)), *_ = expected()
+    layout = Layout("striped", TOKENS, 4, BLOCK)
+    dealt = [stripe(x, layout) for x in inputs()]
+    actual = sparse_attention(*dealt, pattern=PATTERN, layout=layout)
+    np.testing.assert_allclose(unstripe(actual, layout), out, **CLOSE)
+
+
+def test_stripe_deals_blocks_of_any_tree_and_unstripe_undoes_it():
+    layout = Layout("striped", 8, 2, 2)
+    tree = {"tokens": np.arange(8)[None], "x": jnp.arange(8.0)[None, :, None]}
+    dealt = stripe(tree, layout)
+    assert dealt["tokens"].tolist() == [[0, 1, 4, 5, 2, 3, 6, 7]]
+    assert isinstance(dealt["tokens"], np.ndarray) and isinstance(dealt["x"], jax.Array)
+    assert jax.tree.all(jax.tree.map(np.array_equal, unstripe(dealt, layout), tree))
+    assert stripe(np.arange(8), layout, axis=0).tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
+    with pytest.raises(ValueError, match=r"x has shape \(1, 8\): 8 tokens.*axis=0"):
+        stripe(tree["tokens"], layout, axis=0)
+
+
+def shaped(q=(2, TOKENS, HEADS, 8), k=None, v=None, dtype=jnp.float32, k_dtype=None):
+    k = (*q[:-2], KV_HEADS, q[-1]) if k is None else k
+    v = k if v is None else v
+    return (
+        jax.ShapeDtypeStruct(q, dtype),
+        jax.ShapeDtypeStruct(k, k_dtype or dtype),
+        jax.ShapeDtypeStruct(v, k_dtype or dtype),
+    )
+
+
+@pytest.mark.parametrize(
+    ("arrays", "options", "sentence"),
+    [
+        (shaped((2, 100, 4, 8)), {}, "q has 100 tokens: a multiple of 8 .block_size=8. is needed; "
+                                     "nearest: 96 and 104"),
+        (shaped((2, 5, 4, 8)), {}, "q has 5 tokens: .* nearest: 8"),
+        (shaped((2, 64, 4, 8)), {"pattern": mtraining_jax.VerticalSlash()},
+         "q has 64 tokens: a multiple of 128 .* nearest: 128"),
+        (shaped((64, 8)), {}, r"q has shape \(64, 8\): \[batch, tokens, heads, dim\] is needed"),
+        (shaped((2, 64, 3, 8)), {}, "q has 3 heads: a multiple of the 2 heads of k .* 2 and 4"),
+        (shaped(dtype=jnp.int32), {}, "q has dtype int32: bfloat16, float16 or float32"),
+        (shaped(k_dtype=jnp.bfloat16), {}, "k has dtype bfloat16 but q float32"),
+        (shaped(v=(2, TOKENS, KV_HEADS, 16)), {}, "v has shape .* but k"),
+        (shaped(k=(2, TOKENS, KV_HEADS, 16)), {}, "k has head dim 16 but q 8"),
+        (shaped(k=(1, TOKENS, KV_HEADS, 8)), {}, r"k has batch axes \(1,\) but q \(2,\)"),
+        (shaped(k=(2, 2 * TOKENS, KV_HEADS, 8)), {}, "k has .* tokens but q .*: causal"),
+        (shaped(), {"scale": -1.0}, "scale=-1.0 must be positive"),
+        (shaped(), {"pattern": None}, "pattern=None must be VerticalSlash"),
+        (shaped(), {"causal": False}, "causal=False needs pattern=Dense.., not VerticalSlash"),
+        (shaped(), {"layout": "stripes"}, "layout='stripes' must be one of striped, zigzag"),
+        (shaped(), {"layout": Layout("striped", 2 * TOKENS, 2, 8)}, "layout has seq_len=256"),
+        (shaped(), {"positions": np.zeros(TOKENS, int)}, "positions must hold each of 0 .. 127"),
+        (shaped(), {"positions": np.arange(4)}, r"positions are int64 \[4\]: integers \[128\]"),
+        (shaped(), {"positions": np.arange(TOKENS), "layout": Layout("striped", TOKENS, 2, 8)},
+         "positions are not those of layout=Layout"),
+        (shaped(), {"backend": "mosaic_gpu"}, "backend='mosaic_gpu' cannot run here: no GPU"),
+        (shaped(), {"sequence_axes": "x"}, "mesh is not given, but sequence_axes=..x',.: pass"),
+        (shaped(), {"pattern": FixedBudget(np.zeros(3, int), np.zeros(3, int), 8, 8)},
+         r"pattern.verticals has shape \(3,\): an array with one entry for each of the 4 query"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused_by_name(arrays, options, sentence):
+    options = {"pattern": PATTERN, **options}
+    with pytest.raises(ValueError, match=sentence):
+        jax.eval_shape(functools.partial(sparse_attention, **options), *arrays)
+
+
+def test_traced_settings_and_an_index_of_another_batch_are_refused():
+    def attend(extra, name):
+        return sparse_attention(*inputs(), pattern=PATTERN, **{name: extra})
+
+    with pytest.raises(ValueError, match="scale is a traced array: .* multiply q"):
+        jax.eval_shape(functools.partial(attend, name="scale"), jnp.float32(1))
+    with pytest.raises(ValueError, match="positions are a traced array: .* layout="):
+        jax.eval_shape(functools.partial(attend, name="positions"), jnp.arange(TOKENS))
+    _, _, index, _ = expected()
+    with pytest.raises(ValueError, match=r"pattern.slash_count is for .* \[2, 4\]: \[1, 4\]"):
+        sparse_attention(*(x[:1] for x in inputs()), pattern=index)
+
+
+def traced_for(device_kind, dtype, head_dim, tokens):
+    """Traces a call as for a GPU, which this machine need not have."""
+    device = jax.sharding.AbstractDevice(device_kind, 132, "gpu")
+    mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
+    arrays = shaped((1, tokens, 2, head_dim), dtype=dtype)
+    with jax.sharding.use_abstract_mesh(mesh):
+        jax.eval_shape(functools.partial(sparse_attention, pattern=Dense(block_size=32)), *arrays)
+
+
+def warnings_in(caplog):
+    return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+def test_a_gpu_without_kernels_for_a_call_is_told_once(caplog):
+    with caplog.at_level(logging.INFO):
+        for tokens in (32, 64):
+            traced_for("NVIDIA of the test", jnp.float16, 40, tokens)
+    (message,) = warnings_in(caplog)
+    assert "XLA backend" in message and "head dim 40 (64 or 128 is needed)" in message
+
+
+def test_a_cpu_is_not_warned(caplog):
+    with caplog.at_level(logging.INFO):
+        jax.eval_shape(
+            functools.partial(sparse_attention, pattern=Dense(block_size=32)),
+            *shaped((1, 96, 2, 24)),
+        )
+    assert not warnings_in(caplog)
+
+
+def test_the_package_loads_jax_only_when_a_name_is_used():
+    code = (
+        "import sys, mtraining_jax; assert 'jax' not in sys.modules; "
+        "assert set(mtraining_jax.__all__) <= set(dir(mtraining_jax)); "
+        "mtraining_jax.Dense; assert 'jax' in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    for name in mtraining_jax.__all__:
+        assert getattr(mtraining_jax, name).__name__ == name
+    with pytest.raises(AttributeError, match="no attribute 'dense'"):
+        mtraining_jax.dense  # noqa: B018
