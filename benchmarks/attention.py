@@ -153,6 +153,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
             if length % (16 * BLOCK):
                 option = name.replace("_", "-")
                 parser.error(f"--{option}: {length} is not a multiple of {16 * BLOCK}")
+    lengths = args.seq_len + ([args.error_seq_len] if args.error_seq_len else [])
+    if "B" in args.masks and min(lengths) < 4096:
+        parser.error("--masks: B needs at least 4096 tokens, for its 3000 columns")
     if args.repeats < 1:
         parser.error(f"--repeats: {args.repeats} is not positive")
     return args
