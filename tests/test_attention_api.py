@@ -128,7 +128,7 @@ def test_a_block_sparse_index_is_a_pattern_too():
     mask = np.random.default_rng(0).random((2, HEADS, blocks, blocks)) < 0.3
     mask |= np.eye(blocks, dtype=bool)
     index = BlockSparseIndex.from_block_mask(jnp.asarray(mask), BLOCK)
-    out = sparse_attention(*inputs(), pattern=index)
+    out = quick(sparse_attention)(*inputs(), pattern=index)
     wanted, _ = reference_attention(*inputs(), mask_from_index(index, TOKENS))
     np.testing.assert_allclose(out, wanted, **CLOSE)
 
@@ -139,7 +139,8 @@ def test_fixed_budgets_keep_as_many_columns_as_they_say():
         max_verticals=24, max_slashes=32, last_q=BLOCK, block_size=BLOCK,
         sink_tokens=2, sliding_window=4,
     )  # fmt: skip
-    out, index = sparse_attention(*inputs(), pattern=budget, return_index=True)
+    attend = functools.partial(sparse_attention, return_index=True)
+    out, index = quick(attend)(*inputs(), pattern=budget)
     assert (index.vertical_count == budget.verticals).all()
     wanted, _ = reference_attention(*inputs(), mask_from_index(index, TOKENS))
     np.testing.assert_allclose(out, wanted, **CLOSE)
@@ -148,12 +149,13 @@ def test_fixed_budgets_keep_as_many_columns_as_they_say():
 def test_dense_without_causality_may_have_other_keys_than_queries():
     q, k, v = inputs()
     dense = Dense(block_size=BLOCK)
-    out, index = sparse_attention(q[:, :BLOCK], k, v, pattern=dense, causal=False), None
+    attend = functools.partial(sparse_attention, pattern=dense)
+    out = quick(functools.partial(attend, causal=False))(q[:, :BLOCK], k, v)
     wanted, _ = reference_attention(
         q[:, :BLOCK], k, v, jnp.ones((2, HEADS, BLOCK, TOKENS), bool)
     )
     np.testing.assert_allclose(out, wanted, **CLOSE)
-    _, index = sparse_attention(q, k, v, pattern=dense, return_index=True)
+    _, index = quick(functools.partial(attend, return_index=True))(q, k, v)
     assert (mask_from_index(index, TOKENS) == np.tri(TOKENS, dtype=bool)).all()
 
 
@@ -164,7 +166,7 @@ def test_tokens_in_another_order_see_what_they_saw_before():
     attend = functools.partial(
         sparse_attention, pattern=PATTERN, positions=order, return_lse=True, return_index=True
     )
-    actual_out, actual_lse, actual_index = attend(*shuffled)
+    actual_out, actual_lse, actual_index = quick(attend)(*shuffled)
     np.testing.assert_allclose(actual_out, out[:, order], **CLOSE)
     np.testing.assert_allclose(actual_lse, lse[:, :, order], **CLOSE)
     assert jax.tree.all(jax.tree.map(jnp.array_equal, actual_index, index))
@@ -174,7 +176,8 @@ def test_a_layout_for_many_devices_says_the_order_on_one():
     (_, (out, _)), *_ = expected()
     layout = Layout("striped", TOKENS, 4, BLOCK)
     dealt = [stripe(x, layout) for x in inputs()]
-    actual = sparse_attention(*dealt, pattern=PATTERN, layout=layout)
+    attend = functools.partial(sparse_attention, pattern=PATTERN, layout=layout)
+    actual = quick(attend)(*dealt)
     np.testing.assert_allclose(unstripe(actual, layout), out, **CLOSE)
 
 

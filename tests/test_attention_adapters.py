@@ -1,0 +1,139 @@
+"""Flax's own attention modules with sparse attention in them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen, nnx
+
+from mtraining_jax import Dense, attention_fn
+from tests.attention_inputs import PATTERN, quick
+
+BATCH, TOKENS, FEATURES = 2, 64, 16
+# Dense by our kernels is what Flax computes with a causal mask.
+DENSE = attention_fn(pattern=Dense(block_size=8))
+
+
+def activations():
+    x = np.random.default_rng(0).normal(size=(BATCH, TOKENS, FEATURES))
+    return jnp.asarray(x, jnp.float32)
+
+
+def nnx_module(**options):
+    return nnx.MultiHeadAttention(
+        num_heads=4, in_features=FEATURES, decode=False, rngs=nnx.Rngs(0),
+        **{"num_kv_heads": 2, **options},
+    )  # fmt: skip
+
+
+def squares(module, x, **options):
+    return jnp.square(module(x, **options)).sum()
+
+
+def test_nnx_module_computes_what_it_did_forward_and_backward():
+    theirs, ours = nnx_module(), nnx_module(attention_fn=DENSE)
+    told = nnx.value_and_grad(lambda module, x: squares(module, x, is_causal=True))
+    wanted = nnx.jit(told)(theirs, activations())
+    # Causal whether it is said or not.
+    actual = nnx.jit(nnx.value_and_grad(squares))(ours, activations())
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4),
+                 jax.tree.leaves(actual), jax.tree.leaves(wanted))  # fmt: skip
+
+
+def test_linen_module_computes_what_it_did_with_the_same_parameters():
+    module = functools.partial(linen.MultiHeadDotProductAttention, num_heads=4)
+    x = activations()
+    params = module().init(jax.random.key(0), x)
+    mask = linen.make_causal_mask(x[..., 0])
+    wanted = module().apply(params, x, mask=mask)
+    for options in ({}, {"mask": np.asarray(mask)}):  # a causal mask that is known is no harm
+        actual = module(attention_fn=DENSE).apply(params, x, **options)
+        np.testing.assert_allclose(actual, wanted, rtol=2e-5, atol=2e-5)
+
+
+def test_a_mask_that_is_promised_to_be_causal_may_be_traced():
+    promised = nnx_module(attention_fn=attention_fn(pattern=PATTERN, assume_causal_mask=True))
+    plain = nnx_module(attention_fn=attention_fn(pattern=PATTERN))
+
+    @nnx.jit
+    def both(promised, plain, x):
+        return promised(x, mask=nnx.make_causal_mask(x[..., 0])), plain(x)
+
+    with_mask, without = both(promised, plain, activations())
+    np.testing.assert_array_equal(with_mask, without)
+
+
+def test_nnx_scan_over_remat_layers_is_a_loop():
+    @nnx.vmap(in_axes=0, out_axes=0)
+    def create(rngs):
+        return nnx.MultiHeadAttention(
+            num_heads=2, in_features=FEATURES, decode=False, keep_rngs=False, rngs=rngs,
+            attention_fn=attention_fn(pattern=PATTERN),
+        )  # fmt: skip
+
+    layers = create(nnx.Rngs(0).split(2))
+
+    def scanned(layers, x):
+        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        @nnx.remat
+        def body(x, layer):
+            return x + layer(x)
+
+        return body(x, layers).var()
+
+    def loop(layers, x):
+        graphdef, state = nnx.split(layers)
+        for i in range(2):
+            x = x + nnx.merge(graphdef, jax.tree.map(lambda a, i=i: a[i], state))(x)
+        return x.var()
+
+    actual, wanted = (nnx.jit(nnx.value_and_grad(f))(layers, activations())
+                      for f in (scanned, loop))  # fmt: skip
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
+                 jax.tree.leaves(actual), jax.tree.leaves(wanted))  # fmt: skip
+
+
+def test_inputs_are_cast_to_the_dtype_of_the_module():
+    q, k = (jnp.ones((TOKENS, 2, 8), dtype) for dtype in (jnp.float32, jnp.bfloat16))
+    assert jax.eval_shape(DENSE, q, k, q).dtype == jnp.float32
+    cast = functools.partial(DENSE, dtype=jnp.bfloat16)
+    assert jax.eval_shape(cast, q, k, q).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"bias": jnp.zeros(())}, "bias must be None"),
+        ({"dropout_rate": 0.1}, "dropout_rate=0.1 must be 0, or deterministic=True"),
+        ({"module": object()}, "sow_weights must be False"),
+        ({"qk_attn_weights_einsum": jnp.einsum}, "einsum_cls must be None"),
+        ({"mask": np.ones((1, 1, TOKENS, TOKENS), bool)}, "mask of shape .1, 1, 64, 64. masks "
+                                                          "more or less than causal attention"),
+        ({"mask": np.tri(1, dtype=bool)}, "mask of shape .1, 1. masks more or less"),
+    ],
+)  # fmt: skip
+def test_what_sparse_attention_cannot_do_is_refused_by_name(options, sentence):
+    x = jax.ShapeDtypeStruct((BATCH, TOKENS, 2, 8), jnp.float32)
+    with pytest.raises(ValueError, match=sentence):
+        jax.eval_shape(functools.partial(DENSE, **options), x, x, x)
+
+
+def test_a_traced_mask_decoding_and_other_results_are_refused():
+    x = activations()
+    module = nnx_module(attention_fn=DENSE)
+    with pytest.raises(ValueError, match="mask is a traced array: .*assume_causal_mask=True"):
+        nnx.jit(lambda m, x: m(x, mask=nnx.make_causal_mask(x[..., 0])))(module, x)
+    decoding = nnx_module(attention_fn=DENSE, num_kv_heads=4)
+    decoding.init_cache(x.shape)
+    with pytest.raises(ValueError, match="masks more or less than causal"):
+        decoding(x[:, :1], decode=True)
+    with pytest.raises(ValueError, match="return_lse has no place in attention_fn"):
+        attention_fn(return_lse=True)
+
+
+def test_dropout_of_a_module_that_is_told_to_be_deterministic_is_no_matter():
+    x = activations()
+    module = nnx_module(attention_fn=DENSE, dropout_rate=0.5)
+    assert quick(lambda x: module(x, deterministic=True))(x).shape == x.shape

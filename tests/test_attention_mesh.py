@@ -1,0 +1,222 @@
+"""The public call over a mesh of the user's own: equal to one device, whatever the axes are."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from mtraining_jax import (
+    Dense,
+    FixedBudget,
+    Layout,
+    sequence_layout,
+    sparse_attention,
+    stripe,
+    unstripe,
+)
+from pallas_kernels.index import BlockSparseIndex
+from tests.attention_inputs import BLOCK, HEADS, PATTERN, TOKENS, inputs, quick
+
+BUDGET = FixedBudget(
+    verticals=np.array([0, 5, 20, 9], np.int32), slashes=np.array([30, 3, 0, 12], np.int32),
+    max_verticals=24, max_slashes=32, last_q=BLOCK, block_size=BLOCK,
+    sink_tokens=2, sliding_window=4,
+)  # fmt: skip
+
+
+def make_mesh(shape, names, axis_type=AxisType.Auto):
+    return jax.make_mesh(shape, names, axis_types=(axis_type,) * len(names))
+
+
+@functools.cache
+def alone(name="top_p"):
+    """out, lse and index of one device."""
+    patterns = {"top_p": PATTERN, "fixed": BUDGET, "dense": Dense(block_size=BLOCK)}
+    attend = functools.partial(
+        sparse_attention, pattern=patterns[name], return_lse=True, return_index=True
+    )
+    return jax.device_get(quick(attend)(*inputs()))
+
+
+def gradients(attend, q, k, v, dout, dlse):
+    results, pullback = jax.vjp(attend, q, k, v)
+    return results, pullback((dout, dlse))
+
+
+@functools.cache
+def cotangents():
+    rng = np.random.default_rng(7)
+    q = inputs()[0]
+    dout, dlse = rng.normal(size=q.shape), rng.normal(size=(q.shape[0], HEADS, TOKENS))
+    return jnp.asarray(dout, q.dtype), jnp.asarray(dlse, jnp.float32)
+
+
+@functools.cache
+def alone_with_gradients():
+    attend = functools.partial(sparse_attention, pattern=PATTERN, return_lse=True)
+    return jax.device_get(quick(functools.partial(gradients, attend))(*inputs(), *cotangents()))
+
+
+def assert_close(actual, wanted, rtol=2e-5, atol=2e-5):
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=atol),
+        jax.device_get(actual), wanted,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_batch_sequence_and_heads_over_axes_of_the_user(axis_type):
+    # An axis "spare" that nothing uses, too.
+    mesh = make_mesh((2, 2, 2, 1), ("rows", "outer", "inner", "spare"), axis_type)
+    axes = ("outer", "inner")
+    layout = sequence_layout(TOKENS, mesh, sequence_axes=axes, block_size=BLOCK)
+    attend = functools.partial(
+        sparse_attention, pattern=PATTERN, mesh=mesh, layout=layout, batch_axis="rows",
+        sequence_axes=axes, return_lse=True,
+    )  # fmt: skip
+    place = functools.partial(jax.device_put, device=NamedSharding(mesh, P("rows", axes)))
+    q, k, v, dout = (place(stripe(x, layout)) for x in (*inputs(), cotangents()[0]))
+    dlse = jax.device_put(
+        stripe(cotangents()[1], layout, axis=2), NamedSharding(mesh, P("rows", None, axes))
+    )
+
+    with jax.set_mesh(mesh):
+        step = quick(functools.partial(gradients, attend))
+        (out, lse), grads = step(q, k, v, dout, dlse)
+    assert all(x.sharding.is_equivalent_to(q.sharding, 4) for x in (out, *grads))
+    results = unstripe(out, layout), unstripe(lse, layout, axis=2)
+    assert_close((results, unstripe(grads, layout)), alone_with_gradients(), rtol=1e-4, atol=1e-4)
+
+
+def test_natural_order_on_one_axis_needs_no_layout_and_gives_the_same_index():
+    mesh = make_mesh((4,), ("context",))
+    attend = functools.partial(
+        sparse_attention, pattern=PATTERN, mesh=mesh, sequence_axes="context", return_lse=True,
+        return_index=True,
+    )  # fmt: skip
+    out, lse, index = attend(*inputs())  # outside jit; arrays lie on one device
+    wanted_out, wanted_lse, wanted_index = alone()
+    assert_close((out, lse), (wanted_out, wanted_lse))
+    assert jax.tree.all(jax.tree.map(np.array_equal, jax.device_get(index), wanted_index))
+
+
+def test_heads_can_be_sharded_and_budgets_follow_them():
+    mesh = make_mesh((2, 2), ("context", "tensor"))
+    attend = functools.partial(
+        sparse_attention, pattern=BUDGET, mesh=mesh, sequence_axes="context", head_axis="tensor",
+        return_lse=True, return_index=True,
+    )  # fmt: skip
+    out, lse, index = quick(attend)(*inputs())
+    wanted = alone("fixed")
+    assert_close((out, lse), wanted[:2])
+    assert jax.tree.all(jax.tree.map(np.array_equal, jax.device_get(index), wanted[2]))
+
+
+def test_an_index_is_reused_over_a_mesh_without_sequence_axes():
+    mesh = make_mesh((2,), ("rows",))
+    out, lse, index = alone()
+    attend = functools.partial(
+        sparse_attention, mesh=mesh, batch_axis="rows", sequence_axes=(), return_lse=True
+    )
+    assert_close(quick(attend)(*inputs(), pattern=jax.tree.map(jnp.asarray, index)), (out, lse))
+
+
+def test_explicit_shardings_of_q_say_mesh_and_axes():
+    mesh = make_mesh((2, 4), ("rows", "context"), AxisType.Explicit)
+    layout = sequence_layout(TOKENS, mesh, sequence_axes="context", block_size=BLOCK)
+    place = functools.partial(jax.device_put, device=NamedSharding(mesh, P("rows", "context")))
+    arrays = [place(stripe(x, layout)) for x in inputs()]
+    dense = Dense(block_size=BLOCK)
+
+    def attend(q, k, v):
+        # The order is said by positions, here.
+        out = sparse_attention(q, k, v, pattern=dense, positions=layout.permutation())
+        assert jax.typeof(out).sharding.spec == P("rows", "context", None, None)
+        return unstripe(out, layout)  # under jit, its type keeps the sharding
+
+    with jax.set_mesh(mesh):
+        out = quick(attend)(*arrays)
+    assert jax.typeof(out).sharding.spec == P("rows", "context", None, None)
+    assert_close(out, alone("dense")[0])
+
+
+def test_vmap_over_a_batch_that_is_sharded_over_an_explicit_axis():
+    mesh = make_mesh((2, 2), ("rows", "context"), AxisType.Explicit)
+    place = functools.partial(jax.device_put, device=NamedSharding(mesh, P("rows", "context")))
+    attend = functools.partial(
+        sparse_attention, pattern=Dense(block_size=BLOCK), sequence_axes="context"
+    )
+    with jax.set_mesh(mesh):
+        out = quick(jax.vmap(attend))(*map(place, inputs()))
+    assert_close(out, alone("dense")[0])
+
+
+def test_a_mesh_in_context_serves_axes_that_are_named():
+    mesh = make_mesh((2, 2), ("node", "device"))
+    attend = functools.partial(
+        sparse_attention, pattern=Dense(block_size=BLOCK), layout="striped",
+        sequence_axes=("node", "device"),
+    )  # fmt: skip
+    layout = Layout("striped", TOKENS, 4, BLOCK, nodes=2)
+    with jax.set_mesh(mesh):
+        out = quick(attend)(*(stripe(x, layout) for x in inputs()))
+    assert_close(unstripe(jax.device_get(out), layout), alone("dense")[0])
+
+
+# Nothing runs on these, so no device is needed.
+def abstract(shape, names):
+    return AbstractMesh(shape, names, axis_types=(AxisType.Auto,) * len(names))
+
+
+MESH = abstract((2, 4), ("rows", "context"))
+OWN = {"mesh": MESH, "batch_axis": "rows", "sequence_axes": "context"}
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"mesh": MESH}, r"sequence_axes must name the axes .* out of \('rows', 'context'\), or "
+                         r"be \(\) for none"),
+        ({**OWN, "batch_axis": "row"}, "batch_axis=..row',. names 'row', which the mesh does not "
+                                       "have; its axes are"),
+        ({**OWN, "head_axis": "context"}, "head_axis=..context',. names 'context', which "
+                                          "sequence_axes names too"),
+        ({"mesh": abstract((1, 1, 2), ("a", "b", "c")), "sequence_axes": ("a", "b", "c")},
+         "are 3 axes: one or two"),
+        ({**OWN, "batch_axis": "context", "sequence_axes": "rows"},
+         "q has batch 2: a multiple of the 4 devices on batch_axis=..context',. .* nearest: 4"),
+        ({**OWN, "batch_axis": (), "head_axis": "context", "sequence_axes": "rows"},
+         "k has 2 heads: a multiple of the 4 devices on head_axis=..context',. .* nearest: 4"),
+        ({**OWN, "pattern": Dense(block_size=64)},
+         "q has 128 tokens: a multiple of 256 .block_size=64 x 4 devices on "
+         "sequence_axes=..context',.. is needed; nearest: 256"),
+        ({**OWN, "pattern": Dense(block_size=32), "layout": "zigzag"},
+         "seq_len=128 must be a multiple of 256 for the zigzag layout"),
+        ({**OWN, "layout": Layout("striped", TOKENS, 2, BLOCK)},
+         "layout has num_ranks=2, but 4 is needed"),
+        ({**OWN, "layout": Layout("striped", TOKENS, 4, 16)}, "layout has block_size=16, but 8"),
+        ({**OWN, "positions": np.arange(TOKENS)[::-1]},
+         "positions are not those of the striped, zigzag, contiguous layout over 4 devices"),
+        ({**OWN, "positions": np.arange(TOKENS), "layout": "striped"},
+         "positions are not those of layout="),
+        ({**OWN, "pattern": Dense(block_size=8), "causal": False},
+         "causal=False needs an unsharded sequence"),
+        ({**OWN, "pattern": BlockSparseIndex.from_block_mask(
+            jnp.ones((2, HEADS, 16, 16), bool), BLOCK)}, "BlockSparseIndex, which needs an unsh"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_the_mesh_is_refused_by_name(options, sentence):
+    attend = functools.partial(sparse_attention, **{"pattern": PATTERN, **options})
+    with pytest.raises(ValueError, match=sentence):
+        jax.eval_shape(attend, *inputs())
+
+
+def test_a_layout_for_axes_that_are_not_there_is_refused():
+    with pytest.raises(ValueError, match="sequence_axes=..node', 'device'. names 'node', which"):
+        sequence_layout(TOKENS, MESH)
+    with pytest.raises(ValueError, match="seq_len=100 must be a multiple of 512 .* nearest: 512"):
+        sequence_layout(100, MESH, sequence_axes="context")

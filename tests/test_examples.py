@@ -1,0 +1,41 @@
+"""The examples, run as a user runs them."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def run(name, *arguments):
+    """What an example prints; warnings are errors there too."""
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": str(ROOT),
+        "XLA_FLAGS": "--xla_backend_optimization_level=0",  # most of the time is compilation
+    }
+    result = subprocess.run(
+        [sys.executable, "-W", "error", ROOT / "examples" / name, *arguments],
+        env=environment, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@pytest.mark.parametrize("name", ["nnx_attention.py", "linen_attention.py"])
+def test_a_flax_module_with_our_attention_learns(name):
+    losses = [float(x) for x in re.findall(r"loss ([\d.]+)", run(name, "--steps", "8"))]
+    assert len(losses) == 8
+    assert losses[-1] < 0.8 * losses[0]
+
+
+def test_the_ring_of_a_user_equals_one_device():
+    found = dict(re.findall(r"(\w+): largest difference .* ([\d.e+-]+) \(relative\)",
+                            run("ring_attention.py")))  # fmt: skip
+    assert set(found) == {"output", "gradients"}
+    assert all(float(difference) < 1e-5 for difference in found.values())

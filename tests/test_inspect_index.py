@@ -1,0 +1,164 @@
+"""Looking at an index: numbers against its mask, and pictures."""
+
+import functools
+import sys
+
+import jax
+import jax.numpy as jnp
+import matplotlib.image
+import numpy as np
+import pytest
+
+from mtraining_jax import Dense, Layout, VerticalSlash, inspect, sparse_attention, stripe
+from mtraining_jax.inspect_picture import block_shares
+from pallas_kernels.index import VerticalSlashIndex
+from pallas_kernels.reference import mask_from_index
+from tests.attention_inputs import BLOCK, HEADS, KV_HEADS, PATTERN, TOKENS, inputs, quick
+
+CAUSAL = np.tri(TOKENS, dtype=bool)
+
+
+@functools.cache
+def chosen():
+    """An index, and its mask [B, Hq, S, S]."""
+    attend = functools.partial(sparse_attention, pattern=PATTERN, return_index=True)
+    _, index = quick(attend)(*inputs())
+    return index, np.asarray(mask_from_index(index, TOKENS))
+
+
+def sparse_by_hand():
+    """Without the main diagonal, as the paper preset may give."""
+    return VerticalSlashIndex(
+        slash_blocks=jnp.array([[[1, 3, 16]]], jnp.int32),
+        slash_count=jnp.array([[2]], jnp.int32),
+        vertical_tokens=jnp.array([[[0, 7, 9, TOKENS]]], jnp.int32),
+        vertical_count=jnp.array([[3]], jnp.int32),
+        block_size=BLOCK,
+    )
+
+
+def test_density_and_budgets_are_those_of_the_mask():
+    index, mask = chosen()
+    found = inspect(index)
+    assert found.seq_len == TOKENS  # told by the unused places
+    np.testing.assert_allclose(found.density, mask.sum((-1, -2)) / CAUSAL.sum(), rtol=1e-6)
+    np.testing.assert_array_equal(found.pairs, mask.sum((-1, -2)))
+    np.testing.assert_array_equal(found.verticals, index.vertical_count)
+    np.testing.assert_array_equal(found.slash_blocks, index.slash_count)
+    assert (found.executed >= found.density).all()
+    assert found.recall is None and found.rows is None
+    lines = str(found).splitlines()
+    assert f"{TOKENS} tokens" in lines[0] and len(lines) == 2 + 2 * HEADS
+    assert lines[-1].split()[:2] == ["1", str(HEADS - 1)] and len(lines[-1].split()) == 6
+
+
+@pytest.mark.parametrize("layout", [None, Layout("striped", TOKENS, 4, BLOCK)])
+def test_recall_is_the_softmax_mass_on_the_mask(layout):
+    index, mask = chosen()
+    q, k, _ = inputs()
+    rows = [3, 50, 127]
+    logits = jnp.einsum("bqhd,bkhd->bhqk", q[:, rows], jnp.repeat(k, HEADS // KV_HEADS, axis=2))
+    weights = jax.nn.softmax(jnp.where(CAUSAL[rows], 0.5 * logits, -jnp.inf), axis=-1)
+    wanted = (weights * mask[:, :, rows]).sum(-1).mean(-1)
+    if layout is not None:
+        q, k = stripe((q, k), layout)
+    found = inspect(index, q, k, rows=rows, scale=0.5, layout=layout)
+    np.testing.assert_allclose(found.recall, wanted, rtol=1e-5)
+    assert 0.1 < found.recall.mean() < 0.999
+    assert "recall" in str(found)
+
+
+def test_rows_are_drawn_evenly_and_the_same_for_a_seed():
+    index, _ = chosen()
+    q, k, _ = inputs()
+    rows = [inspect(index, q, k, rows=8, seed=seed).rows for seed in (0, 0, 1)]
+    assert (rows[0] == rows[1]).all() and (rows[0] != rows[2]).any()
+    assert (rows[0] // (TOKENS // 8) == np.arange(8)).all()
+
+
+@pytest.mark.parametrize("index", [lambda: chosen()[0], sparse_by_hand])
+def test_a_pixel_is_the_share_of_its_block(index):
+    index = index()
+    mask = np.asarray(mask_from_index(index, TOKENS))[0, 0]
+    blocks = TOKENS // BLOCK
+    counts, possible = (
+        x.reshape(blocks, BLOCK, blocks, BLOCK).sum((1, 3)) for x in (mask, CAUSAL)
+    )
+    shares = block_shares(index, TOKENS, 0, 0)
+    assert (np.isnan(shares) == (possible == 0)).all()
+    np.testing.assert_allclose(
+        shares[possible > 0], (counts / np.maximum(possible, 1))[possible > 0], rtol=1e-6
+    )
+
+
+def test_a_picture_is_written_and_differs_with_the_index(tmp_path):
+    index, _ = chosen()
+    q, k, v = inputs()
+    _, dense = sparse_attention(q, k, v, pattern=Dense(block_size=BLOCK), return_index=True)
+    one, other = tmp_path / "sparse.png", tmp_path / "dense.png"
+    inspect(index, q, k).save_picture(one, heads=(0, 3), batch=1)
+    inspect(dense, seq_len=TOKENS).save_picture(str(other), heads=(0, 3))
+    assert one.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    sparse_image, dense_image = (matplotlib.image.imread(path) for path in (one, other))
+    assert sparse_image.shape == dense_image.shape
+    assert sparse_image.mean() > dense_image.mean()  # less ink
+
+
+def test_long_sequences_shrink_to_a_picture(tmp_path):
+    blocks = 1100
+    index = VerticalSlashIndex(
+        slash_blocks=jnp.array([[[0, 500]]], jnp.int32), slash_count=jnp.array([[2]], jnp.int32),
+        vertical_tokens=jnp.array([[[5]]], jnp.int32), vertical_count=jnp.array([[1]], jnp.int32),
+        block_size=128,
+    )  # fmt: skip
+    inspect(index, seq_len=128 * blocks).save_picture(tmp_path / "long.png")
+    assert (tmp_path / "long.png").stat().st_size > 1000
+
+
+def test_pictures_without_matplotlib_say_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r"pip install 'mtraining-jax\[plot\]'"):
+        inspect(chosen()[0]).save_picture(tmp_path / "x.png")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "sentence"),
+    [
+        (("pattern",), {}, "index is a VerticalSlash: a VerticalSlashIndex is needed"),
+        (("index", "q"), {}, "q and k are needed both for recall"),
+        (("index", "k", "q"), {}, "q has shape .*: .* as in the index"),
+        (("index", "q", "k"), {"seq_len": 64}, "seq_len=64 but q has 128 tokens"),
+        (("index",), {"seq_len": 100}, "seq_len=100 must be a multiple of the index's block_size"),
+        (("dense",), {}, "seq_len is needed"),
+        (("index", "q", "k"), {"rows": 0}, "rows=0 must be at least 1"),
+        (("index", "q", "k"), {"rows": [128]}, "rows=.128. must be positions in 0 .. 127"),
+        (("index", "q", "k"), {"layout": Layout("striped", 64, 2, 8)}, "layout has seq_len=64"),
+    ],
+)
+def test_what_cannot_be_inspected_is_refused_by_name(arguments, options, sentence):
+    q, k, _ = inputs()
+    there = {
+        "index": chosen()[0], "q": q, "k": k, "pattern": VerticalSlash(),
+        "dense": VerticalSlashIndex.dense(1, 1, TOKENS, BLOCK),
+    }  # fmt: skip
+    with pytest.raises(ValueError, match=sentence):
+        inspect(*(there[name] for name in arguments), **options)
+
+
+@pytest.mark.parametrize(
+    ("path", "options", "sentence"),
+    [
+        ("mask.pdf", {}, "must end in .png"),
+        ("mask.png", {"batch": 2}, "batch=2 must be in 0 .. 1"),
+        ("mask.png", {"heads": [4]}, "heads=.4. must be some of 0 .. 3"),
+        ("mask.png", {"heads": []}, "heads=.. must be some of"),
+    ],
+)
+def test_pictures_of_what_is_not_there_are_refused(tmp_path, path, options, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        inspect(chosen()[0]).save_picture(tmp_path / path, **options)
+
+
+def test_traced_indices_are_refused():
+    with pytest.raises(ValueError, match="must not be traced"):
+        jax.eval_shape(lambda index: inspect(index).density, chosen()[0])
