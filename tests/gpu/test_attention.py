@@ -13,7 +13,7 @@ from pallas_kernels.reference import mask_from_index
 from tests.pallas_kernels import cases
 from tests.pallas_kernels.cases import Size
 from tests.pallas_kernels.contract import AttentionContract, backward, forward, resolve_index
-from tests.pallas_kernels.expected import compare, oracle
+from tests.pallas_kernels.expected import assert_same_bits, compare, oracle
 
 LONG = 65536  # tokens
 
@@ -25,6 +25,7 @@ class TestMosaicGpu(AttentionContract):
     dim = 128
     other_dims = (64,)
     num_blocks = 16
+    group_heads = ((2, 2), (5, 1), (12, 2), (14, 2), (8, 1))  # groups of 1, 5, 6, 7 and 8
     max_slashes = 6
     max_verticals = 200
 
@@ -85,15 +86,41 @@ def _by_head(x: jax.Array) -> np.ndarray:
     return np.asarray(jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32)), axis=(1, 3))))
 
 
+@pytest.mark.parametrize(("dim", "heads", "dtype"), [(64, 7, "float16"), (128, 6, "bfloat16")])
+def test_matches_the_oracle_at_8k_tokens(dim, heads, dtype):
+    rng = np.random.default_rng(dim)
+    size = Size(1, heads, 1, query_blocks=64, key_blocks=64, block_size=128, dim=dim)
+    index = cases.vertical_slash(rng, size, max_slashes=8, max_verticals=500, garbage=rng)
+    inputs = cases.qkv_dout(rng, size, dtype)
+    expected = oracle(*inputs, jax.jit(mask_from_index, static_argnums=1)(index, size.seq_len))
+    actual = _value_and_gradients(*inputs, index, backend="mosaic_gpu")
+    for name, x in actual.items():
+        compare(name, x, expected[name], x.dtype)
+
+
 @pytest.mark.parametrize("dim", [64, 128])
 def test_a_hundred_random_masks(dim):
+    """Against the oracle, in memory full of NaN, and twice with the same bits."""
     rng = np.random.default_rng(1000 + dim)
     size = Size(1, 8, 2, query_blocks=16, key_blocks=16, block_size=128, dim=dim)
     mask_of = jax.jit(mask_from_index, static_argnums=1)
     for _ in range(100):
         index = cases.vertical_slash(rng, size, max_slashes=5, max_verticals=150, garbage=rng)
         inputs = cases.qkv_dout(rng, size, "bfloat16")
+        first = _value_and_gradients(*inputs, index, backend="mosaic_gpu")
+        like = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in first.values()]
+        first = {name: np.asarray(x) for name, x in first.items()}
+        _fill_free_memory_with_nan(like)
         actual = _value_and_gradients(*inputs, index, backend="mosaic_gpu")
+        assert_same_bits(first, actual)
         expected = oracle(*inputs, mask_of(index, size.seq_len))
         for name, x in actual.items():
             compare(name, x, expected[name], x.dtype)
+
+
+def _fill_free_memory_with_nan(like: list[jax.ShapeDtypeStruct]) -> None:
+    """Frees arrays of NaN of the given and of other sizes, which the next results will reuse."""
+    dtypes = [x.dtype for x in like] + [jnp.float32] * len(like)
+    poison = [jnp.full(x.shape, jnp.nan, d) for x, d in zip(2 * like, dtypes, strict=True)]
+    poison.append(jnp.full(2**26, jnp.nan, jnp.float32))
+    jax.block_until_ready(poison)
