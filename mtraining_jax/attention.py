@@ -179,7 +179,8 @@ def _local(
                 else layout.block_ids(lax.axis_index(axes))
             )
             index = pattern.choose(
-                q, k, block_ids=block_ids, num_blocks=num_blocks, axis_names=axes, scale=scale
+                q, k, block_ids=block_ids, num_blocks=num_blocks, axis_names=axes, scale=scale,
+                backend=backend,
             )
     options = dict(scale=scale, backend=backend, return_lse=True)
     if layout is not None:

@@ -89,7 +89,9 @@ def make_attention(
         where = dict(block_ids=layout.block_ids(rank), axis_names=sequence_axes, scale=scale)
         index = chosen
         if isinstance(chosen, Pattern):
-            index = choose_index(q, k, chosen, num_blocks=layout.num_blocks, **where)
+            index = choose_index(
+                q, k, chosen, num_blocks=layout.num_blocks, backend=backend, **where
+            )
         stats = _cost(index, layout)
         if positions is not None:
             stats["recall"] = jnp.float32(1)

@@ -34,6 +34,7 @@ class Pattern:
         num_blocks: int,
         axis_names: Sequence[str] = (),
         scale: float | None = None,
+        backend: str | None = None,
     ) -> VerticalSlashIndex | None:
         """The pairs to compute; None for every causal pair.
 
@@ -44,7 +45,7 @@ class Pattern:
 
         return choose_index(
             q, k, self, block_ids=block_ids, num_blocks=num_blocks, axis_names=axis_names,
-            scale=scale,
+            scale=scale, backend=backend,
         )
 
 
@@ -64,7 +65,9 @@ class Dense(Pattern):
     def __post_init__(self):
         _check_range("block_size", self.block_size, 1)
 
-    def choose(self, q, k, *, block_ids, num_blocks, axis_names=(), scale=None) -> None:
+    def choose(
+        self, q, k, *, block_ids, num_blocks, axis_names=(), scale=None, backend=None
+    ) -> None:
         """No index: nothing is left out."""
         return None
 

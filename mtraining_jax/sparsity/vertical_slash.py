@@ -34,9 +34,9 @@ def choose_index(
     `axis_names=()`. All ranks work alike and get the same index; its bits do not depend on how
     many ranks there are, nor on how blocks are dealt to them. No gradient flows through it.
 
-    The estimate is the attention of the last `pattern.last_q` queries to all keys. A column's
-    score is its mean mass over those queries, a diagonal's score the mean mass at its distance
-    (mtraining-algorithm notes, section 1). With `VerticalSlash` the largest are kept until their
+    The estimate is the attention of the last `pattern.last_q` queries to all keys (arXiv
+    2510.18830, vertical-slash). A column's score is its mean mass over those queries, a diagonal's
+    score the mean mass at its distance. With `VerticalSlash` the largest are kept until their
     mass reaches top_p; with `FixedBudget` a given number is kept, and scores are sums of raw
     logits. Equal scores are kept in order of position (columns) or distance (diagonals). A
     diagonal at token distance s turns on block diagonals floor(s/g) and, unless g divides s,

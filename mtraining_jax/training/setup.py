@@ -76,6 +76,7 @@ def build_pattern(config: Config) -> VerticalSlash | FixedBudget | None:
         last_q=sparsity.last_q,
         block_size=sparsity.block_size,
         sink_tokens=sparsity.sink_tokens,
+        sliding_window=sparsity.sliding_window,
     )
 
 
