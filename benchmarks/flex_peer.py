@@ -26,7 +26,7 @@ class FlexPeer:
         )
         script = Path(__file__).with_name("flex_attention.py")
         self._child = subprocess.Popen(
-            [sys.executable, str(script), str(path)], stdin=subprocess.PIPE,
+            [sys.executable, "-P", str(script), str(path)], stdin=subprocess.PIPE,
             stdout=subprocess.PIPE, text=True,
         )
 
