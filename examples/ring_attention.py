@@ -6,6 +6,8 @@ Needs 8 devices; on a machine without accelerators it makes 8 virtual ones of th
 does anywhere with JAX_PLATFORMS=cpu. Compares output and gradients with those of one device.
 """
 
+import os
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -102,6 +104,8 @@ def main() -> float:
 
 
 if __name__ == "__main__":
-    # Before JAX looks for devices; counts only where the CPU is what it finds.
+    # Before JAX looks for devices; both count only where the CPU is what it finds. The threads let
+    # virtual devices wait for one another on a machine with few processors.
+    os.environ.setdefault("NPROC", "32")
     jax.config.update("jax_num_cpu_devices", 8)
     main()

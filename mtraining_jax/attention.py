@@ -62,7 +62,8 @@ def sparse_attention(
             as it is. S must be a multiple of its `block_size` times the devices of the sequence.
         mesh: devices that share the work, with axes of type Auto or Explicit. None: if q is
             sharded over Explicit axes, their mesh; if axes are named, the mesh of
-            `jax.set_mesh`; else each device computes what it has, with nothing exchanged.
+            `jax.set_mesh`; else the arrays are taken for those of one device (or of one shard,
+            inside a `jax.shard_map` of yours).
         layout: the order of the tokens in q, k, v (and in the result). None or "contiguous": as
             they come in the sequence. "striped" or "zigzag": dealt to the devices of the sequence
             so that each has equal work (see `stripe`). Or a `Layout`.

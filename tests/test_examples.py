@@ -39,3 +39,10 @@ def test_the_ring_of_a_user_equals_one_device():
                             run("ring_attention.py")))  # fmt: skip
     assert set(found) == {"output", "gradients"}
     assert all(float(difference) < 1e-5 for difference in found.values())
+
+
+def test_a_look_at_an_index_prints_a_table_and_draws(tmp_path):
+    png = tmp_path / "masks.png"
+    table = run("look_at_index.py", "--tokens", "512", "--png", str(png))
+    assert "recall" in table and len(table.splitlines()) == 6
+    assert png.read_bytes()[:4] == b"\x89PNG"
