@@ -155,6 +155,18 @@ def test_vmap_over_a_batch_that_is_sharded_over_an_explicit_axis():
     assert_close(out, alone("dense")[0])
 
 
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_inside_a_shard_map_of_the_user_each_shard_is_by_itself(axis_type):
+    mesh = make_mesh((2,), ("rows",), axis_type)
+    rows = P("rows")
+    attend = functools.partial(sparse_attention, pattern=Dense(block_size=BLOCK))
+    with jax.set_mesh(mesh):
+        arrays = jax.device_put(inputs(), NamedSharding(mesh, rows))
+        mapped = jax.shard_map(attend, in_specs=rows, out_specs=rows, check_vma=False)
+        out = quick(mapped)(*arrays)
+    assert_close(out, alone("dense")[0])
+
+
 def test_a_mesh_in_context_serves_axes_that_are_named():
     mesh = make_mesh((2, 2), ("node", "device"))
     attend = functools.partial(
