@@ -1,6 +1,7 @@
 """The problems of the attention benchmark: compiled once, then timed one after another."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -98,7 +99,7 @@ class Case:
             return
         index = self._abstract_index(q, k)
         if kind == "slash":
-            add("choose", programs.choose, q, k)
+            add("choose", functools.partial(programs.choose, backend=ours.backend), q, k)
         built = add("build", ours.build, q, k, v, index)
         out, lse = add("forward", ours.forward, q, k, v, built)
         add("backward", ours.backward, q, k, v, dout, out, lse, built)

@@ -20,11 +20,13 @@ PATTERN = VerticalSlash(top_p=0.9, max_verticals=4096, max_slashes=4096)
 Index = VerticalSlashIndex | BlockSparseIndex | None  # None: dense causal
 
 
-def choose(q: Array, k: Array) -> VerticalSlashIndex:
+def choose(q: Array, k: Array, backend: str | None = None) -> VerticalSlashIndex:
     """Chooses an index as a training step does."""
     num_blocks = q.shape[1] // BLOCK
     block_ids = jnp.arange(num_blocks, dtype=jnp.int32)
-    return choose_index(q, k, PATTERN, block_ids=block_ids, num_blocks=num_blocks)
+    return choose_index(
+        q, k, PATTERN, block_ids=block_ids, num_blocks=num_blocks, backend=backend
+    )
 
 
 class Ours:
@@ -92,7 +94,7 @@ class Ours:
 
         The chosen index is only returned; `index` is computed, so that its density is known.
         """
-        chosen = choose(q, k) if isinstance(index, VerticalSlashIndex) else None
+        chosen = choose(q, k, self.backend) if isinstance(index, VerticalSlashIndex) else None
         out, vjp = jax.vjp(lambda q, k, v: self.attention(q, k, v, index), q, k, v)
         return chosen, out, *vjp(dout)
 
