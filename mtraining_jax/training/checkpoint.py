@@ -8,6 +8,10 @@ be read as numbers.
 """
 
 import dataclasses
+import gc
+import logging
+import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -97,23 +101,27 @@ class Checkpoints:
                 parameters.
         """
         path = self.folder / str(step)
+        record = self._read(step, record=ocp.args.JsonRestore()).record
         try:
-            composite = ocp.args.Composite(record=ocp.args.JsonRestore())
-            record = self._manager.restore(step, args=composite).record
             saved, loader_state = record["config"], record["loader"]
             shapes, checksums = record["shapes"], record["checksums"]
-        except Exception as error:  # Orbax raises many kinds, from parsing to I/O
+        except (KeyError, TypeError) as error:
             raise _damaged(path, error) from error
         _check_same_model(path, saved, shapes, abstract, config)
-        try:
-            restore = ocp.args.StandardRestore(_arrays(abstract))
-            arrays = self._manager.restore(step, args=ocp.args.Composite(arrays=restore)).arrays
-        except Exception as error:
-            raise _damaged(path, error) from error
+        arrays = self._read(step, arrays=ocp.args.StandardRestore(_arrays(abstract))).arrays
         for name, checksum in _checksums(arrays).items():
             if checksums.get(name) != checksum:
                 raise _damaged(path, f"the checksum of {name} does not match")
         return TrainState(**arrays), loader_state
+
+    def _read(self, step: int, **items: Any) -> Any:
+        """Some items of a checkpoint; a UserError if they cannot be read."""
+        try:
+            return self._manager.restore(step, args=ocp.args.Composite(**items))
+        except Exception as error:  # Orbax raises many kinds, from parsing to I/O
+            damaged = _damaged(self.folder / str(step), error)
+        _forget_failed_reads()
+        raise damaged
 
     def close(self) -> None:
         """Waits until all that was saved is on disk.
@@ -127,6 +135,25 @@ class Checkpoints:
             raise UserError(f"{self.folder}: a checkpoint cannot be written ({error})") from error
         finally:
             self._manager.close()
+
+
+def _forget_failed_reads() -> None:
+    """Collects what a failed read leaves behind, in silence.
+
+    Orbax reads all arrays at once and stops at the first that fails. Python would report each
+    of the others when it collects them, page upon page, around the one sentence that counts.
+    """
+    asyncio_log = logging.getLogger("asyncio")
+    level, hook = asyncio_log.level, sys.unraisablehook
+    asyncio_log.setLevel(logging.CRITICAL + 1)
+    sys.unraisablehook = lambda _: None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            gc.collect()
+    finally:
+        asyncio_log.setLevel(level)
+        sys.unraisablehook = hook
 
 
 def _arrays(state: TrainState) -> dict[str, Any]:
