@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from jax.typing import ArrayLike
 
 from mtraining_jax import attention_checks as checks
 from mtraining_jax.attention_order import global_order, ring_layout
@@ -29,7 +30,7 @@ def sparse_attention(
     pattern: Pattern | Index = VerticalSlash(),  # noqa: B008 (frozen)
     mesh: Mesh | None = None,
     layout: Layout | str | None = None,
-    positions=None,
+    positions: ArrayLike | None = None,
     scale: float | None = None,
     causal: bool = True,
     backend: str | None = None,

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from mtraining_jax.attention_placement import Placement
 from mtraining_jax.sparsity import Dense, Pattern
 from pallas_kernels.index import BlockSparseIndex, VerticalSlashIndex
 
@@ -73,7 +74,7 @@ def check_scale(scale: float | None, q: Array) -> float:
     return float(scale)
 
 
-def check_pattern(pattern, q: Array, causal: bool) -> None:
+def check_pattern(pattern: object, q: Array, causal: bool) -> None:
     """That there is a way to use `pattern`.
 
     Raises:
@@ -119,7 +120,7 @@ def _check_pattern_arrays(pattern: Pattern, num_heads: int) -> None:
             )
 
 
-def check_division(q: Array, k: Array, block_size: int, placement) -> None:
+def check_division(q: Array, k: Array, block_size: int, placement: Placement) -> None:
     """That blocks divide the tokens, and devices the blocks, the batch and the heads.
 
     Args:

@@ -1,9 +1,12 @@
 """The order of tokens: dealt to the devices of a sequence, and back."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from jax.typing import ArrayLike
 
 from mtraining_jax.attention_placement import (
     Axes,
@@ -51,7 +54,7 @@ def sequence_layout(
 
 def ring_layout(
     layout: Layout | str | None,
-    positions,
+    positions: ArrayLike | None,
     seq_len: int,
     block_size: int,
     placement: Placement,
@@ -94,7 +97,7 @@ def ring_layout(
 
 
 def global_order(
-    layout: Layout | str | None, positions, seq_len: int
+    layout: Layout | str | None, positions: ArrayLike | None, seq_len: int
 ) -> tuple[np.ndarray, np.ndarray] | None:
     """How to bring an unsharded sequence in order, and back; None if it is in order.
 
@@ -114,7 +117,7 @@ def global_order(
     return np.argsort(positions), positions
 
 
-def _known_positions(positions, seq_len: int) -> np.ndarray | None:
+def _known_positions(positions: ArrayLike | None, seq_len: int) -> np.ndarray | None:
     if positions is None:
         return None
     if isinstance(positions, jax.core.Tracer):
@@ -142,7 +145,7 @@ def _check_agreement(layout: Layout, positions: np.ndarray | None) -> None:
         )
 
 
-def stripe(x, layout: Layout, axis: int = 1):
+def stripe(x: Any, layout: Layout, axis: int = 1) -> Any:
     """Puts the tokens of an array in the order of a layout.
 
     Args:
@@ -160,7 +163,7 @@ def stripe(x, layout: Layout, axis: int = 1):
     return _permute(x, layout, axis, layout.permutation())
 
 
-def unstripe(x, layout: Layout, axis: int = 1):
+def unstripe(x: Any, layout: Layout, axis: int = 1) -> Any:
     """Puts the tokens of an array back in the order of the sequence; undoes `stripe`.
 
     Arguments, result and errors are those of `stripe`.

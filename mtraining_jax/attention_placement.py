@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -55,7 +56,7 @@ class Placement:
             for arg, sharding in zip(args, shardings, strict=True)
         )
 
-    def run(self, function, in_specs: tuple, out_specs: tuple, args: tuple):
+    def run(self, function: Callable, in_specs: tuple, out_specs: tuple, args: tuple):
         """`function(*args)` on the shards of every device, or as it is without a mesh.
 
         Explicit axes are made Auto around it and its results sharded by `out_specs`; so an axis
@@ -76,12 +77,12 @@ class Placement:
 
     def take(self, x: Array, order: np.ndarray, axis: int = 1) -> Array:
         """`x` with the entries of an unsharded axis in another order."""
-        def gather(x):
-            return jnp.take(x, order, axis=axis, unique_indices=True, mode="clip")
-        return keeping_sharding(gather, x)
+        return keeping_sharding(
+            lambda x: jnp.take(x, order, axis=axis, unique_indices=True, mode="clip"), x
+        )
 
 
-def keeping_sharding(function, x):
+def keeping_sharding(function: Callable[[Array], Array], x: Array) -> Array:
     """`function(x)`, which moves entries only; sharded over Explicit axes just as x is."""
     sharding = jax.typeof(x).sharding
     if all(entry is None for entry in sharding.spec):
@@ -90,7 +91,11 @@ def keeping_sharding(function, x):
 
 
 def find_placement(
-    q: Array, mesh: Mesh | None, batch_axis, sequence_axes, head_axis
+    q: Array,
+    mesh: Mesh | AbstractMesh | None,
+    batch_axis: str | Axes | None,
+    sequence_axes: str | Axes | None,
+    head_axis: str | Axes | None,
 ) -> Placement:
     """The placement that the arguments of `sparse_attention`, or else the type of q, say.
 
