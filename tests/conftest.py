@@ -14,3 +14,8 @@ os.environ.setdefault("NPROC", "32")
 jax.config.update("jax_num_cpu_devices", 8)
 if os.environ.get("MTRAINING_TEST_GPU") != "1":
     jax.config.update("jax_platforms", "cpu")
+
+
+def pytest_xdist_auto_num_workers() -> int | None:
+    """One process on a GPU: several would each reserve its memory. None is a process a core."""
+    return 0 if os.environ.get("MTRAINING_TEST_GPU") == "1" else None
