@@ -17,7 +17,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic_gpu.common import (
     COLUMN_LAYOUT,
-    COMPILER_PARAMS,
     LOG2E,
     ROW_LAYOUT,
     ROWS,
@@ -26,6 +25,7 @@ from pallas_kernels.mosaic_gpu.common import (
     WORD,
     iota,
     keep_bias,
+    launch,
     product_plus,
     rows_to_tile,
     tiled,
@@ -110,7 +110,7 @@ def backward_keys_kernel(
 
         # One item a thread block: items differ so much in length that the hardware's own
         # scheduling, longest first, balances better than any fixed share.
-        it = _KeyItem(refs["items"], lax.axis_index("item"))
+        it = _KeyItem(refs["items"], lax.axis_index("block"))
 
         def query_block(head, s):
             if work.listed:
@@ -388,16 +388,7 @@ def backward_keys_kernel(
             verticals.tokens, verticals.query_blocks,
         ]
         outputs += [jax.ShapeDtypeStruct(verticals.k.shape, jnp.float32)] * 2
-    results = plgpu.kernel(
-        kernel,
-        out_type=outputs,
-        scratch_types=[smem, bars],
-        grid=(num_items,),
-        grid_names=("item",),
-        num_threads=WARPGROUPS + 1,
-        thread_name="wg",
-        compiler_params=COMPILER_PARAMS,
-        interpret=interpret,
-    )(*arrays)
+    run = launch(kernel, outputs, [smem, bars], num_items, interpret)
+    results = run(*arrays)
     return tuple(results) if has_columns else (*results, None, None)
 

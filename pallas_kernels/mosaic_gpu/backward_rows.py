@@ -11,7 +11,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic_gpu.common import (
-    COMPILER_PARAMS,
     LOG2E,
     ROWS,
     TILE,
@@ -20,6 +19,7 @@ from pallas_kernels.mosaic_gpu.common import (
     Producer,
     Walk,
     full,
+    launch,
     load_rows,
     operand_names,
     operands,
@@ -231,14 +231,6 @@ def backward_rows_kernel(
         "q_free": plgpu.Barrier(num_arrivals=WARPGROUPS),
         **stream_barriers(stages, verticals is not None),
     }
-    return plgpu.kernel(
-        kernel,
-        out_type=jax.ShapeDtypeStruct(q.shape, out_dtype),
-        scratch_types=[smem, bars],
-        grid=(num_blocks,),
-        grid_names=("block",),
-        num_threads=WARPGROUPS + 1,
-        thread_name="wg",
-        compiler_params=COMPILER_PARAMS,
-        interpret=interpret,
-    )(q, k, v, dout, base, delta, *operands(work, verticals))
+    output = jax.ShapeDtypeStruct(q.shape, out_dtype)
+    run = launch(kernel, output, [smem, bars], num_blocks, interpret)
+    return run(q, k, v, dout, base, delta, *operands(work, verticals))

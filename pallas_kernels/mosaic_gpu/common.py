@@ -337,6 +337,23 @@ class Producer:
         lax.fori_loop(lax.max(0, steps - self.stages), steps, wait, None)
 
 
+def launch(
+    kernel: Callable[..., None], out_type: Any, scratch: list[Any], num_blocks: int, interpret: Any
+) -> Callable[..., Any]:
+    """A kernel over thread blocks (axis "block") of compute and copying warpgroups ("wg")."""
+    return plgpu.kernel(
+        kernel,
+        out_type=out_type,
+        scratch_types=scratch,
+        grid=(num_blocks,),
+        grid_names=("block",),
+        num_threads=WARPGROUPS + 1,
+        thread_name="wg",
+        compiler_params=COMPILER_PARAMS,
+        interpret=interpret,
+    )
+
+
 def full(shape: tuple[int, ...], value: float, layout: Any) -> Array:
     """A constant in the layout of a wgmma tile or of one of its edges."""
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)

@@ -11,7 +11,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic_gpu.common import (
-    COMPILER_PARAMS,
     LOG2E,
     ROW_LAYOUT,
     ROWS,
@@ -21,6 +20,7 @@ from pallas_kernels.mosaic_gpu.common import (
     Producer,
     Walk,
     full,
+    launch,
     load_rows,
     operand_names,
     operands,
@@ -196,20 +196,12 @@ def forward_kernel(
     }
     if config.ping_pong:
         bars["turn"] = plgpu.Barrier(num_barriers=WARPGROUPS)
-    out, lse = plgpu.kernel(
-        kernel,
-        out_type=[
-            jax.ShapeDtypeStruct(q.shape, out_dtype),
-            jax.ShapeDtypeStruct((q.shape[0], q.shape[2], q.shape[1]), jnp.float32),
-        ],
-        scratch_types=[smem, bars],
-        grid=(num_blocks,),
-        grid_names=("block",),
-        num_threads=WARPGROUPS + 1,
-        thread_name="wg",
-        compiler_params=COMPILER_PARAMS,
-        interpret=interpret,
-    )(q, k, v, *operands(work, verticals), *(init or ()))
+    outputs = [
+        jax.ShapeDtypeStruct(q.shape, out_dtype),
+        jax.ShapeDtypeStruct((q.shape[0], q.shape[2], q.shape[1]), jnp.float32),
+    ]
+    run = launch(kernel, outputs, [smem, bars], num_blocks, interpret)
+    out, lse = run(q, k, v, *operands(work, verticals), *(init or ()))
     return out, lse
 
 

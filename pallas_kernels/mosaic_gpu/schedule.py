@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.index import BlockSparseIndex
 from pallas_kernels.tiles import COLUMN_TILE, NO_DIAGONAL, DiagonalTiles, Tiles, VerticalColumns
 
 # Columns of an item of a row or column list.
@@ -50,7 +49,9 @@ def query_work(
 ) -> WorkList:
     """One item per (batch, head, query block): the key blocks and columns it attends to."""
     shape = (batch, heads, num_query_blocks)
-    lists, diagonal, listed, first, last = _row_lists(tiles, shape, num_key_blocks)
+    lists, diagonal, listed, first, last = _lists(
+        tiles, shape, num_key_blocks, own_queries=True
+    )
     column_tiles = past_tiles = jnp.zeros(shape, jnp.int32)
     if verticals is not None:
         column_tiles = (verticals.limit + COLUMN_TILE - 1) // COLUMN_TILE
@@ -71,24 +72,31 @@ def past_columns(verticals: VerticalColumns) -> Array:
     return counts.reshape(*verticals.tokens.shape[:2], -1).astype(jnp.int32)
 
 
-def _row_lists(
-    tiles: Tiles | None, shape: tuple[int, int, int], num_key_blocks: int
+def _lists(
+    tiles: Tiles | None, shape: tuple[int, int, int], others: int, own_queries: bool
 ) -> tuple[Array, Array, bool, Array, Array]:
+    """What the own blocks [B, Hq, n] of a kernel meet among `others` blocks of the other side.
+
+    Returns:
+        The lists, the masked offset [1], whether the lists hold block numbers, and the range
+        first .. last - 1 of entries of each own block, int32 [B, Hq, n].
+    """
     if tiles is None:
         zero = jnp.zeros(shape, jnp.int32)
         lists = jnp.zeros((*shape[:2], 1), jnp.int32)
         return lists, jnp.full(1, NO_DIAGONAL), False, zero, zero
     if isinstance(tiles, DiagonalTiles):
-        first, last = tiles.row_ranges(shape[2], num_key_blocks)
+        if own_queries:
+            first, last = tiles.row_ranges(shape[2], others)
+        else:
+            first, last = tiles.column_ranges(others, shape[2])
         return tiles.offsets, tiles.diagonal.reshape(1), False, first, last
-    return (
-        tiles.key_blocks, _listed_diagonal(tiles), True,
-        jnp.zeros_like(tiles.key_count), tiles.key_count,
-    )
-
-
-def _listed_diagonal(tiles: BlockSparseIndex) -> Array:
-    return jnp.full(1, 0 if tiles.causal else NO_DIAGONAL, jnp.int32)
+    if own_queries:
+        blocks, count = tiles.key_blocks, tiles.key_count
+    else:
+        blocks, count = tiles.query_blocks, tiles.query_count
+    diagonal = jnp.full(1, 0 if tiles.causal else NO_DIAGONAL, jnp.int32)
+    return blocks, diagonal, True, jnp.zeros_like(count), count
 
 
 def _row_items(
@@ -151,15 +159,18 @@ def key_work(
     """One item per (batch, key/value head, key block) and per (batch, head, column tile)."""
     group = heads // kv_heads
     shape = (batch, heads, num_key_blocks)
-    lists, diagonal, listed, first, last = _column_lists(tiles, shape, num_query_blocks)
+    lists, diagonal, listed, first, last = _lists(
+        tiles, shape, num_query_blocks, own_queries=False
+    )
     parts = []
     if verticals is not None:
         # A tile of columns may see every query block, far more than a block of keys does.
         parts.append(_column_items(verticals, num_query_blocks))
     if tiles is not None:
-        work = (last - first).reshape(batch, kv_heads, group, num_key_blocks).sum(2)
-        items = _key_items(KEY_BLOCKS, jnp.zeros_like(work), work)
+        none = jnp.zeros((batch, kv_heads, num_key_blocks), jnp.int32)
+        items = _key_items(KEY_BLOCKS, none, none)
         if listed:
+            work = (last - first).reshape(batch, kv_heads, group, num_key_blocks).sum(2)
             order = jnp.argsort(-work, axis=-1, stable=True)
             items = jnp.take_along_axis(items, order[..., None], axis=2)
         parts.append(items.reshape(-1, ITEM_FIELDS))
@@ -174,7 +185,6 @@ def _column_items(verticals: VerticalColumns, num_query_blocks: int) -> Array:
     live = (slots < verticals.count[..., None]).reshape(tokens.shape)
     # The last live token of a tile; a tile without any is not walked at all.
     latest = jnp.max(jnp.where(live, tokens, -1), axis=-1)
-
 
     def rows_before(block: Array) -> Array:
         """Query blocks before a global block. Counting takes one pass, a search many."""
@@ -195,19 +205,3 @@ def _key_items(kind: int, first_row: Array, full_row: Array) -> Array:
     fields = [jnp.full_like(iota(0), kind), iota(0), iota(1), iota(2), first_row, full_row]
     fields += [jnp.zeros_like(iota(0))] * (ITEM_FIELDS - len(fields))
     return jnp.stack(fields, axis=-1)
-
-
-def _column_lists(
-    tiles: Tiles | None, shape: tuple[int, int, int], num_query_blocks: int
-) -> tuple[Array, Array, bool, Array, Array]:
-    if tiles is None:
-        zero = jnp.zeros(shape, jnp.int32)
-        lists = jnp.zeros((*shape[:2], 1), jnp.int32)
-        return lists, jnp.full(1, NO_DIAGONAL), False, zero, zero
-    if isinstance(tiles, DiagonalTiles):
-        first, last = tiles.column_ranges(num_query_blocks, shape[2])
-        return tiles.offsets, tiles.diagonal.reshape(1), False, first, last
-    return (
-        tiles.query_blocks, _listed_diagonal(tiles), True,
-        jnp.zeros_like(tiles.query_count), tiles.query_count,
-    )
