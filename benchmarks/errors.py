@@ -8,7 +8,7 @@ import numpy as np
 from jax import Array
 
 from benchmarks.masks import BLOCK, slash_mask
-from benchmarks.programs import Ours, cudnn_forward, random_inputs
+from benchmarks.programs import Ours, cudnn_attention, random_inputs
 from pallas_kernels import VerticalSlashIndex
 from pallas_kernels.reference import mask_from_index, reference_attention
 
@@ -39,9 +39,7 @@ def relative_errors(
             q, k, v, index)))(q, k, v, dout)
         result[name, "ours"] = compare(actual, expected)
         if name == "D" and cudnn:
-            actual = jax.jit(_with_gradients(lambda q, k, v: cudnn_forward(q, k, v)[0]))(
-                q, k, v, dout
-            )
+            actual = jax.jit(_with_gradients(cudnn_attention))(q, k, v, dout)
             result[name, "cuDNN"] = compare(actual, expected)
     return {
         key: dict(zip(NAMES, map(float, values), strict=True)) for key, values in result.items()

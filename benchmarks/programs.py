@@ -112,14 +112,14 @@ def given_lists(lists: Any):
         yield
 
 
+def cudnn_attention(q: Array, k: Array, v: Array) -> Array:
+    """cuDNN's causal attention."""
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+
+
 def cudnn_forward(q: Array, k: Array, v: Array) -> Any:
     """cuDNN's causal attention: the output, and the function that gives gradients."""
-    return jax.vjp(
-        lambda q, k, v: jax.nn.dot_product_attention(
-            q, k, v, is_causal=True, implementation="cudnn"
-        ),
-        q, k, v,
-    )
+    return jax.vjp(cudnn_attention, q, k, v)
 
 
 def cudnn_backward(vjp: Any, dout: Array) -> tuple[Array, Array, Array]:
