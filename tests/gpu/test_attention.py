@@ -98,6 +98,21 @@ def test_matches_the_oracle_at_8k_tokens(dim, heads, dtype):
         compare(name, x, expected[name], x.dtype)
 
 
+def test_vmap_gives_the_bits_of_one_call_after_another():
+    rng = np.random.default_rng(0)
+    size = Size(3, 4, 2, query_blocks=8, key_blocks=8, block_size=128, dim=64)
+    index = cases.vertical_slash(rng, size, max_slashes=3, max_verticals=150, garbage=rng)
+    inputs = *cases.qkv_dout(rng, size, "bfloat16"), index
+    # An axis of 3 before a batch of 1.
+    mapped = jax.vmap(functools.partial(_value_and_gradients, backend="mosaic_gpu"))(
+        *jax.tree.map(lambda x: x[:, None], inputs)
+    )
+    for entry in range(3):
+        one = jax.tree.map(lambda x, at=entry: x[at : at + 1], inputs)
+        alone = _value_and_gradients(*one, backend="mosaic_gpu")
+        assert_same_bits(alone, {name: x[entry] for name, x in mapped.items()})
+
+
 @pytest.mark.parametrize("dim", [64, 128])
 def test_a_hundred_random_masks(dim):
     """Against the oracle, in memory full of NaN, and twice with the same bits."""
