@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from mtraining_jax.config import Config
 from mtraining_jax.models.qwen2 import Attention
+from mtraining_jax.parallel.compiler import ring_compiler_options
 from mtraining_jax.parallel.mesh import DATA_AXIS, SEQUENCE_AXES
 from mtraining_jax.training.loss import count_labels, linear_cross_entropy
 from mtraining_jax.training.optimizer import Parameters, clip, make_schedule
@@ -89,7 +90,10 @@ def make_train_step(
 
     everywhere = NamedSharding(mesh, P())
     return jax.jit(
-        train_step, donate_argnums=0, out_shardings=(builder.shardings(), everywhere)
+        train_step,
+        donate_argnums=0,
+        out_shardings=(builder.shardings(), everywhere),
+        compiler_options=ring_compiler_options(mesh.devices.flat[0].platform),
     )
 
 
