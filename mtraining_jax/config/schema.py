@@ -113,8 +113,12 @@ class ModelConfig:
 class SparsityConfig:
     """Which pairs of query and key are computed."""
 
-    kind: Literal["dense", "vertical_slash", "fixed"] = "vertical_slash"
-    """dense: all; vertical_slash: chosen in every forward pass; fixed: budgets from a file."""
+    kind: Literal["dense", "vertical_slash", "fixed", "replay"] = "vertical_slash"
+    """dense: all; vertical_slash: chosen in every forward pass; fixed: budgets from a file.
+
+    replay is for measuring speed with random weights, whose attention is flat: every head computes
+    random block diagonals and columns of a density given beforehand. Nothing is chosen.
+    """
     preset: Literal["safe", "paper"] = "safe"
     """safe always keeps sinks, local blocks and minimum budgets; paper only what top_p keeps."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 0.9
@@ -139,6 +143,13 @@ class SparsityConfig:
     """Nearest slashes that rank above all others, in tokens of distance (kind fixed)."""
     budget_file: Text | None = None
     """MInference JSON file with a budget for each layer and head; needed for kind fixed."""
+    replay_density: Annotated[float, Field(gt=0, le=0.3)] = 0.063
+    """Share of the causal pairs computed, mean over layers (kind replay).
+
+    Layers spread from 0.06 to 2 times of it, as the paper's do: 0.4 % to 12.7 % around 6.3 %.
+    """
+    replay_estimate: bool = True
+    """Also choose an index in every layer, so that its time is in the step's (kind replay)."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
@@ -153,8 +164,12 @@ class ParallelConfig:
     """Devices of one node that share one sequence (the inner ring)."""
     layout: Literal["striped", "zigzag"] = "striped"
     """striped deals blocks in turn, best for sparse attention; zigzag deals two chunks a device."""
-    hierarchical: bool = True
-    """Fetch the next node's keys while the inner ring turns; false makes one flat ring."""
+    ring: Literal["hierarchical", "flat", "gather"] = "hierarchical"
+    """How keys travel; the results are the same.
+
+    hierarchical: around the devices of a node, while the next node's keys are on their way; flat:
+    around all devices as one ring; gather: devices of a node gather all keys of their node.
+    """
     backend: Literal["auto", "xla", "mosaic_gpu"] = "auto"
     """Attention kernels; auto takes mosaic_gpu where the GPU can run it and xla elsewhere."""
     fsdp: bool = False
@@ -171,10 +186,16 @@ class ParallelConfig:
 class DataConfig:
     """What the model reads."""
 
-    source: Literal["python_stdlib", "text", "jsonl", "parquet", "tokens"] = "python_stdlib"
-    """python_stdlib: Python's own library; tokens: token ids in .npy or .bin files."""
+    source: Literal["python_stdlib", "synthetic", "text", "jsonl", "parquet", "tokens"] = (
+        "python_stdlib"
+    )
+    """python_stdlib: Python's own library; tokens: token ids in .npy or .bin files.
+
+    synthetic is for measuring speed: random token ids over the model's vocabulary, as frequent as
+    words are, in documents of very different lengths that repeat passages.
+    """
     paths: TextList = ()
-    """Files, folders or glob patterns of the source; python_stdlib takes none."""
+    """Files, folders or glob patterns of the source; python_stdlib and synthetic take none."""
     text_field: Text = "text"
     """Field of a JSONL line, or column of a Parquet file, that holds the text."""
     token_field: Text | None = None
@@ -268,6 +289,16 @@ class MetricsConfig:
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
+class ProfileConfig:
+    """A trace of some steps, in the folder `profile` of the run."""
+
+    start: PositiveInt | None = None
+    """First step that is traced, from 1; none traces nothing."""
+    steps: PositiveInt = 2
+    """Steps that are traced."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
 class DistributedConfig:
     """How the processes of a run on several machines find each other."""
 
@@ -296,4 +327,5 @@ class Config:
     loss: LossConfig = LossConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     metrics: MetricsConfig = MetricsConfig()
+    profile: ProfileConfig = ProfileConfig()
     distributed: DistributedConfig = DistributedConfig()

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 
-from mtraining_jax.config.schema import Config
+from mtraining_jax.config.schema import Config, DataConfig
 from mtraining_jax.errors import UserError
 
 # 256 byte values and the token that ends a text.
@@ -28,6 +28,7 @@ def validate(config: Config, device_count: int | None = None) -> None:
         *_devices(config, device_count),
         *_data(config),
         *_optimizer(config),
+        *_profile(config),
         *_distributed(config),
     ]
     if problems:
@@ -99,7 +100,13 @@ def _sparsity(config: Config) -> Iterator[str]:
         )
     if sparsity.kind == "fixed" and sparsity.budget_file is None:
         yield 'sparsity.kind = "fixed" needs sparsity.budget_file, a MInference JSON file'
-    if sparsity.kind == "vertical_slash":
+    if sparsity.kind == "replay" and config.metrics.recall_every:
+        yield (
+            f"metrics.recall_every = {config.metrics.recall_every} measures what a chosen index "
+            'keeps, and sparsity.kind = "replay" computes pairs that nothing has chosen; '
+            "metrics.recall_every = 0 would do"
+        )
+    if sparsity.kind in ("vertical_slash", "replay"):
         for low, high in (
             ("sink_tokens", "max_verticals"),
             ("min_verticals", "max_verticals"),
@@ -146,7 +153,9 @@ def _data(config: Config) -> Iterator[str]:
             f'data.paths has {len(data.paths)} entries, but data.source = "python_stdlib" reads '
             "Python's own library and takes none"
         )
-    if data.source != "python_stdlib" and not data.paths:
+    if data.source == "synthetic":
+        yield from _synthetic(data)
+    if data.source not in ("python_stdlib", "synthetic") and not data.paths:
         yield f'data.source = "{data.source}" needs data.paths, the files to read'
     if data.source in ("python_stdlib", "text", "jsonl") and data.tokenizer == "bytes":
         if vocab < _BYTE_VOCAB:
@@ -163,6 +172,21 @@ def _data(config: Config) -> Iterator[str]:
         yield f"data.eos = {data.eos} is outside the vocabulary: model.vocab_size = {vocab}"
 
 
+def _synthetic(data: DataConfig) -> Iterator[str]:
+    if data.paths:
+        yield (
+            f'data.paths has {len(data.paths)} entries, but data.source = "synthetic" draws its '
+            "token ids and takes none"
+        )
+    if data.mode != "concat":
+        yield (
+            f'data.mode = "{data.mode}" picks documents by length, and those of data.source = '
+            '"synthetic" have many; it must be "concat"'
+        )
+    if isinstance(data.eos, str):
+        yield f'data.eos = "{data.eos}" must be an id: data.source = "synthetic" has no tokenizer'
+
+
 def _optimizer(config: Config) -> Iterator[str]:
     optimizer = config.optimizer
     name, end = "optimizer.decay_steps", optimizer.decay_steps
@@ -172,6 +196,15 @@ def _optimizer(config: Config) -> Iterator[str]:
         yield (
             f"optimizer.warmup_steps = {optimizer.warmup_steps} is more than {name} = {end}, "
             "where the schedule ends"
+        )
+
+
+def _profile(config: Config) -> Iterator[str]:
+    start, steps = config.profile.start, config.profile.steps
+    if start is not None and start + steps - 1 > config.run.steps:
+        yield (
+            f"profile.start = {start} and profile.steps = {steps} go on to step "
+            f"{start + steps - 1}, beyond run.steps = {config.run.steps}"
         )
 
 

@@ -15,6 +15,7 @@ from mtraining_jax.data.stream import (
     open_token_file,
     spill,
 )
+from mtraining_jax.data.synthetic import SyntheticStream
 from mtraining_jax.data.tokenizer import Tokenizer, make_tokenizer
 from mtraining_jax.errors import UserError
 
@@ -31,7 +32,7 @@ class Corpus:
       summary: what was found, in a few words.
     """
 
-    stream: TokenStream
+    stream: TokenStream | SyntheticStream
     starts: np.ndarray | range
     vocab_size: int
     tokenizer: Tokenizer | None
@@ -61,6 +62,8 @@ def open_corpus(options: DataOptionsLike, vocab_size: int | None = None) -> Corp
     """
     if options.source == "tokens":
         return _open_token_files(options, vocab_size)
+    if options.source == "synthetic":
+        return _open_synthetic(options, vocab_size)
     return _tokenize(options, vocab_size)
 
 
@@ -88,6 +91,20 @@ def _open_token_files(options: DataOptionsLike, vocab_size: int | None) -> Corpu
         _check_some_exact(lengths, options)
         what += f", {_counted(lengths.shape[0], 'document')}"
     return Corpus(stream, starts, vocab_size, None, f"{what}, {len(stream):,} tokens")
+
+
+def _open_synthetic(options: DataOptionsLike, vocab_size: int | None) -> Corpus:
+    vocab_size, _ = _needed_vocab_size(options, vocab_size)
+    eos = _id_or_none(options.eos, "source 'synthetic'")
+    eos = vocab_size - 1 if eos is None else eos
+    if vocab_size < 2 or not 0 <= eos < vocab_size:
+        raise UserError(
+            f"data.eos is {eos} and model.vocab_size {vocab_size}; source 'synthetic' needs an eos"
+            " in the vocabulary, and another id."
+        )
+    stream = SyntheticStream(options.seq_len, vocab_size, eos, options.seed)
+    starts = range(0, len(stream), options.seq_len)
+    return Corpus(stream, starts, vocab_size, None, "random token ids, repeated passages")
 
 
 def _tokenize(options: DataOptionsLike, vocab_size: int | None) -> Corpus:
@@ -181,7 +198,7 @@ def _check_some_exact(lengths: np.ndarray, options: DataOptionsLike) -> None:
 def _needed_vocab_size(options: DataOptionsLike, vocab_size: int | None) -> tuple[int, str]:
     if vocab_size is None:
         raise UserError(
-            f"model.vocab_size is not given; source {options.source!r} with token ids needs it."
+            f"model.vocab_size is not given; source {options.source!r} of token ids needs it."
         )
     return vocab_size, "model.vocab_size"
 

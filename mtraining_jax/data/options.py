@@ -5,7 +5,7 @@ from typing import Protocol
 
 from mtraining_jax.errors import UserError
 
-SOURCES = ("python_stdlib", "text", "jsonl", "parquet", "tokens")
+SOURCES = ("python_stdlib", "synthetic", "text", "jsonl", "parquet", "tokens")
 MODES = ("concat", "exact")
 TOKEN_DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
 
@@ -32,7 +32,7 @@ class DataOptions:
     """The fields of the ``data`` section with their defaults."""
 
     source: str = "python_stdlib"  # one of SOURCES
-    paths: tuple[str, ...] = ()  # files, folders or globs; unused by python_stdlib
+    paths: tuple[str, ...] = ()  # files, folders or globs; unused by python_stdlib and synthetic
     text_field: str = "text"  # jsonl, parquet: the field that holds the text
     token_field: str | None = None  # parquet: a list-of-integers column, read instead of text
     tokenizer: str = "bytes"  # "bytes" or the path of a Hugging Face tokenizer.json
@@ -65,7 +65,7 @@ def check_options(options: DataOptionsLike) -> None:
             raise UserError(f"data.{field} is {value}; it must be at least {least}.")
     if not 0 <= options.seed < 2**32:
         raise UserError(f"data.seed is {options.seed}; it must be from 0 to 2**32 - 1.")
-    if options.source != "python_stdlib" and not options.paths:
+    if options.source not in ("python_stdlib", "synthetic") and not options.paths:
         raise UserError(
             f"data.paths is empty; source {options.source!r} needs a file, a folder or a glob."
         )
@@ -73,4 +73,11 @@ def check_options(options: DataOptionsLike) -> None:
         raise UserError(
             "data.paths must be empty for source 'python_stdlib', which finds its own files;"
             " use source 'text' to read these paths."
+        )
+    if options.source == "synthetic" and options.paths:
+        raise UserError("data.paths must be empty for source 'synthetic', which reads no file.")
+    if options.source == "synthetic" and options.mode != "concat":
+        raise UserError(
+            f"data.mode is {options.mode!r}; source 'synthetic' has documents of many lengths and"
+            " needs 'concat'."
         )

@@ -40,7 +40,7 @@ def text(tmp_path):
 @pytest.mark.parametrize(
     "field, value, allowed",
     [
-        ("source", "json", "python_stdlib, text, jsonl, parquet, tokens"),
+        ("source", "json", "python_stdlib, synthetic, text, jsonl, parquet, tokens"),
         ("mode", "pack", "concat, exact"),
         ("token_dtype", "float32", "uint8, uint16"),
         ("seq_len", 1, "at least 2"),

@@ -1,0 +1,140 @@
+"""Token ids without any file, for benchmarks: documents with the structure that real ones have.
+
+Every token is a function of the seed and its position alone, so a process makes only the tokens
+that it holds, and any place can be gone back to.
+"""
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+
+# Sequences before the source repeats itself: more than any benchmark reads.
+NUM_SEQUENCES = 2**20
+
+# Documents: lognormal lengths of this median, in tokens. Their mean is 3 times, the longest of a
+# thousand 100 times as long.
+_MEDIAN_DOCUMENT, _DOCUMENT_SIGMA = 2048, 1.5
+# Passages: exponential lengths of this mean, in tokens; so many of them repeat an earlier one.
+_MEAN_PASSAGE, _REPEATED = 256, 0.3
+# The table that turns uniform random numbers into Zipf distributed ids.
+_TABLE_BITS = 20
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+@dataclass(frozen=True)
+class _Outline:
+    """What one sequence is made of; int64 arrays.
+
+    Attributes:
+        document_ends: ascending, last position of each document but the one that is cut off.
+        starts: ascending, first position of each passage.
+        contents: what each passage says: its own number, or that of the earlier one it repeats.
+    """
+
+    document_ends: np.ndarray
+    starts: np.ndarray
+    contents: np.ndarray
+
+
+class SyntheticStream:
+    """Random token ids of `NUM_SEQUENCES` sequences; stands in for a `TokenStream`.
+
+    Ids are as frequent as words are (Zipf's law, by id). Documents of lognormal length end with
+    `eos`, which stands nowhere else; the last of each sequence is cut off. Every third passage
+    says again what an earlier one of its sequence said, at any distance: attention has something
+    to find, and a model something to learn.
+
+    Args:
+      seq_len: S, tokens of a sequence.
+      vocab_size: every id is below it; at least 2.
+      eos: the id that ends a document.
+      seed: of everything.
+    """
+
+    def __init__(self, seq_len: int, vocab_size: int, eos: int, seed: int):
+        self._seq_len, self._eos, self._seed = seq_len, eos, seed
+        self._ids = _zipf_table(vocab_size, eos)
+        # A loader asks for the tokens of a sequence and then for those that follow them.
+        self._outline = functools.lru_cache(maxsize=4)(self._draw_outline)
+
+    def __len__(self) -> int:
+        return NUM_SEQUENCES * self._seq_len
+
+    def take(self, positions: np.ndarray) -> np.ndarray:
+        """Makes token ids.
+
+        Args:
+          positions: int64 [n], from 0 to below ``len(self)``, in any order.
+
+        Returns:
+          int32 [n].
+        """
+        out = np.empty(positions.shape, np.int32)
+        if not positions.size:
+            return out
+        first, last = (int(x) // self._seq_len for x in (positions.min(), positions.max()))
+        for sequence in range(first, last + 1):
+            inside = slice(None)
+            if first != last:
+                inside = positions // self._seq_len == sequence
+            out[inside] = self._make(sequence, positions[inside] - sequence * self._seq_len)
+        return out
+
+    def _make(self, sequence: int, places: np.ndarray) -> np.ndarray:
+        outline = self._outline(sequence)
+        passage = np.searchsorted(outline.starts, places, side="right") - 1
+        key = _mixed(np.array([self._seed * NUM_SEQUENCES + sequence], np.uint64))
+        key = _mixed(key + outline.contents.astype(np.uint64) * _GOLDEN)
+        offset = (places - outline.starts[passage]).astype(np.uint64)
+        ids = self._ids[_mixed(key[passage] + offset * _GOLDEN) >> np.uint64(64 - _TABLE_BITS)]
+        ids[np.isin(places, outline.document_ends)] = self._eos
+        return ids
+
+    def _draw_outline(self, sequence: int) -> _Outline:
+        rng = np.random.default_rng([self._seed, sequence])
+        mean = _MEDIAN_DOCUMENT * np.exp(_DOCUMENT_SIGMA**2 / 2)
+
+        def documents(number: int) -> np.ndarray:
+            return rng.lognormal(np.log(_MEDIAN_DOCUMENT), _DOCUMENT_SIGMA, number)
+
+        def passages(number: int) -> np.ndarray:
+            return rng.exponential(_MEAN_PASSAGE, number)
+
+        ends = _ends(documents, mean, self._seq_len) - 1
+        starts = np.concatenate([[0], _ends(passages, _MEAN_PASSAGE, self._seq_len)])
+        contents = np.arange(starts.size)
+        for passage in 1 + np.flatnonzero(rng.random(starts.size - 1) < _REPEATED):
+            contents[passage] = contents[rng.integers(passage)]
+        return _Outline(ends, starts, contents)
+
+
+def _ends(lengths, mean: float, total: int) -> np.ndarray:
+    """Running sums below `total` of random lengths, each rounded up; ascending int64."""
+    found, end = [], 0
+    while end < total:
+        sums = end + np.cumsum(np.ceil(lengths(int(total / mean) + 16)).astype(np.int64))
+        found.append(sums)
+        end = int(sums[-1])
+    ends = np.concatenate(found)
+    return ends[ends < total]
+
+
+def _zipf_table(vocab_size: int, eos: int) -> np.ndarray:
+    """Ids at evenly spaced quantiles, int32 [2^20]: id r with a share of 1 / (r + 2.7), no eos.
+
+    The shift is Mandelbrot's, for the words of English.
+    """
+    shares = 1 / (np.arange(vocab_size - 1) + 2.7)
+    sums = np.cumsum(shares)
+    quantiles = (np.arange(2**_TABLE_BITS) + 0.5) / 2**_TABLE_BITS * sums[-1]
+    ids = np.searchsorted(sums, quantiles).astype(np.int32)
+    return ids + (ids >= eos)
+
+
+def _mixed(x: np.ndarray) -> np.ndarray:
+    """Well mixed bits of counters, uint64: the finaliser of SplitMix64."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

@@ -1,0 +1,102 @@
+"""Token ids without a file: what they look like, and that any part of them can be had alone."""
+
+import json
+
+import numpy as np
+import pytest
+
+from mtraining_jax.data import DataOptions, build_loader
+from mtraining_jax.errors import UserError
+
+SEQ_LEN, VOCAB = 2**17, 5000
+
+
+def loader_of(vocab_size=VOCAB, columns=None, permutation=None, **fields):
+    options = DataOptions(source="synthetic", **{"seq_len": SEQ_LEN} | fields)
+    if permutation is None:
+        permutation = np.arange(options.seq_len)
+    return build_loader(options, permutation=permutation, vocab_size=vocab_size, columns=columns)
+
+
+def first_tokens(**fields):
+    loader = loader_of(**fields)
+    tokens = next(loader)["tokens"]
+    loader.close()
+    return tokens
+
+
+def test_ids_follow_zipfs_law_and_stay_in_the_vocabulary():
+    tokens = first_tokens(batch_size=4)
+    counts = np.bincount(tokens.reshape(-1), minlength=VOCAB)
+    assert tokens.dtype == np.int32 and counts.size == VOCAB
+    eos = counts[-1]
+    # The frequency of id r goes as 1 / (r + 2.7): twenty times less of ids a hundred times higher.
+    shares = 1 / (np.arange(VOCAB - 1) + 2.7)
+    expected = shares / shares.sum() * (tokens.size - eos)
+    for low, high in ((0, 10), (10, 100), (100, 1000), (1000, VOCAB - 1)):
+        assert counts[low:high].sum() == pytest.approx(expected[low:high].sum(), rel=0.05)
+
+
+def test_documents_have_heavy_tailed_lengths():
+    tokens = first_tokens(batch_size=32, eos=7)
+    assert tokens.max() == VOCAB - 1  # not an end here
+    lengths = np.concatenate([np.diff(np.flatnonzero(row == 7)) for row in tokens])
+    assert 300 < lengths.size < 1000
+    # Lognormal: median 2048, mean 3.1 times that; sequences cut the longest off.
+    assert 1500 < np.median(lengths) < 2500
+    assert lengths.mean() > 2 * np.median(lengths)
+    assert lengths.max() > 16 * np.median(lengths) and lengths.min() < 200
+
+
+def test_passages_are_repeated_at_long_distances():
+    tokens = first_tokens()[0].astype(np.int64)
+    # Sixteen tokens that stood in the same order before: chance alone gives practically none.
+    runs = np.lib.stride_tricks.sliding_window_view(tokens, 16)
+    _, first, inverse = np.unique(runs, axis=0, return_index=True, return_inverse=True)
+    distance = np.arange(runs.shape[0]) - first[inverse.reshape(-1)]
+    repeated = distance > 0
+    assert 0.1 < repeated.mean() < 0.35
+    assert np.median(distance[repeated]) > SEQ_LEN / 10
+    assert distance.max() > SEQ_LEN / 2
+
+
+def test_seeds_and_sequences_differ_and_nothing_else():
+    tokens = first_tokens(batch_size=2, shuffle=False)
+    np.testing.assert_array_equal(tokens, first_tokens(batch_size=2, shuffle=False))
+    other = first_tokens(batch_size=2, shuffle=False, seed=1)
+    for left, right in ((tokens[0], tokens[1]), (tokens[0], other[0])):
+        # As often alike as two independent draws are: sum of squared shares.
+        assert 0 < (left == right).mean() < 0.05
+
+
+def test_a_process_gets_its_part_of_the_same_batch_and_goes_on_where_it_stood():
+    rng = np.random.default_rng(0)
+    permutation = rng.permutation(SEQ_LEN)
+    columns = np.sort(rng.choice(SEQ_LEN, SEQ_LEN // 8, replace=False))
+    whole = loader_of(permutation=permutation, batch_size=2, seed=5)
+    part = loader_of(permutation=permutation, batch_size=2, seed=5, columns=columns)
+    next(whole), next(part)
+    state = json.loads(json.dumps(part.get_state()))
+    expected = next(whole)
+    for found in (next(part), None):
+        if found is None:
+            part.set_state(state)
+            found = next(part)
+        for name, values in expected.items():
+            np.testing.assert_array_equal(found[name], values[:, columns])
+    whole.close()
+    part.close()
+
+
+def test_what_cannot_be_is_refused():
+    with pytest.raises(UserError, match="needs 'concat'"):
+        loader_of(mode="exact")
+    with pytest.raises(UserError, match="'synthetic', which reads no file"):
+        loader_of(paths=("x.npy",))
+    with pytest.raises(UserError, match="data.eos is 5000 and model.vocab_size 5000"):
+        loader_of(eos=VOCAB)
+    with pytest.raises(UserError, match="'<eos>'; source 'synthetic' takes a token id"):
+        loader_of(eos="<eos>")
+    with pytest.raises(UserError, match="model.vocab_size is not given"):
+        loader_of(vocab_size=None)
+    assert set(np.unique(first_tokens(vocab_size=2))) == {0, 1}
