@@ -12,8 +12,10 @@ from jax.sharding import PartitionSpec as P
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import DATA_AXIS, SEQUENCE_AXES
 from mtraining_jax.parallel.ring import ring_attention
+from mtraining_jax.parallel.ring_schedule import check_ring
 from mtraining_jax.sparsity import (
     FixedBudget,
+    Replay,
     VerticalSlash,
     attention_recall,
     causal_pairs,
@@ -23,7 +25,7 @@ from mtraining_jax.sparsity import (
 )
 from pallas_kernels.index import VerticalSlashIndex
 
-Pattern = VerticalSlash | FixedBudget
+Pattern = VerticalSlash | FixedBudget | Replay
 Stats = dict[str, Array]
 
 
@@ -32,7 +34,7 @@ def make_attention(
     layout: Layout,
     pattern: Pattern | None,
     *,
-    hierarchical: bool = True,
+    ring: str = "hierarchical",
     backend: str | None = None,
     scale: float | None = None,
     recall_positions: Array | None = None,
@@ -45,8 +47,7 @@ def make_attention(
         mesh: axes of type Auto, among them `batch_axis` and `sequence_axes`.
         layout: the order of tokens, for as many ranks as `sequence_axes` have devices.
         pattern: how the index is chosen; None for dense attention.
-        hierarchical: whether the ring turns over the second sequence axis within each step of
-            the first, or over both as one.
+        ring: how keys and values travel: "hierarchical", "flat" or "gather" (`ring_attention`).
         backend: of the kernels; None for the best that runs here.
         scale: of the logits; default 1/sqrt(D).
         recall_positions: int32 [R], global positions of queries on which `recall` is measured,
@@ -58,15 +59,18 @@ def make_attention(
         A function `attention(q, k, v, given=None) -> (out, stats)` for use under `jax.jit`:
         q [B, S, Hq, D]; k, v [B, S, Hk, D] in layout order, rotary embedding applied; B a
         multiple of the batch axis. `given` stands in for `pattern` in this call: the
-        `FixedBudget` of a layer, or a `VerticalSlashIndex` (global, [B, Hq, ...]) to use as it
-        is. out [B, S, Hq, D] has the dtype of q. stats are fp32 scalars, means over batch and
-        heads: `density`, the share of causal pairs that are computed; `executed`, pairs in the
-        tiles that kernels execute, over causal pairs; and `recall` when asked for, the share of
-        the softmax mass that lies on computed pairs.
+        `FixedBudget` or `Replay` of a layer, or a `VerticalSlashIndex` (global, [B, Hq, ...]) to
+        use as it is. out [B, S, Hq, D] has the dtype of q. stats are fp32 scalars, means over
+        batch and heads: `density`, the share of causal pairs that are computed; `executed`,
+        pairs in the tiles that kernels execute, over causal pairs; `estimated_density`, with a
+        `Replay` that also chooses an index, the share of causal pairs in that one; and `recall`
+        when asked for, the share of the softmax mass that lies on computed pairs.
 
     Raises:
+        UserError: if `ring` is unknown.
         ValueError: if the layout is for another number of ranks.
     """
+    check_ring(ring)
     axis_sizes = tuple(mesh.shape[name] for name in sequence_axes)
     ranks = functools.reduce(int.__mul__, axis_sizes, 1)
     if ranks != layout.num_ranks:
@@ -74,12 +78,12 @@ def make_attention(
             f"the layout is for num_ranks={layout.num_ranks} but axes {sequence_axes} of the "
             f"mesh have {ranks} devices"
         )
-    ring = functools.partial(
+    attend = functools.partial(
         ring_attention,
         layout=layout,
         axis_names=sequence_axes,
         axis_sizes=axis_sizes,
-        hierarchical=hierarchical,
+        ring=ring,
         scale=scale,
         backend=backend,
     )
@@ -87,24 +91,31 @@ def make_attention(
     def local(q: Array, k: Array, v: Array, chosen, positions) -> tuple[Array, Stats]:
         rank = lax.axis_index(sequence_axes)
         where = dict(block_ids=layout.block_ids(rank), axis_names=sequence_axes, scale=scale)
-        index = chosen
-        if isinstance(chosen, Pattern):
-            index = choose_index(
-                q, k, chosen, num_blocks=layout.num_blocks, backend=backend, **where
-            )
+        index, estimated = chosen, None
+        choice = dict(num_blocks=layout.num_blocks, backend=backend, **where)
+        if isinstance(chosen, Replay):
+            index, estimated = chosen.replay_and_estimate(q, k, **choice)
+        elif isinstance(chosen, Pattern):
+            index = choose_index(q, k, chosen, **choice)
         stats = _cost(index, layout)
+        if estimated is not None:
+            share = density(estimated, layout.seq_len)
+            stats["estimated_density"] = share.mean(dtype=jnp.float32)
         if positions is not None:
             stats["recall"] = jnp.float32(1)
             if index is not None:
                 recall = attention_recall(q, k, index, positions, **where)
                 stats["recall"] = recall.mean(dtype=jnp.float32)
         stats = lax.pmean(lax.stop_gradient(stats), batch_axis)
-        return ring(q, k, v, index), stats
+        return attend(q, k, v, index), stats
 
     heads = P(batch_axis, sequence_axes)
 
     def attention(
-        q: Array, k: Array, v: Array, given: FixedBudget | VerticalSlashIndex | None = None
+        q: Array,
+        k: Array,
+        v: Array,
+        given: FixedBudget | Replay | VerticalSlashIndex | None = None,
     ) -> tuple[Array, Stats]:
         chosen = pattern if given is None else given
         # An index belongs to entries of the batch; budgets and positions to all of them.

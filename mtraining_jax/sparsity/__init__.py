@@ -10,6 +10,7 @@ from mtraining_jax.sparsity.metrics import (
     executed_pairs,
 )
 from mtraining_jax.sparsity.patterns import Dense, FixedBudget, Pattern, VerticalSlash
+from mtraining_jax.sparsity.replay import Replay, make_replay
 from mtraining_jax.sparsity.vertical_slash import INDEX_NAME, choose_index
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "FixedBudget",
     "FixedBudgets",
     "Pattern",
+    "Replay",
     "VerticalSlash",
     "attention_flops",
     "attention_recall",
@@ -27,4 +29,5 @@ __all__ = [
     "density",
     "executed_pairs",
     "load_budgets",
+    "make_replay",
 ]

@@ -56,8 +56,7 @@ def choose_index(
             use one. The kernels take `last_q` = 64; any other number runs in XLA.
 
     Returns:
-        The index, replicated. Capacities: min(max_verticals rounded up to 128, S) columns, and
-        min(2 * max_slashes + local_blocks, NB) block diagonals.
+        The index, replicated, with `index_capacities`.
 
     Raises:
         ValueError: naming what does not fit.
@@ -87,6 +86,21 @@ def choose_index(
         )
     )
     return VerticalSlashIndex(*leaves, block_size=pattern.block_size)
+
+
+def index_capacities(pattern: VerticalSlash | FixedBudget, num_blocks: int) -> tuple[int, int]:
+    """Columns and block diagonals that an index chosen by `pattern` has room for.
+
+    Args:
+        pattern: what is kept.
+        num_blocks: NB, blocks of the whole sequence.
+
+    Returns:
+        (max_verticals rounded up to 128, at most S; 2 * max_slashes + local_blocks, at most NB).
+    """
+    rounded = -(-pattern.max_verticals // _CAPACITY_MULTIPLE) * _CAPACITY_MULTIPLE
+    slash_blocks = 2 * pattern.max_slashes + getattr(pattern, "local_blocks", 1)
+    return min(rounded, num_blocks * pattern.block_size), min(slash_blocks, num_blocks)
 
 
 def _top_p_keys(vertical, slash, pattern: VerticalSlash, block_ids, seq_len):
@@ -133,9 +147,9 @@ def _build(keys, rule, pattern, block_ids, num_blocks, axis_names) -> VerticalSl
     kept, kept_before = select.kept_entries(keys, ids, num_blocks, rule, axis_names)
     count = kept_before[..., -1]
 
-    rounded = -(-pattern.max_verticals // _CAPACITY_MULTIPLE) * _CAPACITY_MULTIPLE
+    max_verticals, max_slash_blocks = index_capacities(pattern, num_blocks)
     vertical_tokens = select.ascending_ids(
-        kept[0], kept_before[0], block_ids, min(rounded, seq_len), seq_len, axis_names
+        kept[0], kept_before[0], block_ids, max_verticals, seq_len, axis_names
     )
 
     # Distance s = d*g + place turns on block diagonal d, and d+1 unless place is 0.
@@ -153,8 +167,8 @@ def _build(keys, rule, pattern, block_ids, num_blocks, axis_names) -> VerticalSl
             nearest = (count[1] < min(pattern.max_slashes, seq_len))[..., None]
     blocks = jnp.arange(num_blocks, dtype=jnp.int32)
     active |= blocks < nearest
-    capacity = min(2 * pattern.max_slashes + getattr(pattern, "local_blocks", 1), num_blocks)
-    slash_blocks = jnp.sort(jnp.where(active, blocks, num_blocks), axis=-1)[..., :capacity]
+    slash_blocks = jnp.sort(jnp.where(active, blocks, num_blocks), axis=-1)
+    slash_blocks = slash_blocks[..., :max_slash_blocks]
     return VerticalSlashIndex(
         slash_blocks=slash_blocks,
         slash_count=active.sum(-1, dtype=jnp.int32),

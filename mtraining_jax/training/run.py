@@ -13,7 +13,6 @@ from jax.experimental import multihost_utils
 
 from mtraining_jax.config import Config
 from mtraining_jax.errors import UserError
-from mtraining_jax.sparsity import FixedBudget
 from mtraining_jax.training import banner, distributed, folder, setup
 from mtraining_jax.training.checkpoint import Checkpoints
 from mtraining_jax.training.metrics import Record, Writer, open_writers, step_record
@@ -119,8 +118,7 @@ class Trainer:
         builder = StateBuilder(config, mesh)
         attention = setup.build_attention(config, mesh, layout, pattern)
         self._batches = batches
-        # A fixed budget differs from layer to layer; other patterns do not.
-        inputs = pattern if isinstance(pattern, FixedBudget) else None
+        inputs = setup.layer_inputs(pattern)
         self._train_step = make_train_step(config, builder, attention, mesh, inputs)
         with_recall = functools.partial(setup.build_attention, config, mesh, layout, pattern)
         self._measure_recall = make_recall(config, builder, with_recall, mesh, inputs)

@@ -15,7 +15,15 @@ from mtraining_jax.models.qwen2 import Attention
 from mtraining_jax.parallel.attention import make_attention
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import TOKENS, make_mesh
-from mtraining_jax.sparsity import FixedBudget, VerticalSlash, load_budgets
+from mtraining_jax.sparsity import (
+    FixedBudget,
+    Replay,
+    VerticalSlash,
+    load_budgets,
+    make_replay,
+)
+
+Pattern = VerticalSlash | FixedBudget | Replay
 
 
 def build_mesh(config: Config) -> Mesh:
@@ -37,23 +45,24 @@ def build_layout(config: Config) -> Layout:
         seq_len=config.data.seq_len,
         num_ranks=parallel.nodes * parallel.devices_per_node,
         block_size=config.sparsity.block_size,
-        nodes=parallel.nodes if parallel.hierarchical else 1,
+        nodes=1 if parallel.ring == "flat" else parallel.nodes,
     )
 
 
-def build_pattern(config: Config) -> VerticalSlash | FixedBudget | None:
+def build_pattern(config: Config) -> Pattern | None:
     """How the pairs to compute are chosen; None for dense attention.
 
-    The arrays of a `FixedBudget` have a leading axis of layers.
+    The arrays of a `FixedBudget` and of a `Replay` have a leading axis of layers.
 
     Raises:
-        UserError: if the file of budgets cannot be read or is of another model.
+        UserError: if the file of budgets cannot be read or is of another model, or no index of
+            this model has the density to be replayed.
     """
     sparsity, model = config.sparsity, config.model
     if sparsity.kind == "dense":
         return None
-    if sparsity.kind == "vertical_slash":
-        return VerticalSlash(
+    if sparsity.kind in ("vertical_slash", "replay"):
+        chosen = VerticalSlash(
             top_p=sparsity.top_p,
             max_verticals=sparsity.max_verticals,
             max_slashes=sparsity.max_slashes,
@@ -64,6 +73,17 @@ def build_pattern(config: Config) -> VerticalSlash | FixedBudget | None:
             local_blocks=sparsity.local_blocks,
             min_verticals=sparsity.min_verticals,
             min_slashes=sparsity.min_slashes,
+        )
+        if sparsity.kind == "vertical_slash":
+            return chosen
+        return make_replay(
+            density=sparsity.replay_density,
+            num_layers=model.num_layers,
+            num_heads=model.num_heads,
+            seq_len=config.data.seq_len,
+            like=chosen,
+            estimate=sparsity.replay_estimate,
+            seed=config.run.seed,
         )
     budgets = load_budgets(sparsity.budget_file)
     needed = (model.num_layers, model.num_heads)
@@ -80,11 +100,16 @@ def build_pattern(config: Config) -> VerticalSlash | FixedBudget | None:
     )
 
 
+def layer_inputs(pattern: Pattern | None) -> FixedBudget | Replay | None:
+    """The arrays [L, ...] of a pattern that differs from layer to layer; None if it does not."""
+    return pattern if isinstance(pattern, FixedBudget | Replay) else None
+
+
 def build_attention(
     config: Config,
     mesh: Mesh,
     layout: Layout,
-    pattern: VerticalSlash | FixedBudget | None,
+    pattern: Pattern | None,
     recall_positions: Array | None = None,
 ) -> Attention:
     """What the model's layers attend with.
@@ -97,14 +122,14 @@ def build_attention(
         recall_positions: int32 [R], queries on which `recall` is measured; None measures none.
 
     Returns:
-        A callable for `Qwen2`; with a `FixedBudget` its fourth argument is that of the layer.
+        A callable for `Qwen2`; its fourth argument is one layer of `layer_inputs`.
     """
     parallel = config.parallel
     return make_attention(
         mesh,
         layout,
         pattern,
-        hierarchical=parallel.hierarchical,
+        ring=parallel.ring,
         backend=None if parallel.backend == "auto" else parallel.backend,
         recall_positions=recall_positions,
     )

@@ -1,0 +1,240 @@
+"""Replayed density: random indices of a density given beforehand, for measuring speed.
+
+Random weights have flat attention, of which top-p would rightly keep everything: a step of such a
+model says nothing about the speed of a trained one. A replay computes as many pairs as a trained
+model would, on block diagonals and columns drawn at random. It is no choice of what matters.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
+
+from mtraining_jax.errors import UserError
+from mtraining_jax.sparsity.patterns import Pattern, VerticalSlash
+from mtraining_jax.sparsity.vertical_slash import INDEX_NAME, choose_index, index_capacities
+from pallas_kernels.index import VerticalSlashIndex
+
+# Sparsity per layer as arXiv 2510.18830 measured it at 512K tokens: mean 93.7 %, lowest 87.3 %,
+# highest 99.6 %. Which layer had which is not reported.
+_MEAN, _LOWEST_LAYER, _HIGHEST_LAYER = 0.063, 0.004, 0.127
+# Heads of a layer spread evenly over this range, times the density of the layer.
+_LOWEST_HEAD, _HIGHEST_HEAD = 0.5, 1.5
+# Mask B of the benchmarks: block diagonals 0..7 and far ones, and 3000 columns beside 6 %.
+_NEAR = 8
+_COLUMNS_AT_MEAN = 3000
+# Columns compute at most this share of a head's pairs. Mask B has 24 % at 131072 tokens.
+_MOST_IN_COLUMNS = 0.25
+# The nearest diagonals take at most this share, so that every head has far ones.
+_MOST_NEAR = 0.5
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["slash_blocks", "slash_count", "vertical_tokens", "vertical_count"],
+    meta_fields=["estimate", "block_size"],
+)
+@dataclasses.dataclass(frozen=True)
+class Replay(Pattern):
+    """The index of every head, given beforehand and the same for all batches; a pytree.
+
+    A stack of layers, each array with a leading axis [L], can be scanned over.
+
+    Attributes:
+        slash_blocks: int32 [Hq, max_slash_blocks], as in `VerticalSlashIndex`; likewise the next.
+        slash_count: int32 [Hq].
+        vertical_tokens: int32 [Hq, max_verticals].
+        vertical_count: int32 [Hq].
+        estimate: also choose an index by this pattern before the replayed one is used, so that
+            a step takes as long as one that chooses; None leaves that out.
+        block_size: g, tokens on a side of a block.
+    """
+
+    slash_blocks: Array
+    slash_count: Array
+    vertical_tokens: Array
+    vertical_count: Array
+    estimate: VerticalSlash | None
+    block_size: int
+
+    def choose(self, q, k, **where) -> VerticalSlashIndex:
+        """The replayed index; see `replay_and_estimate`."""
+        return self.replay_and_estimate(q, k, **where)[0]
+
+    def replay_and_estimate(
+        self,
+        q_BnHD: Array,
+        k_BnHkD: Array,
+        *,
+        block_ids: Array,
+        num_blocks: int,
+        axis_names: Sequence[str] = (),
+        scale: float | None = None,
+        backend: str | None = None,
+    ) -> tuple[VerticalSlashIndex, VerticalSlashIndex | None]:
+        """The index to compute, and the one that `estimate` chooses, which is not computed.
+
+        Arguments are those of `choose_index`. The replayed index depends on the chosen one, in a
+        way that changes none of its values and that no compiler can see through: attention
+        starts when the choice is made, as it does where the choice is used.
+        """
+        shape = (q_BnHD.shape[0], *self.slash_count.shape)
+
+        def for_batch(x: Array) -> Array:
+            return jnp.broadcast_to(x, (shape[0], *x.shape))
+
+        chosen, none = None, jnp.zeros(shape, jnp.int32)
+        if self.estimate is not None:
+            chosen = choose_index(
+                q_BnHD, k_BnHkD, self.estimate, block_ids=block_ids, num_blocks=num_blocks,
+                axis_names=axis_names, scale=scale, backend=backend,
+            )  # fmt: skip
+            # Every number of an index is 0 or more, which only we know.
+            lists = chosen.slash_blocks, chosen.vertical_tokens
+            lowest = functools.reduce(jnp.minimum, (x.min(-1, initial=0) for x in lists))
+            none = jnp.minimum(jnp.minimum(lowest, chosen.slash_count), chosen.vertical_count)
+            none = jnp.minimum(none, 0)
+        leaves = (
+            for_batch(self.slash_blocks) + none[..., None],
+            for_batch(self.slash_count) + none,
+            for_batch(self.vertical_tokens) + none[..., None],
+            for_batch(self.vertical_count) + none,
+        )
+        # The name lets a remat policy save it, in place of the chosen one.
+        leaves = (checkpoint_name(lax.stop_gradient(leaf), INDEX_NAME) for leaf in leaves)
+        return VerticalSlashIndex(*leaves, block_size=self.block_size), chosen
+
+
+def layer_densities(num_layers: int, mean: float) -> np.ndarray:
+    """Densities of the layers of a model, ascending: fp64 [L].
+
+    The mean is `mean`; from three layers on the lowest and highest are those of the paper times
+    mean / 6.3 %. What lies between is ours: a power of evenly spaced places.
+    """
+    if num_layers == 1:
+        return np.array([mean])
+    low, high = _LOWEST_LAYER / _MEAN, _HIGHEST_LAYER / _MEAN
+    places = np.linspace(0, 1, num_layers)
+    few, many = 0.1, 10.0  # the exponent lies between; a higher one gives a lower mean
+    for _ in range(60):
+        power = (few + many) / 2
+        if (low + (high - low) * places**power).mean() > 1:
+            few = power
+        else:
+            many = power
+    shape = low + (high - low) * places**power
+    return mean * shape / shape.mean()
+
+
+def make_replay(
+    *,
+    density: float,
+    num_layers: int,
+    num_heads: int,
+    seq_len: int,
+    like: VerticalSlash,
+    estimate: bool,
+    seed: int,
+) -> Replay:
+    """Draws the indices of all layers, the same on every machine.
+
+    Args:
+        density: mean over layers and heads of computed over causal pairs.
+        num_layers: L.
+        num_heads: Hq.
+        seq_len: S, a multiple of the block size.
+        like: its caps give the capacities, so that kernels and lists have the shapes that they
+            have where an index is chosen. Also what is chosen by, if `estimate`.
+        estimate: see `Replay.estimate`.
+        seed: of the drawing.
+
+    Returns:
+        A pattern of int32 arrays [L, Hq, ...] on the host. In each layer the heads' densities
+        spread evenly from 0.5 to 1.5 of the layer's, in random order.
+
+    Raises:
+        UserError: if a head is so sparse or dense that no index of these sizes has its density.
+    """
+    num_blocks = seq_len // like.block_size
+    rng = np.random.default_rng(seed)
+    layers = rng.permutation(layer_densities(num_layers, density))
+    spread = np.linspace(_LOWEST_HEAD, _HIGHEST_HEAD, num_heads) if num_heads > 1 else np.ones(1)
+    targets = np.stack([layer * rng.permutation(spread) for layer in layers])
+    most_verticals, most_slashes = index_capacities(like, num_blocks)
+    _check(targets, density, num_blocks, seq_len)
+    heads = [
+        _draw(rng, target, num_blocks, like.block_size, min(like.max_verticals, most_verticals))
+        for target in targets.reshape(-1)
+    ]
+    most = max(len(slashes) for slashes, _ in heads)
+    if most > most_slashes:
+        raise UserError(
+            f"sparsity.replay_density = {density:g} needs {most} block diagonals in its densest "
+            f"head, and sparsity.max_slashes = {like.max_slashes} leaves room for {most_slashes}"
+        )
+
+    def padded(lists: Sequence[np.ndarray], capacity: int, fill: int) -> np.ndarray:
+        table = np.full((len(lists), capacity), fill, np.int32)
+        for row, values in zip(table, lists, strict=True):
+            row[: len(values)] = values
+        return table.reshape(num_layers, num_heads, capacity)
+
+    def counts(lists: Sequence[np.ndarray]) -> np.ndarray:
+        return np.array([len(x) for x in lists], np.int32).reshape(num_layers, num_heads)
+
+    slashes, verticals = zip(*heads, strict=True)
+    return Replay(
+        slash_blocks=padded(slashes, most_slashes, num_blocks),
+        slash_count=counts(slashes),
+        vertical_tokens=padded(verticals, most_verticals, seq_len),
+        vertical_count=counts(verticals),
+        estimate=like if estimate else None,
+        block_size=like.block_size,
+    )
+
+
+def _check(targets: np.ndarray, density: float, num_blocks: int, seq_len: int) -> None:
+    """A head needs two block diagonals' worth: the main one, and something beside it."""
+    least = 2 / num_blocks
+    if targets.min() < least:
+        raise UserError(
+            f"sparsity.replay_density = {density:g} asks for {targets.min():.3%} of the causal "
+            f"pairs in its sparsest head, and two of the {num_blocks} block diagonals of "
+            f"data.seq_len = {seq_len} are {least:.3%}; a longer sequence, smaller blocks "
+            "(sparsity.block_size) or a higher density would do"
+        )
+
+
+def _draw(
+    rng: np.random.Generator, density: float, num_blocks: int, block_size: int, max_verticals: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Block diagonals and columns of a head, ascending, that compute `density` of the pairs."""
+    seq_len = num_blocks * block_size
+    number = min(
+        round(_COLUMNS_AT_MEAN * density / _MEAN),
+        round(_MOST_IN_COLUMNS * density * seq_len),
+        max_verticals,
+    )
+    columns = np.sort(rng.choice(seq_len, number, replace=False))
+    # Counted in blocks of pairs. The main diagonal has but half of its pairs.
+    budget = density * (seq_len + 1) * seq_len / 2 / block_size**2
+    below = num_blocks - 1 - columns // block_size  # blocks of queries below a column's own
+    in_columns = below.sum() / block_size * (1 - density)
+    near = int(np.clip(_MOST_NEAR * budget // num_blocks, 1, _NEAR))
+    lengths = num_blocks - np.arange(num_blocks)  # of diagonals
+    room = budget - in_columns - lengths[:near].sum() + num_blocks / 2
+    far = rng.permutation(np.arange(near, num_blocks))
+    active = np.arange(num_blocks) < near
+    active[far[: np.searchsorted(np.cumsum(lengths[far]), room, side="right")]] = True
+    # Less than one diagonal is missing: take the one whose length is closest to that, if any.
+    in_columns = np.cumsum(~active)[below].sum() / block_size
+    missing = budget - in_columns - lengths[active].sum() + num_blocks / 2
+    rest = np.flatnonzero(~active)
+    best = rest[np.abs(lengths[rest] - missing).argmin()]
+    active[best] = lengths[best] < 2 * missing
+    return np.flatnonzero(active), columns

@@ -1,0 +1,168 @@
+"""Replayed density: as dense as promised, and with all the work of choosing an index."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mtraining_jax.errors import UserError
+from mtraining_jax.parallel.attention import make_attention
+from mtraining_jax.parallel.layout import Layout
+from mtraining_jax.parallel.mesh import make_mesh
+from mtraining_jax.sparsity import VerticalSlash, choose_index, density, make_replay
+from pallas_kernels.index import VerticalSlashIndex
+from pallas_kernels.reference import mask_from_index, reference_attention
+
+LIKE = VerticalSlash()
+SMALL = VerticalSlash(
+    top_p=0.4, max_verticals=64, max_slashes=128, last_q=4, block_size=4, sink_tokens=2,
+    local_blocks=1, min_verticals=4, min_slashes=2,
+)  # fmt: skip
+SMALL_LEN = 1024
+
+
+def densities(replay, seq_len):
+    """Of every layer and head."""
+    index = VerticalSlashIndex(
+        replay.slash_blocks, replay.slash_count, replay.vertical_tokens, replay.vertical_count,
+        replay.block_size,
+    )  # fmt: skip
+    return np.asarray(jax.jit(density, static_argnums=1)(index, seq_len))
+
+
+def drawn(seq_len=524288, num_layers=36, num_heads=16, **options):
+    options = {"density": 0.063, "like": LIKE, "estimate": True, "seed": 0} | options
+    return make_replay(
+        seq_len=seq_len, num_layers=num_layers, num_heads=num_heads, **options
+    )
+
+
+@pytest.mark.parametrize(
+    "seq_len, num_layers, num_heads",
+    [(131072, 24, 14), (524288, 36, 16), (2097152, 36, 16), (524288, 2, 4), (524288, 1, 1)],
+)
+def test_the_density_is_as_promised(seq_len, num_layers, num_heads):
+    found = densities(drawn(seq_len, num_layers, num_heads), seq_len)
+    layers = found.mean(1)
+    assert found.mean() == pytest.approx(0.063, rel=0.005)
+    if num_layers > 2:
+        # The paper: sparsity 93.7 +- 3.9 %, layers from 87.3 % to 99.6 %.
+        assert layers.min() == pytest.approx(0.004, rel=0.02)
+        assert layers.max() == pytest.approx(0.127, rel=0.02)
+        assert 0.03 < layers.std() < 0.045
+        assert not (np.diff(layers) > 0).all()  # in no order
+    if num_heads > 1:
+        spread = found / layers[:, None]
+        np.testing.assert_allclose(spread.min(1), 0.5, rtol=0.05)
+        np.testing.assert_allclose(spread.max(1), 1.5, rtol=0.05)
+
+
+def test_every_head_has_near_and_far_diagonals_and_few_columns():
+    replay = drawn()
+    assert (replay.slash_blocks[..., 0] == 0).all()  # no row is empty
+    for blocks, count, columns, number in zip(
+        *(x.reshape(36 * 16, -1) for x in (replay.slash_blocks, replay.slash_count)),
+        *(x.reshape(36 * 16, -1) for x in (replay.vertical_tokens, replay.vertical_count)),
+        strict=True,
+    ):
+        count, number = int(count[0]), int(number[0])
+        near = int((np.diff(blocks[:count]) == 1).argmin()) + 1
+        assert 1 <= near < count / 1.5
+        assert (np.diff(blocks[:count]) > 0).all() and blocks[count - 1] > 100
+        assert (np.diff(columns[:number]) > 0).all() and columns[number - 1] < 524288
+        assert (blocks[count:] == 4096).all() and (columns[number:] == 524288).all()
+    without = dataclasses.replace(replay, vertical_count=np.zeros_like(replay.vertical_count))
+    share = 1 - densities(without, 524288).mean() / densities(replay, 524288).mean()
+    assert 0.05 < share < 0.15  # mask B: 8 % at this length
+    # Mask B has 3000 columns at about this density.
+    typical = np.abs(densities(replay, 524288) - 0.063) < 0.002
+    assert 2850 < replay.vertical_count[typical].mean() < 3150
+
+
+def test_the_seed_makes_the_drawing_and_capacities_are_those_of_a_choice():
+    replay, same, other = drawn(num_layers=3), drawn(num_layers=3), drawn(num_layers=3, seed=1)
+    assert len(jax.tree.leaves(replay)) == 4
+    for left, right, third in zip(*map(jax.tree.leaves, (replay, same, other)), strict=True):
+        np.testing.assert_array_equal(left, right)
+        assert not np.array_equal(left, third)
+    chosen = jax.eval_shape(
+        lambda q: choose_index(q, q, LIKE, block_ids=jnp.arange(4096), num_blocks=4096),
+        jax.ShapeDtypeStruct((1, 524288, 16, 128), jnp.bfloat16),
+    )
+    assert replay.slash_blocks.shape[1:] == chosen.slash_blocks.shape[1:]
+    assert replay.vertical_tokens.shape[1:] == chosen.vertical_tokens.shape[1:]
+
+
+def test_a_density_that_no_index_has_is_refused():
+    with pytest.raises(UserError) as error:
+        drawn(65536)
+    assert str(error.value).startswith(
+        "sparsity.replay_density = 0.063 asks for 0.200% of the causal pairs in its sparsest head, "
+        "and two of the 512 block diagonals of data.seq_len = 65536 are 0.391%; "
+    )
+    few = dataclasses.replace(LIKE, max_slashes=200)
+    with pytest.raises(UserError, match="sparsity.max_slashes = 200 leaves room for 402"):
+        drawn(like=few)
+
+
+@functools.cache
+def inputs():
+    rng = np.random.default_rng(0)
+    shapes = (1, SMALL_LEN, 4, 16), (1, SMALL_LEN, 2, 16), (1, SMALL_LEN, 2, 16)
+    return tuple(jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes)
+
+
+def layer_of(estimate):
+    replay = drawn(SMALL_LEN, 3, 4, like=SMALL, density=0.3, estimate=estimate)
+    return jax.tree.map(lambda x: jnp.asarray(x[1]), replay)
+
+
+def compiled(estimate):
+    layout = Layout("striped", SMALL_LEN, 4, SMALL.block_size, 2)
+    attention = make_attention(make_mesh(1, 2, 2), layout, None)
+    arguments = [x[:, layout.permutation()] for x in inputs()]
+    program = jax.jit(attention).lower(*arguments, layer_of(estimate)).compile()
+    out, stats = program(*arguments, layer_of(estimate))
+    return program.as_text(), out[:, layout.inverse()], stats
+
+
+def test_the_replayed_index_is_computed_and_the_estimate_is_not_left_out():
+    layer = layer_of(True)
+    with_text, with_out, with_stats = compiled(True)
+    without_text, without_out, without_stats = compiled(False)
+
+    # What is computed is the replayed index.
+    index = VerticalSlashIndex(*(x[None] for x in jax.tree.leaves(layer)), layer.block_size)
+    expected, _ = reference_attention(*inputs(), mask_from_index(index, SMALL_LEN))
+    np.testing.assert_allclose(with_out, expected, rtol=2e-5, atol=2e-5)
+    np.testing.assert_array_equal(with_out, without_out)
+    assert with_stats["density"] == without_stats["density"]
+
+    # What is reported as estimated is what would have been chosen.
+    q, k, _ = inputs()
+    chosen = choose_index(q, k, SMALL, block_ids=jnp.arange(256), num_blocks=256)
+    share = float(density(chosen, SMALL_LEN).mean())
+    assert with_stats["estimated_density"] == pytest.approx(share)
+    assert share != pytest.approx(float(with_stats["density"]), rel=0.05)
+    assert "estimated_density" not in without_stats
+
+    # The ranks agree on scores and on the selection by sums over all of them.
+    sums = "all-reduce("
+    assert with_text.count(sums) > without_text.count(sums)
+
+
+def test_attention_waits_for_the_choice_even_where_nobody_reads_it():
+    layer = layer_of(True)
+    q, k, _ = inputs()
+
+    def replayed(q, k):
+        return layer.choose(q, k, block_ids=jnp.arange(256), num_blocks=256)
+
+    text = jax.jit(replayed).lower(q, k).compile().as_text()
+    assert "exponential" in text  # of the estimate's softmax
+    found = replayed(q, k)
+    np.testing.assert_array_equal(found.slash_blocks[0], layer.slash_blocks)
+    np.testing.assert_array_equal(found.vertical_count[0], layer.vertical_count)
