@@ -19,6 +19,10 @@ _USAGE = """\
 usage: train.py --config NAME [--SECTION.FIELD=VALUE ...]
 
   --config NAME    the run: {names}, or the path of a TOML file
+  --dry-run[=MODE] print what the run would need (memory, FLOP, time of a step) and stop, without
+                   its devices and data. MODE compile: compile the real step for its mesh of GPUs,
+                   which need not be here; estimate: by formulas; auto (default): compile where the
+                   CUDA plugin of JAX is installed. Exit status 1 if the run does not fit
   --print-config   print the whole configuration as TOML, after all overrides, and stop
   --help           print this text and stop
 
@@ -28,6 +32,8 @@ Every field below can be set in the file, under its [section], and on the comman
 """
 
 _FLAGS = ("print-config", "help")
+_DRY_RUN = "dry-run"
+_DRY_RUN_MODES = ("auto", "compile", "estimate")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,12 +43,14 @@ class CommandLine:
     Attributes:
         config: name or path of the configuration, None if not given.
         overrides: dotted field names and their values as text, in the order given.
+        dry_run: how to find out what the run needs, instead of running it; None runs it.
         print_config: print the configuration instead of running it.
         help: print the help text instead of running.
     """
 
     config: str | None = None
     overrides: tuple[tuple[str, str], ...] = ()
+    dry_run: str | None = None
     print_config: bool = False
     help: bool = False
 
@@ -62,6 +70,7 @@ def parse_command_line(arguments: Sequence[str]) -> CommandLine:
     overrides: list[tuple[str, str]] = []
     alone: list[str] = []
     flags: set[str] = set()
+    dry_run: str | None = None
     rest = list(arguments)
     while rest:
         argument = rest.pop(0)
@@ -75,6 +84,12 @@ def parse_command_line(arguments: Sequence[str]) -> CommandLine:
             flags.add(name)
             if equals:
                 problems.append(f"--{name} takes no value, and {argument} gives it one")
+            continue
+        if name == _DRY_RUN:
+            dry_run = value if equals else "auto"
+            if dry_run not in _DRY_RUN_MODES:
+                modes = ", ".join(_DRY_RUN_MODES)
+                problems.append(f"--{name}={value} is not possible; --{name} takes one of {modes}")
             continue
         if not equals:
             follows = bool(rest) and not rest[0].startswith("--")
@@ -104,6 +119,7 @@ def parse_command_line(arguments: Sequence[str]) -> CommandLine:
     return CommandLine(
         config=configs[0] if configs else None,
         overrides=tuple(overrides),
+        dry_run=dry_run,
         print_config="print-config" in flags,
         help="help" in flags,
     )
@@ -136,7 +152,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: without the program's name; None takes those of this process.
 
     Returns:
-        The exit status: 0, or 2 after a mistake that the user can mend, told on stderr.
+        The exit status: 0; 1 if a dry run finds that the run does not fit; 2 after a mistake that
+        the user can mend, told on stderr.
     """
     try:
         command = parse_command_line(sys.argv[1:] if arguments is None else arguments)
@@ -153,6 +170,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if command.print_config:
             print(config_to_toml(config), end="")
             return 0
+        if command.dry_run is not None:
+            from mtraining_jax.training.dry_run import dry_run
+
+            return dry_run(config, command.dry_run)
         set_platform(config)
         # Not before: it imports JAX, which must find its devices set.
         from mtraining_jax.training.run import run
@@ -166,7 +187,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _unknown_option(name: str) -> str:
-    near = nearest(name, [*all_fields(), "config", *_FLAGS])
+    near = nearest(name, [*all_fields(), "config", _DRY_RUN, *_FLAGS])
     if near is None:
         return f"--{name} is not an option; --help lists all"
     return f"--{name} is not an option; did you mean --{near}?"

@@ -1,0 +1,220 @@
+"""`--dry-run`: would this run fit its GPUs, and how long would a step take."""
+
+import os
+from collections.abc import Iterator
+
+import jax
+
+from mtraining_jax.config import Config
+from mtraining_jax.errors import UserError
+from mtraining_jax.training.dry_run_compile import Compiled, compile_step, missing_plugin
+from mtraining_jax.training.dry_run_cost import (
+    Flops,
+    count_flops,
+    density,
+    rates_missing,
+    seconds,
+)
+from mtraining_jax.training.dry_run_memory import Memory, count_parameters, estimate_memory
+from mtraining_jax.training.hardware import H200, Gpu
+
+_GIB = 2**30
+# What JAX takes of a GPU's memory unless the environment says otherwise.
+_MEMORY_FRACTION = 0.75
+
+
+def dry_run(config: Config, mode: str = "auto") -> int:
+    """Prints what a run needs, without its devices and without its data.
+
+    Args:
+        config: a checked configuration.
+        mode: "compile" compiles the real step for the mesh of GPUs; "estimate" takes formulas;
+            "auto" compiles where the CUDA plugin of JAX is installed. A run on virtual CPU devices
+            is always estimated.
+
+    Returns:
+        The exit status: 0 if the run fits, 1 if it does not.
+
+    Raises:
+        UserError: if the configuration makes no run, or "compile" is not possible here.
+    """
+    gpu = H200
+    # No device is used, and none is to be reserved where there are some.
+    jax.config.update("jax_platforms", "cpu")
+    memory = estimate_memory(config)
+    compiled, how = None, "estimated by formulas"
+    reason = missing_plugin()
+    if config.parallel.cpu_devices is not None:
+        reason = "the run is for virtual devices of the CPU"
+    if mode == "compile" and reason:
+        raise UserError(f"--dry-run=compile is not possible: {reason}")
+    if mode == "auto" and reason:
+        how += f": {reason}"
+    elif mode != "estimate":
+        devices = config.parallel.data * config.parallel.nodes * config.parallel.devices_per_node
+        print(f"compiling the step for {devices} x {gpu.kind} ...", flush=True)
+        compiled = compile_step(config, gpu)
+        memory = memory.with_total(compiled.peak)
+        how = f"compiled by jax {jax.__version__} in {compiled.seconds:.0f} s"
+    for line in report(config, gpu, memory, how, compiled):
+        print(line)
+    return 0 if memory.total <= available(config, gpu) else 1
+
+
+def available(config: Config, gpu: Gpu) -> int:
+    """Bytes that a device has for a run.
+
+    Those of a GPU times the share of it that JAX takes, `XLA_PYTHON_CLIENT_MEM_FRACTION`; of a
+    virtual device of the CPU, its part of this machine's memory.
+    """
+    if config.parallel.cpu_devices is not None:
+        whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return whole // config.parallel.cpu_devices
+    return int(gpu.memory * memory_fraction())
+
+
+def memory_fraction() -> float:
+    """The share of a GPU's memory that JAX takes.
+
+    Raises:
+        UserError: if the environment gives no number between 0 and 1.
+    """
+    name = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+    text = os.environ.get(name, str(_MEMORY_FRACTION))
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 1:
+        raise UserError(f"{name}={text} in the environment must be a number above 0 and up to 1")
+    return value
+
+
+def report(
+    config: Config, gpu: Gpu, memory: Memory, how: str, compiled: Compiled | None = None
+) -> Iterator[str]:
+    """What a dry run prints, line by line.
+
+    Args:
+        config: of the run.
+        gpu: of which each device is one.
+        memory: of one device.
+        how: where `memory` is from.
+        compiled: what the compiler said, if it was asked.
+    """
+    parallel, data = config.parallel, config.data
+    devices = parallel.data * parallel.nodes * parallel.devices_per_node
+    shape = f"{parallel.data} x {parallel.nodes} x {parallel.devices_per_node}"
+    kind = gpu.kind if parallel.cpu_devices is None else "virtual CPU device"
+    total, trained = count_parameters(config)
+    yield f"dry run of {config.run.name}: nothing is trained, no data is read"
+    yield f"  mesh        {shape} (data x node x device) of {devices} x {kind}"
+    yield f"  batch       {data.batch_size} x {data.seq_len:,} tokens a step"
+    yield f"  parameters  {total:,}" + ("" if trained == total else f", {trained:,} trained")
+    yield ""
+    yield from _memory_lines(config, gpu, memory, how, compiled)
+    yield ""
+    flops = count_flops(config)
+    yield from _flop_lines(config, flops)
+    yield ""
+    yield from _time_lines(config, gpu, memory, flops, devices)
+    free = available(config, gpu)
+    if memory.total > free:
+        yield ""
+        yield from _advice(config, memory, free, devices)
+
+
+def _memory_lines(
+    config: Config, gpu: Gpu, memory: Memory, how: str, compiled: Compiled | None
+) -> Iterator[str]:
+    spread = "spread over the mesh" if config.parallel.fsdp else "whole on each device"
+    rest = "the rest of the compiler's peak" if compiled else "what comes and goes in a step"
+    rows = [
+        ("parameters", memory.parameters, f"fp32, {spread}"),
+        ("gradients", memory.gradients, "fp32, of trained parameters"),
+        ("optimizer", memory.optimizer, "fp32, two moments"),
+        ("activations kept", memory.kept, f"model.remat = {config.model.remat}"),
+        ("index buffers", memory.index, "indices, gathered columns, work lists"),
+        ("workspace", memory.workspace, rest),
+    ]
+    unit, scale = ("GiB", _GIB) if memory.total >= _GIB else ("MiB", 2**20)
+    yield f"memory of one device, {unit} ({how})"
+    for name, size, note in rows:
+        yield f"  {name:<17} {size / scale:8.2f}  {note}"
+    free = available(config, gpu)
+    if config.parallel.cpu_devices is not None:
+        of = f"its part of this machine's memory is {free / _GIB:.1f} GiB"
+    else:
+        of = (
+            f"JAX takes {free / _GIB:.1f} of the GPU's {gpu.memory / _GIB:.1f} GiB"
+            " (XLA_PYTHON_CLIENT_MEM_FRACTION)"
+        )
+    verdict = "fits" if memory.total <= free else "DOES NOT FIT"
+    yield f"  {'total':<17} {memory.total / scale:8.2f}  {verdict}: {of}"
+    if compiled is not None and compiled.host:
+        yield f"  {'host memory':<17} {compiled.host / scale:8.2f}  for what is offloaded"
+    if config.parallel.cpu_devices is None:
+        yield "  not counted: the CUDA context and NCCL's buffers, which lie outside of JAX's share"
+
+
+def _flop_lines(config: Config, flops: Flops) -> Iterator[str]:
+    share, why = density(config)
+    rows = [
+        ("model", flops.layers + flops.head, "matrix products without attention"),
+        ("attention", flops.attention, f"at density {share:.1%} ({why})"),
+        ("attention, dense", flops.attention_dense, "all causal pairs, for comparison"),
+        ("recomputed", flops.recomputed + flops.attention_recomputed, "again in the backward pass"),
+    ]
+    unit, scale = ("PFLOP", 1e15) if flops.model >= 1e15 else ("TFLOP", 1e12)
+    yield f"{unit} of one step, forward and backward, all devices"
+    for name, value, note in rows:
+        yield f"  {name:<17} {value / scale:8.3f}  {note}"
+
+
+def _time_lines(
+    config: Config, gpu: Gpu, memory: Memory, flops: Flops, devices: int
+) -> Iterator[str]:
+    missing = rates_missing(config, gpu)
+    if missing:
+        yield f"time of a step: not estimated ({missing})"
+        return
+    parts = seconds(config, gpu, memory, flops)
+    total = sum(parts.values())
+    tokens = config.data.batch_size * config.data.seq_len
+    mfu = flops.model / (total * devices * gpu.peak_flops)
+    yield "time of a step, seconds: an ESTIMATE from rates of single parts, not a measurement"
+    for name, value in parts.items():
+        yield f"  {name:<20} {value:6.2f}"
+    yield f"  {'total':<20} {total:6.2f}  {tokens / total:,.0f} tokens/s, MFU {mfu:.0%}"
+    yield "  taken for granted: the ring's communication is hidden behind its kernels"
+    if config.parallel.nodes * config.parallel.data > 1:
+        yield "  and the network between nodes is as fast as the links inside one"
+
+
+def _advice(config: Config, memory: Memory, free: int, devices: int) -> Iterator[str]:
+    parallel, model = config.parallel, config.model
+    yield (
+        f"it is {(memory.total - free) / _GIB:.1f} GiB too much for a device; what would make it"
+        " less:"
+    )
+    states = memory.parameters + memory.optimizer
+    if not parallel.fsdp and devices > 1:
+        saved = states * (1 - 1 / (parallel.nodes * parallel.devices_per_node))
+        yield f"  --parallel.fsdp=true: {saved / _GIB:.1f} GiB less for parameters and moments"
+    if model.remat != "full":
+        yield "  --model.remat=full: layers keep only their input, and attention runs twice"
+    rows = config.data.batch_size // (parallel.data * config.optimizer.accumulation_steps)
+    if rows > 1:
+        yield (
+            "  --optimizer.accumulation_steps="
+            f"{config.data.batch_size // parallel.data}: one sequence at a time"
+        )
+    if config.loss.chunk_size > 256:
+        yield f"  --loss.chunk_size={config.loss.chunk_size // 4}: fewer logits at a time"
+    yield (
+        f"  --parallel.devices_per_node={2 * parallel.devices_per_node}: twice the devices for a"
+        f" sequence, about {memory.kept / 2 / _GIB:.1f} GiB less for activations"
+    )
+    fraction = memory_fraction()
+    if parallel.cpu_devices is None and fraction < 0.95:
+        yield "  XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 in the environment: JAX takes more of the GPU"

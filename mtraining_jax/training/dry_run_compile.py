@@ -1,0 +1,96 @@
+"""Compiles the training step of a run for GPUs that need not be there."""
+
+import dataclasses
+import importlib.util
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding
+
+from mtraining_jax.config import Config
+from mtraining_jax.parallel.mesh import TOKENS, make_mesh
+from mtraining_jax.sparsity import FixedBudget
+from mtraining_jax.training import setup
+from mtraining_jax.training.hardware import Gpu
+from mtraining_jax.training.state import StateBuilder
+from mtraining_jax.training.step import make_train_step
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """What the compiler says of one device's share of a step.
+
+    Attributes:
+        peak: bytes of GPU memory: arguments, results and temporaries at their fullest.
+        host: bytes of host memory for what is offloaded.
+        seconds: of tracing and compiling.
+    """
+
+    peak: int
+    host: int
+    seconds: float
+
+
+def missing_plugin() -> str | None:
+    """Why nothing can be compiled for a GPU here, or None if it can."""
+    if importlib.util.find_spec("jax_cuda13_plugin") is None:
+        return "the CUDA plugin of JAX (the extra cuda) is not installed"
+    return None
+
+
+def target_mesh(config: Config, gpu: Gpu) -> Mesh:
+    """The mesh of the run over as many GPUs as it needs; a node is a host."""
+    parallel = config.parallel
+    hosts = parallel.data * parallel.nodes
+    description = (Path(__file__).parent / gpu.target_config).read_text(encoding="utf-8")
+    topology = topologies.get_topology_desc(
+        platform="cuda",
+        target_config=description,
+        topology=f"1x{hosts}x{parallel.devices_per_node}",
+    )
+    shape = parallel.data, parallel.nodes, parallel.devices_per_node
+    return make_mesh(*shape, devices=topology.devices)
+
+
+def compile_step(config: Config, gpu: Gpu) -> Compiled:
+    """Compiles the real step of a run, its kernels too, for its mesh of GPUs.
+
+    Without a device XLA chooses among ways to compute a product without timing them, which may
+    change workspaces a little.
+    """
+    begin = time.perf_counter()
+    mesh = target_mesh(config, gpu)
+    layout, pattern = setup.build_layout(config), setup.build_pattern(config)
+    inputs = pattern if isinstance(pattern, FixedBudget) else None
+    # The device of the abstract mesh decides which kernels run.
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        builder = StateBuilder(config, mesh)
+        attention = setup.build_attention(config, mesh, layout, pattern)
+        step = make_train_step(config, builder, attention, mesh, inputs)
+        traced = step.trace(builder.abstract(), abstract_batch(config, mesh))
+        compiled = traced.lower(lowering_platforms=("cuda",)).compile()
+    memory = compiled.memory_analysis()
+    reserved = (
+        memory.argument_size_in_bytes
+        + memory.output_size_in_bytes
+        - memory.alias_size_in_bytes
+        + memory.temp_size_in_bytes
+    )
+    return Compiled(
+        peak=max(reserved, memory.peak_memory_in_bytes),
+        host=memory.host_temp_size_in_bytes + memory.host_argument_size_in_bytes,
+        seconds=time.perf_counter() - begin,
+    )
+
+
+def abstract_batch(config: Config, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
+    """The batch that a step takes, as shapes and shardings."""
+    shape = config.data.batch_size, config.data.seq_len
+    sharding = NamedSharding(mesh, TOKENS)
+    return {
+        name: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
+        for name in ("tokens", "labels", "positions")
+    }

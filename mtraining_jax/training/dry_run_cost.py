@@ -1,0 +1,124 @@
+"""What a training step computes, and how long that should take at measured rates."""
+
+import dataclasses
+
+from mtraining_jax.config import Config
+from mtraining_jax.training.dry_run_memory import Memory
+from mtraining_jax.training.hardware import Gpu
+from mtraining_jax.training.metrics import AttentionCost
+
+# Mean density that the paper reports for 512K tokens (arXiv 2510.18830): what an index that is
+# chosen at each step is taken to have, for want of the step.
+PAPER_DENSITY = 0.063
+
+
+@dataclasses.dataclass(frozen=True)
+class Flops:
+    """FLOP of one step on all devices together, forward and backward.
+
+    Attributes:
+        layers: matrix products of all layers, without attention.
+        head: the output layer.
+        recomputed: products of the layers that the backward pass does again; not in `layers`.
+        attention: of the pairs that are computed.
+        attention_recomputed: the same that the backward pass does again; not in `attention`.
+        attention_dense: of all causal pairs, for comparison.
+    """
+
+    layers: float
+    head: float
+    recomputed: float
+    attention: float
+    attention_recomputed: float
+    attention_dense: float
+
+    @property
+    def model(self) -> float:
+        """What MFU counts: each product once forward and twice backward, and attention."""
+        return self.layers + self.head + self.attention
+
+
+def density(config: Config) -> tuple[float, str]:
+    """Share of the causal pairs that a step is taken to compute, and why this."""
+    sparsity = config.sparsity
+    if sparsity.kind == "dense":
+        return 1.0, "dense"
+    if sparsity.kind == "replay":
+        return sparsity.replay_density, "sparsity.replay_density"
+    return PAPER_DENSITY, "assumed: the paper's mean at 512K; each step chooses its own"
+
+
+def count_flops(config: Config) -> Flops:
+    """The FLOP of a step, by the shapes of its products; a multiply and an add are two."""
+    model, tokens = config.model, config.data.batch_size * config.data.seq_len
+    queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    matrices = model.hidden_size * (2 * queries + 2 * keys + 3 * model.intermediate_size)
+    forward = 2.0 * tokens * matrices * model.num_layers
+    # The backward pass needs the inputs of all products of a layer, but no result of the last.
+    down = 2.0 * tokens * model.hidden_size * model.intermediate_size * model.num_layers
+    dense = AttentionCost(config).dense_equivalent
+    share, _ = density(config)
+    return Flops(
+        layers=3 * forward,
+        head=6.0 * tokens * model.hidden_size * model.vocab_size,
+        recomputed=0.0 if model.remat == "none" else forward - down,
+        attention=share * dense,
+        # 4 of its 14 FLOP a pair and width are forward.
+        attention_recomputed=share * dense * 4 / 14 if model.remat == "full" else 0.0,
+        attention_dense=dense,
+    )
+
+
+def seconds(config: Config, gpu: Gpu, memory: Memory, flops: Flops) -> dict[str, float]:
+    """The time of a step by part; communication in the ring is taken to be hidden.
+
+    Args:
+        config: of the run.
+        gpu: of which each device is one; its rates must be known for the model's head width.
+        memory: of one device.
+        flops: from `count_flops`.
+
+    Returns:
+        Seconds by what they go to.
+    """
+    model, parallel, width = config.model, config.parallel, config.model.head_dim
+    devices = parallel.data * parallel.nodes * parallel.devices_per_node
+    forward = flops.attention * 4 / 14 + flops.attention_recomputed
+    attention = forward / gpu.attention_forward[width]
+    attention += flops.attention * 10 / 14 / gpu.attention_backward[width]
+    products = flops.layers + flops.head + flops.recomputed
+    result = {
+        "attention": attention / devices,
+        "matrix products": products / (devices * gpu.matmul_flops * gpu.matmul_share),
+    }
+    if config.sparsity.kind != "dense":
+        passes = 2 if model.remat == "full" else 1
+        choices = passes * model.num_layers * config.data.batch_size * model.num_heads
+        result["choosing indices"] = choices * config.data.seq_len * gpu.index_seconds / devices
+    # The update reads parameters, gradients and moments and writes all but the gradients.
+    touched = 2 * (memory.parameters + memory.optimizer) + memory.gradients
+    result["optimizer"] = touched / gpu.copy_bytes
+    if parallel.fsdp:
+        # Parameters come in forward and backward, gradients leave; all in the compute dtype.
+        ranks = parallel.nodes * parallel.devices_per_node
+        size = 2 if model.dtype == "bfloat16" else 4
+        moved = 3 * config.optimizer.accumulation_steps * memory.parameters / 4 * size * (ranks - 1)
+        result["gathering parameters"] = moved / gpu.link_bytes
+    return result
+
+
+def rates_missing(config: Config, gpu: Gpu) -> str | None:
+    """Why the time of a step cannot be estimated, or None if it can."""
+    model = config.model
+    if config.parallel.cpu_devices is not None:
+        return "no rates of this CPU are known"
+    if model.dtype != "bfloat16":
+        return f"rates are known for bfloat16, and model.dtype = {model.dtype}"
+    if model.head_dim not in gpu.attention_forward:
+        known = " and ".join(str(width) for width in gpu.attention_forward)
+        return f"rates of attention are known for heads of {known}, and model.head_dim = " + str(
+            model.head_dim
+        )
+    if config.parallel.backend == "xla":
+        return 'rates of attention are known for the Hopper kernels, and parallel.backend = "xla"'
+    return None

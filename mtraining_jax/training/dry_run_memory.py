@@ -1,0 +1,198 @@
+"""Where the memory of one device goes in a training step, by formulas.
+
+Parameters, gradients and optimizer state are exact: shapes and shardings are those of the run. So
+are the activations that are kept from the forward to the backward pass. What comes and goes within
+a step is counted in arrays of the size of a layer's activations, as many as XLA keeps alive at the
+fullest point of the backward pass (see `_layer`).
+"""
+
+import dataclasses
+import math
+
+import jax
+from jax.sharding import AbstractMesh, AxisType
+
+from mtraining_jax.config import Config
+from mtraining_jax.parallel.mesh import AXES
+from mtraining_jax.training.state import StateBuilder
+
+# Arrays of one layer's backward pass that live at once, as XLA arranges them for an H200
+# (docs/log.md, 2026-11-21): [tokens, hidden_size], and [tokens of a chunk, intermediate_size].
+_WIDE_ARRAYS = 13
+_MLP_ARRAYS = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes of one device.
+
+    Attributes:
+        parameters: fp32, the share that the device holds.
+        optimizer: its two moments.
+        gradients: fp32, of the trained parameters.
+        kept: activations that the backward pass needs, of all layers.
+        index: sparse indices of all layers, and the work lists of one.
+        workspace: what comes and goes within the step.
+    """
+
+    parameters: int
+    optimizer: int
+    gradients: int
+    kept: int
+    index: int
+    workspace: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return sum(dataclasses.astuple(self))
+
+    def with_total(self, total: int) -> "Memory":
+        """The same with as much workspace as makes up a total that is known from elsewhere."""
+        rest = self.total - self.workspace
+        return dataclasses.replace(self, workspace=max(0, total - rest))
+
+
+def abstract_mesh(config: Config) -> AbstractMesh:
+    """The mesh of the run without its devices."""
+    parallel = config.parallel
+    return AbstractMesh(
+        (parallel.data, parallel.nodes, parallel.devices_per_node),
+        AXES,
+        axis_types=(AxisType.Auto,) * len(AXES),
+    )
+
+
+def estimate_memory(config: Config) -> Memory:
+    """The memory of one device in a step, without compiling anything.
+
+    Raises:
+        UserError: if a pattern of optimizer.trainable matches no parameter.
+    """
+    builder = StateBuilder(config, abstract_mesh(config))
+    state = builder.abstract()
+    trained, _ = builder.split(state.parameters)
+    gradients = _bytes(trained)
+    kept, index = _kept(config)
+    workspace = max(_layer(config), _loss(config), _update(config, gradients))
+    return Memory(
+        parameters=_bytes(state.parameters),
+        optimizer=_bytes(state.opt_state),
+        gradients=gradients,
+        kept=kept,
+        index=index,
+        workspace=workspace,
+    )
+
+
+def count_parameters(config: Config) -> tuple[int, int]:
+    """All parameters of the model, and those that are trained."""
+    builder = StateBuilder(config, abstract_mesh(config))
+    parameters = builder.abstract().parameters
+    sizes = {name: math.prod(x.shape) for name, x in parameters.items()}
+    return sum(sizes.values()), sum(sizes[name] for name in builder.trainable)
+
+
+def local_tokens(config: Config) -> int:
+    """Tokens of one micro-batch on one device."""
+    parallel = config.parallel
+    rows = config.data.batch_size // (parallel.data * config.optimizer.accumulation_steps)
+    return rows * config.data.seq_len // (parallel.nodes * parallel.devices_per_node)
+
+
+def _kept(config: Config) -> tuple[int, int]:
+    """Bytes kept from the forward to the backward pass: activations and indices."""
+    model, tokens, size = config.model, local_tokens(config), _dtype_bytes(config)
+    queries = model.num_heads * model.head_dim
+    layer = tokens * model.hidden_size * size  # the residual stream: a layer's input
+    if model.remat != "full":
+        # What attention names: its output and the fp32 log of the softmax's denominator.
+        layer += tokens * (queries * size + 4 * model.num_heads)
+    if model.remat == "none":
+        keys = 2 * model.num_kv_heads * model.head_dim
+        norms = 2 * model.hidden_size
+        layer += tokens * (queries + keys + norms + 4 * model.intermediate_size) * size
+    index_layers = 1 if model.remat == "full" else model.num_layers
+    return model.num_layers * layer, index_layers * _index(config) + _work_lists(config)
+
+
+def _index(config: Config) -> int:
+    """Bytes of one layer's index, which every device holds."""
+    diagonals, columns = _capacities(config)
+    return 4 * _rows(config) * config.model.num_heads * (diagonals + columns + 2)
+
+
+def _work_lists(config: Config) -> int:
+    """Bytes of what the kernels of one layer read besides the index."""
+    _, columns = _capacities(config)
+    model, blocks = config.model, local_tokens(config) // config.sparsity.block_size
+    # Keys and values of the columns, their fp32 gradients, and int32 for each block and column
+    # while keep bits are packed.
+    gathered = 2 * columns * model.head_dim * (_dtype_bytes(config) + 4)
+    return _rows(config) * model.num_heads * gathered + 4 * blocks * model.num_heads * columns
+
+
+def _capacities(config: Config) -> tuple[int, int]:
+    """Block diagonals and columns that an index has room for."""
+    sparsity = config.sparsity
+    if sparsity.kind == "dense":
+        return 0, 0
+    num_blocks = config.data.seq_len // sparsity.block_size
+    return min(2 * sparsity.max_slashes, num_blocks), min(
+        sparsity.max_verticals, config.data.seq_len
+    )
+
+
+def _layer(config: Config) -> int:
+    """Bytes of the widest point of a layer's backward pass."""
+    model, tokens, size = config.model, local_tokens(config), _dtype_bytes(config)
+    wide = _WIDE_ARRAYS * tokens * max(model.hidden_size, model.num_heads * model.head_dim) * size
+    mlp = _MLP_ARRAYS * tokens * model.intermediate_size * size
+    return wide + mlp + _layer_parameters(config) + _embedding(config)
+
+
+def _loss(config: Config) -> int:
+    """Bytes of the output layer, for one chunk of tokens."""
+    model, size = config.model, _dtype_bytes(config)
+    chunk = min(config.loss.chunk_size, local_tokens(config))
+    logits = chunk * model.vocab_size * (4 + size)
+    hidden = 3 * local_tokens(config) * model.hidden_size * size
+    # The weight in the compute dtype and as it was gathered, and its fp32 gradient.
+    return logits + hidden + model.vocab_size * model.hidden_size * size + 2 * _embedding(config)
+
+
+def _update(config: Config, gradients: int) -> int:
+    """Bytes of the optimizer's update: the old values stay until all is known to be finite."""
+    return gradients + _embedding(config)
+
+
+def _embedding(config: Config) -> int:
+    """Bytes of the whole table of embeddings, fp32, on every device."""
+    return 4 * config.model.vocab_size * config.model.hidden_size
+
+
+def _layer_parameters(config: Config) -> int:
+    """Bytes of one layer's matrices as gathered and as their gradients, before they are spread."""
+    model = config.model
+    queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    attention = model.hidden_size * (2 * queries + 2 * keys)
+    return 2 * (attention + 3 * model.hidden_size * model.intermediate_size) * _dtype_bytes(config)
+
+
+def _rows(config: Config) -> int:
+    """Sequences of one micro-batch on one device."""
+    return config.data.batch_size // (
+        config.parallel.data * config.optimizer.accumulation_steps
+    )
+
+
+def _dtype_bytes(config: Config) -> int:
+    return 2 if config.model.dtype == "bfloat16" else 4
+
+
+def _bytes(tree: object) -> int:
+    """Bytes of one device's shards of a tree of `jax.ShapeDtypeStruct`."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+    )

@@ -1,0 +1,59 @@
+"""Rates and sizes of the GPUs that a dry run estimates for, each with where it is from."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """One GPU, by measurement unless a line says otherwise.
+
+    Attributes:
+        kind: name, as JAX gives it.
+        target_config: file beside this one, for compiling without the GPU.
+        memory: bytes.
+        peak_flops: bf16 FLOP/s of the data sheet, without sparsity: what MFU is a share of.
+        matmul_flops: bf16 FLOP/s of a large matrix product.
+        matmul_share: of `matmul_flops` that a step's products reach with the norms, gates and
+            casts between them. Assumed, not measured.
+        attention_forward, attention_backward: executed FLOP/s of the sparse kernels, by head
+            width. Backward counts five products for each tile, as the benchmark tables do.
+        copy_bytes: bytes/s that a copy reads and writes together.
+        link_bytes: bytes/s into one GPU of an all-gather over the GPUs of a host.
+        index_seconds: of choosing one index and building the kernels' work lists, on one GPU, for
+            each query head and key.
+    """
+
+    kind: str
+    target_config: str
+    memory: int
+    peak_flops: float
+    matmul_flops: float
+    matmul_share: float
+    attention_forward: dict[int, float]
+    attention_backward: dict[int, float]
+    copy_bytes: float
+    link_bytes: float
+    index_seconds: float
+
+
+H200 = Gpu(
+    kind="NVIDIA H200",
+    target_config="h200.target_config.txtpb",
+    # device_memory_size of the target config.
+    memory=150_109_880_320,
+    # NVIDIA's data sheet of the H200 SXM.
+    peak_flops=989e12,
+    # 8192^3, and a copy: measured on one H200 with jax 0.11.2, CUDA 13.
+    matmul_flops=794e12,
+    matmul_share=0.65,
+    # docs/log.md, 2026-11-20, Hopper kernels, at S = 131072: mask B at D = 128 (6.26e12 FLOP in
+    # 11.2 ms forward, 2.5 times as many in 34.5 ms backward); dense forward at D = 64, and
+    # backward at 0.84 of the rate of D = 128.
+    attention_forward={64: 429e12, 128: 559e12},
+    attention_backward={64: 381e12, 128: 454e12},
+    copy_bytes=4.27e12,
+    # 8 H200 of one host, shards of 256 MiB.
+    link_bytes=261 * 2**30,
+    # docs/log.md, 2026-11-20: 0.87 ms for 16 heads and 131072 keys, caps of 4096.
+    index_seconds=0.87e-3 / (16 * 131072),
+)

@@ -1,0 +1,148 @@
+"""What a run needs, without running it."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from mtraining_jax.cli import main
+from mtraining_jax.config import available_configs, load_config
+from mtraining_jax.models import Qwen2
+from mtraining_jax.training import setup
+from mtraining_jax.training.dry_run import available, dry_run
+from mtraining_jax.training.dry_run_cost import count_flops
+from mtraining_jax.training.dry_run_memory import count_parameters, estimate_memory
+from mtraining_jax.training.hardware import H200
+from mtraining_jax.training.loss import linear_cross_entropy
+from mtraining_jax.training.state import StateBuilder
+from tests.training.common import changed
+
+GIB = 2**30
+# The mesh of the configuration of these tests is for the CPU; that of a run that is not.
+ON_GPUS = {"cpu_devices": None}
+
+
+@pytest.mark.parametrize("name", available_configs())
+def test_every_configuration_is_estimated_and_fits(name, capsys):
+    assert main(["--config", name, "--dry-run=estimate"]) == 0
+    printed = capsys.readouterr().out
+    config = load_config(name)
+    for text in (
+        f"dry run of {name}:",
+        f"{config.data.batch_size} x {config.data.seq_len:,} tokens a step",
+        "estimated by formulas",
+        "activations kept",
+        "attention, dense",
+        "  fits: ",
+    ):
+        assert text in printed
+    assert ("not a measurement" in printed) == (config.parallel.cpu_devices is None)
+
+
+@pytest.mark.parametrize("fsdp", [False, True])
+@pytest.mark.parametrize("trainable", [(), ("mlp",)])
+def test_parameters_and_moments_are_those_of_the_run(config, fsdp, trainable):
+    config = changed(config, parallel={"fsdp": fsdp}, optimizer={"trainable": trainable})
+    builder = StateBuilder(config, setup.build_mesh(config))
+    state = builder.fresh()
+    device = jax.devices()[0]
+
+    def held(tree):
+        shards = (s for leaf in jax.tree.leaves(tree) for s in leaf.addressable_shards)
+        return sum(shard.data.nbytes for shard in shards if shard.device == device)
+
+    memory = estimate_memory(config)
+    trained, _ = builder.split(state.parameters)
+    assert memory.parameters == held(state.parameters)
+    assert memory.optimizer == held(state.opt_state)
+    assert memory.gradients == held(trained)
+    assert count_parameters(config) == tuple(
+        sum(x.size for x in tree.values()) for tree in (state.parameters, trained)
+    )
+
+
+def products(jaxpr):
+    """FLOP of all matrix products in a traced program."""
+    total = 0
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            (contracted, _), _ = eqn.params["dimension_numbers"]
+            lhs = eqn.invars[0].aval.shape
+            total += 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(
+                lhs[axis] for axis in contracted
+            )
+        times = eqn.params.get("length", 1) if eqn.primitive.name == "scan" else 1
+        for value in eqn.params.values():
+            for inner in value if isinstance(value, (list, tuple)) else [value]:
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    total += times * products(inner)
+    return total
+
+
+@pytest.mark.parametrize("remat", ["none", "attention", "full"])
+def test_flops_are_those_of_the_traced_products(config, remat):
+    config = changed(
+        config, model={"remat": remat}, loss={"chunk_size": 128}, data={"batch_size": 1}
+    )
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: Qwen2(config.model, rngs=nnx.Rngs(0))))
+    tokens = jnp.zeros((1, config.data.seq_len), jnp.int32)
+
+    def loss(state):
+        model = nnx.merge(graphdef, state)
+        # Without products of its own, but in need of all three.
+        hidden, _ = model(tokens, tokens, lambda q, k, v: (q * k * v, {}))
+        return linear_cross_entropy(hidden, model.lm_head_weight(), tokens, chunk_size=128)
+
+    flops = count_flops(config)
+    traced = products(jax.make_jaxpr(jax.grad(loss))(state).jaxpr)
+    assert flops.layers + flops.head + flops.recomputed == pytest.approx(traced, rel=1e-6)
+
+
+def test_attention_is_counted_at_the_density(config):
+    dense = count_flops(changed(config, sparsity={"kind": "dense"}))
+    sparse = count_flops(config)
+    # 2 sequences, 2 layers, 2 heads of 16; 4 D forward and 10 D backward for each pair.
+    assert dense.attention == dense.attention_dense == 2 * 2 * 2 * 14 * 16 * 128 * 129 / 2
+    assert sparse.attention == pytest.approx(0.063 * dense.attention)
+    again = count_flops(changed(config, model={"remat": "full"}))
+    assert again.attention_recomputed == pytest.approx(0.063 * dense.attention * 4 / 14)
+
+
+def test_a_run_that_does_not_fit_says_what_to_change(config, capsys, monkeypatch):
+    large = changed(
+        config,
+        model={
+            "hidden_size": 8192, "num_layers": 80, "num_heads": 64, "num_kv_heads": 8,
+            "head_dim": 128, "intermediate_size": 28672, "max_position_embeddings": 2**20,
+            "dtype": "bfloat16",
+        },
+        sparsity={"block_size": 128},
+        data={"seq_len": 2**20},
+        parallel=ON_GPUS,
+    )  # fmt: skip
+    assert dry_run(large, "estimate") == 1
+    printed = capsys.readouterr().out
+    for text in (
+        "DOES NOT FIT: JAX takes 104.9 of the GPU's 139.8 GiB",
+        "--parallel.fsdp=true",
+        "--model.remat=full",
+        "--optimizer.accumulation_steps=2",
+        "--parallel.devices_per_node=4",
+    ):
+        assert text in printed
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
+    assert available(large, H200) == H200.memory // 2
+
+
+def test_wrong_arguments(config, capsys, monkeypatch):
+    assert main(["--config=tiny", "--dry-run=maybe"]) == 2
+    message = "error: --dry-run=maybe is not possible; --dry-run takes one of auto, compile, estim"
+    assert capsys.readouterr().err.startswith(message)
+    assert main(["--config=tiny", "--dry-run=compile"]) == 2
+    assert "--dry-run=compile is not possible: the run is for virtual" in capsys.readouterr().err
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "75%")
+    assert main(["--config=tiny", "--parallel.cpu_devices=none", "--dry-run=estimate"]) == 2
+    assert "XLA_PYTHON_CLIENT_MEM_FRACTION=75% in the environment" in capsys.readouterr().err
