@@ -14,6 +14,7 @@ from mtraining_jax.attention_order import global_order, ring_layout
 from mtraining_jax.attention_placement import Placement, find_placement
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.ring import ring_attention
+from mtraining_jax.parallel.ring_schedule import check_ring
 from mtraining_jax.sparsity import Pattern, VerticalSlash
 from pallas_kernels import block_sparse_attention, dense_attention, vertical_slash_attention
 from pallas_kernels.index import BlockSparseIndex, VerticalSlashIndex
@@ -39,7 +40,7 @@ def sparse_attention(
     batch_axis: Axes = None,
     sequence_axes: Axes = None,
     head_axis: Axes = None,
-    hierarchical: bool = True,
+    ring: str = "hierarchical",
 ) -> Array | tuple:
     """Causal attention that computes only the pairs its pattern chooses, forward and backward.
 
@@ -84,8 +85,10 @@ def sparse_attention(
             those q is sharded over, where its type says; else ("node", "device").
         head_axis: mesh axes of the heads, both query and key/value. Default: those q is sharded
             over, where its type says; else none.
-        hierarchical: with two sequence axes, whether the ring turns over the second inside each
-            step of the first (which then crosses nodes, say), or over both as one.
+        ring: how keys and values travel, the same result each way. "hierarchical": with two
+            sequence axes, over the second inside each step of the first (which then crosses
+            nodes, say). "flat": over both as one. "gather": over the first as "hierarchical",
+            while over the second, or the only one, every device gathers those of all.
 
     Returns:
         out, shape and dtype of q. With `return_lse` also lse, float32 [..., Hq, S], natural
@@ -98,6 +101,7 @@ def sparse_attention(
     """
     checks.check_arrays(q, k, v, causal)
     scale = checks.check_scale(scale, q)
+    check_ring(ring)
     checks.check_pattern(pattern, q, causal)
     placement = find_placement(q, mesh, batch_axis, sequence_axes, head_axis)
     block_size = pattern.block_size
@@ -113,13 +117,13 @@ def sparse_attention(
             "pattern is a BlockSparseIndex, which needs an unsharded sequence; over "
             f"sequence_axes={placement.sequence} use a VerticalSlashIndex"
         )
-    ring, order = None, None
+    dealt, order = None, None
     if ranks > 1:
-        ring = ring_layout(layout, positions, seq_len, block_size, placement, hierarchical)
+        dealt = ring_layout(layout, positions, seq_len, block_size, placement, ring)
     else:
         order = global_order(layout, positions, seq_len)
     arrays, static = _split_pattern(pattern)
-    settings = (static, placement, ring, scale, causal, backend, hierarchical, return_index)
+    settings = (static, placement, dealt, scale, causal, backend, ring, return_index)
     lead = q.shape[:-3]
     q, k, v = (x.reshape(-1, *x.shape[-3:]) if x.ndim != 4 else x for x in (q, k, v))
     if order is not None:
@@ -163,7 +167,7 @@ def _attend(settings: tuple, in_specs: tuple, out_specs: tuple, *args):
 
 def _local(
     q: Array, k: Array, v: Array, pattern: Pattern | Index, placement: Placement,
-    layout: Layout | None, scale: float, causal: bool, backend: str | None, hierarchical: bool,
+    layout: Layout | None, scale: float, causal: bool, backend: str | None, ring: str,
     return_index: bool,
 ):
     """out, lse and index (or None) of one device's shards."""
@@ -187,7 +191,7 @@ def _local(
     options = dict(scale=scale, backend=backend, return_lse=True)
     if layout is not None:
         out, lse = ring_attention(
-            q, k, v, index, layout=layout, axis_names=axes, hierarchical=hierarchical, **options
+            q, k, v, index, layout=layout, axis_names=axes, ring=ring, **options
         )
     elif index is None:
         out, lse = dense_attention(q, k, v, causal=causal, block_size=block_size, **options)

@@ -17,6 +17,7 @@ from mtraining_jax.attention_placement import (
 )
 from mtraining_jax.parallel.layout import KINDS, Layout
 from mtraining_jax.parallel.mesh import SEQUENCE_AXES
+from mtraining_jax.parallel.ring_schedule import check_ring
 
 
 def sequence_layout(
@@ -26,7 +27,7 @@ def sequence_layout(
     kind: str = "striped",
     sequence_axes: str | Axes = SEQUENCE_AXES,
     block_size: int = 128,
-    hierarchical: bool = True,
+    ring: str = "hierarchical",
 ) -> Layout:
     """The order of tokens for a ring over some axes of a mesh.
 
@@ -37,7 +38,7 @@ def sequence_layout(
             "contiguous".
         sequence_axes: as given to `sparse_attention`.
         block_size: that of the pattern.
-        hierarchical: as given to `sparse_attention`.
+        ring: as given to `sparse_attention`.
 
     Returns:
         A `Layout`, for `stripe`, `unstripe` and `sparse_attention`.
@@ -47,8 +48,9 @@ def sequence_layout(
     """
     axes = as_axes(sequence_axes)
     check_axes({"sequence_axes": axes}, mesh)
+    check_ring(ring)
     placement = Placement(mesh, sequence=axes)
-    nodes = mesh.shape[axes[0]] if hierarchical and len(axes) == 2 and kind == "striped" else 1
+    nodes = mesh.shape[axes[0]] if ring != "flat" and len(axes) == 2 and kind == "striped" else 1
     return Layout(kind, seq_len, placement.ranks, block_size, nodes)
 
 
@@ -58,7 +60,7 @@ def ring_layout(
     seq_len: int,
     block_size: int,
     placement: Placement,
-    hierarchical: bool,
+    ring: str,
 ) -> Layout:
     """The layout of a sharded sequence, from `layout` or `positions`.
 
@@ -67,16 +69,16 @@ def ring_layout(
     """
     positions = _known_positions(positions, seq_len)
 
-    def build(kind: str, hierarchical: bool = hierarchical) -> Layout:
+    def build(kind: str, ring: str = ring) -> Layout:
         return sequence_layout(
             seq_len, placement.mesh, kind=kind, sequence_axes=placement.sequence,
-            block_size=block_size, hierarchical=hierarchical,
+            block_size=block_size, ring=ring,
         )
 
     if layout is None and positions is not None:
         units = placement.ranks * block_size
         kinds = [kind for kind in KINDS if kind != "zigzag" or seq_len % (2 * units) == 0]
-        for found in (build(kind, flag) for kind in kinds for flag in (hierarchical, False)):
+        for found in (build(kind, way) for kind in kinds for way in (ring, "flat")):
             if np.array_equal(found.permutation(), positions):
                 return found
         raise ValueError(

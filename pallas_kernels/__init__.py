@@ -14,6 +14,7 @@ from pallas_kernels.attention import (
 from pallas_kernels.index import BlockSparseIndex, VerticalSlashIndex
 from pallas_kernels.tiles import (
     DiagonalTiles,
+    SegmentedDiagonals,
     VerticalColumns,
     gather_columns,
     pad_columns,
@@ -26,6 +27,7 @@ __all__ = [
     "DiagonalTiles",
     "Gradients",
     "Partial",
+    "SegmentedDiagonals",
     "VerticalColumns",
     "VerticalSlashIndex",
     "backward",

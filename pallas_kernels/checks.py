@@ -2,7 +2,13 @@
 
 from jax import Array
 
-from pallas_kernels.tiles import COLUMN_TILE, DiagonalTiles, Tiles, VerticalColumns
+from pallas_kernels.tiles import (
+    COLUMN_TILE,
+    DiagonalTiles,
+    SegmentedDiagonals,
+    Tiles,
+    VerticalColumns,
+)
 
 
 def check_call(
@@ -53,6 +59,16 @@ def _check_tiles(q: Array, k: Array, tiles: Tiles) -> None:
         lists = {"offsets": tiles.offsets}
         check_shape("tiles.start", tiles.start, batch_and_heads)
         check_shape("tiles.stop", tiles.stop, batch_and_heads)
+    elif isinstance(tiles, SegmentedDiagonals):
+        lists = {"offsets": tiles.offsets}
+        runs = (*batch_and_heads, *tiles.segment.shape)
+        check_shape("tiles.start", tiles.start, runs)
+        check_shape("tiles.stop", tiles.stop, runs)
+        if k.shape[1] % (tiles.num_segments * tiles.block_size):
+            raise ValueError(
+                f"k has {k.shape[1]} tokens: a multiple of num_segments={tiles.num_segments} x "
+                f"block_size={tiles.block_size} is needed"
+            )
     else:
         rows, columns = (x.shape[1] // tiles.block_size for x in (q, k))
         lists = {"key_blocks": tiles.key_blocks, "query_blocks": tiles.query_blocks}

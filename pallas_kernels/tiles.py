@@ -85,7 +85,7 @@ class DiagonalTiles:
             first, last: int32 [B, Hq, num_query_blocks]; entries first..last-1 apply.
         """
         rows = jnp.arange(num_query_blocks, dtype=jnp.int32)
-        return self._ranges(rows - (num_key_blocks - 1), rows)
+        return _between(self.offsets, self.start, self.stop, rows - (num_key_blocks - 1), rows)
 
     def column_ranges(self, num_query_blocks: int, num_key_blocks: int) -> tuple[Array, Array]:
         """For each key block, the range of `offsets` whose query block exists.
@@ -94,25 +94,108 @@ class DiagonalTiles:
             first, last: int32 [B, Hq, num_key_blocks]; entries first..last-1 apply.
         """
         columns = jnp.arange(num_key_blocks, dtype=jnp.int32)
-        return self._ranges(-columns, num_query_blocks - 1 - columns)
+        return _between(
+            self.offsets, self.start, self.stop, -columns, num_query_blocks - 1 - columns
+        )
 
-    def _ranges(self, low: Array, high: Array) -> tuple[Array, Array]:
-        """The live entries with low <= offset <= high, for each element of low and high."""
-        slots = jnp.arange(self.offsets.shape[-1], dtype=jnp.int32)
-        live = (slots >= self.start[..., None]) & (slots < self.stop[..., None])
-        # Entries outside the live range are pushed past either end so that the list stays
-        # sorted and a binary search finds the bounds.
-        lowest, highest = jnp.iinfo(jnp.int32).min, jnp.iinfo(jnp.int32).max
-        before = slots < self.start[..., None]
-        offsets = jnp.where(live, self.offsets, jnp.where(before, lowest, highest))
-        search = functools.partial(jnp.searchsorted, method="scan_unrolled")
-        flat = offsets.reshape(-1, offsets.shape[-1])
-        first = jax.vmap(lambda row: search(row, low, side="left"))(flat)
-        last = jax.vmap(lambda row: search(row, high, side="right"))(flat)
-        shape = (*self.start.shape, low.size)
-        first = jnp.maximum(first.reshape(shape).astype(jnp.int32), self.start[..., None])
-        last = jnp.minimum(last.reshape(shape).astype(jnp.int32), self.stop[..., None])
-        return first, jnp.maximum(first, last)
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["offsets", "start", "stop", "segment", "diagonal"],
+    meta_fields=["num_segments", "block_size"],
+)
+@dataclasses.dataclass(frozen=True)
+class SegmentedDiagonals:
+    """Block diagonals of one query shard over several key shards that lie one after another.
+
+    What `DiagonalTiles` is to one key shard, for keys gathered from several ranks. The key blocks
+    are `num_segments` segments of equal length. A run of offsets belongs to one segment: query
+    block i computes key block i - o for every offset o of a run for which that block lies in the
+    run's segment. A kernel walks one segment after another, so that neighbouring query blocks
+    read neighbouring key blocks at any time.
+
+    Attributes:
+        offsets: int32 [B, Hq, M], M >= 1, ascending within each run, any value outside of runs.
+        start: int32 [B, Hq, R], first entry of each run in `offsets`.
+        stop: int32 [B, Hq, R], one past the last entry of each run.
+        segment: int32 [R], the segment of each run; no two are equal.
+        diagonal: int32 [], the offset whose tiles are masked by element, or `NO_DIAGONAL`. It is
+            the lowest of the first run, and in no other.
+        num_segments: of the keys (static).
+        block_size: g (static).
+    """
+
+    offsets: Array
+    start: Array
+    stop: Array
+    segment: Array
+    diagonal: Array
+    num_segments: int
+    block_size: int
+
+    def row_ranges(self, num_query_blocks: int, num_key_blocks: int) -> tuple[Array, Array]:
+        """For each query block and run, the range of `offsets` whose key block exists.
+
+        Returns:
+            first, last: int32 [B, Hq, R, num_query_blocks]; entries first..last-1 apply.
+        """
+        rows = jnp.arange(num_query_blocks, dtype=jnp.int32)
+        size = num_key_blocks // self.num_segments
+        return _between(self._within(size), self.start, self.stop, rows - (size - 1), rows)
+
+    def column_ranges(self, num_query_blocks: int, num_key_blocks: int) -> tuple[Array, Array]:
+        """For each key block, the range of `offsets` whose query block exists.
+
+        Returns:
+            first, last: int32 [B, Hq, num_key_blocks]; entries first..last-1 apply.
+        """
+        size = num_key_blocks // self.num_segments
+        columns = jnp.arange(size, dtype=jnp.int32)
+        ranges = _between(
+            self._within(size), self.start, self.stop, -columns, num_query_blocks - 1 - columns
+        )
+        shape = (*self.start.shape[:2], self.num_segments, size)
+
+        def place(x: Array) -> Array:
+            every = jnp.zeros(shape, jnp.int32).at[:, :, self.segment].set(x, unique_indices=True)
+            return every.reshape(*shape[:2], num_key_blocks)
+
+        first, last = ranges
+        return place(first), place(last)
+
+    def _within(self, size: int) -> Array:
+        """Int32 [B, Hq, R, M]: the offsets as counted within the segment of each run."""
+        return self.offsets[:, :, None, :] + (self.segment * size)[:, None]
+
+
+def _between(
+    offsets: Array, start: Array, stop: Array, low: Array, high: Array
+) -> tuple[Array, Array]:
+    """The live entries with low <= offset <= high, for each element of low and high.
+
+    Args:
+        offsets: int32 [..., M], ascending from `start` to `stop` - 1.
+        start, stop: int32 [...].
+        low, high: int32 [n].
+
+    Returns:
+        first, last: int32 [..., n]; entries first..last-1 apply.
+    """
+    slots = jnp.arange(offsets.shape[-1], dtype=jnp.int32)
+    live = (slots >= start[..., None]) & (slots < stop[..., None])
+    # Entries outside the live range are pushed past either end so that the list stays
+    # sorted and a binary search finds the bounds.
+    lowest, highest = jnp.iinfo(jnp.int32).min, jnp.iinfo(jnp.int32).max
+    before = slots < start[..., None]
+    offsets = jnp.where(live, offsets, jnp.where(before, lowest, highest))
+    search = functools.partial(jnp.searchsorted, method="scan_unrolled")
+    flat = offsets.reshape(-1, offsets.shape[-1])
+    first = jax.vmap(lambda row: search(row, low, side="left"))(flat)
+    last = jax.vmap(lambda row: search(row, high, side="right"))(flat)
+    shape = (*start.shape, low.size)
+    first = jnp.maximum(first.reshape(shape).astype(jnp.int32), start[..., None])
+    last = jnp.minimum(last.reshape(shape).astype(jnp.int32), stop[..., None])
+    return first, jnp.maximum(first, last)
 
 
 @functools.partial(
@@ -253,4 +336,4 @@ def scatter_columns(target: Array, columns: Array, tokens: Array) -> Array:
     return target
 
 
-Tiles = DiagonalTiles | BlockSparseIndex
+Tiles = DiagonalTiles | SegmentedDiagonals | BlockSparseIndex

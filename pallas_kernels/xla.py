@@ -6,13 +6,15 @@ and no S x S array exists. Gradients are explicit: the loops are not differentia
 """
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels.gradients import Gradients
-from pallas_kernels.tiles import COLUMN_TILE, DiagonalTiles, Tiles, VerticalColumns
+from pallas_kernels.index import BlockSparseIndex
+from pallas_kernels.tiles import COLUMN_TILE, SegmentedDiagonals, Tiles, VerticalColumns
 
 _ROWS_PER_CHUNK = 16  # bounds memory: chunk * g * g floats per head
 
@@ -49,12 +51,11 @@ def forward(
             state = _State(lse_rows, (lse_rows > -jnp.inf).astype(jnp.float32), out_rows)
         if walk is not None:
 
-            def tile_step(slot: Array, state: _State) -> _State:
-                block, mask = walk.at(rows, slot)
+            def tile_step(block: Array, mask: Array, state: _State) -> _State:
                 keys, values = _take(k_blocks, block, heads), _take(v_blocks, block, heads)
                 return _accumulate(state, _logits(q_rows, keys, scale), mask, values)
 
-            state = lax.fori_loop(*walk.bounds(rows), tile_step, state)
+            state = walk.fold(rows, tile_step, state)
         if verticals is not None:
 
             def column_step(tile: Array, state: _State) -> _State:
@@ -131,13 +132,12 @@ def _backward_rows(
         dq = jnp.zeros((batch, heads, chunk, g, dim), jnp.float32)
         if walk is not None:
 
-            def tile_step(slot: Array, dq: Array) -> Array:
-                block, mask = walk.at(numbers, slot)
+            def tile_step(block: Array, mask: Array, dq: Array) -> Array:
                 keys, values = _take(k_blocks, block, heads), _take(v_blocks, block, heads)
                 _, ds = _probabilities(part, keys, values, mask, scale)
                 return dq + _dot("bhiqk,bhikd->bhiqd", ds.astype(keys.dtype), keys)
 
-            dq = lax.fori_loop(*walk.bounds(numbers), tile_step, dq)
+            dq = walk.fold(numbers, tile_step, dq)
         if verticals is not None:
 
             def column_step(tile: Array, dq: Array) -> Array:
@@ -167,8 +167,9 @@ def _backward_keys(
         own = jnp.broadcast_to(numbers, (batch, heads, chunk))
         keys, values = _take(k_blocks, own, heads), _take(v_blocks, own, heads)
 
-        def tile_step(slot: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-            block, mask = walk.at(numbers, slot)
+        def tile_step(
+            block: Array, mask: Array, carry: tuple[Array, Array]
+        ) -> tuple[Array, Array]:
             part = rows.take(block)
             p, ds = _probabilities(part, keys, values, mask, scale)
             dv = _dot("bhiqk,bhiqd->bhikd", p.astype(values.dtype), part.dout)
@@ -176,7 +177,7 @@ def _backward_keys(
             return carry[0] + _sum_group(dk, group), carry[1] + _sum_group(dv, group)
 
         zero = jnp.zeros((batch, kv_heads, chunk, g, dim), jnp.float32)
-        return lax.fori_loop(*walk.bounds(numbers), tile_step, (zero, zero))
+        return walk.fold(numbers, tile_step, (zero, zero))
 
     dk, dv = lax.map(chunk_dkv, jnp.arange(0, num_columns, chunk, dtype=jnp.int32))
     shape = (batch, kv_heads, num_columns, g, dim)
@@ -218,70 +219,81 @@ class _RowWalk:
     """Key blocks of query blocks, slot by slot."""
 
     def __init__(self, tiles: Tiles, num_rows: int, num_columns: int):
-        self.tiles = tiles
-        self.num_columns = num_columns
-        if isinstance(tiles, DiagonalTiles):
-            self.first, self.last = tiles.row_ranges(num_rows, num_columns)
+        self.tiles, self.others = tiles, num_columns
+        if isinstance(tiles, BlockSparseIndex):
+            ranges = jnp.zeros_like(tiles.key_count), tiles.key_count
         else:
-            self.first, self.last = jnp.zeros_like(tiles.key_count), tiles.key_count
+            ranges = tiles.row_ranges(num_rows, num_columns)
+        if not isinstance(tiles, SegmentedDiagonals):
+            ranges = (x[:, :, None] for x in ranges)
+        self.first, self.last = ranges  # [B, Hq, runs, rows]
 
-    def bounds(self, rows: Array) -> tuple[Array, Array]:
-        return _bounds(self.first, self.last, rows)
+    def fold(self, rows: Array, step: Callable, state: Any) -> Any:
+        """step(key block [B, Hq, rows], mask [B, Hq, rows, g|1, g|1], state) over all slots."""
+
+        def run(number: Array | int, state: Any) -> Any:
+            ranges = (
+                _of_rows(lax.dynamic_index_in_dim(x, number, 2, keepdims=False), rows)
+                for x in (self.first, self.last)
+            )
+            return _fold(tuple(ranges), self, rows, step, state)
+
+        runs = self.first.shape[2]
+        return run(0, state) if runs == 1 else lax.fori_loop(0, runs, run, state)
 
     def at(self, rows: Array, slot: Array) -> tuple[Array, Array]:
-        """Key block [B, Hq, rows] of a slot (clipped to exist) and mask [B, Hq, rows, g|1, g|1]."""
-        if isinstance(self.tiles, DiagonalTiles):
-            offset = self.tiles.offsets[..., slot][..., None]
-            block, diagonal = rows - offset, offset == self.tiles.diagonal
-        else:
+        """Key block of a slot, and whether it lies on the causal diagonal."""
+        if isinstance(self.tiles, BlockSparseIndex):
             block = _of_rows(self.tiles.key_blocks, rows)[..., slot]
-            diagonal = (block == rows) & self.tiles.causal
-        return _masked(block, diagonal, slot, self, rows, self.num_columns)
+            return block, (block == rows) & self.tiles.causal
+        offset = self.tiles.offsets[..., slot][..., None]
+        return rows - offset, offset == self.tiles.diagonal
 
 
 class _ColumnWalk:
     """Query blocks of key blocks, slot by slot."""
 
     def __init__(self, tiles: Tiles, num_rows: int, num_columns: int):
-        self.tiles = tiles
-        self.num_rows = num_rows
-        if isinstance(tiles, DiagonalTiles):
-            self.first, self.last = tiles.column_ranges(num_rows, num_columns)
-        else:
+        self.tiles, self.others = tiles, num_rows
+        if isinstance(tiles, BlockSparseIndex):
             self.first, self.last = jnp.zeros_like(tiles.query_count), tiles.query_count
+        else:
+            self.first, self.last = tiles.column_ranges(num_rows, num_columns)
 
-    def bounds(self, columns: Array) -> tuple[Array, Array]:
-        return _bounds(self.first, self.last, columns)
+    def fold(self, columns: Array, step: Callable, state: Any) -> Any:
+        """step(query block [B, Hq, columns], its mask, state) over all slots."""
+        ranges = _of_rows(self.first, columns), _of_rows(self.last, columns)
+        return _fold(ranges, self, columns, step, state)
 
     def at(self, columns: Array, slot: Array) -> tuple[Array, Array]:
-        """Query block [B, Hq, columns] of a slot (clipped to exist) and its mask."""
-        if isinstance(self.tiles, DiagonalTiles):
-            offset = self.tiles.offsets[..., slot][..., None]
-            block, diagonal = columns + offset, offset == self.tiles.diagonal
-        else:
+        """Query block of a slot, and whether it lies on the causal diagonal."""
+        if isinstance(self.tiles, BlockSparseIndex):
             block = _of_rows(self.tiles.query_blocks, columns)[..., slot]
-            diagonal = (block == columns) & self.tiles.causal
-        return _masked(block, diagonal, slot, self, columns, self.num_rows)
+            return block, (block == columns) & self.tiles.causal
+        offset = self.tiles.offsets[..., slot][..., None]
+        return columns + offset, offset == self.tiles.diagonal
 
 
-def _masked(
-    block: Array, diagonal: Array, slot: Array, walk: _RowWalk | _ColumnWalk,
-    numbers: Array, size: int,
-) -> tuple[Array, Array]:
-    first, last = _of_rows(walk.first, numbers), _of_rows(walk.last, numbers)
-    listed = (slot >= first) & (slot < last)
-    g = walk.tiles.block_size
-    below = jnp.tril(jnp.ones((g, g), bool))
-    diagonal = jnp.broadcast_to(diagonal, listed.shape)[..., None, None]
-    mask = listed[..., None, None] & (~diagonal | below)
-    return jnp.clip(block, 0, size - 1), mask
-
-
-def _bounds(first: Array, last: Array, rows: Array) -> tuple[Array, Array]:
-    first, last = _of_rows(first, rows), _of_rows(last, rows)
+def _fold(
+    ranges: tuple[Array, Array], walk: _RowWalk | _ColumnWalk, numbers: Array, step: Callable,
+    state: Any,
+) -> Any:
+    """Visits the slots in the ranges [B, Hq, n] of some own blocks; blocks are clipped to exist."""
+    first, last = ranges
     some = last > first
     lowest = jnp.min(jnp.where(some, first, jnp.iinfo(jnp.int32).max))
-    return jnp.where(some.any(), lowest, 0), jnp.max(jnp.where(some, last, 0))
+    g = walk.tiles.block_size
+    below = jnp.tril(jnp.ones((g, g), bool))
+
+    def visit(slot: Array, state: Any) -> Any:
+        block, diagonal = walk.at(numbers, slot)
+        listed = (slot >= first) & (slot < last)
+        diagonal = jnp.broadcast_to(diagonal, listed.shape)[..., None, None]
+        mask = listed[..., None, None] & (~diagonal | below)
+        return step(jnp.clip(block, 0, walk.others - 1), mask, state)
+
+    stop = jnp.max(jnp.where(some, last, 0))
+    return lax.fori_loop(jnp.where(some.any(), lowest, 0), stop, visit, state)
 
 
 def _of_rows(x: Array, rows: Array) -> Array:

@@ -130,6 +130,23 @@ class Layout:
             before += segment.num_blocks
         return local
 
+    def gathered_positions(self, tokens: Array, ranks: Array) -> Array:
+        """Where global token positions lie in the shards of several ranks, one after another.
+
+        Args:
+            tokens: as in `local_positions`.
+            ranks: int32 [n], may be traced.
+
+        Returns:
+            int32 of the shape of `tokens`: position in the concatenated shards, or -1.
+        """
+        size = self.local_blocks * self.block_size
+        found = jnp.full_like(tokens, -1)
+        for number in range(ranks.shape[0]):
+            local = self.local_positions(tokens, ranks[number])
+            found = jnp.where(local >= 0, number * size + local, found)
+        return found
+
     def permutation(self) -> np.ndarray:
         """Global position of each token in layout order: int64 [S], `x_layout = x[permutation]`."""
         blocks = [

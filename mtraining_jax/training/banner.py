@@ -29,7 +29,7 @@ def banner(config: Config, builder: StateBuilder, mesh: Mesh, data: str) -> list
     device = mesh.devices.flat[0]
     processes = jax.process_count()
     shape = f"{parallel.data} x {parallel.nodes} x {parallel.devices_per_node}"
-    ring = "hierarchical ring" if parallel.hierarchical else "flat ring"
+    ring = f"{parallel.ring} ring"
     batch = f"{config.data.batch_size} x {config.data.seq_len:,} tokens a step"
     parts = config.optimizer.accumulation_steps
     rows = [

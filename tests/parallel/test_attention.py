@@ -85,7 +85,7 @@ def test_the_budgets_of_a_layer_are_an_argument():
 
 def test_a_given_index_is_used_as_it_is():
     index = indices.sparse()
-    out, stats = run(None, index, hierarchical=False)
+    out, stats = run(None, index, ring="gather")
     check(out, stats, np.asarray(mask_from_index(index, indices.SEQ_LEN)))
 
 

@@ -11,12 +11,12 @@ from pallas_kernels.reference import mask_from_index
 from tests.parallel import indices
 
 
-def plan_of(kind, nodes, devices, hierarchical, seq_len=indices.SEQ_LEN, block=None, spread=True):
+def plan_of(kind, nodes, devices, ring, seq_len=indices.SEQ_LEN, block=None, spread=True):
     layout = Layout(
         kind, seq_len, nodes * devices, block or indices.BLOCK_SIZE,
-        nodes if hierarchical and spread else 1,
+        nodes if ring != "flat" and spread else 1,
     )  # fmt: skip
-    return RingPlan(layout, ("node", "device"), (nodes, devices), hierarchical)
+    return RingPlan(layout, ("node", "device"), (nodes, devices), ring)
 
 
 def index_of(diagonals, num_blocks, block_size):
@@ -29,9 +29,9 @@ def index_of(diagonals, num_blocks, block_size):
 
 
 @pytest.mark.parametrize("kind", ["striped", "zigzag", "contiguous"])
-@pytest.mark.parametrize("hierarchical", [False, True])
-def test_counts_are_those_of_the_mask(kind, hierarchical):
-    plan = plan_of(kind, 2, 2, hierarchical)
+@pytest.mark.parametrize("ring", ["flat", "hierarchical"])
+def test_counts_are_those_of_the_mask(kind, ring):
+    plan = plan_of(kind, 2, 2, ring)
     index = indices.sparse()
     balance = jax.jit(ring_balance, static_argnums=1)(index, plan)
 
@@ -59,15 +59,15 @@ def test_counts_are_those_of_the_mask(kind, hierarchical):
 
 
 def test_dense_has_all_causal_tiles():
-    balance = ring_balance(None, plan_of("striped", 2, 4, True))
+    balance = ring_balance(None, plan_of("striped", 2, 4, "hierarchical"))
     assert balance.tiles.sum() == indices.NUM_BLOCKS * (indices.NUM_BLOCKS + 1) / 2
     assert not balance.columns.any() and balance.column_imbalance == 0
 
 
 @pytest.mark.parametrize(
-    ("nodes", "devices", "hierarchical"), [(1, 8, False), (2, 4, True), (4, 2, True)]
+    ("nodes", "devices", "ring"), [(1, 8, "flat"), (2, 4, "hierarchical"), (4, 2, "hierarchical")]
 )
-def test_striped_is_balanced_where_zigzag_is_not(nodes, devices, hierarchical):
+def test_striped_is_balanced_where_zigzag_is_not(nodes, devices, ring):
     # The shape of real patterns: a band near the diagonal and a few far diagonals.
     num_blocks, block = 1024, 4
     rng = np.random.default_rng(0)
@@ -75,21 +75,21 @@ def test_striped_is_balanced_where_zigzag_is_not(nodes, devices, hierarchical):
     index = index_of([*range(8), *far], num_blocks, block)
 
     def balance(kind, **options):
-        plan = plan_of(kind, nodes, devices, hierarchical, num_blocks * block, block, **options)
+        plan = plan_of(kind, nodes, devices, ring, num_blocks * block, block, **options)
         return ring_balance(index, plan)
 
     striped, zigzag = balance("striped"), balance("zigzag")
     assert striped.imbalance < 1.03 and striped.step_imbalance < 1.03
     assert (striped.per_step < 1.03).all()
     assert zigzag.step_imbalance > 1.15 and zigzag.per_step.max() > 1.7
-    if hierarchical:
+    if nodes > 1:
         # Without stripes over nodes, devices of a node work on two residues and wait.
         assert balance("striped", spread=False).step_imbalance > 1.1
 
 
 def test_a_flat_striped_ring_gives_equal_work_at_every_step():
     index = index_of([0, 1, 2, 3, 17, 101, 511], 1024, 4)
-    balance = ring_balance(index, plan_of("striped", 1, 8, False, 4096, 4))
+    balance = ring_balance(index, plan_of("striped", 1, 8, "flat", 4096, 4))
     assert balance.step_imbalance < 1.02
     busy = np.asarray(balance.tiles.sum((0, 1))) > 0
     assert (np.asarray(balance.per_step)[busy] < 1.02).all()

@@ -30,15 +30,14 @@ def expected(name):
     return oracle(*indices.inputs(), mask_from_index(INDICES[name](), indices.SEQ_LEN))
 
 
-def compile_ring(nodes, devices, kind, hierarchical, index, dtype=jnp.float32, data=1):
+def compile_ring(nodes, devices, kind, ring, dtype=jnp.float32, data=1):
     """A function of an index -> (out, dq, dk, dv) in global order."""
     mesh = make_mesh(data, nodes, devices)
-    layout = Layout(
-        kind, indices.SEQ_LEN, nodes * devices, indices.BLOCK_SIZE, nodes if hierarchical else 1
-    )
+    spread = 1 if ring == "flat" else nodes
+    layout = Layout(kind, indices.SEQ_LEN, nodes * devices, indices.BLOCK_SIZE, spread)
 
     def local(q, k, v, dout, index):
-        attend = functools.partial(ring_attention, layout=layout, hierarchical=hierarchical)
+        attend = functools.partial(ring_attention, layout=layout, ring=ring)
         out, vjp = jax.vjp(lambda q, k, v: attend(q, k, v, index), q, k, v)
         return out, *vjp(dout)
 
@@ -67,56 +66,67 @@ def test_the_sparse_index_is_really_sparse():
 FACTORISATIONS = [(n, w // n) for w in (1, 2, 4, 8) for n in (1, 2, 4, 8) if n <= w]
 
 
+@pytest.mark.parametrize("ring", ["hierarchical", "gather"])
 @pytest.mark.parametrize(("nodes", "devices"), FACTORISATIONS)
-def test_striped_hierarchical_on_every_mesh(nodes, devices):
+def test_striped_on_every_mesh(nodes, devices, ring):
     data = 2 if nodes * devices == 4 else 1
-    ring = compile_ring(nodes, devices, "striped", True, "sparse", data=data)
+    run = compile_ring(nodes, devices, "striped", ring, data=data)
     for name, index in INDICES.items():
-        check(ring(index()), name)
+        check(run(index()), name)
 
 
 @pytest.mark.parametrize(
-    ("nodes", "devices", "kind", "hierarchical"),
+    ("nodes", "devices", "kind", "ring"),
     [
-        (2, 4, "striped", False),
-        (1, 1, "zigzag", False),
-        (2, 1, "zigzag", False),
-        (2, 2, "zigzag", True),
-        (4, 2, "zigzag", False),
-        (1, 2, "contiguous", True),
+        (2, 4, "striped", "flat"),
+        (1, 1, "zigzag", "flat"),
+        (2, 1, "zigzag", "flat"),
+        (2, 2, "zigzag", "hierarchical"),
+        (4, 2, "zigzag", "flat"),
+        (1, 2, "contiguous", "hierarchical"),
+        (1, 4, "zigzag", "gather"),
+        (2, 2, "zigzag", "gather"),
+        (4, 2, "contiguous", "gather"),
     ],
 )
-def test_every_layout_flat_and_hierarchical(nodes, devices, kind, hierarchical):
-    ring = compile_ring(nodes, devices, kind, hierarchical, "sparse")
+def test_every_layout_and_ring(nodes, devices, kind, ring):
+    run = compile_ring(nodes, devices, kind, ring)
     for name, index in INDICES.items():
-        check(ring(index()), name)
+        check(run(index()), name)
 
 
 @pytest.mark.parametrize(
-    ("nodes", "devices", "kind", "hierarchical"),
-    [(2, 2, "striped", True), (1, 4, "striped", False), (2, 1, "zigzag", False)],
+    ("nodes", "devices", "kind", "ring"),
+    [
+        (2, 2, "striped", "hierarchical"),
+        (1, 4, "striped", "flat"),
+        (2, 1, "zigzag", "flat"),
+        (1, 4, "striped", "gather"),
+        (2, 2, "striped", "gather"),
+        (1, 2, "zigzag", "gather"),
+    ],
 )
-def test_no_index_means_dense_causal(nodes, devices, kind, hierarchical):
-    check(compile_ring(nodes, devices, kind, hierarchical, None)(None), "dense")
+def test_no_index_means_dense_causal(nodes, devices, kind, ring):
+    check(compile_ring(nodes, devices, kind, ring)(None), "dense")
 
 
-def test_accumulation_stays_fp32_between_the_steps_of_a_bf16_ring():
+@pytest.mark.parametrize(("mesh", "ring"), [((1, 8), "flat"), ((4, 2), "gather")])
+def test_accumulation_stays_fp32_between_the_steps_of_a_bf16_ring(mesh, ring):
     # Rounding the running output once a step would make the error grow with the ring.
     mask = mask_from_index(indices.dense(), indices.SEQ_LEN)
     rounded = (x.astype(jnp.float32) for x in indices.inputs(dtype=jnp.bfloat16))
     wanted = oracle(*rounded, mask)
 
     def errors(nodes, devices):
-        ring = compile_ring(nodes, devices, "striped", False, None, dtype=jnp.bfloat16)
-        results = ring(None)
+        results = compile_ring(nodes, devices, "striped", ring, dtype=jnp.bfloat16)(None)
         assert {x.dtype for x in results} == {jnp.dtype(jnp.bfloat16)}
         return [
             float(jnp.sqrt(jnp.mean((x.astype(jnp.float32) - y) ** 2)))
             for x, y in zip(results, wanted, strict=True)
         ]
 
-    alone, ring = errors(1, 1), errors(1, 8)
-    assert all(many <= 1.1 * one for many, one in zip(ring, alone, strict=True))
+    alone, many = errors(1, 1), errors(*mesh)
+    assert all(x <= 1.1 * one for x, one in zip(many, alone, strict=True))
 
 
 def test_an_index_gets_no_gradient():
@@ -139,6 +149,7 @@ def test_an_index_gets_no_gradient():
         ({"layout": Layout("striped", 256, 1, 16)}, "block_size=8 but the layout 16"),
         ({"layout": Layout("striped", 256, 2, 8)}, "product 1 but the layout is for num_ranks=2"),
         ({"axis_sizes": (1,)}, "axis_sizes=.1,. must be equally long"),
+        ({"ring": "round"}, "ring='round' is unknown; it must be one of"),
     ],
 )
 def test_what_does_not_fit_is_refused(change, sentence):

@@ -18,22 +18,22 @@ from pallas_kernels.tiles import active_diagonals
 from tests.parallel import indices
 
 KERNELS = ("forward", "backward")
-MESHES = [(1, 8, False), (2, 4, False), (2, 4, True), (4, 2, True), (8, 1, True)]
+FLAT, NESTED, GATHER = "flat", "hierarchical", "gather"
+MESHES = [(1, 8, FLAT), (2, 4, FLAT), (2, 4, NESTED), (4, 2, NESTED), (8, 1, NESTED)]
 
 
-def layout_of(nodes, devices, hierarchical, kind="striped"):
-    return Layout(
-        kind, indices.SEQ_LEN, nodes * devices, indices.BLOCK_SIZE, nodes if hierarchical else 1
-    )
+def layout_of(nodes, devices, ring, kind="striped"):
+    spread = 1 if ring == FLAT else nodes
+    return Layout(kind, indices.SEQ_LEN, nodes * devices, indices.BLOCK_SIZE, spread)
 
 
 @functools.cache
-def traced(nodes, devices, hierarchical, differentiate):
-    layout = layout_of(nodes, devices, hierarchical)
+def traced(nodes, devices, ring, differentiate):
+    layout = layout_of(nodes, devices, ring)
 
     def local(q, k, v, dout, index):
         def attend(q, k, v):
-            return ring_attention(q, k, v, index, layout=layout, hierarchical=hierarchical)
+            return ring_attention(q, k, v, index, layout=layout, ring=ring)
 
         if not differentiate:
             return attend(q, k, v)
@@ -44,8 +44,10 @@ def traced(nodes, devices, hierarchical, differentiate):
         local, mesh=mesh, in_specs=(*[HEADS] * 4, P("data")), out_specs=HEADS, check_vma=False
     )
     # Each kernel call becomes one equation, whose outputs need all of its inputs.
-    static = {"static_argnames": ("scale", "backend")}
-    calls = {name: jax.jit(getattr(kernels, name), **static) for name in KERNELS}
+    static = {"forward": ("scale", "backend", "out_dtype"), "backward": ("scale", "backend")}
+    calls = {
+        name: jax.jit(getattr(kernels, name), static_argnames=static[name]) for name in KERNELS
+    }
     with mock.patch.multiple(kernels, **calls):
         return jax.make_jaxpr(sharded)(*indices.inputs(), indices.sparse()).jaxpr
 
@@ -96,25 +98,25 @@ def exposed_transfers(jaxpr):
 
 
 @pytest.mark.parametrize(
-    ("nodes", "devices", "hierarchical", "ways_home"),
+    ("nodes", "devices", "ring", "ways_home"),
     [
         # A flat ring, or a ring of nodes: the last hop of dk and dv.
-        (1, 8, False, 1),
-        (2, 4, False, 1),
-        (8, 1, True, 1),
+        (1, 8, FLAT, 1),
+        (2, 4, FLAT, 1),
+        (8, 1, NESTED, 1),
         # The last hop inside the node and the one between nodes.
-        (2, 4, True, 2),
+        (2, 4, NESTED, 2),
         # The last hop inside the node in each of four outer steps, and the one between nodes.
-        (4, 2, True, 5),
+        (4, 2, NESTED, 5),
     ],
 )
 def test_every_transfer_has_a_kernel_to_hide_behind_but_gradients_on_their_last_hop(
-    nodes, devices, hierarchical, ways_home
+    nodes, devices, ring, ways_home
 ):
     def exposed(differentiate):
         return sum(
             times * len(exposed_transfers(jaxpr))
-            for jaxpr, times in walk(traced(nodes, devices, hierarchical, differentiate))
+            for jaxpr, times in walk(traced(nodes, devices, ring, differentiate))
         )
 
     assert exposed(False) == 0
@@ -125,7 +127,7 @@ def test_every_transfer_has_a_kernel_to_hide_behind_but_gradients_on_their_last_
 def test_what_travels_in_the_loop_of_a_ring_is_sent_at_the_top(differentiate):
     # The operands of a transfer are what the step began with: no equation precedes it.
     found = 0
-    for jaxpr, _ in walk(traced(1, 8, False, differentiate)):
+    for jaxpr, _ in walk(traced(1, 8, FLAT, differentiate)):
         for eqn in jaxpr.eqns:
             body = eqn.params["jaxpr"].jaxpr if eqn.primitive.name == "scan" else None
             if body is not None and any(map(is_transfer, body.eqns)):
@@ -135,12 +137,12 @@ def test_what_travels_in_the_loop_of_a_ring_is_sent_at_the_top(differentiate):
     assert found == (2 + 4 if differentiate else 2)  # k, v forward; k, v, dk, dv backward
 
 
-@pytest.mark.parametrize(("nodes", "devices", "hierarchical"), MESHES)
-def test_no_hop_is_wasted(nodes, devices, hierarchical):
+@pytest.mark.parametrize(("nodes", "devices", "ring"), MESHES)
+def test_no_hop_is_wasted(nodes, devices, ring):
     def hops(differentiate):
         return sum(
             times * sum(map(is_transfer, jaxpr.eqns))
-            for jaxpr, times in walk(traced(nodes, devices, hierarchical, differentiate))
+            for jaxpr, times in walk(traced(nodes, devices, ring, differentiate))
         )
 
     ranks = nodes * devices
@@ -149,15 +151,15 @@ def test_no_hop_is_wasted(nodes, devices, hierarchical):
     assert forward == 2 * (ranks - 1)
     # Their gradients also go home: once around the ring, or around each ring of the hierarchy.
     home = ranks
-    if hierarchical:
+    if ring == NESTED:
         home = nodes * devices * (devices > 1) + nodes * (nodes > 1)
     assert backward == 2 * (ranks - 1) + 2 * home
 
 
-@pytest.mark.parametrize(("nodes", "devices", "hierarchical"), MESHES)
-def test_a_ring_shows_every_rank_all_keys_once(nodes, devices, hierarchical):
+@pytest.mark.parametrize(("nodes", "devices", "ring"), MESHES)
+def test_a_ring_shows_every_rank_all_keys_once(nodes, devices, ring):
     plan = RingPlan(
-        layout_of(nodes, devices, hierarchical), ("node", "device"), (nodes, devices), hierarchical
+        layout_of(nodes, devices, ring), ("node", "device"), (nodes, devices), ring
     )
     steps = [(a, b) for a in range(plan.outer_size) for b in range(plan.inner_size)]
     for rank in range(8):
@@ -172,7 +174,7 @@ def test_tiles_of_all_pairs_of_ranks_are_the_tiles_of_the_index(kind, index_name
     given = index
     if index_name == "dense":
         index, given = indices.dense(), None
-    layout = layout_of(2, 2, True, kind)
+    layout = layout_of(2, 2, NESTED, kind)
     tiles = StepTiles(layout, given, indices.BATCH, indices.HEADS)
     active = np.asarray(active_diagonals(index, indices.NUM_BLOCKS))
     i, j = np.mgrid[: indices.NUM_BLOCKS, : indices.NUM_BLOCKS]
@@ -205,7 +207,7 @@ def test_an_index_without_room_for_diagonals_has_no_tiles(kind):
     columns_only = dataclasses.replace(
         index, slash_blocks=index.slash_blocks[..., :0], slash_count=0 * index.slash_count
     )
-    layout = layout_of(2, 2, True, kind)
+    layout = layout_of(2, 2, NESTED, kind)
     tiles = StepTiles(layout, columns_only, indices.BATCH, indices.HEADS)
     pair = tiles.pair(layout.segments(1)[0], layout.segments(0)[0])
     assert pair.offsets.shape[-1] == 1  # kernels need an entry, if a dead one
