@@ -103,8 +103,13 @@ class ModelConfig:
     """Type of activations; parameters and optimizer state are float32 always."""
     init_from: Text | None = None
     """Folder of a Hugging Face checkpoint to start from; none starts from random parameters."""
-    remat: Literal["none", "attention", "full"] = "attention"
-    """Computed again in the backward pass: nothing, layers but their attention, or all of them."""
+    remat: Literal["none", "attention", "attention_offload", "full"] = "attention"
+    """Computed again in the backward pass: nothing, layers but their attention, or all of them.
+
+    attention_offload is attention, with the layers' inputs kept in host memory until they are used.
+    """
+    mlp_chunk_size: PositiveInt = 16384
+    """Tokens of one device whose feed-forward activations are in memory at a time."""
     initializer_range: PositiveFloat = 0.02
     """Standard deviation of random matrices at the start."""
 

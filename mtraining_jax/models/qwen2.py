@@ -11,14 +11,15 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
-from jax.ad_checkpoint import checkpoint_policies
-from jax.sharding import Mesh, NamedSharding
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh
 
+from mtraining_jax.models.remat import RESIDUAL, rematerialised
 from mtraining_jax.models.rope import apply_rope, rope_tables
-from mtraining_jax.models.sharding import state_shardings
+from mtraining_jax.models.sharding import layer_specs, parameter_spec, state_shardings
 from mtraining_jax.models.spec import ModelSpec
-from mtraining_jax.parallel.mesh import ACTIVATIONS, REPLICATED
-from mtraining_jax.parallel.ring import SAVED_NAMES
+from mtraining_jax.models.swiglu import chunked_swiglu
+from mtraining_jax.models.token_parallel import compute_weights, on_own_tokens
 
 # (q_BSHD, k_BSHkD, v_BSHkD[, inputs of the layer]) -> (out_BSHD, fp32 scalars by name)
 Attention = Callable[..., tuple[Array, dict[str, Array]]]
@@ -77,16 +78,16 @@ class SelfAttention(nnx.Module):
         self.v_proj = Linear(spec.hidden_size, kv_width, bias=True, **options)
         self.o_proj = Linear(width, spec.hidden_size, bias=False, **options)
 
-    def __call__(
-        self, x_BSE: Array, cos: Array, sin: Array, attention: Attention
-    ) -> tuple[Array, dict[str, Array]]:
-        """[B, S, E] -> [B, S, E] and the scalars that `attention` reports."""
+    def project(self, x_BSE: Array, cos: Array, sin: Array) -> tuple[Array, Array, Array]:
+        """[B, S, E] -> turned queries [B, S, Hq, D] and keys, and values [B, S, Hk, D]."""
         split = (*x_BSE.shape[:2], -1, self.head_dim)
         q_BSHD = apply_rope(self.q_proj(x_BSE).reshape(split), cos, sin)
         k_BSHkD = apply_rope(self.k_proj(x_BSE).reshape(split), cos, sin)
-        v_BSHkD = self.v_proj(x_BSE).reshape(split)
-        out_BSHD, stats = attention(q_BSHD, k_BSHkD, v_BSHkD)
-        return self.o_proj(out_BSHD.reshape(*x_BSE.shape[:2], -1)), stats
+        return q_BSHD, k_BSHkD, self.v_proj(x_BSE).reshape(split)
+
+    def join(self, out_BSHD: Array) -> Array:
+        """[B, S, Hq, D] -> [B, S, E]."""
+        return self.o_proj(out_BSHD.reshape(*out_BSHD.shape[:2], -1))
 
 
 class MLP(nnx.Module):
@@ -97,14 +98,24 @@ class MLP(nnx.Module):
         self.gate_proj = Linear(spec.hidden_size, spec.intermediate_size, **options)
         self.up_proj = Linear(spec.hidden_size, spec.intermediate_size, **options)
         self.down_proj = Linear(spec.intermediate_size, spec.hidden_size, **options)
+        # Without rematerialisation nothing is computed twice, at the price of memory.
+        self.chunk_size = None if spec.remat == "none" else spec.mlp_chunk_size
 
     def __call__(self, x_BSE: Array) -> Array:
         """[B, S, E] -> [B, S, E]."""
-        return self.down_proj(jax.nn.silu(self.gate_proj(x_BSE)) * self.up_proj(x_BSE))
+        if self.chunk_size is None:
+            return self.down_proj(jax.nn.silu(self.gate_proj(x_BSE)) * self.up_proj(x_BSE))
+        parts = (self.gate_proj, self.up_proj, self.down_proj)
+        weights = (part.weight[...].astype(x_BSE.dtype) for part in parts)
+        x_TE = x_BSE.reshape(-1, x_BSE.shape[-1])
+        return chunked_swiglu(x_TE, *weights, self.chunk_size).reshape(x_BSE.shape)
 
 
 class DecoderLayer(nnx.Module):
-    """Attention and MLP, each on the normed residual stream and added to it."""
+    """Attention and MLP, each on the normed residual stream and added to it.
+
+    In two halves: attention lies between them, and sees more than one device's tokens.
+    """
 
     def __init__(self, spec: ModelSpec, rngs: nnx.Rngs) -> None:
         self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
@@ -112,13 +123,16 @@ class DecoderLayer(nnx.Module):
         self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.mlp = MLP(spec, rngs)
 
-    def __call__(
-        self, x_BSE: Array, cos: Array, sin: Array, attention: Attention
-    ) -> tuple[Array, dict[str, Array]]:
-        """[B, S, E] -> [B, S, E] and the scalars that `attention` reports."""
-        out_BSE, stats = self.self_attn(self.input_layernorm(x_BSE), cos, sin, attention)
-        x_BSE = x_BSE + out_BSE
-        return x_BSE + self.mlp(self.post_attention_layernorm(x_BSE)), stats
+    def before_attention(
+        self, x_BSE: Array, cos: Array, sin: Array
+    ) -> tuple[Array, Array, Array]:
+        """[B, S, E] -> queries, keys and values; see `SelfAttention.project`."""
+        return self.self_attn.project(self.input_layernorm(x_BSE), cos, sin)
+
+    def after_attention(self, x_BSE: Array, out_BSHD: Array) -> Array:
+        """The residual stream before attention and what attention gave -> [B, S, E]."""
+        x_BSE = x_BSE + self.self_attn.join(out_BSHD)
+        return x_BSE + self.mlp(self.post_attention_layernorm(x_BSE))
 
 
 class Qwen2(nnx.Module):
@@ -161,6 +175,7 @@ class Qwen2(nnx.Module):
         *,
         attention_inputs: Any = None,
         mesh: Mesh | None = None,
+        fsdp: bool = False,
     ) -> tuple[Array, dict[str, Array]]:
         """Runs all layers.
 
@@ -175,54 +190,73 @@ class Qwen2(nnx.Module):
                 of `parallel.ring.SAVED_NAMES`.
             attention_inputs: pytree whose leaves have a leading layer axis [L, ...]; when given,
                 its slice of the layer is the fourth argument of `attention`.
-            mesh: with axes ('data', 'node', 'device') of type Auto. Activations are then kept as
-                [B over data, S over (node, device), E], and the layer's parameters are gathered
-                in the compute dtype just before use. None leaves all of it to the compiler.
+            mesh: with axes ('data', 'node', 'device') of type Auto. Every device then works on
+                its own tokens, [B over data, S over (node, device), E]. None: on one device.
+            fsdp: whether parameters lie as `param_shardings(..., fsdp=True)` says. A layer's are
+                then gathered in the compute dtype just before use, and again in the backward
+                pass, from where their gradients leave by reduce-scatter.
 
         Returns:
             hidden [B, S, E] in the compute dtype, after the final norm, and the stats stacked
             over layers, fp32 [L] each.
         """
         dtype = jnp.dtype(self.spec.dtype)
+        positions = jnp.broadcast_to(positions, tokens.shape)
         cos, sin = rope_tables(positions, self.spec)
-        # The rows are cast after the lookup, so that gradients of frequent tokens add in fp32.
-        table_VE = _replicated(self.embed_tokens.weight[...], mesh)
-        x_BSE = _spread(jnp.take(table_VE, tokens, axis=0).astype(dtype), mesh)
+        x_BSE = self._embed(tokens, mesh, fsdp)
         graphdef, layers = nnx.split(self.layers)
+        specs = None if mesh is None else layer_specs(layers, mesh, fsdp)
+
+        def half(method: Callable[..., Any], parameters: nnx.State, *arrays: Array) -> Any:
+            return on_own_tokens(
+                lambda parameters, *arrays: method(nnx.merge(graphdef, parameters), *arrays),
+                parameters,
+                *arrays,
+                specs=specs,
+                mesh=mesh,
+            )
 
         def body(x_BSE: Array, inputs: tuple[Any, Any]) -> tuple[Array, dict[str, Array]]:
             parameters, layer_inputs = inputs
-            layer = nnx.merge(graphdef, _gather(parameters, dtype, mesh))
-            if attention_inputs is None:
-                attend = attention
-            else:
-
-                def attend(q: Array, k: Array, v: Array) -> tuple[Array, dict[str, Array]]:
-                    return attention(q, k, v, layer_inputs)
-
-            x_BSE, stats = layer(x_BSE, cos, sin, attend)
+            parameters = compute_weights(parameters, dtype)
+            x_BSE = checkpoint_name(x_BSE, RESIDUAL)
+            qkv = half(DecoderLayer.before_attention, parameters, x_BSE, cos, sin)
+            given = () if attention_inputs is None else (layer_inputs,)
+            out_BSHD, stats = attention(*qkv, *given)
+            x_BSE = half(DecoderLayer.after_attention, parameters, x_BSE, out_BSHD)
             stats = {
                 name: jax.lax.stop_gradient(jnp.asarray(value, jnp.float32))
                 for name, value in stats.items()
             }
-            return _spread(x_BSE, mesh), stats
+            return x_BSE, stats
 
-        body = _remat(body, self.spec.remat)
+        body = rematerialised(body, self.spec.remat)
         x_BSE, stats = jax.lax.scan(body, x_BSE, (layers, attention_inputs))
         return self.norm(x_BSE), stats
 
+    def _embed(self, tokens: Array, mesh: Mesh | None, fsdp: bool) -> Array:
+        """int32 [B, S] -> [B, S, E] in the compute dtype."""
+        table_VE = self.embed_tokens.weight[...]
+
+        def look_up(table_VE: Array, tokens: Array) -> Array:
+            # Cast after the lookup, so that gradients of frequent tokens add in fp32.
+            return jnp.take(table_VE, tokens, axis=0).astype(self.spec.dtype)
+
+        spec = mesh and parameter_spec("embed_tokens.weight", table_VE.shape, mesh, fsdp)
+        return on_own_tokens(look_up, table_VE, tokens, specs=spec, mesh=mesh)
+
     def lm_head_weight(self) -> Array:
-        """The output matrix, fp32 [E, V]: the transposed embedding when tied."""
+        """The output matrix, fp32 [V, E]: the embedding when tied."""
         table = self.embed_tokens if self.lm_head is None else self.lm_head
-        return table.weight[...].T
+        return table.weight[...]
 
     def logits(self, hidden_BSE: Array) -> Array:
         """fp32 [B, S, V], all at once: for short sequences."""
-        weight_EV = self.lm_head_weight().astype(hidden_BSE.dtype)
+        weight_VE = self.lm_head_weight().astype(hidden_BSE.dtype)
         return jnp.einsum(
-            "bse,ev->bsv",
+            "bse,ve->bsv",
             hidden_BSE,
-            weight_EV,
+            weight_VE,
             precision=_precision(hidden_BSE.dtype),
             preferred_element_type=jnp.float32,
         )
@@ -263,40 +297,6 @@ def init_model(
 
     shardings = None if mesh is None else param_shardings(spec, mesh, fsdp)
     return graphdef, jax.jit(draw, out_shardings=shardings)(seed)
-
-
-def _remat(body: Callable[..., Any], kind: str) -> Callable[..., Any]:
-    if kind == "none":
-        return body
-    if kind == "full":
-        policy = checkpoint_policies.nothing_saveable
-    else:
-        policy = checkpoint_policies.save_only_these_names(*SAVED_NAMES)
-    # Inside a scan the compiler cannot merge the recomputation with the forward pass.
-    return jax.checkpoint(body, policy=policy, prevent_cse=False)
-
-
-def _gather(parameters: nnx.State, dtype: jnp.dtype, mesh: Mesh | None) -> nnx.State:
-    """One layer's parameters, whole on every device; matrices in the compute dtype."""
-
-    def gather(parameter: Array) -> Array:
-        # Cast first: half the bytes travel. Norms and biases stay fp32.
-        parameter = parameter.astype(dtype) if parameter.ndim > 1 else parameter
-        return _replicated(parameter, mesh)
-
-    return jax.tree.map(gather, parameters)
-
-
-def _replicated(x: Array, mesh: Mesh | None) -> Array:
-    if mesh is None:
-        return x
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, REPLICATED))
-
-
-def _spread(x: Array, mesh: Mesh | None) -> Array:
-    if mesh is None:
-        return x
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, ACTIVATIONS))
 
 
 def _precision(dtype: jnp.dtype) -> jax.lax.Precision | None:

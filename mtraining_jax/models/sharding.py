@@ -98,5 +98,31 @@ def state_shardings(state: nnx.State, mesh: Mesh, fsdp: bool) -> nnx.State:
     )
 
 
+def layer_specs(layers: nnx.State, mesh: Mesh, fsdp: bool) -> nnx.State:
+    """How the parameters of one layer lie, without the leading axis of layers.
+
+    Args:
+        layers: state of the stacked layers, [L, ...].
+        mesh: axes ('data', 'node', 'device').
+        fsdp: as for `state_shardings`.
+
+    Returns:
+        A state of the same structure with `PartitionSpec` leaves.
+    """
+
+    def of_layer(path: tuple[Any, ...], leaf: Any) -> PartitionSpec:
+        return PartitionSpec(
+            *parameter_spec(f"layers.{_dotted(path)}", leaf.shape, mesh, fsdp)[1:]
+        )
+
+    return jax.tree_util.tree_map_with_path(of_layer, layers)
+
+
+def lm_head_spec(tied: bool, shape: tuple[int, ...], mesh: Mesh, fsdp: bool) -> PartitionSpec:
+    """The partition of the output matrix [V, E]: the embedding's when tied."""
+    name = "embed_tokens.weight" if tied else "lm_head.weight"
+    return parameter_spec(name, shape, mesh, fsdp)
+
+
 def _dotted(path: tuple[Any, ...]) -> str:
     return ".".join(key.key for key in path if isinstance(key, jax.tree_util.DictKey))

@@ -6,7 +6,7 @@ from typing import Any, Literal, Self
 
 from mtraining_jax.errors import UserError
 
-REMAT_POLICIES = ("none", "attention", "full")
+REMAT_POLICIES = ("none", "attention", "attention_offload", "full")
 COMPUTE_DTYPES = ("bfloat16", "float32")
 
 
@@ -86,9 +86,9 @@ class ModelSpec:
         rms_norm_eps: added to the mean square.
         tie_word_embeddings: the embedding is also the output matrix.
         dtype: what layers compute in; parameters are always fp32.
-        remat: what the backward pass recomputes. "none": nothing; "full": each layer from its
-            input; "attention": each layer except what attention saved under the names
-            `attn_out`, `attn_lse` and `sparse_index`.
+        remat: what the backward pass recomputes; see `remat.py`.
+        mlp_chunk_size: tokens of one device whose intermediate activations exist at a time; not
+            read with remat "none".
         initializer_range: standard deviation of freshly drawn matrices.
     """
 
@@ -105,7 +105,8 @@ class ModelSpec:
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    remat: Literal["none", "attention", "full"] = "attention"
+    remat: Literal["none", "attention", "attention_offload", "full"] = "attention"
+    mlp_chunk_size: int = 16384
     initializer_range: float = 0.02
 
     def __post_init__(self) -> None:
@@ -118,6 +119,7 @@ class ModelSpec:
             "head_dim",
             "intermediate_size",
             "max_position_embeddings",
+            "mlp_chunk_size",
         ):
             if getattr(self, name) < 1:
                 raise UserError(f"model.{name}={getattr(self, name)} must be positive")

@@ -15,7 +15,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from mtraining_jax.data import IGNORE_LABEL
-from mtraining_jax.parallel.mesh import ACTIVATIONS, AXES, TOKENS
+from mtraining_jax.models.token_parallel import cut_axis, gather, num_chunks, reduce_scatter
+from mtraining_jax.parallel.mesh import ACTIVATIONS, AXES, DATA_AXIS, REPLICATED, TOKENS
 
 
 def count_labels(labels: Array) -> Array:
@@ -25,56 +26,61 @@ def count_labels(labels: Array) -> Array:
 
 def linear_cross_entropy(
     hidden_BSE: Array,
-    weight_EV: Array,
+    weight_VE: Array,
     labels_BS: Array,
     *,
     chunk_size: int,
     mesh: Mesh | None = None,
+    weight_spec: P = REPLICATED,
 ) -> Array:
-    """Sum over counted labels of -log softmax(hidden @ weight)[label], without all logits.
+    """Sum over counted labels of -log softmax(hidden @ weight.T)[label], without all logits.
 
     The sum is to be divided by the number of counted labels of the whole batch (`count_labels`),
     over all devices and accumulation steps. The reference divides by all S tokens although the
     last one of a sequence has no label: its loss is this one times (S-1)/S.
 
     Logits, log-softmax and the sum are fp32; the products take the dtype of `hidden_BSE`, as do
-    the logits' gradients inside them, and the gradient of the weight adds up in fp32.
+    the logits' gradients inside them, and the gradient of the weight adds up in fp32, over
+    chunks and over devices.
 
     Args:
         hidden_BSE: [B, S, E], fp32 or bf16.
-        weight_EV: fp32 [E, V].
+        weight_VE: fp32 [V, E].
         labels_BS: int32 [B, S], ids below V, or `IGNORE_LABEL`.
         chunk_size: tokens of one device whose logits exist at a time.
         mesh: B lies over 'data' and S over ('node', 'device'), in any order; every device works
             on its own tokens. None: everything is on one device.
+        weight_spec: how the weight and its gradient lie on the mesh.
 
     Returns:
-        fp32 scalar; differentiable in `hidden_BSE` and `weight_EV`.
+        fp32 scalar; differentiable in `hidden_BSE` and `weight_VE`.
 
     Raises:
         ValueError: if shapes do not fit or chunk_size is below 1.
     """
-    if hidden_BSE.shape[:2] != labels_BS.shape or hidden_BSE.shape[-1] != weight_EV.shape[0]:
+    if hidden_BSE.shape[:2] != labels_BS.shape or hidden_BSE.shape[-1] != weight_VE.shape[1]:
         raise ValueError(
-            f"hidden {hidden_BSE.shape}, weight {weight_EV.shape} and labels {labels_BS.shape} "
-            "must be [B, S, E], [E, V] and [B, S]"
+            f"hidden {hidden_BSE.shape}, weight {weight_VE.shape} and labels {labels_BS.shape} "
+            "must be [B, S, E], [V, E] and [B, S]"
         )
     if chunk_size < 1:
         raise ValueError(f"chunk_size={chunk_size} must be at least 1")
-    return _summed(hidden_BSE, weight_EV, labels_BS, chunk_size, mesh)
+    return _summed(hidden_BSE, weight_VE, labels_BS, chunk_size, mesh, weight_spec)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _summed(hidden, weight, labels, chunk_size, mesh):
-    return _on_mesh(hidden, weight, labels, chunk_size, mesh, with_gradients=False)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def _summed(hidden, weight, labels, chunk_size, mesh, weight_spec):
+    return _on_mesh(hidden, weight, labels, chunk_size, mesh, weight_spec, with_gradients=False)
 
 
-def _summed_fwd(hidden, weight, labels, chunk_size, mesh):
-    loss, d_hidden, d_weight = _on_mesh(hidden, weight, labels, chunk_size, mesh, True)
+def _summed_fwd(hidden, weight, labels, chunk_size, mesh, weight_spec):
+    loss, d_hidden, d_weight = _on_mesh(
+        hidden, weight, labels, chunk_size, mesh, weight_spec, with_gradients=True
+    )
     return loss, (d_hidden, d_weight)
 
 
-def _summed_bwd(chunk_size, mesh, gradients, d_loss):
+def _summed_bwd(chunk_size, mesh, weight_spec, gradients, d_loss):
     d_hidden, d_weight = gradients
     # d_loss is 1 / tokens: in bf16 it would bias all gradients by up to 0.4 %.
     d_hidden = (d_hidden.astype(jnp.float32) * d_loss).astype(d_hidden.dtype)
@@ -84,40 +90,39 @@ def _summed_bwd(chunk_size, mesh, gradients, d_loss):
 _summed.defvjp(_summed_fwd, _summed_bwd)
 
 
-def _on_mesh(hidden, weight, labels, chunk_size, mesh, with_gradients):
+def _on_mesh(hidden, weight, labels, chunk_size, mesh, weight_spec, with_gradients):
     """The loss, and its gradients if asked, each device on its own tokens."""
     local = functools.partial(_local, chunk_size=chunk_size, with_gradients=with_gradients)
+    weight = weight.astype(hidden.dtype)  # before it is gathered: half the bytes travel
     if mesh is None:
         return local(hidden, weight, labels)
 
     def summed_over_devices(hidden, weight, labels):
-        out = local(hidden, weight, labels)
+        out = local(hidden, gather(weight, weight_spec), labels)
         if not with_gradients:
             return lax.psum(out, AXES)
         loss, d_hidden, d_weight = out
-        return lax.psum(loss, AXES), d_hidden, lax.psum(d_weight, AXES)
+        if cut_axis(weight_spec) is None:
+            d_weight = lax.psum(d_weight, AXES)
+        else:
+            d_weight = lax.psum(reduce_scatter(d_weight, weight_spec), DATA_AXIS)
+        return lax.psum(loss, AXES), d_hidden, d_weight
 
     return jax.shard_map(
         summed_over_devices,
         mesh=mesh,
-        in_specs=(ACTIVATIONS, P(), TOKENS),
-        out_specs=(P(), ACTIVATIONS, P()) if with_gradients else P(),
+        in_specs=(ACTIVATIONS, weight_spec, TOKENS),
+        out_specs=(P(), ACTIVATIONS, weight_spec) if with_gradients else P(),
         check_vma=False,
     )(hidden, weight, labels)
 
 
-def _local(hidden_BSE, weight_EV, labels_BS, *, chunk_size, with_gradients):
+def _local(hidden_BSE, weight_VE, labels_BS, *, chunk_size, with_gradients):
     """The same for the tokens of one device."""
     dtype, (batch, seq, width) = hidden_BSE.dtype, hidden_BSE.shape
-    tokens = batch * seq
-    chunk = min(chunk_size, tokens)
-    num_chunks = -(-tokens // chunk)
-    padding = num_chunks * chunk - tokens
-    hidden = jnp.pad(hidden_BSE.reshape(tokens, width), ((0, padding), (0, 0)))
-    labels = jnp.pad(labels_BS.reshape(tokens), (0, padding), constant_values=IGNORE_LABEL)
-    hidden = hidden.reshape(num_chunks, chunk, width)
-    labels = labels.reshape(num_chunks, chunk)
-    weight = weight_EV.astype(dtype)
+    chunks = num_chunks(batch * seq, chunk_size)
+    hidden = hidden_BSE.reshape(chunks, -1, width)
+    labels = labels_BS.reshape(chunks, -1)
     dot = functools.partial(
         jnp.einsum,
         precision=lax.Precision.HIGHEST if dtype == jnp.float32 else None,
@@ -126,7 +131,7 @@ def _local(hidden_BSE, weight_EV, labels_BS, *, chunk_size, with_gradients):
 
     def body(carry, inputs):
         hidden_CE, labels_C = inputs
-        logits_CV = dot("ce,ev->cv", hidden_CE, weight)
+        logits_CV = dot("ce,ve->cv", hidden_CE, weight_VE)
         counted_C = labels_C != IGNORE_LABEL
         safe_C = jnp.where(counted_C, labels_C, 0)
         lse_C = jax.nn.logsumexp(logits_CV, axis=-1)
@@ -134,19 +139,18 @@ def _local(hidden_BSE, weight_EV, labels_BS, *, chunk_size, with_gradients):
         loss = jnp.sum(jnp.where(counted_C, lse_C - picked_C, 0.0))
         if not with_gradients:
             return carry + loss, None
-        total, d_weight_EV = carry
+        total, d_weight_VE = carry
         probabilities_CV = jnp.exp(logits_CV - lse_C[:, None])
         is_label_CV = jnp.arange(logits_CV.shape[-1]) == safe_C[:, None]
         d_logits_CV = jnp.where(counted_C[:, None], probabilities_CV - is_label_CV, 0.0)
         d_logits_CV = d_logits_CV.astype(dtype)
-        d_hidden_CE = dot("cv,ev->ce", d_logits_CV, weight).astype(dtype)
-        d_weight_EV = d_weight_EV + dot("ce,cv->ev", hidden_CE, d_logits_CV)
-        return (total + loss, d_weight_EV), d_hidden_CE
+        d_hidden_CE = dot("cv,ve->ce", d_logits_CV, weight_VE).astype(dtype)
+        d_weight_VE = d_weight_VE + dot("cv,ce->ve", d_logits_CV, hidden_CE)
+        return (total + loss, d_weight_VE), d_hidden_CE
 
     zero = jnp.zeros((), jnp.float32)
     if not with_gradients:
         return lax.scan(body, zero, (hidden, labels))[0]
-    start = (zero, jnp.zeros(weight_EV.shape, jnp.float32))
+    start = (zero, jnp.zeros(weight_VE.shape, jnp.float32))
     (total, d_weight), d_hidden = lax.scan(body, start, (hidden, labels))
-    d_hidden = d_hidden.reshape(-1, width)[:tokens].reshape(hidden_BSE.shape)
-    return total, d_hidden, d_weight
+    return total, d_hidden.reshape(hidden_BSE.shape), d_weight

@@ -52,6 +52,7 @@ def make_recall(
             attention_with_recall(positions),
             attention_inputs=attention_inputs,
             mesh=mesh,
+            fsdp=config.parallel.fsdp,
         )
         return layers["recall"]
 

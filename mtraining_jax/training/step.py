@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from mtraining_jax.config import Config
 from mtraining_jax.models.qwen2 import Attention
+from mtraining_jax.models.sharding import lm_head_spec
 from mtraining_jax.parallel.compiler import ring_compiler_options
 from mtraining_jax.parallel.mesh import DATA_AXIS, SEQUENCE_AXES
 from mtraining_jax.training.loss import count_labels, linear_cross_entropy
@@ -105,6 +106,7 @@ def _make_gradients(
     attention_inputs: Any,
 ):
     """(trained, frozen, batch, labels) -> loss, gradients, stats of layers."""
+    fsdp = config.parallel.fsdp
 
     def loss_of(trained: Parameters, frozen: Parameters, batch: Batch, labels: Array):
         model = nnx.merge(builder.graphdef, builder.unflatten({**trained, **frozen}))
@@ -114,13 +116,16 @@ def _make_gradients(
             attention,
             attention_inputs=attention_inputs,
             mesh=mesh,
+            fsdp=fsdp,
         )
+        weight = model.lm_head_weight()
         total = linear_cross_entropy(
             hidden,
-            model.lm_head_weight(),
+            weight,
             batch["labels"],
             chunk_size=config.loss.chunk_size,
             mesh=mesh,
+            weight_spec=lm_head_spec(config.model.tie_word_embeddings, weight.shape, mesh, fsdp),
         )
         return total / jnp.maximum(labels, 1), layers
 

@@ -12,7 +12,7 @@ BATCH, SEQ, WIDTH, VOCAB = 2, 32, 16, 37
 def example(dtype=jnp.float32):
     rng = np.random.default_rng(0)
     hidden = jnp.asarray(rng.normal(size=(BATCH, SEQ, WIDTH)), dtype)
-    weight = jnp.asarray(rng.normal(size=(WIDTH, VOCAB)), jnp.float32)
+    weight = jnp.asarray(rng.normal(size=(VOCAB, WIDTH)), jnp.float32)
     labels = rng.integers(0, VOCAB, (BATCH, SEQ))
     labels[rng.random(labels.shape) < 0.2] = IGNORE_LABEL
     labels[1, :] = IGNORE_LABEL  # a row with nothing to count
@@ -22,7 +22,7 @@ def example(dtype=jnp.float32):
 
 def dense(hidden, weight, labels):
     """All logits at once, by another route: one-hot labels and log_softmax."""
-    logits = jnp.einsum("bse,ev->bsv", hidden, weight.astype(hidden.dtype), precision="highest")
+    logits = jnp.einsum("bse,ve->bsv", hidden, weight.astype(hidden.dtype), precision="highest")
     log_probabilities = jax.nn.log_softmax(logits.astype(jnp.float32))
     return -jnp.sum(jax.nn.one_hot(labels, VOCAB) * log_probabilities)  # one_hot(-100) is 0
 
@@ -81,7 +81,7 @@ def test_no_array_of_all_logits_is_formed():
 
 def test_shapes_that_do_not_fit_are_refused():
     hidden, weight, labels = example()
-    with pytest.raises(ValueError, match="must be \\[B, S, E\\], \\[E, V\\] and \\[B, S\\]"):
+    with pytest.raises(ValueError, match="must be \\[B, S, E\\], \\[V, E\\] and \\[B, S\\]"):
         linear_cross_entropy(hidden, weight.T, labels, chunk_size=8)
     with pytest.raises(ValueError, match="chunk_size=0"):
         linear_cross_entropy(hidden, weight, labels, chunk_size=0)
