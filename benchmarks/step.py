@@ -22,7 +22,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding
 
-from benchmarks.device_times import device_times
+from benchmarks import trace_summary
 from mtraining_jax.cli import set_platform
 from mtraining_jax.config import Config, load_config
 from mtraining_jax.models.qwen2 import Attention
@@ -94,7 +94,10 @@ def time_step(
         with jax.profiler.trace(str(trace)):
             state, metrics = compiled(state, batch)
             jax.block_until_ready((state, metrics))
-        print(device_times(trace), flush=True)
+        for file in trace_summary.find_traces(trace):
+            gpus = trace_summary.read_trace(file).gpus
+            lines = trace_summary.report(gpus, steps=1, top=30) if gpus else ["no GPU in the trace"]
+            print("\n".join(lines), flush=True)
     layers = {name: float(np.mean(x)) for name, x in metrics["layers"].items()}
     return Timing(
         seconds=statistics.median(times[2:]),
