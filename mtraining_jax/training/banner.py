@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from mtraining_jax.config import Config, available_configs
 from mtraining_jax.errors import UserError
-from mtraining_jax.training.metrics import Record
+from mtraining_jax.training.metrics import REPLAYED, Record, density_of, is_replayed
 from mtraining_jax.training.state import StateBuilder
 from pallas_kernels import xla
 from pallas_kernels.backends import mosaic_gpu, no_hopper_gpu, resolve
@@ -96,8 +96,8 @@ def summary(config: Config, records: Sequence[Record], wrote: Sequence[str]) -> 
     seconds = sum(record["step_seconds"] for record in records)
     lines = [
         "",
-        f"done: {len(records)} steps in {seconds:.0f} s,"
-        f" {np.median([record['tokens_per_second'] for record in records]):,.0f} tokens/s",
+        f"done: {len(records)} steps in {seconds:.0f} s",
+        f"  speed      {_speed(records)}",
     ]
     if losses:
         of_last = f" (mean of the last {len(last)} steps)" if len(last) > 1 else ""
@@ -161,10 +161,37 @@ def _command(options: str) -> str:
     return f"{prefix} {shlex.join(kept)} {options}"
 
 
+def steady_steps(records: Sequence[Record]) -> list[Record]:
+    """Records that tell the speed: without the first two, which warm up, and traced ones."""
+    rest = [record for record in records[2:] if not record.get("profiled")]
+    return rest or list(records[-1:])
+
+
+def _speed(records: Sequence[Record]) -> str:
+    steady = steady_steps(records)
+
+    def median(name: str) -> float:
+        return float(np.median([record[name] for record in steady]))
+
+    steps = f"median of {len(steady)} steps after warm-up" if len(records) > 2 else "last step"
+    text = (
+        f"{median('step_seconds'):.3f} s/step ({steps}), {median('tokens_per_second'):,.0f}"
+        f" tokens/s, {median('tflops_per_device_executed'):.3g} TFLOP/s a device executed,"
+        f" {median('tflops_per_device_dense_equivalent'):.3g} dense-equivalent"
+    )
+    if steady[-1]["mfu"] is not None:
+        text += f", MFU {median('mfu'):.1%}"
+    if steady[-1]["memory_bytes_peak"] is not None:
+        text += f", peak memory {steady[-1]['memory_bytes_peak'] / 2**30:.1f} GiB"
+    return text + (f"; {REPLAYED}" if is_replayed(steady[-1]) else "")
+
+
 def _density(records: Sequence[Record]) -> str:
-    densities = [record["density"] for record in records if record["density"] is not None]
+    densities = [density_of(record) for record in records if density_of(record) is not None]
     recalls = [record["recall"] for record in records if record.get("recall") is not None]
     text = f"{np.mean(densities):.1%} of the causal pairs computed"
+    if is_replayed(records[-1]):
+        text += f"; {REPLAYED}"
     if recalls:
         text += f", which hold {np.mean(recalls):.1%} of the attention's mass (recall)"
     return text
@@ -174,6 +201,12 @@ def _sparsity(config: Config) -> str:
     sparsity = config.sparsity
     if sparsity.kind == "dense":
         return "dense"
+    if sparsity.kind == "replay":
+        also = ", with the time of choosing an index" if sparsity.replay_estimate else ""
+        return (
+            f"{REPLAYED}: {sparsity.replay_density:.1%} of the causal pairs, random block"
+            f" diagonals and columns{also}"
+        )
     if sparsity.kind == "fixed":
         return f"vertical-slash with the budgets of {sparsity.budget_file}"
     return f"dynamic vertical-slash, top-p {sparsity.top_p:g} ({sparsity.preset})"

@@ -4,8 +4,8 @@ import dataclasses
 
 from mtraining_jax.config import Config
 from mtraining_jax.training.dry_run_memory import Memory
+from mtraining_jax.training.flops import step_flops
 from mtraining_jax.training.hardware import Gpu
-from mtraining_jax.training.metrics import AttentionCost
 
 # Mean density that the paper reports for 512K tokens (arXiv 2510.18830): what an index that is
 # chosen at each step is taken to have, for want of the step.
@@ -56,7 +56,7 @@ def count_flops(config: Config) -> Flops:
     forward = 2.0 * tokens * matrices * model.num_layers
     # The backward pass needs the inputs of all products of a layer, but no result of the last.
     down = 2.0 * tokens * model.hidden_size * model.intermediate_size * model.num_layers
-    dense = AttentionCost(config).dense_equivalent
+    dense = step_flops(config, density=1.0, executed=1.0).attention_dense
     share, _ = density(config)
     return Flops(
         layers=3 * forward,

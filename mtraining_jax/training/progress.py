@@ -8,7 +8,7 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from mtraining_jax.training.metrics import Record
+from mtraining_jax.training.metrics import REPLAYED, Record, density_of, is_replayed
 
 
 class Display:
@@ -57,6 +57,8 @@ class Display:
             self._first = record["step"], time.monotonic()
         if self._bar is not None:
             status = f"loss {_number(record['loss'], '.3f')}  {_speed(record)}"
+            if is_replayed(record):
+                status += f"  {REPLAYED}"
             self._bar.update(self._task, completed=record["step"], status=status)
         if line:
             left = None if self._bar is not None else self._time_left(record["step"])
@@ -94,17 +96,43 @@ def step_line(record: Record, total: int) -> str:
         f"loss {_number(record['loss'], '.4f')}",
         f"grad norm {_number(record['grad_norm'], '.3f')}",
         f"lr {record['lr']:.2e}",
-        f"density {_number(record['density'], '.1%')}",
+        density_text(record),
     ]
     if record.get("recall") is not None:
         parts.append(f"recall {record['recall']:.1%}")
     if record["skipped_steps"]:
         parts.append(f"skipped {record['skipped_steps']}")
-    return "  ".join([*parts, _speed(record), f"{record['step_seconds']:.2f} s/step"])
+    parts += [
+        _speed(record),
+        f"{record['step_seconds']:.2f} s/step",
+        f"{_rate(record['tflops_per_device_executed'])} TFLOP/s a device executed",
+        f"{_rate(record['tflops_per_device_dense_equivalent'])} dense-equivalent",
+        f"MFU {'n/a' if record['mfu'] is None else format(record['mfu'], '.1%')}",
+    ]
+    if record["memory_bytes_peak"] is not None:
+        in_use, peak = (record[f"memory_bytes_{what}"] / 2**30 for what in ("in_use", "peak"))
+        parts.append(f"memory {in_use:.1f} GiB, peak {peak:.1f}")
+    return "  ".join(parts)
+
+
+def density_text(record: Record) -> str:
+    """The share of causal pairs computed, and that it was not chosen where it was not."""
+    share = _number(density_of(record), ".1%")
+    if not is_replayed(record):
+        return f"density {share}"
+    text = f"density {share} ({REPLAYED}"
+    if record.get("estimated_density") is not None:
+        text += f"; the estimate that runs as well chose {record['estimated_density']:.1%}"
+    return text + ")"
 
 
 def _speed(record: Record) -> str:
     return f"{record['tokens_per_second']:,.0f} tokens/s"
+
+
+def _rate(tflops: float) -> str:
+    """Three digits: 412, 41.2, 4.12, 0.412; small models on a CPU have little."""
+    return format(tflops, ".0f" if tflops >= 100 else ".3g")
 
 
 def _number(value: float | None, form: str) -> str:

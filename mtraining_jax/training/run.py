@@ -15,7 +15,14 @@ from mtraining_jax.config import Config
 from mtraining_jax.errors import UserError
 from mtraining_jax.training import banner, distributed, folder, setup
 from mtraining_jax.training.checkpoint import Checkpoints
-from mtraining_jax.training.metrics import Record, Writer, open_writers, step_record
+from mtraining_jax.training.metrics import (
+    Memory,
+    Record,
+    Writer,
+    open_writers,
+    step_record,
+)
+from mtraining_jax.training.profile import ProfileWindow
 from mtraining_jax.training.progress import Display
 from mtraining_jax.training.recall import make_recall
 from mtraining_jax.training.state import StateBuilder, TrainState
@@ -85,6 +92,7 @@ class _Pending:
 
     metrics: dict[str, Any]
     recall: np.ndarray | None
+    profiled: bool
 
 
 class Trainer:
@@ -122,6 +130,11 @@ class Trainer:
         self._train_step = make_train_step(config, builder, attention, mesh, inputs)
         with_recall = functools.partial(setup.build_attention, config, mesh, layout, pattern)
         self._measure_recall = make_recall(config, builder, with_recall, mesh, inputs)
+        self._devices = mesh.local_devices
+        self._profile = ProfileWindow(
+            config.profile, config.run.folder / "profile", distributed.is_first()
+        )
+        self._closers.append(self._profile.end)
         self.display.say(*banner.banner(config, builder, mesh, batches.loader.description))
         self._checkpoints = Checkpoints(
             folder.checkpoint_folder(config),
@@ -139,6 +152,9 @@ class Trainer:
             batches.go_to(place)
             self.display.say(f"going on from the checkpoint of step {resume_from}")
         self._step = resume_from or 0
+        start = config.profile.start
+        if start is not None and start <= self._step:
+            self.display.say(f"no trace: profile.start = {start} is before the next step")
         self._writers: list[Writer] = []
         if distributed.is_first():
             self._writers = open_writers(config, self._step)
@@ -159,21 +175,36 @@ class Trainer:
         self._clock = time.perf_counter()
         while True:
             self._step += 1
+            if self._profile.begins(self._step):
+                self._wait(pending, records)
+                pending = None
+                self._profile.begin()
+                self._clock = time.perf_counter()
             recall = None
             if measure_recall and (self._step - 1) % config.metrics.recall_every == 0:
                 recall = np.asarray(measure_recall(self._state, batch))
-            self._state, metrics = train_step(self._state, batch)
-            if pending is not None:
-                records.append(self._finish(pending))
-            pending = _Pending(metrics, recall)
+            with self._profile.step(self._step):
+                self._state, metrics = train_step(self._state, batch)
+            self._wait(pending, records)
+            pending = _Pending(metrics, recall, self._profile.open)
+            if self._profile.ends(self._step):
+                self._wait(pending, records)
+                pending = None
+                self._profile.end()
+                steps = f"{config.profile.start} to {self._step}"
+                self.display.say(f"trace of steps {steps}: {_short(self._profile.folder)}")
+                self._clock = time.perf_counter()
             every = config.checkpoint.every_steps
             if self._step == total or (every and self._step % every == 0):
+                # Saving waits for the devices anyway; its time is not that of a step.
+                self._wait(pending, records)
+                pending = None
                 place = self._batches.state()
                 self._checkpoints.save(self._step, self._state, place, config)
+                self._clock = time.perf_counter()
             if self._step == total:
                 break
             batch = next(self._batches)
-        records.append(self._finish(pending))
         self.display.stop()
         return records
 
@@ -217,12 +248,25 @@ class Trainer:
         self.display.say(f"compiled in {time.perf_counter() - begin:.1f} s")
         return train_step, measure_recall
 
+    def _wait(self, pending: _Pending | None, records: list[Record]) -> None:
+        """Takes the record of a step as soon as the devices have done it, if there is one."""
+        if pending is not None:
+            records.append(self._finish(pending))
+
     def _finish(self, pending: _Pending) -> Record:
         """Reads the metrics of a step, tells them, and stops the run if it cannot go on."""
         metrics = jax.device_get(pending.metrics)
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now
-        record = step_record(metrics, seconds, self.config)
+        record = step_record(
+            metrics,
+            seconds,
+            self.config,
+            device_kind=self._devices[0].device_kind,
+            memory=Memory.now(self._devices),
+        )
+        if pending.profiled:
+            record["profiled"] = True  # and slower for it
         if pending.recall is not None:
             record["recall"] = float(np.mean(pending.recall))
             record["recall_per_layer"] = pending.recall.tolist()

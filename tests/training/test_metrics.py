@@ -7,7 +7,8 @@ import pytest
 from rich.console import Console
 
 from mtraining_jax.errors import UserError
-from mtraining_jax.training.metrics import AttentionCost, open_writers, read_records, step_record
+from mtraining_jax.training.banner import summary
+from mtraining_jax.training.metrics import Memory, open_writers, read_records, step_record
 from mtraining_jax.training.progress import Display, step_line
 from tests.training.common import changed, tiny_config
 
@@ -19,23 +20,81 @@ def config(tmp_path):
     return config
 
 
-def record(config, step, loss=2.0):
-    layers = {"density": np.array([0.25, 0.5]), "executed": np.array([0.5, 0.75])}
+def record(config, step, loss=2.0, seconds=0.5, layers=(), **device):
+    layers = {"density": np.array([0.25, 0.5]), "executed": np.array([0.5, 0.75]), **dict(layers)}
     metrics = {
         "step": step, "loss": loss, "grad_norm": 1.0, "lr": 1e-3, "skipped": 1, "layers": layers,
     }  # fmt: skip
-    return step_record(metrics, 0.5, config)
+    return step_record(metrics, seconds, config, **device)
 
 
 def test_a_record_in_numbers(config):
     found = record(config, 3)
     assert found["tokens"] == 3 * 2 * 128 and found["tokens_per_second"] == 512
     assert found["density"] == 0.375 and found["density_per_layer"] == [0.25, 0.5]
-    dense = AttentionCost(config).dense_equivalent
     # Two products forward, five backward, 2 FLOP for each of D numbers and each pair.
     pairs = 2 * 2 * 2 * (128 * 129 // 2)  # sequences, layers, heads
-    assert dense == 7 * 2 * 16 * pairs == found["attention_flops_dense_equivalent"]
+    dense = 7 * 2 * 16 * pairs
+    assert found["attention_flops_dense_equivalent"] == dense
     assert found["attention_flops_executed"] == dense * 0.625
+    # Two layers: q, o of 32 x 32, k, v of 32 x 16, three of 32 x 48; and the output layer.
+    matrices = 6 * 256 * (2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48) + 32 * 61)
+    assert found["flops_executed"] == matrices + dense * 0.625
+    assert found["flops_dense_equivalent"] == matrices + dense
+    # One product of the five backward is a repetition: no model FLOP.
+    assert found["flops_model"] == pytest.approx(matrices + 6 * 2 * 16 * pairs * 0.375)
+    # Half a second on four devices.
+    assert found["tflops_per_device_executed"] == found["flops_executed"] / 2 / 1e12
+    assert found["tflops_per_device_dense_equivalent"] == (matrices + dense) / 2 / 1e12
+    assert found["mfu"] is None and found["memory_bytes_peak"] is None
+
+
+def test_a_gpu_has_a_peak_rate_and_memory(config):
+    memory = Memory.now([
+        types.SimpleNamespace(
+            memory_stats=lambda i=i: {"bytes_in_use": i << 30, "peak_bytes_in_use": (9 - i) << 30}
+        )
+        for i in (1, 3, 2)
+    ])  # fmt: skip
+    assert memory == Memory(in_use=3 << 30, peak=8 << 30)
+    found = record(config, 1, device_kind="NVIDIA H200", memory=memory)
+    assert found["mfu"] == pytest.approx(found["flops_model"] / 0.5 / 4 / 989.4e12)
+    found["mfu"] = 0.4321
+    assert "MFU 43.2%  memory 3.0 GiB, peak 8.0" in step_line(found, 10)
+    assert Memory.now([types.SimpleNamespace(memory_stats=lambda: None)]) is None
+
+
+def test_every_line_of_a_replay_says_so(config, capsys):
+    config = changed(config, sparsity={"kind": "replay"})
+    layers = {"estimated_density": np.array([0.9, 1.0])}
+    found = record(config, 1, layers=layers)
+    assert found["sparsity"] == "replayed density, not chosen"
+    assert found["replayed_density"] == 0.375 and "density" not in found
+    assert found["estimated_density_per_layer"] == [0.9, 1.0]
+    assert (
+        "density 37.5% (replayed density, not chosen; the estimate that runs as well chose 95.0%)"
+        in step_line(found, 10)
+    )
+    assert "(replayed density, not chosen)" in step_line(record(config, 1), 10)
+    lines = [line for line in summary(config, [found], []) if "%" in line or "tokens/s" in line]
+    assert len(lines) == 2
+    assert all(line.endswith("; replayed density, not chosen") for line in lines)
+    console = Console(force_terminal=True, width=300, highlight=False, soft_wrap=True)
+    with Display(console=console) as display:
+        display.start(0, 10)
+        display.step(found, line=False)
+    assert "replayed density, not chosen" in capsys.readouterr().out
+
+
+def test_the_summary_is_of_steady_steps(config):
+    times = [9.0, 5.0, 2.0, 1.0, 3.0, 8.0, 8.0]
+    records = [record(config, i, seconds=s) for i, s in enumerate(times, 1)]
+    for traced in records[5:]:
+        traced["profiled"] = True
+    (speed,) = [line for line in summary(config, records, []) if "speed" in line]
+    assert "2.000 s/step (median of 3 steps after warm-up), 128 tokens/s" in speed
+    (speed,) = [line for line in summary(config, records[:1], []) if "speed" in line]
+    assert "9.000 s/step (last step)" in speed
 
 
 def test_numbers_that_are_not_finite_are_null(config):
@@ -63,6 +122,7 @@ def test_jsonl_of_a_run_that_was_cut_off_goes_on_where_the_checkpoint_is(config)
 def test_tensorboard_gets_every_number(config):
     from tensorboardX.proto import event_pb2
 
+    config = changed(config, sparsity={"kind": "replay"})
     writers = open_writers(config, 0)
     for writer in writers:
         writer.write(record(config, 1))
@@ -74,7 +134,8 @@ def test_tensorboard_gets_every_number(config):
         event = event_pb2.Event.FromString(content[12 : 12 + size])
         tags |= {value.tag for value in event.summary.value}
         content = content[16 + size :]
-    assert {"train/loss", "train/tokens_per_second", "density_per_layer/01"} <= tags
+    assert {"train/loss", "train/tokens_per_second", "replayed_density_per_layer/01"} <= tags
+    assert not any("sparsity" in tag for tag in tags)  # text
 
 
 def test_wandb_gets_records_with_their_step(config, monkeypatch):

@@ -1,0 +1,82 @@
+"""Runs with a replayed density, on synthetic data, with a trace of some steps."""
+
+import jax
+import numpy as np
+import pytest
+
+from benchmarks.trace_summary import find_traces, read_trace
+from mtraining_jax.training import setup
+from mtraining_jax.training.run import run
+from mtraining_jax.training.state import StateBuilder
+from mtraining_jax.training.step import make_train_step
+from tests.training.common import changed, written
+
+
+@pytest.fixture
+def replay(config):
+    """Two layers over two devices, 256 blocks: enough for the sparsest head."""
+    return changed(
+        config,
+        run={"steps": 3},
+        model={"max_position_embeddings": 1024},
+        sparsity={
+            "kind": "replay", "replay_density": 0.3, "block_size": 4, "last_q": 4,
+            "max_slashes": 128,
+        },
+        parallel={"nodes": 1, "devices_per_node": 2},
+        data={"source": "synthetic", "paths": (), "seq_len": 1024, "batch_size": 1},
+        profile={"start": 2, "steps": 2},
+    )  # fmt: skip
+
+
+def test_a_run_says_what_it_replays_and_traces_its_window(replay, capsys):
+    records = run(replay)
+    printed = capsys.readouterr().out
+    assert written(replay) == records
+    assert [record.get("profiled", False) for record in records] == [False, True, True]
+    # 30 % over two layers, as far apart as 0.4 % and 12.7 %.
+    expected = np.array([0.4, 12.7]) / (0.4 + 12.7) * 0.6
+    for record in records:
+        assert record["sparsity"] == "replayed density, not chosen"
+        assert record["replayed_density"] == pytest.approx(0.3, rel=0.02)
+        found = np.sort(record["replayed_density_per_layer"])
+        np.testing.assert_allclose(found, expected, rtol=0.03)
+        assert found.tolist() == sorted(records[0]["replayed_density_per_layer"])
+    # What would have been chosen changes with the weights, and is not what is computed.
+    estimated = [record["estimated_density_per_layer"] for record in records]
+    assert estimated[0] != records[0]["replayed_density_per_layer"]
+    lines = [line for line in printed.splitlines() if "density" in line or "causal pairs" in line]
+    assert len(lines) == 1 + 3 + 2  # banner, steps, summary
+    assert all("replayed density, not chosen" in line for line in lines)
+
+    assert f"trace of steps 2 to 3: {replay.run.folder / 'profile'}" in printed
+    (trace,) = find_traces(replay.run.folder / "profile")
+    assert read_trace(trace).steps == 2
+
+
+def test_rematerialisation_and_the_estimate_change_no_number(replay):
+    def step_of(**sections):
+        config = changed(replay, **sections)
+        mesh, layout = setup.build_mesh(config), setup.build_layout(config)
+        builder, batches = StateBuilder(config, mesh), setup.Batches(config, mesh, layout)
+        pattern = setup.build_pattern(config)
+        attention = setup.build_attention(config, mesh, layout, pattern)
+        step = make_train_step(config, builder, attention, mesh, setup.layer_inputs(pattern))
+        _, metrics = step(builder.fresh(), next(batches))
+        batches.close()
+        return jax.device_get(metrics)
+
+    kept = step_of(model={"remat": "none"})
+    again = step_of(model={"remat": "full"}, sparsity={"replay_estimate": False})
+    np.testing.assert_allclose(again["loss"], kept["loss"], rtol=1e-6)
+    np.testing.assert_allclose(again["grad_norm"], kept["grad_norm"], rtol=1e-5)
+    np.testing.assert_array_equal(again["layers"]["density"], kept["layers"]["density"])
+    assert "estimated_density" in kept["layers"] and "estimated_density" not in again["layers"]
+
+
+def test_a_trace_that_is_past_is_said_to_be(replay, capsys):
+    first = changed(replay, run={"steps": 1}, profile={"start": None}, sparsity={"kind": "dense"})
+    run(first)
+    run(changed(first, run={"steps": 2}, profile={"start": 1, "steps": 1}))
+    assert "no trace: profile.start = 1 is before the next step" in capsys.readouterr().out
+    assert not (first.run.folder / "profile").exists()
