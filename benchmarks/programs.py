@@ -53,10 +53,7 @@ class Ours:
             )
         lists = None
         if resolve(self.backend, q, BLOCK) is hopper:
-            sizes = (q.shape[0], heads, blocks, blocks)
-            lists = (
-                query_work(tiles, columns, *sizes), key_work(tiles, columns, *sizes, k.shape[2])
-            )
+            lists = work_lists(tiles, columns, q, k)
         return tiles, columns, lists
 
     def forward(self, q: Array, k: Array, v: Array, built: Any) -> tuple[Array, Array]:
@@ -97,6 +94,12 @@ class Ours:
         chosen = choose(q, k, self.backend) if isinstance(index, VerticalSlashIndex) else None
         out, vjp = jax.vjp(lambda q, k, v: self.attention(q, k, v, index), q, k, v)
         return chosen, out, *vjp(dout)
+
+
+def work_lists(tiles: Any, columns: Any, q: Array, k: Array) -> tuple[Any, Any]:
+    """What the Hopper kernels of the two passes read; only shapes of q and k matter."""
+    sizes = (q.shape[0], q.shape[2], q.shape[1] // BLOCK, k.shape[1] // BLOCK)
+    return query_work(tiles, columns, *sizes), key_work(tiles, columns, *sizes, k.shape[2])
 
 
 @contextlib.contextmanager

@@ -17,20 +17,23 @@ _COLUMNS = (
 )
 
 
-def header(seed: int, repeats: int, torch: str | None) -> str:
-    """When, where and with what the run was made."""
-    device = jax.devices()[0]
+def setting(more: Sequence[str] = ()) -> str:
+    """Date, driver and versions of a run; `more` are versions as well."""
     versions = [f"jax {jax.__version__}", f"jaxlib {_version('jaxlib')}"]
     versions += [
         f"{name} {found}" for name, package in
         (("CUDA plugin", "jax-cuda13-plugin"), ("cuDNN", "nvidia-cudnn-cu13"))
         if (found := _version(package))
     ]
-    versions += [torch] if torch else []
+    return f"{datetime.date.today()}, driver {_driver()}, {', '.join([*versions, *more])}"
+
+
+def header(seed: int, repeats: int, torch: str | None) -> str:
+    """When, where and with what the run was made."""
     lines = [
-        f"# Attention on {device.device_kind}",
+        f"# Attention on {jax.devices()[0].device_kind}",
         "",
-        f"{datetime.date.today()}, driver {_driver()}, {', '.join(versions)}. bf16, batch 1, "
+        f"{setting([torch] if torch else [])}. bf16, batch 1, "
         f"random inputs, seed {seed}, medians of {repeats}.",
         "",
         "Masks, per query head. A: block diagonals 0..7 and 8 random far ones, 1000 random "
