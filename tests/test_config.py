@@ -351,6 +351,20 @@ def test_wrong_overrides(minimal):
             "sparsity.min_verticals = 200 is more than sparsity.max_verticals = 100",
         ),
         (
+            {"sparsity__kind": "replay", "metrics__recall_every": "5"},
+            "metrics.recall_every = 5 measures what a chosen index keeps, and sparsity.kind = "
+            '"replay" computes pairs that nothing has chosen; metrics.recall_every = 0 would do',
+        ),
+        (
+            {"sparsity__kind": "replay", "sparsity__min_slashes": "5000"},
+            "sparsity.min_slashes = 5000 is more than sparsity.max_slashes = 4096",
+        ),
+        (
+            {"profile__start": "1000", "profile__steps": "2"},
+            "profile.start = 1000 and profile.steps = 2 go on to step 1001, beyond "
+            "run.steps = 1000",
+        ),
+        (
             {"parallel__cpu_devices": "2", "parallel__backend": "mosaic_gpu"},
             'parallel.backend = "mosaic_gpu" needs a GPU, and parallel.cpu_devices = 2 runs on the '
             "CPU",
@@ -369,6 +383,20 @@ def test_wrong_overrides(minimal):
             {"data__paths": "a.txt"},
             'data.paths has 1 entries, but data.source = "python_stdlib" reads Python\'s own '
             "library and takes none",
+        ),
+        (
+            {"data__source": "synthetic", "data__paths": "a.txt"},
+            'data.paths has 1 entries, but data.source = "synthetic" draws its token ids and '
+            "takes none",
+        ),
+        (
+            {"data__source": "synthetic", "data__mode": "exact"},
+            'data.mode = "exact" picks documents by length, and those of data.source = '
+            '"synthetic" have many; it must be "concat"',
+        ),
+        (
+            {"data__source": "synthetic", "data__eos": "</s>"},
+            'data.eos = "</s>" must be an id: data.source = "synthetic" has no tokenizer',
         ),
         (
             {"model__vocab_size": "256"},
