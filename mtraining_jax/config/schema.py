@@ -42,8 +42,11 @@ class RunConfig:
     """Optimizer steps at which the run is complete."""
     log_every: PositiveInt = 1
     """Steps between two lines of printed metrics."""
-    compile_cache_dir: Text | None = None
-    """Folder that keeps compiled programs for the next start; none keeps nothing."""
+    compile_cache_dir: Text | None = "auto"
+    """Folder that keeps compiled programs for the next start; none keeps nothing.
+
+    auto is OUTPUT_DIR/compiled on GPUs and nothing on the CPU.
+    """
 
     @property
     def folder(self) -> Path:
@@ -103,10 +106,11 @@ class ModelConfig:
     """Type of activations; parameters and optimizer state are float32 always."""
     init_from: Text | None = None
     """Folder of a Hugging Face checkpoint to start from; none starts from random parameters."""
-    remat: Literal["none", "attention", "attention_offload", "full"] = "attention"
-    """Computed again in the backward pass: nothing, layers but their attention, or all of them.
+    remat: Literal["none", "mlp", "attention", "attention_offload", "full"] = "attention"
+    """Computed again in the backward pass, from most memory to least.
 
-    attention_offload is attention, with the layers' inputs kept in host memory until they are used.
+    none: nothing; mlp: half of the MLP; attention: layers but their attention; attention_offload:
+    the same, with the layers' inputs in host memory; full: layers.
     """
     mlp_chunk_size: PositiveInt = 16384
     """Tokens of one device whose feed-forward activations are in memory at a time."""
@@ -275,6 +279,8 @@ class CheckpointConfig:
     """auto goes on from the newest checkpoint, if any; true needs one; false starts anew."""
     async_save: bool = True
     """Go on training while a checkpoint is written."""
+    export_hf: bool = False
+    """Write the trained model for Hugging Face transformers, bfloat16, into RUN_FOLDER/hf."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)

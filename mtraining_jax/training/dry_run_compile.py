@@ -12,7 +12,6 @@ from jax.sharding import Mesh, NamedSharding
 
 from mtraining_jax.config import Config
 from mtraining_jax.parallel.mesh import TOKENS, make_mesh
-from mtraining_jax.sparsity import FixedBudget
 from mtraining_jax.training import setup
 from mtraining_jax.training.hardware import Gpu
 from mtraining_jax.training.state import StateBuilder
@@ -64,7 +63,7 @@ def compile_step(config: Config, gpu: Gpu) -> Compiled:
     begin = time.perf_counter()
     mesh = target_mesh(config, gpu)
     layout, pattern = setup.build_layout(config), setup.build_pattern(config)
-    inputs = pattern if isinstance(pattern, FixedBudget) else None
+    inputs = setup.layer_inputs(pattern)
     # The device of the abstract mesh decides which kernels run.
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         builder = StateBuilder(config, mesh)

@@ -15,6 +15,7 @@ from mtraining_jax.config import Config
 from mtraining_jax.errors import UserError
 from mtraining_jax.training import banner, distributed, folder, setup
 from mtraining_jax.training.checkpoint import Checkpoints
+from mtraining_jax.training.export import export_checkpoint, export_state
 from mtraining_jax.training.metrics import (
     Memory,
     Record,
@@ -59,13 +60,15 @@ def _run(config: Config, display: Display) -> list[Record]:
     resume_from = folder.resume_step(config)
     if resume_from is not None and resume_from >= config.run.steps:
         display.say(*banner.already_complete(config, resume_from))
+        if config.checkpoint.export_hf:
+            display.say(f"  wrote      {export_checkpoint(config, resume_from)}")
         return []
-    if config.run.compile_cache_dir is not None:
-        folder.use_compile_cache(config.run.compile_cache_dir)
+    folder.use_compile_cache(config)
     _start_anew_or_go_on(config, resume_from, display)
     trainer = Trainer(config, resume_from, display)
     try:
         records = trainer.train()
+        trainer.export()
     except KeyboardInterrupt as error:
         raise UserError(trainer.interrupted()) from error
     finally:
@@ -125,7 +128,7 @@ class Trainer:
         self._closers.append(batches.close)
         builder = StateBuilder(config, mesh)
         attention = setup.build_attention(config, mesh, layout, pattern)
-        self._batches = batches
+        self._batches, self._builder = batches, builder
         inputs = setup.layer_inputs(pattern)
         self._train_step = make_train_step(config, builder, attention, mesh, inputs)
         with_recall = functools.partial(setup.build_attention, config, mesh, layout, pattern)
@@ -155,6 +158,7 @@ class Trainer:
         start = config.profile.start
         if start is not None and start <= self._step:
             self.display.say(f"no trace: profile.start = {start} is before the next step")
+        self._exported: Path | None = None
         self._writers: list[Writer] = []
         if distributed.is_first():
             self._writers = open_writers(config, self._step)
@@ -208,10 +212,16 @@ class Trainer:
         self.display.stop()
         return records
 
+    def export(self) -> None:
+        """Writes the state for Hugging Face transformers, if the configuration asks for it."""
+        if self.config.checkpoint.export_hf:
+            self._exported = export_state(self.config, self._builder, self._state)
+
     def wrote(self) -> list[str]:
         """What this process has written, and where."""
         newest = self._checkpoints.folder / str(self._step)
-        return [*(writer.where for writer in self._writers), _short(newest)]
+        exported = [] if self._exported is None else [str(self._exported)]
+        return [*(writer.where for writer in self._writers), _short(newest), *exported]
 
     def interrupted(self) -> str:
         """What to say when the user stops the run."""

@@ -75,27 +75,7 @@ def test_two_processes_train_the_losses_of_one(config, tmp_path):
     one = run(changed(config, run={"name": "one"}))
     # Another number of steps is another program only where it sets the schedule.
     config = changed(config, run={"steps": 3}, parallel={"cpu_devices": 2})
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    processes = []
-    try:
-        for number in range(2):
-            home = tmp_path / str(number)
-            home.mkdir()
-            processes.append(
-                start_process(
-                    config,
-                    home,
-                    f"--distributed.coordinator=127.0.0.1:{port}",
-                    "--distributed.num_processes=2",
-                    f"--distributed.process_id={number}",
-                )
-            )
-        outputs = [finished(process) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
+    outputs = finished_together(config, tmp_path)
     assert "4 cpu devices in 2 processes" in outputs[0]
     assert "loss" not in outputs[1]  # the first process prints for all
     np.testing.assert_allclose(losses(written(config)), losses(one[:3]), rtol=2e-5)
@@ -104,6 +84,54 @@ def test_two_processes_train_the_losses_of_one(config, tmp_path):
     rest = run(changed(config, run={"steps": 4}))
     assert [record["step"] for record in rest] == [4]
     np.testing.assert_allclose(losses(rest), losses(one[3:]), rtol=2e-5)
+
+
+def test_a_checkpoint_of_8_devices_goes_on_with_4_and_with_2_processes_of_2(config, tmp_path):
+    eight = {"nodes": 2, "devices_per_node": 4, "fsdp": True}
+    whole = run(changed(config, run={"name": "whole"}, parallel=eight))
+    first = changed(config, run={"name": "four", "steps": 2}, parallel=eight)
+    run(first)
+    shutil.copytree(first.run.folder, first.run.folder.with_name("processes"))
+
+    four = run(changed(first, run={"steps": 4}, parallel={"nodes": 1}))
+    assert [record["step"] for record in four] == [3, 4]
+    np.testing.assert_allclose(losses(four), losses(whole[2:]), rtol=2e-5)
+
+    of_processes = changed(
+        first,
+        run={"name": "processes", "steps": 4},
+        parallel={"devices_per_node": 2, "cpu_devices": 2},
+    )
+    outputs = finished_together(of_processes, tmp_path)
+    assert "going on from the checkpoint of step 2" in outputs[0]
+    records = written(of_processes)
+    assert [record["step"] for record in records] == [1, 2, 3, 4]
+    np.testing.assert_allclose(losses(records), losses(whole), rtol=2e-5)
+
+
+def finished_together(config, folder, count=2):
+    """The outputs of processes of one run, which must succeed; each has a folder of its own."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    processes = []
+    try:
+        for number in range(count):
+            home = folder / str(number)
+            home.mkdir()
+            processes.append(
+                start_process(
+                    config,
+                    home,
+                    f"--distributed.coordinator=127.0.0.1:{port}",
+                    f"--distributed.num_processes={count}",
+                    f"--distributed.process_id={number}",
+                )
+            )
+        return [finished(process) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
 
 
 def test_a_process_that_stays_alone_says_so(config, tmp_path):

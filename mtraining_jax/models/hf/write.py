@@ -5,7 +5,7 @@ import functools
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,8 @@ def save_hf(
     *,
     dtype: str = "bfloat16",
     max_shard_bytes: int = 5_000_000_000,
+    copied: Sequence[Path] = (),
+    replace: bool = False,
 ) -> Path:
     """Writes config.json and safetensors that transformers loads.
 
@@ -47,6 +49,8 @@ def save_hf(
         dtype: of the tensors written, "bfloat16" or "float32".
         max_shard_bytes: a file ends before it would grow beyond this; a larger tensor has a file
             of its own. One file alone is named model.safetensors and has no index.
+        copied: files that go into the folder as they are, such as those of a tokenizer.
+        replace: take the place of an older folder, which is deleted when the new one is whole.
 
     Returns:
         The folder.
@@ -63,7 +67,7 @@ def save_hf(
         raise UserError(f"max_shard_bytes={max_shard_bytes} must be positive")
 
     shards = _plan(state, spec, jnp.dtype(dtype), max_shard_bytes)
-    folder = _Folder(directory) if jax.process_index() == 0 else None
+    folder = _Folder(directory, replace) if jax.process_index() == 0 else None
     try:
         _together(folder, _Folder.make)
         weight_map: dict[str, str] = {}
@@ -73,16 +77,17 @@ def save_hf(
                 file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
             tensors = {}
             for tensor in shard:
-                value = tensor.fetch(dtype)
+                value = tensor.gather(dtype)
                 weight_map[tensor.name] = file
                 if folder is not None:
-                    tensors[tensor.name] = value
+                    tensors[tensor.name] = np.asarray(value)
             _together(folder, _Folder.write_tensors, file, tensors)
         if len(shards) > 1:
             size = sum(tensor.size for shard in shards for tensor in shard)
             index = {"metadata": {"total_size": size}, "weight_map": weight_map}
             _together(folder, _Folder.write_json, INDEX_FILE, index)
         _together(folder, _Folder.write_json, "config.json", hf_config(spec, dtype))
+        _together(folder, _Folder.copy, copied)
         _together(folder, _Folder.publish)
     finally:
         if folder is not None:
@@ -99,14 +104,14 @@ class _Tensor:
     layer: int | None
     size: int  # bytes in the file
 
-    def fetch(self, dtype: str) -> np.ndarray:
-        """Whole, on every process; a collective operation."""
+    def gather(self, dtype: str) -> Array:
+        """Whole, on a device of every process; a collective operation."""
         sharding = getattr(self.parameter, "sharding", None)
         whole = None
         if isinstance(sharding, NamedSharding):
             whole = NamedSharding(sharding.mesh, PartitionSpec())
         value = _whole(self.parameter, self.layer, dtype=dtype, sharding=whole)
-        return np.asarray(value.addressable_data(0))
+        return value.addressable_data(0)
 
 
 @functools.partial(jax.jit, static_argnames=("dtype", "sharding"))
@@ -146,12 +151,15 @@ def _plan(
 class _Folder:
     """A folder under a temporary name, until it is published."""
 
-    def __init__(self, target: Path) -> None:
-        self.target = target
+    def __init__(self, target: Path, replace: bool) -> None:
+        self.target, self.replace = target, replace
         self.temporary = target.absolute().parent / f".{target.name}.tmp-{os.getpid()}"
 
     def make(self) -> None:
-        if self.target.exists() and (not self.target.is_dir() or any(self.target.iterdir())):
+        in_use = self.target.exists() and (
+            not self.target.is_dir() or any(self.target.iterdir())
+        )
+        if in_use and not (self.replace and self.target.is_dir()):
             raise UserError(f"{self.target} exists and is not an empty folder; name another one")
         self.temporary.parent.mkdir(parents=True, exist_ok=True)
         self.temporary.mkdir()
@@ -168,9 +176,20 @@ class _Folder:
         path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         _flush(path)
 
+    def copy(self, paths: Sequence[Path]) -> None:
+        for path in paths:
+            _flush(Path(shutil.copyfile(path, self.temporary / path.name)))
+
     def publish(self) -> None:
         _flush(self.temporary)
-        self.temporary.rename(self.target)
+        if self.replace and self.target.exists():
+            # A folder that is not empty cannot be renamed over: it makes room first.
+            old = self.temporary.with_suffix(".old")
+            self.target.rename(old)
+            self.temporary.rename(self.target)
+            shutil.rmtree(old)
+        else:
+            self.temporary.rename(self.target)
         _flush(self.target.absolute().parent)
 
     def discard(self) -> None:

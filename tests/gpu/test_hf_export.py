@@ -1,0 +1,71 @@
+"""What a run exports, as transformers reads it: the same logits as ours.
+
+Needs torch and transformers beside a GPU; both run in fp32, transformers on the CPU.
+"""
+
+import jax
+import numpy as np
+import pytest
+
+from mtraining_jax.models import YarnScaling, init_model
+from mtraining_jax.models.hf import load_hf, save_hf
+from mtraining_jax.training.run import run
+from tests.models.common import forward, some_tokens, tiny_spec
+from tests.training.common import tiny_config
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+
+def their_logits(folder, tokens):
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    with torch.no_grad():
+        return model(torch.from_numpy(np.array(tokens, np.int64))).logits.numpy()
+
+
+def our_logits(folder, spec, tokens):
+    state = load_hf(folder, spec)
+    graphdef, _ = init_model(spec, seed=0)
+    positions = np.arange(tokens.shape[1], dtype=np.int32)
+    return np.asarray(forward(graphdef, state, tokens, positions)[1])
+
+
+def assert_same_logits(folder, spec):
+    tokens = some_tokens(spec, (2, 96))
+    ours, theirs = our_logits(folder, spec, tokens), their_logits(folder, tokens)
+    assert ours.std() > 0.1  # something to compare
+    np.testing.assert_allclose(ours, theirs, atol=1e-4 * np.abs(ours).max())
+
+
+def test_transformers_reads_what_a_run_exports(tmp_path):
+    config = tiny_config(
+        tmp_path,
+        run={"steps": 3},
+        parallel={"nodes": 1, "devices_per_node": 1},
+        checkpoint={"export_hf": True},
+        model={"initializer_range": 0.2},
+    )
+    records = run(config)
+    assert len(records) == 3
+    spec = tiny_spec(
+        **{
+            name: getattr(config.model, name)
+            for name in (
+                "vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim",
+                "intermediate_size", "tie_word_embeddings", "rope_theta",
+            )
+        }
+    )  # fmt: skip
+    assert_same_logits(config.run.folder / "hf", spec)
+
+
+def test_transformers_reads_several_files_with_yarn_and_an_output_layer(tmp_path):
+    spec = tiny_spec(
+        tie_word_embeddings=False, rope_scaling=YarnScaling(4.0, 32), max_position_embeddings=128
+    )
+    state = init_model(spec, seed=jax.random.key(1))[1]
+    folder = save_hf(tmp_path / "out", spec, state, max_shard_bytes=20_000)
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    assert_same_logits(folder, spec)

@@ -1,0 +1,88 @@
+"""The trained model as a Hugging Face checkpoint, and a run that starts from one."""
+
+import json
+import shutil
+
+import jax.numpy as jnp
+import numpy as np
+from safetensors.numpy import load_file
+
+from mtraining_jax.models.hf import load_hf, read_hf_config
+from mtraining_jax.training import setup
+from mtraining_jax.training.checkpoint import Checkpoints
+from mtraining_jax.training.folder import checkpoint_folder
+from mtraining_jax.training.run import run
+from mtraining_jax.training.state import StateBuilder
+from tests.training.common import changed
+
+
+def saved_parameters(config, step):
+    """Those of a checkpoint of the run, fp32."""
+    builder = StateBuilder(config, setup.build_mesh(config))
+    checkpoints = Checkpoints(checkpoint_folder(config), keep=2, async_save=False)
+    try:
+        state, _ = checkpoints.restore(step, builder.abstract(), config)
+    finally:
+        checkpoints.close()
+    return state.parameters
+
+
+def exported_parameters(config):
+    """Those that a run would start from, by the names of ours."""
+    builder = StateBuilder(config, setup.build_mesh(config))
+    return builder.flatten(load_hf(config.run.folder / "hf", config.model))
+
+
+def assert_rounded(actual, expected):
+    assert actual.keys() == expected.keys()
+    for name, x in expected.items():
+        rounded = np.asarray(x.astype(jnp.bfloat16).astype(jnp.float32))
+        np.testing.assert_array_equal(np.asarray(actual[name]), rounded, err_msg=name)
+
+
+def test_a_run_exports_its_last_state_and_another_starts_from_it(config, capsys, tmp_path):
+    config = changed(
+        config,
+        run={"steps": 1},
+        parallel={"fsdp": True},
+        checkpoint={"export_hf": True},
+        optimizer={"trainable": ("self_attn",)},
+    )
+    run(config)
+    folder = config.run.folder / "hf"
+    assert str(folder) in capsys.readouterr().out
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
+    assert json.loads((folder / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    assert_rounded(exported_parameters(config), saved_parameters(config, 1))
+
+    # Going on replaces it.
+    run(changed(config, run={"steps": 2}))
+    assert_rounded(exported_parameters(config), saved_parameters(config, 2))
+
+    # A run that is complete is exported without a step.
+    shutil.rmtree(folder)
+    assert run(changed(config, run={"steps": 2})) == []
+    assert f"wrote      {folder}" in capsys.readouterr().out
+    assert_rounded(exported_parameters(config), saved_parameters(config, 2))
+    assert sorted(path.name for path in config.run.folder.iterdir()) == [
+        "checkpoints", "hf", "metrics.jsonl",
+    ]  # fmt: skip
+
+    # Frozen parameters come out as they went in, and the tokenizer goes along.
+    start = shutil.copytree(folder, tmp_path / "start")
+    (start / "tokenizer.json").write_text("{}")
+    (start / "generation_config.json").write_text('{"eos_token_id": 60}')
+    (start / "optimizer.pt").write_text("of no use")
+    tuned = changed(config, run={"name": "tuned"}, model={"init_from": str(start)})
+    run(tuned)
+    out = tuned.run.folder / "hf"
+    assert sorted(path.name for path in out.iterdir()) == [
+        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
+    ]  # fmt: skip
+    assert (out / "generation_config.json").read_text() == '{"eos_token_id": 60}'
+    assert read_hf_config(out) == read_hf_config(start)
+    before, after = (load_file(path / "model.safetensors") for path in (start, out))
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert after[name].dtype == tensor.dtype
+        assert np.array_equal(after[name], tensor) == ("self_attn" not in name), name

@@ -1,0 +1,36 @@
+"""The folder of compiled programs."""
+
+import jax
+
+from mtraining_jax.training.folder import use_compile_cache
+from mtraining_jax.training.run import run
+from tests.training.common import changed
+
+
+def test_a_second_start_compiles_nothing(config, tmp_path):
+    config = changed(config, run={"steps": 1, "compile_cache_dir": str(tmp_path / "compiled")})
+    run(config)
+
+    def programs():
+        return {path.name for path in (tmp_path / "compiled").glob("*-cache")}
+
+    kept = programs()
+    assert any("train_step" in name for name in kept)
+    jax.clear_caches()  # as in a new process
+    run(changed(config, run={"name": "again"}))
+    assert programs() == kept
+
+
+def test_nothing_is_kept_on_a_cpu_unless_asked(config, tmp_path):
+    use_compile_cache(changed(config, run={"compile_cache_dir": "auto"}))
+    assert jax.config.jax_compilation_cache_dir is None
+    use_compile_cache(changed(config, run={"compile_cache_dir": None}))
+    assert jax.config.jax_compilation_cache_dir is None
+
+
+def test_programs_are_kept_beside_the_runs_on_a_gpu(config, tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    config = changed(config, run={"compile_cache_dir": "auto", "output_dir": str(tmp_path / "out")})
+    use_compile_cache(config)
+    assert jax.config.jax_compilation_cache_dir == str(tmp_path / "out" / "compiled")
+    assert (tmp_path / "out" / "compiled").is_dir()
