@@ -75,7 +75,7 @@ def backward_rows_kernel(
     num_blocks = min(num_blocks, num_items)
     interpreted = bool(interpret)
     log2_scale = scale * LOG2E
-    names = ["q", "k", "v", "dout", "base", "delta", *operand_names(verticals)]
+    names = ["q", "k", "v", "dout", "base", "delta", *operand_names(work, verticals)]
     names += ["dq", "smem", "bars"]
 
     def kernel(*arguments):

@@ -61,9 +61,11 @@ class Item:
         return self.tiles + self.column_tiles
 
 
-def operand_names(verticals: VerticalColumns | None) -> list[str]:
+def operand_names(work: WorkList, verticals: VerticalColumns | None) -> list[str]:
     """Names of the operands of `operands`, in order."""
     names = ["items", "lists", "diagonal"]
+    if work.run_first is not None:
+        names += ["run_first", "run_last"]
     if verticals is not None:
         names += ["kc", "vc", "keep", "tokens", "query_blocks"]
     return names
@@ -72,6 +74,8 @@ def operand_names(verticals: VerticalColumns | None) -> list[str]:
 def operands(work: WorkList, verticals: VerticalColumns | None) -> list[Array]:
     """The arrays that say what to walk, as kernel operands."""
     arrays = [work.items, work.lists, work.diagonal]
+    if work.run_first is not None:
+        arrays += [work.run_first, work.run_last]
     if verticals is not None:
         arrays += [
             verticals.k,
@@ -115,13 +119,26 @@ class Walk:
     def __init__(self, refs: dict[str, Any], work: WorkList, has_columns: bool):
         self.refs = refs
         self.listed = work.listed
+        self.runs = None if work.run_first is None else work.run_first.shape[2]
         self.has_columns = has_columns
 
     def key_block(self, it: Item, s: Array) -> Array:
-        """Key block of list entry s of an item."""
+        """Key block of list entry s of an item, counted from its first one."""
+        return self.listed_block(it, it.first + s)
+
+    def listed_block(self, it: Item, entry: Array) -> Array:
+        """Key block of an entry of the list that an item walks."""
         if self.listed:
-            return self.refs["lists"][it.batch, it.head, it.block, it.first + s]
-        return it.block - self.refs["lists"][it.batch, it.head, it.first + s]
+            return self.refs["lists"][it.batch, it.head, it.block, entry]
+        return it.block - self.refs["lists"][it.batch, it.head, entry]
+
+    def run(self, it: Item, number: Array) -> tuple[Array, Array]:
+        """First list entry and number of entries of a run of an item."""
+        if self.runs is None:
+            return it.first, it.tiles
+        at = it.batch, it.head, number, it.block
+        first = self.refs["run_first"][at]
+        return first, self.refs["run_last"][at] - first
 
     def segments(self, it: Item, warpgroup: Array) -> list[tuple[Array, Array, "Mask"]]:
         """Runs of tiles that share a mask: (first step, one past the last, mask)."""
@@ -276,19 +293,30 @@ class Producer:
         def load_values(s: Array, number: Array) -> None:
             self._load("v", step + s, tile("v", number, kv_head))
 
-        def load_block(s: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-            previous, number = carry
-            self._load("k", step + s, tile("k", number, kv_head))
-            if self.lag:
-                pl.when(s > 0)(lambda: load_values(s - 1, previous))
-            else:
-                load_values(s, number)
-            # The next list entry is read ahead: its latency hides behind the waits.
-            following = walk.key_block(it, lax.min(s + 1, it.tiles - 1))
-            return number, following
+        def load_run(number: Array | int, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+            """Loads the blocks of a run, of which the first is the item's step `begin`."""
+            begin, previous = carry
+            first, count = walk.run(it, number)
 
-        first = lax.cond(it.tiles > 0, lambda: walk.key_block(it, 0), lambda: jnp.int32(0))
-        last, _ = lax.fori_loop(0, it.tiles, load_block, (first, first))
+            def load_block(s: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+                previous, number = carry
+                self._load("k", step + begin + s, tile("k", number, kv_head))
+                if self.lag:
+                    pl.when(begin + s > 0)(lambda: load_values(begin + s - 1, previous))
+                else:
+                    load_values(begin + s, number)
+                # The next list entry is read ahead: its latency hides behind the waits.
+                following = walk.listed_block(it, first + lax.min(s + 1, count - 1))
+                return number, following
+
+            start = lax.cond(count > 0, lambda: walk.listed_block(it, first), lambda: previous)
+            last, _ = lax.fori_loop(0, count, load_block, (previous, start))
+            return begin + count, last
+
+        if walk.runs is None:
+            _, last = load_run(0, (0, jnp.int32(0)))
+        else:
+            _, last = lax.fori_loop(0, walk.runs, load_run, (jnp.int32(0), jnp.int32(0)))
         if self.lag:
             pl.when(it.tiles > 0)(lambda: load_values(it.tiles - 1, last))
         if walk.has_columns:

@@ -76,7 +76,7 @@ def forward_kernel(
     # The interpreter knows wgmma with operands in shared memory only, and no asynchrony.
     interpreted = bool(interpret)
     log2_scale = scale * LOG2E
-    names = ["q", "k", "v", *operand_names(verticals)]
+    names = ["q", "k", "v", *operand_names(work, verticals)]
     if init is not None:
         names += ["out0", "lse0"]
     names += ["out", "lse", "smem", "bars"]

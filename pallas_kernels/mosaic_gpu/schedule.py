@@ -12,7 +12,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.tiles import COLUMN_TILE, NO_DIAGONAL, DiagonalTiles, Tiles, VerticalColumns
+from pallas_kernels.index import BlockSparseIndex
+from pallas_kernels.tiles import (
+    COLUMN_TILE,
+    NO_DIAGONAL,
+    SegmentedDiagonals,
+    Tiles,
+    VerticalColumns,
+)
 
 # Columns of an item of a row or column list.
 BATCH, HEAD, BLOCK, FIRST, TILES, COLUMN_TILES, PAST_TILES = range(7)
@@ -21,7 +28,7 @@ ITEM_FIELDS = 8
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["items", "lists", "diagonal"],
+    data_fields=["items", "lists", "diagonal", "run_first", "run_last"],
     meta_fields=["listed"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -34,12 +41,16 @@ class WorkList:
         lists: int32; offsets [B, Hq, M] (`listed` false: the other block is own -/+ offset) or
             block numbers [B, Hq, n, M] (`listed` true).
         diagonal: int32 [1], the offset whose tiles are masked by element.
+        run_first, run_last: int32 [B, Hq, R, n]: with `SegmentedDiagonals`, the entries of each
+            run that an own block walks, one run after another; else None.
         listed: static.
     """
 
     items: Array
     lists: Array
     diagonal: Array
+    run_first: Array | None
+    run_last: Array | None
     listed: bool
 
 
@@ -52,6 +63,14 @@ def query_work(
     lists, diagonal, listed, first, last = _lists(
         tiles, shape, num_key_blocks, own_queries=True
     )
+    runs = None, None
+    count = last - first
+    if isinstance(tiles, SegmentedDiagonals):
+        runs, lengths = (first, last), count
+        count = lengths.sum(2)
+        # The first entry of the first run that has any.
+        run = jnp.argmax(lengths > 0, axis=2, keepdims=True)
+        first = jnp.take_along_axis(first, run, axis=2)[:, :, 0]
     column_tiles = past_tiles = jnp.zeros(shape, jnp.int32)
     if verticals is not None:
         column_tiles = (verticals.limit + COLUMN_TILE - 1) // COLUMN_TILE
@@ -59,8 +78,8 @@ def query_work(
         # Where the main block diagonal is active no column of the queries' own block is kept.
         all_past = verticals.limit <= past
         past_tiles = jnp.where(all_past, column_tiles, past // COLUMN_TILE)
-    items = _row_items(first, last - first, column_tiles, past_tiles, by_work=listed)
-    return WorkList(items, lists, diagonal, listed)
+    items = _row_items(first, count, column_tiles, past_tiles, by_work=listed)
+    return WorkList(items, lists, diagonal, *runs, listed)
 
 
 def past_columns(verticals: VerticalColumns) -> Array:
@@ -79,13 +98,14 @@ def _lists(
 
     Returns:
         The lists, the masked offset [1], whether the lists hold block numbers, and the range
-        first .. last - 1 of entries of each own block, int32 [B, Hq, n].
+        first .. last - 1 of entries of each own block, int32 [B, Hq, n]; of each run and own
+        block, [B, Hq, R, n], where a block of queries walks several.
     """
     if tiles is None:
         zero = jnp.zeros(shape, jnp.int32)
         lists = jnp.zeros((*shape[:2], 1), jnp.int32)
         return lists, jnp.full(1, NO_DIAGONAL), False, zero, zero
-    if isinstance(tiles, DiagonalTiles):
+    if not isinstance(tiles, BlockSparseIndex):
         if own_queries:
             first, last = tiles.row_ranges(shape[2], others)
         else:

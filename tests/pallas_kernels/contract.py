@@ -29,7 +29,7 @@ from tests.pallas_kernels.expected import (
     exact_sums,
     oracle,
 )
-from tests.pallas_kernels.striped import collect, deal, seen_by, striped_step
+from tests.pallas_kernels.striped import collect, deal, seen_by, segmented_step, striped_step
 
 forward = jax.jit(pallas_kernels.forward, static_argnames=("scale", "out_dtype", "backend"))
 backward = jax.jit(pallas_kernels.backward, static_argnames=("scale", "backend"))
@@ -253,6 +253,42 @@ class AttentionContract:
         actual = {"dq": collect(dqs, size), "dk": dk, "dv": dv}
         for name, x in actual.items():
             compare(name, x, expected[name], q.dtype)
+
+    def test_keys_of_several_ranks_in_one_call(self) -> None:
+        """Two ranks of keys one after another, not in the order of the sequence."""
+        rng, size, ranks, sources = np.random.default_rng(8), self._size(), 2, [1, 0]
+        q, k, v, dout = cases.qkv_dout(rng, size, self.dtypes[0])
+        index, scale = self._index(rng, size), 0.3
+        expected = oracle(q, k, v, dout, brute_force.index_mask(index, size.seq_len), scale)
+        _, verticals = resolve_index(index, k, v)
+        q_of, k_of, v_of, dout_of = (deal(x, ranks, size) for x in (q, k, v, dout))
+        keys, values = (jnp.concatenate([x[s] for s in sources], axis=1) for x in (k_of, v_of))
+        blocks = size.key_blocks // ranks
+        outs, lses, dqs, dkvs, columns = [], [], [], [], [0.0, 0.0]
+        for rank in range(ranks):
+            tiles = segmented_step(index, rank, sources, ranks, blocks)
+            seen = seen_by(rank, verticals, index, ranks)
+            out, lse = self._forward(q_of[rank], keys, values, tiles, seen, scale=scale)
+            grads = backward(
+                q_of[rank], keys, values, dout_of[rank], lse,
+                pallas_kernels.delta_of(out, dout_of[rank]), tiles, seen, scale=scale,
+                backend=self.backend,
+            )
+            outs.append(out)
+            lses.append(lse.swapaxes(1, 2))
+            dqs.append(grads.dq)
+            dkvs.append((grads.dk, grads.dv))
+            columns = [columns[0] + grads.dk_columns, columns[1] + grads.dv_columns]
+        compare("out", collect(outs, size), expected["out"], q.dtype)
+        compare_lse(collect(lses, size).swapaxes(1, 2), expected["lse"])
+        compare("dq", collect(dqs, size), expected["dq"], q.dtype)
+        for name, shares, gathered in zip(
+            ("dk", "dv"), zip(*dkvs, strict=True), columns, strict=True
+        ):
+            parts = jnp.split(sum(shares), ranks, axis=1)
+            total = collect([parts[sources.index(rank)] for rank in range(ranks)], size)
+            total = pallas_kernels.scatter_columns(total, gathered, verticals.tokens)
+            compare(name, total, expected[name], q.dtype)
 
     # Robustness.
 

@@ -5,7 +5,12 @@ import numpy as np
 from jax import Array
 
 import pallas_kernels
-from pallas_kernels import DiagonalTiles, VerticalColumns, VerticalSlashIndex
+from pallas_kernels import (
+    DiagonalTiles,
+    SegmentedDiagonals,
+    VerticalColumns,
+    VerticalSlashIndex,
+)
 from pallas_kernels.tiles import NO_DIAGONAL
 from tests.pallas_kernels.cases import Size
 
@@ -31,6 +36,33 @@ def striped_step(
     return DiagonalTiles(
         jnp.asarray((slashes - shift) // ranks, jnp.int32), jnp.asarray(start),
         jnp.asarray(stop), jnp.int32(0 if rank == source else NO_DIAGONAL), index.block_size,
+    )
+
+
+def segmented_step(
+    index: VerticalSlashIndex, rank: int, sources: list[int], ranks: int, segment_blocks: int
+) -> SegmentedDiagonals:
+    """Queries of `rank` against the keys of several ranks one after another, as one list.
+
+    A run holds the offsets of `striped_step` for one source, counted in the concatenated keys.
+    Runs go by how near their keys are, and the lists have no room to spare between them.
+    """
+    order = sorted(range(len(sources)), key=lambda n: (rank - sources[n]) % ranks)
+    steps = [striped_step(index, rank, sources[n], ranks) for n in order]
+    count = np.asarray(index.slash_count)
+    offsets = np.zeros_like(np.asarray(index.slash_blocks))
+    start, stop = np.zeros((2, *count.shape, len(sources)), np.int32)
+    for at in np.ndindex(*count.shape):
+        end = 0
+        for run, (n, step) in enumerate(zip(order, steps, strict=True)):
+            live = np.asarray(step.offsets)[at][int(step.start[at]) : int(step.stop[at])]
+            start[*at, run], stop[*at, run] = end, end + live.size
+            offsets[at][end : end + live.size] = live - n * segment_blocks
+            end += live.size
+    diagonal = -sources.index(rank) * segment_blocks if rank in sources else NO_DIAGONAL
+    return SegmentedDiagonals(
+        *map(jnp.asarray, (offsets, start, stop)), jnp.asarray(order, jnp.int32),
+        jnp.int32(diagonal), len(sources), index.block_size,
     )
 
 

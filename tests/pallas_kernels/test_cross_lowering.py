@@ -13,7 +13,14 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
 import pallas_kernels
-from pallas_kernels import BlockSparseIndex, DiagonalTiles, VerticalSlashIndex, backends, xla
+from pallas_kernels import (
+    BlockSparseIndex,
+    DiagonalTiles,
+    SegmentedDiagonals,
+    VerticalSlashIndex,
+    backends,
+    xla,
+)
 from pallas_kernels.mosaic_gpu import backend as mosaic_gpu
 from pallas_kernels.mosaic_gpu.configs import CONFIGS
 
@@ -66,6 +73,9 @@ def _tiles(kind: str):
         return None
     if kind == "diagonals":
         return DiagonalTiles(_int32(B, HQ, 7), _int32(B, HQ), _int32(B, HQ), _int32(), G)
+    if kind == "segments":
+        runs = _int32(B, HQ, 3)
+        return SegmentedDiagonals(_int32(B, HQ, 7), runs, runs, _int32(3), _int32(), 4, G)
     rows, columns = NQ // G, NK // G
     return BlockSparseIndex(
         _int32(B, HQ, rows, columns), _int32(B, HQ, rows),
@@ -89,6 +99,7 @@ PROBLEMS = [
     ("diagonals", False, "bfloat16", True),
     ("diagonals", True, "float16", True),
     ("none", True, "bfloat16", True),
+    ("segments", True, "bfloat16", True),
     ("listed", False, "bfloat16", False),
     ("listed", True, "float16", True),
 ]

@@ -16,6 +16,7 @@ KEPT = (
     "test_vertical_slash_counts_each_pair_once",
     "test_vertical_slash_matches_oracle",
     "test_running_result_is_merged",
+    "test_keys_of_several_ranks_in_one_call",
 )
 
 

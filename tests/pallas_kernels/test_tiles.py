@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from pallas_kernels import (
     DiagonalTiles,
+    SegmentedDiagonals,
     VerticalSlashIndex,
     gather_columns,
     pad_columns,
@@ -20,6 +21,8 @@ from tests.pallas_kernels.properties import repeatable
 
 row_ranges = jax.jit(DiagonalTiles.row_ranges, static_argnums=(1, 2))
 column_ranges = jax.jit(DiagonalTiles.column_ranges, static_argnums=(1, 2))
+run_ranges = jax.jit(SegmentedDiagonals.row_ranges, static_argnums=(1, 2))
+run_columns = jax.jit(SegmentedDiagonals.column_ranges, static_argnums=(1, 2))
 resolve_columns = jax.jit(vertical_columns, static_argnames="num_blocks")
 gather = jax.jit(gather_columns)
 scatter = jax.jit(scatter_columns)
@@ -51,6 +54,43 @@ def test_ranges_are_the_live_offsets_that_meet_a_block(seed, lengths):
             others = own - listed if of_rows else own + listed
             expected = blocks[b, h, own] if of_rows else blocks[b, h, :, own]
             assert sorted(others.tolist()) == np.flatnonzero(expected).tolist()
+
+
+@repeatable
+@given(seeds, st.sampled_from([(4, 4, 2), (5, 2, 3), (2, 5, 1), (3, 4, 4)]))
+def test_ranges_of_runs_are_those_of_their_segments_alone(seed, lengths):
+    rows, columns, segments = lengths
+    parts = [_tiles(seed + n, rows, columns) for n in range(segments)]
+    order = np.random.default_rng(seed).permutation(segments)[: max(segments - 1, 1)]
+    capacity = parts[0].offsets.shape[-1]
+    tiles = SegmentedDiagonals(
+        jnp.concatenate([parts[n].offsets - n * columns for n in order], axis=-1),
+        jnp.stack([parts[n].start + r * capacity for r, n in enumerate(order)], axis=-1),
+        jnp.stack([parts[n].stop + r * capacity for r, n in enumerate(order)], axis=-1),
+        jnp.asarray(order, jnp.int32), jnp.int32(NO_DIAGONAL), segments, 4,
+    )  # fmt: skip
+    first, last = (np.asarray(x) for x in run_ranges(tiles, rows, segments * columns))
+    for run, n in enumerate(order):
+        wanted = [np.asarray(x) + run * capacity for x in row_ranges(parts[n], rows, columns)]
+        _same_entries((first[:, :, run], last[:, :, run]), wanted)
+    first, last = (np.asarray(x) for x in run_columns(tiles, rows, segments * columns))
+    for n in range(segments):
+        own = slice(n * columns, (n + 1) * columns)
+        if n in order:
+            run = order.tolist().index(n)
+            wanted = column_ranges(parts[n], rows, columns)
+            wanted = [np.asarray(x) + run * capacity for x in wanted]
+        else:
+            wanted = [np.zeros((1, 3, columns), np.int32)] * 2
+        _same_entries((first[..., own], last[..., own]), wanted)
+
+
+def _same_entries(ranges, wanted):
+    """The same ranges, up to where empty ones lie."""
+    some = wanted[1] > wanted[0]
+    np.testing.assert_array_equal(ranges[1] > ranges[0], some)
+    for a, b in zip(ranges, wanted, strict=True):
+        np.testing.assert_array_equal(a[some], b[some])
 
 
 @pytest.mark.parametrize("lengths", [(3, 5), (5, 3), (4, 4)])
