@@ -21,7 +21,8 @@ class Balance:
     """Work of a ring, summed over batch and query heads.
 
     The devices of a node wait for the slowest of them at every step, as keys go from one to the
-    next; nodes wait for each other at the end of an outer step. A flat ring is one node.
+    next; nodes wait for each other at the end of an outer step. A flat ring is one node. Where
+    devices gather keys there is one inner step: the work on the keys of a whole node.
 
     Attributes:
         tiles: fp32 [N, L, outer steps, inner steps], g x g tiles that each rank executes.
@@ -92,6 +93,8 @@ def ring_balance(index: VerticalSlashIndex | None, plan: RingPlan) -> Balance:
     sources = plan.source(ranks, outer, inner)
     queries, keys = layout.segments(ranks), layout.segments(sources)
     tiles = sum(_tiles(queries[i], keys[j], heads_on) for i, j in segment_pairs(layout))
+    if plan.gathers:
+        tiles = tiles.sum(-1, keepdims=True)
     rows = layout.permutation()[:: layout.block_size] // layout.block_size
     by_rank = columns[rows].reshape(layout.num_ranks, -1).sum(1)
     return Balance(

@@ -87,6 +87,16 @@ def test_striped_is_balanced_where_zigzag_is_not(nodes, devices, ring):
         assert balance("striped", spread=False).step_imbalance > 1.1
 
 
+def test_gathering_is_one_step_a_node_with_the_work_of_a_turn():
+    turned, gathered = (
+        ring_balance(indices.sparse(), plan_of("striped", 2, 4, ring))
+        for ring in ("hierarchical", "gather")
+    )
+    np.testing.assert_array_equal(gathered.tiles, turned.tiles.sum(-1, keepdims=True))
+    assert gathered.tiles.shape == (2, 4, 2, 1) and gathered.imbalance == turned.imbalance
+    assert gathered.step_imbalance <= turned.step_imbalance
+
+
 def test_a_flat_striped_ring_gives_equal_work_at_every_step():
     index = index_of([0, 1, 2, 3, 17, 101, 511], 1024, 4)
     balance = ring_balance(index, plan_of("striped", 1, 8, "flat", 4096, 4))
