@@ -14,7 +14,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
-from mtraining_jax.models.remat import RESIDUAL, rematerialised
+from mtraining_jax.models.remat import HEADS, MIDDLE, RESIDUAL, rematerialised
 from mtraining_jax.models.rope import apply_rope, rope_tables
 from mtraining_jax.models.sharding import layer_specs, parameter_spec, state_shardings
 from mtraining_jax.models.spec import ModelSpec
@@ -39,7 +39,10 @@ class Linear(nnx.Module):
         """[..., in] -> [..., out]."""
         weight = self.weight[...].astype(x.dtype)
         y = jnp.einsum("...i,oi->...o", x, weight, precision=_precision(x.dtype))
-        return y if self.bias is None else y + self.bias[...].astype(x.dtype)
+        if self.bias is None:
+            return y
+        # Added in fp32, so that the bias' gradient is summed over tokens in fp32.
+        return (y.astype(jnp.float32) + self.bias[...]).astype(x.dtype)
 
 
 class RMSNorm(nnx.Module):
@@ -131,7 +134,7 @@ class DecoderLayer(nnx.Module):
 
     def after_attention(self, x_BSE: Array, out_BSHD: Array) -> Array:
         """The residual stream before attention and what attention gave -> [B, S, E]."""
-        x_BSE = x_BSE + self.self_attn.join(out_BSHD)
+        x_BSE = checkpoint_name(x_BSE + self.self_attn.join(out_BSHD), MIDDLE)
         return x_BSE + self.mlp(self.post_attention_layernorm(x_BSE))
 
 
@@ -221,6 +224,7 @@ class Qwen2(nnx.Module):
             parameters = compute_weights(parameters, dtype)
             x_BSE = checkpoint_name(x_BSE, RESIDUAL)
             qkv = half(DecoderLayer.before_attention, parameters, x_BSE, cos, sin)
+            qkv = checkpoint_name(qkv, HEADS)
             given = () if attention_inputs is None else (layer_inputs,)
             out_BSHD, stats = attention(*qkv, *given)
             x_BSE = half(DecoderLayer.after_attention, parameters, x_BSE, out_BSHD)

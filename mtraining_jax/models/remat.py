@@ -2,11 +2,14 @@
 
 Of each layer:
 - "none": everything is kept.
-- "attention": its input and, by name, attention's output, log-sum-exp and sparse index are kept.
-  Attention and the choice of its index do not run again; norms and all projections but the last
-  of the MLP do.
-- "attention_offload": the same, with the input kept in the host's pinned memory.
-- "full": its input is kept; all of the rest is computed again.
+- "mlp": its input, queries, keys, values, attention's output, log-sum-exp and sparse index, and
+  the residual stream after attention are kept. Norms and the first two products of the MLP run
+  again.
+- "attention": as "mlp", but for queries, keys, values and the stream after attention: all
+  products of the layer but the last of the MLP run again. Neither attention nor the choice of
+  its index does.
+- "attention_offload": as "attention", with the layer's input kept in the host's pinned memory.
+- "full": its input is kept; all of the rest runs again.
 """
 
 from collections.abc import Callable
@@ -17,8 +20,9 @@ from jax.ad_checkpoint import checkpoint_policies
 
 from mtraining_jax.parallel.ring import SAVED_NAMES
 
-# The name of a layer's input.
-RESIDUAL = "residual"
+# Names of what a layer may keep, beside those that attention gives: its input; queries, keys and
+# values; the residual stream between attention and the MLP.
+RESIDUAL, HEADS, MIDDLE = "residual", "heads", "middle"
 
 
 def rematerialised(layer: Callable[..., Any], kind: str) -> Callable[..., Any]:
@@ -28,6 +32,7 @@ def rematerialised(layer: Callable[..., Any], kind: str) -> Callable[..., Any]:
     policies = {
         "full": checkpoint_policies.nothing_saveable,
         "attention": checkpoint_policies.save_only_these_names(*SAVED_NAMES),
+        "mlp": checkpoint_policies.save_only_these_names(*SAVED_NAMES, HEADS, MIDDLE),
         "attention_offload": checkpoint_policies.save_and_offload_only_these_names(
             names_which_can_be_saved=list(SAVED_NAMES),
             names_which_can_be_offloaded=[RESIDUAL],

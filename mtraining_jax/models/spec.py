@@ -6,7 +6,7 @@ from typing import Any, Literal, Self
 
 from mtraining_jax.errors import UserError
 
-REMAT_POLICIES = ("none", "attention", "attention_offload", "full")
+REMAT_POLICIES = ("none", "mlp", "attention", "attention_offload", "full")
 COMPUTE_DTYPES = ("bfloat16", "float32")
 
 
@@ -105,7 +105,7 @@ class ModelSpec:
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    remat: Literal["none", "attention", "attention_offload", "full"] = "attention"
+    remat: Literal["none", "mlp", "attention", "attention_offload", "full"] = "attention"
     mlp_chunk_size: int = 16384
     initializer_range: float = 0.02
 

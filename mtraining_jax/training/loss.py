@@ -123,15 +123,13 @@ def _local(hidden_BSE, weight_VE, labels_BS, *, chunk_size, with_gradients):
     chunks = num_chunks(batch * seq, chunk_size)
     hidden = hidden_BSE.reshape(chunks, -1, width)
     labels = labels_BS.reshape(chunks, -1)
-    dot = functools.partial(
-        jnp.einsum,
-        precision=lax.Precision.HIGHEST if dtype == jnp.float32 else None,
-        preferred_element_type=jnp.float32,
-    )
+    exact = lax.Precision.HIGHEST if dtype == jnp.float32 else None
+    dot = functools.partial(jnp.einsum, precision=exact)
+    dot32 = functools.partial(dot, preferred_element_type=jnp.float32)
 
     def body(carry, inputs):
         hidden_CE, labels_C = inputs
-        logits_CV = dot("ce,ve->cv", hidden_CE, weight_VE)
+        logits_CV = dot32("ce,ve->cv", hidden_CE, weight_VE)
         counted_C = labels_C != IGNORE_LABEL
         safe_C = jnp.where(counted_C, labels_C, 0)
         lse_C = jax.nn.logsumexp(logits_CV, axis=-1)
@@ -144,8 +142,8 @@ def _local(hidden_BSE, weight_VE, labels_BS, *, chunk_size, with_gradients):
         is_label_CV = jnp.arange(logits_CV.shape[-1]) == safe_C[:, None]
         d_logits_CV = jnp.where(counted_C[:, None], probabilities_CV - is_label_CV, 0.0)
         d_logits_CV = d_logits_CV.astype(dtype)
-        d_hidden_CE = dot("cv,ve->ce", d_logits_CV, weight_VE).astype(dtype)
-        d_weight_VE = d_weight_VE + dot("cv,ce->ve", d_logits_CV, hidden_CE)
+        d_hidden_CE = dot("cv,ve->ce", d_logits_CV, weight_VE)
+        d_weight_VE = d_weight_VE + dot32("cv,ce->ve", d_logits_CV, hidden_CE)
         return (total + loss, d_weight_VE), d_hidden_CE
 
     zero = jnp.zeros((), jnp.float32)

@@ -61,6 +61,17 @@ def drawn(spec: ModelSpec):
     return init_model(spec, seed=0)
 
 
+def equations(jaxpr):
+    """All equations, those of inner jaxprs included."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for value in eqn.params.values():
+            for item in value if isinstance(value, tuple | list) else [value]:
+                inner = getattr(item, "jaxpr", item)
+                if hasattr(inner, "eqns"):
+                    yield from equations(inner)
+
+
 def assert_states_close(actual, expected, tolerance: float) -> None:
     """Every leaf within `tolerance` times its largest expected entry; 0 means bit-identical."""
     actual, expected = nnx.to_pure_dict(actual), nnx.to_pure_dict(expected)

@@ -15,6 +15,7 @@ from mtraining_jax.parallel.layout import Layout
 from tests.models.common import (
     assert_states_close,
     drawn,
+    equations,
     forward,
     next_token_loss,
     some_tokens,
@@ -71,24 +72,39 @@ def test_remat_policies_give_equal_gradients():
     tokens = some_tokens(spec)
     _, state = drawn(spec)
     outcomes = {}
-    for remat in ("none", "attention", "attention_offload", "full"):
+    for remat in ("none", "mlp", "attention", "attention_offload", "full"):
         traced = trace(tiny_spec(remat=remat), state, tokens, attend_by_name)
         outcomes[remat] = traced.lower().compile()(state)
     (loss, _), gradients = outcomes["none"]
     assert max(jnp.abs(leaf).max() for leaf in jax.tree.leaves(gradients)) > 1e-3
-    for remat in ("attention", "attention_offload", "full"):
+    for remat in ("mlp", "attention", "attention_offload", "full"):
         (other_loss, _), other_gradients = outcomes[remat]
         np.testing.assert_allclose(other_loss, loss, rtol=1e-6)
         assert_states_close(other_gradients, gradients, tolerance=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("remat", "times"), [("none", 1), ("attention", 1), ("attention_offload", 1), ("full", 2)]
+    # Products with parameters, of one layer: 7 forward, 14 backward, and those that run again.
+    ("remat", "attentions", "products"),
+    [
+        ("none", 1, 21),
+        ("mlp", 1, 23),
+        ("attention", 1, 27),
+        ("attention_offload", 1, 27),
+        ("full", 2, 27),
+    ],
 )
-def test_saved_names_spare_a_second_run_of_attention(remat, times):
+def test_only_what_the_policy_does_not_keep_runs_again(remat, attentions, products):
     spec = tiny_spec(remat=remat)
     traced = trace(spec, abstract_state(spec), some_tokens(spec), attend_by_name)
-    assert str(traced.jaxpr).count(" erf ") == times
+    assert str(traced.jaxpr).count(" erf ") == attentions
+    layers = [eqn for eqn in traced.jaxpr.eqns if eqn.primitive.name == "scan"]
+    found = [
+        eqn for layer in layers for eqn in equations(layer.params["jaxpr"].jaxpr)
+        if eqn.primitive.name == "dot_general"
+        and {len(x.aval.shape) for x in eqn.invars} <= {2, 3}  # attention's have 4
+    ]
+    assert len(found) == products
 
 
 def test_a_permuted_sequence_gives_the_permuted_result():
@@ -243,7 +259,7 @@ def test_any_object_with_the_fields_is_a_config():
         ({"head_dim": 7}, "head_dim=7 must be even"),
         ({"num_layers": 0}, "num_layers=0 must be positive"),
         ({"dtype": "float16"}, 'dtype="float16" is not one of bfloat16, float32'),
-        ({"remat": "some"}, 'remat="some" is not one of none, attention, attention_offload, full'),
+        ({"remat": "some"}, 'remat="some" is not one of none, mlp, attention, attention_off'),
     ],
 )
 def test_an_impossible_model_is_refused(changes, message):

@@ -12,7 +12,7 @@ from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import HEADS, SEQUENCE_AXES, make_mesh
 from mtraining_jax.parallel.ring import ring_attention
 from mtraining_jax.sparsity.vertical_slash import VerticalSlash, choose_index
-from tests.models.common import tiny_spec
+from tests.models.common import equations, tiny_spec
 
 BLOCK, LENGTH = 16, 128
 WORDS = ("ppermute", "sort", "psum", "exp")
@@ -46,7 +46,7 @@ def traces():
 
     positions = jnp.asarray(layout.permutation(), jnp.int32)
     result = {}
-    for remat in ("none", "attention", "full"):
+    for remat in ("none", "mlp", "attention", "full"):
         spec = tiny_spec(num_layers=2, remat=remat)
         graphdef, state = nnx.split(nnx.eval_shape(lambda s=spec: Qwen2(s, rngs=nnx.Rngs(0))))
         tokens = jax.ShapeDtypeStruct((1, LENGTH), jnp.int32)
@@ -60,22 +60,11 @@ def traces():
     return result
 
 
-def equations(jaxpr):
-    """All equations, those of inner jaxprs included."""
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for value in eqn.params.values():
-            for item in value if isinstance(value, tuple | list) else [value]:
-                inner = getattr(item, "jaxpr", item)
-                if hasattr(inner, "eqns"):
-                    yield from equations(inner)
-
-
 def test_remat_by_name_runs_neither_index_nor_ring_again(traces):
     def counts(remat):
         # Transfers of the ring, the ordering and the sums of the index, the kernels' softmax.
         names = collections.Counter(e.primitive.name for e in equations(traces[remat].jaxpr))
         return {word: names[word] for word in WORDS}
 
-    assert counts("attention") == counts("none")
+    assert counts("attention") == counts("mlp") == counts("none")
     assert all(counts("full")[word] > counts("none")[word] > 0 for word in WORDS)
