@@ -221,19 +221,20 @@ def _draw(
         max_verticals,
     )
     columns = np.sort(rng.choice(seq_len, number, replace=False))
-    # Counted in blocks of pairs. The main diagonal has but half of its pairs.
+    # Counted in blocks of pairs. The main diagonal lacks those above it.
     budget = density * (seq_len + 1) * seq_len / 2 / block_size**2
     below = num_blocks - 1 - columns // block_size  # blocks of queries below a column's own
     in_columns = below.sum() / block_size * (1 - density)
     near = int(np.clip(_MOST_NEAR * budget // num_blocks, 1, _NEAR))
     lengths = num_blocks - np.arange(num_blocks)  # of diagonals
-    room = budget - in_columns - lengths[:near].sum() + num_blocks / 2
+    budget += num_blocks * (block_size - 1) / 2 / block_size
+    room = budget - in_columns - lengths[:near].sum()
     far = rng.permutation(np.arange(near, num_blocks))
     active = np.arange(num_blocks) < near
     active[far[: np.searchsorted(np.cumsum(lengths[far]), room, side="right")]] = True
     # Less than one diagonal is missing: take the one whose length is closest to that, if any.
     in_columns = np.cumsum(~active)[below].sum() / block_size
-    missing = budget - in_columns - lengths[active].sum() + num_blocks / 2
+    missing = budget - in_columns - lengths[active].sum()
     rest = np.flatnonzero(~active)
     best = rest[np.abs(lengths[rest] - missing).argmin()]
     active[best] = lengths[best] < 2 * missing
