@@ -33,6 +33,7 @@ def forward(
     scale: float | None = None,
     init: tuple[Array, Array] | None = None,
     out_dtype: jnp.dtype | None = None,
+    beside_transfers: bool = False,
     backend: str | None = None,
 ) -> tuple[Array, Array]:
     """Attention of one shard of queries to one shard of keys and to gathered columns.
@@ -50,6 +51,9 @@ def forward(
         init: a running result to merge with: output fp32 [B, nq, Hq, D], normalised, and its
             lse fp32 [B, Hq, nq] (-inf where nothing was computed yet).
         out_dtype: default fp32 with `init`, else that of q.
+        beside_transfers: whether collectives run at the same time. They take some of a GPU's
+            multiprocessors for a while; the work is then cut into smaller parts, which the others
+            take over, at the price of starting more thread blocks.
         backend: "xla", "mosaic_gpu" or None for the best that runs here.
 
     Returns:
@@ -68,7 +72,8 @@ def forward(
         out_dtype = q.dtype if init is None else jnp.float32
     module = resolve(backend, q, _block_size(tiles, verticals))
     return module.forward(
-        q, k, v, tiles, verticals, scale=scale, init=init, out_dtype=jnp.dtype(out_dtype)
+        q, k, v, tiles, verticals, scale=scale, init=init, out_dtype=jnp.dtype(out_dtype),
+        beside_transfers=beside_transfers,
     )
 
 
@@ -84,6 +89,7 @@ def backward(
     *,
     scale: float | None = None,
     dq_dtype: jnp.dtype = jnp.float32,
+    beside_transfers: bool = False,
     backend: str | None = None,
 ) -> Gradients:
     """Gradients of `forward`'s share of an attention output.
@@ -101,6 +107,7 @@ def backward(
         verticals: as in `forward`.
         scale: as in `forward`.
         dq_dtype: of dq; fp32 where the contributions of several calls are added.
+        beside_transfers: as in `forward`.
         backend: as in `forward`.
 
     Returns:
@@ -118,7 +125,8 @@ def backward(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     module = resolve(backend, q, _block_size(tiles, verticals))
     return module.backward(
-        q, k, v, dout, lse, delta, tiles, verticals, scale=scale, dq_dtype=jnp.dtype(dq_dtype)
+        q, k, v, dout, lse, delta, tiles, verticals, scale=scale, dq_dtype=jnp.dtype(dq_dtype),
+        beside_transfers=beside_transfers,
     )
 
 

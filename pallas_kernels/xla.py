@@ -30,8 +30,10 @@ class _State(NamedTuple):
 def forward(
     q: Array, k: Array, v: Array, tiles: Tiles | None, verticals: VerticalColumns | None,
     *, scale: float, init: tuple[Array, Array] | None, out_dtype: jnp.dtype,
+    beside_transfers: bool = False,
 ) -> tuple[Array, Array]:
     """See `pallas_kernels.attention.forward`."""
+    del beside_transfers
     g = _block_size(tiles, verticals)
     q_blocks = _to_blocks(q, g)  # [B, Hq, nQ, g, D]
     k_blocks, v_blocks = _to_blocks(k, g), _to_blocks(v, g)
@@ -82,9 +84,10 @@ def forward(
 def backward(
     q: Array, k: Array, v: Array, dout: Array, lse: Array, delta: Array,
     tiles: Tiles | None, verticals: VerticalColumns | None, *, scale: float,
-    dq_dtype: jnp.dtype = jnp.float32,
+    dq_dtype: jnp.dtype = jnp.float32, beside_transfers: bool = False,
 ) -> Gradients:
     """See `pallas_kernels.attention.backward`."""
+    del beside_transfers
     g = _block_size(tiles, verticals)
     rows = _Rows(
         _to_blocks(q, g),

@@ -43,6 +43,7 @@ class Steps:
     def __init__(self, plan: RingPlan, q: Array, index: VerticalSlashIndex | None):
         self.plan, self.index = plan, index
         self.rank = plan.rank()
+        self.transfers = plan.layout.num_ranks > 1
         self.segments = plan.layout.segments(self.rank)
         self.queries = self.split(q)
         self.tiles = StepTiles(plan.layout, index, q.shape[0], q.shape[2])
@@ -104,6 +105,7 @@ class Steps:
                 self.queries[call.query], call.k, call.v, call.tiles, call.columns,
                 init=state[call.query], scale=self.plan.scale, backend=self.plan.backend,
                 out_dtype=self.queries[0].dtype if final else jnp.float32,
+                beside_transfers=self.transfers,
             )
         return state
 
@@ -127,6 +129,7 @@ class Steps:
             grads = kernels.backward(
                 self.queries[i], call.k, call.v, dout[i], lse[i], delta[i], call.tiles,
                 call.columns, scale=self.plan.scale, backend=self.plan.backend,
+                beside_transfers=self.transfers,
             )
             dq[i] = plus(dq[i], grads.dq)
             dkv[call.key] = plus(dkv[call.key], (grads.dk, grads.dv))

@@ -17,6 +17,7 @@ from pallas_kernels.tiles import Tiles, VerticalColumns
 
 HEAD_DIMS = (64, 128)
 DTYPES = (jnp.bfloat16, jnp.float16)
+_PARTS_BESIDE_TRANSFERS = 8  # thread blocks for each multiprocessor
 
 
 def unsupported(q: Array, block_size: int) -> str | None:
@@ -33,7 +34,7 @@ def unsupported(q: Array, block_size: int) -> str | None:
 def forward(
     q: Array, k: Array, v: Array, tiles: Tiles | None, verticals: VerticalColumns | None,
     *, scale: float, init: tuple[Array, Array] | None, out_dtype: jnp.dtype,
-    configs: Configs | None = None, interpret: Any = False,
+    beside_transfers: bool = False, configs: Configs | None = None, interpret: Any = False,
 ) -> tuple[Array, Array]:
     """See `pallas_kernels.attention.forward`."""
     configs = configs or configs_for(q.shape[-1])
@@ -42,14 +43,16 @@ def forward(
         init = tuple(x.astype(jnp.float32) for x in init)
     return forward_kernel(
         q, k, v, work, verticals, init, scale=scale, out_dtype=out_dtype,
-        config=configs.forward, num_blocks=_multiprocessors(interpret), interpret=interpret,
+        config=configs.forward, num_blocks=_thread_blocks(beside_transfers, interpret),
+        interpret=interpret,
     )
 
 
 def backward(
     q: Array, k: Array, v: Array, dout: Array, lse: Array, delta: Array,
     tiles: Tiles | None, verticals: VerticalColumns | None, *, scale: float,
-    dq_dtype: jnp.dtype = jnp.float32, configs: Configs | None = None, interpret: Any = False,
+    dq_dtype: jnp.dtype = jnp.float32, beside_transfers: bool = False,
+    configs: Configs | None = None, interpret: Any = False,
 ) -> Gradients:
     """See `pallas_kernels.attention.backward`."""
     configs = configs or configs_for(q.shape[-1])
@@ -59,7 +62,7 @@ def backward(
     dq = backward_rows_kernel(
         q, k, v, dout, base, delta, query_work(tiles, verticals, *sizes[:4]), verticals,
         scale=scale, out_dtype=dq_dtype, config=configs.rows,
-        num_blocks=_multiprocessors(interpret), interpret=interpret,
+        num_blocks=_thread_blocks(beside_transfers, interpret), interpret=interpret,
     )
     dk, dv, dk_columns, dv_columns = backward_keys_kernel(
         q, k, v, dout, base, -delta, key_work(tiles, verticals, *sizes), verticals,
@@ -75,8 +78,18 @@ def _sizes(q: Array, k: Array) -> tuple[int, int, int, int, int]:
     return q.shape[0], q.shape[2], q.shape[1] // TILE, k.shape[1] // TILE, k.shape[2]
 
 
+def _thread_blocks(beside_transfers: bool, interpret: Any) -> int:
+    """Thread blocks of the persistent kernels: one for each multiprocessor.
+
+    A collective that runs at the same time keeps some multiprocessors from starting theirs, whose
+    fixed share of the work would then come late. With more blocks the hardware starts each
+    where there is room.
+    """
+    return _multiprocessors(interpret) * (_PARTS_BESIDE_TRANSFERS if beside_transfers else 1)
+
+
 def _multiprocessors(interpret: Any) -> int:
-    """Thread blocks of the persistent kernels: one for each multiprocessor."""
+    """Multiprocessors of the GPU that is compiled for."""
     if interpret:
         return 2
     abstract = jax.sharding.get_abstract_mesh().abstract_device

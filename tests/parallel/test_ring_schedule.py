@@ -44,7 +44,8 @@ def traced(nodes, devices, ring, differentiate):
         local, mesh=mesh, in_specs=(*[HEADS] * 4, P("data")), out_specs=HEADS, check_vma=False
     )
     # Each kernel call becomes one equation, whose outputs need all of its inputs.
-    static = {"forward": ("scale", "backend", "out_dtype"), "backward": ("scale", "backend")}
+    static = {name: ("scale", "backend", "beside_transfers") for name in KERNELS}
+    static["forward"] += ("out_dtype",)
     calls = {
         name: jax.jit(getattr(kernels, name), static_argnames=static[name]) for name in KERNELS
     }
