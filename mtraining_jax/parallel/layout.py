@@ -45,11 +45,12 @@ class Layout:
         seq_len: S, tokens of the whole sequence.
         num_ranks: W.
         block_size: g, tokens of one block.
-        nodes: N, for the hierarchical ring (only the striped layout uses it). Rank r is device
+        nodes: N, for rings of two levels (only the striped layout uses it). Rank r is device
             r % L of node r // L, L = W/N, and its phase is device * N + node: neighbouring
             blocks go to different nodes. At each step of the hierarchical ring all devices of
             a node then meet diagonals of the same residue mod W, which phase = r would not
-            give. With N = 1 the phase is the rank, which is what the flat ring wants.
+            give; where devices gather, all meet those of the same residues. With N = 1 the
+            phase is the rank, which is what the flat ring wants.
 
     Raises:
         UserError: if a field is impossible, or seq_len is not a multiple of W*g (2*W*g for

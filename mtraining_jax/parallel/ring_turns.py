@@ -6,10 +6,10 @@ its own step. In the backward pass dk and dv follow with a lag of one step for t
 the sums that a step sends are those of the step before, and the kernel's share is added to what
 arrives.
 
-XLA keeps one collective under way at a time on GPUs unless it is told otherwise. In a hierarchical
-ring a transfer between nodes then hides behind one kernel only; with the compiler option
-xla_gpu_experimental_parallel_collective_overlap_limit=4 it stays under way during the whole turn
-inside the node (read off the schedule that jax 0.11.2 compiles for 8 H200).
+XLA keeps one collective under way at a time on GPUs unless it is told otherwise
+(`ring_compiler_options`). In a hierarchical ring a transfer between nodes would then hide behind
+one kernel only; told, it stays under way during the whole turn inside the node (read off the
+schedule that jax 0.11.2 compiles for 8 H200).
 """
 
 from collections.abc import Callable
