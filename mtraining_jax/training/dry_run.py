@@ -15,10 +15,24 @@ from mtraining_jax.training.dry_run_cost import (
     rates_missing,
     seconds,
 )
-from mtraining_jax.training.dry_run_memory import Memory, count_parameters, estimate_memory
+from mtraining_jax.training.dry_run_memory import (
+    Memory,
+    count_parameters,
+    estimate_memory,
+    offloaded,
+)
+from mtraining_jax.training.flops import peak_flops
 from mtraining_jax.training.hardware import H200, Gpu
 
 _GIB = 2**30
+# Ways to keep less for the backward pass, each less than the one before.
+_REMAT = {
+    "none": "",
+    "mlp": "half of the MLP runs twice",
+    "attention": "all of a layer but attention runs twice",
+    "attention_offload": "the same, and the inputs of layers wait in the host's memory",
+    "full": "layers keep only their input, and attention runs twice too",
+}
 # What JAX takes of a GPU's memory unless the environment says otherwise.
 _MEMORY_FRACTION = 0.75
 
@@ -151,8 +165,9 @@ def _memory_lines(
         )
     verdict = "fits" if memory.total <= free else "DOES NOT FIT"
     yield f"  {'total':<17} {memory.total / scale:8.2f}  {verdict}: {of}"
-    if compiled is not None and compiled.host:
-        yield f"  {'host memory':<17} {compiled.host / scale:8.2f}  for what is offloaded"
+    host = offloaded(config) if compiled is None else compiled.host
+    if host:
+        yield f"  {'host memory':<17} {host / scale:8.2f}  a device, of its host, for activations"
     if config.parallel.cpu_devices is None:
         yield "  not counted: the CUDA context and NCCL's buffers, which lie outside of JAX's share"
 
@@ -181,7 +196,7 @@ def _time_lines(
     parts = seconds(config, gpu, memory, flops)
     total = sum(parts.values())
     tokens = config.data.batch_size * config.data.seq_len
-    mfu = flops.model / (total * devices * gpu.peak_flops)
+    mfu = flops.model / (total * devices * peak_flops(gpu.kind))
     yield "time of a step, seconds: an ESTIMATE from rates of single parts, not a measurement"
     for name, value in parts.items():
         yield f"  {name:<20} {value:6.2f}"
@@ -201,8 +216,10 @@ def _advice(config: Config, memory: Memory, free: int, devices: int) -> Iterator
     if not parallel.fsdp and devices > 1:
         saved = states * (1 - 1 / (parallel.nodes * parallel.devices_per_node))
         yield f"  --parallel.fsdp=true: {saved / _GIB:.1f} GiB less for parameters and moments"
-    if model.remat != "full":
-        yield "  --model.remat=full: layers keep only their input, and attention runs twice"
+    for remat in list(_REMAT)[list(_REMAT).index(model.remat) + 1 :]:
+        yield f"  --model.remat={remat}: {_REMAT[remat]}"
+    if model.mlp_chunk_size > 4096:
+        yield f"  --model.mlp_chunk_size={model.mlp_chunk_size // 4}: less of the MLP at a time"
     rows = config.data.batch_size // (parallel.data * config.optimizer.accumulation_steps)
     if rows > 1:
         yield (

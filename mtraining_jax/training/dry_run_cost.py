@@ -23,6 +23,7 @@ class Flops:
         attention: of the pairs that are computed.
         attention_recomputed: the same that the backward pass does again; not in `attention`.
         attention_dense: of all causal pairs, for comparison.
+        model: what MFU counts; see `training.flops`.
     """
 
     layers: float
@@ -31,11 +32,7 @@ class Flops:
     attention: float
     attention_recomputed: float
     attention_dense: float
-
-    @property
-    def model(self) -> float:
-        """What MFU counts: each product once forward and twice backward, and attention."""
-        return self.layers + self.head + self.attention
+    model: float
 
 
 def density(config: Config) -> tuple[float, str]:
@@ -54,18 +51,21 @@ def count_flops(config: Config) -> Flops:
     queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     matrices = model.hidden_size * (2 * queries + 2 * keys + 3 * model.intermediate_size)
     forward = 2.0 * tokens * matrices * model.num_layers
-    # The backward pass needs the inputs of all products of a layer, but no result of the last.
-    down = 2.0 * tokens * model.hidden_size * model.intermediate_size * model.num_layers
-    dense = step_flops(config, density=1.0, executed=1.0).attention_dense
+    # One of the three products of the MLP. The backward pass does not need what the last gives.
+    third = 2.0 * tokens * model.hidden_size * model.intermediate_size * model.num_layers
+    recomputed = {"none": 0.0, "mlp": 2 * third}.get(model.remat, forward - third)
     share, _ = density(config)
+    step = step_flops(config, density=share, executed=share)
+    dense = step.attention_dense
     return Flops(
         layers=3 * forward,
         head=6.0 * tokens * model.hidden_size * model.vocab_size,
-        recomputed=0.0 if model.remat == "none" else forward - down,
+        recomputed=recomputed,
         attention=share * dense,
         # 4 of its 14 FLOP a pair and width are forward.
         attention_recomputed=share * dense * 4 / 14 if model.remat == "full" else 0.0,
         attention_dense=dense,
+        model=step.model,
     )
 
 

@@ -16,10 +16,12 @@ from mtraining_jax.config import Config
 from mtraining_jax.parallel.mesh import AXES
 from mtraining_jax.training.state import StateBuilder
 
-# Arrays of one layer's backward pass that live at once, as XLA arranges them for an H200
-# (docs/log.md, 2026-11-21): [tokens, hidden_size], and [tokens of a chunk, intermediate_size].
+# Arrays that live at once, as XLA arranges the step for an H200 (docs/log.md, 2026-11-21):
+# [tokens, hidden_size] in a layer's backward pass, [tokens of a chunk, intermediate_size] in its
+# MLP, and [tokens, hidden_size] around the output layer.
 _WIDE_ARRAYS = 13
-_MLP_ARRAYS = 4
+_MLP_ARRAYS = 6
+_HEAD_ARRAYS = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +87,14 @@ def estimate_memory(config: Config) -> Memory:
     )
 
 
+def offloaded(config: Config) -> int:
+    """Bytes of host memory that one device's share of a step takes."""
+    if config.model.remat != "attention_offload":
+        return 0
+    layer = local_tokens(config) * config.model.hidden_size * _dtype_bytes(config)
+    return config.model.num_layers * layer
+
+
 def count_parameters(config: Config) -> tuple[int, int]:
     """All parameters of the model, and those that are trained."""
     builder = StateBuilder(config, abstract_mesh(config))
@@ -104,14 +114,19 @@ def _kept(config: Config) -> tuple[int, int]:
     """Bytes kept from the forward to the backward pass: activations and indices."""
     model, tokens, size = config.model, local_tokens(config), _dtype_bytes(config)
     queries = model.num_heads * model.head_dim
-    layer = tokens * model.hidden_size * size  # the residual stream: a layer's input
+    layer = 0
+    if model.remat != "attention_offload":
+        layer += tokens * model.hidden_size * size  # the residual stream: a layer's input
     if model.remat != "full":
         # What attention names: its output and the fp32 log of the softmax's denominator.
         layer += tokens * (queries * size + 4 * model.num_heads)
+    if model.remat in ("mlp", "none"):
+        keys_and_values = 2 * model.num_kv_heads * model.head_dim
+        # With the residual stream between attention and the MLP.
+        layer += tokens * (queries + keys_and_values + model.hidden_size) * size
     if model.remat == "none":
-        keys = 2 * model.num_kv_heads * model.head_dim
-        norms = 2 * model.hidden_size
-        layer += tokens * (queries + keys + norms + 4 * model.intermediate_size) * size
+        # The normed streams; gate, up, what comes of gate, and their product.
+        layer += tokens * (2 * model.hidden_size + 4 * model.intermediate_size) * size
     index_layers = 1 if model.remat == "full" else model.num_layers
     return model.num_layers * layer, index_layers * _index(config) + _work_lists(config)
 
@@ -147,8 +162,9 @@ def _layer(config: Config) -> int:
     """Bytes of the widest point of a layer's backward pass."""
     model, tokens, size = config.model, local_tokens(config), _dtype_bytes(config)
     wide = _WIDE_ARRAYS * tokens * max(model.hidden_size, model.num_heads * model.head_dim) * size
-    mlp = _MLP_ARRAYS * tokens * model.intermediate_size * size
-    return wide + mlp + _layer_parameters(config) + _embedding(config)
+    chunk = tokens if model.remat == "none" else min(tokens, model.mlp_chunk_size)
+    mlp = _MLP_ARRAYS * chunk * model.intermediate_size * size
+    return wide + mlp + _layer_parameters(config)
 
 
 def _loss(config: Config) -> int:
@@ -156,27 +172,23 @@ def _loss(config: Config) -> int:
     model, size = config.model, _dtype_bytes(config)
     chunk = min(config.loss.chunk_size, local_tokens(config))
     logits = chunk * model.vocab_size * (4 + size)
-    hidden = 3 * local_tokens(config) * model.hidden_size * size
-    # The weight in the compute dtype and as it was gathered, and its fp32 gradient.
-    return logits + hidden + model.vocab_size * model.hidden_size * size + 2 * _embedding(config)
+    hidden = _HEAD_ARRAYS * local_tokens(config) * model.hidden_size * size
+    # The weight in the compute dtype, and its fp32 gradient before and after a chunk.
+    return logits + hidden + model.vocab_size * model.hidden_size * (size + 2 * 4)
 
 
 def _update(config: Config, gradients: int) -> int:
     """Bytes of the optimizer's update: the old values stay until all is known to be finite."""
-    return gradients + _embedding(config)
-
-
-def _embedding(config: Config) -> int:
-    """Bytes of the whole table of embeddings, fp32, on every device."""
-    return 4 * config.model.vocab_size * config.model.hidden_size
+    return gradients + 4 * config.model.vocab_size * config.model.hidden_size
 
 
 def _layer_parameters(config: Config) -> int:
-    """Bytes of one layer's matrices as gathered and as their gradients, before they are spread."""
+    """Bytes of one layer's matrices: gathered, their gradients, and the MLP's sums over chunks."""
     model = config.model
     queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     attention = model.hidden_size * (2 * queries + 2 * keys)
-    return 2 * (attention + 3 * model.hidden_size * model.intermediate_size) * _dtype_bytes(config)
+    mlp = 3 * model.hidden_size * model.intermediate_size
+    return 2 * (attention + mlp) * _dtype_bytes(config) + 2 * mlp * 4
 
 
 def _rows(config: Config) -> int:

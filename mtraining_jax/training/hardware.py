@@ -11,7 +11,6 @@ class Gpu:
         kind: name, as JAX gives it.
         target_config: file beside this one, for compiling without the GPU.
         memory: bytes.
-        peak_flops: bf16 FLOP/s of the data sheet, without sparsity: what MFU is a share of.
         matmul_flops: bf16 FLOP/s of a large matrix product.
         matmul_share: of `matmul_flops` that a step's products reach with the norms, gates and
             casts between them. Assumed, not measured.
@@ -26,7 +25,6 @@ class Gpu:
     kind: str
     target_config: str
     memory: int
-    peak_flops: float
     matmul_flops: float
     matmul_share: float
     attention_forward: dict[int, float]
@@ -41,8 +39,6 @@ H200 = Gpu(
     target_config="h200.target_config.txtpb",
     # device_memory_size of the target config.
     memory=150_109_880_320,
-    # NVIDIA's data sheet of the H200 SXM.
-    peak_flops=989e12,
     # 8192^3, and a copy: measured on one H200 with jax 0.11.2, CUDA 13.
     matmul_flops=794e12,
     matmul_share=0.65,

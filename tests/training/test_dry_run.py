@@ -41,8 +41,7 @@ def test_every_configuration_is_estimated_and_fits(name, capsys):
     assert ("not a measurement" in printed) == (config.parallel.cpu_devices is None)
 
 
-@pytest.mark.parametrize("fsdp", [False, True])
-@pytest.mark.parametrize("trainable", [(), ("mlp",)])
+@pytest.mark.parametrize(("fsdp", "trainable"), [(False, ()), (True, ("mlp",))])
 def test_parameters_and_moments_are_those_of_the_run(config, fsdp, trainable):
     config = changed(config, parallel={"fsdp": fsdp}, optimizer={"trainable": trainable})
     builder = StateBuilder(config, setup.build_mesh(config))
@@ -82,7 +81,7 @@ def products(jaxpr):
     return total
 
 
-@pytest.mark.parametrize("remat", ["none", "attention", "full"])
+@pytest.mark.parametrize("remat", ["none", "mlp", "attention", "full"])
 def test_flops_are_those_of_the_traced_products(config, remat):
     config = changed(
         config, model={"remat": remat}, loss={"chunk_size": 128}, data={"batch_size": 1}
