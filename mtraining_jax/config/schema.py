@@ -323,6 +323,8 @@ class DistributedConfig:
     """Number of this process, from 0; goes with coordinator."""
     timeout_seconds: PositiveInt = 300
     """How long to wait for the other processes at the start."""
+    heartbeat_timeout_seconds: PositiveInt = 100
+    """When a process is not heard of for so long, the others stop instead of waiting for it."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)

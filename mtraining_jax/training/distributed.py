@@ -2,13 +2,19 @@
 
 import importlib.util
 import os
+import sys
 import threading
+import traceback
 from collections.abc import Mapping
+from typing import NoReturn
 
 import jax
 
 from mtraining_jax.config import DistributedConfig
 from mtraining_jax.errors import UserError
+
+# What carries collectives between processes, as its errors name it.
+_TRANSPORTS = ("Gloo", "NCCL")
 
 
 def initialize(config: DistributedConfig, environment: Mapping[str, str] = os.environ) -> bool:
@@ -27,7 +33,9 @@ def initialize(config: DistributedConfig, environment: Mapping[str, str] = os.en
         environment: variables of the process.
 
     Returns:
-        Whether other processes were joined: `shutdown` is then due at the end.
+        Whether other processes were joined: `shutdown` is then due at the end, or `leave` after
+        an error. From here on JAX ends this process with a message when another one has not been
+        heard of for `config.heartbeat_timeout_seconds`, whatever this one is waiting for.
 
     Raises:
         UserError: if the others cannot be reached in `config.timeout_seconds`, or a scheduler's
@@ -38,6 +46,7 @@ def initialize(config: DistributedConfig, environment: Mapping[str, str] = os.en
     how, arguments = _find(config, environment)
     if arguments is None:
         return False
+    arguments["heartbeat_timeout_seconds"] = config.heartbeat_timeout_seconds
     _join(how, arguments, config.timeout_seconds)
     return True
 
@@ -70,6 +79,27 @@ def _join(how: str, arguments: dict[str, object], timeout: int) -> None:
 def shutdown() -> None:
     """Leaves the other processes in good order; they wait for one another."""
     jax.distributed.shutdown()
+
+
+def leave(error: Exception) -> NoReturn:
+    """Ends this process at once after an error that the others do not share, and says why.
+
+    They wait for this process in a collective, so it must not wait for them as `shutdown` does;
+    that it is gone they notice by themselves. A collective that failed because another process
+    went away is told in one sentence, anything else with its traceback.
+    """
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+    if any(name in reason for name in _TRANSPORTS):
+        print(
+            f"error: another process of the run went away while this one worked with it "
+            f"({reason}); its own output says why",
+            file=sys.stderr,
+        )
+    else:
+        traceback.print_exception(error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def is_first() -> bool:

@@ -50,9 +50,16 @@ def run(config: Config) -> list[Record]:
     try:
         with Display(enabled=distributed.is_first()) as display:
             records = _run(config, display)
-    finally:
+    except UserError:  # on all processes
         if joined:
             distributed.shutdown()
+        raise
+    except Exception as error:
+        if joined:
+            distributed.leave(error)
+        raise
+    if joined:
+        distributed.shutdown()
     return records
 
 
