@@ -1,0 +1,76 @@
+"""Reads off a compiled program what runs while its transfers are under way."""
+
+import dataclasses
+import re
+
+KERNEL = 'custom_call_target="mosaic_gpu'
+_OPCODE = re.compile(r" ([a-z][a-z-]*)\(%?([\w.-]*)")
+_CALLED = re.compile(r"\b(?:body|to_apply|calls)=%?([\w.-]+)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Transfer:
+    """A permute between devices.
+
+    Attributes:
+        computation: where it starts.
+        backward: whether it belongs to the gradients.
+        hidden: whether an attention kernel, or a loop of them, runs while it is under way.
+        last: whether no kernel starts after it in its computation: nothing is left to hide behind.
+    """
+
+    computation: str
+    backward: bool
+    hidden: bool
+    last: bool
+
+
+def transfers(scheduled: str) -> list[Transfer]:
+    """All permutes of a scheduled HLO module, as text, in order."""
+    computations = _computations(scheduled)
+
+    def works(line: str) -> bool:
+        """Whether an instruction runs an attention kernel."""
+        if KERNEL in line:
+            return True
+        return any(
+            works(inner) for name in _CALLED.findall(line) for inner in computations.get(name, ())
+        )
+
+    found = []
+    for name, lines in computations.items():
+        kernels = [i for i, line in enumerate(lines) if works(line)]
+        for i, line in enumerate(lines):
+            opcode = _OPCODE.search(line)
+            if not opcode or opcode[1] not in ("collective-permute", "collective-permute-start"):
+                continue
+            end = i
+            if opcode[1].endswith("-start"):
+                started = line.split(" = ")[0].strip().lstrip("%")
+                end = next(
+                    j for j, later in enumerate(lines[i:], i)
+                    if (done := _OPCODE.search(later))
+                    and done[1] == "collective-permute-done" and done[2] == started
+                )
+            found.append(
+                Transfer(
+                    name,
+                    backward="transpose(" in line,
+                    hidden=any(i < k < end for k in kernels),
+                    last=not any(k > i for k in kernels),
+                )
+            )
+    return found
+
+
+def _computations(text: str) -> dict[str, list[str]]:
+    """Lines of each computation, by its name."""
+    found: dict[str, list[str]] = {}
+    lines: list[str] = []
+    for line in text.splitlines():
+        if line.endswith("{") and not line.startswith(" ") and "(" in line:
+            name = line.removeprefix("ENTRY ").split(" ")[0].lstrip("%")
+            lines = found.setdefault(name, [])
+        elif line.startswith("  ") and " = " in line:
+            lines.append(line.strip().removeprefix("ROOT "))
+    return found
