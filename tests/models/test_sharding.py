@@ -1,4 +1,7 @@
+import collections
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -6,7 +9,14 @@ from jax.sharding import PartitionSpec as P
 
 from mtraining_jax.models import abstract_state, init_model, param_shardings
 from mtraining_jax.parallel.mesh import make_mesh
-from tests.models.common import assert_states_close, drawn, next_token_loss, some_tokens, tiny_spec
+from tests.models.common import (
+    assert_states_close,
+    drawn,
+    equations,
+    next_token_loss,
+    some_tokens,
+    tiny_spec,
+)
 
 RANKS = ("node", "device")
 
@@ -83,3 +93,36 @@ def test_loss_and_gradients_do_not_depend_on_the_mesh(fsdp):
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
     np.testing.assert_allclose(logits, expected_logits, atol=2e-5)
     assert_states_close(gradients, expected, tolerance=1e-5)
+
+
+COLLECTIVES = {"all_gather", "reduce_scatter", "psum", "all_to_all", "ppermute"}
+
+
+def test_a_layers_weights_are_gathered_once_a_pass_and_not_in_chunks():
+    # 64 tokens a device in 4 chunks.
+    spec = tiny_spec(remat="attention", mlp_chunk_size=16)
+    mesh = make_mesh(1, 2, 2)
+    graphdef, tokens = drawn(spec)[0], some_tokens(spec, (1, 256))
+
+    def attend(q, k, v):
+        return q + jnp.repeat(k + v, 2, axis=2), {}
+
+    def total(state):
+        model = nnx.merge(graphdef, state)
+        hidden, _ = model(tokens, jnp.arange(256), attend, mesh=mesh, fsdp=True)
+        return hidden.sum()
+
+    jaxpr = jax.jit(jax.grad(total)).trace(abstract_state(spec)).jaxpr
+    layers = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan"]
+    assert [eqn.params["length"] for eqn in layers] == [spec.num_layers] * 2
+    found = []
+    for layer in layers:
+        inner = list(equations(layer.params["jaxpr"].jaxpr))
+        found.append(collections.Counter(eqn.primitive.name for eqn in inner))
+        chunks = [eqn for eqn in inner if eqn.primitive.name == "scan"]
+        assert [eqn.params["length"] for eqn in chunks] == [4]
+        in_chunks = {eqn.primitive.name for eqn in equations(chunks[0].params["jaxpr"].jaxpr)}
+        assert "dot_general" in in_chunks and not in_chunks & COLLECTIVES
+    # 7 matrices; the backward pass needs them all again, and gives each a gradient.
+    assert [count["all_gather"] for count in found] == [7, 7]
+    assert [count["reduce_scatter"] for count in found] == [0, 7]

@@ -1,0 +1,56 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mtraining_jax.models.swiglu import chunked_swiglu
+
+TOKENS, WIDTH, INNER = 24, 8, 12
+
+
+def example(dtype):
+    rng = np.random.default_rng(0)
+    shapes = (TOKENS, WIDTH), (INNER, WIDTH), (INNER, WIDTH), (WIDTH, INNER)
+    return [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
+
+
+def whole(x, gate, up, down):
+    exact = jax.lax.Precision.HIGHEST
+    hidden = jax.nn.silu(jnp.dot(x, gate.T, precision=exact)) * jnp.dot(x, up.T, precision=exact)
+    return jnp.dot(hidden, down.T, precision=exact)
+
+
+def with_gradients(function, arguments):
+    def total(*arguments):
+        out = function(*arguments)
+        return jnp.sum(out.astype(jnp.float32) * jnp.cos(jnp.arange(out.size)).reshape(out.shape))
+
+    return function(*arguments), jax.grad(total, (0, 1, 2, 3))(*arguments)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 5, 8, 24, 1000])
+def test_chunks_change_neither_result_nor_gradients(chunk_size):
+    arguments = example(jnp.float32)
+    expected = with_gradients(whole, arguments)
+    actual = with_gradients(lambda *x: chunked_swiglu(*x, chunk_size), arguments)
+    for ours, theirs in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-5)
+
+
+def test_bf16_gradients_of_weights_add_up_in_fp32_over_chunks():
+    arguments = example(jnp.bfloat16)
+    exact = with_gradients(whole, [x.astype(jnp.float32) for x in arguments])
+    actual = with_gradients(lambda *x: chunked_swiglu(*x, 1), arguments)
+    for ours, theirs in zip(jax.tree.leaves(actual), jax.tree.leaves(exact), strict=True):
+        assert ours.dtype == jnp.bfloat16
+        error = jnp.linalg.norm(ours.astype(jnp.float32) - theirs) / jnp.linalg.norm(theirs)
+        assert error < 1e-2  # bf16 keeps 8 bits; 24 rounded sums would lose more
+
+
+def test_no_activation_of_all_tokens_is_formed():
+    def total(*arguments):
+        return chunked_swiglu(*arguments, 8).sum()
+
+    jaxpr = str(jax.make_jaxpr(jax.grad(total, (0, 1, 2, 3)))(*example(jnp.float32)))
+    assert f"f32[8,{INNER}]" in jaxpr
+    assert f"[{TOKENS},{INNER}]" not in jaxpr and f"[3,8,{INNER}]" not in jaxpr
