@@ -126,14 +126,20 @@ def parse_command_line(arguments: Sequence[str]) -> CommandLine:
 
 
 def set_platform(config: Config) -> None:
-    """Gives JAX the virtual CPU devices that the configuration asks for, if it does.
+    """Gives JAX the virtual CPU devices that the configuration asks for, or the memory of GPUs.
 
-    Must run before JAX starts a backend.
+    Must run before JAX starts a backend. Variables of the environment that the user has set stay
+    as they are.
 
     Raises:
         RuntimeError: if JAX has started one with other devices.
     """
     if config.parallel.cpu_devices is None:
+        # JAX takes 75 % of a GPU and 64 GiB of the host by itself, whatever there is. What is left
+        # of the GPU is for NCCL and the CUDA context.
+        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
+        host_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**30
+        os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(host_gib))
         return
     # XLA runs virtual devices on a pool of as many threads as there are processors. A collective
     # holds its thread until all devices are there, so a small pool can run dry: give each device

@@ -1,12 +1,13 @@
 """The command line: what it prints, what it passes on, and its exit status."""
 
+import os
 import subprocess
 import sys
 import types
 
 import pytest
 
-from mtraining_jax.cli import main, parse_command_line
+from mtraining_jax.cli import main, parse_command_line, set_platform
 from mtraining_jax.config import Config, available_configs, load_config
 from mtraining_jax.errors import UserError
 
@@ -137,3 +138,15 @@ def test_cpu_devices_are_set_before_jax_starts():
         [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=120
     )
     assert done.stdout.split() == ["cpu", "3"]
+
+
+def test_gpus_give_nearly_all_of_their_memory_unless_told_otherwise(monkeypatch):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
+    monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "none")  # so that it is put back
+    monkeypatch.delenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB")
+    set_platform(load_config("qwen3b_512k"))
+    assert os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.5"
+    assert int(os.environ["XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"]) >= 1
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION")
+    set_platform(load_config("qwen3b_512k"))
+    assert 0.75 < float(os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"]) < 1
