@@ -32,10 +32,10 @@ def gather_forward(plan: RingPlan, steps: Steps, kv: Pair) -> list[tuple[Array, 
     """
     node = _Node(plan, steps)
     here = node.gather(kv)
-    kv, here = node.columns_first(kv, here)
     state = [None] * len(steps.queries)
     if node.own_apart:
         state = steps.forward(steps.calls_on(steps.rank, kv, False), state, last=False)
+    kv = node.after_columns(kv, here)
 
     def visit(step: Array | int, here: Pair, state: list, last: bool) -> list:
         return steps.forward(node.calls(step, here, with_columns=last), state, last)
@@ -68,12 +68,12 @@ def gather_backward(plan: RingPlan, steps: Steps, kv: Pair, rows: tuple[Array, A
     """
     node = _Node(plan, steps)
     here = node.gather(kv)
-    kv, here = node.columns_first(kv, here)
     dq = [None] * len(steps.queries)
     collected = None
     if node.own_apart:
         dq, own, _ = steps.backward(steps.calls_on(steps.rank, kv, False), rows, dq)
         collected = join(own)
+    kv = node.after_columns(kv, here)
 
     def visit(step: Array | int, here: Pair, dq: list, first: bool):
         dq, dkv, columns = steps.backward(node.calls(step, here, with_columns=first), rows, dq)
@@ -134,14 +134,13 @@ class _Node:
         kv = self.plan.shift_outer(kv)
         return kv, self.gather(kv)
 
-    def columns_first(self, kv: Pair, here: Pair) -> tuple[Pair, Pair]:
-        """Fetches the columns, and keeps the ring from starting before where that matters."""
+    def after_columns(self, kv: Pair, here: Pair) -> Pair:
+        """Fetches the columns; the shard to send on, held back until then where that matters."""
         ranks = self.plan.node_ranks(self.steps.rank, 0)
         self.steps.fetch_columns(here, ranks, self.plan.outer_axes)
-        if self.plan.outer_axes:
-            token = self.steps.columns[0].k if self.steps.columns else here[0]
-            return after((kv, here), token)
-        return kv, here
+        if not self.plan.outer_axes:
+            return kv
+        return after(kv, self.steps.columns[0].k if self.steps.columns else here[0])
 
     def calls(self, step: Array | int, here: Pair, with_columns: bool):
         """The calls on a node's keys and values; without the rank's own where they are apart."""

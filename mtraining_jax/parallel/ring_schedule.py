@@ -90,7 +90,7 @@ class RingPlan:
     @property
     def outer_axes(self) -> tuple[str, ...]:
         """Mesh axes of the outer turn; () if there is one outer step."""
-        return self.axis_names[:1] if self.nested else ()
+        return self.axis_names[:1] if self.outer_size > 1 else ()
 
     def rank(self) -> Array | int:
         """This device's rank (traced), 0 where there is only one."""
@@ -113,7 +113,7 @@ class RingPlan:
 
     def shift_outer(self, tree):
         """Sends every array of `tree` to the same device of the next node."""
-        return _shift(tree, self.axis_names[:1], self.outer_size)
+        return _shift(tree, self.outer_axes, self.outer_size)
 
 
 def check_ring(ring: str) -> None:

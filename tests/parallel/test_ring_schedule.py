@@ -1,5 +1,6 @@
 """When things travel: read off the traced program, as numbers cannot tell it."""
 
+import collections
 import dataclasses
 import functools
 from unittest import mock
@@ -18,6 +19,7 @@ from pallas_kernels.tiles import active_diagonals
 from tests.parallel import indices
 
 KERNELS = ("forward", "backward")
+COLLECTIVES = ("ppermute", "all_gather", "reduce_scatter", "psum")
 FLAT, NESTED, GATHER = "flat", "hierarchical", "gather"
 MESHES = [(1, 8, FLAT), (2, 4, FLAT), (2, 4, NESTED), (4, 2, NESTED), (8, 1, NESTED)]
 
@@ -75,11 +77,11 @@ def is_kernel(eqn):
     return any(e.params.get("name") in KERNELS for e in (eqn, *inside))
 
 
-def is_transfer(eqn):
-    return eqn.primitive.name == "ppermute"
+def is_transfer(eqn, names=("ppermute",)):
+    return eqn.primitive.name in names
 
 
-def exposed_transfers(jaxpr):
+def exposed_transfers(jaxpr, names=("ppermute",)):
     """Transfers of one jaxpr that no kernel beside them could hide.
 
     A kernel can hide a transfer if neither needs what the other gives.
@@ -93,7 +95,7 @@ def exposed_transfers(jaxpr):
     return [
         eqn
         for number, eqn in enumerate(jaxpr.eqns)
-        if is_transfer(eqn)
+        if is_transfer(eqn, names)
         and all(kernel in needs[number] or number in needs[kernel] for kernel in kernels)
     ]
 
@@ -155,6 +157,47 @@ def test_no_hop_is_wasted(nodes, devices, ring):
     if ring == NESTED:
         home = nodes * devices * (devices > 1) + nodes * (nodes > 1)
     assert backward == 2 * (ranks - 1) + 2 * home
+
+
+def collectives(nodes, devices, differentiate):
+    """How often each collective runs where devices gather."""
+    counts = collections.Counter()
+    for jaxpr, times in walk(traced(nodes, devices, GATHER, differentiate)):
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name in COLLECTIVES:
+                counts[eqn.primitive.name] += times
+    return counts
+
+
+@pytest.mark.parametrize(("nodes", "devices"), [(1, 8), (2, 4), (4, 2)])
+def test_gathering_moves_each_shard_once_between_nodes(nodes, devices):
+    forward = collectives(nodes, devices, False)
+    backward = collectives(nodes, devices, True) - forward
+    # Keys and values: gathered at every node, sent on between nodes. Columns come from what
+    # was gathered; of other nodes, by one sum.
+    assert forward["all_gather"] == 2 * nodes and forward["ppermute"] == 2 * (nodes - 1)
+    assert backward["all_gather"] == backward["reduce_scatter"] == 2 * nodes
+    home = nodes if nodes > 1 else 0
+    assert backward["ppermute"] == 2 * (nodes - 1) + 2 * home
+    # The columns' keys and values, and in the backward pass their gradients too.
+    sums = 0 if nodes == 1 else 2
+    assert forward["psum"] == sums and backward["psum"] == 2 * sums
+
+
+@pytest.mark.parametrize(("nodes", "devices", "ways_home"), [(1, 8, 0), (4, 2, 2)])
+def test_gathering_hides_behind_kernels_but_gradients_on_their_last_way_home(
+    nodes, devices, ways_home
+):
+    # On one node the gathering, and the way home of gradients, can hide behind the work on the
+    # rank's own keys. Over several nodes that was done long before the last of them goes home.
+    def exposed(differentiate):
+        return sum(
+            times * len(exposed_transfers(jaxpr, COLLECTIVES))
+            for jaxpr, times in walk(traced(nodes, devices, GATHER, differentiate))
+        )
+
+    assert exposed(False) == 0
+    assert exposed(True) == 2 * ways_home
 
 
 @pytest.mark.parametrize(("nodes", "devices", "ring"), MESHES)
