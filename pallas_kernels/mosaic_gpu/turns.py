@@ -1,0 +1,43 @@
+"""Counters in global memory by which thread blocks take turns."""
+
+from typing import Any
+
+from jax import Array
+from jax.experimental.mosaic.gpu import utils as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+
+def await_turn(counter: Any, turn: Array, warp: bool = True) -> None:
+    """Waits until the counter int32 [1] has come to a turn.
+
+    What the thread blocks of earlier turns wrote before `end_turn` can then be read. Called by a
+    whole warp, or with `warp` false by a whole warpgroup.
+    """
+    scope = _scope(warp)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT))
+    def wait(_, ref, value):
+        semaphore = mgpu.SemaphoreRef(mgpu.memref_ptr(ref))
+        semaphore.wait(
+            value.registers.item(), decrement=False, scope=scope, memory_scope="gpu"
+        )
+
+    wait(counter, turn)
+
+
+def end_turn(counter: Any, warp: bool = True) -> None:
+    """Passes the turn on, after everything that the caller wrote to global memory."""
+    scope = _scope(warp)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    def signal(_, ref):
+        if not warp:
+            mgpu.warpgroup_barrier()  # all of the warpgroup has written
+        semaphore = mgpu.SemaphoreRef(mgpu.memref_ptr(ref))
+        semaphore.signal(1, predicate=mgpu.single_thread_predicate(scope), memory_scope="gpu")
+
+    signal(counter)
+
+
+def _scope(warp: bool) -> mgpu.ThreadSubset:
+    return mgpu.ThreadSubset.WARP if warp else mgpu.ThreadSubset.WARPGROUP
