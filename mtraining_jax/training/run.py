@@ -16,6 +16,7 @@ from mtraining_jax.errors import UserError
 from mtraining_jax.training import banner, distributed, folder, setup
 from mtraining_jax.training.checkpoint import Checkpoints
 from mtraining_jax.training.export import export_checkpoint, export_state
+from mtraining_jax.training.fits import check_fits
 from mtraining_jax.training.metrics import (
     Memory,
     Record,
@@ -263,6 +264,7 @@ class Trainer:
         if self.config.metrics.recall_every and self.config.sparsity.kind != "dense":
             measure_recall = self._measure_recall.lower(self._state, batch).compile()
         self.display.say(f"compiled in {time.perf_counter() - begin:.1f} s")
+        check_fits(train_step, self._devices)
         return train_step, measure_recall
 
     def _wait(self, pending: _Pending | None, records: list[Record]) -> None:

@@ -1,0 +1,42 @@
+"""Whether a program fits on its devices, asked before it runs."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from mtraining_jax.errors import UserError
+
+
+def check_fits(program: Any, devices: Iterable[Any]) -> None:
+    """Stops a run whose step would run out of memory.
+
+    On several GPUs such a step does not fail cleanly: one device has no memory, and the others
+    wait for it in a collective.
+
+    Args:
+        program: `jax.stages.Compiled`.
+        devices: those of this process that the program runs on; devices that do not tell how much
+            memory they have (the CPU) are taken to have enough.
+
+    Raises:
+        UserError: if a device has less memory left than the program takes beyond its arguments.
+    """
+    sizes = program.memory_analysis()
+    if sizes is None:
+        return
+    needed = sizes.temp_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
+    for device in devices:
+        stats = device.memory_stats() or {}
+        if "bytes_limit" not in stats:
+            continue
+        left = stats["bytes_limit"] - stats["bytes_in_use"]
+        if needed > left:
+            raise UserError(
+                f"a training step needs {_gib(needed)} on each device beside parameters and "
+                f"optimizer state, but {device} has {_gib(left)} left of "
+                f"{_gib(stats['bytes_limit'])}; the same command with --dry-run says what would "
+                "make it less"
+            )
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB"
