@@ -1,0 +1,189 @@
+"""Computes the time of a layer's ring attention on networks that are not at hand; prints a table.
+
+    python benchmarks/ring_model.py [--rows RING.json] [--nodes 4] [--devices 8]
+
+From measured times of kernels and index, and given links: what overlaps takes as long as the
+slower of the two, in the order in which `mtraining_jax.parallel` sends and computes. Without
+`--rows`, only the figures of the paper (arXiv 2510.18830), which the model has to reproduce.
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":  # from a checkout: the script's folder is importable, its parent not
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.ring_cells import Row
+from benchmarks.ring_programs import Problem
+
+NVLINK, INFINIBAND = 300.0, 25.0  # GB/s one way and GPU, as in the paper
+FP32_OVER_BF16 = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One pass of a ring, by its parts, in ms.
+
+    Attributes:
+        compute: kernels on one arrived shard.
+        inner: sending one shard of keys and values on inside a node.
+        outer: sending it to another node.
+    """
+
+    compute: float
+    inner: float
+    outer: float
+
+
+def flat_forward(step: Step, nodes: int, devices: int) -> float:
+    """One turn over all ranks: a hop hides behind a step, and the slowest link sets the pace."""
+    ranks = nodes * devices
+    return _turn(ranks, step.compute, step.outer if nodes > 1 else step.inner)
+
+
+def hierarchical_forward(step: Step, nodes: int, devices: int) -> float:
+    """A hop between nodes hides behind a whole turn inside the node."""
+    return _turn(nodes, _turn(devices, step.compute, step.inner), step.outer)
+
+
+def gather_forward(step: Step, nodes: int, devices: int) -> float:
+    """A node's shards are gathered; the first time behind the own shard's work."""
+    gather = (devices - 1) * step.inner
+    arrival = step.outer + gather
+    own, rest = max(step.compute, gather), (devices - 1) * step.compute
+    if nodes == 1:
+        return own + rest
+    whole = devices * step.compute
+    return own + max(rest, arrival) + (nodes - 2) * max(whole, arrival) + whole
+
+
+def flat_backward(step: Step, nodes: int, devices: int) -> float:
+    """As forward; gradients follow a step later and have a last hop home."""
+    ranks = nodes * devices
+    return _turn_back(ranks, step.compute, step.outer if nodes > 1 else step.inner)
+
+
+def hierarchical_backward(step: Step, nodes: int, devices: int) -> float:
+    """A turn inside the node ends with its gradients at home; then they go on to the next node."""
+    return _turn_back(nodes, _turn_back(devices, step.compute, step.inner), step.outer)
+
+
+def gather_backward(step: Step, nodes: int, devices: int) -> float:
+    """Gradients of a node's shards are summed and scattered, then sent on, a step later."""
+    gather = (devices - 1) * step.inner
+    arrival = step.outer + gather
+    home = FP32_OVER_BF16 * gather + (FP32_OVER_BF16 * step.outer if nodes > 1 else 0)
+    own, rest = max(step.compute, gather), (devices - 1) * step.compute
+    if nodes == 1:
+        return own + rest + home
+    whole = devices * step.compute
+    between = (nodes - 2) * max(whole, arrival + home)
+    return own + max(rest, arrival) + between + max(whole, home) + home
+
+
+RINGS = {
+    "flat": (flat_forward, flat_backward),
+    "hierarchical": (hierarchical_forward, hierarchical_backward),
+    "gather": (gather_forward, gather_backward),
+}
+
+
+def _turn(size: int, visit: float, hop: float) -> float:
+    """`size` visits, each but the last beside a hop."""
+    return (size - 1) * max(visit, hop) + visit
+
+
+def _turn_back(size: int, visit: float, hop: float) -> float:
+    """As `_turn`, with gradients in fp32 that follow one step later, and a last hop home."""
+    if size == 1:
+        return visit
+    gradients = FP32_OVER_BF16 * hop
+    between = (size - 2) * max(visit, hop + gradients)
+    return max(visit, hop) + between + max(visit, gradients) + gradients
+
+
+def hop_ms(seq_len: int, ranks: int, kv_heads: int, dim: int, gb_per_s: float, latency: float):
+    """Time to send a rank's keys and values in bf16; latency in ms."""
+    return latency + 2 * 2 * seq_len / ranks * kv_heads * dim / gb_per_s / 1e6
+
+
+def paper_ms(ring: str) -> float:
+    """Forward attention of a layer at 512K tokens on 4 x 8 A100, from the paper's own figures.
+
+    Index 1.13 ms and 2.08 ms of the host, then steps of 0.51 ms; a hop takes 0.13 ms inside a
+    node and 0.98 ms between nodes.
+    """
+    return 1.13 + 2.08 + RINGS[ring][0](Step(compute=0.51, inner=0.13, outer=0.98), 4, 8)
+
+
+def model(row: Row, nodes: int, devices: int, args: argparse.Namespace) -> dict[str, list[float]]:
+    """Forward, backward and all with index, in ms by ring, from a measured row.
+
+    Kernels take as long per rank as the row's rank alone on one GPU, times its share of the work;
+    the index takes as long as measured, although each rank has fewer keys to look at.
+    """
+    problem, ranks = row.problem, nodes * devices
+    both = row.local if row.problem.gpus > 1 else row.both
+    forward = both * row.forward / row.both
+    shape = (problem.seq_len, ranks, problem.kv_heads, problem.dim)
+    inner = hop_ms(*shape, args.inner_gb_s, args.latency_ms)
+    outer = hop_ms(*shape, args.outer_gb_s, args.latency_ms)
+    found = {}
+    for ring, (forward_of, backward_of) in RINGS.items():
+        times = [
+            of(Step(ms * problem.gpus / ranks**2, inner, outer), nodes, devices)
+            for of, ms in ((forward_of, forward), (backward_of, both - forward))
+        ]
+        found[ring] = [*times, sum(times) + (row.choose or 0)]
+    return found
+
+
+def main(argv: list[str] | None = None) -> str:
+    """Returns the markdown."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=Path, metavar="FILE.json", help="from benchmarks/ring.py")
+    parser.add_argument("--nodes", type=int, default=4)
+    parser.add_argument("--devices", type=int, default=8, help="of a node")
+    parser.add_argument("--inner-gb-s", type=float, default=NVLINK, help="per GPU, one way")
+    parser.add_argument("--outer-gb-s", type=float, default=INFINIBAND, help="per GPU, one way")
+    parser.add_argument("--latency-ms", type=float, default=0.02, help="of a hop")
+    args = parser.parse_args(argv)
+    lines = [
+        "Paper (512K tokens, 4 x 8 A100), forward with index, from its own figures per step: "
+        + ", ".join(f"{ring} {paper_ms(ring):.2f} ms" for ring in RINGS)
+        + "; it reports 34.10 flat and 19.53 hierarchical, and has no gather.",
+    ]
+    if args.rows:
+        lines += [
+            "",
+            f"Modelled, not measured: {args.nodes} x {args.devices} GPUs, {args.inner_gb_s:g} GB/s "
+            f"inside a node, {args.outer_gb_s:g} between, {args.latency_ms:g} ms a hop; kernels "
+            "and index as measured.",
+            "",
+            "| S | mask | measured on | ring | fwd ms | bwd ms | all with index ms |",
+            "|" + " --- |" * 7,
+        ]
+        for row in _rows(args.rows):
+            for ring, times in model(row, args.nodes, args.devices, args).items():
+                p = row.problem
+                cells = [p.seq_len, row.mask, f"{p.gpus} GPUs, {p.ring}", ring]
+                cells += [f"{ms:.2f}" for ms in times]
+                lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _rows(path: Path) -> list[Row]:
+    """The rows of striped flat rings whose kernels were timed alone."""
+    rows = [Row(**x | {"problem": Problem(**x["problem"])}) for x in json.loads(path.read_text())]
+    return [
+        row for row in rows
+        if (row.problem.layout, row.problem.ring) == ("striped", "flat")
+        and (row.local or row.problem.gpus == 1)
+    ]
+
+
+if __name__ == "__main__":
+    print(main())
