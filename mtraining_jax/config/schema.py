@@ -273,6 +273,8 @@ class CheckpointConfig:
 
     every_steps: NonNegativeInt = 0
     """Steps between two checkpoints; 0 saves at the end only."""
+    last_step: bool = True
+    """Save the state of the last step as well; false saves time where only speed is measured."""
     keep: PositiveInt = 2
     """Newest checkpoints kept; older ones are deleted."""
     resume: bool | Literal["auto"] = "auto"

@@ -123,9 +123,10 @@ def already_complete(config: Config, step: int) -> list[str]:
 def _next_steps(config: Config) -> list[str]:
     more = 2 * config.run.steps
     rows = [
-        (f"--run.steps={more}", f"train on from step {config.run.steps}"),
         ("--checkpoint.resume=false", "start anew; this run's folder is kept under another name"),
     ]
+    if config.checkpoint.last_step:
+        rows.insert(0, (f"--run.steps={more}", f"train on from step {config.run.steps}"))
     if config.parallel.cpu_devices is not None:
         rows.append(
             (

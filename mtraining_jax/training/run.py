@@ -206,8 +206,7 @@ class Trainer:
                 steps = f"{config.profile.start} to {self._step}"
                 self.display.say(f"trace of steps {steps}: {_short(self._profile.folder)}")
                 self._clock = time.perf_counter()
-            every = config.checkpoint.every_steps
-            if self._step == total or (every and self._step % every == 0):
+            if self._is_saved(self._step):
                 # Saving waits for the devices anyway; its time is not that of a step.
                 self._wait(pending, records)
                 pending = None
@@ -228,8 +227,16 @@ class Trainer:
     def wrote(self) -> list[str]:
         """What this process has written, and where."""
         newest = self._checkpoints.folder / str(self._step)
+        saved = [_short(newest)] if self._is_saved(self._step) else []
         exported = [] if self._exported is None else [str(self._exported)]
-        return [*(writer.where for writer in self._writers), _short(newest), *exported]
+        return [*(writer.where for writer in self._writers), *saved, *exported]
+
+    def _is_saved(self, step: int) -> bool:
+        """Whether the state after this step goes into a checkpoint."""
+        checkpoint = self.config.checkpoint
+        if step == self.config.run.steps and checkpoint.last_step:
+            return True
+        return bool(checkpoint.every_steps) and step % checkpoint.every_steps == 0
 
     def interrupted(self) -> str:
         """What to say when the user stops the run."""

@@ -1,8 +1,9 @@
-"""The folder of compiled programs."""
+"""The folder of a run, and that of compiled programs."""
 
 import jax
 
-from mtraining_jax.training.folder import use_compile_cache
+from mtraining_jax.training.checkpoint import newest_step
+from mtraining_jax.training.folder import checkpoint_folder, use_compile_cache
 from mtraining_jax.training.run import run
 from tests.training.common import changed
 
@@ -19,6 +20,14 @@ def test_a_second_start_compiles_nothing(config, tmp_path):
     jax.clear_caches()  # as in a new process
     run(changed(config, run={"name": "again"}))
     assert programs() == kept
+
+
+def test_the_last_step_is_not_saved_on_request(config, capsys):
+    config = changed(config, run={"steps": 3}, checkpoint={"every_steps": 2, "last_step": False})
+    assert len(run(config)) == 3
+    assert newest_step(checkpoint_folder(config)) == 2
+    printed = capsys.readouterr().out
+    assert "checkpoints" not in printed and "train on" not in printed
 
 
 def test_nothing_is_kept_on_a_cpu_unless_asked(config, tmp_path):
