@@ -51,9 +51,15 @@ def _backward(chunk_size, residuals, d_out_TE):
     def chunk(sums, inputs):
         d_gate_FE, d_up_FE, d_down_EF = sums
         x_CE, d_out_CE = inputs
-        gate_CF = _dot("ce,fe->cf", x_CE, gate_FE).astype(jnp.float32)
-        up_CF = _dot("ce,fe->cf", x_CE, up_FE).astype(jnp.float32)
-        d_hidden_CF = _dot("ce,ef->cf", d_out_CE, down_EF).astype(jnp.float32)
+        products = (
+            _dot("ce,fe->cf", x_CE, gate_FE),
+            _dot("ce,fe->cf", x_CE, up_FE),
+            _dot("ce,ef->cf", d_out_CE, down_EF),
+        )
+        # The barrier has XLA make the next three arrays in one pass over these, behind any kind
+        # of product.
+        products = lax.optimization_barrier(products)
+        gate_CF, up_CF, d_hidden_CF = (x.astype(jnp.float32) for x in products)
         sigmoid_CF = jax.nn.sigmoid(gate_CF)
         silu_CF = gate_CF * sigmoid_CF
         hidden_CF = (silu_CF * up_CF).astype(dtype)
