@@ -68,15 +68,17 @@ def assert_close(actual, wanted, rtol=2e-5, atol=2e-5):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-def test_batch_sequence_and_heads_over_axes_of_the_user(axis_type):
+@pytest.mark.parametrize(
+    ("axis_type", "ring"), [(AxisType.Auto, "hierarchical"), (AxisType.Explicit, "gather")]
+)
+def test_batch_sequence_and_heads_over_axes_of_the_user(axis_type, ring):
     # An axis "spare" that nothing uses, too.
     mesh = make_mesh((2, 2, 2, 1), ("rows", "outer", "inner", "spare"), axis_type)
     axes = ("outer", "inner")
     layout = sequence_layout(TOKENS, mesh, sequence_axes=axes, block_size=BLOCK)
     attend = functools.partial(
         sparse_attention, pattern=PATTERN, mesh=mesh, layout=layout, batch_axis="rows",
-        sequence_axes=axes, return_lse=True,
+        sequence_axes=axes, ring=ring, return_lse=True,
     )  # fmt: skip
     place = functools.partial(jax.device_put, device=NamedSharding(mesh, P("rows", axes)))
     q, k, v, dout = (place(stripe(x, layout)) for x in (*inputs(), cotangents()[0]))
@@ -219,6 +221,7 @@ OWN = {"mesh": MESH, "batch_axis": "rows", "sequence_axes": "context"}
          "causal=False needs an unsharded sequence"),
         ({**OWN, "pattern": BlockSparseIndex.from_block_mask(
             jnp.ones((2, HEADS, 16, 16), bool), BLOCK)}, "BlockSparseIndex, which needs an unsh"),
+        ({**OWN, "ring": "round"}, "ring='round' is unknown; it must be one of hierarchical, flat"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_the_mesh_is_refused_by_name(options, sentence):
