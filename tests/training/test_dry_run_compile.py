@@ -1,0 +1,22 @@
+"""The formulas of a dry run against the compiler, where it can compile for GPUs.
+
+A GPU is not needed, but JAX's CUDA plugin is; a minute or two for each mesh.
+"""
+
+import pytest
+
+from mtraining_jax.config import load_config
+from mtraining_jax.training.dry_run_compile import compile_step, missing_plugin
+from mtraining_jax.training.dry_run_memory import estimate_memory
+from mtraining_jax.training.hardware import H200
+from tests.training.common import changed
+
+
+@pytest.mark.skipif(missing_plugin() is not None, reason=str(missing_plugin()))
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("devices", [4, 8])
+def test_memory_is_what_the_compiler_reserves(devices):
+    config = changed(load_config("qwen3b_512k"), parallel={"devices_per_node": devices})
+    compiled = compile_step(config, H200)
+    assert estimate_memory(config).total == pytest.approx(compiled.peak, rel=0.1)
+    assert compiled.host == 0
