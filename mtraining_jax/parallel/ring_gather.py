@@ -35,7 +35,10 @@ def gather_forward(plan: RingPlan, steps: Steps, kv: Pair) -> list[tuple[Array, 
     state = [None] * len(steps.queries)
     if node.own_apart:
         state = steps.forward(steps.calls_on(steps.rank, kv, False), state, last=False)
-    kv = node.after_columns(kv, here)
+    # The columns are not needed before the last step. Fetched at once, their sum over nodes would
+    # have the gathering awaited before the first kernel.
+    source = lax.optimization_barrier((here, state))[0] if plan.outer_axes else here
+    kv = node.after_columns(kv, source)
 
     def visit(step: Array | int, here: Pair, state: list, last: bool) -> list:
         return steps.forward(node.calls(step, here, with_columns=last), state, last)
