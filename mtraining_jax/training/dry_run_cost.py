@@ -6,6 +6,7 @@ from mtraining_jax.config import Config
 from mtraining_jax.training.dry_run_memory import Memory
 from mtraining_jax.training.flops import step_flops
 from mtraining_jax.training.hardware import Gpu
+from mtraining_jax.training.metrics import REPLAYED
 
 # Mean density that the paper reports for 512K tokens (arXiv 2510.18830): what an index that is
 # chosen at each step is taken to have, for want of the step.
@@ -41,7 +42,7 @@ def density(config: Config) -> tuple[float, str]:
     if sparsity.kind == "dense":
         return 1.0, "dense"
     if sparsity.kind == "replay":
-        return sparsity.replay_density, "sparsity.replay_density"
+        return sparsity.replay_density, REPLAYED
     return PAPER_DENSITY, "assumed: the paper's mean at 512K; each step chooses its own"
 
 

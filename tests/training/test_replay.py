@@ -56,7 +56,7 @@ def test_a_run_says_what_it_replays_and_traces_its_window(replay, capsys):
 
 def test_rematerialisation_and_the_estimate_change_no_number(replay):
     def step_of(**sections):
-        config = changed(replay, **sections)
+        config = changed(replay, parallel={"devices_per_node": 1}, **sections)
         mesh, layout = setup.build_mesh(config), setup.build_layout(config)
         builder, batches = StateBuilder(config, mesh), setup.Batches(config, mesh, layout)
         pattern = setup.build_pattern(config)
@@ -74,8 +74,9 @@ def test_rematerialisation_and_the_estimate_change_no_number(replay):
     assert "estimated_density" in kept["layers"] and "estimated_density" not in again["layers"]
 
 
-def test_a_trace_that_is_past_is_said_to_be(replay, capsys):
-    first = changed(replay, run={"steps": 1}, profile={"start": None}, sparsity={"kind": "dense"})
+def test_a_trace_that_is_past_is_said_to_be(config, capsys):
+    alone = {"nodes": 1, "devices_per_node": 1}
+    first = changed(config, run={"steps": 1}, sparsity={"kind": "dense"}, parallel=alone)
     run(first)
     run(changed(first, run={"steps": 2}, profile={"start": 1, "steps": 1}))
     assert "no trace: profile.start = 1 is before the next step" in capsys.readouterr().out
