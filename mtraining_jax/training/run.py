@@ -216,6 +216,7 @@ class Trainer:
             if self._step == total:
                 break
             batch = next(self._batches)
+        self._wait(pending, records)
         self.display.stop()
         return records
 
