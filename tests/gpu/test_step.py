@@ -1,0 +1,72 @@
+"""Training steps with the Hopper kernels: one GPU against several, and what the policies keep."""
+
+import jax
+import numpy as np
+import pytest
+
+from mtraining_jax.config import load_config
+from mtraining_jax.training import setup
+from mtraining_jax.training.state import StateBuilder
+from mtraining_jax.training.step import make_train_step
+
+SMALL = {
+    "model.vocab_size": 1024, "model.hidden_size": 512, "model.num_layers": 2,
+    "model.num_heads": 4, "model.num_kv_heads": 2, "model.intermediate_size": 1024,
+    "model.mlp_chunk_size": 512, "loss.chunk_size": 512, "data.seq_len": 8192,
+    "optimizer.lr": 1e-3,
+}  # fmt: skip
+
+
+def train(name, **changes):
+    """Loss, gradient norm and mean density of 3 steps."""
+    fields = SMALL | {field.replace("__", "."): value for field, value in changes.items()}
+    config = load_config(name, [(field, str(value)) for field, value in fields.items()])
+    mesh, layout = setup.build_mesh(config), setup.build_layout(config)
+    pattern = setup.build_pattern(config)
+    batches, builder = setup.Batches(config, mesh, layout), StateBuilder(config, mesh)
+    attention = setup.build_attention(config, mesh, layout, pattern)
+    step = make_train_step(config, builder, attention, mesh, setup.layer_inputs(pattern))
+    state, found = builder.fresh(), []
+    for _ in range(3):
+        state, metrics = step(state, next(batches))
+        density = np.mean(metrics["layers"]["density"])
+        found.append((float(metrics["loss"]), float(metrics["grad_norm"]), float(density)))
+    batches.close()
+    return np.array(found)
+
+
+@pytest.fixture(scope="module")
+def one_gpu(_hopper_missing):
+    if _hopper_missing:
+        pytest.skip(_hopper_missing)
+    return train("qwen3b_512k_dense", parallel__devices_per_node=1)
+
+
+@pytest.mark.parametrize("devices", [2, 4, 8])
+def test_sharded_steps_equal_those_of_one_gpu(one_gpu, devices):
+    if jax.device_count() < devices:
+        pytest.skip(f"{devices} GPUs are needed, {jax.device_count()} are here")
+    found = train("qwen3b_512k_dense", parallel__devices_per_node=devices)
+    # bf16 keeps 8 bits; products of other shapes round otherwise.
+    np.testing.assert_allclose(found[:, 0], one_gpu[:, 0], rtol=2e-3)
+    np.testing.assert_allclose(found[:, 1], one_gpu[:, 1], rtol=2e-2)
+    assert one_gpu[0, 0] - one_gpu[-1, 0] > 0.05  # it learns, so that steps differ
+
+
+@pytest.mark.parametrize("remat", ["none", "attention", "attention_offload", "full"])
+def test_what_is_kept_does_not_change_the_steps(one_gpu, remat):
+    found = train("qwen3b_512k_dense", parallel__devices_per_node=1, model__remat=remat)
+    np.testing.assert_allclose(found[:, 0], one_gpu[:, 0], rtol=2e-3)
+    np.testing.assert_allclose(found[:, 1], one_gpu[:, 1], rtol=2e-2)
+
+
+def test_a_replayed_density_is_the_one_asked_for():
+    found = train(
+        "qwen3b_512k",
+        parallel__devices_per_node=min(4, jax.device_count()),
+        sparsity__kind="replay",
+        sparsity__replay_density=0.2,
+        data__seq_len=131072,  # long enough for the sparsest head
+    )
+    np.testing.assert_allclose(found[:, 2], 0.2, rtol=0.1)
+    assert np.all(np.isfinite(found)) and found[-1, 0] < found[0, 0]
