@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,7 @@ class _Pending:
     """A step that the devices work on: its metrics are read while the next one runs."""
 
     metrics: dict[str, Any]
+    done: Future[float]  # when the devices had done it, by time.perf_counter
     recall: np.ndarray | None
     profiled: bool
 
@@ -163,6 +165,8 @@ class Trainer:
             batches.go_to(place)
             self.display.say(f"going on from the checkpoint of step {resume_from}")
         self._step = resume_from or 0
+        self._watcher = ThreadPoolExecutor(1, "watcher")
+        self._closers.append(functools.partial(self._watcher.shutdown, wait=True))
         start = config.profile.start
         if start is not None and start <= self._step:
             self.display.say(f"no trace: profile.start = {start} is before the next step")
@@ -198,7 +202,10 @@ class Trainer:
             with self._profile.step(self._step):
                 self._state, metrics = train_step(self._state, batch)
             self._wait(pending, records)
-            pending = _Pending(metrics, recall, self._profile.open)
+            # Starting a step may take until the devices have nearly done it, so the clock cannot be
+            # read here.
+            done = self._watcher.submit(_when_done, metrics)
+            pending = _Pending(metrics, done, recall, self._profile.open)
             if self._profile.ends(self._step):
                 self._wait(pending, records)
                 pending = None
@@ -282,8 +289,8 @@ class Trainer:
 
     def _finish(self, pending: _Pending) -> Record:
         """Reads the metrics of a step, tells them, and stops the run if it cannot go on."""
+        now = pending.done.result()
         metrics = jax.device_get(pending.metrics)
-        now = time.perf_counter()
         seconds, self._clock = now - self._clock, now
         record = step_record(
             metrics,
@@ -315,6 +322,12 @@ class Trainer:
             f"were not finite, more than optimizer.max_skipped_steps = {allowed}; a lower "
             "optimizer.lr, a longer optimizer.warmup_steps or other data may help"
         )
+
+
+def _when_done(metrics: dict[str, Any]) -> float:
+    """The time at which the devices have computed something."""
+    jax.block_until_ready(metrics)
+    return time.perf_counter()
 
 
 def _short(path: Path) -> str:
