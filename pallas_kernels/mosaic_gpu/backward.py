@@ -122,7 +122,7 @@ def backward_kernel(
     key_shape = (batch, kv_heads, k.shape[1] // ROWS, 1) if split else (1, 1, 1, 1)
     key_counters = jax.new_ref(jnp.zeros(key_shape, jnp.int32))
 
-    def kernel(*arguments):
+    def attention_backward(*arguments):
         refs = dict(zip(names, arguments, strict=True))
         smem, bars = refs["smem"], refs["bars"]
         warpgroup = lax.axis_index("wg")
@@ -575,7 +575,7 @@ def backward_kernel(
         ]
         outputs += [jax.ShapeDtypeStruct(verticals.k.shape, jnp.float32)] * 2
     results = plgpu.kernel(
-        kernel,
+        attention_backward,
         out_type=outputs,
         scratch_types=[smem, bars],
         grid=(work.items.shape[0],),

@@ -102,7 +102,7 @@ def backward_keys_kernel(
     names += ["kc", "vc", "keep", "tokens", "query_blocks"] if has_columns else []
     names += ["dk", "dv"] + (["dkc", "dvc"] if has_columns else []) + ["smem", "bars"]
 
-    def kernel(*arguments):
+    def attention_dkdv(*arguments):
         refs = dict(zip(names, arguments, strict=True))
         smem, bars = refs["smem"], refs["bars"]
         warpgroup = lax.axis_index("wg")
@@ -388,7 +388,7 @@ def backward_keys_kernel(
             verticals.tokens, verticals.query_blocks,
         ]
         outputs += [jax.ShapeDtypeStruct(verticals.k.shape, jnp.float32)] * 2
-    run = launch(kernel, outputs, [smem, bars], num_items, interpret)
+    run = launch(attention_dkdv, outputs, [smem, bars], num_items, interpret)
     results = run(*arrays)
     return tuple(results) if has_columns else (*results, None, None)
 

@@ -78,7 +78,7 @@ def backward_rows_kernel(
     names = ["q", "k", "v", "dout", "base", "delta", *operand_names(work, verticals)]
     names += ["dq", "smem", "bars"]
 
-    def kernel(*arguments):
+    def attention_dq(*arguments):
         refs = dict(zip(names, arguments, strict=True))
         smem, bars = refs["smem"], refs["bars"]
         walk = Walk(refs, work, verticals is not None)
@@ -232,5 +232,5 @@ def backward_rows_kernel(
         **stream_barriers(stages, verticals is not None),
     }
     output = jax.ShapeDtypeStruct(q.shape, out_dtype)
-    run = launch(kernel, output, [smem, bars], num_blocks, interpret)
+    run = launch(attention_dq, output, [smem, bars], num_blocks, interpret)
     return run(q, k, v, dout, base, delta, *operands(work, verticals))

@@ -153,7 +153,7 @@ def _over_tiles(
     share = min(max(multiprocessors // columns, 1), num_local)
     names = ["q", "k", "block_ids", *rows, *outputs, "smem", "bars"]
 
-    def kernel(*arguments: Any) -> None:
+    def estimate_index(*arguments: Any) -> None:
         refs = dict(zip(names, arguments, strict=True))
         smem, bars = refs["smem"], refs["bars"]
         warpgroup, column, first = (lax.axis_index(name) for name in ("wg", "column", "share"))
@@ -222,7 +222,7 @@ def _over_tiles(
     }
     return tuple(
         plgpu.kernel(
-            kernel,
+            estimate_index,
             out_type=list(outputs.values()),
             scratch_types=[smem, bars],
             grid=(columns, share),

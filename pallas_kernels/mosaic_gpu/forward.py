@@ -81,7 +81,7 @@ def forward_kernel(
         names += ["out0", "lse0"]
     names += ["out", "lse", "smem", "bars"]
 
-    def kernel(*arguments):
+    def attention_forward(*arguments):
         refs = dict(zip(names, arguments, strict=True))
         smem, bars = refs["smem"], refs["bars"]
         walk = Walk(refs, work, verticals is not None)
@@ -200,7 +200,7 @@ def forward_kernel(
         jax.ShapeDtypeStruct(q.shape, out_dtype),
         jax.ShapeDtypeStruct((q.shape[0], q.shape[2], q.shape[1]), jnp.float32),
     ]
-    run = launch(kernel, outputs, [smem, bars], num_blocks, interpret)
+    run = launch(attention_forward, outputs, [smem, bars], num_blocks, interpret)
     out, lse = run(q, k, v, *operands(work, verticals), *(init or ()))
     return out, lse
 
