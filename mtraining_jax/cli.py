@@ -14,6 +14,7 @@ from mtraining_jax.config import (
 )
 from mtraining_jax.config.fields import all_fields, nearest
 from mtraining_jax.errors import UserError
+from mtraining_jax.training.hardware import MEMORY_FRACTION
 
 _USAGE = """\
 usage: train.py --config NAME [--SECTION.FIELD=VALUE ...]
@@ -135,9 +136,8 @@ def set_platform(config: Config) -> None:
         RuntimeError: if JAX has started one with other devices.
     """
     if config.parallel.cpu_devices is None:
-        # JAX takes 75 % of a GPU and 64 GiB of the host by itself, whatever there is. What is left
-        # of the GPU is for NCCL and the CUDA context.
-        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
+        # By itself JAX takes 75 % of a GPU and 64 GiB of the host, whatever there is.
+        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(MEMORY_FRACTION))
         host_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**30
         os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(host_gib))
         return

@@ -22,7 +22,7 @@ from mtraining_jax.training.dry_run_memory import (
     offloaded,
 )
 from mtraining_jax.training.flops import peak_flops
-from mtraining_jax.training.hardware import H200, Gpu
+from mtraining_jax.training.hardware import H200, MEMORY_FRACTION, Gpu
 
 _GIB = 2**30
 # Ways to keep less for the backward pass, each less than the one before.
@@ -33,8 +33,6 @@ _REMAT = {
     "attention_offload": "the same, and the inputs of layers wait in the host's memory",
     "full": "layers keep only their input, and attention runs twice too",
 }
-# What JAX takes of a GPU's memory unless the environment says otherwise.
-_MEMORY_FRACTION = 0.75
 
 
 def dry_run(config: Config, mode: str = "auto") -> int:
@@ -94,7 +92,7 @@ def memory_fraction() -> float:
         UserError: if the environment gives no number between 0 and 1.
     """
     name = "XLA_PYTHON_CLIENT_MEM_FRACTION"
-    text = os.environ.get(name, str(_MEMORY_FRACTION))
+    text = os.environ.get(name, str(MEMORY_FRACTION))
     try:
         value = float(text)
     except ValueError:
@@ -232,6 +230,3 @@ def _advice(config: Config, memory: Memory, free: int, devices: int) -> Iterator
         f"  --parallel.devices_per_node={2 * parallel.devices_per_node}: twice the devices for a"
         f" sequence, about {memory.kept / 2 / _GIB:.1f} GiB less for activations"
     )
-    fraction = memory_fraction()
-    if parallel.cpu_devices is None and fraction < 0.95:
-        yield "  XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 in the environment: JAX takes more of the GPU"

@@ -2,6 +2,10 @@
 
 import dataclasses
 
+# The share of a GPU's memory that JAX takes in a run, unless the environment says otherwise. The
+# rest is for NCCL and the CUDA context.
+MEMORY_FRACTION = 0.92
+
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
@@ -13,7 +17,7 @@ class Gpu:
         memory: bytes.
         matmul_flops: bf16 FLOP/s of a large matrix product.
         matmul_share: of `matmul_flops` that a step's products reach with the norms, gates and
-            casts between them. Assumed, not measured.
+            casts between them.
         attention_forward, attention_backward: executed FLOP/s of the sparse kernels, by head
             width. Backward counts five products for each tile, as the benchmark tables do.
         copy_bytes: bytes/s that a copy reads and writes together.
@@ -41,12 +45,11 @@ H200 = Gpu(
     memory=150_109_880_320,
     # 8192^3, and a copy: measured on one H200 with jax 0.11.2, CUDA 13.
     matmul_flops=794e12,
-    matmul_share=0.65,
-    # docs/log.md, 2026-11-20, Hopper kernels, at S = 131072: mask B at D = 128 (6.26e12 FLOP in
-    # 11.2 ms forward, 2.5 times as many in 34.5 ms backward); dense forward at D = 64, and
-    # backward at 0.84 of the rate of D = 128.
-    attention_forward={64: 429e12, 128: 559e12},
-    attention_backward={64: 381e12, 128: 454e12},
+    # benchmarks/results/step-qwen3b-512k-h200x2-2026-11-21.md: 5.88 PFLOP in 10.98 s.
+    matmul_share=0.67,
+    # benchmarks/results/attention-h200-2026-11-21.md: mask B at S = 524288.
+    attention_forward={64: 379e12, 128: 515e12},
+    attention_backward={64: 360e12, 128: 430e12},
     copy_bytes=4.27e12,
     # 8 H200 of one host, shards of 256 MiB.
     link_bytes=261 * 2**30,

@@ -125,7 +125,7 @@ def test_a_run_that_does_not_fit_says_what_to_change(config, capsys, monkeypatch
     assert dry_run(large, "estimate") == 1
     printed = capsys.readouterr().out
     for text in (
-        "DOES NOT FIT: JAX takes 104.9 of the GPU's 139.8 GiB",
+        "DOES NOT FIT: JAX takes 128.6 of the GPU's 139.8 GiB",
         "--parallel.fsdp=true",
         "--model.remat=full",
         "--optimizer.accumulation_steps=2",
