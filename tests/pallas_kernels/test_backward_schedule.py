@@ -1,0 +1,106 @@
+"""The work list of the fused backward kernel, walked in numpy as the kernel walks it."""
+
+import collections
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_kernels
+from pallas_kernels import DiagonalTiles, VerticalColumns
+from pallas_kernels.mosaic_gpu import backward_schedule as schedule
+from pallas_kernels.mosaic_gpu.backward_schedule import BackwardWork, backward_work
+from pallas_kernels.tiles import COLUMN_TILE
+from tests.pallas_kernels import brute_force, cases
+from tests.pallas_kernels.cases import Size
+
+G = 128
+MASKS = ("random with columns", "random", "shards", "causal", "full")
+
+def _problem(mask: str, size: Size) -> tuple[DiagonalTiles, VerticalColumns | None]:
+    rng = np.random.default_rng(size.heads)
+    if mask == "shards":
+        return cases.diagonal_tiles(rng, size, capacity=10, diagonal=-2, garbage=rng), None
+    if mask in ("causal", "full"):
+        lengths = size.query_blocks, size.key_blocks
+        return (
+            DiagonalTiles.full(size.batch, size.heads, *lengths, G, causal=mask == "causal"), None
+        )
+    index = cases.vertical_slash(rng, size, max_slashes=4, max_verticals=200, garbage=rng)
+    tiles = DiagonalTiles.from_index(index)
+    if mask == "random":
+        return tiles, None
+    tokens = pallas_kernels.pad_columns(index)
+    none = jnp.zeros((size.batch, tokens.shape[-1], size.heads, 0))
+    rows = jnp.arange(size.query_blocks, dtype=jnp.int32)
+    return tiles, pallas_kernels.vertical_columns(index, none, none, rows, size.query_blocks)
+
+
+def _walk(work: BackwardWork, num_query_blocks: int) -> dict:
+    """What is added to the dq of each (batch, head, row), in launch order: turn, item, other."""
+    added = collections.defaultdict(list)
+    for n, item in enumerate(work.items):
+        kind, batch, first_head, block, first_row, _, sign, _ = (int(x) for x in item)
+        if kind == schedule.KEY_COLUMNS:
+            for row in range(num_query_blocks - 1, first_row - 1, -1):
+                added[batch, first_head, row].append((block, n, ("columns", block)))
+            continue
+        for head in range(first_head, first_head + work.heads):
+            first, last = work.first[batch, head, block], work.last[batch, head, block]
+            for s in range(first, last)[::sign]:
+                row = block + int(work.lists[batch, head, s])
+                turn = int(work.turns[batch, head, row] + sign * s)
+                added[batch, head, row].append((turn, n, ("keys", block)))
+    return added
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_turns_follow_the_list_and_every_tile_has_one(mask):
+    heads, kv_heads, queries = 6, 2, 9
+    keys = 7 if mask in ("shards", "full") else 9
+    tiles, columns = _problem(mask, Size(1, heads, kv_heads, queries, keys, G, dim=0))
+    expected = collections.defaultdict(set)
+    for batch, head, row, block in np.argwhere(brute_force.tile_blocks(tiles, queries, keys)):
+        expected[batch, head, row].add(("keys", block))
+    for at, others in _column_tiles(columns).items():
+        expected[at] |= others
+    for split, wave in itertools.product((False, True), (0, 1, 4)):
+        work = backward_work(
+            tiles, columns, 1, heads, queries, keys, kv_heads, split_heads=split, wave=wave
+        )
+        added = _walk(jax.tree.map(np.asarray, work), queries)
+        assert added.keys() == expected.keys()
+        for at, additions in added.items():
+            turns, items, others = zip(*additions, strict=True)
+            # In launch order, so that an item only waits for items that have started.
+            assert turns == tuple(range(len(turns))) and list(items) == sorted(set(items)), at
+            assert set(others) == expected[at] and len(set(others)) == len(others), at
+
+
+def _column_tiles(columns: VerticalColumns | None) -> dict:
+    """The tiles of columns that each row may see, by the positions of their live tokens."""
+    seen = collections.defaultdict(set)
+    if columns is None:
+        return seen
+    for batch, head in np.ndindex(*columns.count.shape):
+        live = np.asarray(columns.tokens[batch, head, : columns.count[batch, head]])
+        for c, token in enumerate(live):
+            for row in range(int(token) // G, columns.query_blocks.size):
+                seen[batch, head, row].add(("columns", c // COLUMN_TILE))
+    return seen
+
+
+def test_items_of_the_same_keys_add_in_launch_order():
+    heads, kv_heads = 6, 2
+    tiles = DiagonalTiles.full(2, heads, 9, 9, G, causal=True)
+    for split, wave in itertools.product((False, True), (0, 4)):
+        work = backward_work(tiles, None, 2, heads, 9, 9, kv_heads, split_heads=split, wave=wave)
+        turns = collections.defaultdict(list)
+        for item in np.asarray(work.items):
+            keys = item[schedule.BATCH], item[schedule.HEAD] // (heads // kv_heads)
+            turns[*keys, item[schedule.BLOCK]].append(item[schedule.KEY_TURN])
+        assert len(turns) == 2 * kv_heads * 9
+        for at in turns.values():
+            assert at == list(range(heads // kv_heads if split else 1))
