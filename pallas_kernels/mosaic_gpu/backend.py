@@ -7,13 +7,15 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.gradients import Gradients
+from pallas_kernels.mosaic_gpu.backward import backward_kernel
 from pallas_kernels.mosaic_gpu.backward_keys import backward_keys_kernel
 from pallas_kernels.mosaic_gpu.backward_rows import backward_rows_kernel
+from pallas_kernels.mosaic_gpu.backward_schedule import backward_work
 from pallas_kernels.mosaic_gpu.common import TILE
 from pallas_kernels.mosaic_gpu.configs import Configs, configs_for
 from pallas_kernels.mosaic_gpu.forward import forward_kernel
 from pallas_kernels.mosaic_gpu.schedule import key_work, query_work
-from pallas_kernels.tiles import Tiles, VerticalColumns
+from pallas_kernels.tiles import DiagonalTiles, Tiles, VerticalColumns
 
 HEAD_DIMS = (64, 128)
 DTYPES = (jnp.bfloat16, jnp.float16)
@@ -54,11 +56,28 @@ def backward(
     dq_dtype: jnp.dtype = jnp.float32, beside_transfers: bool = False,
     configs: Configs | None = None, interpret: Any = False,
 ) -> Gradients:
-    """See `pallas_kernels.attention.backward`."""
+    """See `pallas_kernels.attention.backward`.
+
+    One kernel computes everything where `configs.fused` is given and `tiles` are `DiagonalTiles`,
+    with columns or without. Everywhere else two kernels run, one for dq and one for dk and dv: for
+    `SegmentedDiagonals`, block lists, columns without tiles, and configurations without `fused`.
+    The fused kernel holds dq in fp32 and ignores `beside_transfers`: it has a thread block for
+    each item of work anyway.
+    """
     configs = configs or configs_for(q.shape[-1])
     sizes = _sizes(q, k)
     dout = dout.astype(q.dtype)
     base = jnp.where(lse > -jnp.inf, lse / -scale, -jnp.inf)  # what logits start from
+    if configs.fused is not None and isinstance(tiles, DiagonalTiles):
+        work = backward_work(
+            tiles, verticals, *sizes, split_heads=configs.fused.split_heads,
+            wave=_multiprocessors(interpret) if configs.fused.waves else 0,
+        )
+        dq, *key_gradients = backward_kernel(
+            q, k, v, dout, base, -delta, jnp.zeros(q.shape, jnp.float32), work, verticals,
+            scale=scale, config=configs.fused, interpret=interpret,
+        )
+        return Gradients(dq.astype(dq_dtype), *key_gradients)
     dq = backward_rows_kernel(
         q, k, v, dout, base, delta, query_work(tiles, verticals, *sizes[:4]), verticals,
         scale=scale, out_dtype=dq_dtype, config=configs.rows,

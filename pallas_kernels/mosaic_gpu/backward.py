@@ -43,13 +43,15 @@ _WORDS = ROWS // WORD
 
 @dataclasses.dataclass(frozen=True)
 class BackwardConfig:
-    """Tuning of the fused backward kernel."""
+    """Tuning of the fused backward kernel, and of the order of its work."""
 
     stages: int = 2  # steps of queries in flight
     early_s: bool = True  # S is issued before dq of the step before is awaited and stored
     retire_dv: bool = True  # dV is awaited before dK is issued: P's registers are free then
     retire_dk: bool = False  # dK is awaited before the next step begins
     ds_from_memory: bool = True  # dK reads dS from shared memory, not from registers
+    split_heads: bool = False  # an item a query head: see `backward_work`
+    waves: bool = False  # sequences alternate after as many items as there are multiprocessors
     compute_registers: int = 240
     memory_registers: int = 24
 

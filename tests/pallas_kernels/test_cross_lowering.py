@@ -22,7 +22,7 @@ from pallas_kernels import (
     xla,
 )
 from pallas_kernels.mosaic_gpu import backend as mosaic_gpu
-from pallas_kernels.mosaic_gpu.configs import CONFIGS
+from pallas_kernels.mosaic_gpu.configs import CONFIGS, FUSED
 
 B, NQ, NK, HQ, HK, G = 2, 1024, 512, 6, 2, 128  # lengths differ in a ring step
 KERNEL = "custom_call @mosaic_gpu"
@@ -127,6 +127,40 @@ def test_backward_lowers(dim, kind, has_verticals, dtype, running):
     dq_dtype = "float32" if running else dtype
     backward = functools.partial(pallas_kernels.backward, dq_dtype=dq_dtype)
     assert _kernels(backward, q, k, v, q, row, row, _tiles(kind), verticals) == 2
+
+
+# Few, as each takes seconds: both shapes of the fused kernel, and every reason not to take it.
+@pytest.mark.parametrize(
+    ("dim", "kind", "has_verticals", "dq_dtype"),
+    [
+        (64, "diagonals", True, "bfloat16"),
+        (64, "diagonals", False, "float32"),
+        (128, "diagonals", True, "float32"),
+        (128, "diagonals", False, "bfloat16"),
+        (64, "none", True, "float32"),
+        (64, "segments", False, "float32"),
+        (64, "listed", False, "float32"),
+    ],
+)
+def test_one_backward_kernel_where_configured_and_over_diagonals(
+    dim, kind, has_verticals, dq_dtype
+):
+    verticals = _verticals(dim, "bfloat16") if has_verticals else None
+    q, k, v = _qkv(dim, "bfloat16")
+    row = _array(B, HQ, NQ, dtype="float32")
+    backward = functools.partial(
+        mosaic_gpu.backward, scale=0.1, dq_dtype=jnp.dtype(dq_dtype),
+        configs=dataclasses.replace(CONFIGS[dim], fused=FUSED[dim]),
+    )
+    args = q, k, v, q, row, row, _tiles(kind), verticals
+    assert _kernels(backward, *args) == (1 if kind == "diagonals" else 2)
+    with _target(H200):
+        grads = jax.eval_shape(backward, *args)
+    assert (grads.dq.shape, grads.dq.dtype) == (q.shape, dq_dtype)
+    keys = None if kind == "none" else (k.shape, "float32")
+    columns = (verticals.k.shape, "float32") if has_verticals else None
+    for x, expected in zip(grads[1:], (keys, keys, columns, columns), strict=True):
+        assert (x if x is None else (x.shape, x.dtype)) == expected
 
 
 @pytest.mark.parametrize("dim", CONFIGS)
