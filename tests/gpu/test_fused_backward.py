@@ -1,0 +1,66 @@
+"""One kernel for the whole backward pass: the shared contract, and the same bits every time."""
+
+import dataclasses
+import functools
+import types
+
+import jax
+import numpy as np
+import pytest
+
+import pallas_kernels
+from pallas_kernels import DiagonalTiles
+from pallas_kernels.mosaic_gpu import backend
+from pallas_kernels.mosaic_gpu.configs import CONFIGS, FUSED
+from tests.pallas_kernels import cases
+from tests.pallas_kernels.cases import Size
+from tests.pallas_kernels.contract import AttentionContract
+from tests.pallas_kernels.expected import assert_same_bits
+
+
+def _backward(q, *args, **options):
+    dim = q.shape[-1]
+    configs = dataclasses.replace(CONFIGS[dim], fused=FUSED[dim])
+    return backend.backward(q, *args, configs=configs, **options)
+
+
+class _Contract(AttentionContract):
+    backend = "fused mosaic_gpu"  # no other test's, whose compiled programs would be reused
+    dtypes = ("bfloat16", "float16")
+    block_size = 128
+    other_dims = ()
+    num_blocks = 16
+    group_heads = ((2, 2), (5, 1), (12, 2), (14, 2), (8, 1))  # groups of 1, 5, 6, 7 and 8
+    max_slashes = 6
+    max_verticals = 200
+
+    @pytest.fixture(autouse=True)
+    def _one_backward_kernel(self, monkeypatch):
+        kernels = types.SimpleNamespace(forward=backend.forward, backward=_backward)
+        monkeypatch.setattr(pallas_kernels.attention, "resolve", lambda *_, **__: kernels)
+
+
+class TestHeadDim64(_Contract):
+    dim = 64
+
+
+class TestHeadDim128(_Contract):
+    dim = 128
+
+
+@pytest.mark.parametrize(("dim", "heads"), [(64, 14), (128, 16)])
+def test_five_runs_over_8k_tokens_give_the_same_bits(dim, heads):
+    size = Size(1, heads, 2, query_blocks=64, key_blocks=64, block_size=128, dim=dim)
+    q, k, v, dout = cases.qkv_dout(np.random.default_rng(dim), size, "bfloat16")
+    tiles = DiagonalTiles.full(1, heads, 64, 64, 128, causal=True)
+    out, lse = pallas_kernels.forward(q, k, v, tiles, backend="mosaic_gpu")
+    delta = pallas_kernels.delta_of(out, dout)
+    run = jax.jit(functools.partial(_backward, scale=dim**-0.5))
+
+    def gradients() -> dict[str, jax.Array]:
+        grads = run(q, k, v, dout, lse, delta, tiles, None)
+        return {name: getattr(grads, name) for name in ("dq", "dk", "dv")}
+
+    first = gradients()
+    for _ in range(4):
+        assert_same_bits(first, gradients())
