@@ -1,6 +1,6 @@
 """Tries configurations of the Hopper attention kernels; the best belong in configs.py.
 
-    python benchmarks/tune_attention.py [--kernel forward rows keys] [--head-dim ...] [--masks ...]
+    python benchmarks/tune_attention.py [--kernel ...] [--head-dim ...] [--masks ...]
 
 Configurations that need more shared memory than there is are left out when they are lowered, those
 that spill many registers when they are compiled; the rest is timed. With --target-config (the
@@ -35,7 +35,7 @@ from benchmarks.masks import slash_mask
 from benchmarks.programs import Ours, given_lists, random_inputs
 from benchmarks.timing import median_ms
 from pallas_kernels.mosaic_gpu import backend
-from pallas_kernels.mosaic_gpu.configs import CONFIGS
+from pallas_kernels.mosaic_gpu.configs import CONFIGS, FUSED
 
 HEADS = {128: (16, 2), 64: (14, 2)}
 GRID = {  # kernel: field of its configuration: values to try
@@ -45,6 +45,10 @@ GRID = {  # kernel: field of its configuration: values to try
     },
     "rows": {"stages": (2, 3, 4)},
     "keys": {"stages": (2, 3, 4), "deferred": (True, False)},
+    "fused": {  # one kernel for what `rows` and `keys` compute together
+        "stages": (2, 3), "ds_from_memory": (True, False), "split_heads": (True, False),
+        "waves": (True, False),
+    },
 }
 OURS = Ours("mosaic_gpu")
 
@@ -69,7 +73,7 @@ def _tune(kernel: str, shape: Shape, mask: str, sharding, args: argparse.Namespa
     print("| configuration | registers | spilled bytes | ms |\n| --- | --- | --- | --- |")
     timed = sharding is None
     problem = _problem(shape, index, args.seed) if timed else _abstract(shape, index, sharding)
-    shipped = getattr(CONFIGS[shape.dim], kernel)
+    shipped = FUSED[shape.dim] if kernel == "fused" else getattr(CONFIGS[shape.dim], kernel)
     best, best_ms = None, float("inf")
     for config in _configs(kernel, shipped):
         cells, program = _compile(kernel, shape.dim, config, problem, args.max_spilled)
@@ -78,7 +82,7 @@ def _tune(kernel: str, shape: Shape, mask: str, sharding, args: argparse.Namespa
             cells[-1] = f"{ms:.3f}"
             if ms < best_ms:
                 best, best_ms = config, ms
-        name = _named(config) + (" (shipped)" if config == shipped else "")
+        name = _named(config) + (" (in configs.py)" if config == shipped else "")
         print("| " + " | ".join([name, *cells]) + " |", flush=True)
     if best is not None:
         print(f"\nFastest, {best_ms:.3f} ms: {best}")
@@ -134,7 +138,7 @@ def _program(kernel: str, dim: int, config: Any):
             grads = backend.backward(
                 q, k, v, dout, lse, delta, tiles, columns, dq_dtype=q.dtype, **options
             )
-        return grads.dq if kernel == "rows" else grads._replace(dq=None)
+        return {"rows": grads.dq, "keys": grads._replace(dq=None), "fused": grads}[kernel]
 
     return run
 
