@@ -242,7 +242,7 @@ def test_whole_numbers_are_real_numbers(write):
         ("run.name", "none", "none"),
         ("run.name", "1\nsteps=2", "1\nsteps=2"),
         ("run.compile_cache_dir", "/tmp/x", "/tmp/x"),
-        ("run.compile_cache_dir", "none", None),
+        ("sparsity.budget_file", "none", None),
         ("optimizer.lr", "1e-4", 1e-4),
         ("optimizer.lr", "2", 2.0),
         ("optimizer.schedule", "cosine", "cosine"),

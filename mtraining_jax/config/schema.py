@@ -42,8 +42,8 @@ class RunConfig:
     """Optimizer steps at which the run is complete."""
     log_every: PositiveInt = 1
     """Steps between two lines of printed metrics."""
-    compile_cache_dir: Text | None = "auto"
-    """Folder that keeps compiled programs for the next start; none keeps nothing.
+    compile_cache_dir: Text = "auto"
+    """Folder that keeps compiled programs for the next start; never keeps nothing.
 
     auto is OUTPUT_DIR/compiled on GPUs and nothing on the CPU.
     """

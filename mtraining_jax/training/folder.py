@@ -53,8 +53,8 @@ def use_compile_cache(config: Config) -> None:
     if folder == "auto":
         # Programs of a CPU are for just its kind, which a shared folder may not always meet.
         on_gpu = jax.default_backend() == "gpu"
-        folder = str(Path(config.run.output_dir) / COMPILED_NAME) if on_gpu else None
-    if folder is None:
+        folder = str(Path(config.run.output_dir) / COMPILED_NAME) if on_gpu else "never"
+    if folder == "never":
         return
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
