@@ -17,7 +17,7 @@ from tests.training.common import changed, losses, start_process, written
 def finished(process):
     """The output of a process, which must succeed."""
     try:
-        output, _ = process.communicate(timeout=240)
+        output, _ = process.communicate(timeout=600)
     finally:
         process.kill()
     assert process.returncode == 0, output
@@ -86,6 +86,7 @@ def test_two_processes_train_the_losses_of_one(config, tmp_path):
     np.testing.assert_allclose(losses(rest), losses(one[3:]), rtol=2e-5)
 
 
+@pytest.mark.timeout(1200)  # five programs are compiled, two of them by two processes at a time
 def test_a_checkpoint_of_8_devices_goes_on_with_4_and_with_2_processes_of_2(config, tmp_path):
     eight = {"nodes": 2, "devices_per_node": 4, "fsdp": True}
     whole = run(changed(config, run={"name": "whole"}, parallel=eight))
