@@ -105,10 +105,13 @@ def step_line(record: Record, total: int) -> str:
     parts += [
         _speed(record),
         f"{record['step_seconds']:.2f} s/step",
-        f"{_rate(record['tflops_per_device_executed'])} TFLOP/s a device executed",
-        f"{_rate(record['tflops_per_device_dense_equivalent'])} dense-equivalent",
-        f"MFU {'n/a' if record['mfu'] is None else format(record['mfu'], '.1%')}",
     ]
+    if record["mfu"] is not None:  # FLOP of devices whose peak is unknown tell nothing
+        parts += [
+            f"{_rate(record['tflops_per_device_executed'])} TFLOP/s a device executed",
+            f"{_rate(record['tflops_per_device_dense_equivalent'])} dense-equivalent",
+            f"MFU {record['mfu']:.1%}",
+        ]
     if record["memory_bytes_peak"] is not None:
         in_use, peak = (record[f"memory_bytes_{what}"] / 2**30 for what in ("in_use", "peak"))
         parts.append(f"memory {in_use:.1f} GiB, peak {peak:.1f}")
