@@ -201,10 +201,10 @@ class Trainer:
                 recall = np.asarray(measure_recall(self._state, batch))
             with self._profile.step(self._step):
                 self._state, metrics = train_step(self._state, batch)
-            self._wait(pending, records)
-            # Starting a step may take until the devices have nearly done it, so the clock cannot be
-            # read here.
+            # Starting a step may take until the devices have nearly done it, so nothing in this
+            # thread can tell when they have.
             done = self._watcher.submit(_when_done, metrics)
+            self._wait(pending, records)
             pending = _Pending(metrics, done, recall, self._profile.open)
             if self._profile.ends(self._step):
                 self._wait(pending, records)
