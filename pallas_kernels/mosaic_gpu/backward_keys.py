@@ -17,12 +17,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic_gpu.common import (
     COLUMN_LAYOUT,
+    COLUMN_NAMES,
     LOG2E,
     ROW_LAYOUT,
     ROWS,
     TILE,
     WARPGROUPS,
     WORD,
+    column_operands,
     iota,
     keep_bias,
     launch,
@@ -30,6 +32,7 @@ from pallas_kernels.mosaic_gpu.common import (
     rows_to_tile,
     tiled,
 )
+from pallas_kernels.mosaic_gpu.query_stream import QueryStream, key_barriers, key_memory
 from pallas_kernels.mosaic_gpu.schedule import (
     FIRST_ROW,
     FULL_ROW,
@@ -44,6 +47,7 @@ from pallas_kernels.tiles import VerticalColumns
 
 _STEP = 64  # queries of one step
 _STEPS = TILE // _STEP
+_ROW_OPERANDS = ("base", "minus_delta")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,9 +101,9 @@ def backward_keys_kernel(
     interpreted = bool(interpret)
     has_columns = verticals is not None
     log2_scale = scale * LOG2E
-    names = ["q", "k", "v", "dout", "base", "minus_delta"]
+    names = ["q", "k", "v", "dout", *_ROW_OPERANDS]
     names += ["items", "lists", "first", "last", "diagonal"]
-    names += ["kc", "vc", "keep", "tokens", "query_blocks"] if has_columns else []
+    names += COLUMN_NAMES if has_columns else []
     names += ["dk", "dv"] + (["dkc", "dvc"] if has_columns else []) + ["smem", "bars"]
 
     def attention_dkdv(*arguments):
@@ -131,45 +135,18 @@ def backward_keys_kernel(
         def memory_warpgroup():
             plgpu.set_max_registers(config.memory_registers, action="decrease")
 
-            def load_rows(batch, head, row_block, step):
-                """The two steps of one query block."""
-                for part in range(_STEPS):
-                    slot = lax.rem(step + part, stages)
-
-                    @pl.when(step + part >= stages)
-                    def _(slot=slot):
-                        plgpu.barrier_wait(bars["free"].at[slot])
-
-                    rows = pl.ds(row_block * TILE + part * _STEP, _STEP)
-                    for name in ("q", "dout"):
-                        plgpu.copy_gmem_to_smem(
-                            refs[name].at[batch, rows, head], smem[name].at[slot],
-                            bars["full"].at[slot],
-                        )
-                    for name in ("base", "minus_delta"):
-                        plgpu.copy_gmem_to_smem(
-                            refs[name].at[batch, head, rows], smem[name].at[slot],
-                            bars["full"].at[slot],
-                        )
-                return step + _STEPS
-
-            keys = pl.ds(it.block * TILE, TILE)
-
-            def load_keys(suffix):
-                for name in ("k", "v"):
-                    plgpu.copy_gmem_to_smem(
-                        refs[name + suffix].at[it.batch, keys, it.head], smem[name],
-                        bars["keys_full"],
-                    )
+            stream = QueryStream(
+                refs, smem, bars, stages=stages, queries=_STEP, rows=_ROW_OPERANDS
+            )
 
             def load_block():
-                load_keys("")
+                stream.load_keys(it.batch, it.block, it.head)
 
                 def visit(head, first, last, step):
                     def entry(s, carry):
                         number, step = carry
                         following = query_block(head, lax.min(s + 1, last - 1))
-                        return following, load_rows(it.batch, head, number, step)
+                        return following, stream.load_block(it.batch, head, number, step)
 
                     start = lax.cond(
                         last > first, lambda: query_block(head, first), lambda: jnp.int32(0)
@@ -179,22 +156,18 @@ def backward_keys_kernel(
                 return over_heads(visit, jnp.int32(0))
 
             def load_columns():
-                load_keys("c")
+                stream.load_keys(it.batch, it.block, it.head, "c")
 
                 # From the last query block back: all tiles of a head's columns start together
                 # there and read the same queries, which the L2 cache then serves.
                 def entry(n, step):
-                    return load_rows(it.batch, it.head, num_query_blocks - 1 - n, step)
+                    row_block = num_query_blocks - 1 - n
+                    return stream.load_block(it.batch, it.head, row_block, step)
 
                 return lax.fori_loop(0, num_query_blocks - it.first_row, entry, jnp.int32(0))
 
             steps = lax.cond(it.columns, load_columns, load_block) if has_columns else load_block()
-
-            # Every completion of a barrier must be awaited, the last ones too.
-            def drain(step, _):
-                plgpu.barrier_wait(bars["free"].at[lax.rem(step, stages)])
-
-            lax.fori_loop(lax.max(0, steps - stages), steps, drain, None)
+            stream.drain(steps)
 
         def compute_warpgroup():
             plgpu.set_max_registers(config.compute_registers, action="increase")
@@ -362,33 +335,18 @@ def backward_keys_kernel(
         pl.when(warpgroup == WARPGROUPS)(memory_warpgroup)
         pl.when(warpgroup < WARPGROUPS)(compute_warpgroup)
 
-    smem = {
-        "k": tiled((TILE, head_dim), dtype),
-        "v": tiled((TILE, head_dim), dtype),
-        "q": tiled((stages, _STEP, head_dim), dtype),
-        "dout": tiled((stages, _STEP, head_dim), dtype),
-        "base": plgpu.SMEM((stages, _STEP), jnp.float32),
-        "minus_delta": plgpu.SMEM((stages, _STEP), jnp.float32),
-    }
+    smem = key_memory(stages, _STEP, head_dim, dtype, _ROW_OPERANDS)
     if interpreted:
         smem["p"] = tiled((WARPGROUPS, ROWS, _STEP), dtype)
         smem["dk"] = plgpu.SMEM((WARPGROUPS, ROWS, head_dim), jnp.float32)
         smem["dv"] = plgpu.SMEM((WARPGROUPS, ROWS, head_dim), jnp.float32)
-    bars = {
-        "keys_full": plgpu.Barrier(num_arrivals=2),
-        "full": plgpu.Barrier(num_arrivals=4, num_barriers=stages),
-        "free": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages),
-    }
     arrays = [q, k, v, dout, base, minus_delta]
     arrays += [work.items, work.lists, work.first, work.last, work.diagonal]
     outputs = [jax.ShapeDtypeStruct(k.shape, jnp.float32)] * 2
     if has_columns:
-        arrays += [
-            verticals.k, verticals.v, lax.bitcast_convert_type(verticals.keep, jnp.int32),
-            verticals.tokens, verticals.query_blocks,
-        ]
+        arrays += column_operands(verticals)
         outputs += [jax.ShapeDtypeStruct(verticals.k.shape, jnp.float32)] * 2
-    run = launch(attention_dkdv, outputs, [smem, bars], num_items, interpret)
+    run = launch(attention_dkdv, outputs, [smem, key_barriers(stages)], num_items, interpret)
     results = run(*arrays)
     return tuple(results) if has_columns else (*results, None, None)
 

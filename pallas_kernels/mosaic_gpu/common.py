@@ -1,4 +1,4 @@
-"""Pieces that the row kernels (forward, dq) share: streaming keys and values, and masks.
+"""Pieces that the kernels share, most of them by forward and dq: streaming keys, and masks.
 
 A row kernel takes one block of 128 queries of one head (an item of the work list), split over
 two compute warpgroups of 64 rows, and walks its list of key blocks, then its tiles of gathered
@@ -34,6 +34,7 @@ TILE = 128  # keys of one tile, and queries of one block
 WORD = 32  # columns of one word of the keep mask
 ROW_LAYOUT = plgpu.Layout.WGMMA.reduce(1)  # a value per row of a wgmma tile
 COLUMN_LAYOUT = plgpu.Layout.WGMMA.reduce(0)  # a value per column
+COLUMN_NAMES = ["kc", "vc", "keep", "tokens", "query_blocks"]  # what `column_operands` gives
 
 # Barriers are placed by hand: every region of shared memory has one kind of writer, and readers
 # announce the end of their reading. Reductions along rows stay within four lanes, so they need
@@ -66,9 +67,7 @@ def operand_names(work: WorkList, verticals: VerticalColumns | None) -> list[str
     names = ["items", "lists", "diagonal"]
     if work.run_first is not None:
         names += ["run_first", "run_last"]
-    if verticals is not None:
-        names += ["kc", "vc", "keep", "tokens", "query_blocks"]
-    return names
+    return names + (COLUMN_NAMES if verticals is not None else [])
 
 
 def operands(work: WorkList, verticals: VerticalColumns | None) -> list[Array]:
@@ -76,15 +75,13 @@ def operands(work: WorkList, verticals: VerticalColumns | None) -> list[Array]:
     arrays = [work.items, work.lists, work.diagonal]
     if work.run_first is not None:
         arrays += [work.run_first, work.run_last]
-    if verticals is not None:
-        arrays += [
-            verticals.k,
-            verticals.v,
-            lax.bitcast_convert_type(verticals.keep, jnp.int32),
-            verticals.tokens,
-            verticals.query_blocks,
-        ]
-    return arrays
+    return arrays + (column_operands(verticals) if verticals is not None else [])
+
+
+def column_operands(verticals: VerticalColumns) -> list[Array]:
+    """Gathered columns as kernel operands, by the names of COLUMN_NAMES."""
+    keep = lax.bitcast_convert_type(verticals.keep, jnp.int32)
+    return [verticals.k, verticals.v, keep, verticals.tokens, verticals.query_blocks]
 
 
 def tiled(shape: tuple[int, ...], dtype: Any) -> Any:

@@ -2,9 +2,9 @@
 
 import dataclasses
 
-from pallas_kernels.mosaic_gpu.backward import BackwardConfig
 from pallas_kernels.mosaic_gpu.backward_keys import KeysConfig
 from pallas_kernels.mosaic_gpu.backward_rows import RowsConfig
+from pallas_kernels.mosaic_gpu.backward_step import BackwardConfig
 from pallas_kernels.mosaic_gpu.forward import ForwardConfig
 
 

@@ -1,0 +1,215 @@
+"""The products of one step of the fused backward kernel, by one compute warpgroup.
+
+dQ of a step needs dS of both warpgroups. It is taken one step late, so that the warpgroups need
+not run in step: one uses the tensor cores while the other computes exponentials.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.mosaic_gpu.backward_walk import MaskTile
+from pallas_kernels.mosaic_gpu.common import (
+    COLUMN_LAYOUT,
+    LOG2E,
+    ROWS,
+    product_plus,
+    rows_to_tile,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardConfig:
+    """Tuning of the fused backward kernel, and of the order of its work."""
+
+    stages: int = 2  # steps of queries in flight
+    early_s: bool = True  # S is issued before dq of the step before is awaited and stored
+    retire_dv: bool = True  # dV is awaited before dK is issued: P's registers are free then
+    retire_dk: bool = False  # dK is awaited before the next step begins
+    ds_from_memory: bool = True  # dK reads dS from shared memory, not from registers
+    split_heads: bool = False  # an item a query head: see `backward_work`
+    waves: bool = False  # sequences alternate after as many items as there are multiprocessors
+    compute_registers: int = 240
+    memory_registers: int = 24
+
+
+class BackwardSteps:
+    """The steps of one compute warpgroup, which owns half of a thread block's keys.
+
+    Args:
+        smem, bars: of the kernel.
+        warpgroup: number of this one.
+        config: tuning.
+        scale: of the logits.
+        queries: of one step.
+        interpreted: whether Pallas' interpreter runs the kernel.
+    """
+
+    def __init__(
+        self, smem: dict[str, Any], bars: dict[str, Any], warpgroup: Array, config: BackwardConfig,
+        *, scale: float, queries: int, interpreted: bool,
+    ):
+        self.smem, self.bars, self.warpgroup, self.config = smem, bars, warpgroup, config
+        self.scale, self.interpreted = scale, interpreted
+        self.head_dim, self.dtype = smem["k"].shape[-1], smem["k"].dtype
+        self.shape = (ROWS, queries)
+
+    def run(self, walk: Callable[[Callable[[Array, MaskTile], Array]], Array]) -> Any:
+        """Runs all steps of a walk; returns dk, dv [64, D] fp32 and the number of steps."""
+        if self.interpreted:
+            dk_ref = self.smem["dk"].at[self.warpgroup]
+            dv_ref = self.smem["dv"].at[self.warpgroup]
+            dk_ref[...] = dv_ref[...] = jnp.zeros((ROWS, self.head_dim), jnp.float32)
+            end = walk(lambda step, mask: self._interpreted_step(step, mask, dk_ref, dv_ref))
+            return dk_ref[...], dv_ref[...], end
+
+        def body(dk_ref: Any, dv_ref: Any) -> Any:
+            end = walk(lambda step, mask: self._step(step, mask, dk_ref, dv_ref))
+            return dk_ref[...], dv_ref[...], end
+
+        acc = plgpu.ACC((ROWS, self.head_dim), jnp.float32)
+        return pl.run_scoped(body, acc, acc)
+
+    def finish(self, end: Array) -> None:
+        """Hands over dq of the last of `end` steps."""
+
+        @pl.when(end > 0)
+        def _() -> None:
+            self._await_ds(end - 1)
+            self._finish_previous(self._previous_dq(end), end)
+
+    def _step(self, step: Array, mask: MaskTile, dk_ref: Any, dv_ref: Any) -> Array:
+        """Adds the gradients from the queries of a step, and dq of the one before."""
+        config, smem, slot = self.config, self.smem, lax.rem(step, self.config.stages)
+        q_tile, dout_tile = smem["q"].at[slot], smem["dout"].at[slot]
+        pl.when(step > 0)(lambda: self._await_ds(step - 1))
+
+        def body(dq_acc: Any, s_acc: Any, dp_acc: Any) -> None:
+            # At the first step this reads what nobody wrote, and nobody reads it.
+            plgpu.wgmma(dq_acc, *self._dq_operands(lax.rem(step + 1, 2), self._own()))
+            if not config.early_s:
+                self._finish_previous(plgpu.wgmma_accumulator_load(dq_acc, wait_n=0), step)
+            plgpu.barrier_wait(self.bars["full"].at[slot])
+            plgpu.wgmma(s_acc, smem["k"].at[self._own()], q_tile.T)
+            if config.early_s:
+                self._finish_previous(plgpu.wgmma_accumulator_load(dq_acc, wait_n=1), step)
+            # The accumulator starts from -delta, which would otherwise be subtracted element by
+            # element.
+            dp_acc[...] = self._columns("minus_delta", slot)
+            plgpu.wgmma(dp_acc, smem["v"].at[self._own()], dout_tile.T)
+            p = self._weights(plgpu.wgmma_accumulator_load(s_acc, wait_n=1), mask, slot)
+            plgpu.wgmma(dv_ref, p.astype(self.dtype), dout_tile)
+            ds = (p * plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)).astype(self.dtype)
+            self._publish_ds(ds, step)
+            if config.retire_dv:
+                plgpu.wgmma_wait(0)
+            if config.ds_from_memory:
+                ds = smem["ds"].at[lax.rem(step, 2), self._own()]
+            plgpu.wgmma(dk_ref, ds, q_tile)
+            if config.retire_dk:
+                plgpu.wgmma_wait(0)
+
+        tile = plgpu.ACC(self.shape, jnp.float32)
+        pl.run_scoped(body, plgpu.ACC((ROWS, ROWS), jnp.float32), tile, tile)
+        return step + 1
+
+    def _interpreted_step(self, step: Array, mask: MaskTile, dk_ref: Any, dv_ref: Any) -> Array:
+        """The same in what the interpreter knows: no accumulators across products."""
+        smem, slot = self.smem, lax.rem(step, self.config.stages)
+        q_tile, dout_tile = smem["q"].at[slot], smem["dout"].at[slot]
+        own = self._own()
+
+        @pl.when(step > 0)
+        def _() -> None:
+            self._await_ds(step - 1)
+            self._finish_previous(self._previous_dq(step), step)
+
+        plgpu.barrier_wait(self.bars["full"].at[slot])
+
+        def accumulate(ref: Any, weights: Array, tile: Any) -> None:
+            smem["p"][self.warpgroup] = weights
+            plgpu.commit_smem()
+            ref[...] += _product(smem["p"].at[self.warpgroup], tile, (ROWS, self.head_dim))
+
+        p = self._weights(_product(smem["k"].at[own], q_tile.T, self.shape), mask, slot)
+        accumulate(dv_ref, p.astype(self.dtype), dout_tile)
+        dp = product_plus(
+            lambda: self._columns("minus_delta", slot), smem["v"].at[own], dout_tile.T, self.shape,
+            interpreted=True,
+        )
+        ds = (p * dp).astype(self.dtype)
+        accumulate(dk_ref, ds, q_tile)
+        self._publish_ds(ds, step)
+        return step + 1
+
+    def _own(self) -> Any:
+        """The keys of this warpgroup, and the columns or rows of dq.
+
+        The compiler must not know that it is the same at every step: it would keep all addresses
+        that follow from it in registers.
+        """
+        return pl.ds(lax.optimization_barrier(self.warpgroup) * ROWS, ROWS)
+
+    def _columns(self, name: str, slot: Array) -> Array:
+        values = plgpu.load(self.smem[name].at[slot], layout=COLUMN_LAYOUT)
+        return lax.broadcast_in_dim(values, self.shape, [1])
+
+    def _weights(self, logits: Array, mask: MaskTile, slot: Array) -> Array:
+        """P: softmax weights, by the final lse of each query."""
+        logits, bias = mask(logits)
+        logits = logits * (self.scale * LOG2E) + self._columns("shift", slot)
+        return jnp.exp2(logits if bias is None else logits + rows_to_tile(bias, logits))
+
+    def _publish_ds(self, ds: Array, step: Array) -> None:
+        self.smem["ds"].at[lax.rem(step, 2), self._own()][...] = ds
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(self.bars["ds_full"].at[lax.rem(step, 2)])
+
+    def _await_ds(self, step: Array) -> None:
+        plgpu.barrier_wait(self.bars["ds_full"].at[lax.rem(step, 2)])
+
+    def _dq_operands(self, slot: Array, own: Any) -> tuple[Any, Any]:
+        """dS of all keys, and K, for the share of dq that this warpgroup computes."""
+        ds = self.smem["ds"].at[slot]
+        if self.head_dim == 128:  # a half of the columns
+            return ds.T, self.smem["k"].at[:, own]
+        return ds.at[:, own].T, self.smem["k"]
+
+    def _previous_dq(self, step: Array) -> Array:
+        a, b = self._dq_operands(lax.rem(step + 1, 2), self._own())
+        return _product(a, b, (ROWS, ROWS))
+
+    def _finish_previous(self, dq: Array, step: Array) -> None:
+        """With dq of the step before, all of its products are done."""
+
+        @pl.when(step > 0)
+        def _() -> None:
+            free = self.bars["free"].at[lax.rem(step - 1, self.config.stages)]
+            plgpu.barrier_arrive(free)
+            self._stage_dq(dq, step - 1)
+
+    def _stage_dq(self, dq: Array, step: Array) -> None:
+        """Hands the dq of a step to the adding side."""
+
+        @pl.when(step > 0)
+        def _() -> None:
+            plgpu.barrier_wait(self.bars["dq_free"])
+
+        own, dq_tile = self._own(), self.smem["dq"]
+        target = dq_tile.at[:, own] if self.head_dim == 128 else dq_tile.at[own]
+        target[...] = dq * self.scale
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(self.bars["dq_full"])
+
+
+def _product(a: Any, b: Any, shape: tuple[int, int]) -> Array:
+    def run(ref: Any) -> Array:
+        plgpu.wgmma(ref, a, b)
+        return ref[...]
+
+    return pl.run_scoped(run, plgpu.ACC(shape, jnp.float32))

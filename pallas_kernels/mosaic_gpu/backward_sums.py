@@ -1,0 +1,81 @@
+"""What thread blocks of the fused backward kernel add to in global memory, in turns."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.mosaic_gpu.backward_walk import BackwardWalk
+from pallas_kernels.mosaic_gpu.common import TILE
+from pallas_kernels.mosaic_gpu.turns import await_turn, end_turn
+
+
+def add_queries(
+    walk: BackwardWalk, target: Any, counters: Any, smem: dict[str, Any], bars: dict[str, Any],
+    interpreted: bool,
+) -> None:
+    """Adds dq of each step of an item when it is its turn; one warp runs it.
+
+    Args:
+        walk: of the item.
+        target: fp32 dq [B, nq, Hq, D].
+        counters: int32 [B, Hq, steps of all queries, 1], the turns that are over.
+        smem, bars: of the kernel.
+        interpreted: whether Pallas' interpreter runs the kernel. Items run one after another there:
+            it must be their turn already, else NaN is added.
+    """
+    batch = walk.it.batch
+
+    def visit(head: Array, row_block: Array, turn: Array, _: None) -> None:
+        for part in range(walk.parts):
+            tile = row_block * walk.parts + part
+            rows = pl.ds(row_block * TILE + part * walk.queries, walk.queries)
+            counter = counters.at[batch, head, tile, pl.ds(0, 1)]
+            dq = target.at[batch, rows, head]
+            plgpu.barrier_wait(bars["dq_full"])
+            if interpreted:
+                early = counters[batch, head, tile, 0] != turn
+                poison = jnp.where(early, jnp.float32(jnp.nan), jnp.float32(0))
+                dq[...] = dq[...] + (smem["dq"][...] + poison)
+                counters[batch, head, tile, 0] = turn + 1
+                plgpu.barrier_arrive(bars["dq_free"])
+                continue
+            await_turn(counter, turn)
+            plgpu.copy_smem_to_gmem(smem["dq"], dq, reduction_op="add")
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            plgpu.barrier_arrive(bars["dq_free"])
+            plgpu.wait_smem_to_gmem(0)
+            end_turn(counter)
+
+    walk.row_blocks(visit, None)
+
+
+def add_keys(
+    dk_ref: Any, dv_ref: Any, dk: Array, dv: Array, counter: Any, turn: Array, interpreted: bool
+) -> None:
+    """Adds dk and dv to what the items before left: other heads with the same keys.
+
+    Args:
+        dk_ref, dv_ref: fp32 rows [64, D]; the first turn overwrites them.
+        dk, dv: fp32 [64, D].
+        counter: int32 [1], the turns that are over.
+        turn: of this item.
+        interpreted: whether Pallas' interpreter runs the kernel: items come in order there.
+    """
+    if not interpreted:
+        await_turn(counter, turn, warp=False)
+    for target, x in ((dk_ref, dk), (dv_ref, dv)):
+
+        @pl.when(turn == 0)
+        def _(target: Any = target, x: Array = x) -> None:
+            target[...] = x
+
+        @pl.when(turn > 0)
+        def _(target: Any = target, x: Array = x) -> None:
+            before = plgpu.load(target, layout=plgpu.Layout.WGMMA, optimized=False)
+            target[...] = before + x
+
+    if not interpreted:
+        end_turn(counter, warp=False)

@@ -1,0 +1,90 @@
+"""Streams queries through shared memory, for the backward kernels whose thread blocks own keys.
+
+A step needs some of a block's queries, the gradients of their outputs and two numbers a row.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.mosaic_gpu.common import TILE, WARPGROUPS, tiled
+
+
+class QueryStream:
+    """The copying side: keys and values once, then the queries of each step.
+
+    Each completion of a barrier is awaited, the last ones by `drain`.
+
+    Args:
+        refs, smem, bars: of the kernel; memory and barriers as `key_memory` and `key_barriers`
+            give them.
+        stages: steps in flight.
+        queries: of one step.
+        rows: names of the operands with a number a row, [B, Hq, nq].
+    """
+
+    def __init__(
+        self, refs: dict[str, Any], smem: dict[str, Any], bars: dict[str, Any], *, stages: int,
+        queries: int, rows: Sequence[str],
+    ):
+        self.refs, self.smem, self.bars = refs, smem, bars
+        self.stages, self.queries, self.rows = stages, queries, rows
+
+    def load_keys(self, batch: Array, block: Array, head: Array, suffix: str = "") -> None:
+        """Loads 128 keys and values of the operands k and v, or of kc and vc by their suffix."""
+        keys = pl.ds(block * TILE, TILE)
+        for name in ("k", "v"):
+            plgpu.copy_gmem_to_smem(
+                self.refs[name + suffix].at[batch, keys, head], self.smem[name],
+                self.bars["keys_full"],
+            )
+
+    def load_block(self, batch: Array, head: Array, row_block: Array, step: Array) -> Array:
+        """Loads the steps of a query block, the first of which has number `step`; the next one."""
+        parts = TILE // self.queries
+        for part in range(parts):
+            slot = lax.rem(step + part, self.stages)
+
+            @pl.when(step + part >= self.stages)
+            def _(slot: Array = slot) -> None:
+                plgpu.barrier_wait(self.bars["free"].at[slot])
+
+            rows = pl.ds(row_block * TILE + part * self.queries, self.queries)
+            for name in ("q", "dout"):
+                self._copy(self.refs[name].at[batch, rows, head], name, slot)
+            for name in self.rows:
+                self._copy(self.refs[name].at[batch, head, rows], name, slot)
+        return step + parts
+
+    def _copy(self, source: Any, name: str, slot: Array) -> None:
+        plgpu.copy_gmem_to_smem(source, self.smem[name].at[slot], self.bars["full"].at[slot])
+
+    def drain(self, steps: Array) -> None:
+        """Awaits the release of the last slots, after `steps` steps."""
+
+        def wait(step: Array, _: None) -> None:
+            plgpu.barrier_wait(self.bars["free"].at[lax.rem(step, self.stages)])
+
+        lax.fori_loop(lax.max(0, steps - self.stages), steps, wait, None)
+
+
+def key_memory(
+    stages: int, queries: int, head_dim: int, dtype: Any, rows: Sequence[str]
+) -> dict[str, Any]:
+    """Shared memory for a tile of keys and values, and for the steps in flight."""
+    smem = {name: tiled((TILE, head_dim), dtype) for name in ("k", "v")}
+    smem |= {name: tiled((stages, queries, head_dim), dtype) for name in ("q", "dout")}
+    return smem | {name: plgpu.SMEM((stages, queries), jnp.float32) for name in rows}
+
+
+def key_barriers(stages: int) -> dict[str, Any]:
+    """Barriers of the keys, and of the steps in flight."""
+    return {
+        "keys_full": plgpu.Barrier(num_arrivals=2),
+        "full": plgpu.Barrier(num_arrivals=4, num_barriers=stages),
+        "free": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages),
+    }
