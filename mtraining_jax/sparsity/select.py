@@ -147,10 +147,8 @@ def _find_threshold(keys: Array, rule: Rule, axis_names: AxisNames) -> tuple[Arr
         base, count, mass = state
         shift = jnp.uint32((rounds - 1 - step) * _DIGIT_BITS)
         candidates = base[..., None] + (digits << shift)
-        reached = keys[..., None, :, :] >= candidates[..., None, None]
-        masses = jnp.where(reached, (keys & mask)[..., None, :, :], 0).astype(jnp.int32)
         counts, masses = exchange.exact_sum(
-            tuple(x.sum((-2, -1), dtype=jnp.int32) for x in (reached, masses)), axis_names
+            _sums_from(keys, (keys & mask).astype(jnp.int32), candidates), axis_names
         )
         digit = enough(counts, masses).sum(-1, dtype=jnp.int32)
         counts = jnp.concatenate([counts, count[..., None]], axis=-1)
@@ -171,6 +169,35 @@ def _find_threshold(keys: Array, rule: Rule, axis_names: AxisNames) -> tuple[Arr
     by_mass = jnp.where(each == 0, room, crossing if rule.keep_crossing else crossing - 1)
     by_mass = jnp.where(missing > 0, by_mass, 0)
     return threshold, jnp.clip(jnp.maximum(by_mass, minimum - count), 0, room)
+
+
+def _sums_from(keys: Array, masses: Array, candidates: Array) -> tuple[Array, Array]:
+    """How many keys reach each candidate, and the sum of their masses.
+
+    One pass over the keys, all sums at once. With an axis of candidates instead, XLA reads the keys
+    once for each, or writes all comparisons to memory where the keys exceed the L2 cache: 250 MB a
+    round for 524288 keys of 16 heads.
+
+    Args:
+        keys: uint32 [..., n/g, g].
+        masses: int32 like `keys`.
+        candidates: uint32 [..., c].
+
+    Returns:
+        (int32 [..., c], int32 [..., c]).
+    """
+    zero = jnp.zeros((), jnp.int32)
+    parts = []
+    for i in range(candidates.shape[-1]):
+        reached = keys >= candidates[..., i, None, None]
+        parts += [reached.astype(jnp.int32), jnp.where(reached, masses, 0)]
+
+    def add(x, y):
+        return tuple(a + b for a, b in zip(x, y, strict=True))
+
+    axes = keys.ndim - 2, keys.ndim - 1
+    sums = lax.reduce(tuple(parts), (zero,) * len(parts), add, axes)
+    return jnp.stack(sums[::2], axis=-1), jnp.stack(sums[1::2], axis=-1)
 
 
 def _pick(x: Array, place: Array) -> Array:
