@@ -183,19 +183,25 @@ def _between(
     """
     slots = jnp.arange(offsets.shape[-1], dtype=jnp.int32)
     live = (slots >= start[..., None]) & (slots < stop[..., None])
-    # Entries outside the live range are pushed past either end so that the list stays
-    # sorted and a binary search finds the bounds.
-    lowest, highest = jnp.iinfo(jnp.int32).min, jnp.iinfo(jnp.int32).max
-    before = slots < start[..., None]
-    offsets = jnp.where(live, offsets, jnp.where(before, lowest, highest))
-    search = functools.partial(jnp.searchsorted, method="scan_unrolled")
-    flat = offsets.reshape(-1, offsets.shape[-1])
-    first = jax.vmap(lambda row: search(row, low, side="left"))(flat)
-    last = jax.vmap(lambda row: search(row, high, side="right"))(flat)
-    shape = (*start.shape, low.size)
-    first = jnp.maximum(first.reshape(shape).astype(jnp.int32), start[..., None])
-    last = jnp.minimum(last.reshape(shape).astype(jnp.int32), stop[..., None])
+    offsets = jnp.where(live, offsets, jnp.iinfo(jnp.int32).max)
+    first = start[..., None] + count_below(offsets, low)
+    last = start[..., None] + count_below(offsets, high + 1)
     return first, jnp.maximum(first, last)
+
+
+def count_below(entries: Array, bounds: Array) -> Array:
+    """How many entries are less than each bound.
+
+    One pass over all pairs: a binary search takes fewer comparisons and many small kernels.
+
+    Args:
+        entries: int32 [..., M].
+        bounds: int32 [n].
+
+    Returns:
+        int32 [..., n].
+    """
+    return jnp.sum(entries[..., None, :] < bounds[:, None], axis=-1, dtype=jnp.int32)
 
 
 @functools.partial(

@@ -19,6 +19,7 @@ from pallas_kernels.tiles import (
     SegmentedDiagonals,
     Tiles,
     VerticalColumns,
+    count_below,
 )
 
 # Columns of an item of a row or column list.
@@ -85,10 +86,7 @@ def query_work(
 def past_columns(verticals: VerticalColumns) -> Array:
     """Int32 [B, Hq, num_query_blocks]: leading columns that lie before the whole query block."""
     starts = verticals.query_blocks * verticals.block_size
-    search = functools.partial(jnp.searchsorted, side="left", method="scan_unrolled")
-    flat = verticals.tokens.reshape(-1, verticals.tokens.shape[-1])
-    counts = jax.vmap(lambda row: search(row, starts))(flat)
-    return counts.reshape(*verticals.tokens.shape[:2], -1).astype(jnp.int32)
+    return count_below(verticals.tokens, starts)
 
 
 def _lists(
