@@ -2,7 +2,6 @@
 
 import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -14,9 +13,6 @@ PATTERN = VerticalSlash(
     top_p=0.4, max_verticals=24, max_slashes=12, last_q=8, block_size=BLOCK,
     sink_tokens=2, local_blocks=1, min_verticals=4, min_slashes=2,
 )  # fmt: skip
-
-# Most of a test is compilation.
-quick = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 @functools.cache

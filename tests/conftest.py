@@ -14,6 +14,11 @@ os.environ.setdefault("NPROC", "32")
 jax.config.update("jax_num_cpu_devices", 8)
 if os.environ.get("MTRAINING_TEST_GPU") != "1":
     jax.config.update("jax_platforms", "cpu")
+    # Programs of tests are too small to gain from optimisation, which takes a quarter of the time;
+    # processes that tests start inherit it.
+    os.environ["XLA_FLAGS"] = " ".join(
+        [os.environ.get("XLA_FLAGS", ""), "--xla_backend_optimization_level=0"]
+    ).strip()
 
 
 def pytest_xdist_auto_num_workers() -> int | None:

@@ -9,7 +9,7 @@ import pytest
 from flax import linen, nnx
 
 from mtraining_jax import Dense, attention_fn
-from tests.attention_inputs import PATTERN, quick
+from tests.attention_inputs import PATTERN
 
 BATCH, TOKENS, FEATURES = 2, 64, 16
 # Dense by our kernels is what Flax computes with a causal mask.
@@ -136,4 +136,4 @@ def test_a_traced_mask_decoding_and_other_results_are_refused():
 def test_dropout_of_a_module_that_is_told_to_be_deterministic_is_no_matter():
     x = activations()
     module = nnx_module(attention_fn=DENSE, dropout_rate=0.5)
-    assert quick(lambda x: module(x, deterministic=True))(x).shape == x.shape
+    assert jax.jit(lambda x: module(x, deterministic=True))(x).shape == x.shape

@@ -14,7 +14,7 @@ import mtraining_jax
 from mtraining_jax import Dense, FixedBudget, Layout, sparse_attention, stripe, unstripe
 from pallas_kernels.index import BlockSparseIndex
 from pallas_kernels.reference import mask_from_index, reference_attention
-from tests.attention_inputs import BLOCK, HEADS, KV_HEADS, PATTERN, TOKENS, inputs, quick
+from tests.attention_inputs import BLOCK, HEADS, KV_HEADS, PATTERN, TOKENS, inputs
 
 CLOSE = dict(rtol=2e-5, atol=2e-5)
 
@@ -36,9 +36,9 @@ def expected():
     attend = functools.partial(
         sparse_attention, pattern=PATTERN, return_lse=True, return_index=True
     )
-    gradients, (out, lse, index) = quick(loss(attend))(q, k, v)
+    gradients, (out, lse, index) = jax.jit(loss(attend))(q, k, v)
     mask = mask_from_index(index, TOKENS)
-    oracle = quick(loss(lambda q, k, v: reference_attention(q, k, v, mask)))(q, k, v)
+    oracle = jax.jit(loss(lambda q, k, v: reference_attention(q, k, v, mask)))(q, k, v)
     return (gradients, (out, lse)), oracle, index, np.asarray(mask)
 
 
@@ -64,12 +64,12 @@ def test_vmap_over_the_batch_is_the_batch_in_both_orders():
     (gradients, (out, lse)), *_ = expected()
     attend = functools.partial(sparse_attention, pattern=PATTERN, return_lse=True)
     # [S, H, D] a call: gradients of each entry.
-    each, (out_each, lse_each) = quick(jax.vmap(loss(attend)))(*inputs())
+    each, (out_each, lse_each) = jax.jit(jax.vmap(loss(attend)))(*inputs())
     np.testing.assert_allclose(out_each, out, **CLOSE)
     np.testing.assert_allclose(lse_each, lse, **CLOSE)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4),
                  each, gradients)  # fmt: skip
-    whole, _ = quick(loss(jax.vmap(attend)))(*inputs())
+    whole, _ = jax.jit(loss(jax.vmap(attend)))(*inputs())
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4),
                  whole, gradients)  # fmt: skip
 
@@ -100,7 +100,7 @@ def test_layers_under_scan_and_remat_with_a_policy_are_a_plain_loop():
             x, _ = layer(x, w)
         return x.var()
 
-    actual, wanted = (quick(jax.value_and_grad(f))(weights, x) for f in (scanned, loop))
+    actual, wanted = (jax.jit(jax.value_and_grad(f))(weights, x) for f in (scanned, loop))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
                  actual, wanted)  # fmt: skip
     # What the policy keeps is not computed again: no second choice of an index.
@@ -116,7 +116,7 @@ def test_layers_under_scan_and_remat_with_a_policy_are_a_plain_loop():
 
 def test_an_index_that_is_given_is_used_as_it_is():
     (_, (out, _)), _, index, _ = expected()
-    given, same = quick(functools.partial(sparse_attention, return_index=True))(
+    given, same = jax.jit(functools.partial(sparse_attention, return_index=True))(
         *inputs(), pattern=index
     )
     np.testing.assert_allclose(given, out, **CLOSE)
@@ -128,7 +128,7 @@ def test_a_block_sparse_index_is_a_pattern_too():
     mask = np.random.default_rng(0).random((2, HEADS, blocks, blocks)) < 0.3
     mask |= np.eye(blocks, dtype=bool)
     index = BlockSparseIndex.from_block_mask(jnp.asarray(mask), BLOCK)
-    out = quick(sparse_attention)(*inputs(), pattern=index)
+    out = jax.jit(sparse_attention)(*inputs(), pattern=index)
     wanted, _ = reference_attention(*inputs(), mask_from_index(index, TOKENS))
     np.testing.assert_allclose(out, wanted, **CLOSE)
 
@@ -140,7 +140,7 @@ def test_fixed_budgets_keep_as_many_columns_as_they_say():
         sink_tokens=2, sliding_window=4,
     )  # fmt: skip
     attend = functools.partial(sparse_attention, return_index=True)
-    out, index = quick(attend)(*inputs(), pattern=budget)
+    out, index = jax.jit(attend)(*inputs(), pattern=budget)
     assert (index.vertical_count == budget.verticals).all()
     wanted, _ = reference_attention(*inputs(), mask_from_index(index, TOKENS))
     np.testing.assert_allclose(out, wanted, **CLOSE)
@@ -150,12 +150,12 @@ def test_dense_without_causality_may_have_other_keys_than_queries():
     q, k, v = inputs()
     dense = Dense(block_size=BLOCK)
     attend = functools.partial(sparse_attention, pattern=dense)
-    out = quick(functools.partial(attend, causal=False))(q[:, :BLOCK], k, v)
+    out = jax.jit(functools.partial(attend, causal=False))(q[:, :BLOCK], k, v)
     wanted, _ = reference_attention(
         q[:, :BLOCK], k, v, jnp.ones((2, HEADS, BLOCK, TOKENS), bool)
     )
     np.testing.assert_allclose(out, wanted, **CLOSE)
-    _, index = quick(functools.partial(attend, return_index=True))(q, k, v)
+    _, index = jax.jit(functools.partial(attend, return_index=True))(q, k, v)
     assert (mask_from_index(index, TOKENS) == np.tri(TOKENS, dtype=bool)).all()
 
 
@@ -166,7 +166,7 @@ def test_tokens_in_another_order_see_what_they_saw_before():
     attend = functools.partial(
         sparse_attention, pattern=PATTERN, positions=order, return_lse=True, return_index=True
     )
-    actual_out, actual_lse, actual_index = quick(attend)(*shuffled)
+    actual_out, actual_lse, actual_index = jax.jit(attend)(*shuffled)
     np.testing.assert_allclose(actual_out, out[:, order], **CLOSE)
     np.testing.assert_allclose(actual_lse, lse[:, :, order], **CLOSE)
     assert jax.tree.all(jax.tree.map(jnp.array_equal, actual_index, index))
@@ -177,7 +177,7 @@ def test_a_layout_for_many_devices_says_the_order_on_one():
     layout = Layout("striped", TOKENS, 4, BLOCK)
     dealt = [stripe(x, layout) for x in inputs()]
     attend = functools.partial(sparse_attention, pattern=PATTERN, layout=layout)
-    actual = quick(attend)(*dealt)
+    actual = jax.jit(attend)(*dealt)
     np.testing.assert_allclose(unstripe(actual, layout), out, **CLOSE)
 
 

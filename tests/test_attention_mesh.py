@@ -19,7 +19,7 @@ from mtraining_jax import (
     unstripe,
 )
 from pallas_kernels.index import BlockSparseIndex
-from tests.attention_inputs import BLOCK, HEADS, PATTERN, TOKENS, inputs, quick
+from tests.attention_inputs import BLOCK, HEADS, PATTERN, TOKENS, inputs
 
 BUDGET = FixedBudget(
     verticals=np.array([0, 5, 20, 9], np.int32), slashes=np.array([30, 3, 0, 12], np.int32),
@@ -39,7 +39,7 @@ def alone(name="top_p"):
     attend = functools.partial(
         sparse_attention, pattern=patterns[name], return_lse=True, return_index=True
     )
-    return jax.device_get(quick(attend)(*inputs()))
+    return jax.device_get(jax.jit(attend)(*inputs()))
 
 
 def gradients(attend, q, k, v, dout, dlse):
@@ -58,7 +58,7 @@ def cotangents():
 @functools.cache
 def alone_with_gradients():
     attend = functools.partial(sparse_attention, pattern=PATTERN, return_lse=True)
-    return jax.device_get(quick(functools.partial(gradients, attend))(*inputs(), *cotangents()))
+    return jax.device_get(jax.jit(functools.partial(gradients, attend))(*inputs(), *cotangents()))
 
 
 def assert_close(actual, wanted, rtol=2e-5, atol=2e-5):
@@ -87,7 +87,7 @@ def test_batch_sequence_and_heads_over_axes_of_the_user(axis_type, ring):
     )
 
     with jax.set_mesh(mesh):
-        step = quick(functools.partial(gradients, attend))
+        step = jax.jit(functools.partial(gradients, attend))
         (out, lse), grads = step(q, k, v, dout, dlse)
     assert all(x.sharding.is_equivalent_to(q.sharding, 4) for x in (out, *grads))
     results = unstripe(out, layout), unstripe(lse, layout, axis=2)
@@ -112,7 +112,7 @@ def test_heads_can_be_sharded_and_budgets_follow_them():
         sparse_attention, pattern=BUDGET, mesh=mesh, sequence_axes="context", head_axis="tensor",
         return_lse=True, return_index=True,
     )  # fmt: skip
-    out, lse, index = quick(attend)(*inputs())
+    out, lse, index = jax.jit(attend)(*inputs())
     wanted = alone("fixed")
     assert_close((out, lse), wanted[:2])
     assert jax.tree.all(jax.tree.map(np.array_equal, jax.device_get(index), wanted[2]))
@@ -124,7 +124,7 @@ def test_an_index_is_reused_over_a_mesh_without_sequence_axes():
     attend = functools.partial(
         sparse_attention, mesh=mesh, batch_axis="rows", sequence_axes=(), return_lse=True
     )
-    assert_close(quick(attend)(*inputs(), pattern=jax.tree.map(jnp.asarray, index)), (out, lse))
+    assert_close(jax.jit(attend)(*inputs(), pattern=jax.tree.map(jnp.asarray, index)), (out, lse))
 
 
 def test_explicit_shardings_of_q_say_mesh_and_axes():
@@ -141,7 +141,7 @@ def test_explicit_shardings_of_q_say_mesh_and_axes():
         return unstripe(out, layout)  # under jit, its type keeps the sharding
 
     with jax.set_mesh(mesh):
-        out = quick(attend)(*arrays)
+        out = jax.jit(attend)(*arrays)
     assert jax.typeof(out).sharding.spec == P("rows", "context", None, None)
     assert_close(out, alone("dense")[0])
 
@@ -153,7 +153,7 @@ def test_vmap_over_a_batch_that_is_sharded_over_an_explicit_axis():
         sparse_attention, pattern=Dense(block_size=BLOCK), sequence_axes="context"
     )
     with jax.set_mesh(mesh):
-        out = quick(jax.vmap(attend))(*map(place, inputs()))
+        out = jax.jit(jax.vmap(attend))(*map(place, inputs()))
     assert_close(out, alone("dense")[0])
 
 
@@ -165,7 +165,7 @@ def test_inside_a_shard_map_of_the_user_each_shard_is_by_itself(axis_type):
     with jax.set_mesh(mesh):
         arrays = jax.device_put(inputs(), NamedSharding(mesh, rows))
         mapped = jax.shard_map(attend, in_specs=rows, out_specs=rows, check_vma=False)
-        out = quick(mapped)(*arrays)
+        out = jax.jit(mapped)(*arrays)
     assert_close(out, alone("dense")[0])
 
 
@@ -177,7 +177,7 @@ def test_a_mesh_in_context_serves_axes_that_are_named():
     )  # fmt: skip
     layout = Layout("striped", TOKENS, 4, BLOCK, nodes=2)
     with jax.set_mesh(mesh):
-        out = quick(attend)(*(stripe(x, layout) for x in inputs()))
+        out = jax.jit(attend)(*(stripe(x, layout) for x in inputs()))
     assert_close(unstripe(jax.device_get(out), layout), alone("dense")[0])
 
 

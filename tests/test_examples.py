@@ -17,7 +17,6 @@ def run(name, *arguments):
         **os.environ,
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": str(ROOT),
-        "XLA_FLAGS": "--xla_backend_optimization_level=0",  # most of the time is compilation
     }
     result = subprocess.run(
         [sys.executable, "-W", "error", ROOT / "examples" / name, *arguments],

@@ -13,7 +13,7 @@ from mtraining_jax import Dense, Layout, VerticalSlash, inspect, sparse_attentio
 from mtraining_jax.inspect_picture import block_shares
 from pallas_kernels.index import VerticalSlashIndex
 from pallas_kernels.reference import mask_from_index
-from tests.attention_inputs import BLOCK, HEADS, KV_HEADS, PATTERN, TOKENS, inputs, quick
+from tests.attention_inputs import BLOCK, HEADS, KV_HEADS, PATTERN, TOKENS, inputs
 
 CAUSAL = np.tri(TOKENS, dtype=bool)
 
@@ -22,7 +22,7 @@ CAUSAL = np.tri(TOKENS, dtype=bool)
 def chosen():
     """An index, and its mask [B, Hq, S, S]."""
     attend = functools.partial(sparse_attention, pattern=PATTERN, return_index=True)
-    _, index = quick(attend)(*inputs())
+    _, index = jax.jit(attend)(*inputs())
     return index, np.asarray(mask_from_index(index, TOKENS))
 
 

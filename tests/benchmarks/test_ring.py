@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import ring, ring_cells, ring_report
+from benchmarks import ring, ring_report
 from benchmarks.ring_cells import Row
 from benchmarks.ring_programs import Problem, RingPrograms
 from mtraining_jax.parallel.ring import ring_attention
@@ -58,8 +58,7 @@ def test_a_rank_alone_computes_its_share_where_nothing_needs_to_travel():
     problem = Problem(2048, "striped", "flat", 1, 1, False, **SMALL)
     programs = RingPrograms(problem, jax.devices())
     inputs = programs.random_inputs(0)
-    fast = {"xla_backend_optimization_level": 0}
-    found = jax.jit(programs.local, compiler_options=fast)(*inputs, None, jnp.int32(0))
+    found = jax.jit(programs.local)(*inputs, None, jnp.int32(0))
     layout = problem.ring_layout()
 
     def expected(q, k, v, dout):
@@ -67,7 +66,7 @@ def test_a_rank_alone_computes_its_share_where_nothing_needs_to_travel():
         out, vjp = jax.vjp(lambda q, k, v: attend(q, k, v, None), q, k, v)
         return out, *vjp(dout)
 
-    wanted = jax.jit(expected, compiler_options=fast)(*inputs)
+    wanted = jax.jit(expected)(*inputs)
     for x, y in zip(found, wanted, strict=True):
         np.testing.assert_allclose(np.float32(x), np.float32(y), rtol=2e-2, atol=2e-2)
 
@@ -86,10 +85,7 @@ def test_scaling_compares_rates_with_one_gpu_that_has_as_much_work():
     assert many.backward == 9.0
 
 
-def test_a_run_on_virtual_devices_gives_tables_and_rows(tmp_path, monkeypatch):
-    # Most of the time is compilation; the kernels here are too small to gain from optimisation.
-    fast = {"xla_backend_optimization_level": 0}
-    monkeypatch.setattr(ring_cells, "ring_compiler_options", lambda platform: fast)
+def test_a_run_on_virtual_devices_gives_tables_and_rows(tmp_path):
     out = tmp_path / "ring.md"
     text = ring.main([
         "--seq-len", "2048", "--gpus", "2", "--rings", "flat", "--layouts", "striped",

@@ -14,8 +14,6 @@ from mtraining_jax.parallel.ring import ring_attention
 from pallas_kernels.reference import mask_from_index, reference_attention
 from tests.parallel import indices
 
-# Most of a test is compilation; the kernels here are too small to gain from optimisation.
-COMPILE_OPTIONS = {"xla_backend_optimization_level": 0}
 INDICES = {"sparse": indices.sparse, "dense": indices.dense}
 
 
@@ -45,7 +43,7 @@ def compile_ring(nodes, devices, kind, ring, dtype=jnp.float32, data=1):
         local, mesh=mesh, in_specs=(*[HEADS] * 4, P("data")), out_specs=HEADS, check_vma=False
     )
     arrays = [x[:, layout.permutation()] for x in indices.inputs(dtype=dtype)]
-    compiled = jax.jit(sharded, compiler_options=COMPILE_OPTIONS)
+    compiled = jax.jit(sharded)
     return lambda index: [x[:, layout.inverse()] for x in compiled(*arrays, index)]
 
 

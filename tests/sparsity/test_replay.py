@@ -124,10 +124,7 @@ def compiled(estimate):
     layout = Layout("striped", SMALL_LEN, 2, SMALL.block_size)
     attention = make_attention(make_mesh(1, 1, 2), layout, None)
     arguments = [x[:, layout.permutation()] for x in inputs()]
-    # Most of a test is compilation. Passes over the program, which drop dead code, run still.
-    options = {"xla_backend_optimization_level": 0}
-    program = jax.jit(attention, compiler_options=options)
-    program = program.lower(*arguments, layer_of(estimate)).compile()
+    program = jax.jit(attention).lower(*arguments, layer_of(estimate)).compile()
     out, stats = program(*arguments, layer_of(estimate))
     return program.as_text(), out[:, layout.inverse()], stats
 
