@@ -14,11 +14,10 @@ os.environ.setdefault("NPROC", "32")
 jax.config.update("jax_num_cpu_devices", 8)
 if os.environ.get("MTRAINING_TEST_GPU") != "1":
     jax.config.update("jax_platforms", "cpu")
-    # Programs of tests are too small to gain from optimisation, which takes a quarter of the time;
-    # processes that tests start inherit it.
-    os.environ["XLA_FLAGS"] = " ".join(
-        [os.environ.get("XLA_FLAGS", ""), "--xla_backend_optimization_level=0"]
-    ).strip()
+    # Programs of tests are too small to gain from optimisation, which takes a quarter of the time,
+    # or from several threads that compile one. Processes that tests start inherit it.
+    flags = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
 
 
 def pytest_xdist_auto_num_workers() -> int | None:
