@@ -70,13 +70,10 @@ class Ours:
         delta = pallas_kernels.delta_of(out, dout)
         with given_lists(lists):
             grads = pallas_kernels.backward(
-                q, k, v, dout, lse, delta, tiles, columns, dq_dtype=q.dtype, backend=self.backend
+                q, k, v, dout, lse, delta, tiles, columns, dq_dtype=q.dtype, key_dtype=k.dtype,
+                backend=self.backend,
             )
-        dk, dv = grads.dk, grads.dv
-        if columns is not None:
-            dk = pallas_kernels.scatter_columns(dk, grads.dk_columns, columns.tokens)
-            dv = pallas_kernels.scatter_columns(dv, grads.dv_columns, columns.tokens)
-        return grads.dq, dk.astype(k.dtype), dv.astype(v.dtype)
+        return grads.dq, grads.dk, grads.dv
 
     def attention(self, q: Array, k: Array, v: Array, index: Index) -> Array:
         """The whole call, through the public function."""

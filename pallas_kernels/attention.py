@@ -18,7 +18,6 @@ from pallas_kernels.tiles import (
     VerticalColumns,
     gather_columns,
     pad_columns,
-    scatter_columns,
     vertical_columns,
 )
 
@@ -89,6 +88,7 @@ def backward(
     *,
     scale: float | None = None,
     dq_dtype: jnp.dtype = jnp.float32,
+    key_dtype: jnp.dtype | None = None,
     beside_transfers: bool = False,
     backend: str | None = None,
 ) -> Gradients:
@@ -107,17 +107,24 @@ def backward(
         verticals: as in `forward`.
         scale: as in `forward`.
         dq_dtype: of dq; fp32 where the contributions of several calls are added.
+        key_dtype: where one call gives the whole gradients, the dtype of dk and dv, which then
+            hold the gradients of the columns as well; their tokens must be positions in k. None
+            keeps them apart, in fp32.
         beside_transfers: as in `forward`.
         backend: as in `forward`.
 
     Returns:
-        dq [B, nq, Hq, D]; fp32 dk, dv [B, nk, Hk, D], summed over the query heads of a group
-        (None without tiles); dk_columns, dv_columns [B, Mv, Hq, D] (None without verticals).
+        dq [B, nq, Hq, D]; dk, dv [B, nk, Hk, D], summed over the query heads of a group (None
+        without tiles); fp32 dk_columns, dv_columns [B, Mv, Hq, D] (None without verticals, or
+        with `key_dtype`).
 
     Raises:
-        ValueError: on shapes that do not fit, or a backend that cannot run here.
+        ValueError: on shapes that do not fit, `key_dtype` without tiles, or a backend that
+            cannot run here.
     """
     check_call(q, k, v, tiles, verticals)
+    if key_dtype is not None and tiles is None:
+        raise ValueError("key_dtype needs tiles: without them there are no dk and dv")
     row_stats = (q.shape[0], q.shape[2], q.shape[1])
     check_shape("dout", dout, q.shape)
     check_shape("lse", lse, row_stats)
@@ -126,6 +133,7 @@ def backward(
     module = resolve(backend, q, _block_size(tiles, verticals))
     return module.backward(
         q, k, v, dout, lse, delta, tiles, verticals, scale=scale, dq_dtype=jnp.dtype(dq_dtype),
+        key_dtype=None if key_dtype is None else jnp.dtype(key_dtype),
         beside_transfers=beside_transfers,
     )
 
@@ -204,13 +212,9 @@ def _vertical_slash_bwd(scale, backend, residuals, cotangents):
     tiles, verticals = _resolve_index(q, k, v, index)
     grads = backward(
         q, k, v, dout, lse, delta_of(out, dout) - dlse, tiles, verticals, scale=scale,
-        dq_dtype=q.dtype, backend=backend,
+        dq_dtype=q.dtype, key_dtype=k.dtype, backend=backend,
     )
-    dk, dv = grads.dk, grads.dv
-    if verticals is not None:
-        dk = scatter_columns(dk, grads.dk_columns, verticals.tokens)
-        dv = scatter_columns(dv, grads.dv_columns, verticals.tokens)
-    return grads.dq, dk.astype(k.dtype), dv.astype(v.dtype), None
+    return grads.dq, grads.dk, grads.dv, None
 
 
 _vertical_slash.defvjp(_vertical_slash_fwd, _vertical_slash_bwd)
@@ -301,9 +305,9 @@ def _tile_attention_bwd(scale, backend, residuals, cotangents):
     q, k, v, tiles, out, lse = residuals
     grads = backward(
         q, k, v, dout, lse, delta_of(out, dout) - dlse, tiles, scale=scale,
-        dq_dtype=q.dtype, backend=backend,
+        dq_dtype=q.dtype, key_dtype=k.dtype, backend=backend,
     )
-    return grads.dq, grads.dk.astype(k.dtype), grads.dv.astype(v.dtype), None
+    return grads.dq, grads.dk, grads.dv, None
 
 
 _tile_attention.defvjp(_tile_attention_fwd, _tile_attention_bwd)

@@ -2,7 +2,10 @@
 
 from typing import NamedTuple
 
+import jax.numpy as jnp
 from jax import Array
+
+from pallas_kernels.tiles import VerticalColumns, scatter_columns
 
 
 class Gradients(NamedTuple):
@@ -10,8 +13,9 @@ class Gradients(NamedTuple):
 
     Attributes:
         dq: [B, nq, Hq, D], fp32 unless asked otherwise.
-        dk, dv: fp32 [B, nk, Hk, D], summed over the query heads of a group.
-        dk_columns, dv_columns: fp32 [B, Mv, Hq, D].
+        dk, dv: [B, nk, Hk, D], summed over the query heads of a group; fp32 unless asked
+            otherwise.
+        dk_columns, dv_columns: fp32 [B, Mv, Hq, D]; None where dk and dv hold them.
     """
 
     dq: Array
@@ -19,3 +23,14 @@ class Gradients(NamedTuple):
     dv: Array | None
     dk_columns: Array | None
     dv_columns: Array | None
+
+
+def whole_keys(
+    dk: Array, dv: Array, dk_columns: Array | None, dv_columns: Array | None,
+    verticals: VerticalColumns | None, dtype: jnp.dtype,
+) -> tuple[Array, Array]:
+    """dk and dv in a dtype, with the gradients of gathered columns added where they came from."""
+    if verticals is not None:
+        dk = scatter_columns(dk, dk_columns, verticals.tokens)
+        dv = scatter_columns(dv, dv_columns, verticals.tokens)
+    return dk.astype(dtype), dv.astype(dtype)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels.gradients import Gradients
+from pallas_kernels.gradients import Gradients, whole_keys
 from pallas_kernels.index import BlockSparseIndex
 from pallas_kernels.tiles import COLUMN_TILE, SegmentedDiagonals, Tiles, VerticalColumns
 
@@ -84,7 +84,8 @@ def forward(
 def backward(
     q: Array, k: Array, v: Array, dout: Array, lse: Array, delta: Array,
     tiles: Tiles | None, verticals: VerticalColumns | None, *, scale: float,
-    dq_dtype: jnp.dtype = jnp.float32, beside_transfers: bool = False,
+    dq_dtype: jnp.dtype = jnp.float32, key_dtype: jnp.dtype | None = None,
+    beside_transfers: bool = False,
 ) -> Gradients:
     """See `pallas_kernels.attention.backward`."""
     del beside_transfers
@@ -102,6 +103,9 @@ def backward(
         dk, dv = _backward_keys(rows, k_blocks, v_blocks, tiles, scale)
     if verticals is not None:
         dk_columns, dv_columns = _backward_columns(rows, verticals, scale)
+    if key_dtype is not None:
+        dk, dv = whole_keys(dk, dv, dk_columns, dv_columns, verticals, key_dtype)
+        dk_columns = dv_columns = None
     return Gradients(dq, dk, dv, dk_columns, dv_columns)
 
 

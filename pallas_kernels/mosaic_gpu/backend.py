@@ -4,9 +4,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
-from pallas_kernels.gradients import Gradients
+from pallas_kernels.gradients import Gradients, whole_keys
 from pallas_kernels.mosaic_gpu.backward import backward_kernel
 from pallas_kernels.mosaic_gpu.backward_keys import backward_keys_kernel
 from pallas_kernels.mosaic_gpu.backward_rows import backward_rows_kernel
@@ -15,7 +15,7 @@ from pallas_kernels.mosaic_gpu.common import TILE
 from pallas_kernels.mosaic_gpu.configs import Configs, configs_for
 from pallas_kernels.mosaic_gpu.forward import forward_kernel
 from pallas_kernels.mosaic_gpu.schedule import key_work, query_work
-from pallas_kernels.tiles import DiagonalTiles, Tiles, VerticalColumns
+from pallas_kernels.tiles import DiagonalTiles, Tiles, VerticalColumns, scatter_columns
 
 HEAD_DIMS = (64, 128)
 DTYPES = (jnp.bfloat16, jnp.float16)
@@ -53,7 +53,8 @@ def forward(
 def backward(
     q: Array, k: Array, v: Array, dout: Array, lse: Array, delta: Array,
     tiles: Tiles | None, verticals: VerticalColumns | None, *, scale: float,
-    dq_dtype: jnp.dtype = jnp.float32, beside_transfers: bool = False,
+    dq_dtype: jnp.dtype = jnp.float32, key_dtype: jnp.dtype | None = None,
+    beside_transfers: bool = False,
     configs: Configs | None = None, interpret: Any = False,
 ) -> Gradients:
     """See `pallas_kernels.attention.backward`.
@@ -77,19 +78,42 @@ def backward(
             q, k, v, dout, base, -delta, jnp.zeros(q.shape, jnp.float32), work, verticals,
             scale=scale, config=configs.fused, interpret=interpret,
         )
+        if key_dtype is not None:
+            key_gradients = *whole_keys(*key_gradients, verticals, key_dtype), None, None
         return Gradients(dq.astype(dq_dtype), *key_gradients)
+    whole = key_dtype is not None
+    keys, columns = backward_keys_kernel(
+        q, k, v, dout, base, -delta, key_work(tiles, verticals, *sizes), verticals,
+        scale=scale, config=configs.keys, interpret=interpret, one_array=whole,
+    )
+    if whole:
+        dk, dv = _whole_keys(keys, columns, verticals, key_dtype)
+        columns = None
+        # First these, then dq: what they come from in fp32, one array, fits in dq's memory.
+        q, dk, dv = lax.optimization_barrier((q, dk, dv))
+    else:
+        dk, dv = keys
     dq = backward_rows_kernel(
         q, k, v, dout, base, delta, query_work(tiles, verticals, *sizes[:4]), verticals,
         scale=scale, out_dtype=dq_dtype, config=configs.rows,
         num_blocks=_thread_blocks(beside_transfers, interpret), interpret=interpret,
     )
-    dk, dv, dk_columns, dv_columns = backward_keys_kernel(
-        q, k, v, dout, base, -delta, key_work(tiles, verticals, *sizes), verticals,
-        scale=scale, config=configs.keys, interpret=interpret,
-    )
     if tiles is None:
         dk = dv = None
-    return Gradients(dq, dk, dv, dk_columns, dv_columns)
+    return Gradients(dq, dk, dv, *(columns or (None, None)))
+
+
+def _whole_keys(
+    keys: Array, columns: Array | None, verticals: VerticalColumns | None, dtype: jnp.dtype
+) -> tuple[Array, Array]:
+    """`whole_keys` of dk and dv in one array [2, B, ...]: a batch twice as large."""
+    pair = keys.reshape(-1, *keys.shape[2:])
+    if verticals is not None:
+        columns = columns.reshape(-1, *columns.shape[2:])
+        tokens = jnp.concatenate([verticals.tokens] * 2)
+        pair = scatter_columns(pair, columns, tokens)
+    dk, dv = pair.reshape(keys.shape)
+    return dk.astype(dtype), dv.astype(dtype)
 
 
 def _sizes(q: Array, k: Array) -> tuple[int, int, int, int, int]:

@@ -75,7 +75,8 @@ class _KeyItem:
 def backward_keys_kernel(
     q: Array, k: Array, v: Array, dout: Array, base: Array, minus_delta: Array, work: KeyWorkList,
     verticals: VerticalColumns | None, *, scale: float, config: KeysConfig, interpret: Any = False,
-) -> tuple[Array, Array, Array | None, Array | None]:
+    one_array: bool = False,
+) -> tuple[Array | tuple[Array, Array], Array | tuple[Array, Array] | None]:
     """Runs the kernel: dv = P^T dO, dk = scale * dS^T Q with dS = P * (dP - delta).
 
     Args:
@@ -88,6 +89,7 @@ def backward_keys_kernel(
         scale: of the logits.
         config: tuning.
         interpret: False, or parameters of the Pallas GPU interpreter.
+        one_array: whether dk and dv come as an array [2, ...] instead of two.
 
     Returns:
         fp32 dk, dv [B, nk, Hk, D], summed over the query heads of a group, and dk, dv of the
@@ -104,10 +106,16 @@ def backward_keys_kernel(
     names = ["q", "k", "v", "dout", *_ROW_OPERANDS]
     names += ["items", "lists", "first", "last", "diagonal"]
     names += COLUMN_NAMES if has_columns else []
-    names += ["dk", "dv"] + (["dkc", "dvc"] if has_columns else []) + ["smem", "bars"]
+    suffixes = ("", "c") if has_columns else ("",)
+    gradients = ("dkv",) if one_array else ("dk", "dv")
+    names += [name + suffix for suffix in suffixes for name in gradients] + ["smem", "bars"]
 
     def attention_dkdv(*arguments):
         refs = dict(zip(names, arguments, strict=True))
+        if one_array:
+            for suffix in suffixes:
+                pair = refs["dkv" + suffix]
+                refs |= {"dk" + suffix: pair.at[0], "dv" + suffix: pair.at[1]}
         smem, bars = refs["smem"], refs["bars"]
         warpgroup = lax.axis_index("wg")
         own = pl.ds(warpgroup * ROWS, ROWS)
@@ -342,11 +350,17 @@ def backward_keys_kernel(
         smem["dv"] = plgpu.SMEM((WARPGROUPS, ROWS, head_dim), jnp.float32)
     arrays = [q, k, v, dout, base, minus_delta]
     arrays += [work.items, work.lists, work.first, work.last, work.diagonal]
-    outputs = [jax.ShapeDtypeStruct(k.shape, jnp.float32)] * 2
     if has_columns:
         arrays += column_operands(verticals)
-        outputs += [jax.ShapeDtypeStruct(verticals.k.shape, jnp.float32)] * 2
-    run = launch(attention_dkdv, outputs, [smem, key_barriers(stages)], num_items, interpret)
-    results = run(*arrays)
-    return tuple(results) if has_columns else (*results, None, None)
+
+    def output(shape):
+        if one_array:
+            return jax.ShapeDtypeStruct((2, *shape), jnp.float32)
+        return (jax.ShapeDtypeStruct(shape, jnp.float32),) * 2
+
+    outputs = [output(k.shape)] + ([output(verticals.k.shape)] if has_columns else [])
+    flat, structure = jax.tree.flatten(outputs)
+    run = launch(attention_dkdv, flat, [smem, key_barriers(stages)], num_items, interpret)
+    keys, *columns = jax.tree.unflatten(structure, run(*arrays))
+    return keys, columns[0] if has_columns else None
 

@@ -165,6 +165,8 @@ def test_running_results_and_gradients_that_do_not_fit_name_the_argument():
         pallas_kernels.backward(q, k, v, q, stats[..., 0], stats, _tiles())
     with pytest.raises(ValueError, match="delta has shape"):
         pallas_kernels.backward(q, k, v, q, stats, stats[..., 0], _tiles())
+    with pytest.raises(ValueError, match="key_dtype needs tiles"):
+        pallas_kernels.backward(q, k, v, q, stats, stats, None, _columns(), key_dtype=q.dtype)
 
 
 def test_indices_that_do_not_fit_name_the_argument():
