@@ -196,12 +196,12 @@ def count_below(entries: Array, bounds: Array) -> Array:
 
     Args:
         entries: int32 [..., M].
-        bounds: int32 [n].
+        bounds: int32 [n], or [..., n] whose leading dimensions broadcast with those of entries.
 
     Returns:
         int32 [..., n].
     """
-    return jnp.sum(entries[..., None, :] < bounds[:, None], axis=-1, dtype=jnp.int32)
+    return jnp.sum(entries[..., None, :] < bounds[..., :, None], axis=-1, dtype=jnp.int32)
 
 
 @functools.partial(

@@ -204,12 +204,9 @@ def _column_items(verticals: VerticalColumns, num_query_blocks: int) -> Array:
     # The last live token of a tile; a tile without any is not walked at all.
     latest = jnp.max(jnp.where(live, tokens, -1), axis=-1)
 
-    def rows_before(block: Array) -> Array:
-        """Query blocks before a global block. Counting takes one pass, a search many."""
-        return jnp.sum(verticals.query_blocks < block[..., None], axis=-1, dtype=jnp.int32)
-
-    first_row = jnp.where(live.any(-1), rows_before(tokens[..., 0] // g), num_query_blocks)
-    full_row = jnp.where(live.any(-1), rows_before(latest // g + 1), num_query_blocks)
+    rows = verticals.query_blocks
+    first_row = jnp.where(live.any(-1), count_below(rows, tokens[..., 0] // g), num_query_blocks)
+    full_row = jnp.where(live.any(-1), count_below(rows, latest // g + 1), num_query_blocks)
     items = _key_items(KEY_COLUMNS, first_row, full_row)
     return items.reshape(-1, ITEM_FIELDS)
 
