@@ -19,12 +19,12 @@ from pallas_kernels.mosaic_gpu.backward_sums import add_keys, add_queries
 from pallas_kernels.mosaic_gpu.backward_walk import BackwardItem, BackwardWalk
 from pallas_kernels.mosaic_gpu.common import (
     COLUMN_NAMES,
-    COMPILER_PARAMS,
     LOG2E,
     ROWS,
     TILE,
     WARPGROUPS,
     column_operands,
+    launch,
     tiled,
 )
 from pallas_kernels.mosaic_gpu.query_stream import QueryStream, key_barriers, key_memory
@@ -41,8 +41,7 @@ def step_queries(head_dim: int) -> int:
 def backward_kernel(
     q: Array, k: Array, v: Array, dout: Array, base: Array, minus_delta: Array, dq: Array,
     work: BackwardWork, verticals: VerticalColumns | None, *, scale: float,
-    out_dtype: jnp.dtype = jnp.float32, config: BackwardConfig | None = None,
-    interpret: Any = False,
+    config: BackwardConfig, interpret: Any = False,
 ) -> tuple[Array, Array | None, Array | None, Array | None, Array | None]:
     """Runs the kernel: dv = P^T dO, dS = P * (dP - delta), dk = scale dS^T Q, dq += scale dS K.
 
@@ -55,20 +54,15 @@ def backward_kernel(
         work: from `backward_work`.
         verticals: the columns that `work` refers to.
         scale: of the logits.
-        out_dtype: of dk and dv; fp32 where `work` splits heads.
         config: tuning.
         interpret: False, or parameters of the Pallas GPU interpreter.
 
     Returns:
-        fp32 dq; dk, dv [B, nk, Hk, D], summed over the query heads of a group; fp32 dk, dv of
-        the columns [B, Mv, Hq, D] (None without verticals).
+        fp32 dq; dk, dv [B, nk, Hk, D], summed over the query heads of a group; dk, dv of the
+        columns [B, Mv, Hq, D] (None without verticals).
     """
-    config = config or BackwardConfig()
     head_dim, group = q.shape[-1], q.shape[2] // k.shape[2]
-    out_dtype = jnp.dtype(out_dtype)
     split = work.heads < group
-    if split and out_dtype != jnp.float32:
-        raise ValueError(f"dk and dv of split heads are added up in float32, not {out_dtype}")
     queries = step_queries(head_dim)
     interpreted = bool(interpret)
     has_columns = verticals is not None
@@ -137,13 +131,13 @@ def backward_kernel(
             steps.finish(end)
             rows = pl.ds(it.block * TILE + warpgroup * ROWS, ROWS)
 
-            def store_keys(suffix, head, dtype):
-                refs["dk" + suffix].at[it.batch, rows, head][...] = (dk * scale).astype(dtype)
-                refs["dv" + suffix].at[it.batch, rows, head][...] = dv.astype(dtype)
+            def store_keys(suffix, head):
+                refs["dk" + suffix].at[it.batch, rows, head][...] = dk * scale
+                refs["dv" + suffix].at[it.batch, rows, head][...] = dv
 
             def own_keys():
                 if not split:
-                    store_keys("", kv_head, out_dtype)
+                    store_keys("", kv_head)
                     return
                 half = it.block * WARPGROUPS + warpgroup
                 add_keys(
@@ -153,7 +147,7 @@ def backward_kernel(
                 )
 
             if has_columns:
-                pl.when(it.columns)(lambda: store_keys("c", it.head, jnp.float32))
+                pl.when(it.columns)(lambda: store_keys("c", it.head))
                 pl.when(it.blocks)(own_keys)
             else:
                 own_keys()
@@ -169,7 +163,7 @@ def backward_kernel(
             pl.when(warpgroup == WARPGROUPS)(memory_warpgroup)
         pl.when(warpgroup < WARPGROUPS)(compute_warpgroup)
 
-    smem = key_memory(config.stages, queries, head_dim, q.dtype, _ROW_OPERANDS)
+    smem = key_memory(config.stages, queries, head_dim, q.dtype, _ROW_OPERANDS, interpreted)
     smem |= {
         "ds": tiled((2, TILE, queries), q.dtype),
         "dq": plgpu.SMEM(
@@ -177,10 +171,6 @@ def backward_kernel(
             transforms=(plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128)),
         ),
     }
-    if interpreted:
-        smem["p"] = tiled((WARPGROUPS, ROWS, queries), q.dtype)
-        smem["dk"] = plgpu.SMEM((WARPGROUPS, ROWS, head_dim), jnp.float32)
-        smem["dv"] = plgpu.SMEM((WARPGROUPS, ROWS, head_dim), jnp.float32)
     bars = key_barriers(config.stages) | {
         "ds_full": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=2),
         "dq_full": plgpu.Barrier(num_arrivals=WARPGROUPS),
@@ -188,20 +178,15 @@ def backward_kernel(
     }
     arrays = [q, k, v, dout, base * (scale * LOG2E), minus_delta]
     arrays += [work.items, work.lists, work.first, work.last, work.diagonal, work.turns]
-    outputs = [jax.ShapeDtypeStruct(k.shape, out_dtype)] * 2
+    outputs = [jax.ShapeDtypeStruct(k.shape, jnp.float32)] * 2
     if has_columns:
         arrays += column_operands(verticals)
         outputs += [jax.ShapeDtypeStruct(verticals.k.shape, jnp.float32)] * 2
-    results = plgpu.kernel(
-        attention_backward,
-        out_type=outputs,
-        scratch_types=[smem, bars],
-        grid=(work.items.shape[0],),
-        grid_names=("block",),
-        num_threads=WARPGROUPS + (2 if interpreted else 1),
-        thread_name="wg",
-        compiler_params=COMPILER_PARAMS,
-        interpret=interpret,
-    )(*arrays)
+    # The interpreter knows no warps: loading and storing are a warpgroup each there.
+    run = launch(
+        attention_backward, outputs, [smem, bars], work.items.shape[0], interpret,
+        memory_warpgroups=2 if interpreted else 1,
+    )
+    results = run(*arrays)
     columns = results[2:] if has_columns else (None, None)
     return jax.freeze(dq_ref), *results[:2], *columns

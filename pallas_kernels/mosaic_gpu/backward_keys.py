@@ -28,9 +28,9 @@ from pallas_kernels.mosaic_gpu.common import (
     iota,
     keep_bias,
     launch,
+    product,
     product_plus,
     rows_to_tile,
-    tiled,
 )
 from pallas_kernels.mosaic_gpu.query_stream import QueryStream, key_barriers, key_memory
 from pallas_kernels.mosaic_gpu.schedule import (
@@ -307,13 +307,8 @@ def backward_keys_kernel(
                 def accumulate(name, weights, tile):
                     smem["p"][warpgroup] = weights
                     plgpu.commit_smem()
-
-                    def product(ref):
-                        plgpu.wgmma(ref, smem["p"].at[warpgroup], tile)
-                        return ref[...]
-
-                    acc = plgpu.ACC((ROWS, head_dim), jnp.float32)
-                    smem[name][warpgroup] += pl.run_scoped(product, acc)
+                    shape = ROWS, head_dim
+                    smem[name][warpgroup] += product(smem["p"].at[warpgroup], tile, shape)
 
                 end = walk(accumulate)
                 dk, dv = smem["dk"][warpgroup], smem["dv"][warpgroup]
@@ -343,11 +338,7 @@ def backward_keys_kernel(
         pl.when(warpgroup == WARPGROUPS)(memory_warpgroup)
         pl.when(warpgroup < WARPGROUPS)(compute_warpgroup)
 
-    smem = key_memory(stages, _STEP, head_dim, dtype, _ROW_OPERANDS)
-    if interpreted:
-        smem["p"] = tiled((WARPGROUPS, ROWS, _STEP), dtype)
-        smem["dk"] = plgpu.SMEM((WARPGROUPS, ROWS, head_dim), jnp.float32)
-        smem["dv"] = plgpu.SMEM((WARPGROUPS, ROWS, head_dim), jnp.float32)
+    smem = key_memory(stages, _STEP, head_dim, dtype, _ROW_OPERANDS, interpreted)
     arrays = [q, k, v, dout, base, minus_delta]
     arrays += [work.items, work.lists, work.first, work.last, work.diagonal]
     if has_columns:
@@ -363,4 +354,3 @@ def backward_keys_kernel(
     run = launch(attention_dkdv, flat, [smem, key_barriers(stages)], num_items, interpret)
     keys, *columns = jax.tree.unflatten(structure, run(*arrays))
     return keys, columns[0] if has_columns else None
-

@@ -18,6 +18,7 @@ from pallas_kernels.mosaic_gpu.common import (
     COLUMN_LAYOUT,
     LOG2E,
     ROWS,
+    product,
     product_plus,
     rows_to_tile,
 )
@@ -28,8 +29,6 @@ class BackwardConfig:
     """Tuning of the fused backward kernel, and of the order of its work."""
 
     stages: int = 2  # steps of queries in flight
-    early_s: bool = True  # S is issued before dq of the step before is awaited and stored
-    retire_dv: bool = True  # dV is awaited before dK is issued: P's registers are free then
     retire_dk: bool = False  # dK is awaited before the next step begins
     ds_from_memory: bool = True  # dK reads dS from shared memory, not from registers
     split_heads: bool = False  # an item a query head: see `backward_work`
@@ -92,12 +91,10 @@ class BackwardSteps:
         def body(dq_acc: Any, s_acc: Any, dp_acc: Any) -> None:
             # At the first step this reads what nobody wrote, and nobody reads it.
             plgpu.wgmma(dq_acc, *self._dq_operands(lax.rem(step + 1, 2), self._own()))
-            if not config.early_s:
-                self._finish_previous(plgpu.wgmma_accumulator_load(dq_acc, wait_n=0), step)
             plgpu.barrier_wait(self.bars["full"].at[slot])
             plgpu.wgmma(s_acc, smem["k"].at[self._own()], q_tile.T)
-            if config.early_s:
-                self._finish_previous(plgpu.wgmma_accumulator_load(dq_acc, wait_n=1), step)
+            # S is under way while dq of the step before is awaited and stored.
+            self._finish_previous(plgpu.wgmma_accumulator_load(dq_acc, wait_n=1), step)
             # The accumulator starts from -delta, which would otherwise be subtracted element by
             # element.
             dp_acc[...] = self._columns("minus_delta", slot)
@@ -106,8 +103,7 @@ class BackwardSteps:
             plgpu.wgmma(dv_ref, p.astype(self.dtype), dout_tile)
             ds = (p * plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)).astype(self.dtype)
             self._publish_ds(ds, step)
-            if config.retire_dv:
-                plgpu.wgmma_wait(0)
+            plgpu.wgmma_wait(0)  # with dV done, P's registers are free
             if config.ds_from_memory:
                 ds = smem["ds"].at[lax.rem(step, 2), self._own()]
             plgpu.wgmma(dk_ref, ds, q_tile)
@@ -134,9 +130,9 @@ class BackwardSteps:
         def accumulate(ref: Any, weights: Array, tile: Any) -> None:
             smem["p"][self.warpgroup] = weights
             plgpu.commit_smem()
-            ref[...] += _product(smem["p"].at[self.warpgroup], tile, (ROWS, self.head_dim))
+            ref[...] += product(smem["p"].at[self.warpgroup], tile, (ROWS, self.head_dim))
 
-        p = self._weights(_product(smem["k"].at[own], q_tile.T, self.shape), mask, slot)
+        p = self._weights(product(smem["k"].at[own], q_tile.T, self.shape), mask, slot)
         accumulate(dv_ref, p.astype(self.dtype), dout_tile)
         dp = product_plus(
             lambda: self._columns("minus_delta", slot), smem["v"].at[own], dout_tile.T, self.shape,
@@ -182,7 +178,7 @@ class BackwardSteps:
 
     def _previous_dq(self, step: Array) -> Array:
         a, b = self._dq_operands(lax.rem(step + 1, 2), self._own())
-        return _product(a, b, (ROWS, ROWS))
+        return product(a, b, (ROWS, ROWS))
 
     def _finish_previous(self, dq: Array, step: Array) -> None:
         """With dq of the step before, all of its products are done."""
@@ -205,11 +201,3 @@ class BackwardSteps:
         target[...] = dq * self.scale
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.bars["dq_full"])
-
-
-def _product(a: Any, b: Any, shape: tuple[int, int]) -> Array:
-    def run(ref: Any) -> Array:
-        plgpu.wgmma(ref, a, b)
-        return ref[...]
-
-    return pl.run_scoped(run, plgpu.ACC(shape, jnp.float32))

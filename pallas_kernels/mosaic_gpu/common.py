@@ -363,7 +363,8 @@ class Producer:
 
 
 def launch(
-    kernel: Callable[..., None], out_type: Any, scratch: list[Any], num_blocks: int, interpret: Any
+    kernel: Callable[..., None], out_type: Any, scratch: list[Any], num_blocks: int,
+    interpret: Any, memory_warpgroups: int = 1,
 ) -> Callable[..., Any]:
     """A kernel over thread blocks (axis "block") of compute and copying warpgroups ("wg")."""
     return plgpu.kernel(
@@ -372,7 +373,7 @@ def launch(
         scratch_types=scratch,
         grid=(num_blocks,),
         grid_names=("block",),
-        num_threads=WARPGROUPS + 1,
+        num_threads=WARPGROUPS + memory_warpgroups,
         thread_name="wg",
         compiler_params=COMPILER_PARAMS,
         interpret=interpret,
@@ -387,6 +388,16 @@ def full(shape: tuple[int, ...], value: float, layout: Any) -> Array:
 def iota(tile: Array, axis: int) -> Array:
     """Row or column numbers of a wgmma tile."""
     return plgpu.broadcasted_iota(jnp.int32, tile.shape, axis, layout=plgpu.Layout.WGMMA)
+
+
+def product(a: Any, b: Any, shape: tuple[int, int]) -> Array:
+    """a b, awaited."""
+
+    def run(ref: Any) -> Array:
+        plgpu.wgmma(ref, a, b)
+        return ref[...]
+
+    return pl.run_scoped(run, plgpu.ACC(shape, jnp.float32))
 
 
 def product_plus(
