@@ -19,6 +19,7 @@ from tests.pallas_kernels.cases import Size
 G = 128
 MASKS = ("random with columns", "random", "shards", "causal", "full")
 
+
 def _problem(mask: str, size: Size) -> tuple[DiagonalTiles, VerticalColumns | None]:
     rng = np.random.default_rng(size.heads)
     if mask == "shards":

@@ -86,7 +86,6 @@ def test_two_processes_train_the_losses_of_one(config, tmp_path):
     np.testing.assert_allclose(losses(rest), losses(one[3:]), rtol=2e-5)
 
 
-@pytest.mark.timeout(1200)  # five programs are compiled, two of them by two processes at a time
 def test_a_checkpoint_of_8_devices_goes_on_with_4_and_with_2_processes_of_2(config, tmp_path):
     eight = {"nodes": 2, "devices_per_node": 4, "fsdp": True}
     whole = run(changed(config, run={"name": "whole"}, parallel=eight))
