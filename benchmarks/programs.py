@@ -14,6 +14,7 @@ from mtraining_jax.sparsity import VerticalSlash, choose_index
 from pallas_kernels import BlockSparseIndex, DiagonalTiles, VerticalSlashIndex
 from pallas_kernels.backends import resolve
 from pallas_kernels.mosaic_gpu import backend as hopper
+from pallas_kernels.mosaic_gpu.configs import configs_for
 from pallas_kernels.mosaic_gpu.schedule import key_work, query_work
 
 PATTERN = VerticalSlash(top_p=0.9, max_verticals=4096, max_slashes=4096)
@@ -93,22 +94,31 @@ class Ours:
         return chosen, out, *vjp(dout)
 
 
-def work_lists(tiles: Any, columns: Any, q: Array, k: Array) -> tuple[Any, Any]:
-    """What the Hopper kernels of the two passes read; only shapes of q and k matter."""
+def work_lists(tiles: Any, columns: Any, q: Array, k: Array) -> dict[str, Any]:
+    """What the Hopper kernels read, by the function that gives it; only shapes of q, k matter.
+
+    Lists of a forward kernel and of two backward kernels, or of the one for dense tiles.
+    """
     sizes = (q.shape[0], q.shape[2], q.shape[1] // BLOCK, k.shape[1] // BLOCK)
-    return query_work(tiles, columns, *sizes), key_work(tiles, columns, *sizes, k.shape[2])
+    lists = {"query_work": query_work(tiles, columns, *sizes)}
+    config = configs_for(q.shape[-1]).fused
+    if getattr(tiles, "dense", False) and config is not None:
+        lists["fused_work"] = hopper.fused_work(
+            tiles, columns, *sizes, k.shape[2], config=config
+        )
+    else:
+        lists["key_work"] = key_work(tiles, columns, *sizes, k.shape[2])
+    return lists
 
 
 @contextlib.contextmanager
-def given_lists(lists: Any):
-    """Calls of the Hopper backend take these work lists and build none."""
-    if lists is None:
+def given_lists(lists: dict[str, Any] | None):
+    """Calls of the Hopper backend take these work lists and build none of their kind."""
+    if not lists:
         yield
         return
-    rows, keys = lists
-    with mock.patch.multiple(
-        hopper, query_work=lambda *_, **__: rows, key_work=lambda *_, **__: keys
-    ):
+    given = {name: lambda *_, work=work, **__: work for name, work in lists.items()}
+    with mock.patch.multiple(hopper, **given):
         yield
 
 

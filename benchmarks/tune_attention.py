@@ -32,10 +32,11 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedShar
 import pallas_kernels
 from benchmarks.cases import Shape
 from benchmarks.masks import slash_mask
-from benchmarks.programs import Ours, given_lists, random_inputs
+from benchmarks.programs import Ours, given_lists, random_inputs, work_lists
 from benchmarks.timing import median_ms
+from pallas_kernels import DiagonalTiles
 from pallas_kernels.mosaic_gpu import backend
-from pallas_kernels.mosaic_gpu.configs import CONFIGS, FUSED
+from pallas_kernels.mosaic_gpu.configs import CONFIGS
 
 HEADS = {128: (16, 2), 64: (14, 2)}
 GRID = {  # kernel: field of its configuration: values to try
@@ -73,7 +74,7 @@ def _tune(kernel: str, shape: Shape, mask: str, sharding, args: argparse.Namespa
     print("| configuration | registers | spilled bytes | ms |\n| --- | --- | --- | --- |")
     timed = sharding is None
     problem = _problem(shape, index, args.seed) if timed else _abstract(shape, index, sharding)
-    shipped = FUSED[shape.dim] if kernel == "fused" else getattr(CONFIGS[shape.dim], kernel)
+    shipped = getattr(CONFIGS[shape.dim], kernel)
     best, best_ms = None, float("inf")
     for config in _configs(kernel, shipped):
         cells, program = _compile(kernel, shape.dim, config, problem, args.max_spilled)
@@ -129,6 +130,8 @@ def _program(kernel: str, dim: int, config: Any):
 
     def run(q, k, v, dout, lse, delta, built):
         tiles, columns, lists = built
+        if isinstance(tiles, DiagonalTiles):  # the mark chooses the kernels
+            tiles = dataclasses.replace(tiles, dense=kernel == "fused")
         options = {"scale": q.shape[-1] ** -0.5, "configs": configs}
         with given_lists(lists):
             if kernel == "forward":
@@ -149,14 +152,23 @@ def _problem(shape: Shape, index: Any, seed: int) -> tuple:
     q, k, v, dout = random_inputs(key, shape.seq_len, shape.heads, shape.kv_heads, shape.dim)
     built = jax.jit(OURS.build)(q, k, v, index)
     out, lse = jax.jit(OURS.forward)(q, k, v, built)
+    built = jax.jit(_two_kernels)(q, k, built)
     delta = jax.jit(pallas_kernels.delta_of)(out, dout)
     return q, k, v, dout, lse, delta, built
+
+
+def _two_kernels(q, k, built):
+    """With the lists of two backward kernels, also where tiles are dense."""
+    tiles, columns, _ = built
+    if isinstance(tiles, DiagonalTiles):
+        tiles = dataclasses.replace(tiles, dense=False)
+    return tiles, columns, work_lists(tiles, columns, q, k)
 
 
 def _abstract(shape: Shape, index: Any, sharding: NamedSharding) -> tuple:
     """The shapes of `_problem`."""
     q, k, v, dout = shape.abstract()
-    built = jax.eval_shape(OURS.build, q, k, v, index)
+    built = jax.eval_shape(_two_kernels, q, k, jax.eval_shape(OURS.build, q, k, v, index))
     row = jax.ShapeDtypeStruct((1, shape.heads, shape.seq_len), "float32")
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),

@@ -22,7 +22,7 @@ NO_DIAGONAL = np.int32(np.iinfo(np.int32).min)
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["offsets", "start", "stop", "diagonal"],
-    meta_fields=["block_size"],
+    meta_fields=["block_size", "dense"],
 )
 @dataclasses.dataclass(frozen=True)
 class DiagonalTiles:
@@ -39,6 +39,8 @@ class DiagonalTiles:
         diagonal: int32 [], the masked offset, or `NO_DIAGONAL`. No live offset is lower: such
             tiles would lie wholly in the future of their queries.
         block_size: g (static).
+        dense: whether all tiles of the shard pair are live that causality allows (static). A
+            kernel may be chosen by it; what is computed is what the lists say.
     """
 
     offsets: Array
@@ -46,6 +48,7 @@ class DiagonalTiles:
     stop: Array
     diagonal: Array
     block_size: int
+    dense: bool = False
 
     @classmethod
     def from_index(cls, index: VerticalSlashIndex) -> "DiagonalTiles":
@@ -76,6 +79,7 @@ class DiagonalTiles:
             stop=jnp.full(shape, offsets.size, jnp.int32),
             diagonal=jnp.int32(0) if causal else jnp.asarray(NO_DIAGONAL),
             block_size=block_size,
+            dense=True,
         )
 
     def row_ranges(self, num_query_blocks: int, num_key_blocks: int) -> tuple[Array, Array]:

@@ -154,7 +154,7 @@ class StepTiles:
     ):
         segment = layout.segments(0)[0]
         self._stride, self._num_blocks = segment.stride, segment.num_blocks
-        self._block_size = layout.block_size
+        self._block_size, self._dense = layout.block_size, index is None
         if index is None:
             every = _every_diagonal(self._stride, layout.num_blocks)
             self._diagonals, self._bounds = (
@@ -172,7 +172,9 @@ class StepTiles:
         diagonal = jnp.where(lag % self._stride == 0, -(lag // self._stride), NO_DIAGONAL)
         start, stop = self._runs((lag % self._stride)[None])
         offsets = (self._diagonals - lag) // self._stride
-        return DiagonalTiles(offsets, start[..., 0], stop[..., 0], diagonal, self._block_size)
+        return DiagonalTiles(
+            offsets, start[..., 0], stop[..., 0], diagonal, self._block_size, self._dense
+        )
 
     def gathered(self, query: Segment, keys: Array, skip_first: bool) -> SegmentedDiagonals:
         """The tiles of queries in one segment and keys in several, one after another.

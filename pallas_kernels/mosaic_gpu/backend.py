@@ -1,5 +1,6 @@
 """The Hopper backend behind the contract of `pallas_kernels.attention`."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,7 +11,8 @@ from pallas_kernels.gradients import Gradients, whole_keys
 from pallas_kernels.mosaic_gpu.backward import backward_kernel
 from pallas_kernels.mosaic_gpu.backward_keys import backward_keys_kernel
 from pallas_kernels.mosaic_gpu.backward_rows import backward_rows_kernel
-from pallas_kernels.mosaic_gpu.backward_schedule import backward_work
+from pallas_kernels.mosaic_gpu.backward_schedule import BackwardWork, backward_work
+from pallas_kernels.mosaic_gpu.backward_step import BackwardConfig
 from pallas_kernels.mosaic_gpu.common import TILE
 from pallas_kernels.mosaic_gpu.configs import Configs, configs_for
 from pallas_kernels.mosaic_gpu.forward import forward_kernel
@@ -59,25 +61,26 @@ def backward(
 ) -> Gradients:
     """See `pallas_kernels.attention.backward`.
 
-    One kernel computes everything where `configs.fused` is given and `tiles` are `DiagonalTiles`,
-    with columns or without. Everywhere else two kernels run, one for dq and one for dk and dv: for
-    `SegmentedDiagonals`, block lists, columns without tiles, and configurations without `fused`.
-    The fused kernel holds dq in fp32 and ignores `beside_transfers`: it has a thread block for
-    each item of work anyway.
+    One kernel computes everything where `configs.fused` is given and `tiles` are marked as dense,
+    with columns or without. Everywhere else two kernels run, one for dq and one for dk and dv. The
+    fused kernel holds dq in fp32 and ignores `beside_transfers`: it has a thread block for each
+    item of work anyway.
     """
     configs = configs or configs_for(q.shape[-1])
     sizes = _sizes(q, k)
     dout = dout.astype(q.dtype)
     base = jnp.where(lse > -jnp.inf, lse / -scale, -jnp.inf)  # what logits start from
-    if configs.fused is not None and isinstance(tiles, DiagonalTiles):
-        work = backward_work(
-            tiles, verticals, *sizes, split_heads=configs.fused.split_heads,
-            wave=_multiprocessors(interpret) if configs.fused.waves else 0,
-        )
-        dq, *key_gradients = backward_kernel(
-            q, k, v, dout, base, -delta, jnp.zeros(q.shape, jnp.float32), work, verticals,
-            scale=scale, config=configs.fused, interpret=interpret,
-        )
+    if configs.fused is not None and isinstance(tiles, DiagonalTiles) and tiles.dense:
+        work = fused_work(tiles, verticals, *sizes, config=configs.fused, interpret=interpret)
+
+        def fused(q, k, v, dout, base, minus_delta, work, verticals):
+            dq = jnp.zeros(q.shape, jnp.float32)
+            return backward_kernel(
+                q, k, v, dout, base, minus_delta, dq, work, verticals, scale=scale,
+                config=configs.fused, interpret=interpret,
+            )
+
+        dq, *key_gradients = _one_by_one(fused)(q, k, v, dout, base, -delta, work, verticals)
         if key_dtype is not None:
             key_gradients = *whole_keys(*key_gradients, verticals, key_dtype), None, None
         return Gradients(dq.astype(dq_dtype), *key_gradients)
@@ -101,6 +104,42 @@ def backward(
     if tiles is None:
         dk = dv = None
     return Gradients(dq, dk, dv, *(columns or (None, None)))
+
+
+def fused_work(
+    tiles: DiagonalTiles, verticals: VerticalColumns | None, *sizes: int,
+    config: BackwardConfig, interpret: Any = False,
+) -> BackwardWork:
+    """What the fused backward kernel walks; `sizes` as in `backward_work`."""
+    return backward_work(
+        tiles, verticals, *sizes, split_heads=config.split_heads,
+        wave=_multiprocessors(interpret) if config.waves else 0,
+    )
+
+
+def _one_by_one(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Under `jax.vmap` runs for one entry after another.
+
+    Arrays that a kernel adds to in place (`jax.new_ref`) cannot be mapped over.
+    """
+    run = jax.custom_batching.custom_vmap(run)
+
+    @run.def_vmap
+    def _(axis_size, in_batched, *args):
+        leaves, structure = jax.tree.flatten(args)
+        mapped = jax.tree.leaves(in_batched)
+
+        def one(entries):
+            entries = iter(entries)
+            every = [next(entries) if is_mapped else x for x, is_mapped in zip(
+                leaves, mapped, strict=True
+            )]
+            return run(*structure.unflatten(every))
+
+        out = lax.map(one, [x for x, is_mapped in zip(leaves, mapped, strict=True) if is_mapped])
+        return out, jax.tree.map(lambda _: True, out)
+
+    return run
 
 
 def _whole_keys(

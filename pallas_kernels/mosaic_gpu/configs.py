@@ -12,7 +12,7 @@ from pallas_kernels.mosaic_gpu.forward import ForwardConfig
 class Configs:
     """One configuration for each kernel.
 
-    With `fused`, gradients over diagonals come from one kernel: see `backend.backward`.
+    With `fused`, gradients over dense tiles come from one kernel: see `backend.backward`.
     """
 
     forward: ForwardConfig
@@ -21,21 +21,20 @@ class Configs:
     fused: BackwardConfig | None = None
 
 
-# By head dim; measured on an H200.
+# By head dim; measured on an H200. The fused backward kernel is for dense tiles alone. Medians of
+# 10 on one H200, 2026-11-21, S = 131072, ms, against the two kernels:
+#   dense, head dim 64: 163.0 against 193.6 (14 query heads, 2 key/value heads)
+#   dense, head dim 128: 353.5 against 375.9 (16 query heads, 2 key/value heads)
+#   mask B, head dim 128: 36.2 against 34.5 for the sum of the two (medians of 7)
 CONFIGS = {
-    64: Configs(ForwardConfig(), RowsConfig(), KeysConfig()),
-    128: Configs(ForwardConfig(), RowsConfig(), KeysConfig()),
-}
-
-# The fused backward kernel by head dim, not in CONFIGS yet. Medians of 10 on one H200, 2026-11-21,
-# S = 131072, dense causal, ms, against the two kernels of CONFIGS:
-#   64: 163.0 against 193.6 (14 query heads, 2 key/value heads)
-#   128: 353.5 against 375.9 (16 query heads, 2 key/value heads)
-# The best for a sparse mask was slower than two kernels: 14.4 against 13.05 for mask A and 40.7
-# against 35.6 for mask B at 128. Waves were not tried there.
-FUSED = {
-    64: BackwardConfig(ds_from_memory=False, retire_dk=True, split_heads=True, waves=True),
-    128: BackwardConfig(stages=3, split_heads=True, waves=True),
+    64: Configs(
+        ForwardConfig(), RowsConfig(), KeysConfig(),
+        BackwardConfig(ds_from_memory=False, retire_dk=True, split_heads=True, waves=True),
+    ),
+    128: Configs(
+        ForwardConfig(), RowsConfig(), KeysConfig(),
+        BackwardConfig(stages=3, split_heads=True, waves=True),
+    ),
 }
 
 

@@ -22,7 +22,7 @@ from pallas_kernels import (
     xla,
 )
 from pallas_kernels.mosaic_gpu import backend as mosaic_gpu
-from pallas_kernels.mosaic_gpu.configs import CONFIGS, FUSED
+from pallas_kernels.mosaic_gpu.configs import CONFIGS
 
 B, NQ, NK, HQ, HK, G = 2, 1024, 512, 6, 2, 128  # lengths differ in a ring step
 KERNEL = "custom_call @mosaic_gpu"
@@ -71,8 +71,9 @@ def _index() -> VerticalSlashIndex:
 def _tiles(kind: str):
     if kind == "none":
         return None
-    if kind == "diagonals":
-        return DiagonalTiles(_int32(B, HQ, 7), _int32(B, HQ), _int32(B, HQ), _int32(), G)
+    if kind in ("diagonals", "dense"):
+        lists = _int32(B, HQ, 7), _int32(B, HQ), _int32(B, HQ), _int32()
+        return DiagonalTiles(*lists, G, dense=kind == "dense")
     if kind == "segments":
         runs = _int32(B, HQ, 3)
         return SegmentedDiagonals(_int32(B, HQ, 7), runs, runs, _int32(3), _int32(), 4, G)
@@ -129,38 +130,43 @@ def test_backward_lowers(dim, kind, has_verticals, dtype, running):
     assert _kernels(backward, q, k, v, q, row, row, _tiles(kind), verticals) == 2
 
 
-# Few, as each takes seconds: both shapes of the fused kernel, and every reason not to take it.
+# Few, as each takes seconds.
 @pytest.mark.parametrize(
-    ("dim", "kind", "has_verticals", "dq_dtype"),
+    ("dim", "has_verticals", "dq_dtype"),
     [
-        (64, "diagonals", True, "bfloat16"),
-        (64, "diagonals", False, "float32"),
-        (128, "diagonals", True, "float32"),
-        (128, "diagonals", False, "bfloat16"),
-        (64, "none", True, "float32"),
-        (64, "segments", False, "float32"),
-        (64, "listed", False, "float32"),
+        (64, True, "bfloat16"), (64, False, "float32"), (128, True, "float32"),
+        (128, False, "bfloat16"),
     ],
 )
-def test_one_backward_kernel_where_configured_and_over_diagonals(
-    dim, kind, has_verticals, dq_dtype
-):
+def test_one_backward_kernel_over_dense_tiles(dim, has_verticals, dq_dtype):
     verticals = _verticals(dim, "bfloat16") if has_verticals else None
     q, k, v = _qkv(dim, "bfloat16")
     row = _array(B, HQ, NQ, dtype="float32")
-    backward = functools.partial(
-        mosaic_gpu.backward, scale=0.1, dq_dtype=jnp.dtype(dq_dtype),
-        configs=dataclasses.replace(CONFIGS[dim], fused=FUSED[dim]),
-    )
-    args = q, k, v, q, row, row, _tiles(kind), verticals
-    assert _kernels(backward, *args) == (1 if kind == "diagonals" else 2)
+    backward = functools.partial(pallas_kernels.backward, dq_dtype=dq_dtype)
+    args = q, k, v, q, row, row, _tiles("dense"), verticals
+    assert _kernels(backward, *args) == 1
     with _target(H200):
         grads = jax.eval_shape(backward, *args)
     assert (grads.dq.shape, grads.dq.dtype) == (q.shape, dq_dtype)
-    keys = None if kind == "none" else (k.shape, "float32")
     columns = (verticals.k.shape, "float32") if has_verticals else None
-    for x, expected in zip(grads[1:], (keys, keys, columns, columns), strict=True):
-        assert (x if x is None else (x.shape, x.dtype)) == expected
+    expected = *(2 * [(k.shape, "float32")]), columns, columns
+    for x, shape in zip(grads[1:], expected, strict=True):
+        assert (x if x is None else (x.shape, x.dtype)) == shape
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_dense_attention_with_gradients_lowers(mapped):
+    """Two kernels; `jax.vmap` runs the second one entry after another."""
+    q, k, v = _qkv(64, "bfloat16", nk=NQ)
+
+    def loss(q, k, v):
+        return pallas_kernels.dense_attention(q, k, v).astype(jnp.float32).sum()
+
+    gradients = jax.grad(loss, argnums=(0, 1, 2))
+    if mapped:
+        gradients = jax.vmap(gradients)
+        q, k, v = (jax.ShapeDtypeStruct((3, *x.shape), x.dtype) for x in (q, k, v))
+    assert _kernels(gradients, q, k, v) == 2
 
 
 @pytest.mark.parametrize("dim", CONFIGS)

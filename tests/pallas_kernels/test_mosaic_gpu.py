@@ -13,13 +13,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import pallas_kernels.attention
 from pallas_kernels import DiagonalTiles
 from pallas_kernels.mosaic_gpu import backend
-from pallas_kernels.mosaic_gpu.configs import CONFIGS, FUSED
 from tests.pallas_kernels import cases
 from tests.pallas_kernels.cases import Size
 from tests.pallas_kernels.contract import AttentionContract
 
 DIM = 64
-ONE_KERNEL = dataclasses.replace(CONFIGS[DIM], fused=FUSED[DIM])
+
+
+def _one_kernel(q, k, v, dout, lse, delta, tiles, verticals, **options):
+    """One backward kernel for diagonals that are not dense as well."""
+    tiles = dataclasses.replace(tiles, dense=True)
+    return backend.backward(q, k, v, dout, lse, delta, tiles, verticals, **options)
 
 
 @pytest.fixture
@@ -39,17 +43,16 @@ class _Interpreted(AttentionContract):
     group_heads = ((2, 1),)
     max_slashes = 3
     max_verticals = 16
-    configs = CONFIGS[DIM]
+    backward = staticmethod(backend.backward)
     detect_races = True
 
     @pytest.fixture(autouse=True)
     def _interpret(self, monkeypatch, races):
         """Sends kernel calls to the interpreter, and looks for races at the end."""
         params = plgpu.InterpretGPUParams(detect_races=self.detect_races)
-        options = {"interpret": params, "configs": self.configs}
         kernels = types.SimpleNamespace(
-            forward=functools.partial(backend.forward, **options),
-            backward=functools.partial(backend.backward, **options),
+            forward=functools.partial(backend.forward, interpret=params),
+            backward=functools.partial(self.backward, interpret=params),
         )
         monkeypatch.setattr(pallas_kernels.attention, "resolve", lambda *_, **__: kernels)
         yield
@@ -73,7 +76,7 @@ class TestOneBackwardKernelInterpreted(_Interpreted):
 
     backend = "interpreted fused mosaic_gpu"
     kept = ("test_vertical_slash_matches_oracle",)
-    configs = ONE_KERNEL
+    backward = staticmethod(_one_kernel)
     # The interpreter does not know of turns: whatever two items add to is a race for it.
     detect_races = False
 
@@ -92,9 +95,7 @@ def test_one_backward_kernel_has_no_races_within_an_item(races):
     tiles = DiagonalTiles.full(1, 1, 2, 1, 128, causal=True)
     out, lse = pallas_kernels.forward(q, k, v, tiles, backend="xla")
     params = plgpu.InterpretGPUParams(detect_races=True)
-    backward = functools.partial(
-        backend.backward, scale=DIM**-0.5, configs=ONE_KERNEL, interpret=params
-    )
+    backward = functools.partial(backend.backward, scale=DIM**-0.5, interpret=params)
     delta = pallas_kernels.delta_of(out, dout)
     jax.block_until_ready(jax.jit(backward)(q, k, v, dout, lse, delta, tiles, None))
     assert not races().races_found
