@@ -366,8 +366,13 @@ def launch(
     kernel: Callable[..., None], out_type: Any, scratch: list[Any], num_blocks: int,
     interpret: Any, memory_warpgroups: int = 1,
 ) -> Callable[..., Any]:
-    """A kernel over thread blocks (axis "block") of compute and copying warpgroups ("wg")."""
-    return plgpu.kernel(
+    """A kernel over thread blocks (axis "block") of compute and copying warpgroups ("wg").
+
+    Its results come through a barrier. Where a `lax.scan` stacks them (as the residuals of a layer,
+    say), XLA would otherwise run a second copy of the kernel that writes into the stack, beside
+    the one whose results are used (its pass "dynamic-slice-fusion", jaxlib 0.11.2).
+    """
+    run = plgpu.kernel(
         kernel,
         out_type=out_type,
         scratch_types=scratch,
@@ -378,6 +383,7 @@ def launch(
         compiler_params=COMPILER_PARAMS,
         interpret=interpret,
     )
+    return lambda *args: lax.optimization_barrier(run(*args))
 
 
 def full(shape: tuple[int, ...], value: float, layout: Any) -> Array:

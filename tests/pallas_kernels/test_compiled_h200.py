@@ -1,0 +1,80 @@
+"""What XLA makes of sparse attention on an H200: memory, and how often kernels run."""
+
+import importlib.util
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from pallas_kernels import VerticalSlashIndex, vertical_slash_attention
+
+TARGET = Path(__file__).resolve().parents[2] / "mtraining_jax/training/h200.target_config.txtpb"
+BLOCK = 128
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda13_plugin") is None, reason="needs the CUDA plugin of JAX"
+)
+
+
+@pytest.fixture
+def h200() -> Mesh:
+    """One described H200."""
+    from jax.experimental import topologies
+
+    topology = topologies.get_topology_desc(
+        platform="cuda", target_config=TARGET.read_text(), topology="1x1x1"
+    )
+    return Mesh(np.array(topology.devices), ("x",), axis_types=(AxisType.Auto,))
+
+
+def _shape(mesh, *sizes, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
+
+
+def _index(mesh, heads: int, seq_len: int, max_verticals: int) -> VerticalSlashIndex:
+    sizes = (seq_len // BLOCK,), (), (max_verticals,), ()
+    return VerticalSlashIndex(
+        *(_shape(mesh, 1, heads, *size, dtype=jnp.int32) for size in sizes), BLOCK
+    )
+
+
+def _compile(mesh, f, *args):
+    # The device of the abstract mesh decides which kernels run.
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        return jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).compile()
+
+
+def test_output_and_gradients_at_512k_tokens_take_little_beside_themselves(h200):
+    seq_len, heads = 524288, 16
+    q, k = (_shape(h200, 1, seq_len, n, 128) for n in (heads, 2))
+
+    def both(q, k, v, dout, index):
+        out, vjp = jax.vjp(lambda q, k, v: vertical_slash_attention(q, k, v, index), q, k, v)
+        return out, *vjp(dout)
+
+    compiled = _compile(h200, both, q, k, k, q, _index(h200, heads, seq_len, 4096))
+    # dk and dv alone are 1.07 GB in fp32: they lie where dq is written later.
+    assert compiled.memory_analysis().temp_size_in_bytes < 0.2e9
+
+
+def test_every_kernel_runs_once_in_layers_that_keep_its_results(h200):
+    """A scan stacks what the backward pass needs, and the model uses the same output."""
+    layers, seq_len, heads, dim = 3, 1024, 2, 64
+    keep = jax.checkpoint_policies.save_only_these_names("attn_out", "attn_lse")
+
+    def loss(weights, x, index):
+        def layer(x, w):
+            q, k, v = (jnp.tanh(x * c) for c in w)
+            return x + vertical_slash_attention(q, k, v, index), None
+
+        return jax.lax.scan(jax.checkpoint(layer, policy=keep), x, weights)[0].sum()
+
+    x = _shape(h200, 1, seq_len, heads, dim)
+    index = _index(h200, heads, seq_len, 128)
+    compiled = _compile(h200, jax.grad(loss), _shape(h200, layers, 3, heads, dim), x, index)
+    calls = [x for x in compiled.as_text().splitlines() if 'custom_call_target="mosaic_gpu' in x]
+    for kernel in ("attention_forward", "attention_dkdv", "attention_dq"):
+        assert sum(kernel in call for call in calls) == 1
