@@ -75,7 +75,9 @@ def gather_backward(plan: RingPlan, steps: Steps, kv: Pair, rows: tuple[Array, A
     collected = None
     if node.own_apart:
         dq, own, _ = steps.backward(steps.calls_on(steps.rank, kv, False), rows, dq)
-        collected = join(own)
+        # First dk and dv of the rank's own keys, which the gathering hides behind; then those that
+        # others wait for. XLA would take them the other way round.
+        here, collected = lax.optimization_barrier((here, join(own)))
     kv = node.after_columns(kv, here)
 
     def visit(step: Array | int, here: Pair, dq: list, first: bool):

@@ -4,8 +4,8 @@
         --kernel-name kns=mosaic_gpu --error-exitcode 1 python tests/gpu/sanitize.py
 
 Other tools (racecheck, synccheck) likewise. Without the first option the tool follows child
-processes of JAX and dies of it (version 2025.3.1). The tool watches the kernels; this script also compares them with the XLA backend, so that a run
-in which they did nothing fails.
+processes of JAX and dies of it (version 2025.3.1). The tool watches the kernels; this script also
+compares them with the XLA backend, so that a run in which they did nothing fails.
 """
 
 import os

@@ -10,7 +10,7 @@ _CALLED = re.compile(r"\b(?:body|to_apply|calls)=%?([\w.-]+)")
 
 @dataclasses.dataclass(frozen=True)
 class Transfer:
-    """A permute between devices.
+    """A collective between devices.
 
     Attributes:
         computation: where it starts.
@@ -25,8 +25,8 @@ class Transfer:
     last: bool
 
 
-def transfers(scheduled: str) -> list[Transfer]:
-    """All permutes of a scheduled HLO module, as text, in order."""
+def transfers(scheduled: str, kinds: tuple[str, ...] = ("collective-permute",)) -> list[Transfer]:
+    """All collectives of some kinds in a scheduled HLO module, as text, in order."""
     computations = _computations(scheduled)
 
     def works(line: str) -> bool:
@@ -42,7 +42,7 @@ def transfers(scheduled: str) -> list[Transfer]:
         kernels = [i for i, line in enumerate(lines) if works(line)]
         for i, line in enumerate(lines):
             opcode = _OPCODE.search(line)
-            if not opcode or opcode[1] not in ("collective-permute", "collective-permute-start"):
+            if not opcode or opcode[1].removesuffix("-start") not in kinds:
                 continue
             end = i
             if opcode[1].endswith("-start"):
@@ -50,7 +50,7 @@ def transfers(scheduled: str) -> list[Transfer]:
                 end = next(
                     j for j, later in enumerate(lines[i:], i)
                     if (done := _OPCODE.search(later))
-                    and done[1] == "collective-permute-done" and done[2] == started
+                    and done[1].endswith("-done") and done[2] == started
                 )
             found.append(
                 Transfer(

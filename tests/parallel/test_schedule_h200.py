@@ -1,5 +1,6 @@
 """Transfers of the ring hide behind attention: read off what XLA schedules for 8 H200s."""
 
+import functools
 import importlib.util
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from mtraining_jax.parallel.mesh import HEADS, make_mesh
 from pallas_kernels import VerticalSlashIndex
 from tests.parallel.hlo_schedule import Transfer, transfers
 
+KEPT = jax.checkpoint_policies.save_only_these_names("attn_out", "attn_lse")
 TARGET = Path(__file__).resolve().parents[2] / "mtraining_jax/training/h200.target_config.txtpb"
 SEQ_LEN, BLOCK, HEADS_Q, HEADS_KV, DIM = 16384, 128, 4, 2, 128
 
@@ -31,8 +33,12 @@ def schedule(ring: str, nodes: int) -> str:
     layout = Layout("striped", SEQ_LEN, 8, BLOCK, 1 if ring == "flat" else nodes)
     attention = make_attention(mesh, layout, None, ring=ring)
 
+    @functools.partial(jax.checkpoint, policy=KEPT)  # as in a training step
+    def layer(q, k, v, index):
+        return attention(q, k, v, index)[0]
+
     def both(q, k, v, dout, index):
-        out, vjp = jax.vjp(lambda q, k, v: attention(q, k, v, index)[0], q, k, v)
+        out, vjp = jax.vjp(lambda q, k, v: layer(q, k, v, index), q, k, v)
         return out, *vjp(dout)
 
     shapes = [
@@ -56,11 +62,22 @@ def schedule(ring: str, nodes: int) -> str:
         return traced.lower(lowering_platforms=("cuda",)).compile().as_text()
 
 
-@pytest.mark.skipif(
+needs_plugin = pytest.mark.skipif(
     importlib.util.find_spec("jax_cuda13_plugin") is None, reason="needs the CUDA plugin of JAX"
 )
+
+
+@needs_plugin
 @pytest.mark.timeout(900)  # compiles every kernel several times
-@pytest.mark.parametrize(("ring", "nodes", "exposed"), [("flat", 1, 1), ("hierarchical", 2, 5)])
+def test_gathering_and_scattering_hide_behind_kernels():
+    found = transfers(schedule("gather", 1), ("all-gather", "reduce-scatter"))
+    assert {t.backward for t in found} == {True, False}
+    assert all(t.hidden for t in found)
+
+
+@needs_plugin
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("ring", "nodes", "exposed"), [("flat", 1, 1), ("hierarchical", 2, 6)])
 def test_every_transfer_hides_behind_a_kernel_but_the_last_way_home(ring, nodes, exposed):
     found = transfers(schedule(ring, nodes))
     forward = [t for t in found if not t.backward]
