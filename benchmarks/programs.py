@@ -101,14 +101,11 @@ def work_lists(tiles: Any, columns: Any, q: Array, k: Array) -> dict[str, Any]:
     """
     sizes = (q.shape[0], q.shape[2], q.shape[1] // BLOCK, k.shape[1] // BLOCK)
     lists = {"query_work": query_work(tiles, columns, *sizes)}
-    config = configs_for(q.shape[-1]).fused
-    if getattr(tiles, "dense", False) and config is not None:
-        lists["fused_work"] = hopper.fused_work(
-            tiles, columns, *sizes, k.shape[2], config=config
-        )
-    else:
-        lists["key_work"] = key_work(tiles, columns, *sizes, k.shape[2])
-    return lists
+    config = hopper.fused_config(tiles, configs_for(q.shape[-1]))
+    if config is None:
+        return lists | {"key_work": key_work(tiles, columns, *sizes, k.shape[2])}
+    work = hopper.fused_work(tiles, columns, *sizes, k.shape[2], config=config)
+    return lists | {"fused_work": work}
 
 
 @contextlib.contextmanager

@@ -34,7 +34,6 @@ from benchmarks.cases import Shape
 from benchmarks.masks import slash_mask
 from benchmarks.programs import Ours, given_lists, random_inputs, work_lists
 from benchmarks.timing import median_ms
-from pallas_kernels import DiagonalTiles
 from pallas_kernels.mosaic_gpu import backend
 from pallas_kernels.mosaic_gpu.configs import CONFIGS
 
@@ -130,8 +129,7 @@ def _program(kernel: str, dim: int, config: Any):
 
     def run(q, k, v, dout, lse, delta, built):
         tiles, columns, lists = built
-        if isinstance(tiles, DiagonalTiles):  # the mark chooses the kernels
-            tiles = dataclasses.replace(tiles, dense=kernel == "fused")
+        tiles = dataclasses.replace(tiles, dense=kernel == "fused")  # the mark chooses kernels
         options = {"scale": q.shape[-1] ** -0.5, "configs": configs}
         with given_lists(lists):
             if kernel == "forward":
@@ -160,8 +158,7 @@ def _problem(shape: Shape, index: Any, seed: int) -> tuple:
 def _two_kernels(q, k, built):
     """With the lists of two backward kernels, also where tiles are dense."""
     tiles, columns, _ = built
-    if isinstance(tiles, DiagonalTiles):
-        tiles = dataclasses.replace(tiles, dense=False)
+    tiles = dataclasses.replace(tiles, dense=False)
     return tiles, columns, work_lists(tiles, columns, q, k)
 
 

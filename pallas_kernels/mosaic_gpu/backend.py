@@ -1,6 +1,5 @@
 """The Hopper backend behind the contract of `pallas_kernels.attention`."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -70,17 +69,21 @@ def backward(
     sizes = _sizes(q, k)
     dout = dout.astype(q.dtype)
     base = jnp.where(lse > -jnp.inf, lse / -scale, -jnp.inf)  # what logits start from
-    if configs.fused is not None and isinstance(tiles, DiagonalTiles) and tiles.dense:
-        work = fused_work(tiles, verticals, *sizes, config=configs.fused, interpret=interpret)
+    config = fused_config(tiles, configs)
+    if config is not None:
+        work = fused_work(tiles, verticals, *sizes, config=config, interpret=interpret)
 
+        # `jax.vmap` runs one entry after another: arrays that a kernel adds to in place
+        # (`jax.new_ref`) cannot be mapped over.
+        @jax.custom_batching.sequential_vmap
         def fused(q, k, v, dout, base, minus_delta, work, verticals):
             dq = jnp.zeros(q.shape, jnp.float32)
             return backward_kernel(
                 q, k, v, dout, base, minus_delta, dq, work, verticals, scale=scale,
-                config=configs.fused, interpret=interpret,
+                config=config, interpret=interpret,
             )
 
-        dq, *key_gradients = _one_by_one(fused)(q, k, v, dout, base, -delta, work, verticals)
+        dq, *key_gradients = fused(q, k, v, dout, base, -delta, work, verticals)
         if key_dtype is not None:
             key_gradients = *whole_keys(*key_gradients, verticals, key_dtype), None, None
         return Gradients(dq.astype(dq_dtype), *key_gradients)
@@ -106,6 +109,11 @@ def backward(
     return Gradients(dq, dk, dv, *(columns or (None, None)))
 
 
+def fused_config(tiles: Tiles | None, configs: Configs) -> BackwardConfig | None:
+    """The configuration of the fused backward kernel where `tiles` take it, else None."""
+    return configs.fused if isinstance(tiles, DiagonalTiles) and tiles.dense else None
+
+
 def fused_work(
     tiles: DiagonalTiles, verticals: VerticalColumns | None, *sizes: int,
     config: BackwardConfig, interpret: Any = False,
@@ -115,31 +123,6 @@ def fused_work(
         tiles, verticals, *sizes, split_heads=config.split_heads,
         wave=_multiprocessors(interpret) if config.waves else 0,
     )
-
-
-def _one_by_one(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Under `jax.vmap` runs for one entry after another.
-
-    Arrays that a kernel adds to in place (`jax.new_ref`) cannot be mapped over.
-    """
-    run = jax.custom_batching.custom_vmap(run)
-
-    @run.def_vmap
-    def _(axis_size, in_batched, *args):
-        leaves, structure = jax.tree.flatten(args)
-        mapped = jax.tree.leaves(in_batched)
-
-        def one(entries):
-            entries = iter(entries)
-            every = [next(entries) if is_mapped else x for x, is_mapped in zip(
-                leaves, mapped, strict=True
-            )]
-            return run(*structure.unflatten(every))
-
-        out = lax.map(one, [x for x, is_mapped in zip(leaves, mapped, strict=True) if is_mapped])
-        return out, jax.tree.map(lambda _: True, out)
-
-    return run
 
 
 def _whole_keys(

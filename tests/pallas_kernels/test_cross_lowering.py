@@ -130,28 +130,34 @@ def test_backward_lowers(dim, kind, has_verticals, dtype, running):
     assert _kernels(backward, q, k, v, q, row, row, _tiles(kind), verticals) == 2
 
 
-# Few, as each takes seconds.
+# Few, as each takes seconds: both shapes of the fused kernel, and every reason not to take it.
 @pytest.mark.parametrize(
-    ("dim", "has_verticals", "dq_dtype"),
+    ("dim", "kind", "has_verticals", "dq_dtype"),
     [
-        (64, True, "bfloat16"), (64, False, "float32"), (128, True, "float32"),
-        (128, False, "bfloat16"),
+        (64, "dense", True, "bfloat16"),
+        (64, "dense", False, "float32"),
+        (128, "dense", True, "float32"),
+        (128, "dense", False, "bfloat16"),
+        (64, "diagonals", True, "float32"),
+        (64, "none", True, "float32"),
+        (64, "segments", False, "float32"),
+        (64, "listed", False, "float32"),
     ],
 )
-def test_one_backward_kernel_over_dense_tiles(dim, has_verticals, dq_dtype):
+def test_one_backward_kernel_over_dense_tiles(dim, kind, has_verticals, dq_dtype):
     verticals = _verticals(dim, "bfloat16") if has_verticals else None
     q, k, v = _qkv(dim, "bfloat16")
     row = _array(B, HQ, NQ, dtype="float32")
     backward = functools.partial(pallas_kernels.backward, dq_dtype=dq_dtype)
-    args = q, k, v, q, row, row, _tiles("dense"), verticals
-    assert _kernels(backward, *args) == 1
+    args = q, k, v, q, row, row, _tiles(kind), verticals
+    assert _kernels(backward, *args) == (1 if kind == "dense" else 2)
     with _target(H200):
         grads = jax.eval_shape(backward, *args)
     assert (grads.dq.shape, grads.dq.dtype) == (q.shape, dq_dtype)
+    keys = None if kind == "none" else (k.shape, "float32")
     columns = (verticals.k.shape, "float32") if has_verticals else None
-    expected = *(2 * [(k.shape, "float32")]), columns, columns
-    for x, shape in zip(grads[1:], expected, strict=True):
-        assert (x if x is None else (x.shape, x.dtype)) == shape
+    for x, expected in zip(grads[1:], (keys, keys, columns, columns), strict=True):
+        assert (x if x is None else (x.shape, x.dtype)) == expected
 
 
 @pytest.mark.parametrize("mapped", [False, True])

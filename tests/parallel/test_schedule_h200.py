@@ -1,6 +1,5 @@
 """Transfers of the ring hide behind attention: read off what XLA schedules for 8 H200s."""
 
-import functools
 import importlib.util
 from pathlib import Path
 
@@ -22,8 +21,11 @@ TARGET = Path(__file__).resolve().parents[2] / "mtraining_jax/training/h200.targ
 SEQ_LEN, BLOCK, HEADS_Q, HEADS_KV, DIM = 16384, 128, 4, 2, 128
 
 
-def schedule(ring: str, nodes: int) -> str:
-    """The scheduled program of output and gradients over 8 GPUs, with a sparse index."""
+def schedule(ring: str, nodes: int, recomputed: bool = False) -> str:
+    """The scheduled program of output and gradients over 8 GPUs, with a sparse index.
+
+    With `recomputed` the backward pass fetches keys and values anew, as in a training step.
+    """
     from jax.experimental import topologies
 
     topology = topologies.get_topology_desc(
@@ -33,9 +35,11 @@ def schedule(ring: str, nodes: int) -> str:
     layout = Layout("striped", SEQ_LEN, 8, BLOCK, 1 if ring == "flat" else nodes)
     attention = make_attention(mesh, layout, None, ring=ring)
 
-    @functools.partial(jax.checkpoint, policy=KEPT)  # as in a training step
     def layer(q, k, v, index):
         return attention(q, k, v, index)[0]
+
+    if recomputed:
+        layer = jax.checkpoint(layer, policy=KEPT)
 
     def both(q, k, v, dout, index):
         out, vjp = jax.vjp(lambda q, k, v: layer(q, k, v, index), q, k, v)
@@ -70,14 +74,14 @@ needs_plugin = pytest.mark.skipif(
 @needs_plugin
 @pytest.mark.timeout(900)  # compiles every kernel several times
 def test_gathering_and_scattering_hide_behind_kernels():
-    found = transfers(schedule("gather", 1), ("all-gather", "reduce-scatter"))
+    found = transfers(schedule("gather", 1, recomputed=True), ("all-gather", "reduce-scatter"))
     assert {t.backward for t in found} == {True, False}
     assert all(t.hidden for t in found)
 
 
 @needs_plugin
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("ring", "nodes", "exposed"), [("flat", 1, 1), ("hierarchical", 2, 6)])
+@pytest.mark.parametrize(("ring", "nodes", "exposed"), [("flat", 1, 1), ("hierarchical", 2, 5)])
 def test_every_transfer_hides_behind_a_kernel_but_the_last_way_home(ring, nodes, exposed):
     found = transfers(schedule(ring, nodes))
     forward = [t for t in found if not t.backward]
