@@ -99,12 +99,12 @@ def work_lists(tiles: Any, columns: Any, q: Array, k: Array) -> dict[str, Any]:
 
     Lists of a forward kernel and of two backward kernels, or of the one for dense tiles.
     """
-    sizes = (q.shape[0], q.shape[2], q.shape[1] // BLOCK, k.shape[1] // BLOCK)
+    sizes = (q.shape[0], q.shape[2], q.shape[1] // BLOCK, k.shape[1] // BLOCK, k.shape[2])
     lists = {"query_work": query_work(tiles, columns, *sizes)}
     config = hopper.fused_config(tiles, configs_for(q.shape[-1]))
     if config is None:
-        return lists | {"key_work": key_work(tiles, columns, *sizes, k.shape[2])}
-    work = hopper.fused_work(tiles, columns, *sizes, k.shape[2], config=config)
+        return lists | {"key_work": key_work(tiles, columns, *sizes)}
+    work = hopper.fused_work(tiles, columns, *sizes, config=config)
     return lists | {"fused_work": work}
 
 

@@ -41,7 +41,7 @@ def forward(
 ) -> tuple[Array, Array]:
     """See `pallas_kernels.attention.forward`."""
     configs = configs or configs_for(q.shape[-1])
-    work = query_work(tiles, verticals, *_sizes(q, k)[:4])
+    work = query_work(tiles, verticals, *_sizes(q, k))
     if init is not None:
         init = tuple(x.astype(jnp.float32) for x in init)
     return forward_kernel(
@@ -100,7 +100,7 @@ def backward(
     else:
         dk, dv = keys
     dq = backward_rows_kernel(
-        q, k, v, dout, base, delta, query_work(tiles, verticals, *sizes[:4]), verticals,
+        q, k, v, dout, base, delta, query_work(tiles, verticals, *sizes), verticals,
         scale=scale, out_dtype=dq_dtype, config=configs.rows,
         num_blocks=_thread_blocks(beside_transfers, interpret), interpret=interpret,
     )

@@ -28,7 +28,7 @@ from pallas_kernels.mosaic_gpu.common import (
     stream_memory,
     tiled,
 )
-from pallas_kernels.mosaic_gpu.schedule import WorkList
+from pallas_kernels.mosaic_gpu.schedule import WorkList, share
 from pallas_kernels.tiles import VerticalColumns
 
 _KEYS = 64  # keys taken at a time: two accumulators of a whole tile would not fit
@@ -83,10 +83,10 @@ def backward_rows_kernel(
         smem, bars = refs["smem"], refs["bars"]
         walk = Walk(refs, work, verticals is not None)
         warpgroup, block = lax.axis_index("wg"), lax.axis_index("block")
-        count = lax.div(num_items - block + num_blocks - 1, num_blocks)
+        count, number = share(block, num_items, num_blocks)
 
         def item(n):
-            return Item(refs["items"], block + n * num_blocks)
+            return Item(refs["items"], number(n))
 
         def memory_warpgroup():
             plgpu.set_max_registers(config.memory_registers, action="decrease")
@@ -124,6 +124,13 @@ def backward_rows_kernel(
                 delta = load_rows(refs["delta"].at[it.batch, it.head, rows])
                 plgpu.barrier_wait(bars["q_full"])
                 plgpu.barrier_wait(bars["dout_full"])
+                # In registers dO is read from shared memory once, not for every tile. For the
+                # queries as well there is no room.
+                dout_operand = dout_tile
+                if not interpreted:
+                    dout_operand = plgpu.load(
+                        dout_tile, layout=plgpu.Layout.WGMMA, optimized=False
+                    )
 
                 def gradient(part, slot, mask, prepared):
                     """dS of some keys of a tile, in the operand dtype.
@@ -140,7 +147,7 @@ def backward_rows_kernel(
                         if not interpreted:
                             s_ref[...], dp_ref[...] = s_base, dp_base
                         plgpu.wgmma(s_ref, q_tile, k_tile.T)
-                        plgpu.wgmma(dp_ref, dout_tile, v_tile.T)
+                        plgpu.wgmma(dp_ref, dout_operand, v_tile.T)
                         if interpreted:
                             logits, dp = s_ref[...] + s_base, dp_ref[...] + dp_base
                         else:

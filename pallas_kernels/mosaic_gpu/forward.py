@@ -29,7 +29,7 @@ from pallas_kernels.mosaic_gpu.common import (
     stream_memory,
     tiled,
 )
-from pallas_kernels.mosaic_gpu.schedule import WorkList
+from pallas_kernels.mosaic_gpu.schedule import WorkList, share
 from pallas_kernels.tiles import VerticalColumns
 
 
@@ -41,6 +41,7 @@ class ForwardConfig:
     query_slots: int = 2  # query blocks in shared memory; 2 prefetches the next item's
     overlap: bool = True  # QK of a tile runs under the softmax of the one before
     ping_pong: bool = False  # the two warpgroups take turns on the tensor cores
+    keys_late: bool = False  # the next tile's keys are awaited after the softmax, not before QK
     compute_registers: int = 240
     memory_registers: int = 24
 
@@ -86,10 +87,10 @@ def forward_kernel(
         smem, bars = refs["smem"], refs["bars"]
         walk = Walk(refs, work, verticals is not None)
         warpgroup, block = lax.axis_index("wg"), lax.axis_index("block")
-        count = lax.div(num_items - block + num_blocks - 1, num_blocks)
+        count, number = share(block, num_items, num_blocks)
 
         def item(n):
-            return Item(refs["items"], block + n * num_blocks)
+            return Item(refs["items"], number(n))
 
         def memory_warpgroup():
             plgpu.set_max_registers(config.memory_registers, action="decrease")
@@ -129,24 +130,27 @@ def forward_kernel(
                 rows = pl.ds(it.block * TILE + warpgroup * ROWS, ROWS)
                 if init is None:
                     acc = full((ROWS, head_dim), 0.0, plgpu.Layout.WGMMA)
-                    state = acc, full((ROWS,), -jnp.inf, ROW_LAYOUT), full((ROWS,), 0.0, ROW_LAYOUT)
+                    state = acc, full((ROWS,), -jnp.inf, ROW_LAYOUT), partial_sums(0.0)
                 else:
                     peak = load_rows(refs["lse0"].at[it.batch, it.head, rows]) / scale
                     acc = plgpu.load(
                         refs["out0"].at[it.batch, rows, it.head],
                         layout=plgpu.Layout.WGMMA, optimized=False,
                     )
-                    state = acc, peak, jnp.where(peak > -jnp.inf, 1.0, 0.0)
+                    # Shared out to the eight partial sums of a row.
+                    total = jnp.where(peak > -jnp.inf, 1 / EDGE, 0.0)
+                    state = acc, peak, rows_to_tile(total, partial_sums(0.0))
                 plgpu.barrier_wait(bars["q_full"].at[slot])
                 segments = walk.segments(it, warpgroup)
-                tiles = _Tiles(step, stages, smem, bars, q_tile, turn, log2_scale, dtype)
+                tiles = _Tiles(
+                    step, it.steps, stages, config.keys_late, smem, bars, q_tile, turn,
+                    log2_scale, dtype,
+                )
                 if config.overlap and not interpreted:
                     first = walk.first_masks(it, warpgroup)
                     state = lax.cond(
                         it.steps > 0,
-                        lambda state: tiles.overlapped(
-                            segments, it, first, state
-                        ),
+                        lambda state: tiles.overlapped(segments, it, first, state),
                         lambda state: state,
                         state,
                     )
@@ -161,6 +165,7 @@ def forward_kernel(
 
             def store(it, rows, q_tile, state):
                 acc, peak, total = state
+                total = total.sum(axis=1)
                 seen = total > 0.0
                 total = jnp.where(seen, total, 1.0)
                 acc = acc * rows_to_tile(jnp.where(seen, 1.0 / total, 0.0), acc)
@@ -247,12 +252,33 @@ class NoTurn:
     begin = end = finish = start
 
 
+EDGE = 8  # columns that a fold leaves: a row's lie in four threads, two in each
+
+
+def partial_sums(value: float) -> Array:
+    """[64, 8] of a value: what `fold` gives for a tile."""
+    return full((ROWS, EDGE), value, plgpu.Layout.WGMMA)
+
+
+def fold(combine: Any, tile: Array) -> Array:
+    """Combines the columns of a tile [64, n] into eight, by halves: a short chain, no exchange."""
+    while tile.shape[1] > EDGE:
+        half = tile.shape[1] // 2
+        tile = combine(tile[:, :half], tile[:, half:])
+    return tile
+
+
 @dataclasses.dataclass(frozen=True)
 class _Tiles:
-    """The steps of one item in one compute warpgroup; state is (acc, peak, total)."""
+    """The steps of one item in one compute warpgroup; state is (acc, peak, total).
+
+    `total` holds eight partial sums of each row, [64, 8]: only the end of an item adds them up.
+    """
 
     step: Array  # tiles before this item, since the start of the kernel
+    steps: Array  # tiles of this item
     stages: int
+    keys_late: bool
     smem: dict[str, Any]
     bars: dict[str, Any]
     q_tile: Any
@@ -263,13 +289,17 @@ class _Tiles:
     def slot(self, s):
         return lax.rem(self.step + s, self.stages)
 
+    def following(self, slot):
+        """The slot after a slot."""
+        return jnp.where(slot == self.stages - 1, 0, slot + 1)
+
     def softmax(self, logits, peak, total):
-        """Unnormalised weights, the new peak and total, and the decay of what was before."""
-        new_peak = jnp.maximum(peak, logits.max(axis=1))
+        """Unnormalised weights, the new peak and totals, and the decay of what was before."""
+        new_peak = jnp.maximum(peak, fold(jnp.maximum, logits).max(axis=1))
         base = jnp.where(new_peak > -jnp.inf, new_peak, 0.0) * self.log2_scale
         decay = jnp.exp2(peak * self.log2_scale - base)
         weights = jnp.exp2(logits * self.log2_scale - rows_to_tile(base, logits))
-        return weights, new_peak, total * decay + weights.sum(axis=1), decay
+        return weights, new_peak, total * rows_to_tile(decay, total) + fold(jnp.add, weights), decay
 
     def logits(self, s, mask, interpreted=False):
         """Masked QK of tile s, whose keys are then released."""
@@ -337,11 +367,16 @@ class _Tiles:
                 lambda state: self.first_step(state, first_masks[1]),
                 state,
             )
+        slot = self.slot(0)
+        following = self.following(slot)
+        if self.keys_late:
+            self.await_keys(1, following)
+        state = *state, slot, following
         for start, stop, mask in segments:
             body = functools.partial(self.overlapped_step, mask=mask)
             state = lax.fori_loop(lax.max(1, start), stop, body, state)
-        acc, peak, total, weights = state
-        return self.add_values(acc, weights, self.slot(it.steps - 1)), peak, total
+        acc, peak, total, weights, slot, _ = state
+        return self.add_values(acc, weights, slot), peak, total
 
     def first_step(self, state, mask):
         """QK and softmax of tile 0."""
@@ -349,11 +384,19 @@ class _Tiles:
         weights, peak, total, decay = self.softmax(self.logits(0, mask), peak, total)
         return acc * rows_to_tile(decay, acc), peak, total, weights.astype(self.dtype)
 
+    def await_keys(self, s, slot):
+        """Waits for the keys of tile s in its slot, if there is such a tile."""
+
+        @pl.when(s < self.steps)
+        def _():
+            plgpu.barrier_wait(self.bars["k_full"].at[slot])
+
     def overlapped_step(self, s, state, mask):
-        acc, peak, total, weights = state
-        slot, previous = self.slot(s), self.slot(s - 1)
+        acc, peak, total, weights, previous, slot = state
+        following = self.following(slot)
         prepared = mask.prepare(s)
-        plgpu.barrier_wait(self.bars["k_full"].at[slot])
+        if not self.keys_late:
+            plgpu.barrier_wait(self.bars["k_full"].at[slot])
         plgpu.barrier_wait(self.bars["v_full"].at[previous])
         mask.await_bias(self.bars, slot)
         self.turn.begin()
@@ -372,6 +415,9 @@ class _Tiles:
             logits = lax.optimization_barrier(logits)
             logits = mask.apply(prepared, logits)
             parts = lax.optimization_barrier(self.softmax(logits, peak, total))
+            # The branch also keeps ptxas from moving the next wait before the softmax.
+            if self.keys_late:
+                self.await_keys(s + 1, following)
             new_acc = plgpu.wgmma_accumulator_load(acc_ref, wait_n=0)
             plgpu.barrier_arrive(self.bars["v_free"].at[previous])
             return lax.optimization_barrier(new_acc), *parts
@@ -379,4 +425,5 @@ class _Tiles:
         acc, weights, peak, total, decay = pl.run_scoped(
             body, plgpu.ACC((ROWS, TILE), jnp.float32), plgpu.ACC(acc.shape, jnp.float32)
         )
-        return acc * rows_to_tile(decay, acc), peak, total, weights.astype(self.dtype)
+        acc = acc * rows_to_tile(decay, acc)
+        return acc, peak, total, weights.astype(self.dtype), slot, following

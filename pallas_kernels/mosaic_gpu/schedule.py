@@ -1,12 +1,14 @@
 """Work lists of the Hopper kernels: what each thread block does, and in which order.
 
-Two aims set the order. Long items come before short ones, so that all multiprocessors are busy
-to the end. And items that run together read the same tiles: neighbouring blocks of one head walk
-one list, so at any time they read a window of neighbouring tiles that the L2 cache keeps.
+Two aims set the order. All multiprocessors are to be busy to the end: items are in order of work,
+short ones last. And items that run together are to read the same tiles: neighbouring blocks of the
+heads that share keys run in step, so at any time they read a window of neighbouring tiles that
+the L2 cache keeps.
 """
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +27,9 @@ from pallas_kernels.tiles import (
 # Columns of an item of a row or column list.
 BATCH, HEAD, BLOCK, FIRST, TILES, COLUMN_TILES, PAST_TILES = range(7)
 ITEM_FIELDS = 8
+# Query blocks from which on the keys of one head after the other are walked: all heads' together
+# would not stay in the L2 cache. 256 blocks of keys and values take 8 (head dim 64) or 16 MiB.
+LONG = 256
 
 
 @functools.partial(
@@ -57,7 +62,7 @@ class WorkList:
 
 def query_work(
     tiles: Tiles | None, verticals: VerticalColumns | None, batch: int, heads: int,
-    num_query_blocks: int, num_key_blocks: int,
+    num_query_blocks: int, num_key_blocks: int, kv_heads: int,
 ) -> WorkList:
     """One item per (batch, head, query block): the key blocks and columns it attends to."""
     shape = (batch, heads, num_query_blocks)
@@ -79,7 +84,7 @@ def query_work(
         # Where the main block diagonal is active no column of the queries' own block is kept.
         all_past = verticals.limit <= past
         past_tiles = jnp.where(all_past, column_tiles, past // COLUMN_TILE)
-    items = _row_items(first, count, column_tiles, past_tiles, by_work=listed)
+    items = _row_items(first, count, column_tiles, past_tiles, kv_heads)
     return WorkList(items, lists, diagonal, *runs, listed)
 
 
@@ -118,13 +123,16 @@ def _lists(
 
 
 def _row_items(
-    first: Array, tiles: Array, column_tiles: Array, past_tiles: Array, by_work: bool
+    first: Array, tiles: Array, column_tiles: Array, past_tiles: Array, kv_heads: int
 ) -> Array:
-    """Items of one head after another, each head's longest first.
+    """Items [n, 8] in order of work.
 
-    Diagonals and columns reach a late block wherever they reach an earlier one, so without
-    lists of their own the blocks are in order of work already, last first.
+    Over long sequences those that read one key/value head come after those that read another's:
+    the last one's begin with the longest, those of the one before with the shortest, and so on.
+    Where one ends and the next begins items so are of a length, and the list ends with short ones.
+    Of equal items later blocks come first, a block's heads side by side.
     """
+    batch, heads, blocks = first.shape
 
     def iota(axis: int) -> Array:
         return jax.lax.broadcasted_iota(jnp.int32, first.shape, axis)
@@ -132,10 +140,29 @@ def _row_items(
     fields = [iota(0), iota(1), iota(2), first, tiles, column_tiles, past_tiles]
     fields.append(jnp.zeros_like(first))
     items = jnp.flip(jnp.stack(fields, axis=-1), axis=2)
-    if by_work:
-        order = jnp.argsort(-(items[..., TILES] + items[..., COLUMN_TILES]), axis=2, stable=True)
-        items = jnp.take_along_axis(items, order[..., None], axis=2)
-    return items.reshape(-1, ITEM_FIELDS)
+    parts = batch * kv_heads if blocks >= LONG else 1
+    items = items.reshape(parts, -1, blocks, ITEM_FIELDS).swapaxes(1, 2)
+    items = items.reshape(parts, -1, ITEM_FIELDS)
+    work = items[..., TILES] + items[..., COLUMN_TILES]
+    from_last = jnp.arange(parts)[::-1, None]
+    order = jnp.argsort(jnp.where(from_last % 2 == 0, -work, work), axis=1, stable=True)
+    return jnp.take_along_axis(items, order[..., None], axis=1).reshape(-1, ITEM_FIELDS)
+
+
+def share(block: Array, num_items: int, num_blocks: int) -> tuple[Array, Callable[[Array], Array]]:
+    """The items of one of `num_blocks` thread blocks: how many, and the number of its nth one.
+
+    Items are dealt out to and fro: of the first `num_blocks` items block 0 takes the first, of the
+    next as many the last. From a list in order of work, ascending or descending, all blocks so get
+    the same amount, and go through it in step: what they read at the same time lies close together.
+    """
+    rounds, rest = divmod(num_items, num_blocks)
+
+    def place(n: Array) -> Array:
+        return jnp.where(n & 1 == 0, block, num_blocks - 1 - block)
+
+    count = rounds + jnp.where(place(jnp.int32(rounds)) < rest, 1, 0)
+    return count, lambda n: n * num_blocks + place(n)
 
 
 # Columns of an item of a key work list.
