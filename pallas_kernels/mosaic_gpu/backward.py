@@ -71,7 +71,7 @@ def backward_kernel(
     names += COLUMN_NAMES if has_columns else []
     names += ["dk", "dv"] + (["dkc", "dvc"] if has_columns else []) + ["smem", "bars"]
     batch, heads, kv_heads = q.shape[0], q.shape[2], k.shape[2]
-    dq_ref = jax.new_ref(dq)
+    dq_ref = jax.new_ref(lax.optimization_barrier(dq))
     counters = jax.new_ref(jnp.zeros((batch, heads, q.shape[1] // queries, 1), jnp.int32))
     key_shape = (batch, kv_heads, k.shape[1] // ROWS, 1) if split else (1, 1, 1, 1)
     key_counters = jax.new_ref(jnp.zeros(key_shape, jnp.int32))
@@ -187,6 +187,9 @@ def backward_kernel(
         attention_backward, outputs, [smem, bars], work.items.shape[0], interpret,
         memory_warpgroups=2 if interpreted else 1,
     )
-    results = run(*arrays)
+    # Slices of stacked arrays, before the kernel or behind it (in a `lax.scan` over layers, say),
+    # must stay outside of it: XLA's fusion of a kernel with slices ("dynamic-slice-fusion", jaxlib
+    # 0.11.2) loses that dq and the counters are written in place, and gradients come out wrong.
+    results = run(*lax.optimization_barrier(arrays))
     columns = results[2:] if has_columns else (None, None)
-    return jax.freeze(dq_ref), *results[:2], *columns
+    return lax.optimization_barrier(jax.freeze(dq_ref)), *results[:2], *columns

@@ -49,7 +49,8 @@ class TestHeadDim128(_Contract):
     dim = 128
 
 
-def test_vmap_gives_the_bits_of_one_call_after_another():
+@pytest.mark.parametrize("around", ["vmap", "scan"])
+def test_stacked_entries_give_the_bits_of_one_call_after_another(around):
     size = Size(3, 4, 2, query_blocks=8, key_blocks=8, block_size=128, dim=64)
     q, k, v, dout = cases.qkv_dout(np.random.default_rng(0), size, "bfloat16")
     tiles = DiagonalTiles.full(1, 4, 8, 8, 128, causal=True)
@@ -67,7 +68,12 @@ def test_vmap_gives_the_bits_of_one_call_after_another():
         return _backward(q, k, v, dout, lse, delta, tiles, None, scale=0.125)
 
     # An axis of 3 before a batch of 1; v is the same for all.
-    mapped = jax.jit(jax.vmap(gradients, in_axes=(0, 0, None, 0, 0, 0)))(
+    mapped = jax.vmap(gradients, in_axes=(0, 0, None, 0, 0, 0))
+    if around == "scan":
+        mapped = lambda q, k, v, *rest: jax.lax.map(  # noqa: E731
+            lambda x: gradients(*x[:2], v, *x[2:]), (q, k, *rest)
+        )
+    mapped = jax.jit(mapped)(
         q[:, None], k[:, None], v[:1], dout[:, None], jnp.stack(lse), jnp.stack(delta)
     )
     for entry, one in enumerate(one_by_one):

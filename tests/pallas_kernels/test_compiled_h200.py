@@ -1,6 +1,7 @@
 """What XLA makes of sparse attention on an H200: memory, and how often kernels run."""
 
 import importlib.util
+import re
 from pathlib import Path
 
 import jax
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from pallas_kernels import VerticalSlashIndex, vertical_slash_attention
+from pallas_kernels import VerticalSlashIndex, dense_attention, vertical_slash_attention
 
 TARGET = Path(__file__).resolve().parents[2] / "mtraining_jax/training/h200.target_config.txtpb"
 BLOCK = 128
@@ -78,3 +79,23 @@ def test_every_kernel_runs_once_in_layers_that_keep_its_results(h200):
     calls = [x for x in compiled.as_text().splitlines() if 'custom_call_target="mosaic_gpu' in x]
     for kernel in ("attention_forward", "attention_dkdv", "attention_dq"):
         assert sum(kernel in call for call in calls) == 1
+
+
+def _gradients(q, k, v, dout):
+    return jax.vjp(dense_attention, q, k, v)[1](dout)
+
+
+@pytest.mark.parametrize("around", ["scan", "vmap"])
+def test_the_kernel_that_adds_to_dq_in_place_is_not_fused_with_slices(h200, around):
+    """A fusion loses that dq and its counters are written in place: gradients would be wrong."""
+    batch, seq_len, heads, dim = 3, 1024, 2, 64
+    stacked = _shape(h200, batch, 1, seq_len, heads, dim)
+    if around == "vmap":
+        f = jax.vmap(_gradients)
+    else:
+        f = lambda *args: jax.lax.scan(lambda _, x: (None, _gradients(*x)), None, args)[1]  # noqa: E731
+    text = _compile(h200, f, *[stacked] * 4).as_text()
+    kernel = re.compile("attention_backward.*mosaic_gpu|mosaic_gpu.*attention_backward")
+    holders = [x.split()[0] for x in re.split(r"\n(?=%|ENTRY)", text) if kernel.search(x)]
+    assert len(holders) == 1
+    assert f"calls={holders[0]}" not in text
