@@ -47,9 +47,9 @@ H200 = Gpu(
     matmul_flops=794e12,
     # benchmarks/results/step-qwen3b-512k-h200x2-2026-11-21.md: 5.88 PFLOP in 10.98 s.
     matmul_share=0.67,
-    # benchmarks/results/attention-h200-2026-11-21.md: mask B at S = 524288.
-    attention_forward={64: 379e12, 128: 515e12},
-    attention_backward={64: 360e12, 128: 430e12},
+    # benchmarks/results/attention-h200-2026-11-21-in-step.md: mask B at S = 524288.
+    attention_forward={64: 407e12, 128: 540e12},
+    attention_backward={64: 366e12, 128: 443e12},
     copy_bytes=4.27e12,
     # 8 H200 of one host, shards of 256 MiB.
     link_bytes=261 * 2**30,
