@@ -41,7 +41,7 @@ HEADS = {128: (16, 2), 64: (14, 2)}
 GRID = {  # kernel: field of its configuration: values to try
     "forward": {
         "stages": (2, 3, 4), "query_slots": (1, 2), "overlap": (True, False),
-        "ping_pong": (False, True), "keys_late": (False, True),
+        "keys_late": (False, True),
     },
     "rows": {"stages": (2, 3, 4)},
     "keys": {"stages": (2, 3, 4), "deferred": (True, False)},

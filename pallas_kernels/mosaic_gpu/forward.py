@@ -40,7 +40,6 @@ class ForwardConfig:
     stages: int = 2  # key and value tiles in flight
     query_slots: int = 2  # query blocks in shared memory; 2 prefetches the next item's
     overlap: bool = True  # QK of a tile runs under the softmax of the one before
-    ping_pong: bool = False  # the two warpgroups take turns on the tensor cores
     keys_late: bool = False  # the next tile's keys are awaited after the softmax, not before QK
     compute_registers: int = 240
     memory_registers: int = 24
@@ -120,8 +119,6 @@ def forward_kernel(
 
         def compute_warpgroup():
             plgpu.set_max_registers(config.compute_registers, action="increase")
-            turn = Turn(bars["turn"], warpgroup) if config.ping_pong else NoTurn()
-            turn.start()
 
             def compute_item(n, step):
                 it = item(n)
@@ -143,8 +140,8 @@ def forward_kernel(
                 plgpu.barrier_wait(bars["q_full"].at[slot])
                 segments = walk.segments(it, warpgroup)
                 tiles = _Tiles(
-                    step, it.steps, stages, config.keys_late, smem, bars, q_tile, turn,
-                    log2_scale, dtype,
+                    step, it.steps, stages, config.keys_late, smem, bars, q_tile, log2_scale,
+                    dtype,
                 )
                 if config.overlap and not interpreted:
                     first = walk.first_masks(it, warpgroup)
@@ -183,7 +180,6 @@ def forward_kernel(
                     target[...] = acc.astype(out_dtype)
 
             lax.fori_loop(0, count, compute_item, jnp.int32(0))
-            turn.finish()
 
         pl.when(warpgroup == WARPGROUPS)(memory_warpgroup)
         pl.when(warpgroup < WARPGROUPS)(compute_warpgroup)
@@ -199,8 +195,6 @@ def forward_kernel(
         "q_free": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=query_slots),
         **stream_barriers(stages, verticals is not None),
     }
-    if config.ping_pong:
-        bars["turn"] = plgpu.Barrier(num_barriers=WARPGROUPS)
     outputs = [
         jax.ShapeDtypeStruct(q.shape, out_dtype),
         jax.ShapeDtypeStruct((q.shape[0], q.shape[2], q.shape[1]), jnp.float32),
@@ -208,48 +202,6 @@ def forward_kernel(
     run = launch(attention_forward, outputs, [smem, bars], num_blocks, interpret)
     out, lse = run(q, k, v, *operands(work, verticals), *(init or ()))
     return out, lse
-
-
-class Turn:
-    """The two compute warpgroups take turns on the tensor cores.
-
-    While one issues matrix products the other computes its softmax. Both take the same number
-    of turns, since they walk the same tiles.
-    """
-
-    def __init__(self, barriers, warpgroup):
-        self.barriers, self.warpgroup = barriers, warpgroup
-
-    def start(self):
-        """Grants the first turn to warpgroup 0."""
-
-        @pl.when(self.warpgroup == 1)
-        def _():
-            plgpu.barrier_arrive(self.barriers.at[0])
-
-    def begin(self):
-        """Waits for this warpgroup's turn."""
-        plgpu.barrier_wait(self.barriers.at[self.warpgroup])
-
-    def end(self):
-        """Gives the turn to the other warpgroup."""
-        plgpu.barrier_arrive(self.barriers.at[1 - self.warpgroup])
-
-    def finish(self):
-        """Awaits the last grant, which nobody used."""
-
-        @pl.when(self.warpgroup == 0)
-        def _():
-            plgpu.barrier_wait(self.barriers.at[0])
-
-
-class NoTurn:
-    """Both warpgroups run freely."""
-
-    def start(self):
-        """Does nothing."""
-
-    begin = end = finish = start
 
 
 EDGE = 8  # columns that a fold leaves: a row's lie in four threads, two in each
@@ -282,7 +234,6 @@ class _Tiles:
     smem: dict[str, Any]
     bars: dict[str, Any]
     q_tile: Any
-    turn: Turn | NoTurn
     log2_scale: float
     dtype: Any
 
@@ -308,7 +259,6 @@ class _Tiles:
         plgpu.barrier_wait(self.bars["k_full"].at[slot])
         mask.await_bias(self.bars, slot)
         bias = mask.bias(self.smem, slot, 0, TILE)
-        self.turn.begin()
 
         def qk(ref):
             if bias is not None and not interpreted:
@@ -319,14 +269,12 @@ class _Tiles:
         logits = pl.run_scoped(qk, plgpu.ACC((ROWS, TILE), jnp.float32))
         if bias is not None and interpreted:
             logits = logits + bias
-        self.turn.end()
         plgpu.barrier_arrive(self.bars["k_free"].at[slot])
         return mask.apply(prepared, logits)
 
     def add_values(self, acc, weights, slot, p_tile=None):
         """Adds PV of the tile in a slot, which is then released."""
         plgpu.barrier_wait(self.bars["v_full"].at[slot])
-        self.turn.begin()
         v_tile = self.smem["v"].at[slot]
         if p_tile is None:
             acc = pl.run_state(lambda ref: plgpu.wgmma(ref, weights, v_tile))(plgpu.ACC.init(acc))
@@ -339,7 +287,6 @@ class _Tiles:
                 return ref[...]
 
             acc = acc + pl.run_scoped(pv, plgpu.ACC(acc.shape, jnp.float32))
-        self.turn.end()
         plgpu.barrier_arrive(self.bars["v_free"].at[slot])
         return acc
 
@@ -399,7 +346,6 @@ class _Tiles:
             plgpu.barrier_wait(self.bars["k_full"].at[slot])
         plgpu.barrier_wait(self.bars["v_full"].at[previous])
         mask.await_bias(self.bars, slot)
-        self.turn.begin()
 
         def body(logits_ref, acc_ref):
             acc_ref[...] = acc
@@ -408,7 +354,6 @@ class _Tiles:
                 logits_ref[...] = bias
             plgpu.wgmma(logits_ref, self.q_tile, self.smem["k"].at[slot].T)
             plgpu.wgmma(acc_ref, weights, self.smem["v"].at[previous])
-            self.turn.end()
             logits = plgpu.wgmma_accumulator_load(logits_ref, wait_n=1)
             plgpu.barrier_arrive(self.bars["k_free"].at[slot])
             # The barriers keep the compiler from moving arithmetic across the waits.
