@@ -10,7 +10,13 @@ from collections.abc import Callable
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import BlockSparseIndex, DiagonalTiles, VerticalSlashIndex
+import pallas_kernels
+from pallas_kernels import (
+    BlockSparseIndex,
+    DiagonalTiles,
+    VerticalColumns,
+    VerticalSlashIndex,
+)
 
 _INT32 = np.iinfo(np.int32)
 
@@ -112,6 +118,17 @@ def vertical_slash(
         jnp.asarray(slashes), jnp.asarray(slash_count), jnp.asarray(verticals),
         jnp.asarray(vertical_count), g,
     )
+
+
+def tiles_and_columns(
+    index: VerticalSlashIndex, size: Size
+) -> tuple[DiagonalTiles, VerticalColumns]:
+    """What work lists are built from: an index as tiles and columns, these without keys."""
+    tokens = pallas_kernels.pad_columns(index)
+    none = jnp.zeros((size.batch, tokens.shape[-1], size.heads, 0))
+    rows = jnp.arange(size.query_blocks, dtype=jnp.int32)
+    columns = pallas_kernels.vertical_columns(index, none, none, rows, size.query_blocks)
+    return DiagonalTiles.from_index(index), columns
 
 
 def block_sparse(

@@ -4,11 +4,9 @@ import collections
 import itertools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import pallas_kernels
 from pallas_kernels import DiagonalTiles, VerticalColumns
 from pallas_kernels.mosaic_gpu import backward_schedule as schedule
 from pallas_kernels.mosaic_gpu.backward_schedule import BackwardWork, backward_work
@@ -30,13 +28,8 @@ def _problem(mask: str, size: Size) -> tuple[DiagonalTiles, VerticalColumns | No
             DiagonalTiles.full(size.batch, size.heads, *lengths, G, causal=mask == "causal"), None
         )
     index = cases.vertical_slash(rng, size, max_slashes=4, max_verticals=200, garbage=rng)
-    tiles = DiagonalTiles.from_index(index)
-    if mask == "random":
-        return tiles, None
-    tokens = pallas_kernels.pad_columns(index)
-    none = jnp.zeros((size.batch, tokens.shape[-1], size.heads, 0))
-    rows = jnp.arange(size.query_blocks, dtype=jnp.int32)
-    return tiles, pallas_kernels.vertical_columns(index, none, none, rows, size.query_blocks)
+    tiles, columns = cases.tiles_and_columns(index, size)
+    return tiles, None if mask == "random" else columns
 
 
 def _walk(work: BackwardWork, num_query_blocks: int) -> dict:

@@ -4,7 +4,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import pallas_kernels
 from pallas_kernels import DiagonalTiles
 from pallas_kernels.mosaic_gpu import schedule
 from pallas_kernels.mosaic_gpu.schedule import query_work, share
@@ -19,11 +18,7 @@ def _items(blocks: int, dense: bool = True) -> tuple[Size, np.ndarray]:
     if not dense:
         rng = np.random.default_rng(0)
         index = cases.vertical_slash(rng, size, max_slashes=9, max_verticals=400)
-        tokens = pallas_kernels.pad_columns(index)
-        none = jnp.zeros((size.batch, tokens.shape[-1], size.heads, 0))
-        tiles = DiagonalTiles.from_index(index)
-        rows = jnp.arange(blocks, dtype=jnp.int32)
-        columns = pallas_kernels.vertical_columns(index, none, none, rows, blocks)
+        tiles, columns = cases.tiles_and_columns(index, size)
     work = query_work(tiles, columns, size.batch, size.heads, blocks, blocks, size.kv_heads)
     return size, np.asarray(work.items)
 
