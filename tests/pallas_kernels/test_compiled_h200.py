@@ -90,11 +90,12 @@ def test_the_kernel_that_adds_to_dq_in_place_is_not_fused_with_slices(h200, arou
     """A fusion loses that dq and its counters are written in place: gradients would be wrong."""
     batch, seq_len, heads, dim = 3, 1024, 2, 64
     stacked = _shape(h200, batch, 1, seq_len, heads, dim)
-    if around == "vmap":
-        f = jax.vmap(_gradients)
-    else:
-        f = lambda *args: jax.lax.scan(lambda _, x: (None, _gradients(*x)), None, args)[1]  # noqa: E731
-    text = _compile(h200, f, *[stacked] * 4).as_text()
+
+    def scanned(*args):
+        return jax.lax.scan(lambda _, x: (None, _gradients(*x)), None, args)[1]
+
+    together = {"vmap": jax.vmap(_gradients), "scan": scanned}
+    text = _compile(h200, together[around], *[stacked] * 4).as_text()
     kernel = re.compile("attention_backward.*mosaic_gpu|mosaic_gpu.*attention_backward")
     holders = [x.split()[0] for x in re.split(r"\n(?=%|ENTRY)", text) if kernel.search(x)]
     assert len(holders) == 1
