@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic_gpu.backward_schedule import BackwardWork
 from pallas_kernels.mosaic_gpu.backward_step import BackwardConfig, BackwardSteps
-from pallas_kernels.mosaic_gpu.backward_sums import add_keys, add_queries
+from pallas_kernels.mosaic_gpu.backward_sums import ADDING_WARPS, add_keys, add_queries
 from pallas_kernels.mosaic_gpu.backward_walk import BackwardItem, BackwardWalk
 from pallas_kernels.mosaic_gpu.common import (
     COLUMN_NAMES,
@@ -109,8 +109,8 @@ def backward_kernel(
 
             stream.drain(walk.row_blocks(visit, jnp.int32(0)))
 
-        def store():
-            add_queries(walk, dq_ref, counters, smem, bars, interpreted)
+        def store(number):
+            add_queries(walk, dq_ref, counters, smem, bars, number)
 
         def memory_warpgroup():
             plgpu.set_max_registers(config.memory_registers, action="decrease")
@@ -118,7 +118,7 @@ def backward_kernel(
             @plgpu.warp_map
             def _(warp):
                 pl.when(warp == 0)(load)
-                pl.when(warp == 1)(store)
+                pl.when((warp >= 1) & (warp <= ADDING_WARPS))(lambda: store(warp - 1))
 
         def compute_warpgroup():
             plgpu.set_max_registers(config.compute_registers, action="increase")
@@ -152,13 +152,11 @@ def backward_kernel(
             else:
                 own_keys()
 
-            @pl.when(end > 0)
-            def _():
-                plgpu.barrier_wait(bars["dq_free"])
+            steps.drain(end)
 
         if interpreted:
             pl.when(warpgroup == WARPGROUPS)(load)
-            pl.when(warpgroup == WARPGROUPS + 1)(store)
+            pl.when(warpgroup == WARPGROUPS + 1)(lambda: store(None))
         else:
             pl.when(warpgroup == WARPGROUPS)(memory_warpgroup)
         pl.when(warpgroup < WARPGROUPS)(compute_warpgroup)
@@ -167,14 +165,14 @@ def backward_kernel(
     smem |= {
         "ds": tiled((2, TILE, queries), q.dtype),
         "dq": plgpu.SMEM(
-            (queries, head_dim), jnp.float32,
+            (ADDING_WARPS, queries, head_dim), jnp.float32,
             transforms=(plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128)),
         ),
     }
     bars = key_barriers(config.stages) | {
         "ds_full": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=2),
-        "dq_full": plgpu.Barrier(num_arrivals=WARPGROUPS),
-        "dq_free": plgpu.Barrier(),
+        "dq_full": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=ADDING_WARPS),
+        "dq_free": plgpu.Barrier(num_barriers=ADDING_WARPS),
     }
     arrays = [q, k, v, dout, base * (scale * LOG2E), minus_delta]
     arrays += [work.items, work.lists, work.first, work.last, work.diagonal, work.turns]

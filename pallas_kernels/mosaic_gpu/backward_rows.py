@@ -120,7 +120,7 @@ def backward_rows_kernel(
             def compute_item(n, step):
                 it = item(n)
                 rows = pl.ds(it.block * TILE + warpgroup * ROWS, ROWS)
-                base = load_rows(refs["base"].at[it.batch, it.head, rows])
+                shift = load_rows(refs["base"].at[it.batch, it.head, rows]) * log2_scale
                 delta = load_rows(refs["delta"].at[it.batch, it.head, rows])
                 plgpu.barrier_wait(bars["q_full"])
                 plgpu.barrier_wait(bars["dout_full"])
@@ -132,27 +132,35 @@ def backward_rows_kernel(
                         dout_tile, layout=plgpu.Layout.WGMMA, optimized=False
                     )
 
-                def gradient(part, slot, mask, prepared):
+                def release(s):
+                    """Frees the keys of a tile of this item."""
+                    plgpu.barrier_arrive(bars["k_free"].at[lax.rem(step + s, stages)])
+
+                def gradient(part, s, slot, mask, prepared):
                     """dS of some keys of a tile, in the operand dtype.
 
-                    The accumulators start from -lse / scale and -delta, which the rows would
-                    otherwise subtract element by element.
+                    The accumulator of dP starts from -delta, which the rows would otherwise
+                    subtract element by element. S is shifted by -lse where it is scaled.
                     """
                     keys = pl.ds(part * _KEYS, _KEYS)
                     k_tile, v_tile = smem["k"].at[slot, keys], smem["v"].at[slot, keys]
 
                     def body(s_ref, dp_ref):
                         zero = full((ROWS, _KEYS), 0.0, plgpu.Layout.WGMMA)
-                        s_base, dp_base = rows_to_tile(base, zero), rows_to_tile(-delta, zero)
+                        dp_base = rows_to_tile(-delta, zero)
                         if not interpreted:
-                            s_ref[...], dp_ref[...] = s_base, dp_base
+                            dp_ref[...] = dp_base
                         plgpu.wgmma(s_ref, q_tile, k_tile.T)
                         plgpu.wgmma(dp_ref, dout_operand, v_tile.T)
                         if interpreted:
-                            logits, dp = s_ref[...] + s_base, dp_ref[...] + dp_base
+                            logits, dp = s_ref[...], dp_ref[...] + dp_base
                         else:
                             logits = plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
-                        logits = mask.apply(prepared, logits, part * _KEYS) * log2_scale
+                            if part == 0:
+                                # The products of the tile before are older than this one.
+                                pl.when(s > 0)(lambda: release(s - 1))
+                        logits = mask.apply(prepared, logits, part * _KEYS)
+                        logits = logits * log2_scale + rows_to_tile(shift, zero)
                         # Added after scaling, the mask of columns costs nothing.
                         bias = mask.bias(smem, slot, part * _KEYS, _KEYS)
                         p = jnp.exp2(logits if bias is None else logits + bias)
@@ -171,13 +179,12 @@ def backward_rows_kernel(
                     plgpu.barrier_wait(bars["v_full"].at[slot])
                     mask.await_bias(bars, slot)
                     for part in range(_PARTS):
-                        ds = gradient(part, slot, mask, prepared)
+                        ds = gradient(part, s, slot, mask, prepared)
                         if part == _PARTS - 1:
                             plgpu.barrier_arrive(bars["v_free"].at[slot])
                         dq = product(dq, ds, smem["k"].at[slot, pl.ds(part * _KEYS, _KEYS)])
-                    if not interpreted:
-                        plgpu.wgmma_wait(0)
-                    plgpu.barrier_arrive(bars["k_free"].at[slot])
+                    if interpreted:  # awaits each product
+                        release(s)
                     return dq
 
                 def in_place(dq_ref, ds, keys):
@@ -208,6 +215,7 @@ def backward_rows_kernel(
                         lambda ref: walk_tiles(ref, in_place)[...],
                         plgpu.ACC((ROWS, head_dim), jnp.float32),
                     )
+                    pl.when(it.steps > 0)(lambda: release(it.steps - 1))
                 dq = (dq * scale).astype(out_dtype)
                 target = refs["dq"].at[it.batch, rows, it.head]
                 if out_dtype == dtype:

@@ -13,6 +13,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.mosaic_gpu.backward_sums import ADDING_WARPS
 from pallas_kernels.mosaic_gpu.backward_walk import MaskTile
 from pallas_kernels.mosaic_gpu.common import (
     COLUMN_LAYOUT,
@@ -30,6 +31,7 @@ class BackwardConfig:
 
     stages: int = 2  # steps of queries in flight
     retire_dk: bool = False  # dK is awaited before the next step begins
+    early_shift: bool = False  # the shift of the logits is loaded before they are awaited
     ds_from_memory: bool = True  # dK reads dS from shared memory, not from registers
     split_heads: bool = False  # an item a query head: see `backward_work`
     waves: bool = False  # sequences alternate after as many items as there are multiprocessors
@@ -82,6 +84,14 @@ class BackwardSteps:
             self._await_ds(end - 1)
             self._finish_previous(self._previous_dq(end), end)
 
+    def drain(self, end: Array) -> None:
+        """Awaits that the last dq of `end` steps has left shared memory."""
+
+        def wait(step: Array, _: None) -> None:
+            plgpu.barrier_wait(self.bars["dq_free"].at[lax.rem(step, ADDING_WARPS)])
+
+        lax.fori_loop(lax.max(0, end - ADDING_WARPS), end, wait, None)
+
     def _step(self, step: Array, mask: MaskTile, dk_ref: Any, dv_ref: Any) -> Array:
         """Adds the gradients from the queries of a step, and dq of the one before."""
         config, smem, slot = self.config, self.smem, lax.rem(step, self.config.stages)
@@ -93,13 +103,14 @@ class BackwardSteps:
             plgpu.wgmma(dq_acc, *self._dq_operands(lax.rem(step + 1, 2), self._own()))
             plgpu.barrier_wait(self.bars["full"].at[slot])
             plgpu.wgmma(s_acc, smem["k"].at[self._own()], q_tile.T)
+            shift = self._load("shift", slot) if config.early_shift else None
             # S is under way while dq of the step before is awaited and stored.
             self._finish_previous(plgpu.wgmma_accumulator_load(dq_acc, wait_n=1), step)
             # The accumulator starts from -delta, which would otherwise be subtracted element by
             # element.
-            dp_acc[...] = self._columns("minus_delta", slot)
+            dp_acc[...] = self._columns(self._load("minus_delta", slot))
             plgpu.wgmma(dp_acc, smem["v"].at[self._own()], dout_tile.T)
-            p = self._weights(plgpu.wgmma_accumulator_load(s_acc, wait_n=1), mask, slot)
+            p = self._weights(plgpu.wgmma_accumulator_load(s_acc, wait_n=1), mask, slot, shift)
             plgpu.wgmma(dv_ref, p.astype(self.dtype), dout_tile)
             ds = (p * plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)).astype(self.dtype)
             self._publish_ds(ds, step)
@@ -135,8 +146,8 @@ class BackwardSteps:
         p = self._weights(product(smem["k"].at[own], q_tile.T, self.shape), mask, slot)
         accumulate(dv_ref, p.astype(self.dtype), dout_tile)
         dp = product_plus(
-            lambda: self._columns("minus_delta", slot), smem["v"].at[own], dout_tile.T, self.shape,
-            interpreted=True,
+            lambda: self._columns(self._load("minus_delta", slot)), smem["v"].at[own],
+            dout_tile.T, self.shape, interpreted=True,
         )
         ds = (p * dp).astype(self.dtype)
         accumulate(dk_ref, ds, q_tile)
@@ -151,14 +162,20 @@ class BackwardSteps:
         """
         return pl.ds(lax.optimization_barrier(self.warpgroup) * ROWS, ROWS)
 
-    def _columns(self, name: str, slot: Array) -> Array:
-        values = plgpu.load(self.smem[name].at[slot], layout=COLUMN_LAYOUT)
+    def _load(self, name: str, slot: Array) -> Array:
+        """What belongs to each query of a step."""
+        return plgpu.load(self.smem[name].at[slot], layout=COLUMN_LAYOUT)
+
+    def _columns(self, values: Array) -> Array:
         return lax.broadcast_in_dim(values, self.shape, [1])
 
-    def _weights(self, logits: Array, mask: MaskTile, slot: Array) -> Array:
+    def _weights(
+        self, logits: Array, mask: MaskTile, slot: Array, shift: Array | None = None
+    ) -> Array:
         """P: softmax weights, by the final lse of each query."""
         logits, bias = mask(logits)
-        logits = logits * (self.scale * LOG2E) + self._columns("shift", slot)
+        shift = self._load("shift", slot) if shift is None else shift
+        logits = logits * (self.scale * LOG2E) + self._columns(shift)
         return jnp.exp2(logits if bias is None else logits + rows_to_tile(bias, logits))
 
     def _publish_ds(self, ds: Array, step: Array) -> None:
@@ -191,13 +208,14 @@ class BackwardSteps:
 
     def _stage_dq(self, dq: Array, step: Array) -> None:
         """Hands the dq of a step to the adding side."""
+        slot = lax.rem(step, ADDING_WARPS)
 
-        @pl.when(step > 0)
+        @pl.when(step >= ADDING_WARPS)
         def _() -> None:
-            plgpu.barrier_wait(self.bars["dq_free"])
+            plgpu.barrier_wait(self.bars["dq_free"].at[slot])
 
-        own, dq_tile = self._own(), self.smem["dq"]
+        own, dq_tile = self._own(), self.smem["dq"].at[slot]
         target = dq_tile.at[:, own] if self.head_dim == 128 else dq_tile.at[own]
         target[...] = dq * self.scale
         plgpu.commit_smem()
-        plgpu.barrier_arrive(self.bars["dq_full"])
+        plgpu.barrier_arrive(self.bars["dq_full"].at[slot])

@@ -3,53 +3,66 @@
 from typing import Any
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic_gpu.backward_walk import BackwardWalk
-from pallas_kernels.mosaic_gpu.common import TILE
 from pallas_kernels.mosaic_gpu.turns import await_turn, end_turn
+
+# Warps that add dq, in turns, each with shared memory of its own: while one awaits that all can see
+# what it added, and passes the turn on, the other adds.
+ADDING_WARPS = 2
 
 
 def add_queries(
     walk: BackwardWalk, target: Any, counters: Any, smem: dict[str, Any], bars: dict[str, Any],
-    interpreted: bool,
+    number: Array | None,
 ) -> None:
-    """Adds dq of each step of an item when it is its turn; one warp runs it.
+    """Adds dq of the steps of an item when it is their turn; one warp runs it.
 
     Args:
         walk: of the item.
         target: fp32 dq [B, nq, Hq, D].
         counters: int32 [B, Hq, steps of all queries, 1], the turns that are over.
         smem, bars: of the kernel.
-        interpreted: whether Pallas' interpreter runs the kernel. Items run one after another there:
-            it must be their turn already, else NaN is added.
+        number: of the warp, which takes the steps that leave it as their remainder. None in
+            Pallas' interpreter: all steps. Items run one after another there: it must be their
+            turn already, else NaN is added.
     """
     batch = walk.it.batch
 
-    def visit(head: Array, row_block: Array, turn: Array, _: None) -> None:
-        for part in range(walk.parts):
-            tile = row_block * walk.parts + part
-            rows = pl.ds(row_block * TILE + part * walk.queries, walk.queries)
-            counter = counters.at[batch, head, tile, pl.ds(0, 1)]
-            dq = target.at[batch, rows, head]
-            plgpu.barrier_wait(bars["dq_full"])
-            if interpreted:
-                early = counters[batch, head, tile, 0] != turn
-                poison = jnp.where(early, jnp.float32(jnp.nan), jnp.float32(0))
-                dq[...] = dq[...] + (smem["dq"][...] + poison)
-                counters[batch, head, tile, 0] = turn + 1
-                plgpu.barrier_arrive(bars["dq_free"])
-                continue
-            await_turn(counter, turn)
-            plgpu.copy_smem_to_gmem(smem["dq"], dq, reduction_op="add")
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            plgpu.barrier_arrive(bars["dq_free"])
-            plgpu.wait_smem_to_gmem(0)
-            end_turn(counter)
+    def add(head: Array, tile: Array, turn: Array, step: Array) -> None:
+        counter = counters.at[batch, head, tile, pl.ds(0, 1)]
+        dq = target.at[batch, pl.ds(tile * walk.queries, walk.queries), head]
+        slot = lax.rem(step, ADDING_WARPS)
+        added, free = smem["dq"].at[slot], bars["dq_free"].at[slot]
+        plgpu.barrier_wait(bars["dq_full"].at[slot])
+        if number is None:
+            early = counters[batch, head, tile, 0] != turn
+            poison = jnp.where(early, jnp.float32(jnp.nan), jnp.float32(0))
+            dq[...] = dq[...] + (added[...] + poison)
+            counters[batch, head, tile, 0] = turn + 1
+            plgpu.barrier_arrive(free)
+            return
+        await_turn(counter, turn)
+        plgpu.copy_smem_to_gmem(added, dq, reduction_op="add")
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.barrier_arrive(free)
+        plgpu.wait_smem_to_gmem(0)
+        end_turn(counter)
 
-    walk.row_blocks(visit, None)
+    def visit(head: Array, row_block: Array, turn: Array, step: Array) -> Array:
+        for part in range(walk.parts):
+            own = True if number is None else lax.rem(step + part, ADDING_WARPS) == number
+
+            @pl.when(own)
+            def _(part: int = part) -> None:
+                add(head, row_block * walk.parts + part, turn, step + part)
+
+        return step + walk.parts
+
+    walk.row_blocks(visit, jnp.int32(0))
 
 
 def add_keys(

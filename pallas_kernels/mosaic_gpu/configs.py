@@ -33,7 +33,7 @@ CONFIGS = {
     ),
     128: Configs(
         ForwardConfig(), RowsConfig(), KeysConfig(),
-        BackwardConfig(stages=3, split_heads=True, waves=True),
+        BackwardConfig(early_shift=True, split_heads=True, waves=True),
     ),
 }
 
