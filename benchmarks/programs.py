@@ -101,7 +101,7 @@ def work_lists(tiles: Any, columns: Any, q: Array, k: Array) -> dict[str, Any]:
     """
     sizes = (q.shape[0], q.shape[2], q.shape[1] // BLOCK, k.shape[1] // BLOCK, k.shape[2])
     lists = {"query_work": query_work(tiles, columns, *sizes)}
-    config = hopper.fused_config(tiles, configs_for(q.shape[-1]))
+    config = hopper.fused_config(q, tiles, configs_for(q.shape[-1]), whole=True)
     if config is None:
         return lists | {"key_work": key_work(tiles, columns, *sizes)}
     work = hopper.fused_work(tiles, columns, *sizes, config=config)

@@ -46,7 +46,7 @@ GRID = {  # kernel: field of its configuration: values to try
     "rows": {"stages": (2, 3, 4)},
     "keys": {"stages": (2, 3, 4), "deferred": (True, False)},
     "fused": {  # one kernel for what `rows` and `keys` compute together
-        "stages": (2, 3), "ds_from_memory": (True, False), "split_heads": (True, False),
+        "stages": (2, 3), "ds_from_memory": (True, False), "item_heads": (1, 4),
         "waves": (True, False),
     },
 }

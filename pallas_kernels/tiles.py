@@ -106,7 +106,7 @@ class DiagonalTiles:
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["offsets", "start", "stop", "segment", "diagonal"],
-    meta_fields=["num_segments", "block_size"],
+    meta_fields=["num_segments", "block_size", "dense"],
 )
 @dataclasses.dataclass(frozen=True)
 class SegmentedDiagonals:
@@ -127,6 +127,8 @@ class SegmentedDiagonals:
             the lowest of the first run, and in no other.
         num_segments: of the keys (static).
         block_size: g (static).
+        dense: whether all tiles of these segments are live that causality allows (static), as in
+            `DiagonalTiles`.
     """
 
     offsets: Array
@@ -136,6 +138,7 @@ class SegmentedDiagonals:
     diagonal: Array
     num_segments: int
     block_size: int
+    dense: bool = False
 
     def row_ranges(self, num_query_blocks: int, num_key_blocks: int) -> tuple[Array, Array]:
         """For each query block and run, the range of `offsets` whose key block exists.

@@ -202,7 +202,7 @@ class StepTiles:
             order, diagonal = order[1:], jnp.asarray(NO_DIAGONAL)
         start, stop = self._runs(residues[order])
         return SegmentedDiagonals(
-            offsets, start, stop, order, diagonal, count, self._block_size
+            offsets, start, stop, order, diagonal, count, self._block_size, self._dense
         )
 
     def _runs(self, residues: Array) -> tuple[Array, Array]:

@@ -16,10 +16,17 @@ from pallas_kernels.mosaic_gpu.common import TILE
 from pallas_kernels.mosaic_gpu.configs import Configs, configs_for
 from pallas_kernels.mosaic_gpu.forward import forward_kernel
 from pallas_kernels.mosaic_gpu.schedule import key_work, query_work
-from pallas_kernels.tiles import DiagonalTiles, Tiles, VerticalColumns, scatter_columns
+from pallas_kernels.tiles import (
+    DiagonalTiles,
+    SegmentedDiagonals,
+    Tiles,
+    VerticalColumns,
+    scatter_columns,
+)
 
 HEAD_DIMS = (64, 128)
 DTYPES = (jnp.bfloat16, jnp.float16)
+_MOST_DQ_BYTES = 2**31  # of dq in fp32 beside the gradients of sparse attention
 _PARTS_BESIDE_TRANSFERS = 8  # thread blocks for each multiprocessor
 
 
@@ -60,16 +67,15 @@ def backward(
 ) -> Gradients:
     """See `pallas_kernels.attention.backward`.
 
-    One kernel computes everything where `configs.fused` is given and `tiles` are marked as dense,
-    with columns or without. Everywhere else two kernels run, one for dq and one for dk and dv. The
-    fused kernel holds dq in fp32 and ignores `beside_transfers`: it has a thread block for each
-    item of work anyway.
+    One kernel computes everything where `fused_config` gives it a configuration. Everywhere else
+    two kernels run, one for dq and one for dk and dv. The fused kernel ignores `beside_transfers`:
+    it has a thread block for each item of work anyway.
     """
     configs = configs or configs_for(q.shape[-1])
     sizes = _sizes(q, k)
     dout = dout.astype(q.dtype)
     base = jnp.where(lse > -jnp.inf, lse / -scale, -jnp.inf)  # what logits start from
-    config = fused_config(tiles, configs)
+    config = fused_config(q, tiles, configs, whole=key_dtype is not None)
     if config is not None:
         work = fused_work(tiles, verticals, *sizes, config=config, interpret=interpret)
 
@@ -109,18 +115,31 @@ def backward(
     return Gradients(dq, dk, dv, *(columns or (None, None)))
 
 
-def fused_config(tiles: Tiles | None, configs: Configs) -> BackwardConfig | None:
-    """The configuration of the fused backward kernel where `tiles` take it, else None."""
-    return configs.fused if isinstance(tiles, DiagonalTiles) and tiles.dense else None
+def fused_config(
+    q: Array, tiles: Tiles | None, configs: Configs, whole: bool
+) -> BackwardConfig | None:
+    """The configuration of the fused backward kernel where it runs, else None.
+
+    It runs over dense diagonals, and over others where a call gives whole gradients (`whole`) and
+    dq in fp32, which it holds beside them, is not too large. On part of a ring's keys the lists of
+    sparse diagonals are short, and what an item does before and after them weighs too much.
+    """
+    if not isinstance(tiles, DiagonalTiles | SegmentedDiagonals):
+        return None
+    if not tiles.dense:
+        segments = isinstance(tiles, SegmentedDiagonals)
+        if segments or not whole or q.size * 4 > _MOST_DQ_BYTES:
+            return None
+    return configs.fused
 
 
 def fused_work(
-    tiles: DiagonalTiles, verticals: VerticalColumns | None, *sizes: int,
+    tiles: DiagonalTiles | SegmentedDiagonals, verticals: VerticalColumns | None, *sizes: int,
     config: BackwardConfig, interpret: Any = False,
 ) -> BackwardWork:
     """What the fused backward kernel walks; `sizes` as in `backward_work`."""
     return backward_work(
-        tiles, verticals, *sizes, split_heads=config.split_heads,
+        tiles, verticals, *sizes, item_heads=config.item_heads,
         wave=_multiprocessors(interpret) if config.waves else 0,
     )
 

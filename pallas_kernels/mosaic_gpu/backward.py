@@ -67,7 +67,7 @@ def backward_kernel(
     interpreted = bool(interpret)
     has_columns = verticals is not None
     names = ["q", "k", "v", "dout", *_ROW_OPERANDS]
-    names += ["items", "lists", "first", "last", "diagonal", "turns"]
+    names += ["items", "lists", "first", "last", "diagonal", "turns", "ranks"]
     names += COLUMN_NAMES if has_columns else []
     names += ["dk", "dv"] + (["dkc", "dvc"] if has_columns else []) + ["smem", "bars"]
     batch, heads, kv_heads = q.shape[0], q.shape[2], k.shape[2]
@@ -129,30 +129,26 @@ def backward_kernel(
             plgpu.barrier_wait(bars["keys_full"])
             dk, dv, end = steps.run(lambda run_step: walk.steps(warpgroup, run_step))
             steps.finish(end)
+            steps.drain(end)
             rows = pl.ds(it.block * TILE + warpgroup * ROWS, ROWS)
+            gradients = dk * scale, dv
+            staging = smem["dq"].at[warpgroup, pl.ds(0, ROWS)]  # drained: nothing leaves it now
 
-            def store_keys(suffix, head):
-                refs["dk" + suffix].at[it.batch, rows, head][...] = dk * scale
-                refs["dv" + suffix].at[it.batch, rows, head][...] = dv
+            def store_columns():
+                targets = (refs[name].at[it.batch, rows, it.head] for name in ("dkc", "dvc"))
+                add_keys(tuple(targets), gradients, staging, None, it.key_turn, interpreted)
 
             def own_keys():
-                if not split:
-                    store_keys("", kv_head)
-                    return
+                targets = (refs[name].at[it.batch, rows, kv_head] for name in ("dk", "dv"))
                 half = it.block * WARPGROUPS + warpgroup
-                add_keys(
-                    refs["dk"].at[it.batch, rows, kv_head], refs["dv"].at[it.batch, rows, kv_head],
-                    dk * scale, dv, key_counters.at[it.batch, kv_head, half, pl.ds(0, 1)],
-                    it.key_turn, interpreted,
-                )
+                counter = key_counters.at[it.batch, kv_head, half, pl.ds(0, 1)] if split else None
+                add_keys(tuple(targets), gradients, staging, counter, it.key_turn, interpreted)
 
             if has_columns:
-                pl.when(it.columns)(lambda: store_keys("c", it.head))
+                pl.when(it.columns)(store_columns)
                 pl.when(it.blocks)(own_keys)
             else:
                 own_keys()
-
-            steps.drain(end)
 
         if interpreted:
             pl.when(warpgroup == WARPGROUPS)(load)
@@ -176,6 +172,7 @@ def backward_kernel(
     }
     arrays = [q, k, v, dout, base * (scale * LOG2E), minus_delta]
     arrays += [work.items, work.lists, work.first, work.last, work.diagonal, work.turns]
+    arrays.append(work.ranks)
     outputs = [jax.ShapeDtypeStruct(k.shape, jnp.float32)] * 2
     if has_columns:
         arrays += column_operands(verticals)

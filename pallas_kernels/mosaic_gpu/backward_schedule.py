@@ -14,6 +14,11 @@ come up one step after another, and hardly anyone waits:
 Causal items of a rising sequence get longer, those of a falling one shorter. Sequences alternate,
 so that items end together: what ends up last is short, and pairs of a rising and a falling item
 have the same length.
+
+Tiles of columns go before all key blocks at every query block, and walk from the last query block
+to the first. Beside them all sequences rise, and the first waves of all heads come first: the few
+items that run next to columns then need query blocks which those have left behind. The rest comes
+head by head, as the queries of one head and their gradients fit into the L2 cache, or nearly.
 """
 
 import dataclasses
@@ -25,16 +30,17 @@ import numpy as np
 from jax import Array
 
 from pallas_kernels.mosaic_gpu.schedule import _column_items, _lists
-from pallas_kernels.tiles import DiagonalTiles, VerticalColumns
+from pallas_kernels.tiles import DiagonalTiles, SegmentedDiagonals, VerticalColumns
 
 # Columns of an item. The first six are those of `schedule.KeyWorkList`.
 KIND, BATCH, HEAD, BLOCK, FIRST_ROW, FULL_ROW, SIGN, KEY_TURN = range(8)
 KEY_BLOCKS, KEY_COLUMNS = range(2)  # values of KIND
+_LEAD = 2  # waves of every head that come before the rest of any
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["items", "lists", "first", "last", "diagonal", "turns"],
+    data_fields=["items", "lists", "first", "last", "diagonal", "turns", "ranks"],
     meta_fields=["heads"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +55,9 @@ class BackwardWork:
         lists: int32 [B, Hq, M], offsets: the query block is the key block + offset.
         first, last: int32 [B, Hq, nk], the range of offsets of each key block.
         diagonal: int32 [1], the offset whose tiles are masked by element.
-        turns: int32 [B, Hq, nq]: entry s of the offsets has turn `turns` + sign * s at a query
-            block. Column tile t has turn t.
+        turns: int32 [B, Hq, nq] and
+        ranks: int32 [B, Hq, M]: entry s of the offsets has turn `turns` + sign * `ranks` at a
+            query block. Column tile t has turn t.
         heads: query heads that an item of key blocks walks, one after another (static).
     """
 
@@ -60,13 +67,14 @@ class BackwardWork:
     last: Array
     diagonal: Array
     turns: Array
+    ranks: Array
     heads: int
 
 
 def backward_work(
-    tiles: DiagonalTiles | None, verticals: VerticalColumns | None, batch: int, heads: int,
-    num_query_blocks: int, num_key_blocks: int, kv_heads: int, *, split_heads: bool = False,
-    wave: int = 0,
+    tiles: DiagonalTiles | SegmentedDiagonals | None, verticals: VerticalColumns | None,
+    batch: int, heads: int, num_query_blocks: int, num_key_blocks: int, kv_heads: int, *,
+    item_heads: int | None = None, wave: int = 0,
 ) -> BackwardWork:
     """Column tiles first, then key blocks.
 
@@ -74,13 +82,15 @@ def backward_work(
         tiles: diagonals.
         verticals: columns.
         batch, heads, num_query_blocks, num_key_blocks, kv_heads: sizes.
-        split_heads: an item for each query head, not for each key/value head: more and shorter
-            items, whose dk and dv must be added up in memory.
+        item_heads: query heads of one item of key blocks, at most: as many as divide the group
+            evenly. None for the whole group; fewer make more and shorter items, whose dk and dv
+            must be added up in memory.
         wave: items of a rising sequence that start before as many of the falling one; 0 for all.
             With the number of multiprocessors, and lengths as in a causal mask, items of one wave
             stay in step and walk the same rows at the same time.
     """
     group = heads // kv_heads
+    step = max(n for n in range(1, group + 1) if group % n == 0 and n <= (item_heads or group))
     shape = (batch, heads, num_key_blocks)
     lists, diagonal, _, first, last = _lists(tiles, shape, num_query_blocks, own_queries=False)
     parts, column_turns = [], jnp.zeros((batch, heads, num_query_blocks), jnp.int32)
@@ -92,36 +102,82 @@ def backward_work(
         column_turns = jnp.sum(
             first_rows[..., None] <= rows, axis=2, dtype=jnp.int32
         )
-    turns = column_turns
+    turns, ranks = column_turns, jnp.zeros_like(lists)
     if tiles is not None:
-        items, falling = _key_items(batch, heads, num_key_blocks, group, split_heads, wave)
+        segments = tiles.num_segments if isinstance(tiles, SegmentedDiagonals) else 1
+        items, falling = _key_items(
+            batch, heads, num_key_blocks, group, step, wave, alternate=verticals is None,
+            segments=segments,
+        )
         parts.append(jnp.asarray(items))
-        row_first, row_last = tiles.row_ranges(num_query_blocks, num_key_blocks)
-        turns += jnp.where(jnp.asarray(falling)[..., None], row_last - 1, -row_first)
+        ranks, below, until = _ranks(tiles, num_query_blocks, num_key_blocks)
+        turns += jnp.where(jnp.asarray(falling)[..., None], until - 1, -below)
     return BackwardWork(
-        jnp.concatenate(parts), lists, first, last, diagonal, turns, 1 if split_heads else group
+        jnp.concatenate(parts), lists, first, last, diagonal, turns, ranks, step
     )
 
 
+def _ranks(
+    tiles: DiagonalTiles | SegmentedDiagonals, num_query_blocks: int, num_key_blocks: int
+) -> tuple[Array, Array, Array]:
+    """Numbers live offsets as a rising sequence comes to them at a query block.
+
+    Offsets count within the segment of their keys here: nearer keys first, of equal ones those of
+    the lower segment.
+
+    Returns:
+        int32 [B, Hq, M], the number of each live offset; int32 [B, Hq, nq] twice, the first
+        number whose key block exists at a query block, and the first one past those.
+    """
+    first, last = tiles.row_ranges(num_query_blocks, num_key_blocks)
+    slots = jnp.arange(tiles.offsets.shape[-1], dtype=jnp.int32)
+    start = tiles.start[..., None]
+    if isinstance(tiles, DiagonalTiles):
+        return slots - start, first - start, last - start
+    segment = tiles.segment[:, None]
+    in_run = (slots >= start) & (slots < tiles.stop[..., None])
+    local = tiles.offsets[:, :, None] + segment * (num_key_blocks // tiles.num_segments)
+    order = jnp.where(in_run, local * tiles.num_segments + segment, 0).sum(2, dtype=jnp.int32)
+    order = jnp.argsort(jnp.where(in_run.any(2), order, np.iinfo(np.int32).max), axis=-1)
+    ranks = jnp.put_along_axis(
+        jnp.zeros_like(order), order, jnp.broadcast_to(slots, order.shape), -1, inplace=False
+    )
+    return ranks.astype(jnp.int32), (first - start).sum(2), (last - start).sum(2)
+
+
 def _key_items(
-    batch: int, heads: int, num_key_blocks: int, group: int, split_heads: bool, wave: int
+    batch: int, heads: int, num_key_blocks: int, group: int, step: int, wave: int, *,
+    alternate: bool, segments: int,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Items of key blocks [n, 8], and which heads have falling sequences [B, Hq]."""
-    step = 1 if split_heads else group
+    """Items of key blocks [n, 8] of `step` heads, and which heads have falling sequences [B, Hq].
+
+    With `alternate` sequences come in pairs of a rising and a falling one, which take turns after
+    each wave. Else all rise: a few waves of each, then the rest of each. Blocks at the same place
+    of several segments, which see nearly the same queries, come side by side.
+    """
     wave = wave or num_key_blocks
     sequences = [(b, h) for b in range(batch) for h in range(0, heads, step)]
+    starts = range(0, num_key_blocks, wave)
+    if alternate:
+        pairs = [sequences[n : n + 2] for n in range(0, len(sequences), 2)]
+        order = [
+            (b, h, start, start + wave, member == 1)
+            for pair in pairs for start in starts for member, (b, h) in enumerate(pair)
+        ]
+    else:
+        lead = _LEAD * wave
+        order = [(b, h, 0, lead, False) for b, h in sequences]
+        order += [(b, h, lead, num_key_blocks, False) for b, h in sequences]
     falling = np.zeros((batch, heads), bool)
+    rising = np.arange(num_key_blocks).reshape(segments, -1)[:, ::-1].T.ravel()
     items = []
-    for pair in range(0, len(sequences), 2):
-        for start in range(0, num_key_blocks, wave):
-            for member, (b, h) in enumerate(sequences[pair : pair + 2]):
-                falling[b, h : h + step] = member == 1
-                blocks = np.arange(start, min(start + wave, num_key_blocks))
-                blocks = blocks if member == 1 else num_key_blocks - 1 - blocks
-                part = np.zeros((blocks.size, 8), np.int32)
-                part[:, KIND], part[:, BATCH], part[:, HEAD] = KEY_BLOCKS, b, h
-                part[:, BLOCK], part[:, SIGN] = blocks, 1 - 2 * member
-                items.append(part)
+    for b, h, start, stop, falls in order:
+        falling[b, h : h + step] = falls
+        blocks = (rising[::-1] if falls else rising)[start:stop]
+        part = np.zeros((blocks.size, 8), np.int32)
+        part[:, KIND], part[:, BATCH], part[:, HEAD] = KEY_BLOCKS, b, h
+        part[:, BLOCK], part[:, SIGN] = blocks, -1 if falls else 1
+        items.append(part)
     items = np.concatenate(items)
     # Items with the same keys add to dk and dv in the order of the list.
     same = items[:, BATCH] * (heads // group) + items[:, HEAD] // group

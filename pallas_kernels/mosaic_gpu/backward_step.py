@@ -33,7 +33,7 @@ class BackwardConfig:
     retire_dk: bool = False  # dK is awaited before the next step begins
     early_shift: bool = False  # the shift of the logits is loaded before they are awaited
     ds_from_memory: bool = True  # dK reads dS from shared memory, not from registers
-    split_heads: bool = False  # an item a query head: see `backward_work`
+    item_heads: int | None = None  # query heads of an item: see `backward_work`
     waves: bool = False  # sequences alternate after as many items as there are multiprocessors
     compute_registers: int = 240
     memory_registers: int = 24

@@ -66,29 +66,43 @@ def add_queries(
 
 
 def add_keys(
-    dk_ref: Any, dv_ref: Any, dk: Array, dv: Array, counter: Any, turn: Array, interpreted: bool
+    targets: tuple[Any, Any], gradients: tuple[Array, Array], staging: Any, counter: Any | None,
+    turn: Array, interpreted: bool,
 ) -> None:
     """Adds dk and dv to what the items before left: other heads with the same keys.
 
     Args:
-        dk_ref, dv_ref: fp32 rows [64, D]; the first turn overwrites them.
-        dk, dv: fp32 [64, D].
-        counter: int32 [1], the turns that are over.
+        targets: fp32 rows [64, D] of dk and dv; the first turn overwrites them.
+        gradients: fp32 [64, D] to add to them.
+        staging: shared memory [64, D] fp32 that nothing else uses now.
+        counter: int32 [1], the turns that are over; None if there is one turn only.
         turn: of this item.
         interpreted: whether Pallas' interpreter runs the kernel: items come in order there.
     """
-    if not interpreted:
+    taken = counter is not None and not interpreted
+    if taken:
         await_turn(counter, turn, warp=False)
-    for target, x in ((dk_ref, dk), (dv_ref, dv)):
-
-        @pl.when(turn == 0)
-        def _(target: Any = target, x: Array = x) -> None:
+    for target, x in zip(targets, gradients, strict=True):
+        if interpreted:
+            if counter is not None:
+                x = lax.cond(turn > 0, lambda x=x, target=target: target[...] + x, lambda x=x: x)
             target[...] = x
+            continue
+        staging[...] = x
+        plgpu.commit_smem()
+        if counter is None:
+            plgpu.copy_smem_to_gmem(staging, target)
+        else:
 
-        @pl.when(turn > 0)
-        def _(target: Any = target, x: Array = x) -> None:
-            before = plgpu.load(target, layout=plgpu.Layout.WGMMA, optimized=False)
-            target[...] = before + x
+            @pl.when(turn == 0)
+            def _(target: Any = target) -> None:
+                plgpu.copy_smem_to_gmem(staging, target)
 
-    if not interpreted:
+            @pl.when(turn > 0)
+            def _(target: Any = target) -> None:
+                plgpu.copy_smem_to_gmem(staging, target, reduction_op="add")
+
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    plgpu.wait_smem_to_gmem(0)
+    if taken:
         end_turn(counter, warp=False)

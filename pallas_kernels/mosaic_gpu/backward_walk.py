@@ -80,7 +80,8 @@ class BackwardWalk:
                 def entry(n: Array, carry: Any) -> Any:
                     s = self._entry(first, last, n)
                     row_block = it.block + refs["lists"][it.batch, head, s]
-                    turn = refs["turns"][it.batch, head, row_block] + it.sign * s
+                    rank = refs["ranks"][it.batch, head, s]
+                    turn = refs["turns"][it.batch, head, row_block] + it.sign * rank
                     return visit(head, row_block, turn, carry)
 
                 return lax.fori_loop(0, last - first, entry, carry)

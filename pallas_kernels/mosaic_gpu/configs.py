@@ -12,7 +12,7 @@ from pallas_kernels.mosaic_gpu.forward import ForwardConfig
 class Configs:
     """One configuration for each kernel.
 
-    With `fused`, gradients over dense tiles come from one kernel: see `backend.backward`.
+    With `fused` all gradients may come from one kernel: see `backend.fused_config`.
     """
 
     forward: ForwardConfig
@@ -29,11 +29,11 @@ class Configs:
 CONFIGS = {
     64: Configs(
         ForwardConfig(keys_late=True), RowsConfig(), KeysConfig(),
-        BackwardConfig(ds_from_memory=False, retire_dk=True, split_heads=True, waves=True),
+        BackwardConfig(ds_from_memory=False, retire_dk=True, item_heads=1, waves=True),
     ),
     128: Configs(
         ForwardConfig(), RowsConfig(), KeysConfig(),
-        BackwardConfig(early_shift=True, split_heads=True, waves=True),
+        BackwardConfig(early_shift=True, item_heads=1, waves=True),
     ),
 }
 

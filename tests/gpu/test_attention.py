@@ -1,6 +1,7 @@
 """The Hopper kernels: the shared contract at real sizes, then longer and more."""
 
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +10,10 @@ import pytest
 
 import pallas_kernels
 from pallas_kernels import VerticalSlashIndex
+from pallas_kernels.mosaic_gpu import backend
 from pallas_kernels.reference import mask_from_index
 from tests.pallas_kernels import cases
+from tests.pallas_kernels.backward_kernels import two_kernels
 from tests.pallas_kernels.cases import Size
 from tests.pallas_kernels.contract import AttentionContract, backward, forward, resolve_index
 from tests.pallas_kernels.expected import assert_same_bits, compare, oracle
@@ -19,7 +22,9 @@ LONG = 65536  # tokens
 
 
 class TestMosaicGpu(AttentionContract):
-    backend = "mosaic_gpu"
+    """With two backward kernels; `test_fused_backward.py` has the same for one."""
+
+    backend = "mosaic_gpu, two kernels"  # no other test's, whose compiled programs would be reused
     dtypes = ("bfloat16", "float16")
     block_size = 128
     dim = 128
@@ -28,6 +33,11 @@ class TestMosaicGpu(AttentionContract):
     group_heads = ((2, 2), (5, 1), (12, 2), (14, 2), (8, 1))  # groups of 1, 5, 6, 7 and 8
     max_slashes = 6
     max_verticals = 200
+
+    @pytest.fixture(autouse=True)
+    def _two_backward_kernels(self, monkeypatch):
+        kernels = types.SimpleNamespace(forward=backend.forward, backward=two_kernels)
+        monkeypatch.setattr(pallas_kernels.attention, "resolve", lambda *_, **__: kernels)
 
 
 @functools.partial(jax.jit, static_argnames="backend")
@@ -53,10 +63,10 @@ def test_counts_the_same_pairs_as_xla_at_64k_tokens(dim):
     tiles, columns = resolve_index(index, k, v)
     zeros = jnp.zeros((1, size.heads, size.seq_len), jnp.float32)
     lse, grads = {}, {}
-    for backend in ("mosaic_gpu", "xla"):
-        options = {"scale": 1.0, "backend": backend}
-        _, lse[backend] = forward(q, k, v, tiles, columns, **options)
-        grads[backend] = backward(q, k, v, dout, zeros, zeros, tiles, columns, **options)
+    for name in ("mosaic_gpu", "xla"):
+        options = {"scale": 1.0, "backend": name}
+        _, lse[name] = forward(q, k, v, tiles, columns, **options)
+        grads[name] = backward(q, k, v, dout, zeros, zeros, tiles, columns, **options)
     np.testing.assert_allclose(*lse.values(), rtol=2e-6)
     for name, x in grads["mosaic_gpu"]._asdict().items():
         np.testing.assert_array_equal(x, getattr(grads["xla"], name), err_msg=name)

@@ -1,6 +1,5 @@
 """One kernel for the whole backward pass: the shared contract, and the same bits every time."""
 
-import dataclasses
 import functools
 import types
 
@@ -13,16 +12,10 @@ import pallas_kernels
 from pallas_kernels import DiagonalTiles
 from pallas_kernels.mosaic_gpu import backend
 from tests.pallas_kernels import cases
+from tests.pallas_kernels.backward_kernels import one_kernel
 from tests.pallas_kernels.cases import Size
 from tests.pallas_kernels.contract import AttentionContract
 from tests.pallas_kernels.expected import assert_same_bits
-
-
-def _backward(q, k, v, dout, lse, delta, tiles, verticals, **options):
-    """With diagonals marked as dense, whatever their lists say."""
-    if isinstance(tiles, DiagonalTiles):
-        tiles = dataclasses.replace(tiles, dense=True)
-    return backend.backward(q, k, v, dout, lse, delta, tiles, verticals, **options)
 
 
 class _Contract(AttentionContract):
@@ -37,7 +30,7 @@ class _Contract(AttentionContract):
 
     @pytest.fixture(autouse=True)
     def _one_backward_kernel(self, monkeypatch):
-        kernels = types.SimpleNamespace(forward=backend.forward, backward=_backward)
+        kernels = types.SimpleNamespace(forward=backend.forward, backward=one_kernel)
         monkeypatch.setattr(pallas_kernels.attention, "resolve", lambda *_, **__: kernels)
 
 
@@ -88,7 +81,7 @@ def test_stacked_fp32_gradients_have_the_bits_of_one_call_after_another(around):
     ]
 
     def gradients(q, k, v, dout, lse, delta):
-        return _backward(q, k, v, dout, lse, delta, tiles, None, scale=0.125)
+        return one_kernel(q, k, v, dout, lse, delta, tiles, None, scale=0.125)
 
     def scanned(q, k, v, *rest):
         return jax.lax.map(lambda x: gradients(*x[:2], v, *x[2:]), (q, k, *rest))
@@ -113,7 +106,7 @@ def test_five_runs_over_8k_tokens_give_the_same_bits(dim, heads):
     tiles = DiagonalTiles.full(1, heads, 64, 64, 128, causal=True)
     out, lse = pallas_kernels.forward(q, k, v, tiles, backend="mosaic_gpu")
     delta = pallas_kernels.delta_of(out, dout)
-    run = jax.jit(functools.partial(_backward, scale=dim**-0.5))
+    run = jax.jit(functools.partial(one_kernel, scale=dim**-0.5))
 
     def gradients() -> dict[str, jax.Array]:
         grads = run(q, k, v, dout, lse, delta, tiles, None)

@@ -1,24 +1,41 @@
 """The work list of the fused backward kernel, walked in numpy as the kernel walks it."""
 
 import collections
+import dataclasses
 import itertools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import DiagonalTiles, VerticalColumns
+from pallas_kernels import DiagonalTiles, SegmentedDiagonals, VerticalColumns
 from pallas_kernels.mosaic_gpu import backward_schedule as schedule
 from pallas_kernels.mosaic_gpu.backward_schedule import BackwardWork, backward_work
-from pallas_kernels.tiles import COLUMN_TILE
+from pallas_kernels.tiles import COLUMN_TILE, NO_DIAGONAL, Tiles
 from tests.pallas_kernels import brute_force, cases
 from tests.pallas_kernels.cases import Size
 
 G = 128
-MASKS = ("random with columns", "random", "shards", "causal", "full")
+MASKS = (
+    "random with columns", "random", "shards", "causal", "full", "segments",
+    "segments with columns",
+)
+SEGMENTS = 3
 
 
-def _problem(mask: str, size: Size) -> tuple[DiagonalTiles, VerticalColumns | None]:
+def _problem(mask: str, size: Size) -> tuple[Tiles, VerticalColumns | None, np.ndarray]:
+    """Tiles, columns and the blocks [B, Hq, nq, nk] that the tiles visit."""
+    lengths = size.query_blocks, size.key_blocks
+    if mask.startswith("segments"):
+        tiles, blocks = _segments(size)
+        columns = _problem("random with columns", size)[1] if "columns" in mask else None
+        return tiles, columns, blocks
+    tiles, columns = _one_segment(mask, size)
+    return tiles, columns, brute_force.tile_blocks(tiles, *lengths)
+
+
+def _one_segment(mask: str, size: Size) -> tuple[DiagonalTiles, VerticalColumns | None]:
     rng = np.random.default_rng(size.heads)
     if mask == "shards":
         return cases.diagonal_tiles(rng, size, capacity=10, diagonal=-2, garbage=rng), None
@@ -30,6 +47,29 @@ def _problem(mask: str, size: Size) -> tuple[DiagonalTiles, VerticalColumns | No
     index = cases.vertical_slash(rng, size, max_slashes=4, max_verticals=200, garbage=rng)
     tiles, columns = cases.tiles_and_columns(index, size)
     return tiles, None if mask == "random" else columns
+
+
+def _segments(size: Size) -> tuple[SegmentedDiagonals, np.ndarray]:
+    """Runs in another order than their segments, one of which nobody sees."""
+    columns = size.key_blocks // SEGMENTS
+    part = dataclasses.replace(size, key_blocks=columns)
+    rng, order = np.random.default_rng(size.heads), [2, 0]
+    parts = [
+        cases.diagonal_tiles(rng, part, capacity=8, diagonal=-2, garbage=rng) for _ in order
+    ]
+    blocks = np.zeros((size.batch, size.heads, size.query_blocks, size.key_blocks), bool)
+    for n, tiles in zip(order, parts, strict=True):
+        seen = brute_force.tile_blocks(tiles, size.query_blocks, columns)
+        blocks[..., n * columns : (n + 1) * columns] = seen
+    tiles = SegmentedDiagonals(
+        np.concatenate(
+            [p.offsets - n * columns for n, p in zip(order, parts, strict=True)], axis=-1
+        ),
+        np.stack([p.start + 8 * r for r, p in enumerate(parts)], axis=-1),
+        np.stack([p.stop + 8 * r for r, p in enumerate(parts)], axis=-1),
+        np.array(order, np.int32), NO_DIAGONAL, SEGMENTS, G,
+    )
+    return jax.tree.map(jnp.asarray, tiles), blocks
 
 
 def _walk(work: BackwardWork, num_query_blocks: int) -> dict:
@@ -45,7 +85,7 @@ def _walk(work: BackwardWork, num_query_blocks: int) -> dict:
             first, last = work.first[batch, head, block], work.last[batch, head, block]
             for s in range(first, last)[::sign]:
                 row = block + int(work.lists[batch, head, s])
-                turn = int(work.turns[batch, head, row] + sign * s)
+                turn = int(work.turns[batch, head, row] + sign * work.ranks[batch, head, s])
                 added[batch, head, row].append((turn, n, ("keys", block)))
     return added
 
@@ -54,15 +94,15 @@ def _walk(work: BackwardWork, num_query_blocks: int) -> dict:
 def test_turns_follow_the_list_and_every_tile_has_one(mask):
     heads, kv_heads, queries = 6, 2, 9
     keys = 7 if mask in ("shards", "full") else 9
-    tiles, columns = _problem(mask, Size(1, heads, kv_heads, queries, keys, G, dim=0))
+    tiles, columns, blocks = _problem(mask, Size(1, heads, kv_heads, queries, keys, G, dim=0))
     expected = collections.defaultdict(set)
-    for batch, head, row, block in np.argwhere(brute_force.tile_blocks(tiles, queries, keys)):
+    for batch, head, row, block in np.argwhere(blocks):
         expected[batch, head, row].add(("keys", block))
     for at, others in _column_tiles(columns).items():
         expected[at] |= others
-    for split, wave in itertools.product((False, True), (0, 1, 4)):
+    for item_heads, wave in itertools.product((None, 1, 2), (0, 1, 4)):
         work = backward_work(
-            tiles, columns, 1, heads, queries, keys, kv_heads, split_heads=split, wave=wave
+            tiles, columns, 1, heads, queries, keys, kv_heads, item_heads=item_heads, wave=wave
         )
         added = _walk(jax.tree.map(np.asarray, work), queries)
         assert added.keys() == expected.keys()
@@ -89,12 +129,14 @@ def _column_tiles(columns: VerticalColumns | None) -> dict:
 def test_items_of_the_same_keys_add_in_launch_order():
     heads, kv_heads = 6, 2
     tiles = DiagonalTiles.full(2, heads, 9, 9, G, causal=True)
-    for split, wave in itertools.product((False, True), (0, 4)):
-        work = backward_work(tiles, None, 2, heads, 9, 9, kv_heads, split_heads=split, wave=wave)
+    for (item_heads, items), wave in itertools.product(((None, 1), (1, 3), (2, 3)), (0, 4)):
+        work = backward_work(
+            tiles, None, 2, heads, 9, 9, kv_heads, item_heads=item_heads, wave=wave
+        )
         turns = collections.defaultdict(list)
         for item in np.asarray(work.items):
             keys = item[schedule.BATCH], item[schedule.HEAD] // (heads // kv_heads)
             turns[*keys, item[schedule.BLOCK]].append(item[schedule.KEY_TURN])
         assert len(turns) == 2 * kv_heads * 9
         for at in turns.values():
-            assert at == list(range(heads // kv_heads if split else 1))
+            assert at == list(range(items))

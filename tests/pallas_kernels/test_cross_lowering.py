@@ -74,9 +74,9 @@ def _tiles(kind: str):
     if kind in ("diagonals", "dense"):
         lists = _int32(B, HQ, 7), _int32(B, HQ), _int32(B, HQ), _int32()
         return DiagonalTiles(*lists, G, dense=kind == "dense")
-    if kind == "segments":
-        runs = _int32(B, HQ, 3)
-        return SegmentedDiagonals(_int32(B, HQ, 7), runs, runs, _int32(3), _int32(), 4, G)
+    if "segments" in kind:
+        lists = _int32(B, HQ, 7), _int32(B, HQ, 3), _int32(B, HQ, 3), _int32(3), _int32()
+        return SegmentedDiagonals(*lists, 4, G, dense="dense" in kind)
     rows, columns = NQ // G, NK // G
     return BlockSparseIndex(
         _int32(B, HQ, rows, columns), _int32(B, HQ, rows),
@@ -130,7 +130,7 @@ def test_backward_lowers(dim, kind, has_verticals, dtype, running):
     assert _kernels(backward, q, k, v, q, row, row, _tiles(kind), verticals) == 2
 
 
-# Few, as each takes seconds: both shapes of the fused kernel, and every reason not to take it.
+# Few, as each takes seconds: what the fused kernel takes, and every reason not to take it.
 @pytest.mark.parametrize(
     ("dim", "kind", "has_verticals", "dq_dtype"),
     [
@@ -138,19 +138,20 @@ def test_backward_lowers(dim, kind, has_verticals, dtype, running):
         (64, "dense", False, "float32"),
         (128, "dense", True, "float32"),
         (128, "dense", False, "bfloat16"),
+        (128, "dense segments", True, "float32"),
         (64, "diagonals", True, "float32"),
         (64, "none", True, "float32"),
         (64, "segments", False, "float32"),
         (64, "listed", False, "float32"),
     ],
 )
-def test_one_backward_kernel_over_dense_tiles(dim, kind, has_verticals, dq_dtype):
+def test_one_backward_kernel_over_dense_diagonals(dim, kind, has_verticals, dq_dtype):
     verticals = _verticals(dim, "bfloat16") if has_verticals else None
     q, k, v = _qkv(dim, "bfloat16")
     row = _array(B, HQ, NQ, dtype="float32")
     backward = functools.partial(pallas_kernels.backward, dq_dtype=dq_dtype)
     args = q, k, v, q, row, row, _tiles(kind), verticals
-    assert _kernels(backward, *args) == (1 if kind == "dense" else 2)
+    assert _kernels(backward, *args) == (1 if "dense" in kind else 2)
     with _target(H200):
         grads = jax.eval_shape(backward, *args)
     assert (grads.dq.shape, grads.dq.dtype) == (q.shape, dq_dtype)
@@ -175,16 +176,21 @@ def test_dense_attention_with_gradients_lowers(mapped):
     assert _kernels(gradients, q, k, v) == 2
 
 
+@pytest.mark.parametrize("large", [False, True])
 @pytest.mark.parametrize("dim", CONFIGS)
-def test_attention_with_gradients_lowers(dim):
-    """One device, from the index on: three kernels, chosen without being named."""
+def test_attention_with_gradients_lowers(dim, large, monkeypatch):
+    """One device, from the index on: kernels chosen without being named.
+
+    One kernel for all gradients holds dq in fp32: two where that takes too much memory.
+    """
     q, k, v = _qkv(dim, "bfloat16", nk=NQ)
+    monkeypatch.setattr(mosaic_gpu, "_MOST_DQ_BYTES", q.size * 4 - large)
 
     def loss(q, k, v, index):
         out = pallas_kernels.vertical_slash_attention(q, k, v, index)
         return out.astype(jnp.float32).sum()
 
-    assert _kernels(jax.grad(loss, argnums=(0, 1, 2)), q, k, v, _index()) == 3
+    assert _kernels(jax.grad(loss, argnums=(0, 1, 2)), q, k, v, _index()) == (3 if large else 2)
 
 
 def test_the_hopper_kernels_are_chosen_for_a_hopper_gpu():

@@ -1,6 +1,5 @@
 """The Hopper kernels in Pallas' GPU interpreter: tiny shapes, every copy and barrier watched."""
 
-import dataclasses
 import functools
 import types
 
@@ -14,16 +13,11 @@ import pallas_kernels.attention
 from pallas_kernels import DiagonalTiles
 from pallas_kernels.mosaic_gpu import backend
 from tests.pallas_kernels import cases
+from tests.pallas_kernels.backward_kernels import one_kernel, two_kernels
 from tests.pallas_kernels.cases import Size
 from tests.pallas_kernels.contract import AttentionContract
 
 DIM = 64
-
-
-def _one_kernel(q, k, v, dout, lse, delta, tiles, verticals, **options):
-    """One backward kernel for diagonals that are not dense as well."""
-    tiles = dataclasses.replace(tiles, dense=True)
-    return backend.backward(q, k, v, dout, lse, delta, tiles, verticals, **options)
 
 
 @pytest.fixture
@@ -43,7 +37,7 @@ class _Interpreted(AttentionContract):
     group_heads = ((2, 1),)
     max_slashes = 3
     max_verticals = 16
-    backward = staticmethod(backend.backward)
+    backward = staticmethod(two_kernels)
     detect_races = True
 
     @pytest.fixture(autouse=True)
@@ -75,8 +69,8 @@ class TestOneBackwardKernelInterpreted(_Interpreted):
     """Items come one after another here; one whose turn it is not leaves NaN."""
 
     backend = "interpreted fused mosaic_gpu"
-    kept = ("test_vertical_slash_matches_oracle",)
-    backward = staticmethod(_one_kernel)
+    kept = ("test_vertical_slash_matches_oracle", "test_keys_of_several_ranks_in_one_call")
+    backward = staticmethod(one_kernel)
     # The interpreter does not know of turns: whatever two items add to is a race for it.
     detect_races = False
 
