@@ -104,7 +104,7 @@ def test_parts_lower_for_a_hopper_gpu_with_lists_built_beforehand(dim, kind, mon
         (out, lse), kernels = lower(ours.forward, q, k, v, built)
         assert kernels == 1
         _, kernels = lower(ours.backward, q, k, v, dout, out, lse, built)
-        assert kernels == (1 if kind == "dense" else 2)
+        assert kernels == (2 if kind == "blocks" else 1)
 
 
 def test_a_run_on_cpu_gives_a_table(tmp_path):
