@@ -84,15 +84,17 @@ def seconds(config: Config, gpu: Gpu, memory: Memory, flops: Flops) -> dict[str,
     """
     model, parallel, width = config.model, config.parallel, config.model.head_dim
     devices = parallel.data * parallel.nodes * parallel.devices_per_node
+    dense = config.sparsity.kind == "dense"
     forward = flops.attention * 4 / 14 + flops.attention_recomputed
-    attention = forward / gpu.attention_forward[width]
-    attention += flops.attention * 10 / 14 / gpu.attention_backward[width]
+    attention = forward / (gpu.dense_forward if dense else gpu.sparse_forward)[width]
+    backward = flops.attention * 10 / 14
+    attention += backward / (gpu.dense_backward if dense else gpu.sparse_backward)[width]
     products = flops.layers + flops.head + flops.recomputed
     result = {
         "attention": attention / devices,
         "matrix products": products / (devices * gpu.matmul_flops * gpu.matmul_share),
     }
-    if config.sparsity.kind != "dense":
+    if not dense:
         passes = 2 if model.remat == "full" else 1
         choices = passes * model.num_layers * config.data.batch_size * model.num_heads
         result["choosing indices"] = choices * config.data.seq_len * gpu.index_seconds / devices
@@ -115,8 +117,8 @@ def rates_missing(config: Config, gpu: Gpu) -> str | None:
         return "no rates of this CPU are known"
     if model.dtype != "bfloat16":
         return f"rates are known for bfloat16, and model.dtype = {model.dtype}"
-    if model.head_dim not in gpu.attention_forward:
-        known = " and ".join(str(width) for width in gpu.attention_forward)
+    if model.head_dim not in gpu.sparse_forward:
+        known = " and ".join(str(width) for width in gpu.sparse_forward)
         return f"rates of attention are known for heads of {known}, and model.head_dim = " + str(
             model.head_dim
         )

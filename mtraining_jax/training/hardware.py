@@ -18,8 +18,9 @@ class Gpu:
         matmul_flops: bf16 FLOP/s of a large matrix product.
         matmul_share: of `matmul_flops` that a step's products reach with the norms, gates and
             casts between them.
-        attention_forward, attention_backward: executed FLOP/s of the sparse kernels, by head
-            width. Backward counts five products for each tile, as the benchmark tables do.
+        sparse_forward, sparse_backward, dense_forward, dense_backward: executed FLOP/s of the
+            attention kernels, by head width. Backward counts five products for each tile, as the
+            benchmark tables do.
         copy_bytes: bytes/s that a copy reads and writes together.
         link_bytes: bytes/s into one GPU of an all-gather over the GPUs of a host.
         index_seconds: of choosing one index and building the kernels' work lists, on one GPU, for
@@ -31,8 +32,10 @@ class Gpu:
     memory: int
     matmul_flops: float
     matmul_share: float
-    attention_forward: dict[int, float]
-    attention_backward: dict[int, float]
+    sparse_forward: dict[int, float]
+    sparse_backward: dict[int, float]
+    dense_forward: dict[int, float]
+    dense_backward: dict[int, float]
     copy_bytes: float
     link_bytes: float
     index_seconds: float
@@ -48,8 +51,11 @@ H200 = Gpu(
     # benchmarks/results/step-qwen3b-512k-h200x2-2026-11-21.md: 5.88 PFLOP in 10.98 s.
     matmul_share=0.67,
     # benchmarks/results/attention-h200-2026-11-21-in-step.md: mask B at S = 524288.
-    attention_forward={64: 407e12, 128: 540e12},
-    attention_backward={64: 366e12, 128: 443e12},
+    sparse_forward={64: 407e12, 128: 540e12},
+    sparse_backward={64: 366e12, 128: 443e12},
+    # benchmarks/results/attention-h200-2026-11-22.md, S = 131072; ring-h200x2-2026-11-22.md.
+    dense_forward={64: 464e12, 128: 615e12},
+    dense_backward={64: 495e12, 128: 555e12},
     copy_bytes=4.27e12,
     # 8 H200 of one host, shards of 256 MiB.
     link_bytes=261 * 2**30,
