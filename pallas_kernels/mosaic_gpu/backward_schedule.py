@@ -16,9 +16,8 @@ so that items end together: what ends up last is short, and pairs of a rising an
 have the same length.
 
 Tiles of columns go before all key blocks at every query block, and walk from the last query block
-to the first. Beside them all sequences rise, and the first waves of all heads come first: the few
-items that run next to columns then need query blocks which those have left behind. The rest comes
-head by head, as the queries of one head and their gradients fit into the L2 cache, or nearly.
+to the first. Beside them all sequences rise, one wave of every head after another: the few items
+that run next to columns then need query blocks which those have left behind.
 """
 
 import dataclasses
@@ -35,7 +34,6 @@ from pallas_kernels.tiles import DiagonalTiles, SegmentedDiagonals, VerticalColu
 # Columns of an item. The first six are those of `schedule.KeyWorkList`.
 KIND, BATCH, HEAD, BLOCK, FIRST_ROW, FULL_ROW, SIGN, KEY_TURN = range(8)
 KEY_BLOCKS, KEY_COLUMNS = range(2)  # values of KIND
-_LEAD = 2  # waves of every head that come before the rest of any
 
 
 @functools.partial(
@@ -85,7 +83,7 @@ def backward_work(
         item_heads: query heads of one item of key blocks, at most: as many as divide the group
             evenly. None for the whole group; fewer make more and shorter items, whose dk and dv
             must be added up in memory.
-        wave: items of a rising sequence that start before as many of the falling one; 0 for all.
+        wave: items of a sequence that start before as many of the next one; 0 for all.
             With the number of multiprocessors, and lengths as in a causal mask, items of one wave
             stay in step and walk the same rows at the same time.
     """
@@ -151,29 +149,25 @@ def _key_items(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Items of key blocks [n, 8] of `step` heads, and which heads have falling sequences [B, Hq].
 
-    With `alternate` sequences come in pairs of a rising and a falling one, which take turns after
-    each wave. Else all rise: a few waves of each, then the rest of each. Blocks at the same place
-    of several segments, which see nearly the same queries, come side by side.
+    Sequences take turns after each wave: in pairs of a rising and a falling one with `alternate`,
+    else all of them, rising. Blocks at the same place of several segments, which see nearly the
+    same queries, come side by side.
     """
     wave = wave or num_key_blocks
     sequences = [(b, h) for b in range(batch) for h in range(0, heads, step)]
-    starts = range(0, num_key_blocks, wave)
-    if alternate:
-        pairs = [sequences[n : n + 2] for n in range(0, len(sequences), 2)]
-        order = [
-            (b, h, start, start + wave, member == 1)
-            for pair in pairs for start in starts for member, (b, h) in enumerate(pair)
-        ]
-    else:
-        lead = _LEAD * wave
-        order = [(b, h, 0, lead, False) for b, h in sequences]
-        order += [(b, h, lead, num_key_blocks, False) for b, h in sequences]
+    together = 2 if alternate else len(sequences)
+    order = [
+        (b, h, start, alternate and member == 1)
+        for first in range(0, len(sequences), together)
+        for start in range(0, num_key_blocks, wave)
+        for member, (b, h) in enumerate(sequences[first : first + together])
+    ]
     falling = np.zeros((batch, heads), bool)
     rising = np.arange(num_key_blocks).reshape(segments, -1)[:, ::-1].T.ravel()
     items = []
-    for b, h, start, stop, falls in order:
+    for b, h, start, falls in order:
         falling[b, h : h + step] = falls
-        blocks = (rising[::-1] if falls else rising)[start:stop]
+        blocks = (rising[::-1] if falls else rising)[start : start + wave]
         part = np.zeros((blocks.size, 8), np.int32)
         part[:, KIND], part[:, BATCH], part[:, HEAD] = KEY_BLOCKS, b, h
         part[:, BLOCK], part[:, SIGN] = blocks, -1 if falls else 1

@@ -21,11 +21,11 @@ class Configs:
     fused: BackwardConfig | None = None
 
 
-# By head dim; measured on an H200. The fused backward kernel is for dense tiles alone. Medians of
-# 10 on one H200, 2026-11-21, S = 131072, ms, against the two kernels:
-#   dense, head dim 64: 163.0 against 193.6 (14 query heads, 2 key/value heads)
-#   dense, head dim 128: 353.5 against 375.9 (16 query heads, 2 key/value heads)
-#   mask B, head dim 128: 36.2 against 34.5 for the sum of the two (medians of 7)
+# By head dim; measured on an H200, 2026-11-22, S = 131072: the fused backward kernel against the
+# two others, whole backward passes in ms (benchmarks/results/attention-h200-2026-11-22.md):
+#   head dim 64, 14 query heads, 2 key/value heads: mask A 6.3 against 6.6, B 16.4 against 18.4
+#   head dim 128, 16 query heads, 2 key/value heads: dense 311 against 369, A 11.8 against 12.9,
+#   B 33.3 against 35.8
 CONFIGS = {
     64: Configs(
         ForwardConfig(keys_late=True), RowsConfig(), KeysConfig(),
