@@ -97,7 +97,7 @@ class Ours:
 def work_lists(tiles: Any, columns: Any, q: Array, k: Array) -> dict[str, Any]:
     """What the Hopper kernels read, by the function that gives it; only shapes of q, k matter.
 
-    Lists of a forward kernel and of two backward kernels, or of the one for dense tiles.
+    Lists of a forward kernel and of two backward kernels, or of the one that does their work.
     """
     sizes = (q.shape[0], q.shape[2], q.shape[1] // BLOCK, k.shape[1] // BLOCK, k.shape[2])
     lists = {"query_work": query_work(tiles, columns, *sizes)}

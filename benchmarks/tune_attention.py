@@ -46,8 +46,8 @@ GRID = {  # kernel: field of its configuration: values to try
     "rows": {"stages": (2, 3, 4)},
     "keys": {"stages": (2, 3, 4), "deferred": (True, False)},
     "fused": {  # one kernel for what `rows` and `keys` compute together
-        "stages": (2, 3), "ds_from_memory": (True, False), "item_heads": (1, 4),
-        "waves": (True, False),
+        "stages": (2, 3), "ds_from_memory": (True, False), "early_shift": (True, False),
+        "item_heads": (1, 4), "waves": (True, False),
     },
 }
 OURS = Ours("mosaic_gpu")

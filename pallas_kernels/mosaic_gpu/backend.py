@@ -126,11 +126,8 @@ def fused_config(
     """
     if not isinstance(tiles, DiagonalTiles | SegmentedDiagonals):
         return None
-    if not tiles.dense:
-        segments = isinstance(tiles, SegmentedDiagonals)
-        if segments or not whole or q.size * 4 > _MOST_DQ_BYTES:
-            return None
-    return configs.fused
+    sparse = whole and isinstance(tiles, DiagonalTiles) and q.size * 4 <= _MOST_DQ_BYTES
+    return configs.fused if tiles.dense or sparse else None
 
 
 def fused_work(

@@ -171,8 +171,8 @@ def backward_kernel(
         "dq_free": plgpu.Barrier(num_barriers=ADDING_WARPS),
     }
     arrays = [q, k, v, dout, base * (scale * LOG2E), minus_delta]
-    arrays += [work.items, work.lists, work.first, work.last, work.diagonal, work.turns]
-    arrays.append(work.ranks)
+    arrays += [work.items, work.lists, work.first, work.last, work.diagonal]
+    arrays += [work.turns, work.ranks]
     outputs = [jax.ShapeDtypeStruct(k.shape, jnp.float32)] * 2
     if has_columns:
         arrays += column_operands(verticals)

@@ -19,6 +19,7 @@ from pallas_kernels.mosaic_gpu.common import (
     COLUMN_LAYOUT,
     LOG2E,
     ROWS,
+    await_last,
     product,
     product_plus,
     rows_to_tile,
@@ -86,11 +87,7 @@ class BackwardSteps:
 
     def drain(self, end: Array) -> None:
         """Awaits that the last dq of `end` steps has left shared memory."""
-
-        def wait(step: Array, _: None) -> None:
-            plgpu.barrier_wait(self.bars["dq_free"].at[lax.rem(step, ADDING_WARPS)])
-
-        lax.fori_loop(lax.max(0, end - ADDING_WARPS), end, wait, None)
+        await_last([self.bars["dq_free"]], end, ADDING_WARPS)
 
     def _step(self, step: Array, mask: MaskTile, dk_ref: Any, dv_ref: Any) -> Array:
         """Adds the gradients from the queries of a step, and dq of the one before."""

@@ -7,7 +7,7 @@ columns. A third warpgroup only issues copies.
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -353,13 +353,18 @@ class Producer:
 
     def drain(self, steps: Array) -> None:
         """Awaits the release of the last slots."""
+        await_last((self.bars["k_free"], self.bars["v_free"]), steps, self.stages)
 
-        def wait(step: Array, _: None) -> None:
-            slot = lax.rem(step, self.stages)
-            plgpu.barrier_wait(self.bars["k_free"].at[slot])
-            plgpu.barrier_wait(self.bars["v_free"].at[slot])
 
-        lax.fori_loop(lax.max(0, steps - self.stages), steps, wait, None)
+def await_last(barriers: Sequence[Any], steps: Array, slots: int) -> None:
+    """Waits at barriers with one slot a step for the last `slots` of `steps` steps, or for all."""
+
+    def wait(step: Array, _: None) -> None:
+        slot = lax.rem(step, slots)
+        for barrier in barriers:
+            plgpu.barrier_wait(barrier.at[slot])
+
+    lax.fori_loop(lax.max(0, steps - slots), steps, wait, None)
 
 
 def launch(

@@ -11,7 +11,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic_gpu.common import ROWS, TILE, WARPGROUPS, tiled
+from pallas_kernels.mosaic_gpu.common import ROWS, TILE, WARPGROUPS, await_last, tiled
 
 
 class QueryStream:
@@ -65,11 +65,7 @@ class QueryStream:
 
     def drain(self, steps: Array) -> None:
         """Awaits the release of the last slots, after `steps` steps."""
-
-        def wait(step: Array, _: None) -> None:
-            plgpu.barrier_wait(self.bars["free"].at[lax.rem(step, self.stages)])
-
-        lax.fori_loop(lax.max(0, steps - self.stages), steps, wait, None)
+        await_last([self.bars["free"]], steps, self.stages)
 
 
 def key_memory(
