@@ -42,7 +42,7 @@ class TestHeadDim128(_Contract):
     dim = 128
 
 
-def test_vmap_agrees_with_one_call_after_another():
+def test_vmap_gives_the_bits_of_one_call_after_another():
     size = Size(3, 4, 2, query_blocks=8, key_blocks=8, block_size=128, dim=64)
     q, k, v, dout = cases.qkv_dout(np.random.default_rng(0), size, "bfloat16")
 
@@ -56,13 +56,7 @@ def test_vmap_agrees_with_one_call_after_another():
     for entry in range(3):
         one = slice(entry, entry + 1)
         alone = jax.jit(gradients)(q[one], k[one], v[:1], dout[one])
-        assert_same_bits({"dv": alone["dv"]}, {"dv": mapped["dv"][entry]})
-        # XLA sums out x dout, of which dv knows nothing, in an order that depends on what it is
-        # fused with: a few elements may round to the other side.
-        for name in ("dq", "dk"):
-            a, b = (np.asarray(x, np.float64) for x in (alone[name], mapped[name][entry]))
-            assert np.mean(a != b) < 1e-3, name
-            np.testing.assert_allclose(a, b, rtol=2.0**-7, atol=1e-5, err_msg=name)
+        assert_same_bits(alone, {name: x[entry] for name, x in mapped.items()})
 
 
 @pytest.mark.parametrize("around", ["vmap", "scan"])
