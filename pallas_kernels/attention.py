@@ -164,9 +164,22 @@ def merge(a: Partial, b: Partial) -> Partial:
     return Partial(a.out * weight(a) + b.out * weight(b), lse)
 
 
-def delta_of(out: Array, dout: Array) -> Array:
-    """Sum over D of out * dout, fp32: [B, n, H, D] twice -> [B, H, n]."""
-    return jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1).swapaxes(1, 2)
+def delta_of(out: Array, dout: Array, *, backend: str | None = None) -> Array:
+    """Sum over D of out * dout, in fp32: what `backward` needs of every row.
+
+    Args:
+        out: [B, n, H, D], the final output.
+        dout: its gradient, same shape.
+        backend: as in `forward`.
+
+    Returns:
+        fp32 [B, H, n]. On Hopper GPUs a row's sum has the same bits in every program.
+
+    Raises:
+        ValueError: on shapes that differ, or a backend that cannot run here.
+    """
+    check_shape("dout", dout, out.shape)
+    return resolve(backend, dout).delta_of(out, dout)
 
 
 def vertical_slash_attention(
@@ -210,9 +223,10 @@ def _vertical_slash_bwd(scale, backend, residuals, cotangents):
     q, k, v, index, out, lse = residuals
     # d lse / d logits are the softmax weights, so its cotangent joins delta in every kernel.
     tiles, verticals = _resolve_index(q, k, v, index)
+    delta = delta_of(out, dout, backend=backend) - dlse
     grads = backward(
-        q, k, v, dout, lse, delta_of(out, dout) - dlse, tiles, verticals, scale=scale,
-        dq_dtype=q.dtype, key_dtype=k.dtype, backend=backend,
+        q, k, v, dout, lse, delta, tiles, verticals, scale=scale, dq_dtype=q.dtype,
+        key_dtype=k.dtype, backend=backend,
     )
     return grads.dq, grads.dk, grads.dv, None
 
@@ -303,9 +317,10 @@ def _tile_attention_fwd(q, k, v, tiles, scale, backend):
 def _tile_attention_bwd(scale, backend, residuals, cotangents):
     dout, dlse = cotangents
     q, k, v, tiles, out, lse = residuals
+    delta = delta_of(out, dout, backend=backend) - dlse
     grads = backward(
-        q, k, v, dout, lse, delta_of(out, dout) - dlse, tiles, scale=scale,
-        dq_dtype=q.dtype, key_dtype=k.dtype, backend=backend,
+        q, k, v, dout, lse, delta, tiles, scale=scale, dq_dtype=q.dtype, key_dtype=k.dtype,
+        backend=backend,
     )
     return grads.dq, grads.dk, grads.dv, None
 

@@ -16,13 +16,13 @@ _HOPPER = 9  # major compute capability
 _log = logging.getLogger(__name__)
 
 
-def resolve(backend: str | None, q: Array, block_size: int) -> ModuleType:
-    """The module that implements `forward` and `backward` for this call.
+def resolve(backend: str | None, q: Array, block_size: int | None = None) -> ModuleType:
+    """The module that implements a function of `pallas_kernels.attention` for this call.
 
     Args:
         backend: a name of `BACKENDS`; None or "auto" for the best that runs here.
         q: the queries; their dtype and head dim may decide.
-        block_size: g.
+        block_size: g; None where the call knows no blocks.
 
     Raises:
         ValueError: on a name that is not a backend, or a backend that cannot run this call here.

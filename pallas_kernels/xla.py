@@ -109,6 +109,11 @@ def backward(
     return Gradients(dq, dk, dv, dk_columns, dv_columns)
 
 
+def delta_of(out: Array, dout: Array) -> Array:
+    """See `pallas_kernels.attention.delta_of`."""
+    return jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1).swapaxes(1, 2)
+
+
 class _Rows(NamedTuple):
     """What the backward pass needs of the queries, [B, Hq, nQ, g(, D)]."""
 

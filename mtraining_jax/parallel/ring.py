@@ -103,7 +103,7 @@ def _ring_bwd(plan, residuals, cotangents):
     dout, dlse = cotangents
     q, k, v, index, out, lse = residuals
     # d lse / d logits are the softmax weights, so its cotangent joins delta in every kernel.
-    rows = dout, lse, delta_of(out, dout) - dlse
+    rows = dout, lse, delta_of(out, dout, backend=plan.backend) - dlse
     run = gather_backward if plan.gathers else ring_backward
     dq, (dk, dv) = run(plan, Steps(plan, q, index), (k, v), rows)
     dq = jnp.concatenate(dq, axis=1)

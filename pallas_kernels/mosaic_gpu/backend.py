@@ -12,8 +12,9 @@ from pallas_kernels.mosaic_gpu.backward_keys import backward_keys_kernel
 from pallas_kernels.mosaic_gpu.backward_rows import backward_rows_kernel
 from pallas_kernels.mosaic_gpu.backward_schedule import BackwardWork, backward_work
 from pallas_kernels.mosaic_gpu.backward_step import BackwardConfig
-from pallas_kernels.mosaic_gpu.common import TILE
+from pallas_kernels.mosaic_gpu.common import ROWS, TILE
 from pallas_kernels.mosaic_gpu.configs import Configs, configs_for
+from pallas_kernels.mosaic_gpu.delta import delta_kernel
 from pallas_kernels.mosaic_gpu.forward import forward_kernel
 from pallas_kernels.mosaic_gpu.schedule import key_work, query_work
 from pallas_kernels.tiles import (
@@ -30,13 +31,13 @@ _MOST_DQ_BYTES = 2**31  # of dq in fp32 beside the gradients of sparse attention
 _PARTS_BESIDE_TRANSFERS = 8  # thread blocks for each multiprocessor
 
 
-def unsupported(q: Array, block_size: int) -> str | None:
+def unsupported(q: Array, block_size: int | None) -> str | None:
     """Why these kernels cannot run a call, or None if they can."""
     if jnp.dtype(q.dtype) not in [jnp.dtype(d) for d in DTYPES]:
         return f"dtype {q.dtype} (bfloat16 or float16 is needed)"
     if q.shape[-1] not in HEAD_DIMS:
         return f"head dim {q.shape[-1]} (64 or 128 is needed)"
-    if block_size != TILE:
+    if block_size not in (None, TILE):
         return f"block_size {block_size} (128 is needed)"
     return None
 
@@ -113,6 +114,14 @@ def backward(
     if tiles is None:
         dk = dv = None
     return Gradients(dq, dk, dv, *(columns or (None, None)))
+
+
+def delta_of(out: Array, dout: Array, *, interpret: Any = False) -> Array:
+    """See `pallas_kernels.attention.delta_of`."""
+    rows = out.shape[1]
+    whole = ((0, 0), (0, -rows % ROWS), (0, 0), (0, 0))  # nothing to add for blocks of 128
+    out, dout = jnp.pad(out, whole), jnp.pad(dout, whole)
+    return delta_kernel(out, dout, interpret=interpret)[..., :rows]
 
 
 def fused_config(

@@ -36,7 +36,9 @@ class TestMosaicGpu(AttentionContract):
 
     @pytest.fixture(autouse=True)
     def _two_backward_kernels(self, monkeypatch):
-        kernels = types.SimpleNamespace(forward=backend.forward, backward=two_kernels)
+        kernels = types.SimpleNamespace(
+            forward=backend.forward, backward=two_kernels, delta_of=backend.delta_of
+        )
         monkeypatch.setattr(pallas_kernels.attention, "resolve", lambda *_, **__: kernels)
 
 

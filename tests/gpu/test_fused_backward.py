@@ -30,7 +30,9 @@ class _Contract(AttentionContract):
 
     @pytest.fixture(autouse=True)
     def _one_backward_kernel(self, monkeypatch):
-        kernels = types.SimpleNamespace(forward=backend.forward, backward=one_kernel)
+        kernels = types.SimpleNamespace(
+            forward=backend.forward, backward=one_kernel, delta_of=backend.delta_of
+        )
         monkeypatch.setattr(pallas_kernels.attention, "resolve", lambda *_, **__: kernels)
 
 

@@ -163,7 +163,7 @@ def test_one_backward_kernel_over_dense_diagonals(dim, kind, has_verticals, dq_d
 
 @pytest.mark.parametrize("mapped", [False, True])
 def test_dense_attention_with_gradients_lowers(mapped):
-    """Two kernels; `jax.vmap` runs the second one entry after another."""
+    """Three kernels, delta's included; `jax.vmap` runs the last one entry after another."""
     q, k, v = _qkv(64, "bfloat16", nk=NQ)
 
     def loss(q, k, v):
@@ -173,7 +173,7 @@ def test_dense_attention_with_gradients_lowers(mapped):
     if mapped:
         gradients = jax.vmap(gradients)
         q, k, v = (jax.ShapeDtypeStruct((3, *x.shape), x.dtype) for x in (q, k, v))
-    assert _kernels(gradients, q, k, v) == 2
+    assert _kernels(gradients, q, k, v) == 3
 
 
 @pytest.mark.parametrize("large", [False, True])
@@ -190,7 +190,7 @@ def test_attention_with_gradients_lowers(dim, large, monkeypatch):
         out = pallas_kernels.vertical_slash_attention(q, k, v, index)
         return out.astype(jnp.float32).sum()
 
-    assert _kernels(jax.grad(loss, argnums=(0, 1, 2)), q, k, v, _index()) == (3 if large else 2)
+    assert _kernels(jax.grad(loss, argnums=(0, 1, 2)), q, k, v, _index()) == (4 if large else 3)
 
 
 def test_the_hopper_kernels_are_chosen_for_a_hopper_gpu():

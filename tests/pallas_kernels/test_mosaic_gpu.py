@@ -4,6 +4,7 @@ import functools
 import types
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
@@ -47,6 +48,7 @@ class _Interpreted(AttentionContract):
         kernels = types.SimpleNamespace(
             forward=functools.partial(backend.forward, interpret=params),
             backward=functools.partial(self.backward, interpret=params),
+            delta_of=functools.partial(backend.delta_of, interpret=params),
         )
         monkeypatch.setattr(pallas_kernels.attention, "resolve", lambda *_, **__: kernels)
         yield
@@ -92,4 +94,19 @@ def test_one_backward_kernel_has_no_races_within_an_item(races):
     backward = functools.partial(backend.backward, scale=DIM**-0.5, interpret=params)
     delta = pallas_kernels.delta_of(out, dout)
     jax.block_until_ready(jax.jit(backward)(q, k, v, dout, lse, delta, tiles, None))
+    assert not races().races_found
+
+
+@pytest.mark.parametrize(
+    ("dim", "dtypes"), [(64, ("bfloat16",) * 2), (128, ("float32", "float16"))]
+)
+def test_delta_kernel(dim, dtypes, races):
+    """Rows that fill no tile of the kernel, too."""
+    rng = np.random.default_rng(dim)
+    out, dout = (rng.standard_normal((2, 96, 3, dim)).astype(dtype) for dtype in dtypes)
+    params = plgpu.InterpretGPUParams(detect_races=True)
+    delta = backend.delta_of(jnp.asarray(out), jnp.asarray(dout), interpret=params)
+    expected = np.einsum("bnhd,bnhd->bhn", out.astype(np.float64), dout.astype(np.float64))
+    np.testing.assert_allclose(delta, expected, rtol=1e-5, atol=1e-5)
+    assert delta.dtype == jnp.float32
     assert not races().races_found

@@ -1,0 +1,53 @@
+"""The Hopper kernel for delta, the sum of output x its gradient that every row's backward needs.
+
+XLA adds a row up in an order that depends on the program around it, so its sums, and the gradients
+made of them, differ in the last bits between programs. Here the order is always the same.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.mosaic_gpu.common import COMPILER_PARAMS, ROWS
+
+
+def delta_kernel(out: Array, dout: Array, *, interpret: Any = False) -> Array:
+    """Sum over D of out * dout, in fp32.
+
+    Args:
+        out: [B, n, H, D]; n a multiple of 64, D of 32.
+        dout: shape of out. Products of bf16 or fp16 numbers are exact.
+        interpret: False, or parameters of the Pallas GPU interpreter.
+
+    Returns:
+        fp32 [B, H, n].
+    """
+    batch, rows, heads, _ = out.shape
+
+    def attention_delta(out_ref: Any, dout_ref: Any, delta_ref: Any) -> None:
+        b, tile = lax.axis_index("batch"), lax.axis_index("tile")
+        # Thread blocks side by side read neighbours in memory: all heads of some rows.
+        of_tile, head = pl.ds(lax.div(tile, heads) * ROWS, ROWS), lax.rem(tile, heads)
+        x, y = (
+            # Four lanes read 64 bytes of a row at once, 16 each.
+            plgpu.load(
+                ref.at[b, of_tile, head], layout=plgpu.Layout.WGMMA_UPCAST_4X, optimized=False
+            ).astype(jnp.float32)
+            for ref in (out_ref, dout_ref)
+        )
+        delta_ref.at[b, head, of_tile][...] = (x * y).sum(axis=1)
+
+    return plgpu.kernel(
+        attention_delta,
+        out_type=jax.ShapeDtypeStruct((batch, heads, rows), jnp.float32),
+        grid=(batch, rows // ROWS * heads),
+        grid_names=("batch", "tile"),
+        num_threads=1,
+        thread_name="wg",
+        compiler_params=COMPILER_PARAMS,
+        interpret=interpret,
+    )(out, dout)
