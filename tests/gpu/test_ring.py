@@ -95,19 +95,23 @@ def processes(several, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def programs(several):
-    """Of every case, the ring and its compiled program; compilation overlaps with tracing."""
+def programs(several, request):
+    """Of selected cases, the ring and its compiled program; compilation overlaps with tracing."""
     devices, index = jax.devices(), ring_problem.sparse_index()
+    of_tests = [x.callspec.params for x in request.session.items if hasattr(x, "callspec")]
+    selected = {"striped hierarchical", *(x.get("case") for x in of_tests)}
     with ThreadPoolExecutor(8) as pool:
         made = {"one": Ring("striped", "flat", 1, devices[:1])}
-        made |= {name: Ring(*case, devices) for name, case in rings().items()}
+        made |= {
+            name: Ring(*case, devices) for name, case in rings().items() if name in selected
+        }
         futures = {
             name: pool.submit(
                 (ring.lower_forward if name in FORWARD_ONLY else ring.lower_both)(index).compile
             )
             for name, ring in made.items()
         }
-        flat = made["striped flat"]
+        flat = Ring(*rings()["striped flat"], devices)
         futures["no index"] = pool.submit(flat.lower_both(None).compile)
         made["no index"] = flat
         return {name: (made[name], future.result()) for name, future in futures.items()}
