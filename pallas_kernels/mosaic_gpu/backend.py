@@ -27,7 +27,6 @@ from pallas_kernels.tiles import (
 
 HEAD_DIMS = (64, 128)
 DTYPES = (jnp.bfloat16, jnp.float16)
-_MOST_DQ_BYTES = 2**31  # of dq in fp32 beside the gradients of sparse attention
 _PARTS_BESIDE_TRANSFERS = 8  # thread blocks for each multiprocessor
 
 
@@ -130,12 +129,14 @@ def fused_config(
     """The configuration of the fused backward kernel where it runs, else None.
 
     It runs over dense diagonals, and over others where a call gives whole gradients (`whole`) and
-    dq in fp32, which it holds beside them, is not too large. On part of a ring's keys the lists of
-    sparse diagonals are short, and what an item does before and after them weighs too much.
+    dq in fp32, which it holds beside them, is as small as the head dim's configuration asks. On
+    part of a ring's keys the lists of sparse diagonals are short, and what an item does before
+    and after them weighs too much.
     """
     if not isinstance(tiles, DiagonalTiles | SegmentedDiagonals):
         return None
-    sparse = whole and isinstance(tiles, DiagonalTiles) and q.size * 4 <= _MOST_DQ_BYTES
+    small = q.size * 4 <= configs.fused_sparse_bytes
+    sparse = whole and isinstance(tiles, DiagonalTiles) and small
     return configs.fused if tiles.dense or sparse else None
 
 

@@ -12,24 +12,28 @@ from pallas_kernels.mosaic_gpu.forward import ForwardConfig
 class Configs:
     """One configuration for each kernel.
 
-    With `fused` all gradients may come from one kernel: see `backend.fused_config`.
+    With `fused` one kernel computes all gradients of dense attention, and on one device those of
+    sparse attention whose dq in fp32 has at most `fused_sparse_bytes`: it holds that dq beside
+    the results. See `backend.fused_config`.
     """
 
     forward: ForwardConfig
     rows: RowsConfig
     keys: KeysConfig
     fused: BackwardConfig | None = None
+    fused_sparse_bytes: int = 0
 
 
-# By head dim; measured on an H200, 2026-11-22, S = 131072: the fused backward kernel against the
-# two others, whole backward passes in ms (benchmarks/results/attention-h200-2026-11-22.md):
-#   head dim 64, 14 query heads, 2 key/value heads: mask A 6.3 against 6.6, B 16.4 against 18.4
-#   head dim 128, 16 query heads, 2 key/value heads: dense 311 against 369, A 11.8 against 12.9,
-#   B 33.3 against 35.8
+# By head dim; measured on an H200, 2026-11-22, S = 131072. Whole backward passes by one kernel
+# against two, in ms, medians of three rounds in one run (docs/log.md):
+#   head dim 64, 14 query heads, 2 key/value heads: mask A 7.15 against 7.06, B 16.8 against 19.1
+#   head dim 128, 16 query heads, 2 key/value heads: A 14.2 against 13.1, B 37.0 against 37.0;
+#   in an earlier run dense 311 against 369
 CONFIGS = {
     64: Configs(
         ForwardConfig(keys_late=True), RowsConfig(), KeysConfig(),
         BackwardConfig(ds_from_memory=False, retire_dk=True, item_heads=1, waves=True),
+        fused_sparse_bytes=2**31,
     ),
     128: Configs(
         ForwardConfig(), RowsConfig(), KeysConfig(),

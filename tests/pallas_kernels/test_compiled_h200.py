@@ -1,5 +1,6 @@
 """What XLA makes of sparse attention on an H200: memory, and how often kernels run."""
 
+import dataclasses
 import importlib.util
 import re
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels import VerticalSlashIndex, dense_attention, vertical_slash_attention
-from pallas_kernels.mosaic_gpu import backend as mosaic_gpu
+from pallas_kernels.mosaic_gpu.configs import CONFIGS
 
 TARGET = Path(__file__).resolve().parents[2] / "mtraining_jax/training/h200.target_config.txtpb"
 BLOCK = 128
@@ -63,15 +64,16 @@ def test_output_and_gradients_at_512k_tokens_take_little_beside_themselves(h200)
 
 
 @pytest.mark.parametrize(
-    ("most_dq_bytes", "backward"),
+    ("fused_sparse_bytes", "backward"),
     [(2**31, ("attention_backward",)), (0, ("attention_dkdv", "attention_dq"))],
 )
 def test_every_kernel_runs_once_in_layers_that_keep_its_results(
-    h200, monkeypatch, most_dq_bytes, backward
+    h200, monkeypatch, fused_sparse_bytes, backward
 ):
     """A scan stacks what the backward pass needs, and the model uses the same output."""
-    monkeypatch.setattr(mosaic_gpu, "_MOST_DQ_BYTES", most_dq_bytes)
     layers, seq_len, heads, dim = 3, 1024, 2, 64
+    config = dataclasses.replace(CONFIGS[dim], fused_sparse_bytes=fused_sparse_bytes)
+    monkeypatch.setitem(CONFIGS, dim, config)
     keep = jax.checkpoint_policies.save_only_these_names("attn_out", "attn_lse")
 
     def loss(weights, x, index):
@@ -85,7 +87,7 @@ def test_every_kernel_runs_once_in_layers_that_keep_its_results(
     index = _index(h200, heads, seq_len, 128)
     compiled = _compile(h200, jax.grad(loss), _shape(h200, layers, 3, heads, dim), x, index)
     calls = [x for x in compiled.as_text().splitlines() if 'custom_call_target="mosaic_gpu' in x]
-    for kernel in ("attention_forward", *backward):
+    for kernel in ("attention_forward", "attention_delta", *backward):
         assert sum(kernel in call for call in calls) == 1
 
 

@@ -181,10 +181,11 @@ def test_dense_attention_with_gradients_lowers(mapped):
 def test_attention_with_gradients_lowers(dim, large, monkeypatch):
     """One device, from the index on: kernels chosen without being named.
 
-    One kernel for all gradients holds dq in fp32: two where that takes too much memory.
+    Forward, delta and one kernel for all gradients, two where dq in fp32 would be too large.
     """
     q, k, v = _qkv(dim, "bfloat16", nk=NQ)
-    monkeypatch.setattr(mosaic_gpu, "_MOST_DQ_BYTES", q.size * 4 - large)
+    config = dataclasses.replace(CONFIGS[dim], fused_sparse_bytes=q.size * 4 - large)
+    monkeypatch.setitem(CONFIGS, dim, config)
 
     def loss(q, k, v, index):
         out = pallas_kernels.vertical_slash_attention(q, k, v, index)
