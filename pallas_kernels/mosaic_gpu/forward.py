@@ -16,19 +16,14 @@ from pallas_kernels.mosaic_gpu.common import (
     ROWS,
     TILE,
     WARPGROUPS,
-    Item,
-    Producer,
-    Walk,
     full,
     launch,
     load_rows,
-    operand_names,
-    operands,
     rows_to_tile,
-    stream_barriers,
-    stream_memory,
     tiled,
 )
+from pallas_kernels.mosaic_gpu.key_stream import Producer, stream_barriers, stream_memory
+from pallas_kernels.mosaic_gpu.row_walk import Item, Walk, operand_names, operands
 from pallas_kernels.mosaic_gpu.schedule import WorkList, share
 from pallas_kernels.tiles import VerticalColumns
 

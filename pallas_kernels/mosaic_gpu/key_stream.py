@@ -1,0 +1,139 @@
+"""The copying side of the row kernels: keys and values of an item through shared memory."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.mosaic_gpu.common import (
+    TILE,
+    WARPGROUPS,
+    WORD,
+    await_last,
+    keep_bias,
+    tiled,
+)
+from pallas_kernels.mosaic_gpu.row_walk import Item, Walk
+
+
+def stream_barriers(stages: int, has_columns: bool) -> dict[str, Any]:
+    """Barriers of a ring of `stages` slots for keys (with their bias) and one for values."""
+    full = plgpu.Barrier(num_barriers=stages)
+    free = plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages)
+    bars = {"k_full": full, "v_full": full, "k_free": free, "v_free": free}
+    if has_columns:
+        bars["bias_full"] = full
+    return bars
+
+
+def stream_memory(
+    stages: int, head_dim: int, dtype: Any, has_columns: bool
+) -> dict[str, Any]:
+    """Shared memory of the two rings."""
+    smem = {name: tiled((stages, TILE, head_dim), dtype) for name in ("k", "v")}
+    if has_columns:
+        smem["bias"] = plgpu.SMEM((stages, TILE), jnp.float32)
+    return smem
+
+
+class Producer:
+    """The copying side: streams the keys and values of items through shared memory.
+
+    With `lag`, values follow keys one step behind: the order in which the forward kernel uses
+    them. Each completion of a barrier is awaited, the last ones by `drain`.
+    """
+
+    def __init__(
+        self, walk: Walk, smem: dict[str, Any], bars: dict[str, Any], stages: int, lag: bool
+    ):
+        self.walk, self.smem, self.bars = walk, smem, bars
+        self.stages, self.lag = stages, lag
+
+    def _load(self, name: str, step: Array, source: Any) -> None:
+        slot = lax.rem(step, self.stages)
+
+        @pl.when(step >= self.stages)
+        def _() -> None:
+            plgpu.barrier_wait(self.bars[f"{name}_free"].at[slot])
+
+        plgpu.copy_gmem_to_smem(
+            source, self.smem[name].at[slot], self.bars[f"{name}_full"].at[slot]
+        )
+
+    def load_item(self, it: Item, group: int, step: Array) -> Array:
+        """Loads all tiles of an item; `step` counts tiles since the start of the kernel."""
+        refs, walk = self.walk.refs, self.walk
+        kv_head = lax.div(it.head, group)
+
+        def tile(name: str, number: Array, head: Array) -> Any:
+            return refs[name].at[it.batch, pl.ds(number * TILE, TILE), head]
+
+        def load_values(s: Array, number: Array) -> None:
+            self._load("v", step + s, tile("v", number, kv_head))
+
+        def load_run(number: Array | int, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+            """Loads the blocks of a run, of which the first is the item's step `begin`."""
+            begin, previous = carry
+            first, count = walk.run(it, number)
+
+            def load_block(s: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+                previous, number = carry
+                self._load("k", step + begin + s, tile("k", number, kv_head))
+                if self.lag:
+                    pl.when(begin + s > 0)(lambda: load_values(begin + s - 1, previous))
+                else:
+                    load_values(begin + s, number)
+                # The next list entry is read ahead: its latency hides behind the waits.
+                following = walk.listed_block(it, first + lax.min(s + 1, count - 1))
+                return number, following
+
+            start = lax.cond(count > 0, lambda: walk.listed_block(it, first), lambda: previous)
+            last, _ = lax.fori_loop(0, count, load_block, (previous, start))
+            return begin + count, last
+
+        if walk.runs is None:
+            _, last = load_run(0, (0, jnp.int32(0)))
+        else:
+            _, last = lax.fori_loop(0, walk.runs, load_run, (jnp.int32(0), jnp.int32(0)))
+        if self.lag:
+            pl.when(it.tiles > 0)(lambda: load_values(it.tiles - 1, last))
+        if walk.has_columns:
+
+            def load_column_values(s: Array) -> None:
+                self._load("v", step + it.tiles + s, tile("vc", s, it.head))
+
+            def read_words(s: Array) -> list[Array]:
+                first = s * (TILE // WORD)
+                keep = refs["keep"]
+                return [
+                    keep[it.batch, it.head, it.block, first + part] for part in range(TILE // WORD)
+                ]
+
+            def load_columns(s: Array, words: list[Array]) -> list[Array]:
+                # The next tile's words are read ahead, to hide the latency.
+                following = read_words(lax.min(s + 1, it.column_tiles - 1))
+                self._load("k", step + it.tiles + s, tile("kc", s, it.head))
+                # The slot of the keys is free, and with it that of their bias.
+                slot = lax.rem(step + it.tiles + s, self.stages)
+                index = lax.iota(jnp.int32, TILE)
+                self.smem["bias"][slot] = keep_bias(words, index)
+                plgpu.barrier_arrive(self.bars["bias_full"].at[slot])
+                if self.lag:
+                    pl.when(s > 0)(lambda: load_column_values(s - 1))
+                else:
+                    load_column_values(s)
+                return following
+
+            @pl.when(it.column_tiles > 0)
+            def _() -> None:
+                lax.fori_loop(0, it.column_tiles, load_columns, read_words(jnp.int32(0)))
+
+            if self.lag:
+                pl.when(it.column_tiles > 0)(lambda: load_column_values(it.column_tiles - 1))
+        return step + it.steps
+
+    def drain(self, steps: Array) -> None:
+        """Awaits the release of the last slots."""
+        await_last((self.bars["k_free"], self.bars["v_free"]), steps, self.stages)
