@@ -7,11 +7,13 @@ data, and a checksum of every array, for a changed byte inside a compressed arra
 be read as numbers.
 """
 
+import contextlib
 import dataclasses
 import gc
 import logging
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +119,8 @@ class Checkpoints:
     def _read(self, step: int, **items: Any) -> Any:
         """Some items of a checkpoint; a UserError if they cannot be read."""
         try:
-            return self._manager.restore(step, args=ocp.args.Composite(**items))
+            with _late_reads_unreported():
+                return self._manager.restore(step, args=ocp.args.Composite(**items))
         except Exception as error:  # Orbax raises many kinds, from parsing to I/O
             damaged = _damaged(self.folder / str(step), error)
         _forget_failed_reads()
@@ -135,6 +138,24 @@ class Checkpoints:
             raise UserError(f"{self.folder}: a checkpoint cannot be written ({error})") from error
         finally:
             self._manager.close()
+
+
+@contextlib.contextmanager
+def _late_reads_unreported() -> Iterator[None]:
+    """Of reads that fail: keeps Python from reporting those that end after the first failure.
+
+    Each wakes an event loop that Orbax has closed by then, at any time later. So when the block
+    raises, the hook stays. It passes everything else on.
+    """
+    report = sys.unraisablehook
+
+    def report_others(unraisable: Any) -> None:
+        if str(unraisable.exc_value) != "Event loop is closed":
+            report(unraisable)
+
+    sys.unraisablehook = report_others
+    yield
+    sys.unraisablehook = report
 
 
 def _forget_failed_reads() -> None:

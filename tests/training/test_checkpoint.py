@@ -1,0 +1,34 @@
+"""Reading checkpoints: what a read that fails leaves behind."""
+
+import asyncio
+import sys
+
+import pytest
+
+from mtraining_jax.errors import UserError
+from mtraining_jax.training.checkpoint import Checkpoints
+
+
+class _Dying:
+    """Makes a call as it is collected: Python can only report what that raises."""
+
+    def __init__(self, call):
+        self.call = call
+
+    def __del__(self):
+        self.call()
+
+
+def test_only_reads_that_end_after_a_failed_one_go_unreported(config, tmp_path, monkeypatch):
+    loop = asyncio.new_event_loop()
+    loop.close()
+    reported = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda x: reported.append(x.exc_type))
+
+    checkpoints = Checkpoints(tmp_path, keep=1, async_save=False)
+    with pytest.raises(UserError, match="damaged"):
+        checkpoints.restore(3, None, config)
+    checkpoints.close()
+    _Dying(lambda: loop.call_soon_threadsafe(print))
+    _Dying(lambda: 1 / 0)
+    assert reported == [ZeroDivisionError]
