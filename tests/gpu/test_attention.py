@@ -1,7 +1,6 @@
 """The Hopper kernels: the shared contract at real sizes, then longer and more."""
 
 import functools
-import types
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +9,9 @@ import pytest
 
 import pallas_kernels
 from pallas_kernels import VerticalSlashIndex
-from pallas_kernels.mosaic_gpu import backend
 from pallas_kernels.reference import mask_from_index
 from tests.pallas_kernels import cases
-from tests.pallas_kernels.backward_kernels import two_kernels
+from tests.pallas_kernels.backward_kernels import backend_with, two_kernels
 from tests.pallas_kernels.cases import Size
 from tests.pallas_kernels.contract import AttentionContract, backward, forward, resolve_index
 from tests.pallas_kernels.expected import assert_same_bits, compare, oracle
@@ -36,9 +34,7 @@ class TestMosaicGpu(AttentionContract):
 
     @pytest.fixture(autouse=True)
     def _two_backward_kernels(self, monkeypatch):
-        kernels = types.SimpleNamespace(
-            forward=backend.forward, backward=two_kernels, delta_of=backend.delta_of
-        )
+        kernels = backend_with(two_kernels)
         monkeypatch.setattr(pallas_kernels.attention, "resolve", lambda *_, **__: kernels)
 
 

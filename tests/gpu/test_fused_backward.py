@@ -1,7 +1,6 @@
 """One kernel for the whole backward pass: the shared contract, and the same bits every time."""
 
 import functools
-import types
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +9,8 @@ import pytest
 
 import pallas_kernels
 from pallas_kernels import DiagonalTiles
-from pallas_kernels.mosaic_gpu import backend
 from tests.pallas_kernels import cases
-from tests.pallas_kernels.backward_kernels import one_kernel
+from tests.pallas_kernels.backward_kernels import backend_with, one_kernel
 from tests.pallas_kernels.cases import Size
 from tests.pallas_kernels.contract import AttentionContract
 from tests.pallas_kernels.expected import assert_same_bits
@@ -30,9 +28,7 @@ class _Contract(AttentionContract):
 
     @pytest.fixture(autouse=True)
     def _one_backward_kernel(self, monkeypatch):
-        kernels = types.SimpleNamespace(
-            forward=backend.forward, backward=one_kernel, delta_of=backend.delta_of
-        )
+        kernels = backend_with(one_kernel)
         monkeypatch.setattr(pallas_kernels.attention, "resolve", lambda *_, **__: kernels)
 
 

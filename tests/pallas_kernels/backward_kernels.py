@@ -1,6 +1,9 @@
 """The Hopper backward kernels, one or two of them, whatever the backend would choose."""
 
 import dataclasses
+import functools
+import types
+from collections.abc import Callable
 from typing import Any
 
 from pallas_kernels import DiagonalTiles, SegmentedDiagonals
@@ -20,3 +23,11 @@ def two_kernels(q, *args, **options: Any) -> Gradients:
     """One for dq, one for dk and dv."""
     configs = dataclasses.replace(configs_for(q.shape[-1]), fused=None)
     return backend.backward(q, *args, **options, configs=configs)
+
+
+def backend_with(backward: Callable[..., Gradients], **options: Any) -> types.SimpleNamespace:
+    """The Hopper backend with another backward function; every call gets the options."""
+    functions = dict(forward=backend.forward, backward=backward, delta_of=backend.delta_of)
+    return types.SimpleNamespace(
+        **{name: functools.partial(f, **options) for name, f in functions.items()}
+    )

@@ -1,7 +1,6 @@
 """The Hopper kernels in Pallas' GPU interpreter: tiny shapes, every copy and barrier watched."""
 
 import functools
-import types
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ import pallas_kernels.attention
 from pallas_kernels import DiagonalTiles
 from pallas_kernels.mosaic_gpu import backend
 from tests.pallas_kernels import cases
-from tests.pallas_kernels.backward_kernels import one_kernel, two_kernels
+from tests.pallas_kernels.backward_kernels import backend_with, one_kernel, two_kernels
 from tests.pallas_kernels.cases import Size
 from tests.pallas_kernels.contract import AttentionContract
 
@@ -45,11 +44,7 @@ class _Interpreted(AttentionContract):
     def _interpret(self, monkeypatch, races):
         """Sends kernel calls to the interpreter, and looks for races at the end."""
         params = plgpu.InterpretGPUParams(detect_races=self.detect_races)
-        kernels = types.SimpleNamespace(
-            forward=functools.partial(backend.forward, interpret=params),
-            backward=functools.partial(self.backward, interpret=params),
-            delta_of=functools.partial(backend.delta_of, interpret=params),
-        )
+        kernels = backend_with(self.backward, interpret=params)
         monkeypatch.setattr(pallas_kernels.attention, "resolve", lambda *_, **__: kernels)
         yield
         if self.detect_races:
