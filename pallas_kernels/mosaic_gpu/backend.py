@@ -118,8 +118,8 @@ def backward(
 def delta_of(out: Array, dout: Array, *, interpret: Any = False) -> Array:
     """See `pallas_kernels.attention.delta_of`."""
     rows = out.shape[1]
-    whole = ((0, 0), (0, -rows % ROWS), (0, 0), (0, 0))  # nothing to add for blocks of 128
-    out, dout = jnp.pad(out, whole), jnp.pad(dout, whole)
+    padding = ((0, 0), (0, -rows % ROWS), (0, 0), (0, 0))  # of length 0 for blocks of 128
+    out, dout = jnp.pad(out, padding), jnp.pad(dout, padding)
     return delta_kernel(out, dout, interpret=interpret)[..., :rows]
 
 
