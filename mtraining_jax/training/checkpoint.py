@@ -165,14 +165,16 @@ def _forget_failed_reads() -> None:
     of the others when it collects them, page upon page, around the one sentence that counts.
     """
     asyncio_log = logging.getLogger("asyncio")
-    level = asyncio_log.level
+    level, hook = asyncio_log.level, sys.unraisablehook
     asyncio_log.setLevel(logging.CRITICAL + 1)
+    sys.unraisablehook = lambda _: None
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             gc.collect()
     finally:
         asyncio_log.setLevel(level)
+        sys.unraisablehook = hook
 
 
 def _arrays(state: TrainState) -> dict[str, Any]:
