@@ -3,14 +3,18 @@
     python benchmarks/attention.py [--seq-len ...] [--masks ...] [--head-dim ...] [--out FILE.md]
 
 FlexAttention needs torch, cuDNN needs a GPU; a peer that cannot run here is left out, and the
-output says why.
+output says why. Every shape and kind of mask has a process of its own: they compile side by side,
+then measure one after another. `--workers 0` does all in this process.
 """
 
 import argparse
+import dataclasses
+import json
 import os
 import secrets
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -21,11 +25,11 @@ if __name__ == "__main__":  # from a checkout: the script's folder is importable
 import jax
 import numpy as np
 
-from benchmarks import report
+from benchmarks import report, workers
 from benchmarks.cases import Case, Row, Shape
 from benchmarks.errors import relative_errors
 from benchmarks.flex_peer import FlexPeer
-from benchmarks.masks import BLOCK, block_mask
+from benchmarks.masks import BLOCK, Work, block_mask
 from benchmarks.programs import Ours, random_inputs
 
 HEADS = {128: (16, 2), 64: (14, 2)}  # query and key/value heads by head dim
@@ -33,10 +37,26 @@ LONGEST_DENSE = 131072
 _START = time.perf_counter()
 
 
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """What one process measures: masks (letters) that share the programs of a shape and kind."""
+
+    shape: Shape
+    kind: str
+    masks: str
+
+    @property
+    def name(self) -> str:
+        """For progress lines."""
+        return f"{self.kind} S={self.shape.seq_len} D={self.shape.dim}"
+
+
 def main(argv: list[str] | None = None) -> str:
     """Runs the benchmark and returns its markdown."""
     args = _parse(argv)
-    ours = Ours(args.backend)
+    if args.problem:
+        _work(args)
+        return ""
     on_gpu = jax.default_backend() == "gpu"
     flex_shape = Shape(args.flex_seq_len, *HEADS[128], 128)
     flex = None
@@ -45,66 +65,107 @@ def main(argv: list[str] | None = None) -> str:
         mask = block_mask(_rng(args.seed, "F", flex_shape), flex_shape.heads, flex_shape.seq_len)
         flex = FlexPeer(flex_shape, mask, args.seed, args.repeats)
     try:
-        return _run(args, ours, on_gpu, flex_shape, flex)
+        return _run(args, on_gpu, flex_shape, flex)
     finally:
         if flex is not None:
             flex.close()
 
 
-def _run(args, ours: Ours, on_gpu: bool, flex_shape: Shape, flex: FlexPeer | None) -> str:
-    shapes = [
-        Shape(seq_len, *HEADS[dim], dim)
-        for seq_len in sorted(args.seq_len, reverse=True) for dim in args.head_dim
-    ]
-    # The longest sparse problem comes first, so that its peak of memory shows.
-    plan: list[tuple[Shape, str, list[str]]] = []
-    for shape in shapes:
-        sparse = [m for m in ("B", "A") if m in args.masks]
-        if sparse:
-            plan.append((shape, "slash", sparse))
-        if "D" in args.masks and shape.seq_len <= args.longest_dense:
-            plan += [(shape, "dense", ["D"])] + ([(shape, "cudnn", ["D"])] if on_gpu else [])
-        if "F" in args.masks and shape == flex_shape:
-            plan.append((shape, "blocks", ["F"]))
-    with ThreadPoolExecutor(8) as pool:
-        cases = []
-        for shape, kind, masks in plan:
-            cases.append((Case(pool, shape, kind, ours), masks))
-            _say(f"lowered {kind} S={shape.seq_len} D={shape.dim}")
-        for case, _ in cases:
-            case.wait()
-            _say(f"compiled {case.kind} S={case.shape.seq_len} D={case.shape.dim}")
-    torch = None
-    if flex is not None:
-        running, torch = flex.ready()
-        _say(f"FlexAttention: {torch}")
-        flex, torch = (flex, torch) if running else (None, f"no FlexAttention ({torch})")
+def _run(args, on_gpu: bool, flex_shape: Shape, flex: FlexPeer | None) -> str:
+    rows: list[Row] = []
+    running, torch = False, None
 
-    rows, inputs, of = [], None, None
-    for case, masks in cases:
-        if of != case.shape:
-            inputs, of = None, case.shape
-            key = jax.random.fold_in(jax.random.key(args.seed), of.seq_len + of.dim)
-            inputs = random_inputs(key, of.seq_len, of.heads, of.kv_heads, of.dim)
-            jax.block_until_ready(inputs)
-        for mask in masks:
-            found = case.measure(inputs, mask, _rng(args.seed, mask, of), args.repeats)
-            rows.append(found)
-            _say(report.line(found))
-            _save(args, rows, {}, torch)
-    if flex is not None:
-        rows.append(flex.measure())
-        _say(report.line(rows[-1]))
-    inputs = None
+    def idle() -> bool:
+        """Waits until FlexAttention is compiled: it tries kernels out on the GPU meanwhile."""
+        nonlocal running, torch
+        if flex is not None and torch is None:
+            running, torch = flex.ready()
+            torch = torch if running else f"no FlexAttention ({torch})"
+            _say(torch)
+        return True
+
+    def tell(row: Row) -> None:
+        rows.append(row)
+        _say(report.line(row))
+        _save(args, rows, {}, torch)
+
+    problems = _plan(args, on_gpu, flex_shape)
+    _say(f"{len(problems)} problems")
+    if args.workers:
+        jobs = [(problem.name, _options(args, problem)) for problem in problems]
+        workers.measure(
+            Path(__file__), jobs, args.workers, lambda values: tell(_row(values)), _say, idle
+        )
+    else:
+        for problem in problems:
+            case = _compiled(args, problem)
+            if idle():
+                _measure(args, problem, case, tell)
+    if flex is not None and idle() and running:
+        tell(flex.measure())
     errors = {}
     for dim in args.head_dim if args.error_seq_len else ():
         masks = tuple(m for m in ("D", "A", "B") if m in args.masks)
         errors[dim] = relative_errors(
-            ours, args.seed + dim, args.error_seq_len, *HEADS[dim], dim, masks=masks, cudnn=on_gpu
+            Ours(args.backend), args.seed + dim, args.error_seq_len, *HEADS[dim], dim,
+            masks=masks, cudnn=on_gpu,
         )
         _say(f"errors D={dim}: {errors[dim]}")
         _save(args, rows, errors, torch)
     return _save(args, rows, errors, torch)
+
+
+def _plan(args, on_gpu: bool, flex_shape: Shape) -> list[Problem]:
+    """The problems, longest first."""
+    found = []
+    for seq_len in sorted(args.seq_len, reverse=True):
+        for shape in (Shape(seq_len, *HEADS[dim], dim) for dim in args.head_dim):
+            if sparse := "".join(m for m in "BA" if m in args.masks):
+                found.append(Problem(shape, "slash", sparse))
+            if "D" in args.masks and seq_len <= args.longest_dense:
+                found += [Problem(shape, kind, "D") for kind in ("dense", "cudnn")[: 1 + on_gpu]]
+            if "F" in args.masks and shape == flex_shape:
+                found.append(Problem(shape, "blocks", "F"))
+    return found
+
+
+def _compiled(args, problem: Problem) -> Case:
+    with ThreadPoolExecutor(8) as pool:
+        case = Case(pool, problem.shape, problem.kind, Ours(args.backend))
+        case.wait()
+    _say(f"compiled {problem.name}")
+    return case
+
+
+def _measure(args, problem: Problem, case: Case, tell: Callable[[Row], None]) -> None:
+    shape = problem.shape
+    key = jax.random.fold_in(jax.random.key(args.seed), shape.seq_len + shape.dim)
+    inputs = random_inputs(key, shape.seq_len, shape.heads, shape.kv_heads, shape.dim)
+    jax.block_until_ready(inputs)
+    for mask in problem.masks:
+        tell(case.measure(inputs, mask, _rng(args.seed, mask, shape), args.repeats))
+
+
+def _work(args) -> None:
+    """A process of its own for one problem: compiles, waits for its turn, measures."""
+    values = json.loads(args.problem)
+    problem = Problem(**values | {"shape": Shape(**values["shape"])})
+    case = _compiled(args, problem)
+    if workers.my_turn():
+        _measure(args, problem, case, lambda row: workers.send(dataclasses.asdict(row)))
+
+
+def _options(args, problem: Problem) -> list[str]:
+    """Of the worker that does one problem."""
+    options = [f"--problem={json.dumps(dataclasses.asdict(problem))}", f"--seed={args.seed}"]
+    options += [f"--backend={args.backend}"] if args.backend else []
+    return [*options, f"--repeats={args.repeats}"]
+
+
+def _row(values: dict) -> Row:
+    """What a worker sent."""
+    work = values["work"] and Work(**values["work"])
+    return Row(**values | {"shape": Shape(**values["shape"]), "work": work})
 
 
 def _save(args, rows: list[Row], errors: dict, torch: str | None) -> str:
@@ -141,7 +202,12 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, help="of masks and inputs; default: a fresh one")
     parser.add_argument("--backend", choices=["xla", "mosaic_gpu"], help="default: the best here")
     parser.add_argument("--quick", action="store_true", help="one short problem of each kind")
+    parser.add_argument(
+        "--workers", type=int, default=max((os.cpu_count() or 2) // 2, 1),
+        help="processes that compile at the same time; 0: none",
+    )
     parser.add_argument("--out", type=Path, metavar="FILE.md", help="where the table goes as well")
+    parser.add_argument("--problem", help=argparse.SUPPRESS)  # of a worker
     args = parser.parse_args(argv)
     if args.quick:
         args.seq_len, args.flex_seq_len = [min(args.seq_len)], min(args.seq_len)

@@ -47,7 +47,7 @@ def header(seed: int, repeats: int, torch: str | None) -> str:
         "TFLOP/s executed: 4 D (128 x 128 blocks + 128 columns) forward, 2.5 times that backward; "
         "as if dense: half of S x S instead. cuDNN counts half of S x S. Memory: of the whole "
         "program beyond its inputs and results, as the compiler reserves it and, where it was the "
-        "largest of the run so far, as the device saw it. Of the goal: 1 or more meets it.",
+        "largest of its process so far, as the device saw it. Of the goal: 1 or more meets it.",
         "",
         "",
     ]

@@ -2,9 +2,8 @@
 
     python benchmarks/ring.py [--gpus 1 4] [--seq-len ...] [--rings ...] [--out FILE.md]
 
-Tracing the kernels takes Python longer than running them takes the GPUs, so every problem has a
-process of its own: all trace and compile side by side, then they measure one after another, with
-nothing else going on. `--workers 0` does all in this process.
+Every problem has a process of its own: all trace and compile side by side, then they measure one
+after another. `--workers 0` does all in this process.
 """
 
 import argparse
@@ -12,10 +11,8 @@ import dataclasses
 import json
 import os
 import secrets
-import subprocess
 import sys
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -26,6 +23,7 @@ if __name__ == "__main__":  # from a checkout: the script's folder is importable
 import jax
 
 from benchmarks import ring_report as report
+from benchmarks import workers
 from benchmarks.masks import BLOCK
 from benchmarks.ring_cells import MEASURES, Cell, Row
 from benchmarks.ring_programs import Problem
@@ -34,7 +32,6 @@ from mtraining_jax.parallel.ring_schedule import RINGS
 
 LONGEST_DENSE = 524288
 _START = time.perf_counter()
-_ROW, _READY = "row ", "ready"
 
 
 def main(argv: list[str] | None = None) -> str:
@@ -57,9 +54,11 @@ def main(argv: list[str] | None = None) -> str:
 
     _say(f"{len(problems)} problems on {jax.device_count()} devices")
     if args.workers:
-        size = args.workers
-        for wave in (problems[i : i + size] for i in range(0, len(problems), size)):
-            _run_processes(args, wave, tell)
+        workers.measure(
+            Path(__file__), [(x.name, _options(args, x)) for x in problems], args.workers,
+            lambda values: tell(Row(**values | {"problem": Problem(**values["problem"])})),
+            _say, lambda: time.perf_counter() - _START <= args.stop_after,
+        )
     else:
         for problem in problems:
             cell = _compiled(args, problem)
@@ -118,62 +117,19 @@ def _compiled(args: argparse.Namespace, problem: Problem) -> Cell:
 def _work(args: argparse.Namespace) -> None:
     """A process of its own for one problem: compiles, waits for its turn, measures."""
     cell = _compiled(args, Problem(**json.loads(args.problem)))
-    print(_READY, flush=True)
-    if sys.stdin.readline().strip() != "go":
-        return
-
-    def tell(row: Row) -> None:
-        print(_ROW + json.dumps(dataclasses.asdict(row)), flush=True)
-
-    cell.measure(args.masks, args.seed, args.repeats, args.seconds, tell)
+    if workers.my_turn():
+        cell.measure(
+            args.masks, args.seed, args.repeats, args.seconds,
+            lambda row: workers.send(dataclasses.asdict(row)),
+        )
 
 
-def _run_processes(
-    args: argparse.Namespace, problems: list[Problem], tell: Callable[[Row], None]
-) -> None:
-    """Compiles problems side by side and measures them one after another, in their order."""
-    processes: list[subprocess.Popen] = []
-    try:
-        for problem in problems:
-            options = [f"--problem={json.dumps(dataclasses.asdict(problem))}"]
-            for name in ("masks", "seed", "repeats", "seconds", "cpu_devices"):
-                options += [f"--{name.replace('_', '-')}={getattr(args, name)}"]
-            options += ["--measures", *args.measures]
-            processes.append(
-                subprocess.Popen(
-                    [sys.executable, str(Path(__file__).resolve()), *options],
-                    stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                )
-            )
-        alive = []
-        for problem, process in zip(problems, processes, strict=True):
-            if _read_until(process, _READY) is None:
-                _say(f"FAILED to compile: {problem.name}")
-            else:
-                alive.append((problem, process))
-        for problem, process in alive:
-            if time.perf_counter() - _START > args.stop_after:
-                _say(f"no time left for {problem.name}")
-                continue
-            process.stdin.write("go\n")
-            process.stdin.flush()
-            while (text := _read_until(process, _ROW)) is not None:
-                values = json.loads(text)
-                tell(Row(**values | {"problem": Problem(**values["problem"])}))
-            if process.wait() != 0:
-                _say(f"FAILED to measure: {problem.name}")
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-
-
-def _read_until(process: subprocess.Popen, prefix: str) -> str | None:
-    """The rest of the next line with a prefix; None at the end of the output."""
-    for text in process.stdout:
-        if text.startswith(prefix):
-            return text.removeprefix(prefix)
-    return None
+def _options(args: argparse.Namespace, problem: Problem) -> list[str]:
+    """Of the worker that does one problem."""
+    options = [f"--problem={json.dumps(dataclasses.asdict(problem))}"]
+    for name in ("masks", "seed", "repeats", "seconds", "cpu_devices"):
+        options += [f"--{name.replace('_', '-')}={getattr(args, name)}"]
+    return [*options, "--measures", *args.measures]
 
 
 def _save(args: argparse.Namespace, rows: list[Row]) -> str:
@@ -214,7 +170,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, help="of masks and inputs; default: a fresh one")
     parser.add_argument("--backend", choices=["xla", "mosaic_gpu"], help="default: the best here")
     parser.add_argument(
-        "--workers", type=int, default=max((os.cpu_count() or 4) // 4, 1),
+        "--workers", type=int, default=max((os.cpu_count() or 2) // 2, 1),
         help="processes that compile at the same time; 0: none",
     )
     parser.add_argument(

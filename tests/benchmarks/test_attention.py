@@ -107,11 +107,13 @@ def test_parts_lower_for_a_hopper_gpu_with_lists_built_beforehand(dim, kind, mon
         assert kernels == (3 if kind == "blocks" else 2)
 
 
-def test_a_run_on_cpu_gives_a_table(tmp_path):
+@pytest.mark.parametrize("workers", ["0", "1"])
+def test_a_run_on_cpu_gives_a_table(tmp_path, workers):
     out = tmp_path / "table.md"
     text = attention.main([
         "--seq-len", "2048", "--masks", "A", "--head-dim", "64", "--repeats", "1",
         "--error-seq-len", "0", "--backend", "xla", "--out", str(out), "--seed", "7",
+        "--workers", workers,
     ])
     assert out.read_text() == text and "seed 7" in text
     rows = [line.split("|") for line in text.splitlines() if line.startswith("| 2048 |")]
