@@ -5,7 +5,7 @@ import dataclasses
 from mtraining_jax.config import Config
 from mtraining_jax.training.dry_run_memory import Memory
 from mtraining_jax.training.flops import step_flops
-from mtraining_jax.training.hardware import Gpu
+from mtraining_jax.training.hardware import Gpu, matmul_rate
 from mtraining_jax.training.metrics import REPLAYED
 
 # Mean density that the paper reports for 512K tokens (arXiv 2510.18830): what an index that is
@@ -92,7 +92,7 @@ def seconds(config: Config, gpu: Gpu, memory: Memory, flops: Flops) -> dict[str,
     products = flops.layers + flops.head + flops.recomputed
     result = {
         "attention": attention / devices,
-        "matrix products": products / (devices * gpu.matmul_flops * gpu.matmul_share),
+        "matrix products": products / (devices * matmul_rate(gpu, model.hidden_size)),
     }
     if not dense:
         passes = 2 if model.remat == "full" else 1

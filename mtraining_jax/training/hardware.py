@@ -16,8 +16,9 @@ class Gpu:
         target_config: file beside this one, for compiling without the GPU.
         memory: bytes.
         matmul_flops: bf16 FLOP/s of a large matrix product.
-        matmul_share: of `matmul_flops` that a step's products reach with the norms, gates and
-            casts between them.
+        matmul_share: of `matmul_flops` that the products of a very wide model's step reach.
+        matmul_half_width: width of a model whose norms, gates and casts between the products take
+            as long as these: products grow with its square, what is between them does not.
         sparse_forward, sparse_backward, dense_forward, dense_backward: executed FLOP/s of the
             attention kernels, by head width. Backward counts five products for each tile, as the
             benchmark tables do.
@@ -32,6 +33,7 @@ class Gpu:
     memory: int
     matmul_flops: float
     matmul_share: float
+    matmul_half_width: float
     sparse_forward: dict[int, float]
     sparse_backward: dict[int, float]
     dense_forward: dict[int, float]
@@ -48,8 +50,10 @@ H200 = Gpu(
     memory=150_109_880_320,
     # 8192^3, and a copy: measured on one H200 with jax 0.11.2, CUDA 13.
     matmul_flops=794e12,
-    # benchmarks/results/step-qwen3b-512k-h200x2-2026-11-21.md: 5.88 PFLOP in 10.98 s.
-    matmul_share=0.67,
+    # benchmarks/results/step-{qwen3b-512k-h200x4,others-h200x2}-2026-11-22.md: all but attention
+    # runs at 0.56 of that in a model 896 wide, at 0.71 with 2048 and at 0.74 with 3584.
+    matmul_share=0.87,
+    matmul_half_width=480,
     # benchmarks/results/attention-h200-2026-11-21-in-step.md: mask B at S = 524288.
     sparse_forward={64: 407e12, 128: 540e12},
     sparse_backward={64: 366e12, 128: 443e12},
@@ -62,3 +66,9 @@ H200 = Gpu(
     # docs/log.md, 2026-11-20: 0.87 ms for 16 heads and 131072 keys, caps of 4096.
     index_seconds=0.87e-3 / (16 * 131072),
 )
+
+
+def matmul_rate(gpu: Gpu, hidden_size: int) -> float:
+    """FLOP/s of a training step without its attention, by the width of the model."""
+    between = 1 + gpu.matmul_half_width / hidden_size
+    return gpu.matmul_flops * gpu.matmul_share / between

@@ -12,7 +12,7 @@ from mtraining_jax.config import available_configs, load_config
 from mtraining_jax.models import Qwen2
 from mtraining_jax.training import setup
 from mtraining_jax.training.dry_run import available, dry_run
-from mtraining_jax.training.dry_run_cost import count_flops
+from mtraining_jax.training.dry_run_cost import count_flops, seconds
 from mtraining_jax.training.dry_run_memory import count_parameters, estimate_memory
 from mtraining_jax.training.hardware import H200
 from mtraining_jax.training.loss import linear_cross_entropy
@@ -108,6 +108,27 @@ def test_attention_is_counted_at_the_density(config):
     assert sparse.attention == pytest.approx(0.063 * dense.attention)
     again = count_flops(changed(config, model={"remat": "full"}))
     assert again.attention_recomputed == pytest.approx(0.063 * dense.attention * 4 / 14)
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "tokens", "remat", "measured"),
+    [  # benchmarks/results/step-*-2026-11-22.md
+        ("qwen3b_512k", 4, 524288, "mlp", 9.94),
+        ("qwen3b_512k_dense", 4, 524288, "mlp", 66.79),
+        ("qwen3b_512k", 2, 524288, "attention", 20.27),
+        ("qwen3b_512k", 2, 131072, "mlp", 3.31),
+        ("qwen3b_512k_dense", 2, 131072, "mlp", 10.45),
+        ("qwen0_5b_512k", 2, 131072, "mlp", 0.752),
+        ("qwen7b_512k", 2, 131072, "attention", 6.635),
+    ],
+)
+def test_estimated_times_are_near_those_of_runs(name, devices, tokens, remat, measured):
+    config = load_config(name, [
+        ("parallel.devices_per_node", str(devices)), ("data.seq_len", str(tokens)),
+        ("model.remat", remat), *([] if "dense" in name else [("sparsity.kind", "replay")]),
+    ])
+    found = seconds(config, H200, estimate_memory(config), count_flops(config))
+    assert sum(found.values()) == pytest.approx(measured, rel=0.05), found
 
 
 def test_a_run_that_does_not_fit_says_what_to_change(config, capsys, monkeypatch):
