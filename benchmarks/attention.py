@@ -4,7 +4,7 @@
 
 FlexAttention needs torch, cuDNN needs a GPU; a peer that cannot run here is left out, and the
 output says why. Every shape and kind of mask has a process of its own: they compile side by side,
-then measure one after another. `--workers 0` does all in this process.
+then measure one after another.
 """
 
 import argparse
@@ -14,7 +14,6 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -91,16 +90,10 @@ def _run(args, on_gpu: bool, flex_shape: Shape, flex: FlexPeer | None) -> str:
 
     problems = _plan(args, on_gpu, flex_shape)
     _say(f"{len(problems)} problems")
-    if args.workers:
-        jobs = [(problem.name, _options(args, problem)) for problem in problems]
-        workers.measure(
-            Path(__file__), jobs, args.workers, lambda values: tell(_row(values)), _say, idle
-        )
-    else:
-        for problem in problems:
-            case = _compiled(args, problem)
-            if idle():
-                _measure(args, problem, case, tell)
+    jobs = [(problem.name, _options(args, problem)) for problem in problems]
+    workers.measure(
+        Path(__file__), jobs, args.workers, lambda values: tell(_row(values)), _say, idle
+    )
     if flex is not None and idle() and running:
         tell(flex.measure())
     errors = {}
@@ -129,30 +122,23 @@ def _plan(args, on_gpu: bool, flex_shape: Shape) -> list[Problem]:
     return found
 
 
-def _compiled(args, problem: Problem) -> Case:
-    with ThreadPoolExecutor(8) as pool:
-        case = Case(pool, problem.shape, problem.kind, Ours(args.backend))
-        case.wait()
-    _say(f"compiled {problem.name}")
-    return case
-
-
-def _measure(args, problem: Problem, case: Case, tell: Callable[[Row], None]) -> None:
-    shape = problem.shape
-    key = jax.random.fold_in(jax.random.key(args.seed), shape.seq_len + shape.dim)
-    inputs = random_inputs(key, shape.seq_len, shape.heads, shape.kv_heads, shape.dim)
-    jax.block_until_ready(inputs)
-    for mask in problem.masks:
-        tell(case.measure(inputs, mask, _rng(args.seed, mask, shape), args.repeats))
-
-
 def _work(args) -> None:
     """A process of its own for one problem: compiles, waits for its turn, measures."""
     values = json.loads(args.problem)
     problem = Problem(**values | {"shape": Shape(**values["shape"])})
-    case = _compiled(args, problem)
-    if workers.my_turn():
-        _measure(args, problem, case, lambda row: workers.send(dataclasses.asdict(row)))
+    shape = problem.shape
+    with ThreadPoolExecutor(8) as pool:
+        case = Case(pool, shape, problem.kind, Ours(args.backend))
+        case.wait()
+    _say(f"compiled {problem.name}")
+    if not workers.my_turn():
+        return
+    key = jax.random.fold_in(jax.random.key(args.seed), shape.seq_len + shape.dim)
+    inputs = random_inputs(key, shape.seq_len, shape.heads, shape.kv_heads, shape.dim)
+    jax.block_until_ready(inputs)
+    for mask in problem.masks:
+        row = case.measure(inputs, mask, _rng(args.seed, mask, shape), args.repeats)
+        workers.send(dataclasses.asdict(row))
 
 
 def _options(args, problem: Problem) -> list[str]:
@@ -204,7 +190,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="one short problem of each kind")
     parser.add_argument(
         "--workers", type=int, default=max((os.cpu_count() or 2) // 2, 1),
-        help="processes that compile at the same time; 0: none",
+        help="processes that compile at the same time",
     )
     parser.add_argument("--out", type=Path, metavar="FILE.md", help="where the table goes as well")
     parser.add_argument("--problem", help=argparse.SUPPRESS)  # of a worker
@@ -222,8 +208,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     lengths = args.seq_len + ([args.error_seq_len] if args.error_seq_len else [])
     if "B" in args.masks and min(lengths) < 4096:
         parser.error("--masks: B needs at least 4096 tokens, for its 3000 columns")
-    if args.repeats < 1:
-        parser.error(f"--repeats: {args.repeats} is not positive")
+    for name in ("repeats", "workers"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name}: {getattr(args, name)} is not positive")
     return args
 
 

@@ -107,13 +107,11 @@ def test_parts_lower_for_a_hopper_gpu_with_lists_built_beforehand(dim, kind, mon
         assert kernels == (3 if kind == "blocks" else 2)
 
 
-@pytest.mark.parametrize("workers", ["0", "1"])
-def test_a_run_on_cpu_gives_a_table(tmp_path, workers):
+def test_a_run_on_cpu_gives_a_table(tmp_path):
     out = tmp_path / "table.md"
     text = attention.main([
         "--seq-len", "2048", "--masks", "A", "--head-dim", "64", "--repeats", "1",
         "--error-seq-len", "0", "--backend", "xla", "--out", str(out), "--seed", "7",
-        "--workers", workers,
     ])
     assert out.read_text() == text and "seed 7" in text
     rows = [line.split("|") for line in text.splitlines() if line.startswith("| 2048 |")]
@@ -140,6 +138,7 @@ def test_errors_are_those_of_rounding_and_show_a_wrong_result():
         (["--seq-len", "1000"], "--seq-len: 1000 is not a multiple of 2048"),
         (["--seq-len", "2048"], "--masks: B needs at least 4096 tokens"),
         (["--repeats", "0"], "--repeats: 0 is not positive"),
+        (["--workers", "0"], "--workers: 0 is not positive"),
     ],
 )
 def test_bad_options_are_named(options, message, capsys):
