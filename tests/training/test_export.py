@@ -40,11 +40,11 @@ def assert_rounded(actual, expected):
         np.testing.assert_array_equal(np.asarray(actual[name]), rounded, err_msg=name)
 
 
-def test_a_run_exports_its_last_state_and_another_starts_from_it(config, capsys, tmp_path):
+def test_a_run_exports_its_last_state_and_another_starts_from_it(plain_config, capsys, tmp_path):
     config = changed(
-        config,
+        plain_config,
         run={"steps": 1},
-        parallel={"fsdp": True},
+        parallel={"devices_per_node": 2, "fsdp": True},
         checkpoint={"export_hf": True},
         optimizer={"trainable": ("self_attn",)},
     )

@@ -24,8 +24,10 @@ def test_a_second_start_compiles_nothing(config, tmp_path):
     assert programs() == kept
 
 
-def test_the_last_step_is_not_saved_on_request(config, capsys):
-    config = changed(config, run={"steps": 3}, checkpoint={"every_steps": 2, "last_step": False})
+def test_the_last_step_is_not_saved_on_request(plain_config, capsys):
+    config = changed(
+        plain_config, run={"steps": 3}, checkpoint={"every_steps": 2, "last_step": False}
+    )
     assert len(run(config)) == 3
     assert newest_step(checkpoint_folder(config)) == 2
     printed = capsys.readouterr().out

@@ -91,8 +91,8 @@ def check_print(printed):
         assert text in printed
 
 
-def test_checkpoints_that_cannot_be_used_are_refused(config, capsys):
-    config = changed(config, run={"steps": 1}, checkpoint={"async_save": False})
+def test_checkpoints_that_cannot_be_used_are_refused(plain_config, capsys):
+    config = changed(plain_config, run={"steps": 1}, checkpoint={"async_save": False})
     run(config)
     longer = changed(config, run={"steps": 2})
     before = dumps(written(config))
@@ -141,8 +141,8 @@ def test_loss_that_stays_nan_ends_the_run(config, capsys):
     assert [record["skipped_steps"] for record in records] == [0, 1, 2]
 
 
-def test_interrupted_run_says_how_it_goes_on(config, monkeypatch):
-    config = changed(config, checkpoint={"every_steps": 1})
+def test_interrupted_run_says_how_it_goes_on(plain_config, monkeypatch):
+    config = changed(plain_config, checkpoint={"every_steps": 1})
     show = Display.step
 
     def interrupt_at_2(self, record, line):
