@@ -74,9 +74,8 @@ def test_rematerialisation_and_the_estimate_change_no_number(replay):
     assert "estimated_density" in kept["layers"] and "estimated_density" not in again["layers"]
 
 
-def test_a_trace_that_is_past_is_said_to_be(config, capsys):
-    alone = {"nodes": 1, "devices_per_node": 1}
-    first = changed(config, run={"steps": 1}, sparsity={"kind": "dense"}, parallel=alone)
+def test_a_trace_that_is_past_is_said_to_be(plain_config, capsys):
+    first = changed(plain_config, run={"steps": 1})
     run(first)
     run(changed(first, run={"steps": 2}, profile={"start": 1, "steps": 1}))
     assert "no trace: profile.start = 1 is before the next step" in capsys.readouterr().out
