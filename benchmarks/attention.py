@@ -72,21 +72,21 @@ def main(argv: list[str] | None = None) -> str:
 
 def _run(args, on_gpu: bool, flex_shape: Shape, flex: FlexPeer | None) -> str:
     rows: list[Row] = []
-    running, torch = False, None
 
     def idle() -> bool:
         """Waits until FlexAttention is compiled: it tries kernels out on the GPU meanwhile."""
-        nonlocal running, torch
-        if flex is not None and torch is None:
-            running, torch = flex.ready()
-            torch = torch if running else f"no FlexAttention ({torch})"
-            _say(torch)
-        return True
+        return flex is None or flex.ready is not None
+
+    def torch() -> str | None:
+        if flex is None:
+            return None
+        running, text = flex.ready
+        return text if running else f"no FlexAttention ({text})"
 
     def tell(row: Row) -> None:
         rows.append(row)
         _say(report.line(row))
-        _save(args, rows, {}, torch)
+        _save(args, rows, {}, torch())
 
     problems = _plan(args, on_gpu, flex_shape)
     _say(f"{len(problems)} problems")
@@ -94,8 +94,10 @@ def _run(args, on_gpu: bool, flex_shape: Shape, flex: FlexPeer | None) -> str:
     workers.measure(
         Path(__file__), jobs, args.workers, lambda values: tell(_row(values)), _say, idle
     )
-    if flex is not None and idle() and running:
-        tell(flex.measure())
+    if flex is not None:
+        _say(torch())
+        if flex.ready[0]:
+            tell(flex.measure())
     errors = {}
     for dim in args.head_dim if args.error_seq_len else ():
         masks = tuple(m for m in ("D", "A", "B") if m in args.masks)
@@ -104,8 +106,8 @@ def _run(args, on_gpu: bool, flex_shape: Shape, flex: FlexPeer | None) -> str:
             masks=masks, cudnn=on_gpu,
         )
         _say(f"errors D={dim}: {errors[dim]}")
-        _save(args, rows, errors, torch)
-    return _save(args, rows, errors, torch)
+        _save(args, rows, errors, torch())
+    return _save(args, rows, errors, torch())
 
 
 def _plan(args, on_gpu: bool, flex_shape: Shape) -> list[Problem]:

@@ -1,5 +1,6 @@
 """FlexAttention as a peer: the parent's side of the child process `flex_attention.py`."""
 
+import functools
 import json
 import subprocess
 import sys
@@ -30,8 +31,9 @@ class FlexPeer:
             stdout=subprocess.PIPE, text=True,
         )
 
+    @functools.cached_property
     def ready(self) -> tuple[bool, str]:
-        """Waits until it is compiled: (True, versions) or (False, why there is no peer)."""
+        """(True, versions) or (False, why there is no peer); waits until it is compiled."""
         answer = self._read()
         if "ready" in answer:
             return True, answer["ready"]

@@ -27,18 +27,30 @@ def rows(text: str, *starts: str) -> list[list[str]]:
 
 
 def step_times(text: str) -> list[tuple[float, float]]:
-    """Seconds of attention and of all else, trace by trace."""
+    """Seconds of attention and of all else, of the sparse and of the dense trace.
+
+    Raises:
+        ValueError: if there are not two traces.
+    """
     steps = [float(row[1]) / 1e3 for row in rows(text, "step") if len(row) > 4]
     attention = [float(row[1]) / 1e3 for row in rows(text, "attention kernels")]
+    if not len(steps) == len(attention) == 2:
+        raise ValueError(f"{len(steps)} traces of a step, where a sparse and a dense one belong")
     return [(a, s - a) for a, s in zip(attention, steps, strict=True)]
 
 
 def attention_times(text: str) -> list[tuple[str, float]]:
-    """Name and ms of a layer's forward and backward, choosing and building included."""
+    """Name and ms of a layer's forward and backward, choosing and building included.
+
+    Raises:
+        ValueError: if a row is missing.
+    """
     found = []
     for mask, who, name in BARS:
-        (row,) = rows(text, str(SEQ_LEN), "16/2, 128", mask, who)
-        found.append((name, float(row[8])))
+        of_bar = rows(text, str(SEQ_LEN), "16/2, 128", mask, who)
+        if len(of_bar) != 1:
+            raise ValueError(f"{len(of_bar)} rows of mask {mask} by {who} at {SEQ_LEN} tokens")
+        found.append((name, float(of_bar[0][8])))
     return found
 
 
@@ -78,13 +90,15 @@ def main(argv: list[str] | None = None) -> None:
     for name in ("steps", "attention", "picture"):
         parser.add_argument(name, type=Path)
     args = parser.parse_args(argv)
-    for path in (args.steps, args.attention):
+    times = []
+    for path, read in ((args.steps, step_times), (args.attention, attention_times)):
         if not path.is_file():
             parser.error(f"{path}: no such file")
-    draw(
-        step_times(args.steps.read_text()), attention_times(args.attention.read_text()),
-        args.picture,
-    )
+        try:
+            times.append(read(path.read_text()))
+        except ValueError as error:
+            parser.error(f"{path}: {error}")
+    draw(*times, args.picture)
 
 
 if __name__ == "__main__":

@@ -48,7 +48,22 @@ def test_a_picture_is_drawn(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_missing_table_is_named(tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("name", "cut", "message"),
+    [
+        ("steps.md", None, "steps.md: no such file"),
+        ("steps.md", "| step | 66000", "steps.md: 1 traces of a step, where a sparse and a dense"),
+        ("attention.md", "| FlexAttention |", "attention.md: 0 rows of mask F by FlexAttention"),
+    ],
+)
+def test_a_table_without_what_is_drawn_is_named(tmp_path, capsys, name, cut, message):
+    paths = tables(tmp_path)
+    changed = tmp_path / name
+    if cut is None:
+        changed.unlink()
+    else:
+        lines = changed.read_text().splitlines(keepends=True)
+        changed.write_text("".join(line for line in lines if cut not in line))
     with pytest.raises(SystemExit):
-        plot_results.main([str(tmp_path / "no.md"), "x.md", "y.png"])
-    assert "no.md: no such file" in capsys.readouterr().err
+        plot_results.main([*map(str, paths), str(tmp_path / "y.png")])
+    assert message in capsys.readouterr().err and not (tmp_path / "y.png").exists()
