@@ -61,8 +61,7 @@ def main(argv: list[str] | None = None) -> str:
         )
     else:
         for problem in problems:
-            cell = _compiled(args, problem)
-            cell.measure(args.masks, args.seed, args.repeats, args.seconds, tell)
+            _compiled(args, problem).measure(args.repeats, args.seconds, tell)
     return _save(args, rows)
 
 
@@ -109,6 +108,7 @@ def _compiled(args: argparse.Namespace, problem: Problem) -> Cell:
     with ThreadPoolExecutor(8) as pool:
         cell = Cell(pool, problem, jax.devices(), tuple(args.measures))
         _say(f"lowered {problem.name}")
+        cell.prepare(args.masks, args.seed)
         cell.wait()
     _say(f"compiled {problem.name}")
     return cell
@@ -119,8 +119,7 @@ def _work(args: argparse.Namespace) -> None:
     cell = _compiled(args, Problem(**json.loads(args.problem)))
     if workers.my_turn():
         cell.measure(
-            args.masks, args.seed, args.repeats, args.seconds,
-            lambda row: workers.send(dataclasses.asdict(row)),
+            args.repeats, args.seconds, lambda row: workers.send(dataclasses.asdict(row))
         )
 
 

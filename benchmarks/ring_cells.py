@@ -123,32 +123,40 @@ class Cell:
         """Those of the wanted masks that belong to this problem."""
         return [m for m in ("AB" if self.problem.sparse else "D") if m in wanted]
 
-    def measure(
-        self, masks: str, seed: int, repeats: int, seconds: float, tell: Callable[[Row], None]
-    ) -> None:
-        """Times all programs on each mask and tells its row.
+    def prepare(self, masks: str, seed: int) -> None:
+        """Draws inputs and masks and reports balance: what can be done before its turn.
 
         Args:
             masks: letters; those of other kinds of problem are left out.
             seed: of inputs and masks.
+        """
+        problem = self.problem
+        self._inputs = self.programs.random_inputs(seed)
+        self._prepared: list[tuple[Row, VerticalSlashIndex | None, int]] = []
+        for mask in self.masks(masks):
+            rng = np.random.default_rng([seed, ord(mask), problem.seq_len])
+            pattern = slash_mask(mask, rng, problem.heads, problem.seq_len)
+            row = Row(problem, mask, 0, pattern.work().flops(problem.dim))
+            index = self._index(pattern) if problem.sparse else None
+            self._prepared.append((row, index, self._balance(row, index)))
+        jax.block_until_ready(self._inputs)
+
+    def measure(self, repeats: int, seconds: float, tell: Callable[[Row], None]) -> None:
+        """Times all programs on each prepared mask and tells its row.
+
+        Args:
             repeats: a time is the median of so many, but
             seconds: of fewer, at least 3, where they would take longer than this.
             tell: gets a row as soon as it is there.
         """
-        inputs = self.programs.random_inputs(seed)
-        shard = [self._first_shard(x) for x in inputs]
-        for mask in self.masks(masks):
-            problem = self.problem
-            rng = np.random.default_rng([seed, ord(mask), problem.seq_len])
-            pattern = slash_mask(mask, rng, problem.heads, problem.seq_len)
-            row = Row(problem, mask, repeats, pattern.work().flops(problem.dim))
-            index = self._index(pattern) if problem.sparse else None
-            self._measure(row, inputs, shard, index, seconds)
+        for row, index, rank in self._prepared:
+            row.repeats = repeats
+            self._measure(row, index, rank, seconds)
             tell(row)
 
-    def _measure(self, row: Row, inputs, shard, index, seconds: float) -> None:
-        q, k, v, dout = inputs
-        rank = self._balance(row, index)
+    def _measure(self, row: Row, index, rank: int, seconds: float) -> None:
+        q, k, v, dout = self._inputs
+        shard = [self._first_shard(x) for x in self._inputs]
         both = self._compiled["both"].result()
         row.temp = both.memory_analysis().temp_size_in_bytes
         jax.block_until_ready(both(q, k, v, dout, index))
