@@ -1,6 +1,5 @@
 """A whole run: checks, set-up, the loop, and what to tell at the end."""
 
-import dataclasses
 import functools
 import time
 from collections.abc import Callable
@@ -98,16 +97,6 @@ def _start_anew_or_go_on(config: Config, resume_from: int | None, display: Displ
         multihost_utils.sync_global_devices("the folder of the run is ready")
 
 
-@dataclasses.dataclass
-class _Pending:
-    """A step that the devices work on: its metrics are read while the next one runs."""
-
-    metrics: dict[str, Any]
-    done: Future[float]  # when the devices had done it, by time.perf_counter
-    recall: np.ndarray | None
-    profiled: bool
-
-
 class Trainer:
     """The parts of one run, put together, at the first step or where a checkpoint stands.
 
@@ -186,7 +175,7 @@ class Trainer:
         records: list[Record] = []
         batch = next(self._batches)
         train_step, measure_recall = self._compile(batch)
-        pending: _Pending | None = None
+        pending: Future[Record] | None = None  # of a step that the devices work on
         self.display.start(self._step, total)
         self._clock = time.perf_counter()
         while True:
@@ -201,11 +190,11 @@ class Trainer:
                 recall = np.asarray(measure_recall(self._state, batch))
             with self._profile.step(self._step):
                 self._state, metrics = train_step(self._state, batch)
-            # Starting a step may take until the devices have nearly done it, so nothing in this
-            # thread can tell when they have.
-            done = self._watcher.submit(_when_done, metrics)
+            # Starting a step may take until the devices have nearly done it. Another thread tells
+            # of the step before as soon as they have done that.
+            started = self._watcher.submit(self._finish, metrics, recall, self._profile.open)
             self._wait(pending, records)
-            pending = _Pending(metrics, done, recall, self._profile.open)
+            pending = started
             if self._profile.ends(self._step):
                 self._wait(pending, records)
                 pending = None
@@ -282,15 +271,18 @@ class Trainer:
         check_fits(train_step, self._devices)
         return train_step, measure_recall
 
-    def _wait(self, pending: _Pending | None, records: list[Record]) -> None:
-        """Takes the record of a step as soon as the devices have done it, if there is one."""
+    def _wait(self, pending: Future[Record] | None, records: list[Record]) -> None:
+        """Takes the record of a step when the devices have done it, if there is one."""
         if pending is not None:
-            records.append(self._finish(pending))
+            records.append(pending.result())
 
-    def _finish(self, pending: _Pending) -> Record:
-        """Reads the metrics of a step, tells them, and stops the run if it cannot go on."""
-        now = pending.done.result()
-        metrics = jax.device_get(pending.metrics)
+    def _finish(
+        self, metrics: dict[str, Any], recall: np.ndarray | None, profiled: bool
+    ) -> Record:
+        """Waits for a step, tells its metrics, and stops the run if it cannot go on."""
+        jax.block_until_ready(metrics)
+        now = time.perf_counter()
+        metrics = jax.device_get(metrics)
         seconds, self._clock = now - self._clock, now
         record = step_record(
             metrics,
@@ -299,11 +291,11 @@ class Trainer:
             device_kind=self._devices[0].device_kind,
             memory=Memory.now(self._devices),
         )
-        if pending.profiled:
+        if profiled:
             record["profiled"] = True  # and slower for it
-        if pending.recall is not None:
-            record["recall"] = float(np.mean(pending.recall))
-            record["recall_per_layer"] = pending.recall.tolist()
+        if recall is not None:
+            record["recall"] = float(np.mean(recall))
+            record["recall_per_layer"] = recall.tolist()
         for writer in self._writers:
             writer.write(record)
         step, log_every = record["step"], self.config.run.log_every
@@ -322,12 +314,6 @@ class Trainer:
             f"were not finite, more than optimizer.max_skipped_steps = {allowed}; a lower "
             "optimizer.lr, a longer optimizer.warmup_steps or other data may help"
         )
-
-
-def _when_done(metrics: dict[str, Any]) -> float:
-    """The time at which the devices have computed something."""
-    jax.block_until_ready(metrics)
-    return time.perf_counter()
 
 
 def _short(path: Path) -> str:

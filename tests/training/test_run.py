@@ -1,6 +1,7 @@
 """Whole runs: what they write, and how they go on."""
 
 import shutil
+import threading
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from mtraining_jax.training.checkpoint import newest_step
 from mtraining_jax.training.folder import checkpoint_folder
 from mtraining_jax.training.progress import Display
 from mtraining_jax.training.run import run
+from mtraining_jax.training.setup import Batches
 from tests.training.common import changed, dumps, losses, written
 
 
@@ -155,6 +157,26 @@ def test_interrupted_run_says_how_it_goes_on(plain_config, monkeypatch):
         run(config)
     monkeypatch.undo()
     assert [record["step"] for record in run(config)] == [2, 3, 4]
+
+
+def test_a_step_is_told_before_the_next_is_over(plain_config, monkeypatch):
+    """Steps of long sequences take minutes, and starting one may take as long as itself."""
+    told, tell, take = threading.Semaphore(0), Display.step, Batches.__next__
+    seen = []
+
+    def step(self, record, line):
+        tell(self, record, line)
+        told.release()
+
+    def next_batch(self):
+        if self in seen:  # a step has been started
+            assert told.acquire(timeout=60), "the last step is not told"
+        seen.append(self)
+        return take(self)
+
+    monkeypatch.setattr(Display, "step", step)
+    monkeypatch.setattr(Batches, "__next__", next_batch)
+    assert len(run(plain_config)) == len(seen) == 4
 
 
 def test_folder_that_cannot_be_written_stops_before_any_work(config, tmp_path, monkeypatch):
