@@ -2,9 +2,9 @@
 
     python benchmarks/ring_model.py [--rows RING.json] [--nodes 4] [--devices 8]
 
-From measured times of kernels and index, and given links: what overlaps takes as long as the
-slower of the two, in the order in which `mtraining_jax.parallel` sends and computes. Without
-`--rows`, only the figures of the paper (arXiv 2510.18830), which the model has to reproduce.
+From measured times of kernels, rings of one host and index, and given links: what overlaps takes
+as long as the slower of the two, in the order in which `mtraining_jax.parallel` sends and
+computes. Without `--rows`, only the figures of the paper (arXiv 2510.18830), which it reproduces.
 """
 
 import argparse
@@ -19,7 +19,7 @@ if __name__ == "__main__":  # from a checkout: the script's folder is importable
 from benchmarks.ring_cells import Row
 from benchmarks.ring_programs import Problem
 
-NVLINK, INFINIBAND = 300.0, 25.0  # GB/s one way and GPU, as in the paper
+INFINIBAND = 25.0  # GB/s one way and GPU, as in the paper
 FP32_OVER_BF16 = 2
 
 
@@ -119,26 +119,46 @@ def paper_ms(ring: str) -> float:
     return 1.13 + 2.08 + RINGS[ring][0](Step(compute=0.51, inner=0.13, outer=0.98), 4, 8)
 
 
-def model(row: Row, nodes: int, devices: int, args: argparse.Namespace) -> dict[str, list[float]]:
-    """Forward, backward and all with index, in ms by ring, from a measured row.
+def model(
+    rows: dict[str, Row], nodes: int, devices: int, args: argparse.Namespace
+) -> dict[str, list[float]]:
+    """Forward, backward and all with index, in ms by ring, from measured rows of each ring.
 
-    Kernels take as long per rank as the row's rank alone on one GPU, times its share of the work;
-    the index takes as long as measured, although each rank has fewer keys to look at.
+    A rank's kernels take as long as those of the rows without communication, times its share of
+    the work; the index takes as long as measured, although each rank has fewer keys to look at.
+    What a ring took on one host beyond its kernels (transfers, partial results between steps,
+    launches) it takes here too, since what a GPU sends and carries does not depend on how many
+    there are. With a given inner link it takes what that link takes instead.
     """
-    problem, ranks = row.problem, nodes * devices
-    both = row.local if row.problem.gpus > 1 else row.both
-    forward = both * row.forward / row.both
-    shape = (problem.seq_len, ranks, problem.kv_heads, problem.dim)
-    inner = hop_ms(*shape, args.inner_gb_s, args.latency_ms)
-    outer = hop_ms(*shape, args.outer_gb_s, args.latency_ms)
+    ranks = nodes * devices
+    kernels = min(filter(_silent, rows.values()), key=_silent)
     found = {}
-    for ring, (forward_of, backward_of) in RINGS.items():
-        times = [
-            of(Step(ms * problem.gpus / ranks**2, inner, outer), nodes, devices)
-            for of, ms in ((forward_of, forward), (backward_of, both - forward))
-        ]
+    for ring, row in rows.items():
+        given = args.inner_gb_s is not None
+        without = row if given else kernels
+        shape = (row.problem.seq_len, ranks, row.problem.kv_heads, row.problem.dim)
+        inner = hop_ms(*shape, args.inner_gb_s, args.latency_ms) if given else 0.0
+        outer = hop_ms(*shape, args.outer_gb_s, args.latency_ms)
+        times = []
+        for of, measured, pure in zip(
+            RINGS[ring], (row.forward, row.backward), _passes(without), strict=True
+        ):
+            beyond = 0.0 if given else max(measured - pure, 0.0)
+            visit = (pure * row.problem.gpus / ranks + beyond) / ranks
+            times.append(of(Step(visit, inner, outer), nodes, devices))
         found[ring] = [*times, sum(times) + (row.choose or 0)]
     return found
+
+
+def _silent(row: Row) -> float | None:
+    """Forward and backward without communication, in ms."""
+    return (row.silent or row.local) if row.problem.gpus > 1 else row.both
+
+
+def _passes(row: Row) -> tuple[float, float]:
+    """`_silent`, forward and backward, by their share in the ring."""
+    forward = _silent(row) * row.forward / row.both
+    return forward, _silent(row) - forward
 
 
 def main(argv: list[str] | None = None) -> str:
@@ -147,7 +167,9 @@ def main(argv: list[str] | None = None) -> str:
     parser.add_argument("--rows", type=Path, metavar="FILE.json", help="from benchmarks/ring.py")
     parser.add_argument("--nodes", type=int, default=4)
     parser.add_argument("--devices", type=int, default=8, help="of a node")
-    parser.add_argument("--inner-gb-s", type=float, default=NVLINK, help="per GPU, one way")
+    parser.add_argument(
+        "--inner-gb-s", type=float, help="per GPU, one way; default: as on the host of the rows"
+    )
     parser.add_argument("--outer-gb-s", type=float, default=INFINIBAND, help="per GPU, one way")
     parser.add_argument("--latency-ms", type=float, default=0.02, help="of a hop")
     args = parser.parse_args(argv)
@@ -157,32 +179,47 @@ def main(argv: list[str] | None = None) -> str:
         + "; it reports 34.10 flat and 19.53 hierarchical, and has no gather.",
     ]
     if args.rows:
+        inside = "as measured" if args.inner_gb_s is None else f"{args.inner_gb_s:g} GB/s"
         lines += [
             "",
-            f"Modelled, not measured: {args.nodes} x {args.devices} GPUs, {args.inner_gb_s:g} GB/s "
-            f"inside a node, {args.outer_gb_s:g} between, {args.latency_ms:g} ms a hop; kernels "
-            "and index as measured.",
+            f"Modelled, not measured: {args.nodes} x {args.devices} GPUs, {inside} inside a node, "
+            f"{args.outer_gb_s:g} GB/s between, {args.latency_ms:g} ms a hop; kernels and index "
+            "as measured.",
             "",
-            "| S | mask | measured on | ring | fwd ms | bwd ms | all with index ms |",
+            "| S | mask | ring | measured on | fwd ms | bwd ms | all with index ms |",
             "|" + " --- |" * 7,
         ]
-        for row in _rows(args.rows):
-            for ring, times in model(row, args.nodes, args.devices, args).items():
-                p = row.problem
-                cells = [p.seq_len, row.mask, f"{p.gpus} GPUs, {p.ring}", ring]
+        for (seq_len, mask, _), rows in _rows(args.rows).items():
+            for ring, times in model(rows, args.nodes, args.devices, args).items():
+                p = rows[ring].problem
+                cells = [seq_len, mask, ring, f"{p.nodes} x {p.gpus // p.nodes} GPUs, {p.ring}"]
                 cells += [f"{ms:.2f}" for ms in times]
                 lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines) + "\n"
 
 
-def _rows(path: Path) -> list[Row]:
-    """The rows of striped flat rings whose kernels were timed alone."""
-    rows = [Row(**x | {"problem": Problem(**x["problem"])}) for x in json.loads(path.read_text())]
-    return [
-        row for row in rows
-        if (row.problem.layout, row.problem.ring) == ("striped", "flat")
-        and (row.local or row.problem.gpus == 1)
-    ]
+def _rows(path: Path) -> dict[tuple[int, str, int], dict[str, Row]]:
+    """By length, mask and GPUs: for each ring the striped row that is most like it on many nodes.
+
+    Where no other ring was measured, that of one turn stands for turns within turns; one GPU has
+    no ring, and stands for all.
+    """
+    groups: dict[tuple[int, str, int], list[Row]] = {}
+    for x in json.loads(path.read_text()):
+        row = Row(**x | {"problem": Problem(**x["problem"])})
+        p = row.problem
+        if p.layout == "striped" and _silent(row):
+            groups.setdefault((p.seq_len, row.mask, p.gpus), []).append(row)
+    found: dict[tuple[int, str, int], dict[str, Row]] = {}
+    for key, rows in groups.items():
+        rows.sort(key=lambda row: row.problem.nodes)
+        by_ring = {row.problem.ring: row for row in rows}
+        if "flat" in by_ring:
+            by_ring.setdefault("hierarchical", by_ring["flat"])
+        if key[2] == 1:
+            by_ring = dict.fromkeys(RINGS, rows[0])
+        found[key] = {ring: by_ring[ring] for ring in RINGS if ring in by_ring}
+    return found
 
 
 if __name__ == "__main__":

@@ -53,23 +53,57 @@ def test_a_hop_takes_its_bytes_over_the_link():
     assert hop_ms(524288, 32, 2, 128, 300.0, 0.1) == pytest.approx(0.156, abs=1e-3)
 
 
-def test_a_table_from_measured_rows(tmp_path):
-    problem = Problem(524288, "striped", "flat", 4, 1, True)
-    row = Row(
-        problem, "B", 10, flops=1.0, forward=30.0, both=120.0, local=112.0, choose=1.0,
-    )
-    other = dataclasses.replace(row, problem=dataclasses.replace(problem, ring="gather"))
+@pytest.fixture
+def rows(tmp_path):
+    """A file of rows: a flat ring, a gathered one on two nodes, a zigzag, which has no model."""
+    flat = Row(
+        Problem(524288, "striped", "flat", 4, 1, True), "B", 10, flops=1.0,
+        forward=30.0, both=120.0, silent=112.0, local=100.0, choose=1.0,
+    )  # fmt: skip
+    problem = dataclasses.replace(flat.problem, ring="gather", nodes=2)
+    gather = dataclasses.replace(flat, problem=problem, forward=28.0, both=112.0, silent=108.0)
+    zigzag = dataclasses.replace(flat, problem=dataclasses.replace(flat.problem, layout="zigzag"))
     path = tmp_path / "ring.json"
-    path.write_text(json.dumps([dataclasses.asdict(x) for x in (row, other)]))
-    options = ["--rows", str(path), "--latency-ms", "0", "--outer-gb-s", "25"]
-    text = ring_model.main(options)
+    path.write_text(json.dumps([dataclasses.asdict(x) for x in (flat, gather, zigzag)]))
+    return ["--rows", str(path), "--latency-ms", "0"]
+
+
+def cells(text):
+    """Those of the table's lines: ring, where measured, forward, backward, all."""
     lines = [line.split("|") for line in text.splitlines() if line.startswith("| 524288")]
-    assert [cells[4].strip() for cells in lines] == ["flat", "hierarchical", "gather"]
-    # A rank of 32 has an eighth of the 112 ms of a rank of 4, a quarter of it forward; 32 steps
-    # of 0.109 ms are less than 31 hops of 0.671.
-    forward = 112 / 8 / 4
-    assert float(lines[0][5]) == pytest.approx(31 * 0.671 + forward / 32, abs=0.01)
-    assert float(lines[1][5]) == pytest.approx(forward, abs=0.01)
-    # With instant links everything hides, and the index comes on top.
-    text = ring_model.main([*options, "--inner-gb-s", "1e12", "--outer-gb-s", "1e12"])
-    assert text.count(f"| {112 / 8 + 1:.2f} |") == 3
+    return [[x.strip() for x in line[3:-1]] for line in lines]
+
+
+def test_on_its_own_host_a_ring_takes_what_it_took(rows):
+    found = cells(ring_model.main([*rows, "--nodes", "1", "--devices", "4"]))
+    assert found == [
+        ["flat", "1 x 4 GPUs, flat", "30.00", "90.00", "121.00"],
+        ["hierarchical", "1 x 4 GPUs, flat", "30.00", "90.00", "121.00"],
+        ["gather", "2 x 2 GPUs, gather", "28.00", "84.00", "113.00"],
+    ]
+
+
+def test_on_more_gpus_each_has_less_work_and_sends_as_much(rows):
+    found = cells(ring_model.main([*rows, "--outer-gb-s", "1e12"]))
+    # Links between nodes are instant. Of 32 ranks each has an eighth of the work of 4, the 108 ms
+    # without communication; beyond them the flat ring took 12 ms and the gathered one 4.
+    expected = [108 / 8 + more + 1 for more in (12, 12, 4)]
+    assert [float(x[4]) for x in found] == pytest.approx(expected)
+    # 31 hops of 0.671 ms are more than the steps in between.
+    flat, hierarchical, _ = cells(ring_model.main(rows))
+    assert float(flat[2]) == pytest.approx(31 * 0.671 + (27 / 8 + 3) / 32, abs=0.01)
+    assert float(hierarchical[2]) == pytest.approx(27 / 8 + 3, abs=0.01)
+
+
+def test_with_a_given_link_inside_nodes_the_rings_own_kernels_count(rows):
+    found = cells(ring_model.main([*rows, "--inner-gb-s", "1e12", "--outer-gb-s", "1e12"]))
+    expected = [112 / 8 + 1, 112 / 8 + 1, 108 / 8 + 1]
+    assert [float(x[4]) for x in found] == pytest.approx(expected)
+
+
+def test_one_gpu_stands_for_all_rings(tmp_path):
+    row = Row(Problem(8192, "striped", "flat", 1, 1, True), "A", 1, flops=1.0, forward=8, both=32)
+    path = tmp_path / "ring.json"
+    path.write_text(json.dumps([dataclasses.asdict(row)]))
+    text = ring_model.main(["--rows", str(path), "--latency-ms", "0", "--outer-gb-s", "1e12"])
+    assert text.count("| 1 x 1 GPUs, flat | 0.25 | 0.75 | 1.00 |") == 3
