@@ -40,7 +40,7 @@ def sparse_attention(
     batch_axis: Axes = None,
     sequence_axes: Axes = None,
     head_axis: Axes = None,
-    ring: str = "hierarchical",
+    ring: str = "gather",
 ) -> Array | tuple:
     """Causal attention that computes only the pairs its pattern chooses, forward and backward.
 

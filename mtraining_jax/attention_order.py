@@ -27,7 +27,7 @@ def sequence_layout(
     kind: str = "striped",
     sequence_axes: str | Axes = SEQUENCE_AXES,
     block_size: int = 128,
-    ring: str = "hierarchical",
+    ring: str = "gather",
 ) -> Layout:
     """The order of tokens for a ring over some axes of a mesh.
 

@@ -34,7 +34,7 @@ def make_attention(
     layout: Layout,
     pattern: Pattern | None,
     *,
-    ring: str = "hierarchical",
+    ring: str = "gather",
     backend: str | None = None,
     scale: float | None = None,
     recall_positions: Array | None = None,

@@ -32,7 +32,7 @@ def ring_attention(
     layout: Layout,
     axis_names: tuple[str, ...] = ("node", "device"),
     axis_sizes: tuple[int, ...] | None = None,
-    ring: str = "hierarchical",
+    ring: str = "gather",
     scale: float | None = None,
     backend: str | None = None,
     return_lse: bool = False,

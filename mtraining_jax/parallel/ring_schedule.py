@@ -41,7 +41,7 @@ class RingPlan:
     layout: Layout
     axis_names: tuple[str, ...]
     axis_sizes: tuple[int, ...]
-    ring: str = "hierarchical"
+    ring: str = "gather"
     scale: float | None = None
     backend: str | None = None
 
