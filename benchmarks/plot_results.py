@@ -68,7 +68,7 @@ def draw(steps: list[tuple[float, float]], layer: list[tuple[str, float]], path:
     for name, total in zip(names, starts, strict=True):
         left.text(total, name, f" {total:.1f} s", va="center")
     left.set_xlim(0, 1.2 * max(starts))
-    left.set_title("A training step of Qwen2.5-3B\n524288 tokens, four H200", fontsize=10)
+    left.set_title("A training step of Qwen2.5-3B\n524288 tokens, eight H200", fontsize=10)
     left.legend(frameon=False, loc="lower right", bbox_to_anchor=(1.0, 0.02), fontsize=9)
     for name, ms in layer[::-1]:
         color = COLORS["ours" if name.endswith("ours") else "other"]

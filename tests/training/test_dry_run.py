@@ -113,6 +113,9 @@ def test_attention_is_counted_at_the_density(config):
 @pytest.mark.parametrize(
     ("name", "devices", "tokens", "remat", "measured"),
     [  # benchmarks/results/step-*-2026-11-22.md
+        ("qwen3b_512k", 8, 524288, "mlp", 5.131),
+        ("qwen3b_512k_dense", 8, 524288, "mlp", 33.74),
+        ("qwen3b_2m", 8, 2097152, "attention", 51.37),
         ("qwen3b_512k", 4, 524288, "mlp", 9.94),
         ("qwen3b_512k_dense", 4, 524288, "mlp", 66.79),
         ("qwen3b_512k", 2, 524288, "attention", 20.27),
