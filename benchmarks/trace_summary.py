@@ -13,7 +13,9 @@ one step, the mean over the GPUs and the largest of any:
 - idle: nothing under way, between the first and the last event of the trace.
 
 A second table lists the kernels that take longest; kernels from Pallas with the operation of XLA
-that launched them, for several may have the same name. Needs nothing but Python.
+that launched them, for several may have the same name. A third lists which collectives and copies
+are exposed, and the compute kernel that runs next: most likely it waits for them. Needs nothing
+but Python.
 """
 
 import argparse
@@ -53,15 +55,22 @@ class Event:
     """One event on a stream of a GPU.
 
     Attributes:
-        name: of the kernel, with the operation that launched it in parentheses.
+        name: of the kernel.
         kind: one of `KINDS`.
         start, end: microseconds.
+        operation: of XLA that launched it, "" if not known.
     """
 
     name: str
     kind: str
     start: float
     end: float
+    operation: str = ""
+
+    @property
+    def launched(self) -> str:
+        """The name, with the operation in parentheses."""
+        return f"{self.name} ({self.operation})" if self.operation else self.name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,9 +161,7 @@ def read_trace(path: Path) -> Trace:
         start, duration = float(event["ts"]), float(event.get("dur", 0))
         operation = str(arguments.get("hlo_op", ""))
         kind = kind_of(name, operation)
-        if kind == ATTENTION and operation:
-            name = f"{name} ({operation})"
-        gpus[process].append(Event(name, kind, start, start + duration))
+        gpus[process].append(Event(name, kind, start, start + duration, operation))
     return Trace(len(steps), dict(gpus))
 
 
@@ -175,13 +182,41 @@ def summarize(events: Sequence[Event]) -> Summary:
     )
 
 
+def exposures(events: Sequence[Event]) -> collections.Counter[tuple[str, str, str]]:
+    """Microseconds in which a transfer runs and no compute does, on one GPU.
+
+    By name and kind of the transfer and by name of the compute kernel that starts next, "" where
+    there is none. What several transfers leave exposed at once counts in each.
+    """
+    kernels = sorted((e.start, e.launched) for e in events if e.kind in _COMPUTE)
+    compute = _union((e.start, e.end) for e in events if e.kind in _COMPUTE)
+    starts, ends = [start for start, _ in kernels], [end for _, end in compute]
+    found = collections.Counter()
+    for event in events:
+        if event.kind in _COMPUTE:
+            continue
+        start = event.start
+        for i in range(bisect.bisect_right(ends, start), len(compute)):
+            begin, end = compute[i]
+            # Alone until the next kernel begins.
+            if (until := min(begin, event.end)) > start:
+                following = kernels[bisect.bisect_left(starts, until)][1]
+                found[event.launched, event.kind, following] += until - start
+            start = end
+            if start >= event.end:
+                break
+        if start < event.end:
+            found[event.launched, event.kind, ""] += event.end - start
+    return found
+
+
 def report(gpus: dict[str, list[Event]], steps: int, top: int) -> list[str]:
-    """The two tables; lines.
+    """The three tables; lines.
 
     Args:
         gpus: events of each GPU.
         steps: in the trace; times are divided by it.
-        top: kernels in the second table.
+        top: lines of the second table and of the third.
     """
     summaries = [summarize(events) for events in gpus.values()]
     mean_window = sum(x.window for x in summaries) / len(summaries)
@@ -212,17 +247,29 @@ def report(gpus: dict[str, list[Event]], steps: int, top: int) -> list[str]:
     lines += ["", "| kernel | kind | mean ms | share | events |", "|---|---|---|---|---|"]
     times, counts = collections.Counter(), collections.Counter()
     for event in (e for events in gpus.values() for e in events):
-        key = event.name, event.kind
+        key = event.launched if event.kind == ATTENTION else event.name, event.kind
         times[key] += event.end - event.start
         counts[key] += 1
     for (name, kind), time in times.most_common(top):
         mean, launches = time / len(gpus), counts[name, kind] / steps / len(gpus)
-        shown = name if len(name) <= 80 else name[:77] + "..."
         lines.append(
-            f"| {shown} | {kind} | {mean / steps / 1e3:.2f} | {mean / mean_window:.1%} |"
+            f"| {_short(name)} | {kind} | {mean / steps / 1e3:.2f} | {mean / mean_window:.1%} |"
             f" {launches:.0f} |"
         )
+    exposed = sum((exposures(events) for events in gpus.values()), collections.Counter())
+    lines += ["", "| exposed | kind | before | mean ms | share |", "|---|---|---|---|---|"]
+    for (name, kind, following), time in exposed.most_common(top):
+        mean = time / len(gpus)
+        lines.append(
+            f"| {_short(name)} | {kind} | {_short(following)} | {mean / steps / 1e3:.2f} |"
+            f" {mean / mean_window:.1%} |"
+        )
     return lines
+
+
+def _short(name: str) -> str:
+    """Fits a table; the operation at the end stays."""
+    return name if len(name) <= 80 else f"{name[:48]}...{name[-29:]}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -109,8 +109,14 @@ def test_report_of_the_newest_trace_in_a_folder(trace, tmp_path, capsys):
     assert "| idle | 1.38 | 1.38 | 39.0% |  |  |" in printed
     assert "| step | 3.52 | 3.52 | 100.0% |  |  |" in printed
     first = "| kernel_mosaic_gpu (forward.7) | attention kernels | 1.00 | 28.4%"
-    assert printed[-2].startswith(first)
-    assert printed[-1].startswith("| ncclDevKernel_SendRecv")
+    assert printed[-7].startswith(first)
+    assert printed[-6].startswith("| ncclDevKernel_SendRecv")
+    # 300 microseconds of the transfer in each step; after those of the second nothing comes.
+    assert printed[-2] == (
+        "| ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>) | collectives |"
+        " kernel_mosaic_gpu (forward.7) | 0.15 | 4.3% |"
+    )
+    assert printed[-1] == printed[-2].replace("kernel_mosaic_gpu (forward.7)", "")
 
 
 def test_what_cannot_be_read_is_one_sentence(tmp_path, capsys):
