@@ -154,8 +154,6 @@ class Trainer:
             batches.go_to(place)
             self.display.say(f"going on from the checkpoint of step {resume_from}")
         self._step = resume_from or 0
-        self._watcher = ThreadPoolExecutor(1, "watcher")
-        self._closers.append(functools.partial(self._watcher.shutdown, wait=True))
         start = config.profile.start
         if start is not None and start <= self._step:
             self.display.say(f"no trace: profile.start = {start} is before the next step")
@@ -164,6 +162,9 @@ class Trainer:
         if distributed.is_first():
             self._writers = open_writers(config, self._step)
             self._closers += [writer.close for writer in self._writers]
+        # The last to be made and so the first to be closed: it writes.
+        self._watcher = ThreadPoolExecutor(1, "watcher")
+        self._closers.append(functools.partial(self._watcher.shutdown, wait=True))
 
     def train(self) -> list[Record]:
         """Takes all steps that are left, and saves the last state.
