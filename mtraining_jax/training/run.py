@@ -111,6 +111,7 @@ class Trainer:
 
     def __init__(self, config: Config, resume_from: int | None, display: Display) -> None:
         self.config, self.display = config, display
+        self._over = False  # nothing more is told, of a step that was under way at the end
         self._closers: list[Callable[[], None]] = []
         try:
             self._set_up(resume_from)
@@ -247,6 +248,7 @@ class Trainer:
 
     def close(self) -> None:
         """Finishes all that is being written; the first error of several is raised."""
+        self._over = True
         closers, self._closers = self._closers[::-1], []
         errors = []
         for close in closers:
@@ -297,6 +299,8 @@ class Trainer:
         if recall is not None:
             record["recall"] = float(np.mean(recall))
             record["recall_per_layer"] = recall.tolist()
+        if self._over:
+            return record
         for writer in self._writers:
             writer.write(record)
         step, log_every = record["step"], self.config.run.log_every
@@ -308,6 +312,7 @@ class Trainer:
         in_row, allowed = int(metrics["skipped_in_row"]), self.config.optimizer.max_skipped_steps
         if in_row <= allowed:
             return
+        self._over = True
         what = "gradient norm" if record["loss"] is not None else "loss"
         value = metrics["grad_norm"] if record["loss"] is not None else metrics["loss"]
         raise UserError(
