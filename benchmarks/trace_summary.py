@@ -174,10 +174,7 @@ def summarize(events: Sequence[Event]) -> Summary:
     return Summary(
         window=window,
         busy={kind: _length(unions[kind]) for kind in KINDS},
-        exposed={
-            kind: _length(unions[kind]) - _overlap(unions[kind], compute)
-            for kind in (COLLECTIVE, COPY)
-        },
+        exposed={kind: _length(_minus(unions[kind], compute)) for kind in (COLLECTIVE, COPY)},
         idle=window - _length(everything),
     )
 
@@ -190,23 +187,15 @@ def exposures(events: Sequence[Event]) -> collections.Counter[tuple[str, str, st
     """
     kernels = sorted((e.start, e.launched) for e in events if e.kind in _COMPUTE)
     compute = _union((e.start, e.end) for e in events if e.kind in _COMPUTE)
-    starts, ends = [start for start, _ in kernels], [end for _, end in compute]
+    starts = [start for start, _ in kernels]
     found = collections.Counter()
     for event in events:
         if event.kind in _COMPUTE:
             continue
-        start = event.start
-        for i in range(bisect.bisect_right(ends, start), len(compute)):
-            begin, end = compute[i]
-            # Alone until the next kernel begins.
-            if (until := min(begin, event.end)) > start:
-                following = kernels[bisect.bisect_left(starts, until)][1]
-                found[event.launched, event.kind, following] += until - start
-            start = end
-            if start >= event.end:
-                break
-        if start < event.end:
-            found[event.launched, event.kind, ""] += event.end - start
+        for start, end in _minus([(event.start, event.end)], compute):
+            after = bisect.bisect_left(starts, end)
+            following = kernels[after][1] if after < len(kernels) else ""
+            found[event.launched, event.kind, following] += end - start
     return found
 
 
@@ -311,20 +300,22 @@ def _union(intervals: Iterable[Interval]) -> list[Interval]:
     return [(start, end) for start, end in merged]
 
 
-def _length(union: Sequence[Interval]) -> float:
-    return sum(end - start for start, end in union)
+def _length(intervals: Iterable[Interval]) -> float:
+    return sum(end - start for start, end in intervals)
 
 
-def _overlap(left: Sequence[Interval], right: Sequence[Interval]) -> float:
-    """Length of what two unions share."""
-    ends = [end for _, end in right]
-    total = 0.0
-    for start, end in left:
-        for i in range(bisect.bisect_right(ends, start), len(right)):
-            if right[i][0] >= end:
+def _minus(intervals: Iterable[Interval], union: Sequence[Interval]) -> Iterable[Interval]:
+    """What of the intervals lies outside of a union."""
+    for start, end in intervals:
+        for i in range(bisect.bisect_right(union, start, key=lambda x: x[1]), len(union)):
+            begin, until = union[i]
+            if begin >= end:
                 break
-            total += min(end, right[i][1]) - max(start, right[i][0])
-    return total
+            if begin > start:
+                yield start, begin
+            start = until
+        if start < end:
+            yield start, end
 
 
 if __name__ == "__main__":
