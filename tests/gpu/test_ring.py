@@ -3,7 +3,7 @@
 Most of the time is tracing. With a process for each test the whole takes as long as the longest:
 
     export MTRAINING_TEST_GPU=1 XLA_PYTHON_CLIENT_PREALLOCATE=false
-    python -m pytest tests/gpu/test_ring.py -n 12
+    python -m pytest tests/gpu/test_ring.py -n 8
 """
 
 import functools
@@ -114,7 +114,7 @@ def program(case: str):
 @functools.cache
 def expected(name: str):
     """The oracle's results, one key/value head after another to bound its memory."""
-    # Tens of GB: each process of pytest-xdist takes another GPU.
+    # 14 GB: each process of pytest-xdist takes another GPU.
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     with jax.default_device(jax.devices()[worker % jax.device_count()]):
         return _expected(INDICES[name]())
