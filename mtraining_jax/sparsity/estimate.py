@@ -51,11 +51,10 @@ def softmax_scores(
     num_blocks: int,
     axis_names: AxisNames,
     backend: str | None = None,
-) -> tuple[Array, Array]:
-    """Mean attention mass of every local key column and of the diagonals that end there.
+) -> tuple[Array, Array, Array]:
+    """Mean attention mass of every local key column, and of diagonals within local blocks.
 
-    The softmax of the last queries runs over all keys of all ranks. A diagonal s is held by the
-    key that the last query sees at distance s, token S-1-s.
+    The softmax of the last queries runs over all keys of all ranks.
 
     Args:
         q_BHuD: [B, Hq, last_q, D], the last queries (the same on all ranks).
@@ -68,8 +67,9 @@ def softmax_scores(
             take last_q = 64; any other number runs in XLA.
 
     Returns:
-        (vertical, slash), both int32 [B, Hq, n/g, g]; 2^30 is all the mass of a head, to which
-        each of them adds up over the whole sequence, but for rounding.
+        (columns, own, tails), int32 [B, Hq, n/g, g], [B, Hq, n/g, g] and [B, Hq, n/g, last_q-1];
+        2^30 is all the mass of a head, to which the columns add up over the whole sequence, but
+        for rounding. The diagonals are whole after `join_diagonals`.
     """
     where = dict(scale=scale, block_ids=block_ids, num_blocks=num_blocks)
     block_size = k_BnHD.shape[1] // block_ids.shape[0]
@@ -89,8 +89,7 @@ def softmax_scores(
     high, low = (x.astype(jnp.float32) for x in exchange.exact_sum(limbs, axis_names))
     # The product is exact (a power of two), so contraction cannot change this sum.
     normaliser = (high + low * 2.0**-_LOW_BITS) * 2.0**-_HIGH_BITS
-    vertical, own, tails = tiles.masses(peak, normaliser)
-    return vertical, _add_tails(own, tails, block_ids, num_blocks, axis_names)
+    return tiles.masses(peak, normaliser)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,9 +176,8 @@ def logit_scores(
     *,
     block_ids: Array,
     num_blocks: int,
-    axis_names: AxisNames,
-) -> tuple[Array, Array]:
-    """Sums of raw logits over columns and diagonals, without softmax or scale.
+) -> tuple[Array, Array, Array]:
+    """Sums of raw logits over columns, and diagonals of blocks, without softmax or scale.
 
     A column that not all of the last queries see has score -inf, as in the reference. The scale
     is left out because it does not change the order.
@@ -189,10 +187,9 @@ def logit_scores(
         k_BnHD: [B, n, Hk, D], local keys.
         block_ids: int32 [n/g], global number of each local block.
         num_blocks: NB.
-        axis_names: mesh axes the sequence is sharded over.
 
     Returns:
-        (vertical, slash), both fp32 [B, Hq, n/g, g]; diagonals are held as in `softmax_scores`.
+        (columns, own, tails), fp32, of the shapes that `softmax_scores` gives.
     """
     block_size = k_BnHD.shape[1] // block_ids.shape[0]
 
@@ -201,10 +198,26 @@ def logit_scores(
         return _ordered_sum(logits), _ordered_sum(_skew(seen))
 
     queries = (q_BHuD, last_positions(q_BHuD.shape[2], num_blocks * block_size))
-    vertical, diagonals = map_logits(block_scores, *queries, k_BnHD, block_ids, num_blocks)
-    tails = diagonals[..., block_size:]
-    slash = _add_tails(diagonals[..., :block_size], tails, block_ids, num_blocks, axis_names)
-    return vertical, slash
+    columns, diagonals = map_logits(block_scores, *queries, k_BnHD, block_ids, num_blocks)
+    return columns, diagonals[..., :block_size], diagonals[..., block_size:]
+
+
+def join_diagonals(own: Array, tails: Array) -> Array:
+    """Adds to the diagonals of every block what those of the block before carry over.
+
+    A diagonal s is held by the key that the last query sees at distance s, token S-1-s.
+
+    Args:
+        own: [..., NB, g], what the queries see of a diagonal in the block that holds it.
+        tails: [..., NB, last_q - 1], what they see in each block of the diagonals that the first
+            keys of the next one hold.
+
+    Returns:
+        [..., NB, g].
+    """
+    lead = [(0, 0)] * (tails.ndim - 2)
+    received = jnp.pad(tails[..., :-1, :], [*lead, (1, 0), (0, own.shape[-1] - tails.shape[-1])])
+    return own + received
 
 
 def last_positions(count: int, seq_len: int) -> Array:
@@ -285,16 +298,6 @@ def _skew(x: Array) -> Array:
     # Read with one column less, each row starts one place further right than the row before.
     x = x.reshape(*lead, rows * (columns + rows))[..., : rows * (columns + rows - 1)]
     return x.reshape(*lead, rows, columns + rows - 1)
-
-
-def _add_tails(
-    own: Array, tails: Array, block_ids: Array, num_blocks: int, axis_names: AxisNames
-) -> Array:
-    """Adds what the diagonals of each block carry over to the first tokens of the next block."""
-    if tails.shape[-1] == 0:
-        return own
-    received = exchange.from_previous_block(tails, block_ids, num_blocks, axis_names)
-    return own.at[..., : tails.shape[-1]].add(received)
 
 
 def _mean_of_rows(mass: Array, count: int) -> Array:

@@ -1,6 +1,5 @@
 """Exact exchanges between ranks: nothing here rounds, so nothing depends on the rank count."""
 
-import math
 from collections.abc import Sequence
 
 import jax.numpy as jnp
@@ -20,19 +19,10 @@ def maximum(x: Array, axis_names: AxisNames) -> Array:
     return lax.pmax(x, tuple(axis_names)) if axis_names else x
 
 
-def block_table(values: Array, block_ids: Array, num_blocks: int) -> Array:
-    """Places values [..., n/g] of the local blocks in a table [..., NB], zero elsewhere.
-
-    Ids outside 0 .. NB-1 are dropped. `exact_sum` of the tables of all ranks is the whole table.
-    """
-    table = jnp.zeros((*values.shape[:-1], num_blocks), values.dtype)
-    return table.at[..., block_ids].set(values, mode="drop")
-
-
 def local_index(block_ids: Array, num_blocks: int) -> Array:
-    """int32 [NB + 1]: where block b sits among `block_ids`, or -1; the last entry is -1."""
-    places = jnp.arange(1, block_ids.shape[0] + 1, dtype=jnp.int32)
-    return block_table(places, block_ids, num_blocks + 1) - 1
+    """int32 [NB]: where block b sits among `block_ids` (of ids below NB), or -1."""
+    places = jnp.arange(block_ids.shape[0], dtype=jnp.int32)
+    return jnp.full(num_blocks, -1, jnp.int32).at[block_ids].set(places, mode="drop")
 
 
 def gather_rows(
@@ -58,44 +48,58 @@ def gather_rows(
     return exact_sum(mine, axis_names).astype(x_BnHD.dtype)
 
 
-def from_previous_block(
-    tails: Array, block_ids: Array, num_blocks: int, axis_names: AxisNames
-) -> Array:
-    """What the block before each local block (in global order) has to hand on.
+def to_heads(
+    parts: Sequence[Array], block_ids: Array, num_blocks: int, axis_names: AxisNames
+) -> tuple[list[Array], Array]:
+    """Deals whole sequences of some heads to every rank, in one all-to-all.
 
-    The block before a local block must live on this rank, on the rank before or after it, or on
-    the rank before it when ranks are numbered device-major (device * N + node); all cyclically.
-    That holds for every layout of this package, and keeps the traffic at a few shifts of the
-    local tails instead of a gather of everybody's.
+    What concerns a head alone then needs no further exchange, and each rank does its share.
 
     Args:
-        tails: [B, H, n/g, T], of each local block.
-        block_ids: int32 [n/g].
-        num_blocks: NB.
+        parts: arrays [B, Hq, n/g, w] of 32-bit numbers, of the local blocks.
+        block_ids: int32 [n/g], global number of each local block.
+        num_blocks: NB, blocks of all ranks.
         axis_names: mesh axes the sequence is sharded over.
 
     Returns:
-        [B, H, n/g, T]; zeros for global block 0.
+        (whole, heads): arrays [R, NB, w] with blocks in global order, where R = ceil(B*Hq / ranks)
+        rows b*Hq + h, of which rank r has those from r*R on; and int32 [R], the head h of each.
+        Where they do not come out even, the first rows come again after the last.
     """
-    sources = [(tails, block_ids)]
+    batch, heads, num_local = parts[0].shape[:3]
+    rows = batch * heads
+    ids = jnp.broadcast_to(block_ids[:, None], (batch, heads, num_local, 1))
+    as_bits = [lax.bitcast_convert_type(x, jnp.int32) for x in (*parts, ids)]
+    packed = jnp.concatenate(as_bits, axis=-1).reshape(rows, num_local, -1)
+    row = jnp.arange(rows, dtype=jnp.int32)
     if axis_names:
         axes = tuple(axis_names)
-        for shift in _shifts([lax.axis_size(axis) for axis in axes]):
-            sources.append(lax.ppermute((tails, block_ids), axes, shift))
-    tails = jnp.concatenate([tail for tail, _ in sources], axis=2)
-    owned = jnp.concatenate([ids for _, ids in sources])
-    # Entry b + 1 of the table tells where the tail of block b is. A block that came twice, from
-    # the same rank by two shifts, brought the same tail twice.
-    source = local_index(owned + 1, num_blocks + 1)[block_ids]
-    return jnp.where((source >= 0)[:, None], tails[:, :, jnp.maximum(source, 0)], 0)
+        ranks = lax.axis_size(axes)
+        share = -(-rows // ranks)
+        packed = packed[np.arange(ranks * share) % rows]
+        packed = lax.all_to_all(packed, axes, split_axis=0, concat_axis=1, tiled=True)
+        row = lax.axis_index(axes) * share + jnp.arange(share, dtype=jnp.int32)
+    packed = packed[:, local_index(packed[0, :, -1], num_blocks)]
+    ends = np.cumsum([x.shape[-1] for x in parts]).tolist()
+    whole = [
+        lax.bitcast_convert_type(packed[..., end - x.shape[-1] : end], x.dtype)
+        for x, end in zip(parts, ends, strict=True)
+    ]
+    return whole, row % heads
 
 
-def _shifts(axis_sizes: Sequence[int]) -> list[tuple[tuple[int, int], ...]]:
-    """Permutations (source, destination) of the ranks that `from_previous_block` names."""
-    ranks = np.arange(math.prod(axis_sizes)).reshape(axis_sizes)
-    row_major = ranks.reshape(-1).tolist()
-    device_major = ranks.T.reshape(-1).tolist()
-    orders = [row_major, row_major[::-1], device_major]
-    shifts = [tuple(sorted(zip(order, order[1:] + order[:1], strict=True))) for order in orders]
-    identity = tuple((rank, rank) for rank in row_major)
-    return [shift for shift in dict.fromkeys(shifts) if shift != identity]
+def from_heads(x: Array, batch: int, heads: int, axis_names: AxisNames) -> Array:
+    """What each rank found for the rows that `to_heads` dealt it, on every rank.
+
+    Args:
+        x: [R, T].
+        batch: B.
+        heads: Hq.
+        axis_names: mesh axes the sequence is sharded over.
+
+    Returns:
+        [B, Hq, T].
+    """
+    if axis_names:
+        x = lax.all_gather(x, tuple(axis_names), axis=0, tiled=True)
+    return x[: batch * heads].reshape(batch, heads, -1)

@@ -1,9 +1,8 @@
-"""Choosing the largest of many keys that are spread over ranks, in exact integer arithmetic.
+"""Choosing the largest of many keys, in exact integer arithmetic.
 
-The order is total: key descending, then id ascending. Instead of sorting, the key of the last
-entry kept is searched digit by digit: each round counts, on every rank, the keys at and above a
-few candidate thresholds and adds the counts up over ranks. No rank sees more than its own keys, no
-rank does more than the others, and what travels are a few hundred integers per head.
+The order is total: key descending, then place ascending. Instead of sorting, the key of the last
+entry kept is searched digit by digit: each round counts the keys at and above a few candidate
+thresholds.
 """
 
 import dataclasses
@@ -11,9 +10,6 @@ import functools
 
 import jax.numpy as jnp
 from jax import Array, lax
-
-from mtraining_jax.sparsity import exchange
-from mtraining_jax.sparsity.exchange import AxisNames
 
 KEY_BITS = 32
 _DIGIT_BITS = 4
@@ -43,72 +39,43 @@ class Rule:
     keep_crossing: bool = True
 
 
-def kept_entries(
-    keys: Array, ids: Array, num_blocks: int, rule: Rule, axis_names: AxisNames
-) -> tuple[Array, Array]:
+def kept_entries(keys: Array, rule: Rule) -> tuple[Array, Array]:
     """Marks the entries that a rule keeps.
 
     Args:
-        keys: uint32 [..., n/g, g], local keys. The id of an entry is `ids * g` plus its place in
-            the block.
-        ids: int32 [..., n/g], broadcast against `keys`: the rank of each local block in the order
-            that breaks ties.
-        num_blocks: NB, blocks over all ranks.
+        keys: uint32 [..., NB, g]; entries are numbered block after block.
         rule: what to keep.
-        axis_names: mesh axes the blocks are spread over.
 
     Returns:
-        (kept, kept_before): bool [..., n/g, g], and int32 [..., NB + 1], the number of entries
-        kept in all blocks with a smaller id; its last entry is the number kept at all.
+        (kept, count): bool [..., NB, g], and int32 [...], the number of entries kept.
     """
-    threshold, ties_kept = _find_threshold(keys, rule, axis_names)
+    threshold, ties_kept = _find_threshold(keys, rule)
     above = keys > threshold[..., None, None]
     tied = keys == threshold[..., None, None]
-
-    @functools.partial(jnp.vectorize, signature="(n),(n)->(b)")
-    def table(counts, ids):
-        return exchange.block_table(counts, ids, num_blocks)
-
-    local_counts = (x.sum(-1, dtype=jnp.int32) for x in (above, tied))
-    above_counts, tied_counts = exchange.exact_sum(
-        tuple(table(counts, ids) for counts in local_counts), axis_names
-    )
-    tied_before = _exclusive_cumsum(tied_counts)
-    ties_left = ties_kept[..., None] - tied_before[..., :-1]
-    kept_counts = above_counts + jnp.clip(ties_left, 0, tied_counts)
-    first = jnp.take_along_axis(ties_left, jnp.broadcast_to(ids, keys.shape[:-1]), axis=-1)
-    kept = above | (tied & (_exclusive_cumsum(tied)[..., :-1] < first[..., None]))
-    return kept, _exclusive_cumsum(kept_counts)
+    kept = above | (tied & (_numbered(tied) < ties_kept[..., None, None]))
+    return kept, kept.sum((-2, -1), dtype=jnp.int32)
 
 
-def ascending_ids(
-    kept: Array, kept_before: Array, ids: Array, capacity: int, fill: int, axis_names: AxisNames
-) -> Array:
-    """Ids of the kept entries of all ranks in ascending order.
+def ascending_entries(kept: Array, capacity: int, fill: int) -> Array:
+    """Numbers of the kept entries in ascending order.
 
     Args:
-        kept: bool [..., n/g, g] from `kept_entries`.
-        kept_before: int32 [..., NB + 1] from `kept_entries`.
-        ids: int32 [n/g].
+        kept: bool [..., NB, g] from `kept_entries`.
         capacity: length of the list; at least the number of entries kept.
-        fill: value beyond the end; above every id.
-        axis_names: mesh axes the blocks are spread over.
+        fill: value beyond the end; above every number.
 
     Returns:
-        int32 [..., capacity], the same on every rank.
+        int32 [..., capacity].
     """
-    size = kept.shape[-1]
-    places = kept_before[..., ids][..., None] + _exclusive_cumsum(kept)[..., :-1]
-    places = jnp.where(kept, places, capacity)
-    # Differences from `fill`, so that the zeros of places nobody fills mean `fill`.
-    values = fill - (ids[:, None] * size + jnp.arange(size, dtype=jnp.int32))
+    places = jnp.where(kept, _numbered(kept), capacity)
+    numbers = jnp.arange(kept.shape[-2] * kept.shape[-1], dtype=jnp.int32)
 
     @functools.partial(jnp.vectorize, signature="(n,g)->(c)")
     def scatter(where):
-        zeros = jnp.zeros(capacity, jnp.int32)
-        return zeros.at[where.reshape(-1)].set(values.reshape(-1), mode="drop")
+        empty = jnp.full(capacity, fill, jnp.int32)
+        return empty.at[where.reshape(-1)].set(numbers, mode="drop")
 
-    return fill - exchange.exact_sum(scatter(places), axis_names)
+    return scatter(places)
 
 
 def float_keys(x: Array) -> Array:
@@ -119,14 +86,14 @@ def float_keys(x: Array) -> Array:
     return jnp.where(bits & sign, ~bits, bits | sign)
 
 
-def _find_threshold(keys: Array, rule: Rule, axis_names: AxisNames) -> tuple[Array, Array]:
+def _find_threshold(keys: Array, rule: Rule) -> tuple[Array, Array]:
     """Key of the last entry kept, and how many entries with that key are kept.
 
     Entries above the threshold are all kept. The second result may exceed the number of entries
     there are.
 
     Returns:
-        (uint32 [...], int32 [...]), over the leading dimensions of `keys` [..., n/g, g].
+        (uint32 [...], int32 [...]), over the leading dimensions of `keys` [..., NB, g].
     """
     lead = keys.shape[:-2]
     rounds = KEY_BITS // _DIGIT_BITS
@@ -147,9 +114,7 @@ def _find_threshold(keys: Array, rule: Rule, axis_names: AxisNames) -> tuple[Arr
         base, count, mass = state
         shift = jnp.uint32((rounds - 1 - step) * _DIGIT_BITS)
         candidates = base[..., None] + (digits << shift)
-        counts, masses = exchange.exact_sum(
-            _sums_from(keys, (keys & mask).astype(jnp.int32), candidates), axis_names
-        )
+        counts, masses = _sums_from(keys, (keys & mask).astype(jnp.int32), candidates)
         digit = enough(counts, masses).sum(-1, dtype=jnp.int32)
         counts = jnp.concatenate([counts, count[..., None]], axis=-1)
         masses = jnp.concatenate([masses, mass[..., None]], axis=-1)
@@ -179,7 +144,7 @@ def _sums_from(keys: Array, masses: Array, candidates: Array) -> tuple[Array, Ar
     round for 524288 keys of 16 heads.
 
     Args:
-        keys: uint32 [..., n/g, g].
+        keys: uint32 [..., NB, g].
         masses: int32 like `keys`.
         candidates: uint32 [..., c].
 
@@ -205,7 +170,8 @@ def _pick(x: Array, place: Array) -> Array:
     return jnp.take_along_axis(x, place[..., None], axis=-1)[..., 0]
 
 
-def _exclusive_cumsum(x: Array) -> Array:
-    """Sums of all entries before each place of the last axis; one longer than x."""
-    sums = jnp.cumsum(x, axis=-1, dtype=jnp.int32)
-    return jnp.pad(sums, [(0, 0)] * (x.ndim - 1) + [(1, 0)])
+def _numbered(marked: Array) -> Array:
+    """int32 like `marked` bool [..., NB, g]: how many entries before each one are marked."""
+    within = jnp.cumsum(marked, axis=-1, dtype=jnp.int32)
+    blocks = jnp.cumsum(within[..., -1], axis=-1, dtype=jnp.int32)
+    return (blocks - within[..., -1])[..., None] + within - marked

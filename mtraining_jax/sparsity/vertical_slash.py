@@ -31,8 +31,8 @@ def choose_index(
     """Chooses, per batch entry and query head, the columns and block diagonals to compute.
 
     To be called inside `shard_map` on the local shards of a sequence, or on one device with
-    `axis_names=()`. All ranks work alike and get the same index; its bits do not depend on how
-    many ranks there are, nor on how blocks are dealt to them. No gradient flows through it.
+    `axis_names=()`. All ranks get the same index; its bits do not depend on how many ranks there
+    are, nor on how blocks are dealt to them. No gradient flows through it.
 
     The estimate is the attention of the last `pattern.last_q` queries to all keys (arXiv
     2510.18830, vertical-slash). A column's score is its mean mass over those queries, a diagonal's
@@ -46,8 +46,8 @@ def choose_index(
         q_BnHD: [B, n, Hq, D], local queries, rotary embedding applied.
         k_BnHkD: [B, n, Hk, D], local keys in the same dtype; Hk divides Hq.
         pattern: what to keep. For `FixedBudget`, the budgets of this layer, int32 [Hq].
-        block_ids: int32 [n/g], global number of each local block, as dealt by one of the layouts
-            of this package (see `exchange.from_previous_block`).
+        block_ids: int32 [n/g], global number of each local block. Every block of the sequence
+            is on one rank.
         num_blocks: NB, blocks of the whole sequence.
         axis_names: mesh axes the sequence is sharded over.
         scale: of the logits; 1/sqrt(D) when None.
@@ -68,23 +68,30 @@ def choose_index(
     last = estimate.last_positions(pattern.last_q, seq_len)
     q_last = exchange.gather_rows(q, last, block_ids, num_blocks, axis_names)
     q_last = q_last.transpose(0, 2, 1, 3)
-    where = dict(block_ids=block_ids, num_blocks=num_blocks, axis_names=axis_names)
+    where = dict(block_ids=block_ids, num_blocks=num_blocks)
     if isinstance(pattern, FixedBudget):
         scores = estimate.logit_scores(q_last, k, **where)
-        keys, rule = _fixed_keys(*scores, pattern, block_ids, seq_len)
     else:
-        scores = estimate.softmax_scores(q_last, k, scale=scale, backend=backend, **where)
-        keys, rule = _top_p_keys(*scores, pattern, block_ids, seq_len)
-    index = _build(keys, rule, pattern, block_ids, num_blocks, axis_names)
-    leaves = (
-        checkpoint_name(leaf, INDEX_NAME)
-        for leaf in (
-            index.slash_blocks,
-            index.slash_count,
-            index.vertical_tokens,
-            index.vertical_count,
+        scores = estimate.softmax_scores(
+            q_last, k, scale=scale, backend=backend, axis_names=axis_names, **where
         )
+    # From here on a rank has whole sequences of some heads. A search over all ranks instead
+    # would take an exchange for every digit of a score.
+    (vertical, own, tails), heads = exchange.to_heads(scores, **where, axis_names=axis_names)
+    slash = estimate.join_diagonals(own, tails)
+    if isinstance(pattern, FixedBudget):
+        keys, rule = _fixed_keys(vertical, slash, pattern, heads)
+    else:
+        keys, rule = _top_p_keys(vertical, slash, pattern)
+    lists = exchange.from_heads(_build(keys, rule, pattern), q.shape[0], q.shape[2], axis_names)
+    capacities = index_capacities(pattern, num_blocks)
+    # What is beyond the end of a list is above every entry.
+    slashes, verticals = lists[..., : capacities[1]], lists[..., capacities[1] :]
+    leaves = (
+        slashes, (slashes < num_blocks).sum(-1, dtype=jnp.int32),
+        verticals, (verticals < seq_len).sum(-1, dtype=jnp.int32),
     )
+    leaves = (checkpoint_name(leaf, INDEX_NAME) for leaf in leaves)
     return VerticalSlashIndex(*leaves, block_size=pattern.block_size)
 
 
@@ -103,14 +110,15 @@ def index_capacities(pattern: VerticalSlash | FixedBudget, num_blocks: int) -> t
     return min(rounded, num_blocks * pattern.block_size), min(slash_blocks, num_blocks)
 
 
-def _top_p_keys(vertical, slash, pattern: VerticalSlash, block_ids, seq_len):
+def _top_p_keys(vertical, slash, pattern: VerticalSlash):
     """Keys whose low 30 bits are the mass, with bit 30 set for what is forced."""
     safe = pattern.preset == "safe"
     keys = _by_distance(vertical, slash)
+    seq_len = keys.shape[-2] * keys.shape[-1]
     # One unit less than all the mass, to leave bit 30 for the forced entries.
     keys = jnp.minimum(keys, estimate.MASS_ONE - 1).astype(jnp.uint32)
     if safe:
-        forced = _tokens(block_ids, pattern.block_size) < pattern.sink_tokens
+        forced = _entries(keys) < pattern.sink_tokens
         keys = keys.at[0].add(jnp.where(forced, jnp.uint32(estimate.MASS_ONE), 0))
     minimum = (
         (max(pattern.min_verticals, pattern.sink_tokens), pattern.min_slashes) if safe else (0, 0)
@@ -124,75 +132,58 @@ def _top_p_keys(vertical, slash, pattern: VerticalSlash, block_ids, seq_len):
     )
 
 
-def _fixed_keys(vertical, slash, pattern: FixedBudget, block_ids, seq_len):
+def _fixed_keys(vertical, slash, pattern: FixedBudget, heads: Array):
     """Keys in the order of the logit sums, with what is forced at the very top."""
-    tokens = _tokens(block_ids, pattern.block_size)
-    forced = jnp.stack(
-        [tokens < pattern.sink_tokens, jnp.flip(seq_len - 1 - tokens < pattern.sliding_window, -1)]
-    )
     scores = _by_distance(vertical, slash)
-    keys = select.float_keys(jnp.where(forced[:, None, None], jnp.inf, scores))
+    entries = _entries(scores)
+    forced = jnp.stack([entries < pattern.sink_tokens, entries < pattern.sliding_window])
+    keys = select.float_keys(jnp.where(forced[:, None], jnp.inf, scores))
     budgets = jnp.stack([jnp.asarray(pattern.verticals), jnp.asarray(pattern.slashes)])
-    caps = jnp.array([[pattern.max_verticals], [pattern.max_slashes]])
-    budgets = jnp.clip(budgets, 0, jnp.minimum(caps, seq_len)).astype(jnp.int32)
-    return keys, select.Rule(minimum=0, maximum=budgets[:, None, :])
+    caps = _per_kind([pattern.max_verticals, pattern.max_slashes])
+    budgets = jnp.clip(budgets, 0, jnp.minimum(caps, entries.size)).astype(jnp.int32)
+    return keys, select.Rule(minimum=0, maximum=budgets[:, heads])
 
 
-def _build(keys, rule, pattern, block_ids, num_blocks, axis_names) -> VerticalSlashIndex:
-    """Turns keys [2, B, Hq, n/g, g] of columns and diagonals into an index."""
-    size = pattern.block_size
+def _build(keys, rule, pattern) -> Array:
+    """Turns keys [2, R, NB, g] of columns and diagonals into the lists of an index.
+
+    Returns:
+        [R, max_slash_blocks + max_verticals], block diagonals and then columns, padded with NB
+        and S.
+    """
+    num_blocks, size = keys.shape[-2:]
     seq_len = num_blocks * size
-    distance_ids = num_blocks - 1 - block_ids
-    ids = jnp.stack([block_ids, distance_ids])[:, None, None]
-    kept, kept_before = select.kept_entries(keys, ids, num_blocks, rule, axis_names)
-    count = kept_before[..., -1]
-
+    kept, count = select.kept_entries(keys, rule)
     max_verticals, max_slash_blocks = index_capacities(pattern, num_blocks)
-    vertical_tokens = select.ascending_ids(
-        kept[0], kept_before[0], block_ids, max_verticals, seq_len, axis_names
-    )
+    vertical_tokens = select.ascending_entries(kept[0], max_verticals, seq_len)
 
     # Distance s = d*g + place turns on block diagonal d, and d+1 unless place is 0.
-    here = (kept_before[1, ..., 1:] > kept_before[1, ..., :-1]).astype(jnp.int32)
-    beyond = exchange.block_table(
-        kept[1, ..., 1:].any(-1).astype(jnp.int32), distance_ids, num_blocks
-    )
-    beyond = exchange.exact_sum(beyond, axis_names)
-    active = (here + jnp.pad(beyond, [(0, 0), (0, 0), (1, 0)])[..., :-1]) > 0
+    beyond = kept[1, ..., 1:].any(-1)
+    active = kept[1].any(-1) | jnp.pad(beyond, ((0, 0), (1, 0)))[:, :-1]
     nearest = 1
     if isinstance(pattern, VerticalSlash):
         nearest = pattern.local_blocks
         if pattern.preset == "paper":
             # The reference pads short lists with -1, which acts on the main block diagonal.
-            nearest = (count[1] < min(pattern.max_slashes, seq_len))[..., None]
+            nearest = (count[1] < min(pattern.max_slashes, seq_len))[:, None]
     blocks = jnp.arange(num_blocks, dtype=jnp.int32)
-    active |= blocks < nearest
-    slash_blocks = jnp.sort(jnp.where(active, blocks, num_blocks), axis=-1)
-    slash_blocks = slash_blocks[..., :max_slash_blocks]
-    return VerticalSlashIndex(
-        slash_blocks=slash_blocks,
-        slash_count=active.sum(-1, dtype=jnp.int32),
-        vertical_tokens=vertical_tokens,
-        vertical_count=count[0],
-        block_size=size,
-    )
+    slash_blocks = jnp.sort(jnp.where(active | (blocks < nearest), blocks, num_blocks), axis=-1)
+    return jnp.concatenate([slash_blocks[:, :max_slash_blocks], vertical_tokens], axis=-1)
 
 
 def _by_distance(vertical: Array, slash: Array) -> Array:
-    """Stacks both [B, Hq, n/g, g], the diagonals reversed so that entries ascend in distance.
-
-    Within block b the diagonals then are those of distance block NB-1-b.
-    """
-    return jnp.stack([vertical, jnp.flip(slash, axis=-1)])
+    """Stacks both [R, NB, g], the diagonals reversed so that entries ascend in distance."""
+    return jnp.stack([vertical, jnp.flip(slash, axis=(-2, -1))])
 
 
-def _tokens(block_ids: Array, block_size: int) -> Array:
-    """int32 [n/g, g], global positions."""
-    return block_ids[:, None] * block_size + jnp.arange(block_size, dtype=jnp.int32)
+def _entries(keys: Array) -> Array:
+    """int32 [NB, g], the numbers of the entries of [..., NB, g]."""
+    num_blocks, size = keys.shape[-2:]
+    return jnp.arange(num_blocks * size, dtype=jnp.int32).reshape(num_blocks, size)
 
 
 def _per_kind(values: Sequence[int]) -> Array:
-    return jnp.array(values, jnp.int32)[:, None, None]
+    return jnp.array(values, jnp.int32)[:, None]
 
 
 def _check(q, k, pattern, block_ids, num_blocks, scale) -> float:

@@ -34,7 +34,7 @@ def test_masses_are_those_of_dense_attention(shape):
     seq_len, head_dim, block_size, last_q = shape[1], shape[4], shape[5], shape[6]
     num_blocks = seq_len // block_size
     scale = 1.3 * head_dim**-0.5
-    vertical, slash = jax.jit(
+    vertical, *diagonals = jax.jit(
         lambda q, k: estimate.softmax_scores(
             last(q, last_q),
             k,
@@ -44,6 +44,7 @@ def test_masses_are_those_of_dense_attention(shape):
             axis_names=(),
         )
     )(q, k)
+    slash = estimate.join_diagonals(*diagonals)
     probability = oracle.softmax(oracle.last_logits(q, k, last_q, scale)) / last_q
     flat = (*vertical.shape[:2], seq_len)
     vertical, slash = (np.asarray(x).reshape(flat) / 2.0**30 for x in (vertical, slash))
@@ -58,9 +59,10 @@ def test_a_far_peak_leaves_no_mass_elsewhere_and_nothing_overflows():
     q, k = make(shape)
     k = k.at[:, 7].set(0).at[:, 7, :, 0].set(1e4)
     q = q.at[..., 0].set(10.0)
-    vertical, slash = estimate.softmax_scores(
+    vertical, *diagonals = estimate.softmax_scores(
         last(q, 32), k, scale=1.0, block_ids=jnp.arange(16), num_blocks=16, axis_names=()
     )
+    slash = estimate.join_diagonals(*diagonals)
     expected = np.zeros(512, np.int32)
     expected[7] = 1 << 30
     np.testing.assert_array_equal(vertical.reshape(-1), expected)
@@ -73,9 +75,10 @@ def test_logit_sums_skip_what_the_causal_mask_hides():
     shape = SHAPES[0]
     q, k = make(shape)
     last_q, num_blocks = shape[6], shape[1] // shape[5]
-    vertical, slash = estimate.logit_scores(
-        last(q, last_q), k, block_ids=jnp.arange(num_blocks), num_blocks=num_blocks, axis_names=()
+    vertical, *diagonals = estimate.logit_scores(
+        last(q, last_q), k, block_ids=jnp.arange(num_blocks), num_blocks=num_blocks
     )
+    slash = estimate.join_diagonals(*diagonals)
     logits = oracle.last_logits(q, k, last_q, 1.0)
     flat = (*vertical.shape[:2], shape[1])
     np.testing.assert_allclose(vertical.reshape(flat), logits.sum(2), rtol=1e-5, atol=1e-3)

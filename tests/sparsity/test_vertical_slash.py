@@ -21,15 +21,17 @@ def choose(q, k, pattern, scale=None):
 @functools.partial(jax.jit, static_argnames="pattern")
 def choose_and_score(q, k, pattern):
     """The index, and scores [B, Hq, S] of columns by token and of diagonals by distance."""
-    settings = dict(last_q=pattern.last_q, block_size=pattern.block_size)
+    settings = dict(last_q=pattern.last_q, block_size=pattern.block_size, axis_names=())
     both = scores(estimate.softmax_scores, q, k, scale=q.shape[3] ** -0.5, **settings)
     return choose(q, k, pattern), both
 
 
 def scores(estimate_scores, q, k, last_q=16, block_size=16, **settings):
     num_blocks = q.shape[1] // block_size
-    where = dict(block_ids=jnp.arange(num_blocks), num_blocks=num_blocks, axis_names=())
-    both = estimate_scores(q[:, -last_q:].transpose(0, 2, 1, 3), k, **where, **settings)
+    where = dict(block_ids=jnp.arange(num_blocks), num_blocks=num_blocks)
+    last = q[:, -last_q:].transpose(0, 2, 1, 3)
+    vertical, *diagonals = estimate_scores(last, k, **where, **settings)
+    both = vertical, estimate.join_diagonals(*diagonals)
     vertical, slash = (x.reshape(*x.shape[:2], -1) for x in both)
     return vertical, jnp.flip(slash, -1)
 
