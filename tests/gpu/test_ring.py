@@ -14,7 +14,6 @@ import sys
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
@@ -24,14 +23,11 @@ from jax.sharding import PartitionSpec as P
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import HEADS, SEQUENCE_AXES, make_mesh
 from mtraining_jax.sparsity import VerticalSlash, choose_index
-from pallas_kernels.reference import mask_from_index
 from tests.gpu import ring_problem
+from tests.gpu.ring_errors import INDICES, NAMES, assert_as_exact_as_one, assert_right
 from tests.gpu.ring_problem import SIZE, Ring
-from tests.pallas_kernels.expected import compare, oracle
 
 ROOT = Path(__file__).resolve().parents[2]
-NAMES = ("out", "dq", "dk", "dv")
-INDICES = {"sparse": ring_problem.sparse_index, "dense": ring_problem.dense_index}
 
 
 def rings() -> dict[str, tuple[str, str, int]]:
@@ -103,36 +99,9 @@ def processes(several, tmp_path_factory):
 def program(case: str):
     """The ring of a case and its compiled program, with tests of other cases not compiled."""
     devices, index = jax.devices(), ring_problem.sparse_index()
-    if case == "one":
-        ring = Ring("striped", "flat", 1, devices[:1])
-    else:
-        ring = Ring(*rings()["striped flat" if case == "no index" else case], devices)
+    ring = Ring(*rings()["striped flat" if case == "no index" else case], devices)
     lower = ring.lower_forward if case in FORWARD_ONLY else ring.lower_both
     return ring, lower(None if case == "no index" else index).compile()
-
-
-@functools.cache
-def expected(name: str):
-    """The oracle's results, one key/value head after another to bound its memory."""
-    # 14 GB: each process of pytest-xdist takes another GPU.
-    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-    with jax.default_device(jax.devices()[worker % jax.device_count()]):
-        return _expected(INDICES[name]())
-
-
-def _expected(index):
-    mask_of = jax.jit(mask_from_index, static_argnums=1)
-    q, k, v, dout = map(jnp.asarray, ring_problem.inputs())
-    group, parts = SIZE.heads // SIZE.kv_heads, []
-    for head in range(SIZE.kv_heads):
-        own = slice(head * group, (head + 1) * group)
-        mask = mask_of(jax.tree.map(lambda x, own=own: x[:, own], index), SIZE.seq_len)
-        part = oracle(q[:, :, own], k[:, :, head, None], v[:, :, head, None], dout[:, :, own], mask)
-        parts.append(jax.device_get({what: part[what] for what in NAMES}))
-    return {
-        what: jax.tree.map(lambda *x: np.concatenate(x, axis=2), *(part[what] for part in parts))
-        for what in NAMES
-    }
 
 
 def results(case: str, index) -> dict[str, np.ndarray]:
@@ -144,40 +113,14 @@ def results(case: str, index) -> dict[str, np.ndarray]:
     return {what: np.asarray(x)[:, inverse] for what, x in zip(NAMES, arrays, strict=False)}
 
 
-def errors(found: dict[str, np.ndarray], name: str) -> dict[str, float]:
-    """Norm of the error of each result over the norm of the oracle's."""
-    wanted = {what: expected(name)[what].value for what in found}
-    return {
-        what: float(np.linalg.norm(np.float32(found[what]) - x) / np.linalg.norm(x))
-        for what, x in wanted.items()
-    }
-
-
-@functools.cache
-def errors_of_one(name: str) -> dict[str, float]:
-    """Those of one GPU on an index."""
-    return errors(results("one", INDICES[name]()), name)
-
-
-def assert_as_exact_as_one(case: str, found: dict[str, np.ndarray], name: str) -> None:
-    """At most 1.1 times as far off as one GPU is."""
-    one = errors_of_one(name)
-    ratios = {what: error / one[what] for what, error in errors(found, name).items()}
-    print(f"error over that of one GPU, {case}, {name}:", ratios)
-    assert max(ratios.values()) <= 1.1, ratios
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_output_and_gradients_are_those_of_one_gpu(case):
-    """Right to the rounding of bf16, and at most 1.1 times as far off as one GPU is."""
     if case not in rings():
         pytest.skip(f"{case} needs more than {jax.device_count()} GPUs")
     for name, index in INDICES.items():  # one test: with a process for each, each compiles once
         found = results(case, index())
         assert len(found) == (1 if case in FORWARD_ONLY else 4)
-        for what in found:
-            compare(what, found[what], expected(name)[what], jnp.bfloat16)
-        assert_as_exact_as_one(case, found, name)
+        assert_right(case, found, name)
 
 
 def test_no_index_is_dense():

@@ -1,0 +1,93 @@
+"""How far off a ring's output and gradients are, against the oracle and one GPU."""
+
+import functools
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.reference import mask_from_index
+from tests.gpu import ring_problem
+from tests.gpu.ring_problem import SIZE, Ring
+from tests.pallas_kernels.expected import Expected, compare, oracle
+
+NAMES = ("out", "dq", "dk", "dv")
+INDICES = {"sparse": ring_problem.sparse_index, "dense": ring_problem.dense_index}
+
+
+def own_device() -> jax.Device:
+    """The GPU on which this process does what needs one: each of pytest-xdist takes another."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    return jax.devices()[worker % jax.device_count()]
+
+
+def assert_right(case: str, found: dict[str, np.ndarray], name: str) -> None:
+    """Right to the rounding of bf16, and at most 1.1 times as far off as one GPU is.
+
+    Args:
+        case: for the printed line.
+        found: some of `NAMES`, in global order.
+        name: of the index, one of `INDICES`.
+    """
+    for what in found:
+        compare(what, found[what], _expected(name)[what], jnp.bfloat16)
+    assert_as_exact_as_one(case, found, name)
+
+
+def assert_as_exact_as_one(case: str, found: dict[str, np.ndarray], name: str) -> None:
+    """The second half of `assert_right`."""
+    one = _errors_of_one(name)
+    ratios = {what: error / one[what] for what, error in _errors(found, name).items()}
+    print(f"error over that of one GPU, {case}, {name}:", ratios)
+    assert max(ratios.values()) <= 1.1, ratios
+
+
+def _errors(found: dict[str, np.ndarray], name: str) -> dict[str, float]:
+    """Norm of the error of each result over the norm of the oracle's."""
+    wanted = {what: _expected(name)[what].value for what in found}
+    return {
+        what: float(np.linalg.norm(np.float32(found[what]) - x) / np.linalg.norm(x))
+        for what, x in wanted.items()
+    }
+
+
+@functools.cache
+def _errors_of_one(name: str) -> dict[str, float]:
+    """Those of one GPU on an index."""
+    ring, compiled = _one()
+    arrays = compiled(*ring.arrays(), ring.replicated(INDICES[name]()))
+    return _errors(dict(zip(NAMES, map(np.asarray, arrays), strict=True)), name)
+
+
+@functools.cache
+def _one() -> tuple[Ring, jax.stages.Compiled]:
+    ring = Ring("striped", "flat", 1, [own_device()])
+    return ring, ring.lower_both(ring_problem.sparse_index()).compile()
+
+
+@functools.cache
+def _expected(name: str) -> dict[str, Expected]:
+    """The oracle's results, one query head after another: 4 GB a process instead of 14."""
+    heads = [_expected_of_head(name, head) for head in range(SIZE.heads)]
+    results = {}
+    for what in NAMES:
+        parts = [head[what] for head in heads]
+        value, size = (np.concatenate([getattr(x, y) for x in parts], 2) for y in ("value", "size"))
+        if what in ("dk", "dv"):  # sums over the query heads of a group
+            shape = (SIZE.batch, SIZE.seq_len, SIZE.kv_heads, -1, SIZE.dim)
+            value = value.reshape(shape).sum(3)
+            size = np.sqrt((size.reshape(shape) ** 2).sum(3))
+        results[what] = Expected(value, size)
+    return results
+
+
+def _expected_of_head(name: str, head: int) -> dict[str, Expected]:
+    q, k, v, dout = ring_problem.inputs()
+    index = jax.tree.map(lambda x: x[:, head, None], INDICES[name]())
+    of_kv = head * SIZE.kv_heads // SIZE.heads
+    with jax.default_device(own_device()):
+        mask = jax.jit(mask_from_index, static_argnums=1)(index, SIZE.seq_len)
+        parts = (x[:, :, i, None] for x, i in ((q, head), (k, of_kv), (v, of_kv), (dout, head)))
+        result = oracle(*map(jnp.asarray, parts), mask)
+        return jax.device_get({what: result[what] for what in NAMES})
