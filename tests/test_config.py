@@ -326,6 +326,10 @@ def test_wrong_overrides(minimal):
             "serves as many query heads",
         ),
         (
+            {"model__mlp_kept_chunks": "2", "model__remat": "full"},
+            'model.mlp_kept_chunks = 2 needs model.remat = "mlp", and it is "full"',
+        ),
+        (
             {"model__head_dim": "7"},
             "model.head_dim = 7 must be even: rotary embeddings turn pairs",
         ),

@@ -114,6 +114,8 @@ class ModelConfig:
     """
     mlp_chunk_size: PositiveInt = 16384
     """Tokens of one device whose feed-forward activations are in memory at a time."""
+    mlp_kept_chunks: NonNegativeInt = 0
+    """Such chunks of which, with remat = "mlp", nothing is computed again; as memory allows."""
     initializer_range: PositiveFloat = 0.02
     """Standard deviation of random matrices at the start."""
 

@@ -50,6 +50,11 @@ def _model(config: Config) -> Iterator[str]:
         )
     if model.head_dim % 2:
         yield f"model.head_dim = {model.head_dim} must be even: rotary embeddings turn pairs"
+    if model.mlp_kept_chunks and model.remat != "mlp":
+        yield (
+            f"model.mlp_kept_chunks = {model.mlp_kept_chunks} needs model.remat = \"mlp\", and it "
+            f'is "{model.remat}"'
+        )
     if config.data.seq_len > model.max_position_embeddings:
         yield (
             f"data.seq_len = {config.data.seq_len} is more than model.max_position_embeddings = "

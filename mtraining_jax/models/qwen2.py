@@ -103,6 +103,7 @@ class MLP(nnx.Module):
         self.down_proj = Linear(spec.intermediate_size, spec.hidden_size, **options)
         # Without rematerialisation nothing is computed twice, at the price of memory.
         self.chunk_size = None if spec.remat == "none" else spec.mlp_chunk_size
+        self.kept_chunks = spec.mlp_kept_chunks
 
     def __call__(self, x_BSE: Array) -> Array:
         """[B, S, E] -> [B, S, E]."""
@@ -111,7 +112,8 @@ class MLP(nnx.Module):
         parts = (self.gate_proj, self.up_proj, self.down_proj)
         weights = (part.weight[...].astype(x_BSE.dtype) for part in parts)
         x_TE = x_BSE.reshape(-1, x_BSE.shape[-1])
-        return chunked_swiglu(x_TE, *weights, self.chunk_size).reshape(x_BSE.shape)
+        out_TE = chunked_swiglu(x_TE, *weights, self.chunk_size, self.kept_chunks)
+        return out_TE.reshape(x_BSE.shape)
 
 
 class DecoderLayer(nnx.Module):

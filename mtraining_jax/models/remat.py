@@ -4,7 +4,7 @@ Of each layer:
 - "none": everything is kept.
 - "mlp": its input, queries, keys, values, attention's output, log-sum-exp and sparse index, and
   the residual stream after attention are kept. Norms and the first two products of the MLP run
-  again.
+  again, but for those of as many chunks of tokens as `mlp_kept_chunks` says.
 - "attention": as "mlp", but for queries, keys, values and the stream after attention: all
   products of the layer but the last of the MLP run again. Neither attention nor the choice of
   its index does.
@@ -18,6 +18,7 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_policies
 
+from mtraining_jax.models.swiglu import MLP_PRODUCTS
 from mtraining_jax.parallel.ring import SAVED_NAMES
 
 # Names of what a layer may keep, beside those that attention gives: its input; queries, keys and
@@ -32,7 +33,9 @@ def rematerialised(layer: Callable[..., Any], kind: str) -> Callable[..., Any]:
     policies = {
         "full": checkpoint_policies.nothing_saveable,
         "attention": checkpoint_policies.save_only_these_names(*SAVED_NAMES),
-        "mlp": checkpoint_policies.save_only_these_names(*SAVED_NAMES, HEADS, MIDDLE),
+        "mlp": checkpoint_policies.save_only_these_names(
+            *SAVED_NAMES, HEADS, MIDDLE, MLP_PRODUCTS
+        ),
         "attention_offload": checkpoint_policies.save_and_offload_only_these_names(
             names_which_can_be_saved=list(SAVED_NAMES),
             names_which_can_be_offloaded=[RESIDUAL],

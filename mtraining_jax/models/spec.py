@@ -89,6 +89,7 @@ class ModelSpec:
         remat: what the backward pass recomputes; see `remat.py`.
         mlp_chunk_size: tokens of one device whose intermediate activations exist at a time; not
             read with remat "none".
+        mlp_kept_chunks: how many such chunks keep their first two products with remat "mlp".
         initializer_range: standard deviation of freshly drawn matrices.
     """
 
@@ -107,6 +108,7 @@ class ModelSpec:
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     remat: Literal["none", "mlp", "attention", "attention_offload", "full"] = "attention"
     mlp_chunk_size: int = 16384
+    mlp_kept_chunks: int = 0
     initializer_range: float = 0.02
 
     def __post_init__(self) -> None:
@@ -136,6 +138,13 @@ class ModelSpec:
             raise UserError(f'model.dtype="{self.dtype}" is not one of {", ".join(COMPUTE_DTYPES)}')
         if self.remat not in REMAT_POLICIES:
             raise UserError(f'model.remat="{self.remat}" is not one of {", ".join(REMAT_POLICIES)}')
+        if self.mlp_kept_chunks < 0:
+            raise UserError(f"model.mlp_kept_chunks={self.mlp_kept_chunks} must not be negative")
+        if self.mlp_kept_chunks and self.remat != "mlp":
+            raise UserError(
+                f'model.mlp_kept_chunks={self.mlp_kept_chunks} needs model.remat="mlp", and it is '
+                f'"{self.remat}"'
+            )
 
     @classmethod
     def from_config(cls, config: Any) -> Self:

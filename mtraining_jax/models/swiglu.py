@@ -9,53 +9,70 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
 
 from mtraining_jax.models.token_parallel import num_chunks
 
+# Name of the products with gate and up, for a policy that keeps them.
+MLP_PRODUCTS = "mlp_products"
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def chunked_swiglu(
-    x_TE: Array, gate_FE: Array, up_FE: Array, down_EF: Array, chunk_size: int
+    x_TE: Array,
+    gate_FE: Array,
+    up_FE: Array,
+    down_EF: Array,
+    chunk_size: int,
+    kept_chunks: int = 0,
 ) -> Array:
     """down(silu(gate(x)) * up(x)), for at most `chunk_size` tokens at a time.
 
-    The backward pass keeps x alone: it computes the products with gate and up again. Gradients
-    of weights add up over chunks in fp32.
+    The backward pass keeps x: it computes the products with gate and up again, but for those of
+    the first `kept_chunks` chunks, which it keeps under the name `MLP_PRODUCTS`. Gradients of
+    weights add up over chunks in fp32.
 
     Args:
         x_TE: [T, E].
         gate_FE, up_FE: [F, E] in the dtype of x.
         down_EF: [E, F] in the dtype of x.
         chunk_size: tokens whose [F] activations exist at a time.
+        kept_chunks: chunks, all at a time, whose products are kept; as many as there are at most.
 
     Returns:
         [T, E] in the dtype of x.
     """
-
-    def chunk(_: None, x_CE: Array) -> tuple[None, Array]:
-        hidden_CF = jax.nn.silu(_dot("ce,fe->cf", x_CE, gate_FE)) * _dot("ce,fe->cf", x_CE, up_FE)
-        return None, _dot("cf,ef->ce", hidden_CF, down_EF)
-
-    return lax.scan(chunk, None, _cut(x_TE, chunk_size))[1].reshape(x_TE.shape)
+    return _forward(x_TE, gate_FE, up_FE, down_EF, chunk_size, kept_chunks)[0]
 
 
-def _forward(x_TE, gate_FE, up_FE, down_EF, chunk_size):
-    out_TE = chunked_swiglu(x_TE, gate_FE, up_FE, down_EF, chunk_size)
-    return out_TE, (x_TE, gate_FE, up_FE, down_EF)
+def _forward(x_TE, gate_FE, up_FE, down_EF, chunk_size, kept_chunks):
+    def swiglu(x_CE: Array) -> tuple[Array, tuple[Array, Array]]:
+        products = _dot("ce,fe->cf", x_CE, gate_FE), _dot("ce,fe->cf", x_CE, up_FE)
+        hidden_CF = jax.nn.silu(products[0]) * products[1]
+        return _dot("cf,ef->ce", hidden_CF, down_EF), products
+
+    kept_x, rest_x = _parts(x_TE, chunk_size, kept_chunks)
+    outs, products = [], None
+    if kept_x.shape[0]:
+        out, products = swiglu(kept_x)
+        outs.append(out)
+        products = checkpoint_name(products, MLP_PRODUCTS)
+    if rest_x.shape[0]:
+        rest = lax.scan(lambda _, x_CE: (None, swiglu(x_CE)[0]), None, rest_x)[1]
+        outs.append(rest.reshape(-1, x_TE.shape[1]))
+    return jnp.concatenate(outs), (x_TE, gate_FE, up_FE, down_EF, products)
 
 
-def _backward(chunk_size, residuals, d_out_TE):
-    x_TE, gate_FE, up_FE, down_EF = residuals
+def _backward(chunk_size, kept_chunks, residuals, d_out_TE):
+    x_TE, gate_FE, up_FE, down_EF, kept_products = residuals
     dtype = x_TE.dtype
 
-    def chunk(sums, inputs):
+    def chunk(sums, inputs, products=None):
         d_gate_FE, d_up_FE, d_down_EF = sums
         x_CE, d_out_CE = inputs
-        products = (
-            _dot("ce,fe->cf", x_CE, gate_FE),
-            _dot("ce,fe->cf", x_CE, up_FE),
-            _dot("ce,ef->cf", d_out_CE, down_EF),
-        )
+        if products is None:
+            products = _dot("ce,fe->cf", x_CE, gate_FE), _dot("ce,fe->cf", x_CE, up_FE)
+        products = *products, _dot("ce,ef->cf", d_out_CE, down_EF)
         # The barrier has XLA make the next three arrays in one pass over these, behind any kind
         # of product.
         products = lax.optimization_barrier(products)
@@ -74,19 +91,29 @@ def _backward(chunk_size, residuals, d_out_TE):
         )
         return sums, d_x_CE.astype(dtype)
 
-    zeros = tuple(jnp.zeros(w.shape, jnp.float32) for w in (gate_FE, up_FE, down_EF))
-    sums, d_x = lax.scan(chunk, zeros, (_cut(x_TE, chunk_size), _cut(d_out_TE, chunk_size)))
-    return d_x.reshape(x_TE.shape), *(w.astype(dtype) for w in sums)
+    sums = tuple(jnp.zeros(w.shape, jnp.float32) for w in (gate_FE, up_FE, down_EF))
+    (kept_x, rest_x), (kept_d_out, rest_d_out) = (
+        _parts(x, chunk_size, kept_chunks) for x in (x_TE, d_out_TE)
+    )
+    d_x = []
+    if kept_x.shape[0]:
+        sums, d_kept = chunk(sums, (kept_x, kept_d_out), kept_products)
+        d_x.append(d_kept)
+    if rest_x.shape[0]:
+        sums, d_rest = lax.scan(chunk, sums, (rest_x, rest_d_out))
+        d_x.append(d_rest.reshape(-1, x_TE.shape[1]))
+    return jnp.concatenate(d_x), *(w.astype(dtype) for w in sums)
 
 
 chunked_swiglu.defvjp(_forward, _backward)
 
 
-def _cut(x_TE: Array, chunk_size: int) -> Array:
-    """[T, E] -> [chunks, C, E]."""
+def _parts(x_TE: Array, chunk_size: int, kept_chunks: int) -> tuple[Array, Array]:
+    """[T, E] -> the tokens of the first chunks [K, E], and the other chunks [n, C, E]."""
     tokens, width = x_TE.shape
     count = num_chunks(tokens, chunk_size)
-    return x_TE.reshape(count, tokens // count, width)
+    kept = min(kept_chunks, count) * (tokens // count)
+    return x_TE[:kept], x_TE[kept:].reshape(-1, tokens // count, width)
 
 
 def _dot(equation: str, a: Array, b: Array) -> Array:

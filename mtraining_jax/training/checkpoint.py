@@ -27,7 +27,9 @@ from mtraining_jax.errors import UserError
 from mtraining_jax.training.state import TrainState
 
 # Fields of the model that may change without making another model of the parameters.
-_FREE_MODEL_FIELDS = ("dtype", "init_from", "remat", "mlp_chunk_size", "max_position_embeddings")
+_FREE_MODEL_FIELDS = (
+    "dtype", "init_from", "remat", "mlp_chunk_size", "mlp_kept_chunks", "max_position_embeddings",
+)  # fmt: skip
 
 
 def newest_step(folder: Path) -> int | None:

@@ -214,6 +214,8 @@ def _advice(config: Config, memory: Memory, free: int, devices: int) -> Iterator
     if not parallel.fsdp and devices > 1:
         saved = states * (1 - 1 / (parallel.nodes * parallel.devices_per_node))
         yield f"  --parallel.fsdp=true: {saved / _GIB:.1f} GiB less for parameters and moments"
+    if model.mlp_kept_chunks:
+        yield "  --model.mlp_kept_chunks=0: products of the MLP computed again for all tokens"
     for remat in list(_REMAT)[list(_REMAT).index(model.remat) + 1 :]:
         yield f"  --model.remat={remat}: {_REMAT[remat]}"
     if model.mlp_chunk_size > 4096:

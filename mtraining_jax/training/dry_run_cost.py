@@ -3,7 +3,12 @@
 import dataclasses
 
 from mtraining_jax.config import Config
-from mtraining_jax.training.dry_run_memory import Memory
+from mtraining_jax.training.dry_run_memory import (
+    Memory,
+    kept_mlp_products,
+    kept_mlp_tokens,
+    local_tokens,
+)
 from mtraining_jax.training.flops import step_flops
 from mtraining_jax.training.hardware import Gpu, matmul_rate
 from mtraining_jax.training.metrics import REPLAYED
@@ -54,7 +59,8 @@ def count_flops(config: Config) -> Flops:
     forward = 2.0 * tokens * matrices * model.num_layers
     # One of the three products of the MLP. The backward pass does not need what the last gives.
     third = 2.0 * tokens * model.hidden_size * model.intermediate_size * model.num_layers
-    recomputed = {"none": 0.0, "mlp": 2 * third}.get(model.remat, forward - third)
+    again = 1 - kept_mlp_tokens(config) / local_tokens(config)
+    recomputed = {"none": 0.0, "mlp": 2 * third * again}.get(model.remat, forward - third)
     share, _ = density(config)
     step = step_flops(config, density=share, executed=share)
     dense = step.attention_dense
@@ -98,6 +104,9 @@ def seconds(config: Config, gpu: Gpu, memory: Memory, flops: Flops) -> dict[str,
         passes = 2 if model.remat == "full" else 1
         choices = passes * model.num_layers * config.data.batch_size * model.num_heads
         result["choosing indices"] = choices * config.data.seq_len * gpu.index_seconds / devices
+    if kept := config.optimizer.accumulation_steps * kept_mlp_products(config):
+        # Each is copied into the stack of all layers, and out of it: two reads and two writes.
+        result["MLP products kept"] = 4 * kept / gpu.copy_bytes
     # The update reads parameters, gradients and moments and writes all but the gradients.
     touched = 2 * (memory.parameters + memory.optimizer) + memory.gradients
     result["optimizer"] = touched / gpu.copy_bytes

@@ -13,6 +13,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType
 
 from mtraining_jax.config import Config
+from mtraining_jax.models.token_parallel import num_chunks
 from mtraining_jax.parallel.mesh import AXES
 from mtraining_jax.training.state import StateBuilder
 
@@ -110,6 +111,20 @@ def local_tokens(config: Config) -> int:
     return rows * config.data.seq_len // (parallel.nodes * parallel.devices_per_node)
 
 
+def kept_mlp_tokens(config: Config) -> int:
+    """Tokens of a micro-batch on one device whose products of the MLP are kept."""
+    tokens = local_tokens(config)
+    chunks = num_chunks(tokens, config.model.mlp_chunk_size)
+    return min(config.model.mlp_kept_chunks, chunks) * (tokens // chunks)
+
+
+def kept_mlp_products(config: Config) -> int:
+    """Bytes of what `model.mlp_kept_chunks` keeps, of all layers."""
+    model = config.model
+    wide = kept_mlp_tokens(config) * model.intermediate_size * _dtype_bytes(config)
+    return 2 * wide * model.num_layers
+
+
 def _kept(config: Config) -> tuple[int, int]:
     """Bytes kept from the forward to the backward pass: activations and indices."""
     model, tokens, size = config.model, local_tokens(config), _dtype_bytes(config)
@@ -124,6 +139,7 @@ def _kept(config: Config) -> tuple[int, int]:
         keys_and_values = 2 * model.num_kv_heads * model.head_dim
         # With the residual stream between attention and the MLP.
         layer += tokens * (queries + keys_and_values + model.hidden_size) * size
+    layer += kept_mlp_products(config) // model.num_layers
     if model.remat == "none":
         # The normed streams; gate, up, what comes of gate, and their product.
         layer += tokens * (2 * model.hidden_size + 4 * model.intermediate_size) * size
@@ -162,7 +178,9 @@ def _layer(config: Config) -> int:
     """Bytes of the widest point of a layer's backward pass."""
     model, tokens, size = config.model, local_tokens(config), _dtype_bytes(config)
     wide = _WIDE_ARRAYS * tokens * max(model.hidden_size, model.num_heads * model.head_dim) * size
-    chunk = tokens if model.remat == "none" else min(tokens, model.mlp_chunk_size)
+    chunk = max(min(tokens, model.mlp_chunk_size), kept_mlp_tokens(config))
+    if model.remat == "none":
+        chunk = tokens
     mlp = _MLP_ARRAYS * chunk * model.intermediate_size * size
     return wide + mlp + _layer_parameters(config)
 

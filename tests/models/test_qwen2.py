@@ -72,30 +72,36 @@ def test_remat_policies_give_equal_gradients():
     tokens = some_tokens(spec)
     _, state = drawn(spec)
     outcomes = {}
-    for remat in ("none", "mlp", "attention", "attention_offload", "full"):
-        traced = trace(tiny_spec(remat=remat), state, tokens, attend_by_name)
-        outcomes[remat] = traced.lower().compile()(state)
+    kept = {"remat": "mlp", "mlp_chunk_size": 8, "mlp_kept_chunks": 1}  # of four
+    kinds = {"mlp, some kept": kept} | {
+        remat: {"remat": remat}
+        for remat in ("none", "mlp", "attention", "attention_offload", "full")
+    }
+    for kind, changes in kinds.items():
+        traced = trace(tiny_spec(**changes), state, tokens, attend_by_name)
+        outcomes[kind] = traced.lower().compile()(state)
     (loss, _), gradients = outcomes["none"]
     assert max(jnp.abs(leaf).max() for leaf in jax.tree.leaves(gradients)) > 1e-3
-    for remat in ("mlp", "attention", "attention_offload", "full"):
-        (other_loss, _), other_gradients = outcomes[remat]
+    for kind in kinds.keys() - {"none"}:
+        (other_loss, _), other_gradients = outcomes[kind]
         np.testing.assert_allclose(other_loss, loss, rtol=1e-6)
         assert_states_close(other_gradients, gradients, tolerance=1e-5)
 
 
 @pytest.mark.parametrize(
     # Products with parameters, of one layer: 7 forward, 14 backward, and those that run again.
-    ("remat", "attentions", "products"),
+    ("remat", "kept_chunks", "attentions", "products"),
     [
-        ("none", 1, 21),
-        ("mlp", 1, 23),
-        ("attention", 1, 27),
-        ("attention_offload", 1, 27),
-        ("full", 2, 27),
+        ("none", 0, 1, 21),
+        ("mlp", 1, 1, 21),  # of one
+        ("mlp", 0, 1, 23),
+        ("attention", 0, 1, 27),
+        ("attention_offload", 0, 1, 27),
+        ("full", 0, 2, 27),
     ],
 )
-def test_only_what_the_policy_does_not_keep_runs_again(remat, attentions, products):
-    spec = tiny_spec(remat=remat)
+def test_only_what_the_policy_does_not_keep_runs_again(remat, kept_chunks, attentions, products):
+    spec = tiny_spec(remat=remat, mlp_kept_chunks=kept_chunks)
     traced = trace(spec, abstract_state(spec), some_tokens(spec), attend_by_name)
     assert str(traced.jaxpr).count(" erf ") == attentions
     layers = [eqn for eqn in traced.jaxpr.eqns if eqn.primitive.name == "scan"]
@@ -259,6 +265,8 @@ def test_any_object_with_the_fields_is_a_config():
         ({"head_dim": 7}, "head_dim=7 must be even"),
         ({"num_layers": 0}, "num_layers=0 must be positive"),
         ({"dtype": "float16"}, 'dtype="float16" is not one of bfloat16, float32'),
+        ({"mlp_kept_chunks": -1}, "mlp_kept_chunks=-1 must not be negative"),
+        ({"mlp_kept_chunks": 1}, 'mlp_kept_chunks=1 needs model.remat="mlp", and it is "none"'),
         ({"remat": "some"}, 'remat="some" is not one of none, mlp, attention, attention_off'),
     ],
 )

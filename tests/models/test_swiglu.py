@@ -28,11 +28,14 @@ def with_gradients(function, arguments):
     return function(*arguments), jax.grad(total, (0, 1, 2, 3))(*arguments)
 
 
-@pytest.mark.parametrize("chunk_size", [1, 5, 8, 24, 1000])
-def test_chunks_change_neither_result_nor_gradients(chunk_size):
+@pytest.mark.parametrize(
+    ("chunk_size", "kept_chunks"),
+    [(1, 0), (5, 0), (8, 0), (24, 0), (1000, 0), (8, 1), (5, 2), (8, 3), (8, 9), (1000, 1)],
+)
+def test_chunks_change_neither_result_nor_gradients(chunk_size, kept_chunks):
     arguments = example(jnp.float32)
     expected = with_gradients(whole, arguments)
-    actual = with_gradients(lambda *x: chunked_swiglu(*x, chunk_size), arguments)
+    actual = with_gradients(lambda *x: chunked_swiglu(*x, chunk_size, kept_chunks), arguments)
     for ours, theirs in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-5)
 

@@ -81,10 +81,14 @@ def products(jaxpr):
     return total
 
 
-@pytest.mark.parametrize("remat", ["none", "mlp", "attention", "full"])
-def test_flops_are_those_of_the_traced_products(config, remat):
+@pytest.mark.parametrize(
+    ("remat", "kept"), [("none", 0), ("mlp", 0), ("mlp", 3), ("attention", 0), ("full", 0)]
+)
+def test_flops_are_those_of_the_traced_products(config, remat, kept):
+    model = {"remat": remat, "mlp_chunk_size": 32, "mlp_kept_chunks": kept}
     config = changed(
-        config, model={"remat": remat}, loss={"chunk_size": 128}, data={"batch_size": 1}
+        config, model=model, loss={"chunk_size": 128}, data={"batch_size": 1},
+        parallel={"data": 1, "nodes": 1, "devices_per_node": 1},
     )
     graphdef, state = nnx.split(nnx.eval_shape(lambda: Qwen2(config.model, rngs=nnx.Rngs(0))))
     tokens = jnp.zeros((1, config.data.seq_len), jnp.int32)
@@ -111,24 +115,26 @@ def test_attention_is_counted_at_the_density(config):
 
 
 @pytest.mark.parametrize(
-    ("name", "devices", "tokens", "remat", "measured"),
+    ("name", "devices", "tokens", "model", "measured"),
     [  # benchmarks/results/step-*-2026-11-22.md
-        ("qwen3b_512k", 8, 524288, "mlp", 5.131),
-        ("qwen3b_512k_dense", 8, 524288, "mlp", 33.74),
-        ("qwen3b_2m", 8, 2097152, "attention", 51.37),
-        ("qwen3b_512k", 4, 524288, "mlp", 9.94),
-        ("qwen3b_512k_dense", 4, 524288, "mlp", 66.79),
-        ("qwen3b_512k", 2, 524288, "attention", 20.27),
-        ("qwen3b_512k", 2, 131072, "mlp", 3.31),
-        ("qwen3b_512k_dense", 2, 131072, "mlp", 10.45),
-        ("qwen0_5b_512k", 2, 131072, "mlp", 0.752),
-        ("qwen7b_512k", 2, 131072, "attention", 6.635),
+        ("qwen3b_512k", 8, 524288, {"remat": "mlp"}, 5.131),
+        ("qwen3b_512k_dense", 8, 524288, {"remat": "mlp"}, 33.74),
+        ("qwen3b_2m", 8, 2097152, {"remat": "attention"}, 51.37),
+        ("qwen3b_512k", 4, 524288, {"remat": "mlp"}, 9.94),
+        ("qwen3b_512k_dense", 4, 524288, {"remat": "mlp"}, 66.79),
+        ("qwen3b_512k", 2, 524288, {"remat": "attention"}, 20.27),
+        ("qwen3b_512k", 2, 131072, {"remat": "mlp"}, 3.31),
+        ("qwen3b_512k", 2, 131072, {"remat": "mlp", "mlp_kept_chunks": 2}, 3.147),
+        ("qwen3b_512k_dense", 2, 131072, {"remat": "mlp"}, 10.45),
+        ("qwen0_5b_512k", 2, 131072, {"remat": "mlp"}, 0.752),
+        ("qwen7b_512k", 2, 131072, {"remat": "attention"}, 6.635),
     ],
 )
-def test_estimated_times_are_near_those_of_runs(name, devices, tokens, remat, measured):
+def test_estimated_times_are_near_those_of_runs(name, devices, tokens, model, measured):
     config = load_config(name, [
         ("parallel.devices_per_node", str(devices)), ("data.seq_len", str(tokens)),
-        ("model.remat", remat), *([] if "dense" in name else [("sparsity.kind", "replay")]),
+        *((f"model.{field}", str(value)) for field, value in model.items()),
+        *([] if "dense" in name else [("sparsity.kind", "replay")]),
     ])
     found = seconds(config, H200, estimate_memory(config), count_flops(config))
     assert sum(found.values()) == pytest.approx(measured, rel=0.05), found

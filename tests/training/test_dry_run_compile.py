@@ -14,9 +14,12 @@ from tests.training.common import changed
 
 @pytest.mark.skipif(missing_plugin() is not None, reason=str(missing_plugin()))
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("devices", [4, 8])
-def test_memory_is_what_the_compiler_reserves(devices):
-    config = changed(load_config("qwen3b_512k"), parallel={"devices_per_node": devices})
+@pytest.mark.parametrize(("devices", "kept_chunks"), [(4, 0), (8, 0), (8, 2)])
+def test_memory_is_what_the_compiler_reserves(devices, kept_chunks):
+    config = changed(
+        load_config("qwen3b_512k"), parallel={"devices_per_node": devices},
+        model={"mlp_kept_chunks": kept_chunks},
+    )
     compiled = compile_step(config, H200)
     assert estimate_memory(config).total == pytest.approx(compiled.peak, rel=0.1)
     assert compiled.host == 0
