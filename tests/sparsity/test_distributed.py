@@ -1,6 +1,7 @@
 """The index does not depend on how many ranks choose it, nor on how blocks are dealt to them."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -102,3 +103,26 @@ def test_the_cases_are_not_trivial():
         assert len(set(index.vertical_count.ravel().tolist())) > 2
         assert len(set(index.slash_count.ravel().tolist())) > 2
     assert ((recall > 0.3) & (recall < 0.999)).all()
+
+
+@pytest.mark.parametrize(("name", "softmax"), [("safe", 3), ("fixed", 0)])
+def test_ranks_exchange_a_fixed_number_of_times(name, softmax):
+    """For the last queries and the softmax, to deal the heads and to spread the lists.
+
+    The softmax takes a maximum and two sums, which XLA makes one on a GPU.
+    """
+    layout = Layout("striped", SEQ_LEN, 8, BLOCK)
+
+    def local(q, k):
+        block_ids = layout.block_ids(jax.lax.axis_index(AXES))
+        where = dict(block_ids=block_ids, num_blocks=NUM_BLOCKS, axis_names=AXES)
+        return choose_index(q, k, PATTERNS[name], **where)
+
+    run = jax.shard_map(
+        local, mesh=make_mesh(1, 2, 4), in_specs=P("data", AXES), out_specs=P("data"),
+        check_vma=False,
+    )
+    (q, k), _ = on_one_device(0, jnp.float32)
+    program = jax.jit(run).lower(q, k).as_text()
+    found = re.findall(r"stablehlo\.(all_\w+|reduce_scatter|collective_\w+)", program)
+    assert len(found) == 3 + softmax, found
