@@ -115,7 +115,7 @@ class ModelConfig:
     mlp_chunk_size: PositiveInt = 16384
     """Tokens of one device whose feed-forward activations are in memory at a time."""
     mlp_kept_chunks: NonNegativeInt = 0
-    """Such chunks of which, with remat = "mlp", nothing is computed again; as memory allows."""
+    """Of remat = "mlp": chunks whose MLP is not computed again either, as memory allows."""
     initializer_range: PositiveFloat = 0.02
     """Standard deviation of random matrices at the start."""
 

@@ -216,8 +216,9 @@ def _advice(config: Config, memory: Memory, free: int, devices: int) -> Iterator
         yield f"  --parallel.fsdp=true: {saved / _GIB:.1f} GiB less for parameters and moments"
     if model.mlp_kept_chunks:
         yield "  --model.mlp_kept_chunks=0: products of the MLP computed again for all tokens"
-    for remat in list(_REMAT)[list(_REMAT).index(model.remat) + 1 :]:
-        yield f"  --model.remat={remat}: {_REMAT[remat]}"
+    else:
+        for remat in list(_REMAT)[list(_REMAT).index(model.remat) + 1 :]:
+            yield f"  --model.remat={remat}: {_REMAT[remat]}"
     if model.mlp_chunk_size > 4096:
         yield f"  --model.mlp_chunk_size={model.mlp_chunk_size // 4}: less of the MLP at a time"
     rows = config.data.batch_size // (parallel.data * config.optimizer.accumulation_steps)

@@ -162,6 +162,10 @@ def test_a_run_that_does_not_fit_says_what_to_change(config, capsys, monkeypatch
         "--parallel.devices_per_node=4",
     ):
         assert text in printed
+    keeping = changed(large, model={"remat": "mlp", "mlp_kept_chunks": 4})
+    assert dry_run(keeping, "estimate") == 1
+    printed = capsys.readouterr().out
+    assert "--model.mlp_kept_chunks=0" in printed and "--model.remat=" not in printed
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
     assert available(large, H200) == H200.memory // 2
 
