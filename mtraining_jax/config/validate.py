@@ -52,8 +52,8 @@ def _model(config: Config) -> Iterator[str]:
         yield f"model.head_dim = {model.head_dim} must be even: rotary embeddings turn pairs"
     if model.mlp_kept_chunks and model.remat != "mlp":
         yield (
-            f"model.mlp_kept_chunks = {model.mlp_kept_chunks} needs model.remat = \"mlp\", and it "
-            f'is "{model.remat}"'
+            f'model.mlp_kept_chunks = {model.mlp_kept_chunks} needs model.remat = "mlp", and it is '
+            f'"{model.remat}"'
         )
     if config.data.seq_len > model.max_position_embeddings:
         yield (

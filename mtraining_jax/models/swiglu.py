@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
-from mtraining_jax.models.token_parallel import num_chunks
+from mtraining_jax.models.token_parallel import first_chunks, num_chunks
 
 # Name of the products with gate and up, for a policy that keeps them.
 MLP_PRODUCTS = "mlp_products"
@@ -111,9 +111,9 @@ chunked_swiglu.defvjp(_forward, _backward)
 def _parts(x_TE: Array, chunk_size: int, kept_chunks: int) -> tuple[Array, Array]:
     """[T, E] -> the tokens of the first chunks [K, E], and the other chunks [n, C, E]."""
     tokens, width = x_TE.shape
-    count = num_chunks(tokens, chunk_size)
-    kept = min(kept_chunks, count) * (tokens // count)
-    return x_TE[:kept], x_TE[kept:].reshape(-1, tokens // count, width)
+    kept = first_chunks(tokens, chunk_size, kept_chunks)
+    rest_shape = -1, tokens // num_chunks(tokens, chunk_size), width
+    return x_TE[:kept], x_TE[kept:].reshape(rest_shape)
 
 
 def _dot(equation: str, a: Array, b: Array) -> Array:

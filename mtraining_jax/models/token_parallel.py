@@ -113,6 +113,12 @@ def num_chunks(tokens: int, chunk_size: int) -> int:
     return count
 
 
+def first_chunks(tokens: int, chunk_size: int, chunks: int) -> int:
+    """How many tokens the first `chunks` of `num_chunks` have; all of them if there are fewer."""
+    count = num_chunks(tokens, chunk_size)
+    return min(chunks, count) * (tokens // count)
+
+
 def compute_weights(weights: Any, dtype: jnp.dtype) -> Any:
     """Matrices in the compute dtype, so that half the bytes travel; vectors stay fp32."""
     return jax.tree.map(lambda w: w.astype(dtype) if w.ndim > 1 else w, weights)

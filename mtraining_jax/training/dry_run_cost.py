@@ -104,7 +104,8 @@ def seconds(config: Config, gpu: Gpu, memory: Memory, flops: Flops) -> dict[str,
         passes = 2 if model.remat == "full" else 1
         choices = passes * model.num_layers * config.data.batch_size * model.num_heads
         result["choosing indices"] = choices * config.data.seq_len * gpu.index_seconds / devices
-    if kept := config.optimizer.accumulation_steps * kept_mlp_products(config):
+    if kept := kept_mlp_products(config):
+        kept *= model.num_layers * config.optimizer.accumulation_steps
         # Each is copied into the stack of all layers, and out of it: two reads and two writes.
         result["MLP products kept"] = 4 * kept / gpu.copy_bytes
     # The update reads parameters, gradients and moments and writes all but the gradients.

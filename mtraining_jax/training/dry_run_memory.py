@@ -13,7 +13,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType
 
 from mtraining_jax.config import Config
-from mtraining_jax.models.token_parallel import num_chunks
+from mtraining_jax.models.token_parallel import first_chunks
 from mtraining_jax.parallel.mesh import AXES
 from mtraining_jax.training.state import StateBuilder
 
@@ -113,16 +113,13 @@ def local_tokens(config: Config) -> int:
 
 def kept_mlp_tokens(config: Config) -> int:
     """Tokens of a micro-batch on one device whose products of the MLP are kept."""
-    tokens = local_tokens(config)
-    chunks = num_chunks(tokens, config.model.mlp_chunk_size)
-    return min(config.model.mlp_kept_chunks, chunks) * (tokens // chunks)
+    model = config.model
+    return first_chunks(local_tokens(config), model.mlp_chunk_size, model.mlp_kept_chunks)
 
 
 def kept_mlp_products(config: Config) -> int:
-    """Bytes of what `model.mlp_kept_chunks` keeps, of all layers."""
-    model = config.model
-    wide = kept_mlp_tokens(config) * model.intermediate_size * _dtype_bytes(config)
-    return 2 * wide * model.num_layers
+    """Bytes of what `model.mlp_kept_chunks` keeps of one layer."""
+    return 2 * kept_mlp_tokens(config) * config.model.intermediate_size * _dtype_bytes(config)
 
 
 def _kept(config: Config) -> tuple[int, int]:
@@ -139,7 +136,7 @@ def _kept(config: Config) -> tuple[int, int]:
         keys_and_values = 2 * model.num_kv_heads * model.head_dim
         # With the residual stream between attention and the MLP.
         layer += tokens * (queries + keys_and_values + model.hidden_size) * size
-    layer += kept_mlp_products(config) // model.num_layers
+    layer += kept_mlp_products(config)
     if model.remat == "none":
         # The normed streams; gate, up, what comes of gate, and their product.
         layer += tokens * (2 * model.hidden_size + 4 * model.intermediate_size) * size

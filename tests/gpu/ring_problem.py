@@ -20,6 +20,7 @@ from mtraining_jax.parallel.attention import make_attention
 from mtraining_jax.parallel.compiler import ring_compiler_options
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import HEADS, make_mesh
+from mtraining_jax.sparsity import VerticalSlash
 from pallas_kernels import VerticalSlashIndex
 from tests.pallas_kernels import cases
 from tests.pallas_kernels.cases import Size
@@ -27,12 +28,19 @@ from tests.pallas_kernels.cases import Size
 SIZE = Size(1, 8, 2, 128, 128, block_size=128, dim=128)  # 16384 tokens
 SEED, MAX_VERTICALS = 7, 800
 BACKEND = "mosaic_gpu"
+PATTERN = VerticalSlash(0.5, 4096, 100, block_size=SIZE.block_size)
 
 
 @functools.cache
 def inputs() -> list[np.ndarray]:
     """Bf16 q, k, v and output gradient in global order."""
     return [np.asarray(x) for x in cases.qkv_dout(np.random.default_rng(SEED), SIZE, "bfloat16")]
+
+
+def estimate_inputs() -> list[np.ndarray]:
+    """q and k of large logits: few columns hold half of the mass, and not as many in each head."""
+    q, k = inputs()[:2]
+    return [4 * q, k]
 
 
 def sparse_index() -> VerticalSlashIndex:

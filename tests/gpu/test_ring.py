@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import HEADS, SEQUENCE_AXES, make_mesh
-from mtraining_jax.sparsity import VerticalSlash, choose_index
+from mtraining_jax.sparsity import choose_index
 from tests.gpu import ring_problem
 from tests.gpu.ring_errors import INDICES, NAMES, assert_as_exact_as_one, assert_right
 from tests.gpu.ring_problem import SIZE, Ring
@@ -152,11 +152,10 @@ def test_a_process_for_each_gpu_gives_the_bits_of_one_process(processes):
 def chosen(layout: Layout, devices: list[jax.Device]):
     """The index that the devices choose together."""
     mesh = make_mesh(1, 1, len(devices), devices)
-    pattern = VerticalSlash(0.5, 4096, 100, block_size=SIZE.block_size)
 
     def choose(q, k):
         return choose_index(
-            q, k, pattern, block_ids=layout.block_ids(lax.axis_index(SEQUENCE_AXES)),
+            q, k, ring_problem.PATTERN, block_ids=layout.block_ids(lax.axis_index(SEQUENCE_AXES)),
             num_blocks=layout.num_blocks, axis_names=SEQUENCE_AXES,
             backend=ring_problem.BACKEND,
         )
@@ -165,10 +164,8 @@ def chosen(layout: Layout, devices: list[jax.Device]):
         jax.shard_map(choose, mesh=mesh, in_specs=(HEADS, HEADS), out_specs=P(), check_vma=False)
     )
     order = layout.permutation()
-    q, k = ring_problem.inputs()[:2]
-    q = 4 * q  # large logits: few columns hold half of the mass, and not as many in each head
-    q, k = (jax.device_put(x[:, order], NamedSharding(mesh, HEADS)) for x in (q, k))
-    return sharded(q, k)
+    dealt = (x[:, order] for x in ring_problem.estimate_inputs())
+    return sharded(*(jax.device_put(x, NamedSharding(mesh, HEADS)) for x in dealt))
 
 
 @pytest.mark.parametrize("layout", ["striped", "zigzag"])
