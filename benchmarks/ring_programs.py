@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks.masks import BLOCK
 from benchmarks.programs import PATTERN, work_lists
-from mtraining_jax.parallel.attention import make_attention
+from mtraining_jax.attention.sharded import make_attention
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import DATA_AXIS, HEADS, SEQUENCE_AXES, make_mesh
 from mtraining_jax.parallel.ring import ring_attention

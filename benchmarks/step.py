@@ -27,11 +27,11 @@ from jax.sharding import Mesh, NamedSharding
 from benchmarks import trace_summary
 from mtraining_jax.cli import set_platform
 from mtraining_jax.config import Config, load_config
-from mtraining_jax.models.qwen2 import Attention
+from mtraining_jax.models.transformer import Attention
 from mtraining_jax.parallel.mesh import TOKENS
 from mtraining_jax.parallel.ring import SAVED_NAMES
-from mtraining_jax.training import setup
-from mtraining_jax.training.flops import peak_flops, step_flops
+from mtraining_jax.reporting.flops import peak_flops, step_flops
+from mtraining_jax.training import parts
 from mtraining_jax.training.state import StateBuilder
 from mtraining_jax.training.step import make_train_step
 
@@ -102,12 +102,12 @@ def time_step(
         trace: folder for a profile of one step more; None makes none. The longest kernels are
             printed.
     """
-    layout, pattern = setup.build_layout(config), setup.build_pattern(config)
+    layout, pattern = parts.build_layout(config), parts.build_pattern(config)
     attention: Attention = stand_in
     if with_attention:
-        attention = setup.build_attention(config, mesh, layout, pattern)
+        attention = parts.build_attention(config, mesh, layout, pattern)
     builder = StateBuilder(config, mesh)
-    inputs = setup.layer_inputs(pattern)
+    inputs = parts.layer_inputs(pattern)
     batch = _batch(config, mesh, layout.permutation())
     begin = time.perf_counter()
     step = make_train_step(config, builder, attention, mesh, inputs)
@@ -234,7 +234,7 @@ def main() -> None:
     pairs = [tuple(text.removeprefix("--").split("=", 1)) for text in overrides]
     config = load_config(arguments.config, pairs)
     set_platform(config)
-    mesh = setup.build_mesh(config)
+    mesh = parts.build_mesh(config)
     kind = mesh.devices.flat[0].device_kind
     parallel, model = config.parallel, config.model
     print(

@@ -8,27 +8,27 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mtraining_jax.adapters import attention_fn
-    from mtraining_jax.attention import sparse_attention
-    from mtraining_jax.attention_order import sequence_layout, stripe, unstripe
-    from mtraining_jax.inspect_index import Inspection, inspect
+    from mtraining_jax.attention.api import sparse_attention
+    from mtraining_jax.attention.flax_modules import attention_fn
+    from mtraining_jax.attention.inspection import Inspection, inspect
+    from mtraining_jax.attention.order import sequence_layout, stripe, unstripe
     from mtraining_jax.parallel.layout import Layout
     from mtraining_jax.sparsity import Dense, FixedBudget, Pattern, VerticalSlash, load_budgets
 
 _HOMES = {
     "Dense": "sparsity",
     "FixedBudget": "sparsity",
-    "Inspection": "inspect_index",
+    "Inspection": "attention.inspection",
     "Layout": "parallel.layout",
     "Pattern": "sparsity",
     "VerticalSlash": "sparsity",
-    "attention_fn": "adapters",
-    "inspect": "inspect_index",
+    "attention_fn": "attention.flax_modules",
+    "inspect": "attention.inspection",
     "load_budgets": "sparsity",
-    "sequence_layout": "attention_order",
-    "sparse_attention": "attention",
-    "stripe": "attention_order",
-    "unstripe": "attention_order",
+    "sequence_layout": "attention.order",
+    "sparse_attention": "attention.api",
+    "stripe": "attention.order",
+    "unstripe": "attention.order",
 }
 
 __all__ = [

@@ -14,7 +14,7 @@ from mtraining_jax.config import (
 )
 from mtraining_jax.config.fields import all_fields, nearest
 from mtraining_jax.errors import UserError
-from mtraining_jax.training.hardware import MEMORY_FRACTION
+from mtraining_jax.planning.hardware import MEMORY_FRACTION
 
 _USAGE = """\
 usage: train.py --config NAME [--SECTION.FIELD=VALUE ...]
@@ -177,12 +177,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(config_to_toml(config), end="")
             return 0
         if command.dry_run is not None:
-            from mtraining_jax.training.dry_run import dry_run
+            from mtraining_jax.planning.dry_run import dry_run
 
             return dry_run(config, command.dry_run)
         set_platform(config)
         # Not before: it imports JAX, which must find its devices set.
-        from mtraining_jax.training.run import run
+        from mtraining_jax.training.loop import run
 
         run(config)
     except UserError as error:

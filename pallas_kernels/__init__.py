@@ -1,6 +1,7 @@
 """Sparse attention kernels: arrays in, arrays out. Knows no model, no mesh, no config."""
 
-from pallas_kernels.attention import (
+from pallas_kernels.index import BlockSparseIndex, VerticalSlashIndex
+from pallas_kernels.ops import (
     Gradients,
     Partial,
     backward,
@@ -11,7 +12,6 @@ from pallas_kernels.attention import (
     merge,
     vertical_slash_attention,
 )
-from pallas_kernels.index import BlockSparseIndex, VerticalSlashIndex
 from pallas_kernels.tiles import (
     DiagonalTiles,
     SegmentedDiagonals,

@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 
 def resolve(backend: str | None, q: Array, block_size: int | None = None) -> ModuleType:
-    """The module that implements a function of `pallas_kernels.attention` for this call.
+    """The module that implements a function of `pallas_kernels.ops` for this call.
 
     Args:
         backend: a name of `BACKENDS`; None or "auto" for the best that runs here.

@@ -32,7 +32,7 @@ def forward(
     *, scale: float, init: tuple[Array, Array] | None, out_dtype: jnp.dtype,
     beside_transfers: bool = False,
 ) -> tuple[Array, Array]:
-    """See `pallas_kernels.attention.forward`."""
+    """See `pallas_kernels.ops.forward`."""
     del beside_transfers
     g = _block_size(tiles, verticals)
     q_blocks = _to_blocks(q, g)  # [B, Hq, nQ, g, D]
@@ -87,7 +87,7 @@ def backward(
     dq_dtype: jnp.dtype = jnp.float32, key_dtype: jnp.dtype | None = None,
     beside_transfers: bool = False,
 ) -> Gradients:
-    """See `pallas_kernels.attention.backward`."""
+    """See `pallas_kernels.ops.backward`."""
     del beside_transfers
     g = _block_size(tiles, verticals)
     rows = _Rows(
@@ -110,7 +110,7 @@ def backward(
 
 
 def delta_of(out: Array, dout: Array) -> Array:
-    """See `pallas_kernels.attention.delta_of`."""
+    """See `pallas_kernels.ops.delta_of`."""
     return jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1).swapaxes(1, 2)
 
 

@@ -17,7 +17,7 @@ def runs(monkeypatch) -> list[Config]:
     """Takes the place of training and keeps the configurations it is called with."""
     called: list[Config] = []
     training = types.SimpleNamespace(run=called.append)
-    monkeypatch.setitem(sys.modules, "mtraining_jax.training.run", training)
+    monkeypatch.setitem(sys.modules, "mtraining_jax.training.loop", training)
     monkeypatch.setitem(sys.modules, "mtraining_jax.training", types.ModuleType("training"))
     return called
 
@@ -111,7 +111,7 @@ def test_a_mistake_found_by_the_run_is_told_the_same_way(runs, capsys, monkeypat
     def run(config):
         raise UserError(f"{config.run.name} has no data")
 
-    monkeypatch.setattr(sys.modules["mtraining_jax.training.run"], "run", run)
+    monkeypatch.setattr(sys.modules["mtraining_jax.training.loop"], "run", run)
     assert main(["--config=tiny"]) == 2
     assert capsys.readouterr().err == "error: tiny has no data\n"
 
@@ -120,7 +120,7 @@ def test_other_errors_pass_through(runs, monkeypatch):
     def run(config):
         raise ValueError("a bug")
 
-    monkeypatch.setattr(sys.modules["mtraining_jax.training.run"], "run", run)
+    monkeypatch.setattr(sys.modules["mtraining_jax.training.loop"], "run", run)
     with pytest.raises(ValueError, match="a bug"):
         main(["--config=tiny"])
 

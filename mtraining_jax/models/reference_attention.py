@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from mtraining_jax.models.qwen2 import Attention
+from mtraining_jax.models.transformer import Attention
 
 
 def dense_attention(positions: Array) -> Attention:

@@ -16,8 +16,8 @@ from mtraining_jax.parallel.ring_gather import gather_backward, gather_forward
 from mtraining_jax.parallel.ring_schedule import RingPlan
 from mtraining_jax.parallel.ring_steps import Steps
 from mtraining_jax.parallel.ring_turns import ring_backward, ring_forward
-from pallas_kernels.attention import delta_of
 from pallas_kernels.index import VerticalSlashIndex
+from pallas_kernels.ops import delta_of
 
 # Names under which a remat policy can keep what the backward pass needs.
 SAVED_NAMES = ("attn_out", "attn_lse", "sparse_index")

@@ -13,7 +13,7 @@ from mtraining_jax.parallel.verticals import (
     has_verticals,
     return_vertical_gradients,
 )
-from pallas_kernels import attention as kernels
+from pallas_kernels import ops as kernels
 from pallas_kernels.index import VerticalSlashIndex
 from pallas_kernels.tiles import Tiles, VerticalColumns, pad_columns, vertical_columns
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from mtraining_jax.config import Config
 from mtraining_jax.models.hf import save_hf
-from mtraining_jax.training import folder, setup
+from mtraining_jax.training import parts, run_folder
 from mtraining_jax.training.checkpoint import Checkpoints
 from mtraining_jax.training.state import StateBuilder, TrainState
 
@@ -51,9 +51,9 @@ def export_checkpoint(config: Config, step: int) -> Path:
     Raises:
         UserError: as `export_state`, and if devices or checkpoint do not fit the configuration.
     """
-    builder = StateBuilder(config, setup.build_mesh(config))
+    builder = StateBuilder(config, parts.build_mesh(config))
     checkpoints = Checkpoints(
-        folder.checkpoint_folder(config), keep=config.checkpoint.keep, async_save=False
+        run_folder.checkpoint_folder(config), keep=config.checkpoint.keep, async_save=False
     )
     try:
         state, _ = checkpoints.restore(step, builder.abstract(), config)

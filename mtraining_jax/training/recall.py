@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mtraining_jax.config import Config
-from mtraining_jax.models.qwen2 import Attention
+from mtraining_jax.models.transformer import Attention
 from mtraining_jax.training.state import StateBuilder, TrainState
 from mtraining_jax.training.step import Batch
 

@@ -11,8 +11,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mtraining_jax.config import Config
-from mtraining_jax.models.qwen2 import Attention
 from mtraining_jax.models.sharding import lm_head_spec
+from mtraining_jax.models.transformer import Attention
 from mtraining_jax.parallel.compiler import ring_compiler_options
 from mtraining_jax.parallel.mesh import DATA_AXIS, SEQUENCE_AXES
 from mtraining_jax.training.loss import count_labels, linear_cross_entropy

@@ -1,4 +1,4 @@
-"""The Hopper backend behind the contract of `pallas_kernels.attention`."""
+"""The Hopper backend behind the contract of `pallas_kernels.ops`."""
 
 from typing import Any
 
@@ -46,7 +46,7 @@ def forward(
     *, scale: float, init: tuple[Array, Array] | None, out_dtype: jnp.dtype,
     beside_transfers: bool = False, configs: Configs | None = None, interpret: Any = False,
 ) -> tuple[Array, Array]:
-    """See `pallas_kernels.attention.forward`."""
+    """See `pallas_kernels.ops.forward`."""
     configs = configs or configs_for(q.shape[-1])
     work = query_work(tiles, verticals, *_sizes(q, k))
     if init is not None:
@@ -65,7 +65,7 @@ def backward(
     beside_transfers: bool = False,
     configs: Configs | None = None, interpret: Any = False,
 ) -> Gradients:
-    """See `pallas_kernels.attention.backward`.
+    """See `pallas_kernels.ops.backward`.
 
     One kernel computes everything where `fused_config` gives it a configuration. Everywhere else
     two kernels run, one for dq and one for dk and dv. The fused kernel ignores `beside_transfers`:
@@ -116,7 +116,7 @@ def backward(
 
 
 def delta_of(out: Array, dout: Array, *, interpret: Any = False) -> Array:
-    """See `pallas_kernels.attention.delta_of`."""
+    """See `pallas_kernels.ops.delta_of`."""
     rows = out.shape[1]
     padding = ((0, 0), (0, -rows % ROWS), (0, 0), (0, 0))  # of length 0 for blocks of 128
     out, dout = jnp.pad(out, padding), jnp.pad(dout, padding)

@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from mtraining_jax.parallel.attention import make_attention
+from mtraining_jax.attention.sharded import make_attention
 from mtraining_jax.parallel.compiler import ring_compiler_options
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import HEADS, make_mesh

@@ -35,7 +35,7 @@ class TestMosaicGpu(AttentionContract):
     @pytest.fixture(autouse=True)
     def _two_backward_kernels(self, monkeypatch):
         kernels = backend_with(two_kernels)
-        monkeypatch.setattr(pallas_kernels.attention, "resolve", lambda *_, **__: kernels)
+        monkeypatch.setattr(pallas_kernels.ops, "resolve", lambda *_, **__: kernels)
 
 
 @functools.partial(jax.jit, static_argnames="backend")

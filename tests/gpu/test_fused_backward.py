@@ -29,7 +29,7 @@ class _Contract(AttentionContract):
     @pytest.fixture(autouse=True)
     def _one_backward_kernel(self, monkeypatch):
         kernels = backend_with(one_kernel)
-        monkeypatch.setattr(pallas_kernels.attention, "resolve", lambda *_, **__: kernels)
+        monkeypatch.setattr(pallas_kernels.ops, "resolve", lambda *_, **__: kernels)
 
 
 class TestHeadDim64(_Contract):

@@ -9,7 +9,7 @@ import pytest
 
 from mtraining_jax.models import YarnScaling, init_model
 from mtraining_jax.models.hf import load_hf, save_hf
-from mtraining_jax.training.run import run
+from mtraining_jax.training.loop import run
 from tests.models.common import forward, some_tokens, tiny_spec
 from tests.training.common import tiny_config
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from mtraining_jax.config import load_config
-from mtraining_jax.training import setup
+from mtraining_jax.training import parts
 from mtraining_jax.training.state import StateBuilder
 from mtraining_jax.training.step import make_train_step
 
@@ -21,11 +21,11 @@ def train(name, **changes):
     """Loss, gradient norm and mean density of 3 steps."""
     fields = SMALL | {field.replace("__", "."): value for field, value in changes.items()}
     config = load_config(name, [(field, str(value)) for field, value in fields.items()])
-    mesh, layout = setup.build_mesh(config), setup.build_layout(config)
-    pattern = setup.build_pattern(config)
-    batches, builder = setup.Batches(config, mesh, layout), StateBuilder(config, mesh)
-    attention = setup.build_attention(config, mesh, layout, pattern)
-    step = make_train_step(config, builder, attention, mesh, setup.layer_inputs(pattern))
+    mesh, layout = parts.build_mesh(config), parts.build_layout(config)
+    pattern = parts.build_pattern(config)
+    batches, builder = parts.Batches(config, mesh, layout), StateBuilder(config, mesh)
+    attention = parts.build_attention(config, mesh, layout, pattern)
+    step = make_train_step(config, builder, attention, mesh, parts.layer_inputs(pattern))
     state, found = builder.fresh(), []
     for _ in range(3):
         state, metrics = step(state, next(batches))

@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from pallas_kernels import VerticalSlashIndex, dense_attention, vertical_slash_attention
 from pallas_kernels.mosaic_gpu.configs import CONFIGS
 
-TARGET = Path(__file__).resolve().parents[2] / "mtraining_jax/training/h200.target_config.txtpb"
+TARGET = Path(__file__).resolve().parents[2] / "mtraining_jax/planning/h200.target_config.txtpb"
 BLOCK = 128
 
 pytestmark = pytest.mark.skipif(

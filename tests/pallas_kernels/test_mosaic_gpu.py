@@ -9,7 +9,7 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-import pallas_kernels.attention
+import pallas_kernels.ops
 from pallas_kernels import DiagonalTiles
 from pallas_kernels.mosaic_gpu import backend
 from tests.pallas_kernels import cases
@@ -45,7 +45,7 @@ class _Interpreted(AttentionContract):
         """Sends kernel calls to the interpreter, and looks for races at the end."""
         params = plgpu.InterpretGPUParams(detect_races=self.detect_races)
         kernels = backend_with(self.backward, interpret=params)
-        monkeypatch.setattr(pallas_kernels.attention, "resolve", lambda *_, **__: kernels)
+        monkeypatch.setattr(pallas_kernels.ops, "resolve", lambda *_, **__: kernels)
         yield
         if self.detect_races:
             assert not races().races_found

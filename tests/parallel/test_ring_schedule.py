@@ -14,7 +14,7 @@ from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import HEADS, make_mesh
 from mtraining_jax.parallel.ring import ring_attention
 from mtraining_jax.parallel.ring_schedule import RingPlan, StepTiles
-from pallas_kernels import attention as kernels
+from pallas_kernels import ops as kernels
 from pallas_kernels.gradients import Gradients
 from pallas_kernels.tiles import active_diagonals
 from tests.parallel import indices

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from mtraining_jax.parallel.attention import make_attention
+from mtraining_jax.attention.sharded import make_attention
 from mtraining_jax.parallel.compiler import ring_compiler_options
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import HEADS, make_mesh
@@ -17,7 +17,7 @@ from pallas_kernels import VerticalSlashIndex
 from tests.parallel.hlo_schedule import Transfer, transfers
 
 KEPT = jax.checkpoint_policies.save_only_these_names("attn_out", "attn_lse")
-TARGET = Path(__file__).resolve().parents[2] / "mtraining_jax/training/h200.target_config.txtpb"
+TARGET = Path(__file__).resolve().parents[2] / "mtraining_jax/planning/h200.target_config.txtpb"
 SEQ_LEN, BLOCK, HEADS_Q, HEADS_KV, DIM = 16384, 128, 4, 2, 128
 
 

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mtraining_jax.attention.sharded import make_attention
 from mtraining_jax.errors import UserError
-from mtraining_jax.parallel.attention import make_attention
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import make_mesh
 from mtraining_jax.sparsity import VerticalSlash, choose_index, density, make_replay

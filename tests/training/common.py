@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from mtraining_jax.config import Config, config_from_dict, config_to_toml
-from mtraining_jax.training.metrics import read_records
+from mtraining_jax.reporting.metrics import read_records
 
 ROOT = Path(__file__).resolve().parents[2]
 VOCAB = 61

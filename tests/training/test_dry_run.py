@@ -10,11 +10,11 @@ from flax import nnx
 from mtraining_jax.cli import main
 from mtraining_jax.config import available_configs, load_config
 from mtraining_jax.models import Qwen2
-from mtraining_jax.training import setup
-from mtraining_jax.training.dry_run import available, dry_run
-from mtraining_jax.training.dry_run_cost import count_flops, seconds
-from mtraining_jax.training.dry_run_memory import count_parameters, estimate_memory
-from mtraining_jax.training.hardware import H200
+from mtraining_jax.planning.cost import count_flops, seconds
+from mtraining_jax.planning.dry_run import available, dry_run
+from mtraining_jax.planning.hardware import H200
+from mtraining_jax.planning.memory import count_parameters, estimate_memory
+from mtraining_jax.training import parts
 from mtraining_jax.training.loss import linear_cross_entropy
 from mtraining_jax.training.state import StateBuilder
 from tests.training.common import changed
@@ -44,7 +44,7 @@ def test_every_configuration_is_estimated_and_fits(name, capsys):
 @pytest.mark.parametrize(("fsdp", "trainable"), [(False, ()), (True, ("mlp",))])
 def test_parameters_and_moments_are_those_of_the_run(config, fsdp, trainable):
     config = changed(config, parallel={"fsdp": fsdp}, optimizer={"trainable": trainable})
-    builder = StateBuilder(config, setup.build_mesh(config))
+    builder = StateBuilder(config, parts.build_mesh(config))
     state = builder.fresh()
     device = jax.devices()[0]
 

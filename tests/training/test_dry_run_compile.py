@@ -6,9 +6,9 @@ A GPU is not needed, but JAX's CUDA plugin is; a minute or two for each mesh.
 import pytest
 
 from mtraining_jax.config import load_config
-from mtraining_jax.training.dry_run_compile import compile_step, missing_plugin
-from mtraining_jax.training.dry_run_memory import estimate_memory
-from mtraining_jax.training.hardware import H200
+from mtraining_jax.planning.compiled import compile_step, missing_plugin
+from mtraining_jax.planning.hardware import H200
+from mtraining_jax.planning.memory import estimate_memory
 from tests.training.common import changed
 
 

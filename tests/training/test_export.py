@@ -8,17 +8,17 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from mtraining_jax.models.hf import load_hf, read_hf_config
-from mtraining_jax.training import setup
+from mtraining_jax.training import parts
 from mtraining_jax.training.checkpoint import Checkpoints
-from mtraining_jax.training.folder import checkpoint_folder
-from mtraining_jax.training.run import run
+from mtraining_jax.training.loop import run
+from mtraining_jax.training.run_folder import checkpoint_folder
 from mtraining_jax.training.state import StateBuilder
 from tests.training.common import changed
 
 
 def saved_parameters(config, step):
     """Those of a checkpoint of the run, fp32."""
-    builder = StateBuilder(config, setup.build_mesh(config))
+    builder = StateBuilder(config, parts.build_mesh(config))
     checkpoints = Checkpoints(checkpoint_folder(config), keep=2, async_save=False)
     try:
         state, _ = checkpoints.restore(step, builder.abstract(), config)
@@ -29,7 +29,7 @@ def saved_parameters(config, step):
 
 def exported_parameters(config):
     """Those that a run would start from, by the names of ours."""
-    builder = StateBuilder(config, setup.build_mesh(config))
+    builder = StateBuilder(config, parts.build_mesh(config))
     return builder.flatten(load_hf(config.run.folder / "hf", config.model))
 
 

@@ -7,9 +7,9 @@ import pytest
 from rich.console import Console
 
 from mtraining_jax.errors import UserError
-from mtraining_jax.training.banner import summary
-from mtraining_jax.training.metrics import Memory, open_writers, read_records, step_record
-from mtraining_jax.training.progress import Display, step_line
+from mtraining_jax.reporting.banner import summary
+from mtraining_jax.reporting.metrics import Memory, open_writers, read_records, step_record
+from mtraining_jax.reporting.progress import Display, step_line
 from tests.training.common import changed, tiny_config
 
 

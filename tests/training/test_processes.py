@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from mtraining_jax.training.checkpoint import newest_step
-from mtraining_jax.training.folder import checkpoint_folder
-from mtraining_jax.training.run import run
+from mtraining_jax.training.loop import run
+from mtraining_jax.training.run_folder import checkpoint_folder
 from tests.training.common import changed, losses, start_process, written
 
 

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from benchmarks.trace_summary import find_traces, read_trace
-from mtraining_jax.training import setup
-from mtraining_jax.training.run import run
+from mtraining_jax.training import parts
+from mtraining_jax.training.loop import run
 from mtraining_jax.training.state import StateBuilder
 from mtraining_jax.training.step import make_train_step
 from tests.training.common import changed, written
@@ -57,11 +57,11 @@ def test_a_run_says_what_it_replays_and_traces_its_window(replay, capsys):
 def test_rematerialisation_and_the_estimate_change_no_number(replay):
     def step_of(**sections):
         config = changed(replay, parallel={"devices_per_node": 1}, **sections)
-        mesh, layout = setup.build_mesh(config), setup.build_layout(config)
-        builder, batches = StateBuilder(config, mesh), setup.Batches(config, mesh, layout)
-        pattern = setup.build_pattern(config)
-        attention = setup.build_attention(config, mesh, layout, pattern)
-        step = make_train_step(config, builder, attention, mesh, setup.layer_inputs(pattern))
+        mesh, layout = parts.build_mesh(config), parts.build_layout(config)
+        builder, batches = StateBuilder(config, mesh), parts.Batches(config, mesh, layout)
+        pattern = parts.build_pattern(config)
+        attention = parts.build_attention(config, mesh, layout, pattern)
+        step = make_train_step(config, builder, attention, mesh, parts.layer_inputs(pattern))
         _, metrics = step(builder.fresh(), next(batches))
         batches.close()
         return jax.device_get(metrics)

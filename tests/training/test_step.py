@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtraining_jax.training import setup
+from mtraining_jax.training import parts
 from mtraining_jax.training.optimizer import QK_PROJECTIONS_ONLY
 from mtraining_jax.training.state import StateBuilder
 from mtraining_jax.training.step import make_train_step, micro_batches
@@ -21,11 +21,11 @@ class Parts:
     """The parts of a run, without what is around the step."""
 
     def __init__(self, config):
-        self.mesh = setup.build_mesh(config)
-        layout = setup.build_layout(config)
-        self.batches = setup.Batches(config, self.mesh, layout)
+        self.mesh = parts.build_mesh(config)
+        layout = parts.build_layout(config)
+        self.batches = parts.Batches(config, self.mesh, layout)
         self.builder = StateBuilder(config, self.mesh)
-        attention = setup.build_attention(config, self.mesh, layout, setup.build_pattern(config))
+        attention = parts.build_attention(config, self.mesh, layout, parts.build_pattern(config))
         self.step = make_train_step(config, self.builder, attention, self.mesh)
 
     def train(self, steps):
@@ -92,7 +92,7 @@ def test_accumulation_over_data_groups_equals_one_big_batch(folder, dense):
 
 def test_micro_batches_hold_every_row_once_and_move_none(dense):
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:8]).reshape(2, 2, 2), dense[0].mesh.axis_names)
-    sharding = jax.NamedSharding(mesh, setup.TOKENS)
+    sharding = jax.NamedSharding(mesh, parts.TOKENS)
     rows = jax.device_put(jnp.arange(8 * 16).reshape(8, 16), sharding)
     cut = jax.jit(lambda x: micro_batches({"tokens": x}, 2, mesh)["tokens"])
     np.testing.assert_array_equal(cut(rows)[:, :, 0] // 16, [[0, 1, 4, 5], [2, 3, 6, 7]])

@@ -15,9 +15,9 @@ from safetensors import SafetensorError, safe_open
 from mtraining_jax.errors import UserError
 from mtraining_jax.models.hf.config import check_same_model, read_json
 from mtraining_jax.models.hf.names import LAYERS, hf_names, is_redundant
-from mtraining_jax.models.qwen2 import abstract_state
 from mtraining_jax.models.sharding import parameter_names
 from mtraining_jax.models.spec import ModelSpec
+from mtraining_jax.models.transformer import abstract_state
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

@@ -8,11 +8,11 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding
 
+from mtraining_jax.attention.sharded import make_attention
 from mtraining_jax.config import Config, validate
 from mtraining_jax.data import Loader, build_loader, local_rows_and_columns
 from mtraining_jax.errors import UserError
-from mtraining_jax.models.qwen2 import Attention
-from mtraining_jax.parallel.attention import make_attention
+from mtraining_jax.models.transformer import Attention
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import TOKENS, make_mesh
 from mtraining_jax.sparsity import (

@@ -8,7 +8,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
-from mtraining_jax.attention_placement import (
+from mtraining_jax.attention.placement import (
     Axes,
     Placement,
     as_axes,

@@ -9,9 +9,9 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
-from mtraining_jax import attention_checks as checks
-from mtraining_jax.attention_order import global_order, ring_layout
-from mtraining_jax.attention_placement import Placement, find_placement
+from mtraining_jax.attention import checks
+from mtraining_jax.attention.order import global_order, ring_layout
+from mtraining_jax.attention.placement import Placement, find_placement
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.ring import ring_attention
 from mtraining_jax.parallel.ring_schedule import check_ring

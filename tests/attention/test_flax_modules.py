@@ -9,7 +9,7 @@ import pytest
 from flax import linen, nnx
 
 from mtraining_jax import Dense, attention_fn
-from tests.attention_inputs import PATTERN
+from tests.attention.inputs import PATTERN
 
 BATCH, TOKENS, FEATURES = 2, 64, 16
 # Dense by our kernels is what Flax computes with a causal mask.

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from mtraining_jax.attention_placement import Placement
+from mtraining_jax.attention.placement import Placement
 from mtraining_jax.sparsity import Dense, Pattern
 from pallas_kernels.index import BlockSparseIndex, VerticalSlashIndex
 

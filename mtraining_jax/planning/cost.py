@@ -3,15 +3,15 @@
 import dataclasses
 
 from mtraining_jax.config import Config
-from mtraining_jax.training.dry_run_memory import (
+from mtraining_jax.planning.hardware import Gpu, matmul_rate
+from mtraining_jax.planning.memory import (
     Memory,
     kept_mlp_products,
     kept_mlp_tokens,
     local_tokens,
 )
-from mtraining_jax.training.flops import step_flops
-from mtraining_jax.training.hardware import Gpu, matmul_rate
-from mtraining_jax.training.metrics import REPLAYED
+from mtraining_jax.reporting.flops import step_flops
+from mtraining_jax.reporting.metrics import REPLAYED
 
 # Mean density that the paper reports for 512K tokens (arXiv 2510.18830): what an index that is
 # chosen at each step is taken to have, for want of the step.

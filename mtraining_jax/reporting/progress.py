@@ -8,7 +8,7 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from mtraining_jax.training.metrics import REPLAYED, Record, density_of, is_replayed
+from mtraining_jax.reporting.metrics import REPLAYED, Record, density_of, is_replayed
 
 
 class Display:

@@ -5,7 +5,7 @@ import types
 import pytest
 
 from mtraining_jax.errors import UserError
-from mtraining_jax.training.fits import check_fits
+from mtraining_jax.training.memory_check import check_fits
 
 GIB = 2**30
 

@@ -19,7 +19,7 @@ from mtraining_jax import (
     unstripe,
 )
 from pallas_kernels.index import BlockSparseIndex
-from tests.attention_inputs import BLOCK, HEADS, PATTERN, TOKENS, inputs
+from tests.attention.inputs import BLOCK, HEADS, PATTERN, TOKENS, inputs
 
 BUDGET = FixedBudget(
     verticals=np.array([0, 5, 20, 9], np.int32), slashes=np.array([30, 3, 0, 12], np.int32),

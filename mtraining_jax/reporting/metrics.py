@@ -11,7 +11,7 @@ import jax
 
 from mtraining_jax.config import Config, config_to_dict
 from mtraining_jax.errors import UserError
-from mtraining_jax.training.flops import peak_flops, step_flops
+from mtraining_jax.reporting.flops import peak_flops, step_flops
 
 # JSONL for tools, TensorBoard and Weights & Biases for eyes: one record serves all.
 Record = dict[str, Any]

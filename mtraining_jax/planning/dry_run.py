@@ -7,22 +7,22 @@ import jax
 
 from mtraining_jax.config import Config
 from mtraining_jax.errors import UserError
-from mtraining_jax.training.dry_run_compile import Compiled, compile_step, missing_plugin
-from mtraining_jax.training.dry_run_cost import (
+from mtraining_jax.planning.compiled import Compiled, compile_step, missing_plugin
+from mtraining_jax.planning.cost import (
     Flops,
     count_flops,
     density,
     rates_missing,
     seconds,
 )
-from mtraining_jax.training.dry_run_memory import (
+from mtraining_jax.planning.hardware import H200, MEMORY_FRACTION, Gpu
+from mtraining_jax.planning.memory import (
     Memory,
     count_parameters,
     estimate_memory,
     offloaded,
 )
-from mtraining_jax.training.flops import peak_flops
-from mtraining_jax.training.hardware import H200, MEMORY_FRACTION, Gpu
+from mtraining_jax.reporting.flops import peak_flops
 
 _GIB = 2**30
 # Ways to keep less for the backward pass, each less than the one before.

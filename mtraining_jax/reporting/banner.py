@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from mtraining_jax.config import Config, available_configs
 from mtraining_jax.errors import UserError
-from mtraining_jax.training.metrics import REPLAYED, Record, density_of, is_replayed
+from mtraining_jax.reporting.metrics import REPLAYED, Record, density_of, is_replayed
 from mtraining_jax.training.state import StateBuilder
 from pallas_kernels import xla
 from pallas_kernels.backends import mosaic_gpu, no_hopper_gpu, resolve

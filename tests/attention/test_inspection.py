@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from mtraining_jax import Dense, Layout, VerticalSlash, inspect, sparse_attention, stripe
-from mtraining_jax.inspect_picture import block_shares
+from mtraining_jax.attention.picture import block_shares
 from pallas_kernels.index import VerticalSlashIndex
 from pallas_kernels.reference import mask_from_index
-from tests.attention_inputs import BLOCK, HEADS, KV_HEADS, PATTERN, TOKENS, inputs
+from tests.attention.inputs import BLOCK, HEADS, KV_HEADS, PATTERN, TOKENS, inputs
 
 CAUSAL = np.tri(TOKENS, dtype=bool)
 

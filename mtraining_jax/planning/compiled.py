@@ -12,8 +12,8 @@ from jax.sharding import Mesh, NamedSharding
 
 from mtraining_jax.config import Config
 from mtraining_jax.parallel.mesh import TOKENS, make_mesh
-from mtraining_jax.training import setup
-from mtraining_jax.training.hardware import Gpu
+from mtraining_jax.planning.hardware import Gpu
+from mtraining_jax.training import parts
 from mtraining_jax.training.state import StateBuilder
 from mtraining_jax.training.step import make_train_step
 
@@ -62,12 +62,12 @@ def compile_step(config: Config, gpu: Gpu) -> Compiled:
     """
     begin = time.perf_counter()
     mesh = target_mesh(config, gpu)
-    layout, pattern = setup.build_layout(config), setup.build_pattern(config)
-    inputs = setup.layer_inputs(pattern)
+    layout, pattern = parts.build_layout(config), parts.build_pattern(config)
+    inputs = parts.layer_inputs(pattern)
     # The device of the abstract mesh decides which kernels run.
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         builder = StateBuilder(config, mesh)
-        attention = setup.build_attention(config, mesh, layout, pattern)
+        attention = parts.build_attention(config, mesh, layout, pattern)
         step = make_train_step(config, builder, attention, mesh, inputs)
         traced = step.trace(builder.abstract(), abstract_batch(config, mesh))
         compiled = traced.lower(lowering_platforms=("cuda",)).compile()

@@ -13,19 +13,20 @@ from jax.experimental import multihost_utils
 
 from mtraining_jax.config import Config
 from mtraining_jax.errors import UserError
-from mtraining_jax.training import banner, distributed, folder, setup
-from mtraining_jax.training.checkpoint import Checkpoints
-from mtraining_jax.training.export import export_checkpoint, export_state
-from mtraining_jax.training.fits import check_fits
-from mtraining_jax.training.metrics import (
+from mtraining_jax.reporting import banner
+from mtraining_jax.reporting.metrics import (
     Memory,
     Record,
     Writer,
     open_writers,
     step_record,
 )
+from mtraining_jax.reporting.progress import Display
+from mtraining_jax.training import distributed, parts, run_folder
+from mtraining_jax.training.checkpoint import Checkpoints
+from mtraining_jax.training.export import export_checkpoint, export_state
+from mtraining_jax.training.memory_check import check_fits
 from mtraining_jax.training.profile import ProfileWindow
-from mtraining_jax.training.progress import Display
 from mtraining_jax.training.recall import make_recall
 from mtraining_jax.training.state import StateBuilder, TrainState
 from mtraining_jax.training.step import make_train_step
@@ -46,7 +47,7 @@ def run(config: Config) -> list[Record]:
     Raises:
         UserError: for anything that the user can mend, before the run or during it.
     """
-    folder.check_writable(config)
+    run_folder.check_writable(config)
     joined = distributed.initialize(config.distributed)
     try:
         with Display(enabled=distributed.is_first()) as display:
@@ -65,13 +66,13 @@ def run(config: Config) -> list[Record]:
 
 
 def _run(config: Config, display: Display) -> list[Record]:
-    resume_from = folder.resume_step(config)
+    resume_from = run_folder.resume_step(config)
     if resume_from is not None and resume_from >= config.run.steps:
         display.say(*banner.already_complete(config, resume_from))
         if config.checkpoint.export_hf:
             display.say(f"  wrote      {export_checkpoint(config, resume_from)}")
         return []
-    folder.use_compile_cache(config)
+    run_folder.use_compile_cache(config)
     _start_anew_or_go_on(config, resume_from, display)
     trainer = Trainer(config, resume_from, display)
     try:
@@ -88,7 +89,7 @@ def _run(config: Config, display: Display) -> list[Record]:
 def _start_anew_or_go_on(config: Config, resume_from: int | None, display: Display) -> None:
     """Leaves the run's folder as this run needs it."""
     if distributed.is_first():
-        aside = folder.move_aside(config) if resume_from is None else None
+        aside = run_folder.move_aside(config) if resume_from is None else None
         if aside is not None:
             display.say(f"starting anew: what the last run of this name wrote is now in {aside}")
         config.run.folder.mkdir(parents=True, exist_ok=True)
@@ -121,17 +122,17 @@ class Trainer:
 
     def _set_up(self, resume_from: int | None) -> None:
         config = self.config
-        mesh = setup.build_mesh(config)
-        layout = setup.build_layout(config)
-        pattern = setup.build_pattern(config)
-        batches = setup.Batches(config, mesh, layout)
+        mesh = parts.build_mesh(config)
+        layout = parts.build_layout(config)
+        pattern = parts.build_pattern(config)
+        batches = parts.Batches(config, mesh, layout)
         self._closers.append(batches.close)
         builder = StateBuilder(config, mesh)
-        attention = setup.build_attention(config, mesh, layout, pattern)
+        attention = parts.build_attention(config, mesh, layout, pattern)
         self._batches, self._builder = batches, builder
-        inputs = setup.layer_inputs(pattern)
+        inputs = parts.layer_inputs(pattern)
         self._train_step = make_train_step(config, builder, attention, mesh, inputs)
-        with_recall = functools.partial(setup.build_attention, config, mesh, layout, pattern)
+        with_recall = functools.partial(parts.build_attention, config, mesh, layout, pattern)
         self._measure_recall = make_recall(config, builder, with_recall, mesh, inputs)
         self._devices = mesh.local_devices
         self._profile = ProfileWindow(
@@ -140,7 +141,7 @@ class Trainer:
         self._closers.append(self._profile.end)
         self.display.say(*banner.banner(config, builder, mesh, batches.loader.description))
         self._checkpoints = Checkpoints(
-            folder.checkpoint_folder(config),
+            run_folder.checkpoint_folder(config),
             keep=config.checkpoint.keep,
             async_save=config.checkpoint.async_save,
         )

@@ -14,7 +14,7 @@ import mtraining_jax
 from mtraining_jax import Dense, FixedBudget, Layout, sparse_attention, stripe, unstripe
 from pallas_kernels.index import BlockSparseIndex
 from pallas_kernels.reference import mask_from_index, reference_attention
-from tests.attention_inputs import BLOCK, HEADS, KV_HEADS, PATTERN, TOKENS, inputs
+from tests.attention.inputs import BLOCK, HEADS, KV_HEADS, PATTERN, TOKENS, inputs
 
 CLOSE = dict(rtol=2e-5, atol=2e-5)
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from mtraining_jax.inspect_picture import draw
+from mtraining_jax.attention.picture import draw
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.sparsity import attention_recall, computed_pairs, density, executed_pairs
 from pallas_kernels.index import VerticalSlashIndex

@@ -8,11 +8,11 @@ import pytest
 
 from mtraining_jax.config import config_from_dict, config_to_dict
 from mtraining_jax.errors import UserError
+from mtraining_jax.reporting.progress import Display
 from mtraining_jax.training.checkpoint import newest_step
-from mtraining_jax.training.folder import checkpoint_folder
-from mtraining_jax.training.progress import Display
-from mtraining_jax.training.run import run
-from mtraining_jax.training.setup import Batches
+from mtraining_jax.training.loop import run
+from mtraining_jax.training.parts import Batches
+from mtraining_jax.training.run_folder import checkpoint_folder
 from tests.training.common import changed, dumps, losses, written
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from mtraining_jax.attention import sparse_attention
+from mtraining_jax.attention.api import sparse_attention
 
 _REASON = "sparse attention computes no matrix of weights"
 

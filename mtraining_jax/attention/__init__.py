@@ -1,0 +1,1 @@
+"""Sparse attention: the public call, the trainer's, and what both share."""

@@ -1,0 +1,1 @@
+"""What a run tells: metrics, where they are written, and what a person sees."""
