@@ -1,0 +1,84 @@
+"""Sections whose fields come from plug-ins: flat, typed, each field declared by who uses it."""
+
+import dataclasses
+import typing
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
+
+from mtraining_jax.plugins import attribute_docs
+
+STRICT = ConfigDict(
+    strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
+)
+
+
+def assemble(name: str, base: type, plugins: Mapping[str, type], selector: str) -> type:
+    """A section with the fields of `base` and then those of every plug-in, all flat.
+
+    A plug-in is a dataclass; its annotations give the types, which may carry limits
+    (`Annotated[int, Field(ge=1)]`), and the "Attributes:" of its docstring the help. A field that
+    several plug-ins have is one field. A field of one plug-in may be set while another is
+    selected: it is checked and has no effect.
+
+    Args:
+        name: of the new class.
+        base: a section, a pydantic dataclass.
+        plugins: dataclasses by the name that selects them.
+        selector: the field of `base` that selects one, for the help.
+
+    Returns:
+        A pydantic dataclass derived from `base`. `owners` maps each added field to the names of
+        the plug-ins that have it.
+
+    Raises:
+        TypeError: if two plug-ins disagree about the type or default of a field.
+    """
+    inherited = set(base.__pydantic_fields__)
+    fields: dict[str, tuple[Any, Any, str]] = {}
+    owners: dict[str, list[str]] = {}
+    for plugin, cls in plugins.items():
+        hints, docs = typing.get_type_hints(cls, include_extras=True), attribute_docs(cls)
+        for field in dataclasses.fields(cls):
+            if field.name in inherited or not field.init:
+                continue
+            found = hints[field.name], field.default, docs.get(field.name, "")
+            before = fields.setdefault(field.name, found)
+            if before[:2] != found[:2]:
+                raise TypeError(
+                    f"{plugin} declares {field.name}: {found[0]} = {found[1]!r}, and "
+                    f"{owners[field.name][0]} {before[0]} = {before[1]!r}"
+                )
+            owners.setdefault(field.name, []).append(plugin)
+    namespace: dict[str, Any] = {
+        "__annotations__": {key: kind for key, (kind, _, _) in fields.items()},
+        "__doc__": base.__doc__,
+        "__module__": base.__module__,
+        "owners": owners,
+    }
+    for key, (_, default, doc) in fields.items():
+        help_text = f"{doc} ({selector} {', '.join(owners[key])})" if doc else ""
+        # A plug-in's field without a default cannot be required where another is selected.
+        default = None if default is dataclasses.MISSING else default
+        namespace[key] = Field(default=default, description=help_text or None)
+    config = STRICT | {"use_attribute_docstrings": False}
+    made = dataclass(frozen=True, kw_only=True, config=config)(type(name, (base,), namespace))
+    for key in inherited:  # docstrings under a field are read from a class's own source only
+        made.__pydantic_fields__[key].description = base.__pydantic_fields__[key].description
+    return made
+
+
+def selected(section: Any, cls: type) -> dict[str, Any]:
+    """The values of a section that a plug-in's dataclass takes, by field."""
+    return {field.name: getattr(section, field.name) for field in _own(cls)}
+
+
+def _own(cls: type) -> Iterable[dataclasses.Field]:
+    return (field for field in dataclasses.fields(cls) if field.init)
+
+
+def limited(kind: type, **limits: float) -> Any:
+    """A type with limits, e.g. `limited(int, ge=1)`."""
+    return Annotated[kind, Field(**limits)]

@@ -1,0 +1,104 @@
+"""Plug-ins by name: those that come with the package, and anybody's own.
+
+Patterns, data sources and model families register here in one table each, as `module:Class`. A
+module is imported when its name is first needed. Imports no JAX.
+"""
+
+import importlib
+import inspect
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from mtraining_jax.errors import UserError
+
+
+class Registry:
+    """Classes by name.
+
+    Args:
+        what: the kind of thing in words, for messages, e.g. "sparse pattern".
+        base: as `module:Class`, what every plug-in derives from.
+        built_in: name -> `module:Class` of those that come with the package.
+    """
+
+    def __init__(self, what: str, base: str, built_in: Mapping[str, str]) -> None:
+        self.what, self._base = what, base
+        self._places = dict(built_in)
+        self._built_in = tuple(built_in)
+        self._loaded: dict[str, type] = {}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names that come with the package."""
+        return self._built_in
+
+    def knows(self, name: str) -> bool:
+        """Whether `get` finds it without loading anybody's own module."""
+        return name in self._places
+
+    def get(self, name: str) -> type:
+        """The class of a name, or of `package.module:Name`, which is then known by that name.
+
+        A module is looked for as Python does, and in the current folder.
+
+        Raises:
+            UserError: if there is none, saying what names there are.
+        """
+        if name in self._loaded:
+            return self._loaded[name]
+        if name not in self._places and ":" not in name:
+            known = ", ".join(self._built_in)
+            raise UserError(
+                f'"{name}" is no {self.what}; it must be one of {known}, or your own as '
+                "package.module:Name"
+            )
+        found = _load(self._places.get(name, name), name, self.what)
+        base = _load(self._base, name, self.what)
+        if not (isinstance(found, type) and issubclass(found, base)):
+            raise UserError(f'"{name}" is no {self.what}: a class derived from {self._base} is one')
+        self._places.setdefault(name, name)
+        self._loaded[name] = found
+        return found
+
+    def classes(self) -> dict[str, type]:
+        """All that are known by now, by name, in the order of registration."""
+        return {name: self.get(name) for name in self._places}
+
+
+def _load(place: str, name: str, what: str) -> object:
+    module_name, _, attribute = place.partition(":")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.append(here)
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise UserError(f'"{name}" cannot be loaded as a {what}: {error}') from error
+    try:
+        return getattr(module, attribute)
+    except AttributeError:
+        raise UserError(
+            f'"{name}" cannot be loaded as a {what}: {module_name} has no {attribute!r}'
+        ) from None
+
+
+def attribute_docs(cls: type) -> dict[str, str]:
+    """What a class's docstring says of each attribute, in its section "Attributes:" or "Args:"."""
+    docs: dict[str, str] = {}
+    name, inside = None, False
+    for line in inspect.cleandoc(cls.__doc__ or "").splitlines():
+        if line in ("Attributes:", "Args:"):
+            inside = True
+        elif inside and line.startswith("        ") and name:
+            docs[name] += " " + line.strip()
+        elif inside and line.startswith("    ") and ":" in line:
+            names, _, text = line.strip().partition(":")
+            for name in names.split(", "):
+                docs[name] = text.strip()
+        elif line and not line.startswith(" "):
+            inside = False
+    return docs
