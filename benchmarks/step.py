@@ -166,8 +166,7 @@ def rows_of(
         kind: of the devices.
     """
     peak = peak_flops(kind)
-    parallel = config.parallel
-    devices = parallel.data * parallel.nodes * parallel.devices_per_node
+    devices = config.devices
     seconds = {
         (depth, part): timings[depth, part].seconds for depth in depths for part in (True, False)
         if (depth, part) in timings
@@ -200,7 +199,7 @@ def rows_of(
             rate = flops.attention_executed / devices / attention
             cells += [
                 _seconds(attention), f"{rate / 1e12:.0f}", f"{timing.density:.4f}",
-                f"{config.data.batch_size * config.data.seq_len / full:,.0f}",
+                f"{config.tokens_per_step / full:,.0f}",
                 f"{flops.model / devices / full / peak:.1%}" if peak else "–",
             ]
         measured = timings.get((depth, True)) or timings.get((depth, False))
@@ -236,10 +235,10 @@ def main() -> None:
     set_platform(config)
     mesh = parts.build_mesh(config)
     kind = mesh.devices.flat[0].device_kind
-    parallel, model = config.parallel, config.model
+    model = config.model
     print(
         f"{config.run.name}: {config.data.batch_size} x {config.data.seq_len} tokens on "
-        f"{parallel.data} x {parallel.nodes} x {parallel.devices_per_node} {kind}, jax "
+        f"{' x '.join(map(str, config.mesh_shape))} {kind}, jax "
         f"{jax.__version__}, sparsity {config.sparsity.kind}, remat {model.remat}, MLP chunks of "
         f"{model.mlp_chunk_size} and loss chunks of {config.loss.chunk_size} tokens; TFLOP/s per "
         "device; what is computed again is not counted in MFU",

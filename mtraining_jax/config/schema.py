@@ -11,6 +11,8 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
+from mtraining_jax.config.sizes import Sizes
+
 _STRICT = ConfigDict(
     strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
 )
@@ -333,8 +335,8 @@ class DistributedConfig:
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
-class Config:
-    """A whole run."""
+class Config(Sizes):
+    """A whole run; sizes that follow from its fields are properties of `Sizes`."""
 
     run: RunConfig = RunConfig()
     model: ModelConfig

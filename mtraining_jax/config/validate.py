@@ -71,17 +71,17 @@ def _model(config: Config) -> Iterator[str]:
 def _sequence(config: Config) -> Iterator[str]:
     parallel, data = config.parallel, config.data
     block = config.sparsity.block_size
-    unit = parallel.nodes * parallel.devices_per_node * block
+    unit = config.sequence_unit
     words = "parallel.nodes * parallel.devices_per_node * sparsity.block_size"
     numbers = f"{parallel.nodes} * {parallel.devices_per_node} * {block}"
     if parallel.layout == "zigzag":
-        unit, words, numbers = 2 * unit, f"2 * {words}", f"2 * {numbers}"
+        words, numbers = f"2 * {words}", f"2 * {numbers}"
     if data.seq_len % unit:
         yield (
             f"data.seq_len = {data.seq_len} is not a multiple of {words} = {numbers} = {unit}; "
             f"the nearest that is: {nearest_multiples(data.seq_len, unit)}"
         )
-    parts = parallel.data * config.optimizer.accumulation_steps
+    parts = config.row_parts
     if data.batch_size % parts:
         yield (
             f"data.batch_size = {data.batch_size} is not a multiple of parallel.data * "
@@ -126,7 +126,7 @@ def _sparsity(config: Config) -> Iterator[str]:
 
 def _devices(config: Config, device_count: int | None) -> Iterator[str]:
     parallel, distributed = config.parallel, config.distributed
-    asked = parallel.data * parallel.nodes * parallel.devices_per_node
+    asked = config.devices
     words = (
         "parallel.data * parallel.nodes * parallel.devices_per_node = "
         f"{parallel.data} * {parallel.nodes} * {parallel.devices_per_node} = {asked} devices"

@@ -28,7 +28,7 @@ def banner(config: Config, builder: StateBuilder, mesh: Mesh, data: str) -> list
     start = f", from {model.init_from}" if model.init_from else ""
     device = mesh.devices.flat[0]
     processes = jax.process_count()
-    shape = f"{parallel.data} x {parallel.nodes} x {parallel.devices_per_node}"
+    shape = " x ".join(map(str, config.mesh_shape))
     ring = f"{parallel.ring} ring"
     batch = f"{config.data.batch_size} x {config.data.seq_len:,} tokens a step"
     parts = config.optimizer.accumulation_steps

@@ -69,9 +69,8 @@ def step_flops(config: Config, *, density: float, executed: float) -> StepFlops:
     forward, backward = attention_flops(causal_pairs(data.seq_len), model.head_dim)
     heads = data.batch_size * model.num_layers * model.num_heads
     dense = heads * (forward + backward)
-    tokens = data.batch_size * data.seq_len
     return StepFlops(
-        matrices=6.0 * matrix_parameters(config) * tokens,
+        matrices=6.0 * matrix_parameters(config) * config.tokens_per_step,
         attention_executed=dense * executed,
         attention_dense=dense,
         attention_model=heads * density * (forward + backward * 4 / 5),

@@ -80,9 +80,7 @@ def step_record(
         estimated_density and estimated_density_per_layer, of the index that it chose and that
         was not computed.
     """
-    tokens = config.data.batch_size * config.data.seq_len
-    parallel = config.parallel
-    devices = parallel.data * parallel.nodes * parallel.devices_per_node
+    tokens, devices = config.tokens_per_step, config.devices
     layers = {name: [float(x) for x in values] for name, values in metrics["layers"].items()}
     flops = step_flops(config, density=_mean(layers["density"]), executed=_mean(layers["executed"]))
     peak = peak_flops(device_kind)

@@ -33,8 +33,7 @@ def build_mesh(config: Config) -> Mesh:
         UserError: if there are not enough devices.
     """
     validate(config, jax.device_count())
-    parallel = config.parallel
-    return make_mesh(parallel.data, parallel.nodes, parallel.devices_per_node)
+    return make_mesh(*config.mesh_shape)
 
 
 def build_layout(config: Config) -> Layout:
@@ -43,7 +42,7 @@ def build_layout(config: Config) -> Layout:
     return Layout(
         kind=parallel.layout,
         seq_len=config.data.seq_len,
-        num_ranks=parallel.nodes * parallel.devices_per_node,
+        num_ranks=config.ranks,
         block_size=config.sparsity.block_size,
         nodes=1 if parallel.ring == "flat" else parallel.nodes,
     )
@@ -152,7 +151,7 @@ class Batches:
 
     def __init__(self, config: Config, mesh: Mesh, layout: Layout) -> None:
         self._sharding = NamedSharding(mesh, TOKENS)
-        self._shape = (config.data.batch_size, config.data.seq_len)
+        self._shape = config.batch_shape
         rows, columns = local_rows_and_columns(self._sharding, *self._shape)
         self.loader: Loader = build_loader(
             config.data,

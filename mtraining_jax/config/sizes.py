@@ -1,0 +1,73 @@
+"""Sizes that follow from a configuration: each stands here once."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mtraining_jax.config.schema import (
+        DataConfig,
+        OptimizerConfig,
+        ParallelConfig,
+        SparsityConfig,
+    )
+
+
+class Sizes:
+    """What `Config` knows beyond its fields; `validate` has seen that the divisions are exact."""
+
+    if TYPE_CHECKING:  # the fields of `Config` that are read here
+        parallel: ParallelConfig
+        data: DataConfig
+        optimizer: OptimizerConfig
+        sparsity: SparsityConfig
+
+    @property
+    def mesh_shape(self) -> tuple[int, int, int]:
+        """Data groups, nodes of a group, devices of a node."""
+        parallel = self.parallel
+        return parallel.data, parallel.nodes, parallel.devices_per_node
+
+    @property
+    def ranks(self) -> int:
+        """Devices that share one sequence."""
+        return self.parallel.nodes * self.parallel.devices_per_node
+
+    @property
+    def devices(self) -> int:
+        """Devices of the whole run."""
+        return self.parallel.data * self.ranks
+
+    @property
+    def batch_shape(self) -> tuple[int, int]:
+        """Sequences of one optimizer step and tokens of each."""
+        return self.data.batch_size, self.data.seq_len
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one optimizer step, over all devices and micro-batches."""
+        return self.data.batch_size * self.data.seq_len
+
+    @property
+    def row_parts(self) -> int:
+        """Parts that the rows of a batch are cut into: data groups times micro-batches."""
+        return self.parallel.data * self.optimizer.accumulation_steps
+
+    @property
+    def local_rows(self) -> int:
+        """Sequences of one micro-batch that a device has a part of."""
+        return self.data.batch_size // self.row_parts
+
+    @property
+    def local_seq_len(self) -> int:
+        """Tokens of one sequence on one device."""
+        return self.data.seq_len // self.ranks
+
+    @property
+    def local_tokens(self) -> int:
+        """Tokens of one micro-batch on one device."""
+        return self.local_rows * self.local_seq_len
+
+    @property
+    def sequence_unit(self) -> int:
+        """What data.seq_len must be a multiple of, so that every rank has as many whole blocks."""
+        chunks = 2 if self.parallel.layout == "zigzag" else 1  # of a rank
+        return chunks * self.ranks * self.sparsity.block_size
