@@ -23,6 +23,7 @@ import orbax.checkpoint as ocp
 from jax import Array, lax
 
 from mtraining_jax.config import Config, config_to_dict
+from mtraining_jax.config.fields import all_fields
 from mtraining_jax.errors import UserError
 from mtraining_jax.training.state import TrainState
 
@@ -217,7 +218,8 @@ def _check_same_model(
         *(("model", field) for field in current["model"] if field not in _FREE_MODEL_FIELDS),
         ("optimizer", "trainable"),
     ]:
-        was, now = saved.get(section, {}).get(field), current[section][field]
+        was = _with_defaults(f"{section}.{field}", saved.get(section, {}))
+        now = current[section][field]
         # JSON has lists where a configuration may have tuples.
         if _plain(was) != _plain(now):
             what = "of another model" if section == "model" else "of other trained parameters"
@@ -233,6 +235,16 @@ def _check_same_model(
                 f"{path} is a checkpoint of another model: parameter {name} has shape "
                 f"{shapes.get(name)} there and {needed.get(name)} here"
             )
+
+
+def _with_defaults(name: str, saved: dict[str, Any]) -> Any:
+    """The saved value of a field; those that no field had when it was saved have their defaults."""
+    fields = all_fields()
+    value = saved.get(name.rpartition(".")[2], _plain(fields[name].default))
+    if not isinstance(value, dict):
+        return value
+    inner = [other for other in fields if other.rpartition(".")[0] == name]
+    return {other.rpartition(".")[2]: _with_defaults(other, value) for other in inner} | value
 
 
 def _plain(value: Any) -> Any:

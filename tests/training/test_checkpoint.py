@@ -2,11 +2,15 @@
 
 import asyncio
 import sys
+import types
 
 import pytest
 
+from mtraining_jax.config import RopeScalingConfig, config_to_dict
 from mtraining_jax.errors import UserError
+from mtraining_jax.training import checkpoint
 from mtraining_jax.training.checkpoint import Checkpoints
+from tests.training.common import changed
 
 
 class _Dying:
@@ -32,3 +36,19 @@ def test_only_reads_that_end_after_a_failed_one_go_unreported(config, tmp_path, 
     _Dying(lambda: loop.call_soon_threadsafe(print))
     _Dying(lambda: 1 / 0)
     assert reported == [ZeroDivisionError]
+
+
+def test_a_record_without_newer_fields_means_their_defaults(config, tmp_path):
+    config = changed(config, model={"rope_scaling": RopeScalingConfig(factor=2.0)})
+    saved = config_to_dict(config)
+    abstract = types.SimpleNamespace(parameters={})
+
+    def check(saved):
+        checkpoint._check_same_model(tmp_path, saved, {}, abstract, config)
+
+    del saved["model"]["rms_norm_eps"], saved["model"]["rope_scaling"]["truncate"]
+    del saved["optimizer"]["trainable"]
+    check(saved)
+    saved["model"]["rope_scaling"]["beta_slow"] = 0.5
+    with pytest.raises(UserError, match="of another model: model.rope_scaling = "):
+        check(saved)
