@@ -63,7 +63,7 @@ H200 = Gpu(
     copy_bytes=4.27e12,
     # 8 H200 of one host, shards of 256 MiB.
     link_bytes=261 * 2**30,
-    # docs/log.md, 2026-11-20: 0.87 ms for 16 heads and 131072 keys, caps of 4096.
+    # docs/log/2026-11-20.md: 0.87 ms for 16 heads and 131072 keys, caps of 4096.
     index_seconds=0.87e-3 / (16 * 131072),
 )
 

@@ -17,7 +17,7 @@ from mtraining_jax.models.token_parallel import first_chunks
 from mtraining_jax.parallel.mesh import AXES
 from mtraining_jax.training.state import StateBuilder
 
-# Arrays that live at once, as XLA arranges the step for an H200 (docs/log.md, 2026-11-21):
+# Arrays that live at once, as XLA arranges the step for an H200 (docs/log/2026-11-21.md):
 # [tokens, hidden_size] in a layer's backward pass, [tokens of a chunk, intermediate_size] in its
 # MLP, and [tokens, hidden_size] around the output layer.
 _WIDE_ARRAYS = 13

@@ -1,0 +1,46 @@
+"""Links between the documents of this repository lead somewhere."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = sorted(
+    path
+    for pattern in ("*.md", "docs/**/*.md", "benchmarks/**/*.md")
+    for path in ROOT.glob(pattern)
+)
+_LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(path: Path) -> set[str]:
+    """Of a document's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", without_code(path.read_text()), flags=re.MULTILINE)
+    texts = (re.sub(r"\]\([^)]*\)", "]", heading).lower() for heading in headings)
+    return {re.sub(r"[^\w\- ]", "", text).replace(" ", "-") for text in texts}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_to_files_and_headings(document):
+    broken = []
+    for link in _LINK.findall(without_code(document.read_text())):
+        if "://" in link:
+            continue
+        name, _, anchor = link.partition("#")
+        target = (document.parent / name).resolve() if name else document
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            broken.append(link)
+    assert not broken
+
+
+def test_every_entry_of_the_log_is_in_its_index():
+    log = ROOT / "docs/log"
+    index = (log / "README.md").read_text()
+    for day in log.glob("20*.md"):
+        for heading in re.findall(r"^## (.*)$", day.read_text(), flags=re.MULTILINE):
+            assert f"[{heading}]({day.name}#" in index, f"{day.name}: {heading}"
