@@ -1,6 +1,6 @@
 """Sparse attention kernels: arrays in, arrays out. Knows no model, no mesh, no config."""
 
-from pallas_kernels.index import BlockSparseIndex, VerticalSlashIndex
+from pallas_kernels.index import BlockSparseIndex, DenseIndex, Index, VerticalSlashIndex
 from pallas_kernels.ops import (
     Gradients,
     Partial,
@@ -24,8 +24,10 @@ from pallas_kernels.tiles import (
 
 __all__ = [
     "BlockSparseIndex",
+    "DenseIndex",
     "DiagonalTiles",
     "Gradients",
+    "Index",
     "Partial",
     "SegmentedDiagonals",
     "VerticalColumns",

@@ -11,7 +11,7 @@ from jax import Array
 
 from mtraining_jax.attention.picture import draw
 from mtraining_jax.parallel.layout import Layout
-from mtraining_jax.sparsity import attention_recall, computed_pairs, density, executed_pairs
+from mtraining_jax.sparsity import attention_recall, density
 from pallas_kernels.index import VerticalSlashIndex
 
 
@@ -152,10 +152,10 @@ def inspect(
         )
     found = {
         "density": density(index, seq_len),
-        "executed": executed_pairs(index, seq_len) / (seq_len * (seq_len + 1) / 2),
+        "executed": index.executed_pairs(seq_len) / (seq_len * (seq_len + 1) / 2),
         "verticals": index.vertical_count,
         "slash_blocks": index.slash_count,
-        "pairs": computed_pairs(index, seq_len),
+        "pairs": index.computed_pairs(seq_len),
     }
     if q is not None:
         positions = _rows(rows, seq_len, seed)

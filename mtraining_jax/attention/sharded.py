@@ -21,7 +21,6 @@ from mtraining_jax.sparsity import (
     causal_pairs,
     choose_index,
     density,
-    executed_pairs,
 )
 from pallas_kernels.index import VerticalSlashIndex
 
@@ -147,7 +146,7 @@ def _cost(index: VerticalSlashIndex | None, layout: Layout) -> Stats:
         tiles = layout.num_blocks * (layout.num_blocks + 1) // 2
         executed = tiles * layout.block_size**2 / total
         return {"density": jnp.float32(1), "executed": jnp.float32(executed)}
-    executed = executed_pairs(index, layout.seq_len) / total
+    executed = index.executed_pairs(layout.seq_len) / total
     return {
         "density": density(index, layout.seq_len).mean(dtype=jnp.float32),
         "executed": executed.mean(dtype=jnp.float32),

@@ -16,7 +16,7 @@ from mtraining_jax.parallel.ring_gather import gather_backward, gather_forward
 from mtraining_jax.parallel.ring_schedule import RingPlan
 from mtraining_jax.parallel.ring_steps import Steps
 from mtraining_jax.parallel.ring_turns import ring_backward, ring_forward
-from pallas_kernels.index import VerticalSlashIndex
+from pallas_kernels.index import DenseIndex, VerticalSlashIndex
 from pallas_kernels.ops import delta_of
 
 # Names under which a remat policy can keep what the backward pass needs.
@@ -27,7 +27,7 @@ def ring_attention(
     q: Array,
     k: Array,
     v: Array,
-    index: VerticalSlashIndex | None,
+    index: VerticalSlashIndex | DenseIndex | None,
     *,
     layout: Layout,
     axis_names: tuple[str, ...] = ("node", "device"),
@@ -45,8 +45,8 @@ def ring_attention(
     Args:
         q: [B, n, Hq, D], this rank's queries in layout order, n = S/W.
         k, v: [B, n, Hk, D], Hq a multiple of Hk.
-        index: what to compute, in global positions, the same on every rank; None for all causal
-            pairs. No gradient flows to it.
+        index: what to compute, in global positions, the same on every rank; None is a causal
+            `DenseIndex`. No gradient flows to it.
         layout: how the S tokens are dealt to the W ranks.
         axis_names: mesh axes of the sequence, slowest first; () on one device.
         axis_sizes: their sizes; default: those of the mesh.
@@ -81,6 +81,10 @@ def ring_attention(
         raise ValueError(
             f"the index has block_size={index.block_size} but the layout {layout.block_size}"
         )
+    if isinstance(index, DenseIndex):
+        if not index.causal:
+            raise ValueError("a ring computes causal attention, but the index is not causal")
+        index = None
     result = _ring(plan, q, k, v, index)
     return result if return_lse else result[0]
 

@@ -5,9 +5,7 @@ from mtraining_jax.sparsity.metrics import (
     attention_flops,
     attention_recall,
     causal_pairs,
-    computed_pairs,
     density,
-    executed_pairs,
 )
 from mtraining_jax.sparsity.patterns import Dense, FixedBudget, Pattern, VerticalSlash
 from mtraining_jax.sparsity.replay import Replay, make_replay
@@ -25,9 +23,7 @@ __all__ = [
     "attention_recall",
     "causal_pairs",
     "choose_index",
-    "computed_pairs",
     "density",
-    "executed_pairs",
     "load_budgets",
     "make_replay",
 ]

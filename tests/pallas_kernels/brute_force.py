@@ -5,12 +5,15 @@ Written without the package's own helpers, so that a mistake there cannot hide h
 
 import numpy as np
 
-from pallas_kernels import BlockSparseIndex, DiagonalTiles, VerticalSlashIndex
+from pallas_kernels import BlockSparseIndex, DenseIndex, DiagonalTiles, Index
 from pallas_kernels.tiles import NO_DIAGONAL
 
 
-def index_mask(index: VerticalSlashIndex | BlockSparseIndex, seq_len: int) -> np.ndarray:
-    """Bool [B, Hq, S, S] (query, key): the pairs an index computes."""
+def index_mask(index: Index, seq_len: int) -> np.ndarray:
+    """Bool [B, Hq, S, S] (query, key), or [1, 1, S, S]: the pairs an index computes."""
+    if isinstance(index, DenseIndex):
+        everything = np.ones((1, 1, seq_len, seq_len), bool)
+        return np.tril(everything) if index.causal else everything
     if isinstance(index, BlockSparseIndex):
         return block_sparse_mask(index)
     g = index.block_size

@@ -1,3 +1,4 @@
+import dataclasses
 import functools
 
 import jax
@@ -8,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from pallas_kernels import BlockSparseIndex, VerticalSlashIndex
+from pallas_kernels import BlockSparseIndex, DenseIndex, VerticalSlashIndex
 from tests.pallas_kernels import brute_force
 from tests.pallas_kernels.properties import repeatable
 
@@ -41,16 +42,99 @@ def _assert_lists(lists, count, mask):
         assert (lists[at][count[at] :] == mask.shape[-1]).all()
 
 
-def test_dense_index_computes_every_causal_pair():
-    index = VerticalSlashIndex.dense(batch=2, num_heads=3, seq_len=24, block_size=4)
-    mask = brute_force.index_mask(index, 24)
-    assert mask.shape == (2, 3, 24, 24)
-    np.testing.assert_array_equal(mask, np.broadcast_to(np.tril(np.ones((24, 24))), mask.shape))
+SIZE, NUM_BLOCKS = 4, 8
+SEQ_LEN = NUM_BLOCKS * SIZE
 
 
-def test_dense_index_wants_whole_blocks():
+def vertical_slash_of(diagonals, verticals, garbage):
+    """Two heads, with full capacities: one of two sets, one of nothing. Any value pads."""
+
+    def padded(entries, capacity):
+        rest = [capacity + x for x in garbage][: capacity - len(entries)]
+        rows = sorted(entries) + rest, rest
+        return jnp.array([[x + [capacity] * (capacity - len(x)) for x in rows]], jnp.int32)
+
+    return VerticalSlashIndex(
+        padded(diagonals, NUM_BLOCKS), jnp.array([[len(diagonals), 0]], jnp.int32),
+        padded(verticals, SEQ_LEN), jnp.array([[len(verticals), 0]], jnp.int32), SIZE,
+    )  # fmt: skip
+
+
+@functools.partial(jax.jit, static_argnames="seq_len")
+def answers(index, seq_len):
+    positions, blocks = jnp.arange(seq_len), jnp.arange(seq_len // index.block_size)
+    listed = index.computes(positions, blocks)
+    return index.computed_pairs(seq_len), index.executed_pairs(seq_len), listed
+
+
+def assert_answers_follow_the_mask(index):
+    mask = brute_force.index_mask(index, SEQ_LEN)
+    heads = mask.shape[:2]
+    computed, executed, listed = jax.device_get(answers(index, SEQ_LEN))
+    np.testing.assert_array_equal(computed, mask.sum((2, 3)))
+    # What is computed without columns, in whole blocks; the rest in columns of a block's rows.
+    blocks_only = mask
+    if isinstance(index, VerticalSlashIndex):
+        no_columns = dataclasses.replace(index, vertical_count=0 * index.vertical_count)
+        blocks_only = brute_force.index_mask(no_columns, SEQ_LEN)
+    by_row = (NUM_BLOCKS, SIZE, SEQ_LEN)
+    tiles = blocks_only.reshape(*heads, *by_row[:2], *by_row[:2]).any((3, 5)).sum((2, 3))
+    columns = (mask & ~blocks_only).reshape(*heads, *by_row).any(3).sum((2, 3))
+    np.testing.assert_array_equal(executed, tiles * SIZE**2 + columns * SIZE)
+    listed = np.broadcast_to(listed, (*heads, SEQ_LEN, NUM_BLOCKS, SIZE)).reshape(mask.shape)
+    np.testing.assert_array_equal(np.tril(listed) if index.causal else listed, mask)
+
+
+@repeatable
+@given(
+    st.sets(st.integers(0, NUM_BLOCKS - 1)), st.sets(st.integers(0, SEQ_LEN - 1)),
+    st.lists(st.integers(0, 9), max_size=5),
+)  # fmt: skip
+def test_answers_of_diagonals_and_columns_follow_the_mask(diagonals, verticals, garbage):
+    assert_answers_follow_the_mask(vertical_slash_of(diagonals, verticals, garbage))
+
+
+@repeatable
+@given(arrays(bool, (2, 2, NUM_BLOCKS, NUM_BLOCKS)), st.booleans(), st.integers(-3, 99))
+def test_answers_of_block_lists_follow_the_mask(mask, causal, padding):
+    index = from_block_mask(mask, block_size=SIZE, causal=causal)
+    slots = jnp.arange(NUM_BLOCKS)
+    dead = slots >= index.key_count[..., None]
+    index = dataclasses.replace(index, key_blocks=jnp.where(dead, padding, index.key_blocks))
+    assert_answers_follow_the_mask(index)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_answers_of_every_pair_follow_the_mask(causal):
+    assert_answers_follow_the_mask(DenseIndex(SIZE, causal))
+
+
+def test_counts_of_a_million_tokens_do_not_overflow():
+    seq_len, size = 1 << 20, 128
+    pairs = np.float32(seq_len * (seq_len + 1) // 2)
+    tiles = np.float32(sum(range(1, seq_len // size + 1)) * size**2)
+    count = jax.jit(lambda x: (x.computed_pairs(seq_len), x.executed_pairs(seq_len)))
+    for index in (VerticalSlashIndex.dense(1, 1, seq_len, size), DenseIndex(size)):
+        assert [x.item() for x in count(index)] == [pairs, tiles]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: VerticalSlashIndex.dense(batch=1, num_heads=1, seq_len=30, block_size=4),
+        lambda: DenseIndex(4).computed_pairs(30),
+        lambda: vertical_slash_of({0}, {1}, []).executed_pairs(30),
+    ],
+)
+def test_indices_want_whole_blocks(make):
     with pytest.raises(ValueError, match="seq_len=30 is not a multiple of block_size=4"):
-        VerticalSlashIndex.dense(batch=1, num_heads=1, seq_len=30, block_size=4)
+        make()
+
+
+def test_block_lists_are_counted_over_their_own_length():
+    index = from_block_mask(np.ones((1, 1, 4, 4), bool), block_size=4)
+    with pytest.raises(ValueError, match="seq_len=32 but the index lists blocks of 16 queries"):
+        index.computed_pairs(32)
 
 
 def test_indices_pass_through_jit_and_scan_with_their_static_fields():
@@ -60,9 +144,9 @@ def test_indices_pass_through_jit_and_scan_with_their_static_fields():
     @jax.jit
     def through_scan(index):
         layers = jax.tree.map(lambda x: jnp.stack([x, x]), index)
-        return jax.lax.scan(lambda carry, layer: (carry, layer), None, layers)[1]
+        return jax.lax.scan(lambda carry, layer: (carry, layer), None, layers, 2)[1]
 
-    for before in (index, blocks):
+    for before in (index, blocks, DenseIndex(4, causal=False)):
         after = through_scan(before)
         assert type(after) is type(before)
         assert after.block_size == 4

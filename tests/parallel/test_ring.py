@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import HEADS, make_mesh
 from mtraining_jax.parallel.ring import ring_attention
+from pallas_kernels.index import DenseIndex
 from pallas_kernels.reference import mask_from_index, reference_attention
 from tests.parallel import indices
 
@@ -109,8 +110,8 @@ def test_every_layout_and_ring(nodes, devices, kind, ring):
         (1, 2, "zigzag", "gather"),
     ],
 )
-def test_no_index_means_dense_causal(nodes, devices, kind, ring):
-    check(compile_ring(nodes, devices, kind, ring)(None), "dense")
+def test_a_dense_index_is_dense_causal(nodes, devices, kind, ring):
+    check(compile_ring(nodes, devices, kind, ring)(DenseIndex(indices.BLOCK_SIZE)), "dense")
 
 
 @pytest.mark.parametrize(("mesh", "ring"), [((1, 8), "flat"), ((4, 2), "gather")])
@@ -121,7 +122,8 @@ def test_accumulation_stays_fp32_between_the_steps_of_a_bf16_ring(mesh, ring):
     wanted = oracle(*rounded, mask)
 
     def errors(nodes, devices):
-        results = compile_ring(nodes, devices, "striped", ring, dtype=jnp.bfloat16)(None)
+        run = compile_ring(nodes, devices, "striped", ring, dtype=jnp.bfloat16)
+        results = run(DenseIndex(indices.BLOCK_SIZE))
         assert {x.dtype for x in results} == {jnp.dtype(jnp.bfloat16)}
         return [
             float(jnp.sqrt(jnp.mean((x.astype(jnp.float32) - y) ** 2)))

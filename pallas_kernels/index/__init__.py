@@ -1,0 +1,13 @@
+"""Sparse indices: which (query, key) pairs of an attention matrix are computed.
+
+All kinds are pytrees, so they pass through `jax.jit`, `shard_map` and `lax.scan`. Capacities
+(array shapes) are static, counts are data: one compilation serves every step, and the time a
+kernel takes follows the counts.
+"""
+
+from pallas_kernels.index.block_sparse import BlockSparseIndex
+from pallas_kernels.index.dense import DenseIndex
+from pallas_kernels.index.protocol import Index
+from pallas_kernels.index.vertical_slash import VerticalSlashIndex
+
+__all__ = ["BlockSparseIndex", "DenseIndex", "Index", "VerticalSlashIndex"]

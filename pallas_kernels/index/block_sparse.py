@@ -1,0 +1,99 @@
+"""Lists of key blocks per query block."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_kernels.index.entries import contains, live
+from pallas_kernels.index.protocol import Index
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["key_blocks", "key_count", "query_blocks", "query_count"],
+    meta_fields=["block_size", "causal"],
+)
+@dataclasses.dataclass(frozen=True)
+class BlockSparseIndex(Index):
+    """Lists of key blocks per query block, with their transpose, for patterns of any shape.
+
+    A pair (q, k) is computed iff `k//g` is listed for `q//g` and (`k <= q` or not `causal`).
+    A block is listed at most once per row; lists are ascending. With `causal`, no listed block
+    lies wholly above the diagonal. Entries at and beyond a count are padding of any value.
+
+    Attributes:
+        key_blocks: int32 [B, Hq, Sq/g, max_row], key blocks of each query block.
+        key_count: int32 [B, Hq, Sq/g].
+        query_blocks: int32 [B, Hq, Sk/g, max_col], query blocks of each key block (the
+            transpose, used for dk and dv).
+        query_count: int32 [B, Hq, Sk/g].
+        block_size: g (static).
+        causal: whether the element mask `k <= q` applies (static).
+    """
+
+    key_blocks: Array
+    key_count: Array
+    query_blocks: Array
+    query_count: Array
+    block_size: int
+    causal: bool = True
+
+    @classmethod
+    def from_block_mask(
+        cls, mask: Array, block_size: int, causal: bool = True
+    ) -> "BlockSparseIndex":
+        """Builds the lists and their transpose from a boolean block mask.
+
+        Args:
+            mask: bool [B, Hq, Sq/g, Sk/g]; blocks wholly above the diagonal are dropped when
+                `causal`.
+            block_size: g.
+            causal: whether pairs with k > q are excluded.
+        """
+        if causal:
+            rows = jnp.arange(mask.shape[-2])[:, None]
+            mask = mask & (jnp.arange(mask.shape[-1])[None, :] <= rows)
+        key_blocks, key_count = _compact(mask)
+        query_blocks, query_count = _compact(jnp.swapaxes(mask, -1, -2))
+        return cls(key_blocks, key_count, query_blocks, query_count, block_size, causal)
+
+    def computed_pairs(self, seq_len: int) -> Array:
+        """As `Index.computed_pairs`: float [B, Hq]; `seq_len` is that of the queries."""
+        size = self.block_size
+        to_float = jnp.result_type(float)
+        tiles = self._tiles(seq_len)
+        if not self.causal:
+            return tiles.astype(to_float) * (size * size)
+        rows = jnp.arange(self.key_count.shape[-1], dtype=jnp.int32)[:, None]
+        valid = live(self.key_blocks, self.key_count)
+        cut = ((self.key_blocks == rows) & valid).sum((-1, -2), dtype=jnp.int32)
+        whole = (tiles - cut).astype(to_float) * (size * size)
+        return whole + cut.astype(to_float) * (size * (size + 1) // 2)
+
+    def executed_pairs(self, seq_len: int) -> Array:
+        """As `Index.executed_pairs`: float [B, Hq]; `seq_len` is that of the queries."""
+        tiles = self._tiles(seq_len)
+        return tiles.astype(jnp.result_type(float)) * self.block_size**2
+
+    def computes(self, query_positions: Array, key_blocks: Array) -> Array:
+        """As `Index.computes`: bool [B, Hq, R, C, 1]."""
+        rows = query_positions // self.block_size
+        lists, counts = self.key_blocks[:, :, rows], self.key_count[:, :, rows]
+        return contains(lists, counts, key_blocks)[..., None]
+
+    def _tiles(self, seq_len: int) -> Array:
+        """Int32 [B, Hq]: blocks that are listed."""
+        of_lists = self.key_count.shape[-1] * self.block_size
+        if seq_len != of_lists:
+            raise ValueError(f"seq_len={seq_len} but the index lists blocks of {of_lists} queries")
+        return self.key_count.sum(-1, dtype=jnp.int32)
+
+
+def _compact(mask: Array) -> tuple[Array, Array]:
+    """Positions of the true entries of the last axis, ascending, padded with its length."""
+    size = mask.shape[-1]
+    positions = jnp.where(mask, jnp.arange(size, dtype=jnp.int32), size)
+    return jnp.sort(positions, axis=-1), mask.sum(-1, dtype=jnp.int32)

@@ -1,0 +1,46 @@
+"""Every pair: the limit of sparse."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_kernels.index.protocol import Index, check_whole_blocks
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=[], meta_fields=["block_size", "causal"]
+)
+@dataclasses.dataclass(frozen=True)
+class DenseIndex(Index):
+    """All causal pairs, or all pairs, of every batch entry and head. It holds no arrays.
+
+    Attributes:
+        block_size: g, tokens on one side of a block (static).
+        causal: whether pairs with k > q are left out (static).
+    """
+
+    block_size: int
+    causal: bool = True
+
+    def computed_pairs(self, seq_len: int) -> Array:
+        """As `Index.computed_pairs`; [1, 1], with as many keys as queries."""
+        check_whole_blocks(seq_len, self.block_size)
+        return _one(seq_len * (seq_len + 1) // 2 if self.causal else seq_len**2)
+
+    def executed_pairs(self, seq_len: int) -> Array:
+        """As `Index.executed_pairs`; [1, 1], with as many keys as queries."""
+        check_whole_blocks(seq_len, self.block_size)
+        blocks = seq_len // self.block_size
+        tiles = blocks * (blocks + 1) // 2 if self.causal else blocks**2
+        return _one(tiles * self.block_size**2)
+
+    def computes(self, query_positions: Array, key_blocks: Array) -> Array:
+        """As `Index.computes`: [1, 1, R, C, 1]."""
+        return jnp.ones((1, 1, query_positions.shape[0], key_blocks.shape[0], 1), bool)
+
+
+def _one(pairs: int) -> Array:
+    return jnp.full((1, 1), float(pairs))

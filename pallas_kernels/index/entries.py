@@ -1,0 +1,40 @@
+"""Lists of which the first `count` entries count and the rest are padding."""
+
+import jax.numpy as jnp
+from jax import Array
+
+
+def live(entries: Array, count: Array) -> Array:
+    """Bool of the shape of `entries` [..., M], true at the first `count` [...] of them."""
+    return jnp.arange(entries.shape[-1], dtype=jnp.int32) < count[..., None]
+
+
+def marked(entries: Array, count: Array, size: int) -> Array:
+    """Bool [..., size], true at the first `count` [...] of the entries int32 [..., M]."""
+    entries = jnp.where(live(entries, count), entries, size)
+    leading = jnp.ogrid[tuple(slice(n) for n in count.shape)]
+    table = jnp.zeros((*count.shape, size), bool)
+    return table.at[(*(x[..., None] for x in leading), entries)].set(True, mode="drop")
+
+
+def contains(entries: Array, count: Array, values: Array) -> Array:
+    """Whether each value is among the entries that count.
+
+    Args:
+        entries: int32 [..., M], of which the first `count` are ascending.
+        count: int32 [...].
+        values: int32 [n], or [..., n] with leading dimensions that broadcast with those of count.
+
+    Returns:
+        Bool [..., n].
+    """
+    if entries.shape[-1] == 0:
+        return jnp.zeros((*count.shape, values.shape[-1]), bool)
+    past = jnp.iinfo(jnp.int32).max
+    entries = jnp.where(live(entries, count), entries, past)
+    leading = jnp.broadcast_shapes(entries.shape[:-1], values.shape[:-1])
+    entries = jnp.broadcast_to(entries, (*leading, entries.shape[-1]))
+    values = jnp.broadcast_to(values, (*leading, values.shape[-1]))
+    search = jnp.vectorize(jnp.searchsorted, signature="(m),(n)->(n)")
+    place = jnp.minimum(search(entries, values), entries.shape[-1] - 1)
+    return (jnp.take_along_axis(entries, place, axis=-1) == values) & (values < past)

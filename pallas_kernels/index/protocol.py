@@ -1,0 +1,67 @@
+"""What every kind of index answers for."""
+
+import abc
+
+from jax import Array
+
+
+class Index(abc.ABC):
+    """Which (query, key) pairs attention computes, in global token positions.
+
+    A kind of index is a frozen dataclass, registered as a pytree. It alone knows how its pairs
+    are written down: everything else asks by the methods below.
+
+    Attributes:
+        block_size: g, tokens on one side of a block (static).
+        causal: whether pairs with k > q are left out, whatever is listed (static).
+    """
+
+    block_size: int
+    causal: bool
+
+    @abc.abstractmethod
+    def computed_pairs(self, seq_len: int) -> Array:
+        """Number of (query, key) pairs that are computed, by the contract of the index.
+
+        Args:
+            seq_len: S, tokens of the sequence, a multiple of the block size.
+
+        Returns:
+            Float [B, Hq], or [1, 1] where all heads have the same pairs (fp64 under x64). Rounded,
+            since it may exceed 2^31, but not accumulated in floats.
+        """
+
+    @abc.abstractmethod
+    def executed_pairs(self, seq_len: int) -> Array:
+        """Number of pairs in the tiles that kernels execute: g x g blocks, and g x 1 columns.
+
+        A tile that the causal diagonal cuts counts as a whole. This is the convention of executed
+        FLOP in the benchmark tables.
+
+        Args:
+            seq_len: as in `computed_pairs`.
+
+        Returns:
+            Float [B, Hq] or [1, 1], rounded as in `computed_pairs`.
+        """
+
+    @abc.abstractmethod
+    def computes(self, query_positions: Array, key_blocks: Array) -> Array:
+        """Which pairs of some queries and the keys of some blocks the index lists.
+
+        Causality is left to the caller: what is said of pairs with k > q means nothing.
+
+        Args:
+            query_positions: int32 [R], global token positions.
+            key_blocks: int32 [C], global block numbers; those past the sequence list nothing or
+                anything.
+
+        Returns:
+            Bool, broadcasts to [B, Hq, R, C, g].
+        """
+
+
+def check_whole_blocks(seq_len: int, block_size: int) -> None:
+    """Raises ValueError unless a sequence is made of whole blocks."""
+    if seq_len % block_size:
+        raise ValueError(f"seq_len={seq_len} is not a multiple of block_size={block_size}")

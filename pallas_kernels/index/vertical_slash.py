@@ -1,0 +1,132 @@
+"""Block diagonals and key columns."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_kernels.index.entries import contains, live, marked
+from pallas_kernels.index.protocol import Index, check_whole_blocks
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["slash_blocks", "slash_count", "vertical_tokens", "vertical_count"],
+    meta_fields=["block_size"],
+)
+@dataclasses.dataclass(frozen=True)
+class VerticalSlashIndex(Index):
+    """Block diagonals and key columns, per batch entry and query head.
+
+    With g = `block_size` and global token positions q, k, a pair is computed iff `k <= q` and
+    (`q//g - k//g` is one of the slash blocks, or `k` is one of the vertical tokens). It is a
+    union: a pair that is in both counts once.
+
+    Attributes:
+        slash_blocks: int32 [B, Hq, max_slash_blocks], block-diagonal distances, ascending;
+            entries at and beyond the count are padding (any value >= S/g).
+        slash_count: int32 [B, Hq].
+        vertical_tokens: int32 [B, Hq, max_verticals], global key positions, ascending; entries
+            at and beyond the count are padding (S or more).
+        vertical_count: int32 [B, Hq].
+        block_size: g, tokens on one side of a block (static).
+    """
+
+    slash_blocks: Array
+    slash_count: Array
+    vertical_tokens: Array
+    vertical_count: Array
+    block_size: int
+
+    causal = True
+
+    @classmethod
+    def dense(
+        cls, batch: int, num_heads: int, seq_len: int, block_size: int
+    ) -> "VerticalSlashIndex":
+        """The index that computes every causal pair: all block diagonals, no verticals.
+
+        Raises:
+            ValueError: if `seq_len` is not a multiple of `block_size`.
+        """
+        check_whole_blocks(seq_len, block_size)
+        num_blocks = seq_len // block_size
+        shape = (batch, num_heads)
+        return cls(
+            slash_blocks=jnp.broadcast_to(
+                jnp.arange(num_blocks, dtype=jnp.int32), (*shape, num_blocks)
+            ),
+            slash_count=jnp.full(shape, num_blocks, jnp.int32),
+            vertical_tokens=jnp.zeros((*shape, 0), jnp.int32),
+            vertical_count=jnp.zeros(shape, jnp.int32),
+            block_size=block_size,
+        )
+
+    def computed_pairs(self, seq_len: int) -> Array:
+        """As `Index.computed_pairs`: float [B, Hq]."""
+        size = self.block_size
+        main, far_tiles, blocks_below, own_rows = self._counts(seq_len)
+        to_float = jnp.result_type(float)
+        triangles = main * (seq_len // size)
+        return (
+            triangles.astype(to_float) * (size * (size + 1) // 2)
+            + far_tiles.astype(to_float) * (size * size)
+            + blocks_below.sum(-1, dtype=jnp.int32).astype(to_float) * size
+            + own_rows.sum(-1, dtype=jnp.int32).astype(to_float)
+        )
+
+    def executed_pairs(self, seq_len: int) -> Array:
+        """As `Index.executed_pairs`: float [B, Hq]."""
+        size = self.block_size
+        main, far_tiles, blocks_below, own_rows = self._counts(seq_len)
+        to_float = jnp.result_type(float)
+        tiles = main * (seq_len // size) + far_tiles
+        columns = (blocks_below + (own_rows > 0)).sum(-1, dtype=jnp.int32)
+        return tiles.astype(to_float) * (size * size) + columns.astype(to_float) * size
+
+    def computes(self, query_positions: Array, key_blocks: Array) -> Array:
+        """As `Index.computes`: bool [B, Hq, R, C, g]."""
+        size = self.block_size
+        shape = query_positions.size, key_blocks.size
+        distance = query_positions[:, None] // size - key_blocks
+        by_block = contains(self.slash_blocks, self.slash_count, distance.reshape(-1))
+        tokens = key_blocks[:, None] * size + jnp.arange(size, dtype=jnp.int32)
+        by_column = contains(self.vertical_tokens, self.vertical_count, tokens.reshape(-1))
+        by_block = by_block.reshape(*by_block.shape[:2], *shape, 1)
+        return by_block | by_column.reshape(*by_column.shape[:2], 1, shape[1], size)
+
+    def active_diagonals(self, num_blocks: int) -> Array:
+        """Bool [B, Hq, num_blocks]: whether block diagonal d is computed."""
+        return marked(self.slash_blocks, self.slash_count, num_blocks)
+
+    def _counts(self, seq_len: int) -> tuple[Array, Array, Array, Array]:
+        """Counts that all measures are made of; integers that cannot overflow.
+
+        Returns:
+            main: int32 [B, Hq], 1 if the main block diagonal is on.
+            far_tiles: int32 [B, Hq], blocks on the other active diagonals.
+            blocks_below: int32 [B, Hq, Mv], for each column, query blocks below its own that no
+                active diagonal computes; 0 at padding.
+            own_rows: int32 [B, Hq, Mv], rows of its own block that the column adds.
+        """
+        size = self.block_size
+        check_whole_blocks(seq_len, size)
+        num_blocks = seq_len // size
+        active = self.active_diagonals(num_blocks)
+        far = active.at[..., 0].set(False)
+        far_tiles = jnp.where(far, num_blocks - jnp.arange(num_blocks), 0).sum(-1, dtype=jnp.int32)
+        # Entry i: inactive diagonals among 1..i.
+        inactive = (~active).at[..., 0].set(False)
+        inactive_up_to = jnp.cumsum(inactive, axis=-1, dtype=jnp.int32)
+        valid = live(self.vertical_tokens, self.vertical_count)
+        tokens = jnp.where(valid, self.vertical_tokens, 0)
+        below = jnp.take_along_axis(inactive_up_to, num_blocks - 1 - tokens // size, axis=-1)
+        own = jnp.where(active[..., :1], 0, size - tokens % size)
+        return (
+            active[..., 0].astype(jnp.int32),
+            far_tiles,
+            jnp.where(valid, below, 0),
+            jnp.where(valid, own, 0),
+        )
