@@ -2,9 +2,9 @@
 
     python benchmarks/attention.py [--seq-len ...] [--masks ...] [--head-dim ...] [--out FILE.md]
 
-FlexAttention needs torch, cuDNN needs a GPU; a peer that cannot run here is left out, and the
-output says why. Every shape and kind of mask has a process of its own: they compile side by side,
-then measure one after another.
+FlexAttention needs torch, and cuDNN needs a GPU. A peer that cannot run here is left out, and the
+output says why. Every shape and kind of mask has its own process. The processes compile at the same
+time and then measure one after another.
 """
 
 import argparse
@@ -17,8 +17,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch's share is taken beside
-if __name__ == "__main__":  # from a checkout: the script's folder is importable, its parent not
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # leaves memory for torch
+if __name__ == "__main__":  # run from a checkout, only the script's own folder is importable
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import jax
@@ -46,7 +46,7 @@ class Problem:
 
     @property
     def name(self) -> str:
-        """For progress lines."""
+        """A name for progress lines."""
         return f"{self.kind} S={self.shape.seq_len} D={self.shape.dim}"
 
 

@@ -41,7 +41,7 @@ class Shape:
 
 @dataclasses.dataclass
 class Row:
-    """A line of the table; times in ms, memory in bytes, None where there is nothing to say."""
+    """A line of the table; times in ms, memory in bytes, None where nothing was measured."""
 
     shape: Shape
     mask: str

@@ -56,7 +56,7 @@ def _with_gradients(attention: Callable[..., Array]) -> Callable[..., tuple[Arra
 
 @jax.jit
 def _reference(q, k, v, dout, index) -> list[Array]:
-    """The oracle in fp32, one key/value head after another to bound its memory."""
+    """The oracle in fp32, one key/value head at a time to bound its memory."""
     kv_heads, group = k.shape[2], q.shape[2] // k.shape[2]
     parts = []
     for head in range(kv_heads):

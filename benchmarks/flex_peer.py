@@ -14,7 +14,7 @@ from benchmarks.masks import Work
 
 
 class FlexPeer:
-    """A child process that compiles at once, and measures when told that the device is idle."""
+    """A child process that compiles at once, and measures when the parent says it may."""
 
     def __init__(self, shape: Shape, mask: np.ndarray, seed: int, repeats: int):
         """`mask`: bool [heads, S/128, S/128], causal."""
@@ -33,14 +33,14 @@ class FlexPeer:
 
     @functools.cached_property
     def ready(self) -> tuple[bool, str]:
-        """(True, versions) or (False, why there is no peer); waits until it is compiled."""
+        """Waits until it is compiled; (True, versions) or (False, why there is no peer)."""
         answer = self._read()
         if "ready" in answer:
             return True, answer["ready"]
         return False, answer.get("missing", "the child process failed")
 
     def measure(self) -> Row:
-        """Times it; nothing else may use the device meanwhile."""
+        """Times FlexAttention; nothing else may use the device meanwhile."""
         self._child.stdin.write("go\n")
         self._child.stdin.flush()
         times = self._read()

@@ -1,10 +1,10 @@
-"""What the Hopper kernels should reach on one H200, and how far a run got."""
+"""The goals of the Hopper kernels on one H200, and how a run compares with them."""
 
 from collections.abc import Iterable
 
 from benchmarks.cases import Row
 
-SEQ_LEN = 131072  # of the goals, but for that of memory
+SEQ_LEN = 131072  # of every goal except the one for memory
 MEMORY_SEQ_LEN, MEMORY_BYTES = 524288, 0.3e9
 ERROR_RATIO = 1.1  # of ours to cuDNN's own
 

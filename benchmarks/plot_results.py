@@ -10,7 +10,7 @@ import argparse
 from pathlib import Path
 
 SEQ_LEN = 131072  # of the attention table
-BARS = (  # mask and who in the table, what the picture calls it
+BARS = (  # (mask, who) in the table, and the name in the picture
     ("D", "cuDNN", "dense, cuDNN"),
     ("D", "ours", "dense, ours"),
     ("F", "FlexAttention", "6 % as blocks, FlexAttention"),

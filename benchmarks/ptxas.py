@@ -15,7 +15,7 @@ os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
 
 @dataclasses.dataclass(frozen=True)
 class Usage:
-    """Of one kernel: registers a thread, bytes spilled, and products that wait one by one."""
+    """One kernel: registers per thread, bytes spilled, and whether its products are serialized."""
 
     registers: int
     spilled: int
@@ -23,7 +23,7 @@ class Usage:
 
 
 def compiled_with_usage(compile_: Callable[[], Any]) -> tuple[Any, list[Usage]]:
-    """Calls `compile_`; also returns what ptxas printed meanwhile, a kernel each."""
+    """Calls `compile_`; also returns what ptxas reported, one item for each kernel."""
     with tempfile.TemporaryFile("w+") as log:
         with _output_to(log.fileno()):
             result = compile_()
@@ -41,7 +41,7 @@ def compiled_with_usage(compile_: Callable[[], Any]) -> tuple[Any, list[Usage]]:
 
 @contextlib.contextmanager
 def _output_to(target: int) -> Iterator[None]:
-    """Sends standard output and error, also of compiled code, to a file descriptor."""
+    """Redirects standard output and error, also those of compiled code, to a file descriptor."""
     sys.stdout.flush()
     sys.stderr.flush()
     saved = [(n, os.dup(n)) for n in (1, 2)]

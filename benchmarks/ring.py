@@ -2,8 +2,8 @@
 
     python benchmarks/ring.py [--gpus 1 4] [--seq-len ...] [--rings ...] [--out FILE.md]
 
-Every problem has a process of its own: all trace and compile side by side, then they measure one
-after another. `--workers 0` does all in this process.
+Every problem has its own process. The processes trace and compile at the same time and then measure
+one after another. `--workers 0` does everything in this process.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # processes share the GPUs
-if __name__ == "__main__":  # from a checkout: the script's folder is importable, its parent not
+if __name__ == "__main__":  # run from a checkout, only the script's own folder is importable
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import jax

@@ -20,18 +20,18 @@ from mtraining_jax.parallel.balance import ring_balance
 from mtraining_jax.parallel.compiler import ring_compiler_options
 from pallas_kernels import VerticalSlashIndex
 
-PASSES = 3.5  # products of forward and backward over those of forward, as published rates count
+PASSES = 3.5  # FLOP of forward and backward over those of forward, as published rates count them
 MEASURES = ("index", "silent", "local")
 
 
 @dataclasses.dataclass
 class Row:
-    """A line of the table; times in ms, medians, None where there is nothing to say.
+    """A line of the table; times in ms, medians, None where nothing was measured.
 
     Attributes:
         problem: what was computed.
         mask: "A", "B" or "D" (dense causal).
-        repeats: a time is the median of so many.
+        repeats: number of runs that a median is taken over.
         flops: executed in a forward pass, over all ranks.
         forward: output.
         both: output and gradients, one program, index given.
@@ -66,7 +66,7 @@ class Row:
 
     @property
     def backward(self) -> float:
-        """Gradients: what `both` takes beyond `forward`."""
+        """Time of the gradients: `both` minus `forward`."""
         return self.both - self.forward
 
     def rate(self, ms: float | None, passes: float = PASSES) -> float | None:
@@ -83,7 +83,7 @@ class Cell:
         pool: compiles; tracing and lowering happen at once.
         problem: what to compute.
         devices: at least as many as the problem has ranks.
-        measures: which of `MEASURES` to compile and time beside forward and both.
+        measures: which of `MEASURES` to compile and time in addition to forward and both.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Cell:
         return [m for m in ("AB" if self.problem.sparse else "D") if m in wanted]
 
     def prepare(self, masks: str, seed: int) -> None:
-        """Draws inputs and masks and reports balance: what can be done before its turn.
+        """Does what needs no device to itself: draws inputs and masks, and reports balance.
 
         Args:
             masks: letters; those of other kinds of problem are left out.
@@ -142,12 +142,13 @@ class Cell:
         jax.block_until_ready(self._inputs)
 
     def measure(self, repeats: int, seconds: float, tell: Callable[[Row], None]) -> None:
-        """Times all programs on each prepared mask and tells its row.
+        """Times all programs on each prepared mask and reports its row.
 
         Args:
-            repeats: a time is the median of so many, but
-            seconds: of fewer, at least 3, where they would take longer than this.
-            tell: gets a row as soon as it is there.
+            repeats: number of runs that a median is taken over.
+            seconds: limit of all repeats together; where they would take longer, fewer are made,
+                at least 3.
+            tell: called with each row as soon as it is measured.
         """
         for row, index, rank in self._prepared:
             row.repeats = repeats
@@ -209,7 +210,7 @@ class Cell:
 
 
 def _peak(devices) -> int | None:
-    """Of all devices, the most memory in use at any time so far."""
+    """The most memory that any device has had in use so far."""
     stats = [device.memory_stats() for device in devices]
     if not all(stats):
         return None

@@ -2,9 +2,10 @@
 
     python benchmarks/ring_model.py [--rows RING.json] [--nodes 4] [--devices 8]
 
-From measured times of kernels, rings of one host and index, and given links: what overlaps takes
-as long as the slower of the two, in the order in which `mtraining_jax.parallel` sends and
-computes. Without `--rows`, only the figures of the paper (arXiv 2510.18830), which it reproduces.
+The input is measured times of kernels, of the rings of one host and of the index, and the given
+rates of the links. Two things that overlap take as long as the slower one; the order is that in
+which `mtraining_jax.parallel` sends and computes. Without `--rows` the table has only the figures
+of the paper (arXiv 2510.18830), which the model reproduces.
 """
 
 import argparse
@@ -13,13 +14,13 @@ import json
 import sys
 from pathlib import Path
 
-if __name__ == "__main__":  # from a checkout: the script's folder is importable, its parent not
+if __name__ == "__main__":  # run from a checkout, only the script's own folder is importable
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.ring_cells import Row
 from benchmarks.ring_programs import Problem
 
-INFINIBAND = 25.0  # GB/s one way and GPU, as in the paper
+INFINIBAND = 25.0  # GB/s in one direction for each GPU, as in the paper
 FP32_OVER_BF16 = 2
 
 
@@ -39,18 +40,18 @@ class Step:
 
 
 def flat_forward(step: Step, nodes: int, devices: int) -> float:
-    """One turn over all ranks: a hop hides behind a step, and the slowest link sets the pace."""
+    """Flat ring: a hop hides behind a step, and the slowest link sets the pace."""
     ranks = nodes * devices
     return _turn(ranks, step.compute, step.outer if nodes > 1 else step.inner)
 
 
 def hierarchical_forward(step: Step, nodes: int, devices: int) -> float:
-    """A hop between nodes hides behind a whole turn inside the node."""
+    """Hierarchical ring: a hop between nodes hides behind all the steps inside the node."""
     return _turn(nodes, _turn(devices, step.compute, step.inner), step.outer)
 
 
 def gather_forward(step: Step, nodes: int, devices: int) -> float:
-    """A node's shards are gathered; the first time behind the own shard's work."""
+    """Gather ring: a node gathers its shards, the first time behind work on a rank's own shard."""
     gather = (devices - 1) * step.inner
     arrival = step.outer + gather
     own, rest = max(step.compute, gather), (devices - 1) * step.compute
@@ -61,18 +62,18 @@ def gather_forward(step: Step, nodes: int, devices: int) -> float:
 
 
 def flat_backward(step: Step, nodes: int, devices: int) -> float:
-    """As forward; gradients follow a step later and have a last hop home."""
+    """As forward; gradients travel one step later and need a last hop to their owner."""
     ranks = nodes * devices
     return _turn_back(ranks, step.compute, step.outer if nodes > 1 else step.inner)
 
 
 def hierarchical_backward(step: Step, nodes: int, devices: int) -> float:
-    """A turn inside the node ends with its gradients at home; then they go on to the next node."""
+    """Steps inside a node end with its gradients at their owners; then they go to the next node."""
     return _turn_back(nodes, _turn_back(devices, step.compute, step.inner), step.outer)
 
 
 def gather_backward(step: Step, nodes: int, devices: int) -> float:
-    """Gradients of a node's shards are summed and scattered, then sent on, a step later."""
+    """A node's gradients are summed and scattered, then sent to the next node one step later."""
     gather = (devices - 1) * step.inner
     arrival = step.outer + gather
     home = FP32_OVER_BF16 * gather + (FP32_OVER_BF16 * step.outer if nodes > 1 else 0)
@@ -92,12 +93,12 @@ RINGS = {
 
 
 def _turn(size: int, visit: float, hop: float) -> float:
-    """`size` visits, each but the last beside a hop."""
+    """`size` steps; a hop runs during each of them except the last."""
     return (size - 1) * max(visit, hop) + visit
 
 
 def _turn_back(size: int, visit: float, hop: float) -> float:
-    """As `_turn`, with gradients in fp32 that follow one step later, and a last hop home."""
+    """As `_turn`, with fp32 gradients that travel one step later and need a last hop."""
     if size == 1:
         return visit
     gradients = FP32_OVER_BF16 * hop
@@ -122,13 +123,13 @@ def paper_ms(ring: str) -> float:
 def model(
     rows: dict[str, Row], nodes: int, devices: int, args: argparse.Namespace
 ) -> dict[str, list[float]]:
-    """Forward, backward and all with index, in ms by ring, from measured rows of each ring.
+    """Times in ms of forward, backward and both with index, by ring, from its measured rows.
 
-    A rank's kernels take as long as those of the rows without communication, times its share of
-    the work; the index takes as long as measured, although each rank has fewer keys to look at.
+    A rank's kernels take the time of the rows without communication, times the rank's share of the
+    work. The index takes the time that was measured, although each rank has fewer keys to look at.
     What a ring took on one host beyond its kernels (transfers, partial results between steps,
-    launches) it takes here too, since what a GPU sends and carries does not depend on how many
-    there are. With a given inner link it takes what that link takes instead.
+    launches) is added unchanged, since what a GPU sends and carries does not depend on the number
+    of GPUs. If the rate of the inner link is given, the time of that link is used instead.
     """
     ranks = nodes * devices
     kernels = min(filter(_silent, rows.values()), key=_silent)
@@ -151,12 +152,12 @@ def model(
 
 
 def _silent(row: Row) -> float | None:
-    """Forward and backward without communication, in ms."""
+    """Times of forward and backward without communication, in ms."""
     return (row.silent or row.local) if row.problem.gpus > 1 else row.both
 
 
 def _passes(row: Row) -> tuple[float, float]:
-    """`_silent`, forward and backward, by their share in the ring."""
+    """`_silent`, split into forward and backward by their shares in the ring."""
     forward = _silent(row) * row.forward / row.both
     return forward, _silent(row) - forward
 
@@ -199,10 +200,10 @@ def main(argv: list[str] | None = None) -> str:
 
 
 def _rows(path: Path) -> dict[tuple[int, str, int], dict[str, Row]]:
-    """By length, mask and GPUs: for each ring the striped row that is most like it on many nodes.
+    """The striped row to use for each ring on many nodes, by length, mask and number of GPUs.
 
-    Where no other ring was measured, that of one turn stands for turns within turns; one GPU has
-    no ring, and stands for all.
+    Where the hierarchical ring was not measured, the flat one stands for it. One GPU has no ring;
+    its row stands for all of them.
     """
     groups: dict[tuple[int, str, int], list[Row]] = {}
     for x in json.loads(path.read_text()):

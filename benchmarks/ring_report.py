@@ -17,7 +17,7 @@ _COLUMNS = (
 
 
 def header(seed: int, heads: int, kv_heads: int, dim: int) -> str:
-    """When, where and with what the run was made, and what the columns say."""
+    """When, where and with what the run was made, and what the columns mean."""
     lines = [
         f"# Ring attention on {jax.devices()[0].device_kind}",
         "",
@@ -74,7 +74,7 @@ def line(row: Row) -> str:
 
 
 def one_gpu_length(seq_len: int, gpus: int, unit: int = 16 * BLOCK) -> int:
-    """The sequence with as much causal work in all as each of `gpus` has of S = `seq_len`."""
+    """Length of the sequence whose causal work equals one GPU's share of S = `seq_len`."""
     return max(round(seq_len / gpus**0.5 / unit), 1) * unit
 
 

@@ -2,10 +2,10 @@
 
 python -m benchmarks.step --config qwen3b_512k --parallel.devices_per_node=4 --sparsity.kind=replay
 
-Takes real optimizer steps of a configuration, cut to a few layers, twice: as it is, and with
-attention replaced by one sum of queries, keys and values, which costs next to nothing and lies in
-memory as attention does. The second is the time of everything outside attention. Two depths give
-the time of a layer, and by that of the whole depth. Tokens are random.
+Takes real optimizer steps of a configuration cut to a few layers, twice: as it is, and with
+attention replaced by a sum of queries, keys and values, which costs next to nothing and has the
+same arrays in memory. The second run gives the time of everything outside attention. Two depths
+give the time of one layer, and from it that of the full depth. Tokens are random.
 """
 
 import argparse
@@ -55,7 +55,7 @@ class Timing:
 
 
 def stand_in(q_BSHD: Array, k_BSHkD: Array, v_BSHkD: Array, *_: Any) -> tuple[Array, dict]:
-    """In attention's place: of its shapes, with gradients to all of its inputs."""
+    """A stand-in for attention: the same shapes, with gradients to all of its inputs."""
     return _sum(q_BSHD, k_BSHkD, v_BSHkD), {}
 
 
@@ -66,12 +66,12 @@ def _sum(q: Array, k: Array, v: Array) -> Array:
 
 
 def _spread_heads(q: Array, k: Array) -> Array:
-    """Keys of a head for each of its queries."""
+    """Repeats each key/value head for every query head that shares it."""
     return jnp.repeat(k, q.shape[2] // k.shape[2], axis=2)
 
 
 def _row_major(x: Array) -> Array:
-    """Keeps XLA from transposing at will what kernels would have in this order."""
+    """Keeps the order of axes that kernels would require, which XLA could otherwise change."""
     return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
 
 
@@ -98,9 +98,9 @@ def time_step(
         config: of the run.
         mesh: of its devices.
         with_attention: or with `stand_in`.
-        steps: that are timed.
-        trace: folder for a profile of one step more; None makes none. The longest kernels are
-            printed.
+        steps: number of timed steps.
+        trace: folder for a profile of one more step, whose longest kernels are printed; None for
+            no profile.
     """
     layout, pattern = parts.build_layout(config), parts.build_pattern(config)
     attention: Attention = stand_in

@@ -14,8 +14,8 @@ _BURST_SECONDS = 0.02
 def median_ms(run: Callable[[], Any], repeats: int = 10) -> float:
     """Median time of `run` in ms, after a warm-up.
 
-    A repeat queues enough runs to keep the device busy for a while and waits for the last, so
-    that the host's share of short programs stays hidden behind the device's.
+    Each repeat queues enough runs to keep the device busy for a while and waits for the last one,
+    so that the host's time for short programs stays hidden.
     """
     jax.block_until_ready(run())
     once = _seconds(run, 1)

@@ -3,19 +3,19 @@
     python train.py --config qwen3b_512k --profile.start=6 --profile.steps=2
     python benchmarks/trace_summary.py runs/qwen3b_512k/profile
 
-Reads the `.trace.json.gz` of the newest trace in a folder. For each GPU it takes the lanes of the
-streams; what runs on several at once is counted once in each kind that runs. A table gives, for
-one step, the mean over the GPUs and the largest of any:
+Reads the `.trace.json.gz` of the newest trace in a folder and, for each GPU, the events of its
+streams. Time in which several kinds of event run at once counts once for each of these kinds. The
+first table gives, for one step, the mean over the GPUs and the largest value of any GPU:
 
-- time: with at least one event of this kind under way;
-- exposed: of this, with no attention kernel, matrix product or other kernel under way at the same
-  time (of collectives and copies);
-- idle: nothing under way, between the first and the last event of the trace.
+- time: at least one event of this kind is running;
+- exposed (collectives and copies only): the part of this time in which no attention kernel, matrix
+  product or other kernel runs;
+- idle: nothing runs, between the first and the last event of the trace.
 
-A second table lists the kernels that take longest; kernels from Pallas with the operation of XLA
-that launched them, for several may have the same name. A third lists which collectives and copies
-are exposed, and the compute kernel that runs next: most likely it waits for them. Needs nothing
-but Python.
+A second table lists the kernels that take longest. Kernels from Pallas are listed with the XLA
+operation that launched them, since several may have the same name. A third table lists exposed
+collectives and copies with the compute kernel that runs next, which most likely waits for them.
+Needs nothing but Python.
 """
 
 import argparse
@@ -35,7 +35,7 @@ ATTENTION, GEMM, COLLECTIVE, COPY, OTHER = (
 KINDS = (ATTENTION, GEMM, OTHER, COLLECTIVE, COPY)
 _COMPUTE = (ATTENTION, GEMM, OTHER)
 
-# Looked for in a kernel's name in this order; the first that is found decides.
+# Searched for in a kernel's name in this order; the first match decides.
 _NAMES = (
     (COLLECTIVE, r"nccl|memcpyp2p|memcpy p2p|all_?reduce_kernel|nvshmem"),
     (ATTENTION, r"mosaic_gpu"),
@@ -257,12 +257,12 @@ def report(gpus: dict[str, list[Event]], steps: int, top: int) -> list[str]:
 
 
 def _short(name: str) -> str:
-    """Fits a table; the operation at the end stays."""
+    """Shortens a name so that it fits the table; the operation at its end stays."""
     return name if len(name) <= 80 else f"{name[:48]}...{name[-29:]}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints the tables; 2 with a sentence on stderr if there is nothing to print."""
+    """Prints the tables; returns 2, with a sentence on stderr, if there is nothing to print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("path", type=Path, help="folder of a trace, or a .trace.json.gz")
     parser.add_argument("--steps", type=int, help="steps in the trace; default: as it is marked")
@@ -290,7 +290,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Disjoint intervals in ascending order that cover the same."""
+    """Disjoint ascending intervals with the same union."""
     merged: list[list[float]] = []
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1]:
@@ -305,7 +305,7 @@ def _length(intervals: Iterable[Interval]) -> float:
 
 
 def _minus(intervals: Iterable[Interval], union: Sequence[Interval]) -> Iterable[Interval]:
-    """What of the intervals lies outside of a union."""
+    """The parts of the intervals that lie outside a union."""
     for start, end in intervals:
         for i in range(bisect.bisect_right(union, start, key=lambda x: x[1]), len(union)):
             begin, until = union[i]

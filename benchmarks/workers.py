@@ -1,8 +1,8 @@
 """Processes that compile side by side and then measure one after another.
 
-Tracing kernels takes Python longer than running them takes the GPU, so every problem has a
-process of its own: the parent starts `script OPTIONS` for each (`measure`), which compiles, waits
-for its turn (`my_turn`), and sends what it finds (`send`). Nothing else runs while one measures.
+Python takes longer to trace kernels than the GPU takes to run them, so every problem has its own
+process. The parent (`measure`) starts `script OPTIONS` for each. A worker compiles, waits for its
+turn (`my_turn`), measures while nothing else runs, and sends its results (`send`).
 """
 
 import json
@@ -16,7 +16,7 @@ _READY, _SENT, _GO = "ready", "sent ", "go"
 
 
 def my_turn() -> bool:
-    """A worker is ready: waits until it may use the device; False: it should end."""
+    """Called by a worker that has compiled: waits until it may measure; False: it should end."""
     print(_READY, flush=True)
     return sys.stdin.readline().strip() == _GO
 
@@ -35,10 +35,10 @@ def measure(
     Args:
         script: what a worker runs.
         jobs: name and options of each.
-        at_once: that many compile at the same time, the next ones when these have measured.
-        tell: gets what workers send.
-        say: gets a line of progress, also of workers that fail.
-        allowed: asked before a worker measures, may wait; False: nothing more is measured.
+        at_once: number of workers that compile at the same time; others follow as these finish.
+        tell: called with what a worker sends.
+        say: called with each line of progress, also about workers that fail.
+        allowed: called before a worker measures, and may wait; if False, nothing more is measured.
     """
     for first in range(0, len(jobs), at_once):
         _wave(script, jobs[first : first + at_once], tell, say, allowed)
