@@ -28,7 +28,7 @@ from benchmarks.masks import BLOCK
 from benchmarks.ring_cells import MEASURES, Cell, Row
 from benchmarks.ring_programs import Problem
 from mtraining_jax.parallel.layout import KINDS
-from mtraining_jax.parallel.ring_schedule import RINGS
+from mtraining_jax.parallel.ring import RINGS
 
 LONGEST_DENSE = 524288
 _START = time.perf_counter()

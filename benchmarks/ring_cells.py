@@ -14,9 +14,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.masks import SlashMask, slash_mask
+from benchmarks.ring_balance import ring_balance
 from benchmarks.ring_programs import Problem, RingPrograms
 from benchmarks.timing import median_ms
-from mtraining_jax.parallel.balance import ring_balance
 from mtraining_jax.parallel.compiler import ring_compiler_options
 from pallas_kernels import VerticalSlashIndex
 

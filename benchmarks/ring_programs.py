@@ -20,7 +20,8 @@ from mtraining_jax.attention.sharded import make_attention
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import DATA_AXIS, HEADS, SEQUENCE_AXES, make_mesh
 from mtraining_jax.parallel.ring import ring_attention
-from mtraining_jax.parallel.ring_schedule import RingPlan, StepTiles, segment_pairs
+from mtraining_jax.parallel.ring.shard_tiles import StepTiles, segment_pairs
+from mtraining_jax.parallel.ring.topology import RingTopology
 from mtraining_jax.sparsity import choose_index
 from pallas_kernels import VerticalSlashIndex, pad_columns, vertical_columns
 from pallas_kernels.backends import resolve
@@ -66,10 +67,10 @@ class Problem:
         nodes = 1 if self.ring == "flat" else self.nodes
         return Layout(self.layout, self.seq_len, self.gpus, BLOCK, nodes)
 
-    def plan(self) -> RingPlan:
+    def plan(self) -> RingTopology:
         """The schedule, for the balance report."""
         sizes = (self.nodes, self.gpus // self.nodes)
-        return RingPlan(self.ring_layout(), SEQUENCE_AXES, sizes, self.ring)
+        return RingTopology(self.ring_layout(), SEQUENCE_AXES, sizes, self.ring)
 
 
 class RingPrograms:

@@ -13,8 +13,7 @@ from mtraining_jax.attention import checks
 from mtraining_jax.attention.order import global_order, ring_layout
 from mtraining_jax.attention.placement import Placement, find_placement
 from mtraining_jax.parallel.layout import Layout
-from mtraining_jax.parallel.ring import ring_attention
-from mtraining_jax.parallel.ring_schedule import check_ring
+from mtraining_jax.parallel.ring import check_ring, ring_attention
 from mtraining_jax.sparsity import Pattern, VerticalSlash
 from pallas_kernels import block_sparse_attention, dense_attention, vertical_slash_attention
 from pallas_kernels.index import BlockSparseIndex, VerticalSlashIndex

@@ -17,7 +17,7 @@ from mtraining_jax.attention.placement import (
 )
 from mtraining_jax.parallel.layout import KINDS, Layout
 from mtraining_jax.parallel.mesh import SEQUENCE_AXES
-from mtraining_jax.parallel.ring_schedule import check_ring
+from mtraining_jax.parallel.ring import check_ring
 
 
 def sequence_layout(

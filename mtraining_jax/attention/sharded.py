@@ -11,8 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import DATA_AXIS, SEQUENCE_AXES
-from mtraining_jax.parallel.ring import ring_attention
-from mtraining_jax.parallel.ring_schedule import check_ring
+from mtraining_jax.parallel.ring import check_ring, ring_attention
 from mtraining_jax.sparsity import (
     FixedBudget,
     Replay,

@@ -14,7 +14,7 @@ from jax import Array, lax
 from jax.sharding import Mesh, PartitionSpec
 
 from mtraining_jax.parallel.mesh import TOKENS
-from mtraining_jax.parallel.ordering import after
+from mtraining_jax.parallel.ordering import in_turn
 
 
 def on_own_tokens(
@@ -42,7 +42,7 @@ def on_own_tokens(
 
     def local(weights: Any, *arrays: Array) -> Any:
         if all(jnp.issubdtype(x.dtype, jnp.floating) for x in arrays):
-            weights, arrays = _in_turn(weights, arrays)
+            weights, arrays = in_turn(weights, arrays)
         return function(jax.tree.map(gather, weights, specs), *arrays)
 
     return jax.shard_map(
@@ -52,33 +52,6 @@ def on_own_tokens(
         out_specs=TOKENS,
         check_vma=False,
     )(weights, *arrays)
-
-
-@jax.custom_vjp
-def _in_turn(weights: Any, arrays: tuple[Array, ...]) -> tuple[Any, tuple[Array, ...]]:
-    """Keeps collectives of weights apart from those of attention, where that matters (`after`).
-
-    Weights are gathered when `arrays` are there, and gradients of `arrays` go on when those of
-    the weights have left.
-    """
-    return after(weights, _all_of(arrays)), arrays
-
-
-def _in_turn_fwd(weights, arrays):
-    return _in_turn(weights, arrays), None
-
-
-def _in_turn_bwd(_, gradients):
-    d_weights, d_arrays = gradients
-    return d_weights, after(d_arrays, _all_of(d_weights))
-
-
-_in_turn.defvjp(_in_turn_fwd, _in_turn_bwd)
-
-
-def _all_of(tree: Any) -> Array:
-    """A number that is there when all arrays of a tree are."""
-    return sum(x.reshape(-1)[:1].astype(jnp.float32) for x in jax.tree.leaves(tree))
 
 
 def gather(shard: Array, spec: PartitionSpec) -> Array:

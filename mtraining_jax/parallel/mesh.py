@@ -11,8 +11,6 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from mtraining_jax.errors import UserError
-
 DATA_AXIS = "data"
 NODE_AXIS = "node"
 DEVICE_AXIS = "device"
@@ -45,21 +43,20 @@ def make_mesh(
         devices: default `jax.devices()`.
 
     Raises:
-        UserError: if a size is below 1, more devices are asked than there are, or the devices
+        ValueError: if a size is below 1, more devices are asked than there are, or the devices
             asked cannot be spread evenly over the processes.
     """
     shape = (data, nodes, devices_per_node)
     for name, size in zip(("data", "nodes", "devices_per_node"), shape, strict=True):
         if size < 1:
-            raise UserError(f"parallel.{name}={size} must be at least 1")
+            raise ValueError(f"{name}={size} must be at least 1")
     devices = list(jax.devices() if devices is None else devices)
     needed = data * nodes * devices_per_node
     asked = (
-        f"parallel.data={data} x parallel.nodes={nodes} x "
-        f"parallel.devices_per_node={devices_per_node} needs {needed} devices"
+        f"data={data} x nodes={nodes} x devices_per_node={devices_per_node} needs {needed} devices"
     )
     if needed > len(devices):
-        raise UserError(f"{asked} but there are {len(devices)}")
+        raise ValueError(f"{asked} but there are {len(devices)}")
     by_process: dict[int, list[jax.Device]] = {}
     for device in sorted(devices, key=lambda device: device.process_index):
         by_process.setdefault(device.process_index, []).append(device)
@@ -67,7 +64,7 @@ def make_mesh(
     if needed < len(devices):
         smallest = min(len(own) for own in by_process.values())
         if rest or share > smallest:
-            raise UserError(
+            raise ValueError(
                 f"{asked}, which cannot be spread evenly over {len(by_process)} processes "
                 f"(the smallest has {smallest} devices)"
             )

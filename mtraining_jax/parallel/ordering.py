@@ -1,18 +1,22 @@
-"""One order of collectives for all virtual CPU devices of a process."""
+"""One order of collectives for all virtual CPU devices of a process.
+
+The devices of a process run a program on a shared pool of threads, and a collective blocks its
+thread until all devices have come. XLA's CPU runtime does not order a collective outside a loop
+against those inside, so some devices may wait in one and the rest in the other until no thread is
+left: a deadlock. What follows gives collectives an order by the data they need. (An optimisation
+barrier does not help: it is gone by then.) Other platforms order collectives when they compile,
+and nothing is done there.
+"""
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 
-def after(tree, token: Array):
+def after(tree: Any, token: Array) -> Any:
     """`tree`, which on CPU cannot be used before `token` exists.
-
-    The devices of a process run a program on a shared pool of threads, and a collective blocks
-    its thread until all devices have come. XLA's CPU runtime does not order a collective outside
-    a loop against those inside, so some devices may wait in one and the rest in the other until
-    no thread is left: a deadlock. (An optimisation barrier does not help: it is gone by then.)
-    Other platforms order collectives when they compile, and `tree` is returned as it is.
 
     Args:
         tree: arrays of any floating dtype.
@@ -25,3 +29,37 @@ def after(tree, token: Array):
         return jax.tree.map(lambda x: jnp.where(never, jnp.zeros_like(x), x), tree)
 
     return lax.platform_dependent(tree, token, cpu=wait, default=lambda tree, _: tree)
+
+
+@jax.custom_vjp
+def in_turn(weights: Any, arrays: tuple[Array, ...]) -> tuple[Any, tuple[Array, ...]]:
+    """Keeps collectives of weights apart from those that make or use some arrays.
+
+    Weights are gathered when `arrays` are there, and gradients of `arrays` go on when those of
+    the weights have left.
+
+    Args:
+        weights: tree of floating arrays, of which collectives follow.
+        arrays: floating arrays.
+
+    Returns:
+        Both, as they are.
+    """
+    return after(weights, _all_of(arrays)), arrays
+
+
+def _in_turn_fwd(weights, arrays):
+    return in_turn(weights, arrays), None
+
+
+def _in_turn_bwd(_, gradients):
+    d_weights, d_arrays = gradients
+    return d_weights, after(d_arrays, _all_of(d_weights))
+
+
+in_turn.defvjp(_in_turn_fwd, _in_turn_bwd)
+
+
+def _all_of(tree: Any) -> Array:
+    """A number that is there when all arrays of a tree are."""
+    return sum(x.reshape(-1)[:1].astype(jnp.float32) for x in jax.tree.leaves(tree))

@@ -30,10 +30,13 @@ def build_mesh(config: Config) -> Mesh:
     """The mesh of the run, on the devices of all processes.
 
     Raises:
-        UserError: if there are not enough devices.
+        UserError: if there are not enough devices, or processes cannot share them evenly.
     """
     validate(config, jax.device_count())
-    return make_mesh(*config.mesh_shape)
+    try:
+        return make_mesh(*config.mesh_shape)
+    except ValueError as error:
+        raise UserError(f"the sizes of the mesh under [parallel] do not fit: {error}") from None
 
 
 def build_layout(config: Config) -> Layout:

@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import HEADS, make_mesh
 from mtraining_jax.parallel.ring import ring_attention
-from mtraining_jax.parallel.ring_schedule import RingPlan, StepTiles
+from mtraining_jax.parallel.ring.shard_tiles import StepTiles
+from mtraining_jax.parallel.ring.topology import RingTopology
 from pallas_kernels import ops as kernels
 from pallas_kernels.gradients import Gradients
 from pallas_kernels.tiles import active_diagonals
@@ -212,7 +213,7 @@ def test_gathering_and_the_way_home_have_kernels_to_hide_behind(nodes, devices, 
 
 @pytest.mark.parametrize(("nodes", "devices", "ring"), MESHES)
 def test_a_ring_shows_every_rank_all_keys_once(nodes, devices, ring):
-    plan = RingPlan(
+    plan = RingTopology(
         layout_of(nodes, devices, ring), ("node", "device"), (nodes, devices), ring
     )
     steps = [(a, b) for a in range(plan.outer_size) for b in range(plan.inner_size)]

@@ -1,7 +1,7 @@
 """Ring attention: every rank keeps its queries while keys and values travel.
 
-Which way they travel is the plan's: `ring_turns` has the turns of keys and values over mesh axes,
-`ring_gather` the gathering of a node's.
+Which way they travel is the plan's: `turning_ring` has the turns of keys and values over mesh axes,
+`gather_ring` the gathering of a node's.
 """
 
 import functools
@@ -12,10 +12,10 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from mtraining_jax.parallel.layout import Layout
-from mtraining_jax.parallel.ring_gather import gather_backward, gather_forward
-from mtraining_jax.parallel.ring_schedule import RingPlan
-from mtraining_jax.parallel.ring_steps import Steps
-from mtraining_jax.parallel.ring_turns import ring_backward, ring_forward
+from mtraining_jax.parallel.ring.gather_ring import gather_backward, gather_forward
+from mtraining_jax.parallel.ring.rank_kernels import Steps
+from mtraining_jax.parallel.ring.topology import RingTopology
+from mtraining_jax.parallel.ring.turning_ring import ring_backward, ring_forward
 from pallas_kernels.index import DenseIndex, VerticalSlashIndex
 from pallas_kernels.ops import delta_of
 
@@ -69,7 +69,7 @@ def ring_attention(
     """
     if axis_sizes is None:
         axis_sizes = tuple(lax.axis_size(name) for name in axis_names)
-    plan = RingPlan(layout, tuple(axis_names), tuple(axis_sizes), ring, scale, backend)
+    plan = RingTopology(layout, tuple(axis_names), tuple(axis_sizes), ring, scale, backend)
     local_tokens = layout.seq_len // layout.num_ranks
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4 or x.shape[1] != local_tokens:

@@ -3,9 +3,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtraining_jax.parallel.balance import ring_balance
+from benchmarks.ring_balance import ring_balance
 from mtraining_jax.parallel.layout import Layout
-from mtraining_jax.parallel.ring_schedule import RingPlan
+from mtraining_jax.parallel.ring.topology import RingTopology
 from pallas_kernels.index import VerticalSlashIndex
 from pallas_kernels.reference import mask_from_index
 from tests.parallel import indices
@@ -16,7 +16,7 @@ def plan_of(kind, nodes, devices, ring, seq_len=indices.SEQ_LEN, block=None, spr
         kind, seq_len, nodes * devices, block or indices.BLOCK_SIZE,
         nodes if ring != "flat" and spread else 1,
     )  # fmt: skip
-    return RingPlan(layout, ("node", "device"), (nodes, devices), ring)
+    return RingTopology(layout, ("node", "device"), (nodes, devices), ring)
 
 
 def index_of(diagonals, num_blocks, block_size):

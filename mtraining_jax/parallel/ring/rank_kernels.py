@@ -7,12 +7,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from mtraining_jax.parallel.ring_schedule import RingPlan, StepTiles, segment_pairs
-from mtraining_jax.parallel.verticals import (
+from mtraining_jax.parallel.ring.columns import (
     gather_verticals,
     has_verticals,
     return_vertical_gradients,
 )
+from mtraining_jax.parallel.ring.shard_tiles import StepTiles, segment_pairs
+from mtraining_jax.parallel.ring.topology import RingTopology
 from pallas_kernels import ops as kernels
 from pallas_kernels.index import VerticalSlashIndex
 from pallas_kernels.tiles import Tiles, VerticalColumns, pad_columns, vertical_columns
@@ -40,7 +41,7 @@ class Steps:
         index: the global index, or None.
     """
 
-    def __init__(self, plan: RingPlan, q: Array, index: VerticalSlashIndex | None):
+    def __init__(self, plan: RingTopology, q: Array, index: VerticalSlashIndex | None):
         self.plan, self.index = plan, index
         self.rank = plan.rank()
         self.transfers = plan.layout.num_ranks > 1

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from mtraining_jax.parallel.ring_schedule import RingPlan, segment_pairs
+from mtraining_jax.parallel.ring.shard_tiles import segment_pairs
+from mtraining_jax.parallel.ring.topology import RingTopology
 from pallas_kernels.index import VerticalSlashIndex
-from pallas_kernels.tiles import active_diagonals
 
 
 @functools.partial(
@@ -65,7 +65,7 @@ def _over_mean(work: Array, mean: Array) -> Array:
     return work / jnp.where(mean > 0, mean, 1)
 
 
-def ring_balance(index: VerticalSlashIndex | None, plan: RingPlan) -> Balance:
+def ring_balance(index: VerticalSlashIndex | None, plan: RingTopology) -> Balance:
     """Counts the work that an index gives to each rank at each step of a ring.
 
     Usable under `jax.jit`; outside `shard_map`, with the whole index.
@@ -83,7 +83,7 @@ def ring_balance(index: VerticalSlashIndex | None, plan: RingPlan) -> Balance:
         heads_on = jnp.ones(num_blocks)
         columns = jnp.zeros(num_blocks)
     else:
-        active = active_diagonals(index, num_blocks)
+        active = index.active_diagonals(num_blocks)
         heads_on = active.sum((0, 1), dtype=jnp.float32)
         columns = _columns_per_row(index, active)
     ranks, outer, inner = np.meshgrid(

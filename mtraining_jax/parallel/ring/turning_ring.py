@@ -18,11 +18,11 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from mtraining_jax.parallel.ordering import after
-from mtraining_jax.parallel.ring_schedule import RingPlan
-from mtraining_jax.parallel.ring_steps import Pair, Steps, join, plus
+from mtraining_jax.parallel.ring.rank_kernels import Pair, Steps, join, plus
+from mtraining_jax.parallel.ring.topology import RingTopology
 
 
-def ring_forward(plan: RingPlan, steps: Steps, kv: Pair) -> list[tuple[Array, Array]]:
+def ring_forward(plan: RingTopology, steps: Steps, kv: Pair) -> list[tuple[Array, Array]]:
     """Output and lse of every query segment, by turning keys and values.
 
     Args:
@@ -48,7 +48,7 @@ def ring_forward(plan: RingPlan, steps: Steps, kv: Pair) -> list[tuple[Array, Ar
     return _turn(plan.outer_size, plan.shift_outer, kv, state, inner_turn)
 
 
-def ring_backward(plan: RingPlan, steps: Steps, kv: Pair, rows: tuple[Array, Array, Array]):
+def ring_backward(plan: RingTopology, steps: Steps, kv: Pair, rows: tuple[Array, Array, Array]):
     """Gradients by turning keys and values, and gradients with them.
 
     Args:
@@ -78,7 +78,7 @@ def ring_backward(plan: RingPlan, steps: Steps, kv: Pair, rows: tuple[Array, Arr
     return dq, steps.return_columns(dkv, columns)
 
 
-def _columns_first(plan: RingPlan, steps: Steps, kv: Pair) -> Pair:
+def _columns_first(plan: RingTopology, steps: Steps, kv: Pair) -> Pair:
     """Fetches the columns, and keeps the ring from starting before where that matters."""
     steps.fetch_columns(kv, jnp.asarray(steps.rank)[None], plan.axis_names)
     return after(kv, steps.columns[0].k) if steps.columns else kv

@@ -18,11 +18,12 @@ from jax import Array, lax
 
 from mtraining_jax.parallel.layout import Segment
 from mtraining_jax.parallel.ordering import after
-from mtraining_jax.parallel.ring_schedule import RingPlan, segment_pairs
-from mtraining_jax.parallel.ring_steps import Call, Pair, Steps, join, plus
+from mtraining_jax.parallel.ring.rank_kernels import Call, Pair, Steps, join, plus
+from mtraining_jax.parallel.ring.shard_tiles import segment_pairs
+from mtraining_jax.parallel.ring.topology import RingTopology
 
 
-def gather_forward(plan: RingPlan, steps: Steps, kv: Pair) -> list[tuple[Array, Array]]:
+def gather_forward(plan: RingTopology, steps: Steps, kv: Pair) -> list[tuple[Array, Array]]:
     """Output and lse of every query segment.
 
     Args:
@@ -59,7 +60,7 @@ def gather_forward(plan: RingPlan, steps: Steps, kv: Pair) -> list[tuple[Array, 
     return visit(end, here, state, True)
 
 
-def gather_backward(plan: RingPlan, steps: Steps, kv: Pair, rows: tuple[Array, Array, Array]):
+def gather_backward(plan: RingTopology, steps: Steps, kv: Pair, rows: tuple[Array, Array, Array]):
     """Gradients.
 
     Args:
@@ -117,7 +118,7 @@ def gather_backward(plan: RingPlan, steps: Steps, kv: Pair, rows: tuple[Array, A
 class _Node:
     """The shards of a node as one."""
 
-    def __init__(self, plan: RingPlan, steps: Steps):
+    def __init__(self, plan: RingTopology, steps: Steps):
         self.plan, self.steps = plan, steps
         # Stripes are told apart by the residue of a diagonal; elsewhere they are neighbours.
         self.own_apart = plan.layout.kind == "striped"

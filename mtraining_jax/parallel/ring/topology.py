@@ -1,0 +1,124 @@
+"""Who meets whom at which step of the ring."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from mtraining_jax.errors import UserError
+from mtraining_jax.parallel.layout import Layout
+
+RINGS = ("hierarchical", "flat", "gather")
+
+
+@dataclasses.dataclass(frozen=True)
+class RingTopology:
+    """The static description of a ring; usable inside `shard_map` over `axis_names`.
+
+    A ring is two nested turns: at each of `outer_size` steps keys and values make a full turn
+    over the inner axis while the next node's are on their way over the outer one. A flat ring is
+    the case of one outer step.
+
+    Attributes:
+        layout: the layout of the sequence; `layout.num_ranks` must be the product of the sizes.
+        axis_names: mesh axes of the sequence, slowest first.
+        axis_sizes: their sizes.
+        ring: "hierarchical" is two nested turns (with one axis, one turn); "flat" is one turn over
+            all axes together; "gather" is an outer turn as "hierarchical", in which all devices
+            of the inner axis gather each other's keys and values instead of an inner turn.
+        scale: of the logits; None is 1/sqrt(D).
+        backend: of the kernels; None is the best that runs here.
+
+    Raises:
+        UserError: if `ring` is unknown.
+        ValueError: if the sizes do not fit the names or the layout.
+    """
+
+    layout: Layout
+    axis_names: tuple[str, ...]
+    axis_sizes: tuple[int, ...]
+    ring: str = "gather"
+    scale: float | None = None
+    backend: str | None = None
+
+    def __post_init__(self) -> None:
+        check_ring(self.ring)
+        if len(self.axis_names) != len(self.axis_sizes) or len(self.axis_names) > 2:
+            raise ValueError(
+                f"axis_names={self.axis_names} and axis_sizes={self.axis_sizes} must be equally "
+                "long, at most 2"
+            )
+        if self.inner_size * self.outer_size != self.layout.num_ranks:
+            raise ValueError(
+                f"axis_sizes={self.axis_sizes} have the product "
+                f"{self.inner_size * self.outer_size} but the layout is for "
+                f"num_ranks={self.layout.num_ranks}"
+            )
+
+    @property
+    def nested(self) -> bool:
+        """Whether the two axes turn separately."""
+        return self.ring != "flat" and len(self.axis_names) == 2
+
+    @property
+    def gathers(self) -> bool:
+        """Whether devices gather keys and values, which takes more than one of them."""
+        return self.ring == "gather" and self.inner_size > 1
+
+    @property
+    def outer_size(self) -> int:
+        """Outer steps: nodes in a hierarchical ring, 1 in a flat one."""
+        return self.axis_sizes[0] if self.nested else 1
+
+    @property
+    def inner_size(self) -> int:
+        """Inner steps: devices of a node, or all ranks in a flat ring."""
+        total = 1
+        for size in self.axis_sizes[1:] if self.nested else self.axis_sizes:
+            total *= size
+        return total
+
+    @property
+    def inner_axes(self) -> tuple[str, ...]:
+        """Mesh axes of the inner turn, or of the gathering in its place."""
+        return self.axis_names[1:] if self.nested else self.axis_names
+
+    @property
+    def outer_axes(self) -> tuple[str, ...]:
+        """Mesh axes of the outer turn; () if there is one outer step."""
+        return self.axis_names[:1] if self.outer_size > 1 else ()
+
+    def rank(self) -> Array | int:
+        """This device's rank (traced), 0 where there is only one."""
+        return lax.axis_index(self.axis_names) if self.axis_names else 0
+
+    def source(self, rank: Array | int, outer_step: Array | int, inner_step: Array | int):
+        """The rank whose keys `rank` holds at a step (ints, numpy or traced)."""
+        node, device = rank // self.inner_size, rank % self.inner_size
+        node = (node - outer_step) % self.outer_size
+        return node * self.inner_size + (device - inner_step) % self.inner_size
+
+    def node_ranks(self, rank: Array | int, outer_step: Array | int) -> Array:
+        """Int32 [inner_size]: the ranks whose keys `rank` gathers at an outer step, in order."""
+        node = (rank // self.inner_size - outer_step) % self.outer_size
+        return node * self.inner_size + jnp.arange(self.inner_size, dtype=jnp.int32)
+
+    def shift_inner(self, tree):
+        """Sends every array of `tree` one rank on along the inner axis."""
+        return _shift(tree, self.inner_axes, self.inner_size)
+
+    def shift_outer(self, tree):
+        """Sends every array of `tree` to the same device of the next node."""
+        return _shift(tree, self.outer_axes, self.outer_size)
+
+
+def check_ring(ring: str) -> None:
+    """Raises UserError unless `ring` is one of `RINGS`."""
+    if ring not in RINGS:
+        raise UserError(f"ring={ring!r} is unknown; it must be one of {', '.join(RINGS)}")
+
+
+def _shift(tree, axis_names: tuple[str, ...], size: int):
+    permutation = [(i, (i + 1) % size) for i in range(size)]
+    return jax.tree.map(lambda x: lax.ppermute(x, axis_names, permutation), tree)
