@@ -87,10 +87,20 @@ def _load(place: str, name: str, what: str) -> object:
 
 
 def attribute_docs(cls: type) -> dict[str, str]:
-    """What a class's docstring says of each attribute, in its section "Attributes:" or "Args:"."""
+    """What the docstrings of a class and its bases say of each attribute.
+
+    It stands in their sections "Attributes:" or "Args:".
+    """
+    docs: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        docs |= _own_docs(base)
+    return docs
+
+
+def _own_docs(cls: type) -> dict[str, str]:
     docs: dict[str, str] = {}
     name, inside = None, False
-    for line in inspect.cleandoc(cls.__doc__ or "").splitlines():
+    for line in inspect.cleandoc(cls.__dict__.get("__doc__") or "").splitlines():
         if line in ("Attributes:", "Args:"):
             inside = True
         elif inside and line.startswith("        ") and name:

@@ -385,18 +385,18 @@ def test_wrong_overrides(minimal):
         ({"data__source": "jsonl"}, 'data.source = "jsonl" needs data.paths, the files to read'),
         (
             {"data__paths": "a.txt"},
-            'data.paths has 1 entries, but data.source = "python_stdlib" reads Python\'s own '
-            "library and takes none",
+            'data.paths has 1 entries, but data.source = "python_stdlib" takes none; '
+            'data.source = "text" reads files',
         ),
         (
             {"data__source": "synthetic", "data__paths": "a.txt"},
-            'data.paths has 1 entries, but data.source = "synthetic" draws its token ids and '
-            "takes none",
+            'data.paths has 1 entries, but data.source = "synthetic" takes none; '
+            'data.source = "text" reads files',
         ),
         (
             {"data__source": "synthetic", "data__mode": "exact"},
-            'data.mode = "exact" picks documents by length, and those of data.source = '
-            '"synthetic" have many; it must be "concat"',
+            'data.mode = "exact" is not possible with data.source = "synthetic": it must be '
+            '"concat"',
         ),
         (
             {"data__source": "synthetic", "data__eos": "</s>"},

@@ -3,11 +3,9 @@
 import re
 from collections.abc import Iterator
 
-from mtraining_jax.config.schema import Config, DataConfig
+from mtraining_jax.config.schema import Config
+from mtraining_jax.data.sources import problems as data_problems
 from mtraining_jax.errors import UserError
-
-# 256 byte values and the token that ends a text.
-_BYTE_VOCAB = 257
 
 
 def validate(config: Config, device_count: int | None = None) -> None:
@@ -152,44 +150,7 @@ def _devices(config: Config, device_count: int | None) -> Iterator[str]:
 
 
 def _data(config: Config) -> Iterator[str]:
-    data, vocab = config.data, config.model.vocab_size
-    if data.source == "python_stdlib" and data.paths:
-        yield (
-            f'data.paths has {len(data.paths)} entries, but data.source = "python_stdlib" reads '
-            "Python's own library and takes none"
-        )
-    if data.source == "synthetic":
-        yield from _synthetic(data)
-    if data.source not in ("python_stdlib", "synthetic") and not data.paths:
-        yield f'data.source = "{data.source}" needs data.paths, the files to read'
-    if data.source in ("python_stdlib", "text", "jsonl") and data.tokenizer == "bytes":
-        if vocab < _BYTE_VOCAB:
-            yield (
-                f"model.vocab_size = {vocab} is less than {_BYTE_VOCAB}, the ids of "
-                'data.tokenizer = "bytes"'
-            )
-        if isinstance(data.eos, str):
-            yield (
-                f'data.eos = "{data.eos}" must be an id: data.tokenizer = "bytes" has no '
-                "tokens with a name"
-            )
-    if isinstance(data.eos, int) and data.eos >= vocab:
-        yield f"data.eos = {data.eos} is outside the vocabulary: model.vocab_size = {vocab}"
-
-
-def _synthetic(data: DataConfig) -> Iterator[str]:
-    if data.paths:
-        yield (
-            f'data.paths has {len(data.paths)} entries, but data.source = "synthetic" draws its '
-            "token ids and takes none"
-        )
-    if data.mode != "concat":
-        yield (
-            f'data.mode = "{data.mode}" picks documents by length, and those of data.source = '
-            '"synthetic" have many; it must be "concat"'
-        )
-    if isinstance(data.eos, str):
-        yield f'data.eos = "{data.eos}" must be an id: data.source = "synthetic" has no tokenizer'
+    return data_problems(config.data, config.model.vocab_size)
 
 
 def _optimizer(config: Config) -> Iterator[str]:

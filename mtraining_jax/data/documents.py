@@ -1,188 +1,117 @@
-"""Documents one after the other: from text, JSONL and Parquet files, as text or as token ids.
+"""Sources of documents, as text or as token ids: what becomes of a document is said here once."""
 
-Each reader is a generator of ``(where, document)`` that holds one document (Parquet: a few rows)
-at a time; ``where`` says where the document stands, for messages.
-"""
-
-import json
-import tokenize
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mtraining_jax.data.corpus import Corpus, check_some_exact, counted, windows
+from mtraining_jax.data.source import Source
+from mtraining_jax.data.stream import TokenStream, check_ids, spill
+from mtraining_jax.data.tokenizer import BYTES, ByteTokenizer, make_tokenizer
 from mtraining_jax.errors import UserError
 
-# A row may be a sequence of half a million tokens: 16 of them are 64 MB as int64.
-_PARQUET_ROWS_AT_ONCE = 16
+if TYPE_CHECKING:
+    from mtraining_jax.config import DataConfig
 
 
-def read_python(files: Sequence[Path]) -> Iterator[tuple[str, str]]:
-    """Reads Python sources, each in the encoding that it declares: one document a file."""
-    for path in files:
-        try:
-            with tokenize.open(path) as file:
-                text = file.read()
-        except (OSError, UnicodeDecodeError, SyntaxError) as error:
-            raise UserError(f"{path} cannot be read as Python source ({error}).") from error
-        yield str(path), text
+@dataclass(frozen=True, kw_only=True)
+class DocumentSource(Source):
+    """A source that gives documents one after the other.
 
-
-def read_text(files: Sequence[Path]) -> Iterator[tuple[str, str]]:
-    """Reads UTF-8 text files, byte for byte: one document a file."""
-    for path in files:
-        try:
-            text = path.read_bytes().decode("utf-8")
-        except OSError as error:
-            raise UserError(f"data.paths: {path} cannot be read ({error.strerror}).") from error
-        except UnicodeDecodeError as error:
-            raise UserError(
-                f"data.paths: {path} is not UTF-8 text (byte {error.start})."
-            ) from error
-        yield str(path), text
-
-
-def read_jsonl(files: Sequence[Path], text_field: str) -> Iterator[tuple[str, str]]:
-    """Reads files of one JSON object a line: one document a line. Blank lines are passed over.
-
-    Raises:
-      UserError: naming the file, the line and what is wrong with it.
+    They are turned into token ids once, at the start, and kept in a temporary file. ``concat``
+    joins them, each ended by eos, and cuts every `seq_len` tokens; ``exact`` keeps those of
+    exactly `seq_len` tokens, eos not counted, and drops the others.
     """
-    for path in files:
-        with _opened(path) as file:
-            for number, line in enumerate(file, 1):
-                if not line.strip():
-                    continue
-                where = f"{path}, line {number}"
-                try:
-                    record = json.loads(line.decode("utf-8"))
-                except (ValueError, RecursionError) as error:
-                    raise UserError(f"{where} is not valid JSON ({error}).") from error
-                if not isinstance(record, dict):
-                    raise UserError(f"{where} is {type(record).__name__}, not a JSON object.")
-                if text_field not in record:
-                    raise UserError(
-                        f"{where} has no field {text_field!r} (data.text_field); it has"
-                        f" {_names(record)}."
-                    )
-                text = record[text_field]
-                if not isinstance(text, str):
-                    raise UserError(
-                        f"{where}: field {text_field!r} (data.text_field) is"
-                        f" {type(text).__name__}, not text."
-                    )
-                yield where, text
 
+    def documents(self) -> Iterator[tuple[str, str | np.ndarray]]:
+        """The documents, each with where it stands, for messages.
 
-def read_parquet_text(files: Sequence[Path], text_field: str) -> Iterator[tuple[str, str]]:
-    """Reads a text column of Parquet files: one document a row.
+        Yields:
+            ``(where, document)``: text, or token ids, integers [n], if `holds_ids`. Only one needs
+            to be in memory at a time.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.documents")
 
-    Raises:
-      UserError: naming the file, the column and what is wrong with it, or a missing pyarrow.
-    """
-    pyarrow = _pyarrow()
-    for path in files:
-        with _parquet_file(path) as file:
-            kind = _column_type(file, path, "text_field", text_field)
-            if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
-                raise UserError(
-                    f"{path}: column {text_field!r} (data.text_field) is {kind}, not text."
+    @property
+    def holds_ids(self) -> bool:
+        """Whether documents are token ids instead of text."""
+        return False
+
+    def problems(self, data: "DataConfig", vocab_size: int) -> Iterator[str]:
+        """As of `Source`."""
+        yield from super().problems(data, vocab_size)
+        if self.holds_ids:
+            yield from named_eos(data)
+        elif data.tokenizer == BYTES:
+            least = ByteTokenizer.vocab_size
+            if vocab_size < least:
+                yield (
+                    f"model.vocab_size = {vocab_size} is less than {least}, the ids of "
+                    f'data.tokenizer = "{BYTES}"'
                 )
-            for where, value in _rows(file, path, text_field):
-                yield where, value.as_py()
-
-
-def read_parquet_tokens(
-    files: Sequence[Path], token_field: str
-) -> Iterator[tuple[str, np.ndarray]]:
-    """Reads a column of integer lists from Parquet files: one document a row, integers [n].
-
-    Raises:
-      UserError: naming the file, the column and what is wrong with it, or a missing pyarrow.
-    """
-    types = _pyarrow().types
-    for path in files:
-        with _parquet_file(path) as file:
-            kind = _column_type(file, path, "token_field", token_field)
-            is_list = (
-                types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
-            )
-            if not (is_list and types.is_integer(kind.value_type)):
-                raise UserError(
-                    f"{path}: column {token_field!r} (data.token_field) is {kind}, not a list of"
-                    " integers."
+            if isinstance(data.eos, str):
+                yield (
+                    f'data.eos = "{data.eos}" must be an id: data.tokenizer = "{BYTES}" has no '
+                    "tokens with a name"
                 )
-            for where, value in _rows(file, path, token_field):
-                if value.values.null_count:
-                    raise UserError(
-                        f"{where}: column {token_field!r} (data.token_field) has a null in its"
-                        " list."
-                    )
-                yield where, value.values.to_numpy(zero_copy_only=False)
+
+    def open(self, data: "DataConfig", vocab_size: int) -> Corpus:
+        """As of `Source`."""
+        if self.holds_ids:
+            tokenizer, eos, vocab_name = None, data.eos, "model.vocab_size"
+        else:
+            tokenizer = make_tokenizer(data.tokenizer, data.eos)
+            eos, vocab_name = tokenizer.eos, f"the tokenizer {tokenizer.name}"
+            if tokenizer.vocab_size > vocab_size:
+                raise UserError(
+                    f'data.tokenizer = "{tokenizer.name}" has {tokenizer.vocab_size} token ids, '
+                    f"more than model.vocab_size = {vocab_size}"
+                )
+            vocab_size = tokenizer.vocab_size
+        exact = data.mode == "exact"
+        lengths: list[int] = []
+
+        def kept() -> Iterator[np.ndarray]:
+            for where, document in self.documents():
+                if tokenizer is not None:
+                    ids = _encoded(tokenizer, document, where)
+                else:
+                    ids = document
+                    # They must be in order before they are narrowed to the stored type.
+                    check_ids(ids, where, vocab_size, vocab_name)
+                lengths.append(ids.shape[0])
+                if exact:
+                    if ids.shape[0] == data.seq_len:
+                        yield ids
+                elif ids.shape[0]:
+                    yield ids
+                    # A document that was stored with its end already has one.
+                    if eos is not None and (tokenizer is not None or ids[-1] != eos):
+                        yield np.asarray([eos])
+
+        dtype = np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
+        part = spill(kept(), dtype, f'data.source = "{data.source}"')
+        what = counted(len(lengths), "document")
+        if exact:
+            check_some_exact(np.asarray(lengths), data)
+        starts = windows(part.ids.shape[0], data, what)
+        stream = TokenStream([part], vocab_size, vocab_name)
+        return Corpus(stream, starts, vocab_size, tokenizer, f"{what}, {len(stream):,} tokens")
 
 
-def _opened(path: Path):
-    try:
-        return path.open("rb")
-    except OSError as error:
-        raise UserError(f"data.paths: {path} cannot be read ({error.strerror}).") from error
-
-
-def _names(names) -> str:
-    names = [repr(name) for name in names]
-    shown = ", ".join(names[:8]) or "no fields"
-    return f"{shown} and {len(names) - 8} more" if len(names) > 8 else shown
-
-
-def _pyarrow():
-    # Not at the top: pyarrow is large, and an extra of the package.
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise UserError(
-            "data.source 'parquet' needs pyarrow, which is not installed; install the 'parquet'"
-            " extra (mtraining-jax[parquet])."
-        ) from error
-    return pyarrow
-
-
-def _parquet_file(path: Path):
-    pyarrow = _pyarrow()
-    try:
-        return pyarrow.parquet.ParquetFile(path)
-    except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(
-            f"data.paths: {path} is not a whole Parquet file ({_first_line(error)})."
-        ) from error
-
-
-def _column_type(file, path: Path, option: str, name: str):
-    schema = file.schema_arrow
-    if name not in schema.names:
-        raise UserError(
-            f"{path} has no column {name!r} (data.{option}); it has {_names(schema.names)}."
+def named_eos(data: "DataConfig") -> Iterator[str]:
+    """The problem of an end token's name where no tokenizer knows names."""
+    if isinstance(data.eos, str):
+        yield (
+            f'data.eos = "{data.eos}" must be an id: data.source = "{data.source}" has no tokenizer'
         )
-    return schema.field(name).type
 
 
-def _rows(file, path: Path, name: str):
-    """Values of one column with the row they stand in, counted from 0 over the file."""
-    pyarrow = _pyarrow()
-    row = 0
+def _encoded(tokenizer, text: str, where: str) -> np.ndarray:
     try:
-        for batch in file.iter_batches(_PARQUET_ROWS_AT_ONCE, columns=[name]):
-            for value in batch.column(0):
-                where = f"{path}, row {row}"
-                if not value.is_valid:
-                    raise UserError(f"{where}: column {name!r} is null.")
-                yield where, value
-                row += 1
-    except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(
-            f"data.paths: {path} cannot be read after row {row} ({_first_line(error)})."
-        ) from error
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
+        return tokenizer.encode(text)
+    except (UnicodeEncodeError, TypeError) as error:
+        # JSON may spell half of a surrogate pair, which no encoding has.
+        raise UserError(f"{where} holds text that is not valid Unicode") from error

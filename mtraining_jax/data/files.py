@@ -1,19 +1,13 @@
-"""From paths, folders and globs to a sorted list of files."""
+"""From paths, folders and globs to a sorted list of files, and words about their content."""
 
 import glob
-import sysconfig
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from mtraining_jax.errors import UserError
 
-# What a folder is searched for. Text takes every file that is not hidden.
-_SUFFIXES = {"jsonl": (".jsonl",), "parquet": (".parquet",), "tokens": (".npy", ".bin")}
-# Tests hold broken encodings on purpose and are missing from many distributions.
-_STDLIB_SKIPPED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 
-
-def find_files(paths: Sequence[str], source: str) -> list[Path]:
+def find_files(paths: Sequence[str], suffixes: Sequence[str]) -> list[Path]:
     """Lists the files that ``data.paths`` means, in an order that every process agrees on.
 
     Files come in the order of ``paths``; those of one folder or glob are sorted by name. A file
@@ -21,15 +15,15 @@ def find_files(paths: Sequence[str], source: str) -> list[Path]:
     they are named.
 
     Args:
-      paths: files, folders (searched with their subfolders) or globs (``**`` crosses folders).
-      source: the kind of data, which decides the suffixes a folder is searched for.
+        paths: files, folders (searched with their subfolders) or globs (``**`` crosses folders).
+        suffixes: of the files that a folder is searched for; empty takes every file.
 
     Returns:
-      The files, none of them empty. An empty text file is left out when a folder or a glob
-      found it; it is an error when it is named, as is any other empty file.
+        The files, none of them empty. An empty file is an error, but where any file is taken: one
+        that a folder or a glob found is then left out.
 
     Raises:
-      UserError: a path that is missing or finds nothing, or an empty file.
+        UserError: a path that is missing or finds nothing, or an empty file.
     """
     files: dict[Path, None] = {}
     for entry in paths:
@@ -37,52 +31,43 @@ def find_files(paths: Sequence[str], source: str) -> list[Path]:
         if path.is_file():
             found, named = [path], True
         elif path.is_dir():
-            found, named = _in_folder(path, source), False
+            found, named = _in_folder(path, suffixes), False
         elif glob.has_magic(entry):
             matches = (Path(m) for m in glob.glob(str(path), recursive=True))
             found, named = sorted(m for m in matches if m.is_file()), False
         else:
-            raise UserError(f"data.paths: {entry!r} does not exist.")
+            raise UserError(f'data.paths: "{entry}" does not exist')
         if not found:
-            wanted = " or ".join(f"*{s}" for s in _SUFFIXES.get(source, ("",)))
-            raise UserError(f"data.paths: {entry!r} holds no file ({wanted}).")
+            wanted = " or ".join(f"*{suffix}" for suffix in suffixes)
+            kind = f" {wanted}" if path.is_dir() and wanted else ""
+            raise UserError(f'data.paths: "{entry}" holds no file{kind}')
         for file in found:
             if file.stat().st_size > 0:
                 files[file] = None
-            elif named or source != "text":
-                raise UserError(f"data.paths: {file} is empty.")
+            elif named or suffixes:
+                raise UserError(f"data.paths: {file} is empty")
+    if not files:
+        raise UserError(f"data.paths: {', '.join(paths)} hold nothing but empty files")
     return list(files)
 
 
-def python_stdlib_files() -> list[Path]:
-    """Lists the ``.py`` sources of the running Python's standard library, sorted by module path.
-
-    Returns:
-      The files, without tests, installed packages and the build settings of this machine.
-
-    Raises:
-      UserError: this Python came without sources.
-    """
-    root = Path(sysconfig.get_path("stdlib"))
-    files = sorted(
-        (path.relative_to(root).parts, path)
-        for path in root.rglob("*.py")
-        if not _STDLIB_SKIPPED.intersection(path.relative_to(root).parts)
-        and not path.name.startswith("_sysconfigdata")
-    )
-    if not files:
-        raise UserError(
-            f"data.source 'python_stdlib' found no .py files under {root}; use source 'text'."
-        )
-    return [path for _, path in files]
-
-
-def _in_folder(folder: Path, source: str) -> list[Path]:
-    suffixes = _SUFFIXES.get(source)
+def _in_folder(folder: Path, suffixes: Sequence[str]) -> list[Path]:
     return sorted(
         path
         for path in folder.rglob("*")
         if not any(part.startswith(".") for part in path.relative_to(folder).parts)
-        and (suffixes is None or path.suffix in suffixes)
+        and (not suffixes or path.suffix in suffixes)
         and path.is_file()
     )
+
+
+def shown_names(names: Iterable[str]) -> str:
+    """Names of fields or columns, the first of them, for a message."""
+    names = [f'"{name}"' for name in names]
+    shown = ", ".join(names[:8]) or "no fields"
+    return f"{shown} and {len(names) - 8} more" if len(names) > 8 else shown
+
+
+def first_line(error: BaseException) -> str:
+    """What an error of a library says, cut to one line without its last full stop."""
+    return str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__

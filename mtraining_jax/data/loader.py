@@ -4,15 +4,19 @@ Every process shuffles the same list of sequence numbers with the same seed, so 
 on every global batch without talking. A process then reads only its rows and columns of it.
 """
 
+import json
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grain
 import numpy as np
 
-from mtraining_jax.data.corpus import Corpus, open_corpus
-from mtraining_jax.data.options import DataOptionsLike, check_options
+from mtraining_jax.data.corpus import Corpus
+from mtraining_jax.data.sources import problems, selected_source
 from mtraining_jax.errors import UserError
+
+if TYPE_CHECKING:
+    from mtraining_jax.config import DataConfig
 
 IGNORE_LABEL = -100  # this position has no next token: the loss leaves it out
 
@@ -20,80 +24,64 @@ Batch = dict[str, np.ndarray]
 
 
 def build_loader(
-    options: DataOptionsLike,
+    data: "DataConfig",
     *,
     permutation: np.ndarray,
-    vocab_size: int | None = None,
-    process_index: int = 0,
-    process_count: int = 1,
+    vocab_size: int,
     rows: np.ndarray | None = None,
     columns: np.ndarray | None = None,
 ) -> "Loader":
     """Opens the data and makes the endless iterator over its batches.
 
     Args:
-      options: the ``data`` section, or any object with its fields (`DataOptions`).
-      permutation: integers [S], layout order index -> position in the sequence.
-      vocab_size: ids the model knows; needed by sources of token ids.
-      process_index: which of `process_count` equal runs of rows to read, when `rows` is None.
-      process_count: groups of processes that split the rows of a batch between them. Processes
-        that share a sequence give the same two numbers and different `columns`.
-      rows: integers [b], rows of the global batch to read; see `local_rows_and_columns`.
-      columns: integers [s], layout order indices to read; None reads all S.
+        data: the section of the configuration.
+        permutation: integers [S], layout order index -> position in the sequence.
+        vocab_size: ids that the model knows.
+        rows: integers [b], rows of the global batch to read; None reads all. See
+            `local_rows_and_columns`.
+        columns: integers [s], layout order indices to read; None reads all S.
 
     Returns:
-      The loader, at its first batch.
+        The loader, at its first batch.
 
     Raises:
-      UserError: the options or the data are not usable.
-      ValueError: the other arguments contradict each other.
+        UserError: the section or the data are not usable.
+        ValueError: the other arguments contradict the section.
     """
-    check_options(options)
-    permutation = _checked_permutation(permutation, options.seq_len)
-    if rows is None:
-        if not 0 <= process_index < process_count:
-            raise ValueError(f"process_index is {process_index} of {process_count} processes.")
-        if options.batch_size % process_count:
-            raise UserError(
-                f"data.batch_size is {options.batch_size}; it must be a multiple of the"
-                f" {process_count} groups of processes that share it."
-            )
-        share = options.batch_size // process_count
-        rows = np.arange(process_index * share, (process_index + 1) * share)
-    elif (process_index, process_count) != (0, 1):
-        raise ValueError("Give either rows or process_index and process_count.")
-    rows = _checked_indices("rows", rows, options.batch_size)
-    columns = np.arange(options.seq_len) if columns is None else columns
-    columns = _checked_indices("columns", columns, options.seq_len)
-    return Loader(open_corpus(options, vocab_size), options, permutation, rows, columns)
+    if found := list(problems(data, vocab_size)):
+        raise UserError("\n".join(found))
+    permutation = _checked_permutation(permutation, data.seq_len)
+    rows = _checked_indices("rows", rows, data.batch_size)
+    columns = _checked_indices("columns", columns, data.seq_len)
+    corpus = selected_source(data).open(data, vocab_size)
+    return Loader(corpus, data, permutation, rows, columns)
 
 
 class Loader:
     """Endless iterator over the local part of the global batches; `build_loader` makes it.
 
-    A batch is a dict of int32 arrays [b, s] over the local rows and columns:
-    ``tokens``; ``labels``, the token that follows in the sequence, and `IGNORE_LABEL` at its last
-    position (a sequence predicts S - 1 tokens, as in the reference's collate function); and
-    ``positions``, where in its sequence each token stands.
+    A batch is a dict of int32 arrays [b, s] over the local rows and columns: ``tokens``, and
+    ``labels``, the token that follows in the sequence, and `IGNORE_LABEL` at its last position (a
+    sequence predicts S - 1 tokens, as in the reference's collate function).
 
     One epoch goes through all sequences once, in a new order if shuffled; a batch may span two
     epochs, so none is dropped.
 
     Attributes:
-      vocab_size: every id is below it.
-      tokenizer: what made the ids (`Tokenizer`), None when the source holds ids.
-      num_sequences: sequences an epoch.
-      batch_size: rows of the global batch.
-      seq_len: columns of the global batch.
-      rows: int64 [b], rows of the global batch that are read here.
-      columns: int64 [s], layout order indices that are read here.
-      description: one line for the log.
+        vocab_size: every id is below it.
+        tokenizer: what made the ids (`Tokenizer`), None when the source holds ids.
+        num_sequences: sequences an epoch.
+        batch_size: rows of the global batch.
+        seq_len: columns of the global batch.
+        rows: int64 [b], rows of the global batch that are read here.
+        columns: int64 [s], layout order indices that are read here.
+        description: one line for the log.
     """
 
     def __init__(
         self,
         corpus: Corpus,
-        options: DataOptionsLike,
+        data: "DataConfig",
         permutation: np.ndarray,
         rows: np.ndarray,
         columns: np.ndarray,
@@ -101,36 +89,43 @@ class Loader:
         self.vocab_size = corpus.vocab_size
         self.tokenizer = corpus.tokenizer
         self.num_sequences = len(corpus.starts)
-        self.batch_size = options.batch_size
-        self.seq_len = options.seq_len
+        self.batch_size = data.batch_size
+        self.seq_len = data.seq_len
         self.rows = rows
         self.columns = columns
-        order = f"shuffled with seed {options.seed}" if options.shuffle else "in order"
+        order = f"shuffled with seed {data.seed}" if data.shuffle else "in order"
         by = "token ids" if corpus.tokenizer is None else f"tokenizer {corpus.tokenizer.name}"
         self.description = (
-            f"{options.source}: {corpus.summary} ({by}, vocabulary {self.vocab_size:,});"
-            f" {self.num_sequences:,} sequences of {self.seq_len:,} ({options.mode}), {order},"
+            f"{data.source}: {corpus.summary} ({by}, vocabulary {self.vocab_size:,});"
+            f" {self.num_sequences:,} sequences of {self.seq_len:,} ({data.mode}), {order},"
             f" {self.batch_size} a batch"
         )
         # What must be the same for a saved place to mean the same data.
         self._identity = {
-            "data.source": options.source,
-            "data.mode": options.mode,
-            "data.seq_len": options.seq_len,
-            "data.batch_size": options.batch_size,
-            "data.shuffle": options.shuffle,
-            "data.seed": options.seed,
+            "data.source": data.source,
+            "data.mode": data.mode,
+            "data.seq_len": data.seq_len,
+            "data.batch_size": data.batch_size,
+            "data.shuffle": data.shuffle,
+            "data.seed": data.seed,
             "number of tokens": len(corpus.stream),
             "number of sequences": self.num_sequences,
         }
         self._corpus = corpus
-        self._positions = permutation[columns]
+        positions = permutation[columns]
+        self._is_last = positions == self.seq_len - 1
+        following = np.minimum(positions + 1, self.seq_len - 1)
+        # Most tokens are the label of another one: each is read once.
+        self._needed, places = np.unique(
+            np.concatenate([positions, following]), return_inverse=True
+        )
+        self._token_places, self._label_places = np.split(places, 2)
         sequences = grain.MapDataset.range(self.num_sequences)
-        if options.shuffle:
-            sequences = sequences.shuffle(seed=options.seed)
+        if data.shuffle:
+            sequences = sequences.shuffle(seed=data.seed)
         # Nothing is dropped from an endless repetition; without it, Grain counts the batches of one
         # row in floating point and gets more than an index can hold.
-        batches = sequences.repeat().batch(options.batch_size, drop_remainder=True).map(self._read)
+        batches = sequences.repeat().batch(data.batch_size, drop_remainder=True).map(self._read)
         # A batch may be megabytes a row: one thread and two batches ahead hide the reading.
         self._iterator = iter(
             batches.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2))
@@ -143,7 +138,7 @@ class Loader:
         """Reads the next batch.
 
         Raises:
-          UserError: a token id outside the vocabulary.
+            UserError: a token id outside the vocabulary.
         """
         return next(self._iterator)
 
@@ -157,20 +152,21 @@ class Loader:
         The place counts global batches, so it holds for any number of processes and devices.
 
         Args:
-          state: from `get_state`.
+            state: from `get_state`.
 
         Raises:
-          UserError: the state was saved for other data or another batch.
+            UserError: the state was saved for other data or another batch.
         """
         try:
             iterator, saved = state["iterator"], state["identity"]
         except (KeyError, TypeError) as error:
-            raise UserError("The saved state of the data loader is not readable.") from error
+            raise UserError("the saved state of the data loader is not readable") from error
         for name, value in self._identity.items():
             if saved.get(name) != value:
                 raise UserError(
-                    f"The checkpoint's data loader had {name} = {saved.get(name)!r} and this run"
-                    f" has {value!r}; resume with the same data."
+                    f"the checkpoint's data loader had {name} = {_shown(saved.get(name))}, and "
+                    f"this run has {_shown(value)}: resume with the same data, or begin a new run "
+                    "with another run.name or checkpoint.resume = false"
                 )
         self._iterator.set_state(iterator)
 
@@ -182,14 +178,14 @@ class Loader:
         lambda index: loader.block(batch["tokens"], index))``.
 
         Args:
-          array: [b, s], from a batch of this loader.
-          index: rows and columns of the global array, as slices.
+            array: [b, s], from a batch of this loader.
+            index: rows and columns of the global array, as slices.
 
         Returns:
-          The values there.
+            The values there.
 
         Raises:
-          ValueError: rows or columns that this loader does not read.
+            ValueError: rows or columns that this loader does not read.
         """
         at_rows = _local_slice("rows", self.rows, index[0], self.batch_size)
         at_columns = _local_slice("columns", self.columns, index[1], self.seq_len)
@@ -202,15 +198,12 @@ class Loader:
     def _read(self, sequences: np.ndarray) -> Batch:
         shape = (self.rows.shape[0], self.columns.shape[0])
         tokens, labels = np.empty(shape, np.int32), np.empty(shape, np.int32)
-        is_last = self._positions == self.seq_len - 1
-        following = np.minimum(self._positions + 1, self.seq_len - 1)
         for i, sequence in enumerate(sequences[self.rows].tolist()):
             start = int(self._corpus.starts[sequence])
-            tokens[i] = self._corpus.stream.take(start + self._positions)
-            labels[i] = self._corpus.stream.take(start + following)
-            labels[i, is_last] = IGNORE_LABEL
-        positions = np.tile(self._positions.astype(np.int32), (shape[0], 1))
-        return {"tokens": tokens, "labels": labels, "positions": positions}
+            ids = self._corpus.stream.take(start + self._needed)
+            tokens[i], labels[i] = ids[self._token_places], ids[self._label_places]
+            labels[i, self._is_last] = IGNORE_LABEL
+        return {"tokens": tokens, "labels": labels}
 
 
 def local_rows_and_columns(
@@ -219,13 +212,13 @@ def local_rows_and_columns(
     """Finds what the devices of this process hold of a global array [batch_size, seq_len].
 
     Args:
-      sharding: a `jax.sharding.Sharding` of such an array.
-      batch_size: its rows.
-      seq_len: its columns.
+        sharding: a `jax.sharding.Sharding` of such an array.
+        batch_size: its rows.
+        seq_len: its columns.
 
     Returns:
-      Ascending row numbers int64 [b] and column numbers int64 [s]. Every local shard lies in
-      their product.
+        Ascending row numbers int64 [b] and column numbers int64 [s]. Every local shard lies in
+        their product.
     """
     held = sharding.addressable_devices_indices_map((batch_size, seq_len)).values()
     return tuple(
@@ -240,17 +233,17 @@ def _checked_permutation(permutation: np.ndarray, seq_len: int) -> np.ndarray:
         np.sort(permutation), np.arange(seq_len)
     ):
         raise ValueError(
-            f"permutation has shape {permutation.shape}; it must hold each position of"
-            f" data.seq_len = {seq_len} once."
+            f"permutation has shape {permutation.shape}: it must hold each position of "
+            f"data.seq_len = {seq_len} once"
         )
     return permutation.astype(np.int64)
 
 
-def _checked_indices(name: str, indices: np.ndarray, size: int) -> np.ndarray:
-    indices = np.asarray(indices)
+def _checked_indices(name: str, indices: np.ndarray | None, size: int) -> np.ndarray:
+    indices = np.arange(size) if indices is None else np.asarray(indices)
     ascending = indices.ndim == 1 and indices.size > 0 and bool(np.all(np.diff(indices) > 0))
     if not ascending or indices[0] < 0 or indices[-1] >= size:
-        raise ValueError(f"{name} must be ascending numbers from 0 to {size - 1}, at least one.")
+        raise ValueError(f"{name} must be ascending numbers from 0 to {size - 1}, at least one")
     return indices.astype(np.int64)
 
 
@@ -259,5 +252,10 @@ def _local_slice(name: str, held: np.ndarray, index: slice, size: int) -> slice:
     first = int(np.searchsorted(held, start))
     last = first + stop - start
     if not np.array_equal(held[first:last], np.arange(start, stop)):
-        raise ValueError(f"This loader does not read all {name} from {start} to {stop - 1}.")
+        raise ValueError(f"this loader does not read all {name} from {start} to {stop - 1}")
     return slice(first, last)
+
+
+def _shown(value: Any) -> str:
+    """A value as a configuration has it."""
+    return json.dumps(value)

@@ -5,10 +5,15 @@ from typing import Protocol
 
 import numpy as np
 
+from mtraining_jax.data.files import first_line
 from mtraining_jax.errors import UserError
 
 # End-of-document tokens of the common model families, in no order: exactly one must be there.
 _EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|end▁of▁sentence|>")
+
+
+# The value of data.tokenizer that is no file.
+BYTES = "bytes"
 
 
 class Tokenizer(Protocol):
@@ -30,13 +35,14 @@ class Tokenizer(Protocol):
 class ByteTokenizer:
     """One token a UTF-8 byte (ids 0 to 255), and 256 for the end of a document."""
 
-    name = "bytes"
+    name = BYTES
     vocab_size = 257
 
     def __init__(self, eos: int | str | None = None):
         if isinstance(eos, str):
             raise UserError(
-                f"data.eos is {eos!r}; the tokenizer 'bytes' takes a number from 0 to 256."
+                f'data.eos = "{eos}" must be an id, from 0 to 256: data.tokenizer = "bytes" has no '
+                "tokens with a name"
             )
         self.eos = _checked_eos(256 if eos is None else eos, self.vocab_size, self.name)
 
@@ -56,12 +62,12 @@ class HuggingFaceTokenizer:
     Nothing is added to a document (no template) and nothing cut off, whatever the file asks for.
 
     Args:
-      path: the ``tokenizer.json``.
-      eos: id or text of the token that ends a document. None takes the one usual end token that
+        path: the ``tokenizer.json``.
+        eos: id or text of the token that ends a document. None takes the one usual end token that
         the vocabulary has.
 
     Raises:
-      UserError: the file cannot be read, or the end token is not known.
+        UserError: the file cannot be read, or the end token is not known.
     """
 
     def __init__(self, path: str | Path, eos: int | str | None = None):
@@ -71,20 +77,20 @@ class HuggingFaceTokenizer:
         self.name = str(path)
         if not Path(path).is_file():
             raise UserError(
-                f"data.tokenizer is {self.name!r}, which is no file; it must be 'bytes' or the"
-                " path of a tokenizer.json."
+                f'data.tokenizer = "{self.name}" is no file: it must be "bytes" or the path of a '
+                "tokenizer.json"
             )
         try:
             self._backend = Backend.from_file(self.name)
         except Exception as error:  # the library raises bare Exception
             raise UserError(
-                f"data.tokenizer: {self.name} is not a tokenizer.json ({error})."
+                f'data.tokenizer = "{self.name}" is not a tokenizer.json ({first_line(error)})'
             ) from error
         self._backend.no_truncation()
         self._backend.no_padding()
         vocabulary = self._backend.get_vocab(with_added_tokens=True)
         if not vocabulary:
-            raise UserError(f"data.tokenizer: {self.name} has an empty vocabulary.")
+            raise UserError(f'data.tokenizer = "{self.name}" has an empty vocabulary')
         # Not the number of entries: ids may have gaps.
         self.vocab_size = max(vocabulary.values()) + 1
         self.eos = _checked_eos(_find_eos(eos, vocabulary, self.name), self.vocab_size, self.name)
@@ -102,16 +108,16 @@ def make_tokenizer(name: str, eos: int | str | None = None) -> Tokenizer:
     """Makes the tokeniser that ``data.tokenizer`` names.
 
     Args:
-      name: "bytes", or the path of a ``tokenizer.json`` (``~`` is the home folder).
-      eos: id or text of the end-of-document token; None for the tokeniser's own.
+        name: "bytes", or the path of a ``tokenizer.json`` (``~`` is the home folder).
+        eos: id or text of the end-of-document token; None for the tokeniser's own.
 
     Returns:
-      The tokeniser.
+        The tokeniser.
 
     Raises:
-      UserError: an unreadable file or an unknown end token.
+        UserError: an unreadable file or an unknown end token.
     """
-    if name == "bytes":
+    if name == BYTES:
         return ByteTokenizer(eos)
     return HuggingFaceTokenizer(Path(name).expanduser(), eos)
 
@@ -121,14 +127,14 @@ def _find_eos(eos: int | str | None, vocabulary: dict[str, int], name: str) -> i
         return eos
     if isinstance(eos, str):
         if eos not in vocabulary:
-            raise UserError(f"data.eos is {eos!r}, which is not a token of {name}.")
+            raise UserError(f'data.eos = "{eos}" is not a token of data.tokenizer = "{name}"')
         return vocabulary[eos]
     found = [token for token in _EOS_NAMES if token in vocabulary]
     if len(found) != 1:
         has = f"has {' and '.join(found)}" if found else f"has none of {', '.join(_EOS_NAMES)}"
         raise UserError(
-            f"data.eos is not set and {name} {has}; set data.eos to the token (or its id) that"
-            " ends a document."
+            f'data.eos is not set, and data.tokenizer = "{name}" {has}; set data.eos to the token '
+            "that ends a document, or its id"
         )
     return vocabulary[found[0]]
 
@@ -136,6 +142,7 @@ def _find_eos(eos: int | str | None, vocabulary: dict[str, int], name: str) -> i
 def _checked_eos(eos: int, vocab_size: int, name: str) -> int:
     if not 0 <= eos < vocab_size:
         raise UserError(
-            f"data.eos is {eos}; with the tokenizer {name} it must be from 0 to {vocab_size - 1}."
+            f"data.eos = {eos} must be from 0 to {vocab_size - 1}: those are the ids of "
+            f'data.tokenizer = "{name}"'
         )
     return eos

@@ -14,7 +14,7 @@ from jax import Array, lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from mtraining_jax.data import IGNORE_LABEL
+from mtraining_jax.data.loader import IGNORE_LABEL
 from mtraining_jax.models.token_parallel import cut_axis, gather, num_chunks, reduce_scatter
 from mtraining_jax.parallel.mesh import ACTIVATIONS, AXES, DATA_AXIS, REPLICATED, TOKENS
 

@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from mtraining_jax.attention.sharded import make_attention
 from mtraining_jax.config import Config, validate
-from mtraining_jax.data import Loader, build_loader, local_rows_and_columns
+from mtraining_jax.data.loader import Loader, build_loader, local_rows_and_columns
 from mtraining_jax.errors import UserError
 from mtraining_jax.models.transformer import Attention
 from mtraining_jax.parallel.layout import Layout
@@ -154,14 +154,20 @@ class Batches:
 
     def __init__(self, config: Config, mesh: Mesh, layout: Layout) -> None:
         self._sharding = NamedSharding(mesh, TOKENS)
-        self._shape = config.batch_shape
+        self._shape = (config.data.batch_size, config.data.seq_len)
         rows, columns = local_rows_and_columns(self._sharding, *self._shape)
+        permutation = layout.permutation()
         self.loader: Loader = build_loader(
             config.data,
-            permutation=layout.permutation(),
+            permutation=permutation,
             vocab_size=config.model.vocab_size,
             rows=rows,
             columns=columns,
+        )
+        # The same in every batch, so they stay on the devices.
+        positions = np.broadcast_to(permutation.astype(np.int32), self._shape)
+        self._positions = jax.make_array_from_callback(
+            self._shape, self._sharding, lambda index: positions[index]
         )
 
     def __iter__(self) -> Iterator[dict[str, Array]]:
@@ -170,7 +176,8 @@ class Batches:
     def __next__(self) -> dict[str, Array]:
         """int32 [B, S] tokens, labels and positions, in layout order."""
         local = next(self.loader)
-        return {name: self._spread(array) for name, array in local.items()}
+        batch = {name: self._spread(array) for name, array in local.items()}
+        return batch | {"positions": self._positions}
 
     def state(self) -> dict[str, Any]:
         """Where the data stands, for a checkpoint."""

@@ -1,5 +1,7 @@
 """Bad input ends in one sentence that names the field or the file."""
 
+import dataclasses
+import gzip
 import json
 import sys
 
@@ -10,24 +12,10 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from mtraining_jax.data import DataOptions, build_loader
+from mtraining_jax.config.fields import toml_value
+from mtraining_jax.data.loader import build_loader
 from mtraining_jax.errors import UserError
-
-
-def error_of(vocab_size=257, **fields):
-    """The message with which building a loader and reading one batch ends."""
-    fields = {"seq_len": 4, "shuffle": False} | fields
-    with pytest.raises(UserError) as caught:
-        next(
-            build_loader(
-                DataOptions(**fields),
-                permutation=np.arange(fields["seq_len"]),
-                vocab_size=vocab_size,
-            )
-        )
-    message = str(caught.value)
-    assert "\n" not in message and message.endswith(".")
-    return message
+from tests.data.common import error_of, loader_of, section
 
 
 @pytest.fixture
@@ -40,49 +28,70 @@ def text(tmp_path):
 @pytest.mark.parametrize(
     "field, value, allowed",
     [
-        ("source", "json", "python_stdlib, synthetic, text, jsonl, parquet, tokens"),
-        ("mode", "pack", "concat, exact"),
-        ("token_dtype", "float32", "uint8, uint16"),
+        ("source", "json", '"python_stdlib", "synthetic", "text", "jsonl", "parquet"'),
+        ("mode", "pack", '"concat" or "exact"'),
+        ("token_dtype", "float32", '"uint8", "uint16"'),
         ("seq_len", 1, "at least 2"),
         ("batch_size", 0, "at least 1"),
-        ("seed", -1, "0 to 2**32 - 1"),
-        ("seed", 2**32, "0 to 2**32 - 1"),
-        ("paths", (), "a file, a folder or a glob"),
-        ("eos", 257, "from 0 to 256"),
-        ("eos", "</s>", "a number from 0 to 256"),
+        ("seed", -1, "at least 0 and less than 4294967296"),
+        ("seed", 2**32, "at least 0 and less than 4294967296"),
+        ("eos", 257, "is outside the vocabulary: model.vocab_size = 257"),
+        ("eos", "</s>", "must be an id"),
     ],
 )
 def test_impossible_option(text, field, value, allowed):
     message = error_of(**text | {field: value})
-    assert f"data.{field} is" in message and allowed in message
+    assert f"data.{field} = {toml_value(value)} " in message and allowed in message
 
 
-def test_paths_with_python_stdlib(text):
-    assert "data.paths must be empty" in error_of(source="python_stdlib", paths=text["paths"])
+@pytest.mark.parametrize("source", ["python_stdlib", "synthetic"])
+def test_paths_of_a_source_that_reads_no_files(text, source):
+    assert error_of(source=source, paths=text["paths"]) == (
+        f'data.paths has 1 entries, but data.source = "{source}" takes none; data.source = "text" '
+        "reads files"
+    )
+
+
+def test_a_section_made_by_hand_is_checked_too(text):
+    data = dataclasses.replace(section(**text), paths=())
+    with pytest.raises(UserError, match='data.source = "text" needs data.paths, the files'):
+        build_loader(data, permutation=np.arange(4), vocab_size=257)
 
 
 @pytest.mark.parametrize("source", ["text", "jsonl", "parquet", "tokens"])
 def test_missing_and_empty_files(tmp_path, source):
     missing = str(tmp_path / "missing.npy")
-    assert error_of(source=source, paths=(missing,)) == f"data.paths: {missing!r} does not exist."
-    assert "holds no file" in error_of(source=source, paths=(str(tmp_path),))
-    assert "holds no file" in error_of(source=source, paths=(str(tmp_path / "*.x"),))
+    assert error_of(source=source, paths=(missing,)) == f'data.paths: "{missing}" does not exist'
+    sentence = f'data.paths: "{tmp_path}" holds no file'
+    wanted = {"jsonl": " *.jsonl", "parquet": " *.parquet", "tokens": " *.npy or *.bin"}
+    assert error_of(source=source, paths=(str(tmp_path),)) == sentence + wanted.get(source, "")
+    assert error_of(source=source, paths=(f"{tmp_path}/*.x",)) == (
+        f'data.paths: "{tmp_path}/*.x" holds no file'
+    )
     empty = tmp_path / "empty.npy"
     empty.touch()
-    assert error_of(source=source, paths=(str(empty),)) == f"data.paths: {empty} is empty."
+    assert error_of(source=source, paths=(str(empty),)) == f"data.paths: {empty} is empty"
+
+
+def test_nothing_but_empty_files(tmp_path):
+    (tmp_path / "a.txt").touch()
+    assert error_of(source="text", paths=(str(tmp_path),)) == (
+        f"data.paths: {tmp_path} hold nothing but empty files"
+    )
 
 
 @pytest.mark.parametrize("mode", ["concat", "exact"])
 def test_too_little_data(text, mode):
     message = error_of(**text, seq_len=11, mode=mode)
     assert "data.seq_len = 11" in message
-    assert ("fewer than one sequence" if mode == "concat" else "9 to 9") in message
+    assert ("there is not one sequence" if mode == "concat" else "9 to 9") in message
 
 
 def test_too_few_tokens_in_file(tmp_path):
     path = tmp_path / "a.npy"
     np.save(path, np.arange(3))
-    assert "holds 3 tokens" in error_of(source="tokens", paths=(str(path),))
+    message = error_of(source="tokens", paths=(str(path),))
+    assert "data.seq_len = 4 is more than the 3 tokens" in message
 
 
 def test_text_that_is_not_utf8(tmp_path):
@@ -98,7 +107,10 @@ def test_text_that_is_not_utf8(tmp_path):
         (b'{"text": "\xff"}', "is not valid JSON"),
         (b"[" * 100_000, "is not valid JSON"),
         (b'["text"]', "is list, not a JSON object"),
-        (b'{"body": "x", "id": 3}', "has no field 'text' (data.text_field); it has 'body', 'id'"),
+        (
+            b'{"body": "x", "id": 3}',
+            'has no field of data.text_field = "text"; it has "body", "id"',
+        ),
         (b"{}", "it has no fields"),
         (b'{"text": 3}', "is int, not text"),
         (b'{"text": "\\ud800"}', "not valid Unicode"),
@@ -143,7 +155,31 @@ def test_truncated_bin(tmp_path):
     path = tmp_path / "a.bin"
     path.write_bytes(b"12345")
     message = error_of(source="tokens", paths=(str(path),))
-    assert f"{path} is truncated or not of data.token_dtype uint16: its 5 bytes" in message
+    assert f'{path} is truncated or not of data.token_dtype = "uint16": its 5 bytes' in message
+
+
+def safetensors(size=4096):
+    return (100).to_bytes(8, "little") + b'{"w": {"dtype": "F32"}}' + bytes(size)
+
+
+@pytest.mark.parametrize(
+    "content, kind",
+    [
+        (safetensors(), "a safetensors file of model weights"),
+        (safetensors()[:33], "a safetensors file of model weights"),
+        (b"PAR1" + bytes(60), 'a Parquet file: data.source = "parquet" reads it'),
+        (b"\x93NUMPY\x01\x00" + bytes(60), "a NumPy file: give it a name that ends in .npy"),
+        (b"PK\x03\x04" + bytes(60), "a zip archive"),
+        (gzip.compress(bytes(60)), "compressed by gzip"),
+        (bytes(257) + b"ustar" + bytes(250), "a tar archive"),
+        (b"MMIDIDX\x00\x00" + bytes(9), "an index of a Megatron data set"),
+    ],
+)
+def test_a_file_of_another_kind_is_not_read_as_token_ids(tmp_path, content, kind):
+    path = tmp_path / "a.bin"
+    path.write_bytes(content)
+    message = error_of(source="tokens", paths=(str(path),), token_dtype="uint8")
+    assert message.startswith(f"data.paths: {path} is {kind}")
 
 
 @pytest.mark.parametrize("bad", [-1, 10, 2**40])
@@ -152,8 +188,8 @@ def test_id_outside_the_vocabulary(tmp_path, bad):
     np.save(tmp_path / "a.npy", np.arange(5))
     np.save(path, np.asarray([1, 2, bad, 4]))
     assert error_of(source="tokens", paths=(str(tmp_path),), vocab_size=10) == (
-        f"{path}: token id {bad} at position 2 is outside the vocabulary"
-        " (0 to 9, from model.vocab_size)."
+        f"{path}: token id {bad} at position 2 is outside the vocabulary "
+        "(0 to 9, from model.vocab_size)"
     )
 
 
@@ -164,8 +200,9 @@ def test_id_outside_the_vocabulary_of_a_file_too_long_to_check_at_the_start(tmp_
         file.truncate(2 * (2**26 + 4))
         file.seek(2 * place)
         file.write(np.uint16(300).tobytes())
-    options = DataOptions(source="tokens", paths=(str(path),), seq_len=4, shuffle=False)
-    loader = build_loader(options, permutation=np.arange(4)[::-1], vocab_size=257)
+    loader = loader_of(
+        section(source="tokens", paths=(str(path),)), permutation=np.arange(4)[::-1]
+    )
     next(loader)
     state = loader.get_state()
     state["iterator"] = {"next_index": 2**24}
@@ -174,20 +211,17 @@ def test_id_outside_the_vocabulary_of_a_file_too_long_to_check_at_the_start(tmp_
         next(loader)
 
 
-def test_token_ids_need_the_vocabulary_of_the_model(tmp_path):
-    np.save(tmp_path / "a.npy", np.arange(5))
-    message = error_of(source="tokens", paths=(str(tmp_path),), vocab_size=None)
-    assert "model.vocab_size is not given" in message
-
-
-def test_tokenizer_larger_than_the_model(text):
+def test_tokenizer_larger_than_the_model(tmp_path, text):
     assert error_of(**text, vocab_size=256) == (
-        "data.tokenizer bytes has 257 token ids; model.vocab_size is 256 and must be at least as"
-        " many."
+        'model.vocab_size = 256 is less than 257, the ids of data.tokenizer = "bytes"'
+    )
+    name = save_tokenizer(tmp_path / "tokenizer.json", ["?", "a", "</s>"])
+    assert error_of(**text, tokenizer=name, vocab_size=2) == (
+        f'data.tokenizer = "{name}" has 3 token ids, more than model.vocab_size = 2'
     )
 
 
-@pytest.mark.parametrize("eos, reason", [(None, "data.eos is not set"), ("</s>", "a token id")])
+@pytest.mark.parametrize("eos, reason", [(None, "data.eos is not set"), ("</s>", "must be an id")])
 def test_exact_documents_of_a_flat_file_need_eos(tmp_path, eos, reason):
     np.save(tmp_path / "a.npy", np.arange(5))
     message = error_of(source="tokens", paths=(str(tmp_path),), mode="exact", eos=eos)
@@ -197,7 +231,10 @@ def test_exact_documents_of_a_flat_file_need_eos(tmp_path, eos, reason):
 def test_exact_finds_nothing_in_token_file(tmp_path):
     np.save(tmp_path / "a.npy", np.zeros((3, 7), int))
     message = error_of(source="tokens", paths=(str(tmp_path),), mode="exact")
-    assert "of 3 documents none has exactly data.seq_len = 4 tokens (they have 7 to 7)" in message
+    assert message == (
+        'data.mode = "exact" keeps documents of exactly data.seq_len = 4 tokens, and of 3 '
+        "documents none is (they have 7 to 7)"
+    )
 
 
 def write_parquet(tmp_path, **columns):
@@ -209,14 +246,18 @@ def write_parquet(tmp_path, **columns):
 @pytest.mark.parametrize(
     "column, token_field, reason",
     [
-        ({"body": ["x"]}, None, "has no column 'text' (data.text_field); it has 'body'"),
-        ({"text": [1]}, None, "column 'text' (data.text_field) is int64, not text"),
-        ({"text": ["x", None]}, None, "row 1: column 'text' is null"),
-        ({"text": ["x"]}, "ids", "has no column 'ids' (data.token_field)"),
+        ({"body": ["x"]}, None, 'lacks the column of data.text_field = "text"; it has "body"'),
+        ({"text": [1]}, None, 'the column of data.text_field = "text" is int64, not text'),
+        ({"text": ["x", None]}, None, 'row 1: the column of data.text_field = "text" is null'),
+        ({"text": ["x"]}, "ids", 'lacks the column of data.token_field = "ids"'),
         ({"ids": ["x"]}, "ids", "is string, not a list of integers"),
         ({"ids": [[0.5]]}, "ids", "not a list of integers"),
-        ({"ids": [[1], None]}, "ids", "row 1: column 'ids' is null"),
-        ({"ids": [[1], [2, None]]}, "ids", "row 1: column 'ids' (data.token_field) has a null"),
+        ({"ids": [[1], None]}, "ids", 'row 1: the column of data.token_field = "ids" is null'),
+        (
+            {"ids": [[1], [2, None]]},
+            "ids",
+            'row 1: the column of data.token_field = "ids" has a null',
+        ),
         ({"ids": [[1, 2], [3, 257]]}, "ids", "row 1: token id 257 at position 1 is outside"),
     ],
 )
@@ -226,7 +267,9 @@ def test_parquet_columns(tmp_path, column, token_field, reason):
     assert str(path) in message and reason in message
 
 
-@pytest.mark.parametrize("eos, reason", [(257, "data.eos is 257"), ("</s>", "takes a token id")])
+@pytest.mark.parametrize(
+    "eos, reason", [(257, "data.eos = 257 is outside"), ("</s>", "must be an id")]
+)
 def test_parquet_eos(tmp_path, eos, reason):
     path = write_parquet(tmp_path, ids=[[1, 2]])
     message = error_of(source="parquet", paths=(str(path),), token_field="ids", eos=eos)
@@ -261,11 +304,13 @@ def save_tokenizer(path, words):
 
 
 def test_unreadable_tokenizer(tmp_path, text):
-    missing = str(tmp_path / "no.json")
-    assert f"{missing!r}, which is no file" in error_of(**text, tokenizer=missing)
+    def sentence(path):
+        return error_of(**text, tokenizer=str(path)).removeprefix(f'data.tokenizer = "{path}" ')
+
+    assert sentence(tmp_path / "no.json").startswith('is no file: it must be "bytes" or')
     broken = tmp_path / "broken.json"
     broken.write_text(json.dumps({"model": {}}))
-    assert f"{broken} is not a tokenizer.json" in error_of(**text, tokenizer=str(broken))
+    assert sentence(broken).startswith("is not a tokenizer.json (")
     empty = save_tokenizer(tmp_path / "empty.json", [])
     assert "empty vocabulary" in error_of(**text, tokenizer=empty)
 
@@ -275,8 +320,8 @@ def test_unreadable_tokenizer(tmp_path, text):
     [
         (["?"], None, "has none of <|endoftext|>"),
         (["?", "</s>", "<eos>"], None, "has </s> and <eos>; set data.eos"),
-        (["?"], "<eos>", "data.eos is '<eos>', which is not a token of"),
-        (["?"], 1, "data.eos is 1; with the tokenizer"),
+        (["?"], "<eos>", 'data.eos = "<eos>" is not a token of data.tokenizer = '),
+        (["?"], 1, "data.eos = 1 must be from 0 to 0: those are the ids of data.tokenizer"),
     ],
 )
 def test_end_of_document_of_a_tokenizer(tmp_path, text, words, eos, reason):

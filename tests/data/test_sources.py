@@ -12,16 +12,13 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
-from mtraining_jax.data import DataOptions, build_loader, make_tokenizer
+from mtraining_jax.data.tokenizer import make_tokenizer
+from tests.data.common import loader_of, section, sequences
+from tests.data.contract import SourceContract
 
 EOS = 256
-
-
-def sequences(vocab_size=None, **fields):
-    """One epoch of sequences in order, and the loader."""
-    options = DataOptions(**{"shuffle": False, "seq_len": 4} | fields)
-    loader = build_loader(options, permutation=np.arange(options.seq_len), vocab_size=vocab_size)
-    return [next(loader)["tokens"][0].tolist() for _ in range(loader.num_sequences)], loader
+# Four tokens each, so that every text is a sequence in the mode exact.
+TEXTS = ["abcd", "efgh", "ijkl", "mnop"]
 
 
 def ids_of(text):
@@ -36,16 +33,91 @@ def save_tokenizer(path, words):
     return str(path)
 
 
+# ---- the contract ------------------------------------------------------------------------------
+
+
+class TestPythonStdlib(SourceContract):
+    source = "python_stdlib"
+    bad = (({"eos": "</s>"}, 'data.eos = "</s>" must be an id'),)
+
+    def fields(self, folder, monkeypatch):
+        for number, text in enumerate(TEXTS):
+            (folder / f"{number}.py").write_text(text)
+        monkeypatch.setattr("sysconfig.get_path", lambda _: str(folder))
+        return {}
+
+
+class TestSynthetic(SourceContract):
+    source = "synthetic"
+    modes = ("concat",)
+    bad = (({"eos": "</s>"}, 'data.eos = "</s>" must be an id: data.source = "synthetic"'),)
+
+
+class TestText(SourceContract):
+    source = "text"
+    bad = (({"tokenizer": "/no/file"}, 'data.tokenizer = "/no/file" is no file'),)
+
+    def fields(self, folder, monkeypatch):
+        for number, text in enumerate(TEXTS):
+            (folder / f"{number}.txt").write_text(text)
+        return {"paths": (str(folder),)}
+
+
+class TestJsonl(SourceContract):
+    source = "jsonl"
+    bad = (({"text_field": "text"}, 'no field of data.text_field = "text"; it has "body"'),)
+
+    def fields(self, folder, monkeypatch):
+        (folder / "a.jsonl").write_text("\n".join(json.dumps({"body": t}) for t in TEXTS))
+        return {"paths": (str(folder),), "text_field": "body"}
+
+
+class TestParquet(SourceContract):
+    source = "parquet"
+    bad = (
+        ({"text_field": "x"}, 'lacks the column of data.text_field = "x"; it has "text", "ids"'),
+        ({"token_field": "text"}, "is string, not a list of integers"),
+    )
+
+    def fields(self, folder, monkeypatch):
+        table = pa.table({"text": TEXTS, "ids": [ids_of(text) for text in TEXTS]})
+        pq.write_table(table, folder / "a.parquet")
+        return {"paths": (str(folder),)}
+
+
+class TestParquetOfTokens(TestParquet):
+    bad = (({"eos": "</s>"}, 'data.eos = "</s>" must be an id: data.source = "parquet"'),)
+
+    def fields(self, folder, monkeypatch):
+        return super().fields(folder, monkeypatch) | {"token_field": "ids"}
+
+
+class TestTokens(SourceContract):
+    source = "tokens"
+    bad = (
+        ({"mode": "exact", "eos": None}, "data.eos is not set"),
+        ({"mode": "exact", "eos": "</s>"}, 'data.eos = "</s>" must be an id: data.source'),
+    )
+
+    def fields(self, folder, monkeypatch):
+        np.array([1, 2, 3, 4, 0] * 4, np.uint16).tofile(folder / "a.bin")
+        return {"paths": (str(folder),)}
+
+
+# ---- what each reads ---------------------------------------------------------------------------
+
+
 def test_python_stdlib_is_the_same_every_time_and_holds_no_tests():
-    first, loader = sequences(seq_len=4096 * 256)
-    second, _ = sequences(seq_len=4096 * 256)
-    assert first == second
+    data = section(seq_len=4096 * 256)
+    loader = loader_of(data)
+    first = next(loader)["tokens"][0]
     assert loader.vocab_size == 257
     assert loader.description.startswith("python_stdlib: ")
     # Files come in order of their paths: __future__.py is the first of any Python.
-    assert loader.tokenizer.decode(np.asarray(first[0][:40])).startswith(
-        '"""Record of phased-in incompatible'
-    )
+    assert loader.tokenizer.decode(first[:40]).startswith('"""Record of phased-in incompatible')
+    again = loader_of(data)
+    assert again.get_state() == loader.get_state() | {"iterator": again.get_state()["iterator"]}
+    np.testing.assert_array_equal(next(again)["tokens"][0], first)
 
 
 def test_text_joins_documents_with_eos_in_the_order_of_their_names(tmp_path):
@@ -56,9 +128,9 @@ def test_text_joins_documents_with_eos_in_the_order_of_their_names(tmp_path):
     (tmp_path / ".hidden").write_text("never")
     (tmp_path / "empty.txt").touch()
     expected = [*ids_of("xy\r\n"), EOS, *ids_of("éa"), EOS, *ids_of("z"), EOS]
-    rows, loader = sequences(source="text", paths=[str(tmp_path)], seq_len=len(expected))
+    rows, corpus = sequences(source="text", paths=[str(tmp_path)], seq_len=len(expected))
     assert rows == [expected]
-    assert "3 documents, 11 tokens" in loader.description
+    assert "3 documents, 11 tokens" in corpus.summary
 
 
 def test_text_takes_globs_and_reads_a_file_once(tmp_path):
@@ -79,20 +151,19 @@ def test_concatenating_and_splitting_loses_only_the_rest(tmp_path_factory, texts
     path = tmp_path_factory.mktemp("jsonl") / "a.jsonl"
     texts = [*texts, "enough"]
     path.write_text("\n".join(json.dumps({"body": t}) for t in texts) + "\n\n")
-    rows, loader = sequences(source="jsonl", paths=(str(path),), text_field="body", seq_len=seq_len)
+    rows, _ = sequences(source="jsonl", paths=(str(path),), text_field="body", seq_len=seq_len)
     stream = [i for text in texts if text for i in [*ids_of(text), EOS]]
     whole = len(stream) // seq_len * seq_len
     assert [i for row in rows for i in row] == stream[:whole]
-    loader.close()
 
 
 def test_exact_keeps_only_documents_of_the_length(tmp_path):
     path = tmp_path / "a.jsonl"
     texts = ["four", "three", "", "4444", "fourfour"]
     path.write_text("\n".join(json.dumps({"text": t}) for t in texts))
-    rows, loader = sequences(source="jsonl", paths=(str(path),), mode="exact")
+    rows, corpus = sequences(source="jsonl", paths=(str(path),), mode="exact")
     assert rows == [ids_of("four"), ids_of("4444")]
-    assert "5 documents, 8 tokens" in loader.description
+    assert "5 documents, 8 tokens" in corpus.summary
 
 
 @pytest.mark.parametrize("kind", [pa.string(), pa.large_string()])
@@ -110,9 +181,9 @@ def test_parquet_tokens_end_with_eos_once(tmp_path, kind):
     table = pa.table({"input_ids": pa.array([[5, 6, 7], [8, 9, 1]] * 10, kind)})
     pq.write_table(table, tmp_path / "a.parquet")
     fields = {"source": "parquet", "paths": (str(tmp_path),), "token_field": "input_ids"}
-    rows, loader = sequences(vocab_size=100_000, eos=1, seq_len=7, **fields)
+    rows, corpus = sequences(vocab_size=100_000, eos=1, seq_len=7, **fields)
     assert rows == [[5, 6, 7, 1, 8, 9, 1]] * 10
-    assert loader.vocab_size == 100_000
+    assert corpus.vocab_size == 100_000
     rows, _ = sequences(vocab_size=10, seq_len=6, **fields)
     assert rows == [[5, 6, 7, 8, 9, 1]] * 10
     rows, _ = sequences(vocab_size=10, seq_len=3, mode="exact", **fields)
@@ -123,40 +194,46 @@ def test_parquet_tokens_end_with_eos_once(tmp_path, kind):
 def test_flat_token_files_follow_each_other(tmp_path, dtype):
     np.arange(6, dtype=dtype).tofile(tmp_path / "a.bin")
     np.save(tmp_path / "b.npy", np.arange(6, 13, dtype=np.int64))
-    rows, _ = sequences(
+    rows, corpus = sequences(
         source="tokens", paths=(str(tmp_path),), token_dtype=dtype, seq_len=5, vocab_size=13
     )
     assert rows == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+    assert corpus.summary == "2 files, 13 tokens"
 
 
 def test_table_rows_are_documents(tmp_path):
     table = np.arange(12, dtype=np.uint32).reshape(3, 4)
     np.save(tmp_path / "a.npy", table)
     fields = {"source": "tokens", "paths": (str(tmp_path),), "vocab_size": 12}
-    assert sequences(mode="exact", **fields)[0] == table.tolist()
-    assert sequences(mode="concat", seq_len=6, **fields)[0] == table.reshape(2, 6).tolist()
+    for mode in ("exact", "concat"):
+        rows, corpus = sequences(mode=mode, **fields)
+        assert rows == table.tolist() and "joined" not in corpus.summary
+    rows, corpus = sequences(mode="concat", seq_len=6, **fields)
+    assert rows == table.reshape(2, 6).tolist()
+    # That sequences go across rows is not what everybody expects of a table.
+    assert corpus.summary == "1 file with rows of 4 joined, 12 tokens"
 
 
 def test_exact_finds_documents_between_eos(tmp_path):
     ids = [9, 1, 2, 3, 4, 9, 9, 5, 6, 9, 1, 1, 1, 2]
     np.asarray(ids, np.uint16).tofile(tmp_path / "a.bin")
     np.asarray([7, 7, 7, 7, 9], np.uint16).tofile(tmp_path / "b.bin")
-    rows, loader = sequences(
+    rows, corpus = sequences(
         source="tokens", paths=(str(tmp_path),), mode="exact", eos=9, vocab_size=10
     )
     assert rows == [[1, 2, 3, 4], [1, 1, 1, 2], [7, 7, 7, 7]]
-    assert "2 files, 4 documents, 19 tokens" in loader.description
+    assert "2 files, 4 documents, 19 tokens" in corpus.summary
 
 
 def test_hugging_face_tokenizer(tmp_path):
     words = [(0, "?"), (1, "a"), (7, "b"), (3, "<eos>")]
     name = save_tokenizer(tmp_path / "tokenizer.json", words)
     (tmp_path / "a.txt").write_text("a b a nothing")
-    rows, loader = sequences(
+    rows, corpus = sequences(
         source="text", paths=(str(tmp_path / "a.txt"),), tokenizer=name, seq_len=5, vocab_size=8
     )
     assert rows == [[1, 7, 1, 0, 3]]
-    assert loader.vocab_size == 8  # the largest id is 7, though there are four words
+    assert corpus.vocab_size == 8  # the largest id is 7, though there are four words
     assert make_tokenizer(name, eos="b").eos == 7
     assert make_tokenizer(name, eos=1).eos == 1
 

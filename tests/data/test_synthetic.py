@@ -5,17 +5,18 @@ import json
 import numpy as np
 import pytest
 
-from mtraining_jax.data import DataOptions, build_loader
-from mtraining_jax.errors import UserError
+from mtraining_jax.data.loader import build_loader
+from tests.data.common import error_of, section
 
 SEQ_LEN, VOCAB = 2**17, 5000
 
 
 def loader_of(vocab_size=VOCAB, columns=None, permutation=None, **fields):
-    options = DataOptions(source="synthetic", **{"seq_len": SEQ_LEN} | fields)
+    fields = {"source": "synthetic", "seq_len": SEQ_LEN, "shuffle": True} | fields
+    data = section(vocab_size, **fields)
     if permutation is None:
-        permutation = np.arange(options.seq_len)
-    return build_loader(options, permutation=permutation, vocab_size=vocab_size, columns=columns)
+        permutation = np.arange(data.seq_len)
+    return build_loader(data, permutation=permutation, vocab_size=vocab_size, columns=columns)
 
 
 def first_tokens(**fields):
@@ -89,14 +90,15 @@ def test_a_process_gets_its_part_of_the_same_batch_and_goes_on_where_it_stood():
 
 
 def test_what_cannot_be_is_refused():
-    with pytest.raises(UserError, match="needs 'concat'"):
-        loader_of(mode="exact")
-    with pytest.raises(UserError, match="'synthetic', which reads no file"):
-        loader_of(paths=("x.npy",))
-    with pytest.raises(UserError, match="data.eos is 5000 and model.vocab_size 5000"):
-        loader_of(eos=VOCAB)
-    with pytest.raises(UserError, match="'<eos>'; source 'synthetic' takes a token id"):
-        loader_of(eos="<eos>")
-    with pytest.raises(UserError, match="model.vocab_size is not given"):
-        loader_of(vocab_size=None)
+    def sentence(**fields):
+        return error_of(**{"source": "synthetic"} | fields)
+
+    assert sentence(mode="exact") == (
+        'data.mode = "exact" is not possible with data.source = "synthetic": it must be "concat"'
+    )
+    assert sentence(eos=VOCAB, vocab_size=VOCAB) == (
+        "data.eos = 5000 is outside the vocabulary: model.vocab_size = 5000"
+    )
+    assert sentence(eos="<eos>").startswith('data.eos = "<eos>" must be an id')
+    assert sentence(vocab_size=1).startswith("model.vocab_size = 1 must be at least 2")
     assert set(np.unique(first_tokens(vocab_size=2))) == {0, 1}

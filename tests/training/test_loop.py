@@ -104,7 +104,7 @@ def test_checkpoints_that_cannot_be_used_are_refused(plain_config, capsys):
         run(changed(longer, model={"rope_theta": 500.0}))
     with pytest.raises(UserError, match="of other trained parameters: optimizer.trainable"):
         run(changed(longer, optimizer={"trainable": ("self_attn",)}))
-    with pytest.raises(UserError, match="data.seed = 0 and this run has 7"):
+    with pytest.raises(UserError, match="data.seed = 0, and this run has 7"):
         run(changed(longer, data={"seed": 7}))
 
     # A byte of the largest array changes: Orbax would read it as numbers.

@@ -4,10 +4,18 @@ Every token is a function of the seed and its position alone, so a process makes
 that it holds, and any place can be gone back to.
 """
 
-import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
+
+from mtraining_jax.data.corpus import Corpus
+from mtraining_jax.data.documents import named_eos
+from mtraining_jax.data.source import Source
+
+if TYPE_CHECKING:
+    from mtraining_jax.config import DataConfig
 
 # Sequences before the source repeats itself: more than any benchmark reads.
 NUM_SEQUENCES = 2**20
@@ -21,6 +29,29 @@ _MEAN_PASSAGE, _REPEATED = 256, 0.3
 _TABLE_BITS = 20
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Synthetic(Source):
+    """Random token ids over the vocabulary; its documents have many lengths, so none is exact."""
+
+    modes: ClassVar[tuple[str, ...]] = ("concat",)
+
+    def problems(self, data: "DataConfig", vocab_size: int) -> Iterator[str]:
+        """As of `Source`."""
+        yield from named_eos(data)
+        if vocab_size < 2:
+            yield (
+                f"model.vocab_size = {vocab_size} must be at least 2: an eos and another id, for "
+                'data.source = "synthetic"'
+            )
+
+    def open(self, data: "DataConfig", vocab_size: int) -> Corpus:
+        """As of `Source`. Without data.eos the last id ends documents."""
+        eos = vocab_size - 1 if data.eos is None else data.eos
+        stream = SyntheticStream(data.seq_len, vocab_size, eos, data.seed)
+        starts = range(0, len(stream), data.seq_len)
+        return Corpus(stream, starts, vocab_size, None, "random token ids, repeated passages")
 
 
 @dataclass(frozen=True)
@@ -39,7 +70,7 @@ class _Outline:
 
 
 class SyntheticStream:
-    """Random token ids of `NUM_SEQUENCES` sequences; stands in for a `TokenStream`.
+    """Random token ids of `NUM_SEQUENCES` sequences.
 
     Ids are as frequent as words are (Zipf's law, by id). Documents of lognormal length end with
     `eos`, which stands nowhere else; the last of each sequence is cut off. Every third passage
@@ -47,17 +78,15 @@ class SyntheticStream:
     to find, and a model something to learn.
 
     Args:
-      seq_len: S, tokens of a sequence.
-      vocab_size: every id is below it; at least 2.
-      eos: the id that ends a document.
-      seed: of everything.
+        seq_len: S, tokens of a sequence.
+        vocab_size: every id is below it; at least 2.
+        eos: the id that ends a document.
+        seed: of everything.
     """
 
     def __init__(self, seq_len: int, vocab_size: int, eos: int, seed: int):
         self._seq_len, self._eos, self._seed = seq_len, eos, seed
         self._ids = _zipf_table(vocab_size, eos)
-        # A loader asks for the tokens of a sequence and then for those that follow them.
-        self._outline = functools.lru_cache(maxsize=4)(self._draw_outline)
 
     def __len__(self) -> int:
         return NUM_SEQUENCES * self._seq_len
@@ -66,10 +95,10 @@ class SyntheticStream:
         """Makes token ids.
 
         Args:
-          positions: int64 [n], from 0 to below ``len(self)``, in any order.
+            positions: int64 [n], from 0 to below ``len(self)``, in any order.
 
         Returns:
-          int32 [n].
+            int32 [n].
         """
         out = np.empty(positions.shape, np.int32)
         if not positions.size:
@@ -83,7 +112,7 @@ class SyntheticStream:
         return out
 
     def _make(self, sequence: int, places: np.ndarray) -> np.ndarray:
-        outline = self._outline(sequence)
+        outline = self._draw_outline(sequence)
         passage = np.searchsorted(outline.starts, places, side="right") - 1
         key = _mixed(np.array([self._seed * NUM_SEQUENCES + sequence], np.uint64))
         key = _mixed(key + outline.contents.astype(np.uint64) * _GOLDEN)

@@ -1,0 +1,58 @@
+"""The sources that come with the package, one line each, and how one is chosen."""
+
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+from mtraining_jax.plugins import Registry
+
+if TYPE_CHECKING:
+    from mtraining_jax.config import DataConfig
+    from mtraining_jax.data.source import Source
+
+SOURCES = Registry(
+    "data source",
+    base="mtraining_jax.data.source:Source",
+    built_in={
+        "python_stdlib": "mtraining_jax.data.sources.python_stdlib:PythonStdlib",
+        "synthetic": "mtraining_jax.data.sources.synthetic:Synthetic",
+        "text": "mtraining_jax.data.sources.text:TextFiles",
+        "jsonl": "mtraining_jax.data.sources.jsonl:JsonLines",
+        "parquet": "mtraining_jax.data.sources.parquet:Parquet",
+        "tokens": "mtraining_jax.data.sources.tokens:TokenFiles",
+    },
+)
+
+
+def selected_source(data: "DataConfig") -> "Source":
+    """The source that `data.source` names, with its fields of the section.
+
+    Raises:
+        UserError: if there is no such source.
+    """
+    cls = SOURCES.get(data.source)
+    return cls(**{field.name: getattr(data, field.name) for field in fields(cls) if field.init})
+
+
+def problems(data: "DataConfig", vocab_size: int) -> Iterator[str]:
+    """One sentence for each mistake of the section that shows before anything is opened.
+
+    Args:
+        data: the section.
+        vocab_size: ids that the model knows.
+    """
+    source = selected_source(data)
+    if data.mode not in source.modes:
+        allowed = " or ".join(f'"{mode}"' for mode in source.modes)
+        yield (
+            f'data.mode = "{data.mode}" is not possible with data.source = "{data.source}": it '
+            f"must be {allowed}"
+        )
+    if data.paths and not hasattr(source, "paths"):
+        yield (
+            f'data.paths has {len(data.paths)} entries, but data.source = "{data.source}" takes '
+            'none; data.source = "text" reads files'
+        )
+    yield from source.problems(data, vocab_size)
+    if isinstance(data.eos, int) and data.eos >= vocab_size:
+        yield f"data.eos = {data.eos} is outside the vocabulary: model.vocab_size = {vocab_size}"

@@ -1,0 +1,26 @@
+"""UTF-8 text files."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from mtraining_jax.data.documents import DocumentSource
+from mtraining_jax.data.source import FileSource
+from mtraining_jax.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextFiles(FileSource, DocumentSource):
+    """Text files, byte for byte: one document a file. Folders are read with all their files."""
+
+    def documents(self) -> Iterator[tuple[str, str]]:
+        """As of `DocumentSource`."""
+        for path in self.files():
+            try:
+                text = path.read_bytes().decode("utf-8")
+            except OSError as error:
+                raise UserError(f"data.paths: {path} cannot be read ({error.strerror})") from error
+            except UnicodeDecodeError as error:
+                raise UserError(
+                    f"data.paths: {path} is not UTF-8 text (byte {error.start})"
+                ) from error
+            yield str(path), text

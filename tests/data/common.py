@@ -1,0 +1,50 @@
+"""Sections `[data]` from a few fields, as a configuration file would give them."""
+
+import numpy as np
+import pytest
+
+from mtraining_jax.config import DataConfig, config_from_dict
+from mtraining_jax.data.loader import Loader, build_loader
+from mtraining_jax.data.sources import selected_source
+from mtraining_jax.errors import UserError
+
+VOCAB = 257
+
+
+def section(vocab_size: int = VOCAB, **fields) -> DataConfig:
+    """The section of a run whose other sections allow any length."""
+    model = {
+        "vocab_size": vocab_size, "hidden_size": 2, "num_layers": 1, "num_heads": 1,
+        "num_kv_heads": 1, "head_dim": 2, "intermediate_size": 2,
+        "max_position_embeddings": 2**40,
+    }  # fmt: skip
+    table = {
+        "model": model,
+        "sparsity": {"kind": "dense", "block_size": 1},
+        "data": {"shuffle": False, "seq_len": 4} | fields,
+    }
+    return config_from_dict(table, "a test").data
+
+
+def loader_of(data: DataConfig, vocab_size: int = VOCAB, permutation=None, **local) -> Loader:
+    """A loader of the section, in sequence order if no permutation is given."""
+    if permutation is None:
+        permutation = np.arange(data.seq_len)
+    return build_loader(data, permutation=permutation, vocab_size=vocab_size, **local)
+
+
+def sequences(vocab_size: int = VOCAB, **fields):
+    """All sequences in order, and the corpus."""
+    data = section(vocab_size, **fields)
+    corpus = selected_source(data).open(data, vocab_size)
+    within = np.arange(data.seq_len)
+    return [corpus.stream.take(start + within).tolist() for start in corpus.starts], corpus
+
+
+def error_of(vocab_size: int = VOCAB, **fields) -> str:
+    """The sentence in which checking a section, opening it and reading one batch ends."""
+    with pytest.raises(UserError) as caught:
+        next(loader_of(section(vocab_size, **fields), vocab_size))
+    message = str(caught.value)
+    assert "\n" not in message and not message.endswith(".")
+    return message

@@ -1,0 +1,100 @@
+"""What every data source promises; each has a subclass with a tiny corpus."""
+
+import dataclasses
+import itertools
+import json
+
+import numpy as np
+import pytest
+
+from mtraining_jax.data.sources import SOURCES
+from mtraining_jax.plugins import attribute_docs
+from tests.data.common import VOCAB, error_of, loader_of, section
+
+MODES = ("concat", "exact")
+
+
+class SourceContract:
+    """Subclasses give `source`, `fields` and what differs.
+
+    Attributes:
+        source: its name.
+        modes: of `data.mode` that it supports.
+        bad: fields with one mistake in them, and words of the sentence that tells it.
+    """
+
+    source: str
+    modes = MODES
+    bad: tuple[tuple[dict, str], ...] = ()
+
+    def fields(self, folder, monkeypatch) -> dict:
+        """Fields of a corpus of at least 3 sequences of 4 tokens in every mode it supports."""
+        return {}
+
+    @pytest.fixture
+    def corpus(self, tmp_path, monkeypatch):
+        return {"source": self.source, "eos": 0} | self.fields(tmp_path, monkeypatch)
+
+    @pytest.mark.parametrize("mode", MODES)
+    def test_sequences_have_the_length_and_ids_of_the_vocabulary(self, corpus, mode):
+        if mode not in self.modes:
+            assert f'data.mode = "{mode}" is not possible' in error_of(**corpus, mode=mode)
+            return
+        loader = loader_of(section(**corpus, mode=mode, batch_size=3))
+        assert loader.num_sequences >= 3
+        batch = next(loader)
+        assert set(batch) == {"tokens", "labels"}
+        for array in batch.values():
+            assert array.shape == (3, 4) and array.dtype == np.int32
+        assert batch["tokens"].min() >= 0 and batch["tokens"].max() < loader.vocab_size <= VOCAB
+        np.testing.assert_array_equal(batch["labels"][:, :-1], batch["tokens"][:, 1:])
+        assert loader.description.startswith(f"{self.source}: ")
+        loader.close()
+
+    def test_the_same_section_gives_the_same_batches_and_any_part_of_them(self, corpus):
+        data = section(**corpus, shuffle=True, batch_size=2)
+        permutation, columns = np.array([2, 0, 3, 1]), np.array([1, 2])
+        first = loader_of(data, permutation=permutation)
+        again = loader_of(data, permutation=permutation, rows=np.array([1]), columns=columns)
+        for left, right in itertools.islice(zip(first, again, strict=False), 3):
+            for name in left:
+                np.testing.assert_array_equal(left[name][1:, columns], right[name])
+        first.close(), again.close()
+
+    def test_it_goes_on_where_it_stood(self, corpus):
+        data = section(**corpus, shuffle=True)
+        loader = loader_of(data)
+        next(loader), next(loader)
+        state = json.loads(json.dumps(loader.get_state()))
+        expected = [next(loader) for _ in range(3)]
+        resumed = loader_of(data)
+        resumed.set_state(state)
+        for left in expected:
+            right = next(resumed)
+            for name in left:
+                np.testing.assert_array_equal(left[name], right[name])
+        loader.close(), resumed.close()
+
+    def test_bad_input_ends_in_a_sentence_with_its_field(self, corpus):
+        assert error_of(**corpus | {"eos": VOCAB}).startswith(
+            f"data.eos = {VOCAB} is outside the vocabulary"
+        )
+        if "paths" in corpus:
+            missing = "/no/such/file"
+            assert error_of(**corpus | {"paths": ()}) == (
+                f'data.source = "{self.source}" needs data.paths, the files to read'
+            )
+            assert error_of(**corpus | {"paths": (missing,)}) == (
+                f'data.paths: "{missing}" does not exist'
+            )
+        else:
+            sentence = error_of(**corpus | {"paths": ("a.txt",)})
+            assert sentence.startswith("data.paths has 1 entries, but data.source = ")
+        for fields, words in self.bad:
+            assert words in error_of(**corpus | fields)
+
+    def test_every_option_has_a_help_text(self):
+        cls = SOURCES.get(self.source)
+        docs = attribute_docs(cls)
+        for field in dataclasses.fields(cls):
+            assert docs.get(field.name), f"{cls.__name__}.{field.name} has no help text"
