@@ -125,6 +125,67 @@ def test_text_that_is_not_utf8(tmp_path):
     assert messages(path) == [f"{path} is not UTF-8 text: byte 5 is not"]
 
 
+# ---- a file that is based on another -----------------------------------------------------------
+
+
+def test_a_file_adds_to_its_base_and_wins(tmp_path, write):
+    (tmp_path / "first.toml").write_text(
+        f"{MODEL}[run]\nname = 'first'\nsteps = 3\n"
+        "[model.rope_scaling]\nfactor = 2.0\nbeta_slow = 2.0"
+    )
+    (tmp_path / "inner").mkdir()
+    second = "base = '../first.toml'\n[data]\nseq_len = 256\nseed = 5\n[loss]\nchunk_size = 8"
+    (tmp_path / "inner" / "second.toml").write_text(second)
+    path = write(
+        "base = 'inner/second.toml'\n[data]\nseed = 6\n[model]\nrope_scaling = {factor = 4.0}"
+    )
+    config = override(path, loss__chunk_size="9")
+    assert (config.model.num_layers, config.run.steps, config.data.seq_len) == (2, 3, 256)
+    assert (config.data.seed, config.loss.chunk_size) == (6, 9)
+    scaling = config.model.rope_scaling
+    assert scaling is not None and (scaling.factor, scaling.beta_slow) == (4.0, 2.0)
+    assert config.run.name == "mine"  # never the base's: it names a folder
+
+
+def test_a_base_may_be_a_name(write):
+    config = load_config(write("base = 'tiny'\n[data]\nseed = 5"))
+    assert config.data.seed == 5 and config.model == load_config("tiny").model
+
+
+@pytest.mark.parametrize(
+    ("base", "sentence"),
+    [
+        ("'other.toml'", 'base = "other.toml": the configuration file {folder}/other.toml does '),
+        ("'tinny'", 'base = "tinny": there is no configuration named "tinny"; did you mean tiny? '),
+        ("3", "base = 3 is not allowed: it must be the name of a configuration or the path of a "),
+        ("''", 'base = "" is not allowed: it must be the name of a configuration or the path of '),
+        ("'mine.toml'", 'base = "mine.toml": the files lead back to where they began, {folder}/'),
+        (
+            "'a.toml'",
+            'base = "a.toml": {folder}/a.toml: base = "mine.toml": the files lead back to where '
+            "they began, {folder}/mine.toml -> {folder}/a.toml -> {folder}/mine.toml",
+        ),
+    ],
+)
+def test_wrong_bases(tmp_path, write, base, sentence):
+    (tmp_path / "a.toml").write_text("base = 'mine.toml'")
+    path = write(f"base = {base}")
+    (line,) = messages(path)
+    assert line.startswith(f"{path}: " + sentence.format(folder=tmp_path))
+
+
+def test_a_mistake_in_a_base_names_its_file(tmp_path, write):
+    base = tmp_path / "first.toml"
+    base.write_text(MODEL + "[run]\nsteps = 'x'\nlog_every = 0\n[sparcity]\nkind = 'dense'")
+    path = write("base = 'first.toml'\n[run]\nlog_every = 'y'")
+    wrong = "is not allowed: it must be a whole number (at least 1)"
+    assert messages(path) == [
+        f"{base}: sparcity is not a section; did you mean sparsity?",
+        f'{base}: run.steps = "x" {wrong}',
+        f'{path}: run.log_every = "y" {wrong}',
+    ]
+
+
 # ---- names -------------------------------------------------------------------------------------
 
 

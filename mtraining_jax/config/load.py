@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from mtraining_jax.config.base import read_with_base
 from mtraining_jax.config.fields import (
     Field,
     all_fields,
@@ -45,7 +46,8 @@ def load_config(
 
     Args:
         name_or_path: a name from `available_configs()`, or the path of a TOML file (anything that
-            ends in .toml or has a folder in it).
+            ends in .toml or has a folder in it). A file may name another one that it is based
+            on, `base = "NAME"`; its own values win.
         overrides: pairs of a field's dotted name and its value as text, in the grammar of TOML or,
             where that fails, as a plain string; the last of several for one field counts.
 
@@ -55,9 +57,8 @@ def load_config(
             contradict each other.
     """
     path = _find(str(name_or_path))
-    table = _read(path)
+    table, origins = read_with_base(path, _read, _find)
     problems: list[str] = []
-    origins: dict[str, str] = {}
     for name, text in overrides:
         try:
             _put(table, name, parse_value(name, text))
