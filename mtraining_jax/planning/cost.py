@@ -11,7 +11,7 @@ from mtraining_jax.planning.memory import (
     local_tokens,
 )
 from mtraining_jax.reporting.flops import step_flops
-from mtraining_jax.reporting.metrics import REPLAYED
+from mtraining_jax.reporting.record import REPLAYED
 
 # Mean density that the paper reports for 512K tokens (arXiv 2510.18830): what an index that is
 # chosen at each step is taken to have, for want of the step.
