@@ -45,7 +45,7 @@ _NAMES = (
 # Operations of XLA whose kernels do not say what they are.
 _COLLECTIVE_OPS = ("all-reduce", "all-gather", "reduce-scatter", "collective-", "all-to-all")
 
-_STEP = "train_step"  # what mtraining_jax.training.profile calls a step
+_STEP = "train_step"  # what mtraining_jax.training.loop.profile calls a step
 
 Interval = tuple[float, float]  # microseconds
 

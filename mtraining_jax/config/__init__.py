@@ -8,7 +8,6 @@ from mtraining_jax.config.load import (
     config_folder,
     config_from_dict,
     load_config,
-    load_own_plugins,
 )
 from mtraining_jax.config.render import config_to_dict, config_to_toml, help_text
 from mtraining_jax.config.schema import (
@@ -49,6 +48,5 @@ __all__ = [
     "config_to_toml",
     "help_text",
     "load_config",
-    "load_own_plugins",
     "validate",
 ]

@@ -12,7 +12,6 @@ from typing import Any, Literal
 from pydantic.fields import FieldInfo
 
 from mtraining_jax.config.schema import Config
-from mtraining_jax.config.sections import InWords, assembled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,16 +51,12 @@ def infos(section: type) -> dict[str, FieldInfo]:
 
 def sections() -> dict[str, type]:
     """The sections of a configuration, by name, in the order of `Config`."""
-    return {name: assembled(info.annotation) for name, info in infos(Config).items()}
-
-
-def all_fields() -> Mapping[str, Field]:
-    """Every field of every section by its dotted name, tables before their own fields."""
-    return _all_fields(tuple(sections().items()))
+    return {name: info.annotation for name, info in infos(Config).items()}
 
 
 @functools.cache
-def _all_fields(sections: tuple[tuple[str, type], ...]) -> Mapping[str, Field]:
+def all_fields() -> Mapping[str, Field]:
+    """Every field of every section by its dotted name, tables before their own fields."""
     found: dict[str, Field] = {}
 
     def collect(prefix: str, section: type) -> None:
@@ -78,7 +73,7 @@ def _all_fields(sections: tuple[tuple[str, type], ...]) -> Mapping[str, Field]:
             if (inner := section_class(info.annotation)) is not None:
                 collect(dotted, inner)
 
-    for name, section in sections:
+    for name, section in sections().items():
         collect(name, section)
     return types.MappingProxyType(found)
 
@@ -164,11 +159,10 @@ def _option_in_words(option: Any, limits: list[Any]) -> str:
         *most, last = [toml_value(value) for value in typing.get_args(option)]
         return f"{', '.join(most)} or {last}" if most else last
     if typing.get_origin(option) is tuple:
-        return "a list of non-empty strings"
+        of_text = str in _kinds(typing.get_args(option)[0])
+        return "a list of non-empty strings" if of_text else "a list of finite numbers"
     if dataclasses.is_dataclass(option):
         return f"a table of {', '.join(infos(option))}"
-    if words := [limit.text for limit in limits if isinstance(limit, InWords)]:
-        return words[0]
     if option is str:
         return "a non-empty string"
     words = {"ge": "at least", "gt": "greater than", "le": "at most", "lt": "less than"}

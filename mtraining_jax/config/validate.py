@@ -3,9 +3,13 @@
 import re
 from collections.abc import Iterator
 
-from mtraining_jax.config.schema import Config
+from mtraining_jax.config.fields import infos, toml_value
+from mtraining_jax.config.schema import Config, RopeScalingConfig
 from mtraining_jax.data.sources import problems as data_problems
 from mtraining_jax.errors import UserError
+from mtraining_jax.models.families import family_of
+from mtraining_jax.models.hf.config import FREE
+from mtraining_jax.models.spec import spec_problems
 
 
 def validate(config: Config, device_count: int | None = None) -> None:
@@ -41,29 +45,37 @@ def nearest_multiples(value: int, unit: int) -> str:
 
 def _model(config: Config) -> Iterator[str]:
     model = config.model
-    if model.num_heads % model.num_kv_heads:
-        yield (
-            f"model.num_heads = {model.num_heads} is not a multiple of model.num_kv_heads = "
-            f"{model.num_kv_heads}: each key/value head serves as many query heads"
-        )
-    if model.head_dim % 2:
-        yield f"model.head_dim = {model.head_dim} must be even: rotary embeddings turn pairs"
-    if model.mlp_kept_chunks and model.remat != "mlp":
-        yield (
-            f'model.mlp_kept_chunks = {model.mlp_kept_chunks} needs model.remat = "mlp", and it is '
-            f'"{model.remat}"'
-        )
+    try:
+        family_of(model.family)
+    except UserError as error:
+        yield f'model.family = "{model.family}": {error}'
+    yield from spec_problems(model, prefix="model.")
+    if model.rope_scaling is not None:
+        yield from _rope_scaling(model.rope_scaling)
+    for name in model.override:
+        if name not in FREE:
+            yield f'model.override has "{name}"; allowed are {", ".join(FREE)}'
     if config.data.seq_len > model.max_position_embeddings:
+        way = ""
+        if model.init_from is not None and "max_position_embeddings" not in model.override:
+            way = f', of {model.init_from}; with model.override = ["max_position_embeddings"] it'
+            way += " may be another, and rope_scaling likewise"
         yield (
             f"data.seq_len = {config.data.seq_len} is more than model.max_position_embeddings = "
-            f"{model.max_position_embeddings}"
+            f"{model.max_position_embeddings}{way}"
         )
-    scaling = model.rope_scaling
-    if scaling is not None and scaling.beta_fast < scaling.beta_slow:
-        yield (
-            f"model.rope_scaling.beta_fast = {scaling.beta_fast} must not be less than "
-            f"model.rope_scaling.beta_slow = {scaling.beta_slow}"
-        )
+
+
+def _rope_scaling(scaling: RopeScalingConfig) -> Iterator[str]:
+    """Fields that only another type reads: to set one is a mistake."""
+    for name, kinds in RopeScalingConfig.owners.items():
+        value, default = getattr(scaling, name), infos(RopeScalingConfig)[name].default
+        if scaling.type not in kinds and value != default:
+            yield (
+                f"model.rope_scaling.{name} = {toml_value(value)} is read by type"
+                f" {' and '.join(kinds)}, and model.rope_scaling.type ="
+                f" {toml_value(scaling.type)}"
+            )
 
 
 def _sequence(config: Config) -> Iterator[str]:
@@ -95,18 +107,31 @@ def _sequence(config: Config) -> Iterator[str]:
 
 
 def _sparsity(config: Config) -> Iterator[str]:
-    try:
-        settings = config.sparsity.settings
-    except ValueError as error:
-        # A pattern's class names its fields as Python does.
-        yield re.sub(r"\b(\w+)=", r"sparsity.\1 = ", str(error))
-        return
-    if not settings.chooses and config.metrics.recall_every:
+    sparsity = config.sparsity
+    if sparsity.kind != "dense" and sparsity.last_q > sparsity.block_size:
+        yield (
+            f"sparsity.last_q = {sparsity.last_q} is more than sparsity.block_size = "
+            f"{sparsity.block_size}"
+        )
+    if sparsity.kind == "fixed" and sparsity.budget_file is None:
+        yield 'sparsity.kind = "fixed" needs sparsity.budget_file, a MInference JSON file'
+    if sparsity.kind == "replay" and config.metrics.recall_every:
         yield (
             f"metrics.recall_every = {config.metrics.recall_every} measures what a chosen index "
-            f'keeps, and sparsity.kind = "{config.sparsity.kind}" computes pairs that nothing has '
-            "chosen; metrics.recall_every = 0 would do"
+            'keeps, and sparsity.kind = "replay" computes pairs that nothing has chosen; '
+            "metrics.recall_every = 0 would do"
         )
+    if sparsity.kind in ("vertical_slash", "replay"):
+        for low, high in (
+            ("sink_tokens", "max_verticals"),
+            ("min_verticals", "max_verticals"),
+            ("min_slashes", "max_slashes"),
+        ):
+            if getattr(sparsity, low) > getattr(sparsity, high):
+                yield (
+                    f"sparsity.{low} = {getattr(sparsity, low)} is more than sparsity.{high} = "
+                    f"{getattr(sparsity, high)}"
+                )
 
 
 def _devices(config: Config, device_count: int | None) -> Iterator[str]:

@@ -3,32 +3,16 @@
 The table of activations is in `mtraining_jax.parallel.mesh`.
 """
 
+import math
 from typing import Any
 
 import jax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from mtraining_jax.models.parameters import LAYERS, Parameter, Table
+from mtraining_jax.models.spec import ModelSpec
 from mtraining_jax.parallel.mesh import SEQUENCE_AXES
-
-# Names of each parameter's axes. Parameters of the layers are stacked on a leading axis.
-LOGICAL_AXES: dict[str, tuple[str, ...]] = {
-    "embed_tokens.weight": ("vocab", "embed"),
-    "layers.input_layernorm.weight": ("layers", "vector"),
-    "layers.self_attn.q_proj.weight": ("layers", "heads", "embed"),
-    "layers.self_attn.q_proj.bias": ("layers", "vector"),
-    "layers.self_attn.k_proj.weight": ("layers", "kv_heads", "embed"),
-    "layers.self_attn.k_proj.bias": ("layers", "vector"),
-    "layers.self_attn.v_proj.weight": ("layers", "kv_heads", "embed"),
-    "layers.self_attn.v_proj.bias": ("layers", "vector"),
-    "layers.self_attn.o_proj.weight": ("layers", "embed", "heads"),
-    "layers.post_attention_layernorm.weight": ("layers", "vector"),
-    "layers.mlp.gate_proj.weight": ("layers", "mlp", "embed"),
-    "layers.mlp.up_proj.weight": ("layers", "mlp", "embed"),
-    "layers.mlp.down_proj.weight": ("layers", "embed", "mlp"),
-    "norm.weight": ("vector",),
-    "lm_head.weight": ("vocab", "embed"),
-}
 
 # Mesh axes that fully sharded data parallelism (FSDP) cuts a logical axis over; None is
 # replicated. The first axis of a parameter that divides is cut: leading axes gather without a
@@ -44,24 +28,21 @@ FSDP_AXES: dict[str, tuple[str, ...] | None] = {
 }
 
 
-def parameter_spec(name: str, shape: tuple[int, ...], mesh: Mesh, fsdp: bool) -> PartitionSpec:
+def parameter_spec(parameter: Parameter, mesh: Mesh, fsdp: bool) -> PartitionSpec:
     """The partition of one parameter.
 
     Args:
-        name: dotted path, a key of `LOGICAL_AXES`.
-        shape: its global shape.
+        parameter: its shape and the names of its axes.
         mesh: as `mtraining_jax.parallel.mesh.make_mesh` makes it.
         fsdp: cut the first axis that divides; otherwise replicate.
     """
     if not fsdp:
         return PartitionSpec()
-    for axis, (logical, size) in enumerate(zip(LOGICAL_AXES[name], shape, strict=True)):
+    for axis, (logical, size) in enumerate(zip(parameter.axes, parameter.shape, strict=True)):
         mesh_axes = FSDP_AXES[logical]
         if mesh_axes is None:
             continue
-        parts = 1
-        for mesh_axis in mesh_axes:
-            parts *= mesh.shape[mesh_axis]
+        parts = math.prod(mesh.shape[mesh_axis] for mesh_axis in mesh_axes)
         if size % parts == 0:
             return PartitionSpec(*[None] * axis, mesh_axes)
     return PartitionSpec()
@@ -79,49 +60,46 @@ def parameter_names(state: Any) -> Any:
     return jax.tree_util.tree_map_with_path(lambda path, _: _dotted(path), state)
 
 
-def state_shardings(state: nnx.State, mesh: Mesh, fsdp: bool) -> nnx.State:
+def state_shardings(state: nnx.State, table: Table, mesh: Mesh, fsdp: bool) -> nnx.State:
     """The sharding of every parameter.
 
     Args:
-        state: of a `Qwen2`, arrays or `jax.ShapeDtypeStruct`.
+        state: of a `Transformer`, arrays or `jax.ShapeDtypeStruct`.
+        table: its parameters by dotted name.
         mesh: axes ('data', 'node', 'device'), of type Auto.
         fsdp: cut matrices over ('node', 'device') where they divide; otherwise replicate all.
 
     Returns:
         A state of the same structure with `NamedSharding` leaves.
     """
-    return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: NamedSharding(
-            mesh, parameter_spec(_dotted(path), leaf.shape, mesh, fsdp)
-        ),
-        state,
+    return jax.tree.map(
+        lambda name: NamedSharding(mesh, parameter_spec(table[name], mesh, fsdp)),
+        parameter_names(state),
     )
 
 
-def layer_specs(layers: nnx.State, mesh: Mesh, fsdp: bool) -> nnx.State:
+def layer_specs(layers: nnx.State, table: Table, mesh: Mesh, fsdp: bool) -> nnx.State:
     """How the parameters of one layer lie, without the leading axis of layers.
 
     Args:
         layers: state of the stacked layers, [L, ...].
+        table: all parameters by dotted name.
         mesh: axes ('data', 'node', 'device').
         fsdp: as for `state_shardings`.
 
     Returns:
         A state of the same structure with `PartitionSpec` leaves.
     """
-
-    def of_layer(path: tuple[Any, ...], leaf: Any) -> PartitionSpec:
-        return PartitionSpec(
-            *parameter_spec(f"layers.{_dotted(path)}", leaf.shape, mesh, fsdp)[1:]
-        )
-
-    return jax.tree_util.tree_map_with_path(of_layer, layers)
+    return jax.tree.map(
+        lambda name: PartitionSpec(*parameter_spec(table[LAYERS + name], mesh, fsdp)[1:]),
+        parameter_names(layers),
+    )
 
 
-def lm_head_spec(tied: bool, shape: tuple[int, ...], mesh: Mesh, fsdp: bool) -> PartitionSpec:
+def lm_head_spec(spec: ModelSpec, mesh: Mesh, fsdp: bool) -> PartitionSpec:
     """The partition of the output matrix [V, E]: the embedding's when tied."""
-    name = "embed_tokens.weight" if tied else "lm_head.weight"
-    return parameter_spec(name, shape, mesh, fsdp)
+    name = "embed_tokens.weight" if spec.tie_word_embeddings else "lm_head.weight"
+    return parameter_spec(spec.parameters[name], mesh, fsdp)
 
 
 def _dotted(path: tuple[Any, ...]) -> str:

@@ -1,76 +1,32 @@
-"""The numbers that define a Qwen2 model: static, hashable, checked once."""
+"""The numbers that define a model: static, hashable, checked once. Imports no JAX."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Self
 
-from mtraining_jax.errors import UserError
+from mtraining_jax.models.families import family_of
+from mtraining_jax.models.parameters import Table
+from mtraining_jax.models.rope import ROPE_KINDS, RopeScaling, make_scaling
 
 REMAT_POLICIES = ("none", "mlp", "attention", "attention_offload", "full")
 COMPUTE_DTYPES = ("bfloat16", "float32")
 
-
-@dataclasses.dataclass(frozen=True)
-class YarnScaling:
-    """YaRN (arXiv:2309.00071) as in config.json of a Hugging Face checkpoint.
-
-    Attributes:
-        factor: how many times longer the context becomes.
-        original_max_position_embeddings: tokens the model was trained on, which set the range of
-            frequencies that is blended. None reads max_position_embeddings instead, as
-            transformers 4.48 did even when the field was there: two readings with different
-            frequencies, so the checkpoint's config.json decides.
-        beta_fast: rotations over the original context above which a frequency is kept.
-        beta_slow: rotations below which a frequency is divided by `factor`.
-        attention_factor: multiplies cos and sin; None is 0.1 ln(factor) + 1.
-        truncate: round the borders of the blended range outwards to whole dimensions.
-    """
-
-    factor: float
-    original_max_position_embeddings: int | None = None
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None
-    truncate: bool = True
-
-    def __post_init__(self) -> None:
-        if self.factor < 1:
-            raise UserError(f"model.rope_scaling.factor={self.factor} must be at least 1")
-        original = self.original_max_position_embeddings
-        if original is not None and original < 1:
-            raise UserError(
-                "model.rope_scaling.original_max_position_embeddings="
-                f"{original} must be positive or absent"
-            )
-        if not self.beta_fast >= self.beta_slow > 0:
-            raise UserError(
-                f"model.rope_scaling.beta_fast={self.beta_fast} must not be below "
-                f"beta_slow={self.beta_slow}, and both must be positive"
-            )
-
-    @classmethod
-    def from_config(cls, config: Any) -> Self:
-        """Takes the fields from a mapping or any object with these attributes; None is unset.
-
-        Raises:
-            UserError: if `factor` is missing, the type is not "yarn", or a value is impossible.
-        """
-        kind = _get(config, "type", None) or _get(config, "rope_type", None) or "yarn"
-        if kind != "yarn":
-            raise UserError(f'model.rope_scaling.type="{kind}" is unknown; allowed is "yarn"')
-        values = {}
-        for field in dataclasses.fields(cls):
-            value = _get(config, field.name, None)
-            if value is not None:
-                values[field.name] = value
-        if "factor" not in values:
-            raise UserError("model.rope_scaling.factor is missing")
-        return cls(**values)
+_POSITIVE = (
+    "vocab_size",
+    "hidden_size",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "intermediate_size",
+    "max_position_embeddings",
+    "mlp_chunk_size",
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelSpec:
-    """A Qwen2 decoder.
+    """A decoder.
 
     Attributes:
         vocab_size: rows of the embedding, V.
@@ -80,8 +36,9 @@ class ModelSpec:
         num_kv_heads: key and value heads, Hk; divides Hq.
         head_dim: width of a head, D; even.
         intermediate_size: width of the gated MLP.
+        family: what else there is in it; a name of `models.families`.
         rope_theta: base of the rotary frequencies.
-        rope_scaling: YaRN, or None for plain RoPE.
+        rope_scaling: how they are stretched, or None for plain RoPE.
         max_position_embeddings: tokens of context the model is meant for.
         rms_norm_eps: added to the mean square.
         tie_word_embeddings: the embedding is also the output matrix.
@@ -100,8 +57,9 @@ class ModelSpec:
     num_kv_heads: int
     head_dim: int
     intermediate_size: int
+    family: str = "qwen2"
     rope_theta: float = 1_000_000.0
-    rope_scaling: YarnScaling | None = None
+    rope_scaling: RopeScaling | None = None
     max_position_embeddings: int = 32768
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
@@ -112,39 +70,17 @@ class ModelSpec:
     initializer_range: float = 0.02
 
     def __post_init__(self) -> None:
-        for name in (
-            "vocab_size",
-            "hidden_size",
-            "num_layers",
-            "num_heads",
-            "num_kv_heads",
-            "head_dim",
-            "intermediate_size",
-            "max_position_embeddings",
-            "mlp_chunk_size",
-        ):
+        for name in _POSITIVE:
             if getattr(self, name) < 1:
-                raise UserError(f"model.{name}={getattr(self, name)} must be positive")
-        if self.num_heads % self.num_kv_heads:
-            raise UserError(
-                f"model.num_heads={self.num_heads} is not a multiple of "
-                f"model.num_kv_heads={self.num_kv_heads}"
-            )
-        if self.head_dim % 2:
-            raise UserError(
-                f"model.head_dim={self.head_dim} must be even, for rotary positions turn pairs"
-            )
-        if self.dtype not in COMPUTE_DTYPES:
-            raise UserError(f'model.dtype="{self.dtype}" is not one of {", ".join(COMPUTE_DTYPES)}')
-        if self.remat not in REMAT_POLICIES:
-            raise UserError(f'model.remat="{self.remat}" is not one of {", ".join(REMAT_POLICIES)}')
+                raise ValueError(f"{name} = {getattr(self, name)} must be positive")
+        for name, allowed in (("dtype", COMPUTE_DTYPES), ("remat", REMAT_POLICIES)):
+            if (value := getattr(self, name)) not in allowed:
+                raise ValueError(f'{name} = "{value}" is not one of {", ".join(allowed)}')
         if self.mlp_kept_chunks < 0:
-            raise UserError(f"model.mlp_kept_chunks={self.mlp_kept_chunks} must not be negative")
-        if self.mlp_kept_chunks and self.remat != "mlp":
-            raise UserError(
-                f'model.mlp_kept_chunks={self.mlp_kept_chunks} needs model.remat="mlp", and it is '
-                f'"{self.remat}"'
-            )
+            raise ValueError(f"mlp_kept_chunks = {self.mlp_kept_chunks} must not be negative")
+        family_of(self.family)
+        if found := list(spec_problems(self)):
+            raise ValueError("; ".join(found))
 
     @classmethod
     def from_config(cls, config: Any) -> Self:
@@ -153,7 +89,7 @@ class ModelSpec:
         `head_dim` of None is hidden_size / num_heads.
 
         Raises:
-            UserError: if a field without a default is missing or a value is impossible.
+            ValueError: if a field without a default is missing or a value is impossible.
         """
         if isinstance(config, cls):
             return config
@@ -166,11 +102,41 @@ class ModelSpec:
             values["head_dim"] = values.get("hidden_size", 0) // values["num_heads"]
         for field in dataclasses.fields(cls):
             if field.default is dataclasses.MISSING and values.get(field.name) is None:
-                raise UserError(f"model.{field.name} is missing")
-        scaling = values.get("rope_scaling")
-        if scaling is not None and not isinstance(scaling, YarnScaling):
-            values["rope_scaling"] = YarnScaling.from_config(scaling)
+                raise ValueError(f"{field.name} is missing")
+        try:
+            values["rope_scaling"] = make_scaling(values.get("rope_scaling"))
+        except ValueError as error:
+            raise ValueError(f"rope_scaling: {error}") from None
         return cls(**values)
+
+    @property
+    def parameters(self) -> Table:
+        """All parameters by dotted name; see `Family.parameters`."""
+        return family_of(self.family).parameters(self)
+
+
+def spec_problems(values: Any, prefix: str = "") -> Iterator[str]:
+    """Which fields contradict each other, in sentences.
+
+    Args:
+        values: any object with the fields of `ModelSpec`, each in order by itself.
+        prefix: put before the name of each field.
+    """
+    if values.num_heads % values.num_kv_heads:
+        yield (
+            f"{prefix}num_heads = {values.num_heads} is not a multiple of {prefix}num_kv_heads = "
+            f"{values.num_kv_heads}: each key/value head serves as many query heads"
+        )
+    if values.head_dim % 2:
+        yield f"{prefix}head_dim = {values.head_dim} must be even: rotary embeddings turn pairs"
+    if values.mlp_kept_chunks and values.remat != "mlp":
+        yield (
+            f'{prefix}mlp_kept_chunks = {values.mlp_kept_chunks} needs {prefix}remat = "mlp", and '
+            f'it is "{values.remat}"'
+        )
+    if (scaling := values.rope_scaling) is not None:
+        kind = ROPE_KINDS[scaling.type]
+        yield from kind.problems(scaling, f"{prefix}rope_scaling.", values.head_dim)
 
 
 def _get(config: Any, name: str, default: Any) -> Any:

@@ -1,7 +1,9 @@
-"""Qwen2 in Flax NNX, with attention as an argument.
+"""A decoder in Flax NNX, for every family, with attention as an argument.
 
-Modules and parameters carry the names and shapes of the Hugging Face checkpoints (a matrix is
-[out, in]), except that the layers are stacked on a leading axis and run in one `lax.scan`.
+Which parameters there are, their shapes and their start come from the family's table; a part that
+the table does not list is left out. Modules and parameters carry the names of Hugging Face's
+checkpoints (a matrix is [out, in]), except that the layers are stacked on a leading axis and run
+in one `lax.scan`.
 """
 
 from collections.abc import Callable
@@ -14,8 +16,9 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
+from mtraining_jax.models.parameters import Parameter, Table, one_layer, under
 from mtraining_jax.models.remat import HEADS, MIDDLE, RESIDUAL, rematerialised
-from mtraining_jax.models.rope import apply_rope, rope_tables
+from mtraining_jax.models.rotary import apply_rope, rope_tables
 from mtraining_jax.models.sharding import layer_specs, parameter_spec, state_shardings
 from mtraining_jax.models.spec import ModelSpec
 from mtraining_jax.models.swiglu import chunked_swiglu
@@ -25,15 +28,20 @@ from mtraining_jax.models.token_parallel import compute_weights, on_own_tokens
 Attention = Callable[..., tuple[Array, dict[str, Array]]]
 
 
+def draw(parameter: Parameter, rngs: nnx.Rngs) -> nnx.Param:
+    """A parameter as it starts, fp32."""
+    if parameter.stddev is None:
+        return nnx.Param(jnp.full(parameter.shape, parameter.value, jnp.float32))
+    normal = jax.random.normal(rngs.params(), parameter.shape, jnp.float32)
+    return nnx.Param(normal * parameter.stddev)
+
+
 class Linear(nnx.Module):
     """y = x W^T + b, in the dtype of x. weight fp32 [out, in], bias fp32 [out] or absent."""
 
-    def __init__(
-        self, size_in: int, size_out: int, *, bias: bool, stddev: float, rngs: nnx.Rngs
-    ) -> None:
-        draw = jax.random.normal(rngs.params(), (size_out, size_in), jnp.float32)
-        self.weight = nnx.Param(draw * stddev)
-        self.bias = nnx.Param(jnp.zeros(size_out, jnp.float32)) if bias else None
+    def __init__(self, table: Table, rngs: nnx.Rngs) -> None:
+        self.weight = draw(table["weight"], rngs)
+        self.bias = draw(table["bias"], rngs) if "bias" in table else None
 
     def __call__(self, x: Array) -> Array:
         """[..., in] -> [..., out]."""
@@ -48,8 +56,8 @@ class Linear(nnx.Module):
 class RMSNorm(nnx.Module):
     """x / sqrt(mean(x^2) + eps) * weight, computed in fp32, returned in the dtype of x."""
 
-    def __init__(self, size: int, eps: float) -> None:
-        self.weight = nnx.Param(jnp.ones(size, jnp.float32))
+    def __init__(self, table: Table, eps: float, rngs: nnx.Rngs) -> None:
+        self.weight = draw(table["weight"], rngs)
         self.eps = eps
 
     def __call__(self, x: Array) -> Array:
@@ -62,30 +70,31 @@ class RMSNorm(nnx.Module):
 class Embed(nnx.Module):
     """Rows of a table. weight fp32 [V, E]."""
 
-    def __init__(self, spec: ModelSpec, rngs: nnx.Rngs) -> None:
-        shape = (spec.vocab_size, spec.hidden_size)
-        draw = jax.random.normal(rngs.params(), shape, jnp.float32)
-        self.weight = nnx.Param(draw * spec.initializer_range)
+    def __init__(self, table: Table, rngs: nnx.Rngs) -> None:
+        self.weight = draw(table["weight"], rngs)
 
 
 class SelfAttention(nnx.Module):
     """Projections and rotary positions around an attention that the caller chooses."""
 
-    def __init__(self, spec: ModelSpec, rngs: nnx.Rngs) -> None:
-        width = spec.num_heads * spec.head_dim
-        kv_width = spec.num_kv_heads * spec.head_dim
-        options = {"stddev": spec.initializer_range, "rngs": rngs}
+    def __init__(self, spec: ModelSpec, table: Table, rngs: nnx.Rngs) -> None:
         self.head_dim = spec.head_dim
-        self.q_proj = Linear(spec.hidden_size, width, bias=True, **options)
-        self.k_proj = Linear(spec.hidden_size, kv_width, bias=True, **options)
-        self.v_proj = Linear(spec.hidden_size, kv_width, bias=True, **options)
-        self.o_proj = Linear(width, spec.hidden_size, bias=False, **options)
+        self.q_proj = Linear(under(table, "q_proj"), rngs)
+        self.k_proj = Linear(under(table, "k_proj"), rngs)
+        self.v_proj = Linear(under(table, "v_proj"), rngs)
+        self.o_proj = Linear(under(table, "o_proj"), rngs)
+        self.q_norm = _norm_if_any(under(table, "q_norm"), spec, rngs)
+        self.k_norm = _norm_if_any(under(table, "k_norm"), spec, rngs)
 
     def project(self, x_BSE: Array, cos: Array, sin: Array) -> tuple[Array, Array, Array]:
         """[B, S, E] -> turned queries [B, S, Hq, D] and keys, and values [B, S, Hk, D]."""
         split = (*x_BSE.shape[:2], -1, self.head_dim)
-        q_BSHD = apply_rope(self.q_proj(x_BSE).reshape(split), cos, sin)
-        k_BSHkD = apply_rope(self.k_proj(x_BSE).reshape(split), cos, sin)
+
+        def turned(projection: Linear, norm: RMSNorm | None) -> Array:
+            heads = projection(x_BSE).reshape(split)
+            return apply_rope(heads if norm is None else norm(heads), cos, sin)
+
+        q_BSHD, k_BSHkD = turned(self.q_proj, self.q_norm), turned(self.k_proj, self.k_norm)
         return q_BSHD, k_BSHkD, self.v_proj(x_BSE).reshape(split)
 
     def join(self, out_BSHD: Array) -> Array:
@@ -96,11 +105,10 @@ class SelfAttention(nnx.Module):
 class MLP(nnx.Module):
     """SwiGLU: down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, spec: ModelSpec, rngs: nnx.Rngs) -> None:
-        options = {"bias": False, "stddev": spec.initializer_range, "rngs": rngs}
-        self.gate_proj = Linear(spec.hidden_size, spec.intermediate_size, **options)
-        self.up_proj = Linear(spec.hidden_size, spec.intermediate_size, **options)
-        self.down_proj = Linear(spec.intermediate_size, spec.hidden_size, **options)
+    def __init__(self, spec: ModelSpec, table: Table, rngs: nnx.Rngs) -> None:
+        self.gate_proj = Linear(under(table, "gate_proj"), rngs)
+        self.up_proj = Linear(under(table, "up_proj"), rngs)
+        self.down_proj = Linear(under(table, "down_proj"), rngs)
         # Without rematerialisation nothing is computed twice, at the price of memory.
         self.chunk_size = None if spec.remat == "none" else spec.mlp_chunk_size
         self.kept_chunks = spec.mlp_kept_chunks
@@ -122,11 +130,12 @@ class DecoderLayer(nnx.Module):
     In two halves: attention lies between them, and sees more than one device's tokens.
     """
 
-    def __init__(self, spec: ModelSpec, rngs: nnx.Rngs) -> None:
-        self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
-        self.self_attn = SelfAttention(spec, rngs)
-        self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
-        self.mlp = MLP(spec, rngs)
+    def __init__(self, spec: ModelSpec, table: Table, rngs: nnx.Rngs) -> None:
+        eps = spec.rms_norm_eps
+        self.input_layernorm = RMSNorm(under(table, "input_layernorm"), eps, rngs)
+        self.self_attn = SelfAttention(spec, under(table, "self_attn"), rngs)
+        self.post_attention_layernorm = RMSNorm(under(table, "post_attention_layernorm"), eps, rngs)
+        self.mlp = MLP(spec, under(table, "mlp"), rngs)
 
     def before_attention(
         self, x_BSE: Array, cos: Array, sin: Array
@@ -140,37 +149,29 @@ class DecoderLayer(nnx.Module):
         return x_BSE + self.mlp(self.post_attention_layernorm(x_BSE))
 
 
-class Qwen2(nnx.Module):
+class Transformer(nnx.Module):
     """A causal language model. Parameters fp32; `spec.dtype` is what layers compute in.
 
     Args:
         config: a `ModelSpec`, or any object or mapping with its fields.
-        rngs: has a `params` stream, from which all matrices are drawn, normal with
-            `initializer_range`. Biases start at 0, norms at 1.
+        rngs: has a `params` stream, from which all matrices are drawn.
     """
 
     def __init__(self, config: Any, *, rngs: nnx.Rngs) -> None:
         spec = ModelSpec.from_config(config)
+        table = spec.parameters
         self.spec = spec
-        self.embed_tokens = Embed(spec, rngs)
+        self.embed_tokens = Embed(under(table, "embed_tokens"), rngs)
 
         @nnx.split_rngs(splits=spec.num_layers)
         @nnx.vmap(in_axes=0, out_axes=0)
         def stacked(layer_rngs: nnx.Rngs) -> DecoderLayer:
-            return DecoderLayer(spec, layer_rngs)
+            return DecoderLayer(spec, one_layer(table), layer_rngs)
 
         self.layers = stacked(rngs)
-        self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
-        if spec.tie_word_embeddings:
-            self.lm_head = None
-        else:
-            self.lm_head = Linear(
-                spec.hidden_size,
-                spec.vocab_size,
-                bias=False,
-                stddev=spec.initializer_range,
-                rngs=rngs,
-            )
+        self.norm = RMSNorm(under(table, "norm"), spec.rms_norm_eps, rngs)
+        head = under(table, "lm_head")
+        self.lm_head = Linear(head, rngs) if head else None
 
     def __call__(
         self,
@@ -210,7 +211,7 @@ class Qwen2(nnx.Module):
         cos, sin = rope_tables(positions, self.spec)
         x_BSE = self._embed(tokens, mesh, fsdp)
         graphdef, layers = nnx.split(self.layers)
-        specs = None if mesh is None else layer_specs(layers, mesh, fsdp)
+        specs = None if mesh is None else layer_specs(layers, self.spec.parameters, mesh, fsdp)
 
         def half(method: Callable[..., Any], parameters: nnx.State, *arrays: Array) -> Any:
             return on_own_tokens(
@@ -248,7 +249,7 @@ class Qwen2(nnx.Module):
             # Cast after the lookup, so that gradients of frequent tokens add in fp32.
             return jnp.take(table_VE, tokens, axis=0).astype(self.spec.dtype)
 
-        spec = mesh and parameter_spec("embed_tokens.weight", table_VE.shape, mesh, fsdp)
+        spec = mesh and parameter_spec(self.spec.parameters["embed_tokens.weight"], mesh, fsdp)
         return on_own_tokens(look_up, table_VE, tokens, specs=spec, mesh=mesh)
 
     def lm_head_weight(self) -> Array:
@@ -268,15 +269,20 @@ class Qwen2(nnx.Module):
         )
 
 
+def graph_definition(config: Any) -> nnx.GraphDef:
+    """The structure of a model, static and hashable, without computing anything."""
+    return nnx.graphdef(_abstract(ModelSpec.from_config(config)))
+
+
 def abstract_state(config: Any) -> nnx.State:
     """The state of a model as `jax.ShapeDtypeStruct`, without computing anything."""
-    spec = ModelSpec.from_config(config)
-    return nnx.state(nnx.eval_shape(lambda: Qwen2(spec, rngs=nnx.Rngs(0))))
+    return nnx.state(_abstract(ModelSpec.from_config(config)))
 
 
 def param_shardings(config: Any, mesh: Mesh, fsdp: bool) -> nnx.State:
     """The `NamedSharding` of every parameter; see `sharding.state_shardings`."""
-    return state_shardings(abstract_state(config), mesh, fsdp)
+    spec = ModelSpec.from_config(config)
+    return state_shardings(abstract_state(spec), spec.parameters, mesh, fsdp)
 
 
 def init_model(
@@ -294,15 +300,22 @@ def init_model(
         The graph definition (static, hashable) and the state; `nnx.merge` joins them.
     """
     spec = ModelSpec.from_config(config)
-    graphdef = nnx.graphdef(nnx.eval_shape(lambda: Qwen2(spec, rngs=nnx.Rngs(0))))
 
-    def draw(seed: int | Array) -> nnx.State:
+    def draw_all(seed: int | Array) -> nnx.State:
         is_key = jnp.issubdtype(jnp.result_type(seed), jax.dtypes.prng_key)
         key = seed if is_key else jax.random.key(seed)
-        return nnx.state(Qwen2(spec, rngs=nnx.Rngs(params=key)))
+        return nnx.state(Transformer(spec, rngs=nnx.Rngs(params=key)))
 
     shardings = None if mesh is None else param_shardings(spec, mesh, fsdp)
-    return graphdef, jax.jit(draw, out_shardings=shardings)(seed)
+    return graph_definition(spec), jax.jit(draw_all, out_shardings=shardings)(seed)
+
+
+def _abstract(spec: ModelSpec) -> Transformer:
+    return nnx.eval_shape(lambda: Transformer(spec, rngs=nnx.Rngs(0)))
+
+
+def _norm_if_any(table: Table, spec: ModelSpec, rngs: nnx.Rngs) -> RMSNorm | None:
+    return RMSNorm(table, spec.rms_norm_eps, rngs) if table else None
 
 
 def _precision(dtype: jnp.dtype) -> jax.lax.Precision | None:

@@ -3,6 +3,8 @@
 import dataclasses
 
 from mtraining_jax.config import Config
+from mtraining_jax.models.families import family_of
+from mtraining_jax.models.spec import ModelSpec
 from mtraining_jax.planning.hardware import Gpu, matmul_rate
 from mtraining_jax.planning.memory import (
     Memory,
@@ -11,6 +13,11 @@ from mtraining_jax.planning.memory import (
     local_tokens,
 )
 from mtraining_jax.reporting.flops import step_flops
+from mtraining_jax.reporting.record import REPLAYED
+
+# Mean density that the paper reports for 512K tokens (arXiv 2510.18830): what an index that is
+# chosen at each step is taken to have, for want of the step.
+PAPER_DENSITY = 0.063
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,17 +45,23 @@ class Flops:
 
 def density(config: Config) -> tuple[float, str]:
     """Share of the causal pairs that a step is taken to compute, and why this."""
-    return config.sparsity.settings.expected_density()
+    sparsity = config.sparsity
+    if sparsity.kind == "dense":
+        return 1.0, "dense"
+    if sparsity.kind == "replay":
+        return sparsity.replay_density, REPLAYED
+    return PAPER_DENSITY, "assumed: the paper's mean at 512K; each step chooses its own"
 
 
 def count_flops(config: Config) -> Flops:
     """The FLOP of a step, by the shapes of its products; a multiply and an add are two."""
     model, tokens = config.model, config.data.batch_size * config.data.seq_len
-    queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    matrices = model.hidden_size * (2 * queries + 2 * keys + 3 * model.intermediate_size)
-    forward = 2.0 * tokens * matrices * model.num_layers
+    spec = ModelSpec.from_config(model)
+    family = family_of(spec.family)
+    products = family.layer_products(spec)
+    forward = 2.0 * tokens * sum(products.values()) * model.num_layers
     # One of the three products of the MLP. The backward pass does not need what the last gives.
-    third = 2.0 * tokens * model.hidden_size * model.intermediate_size * model.num_layers
+    third = 2.0 * tokens * products["mlp.down_proj.weight"] * model.num_layers
     again = 1 - kept_mlp_tokens(config) / local_tokens(config)
     recomputed = {"none": 0.0, "mlp": 2 * third * again}.get(model.remat, forward - third)
     share, _ = density(config)
@@ -56,7 +69,7 @@ def count_flops(config: Config) -> Flops:
     dense = step.attention_dense
     return Flops(
         layers=3 * forward,
-        head=6.0 * tokens * model.hidden_size * model.vocab_size,
+        head=6.0 * tokens * family.head_products(spec),
         recomputed=recomputed,
         attention=share * dense,
         # 4 of its 14 FLOP a pair and width are forward.
@@ -80,7 +93,7 @@ def seconds(config: Config, gpu: Gpu, memory: Memory, flops: Flops) -> dict[str,
     """
     model, parallel, width = config.model, config.parallel, config.model.head_dim
     devices = parallel.data * parallel.nodes * parallel.devices_per_node
-    dense = not config.sparsity.settings.sparse
+    dense = config.sparsity.kind == "dense"
     forward = flops.attention * 4 / 14 + flops.attention_recomputed
     attention = forward / (gpu.dense_forward if dense else gpu.sparse_forward)[width]
     backward = flops.attention * 10 / 14

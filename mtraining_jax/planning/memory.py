@@ -13,6 +13,8 @@ import jax
 from jax.sharding import AbstractMesh, AxisType
 
 from mtraining_jax.config import Config
+from mtraining_jax.models.families import family_of
+from mtraining_jax.models.spec import ModelSpec
 from mtraining_jax.models.token_parallel import first_chunks
 from mtraining_jax.parallel.mesh import AXES
 from mtraining_jax.training.state import StateBuilder
@@ -199,11 +201,15 @@ def _update(config: Config, gradients: int) -> int:
 
 def _layer_parameters(config: Config) -> int:
     """Bytes of one layer's matrices: gathered, their gradients, and the MLP's sums over chunks."""
-    model = config.model
-    queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    attention = model.hidden_size * (2 * queries + 2 * keys)
-    mlp = 3 * model.hidden_size * model.intermediate_size
-    return 2 * (attention + mlp) * _dtype_bytes(config) + 2 * mlp * 4
+    products = _products(config)
+    mlp = sum(size for name, size in products.items() if name.startswith("mlp."))
+    return 2 * sum(products.values()) * _dtype_bytes(config) + 2 * mlp * 4
+
+
+def _products(config: Config) -> dict[str, int]:
+    """Entries of the matrices of one layer."""
+    spec = ModelSpec.from_config(config.model)
+    return family_of(spec.family).layer_products(spec)
 
 
 def _rows(config: Config) -> int:

@@ -15,6 +15,8 @@ computed again in the backward pass (model.remat) are counted once.
 import dataclasses
 
 from mtraining_jax.config import Config
+from mtraining_jax.models.families import family_of
+from mtraining_jax.models.spec import ModelSpec
 from mtraining_jax.sparsity import attention_flops, causal_pairs
 
 # Dense bf16 FLOP/s by NVIDIA's data sheets, for the names that JAX gives. SXM modules only:
@@ -79,12 +81,10 @@ def step_flops(config: Config, *, density: float, executed: float) -> StepFlops:
 
 def matrix_parameters(config: Config) -> int:
     """Parameters that a token is multiplied by: all matrices but the embedding's look-up."""
-    model = config.model
-    queries = model.num_heads * model.head_dim
-    keys = model.num_kv_heads * model.head_dim
-    attention = model.hidden_size * (2 * queries + 2 * keys)
-    feed_forward = 3 * model.hidden_size * model.intermediate_size
-    return model.num_layers * (attention + feed_forward) + model.hidden_size * model.vocab_size
+    spec = ModelSpec.from_config(config.model)
+    family = family_of(spec.family)
+    layers = spec.num_layers * sum(family.layer_products(spec).values())
+    return layers + family.head_products(spec)
 
 
 def peak_flops(device_kind: str) -> float | None:

@@ -8,7 +8,7 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from mtraining_jax.reporting.metrics import REPLAYED, Record, density_of, is_replayed
+from mtraining_jax.reporting.record import REPLAYED, Record, density_of, is_replayed
 
 
 class Display:
@@ -25,7 +25,7 @@ class Display:
     def __init__(self, enabled: bool = True, console: Console | None = None) -> None:
         self._console = console or Console(highlight=False, soft_wrap=True, quiet=not enabled)
         self._bar: Progress | None = None
-        # The time to go is reckoned from the end of the first step, which is slow.
+        # The time to go is measured from the end of the first step, which is slow.
         self._first: tuple[int, float] | None = None
         self._total = 0
 

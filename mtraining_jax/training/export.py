@@ -42,7 +42,14 @@ def export_state(config: Config, builder: StateBuilder, state: TrainState) -> Pa
     """
     parameters = builder.unflatten(state.parameters)
     target = config.run.folder / HF_NAME
-    return save_hf(target, config.model, parameters, copied=_tokenizer_files(config), replace=True)
+    return save_hf(
+        target,
+        config.model,
+        parameters,
+        copied=_tokenizer_files(config),
+        replace=True,
+        like=config.model.init_from,
+    )
 
 
 def export_checkpoint(config: Config, step: int) -> Path:

@@ -6,7 +6,7 @@ from typing import Any
 from mtraining_jax.errors import UserError
 
 
-def check_fits(program: Any, devices: Iterable[Any]) -> None:
+def check_memory(program: Any, devices: Iterable[Any]) -> None:
     """Stops a run whose step would run out of memory.
 
     On several GPUs such a step does not fail cleanly: one device has no memory, and the others

@@ -17,10 +17,6 @@ from mtraining_jax.errors import UserError
 Parameters = dict[str, Array]
 Schedule = Callable[[Array], Array]
 
-# The reference's two files of names to train, as values of optimizer.trainable.
-ATTENTION_ONLY = ("self_attn",)
-QK_PROJECTIONS_ONLY = ("self_attn.q_proj", "self_attn.k_proj")
-
 
 def make_schedule(config: OptimizerConfig, total_steps: int) -> Schedule:
     """The learning rate of a step.

@@ -12,7 +12,13 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mtraining_jax.config import Config
-from mtraining_jax.models import ModelSpec, Qwen2, abstract_state, init_model, param_shardings
+from mtraining_jax.models import (
+    ModelSpec,
+    abstract_state,
+    graph_definition,
+    init_model,
+    param_shardings,
+)
 from mtraining_jax.models import parameter_names as names_of
 from mtraining_jax.models.hf import load_hf
 from mtraining_jax.training.optimizer import Parameters, make_optimizer, trainable_names
@@ -59,7 +65,7 @@ class StateBuilder:
 
     def __init__(self, config: Config, mesh: Mesh) -> None:
         self.spec = ModelSpec.from_config(config.model)
-        self.graphdef = nnx.graphdef(nnx.eval_shape(lambda: Qwen2(self.spec, rngs=nnx.Rngs(0))))
+        self.graphdef = graph_definition(self.spec)
         self.optimizer = make_optimizer(config.optimizer)
         self._config, self._mesh = config, mesh
         abstract = abstract_state(self.spec)
@@ -125,7 +131,9 @@ class StateBuilder:
             )
         else:
             shardings = self.unflatten(self._shardings)
-            drawn = load_hf(config.model.init_from, self.spec, shardings)
+            drawn = load_hf(
+                config.model.init_from, self.spec, shardings, override=config.model.override
+            )
         return jax.jit(self._around, out_shardings=self.shardings(), donate_argnums=0)(
             self.flatten(drawn)
         )

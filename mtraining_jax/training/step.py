@@ -40,9 +40,10 @@ def make_train_step(
     Args:
         config: of the run.
         builder: of its states.
-        attention: what the model's layers attend with; see `Qwen2`.
+        attention: what the model's layers attend with; see `Transformer`.
         mesh: axes ('data', 'node', 'device').
-        attention_inputs: pytree with a leading axis of layers, one slice for each; see `Qwen2`.
+        attention_inputs: pytree with a leading axis of layers, one slice for each; see
+            `Transformer`.
 
     Returns:
         A function of the state, whose buffers it takes over, and of a batch: int32 [B, S]
@@ -125,7 +126,7 @@ def _make_gradients(
             batch["labels"],
             chunk_size=config.loss.chunk_size,
             mesh=mesh,
-            weight_spec=lm_head_spec(config.model.tie_word_embeddings, weight.shape, mesh, fsdp),
+            weight_spec=lm_head_spec(builder.spec, mesh, fsdp),
         )
         return total / jnp.maximum(labels, 1), layers
 

@@ -7,10 +7,9 @@ import numpy as np
 from flax import nnx
 
 from mtraining_jax.models import ModelSpec, init_model
-from mtraining_jax.models.reference_attention import dense_attention
+from tests.models.reference_attention import dense_attention
 
 DATA = Path(__file__).parents[1] / "data"
-FIXTURES = ("qwen2_tiny", "qwen2_tiny_yarn")
 
 
 def tiny_spec(**changes) -> ModelSpec:

@@ -1,28 +1,27 @@
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtraining_jax.errors import UserError
-from mtraining_jax.models import YarnScaling
-from mtraining_jax.models.rope import apply_rope, rope_frequencies, rope_tables
+from mtraining_jax.models import LinearScaling, Llama3Scaling, LongRopeScaling, YarnScaling
+from mtraining_jax.models.rope import make_scaling, rope_frequencies
+from mtraining_jax.models.rotary import apply_rope, rope_tables
 from tests.models.common import tiny_spec
 
 
-def qwen_3b(original):
-    return tiny_spec(
-        head_dim=128,
-        max_position_embeddings=524288,
-        rope_scaling=YarnScaling(factor=16.0, original_max_position_embeddings=original),
-    )
+def frequencies(scaling=None, head_dim=128, theta=1e6, context=32768, length=4096):
+    return rope_frequencies(head_dim, theta, scaling, context=context, length=length)
 
 
 @pytest.mark.parametrize(("original", "first", "last"), [(32768, 23, 40), (None, 36, 53)])
 def test_the_two_readings_of_yarn(original, first, last):
     # Qwen2.5-3B at 512K: the field decides which dimensions are blended; without it the range
     # follows from max_position_embeddings.
-    plain, _ = rope_frequencies(tiny_spec(head_dim=128))
-    scaled, factor = rope_frequencies(qwen_3b(original))
+    plain, _ = frequencies()
+    scaling = YarnScaling(factor=16.0, original_max_position_embeddings=original)
+    scaled, factor = frequencies(scaling, context=524288)
     np.testing.assert_allclose(scaled[: first + 1], plain[: first + 1], rtol=1e-12)
     np.testing.assert_allclose(scaled[last:], plain[last:] / 16, rtol=1e-12)
     between = scaled[first + 1 : last] / plain[first + 1 : last]
@@ -31,9 +30,8 @@ def test_the_two_readings_of_yarn(original, first, last):
 
 
 def test_yarn_without_truncation_starts_between_dimensions():
-    scaling = YarnScaling(16.0, 32768, truncate=False)
-    plain, _ = rope_frequencies(tiny_spec(head_dim=128))
-    scaled, _ = rope_frequencies(tiny_spec(head_dim=128, rope_scaling=scaling))
+    plain, _ = frequencies()
+    scaled, _ = frequencies(YarnScaling(16.0, 32768, truncate=False))
     kept = np.isclose(scaled, plain, rtol=1e-12).sum()
     divided = np.isclose(scaled, plain / 16, rtol=1e-12).sum()
     # Border dimensions 23.59... and 39.65: 0..23 are kept, 40..63 divided.
@@ -41,8 +39,38 @@ def test_yarn_without_truncation_starts_between_dimensions():
 
 
 def test_an_attention_factor_overrides_the_default():
-    spec = tiny_spec(rope_scaling=YarnScaling(4.0, 64, attention_factor=1.0))
-    assert rope_frequencies(spec)[1] == 1.0
+    assert frequencies(YarnScaling(4.0, 64, attention_factor=1.0))[1] == 1.0
+    longrope = LongRopeScaling(4.0, 64, 1.5, (1.0,) * 64, (2.0,) * 64)
+    assert frequencies(longrope)[1] == 1.5
+
+
+def test_linear_divides_all_alike():
+    scaled, factor = frequencies(LinearScaling(4.0))
+    np.testing.assert_allclose(scaled, frequencies()[0] / 4, rtol=1e-12)
+    assert factor == 1.0
+
+
+def test_llama3_keeps_fast_and_divides_slow_dimensions():
+    # Llama 3.1: 8192 tokens stretched 8 times.
+    plain, _ = frequencies(theta=5e5)
+    scaled, factor = frequencies(Llama3Scaling(8.0, 8192), theta=5e5)
+    assert factor == 1.0
+    turns = 8192 * plain / (2 * math.pi)
+    np.testing.assert_allclose(scaled[turns >= 4], plain[turns >= 4], rtol=1e-12)
+    np.testing.assert_allclose(scaled[turns <= 1], plain[turns <= 1] / 8, rtol=1e-12)
+    between = (turns > 1) & (turns < 4)
+    share = (turns[between] - 1) / 3
+    expected = plain[between] * (share + (1 - share) / 8)
+    assert between.sum() >= 5
+    np.testing.assert_allclose(scaled[between], expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize(("length", "divisor"), [(64, 2.0), (65, 3.0)])
+def test_longrope_divides_by_the_length_of_the_sequence(length, divisor):
+    scaling = LongRopeScaling(4.0, 64, None, (2.0,) * 64, (3.0,) * 64)
+    scaled, factor = frequencies(scaling, length=length)
+    np.testing.assert_allclose(scaled, frequencies()[0] / divisor, rtol=1e-12)
+    np.testing.assert_allclose(factor, math.sqrt(1 + math.log(4) / math.log(64)), rtol=1e-12)
 
 
 @pytest.mark.parametrize("last", [1 << 19, 1 << 21, (1 << 22) - 1])
@@ -50,7 +78,7 @@ def test_angles_stay_exact_at_millions_of_tokens(last):
     spec = tiny_spec(head_dim=128)
     positions = np.arange(last - 4096, last + 1, dtype=np.int32)
     cos, sin = jax.jit(lambda p: rope_tables(p, spec))(positions)
-    angles = positions[:, None].astype(np.float64) * rope_frequencies(spec)[0]
+    angles = positions[:, None].astype(np.float64) * frequencies()[0]
     np.testing.assert_allclose(cos[0, :, 0], np.cos(angles), atol=2e-4)
     np.testing.assert_allclose(sin[0, :, 0], np.sin(angles), atol=2e-4)
 
@@ -77,16 +105,41 @@ def test_positions_may_differ_between_sequences():
     np.testing.assert_array_equal(cos[1], alone[0])
 
 
+LISTS = {"short_factor": [1.0, 1.0], "long_factor": [1.0, 2.0]}
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
         ({"original_max_position_embeddings": 64}, "factor is missing"),
         ({"factor": 0.5}, "at least 1"),
-        ({"factor": 2.0, "type": "linear"}, 'allowed is "yarn"'),
-        ({"factor": 2.0, "beta_fast": 1, "beta_slow": 2}, "beta_fast=1"),
+        ({"factor": 2.0, "type": "dynamic"}, "must be one of yarn, linear, llama3, longrope"),
+        ({"factor": 2.0, "beta_fast": 1, "beta_slow": 2}, "beta_fast = 1"),
+        ({"factor": 2.0, "beta_slow": 0}, "beta_slow = 0 must be positive"),
         ({"factor": 2.0, "original_max_position_embeddings": -1}, "must be positive"),
+        ({"factor": 2.0, "type": "llama3"}, "original_max_position_embeddings is missing"),
+        (
+            {"factor": 2.0, "type": "llama3", "original_max_position_embeddings": 64,
+             "low_freq_factor": 4.0},
+            "low_freq_factor = 4.0 must be positive and less than high_freq_factor = 4.0",
+        ),
+        (
+            {"factor": 2.0, "rope_type": "longrope", "original_max_position_embeddings": 64},
+            "short_factor is missing: a number for each pair",
+        ),
+        (
+            {"factor": 2.0, "type": "longrope", **LISTS, "long_factor": [0.0, 1.0],
+             "original_max_position_embeddings": 64},
+            "long_factor has 0.0; all must be positive",
+        ),
     ],
-)
+)  # fmt: skip
 def test_impossible_scaling_is_refused(values, message):
-    with pytest.raises(UserError, match=message):
-        YarnScaling.from_config(values)
+    with pytest.raises(ValueError, match=message):
+        make_scaling(values)
+
+
+def test_factors_are_as_many_as_pairs():
+    values = {"type": "longrope", "factor": 2.0, "original_max_position_embeddings": 64, **LISTS}
+    with pytest.raises(ValueError, match="short_factor has 2 entries, and a head of 8 has 4 pairs"):
+        tiny_spec(rope_scaling=make_scaling(values))

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 
 from mtraining_jax.config import Config, config_from_dict, config_to_toml
-from mtraining_jax.reporting.metrics import read_records
 
 ROOT = Path(__file__).resolve().parents[2]
 VOCAB = 61
@@ -80,8 +79,9 @@ def losses(records: list[dict]) -> np.ndarray:
 
 
 def written(config: Config) -> list[dict]:
-    """What metrics.jsonl says."""
-    return read_records(config.run.folder / "metrics.jsonl")
+    """What metrics.jsonl says; a run that was cut off may leave a last line that is not whole."""
+    lines = (config.run.folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines if line.endswith("}")]
 
 
 def start_process(config: Config, folder: Path, *arguments: str) -> subprocess.Popen:

@@ -1,54 +1,130 @@
-"""Reading checkpoints: what a read that fails leaves behind."""
+"""Reading checkpoints: what is said of a read that fails, and what it leaves behind."""
 
 import asyncio
+import gc
 import sys
-import types
+import threading
+from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
+from jax.sharding import SingleDeviceSharding
 
-from mtraining_jax.config import RopeScalingConfig, config_to_dict
+from mtraining_jax.config import config_from_dict, config_to_dict
 from mtraining_jax.errors import UserError
-from mtraining_jax.training import checkpoint
 from mtraining_jax.training.checkpoint import Checkpoints
+from mtraining_jax.training.checkpoint.reading import reads_end_together, unreadable
+from mtraining_jax.training.checkpoint.same_model import check_same_model
+from mtraining_jax.training.state import TrainState
 from tests.training.common import changed
 
 
-class _Dying:
-    """Makes a call as it is collected: Python can only report what that raises."""
+def state_of(count, make=jnp.ones):
+    """A state of `count` parameters, without a model."""
+    scalar = make((), jnp.int32)
+    return TrainState(
+        step=scalar,
+        parameters={f"p{i}": make((64, 64), jnp.float32) for i in range(count)},
+        opt_state=(),
+        skipped=scalar,
+        skipped_in_row=scalar,
+        rng=make((2,), jnp.uint32),
+    )
 
-    def __init__(self, call):
-        self.call = call
 
-    def __del__(self):
-        self.call()
-
-
-def test_only_reads_that_end_after_a_failed_one_go_unreported(config, tmp_path, monkeypatch):
-    loop = asyncio.new_event_loop()
-    loop.close()
+def test_damage_is_told_in_one_sentence_with_the_first_cause(config, tmp_path, monkeypatch):
     reported = []
-    monkeypatch.setattr(sys, "unraisablehook", lambda x: reported.append(x.exc_type))
-
+    monkeypatch.setattr(sys, "unraisablehook", lambda x: reported.append(repr(x.exc_value)))
     checkpoints = Checkpoints(tmp_path, keep=1, async_save=False)
-    with pytest.raises(UserError, match="damaged"):
-        checkpoints.restore(3, None, config)
+    checkpoints.save(1, state_of(20), None, config)
     checkpoints.close()
-    _Dying(lambda: loop.call_soon_threadsafe(print))
-    _Dying(lambda: 1 / 0)
-    assert reported == [ZeroDivisionError]
+    for path in (tmp_path / "1" / "arrays").rglob("*"):
+        if path.is_file() and path.parent.name == "d":  # the data, not what describes it
+            path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    sharding = SingleDeviceSharding(jax.devices()[0])
+
+    def abstract(shape, dtype):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    make_loop, hook = asyncio.new_event_loop, sys.unraisablehook
+    checkpoints = Checkpoints(tmp_path, keep=1, async_save=False)
+    with pytest.raises(UserError) as error:
+        checkpoints.restore(1, state_of(20, abstract), config)
+    checkpoints.close()
+    assert str(error.value).startswith(f"the checkpoint {tmp_path / '1'} is damaged (OUT_OF_RANGE")
+    assert "\n" not in str(error.value) and "bound method" not in str(error.value)
+    assert asyncio.new_event_loop is make_loop and sys.unraisablehook is hook
+    del error
+    gc.collect()
+    assert reported == []
 
 
-def test_a_record_without_newer_fields_means_their_defaults(config, tmp_path):
-    config = changed(config, model={"rope_scaling": RopeScalingConfig(factor=2.0)})
-    saved = config_to_dict(config)
-    abstract = types.SimpleNamespace(parameters={})
+def test_reads_that_go_on_after_a_failure_find_their_loop_open():
+    failed, woken = threading.Event(), []
 
-    def check(saved):
-        checkpoint._check_same_model(tmp_path, saved, {}, abstract, config)
+    async def fail():
+        raise ValueError("damaged")
 
-    del saved["model"]["rms_norm_eps"], saved["model"]["rope_scaling"]["truncate"]
-    del saved["optimizer"]["trainable"]
-    check(saved)
-    saved["model"]["rope_scaling"]["beta_slow"] = 0.5
-    with pytest.raises(UserError, match="of another model: model.rope_scaling = "):
-        check(saved)
+    async def read():
+        loop, done = asyncio.get_running_loop(), asyncio.Event()
+
+        def wake():
+            failed.wait(60)
+            try:
+                loop.call_soon_threadsafe(done.set)
+                woken.append("open")
+            except RuntimeError as error:
+                woken.append(str(error))
+
+        threading.Thread(target=wake).start()
+        await done.wait()
+        raise ValueError("damaged as well")
+
+    async def all_reads():
+        await asyncio.gather(read(), fail())
+
+    with reads_end_together(), pytest.raises(ValueError, match="^damaged$"):
+        loop = asyncio.new_event_loop()  # as Orbax does
+        try:
+            loop.run_until_complete(all_reads())
+        finally:
+            threading.Timer(0.05, failed.set).start()
+            loop.close()
+    assert woken == ["open"]
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (PermissionError(13, "Permission denied"), "could not be read ([Errno 13] Permission"),
+        (OSError(5, "Input/output error"), "could not be read ([Errno 5] Input/output error"),
+        (ValueError("UNAVAILABLE: no answer\nof the server"), "could not be read (UNAVAILABLE: no"),
+        (MemoryError(), "there is not enough memory to read the checkpoint runs/7 (MemoryError)"),
+        (RuntimeError("RESOURCE_EXHAUSTED: out"), "not enough memory to read the checkpoint"),
+        (FileNotFoundError(2, "No such file"), "runs/7 is damaged ([Errno 2] No such file"),
+        (ValueError("DATA_LOSS: checksum"), "the checkpoint runs/7 is damaged (DATA_LOSS"),
+    ],
+)
+def test_only_what_the_files_show_is_called_damage(error, sentence):
+    told = str(unreadable(Path("runs/7"), error))
+    assert sentence in told and "\n" not in told
+    assert ("delete" in told) == ("damaged" in told)
+    outer = ValueError("while reading <bound method f>")
+    outer.__cause__ = error
+    assert sentence in str(unreadable(Path("runs/7"), outer))
+
+
+def test_a_checkpoint_that_is_older_than_a_field_had_its_default(config):
+    saved, state = config_to_dict(config), state_of(1)
+    shapes = {"p0": [64, 64]}
+    del saved["model"]["rms_norm_eps"], saved["model"]["rope_scaling"], saved["optimizer"]
+    check_same_model(Path("runs/7"), saved, shapes, state, config)
+    other = changed(config, model={"rms_norm_eps": 1e-5})
+    with pytest.raises(UserError, match=r"model\.rms_norm_eps = 1e-06 there and 1e-05 here"):
+        check_same_model(Path("runs/7"), saved, shapes, state, other)
+
+    scaled = config_to_dict(config)
+    scaled["model"]["rope_scaling"] = {"factor": 4.0}
+    stretched = config_from_dict(scaled, "a test")
+    check_same_model(Path("runs/7"), scaled, shapes, state, stretched)

@@ -9,7 +9,7 @@ from flax import nnx
 
 from mtraining_jax.cli import main
 from mtraining_jax.config import available_configs, load_config
-from mtraining_jax.models import Qwen2
+from mtraining_jax.models import abstract_state, graph_definition
 from mtraining_jax.planning.cost import count_flops, seconds
 from mtraining_jax.planning.dry_run import available, dry_run
 from mtraining_jax.planning.hardware import H200
@@ -90,7 +90,7 @@ def test_flops_are_those_of_the_traced_products(config, remat, kept):
         config, model=model, loss={"chunk_size": 128}, data={"batch_size": 1},
         parallel={"data": 1, "nodes": 1, "devices_per_node": 1},
     )
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: Qwen2(config.model, rngs=nnx.Rngs(0))))
+    graphdef, state = graph_definition(config.model), abstract_state(config.model)
     tokens = jnp.zeros((1, config.data.seq_len), jnp.int32)
 
     def loss(state):

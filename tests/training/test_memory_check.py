@@ -5,7 +5,7 @@ import types
 import pytest
 
 from mtraining_jax.errors import UserError
-from mtraining_jax.training.memory_check import check_fits
+from mtraining_jax.training.memory_check import check_memory
 
 GIB = 2**30
 
@@ -30,14 +30,14 @@ class Device:
 
 def test_results_in_the_place_of_arguments_take_nothing():
     device = Device({"bytes_limit": 10 * GIB, "bytes_in_use": 4 * GIB})
-    check_fits(program(6 * GIB, 3 * GIB, 3 * GIB), [device])
+    check_memory(program(6 * GIB, 3 * GIB, 3 * GIB), [device])
 
 
 def test_says_what_is_needed_and_what_is_left():
     full = Device({"bytes_limit": 10 * GIB, "bytes_in_use": 5 * GIB})
     with pytest.raises(UserError, match=r"needs 6\.0 GiB .* cuda:1 has 5\.0 GiB left of 10\.0"):
-        check_fits(program(5 * GIB, 4 * GIB, 3 * GIB), [Device(None), full])
+        check_memory(program(5 * GIB, 4 * GIB, 3 * GIB), [Device(None), full])
 
 
 def test_a_device_that_does_not_tell_is_not_asked():
-    check_fits(program(5 * GIB, 0, 0), [Device(None), Device({})])
+    check_memory(program(5 * GIB, 0, 0), [Device(None), Device({})])

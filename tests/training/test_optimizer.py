@@ -6,8 +6,6 @@ import pytest
 from mtraining_jax.config import OptimizerConfig
 from mtraining_jax.errors import UserError
 from mtraining_jax.training.optimizer import (
-    ATTENTION_ONLY,
-    QK_PROJECTIONS_ONLY,
     clip,
     make_optimizer,
     make_schedule,
@@ -58,8 +56,8 @@ def test_decay_steps_count_from_the_start():
 
 def test_trainable_names_by_pattern():
     assert trainable_names(NAMES, ()) == set(NAMES)
-    assert trainable_names(NAMES, ATTENTION_ONLY) == set(NAMES[1:5])
-    assert trainable_names(NAMES, QK_PROJECTIONS_ONLY) == set(NAMES[1:4])
+    assert trainable_names(NAMES, ("self_attn",)) == set(NAMES[1:5])
+    assert trainable_names(NAMES, ("self_attn.q_proj", "self_attn.k_proj")) == set(NAMES[1:4])
     with pytest.raises(UserError, match="'self_attention'.*no parameter.*embed_tokens.weight"):
         trainable_names(NAMES, ("self_attn", "self_attention"))
 

@@ -3,8 +3,9 @@
 import jax
 
 from mtraining_jax.training.checkpoint import newest_step
+from mtraining_jax.training.compile_cache import use_compile_cache
 from mtraining_jax.training.loop import run
-from mtraining_jax.training.run_folder import checkpoint_folder, use_compile_cache
+from mtraining_jax.training.run_folder import checkpoint_folder
 from tests.training.common import changed
 
 

@@ -1,5 +1,6 @@
 """Python's own library: text that every machine has."""
 
+import os
 import sysconfig
 import tokenize
 from collections.abc import Iterator
@@ -38,14 +39,16 @@ def library_files() -> list[Path]:
         UserError: this Python came without sources.
     """
     root = Path(sysconfig.get_path("stdlib"))
-    files = sorted(
-        (path.relative_to(root).parts, path)
-        for path in root.rglob("*.py")
-        if not _SKIPPED.intersection(path.relative_to(root).parts)
-        and not path.name.startswith("_sysconfigdata")
-    )
+    files = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in _SKIPPED]
+        files += [
+            Path(folder, name)
+            for name in names
+            if name.endswith(".py") and not name.startswith("_sysconfigdata")
+        ]
     if not files:
         raise UserError(
             f'data.source = "python_stdlib" finds no .py files under {root}; "text" reads others'
         )
-    return [path for _, path in files]
+    return sorted(files, key=lambda path: path.parts)

@@ -1,7 +1,27 @@
-"""Hugging Face checkpoints of Qwen2: config.json and safetensors, in and out."""
+"""Hugging Face checkpoints: config.json and safetensors, in and out.
 
-from mtraining_jax.models.hf.config import check_same_model, read_hf_config
-from mtraining_jax.models.hf.read import load_hf
-from mtraining_jax.models.hf.write import save_hf
+The names below are loaded when they are first used: a configuration reads config.json, without JAX.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mtraining_jax.models.hf.config import check_same_model, read_hf_config
+    from mtraining_jax.models.hf.read import load_hf
+    from mtraining_jax.models.hf.write import save_hf
+
+_HOMES = {
+    "check_same_model": "config",
+    "load_hf": "read",
+    "read_hf_config": "config",
+    "save_hf": "write",
+}
 
 __all__ = ["check_same_model", "load_hf", "read_hf_config", "save_hf"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

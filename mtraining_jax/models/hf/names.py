@@ -1,27 +1,69 @@
-"""Our parameter names against those of Hugging Face."""
+"""The tensors of a Hugging Face checkpoint, and which of our parameters each holds."""
 
+import dataclasses
+
+from mtraining_jax.models.families import family_of
+from mtraining_jax.models.parameters import LAYERS
 from mtraining_jax.models.spec import ModelSpec
 
-LAYERS = "layers."
 
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """What a tensor holds of one parameter.
 
-def hf_names(name: str, spec: ModelSpec) -> list[str]:
-    """The tensors that make up one parameter.
-
-    Args:
-        name: ours, e.g. "layers.mlp.up_proj.weight".
-        spec: the model.
-
-    Returns:
-        One name, or for a stacked parameter one name a layer, in order.
+    Attributes:
+        parameter: its dotted name, e.g. "layers.mlp.up_proj.weight".
+        layer: of a stacked parameter; None for others.
+        first_row: of the tensor, where the part begins.
+        shape: of the part, which is that of the tensor but for the rows.
     """
-    if name.startswith(LAYERS):
-        rest = name.removeprefix(LAYERS)
-        return [f"model.layers.{layer}.{rest}" for layer in range(spec.num_layers)]
-    return [name if name.startswith("lm_head.") else f"model.{name}"]
+
+    parameter: str
+    layer: int | None
+    first_row: int
+    shape: tuple[int, ...]
 
 
-def is_redundant(hf_name: str, spec: ModelSpec) -> bool:
+@dataclasses.dataclass(frozen=True)
+class CheckpointTensor:
+    """One tensor.
+
+    Attributes:
+        name: in the checkpoint.
+        shape: as it should be.
+        parts: what it holds, one part below the other.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+
+def checkpoint_tensors(spec: ModelSpec) -> list[CheckpointTensor]:
+    """All tensors of a checkpoint, in the order in which the model uses them."""
+    table = spec.parameters
+
+    def tensor(name: str, parameters: tuple[str, ...], layer: int | None) -> CheckpointTensor:
+        parts, rows = [], 0
+        for parameter in parameters:
+            shape = table[parameter].shape if layer is None else table[parameter].shape[1:]
+            parts.append(Part(parameter, layer, rows, shape))
+            rows += shape[0]
+        return CheckpointTensor(name, (rows, *parts[0].shape[1:]), tuple(parts))
+
+    layer_tensors = family_of(spec.family).layer_tensors(spec)
+    found = [tensor("model.embed_tokens.weight", ("embed_tokens.weight",), None)]
+    for layer in range(spec.num_layers):
+        for name, parameters in layer_tensors.items():
+            stacked = tuple(LAYERS + parameter for parameter in parameters)
+            found.append(tensor(f"model.layers.{layer}.{name}", stacked, layer))
+    found.append(tensor("model.norm.weight", ("norm.weight",), None))
+    if "lm_head.weight" in table:
+        found.append(tensor("lm_head.weight", ("lm_head.weight",), None))
+    return found
+
+
+def is_redundant(tensor: str, spec: ModelSpec) -> bool:
     """Whether a tensor may be ignored: rotary tables, and the copy of a tied embedding."""
-    tied_copy = spec.tie_word_embeddings and hf_name == "lm_head.weight"
-    return tied_copy or hf_name.endswith("rotary_emb.inv_freq")
+    tied_copy = spec.tie_word_embeddings and tensor == "lm_head.weight"
+    return tied_copy or tensor.endswith("rotary_emb.inv_freq")

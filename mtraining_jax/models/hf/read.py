@@ -1,6 +1,7 @@
 """Safetensors into a sharded state: each device's slices are read, and nothing else."""
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -14,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from mtraining_jax.errors import UserError
 from mtraining_jax.models.hf.config import check_same_model, read_json
-from mtraining_jax.models.hf.names import LAYERS, hf_names, is_redundant
+from mtraining_jax.models.hf.names import checkpoint_tensors, is_redundant
 from mtraining_jax.models.sharding import parameter_names
 from mtraining_jax.models.spec import ModelSpec
 from mtraining_jax.models.transformer import abstract_state
@@ -24,8 +25,14 @@ INDEX_FILE = "model.safetensors.index.json"
 _DTYPES = ("F32", "BF16", "F16")
 
 
-def load_hf(directory: str | Path, config: Any, shardings: nnx.State | None = None) -> nnx.State:
-    """Reads a checkpoint into the stacked fp32 state of `Qwen2`.
+def load_hf(
+    directory: str | Path,
+    config: Any,
+    shardings: nnx.State | None = None,
+    *,
+    override: Sequence[str] = (),
+) -> nnx.State:
+    """Reads a checkpoint into the stacked fp32 state of a `Transformer`.
 
     All names, shapes and dtypes are checked, from the files' headers, before any tensor is read.
     In a run of several processes each reads only the slices that its devices hold.
@@ -35,29 +42,44 @@ def load_hf(directory: str | Path, config: Any, shardings: nnx.State | None = No
             model.safetensors.index.json lists. Tensors of F32, BF16 or F16.
         config: the model to fill: a `ModelSpec`, or any object or mapping with its fields.
         shardings: as `param_shardings` makes them; None is the default device.
+        override: fields in which `config` may differ from the checkpoint's config.json, of
+            `config.FREE`: a context is extended so.
 
     Returns:
-        The state; join it with the graph definition of `init_model` or of `nnx.graphdef`.
+        The state; join it with that of `graph_definition`.
 
     Raises:
         UserError: if a file is missing or damaged, a tensor is missing, unknown, misshapen or of
             another dtype, or the checkpoint is of another model.
     """
     spec = ModelSpec.from_config(config)
-    check_same_model(spec, directory)
+    check_same_model(spec, directory, override)
     wanted = abstract_state(spec)
     names = parameter_names(wanted)
     if shardings is None:
         device = SingleDeviceSharding(jax.local_devices()[0])
         shardings = jax.tree.map(lambda _: device, wanted)
     with Tensors(directory) as tensors:
-        pairs = zip(jax.tree.leaves(names), jax.tree.leaves(wanted), strict=True)
-        _check_tensors(tensors, {name: leaf.shape for name, leaf in pairs}, spec)
+        sources = _check_tensors(tensors, spec)
 
         def load(name: str, leaf: jax.ShapeDtypeStruct, sharding: Sharding) -> Array:
-            return _load_parameter(tensors, name, leaf.shape, sharding, spec)
+            return _load_parameter(sources[name], leaf.shape, sharding)
 
         return jax.tree.map(load, names, wanted, shardings)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Source:
+    """Where one parameter is, or one layer of a stacked one: rows of a tensor."""
+
+    tensor: Any
+    first_row: int
+    layer: int | None
+
+    def read(self, rows: slice, rest: tuple[slice, ...]) -> np.ndarray:
+        """Some of it; only this is read."""
+        rows = slice(rows.start + self.first_row, rows.stop + self.first_row)
+        return self.tensor[(rows, *rest)]
 
 
 class Tensors:
@@ -126,40 +148,38 @@ class Tensors:
         return self._handles[path]
 
 
-def _check_tensors(
-    tensors: Tensors, shapes: Mapping[str, tuple[int, ...]], spec: ModelSpec
-) -> None:
-    expected: dict[str, tuple[int, ...]] = {}
-    for name, shape in shapes.items():
-        one = shape[1:] if name.startswith(LAYERS) else shape
-        expected |= dict.fromkeys(hf_names(name, spec), one)
-    for name, shape in expected.items():
+def _check_tensors(tensors: Tensors, spec: ModelSpec) -> dict[str, list[_Source]]:
+    """The sources of every parameter, of a stacked one in the order of its layers."""
+    expected = checkpoint_tensors(spec)
+    sources: dict[str, list[_Source]] = {}
+    for tensor in expected:
+        name = tensor.name
         if name not in tensors.files:
             raise UserError(f"{tensors.directory} has no tensor {name}")
         found = tensors.open(name)
-        if tuple(found.get_shape()) != shape:
+        if tuple(found.get_shape()) != tensor.shape:
             raise UserError(
                 f"{tensors.files[name]}: tensor {name} has shape {list(found.get_shape())}, "
-                f"but the model needs {list(shape)}"
+                f"but the model needs {list(tensor.shape)}"
             )
         if found.get_dtype() not in _DTYPES:
             raise UserError(
                 f"{tensors.files[name]}: tensor {name} is {found.get_dtype()}; "
                 f"allowed are {', '.join(_DTYPES)}"
             )
+        for part in tensor.parts:
+            source = _Source(found, part.first_row, part.layer)
+            sources.setdefault(part.parameter, []).append(source)
+    names = {tensor.name for tensor in expected}
     for name, path in tensors.files.items():
-        if name not in expected and not is_redundant(name, spec):
+        if name not in names and not is_redundant(name, spec):
             raise UserError(f"{path}: tensor {name} has no place in this model")
+    return sources
 
 
 def _load_parameter(
-    tensors: Tensors,
-    name: str,
-    shape: tuple[int, ...],
-    sharding: Sharding,
-    spec: ModelSpec,
+    sources: Sequence[_Source], shape: tuple[int, ...], sharding: Sharding
 ) -> Array:
-    sources = [tensors.open(hf_name) for hf_name in hf_names(name, spec)]
     # Devices that hold the same slice share one reading.
     seen: dict[tuple[tuple[int, int, int], ...], np.ndarray] = {}
 
@@ -167,12 +187,12 @@ def _load_parameter(
         key = tuple(part.indices(size) for part, size in zip(index, shape, strict=True))
         if key not in seen:
             ranges = [slice(start, stop) for start, stop, _ in key]
-            if name.startswith(LAYERS):
+            if sources[0].layer is None:
+                block = sources[0].read(ranges[0], tuple(ranges[1:])).astype(np.float32)
+            else:
                 block = np.empty([part.stop - part.start for part in ranges], np.float32)
                 for row, layer in enumerate(range(ranges[0].start, ranges[0].stop)):
-                    block[row] = sources[layer][tuple(ranges[1:])]
-            else:
-                block = sources[0][tuple(ranges)].astype(np.float32)
+                    block[row] = sources[layer].read(ranges[1], tuple(ranges[2:]))
             seen[key] = block
         return seen[key]
 

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -19,8 +20,8 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from mtraining_jax.errors import UserError
-from mtraining_jax.models.hf.config import hf_config
-from mtraining_jax.models.hf.names import LAYERS, hf_names
+from mtraining_jax.models.hf.config import CONFIG_FILE, hf_config, read_json
+from mtraining_jax.models.hf.names import checkpoint_tensors
 from mtraining_jax.models.hf.read import INDEX_FILE, SINGLE_FILE
 from mtraining_jax.models.sharding import parameter_names
 from mtraining_jax.models.spec import COMPUTE_DTYPES, ModelSpec
@@ -35,6 +36,7 @@ def save_hf(
     max_shard_bytes: int = 5_000_000_000,
     copied: Sequence[Path] = (),
     replace: bool = False,
+    like: str | Path | None = None,
 ) -> Path:
     """Writes config.json and safetensors that transformers loads.
 
@@ -45,12 +47,14 @@ def save_hf(
     Args:
         directory: to be made; must not exist yet, or be empty.
         config: a `ModelSpec`, or any object or mapping with its fields.
-        state: of `Qwen2` (`nnx.State` or pure dict), arrays with any sharding.
+        state: of a `Transformer` (`nnx.State` or pure dict), arrays with any sharding.
         dtype: of the tensors written, "bfloat16" or "float32".
         max_shard_bytes: a file ends before it would grow beyond this; a larger tensor has a file
             of its own. One file alone is named model.safetensors and has no index.
         copied: files that go into the folder as they are, such as those of a tokenizer.
         replace: take the place of an older folder, which is deleted when the new one is whole.
+        like: folder of the checkpoint that the model began with, whose config.json gives the
+            fields that no `ModelSpec` has, such as the ids of special tokens.
 
     Returns:
         The folder.
@@ -66,6 +70,8 @@ def save_hf(
     if max_shard_bytes < 1:
         raise UserError(f"max_shard_bytes={max_shard_bytes} must be positive")
 
+    others = {} if like is None else read_json(Path(like) / CONFIG_FILE)
+    config_json = others | hf_config(spec, dtype)
     shards = _plan(state, spec, jnp.dtype(dtype), max_shard_bytes)
     folder = _Folder(directory, replace) if jax.process_index() == 0 else None
     try:
@@ -77,16 +83,16 @@ def save_hf(
                 file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
             tensors = {}
             for tensor in shard:
-                value = tensor.gather(dtype)
+                value = tensor.gather(dtype, keep=folder is not None)
                 weight_map[tensor.name] = file
                 if folder is not None:
-                    tensors[tensor.name] = np.asarray(value)
+                    tensors[tensor.name] = value
             _together(folder, _Folder.write_tensors, file, tensors)
         if len(shards) > 1:
             size = sum(tensor.size for shard in shards for tensor in shard)
             index = {"metadata": {"total_size": size}, "weight_map": weight_map}
             _together(folder, _Folder.write_json, INDEX_FILE, index)
-        _together(folder, _Folder.write_json, "config.json", hf_config(spec, dtype))
+        _together(folder, _Folder.write_json, CONFIG_FILE, config_json)
         _together(folder, _Folder.copy, copied)
         _together(folder, _Folder.publish)
     finally:
@@ -97,21 +103,28 @@ def save_hf(
 
 @dataclasses.dataclass(frozen=True)
 class _Tensor:
-    """One tensor of the checkpoint: a parameter, or one layer of a stacked one."""
+    """One tensor of the checkpoint: parameters, or layers of stacked ones, one below the other."""
 
     name: str
-    parameter: Array
-    layer: int | None
+    parts: tuple[tuple[Array, int | None], ...]
     size: int  # bytes in the file
 
-    def gather(self, dtype: str) -> Array:
-        """Whole, on a device of every process; a collective operation."""
-        sharding = getattr(self.parameter, "sharding", None)
-        whole = None
-        if isinstance(sharding, NamedSharding):
-            whole = NamedSharding(sharding.mesh, PartitionSpec())
-        value = _whole(self.parameter, self.layer, dtype=dtype, sharding=whole)
-        return value.addressable_data(0)
+    def gather(self, dtype: str, *, keep: bool) -> np.ndarray | None:
+        """The tensor on the host, if it is to be kept there; a collective operation."""
+        values = [_gather(parameter, layer, dtype) for parameter, layer in self.parts]
+        if not keep:
+            return None
+        arrays = [np.asarray(value) for value in values]
+        return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+
+
+def _gather(parameter: Array, layer: int | None, dtype: str) -> Array:
+    """A parameter or a layer of it, whole, on a device of every process."""
+    sharding = getattr(parameter, "sharding", None)
+    whole = None
+    if isinstance(sharding, NamedSharding):
+        whole = NamedSharding(sharding.mesh, PartitionSpec())
+    return _whole(parameter, layer, dtype=dtype, sharding=whole).addressable_data(0)
 
 
 @functools.partial(jax.jit, static_argnames=("dtype", "sharding"))
@@ -129,21 +142,15 @@ def _plan(
     parameters = dict(
         zip(jax.tree.leaves(parameter_names(state)), jax.tree.leaves(state), strict=True)
     )
-    stacked = [name for name in parameters if name.startswith(LAYERS)]
-    order = [("embed_tokens.weight", None)]
-    order += [(name, layer) for layer in range(spec.num_layers) for name in stacked]
-    order += [(name, None) for name in ("norm.weight", "lm_head.weight") if name in parameters]
-
     shards: list[list[_Tensor]] = [[]]
     filled = 0
-    for name, layer in order:
-        parameter = parameters[name]
-        size = parameter.size * dtype.itemsize // (1 if layer is None else spec.num_layers)
-        tensor = _Tensor(hf_names(name, spec)[layer or 0], parameter, layer, size)
+    for tensor in checkpoint_tensors(spec):
+        parts = tuple((parameters[part.parameter], part.layer) for part in tensor.parts)
+        size = math.prod(tensor.shape) * dtype.itemsize
         if shards[-1] and filled + size > max_shard_bytes:
             shards.append([])
             filled = 0
-        shards[-1].append(tensor)
+        shards[-1].append(_Tensor(tensor.name, parts, size))
         filled += size
     return shards
 

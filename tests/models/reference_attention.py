@@ -14,7 +14,7 @@ def dense_attention(positions: Array) -> Attention:
         positions: int32 [S] or [B, S]; a query sees keys whose position is not above its own.
 
     Returns:
-        A callable for `Qwen2`: q [B, S, Hq, D], k and v [B, S, Hk, D] -> out [B, S, Hq, D] in
+        A callable for `Transformer`: q [B, S, Hq, D], k and v [B, S, Hk, D] -> out [B, S, Hq, D] in
         q's dtype, scores scaled by D**-0.5, and the stats {"density": 1}.
     """
 

@@ -7,10 +7,11 @@ import pytest
 from rich.console import Console
 
 from mtraining_jax.errors import UserError
-from mtraining_jax.reporting.banner import summary
-from mtraining_jax.reporting.metrics import Memory, open_writers, read_records, step_record
 from mtraining_jax.reporting.progress import Display, step_line
-from tests.training.common import changed, tiny_config
+from mtraining_jax.reporting.record import Memory, step_record
+from mtraining_jax.reporting.summary import summary
+from mtraining_jax.reporting.writers import open_writers
+from tests.training.common import changed, tiny_config, written
 
 
 @pytest.fixture
@@ -114,7 +115,7 @@ def test_jsonl_of_a_run_that_was_cut_off_goes_on_where_the_checkpoint_is(config)
         writer.close()
         with path.open("a") as file:
             file.write('{"step": 5, "lo')  # cut off in the middle of a line
-    assert [(r["step"], r["loss"]) for r in read_records(path)] == [
+    assert [(r["step"], r["loss"]) for r in written(config)] == [
         (1, 1), (2, 2), (3, 23), (4, 24),
     ]  # fmt: skip
 

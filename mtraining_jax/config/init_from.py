@@ -1,0 +1,83 @@
+"""What a checkpoint's config.json decides of the model, where `model.init_from` names one."""
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from mtraining_jax.errors import UserError
+from mtraining_jax.models.hf.config import CONFIG_FILE, FIXED, FREE, read_hf_values
+from mtraining_jax.models.rope import RopeScaling, make_scaling
+
+
+def with_checkpoint(
+    table: Mapping[str, Any], say: Callable[[str, str], None]
+) -> dict[str, Any]:
+    """A table of values whose model is completed from the checkpoint that it starts from.
+
+    Fields in `model.override` are left as they are: given, or their defaults.
+
+    Args:
+        table: values by section and field, not yet checked.
+        say: takes the name of a field and a sentence about it, for each field that is given and
+            differs from config.json.
+
+    Returns:
+        `table`, or a copy of it with another section `model`.
+
+    Raises:
+        UserError: if config.json cannot be read or is of a model that is not built here.
+    """
+    given = table.get("model")
+    if not isinstance(given, dict) or not isinstance(given.get("init_from"), str):
+        return dict(table)
+    folder, override = given["init_from"], given.get("override") or ()
+    try:
+        found = read_hf_values(folder)
+    except UserError as error:
+        raise UserError(
+            f"model.init_from = {folder}: {error}; a run that only goes on from its own checkpoint"
+            " can do without, with model.init_from = none and all sizes of the model"
+        ) from None
+    model = dict(given)
+    for name in (*FIXED, *FREE):
+        if name in override and name in FREE:
+            continue
+        if name not in model:
+            model[name] = _plain(found[name])
+        elif not _equal(name, model[name], found):
+            way = f', or keep it with model.override = ["{name}"]' if name in FREE else ""
+            say(
+                f"model.{name}",
+                f"model.{name} = {_text(model[name])}, and {Path(folder) / CONFIG_FILE} says"
+                f" {_text(_plain(found[name]))}: leave it out{way}",
+            )
+            model[name] = _plain(found[name])
+    return {**table, "model": model}
+
+
+def _equal(name: str, given: Any, found: Mapping[str, Any]) -> bool:
+    if name != "rope_scaling":
+        return given == found[name]
+    try:
+        scaling = make_scaling(given)
+    except (ValueError, TypeError):
+        return True  # what is wrong with it is told when it is checked
+    context = found["max_position_embeddings"]
+    both = (x if x is None else x.to_hf(context) for x in (scaling, found[name]))
+    return next(both) == next(both)
+
+
+def _plain(value: Any) -> Any:
+    """A value as TOML would give it."""
+    if not isinstance(value, RopeScaling):
+        return value
+    fields = dataclasses.asdict(value)
+    plain = {key: list(x) if isinstance(x, tuple) else x for key, x in fields.items()}
+    return {"type": value.type, **{key: x for key, x in plain.items() if x is not None}}
+
+
+def _text(value: Any) -> str:
+    text = "none" if value is None else json.dumps(value, default=str)
+    return text if len(text) <= 200 else f"{text[:197]}..."

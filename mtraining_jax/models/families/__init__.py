@@ -1,0 +1,32 @@
+"""Model families: one file each, registered here by the model_type of Hugging Face.
+
+Imports no JAX.
+"""
+
+from mtraining_jax.models.families.family import Family
+from mtraining_jax.plugins import Registry
+
+_HERE = "mtraining_jax.models.families"
+
+FAMILIES = Registry(
+    "model family",
+    base=f"{_HERE}.family:Family",
+    built_in={
+        "qwen2": f"{_HERE}.qwen2:Qwen2",
+        "qwen3": f"{_HERE}.qwen3:Qwen3",
+        "llama": f"{_HERE}.llama:Llama",
+        "phi3": f"{_HERE}.phi3:Phi3",
+    },
+)
+
+
+def family_of(name: str) -> Family:
+    """The family of a model_type, or of `package.module:Name`.
+
+    Raises:
+        UserError: if there is none, saying which there are.
+    """
+    return FAMILIES.get(name)()
+
+
+__all__ = ["FAMILIES", "Family", "family_of"]

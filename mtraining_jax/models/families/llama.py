@@ -1,0 +1,21 @@
+"""Llama 2 and 3, and models built alike such as SmolLM2: no bias and no norm on heads."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from mtraining_jax.models.families.family import Family, with_defaults
+
+
+class Llama(Family):
+    """See `Family`."""
+
+    model_type = "llama"
+    architecture = "LlamaForCausalLM"
+    title = "Llama"
+    defaults = Family.defaults | {"max_position_embeddings": 2048}
+    fixed = Family.fixed | {"attention_bias": False, "mlp_bias": False}
+
+    def read_config(self, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """See `Family.read_config`; without key/value heads there are as many as query heads."""
+        heads = raw.get("num_attention_heads")
+        return super().read_config(with_defaults(raw, num_key_value_heads=heads))

@@ -1,0 +1,65 @@
+"""Phi-3: fused projections in its checkpoints, and LongRoPE.
+
+A checkpoint has queries, keys and values in one matrix, gate and up in another. Here they are
+parameters of their own: the sharded layers and the chunked MLP then serve unchanged, and a
+round trip has the same bits.
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from mtraining_jax.models.families.family import Family, with_defaults
+
+if TYPE_CHECKING:
+    from mtraining_jax.models.spec import ModelSpec
+
+
+class Phi3(Family):
+    """See `Family`."""
+
+    model_type = "phi3"
+    architecture = "Phi3ForCausalLM"
+    title = "Phi-3"
+    defaults = Family.defaults | {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
+    fixed = Family.fixed | {"attention_bias": False, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+    fused = {
+        "self_attn.qkv_proj.weight": (
+            "self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight",
+        ),
+        "mlp.gate_up_proj.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    }  # fmt: skip
+
+    def read_config(self, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """See `Family.read_config`. A window must not be shorter than the context."""
+        heads = raw.get("num_attention_heads")
+        values = super().read_config(with_defaults(raw, num_key_value_heads=heads))
+        window, context = raw.get("sliding_window"), values["max_position_embeddings"]
+        if window is not None and window < context:
+            raise ValueError(
+                f"sliding_window={window} is unsupported; allowed are null and at least"
+                f" max_position_embeddings={context}"
+            )
+        return values
+
+    def rope_parameters(self, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """See `Family.rope_parameters`; the original context may stand outside of them."""
+        rope = dict(super().rope_parameters(raw))
+        name = "original_max_position_embeddings"
+        if rope and rope.get(name) is None and raw.get(name) is not None:
+            rope[name] = raw[name]
+        if (rope.get("rope_type") or rope.get("type")) == "su":  # its name in early checkpoints
+            rope["rope_type"] = "longrope"
+        return rope
+
+    def write_config(self, spec: "ModelSpec") -> dict[str, Any]:
+        """See `Family.write_config`; transformers 4 takes three rope fields and no more."""
+        raw = super().write_config(spec)
+        raw["rope_parameters"]["partial_rotary_factor"] = 1.0
+        scaled = raw["rope_scaling"]
+        if scaled is not None and scaled["rope_type"] == "longrope":
+            raw["original_max_position_embeddings"] = scaled["original_max_position_embeddings"]
+            three = {name: scaled[name] for name in ("short_factor", "long_factor")}
+            raw["rope_scaling"] = {"type": "longrope", **three}
+            # It follows from the two context lengths.
+            del raw["rope_parameters"]["factor"]
+        return raw

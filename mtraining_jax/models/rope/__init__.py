@@ -1,0 +1,84 @@
+"""Rotary frequencies: plain, and in every way of stretching them to a longer context.
+
+Imports no JAX, so that a configuration can be checked without it. A way of stretching is a class
+in a file of its own, and is registered in `ROPE_KINDS`. `mtraining_jax.models.rotary` applies them.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from mtraining_jax.models.rope.kind import RopeScaling
+from mtraining_jax.models.rope.linear import LinearScaling
+from mtraining_jax.models.rope.llama3 import Llama3Scaling
+from mtraining_jax.models.rope.longrope import LongRopeScaling
+from mtraining_jax.models.rope.yarn import YarnScaling
+
+# By the name that config.json calls `rope_type`.
+ROPE_KINDS: Mapping[str, type[RopeScaling]] = {
+    kind.type: kind for kind in (YarnScaling, LinearScaling, Llama3Scaling, LongRopeScaling)
+}
+
+__all__ = [
+    "ROPE_KINDS",
+    "LinearScaling",
+    "Llama3Scaling",
+    "LongRopeScaling",
+    "RopeScaling",
+    "YarnScaling",
+    "make_scaling",
+    "rope_frequencies",
+]
+
+
+def rope_frequencies(
+    head_dim: int,
+    theta: float,
+    scaling: RopeScaling | None,
+    *,
+    context: int,
+    length: int,
+) -> tuple[np.ndarray, float]:
+    """Angles per token of each pair of dimensions.
+
+    Args:
+        head_dim: width of a head, D.
+        theta: base of the frequencies.
+        scaling: how they are stretched; None leaves them plain.
+        context: tokens that the model is meant for.
+        length: tokens of the sequence at hand.
+
+    Returns:
+        Frequencies float64 [D/2] in radians per token, and the factor on cos and sin.
+    """
+    plain = theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    if scaling is None:
+        return plain, 1.0
+    return scaling.stretch(plain, theta=theta, context=context, length=length)
+
+
+def make_scaling(values: Any) -> RopeScaling | None:
+    """The scaling that a mapping, or any object with these attributes, describes.
+
+    Args:
+        values: `type` (or `rope_type`) names the kind, yarn if absent; other fields are those of
+            its class. None, and a `RopeScaling`, are returned as they are. A field that is None
+            has its default.
+
+    Raises:
+        ValueError: if the kind is unknown, `factor` is missing or a value is impossible.
+    """
+    if values is None or isinstance(values, RopeScaling):
+        return values
+    get = values.get if isinstance(values, Mapping) else lambda name: getattr(values, name, None)
+    name = get("type") or get("rope_type") or YarnScaling.type
+    if name not in ROPE_KINDS:
+        raise ValueError(f'type = "{name}" is unknown; it must be one of {", ".join(ROPE_KINDS)}')
+    kind = ROPE_KINDS[name]
+    found = {field.name: get(field.name) for field in dataclasses.fields(kind)}
+    if found["factor"] is None:
+        raise ValueError("factor is missing")
+    given = {name: value for name, value in found.items() if value is not None}
+    return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in given.items()})

@@ -1,0 +1,71 @@
+"""LongRoPE: a divisor of its own for every frequency, found by search."""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Self
+
+import numpy as np
+
+from mtraining_jax.models.rope.kind import FloatList, RopeScaling, original_problems
+
+
+@dataclasses.dataclass(frozen=True)
+class LongRopeScaling(RopeScaling):
+    """LongRoPE (arXiv:2402.13753): every frequency is divided by a factor of its own.
+
+    Attributes:
+        factor: how many times longer the context becomes.
+        original_max_position_embeddings: tokens of context before it was stretched.
+        attention_factor: scale of the cosines and sines; none is sqrt(1 + ln(factor) /
+            ln(original_max_position_embeddings)).
+        short_factor: divisors for sequences of up to the original context, one for each pair of
+            dimensions.
+        long_factor: the same for longer sequences.
+    """
+
+    type: ClassVar[str] = "longrope"
+
+    original_max_position_embeddings: int | None = None
+    attention_factor: float | None = None
+    short_factor: FloatList = ()
+    long_factor: FloatList = ()
+
+    @classmethod
+    def problems(cls, values: Any, prefix: str, head_dim: int | None) -> Iterator[str]:
+        """See `RopeScaling.problems`."""
+        yield from super().problems(values, prefix, head_dim)
+        yield from original_problems(values, prefix, needed=True)
+        if values.original_max_position_embeddings == 1:
+            yield f"{prefix}original_max_position_embeddings = 1 must be at least 2"
+        for name in ("short_factor", "long_factor"):
+            factors = getattr(values, name)
+            if not factors:
+                yield f"{prefix}{name} is missing: a number for each pair of dimensions of a head"
+            elif min(factors) <= 0:
+                yield f"{prefix}{name} has {min(factors)}; all must be positive"
+            elif head_dim is not None and len(factors) != head_dim // 2:
+                yield (
+                    f"{prefix}{name} has {len(factors)} entries, and a head of {head_dim} has"
+                    f" {head_dim // 2} pairs of dimensions"
+                )
+
+    def stretch(
+        self, plain: np.ndarray, *, theta: float, context: int, length: int
+    ) -> tuple[np.ndarray, float]:
+        """See `RopeScaling.stretch`. The length of the sequence decides which factors divide."""
+        del theta, context
+        original = self.original_max_position_embeddings
+        divisors = self.long_factor if length > original else self.short_factor
+        scale = self.attention_factor
+        if scale is None:
+            scale = math.sqrt(1 + math.log(self.factor) / math.log(original))
+        return plain / np.asarray(divisors, np.float64), scale
+
+    @classmethod
+    def from_hf(cls, rope: Mapping[str, Any], context: int) -> Self:
+        """See `RopeScaling.from_hf`; without `factor` the two context lengths give it."""
+        original = rope.get("original_max_position_embeddings")
+        if rope.get("factor") is None and original:
+            rope = {**rope, "factor": max(1.0, context / original)}
+        return super().from_hf(rope, context)

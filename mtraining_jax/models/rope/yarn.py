@@ -1,0 +1,91 @@
+"""YaRN: slow frequencies divided, fast ones kept, a ramp over the dimensions between."""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Self
+
+import numpy as np
+
+from mtraining_jax.models.rope.kind import RopeScaling, original_problems
+
+
+@dataclasses.dataclass(frozen=True)
+class YarnScaling(RopeScaling):
+    """YaRN (arXiv:2309.00071).
+
+    Attributes:
+        factor: how many times longer the context becomes.
+        original_max_position_embeddings: tokens of context before it was stretched; none reads
+            max_position_embeddings instead, as transformers 4.48 did even when the field was
+            there. The two readings give different frequencies.
+        beta_fast: dimensions that turn more often than this over the original context are kept as
+            they are.
+        beta_slow: dimensions that turn less often than this over the original context are divided
+            by factor.
+        attention_factor: scale of the cosines and sines; none is 0.1 ln(factor) + 1.
+        truncate: round the bounds of the transition to whole dimensions.
+    """
+
+    type: ClassVar[str] = "yarn"
+
+    original_max_position_embeddings: int | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    truncate: bool = True
+
+    @classmethod
+    def problems(cls, values: Any, prefix: str, head_dim: int | None) -> Iterator[str]:
+        """See `RopeScaling.problems`."""
+        yield from super().problems(values, prefix, head_dim)
+        yield from original_problems(values, prefix, needed=False)
+        if values.beta_slow <= 0:
+            yield f"{prefix}beta_slow = {values.beta_slow} must be positive"
+        if values.beta_fast < values.beta_slow:
+            yield (
+                f"{prefix}beta_fast = {values.beta_fast} must not be less than {prefix}beta_slow ="
+                f" {values.beta_slow}"
+            )
+
+    def stretch(
+        self, plain: np.ndarray, *, theta: float, context: int, length: int
+    ) -> tuple[np.ndarray, float]:
+        """See `RopeScaling.stretch`; the ramp is that of section 3.2."""
+        del length
+        dim = 2 * len(plain)
+        original = self.original_max_position_embeddings or context
+
+        def dimension_turning(rotations: float) -> float:
+            """The (fractional) pair that turns `rotations` times over the original context."""
+            turns_of_first = original / (2 * math.pi)
+            return dim * math.log(turns_of_first / rotations) / (2 * math.log(theta))
+
+        low, high = dimension_turning(self.beta_fast), dimension_turning(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, dim - 1)
+        # A range without width is a step.
+        ramp = np.clip((np.arange(dim // 2) - low) / max(high - low, 1e-3), 0.0, 1.0)
+        frequencies = plain * (1 - ramp) + plain / self.factor * ramp
+        scale = self.attention_factor
+        return frequencies, 0.1 * math.log(self.factor) + 1.0 if scale is None else scale
+
+    @classmethod
+    def from_hf(cls, rope: Mapping[str, Any], context: int) -> Self:
+        """See `RopeScaling.from_hf`."""
+        both = rope.get("mscale"), rope.get("mscale_all_dim")
+        if rope.get("attention_factor") is None and all(both) and rope.get("factor"):
+            # The ratio of two attention factors, as transformers computes it.
+            scale = math.log(max(rope["factor"], 1.0))
+            ratio = (0.1 * both[0] * scale + 1.0) / (0.1 * both[1] * scale + 1.0)
+            rope = {**rope, "attention_factor": ratio}
+        return super().from_hf(rope, context)
+
+    def to_hf(self, context: int) -> dict[str, Any]:
+        """See `RopeScaling.to_hf`; the original context is always told."""
+        fields = super().to_hf(context)
+        fields.setdefault("original_max_position_embeddings", context)
+        if self.truncate:  # older versions of transformers do not know the field
+            del fields["truncate"]
+        return fields

@@ -1,0 +1,137 @@
+"""One step in numbers: the record that every writer, line and summary is made from."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from mtraining_jax.config import Config
+from mtraining_jax.reporting.flops import peak_flops, step_flops
+
+# JSONL for tools, TensorBoard and Weights & Biases for eyes: one record serves all.
+Record = dict[str, Any]
+
+# What every line and record of such a run says: no index was chosen.
+REPLAYED = "replayed density, not chosen"
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes of the device of this process that has most of them in use; by JAX's allocator.
+
+    Attributes:
+        in_use: now.
+        peak: most at any time since the process started.
+    """
+
+    in_use: int
+    peak: int
+
+    @classmethod
+    def now(cls, devices: Sequence[jax.Device]) -> "Memory | None":
+        """Asks devices of this process; None if they do not tell, as CPUs do not."""
+        stats = [device.memory_stats() for device in devices]
+        if not stats or not all(stats):
+            return None
+        return cls(
+            in_use=max(x["bytes_in_use"] for x in stats),
+            peak=max(x["peak_bytes_in_use"] for x in stats),
+        )
+
+
+def step_record(
+    metrics: dict[str, Any],
+    seconds: float,
+    config: Config,
+    *,
+    device_kind: str = "",
+    memory: Memory | None = None,
+) -> Record:
+    """One step in numbers that JSON knows.
+
+    Args:
+        metrics: of the train step, read from the devices.
+        seconds: wall-clock time of the step.
+        config: of the run.
+        device_kind: JAX's name of the devices, for the hardware's rate.
+        memory: of this process's devices, if they tell.
+
+    Returns:
+        step, loss, grad_norm, lr; tokens (read so far), tokens_per_second, step_seconds;
+        attention_flops_executed, attention_flops_dense_equivalent, flops_executed,
+        flops_dense_equivalent, flops_model (of the step, all devices together, see `flops`);
+        tflops_per_device_executed, tflops_per_device_dense_equivalent (10^12 FLOP/s of one
+        device); mfu (model FLOP/s over the bf16 peak of the data sheet, None for devices that
+        `flops` does not list); memory_bytes_in_use and memory_bytes_peak (None where unknown);
+        density (computed over causal pairs, mean over layers) and density_per_layer;
+        skipped_steps (so far). A number that is not finite is None.
+
+        With sparsity.kind = "replay", in place of the two densities: sparsity (`REPLAYED`),
+        replayed_density and replayed_density_per_layer, and where the estimate runs as well
+        estimated_density and estimated_density_per_layer, of the index that it chose and that
+        was not computed.
+    """
+    tokens, devices = config.tokens_per_step, config.devices
+    layers = {name: [float(x) for x in values] for name, values in metrics["layers"].items()}
+    flops = step_flops(config, density=_mean(layers["density"]), executed=_mean(layers["executed"]))
+    peak = peak_flops(device_kind)
+    record = {
+        "step": int(metrics["step"]),
+        "loss": float(metrics["loss"]),
+        "grad_norm": float(metrics["grad_norm"]),
+        "lr": float(metrics["lr"]),
+        "tokens": int(metrics["step"]) * tokens,
+        "tokens_per_second": tokens / seconds,
+        "step_seconds": seconds,
+        "attention_flops_executed": flops.attention_executed,
+        "attention_flops_dense_equivalent": flops.attention_dense,
+        "flops_executed": flops.executed,
+        "flops_dense_equivalent": flops.dense_equivalent,
+        "flops_model": flops.model,
+        "tflops_per_device_executed": flops.executed / seconds / devices / 1e12,
+        "tflops_per_device_dense_equivalent": flops.dense_equivalent / seconds / devices / 1e12,
+        "mfu": None if peak is None else flops.model / seconds / devices / peak,
+        "memory_bytes_in_use": None if memory is None else memory.in_use,
+        "memory_bytes_peak": None if memory is None else memory.peak,
+        **_densities(layers, config),
+        "skipped_steps": int(metrics["skipped"]),
+    }
+    return {name: _finite(value) for name, value in record.items()}
+
+
+def density_of(record: Record) -> float | None:
+    """The share of causal pairs that was computed, chosen or replayed; None if not finite."""
+    return record["replayed_density"] if is_replayed(record) else record["density"]
+
+
+def is_replayed(record: Record) -> bool:
+    """Whether the pairs of this step were given beforehand, and not chosen."""
+    return "replayed_density" in record
+
+
+def _densities(layers: dict[str, list[float]], config: Config) -> Record:
+    density = layers["density"]
+    if config.sparsity.kind != "replay":
+        return {"density": _mean(density), "density_per_layer": density}
+    record = {
+        "sparsity": REPLAYED,
+        "replayed_density": _mean(density),
+        "replayed_density_per_layer": density,
+    }
+    if "estimated_density" in layers:
+        estimated = layers["estimated_density"]
+        record["estimated_density"] = _mean(estimated)
+        record["estimated_density_per_layer"] = estimated
+    return record
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_finite(x) for x in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,138 @@
+"""What a run says at its end: what came out, and commands to go on with."""
+
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+
+import numpy as np
+
+from mtraining_jax.config import Config, available_configs
+from mtraining_jax.reporting.record import REPLAYED, Record, density_of, is_replayed
+
+
+def summary(config: Config, records: Sequence[Record], wrote: Sequence[str]) -> list[str]:
+    """What came out, what was written, and how to go on.
+
+    Args:
+        config: of the run.
+        records: of the steps just taken, at least one.
+        wrote: files and folders.
+
+    Returns:
+        Lines.
+    """
+    losses = [record["loss"] for record in records if record["loss"] is not None]
+    last = losses[-min(10, max(1, len(losses) // 4)) :]
+    seconds = sum(record["step_seconds"] for record in records)
+    lines = [
+        "",
+        f"done: {len(records)} steps in {seconds:.0f} s",
+        f"  speed      {_speed(records)}",
+    ]
+    if losses:
+        of_last = f" (mean of the last {len(last)} steps)" if len(last) > 1 else ""
+        lines.append(f"  loss       {losses[0]:.3f} -> {np.mean(last):.3f}{of_last}")
+    lines.append(f"  attention  {_density(records)}")
+    if records[-1]["skipped_steps"]:
+        lines.append(f"  skipped    {records[-1]['skipped_steps']} steps that were not finite")
+    lines.append(f"  wrote      {wrote[0] if wrote else 'nothing'}")
+    lines += [f"             {where}" for where in wrote[1:]]
+    return [*lines, "to go on:", *_next_steps(config, config.run.steps)]
+
+
+def already_complete(config: Config, step: int) -> list[str]:
+    """What to say where there is nothing left to do.
+
+    Args:
+        config: of the run.
+        step: of its newest checkpoint, `run.steps` or later.
+
+    Returns:
+        Lines.
+    """
+    return [
+        f"{config.run.name} is complete: {config.run.folder} has a checkpoint of step {step}, and"
+        f" run.steps = {config.run.steps}",
+        "to go on:",
+        *_next_steps(config, step),
+    ]
+
+
+def _next_steps(config: Config, done: int) -> list[str]:
+    """Commands to go on with after step `done`."""
+    rows = [
+        ("--checkpoint.resume=false", "start anew; this run's folder is kept under another name"),
+    ]
+    if config.checkpoint.last_step:
+        rows.insert(0, (f"--run.steps={2 * done}", f"train on from step {done}"))
+    if config.parallel.cpu_devices is not None:
+        rows.append(
+            (
+                f"--run.name={config.run.name}_gpu --parallel.cpu_devices=none"
+                " --parallel.nodes=1 --parallel.devices_per_node=1",
+                "on one GPU; needs the extra cuda (uv run --extra cuda, or mtraining-jax[cuda])",
+            )
+        )
+    if config.model.init_from is None:  # else the checkpoint says how large the model is
+        rows.append(
+            (
+                f"--run.name=larger --model.num_layers={2 * config.model.num_layers}",
+                "a larger model; every field can be set so, and --help lists them",
+            )
+        )
+    others = [name for name in available_configs() if name != config.run.name]
+    lines = [f"  {_command(options)}\n      {what}" for options, what in rows]
+    if others:
+        lines.append(f"  other configurations: {', '.join(others)}")
+    return lines
+
+
+def _command(options: str) -> str:
+    """The command that was given, with other options in place of those of the same name."""
+    names = {option.partition("=")[0] for option in options.split()}
+    kept, rest = [], list(sys.argv)
+    while rest:
+        argument = rest.pop(0)
+        if argument.partition("=")[0] not in names:
+            kept.append(argument)
+        elif "=" not in argument and rest and not rest[0].startswith("--"):
+            rest.pop(0)  # its value
+    prefix = "uv run" if "UV" in os.environ else "python"
+    return f"{prefix} {shlex.join(kept)} {options}"
+
+
+def steady_steps(records: Sequence[Record]) -> list[Record]:
+    """Records that tell the speed: without the first two, which warm up, and traced ones."""
+    rest = [record for record in records[2:] if not record.get("profiled")]
+    return rest or list(records[-1:])
+
+
+def _speed(records: Sequence[Record]) -> str:
+    steady = steady_steps(records)
+
+    def median(name: str) -> float:
+        return float(np.median([record[name] for record in steady]))
+
+    steps = f"median of {len(steady)} steps after warm-up" if len(records) > 2 else "last step"
+    text = (
+        f"{median('step_seconds'):.3f} s/step ({steps}), {median('tokens_per_second'):,.0f}"
+        f" tokens/s, {median('tflops_per_device_executed'):.3g} TFLOP/s a device executed,"
+        f" {median('tflops_per_device_dense_equivalent'):.3g} dense-equivalent"
+    )
+    if steady[-1]["mfu"] is not None:
+        text += f", MFU {median('mfu'):.1%}"
+    if steady[-1]["memory_bytes_peak"] is not None:
+        text += f", peak memory {steady[-1]['memory_bytes_peak'] / 2**30:.1f} GiB"
+    return text + (f"; {REPLAYED}" if is_replayed(steady[-1]) else "")
+
+
+def _density(records: Sequence[Record]) -> str:
+    densities = [density_of(record) for record in records if density_of(record) is not None]
+    recalls = [record["recall"] for record in records if record.get("recall") is not None]
+    text = f"{np.mean(densities):.1%} of the causal pairs computed"
+    if is_replayed(records[-1]):
+        text += f"; {REPLAYED}"
+    if recalls:
+        text += f", which hold {np.mean(recalls):.1%} of the attention's mass (recall)"
+    return text

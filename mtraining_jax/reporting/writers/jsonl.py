@@ -1,0 +1,52 @@
+"""metrics.jsonl: one JSON object a step."""
+
+import json
+from pathlib import Path
+
+from mtraining_jax.config import Config
+from mtraining_jax.reporting.record import Record
+
+JSONL_NAME = "metrics.jsonl"
+
+
+class JsonlWriter:
+    """Appends lines to RUN_FOLDER/metrics.jsonl; each is on disk when `write` returns.
+
+    Args:
+        config: of the run.
+        last_step: lines about later steps are removed first.
+    """
+
+    def __init__(self, config: Config, last_step: int) -> None:
+        path = config.run.folder / JSONL_NAME
+        self.where = str(path)
+        kept = _lines_until(path, last_step)
+        # Renamed into place: a run that is cut off here loses no line.
+        new = path.with_suffix(".new")
+        new.write_text("".join(kept), encoding="utf-8")
+        new.replace(path)
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, record: Record) -> None:
+        """Writes one line."""
+        self._file.write(json.dumps(record, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+def _lines_until(path: Path, last_step: int) -> list[str]:
+    """Whole lines about steps up to `last_step`; none without the file."""
+    lines = []
+    if path.is_file():
+        with path.open(encoding="utf-8") as file:
+            for line in file:
+                try:
+                    step = json.loads(line)["step"]
+                except (ValueError, KeyError, TypeError):
+                    continue  # cut off in the middle
+                if step <= last_step:
+                    lines.append(line)
+    return lines

@@ -1,0 +1,58 @@
+"""Weights & Biases."""
+
+import uuid
+from pathlib import Path
+
+from mtraining_jax.config import Config, config_to_dict
+from mtraining_jax.errors import UserError
+from mtraining_jax.reporting.record import Record
+
+# Holds the id of the run at Weights & Biases. It is moved aside with the run's folder, so a run
+# that starts anew gets an id of its own.
+ID_NAME = "wandb_id.txt"
+
+
+class WandbWriter:
+    """Sends records to the project `mtraining-jax`, under the name of the run.
+
+    A run that goes on from a checkpoint goes on there too; one that starts anew is another run.
+
+    Args:
+        config: of the run.
+        last_step: the step that the run goes on from, 0 if it starts anew.
+    """
+
+    def __init__(self, config: Config, last_step: int) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise UserError(
+                "metrics.wandb = true needs the package wandb, which is not installed; install "
+                "the extra wandb (mtraining-jax[wandb]) or set metrics.wandb=false"
+            ) from error
+        self._run = wandb.init(
+            project="mtraining-jax",
+            name=config.run.name,
+            dir=str(config.run.folder),
+            config=config_to_dict(config),
+            resume="allow",
+            id=_run_id(config.run.folder / ID_NAME, anew=last_step == 0),
+        )
+        self.where = f"Weights & Biases ({self._run.url or 'offline'})"
+
+    def write(self, record: Record) -> None:
+        """Sends the record."""
+        self._run.log(record, step=record["step"])
+
+    def close(self) -> None:
+        """Waits until all is sent."""
+        self._run.finish()
+
+
+def _run_id(path: Path, anew: bool) -> str:
+    """The id that the run had when it began; a new one if it begins now."""
+    if not anew and path.is_file():
+        return path.read_text(encoding="utf-8").strip()
+    new = uuid.uuid4().hex
+    path.write_text(new + "\n", encoding="utf-8")
+    return new

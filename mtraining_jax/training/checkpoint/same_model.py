@@ -1,0 +1,70 @@
+"""Whether a checkpoint is of the model that a run trains."""
+
+from pathlib import Path
+from typing import Any
+
+from mtraining_jax.config import Config, config_to_dict
+from mtraining_jax.config.fields import all_fields
+from mtraining_jax.errors import UserError
+from mtraining_jax.training.state import TrainState
+
+# Fields of the model that may change without making another model of the parameters.
+_FREE_MODEL_FIELDS = (
+    "dtype", "init_from", "remat", "mlp_chunk_size", "mlp_kept_chunks", "max_position_embeddings",
+    "override",
+)  # fmt: skip
+
+
+def check_same_model(
+    path: Path,
+    saved: dict[str, Any],
+    shapes: dict[str, list[int]],
+    abstract: TrainState,
+    config: Config,
+) -> None:
+    """Stops a run that would go on from a checkpoint of another model.
+
+    Args:
+        path: of the checkpoint.
+        saved: its configuration. A field that it lacks, for it is younger than the checkpoint,
+            had its default.
+        shapes: of its parameters, by name.
+        abstract: shapes of the run's state.
+        config: of the run.
+
+    Raises:
+        UserError: naming the first field or parameter that differs.
+    """
+    current = config_to_dict(config)
+    for section, field in [
+        *(("model", field) for field in current["model"] if field not in _FREE_MODEL_FIELDS),
+        ("optimizer", "trainable"),
+    ]:
+        was = _with_defaults(f"{section}.{field}", saved.get(section, {}))
+        now = current[section][field]
+        if was != now:
+            what = "of another model" if section == "model" else "of other trained parameters"
+            raise UserError(
+                f"{path} is a checkpoint {what}: {section}.{field} = {was} there and {now} here; "
+                f"set it to {was}, or start anew with another run.name or with "
+                "checkpoint.resume=false"
+            )
+    needed = {name: list(x.shape) for name, x in abstract.parameters.items()}
+    for name in sorted(needed.keys() | shapes.keys()):
+        if needed.get(name) != shapes.get(name):
+            raise UserError(
+                f"{path} is a checkpoint of another model: parameter {name} has shape "
+                f"{shapes.get(name)} there and {needed.get(name)} here"
+            )
+
+
+def _with_defaults(name: str, saved: dict[str, Any]) -> Any:
+    """The value that a saved table gives to the field `name`."""
+    fields = all_fields()
+    default = fields[name].default
+    default = list(default) if isinstance(default, tuple) else default  # as JSON has it
+    value = saved.get(name.rpartition(".")[2], default)
+    if not isinstance(value, dict):
+        return value
+    inner = [other for other in fields if other.rpartition(".")[0] == name]
+    return {other.rpartition(".")[2]: _with_defaults(other, value) for other in inner} | value

@@ -1,0 +1,121 @@
+"""What happens when the devices have done a step: its record is made, written and shown."""
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import jax
+import numpy as np
+
+from mtraining_jax.config import Config
+from mtraining_jax.errors import UserError
+from mtraining_jax.reporting.progress import Display
+from mtraining_jax.reporting.record import Memory, Record, step_record
+from mtraining_jax.reporting.writers import Writer
+
+
+class FinishedSteps:
+    """Waits in a thread of its own for each step, and tells of it as soon as it is done.
+
+    Starting a step may take until the devices have nearly done it, so the loop itself would tell
+    of the step before too late.
+
+    Args:
+        config: of the run.
+        devices: those of this process.
+        writers: where records go.
+        display: where to print.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        devices: Sequence[jax.Device],
+        writers: Sequence[Writer],
+        display: Display,
+    ) -> None:
+        self._config, self._devices = config, devices
+        self._writers, self._display = writers, display
+        self._thread = ThreadPoolExecutor(1, "finished steps")
+        self._records: list[Record] = []
+        self._pending: Future[Record] | None = None  # of the step that was started last
+        self._closed = False
+        self.restart_clock()
+
+    def restart_clock(self) -> None:
+        """Counts the time of the next step from now; no step may be under way."""
+        self._clock = time.perf_counter()
+
+    def add(self, metrics: dict[str, Any], recall: np.ndarray | None, profiled: bool) -> None:
+        """Takes a step that was started; returns when the one before is told.
+
+        Args:
+            metrics: of the step, still on the devices.
+            recall: fp32 [L], measured before it; None if it was not.
+            profiled: whether the step is traced.
+
+        Raises:
+            UserError: as `wait`.
+        """
+        started = self._thread.submit(self._tell, metrics, recall, profiled)
+        self.wait()
+        self._pending = started
+
+    def wait(self) -> list[Record]:
+        """Waits until every step that was added is done and told.
+
+        Returns:
+            The records of all steps so far.
+
+        Raises:
+            UserError: if too many steps in a row were not finite.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            self._records.append(pending.result())
+        return self._records
+
+    def close(self) -> None:
+        """Waits for the devices; a step that is still under way is not told."""
+        self._closed = True
+        self._thread.shutdown(wait=True)
+
+    def _tell(self, metrics: dict[str, Any], recall: np.ndarray | None, profiled: bool) -> Record:
+        jax.block_until_ready(metrics)
+        now = time.perf_counter()
+        seconds, self._clock = now - self._clock, now
+        metrics = jax.device_get(metrics)
+        record = step_record(
+            metrics,
+            seconds,
+            self._config,
+            device_kind=self._devices[0].device_kind,
+            memory=Memory.now(self._devices),
+        )
+        if profiled:
+            record["profiled"] = True  # and slower for it
+        if recall is not None:
+            record["recall"] = float(np.mean(recall))
+            record["recall_per_layer"] = recall.tolist()
+        if self._closed:
+            return record
+        for writer in self._writers:
+            writer.write(record)
+        step, run = record["step"], self._config.run
+        self._display.step(record, step % run.log_every == 0 or step in (1, run.steps))
+        self._check_finite(metrics, record)
+        return record
+
+    def _check_finite(self, metrics: dict[str, Any], record: Record) -> None:
+        in_row, allowed = int(metrics["skipped_in_row"]), self._config.optimizer.max_skipped_steps
+        if in_row <= allowed:
+            return
+        self._closed = True
+        what = "gradient norm" if record["loss"] is not None else "loss"
+        value = metrics["grad_norm"] if record["loss"] is not None else metrics["loss"]
+        raise UserError(
+            f"the {what} is {float(value)} at step {record['step']}, and {in_row} steps in a row "
+            f"were not finite, more than optimizer.max_skipped_steps = {allowed}; a lower "
+            "optimizer.lr, a longer optimizer.warmup_steps or other data may help"
+        )

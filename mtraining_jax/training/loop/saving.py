@@ -1,0 +1,58 @@
+"""When the state of a run goes into a checkpoint, and which one it goes on from."""
+
+from pathlib import Path
+from typing import Any
+
+from mtraining_jax.config import Config
+from mtraining_jax.training import run_folder
+from mtraining_jax.training.checkpoint import Checkpoints
+from mtraining_jax.training.state import TrainState
+
+
+class Saving:
+    """The checkpoints of a run, as the `checkpoint` section asks for them.
+
+    Args:
+        config: of the run.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._checkpoints = Checkpoints(
+            run_folder.checkpoint_folder(config),
+            keep=config.checkpoint.keep,
+            async_save=config.checkpoint.async_save,
+        )
+
+    def is_due(self, step: int) -> bool:
+        """Whether the state after this step is saved."""
+        checkpoint = self._config.checkpoint
+        if step == self._config.run.steps and checkpoint.last_step:
+            return True
+        return bool(checkpoint.every_steps) and step % checkpoint.every_steps == 0
+
+    def path(self, step: int) -> Path:
+        """Where the checkpoint of a step is."""
+        return self._checkpoints.folder / str(step)
+
+    def newest(self) -> int | None:
+        """The step of the newest whole checkpoint; None without one."""
+        return self._checkpoints.newest()
+
+    def save(self, step: int, state: TrainState, place: Any) -> None:
+        """Saves a state; see `Checkpoints.save`.
+
+        Args:
+            step: its step.
+            state: with arrays on the devices.
+            place: where the data stands.
+        """
+        self._checkpoints.save(step, state, place, self._config)
+
+    def restore(self, step: int, abstract: TrainState) -> tuple[TrainState, Any]:
+        """Reads a state and where the data stood; see `Checkpoints.restore`."""
+        return self._checkpoints.restore(step, abstract, self._config)
+
+    def close(self) -> None:
+        """Waits until all that was saved is on disk; see `Checkpoints.close`."""
+        self._checkpoints.close()

@@ -1,0 +1,194 @@
+"""The loop over the steps of a run, and the parts that it is made of."""
+
+import contextlib
+import functools
+import math
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import jax
+import numpy as np
+
+from mtraining_jax.config import Config
+from mtraining_jax.reporting.banner import ParameterCount, banner
+from mtraining_jax.reporting.progress import Display
+from mtraining_jax.reporting.record import Record
+from mtraining_jax.reporting.writers import open_writers
+from mtraining_jax.training import distributed, parts
+from mtraining_jax.training.export import export_state
+from mtraining_jax.training.loop.finished_steps import FinishedSteps
+from mtraining_jax.training.loop.profile import ProfileWindow
+from mtraining_jax.training.loop.programs import Programs, compile_programs
+from mtraining_jax.training.loop.saving import Saving
+from mtraining_jax.training.recall import make_recall
+from mtraining_jax.training.state import StateBuilder
+from mtraining_jax.training.step import make_train_step
+
+
+class Trainer:
+    """One run from its first step, or from a checkpoint, to its last.
+
+    To be used in a `with` block, which ends when all is written.
+
+    Args:
+        config: of the run.
+        resume_from: step of the checkpoint to go on from; None to start anew.
+        display: where to print.
+
+    Raises:
+        UserError: if devices, data, model or checkpoint do not fit the configuration.
+    """
+
+    def __init__(self, config: Config, resume_from: int | None, display: Display) -> None:
+        self._config, self._display = config, display
+        self._step = resume_from or 0
+        self._exported: Path | None = None
+        # What a failure below leaves open is closed in the reverse order of opening.
+        with contextlib.ExitStack() as opened:
+            self._open_parts(resume_from, opened)
+            self._opened = opened.pop_all()
+
+    def _open_parts(self, resume_from: int | None, opened: contextlib.ExitStack) -> None:
+        config, display = self._config, self._display
+        mesh, layout = parts.build_mesh(config), parts.build_layout(config)
+        pattern = parts.build_pattern(config)
+        self._batches = parts.Batches(config, mesh, layout)
+        opened.callback(self._batches.close)
+        self._builder = builder = StateBuilder(config, mesh)
+        inputs = parts.layer_inputs(pattern)
+        attention = parts.build_attention(config, mesh, layout, pattern)
+        self._train_step = make_train_step(config, builder, attention, mesh, inputs)
+        with_recall = functools.partial(parts.build_attention, config, mesh, layout, pattern)
+        self._measure_recall = make_recall(config, builder, with_recall, mesh, inputs)
+        self._devices = mesh.local_devices
+        self._profile = ProfileWindow(
+            config.profile, config.run.folder / "profile", distributed.is_first()
+        )
+        opened.callback(self._profile.end)
+        data = self._batches.loader.description
+        display.say(*banner(config, _count_parameters(builder), mesh, data))
+        self._saving = Saving(config)
+        opened.callback(self._saving.close)
+        if resume_from is None:
+            self._state = builder.fresh()
+        else:
+            self._state, place = self._saving.restore(resume_from, builder.abstract())
+            self._batches.go_to(place)
+            display.say(f"going on from the checkpoint of step {resume_from}")
+        start = config.profile.start
+        if start is not None and start <= self._step:
+            display.say(f"no trace: profile.start = {start} is before the next step")
+        self._writers = open_writers(config, self._step) if distributed.is_first() else []
+        for writer in self._writers:
+            opened.callback(writer.close)
+        # The last to be opened and so the first to be closed: it writes.
+        self._finished = FinishedSteps(config, self._devices, self._writers, display)
+        opened.callback(self._finished.close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Finishes all that is being written."""
+        self._opened.__exit__(kind, error, trace)
+
+    def train(self) -> list[Record]:
+        """Takes all steps that are left, and saves the last state.
+
+        Returns:
+            The records of these steps.
+
+        Raises:
+            UserError: if too many steps in a row are not finite.
+        """
+        total = self._config.run.steps
+        batch = next(self._batches)
+        programs = compile_programs(
+            self._config,
+            self._train_step,
+            self._measure_recall,
+            (self._state, batch),
+            self._devices,
+            self._display,
+        )
+        self._display.start(self._step, total)
+        self._finished.restart_clock()
+        while True:
+            self._step += 1
+            self._take_step(programs, batch)
+            if self._saving.is_due(self._step):
+                self._save()
+            if self._step == total:
+                break
+            batch = next(self._batches)
+        records = self._finished.wait()
+        self._display.stop()
+        return records
+
+    def _take_step(self, programs: Programs, batch: dict[str, jax.Array]) -> None:
+        """Starts the next step on the devices; returns when the one before is told."""
+        if self._profile.begins(self._step):
+            self._finished.wait()
+            self._profile.begin()
+            self._finished.restart_clock()
+        recall = None
+        every = self._config.metrics.recall_every
+        if programs.measure_recall and (self._step - 1) % every == 0:
+            recall = np.asarray(programs.measure_recall(self._state, batch))
+        with self._profile.step(self._step):
+            self._state, metrics = programs.train_step(self._state, batch)
+        self._finished.add(metrics, recall, self._profile.open)
+        if self._profile.ends(self._step):
+            self._finished.wait()
+            self._profile.end()
+            steps = f"{self._config.profile.start} to {self._step}"
+            self._display.say(f"trace of steps {steps}: {_short(self._profile.folder)}")
+            self._finished.restart_clock()
+
+    def _save(self) -> None:
+        # Saving waits for the devices anyway; its time is not that of a step.
+        self._finished.wait()
+        self._saving.save(self._step, self._state, self._batches.state())
+        self._finished.restart_clock()
+
+    def export(self) -> None:
+        """Writes the state for Hugging Face transformers, if the configuration asks for it."""
+        if self._config.checkpoint.export_hf:
+            self._exported = export_state(self._config, self._builder, self._state)
+
+    def wrote(self) -> list[str]:
+        """What this process has written, and where."""
+        saved = self._saving.path(self._step) if self._saving.is_due(self._step) else None
+        return [
+            *(writer.where for writer in self._writers),
+            *([] if saved is None else [_short(saved)]),
+            *([] if self._exported is None else [str(self._exported)]),
+        ]
+
+    def interrupted(self) -> str:
+        """What to say when the user stops the run."""
+        newest = self._saving.newest()
+        return f"interrupted at step {self._step}; " + (
+            "there is no checkpoint yet (checkpoint.every_steps), so the same command starts anew"
+            if newest is None
+            else f"the same command goes on from the checkpoint of step {newest}"
+        )
+
+
+def _count_parameters(builder: StateBuilder) -> ParameterCount:
+    sizes = {name: math.prod(x.shape) for name, x in builder.abstract().parameters.items()}
+    return ParameterCount(sum(sizes.values()), sum(sizes[name] for name in builder.trainable))
+
+
+def _short(path: Path) -> str:
+    """A path as seen from here, where that is shorter."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)

@@ -1,0 +1,170 @@
+"""What every family owes: one class of tests, which each family subclasses."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file
+
+from mtraining_jax.models import (
+    abstract_state,
+    graph_definition,
+    param_shardings,
+    parameter_names,
+)
+from mtraining_jax.models.families import family_of
+from mtraining_jax.models.hf import load_hf, read_hf_config, save_hf
+from mtraining_jax.models.hf.names import checkpoint_tensors
+from mtraining_jax.parallel.mesh import make_mesh
+from tests.models.common import (
+    DATA,
+    assert_states_close,
+    equations,
+    next_token_loss,
+    tiny_spec,
+)
+
+
+class FamilyContract:
+    """Against transformers in fp32: the golden file holds its outputs on the same weights.
+
+    Attributes:
+        family: a name of `models.families`.
+        checkpoint: folder of a small checkpoint, with golden.npz, beside the other test data.
+        gradients: keys of golden.npz, and the tensors whose gradients they are.
+        every: the golden logits are those of every such position.
+    """
+
+    family: str
+    checkpoint: str
+    gradients: dict[str, str]
+    every = 3
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def directory(cls):
+        return DATA / cls.checkpoint
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def spec(cls, directory):
+        return read_hf_config(directory, dtype="float32", remat="none")
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def state(cls, directory, spec):
+        return load_hf(directory, spec)
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def golden(cls, directory):
+        return np.load(directory / "golden.npz")
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def outcome(cls, spec, state, golden):
+        """Loss, logits and gradients; the one compilation."""
+        graphdef = graph_definition(spec)
+
+        @jax.jit
+        def run(state, tokens):
+            return jax.value_and_grad(
+                lambda state: next_token_loss(graphdef, state, tokens), has_aux=True
+            )(state)
+
+        (loss, (logits, _)), gradients = run(state, jnp.asarray(golden["input_ids"]))
+        return loss, logits, gradients
+
+    def test_the_checkpoint_is_of_this_family(self, spec):
+        assert spec.family == self.family == family_of(self.family).model_type
+
+    def test_logits(self, outcome, golden):
+        _, logits, _ = outcome
+        assert np.abs(logits[:, :: self.every] - golden["logits"]).max() <= 2e-4
+
+    def test_loss(self, outcome, golden):
+        np.testing.assert_allclose(outcome[0], golden["loss"], rtol=1e-6)
+
+    def test_gradients(self, outcome, golden, spec):
+        gradients = by_name(outcome[2])
+        tensors = {tensor.name: tensor for tensor in checkpoint_tensors(spec)}
+        for key, name in self.gradients.items():
+            parts = (gradients[p.parameter][p.layer] for p in tensors[name].parts)
+            found, expected = np.concatenate(list(parts)), golden[key]
+            np.testing.assert_allclose(found, expected, atol=1e-6, rtol=1e-4, err_msg=name)
+            assert np.abs(found - expected).max() <= 1e-3 * np.abs(expected).max()
+
+    def test_a_round_trip_has_the_same_bits(self, spec, state, directory, tmp_path):
+        out = save_hf(tmp_path / "out", spec, state, dtype="float32", like=directory)
+        assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors"]
+        ours, theirs = (load_file(path / "model.safetensors") for path in (out, directory))
+        assert ours.keys() == theirs.keys()
+        for name, tensor in theirs.items():
+            assert ours[name].dtype == tensor.dtype
+            np.testing.assert_array_equal(ours[name], tensor, err_msg=name)
+        ours, theirs = (json.loads((x / "config.json").read_text()) for x in (out, directory))
+        assert_contains(ours, theirs)
+
+    def test_config_json_needs_nothing_of_the_old_one(self, spec, state, tmp_path):
+        out = save_hf(tmp_path / "out", spec, state, dtype="float32")
+        assert read_hf_config(out, dtype="float32", remat="none") == spec
+
+    def test_shards_hold_their_slices_of_it(self, spec, state, directory):
+        shardings = param_shardings(spec, make_mesh(1, 2, 4), fsdp=True)
+        sharded = load_hf(directory, spec, shardings)
+        assert_states_close(sharded, state, tolerance=0)
+        assert jax.tree.map(lambda leaf: leaf.sharding, sharded) == shardings
+
+    @pytest.mark.parametrize("tied", [True, False])
+    def test_the_decoder_has_what_the_table_lists(self, tied):
+        spec = tiny_spec(family=self.family, tie_word_embeddings=tied)
+        state = abstract_state(spec)
+        found = {name: leaf.shape for name, leaf in by_name(state).items()}
+        assert found == {name: entry.shape for name, entry in spec.parameters.items()}
+        for name, entry in spec.parameters.items():
+            assert len(entry.axes) == len(entry.shape), name
+        assert ("lm_head.weight" in found) is not tied
+
+    def test_products_are_those_of_the_traced_program(self):
+        spec = tiny_spec(family=self.family)
+        graphdef, tokens = graph_definition(spec), jnp.zeros((1, 16), jnp.int32)
+
+        def logits(state):
+            model = nnx.merge(graphdef, state)
+            hidden, _ = model(tokens, tokens, lambda q, k, v: (q, {}))
+            return model.logits(hidden)
+
+        jaxpr = jax.make_jaxpr(logits)(abstract_state(spec)).jaxpr
+        layer = [e for e in jaxpr.eqns if e.primitive.name == "scan"][0].params["jaxpr"].jaxpr
+        family = family_of(self.family)
+        assert products(layer) == sum(family.layer_products(spec).values())
+        outside = [e for e in jaxpr.eqns if e.primitive.name == "dot_general"]
+        assert sum(map(weights_of, outside)) == family.head_products(spec)
+
+
+def by_name(state):
+    """The leaves of a state by dotted name."""
+    names = jax.tree.leaves(parameter_names(state))
+    return dict(zip(names, jax.tree.leaves(state), strict=True))
+
+
+def assert_contains(whole, part):
+    """Every entry of `part` is in `whole`, in tables within tables too."""
+    for key, value in part.items():
+        if isinstance(value, dict):
+            assert_contains(whole[key], value)
+        else:
+            assert whole[key] == value, key
+
+
+def products(jaxpr):
+    """Multiplications for one token with the matrices of a traced program."""
+    return sum(weights_of(e) for e in equations(jaxpr) if e.primitive.name == "dot_general")
+
+
+def weights_of(product):
+    shapes = [x.aval.shape for x in product.invars]
+    return min(np.prod(shape) for shape in shapes if len(shape) == 2)

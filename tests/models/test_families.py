@@ -1,0 +1,159 @@
+"""The families, each against a checkpoint of transformers (5.17 for Qwen2, 5.23 for others)."""
+
+import json
+
+import pytest
+
+from mtraining_jax.errors import UserError
+from mtraining_jax.models import Llama3Scaling, LongRopeScaling
+from mtraining_jax.models.families import FAMILIES
+from mtraining_jax.models.hf import read_hf_config
+from tests.models.common import DATA
+from tests.models.family_contract import FamilyContract
+
+
+class TestQwen2(FamilyContract):
+    family = "qwen2"
+    checkpoint = "qwen2_tiny"
+    every = 1
+    gradients = {
+        "grad_q_proj_bias_0": "model.layers.0.self_attn.q_proj.bias",
+        "grad_down_proj_last": "model.layers.2.mlp.down_proj.weight",
+    }
+
+
+class TestQwen2WithYarn(TestQwen2):
+    checkpoint = "qwen2_tiny_yarn"
+
+
+class TestQwen3(FamilyContract):
+    family = "qwen3"
+    checkpoint = "qwen3_tiny"
+    gradients = {
+        f"grad:{name}": name
+        for name in (
+            "model.layers.0.self_attn.q_proj.weight",
+            "model.layers.0.self_attn.k_norm.weight",
+            "model.layers.1.mlp.down_proj.weight",
+        )
+    }
+
+
+class TestLlama(FamilyContract):
+    family = "llama"
+    checkpoint = "llama3_tiny"
+    gradients = {
+        f"grad:{name}": name
+        for name in (
+            "model.layers.0.self_attn.q_proj.weight",
+            "model.layers.1.mlp.down_proj.weight",
+        )
+    }
+
+
+class TestPhi3(FamilyContract):
+    family = "phi3"
+    checkpoint = "phi3_tiny_longrope"
+    gradients = {
+        f"grad:{name}": name
+        for name in (
+            "model.layers.0.self_attn.qkv_proj.weight",
+            "model.layers.1.mlp.gate_up_proj.weight",
+        )
+    }
+
+
+def test_every_family_has_its_contract():
+    tested = {cls.family for cls in FamilyContract.__subclasses__()}
+    assert tested == set(FAMILIES.names)
+
+
+# ---- config.json -------------------------------------------------------------------------------
+
+
+def write(folder, name=None, **changes):
+    """A config.json: of a fixture, or from nothing, with changes."""
+    raw = {} if name is None else json.loads((DATA / name / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | changes))
+    return folder
+
+
+def test_smollm2_is_a_llama(tmp_path):
+    # The fields of SmolLM2-135M.
+    folder = write(
+        tmp_path, architectures=["LlamaForCausalLM"], attention_bias=False, attention_dropout=0.0,
+        bos_token_id=0, eos_token_id=0, hidden_act="silu", hidden_size=576,
+        initializer_range=0.041666666666666664, intermediate_size=1536, is_llama_config=True,
+        max_position_embeddings=8192, mlp_bias=False, model_type="llama", num_attention_heads=9,
+        num_hidden_layers=30, num_key_value_heads=3, pretraining_tp=1, rms_norm_eps=1e-05,
+        rope_interleaved=False, rope_scaling=None, rope_theta=100000, tie_word_embeddings=True,
+        torch_dtype="bfloat16", use_cache=True, vocab_size=49152,
+    )  # fmt: skip
+    spec = read_hf_config(folder)
+    assert (spec.family, spec.head_dim, spec.rope_theta) == ("llama", 64, 100000.0)
+    assert spec.rope_scaling is None and spec.tie_word_embeddings
+    assert sum(x.size for x in spec.parameters.values()) == 134_515_008
+
+
+def test_llama_3_1_in_the_older_spelling(tmp_path):
+    folder = write(
+        tmp_path, "llama3_tiny", rope_parameters=None, rope_theta=5e5,
+        rope_scaling={
+            "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192, "rope_type": "llama3",
+        },
+    )  # fmt: skip
+    assert read_hf_config(folder).rope_scaling == Llama3Scaling(8.0, 8192)
+
+
+@pytest.mark.parametrize("kind", ["longrope", "su"])
+def test_phi_3_in_the_older_spelling(tmp_path, kind):
+    lists = {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
+    folder = write(
+        tmp_path, "phi3_tiny_longrope", rope_parameters=None, rope_scaling=lists | {"type": kind},
+        max_position_embeddings=131072, original_max_position_embeddings=4096,
+        sliding_window=262144,
+    )  # fmt: skip
+    expected = LongRopeScaling(32.0, 4096, None, (1.0,) * 16, (2.0,) * 16)
+    assert read_hf_config(folder).rope_scaling == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("llama3_tiny", {"attention_bias": True}, "attention_bias=true is unsupported"),
+        ("llama3_tiny", {"mlp_bias": True}, "mlp_bias=true is unsupported; allowed is false"),
+        ("qwen3_tiny", {"attention_bias": True}, "attention_bias=true is unsupported"),
+        (
+            "phi3_tiny_longrope", {"sliding_window": 128},
+            "sliding_window=128 is unsupported; allowed are null and at least max_position",
+        ),
+        (
+            "phi3_tiny_longrope", {"partial_rotary_factor": 0.75, "rope_parameters": None},
+            "partial_rotary_factor=0.75 is unsupported; allowed is 1.0",
+        ),
+        (
+            "llama3_tiny", {"model_type": "mamba", "architectures": ["MambaForCausalLM"]},
+            r"describes MambaForCausalLM \(model_type mamba\); the model types known here are"
+            " llama, phi3, qwen2, qwen3",
+        ),
+        (
+            "llama3_tiny", {"model_type": None, "architectures": None},
+            r"describes a model \(model_type None\); the model types known",
+        ),
+    ],
+)  # fmt: skip
+def test_what_a_family_lacks_is_refused(tmp_path, name, changes, message):
+    with pytest.raises(UserError, match=message):
+        read_hf_config(write(tmp_path, name, **changes))
+
+
+def test_heads_that_config_json_leaves_out(tmp_path):
+    assert read_hf_config(write(tmp_path, "qwen3_tiny", head_dim=None)).head_dim == 128
+    folder = write(tmp_path, "llama3_tiny", num_key_value_heads=None, head_dim=None)
+    spec = read_hf_config(folder)
+    assert (spec.num_kv_heads, spec.head_dim) == (4, 32)
+
+
+def test_the_architecture_alone_tells_the_family(tmp_path):
+    assert read_hf_config(write(tmp_path, "llama3_tiny", model_type=None)).family == "llama"

@@ -1,0 +1,29 @@
+"""Weights & Biases, without its package."""
+
+import sys
+import types
+
+import pytest
+
+from mtraining_jax.reporting.writers.wandb import WandbWriter
+from tests.training.common import tiny_config
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """The arguments of each `wandb.init`."""
+    found = []
+    run = types.SimpleNamespace(url=None)
+    wandb = types.SimpleNamespace(init=lambda **given: found.append(given) or run)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    return found
+
+
+def test_a_run_that_goes_on_is_the_same_run_and_one_that_starts_anew_another(tmp_path, started):
+    config = tiny_config(tmp_path)
+    config.run.folder.mkdir(parents=True)
+    for last_step in (0, 4, 0):
+        WandbWriter(config, last_step)
+    first, on, anew = (given["id"] for given in started)
+    assert first == on != anew
+    assert all(given["name"] == "test" for given in started)
