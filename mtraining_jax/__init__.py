@@ -13,14 +13,24 @@ if TYPE_CHECKING:
     from mtraining_jax.attention.inspection import Inspection, inspect
     from mtraining_jax.attention.order import sequence_layout, stripe, unstripe
     from mtraining_jax.parallel.layout import Layout
-    from mtraining_jax.sparsity import Dense, FixedBudget, Pattern, VerticalSlash, load_budgets
+    from mtraining_jax.sparsity import (
+        Choice,
+        Dense,
+        FixedBudget,
+        Pattern,
+        Shards,
+        VerticalSlash,
+        load_budgets,
+    )
 
 _HOMES = {
+    "Choice": "sparsity",
     "Dense": "sparsity",
     "FixedBudget": "sparsity",
     "Inspection": "attention.inspection",
     "Layout": "parallel.layout",
     "Pattern": "sparsity",
+    "Shards": "sparsity",
     "VerticalSlash": "sparsity",
     "attention_fn": "attention.flax_modules",
     "inspect": "attention.inspection",
@@ -32,11 +42,13 @@ _HOMES = {
 }
 
 __all__ = [
+    "Choice",
     "Dense",
     "FixedBudget",
     "Inspection",
     "Layout",
     "Pattern",
+    "Shards",
     "VerticalSlash",
     "attention_fn",
     "inspect",

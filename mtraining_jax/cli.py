@@ -1,6 +1,7 @@
 """The command line: arguments in, a checked configuration out, and then the run."""
 
 import dataclasses
+import itertools
 import os
 import sys
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from mtraining_jax.config import (
     config_to_toml,
     help_text,
     load_config,
+    load_own_plugins,
 )
 from mtraining_jax.config.fields import all_fields, nearest
 from mtraining_jax.errors import UserError
@@ -65,6 +67,7 @@ def parse_command_line(arguments: Sequence[str]) -> CommandLine:
         UserError: one line for each option that does not exist, lacks its value, has one that it
             does not take, or stands twice where it may stand once.
     """
+    load_own_plugins(*_named(arguments))
     fields = all_fields()
     problems: list[str] = []
     configs: list[str] = []
@@ -124,6 +127,17 @@ def parse_command_line(arguments: Sequence[str]) -> CommandLine:
         print_config="print-config" in flags,
         help="help" in flags,
     )
+
+
+def _named(arguments: Sequence[str]) -> tuple[str | None, list[tuple[str, str]]]:
+    """The configuration's name, and every option with its value, not checked."""
+    options = []
+    for argument, following in itertools.pairwise([*arguments, ""]):
+        name, equals, value = argument[2:].partition("=")
+        if argument.startswith("--") and name:
+            options.append((name, value if equals else following))
+    config = dict(options).get("config")
+    return config, [(name, value) for name, value in options if "." in name]
 
 
 def set_platform(config: Config) -> None:

@@ -6,14 +6,17 @@ Slow and plain on purpose. Every backend is tested against it.
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels.index import BlockSparseIndex, VerticalSlashIndex
+from pallas_kernels.index import BlockSparseIndex, DenseIndex, Index
 
 
-def mask_from_index(index: VerticalSlashIndex | BlockSparseIndex, seq_len: int) -> Array:
-    """The pairs that an index computes, as bool [B, Hq, S, S] (query, key)."""
+def mask_from_index(index: Index, seq_len: int) -> Array:
+    """The pairs that an index computes, as bool [B, Hq, S, S] (query, key); dense [1, 1, S, S]."""
     g = index.block_size
     position = jnp.arange(seq_len)
     query, key = position[:, None], position[None, :]
+    if isinstance(index, DenseIndex):
+        mask = key <= query if index.causal else jnp.ones((seq_len, seq_len), bool)
+        return mask[None, None]
     if isinstance(index, BlockSparseIndex):
         slots = jnp.arange(index.key_blocks.shape[-1])
         live = slots < index.key_count[..., None]

@@ -405,15 +405,15 @@ def test_wrong_overrides(minimal):
         ),
         (
             {"sparsity__last_q": "256"},
-            "sparsity.last_q = 256 is more than sparsity.block_size = 128",
+            "sparsity.last_q = 256 must not exceed sparsity.block_size = 128",
         ),
         (
             {"sparsity__kind": "fixed"},
-            'sparsity.kind = "fixed" needs sparsity.budget_file, a MInference JSON file',
+            "sparsity.budget_file = none is not enough: budgets are read from a MInference file",
         ),
         (
             {"sparsity__min_verticals": "200", "sparsity__max_verticals": "100"},
-            "sparsity.min_verticals = 200 is more than sparsity.max_verticals = 100",
+            "sparsity.min_verticals = 200 must not exceed sparsity.max_verticals = 100",
         ),
         (
             {"sparsity__kind": "replay", "metrics__recall_every": "5"},
@@ -422,7 +422,7 @@ def test_wrong_overrides(minimal):
         ),
         (
             {"sparsity__kind": "replay", "sparsity__min_slashes": "5000"},
-            "sparsity.min_slashes = 5000 is more than sparsity.max_slashes = 4096",
+            "sparsity.min_slashes = 5000 must not exceed sparsity.max_slashes = 4096",
         ),
         (
             {"profile__start": "1000", "profile__steps": "2"},

@@ -3,22 +3,19 @@
 import functools
 
 import jax
-import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
 from mtraining_jax.attention import checks
 from mtraining_jax.attention.order import global_order, ring_layout
-from mtraining_jax.attention.placement import Placement, find_placement
+from mtraining_jax.attention.placement import find_placement
+from mtraining_jax.attention.sharded import Attended, Way, attend, join, split
 from mtraining_jax.parallel.layout import Layout
-from mtraining_jax.parallel.ring import check_ring, ring_attention
+from mtraining_jax.parallel.ring import check_ring
 from mtraining_jax.sparsity import Pattern, VerticalSlash
-from pallas_kernels import block_sparse_attention, dense_attention, vertical_slash_attention
-from pallas_kernels.index import BlockSparseIndex, VerticalSlashIndex
+from pallas_kernels.index import Index
 
-Index = VerticalSlashIndex | BlockSparseIndex
 Axes = str | tuple[str, ...] | None
 
 
@@ -59,8 +56,9 @@ def sparse_attention(
             axes, if any, are batch; over a mesh there is one.
         k: [..., S, Hk, D] in the dtype of q, Hq a multiple of Hk (grouped-query attention).
         v: shape and dtype of k.
-        pattern: `VerticalSlash(...)`, `FixedBudget(...)` or `Dense()`; or an index, which is used
-            as it is. S must be a multiple of its `block_size` times the devices of the sequence.
+        pattern: `VerticalSlash(...)`, `FixedBudget(...)`, `Dense()` or one of your own (`Pattern`);
+            or an index, which is used as it is. S must be a multiple of its `block_size` times the
+            devices of the sequence.
         mesh: devices that share the work, with axes of type Auto or Explicit. None: if q is
             sharded over Explicit axes, their mesh; if axes are named, the mesh of
             `jax.set_mesh`; else the arrays are taken for those of one device (or of one shard,
@@ -111,30 +109,18 @@ def sparse_attention(
             f"causal=False needs an unsharded sequence, but sequence_axes={placement.sequence} "
             f"have {ranks} devices; use sequence_axes=()"
         )
-    if isinstance(pattern, BlockSparseIndex) and ranks > 1:
-        raise ValueError(
-            "pattern is a BlockSparseIndex, which needs an unsharded sequence; over "
-            f"sequence_axes={placement.sequence} use a VerticalSlashIndex"
-        )
     dealt, order = None, None
     if ranks > 1:
         dealt = ring_layout(layout, positions, seq_len, block_size, placement, ring)
     else:
         order = global_order(layout, positions, seq_len)
-    arrays, static = _split_pattern(pattern)
-    settings = (static, placement, dealt, scale, causal, backend, ring, return_index)
     lead = q.shape[:-3]
     q, k, v = (x.reshape(-1, *x.shape[-3:]) if x.ndim != 4 else x for x in (q, k, v))
     if order is not None:
         q, k, v = (placement.take(x, order[0]) for x in (q, k, v))
-    heads = P(placement.batch, placement.sequence, placement.heads)
-    per_head = P(placement.batch, placement.heads)
-    # Arrays of an index lead with batch and heads, those of a pattern with heads.
-    array_spec = per_head if isinstance(pattern, Index) else P(placement.heads)
-    in_specs = heads, heads, heads, array_spec
-    out_specs = heads, P(placement.batch, placement.heads, placement.sequence), per_head
-    args = placement.reshard((q, k, v, arrays), in_specs)
-    out, lse, index = _attend(settings, in_specs, out_specs, *args)
+    way = Way(placement, dealt, ring, scale, causal, backend)
+    found = _attend(way, split(pattern)[1], q, k, v, split(pattern)[0])
+    out, lse, index = found.out, found.lse, found.index
     if order is not None:
         out, lse = placement.take(out, order[1]), placement.take(lse, order[1], axis=2)
     if len(lead) != 1:
@@ -143,66 +129,9 @@ def sparse_attention(
     return result if len(result) > 1 else out
 
 
-def _split_pattern(pattern: Pattern | Index) -> tuple[list, object]:
-    """The arrays of a pattern, and how to put it together again (hashable)."""
-    leaves, treedef = jax.tree.flatten(pattern)
-    if leaves and leaves[0] is pattern:  # not a pytree: static as a whole
-        return [], pattern
-    return leaves, treedef
-
-
 # Compiled as one when called outside `jax.jit`, and traced once for all layers of a model inside.
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _attend(settings: tuple, in_specs: tuple, out_specs: tuple, *args):
-    static, placement, *rest = settings
-
-    def local(q, k, v, arrays):
-        whole = isinstance(static, Pattern)
-        pattern = static if whole else jax.tree.unflatten(static, arrays)
-        return _local(q, k, v, pattern, placement, *rest)
-
-    return placement.run(local, in_specs, out_specs, args)
-
-
-def _local(
-    q: Array, k: Array, v: Array, pattern: Pattern | Index, placement: Placement,
-    layout: Layout | None, scale: float, causal: bool, backend: str | None, ring: str,
-    return_index: bool,
-):
-    """out, lse and index (or None) of one device's shards."""
-    batch, tokens, num_heads, _ = q.shape
-    block_size = pattern.block_size
-    axes = placement.sequence if layout is not None else ()
-    index = pattern
-    if isinstance(pattern, Pattern):
-        index = None
-        if causal:
-            num_blocks = tokens // block_size if layout is None else layout.num_blocks
-            block_ids = (
-                jnp.arange(num_blocks, dtype=jnp.int32)
-                if layout is None
-                else layout.block_ids(lax.axis_index(axes))
-            )
-            index = pattern.choose(
-                q, k, block_ids=block_ids, num_blocks=num_blocks, axis_names=axes, scale=scale,
-                backend=backend,
-            )
-    options = dict(scale=scale, backend=backend, return_lse=True)
-    if layout is not None:
-        out, lse = ring_attention(
-            q, k, v, index, layout=layout, axis_names=axes, ring=ring, **options
-        )
-    elif index is None:
-        out, lse = dense_attention(q, k, v, causal=causal, block_size=block_size, **options)
-    elif isinstance(index, VerticalSlashIndex):
-        out, lse = vertical_slash_attention(q, k, v, index, **options)
-    else:
-        out, lse = block_sparse_attention(q, k, v, index, **options)
-    if not return_index:
-        return out, lse, None
-    if index is None:
-        seq_len = tokens if layout is None else layout.seq_len
-        index = VerticalSlashIndex.dense(batch, num_heads, seq_len, block_size)
-    return out, lse, index
-
-
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _attend(
+    way: Way, static: object, q: Array, k: Array, v: Array, arrays: list[Array]
+) -> Attended:
+    return attend(way, q, k, v, join(static, arrays))

@@ -1,12 +1,14 @@
 """What `sparse_attention` refuses, in sentences that name the argument."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from mtraining_jax.attention.placement import Placement
-from mtraining_jax.sparsity import Dense, Pattern
-from pallas_kernels.index import BlockSparseIndex, VerticalSlashIndex
+from mtraining_jax.sparsity import Pattern
+from pallas_kernels.index import Index
 
 
 def nearest(length: int, unit: int) -> str:
@@ -80,31 +82,35 @@ def check_pattern(pattern: object, q: Array, causal: bool) -> None:
     Raises:
         ValueError: naming what does not fit.
     """
-    if isinstance(pattern, VerticalSlashIndex | BlockSparseIndex):
+    if isinstance(pattern, Index):
         _check_index(pattern, q)
     elif not isinstance(pattern, Pattern):
         raise ValueError(
-            f"pattern={pattern!r} must be VerticalSlash(...), FixedBudget(...), Dense() or an index"
+            f"pattern={pattern!r} must be VerticalSlash(...), FixedBudget(...), Dense(), a Pattern "
+            "of your own or an index"
         )
     else:
         _check_pattern_arrays(pattern, q.shape[-2])
-    if not causal and not isinstance(pattern, Dense):
+    also_not_causal = pattern.also_not_causal if isinstance(pattern, Pattern) else True
+    if not causal and not also_not_causal:
         raise ValueError(
             f"causal=False needs pattern=Dense(), not {type(pattern).__name__}: the pairs of "
             "other patterns are causal"
         )
+    if isinstance(pattern, Index) and pattern.causal != causal:
+        raise ValueError(f"pattern is an index with causal={pattern.causal}, but causal={causal}")
 
 
-def _check_index(index: VerticalSlashIndex | BlockSparseIndex, q: Array) -> None:
-    batch = 1
-    for size in q.shape[:-3]:
-        batch *= size
-    name = "slash_count" if isinstance(index, VerticalSlashIndex) else "key_count"
-    have, need = getattr(index, name).shape[:2], (batch, q.shape[-2])
-    if have != need:
-        raise ValueError(
-            f"pattern.{name} is for [batch, heads] = {list(have)}: {list(need)} is needed, as in q"
-        )
+def _check_index(index: Index, q: Array) -> None:
+    batch = math.prod(q.shape[:-3])
+    for path, leaf in jax.tree_util.tree_leaves_with_path(index):
+        have, need = leaf.shape[:2], (batch, q.shape[-2])
+        if have != need:
+            name = jax.tree_util.keystr(path)
+            raise ValueError(
+                f"pattern{name} is for [batch, heads] = {list(have)}: {list(need)} is needed, as "
+                "in q"
+            )
 
 
 def _check_pattern_arrays(pattern: Pattern, num_heads: int) -> None:

@@ -1,5 +1,6 @@
 """The order of tokens: dealt to the devices of a sequence, and back."""
 
+import math
 from typing import Any
 
 import jax
@@ -50,8 +51,25 @@ def sequence_layout(
     check_axes({"sequence_axes": axes}, mesh)
     check_ring(ring)
     placement = Placement(mesh, sequence=axes)
-    nodes = mesh.shape[axes[0]] if ring != "flat" and len(axes) == 2 and kind == "striped" else 1
-    return Layout(kind, seq_len, placement.ranks, block_size, nodes)
+    sizes = tuple(placement.mesh.shape[axis] for axis in axes)
+    return layout_for_ring(kind, seq_len, sizes, block_size, ring)
+
+
+def layout_for_ring(
+    kind: str, seq_len: int, axis_sizes: tuple[int, ...], block_size: int, ring: str
+) -> Layout:
+    """The order of tokens for a ring over axes of these sizes, slowest first.
+
+    Args:
+        kind, seq_len, block_size, ring: as in `sequence_layout`.
+        axis_sizes: of the one or two axes of the sequence.
+
+    Raises:
+        UserError: if S is not divisible, with the nearest lengths that are.
+    """
+    # Neighbouring blocks go to different nodes where nodes turn keys among themselves.
+    nodes = axis_sizes[0] if ring != "flat" and len(axis_sizes) == 2 and kind == "striped" else 1
+    return Layout(kind, seq_len, math.prod(axis_sizes), block_size, nodes)
 
 
 def ring_layout(

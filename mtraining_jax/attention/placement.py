@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from mtraining_jax.parallel.mesh import DATA_AXIS, SEQUENCE_AXES
 
@@ -71,7 +71,10 @@ class Placement:
                 check_vma=False,
             )
         if self.explicit:
-            shardings = tuple(NamedSharding(self.explicit, spec) for spec in out_specs)
+            shardings = jax.tree.map(
+                lambda spec: NamedSharding(self.explicit, spec), out_specs,
+                is_leaf=lambda x: isinstance(x, PartitionSpec),
+            )
             function = jax.sharding.auto_axes(function, out_sharding=shardings)
         return function(*args)
 

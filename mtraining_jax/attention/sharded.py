@@ -1,7 +1,13 @@
-"""Attention as a model calls it: globally shaped arrays in, sharded work inside."""
+"""The one road of attention: choose an index, measure it, attend; on one device or over a mesh.
 
+`sparse_attention` and the trainer's layers both go here.
+"""
+
+import dataclasses
 import functools
+import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,28 +15,174 @@ from jax import Array, lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from mtraining_jax.attention.placement import Placement
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import DATA_AXIS, SEQUENCE_AXES
 from mtraining_jax.parallel.ring import check_ring, ring_attention
-from mtraining_jax.sparsity import (
-    FixedBudget,
-    Replay,
-    VerticalSlash,
-    attention_recall,
-    causal_pairs,
-    choose_index,
-    density,
-)
-from pallas_kernels.index import VerticalSlashIndex
+from mtraining_jax.sparsity import Choice, Pattern, Shards
+from mtraining_jax.sparsity.metrics import attention_recall, causal_pairs, density
+from pallas_kernels import block_sparse_attention, dense_attention, vertical_slash_attention
+from pallas_kernels.index import BlockSparseIndex, DenseIndex, Index
 
-Pattern = VerticalSlash | FixedBudget | Replay
 Stats = dict[str, Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """How attention runs; static.
+
+    Attributes:
+        placement: the mesh, and which of its axes shard what.
+        layout: the order of tokens on the ranks of a sequence; None on one device, in order.
+        ring: how keys and values travel (`ring_attention`).
+        scale: of the logits; None is 1/sqrt(D).
+        causal: whether a query sees only keys that are not ahead of it.
+        backend: of the kernels; None is the best that runs here.
+        statistics: whether to measure the index.
+    """
+
+    placement: Placement
+    layout: Layout | None
+    ring: str = "gather"
+    scale: float | None = None
+    causal: bool = True
+    backend: str | None = None
+    statistics: bool = False
+
+
+class Attended(NamedTuple):
+    """What attention gives.
+
+    Attributes:
+        out: [B, S, Hq, D] in the dtype of q.
+        lse: fp32 [B, Hq, S], natural logarithm, -inf for empty rows.
+        index: what was computed, in positions of the sequence.
+        statistics: fp32 scalars by name, means over batch and heads; empty unless asked for.
+    """
+
+    out: Array
+    lse: Array
+    index: Index
+    statistics: Stats
+
+
+def attend(
+    way: Way,
+    q: Array,
+    k: Array,
+    v: Array,
+    pattern: Pattern | Index,
+    recall_positions: Array | None = None,
+) -> Attended:
+    """Attention over the pairs that a pattern chooses, or that an index lists.
+
+    Args:
+        way: how it runs.
+        q: [B, S, Hq, D], in the order of `way.layout`, rotary embedding applied.
+        k, v: [B, S, Hk, D].
+        pattern: its arrays lead with the query heads, those of an index with batch and heads.
+        recall_positions: int32 [R], queries on which recall is measured; None measures none.
+    """
+    placement = way.placement
+    arrays, static = split(pattern)
+    heads = P(placement.batch, placement.sequence, placement.heads)
+    per_head = P(placement.batch, placement.heads)
+    array_spec = per_head if isinstance(pattern, Index) else P(placement.heads)
+    in_specs = heads, heads, heads, array_spec, P()
+    rows = P(placement.batch, placement.heads, placement.sequence)
+    out_specs = Attended(heads, rows, per_head, P())
+
+    def local(q: Array, k: Array, v: Array, arrays: list[Array], positions: Array | None):
+        return _local(way, q, k, v, join(static, arrays), positions)
+
+    args = placement.reshard((q, k, v, arrays, recall_positions), in_specs)
+    return placement.run(local, in_specs, out_specs, args)
+
+
+def split(pattern: Pattern | Index) -> tuple[list[Array], object]:
+    """The arrays of a pattern or index, and the rest of it (hashable)."""
+    leaves, treedef = jax.tree.flatten(pattern)
+    if leaves and leaves[0] is pattern:  # not a pytree: static as a whole
+        return [], pattern
+    return leaves, treedef
+
+
+def join(static: object, arrays: list[Array]) -> Pattern | Index:
+    """Undoes `split`."""
+    return static if isinstance(static, Pattern) else jax.tree.unflatten(static, arrays)
+
+
+def _local(
+    way: Way, q: Array, k: Array, v: Array, pattern: Pattern | Index, positions: Array | None
+) -> Attended:
+    """The same on one device's shards."""
+    shards = _shards(way, q, pattern.block_size)
+    choice = Choice(pattern)
+    if isinstance(pattern, Pattern):
+        choice = pattern.choose(q, k, shards)
+    index = choice.index
+    statistics: Stats = {}
+    if way.statistics:
+        seq_len = shards.num_blocks * pattern.block_size
+        statistics = _measure(choice, seq_len)
+        if positions is not None:
+            recall = attention_recall(
+                q, k, index, positions, block_ids=shards.block_ids, scale=way.scale,
+                axis_names=shards.axis_names,
+            )
+            statistics["recall"] = recall.mean(dtype=jnp.float32)
+        over = (*way.placement.batch, *way.placement.heads)
+        statistics = lax.stop_gradient(statistics)
+        statistics = lax.pmean(statistics, over) if over else statistics
+    options = dict(scale=way.scale, backend=way.backend, return_lse=True)
+    if shards.axis_names:
+        sizes = tuple(way.placement.mesh.shape[axis] for axis in shards.axis_names)
+        out, lse = ring_attention(
+            q, k, v, index, layout=way.layout, axis_names=shards.axis_names, axis_sizes=sizes,
+            ring=way.ring, **options,
+        )
+    else:
+        out, lse = attention(q, k, v, index, **options)
+    return Attended(out, lse, index, statistics)
+
+
+def attention(q, k, v, index, **options):
+    """Attention of one device."""
+    if isinstance(index, DenseIndex):
+        return dense_attention(
+            q, k, v, causal=index.causal, block_size=index.block_size, **options
+        )
+    if isinstance(index, BlockSparseIndex):
+        return block_sparse_attention(q, k, v, index, **options)
+    return vertical_slash_attention(q, k, v, index, **options)
+
+
+def _shards(way: Way, q: Array, block_size: int) -> Shards:
+    axes = way.placement.sequence if way.placement.ranks > 1 else ()
+    if axes:
+        num_blocks, block_ids = way.layout.num_blocks, way.layout.block_ids(lax.axis_index(axes))
+    else:
+        num_blocks = q.shape[1] // block_size
+        block_ids = jnp.arange(num_blocks, dtype=jnp.int32)
+    return Shards(block_ids, num_blocks, axes, way.scale, way.backend, way.causal)
+
+
+def _measure(choice: Choice, seq_len: int) -> Stats:
+    """What an index computes and executes, over causal pairs, and what its pattern reports."""
+    total = float(causal_pairs(seq_len))
+    executed = choice.index.executed_pairs(seq_len) / total
+    numbers = {
+        "density": density(choice.index, seq_len),
+        "executed": executed,
+        **choice.statistics,
+    }
+    return {name: jnp.mean(x, dtype=jnp.float32) for name, x in numbers.items()}
 
 
 def make_attention(
     mesh: Mesh,
     layout: Layout,
-    pattern: Pattern | None,
+    pattern: Pattern,
     *,
     ring: str = "gather",
     backend: str | None = None,
@@ -39,12 +191,12 @@ def make_attention(
     batch_axis: str = DATA_AXIS,
     sequence_axes: tuple[str, ...] = SEQUENCE_AXES,
 ) -> Callable[..., tuple[Array, Stats]]:
-    """Causal attention over a mesh, which chooses its own index at every call.
+    """Causal attention as the layers of a model call it.
 
     Args:
         mesh: axes of type Auto, among them `batch_axis` and `sequence_axes`.
         layout: the order of tokens, for as many ranks as `sequence_axes` have devices.
-        pattern: how the index is chosen; None for dense attention.
+        pattern: how the index is chosen.
         ring: how keys and values travel: "hierarchical", "flat" or "gather" (`ring_attention`).
         backend: of the kernels; None for the best that runs here.
         scale: of the logits; default 1/sqrt(D).
@@ -56,97 +208,32 @@ def make_attention(
     Returns:
         A function `attention(q, k, v, given=None) -> (out, stats)` for use under `jax.jit`:
         q [B, S, Hq, D]; k, v [B, S, Hk, D] in layout order, rotary embedding applied; B a
-        multiple of the batch axis. `given` stands in for `pattern` in this call: the
-        `FixedBudget` or `Replay` of a layer, or a `VerticalSlashIndex` (global, [B, Hq, ...]) to
-        use as it is. out [B, S, Hq, D] has the dtype of q. stats are fp32 scalars, means over
-        batch and heads: `density`, the share of causal pairs that are computed; `executed`,
-        pairs in the tiles that kernels execute, over causal pairs; `estimated_density`, with a
-        `Replay` that also chooses an index, the share of causal pairs in that one; and `recall`
-        when asked for, the share of the softmax mass that lies on computed pairs.
+        multiple of the batch axis. `given` stands in for `pattern` in this call: that of a layer,
+        or an index (global, [B, Hq, ...]) to use as it is. out [B, S, Hq, D] has the dtype of q.
+        stats are fp32 scalars, means over batch and heads: `density`, the share of causal pairs
+        that are computed; `executed`, pairs in the tiles that kernels execute, over causal pairs;
+        `recall` when asked for, the share of the softmax mass that lies on computed pairs; and
+        what the pattern reports itself (`Choice.statistics`).
 
     Raises:
         UserError: if `ring` is unknown.
         ValueError: if the layout is for another number of ranks.
     """
     check_ring(ring)
-    axis_sizes = tuple(mesh.shape[name] for name in sequence_axes)
-    ranks = functools.reduce(int.__mul__, axis_sizes, 1)
+    ranks = math.prod(mesh.shape[name] for name in sequence_axes)
     if ranks != layout.num_ranks:
         raise ValueError(
             f"the layout is for num_ranks={layout.num_ranks} but axes {sequence_axes} of the "
             f"mesh have {ranks} devices"
         )
-    attend = functools.partial(
-        ring_attention,
-        layout=layout,
-        axis_names=sequence_axes,
-        axis_sizes=axis_sizes,
-        ring=ring,
-        scale=scale,
-        backend=backend,
-    )
-
-    def local(q: Array, k: Array, v: Array, chosen, positions) -> tuple[Array, Stats]:
-        rank = lax.axis_index(sequence_axes)
-        where = dict(block_ids=layout.block_ids(rank), axis_names=sequence_axes, scale=scale)
-        index, estimated = chosen, None
-        choice = dict(num_blocks=layout.num_blocks, backend=backend, **where)
-        if isinstance(chosen, Replay):
-            index, estimated = chosen.replay_and_estimate(q, k, **choice)
-        elif isinstance(chosen, Pattern):
-            index = choose_index(q, k, chosen, **choice)
-        stats = _cost(index, layout)
-        if estimated is not None:
-            share = density(estimated, layout.seq_len)
-            stats["estimated_density"] = share.mean(dtype=jnp.float32)
-        if positions is not None:
-            stats["recall"] = jnp.float32(1)
-            if index is not None:
-                recall = attention_recall(q, k, index, positions, **where)
-                stats["recall"] = recall.mean(dtype=jnp.float32)
-        stats = lax.pmean(lax.stop_gradient(stats), batch_axis)
-        return attend(q, k, v, index), stats
-
-    heads = P(batch_axis, sequence_axes)
+    placement = Placement(mesh, (batch_axis,), tuple(sequence_axes))
+    way = Way(placement, layout, ring, scale, True, backend, statistics=True)
+    run = functools.partial(attend, way, recall_positions=recall_positions)
 
     def attention(
-        q: Array,
-        k: Array,
-        v: Array,
-        given: FixedBudget | Replay | VerticalSlashIndex | None = None,
+        q: Array, k: Array, v: Array, given: Pattern | Index | None = None
     ) -> tuple[Array, Stats]:
-        chosen = pattern if given is None else given
-        # An index belongs to entries of the batch; budgets and positions to all of them.
-        chosen_spec = P(batch_axis) if isinstance(chosen, VerticalSlashIndex) else P()
-        arguments, specs = (q, k, v, chosen, recall_positions), [heads, heads, heads, chosen_spec]
-        run = local
-        if isinstance(chosen, VerticalSlash):  # static: not an argument of shard_map
-            arguments = (q, k, v, recall_positions)
-            specs = specs[:3]
-
-            def run(q, k, v, positions):
-                return local(q, k, v, chosen, positions)
-
-        return jax.shard_map(
-            run,
-            mesh=mesh,
-            in_specs=(*specs, P()),
-            out_specs=(heads, P()),
-            check_vma=False,
-        )(*arguments)
+        found = run(q, k, v, pattern if given is None else given)
+        return found.out, found.statistics
 
     return attention
-
-
-def _cost(index: VerticalSlashIndex | None, layout: Layout) -> Stats:
-    """Means over batch and heads of what an index computes and executes, over causal pairs."""
-    total = float(causal_pairs(layout.seq_len))
-    if index is None:
-        tiles = layout.num_blocks * (layout.num_blocks + 1) // 2
-        executed = tiles * layout.block_size**2 / total
-        return {"density": jnp.float32(1), "executed": jnp.float32(executed)}
-    executed = index.executed_pairs(layout.seq_len) / total
-    return {
-        "density": density(index, layout.seq_len).mean(dtype=jnp.float32),
-        "executed": executed.mean(dtype=jnp.float32),
-    }

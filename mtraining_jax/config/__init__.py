@@ -8,6 +8,7 @@ from mtraining_jax.config.load import (
     config_folder,
     config_from_dict,
     load_config,
+    load_own_plugins,
 )
 from mtraining_jax.config.render import config_to_dict, config_to_toml, help_text
 from mtraining_jax.config.schema import (
@@ -48,5 +49,6 @@ __all__ = [
     "config_to_toml",
     "help_text",
     "load_config",
+    "load_own_plugins",
     "validate",
 ]

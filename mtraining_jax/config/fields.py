@@ -12,6 +12,7 @@ from typing import Any, Literal
 from pydantic.fields import FieldInfo
 
 from mtraining_jax.config.schema import Config
+from mtraining_jax.config.sections import InWords, assembled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,12 +52,16 @@ def infos(section: type) -> dict[str, FieldInfo]:
 
 def sections() -> dict[str, type]:
     """The sections of a configuration, by name, in the order of `Config`."""
-    return {name: info.annotation for name, info in infos(Config).items()}
+    return {name: assembled(info.annotation) for name, info in infos(Config).items()}
+
+
+def all_fields() -> Mapping[str, Field]:
+    """Every field of every section by its dotted name, tables before their own fields."""
+    return _all_fields(tuple(sections().items()))
 
 
 @functools.cache
-def all_fields() -> Mapping[str, Field]:
-    """Every field of every section by its dotted name, tables before their own fields."""
+def _all_fields(sections: tuple[tuple[str, type], ...]) -> Mapping[str, Field]:
     found: dict[str, Field] = {}
 
     def collect(prefix: str, section: type) -> None:
@@ -73,7 +78,7 @@ def all_fields() -> Mapping[str, Field]:
             if (inner := section_class(info.annotation)) is not None:
                 collect(dotted, inner)
 
-    for name, section in sections().items():
+    for name, section in sections:
         collect(name, section)
     return types.MappingProxyType(found)
 
@@ -163,6 +168,8 @@ def _option_in_words(option: Any, limits: list[Any]) -> str:
         return "a list of non-empty strings" if of_text else "a list of finite numbers"
     if dataclasses.is_dataclass(option):
         return f"a table of {', '.join(infos(option))}"
+    if words := [limit.text for limit in limits if isinstance(limit, InWords)]:
+        return words[0]
     if option is str:
         return "a non-empty string"
     words = {"ge": "at least", "gt": "greater than", "le": "at most", "lt": "less than"}

@@ -1,8 +1,9 @@
 """From a TOML file and overrides to a checked `Config`."""
 
+import contextlib
 import difflib
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from mtraining_jax.config.init_from import with_checkpoint
 from mtraining_jax.config.schema import Config
 from mtraining_jax.config.validate import validate
 from mtraining_jax.errors import UserError
+from mtraining_jax.plugins import Registry
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _COMMAND_LINE = "command line"
@@ -58,6 +60,7 @@ def load_config(
             contradict each other.
     """
     path = _find(str(name_or_path))
+    load_own_plugins(str(name_or_path), overrides)
     table, origins = read_with_base(path, _read, _find)
     problems: list[str] = []
     for name, text in overrides:
@@ -88,6 +91,31 @@ def config_from_dict(table: Mapping[str, Any], source: str) -> Config:
     config = _build(dict(table), source, {}, [])
     validate(config)
     return config
+
+
+def load_own_plugins(
+    name_or_path: str | None, overrides: Iterable[tuple[str, str]] = ()
+) -> None:
+    """Loads the plug-ins that are named as `package.module:Name`, so that their fields are known.
+
+    Mistakes are left for `load_config` to tell.
+
+    Args:
+        name_or_path: as in `load_config`; None for no file.
+        overrides: as in `load_config`.
+    """
+    try:
+        if name_or_path is None:
+            table = {}
+        else:
+            table, _ = read_with_base(_find(name_or_path), _read, _find)
+    except UserError:
+        table = {}
+    for dotted, text in overrides:
+        _put(table, dotted, text)
+    for _, name, registry in _own_plugins(table):
+        with contextlib.suppress(UserError):
+            registry.get(name)
 
 
 def parse_value(name: str, text: str) -> Any:
@@ -172,12 +200,20 @@ def _build(
     table: dict[str, Any], source: str, origins: Mapping[str, str], problems: list[str]
 ) -> Config:
     """Builds the dataclasses from the inside out; raises all problems at once."""
-    fields = all_fields()
     meant: set[str] = set()
 
     def say(name: str, problem: str) -> None:
         problems.append(f"{origins.get(name, source)}: {problem}")
 
+    told = len(problems)
+    for dotted, plugin, registry in _own_plugins(table):
+        try:
+            registry.get(plugin)
+        except UserError as error:
+            say(dotted, f"{dotted}: {error}")
+    if len(problems) > told:  # their fields are not known
+        raise UserError("\n".join(problems))
+    fields = all_fields()
     table = with_checkpoint(table, say)
 
     def unknown(name: str) -> None:
@@ -222,6 +258,18 @@ def _build(
     if problems:
         raise UserError("\n".join(problems))
     return Config(**built)
+
+
+def _own_plugins(table: Mapping[str, Any]) -> Iterable[tuple[str, str, Registry]]:
+    """What a table names as `package.module:Name`: dotted field, the name, its registry."""
+    for section, info in infos(Config).items():
+        plugins = getattr(info.annotation, "plugins", None)
+        values = table.get(section)
+        if plugins is None or not isinstance(values, Mapping):
+            continue
+        name = values.get(plugins.selector)
+        if isinstance(name, str) and ":" in name:
+            yield f"{section}.{plugins.selector}", name, plugins.registry
 
 
 # Stands for a table whose own problems have been told already.

@@ -6,14 +6,16 @@ under a field is its help text.
 """
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-from mtraining_jax.config.sections import assemble
+from mtraining_jax.config.sections import Plugins, assemble, assembled, one_of, selected
 from mtraining_jax.config.sizes import Sizes
 from mtraining_jax.models.rope import ROPE_KINDS, YarnScaling
+from mtraining_jax.sparsity.pattern import Settings
+from mtraining_jax.sparsity.registry import PATTERNS
 
 _STRICT = ConfigDict(
     strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
@@ -134,43 +136,27 @@ class ModelConfig:
 class SparsityConfig:
     """Which pairs of query and key are computed."""
 
-    kind: Literal["dense", "vertical_slash", "fixed", "replay"] = "vertical_slash"
+    kind: one_of(PATTERNS) = "vertical_slash"
     """dense: all; vertical_slash: chosen in every forward pass; fixed: budgets from a file.
 
     replay is for measuring speed with random weights, whose attention is flat: every head computes
-    random block diagonals and columns of a density given beforehand. Nothing is chosen.
+    random block diagonals and columns of a density given beforehand. Nothing is chosen. A pattern
+    of your own is named package.module:Name; its fields then belong to this section.
     """
-    preset: Literal["safe", "paper"] = "safe"
-    """safe always keeps sinks, local blocks and minimum budgets; paper only what top_p keeps."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = 0.9
-    """Share of the estimated attention mass to keep, of verticals and of slashes each."""
-    max_verticals: PositiveInt = 4096
-    """Most vertical tokens kept for one head."""
-    max_slashes: PositiveInt = 4096
-    """Most slashes kept for one head, in tokens of distance."""
     block_size: PositiveInt = 128
     """Tokens on one side of a block: of the sparse pattern and of the stripes dealt to devices."""
-    last_q: PositiveInt = 64
-    """Queries at the end of the sequence that estimate the pattern; at most block_size."""
-    sink_tokens: NonNegativeInt = 30
-    """First tokens of the sequence, always kept as verticals (preset safe and kind fixed)."""
-    local_blocks: PositiveInt = 2
-    """Nearest block diagonals always kept (preset safe)."""
-    min_verticals: NonNegativeInt = 128
-    """Fewest verticals kept for one head (preset safe)."""
-    min_slashes: NonNegativeInt = 16
-    """Fewest slashes kept for one head, in tokens of distance (preset safe)."""
-    sliding_window: NonNegativeInt = 100
-    """Nearest slashes that rank above all others, in tokens of distance (kind fixed)."""
-    budget_file: Text | None = None
-    """MInference JSON file with a budget for each layer and head; needed for kind fixed."""
-    replay_density: Annotated[float, Field(gt=0, le=0.3)] = 0.063
-    """Share of the causal pairs computed, mean over layers (kind replay).
 
-    Layers spread from 0.06 to 2 times of it, as the paper's do: 0.4 % to 12.7 % around 6.3 %.
-    """
-    replay_estimate: bool = True
-    """Also choose an index in every layer, so that its time is in the step's (kind replay)."""
+    plugins: ClassVar[Plugins] = Plugins(PATTERNS, selector="kind")
+
+    @property
+    def settings(self) -> Settings:
+        """The settings of the pattern that `kind` names.
+
+        Raises:
+            ValueError: beginning with the name of the field that is not possible.
+        """
+        cls = PATTERNS.get(self.kind)
+        return cls(**selected(self, cls))
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
@@ -348,7 +334,7 @@ class Config(Sizes):
 
     run: RunConfig = RunConfig()
     model: ModelConfig
-    sparsity: SparsityConfig = SparsityConfig()
+    sparsity: SparsityConfig = Field(default_factory=lambda: assembled(SparsityConfig)())
     parallel: ParallelConfig = ParallelConfig()
     data: DataConfig = DataConfig()
     optimizer: OptimizerConfig = OptimizerConfig()

@@ -5,10 +5,10 @@ import typing
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
 
-from pydantic import ConfigDict, Field
+from pydantic import AfterValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-from mtraining_jax.plugins import attribute_docs
+from mtraining_jax.plugins import Registry, attribute_docs
 
 STRICT = ConfigDict(
     strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
@@ -19,7 +19,7 @@ def assemble(name: str, base: type, plugins: Mapping[str, type], selector: str) 
     """A section with the fields of `base` and then those of every plug-in, all flat.
 
     A plug-in is a dataclass; its annotations give the types, which may carry limits
-    (`Annotated[int, Field(ge=1)]`), and the "Attributes:" of its docstring the help. A field that
+    (`mtraining_jax.limits.limited`), and the "Attributes:" of its docstring the help. A field that
     several plug-ins have is one field. A field of one plug-in may be set while another is
     selected: it is checked and has no effect.
 
@@ -70,6 +70,53 @@ def assemble(name: str, base: type, plugins: Mapping[str, type], selector: str) 
     return made
 
 
+@dataclasses.dataclass(frozen=True)
+class Plugins:
+    """In a section, as its class variable `plugins`: where its further fields come from.
+
+    Attributes:
+        registry: of the plug-ins.
+        selector: the field of the section that names one.
+    """
+
+    registry: Registry
+    selector: str
+
+
+def assembled(section: type) -> type:
+    """A section with the fields of all plug-ins that are known by now; itself if it has none."""
+    plugins = getattr(section, "plugins", None)
+    if plugins is None:
+        return section
+    key = section, tuple(plugins.registry)
+    if key not in _ASSEMBLED:
+        classes = plugins.registry.classes()
+        _ASSEMBLED[key] = assemble(section.__name__, section, classes, plugins.selector)
+    return _ASSEMBLED[key]
+
+
+_ASSEMBLED: dict[tuple[type, tuple[str, ...]], type] = {}
+
+
+@dataclasses.dataclass(frozen=True)
+class InWords:
+    """In the type of a field: what the field allows, in words."""
+
+    text: str
+
+
+def one_of(registry: Registry) -> Any:
+    """The type of a field that selects a plug-in: a name, or `package.module:Name`."""
+
+    def check(name: str) -> str:
+        registry.get(name)
+        return name
+
+    names = ", ".join(f'"{name}"' for name in registry.names)
+    words = InWords(f"one of {names} or your own as package.module:Name")
+    return Annotated[str, AfterValidator(check), words]
+
+
 def selected(section: Any, cls: type) -> dict[str, Any]:
     """The values of a section that a plug-in's dataclass takes, by field."""
     return {field.name: getattr(section, field.name) for field in _own(cls)}
@@ -77,8 +124,3 @@ def selected(section: Any, cls: type) -> dict[str, Any]:
 
 def _own(cls: type) -> Iterable[dataclasses.Field]:
     return (field for field in dataclasses.fields(cls) if field.init)
-
-
-def limited(kind: type, **limits: float) -> Any:
-    """A type with limits, e.g. `limited(int, ge=1)`."""
-    return Annotated[kind, Field(**limits)]

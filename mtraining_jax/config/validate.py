@@ -107,31 +107,18 @@ def _sequence(config: Config) -> Iterator[str]:
 
 
 def _sparsity(config: Config) -> Iterator[str]:
-    sparsity = config.sparsity
-    if sparsity.kind != "dense" and sparsity.last_q > sparsity.block_size:
-        yield (
-            f"sparsity.last_q = {sparsity.last_q} is more than sparsity.block_size = "
-            f"{sparsity.block_size}"
-        )
-    if sparsity.kind == "fixed" and sparsity.budget_file is None:
-        yield 'sparsity.kind = "fixed" needs sparsity.budget_file, a MInference JSON file'
-    if sparsity.kind == "replay" and config.metrics.recall_every:
+    try:
+        settings = config.sparsity.settings
+    except ValueError as error:
+        # A pattern's class names its fields as Python does.
+        yield re.sub(r"\b(\w+)=", r"sparsity.\1 = ", str(error))
+        return
+    if not settings.chooses and config.metrics.recall_every:
         yield (
             f"metrics.recall_every = {config.metrics.recall_every} measures what a chosen index "
-            'keeps, and sparsity.kind = "replay" computes pairs that nothing has chosen; '
-            "metrics.recall_every = 0 would do"
+            f'keeps, and sparsity.kind = "{config.sparsity.kind}" computes pairs that nothing has '
+            "chosen; metrics.recall_every = 0 would do"
         )
-    if sparsity.kind in ("vertical_slash", "replay"):
-        for low, high in (
-            ("sink_tokens", "max_verticals"),
-            ("min_verticals", "max_verticals"),
-            ("min_slashes", "max_slashes"),
-        ):
-            if getattr(sparsity, low) > getattr(sparsity, high):
-                yield (
-                    f"sparsity.{low} = {getattr(sparsity, low)} is more than sparsity.{high} = "
-                    f"{getattr(sparsity, high)}"
-                )
 
 
 def _devices(config: Config, device_count: int | None) -> Iterator[str]:

@@ -13,11 +13,6 @@ from mtraining_jax.planning.memory import (
     local_tokens,
 )
 from mtraining_jax.reporting.flops import step_flops
-from mtraining_jax.reporting.record import REPLAYED
-
-# Mean density that the paper reports for 512K tokens (arXiv 2510.18830): what an index that is
-# chosen at each step is taken to have, for want of the step.
-PAPER_DENSITY = 0.063
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,12 +40,7 @@ class Flops:
 
 def density(config: Config) -> tuple[float, str]:
     """Share of the causal pairs that a step is taken to compute, and why this."""
-    sparsity = config.sparsity
-    if sparsity.kind == "dense":
-        return 1.0, "dense"
-    if sparsity.kind == "replay":
-        return sparsity.replay_density, REPLAYED
-    return PAPER_DENSITY, "assumed: the paper's mean at 512K; each step chooses its own"
+    return config.sparsity.settings.expected_density()
 
 
 def count_flops(config: Config) -> Flops:
@@ -93,7 +83,7 @@ def seconds(config: Config, gpu: Gpu, memory: Memory, flops: Flops) -> dict[str,
     """
     model, parallel, width = config.model, config.parallel, config.model.head_dim
     devices = parallel.data * parallel.nodes * parallel.devices_per_node
-    dense = config.sparsity.kind == "dense"
+    dense = not config.sparsity.settings.sparse
     forward = flops.attention * 4 / 14 + flops.attention_recomputed
     attention = forward / (gpu.dense_forward if dense else gpu.sparse_forward)[width]
     backward = flops.attention * 10 / 14

@@ -1,23 +1,50 @@
-"""How a sparse index is chosen, what it costs and what it keeps."""
+"""How a sparse index is chosen, what it costs and what it keeps.
 
-from mtraining_jax.sparsity.budgets import FixedBudgets, load_budgets
-from mtraining_jax.sparsity.metrics import (
-    attention_flops,
-    attention_recall,
-    causal_pairs,
-    density,
-)
-from mtraining_jax.sparsity.patterns import Dense, FixedBudget, Pattern, VerticalSlash
+Patterns are loaded with this package and import no JAX; the functions on arrays are loaded when
+they are first used.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from mtraining_jax.sparsity.dense import Dense
+from mtraining_jax.sparsity.fixed_budget import FixedBudget, FixedBudgets, load_budgets
+from mtraining_jax.sparsity.pattern import Choice, ModelSizes, Pattern, Settings, Shards
+from mtraining_jax.sparsity.registry import PATTERNS
 from mtraining_jax.sparsity.replay import Replay, make_replay
-from mtraining_jax.sparsity.vertical_slash import INDEX_NAME, choose_index
+from mtraining_jax.sparsity.vertical_slash import VerticalSlash
+
+if TYPE_CHECKING:
+    from mtraining_jax.sparsity.choose import choose_index
+    from mtraining_jax.sparsity.last_queries import INDEX_NAME
+    from mtraining_jax.sparsity.metrics import (
+        attention_flops,
+        attention_recall,
+        causal_pairs,
+        density,
+    )
+
+_HOMES = {
+    "INDEX_NAME": "last_queries",
+    "attention_flops": "metrics",
+    "attention_recall": "metrics",
+    "causal_pairs": "metrics",
+    "choose_index": "choose",
+    "density": "metrics",
+}
 
 __all__ = [
     "INDEX_NAME",
+    "PATTERNS",
+    "Choice",
     "Dense",
     "FixedBudget",
     "FixedBudgets",
+    "ModelSizes",
     "Pattern",
     "Replay",
+    "Settings",
+    "Shards",
     "VerticalSlash",
     "attention_flops",
     "attention_recall",
@@ -27,3 +54,9 @@ __all__ = [
     "load_budgets",
     "make_replay",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

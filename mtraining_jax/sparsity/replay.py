@@ -8,17 +8,21 @@ model would, on block diagonals and columns drawn at random. It is no choice of 
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
-from jax.ad_checkpoint import checkpoint_name
 
 from mtraining_jax.errors import UserError
-from mtraining_jax.sparsity.patterns import Pattern, VerticalSlash
-from mtraining_jax.sparsity.vertical_slash import INDEX_NAME, choose_index, index_capacities
-from pallas_kernels.index import VerticalSlashIndex
+from mtraining_jax.limits import limited
+from mtraining_jax.sparsity.pattern import Choice, ModelSizes, Pattern, Shards
+from mtraining_jax.sparsity.vertical_slash import (
+    VerticalSlash,
+    VerticalSlashSettings,
+    index_capacities,
+)
+
+if TYPE_CHECKING:
+    from jax import Array
 
 # Sparsity per layer as arXiv 2510.18830 measured it at 512K tokens: mean 93.7 %, lowest 87.3 %,
 # highest 99.6 %. Which layer had which is not reported.
@@ -34,11 +38,55 @@ _MOST_IN_COLUMNS = 0.25
 _MOST_NEAR = 0.5
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["slash_blocks", "slash_count", "vertical_tokens", "vertical_count"],
-    meta_fields=["estimate", "block_size"],
-)
+_DENSITY_NAME = "replayed density, not chosen"
+
+
+@dataclasses.dataclass(frozen=True)
+class ReplaySettings(VerticalSlashSettings):
+    """A density to replay; the other fields say what is estimated beside it, and the capacities.
+
+    Attributes:
+        replay_density: share of the causal pairs computed, mean over layers. Layers spread from
+            0.06 to 2 times of it, as the paper's do: 0.4 % to 12.7 % around 6.3 %.
+        replay_estimate: also choose an index in every layer, so that its time is in the step's.
+    """
+
+    chooses = False
+    density_name = _DENSITY_NAME
+
+    replay_density: limited(float, gt=0, le=0.3) = 0.063
+    replay_estimate: bool = True
+
+    def pattern(self, model: ModelSizes) -> "Replay":
+        """Indices of all layers, drawn by the run's seed.
+
+        Raises:
+            UserError: as `make_replay`.
+        """
+        fields = (field.name for field in dataclasses.fields(VerticalSlashSettings))
+        return make_replay(
+            density=self.replay_density,
+            num_layers=model.num_layers,
+            num_heads=model.num_heads,
+            seq_len=model.seq_len,
+            like=VerticalSlash(**{name: getattr(self, name) for name in fields}),
+            estimate=self.replay_estimate,
+            seed=model.seed,
+        )
+
+    def describe(self) -> str:
+        """That nothing is chosen, and what is computed instead."""
+        also = ", with the time of choosing an index" if self.replay_estimate else ""
+        return (
+            f"{_DENSITY_NAME}: {self.replay_density:.1%} of the causal pairs, random block"
+            f" diagonals and columns{also}"
+        )
+
+    def expected_density(self) -> tuple[float, str]:
+        """The density that is replayed."""
+        return self.replay_density, _DENSITY_NAME
+
+
 @dataclasses.dataclass(frozen=True)
 class Replay(Pattern):
     """The index of every head, given beforehand and the same for all batches; a pytree.
@@ -55,59 +103,55 @@ class Replay(Pattern):
         block_size: g, tokens on a side of a block.
     """
 
-    slash_blocks: Array
-    slash_count: Array
-    vertical_tokens: Array
-    vertical_count: Array
-    estimate: VerticalSlash | None
+    arrays = ("slash_blocks", "slash_count", "vertical_tokens", "vertical_count")
+    chooses = False
+    density_name = _DENSITY_NAME
+
+    slash_blocks: "Array"
+    slash_count: "Array"
+    vertical_tokens: "Array"
+    vertical_count: "Array"
+    estimate: Pattern | None
     block_size: int
 
-    def choose(self, q, k, **where) -> VerticalSlashIndex:
-        """The replayed index; see `replay_and_estimate`."""
-        return self.replay_and_estimate(q, k, **where)[0]
+    def choose(self, q: "Array", k: "Array", shards: Shards) -> Choice:
+        """The replayed index, and the density of the one that `estimate` chooses.
 
-    def replay_and_estimate(
-        self,
-        q_BnHD: Array,
-        k_BnHkD: Array,
-        *,
-        block_ids: Array,
-        num_blocks: int,
-        axis_names: Sequence[str] = (),
-        scale: float | None = None,
-        backend: str | None = None,
-    ) -> tuple[VerticalSlashIndex, VerticalSlashIndex | None]:
-        """The index to compute, and the one that `estimate` chooses, which is not computed.
-
-        Arguments are those of `choose_index`. The replayed index depends on the chosen one, in a
-        way that changes none of its values and that no compiler can see through: attention
-        starts when the choice is made, as it does where the choice is used.
+        The replayed index depends on the chosen one, in a way that changes none of its values and
+        that no compiler can see through: attention starts when the choice is made, as it does
+        where the choice is used.
         """
-        shape = (q_BnHD.shape[0], *self.slash_count.shape)
+        import jax
+        import jax.numpy as jnp
+        from jax.ad_checkpoint import checkpoint_name
 
-        def for_batch(x: Array) -> Array:
-            return jnp.broadcast_to(x, (shape[0], *x.shape))
+        from mtraining_jax.sparsity.last_queries import INDEX_NAME
+        from mtraining_jax.sparsity.metrics import density
+        from pallas_kernels.index import VerticalSlashIndex
 
-        chosen, none = None, jnp.zeros(shape, jnp.int32)
+        shape = (q.shape[0], *self.slash_count.shape)
+        statistics, none = {}, jnp.zeros(shape, jnp.int32)
         if self.estimate is not None:
-            chosen = choose_index(
-                q_BnHD, k_BnHkD, self.estimate, block_ids=block_ids, num_blocks=num_blocks,
-                axis_names=axis_names, scale=scale, backend=backend,
-            )  # fmt: skip
+            chosen = self.estimate.choose(q, k, shards).index
+            share = density(chosen, shards.num_blocks * self.block_size)
+            statistics["estimated_density"] = share.mean(dtype=jnp.float32)
             # Every number of an index is 0 or more, which only we know.
-            lists = chosen.slash_blocks, chosen.vertical_tokens
-            lowest = functools.reduce(jnp.minimum, (x.min(-1, initial=0) for x in lists))
-            none = jnp.minimum(jnp.minimum(lowest, chosen.slash_count), chosen.vertical_count)
-            none = jnp.minimum(none, 0)
-        leaves = (
-            for_batch(self.slash_blocks) + none[..., None],
-            for_batch(self.slash_count) + none,
-            for_batch(self.vertical_tokens) + none[..., None],
-            for_batch(self.vertical_count) + none,
-        )
+            lowest = (_lowest(x, shape) for x in jax.tree.leaves(chosen))
+            none = jnp.minimum(functools.reduce(jnp.minimum, lowest), 0)
+
+        def replayed(x: "Array") -> "Array":
+            x = jnp.broadcast_to(x, (shape[0], *x.shape))
+            return x + none.reshape(*shape, *[1] * (x.ndim - 2))
+
+        leaves = (replayed(getattr(self, name)) for name in self.arrays)
         # The name lets a remat policy save it, in place of the chosen one.
-        leaves = (checkpoint_name(lax.stop_gradient(leaf), INDEX_NAME) for leaf in leaves)
-        return VerticalSlashIndex(*leaves, block_size=self.block_size), chosen
+        leaves = (checkpoint_name(jax.lax.stop_gradient(leaf), INDEX_NAME) for leaf in leaves)
+        return Choice(VerticalSlashIndex(*leaves, block_size=self.block_size), statistics)
+
+
+def _lowest(x: "Array", shape: tuple[int, int]) -> "Array":
+    """The smallest number of each batch entry and head of an array [B, Hq, ...]: [B, Hq]."""
+    return x.reshape(*shape, -1).min(-1, initial=0)
 
 
 def layer_densities(num_layers: int, mean: float) -> np.ndarray:

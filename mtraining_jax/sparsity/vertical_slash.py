@@ -1,217 +1,153 @@
-"""Choosing a vertical-slash index from the last queries of a sequence that is spread over ranks."""
+"""Dynamic vertical-slash: the columns and diagonals that hold most of the attention's mass."""
 
-import math
-from collections.abc import Sequence
+import dataclasses
+from typing import TYPE_CHECKING, Literal
 
-import jax.numpy as jnp
-from jax import Array, lax
-from jax.ad_checkpoint import checkpoint_name
+from mtraining_jax.limits import check_at_most, check_limits, limited
+from mtraining_jax.sparsity.pattern import Choice, Pattern, Settings, Shards
 
-from mtraining_jax.sparsity import estimate, exchange, select
-from mtraining_jax.sparsity.patterns import FixedBudget, VerticalSlash
-from pallas_kernels.index import VerticalSlashIndex
-
-# A rematerialisation policy that saves this name makes the recomputation reuse the index.
-INDEX_NAME = "sparse_index"
+if TYPE_CHECKING:
+    from jax import Array
 
 _CAPACITY_MULTIPLE = 128
 
 
-def choose_index(
-    q_BnHD: Array,
-    k_BnHkD: Array,
-    pattern: VerticalSlash | FixedBudget,
-    *,
-    block_ids: Array,
-    num_blocks: int,
-    axis_names: Sequence[str] = (),
-    scale: float | None = None,
-    backend: str | None = None,
-) -> VerticalSlashIndex:
-    """Chooses, per batch entry and query head, the columns and block diagonals to compute.
+@dataclasses.dataclass(frozen=True)
+class VerticalSlashSettings(Settings):
+    """The fields of `VerticalSlash`, which has their description."""
 
-    To be called inside `shard_map` on the local shards of a sequence, or on one device with
-    `axis_names=()`. All ranks get the same index; its bits do not depend on how many ranks there
-    are, nor on how blocks are dealt to them. No gradient flows through it.
+    top_p: limited(float, gt=0, le=1) = 0.90
+    max_verticals: limited(int, ge=0) = 4096
+    max_slashes: limited(int, ge=0) = 4096
+    preset: Literal["safe", "paper"] = "safe"
+    last_q: limited(int, ge=1) = 64
+    block_size: limited(int, ge=1) = 128
+    sink_tokens: limited(int, ge=0) = 30
+    local_blocks: limited(int, ge=1) = 2
+    min_verticals: limited(int, ge=0) = 128
+    min_slashes: limited(int, ge=0) = 16
 
-    The estimate is the attention of the last `pattern.last_q` queries to all keys (arXiv
-    2510.18830, vertical-slash). A column's score is its mean mass over those queries, a diagonal's
-    score the mean mass at its distance. With `VerticalSlash` the largest are kept until their
-    mass reaches top_p; with `FixedBudget` a given number is kept, and scores are sums of raw
-    logits. Equal scores are kept in order of position (columns) or distance (diagonals). A
-    diagonal at token distance s turns on block diagonals floor(s/g) and, unless g divides s,
-    floor(s/g)+1.
+    def __post_init__(self) -> None:
+        check_limits(self)
+        check_at_most(self, "last_q", "block_size")
+        if self.preset == "safe":
+            check_at_most(self, "sink_tokens", "max_verticals")
+            check_at_most(self, "min_verticals", "max_verticals")
+            check_at_most(self, "min_slashes", "max_slashes")
 
-    Args:
-        q_BnHD: [B, n, Hq, D], local queries, rotary embedding applied.
-        k_BnHkD: [B, n, Hk, D], local keys in the same dtype; Hk divides Hq.
-        pattern: what to keep. For `FixedBudget`, the budgets of this layer, int32 [Hq].
-        block_ids: int32 [n/g], global number of each local block. Every block of the sequence
-            is on one rank.
-        num_blocks: NB, blocks of the whole sequence.
-        axis_names: mesh axes the sequence is sharded over.
-        scale: of the logits; 1/sqrt(D) when None.
-        backend: of the estimate with `VerticalSlash`: "xla", "mosaic_gpu" or None for the best
-            that runs here. Two backends may differ in a score's last bits, so one run should
-            use one. The kernels take `last_q` = 64; any other number runs in XLA.
+    def capacities(self, num_blocks: int) -> tuple[int, int]:
+        """Numbers and columns that an index of one head has room for."""
+        columns, diagonals = index_capacities(self, num_blocks)
+        return diagonals + columns + 2, columns
 
-    Returns:
-        The index, replicated, with `index_capacities`.
+
+@dataclasses.dataclass(frozen=True)
+class VerticalSlash(VerticalSlashSettings, Pattern):
+    """Top-p choice: per head, the largest columns and diagonals until their mass reaches p.
+
+    The two presets differ in what happens at the edges:
+
+    - ``safe``: the entry that crosses p is kept, the first `sink_tokens` columns and the nearest
+      `local_blocks` block diagonals are always kept, and so is a minimum number of columns and
+      diagonals. No row of the attention matrix is ever empty.
+    - ``paper``: as the reference implementation counts. The entry that crosses p is dropped, and
+      nothing is forced, with one exception that it has too: its padding of a slash list that is
+      not full switches the main block diagonal on. With a full list nothing is forced, and rows
+      may be empty.
+
+    Attributes:
+        top_p: share of the estimated attention mass to keep, of columns and of diagonals each.
+        max_verticals: most columns kept for one head, tokens.
+        max_slashes: most diagonals kept for one head, tokens. Each acts through at most two block
+            diagonals.
+        preset: safe always keeps sinks, local blocks and minimum budgets; paper only what top_p
+            keeps.
+        last_q: queries, at the end of the sequence, whose attention is the estimate; at most
+            block_size.
+        block_size: g, tokens on a side of a block.
+        sink_tokens: first columns that are always kept (of the presets, safe).
+        local_blocks: nearest block diagonals that are always kept (safe).
+        min_verticals: fewest columns kept for one head (safe). One tile of columns is nearly free.
+        min_slashes: fewest diagonals kept for one head (safe). Small, since each scattered
+            diagonal may cost two block diagonals.
 
     Raises:
-        ValueError: naming what does not fit.
+        ValueError: naming the field, its value and what is allowed.
     """
-    scale = _check(q_BnHD, k_BnHkD, pattern, block_ids, num_blocks, scale)
-    q, k = lax.stop_gradient((q_BnHD, k_BnHkD))
-    block_ids = block_ids.astype(jnp.int32)
-    seq_len = num_blocks * pattern.block_size
-    last = estimate.last_positions(pattern.last_q, seq_len)
-    q_last = exchange.gather_rows(q, last, block_ids, num_blocks, axis_names)
-    q_last = q_last.transpose(0, 2, 1, 3)
-    where = dict(block_ids=block_ids, num_blocks=num_blocks)
-    if isinstance(pattern, FixedBudget):
-        scores = estimate.logit_scores(q_last, k, **where)
-    else:
-        scores = estimate.softmax_scores(
-            q_last, k, scale=scale, backend=backend, axis_names=axis_names, **where
-        )
-    # From here on a rank has whole sequences of some heads. A search over all ranks instead
-    # would take an exchange for every digit of a score.
-    (vertical, own, tails), heads = exchange.to_heads(scores, **where, axis_names=axis_names)
-    slash = estimate.join_diagonals(own, tails)
-    if isinstance(pattern, FixedBudget):
-        keys, rule = _fixed_keys(vertical, slash, pattern, heads)
-    else:
-        keys, rule = _top_p_keys(vertical, slash, pattern)
-    lists = exchange.from_heads(_build(keys, rule, pattern), q.shape[0], q.shape[2], axis_names)
-    capacities = index_capacities(pattern, num_blocks)
-    # What is beyond the end of a list is above every entry.
-    slashes, verticals = lists[..., : capacities[1]], lists[..., capacities[1] :]
-    leaves = (
-        slashes, (slashes < num_blocks).sum(-1, dtype=jnp.int32),
-        verticals, (verticals < seq_len).sum(-1, dtype=jnp.int32),
-    )
-    leaves = (checkpoint_name(leaf, INDEX_NAME) for leaf in leaves)
-    return VerticalSlashIndex(*leaves, block_size=pattern.block_size)
+
+    def choose(self, q: "Array", k: "Array", shards: Shards) -> Choice:
+        """Chooses by the softmax mass of the last queries (arXiv 2510.18830, vertical-slash)."""
+        from mtraining_jax.sparsity import last_queries
+
+        return Choice(last_queries.choose(q, k, shards, self, _Rule(self)))
+
+    def describe(self) -> str:
+        """Kind, top-p and preset."""
+        return f"dynamic vertical-slash, top-p {self.top_p:g} ({self.preset})"
 
 
-def index_capacities(pattern: VerticalSlash | FixedBudget, num_blocks: int) -> tuple[int, int]:
-    """Columns and block diagonals that an index chosen by `pattern` has room for.
+def index_capacities(settings: Settings, num_blocks: int) -> tuple[int, int]:
+    """Columns and block diagonals that an index has room for.
 
     Args:
-        pattern: what is kept.
+        settings: with `max_verticals`, `max_slashes` and, if block diagonals are forced,
+            `local_blocks`.
         num_blocks: NB, blocks of the whole sequence.
 
     Returns:
         (max_verticals rounded up to 128, at most S; 2 * max_slashes + local_blocks, at most NB).
     """
-    rounded = -(-pattern.max_verticals // _CAPACITY_MULTIPLE) * _CAPACITY_MULTIPLE
-    slash_blocks = 2 * pattern.max_slashes + getattr(pattern, "local_blocks", 1)
-    return min(rounded, num_blocks * pattern.block_size), min(slash_blocks, num_blocks)
+    rounded = -(-settings.max_verticals // _CAPACITY_MULTIPLE) * _CAPACITY_MULTIPLE
+    slash_blocks = 2 * settings.max_slashes + getattr(settings, "local_blocks", 1)
+    return min(rounded, num_blocks * settings.block_size), min(slash_blocks, num_blocks)
 
 
-def _top_p_keys(vertical, slash, pattern: VerticalSlash):
-    """Keys whose low 30 bits are the mass, with bit 30 set for what is forced."""
-    safe = pattern.preset == "safe"
-    keys = _by_distance(vertical, slash)
-    seq_len = keys.shape[-2] * keys.shape[-1]
-    # One unit less than all the mass, to leave bit 30 for the forced entries.
-    keys = jnp.minimum(keys, estimate.MASS_ONE - 1).astype(jnp.uint32)
-    if safe:
-        forced = _entries(keys) < pattern.sink_tokens
-        keys = keys.at[0].add(jnp.where(forced, jnp.uint32(estimate.MASS_ONE), 0))
-    minimum = (
-        (max(pattern.min_verticals, pattern.sink_tokens), pattern.min_slashes) if safe else (0, 0)
-    )
-    return keys, select.Rule(
-        minimum=_per_kind([min(x, seq_len) for x in minimum]),
-        maximum=_per_kind([min(x, seq_len) for x in (pattern.max_verticals, pattern.max_slashes)]),
-        mass_target=round(pattern.top_p * estimate.MASS_ONE),
-        mass_mask=estimate.MASS_ONE - 1,
-        keep_crossing=safe,
-    )
+@dataclasses.dataclass(frozen=True)
+class _Rule:
+    """What `last_queries.choose` asks: scores, what of them to keep, and what is forced."""
 
+    settings: VerticalSlash
 
-def _fixed_keys(vertical, slash, pattern: FixedBudget, heads: Array):
-    """Keys in the order of the logit sums, with what is forced at the very top."""
-    scores = _by_distance(vertical, slash)
-    entries = _entries(scores)
-    forced = jnp.stack([entries < pattern.sink_tokens, entries < pattern.sliding_window])
-    keys = select.float_keys(jnp.where(forced[:, None], jnp.inf, scores))
-    budgets = jnp.stack([jnp.asarray(pattern.verticals), jnp.asarray(pattern.slashes)])
-    caps = _per_kind([pattern.max_verticals, pattern.max_slashes])
-    budgets = jnp.clip(budgets, 0, jnp.minimum(caps, entries.size)).astype(jnp.int32)
-    return keys, select.Rule(minimum=0, maximum=budgets[:, heads])
+    def scores(self, q_last: "Array", k: "Array", shards: Shards, scale: float) -> tuple:
+        """Mean softmax masses."""
+        from mtraining_jax.sparsity import estimate
 
+        return estimate.softmax_scores(
+            q_last, k, scale=scale, backend=shards.backend, axis_names=shards.axis_names,
+            block_ids=shards.block_ids, num_blocks=shards.num_blocks,
+        )  # fmt: skip
 
-def _build(keys, rule, pattern) -> Array:
-    """Turns keys [2, R, NB, g] of columns and diagonals into the lists of an index.
+    def keys(self, by_distance: "Array", heads: "Array") -> tuple:
+        """Keys whose low 30 bits are the mass, with bit 30 set for what is forced."""
+        import jax.numpy as jnp
 
-    Returns:
-        [R, max_slash_blocks + max_verticals], block diagonals and then columns, padded with NB
-        and S.
-    """
-    num_blocks, size = keys.shape[-2:]
-    seq_len = num_blocks * size
-    kept, count = select.kept_entries(keys, rule)
-    max_verticals, max_slash_blocks = index_capacities(pattern, num_blocks)
-    vertical_tokens = select.ascending_entries(kept[0], max_verticals, seq_len)
+        from mtraining_jax.sparsity import estimate, last_queries, select
 
-    # Distance s = d*g + place turns on block diagonal d, and d+1 unless place is 0.
-    beyond = kept[1, ..., 1:].any(-1)
-    active = kept[1].any(-1) | jnp.pad(beyond, ((0, 0), (1, 0)))[:, :-1]
-    nearest = 1
-    if isinstance(pattern, VerticalSlash):
-        nearest = pattern.local_blocks
-        if pattern.preset == "paper":
-            # The reference pads short lists with -1, which acts on the main block diagonal.
-            nearest = (count[1] < min(pattern.max_slashes, seq_len))[:, None]
-    blocks = jnp.arange(num_blocks, dtype=jnp.int32)
-    slash_blocks = jnp.sort(jnp.where(active | (blocks < nearest), blocks, num_blocks), axis=-1)
-    return jnp.concatenate([slash_blocks[:, :max_slash_blocks], vertical_tokens], axis=-1)
-
-
-def _by_distance(vertical: Array, slash: Array) -> Array:
-    """Stacks both [R, NB, g], the diagonals reversed so that entries ascend in distance."""
-    return jnp.stack([vertical, jnp.flip(slash, axis=(-2, -1))])
-
-
-def _entries(keys: Array) -> Array:
-    """int32 [NB, g], the numbers of the entries of [..., NB, g]."""
-    num_blocks, size = keys.shape[-2:]
-    return jnp.arange(num_blocks * size, dtype=jnp.int32).reshape(num_blocks, size)
-
-
-def _per_kind(values: Sequence[int]) -> Array:
-    return jnp.array(values, jnp.int32)[:, None]
-
-
-def _check(q, k, pattern, block_ids, num_blocks, scale) -> float:
-    """Raises ValueError for what does not fit; returns the scale of the logits."""
-    if q.ndim != 4 or k.ndim != 4 or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
-        raise ValueError(f"q {q.shape} and k {k.shape} must be [B, n, H, D] with equal B, n and D")
-    if q.dtype != k.dtype:
-        raise ValueError(f"q is {q.dtype} but k is {k.dtype}; they must have the same dtype")
-    if q.shape[2] % k.shape[2]:
-        raise ValueError(
-            f"{q.shape[2]} query heads cannot be shared evenly by {k.shape[2]} key/value heads"
+        del heads  # all have the same settings
+        settings, keys = self.settings, by_distance
+        safe = settings.preset == "safe"
+        seq_len = keys.shape[-2] * keys.shape[-1]
+        # One unit less than all the mass, to leave bit 30 for the forced entries.
+        keys = jnp.minimum(keys, estimate.MASS_ONE - 1).astype(jnp.uint32)
+        if safe:
+            forced = last_queries.entries(keys) < settings.sink_tokens
+            keys = keys.at[0].add(jnp.where(forced, jnp.uint32(estimate.MASS_ONE), 0))
+        minimum = 0, 0
+        if safe:
+            minimum = max(settings.min_verticals, settings.sink_tokens), settings.min_slashes
+        maximum = settings.max_verticals, settings.max_slashes
+        return keys, select.Rule(
+            minimum=last_queries.per_kind([min(x, seq_len) for x in minimum]),
+            maximum=last_queries.per_kind([min(x, seq_len) for x in maximum]),
+            mass_target=round(settings.top_p * estimate.MASS_ONE),
+            mass_mask=estimate.MASS_ONE - 1,
+            keep_crossing=safe,
         )
-    if block_ids.shape != (q.shape[1] // pattern.block_size,) or q.shape[1] % pattern.block_size:
-        raise ValueError(
-            f"{q.shape[1]} local tokens do not make {block_ids.shape} blocks of "
-            f"block_size={pattern.block_size}"
-        )
-    if num_blocks > estimate.MAX_BLOCKS or num_blocks * pattern.block_size > estimate.MAX_TOKENS:
-        raise ValueError(
-            f"num_blocks={num_blocks} of block_size={pattern.block_size} are too many: at most "
-            f"{estimate.MAX_BLOCKS} blocks and {estimate.MAX_TOKENS} tokens"
-        )
-    if isinstance(pattern, FixedBudget):
-        for name in ("verticals", "slashes"):
-            shape = jnp.shape(getattr(pattern, name))
-            if shape != (q.shape[2],):
-                raise ValueError(f"{name} has shape {shape}, but there are {q.shape[2]} heads")
-    scale = 1.0 / math.sqrt(q.shape[3]) if scale is None else scale
-    if not scale > 0:
-        raise ValueError(f"scale={scale} must be positive")
-    return scale
+
+    def nearest(self, slash_count: "Array", seq_len: int) -> "int | Array":
+        """How many block diagonals, from the main one on, are forced."""
+        settings = self.settings
+        if settings.preset == "safe":
+            return settings.local_blocks
+        # The reference pads short lists with -1, which acts on the main block diagonal.
+        return (slash_count < min(settings.max_slashes, seq_len))[:, None]

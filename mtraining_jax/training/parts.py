@@ -8,6 +8,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding
 
+from mtraining_jax.attention.order import layout_for_ring
 from mtraining_jax.attention.sharded import make_attention
 from mtraining_jax.config import Config, validate
 from mtraining_jax.data.loader import Loader, build_loader, local_rows_and_columns
@@ -15,15 +16,7 @@ from mtraining_jax.errors import UserError
 from mtraining_jax.models.transformer import Attention
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import TOKENS, make_mesh
-from mtraining_jax.sparsity import (
-    FixedBudget,
-    Replay,
-    VerticalSlash,
-    load_budgets,
-    make_replay,
-)
-
-Pattern = VerticalSlash | FixedBudget | Replay
+from mtraining_jax.sparsity import ModelSizes, Pattern
 
 
 def build_mesh(config: Config) -> Mesh:
@@ -42,76 +35,35 @@ def build_mesh(config: Config) -> Mesh:
 def build_layout(config: Config) -> Layout:
     """How sequences are dealt to the ranks of the mesh."""
     parallel = config.parallel
-    return Layout(
-        kind=parallel.layout,
-        seq_len=config.data.seq_len,
-        num_ranks=config.ranks,
-        block_size=config.sparsity.block_size,
-        nodes=1 if parallel.ring == "flat" else parallel.nodes,
-    )
+    return layout_for_ring(
+        parallel.layout, config.data.seq_len, (parallel.nodes, parallel.devices_per_node),
+        config.sparsity.block_size, parallel.ring,
+    )  # fmt: skip
 
 
-def build_pattern(config: Config) -> Pattern | None:
-    """How the pairs to compute are chosen; None for dense attention.
+def build_pattern(config: Config) -> Pattern:
+    """How the pairs to compute are chosen.
 
-    The arrays of a `FixedBudget` and of a `Replay` have a leading axis of layers.
+    The arrays of a pattern that differs from layer to layer have a leading axis of layers.
 
     Raises:
-        UserError: if the file of budgets cannot be read or is of another model, or no index of
-            this model has the density to be replayed.
+        UserError: if the pattern cannot be made for this model.
     """
-    sparsity, model = config.sparsity, config.model
-    if sparsity.kind == "dense":
-        return None
-    if sparsity.kind in ("vertical_slash", "replay"):
-        chosen = VerticalSlash(
-            top_p=sparsity.top_p,
-            max_verticals=sparsity.max_verticals,
-            max_slashes=sparsity.max_slashes,
-            preset=sparsity.preset,
-            last_q=sparsity.last_q,
-            block_size=sparsity.block_size,
-            sink_tokens=sparsity.sink_tokens,
-            local_blocks=sparsity.local_blocks,
-            min_verticals=sparsity.min_verticals,
-            min_slashes=sparsity.min_slashes,
-        )
-        if sparsity.kind == "vertical_slash":
-            return chosen
-        return make_replay(
-            density=sparsity.replay_density,
-            num_layers=model.num_layers,
-            num_heads=model.num_heads,
-            seq_len=config.data.seq_len,
-            like=chosen,
-            estimate=sparsity.replay_estimate,
-            seed=config.run.seed,
-        )
-    budgets = load_budgets(sparsity.budget_file)
-    needed = (model.num_layers, model.num_heads)
-    if budgets.verticals.shape != needed:
-        raise UserError(
-            f"sparsity.budget_file = {sparsity.budget_file} has {budgets.verticals.shape[0]} layers"
-            f" of {budgets.verticals.shape[1]} heads, and the model has {needed[0]} of {needed[1]}"
-        )
-    return budgets.pattern(
-        last_q=sparsity.last_q,
-        block_size=sparsity.block_size,
-        sink_tokens=sparsity.sink_tokens,
-        sliding_window=sparsity.sliding_window,
-    )
+    model = config.model
+    sizes = ModelSizes(model.num_layers, model.num_heads, config.data.seq_len, config.run.seed)
+    return config.sparsity.settings.pattern(sizes)
 
 
-def layer_inputs(pattern: Pattern | None) -> FixedBudget | Replay | None:
-    """The arrays [L, ...] of a pattern that differs from layer to layer; None if it does not."""
-    return pattern if isinstance(pattern, FixedBudget | Replay) else None
+def layer_inputs(pattern: Pattern) -> Pattern | None:
+    """A pattern with arrays [L, ...], one slice for each layer; None if all layers are alike."""
+    return pattern if pattern.arrays else None
 
 
 def build_attention(
     config: Config,
     mesh: Mesh,
     layout: Layout,
-    pattern: Pattern | None,
+    pattern: Pattern,
     recall_positions: Array | None = None,
 ) -> Attention:
     """What the model's layers attend with.

@@ -10,7 +10,7 @@ import pytest
 from mtraining_jax.attention.sharded import make_attention
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import make_mesh
-from mtraining_jax.sparsity import FixedBudget, VerticalSlash, choose_index
+from mtraining_jax.sparsity import Dense, FixedBudget, VerticalSlash, choose_index
 from pallas_kernels.reference import mask_from_index, reference_attention
 from tests.parallel import indices
 
@@ -83,12 +83,12 @@ def test_the_budgets_of_a_layer_are_an_argument():
 
 def test_a_given_index_is_used_as_it_is():
     index = indices.sparse()
-    out, stats = run(None, index, ring="gather")
+    out, stats = run(Dense(indices.BLOCK_SIZE), index, ring="gather")
     check(out, stats, np.asarray(mask_from_index(index, indices.SEQ_LEN)))
 
 
-def test_no_pattern_is_dense_and_executes_whole_tiles():
-    out, stats = run(None)
+def test_dense_executes_whole_tiles():
+    out, stats = run(Dense(indices.BLOCK_SIZE))
     check(out, stats, np.asarray(mask_from_index(indices.dense(), indices.SEQ_LEN)))
     assert stats["density"] == 1
     blocks, size = indices.NUM_BLOCKS, indices.BLOCK_SIZE
@@ -98,4 +98,4 @@ def test_no_pattern_is_dense_and_executes_whole_tiles():
 
 def test_a_layout_for_another_number_of_ranks_is_refused():
     with pytest.raises(ValueError, match="num_ranks=4 but axes .* have 8 devices"):
-        make_attention(make_mesh(1, 2, 4), layout_of(), None)
+        make_attention(make_mesh(1, 2, 4), layout_of(), PATTERN)

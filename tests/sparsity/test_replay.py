@@ -12,7 +12,7 @@ from mtraining_jax.attention.sharded import make_attention
 from mtraining_jax.errors import UserError
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import make_mesh
-from mtraining_jax.sparsity import VerticalSlash, choose_index, density, make_replay
+from mtraining_jax.sparsity import Dense, VerticalSlash, choose_index, density, make_replay
 from pallas_kernels.index import VerticalSlashIndex
 from pallas_kernels.reference import mask_from_index, reference_attention
 
@@ -122,7 +122,7 @@ def layer_of(estimate):
 
 def compiled(estimate):
     layout = Layout("striped", SMALL_LEN, 2, SMALL.block_size)
-    attention = make_attention(make_mesh(1, 1, 2), layout, None)
+    attention = make_attention(make_mesh(1, 1, 2), layout, Dense(SMALL.block_size))
     arguments = [x[:, layout.permutation()] for x in inputs()]
     program = jax.jit(attention).lower(*arguments, layer_of(estimate)).compile()
     out, stats = program(*arguments, layer_of(estimate))
@@ -160,7 +160,7 @@ def test_attention_waits_for_the_choice_even_where_nobody_reads_it():
     q, k, _ = inputs()
 
     def replayed(q, k):
-        return layer.choose(q, k, block_ids=jnp.arange(32), num_blocks=32)
+        return choose_index(q, k, layer, block_ids=jnp.arange(32), num_blocks=32)
 
     program = jax.jit(replayed).lower(q, k).compile()
     assert "exponential" in program.as_text()  # of the estimate's softmax

@@ -54,7 +54,7 @@ def compile_programs(
     step = train_step.lower(*arguments).compile()
     recall = None
     # Dense attention keeps all of the mass.
-    if config.metrics.recall_every and config.sparsity.kind != "dense":
+    if config.metrics.recall_every and config.sparsity.settings.sparse:
         recall = measure_recall.lower(*arguments).compile()
     display.say(f"compiled in {time.perf_counter() - begin:.1f} s")
     check_memory(step, devices)

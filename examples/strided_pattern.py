@@ -1,0 +1,46 @@
+r"""A sparse pattern of your own: a window, and blocks at a fixed stride before it.
+
+    python train.py --config tiny --parallel.ring=gather \
+        --sparsity.kind=examples.strided_pattern:Strided --sparsity.stride=4
+
+and, in your own model, `sparse_attention(q, k, v, pattern=Strided(stride=4))`.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from mtraining_jax import Choice, Pattern, Shards
+from mtraining_jax.limits import check_limits, limited
+from pallas_kernels import BlockSparseIndex
+
+
+@dataclasses.dataclass(frozen=True)
+class Strided(Pattern):
+    """The nearest blocks of keys, and every `stride`-th block before them.
+
+    Attributes:
+        window: nearest blocks of keys that every block of queries sees, its own among them.
+        stride: blocks from one to the next that are seen further back.
+        block_size: tokens on a side of a block.
+    """
+
+    window: limited(int, ge=1) = 2
+    stride: limited(int, ge=1) = 8
+    block_size: limited(int, ge=1) = 128
+
+    def __post_init__(self):
+        check_limits(self)
+
+    def choose(self, q: jax.Array, k: jax.Array, shards: Shards) -> Choice:
+        """The same blocks for every head; nothing depends on q and k but their shape."""
+        blocks = jnp.arange(shards.num_blocks)
+        distance = blocks[:, None] - blocks
+        seen = (distance < self.window) | (blocks % self.stride == 0)
+        seen = jnp.broadcast_to(seen, (q.shape[0], q.shape[2], *seen.shape))
+        return Choice(BlockSparseIndex.from_block_mask(seen, self.block_size))
+
+    def describe(self) -> str:
+        """What a run says at its start."""
+        return f"a window of {self.window} blocks and every {self.stride}th block before it"

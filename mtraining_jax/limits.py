@@ -1,0 +1,60 @@
+"""Limits that a field's type carries: read by the configuration, and by the class itself."""
+
+import dataclasses
+import typing
+from typing import Annotated, Any
+
+import annotated_types
+
+_WORDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+_KINDS = {
+    "ge": annotated_types.Ge,
+    "gt": annotated_types.Gt,
+    "le": annotated_types.Le,
+    "lt": annotated_types.Lt,
+}
+
+
+def limited(kind: type, **limits: float) -> Any:
+    """A type with limits, e.g. `limited(int, ge=1)`; keywords ge, gt, le and lt."""
+    return Annotated[kind, *(_KINDS[name](limit) for name, limit in limits.items())]
+
+
+def check_limits(settings: Any) -> None:
+    """Checks the fields of a dataclass against the limits in their types.
+
+    Raises:
+        ValueError: naming the field, its value and what is allowed.
+    """
+    hints = typing.get_type_hints(type(settings), include_extras=True)
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        kind = hints[field.name]
+        if typing.get_origin(kind) is typing.Literal:
+            if value not in typing.get_args(kind):
+                allowed = ", ".join(typing.get_args(kind))
+                raise ValueError(f"{field.name}={value!r} must be one of {allowed}")
+            continue
+        limits = {}
+        for limit in getattr(kind, "__metadata__", ()):
+            limits |= {name: getattr(limit, name) for name in _WORDS if hasattr(limit, name)}
+        within = {
+            "ge": lambda x, y: x >= y,
+            "gt": lambda x, y: x > y,
+            "le": lambda x, y: x <= y,
+            "lt": lambda x, y: x < y,
+        }
+        if not all(within[name](value, limit) for name, limit in limits.items()):
+            allowed = " and ".join(f"{_WORDS[name]} {limit:g}" for name, limit in limits.items())
+            raise ValueError(f"{field.name}={value} must be {allowed}")
+
+
+def check_at_most(settings: Any, name: str, cap: str) -> None:
+    """Checks that one field does not exceed another.
+
+    Raises:
+        ValueError: naming both.
+    """
+    value, limit = getattr(settings, name), getattr(settings, cap)
+    if value > limit:
+        raise ValueError(f"{name}={value} must not exceed {cap}={limit}")

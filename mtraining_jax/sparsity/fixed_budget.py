@@ -1,0 +1,247 @@
+"""Fixed budgets for each layer and head, as MInference files give them (arXiv 2407.02490)."""
+
+import dataclasses
+import json
+import os
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mtraining_jax.errors import UserError
+from mtraining_jax.limits import check_at_most, check_limits, limited
+from mtraining_jax.sparsity.pattern import Choice, ModelSizes, Pattern, Settings, Shards
+
+if TYPE_CHECKING:
+    from jax import Array
+
+
+@dataclasses.dataclass(frozen=True)
+class FixedBudget(Pattern):
+    """Fixed numbers of columns and diagonals for each head.
+
+    A pytree: the budgets are data, so a stack of layers [L, Hq] can be scanned over and each
+    layer sees its own row; the caps are static and shared by all layers.
+
+    Attributes:
+        verticals: int32 [Hq], columns kept by each head.
+        slashes: int32 [Hq], diagonals kept by each head.
+        max_verticals: static cap, at least the largest entry of `verticals`.
+        max_slashes: static cap, at least the largest entry of `slashes`.
+        last_q: number of queries, at the end of the sequence, whose logits are the estimate.
+        block_size: g, tokens on a side of a block; `last_q` must not exceed it.
+        sink_tokens: the first columns rank above all others.
+        sliding_window: the nearest diagonals rank above all others.
+
+    Raises:
+        ValueError: naming the field, its value and what is allowed.
+    """
+
+    arrays = ("verticals", "slashes")
+
+    verticals: "Array"
+    slashes: "Array"
+    max_verticals: int
+    max_slashes: int
+    last_q: int = 64
+    block_size: int = 128
+    sink_tokens: int = 30
+    sliding_window: int = 100
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("block_size", 1), ("last_q", 1), ("max_verticals", 0), ("max_slashes", 0),
+            ("sink_tokens", 0), ("sliding_window", 0),
+        ):  # fmt: skip
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
+        check_at_most(self, "last_q", "block_size")
+
+    def choose(self, q: "Array", k: "Array", shards: Shards) -> Choice:
+        """Keeps as many columns and diagonals of the largest sums of logits as the budgets say."""
+        from mtraining_jax.sparsity import last_queries
+
+        for name in self.arrays:
+            shape = np.shape(getattr(self, name))
+            if shape != (q.shape[2],):
+                raise ValueError(f"{name} has shape {shape}, but there are {q.shape[2]} heads")
+        return Choice(last_queries.choose(q, k, shards, self, _Rule(self)))
+
+
+@dataclasses.dataclass(frozen=True)
+class BudgetFile(Settings):
+    """Budgets of all layers of a model, from a file.
+
+    Attributes:
+        budget_file: MInference JSON file with a budget for each layer and head; needed.
+        last_q: queries at the end of the sequence that estimate the pattern; at most block_size.
+        sink_tokens: first tokens of the sequence, which rank above all other columns.
+        sliding_window: nearest diagonals that rank above all others, in tokens of distance.
+        block_size: tokens on a side of a block.
+
+    Raises:
+        ValueError: naming the field, its value and what is allowed.
+    """
+
+    budget_file: str | None = None
+    last_q: limited(int, ge=1) = 64
+    sink_tokens: limited(int, ge=0) = 30
+    sliding_window: limited(int, ge=0) = 100
+    block_size: limited(int, ge=1) = 128
+
+    def __post_init__(self) -> None:
+        check_limits(self)
+        check_at_most(self, "last_q", "block_size")
+        if not self.budget_file:
+            raise ValueError(
+                "budget_file=none is not enough: budgets are read from a MInference file"
+            )
+
+    def pattern(self, model: ModelSizes) -> FixedBudget:
+        """Budgets [L, Hq], to be scanned over.
+
+        Raises:
+            UserError: if the file cannot be read, or is of another model.
+        """
+        budgets = load_budgets(self.budget_file)
+        found, needed = budgets.verticals.shape, (model.num_layers, model.num_heads)
+        if found != needed:
+            raise UserError(
+                f"budget file {self.budget_file} has {found[0]} layers of {found[1]} heads, and "
+                f"the model has {needed[0]} of {needed[1]}"
+            )
+        return budgets.pattern(
+            last_q=self.last_q, block_size=self.block_size, sink_tokens=self.sink_tokens,
+            sliding_window=self.sliding_window,
+        )  # fmt: skip
+
+    def describe(self) -> str:
+        """Where the budgets are from."""
+        return f"vertical-slash with the budgets of {self.budget_file}"
+
+    def capacities(self, num_blocks: int) -> tuple[int, int]:
+        """Those of the largest budgets of any layer."""
+        from mtraining_jax.sparsity.vertical_slash import index_capacities
+
+        pattern = load_budgets(self.budget_file).pattern(block_size=self.block_size)
+        columns, diagonals = index_capacities(pattern, num_blocks)
+        return diagonals + columns + 2, columns
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rule:
+    """What `last_queries.choose` asks: scores, what of them to keep, and what is forced."""
+
+    pattern: FixedBudget
+
+    def scores(self, q_last: "Array", k: "Array", shards: Shards, scale: float) -> tuple:
+        """Sums of raw logits; a scale would not change their order."""
+        from mtraining_jax.sparsity import estimate
+
+        del scale
+        where = dict(block_ids=shards.block_ids, num_blocks=shards.num_blocks)
+        return estimate.logit_scores(q_last, k, **where)
+
+    def keys(self, by_distance: "Array", heads: "Array") -> tuple:
+        """Keys in the order of the sums, with what is forced at the very top."""
+        import jax.numpy as jnp
+
+        from mtraining_jax.sparsity import last_queries, select
+
+        pattern = self.pattern
+        numbers = last_queries.entries(by_distance)
+        forced = jnp.stack([numbers < pattern.sink_tokens, numbers < pattern.sliding_window])
+        keys = select.float_keys(jnp.where(forced[:, None], jnp.inf, by_distance))
+        budgets = jnp.stack([jnp.asarray(pattern.verticals), jnp.asarray(pattern.slashes)])
+        caps = last_queries.per_kind([pattern.max_verticals, pattern.max_slashes])
+        budgets = jnp.clip(budgets, 0, jnp.minimum(caps, numbers.size)).astype(jnp.int32)
+        return keys, select.Rule(minimum=0, maximum=budgets[:, heads])
+
+    def nearest(self, slash_count: "Array", seq_len: int) -> int:
+        """The main block diagonal."""
+        return 1
+
+
+@dataclasses.dataclass(frozen=True)
+class FixedBudgets:
+    """Budgets of all layers of a model.
+
+    Attributes:
+        verticals: int32 [L, Hq], columns kept by each head of each layer.
+        slashes: int32 [L, Hq], diagonals kept.
+    """
+
+    verticals: np.ndarray
+    slashes: np.ndarray
+
+    def pattern(self, **settings: int) -> FixedBudget:
+        """The pattern of all layers, to be scanned over or indexed by layer (`jax.tree.map`).
+
+        Its arrays are [L, Hq]; `choose_index` takes one layer's row, [Hq]. The caps are the
+        largest budgets of any layer.
+
+        Args:
+            **settings: other fields of `FixedBudget`, such as last_q and block_size.
+        """
+        return FixedBudget(
+            verticals=self.verticals,
+            slashes=self.slashes,
+            max_verticals=int(self.verticals.max()),
+            max_slashes=int(self.slashes.max()),
+            **settings,
+        )
+
+
+def load_budgets(path: str | os.PathLike) -> FixedBudgets:
+    """Reads budgets from a MInference file.
+
+    The file is a JSON list with one entry a layer: an object from head number to
+    `[type, verticals, slashes, score]`, or a list of these. Type and score are not used (every
+    head is treated as vertical-slash, as the reference does).
+
+    Raises:
+        UserError: if the file cannot be read, or naming the layer and head that is wrong.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            layers = json.load(file)
+    except OSError as error:
+        raise UserError(f"budget file {path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise UserError(f"budget file {path} is not JSON: {error}") from error
+    if not isinstance(layers, list) or not layers:
+        raise UserError(f"budget file {path} must be a list with one entry a layer")
+    rows = [_read_layer(layer, f"budget file {path}, layer {i}") for i, layer in enumerate(layers)]
+    for i, row in enumerate(rows):
+        if len(row) != len(rows[0]):
+            raise UserError(
+                f"budget file {path}, layer {i} has {len(row)} heads but layer 0 has {len(rows[0])}"
+            )
+    table = np.array(rows, np.int32)
+    return FixedBudgets(verticals=table[..., 0], slashes=table[..., 1])
+
+
+def _read_layer(layer, where: str) -> list[tuple[int, int]]:
+    if isinstance(layer, dict):
+        names = [str(head) for head in range(len(layer))]
+        missing = [name for name in names if name not in layer]
+        if missing:
+            raise UserError(f"{where} has {len(layer)} heads but none numbered {missing[0]}")
+        layer = [layer[name] for name in names]
+    if not isinstance(layer, list) or not layer:
+        raise UserError(f"{where} must be an object or a list with one entry a head")
+    return [_read_head(entry, f"{where}, head {head}") for head, entry in enumerate(layer)]
+
+
+def _read_head(entry, where: str) -> tuple[int, int]:
+    if not isinstance(entry, list) or len(entry) < 3:
+        raise UserError(f"{where} is {entry!r}; it must be [type, verticals, slashes, score]")
+    budgets = entry[1:3]
+    if any(isinstance(budget, list) for budget in budgets):
+        raise UserError(
+            f"{where} holds [top_p, cap] pairs, not fixed budgets; use kind 'vertical_slash' with "
+            "top_p, max_verticals and max_slashes for these"
+        )
+    for budget in budgets:
+        if isinstance(budget, bool) or not isinstance(budget, int) or not 0 <= budget < 2**31:
+            raise UserError(f"{where} has budget {budget!r}; it must be a whole number, 0 or more")
+    return budgets[0], budgets[1]

@@ -1,0 +1,169 @@
+"""Choosing columns and diagonals by what the last queries of a sequence see, over all ranks.
+
+The steps are the same for every such pattern; how columns and diagonals are scored, and how many
+of them are kept, is the pattern's (`Rule`).
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Protocol
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
+
+from mtraining_jax.sparsity import estimate, exchange, select
+from mtraining_jax.sparsity.pattern import Settings, Shards
+from mtraining_jax.sparsity.vertical_slash import index_capacities
+from pallas_kernels.index import VerticalSlashIndex
+
+# A rematerialisation policy that saves this name makes the recomputation reuse the index.
+INDEX_NAME = "sparse_index"
+
+
+class Rule(Protocol):
+    """What a pattern decides."""
+
+    def scores(
+        self, q_last: Array, k: Array, shards: Shards, scale: float
+    ) -> tuple[Array, Array, Array]:
+        """Scores of local columns and diagonals, as `estimate.softmax_scores` gives them.
+
+        Args:
+            q_last: [B, Hq, last_q, D], the same on all ranks.
+            k: [B, n, Hk, D], local keys.
+            shards: where the keys lie.
+            scale: of the logits.
+        """
+
+    def keys(self, by_distance: Array, heads: Array) -> tuple[Array, select.Rule]:
+        """Keys to select by, and how many of the largest are kept.
+
+        Args:
+            by_distance: scores [2, R, NB, g] of columns, and of diagonals in order of distance.
+            heads: int32 [R], the query head of each row.
+
+        Returns:
+            Keys uint32 [2, R, NB, g], and a rule whose fields broadcast with [2, R].
+        """
+
+    def nearest(self, slash_count: Array, seq_len: int) -> int | Array:
+        """How many block diagonals, from the main one on, are forced: broadcasts with [R, NB].
+
+        Args:
+            slash_count: int32 [R], diagonals kept.
+            seq_len: S.
+        """
+
+
+def choose(
+    q: Array, k: Array, shards: Shards, settings: Settings, rule: Rule
+) -> VerticalSlashIndex:
+    """Chooses, per batch entry and query head, the columns and block diagonals to compute.
+
+    All ranks get the same index; its bits do not depend on how many ranks there are, nor on how
+    blocks are dealt to them. No gradient flows through it. Equal scores are kept in order of
+    position (columns) or distance (diagonals). A diagonal at token distance s turns on block
+    diagonals floor(s/g) and, unless g divides s, floor(s/g)+1.
+
+    Args:
+        q: [B, n, Hq, D], local queries, rotary embedding applied.
+        k: [B, n, Hk, D], local keys in the same dtype; Hk divides Hq.
+        shards: where they lie. Two backends may differ in a score's last bits, so one run should
+            use one.
+        settings: with `last_q`, `block_size`, `max_verticals` and `max_slashes`.
+        rule: what the pattern decides.
+
+    Returns:
+        The index, replicated, with `index_capacities`.
+
+    Raises:
+        ValueError: naming what does not fit.
+    """
+    scale = _check(q, k, settings, shards)
+    batch, num_heads = q.shape[0], q.shape[2]
+    q, k = lax.stop_gradient((q, k))
+    where = dict(block_ids=shards.block_ids, num_blocks=shards.num_blocks)
+    seq_len = shards.num_blocks * settings.block_size
+    last = estimate.last_positions(settings.last_q, seq_len)
+    q_last = exchange.gather_rows(q, last, **where, axis_names=shards.axis_names)
+    scores = rule.scores(q_last.transpose(0, 2, 1, 3), k, shards, scale)
+    # From here on a rank has whole sequences of some heads. A search over all ranks instead
+    # would take an exchange for every digit of a score.
+    (vertical, own, tails), heads = exchange.to_heads(
+        scores, **where, axis_names=shards.axis_names
+    )
+    slash = estimate.join_diagonals(own, tails)
+    # Diagonals are reversed so that both ascend in distance.
+    by_distance = jnp.stack([vertical, jnp.flip(slash, axis=(-2, -1))])
+    keys, kept = rule.keys(by_distance, heads)
+    lists = _lists(keys, kept, settings, rule)
+    lists = exchange.from_heads(lists, batch, num_heads, shards.axis_names)
+    capacities = index_capacities(settings, shards.num_blocks)
+    # What is beyond the end of a list is above every entry.
+    slashes, verticals = lists[..., : capacities[1]], lists[..., capacities[1] :]
+    leaves = (
+        slashes, (slashes < shards.num_blocks).sum(-1, dtype=jnp.int32),
+        verticals, (verticals < seq_len).sum(-1, dtype=jnp.int32),
+    )
+    leaves = (checkpoint_name(leaf, INDEX_NAME) for leaf in leaves)
+    return VerticalSlashIndex(*leaves, block_size=settings.block_size)
+
+
+def entries(keys: Array) -> Array:
+    """int32 [NB, g], the numbers of the entries of [..., NB, g]."""
+    num_blocks, size = keys.shape[-2:]
+    return jnp.arange(num_blocks * size, dtype=jnp.int32).reshape(num_blocks, size)
+
+
+def per_kind(values: Sequence[int]) -> Array:
+    """int32 [2, 1], a number for columns and one for diagonals."""
+    return jnp.array(values, jnp.int32)[:, None]
+
+
+def _lists(keys: Array, kept_by: select.Rule, settings: Settings, rule: Rule) -> Array:
+    """Turns keys [2, R, NB, g] of columns and diagonals into the lists of an index.
+
+    Returns:
+        [R, max_slash_blocks + max_verticals], block diagonals and then columns, padded with NB
+        and S.
+    """
+    num_blocks, size = keys.shape[-2:]
+    seq_len = num_blocks * size
+    kept, count = select.kept_entries(keys, kept_by)
+    max_verticals, max_slash_blocks = index_capacities(settings, num_blocks)
+    vertical_tokens = select.ascending_entries(kept[0], max_verticals, seq_len)
+
+    # Distance s = d*g + place turns on block diagonal d, and d+1 unless place is 0.
+    beyond = kept[1, ..., 1:].any(-1)
+    active = kept[1].any(-1) | jnp.pad(beyond, ((0, 0), (1, 0)))[:, :-1]
+    blocks = jnp.arange(num_blocks, dtype=jnp.int32)
+    forced = blocks < rule.nearest(count[1], seq_len)
+    slash_blocks = jnp.sort(jnp.where(active | forced, blocks, num_blocks), axis=-1)
+    return jnp.concatenate([slash_blocks[:, :max_slash_blocks], vertical_tokens], axis=-1)
+
+
+def _check(q: Array, k: Array, settings: Settings, shards: Shards) -> float:
+    """Raises ValueError for what does not fit; returns the scale of the logits."""
+    if q.ndim != 4 or k.ndim != 4 or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
+        raise ValueError(f"q {q.shape} and k {k.shape} must be [B, n, H, D] with equal B, n and D")
+    if q.dtype != k.dtype:
+        raise ValueError(f"q is {q.dtype} but k is {k.dtype}; they must have the same dtype")
+    if q.shape[2] % k.shape[2]:
+        raise ValueError(
+            f"{q.shape[2]} query heads cannot be shared evenly by {k.shape[2]} key/value heads"
+        )
+    size, blocks = settings.block_size, shards.block_ids.shape
+    if blocks != (q.shape[1] // size,) or q.shape[1] % size:
+        raise ValueError(
+            f"{q.shape[1]} local tokens do not make {blocks} blocks of block_size={size}"
+        )
+    if shards.num_blocks > estimate.MAX_BLOCKS or shards.num_blocks * size > estimate.MAX_TOKENS:
+        raise ValueError(
+            f"num_blocks={shards.num_blocks} of block_size={size} are too many: at most "
+            f"{estimate.MAX_BLOCKS} blocks and {estimate.MAX_TOKENS} tokens"
+        )
+    scale = 1.0 / math.sqrt(q.shape[3]) if shards.scale is None else shards.scale
+    if not scale > 0:
+        raise ValueError(f"scale={scale} must be positive")
+    return scale

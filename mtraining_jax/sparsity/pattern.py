@@ -1,0 +1,167 @@
+"""What a sparse pattern owes: its settings, a choice of pairs, and words about itself.
+
+A pattern is one file. It is registered in `registry.py`, or named as `package.module:Name`; see
+`examples/strided_pattern.py` for a whole one. This file imports no JAX: a configuration can be
+read, and told to be wrong, before JAX is loaded.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+
+if TYPE_CHECKING:
+    from jax import Array
+
+    from pallas_kernels.index import Index
+
+# Mean density that MTraining reports for 512K tokens (arXiv 2510.18830, section 5): what a chosen
+# index is taken to have where nothing has been chosen yet.
+PAPER_DENSITY = 0.063
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSizes:
+    """What a pattern may need to know of the model before it can choose.
+
+    Attributes:
+        num_layers: L.
+        num_heads: query heads, Hq.
+        seq_len: S, tokens.
+        seed: of the run, for what is drawn at random.
+    """
+
+    num_layers: int
+    num_heads: int
+    seq_len: int
+    seed: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Shards:
+    """Where a choice is made: on one device, or inside `jax.shard_map` on shards of a sequence.
+
+    Attributes:
+        block_ids: int32 [n/g], global number of each local block of g tokens; every block of the
+            sequence is on one rank.
+        num_blocks: NB, blocks of the whole sequence.
+        axis_names: mesh axes that the sequence is sharded over; () on one device.
+        scale: of the logits; None is 1/sqrt(D).
+        backend: of kernels that a choice may use; None is the best that runs here.
+        causal: whether a query sees only keys that are not ahead of it.
+    """
+
+    block_ids: "Array"
+    num_blocks: int
+    axis_names: tuple[str, ...] = ()
+    scale: float | None = None
+    backend: str | None = None
+    causal: bool = True
+
+
+class Choice(NamedTuple):
+    """What a pattern chose.
+
+    Attributes:
+        index: the pairs to compute, of any kind (`pallas_kernels.index.Index`), the same on every
+            rank.
+        statistics: further numbers to report for each layer, by name: fp32 scalars, or arrays
+            whose mean is reported.
+    """
+
+    index: "Index"
+    statistics: Mapping[str, "Array"] = {}
+
+
+class Settings:
+    """The fields of the section `[sparsity]` that one kind reads: a frozen dataclass.
+
+    Types of fields may carry limits (`mtraining_jax.limits.limited`), and "Attributes:" of the
+    docstring is their help text. A ValueError of the class begins with the name of the field.
+
+    Attributes:
+        block_size: g, tokens on a side of a block.
+        chooses: whether pairs are chosen by queries and keys; otherwise nothing measures how good
+            a choice was, and densities are reported under another name.
+        density_name: what the share of computed pairs is called in what a run prints.
+        sparse: whether any pair may be left out.
+    """
+
+    block_size: int
+    sparse: ClassVar[bool] = True
+    chooses: ClassVar[bool] = True
+    density_name: ClassVar[str] = "density"
+
+    def pattern(self, model: ModelSizes) -> "Pattern":
+        """The pattern for a model.
+
+        Arrays of a pattern that differs from layer to layer have a leading axis of layers here.
+
+        Raises:
+            UserError: if what the settings name cannot be read, or does not fit the model.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.pattern")
+
+    def describe(self) -> str:
+        """A few words for people."""
+        return type(self).__name__
+
+    def expected_density(self) -> tuple[float, str]:
+        """The share of causal pairs to expect before anything is chosen, and where it is from."""
+        return PAPER_DENSITY, "assumed: the paper's mean at 512K; each step chooses its own"
+
+    def capacities(self, num_blocks: int) -> tuple[int, int]:
+        """Int32 numbers that an index of one head has room for, and the columns among them.
+
+        For estimates of memory. Columns are keys that are gathered for each head.
+        """
+        return num_blocks, 0
+
+
+class Pattern(Settings):
+    """A way to choose which pairs attention computes.
+
+    A frozen dataclass, static under `jax.jit`. One with arrays names them in `arrays` and is then
+    a pytree; each array has the query heads as its leading axis, and before that the layers where
+    a pattern is for all layers of a model.
+
+    Attributes:
+        arrays: names of the fields that are arrays.
+        also_not_causal: whether `choose` works where keys may be ahead of queries.
+    """
+
+    arrays: ClassVar[tuple[str, ...]] = ()
+    also_not_causal: ClassVar[bool] = False
+
+    def __new__(cls, *_args, **_fields):
+        """Makes a pattern with arrays known to JAX before there is one."""
+        if cls.arrays:
+            _register(cls)
+        return super().__new__(cls)
+
+    def pattern(self, model: ModelSizes) -> "Pattern":
+        """Itself: it fits any model."""
+        return self
+
+    def choose(self, q: "Array", k: "Array", shards: Shards) -> Choice:
+        """Chooses the pairs to compute, per batch entry and query head.
+
+        Called inside `jax.shard_map` on the shards of a sequence, or on one device. All ranks must
+        get the same index, whatever their number. No gradient flows through it
+        (`jax.lax.stop_gradient`), and what is expensive to choose again carries the name
+        `pallas_kernels.names.INDEX` (`jax.ad_checkpoint.checkpoint_name`).
+
+        Args:
+            q: [B, n, Hq, D], local queries, rotary embedding applied.
+            k: [B, n, Hk, D], local keys in the same dtype; Hk divides Hq.
+            shards: where they lie in the sequence.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.choose")
+
+
+@functools.cache
+def _register(cls: type) -> None:
+    import jax
+
+    static = [field.name for field in dataclasses.fields(cls) if field.name not in cls.arrays]
+    jax.tree_util.register_dataclass(cls, data_fields=list(cls.arrays), meta_fields=static)
