@@ -8,11 +8,22 @@ under a field is its help text.
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from mtraining_jax.config.sections import Plugins, assemble, assembled, one_of, selected
 from mtraining_jax.config.sizes import Sizes
+from mtraining_jax.data.sources import SOURCES
+from mtraining_jax.field_types import (
+    Decay,
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Text,
+    TextList,
+)
 from mtraining_jax.models.rope import ROPE_KINDS, YarnScaling
 from mtraining_jax.sparsity.pattern import Settings
 from mtraining_jax.sparsity.registry import PATTERNS
@@ -20,18 +31,6 @@ from mtraining_jax.sparsity.registry import PATTERNS
 _STRICT = ConfigDict(
     strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
 )
-
-PositiveInt = Annotated[int, Field(ge=1)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-Decay = Annotated[float, Field(ge=0, lt=1)]
-Text = Annotated[str, Field(min_length=1)]
-# TOML has lists; tuples keep the configuration hashable.
-TextList = Annotated[
-    tuple[Text, ...], BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)
-]
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
@@ -192,22 +191,15 @@ class ParallelConfig:
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class DataConfig:
-    """What the model reads."""
+    """What the model reads; every source has fields of its own."""
 
-    source: Literal["python_stdlib", "synthetic", "text", "jsonl", "parquet", "tokens"] = (
-        "python_stdlib"
-    )
+    source: one_of(SOURCES) = "python_stdlib"
     """python_stdlib: Python's own library; tokens: token ids in .npy or .bin files.
 
     synthetic is for measuring speed: random token ids over the model's vocabulary, as frequent as
-    words are, in documents of very different lengths that repeat passages.
+    words are, in documents of very different lengths that repeat passages. A source of your own is
+    named package.module:Name; its fields then belong to this section.
     """
-    paths: TextList = ()
-    """Files, folders or glob patterns of the source; python_stdlib and synthetic take none."""
-    text_field: Text = "text"
-    """Field of a JSONL line, or column of a Parquet file, that holds the text."""
-    token_field: Text | None = None
-    """Column of a Parquet file that holds token ids, read instead of text_field."""
     tokenizer: Text = "bytes"
     """bytes (ids 0-255 are bytes, 256 ends a text) or the path of a tokenizer.json."""
     eos: NonNegativeInt | Text | None = None
@@ -222,8 +214,8 @@ class DataConfig:
     """Read sequences in random order, another in every epoch."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seed of that order."""
-    token_dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] = "uint16"
-    """Type of the ids in a .bin file, little-endian (a .npy file names its own)."""
+
+    plugins: ClassVar[Plugins] = Plugins(SOURCES, selector="source")
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
@@ -336,7 +328,7 @@ class Config(Sizes):
     model: ModelConfig
     sparsity: SparsityConfig = Field(default_factory=lambda: assembled(SparsityConfig)())
     parallel: ParallelConfig = ParallelConfig()
-    data: DataConfig = DataConfig()
+    data: DataConfig = Field(default_factory=lambda: assembled(DataConfig)())
     optimizer: OptimizerConfig = OptimizerConfig()
     loss: LossConfig = LossConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

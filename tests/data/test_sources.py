@@ -12,9 +12,18 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
+from mtraining_jax.cli import parse_command_line
+from mtraining_jax.config import (
+    config_from_dict,
+    config_to_dict,
+    config_to_toml,
+    help_text,
+    load_config,
+)
+from mtraining_jax.data.sources import SOURCES
 from mtraining_jax.data.sources.python_stdlib import library_files
 from mtraining_jax.data.tokenizer import make_tokenizer
-from tests.data.common import loader_of, section, sequences
+from tests.data.common import VOCAB, error_of, loader_of, section, sequences
 from tests.data.contract import SourceContract
 
 EOS = 256
@@ -103,6 +112,55 @@ class TestTokens(SourceContract):
     def fields(self, folder, monkeypatch):
         np.array([1, 2, 3, 4, 0] * 4, np.uint16).tofile(folder / "a.bin")
         return {"paths": (str(folder),)}
+
+
+OWN = "tests.data.own_source:Counting"
+
+
+@pytest.fixture
+def own_source(monkeypatch):
+    """What one test registers is not known to the next."""
+    for name in ("_places", "_loaded"):
+        monkeypatch.setattr(SOURCES, name, dict(getattr(SOURCES, name)))
+
+
+@pytest.mark.usefixtures("own_source")
+class TestOwn(SourceContract):
+    source = OWN
+    bad = (
+        ({"count_to": 0}, "data.count_to = 0 is not allowed: it must be a whole number (at least"),
+        ({"count_to": VOCAB}, f"document 0: token id {VOCAB} at position {VOCAB - 1} is outside"),
+    )
+
+    def test_its_options_are_known_where_it_is_named(self):
+        arguments = ["--config=tiny", f"--data.source={OWN}", "--data.count_to", "7"]
+        command = parse_command_line(arguments)
+        config = load_config(command.config, command.overrides)
+        assert config.data.count_to == 7
+        text = config_to_toml(config)
+        assert f'source = "{OWN}"' in text and "\ncount_to = 7\n" in text
+        assert config_from_dict(config_to_dict(config), "a dict") == config
+        rows, _ = sequences(source=OWN, count_to=7, seq_len=7)
+        assert rows == [list(range(1, 8))] * 8
+        assert "  --data.count_to  a whole number (at least 1); default 4\n" in help_text()
+
+
+@pytest.mark.usefixtures("own_source")
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("no_such_module:X", "No module named 'no_such_module'"),
+        ("tests.data.own_source:Missing", "tests.data.own_source has no 'Missing'"),
+        ("tests.data.own_source:np", "is no data source"),
+    ],
+)
+def test_a_name_that_is_no_source(name, reason):
+    message = error_of(source=name)
+    assert message.startswith(f'a test: data.source: "{name}" ') and reason in message
+
+
+def test_options_of_a_source_are_unknown_without_it():
+    assert error_of(count_to=3).startswith("a test: data.count_to is not a field")
 
 
 # ---- what each reads ---------------------------------------------------------------------------

@@ -1,0 +1,26 @@
+"""A data source of somebody's own: `--data.source=tests.data.own_source:Counting`."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from mtraining_jax.data.documents import DocumentSource
+from mtraining_jax.field_types import PositiveInt
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counting(DocumentSource):
+    """Documents that count.
+
+    Attributes:
+        count_to: Last number of each document.
+    """
+
+    count_to: PositiveInt = 4
+    holds_ids = True
+
+    def documents(self) -> Iterator[tuple[str, np.ndarray]]:
+        """Eight of them."""
+        for number in range(8):
+            yield f"document {number}", np.arange(1, self.count_to + 1)
