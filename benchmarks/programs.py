@@ -1,8 +1,6 @@
 """The programs that the attention benchmark compiles and times: ours and cuDNN's."""
 
-import contextlib
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -11,14 +9,11 @@ from jax import Array
 import pallas_kernels
 from benchmarks.masks import BLOCK
 from mtraining_jax.sparsity import VerticalSlash, choose_index
-from pallas_kernels import BlockSparseIndex, DiagonalTiles, VerticalSlashIndex
-from pallas_kernels.backends import resolve
-from pallas_kernels.mosaic_gpu import backend as hopper
-from pallas_kernels.mosaic_gpu.configs import configs_for
-from pallas_kernels.mosaic_gpu.schedule import key_work, query_work
+from pallas_kernels import DenseIndex, Plan, VerticalSlashIndex
+from pallas_kernels import Index as AnyIndex
 
 PATTERN = VerticalSlash(top_p=0.9, max_verticals=4096, max_slashes=4096)
-Index = VerticalSlashIndex | BlockSparseIndex | None  # None: dense causal
+Index = AnyIndex | None  # None: dense causal
 
 
 def choose(q: Array, k: Array, backend: str | None = None) -> VerticalSlashIndex:
@@ -37,52 +32,31 @@ class Ours:
         """Runs on a backend of `pallas_kernels`; None is the best one here."""
         self.backend = backend
 
-    def build(self, q: Array, k: Array, v: Array, index: Index) -> Any:
+    def build(self, q: Array, k: Array, v: Array, index: Index) -> tuple[Plan, Any]:
         """Everything that the kernels of both passes read beside q, k, v and dout."""
-        heads, blocks, columns = q.shape[2], q.shape[1] // BLOCK, None
-        if index is None:
-            tiles = DiagonalTiles.full(q.shape[0], heads, blocks, blocks, BLOCK, True)
-        elif isinstance(index, BlockSparseIndex):
-            tiles = index
-        else:
-            tiles = DiagonalTiles.from_index(index)
-            tokens = pallas_kernels.pad_columns(index)
-            columns = pallas_kernels.vertical_columns(
-                index, pallas_kernels.gather_columns(k, tokens),
-                pallas_kernels.gather_columns(v, tokens),
-                jnp.arange(blocks, dtype=jnp.int32), blocks,
-            )
-        lists = None
-        if resolve(self.backend, q, BLOCK) is hopper:
-            lists = work_lists(tiles, columns, q, k)
-        return tiles, columns, lists
+        tiles, columns = _given(index).on_one_device(*q.shape[:3], k.shape[1])
+        plan = pallas_kernels.plan(q, k, tiles, columns, whole=True, backend=self.backend)
+        if columns is None:
+            return plan, None
+        return plan, tuple(pallas_kernels.gather_columns(x, columns.tokens) for x in (k, v))
 
     def forward(self, q: Array, k: Array, v: Array, built: Any) -> tuple[Array, Array]:
         """Output and lse."""
-        tiles, columns, lists = built
-        with given_lists(lists):
-            return pallas_kernels.forward(q, k, v, tiles, columns, backend=self.backend)
+        return pallas_kernels.forward(q, k, v, *built)
 
     def backward(
         self, q: Array, k: Array, v: Array, dout: Array, out: Array, lse: Array, built: Any
     ) -> tuple[Array, Array, Array]:
         """Gradients of q, k and v in their dtype, those of columns added where they belong."""
-        tiles, columns, lists = built
-        delta = pallas_kernels.delta_of(out, dout)
-        with given_lists(lists):
-            grads = pallas_kernels.backward(
-                q, k, v, dout, lse, delta, tiles, columns, dq_dtype=q.dtype, key_dtype=k.dtype,
-                backend=self.backend,
-            )
+        delta = pallas_kernels.delta_of(out, dout, backend=self.backend)
+        grads = pallas_kernels.backward(
+            q, k, v, dout, lse, delta, *built, dq_dtype=q.dtype, key_dtype=k.dtype
+        )
         return grads.dq, grads.dk, grads.dv
 
     def attention(self, q: Array, k: Array, v: Array, index: Index) -> Array:
         """The whole call, through the public function."""
-        if index is None:
-            return pallas_kernels.dense_attention(q, k, v, backend=self.backend)
-        if isinstance(index, BlockSparseIndex):
-            return pallas_kernels.block_sparse_attention(q, k, v, index, backend=self.backend)
-        return pallas_kernels.vertical_slash_attention(q, k, v, index, backend=self.backend)
+        return pallas_kernels.attention(q, k, v, _given(index), backend=self.backend)
 
     def together(self, q: Array, k: Array, v: Array, dout: Array, index: Index) -> Any:
         """What a layer does in a training step: choose an index, then output and gradients.
@@ -94,29 +68,8 @@ class Ours:
         return chosen, out, *vjp(dout)
 
 
-def work_lists(tiles: Any, columns: Any, q: Array, k: Array) -> dict[str, Any]:
-    """What the Hopper kernels read, by the function that gives it; only shapes of q, k matter.
-
-    Lists of a forward kernel and of two backward kernels, or of the one that does their work.
-    """
-    sizes = (q.shape[0], q.shape[2], q.shape[1] // BLOCK, k.shape[1] // BLOCK, k.shape[2])
-    lists = {"query_work": query_work(tiles, columns, *sizes)}
-    config = hopper.fused_config(q, tiles, configs_for(q.shape[-1]), whole=True)
-    if config is None:
-        return lists | {"key_work": key_work(tiles, columns, *sizes)}
-    work = hopper.fused_work(tiles, columns, *sizes, config=config)
-    return lists | {"fused_work": work}
-
-
-@contextlib.contextmanager
-def given_lists(lists: dict[str, Any] | None):
-    """Calls of the Hopper backend take these work lists and build none of their kind."""
-    if not lists:
-        yield
-        return
-    given = {name: lambda *_, work=work, **__: work for name, work in lists.items()}
-    with mock.patch.multiple(hopper, **given):
-        yield
+def _given(index: Index) -> Index:
+    return DenseIndex(BLOCK) if index is None else index
 
 
 def cudnn_attention(q: Array, k: Array, v: Array) -> Array:

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.masks import BLOCK
-from benchmarks.programs import PATTERN, work_lists
+from benchmarks.programs import PATTERN
 from mtraining_jax.attention.sharded import make_attention
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import DATA_AXIS, HEADS, SEQUENCE_AXES, make_mesh
@@ -23,10 +23,8 @@ from mtraining_jax.parallel.ring import ring_attention
 from mtraining_jax.parallel.ring.shard_tiles import StepTiles, segment_pairs
 from mtraining_jax.parallel.ring.topology import RingTopology
 from mtraining_jax.sparsity import choose_index
-from pallas_kernels import VerticalSlashIndex, pad_columns, vertical_columns
+from pallas_kernels import Columns, VerticalSlashIndex, gather_columns, pad_columns, plan
 from pallas_kernels.backends import resolve
-from pallas_kernels.mosaic_gpu import backend as hopper
-from pallas_kernels.tiles import gather_columns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,53 +133,54 @@ class RingPrograms:
     def build(self, q: Array, k: Array, v: Array, index: Any, rank: Array) -> Any:
         """Everything that one rank's Hopper kernels read beside the shards, one call after another.
 
-        Columns, and the work lists of both passes for all keys that come by; nothing is sent or
+        Columns, and the plans of both passes for all keys that come by; nothing is sent or
         received. None where other kernels run.
         """
-        if resolve(self.problem.backend, q, BLOCK) is not hopper:
+        if resolve(self.problem.backend, q, BLOCK).name != "mosaic_gpu":
             return None
-        plan, layout = self.problem.plan(), self.layout
+        ring, layout = self.problem.plan(), self.layout
         tiles_of = StepTiles(layout, index, q.shape[0], q.shape[2])
         segments = layout.segments(rank)
         local = layout.local_positions(pad_columns(index), rank)
         gathered = gather_columns(k, local), gather_columns(v, local)
         columns = [
-            vertical_columns(
-                index, *gathered,
+            Columns.from_index(
+                index,
                 segment.first_block + segment.stride * jnp.arange(segment.num_blocks),
                 layout.num_blocks,
             )
             for segment in segments
         ]
         part = q[:, : q.shape[1] // len(segments)]
+        planned = functools.partial(plan, backend=self.problem.backend)
 
         def turned(source: Array, with_columns: bool) -> list[Any]:
             sources = layout.segments(source)
             return [
-                work_lists(
-                    tiles_of.pair(segments[i], sources[j]),
-                    columns[i] if with_columns and j == 0 else None, part, part[:, :, : k.shape[2]],
+                planned(
+                    part, part[:, :, : k.shape[2]], tiles_of.pair(segments[i], sources[j]),
+                    columns[i] if with_columns and j == 0 else None,
                 )
                 for i, j in segment_pairs(layout)
             ]
 
-        own = turned(rank, not plan.gathers)
-        if not plan.gathers:
+        own = turned(rank, not ring.gathers)
+        if not ring.gathers:
             others = jnp.arange(1, layout.num_ranks, dtype=jnp.int32)
-            return columns, own, lax.map(
+            return gathered, own, lax.map(
                 lambda s: turned((rank + s) % layout.num_ranks, False), others
             )
         if layout.kind != "striped":
             return None
         of_nodes = []
-        for step in range(plan.outer_size):
-            ranks = plan.node_ranks(rank, step)
+        for step in range(ring.outer_size):
+            ranks = ring.node_ranks(rank, step)
             keys = layout.segments(ranks)[0].first_block
             tiles = tiles_of.gathered(segments[0], keys, skip_first=step == 0)
-            shape = (k.shape[0], k.shape[1] * plan.inner_size, *k.shape[2:])
+            shape = (k.shape[0], k.shape[1] * ring.inner_size, *k.shape[2:])
             all_keys = jax.ShapeDtypeStruct(shape, k.dtype)
-            of_nodes.append(work_lists(tiles, None if step else columns[0], q, all_keys))
-        return columns, own, of_nodes
+            of_nodes.append(planned(q, all_keys, tiles, None if step else columns[0]))
+        return gathered, own, of_nodes
 
     def shapes(self) -> "Shapes":
         """Abstract arguments of the programs."""

@@ -11,6 +11,7 @@ table then says what fits and what spills.
 import argparse
 import contextlib
 import dataclasses
+import functools
 import itertools
 import os
 import secrets
@@ -32,9 +33,10 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedShar
 import pallas_kernels
 from benchmarks.cases import Shape
 from benchmarks.masks import slash_mask
-from benchmarks.programs import Ours, given_lists, random_inputs, work_lists
+from benchmarks.programs import Ours, random_inputs
 from benchmarks.timing import median_ms
-from pallas_kernels.mosaic_gpu import backend
+from pallas_kernels import DenseIndex, backends
+from pallas_kernels.mosaic_gpu.backend import MosaicGpu
 from pallas_kernels.mosaic_gpu.configs import CONFIGS
 
 HEADS = {128: (16, 2), 64: (14, 2)}
@@ -72,13 +74,22 @@ def _tune(kernel: str, shape: Shape, mask: str, sharding, args: argparse.Namespa
     print(f"\n{kernel}, D = {shape.dim}, mask {mask}, S = {shape.seq_len}, seed {args.seed}\n")
     print("| configuration | registers | spilled bytes | ms |\n| --- | --- | --- | --- |")
     timed = sharding is None
-    problem = _problem(shape, index, args.seed) if timed else _abstract(shape, index, sharding)
+    problem = _problem(shape, index, args.seed) if timed else _abstract(shape, sharding)
     shipped = getattr(CONFIGS[shape.dim], kernel)
     best, best_ms = None, float("inf")
     for config in _configs(kernel, shipped):
-        cells, program = _compile(kernel, shape.dim, config, problem, args.max_spilled)
+        # What is walked may follow from the configuration; it is made before anything is timed.
+        planned = functools.partial(_plan, backend=_backend(kernel, shape.dim, config))
+        if timed:
+            built = jax.jit(planned)(*problem[:3], index)
+        else:
+            built = _sharded(jax.eval_shape(planned, *problem[:3], index), sharding)
+        arguments = (*problem, *built)
+        cells, program = _compile(kernel, shape.dim, config, arguments, args.max_spilled)
         if program is not None and timed:
-            ms = median_ms(lambda program=program: program(*problem), args.repeats)
+            ms = median_ms(
+                lambda program=program, arguments=arguments: program(*arguments), args.repeats
+            )
             cells[-1] = f"{ms:.3f}"
             if ms < best_ms:
                 best, best_ms = config, ms
@@ -125,51 +136,52 @@ def _compile(
 
 def _program(kernel: str, dim: int, config: Any):
     """A function of a problem that runs one kernel; unused others are dropped by the compiler."""
-    configs = dataclasses.replace(CONFIGS[dim], **{kernel: config})
+    backend = _backend(kernel, dim, config)
 
-    def run(q, k, v, dout, lse, delta, built):
-        tiles, columns, lists = built
-        tiles = dataclasses.replace(tiles, dense=kernel == "fused")  # the mark chooses kernels
-        options = {"scale": q.shape[-1] ** -0.5, "configs": configs}
-        with given_lists(lists):
-            if kernel == "forward":
-                return backend.forward(
-                    q, k, v, tiles, columns, init=None, out_dtype=q.dtype, **options
-                )
-            grads = backend.backward(
-                q, k, v, dout, lse, delta, tiles, columns, dq_dtype=q.dtype, **options
-            )
+    def run(q, k, v, dout, lse, delta, plan, column_kv):
+        plan = dataclasses.replace(plan, backend=backend)
+        if kernel == "forward":
+            return pallas_kernels.forward(q, k, v, plan, column_kv)
+        grads = pallas_kernels.backward(
+            q, k, v, dout, lse, delta, plan, column_kv, dq_dtype=q.dtype
+        )
         return {"rows": grads.dq, "keys": grads._replace(dq=None), "fused": grads}[kernel]
 
     return run
 
 
+def _backend(kernel: str, dim: int, config: Any) -> str:
+    """Registers the Hopper backend with a configuration of one kernel; the name."""
+    configs = dataclasses.replace(CONFIGS[dim], **{kernel: config})
+    tuned = MosaicGpu("tuned", configs=configs, one_backward_kernel=kernel == "fused")
+    backends.register(tuned, by_name_only=True)
+    return tuned.name
+
+
+def _plan(q, k, v, index, backend: str) -> tuple:
+    """What the kernels of a backend walk, and the columns' keys and values."""
+    return Ours(backend).build(q, k, v, DenseIndex(128) if index is None else index)
+
+
 def _problem(shape: Shape, index: Any, seed: int) -> tuple:
-    """Random inputs, what the forward pass gave, and the lists."""
+    """Random inputs, and what the forward pass gave."""
     key = jax.random.key(seed)
     q, k, v, dout = random_inputs(key, shape.seq_len, shape.heads, shape.kv_heads, shape.dim)
     built = jax.jit(OURS.build)(q, k, v, index)
     out, lse = jax.jit(OURS.forward)(q, k, v, built)
-    built = jax.jit(_two_kernels)(q, k, built)
     delta = jax.jit(pallas_kernels.delta_of)(out, dout)
-    return q, k, v, dout, lse, delta, built
+    return q, k, v, dout, lse, delta
 
 
-def _two_kernels(q, k, built):
-    """With the lists of two backward kernels, also where tiles are dense."""
-    tiles, columns, _ = built
-    tiles = dataclasses.replace(tiles, dense=False)
-    return tiles, columns, work_lists(tiles, columns, q, k)
-
-
-def _abstract(shape: Shape, index: Any, sharding: NamedSharding) -> tuple:
+def _abstract(shape: Shape, sharding: NamedSharding) -> tuple:
     """The shapes of `_problem`."""
-    q, k, v, dout = shape.abstract()
-    built = jax.eval_shape(_two_kernels, q, k, jax.eval_shape(OURS.build, q, k, v, index))
     row = jax.ShapeDtypeStruct((1, shape.heads, shape.seq_len), "float32")
+    return _sharded((*shape.abstract(), row, row), sharding)
+
+
+def _sharded(tree: Any, sharding: NamedSharding) -> Any:
     return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-        (q, k, v, dout, row, row, built),
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
     )
 
 

@@ -1,46 +1,36 @@
 """Sparse attention kernels: arrays in, arrays out. Knows no model, no mesh, no config."""
 
+from pallas_kernels.gradients import Gradients
 from pallas_kernels.index import BlockSparseIndex, DenseIndex, Index, VerticalSlashIndex
-from pallas_kernels.ops import (
-    Gradients,
-    Partial,
-    backward,
-    block_sparse_attention,
-    delta_of,
-    dense_attention,
-    forward,
-    merge,
-    vertical_slash_attention,
-)
+from pallas_kernels.ops import attention, backward, delta_of, forward, plan
+from pallas_kernels.plans import Plan
 from pallas_kernels.tiles import (
+    Columns,
     DiagonalTiles,
+    ListedTiles,
     SegmentedDiagonals,
-    VerticalColumns,
     gather_columns,
     pad_columns,
     scatter_columns,
-    vertical_columns,
 )
 
 __all__ = [
     "BlockSparseIndex",
+    "Columns",
     "DenseIndex",
     "DiagonalTiles",
     "Gradients",
     "Index",
-    "Partial",
+    "ListedTiles",
+    "Plan",
     "SegmentedDiagonals",
-    "VerticalColumns",
     "VerticalSlashIndex",
+    "attention",
     "backward",
-    "block_sparse_attention",
     "delta_of",
-    "dense_attention",
     "forward",
     "gather_columns",
-    "merge",
     "pad_columns",
+    "plan",
     "scatter_columns",
-    "vertical_columns",
-    "vertical_slash_attention",
 ]

@@ -1,67 +1,182 @@
-"""Which backend runs a kernel call."""
+"""Which backend runs a kernel call, and why not another one.
+
+A backend is an object that says what it supports. It stands in a registry, best one first; nothing
+outside of `pallas_kernels` knows of any by another way.
+"""
 
 import functools
 import logging
-from types import ModuleType
+from typing import Any, NamedTuple, Protocol
 
 import jax
 from jax import Array
 
-from pallas_kernels import xla
-from pallas_kernels.mosaic_gpu import backend as mosaic_gpu
-
-BACKENDS = ("xla", "mosaic_gpu")
-_HOPPER = 9  # major compute capability
+from pallas_kernels.gradients import Gradients
+from pallas_kernels.mosaic_gpu.backend import MosaicGpu
+from pallas_kernels.plans import Plan
+from pallas_kernels.tiles import Columns, Tiles
+from pallas_kernels.xla.backend import Xla
 
 _log = logging.getLogger(__name__)
 
 
-def resolve(backend: str | None, q: Array, block_size: int | None = None) -> ModuleType:
-    """The module that implements a function of `pallas_kernels.ops` for this call.
+class Estimate(Protocol):
+    """Kernels that score key blocks by the attention of the last queries: an optional extra."""
+
+    def unsupported(self, q: Array) -> str | None:
+        """Why these kernels cannot score by the last queries q [B, Hq, last_q, D], or None."""
+
+    def block_statistics(
+        self, q: Array, k: Array, block_ids: Array, num_blocks: int, *, scale: float
+    ) -> tuple[Array, Array]:
+        """See `pallas_kernels.mosaic_gpu.estimate.block_statistics`."""
+
+    def block_masses(
+        self, q: Array, k: Array, block_ids: Array, num_blocks: int, peak: Array, to_mass: Array,
+        *, scale: float,
+    ) -> tuple[Array, Array, Array]:
+        """See `pallas_kernels.mosaic_gpu.estimate.block_masses`."""
+
+
+class Backend(Protocol):
+    """What implements the functions of `pallas_kernels.ops`.
+
+    Attributes:
+        name: by which it is asked for.
+        estimate: kernels that choose an index, or None.
+    """
+
+    name: str
+    estimate: Estimate | None
+
+    def unsupported(self, q: Array, block_size: int | None) -> str | None:
+        """Why a call cannot run here, or None if it can.
+
+        Args:
+            q: queries or an output; their dtype and head dim may decide.
+            block_size: g; None where the call knows no blocks.
+        """
+
+    def plan(
+        self, q: Array, k: Array, tiles: Tiles | None, columns: Columns | None, *, whole: bool
+    ) -> Any:
+        """`Plan.work`, a pytree; arguments as those of `pallas_kernels.ops.plan`."""
+
+    def forward(
+        self, q: Array, k: Array, v: Array, plan: Plan, column_kv: tuple[Array, Array] | None, *,
+        scale: float, init: tuple[Array, Array] | None, out_dtype: Any, beside_transfers: bool,
+    ) -> tuple[Array, Array]:
+        """See `pallas_kernels.ops.forward`."""
+
+    def backward(
+        self, q: Array, k: Array, v: Array, dout: Array, lse: Array, delta: Array, plan: Plan,
+        column_kv: tuple[Array, Array] | None, *, scale: float, dq_dtype: Any,
+        key_dtype: Any | None, beside_transfers: bool,
+    ) -> Gradients:
+        """See `pallas_kernels.ops.backward`."""
+
+    def delta_of(self, out: Array, dout: Array) -> Array:
+        """See `pallas_kernels.ops.delta_of`."""
+
+
+class Description(NamedTuple):
+    """Which backend runs a call, and why the ones before it in the registry do not.
+
+    Attributes:
+        name: of the backend.
+        reason: why no better one runs; None if there is none, or it was asked for by name.
+    """
+
+    name: str
+    reason: str | None
+
+
+_registered: dict[str, Backend] = {}
+_chosen_by_name_only: set[str] = set()
+
+
+def register(backend: Backend, *, by_name_only: bool = False) -> None:
+    """Adds a backend, behind those that are there already.
 
     Args:
-        backend: a name of `BACKENDS`; None or "auto" for the best that runs here.
-        q: the queries; their dtype and head dim may decide.
-        block_size: g; None where the call knows no blocks.
+        backend: replaces the one of the same name.
+        by_name_only: whether it is never chosen unless asked for.
+    """
+    _registered[backend.name] = backend
+    if by_name_only:
+        _chosen_by_name_only.add(backend.name)
+
+
+def names() -> tuple[str, ...]:
+    """The names of all backends that are chosen without being asked for, best one first."""
+    return tuple(name for name in _registered if name not in _chosen_by_name_only)
+
+
+def named(name: str) -> Backend:
+    """The backend of a name.
 
     Raises:
-        ValueError: on a name that is not a backend, or a backend that cannot run this call here.
+        ValueError: on a name that is not a backend's.
     """
-    if backend == "xla":
-        return xla
-    if backend not in (None, "auto", "mosaic_gpu"):
-        raise ValueError(f"backend={backend!r} is not one of {', '.join(BACKENDS)}")
-    reason = no_hopper_gpu() or mosaic_gpu.unsupported(q, block_size)
-    if reason is None:
-        return mosaic_gpu
-    if backend == "mosaic_gpu":
-        raise ValueError(f"backend='mosaic_gpu' cannot run here: {reason}")
-    _say_once(f"attention runs on the portable XLA backend: {reason}", _level())
-    return xla
+    if name not in _registered:
+        raise ValueError(f"backend={name!r} is not one of {', '.join(names())}")
+    return _registered[name]
 
 
-def no_hopper_gpu() -> str | None:
-    """Why the Hopper kernels cannot run here, or None if they can.
+def resolve(name: str | None, q: Array, block_size: int | None = None) -> Backend:
+    """The backend that runs a call.
 
-    Inside `jax.sharding.use_abstract_mesh` with a device, that device decides: programs can be
-    compiled for a GPU on a machine that has none.
+    Args:
+        name: of a backend; None or "auto" for the best that runs here.
+        q: as in `Backend.unsupported`.
+        block_size: as in `Backend.unsupported`.
+
+    Raises:
+        ValueError: on a name that is not a backend's, or a backend that cannot run this call here.
     """
-    abstract = jax.sharding.get_abstract_mesh().abstract_device
-    if abstract is not None:
-        capability = getattr(abstract, "compute_capability", None)
-        if abstract.platform == "gpu" and (capability is None or _is_hopper(capability)):
-            return None
-        return f"the target is a {abstract.device_kind}, not a Hopper GPU"
-    if jax.default_backend() != "gpu":
-        return f"no GPU (platform {jax.default_backend()})"
-    device = jax.devices()[0]
-    if _is_hopper(device.compute_capability):
-        return None
-    return f"{device.device_kind} is not a Hopper GPU (compute capability 9.0)"
+    found, reason = describe(name, q, block_size)
+    if reason is not None:
+        _say_once(f"attention runs on the portable XLA backend: {reason}", _level())
+    return named(found)
 
 
-def _is_hopper(capability: str) -> bool:
-    return int(str(capability).split(".")[0]) == _HOPPER
+def describe(name: str | None, q: Array, block_size: int | None = None) -> Description:
+    """Which backend runs a call, and why no better one; arguments and errors as in `resolve`."""
+    if name not in (None, "auto"):
+        reason = named(name).unsupported(q, block_size)
+        if reason is not None:
+            raise ValueError(f"backend={name!r} cannot run here: {reason}")
+        return Description(name, None)
+    reasons = []
+    for candidate in names():
+        reason = named(candidate).unsupported(q, block_size)
+        if reason is None:
+            return Description(candidate, "; ".join(reasons) or None)
+        reasons.append(reason)
+    raise ValueError(f"no backend can run here: {'; '.join(reasons)}")
+
+
+def estimate_kernels(
+    name: str | None, q: Array, block_size: int
+) -> tuple[Estimate | None, str | None]:
+    """The kernels that score key blocks for a choice of an index, and why there are none.
+
+    Args:
+        name: as in `resolve`.
+        q: [B, Hq, last_q, D], the last queries of the sequence.
+        block_size: g.
+
+    Returns:
+        The kernels and None, or None and the reason.
+
+    Raises:
+        ValueError: as `resolve`.
+    """
+    backend = resolve(name, q, block_size)
+    if backend.estimate is None:
+        return None, f"the backend {backend.name} has no kernels for it"
+    reason = backend.estimate.unsupported(q)
+    return (backend.estimate, None) if reason is None else (None, reason)
 
 
 def _level() -> int:
@@ -74,3 +189,7 @@ def _level() -> int:
 @functools.cache
 def _say_once(message: str, level: int) -> None:
     _log.log(level, message)
+
+
+register(MosaicGpu())
+register(Xla())

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.tiles import VerticalColumns, scatter_columns
+from pallas_kernels.tiles import Columns, scatter_columns
 
 
 class Gradients(NamedTuple):
@@ -27,10 +27,10 @@ class Gradients(NamedTuple):
 
 def whole_keys(
     dk: Array, dv: Array, dk_columns: Array | None, dv_columns: Array | None,
-    verticals: VerticalColumns | None, dtype: jnp.dtype,
+    columns: Columns | None, dtype: jnp.dtype,
 ) -> tuple[Array, Array]:
     """dk and dv in a dtype, with the gradients of gathered columns added where they came from."""
-    if verticals is not None:
-        dk = scatter_columns(dk, dk_columns, verticals.tokens)
-        dv = scatter_columns(dv, dv_columns, verticals.tokens)
+    if columns is not None:
+        dk = scatter_columns(dk, dk_columns, columns.tokens)
+        dv = scatter_columns(dv, dv_columns, columns.tokens)
     return dk.astype(dtype), dv.astype(dtype)

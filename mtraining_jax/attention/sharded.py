@@ -21,8 +21,8 @@ from mtraining_jax.parallel.mesh import DATA_AXIS, SEQUENCE_AXES
 from mtraining_jax.parallel.ring import check_ring, ring_attention
 from mtraining_jax.sparsity import Choice, Pattern, Shards
 from mtraining_jax.sparsity.metrics import attention_recall, causal_pairs, density
-from pallas_kernels import block_sparse_attention, dense_attention, vertical_slash_attention
-from pallas_kernels.index import BlockSparseIndex, DenseIndex, Index
+from pallas_kernels import attention
+from pallas_kernels.index import Index
 
 Stats = dict[str, Array]
 
@@ -144,17 +144,6 @@ def _local(
     else:
         out, lse = attention(q, k, v, index, **options)
     return Attended(out, lse, index, statistics)
-
-
-def attention(q, k, v, index, **options):
-    """Attention of one device."""
-    if isinstance(index, DenseIndex):
-        return dense_attention(
-            q, k, v, causal=index.causal, block_size=index.block_size, **options
-        )
-    if isinstance(index, BlockSparseIndex):
-        return block_sparse_attention(q, k, v, index, **options)
-    return vertical_slash_attention(q, k, v, index, **options)
 
 
 def _shards(way: Way, q: Array, block_size: int) -> Shards:

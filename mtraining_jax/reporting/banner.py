@@ -9,8 +9,7 @@ from mtraining_jax.config import Config
 from mtraining_jax.errors import UserError
 from mtraining_jax.models.families import family_of
 from mtraining_jax.reporting.record import REPLAYED
-from pallas_kernels import xla
-from pallas_kernels.backends import mosaic_gpu, no_hopper_gpu, resolve
+from pallas_kernels import backends
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,16 +90,13 @@ def backend_line(config: Config) -> str:
     q = jax.ShapeDtypeStruct((1, block_size, model.num_heads, model.head_dim), model.dtype)
     asked = config.parallel.backend
     try:
-        module = resolve(asked, q, block_size)
+        name, reason = backends.describe(asked, q, block_size)
     except ValueError as error:
         raise UserError(f"parallel.backend = {asked} is not possible: {error}") from error
-    if module is not xla:
-        return f"mosaic_gpu ({jax.devices()[0].device_kind})"
-    if asked == "xla":
-        return "xla (parallel.backend)"
-    if jax.default_backend() == "cpu":
-        return "xla (no Hopper GPU here)"
-    return f"xla ({no_hopper_gpu() or mosaic_gpu.unsupported(q, block_size)})"
+    if reason is None:
+        because = jax.devices()[0].device_kind if asked in (None, "auto") else "parallel.backend"
+        return f"{name} ({because})"
+    return f"{name} ({'no Hopper GPU here' if jax.default_backend() == 'cpu' else reason})"
 
 
 def _sparsity(config: Config) -> str:

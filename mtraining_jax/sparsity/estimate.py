@@ -10,9 +10,9 @@ the index. Three rules see to that:
 - Sums are integer sums (fixed point), exact in any order. The raw logits of fixed budgets, which
   have no known range, are added in a written-out order instead.
 
-On a Hopper GPU two kernels take the place of the first rule, and of the sums within a block: their
-code is the same for every block, so its order of additions is. Sums over blocks are exact there
-too.
+Where a backend has kernels for the estimate, two of them take the place of the first rule, and of
+the sums within a block: their code is the same for every block, so its order of additions is. Sums
+over blocks are exact there too.
 """
 
 import dataclasses
@@ -23,10 +23,7 @@ from jax import Array, lax
 
 from mtraining_jax.sparsity import exchange
 from mtraining_jax.sparsity.exchange import AxisNames
-from pallas_kernels.backends import resolve
-from pallas_kernels.mosaic_gpu import backend as mosaic_gpu
-from pallas_kernels.mosaic_gpu import estimate as kernels
-from pallas_kernels.mosaic_gpu.estimate import NUM_QUERIES
+from pallas_kernels.backends import Estimate, estimate_kernels
 
 # Fixed point of a probability and of a mass: one is 2^30. A sum of masses that add up to one stays
 # below 2^31 even if each of 2^23 terms is rounded up.
@@ -63,8 +60,8 @@ def softmax_scores(
         block_ids: int32 [n/g], global number of each local block.
         num_blocks: NB.
         axis_names: mesh axes the sequence is sharded over.
-        backend: "xla", "mosaic_gpu" or None for the best that runs here. The Hopper kernels
-            take last_q = 64; any other number runs in XLA.
+        backend: of the kernels; None for the best that runs here. Where it has none for this
+            estimate (`pallas_kernels.backends.Estimate`), the estimate runs in XLA.
 
     Returns:
         (columns, own, tails), int32 [B, Hq, n/g, g], [B, Hq, n/g, g] and [B, Hq, n/g, last_q-1];
@@ -73,10 +70,11 @@ def softmax_scores(
     """
     where = dict(scale=scale, block_ids=block_ids, num_blocks=num_blocks)
     block_size = k_BnHD.shape[1] // block_ids.shape[0]
-    tiles = _XlaTiles
-    if resolve(backend, q_BHuD, block_size) is mosaic_gpu and q_BHuD.shape[2] == NUM_QUERIES:
-        tiles = _KernelTiles
-    tiles = tiles(q_BHuD, k_BnHD, **where)
+    kernels, _ = estimate_kernels(backend, q_BHuD, block_size)
+    if kernels is None:
+        tiles = _XlaTiles(q_BHuD, k_BnHD, **where)
+    else:
+        tiles = _KernelTiles(q_BHuD, k_BnHD, kernels, **where)
     # Two passes over the logits cost less than keeping them: at 128K tokens and 16 heads they
     # would take half a gigabyte. The results are [B, Hq, n/g, last_q].
     block_peak, block_total = tiles.statistics()
@@ -94,10 +92,11 @@ def softmax_scores(
 
 @dataclasses.dataclass(frozen=True)
 class _KernelTiles:
-    """Tiles of logits on a Hopper GPU: what is summed within a tile is summed in one order."""
+    """Tiles of logits by a backend's kernels: a tile's terms are always summed in one order."""
 
     q: Array
     k: Array
+    kernels: Estimate
     _: dataclasses.KW_ONLY
     scale: float
     block_ids: Array
@@ -105,17 +104,18 @@ class _KernelTiles:
 
     def statistics(self) -> tuple[Array, Array]:
         """As `_XlaTiles.statistics`."""
-        return kernels.block_statistics(
+        return self.kernels.block_statistics(
             self.q, self.k, self.block_ids, self.num_blocks, scale=self.scale
         )
 
     def masses(self, peak: Array, normaliser: Array) -> tuple[Array, Array, Array]:
         """As `_XlaTiles.masses`."""
-        to_mean_mass = MASS_ONE // NUM_QUERIES / normaliser
-        columns, own, beyond = kernels.block_masses(
+        num_queries = self.q.shape[2]
+        to_mean_mass = MASS_ONE // num_queries / normaliser
+        columns, own, beyond = self.kernels.block_masses(
             self.q, self.k, self.block_ids, self.num_blocks, peak, to_mean_mass, scale=self.scale
         )
-        return _round(columns), _round(own), _round(beyond[..., : NUM_QUERIES - 1])
+        return _round(columns), _round(own), _round(beyond[..., : num_queries - 1])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,6 +9,7 @@ from jax import Array
 
 from pallas_kernels.index.entries import contains, live
 from pallas_kernels.index.protocol import Index
+from pallas_kernels.tiles import ListedTiles
 
 
 @functools.partial(
@@ -83,6 +84,12 @@ class BlockSparseIndex(Index):
         rows = query_positions // self.block_size
         lists, counts = self.key_blocks[:, :, rows], self.key_count[:, :, rows]
         return contains(lists, counts, key_blocks)[..., None]
+
+    def on_one_device(
+        self, batch: int, num_queries: int, num_heads: int, num_keys: int
+    ) -> tuple[ListedTiles, None]:
+        """As `Index.on_one_device`."""
+        return ListedTiles.from_index(self), None
 
     def _tiles(self, seq_len: int) -> Array:
         """Int32 [B, Hq]: blocks that are listed."""

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.index.protocol import Index, check_whole_blocks
+from pallas_kernels.tiles import DiagonalTiles
 
 
 @functools.partial(
@@ -40,6 +41,14 @@ class DenseIndex(Index):
     def computes(self, query_positions: Array, key_blocks: Array) -> Array:
         """As `Index.computes`: [1, 1, R, C, 1]."""
         return jnp.ones((1, 1, query_positions.shape[0], key_blocks.shape[0], 1), bool)
+
+    def on_one_device(
+        self, batch: int, num_queries: int, num_heads: int, num_keys: int
+    ) -> tuple[DiagonalTiles, None]:
+        """As `Index.on_one_device`."""
+        g = self.block_size
+        sizes = batch, num_heads, num_queries // g, num_keys // g
+        return DiagonalTiles.full(*sizes, g, self.causal), None
 
 
 def _one(pairs: int) -> Array:

@@ -1,8 +1,12 @@
 """What every kind of index answers for."""
 
 import abc
+from typing import TYPE_CHECKING
 
 from jax import Array
+
+if TYPE_CHECKING:
+    from pallas_kernels.tiles import Columns, Tiles
 
 
 class Index(abc.ABC):
@@ -58,6 +62,22 @@ class Index(abc.ABC):
 
         Returns:
             Bool, broadcasts to [B, Hq, R, C, g].
+        """
+
+    @abc.abstractmethod
+    def on_one_device(
+        self, batch: int, num_queries: int, num_heads: int, num_keys: int
+    ) -> "tuple[Tiles, Columns | None]":
+        """What kernels compute where one device holds the whole sequence in its own order.
+
+        Args:
+            batch: B.
+            num_queries: Sq, a multiple of the block size.
+            num_heads: Hq.
+            num_keys: Sk, a multiple of the block size; Sq if the index is causal.
+
+        Raises:
+            ValueError: if the arrays of the index are for another batch or number of heads.
         """
 
 

@@ -9,6 +9,8 @@ from jax import Array
 
 from pallas_kernels.index.entries import contains, live, marked
 from pallas_kernels.index.protocol import Index, check_whole_blocks
+from pallas_kernels.tiles import Columns, DiagonalTiles
+from pallas_kernels.tiles.protocol import check_shape
 
 
 @functools.partial(
@@ -96,6 +98,19 @@ class VerticalSlashIndex(Index):
         by_column = contains(self.vertical_tokens, self.vertical_count, tokens.reshape(-1))
         by_block = by_block.reshape(*by_block.shape[:2], *shape, 1)
         return by_block | by_column.reshape(*by_column.shape[:2], 1, shape[1], size)
+
+    def on_one_device(
+        self, batch: int, num_queries: int, num_heads: int, num_keys: int
+    ) -> tuple[DiagonalTiles, Columns | None]:
+        """As `Index.on_one_device`."""
+        check_shape("index.slash_count", self.slash_count, (batch, num_heads))
+        check_shape("index.vertical_count", self.vertical_count, (batch, num_heads))
+        tiles = DiagonalTiles.from_index(self)
+        if self.vertical_tokens.shape[-1] == 0:
+            return tiles, None
+        num_blocks = num_queries // self.block_size
+        every = jnp.arange(num_blocks, dtype=jnp.int32)
+        return tiles, Columns.from_index(self, every, num_blocks)
 
     def active_diagonals(self, num_blocks: int) -> Array:
         """Bool [B, Hq, num_blocks]: whether block diagonal d is computed."""

@@ -23,12 +23,11 @@ from pallas_kernels.mosaic_gpu.common import (
     ROWS,
     TILE,
     WARPGROUPS,
-    column_operands,
+    GatheredColumns,
     launch,
     tiled,
 )
 from pallas_kernels.mosaic_gpu.query_stream import QueryStream, key_barriers, key_memory
-from pallas_kernels.tiles import VerticalColumns
 
 _ROW_OPERANDS = ("shift", "minus_delta")
 
@@ -40,7 +39,7 @@ def step_queries(head_dim: int) -> int:
 
 def backward_kernel(
     q: Array, k: Array, v: Array, dout: Array, base: Array, minus_delta: Array, dq: Array,
-    work: BackwardWork, verticals: VerticalColumns | None, *, scale: float,
+    work: BackwardWork, columns: GatheredColumns | None, *, scale: float,
     config: BackwardConfig, interpret: Any = False,
 ) -> tuple[Array, Array | None, Array | None, Array | None, Array | None]:
     """Runs the kernel: dv = P^T dO, dS = P * (dP - delta), dk = scale dS^T Q, dq += scale dS K.
@@ -52,20 +51,20 @@ def backward_kernel(
         minus_delta: fp32 [B, Hq, nq].
         dq: fp32 [B, nq, Hq, D], what dq is added to; in place where XLA can.
         work: from `backward_work`.
-        verticals: the columns that `work` refers to.
+        columns: the columns that `work` refers to.
         scale: of the logits.
         config: tuning.
         interpret: False, or parameters of the Pallas GPU interpreter.
 
     Returns:
         fp32 dq; dk, dv [B, nk, Hk, D], summed over the query heads of a group; dk, dv of the
-        columns [B, Mv, Hq, D] (None without verticals).
+        columns [B, Mv, Hq, D] (None without columns).
     """
     head_dim, group = q.shape[-1], q.shape[2] // k.shape[2]
     split = work.heads < group
     queries = step_queries(head_dim)
     interpreted = bool(interpret)
-    has_columns = verticals is not None
+    has_columns = columns is not None
     names = ["q", "k", "v", "dout", *_ROW_OPERANDS]
     names += ["items", "lists", "first", "last", "diagonal", "turns", "ranks"]
     names += COLUMN_NAMES if has_columns else []
@@ -175,8 +174,8 @@ def backward_kernel(
     arrays += [work.turns, work.ranks]
     outputs = [jax.ShapeDtypeStruct(k.shape, jnp.float32)] * 2
     if has_columns:
-        arrays += column_operands(verticals)
-        outputs += [jax.ShapeDtypeStruct(verticals.k.shape, jnp.float32)] * 2
+        arrays += columns.operands
+        outputs += [jax.ShapeDtypeStruct(columns.k.shape, jnp.float32)] * 2
     # The interpreter knows no warps: loading and storing are a warpgroup each there.
     run = launch(
         attention_backward, outputs, [smem, bars], work.items.shape[0], interpret,

@@ -24,7 +24,7 @@ from pallas_kernels.mosaic_gpu.common import (
     TILE,
     WARPGROUPS,
     WORD,
-    column_operands,
+    GatheredColumns,
     iota,
     keep_bias,
     launch,
@@ -43,7 +43,6 @@ from pallas_kernels.mosaic_gpu.schedule import (
     KIND,
     KeyWorkList,
 )
-from pallas_kernels.tiles import VerticalColumns
 
 _STEP = 64  # queries of one step
 _STEPS = TILE // _STEP
@@ -74,7 +73,7 @@ class _KeyItem:
 
 def backward_keys_kernel(
     q: Array, k: Array, v: Array, dout: Array, base: Array, minus_delta: Array, work: KeyWorkList,
-    verticals: VerticalColumns | None, *, scale: float, config: KeysConfig, interpret: Any = False,
+    columns: GatheredColumns | None, *, scale: float, config: KeysConfig, interpret: Any = False,
     one_array: bool = False,
 ) -> tuple[Array | tuple[Array, Array], Array | tuple[Array, Array] | None]:
     """Runs the kernel: dv = P^T dO, dk = scale * dS^T Q with dS = P * (dP - delta).
@@ -85,7 +84,7 @@ def backward_keys_kernel(
         base: fp32 [B, Hq, nq], -lse / scale of the rows' final lse; -inf for empty rows.
         minus_delta: fp32 [B, Hq, nq].
         work: from `key_work`.
-        verticals: the columns that `work` refers to.
+        columns: the columns that `work` refers to.
         scale: of the logits.
         config: tuning.
         interpret: False, or parameters of the Pallas GPU interpreter.
@@ -93,7 +92,7 @@ def backward_keys_kernel(
 
     Returns:
         fp32 dk, dv [B, nk, Hk, D], summed over the query heads of a group, and dk, dv of the
-        columns [B, Mv, Hq, D] (None without verticals).
+        columns [B, Mv, Hq, D] (None without columns).
     """
     head_dim, group = q.shape[-1], q.shape[2] // k.shape[2]
     dtype = q.dtype
@@ -101,7 +100,7 @@ def backward_keys_kernel(
     num_items = work.items.shape[0]
     num_query_blocks = q.shape[1] // TILE
     interpreted = bool(interpret)
-    has_columns = verticals is not None
+    has_columns = columns is not None
     log2_scale = scale * LOG2E
     names = ["q", "k", "v", "dout", *_ROW_OPERANDS]
     names += ["items", "lists", "first", "last", "diagonal"]
@@ -342,14 +341,14 @@ def backward_keys_kernel(
     arrays = [q, k, v, dout, base, minus_delta]
     arrays += [work.items, work.lists, work.first, work.last, work.diagonal]
     if has_columns:
-        arrays += column_operands(verticals)
+        arrays += columns.operands
 
     def output(shape):
         if one_array:
             return jax.ShapeDtypeStruct((2, *shape), jnp.float32)
         return (jax.ShapeDtypeStruct(shape, jnp.float32),) * 2
 
-    outputs = [output(k.shape)] + ([output(verticals.k.shape)] if has_columns else [])
+    outputs = [output(k.shape)] + ([output(columns.k.shape)] if has_columns else [])
     flat, structure = jax.tree.flatten(outputs)
     run = launch(attention_dkdv, flat, [smem, key_barriers(stages)], num_items, interpret)
     keys, *columns = jax.tree.unflatten(structure, run(*arrays))

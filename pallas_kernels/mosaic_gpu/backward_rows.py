@@ -15,6 +15,7 @@ from pallas_kernels.mosaic_gpu.common import (
     ROWS,
     TILE,
     WARPGROUPS,
+    GatheredColumns,
     full,
     launch,
     load_rows,
@@ -24,7 +25,6 @@ from pallas_kernels.mosaic_gpu.common import (
 from pallas_kernels.mosaic_gpu.key_stream import Producer, stream_barriers, stream_memory
 from pallas_kernels.mosaic_gpu.row_walk import Item, Walk, operand_names, operands
 from pallas_kernels.mosaic_gpu.schedule import WorkList, share
-from pallas_kernels.tiles import VerticalColumns
 
 _KEYS = 64  # keys taken at a time: two accumulators of a whole tile would not fit
 _PARTS = TILE // _KEYS
@@ -41,7 +41,7 @@ class RowsConfig:
 
 def backward_rows_kernel(
     q: Array, k: Array, v: Array, dout: Array, base: Array, delta: Array, work: WorkList,
-    verticals: VerticalColumns | None, *, scale: float, out_dtype: jnp.dtype,
+    columns: GatheredColumns | None, *, scale: float, out_dtype: jnp.dtype,
     config: RowsConfig, num_blocks: int, interpret: Any = False,
 ) -> Array:
     """Runs the kernel: dS = P * (dP - delta), dq = scale * dS K.
@@ -52,7 +52,7 @@ def backward_rows_kernel(
         base: fp32 [B, Hq, nq], -lse / scale of the rows' final lse; -inf for empty rows.
         delta: fp32 [B, Hq, nq].
         work: from `query_work`.
-        verticals: the columns that `work` refers to.
+        columns: the columns that `work` refers to.
         scale: of the logits.
         out_dtype: of dq.
         config: tuning.
@@ -70,13 +70,13 @@ def backward_rows_kernel(
     num_blocks = min(num_blocks, num_items)
     interpreted = bool(interpret)
     log2_scale = scale * LOG2E
-    names = ["q", "k", "v", "dout", "base", "delta", *operand_names(work, verticals)]
+    names = ["q", "k", "v", "dout", "base", "delta", *operand_names(work, columns)]
     names += ["dq", "smem", "bars"]
 
     def attention_dq(*arguments):
         refs = dict(zip(names, arguments, strict=True))
         smem, bars = refs["smem"], refs["bars"]
-        walk = Walk(refs, work, verticals is not None)
+        walk = Walk(refs, work, columns is not None)
         warpgroup, block = lax.axis_index("wg"), lax.axis_index("block")
         count, number = share(block, num_items, num_blocks)
 
@@ -231,7 +231,7 @@ def backward_rows_kernel(
     smem = {
         "q": tiled((WARPGROUPS * ROWS, head_dim), dtype),
         "dout": tiled((WARPGROUPS * ROWS, head_dim), dtype),
-        **stream_memory(stages, head_dim, dtype, verticals is not None),
+        **stream_memory(stages, head_dim, dtype, columns is not None),
     }
     if interpreted:
         smem["ds"] = tiled((WARPGROUPS, ROWS, _KEYS), dtype)
@@ -239,8 +239,8 @@ def backward_rows_kernel(
         "q_full": plgpu.Barrier(),
         "dout_full": plgpu.Barrier(),
         "q_free": plgpu.Barrier(num_arrivals=WARPGROUPS),
-        **stream_barriers(stages, verticals is not None),
+        **stream_barriers(stages, columns is not None),
     }
     output = jax.ShapeDtypeStruct(q.shape, out_dtype)
     run = launch(attention_dq, output, [smem, bars], num_blocks, interpret)
-    return run(q, k, v, dout, base, delta, *operands(work, verticals))
+    return run(q, k, v, dout, base, delta, *operands(work, columns))

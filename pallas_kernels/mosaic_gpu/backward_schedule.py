@@ -29,7 +29,7 @@ import numpy as np
 from jax import Array
 
 from pallas_kernels.mosaic_gpu.schedule import _column_items, _lists
-from pallas_kernels.tiles import DiagonalTiles, SegmentedDiagonals, VerticalColumns
+from pallas_kernels.tiles import Columns, DiagonalTiles, SegmentedDiagonals
 
 # Columns of an item. The first six are those of `schedule.KeyWorkList`.
 KIND, BATCH, HEAD, BLOCK, FIRST_ROW, FULL_ROW, SIGN, KEY_TURN = range(8)
@@ -70,7 +70,7 @@ class BackwardWork:
 
 
 def backward_work(
-    tiles: DiagonalTiles | SegmentedDiagonals | None, verticals: VerticalColumns | None,
+    tiles: DiagonalTiles | SegmentedDiagonals | None, columns: Columns | None,
     batch: int, heads: int, num_query_blocks: int, num_key_blocks: int, kv_heads: int, *,
     item_heads: int | None = None, wave: int = 0,
 ) -> BackwardWork:
@@ -78,7 +78,7 @@ def backward_work(
 
     Args:
         tiles: diagonals.
-        verticals: columns.
+        columns: columns.
         batch, heads, num_query_blocks, num_key_blocks, kv_heads: sizes.
         item_heads: query heads of one item of key blocks, at most: as many as divide the group
             evenly. None for the whole group; fewer make more and shorter items, whose dk and dv
@@ -92,8 +92,8 @@ def backward_work(
     shape = (batch, heads, num_key_blocks)
     lists, diagonal, _, first, last = _lists(tiles, shape, num_query_blocks, own_queries=False)
     parts, column_turns = [], jnp.zeros((batch, heads, num_query_blocks), jnp.int32)
-    if verticals is not None:
-        items = _column_items(verticals, num_query_blocks)
+    if columns is not None:
+        items = _column_items(columns, num_query_blocks)
         parts.append(items)
         first_rows = items[:, FIRST_ROW].reshape(batch, heads, -1)
         rows = jnp.arange(num_query_blocks, dtype=jnp.int32)
@@ -102,10 +102,9 @@ def backward_work(
         )
     turns, ranks = column_turns, jnp.zeros_like(lists)
     if tiles is not None:
-        segments = tiles.num_segments if isinstance(tiles, SegmentedDiagonals) else 1
         items, falling = _key_items(
-            batch, heads, num_key_blocks, group, step, wave, alternate=verticals is None,
-            segments=segments,
+            batch, heads, num_key_blocks, group, step, wave, alternate=columns is None,
+            segments=tiles.num_segments,
         )
         parts.append(jnp.asarray(items))
         ranks, below, until = _ranks(tiles, num_query_blocks, num_key_blocks)

@@ -2,14 +2,14 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.tiles import VerticalColumns
+from pallas_kernels.tiles import Columns
 
 LOG2E = math.log2(math.e)
 ROWS = 64  # rows of one compute warpgroup: the M of one wgmma
@@ -18,7 +18,7 @@ TILE = 128  # keys of one tile, and queries of one block
 WORD = 32  # columns of one word of the keep mask
 ROW_LAYOUT = plgpu.Layout.WGMMA.reduce(1)  # a value per row of a wgmma tile
 COLUMN_LAYOUT = plgpu.Layout.WGMMA.reduce(0)  # a value per column
-COLUMN_NAMES = ["kc", "vc", "keep", "tokens", "query_blocks"]  # what `column_operands` gives
+COLUMN_NAMES = ["kc", "vc", "keep", "tokens", "query_blocks"]  # of `GatheredColumns.operands`
 
 # Barriers are placed by hand: every region of shared memory has one kind of writer, and readers
 # announce the end of their reading. Reductions along rows stay within four lanes, so they need
@@ -28,10 +28,18 @@ COMPILER_PARAMS = plgpu.CompilerParams(
 )
 
 
-def column_operands(verticals: VerticalColumns) -> list[Array]:
-    """Gathered columns as kernel operands, by the names of COLUMN_NAMES."""
-    keep = lax.bitcast_convert_type(verticals.keep, jnp.int32)
-    return [verticals.k, verticals.v, keep, verticals.tokens, verticals.query_blocks]
+class GatheredColumns(NamedTuple):
+    """Gathered columns with their keys and values, [B, Mv, Hq, D]."""
+
+    k: Array
+    v: Array
+    seen: Columns
+
+    @property
+    def operands(self) -> list[Array]:
+        """As kernel operands, by the names of COLUMN_NAMES."""
+        keep = lax.bitcast_convert_type(self.seen.keep, jnp.int32)
+        return [self.k, self.v, keep, self.seen.tokens, self.seen.query_blocks]
 
 
 def tiled(shape: tuple[int, ...], dtype: Any) -> Any:

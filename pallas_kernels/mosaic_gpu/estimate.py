@@ -14,7 +14,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic_gpu.backend import _multiprocessors as device_multiprocessors
+from pallas_kernels.mosaic_gpu import device
 from pallas_kernels.mosaic_gpu.common import (
     LOG2E,
     ROWS,
@@ -149,7 +149,7 @@ def _over_tiles(
     heads = min(group, _MOST_HEADS)
     parts = -(-group // heads)
     columns = batch * kv_heads * parts
-    multiprocessors = multiprocessors or device_multiprocessors(interpret)
+    multiprocessors = multiprocessors or device.multiprocessors()
     share = min(max(multiprocessors // columns, 1), num_local)
     names = ["q", "k", "block_ids", *rows, *outputs, "smem", "bars"]
 
@@ -241,3 +241,16 @@ def _product(a: Any, b: Any, width: int) -> Array:
         return ref[...]
 
     return pl.run_scoped(product, plgpu.ACC((ROWS, width), jnp.float32))
+
+
+class HopperEstimate:
+    """These kernels behind the contract of `pallas_kernels.backends.Estimate`."""
+
+    block_statistics = staticmethod(block_statistics)
+    block_masses = staticmethod(block_masses)
+
+    def unsupported(self, q: Array) -> str | None:
+        """See `Estimate.unsupported`."""
+        if q.shape[2] == NUM_QUERIES:
+            return None
+        return f"{q.shape[2]} last queries ({NUM_QUERIES} are needed)"

@@ -16,6 +16,7 @@ from pallas_kernels.mosaic_gpu.common import (
     ROWS,
     TILE,
     WARPGROUPS,
+    GatheredColumns,
     full,
     launch,
     load_rows,
@@ -25,7 +26,6 @@ from pallas_kernels.mosaic_gpu.common import (
 from pallas_kernels.mosaic_gpu.key_stream import Producer, stream_barriers, stream_memory
 from pallas_kernels.mosaic_gpu.row_walk import Item, Walk, operand_names, operands
 from pallas_kernels.mosaic_gpu.schedule import WorkList, share
-from pallas_kernels.tiles import VerticalColumns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +41,7 @@ class ForwardConfig:
 
 
 def forward_kernel(
-    q: Array, k: Array, v: Array, work: WorkList, verticals: VerticalColumns | None,
+    q: Array, k: Array, v: Array, work: WorkList, columns: GatheredColumns | None,
     init: tuple[Array, Array] | None, *, scale: float, out_dtype: jnp.dtype,
     config: ForwardConfig, num_blocks: int, interpret: Any = False,
 ) -> tuple[Array, Array]:
@@ -51,7 +51,7 @@ def forward_kernel(
         q: [B, nq, Hq, D] bf16 or fp16, D 64 or 128, nq a multiple of 128.
         k, v: [B, nk, Hk, D].
         work: from `query_work`.
-        verticals: the columns that `work` refers to.
+        columns: the columns that `work` refers to.
         init: running output fp32 [B, nq, Hq, D] and lse fp32 [B, Hq, nq] to merge with.
         scale: of the logits.
         out_dtype: of the output.
@@ -71,7 +71,7 @@ def forward_kernel(
     # The interpreter knows wgmma with operands in shared memory only, and no asynchrony.
     interpreted = bool(interpret)
     log2_scale = scale * LOG2E
-    names = ["q", "k", "v", *operand_names(work, verticals)]
+    names = ["q", "k", "v", *operand_names(work, columns)]
     if init is not None:
         names += ["out0", "lse0"]
     names += ["out", "lse", "smem", "bars"]
@@ -79,7 +79,7 @@ def forward_kernel(
     def attention_forward(*arguments):
         refs = dict(zip(names, arguments, strict=True))
         smem, bars = refs["smem"], refs["bars"]
-        walk = Walk(refs, work, verticals is not None)
+        walk = Walk(refs, work, columns is not None)
         warpgroup, block = lax.axis_index("wg"), lax.axis_index("block")
         count, number = share(block, num_items, num_blocks)
 
@@ -181,21 +181,21 @@ def forward_kernel(
 
     smem = {
         "q": tiled((query_slots, WARPGROUPS * ROWS, head_dim), dtype),
-        **stream_memory(stages, head_dim, dtype, verticals is not None),
+        **stream_memory(stages, head_dim, dtype, columns is not None),
     }
     if interpreted:
         smem["p"] = tiled((WARPGROUPS, ROWS, TILE), dtype)
     bars = {
         "q_full": plgpu.Barrier(num_barriers=query_slots),
         "q_free": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=query_slots),
-        **stream_barriers(stages, verticals is not None),
+        **stream_barriers(stages, columns is not None),
     }
     outputs = [
         jax.ShapeDtypeStruct(q.shape, out_dtype),
         jax.ShapeDtypeStruct((q.shape[0], q.shape[2], q.shape[1]), jnp.float32),
     ]
     run = launch(attention_forward, outputs, [smem, bars], num_blocks, interpret)
-    out, lse = run(q, k, v, *operands(work, verticals), *(init or ()))
+    out, lse = run(q, k, v, *operands(work, columns), *(init or ()))
     return out, lse
 
 

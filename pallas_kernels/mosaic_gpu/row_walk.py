@@ -18,7 +18,7 @@ from pallas_kernels.mosaic_gpu.common import (
     COLUMN_NAMES,
     ROWS,
     TILE,
-    column_operands,
+    GatheredColumns,
     columns_to_tile,
     iota,
 )
@@ -32,7 +32,6 @@ from pallas_kernels.mosaic_gpu.schedule import (
     TILES,
     WorkList,
 )
-from pallas_kernels.tiles import VerticalColumns
 
 
 class Item:
@@ -53,20 +52,20 @@ class Item:
         return self.tiles + self.column_tiles
 
 
-def operand_names(work: WorkList, verticals: VerticalColumns | None) -> list[str]:
+def operand_names(work: WorkList, columns: GatheredColumns | None) -> list[str]:
     """Names of the operands of `operands`, in order."""
     names = ["items", "lists", "diagonal"]
     if work.run_first is not None:
         names += ["run_first", "run_last"]
-    return names + (COLUMN_NAMES if verticals is not None else [])
+    return names + (COLUMN_NAMES if columns is not None else [])
 
 
-def operands(work: WorkList, verticals: VerticalColumns | None) -> list[Array]:
+def operands(work: WorkList, columns: GatheredColumns | None) -> list[Array]:
     """The arrays that say what to walk, as kernel operands."""
     arrays = [work.items, work.lists, work.diagonal]
     if work.run_first is not None:
         arrays += [work.run_first, work.run_last]
-    return arrays + (column_operands(verticals) if verticals is not None else [])
+    return arrays + (columns.operands if columns is not None else [])
 
 
 class Walk:
@@ -101,9 +100,6 @@ class Walk:
         one = lax.min(1, it.tiles)
         diagonal = DiagonalMask(self, it, warpgroup)
         parts = [(0, one, diagonal), (one, it.tiles, Mask())]
-        if self.listed:  # a list ascends: its last entry may be the diagonal
-            before = it.tiles - one
-            parts = [(0, before, Mask()), (before, it.tiles, diagonal)]
         if self.has_columns:
             past = it.tiles + it.past_tiles
             parts.append((it.tiles, past, ColumnMask(self, it, warpgroup, causal=False)))

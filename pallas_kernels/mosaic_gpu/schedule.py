@@ -14,15 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.index import BlockSparseIndex
-from pallas_kernels.tiles import (
-    COLUMN_TILE,
-    NO_DIAGONAL,
-    SegmentedDiagonals,
-    Tiles,
-    VerticalColumns,
-    count_below,
-)
+from pallas_kernels.tiles import COLUMN_TILE, NO_DIAGONAL, Columns, Tiles, count_below
 
 # Columns of an item of a row or column list.
 BATCH, HEAD, BLOCK, FIRST, TILES, COLUMN_TILES, PAST_TILES = range(7)
@@ -61,7 +53,7 @@ class WorkList:
 
 
 def query_work(
-    tiles: Tiles | None, verticals: VerticalColumns | None, batch: int, heads: int,
+    tiles: Tiles | None, columns: Columns | None, batch: int, heads: int,
     num_query_blocks: int, num_key_blocks: int, kv_heads: int,
 ) -> WorkList:
     """One item per (batch, head, query block): the key blocks and columns it attends to."""
@@ -71,27 +63,27 @@ def query_work(
     )
     runs = None, None
     count = last - first
-    if isinstance(tiles, SegmentedDiagonals):
+    if first.ndim == 4:
         runs, lengths = (first, last), count
         count = lengths.sum(2)
         # The first entry of the first run that has any.
         run = jnp.argmax(lengths > 0, axis=2, keepdims=True)
         first = jnp.take_along_axis(first, run, axis=2)[:, :, 0]
     column_tiles = past_tiles = jnp.zeros(shape, jnp.int32)
-    if verticals is not None:
-        column_tiles = (verticals.limit + COLUMN_TILE - 1) // COLUMN_TILE
-        past = past_columns(verticals)
+    if columns is not None:
+        column_tiles = (columns.limit + COLUMN_TILE - 1) // COLUMN_TILE
+        past = past_columns(columns)
         # Where the main block diagonal is active no column of the queries' own block is kept.
-        all_past = verticals.limit <= past
+        all_past = columns.limit <= past
         past_tiles = jnp.where(all_past, column_tiles, past // COLUMN_TILE)
     items = _row_items(first, count, column_tiles, past_tiles, kv_heads)
     return WorkList(items, lists, diagonal, *runs, listed)
 
 
-def past_columns(verticals: VerticalColumns) -> Array:
+def past_columns(columns: Columns) -> Array:
     """Int32 [B, Hq, num_query_blocks]: leading columns that lie before the whole query block."""
-    starts = verticals.query_blocks * verticals.block_size
-    return count_below(verticals.tokens, starts)
+    starts = columns.query_blocks * columns.block_size
+    return count_below(columns.tokens, starts)
 
 
 def _lists(
@@ -108,18 +100,11 @@ def _lists(
         zero = jnp.zeros(shape, jnp.int32)
         lists = jnp.zeros((*shape[:2], 1), jnp.int32)
         return lists, jnp.full(1, NO_DIAGONAL), False, zero, zero
-    if not isinstance(tiles, BlockSparseIndex):
-        if own_queries:
-            first, last = tiles.row_ranges(shape[2], others)
-        else:
-            first, last = tiles.column_ranges(others, shape[2])
-        return tiles.offsets, tiles.diagonal.reshape(1), False, first, last
     if own_queries:
-        blocks, count = tiles.key_blocks, tiles.key_count
+        lists, (first, last) = tiles.row_entries, tiles.row_ranges(shape[2], others)
     else:
-        blocks, count = tiles.query_blocks, tiles.query_count
-    diagonal = jnp.full(1, 0 if tiles.causal else NO_DIAGONAL, jnp.int32)
-    return blocks, diagonal, True, jnp.zeros_like(count), count
+        lists, (first, last) = tiles.column_entries, tiles.column_ranges(others, shape[2])
+    return lists, tiles.diagonal.reshape(1), tiles.listed, first, last
 
 
 def _row_items(
@@ -198,7 +183,7 @@ class KeyWorkList:
 
 
 def key_work(
-    tiles: Tiles | None, verticals: VerticalColumns | None, batch: int, heads: int,
+    tiles: Tiles | None, columns: Columns | None, batch: int, heads: int,
     num_query_blocks: int, num_key_blocks: int, kv_heads: int,
 ) -> KeyWorkList:
     """One item per (batch, key/value head, key block) and per (batch, head, column tile)."""
@@ -208,9 +193,9 @@ def key_work(
         tiles, shape, num_query_blocks, own_queries=False
     )
     parts = []
-    if verticals is not None:
+    if columns is not None:
         # A tile of columns may see every query block, far more than a block of keys does.
-        parts.append(_column_items(verticals, num_query_blocks))
+        parts.append(_column_items(columns, num_query_blocks))
     if tiles is not None:
         none = jnp.zeros((batch, kv_heads, num_key_blocks), jnp.int32)
         items = _key_items(KEY_BLOCKS, none, none)
@@ -222,16 +207,16 @@ def key_work(
     return KeyWorkList(jnp.concatenate(parts), lists, first, last, diagonal, listed)
 
 
-def _column_items(verticals: VerticalColumns, num_query_blocks: int) -> Array:
+def _column_items(columns: Columns, num_query_blocks: int) -> Array:
     """Items [n, 8] of the tiles of columns, one head's after another's, the earliest first."""
-    g = verticals.block_size
-    tokens = verticals.tokens.reshape(*verticals.tokens.shape[:2], -1, COLUMN_TILE)
+    g = columns.block_size
+    tokens = columns.tokens.reshape(*columns.tokens.shape[:2], -1, COLUMN_TILE)
     slots = jnp.arange(tokens.shape[2] * COLUMN_TILE, dtype=jnp.int32)
-    live = (slots < verticals.count[..., None]).reshape(tokens.shape)
+    live = (slots < columns.count[..., None]).reshape(tokens.shape)
     # The last live token of a tile; a tile without any is not walked at all.
     latest = jnp.max(jnp.where(live, tokens, -1), axis=-1)
 
-    rows = verticals.query_blocks
+    rows = columns.query_blocks
     first_row = jnp.where(live.any(-1), count_below(rows, tokens[..., 0] // g), num_query_blocks)
     full_row = jnp.where(live.any(-1), count_below(rows, latest // g + 1), num_query_blocks)
     items = _key_items(KEY_COLUMNS, first_row, full_row)

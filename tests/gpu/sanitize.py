@@ -20,9 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_kernels
+from pallas_kernels import ListedTiles
 from tests.pallas_kernels import cases
 from tests.pallas_kernels.cases import Size
-from tests.pallas_kernels.contract import resolve_index
+from tests.pallas_kernels.contract import backward, forward, resolve_index
 
 BACKENDS = ("mosaic_gpu", "xla")
 
@@ -40,38 +41,32 @@ def main(backends: tuple[str, str] = BACKENDS) -> int:
 
 
 def _problems(dim: int, dtype: str):
-    """Name, then inputs, tiles, columns and running result."""
+    """Name, then inputs, tiles, columns (with keys and values) and running result."""
     rng = np.random.default_rng(dim)
     size = Size(1, 4, 2, query_blocks=4, key_blocks=4, block_size=128, dim=dim)
     inputs = cases.qkv_dout(rng, size, dtype)
     index = cases.vertical_slash(rng, size, max_slashes=3, max_verticals=150, garbage=rng)
-    tiles, columns = resolve_index(index, *inputs[1:3])
+    tiles, columns, column_kv = resolve_index(index, *inputs[1:3])
+    columns = columns, column_kv
     listed = cases.block_sparse(rng, size, causal=True, garbage=rng)
+    listed = ListedTiles.from_index(listed)
     init = (
         jnp.asarray(rng.standard_normal(inputs[0].shape), jnp.float32),
         jnp.asarray(rng.standard_normal((1, size.heads, size.seq_len)), jnp.float32),
     )
     yield "diagonals and columns", (inputs, tiles, columns, None)
-    yield "diagonals alone", (inputs, tiles, None, None)
+    yield "diagonals alone", (inputs, tiles, (), None)
     yield "columns alone", (inputs, None, columns, None)
-    yield "listed blocks", (inputs, listed, None, None)
+    yield "listed blocks", (inputs, listed, (), None)
     yield "listed blocks and columns added to a running result", (inputs, listed, columns, init)
 
 
 def _run(backend: str, inputs, tiles, columns, init):
     """Every output of forward and backward."""
     q, k, v, dout = inputs
-    forward = jax.jit(
-        lambda q, k, v, init: pallas_kernels.forward(
-            q, k, v, tiles, columns, init=init, backend=backend
-        )
-    )
-    out, lse = forward(q, k, v, init)
+    out, lse = forward(q, k, v, tiles, *columns, init=init, backend=backend)
     delta = pallas_kernels.delta_of(out, dout)
-    backward = jax.jit(
-        lambda *args: pallas_kernels.backward(*args, tiles, columns, backend=backend)
-    )
-    return out, lse, backward(q, k, v, dout, lse, delta)
+    return out, lse, backward(q, k, v, dout, lse, delta, tiles, *columns, backend=backend)
 
 
 def _close(a, b) -> bool:

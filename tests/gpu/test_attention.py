@@ -11,10 +11,10 @@ import pallas_kernels
 from pallas_kernels import VerticalSlashIndex
 from pallas_kernels.reference import mask_from_index
 from tests.pallas_kernels import cases
-from tests.pallas_kernels.backward_kernels import backend_with, two_kernels
 from tests.pallas_kernels.cases import Size
 from tests.pallas_kernels.contract import AttentionContract, backward, forward, resolve_index
 from tests.pallas_kernels.expected import assert_same_bits, compare, oracle
+from tests.pallas_kernels.hopper_backends import registered
 
 LONG = 65536  # tokens
 
@@ -22,7 +22,7 @@ LONG = 65536  # tokens
 class TestMosaicGpu(AttentionContract):
     """With two backward kernels; `test_fused_backward.py` has the same for one."""
 
-    backend = "mosaic_gpu, two kernels"  # no other test's, whose compiled programs would be reused
+    backend = registered("mosaic_gpu, two backward kernels", one_backward_kernel=False)
     dtypes = ("bfloat16", "float16")
     block_size = 128
     dim = 128
@@ -32,16 +32,11 @@ class TestMosaicGpu(AttentionContract):
     max_slashes = 6
     max_verticals = 200
 
-    @pytest.fixture(autouse=True)
-    def _two_backward_kernels(self, monkeypatch):
-        kernels = backend_with(two_kernels)
-        monkeypatch.setattr(pallas_kernels.ops, "resolve", lambda *_, **__: kernels)
-
 
 @functools.partial(jax.jit, static_argnames="backend")
 def _value_and_gradients(q, k, v, dout, index, *, backend):
     def attention(q, k, v):
-        return pallas_kernels.vertical_slash_attention(q, k, v, index, backend=backend)
+        return pallas_kernels.attention(q, k, v, index, backend=backend)
 
     out, vjp = jax.vjp(attention, q, k, v)
     return dict(zip(("out", "dq", "dk", "dv"), (out, *vjp(dout)), strict=True))
@@ -58,13 +53,15 @@ def test_counts_the_same_pairs_as_xla_at_64k_tokens(dim):
     """All sums are of integers, so two right backends agree to the bit."""
     rng, size, index = _long(dim)
     q, k, v, dout = cases.counting(rng, size, "bfloat16")
-    tiles, columns = resolve_index(index, k, v)
+    tiles, columns, column_kv = resolve_index(index, k, v)
     zeros = jnp.zeros((1, size.heads, size.seq_len), jnp.float32)
     lse, grads = {}, {}
     for name in ("mosaic_gpu", "xla"):
         options = {"scale": 1.0, "backend": name}
-        _, lse[name] = forward(q, k, v, tiles, columns, **options)
-        grads[name] = backward(q, k, v, dout, zeros, zeros, tiles, columns, **options)
+        _, lse[name] = forward(q, k, v, tiles, columns, column_kv, **options)
+        grads[name] = backward(
+            q, k, v, dout, zeros, zeros, tiles, columns, column_kv, **options
+        )
     np.testing.assert_allclose(*lse.values(), rtol=2e-6)
     for name, x in grads["mosaic_gpu"]._asdict().items():
         np.testing.assert_array_equal(x, getattr(grads["xla"], name), err_msg=name)

@@ -8,16 +8,18 @@ import numpy as np
 import pytest
 
 import pallas_kernels
-from pallas_kernels import DiagonalTiles
+from pallas_kernels import DenseIndex, DiagonalTiles
 from tests.pallas_kernels import cases
-from tests.pallas_kernels.backward_kernels import backend_with, one_kernel
 from tests.pallas_kernels.cases import Size
-from tests.pallas_kernels.contract import AttentionContract
+from tests.pallas_kernels.contract import AttentionContract, backward, forward
 from tests.pallas_kernels.expected import assert_same_bits
+from tests.pallas_kernels.hopper_backends import registered
+
+FUSED = registered("mosaic_gpu, one backward kernel", one_backward_kernel=True)
 
 
 class _Contract(AttentionContract):
-    backend = "fused mosaic_gpu"  # no other test's, whose compiled programs would be reused
+    backend = FUSED
     dtypes = ("bfloat16", "float16")
     block_size = 128
     other_dims = ()
@@ -25,11 +27,6 @@ class _Contract(AttentionContract):
     group_heads = ((2, 2), (5, 1), (12, 2), (14, 2), (8, 1))  # groups of 1, 5, 6, 7 and 8
     max_slashes = 6
     max_verticals = 200
-
-    @pytest.fixture(autouse=True)
-    def _one_backward_kernel(self, monkeypatch):
-        kernels = backend_with(one_kernel)
-        monkeypatch.setattr(pallas_kernels.ops, "resolve", lambda *_, **__: kernels)
 
 
 class TestHeadDim64(_Contract):
@@ -45,7 +42,9 @@ def test_vmap_gives_the_bits_of_one_call_after_another():
     q, k, v, dout = cases.qkv_dout(np.random.default_rng(0), size, "bfloat16")
 
     def gradients(q, k, v, dout):
-        attention = functools.partial(pallas_kernels.dense_attention, backend="mosaic_gpu")
+        attention = functools.partial(
+            pallas_kernels.attention, index=DenseIndex(128), backend="mosaic_gpu"
+        )
         return dict(zip(("dq", "dk", "dv"), jax.vjp(attention, q, k, v)[1](dout), strict=True))
 
     # An axis of 3 before a batch of 1; v is the same for all.
@@ -63,9 +62,7 @@ def test_stacked_fp32_gradients_have_the_bits_of_one_call_after_another(around):
     q, k, v, dout = cases.qkv_dout(np.random.default_rng(0), size, "bfloat16")
     tiles = DiagonalTiles.full(1, 4, 8, 8, 128, causal=True)
     # The kernel's own fp32 gradients, which nothing converts between the kernel and the stack.
-    attention = functools.partial(
-        pallas_kernels.forward, tiles=tiles, verticals=None, backend="mosaic_gpu"
-    )
+    attention = functools.partial(forward, tiles=tiles, backend="mosaic_gpu")
     one_by_one = [slice(entry, entry + 1) for entry in range(3)]
     out, lse = zip(*(attention(q[one], k[one], v[:1]) for one in one_by_one), strict=True)
     delta = [
@@ -73,7 +70,7 @@ def test_stacked_fp32_gradients_have_the_bits_of_one_call_after_another(around):
     ]
 
     def gradients(q, k, v, dout, lse, delta):
-        return one_kernel(q, k, v, dout, lse, delta, tiles, None, scale=0.125)
+        return backward(q, k, v, dout, lse, delta, tiles, scale=0.125, backend=FUSED)
 
     def scanned(q, k, v, *rest):
         return jax.lax.map(lambda x: gradients(*x[:2], v, *x[2:]), (q, k, *rest))
@@ -96,12 +93,11 @@ def test_five_runs_over_8k_tokens_give_the_same_bits(dim, heads):
     size = Size(1, heads, 2, query_blocks=64, key_blocks=64, block_size=128, dim=dim)
     q, k, v, dout = cases.qkv_dout(np.random.default_rng(dim), size, "bfloat16")
     tiles = DiagonalTiles.full(1, heads, 64, 64, 128, causal=True)
-    out, lse = pallas_kernels.forward(q, k, v, tiles, backend="mosaic_gpu")
+    out, lse = forward(q, k, v, tiles, backend="mosaic_gpu")
     delta = pallas_kernels.delta_of(out, dout)
-    run = jax.jit(functools.partial(one_kernel, scale=dim**-0.5))
 
     def gradients() -> dict[str, jax.Array]:
-        grads = run(q, k, v, dout, lse, delta, tiles, None)
+        grads = backward(q, k, v, dout, lse, delta, tiles, backend=FUSED)
         return {name: getattr(grads, name) for name in ("dq", "dk", "dv")}
 
     first = gradients()

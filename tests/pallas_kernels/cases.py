@@ -10,13 +10,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 import numpy as np
 
-import pallas_kernels
-from pallas_kernels import (
-    BlockSparseIndex,
-    DiagonalTiles,
-    VerticalColumns,
-    VerticalSlashIndex,
-)
+from pallas_kernels import BlockSparseIndex, Columns, DiagonalTiles, VerticalSlashIndex
 
 _INT32 = np.iinfo(np.int32)
 
@@ -122,13 +116,9 @@ def vertical_slash(
 
 def tiles_and_columns(
     index: VerticalSlashIndex, size: Size
-) -> tuple[DiagonalTiles, VerticalColumns]:
-    """What work lists are built from: an index as tiles and columns, these without keys."""
-    tokens = pallas_kernels.pad_columns(index)
-    none = jnp.zeros((size.batch, tokens.shape[-1], size.heads, 0))
-    rows = jnp.arange(size.query_blocks, dtype=jnp.int32)
-    columns = pallas_kernels.vertical_columns(index, none, none, rows, size.query_blocks)
-    return DiagonalTiles.from_index(index), columns
+) -> tuple[DiagonalTiles, Columns]:
+    """What work lists are built from: an index as tiles and columns."""
+    return index.on_one_device(size.batch, size.seq_len, size.heads, size.seq_len)
 
 
 def block_sparse(

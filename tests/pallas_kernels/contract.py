@@ -16,7 +16,14 @@ import pytest
 from jax import Array
 
 import pallas_kernels
-from pallas_kernels import DiagonalTiles, Partial, VerticalColumns, VerticalSlashIndex
+from pallas_kernels import (
+    Columns,
+    DenseIndex,
+    DiagonalTiles,
+    Gradients,
+    ListedTiles,
+    VerticalSlashIndex,
+)
 from pallas_kernels.tiles import COLUMN_TILE, NO_DIAGONAL
 from tests.pallas_kernels import brute_force, cases
 from tests.pallas_kernels.cases import Size
@@ -31,8 +38,21 @@ from tests.pallas_kernels.expected import (
 )
 from tests.pallas_kernels.striped import collect, deal, seen_by, segmented_step, striped_step
 
-forward = jax.jit(pallas_kernels.forward, static_argnames=("scale", "out_dtype", "backend"))
-backward = jax.jit(pallas_kernels.backward, static_argnames=("scale", "backend"))
+
+@functools.partial(jax.jit, static_argnames=("scale", "out_dtype", "backend"))
+def forward(q, k, v, tiles, columns=None, column_kv=None, *, backend, **options):
+    """Plans and executes a forward pass."""
+    plan = pallas_kernels.plan(q, k, tiles, columns, backend=backend)
+    return pallas_kernels.forward(q, k, v, plan, column_kv, **options)
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "backend"))
+def backward(
+    q, k, v, dout, lse, delta, tiles, columns=None, column_kv=None, *, backend, **options
+) -> Gradients:
+    """Plans and executes a backward pass."""
+    plan = pallas_kernels.plan(q, k, tiles, columns, backend=backend)
+    return pallas_kernels.backward(q, k, v, dout, lse, delta, plan, column_kv, **options)
 
 
 class AttentionContract:
@@ -84,7 +104,8 @@ class AttentionContract:
         if not causal:
             size = dataclasses.replace(size, query_blocks=size.key_blocks // 2)
         index = cases.block_sparse(rng, size, causal=causal, garbage=np.random.default_rng(0))
-        self._count(rng, size, index, brute_force.block_sparse_mask(index))
+        tiles = ListedTiles.from_index(index)
+        self._count(rng, size, tiles, brute_force.block_sparse_mask(index))
 
     @pytest.mark.parametrize("wide", [True, False])
     def test_offsets_of_unequal_shards_count_each_pair_once(self, wide: bool) -> None:
@@ -119,7 +140,7 @@ class AttentionContract:
         mask = np.tril(np.ones((size.seq_len, size.seq_len), bool))
         expected = oracle(q, k, v, dout, _of_heads(mask, size))
         dense = functools.partial(
-            pallas_kernels.dense_attention, block_size=size.block_size, backend=self.backend
+            pallas_kernels.attention, index=DenseIndex(size.block_size), backend=self.backend
         )
         self._compare_gradients(_value_and_vjp(dense, q, k, v, dout), expected, q.dtype)
         sparse = self._vertical_slash(q, k, v, index, dout)
@@ -129,9 +150,9 @@ class AttentionContract:
         rng, size = np.random.default_rng(3), self._unequal(wide=True)
         q, k, v, dout = cases.qkv_dout(rng, size, self.dtypes[0])
         mask = np.ones((q.shape[1], k.shape[1]), bool)
+        every = DenseIndex(size.block_size, causal=False)
         dense = functools.partial(
-            pallas_kernels.dense_attention, causal=False, block_size=size.block_size,
-            backend=self.backend,
+            pallas_kernels.attention, index=every, backend=self.backend
         )
         expected = oracle(q, k, v, dout, _of_heads(mask, size))
         self._compare_gradients(_value_and_vjp(dense, q, k, v, dout), expected, q.dtype)
@@ -142,7 +163,7 @@ class AttentionContract:
         index = cases.block_sparse(rng, size, causal=True)
         mask = brute_force.block_sparse_mask(index)
         attention = functools.partial(
-            pallas_kernels.block_sparse_attention, index=index, backend=self.backend
+            pallas_kernels.attention, index=index, backend=self.backend
         )
         expected = oracle(q, k, v, dout, mask)
         self._compare_gradients(_value_and_vjp(attention, q, k, v, dout), expected, q.dtype)
@@ -175,14 +196,13 @@ class AttentionContract:
         middle = (whole.start + whole.stop) // 2
         first = dataclasses.replace(whole, stop=middle)
         second = dataclasses.replace(whole, start=middle)
-        a, b = (self._forward(q, k, v, half, out_dtype="float32") for half in (first, second))
-        chained = self._forward(q, k, v, second, init=tuple(a))
+        before = self._forward(q, k, v, first, out_dtype="float32")
+        chained = self._forward(q, k, v, second, init=tuple(before))
         assert chained[0].dtype == chained[1].dtype == jnp.float32
         mask = brute_force.tile_mask(whole, size.query_blocks, size.key_blocks)
         expected = oracle(q, k, v, q, mask)
-        for out, lse in (chained, pallas_kernels.merge(Partial(*a), Partial(*b))):
-            compare("out", out, expected["out"], q.dtype)
-            compare_lse(lse, expected["lse"])
+        compare("out", chained[0], expected["out"], q.dtype)
+        compare_lse(chained[1], expected["lse"])
 
     def test_a_step_without_any_tile_changes_nothing(self) -> None:
         rng, size = np.random.default_rng(7), self._unequal(wide=False)
@@ -207,14 +227,15 @@ class AttentionContract:
         q, k, v, dout = cases.qkv_dout(rng, size, self.dtypes[0])
         index, scale = self._index(rng, size), 0.3
         expected = oracle(q, k, v, dout, brute_force.index_mask(index, size.seq_len), scale)
-        _, verticals = resolve_index(index, k, v)
+        _, columns, column_kv = resolve_index(index, k, v)
         q_of, k_of, v_of, dout_of = (deal(x, ranks, size) for x in (q, k, v, dout))
+        blocks = size.key_blocks
         run = functools.partial(self._forward, scale=scale)
         outs, lses = [], []
         for rank in range(ranks):
             out, lse = run(
-                q_of[rank], k_of[rank], v_of[rank], None, seen_by(rank, verticals, index, ranks),
-                out_dtype="float32",
+                q_of[rank], k_of[rank], v_of[rank], None, seen_by(rank, index, ranks, blocks),
+                column_kv, out_dtype="float32",
             )
             for source in range(ranks):
                 tiles = striped_step(index, rank, source, ranks)
@@ -229,15 +250,15 @@ class AttentionContract:
 
         run = functools.partial(backward, scale=scale, backend=self.backend)
         dqs, dks, dvs = [], [0.0] * ranks, [0.0] * ranks
-        columns = [0.0, 0.0]
+        of_columns = [0.0, 0.0]
         for rank in range(ranks):
             row = (dout_of[rank], lses[rank], pallas_kernels.delta_of(outs[rank], dout_of[rank]))
             own = run(
                 q_of[rank], k_of[rank], v_of[rank], *row, None,
-                seen_by(rank, verticals, index, ranks),
+                seen_by(rank, index, ranks, blocks), column_kv,
             )
             assert own.dk is None and own.dv is None
-            columns = [columns[0] + own.dk_columns, columns[1] + own.dv_columns]
+            of_columns = [of_columns[0] + own.dk_columns, of_columns[1] + own.dv_columns]
             dq = own.dq
             for source in range(ranks):
                 tiles = striped_step(index, rank, source, ranks)
@@ -247,8 +268,8 @@ class AttentionContract:
                 dvs[source] += part.dv
             dqs.append(dq)
         dk, dv = (
-            pallas_kernels.scatter_columns(collect(parts, size), columns, verticals.tokens)
-            for parts, columns in ((dks, columns[0]), (dvs, columns[1]))
+            pallas_kernels.scatter_columns(collect(parts, size), gathered, columns.tokens)
+            for parts, gathered in ((dks, of_columns[0]), (dvs, of_columns[1]))
         )
         actual = {"dq": collect(dqs, size), "dk": dk, "dv": dv}
         for name, x in actual.items():
@@ -260,34 +281,34 @@ class AttentionContract:
         q, k, v, dout = cases.qkv_dout(rng, size, self.dtypes[0])
         index, scale = self._index(rng, size), 0.3
         expected = oracle(q, k, v, dout, brute_force.index_mask(index, size.seq_len), scale)
-        _, verticals = resolve_index(index, k, v)
+        _, columns, column_kv = resolve_index(index, k, v)
         q_of, k_of, v_of, dout_of = (deal(x, ranks, size) for x in (q, k, v, dout))
         keys, values = (jnp.concatenate([x[s] for s in sources], axis=1) for x in (k_of, v_of))
-        blocks = size.key_blocks // ranks
-        outs, lses, dqs, dkvs, columns = [], [], [], [], [0.0, 0.0]
+        blocks = size.key_blocks
+        outs, lses, dqs, dkvs, of_columns = [], [], [], [], [0.0, 0.0]
         for rank in range(ranks):
-            tiles = segmented_step(index, rank, sources, ranks, blocks)
-            seen = seen_by(rank, verticals, index, ranks)
-            out, lse = self._forward(q_of[rank], keys, values, tiles, seen, scale=scale)
+            tiles = segmented_step(index, rank, sources, ranks, blocks // ranks)
+            seen = seen_by(rank, index, ranks, blocks), column_kv
+            out, lse = self._forward(q_of[rank], keys, values, tiles, *seen, scale=scale)
             grads = backward(
                 q_of[rank], keys, values, dout_of[rank], lse,
-                pallas_kernels.delta_of(out, dout_of[rank]), tiles, seen, scale=scale,
+                pallas_kernels.delta_of(out, dout_of[rank]), tiles, *seen, scale=scale,
                 backend=self.backend,
             )
             outs.append(out)
             lses.append(lse.swapaxes(1, 2))
             dqs.append(grads.dq)
             dkvs.append((grads.dk, grads.dv))
-            columns = [columns[0] + grads.dk_columns, columns[1] + grads.dv_columns]
+            of_columns = [of_columns[0] + grads.dk_columns, of_columns[1] + grads.dv_columns]
         compare("out", collect(outs, size), expected["out"], q.dtype)
         compare_lse(collect(lses, size).swapaxes(1, 2), expected["lse"])
         compare("dq", collect(dqs, size), expected["dq"], q.dtype)
         for name, shares, gathered in zip(
-            ("dk", "dv"), zip(*dkvs, strict=True), columns, strict=True
+            ("dk", "dv"), zip(*dkvs, strict=True), of_columns, strict=True
         ):
             parts = jnp.split(sum(shares), ranks, axis=1)
             total = collect([parts[sources.index(rank)] for rank in range(ranks)], size)
-            total = pallas_kernels.scatter_columns(total, gathered, verticals.tokens)
+            total = pallas_kernels.scatter_columns(total, gathered, columns.tokens)
             compare(name, total, expected[name], q.dtype)
 
     # Robustness.
@@ -363,8 +384,10 @@ class AttentionContract:
         capacity = {"max_slashes": self.max_slashes, "max_verticals": self.max_verticals}
         return cases.vertical_slash(rng, size, **(capacity | options))
 
-    def _forward(self, q, k, v, tiles, verticals=None, **options) -> tuple[Array, Array]:
-        return forward(q, k, v, tiles, verticals, backend=self.backend, **options)
+    def _forward(
+        self, q, k, v, tiles, columns=None, column_kv=None, **options
+    ) -> tuple[Array, Array]:
+        return forward(q, k, v, tiles, columns, column_kv, backend=self.backend, **options)
 
     def _vertical_slash(self, q, k, v, index, dout) -> dict[str, Array]:
         return _vertical_slash_vjp(q, k, v, index, dout, self.backend)
@@ -401,14 +424,16 @@ class AttentionContract:
     ) -> None:
         """Compares forward and backward with exact sums over the pairs of the masks."""
         q, k, v, dout = cases.counting(rng, size, dtype or self.dtypes[0])
-        tiles, verticals, column_mask = pattern, None, None
+        tiles, columns, column_kv, column_mask = pattern, None, None, None
         if column_pairs is not None:
-            tiles, verticals = resolve_index(pattern, k, v)
-            column_mask = _columns_of(column_pairs, verticals)
+            tiles, columns, column_kv = resolve_index(pattern, k, v)
+            column_mask = _columns_of(column_pairs, columns)
         zeros = jnp.zeros((size.batch, size.heads, q.shape[1]), jnp.float32)
         delta = jnp.asarray(rng.integers(-3, 4, zeros.shape), jnp.float32)
-        expected = exact_sums(q, k, v, dout, delta, tile_mask, verticals, column_mask)
-        out, lse = self._forward(q, k, v, tiles, verticals, scale=1.0, out_dtype="float32")
+        expected = exact_sums(q, k, v, dout, delta, tile_mask, column_kv, column_mask)
+        out, lse = self._forward(
+            q, k, v, tiles, columns, column_kv, scale=1.0, out_dtype="float32"
+        )
         count = expected.pop("count")
         np.testing.assert_allclose(
             np.exp(np.asarray(lse, np.float64)), count, rtol=2e-6, err_msg="pairs of a row"
@@ -416,7 +441,8 @@ class AttentionContract:
         sums = np.asarray(out, np.float64) * count.swapaxes(1, 2)[..., None]
         np.testing.assert_allclose(sums, expected.pop("sum"), rtol=0, atol=0.02, err_msg="out")
         grads = backward(
-            q, k, v, dout, zeros, delta, tiles, verticals, scale=1.0, backend=self.backend
+            q, k, v, dout, zeros, delta, tiles, columns, column_kv, scale=1.0,
+            backend=self.backend,
         )
         for name, x in grads._asdict().items():
             if expected[name] is None:
@@ -429,7 +455,7 @@ class AttentionContract:
 @functools.partial(jax.jit, static_argnums=5)
 def _vertical_slash_vjp(q, k, v, index, dout, backend):
     def attention(q, k, v):
-        return pallas_kernels.vertical_slash_attention(q, k, v, index, backend=backend)
+        return pallas_kernels.attention(q, k, v, index, backend=backend)
 
     return _vjp(attention, q, k, v, dout)
 
@@ -443,9 +469,9 @@ def _vjp(attention, q, k, v, dout) -> dict[str, Array]:
     return dict(zip(("out", "dq", "dk", "dv"), (out, *vjp(dout)), strict=True))
 
 
-def _columns_of(pairs: np.ndarray, verticals: VerticalColumns) -> np.ndarray:
+def _columns_of(pairs: np.ndarray, columns: Columns) -> np.ndarray:
     """A mask of (query, key) pairs as one of (query, gathered column); padding is off."""
-    tokens, seq_len = np.asarray(verticals.tokens), pairs.shape[-1]
+    tokens, seq_len = np.asarray(columns.tokens), pairs.shape[-1]
     at = np.minimum(tokens, seq_len - 1)[:, :, None, :]
     return np.take_along_axis(pairs, at, axis=-1) & (tokens < seq_len)[:, :, None, :]
 
@@ -453,16 +479,13 @@ def _columns_of(pairs: np.ndarray, verticals: VerticalColumns) -> np.ndarray:
 @jax.jit
 def resolve_index(
     index: VerticalSlashIndex, k: Array, v: Array
-) -> tuple[DiagonalTiles, VerticalColumns]:
-    """Tiles and columns of an index on one device, through the public functions."""
-    tokens = pallas_kernels.pad_columns(index)
-    num_blocks = k.shape[1] // index.block_size
-    columns = pallas_kernels.vertical_columns(
-        index, pallas_kernels.gather_columns(k, tokens),
-        pallas_kernels.gather_columns(v, tokens),
-        jnp.arange(num_blocks, dtype=jnp.int32), num_blocks,
-    )
-    return DiagonalTiles.from_index(index), columns
+) -> tuple[DiagonalTiles, Columns, tuple[Array, Array]]:
+    """Tiles and columns of an index on one device, and keys and values of the columns."""
+    batch, num_keys = k.shape[:2]
+    num_heads = index.slash_count.shape[1]
+    tiles, columns = index.on_one_device(batch, num_keys, num_heads, num_keys)
+    column_kv = tuple(pallas_kernels.gather_columns(x, columns.tokens) for x in (k, v))
+    return tiles, columns, column_kv
 
 
 def _of_heads(mask: np.ndarray, size: Size) -> np.ndarray:

@@ -9,7 +9,6 @@ import numpy as np
 from jax import Array
 
 import pallas_kernels
-from pallas_kernels import VerticalColumns
 from pallas_kernels.reference import reference_attention
 
 FP32_EPS = float(jnp.finfo(jnp.float32).eps)
@@ -73,7 +72,7 @@ def _oracle(q, k, v, dout, mask, scale, tiny) -> dict[str, Expected | Array]:
 
 def exact_sums(
     q: Array, k: Array, v: Array, dout: Array, delta: Array, tile_mask: np.ndarray,
-    verticals: VerticalColumns | None = None, column_mask: np.ndarray | None = None,
+    column_kv: tuple[Array, Array] | None = None, column_mask: np.ndarray | None = None,
 ) -> dict[str, np.ndarray | None]:
     """What counting inputs give: P = 1 on every pair and dS = dP - delta, all integers.
 
@@ -84,7 +83,7 @@ def exact_sums(
         dout: shape of q.
         delta: [B, Hq, nq].
         tile_mask: bool [B, Hq, nq, nk], the pairs of the tiles.
-        verticals: whose k and v are used.
+        column_kv: keys and values of gathered columns.
         column_mask: bool [B, Hq, nq, Mv], the pairs of the columns.
 
     Returns:
@@ -97,10 +96,10 @@ def exact_sums(
         "dk": np.zeros_like(k), "dv": np.zeros_like(v), "dk_columns": None, "dv_columns": None,
     }
     shares = [(k, v, tile_mask, "dk", "dv", group)]
-    if verticals is not None:
-        columns = (np.asarray(x, np.float32) for x in (verticals.k, verticals.v))
+    if column_kv is not None:
+        columns = [np.asarray(x, np.float32) for x in column_kv]
         shares.append((*columns, column_mask, "dk_columns", "dv_columns", 1))
-        result |= {name: np.zeros(verticals.k.shape, np.float32) for name in shares[1][3:5]}
+        result |= {name: np.zeros_like(columns[0]) for name in shares[1][3:5]}
     for (keys, values, mask, dk, dv, group), b, h in itertools.product(
         shares, range(q.shape[0]), range(q.shape[2])
     ):

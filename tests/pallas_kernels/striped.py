@@ -4,11 +4,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-import pallas_kernels
 from pallas_kernels import (
+    Columns,
     DiagonalTiles,
     SegmentedDiagonals,
-    VerticalColumns,
     VerticalSlashIndex,
 )
 from pallas_kernels.tiles import NO_DIAGONAL
@@ -66,13 +65,10 @@ def segmented_step(
     )
 
 
-def seen_by(
-    rank: int, verticals: VerticalColumns, index: VerticalSlashIndex, ranks: int
-) -> VerticalColumns:
+def seen_by(rank: int, index: VerticalSlashIndex, ranks: int, num_blocks: int) -> Columns:
     """The columns as the striped queries of a rank see them."""
-    num_blocks = verticals.query_blocks.size
     blocks = jnp.arange(rank, num_blocks, ranks, dtype=jnp.int32)
-    return pallas_kernels.vertical_columns(index, verticals.k, verticals.v, blocks, num_blocks)
+    return Columns.from_index(index, blocks, num_blocks)
 
 
 def deal(x: Array, ranks: int, size: Size) -> list[Array]:

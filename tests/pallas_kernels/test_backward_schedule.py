@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import DiagonalTiles, SegmentedDiagonals, VerticalColumns
+from pallas_kernels import Columns, DiagonalTiles, SegmentedDiagonals
 from pallas_kernels.mosaic_gpu import backward_schedule as schedule
 from pallas_kernels.mosaic_gpu.backward_schedule import BackwardWork, backward_work
 from pallas_kernels.tiles import COLUMN_TILE, NO_DIAGONAL, Tiles
@@ -24,7 +24,7 @@ MASKS = (
 SEGMENTS = 3
 
 
-def _problem(mask: str, size: Size) -> tuple[Tiles, VerticalColumns | None, np.ndarray]:
+def _problem(mask: str, size: Size) -> tuple[Tiles, Columns | None, np.ndarray]:
     """Tiles, columns and the blocks [B, Hq, nq, nk] that the tiles visit."""
     lengths = size.query_blocks, size.key_blocks
     if mask.startswith("segments"):
@@ -35,7 +35,7 @@ def _problem(mask: str, size: Size) -> tuple[Tiles, VerticalColumns | None, np.n
     return tiles, columns, brute_force.tile_blocks(tiles, *lengths)
 
 
-def _one_segment(mask: str, size: Size) -> tuple[DiagonalTiles, VerticalColumns | None]:
+def _one_segment(mask: str, size: Size) -> tuple[DiagonalTiles, Columns | None]:
     rng = np.random.default_rng(size.heads)
     if mask == "shards":
         return cases.diagonal_tiles(rng, size, capacity=10, diagonal=-2, garbage=rng), None
@@ -113,7 +113,7 @@ def test_turns_follow_the_list_and_every_tile_has_one(mask):
             assert set(others) == expected[at] and len(set(others)) == len(others), at
 
 
-def _column_tiles(columns: VerticalColumns | None) -> dict:
+def _column_tiles(columns: Columns | None) -> dict:
     """The tiles of columns that each row may see, by the positions of their live tokens."""
     seen = collections.defaultdict(set)
     if columns is None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from pallas_kernels import VerticalSlashIndex, dense_attention, vertical_slash_attention
+from pallas_kernels import DenseIndex, VerticalSlashIndex, attention
 from pallas_kernels.mosaic_gpu.configs import CONFIGS
 
 TARGET = Path(__file__).resolve().parents[2] / "mtraining_jax/planning/h200.target_config.txtpb"
@@ -55,7 +55,7 @@ def test_output_and_gradients_at_512k_tokens_take_little_beside_themselves(h200)
     q, k = (_shape(h200, 1, seq_len, n, 128) for n in (heads, 2))
 
     def both(q, k, v, dout, index):
-        out, vjp = jax.vjp(lambda q, k, v: vertical_slash_attention(q, k, v, index), q, k, v)
+        out, vjp = jax.vjp(lambda q, k, v: attention(q, k, v, index), q, k, v)
         return out, *vjp(dout)
 
     compiled = _compile(h200, both, q, k, k, q, _index(h200, heads, seq_len, 4096))
@@ -79,7 +79,7 @@ def test_every_kernel_runs_once_in_layers_that_keep_its_results(
     def loss(weights, x, index):
         def layer(x, w):
             q, k, v = (jnp.tanh(x * c) for c in w)
-            return x + vertical_slash_attention(q, k, v, index), None
+            return x + attention(q, k, v, index), None
 
         return jax.lax.scan(jax.checkpoint(layer, policy=keep), x, weights)[0].sum()
 
@@ -92,7 +92,8 @@ def test_every_kernel_runs_once_in_layers_that_keep_its_results(
 
 
 def _gradients(q, k, v, dout):
-    return jax.vjp(dense_attention, q, k, v)[1](dout)
+    dense = DenseIndex(BLOCK)
+    return jax.vjp(lambda *qkv: attention(*qkv, dense), q, k, v)[1](dout)
 
 
 @pytest.mark.parametrize("around", ["scan", "vmap"])

@@ -14,14 +14,14 @@ from jax.sharding import AbstractDevice, AbstractMesh
 
 import pallas_kernels
 from pallas_kernels import (
-    BlockSparseIndex,
+    Columns,
+    DenseIndex,
     DiagonalTiles,
+    ListedTiles,
     SegmentedDiagonals,
     VerticalSlashIndex,
     backends,
-    xla,
 )
-from pallas_kernels.mosaic_gpu import backend as mosaic_gpu
 from pallas_kernels.mosaic_gpu.configs import CONFIGS
 
 B, NQ, NK, HQ, HK, G = 2, 1024, 512, 6, 2, 128  # lengths differ in a ring step
@@ -78,20 +78,32 @@ def _tiles(kind: str):
         lists = _int32(B, HQ, 7), _int32(B, HQ, 3), _int32(B, HQ, 3), _int32(3), _int32()
         return SegmentedDiagonals(*lists, 4, G, dense="dense" in kind)
     rows, columns = NQ // G, NK // G
-    return BlockSparseIndex(
+    return ListedTiles(
         _int32(B, HQ, rows, columns), _int32(B, HQ, rows),
-        _int32(B, HQ, columns, rows), _int32(B, HQ, columns), G,
+        _int32(B, HQ, columns, rows), _int32(B, HQ, columns), _int32(), G,
     )
 
 
-def _verticals(dim: int, dtype: str):
-    """Columns as a shard of half the query blocks of a sequence sees them."""
+def _columns(dim: int, dtype: str):
+    """Columns as a shard of half the query blocks of a sequence sees them, and their keys."""
 
-    def build(index, columns):
+    def build(index):
         blocks = 2 * jnp.arange(NQ // G, dtype=jnp.int32)
-        return pallas_kernels.vertical_columns(index, columns, columns, blocks, 2 * NQ // G)
+        return Columns.from_index(index, blocks, 2 * NQ // G)
 
-    return jax.eval_shape(build, _index(), _array(B, 256, HQ, dim, dtype=dtype))
+    return jax.eval_shape(build, _index()), 2 * (_array(B, 256, HQ, dim, dtype=dtype),)
+
+
+def _forward(q, k, v, tiles, columns, init):
+    columns, column_kv = columns
+    plan = pallas_kernels.plan(q, k, tiles, columns)
+    return pallas_kernels.forward(q, k, v, plan, column_kv, init=init)
+
+
+def _backward(q, k, v, dout, lse, delta, tiles, columns, **options):
+    columns, column_kv = columns
+    plan = pallas_kernels.plan(q, k, tiles, columns)
+    return pallas_kernels.backward(q, k, v, dout, lse, delta, plan, column_kv, **options)
 
 
 # Tiles, whether there are columns, dtype, and whether results are fp32 and added to running ones.
@@ -106,33 +118,29 @@ PROBLEMS = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "has_verticals", "dtype", "running"), PROBLEMS)
+@pytest.mark.parametrize(("kind", "has_columns", "dtype", "running"), PROBLEMS)
 @pytest.mark.parametrize("dim", CONFIGS)
-def test_forward_lowers(dim, kind, has_verticals, dtype, running):
-    verticals = _verticals(dim, dtype) if has_verticals else None
+def test_forward_lowers(dim, kind, has_columns, dtype, running):
+    columns = _columns(dim, dtype) if has_columns else (None, None)
     init = (_array(B, NQ, HQ, dim, dtype="float32"), _array(B, HQ, NQ, dtype="float32"))
-
-    def forward(*args):
-        return pallas_kernels.forward(*args[:5], init=args[5])
-
-    args = (*_qkv(dim, dtype), _tiles(kind), verticals, init if running else None)
-    assert _kernels(forward, *args) == 1
+    args = (*_qkv(dim, dtype), _tiles(kind), columns, init if running else None)
+    assert _kernels(_forward, *args) == 1
 
 
-@pytest.mark.parametrize(("kind", "has_verticals", "dtype", "running"), PROBLEMS)
+@pytest.mark.parametrize(("kind", "has_columns", "dtype", "running"), PROBLEMS)
 @pytest.mark.parametrize("dim", CONFIGS)
-def test_backward_lowers(dim, kind, has_verticals, dtype, running):
-    verticals = _verticals(dim, dtype) if has_verticals else None
+def test_backward_lowers(dim, kind, has_columns, dtype, running):
+    columns = _columns(dim, dtype) if has_columns else (None, None)
     q, k, v = _qkv(dim, dtype)
     row = _array(B, HQ, NQ, dtype="float32")
     dq_dtype = "float32" if running else dtype
-    backward = functools.partial(pallas_kernels.backward, dq_dtype=dq_dtype)
-    assert _kernels(backward, q, k, v, q, row, row, _tiles(kind), verticals) == 2
+    backward = functools.partial(_backward, dq_dtype=dq_dtype)
+    assert _kernels(backward, q, k, v, q, row, row, _tiles(kind), columns) == 2
 
 
 # Few, as each takes seconds: what the fused kernel takes, and every reason not to take it.
 @pytest.mark.parametrize(
-    ("dim", "kind", "has_verticals", "dq_dtype"),
+    ("dim", "kind", "has_columns", "dq_dtype"),
     [
         (64, "dense", True, "bfloat16"),
         (64, "dense", False, "float32"),
@@ -145,19 +153,19 @@ def test_backward_lowers(dim, kind, has_verticals, dtype, running):
         (64, "listed", False, "float32"),
     ],
 )
-def test_one_backward_kernel_over_dense_diagonals(dim, kind, has_verticals, dq_dtype):
-    verticals = _verticals(dim, "bfloat16") if has_verticals else None
+def test_one_backward_kernel_over_dense_diagonals(dim, kind, has_columns, dq_dtype):
+    columns = _columns(dim, "bfloat16") if has_columns else (None, None)
     q, k, v = _qkv(dim, "bfloat16")
     row = _array(B, HQ, NQ, dtype="float32")
-    backward = functools.partial(pallas_kernels.backward, dq_dtype=dq_dtype)
-    args = q, k, v, q, row, row, _tiles(kind), verticals
+    backward = functools.partial(_backward, dq_dtype=dq_dtype)
+    args = q, k, v, q, row, row, _tiles(kind), columns
     assert _kernels(backward, *args) == (1 if "dense" in kind else 2)
     with _target(H200):
         grads = jax.eval_shape(backward, *args)
     assert (grads.dq.shape, grads.dq.dtype) == (q.shape, dq_dtype)
     keys = None if kind == "none" else (k.shape, "float32")
-    columns = (verticals.k.shape, "float32") if has_verticals else None
-    for x, expected in zip(grads[1:], (keys, keys, columns, columns), strict=True):
+    of_columns = (columns[1][0].shape, "float32") if has_columns else None
+    for x, expected in zip(grads[1:], (keys, keys, of_columns, of_columns), strict=True):
         assert (x if x is None else (x.shape, x.dtype)) == expected
 
 
@@ -167,7 +175,7 @@ def test_dense_attention_with_gradients_lowers(mapped):
     q, k, v = _qkv(64, "bfloat16", nk=NQ)
 
     def loss(q, k, v):
-        return pallas_kernels.dense_attention(q, k, v).astype(jnp.float32).sum()
+        return pallas_kernels.attention(q, k, v, DenseIndex(G)).astype(jnp.float32).sum()
 
     gradients = jax.grad(loss, argnums=(0, 1, 2))
     if mapped:
@@ -188,7 +196,7 @@ def test_attention_with_gradients_lowers(dim, large, monkeypatch):
     monkeypatch.setitem(CONFIGS, dim, config)
 
     def loss(q, k, v, index):
-        out = pallas_kernels.vertical_slash_attention(q, k, v, index)
+        out = pallas_kernels.attention(q, k, v, index)
         return out.astype(jnp.float32).sum()
 
     assert _kernels(jax.grad(loss, argnums=(0, 1, 2)), q, k, v, _index()) == (4 if large else 3)
@@ -198,26 +206,26 @@ def test_the_hopper_kernels_are_chosen_for_a_hopper_gpu():
     q = jnp.zeros((1, G, 1, 64), jnp.bfloat16)
     with _target(H200):
         for choice in (None, "auto", "mosaic_gpu"):
-            assert backends.resolve(choice, q, G) is mosaic_gpu
-        assert backends.resolve("xla", q, G) is xla
+            assert backends.resolve(choice, q, G).name == "mosaic_gpu"
+        assert backends.resolve("xla", q, G).name == "xla"
         for x, block_size in (
             (q.astype(jnp.float32), G), (jnp.zeros((1, G, 1, 80), jnp.bfloat16), G), (q, 64)
         ):
-            assert backends.resolve(None, x, block_size) is xla
+            assert backends.resolve(None, x, block_size).name == "xla"
 
 
 def test_other_machines_get_the_portable_backend():
     q = jnp.zeros((1, G, 1, 64), jnp.bfloat16)
-    assert backends.resolve(None, q, G) is xla
+    assert backends.resolve(None, q, G).name == "xla"
     with _target(A100):
-        assert backends.resolve(None, q, G) is xla
+        assert backends.resolve(None, q, G).name == "xla"
 
 
 def test_asking_by_name_where_it_cannot_run_says_why():
     q = jnp.zeros((1, G, 1, 64), jnp.bfloat16)
 
     def ask(q, block_size=G):
-        pallas_kernels.dense_attention(q, q, q, block_size=block_size, backend="mosaic_gpu")
+        pallas_kernels.attention(q, q, q, DenseIndex(block_size), backend="mosaic_gpu")
 
     cannot = "backend='mosaic_gpu' cannot run here: "
     with pytest.raises(ValueError, match=cannot + r"no GPU \(platform cpu\)"):

@@ -1,7 +1,5 @@
 """The Hopper kernels in Pallas' GPU interpreter: tiny shapes, every copy and barrier watched."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,15 +7,17 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-import pallas_kernels.ops
+import pallas_kernels
 from pallas_kernels import DiagonalTiles
-from pallas_kernels.mosaic_gpu import backend
+from pallas_kernels.mosaic_gpu.backend import MosaicGpu
 from tests.pallas_kernels import cases
-from tests.pallas_kernels.backward_kernels import backend_with, one_kernel, two_kernels
 from tests.pallas_kernels.cases import Size
-from tests.pallas_kernels.contract import AttentionContract
+from tests.pallas_kernels.contract import AttentionContract, backward, forward
+from tests.pallas_kernels.hopper_backends import registered
 
 DIM = 64
+WATCHED = plgpu.InterpretGPUParams(detect_races=True)
+UNWATCHED = plgpu.InterpretGPUParams(detect_races=False)
 
 
 @pytest.fixture
@@ -37,15 +37,11 @@ class _Interpreted(AttentionContract):
     group_heads = ((2, 1),)
     max_slashes = 3
     max_verticals = 16
-    backward = staticmethod(two_kernels)
     detect_races = True
 
     @pytest.fixture(autouse=True)
-    def _interpret(self, monkeypatch, races):
-        """Sends kernel calls to the interpreter, and looks for races at the end."""
-        params = plgpu.InterpretGPUParams(detect_races=self.detect_races)
-        kernels = backend_with(self.backward, interpret=params)
-        monkeypatch.setattr(pallas_kernels.ops, "resolve", lambda *_, **__: kernels)
+    def _find_races(self, races):
+        """Looks for races at the end."""
         yield
         if self.detect_races:
             assert not races().races_found
@@ -53,7 +49,9 @@ class _Interpreted(AttentionContract):
 
 # A tile takes tens of milliseconds, so only the tests that reach most of the kernels' code run.
 class TestInterpreted(_Interpreted):
-    backend = "interpreted mosaic_gpu"
+    backend = registered(
+        "interpreted", interpret=WATCHED, one_backward_kernel=False
+    )
     kept = (
         "test_vertical_slash_counts_each_pair_once",
         "test_vertical_slash_matches_oracle",
@@ -65,9 +63,10 @@ class TestInterpreted(_Interpreted):
 class TestOneBackwardKernelInterpreted(_Interpreted):
     """Items come one after another here; one whose turn it is not leaves NaN."""
 
-    backend = "interpreted fused mosaic_gpu"
+    backend = registered(
+        "interpreted, one backward kernel", interpret=UNWATCHED, one_backward_kernel=True
+    )
     kept = ("test_vertical_slash_matches_oracle", "test_keys_of_several_ranks_in_one_call")
-    backward = staticmethod(one_kernel)
     # The interpreter does not know of turns: whatever two items add to is a race for it.
     detect_races = False
 
@@ -84,11 +83,10 @@ def test_one_backward_kernel_has_no_races_within_an_item(races):
     size = Size(1, 1, 1, query_blocks=2, key_blocks=1, block_size=128, dim=DIM)
     q, k, v, dout = cases.qkv_dout(np.random.default_rng(0), size, "bfloat16")
     tiles = DiagonalTiles.full(1, 1, 2, 1, 128, causal=True)
-    out, lse = pallas_kernels.forward(q, k, v, tiles, backend="xla")
-    params = plgpu.InterpretGPUParams(detect_races=True)
-    backward = functools.partial(backend.backward, scale=DIM**-0.5, interpret=params)
+    out, lse = forward(q, k, v, tiles, backend="xla")
     delta = pallas_kernels.delta_of(out, dout)
-    jax.block_until_ready(jax.jit(backward)(q, k, v, dout, lse, delta, tiles, None))
+    watched = registered("watched, one backward kernel", interpret=WATCHED)
+    jax.block_until_ready(backward(q, k, v, dout, lse, delta, tiles, backend=watched))
     assert not races().races_found
 
 
@@ -99,8 +97,7 @@ def test_delta_kernel(dim, dtypes, races):
     """Rows that fill no tile of the kernel, too."""
     rng = np.random.default_rng(dim)
     out, dout = (rng.standard_normal((2, 96, 3, dim)).astype(dtype) for dtype in dtypes)
-    params = plgpu.InterpretGPUParams(detect_races=True)
-    delta = backend.delta_of(jnp.asarray(out), jnp.asarray(dout), interpret=params)
+    delta = MosaicGpu(interpret=WATCHED).delta_of(jnp.asarray(out), jnp.asarray(dout))
     expected = np.einsum("bnhd,bnhd->bhn", out.astype(np.float64), dout.astype(np.float64))
     np.testing.assert_allclose(delta, expected, rtol=1e-5, atol=1e-5)
     assert delta.dtype == jnp.float32

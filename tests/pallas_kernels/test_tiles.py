@@ -6,15 +6,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pallas_kernels import (
+    Columns,
     DiagonalTiles,
     SegmentedDiagonals,
     VerticalSlashIndex,
     gather_columns,
     pad_columns,
     scatter_columns,
-    vertical_columns,
 )
-from pallas_kernels.tiles import COLUMN_TILE, NO_DIAGONAL, active_diagonals
+from pallas_kernels.tiles import COLUMN_TILE, NO_DIAGONAL
 from tests.pallas_kernels import brute_force, cases
 from tests.pallas_kernels.cases import Size
 from tests.pallas_kernels.properties import repeatable
@@ -23,7 +23,7 @@ row_ranges = jax.jit(DiagonalTiles.row_ranges, static_argnums=(1, 2))
 column_ranges = jax.jit(DiagonalTiles.column_ranges, static_argnums=(1, 2))
 run_ranges = jax.jit(SegmentedDiagonals.row_ranges, static_argnums=(1, 2))
 run_columns = jax.jit(SegmentedDiagonals.column_ranges, static_argnums=(1, 2))
-resolve_columns = jax.jit(vertical_columns, static_argnames="num_blocks")
+resolve_columns = jax.jit(Columns.from_index, static_argnames="num_blocks")
 gather = jax.jit(gather_columns)
 scatter = jax.jit(scatter_columns)
 
@@ -117,7 +117,7 @@ def _index(seed: int, block_size: int = 4, blocks: int = 8) -> VerticalSlashInde
 @given(seeds)
 def test_diagonals_of_an_index_are_marked(seed):
     index = _index(seed)
-    active = np.asarray(active_diagonals(index, 8))
+    active = np.asarray(index.active_diagonals(8))
     for b, h in np.ndindex(*active.shape[:2]):
         live = np.asarray(index.slash_blocks)[b, h, : index.slash_count[b, h]]
         assert np.flatnonzero(active[b, h]).tolist() == live.tolist()
@@ -130,8 +130,7 @@ def test_columns_and_tiles_share_out_the_pairs_of_an_index(seed, stripe):
     ranks, rank = stripe
     index = _index(seed)
     query_blocks = jnp.arange(rank, 8, ranks, dtype=jnp.int32)
-    empty = jnp.zeros((1, COLUMN_TILE, 8, 4))
-    columns = resolve_columns(index, empty, empty, query_blocks, num_blocks=8)
+    columns = resolve_columns(index, query_blocks, num_blocks=8)
     tokens, count = np.asarray(columns.tokens), np.asarray(index.vertical_count)
     words = np.asarray(columns.keep)
     assert words.dtype == np.uint32 and words.shape == (1, 8, 8 // ranks, COLUMN_TILE // 32)

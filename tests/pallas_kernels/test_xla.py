@@ -27,7 +27,7 @@ def compiled_at_4096():
     )
 
     def step(q, k, v, dout, index):
-        attention = functools.partial(pallas_kernels.vertical_slash_attention, backend="xla")
+        attention = functools.partial(pallas_kernels.attention, backend="xla")
         out, vjp = jax.vjp(lambda *qkv: attention(*qkv, index), q, k, v)
         return out, vjp(dout)
 

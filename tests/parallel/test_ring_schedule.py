@@ -17,7 +17,6 @@ from mtraining_jax.parallel.ring.shard_tiles import StepTiles
 from mtraining_jax.parallel.ring.topology import RingTopology
 from pallas_kernels import ops as kernels
 from pallas_kernels.gradients import Gradients
-from pallas_kernels.tiles import active_diagonals
 from tests.parallel import indices
 
 KERNELS = ("forward", "backward")
@@ -49,7 +48,7 @@ def traced(nodes, devices, ring, differentiate, dq_apart=False):
         local, mesh=mesh, in_specs=(*[HEADS] * 4, P("data")), out_specs=HEADS, check_vma=False
     )
     # Each kernel call becomes one equation, whose outputs need all of its inputs.
-    static = {name: ("scale", "backend", "beside_transfers") for name in KERNELS}
+    static = {name: ("scale", "beside_transfers") for name in KERNELS}
     static["forward"] += ("out_dtype",)
     calls = {
         name: jax.jit(getattr(kernels, name), static_argnames=static[name]) for name in KERNELS
@@ -231,7 +230,7 @@ def test_tiles_of_all_pairs_of_ranks_are_the_tiles_of_the_index(kind, index_name
         index, given = indices.dense(), None
     layout = layout_of(2, 2, NESTED, kind)
     tiles = StepTiles(layout, given, indices.BATCH, indices.HEADS)
-    active = np.asarray(active_diagonals(index, indices.NUM_BLOCKS))
+    active = np.asarray(index.active_diagonals(indices.NUM_BLOCKS))
     i, j = np.mgrid[: indices.NUM_BLOCKS, : indices.NUM_BLOCKS]
     wanted = np.where(i >= j, active[:, :, np.maximum(i - j, 0)], False)
 

@@ -146,7 +146,7 @@ class _Node:
         self.steps.fetch_columns(here, ranks, self.plan.outer_axes)
         if not self.plan.outer_axes:
             return kv
-        return after(kv, self.steps.columns[0].k if self.steps.columns else here[0])
+        return after(kv, self.steps.column_kv[0] if self.steps.columns else here[0])
 
     def calls(self, step: Array | int, here: Pair, with_columns: bool):
         """The calls on a node's keys and values; without the rank's own where they are apart."""
@@ -156,14 +156,14 @@ class _Node:
             (query,), (keys,) = steps.segments, layout.segments(ranks)
             own_here = isinstance(step, int) and step == 0
             tiles = steps.tiles.gathered(query, keys.first_block, skip_first=own_here)
-            yield Call(0, 0, tiles, steps.columns_for(0, 0, with_columns), *here)
+            yield Call(0, 0, tiles, *steps.columns_for(0, 0, with_columns), *here)
             return
         keys, values = (self._arrange(x) for x in here)
         sources = self._segments(ranks)
         for i, j in segment_pairs(layout):
             tiles = steps.tiles.pair(steps.segments[i], sources[j])
             columns = steps.columns_for(i, j, with_columns)
-            yield Call(i, j, tiles, columns, keys[j], values[j])
+            yield Call(i, j, tiles, *columns, keys[j], values[j])
 
     def restore(self, dkv: list[Pair]) -> Pair:
         """Gradients of the key segments of `calls`, in the order of `gather`."""

@@ -16,7 +16,7 @@ from mtraining_jax.parallel.ring.shard_tiles import StepTiles, segment_pairs
 from mtraining_jax.parallel.ring.topology import RingTopology
 from pallas_kernels import ops as kernels
 from pallas_kernels.index import VerticalSlashIndex
-from pallas_kernels.tiles import Tiles, VerticalColumns, pad_columns, vertical_columns
+from pallas_kernels.tiles import Columns, Tiles, pad_columns
 
 Pair = tuple[Array, Array]
 
@@ -27,7 +27,8 @@ class Call(NamedTuple):
     query: int
     key: int
     tiles: Tiles
-    columns: VerticalColumns | None
+    columns: Columns | None
+    column_kv: Pair | None
     k: Array
     v: Array
 
@@ -48,7 +49,8 @@ class Steps:
         self.segments = plan.layout.segments(self.rank)
         self.queries = self.split(q)
         self.tiles = StepTiles(plan.layout, index, q.shape[0], q.shape[2])
-        self.columns: list[VerticalColumns] | None = None
+        self.columns: list[Columns] | None = None
+        self.column_kv: Pair | None = None
 
     def fetch_columns(self, kv: Pair, ranks: Array, axis_names: tuple[str, ...]) -> None:
         """Fetches the columns that `calls_on` adds when asked; none if the index has no room.
@@ -63,10 +65,10 @@ class Steps:
         layout = self.plan.layout
         self._positions = layout.gathered_positions(pad_columns(self.index), ranks)
         self._axes = axis_names
-        gathered = gather_verticals(*kv, self._positions, axis_names)
+        self.column_kv = gather_verticals(*kv, self._positions, axis_names)
         self.columns = [
-            vertical_columns(
-                self.index, *gathered,
+            Columns.from_index(
+                self.index,
                 segment.first_block + segment.stride * jnp.arange(segment.num_blocks),
                 layout.num_blocks,
             )
@@ -85,11 +87,16 @@ class Steps:
         sources = self.plan.layout.segments(source)
         for i, j in segment_pairs(self.plan.layout):
             tiles = self.tiles.pair(self.segments[i], sources[j])
-            yield Call(i, j, tiles, self.columns_for(i, j, with_columns), keys[j], values[j])
+            columns = self.columns_for(i, j, with_columns)
+            yield Call(i, j, tiles, *columns, keys[j], values[j])
 
-    def columns_for(self, i: int, j: int, wanted: bool) -> VerticalColumns | None:
+    def columns_for(
+        self, i: int, j: int, wanted: bool
+    ) -> tuple[Columns, Pair] | tuple[None, None]:
         """Columns for the call of query segment i and key segment j, if they are wanted."""
-        return self.columns[i] if wanted and self.columns and j == 0 else None
+        if wanted and self.columns and j == 0:
+            return self.columns[i], self.column_kv
+        return None, None
 
     def forward(self, calls: Iterable[Call], state: list, last: bool) -> list:
         """Merges attention to the keys of some calls into the running state.
@@ -103,8 +110,8 @@ class Steps:
         for call in calls:
             final = last and call.key == call.query  # no later segment has work
             state[call.query] = kernels.forward(
-                self.queries[call.query], call.k, call.v, call.tiles, call.columns,
-                init=state[call.query], scale=self.plan.scale, backend=self.plan.backend,
+                self.queries[call.query], call.k, call.v, self._planned(call), call.column_kv,
+                init=state[call.query], scale=self.plan.scale,
                 out_dtype=self.queries[0].dtype if final else jnp.float32,
                 beside_transfers=self.transfers,
             )
@@ -128,8 +135,8 @@ class Steps:
         for call in calls:
             i = call.query
             grads = kernels.backward(
-                self.queries[i], call.k, call.v, dout[i], lse[i], delta[i], call.tiles,
-                call.columns, scale=self.plan.scale, backend=self.plan.backend,
+                self.queries[i], call.k, call.v, dout[i], lse[i], delta[i], self._planned(call),
+                call.column_kv, scale=self.plan.scale,
                 beside_transfers=self.transfers,
             )
             dq[i] = plus(dq[i], grads.dq)
@@ -137,6 +144,12 @@ class Steps:
             if call.columns is not None:
                 columns = plus(columns, (grads.dk_columns, grads.dv_columns))
         return dq, dkv, columns
+
+    def _planned(self, call: Call) -> kernels.Plan:
+        """What the kernels of a call walk."""
+        return kernels.plan(
+            self.queries[call.query], call.k, call.tiles, call.columns, backend=self.plan.backend
+        )
 
     def split(self, x: Array, axis: int = 1) -> list[Array]:
         """The parts of a shard along its token axis that belong to the rank's segments."""

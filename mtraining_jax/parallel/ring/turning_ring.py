@@ -81,7 +81,7 @@ def ring_backward(plan: RingTopology, steps: Steps, kv: Pair, rows: tuple[Array,
 def _columns_first(plan: RingTopology, steps: Steps, kv: Pair) -> Pair:
     """Fetches the columns, and keeps the ring from starting before where that matters."""
     steps.fetch_columns(kv, jnp.asarray(steps.rank)[None], plan.axis_names)
-    return after(kv, steps.columns[0].k) if steps.columns else kv
+    return after(kv, steps.column_kv[0]) if steps.columns else kv
 
 
 def _nothing_yet(q: Array) -> tuple[Array, Array]:

@@ -1,4 +1,4 @@
-"""What the kernels walk: an index resolved for one shard of queries and one shard of keys.
+"""Block diagonals: tiles of one shard of queries and one or more shards of keys.
 
 A kernel sees local blocks only: query block i of its query shard, key block j of its key shard.
 Shards are arithmetic progressions of global blocks (one for a striped rank, two for a zigzag
@@ -8,15 +8,16 @@ the problem stays Toeplitz, and one short list per head describes it.
 
 import dataclasses
 import functools
+from typing import TYPE_CHECKING, ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
-from pallas_kernels.index import BlockSparseIndex, VerticalSlashIndex
+from pallas_kernels.tiles.protocol import NO_DIAGONAL, Tiles, check_lists, check_shape
 
-NO_DIAGONAL = np.int32(np.iinfo(np.int32).min)
+if TYPE_CHECKING:
+    from pallas_kernels.index import VerticalSlashIndex
 
 
 @functools.partial(
@@ -25,7 +26,7 @@ NO_DIAGONAL = np.int32(np.iinfo(np.int32).min)
     meta_fields=["block_size", "dense"],
 )
 @dataclasses.dataclass(frozen=True)
-class DiagonalTiles:
+class DiagonalTiles(Tiles):
     """Block diagonals of a (query shard, key shard) pair, per batch entry and query head.
 
     Local query block i computes local key block i - o for every live offset o for which that
@@ -39,8 +40,7 @@ class DiagonalTiles:
         diagonal: int32 [], the masked offset, or `NO_DIAGONAL`. No live offset is lower: such
             tiles would lie wholly in the future of their queries.
         block_size: g (static).
-        dense: whether all tiles of the shard pair are live that causality allows (static). A
-            kernel may be chosen by it; what is computed is what the lists say.
+        dense: whether all tiles of the shard pair are live that causality allows (static).
     """
 
     offsets: Array
@@ -50,8 +50,11 @@ class DiagonalTiles:
     block_size: int
     dense: bool = False
 
+    listed: ClassVar[bool] = False
+    num_segments: ClassVar[int] = 1
+
     @classmethod
-    def from_index(cls, index: VerticalSlashIndex) -> "DiagonalTiles":
+    def from_index(cls, index: "VerticalSlashIndex") -> "DiagonalTiles":
         """The tiles of an index when one shard holds the whole sequence in its own order."""
         offsets = index.slash_blocks
         if offsets.shape[-1] == 0:  # an index of verticals alone: kernels get one dead entry
@@ -82,25 +85,34 @@ class DiagonalTiles:
             dense=True,
         )
 
-    def row_ranges(self, num_query_blocks: int, num_key_blocks: int) -> tuple[Array, Array]:
-        """For each query block, the range of `offsets` whose key block exists.
+    @property
+    def row_entries(self) -> Array:
+        """As `Tiles.row_entries`: the offsets."""
+        return self.offsets
 
-        Returns:
-            first, last: int32 [B, Hq, num_query_blocks]; entries first..last-1 apply.
-        """
+    @property
+    def column_entries(self) -> Array:
+        """As `Tiles.column_entries`: the offsets."""
+        return self.offsets
+
+    def row_ranges(self, num_query_blocks: int, num_key_blocks: int) -> tuple[Array, Array]:
+        """As `Tiles.row_ranges`: for each query block, the offsets whose key block exists."""
         rows = jnp.arange(num_query_blocks, dtype=jnp.int32)
         return _between(self.offsets, self.start, self.stop, rows - (num_key_blocks - 1), rows)
 
     def column_ranges(self, num_query_blocks: int, num_key_blocks: int) -> tuple[Array, Array]:
-        """For each key block, the range of `offsets` whose query block exists.
-
-        Returns:
-            first, last: int32 [B, Hq, num_key_blocks]; entries first..last-1 apply.
-        """
+        """As `Tiles.column_ranges`: for each key block, the offsets whose query block exists."""
         columns = jnp.arange(num_key_blocks, dtype=jnp.int32)
         return _between(
             self.offsets, self.start, self.stop, -columns, num_query_blocks - 1 - columns
         )
+
+    def check(self, batch: int, heads: int, num_query_blocks: int, num_key_blocks: int) -> None:
+        """As `Tiles.check`."""
+        shape = batch, heads
+        check_shape("tiles.start", self.start, shape)
+        check_shape("tiles.stop", self.stop, shape)
+        check_lists("tiles.offsets", self.offsets, shape)
 
 
 @functools.partial(
@@ -109,7 +121,7 @@ class DiagonalTiles:
     meta_fields=["num_segments", "block_size", "dense"],
 )
 @dataclasses.dataclass(frozen=True)
-class SegmentedDiagonals:
+class SegmentedDiagonals(Tiles):
     """Block diagonals of one query shard over several key shards that lie one after another.
 
     What `DiagonalTiles` is to one key shard, for keys gathered from several ranks. The key blocks
@@ -127,8 +139,7 @@ class SegmentedDiagonals:
             the lowest of the first run, and in no other.
         num_segments: of the keys (static).
         block_size: g (static).
-        dense: whether all tiles of these segments are live that causality allows (static), as in
-            `DiagonalTiles`.
+        dense: whether all tiles of these segments are live that causality allows (static).
     """
 
     offsets: Array
@@ -140,22 +151,26 @@ class SegmentedDiagonals:
     block_size: int
     dense: bool = False
 
-    def row_ranges(self, num_query_blocks: int, num_key_blocks: int) -> tuple[Array, Array]:
-        """For each query block and run, the range of `offsets` whose key block exists.
+    listed: ClassVar[bool] = False
 
-        Returns:
-            first, last: int32 [B, Hq, R, num_query_blocks]; entries first..last-1 apply.
-        """
+    @property
+    def row_entries(self) -> Array:
+        """As `Tiles.row_entries`: the offsets."""
+        return self.offsets
+
+    @property
+    def column_entries(self) -> Array:
+        """As `Tiles.column_entries`: the offsets."""
+        return self.offsets
+
+    def row_ranges(self, num_query_blocks: int, num_key_blocks: int) -> tuple[Array, Array]:
+        """As `Tiles.row_ranges`: a range for each run, int32 [B, Hq, R, num_query_blocks]."""
         rows = jnp.arange(num_query_blocks, dtype=jnp.int32)
         size = num_key_blocks // self.num_segments
         return _between(self._within(size), self.start, self.stop, rows - (size - 1), rows)
 
     def column_ranges(self, num_query_blocks: int, num_key_blocks: int) -> tuple[Array, Array]:
-        """For each key block, the range of `offsets` whose query block exists.
-
-        Returns:
-            first, last: int32 [B, Hq, num_key_blocks]; entries first..last-1 apply.
-        """
+        """As `Tiles.column_ranges`: for each key block, the offsets whose query block exists."""
         size = num_key_blocks // self.num_segments
         columns = jnp.arange(size, dtype=jnp.int32)
         ranges = _between(
@@ -169,6 +184,18 @@ class SegmentedDiagonals:
 
         first, last = ranges
         return place(first), place(last)
+
+    def check(self, batch: int, heads: int, num_query_blocks: int, num_key_blocks: int) -> None:
+        """As `Tiles.check`."""
+        shape = batch, heads
+        check_shape("tiles.start", self.start, (*shape, *self.segment.shape))
+        check_shape("tiles.stop", self.stop, (*shape, *self.segment.shape))
+        check_lists("tiles.offsets", self.offsets, shape)
+        if num_key_blocks % self.num_segments:
+            raise ValueError(
+                f"k has {num_key_blocks * self.block_size} tokens: a multiple of num_segments="
+                f"{self.num_segments} x block_size={self.block_size} is needed"
+            )
 
     def _within(self, size: int) -> Array:
         """Int32 [B, Hq, R, M]: the offsets as counted within the segment of each run."""
@@ -209,144 +236,3 @@ def count_below(entries: Array, bounds: Array) -> Array:
         int32 [..., n].
     """
     return jnp.sum(entries[..., None, :] < bounds[..., :, None], axis=-1, dtype=jnp.int32)
-
-
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["k", "v", "tokens", "count", "keep", "limit", "query_blocks"],
-    meta_fields=["block_size"],
-)
-@dataclasses.dataclass(frozen=True)
-class VerticalColumns:
-    """Gathered key columns, per batch entry and query head, as one shard of queries sees them.
-
-    Query token t of local block i computes column c iff `keep` bit (i, c) is set and
-    tokens[c] <= position of t.
-
-    Attributes:
-        k, v: [B, Mv, Hq, D], the gathered keys and values; Mv is a multiple of 128.
-        tokens: int32 [B, Hq, Mv], global positions, ascending; padding is past every query.
-        count: int32 [B, Hq].
-        keep: uint32 [B, Hq, num_query_blocks, Mv // 32]; bit c % 32 of word c // 32. A bit is
-            off where the column lies in an active block (it is counted there) or in a later
-            block than the queries.
-        limit: int32 [B, Hq, num_query_blocks], one past the last column with its bit on.
-        query_blocks: int32 [num_query_blocks], global block number of each local query block,
-            ascending.
-        block_size: g (static).
-    """
-
-    k: Array
-    v: Array
-    tokens: Array
-    count: Array
-    keep: Array
-    limit: Array
-    query_blocks: Array
-    block_size: int
-
-
-COLUMN_TILE = 128
-
-
-def pad_columns(index: VerticalSlashIndex) -> Array:
-    """`index.vertical_tokens` padded so that its capacity is a multiple of `COLUMN_TILE`."""
-    tokens = index.vertical_tokens
-    padding = -tokens.shape[-1] % COLUMN_TILE
-    slots = jnp.arange(tokens.shape[-1], dtype=jnp.int32)
-    past = jnp.int32(jnp.iinfo(jnp.int32).max)
-    tokens = jnp.where(slots < index.vertical_count[..., None], tokens, past)
-    return jnp.pad(tokens, ((0, 0), (0, 0), (0, padding)), constant_values=past)
-
-
-def vertical_columns(
-    index: VerticalSlashIndex, k: Array, v: Array, query_blocks: Array, num_blocks: int
-) -> VerticalColumns:
-    """Resolves the verticals of an index for one shard of queries.
-
-    Args:
-        index: the global index.
-        k: [B, Mv, Hq, D], keys gathered at `pad_columns(index)`.
-        v: [B, Mv, Hq, D], values gathered at the same positions.
-        query_blocks: int32 [n], global block number of each local query block.
-        num_blocks: S / g, blocks of the whole sequence.
-    """
-    g = index.block_size
-    tokens = pad_columns(index)
-    active = active_diagonals(index, num_blocks)
-    column_blocks = jnp.minimum(tokens // g, num_blocks)
-    distance = query_blocks[:, None] - column_blocks[..., None, :]  # [B, Hq, n, Mv]
-    covered = jnp.take_along_axis(
-        active[:, :, None, :], jnp.maximum(distance, 0), axis=-1, mode="clip"
-    )
-    keep = (distance >= 0) & ~covered
-    slots = jnp.arange(tokens.shape[-1], dtype=jnp.int32)
-    limit = jnp.max(jnp.where(keep, slots + 1, 0), axis=-1, initial=0)
-    words = keep.reshape(*keep.shape[:-1], -1, 32).astype(jnp.uint32)
-    words = jnp.sum(words << jnp.arange(32, dtype=jnp.uint32), axis=-1, dtype=jnp.uint32)
-    return VerticalColumns(
-        k, v, tokens, index.vertical_count, words, limit, query_blocks.astype(jnp.int32), g
-    )
-
-
-def active_diagonals(index: VerticalSlashIndex, num_blocks: int) -> Array:
-    """Bool [B, Hq, num_blocks]: whether block diagonal d is computed."""
-    slots = jnp.arange(index.slash_blocks.shape[-1], dtype=jnp.int32)
-    live = slots < index.slash_count[..., None]
-    diagonals = jnp.where(live, index.slash_blocks, num_blocks)
-
-    def mark(row: Array) -> Array:
-        return jnp.zeros(num_blocks, bool).at[row].set(True, mode="drop")
-
-    return jax.vmap(jax.vmap(mark))(diagonals)
-
-
-def gather_columns(x: Array, tokens: Array) -> Array:
-    """Columns of keys or values for each query head.
-
-    Args:
-        x: [B, S, Hk, D].
-        tokens: int [B, Hq, Mv] positions along S; those outside [0, S) give zeros.
-
-    Returns:
-        [B, Mv, Hq, D].
-    """
-    group = tokens.shape[1] // x.shape[2]
-    heads = jnp.arange(tokens.shape[1], dtype=jnp.int32) // group
-    batch = jnp.arange(x.shape[0], dtype=jnp.int32)
-    # Negative positions would wrap around: send them past the end, where "fill" applies.
-    tokens = jnp.where(tokens < 0, x.shape[1], tokens)
-    return x.at[
-        batch[:, None, None], tokens.swapaxes(1, 2), heads[None, None, :]
-    ].get(mode="fill", fill_value=0)
-
-
-def scatter_columns(target: Array, columns: Array, tokens: Array) -> Array:
-    """Adds gradients of gathered columns to the keys or values they came from.
-
-    Query heads of a group are added one after another, each with unique positions, so the sum
-    has one order and the same inputs give the same bits on every platform.
-
-    Args:
-        target: fp32 [B, S, Hk, D].
-        columns: fp32 [B, Mv, Hq, D].
-        tokens: int [B, Hq, Mv] positions along S, unique per head; those outside are dropped.
-    """
-    num_kv_heads = target.shape[2]
-    group = tokens.shape[1] // num_kv_heads
-    heads = jnp.arange(num_kv_heads, dtype=jnp.int32)
-    batch = jnp.arange(target.shape[0], dtype=jnp.int32)
-    # Dropped positions get distinct values past the end: unique_indices must hold for them too.
-    slots = jnp.arange(tokens.shape[-1], dtype=jnp.int32)
-    outside = (tokens < 0) | (tokens >= target.shape[1])
-    tokens = jnp.where(outside, target.shape[1] + slots, tokens)
-    tokens = tokens.reshape(tokens.shape[0], num_kv_heads, group, -1)
-    columns = columns.reshape(*columns.shape[:2], num_kv_heads, group, -1)
-    for member in range(group):
-        target = target.at[
-            batch[:, None, None], tokens[:, :, member].swapaxes(1, 2), heads[None, None, :]
-        ].add(columns[:, :, :, member], mode="drop", unique_indices=True)
-    return target
-
-
-Tiles = DiagonalTiles | SegmentedDiagonals | BlockSparseIndex

@@ -1,0 +1,37 @@
+"""The GPU that kernels are compiled for: the one that is there, or one that is described."""
+
+import jax
+
+_HOPPER = 9  # major compute capability
+
+
+def no_hopper_gpu() -> str | None:
+    """Why the Hopper kernels cannot run here, or None if they can.
+
+    Inside `jax.sharding.use_abstract_mesh` with a device, that device decides: programs can be
+    compiled for a GPU on a machine that has none.
+    """
+    abstract = jax.sharding.get_abstract_mesh().abstract_device
+    if abstract is not None:
+        capability = getattr(abstract, "compute_capability", None)
+        if abstract.platform == "gpu" and (capability is None or _is_hopper(capability)):
+            return None
+        return f"the target is a {abstract.device_kind}, not a Hopper GPU"
+    if jax.default_backend() != "gpu":
+        return f"no GPU (platform {jax.default_backend()})"
+    device = jax.devices()[0]
+    if _is_hopper(device.compute_capability):
+        return None
+    return f"{device.device_kind} is not a Hopper GPU (compute capability 9.0)"
+
+
+def multiprocessors() -> int:
+    """Multiprocessors of the GPU that is compiled for."""
+    abstract = jax.sharding.get_abstract_mesh().abstract_device
+    if abstract is not None and abstract.num_cores:
+        return abstract.num_cores
+    return jax.devices("gpu")[0].core_count
+
+
+def _is_hopper(capability: str) -> bool:
+    return int(str(capability).split(".")[0]) == _HOPPER

@@ -1,0 +1,59 @@
+"""What kernels walk, made once for a forward and its backward pass."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+from jax import Array
+
+from pallas_kernels.tiles import Columns
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["work", "columns"],
+    meta_fields=["backend", "block_size", "has_tiles", "query_shape", "key_shape"],
+)
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The work of one kernel call, from `pallas_kernels.plan`.
+
+    A pytree: it passes through `jax.jit`, `lax.scan` and `custom_vjp` as an argument.
+
+    Attributes:
+        work: what the kernels of the backend walk, a pytree of its own.
+        columns: the gathered columns that are computed as well, or None.
+        backend: name of the backend that made it and will execute it (static).
+        block_size: g (static).
+        has_tiles: whether there are tiles, else columns alone (static).
+        query_shape: [B, nq, Hq, D] (static).
+        key_shape: [B, nk, Hk, D] (static).
+    """
+
+    work: Any
+    columns: Columns | None
+    backend: str
+    block_size: int
+    has_tiles: bool
+    query_shape: tuple[int, ...]
+    key_shape: tuple[int, ...]
+
+    def check(
+        self, q: Array, k: Array, v: Array, column_kv: tuple[Array, Array] | None
+    ) -> None:
+        """Raises ValueError, naming the argument, unless the arrays are what was planned for."""
+        for name, x, shape in (
+            ("q", q, self.query_shape), ("k", k, self.key_shape), ("v", v, self.key_shape)
+        ):
+            if x.shape != shape:
+                raise ValueError(f"{name} has shape {x.shape}, but the plan is for {shape}")
+        if (column_kv is None) != (self.columns is None):
+            given, planned = ("no", "with") if column_kv is None else ("a", "without")
+            raise ValueError(f"{given} column_kv is given, but the plan is one {planned} columns")
+        if column_kv is not None:
+            batch, _, heads, dim = self.query_shape
+            shape = (batch, self.columns.tokens.shape[-1], heads, dim)
+            for name, x in zip(("keys", "values"), column_kv, strict=True):
+                if x.shape != shape:
+                    raise ValueError(f"column_kv: {name} have shape {x.shape}: {shape} is needed")

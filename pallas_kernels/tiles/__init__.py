@@ -1,0 +1,27 @@
+"""What one kernel call computes: tiles of blocks, and gathered key columns."""
+
+from pallas_kernels.tiles.columns import (
+    COLUMN_TILE,
+    Columns,
+    gather_columns,
+    pad_columns,
+    scatter_columns,
+)
+from pallas_kernels.tiles.diagonal import DiagonalTiles, SegmentedDiagonals, count_below
+from pallas_kernels.tiles.listed import ListedTiles, diagonal_first
+from pallas_kernels.tiles.protocol import NO_DIAGONAL, Tiles
+
+__all__ = [
+    "COLUMN_TILE",
+    "Columns",
+    "DiagonalTiles",
+    "ListedTiles",
+    "NO_DIAGONAL",
+    "SegmentedDiagonals",
+    "Tiles",
+    "count_below",
+    "diagonal_first",
+    "gather_columns",
+    "pad_columns",
+    "scatter_columns",
+]

@@ -1,0 +1,151 @@
+"""Gathered key columns: which of them each query block sees, and how they come and go.
+
+The keys and values of columns travel beside `Columns`, as a pair of arrays [B, Mv, Hq, D]: who
+sees what is decided once a layer, while what is seen is fetched in each pass.
+"""
+
+import dataclasses
+import functools
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_kernels.tiles.protocol import check_shape
+
+if TYPE_CHECKING:
+    from pallas_kernels.index import VerticalSlashIndex
+
+COLUMN_TILE = 128
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["tokens", "count", "keep", "limit", "query_blocks"],
+    meta_fields=["block_size"],
+)
+@dataclasses.dataclass(frozen=True)
+class Columns:
+    """Key columns, per batch entry and query head, as one shard of queries sees them.
+
+    Query token t of local block i computes column c iff `keep` bit (i, c) is set and
+    tokens[c] <= position of t.
+
+    Attributes:
+        tokens: int32 [B, Hq, Mv], global positions, ascending; padding is past every query. Mv is
+            a multiple of 128.
+        count: int32 [B, Hq].
+        keep: uint32 [B, Hq, num_query_blocks, Mv // 32]; bit c % 32 of word c // 32. A bit is
+            off where the column lies in an active block (it is counted there) or in a later
+            block than the queries.
+        limit: int32 [B, Hq, num_query_blocks], one past the last column with its bit on.
+        query_blocks: int32 [num_query_blocks], global block number of each local query block,
+            ascending.
+        block_size: g (static).
+    """
+
+    tokens: Array
+    count: Array
+    keep: Array
+    limit: Array
+    query_blocks: Array
+    block_size: int
+
+    @classmethod
+    def from_index(
+        cls, index: "VerticalSlashIndex", query_blocks: Array, num_blocks: int
+    ) -> "Columns":
+        """Resolves the verticals of an index for one shard of queries.
+
+        Args:
+            index: the global index.
+            query_blocks: int32 [n], global block number of each local query block.
+            num_blocks: S / g, blocks of the whole sequence.
+        """
+        g = index.block_size
+        tokens = pad_columns(index)
+        active = index.active_diagonals(num_blocks)
+        column_blocks = jnp.minimum(tokens // g, num_blocks)
+        distance = query_blocks[:, None] - column_blocks[..., None, :]  # [B, Hq, n, Mv]
+        covered = jnp.take_along_axis(
+            active[:, :, None, :], jnp.maximum(distance, 0), axis=-1, mode="clip"
+        )
+        keep = (distance >= 0) & ~covered
+        slots = jnp.arange(tokens.shape[-1], dtype=jnp.int32)
+        limit = jnp.max(jnp.where(keep, slots + 1, 0), axis=-1, initial=0)
+        words = keep.reshape(*keep.shape[:-1], -1, 32).astype(jnp.uint32)
+        words = jnp.sum(words << jnp.arange(32, dtype=jnp.uint32), axis=-1, dtype=jnp.uint32)
+        return cls(tokens, index.vertical_count, words, limit, query_blocks.astype(jnp.int32), g)
+
+    def check(self, batch: int, heads: int, num_query_blocks: int) -> None:
+        """Raises ValueError, naming the field, unless the shapes suit a call."""
+        capacity = self.tokens.shape[-1]
+        if capacity == 0 or capacity % COLUMN_TILE:
+            raise ValueError(
+                f"columns.tokens has {capacity} columns: a positive multiple of {COLUMN_TILE} is "
+                "needed"
+            )
+        check_shape("columns.tokens", self.tokens, (batch, heads, capacity))
+        shape = batch, heads, num_query_blocks
+        check_shape("columns.keep", self.keep, (*shape, capacity // 32))
+        check_shape("columns.limit", self.limit, shape)
+        check_shape("columns.query_blocks", self.query_blocks, (num_query_blocks,))
+
+
+def pad_columns(index: "VerticalSlashIndex") -> Array:
+    """`index.vertical_tokens` padded so that its capacity is a multiple of `COLUMN_TILE`."""
+    tokens = index.vertical_tokens
+    padding = -tokens.shape[-1] % COLUMN_TILE
+    slots = jnp.arange(tokens.shape[-1], dtype=jnp.int32)
+    past = jnp.int32(jnp.iinfo(jnp.int32).max)
+    tokens = jnp.where(slots < index.vertical_count[..., None], tokens, past)
+    return jnp.pad(tokens, ((0, 0), (0, 0), (0, padding)), constant_values=past)
+
+
+def gather_columns(x: Array, tokens: Array) -> Array:
+    """Columns of keys or values for each query head.
+
+    Args:
+        x: [B, S, Hk, D].
+        tokens: int [B, Hq, Mv] positions along S; those outside [0, S) give zeros.
+
+    Returns:
+        [B, Mv, Hq, D].
+    """
+    group = tokens.shape[1] // x.shape[2]
+    heads = jnp.arange(tokens.shape[1], dtype=jnp.int32) // group
+    batch = jnp.arange(x.shape[0], dtype=jnp.int32)
+    # Negative positions would wrap around: send them past the end, where "fill" applies.
+    tokens = jnp.where(tokens < 0, x.shape[1], tokens)
+    return x.at[
+        batch[:, None, None], tokens.swapaxes(1, 2), heads[None, None, :]
+    ].get(mode="fill", fill_value=0)
+
+
+def scatter_columns(target: Array, columns: Array, tokens: Array) -> Array:
+    """Adds gradients of gathered columns to the keys or values they came from.
+
+    Query heads of a group are added one after another, each with unique positions, so the sum
+    has one order and the same inputs give the same bits on every platform.
+
+    Args:
+        target: fp32 [B, S, Hk, D].
+        columns: fp32 [B, Mv, Hq, D].
+        tokens: int [B, Hq, Mv] positions along S, unique per head; those outside are dropped.
+    """
+    num_kv_heads = target.shape[2]
+    group = tokens.shape[1] // num_kv_heads
+    heads = jnp.arange(num_kv_heads, dtype=jnp.int32)
+    batch = jnp.arange(target.shape[0], dtype=jnp.int32)
+    # Dropped positions get distinct values past the end: unique_indices must hold for them too.
+    slots = jnp.arange(tokens.shape[-1], dtype=jnp.int32)
+    outside = (tokens < 0) | (tokens >= target.shape[1])
+    tokens = jnp.where(outside, target.shape[1] + slots, tokens)
+    tokens = tokens.reshape(tokens.shape[0], num_kv_heads, group, -1)
+    columns = columns.reshape(*columns.shape[:2], num_kv_heads, group, -1)
+    for member in range(group):
+        target = target.at[
+            batch[:, None, None], tokens[:, :, member].swapaxes(1, 2), heads[None, None, :]
+        ].add(columns[:, :, :, member], mode="drop", unique_indices=True)
+    return target

@@ -1,0 +1,117 @@
+"""Lists of any shape: tiles of one shard of queries and the keys of one call."""
+
+import dataclasses
+import functools
+from typing import TYPE_CHECKING, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_kernels.tiles.protocol import NO_DIAGONAL, Tiles, check_lists, check_shape
+
+if TYPE_CHECKING:
+    from pallas_kernels.index import BlockSparseIndex
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["key_blocks", "key_count", "query_blocks", "query_count", "diagonal"],
+    meta_fields=["block_size"],
+)
+@dataclasses.dataclass(frozen=True)
+class ListedTiles(Tiles):
+    """A list of key blocks for each query block, and the transpose.
+
+    Blocks are numbered within the queries and the keys of the call, which may be those of several
+    ranks, one after another.
+
+    Attributes:
+        key_blocks: int32 [B, Hq, nq, M], M >= 1, key blocks of each query block: the masked one
+            first where it is listed, the rest ascending. Entries at and beyond a count are padding
+            of any value.
+        key_count: int32 [B, Hq, nq].
+        query_blocks: int32 [B, Hq, nk, M'], M' >= 1, query blocks of each key block, ascending.
+            The masked one is the first: by causality no earlier one sees the key block.
+        query_count: int32 [B, Hq, nk].
+        diagonal: int32 [], the masked offset i - j, or `NO_DIAGONAL`.
+        block_size: g (static).
+    """
+
+    key_blocks: Array
+    key_count: Array
+    query_blocks: Array
+    query_count: Array
+    diagonal: Array
+    block_size: int
+
+    listed: ClassVar[bool] = True
+    dense: ClassVar[bool] = False
+    num_segments: ClassVar[int] = 1
+
+    @classmethod
+    def from_index(cls, index: "BlockSparseIndex") -> "ListedTiles":
+        """The tiles of an index when one shard holds the whole sequence in its own order."""
+        diagonal = jnp.int32(0) if index.causal else jnp.asarray(NO_DIAGONAL)
+        key_blocks = _at_least_one(index.key_blocks)
+        if index.causal:
+            key_blocks = diagonal_first(key_blocks, index.key_count, diagonal)
+        return cls(
+            key_blocks, index.key_count, _at_least_one(index.query_blocks), index.query_count,
+            diagonal, index.block_size,
+        )
+
+    @property
+    def row_entries(self) -> Array:
+        """As `Tiles.row_entries`: key blocks."""
+        return self.key_blocks
+
+    @property
+    def column_entries(self) -> Array:
+        """As `Tiles.column_entries`: query blocks."""
+        return self.query_blocks
+
+    def row_ranges(self, num_query_blocks: int, num_key_blocks: int) -> tuple[Array, Array]:
+        """As `Tiles.row_ranges`."""
+        del num_query_blocks, num_key_blocks
+        return jnp.zeros_like(self.key_count), self.key_count
+
+    def column_ranges(self, num_query_blocks: int, num_key_blocks: int) -> tuple[Array, Array]:
+        """As `Tiles.column_ranges`."""
+        del num_query_blocks, num_key_blocks
+        return jnp.zeros_like(self.query_count), self.query_count
+
+    def check(self, batch: int, heads: int, num_query_blocks: int, num_key_blocks: int) -> None:
+        """As `Tiles.check`."""
+        for own, lists, count, number in (
+            ("key", self.key_blocks, self.key_count, num_query_blocks),
+            ("query", self.query_blocks, self.query_count, num_key_blocks),
+        ):
+            check_shape(f"tiles.{own}_count", count, (batch, heads, number))
+            check_lists(f"tiles.{own}_blocks", lists, (batch, heads, number))
+
+
+def diagonal_first(key_blocks: Array, key_count: Array, diagonal: Array) -> Array:
+    """Lists [B, Hq, nq, M] with the masked block moved to the front, wherever it is listed.
+
+    Args:
+        key_blocks: int32 [B, Hq, nq, M]; the rest keeps its order.
+        key_count: int32 [B, Hq, nq].
+        diagonal: int32 [], the masked offset i - j.
+    """
+    slots = jnp.arange(key_blocks.shape[-1], dtype=jnp.int32)
+    rows = jnp.arange(key_blocks.shape[-2], dtype=jnp.int32)[:, None]
+    masked = (key_blocks == rows - diagonal) & (slots < key_count[..., None])
+    # Entries before the masked one move up by a place.
+    place = jnp.argmax(masked, axis=-1, keepdims=True)
+    moves = masked.any(-1, keepdims=True) & (slots <= place)
+    before = jnp.concatenate([key_blocks[..., :1], key_blocks[..., :-1]], axis=-1)
+    first = jnp.broadcast_to(rows - diagonal, key_blocks.shape)
+    return jnp.where(moves, jnp.where(slots == 0, first, before), key_blocks)
+
+
+def _at_least_one(lists: Array) -> Array:
+    """Lists with room for an entry: kernels get a dead one."""
+    if lists.shape[-1]:
+        return lists
+    return jnp.zeros((*lists.shape[:-1], 1), jnp.int32)

@@ -1,0 +1,44 @@
+"""The XLA backend behind the contract of `pallas_kernels.backends`."""
+
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_kernels.gradients import Gradients
+from pallas_kernels.tiles import Columns, Tiles
+from pallas_kernels.xla.backward import backward
+from pallas_kernels.xla.forward import forward
+from pallas_kernels.xla.walk import XlaWork, xla_work
+
+
+class Xla:
+    """Runs everything everywhere."""
+
+    name = "xla"
+    estimate = None
+
+    def unsupported(self, q: Array, block_size: int | None) -> str | None:
+        """See `Backend.unsupported`."""
+        del q, block_size
+        return None
+
+    def plan(
+        self, q: Array, k: Array, tiles: Tiles | None, columns: Columns | None, *, whole: bool
+    ) -> XlaWork:
+        """See `Backend.plan`; both passes always run the same way."""
+        del columns, whole
+        return xla_work(tiles, q.shape[1], k.shape[1])
+
+    def forward(self, *args, beside_transfers: bool, **options) -> tuple[Array, Array]:
+        """See `Backend.forward`."""
+        del beside_transfers
+        return forward(*args, **options)
+
+    def backward(self, *args, beside_transfers: bool, **options) -> Gradients:
+        """See `Backend.backward`."""
+        del beside_transfers
+        return backward(*args, **options)
+
+    def delta_of(self, out: Array, dout: Array) -> Array:
+        """See `Backend.delta_of`."""
+        product = out.astype(jnp.float32) * dout.astype(jnp.float32)
+        return jnp.sum(product, axis=-1).swapaxes(1, 2)

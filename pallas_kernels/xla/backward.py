@@ -1,0 +1,174 @@
+"""The backward pass of the XLA backend."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from pallas_kernels.gradients import Gradients, whole_keys
+from pallas_kernels.plans import Plan
+from pallas_kernels.tiles import COLUMN_TILE, Columns
+from pallas_kernels.xla.products import (
+    chunk_of,
+    dot,
+    finite,
+    from_blocks,
+    logits_of,
+    take_blocks,
+    to_blocks,
+)
+from pallas_kernels.xla.walk import Walk, column_tile, num_column_tiles
+
+
+def backward(
+    q: Array, k: Array, v: Array, dout: Array, lse: Array, delta: Array, plan: Plan,
+    column_kv: tuple[Array, Array] | None, *, scale: float, dq_dtype: jnp.dtype,
+    key_dtype: jnp.dtype | None,
+) -> Gradients:
+    """See `pallas_kernels.ops.backward`."""
+    g, walks, columns = plan.block_size, plan.work, plan.columns
+    rows = _Rows(
+        to_blocks(q, g),
+        to_blocks(dout, g),
+        lse.reshape(*lse.shape[:2], -1, g),
+        delta.reshape(*delta.shape[:2], -1, g),
+    )
+    k_blocks, v_blocks = to_blocks(k, g), to_blocks(v, g)
+    dq = _backward_rows(rows, k_blocks, v_blocks, walks.rows, columns, column_kv, scale)
+    dq = dq.astype(dq_dtype)
+    dk = dv = dk_columns = dv_columns = None
+    if walks.columns is not None:
+        dk, dv = _backward_keys(rows, k_blocks, v_blocks, walks.columns, scale)
+    if columns is not None:
+        dk_columns, dv_columns = _backward_columns(rows, columns, column_kv, scale)
+    if key_dtype is not None:
+        dk, dv = whole_keys(dk, dv, dk_columns, dv_columns, columns, key_dtype)
+        dk_columns = dv_columns = None
+    return Gradients(dq, dk, dv, dk_columns, dv_columns)
+
+
+class _Rows(NamedTuple):
+    """What the backward pass needs of the queries, [B, Hq, nQ, g(, D)]."""
+
+    q: Array
+    dout: Array
+    lse: Array
+    delta: Array
+
+    def slice(self, first: Array, size: int) -> "_Rows":
+        return _Rows(*(lax.dynamic_slice_in_dim(x, first, size, axis=2) for x in self))
+
+    def take(self, blocks: Array) -> "_Rows":
+        heads = self.q.shape[1]
+        return _Rows(*(take_blocks(x, blocks, heads) for x in self))
+
+
+def _backward_rows(
+    rows: _Rows, k_blocks: Array, v_blocks: Array, walk: Walk | None, columns: Columns | None,
+    column_kv: tuple[Array, Array] | None, scale: float,
+) -> Array:
+    batch, heads, num_rows, g, dim = rows.q.shape
+    chunk = chunk_of(num_rows)
+
+    def chunk_dq(first_row: Array) -> Array:
+        numbers = first_row + jnp.arange(chunk, dtype=jnp.int32)
+        part = rows.slice(first_row, chunk)
+        dq = jnp.zeros((batch, heads, chunk, g, dim), jnp.float32)
+        if walk is not None:
+
+            def tile_step(block: Array, mask: Array, dq: Array) -> Array:
+                keys, values = (take_blocks(x, block, heads) for x in (k_blocks, v_blocks))
+                _, ds = _probabilities(part, keys, values, mask, scale)
+                return dq + dot("bhiqk,bhikd->bhiqd", ds.astype(keys.dtype), keys)
+
+            dq = walk.fold(numbers, tile_step, dq)
+        if columns is not None:
+
+            def column_step(tile: Array, dq: Array) -> Array:
+                keys, values, mask = column_tile(columns, column_kv, tile, numbers)
+                _, ds = _probabilities(part, keys, values, mask, scale)
+                return dq + dot("bhiqk,bhikd->bhiqd", ds.astype(keys.dtype), keys)
+
+            dq = lax.fori_loop(0, num_column_tiles(columns, numbers), column_step, dq)
+        return dq
+
+    dq = lax.map(chunk_dq, jnp.arange(0, num_rows, chunk, dtype=jnp.int32))
+    return from_blocks(jnp.moveaxis(dq, 0, 2).reshape(batch, heads, num_rows, g, dim))
+
+
+def _backward_keys(
+    rows: _Rows, k_blocks: Array, v_blocks: Array, walk: Walk, scale: float
+) -> tuple[Array, Array]:
+    """dk, dv by walking, for each key block, the query blocks that see it."""
+    batch, heads, _, g, dim = rows.q.shape
+    kv_heads, num_columns = k_blocks.shape[1:3]
+    chunk = chunk_of(num_columns)
+    group = heads // kv_heads
+
+    def chunk_dkv(first: Array) -> tuple[Array, Array]:
+        numbers = first + jnp.arange(chunk, dtype=jnp.int32)
+        own = jnp.broadcast_to(numbers, (batch, heads, chunk))
+        keys, values = (take_blocks(x, own, heads) for x in (k_blocks, v_blocks))
+
+        def tile_step(
+            block: Array, mask: Array, carry: tuple[Array, Array]
+        ) -> tuple[Array, Array]:
+            part = rows.take(block)
+            p, ds = _probabilities(part, keys, values, mask, scale)
+            dv = dot("bhiqk,bhiqd->bhikd", p.astype(values.dtype), part.dout)
+            dk = dot("bhiqk,bhiqd->bhikd", ds.astype(keys.dtype), part.q)
+            return carry[0] + _sum_group(dk, group), carry[1] + _sum_group(dv, group)
+
+        zero = jnp.zeros((batch, kv_heads, chunk, g, dim), jnp.float32)
+        return walk.fold(numbers, tile_step, (zero, zero))
+
+    dk, dv = lax.map(chunk_dkv, jnp.arange(0, num_columns, chunk, dtype=jnp.int32))
+    shape = (batch, kv_heads, num_columns, g, dim)
+    return tuple(from_blocks(jnp.moveaxis(x, 0, 2).reshape(shape)) for x in (dk, dv))
+
+
+def _backward_columns(
+    rows: _Rows, columns: Columns, column_kv: tuple[Array, Array], scale: float
+) -> tuple[Array, Array]:
+    """Gradients of gathered columns, [B, Mv, Hq, D], by walking all query blocks."""
+    batch, heads, num_rows, _, dim = rows.q.shape
+    chunk = chunk_of(num_rows)
+
+    def tile_dkv(tile: Array) -> tuple[Array, Array]:
+        def row_step(step: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+            numbers = step * chunk + jnp.arange(chunk, dtype=jnp.int32)
+            part = rows.slice(step * chunk, chunk)
+            keys, values, mask = column_tile(columns, column_kv, tile, numbers)
+            p, ds = _probabilities(part, keys, values, mask, scale)
+            dv = dot("bhiqk,bhiqd->bhkd", p.astype(values.dtype), part.dout)
+            dk = dot("bhiqk,bhiqd->bhkd", ds.astype(keys.dtype), part.q)
+            return carry[0] + dk, carry[1] + dv
+
+        zero = jnp.zeros((batch, heads, COLUMN_TILE, dim), jnp.float32)
+        needed = tile * COLUMN_TILE < jnp.max(columns.count, initial=0)
+        return lax.fori_loop(
+            0, jnp.where(needed, num_rows // chunk, 0), row_step, (zero, zero)
+        )
+
+    num_tiles = columns.tokens.shape[-1] // COLUMN_TILE
+    dk, dv = lax.map(tile_dkv, jnp.arange(num_tiles, dtype=jnp.int32))
+    # [tiles, B, Hq, T, D] -> [B, tiles * T, Hq, D]
+    return tuple(
+        jnp.transpose(x, (1, 0, 3, 2, 4)).reshape(batch, -1, heads, dim) for x in (dk, dv)
+    )
+
+
+def _probabilities(
+    rows: _Rows, keys: Array, values: Array, mask: Array, scale: float
+) -> tuple[Array, Array]:
+    """P and dS = scale * P * (dP - delta) of a tile."""
+    seen = rows.lse > -jnp.inf
+    p = jnp.exp(logits_of(rows.q, keys, scale) - finite(rows.lse)[..., None])
+    p = jnp.where(mask & seen[..., None], p, 0.0)
+    values = jnp.broadcast_to(values, (*p.shape[:3], *values.shape[3:]))
+    dp = dot("bhiqd,bhikd->bhiqk", rows.dout, values)
+    return p, scale * p * (dp - rows.delta[..., None])
+
+
+def _sum_group(x: Array, group: int) -> Array:
+    return x.reshape(x.shape[0], -1, group, *x.shape[2:]).sum(2)

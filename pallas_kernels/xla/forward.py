@@ -1,0 +1,89 @@
+"""The forward pass of the XLA backend."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from pallas_kernels.plans import Plan
+from pallas_kernels.xla.products import (
+    chunk_of,
+    dot,
+    finite,
+    from_blocks,
+    logits_of,
+    take_blocks,
+    to_blocks,
+)
+from pallas_kernels.xla.walk import column_tile, num_column_tiles
+
+
+class _State(NamedTuple):
+    """Running softmax of the rows of a chunk, [B, Hq, rows, g(, D)], fp32."""
+
+    peak: Array
+    total: Array
+    acc: Array
+
+
+def forward(
+    q: Array, k: Array, v: Array, plan: Plan, column_kv: tuple[Array, Array] | None, *,
+    scale: float, init: tuple[Array, Array] | None, out_dtype: jnp.dtype,
+) -> tuple[Array, Array]:
+    """See `pallas_kernels.ops.forward`."""
+    g, walk, columns = plan.block_size, plan.work.rows, plan.columns
+    q_blocks = to_blocks(q, g)  # [B, Hq, nQ, g, D]
+    k_blocks, v_blocks = to_blocks(k, g), to_blocks(v, g)
+    batch, heads, num_rows, _, dim = q_blocks.shape
+    chunk = chunk_of(num_rows)
+
+    def chunk_forward(first_row: Array) -> tuple[Array, Array]:
+        rows = first_row + jnp.arange(chunk, dtype=jnp.int32)
+        q_rows = lax.dynamic_slice_in_dim(q_blocks, first_row, chunk, axis=2)
+        if init is None:
+            stats = jnp.full((batch, heads, chunk, g), -jnp.inf, jnp.float32)
+            state = _State(stats, jnp.zeros_like(stats), jnp.zeros((*stats.shape, dim)))
+        else:
+            out_rows = lax.dynamic_slice_in_dim(init_blocks, first_row, chunk, axis=2)
+            lse_rows = lax.dynamic_slice_in_dim(init_lse, first_row, chunk, axis=2)
+            state = _State(lse_rows, (lse_rows > -jnp.inf).astype(jnp.float32), out_rows)
+        if walk is not None:
+
+            def tile_step(block: Array, mask: Array, state: _State) -> _State:
+                keys, values = (take_blocks(x, block, heads) for x in (k_blocks, v_blocks))
+                return _accumulate(state, logits_of(q_rows, keys, scale), mask, values)
+
+            state = walk.fold(rows, tile_step, state)
+        if columns is not None:
+
+            def column_step(tile: Array, state: _State) -> _State:
+                keys, values, mask = column_tile(columns, column_kv, tile, rows)
+                return _accumulate(state, logits_of(q_rows, keys, scale), mask, values)
+
+            state = lax.fori_loop(0, num_column_tiles(columns, rows), column_step, state)
+        seen = state.total > 0
+        total = jnp.where(seen, state.total, 1.0)
+        out = state.acc / total[..., None]
+        lse = jnp.where(seen, finite(state.peak) + jnp.log(total), -jnp.inf)
+        return out.astype(out_dtype), lse
+
+    if init is not None:
+        init_blocks = to_blocks(init[0].astype(jnp.float32), g)
+        init_lse = init[1].reshape(batch, heads, num_rows, g)
+    starts = jnp.arange(0, num_rows, chunk, dtype=jnp.int32)
+    out, lse = lax.map(chunk_forward, starts)  # leading axis: chunks
+    out = jnp.moveaxis(out, 0, 2).reshape(batch, heads, num_rows, g, dim)
+    lse = jnp.moveaxis(lse, 0, 2).reshape(batch, heads, num_rows * g)
+    return from_blocks(out), lse
+
+
+def _accumulate(state: _State, logits: Array, mask: Array, values: Array) -> _State:
+    logits = jnp.where(mask, logits, -jnp.inf)
+    peak = jnp.maximum(state.peak, logits.max(-1))
+    weights = jnp.exp(logits - finite(peak)[..., None])
+    decay = jnp.exp(state.peak - finite(peak))
+    values = jnp.broadcast_to(values, (*weights.shape[:3], *values.shape[3:]))
+    acc = dot("bhiqk,bhikd->bhiqd", weights.astype(values.dtype), values)
+    return _State(
+        peak, state.total * decay + weights.sum(-1), state.acc * decay[..., None] + acc
+    )

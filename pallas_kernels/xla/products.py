@@ -1,0 +1,59 @@
+"""Products and block arithmetic that the passes of the XLA backend share."""
+
+import math
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+ROWS_PER_CHUNK = 16  # bounds memory: chunk * g * g floats per head
+
+
+def chunk_of(blocks: int) -> int:
+    """Own blocks taken at a time."""
+    return math.gcd(blocks, ROWS_PER_CHUNK)
+
+
+def logits_of(q: Array, keys: Array, scale: float) -> Array:
+    """scale * q k^T of a tile, fp32 [B, Hq, rows, g, keys]."""
+    keys = jnp.broadcast_to(keys, (*q.shape[:3], *keys.shape[3:]))
+    return scale * dot("bhiqd,bhikd->bhiqk", q, keys)
+
+
+def dot(equation: str, a: Array, b: Array) -> Array:
+    """An einsum that accumulates in fp32; fp32 operands are multiplied as fp32, not tf32."""
+    dtype = jnp.promote_types(a.dtype, b.dtype)
+    precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
+    return jnp.einsum(
+        equation, a.astype(dtype), b.astype(dtype), precision=precision,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def finite(x: Array) -> Array:
+    """Replaces -inf (an empty row so far) by 0, so that differences stay defined."""
+    return jnp.where(x > -jnp.inf, x, 0.0)
+
+
+def take_blocks(blocks: Array, numbers: Array, num_heads: int) -> Array:
+    """Blocks [B, Hk, n, ...] at numbers [B, Hq, rows] -> [B, Hq, rows, ...]."""
+    group = num_heads // blocks.shape[1]
+    batch = jnp.arange(blocks.shape[0], dtype=jnp.int32)[:, None, None]
+    heads = (jnp.arange(num_heads, dtype=jnp.int32) // group)[None, :, None]
+    return blocks[batch, heads, numbers]
+
+
+def to_blocks(x: Array, g: int) -> Array:
+    """[B, S, H, D] -> [B, H, S/g, g, D]."""
+    batch, _, heads, dim = x.shape
+    return x.reshape(batch, -1, g, heads, dim).transpose(0, 3, 1, 2, 4)
+
+
+def from_blocks(x: Array) -> Array:
+    """[B, H, n, g, D] -> [B, S, H, D]."""
+    batch, heads, _, _, dim = x.shape
+    return x.transpose(0, 2, 3, 1, 4).reshape(batch, -1, heads, dim)
+
+
+def of_rows(x: Array, rows: Array) -> Array:
+    """The entries [B, Hq, rows, ...] of neighbouring blocks of [B, Hq, n, ...]."""
+    return lax.dynamic_slice_in_dim(x, rows[0], rows.size, axis=2)

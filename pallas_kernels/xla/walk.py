@@ -1,0 +1,158 @@
+"""What the passes of the XLA backend walk: blocks of the other side, and tiles of columns."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from pallas_kernels.tiles import COLUMN_TILE, Columns, Tiles
+from pallas_kernels.xla.products import of_rows
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["entries", "first", "last", "diagonal"],
+    meta_fields=["listed", "of_queries", "num_others", "block_size"],
+)
+@dataclasses.dataclass(frozen=True)
+class Walk:
+    """The blocks of the other side that own blocks meet, in order.
+
+    Attributes:
+        entries: int32; offsets [B, Hq, M], or blocks of the other side [B, Hq, n, M] (`listed`).
+        first, last: int32 [B, Hq, R, n], the ranges of entries of each own block, one after
+            another.
+        diagonal: int32 [], the offset of the tiles that are masked by element.
+        listed: static.
+        of_queries: whether own blocks are query blocks, else key blocks (static).
+        num_others: blocks of the other side (static).
+        block_size: g (static).
+    """
+
+    entries: Array
+    first: Array
+    last: Array
+    diagonal: Array
+    listed: bool
+    of_queries: bool
+    num_others: int
+    block_size: int
+
+    @classmethod
+    def of_rows(cls, tiles: Tiles, num_rows: int, num_columns: int) -> "Walk":
+        """The key blocks of query blocks."""
+        first, last = tiles.row_ranges(num_rows, num_columns)
+        if first.ndim == 3:
+            first, last = first[:, :, None], last[:, :, None]
+        return cls(
+            tiles.row_entries, first, last, tiles.diagonal, tiles.listed, True, num_columns,
+            tiles.block_size,
+        )
+
+    @classmethod
+    def of_columns(cls, tiles: Tiles, num_rows: int, num_columns: int) -> "Walk":
+        """The query blocks of key blocks."""
+        first, last = tiles.column_ranges(num_rows, num_columns)
+        return cls(
+            tiles.column_entries, first[:, :, None], last[:, :, None], tiles.diagonal,
+            tiles.listed, False, num_rows, tiles.block_size,
+        )
+
+    def fold(self, own: Array, step: Callable, state: Any) -> Any:
+        """step(other block [B, Hq, n], mask [B, Hq, n, g|1, g|1], state) over all entries.
+
+        Args:
+            own: int32 [n], neighbouring own blocks.
+            step: what to do with a tile of each own block; blocks are clipped to exist.
+            state: of the first step.
+        """
+
+        def run(number: Array | int, state: Any) -> Any:
+            first, last = (
+                of_rows(lax.dynamic_index_in_dim(x, number, 2, keepdims=False), own)
+                for x in (self.first, self.last)
+            )
+            return self._fold_range(first, last, own, step, state)
+
+        runs = self.first.shape[2]
+        return run(0, state) if runs == 1 else lax.fori_loop(0, runs, run, state)
+
+    def _fold_range(
+        self, first: Array, last: Array, own: Array, step: Callable, state: Any
+    ) -> Any:
+        """`fold` over one range of each own block."""
+        some = last > first
+        lowest = jnp.min(jnp.where(some, first, jnp.iinfo(jnp.int32).max))
+        below = jnp.tril(jnp.ones((self.block_size, self.block_size), bool))
+
+        def visit(slot: Array, state: Any) -> Any:
+            block, offset = self._at(own, slot)
+            listed = (slot >= first) & (slot < last)
+            diagonal = jnp.broadcast_to(offset == self.diagonal, listed.shape)[..., None, None]
+            mask = listed[..., None, None] & (~diagonal | below)
+            return step(jnp.clip(block, 0, self.num_others - 1), mask, state)
+
+        stop = jnp.max(jnp.where(some, last, 0))
+        return lax.fori_loop(jnp.where(some.any(), lowest, 0), stop, visit, state)
+
+    def _at(self, own: Array, slot: Array) -> tuple[Array, Array]:
+        """Block of the other side at a slot of each own block, and the offset of the tile."""
+        sign = 1 if self.of_queries else -1
+        if self.listed:
+            block = of_rows(self.entries, own)[..., slot]
+            return block, sign * (own - block)
+        offset = self.entries[..., slot][..., None]
+        return own - sign * offset, offset
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["rows", "columns"], meta_fields=[]
+)
+@dataclasses.dataclass(frozen=True)
+class XlaWork:
+    """Both walks of a call's tiles; None without tiles."""
+
+    rows: Walk | None
+    columns: Walk | None
+
+
+def xla_work(tiles: Tiles | None, num_queries: int, num_keys: int) -> XlaWork:
+    """What both passes walk over some tokens."""
+    if tiles is None:
+        return XlaWork(None, None)
+    num_rows, num_columns = num_queries // tiles.block_size, num_keys // tiles.block_size
+    return XlaWork(
+        Walk.of_rows(tiles, num_rows, num_columns), Walk.of_columns(tiles, num_rows, num_columns)
+    )
+
+
+def column_tile(
+    columns: Columns, column_kv: tuple[Array, Array], tile: Array, rows: Array
+) -> tuple[Array, Array, Array]:
+    """Keys, values [B, Hq, 1, T, D] and mask [B, Hq, rows, g, T] of one tile of columns."""
+    start = tile * COLUMN_TILE
+    keys, values = (
+        lax.dynamic_slice_in_dim(x, start, COLUMN_TILE, axis=1).swapaxes(1, 2)[:, :, None]
+        for x in column_kv
+    )
+    words = lax.dynamic_slice_in_dim(
+        of_rows(columns.keep, rows), start // 32, COLUMN_TILE // 32, axis=-1
+    )
+    bits = (words[..., None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
+    keep = bits.reshape(*words.shape[:-1], COLUMN_TILE).astype(bool)
+    g = columns.block_size
+    blocks = lax.dynamic_slice_in_dim(columns.query_blocks, rows[0], rows.size)
+    position = blocks[:, None] * g + jnp.arange(g, dtype=jnp.int32)
+    tokens = lax.dynamic_slice_in_dim(columns.tokens, start, COLUMN_TILE, axis=-1)
+    causal = tokens[:, :, None, None, :] <= position[:, :, None]
+    return keys, values, keep[..., None, :] & causal
+
+
+def num_column_tiles(columns: Columns, rows: Array) -> Array:
+    """Tiles of columns that some query blocks may see."""
+    limit = jnp.max(of_rows(columns.limit, rows), initial=0)
+    return (limit + COLUMN_TILE - 1) // COLUMN_TILE
