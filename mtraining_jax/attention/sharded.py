@@ -20,6 +20,7 @@ from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import DATA_AXIS, SEQUENCE_AXES
 from mtraining_jax.parallel.ring import check_ring, ring_attention
 from mtraining_jax.sparsity import Choice, Pattern, Shards
+from mtraining_jax.sparsity.choose import choose
 from mtraining_jax.sparsity.metrics import attention_recall, causal_pairs, density
 from pallas_kernels import attention
 from pallas_kernels.index import Index
@@ -119,7 +120,7 @@ def _local(
     shards = _shards(way, q, pattern.block_size)
     choice = Choice(pattern)
     if isinstance(pattern, Pattern):
-        choice = pattern.choose(q, k, shards)
+        choice = choose(pattern, q, k, shards)
     index = choice.index
     statistics: Stats = {}
     if way.statistics:

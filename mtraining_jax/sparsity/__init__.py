@@ -15,8 +15,7 @@ from mtraining_jax.sparsity.replay import Replay, make_replay
 from mtraining_jax.sparsity.vertical_slash import VerticalSlash
 
 if TYPE_CHECKING:
-    from mtraining_jax.sparsity.choose import choose_index
-    from mtraining_jax.sparsity.last_queries import INDEX_NAME
+    from mtraining_jax.sparsity.choose import INDEX_NAME, choose_index
     from mtraining_jax.sparsity.metrics import (
         attention_flops,
         attention_recall,
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     )
 
 _HOMES = {
-    "INDEX_NAME": "last_queries",
+    "INDEX_NAME": "choose",
     "attention_flops": "metrics",
     "attention_recall": "metrics",
     "causal_pairs": "metrics",

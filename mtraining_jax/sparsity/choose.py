@@ -2,10 +2,30 @@
 
 from collections.abc import Sequence
 
-from jax import Array
+import jax
+from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
 
-from mtraining_jax.sparsity.pattern import Pattern, Shards
+from mtraining_jax.sparsity.pattern import Choice, Pattern, Shards
 from pallas_kernels.index import Index
+
+# A rematerialisation policy that saves this name makes the recomputation reuse the index.
+INDEX_NAME = "sparse_index"
+
+
+def choose(pattern: Pattern, q: Array, k: Array, shards: Shards) -> Choice:
+    """What a pattern chooses; no gradient flows through it, and its index carries `INDEX_NAME`.
+
+    Args:
+        pattern: any.
+        q: [B, n, Hq, D], local queries, rotary embedding applied.
+        k: [B, n, Hk, D], local keys.
+        shards: where they lie in the sequence.
+    """
+    choice = pattern.choose(*lax.stop_gradient((q, k)), shards)
+    leaves, structure = jax.tree.flatten(choice.index)
+    leaves = [checkpoint_name(lax.stop_gradient(leaf), INDEX_NAME) for leaf in leaves]
+    return Choice(jax.tree.unflatten(structure, leaves), choice.statistics)
 
 
 def choose_index(
@@ -19,6 +39,6 @@ def choose_index(
     scale: float | None = None,
     backend: str | None = None,
 ) -> Index:
-    """The index that a pattern chooses; see `Pattern.choose` and `Shards` for the arguments."""
+    """The index that a pattern chooses; the arguments are those of `choose` and `Shards`."""
     shards = Shards(block_ids, num_blocks, tuple(axis_names), scale, backend)
-    return pattern.choose(q, k, shards).index
+    return choose(pattern, q, k, shards).index

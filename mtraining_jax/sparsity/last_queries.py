@@ -9,16 +9,12 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import jax.numpy as jnp
-from jax import Array, lax
-from jax.ad_checkpoint import checkpoint_name
+from jax import Array
 
 from mtraining_jax.sparsity import estimate, exchange, select
 from mtraining_jax.sparsity.pattern import Settings, Shards
 from mtraining_jax.sparsity.vertical_slash import index_capacities
 from pallas_kernels.index import VerticalSlashIndex
-
-# A rematerialisation policy that saves this name makes the recomputation reuse the index.
-INDEX_NAME = "sparse_index"
 
 
 class Rule(Protocol):
@@ -62,7 +58,7 @@ def choose(
     """Chooses, per batch entry and query head, the columns and block diagonals to compute.
 
     All ranks get the same index; its bits do not depend on how many ranks there are, nor on how
-    blocks are dealt to them. No gradient flows through it. Equal scores are kept in order of
+    blocks are dealt to them. Equal scores are kept in order of
     position (columns) or distance (diagonals). A diagonal at token distance s turns on block
     diagonals floor(s/g) and, unless g divides s, floor(s/g)+1.
 
@@ -82,7 +78,6 @@ def choose(
     """
     scale = _check(q, k, settings, shards)
     batch, num_heads = q.shape[0], q.shape[2]
-    q, k = lax.stop_gradient((q, k))
     where = dict(block_ids=shards.block_ids, num_blocks=shards.num_blocks)
     seq_len = shards.num_blocks * settings.block_size
     last = estimate.last_positions(settings.last_q, seq_len)
@@ -102,12 +97,13 @@ def choose(
     capacities = index_capacities(settings, shards.num_blocks)
     # What is beyond the end of a list is above every entry.
     slashes, verticals = lists[..., : capacities[1]], lists[..., capacities[1] :]
-    leaves = (
-        slashes, (slashes < shards.num_blocks).sum(-1, dtype=jnp.int32),
-        verticals, (verticals < seq_len).sum(-1, dtype=jnp.int32),
+    return VerticalSlashIndex(
+        slash_blocks=slashes,
+        slash_count=(slashes < shards.num_blocks).sum(-1, dtype=jnp.int32),
+        vertical_tokens=verticals,
+        vertical_count=(verticals < seq_len).sum(-1, dtype=jnp.int32),
+        block_size=settings.block_size,
     )
-    leaves = (checkpoint_name(leaf, INDEX_NAME) for leaf in leaves)
-    return VerticalSlashIndex(*leaves, block_size=settings.block_size)
 
 
 def entries(keys: Array) -> Array:

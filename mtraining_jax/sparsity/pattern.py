@@ -146,10 +146,8 @@ class Pattern(Settings):
     def choose(self, q: "Array", k: "Array", shards: Shards) -> Choice:
         """Chooses the pairs to compute, per batch entry and query head.
 
-        Called inside `jax.shard_map` on the shards of a sequence, or on one device. All ranks must
-        get the same index, whatever their number. No gradient flows through it
-        (`jax.lax.stop_gradient`), and what is expensive to choose again carries the name
-        `pallas_kernels.names.INDEX` (`jax.ad_checkpoint.checkpoint_name`).
+        Called by `choose.choose`, inside `jax.shard_map` on the shards of a sequence or on one
+        device. All ranks must get the same index, whatever their number.
 
         Args:
             q: [B, n, Hq, D], local queries, rotary embedding applied.

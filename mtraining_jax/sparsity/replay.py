@@ -123,9 +123,7 @@ class Replay(Pattern):
         """
         import jax
         import jax.numpy as jnp
-        from jax.ad_checkpoint import checkpoint_name
 
-        from mtraining_jax.sparsity.last_queries import INDEX_NAME
         from mtraining_jax.sparsity.metrics import density
         from pallas_kernels.index import VerticalSlashIndex
 
@@ -144,8 +142,6 @@ class Replay(Pattern):
             return x + none.reshape(*shape, *[1] * (x.ndim - 2))
 
         leaves = (replayed(getattr(self, name)) for name in self.arrays)
-        # The name lets a remat policy save it, in place of the chosen one.
-        leaves = (checkpoint_name(jax.lax.stop_gradient(leaf), INDEX_NAME) for leaf in leaves)
         return Choice(VerticalSlashIndex(*leaves, block_size=self.block_size), statistics)
 
 

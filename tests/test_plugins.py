@@ -1,0 +1,117 @@
+"""Plug-ins by name, and the sections that they add fields to."""
+
+import dataclasses
+import sys
+
+import pytest
+
+from mtraining_jax.config.sections import STRICT, assemble
+from mtraining_jax.errors import UserError
+from mtraining_jax.limits import check_limits, limited
+from mtraining_jax.plugins import Registry, attribute_docs
+
+OWN = """
+class Base: pass
+class Mine(Base): pass
+class Other: pass
+"""
+
+
+@pytest.fixture
+def registry(tmp_path, monkeypatch):
+    """In a folder with a module of one's own."""
+    (tmp_path / "own_plugins_for_tests.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield Registry(
+        "thing", "own_plugins_for_tests:Base", {"first": "own_plugins_for_tests:Mine"}
+    )
+    sys.modules.pop("own_plugins_for_tests", None)
+
+
+def test_a_name_and_a_place_find_the_class(registry):
+    first = registry.get("first")
+    assert first.__name__ == "Mine" and registry.get("first") is first
+    assert not registry.knows("own_plugins_for_tests:Mine")
+    assert registry.get("own_plugins_for_tests:Mine") is first
+    assert tuple(registry) == ("first", "own_plugins_for_tests:Mine")
+    assert registry.names == ("first",)
+    assert set(registry.classes().values()) == {first}
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("second", '"second" is no thing; it must be one of first, or your own as package.module'),
+        ("nowhere_at_all:X", "cannot be loaded as a thing: No module named 'nowhere_at_all'"),
+        ("own_plugins_for_tests:Gone", "own_plugins_for_tests has no 'Gone'"),
+        ("own_plugins_for_tests:Other", "is no thing: a class derived from own_plugins_for_tests"),
+    ],
+)
+def test_what_cannot_be_found_is_told(registry, name, sentence):
+    with pytest.raises(UserError, match=sentence):
+        registry.get(name)
+    assert tuple(registry) == ("first",)
+
+
+@dataclasses.dataclass(frozen=True)
+class Left:
+    """One plug-in.
+
+    Attributes:
+        share: of the whole, in words that
+            take two lines.
+        size: how large.
+    """
+
+    share: limited(float, gt=0, le=1) = 0.5
+    size: int = 3
+
+    def __post_init__(self):
+        check_limits(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class Right:
+    """Another."""
+
+    size: int = 3
+    name: str = "x"
+
+
+def section_of(**plugins):
+    from pydantic.dataclasses import dataclass
+
+    @dataclass(frozen=True, kw_only=True, config=STRICT)
+    class Base:
+        kind: str = "left"
+
+    return assemble("Section", Base, plugins, "kind")
+
+
+def test_a_section_has_the_fields_of_all_with_their_help_and_limits():
+    section = section_of(left=Left, right=Right)
+    fields = section.__pydantic_fields__
+    assert list(fields) == ["kind", "share", "size", "name"]
+    assert fields["share"].description == "of the whole, in words that take two lines. (kind left)"
+    assert section.owners["size"] == ["left", "right"]
+    assert dataclasses.replace(section(share=0.25), kind="right").share == 0.25
+    with pytest.raises(ValueError, match="less than or equal to 1"):
+        section(share=2.0)
+    with pytest.raises(ValueError, match="shape"):
+        section(shape=2.0)
+
+
+def test_plugins_that_disagree_about_a_field_are_refused():
+    @dataclasses.dataclass
+    class Wrong:
+        size: int = 4
+
+    with pytest.raises(TypeError, match="wrong declares size: .*= 4, and left .*= 3"):
+        section_of(left=Left, wrong=Wrong)
+
+
+def test_limits_are_checked_by_the_class_too():
+    with pytest.raises(ValueError, match="share=0.0 must be above 0 and at most 1"):
+        Left(share=0.0)
+    assert attribute_docs(Right) == {}
