@@ -43,4 +43,4 @@ class Strided(Pattern):
 
     def describe(self) -> str:
         """What a run says at its start."""
-        return f"a window of {self.window} blocks and every {self.stride}th block before it"
+        return f"a window of {self.window} blocks and every block in {self.stride} before it"

@@ -102,14 +102,17 @@ class BudgetFile(Settings):
         Raises:
             UserError: if the file cannot be read, or is of another model.
         """
-        budgets = load_budgets(self.budget_file)
+        budgets = self._budgets()
         found, needed = budgets.verticals.shape, (model.num_layers, model.num_heads)
         if found != needed:
             raise UserError(
                 f"budget file {self.budget_file} has {found[0]} layers of {found[1]} heads, and "
                 f"the model has {needed[0]} of {needed[1]}"
             )
-        return budgets.pattern(
+        return budgets
+
+    def _budgets(self) -> FixedBudget:
+        return load_budgets(self.budget_file).pattern(
             last_q=self.last_q, block_size=self.block_size, sink_tokens=self.sink_tokens,
             sliding_window=self.sliding_window,
         )  # fmt: skip
@@ -122,8 +125,7 @@ class BudgetFile(Settings):
         """Those of the largest budgets of any layer."""
         from mtraining_jax.sparsity.vertical_slash import index_capacities
 
-        pattern = load_budgets(self.budget_file).pattern(block_size=self.block_size)
-        columns, diagonals = index_capacities(pattern, num_blocks)
+        columns, diagonals = index_capacities(self._budgets(), num_blocks)
         return diagonals + columns + 2, columns
 
 

@@ -113,9 +113,10 @@ class Settings:
     def capacities(self, num_blocks: int) -> tuple[int, int]:
         """Int32 numbers that an index of one head has room for, and the columns among them.
 
-        For estimates of memory. Columns are keys that are gathered for each head.
+        For estimates of memory. Columns are keys that are gathered for each head. Without another
+        word, an index is taken to be a `BlockSparseIndex` with room for every block.
         """
-        return num_blocks, 0
+        return 2 * num_blocks * (num_blocks + 1), 0
 
 
 class Pattern(Settings):

@@ -1,0 +1,101 @@
+"""What every pattern owes, as a class that each pattern's test derives from."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from mtraining_jax import sparse_attention
+from mtraining_jax.parallel.layout import Layout
+from mtraining_jax.parallel.mesh import make_mesh
+from mtraining_jax.plugins import attribute_docs
+from mtraining_jax.sparsity import ModelSizes, Pattern, Settings, choose_index
+from pallas_kernels.index import Index
+from pallas_kernels.reference import mask_from_index, reference_attention
+from tests.sparsity import inputs
+
+SEQ_LEN, BLOCK, HEADS, KV_HEADS, DIM, LAYERS = 256, 8, 4, 2, 16, 1
+NUM_BLOCKS = SEQ_LEN // BLOCK
+AXES = ("node", "device")
+
+
+class PatternContract:
+    """Derive from it and give the settings; blocks of `BLOCK` tokens."""
+
+    settings: Settings
+    # Whether each token sees something for certain.
+    rows_may_be_empty = False
+
+    @functools.cached_property
+    def pattern(self) -> Pattern:
+        """That of the first layer."""
+        pattern = self.settings.pattern(ModelSizes(LAYERS, HEADS, SEQ_LEN))
+        if not pattern.arrays:
+            return pattern
+        return jax.tree.map(lambda x: x[0], pattern)
+
+    def chosen(self, dtype=jnp.float32):
+        """Queries and keys, and the index that one device chooses for them."""
+        q, k = inputs.random(0, 2, SEQ_LEN, HEADS, KV_HEADS, DIM, dtype)
+        choose = functools.partial(
+            choose_index, block_ids=jnp.arange(NUM_BLOCKS), num_blocks=NUM_BLOCKS
+        )
+        return q, k, jax.jit(lambda q, k: choose(q, k, self.pattern))(q, k)
+
+    def test_the_settings_say_what_they_are(self):
+        cls = type(self.settings)
+        assert set(cls.__dict__.get("__annotations__", {})) <= set(attribute_docs(cls))
+        assert isinstance(self.settings.describe(), str) and self.settings.describe()
+        share, why = self.settings.expected_density()
+        assert 0 < share <= 1 and why
+        assert hash(self.settings) == hash(dataclasses.replace(self.settings))
+
+    def test_the_index_is_the_same_on_eight_ranks_and_computes_what_it_says(self):
+        q, k, expected = self.chosen()
+        assert isinstance(expected, Index) and expected.block_size == BLOCK
+        layout = Layout("striped", SEQ_LEN, 8, BLOCK, 2)
+
+        def local(q, k):
+            shards = layout.block_ids(jax.lax.axis_index(AXES))
+            where = dict(block_ids=shards, num_blocks=NUM_BLOCKS, axis_names=AXES)
+            index = choose_index(q, k, self.pattern, **where)
+            return jax.tree.map(lambda x: x[None], index)  # what every rank has got
+
+        run = jax.shard_map(
+            local, mesh=make_mesh(1, 2, 4), in_specs=P("data", AXES), out_specs=P(AXES, "data"),
+            check_vma=False,
+        )
+        order = layout.permutation()
+        found = jax.jit(run)(q[:, order], k[:, order])
+        for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_array_equal(got, np.broadcast_to(want, got.shape))
+        mask = np.broadcast_to(mask_from_index(expected, SEQ_LEN), (2, HEADS, SEQ_LEN, SEQ_LEN))
+        pairs = np.broadcast_to(expected.computed_pairs(SEQ_LEN), (2, HEADS))
+        np.testing.assert_array_equal(pairs, mask.sum((-1, -2)))
+        assert not np.triu(np.ones((SEQ_LEN, SEQ_LEN), bool), 1)[None, None][mask[:1, :1]].any()
+        if not self.rows_may_be_empty:
+            assert mask.any(-1).all()
+
+    def test_attention_computes_the_pairs_and_no_gradient_comes_through_the_choice(self):
+        q, k, index = self.chosen()
+        v = jnp.roll(k, 1, axis=1)
+
+        def total(attend):
+            return jax.value_and_grad(lambda q, k, v: jnp.sin(attend(q, k, v)).sum(), (0, 1, 2))
+
+        attend = functools.partial(sparse_attention, pattern=self.pattern)
+        mask = mask_from_index(index, SEQ_LEN)
+        found = jax.jit(total(attend))(q, k, v)
+        wanted = jax.jit(total(lambda q, k, v: reference_attention(q, k, v, mask)[0]))(q, k, v)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), found, wanted
+        )
+
+    def test_an_index_has_the_room_that_memory_is_estimated_by(self):
+        _, _, index = self.chosen()
+        numbers, columns = self.settings.capacities(NUM_BLOCKS)
+        room = sum(np.prod(leaf.shape[2:], dtype=int) for leaf in jax.tree.leaves(index))
+        assert room <= numbers and columns <= numbers

@@ -1,0 +1,52 @@
+"""Every pattern that comes with the package, and that of the example, keeps the contract."""
+
+import json
+
+import pytest
+
+from examples.strided_pattern import Strided
+from mtraining_jax.sparsity import PATTERNS, Dense, VerticalSlash
+from mtraining_jax.sparsity.fixed_budget import BudgetFile
+from mtraining_jax.sparsity.replay import ReplaySettings
+from tests.sparsity.contract import BLOCK, HEADS, LAYERS, PatternContract
+
+SMALL = dict(
+    max_verticals=24, max_slashes=12, last_q=8, block_size=BLOCK, sink_tokens=2, local_blocks=1,
+    min_verticals=4, min_slashes=2,
+)  # fmt: skip
+
+
+class TestDense(PatternContract):
+    settings = Dense(block_size=BLOCK)
+
+
+class TestSafe(PatternContract):
+    settings = VerticalSlash(top_p=0.4, **SMALL)
+
+
+class TestPaper(PatternContract):
+    settings = VerticalSlash(top_p=0.4, preset="paper", **SMALL)
+    rows_may_be_empty = True
+
+
+class TestReplay(PatternContract):
+    settings = ReplaySettings(replay_density=0.3, **SMALL | dict(max_slashes=32))
+
+
+class TestFixed(PatternContract):
+    @pytest.fixture(autouse=True)
+    def _file(self, tmp_path):
+        path = tmp_path / "budgets.json"
+        heads = [["vertical_and_slash", 5 * head, 3 + head, 1.0] for head in range(HEADS)]
+        path.write_text(json.dumps([heads] * LAYERS))
+        self.settings = BudgetFile(str(path), last_q=8, sink_tokens=2, sliding_window=4,
+                                   block_size=BLOCK)  # fmt: skip
+
+
+class TestOwn(PatternContract):
+    settings = Strided(window=2, stride=3, block_size=BLOCK)
+
+
+def test_every_registered_pattern_is_tested_here():
+    tested = {Dense, VerticalSlash, ReplaySettings, BudgetFile}
+    assert {PATTERNS.get(name) for name in PATTERNS.names} == tested
