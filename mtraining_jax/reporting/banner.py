@@ -8,7 +8,6 @@ from jax.sharding import Mesh
 from mtraining_jax.config import Config
 from mtraining_jax.errors import UserError
 from mtraining_jax.models.families import family_of
-from mtraining_jax.reporting.record import REPLAYED
 from pallas_kernels import backends
 
 
@@ -68,7 +67,7 @@ def banner(config: Config, parameters: ParameterCount, mesh: Mesh, data: str) ->
         ),
         (
             "attention",
-            f"{_sparsity(config)}, blocks of {sparsity.block_size} tokens, {parallel.layout},"
+            f"{sparsity.settings.describe()}, blocks of {sparsity.block_size} tokens, {parallel.layout},"
             f" {ring}",
         ),
         ("output", str(config.run.folder)),
@@ -97,21 +96,6 @@ def backend_line(config: Config) -> str:
         because = jax.devices()[0].device_kind if asked in (None, "auto") else "parallel.backend"
         return f"{name} ({because})"
     return f"{name} ({'no Hopper GPU here' if jax.default_backend() == 'cpu' else reason})"
-
-
-def _sparsity(config: Config) -> str:
-    sparsity = config.sparsity
-    if sparsity.kind == "dense":
-        return "dense"
-    if sparsity.kind == "replay":
-        also = ", with the time of choosing an index" if sparsity.replay_estimate else ""
-        return (
-            f"{REPLAYED}: {sparsity.replay_density:.1%} of the causal pairs, random block"
-            f" diagonals and columns{also}"
-        )
-    if sparsity.kind == "fixed":
-        return f"vertical-slash with the budgets of {sparsity.budget_file}"
-    return f"dynamic vertical-slash, top-p {sparsity.top_p:g} ({sparsity.preset})"
 
 
 def _count(number: int) -> str:
