@@ -213,8 +213,8 @@ def _build(
             say(dotted, f"{dotted}: {error}")
     if len(problems) > told:  # their fields are not known
         raise UserError("\n".join(problems))
-    fields = all_fields()
     table = with_checkpoint(table, say)
+    fields = all_fields()
 
     def unknown(name: str) -> None:
         say(name, _unknown(name, fields))

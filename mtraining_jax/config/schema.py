@@ -24,6 +24,7 @@ from mtraining_jax.field_types import (
     Text,
     TextList,
 )
+from mtraining_jax.models.families import FAMILIES
 from mtraining_jax.models.rope import ROPE_KINDS, YarnScaling
 from mtraining_jax.sparsity.pattern import Settings
 from mtraining_jax.sparsity.registry import PATTERNS
@@ -81,7 +82,7 @@ class ModelConfig:
     With init_from, what the checkpoint's config.json says may be left out here; see override.
     """
 
-    family: Text = "qwen2"
+    family: one_of(FAMILIES) = "qwen2"
     """Kind of model, as config.json's model_type, or your own as package.module:Name."""
     vocab_size: PositiveInt
     """Number of token ids."""

@@ -7,7 +7,6 @@ from mtraining_jax.config.fields import infos, toml_value
 from mtraining_jax.config.schema import Config, RopeScalingConfig
 from mtraining_jax.data.sources import problems as data_problems
 from mtraining_jax.errors import UserError
-from mtraining_jax.models.families import family_of
 from mtraining_jax.models.hf.config import FREE
 from mtraining_jax.models.spec import spec_problems
 
@@ -45,10 +44,6 @@ def nearest_multiples(value: int, unit: int) -> str:
 
 def _model(config: Config) -> Iterator[str]:
     model = config.model
-    try:
-        family_of(model.family)
-    except UserError as error:
-        yield f'model.family = "{model.family}": {error}'
     yield from spec_problems(model, prefix="model.")
     if model.rope_scaling is not None:
         yield from _rope_scaling(model.rope_scaling)

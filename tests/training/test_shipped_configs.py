@@ -1,4 +1,4 @@
-"""The configurations of Qwen2.5: their sizes as they are, and a slice of each that takes a step."""
+"""The configurations of published models: their sizes as they are, and slices that take a step."""
 
 import math
 
@@ -13,8 +13,19 @@ from mtraining_jax.training.state import StateBuilder
 from mtraining_jax.training.step import make_train_step
 
 # Parameters of the published checkpoints.
-SIZES = {"0_5b": 494_032_768, "3b": 3_085_938_688, "7b": 7_615_616_512}
-CONFIGS = [name for name in available_configs() if name.startswith("qwen")]
+SIZES = {
+    "qwen0_5b": 494_032_768,
+    "qwen3b": 3_085_938_688,
+    "qwen7b": 7_615_616_512,
+    "qwen3_8b": 8_190_735_360,
+    "llama3_8b": 8_030_261_248,
+}
+CONFIGS = [name for name in available_configs() if not name.startswith("tiny")]
+# The others are the same programs as one of these once their sizes are small.
+PROGRAMS = [
+    "qwen3b_512k", "qwen3b_512k_dense", "qwen3b_512k_4x8", "qwen7b_512k", "qwen3_8b_1m",
+    "llama3_8b_512k",
+]  # fmt: skip
 
 VOCAB = 61
 TINY = {
@@ -31,19 +42,22 @@ TINY = {
 def test_all_are_here():
     assert set(CONFIGS) >= {
         "qwen0_5b_512k", "qwen3b_512k", "qwen3b_512k_dense", "qwen3b_512k_4x8", "qwen7b_512k",
-        "qwen3b_2m",
+        "qwen3b_2m", "qwen3_8b_1m", "llama3_8b_512k",
     }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_sizes_are_those_of_the_published_model(name):
     config = load_config(name, [])
-    size = name.removeprefix("qwen").split("_512k")[0].split("_2m")[0]
+    size = next(size for size in SIZES if name.startswith(f"{size}_"))
     shapes = jax.tree.leaves(abstract_state(config.model))
     assert sum(math.prod(x.shape) for x in shapes) == SIZES[size]
     model, scaling = config.model, config.model.rope_scaling
     assert config.data.seq_len == model.max_position_embeddings
-    assert config.data.seq_len == scaling.factor * scaling.original_max_position_embeddings
+    # Llama 3.1 was stretched before: its 8192 tokens by 8 give 131072.
+    stretch = scaling.factor * (2 if scaling.type == "llama3" else 1)
+    assert config.data.seq_len == stretch * scaling.original_max_position_embeddings
+    assert model.override == ("rope_scaling", "max_position_embeddings")
     assert config.run.name == name
     assert config.parallel.fsdp
     # The local tokens are cut into whole chunks, on 8 devices as on 4.
@@ -52,7 +66,7 @@ def test_sizes_are_those_of_the_published_model(name):
         assert tokens % model.mlp_chunk_size == tokens % config.loss.chunk_size == 0
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_two_tiny_layers_take_a_step(name):
     tiny = TINY | ({"parallel.nodes": 2} if name.endswith("4x8") else {})
     config = load_config(name, [(field, str(value)) for field, value in tiny.items()])

@@ -1,0 +1,186 @@
+"""A checkpoint's config.json decides what the model is."""
+
+import json
+import shutil
+
+import pytest
+
+from mtraining_jax.config import config_from_dict, config_to_dict, config_to_toml, load_config
+from mtraining_jax.errors import UserError
+from tests.models.common import DATA
+
+SIZES = {
+    "family": "llama", "vocab_size": 384, "hidden_size": 128, "num_layers": 2, "num_heads": 4,
+    "num_kv_heads": 2, "head_dim": 32, "intermediate_size": 192, "rope_theta": 5e5,
+    "max_position_embeddings": 512, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+    "initializer_range": 0.02,
+}  # fmt: skip
+REST = "[sparsity]\nblock_size = 32\nlast_q = 32\n[data]\nseq_len = 128\n"
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    return shutil.copytree(
+        DATA / "llama3_tiny", tmp_path / "checkpoint", ignore=shutil.ignore_patterns("*.npz")
+    )
+
+
+@pytest.fixture
+def load(tmp_path, checkpoint):
+    """Loads a configuration with these lines in its [model]."""
+
+    def load(model="", **overrides):
+        path = tmp_path / "mine.toml"
+        path.write_text(f"[model]\ninit_from = '{checkpoint}'\n{model}\n{REST}")
+        pairs = [(f"model.{name}", value) for name, value in overrides.items()]
+        return load_config(path, pairs)
+
+    return load
+
+
+def refusal(load, *arguments, **overrides):
+    with pytest.raises(UserError) as caught:
+        load(*arguments, **overrides)
+    return str(caught.value)
+
+
+def test_sizes_may_be_left_out(load):
+    model = load().model
+    assert {name: getattr(model, name) for name in SIZES} == SIZES
+    scaling = model.rope_scaling
+    assert (scaling.type, scaling.factor, scaling.original_max_position_embeddings) == (
+        "llama3", 8.0, 64,
+    )  # fmt: skip
+
+
+def test_what_is_printed_loads_back(load, tmp_path):
+    for config in (load(), load("override = ['rope_scaling', 'rope_theta']\nrope_theta = 7.0")):
+        text = config_to_toml(config)
+        path = tmp_path / "printed.toml"
+        path.write_text(text)
+        assert load_config(path) == config
+        assert config_from_dict(config_to_dict(config), "a dict") == config
+    assert config.model.rope_theta == 7.0 and config.model.rope_scaling is None
+
+
+def test_a_wrong_rope_theta_is_an_error(load, checkpoint):
+    # Once this trained on with a higher loss and said nothing.
+    assert refusal(load, rope_theta="1e6") == (
+        f"command line: model.rope_theta = 1000000.0, and {checkpoint}/config.json says 500000.0:"
+        ' leave it out, or keep it with model.override = ["rope_theta"]'
+    )
+    assert load(rope_theta="1e6", override="rope_theta").model.rope_theta == 1e6
+    assert load(rope_theta="500_000").model.rope_theta == 5e5
+
+
+def test_every_field_that_differs_is_told(load, tmp_path):
+    lines = refusal(load, "num_layers = 3\nfamily = 'qwen2'\ntie_word_embeddings = true")
+    lines = [line.removeprefix(f"{tmp_path}/mine.toml: ") for line in lines.splitlines()]
+    says = f"{tmp_path}/checkpoint/config.json says"
+    assert set(lines) == {
+        f'model.family = "qwen2", and {says} "llama": leave it out',
+        f"model.num_layers = 3, and {says} 2: leave it out",
+        f"model.tie_word_embeddings = true, and {says} false: leave it out",
+    }
+
+
+def test_rope_scaling_is_compared_by_what_it_does(load):
+    same = "rope_scaling = {type = 'llama3', factor = 8, original_max_position_embeddings = 64}"
+    assert load(same) == load()
+    said = refusal(load, rope_scaling="none")
+    assert 'model.rope_scaling = none, and ' in said and '{"type": "llama3", "factor": 8.0' in said
+    said = refusal(load, "rope_scaling = {factor = 16.0}")
+    assert 'keep it with model.override = ["rope_scaling"]' in said
+    wrong = refusal(load, "rope_scaling = {type = 'llama3', factor = 'x'}")
+    assert "model.rope_scaling.factor" in wrong and "is not allowed" in wrong
+
+
+def test_a_longer_context_is_asked_for(load, checkpoint):
+    raw = json.loads((checkpoint / "config.json").read_text()) | {"max_position_embeddings": 64}
+    (checkpoint / "config.json").write_text(json.dumps(raw))
+    said = refusal(load)
+    assert said.startswith("data.seq_len = 128 is more than model.max_position_embeddings = 64, ")
+    assert 'with model.override = ["max_position_embeddings"] it may be another' in said
+    assert load(override="max_position_embeddings").model.max_position_embeddings == 32768
+
+
+def test_sizes_cannot_be_overridden(load):
+    said = refusal(load, "num_layers = 3\noverride = ['num_layers']")
+    assert "model.num_layers = 3, and " in said
+    said = refusal(load, "override = ['num_layers']")
+    assert said == (
+        'model.override has "num_layers"; allowed are rope_theta, rope_scaling,'
+        " max_position_embeddings, rms_norm_eps, initializer_range"
+    )
+
+
+def test_a_folder_without_config_json(load, checkpoint):
+    (checkpoint / "config.json").unlink()
+    said = refusal(load)
+    assert said.startswith(f"model.init_from = {checkpoint}: cannot read {checkpoint}/config.json")
+    assert "a run that only goes on from its own checkpoint can do without" in said
+
+
+def test_a_model_of_an_unknown_type(load, checkpoint):
+    (checkpoint / "config.json").write_text('{"model_type": "mamba"}')
+    said = refusal(load)
+    assert "(model_type mamba); the model types known here are llama, phi3, qwen2, qwen3" in said
+
+
+# ---- rotary scalings of the configuration itself -----------------------------------------------
+
+SMALL = """
+[model]
+vocab_size = 300
+hidden_size = 32
+num_layers = 2
+num_heads = 4
+num_kv_heads = 2
+head_dim = 8
+intermediate_size = 64
+"""
+
+
+@pytest.mark.parametrize(
+    ("scaling", "sentence"),
+    [
+        (
+            "{type = 'llama3', factor = 8.0}",
+            "model.rope_scaling.original_max_position_embeddings is missing: tokens of context "
+            "that the model was trained on",
+        ),
+        (
+            "{type = 'linear', factor = 8.0, beta_fast = 16.0}",
+            'model.rope_scaling.beta_fast = 16.0 is read by type yarn, and model.rope_scaling.type '
+            '= "linear"',
+        ),
+        (
+            "{type = 'longrope', factor = 8.0, original_max_position_embeddings = 512, "
+            "short_factor = [1, 1, 1, 1], long_factor = [1, 2, 3]}",
+            "model.rope_scaling.long_factor has 3 entries, and a head of 8 has 4 pairs of "
+            "dimensions",
+        ),
+    ],
+)
+def test_impossible_scalings(tmp_path, scaling, sentence):
+    path = tmp_path / "mine.toml"
+    path.write_text(f"{SMALL}rope_scaling = {scaling}\n")
+    with pytest.raises(UserError) as caught:
+        load_config(path)
+    assert str(caught.value) == sentence
+
+
+def test_lists_of_numbers_survive_text(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(
+        f"{SMALL}[model.rope_scaling]\ntype = 'longrope'\nfactor = 8\n"
+        "original_max_position_embeddings = 512\n"
+        "short_factor = [1, 1.5, 2, 3]\nlong_factor = [1, 2, 3, 4]\n"
+    )
+    config = load_config(path)
+    assert config.model.rope_scaling.short_factor == (1.0, 1.5, 2.0, 3.0)
+    path.write_text(config_to_toml(config))
+    assert load_config(path) == config
+    path.write_text(path.read_text().replace("[1.0, 1.5, 2.0, 3.0]", '["a"]'))
+    with pytest.raises(UserError, match="short_factor = .* it must be a list of finite numbers"):
+        load_config(path)
