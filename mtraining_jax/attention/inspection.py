@@ -12,7 +12,7 @@ from jax import Array
 from mtraining_jax.attention.picture import draw
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.sparsity import attention_recall, density
-from pallas_kernels.index import VerticalSlashIndex
+from pallas_kernels.index import Index
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,20 +24,19 @@ class Inspection:
         seq_len: S.
         density: float [B, Hq], computed pairs over causal pairs.
         executed: float [B, Hq], pairs in the tiles that kernels execute, over causal pairs.
-        verticals: int [B, Hq], key columns.
-        slash_blocks: int [B, Hq], block diagonals.
+        budgets: int [B, Hq] each, how much the index lists of each kind of thing by its name:
+            "columns" and "diagonals" of a vertical-slash index, "blocks" of one of lists.
         pairs: float [B, Hq], computed pairs.
         recall: float [B, Hq], share of the softmax mass of exact attention that lies on computed
             pairs, mean over the rows; None without queries and keys.
         rows: int [R], queries that recall was measured on; None as above.
     """
 
-    index: VerticalSlashIndex
+    index: Index
     seq_len: int
     density: np.ndarray
     executed: np.ndarray
-    verticals: np.ndarray
-    slash_blocks: np.ndarray
+    budgets: dict[str, np.ndarray]
     pairs: np.ndarray
     recall: np.ndarray | None = None
     rows: np.ndarray | None = None
@@ -50,18 +49,16 @@ class Inspection:
         ]
         if self.recall is not None:
             lines[0] += f", recall {self.recall.mean():.4f} on {len(self.rows)} rows"
-        names = ["batch", "head", "columns", "diagonals", "density", "executed"]
-        lines.append("  ".join(f"{name:>9}" for name in (*names, "recall")[: self._columns()]))
+        shares = {"density": self.density, "executed": self.executed}
+        if self.recall is not None:
+            shares["recall"] = self.recall
+        names = ["batch", "head", *self.budgets, *shares]
+        lines.append("  ".join(f"{name:>9}" for name in names))
         for b, h in np.ndindex(self.density.shape):
-            cells = [f"{x:9d}" for x in (b, h, self.verticals[b, h], self.slash_blocks[b, h])]
-            cells += [f"{x:9.4f}" for x in (self.density[b, h], self.executed[b, h])]
-            if self.recall is not None:
-                cells.append(f"{self.recall[b, h]:9.4f}")
+            cells = [f"{x:9d}" for x in (b, h, *(x[b, h] for x in self.budgets.values()))]
+            cells += [f"{x[b, h]:9.4f}" for x in shares.values()]
             lines.append("  ".join(cells))
         return "\n".join(lines)
-
-    def _columns(self) -> int:
-        return 6 if self.recall is None else 7
 
     def save_picture(
         self, path: str | os.PathLike, *, heads: Sequence[int] = (0,), batch: int = 0
@@ -97,7 +94,7 @@ class Inspection:
 
 
 def inspect(
-    index: VerticalSlashIndex,
+    index: Index,
     q: Array | None = None,
     k: Array | None = None,
     *,
@@ -128,24 +125,30 @@ def inspect(
     Raises:
         ValueError: naming the argument and what would be right.
     """
-    if not isinstance(index, VerticalSlashIndex):
-        raise ValueError(f"index is a {type(index).__name__}: a VerticalSlashIndex is needed")
+    if not isinstance(index, Index):
+        raise ValueError(
+            f"index is a {type(index).__name__}: an index is needed, as return_index=True gives it"
+        )
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((index, q, k))):
         raise ValueError("index, q and k must not be traced: return them from jax.jit first")
     if (q is None) != (k is None):
         raise ValueError("q and k are needed both for recall, or neither")
     index = jax.tree.map(lambda x: jnp.asarray(jax.device_get(x)), index)
+    listed = {leaf.shape[:2] for leaf in jax.tree.leaves(index)}  # of a dense one: nothing
     if q is not None:
-        if q.ndim != 4 or k.ndim != 4 or q.shape[:3:2] != index.slash_count.shape:
+        if q.ndim != 4 or k.ndim != 4 or listed not in ({q.shape[:3:2]}, set()):
+            needed = [list(shape) for shape in listed]
             raise ValueError(
                 f"q has shape {q.shape} and k {k.shape}: [batch, tokens, heads, dim] is needed, "
-                f"with [batch, heads] = {list(index.slash_count.shape)} in q as in the index"
+                f"with [batch, heads] = {', '.join(map(str, needed))} in q as in the index"
             )
         if seq_len not in (None, q.shape[1]):
             raise ValueError(f"seq_len={seq_len} but q has {q.shape[1]} tokens; leave it out")
         seq_len = q.shape[1]
     if seq_len is None:
-        seq_len = _length_told_by(index)
+        seq_len = index.told_length()
+    if seq_len is None:
+        raise ValueError("seq_len is needed: this index does not tell the length of the sequence")
     if seq_len < 1 or seq_len % index.block_size:
         raise ValueError(
             f"seq_len={seq_len} must be a multiple of the index's block_size={index.block_size}"
@@ -153,8 +156,6 @@ def inspect(
     found = {
         "density": density(index, seq_len),
         "executed": index.executed_pairs(seq_len) / (seq_len * (seq_len + 1) / 2),
-        "verticals": index.vertical_count,
-        "slash_blocks": index.slash_count,
         "pairs": index.computed_pairs(seq_len),
     }
     if q is not None:
@@ -166,7 +167,12 @@ def inspect(
         blocks = jnp.asarray(order[:: index.block_size] // index.block_size, jnp.int32)
         found["recall"] = attention_recall(q, k, index, positions, block_ids=blocks, scale=scale)
         found["rows"] = positions
-    return Inspection(index, seq_len, **{name: np.asarray(x) for name, x in found.items()})
+    budgets = {name: np.asarray(x) for name, x in index.budgets().items()}
+    found = {name: np.asarray(x) for name, x in found.items()}
+    if q is not None:  # a dense index is the same for all heads
+        of_heads = {name for name, x in found.items() if x.ndim == 2}
+        found |= {name: np.broadcast_to(found[name], q.shape[:3:2]) for name in of_heads}
+    return Inspection(index, seq_len, budgets=budgets, **found)
 
 
 def _rows(rows: int | Sequence[int], seq_len: int, seed: int) -> np.ndarray:
@@ -181,17 +187,3 @@ def _rows(rows: int | Sequence[int], seq_len: int, seed: int) -> np.ndarray:
     if not integers or positions.min() < 0 or positions.max() >= seq_len:
         raise ValueError(f"rows={rows} must be positions in 0 .. {seq_len - 1}")
     return positions.astype(np.int32)
-
-
-def _length_told_by(index: VerticalSlashIndex) -> int:
-    """S, which unused places of a chosen index hold (in blocks, those of diagonals)."""
-    told = set()
-    for entries, count, unit in (
-        (index.vertical_tokens, index.vertical_count, 1),
-        (index.slash_blocks, index.slash_count, index.block_size),
-    ):
-        unused = np.arange(entries.shape[-1]) >= np.asarray(count)[..., None]
-        told |= {int(entry) * unit for entry in np.unique(np.asarray(entries)[unused])}
-    if len(told) != 1:
-        raise ValueError("seq_len is needed: this index does not tell the length of the sequence")
-    return told.pop()

@@ -3,14 +3,18 @@
 import os
 from collections.abc import Sequence
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
-from pallas_kernels.index import VerticalSlashIndex
+from pallas_kernels.index import Index
 
 _MOST_PIXELS = 512
+_ROWS_AT_ONCE = 64  # of blocks: bounds memory
 
 
-def block_shares(index: VerticalSlashIndex, seq_len: int, batch: int, head: int) -> np.ndarray:
+def block_shares(index: Index, seq_len: int, batch: int, head: int) -> np.ndarray:
     """Share of the causal pairs of each block that is computed.
 
     Args:
@@ -23,24 +27,30 @@ def block_shares(index: VerticalSlashIndex, seq_len: int, batch: int, head: int)
         fp32 [S/g, S/g], queries by keys; NaN above the diagonal.
     """
     size = index.block_size
-    blocks = seq_len // size
-    slashes = np.asarray(index.slash_blocks[batch, head])[: int(index.slash_count[batch, head])]
-    columns = np.asarray(index.vertical_tokens[batch, head])
-    columns = columns[: int(index.vertical_count[batch, head])]
-    per_block = np.bincount(columns // size, minlength=blocks) / size
-    distance = np.arange(blocks)[:, None] - np.arange(blocks)
-    shares = np.where(np.isin(distance, slashes), 1.0, per_block).astype(np.float32)
-    # On the diagonal a column of token t is seen by the g - t % g rows from t on.
-    own = np.bincount(columns // size, weights=size - columns % size, minlength=blocks)
-    if 0 not in slashes:
-        np.fill_diagonal(shares, own / (size * (size + 1) / 2))
-    shares[distance < 0] = np.nan
+    blocks = np.arange(seq_len // size)
+    head_only = jax.tree.map(lambda x: x[batch : batch + 1, head : head + 1], index)
+    shares = np.empty((blocks.size, blocks.size), np.float32)
+    # On the diagonal the key of place t is seen by the g - t rows from its own on.
+    seen_by = np.arange(size, 0, -1)
+    for start in range(0, blocks.size, _ROWS_AT_ONCE):
+        rows = blocks[start : start + _ROWS_AT_ONCE]
+        # All queries of a block list the same keys.
+        listed = _computes(head_only, jnp.asarray(rows * size), jnp.asarray(blocks))[0, 0]
+        listed = np.broadcast_to(np.asarray(listed), (rows.size, blocks.size, size))
+        shares[rows] = listed.mean(-1)
+        shares[rows, rows] = listed[np.arange(rows.size), rows] @ seen_by / seen_by.sum()
+    shares[np.triu_indices(blocks.size, 1)] = np.nan
     return shares
+
+
+@jax.jit
+def _computes(index: Index, query_positions: Array, key_blocks: Array) -> Array:
+    return index.computes(query_positions, key_blocks)
 
 
 def draw(
     path: str | os.PathLike,
-    index: VerticalSlashIndex,
+    index: Index,
     seq_len: int,
     batch: int,
     heads: Sequence[int],

@@ -91,9 +91,17 @@ class BlockSparseIndex(Index):
         """As `Index.on_one_device`."""
         return ListedTiles.from_index(self), None
 
+    def budgets(self) -> dict[str, Array]:
+        """Blocks of each head."""
+        return {"blocks": self.key_count.sum(-1, dtype=jnp.int32)}
+
+    def told_length(self) -> int:
+        """The queries that there are lists for."""
+        return self.key_count.shape[-1] * self.block_size
+
     def _tiles(self, seq_len: int) -> Array:
         """Int32 [B, Hq]: blocks that are listed."""
-        of_lists = self.key_count.shape[-1] * self.block_size
+        of_lists = self.told_length()
         if seq_len != of_lists:
             raise ValueError(f"seq_len={seq_len} but the index lists blocks of {of_lists} queries")
         return self.key_count.sum(-1, dtype=jnp.int32)

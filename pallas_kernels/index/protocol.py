@@ -80,6 +80,14 @@ class Index(abc.ABC):
             ValueError: if the arrays of the index are for another batch or number of heads.
         """
 
+    def budgets(self) -> dict[str, Array]:
+        """How much the index lists of each kind of thing, by its name: int32 [B, Hq] each."""
+        return {}
+
+    def told_length(self) -> int | None:
+        """S where the index itself tells it, else None; its arrays must not be traced."""
+        return None
+
 
 def check_whole_blocks(seq_len: int, block_size: int) -> None:
     """Raises ValueError unless a sequence is made of whole blocks."""

@@ -5,6 +5,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from pallas_kernels.index.entries import contains, live, marked
@@ -111,6 +112,21 @@ class VerticalSlashIndex(Index):
         num_blocks = num_queries // self.block_size
         every = jnp.arange(num_blocks, dtype=jnp.int32)
         return tiles, Columns.from_index(self, every, num_blocks)
+
+    def budgets(self) -> dict[str, Array]:
+        """Key columns and block diagonals of each head."""
+        return {"columns": self.vertical_count, "diagonals": self.slash_count}
+
+    def told_length(self) -> int | None:
+        """What the padding of a chosen index holds: S, or NB among the diagonals."""
+        told = set()
+        for entries, count, unit in (
+            (self.vertical_tokens, self.vertical_count, 1),
+            (self.slash_blocks, self.slash_count, self.block_size),
+        ):
+            padding = np.asarray(entries)[~np.asarray(live(entries, count))]
+            told |= {int(entry) * unit for entry in np.unique(padding)}
+        return told.pop() if len(told) == 1 else None
 
     def active_diagonals(self, num_blocks: int) -> Array:
         """Bool [B, Hq, num_blocks]: whether block diagonal d is computed."""

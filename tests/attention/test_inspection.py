@@ -11,7 +11,7 @@ import pytest
 
 from mtraining_jax import Dense, Layout, VerticalSlash, inspect, sparse_attention, stripe
 from mtraining_jax.attention.picture import block_shares
-from pallas_kernels.index import VerticalSlashIndex
+from pallas_kernels.index import BlockSparseIndex, DenseIndex, VerticalSlashIndex
 from pallas_kernels.reference import mask_from_index
 from tests.attention.inputs import BLOCK, HEADS, KV_HEADS, PATTERN, TOKENS, inputs
 
@@ -24,6 +24,29 @@ def chosen():
     attend = functools.partial(sparse_attention, pattern=PATTERN, return_index=True)
     _, index = jax.jit(attend)(*inputs())
     return index, np.asarray(mask_from_index(index, TOKENS))
+
+
+def listed():
+    """Lists of blocks, another for each head."""
+    mask = np.random.default_rng(0).random((1, HEADS, TOKENS // BLOCK, TOKENS // BLOCK)) < 0.3
+    return BlockSparseIndex.from_block_mask(jnp.asarray(mask), BLOCK)
+
+
+def test_lists_of_blocks_and_dense_can_be_inspected_too(tmp_path):
+    mask = np.asarray(mask_from_index(listed(), TOKENS))
+    q, k, _ = (x[:1] for x in inputs())
+    found = inspect(listed(), q, k, rows=8)
+    np.testing.assert_array_equal(found.pairs, mask.sum((-1, -2)))
+    assert list(found.budgets) == ["blocks"] and found.recall.shape == (1, HEADS)
+    assert "blocks" in str(found)
+    shares = block_shares(listed(), TOKENS, 0, 1)
+    blocks = mask[0, 1].reshape(TOKENS // BLOCK, BLOCK, -1, BLOCK).sum((1, 3))
+    whole = CAUSAL.reshape(TOKENS // BLOCK, BLOCK, -1, BLOCK).sum((1, 3))
+    np.testing.assert_allclose(shares, np.where(whole > 0, blocks / np.maximum(whole, 1), np.nan))
+    found.save_picture(tmp_path / "lists.png", heads=(0, 1))
+    dense = inspect(DenseIndex(BLOCK), q, k, rows=8)
+    assert dense.density.shape == (1, HEADS) and (dense.density == 1).all()
+    np.testing.assert_allclose(dense.recall, 1, rtol=1e-6)
 
 
 def sparse_by_hand():
@@ -43,8 +66,8 @@ def test_density_and_budgets_are_those_of_the_mask():
     assert found.seq_len == TOKENS  # told by the unused places
     np.testing.assert_allclose(found.density, mask.sum((-1, -2)) / CAUSAL.sum(), rtol=1e-6)
     np.testing.assert_array_equal(found.pairs, mask.sum((-1, -2)))
-    np.testing.assert_array_equal(found.verticals, index.vertical_count)
-    np.testing.assert_array_equal(found.slash_blocks, index.slash_count)
+    np.testing.assert_array_equal(found.budgets["columns"], index.vertical_count)
+    np.testing.assert_array_equal(found.budgets["diagonals"], index.slash_count)
     assert (found.executed >= found.density).all()
     assert found.recall is None and found.rows is None
     lines = str(found).splitlines()
@@ -97,7 +120,7 @@ def test_a_picture_is_written_and_differs_with_the_index(tmp_path):
     _, dense = sparse_attention(q, k, v, pattern=Dense(block_size=BLOCK), return_index=True)
     one, other = tmp_path / "sparse.png", tmp_path / "dense.png"
     inspect(index, q, k).save_picture(one, heads=(0, 3), batch=1)
-    inspect(dense, seq_len=TOKENS).save_picture(str(other), heads=(0, 3))
+    inspect(dense, q, k).save_picture(str(other), heads=(0, 3))
     assert one.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     sparse_image, dense_image = (matplotlib.image.imread(path) for path in (one, other))
     assert sparse_image.shape == dense_image.shape
@@ -124,7 +147,7 @@ def test_pictures_without_matplotlib_say_what_to_install(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "options", "sentence"),
     [
-        (("pattern",), {}, "index is a VerticalSlash: a VerticalSlashIndex is needed"),
+        (("pattern",), {}, "index is a VerticalSlash: an index is needed"),
         (("index", "q"), {}, "q and k are needed both for recall"),
         (("index", "k", "q"), {}, "q has shape .*: .* as in the index"),
         (("index", "q", "k"), {"seq_len": 64}, "seq_len=64 but q has 128 tokens"),
@@ -139,7 +162,7 @@ def test_what_cannot_be_inspected_is_refused_by_name(arguments, options, sentenc
     q, k, _ = inputs()
     there = {
         "index": chosen()[0], "q": q, "k": k, "pattern": VerticalSlash(),
-        "dense": VerticalSlashIndex.dense(1, 1, TOKENS, BLOCK),
+        "dense": DenseIndex(BLOCK),
     }  # fmt: skip
     with pytest.raises(ValueError, match=sentence):
         inspect(*(there[name] for name in arguments), **options)
