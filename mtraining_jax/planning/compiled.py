@@ -50,8 +50,7 @@ def target_mesh(config: Config, gpu: Gpu) -> Mesh:
         target_config=description,
         topology=f"1x{hosts}x{parallel.devices_per_node}",
     )
-    shape = parallel.data, parallel.nodes, parallel.devices_per_node
-    return make_mesh(*shape, devices=topology.devices)
+    return make_mesh(*config.mesh_shape, devices=topology.devices)
 
 
 def compile_step(config: Config, gpu: Gpu) -> Compiled:
@@ -87,9 +86,8 @@ def compile_step(config: Config, gpu: Gpu) -> Compiled:
 
 def abstract_batch(config: Config, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
     """The batch that a step takes, as shapes and shardings."""
-    shape = config.data.batch_size, config.data.seq_len
     sharding = NamedSharding(mesh, TOKENS)
     return {
-        name: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
+        name: jax.ShapeDtypeStruct(config.batch_shape, jnp.int32, sharding=sharding)
         for name in ("tokens", "labels", "positions")
     }

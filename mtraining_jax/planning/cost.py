@@ -10,7 +10,6 @@ from mtraining_jax.planning.memory import (
     Memory,
     kept_mlp_products,
     kept_mlp_tokens,
-    local_tokens,
 )
 from mtraining_jax.reporting.flops import step_flops
 
@@ -26,7 +25,7 @@ class Flops:
         attention: of the pairs that are computed.
         attention_recomputed: the same that the backward pass does again; not in `attention`.
         attention_dense: of all causal pairs, for comparison.
-        model: what MFU counts; see `training.flops`.
+        model: what MFU counts; see `reporting.flops`.
     """
 
     layers: float
@@ -45,14 +44,14 @@ def density(config: Config) -> tuple[float, str]:
 
 def count_flops(config: Config) -> Flops:
     """The FLOP of a step, by the shapes of its products; a multiply and an add are two."""
-    model, tokens = config.model, config.data.batch_size * config.data.seq_len
+    model, tokens = config.model, config.tokens_per_step
     spec = ModelSpec.from_config(model)
     family = family_of(spec.family)
     products = family.layer_products(spec)
     forward = 2.0 * tokens * sum(products.values()) * model.num_layers
     # One of the three products of the MLP. The backward pass does not need what the last gives.
     third = 2.0 * tokens * products["mlp.down_proj.weight"] * model.num_layers
-    again = 1 - kept_mlp_tokens(config) / local_tokens(config)
+    again = 1 - kept_mlp_tokens(config) / config.local_tokens
     recomputed = {"none": 0.0, "mlp": 2 * third * again}.get(model.remat, forward - third)
     share, _ = density(config)
     step = step_flops(config, density=share, executed=share)
@@ -82,7 +81,7 @@ def seconds(config: Config, gpu: Gpu, memory: Memory, flops: Flops) -> dict[str,
         Seconds by what they go to.
     """
     model, parallel, width = config.model, config.parallel, config.model.head_dim
-    devices = parallel.data * parallel.nodes * parallel.devices_per_node
+    devices = config.devices
     dense = not config.sparsity.settings.sparse
     forward = flops.attention * 4 / 14 + flops.attention_recomputed
     attention = forward / (gpu.dense_forward if dense else gpu.sparse_forward)[width]
@@ -106,9 +105,9 @@ def seconds(config: Config, gpu: Gpu, memory: Memory, flops: Flops) -> dict[str,
     result["optimizer"] = touched / gpu.copy_bytes
     if parallel.fsdp:
         # Parameters come in forward and backward, gradients leave; all in the compute dtype.
-        ranks = parallel.nodes * parallel.devices_per_node
         size = 2 if model.dtype == "bfloat16" else 4
-        moved = 3 * config.optimizer.accumulation_steps * memory.parameters / 4 * size * (ranks - 1)
+        share = memory.parameters / 4 * size
+        moved = 3 * config.optimizer.accumulation_steps * share * (config.ranks - 1)
         result["gathering parameters"] = moved / gpu.link_bytes
     return result
 

@@ -63,8 +63,7 @@ def dry_run(config: Config, mode: str = "auto") -> int:
     if mode == "auto" and reason:
         how += f": {reason}"
     elif mode != "estimate":
-        devices = config.parallel.data * config.parallel.nodes * config.parallel.devices_per_node
-        print(f"compiling the step for {devices} x {gpu.kind} ...", flush=True)
+        print(f"compiling the step for {config.devices} x {gpu.kind} ...", flush=True)
         compiled = compile_step(config, gpu)
         memory = memory.with_total(compiled.peak)
         how = f"compiled by jax {jax.__version__} in {compiled.seconds:.0f} s"
@@ -115,8 +114,8 @@ def report(
         compiled: what the compiler said, if it was asked.
     """
     parallel, data = config.parallel, config.data
-    devices = parallel.data * parallel.nodes * parallel.devices_per_node
-    shape = f"{parallel.data} x {parallel.nodes} x {parallel.devices_per_node}"
+    devices = config.devices
+    shape = " x ".join(map(str, config.mesh_shape))
     kind = gpu.kind if parallel.cpu_devices is None else "virtual CPU device"
     total, trained = count_parameters(config)
     yield f"dry run of {config.run.name}: nothing is trained, no data is read"
@@ -193,7 +192,7 @@ def _time_lines(
         return
     parts = seconds(config, gpu, memory, flops)
     total = sum(parts.values())
-    tokens = config.data.batch_size * config.data.seq_len
+    tokens = config.tokens_per_step
     mfu = flops.model / (total * devices * peak_flops(gpu.kind))
     yield "time of a step, seconds: an ESTIMATE from rates of single parts, not a measurement"
     for name, value in parts.items():
@@ -212,7 +211,7 @@ def _advice(config: Config, memory: Memory, free: int, devices: int) -> Iterator
     )
     states = memory.parameters + memory.optimizer
     if not parallel.fsdp and devices > 1:
-        saved = states * (1 - 1 / (parallel.nodes * parallel.devices_per_node))
+        saved = states * (1 - 1 / config.ranks)
         yield f"  --parallel.fsdp=true: {saved / _GIB:.1f} GiB less for parameters and moments"
     if model.mlp_kept_chunks:
         yield "  --model.mlp_kept_chunks=0: products of the MLP computed again for all tokens"
@@ -221,8 +220,7 @@ def _advice(config: Config, memory: Memory, free: int, devices: int) -> Iterator
             yield f"  --model.remat={remat}: {_REMAT[remat]}"
     if model.mlp_chunk_size > 4096:
         yield f"  --model.mlp_chunk_size={model.mlp_chunk_size // 4}: less of the MLP at a time"
-    rows = config.data.batch_size // (parallel.data * config.optimizer.accumulation_steps)
-    if rows > 1:
+    if config.local_rows > 1:
         yield (
             "  --optimizer.accumulation_steps="
             f"{config.data.batch_size // parallel.data}: one sequence at a time"

@@ -60,12 +60,7 @@ class Memory:
 
 def abstract_mesh(config: Config) -> AbstractMesh:
     """The mesh of the run without its devices."""
-    parallel = config.parallel
-    return AbstractMesh(
-        (parallel.data, parallel.nodes, parallel.devices_per_node),
-        AXES,
-        axis_types=(AxisType.Auto,) * len(AXES),
-    )
+    return AbstractMesh(config.mesh_shape, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def estimate_memory(config: Config) -> Memory:
@@ -94,7 +89,7 @@ def offloaded(config: Config) -> int:
     """Bytes of host memory that one device's share of a step takes."""
     if config.model.remat != "attention_offload":
         return 0
-    layer = local_tokens(config) * config.model.hidden_size * _dtype_bytes(config)
+    layer = config.local_tokens * config.model.hidden_size * _dtype_bytes(config)
     return config.model.num_layers * layer
 
 
@@ -106,17 +101,10 @@ def count_parameters(config: Config) -> tuple[int, int]:
     return sum(sizes.values()), sum(sizes[name] for name in builder.trainable)
 
 
-def local_tokens(config: Config) -> int:
-    """Tokens of one micro-batch on one device."""
-    parallel = config.parallel
-    rows = config.data.batch_size // (parallel.data * config.optimizer.accumulation_steps)
-    return rows * config.data.seq_len // (parallel.nodes * parallel.devices_per_node)
-
-
 def kept_mlp_tokens(config: Config) -> int:
     """Tokens of a micro-batch on one device whose products of the MLP are kept."""
     model = config.model
-    return first_chunks(local_tokens(config), model.mlp_chunk_size, model.mlp_kept_chunks)
+    return first_chunks(config.local_tokens, model.mlp_chunk_size, model.mlp_kept_chunks)
 
 
 def kept_mlp_products(config: Config) -> int:
@@ -126,7 +114,7 @@ def kept_mlp_products(config: Config) -> int:
 
 def _kept(config: Config) -> tuple[int, int]:
     """Bytes kept from the forward to the backward pass: activations and indices."""
-    model, tokens, size = config.model, local_tokens(config), _dtype_bytes(config)
+    model, tokens, size = config.model, config.local_tokens, _dtype_bytes(config)
     queries = model.num_heads * model.head_dim
     layer = 0
     if model.remat != "attention_offload":
@@ -143,39 +131,34 @@ def _kept(config: Config) -> tuple[int, int]:
         # The normed streams; gate, up, what comes of gate, and their product.
         layer += tokens * (2 * model.hidden_size + 4 * model.intermediate_size) * size
     index_layers = 1 if model.remat == "full" else model.num_layers
-    return model.num_layers * layer, index_layers * _index(config) + _work_lists(config)
+    return model.num_layers * layer, index_layers * index_bytes(config) + _work_lists(config)
 
 
-def _index(config: Config) -> int:
+def index_bytes(config: Config) -> int:
     """Bytes of one layer's index, which every device holds."""
-    diagonals, columns = _capacities(config)
-    return 4 * _rows(config) * config.model.num_heads * (diagonals + columns + 2)
+    numbers, _ = _capacities(config)
+    return 4 * config.local_rows * config.model.num_heads * numbers
 
 
 def _work_lists(config: Config) -> int:
     """Bytes of what the kernels of one layer read besides the index."""
     _, columns = _capacities(config)
-    model, blocks = config.model, local_tokens(config) // config.sparsity.block_size
+    model, blocks = config.model, config.local_tokens // config.sparsity.block_size
     # Keys and values of the columns, their fp32 gradients, and int32 for each block and column
     # while keep bits are packed.
     gathered = 2 * columns * model.head_dim * (_dtype_bytes(config) + 4)
-    return _rows(config) * model.num_heads * gathered + 4 * blocks * model.num_heads * columns
+    return config.local_rows * model.num_heads * gathered + 4 * blocks * model.num_heads * columns
 
 
 def _capacities(config: Config) -> tuple[int, int]:
-    """Block diagonals and columns that an index has room for."""
-    sparsity = config.sparsity
-    if sparsity.kind == "dense":
-        return 0, 0
-    num_blocks = config.data.seq_len // sparsity.block_size
-    return min(2 * sparsity.max_slashes, num_blocks), min(
-        sparsity.max_verticals, config.data.seq_len
-    )
+    """Numbers that an index of one head has room for, and columns among them."""
+    num_blocks = config.data.seq_len // config.sparsity.block_size
+    return config.sparsity.settings.capacities(num_blocks)
 
 
 def _layer(config: Config) -> int:
     """Bytes of the widest point of a layer's backward pass."""
-    model, tokens, size = config.model, local_tokens(config), _dtype_bytes(config)
+    model, tokens, size = config.model, config.local_tokens, _dtype_bytes(config)
     wide = _WIDE_ARRAYS * tokens * max(model.hidden_size, model.num_heads * model.head_dim) * size
     chunk = max(min(tokens, model.mlp_chunk_size), kept_mlp_tokens(config))
     if model.remat == "none":
@@ -187,16 +170,16 @@ def _layer(config: Config) -> int:
 def _loss(config: Config) -> int:
     """Bytes of the output layer, for one chunk of tokens."""
     model, size = config.model, _dtype_bytes(config)
-    chunk = min(config.loss.chunk_size, local_tokens(config))
+    chunk = min(config.loss.chunk_size, config.local_tokens)
     logits = chunk * model.vocab_size * (4 + size)
-    hidden = _HEAD_ARRAYS * local_tokens(config) * model.hidden_size * size
+    hidden = _HEAD_ARRAYS * config.local_tokens * model.hidden_size * size
     # The weight in the compute dtype, and its fp32 gradient before and after a chunk.
-    return logits + hidden + model.vocab_size * model.hidden_size * (size + 2 * 4)
+    return logits + hidden + _head(config) * (size + 2 * 4)
 
 
 def _update(config: Config, gradients: int) -> int:
     """Bytes of the optimizer's update: the old values stay until all is known to be finite."""
-    return gradients + 4 * config.model.vocab_size * config.model.hidden_size
+    return gradients + 4 * _head(config)
 
 
 def _layer_parameters(config: Config) -> int:
@@ -212,11 +195,10 @@ def _products(config: Config) -> dict[str, int]:
     return family_of(spec.family).layer_products(spec)
 
 
-def _rows(config: Config) -> int:
-    """Sequences of one micro-batch on one device."""
-    return config.data.batch_size // (
-        config.parallel.data * config.optimizer.accumulation_steps
-    )
+def _head(config: Config) -> int:
+    """Entries of the output matrix."""
+    spec = ModelSpec.from_config(config.model)
+    return family_of(spec.family).head_products(spec)
 
 
 def _dtype_bytes(config: Config) -> int:

@@ -1,5 +1,6 @@
 """What a run needs, without running it."""
 
+import json
 import math
 
 import jax
@@ -13,7 +14,8 @@ from mtraining_jax.models import abstract_state, graph_definition
 from mtraining_jax.planning.cost import count_flops, seconds
 from mtraining_jax.planning.dry_run import available, dry_run
 from mtraining_jax.planning.hardware import H200
-from mtraining_jax.planning.memory import count_parameters, estimate_memory
+from mtraining_jax.planning.memory import count_parameters, estimate_memory, index_bytes
+from mtraining_jax.sparsity import choose_index
 from mtraining_jax.training import parts
 from mtraining_jax.training.loss import linear_cross_entropy
 from mtraining_jax.training.state import StateBuilder
@@ -39,6 +41,44 @@ def test_every_configuration_is_estimated_and_fits(name, capsys):
     ):
         assert text in printed
     assert ("not a measurement" in printed) == (config.parallel.cpu_devices is None)
+
+
+def budgets(folder):
+    """A file of MInference for 2 layers of 2 heads."""
+    path = folder / "budgets.json"
+    path.write_text(
+        json.dumps([{str(head): ["vertical_and_slash", 40, 20, 1.0] for head in range(2)}] * 2)
+    )
+    return str(path)
+
+
+@pytest.mark.parametrize("kind", ["vertical_slash", "fixed", "replay", "dense"])
+def test_index_buffers_are_those_of_the_index(config, kind, tmp_path):
+    # Caps that fill no whole 128 columns, and a layer's budgets in place of caps.
+    sparsity = {"kind": kind, "max_verticals": 40, "max_slashes": 120, "replay_density": 0.3}
+    if kind == "fixed":
+        sparsity["budget_file"] = budgets(tmp_path)
+    config = changed(
+        config, sparsity=sparsity, data={"seq_len": 2048, "batch_size": 1},
+        model={"max_position_embeddings": 2048},
+    )  # fmt: skip
+    model, block_size = config.model, config.sparsity.block_size
+    num_blocks = config.data.seq_len // block_size
+    pattern = parts.build_pattern(config)
+    if pattern.arrays:
+        pattern = jax.tree.map(lambda array: array[0], pattern)
+
+    def choose(q, k):
+        ids = jnp.arange(num_blocks)
+        return choose_index(q, k, pattern, block_ids=ids, num_blocks=num_blocks)
+
+    def heads(count):
+        shape = 1, config.data.seq_len, count, model.head_dim
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    index = jax.eval_shape(choose, heads(model.num_heads), heads(model.num_kv_heads))
+    expected = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(index))
+    assert index_bytes(config) == expected
 
 
 @pytest.mark.parametrize(("fsdp", "trainable"), [(False, ()), (True, ("mlp",))])
