@@ -1,0 +1,98 @@
+"""Imports run one way: who stands lower knows nothing of who stands higher."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+# From the lowest to the highest; packages of one line do not import each other.
+LAYERS = [
+    {"pallas_kernels"},
+    {"mtraining_jax.sparsity", "mtraining_jax.parallel"},
+    {"mtraining_jax.attention"},
+    {"mtraining_jax.models"},
+    {"mtraining_jax.reporting"},
+    {"mtraining_jax.training"},
+    {"mtraining_jax.planning"},
+    {"mtraining_jax.cli"},
+]
+# What a configuration is made of declares itself in these, without JAX.
+DECLARED_IN = ("mtraining_jax.sparsity", "mtraining_jax.data", "mtraining_jax.models")
+
+
+def modules() -> Iterator[tuple[str, ast.Module]]:
+    for package in ("pallas_kernels", "mtraining_jax"):
+        for path in sorted((ROOT / package).rglob("*.py")):
+            name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+            yield name.removesuffix(".__init__"), ast.parse(path.read_text())
+
+
+def imported(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+def layer(module: str) -> tuple[int, str] | None:
+    """Its number, and the package that it belongs to; None for what stands below all."""
+    for number, packages in enumerate(LAYERS):
+        for package in packages:
+            if module == package or module.startswith(f"{package}."):
+                return number, package
+    return None
+
+
+def test_nobody_imports_from_above_or_beside():
+    wrong = []
+    for name, tree in modules():
+        own = layer(name)
+        for other in imported(tree):
+            found = layer(other)
+            if own and found and (found[0] > own[0] or (found[0] == own[0] and found != own)):
+                wrong.append(f"{name} imports {other}")
+    assert not wrong
+
+
+def test_kernels_know_no_model_mesh_or_configuration():
+    wrong = [
+        f"{name} imports {other}"
+        for name, tree in modules()
+        if name.startswith("pallas_kernels")
+        for other in imported(tree)
+        if other.startswith(("mtraining_jax", "flax", "optax", "orbax", "pydantic"))
+    ]
+    assert not wrong
+
+
+def test_a_configuration_imports_declarations_alone():
+    wrong = [
+        f"{name} imports {other}"
+        for name, tree in modules()
+        if name.startswith("mtraining_jax.config")
+        for other in imported(tree)
+        if layer(other) and not other.startswith(DECLARED_IN)
+    ]
+    assert not wrong
+
+
+def test_no_backend_is_known_outside_of_the_kernels():
+    backends = ("pallas_kernels.mosaic_gpu", "pallas_kernels.xla")
+    wrong = [
+        f"{name} imports {other}"
+        for name, tree in modules()
+        if name.startswith("mtraining_jax")
+        for other in imported(tree)
+        if other.startswith(backends)
+    ]
+    assert not wrong
+
+
+def test_modules_can_be_imported_in_another_order():
+    names = [name for name, _ in modules()]
+    # Backwards: nearly always in another order than that in which they import each other.
+    code = f"import importlib; [importlib.import_module(n) for n in {names[::-1]!r}]"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True)
