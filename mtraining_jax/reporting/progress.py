@@ -8,7 +8,7 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from mtraining_jax.reporting.record import REPLAYED, Record, density_of, is_replayed
+from mtraining_jax.reporting.record import Record, density_of, note_on_density
 
 
 class Display:
@@ -57,8 +57,8 @@ class Display:
             self._first = record["step"], time.monotonic()
         if self._bar is not None:
             status = f"loss {_number(record['loss'], '.3f')}  {_speed(record)}"
-            if is_replayed(record):
-                status += f"  {REPLAYED}"
+            if (note := note_on_density(record)) is not None:
+                status += f"  {note}"
             self._bar.update(self._task, completed=record["step"], status=status)
         if line:
             left = None if self._bar is not None else self._time_left(record["step"])
@@ -121,9 +121,10 @@ def step_line(record: Record, total: int) -> str:
 def density_text(record: Record) -> str:
     """The share of causal pairs computed, and that it was not chosen where it was not."""
     share = _number(density_of(record), ".1%")
-    if not is_replayed(record):
+    note = note_on_density(record)
+    if note is None:
         return f"density {share}"
-    text = f"density {share} ({REPLAYED}"
+    text = f"density {share} ({note}"
     if record.get("estimated_density") is not None:
         text += f"; the estimate that runs as well chose {record['estimated_density']:.1%}"
     return text + ")"

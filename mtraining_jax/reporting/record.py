@@ -13,8 +13,8 @@ from mtraining_jax.reporting.flops import peak_flops, step_flops
 # JSONL for tools, TensorBoard and Weights & Biases for eyes: one record serves all.
 Record = dict[str, Any]
 
-# What every line and record of such a run says: no index was chosen.
-REPLAYED = "replayed density, not chosen"
+# The key of a density that was given beforehand, apart from that of one that was chosen.
+_NOT_CHOSEN = "replayed_density"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,13 +65,15 @@ def step_record(
         tflops_per_device_executed, tflops_per_device_dense_equivalent (10^12 FLOP/s of one
         device); mfu (model FLOP/s over the bf16 peak of the data sheet, None for devices that
         `flops` does not list); memory_bytes_in_use and memory_bytes_peak (None where unknown);
-        density (computed over causal pairs, mean over layers) and density_per_layer;
+        density (computed over causal pairs, mean over layers) and density_per_layer; each
+        statistic of the pattern under its own name, mean over layers, and NAME_per_layer;
         skipped_steps (so far). A number that is not finite is None.
 
-        With sparsity.kind = "replay", in place of the two densities: sparsity (`REPLAYED`),
-        replayed_density and replayed_density_per_layer, and where the estimate runs as well
-        estimated_density and estimated_density_per_layer, of the index that it chose and that
-        was not computed.
+        A pattern that does not choose has, in place of the two densities: sparsity (what it calls
+        its density), replayed_density and replayed_density_per_layer.
+
+    Raises:
+        ValueError: if a statistic has the name of something else.
     """
     tokens, devices = config.tokens_per_step, config.devices
     layers = {name: [float(x) for x in values] for name, values in metrics["layers"].items()}
@@ -95,36 +97,40 @@ def step_record(
         "mfu": None if peak is None else flops.model / seconds / devices / peak,
         "memory_bytes_in_use": None if memory is None else memory.in_use,
         "memory_bytes_peak": None if memory is None else memory.peak,
-        **_densities(layers, config),
+        **_densities(layers["density"], config),
         "skipped_steps": int(metrics["skipped"]),
     }
+    for name, values in layers.items():
+        if name not in ("density", "executed"):
+            statistic = _by_layer(name, values)
+            if taken := sorted(statistic.keys() & record.keys()):
+                raise ValueError(
+                    f"the pattern's statistic {name!r} must have another name: a record of a step "
+                    f"has {', '.join(taken)} already"
+                )
+            record |= statistic
     return {name: _finite(value) for name, value in record.items()}
 
 
 def density_of(record: Record) -> float | None:
-    """The share of causal pairs that was computed, chosen or replayed; None if not finite."""
-    return record["replayed_density"] if is_replayed(record) else record["density"]
+    """The share of causal pairs that was computed, chosen or not; None if it is not finite."""
+    return record[_NOT_CHOSEN] if _NOT_CHOSEN in record else record["density"]
 
 
-def is_replayed(record: Record) -> bool:
-    """Whether the pairs of this step were given beforehand, and not chosen."""
-    return "replayed_density" in record
+def note_on_density(record: Record) -> str | None:
+    """What its pattern says of a density that was not chosen; None of one that was."""
+    return record.get("sparsity")
 
 
-def _densities(layers: dict[str, list[float]], config: Config) -> Record:
-    density = layers["density"]
-    if config.sparsity.kind != "replay":
-        return {"density": _mean(density), "density_per_layer": density}
-    record = {
-        "sparsity": REPLAYED,
-        "replayed_density": _mean(density),
-        "replayed_density_per_layer": density,
-    }
-    if "estimated_density" in layers:
-        estimated = layers["estimated_density"]
-        record["estimated_density"] = _mean(estimated)
-        record["estimated_density_per_layer"] = estimated
-    return record
+def _densities(density: list[float], config: Config) -> Record:
+    settings = config.sparsity.settings
+    if settings.chooses:
+        return _by_layer("density", density)
+    return {"sparsity": settings.density_name, **_by_layer(_NOT_CHOSEN, density)}
+
+
+def _by_layer(name: str, values: list[float]) -> Record:
+    return {name: _mean(values), f"{name}_per_layer": values}
 
 
 def _mean(values: list[float]) -> float:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mtraining_jax.config import Config, available_configs
-from mtraining_jax.reporting.record import REPLAYED, Record, density_of, is_replayed
+from mtraining_jax.reporting.record import Record, density_of, note_on_density
 
 
 def summary(config: Config, records: Sequence[Record], wrote: Sequence[str]) -> list[str]:
@@ -124,15 +124,16 @@ def _speed(records: Sequence[Record]) -> str:
         text += f", MFU {median('mfu'):.1%}"
     if steady[-1]["memory_bytes_peak"] is not None:
         text += f", peak memory {steady[-1]['memory_bytes_peak'] / 2**30:.1f} GiB"
-    return text + (f"; {REPLAYED}" if is_replayed(steady[-1]) else "")
+    note = note_on_density(steady[-1])
+    return text if note is None else f"{text}; {note}"
 
 
 def _density(records: Sequence[Record]) -> str:
     densities = [density_of(record) for record in records if density_of(record) is not None]
     recalls = [record["recall"] for record in records if record.get("recall") is not None]
     text = f"{np.mean(densities):.1%} of the causal pairs computed"
-    if is_replayed(records[-1]):
-        text += f"; {REPLAYED}"
+    if (note := note_on_density(records[-1])) is not None:
+        text += f"; {note}"
     if recalls:
         text += f", which hold {np.mean(recalls):.1%} of the attention's mass (recall)"
     return text
