@@ -110,7 +110,10 @@ def parse_command_line(arguments: Sequence[str]) -> CommandLine:
             overrides.append((name, value))
         else:
             problems.append(_unknown_option(name))
-    if alone and not configs:
+    dashed = [text for text in alone if text.startswith("-") and _is_option(text.lstrip("-"))]
+    if dashed:
+        problems.append(f'"{dashed[0]}" begins with one dash; did you mean -{dashed[0]}?')
+    elif alone and not configs:
         problems.append(f'"{alone[0]}" belongs to no option; did you mean --config {alone[0]}?')
     elif alone:
         problems.append(
@@ -173,7 +176,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit status: 0; 1 if a dry run finds that the run does not fit; 2 after a mistake that
-        the user can mend, told on stderr.
+        the user can correct, reported on stderr.
     """
     try:
         command = parse_command_line(sys.argv[1:] if arguments is None else arguments)
@@ -204,6 +207,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"error: {line}", file=sys.stderr)
         return 2
     return 0
+
+
+def _is_option(text: str) -> bool:
+    """Whether text without its dashes, as `run.steps=3`, is an option."""
+    name = text.partition("=")[0]
+    return name in (*all_fields(), "config", _DRY_RUN, *_FLAGS)
 
 
 def _unknown_option(name: str) -> str:

@@ -58,6 +58,8 @@ def test_a_switch_may_stand_alone():
         (["--steps=3"], "--steps is not an option; did you mean --run.steps?"),
         (["--model.layers=3"], "--model.layers is not an option; did you mean --model.num_layers?"),
         (["--zzz"], "--zzz is not an option; --help lists all"),
+        (["-run.steps=3"], '"-run.steps=3" begins with one dash; did you mean --run.steps=3?'),
+        (["-config", "tiny"], '"-config" begins with one dash; did you mean --config?'),
         (["--help=me"], "--help takes no value, and --help=me gives it one"),
         (["--config=a", "--config=b"], "--config is given 2 times: a, b"),
     ],

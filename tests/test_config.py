@@ -272,6 +272,16 @@ def test_wrong_values(write, name, value, allowed):
         assert line.startswith(f"{path}: {name} = {value} is not allowed: it must be {allowed}")
 
 
+def test_a_table_of_the_command_line_is_not_blamed_on_the_file(write):
+    path = write(MODEL + "[model.rope_scaling]\nfactor = 2.0")
+    for value, name in (('{factor = "x"}', "factor"), ("{factor = 2.0, beta = 1}", "beta")):
+        with pytest.raises(UserError) as error:
+            load_config(path, [("model.rope_scaling", value)])
+        assert str(error.value).startswith(f"command line: model.rope_scaling.{name}")
+    with pytest.raises(UserError, match=r"command line: model\.rope_scaling\.factor"):
+        load_config(path, [("model.rope_scaling", "{}"), ("model.rope_scaling.factor", "x")])
+
+
 def test_long_values_are_cut(write):
     (line,) = messages(write(MODEL + f"[sparsity]\nkind = '{'x' * 500}'"))
     assert len(line) < 300 and "xxx... is not allowed" in line

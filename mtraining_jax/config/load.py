@@ -69,6 +69,8 @@ def load_config(
         except UserError as error:
             problems.append(f"{_COMMAND_LINE}: {error}")
         else:
+            inside = [other for other in origins if other.startswith(f"{name}.")]
+            origins = {other: origins[other] for other in origins if other not in inside}
             origins[name] = _COMMAND_LINE
     run = table.setdefault("run", {})
     if isinstance(run, dict):
@@ -98,7 +100,7 @@ def load_own_plugins(
 ) -> None:
     """Loads the plug-ins that are named as `package.module:Name`, so that their fields are known.
 
-    Mistakes are left for `load_config` to tell.
+    Mistakes are left for `load_config` to report.
 
     Args:
         name_or_path: as in `load_config`; None for no file.
@@ -192,7 +194,7 @@ def _put(table: dict[str, Any], name: str, value: Any) -> None:
             table[folder] = {}
         table = table[folder]
         if not isinstance(table, dict):
-            return  # no table, which is told when it is built
+            return  # not a table, which is reported when it is built
     table[leaf] = value
 
 
@@ -203,15 +205,15 @@ def _build(
     meant: set[str] = set()
 
     def say(name: str, problem: str) -> None:
-        problems.append(f"{origins.get(name, source)}: {problem}")
+        problems.append(f"{_origin(name, origins, source)}: {problem}")
 
-    told = len(problems)
+    before = len(problems)
     for dotted, plugin, registry in _own_plugins(table):
         try:
             registry.get(plugin)
         except UserError as error:
             say(dotted, f"{dotted}: {error}")
-    if len(problems) > told:  # their fields are not known
+    if len(problems) > before:  # their fields are not known
         raise UserError("\n".join(problems))
     table = with_checkpoint(table, say)
     fields = all_fields()
@@ -260,6 +262,15 @@ def _build(
     return Config(**built)
 
 
+def _origin(name: str, origins: Mapping[str, str], source: str) -> str:
+    """Where a field's value comes from; a table that was set as a whole brings its fields along."""
+    while name:
+        if name in origins:
+            return origins[name]
+        name = name.rpartition(".")[0]
+    return source
+
+
 def _own_plugins(table: Mapping[str, Any]) -> Iterable[tuple[str, str, Registry]]:
     """What a table names as `package.module:Name`: dotted field, the name, its registry."""
     for section, info in infos(Config).items():
@@ -272,7 +283,7 @@ def _own_plugins(table: Mapping[str, Any]) -> Iterable[tuple[str, str, Registry]
             yield f"{section}.{plugins.selector}", name, plugins.registry
 
 
-# Stands for a table whose own problems have been told already.
+# Stands for a table whose own problems have been reported already.
 _BROKEN = object()
 
 
