@@ -5,29 +5,15 @@ rank 1, ...). Every layer then works in that order, with no exchange of tokens i
 """
 
 import dataclasses
-import typing
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
 from mtraining_jax.errors import UserError
+from pallas_kernels.index import Segment
 
 KINDS = ("striped", "zigzag", "contiguous")
-
-
-class Segment(typing.NamedTuple):
-    """Local blocks of one rank whose global numbers are an arithmetic progression.
-
-    Attributes:
-        first_block: global number of the first block; traced when the rank is.
-        stride: distance of consecutive global numbers (static).
-        num_blocks: length of the progression (static).
-    """
-
-    first_block: int | Array
-    stride: int
-    num_blocks: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,8 +93,7 @@ class Layout:
 
     def block_ids(self, rank: int | Array) -> Array:
         """Global block number of each local block of `rank`: int32 [S / (W*g)]."""
-        parts = [s.first_block + s.stride * jnp.arange(s.num_blocks) for s in self.segments(rank)]
-        return jnp.concatenate(parts).astype(jnp.int32)
+        return jnp.concatenate([segment.blocks() for segment in self.segments(rank)])
 
     def local_positions(self, tokens: Array, rank: int | Array) -> Array:
         """Where global token positions lie in the shard of `rank`.

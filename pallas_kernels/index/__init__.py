@@ -8,6 +8,14 @@ kernel takes follows the counts.
 from pallas_kernels.index.block_sparse import BlockSparseIndex
 from pallas_kernels.index.dense import DenseIndex
 from pallas_kernels.index.protocol import Index
+from pallas_kernels.index.shards import Segment, ShardTiles
 from pallas_kernels.index.vertical_slash import VerticalSlashIndex
 
-__all__ = ["BlockSparseIndex", "DenseIndex", "Index", "VerticalSlashIndex"]
+__all__ = [
+    "BlockSparseIndex",
+    "DenseIndex",
+    "Index",
+    "Segment",
+    "ShardTiles",
+    "VerticalSlashIndex",
+]

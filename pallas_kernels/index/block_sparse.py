@@ -2,14 +2,17 @@
 
 import dataclasses
 import functools
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.index.entries import contains, live
+from pallas_kernels.index.listed_shards import ListedShards
 from pallas_kernels.index.protocol import Index
 from pallas_kernels.tiles import ListedTiles
+from pallas_kernels.tiles.protocol import check_shape
 
 
 @functools.partial(
@@ -41,6 +44,8 @@ class BlockSparseIndex(Index):
     query_count: Array
     block_size: int
     causal: bool = True
+
+    key_shards_apart: ClassVar[bool] = False  # a list may lie in the keys of any one rank
 
     @classmethod
     def from_block_mask(
@@ -90,6 +95,17 @@ class BlockSparseIndex(Index):
     ) -> tuple[ListedTiles, None]:
         """As `Index.on_one_device`."""
         return ListedTiles.from_index(self), None
+
+    def shards(
+        self, batch: int, num_heads: int, stride: int, num_blocks: int
+    ) -> ListedShards:
+        """As `Index.shards`."""
+        shape = batch, num_heads, num_blocks
+        check_shape("index.key_count", self.key_count, shape)
+        check_shape("index.query_count", self.query_count, shape)
+        return ListedShards(
+            self.key_blocks, self.key_count, self.query_blocks, self.query_count, self.block_size
+        )
 
     def budgets(self) -> dict[str, Array]:
         """Blocks of each head."""

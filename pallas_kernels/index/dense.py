@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.index.protocol import Index, check_whole_blocks
+from pallas_kernels.index.toeplitz import ToeplitzShards
 from pallas_kernels.tiles import DiagonalTiles
 
 
@@ -49,6 +50,16 @@ class DenseIndex(Index):
         g = self.block_size
         sizes = batch, num_heads, num_queries // g, num_keys // g
         return DiagonalTiles.full(*sizes, g, self.causal), None
+
+    def shards(
+        self, batch: int, num_heads: int, stride: int, num_blocks: int
+    ) -> ToeplitzShards:
+        """As `Index.shards`."""
+        return ToeplitzShards.every(batch, num_heads, stride, num_blocks, self.block_size)
+
+    def active_diagonals(self, num_blocks: int) -> Array:
+        """Bool [1, 1, num_blocks]: whether block diagonal d is computed, which all are."""
+        return jnp.ones((1, 1, num_blocks), bool)
 
 
 def _one(pairs: int) -> Array:

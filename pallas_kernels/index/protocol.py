@@ -1,11 +1,12 @@
 """What every kind of index answers for."""
 
 import abc
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from jax import Array
 
 if TYPE_CHECKING:
+    from pallas_kernels.index.shards import Segment, ShardTiles
     from pallas_kernels.tiles import Columns, Tiles
 
 
@@ -18,10 +19,13 @@ class Index(abc.ABC):
     Attributes:
         block_size: g, tokens on one side of a block (static).
         causal: whether pairs with k > q are left out, whatever is listed (static).
+        key_shards_apart: whether the tiles for the keys of one rank after another take no more
+            room than those for all keys at once. A ring that turns keys needs that.
     """
 
     block_size: int
     causal: bool
+    key_shards_apart: ClassVar[bool] = True
 
     @abc.abstractmethod
     def computed_pairs(self, seq_len: int) -> Array:
@@ -79,6 +83,32 @@ class Index(abc.ABC):
         Raises:
             ValueError: if the arrays of the index are for another batch or number of heads.
         """
+
+    @abc.abstractmethod
+    def shards(
+        self, batch: int, num_heads: int, stride: int, num_blocks: int
+    ) -> "ShardTiles":
+        """What kernels compute where queries and keys are shards of the sequence: the tiles.
+
+        Args:
+            batch: B.
+            num_heads: Hq.
+            stride: of all segments of queries and keys.
+            num_blocks: S / g.
+        """
+
+    def column_tokens(self) -> Array | None:
+        """Key columns to gather: int32 [B, Hq, Mv] global positions as in `Columns`, or None."""
+        return None
+
+    def columns(self, query: "Segment", num_blocks: int) -> "Columns | None":
+        """The gathered columns as the queries of one segment see them; None if there are none.
+
+        Args:
+            query: blocks of the queries.
+            num_blocks: S / g.
+        """
+        return None
 
     def budgets(self) -> dict[str, Array]:
         """How much the index lists of each kind of thing, by its name: int32 [B, Hq] each."""

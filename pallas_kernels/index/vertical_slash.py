@@ -10,7 +10,9 @@ from jax import Array
 
 from pallas_kernels.index.entries import contains, live, marked
 from pallas_kernels.index.protocol import Index, check_whole_blocks
-from pallas_kernels.tiles import Columns, DiagonalTiles
+from pallas_kernels.index.shards import Segment
+from pallas_kernels.index.toeplitz import ToeplitzShards
+from pallas_kernels.tiles import Columns, DiagonalTiles, pad_columns
 from pallas_kernels.tiles.protocol import check_shape
 
 
@@ -106,12 +108,29 @@ class VerticalSlashIndex(Index):
         """As `Index.on_one_device`."""
         check_shape("index.slash_count", self.slash_count, (batch, num_heads))
         check_shape("index.vertical_count", self.vertical_count, (batch, num_heads))
-        tiles = DiagonalTiles.from_index(self)
-        if self.vertical_tokens.shape[-1] == 0:
-            return tiles, None
         num_blocks = num_queries // self.block_size
-        every = jnp.arange(num_blocks, dtype=jnp.int32)
-        return tiles, Columns.from_index(self, every, num_blocks)
+        whole = Segment(0, 1, num_blocks)
+        return DiagonalTiles.from_index(self), self.columns(whole, num_blocks)
+
+    def shards(
+        self, batch: int, num_heads: int, stride: int, num_blocks: int
+    ) -> ToeplitzShards:
+        """As `Index.shards`."""
+        check_shape("index.slash_count", self.slash_count, (batch, num_heads))
+        diagonals = DiagonalTiles.from_index(self).offsets  # at least one entry
+        return ToeplitzShards.listed(
+            diagonals, self.slash_count, stride, num_blocks, self.block_size
+        )
+
+    def column_tokens(self) -> Array | None:
+        """As `Index.column_tokens`."""
+        return pad_columns(self) if self.vertical_tokens.shape[-1] else None
+
+    def columns(self, query: Segment, num_blocks: int) -> Columns | None:
+        """As `Index.columns`."""
+        if self.vertical_tokens.shape[-1] == 0:
+            return None
+        return Columns.from_index(self, query.blocks(), num_blocks)
 
     def budgets(self) -> dict[str, Array]:
         """Key columns and block diagonals of each head."""

@@ -1,0 +1,104 @@
+"""Block diagonals of shards.
+
+Query block i of a segment with first block a is global block a + s*i, key block j of one with
+first block c is c + s*j, s the stride. Block diagonal d lies in the pair iff d = a - c modulo s, as
+local offset i - j = (d - (a - c)) / s. So one sort by residue serves all pairs.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from pallas_kernels.index.shards import Segment, ShardTiles
+from pallas_kernels.tiles import NO_DIAGONAL, DiagonalTiles, SegmentedDiagonals
+
+
+@dataclasses.dataclass(frozen=True)
+class ToeplitzShards(ShardTiles):
+    """Block diagonals by residue.
+
+    Attributes:
+        diagonals: int32 [B, Hq, M], M >= 1, sorted by (d mod stride, d); entries past the last
+            bound are padding.
+        bounds: int32 [B, Hq, stride + 1]; residue x is at bounds[x] .. bounds[x + 1] - 1.
+        stride: of all segments.
+        block_size: g.
+        dense: whether all diagonals are there.
+    """
+
+    diagonals: Array
+    bounds: Array
+    stride: int
+    block_size: int
+    dense: bool = False
+
+    @classmethod
+    def every(
+        cls, batch: int, num_heads: int, stride: int, num_blocks: int, block_size: int
+    ) -> "ToeplitzShards":
+        """All diagonals of a sequence of `num_blocks` blocks."""
+        diagonals = np.arange(num_blocks, dtype=np.int32).reshape(-1, stride).T.reshape(-1)
+        bounds = np.arange(stride + 1, dtype=np.int32) * (num_blocks // stride)
+        lists = (jnp.broadcast_to(x, (batch, num_heads, x.size)) for x in (diagonals, bounds))
+        return cls(*lists, stride, block_size, dense=True)
+
+    @classmethod
+    def listed(
+        cls, diagonals: Array, count: Array, stride: int, num_blocks: int, block_size: int
+    ) -> "ToeplitzShards":
+        """Some diagonals.
+
+        Args:
+            diagonals: int32 [B, Hq, M], M >= 1, ascending; entries at and beyond the count are
+                padding of any value.
+            count: int32 [B, Hq].
+            stride: of all segments.
+            num_blocks: of the sequence.
+            block_size: g.
+        """
+        if stride == 1:
+            bounds = jnp.stack([jnp.zeros_like(count), count], axis=-1)
+            return cls(diagonals, bounds, stride, block_size)
+        live = jnp.arange(diagonals.shape[-1], dtype=jnp.int32) < count[..., None]
+        keys = diagonals % stride * num_blocks + diagonals
+        keys = jnp.sort(jnp.where(live, keys, stride * num_blocks), axis=-1)
+        edges = jnp.arange(stride + 1, dtype=jnp.int32) * num_blocks
+        bounds = jnp.sum(keys[..., None, :] < edges[:, None], axis=-1, dtype=jnp.int32)
+        return cls(keys % num_blocks, bounds, stride, block_size)
+
+    def pair(self, query: Segment, key: Segment) -> DiagonalTiles:
+        """As `ShardTiles.pair`."""
+        lag = jnp.asarray(query.first_block - key.first_block, jnp.int32)
+        diagonal = jnp.where(lag % self.stride == 0, -(lag // self.stride), NO_DIAGONAL)
+        start, stop = self._runs((lag % self.stride)[None])
+        offsets = (self.diagonals - lag) // self.stride
+        return DiagonalTiles(
+            offsets, start[..., 0], stop[..., 0], diagonal, self.block_size, self.dense
+        )
+
+    def gathered(self, query: Segment, keys: Array, skip_own: bool) -> SegmentedDiagonals:
+        """As `ShardTiles.gathered`."""
+        stride, count = self.stride, keys.shape[0]
+        lags = jnp.asarray(query.first_block, jnp.int32) - keys
+        residues = lags % stride
+        # Nearest first. The queries' own segment, and with it the causal diagonal, has residue 0.
+        order = jnp.argsort(residues).astype(jnp.int32)
+        # The segment that each diagonal meets, and how far away it is.
+        number = jnp.zeros(stride, jnp.int32).at[residues].set(jnp.arange(count, dtype=jnp.int32))
+        lag = jnp.zeros(stride, jnp.int32).at[residues].set(lags)
+        residue = self.diagonals % stride
+        offsets = (self.diagonals - lag[residue]) // stride - number[residue] * query.num_blocks
+        diagonal = jnp.where(lags[order[0]] == 0, -order[0] * query.num_blocks, NO_DIAGONAL)
+        if skip_own:
+            order, diagonal = order[1:], jnp.asarray(NO_DIAGONAL)
+        start, stop = self._runs(residues[order])
+        return SegmentedDiagonals(
+            offsets, start, stop, order, diagonal, count, self.block_size, self.dense
+        )
+
+    def _runs(self, residues: Array) -> tuple[Array, Array]:
+        """Where the diagonals of some residues begin and end: int32 [B, Hq, n] twice."""
+        start = jnp.take(self.bounds, residues, axis=-1, mode="clip")
+        return start, jnp.take(self.bounds, residues + 1, axis=-1, mode="clip")

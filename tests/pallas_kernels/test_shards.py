@@ -1,0 +1,169 @@
+"""The tiles of pairs of shards, of every kind of index, against its mask."""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.index import BlockSparseIndex, DenseIndex, Segment, VerticalSlashIndex
+from pallas_kernels.tiles import NO_DIAGONAL
+
+SIZE, BATCH, HEADS, NUM_BLOCKS, RANKS = 4, 2, 2, 16, 4
+
+
+def vertical_slash(room=NUM_BLOCKS):
+    """Diagonals only: some, none, all and the farthest."""
+    rows = [[0, 1, 5, 8, 9, 15], [], range(NUM_BLOCKS), [15]]
+    if not room:
+        rows = [[]] * 4
+    table = [[*row, *[NUM_BLOCKS] * (room - len(row))] for row in rows]
+    return VerticalSlashIndex(
+        jnp.array(table, jnp.int32).reshape(BATCH, HEADS, room),
+        jnp.array([len(row) for row in rows], jnp.int32).reshape(BATCH, HEADS),
+        jnp.zeros((BATCH, HEADS, 0), jnp.int32), jnp.zeros((BATCH, HEADS), jnp.int32), SIZE,
+    )  # fmt: skip
+
+
+def block_sparse():
+    mask = np.random.default_rng(0).random((BATCH, HEADS, NUM_BLOCKS, NUM_BLOCKS)) < 0.4
+    mask[0, 0] = False
+    mask[0, 1] = True
+    return BlockSparseIndex.from_block_mask(jnp.asarray(mask), SIZE)
+
+
+INDICES = {
+    "vertical_slash": vertical_slash(), "no room": vertical_slash(0), "dense": DenseIndex(SIZE),
+    "block_sparse": block_sparse(),
+}  # fmt: skip
+
+
+def blocks_of(index):
+    """Bool [B, Hq, NB, NB]: the tiles of the whole sequence."""
+    every = jnp.arange(NUM_BLOCKS)
+    tiles = np.asarray(index.computes(every * SIZE, every))[..., 0]
+    tiles = np.broadcast_to(tiles, (BATCH, HEADS, NUM_BLOCKS, NUM_BLOCKS))
+    return np.tril(tiles)
+
+
+def visits(tiles, num_rows, num_columns, by_rows):
+    """How often each tile is computed and masked, int [B, Hq, rows, columns], by either list."""
+    tiles = jax.device_get(tiles)
+    ranges = tiles.row_ranges if by_rows else tiles.column_ranges
+    first, last = (np.asarray(x) for x in ranges(num_rows, num_columns))
+    if first.ndim == 3:
+        first, last = first[:, :, None], last[:, :, None]
+    entries = np.asarray(tiles.row_entries if by_rows else tiles.column_entries)
+    computed = np.zeros((BATCH, HEADS, num_rows, num_columns), int)
+    masked = np.zeros_like(computed)
+    for b, h, run, own in np.ndindex(*first.shape):
+        listed = entries[b, h, own] if tiles.listed else entries[b, h]
+        for slot in range(first[b, h, run, own], last[b, h, run, own]):
+            if tiles.listed:
+                other = listed[slot]
+            else:
+                other = own - listed[slot] if by_rows else own + listed[slot]
+            at = (b, h, own, other) if by_rows else (b, h, other, own)
+            computed[at] += 1
+            if own - other == (1 if by_rows else -1) * tiles.diagonal:
+                masked[at] += 1
+                assert slot == first[b, h, run, own]  # kernels look for it there
+    return computed, masked
+
+
+def segments_of(kind):
+    """The segments of all ranks of a layout."""
+    count = NUM_BLOCKS // RANKS
+    if kind == "striped":
+        return [Segment(rank, RANKS, count) for rank in range(RANKS)]
+    if kind == "zigzag":
+        return [Segment(first, 1, count // 2) for first in range(0, NUM_BLOCKS, count // 2)]
+    # Chunks of ranks against those of nodes of two.
+    return [Segment(first, 1, count) for first in range(0, NUM_BLOCKS, count)]
+
+
+def prepared(index, stride):
+    return index.shards(BATCH, HEADS, stride, NUM_BLOCKS)
+
+
+@pytest.mark.parametrize("kind", ["striped", "zigzag", "contiguous"])
+@pytest.mark.parametrize("name", INDICES)
+def test_tiles_of_all_pairs_of_segments_are_those_of_the_index(name, kind):
+    index, segments = INDICES[name], segments_of(kind)
+    shards = prepared(index, segments[0].stride)
+    keys = segments
+    if kind == "contiguous":
+        keys = [Segment(x.first_block, 1, 2 * x.num_blocks) for x in segments[::2]]
+    pairs = jax.jit(lambda: [[shards.pair(q, k) for k in keys] for q in segments])()
+    for by_rows in (True, False):
+        computed, masked = np.zeros((2, BATCH, HEADS, NUM_BLOCKS, NUM_BLOCKS), int)
+        for (q, row), (k, at) in itertools.product(
+            zip(segments, pairs, strict=True), zip(keys, range(len(keys)), strict=True)
+        ):
+            where = np.ix_(range(BATCH), range(HEADS), q.blocks(), k.blocks())
+            found = visits(row[at], q.num_blocks, k.num_blocks, by_rows)
+            computed[where] += found[0]
+            masked[where] += found[1]
+        wanted = blocks_of(index)
+        np.testing.assert_array_equal(computed, wanted)
+        np.testing.assert_array_equal(masked, wanted & np.eye(NUM_BLOCKS, dtype=bool))
+
+
+@pytest.mark.parametrize("skip_own", [False, True])
+@pytest.mark.parametrize("name", INDICES)
+def test_tiles_of_stripes_one_after_another_are_those_of_the_index(name, skip_own):
+    index, segments = INDICES[name], segments_of("striped")
+    shards = prepared(index, RANKS)
+    ranks = jnp.array([2, 0, 3])  # of rank 0's keys, not of rank 1's
+
+    @jax.jit
+    def tiles_of(rank):
+        query = Segment(rank, RANKS, NUM_BLOCKS // RANKS)
+        return shards.gathered(query, ranks, skip_own)
+
+    wanted = blocks_of(index)
+    for rank in (0, 1) if not skip_own else (0,):
+        query, tiles = segments[rank], tiles_of(rank)
+        keys = np.concatenate([segments[other].blocks() for other in (2, 0, 3)])
+        where = np.ix_(range(BATCH), range(HEADS), query.blocks(), keys)
+        expected = wanted[where].copy()
+        on_diagonal = np.asarray(query.blocks())[:, None] == keys
+        if skip_own:
+            expected &= ~np.isin(keys, query.blocks())
+        for by_rows in (True, False):
+            computed, masked = visits(tiles, query.num_blocks, keys.size, by_rows)
+            np.testing.assert_array_equal(computed, expected)
+            np.testing.assert_array_equal(masked, expected & on_diagonal)
+        assert skip_own == (tiles.diagonal == NO_DIAGONAL) or rank == 1
+
+
+def test_lists_of_a_shard_have_no_more_room_than_it_has_blocks():
+    segments = segments_of("striped")
+    tiles = prepared(block_sparse(), RANKS).pair(segments[1], segments[0])
+    assert tiles.key_blocks.shape == tiles.query_blocks.shape == (BATCH, HEADS, 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("index", "sentence"),
+    [
+        (vertical_slash(), "index.slash_count has shape .2, 2.: .3, 2. is needed"),
+        (block_sparse(), "index.key_count has shape .2, 2, 16.: .3, 2, 16. is needed"),
+    ],
+)
+def test_an_index_of_another_batch_is_refused(index, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        index.shards(3, HEADS, 1, NUM_BLOCKS)
+
+
+def test_columns_are_known_where_there_is_room_for_them():
+    index = vertical_slash()
+    assert index.column_tokens() is None and index.columns(Segment(0, 1, 4), NUM_BLOCKS) is None
+    for other in (DenseIndex(SIZE), block_sparse()):
+        assert other.column_tokens() is None and other.columns(Segment(0, 1, 4), 16) is None
+    tokens = jnp.full((BATCH, HEADS, 3), 5, jnp.int32)
+    index = dataclasses.replace(index, vertical_tokens=tokens)
+    columns = index.columns(Segment(1, 4, 4), NUM_BLOCKS)
+    assert columns.query_blocks.tolist() == [1, 5, 9, 13]
+    assert index.column_tokens().shape == columns.tokens.shape == (BATCH, HEADS, 128)
