@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from mtraining_jax.parallel.ring.shard_tiles import segment_pairs
+from mtraining_jax.parallel.ring.rank_plans import segment_pairs
 from mtraining_jax.parallel.ring.topology import RingTopology
-from pallas_kernels.index import VerticalSlashIndex
+from pallas_kernels.index import DenseIndex, VerticalSlashIndex
 
 
 @functools.partial(
@@ -65,41 +65,39 @@ def _over_mean(work: Array, mean: Array) -> Array:
     return work / jnp.where(mean > 0, mean, 1)
 
 
-def ring_balance(index: VerticalSlashIndex | None, plan: RingTopology) -> Balance:
+def ring_balance(index: VerticalSlashIndex | DenseIndex, topology: RingTopology) -> Balance:
     """Counts the work that an index gives to each rank at each step of a ring.
 
     Usable under `jax.jit`; outside `shard_map`, with the whole index.
 
     Args:
-        index: global; None for dense causal attention (one batch entry, one head).
-        plan: the ring. Only its layout and its schedule matter here.
+        index: global; a dense one counts as one batch entry and one head.
+        topology: of the ring.
 
     Returns:
         The counts, exact up to 2^24 tiles for each rank and step.
     """
-    layout = plan.layout
+    layout = topology.layout
     num_blocks = layout.num_blocks
-    if index is None:
-        heads_on = jnp.ones(num_blocks)
-        columns = jnp.zeros(num_blocks)
-    else:
-        active = index.active_diagonals(num_blocks)
-        heads_on = active.sum((0, 1), dtype=jnp.float32)
-        columns = _columns_per_row(index, active)
+    active, tokens = index.active_diagonals(num_blocks), index.column_tokens()
+    heads_on = active.sum((0, 1), dtype=jnp.float32)
+    columns = jnp.zeros(num_blocks)
+    if tokens is not None:
+        columns = _columns_per_row(tokens // layout.block_size, active)
     ranks, outer, inner = np.meshgrid(
-        np.arange(layout.num_ranks), np.arange(plan.outer_size), np.arange(plan.inner_size),
+        np.arange(layout.num_ranks), np.arange(topology.outer_size), np.arange(topology.inner_size),
         indexing="ij",
     )
-    sources = plan.source(ranks, outer, inner)
+    sources = topology.source(ranks, outer, inner)
     queries, keys = layout.segments(ranks), layout.segments(sources)
     tiles = sum(_tiles(queries[i], keys[j], heads_on) for i, j in segment_pairs(layout))
-    if plan.gathers:
+    if topology.gathers:
         tiles = tiles.sum(-1, keepdims=True)
     rows = layout.permutation()[:: layout.block_size] // layout.block_size
     by_rank = columns[rows].reshape(layout.num_ranks, -1).sum(1)
     return Balance(
-        tiles=tiles.reshape(plan.outer_size, plan.inner_size, *tiles.shape[1:]),
-        columns=by_rank.reshape(plan.outer_size, plan.inner_size),
+        tiles=tiles.reshape(topology.outer_size, topology.inner_size, *tiles.shape[1:]),
+        columns=by_rank.reshape(topology.outer_size, topology.inner_size),
     )
 
 
@@ -113,16 +111,14 @@ def _tiles(query, key, heads_on: Array) -> Array:
     return (heads * (size - np.abs(offsets))).sum(-1)
 
 
-def _columns_per_row(index: VerticalSlashIndex, active: Array) -> Array:
+def _columns_per_row(column_blocks: Array, active: Array) -> Array:
     """fp32 [NB]: gathered columns that query block i computes outside of active tiles.
 
-    A convolution of the columns in each key block with the inactive diagonals; an FFT in fp32,
-    rounded, is exact for the few thousand columns of a head.
+    A convolution of the columns in each key block, of which those past the last are padding, with
+    the inactive diagonals; an FFT in fp32, rounded, is exact for the few thousand columns of a
+    head.
     """
     num_blocks = active.shape[-1]
-    slots = jnp.arange(index.vertical_tokens.shape[-1])
-    live = slots < index.vertical_count[..., None]
-    blocks = jnp.where(live, index.vertical_tokens // index.block_size, num_blocks)
 
     def one_head(pair):
         blocks, active = pair
@@ -131,6 +127,6 @@ def _columns_per_row(index: VerticalSlashIndex, active: Array) -> Array:
         product = functools.reduce(jnp.multiply, spectra)
         return jnp.round(jnp.fft.irfft(product, 2 * num_blocks)[:num_blocks])
 
-    heads = blocks.shape[0] * blocks.shape[1]
-    flat = (x.reshape(heads, x.shape[-1]) for x in (blocks, active.astype(jnp.float32)))
+    heads = active.shape[0] * active.shape[1]
+    flat = (x.reshape(heads, -1) for x in (column_blocks, active.astype(jnp.float32)))
     return lax.map(one_head, tuple(flat)).sum(0)

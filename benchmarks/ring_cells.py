@@ -13,12 +13,12 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks.masks import SlashMask, slash_mask
+from benchmarks.masks import BLOCK, SlashMask, slash_mask
 from benchmarks.ring_balance import ring_balance
 from benchmarks.ring_programs import Problem, RingPrograms
 from benchmarks.timing import median_ms
 from mtraining_jax.parallel.compiler import ring_compiler_options
-from pallas_kernels import VerticalSlashIndex
+from pallas_kernels.index import DenseIndex, Index, VerticalSlashIndex
 
 PASSES = 3.5  # FLOP of forward and backward over those of forward, as published rates count them
 MEASURES = ("index", "silent", "local")
@@ -37,7 +37,7 @@ class Row:
         both: output and gradients, one program, index given.
         step: choosing an index and `both`, one after another.
         choose: the index, over all ranks.
-        build: columns and work lists of one rank, on one GPU.
+        build: columns and plans of one rank for all steps of both passes, on one GPU.
         silent: `both` on all ranks without communication.
         local: `both` of the busiest rank on one GPU, without communication.
         temp: bytes a GPU beyond arguments and results of `both`, as the compiler reserves them.
@@ -132,12 +132,12 @@ class Cell:
         """
         problem = self.problem
         self._inputs = self.programs.random_inputs(seed)
-        self._prepared: list[tuple[Row, VerticalSlashIndex | None, int]] = []
+        self._prepared: list[tuple[Row, Index, int]] = []
         for mask in self.masks(masks):
             rng = np.random.default_rng([seed, ord(mask), problem.seq_len])
             pattern = slash_mask(mask, rng, problem.heads, problem.seq_len)
             row = Row(problem, mask, 0, pattern.work().flops(problem.dim))
-            index = self._index(pattern) if problem.sparse else None
+            index = self._index(pattern) if problem.sparse else DenseIndex(BLOCK)
             self._prepared.append((row, index, self._balance(row, index)))
         jax.block_until_ready(self._inputs)
 
@@ -183,14 +183,12 @@ class Cell:
             build = self._compiled["build"].result()
             row.choose = timed(lambda: choose(q, k))
             row.step = timed(lambda: (choose(q, k), both(q, k, v, dout, index)))
-            if jax.tree.leaves(build(*shard[:3], index_on_one, rank)):
-                row.build = timed(lambda: build(*shard[:3], index_on_one, rank))
+            row.build = timed(lambda: build(*shard[:3], index_on_one, rank))
 
-    def _balance(self, row: Row, index: VerticalSlashIndex | None) -> int:
+    def _balance(self, row: Row, index: VerticalSlashIndex | DenseIndex) -> int:
         """Fills in the balance; returns the busiest rank."""
-        plan = self.problem.plan()
         balance = jax.jit(ring_balance, static_argnums=1)(
-            jax.device_get(index), plan
+            jax.device_get(index), self.problem.topology()
         )
         row.layer_balance = float(balance.imbalance)
         row.step_balance = float(balance.step_imbalance)

@@ -19,12 +19,10 @@ from benchmarks.programs import PATTERN
 from mtraining_jax.attention.sharded import make_attention
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import DATA_AXIS, HEADS, SEQUENCE_AXES, make_mesh
-from mtraining_jax.parallel.ring import ring_attention
-from mtraining_jax.parallel.ring.shard_tiles import StepTiles, segment_pairs
-from mtraining_jax.parallel.ring.topology import RingTopology
-from mtraining_jax.sparsity import choose_index
-from pallas_kernels import Columns, VerticalSlashIndex, gather_columns, pad_columns, plan
-from pallas_kernels.backends import resolve
+from mtraining_jax.parallel.ring import RingTopology, ring_attention, ring_plans
+from mtraining_jax.parallel.ring.columns import fetch_columns
+from mtraining_jax.sparsity import Dense, choose_index
+from pallas_kernels.index import DenseIndex, Index, VerticalSlashIndex
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,10 +63,12 @@ class Problem:
         nodes = 1 if self.ring == "flat" else self.nodes
         return Layout(self.layout, self.seq_len, self.gpus, BLOCK, nodes)
 
-    def plan(self) -> RingTopology:
-        """The schedule, for the balance report."""
+    def topology(self) -> RingTopology:
+        """Who meets whom."""
         sizes = (self.nodes, self.gpus // self.nodes)
-        return RingTopology(self.ring_layout(), SEQUENCE_AXES, sizes, self.ring)
+        return RingTopology(
+            self.ring_layout(), SEQUENCE_AXES, sizes, self.ring, backend=self.backend
+        )
 
 
 class RingPrograms:
@@ -82,7 +82,7 @@ class RingPrograms:
         )
         self.layout = problem.ring_layout()
         self._attention = make_attention(
-            self.mesh, self.layout, None, ring=problem.ring, backend=problem.backend
+            self.mesh, self.layout, Dense(BLOCK), ring=problem.ring, backend=problem.backend
         )
 
     def forward(self, q: Array, k: Array, v: Array, index: Any) -> Array:
@@ -98,12 +98,12 @@ class RingPrograms:
         self, q: Array, k: Array, v: Array, dout: Array, index: Any, rank: Array
     ) -> tuple[Array, ...]:
         """What one rank computes, on one device: arrays of one shard; see `without_collectives`."""
-        plan = self.problem.plan()
+        topology = self.problem.topology()
 
         def attend(q, k, v):
             return ring_attention(
-                q, k, v, index, layout=self.layout, axis_names=SEQUENCE_AXES,
-                axis_sizes=plan.axis_sizes, ring=self.problem.ring, backend=self.problem.backend,
+                q, k, v, index, layout=self.layout, axis_names=topology.axis_names,
+                axis_sizes=topology.axis_sizes, ring=topology.ring, backend=topology.backend,
             )
 
         with without_collectives(dict(self.mesh.shape), rank):
@@ -130,57 +130,18 @@ class RingPrograms:
             check_vma=False,
         )(q, k)
 
-    def build(self, q: Array, k: Array, v: Array, index: Any, rank: Array) -> Any:
-        """Everything that one rank's Hopper kernels read beside the shards, one call after another.
+    def build(self, q: Array, k: Array, v: Array, index: Index, rank: Array) -> Any:
+        """Everything that one rank's kernels read beside the shards, at all steps of both passes.
 
-        Columns, and the plans of both passes for all keys that come by; nothing is sent or
-        received. None where other kernels run.
+        Plans, and columns of the rank's own keys; nothing is sent or received.
         """
-        if resolve(self.problem.backend, q, BLOCK).name != "mosaic_gpu":
-            return None
-        ring, layout = self.problem.plan(), self.layout
-        tiles_of = StepTiles(layout, index, q.shape[0], q.shape[2])
-        segments = layout.segments(rank)
-        local = layout.local_positions(pad_columns(index), rank)
-        gathered = gather_columns(k, local), gather_columns(v, local)
-        columns = [
-            Columns.from_index(
-                index,
-                segment.first_block + segment.stride * jnp.arange(segment.num_blocks),
-                layout.num_blocks,
-            )
-            for segment in segments
-        ]
-        part = q[:, : q.shape[1] // len(segments)]
-        planned = functools.partial(plan, backend=self.problem.backend)
-
-        def turned(source: Array, with_columns: bool) -> list[Any]:
-            sources = layout.segments(source)
-            return [
-                planned(
-                    part, part[:, :, : k.shape[2]], tiles_of.pair(segments[i], sources[j]),
-                    columns[i] if with_columns and j == 0 else None,
-                )
-                for i, j in segment_pairs(layout)
-            ]
-
-        own = turned(rank, not ring.gathers)
-        if not ring.gathers:
-            others = jnp.arange(1, layout.num_ranks, dtype=jnp.int32)
-            return gathered, own, lax.map(
-                lambda s: turned((rank + s) % layout.num_ranks, False), others
-            )
-        if layout.kind != "striped":
-            return None
-        of_nodes = []
-        for step in range(ring.outer_size):
-            ranks = ring.node_ranks(rank, step)
-            keys = layout.segments(ranks)[0].first_block
-            tiles = tiles_of.gathered(segments[0], keys, skip_first=step == 0)
-            shape = (k.shape[0], k.shape[1] * ring.inner_size, *k.shape[2:])
-            all_keys = jax.ShapeDtypeStruct(shape, k.dtype)
-            of_nodes.append(planned(q, all_keys, tiles, None if step else columns[0]))
-        return gathered, own, of_nodes
+        topology = self.problem.topology()
+        with without_collectives(dict(self.mesh.shape), rank):
+            plans = ring_plans(topology, index, q, k)
+        tokens = index.column_tokens()
+        if tokens is None:
+            return plans, None
+        return plans, fetch_columns((k, v), self.layout.local_positions(tokens, rank), ())
 
     def shapes(self) -> "Shapes":
         """Abstract arguments of the programs."""
@@ -215,10 +176,10 @@ class Shapes:
         """q, k, v, dout of one rank, on the first device."""
         return self._heads(self._problem.seq_len // self._problem.gpus, self._one)
 
-    def index(self, one: bool = False) -> Any:
-        """The index on all ranks, or on the first device; None for dense."""
+    def index(self, one: bool = False) -> Index:
+        """The index on all ranks, or on the first device."""
         if not self._problem.sparse:
-            return None
+            return DenseIndex(BLOCK)
         q, k, *_ = self.sharded()
         abstract = jax.eval_shape(self._programs.choose, q, k)
         sharding = self._one if one else self._everywhere

@@ -6,12 +6,12 @@ import pytest
 from benchmarks.ring_balance import ring_balance
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.ring.topology import RingTopology
-from pallas_kernels.index import VerticalSlashIndex
+from pallas_kernels.index import DenseIndex, VerticalSlashIndex
 from pallas_kernels.reference import mask_from_index
 from tests.parallel import indices
 
 
-def plan_of(kind, nodes, devices, ring, seq_len=indices.SEQ_LEN, block=None, spread=True):
+def topology_of(kind, nodes, devices, ring, seq_len=indices.SEQ_LEN, block=None, spread=True):
     layout = Layout(
         kind, seq_len, nodes * devices, block or indices.BLOCK_SIZE,
         nodes if ring != "flat" and spread else 1,
@@ -31,9 +31,9 @@ def index_of(diagonals, num_blocks, block_size):
 @pytest.mark.parametrize("kind", ["striped", "zigzag", "contiguous"])
 @pytest.mark.parametrize("ring", ["flat", "hierarchical"])
 def test_counts_are_those_of_the_mask(kind, ring):
-    plan = plan_of(kind, 2, 2, ring)
+    topology = topology_of(kind, 2, 2, ring)
     index = indices.sparse()
-    balance = jax.jit(ring_balance, static_argnums=1)(index, plan)
+    balance = jax.jit(ring_balance, static_argnums=1)(index, topology)
 
     size = indices.BLOCK_SIZE
     no_columns = VerticalSlashIndex(
@@ -47,19 +47,20 @@ def test_counts_are_those_of_the_mask(kind, ring):
     tiles = diagonal.reshape(*diagonal.shape[:2], *shape).any((3, 5)).sum((0, 1))
     column_tiles = (whole & ~diagonal).reshape(*whole.shape[:2], *shape).any(3).sum((0, 1, 3, 4))
 
-    blocks = [np.asarray(plan.layout.block_ids(rank)) for rank in range(4)]
-    for rank, (node, device) in enumerate(np.ndindex(plan.outer_size, plan.inner_size)):
+    blocks = [np.asarray(topology.layout.block_ids(rank)) for rank in range(4)]
+    for rank, (node, device) in enumerate(np.ndindex(topology.outer_size, topology.inner_size)):
         assert balance.columns[node, device] == column_tiles[blocks[rank]].sum()
-        for a in range(plan.outer_size):
-            for b in range(plan.inner_size):
-                source = plan.source(rank, a, b)
+        for a in range(topology.outer_size):
+            for b in range(topology.inner_size):
+                source = topology.source(rank, a, b)
                 expected = tiles[np.ix_(blocks[rank], blocks[source])].sum()
                 assert balance.tiles[node, device, a, b] == expected
     assert balance.tiles.sum() == tiles.sum() > 0 and balance.columns.sum() > 0
 
 
 def test_dense_has_all_causal_tiles():
-    balance = ring_balance(None, plan_of("striped", 2, 4, "hierarchical"))
+    topology = topology_of("striped", 2, 4, "hierarchical")
+    balance = ring_balance(DenseIndex(indices.BLOCK_SIZE), topology)
     assert balance.tiles.sum() == indices.NUM_BLOCKS * (indices.NUM_BLOCKS + 1) / 2
     assert not balance.columns.any() and balance.column_imbalance == 0
 
@@ -75,8 +76,8 @@ def test_striped_is_balanced_where_zigzag_is_not(nodes, devices, ring):
     index = index_of([*range(8), *far], num_blocks, block)
 
     def balance(kind, **options):
-        plan = plan_of(kind, nodes, devices, ring, num_blocks * block, block, **options)
-        return ring_balance(index, plan)
+        topology = topology_of(kind, nodes, devices, ring, num_blocks * block, block, **options)
+        return ring_balance(index, topology)
 
     striped, zigzag = balance("striped"), balance("zigzag")
     assert striped.imbalance < 1.03 and striped.step_imbalance < 1.03
@@ -89,7 +90,7 @@ def test_striped_is_balanced_where_zigzag_is_not(nodes, devices, ring):
 
 def test_gathering_is_one_step_a_node_with_the_work_of_a_turn():
     turned, gathered = (
-        ring_balance(indices.sparse(), plan_of("striped", 2, 4, ring))
+        ring_balance(indices.sparse(), topology_of("striped", 2, 4, ring))
         for ring in ("hierarchical", "gather")
     )
     np.testing.assert_array_equal(gathered.tiles, turned.tiles.sum(-1, keepdims=True))
@@ -99,7 +100,7 @@ def test_gathering_is_one_step_a_node_with_the_work_of_a_turn():
 
 def test_a_flat_striped_ring_gives_equal_work_at_every_step():
     index = index_of([0, 1, 2, 3, 17, 101, 511], 1024, 4)
-    balance = ring_balance(index, plan_of("striped", 1, 8, "flat", 4096, 4))
+    balance = ring_balance(index, topology_of("striped", 1, 8, "flat", 4096, 4))
     assert balance.step_imbalance < 1.02
     busy = np.asarray(balance.tiles.sum((0, 1))) > 0
     assert (np.asarray(balance.per_step)[busy] < 1.02).all()

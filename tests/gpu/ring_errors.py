@@ -7,13 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.index import Index
 from pallas_kernels.reference import mask_from_index
 from tests.gpu import ring_problem
 from tests.gpu.ring_problem import SIZE, Ring
 from tests.pallas_kernels.expected import Expected, compare, oracle
 
 NAMES = ("out", "dq", "dk", "dv")
+# Those of one program, and lists of blocks, which have one of their own.
 INDICES = {"sparse": ring_problem.sparse_index, "dense": ring_problem.dense_index}
+LISTS = {"blocks": ring_problem.block_index}
 
 
 def own_device() -> jax.Device:
@@ -28,7 +31,7 @@ def assert_right(case: str, found: dict[str, np.ndarray], name: str) -> None:
     Args:
         case: for the printed line.
         found: some of `NAMES`, in global order.
-        name: of the index, one of `INDICES`.
+        name: of the index, one of `INDICES` or `LISTS`.
     """
     for what in found:
         compare(what, found[what], _expected(name)[what], jnp.bfloat16)
@@ -55,15 +58,20 @@ def _errors(found: dict[str, np.ndarray], name: str) -> dict[str, float]:
 @functools.cache
 def _errors_of_one(name: str) -> dict[str, float]:
     """Those of one GPU on an index."""
-    ring, compiled = _one()
-    arrays = compiled(*ring.arrays(), ring.replicated(INDICES[name]()))
+    ring, compiled = _one(name in LISTS)
+    arrays = compiled(*ring.arrays(), ring.replicated(_index(name)))
     return _errors(dict(zip(NAMES, map(np.asarray, arrays), strict=True)), name)
 
 
 @functools.cache
-def _one() -> tuple[Ring, jax.stages.Compiled]:
+def _one(lists: bool) -> tuple[Ring, jax.stages.Compiled]:
     ring = Ring("striped", "flat", 1, [own_device()])
-    return ring, ring.lower_both(ring_problem.sparse_index()).compile()
+    index = ring_problem.block_index() if lists else ring_problem.sparse_index()
+    return ring, ring.lower_both(index).compile()
+
+
+def _index(name: str) -> Index:
+    return (INDICES | LISTS)[name]()
 
 
 @functools.cache
@@ -84,7 +92,7 @@ def _expected(name: str) -> dict[str, Expected]:
 
 def _expected_of_head(name: str, head: int) -> dict[str, Expected]:
     q, k, v, dout = ring_problem.inputs()
-    index = jax.tree.map(lambda x: x[:, head, None], INDICES[name]())
+    index = jax.tree.map(lambda x: x[:, head, None], _index(name))
     of_kv = head * SIZE.kv_heads // SIZE.heads
     parts = (x[:, :, i, None] for x, i in ((q, head), (k, of_kv), (v, of_kv), (dout, head)))
     with jax.default_device(own_device()):

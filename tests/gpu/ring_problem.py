@@ -20,8 +20,8 @@ from mtraining_jax.attention.sharded import make_attention
 from mtraining_jax.parallel.compiler import ring_compiler_options
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import HEADS, make_mesh
-from mtraining_jax.sparsity import VerticalSlash
-from pallas_kernels import VerticalSlashIndex
+from mtraining_jax.sparsity import Dense, VerticalSlash
+from pallas_kernels import BlockSparseIndex, Index, VerticalSlashIndex
 from tests.pallas_kernels import cases
 from tests.pallas_kernels.cases import Size
 
@@ -51,6 +51,14 @@ def sparse_index() -> VerticalSlashIndex:
     )
 
 
+def block_index() -> BlockSparseIndex:
+    """A third of the blocks, with an empty head and empty rows."""
+    rng = np.random.default_rng(SEED + 2)
+    mask = rng.random((SIZE.batch, SIZE.heads, SIZE.query_blocks, SIZE.key_blocks)) < 1 / 3
+    mask[:, 0], mask[:, 1, ::3] = False, False
+    return BlockSparseIndex.from_block_mask(jnp.asarray(mask), SIZE.block_size)
+
+
 def dense_index() -> VerticalSlashIndex:
     """Every causal pair, with the capacities of the sparse index: the same program."""
     every = VerticalSlashIndex.dense(SIZE.batch, SIZE.heads, SIZE.seq_len, SIZE.block_size)
@@ -71,14 +79,16 @@ class Ring:
         self.layout = Layout(
             layout, SIZE.seq_len, ranks, SIZE.block_size, 1 if ring == "flat" else nodes
         )
-        self._attention = make_attention(self.mesh, self.layout, None, ring=ring, backend=BACKEND)
+        self._attention = make_attention(
+            self.mesh, self.layout, Dense(SIZE.block_size), ring=ring, backend=BACKEND
+        )
         self._sharding = NamedSharding(self.mesh, HEADS)
 
-    def lower_forward(self, index: VerticalSlashIndex | None) -> jax.stages.Lowered:
+    def lower_forward(self, index: Index) -> jax.stages.Lowered:
         """(q, k, v, index) -> out."""
         return self._lower(lambda *args: self._attention(*args)[0], 3, index)
 
-    def lower_both(self, index: VerticalSlashIndex | None) -> jax.stages.Lowered:
+    def lower_both(self, index: Index) -> jax.stages.Lowered:
         """(q, k, v, dout, index) -> out, dq, dk, dv."""
 
         def both(q, k, v, dout, index):
@@ -96,7 +106,7 @@ class Ring:
             for x, part in zip(inputs(), parts, strict=True)
         ]
 
-    def replicated(self, index: VerticalSlashIndex | None) -> VerticalSlashIndex | None:
+    def replicated(self, index: Index) -> Index:
         """The index on every device."""
         everywhere = NamedSharding(self.mesh, P())
         return jax.tree.map(

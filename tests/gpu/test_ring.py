@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import HEADS, SEQUENCE_AXES, make_mesh
 from mtraining_jax.sparsity import choose_index
+from pallas_kernels.index import DenseIndex
 from tests.gpu import ring_problem
 from tests.gpu.ring_errors import INDICES, NAMES, assert_as_exact_as_one, assert_right
 from tests.gpu.ring_problem import SIZE, Ring
@@ -50,6 +51,11 @@ CASES = (
     "striped flat", "striped hierarchical", "striped gather", "striped gather in nodes",
     "zigzag flat", "zigzag hierarchical", "zigzag gather",
 )
+# Programs of their own: the ring's case and the index.
+OTHER_INDICES = {
+    "dense index": ("striped flat", lambda: DenseIndex(SIZE.block_size)),
+    "block lists": ("striped gather", ring_problem.block_index),
+}
 # A zigzag has three kernel calls where stripes have one: tracing its gradients takes a minute.
 FORWARD_ONLY = ("zigzag hierarchical", "zigzag gather")
 
@@ -98,10 +104,10 @@ def processes(several, tmp_path_factory):
 @functools.cache
 def program(case: str):
     """The ring of a case and its compiled program, with tests of other cases not compiled."""
-    devices, index = jax.devices(), ring_problem.sparse_index()
-    ring = Ring(*rings()["striped flat" if case == "no index" else case], devices)
+    case, index = OTHER_INDICES.get(case, (case, ring_problem.sparse_index))
+    ring = Ring(*rings()[case], jax.devices())
     lower = ring.lower_forward if case in FORWARD_ONLY else ring.lower_both
-    return ring, lower(None if case == "no index" else index).compile()
+    return ring, lower(index()).compile()
 
 
 def results(case: str, index) -> dict[str, np.ndarray]:
@@ -123,8 +129,14 @@ def test_output_and_gradients_are_those_of_one_gpu(case):
         assert_right(case, found, name)
 
 
-def test_no_index_is_dense():
-    assert_as_exact_as_one("no index", results("no index", None), "dense")
+def test_a_dense_index_is_dense():
+    found = results("dense index", OTHER_INDICES["dense index"][1]())
+    assert_as_exact_as_one("dense index", found, "dense")
+
+
+def test_block_lists_over_gathered_keys_are_those_of_one_gpu():
+    found = results("block lists", ring_problem.block_index())
+    assert_right("block lists", found, "blocks")
 
 
 def test_results_have_the_same_bits_twice():

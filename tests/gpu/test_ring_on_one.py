@@ -15,7 +15,7 @@ from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.ring import ring_attention
 from mtraining_jax.sparsity import choose_index
 from tests.gpu import ring_problem
-from tests.gpu.ring_errors import INDICES, NAMES, assert_right, own_device
+from tests.gpu.ring_errors import INDICES, LISTS, NAMES, assert_right, own_device
 from tests.gpu.ring_problem import SIZE
 
 RANKS = 8
@@ -32,6 +32,16 @@ CASES = [
 
 @pytest.mark.parametrize(("kind", "ring", "nodes"), CASES)
 def test_output_and_gradients_of_eight_ranks_are_those_of_one(kind, ring, nodes):
+    check(kind, ring, nodes, INDICES)
+
+
+@pytest.mark.parametrize(("kind", "nodes"), [("striped", 1), ("striped", 2), ("zigzag", 1)])
+def test_block_lists_of_eight_ranks_give_what_those_of_one_do(kind, nodes):
+    check(kind, "gather", nodes, LISTS)
+
+
+def check(kind, ring, nodes, indices):
+    """Runs one program on some indices and compares with the oracle and with one device."""
     layout = Layout(kind, SIZE.seq_len, RANKS, SIZE.block_size, 1 if ring == "flat" else nodes)
     axes = {"node": nodes, "device": RANKS // nodes} if nodes > 1 else {"device": RANKS}
     attend = functools.partial(
@@ -57,7 +67,7 @@ def test_output_and_gradients_of_eight_ranks_are_those_of_one(kind, ring, nodes)
         return x.reshape(SIZE.batch, SIZE.seq_len, *x.shape[-2:])[:, inverse]
 
     run = jax.jit(on_all)
-    for name, index in INDICES.items():
+    for name, index in indices.items():
         with jax.default_device(own_device()):
             arrays = run(*map(deal, ring_problem.inputs()), index())
         found = dict(zip(NAMES, map(collect, arrays), strict=True))

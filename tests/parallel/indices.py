@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.index import VerticalSlashIndex
+from pallas_kernels.index import BlockSparseIndex, VerticalSlashIndex
 
 SEQ_LEN, BLOCK_SIZE, BATCH, HEADS, KV_HEADS, DIM = 256, 8, 2, 4, 2, 16
 NUM_BLOCKS = SEQ_LEN // BLOCK_SIZE
@@ -51,6 +51,13 @@ def dense():
     """Every causal pair, with the capacities of `sparse`: no recompilation."""
     everything = [[range(NUM_BLOCKS)] * HEADS] * BATCH
     return build(everything, [[[]] * HEADS] * BATCH)
+
+
+def blocks(seed=2):
+    """Lists of blocks: a third of them, with an empty head, empty rows and a full column."""
+    mask = np.random.default_rng(seed).random((BATCH, HEADS, NUM_BLOCKS, NUM_BLOCKS)) < 1 / 3
+    mask[0, 1], mask[0, 2, ::3], mask[1, 2, :, 0] = False, False, True
+    return BlockSparseIndex.from_block_mask(jnp.asarray(mask), BLOCK_SIZE)
 
 
 def inputs(seed=1, dtype=jnp.float32):

@@ -1,25 +1,18 @@
 """When things travel: read off the traced program, as numbers cannot tell it."""
 
 import collections
-import dataclasses
 import functools
-from unittest import mock
 
 import jax
-import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import HEADS, make_mesh
-from mtraining_jax.parallel.ring import ring_attention
-from mtraining_jax.parallel.ring.shard_tiles import StepTiles
-from mtraining_jax.parallel.ring.topology import RingTopology
-from pallas_kernels import ops as kernels
-from pallas_kernels.gradients import Gradients
-from tests.parallel import indices
+from mtraining_jax.parallel.ring import RingTopology, ring_attention
+from tests.parallel import indices, traced_kernels
+from tests.parallel.traced_kernels import KERNELS
 
-KERNELS = ("forward", "backward")
 COLLECTIVES = ("ppermute", "all_gather", "reduce_scatter", "psum")
 FLAT, NESTED, GATHER = "flat", "hierarchical", "gather"
 MESHES = [(1, 8, FLAT), (2, 4, FLAT), (2, 4, NESTED), (4, 2, NESTED), (8, 1, NESTED)]
@@ -33,42 +26,22 @@ def layout_of(nodes, devices, ring, kind="striped"):
 @functools.cache
 def traced(nodes, devices, ring, differentiate, dq_apart=False):
     """With `dq_apart` a backward call is two kernels, as with our Hopper backend."""
-    layout = layout_of(nodes, devices, ring)
+    traced_kernels.register()
+    attend = functools.partial(
+        ring_attention, layout=layout_of(nodes, devices, ring), ring=ring,
+        backend="traced_dq_apart" if dq_apart else "traced",
+    )
 
     def local(q, k, v, dout, index):
-        def attend(q, k, v):
-            return ring_attention(q, k, v, index, layout=layout, ring=ring)
-
         if not differentiate:
-            return attend(q, k, v)
-        return jax.vjp(attend, q, k, v)[1](dout)
+            return attend(q, k, v, index)
+        return jax.vjp(lambda q, k, v: attend(q, k, v, index), q, k, v)[1](dout)
 
-    mesh = make_mesh(1, nodes, devices)
     sharded = jax.shard_map(
-        local, mesh=mesh, in_specs=(*[HEADS] * 4, P("data")), out_specs=HEADS, check_vma=False
+        local, mesh=make_mesh(1, nodes, devices), in_specs=(*[HEADS] * 4, P("data")),
+        out_specs=HEADS, check_vma=False,
     )
-    # Each kernel call becomes one equation, whose outputs need all of its inputs.
-    static = {name: ("scale", "beside_transfers") for name in KERNELS}
-    static["forward"] += ("out_dtype",)
-    calls = {
-        name: jax.jit(getattr(kernels, name), static_argnames=static[name]) for name in KERNELS
-    }
-    whole = kernels.backward
-
-    def part(fields):
-        def backward(*args, **options):
-            grads = whole(*args, **options)
-            return {name: getattr(grads, name) for name in fields}
-
-        return jax.jit(backward, static_argnames=static["backward"])
-
-    if dq_apart:
-        rows, keys = part(["dq"]), part(["dk", "dv", "dk_columns", "dv_columns"])
-        calls["backward"] = lambda *args, **options: Gradients(
-            **rows(*args, **options), **keys(*args, **options)
-        )
-    with mock.patch.multiple(kernels, **calls):
-        return jax.make_jaxpr(sharded)(*indices.inputs(), indices.sparse()).jaxpr
+    return jax.make_jaxpr(sharded)(*indices.inputs(), indices.sparse()).jaxpr
 
 
 def inner_jaxprs(eqn):
@@ -210,59 +183,24 @@ def test_gathering_and_the_way_home_have_kernels_to_hide_behind(nodes, devices, 
         assert not exposed_transfers(inner, COLLECTIVES)
 
 
+@pytest.mark.parametrize("ring", [FLAT, NESTED, GATHER])
+def test_the_backward_pass_plans_nothing(ring):
+    backend = traced_kernels.register()
+
+    def plans(differentiate):
+        before = backend.planned
+        traced.__wrapped__(2, 4, ring, differentiate)
+        return backend.planned - before
+
+    assert plans(True) == plans(False) > 0
+
+
 @pytest.mark.parametrize(("nodes", "devices", "ring"), MESHES)
 def test_a_ring_shows_every_rank_all_keys_once(nodes, devices, ring):
-    plan = RingTopology(
+    topology = RingTopology(
         layout_of(nodes, devices, ring), ("node", "device"), (nodes, devices), ring
     )
-    steps = [(a, b) for a in range(plan.outer_size) for b in range(plan.inner_size)]
+    steps = [(a, b) for a in range(topology.outer_size) for b in range(topology.inner_size)]
     for rank in range(8):
-        assert sorted(plan.source(rank, *step) for step in steps) == list(range(8))
-        assert plan.source(rank, 0, 0) == rank
-
-
-@pytest.mark.parametrize("kind", ["striped", "zigzag", "contiguous"])
-@pytest.mark.parametrize("index_name", ["sparse", "dense"])
-def test_tiles_of_all_pairs_of_ranks_are_the_tiles_of_the_index(kind, index_name):
-    index = indices.sparse()
-    given = index
-    if index_name == "dense":
-        index, given = indices.dense(), None
-    layout = layout_of(2, 2, NESTED, kind)
-    tiles = StepTiles(layout, given, indices.BATCH, indices.HEADS)
-    active = np.asarray(index.active_diagonals(indices.NUM_BLOCKS))
-    i, j = np.mgrid[: indices.NUM_BLOCKS, : indices.NUM_BLOCKS]
-    wanted = np.where(i >= j, active[:, :, np.maximum(i - j, 0)], False)
-
-    computed = np.zeros_like(wanted, int)
-    masked = np.zeros_like(wanted)
-    for query in (s for rank in range(4) for s in layout.segments(rank)):
-        for key in (s for rank in range(4) for s in layout.segments(rank)):
-            pair = jax.device_get(tiles.pair(query, key))
-            for b, h in np.ndindex(indices.BATCH, indices.HEADS):
-                offsets = pair.offsets[b, h, pair.start[b, h] : pair.stop[b, h]]
-                assert (np.diff(offsets) > 0).all()
-                for row in range(query.num_blocks):
-                    columns = row - offsets
-                    fits = (columns >= 0) & (columns < key.num_blocks)
-                    where = (
-                        b, h, query.first_block + query.stride * row,
-                        key.first_block + key.stride * columns[fits],
-                    )  # fmt: skip
-                    computed[where] += 1
-                    masked[where] = offsets[fits] == pair.diagonal
-    np.testing.assert_array_equal(computed, wanted)
-    np.testing.assert_array_equal(masked, wanted & (i == j))
-
-
-@pytest.mark.parametrize("kind", ["striped", "zigzag"])
-def test_an_index_without_room_for_diagonals_has_no_tiles(kind):
-    index = indices.sparse()
-    columns_only = dataclasses.replace(
-        index, slash_blocks=index.slash_blocks[..., :0], slash_count=0 * index.slash_count
-    )
-    layout = layout_of(2, 2, NESTED, kind)
-    tiles = StepTiles(layout, columns_only, indices.BATCH, indices.HEADS)
-    pair = tiles.pair(layout.segments(1)[0], layout.segments(0)[0])
-    assert pair.offsets.shape[-1] == 1  # kernels need an entry, if a dead one
-    assert (pair.start == pair.stop).all()
+        assert sorted(topology.source(rank, *step) for step in steps) == list(range(8))
+        assert topology.source(rank, 0, 0) == rank

@@ -13,6 +13,7 @@ from mtraining_jax.attention.sharded import make_attention
 from mtraining_jax.parallel.compiler import ring_compiler_options
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import HEADS, make_mesh
+from mtraining_jax.sparsity import Dense
 from pallas_kernels import VerticalSlashIndex
 from tests.parallel.hlo_schedule import Transfer, transfers
 
@@ -33,7 +34,7 @@ def schedule(ring: str, nodes: int, recomputed: bool = False) -> str:
     )
     mesh = make_mesh(1, nodes, 8 // nodes, topology.devices)
     layout = Layout("striped", SEQ_LEN, 8, BLOCK, 1 if ring == "flat" else nodes)
-    attention = make_attention(mesh, layout, None, ring=ring)
+    attention = make_attention(mesh, layout, Dense(BLOCK), ring=ring)
 
     def layer(q, k, v, index):
         return attention(q, k, v, index)[0]

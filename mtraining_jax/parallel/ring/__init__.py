@@ -1,10 +1,12 @@
 """Attention over the ring of devices that share a sequence.
 
-`topology` says who meets whom, `shard_tiles` which tiles they compute then; `rank_kernels` calls
-the kernels; `turning_ring` and `gather_ring` move keys and values; `columns` fetches key columns.
+`ring_attention` is the public call. `topology` says who meets whom at which step; `rank_plans`
+plans what the kernels of one rank compute then, and `rank_kernels` executes it. `turning_ring` and
+`gather_ring` move keys, values and gradients; `columns` fetches key columns.
 """
 
-from mtraining_jax.parallel.ring.ring_attention import SAVED_NAMES, ring_attention
+from mtraining_jax.parallel.ring.ring_attention import ring_attention, ring_plans
 from mtraining_jax.parallel.ring.topology import RINGS, RingTopology, check_ring
+from pallas_kernels.names import SAVED_NAMES
 
-__all__ = ["RINGS", "SAVED_NAMES", "RingTopology", "check_ring", "ring_attention"]
+__all__ = ["RINGS", "SAVED_NAMES", "RingTopology", "check_ring", "ring_attention", "ring_plans"]

@@ -12,164 +12,260 @@ on the one before. In the backward pass the gradients that a step sends home are
 before.
 """
 
+import dataclasses
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from mtraining_jax.parallel.layout import Segment
 from mtraining_jax.parallel.ordering import after
-from mtraining_jax.parallel.ring.rank_kernels import Call, Pair, Steps, join, plus
-from mtraining_jax.parallel.ring.shard_tiles import segment_pairs
+from mtraining_jax.parallel.ring.columns import fetch_columns, return_column_gradients
+from mtraining_jax.parallel.ring.rank_kernels import Pair, RankKernels, State, join, plus
+from mtraining_jax.parallel.ring.rank_plans import RankPlanner, StepPlans, step_of, steps_between
 from mtraining_jax.parallel.ring.topology import RingTopology
+from pallas_kernels.index import Index, Segment
 
 
-def gather_forward(plan: RingTopology, steps: Steps, kv: Pair) -> list[tuple[Array, Array]]:
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=[
+        "own", "first", "later", "first_with_columns", "last_with_columns", "column_positions"
+    ],
+    meta_fields=[],
+)
+@dataclasses.dataclass(frozen=True)
+class GatherPlans:
+    """What a rank's kernels walk in both passes; a step is the work on the keys of a node.
+
+    Attributes:
+        own: of the rank's own keys, where they are apart from the node's; else None.
+        first: of the first step; with columns if it is the only one.
+        later: of the other steps, stacked; None if there are none.
+        first_with_columns: of the first step, which the backward pass takes there, so that
+            gradients of columns travel behind the steps that follow. None where `first` does.
+        last_with_columns: of the last step, which the forward pass takes there, when the columns
+            of other nodes have arrived. None where `first` or `later` does.
+        column_positions: where columns lie in the node's shards, or None.
+    """
+
+    own: StepPlans | None
+    first: StepPlans
+    later: StepPlans | None
+    first_with_columns: StepPlans | None
+    last_with_columns: StepPlans | None
+    column_positions: Array | None
+
+    @property
+    def forward_last(self) -> StepPlans:
+        """Of the last step of the forward pass."""
+        if self.last_with_columns is not None:
+            return self.last_with_columns
+        return self.first if self.later is None else step_of(self.later, -1)
+
+    @property
+    def backward_first(self) -> StepPlans:
+        """Of the first step of the backward pass."""
+        return self.first if self.first_with_columns is None else self.first_with_columns
+
+
+def plan_gathering(topology: RingTopology, index: Index, q: Array, k: Array) -> GatherPlans:
+    """Plans all steps of a ring that gathers; arguments as those of `RankPlanner`."""
+    layout = topology.layout
+    planner = RankPlanner(topology, index, q, k)
+    own_apart = _own_apart(topology)
+
+    def of_node(step: Array | int, with_columns: bool) -> StepPlans:
+        ranks = topology.node_ranks(planner.rank, step)
+        if own_apart:
+            own_here = isinstance(step, int) and step == 0
+            return planner.on_stripes(ranks, with_columns, skip_own=own_here)
+        return planner.on_segments(_node_segments(topology, ranks), with_columns)
+
+    own = planner.on_segments(layout.segments(planner.rank), False) if own_apart else None
+    positions = planner.column_positions(topology.node_ranks(planner.rank, 0))
+    size = topology.outer_size
+    if size == 1:
+        return GatherPlans(own, of_node(0, True), None, None, None, positions)
+    steps = jnp.arange(1, size, dtype=jnp.int32)
+    later = jax.vmap(functools.partial(of_node, with_columns=False))(steps)
+    first = last = None
+    if planner.has_columns:
+        first, last = of_node(0, True), of_node(size - 1, True)
+    return GatherPlans(own, of_node(0, False), later, first, last, positions)
+
+
+def gather_forward(
+    topology: RingTopology, plans: GatherPlans, q: Array, kv: Pair
+) -> list[Pair]:
     """Output and lse of every query segment.
 
     Args:
-        plan: one that gathers.
-        steps: of the forward pass.
-        kv: keys and values of this rank.
+        topology: of a ring that gathers.
+        plans: from `plan_gathering`.
+        q: this rank's queries.
+        kv: its keys and values.
     """
-    node = _Node(plan, steps)
+    node, kernels = _Node(topology), RankKernels(topology, q)
     here = node.gather(kv)
-    state = [None] * len(steps.queries)
-    if node.own_apart:
-        state = steps.forward(steps.calls_on(steps.rank, kv, False), state, last=False)
+    state: State = kernels.nothing()
+    if plans.own is not None:
+        state = kernels.forward(plans.own, [kv], None, state, last=False)
     # The columns are not needed before the last step. Fetched at once, their sum over nodes would
     # have the gathering awaited before the first kernel.
-    source = lax.optimization_barrier((here, state))[0] if plan.outer_axes else here
-    kv = node.after_columns(kv, source)
+    source = lax.optimization_barrier((here, state))[0] if topology.outer_axes else here
+    columns, kv = node.columns_first(plans, kv, source)
 
-    def visit(step: Array | int, here: Pair, state: list, last: bool) -> list:
-        return steps.forward(node.calls(step, here, with_columns=last), state, last)
+    def visit(step: StepPlans, here: Pair, state: State, last: bool) -> State:
+        return kernels.forward(step, node.key_segments(here), columns, state, last)
 
-    end = plan.outer_size - 1
-    if end == 0:
-        return visit(0, here, state, True)
+    if plans.later is None:
+        return visit(plans.forward_last, here, state, True)
 
     def body(carry, step):
         kv, here, state = carry
         kv, arriving = node.next(kv)
         return (kv, arriving, visit(step, here, state, False)), None
 
-    (kv, here, state), _ = body((kv, here, state), 0)
-    if end > 1:
-        steps_between = jnp.arange(1, end, dtype=jnp.int32)
-        (kv, here, state), _ = lax.scan(body, (kv, here, state), steps_between)
-    return visit(end, here, state, True)
+    (kv, here, state), _ = body((kv, here, state), plans.first)
+    between = topology.outer_size - 2
+    if between:
+        (kv, here, state), _ = lax.scan(
+            body, (kv, here, state), steps_between(plans.later, 0, between)
+        )
+    return visit(plans.forward_last, here, state, True)
 
 
-def gather_backward(plan: RingTopology, steps: Steps, kv: Pair, rows: tuple[Array, Array, Array]):
+def gather_backward(
+    topology: RingTopology, plans: GatherPlans, q: Array, kv: Pair,
+    rows: tuple[Array, Array, Array],
+) -> tuple[list[Array], Pair]:
     """Gradients.
 
     Args:
-        plan, steps, kv: as in `gather_forward`, of the backward pass.
-        rows: as in `Steps.backward`.
+        topology: as in `gather_forward`, like the next three.
+        plans: those of the forward pass.
+        q: this rank's queries.
+        kv: its keys and values.
+        rows: as in `RankKernels.backward`.
 
     Returns:
         dq of every query segment; (dk, dv) of this rank's keys and values; all fp32.
     """
-    node = _Node(plan, steps)
+    node, kernels = _Node(topology), RankKernels(topology, q)
     here = node.gather(kv)
-    dq = [None] * len(steps.queries)
-    collected = None
-    if node.own_apart:
-        dq, own, _ = steps.backward(steps.calls_on(steps.rank, kv, False), rows, dq)
+    dq, collected = kernels.nothing(), None
+    if plans.own is not None:
+        dq, own, _ = kernels.backward(plans.own, [kv], None, rows, dq)
         # First dk and dv of the rank's own keys, which the gathering hides behind; then those that
         # others wait for. XLA would take them the other way round.
         here, collected = lax.optimization_barrier((here, join(own)))
-    kv = node.after_columns(kv, here)
+    columns, kv = node.columns_first(plans, kv, here)
 
-    def visit(step: Array | int, here: Pair, dq: list, first: bool):
-        dq, dkv, columns = steps.backward(node.calls(step, here, with_columns=first), rows, dq)
-        return dq, node.restore(dkv), columns
+    def visit(step: StepPlans, here: Pair, dq: list):
+        keys = node.key_segments(here)
+        dq, dkv, dcolumns = kernels.backward(step, keys, columns, rows, dq)
+        return dq, node.restore(dkv), dcolumns
 
-    size = plan.outer_size
-    if size > 1:
+    if plans.later is not None:
         kv, arriving = node.next(kv)
-    dq, shares, columns = visit(0, here, dq, True)
-    if columns is not None and plan.outer_axes:
-        columns = after(columns, shares[0])
-    shares = steps.return_columns(shares, columns)
-    if size == 1:
+    dq, shares, dcolumns = visit(plans.backward_first, here, dq)
+    if dcolumns is not None:
+        if topology.outer_axes:
+            dcolumns = after(dcolumns, shares[0])
+        shares = return_column_gradients(
+            shares, dcolumns, plans.column_positions, topology.outer_axes
+        )
+    if plans.later is None:
         return dq, plus(collected, node.scatter(shares))
 
     def body(carry, step):
         kv, here, collected, shares, dq = carry
         # What the step before found goes home, and on with the keys and values it is of.
-        collected = plan.shift_outer(plus(collected, node.scatter(shares)))
+        collected = topology.shift_outer(plus(collected, node.scatter(shares)))
         kv, arriving = node.next(kv)
-        dq, shares, _ = visit(step, here, dq, False)
+        dq, shares, _ = visit(step, here, dq)
         return (kv, arriving, collected, shares, dq), None
 
     here = arriving
     if collected is None:
         collected = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), kv)
-    if size > 2:
+    between = topology.outer_size - 2
+    if between:
         (kv, here, collected, shares, dq), _ = lax.scan(
-            body, (kv, here, collected, shares, dq), jnp.arange(1, size - 1, dtype=jnp.int32)
+            body, (kv, here, collected, shares, dq), steps_between(plans.later, 0, between)
         )
-    collected = plan.shift_outer(plus(collected, node.scatter(shares)))
-    dq, shares, _ = visit(size - 1, here, dq, False)
-    return dq, plan.shift_outer(plus(collected, node.scatter(shares)))
+    collected = topology.shift_outer(plus(collected, node.scatter(shares)))
+    dq, shares, _ = visit(step_of(plans.later, -1), here, dq)
+    return dq, topology.shift_outer(plus(collected, node.scatter(shares)))
+
+
+def _own_apart(topology: RingTopology) -> bool:
+    """Whether the work on a rank's own keys is separate from that on the rest of its node's.
+
+    Stripes are told apart by the residue of a diagonal; elsewhere they are neighbours.
+    """
+    return topology.layout.kind == "striped"
+
+
+def _node_segments(topology: RingTopology, ranks: Array) -> list[Segment]:
+    """The key segments of a node, from neighbouring chunks of its devices; see `key_segments`."""
+    size = topology.inner_size
+    return [
+        Segment(jnp.min(segment.first_block), segment.stride, size * segment.num_blocks)
+        for segment in topology.layout.segments(ranks)
+    ]
 
 
 class _Node:
     """The shards of a node as one."""
 
-    def __init__(self, plan: RingTopology, steps: Steps):
-        self.plan, self.steps = plan, steps
-        # Stripes are told apart by the residue of a diagonal; elsewhere they are neighbours.
-        self.own_apart = plan.layout.kind == "striped"
+    def __init__(self, topology: RingTopology):
+        self.topology = topology
+        self._num_segments = len(topology.layout.segments(0))
 
     def gather(self, kv: Pair) -> Pair:
         """[B, n, Hk, D] of every device of the node, one after another along the tokens."""
-        axes = self.plan.inner_axes
+        axes = self.topology.inner_axes
         return jax.tree.map(lambda x: lax.all_gather(x, axes, axis=1, tiled=True), kv)
 
     def scatter(self, shares: Pair) -> Pair:
         """The sum of all devices' gradients of this device's part of what was gathered."""
-        axes = self.plan.inner_axes
+        axes = self.topology.inner_axes
         return jax.tree.map(
             lambda x: lax.psum_scatter(x, axes, scatter_dimension=1, tiled=True), shares
         )
 
     def next(self, kv: Pair) -> tuple[Pair, Pair]:
         """The shard of the same device of the next node, and all shards of that node."""
-        kv = self.plan.shift_outer(kv)
+        kv = self.topology.shift_outer(kv)
         return kv, self.gather(kv)
 
-    def after_columns(self, kv: Pair, here: Pair) -> Pair:
+    def columns_first(
+        self, plans: GatherPlans, kv: Pair, here: Pair
+    ) -> tuple[Pair | None, Pair]:
         """Fetches the columns; the shard to send on, held back until then where that matters."""
-        ranks = self.plan.node_ranks(self.steps.rank, 0)
-        self.steps.fetch_columns(here, ranks, self.plan.outer_axes)
-        if not self.plan.outer_axes:
-            return kv
-        return after(kv, self.steps.column_kv[0] if self.steps.columns else here[0])
+        columns, axes = None, self.topology.outer_axes
+        if plans.column_positions is not None:
+            columns = fetch_columns(here, plans.column_positions, axes)
+        if not axes:
+            return columns, kv
+        return columns, after(kv, here[0] if columns is None else columns[0])
 
-    def calls(self, step: Array | int, here: Pair, with_columns: bool):
-        """The calls on a node's keys and values; without the rank's own where they are apart."""
-        steps, layout = self.steps, self.plan.layout
-        ranks = self.plan.node_ranks(steps.rank, step)
-        if self.own_apart:
-            (query,), (keys,) = steps.segments, layout.segments(ranks)
-            own_here = isinstance(step, int) and step == 0
-            tiles = steps.tiles.gathered(query, keys.first_block, skip_first=own_here)
-            yield Call(0, 0, tiles, *steps.columns_for(0, 0, with_columns), *here)
-            return
-        keys, values = (self._arrange(x) for x in here)
-        sources = self._segments(ranks)
-        for i, j in segment_pairs(layout):
-            tiles = steps.tiles.pair(steps.segments[i], sources[j])
-            columns = steps.columns_for(i, j, with_columns)
-            yield Call(i, j, tiles, *columns, keys[j], values[j])
+    def key_segments(self, here: Pair) -> list[Pair]:
+        """The key segments of a node, those of a layout with chunks in the order of the sequence.
+
+        Second segments of a zigzag are in the reverse order of the devices.
+        """
+        if self._num_segments == 1:
+            return [here]
+        return list(zip(*map(self._arrange, here), strict=True))
 
     def restore(self, dkv: list[Pair]) -> Pair:
-        """Gradients of the key segments of `calls`, in the order of `gather`."""
+        """Gradients of the key segments, in the order of `gather`."""
         if len(dkv) == 1:
             return dkv[0]
-        size = self.plan.inner_size
+        size = self.topology.inner_size
 
         def interleave(first: Array, second: Array) -> Array:
             first, second = (x.reshape(x.shape[0], size, -1, *x.shape[2:]) for x in (first, second))
@@ -179,21 +275,7 @@ class _Node:
         return jax.tree.map(interleave, *dkv)
 
     def _arrange(self, x: Array) -> list[Array]:
-        """The key segments of a node, each in the order of the sequence.
-
-        Second segments of a zigzag are in the reverse order of the devices.
-        """
-        count = len(self.steps.segments)
-        if count == 1:
-            return [x]
-        parts = x.reshape(x.shape[0], self.plan.inner_size, count, -1, *x.shape[2:])
+        size = self.topology.inner_size
+        parts = x.reshape(x.shape[0], size, self._num_segments, -1, *x.shape[2:])
         first, second = parts[:, :, 0], jnp.flip(parts[:, :, 1], axis=1)
         return [part.reshape(x.shape[0], -1, *x.shape[2:]) for part in (first, second)]
-
-    def _segments(self, ranks: Array) -> list[Segment]:
-        """The key segments of a node, from neighbouring chunks of its devices."""
-        size = self.plan.inner_size
-        return [
-            Segment(jnp.min(segment.first_block), segment.stride, size * segment.num_blocks)
-            for segment in self.plan.layout.segments(ranks)
-        ]

@@ -1,7 +1,8 @@
 """Ring attention: every rank keeps its queries while keys and values travel.
 
-Which way they travel is the plan's: `turning_ring` has the turns of keys and values over mesh axes,
-`gather_ring` the gathering of a node's.
+Which way they travel is the topology's: `turning_ring` has the turns of keys and values over mesh
+axes, `gather_ring` the gathering of a node's. What the kernels walk at all steps is planned before
+the first one, for both passes.
 """
 
 import functools
@@ -12,22 +13,29 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from mtraining_jax.parallel.layout import Layout
-from mtraining_jax.parallel.ring.gather_ring import gather_backward, gather_forward
-from mtraining_jax.parallel.ring.rank_kernels import Steps
+from mtraining_jax.parallel.ring.gather_ring import (
+    GatherPlans,
+    gather_backward,
+    gather_forward,
+    plan_gathering,
+)
 from mtraining_jax.parallel.ring.topology import RingTopology
-from mtraining_jax.parallel.ring.turning_ring import ring_backward, ring_forward
-from pallas_kernels.index import DenseIndex, VerticalSlashIndex
-from pallas_kernels.ops import delta_of
-
-# Names under which a remat policy can keep what the backward pass needs.
-SAVED_NAMES = ("attn_out", "attn_lse", "sparse_index")
+from mtraining_jax.parallel.ring.turning_ring import (
+    TurningPlans,
+    plan_turning,
+    turning_backward,
+    turning_forward,
+)
+from pallas_kernels import names
+from pallas_kernels.index import Index
+from pallas_kernels.ops import attention, delta_of
 
 
 def ring_attention(
     q: Array,
     k: Array,
     v: Array,
-    index: VerticalSlashIndex | DenseIndex | None,
+    index: Index,
     *,
     layout: Layout,
     axis_names: tuple[str, ...] = ("node", "device"),
@@ -45,8 +53,8 @@ def ring_attention(
     Args:
         q: [B, n, Hq, D], this rank's queries in layout order, n = S/W.
         k, v: [B, n, Hk, D], Hq a multiple of Hk.
-        index: what to compute, in global positions, the same on every rank; None is a causal
-            `DenseIndex`. No gradient flows to it.
+        index: what to compute, of any causal kind, in global positions, the same on every rank.
+            One that lists blocks needs a ring that gathers. No gradient flows to it.
         layout: how the S tokens are dealt to the W ranks.
         axis_names: mesh axes of the sequence, slowest first; () on one device.
         axis_sizes: their sizes; default: those of the mesh.
@@ -69,7 +77,34 @@ def ring_attention(
     """
     if axis_sizes is None:
         axis_sizes = tuple(lax.axis_size(name) for name in axis_names)
-    plan = RingTopology(layout, tuple(axis_names), tuple(axis_sizes), ring, scale, backend)
+    topology = RingTopology(layout, tuple(axis_names), tuple(axis_sizes), ring, scale, backend)
+    _check(topology, q, k, v, index)
+    if layout.num_ranks == 1:
+        return attention(
+            q, k, v, index, scale=scale, backend=backend, return_lse=return_lse
+        )
+    result = _ring(topology, q, k, v, ring_plans(topology, index, q, k))
+    return result if return_lse else result[0]
+
+
+def ring_plans(
+    topology: RingTopology, index: Index, q: Array, k: Array
+) -> GatherPlans | TurningPlans:
+    """What the kernels of this rank walk at all steps of both passes.
+
+    Args:
+        topology: of a ring of any number of ranks.
+        index: as in `ring_attention`.
+        q: [B, n, Hq, D], this rank's queries; only shape and dtype are read.
+        k: [B, n, Hk, D], this rank's keys; likewise.
+    """
+    plan = plan_gathering if topology.gathers else plan_turning
+    return plan(topology, index, q, k)
+
+
+def _check(topology: RingTopology, q: Array, k: Array, v: Array, index: Index) -> None:
+    """Raises ValueError unless arrays and index suit the ring."""
+    layout = topology.layout
     local_tokens = layout.seq_len // layout.num_ranks
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4 or x.shape[1] != local_tokens:
@@ -77,39 +112,41 @@ def ring_attention(
                 f"{name} has shape {x.shape}: [batch, {local_tokens}, heads, dim] is needed, as "
                 f"seq_len={layout.seq_len} over {layout.num_ranks} ranks"
             )
-    if index is not None and index.block_size != layout.block_size:
+    if index.block_size != layout.block_size:
         raise ValueError(
             f"the index has block_size={index.block_size} but the layout {layout.block_size}"
         )
-    if isinstance(index, DenseIndex):
-        if not index.causal:
-            raise ValueError("a ring computes causal attention, but the index is not causal")
-        index = None
-    result = _ring(plan, q, k, v, index)
-    return result if return_lse else result[0]
+    if not index.causal:
+        raise ValueError("a ring computes causal attention, but the index is not causal")
+    turns = layout.num_ranks > 1 and not topology.gathers
+    if turns and not index.key_shards_apart:
+        raise ValueError(
+            f"ring={topology.ring!r} shows the keys of one rank after another, which a "
+            f"{type(index).__name__} cannot be cut into: use ring='gather', over at least two "
+            "devices of a node"
+        )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _ring(plan, q, k, v, index):
-    return _ring_fwd(plan, q, k, v, index)[0]
+def _ring(topology, q, k, v, plans):
+    return _ring_fwd(topology, q, k, v, plans)[0]
 
 
-def _ring_fwd(plan, q, k, v, index):
-    run = gather_forward if plan.gathers else ring_forward
-    state = run(plan, Steps(plan, q, index), (k, v))
-    outs, lses = zip(*state, strict=True)
+def _ring_fwd(topology, q, k, v, plans):
+    run = gather_forward if topology.gathers else turning_forward
+    outs, lses = zip(*run(topology, plans, q, (k, v)), strict=True)
     out, lse = jnp.concatenate(outs, axis=1), jnp.concatenate(lses, axis=2)
-    out, lse = checkpoint_name(out, "attn_out"), checkpoint_name(lse, "attn_lse")
-    return (out, lse), (q, k, v, index, out, lse)
+    out, lse = checkpoint_name(out, names.OUTPUT), checkpoint_name(lse, names.LSE)
+    return (out, lse), (q, k, v, plans, out, lse)
 
 
-def _ring_bwd(plan, residuals, cotangents):
+def _ring_bwd(topology, residuals, cotangents):
     dout, dlse = cotangents
-    q, k, v, index, out, lse = residuals
+    q, k, v, plans, out, lse = residuals
     # d lse / d logits are the softmax weights, so its cotangent joins delta in every kernel.
-    rows = dout, lse, delta_of(out, dout, backend=plan.backend) - dlse
-    run = gather_backward if plan.gathers else ring_backward
-    dq, (dk, dv) = run(plan, Steps(plan, q, index), (k, v), rows)
+    rows = dout, lse, delta_of(out, dout, backend=topology.backend) - dlse
+    run = gather_backward if topology.gathers else turning_backward
+    dq, (dk, dv) = run(topology, plans, q, (k, v), rows)
     dq = jnp.concatenate(dq, axis=1)
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
 

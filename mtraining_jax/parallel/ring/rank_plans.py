@@ -1,0 +1,105 @@
+"""Plans of one rank's kernel calls."""
+
+from collections.abc import Sequence
+
+import jax
+from jax import Array
+
+from mtraining_jax.parallel.layout import Layout
+from mtraining_jax.parallel.ring.topology import RingTopology
+from pallas_kernels import ops as kernels
+from pallas_kernels.index import Index, Segment
+from pallas_kernels.plans import Plan
+from pallas_kernels.tiles import Tiles
+
+StepPlans = tuple[Plan, ...]  # of one step: a plan for each of `segment_pairs`
+
+
+def segment_pairs(layout: Layout) -> list[tuple[int, int]]:
+    """Pairs (query segment, key segment) that can have causal work for some pair of ranks.
+
+    Segment i of any rank lies before segment i + 1 of any rank, so later key segments have none.
+    """
+    count = len(layout.segments(0))
+    return [(i, j) for i in range(count) for j in range(i + 1)]
+
+
+class RankPlanner:
+    """Plans what the queries of this rank compute with the keys that it is shown.
+
+    Args:
+        topology: of the ring.
+        index: what is computed, in global positions.
+        q: [B, n, Hq, D], this rank's queries; only shape and dtype are read here and below.
+        k: [B, n, Hk, D], this rank's keys.
+    """
+
+    def __init__(self, topology: RingTopology, index: Index, q: Array, k: Array):
+        layout = topology.layout
+        self.rank = topology.rank()
+        self._topology, self._index = topology, index
+        self._queries = layout.segments(self.rank)
+        self._q = jax.ShapeDtypeStruct(
+            (q.shape[0], q.shape[1] // len(self._queries), *q.shape[2:]), q.dtype
+        )
+        self._k = k
+        self._shards = index.shards(
+            q.shape[0], q.shape[2], self._queries[0].stride, layout.num_blocks
+        )
+        self._columns = [index.columns(segment, layout.num_blocks) for segment in self._queries]
+        self.has_columns = self._columns[0] is not None
+
+    def column_positions(self, ranks: Array) -> Array | None:
+        """Where columns lie in the shards of some ranks, int32 [n], one after another.
+
+        Returns:
+            int32 [B, Hq, Mv] as in `fetch_columns`; None if there are no columns.
+        """
+        tokens = self._index.column_tokens()
+        if tokens is None:
+            return None
+        return self._topology.layout.gathered_positions(tokens, ranks)
+
+    def on_segments(self, keys: Sequence[Segment], with_columns: bool) -> StepPlans:
+        """The calls on the key segments of one step.
+
+        Args:
+            keys: as many as a rank has; first blocks may be traced.
+            with_columns: whether columns are computed too, by the first call of each query
+                segment.
+        """
+        return tuple(
+            self._plan(
+                self._shards.pair(self._queries[i], keys[j]), keys[j].num_blocks,
+                self._columns[i] if with_columns and j == 0 else None,
+            )
+            for i, j in segment_pairs(self._topology.layout)
+        )
+
+    def on_stripes(self, ranks: Array, with_columns: bool, skip_own: bool) -> StepPlans:
+        """The call on the keys of several ranks, one after another, in the striped layout.
+
+        Args:
+            ranks: int32 [n], whose keys they are.
+            with_columns: whether columns are computed too.
+            skip_own: whether to leave out this rank's own keys, which are then among them.
+        """
+        (query,), (keys,) = self._queries, self._topology.layout.segments(ranks)
+        tiles = self._shards.gathered(query, keys.first_block, skip_own)
+        columns = self._columns[0] if with_columns else None
+        return (self._plan(tiles, ranks.shape[0] * keys.num_blocks, columns),)
+
+    def _plan(self, tiles: Tiles, num_key_blocks: int, columns) -> Plan:
+        tokens = num_key_blocks * self._topology.layout.block_size
+        keys = jax.ShapeDtypeStruct((self._k.shape[0], tokens, *self._k.shape[2:]), self._k.dtype)
+        return kernels.plan(self._q, keys, tiles, columns, backend=self._topology.backend)
+
+
+def step_of(plans: StepPlans, step: int) -> StepPlans:
+    """The plans of one step out of those of several, stacked along a leading axis."""
+    return jax.tree.map(lambda x: x[step], plans)
+
+
+def steps_between(plans: StepPlans, start: int, stop: int) -> StepPlans:
+    """The plans of some consecutive steps, stacked as they were."""
+    return jax.tree.map(lambda x: x[start:stop], plans)

@@ -1,0 +1,79 @@
+"""A backend whose kernels can be found in a traced program: each call is one equation.
+
+Its results mean nothing, but every output needs all inputs, as with real kernels.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import backends
+from pallas_kernels.gradients import Gradients
+
+KERNELS = ("forward", "backward", "backward_rows", "backward_keys")
+
+
+class TracedKernels:
+    """See `pallas_kernels.backends.Backend`.
+
+    Args:
+        name: of the backend.
+        dq_apart: whether a backward call is two kernels, as with our Hopper backend.
+
+    Attributes:
+        planned: how often a call was planned.
+    """
+
+    estimate = None
+
+    def __init__(self, name, dq_apart):
+        self.name, self._dq_apart, self.planned = name, dq_apart, 0
+
+    def unsupported(self, q, block_size):
+        return None
+
+    def plan(self, q, k, tiles, columns, *, whole):
+        self.planned += 1
+        return tiles
+
+    def forward(self, q, k, v, plan, column_kv, *, out_dtype, init, **_):
+        shapes = [
+            jax.ShapeDtypeStruct(q.shape, out_dtype),
+            jax.ShapeDtypeStruct((q.shape[0], q.shape[2], q.shape[1]), jnp.float32),
+        ]
+        return tuple(_kernel("forward", shapes, (q, k, v, plan, column_kv, init)))
+
+    def backward(self, q, k, v, dout, lse, delta, plan, column_kv, *, dq_dtype, **_):
+        inputs = q, k, v, dout, lse, delta, plan, column_kv
+        rows = [jax.ShapeDtypeStruct(q.shape, dq_dtype)]
+        keys = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (k, v, *(column_kv or ()))]
+        if self._dq_apart:
+            found = *_kernel("backward_rows", rows, inputs), *_kernel("backward_keys", keys, inputs)
+        else:
+            found = _kernel("backward", rows + keys, inputs)
+        return Gradients(*found, *[None] * (5 - len(found)))
+
+    def delta_of(self, out, dout):
+        return jnp.sum(out * dout, axis=-1).swapaxes(1, 2)
+
+
+def _kernel(name, shapes, inputs):
+    """Arrays of some shapes from one equation of that name."""
+
+    def kernel(inputs):
+        leaves = jax.tree.leaves(inputs)
+        total = sum(jnp.sum(x, dtype=jnp.float32) for x in leaves)
+        return [jnp.full(x.shape, total.astype(x.dtype)) for x in shapes]
+
+    kernel.__name__ = name
+    return jax.jit(kernel)(inputs)
+
+
+@functools.cache
+def register():
+    """Makes the backends "traced" and "traced_dq_apart" known, and gives the first."""
+    traced = TracedKernels("traced", dq_apart=False)
+    for backend in (traced, TracedKernels("traced_dq_apart", dq_apart=True)):
+        backends.register(backend, by_name_only=True)
+    return traced
