@@ -38,9 +38,32 @@ def test_links_lead_to_files_and_headings(document):
     assert not broken
 
 
+def test_a_model_can_be_called_as_the_page_on_training_says():
+    page = (ROOT / "docs/training.md").read_text()
+    (code,) = re.findall(r"^```python\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
+    found = {}
+    exec(code.replace("path/to/checkpoint", str(ROOT / "tests/data/qwen2_tiny")), found)
+    assert found["logits"].shape == (1, 256, found["spec"].vocab_size)
+
+
 def test_every_entry_of_the_log_is_in_its_index():
     log = ROOT / "docs/log"
     index = (log / "README.md").read_text()
     for day in log.glob("20*.md"):
         for heading in re.findall(r"^## (.*)$", day.read_text(), flags=re.MULTILINE):
             assert f"[{heading}]({day.name}#" in index, f"{day.name}: {heading}"
+
+
+@pytest.mark.parametrize("name", ["README.md", *(f"docs/{p.name}" for p in ROOT.glob("docs/*.md"))])
+def test_files_that_the_pages_name_exist(name):
+    """In backticks; a path may begin in a package, or in the folder named last before it."""
+    named = re.findall(r"`([\w./]+(?:\.py|\.toml|/))`", without_code((ROOT / name).read_text()))
+    roots = [ROOT, ROOT / "mtraining_jax", ROOT / "pallas_kernels"]
+    missing = []
+    for path in named:
+        found = next((root / path for root in roots if (root / path).exists()), None)
+        if found is None:
+            missing.append(path)
+        else:
+            roots = [*roots[:3], found if found.is_dir() else found.parent]
+    assert not missing
