@@ -8,6 +8,7 @@ from mtraining_jax.errors import UserError
 from mtraining_jax.models import Llama3Scaling, LongRopeScaling
 from mtraining_jax.models.families import FAMILIES
 from mtraining_jax.models.hf import read_hf_config
+from mtraining_jax.models.hf.config import hf_config
 from tests.models.common import DATA
 from tests.models.family_contract import FamilyContract
 
@@ -116,6 +117,16 @@ def test_phi_3_in_the_older_spelling(tmp_path, kind):
     )  # fmt: skip
     expected = LongRopeScaling(32.0, 4096, None, (1.0,) * 16, (2.0,) * 16)
     assert read_hf_config(folder).rope_scaling == expected
+
+
+@pytest.mark.parametrize(("context", "fields"), [(512, 3), (1024, 5)])
+def test_phi_3_is_written_so_that_its_factor_is_read_back(tmp_path, context, fields):
+    # 512 / 64 is the checkpoint's own factor, which need not be told.
+    spec = read_hf_config(DATA / "phi3_tiny_longrope", max_position_embeddings=context)
+    raw = hf_config(spec, "float32")
+    assert len(raw["rope_scaling"]) == fields
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert read_hf_config(tmp_path) == spec
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from mtraining_jax.models.families.family import Family, with_defaults
+from mtraining_jax.models.rope import LongRopeScaling
 
 if TYPE_CHECKING:
     from mtraining_jax.models.spec import ModelSpec
@@ -52,14 +53,20 @@ class Phi3(Family):
         return rope
 
     def write_config(self, spec: "ModelSpec") -> dict[str, Any]:
-        """See `Family.write_config`; transformers 4 takes three rope fields and no more."""
+        """See `Family.write_config`.
+
+        transformers 4 takes three rope fields and no more; the factor on cos and sin then follows
+        from the two context lengths. Where that would be another, the file is for transformers 5.
+        """
         raw = super().write_config(spec)
         raw["rope_parameters"]["partial_rotary_factor"] = 1.0
-        scaled = raw["rope_scaling"]
-        if scaled is not None and scaled["rope_type"] == "longrope":
-            raw["original_max_position_embeddings"] = scaled["original_max_position_embeddings"]
-            three = {name: scaled[name] for name in ("short_factor", "long_factor")}
-            raw["rope_scaling"] = {"type": "longrope", **three}
-            # It follows from the two context lengths.
-            del raw["rope_parameters"]["factor"]
+        scaling, context = spec.rope_scaling, spec.max_position_embeddings
+        if isinstance(scaling, LongRopeScaling):
+            scaled = raw["rope_scaling"]
+            original = scaling.original_max_position_embeddings
+            raw["original_max_position_embeddings"] = original
+            if scaling.attention_factor is None and scaling.factor == max(1.0, context / original):
+                three = {name: scaled[name] for name in ("short_factor", "long_factor")}
+                raw["rope_scaling"] = {"type": scaling.type, **three}
+                del raw["rope_parameters"]["factor"]
         return raw
