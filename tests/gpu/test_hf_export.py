@@ -7,8 +7,15 @@ import jax
 import numpy as np
 import pytest
 
-from mtraining_jax.models import YarnScaling, init_model
-from mtraining_jax.models.hf import load_hf, save_hf
+from mtraining_jax.models import (
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    YarnScaling,
+    init_model,
+)
+from mtraining_jax.models.families import FAMILIES
+from mtraining_jax.models.hf import load_hf, read_hf_config, save_hf
 from mtraining_jax.training.loop import run
 from tests.models.common import forward, some_tokens, tiny_spec
 from tests.training.common import tiny_config
@@ -49,21 +56,27 @@ def test_transformers_reads_what_a_run_exports(tmp_path):
     )
     records = run(config)
     assert len(records) == 3
-    spec = tiny_spec(
-        **{
-            name: getattr(config.model, name)
-            for name in (
-                "vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim",
-                "intermediate_size", "tie_word_embeddings", "rope_theta",
-            )
-        }
-    )  # fmt: skip
+    spec = read_hf_config(config.run.folder / "hf", dtype="float32", remat="none")
+    assert spec.hidden_size == config.model.hidden_size
     assert_same_logits(config.run.folder / "hf", spec)
 
 
-def test_transformers_reads_several_files_with_yarn_and_an_output_layer(tmp_path):
+SCALINGS = {
+    "qwen2": YarnScaling(4.0, 32),
+    "qwen3": LinearScaling(2.0),
+    "llama": Llama3Scaling(4.0, 32),
+    # For heads of 8. The sequence is longer than 32 tokens, so the second list counts.
+    "phi3": LongRopeScaling(4.0, 32, None, (1.0, 1.1, 1.2, 1.3), (1.0, 2.0, 3.0, 4.0)),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES.names)
+def test_transformers_reads_several_files_of_every_family(family, tmp_path):
     spec = tiny_spec(
-        tie_word_embeddings=False, rope_scaling=YarnScaling(4.0, 32), max_position_embeddings=128
+        family=family,
+        tie_word_embeddings=False,
+        rope_scaling=SCALINGS[family],
+        max_position_embeddings=128,
     )
     state = init_model(spec, seed=jax.random.key(1))[1]
     folder = save_hf(tmp_path / "out", spec, state, max_shard_bytes=20_000)

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from mtraining_jax.config import load_config
+from mtraining_jax.parallel.compiler import ring_compiler_options
 from mtraining_jax.training import parts
 from mtraining_jax.training.state import StateBuilder
 from mtraining_jax.training.step import make_train_step
@@ -18,7 +19,11 @@ SMALL = {
 
 
 def train(name, **changes):
-    """Loss, gradient norm and mean density of 3 steps."""
+    """Loss, gradient norm and mean density of 3 steps.
+
+    Every rounding to bf16 is made. By itself XLA leaves out some between operations that it fuses,
+    and others where a policy keeps the value between them: losses then differ by 1e-3.
+    """
     fields = SMALL | {field.replace("__", "."): value for field, value in changes.items()}
     config = load_config(name, [(field, str(value)) for field, value in fields.items()])
     mesh, layout = parts.build_mesh(config), parts.build_layout(config)
@@ -27,8 +32,12 @@ def train(name, **changes):
     attention = parts.build_attention(config, mesh, layout, pattern)
     step = make_train_step(config, builder, attention, mesh, parts.layer_inputs(pattern))
     state, found = builder.fresh(), []
+    options = ring_compiler_options("gpu") | {"xla_allow_excess_precision": False}
+    batch = next(batches)
+    step = step.lower(state, batch).compile(compiler_options=options)
     for _ in range(3):
-        state, metrics = step(state, next(batches))
+        state, metrics = step(state, batch)
+        batch = next(batches)
         density = np.mean(metrics["layers"]["density"])
         found.append((float(metrics["loss"]), float(metrics["grad_norm"]), float(density)))
     batches.close()
@@ -56,8 +65,10 @@ def test_sharded_steps_equal_those_of_one_gpu(one_gpu, devices):
 @pytest.mark.parametrize("remat", ["none", "attention", "attention_offload", "full"])
 def test_what_is_kept_does_not_change_the_steps(one_gpu, remat):
     found = train("qwen3b_512k_dense", parallel__devices_per_node=1, model__remat=remat)
-    np.testing.assert_allclose(found[:, 0], one_gpu[:, 0], rtol=2e-3)
-    np.testing.assert_allclose(found[:, 1], one_gpu[:, 1], rtol=2e-2)
+    # The forward pass is the same program; "none" has other formulas in the MLP's backward pass.
+    np.testing.assert_allclose(found[0, 0], one_gpu[0, 0], rtol=1e-5)
+    np.testing.assert_allclose(found[:, 0], one_gpu[:, 0], rtol=5e-4)
+    np.testing.assert_allclose(found[:, 1], one_gpu[:, 1], rtol=5e-3 if remat == "none" else 2e-3)
 
 
 def test_a_replayed_density_is_the_one_asked_for():
