@@ -21,16 +21,14 @@ def folder_of(config, step):
 
 
 def test_resumed_run_has_bit_identical_losses(config, capsys):
-    config = changed(config, checkpoint={"every_steps": 2}, metrics={"recall_every": 3})
-    whole = run(config)
-    printed = capsys.readouterr().out
+    config = changed(config, checkpoint={"every_steps": 2})
+    whole = run(changed(config, metrics={"recall_every": 3}))
     assert newest_step(checkpoint_folder(config)) == 4
     assert written(config) == whole
     check_records(config, whole)
-    check_print(printed)
+    check_print(capsys.readouterr().out)
 
-    # As if the run had been cut off after step 3: what it wrote of it is taken back.
-    shutil.rmtree(folder_of(config, 4))
+    cut_off_after_3(config)
     rest = run(config)
     assert [record["step"] for record in rest] == [3, 4]
     np.testing.assert_array_equal(losses(rest), losses(whole[2:]))
@@ -38,15 +36,24 @@ def test_resumed_run_has_bit_identical_losses(config, capsys):
     assert [record["step"] for record in written(config)] == [1, 2, 3, 4]
     assert "going on from the checkpoint of step 2" in capsys.readouterr().out
 
-    # Nothing is left to do.
+    # On another mesh, with parameters sharded and a flat ring.
+    cut_off_after_3(config)
+    other = changed(config, parallel={"nodes": 1, "devices_per_node": 4, "fsdp": True})
+    np.testing.assert_allclose(losses(run(other)), losses(whole[2:]), rtol=2e-5)
+
+
+def cut_off_after_3(config):
+    """As if the run had been cut off after step 3: what it wrote of it is taken back."""
+    shutil.rmtree(folder_of(config, 4))
+
+
+def test_a_complete_run_does_nothing_and_one_that_starts_anew_keeps_the_old(plain_config, capsys):
+    config = changed(plain_config, checkpoint={"every_steps": 2})
+    whole = run(config)
+    capsys.readouterr()
     assert run(config) == []
     printed = capsys.readouterr().out
     assert "test is complete" in printed and "--run.steps=8" in printed
-
-    # On another mesh, with parameters sharded and a flat ring.
-    shutil.rmtree(folder_of(config, 4))
-    other = changed(config, parallel={"nodes": 1, "devices_per_node": 4, "fsdp": True})
-    np.testing.assert_allclose(losses(run(other)), losses(whole[2:]), rtol=2e-5)
 
     # Anew: the same losses again, and the old results are kept.
     anew = run(changed(config, run={"steps": 1}, checkpoint={"resume": False}))
