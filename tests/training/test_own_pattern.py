@@ -10,8 +10,8 @@ from tests.training.common import changed, written
 KIND = "examples.strided_pattern:Strided"
 
 
-def test_it_trains_by_its_place_and_its_options(plain_config, tmp_path, capsys):
-    config = changed(plain_config, run={"steps": 2})
+def test_it_trains_over_a_ring_by_its_place_and_its_options(plain_config, tmp_path, capsys):
+    config = changed(plain_config, run={"steps": 2}, parallel={"devices_per_node": 2})
     path = tmp_path / "config.toml"
     path.write_text(config_to_toml(config))
     options = [f"--sparsity.kind={KIND}", "--sparsity.stride=3", "--sparsity.window=2"]
