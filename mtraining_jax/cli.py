@@ -64,8 +64,8 @@ def parse_command_line(arguments: Sequence[str]) -> CommandLine:
     A field that is true or false may stand alone, which is true. Values are not checked here.
 
     Raises:
-        UserError: one line for each option that does not exist, lacks its value, has one that it
-            does not take, or stands twice where it may stand once.
+        UserError: one line for each option that does not exist, lacks its value, has a value that
+            it does not take, or is given twice where once is allowed.
     """
     load_own_plugins(*_named(arguments))
     fields = all_fields()
@@ -198,7 +198,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             return dry_run(config, command.dry_run)
         set_platform(config)
-        # Not before: it imports JAX, which must find its devices set.
+        # Imported only here: it imports JAX, for which the devices must be set by now.
         from mtraining_jax.training.loop import run
 
         run(config)

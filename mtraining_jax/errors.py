@@ -1,4 +1,4 @@
-"""Errors that a user can mend."""
+"""Errors that a user can correct."""
 
 
 class UserError(ValueError):

@@ -1,4 +1,4 @@
-"""Plug-ins by name: those that come with the package, and anybody's own.
+"""Plug-ins by name: those that come with the package, and those of users.
 
 Patterns, data sources and model families register here in one table each, as `module:Class`. A
 module is imported when its name is first needed. Imports no JAX.
@@ -37,7 +37,7 @@ class Registry:
         return self._built_in
 
     def knows(self, name: str) -> bool:
-        """Whether `get` finds it without loading anybody's own module."""
+        """Whether `get` finds it without loading a module of the user."""
         return name in self._places
 
     def get(self, name: str) -> type:

@@ -67,7 +67,7 @@ class Inspection:
 
         A pixel is a block of queries by a block of keys (or several, of a long sequence): the
         darker, the larger the share of its pairs that is computed. The upper right is never
-        computed and grey. Needs matplotlib (`pip install mtraining-jax[plot]`).
+        computed and grey. Needs matplotlib (`pip install matplotlib`).
 
         Args:
             path: of the file, ending in .png.

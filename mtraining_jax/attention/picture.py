@@ -67,7 +67,7 @@ def draw(
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(
-            "pictures need matplotlib: pip install 'mtraining-jax[plot]'"
+            "pictures need matplotlib: pip install matplotlib"
         ) from error
     figure = Figure(figsize=(0.6 + 3.2 * len(heads), 3.6), dpi=100, layout="constrained")
     FigureCanvasAgg(figure)

@@ -24,8 +24,8 @@ def read_with_base(
         find: from the name of a configuration to its file.
 
     Returns:
-        The table, without `base`, and where fields come from that the file does not give itself:
-        paths by dotted name.
+        The table, without `base`, and for fields that the file does not set itself the file they
+        come from: paths by dotted name.
 
     Raises:
         UserError: a base that does not exist, cannot be read or leads back to a file before it.
@@ -70,7 +70,7 @@ def _read(
 def _merge(
     table: Table, below: Table, prefix: str, origin: Callable[[str], str], found: dict[str, str]
 ) -> None:
-    """Adds to a table what it lacks, and notes where that is from."""
+    """Adds to a table the fields that it lacks, and notes where each comes from."""
     for key, value in below.items():
         dotted = f"{prefix}{key}"
         if key in table and not (isinstance(table[key], dict) and isinstance(value, dict)):

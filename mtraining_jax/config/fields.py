@@ -114,7 +114,7 @@ def toml_value(value: Any) -> str:
         case int() | float():
             return repr(value)
         case str():
-            # TOML's basic strings are JSON's, but for a raw DEL.
+            # TOML's basic strings are those of JSON, except for a raw DEL.
             return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
         case list() | tuple():
             return "[" + ", ".join(map(toml_value, value)) + "]"

@@ -1,4 +1,4 @@
-"""What a checkpoint's config.json decides of the model, where `model.init_from` names one."""
+"""What a checkpoint's config.json decides about the model, if `model.init_from` names one."""
 
 import dataclasses
 import json
@@ -14,9 +14,9 @@ from mtraining_jax.models.rope import RopeScaling, make_scaling
 def with_checkpoint(
     table: Mapping[str, Any], say: Callable[[str, str], None]
 ) -> dict[str, Any]:
-    """A table of values whose model is completed from the checkpoint that it starts from.
+    """Completes the section `model` of a table from the checkpoint that the run starts from.
 
-    Fields in `model.override` are left as they are: given, or their defaults.
+    Fields named in `model.override` are left as they are: as given, or at their defaults.
 
     Args:
         table: values by section and field, not yet checked.
@@ -63,7 +63,7 @@ def _equal(name: str, given: Any, found: Mapping[str, Any]) -> bool:
     try:
         scaling = make_scaling(given)
     except (ValueError, TypeError):
-        return True  # what is wrong with it is told when it is checked
+        return True  # a mistake in it is reported when it is checked
     context = found["max_position_embeddings"]
     both = (x if x is None else x.to_hf(context) for x in (scaling, found[name]))
     return next(both) == next(both)

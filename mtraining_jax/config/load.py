@@ -263,7 +263,7 @@ def _build(
 
 
 def _origin(name: str, origins: Mapping[str, str], source: str) -> str:
-    """Where a field's value comes from; a table that was set as a whole brings its fields along."""
+    """Where a field's value comes from; for the fields of a table set as a whole, that table."""
     while name:
         if name in origins:
             return origins[name]
@@ -272,7 +272,7 @@ def _origin(name: str, origins: Mapping[str, str], source: str) -> str:
 
 
 def _own_plugins(table: Mapping[str, Any]) -> Iterable[tuple[str, str, Registry]]:
-    """What a table names as `package.module:Name`: dotted field, the name, its registry."""
+    """The plug-ins that a table names as `package.module:Name`: dotted field, name, registry."""
     for section, info in infos(Config).items():
         plugins = getattr(info.annotation, "plugins", None)
         values = table.get(section)
@@ -308,7 +308,7 @@ def _not_allowed(field: Field, value: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    """A value as the user wrote it, or nearly, cut to a line's length."""
+    """A value nearly as the user wrote it, cut to the length of a line."""
     try:
         text = toml_value(value)
     except TypeError:  # TOML also has dates and times, which no field takes

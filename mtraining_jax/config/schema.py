@@ -310,7 +310,7 @@ class DistributedConfig:
     initialize: Literal["auto", "never"] = "auto"
     """auto joins the processes that SLURM, Kubernetes or these fields name; never runs alone."""
     coordinator: Text | None = None
-    """HOST:PORT of process 0, where the scheduler does not tell."""
+    """HOST:PORT of process 0, if no scheduler gives it."""
     num_processes: PositiveInt | None = None
     """Processes of the run; goes with coordinator."""
     process_id: NonNegativeInt | None = None

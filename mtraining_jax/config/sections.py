@@ -1,4 +1,4 @@
-"""Sections whose fields come from plug-ins: flat, typed, each field declared by who uses it."""
+"""Sections whose fields come from plug-ins: flat, typed, declared by the plug-in that uses them."""
 
 import dataclasses
 import typing
@@ -84,7 +84,7 @@ class Plugins:
 
 
 def assembled(section: type) -> type:
-    """A section with the fields of all plug-ins that are known by now; itself if it has none."""
+    """A section with the fields of all plug-ins known so far; itself if it has no plug-ins."""
     plugins = getattr(section, "plugins", None)
     if plugins is None:
         return section

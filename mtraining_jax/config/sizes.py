@@ -1,4 +1,4 @@
-"""Sizes that follow from a configuration: each stands here once."""
+"""Sizes that follow from a configuration, each defined once."""
 
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Sizes:
-    """What `Config` knows beyond its fields; `validate` has seen that the divisions are exact."""
+    """Properties of `Config`; `validate` has checked that the divisions are exact."""
 
     if TYPE_CHECKING:  # the fields of `Config` that are read here
         parallel: ParallelConfig
@@ -53,7 +53,7 @@ class Sizes:
 
     @property
     def local_rows(self) -> int:
-        """Sequences of one micro-batch that a device has a part of."""
+        """Sequences of one micro-batch of which a device holds a part."""
         return self.data.batch_size // self.row_parts
 
     @property
@@ -68,6 +68,6 @@ class Sizes:
 
     @property
     def sequence_unit(self) -> int:
-        """What data.seq_len must be a multiple of, so that every rank has as many whole blocks."""
+        """What data.seq_len must be a multiple of, so that all ranks have as many whole blocks."""
         chunks = 2 if self.parallel.layout == "zigzag" else 1  # of a rank
         return chunks * self.ranks * self.sparsity.block_size

@@ -1,4 +1,4 @@
-"""Checks between fields, each of which is in order by itself."""
+"""Checks between fields that are valid one by one."""
 
 import re
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from mtraining_jax.models.spec import spec_problems
 
 
 def validate(config: Config, device_count: int | None = None) -> None:
-    """Stops a configuration whose fields contradict each other, before any device works.
+    """Rejects a configuration whose fields contradict each other, before any device works.
 
     Args:
         config: the configuration.
@@ -20,7 +20,7 @@ def validate(config: Config, device_count: int | None = None) -> None:
             the comparison with it.
 
     Raises:
-        UserError: one line for each contradiction, with the fields, their values and what would do.
+        UserError: one line for each contradiction, with the fields, their values and what is valid.
     """
     problems = [
         *_model(config),
@@ -62,7 +62,7 @@ def _model(config: Config) -> Iterator[str]:
 
 
 def _rope_scaling(scaling: RopeScalingConfig) -> Iterator[str]:
-    """Fields that only another type reads: to set one is a mistake."""
+    """Problems of fields that only another type reads: setting one is a mistake."""
     for name, kinds in RopeScalingConfig.owners.items():
         value, default = getattr(scaling, name), infos(RopeScalingConfig)[name].default
         if scaling.type not in kinds and value != default:

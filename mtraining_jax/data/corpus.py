@@ -44,7 +44,7 @@ class Corpus:
 def windows(num_tokens: int, data: "DataConfig", what: str) -> range:
     """Where sequences begin when a stream is cut every `data.seq_len` tokens.
 
-    The rest, which fills no sequence, is dropped.
+    Tokens at the end that do not fill a sequence are dropped.
 
     Args:
         num_tokens: of the stream.

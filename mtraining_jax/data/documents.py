@@ -1,4 +1,4 @@
-"""Sources of documents, as text or as token ids: what becomes of a document is said here once."""
+"""Sources of documents, as text or as token ids, and how documents become sequences."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class DocumentSource(Source):
     """
 
     def documents(self) -> Iterator[tuple[str, str | np.ndarray]]:
-        """The documents, each with where it stands, for messages.
+        """The documents, each with its place, for messages.
 
         Yields:
             ``(where, document)``: text, or token ids, integers [n], if `holds_ids`. Only one needs
@@ -79,7 +79,7 @@ class DocumentSource(Source):
                     ids = _encoded(tokenizer, document, where)
                 else:
                     ids = document
-                    # They must be in order before they are narrowed to the stored type.
+                    # Checked before they are narrowed to the stored type.
                     check_ids(ids, where, vocab_size, vocab_name)
                 lengths.append(ids.shape[0])
                 if exact:
@@ -87,7 +87,7 @@ class DocumentSource(Source):
                         yield ids
                 elif ids.shape[0]:
                     yield ids
-                    # A document that was stored with its end already has one.
+                    # A stored document may already end with the end token.
                     if eos is not None and (tokenizer is not None or ids[-1] != eos):
                         yield np.asarray([eos])
 
@@ -102,7 +102,7 @@ class DocumentSource(Source):
 
 
 def named_eos(data: "DataConfig") -> Iterator[str]:
-    """The problem of an end token's name where no tokenizer knows names."""
+    """The problem of an end token given by name where there is no tokenizer to look it up."""
     if isinstance(data.eos, str):
         yield (
             f'data.eos = "{data.eos}" must be an id: data.source = "{data.source}" has no tokenizer'
@@ -113,5 +113,5 @@ def _encoded(tokenizer, text: str, where: str) -> np.ndarray:
     try:
         return tokenizer.encode(text)
     except (UnicodeEncodeError, TypeError) as error:
-        # JSON may spell half of a surrogate pair, which no encoding has.
+        # JSON can hold half of a surrogate pair, which cannot be encoded.
         raise UserError(f"{where} holds text that is not valid Unicode") from error

@@ -19,8 +19,8 @@ def find_files(paths: Sequence[str], suffixes: Sequence[str]) -> list[Path]:
         suffixes: of the files that a folder is searched for; empty takes every file.
 
     Returns:
-        The files, none of them empty. An empty file is an error, but where any file is taken: one
-        that a folder or a glob found is then left out.
+        The files, none of them empty. An empty file is an error, except where any file is taken:
+        an empty one that a folder or a glob found is then left out.
 
     Raises:
         UserError: a path that is missing or finds nothing, or an empty file.
@@ -69,5 +69,5 @@ def shown_names(names: Iterable[str]) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error of a library says, cut to one line without its last full stop."""
+    """The message of a library's error, cut to one line without its last full stop."""
     return str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__

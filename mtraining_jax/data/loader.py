@@ -1,7 +1,7 @@
 """Batches of token ids, in layout order, only the part that this process holds.
 
 Every process shuffles the same list of sequence numbers with the same seed, so all of them agree
-on every global batch without talking. A process then reads only its rows and columns of it.
+on every global batch without communication. A process reads only its rows and columns of it.
 """
 
 import json
@@ -100,7 +100,7 @@ class Loader:
             f" {self.num_sequences:,} sequences of {self.seq_len:,} ({data.mode}), {order},"
             f" {self.batch_size} a batch"
         )
-        # What must be the same for a saved place to mean the same data.
+        # A saved place means the same data only if all of these are the same.
         self._identity = {
             "data.source": data.source,
             "data.mode": data.mode,
@@ -115,7 +115,7 @@ class Loader:
         positions = permutation[columns]
         self._is_last = positions == self.seq_len - 1
         following = np.minimum(positions + 1, self.seq_len - 1)
-        # Most tokens are the label of another one: each is read once.
+        # Most tokens are also the label of another one; each is read once.
         self._needed, places = np.unique(
             np.concatenate([positions, following]), return_inverse=True
         )
@@ -123,10 +123,10 @@ class Loader:
         sequences = grain.MapDataset.range(self.num_sequences)
         if data.shuffle:
             sequences = sequences.shuffle(seed=data.seed)
-        # Nothing is dropped from an endless repetition; without it, Grain counts the batches of one
-        # row in floating point and gets more than an index can hold.
+        # An endless repetition has no incomplete batch to drop. Without drop_remainder Grain counts
+        # batches of one row in floating point and gets more than an index can hold.
         batches = sequences.repeat().batch(data.batch_size, drop_remainder=True).map(self._read)
-        # A batch may be megabytes a row: one thread and two batches ahead hide the reading.
+        # A row may take megabytes; one thread that reads two batches ahead hides that.
         self._iterator = iter(
             batches.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2))
         )

@@ -1,8 +1,8 @@
-"""What a data source owes: its options, the mistakes it can see, and its tokens.
+"""The interface of a data source: its options, the mistakes it can detect, and its tokens.
 
-A source is one file under `sources/`, registered there, or anybody's own, named as
-`--data.source=package.module:Name`. A configuration imports all sources, so the top of their files
-imports nothing slow (no JAX, no pyarrow, no tokenizer library).
+A source is one file under `sources/`, registered there, or a class of the user's own, named as
+`--data.source=package.module:Name`. A configuration imports all sources, so their files import
+nothing slow at the top (no JAX, no pyarrow, no tokenizer library).
 """
 
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ class Source:
     modes: ClassVar[tuple[str, ...]] = ("concat", "exact")
 
     def problems(self, data: "DataConfig", vocab_size: int) -> Iterator[str]:
-        """One sentence for each mistake that shows before anything is opened.
+        """One sentence for each mistake that can be detected before anything is opened.
 
         Args:
             data: the section.

@@ -1,4 +1,4 @@
-"""Token ids on disk as one long sequence, of which only the asked positions are ever read."""
+"""Token ids on disk as one long sequence, of which only requested positions are read."""
 
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,7 +31,7 @@ class TokenStream:
         vocab_name: what set ``vocab_size``, for messages.
 
     Raises:
-        UserError: a token id outside the vocabulary, if the stream is short enough to look now.
+        UserError: a token id outside the vocabulary, if the stream is short enough to check here.
     """
 
     def __init__(self, parts: Sequence[Part], vocab_size: int, vocab_name: str):

@@ -8,16 +8,16 @@ import numpy as np
 from mtraining_jax.data.files import first_line
 from mtraining_jax.errors import UserError
 
-# End-of-document tokens of the common model families, in no order: exactly one must be there.
+# End-of-document tokens of common model families; a vocabulary must have exactly one of them.
 _EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|end▁of▁sentence|>")
 
 
-# The value of data.tokenizer that is no file.
+# The value of data.tokenizer that does not name a file.
 BYTES = "bytes"
 
 
 class Tokenizer(Protocol):
-    """What the readers need of a tokeniser."""
+    """What sources need from a tokenizer."""
 
     name: str  # for messages
     vocab_size: int  # every id is below it

@@ -71,14 +71,14 @@ def _next_steps(config: Config, done: int) -> list[str]:
             (
                 f"--run.name={config.run.name}_gpu --parallel.cpu_devices=none"
                 " --parallel.nodes=1 --parallel.devices_per_node=1",
-                "on one GPU; needs the extra cuda (uv run --extra cuda, or mtraining-jax[cuda])",
+                "on one GPU; needs the extra cuda (uv run --extra cuda, or pip install '.[cuda]')",
             )
         )
     if config.model.init_from is None:  # else the checkpoint says how large the model is
         rows.append(
             (
                 f"--run.name=larger --model.num_layers={2 * config.model.num_layers}",
-                "a larger model; every field can be set so, and --help lists them",
+                "a larger model; every field can be set like this, and --help lists them",
             )
         )
     others = [name for name in available_configs() if name != config.run.name]

@@ -295,7 +295,7 @@ def test_parquet_without_pyarrow(tmp_path, monkeypatch):
     path = write_parquet(tmp_path, text=["some text"])
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     message = error_of(source="parquet", paths=(str(path),))
-    assert "pyarrow" in message and "mtraining-jax[parquet]" in message
+    assert "pyarrow" in message and "uv run --extra parquet" in message
 
 
 def save_tokenizer(path, words):

@@ -35,7 +35,7 @@ def selected_source(data: "DataConfig") -> "Source":
 
 
 def problems(data: "DataConfig", vocab_size: int) -> Iterator[str]:
-    """One sentence for each mistake of the section that shows before anything is opened.
+    """One sentence for each mistake of the section that can be detected before opening anything.
 
     Args:
         data: the section.

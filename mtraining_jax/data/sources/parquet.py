@@ -13,7 +13,7 @@ from mtraining_jax.data.source import FileSource
 from mtraining_jax.errors import UserError
 from mtraining_jax.field_types import Text
 
-# A row may be a sequence of half a million tokens: 16 of them are 64 MB as int64.
+# A row may be a sequence of half a million tokens; 16 of them are 64 MB as int64.
 _ROWS_AT_ONCE = 16
 
 
@@ -69,8 +69,8 @@ def _pyarrow() -> Any:
         import pyarrow.parquet
     except ImportError as error:
         raise UserError(
-            'data.source = "parquet" needs pyarrow, which is not installed: install the extra '
-            "parquet (mtraining-jax[parquet])"
+            'data.source = "parquet" needs pyarrow, which is not installed: pip install pyarrow, '
+            "or uv run --extra parquet"
         ) from error
     return pyarrow
 
@@ -93,7 +93,7 @@ def _type_of(file: Any, path: Path, column: str, name: str) -> Any:
 
 
 def _rows(file: Any, path: Path, column: str, name: str) -> Iterator[tuple[str, Any]]:
-    """Values of one column with the row they stand in, counted from 0 over the file."""
+    """Values of one column with their row, counted from 0 over the file."""
     pyarrow = _pyarrow()
     row = 0
     try:

@@ -1,7 +1,7 @@
-"""Token ids without any file, for benchmarks: documents with the structure that real ones have.
+"""Token ids without any file, for benchmarks: documents with the structure of real ones.
 
 Every token is a function of the seed and its position alone, so a process makes only the tokens
-that it holds, and any place can be gone back to.
+that it holds, and a run can resume at any place.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ NUM_SEQUENCES = 2**20
 # Documents: lognormal lengths of this median, in tokens. Their mean is 3 times, the longest of a
 # thousand 100 times as long.
 _MEDIAN_DOCUMENT, _DOCUMENT_SIGMA = 2048, 1.5
-# Passages: exponential lengths of this mean, in tokens; so many of them repeat an earlier one.
+# Passages: exponential lengths of this mean, in tokens, and the share that repeats an earlier one.
 _MEAN_PASSAGE, _REPEATED = 256, 0.3
 # The table that turns uniform random numbers into Zipf distributed ids.
 _TABLE_BITS = 20
@@ -33,7 +33,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 @dataclass(frozen=True, kw_only=True)
 class Synthetic(Source):
-    """Random token ids over the vocabulary; its documents have many lengths, so none is exact."""
+    """Random token ids over the vocabulary. Documents vary in length: there is no mode `exact`."""
 
     modes: ClassVar[tuple[str, ...]] = ("concat",)
 
@@ -47,7 +47,7 @@ class Synthetic(Source):
             )
 
     def open(self, data: "DataConfig", vocab_size: int) -> Corpus:
-        """As of `Source`. Without data.eos the last id ends documents."""
+        """As of `Source`. If data.eos is not set, the last id of the vocabulary ends documents."""
         eos = vocab_size - 1 if data.eos is None else data.eos
         stream = SyntheticStream(data.seq_len, vocab_size, eos, data.seed)
         starts = range(0, len(stream), data.seq_len)
@@ -61,7 +61,7 @@ class _Outline:
     Attributes:
         document_ends: ascending, last position of each document but the one that is cut off.
         starts: ascending, first position of each passage.
-        contents: what each passage says: its own number, or that of the earlier one it repeats.
+        contents: the content of each passage: its own number, or that of the passage it repeats.
     """
 
     document_ends: np.ndarray
@@ -72,10 +72,10 @@ class _Outline:
 class SyntheticStream:
     """Random token ids of `NUM_SEQUENCES` sequences.
 
-    Ids are as frequent as words are (Zipf's law, by id). Documents of lognormal length end with
-    `eos`, which stands nowhere else; the last of each sequence is cut off. Every third passage
-    says again what an earlier one of its sequence said, at any distance: attention has something
-    to find, and a model something to learn.
+    Ids have the frequencies of words (Zipf's law, by id). Documents of lognormal length end with
+    `eos`, which occurs nowhere else; the last document of each sequence is cut off. Every third
+    passage repeats an earlier one of its sequence, at any distance, so that attention has something
+    to find and a model something to learn.
 
     Args:
         seq_len: S, tokens of a sequence.

@@ -10,7 +10,7 @@ from mtraining_jax.errors import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class TextFiles(FileSource, DocumentSource):
-    """Text files, byte for byte: one document a file. Folders are read with all their files."""
+    """Text files, byte for byte: one document per file. Of folders all files are read."""
 
     def documents(self) -> Iterator[tuple[str, str]]:
         """As of `DocumentSource`."""

@@ -17,8 +17,8 @@ from mtraining_jax.errors import UserError
 if TYPE_CHECKING:
     from mtraining_jax.config import DataConfig
 
-# How files begin that hold something else, at which byte. Each is long enough that token ids do
-# not look like it by chance.
+# Bytes that other kinds of files have, and their offset. Each is long enough that token ids do not
+# match it by chance.
 _OTHER_FILES = (
     (0, b"PAR1", 'a Parquet file: data.source = "parquet" reads it'),
     (0, b"\x93NUMPY", "a NumPy file: give it a name that ends in .npy"),
@@ -54,11 +54,11 @@ class TokenFiles(FileSource):
     def problems(self, data: "DataConfig", vocab_size: int) -> Iterator[str]:
         """As of `Source`."""
         yield from super().problems(data, vocab_size)
-        if data.mode == "exact":  # nothing else looks for the ends of documents
+        if data.mode == "exact":  # only this mode looks for the ends of documents
             yield from named_eos(data)
 
     def open(self, data: "DataConfig", vocab_size: int) -> Corpus:
-        """As of `Source`. Reads no token, except to find documents in ``exact`` mode."""
+        """As of `Source`. Reads no tokens, except to find documents in ``exact`` mode."""
         files = [open_token_file(path, self.token_dtype) for path in self.files()]
         stream = TokenStream([file.part for file in files], vocab_size, "model.vocab_size")
         what = counted(len(files), "file")
@@ -169,7 +169,7 @@ def open_token_file(path: Path, token_dtype: str) -> TokenFile:
 
 
 def _check_raw(path: Path, size: int) -> None:
-    """Refuses a file of another kind, which any bytes of token ids could be."""
+    """Refuses a file of another kind, which would otherwise be read as token ids."""
     try:
         with path.open("rb") as file:
             head = file.read(512)

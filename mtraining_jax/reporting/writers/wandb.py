@@ -27,8 +27,8 @@ class WandbWriter:
             import wandb
         except ImportError as error:
             raise UserError(
-                "metrics.wandb = true needs the package wandb, which is not installed; install "
-                "the extra wandb (mtraining-jax[wandb]) or set metrics.wandb=false"
+                "metrics.wandb = true needs the package wandb, which is not installed: pip install "
+                "wandb, or uv run --extra wandb, or set metrics.wandb=false"
             ) from error
         self._run = wandb.init(
             project="mtraining-jax",
