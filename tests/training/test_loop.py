@@ -36,9 +36,9 @@ def test_resumed_run_has_bit_identical_losses(config, capsys):
     assert [record["step"] for record in written(config)] == [1, 2, 3, 4]
     assert "going on from the checkpoint of step 2" in capsys.readouterr().out
 
-    # On another mesh, with parameters sharded and a flat ring.
+    # On another mesh, with parameters sharded; two devices compile faster than four.
     cut_off_after_3(config)
-    other = changed(config, parallel={"nodes": 1, "devices_per_node": 4, "fsdp": True})
+    other = changed(config, parallel={"nodes": 1, "devices_per_node": 2, "fsdp": True})
     np.testing.assert_allclose(losses(run(other)), losses(whole[2:]), rtol=2e-5)
 
 
