@@ -9,7 +9,7 @@ from jax import Array
 
 from benchmarks.masks import BLOCK, slash_mask
 from benchmarks.programs import Ours, cudnn_attention, random_inputs
-from pallas_kernels import VerticalSlashIndex
+from pallas_kernels import DenseIndex
 from pallas_kernels.reference import mask_from_index, reference_attention
 
 NAMES = ("out", "dq", "dk", "dv")
@@ -30,12 +30,11 @@ def relative_errors(
     result = {}
     for name in masks:
         if name == "D":
-            index = VerticalSlashIndex.dense(1, heads, seq_len, BLOCK)
+            index = DenseIndex(BLOCK)
         else:
             index = slash_mask(name, rng, heads, seq_len).index(seq_len // BLOCK, 4096)
         expected = _reference(q, k, v, dout, index)
-        given = None if name == "D" else index
-        actual = jax.jit(_with_gradients(lambda q, k, v, index=given: ours.attention(
+        actual = jax.jit(_with_gradients(lambda q, k, v, index=index: ours.attention(
             q, k, v, index)))(q, k, v, dout)
         result[name, "ours"] = compare(actual, expected)
         if name == "D" and cudnn:

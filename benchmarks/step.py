@@ -29,11 +29,11 @@ from mtraining_jax.cli import set_platform
 from mtraining_jax.config import Config, load_config
 from mtraining_jax.models.transformer import Attention
 from mtraining_jax.parallel.mesh import TOKENS
-from mtraining_jax.parallel.ring import SAVED_NAMES
 from mtraining_jax.reporting.flops import peak_flops, step_flops
 from mtraining_jax.training import parts
 from mtraining_jax.training.state import StateBuilder
 from mtraining_jax.training.step import make_train_step
+from pallas_kernels.names import SAVED_NAMES
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,33 +6,17 @@ Slow and plain on purpose. Every backend is tested against it.
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels.index import BlockSparseIndex, DenseIndex, Index
+from pallas_kernels.index import Index
 
 
 def mask_from_index(index: Index, seq_len: int) -> Array:
     """The pairs that an index computes, as bool [B, Hq, S, S] (query, key); dense [1, 1, S, S]."""
-    g = index.block_size
-    position = jnp.arange(seq_len)
-    query, key = position[:, None], position[None, :]
-    if isinstance(index, DenseIndex):
-        mask = key <= query if index.causal else jnp.ones((seq_len, seq_len), bool)
-        return mask[None, None]
-    if isinstance(index, BlockSparseIndex):
-        slots = jnp.arange(index.key_blocks.shape[-1])
-        live = slots < index.key_count[..., None]
-        blocks = jnp.arange(seq_len // g)
-        listed = (index.key_blocks[..., None] == blocks) & live[..., None]
-        block_mask = listed.any(-2)  # [B, Hq, nQ, nK]
-        mask = jnp.repeat(jnp.repeat(block_mask, g, axis=-2), g, axis=-1)
-        return mask & (key <= query) if index.causal else mask
-    distance = query // g - key // g
-    slots = jnp.arange(index.slash_blocks.shape[-1])
-    slash = jnp.where(slots < index.slash_count[..., None], index.slash_blocks, -1)
-    in_slash = (slash[..., None, None, :] == distance[..., None]).any(-1)
-    slots = jnp.arange(index.vertical_tokens.shape[-1])
-    vertical = jnp.where(slots < index.vertical_count[..., None], index.vertical_tokens, -1)
-    in_vertical = (vertical[..., None] == position).any(-2)[..., None, :]
-    return (in_slash | in_vertical) & (key <= query)
+    position, blocks = jnp.arange(seq_len), jnp.arange(seq_len // index.block_size)
+    listed = index.computes(position, blocks)
+    heads = listed.shape[:2]
+    listed = jnp.broadcast_to(listed, (*heads, seq_len, blocks.size, index.block_size))
+    mask = listed.reshape(*heads, seq_len, seq_len)
+    return mask & (position <= position[:, None]) if index.causal else mask
 
 
 def reference_attention(

@@ -19,7 +19,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_policies
 
 from mtraining_jax.models.swiglu import MLP_PRODUCTS
-from mtraining_jax.parallel.ring import SAVED_NAMES
+from pallas_kernels.names import SAVED_NAMES
 
 # Names of what a layer may keep, beside those that attention gives: its input; queries, keys and
 # values; the residual stream between attention and the MLP.

@@ -193,7 +193,7 @@ class Transformer(nnx.Module):
                 `tokens`, already rotated and unscaled; stats is a dict of fp32 scalars, through
                 which no gradient flows. Under `remat="attention"` it is run again in the
                 backward pass unless it names what it needs there, by `checkpoint_name`, as one
-                of `parallel.ring.SAVED_NAMES`.
+                of `pallas_kernels.names.SAVED_NAMES`.
             attention_inputs: pytree whose leaves have a leading layer axis [L, ...]; when given,
                 its slice of the layer is the fourth argument of `attention`.
             mesh: with axes ('data', 'node', 'device') of type Auto. Every device then works on

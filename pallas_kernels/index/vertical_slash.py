@@ -47,28 +47,6 @@ class VerticalSlashIndex(Index):
 
     causal = True
 
-    @classmethod
-    def dense(
-        cls, batch: int, num_heads: int, seq_len: int, block_size: int
-    ) -> "VerticalSlashIndex":
-        """The index that computes every causal pair: all block diagonals, no verticals.
-
-        Raises:
-            ValueError: if `seq_len` is not a multiple of `block_size`.
-        """
-        check_whole_blocks(seq_len, block_size)
-        num_blocks = seq_len // block_size
-        shape = (batch, num_heads)
-        return cls(
-            slash_blocks=jnp.broadcast_to(
-                jnp.arange(num_blocks, dtype=jnp.int32), (*shape, num_blocks)
-            ),
-            slash_count=jnp.full(shape, num_blocks, jnp.int32),
-            vertical_tokens=jnp.zeros((*shape, 0), jnp.int32),
-            vertical_count=jnp.zeros(shape, jnp.int32),
-            block_size=block_size,
-        )
-
     def computed_pairs(self, seq_len: int) -> Array:
         """As `Index.computed_pairs`: float [B, Hq]."""
         size = self.block_size

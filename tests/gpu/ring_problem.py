@@ -61,7 +61,7 @@ def block_index() -> BlockSparseIndex:
 
 def dense_index() -> VerticalSlashIndex:
     """Every causal pair, with the capacities of the sparse index: the same program."""
-    every = VerticalSlashIndex.dense(SIZE.batch, SIZE.heads, SIZE.seq_len, SIZE.block_size)
+    every = cases.every_diagonal(SIZE.batch, SIZE.heads, SIZE.seq_len, SIZE.block_size)
     tokens = jnp.full((SIZE.batch, SIZE.heads, MAX_VERTICALS), SIZE.seq_len, jnp.int32)
     return VerticalSlashIndex(
         every.slash_blocks, every.slash_count, tokens, jnp.zeros_like(every.vertical_count),

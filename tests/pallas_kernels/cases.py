@@ -84,6 +84,20 @@ KINDS: tuple[Kind, ...] = (
 )
 
 
+def every_diagonal(
+    batch: int, heads: int, seq_len: int, block_size: int
+) -> VerticalSlashIndex:
+    """All block diagonals listed: the pairs of a causal `DenseIndex`, by another road."""
+    blocks = seq_len // block_size
+    return VerticalSlashIndex(
+        slash_blocks=jnp.broadcast_to(jnp.arange(blocks, dtype=jnp.int32), (batch, heads, blocks)),
+        slash_count=jnp.full((batch, heads), blocks, jnp.int32),
+        vertical_tokens=jnp.zeros((batch, heads, 0), jnp.int32),
+        vertical_count=jnp.zeros((batch, heads), jnp.int32),
+        block_size=block_size,
+    )
+
+
 def vertical_slash(
     rng: np.random.Generator, size: Size, *, max_slashes: int, max_verticals: int,
     garbage: np.random.Generator | None = None,

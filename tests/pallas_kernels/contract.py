@@ -134,9 +134,7 @@ class AttentionContract:
     def test_dense_causal_is_the_limit_of_sparse(self) -> None:
         rng, size = np.random.default_rng(2), self._size()
         q, k, v, dout = cases.qkv_dout(rng, size, self.dtypes[0])
-        index = VerticalSlashIndex.dense(
-            size.batch, size.heads, size.seq_len, size.block_size
-        )
+        index = cases.every_diagonal(size.batch, size.heads, size.seq_len, size.block_size)
         mask = np.tril(np.ones((size.seq_len, size.seq_len), bool))
         expected = oracle(q, k, v, dout, _of_heads(mask, size))
         dense = functools.partial(

@@ -17,6 +17,7 @@ from pallas_kernels import (
     ListedTiles,
     VerticalSlashIndex,
 )
+from tests.pallas_kernels import cases
 
 B, S, HQ, HK, D, G = 1, 32, 4, 2, 8, 8
 
@@ -184,13 +185,13 @@ def test_running_results_and_gradients_that_do_not_fit_name_the_argument():
 
 def test_indices_that_do_not_fit_name_the_argument():
     q, k, v = _qkv()
-    index = VerticalSlashIndex.dense(B, HQ, S, G)
+    index = cases.every_diagonal(B, HQ, S, G)
     unequal = "q has 32 tokens and k 16: causal attention needs as many queries as keys"
     for causal in (index, DenseIndex(G)):
         with pytest.raises(ValueError, match=unequal):
             pallas_kernels.attention(q, k[:, :16], v[:, :16], causal)
     with pytest.raises(ValueError, match=r"index.slash_count has shape \(1, 2\): \(1, 4\)"):
-        pallas_kernels.attention(q, k, v, VerticalSlashIndex.dense(B, HK, S, G))
+        pallas_kernels.attention(q, k, v, cases.every_diagonal(B, HK, S, G))
     with pytest.raises(ValueError, match=r"k has shape .* and v \(1, 32, 2, 16\)"):
         pallas_kernels.attention(q, k, _zeros(B, S, HK, 2 * D), index)
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from pallas_kernels import BlockSparseIndex, DenseIndex, VerticalSlashIndex
-from tests.pallas_kernels import brute_force
+from tests.pallas_kernels import brute_force, cases
 from tests.pallas_kernels.properties import repeatable
 
 from_block_mask = jax.jit(
@@ -114,14 +114,13 @@ def test_counts_of_a_million_tokens_do_not_overflow():
     pairs = np.float32(seq_len * (seq_len + 1) // 2)
     tiles = np.float32(sum(range(1, seq_len // size + 1)) * size**2)
     count = jax.jit(lambda x: (x.computed_pairs(seq_len), x.executed_pairs(seq_len)))
-    for index in (VerticalSlashIndex.dense(1, 1, seq_len, size), DenseIndex(size)):
+    for index in (cases.every_diagonal(1, 1, seq_len, size), DenseIndex(size)):
         assert [x.item() for x in count(index)] == [pairs, tiles]
 
 
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: VerticalSlashIndex.dense(batch=1, num_heads=1, seq_len=30, block_size=4),
         lambda: DenseIndex(4).computed_pairs(30),
         lambda: vertical_slash_of({0}, {1}, []).executed_pairs(30),
     ],
@@ -138,7 +137,7 @@ def test_block_lists_are_counted_over_their_own_length():
 
 
 def test_indices_pass_through_jit_and_scan_with_their_static_fields():
-    index = VerticalSlashIndex.dense(batch=1, num_heads=2, seq_len=8, block_size=4)
+    index = cases.every_diagonal(1, 2, 8, 4)
     blocks = BlockSparseIndex.from_block_mask(jnp.ones((1, 2, 2, 2), bool), 4, causal=False)
 
     @jax.jit

@@ -7,6 +7,5 @@ plans what the kernels of one rank compute then, and `rank_kernels` executes it.
 
 from mtraining_jax.parallel.ring.ring_attention import ring_attention, ring_plans
 from mtraining_jax.parallel.ring.topology import RINGS, RingTopology, check_ring
-from pallas_kernels.names import SAVED_NAMES
 
-__all__ = ["RINGS", "SAVED_NAMES", "RingTopology", "check_ring", "ring_attention", "ring_plans"]
+__all__ = ["RINGS", "RingTopology", "check_ring", "ring_attention", "ring_plans"]
