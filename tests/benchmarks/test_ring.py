@@ -45,14 +45,18 @@ def test_programs_without_communication_have_none_and_run_the_same_kernels(name)
     collectives = ("ppermute", "psum", "all_gather", "reduce_scatter", "pmax")
 
     def primitives(f, *args):
-        jax.clear_caches()
         text = str(jax.make_jaxpr(f)(*args))
         return {c for c in collectives if f" {c}[" in text or f"{c}_invariant[" in text}
 
     everywhere = (*shapes.sharded(), shapes.index())
+    on_one = (*shapes.shard(), shapes.index(one=True), shapes.rank())
     assert primitives(programs.both, *everywhere) >= {"ppermute", "psum"}
-    assert not primitives(programs.silent, *everywhere)
-    assert not primitives(programs.local, *shapes.shard(), shapes.index(one=True), shapes.rank())
+    try:
+        jax.clear_caches()  # what was traced with communication, and below without
+        assert not primitives(programs.silent, *everywhere)
+        assert not primitives(programs.local, *on_one)
+    finally:
+        jax.clear_caches()
 
 
 def test_a_rank_alone_computes_its_share_where_nothing_needs_to_travel():
