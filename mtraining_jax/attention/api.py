@@ -41,7 +41,7 @@ def sparse_attention(
     """Causal attention that computes only the pairs its pattern chooses, forward and backward.
 
     The index (which pairs) is chosen anew at every call from the queries and keys at hand, per
-    batch entry and query head, and is the same bits for every number of devices. The softmax runs
+    batch entry and query head, and has the same bits for every number of devices. The softmax runs
     over the chosen pairs. Differentiable in q, k and v (no gradient flows through the choice);
     works under `jax.jit`, `jax.vmap` over the batch, `lax.scan`, `nnx.scan` and `jax.checkpoint`.
     A policy such as `jax.checkpoint_policies.save_only_these_names("sparse_index", "attn_out",
@@ -61,13 +61,13 @@ def sparse_attention(
             devices of the sequence.
         mesh: devices that share the work, with axes of type Auto or Explicit. None: if q is
             sharded over Explicit axes, their mesh; if axes are named, the mesh of
-            `jax.set_mesh`; else the arrays are taken for those of one device (or of one shard,
-            inside a `jax.shard_map` of yours).
+            `jax.set_mesh`; else the arrays are those of one device (or of one shard, inside a
+            `jax.shard_map` of your own).
         layout: the order of the tokens in q, k, v (and in the result). None or "contiguous": as
             they come in the sequence. "striped" or "zigzag": dealt to the devices of the sequence
             so that each has equal work (see `stripe`). Or a `Layout`.
         positions: int [S], the place in the sequence of each token of q, known when tracing
-            (NumPy). Says the same as `layout`; on one device it may be any permutation.
+            (NumPy), instead of `layout`; on one device it may be any permutation.
         scale: of the logits, positive; default 1/sqrt(D).
         causal: False only with `Dense()` and an unsharded sequence; k may then have another
             length than q.
@@ -82,10 +82,10 @@ def sparse_attention(
             those q is sharded over, where its type says; else ("node", "device").
         head_axis: mesh axes of the heads, both query and key/value. Default: those q is sharded
             over, where its type says; else none.
-        ring: how keys and values travel, the same result each way. "hierarchical": with two
-            sequence axes, over the second inside each step of the first (which then crosses
-            nodes, say). "flat": over both as one. "gather": over the first as "hierarchical",
-            while over the second, or the only one, every device gathers those of all.
+        ring: how keys and values travel, with the same result. "gather": over the second of two
+            sequence axes, or the only one, every device gathers those of all; over the first
+            (between nodes, say) they pass round in a ring. "hierarchical": a ring over the second
+            axis inside each step of the ring over the first. "flat": one ring over both axes.
 
     Returns:
         out, shape and dtype of q. With `return_lse` also lse, float32 [..., Hq, S], natural
@@ -94,7 +94,7 @@ def sparse_attention(
         product of the leading axes. In this order, as a tuple.
 
     Raises:
-        ValueError: one sentence that names the argument and says what would be right.
+        ValueError: one sentence that names the argument and says what is allowed.
     """
     checks.check_arrays(q, k, v, causal)
     scale = checks.check_scale(scale, q)

@@ -12,13 +12,13 @@ from pallas_kernels.index import Index
 
 
 def nearest(length: int, unit: int) -> str:
-    """The multiples of `unit` next to a length that is none, in words."""
+    """In words, the multiples of `unit` next to a length that is not one."""
     below = length // unit * unit
     return f"{below} and {below + unit}" if below else f"{unit}"
 
 
 def check_arrays(q: Array, k: Array, v: Array, causal: bool) -> None:
-    """Shapes and dtypes of the inputs, without the mesh.
+    """Checks shapes and dtypes of the inputs, without the mesh.
 
     Raises:
         ValueError: naming the argument.
@@ -77,7 +77,7 @@ def check_scale(scale: float | None, q: Array) -> float:
 
 
 def check_pattern(pattern: object, q: Array, causal: bool) -> None:
-    """That there is a way to use `pattern`.
+    """Checks that `pattern` can be used on these inputs.
 
     Raises:
         ValueError: naming what does not fit.
@@ -127,7 +127,7 @@ def _check_pattern_arrays(pattern: Pattern, num_heads: int) -> None:
 
 
 def check_division(q: Array, k: Array, block_size: int, placement: Placement) -> None:
-    """That blocks divide the tokens, and devices the blocks, the batch and the heads.
+    """Checks that blocks divide the tokens, and devices the blocks, the batch and the heads.
 
     Args:
         q: queries.

@@ -20,7 +20,7 @@ def attention_fn(*, assume_causal_mask: bool = False, **options) -> Callable[...
     `is_causal` may be passed or not, and no mask need be made.
 
     Args:
-        assume_causal_mask: whether a mask that is passed all the same is promised to be the
+        assume_causal_mask: whether a mask that is passed is promised to be the
             causal one, and ignored. Otherwise a mask is accepted only if its values are known
             when tracing (NumPy) and causal.
         **options: for `sparse_attention`, without the returns: pattern, mesh, layout, ...
@@ -35,7 +35,7 @@ def attention_fn(*, assume_causal_mask: bool = False, **options) -> Callable[...
         cache, weights for `sow_weights`, other einsums.
 
     Raises:
-        ValueError: if an option has no place here.
+        ValueError: if an option is not one of these.
     """
     for name in ("return_lse", "return_index"):
         if options.get(name):
@@ -87,10 +87,10 @@ def attention_fn(*, assume_causal_mask: bool = False, **options) -> Callable[...
 
 
 def _check_mask(mask: Array, query: Array, causal: bool) -> None:
-    """Accepts a mask that says what the attention does anyway.
+    """Accepts a causal mask, which changes nothing.
 
     Raises:
-        ValueError: if it says otherwise, or its values are not known.
+        ValueError: if the mask is another one, or its values are not known.
     """
     wanted = "None (attention is causal without it)" if causal else "None"
     if isinstance(mask, jax.core.Tracer):

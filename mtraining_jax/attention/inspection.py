@@ -24,8 +24,8 @@ class Inspection:
         seq_len: S.
         density: float [B, Hq], computed pairs over causal pairs.
         executed: float [B, Hq], pairs in the tiles that kernels execute, over causal pairs.
-        budgets: int [B, Hq] each, how much the index lists of each kind of thing by its name:
-            "columns" and "diagonals" of a vertical-slash index, "blocks" of one of lists.
+        budgets: int [B, Hq] each, by name, the numbers of entries that the index lists: "columns"
+            and "diagonals" of a vertical-slash index, "blocks" of a list of blocks.
         pairs: float [B, Hq], computed pairs.
         recall: float [B, Hq], share of the softmax mass of exact attention that lies on computed
             pairs, mean over the rows; None without queries and keys.
@@ -66,8 +66,8 @@ class Inspection:
         """Writes a PNG of the masks of some heads, side by side.
 
         A pixel is a block of queries by a block of keys (or several, of a long sequence): the
-        darker, the larger the share of its pairs that is computed. The upper right is never
-        computed and grey. Needs matplotlib (`pip install matplotlib`).
+        darker, the larger the share of its pairs that is computed. The upper right, which is
+        never computed, is grey. Needs matplotlib (`pip install matplotlib`).
 
         Args:
             path: of the file, ending in .png.
@@ -106,13 +106,13 @@ def inspect(
 ) -> Inspection:
     """Measures an index that `sparse_attention(..., return_index=True)` gave.
 
-    Not for use under `jax.jit`: the arrays are looked at.
+    Not for use under `jax.jit`: it needs the values of the arrays.
 
     Args:
         index: arrays [B, Hq, ...].
         q: [B, S, Hq, D], the queries that the index was chosen for; with k, recall is measured.
         k: [B, S, Hk, D], the keys.
-        seq_len: S; only needed without q, and where the index has no unused place to tell it.
+        seq_len: S; only needed without q, and if it cannot be read off unused entries of the index.
         rows: how many queries recall is measured on, drawn evenly over the sequence; or their
             positions in the sequence.
         seed: of the draw.
@@ -123,7 +123,7 @@ def inspect(
         An `Inspection`: density, budgets, recall; `print` it, or `save_picture` of it.
 
     Raises:
-        ValueError: naming the argument and what would be right.
+        ValueError: naming the argument and what is allowed.
     """
     if not isinstance(index, Index):
         raise ValueError(
@@ -179,7 +179,7 @@ def _rows(rows: int | Sequence[int], seq_len: int, seed: int) -> np.ndarray:
     if isinstance(rows, int):
         if not 1 <= rows:
             raise ValueError(f"rows={rows} must be at least 1")
-        # One in each of `rows` equal parts, so that no part of the sequence goes unseen.
+        # One in each of `rows` equal parts, so that all of the sequence is sampled.
         edges = np.linspace(0, seq_len, min(rows, seq_len) + 1).astype(np.int64)
         return np.random.default_rng(seed).integers(edges[:-1], edges[1:]).astype(np.int32)
     positions = np.asarray(rows)

@@ -67,7 +67,7 @@ def layout_for_ring(
     Raises:
         UserError: if S is not divisible, with the nearest lengths that are.
     """
-    # Neighbouring blocks go to different nodes where nodes turn keys among themselves.
+    # With a ring inside the node, neighbouring blocks go to different nodes, for equal work.
     nodes = axis_sizes[0] if ring != "flat" and len(axis_sizes) == 2 and kind == "striped" else 1
     return Layout(kind, seq_len, math.prod(axis_sizes), block_size, nodes)
 

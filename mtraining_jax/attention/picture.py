@@ -1,4 +1,4 @@
-"""Pictures of sparse attention masks, a pixel a block."""
+"""Pictures of sparse attention masks, one pixel for each block."""
 
 import os
 from collections.abc import Sequence
@@ -75,7 +75,7 @@ def draw(
     for i, (head, title) in enumerate(zip(heads, titles, strict=True)):
         axes = figure.add_subplot(1, len(heads), i + 1)
         shares = _shrunk(block_shares(index, seq_len, batch, head))
-        # Square root: a single column of a block of 128 is to be seen.
+        # Square root, so that a single column of a block of 128 can be seen.
         axes.imshow(
             np.sqrt(shares), cmap=colours, vmin=0, vmax=1, interpolation="nearest",
             extent=(0, seq_len, seq_len, 0),

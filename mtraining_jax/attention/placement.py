@@ -17,7 +17,7 @@ Axes = tuple[str, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """What shards what.
+    """The axes of the mesh that shard the batch, the sequence and the heads.
 
     Attributes:
         mesh: devices that share the work; None for none.
@@ -148,7 +148,7 @@ def as_axes(value: str | Axes | None) -> Axes | None:
 
 
 def check_axes(axes: dict[str, Axes], mesh: Mesh | AbstractMesh) -> None:
-    """That a mesh has the axes, each is used once, and at most two shard the sequence.
+    """Checks that a mesh has the axes, that each is used once, and that two at most are sequence's.
 
     Raises:
         ValueError: naming the argument and the axes there are.

@@ -52,7 +52,7 @@ class Way:
 
 
 class Attended(NamedTuple):
-    """What attention gives.
+    """The results of attention.
 
     Attributes:
         out: [B, S, Hq, D] in the dtype of q.
@@ -198,7 +198,7 @@ def make_attention(
     Returns:
         A function `attention(q, k, v, given=None) -> (out, stats)` for use under `jax.jit`:
         q [B, S, Hq, D]; k, v [B, S, Hk, D] in layout order, rotary embedding applied; B a
-        multiple of the batch axis. `given` stands in for `pattern` in this call: that of a layer,
+        multiple of the batch axis. `given` replaces `pattern` in this call: that of a layer,
         or an index (global, [B, Hq, ...]) to use as it is. out [B, S, Hq, D] has the dtype of q.
         stats are fp32 scalars, means over batch and heads: `density`, the share of causal pairs
         that are computed; `executed`, pairs in the tiles that kernels execute, over causal pairs;

@@ -1,4 +1,4 @@
-"""A model's parameters as a table: shape, names of axes and start of each.
+"""A model's parameters as a table: shape, names of axes and initial values of each.
 
 Everything that depends on shapes follows from it: what the decoder draws, where parameters live,
 FLOPs and memory. Imports no JAX.
@@ -19,7 +19,7 @@ class Parameter:
     Attributes:
         shape: of the whole array. Parameters of the layers are stacked on a leading axis.
         axes: name of each axis, which decides where it may be cut; see `sharding.FSDP_AXES`.
-        stddev: standard deviation of its normal start; None starts all entries at `value`.
+        stddev: standard deviation of the initial normal values; None sets all entries to `value`.
         value: see `stddev`.
     """
 

@@ -36,7 +36,7 @@ class ModelSpec:
         num_kv_heads: key and value heads, Hk; divides Hq.
         head_dim: width of a head, D; even.
         intermediate_size: width of the gated MLP.
-        family: what else there is in it; a name of `models.families`.
+        family: the kind of decoder; a name of `models.families`.
         rope_theta: base of the rotary frequencies.
         rope_scaling: how they are stretched, or None for plain RoPE.
         max_position_embeddings: tokens of context the model is meant for.
@@ -119,7 +119,7 @@ def spec_problems(values: Any, prefix: str = "") -> Iterator[str]:
     """Which fields contradict each other, in sentences.
 
     Args:
-        values: any object with the fields of `ModelSpec`, each in order by itself.
+        values: any object with the fields of `ModelSpec`, each valid by itself.
         prefix: put before the name of each field.
     """
     if values.num_heads % values.num_kv_heads:

@@ -28,9 +28,9 @@ def chunked_swiglu(
 ) -> Array:
     """down(silu(gate(x)) * up(x)), for at most `chunk_size` tokens at a time.
 
-    The backward pass keeps x: it computes the products with gate and up again, but for those of
-    the first `kept_chunks` chunks, which it keeps under the name `MLP_PRODUCTS`. Gradients of
-    weights add up over chunks in fp32.
+    The backward pass keeps x and computes the products with gate and up again, except those of the
+    first `kept_chunks` chunks, which it keeps under the name `MLP_PRODUCTS`. Gradients of weights
+    add up over chunks in fp32.
 
     Args:
         x_TE: [T, E].

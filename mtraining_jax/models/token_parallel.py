@@ -1,8 +1,8 @@
 """Work on each device's own tokens, with weights that are spread over the devices.
 
-This is fully sharded data parallelism (FSDP), written out so that it costs what it must: each
-weight is gathered once per pass in the dtype it is used in, and its gradient leaves by one
-reduce-scatter, however many chunks of tokens the work in between is done in.
+This is fully sharded data parallelism (FSDP), written out so that it costs no more than it must:
+each weight is gathered once per pass in the dtype it is used in, and its gradient leaves by one
+reduce-scatter, however many chunks of tokens the work in between has.
 """
 
 from collections.abc import Callable

@@ -99,7 +99,7 @@ class Layout:
         """Where global token positions lie in the shard of `rank`.
 
         Args:
-            tokens: int32 of any shape, global positions; values outside [0, S) belong to nobody.
+            tokens: int32 of any shape, global positions; values outside [0, S) belong to no rank.
             rank: int, may be traced.
 
         Returns:

@@ -32,12 +32,12 @@ def make_mesh(
 ) -> Mesh:
     """A mesh of shape (data, nodes, devices_per_node) with `AxisType.Auto` axes.
 
-    Devices are ordered by process (and as given within one). With one process a node, or several
-    that were numbered node by node, 'device' then stays inside a node and 'node' crosses them.
-    When fewer devices are asked than there are, every process gives the same number.
+    Devices are ordered by process, and within one as given. With one process per node, or several
+    that are numbered node by node, 'device' then stays inside a node and 'node' crosses nodes. If
+    fewer devices are asked for than there are, every process gives the same number.
 
     Args:
-        data: batches computed side by side.
+        data: batches computed at the same time.
         nodes: N.
         devices_per_node: L.
         devices: default `jax.devices()`.

@@ -3,9 +3,9 @@
 The devices of a process run a program on a shared pool of threads, and a collective blocks its
 thread until all devices have come. XLA's CPU runtime does not order a collective outside a loop
 against those inside, so some devices may wait in one and the rest in the other until no thread is
-left: a deadlock. What follows gives collectives an order by the data they need. (An optimisation
-barrier does not help: it is gone by then.) Other platforms order collectives when they compile,
-and nothing is done there.
+left: a deadlock. The functions here order collectives by making one depend on the data of another.
+(An optimisation barrier does not help, as it has been removed by then.) Other platforms order
+collectives when they compile, and nothing is done there.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from jax import Array, lax
 
 
 def after(tree: Any, token: Array) -> Any:
-    """`tree`, which on CPU cannot be used before `token` exists.
+    """`tree`, made to depend on `token` on CPU, so that it cannot be used before `token` exists.
 
     Args:
         tree: arrays of any floating dtype.
@@ -35,8 +35,8 @@ def after(tree: Any, token: Array) -> Any:
 def in_turn(weights: Any, arrays: tuple[Array, ...]) -> tuple[Any, tuple[Array, ...]]:
     """Keeps collectives of weights apart from those that make or use some arrays.
 
-    Weights are gathered when `arrays` are there, and gradients of `arrays` go on when those of
-    the weights have left.
+    Weights are gathered after `arrays` are computed, and gradients of `arrays` are used after those
+    of the weights have been sent.
 
     Args:
         weights: tree of floating arrays, of which collectives follow.
@@ -61,5 +61,5 @@ in_turn.defvjp(_in_turn_fwd, _in_turn_bwd)
 
 
 def _all_of(tree: Any) -> Array:
-    """A number that is there when all arrays of a tree are."""
+    """A number that exists when all arrays of a tree do."""
     return sum(x.reshape(-1)[:1].astype(jnp.float32) for x in jax.tree.leaves(tree))

@@ -51,7 +51,7 @@ def dry_run(config: Config, mode: str = "auto") -> int:
         UserError: if the configuration makes no run, or "compile" is not possible here.
     """
     gpu = H200
-    # No device is used, and none is to be reserved where there are some.
+    # No device is used, and no memory of one must be reserved.
     jax.config.update("jax_platforms", "cpu")
     memory = estimate_memory(config)
     compiled, how = None, "estimated by formulas"

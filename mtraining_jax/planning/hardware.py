@@ -1,4 +1,4 @@
-"""Rates and sizes of the GPUs that a dry run estimates for, each with where it is from."""
+"""Rates and sizes of the GPUs that a dry run estimates for, each with its source."""
 
 import dataclasses
 
@@ -18,7 +18,7 @@ class Gpu:
         matmul_flops: bf16 FLOP/s of a large matrix product.
         matmul_share: of `matmul_flops` that the products of a very wide model's step reach.
         matmul_half_width: width of a model whose norms, gates and casts between the products take
-            as long as these: products grow with its square, what is between them does not.
+            as long as the products, which grow with the square of the width.
         sparse_forward, sparse_backward, dense_forward, dense_backward: executed FLOP/s of the
             attention kernels, by head width. Backward counts five products for each tile, as the
             benchmark tables do.

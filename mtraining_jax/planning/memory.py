@@ -53,7 +53,7 @@ class Memory:
         return sum(dataclasses.astuple(self))
 
     def with_total(self, total: int) -> "Memory":
-        """The same with as much workspace as makes up a total that is known from elsewhere."""
+        """The same with a workspace that makes up a given total."""
         rest = self.total - self.workspace
         return dataclasses.replace(self, workspace=max(0, total - rest))
 
@@ -178,7 +178,7 @@ def _loss(config: Config) -> int:
 
 
 def _update(config: Config, gradients: int) -> int:
-    """Bytes of the optimizer's update: the old values stay until all is known to be finite."""
+    """Bytes of the update: old values are kept until the new ones are known to be finite."""
     return gradients + 4 * _head(config)
 
 

@@ -1,1 +1,1 @@
-"""What a run tells: metrics, where they are written, and what a person sees."""
+"""What a run reports: metrics, where they are written, and what it prints."""

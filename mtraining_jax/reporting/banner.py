@@ -1,4 +1,4 @@
-"""What a run says at its start."""
+"""What a run prints at its start."""
 
 import dataclasses
 

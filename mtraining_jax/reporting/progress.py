@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a bar on a terminal, lines elsewhere."""
+"""What a run prints while it trains: a bar on a terminal, lines elsewhere."""
 
 import datetime
 import time
@@ -119,7 +119,7 @@ def step_line(record: Record, total: int) -> str:
 
 
 def density_text(record: Record) -> str:
-    """The share of causal pairs computed, and that it was not chosen where it was not."""
+    """The share of causal pairs computed, with a remark if the pairs were not chosen."""
     share = _number(density_of(record), ".1%")
     note = note_on_density(record)
     if note is None:

@@ -31,7 +31,7 @@ class Memory:
 
     @classmethod
     def now(cls, devices: Sequence[jax.Device]) -> "Memory | None":
-        """Asks devices of this process; None if they do not tell, as CPUs do not."""
+        """Asks the devices of this process; None if they do not report it, as CPUs do not."""
         stats = [device.memory_stats() for device in devices]
         if not stats or not all(stats):
             return None
@@ -49,7 +49,7 @@ def step_record(
     device_kind: str = "",
     memory: Memory | None = None,
 ) -> Record:
-    """One step in numbers that JSON knows.
+    """One step in numbers that JSON can hold.
 
     Args:
         metrics: of the train step, read from the devices.
@@ -118,7 +118,7 @@ def density_of(record: Record) -> float | None:
 
 
 def note_on_density(record: Record) -> str | None:
-    """What its pattern says of a density that was not chosen; None of one that was."""
+    """The pattern's remark on a density that was not chosen; None if it was chosen."""
     return record.get("sparsity")
 
 

@@ -1,4 +1,4 @@
-"""What a run says at its end: what came out, and commands to go on with."""
+"""What a run prints at its end: results, and commands to continue with."""
 
 import os
 import shlex
@@ -12,7 +12,7 @@ from mtraining_jax.reporting.record import Record, density_of, note_on_density
 
 
 def summary(config: Config, records: Sequence[Record], wrote: Sequence[str]) -> list[str]:
-    """What came out, what was written, and how to go on.
+    """Results, what was written, and how to continue.
 
     Args:
         config: of the run.
@@ -60,7 +60,7 @@ def already_complete(config: Config, step: int) -> list[str]:
 
 
 def _next_steps(config: Config, done: int) -> list[str]:
-    """Commands to go on with after step `done`."""
+    """Commands to continue with after step `done`."""
     rows = [
         ("--checkpoint.resume=false", "start anew; this run's folder is kept under another name"),
     ]
@@ -103,7 +103,7 @@ def _command(options: str) -> str:
 
 
 def steady_steps(records: Sequence[Record]) -> list[Record]:
-    """Records that tell the speed: without the first two, which warm up, and traced ones."""
+    """Records to measure speed by: without the first two, which warm up, and traced ones."""
     rest = [record for record in records[2:] if not record.get("profiled")]
     return rest or list(records[-1:])
 

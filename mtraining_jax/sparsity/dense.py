@@ -1,4 +1,4 @@
-"""Every pair: the limit of sparse, by the same kernels."""
+"""The pattern that keeps every pair, computed by the same kernels."""
 
 import dataclasses
 from typing import TYPE_CHECKING
@@ -30,7 +30,7 @@ class Dense(Pattern):
         check_limits(self)
 
     def choose(self, q: "Array", k: "Array", shards: Shards) -> Choice:
-        """Leaves nothing out."""
+        """Chooses every pair."""
         from pallas_kernels.index import DenseIndex
 
         return Choice(DenseIndex(self.block_size, shards.causal))

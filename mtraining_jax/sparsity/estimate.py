@@ -1,7 +1,7 @@
 """Scores of key columns and diagonals, estimated from the last queries of the sequence.
 
-The scores must be the same bits for every number of ranks, or ranks and runs would disagree about
-the index. Three rules see to that:
+The scores must have the same bits for every number of ranks, or ranks and runs would disagree about
+the index. Three rules ensure that:
 
 - Logits are computed key block by key block, batched in chunks whose shape depends on the length
   of the sequence alone: the compiler sees the same matrix products whatever the rank count.
@@ -10,9 +10,9 @@ the index. Three rules see to that:
 - Sums are integer sums (fixed point), exact in any order. The raw logits of fixed budgets, which
   have no known range, are added in a written-out order instead.
 
-Where a backend has kernels for the estimate, two of them take the place of the first rule, and of
-the sums within a block: their code is the same for every block, so its order of additions is. Sums
-over blocks are exact there too.
+Where a backend has kernels for the estimate, two of them replace the first rule and the sums within
+a block: their code is the same for every block, and so is its order of additions. Sums over blocks
+are exact there too.
 """
 
 import dataclasses
@@ -65,8 +65,8 @@ def softmax_scores(
 
     Returns:
         (columns, own, tails), int32 [B, Hq, n/g, g], [B, Hq, n/g, g] and [B, Hq, n/g, last_q-1];
-        2^30 is all the mass of a head, to which the columns add up over the whole sequence, but
-        for rounding. The diagonals are whole after `join_diagonals`.
+        2^30 is all the mass of a head; the columns of the whole sequence add up to it, up to
+        rounding. The diagonals are complete after `join_diagonals`.
     """
     where = dict(scale=scale, block_ids=block_ids, num_blocks=num_blocks)
     block_size = k_BnHD.shape[1] // block_ids.shape[0]
@@ -253,7 +253,7 @@ def map_logits(
     num_local = block_ids.shape[0]
     block_size = k_BnHD.shape[1] // num_local
     # A function of the length alone. About 16 steps at 128K tokens on one device; a rank that
-    # holds less than a chunk computes the rest of it for nothing, which is cheap.
+    # holds less than a chunk computes padding, which is cheap.
     chunk = min(max(num_blocks // 16, 1), 64)
     steps = -(-num_local // chunk)
     padding = steps * chunk - num_local

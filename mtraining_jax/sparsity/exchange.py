@@ -53,7 +53,7 @@ def to_heads(
 ) -> tuple[list[Array], Array]:
     """Deals whole sequences of some heads to every rank, in one all-to-all.
 
-    What concerns a head alone then needs no further exchange, and each rank does its share.
+    Work on single heads then needs no further exchange, and each rank does its share of it.
 
     Args:
         parts: arrays [B, Hq, n/g, w] of 32-bit numbers, of the local blocks.
@@ -64,7 +64,7 @@ def to_heads(
     Returns:
         (whole, heads): arrays [R, NB, w] with blocks in global order, where R = ceil(B*Hq / ranks)
         rows b*Hq + h, of which rank r has those from r*R on; and int32 [R], the head h of each.
-        Where they do not come out even, the first rows come again after the last.
+        Where ranks do not divide B*Hq, the first rows are repeated after the last.
     """
     batch, heads, num_local = parts[0].shape[:3]
     rows = batch * heads
@@ -89,7 +89,7 @@ def to_heads(
 
 
 def from_heads(x: Array, batch: int, heads: int, axis_names: AxisNames) -> Array:
-    """What each rank found for the rows that `to_heads` dealt it, on every rank.
+    """Gathers, on every rank, the results for the rows that `to_heads` dealt to each.
 
     Args:
         x: [R, T].

@@ -131,7 +131,7 @@ class BudgetFile(Settings):
 
 @dataclasses.dataclass(frozen=True)
 class _Rule:
-    """What `last_queries.choose` asks: scores, what of them to keep, and what is forced."""
+    """The rule for `last_queries.choose`: scores, how many to keep, and what is always kept."""
 
     pattern: FixedBudget
 
@@ -144,7 +144,7 @@ class _Rule:
         return estimate.logit_scores(q_last, k, **where)
 
     def keys(self, by_distance: "Array", heads: "Array") -> tuple:
-        """Keys in the order of the sums, with what is forced at the very top."""
+        """Keys in the order of the sums; what is always kept ranks above all."""
         import jax.numpy as jnp
 
         from mtraining_jax.sparsity import last_queries, select

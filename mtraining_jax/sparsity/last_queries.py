@@ -1,7 +1,7 @@
 """Choosing columns and diagonals by what the last queries of a sequence see, over all ranks.
 
-The steps are the same for every such pattern; how columns and diagonals are scored, and how many
-of them are kept, is the pattern's (`Rule`).
+The steps are the same for every such pattern. The pattern's `Rule` says how columns and diagonals
+are scored and how many of them are kept.
 """
 
 import math
@@ -44,7 +44,7 @@ class Rule(Protocol):
         """
 
     def nearest(self, slash_count: Array, seq_len: int) -> int | Array:
-        """How many block diagonals, from the main one on, are forced: broadcasts with [R, NB].
+        """How many block diagonals, from the main one on, are always kept: broadcasts with [R, NB].
 
         Args:
             slash_count: int32 [R], diagonals kept.
@@ -95,7 +95,7 @@ def choose(
     lists = _lists(keys, kept, settings, rule)
     lists = exchange.from_heads(lists, batch, num_heads, shards.axis_names)
     capacities = index_capacities(settings, shards.num_blocks)
-    # What is beyond the end of a list is above every entry.
+    # Padding at the end of a list is larger than every entry.
     slashes, verticals = lists[..., : capacities[1]], lists[..., capacities[1] :]
     return VerticalSlashIndex(
         slash_blocks=slashes,

@@ -1,8 +1,8 @@
-"""What a sparse pattern owes: its settings, a choice of pairs, and words about itself.
+"""The interface of a sparse pattern: its settings, a choice of pairs, and how it describes itself.
 
 A pattern is one file. It is registered in `registry.py`, or named as `package.module:Name`; see
-`examples/strided_pattern.py` for a whole one. This file imports no JAX: a configuration can be
-read, and told to be wrong, before JAX is loaded.
+`examples/strided_pattern.py` for a complete one. This file imports no JAX, so that a configuration
+can be read and checked before JAX is loaded.
 """
 
 import dataclasses
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
     from pallas_kernels.index import Index
 
-# Mean density that MTraining reports for 512K tokens (arXiv 2510.18830, section 5): what a chosen
-# index is taken to have where nothing has been chosen yet.
+# Mean density that MTraining reports for 512K tokens (arXiv 2510.18830, section 5): assumed for a
+# chosen index as long as nothing has been chosen.
 PAPER_DENSITY = 0.063
 
 
@@ -81,9 +81,9 @@ class Settings:
 
     Attributes:
         block_size: g, tokens on a side of a block.
-        chooses: whether pairs are chosen by queries and keys; otherwise nothing measures how good
-            a choice was, and densities are reported under another name.
-        density_name: what the share of computed pairs is called in what a run prints.
+        chooses: whether pairs are chosen by queries and keys; otherwise recall is not measured,
+            and densities are reported under another name.
+        density_name: name of the share of computed pairs in what a run prints.
         sparse: whether any pair may be left out.
     """
 
@@ -103,18 +103,18 @@ class Settings:
         raise NotImplementedError(f"{type(self).__name__}.pattern")
 
     def describe(self) -> str:
-        """A few words for people."""
+        """A few words about the pattern, for the start of a run."""
         return type(self).__name__
 
     def expected_density(self) -> tuple[float, str]:
-        """The share of causal pairs to expect before anything is chosen, and where it is from."""
+        """The share of causal pairs to expect before anything is chosen, and the reason for it."""
         return PAPER_DENSITY, "assumed: the paper's mean at 512K; each step chooses its own"
 
     def capacities(self, num_blocks: int) -> tuple[int, int]:
-        """Int32 numbers that an index of one head has room for, and the columns among them.
+        """How many int32 numbers an index of one head has room for, and how many are columns.
 
-        For estimates of memory. Columns are keys that are gathered for each head. Without another
-        word, an index is taken to be a `BlockSparseIndex` with room for every block.
+        For estimates of memory. Columns are keys that are gathered for each head. The default is
+        that of a `BlockSparseIndex` with room for every block.
         """
         return 2 * num_blocks * (num_blocks + 1), 0
 
@@ -122,9 +122,9 @@ class Settings:
 class Pattern(Settings):
     """A way to choose which pairs attention computes.
 
-    A frozen dataclass, static under `jax.jit`. One with arrays names them in `arrays` and is then
-    a pytree; each array has the query heads as its leading axis, and before that the layers where
-    a pattern is for all layers of a model.
+    A frozen dataclass, static under `jax.jit`. A pattern with arrays names them in `arrays` and is
+    then a pytree. Each array has the query heads as its leading axis; a pattern for all layers of
+    a model has the layers before them.
 
     Attributes:
         arrays: names of the fields that are arrays.
@@ -135,13 +135,13 @@ class Pattern(Settings):
     also_not_causal: ClassVar[bool] = False
 
     def __new__(cls, *_args, **_fields):
-        """Makes a pattern with arrays known to JAX before there is one."""
+        """Registers a pattern with arrays as a pytree before the first one is made."""
         if cls.arrays:
             _register(cls)
         return super().__new__(cls)
 
     def pattern(self, model: ModelSizes) -> "Pattern":
-        """Itself: it fits any model."""
+        """The pattern itself, which fits any model."""
         return self
 
     def choose(self, q: "Array", k: "Array", shards: Shards) -> Choice:

@@ -1,8 +1,8 @@
 """Replayed density: random indices of a density given beforehand, for measuring speed.
 
-Random weights have flat attention, of which top-p would rightly keep everything: a step of such a
-model says nothing about the speed of a trained one. A replay computes as many pairs as a trained
-model would, on block diagonals and columns drawn at random. It is no choice of what matters.
+Random weights have flat attention, of which top-p rightly keeps everything: a step of such a model
+says nothing about the speed of a trained one. A replay computes as many pairs as a trained model
+would, on block diagonals and columns drawn at random. It does not choose what matters.
 """
 
 import dataclasses
@@ -43,12 +43,12 @@ _DENSITY_NAME = "replayed density, not chosen"
 
 @dataclasses.dataclass(frozen=True)
 class ReplaySettings(VerticalSlashSettings):
-    """A density to replay; the other fields say what is estimated beside it, and the capacities.
+    """A density to replay; the other fields are those of the estimate that runs with it.
 
     Attributes:
         replay_density: share of the causal pairs computed, mean over layers. Layers spread from
-            0.06 to 2 times of it, as the paper's do: 0.4 % to 12.7 % around 6.3 %.
-        replay_estimate: also choose an index in every layer, so that its time is in the step's.
+            0.06 to 2 times it, as the paper's do: 0.4 % to 12.7 % around 6.3 %.
+        replay_estimate: also choose an index in every layer, so that a step includes that time.
     """
 
     chooses = False
@@ -75,7 +75,7 @@ class ReplaySettings(VerticalSlashSettings):
         )
 
     def describe(self) -> str:
-        """That nothing is chosen, and what is computed instead."""
+        """Says that nothing is chosen, and what is computed instead."""
         also = ", with the time of choosing an index" if self.replay_estimate else ""
         return (
             f"{_DENSITY_NAME}: {self.replay_density:.1%} of the causal pairs, random block"
@@ -117,9 +117,9 @@ class Replay(Pattern):
     def choose(self, q: "Array", k: "Array", shards: Shards) -> Choice:
         """The replayed index, and the density of the one that `estimate` chooses.
 
-        The replayed index depends on the chosen one, in a way that changes none of its values and
-        that no compiler can see through: attention starts when the choice is made, as it does
-        where the choice is used.
+        The replayed index is made to depend on the chosen one, in a way that changes none of its
+        values and that no compiler can remove. Attention then starts when the choice is made, as
+        it does where the choice is used.
         """
         import jax
         import jax.numpy as jnp
@@ -133,7 +133,7 @@ class Replay(Pattern):
             chosen = self.estimate.choose(q, k, shards).index
             share = density(chosen, shards.num_blocks * self.block_size)
             statistics["estimated_density"] = share.mean(dtype=jnp.float32)
-            # Every number of an index is 0 or more, which only we know.
+            # Every number of an index is 0 or more, which the compiler does not know.
             lowest = (_lowest(x, shape) for x in jax.tree.leaves(chosen))
             none = jnp.minimum(functools.reduce(jnp.minimum, lowest), 0)
 
@@ -154,7 +154,7 @@ def layer_densities(num_layers: int, mean: float) -> np.ndarray:
     """Densities of the layers of a model, ascending: fp64 [L].
 
     The mean is `mean`; from three layers on the lowest and highest are those of the paper times
-    mean / 6.3 %. What lies between is ours: a power of evenly spaced places.
+    mean / 6.3 %. Those between are not reported; here they follow a power of evenly spaced places.
     """
     if num_layers == 1:
         return np.array([mean])
@@ -239,7 +239,7 @@ def make_replay(
 
 
 def _check(targets: np.ndarray, density: float, num_blocks: int, seq_len: int) -> None:
-    """A head needs two block diagonals' worth: the main one, and something beside it."""
+    """Checks that a head has two block diagonals' worth of pairs: the main one and some more."""
     least = 2 / num_blocks
     if targets.min() < least:
         raise UserError(

@@ -14,7 +14,7 @@ _CAPACITY_MULTIPLE = 128
 
 @dataclasses.dataclass(frozen=True)
 class VerticalSlashSettings(Settings):
-    """The fields of `VerticalSlash`, which has their description."""
+    """The fields of `VerticalSlash`, which describes them."""
 
     top_p: limited(float, gt=0, le=1) = 0.90
     max_verticals: limited(int, ge=0) = 4096

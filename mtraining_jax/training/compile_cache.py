@@ -23,7 +23,7 @@ def use_compile_cache(config: Config) -> None:
     """
     folder = config.run.compile_cache_dir
     if folder == "auto":
-        # Programs of a CPU are for just its kind, which a shared folder may not always meet.
+        # Programs compiled for one kind of CPU may not run on others that share the folder.
         on_gpu = jax.default_backend() == "gpu"
         folder = str(Path(config.run.output_dir) / _FOLDER_NAME) if on_gpu else "never"
     if folder == "never":
@@ -37,7 +37,7 @@ def use_compile_cache(config: Config) -> None:
             f"run.compile_cache_dir = {folder} cannot be written ({error.strerror})"
         ) from error
     jax.config.update("jax_compilation_cache_dir", folder)
-    # All of them: by default JAX leaves out what compiles in less than a second, dozens at a start.
+    # By default JAX leaves out programs that compile in less than a second, dozens at a start.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     # Programs compiled before would otherwise have settled that there is no cache.
     compilation_cache.reset_cache()

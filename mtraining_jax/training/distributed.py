@@ -13,7 +13,7 @@ import jax
 from mtraining_jax.config import DistributedConfig
 from mtraining_jax.errors import UserError
 
-# What carries collectives between processes, as its errors name it.
+# Transports of collectives between processes, as they are named in errors.
 _TRANSPORTS = ("Gloo", "NCCL")
 
 
@@ -84,9 +84,9 @@ def shutdown() -> None:
 def leave(error: Exception) -> NoReturn:
     """Ends this process at once after an error that the others do not share, and says why.
 
-    They wait for this process in a collective, so it must not wait for them as `shutdown` does;
-    that it is gone they notice by themselves. A collective that failed because another process
-    went away is told in one sentence, anything else with its traceback.
+    They wait for this process in a collective, so it must not wait for them as `shutdown` does.
+    They notice by themselves that it is gone. If a collective failed because another process ended,
+    one sentence says so; any other error is shown with its traceback.
     """
     reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
     if any(name in reason for name in _TRANSPORTS):
@@ -110,7 +110,7 @@ def is_first() -> bool:
 def _find(
     config: DistributedConfig, environment: Mapping[str, str]
 ) -> tuple[str, dict[str, object] | None]:
-    """Who says that there are other processes, and arguments of `jax.distributed.initialize`."""
+    """What says that there are other processes, and arguments of `jax.distributed.initialize`."""
     if config.coordinator is not None:
         return f"distributed.coordinator = {config.coordinator}", dict(
             coordinator_address=config.coordinator,

@@ -1,9 +1,9 @@
 """The output layer and its cross entropy in one, a few tokens at a time.
 
 The logits of a long sequence do not fit in memory (S = 524288, V = 151936: 297 GiB in fp32), so
-each device makes those of `chunk_size` of its tokens, takes the loss and both gradients from
-them, and forgets them. Gradients are therefore formed in the forward pass: none of the logits is
-computed twice.
+each device computes those of `chunk_size` of its tokens, takes the loss and both gradients from
+them, and drops them. Gradients are therefore formed in the forward pass, and no logits are computed
+twice.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Whether a program fits on its devices, asked before it runs."""
+"""Checks before a program runs whether it fits on its devices."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -14,8 +14,8 @@ def check_memory(program: Any, devices: Iterable[Any]) -> None:
 
     Args:
         program: `jax.stages.Compiled`.
-        devices: those of this process that the program runs on; devices that do not tell how much
-            memory they have (the CPU) are taken to have enough.
+        devices: those of this process that the program runs on; devices that do not report how
+            much memory they have (the CPU) are assumed to have enough.
 
     Raises:
         UserError: if a device has less memory left than the program takes beyond its arguments.

@@ -21,8 +21,8 @@ Schedule = Callable[[Array], Array]
 def make_schedule(config: OptimizerConfig, total_steps: int) -> Schedule:
     """The learning rate of a step.
 
-    Step t (from 0) of a warm-up of n steps has rate lr * (t + 1) / n, so the first step is not
-    lost on a rate of 0. After the warm-up the rate is constant, or falls from lr to
+    Step t (from 0) of a warm-up of n steps has rate lr * (t + 1) / n, so the first step does not
+    have a rate of 0. After the warm-up the rate is constant, or falls from lr to
     final_lr_ratio * lr, which it has at step `decay_steps` and after: along a line, or half a
     cosine.
 
@@ -69,8 +69,8 @@ def trainable_names(names: Iterable[str], patterns: tuple[str, ...]) -> frozense
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
     """AdamW without its learning rate: gradients in, the step to take divided by -lr out.
 
-    Moments are fp32. Weight decay leaves out biases and norms. The form of the state depends on
-    no field, so that a checkpoint outlives a change of them.
+    Moments are fp32. Weight decay leaves out biases and norms. The structure of the state depends
+    on no field, so that checkpoints stay valid when fields change.
     """
 
     def decay(updates: Parameters, parameters: Parameters) -> Parameters:

@@ -1,4 +1,4 @@
-"""The folder of a run: can it be written, and what does it hold already."""
+"""The folder of a run: whether it can be written, and what it holds already."""
 
 import os
 import tempfile
@@ -37,7 +37,7 @@ def check_writable(config: Config) -> None:
 
 
 def resume_step(config: Config) -> int | None:
-    """The step of the checkpoint that the run goes on from; None to start anew.
+    """The step of the checkpoint that the run resumes from; None to start anew.
 
     It may be `run.steps` or later: then nothing is left to do.
 

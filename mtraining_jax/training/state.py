@@ -1,4 +1,4 @@
-"""What training changes: everything that a checkpoint has to hold of the devices."""
+"""The state that training changes: all arrays that a checkpoint has to hold."""
 
 import dataclasses
 from typing import Any

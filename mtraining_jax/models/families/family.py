@@ -1,4 +1,4 @@
-"""What a family of models owes, with what most decoders share as its defaults."""
+"""The interface of a model family, with what most decoders share as its defaults."""
 
 import json
 from collections.abc import Mapping
@@ -109,7 +109,7 @@ class Family:
             raw: its contents.
 
         Raises:
-            ValueError: if a size is missing or something is asked for that is not built here.
+            ValueError: if a size is missing or something is asked for that is not supported.
         """
         for name, needed in self.fixed.items():
             if raw.get(name, needed) != needed:

@@ -1,4 +1,4 @@
-"""Llama 2 and 3, and models built alike such as SmolLM2: no bias and no norm on heads."""
+"""Llama 2 and 3, and models of the same kind such as SmolLM2: no biases, no norms on heads."""
 
 from collections.abc import Mapping
 from typing import Any

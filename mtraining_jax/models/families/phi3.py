@@ -1,8 +1,8 @@
 """Phi-3: fused projections in its checkpoints, and LongRoPE.
 
 A checkpoint has queries, keys and values in one matrix, gate and up in another. Here they are
-parameters of their own: the sharded layers and the chunked MLP then serve unchanged, and a
-round trip has the same bits.
+separate parameters, so that the sharded layers and the chunked MLP work unchanged. A round trip has
+the same bits.
 """
 
 from collections.abc import Mapping

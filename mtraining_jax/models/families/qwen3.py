@@ -1,4 +1,4 @@
-"""Qwen3, dense: norms on queries and keys, and heads whose width is a number of its own."""
+"""Qwen3, dense: norms on queries and keys, and a head width that is set by itself."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any

@@ -12,8 +12,8 @@ from mtraining_jax.models.spec import ModelSpec
 
 CONFIG_FILE = "config.json"
 
-# Fields of `ModelSpec` that config.json decides, without which there is another set of parameters;
-# and those in which a model may differ from its checkpoint on purpose.
+# Fields of `ModelSpec` that config.json decides because they determine the parameters, and fields
+# in which a model may differ from its checkpoint on purpose.
 FIXED = ("family", *SIZES, "head_dim", "tie_word_embeddings")
 FREE = (
     "rope_theta",
@@ -36,7 +36,7 @@ def read_hf_config(directory: str | Path, **overrides: Any) -> ModelSpec:
             `remat`.
 
     Raises:
-        UserError: if the file is missing or damaged, or asks for what is not built here.
+        UserError: if the file is missing or damaged, or asks for something unsupported.
     """
     values = read_hf_values(directory)
     try:

@@ -15,7 +15,7 @@ class Part:
         parameter: its dotted name, e.g. "layers.mlp.up_proj.weight".
         layer: of a stacked parameter; None for others.
         first_row: of the tensor, where the part begins.
-        shape: of the part, which is that of the tensor but for the rows.
+        shape: of the part, which differs from that of the tensor in the number of rows.
     """
 
     parameter: str

@@ -42,8 +42,8 @@ def load_hf(
             model.safetensors.index.json lists. Tensors of F32, BF16 or F16.
         config: the model to fill: a `ModelSpec`, or any object or mapping with its fields.
         shardings: as `param_shardings` makes them; None is the default device.
-        override: fields in which `config` may differ from the checkpoint's config.json, of
-            `config.FREE`: a context is extended so.
+        override: fields of `config.FREE` in which `config` may differ from the checkpoint's
+            config.json, to extend a context for instance.
 
     Returns:
         The state; join it with that of `graph_definition`.

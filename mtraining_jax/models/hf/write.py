@@ -1,4 +1,4 @@
-"""A state out to a Hugging Face checkpoint that appears whole or not at all."""
+"""Writes a state as a Hugging Face checkpoint, which appears complete or not at all."""
 
 import dataclasses
 import functools
@@ -52,7 +52,7 @@ def save_hf(
         max_shard_bytes: a file ends before it would grow beyond this; a larger tensor has a file
             of its own. One file alone is named model.safetensors and has no index.
         copied: files that go into the folder as they are, such as those of a tokenizer.
-        replace: take the place of an older folder, which is deleted when the new one is whole.
+        replace: replace an older folder, which is deleted when the new one is complete.
         like: folder of the checkpoint that the model began with, whose config.json gives the
             fields that no `ModelSpec` has, such as the ids of special tokens.
 
@@ -190,7 +190,7 @@ class _Folder:
     def publish(self) -> None:
         _flush(self.temporary)
         if self.replace and self.target.exists():
-            # A folder that is not empty cannot be renamed over: it makes room first.
+            # A folder that is not empty cannot be replaced by renaming, so it is moved away first.
             old = self.temporary.with_suffix(".old")
             self.target.rename(old)
             self.temporary.rename(self.target)
@@ -205,9 +205,9 @@ class _Folder:
 
 
 def _together(folder: _Folder | None, step: Callable[..., None], *arguments: Any) -> None:
-    """Runs a step where the folder is, and raises its failure on every process.
+    """Runs a step on the process that has the folder, and raises its failure on every process.
 
-    Without this, one process would stop at a full disk and the others wait for it for ever.
+    Without this, one process would stop at a full disk and the others would wait for it for ever.
     """
     problem = ""
     if folder is not None:

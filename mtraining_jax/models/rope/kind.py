@@ -1,4 +1,4 @@
-"""What a way of stretching rotary positions owes."""
+"""The interface of a way to stretch rotary positions."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping

@@ -1,4 +1,4 @@
-"""LongRoPE: a divisor of its own for every frequency, found by search."""
+"""LongRoPE: a separate divisor for every frequency, found by search."""
 
 import dataclasses
 import math

@@ -1,7 +1,7 @@
-"""Key columns of a sparse index: fetched from their owners once, their gradients sent home.
+"""Key columns of a sparse index: fetched from their owners once, gradients returned to them.
 
-A column is a handful of bytes and is wanted by every rank with later queries, so all columns
-together are gathered once per layer instead of riding the ring with the diagonals.
+A column is a handful of bytes and is needed by every rank with later queries, so all columns
+together are gathered once per layer instead of going round the ring with the keys.
 """
 
 from jax import Array, lax

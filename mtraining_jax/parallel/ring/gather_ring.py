@@ -1,9 +1,9 @@
-"""The ring in which the devices of a node gather their keys and values instead of turning them.
+"""The ring in which the devices of a node gather their keys and values.
 
-With few key/value heads the keys and values of a whole node are small, and one kernel call then
-does the work of an inner turn: its running output and lse stay on the chip. Between nodes each
-device still sends its own shard on, which is gathered where it arrives: the slow links carry no
-byte twice.
+With few key/value heads the keys and values of a whole node are small. One kernel call then does
+the work of a ring inside the node, and its running output and lse stay on the chip. Between nodes
+each device still sends its own shard on, which is gathered where it arrives, so that the slow links
+carry no byte twice.
 
 Communication is arranged so that XLA can hide it. The node's first gathering hides behind the
 work on the rank's own shard, which needs none of it (in the striped layout, where that work is
@@ -111,8 +111,8 @@ def gather_forward(
     state: State = kernels.nothing()
     if plans.own is not None:
         state = kernels.forward(plans.own, [kv], None, state, last=False)
-    # The columns are not needed before the last step. Fetched at once, their sum over nodes would
-    # have the gathering awaited before the first kernel.
+    # The columns are not needed before the last step. If they were fetched at once, their sum over
+    # nodes would make the first kernel wait for the gathering.
     source = lax.optimization_barrier((here, state))[0] if topology.outer_axes else here
     columns, kv = node.columns_first(plans, kv, source)
 

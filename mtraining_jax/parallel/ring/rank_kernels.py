@@ -29,14 +29,14 @@ class RankKernels:
         self.queries = self.split(q)
 
     def nothing(self) -> list[None]:
-        """What running results are before the first call."""
+        """The running results before the first call."""
         return [None] * self._num_segments
 
     def forward(
         self, plans: StepPlans, keys: Sequence[Pair], columns: Pair | None, state: State,
         last: bool,
     ) -> State:
-        """Merges attention to the keys of one step into the running state.
+        """Merges attention to the keys of one step into the running results.
 
         Args:
             plans: of the step.

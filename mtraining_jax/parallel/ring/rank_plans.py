@@ -25,7 +25,7 @@ def segment_pairs(layout: Layout) -> list[tuple[int, int]]:
 
 
 class RankPlanner:
-    """Plans what the queries of this rank compute with the keys that it is shown.
+    """Plans what the queries of this rank compute with the keys that reach it.
 
     Args:
         topology: of the ring.

@@ -1,7 +1,7 @@
 """Ring attention: every rank keeps its queries while keys and values travel.
 
-Which way they travel is the topology's: `turning_ring` has the turns of keys and values over mesh
-axes, `gather_ring` the gathering of a node's. What the kernels walk at all steps is planned before
+The topology says which way they travel: `turning_ring` passes keys and values round one or two mesh
+axes, `gather_ring` gathers those of a node. What the kernels walk at all steps is planned before
 the first one, for both passes.
 """
 
@@ -58,10 +58,10 @@ def ring_attention(
         layout: how the S tokens are dealt to the W ranks.
         axis_names: mesh axes of the sequence, slowest first; () on one device.
         axis_sizes: their sizes; default: those of the mesh.
-        ring: how keys and values travel, the same result each way. "hierarchical": with two axes,
-            over the second inside each step of the first. "flat": over both as one. "gather":
-            as "hierarchical" over the first of two axes; over the second, or the only one, every
-            device gathers the keys and values of all.
+        ring: how keys and values travel, with the same result. "gather": over the second of two
+            axes, or the only one, every device gathers the keys and values of all; over the first
+            they pass round in a ring. "hierarchical": a ring over the second axis inside each step
+            of the ring over the first. "flat": one ring over both axes.
         scale: of the logits; default 1/sqrt(D).
         backend: of the kernels; None for the best that runs here.
         return_lse: whether to give the log of the softmax's denominator as well.
@@ -73,7 +73,7 @@ def ring_attention(
 
     Raises:
         UserError: if `ring` is unknown.
-        ValueError: if shapes, layout and axes do not fit one another.
+        ValueError: if shapes, layout and axes do not match.
     """
     if axis_sizes is None:
         axis_sizes = tuple(lax.axis_size(name) for name in axis_names)

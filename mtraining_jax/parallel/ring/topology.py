@@ -1,4 +1,4 @@
-"""Who meets whom at which step of the ring."""
+"""Which rank's keys a rank meets at which step of the ring."""
 
 import dataclasses
 
@@ -16,17 +16,17 @@ RINGS = ("hierarchical", "flat", "gather")
 class RingTopology:
     """The static description of a ring; usable inside `shard_map` over `axis_names`.
 
-    A ring is two nested turns: at each of `outer_size` steps keys and values make a full turn
-    over the inner axis while the next node's are on their way over the outer one. A flat ring is
-    the case of one outer step.
+    In general two rings are nested: at each of `outer_size` steps keys and values go once round the
+    inner axis, while those of the next node are on their way over the outer one. A flat ring is the
+    case of one outer step.
 
     Attributes:
         layout: the layout of the sequence; `layout.num_ranks` must be the product of the sizes.
         axis_names: mesh axes of the sequence, slowest first.
         axis_sizes: their sizes.
-        ring: "hierarchical" is two nested turns (with one axis, one turn); "flat" is one turn over
-            all axes together; "gather" is an outer turn as "hierarchical", in which all devices
-            of the inner axis gather each other's keys and values instead of an inner turn.
+        ring: "hierarchical" is two nested rings (with one axis, one ring); "flat" is one ring over
+            all axes; "gather" is a ring over the outer axis, at each step of which the devices of
+            the inner axis gather each other's keys and values.
         scale: of the logits; None is 1/sqrt(D).
         backend: of the kernels; None is the best that runs here.
 
@@ -58,7 +58,7 @@ class RingTopology:
 
     @property
     def nested(self) -> bool:
-        """Whether the two axes turn separately."""
+        """Whether the two axes have a ring each."""
         return self.ring != "flat" and len(self.axis_names) == 2
 
     @property
@@ -81,12 +81,12 @@ class RingTopology:
 
     @property
     def inner_axes(self) -> tuple[str, ...]:
-        """Mesh axes of the inner turn, or of the gathering in its place."""
+        """Mesh axes of the inner ring, or of the gathering in its place."""
         return self.axis_names[1:] if self.nested else self.axis_names
 
     @property
     def outer_axes(self) -> tuple[str, ...]:
-        """Mesh axes of the outer turn; () if there is one outer step."""
+        """Mesh axes of the outer ring; () if there is one outer step."""
         return self.axis_names[:1] if self.outer_size > 1 else ()
 
     def rank(self) -> Array | int:

@@ -1,15 +1,14 @@
-"""The rings in which keys, values and their gradients turn over mesh axes.
+"""The rings in which keys, values and their gradients pass from rank to rank.
 
-Communication is arranged so that XLA can hide it. What travels to the next step is sent at the
-*top* of a step, as it came, before the kernel that uses it: no transfer waits for a kernel of
-its own step. In the backward pass dk and dv follow with a lag of one step for the same reason:
-the sums that a step sends are those of the step before, and the kernel's share is added to what
-arrives.
+Going once round all ranks of a mesh axis is a *turn*. Communication is arranged so that XLA can
+hide it. What travels to the next step is sent on at the *top* of a step, as it arrived, before the
+kernel that uses it: no transfer waits for a kernel of its own step. In the backward pass dk and dv
+follow one step later for the same reason: the sums that a step sends are those of the step before,
+and the kernel's share is added to what arrives.
 
-XLA keeps one collective under way at a time on GPUs unless it is told otherwise
-(`ring_compiler_options`). In a hierarchical ring a transfer between nodes would then hide behind
-one kernel only; told, it stays under way during the whole turn inside the node (read off the
-schedule that jax 0.11.2 compiles for 8 H200).
+By default XLA runs one collective at a time on GPUs. In a hierarchical ring a transfer between
+nodes would then hide behind one kernel only. With `ring_compiler_options` it goes on during all
+steps inside the node (as seen in the schedule that jax 0.11.2 compiles for 8 H200).
 """
 
 import dataclasses

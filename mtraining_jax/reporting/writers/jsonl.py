@@ -21,7 +21,7 @@ class JsonlWriter:
         path = config.run.folder / JSONL_NAME
         self.where = str(path)
         kept = _lines_until(path, last_step)
-        # Renamed into place: a run that is cut off here loses no line.
+        # Renamed into place, so that a run that is interrupted here loses no line.
         new = path.with_suffix(".new")
         new.write_text("".join(kept), encoding="utf-8")
         new.replace(path)

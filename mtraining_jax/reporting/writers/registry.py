@@ -37,8 +37,8 @@ def open_writers(config: Config, last_step: int) -> list[Writer]:
 
     Args:
         config: of the run.
-        last_step: the step that the run goes on from: what was written about later ones, by a
-            run that was cut off, is taken back.
+        last_step: the step that the run resumes from; what an interrupted run has written about
+            later steps is removed.
 
     Returns:
         The open writers.

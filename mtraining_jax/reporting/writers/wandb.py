@@ -15,11 +15,11 @@ ID_NAME = "wandb_id.txt"
 class WandbWriter:
     """Sends records to the project `mtraining-jax`, under the name of the run.
 
-    A run that goes on from a checkpoint goes on there too; one that starts anew is another run.
+    A run that resumes from a checkpoint continues there; one that starts anew is another run.
 
     Args:
         config: of the run.
-        last_step: the step that the run goes on from, 0 if it starts anew.
+        last_step: the step that the run resumes from, 0 if it starts anew.
     """
 
     def __init__(self, config: Config, last_step: int) -> None:

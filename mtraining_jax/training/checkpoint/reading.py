@@ -1,4 +1,4 @@
-"""Reads that fail: they end before their failure is reported, and the report says what failed."""
+"""Failing reads: all of them end before a failure is reported, and the report names the cause."""
 
 import asyncio
 import contextlib
@@ -44,7 +44,7 @@ class _LoopThatWaits(asyncio.SelectorEventLoop):
 
 
 def unreadable(path: Path, error: Exception) -> UserError:
-    """What to say of a checkpoint that could not be read.
+    """The message about a checkpoint that could not be read.
 
     Args:
         path: of the checkpoint.
@@ -62,7 +62,7 @@ def unreadable(path: Path, error: Exception) -> UserError:
                 f"the checkpoint {path} could not be read ({_first_line(cause)}); the same command "
                 "tries again"
             )
-    # What Orbax says around the first cause names its own objects, not the file.
+    # Messages that Orbax wraps around the first cause name its own objects, not the file.
     root: BaseException = error
     while root.__cause__ is not None:
         root = root.__cause__
@@ -70,7 +70,7 @@ def unreadable(path: Path, error: Exception) -> UserError:
 
 
 def damaged(path: Path, reason: str) -> UserError:
-    """What to say of a checkpoint whose files are not as they were written."""
+    """The message about a checkpoint whose files are not as they were written."""
     return UserError(
         f"the checkpoint {path} is damaged ({reason}); delete it to go on from the one before, or "
         "start anew with checkpoint.resume=false"

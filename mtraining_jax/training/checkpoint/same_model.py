@@ -22,11 +22,11 @@ def check_same_model(
     abstract: TrainState,
     config: Config,
 ) -> None:
-    """Stops a run that would go on from a checkpoint of another model.
+    """Stops a run that would resume from a checkpoint of another model.
 
     Args:
         path: of the checkpoint.
-        saved: its configuration. A field that it lacks, for it is younger than the checkpoint,
+        saved: its configuration. A field that is younger than the checkpoint is missing there; it
             had its default.
         shapes: of its parameters, by name.
         abstract: shapes of the run's state.

@@ -3,8 +3,8 @@
 A checkpoint is the folder `checkpoints/STEP` of a run. Orbax writes it under another name and
 renames it when all of it is on disk, so a run killed while saving leaves no half checkpoint
 behind. It holds the arrays of a `TrainState` and one JSON record: configuration, place in the
-data, and a checksum of every array, for a changed byte inside a compressed array would otherwise
-be read as numbers.
+data, and a checksum of every array, since a changed byte inside a compressed array would otherwise
+be read as a number.
 """
 
 import dataclasses

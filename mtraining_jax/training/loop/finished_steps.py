@@ -16,10 +16,10 @@ from mtraining_jax.reporting.writers import Writer
 
 
 class FinishedSteps:
-    """Waits in a thread of its own for each step, and tells of it as soon as it is done.
+    """Waits in a thread of its own for each step, and reports it as soon as it is done.
 
-    Starting a step may take until the devices have nearly done it, so the loop itself would tell
-    of the step before too late.
+    Starting a step may take until the devices have nearly done it, so the loop itself would report
+    the step before too late.
 
     Args:
         config: of the run.
@@ -48,7 +48,7 @@ class FinishedSteps:
         self._clock = time.perf_counter()
 
     def add(self, metrics: dict[str, Any], recall: np.ndarray | None, profiled: bool) -> None:
-        """Takes a step that was started; returns when the one before is told.
+        """Takes a step that was started; returns when the one before is reported.
 
         Args:
             metrics: of the step, still on the devices.
@@ -63,7 +63,7 @@ class FinishedSteps:
         self._pending = started
 
     def wait(self) -> list[Record]:
-        """Waits until every step that was added is done and told.
+        """Waits until every step that was added is done and reported.
 
         Returns:
             The records of all steps so far.
@@ -77,7 +77,7 @@ class FinishedSteps:
         return self._records
 
     def close(self) -> None:
-        """Waits for the devices; a step that is still under way is not told."""
+        """Waits for the devices; a step that is still running is not reported."""
         self._closed = True
         self._thread.shutdown(wait=True)
 

@@ -58,5 +58,5 @@ class ProfileWindow:
             jax.profiler.stop_trace()
 
     def step(self, number: int) -> jax.profiler.StepTraceAnnotation:
-        """To be entered around the dispatch of a step; nothing without a trace."""
+        """A context for the dispatch of a step; it does nothing without a trace."""
         return jax.profiler.StepTraceAnnotation(STEP_NAME, step_num=number)

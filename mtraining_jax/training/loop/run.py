@@ -1,4 +1,4 @@
-"""The life of a run: checks, the other processes, training, and what to say at the end."""
+"""A whole run: checks, joining the other processes, training, and the summary at the end."""
 
 import jax
 from jax.experimental import multihost_utils
@@ -75,5 +75,5 @@ def _prepare_folder(config: Config, resume_from: int | None, display: Display) -
             display.say(f"starting anew: what the last run of this name wrote is now in {aside}")
         config.run.folder.mkdir(parents=True, exist_ok=True)
     if jax.process_count() > 1:
-        # The others must not look for checkpoints before the folder is as it should be.
+        # The others must not look for checkpoints before the folder is ready.
         multihost_utils.sync_global_devices("the folder of the run is ready")

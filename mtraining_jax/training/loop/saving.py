@@ -1,4 +1,4 @@
-"""When the state of a run goes into a checkpoint, and which one it goes on from."""
+"""When the state of a run is saved, and which checkpoint it resumes from."""
 
 from pathlib import Path
 from typing import Any

@@ -33,7 +33,7 @@ class Trainer:
 
     Args:
         config: of the run.
-        resume_from: step of the checkpoint to go on from; None to start anew.
+        resume_from: step of the checkpoint to resume from; None to start anew.
         display: where to print.
 
     Raises:
@@ -44,7 +44,7 @@ class Trainer:
         self._config, self._display = config, display
         self._step = resume_from or 0
         self._exported: Path | None = None
-        # What a failure below leaves open is closed in the reverse order of opening.
+        # If something below fails, what is open is closed in the reverse order of opening.
         with contextlib.ExitStack() as opened:
             self._open_parts(resume_from, opened)
             self._opened = opened.pop_all()
@@ -132,7 +132,7 @@ class Trainer:
         return records
 
     def _take_step(self, programs: Programs, batch: dict[str, jax.Array]) -> None:
-        """Starts the next step on the devices; returns when the one before is told."""
+        """Starts the next step on the devices; returns when the one before is reported."""
         if self._profile.begins(self._step):
             self._finished.wait()
             self._profile.begin()
@@ -187,7 +187,7 @@ def _count_parameters(builder: StateBuilder) -> ParameterCount:
 
 
 def _short(path: Path) -> str:
-    """A path as seen from here, where that is shorter."""
+    """A path relative to the current folder, if that is shorter."""
     try:
         return str(path.relative_to(Path.cwd()))
     except ValueError:
