@@ -42,12 +42,11 @@ from pallas_kernels.mosaic_gpu.configs import CONFIGS
 HEADS = {128: (16, 2), 64: (14, 2)}
 GRID = {  # kernel: field of its configuration: values to try
     "forward": {
-        "stages": (2, 3, 4), "query_slots": (1, 2), "overlap": (True, False),
-        "keys_late": (False, True),
+        "stages": (2, 3, 4), "query_slots": (1, 2), "keys_late": (False, True),
     },
-    "rows": {"stages": (2, 3, 4)},
-    "keys": {"stages": (2, 3, 4), "deferred": (True, False)},
-    "fused": {  # one kernel for what `rows` and `keys` compute together
+    "dq": {"stages": (2, 3, 4)},
+    "dkdv": {"stages": (2, 3, 4)},
+    "fused": {  # one kernel for what `dq` and `dkdv` compute together
         "stages": (2, 3), "ds_from_memory": (True, False), "early_shift": (True, False),
         "item_heads": (1, 4), "waves": (True, False),
     },
@@ -145,7 +144,7 @@ def _program(kernel: str, dim: int, config: Any):
         grads = pallas_kernels.backward(
             q, k, v, dout, lse, delta, plan, column_kv, dq_dtype=q.dtype
         )
-        return {"rows": grads.dq, "keys": grads._replace(dq=None), "fused": grads}[kernel]
+        return {"dq": grads.dq, "dkdv": grads._replace(dq=None), "fused": grads}[kernel]
 
     return run
 

@@ -78,7 +78,7 @@ class ListedShards(ShardTiles):
 
 
 def _here(
-    lists: Array, count: Array, local: Array, size: int, first: Array | None = None
+    lists: Array, count: Array, local: Array, size: int, last: Array | None = None
 ) -> tuple[Array, Array]:
     """The entries of lists that lie in a shard, by their local numbers, ascending.
 
@@ -87,7 +87,7 @@ def _here(
         count: int32 [B, Hq, n].
         local: int32 [NB], the local number of each global block, `_NOT_HERE` for those elsewhere.
         size: blocks of the shard; a list names none twice, so that is room enough.
-        first: int32 [n], the local number that goes before all others, if it is listed.
+        last: int32 [n], the local number that goes behind all others, if it is listed.
 
     Returns:
         Lists int32 [B, Hq, n, at least 1], padded with the largest number there is; counts.
@@ -96,11 +96,11 @@ def _here(
     found = jnp.where(live(lists, count), local[jnp.clip(lists, 0, local.size - 1)], _NOT_HERE)
     here = found != _NOT_HERE
     order = jnp.where(here, found, past)
-    if first is not None:
-        order = jnp.where(here & (found == first[:, None]), -1, order)
+    if last is not None:
+        order = jnp.where(here & (found == last[:, None]), past - 1, order)
     order = jnp.sort(order, axis=-1)
-    if first is not None:
-        order = jnp.where(order == -1, first[:, None], order)
+    if last is not None:
+        order = jnp.where(order == past - 1, last[:, None], order)
     order = order[..., :size]
     if order.shape[-1] == 0:  # kernels get a dead entry
         order = jnp.full((*order.shape[:-1], 1), past, jnp.int32)

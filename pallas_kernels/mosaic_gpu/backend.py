@@ -11,17 +11,18 @@ from jax import Array, lax
 
 from pallas_kernels.gradients import Gradients, whole_keys
 from pallas_kernels.mosaic_gpu import device
-from pallas_kernels.mosaic_gpu.backward import backward_kernel
-from pallas_kernels.mosaic_gpu.backward_keys import backward_keys_kernel
-from pallas_kernels.mosaic_gpu.backward_rows import backward_rows_kernel
-from pallas_kernels.mosaic_gpu.backward_schedule import BackwardWork, backward_work
-from pallas_kernels.mosaic_gpu.backward_step import BackwardConfig
 from pallas_kernels.mosaic_gpu.common import ROWS, TILE, GatheredColumns
 from pallas_kernels.mosaic_gpu.configs import Configs, configs_for
-from pallas_kernels.mosaic_gpu.delta import delta_kernel
-from pallas_kernels.mosaic_gpu.estimate import HopperEstimate
-from pallas_kernels.mosaic_gpu.forward import forward_kernel
-from pallas_kernels.mosaic_gpu.schedule import KeyWorkList, WorkList, key_work, query_work
+from pallas_kernels.mosaic_gpu.fused_steps import FusedConfig
+from pallas_kernels.mosaic_gpu.kernels.delta import delta_kernel
+from pallas_kernels.mosaic_gpu.kernels.dkdv import dkdv_kernel
+from pallas_kernels.mosaic_gpu.kernels.dq import dq_kernel
+from pallas_kernels.mosaic_gpu.kernels.estimate import HopperEstimate
+from pallas_kernels.mosaic_gpu.kernels.forward import forward_kernel
+from pallas_kernels.mosaic_gpu.kernels.fused import fused_kernel
+from pallas_kernels.mosaic_gpu.work.fused_work import FusedWork, fused_work
+from pallas_kernels.mosaic_gpu.work.key_work import KeyWork, key_work
+from pallas_kernels.mosaic_gpu.work.query_work import QueryWork, query_work
 from pallas_kernels.plans import Plan
 from pallas_kernels.tiles import Columns, Tiles, scatter_columns
 
@@ -44,8 +45,8 @@ class HopperWork:
             them run.
     """
 
-    queries: WorkList
-    keys: KeyWorkList | BackwardWork
+    queries: QueryWork
+    keys: KeyWork | FusedWork
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +58,7 @@ class MosaicGpu:
         interpret: False, or parameters of Pallas' GPU interpreter, which runs on any machine.
         configs: of the kernels; None for those of `configs.py`.
         one_backward_kernel: whether one kernel computes all gradients, wherever it can; None for
-            where it is fastest (`fused_config`).
+            where it is fastest (`_fused_config`).
     """
 
     name: str = "mosaic_gpu"
@@ -88,7 +89,7 @@ class MosaicGpu:
         config = self._fused_config(q, tiles, whole)
         if config is None:
             return HopperWork(queries, key_work(tiles, columns, *sizes))
-        work = backward_work(
+        work = fused_work(
             tiles, columns, *sizes, item_heads=config.item_heads,
             wave=self._multiprocessors() if config.waves else 0,
         )
@@ -120,16 +121,16 @@ class MosaicGpu:
         """
         dout = dout.astype(q.dtype)
         base = jnp.where(lse > -jnp.inf, lse / -scale, -jnp.inf)  # what logits start from
-        if isinstance(plan.work.keys, BackwardWork):
+        if isinstance(plan.work.keys, FusedWork):
             return self._one_kernel(
                 q, k, v, dout, base, -delta, plan, column_kv, scale=scale, dq_dtype=dq_dtype,
                 key_dtype=key_dtype,
             )
         configs, whole = self._configs(q), key_dtype is not None
         columns = _gathered(plan, column_kv)
-        keys, of_columns = backward_keys_kernel(
+        keys, of_columns = dkdv_kernel(
             q, k, v, dout, base, -delta, plan.work.keys, columns, scale=scale,
-            config=configs.keys, interpret=self.interpret, one_array=whole,
+            config=configs.dkdv, interpret=self.interpret, one_array=whole,
         )
         if whole:
             dk, dv = _whole_keys(keys, of_columns, plan.columns, key_dtype)
@@ -138,9 +139,9 @@ class MosaicGpu:
             q, dk, dv = lax.optimization_barrier((q, dk, dv))
         else:
             dk, dv = keys
-        dq = backward_rows_kernel(
+        dq = dq_kernel(
             q, k, v, dout, base, delta, plan.work.queries, columns, scale=scale,
-            out_dtype=dq_dtype, config=configs.rows,
+            out_dtype=dq_dtype, config=configs.dq,
             num_blocks=self._thread_blocks(beside_transfers), interpret=self.interpret,
         )
         if not plan.has_tiles:
@@ -166,7 +167,7 @@ class MosaicGpu:
         @jax.custom_batching.sequential_vmap
         def fused(q, k, v, dout, base, minus_delta, work, columns):
             dq = jnp.zeros(q.shape, jnp.float32)
-            return backward_kernel(
+            return fused_kernel(
                 q, k, v, dout, base, minus_delta, dq, work, columns, scale=scale,
                 config=self._configs(q).fused, interpret=self.interpret,
             )
@@ -180,7 +181,7 @@ class MosaicGpu:
 
     def _fused_config(
         self, q: Array, tiles: Tiles | None, whole: bool
-    ) -> BackwardConfig | None:
+    ) -> FusedConfig | None:
         """The configuration of the fused backward kernel where it runs, else None.
 
         It runs over dense diagonals, and over others where a call gives whole gradients (`whole`)

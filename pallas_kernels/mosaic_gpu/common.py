@@ -103,22 +103,6 @@ def product(a: Any, b: Any, shape: tuple[int, int]) -> Array:
     return pl.run_scoped(run, plgpu.ACC(shape, jnp.float32))
 
 
-def product_plus(
-    base: Callable[[], Array], a: Any, b: Any, shape: tuple[int, int], interpreted: bool
-) -> Array:
-    """base + a b, with the base as the accumulator's first value."""
-    acc = plgpu.ACC(shape, jnp.float32)
-
-    def product(ref: Any) -> Array:
-        if not interpreted:
-            ref[...] = base()
-        plgpu.wgmma(ref, a, b)
-        return ref[...]
-
-    result = pl.run_scoped(product, acc)
-    return result + base() if interpreted else result
-
-
 def rows_to_tile(x: Array, tile: Array) -> Array:
     """A value per row, for every column of a tile."""
     return lax.broadcast_in_dim(x, tile.shape, [0])
@@ -127,15 +111,6 @@ def rows_to_tile(x: Array, tile: Array) -> Array:
 def columns_to_tile(x: Array, tile: Array) -> Array:
     """A value per column, for every row of a tile."""
     return lax.broadcast_in_dim(x, tile.shape, [1])
-
-
-def keep_bias(words: list[Array], index: Array) -> Array:
-    """0 where bit `index` of the concatenated 32-bit words is on, else -inf."""
-    word = jnp.zeros_like(index)
-    for part, bits in enumerate(words):
-        word = jnp.where(index >= WORD * part, bits, word)
-    bit = lax.shift_right_logical(word, index & (WORD - 1)) & 1
-    return jnp.where(bit == 1, 0.0, -jnp.inf)
 
 
 def load_rows(ref: Any) -> Array:

@@ -2,10 +2,10 @@
 
 import dataclasses
 
-from pallas_kernels.mosaic_gpu.backward_keys import KeysConfig
-from pallas_kernels.mosaic_gpu.backward_rows import RowsConfig
-from pallas_kernels.mosaic_gpu.backward_step import BackwardConfig
-from pallas_kernels.mosaic_gpu.forward import ForwardConfig
+from pallas_kernels.mosaic_gpu.fused_steps import FusedConfig
+from pallas_kernels.mosaic_gpu.kernels.dkdv import DkdvConfig
+from pallas_kernels.mosaic_gpu.kernels.dq import DqConfig
+from pallas_kernels.mosaic_gpu.kernels.forward import ForwardConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,13 +14,13 @@ class Configs:
 
     With `fused` one kernel computes all gradients of dense attention, and on one device those of
     sparse attention whose dq in fp32 has at most `fused_sparse_bytes`: it holds that dq beside
-    the results. See `backend.fused_config`.
+    the results. See `MosaicGpu`.
     """
 
     forward: ForwardConfig
-    rows: RowsConfig
-    keys: KeysConfig
-    fused: BackwardConfig | None = None
+    dq: DqConfig
+    dkdv: DkdvConfig
+    fused: FusedConfig | None = None
     fused_sparse_bytes: int = 0
 
 
@@ -31,13 +31,13 @@ class Configs:
 #   in an earlier run dense 311 against 369
 CONFIGS = {
     64: Configs(
-        ForwardConfig(keys_late=True), RowsConfig(), KeysConfig(),
-        BackwardConfig(ds_from_memory=False, retire_dk=True, item_heads=1, waves=True),
+        ForwardConfig(keys_late=True), DqConfig(), DkdvConfig(),
+        FusedConfig(ds_from_memory=False, retire_dk=True, item_heads=1, waves=True),
         fused_sparse_bytes=2**31,
     ),
     128: Configs(
-        ForwardConfig(), RowsConfig(), KeysConfig(),
-        BackwardConfig(early_shift=True, item_heads=1, waves=True),
+        ForwardConfig(), DqConfig(), DkdvConfig(),
+        FusedConfig(early_shift=True, item_heads=1, waves=True),
     ),
 }
 

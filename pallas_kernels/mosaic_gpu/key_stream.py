@@ -12,10 +12,11 @@ from pallas_kernels.mosaic_gpu.common import (
     WARPGROUPS,
     WORD,
     await_last,
-    keep_bias,
     tiled,
 )
-from pallas_kernels.mosaic_gpu.row_walk import Item, Walk
+from pallas_kernels.mosaic_gpu.masks import keep_bias, keep_words
+from pallas_kernels.mosaic_gpu.query_walk import QueryWalk
+from pallas_kernels.mosaic_gpu.work.items import QueryItem
 
 
 def stream_barriers(stages: int, has_columns: bool) -> dict[str, Any]:
@@ -46,7 +47,7 @@ class Producer:
     """
 
     def __init__(
-        self, walk: Walk, smem: dict[str, Any], bars: dict[str, Any], stages: int, lag: bool
+        self, walk: QueryWalk, smem: dict[str, Any], bars: dict[str, Any], stages: int, lag: bool
     ):
         self.walk, self.smem, self.bars = walk, smem, bars
         self.stages, self.lag = stages, lag
@@ -62,7 +63,7 @@ class Producer:
             source, self.smem[name].at[slot], self.bars[f"{name}_full"].at[slot]
         )
 
-    def load_item(self, it: Item, group: int, step: Array) -> Array:
+    def load_item(self, it: QueryItem, group: int, step: Array) -> Array:
         """Loads all tiles of an item; `step` counts tiles since the start of the kernel."""
         refs, walk = self.walk.refs, self.walk
         kv_head = lax.div(it.head, group)
@@ -105,11 +106,8 @@ class Producer:
                 self._load("v", step + it.tiles + s, tile("vc", s, it.head))
 
             def read_words(s: Array) -> list[Array]:
-                first = s * (TILE // WORD)
-                keep = refs["keep"]
-                return [
-                    keep[it.batch, it.head, it.block, first + part] for part in range(TILE // WORD)
-                ]
+                words = TILE // WORD
+                return keep_words(refs["keep"], it, it.block, s * words, words)
 
             def load_columns(s: Array, words: list[Array]) -> list[Array]:
                 # The next tile's words are read ahead, to hide the latency.

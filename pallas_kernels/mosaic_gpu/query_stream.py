@@ -11,7 +11,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic_gpu.common import ROWS, TILE, WARPGROUPS, await_last, tiled
+from pallas_kernels.mosaic_gpu.common import TILE, WARPGROUPS, await_last, tiled
 
 
 class QueryStream:
@@ -69,19 +69,12 @@ class QueryStream:
 
 
 def key_memory(
-    stages: int, queries: int, head_dim: int, dtype: Any, rows: Sequence[str], interpreted: bool
+    stages: int, queries: int, head_dim: int, dtype: Any, rows: Sequence[str]
 ) -> dict[str, Any]:
-    """Shared memory for a tile of keys and values, and for the steps in flight.
-
-    In the interpreter also for what registers hold on a GPU: weights, dk and dv.
-    """
+    """Shared memory for a tile of keys and values, and for the steps in flight."""
     smem = {name: tiled((TILE, head_dim), dtype) for name in ("k", "v")}
     smem |= {name: tiled((stages, queries, head_dim), dtype) for name in ("q", "dout")}
     smem |= {name: plgpu.SMEM((stages, queries), jnp.float32) for name in rows}
-    if interpreted:
-        smem["p"] = tiled((WARPGROUPS, ROWS, queries), dtype)
-        for name in ("dk", "dv"):
-            smem[name] = plgpu.SMEM((WARPGROUPS, ROWS, head_dim), jnp.float32)
     return smem
 
 

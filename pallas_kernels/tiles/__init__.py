@@ -8,7 +8,7 @@ from pallas_kernels.tiles.columns import (
     scatter_columns,
 )
 from pallas_kernels.tiles.diagonal import DiagonalTiles, SegmentedDiagonals, count_below
-from pallas_kernels.tiles.listed import ListedTiles, diagonal_first
+from pallas_kernels.tiles.listed import ListedTiles
 from pallas_kernels.tiles.protocol import NO_DIAGONAL, Tiles
 
 __all__ = [
@@ -20,7 +20,6 @@ __all__ = [
     "SegmentedDiagonals",
     "Tiles",
     "count_below",
-    "diagonal_first",
     "gather_columns",
     "pad_columns",
     "scatter_columns",

@@ -27,9 +27,9 @@ class ListedTiles(Tiles):
     ranks, one after another.
 
     Attributes:
-        key_blocks: int32 [B, Hq, nq, M], M >= 1, key blocks of each query block: the masked one
-            first where it is listed, the rest ascending. Entries at and beyond a count are padding
-            of any value.
+        key_blocks: int32 [B, Hq, nq, M], M >= 1, key blocks of each query block, ascending, but
+            the masked one, where it is listed, comes last. Entries at and beyond a count are
+            padding of any value.
         key_count: int32 [B, Hq, nq].
         query_blocks: int32 [B, Hq, nk, M'], M' >= 1, query blocks of each key block, ascending.
             The masked one is the first: by causality no earlier one sees the key block.
@@ -53,12 +53,10 @@ class ListedTiles(Tiles):
     def from_index(cls, index: "BlockSparseIndex") -> "ListedTiles":
         """The tiles of an index when one shard holds the whole sequence in its own order."""
         diagonal = jnp.int32(0) if index.causal else jnp.asarray(NO_DIAGONAL)
-        key_blocks = _at_least_one(index.key_blocks)
-        if index.causal:
-            key_blocks = diagonal_first(key_blocks, index.key_count, diagonal)
+        # Ascending lists have it that way: no key block of a row lies behind the masked one.
         return cls(
-            key_blocks, index.key_count, _at_least_one(index.query_blocks), index.query_count,
-            diagonal, index.block_size,
+            _at_least_one(index.key_blocks), index.key_count, _at_least_one(index.query_blocks),
+            index.query_count, diagonal, index.block_size,
         )
 
     @property
@@ -89,25 +87,6 @@ class ListedTiles(Tiles):
         ):
             check_shape(f"tiles.{own}_count", count, (batch, heads, number))
             check_lists(f"tiles.{own}_blocks", lists, (batch, heads, number))
-
-
-def diagonal_first(key_blocks: Array, key_count: Array, diagonal: Array) -> Array:
-    """Lists [B, Hq, nq, M] with the masked block moved to the front, wherever it is listed.
-
-    Args:
-        key_blocks: int32 [B, Hq, nq, M]; the rest keeps its order.
-        key_count: int32 [B, Hq, nq].
-        diagonal: int32 [], the masked offset i - j.
-    """
-    slots = jnp.arange(key_blocks.shape[-1], dtype=jnp.int32)
-    rows = jnp.arange(key_blocks.shape[-2], dtype=jnp.int32)[:, None]
-    masked = (key_blocks == rows - diagonal) & (slots < key_count[..., None])
-    # Entries before the masked one move up by a place.
-    place = jnp.argmax(masked, axis=-1, keepdims=True)
-    moves = masked.any(-1, keepdims=True) & (slots <= place)
-    before = jnp.concatenate([key_blocks[..., :1], key_blocks[..., :-1]], axis=-1)
-    first = jnp.broadcast_to(rows - diagonal, key_blocks.shape)
-    return jnp.where(moves, jnp.where(slots == 0, first, before), key_blocks)
 
 
 def _at_least_one(lists: Array) -> Array:

@@ -15,7 +15,8 @@ class Tiles(abc.ABC):
     a range of list entries, for each key block another one: a kernel walks one or the other. The
     tile of query block i and key block j has the offset i - j. A tile whose offset is `diagonal`
     lies on the causal diagonal and is masked by element (row >= column); every other one is
-    computed whole. Where a block's range holds a masked tile, it is the first entry of the range.
+    computed whole. Where a block's range holds a masked tile, it is the
+    first entry of the range; of a query block's own list (`listed`) it is the last.
 
     A kind is a frozen dataclass, registered as a pytree.
 

@@ -9,7 +9,7 @@ import pytest
 
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.sparsity import VerticalSlash, choose_index, estimate
-from pallas_kernels.mosaic_gpu import estimate as kernels
+from pallas_kernels.mosaic_gpu.kernels import estimate as kernels
 from tests.sparsity import inputs
 
 # batch, seq_len, q heads, kv heads, head_dim, dtype

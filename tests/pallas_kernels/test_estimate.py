@@ -9,7 +9,7 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic_gpu import estimate
+from pallas_kernels.mosaic_gpu.kernels import estimate
 from tests.pallas_kernels.hopper import hopper
 
 TILE, ROWS = 128, 64

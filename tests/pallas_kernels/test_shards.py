@@ -69,7 +69,9 @@ def visits(tiles, num_rows, num_columns, by_rows):
             computed[at] += 1
             if own - other == (1 if by_rows else -1) * tiles.diagonal:
                 masked[at] += 1
-                assert slot == first[b, h, run, own]  # kernels look for it there
+                # Kernels look for it there: at the end of a query block's own list, else first.
+                at_end = tiles.listed and by_rows
+                assert slot == (last[b, h, run, own] - 1 if at_end else first[b, h, run, own])
     return computed, masked
 
 

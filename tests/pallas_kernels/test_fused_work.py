@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import Columns, DiagonalTiles, SegmentedDiagonals
-from pallas_kernels.mosaic_gpu import backward_schedule as schedule
-from pallas_kernels.mosaic_gpu.backward_schedule import BackwardWork, backward_work
+from pallas_kernels.mosaic_gpu.work.fused_work import FusedWork, fused_work
+from pallas_kernels.mosaic_gpu.work.items import KeyItem
 from pallas_kernels.tiles import COLUMN_TILE, NO_DIAGONAL, Tiles
 from tests.pallas_kernels import brute_force, cases
 from tests.pallas_kernels.cases import Size
@@ -72,16 +72,17 @@ def _segments(size: Size) -> tuple[SegmentedDiagonals, np.ndarray]:
     return jax.tree.map(jnp.asarray, tiles), blocks
 
 
-def _walk(work: BackwardWork, num_query_blocks: int) -> dict:
+def _walk(work: FusedWork, num_query_blocks: int) -> dict:
     """What is added to the dq of each (batch, head, row), in launch order: turn, item, other."""
     added = collections.defaultdict(list)
     for n, item in enumerate(work.items):
-        kind, batch, first_head, block, first_row, _, sign, _ = (int(x) for x in item)
-        if kind == schedule.KEY_COLUMNS:
-            for row in range(num_query_blocks - 1, first_row - 1, -1):
-                added[batch, first_head, row].append((block, n, ("columns", block)))
+        it = KeyItem(*(int(x) for x in item))
+        batch, block, sign = it.batch, it.block, it.sign
+        if it.columns:
+            for row in range(num_query_blocks - 1, it.first_row - 1, -1):
+                added[batch, it.head, row].append((block, n, ("columns", block)))
             continue
-        for head in range(first_head, first_head + work.heads):
+        for head in range(it.head, it.head + work.heads):
             first, last = work.first[batch, head, block], work.last[batch, head, block]
             for s in range(first, last)[::sign]:
                 row = block + int(work.lists[batch, head, s])
@@ -101,7 +102,7 @@ def test_turns_follow_the_list_and_every_tile_has_one(mask):
     for at, others in _column_tiles(columns).items():
         expected[at] |= others
     for item_heads, wave in itertools.product((None, 1, 2), (0, 1, 4)):
-        work = backward_work(
+        work = fused_work(
             tiles, columns, 1, heads, queries, keys, kv_heads, item_heads=item_heads, wave=wave
         )
         added = _walk(jax.tree.map(np.asarray, work), queries)
@@ -130,13 +131,13 @@ def test_items_of_the_same_keys_add_in_launch_order():
     heads, kv_heads = 6, 2
     tiles = DiagonalTiles.full(2, heads, 9, 9, G, causal=True)
     for (item_heads, items), wave in itertools.product(((None, 1), (1, 3), (2, 3)), (0, 4)):
-        work = backward_work(
+        work = fused_work(
             tiles, None, 2, heads, 9, 9, kv_heads, item_heads=item_heads, wave=wave
         )
         turns = collections.defaultdict(list)
         for item in np.asarray(work.items):
-            keys = item[schedule.BATCH], item[schedule.HEAD] // (heads // kv_heads)
-            turns[*keys, item[schedule.BLOCK]].append(item[schedule.KEY_TURN])
+            it = KeyItem(*item)
+            turns[it.batch, it.head // (heads // kv_heads), it.block].append(it.key_turn)
         assert len(turns) == 2 * kv_heads * 9
         for at in turns.values():
             assert at == list(range(items))

@@ -24,8 +24,9 @@ from pallas_kernels.mosaic_gpu.common import (
     tiled,
 )
 from pallas_kernels.mosaic_gpu.key_stream import Producer, stream_barriers, stream_memory
-from pallas_kernels.mosaic_gpu.row_walk import Item, Walk, operand_names, operands
-from pallas_kernels.mosaic_gpu.schedule import WorkList, share
+from pallas_kernels.mosaic_gpu.query_walk import QueryWalk, operand_names, operands
+from pallas_kernels.mosaic_gpu.work.items import QueryItem, read
+from pallas_kernels.mosaic_gpu.work.query_work import QueryWork, share
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,14 +35,13 @@ class ForwardConfig:
 
     stages: int = 2  # key and value tiles in flight
     query_slots: int = 2  # query blocks in shared memory; 2 prefetches the next item's
-    overlap: bool = True  # QK of a tile runs under the softmax of the one before
     keys_late: bool = False  # the next tile's keys are awaited after the softmax, not before QK
     compute_registers: int = 240
     memory_registers: int = 24
 
 
 def forward_kernel(
-    q: Array, k: Array, v: Array, work: WorkList, columns: GatheredColumns | None,
+    q: Array, k: Array, v: Array, work: QueryWork, columns: GatheredColumns | None,
     init: tuple[Array, Array] | None, *, scale: float, out_dtype: jnp.dtype,
     config: ForwardConfig, num_blocks: int, interpret: Any = False,
 ) -> tuple[Array, Array]:
@@ -79,16 +79,16 @@ def forward_kernel(
     def attention_forward(*arguments):
         refs = dict(zip(names, arguments, strict=True))
         smem, bars = refs["smem"], refs["bars"]
-        walk = Walk(refs, work, columns is not None)
+        walk = QueryWalk(refs, work, columns is not None)
         warpgroup, block = lax.axis_index("wg"), lax.axis_index("block")
         count, number = share(block, num_items, num_blocks)
 
         def item(n):
-            return Item(refs["items"], number(n))
+            return read(QueryItem, refs["items"], number(n))
 
         def memory_warpgroup():
             plgpu.set_max_registers(config.memory_registers, action="decrease")
-            producer = Producer(walk, smem, bars, stages, lag=config.overlap and not interpreted)
+            producer = Producer(walk, smem, bars, stages, lag=not interpreted)
 
             def load_item(n, step):
                 it = item(n)
@@ -138,7 +138,7 @@ def forward_kernel(
                     step, it.steps, stages, config.keys_late, smem, bars, q_tile, log2_scale,
                     dtype,
                 )
-                if config.overlap and not interpreted:
+                if not interpreted:
                     first = walk.first_masks(it, warpgroup)
                     state = lax.cond(
                         it.steps > 0,

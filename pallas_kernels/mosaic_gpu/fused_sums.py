@@ -7,8 +7,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic_gpu.backward_walk import BackwardWalk
-from pallas_kernels.mosaic_gpu.turns import await_turn, end_turn
+from pallas_kernels.mosaic_gpu.fused_walk import FusedWalk
+from pallas_kernels.mosaic_gpu.turn_counters import await_turn, end_turn
 
 # Warps that add dq, in turns, each with shared memory of its own: while one awaits that all can see
 # what it added, and passes the turn on, the other adds.
@@ -16,7 +16,7 @@ ADDING_WARPS = 2
 
 
 def add_queries(
-    walk: BackwardWalk, target: Any, counters: Any, smem: dict[str, Any], bars: dict[str, Any],
+    walk: FusedWalk, target: Any, counters: Any, smem: dict[str, Any], bars: dict[str, Any],
     number: Array | None,
 ) -> None:
     """Adds dq of the steps of an item when it is their turn; one warp runs it.

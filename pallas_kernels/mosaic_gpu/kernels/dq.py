@@ -23,15 +23,16 @@ from pallas_kernels.mosaic_gpu.common import (
     tiled,
 )
 from pallas_kernels.mosaic_gpu.key_stream import Producer, stream_barriers, stream_memory
-from pallas_kernels.mosaic_gpu.row_walk import Item, Walk, operand_names, operands
-from pallas_kernels.mosaic_gpu.schedule import WorkList, share
+from pallas_kernels.mosaic_gpu.query_walk import QueryWalk, operand_names, operands
+from pallas_kernels.mosaic_gpu.work.items import QueryItem, read
+from pallas_kernels.mosaic_gpu.work.query_work import QueryWork, share
 
 _KEYS = 64  # keys taken at a time: two accumulators of a whole tile would not fit
 _PARTS = TILE // _KEYS
 
 
 @dataclasses.dataclass(frozen=True)
-class RowsConfig:
+class DqConfig:
     """Tuning of the dq kernel."""
 
     stages: int = 2  # key and value tiles in flight
@@ -39,10 +40,10 @@ class RowsConfig:
     memory_registers: int = 24
 
 
-def backward_rows_kernel(
-    q: Array, k: Array, v: Array, dout: Array, base: Array, delta: Array, work: WorkList,
+def dq_kernel(
+    q: Array, k: Array, v: Array, dout: Array, base: Array, delta: Array, work: QueryWork,
     columns: GatheredColumns | None, *, scale: float, out_dtype: jnp.dtype,
-    config: RowsConfig, num_blocks: int, interpret: Any = False,
+    config: DqConfig, num_blocks: int, interpret: Any = False,
 ) -> Array:
     """Runs the kernel: dS = P * (dP - delta), dq = scale * dS K.
 
@@ -76,12 +77,12 @@ def backward_rows_kernel(
     def attention_dq(*arguments):
         refs = dict(zip(names, arguments, strict=True))
         smem, bars = refs["smem"], refs["bars"]
-        walk = Walk(refs, work, columns is not None)
+        walk = QueryWalk(refs, work, columns is not None)
         warpgroup, block = lax.axis_index("wg"), lax.axis_index("block")
         count, number = share(block, num_items, num_blocks)
 
         def item(n):
-            return Item(refs["items"], number(n))
+            return read(QueryItem, refs["items"], number(n))
 
         def memory_warpgroup():
             plgpu.set_max_registers(config.memory_registers, action="decrease")

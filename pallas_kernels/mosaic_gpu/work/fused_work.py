@@ -28,12 +28,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from pallas_kernels.mosaic_gpu.schedule import _column_items, _lists
+from pallas_kernels.mosaic_gpu.work.items import ITEM_FIELDS, KEY_BLOCKS, KeyItem, column_of
+from pallas_kernels.mosaic_gpu.work.key_work import column_items
+from pallas_kernels.mosaic_gpu.work.lists import walked_lists
 from pallas_kernels.tiles import Columns, DiagonalTiles, SegmentedDiagonals
-
-# Columns of an item. The first six are those of `schedule.KeyWorkList`.
-KIND, BATCH, HEAD, BLOCK, FIRST_ROW, FULL_ROW, SIGN, KEY_TURN = range(8)
-KEY_BLOCKS, KEY_COLUMNS = range(2)  # values of KIND
 
 
 @functools.partial(
@@ -42,14 +40,11 @@ KEY_BLOCKS, KEY_COLUMNS = range(2)  # values of KIND
     meta_fields=["heads"],
 )
 @dataclasses.dataclass(frozen=True)
-class BackwardWork:
+class FusedWork:
     """What the fused backward kernel walks, in the order in which its items must start.
 
     Attributes:
-        items: int32 [n, 8]: kind, batch, first query head, key block or column tile; for columns
-            the first query block that may see a token of the tile and the first that lies after
-            all of them; for blocks 1 where rows rise and -1 where they fall, and the turn at
-            which the item adds to its dk and dv.
+        items: int32 [n, 8], of `KeyItem`.
         lists: int32 [B, Hq, M], offsets: the query block is the key block + offset.
         first, last: int32 [B, Hq, nk], the range of offsets of each key block.
         diagonal: int32 [1], the offset whose tiles are masked by element.
@@ -69,11 +64,11 @@ class BackwardWork:
     heads: int
 
 
-def backward_work(
+def fused_work(
     tiles: DiagonalTiles | SegmentedDiagonals | None, columns: Columns | None,
     batch: int, heads: int, num_query_blocks: int, num_key_blocks: int, kv_heads: int, *,
     item_heads: int | None = None, wave: int = 0,
-) -> BackwardWork:
+) -> FusedWork:
     """Column tiles first, then key blocks.
 
     Args:
@@ -90,12 +85,14 @@ def backward_work(
     group = heads // kv_heads
     step = max(n for n in range(1, group + 1) if group % n == 0 and n <= (item_heads or group))
     shape = (batch, heads, num_key_blocks)
-    lists, diagonal, _, first, last = _lists(tiles, shape, num_query_blocks, own_queries=False)
+    lists, diagonal, _, first, last = walked_lists(
+        tiles, shape, num_query_blocks, own_queries=False
+    )
     parts, column_turns = [], jnp.zeros((batch, heads, num_query_blocks), jnp.int32)
     if columns is not None:
-        items = _column_items(columns, num_query_blocks)
+        items = column_items(columns, num_query_blocks)
         parts.append(items)
-        first_rows = items[:, FIRST_ROW].reshape(batch, heads, -1)
+        first_rows = items[:, column_of(KeyItem, "first_row")].reshape(batch, heads, -1)
         rows = jnp.arange(num_query_blocks, dtype=jnp.int32)
         column_turns = jnp.sum(
             first_rows[..., None] <= rows, axis=2, dtype=jnp.int32
@@ -109,7 +106,7 @@ def backward_work(
         parts.append(jnp.asarray(items))
         ranks, below, until = _ranks(tiles, num_query_blocks, num_key_blocks)
         turns += jnp.where(jnp.asarray(falling)[..., None], until - 1, -below)
-    return BackwardWork(
+    return FusedWork(
         jnp.concatenate(parts), lists, first, last, diagonal, turns, ranks, step
     )
 
@@ -167,15 +164,16 @@ def _key_items(
     for b, h, start, falls in order:
         falling[b, h : h + step] = falls
         blocks = (rising[::-1] if falls else rising)[start : start + wave]
-        part = np.zeros((blocks.size, 8), np.int32)
-        part[:, KIND], part[:, BATCH], part[:, HEAD] = KEY_BLOCKS, b, h
-        part[:, BLOCK], part[:, SIGN] = blocks, -1 if falls else 1
+        part = np.zeros((blocks.size, ITEM_FIELDS), np.int32)
+        of = KeyItem(*part.T)  # views of its columns
+        of.kind[:], of.batch[:], of.head[:] = KEY_BLOCKS, b, h
+        of.block[:], of.sign[:] = blocks, -1 if falls else 1
         items.append(part)
     items = np.concatenate(items)
     # Items with the same keys add to dk and dv in the order of the list.
-    same = items[:, BATCH] * (heads // group) + items[:, HEAD] // group
-    same = same * num_key_blocks + items[:, BLOCK]
+    of = KeyItem(*items.T)
+    same = (of.batch * (heads // group) + of.head // group) * num_key_blocks + of.block
     order = np.argsort(same, kind="stable")
     size = items.shape[0] * step // group  # distinct keys: each has group / step items
-    items[order, KEY_TURN] = np.tile(np.arange(group // step), size)
+    of.key_turn[order] = np.tile(np.arange(group // step), size)
     return items, falling

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import DiagonalTiles
-from pallas_kernels.mosaic_gpu import schedule
-from pallas_kernels.mosaic_gpu.schedule import query_work, share
+from pallas_kernels.mosaic_gpu.work.items import QueryItem
+from pallas_kernels.mosaic_gpu.work.query_work import LONG, query_work, share
 from tests.pallas_kernels import cases
 from tests.pallas_kernels.cases import Size
 
@@ -24,14 +24,19 @@ def _items(blocks: int, dense: bool = True) -> tuple[Size, np.ndarray]:
 
 
 def _work(items: np.ndarray) -> np.ndarray:
-    return items[:, schedule.TILES] + items[:, schedule.COLUMN_TILES]
+    return _fields(items).steps
+
+
+def _fields(items: np.ndarray) -> QueryItem:
+    return QueryItem(*items.T[: len(QueryItem._fields)])
 
 
 @pytest.mark.parametrize("dense", [True, False])
-@pytest.mark.parametrize("blocks", [24, schedule.LONG])
+@pytest.mark.parametrize("blocks", [24, LONG])
 def test_every_block_of_every_head_is_one_item(blocks, dense):
     size, items = _items(blocks, dense)
-    own = items[:, [schedule.BATCH, schedule.HEAD, schedule.BLOCK]]
+    of = _fields(items)
+    own = np.stack([of.batch, of.head, of.block], axis=1)
     assert len(np.unique(own, axis=0)) == len(own) == size.batch * size.heads * blocks
 
 
@@ -43,10 +48,10 @@ def test_items_of_a_short_sequence_descend_in_work(dense):
 
 @pytest.mark.parametrize("dense", [True, False])
 def test_items_of_a_long_sequence_come_by_key_head_and_ascend_and_descend_in_turn(dense):
-    size, items = _items(schedule.LONG, dense)
+    size, items = _items(LONG, dense)
     parts = size.batch * size.kv_heads
     group = size.heads // size.kv_heads
-    key_head = items[:, schedule.BATCH] * size.kv_heads + items[:, schedule.HEAD] // group
+    key_head = _fields(items).batch * size.kv_heads + _fields(items).head // group
     assert (key_head.reshape(parts, -1) == np.arange(parts)[:, None]).all()
     steps = np.diff(_work(items).reshape(parts, -1), axis=1)
     assert (steps[1::2] <= 0).all()
@@ -62,7 +67,7 @@ def test_every_item_is_dealt_to_one_block(num_items, num_blocks):
     assert sorted(dealt) == list(range(num_items))
 
 
-@pytest.mark.parametrize("blocks", [24, schedule.LONG])
+@pytest.mark.parametrize("blocks", [24, LONG])
 def test_thread_blocks_get_the_same_work_and_go_through_it_in_step(blocks):
     _, items = _items(blocks)
     work, num_blocks = _work(items), 20

@@ -2,7 +2,7 @@
 
 A thread block owns 128 keys, 64 for each compute warpgroup, keeps their dk and dv in registers
 and walks the queries that see them. What a step adds to dq leaves through shared memory and is
-added up in global memory, in the order of `backward_schedule`: the same bits every time.
+added up in global memory, in the order of `work.fused_work`: the same bits every time.
 """
 
 from typing import Any
@@ -13,10 +13,6 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic_gpu.backward_schedule import BackwardWork
-from pallas_kernels.mosaic_gpu.backward_step import BackwardConfig, BackwardSteps
-from pallas_kernels.mosaic_gpu.backward_sums import ADDING_WARPS, add_keys, add_queries
-from pallas_kernels.mosaic_gpu.backward_walk import BackwardItem, BackwardWalk
 from pallas_kernels.mosaic_gpu.common import (
     COLUMN_NAMES,
     LOG2E,
@@ -27,7 +23,13 @@ from pallas_kernels.mosaic_gpu.common import (
     launch,
     tiled,
 )
+from pallas_kernels.mosaic_gpu.fused_steps import FusedConfig, FusedSteps
+from pallas_kernels.mosaic_gpu.fused_sums import ADDING_WARPS, add_keys, add_queries
+from pallas_kernels.mosaic_gpu.fused_walk import FusedWalk
+from pallas_kernels.mosaic_gpu.interpreter import key_scratch
 from pallas_kernels.mosaic_gpu.query_stream import QueryStream, key_barriers, key_memory
+from pallas_kernels.mosaic_gpu.work.fused_work import FusedWork
+from pallas_kernels.mosaic_gpu.work.items import KeyItem, read
 
 _ROW_OPERANDS = ("shift", "minus_delta")
 
@@ -37,10 +39,10 @@ def step_queries(head_dim: int) -> int:
     return 64 * 128 // head_dim
 
 
-def backward_kernel(
+def fused_kernel(
     q: Array, k: Array, v: Array, dout: Array, base: Array, minus_delta: Array, dq: Array,
-    work: BackwardWork, columns: GatheredColumns | None, *, scale: float,
-    config: BackwardConfig, interpret: Any = False,
+    work: FusedWork, columns: GatheredColumns | None, *, scale: float,
+    config: FusedConfig, interpret: Any = False,
 ) -> tuple[Array, Array | None, Array | None, Array | None, Array | None]:
     """Runs the kernel: dv = P^T dO, dS = P * (dP - delta), dk = scale dS^T Q, dq += scale dS K.
 
@@ -50,7 +52,7 @@ def backward_kernel(
         base: fp32 [B, Hq, nq], -lse / scale of the rows' final lse; -inf for empty rows.
         minus_delta: fp32 [B, Hq, nq].
         dq: fp32 [B, nq, Hq, D], what dq is added to; in place where XLA can.
-        work: from `backward_work`.
+        work: from `fused_work`.
         columns: the columns that `work` refers to.
         scale: of the logits.
         config: tuning.
@@ -80,9 +82,9 @@ def backward_kernel(
         smem, bars = refs["smem"], refs["bars"]
         warpgroup = lax.axis_index("wg")
         # One item a thread block: the hardware starts them in order, the next where one ends.
-        it = BackwardItem(refs["items"], lax.axis_index("block"))
+        it = read(KeyItem, refs["items"], lax.axis_index("block"))
         kv_head = lax.div(it.head, group)
-        walk = BackwardWalk(
+        walk = FusedWalk(
             refs, it, work, num_query_blocks=q.shape[1] // TILE, queries=queries,
             has_columns=has_columns,
         )
@@ -96,10 +98,10 @@ def backward_kernel(
                 stream.load_keys(it.batch, it.block, kv_head)
 
             if has_columns:
-                pl.when(it.columns)(
+                pl.when(walk.columns)(
                     lambda: stream.load_keys(it.batch, it.block, it.head, suffix="c")
                 )
-                pl.when(it.blocks)(load_keys)
+                pl.when(walk.blocks)(load_keys)
             else:
                 load_keys()
 
@@ -121,7 +123,7 @@ def backward_kernel(
 
         def compute_warpgroup():
             plgpu.set_max_registers(config.compute_registers, action="increase")
-            steps = BackwardSteps(
+            steps = FusedSteps(
                 smem, bars, warpgroup, config, scale=scale, queries=queries,
                 interpreted=interpreted,
             )
@@ -144,8 +146,8 @@ def backward_kernel(
                 add_keys(tuple(targets), gradients, staging, counter, it.key_turn, interpreted)
 
             if has_columns:
-                pl.when(it.columns)(store_columns)
-                pl.when(it.blocks)(own_keys)
+                pl.when(walk.columns)(store_columns)
+                pl.when(walk.blocks)(own_keys)
             else:
                 own_keys()
 
@@ -156,7 +158,9 @@ def backward_kernel(
             pl.when(warpgroup == WARPGROUPS)(memory_warpgroup)
         pl.when(warpgroup < WARPGROUPS)(compute_warpgroup)
 
-    smem = key_memory(config.stages, queries, head_dim, q.dtype, _ROW_OPERANDS, interpreted)
+    smem = key_memory(config.stages, queries, head_dim, q.dtype, _ROW_OPERANDS)
+    if interpreted:
+        smem |= key_scratch(queries, head_dim, q.dtype)
     smem |= {
         "ds": tiled((2, TILE, queries), q.dtype),
         "dq": plgpu.SMEM(

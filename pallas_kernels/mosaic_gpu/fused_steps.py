@@ -13,34 +13,33 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic_gpu.backward_sums import ADDING_WARPS
-from pallas_kernels.mosaic_gpu.backward_walk import MaskTile
 from pallas_kernels.mosaic_gpu.common import (
     COLUMN_LAYOUT,
     LOG2E,
     ROWS,
     await_last,
     product,
-    product_plus,
-    rows_to_tile,
 )
+from pallas_kernels.mosaic_gpu.fused_sums import ADDING_WARPS
+from pallas_kernels.mosaic_gpu.interpreter import product_plus
+from pallas_kernels.mosaic_gpu.masks import KeyMask, add_bias
 
 
 @dataclasses.dataclass(frozen=True)
-class BackwardConfig:
+class FusedConfig:
     """Tuning of the fused backward kernel, and of the order of its work."""
 
     stages: int = 2  # steps of queries in flight
     retire_dk: bool = False  # dK is awaited before the next step begins
     early_shift: bool = False  # the shift of the logits is loaded before they are awaited
     ds_from_memory: bool = True  # dK reads dS from shared memory, not from registers
-    item_heads: int | None = None  # query heads of an item: see `backward_work`
+    item_heads: int | None = None  # query heads of an item: see `fused_work`
     waves: bool = False  # sequences alternate after as many items as there are multiprocessors
     compute_registers: int = 240
     memory_registers: int = 24
 
 
-class BackwardSteps:
+class FusedSteps:
     """The steps of one compute warpgroup, which owns half of a thread block's keys.
 
     Args:
@@ -53,7 +52,7 @@ class BackwardSteps:
     """
 
     def __init__(
-        self, smem: dict[str, Any], bars: dict[str, Any], warpgroup: Array, config: BackwardConfig,
+        self, smem: dict[str, Any], bars: dict[str, Any], warpgroup: Array, config: FusedConfig,
         *, scale: float, queries: int, interpreted: bool,
     ):
         self.smem, self.bars, self.warpgroup, self.config = smem, bars, warpgroup, config
@@ -61,7 +60,7 @@ class BackwardSteps:
         self.head_dim, self.dtype = smem["k"].shape[-1], smem["k"].dtype
         self.shape = (ROWS, queries)
 
-    def run(self, walk: Callable[[Callable[[Array, MaskTile], Array]], Array]) -> Any:
+    def run(self, walk: Callable[[Callable[[Array, KeyMask], Array]], Array]) -> Any:
         """Runs all steps of a walk; returns dk, dv [64, D] fp32 and the number of steps."""
         if self.interpreted:
             dk_ref = self.smem["dk"].at[self.warpgroup]
@@ -89,7 +88,7 @@ class BackwardSteps:
         """Awaits that the last dq of `end` steps has left shared memory."""
         await_last([self.bars["dq_free"]], end, ADDING_WARPS)
 
-    def _step(self, step: Array, mask: MaskTile, dk_ref: Any, dv_ref: Any) -> Array:
+    def _step(self, step: Array, mask: KeyMask, dk_ref: Any, dv_ref: Any) -> Array:
         """Adds the gradients from the queries of a step, and dq of the one before."""
         config, smem, slot = self.config, self.smem, lax.rem(step, self.config.stages)
         q_tile, dout_tile = smem["q"].at[slot], smem["dout"].at[slot]
@@ -122,7 +121,7 @@ class BackwardSteps:
         pl.run_scoped(body, plgpu.ACC((ROWS, ROWS), jnp.float32), tile, tile)
         return step + 1
 
-    def _interpreted_step(self, step: Array, mask: MaskTile, dk_ref: Any, dv_ref: Any) -> Array:
+    def _interpreted_step(self, step: Array, mask: KeyMask, dk_ref: Any, dv_ref: Any) -> Array:
         """The same in what the interpreter knows: no accumulators across products."""
         smem, slot = self.smem, lax.rem(step, self.config.stages)
         q_tile, dout_tile = smem["q"].at[slot], smem["dout"].at[slot]
@@ -167,13 +166,13 @@ class BackwardSteps:
         return lax.broadcast_in_dim(values, self.shape, [1])
 
     def _weights(
-        self, logits: Array, mask: MaskTile, slot: Array, shift: Array | None = None
+        self, logits: Array, mask: KeyMask, slot: Array, shift: Array | None = None
     ) -> Array:
         """P: softmax weights, by the final lse of each query."""
-        logits, bias = mask(logits)
+        logits, bias = mask.apply(logits)
         shift = self._load("shift", slot) if shift is None else shift
         logits = logits * (self.scale * LOG2E) + self._columns(shift)
-        return jnp.exp2(logits if bias is None else logits + rows_to_tile(bias, logits))
+        return jnp.exp2(add_bias(logits, bias))
 
     def _publish_ds(self, ds: Array, step: Array) -> None:
         self.smem["ds"].at[lax.rem(step, 2), self._own()][...] = ds

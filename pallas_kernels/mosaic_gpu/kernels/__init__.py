@@ -1,0 +1,1 @@
+"""The Hopper kernels, one a file."""

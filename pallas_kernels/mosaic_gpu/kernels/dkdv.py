@@ -1,0 +1,208 @@
+"""Hopper backward kernel for keys and values: dk and dv of blocks and of gathered columns.
+
+A thread block owns 128 keys, 64 for each compute warpgroup, and walks the query blocks that
+see them, for every query head of the group in turn, 64 queries a step. The gradients of its
+keys stay in registers from the first query to the last, so nothing is added in global memory
+and the sum has one order.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.mosaic_gpu.common import (
+    COLUMN_LAYOUT,
+    COLUMN_NAMES,
+    LOG2E,
+    ROWS,
+    TILE,
+    WARPGROUPS,
+    GatheredColumns,
+    launch,
+)
+from pallas_kernels.mosaic_gpu.interpreter import (
+    AddProduct,
+    accumulate_keys,
+    key_scratch,
+    product_plus,
+)
+from pallas_kernels.mosaic_gpu.key_walk import KeyWalk
+from pallas_kernels.mosaic_gpu.masks import KeyMask, add_bias
+from pallas_kernels.mosaic_gpu.query_stream import QueryStream, key_barriers, key_memory
+from pallas_kernels.mosaic_gpu.work.items import KeyItem, read
+from pallas_kernels.mosaic_gpu.work.key_work import KeyWork
+
+_STEP = 64  # queries of one step
+_ROW_OPERANDS = ("base", "minus_delta")
+
+
+@dataclasses.dataclass(frozen=True)
+class DkdvConfig:
+    """Tuning of the kernel for dk and dv."""
+
+    stages: int = 3  # steps of queries in flight
+    compute_registers: int = 240
+    memory_registers: int = 24
+
+
+def dkdv_kernel(
+    q: Array, k: Array, v: Array, dout: Array, base: Array, minus_delta: Array, work: KeyWork,
+    columns: GatheredColumns | None, *, scale: float, config: DkdvConfig, interpret: Any = False,
+    one_array: bool = False,
+) -> tuple[Array | tuple[Array, Array], Array | tuple[Array, Array] | None]:
+    """Runs the kernel: dv = P^T dO, dk = scale * dS^T Q with dS = P * (dP - delta).
+
+    Args:
+        q, dout: [B, nq, Hq, D] bf16 or fp16, D 64 or 128, nq a multiple of 128.
+        k, v: [B, nk, Hk, D].
+        base: fp32 [B, Hq, nq], -lse / scale of the rows' final lse; -inf for empty rows.
+        minus_delta: fp32 [B, Hq, nq].
+        work: from `key_work`.
+        columns: the columns that `work` refers to.
+        scale: of the logits.
+        config: tuning.
+        interpret: False, or parameters of the Pallas GPU interpreter.
+        one_array: whether dk and dv come as an array [2, ...] instead of two.
+
+    Returns:
+        fp32 dk, dv [B, nk, Hk, D], summed over the query heads of a group, and dk, dv of the
+        columns [B, Mv, Hq, D] (None without columns).
+    """
+    head_dim, group = q.shape[-1], q.shape[2] // k.shape[2]
+    stages = config.stages
+    num_items = work.items.shape[0]
+    interpreted = bool(interpret)
+    has_columns = columns is not None
+    names = ["q", "k", "v", "dout", *_ROW_OPERANDS]
+    names += ["items", "lists", "first", "last", "diagonal"]
+    names += COLUMN_NAMES if has_columns else []
+    suffixes = ("", "c") if has_columns else ("",)
+    gradients = ("dkv",) if one_array else ("dk", "dv")
+    names += [name + suffix for suffix in suffixes for name in gradients] + ["smem", "bars"]
+
+    def attention_dkdv(*arguments):
+        refs = dict(zip(names, arguments, strict=True))
+        if one_array:
+            for suffix in suffixes:
+                pair = refs["dkv" + suffix]
+                refs |= {"dk" + suffix: pair.at[0], "dv" + suffix: pair.at[1]}
+        smem, bars = refs["smem"], refs["bars"]
+        warpgroup = lax.axis_index("wg")
+
+        # One item a thread block: items differ so much in length that the hardware's own
+        # scheduling, longest first, balances better than any fixed share.
+        it = read(KeyItem, refs["items"], lax.axis_index("block"))
+        walk = KeyWalk(
+            refs, it, work, group=group, num_query_blocks=q.shape[1] // TILE, queries=_STEP,
+            has_columns=has_columns,
+        )
+
+        def memory_warpgroup():
+            plgpu.set_max_registers(config.memory_registers, action="decrease")
+            stream = QueryStream(
+                refs, smem, bars, stages=stages, queries=_STEP, rows=_ROW_OPERANDS
+            )
+            stream.drain(walk.load_all(stream))
+
+        def compute_warpgroup():
+            plgpu.set_max_registers(config.compute_registers, action="increase")
+            steps = _Steps(smem, bars, warpgroup, stages, scale * LOG2E, interpreted)
+            plgpu.barrier_wait(bars["keys_full"])
+            dk, dv, end = accumulate_keys(
+                smem, warpgroup, interpreted,
+                lambda add: walk.run_all(warpgroup, functools.partial(steps.run, add)),
+            )
+            steps.release(end - 1)
+            rows = pl.ds(it.block * TILE + warpgroup * ROWS, ROWS)
+
+            def store(suffix):
+                refs["dk" + suffix].at[it.batch, rows, it.head][...] = dk * scale
+                refs["dv" + suffix].at[it.batch, rows, it.head][...] = dv
+
+            if has_columns:
+                pl.when(it.columns)(lambda: store("c"))
+                pl.when(jnp.logical_not(it.columns))(lambda: store(""))
+            else:
+                store("")
+
+        pl.when(warpgroup == WARPGROUPS)(memory_warpgroup)
+        pl.when(warpgroup < WARPGROUPS)(compute_warpgroup)
+
+    smem = key_memory(stages, _STEP, head_dim, q.dtype, _ROW_OPERANDS)
+    if interpreted:
+        smem |= key_scratch(_STEP, head_dim, q.dtype)
+    arrays = [q, k, v, dout, base, minus_delta]
+    arrays += [work.items, work.lists, work.first, work.last, work.diagonal]
+    if has_columns:
+        arrays += columns.operands
+
+    def output(shape):
+        if one_array:
+            return jax.ShapeDtypeStruct((2, *shape), jnp.float32)
+        return (jax.ShapeDtypeStruct(shape, jnp.float32),) * 2
+
+    outputs = [output(k.shape)] + ([output(columns.k.shape)] if has_columns else [])
+    flat, structure = jax.tree.flatten(outputs)
+    run = launch(attention_dkdv, flat, [smem, key_barriers(stages)], num_items, interpret)
+    keys, *columns = jax.tree.unflatten(structure, run(*arrays))
+    return keys, columns[0] if has_columns else None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Steps:
+    """The steps of one compute warpgroup, which owns half of a thread block's keys.
+
+    A step's last products run under the first ones of the next step.
+    """
+
+    smem: dict[str, Any]
+    bars: dict[str, Any]
+    warpgroup: Array
+    stages: int
+    log2_scale: float
+    interpreted: bool
+
+    def release(self, step: Array) -> None:
+        """Frees the queries of a step, if there is such a step."""
+
+        @pl.when(step >= 0)
+        def _() -> None:
+            plgpu.barrier_arrive(self.bars["free"].at[lax.rem(step, self.stages)])
+
+    def run(self, add: AddProduct, step: Array, mask: KeyMask) -> None:
+        """Adds the gradients from 64 queries.
+
+        Args:
+            add: adds the product of [64 keys, queries] and [queries, D] to "dk" or "dv".
+            step: its number.
+            mask: of its logits.
+        """
+        smem, slot = self.smem, lax.rem(step, self.stages)
+        own = pl.ds(self.warpgroup * ROWS, ROWS)
+        q_tile, dout_tile = smem["q"].at[slot], smem["dout"].at[slot]
+        plgpu.barrier_wait(self.bars["full"].at[slot])
+
+        def columns(name: str) -> Array:
+            values = plgpu.load(smem[name].at[slot], layout=COLUMN_LAYOUT)
+            return lax.broadcast_in_dim(values, (ROWS, _STEP), [1])
+
+        def product_from(name: str, keys: Any, tile: Any) -> Array:
+            """The accumulator starts from what the columns would otherwise have subtracted."""
+            return product_plus(
+                lambda: columns(name), keys, tile.T, (ROWS, _STEP), self.interpreted
+            )
+
+        logits = product_from("base", smem["k"].at[own], q_tile)
+        # The products of the step before are older than this one's.
+        self.release(step - 1)
+        logits, bias = mask.apply(logits)
+        p = jnp.exp2(add_bias(logits * self.log2_scale, bias))
+        add("dv", p.astype(smem["k"].dtype), dout_tile)
+        dp = product_from("minus_delta", smem["v"].at[own], dout_tile)
+        add("dk", (p * dp).astype(smem["k"].dtype), q_tile)

@@ -1,0 +1,185 @@
+"""What an item of the kernel for dk and dv visits: query blocks, steps and masks."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.mosaic_gpu.common import ROW_LAYOUT, ROWS, TILE, WORD
+from pallas_kernels.mosaic_gpu.masks import (
+    KeyMask,
+    diagonal_shift,
+    keep_bias,
+    keep_words,
+    key_numbers,
+)
+from pallas_kernels.mosaic_gpu.work.items import KeyItem
+from pallas_kernels.mosaic_gpu.work.key_work import KeyWork
+
+_WORDS = ROWS // WORD  # of the keep mask, for the keys of a warpgroup
+
+# Calls of run_step(step, mask) add the gradients from the queries of a step.
+RunStep = Callable[[Array, KeyMask], None]
+
+
+class KeyWalk:
+    """The walk of one item: by query blocks for what is copied, by steps for what is computed.
+
+    Args:
+        refs: operands of the kernel.
+        it: the item.
+        work: the list that it comes from.
+        group: query heads of a key/value head.
+        num_query_blocks: of the call.
+        queries: of one step.
+        has_columns: whether items of columns are in the list.
+    """
+
+    def __init__(
+        self, refs: dict[str, Any], it: KeyItem, work: KeyWork, *, group: int,
+        num_query_blocks: int, queries: int, has_columns: bool,
+    ):
+        self.refs, self.it, self.listed, self.group = refs, it, work.listed, group
+        self.num_query_blocks, self.queries = num_query_blocks, queries
+        self.parts = TILE // queries
+        self.has_columns = has_columns
+
+    def load_all(self, stream: Any) -> Array:
+        """Loads the keys and the queries of all steps; returns how many there were.
+
+        Args:
+            stream: a `QueryStream`.
+        """
+        if not self.has_columns:
+            return self._load_block(stream)
+        return lax.cond(
+            self.it.columns, lambda: self._load_columns(stream), lambda: self._load_block(stream)
+        )
+
+    def run_all(self, warpgroup: Array, run_step: RunStep) -> Array:
+        """Runs all steps; returns how many there were."""
+        if not self.has_columns:
+            return self._run_block(warpgroup, run_step)
+        return lax.cond(
+            self.it.columns,
+            lambda: self._run_columns(warpgroup, run_step),
+            lambda: self._run_block(warpgroup, run_step),
+        )
+
+    def _query_block(self, head: Array, s: Array) -> Array:
+        """Query block of entry s of a head's list."""
+        it, lists = self.it, self.refs["lists"]
+        if self.listed:
+            return lists[it.batch, head, it.block, s]
+        return it.block + lists[it.batch, head, s]
+
+    def _over_heads(self, visit: Callable[..., Array]) -> Array:
+        """Calls visit(head, first, last, step) for the heads that see a key block."""
+        it, refs = self.it, self.refs
+
+        def member(m: Array, step: Array) -> Array:
+            head = it.head * self.group + m
+            first = refs["first"][it.batch, head, it.block]
+            last = refs["last"][it.batch, head, it.block]
+            return visit(head, first, last, step)
+
+        return lax.fori_loop(0, self.group, member, jnp.int32(0))
+
+    def _load_block(self, stream: Any) -> Array:
+        """`load_all` of a block of keys."""
+        it = self.it
+        stream.load_keys(it.batch, it.block, it.head)
+
+        def visit(head: Array, first: Array, last: Array, step: Array) -> Array:
+            def entry(s: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+                number, step = carry
+                # The next entry is read ahead, to hide the latency.
+                following = self._query_block(head, lax.min(s + 1, last - 1))
+                return following, stream.load_block(it.batch, head, number, step)
+
+            start = lax.cond(
+                last > first, lambda: self._query_block(head, first), lambda: jnp.int32(0)
+            )
+            return lax.fori_loop(first, last, entry, (start, step))[1]
+
+        return self._over_heads(visit)
+
+    def _load_columns(self, stream: Any) -> Array:
+        """`load_all` of a tile of columns.
+
+        From the last query block back: all tiles of a head's columns start together there and
+        read the same queries, which the L2 cache then serves.
+        """
+        it, count = self.it, self.num_query_blocks
+        stream.load_keys(it.batch, it.block, it.head, "c")
+
+        def entry(n: Array, step: Array) -> Array:
+            return stream.load_block(it.batch, it.head, count - 1 - n, step)
+
+        return lax.fori_loop(0, count - it.first_row, entry, jnp.int32(0))
+
+    def _run_block(self, warpgroup: Array, run_step: RunStep) -> Array:
+        """`run_all` of a block of keys: only a list's first entry can be the diagonal."""
+        keys = key_numbers() + warpgroup * ROWS
+
+        def visit(head: Array, first: Array, last: Array, step: Array) -> Array:
+            def masked(s: Array, step: Array) -> Array:
+                # Any first entry is compared: a branch would double the code, and the comparison
+                # is hidden by the products.
+                offset = self._query_block(head, s) - self.it.block
+                shift = diagonal_shift(offset, self.refs["diagonal"][0])
+                return self._parts(
+                    step, run_step, lambda part: KeyMask(keys, part * self.queries + shift)
+                )
+
+            def plain(s: Array, step: Array) -> Array:
+                return self._parts(step, run_step, lambda part: KeyMask())
+
+            one = lax.min(first + 1, last)
+            step = lax.fori_loop(first, one, masked, step)
+            return lax.fori_loop(one, last, plain, step)
+
+        return self._over_heads(visit)
+
+    def _run_columns(self, warpgroup: Array, run_step: RunStep) -> Array:
+        """`run_all` of a tile of columns."""
+        it, refs, count = self.it, self.refs, self.num_query_blocks
+        rows = pl.ds(it.block * TILE + warpgroup * ROWS, ROWS)
+        tokens = plgpu.load(
+            refs["tokens"].at[it.batch, it.head, rows], layout=ROW_LAYOUT, optimized=False
+        )
+        numbers = key_numbers()
+        first_word = it.block * (TILE // WORD) + warpgroup * _WORDS
+
+        def read(row_block: Array) -> list[Array]:
+            return keep_words(refs["keep"], it, row_block, first_word, _WORDS)
+
+        def entry(n: Array, carry: tuple[Array, list[Array]], causal: bool):
+            step, words = carry
+            row_block = count - 1 - n
+            # The next block's words are read ahead, to hide the latency.
+            following = read(lax.max(row_block - 1, 0))
+            bias = keep_bias(words, numbers)
+            first_query = refs["query_blocks"][row_block] * TILE if causal else 0
+
+            def mask(part: int) -> KeyMask:
+                start = first_query + part * self.queries
+                return KeyMask(tokens if causal else None, start, lambda: bias)
+
+            return self._parts(step, run_step, mask), following
+
+        full, every = count - it.full_row, count - it.first_row
+        carry = jnp.int32(0), read(jnp.int32(count - 1))
+        carry = lax.fori_loop(0, full, lambda n, carry: entry(n, carry, False), carry)
+        return lax.fori_loop(full, every, lambda n, carry: entry(n, carry, True), carry)[0]
+
+    def _parts(
+        self, step: Array, run_step: RunStep, mask: Callable[[int], KeyMask]
+    ) -> Array:
+        """Runs the steps of a query block; the next one."""
+        for part in range(self.parts):
+            run_step(step + part, mask(part))
+        return step + self.parts

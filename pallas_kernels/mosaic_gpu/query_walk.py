@@ -1,0 +1,80 @@
+"""What the kernels that own queries, forward and dq, walk: key blocks, columns and masks.
+
+Such a kernel takes one block of 128 queries of one head (an item of the work list), split over
+two compute warpgroups of 64 rows, and walks its list of key blocks, then its tiles of gathered
+columns. A third warpgroup only issues copies.
+"""
+
+from typing import Any
+
+from jax import Array, lax
+
+from pallas_kernels.mosaic_gpu.common import COLUMN_NAMES, GatheredColumns
+from pallas_kernels.mosaic_gpu.masks import ColumnMask, DiagonalMask, QueryMask
+from pallas_kernels.mosaic_gpu.work.items import QueryItem
+from pallas_kernels.mosaic_gpu.work.query_work import QueryWork
+
+
+def operand_names(work: QueryWork, columns: GatheredColumns | None) -> list[str]:
+    """Names of the operands of `operands`, in order."""
+    names = ["items", "lists", "diagonal"]
+    if work.run_first is not None:
+        names += ["run_first", "run_last"]
+    return names + (COLUMN_NAMES if columns is not None else [])
+
+
+def operands(work: QueryWork, columns: GatheredColumns | None) -> list[Array]:
+    """The arrays that say what to walk, as kernel operands."""
+    arrays = [work.items, work.lists, work.diagonal]
+    if work.run_first is not None:
+        arrays += [work.run_first, work.run_last]
+    return arrays + (columns.operands if columns is not None else [])
+
+
+class QueryWalk:
+    """What the work list says of the tiles of an item."""
+
+    def __init__(self, refs: dict[str, Any], work: QueryWork, has_columns: bool):
+        self.refs = refs
+        self.listed = work.listed
+        self.runs = None if work.run_first is None else work.run_first.shape[2]
+        self.has_columns = has_columns
+
+    def key_block(self, it: QueryItem, s: Array) -> Array:
+        """Key block of list entry s of an item, counted from its first one."""
+        return self.listed_block(it, it.first + s)
+
+    def listed_block(self, it: QueryItem, entry: Array) -> Array:
+        """Key block of an entry of the list that an item walks."""
+        if self.listed:
+            return self.refs["lists"][it.batch, it.head, it.block, entry]
+        return it.block - self.refs["lists"][it.batch, it.head, entry]
+
+    def run(self, it: QueryItem, number: Array) -> tuple[Array, Array]:
+        """First list entry and number of entries of a run of an item."""
+        if self.runs is None:
+            return it.first, it.tiles
+        at = it.batch, it.head, number, it.block
+        first = self.refs["run_first"][at]
+        return first, self.refs["run_last"][at] - first
+
+    def segments(self, it: QueryItem, warpgroup: Array) -> list[tuple[Array, Array, QueryMask]]:
+        """Runs of tiles that share a mask: (first step, one past the last, mask)."""
+        one = lax.min(1, it.tiles)
+        diagonal = DiagonalMask(self, it, warpgroup)
+        parts = [(0, one, diagonal), (one, it.tiles, QueryMask())]
+        if self.listed:
+            before = it.tiles - one
+            parts = [(0, before, QueryMask()), (before, it.tiles, diagonal)]
+        if self.has_columns:
+            past = it.tiles + it.past_tiles
+            parts.append((it.tiles, past, ColumnMask(self, it, warpgroup, causal=False)))
+            parts.append((past, it.steps, ColumnMask(self, it, warpgroup, causal=True)))
+        return parts
+
+    def first_masks(self, it: QueryItem, warpgroup: Array) -> list[QueryMask]:
+        """Masks that suit the first tile of any item: as a listed block, as columns."""
+        masks: list[QueryMask] = [DiagonalMask(self, it, warpgroup)]
+        if self.has_columns:
+            masks.append(ColumnMask(self, it, warpgroup, causal=True))
+        return masks

@@ -1,0 +1,92 @@
+"""Items of work: what they say, as rows of an array that kernels read.
+
+A class below lists the fields of an item; their order is that of the columns of the array. Lists
+are built by `pack` and read, in a kernel, by `read`.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+ITEM_FIELDS = 8  # columns of every list, some of them unused
+
+KEY_BLOCKS, KEY_COLUMNS = range(2)  # values of `KeyItem.kind`
+
+
+class QueryItem(NamedTuple):
+    """A block of 128 queries of one head, for the forward kernel and the one for dq.
+
+    Attributes:
+        batch, head, block: whose queries.
+        first: entry of the list of key blocks that it begins with.
+        tiles: number of key blocks.
+        column_tiles: number of tiles of gathered columns.
+        past_tiles: how many of these need no test by position.
+    """
+
+    batch: Array
+    head: Array
+    block: Array
+    first: Array
+    tiles: Array
+    column_tiles: Array
+    past_tiles: Array
+
+    @property
+    def steps(self) -> Array:
+        """Tiles of both kinds."""
+        return self.tiles + self.column_tiles
+
+
+class KeyItem(NamedTuple):
+    """128 keys, for the kernel for dk and dv and the one for all gradients.
+
+    Attributes:
+        kind: a block of keys or a tile of gathered columns.
+        batch: entry of the batch.
+        head: of columns their query head; of a block its key/value head, or in the list of the
+            fused kernel the first query head of those that the item walks.
+        block: number of the key block or of the tile of columns.
+        first_row: of columns, the first query block that may see a token of the tile.
+        full_row: of columns, the first query block that lies after all of them.
+        sign: of blocks in the fused kernel, 1 where query blocks rise and -1 where they fall.
+        key_turn: in the fused kernel, the turn at which the item adds to its dk and dv.
+    """
+
+    kind: Array
+    batch: Array
+    head: Array
+    block: Array
+    first_row: Array
+    full_row: Array
+    sign: Array
+    key_turn: Array
+
+    @property
+    def columns(self) -> Array:
+        """Whether it is a tile of gathered columns."""
+        return self.kind == KEY_COLUMNS
+
+    @property
+    def blocks(self) -> Array:
+        """Whether it is a block of keys."""
+        return self.kind == KEY_BLOCKS
+
+
+def pack(item: QueryItem | KeyItem) -> Array:
+    """Items int32 [..., 8] from one whose fields are arrays of a shape, or numbers."""
+    shape = jnp.broadcast_shapes(*(jnp.shape(x) for x in item))
+    fields = [jnp.broadcast_to(jnp.asarray(x, jnp.int32), shape) for x in item]
+    fields += [jnp.zeros(shape, jnp.int32)] * (ITEM_FIELDS - len(fields))
+    return jnp.stack(fields, axis=-1)
+
+
+def read[Item: (QueryItem, KeyItem)](kind: type[Item], items: Any, n: Array) -> Item:
+    """The n-th item of a list in global memory."""
+    return kind(*(items[n, column] for column in range(len(kind._fields))))
+
+
+def column_of(kind: type[QueryItem | KeyItem], field: str) -> int:
+    """The column of a list that holds a field."""
+    return kind._fields.index(field)

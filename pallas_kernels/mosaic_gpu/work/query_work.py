@@ -1,0 +1,127 @@
+"""What the forward kernel and the one for dq walk, and in which order.
+
+Two aims set the order. All multiprocessors are to be busy to the end: items are in order of work,
+short ones last. And items that run together are to read the same tiles: neighbouring blocks of the
+heads that share keys run in step, so at any time they read a window of neighbouring tiles that
+the L2 cache keeps.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_kernels.mosaic_gpu.work.items import ITEM_FIELDS, QueryItem, column_of, pack
+from pallas_kernels.mosaic_gpu.work.lists import walked_lists
+from pallas_kernels.tiles import COLUMN_TILE, Columns, Tiles, count_below
+
+# Query blocks from which on the keys of one head after the other are walked: all heads' together
+# would not stay in the L2 cache. 256 blocks of keys and values take 8 (head dim 64) or 16 MiB.
+LONG = 256
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["items", "lists", "diagonal", "run_first", "run_last"],
+    meta_fields=["listed"],
+)
+@dataclasses.dataclass(frozen=True)
+class QueryWork:
+    """What the forward kernel and the one for dq walk.
+
+    Attributes:
+        items: int32 [n, 8], of `QueryItem`.
+        lists: int32; offsets [B, Hq, M] (`listed` false: the key block is the query block -
+            offset) or key blocks [B, Hq, n, M] (`listed` true).
+        diagonal: int32 [1], the offset whose tiles are masked by element.
+        run_first, run_last: int32 [B, Hq, R, n]: with `SegmentedDiagonals`, the entries of each
+            run that an own block walks, one run after another; else None.
+        listed: static.
+    """
+
+    items: Array
+    lists: Array
+    diagonal: Array
+    run_first: Array | None
+    run_last: Array | None
+    listed: bool
+
+
+def query_work(
+    tiles: Tiles | None, columns: Columns | None, batch: int, heads: int,
+    num_query_blocks: int, num_key_blocks: int, kv_heads: int,
+) -> QueryWork:
+    """One item per (batch, head, query block): the key blocks and columns it attends to."""
+    shape = (batch, heads, num_query_blocks)
+    lists, diagonal, listed, first, last = walked_lists(
+        tiles, shape, num_key_blocks, own_queries=True
+    )
+    runs = None, None
+    count = last - first
+    if first.ndim == 4:
+        runs, lengths = (first, last), count
+        count = lengths.sum(2)
+        # The first entry of the first run that has any.
+        run = jnp.argmax(lengths > 0, axis=2, keepdims=True)
+        first = jnp.take_along_axis(first, run, axis=2)[:, :, 0]
+    column_tiles = past_tiles = jnp.zeros(shape, jnp.int32)
+    if columns is not None:
+        column_tiles = (columns.limit + COLUMN_TILE - 1) // COLUMN_TILE
+        past = past_columns(columns)
+        # Where the main block diagonal is active no column of the queries' own block is kept.
+        all_past = columns.limit <= past
+        past_tiles = jnp.where(all_past, column_tiles, past // COLUMN_TILE)
+    items = _row_items(first, count, column_tiles, past_tiles, kv_heads)
+    return QueryWork(items, lists, diagonal, *runs, listed)
+
+
+def past_columns(columns: Columns) -> Array:
+    """Int32 [B, Hq, num_query_blocks]: leading columns that lie before the whole query block."""
+    starts = columns.query_blocks * columns.block_size
+    return count_below(columns.tokens, starts)
+
+
+def _row_items(
+    first: Array, tiles: Array, column_tiles: Array, past_tiles: Array, kv_heads: int
+) -> Array:
+    """Items [n, 8] in order of work.
+
+    Over long sequences those that read one key/value head come after those that read another's:
+    the last one's begin with the longest, those of the one before with the shortest, and so on.
+    Items on both sides of a change of head are then equally long, and the list ends with short
+    ones.
+    Of equal items later blocks come first, a block's heads side by side.
+    """
+    batch, heads, blocks = first.shape
+
+    def iota(axis: int) -> Array:
+        return jax.lax.broadcasted_iota(jnp.int32, first.shape, axis)
+
+    item = QueryItem(iota(0), iota(1), iota(2), first, tiles, column_tiles, past_tiles)
+    items = jnp.flip(pack(item), axis=2)
+    parts = batch * kv_heads if blocks >= LONG else 1
+    items = items.reshape(parts, -1, blocks, ITEM_FIELDS).swapaxes(1, 2)
+    items = items.reshape(parts, -1, ITEM_FIELDS)
+    work = sum(items[..., column_of(QueryItem, name)] for name in ("tiles", "column_tiles"))
+    from_last = jnp.arange(parts)[::-1, None]
+    order = jnp.argsort(jnp.where(from_last % 2 == 0, -work, work), axis=1, stable=True)
+    return jnp.take_along_axis(items, order[..., None], axis=1).reshape(-1, ITEM_FIELDS)
+
+
+def share(block: Array, num_items: int, num_blocks: int) -> tuple[Array, Callable[[Array], Array]]:
+    """The items of one of `num_blocks` thread blocks: how many, and the number of its nth one.
+
+    Of the first `num_blocks` items block 0 takes the first one, of the next as many the last one,
+    and so on in turn. From a list in order of work, ascending or descending, all blocks then get
+    the same amount and go through it in step: what they read at the same time lies close together.
+    """
+    rounds, rest = divmod(num_items, num_blocks)
+
+    def place(n: Array) -> Array:
+        return jnp.where(n & 1 == 0, block, num_blocks - 1 - block)
+
+    count = rounds + jnp.where(place(jnp.int32(rounds)) < rest, 1, 0)
+    return count, lambda n: n * num_blocks + place(n)
