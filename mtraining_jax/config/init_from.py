@@ -34,7 +34,8 @@ def with_checkpoint(
         return dict(table)
     folder, override = given["init_from"], given.get("override") or ()
     try:
-        found = read_hf_values(folder)
+        family = given.get("family")
+        found = read_hf_values(folder, family if isinstance(family, str) else None)
     except UserError as error:
         raise UserError(
             f"model.init_from = {folder}: {error}; a run that only goes on from its own checkpoint"

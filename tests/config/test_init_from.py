@@ -7,6 +7,8 @@ import pytest
 
 from mtraining_jax.config import config_from_dict, config_to_dict, config_to_toml, load_config
 from mtraining_jax.errors import UserError
+from mtraining_jax.models.families.llama import Llama
+from mtraining_jax.models.hf import check_same_model
 from tests.models.common import DATA
 
 SIZES = {
@@ -125,6 +127,24 @@ def test_a_model_of_an_unknown_type(load, checkpoint):
     (checkpoint / "config.json").write_text('{"model_type": "mamba"}')
     said = refusal(load)
     assert "(model_type mamba); the model types known here are llama, phi3, qwen2, qwen3" in said
+
+
+class Rescaled(Llama):
+    """A family of one's own, with a model_type of its own."""
+
+    model_type = "rescaled"
+    architecture = "RescaledForCausalLM"
+
+
+def test_a_family_of_ones_own_reads_its_checkpoints(load, checkpoint):
+    raw = json.loads((checkpoint / "config.json").read_text())
+    raw |= {"model_type": Rescaled.model_type, "architectures": [Rescaled.architecture]}
+    (checkpoint / "config.json").write_text(json.dumps(raw))
+    own = f"{__name__}:Rescaled"
+    model = load(family=own).model
+    assert (model.family, model.hidden_size) == (own, 128)
+    check_same_model(model, checkpoint)
+    assert "(model_type rescaled); the model types known here are" in refusal(load)
 
 
 # ---- rotary scalings of the configuration itself -----------------------------------------------

@@ -38,31 +38,38 @@ def read_hf_config(directory: str | Path, **overrides: Any) -> ModelSpec:
     Raises:
         UserError: if the file is missing or damaged, or asks for something unsupported.
     """
-    values = read_hf_values(directory)
+    values = read_hf_values(directory, overrides.get("family"))
     try:
         return ModelSpec.from_config(values | overrides)
     except (ValueError, TypeError) as error:
         raise UserError(f"{Path(directory) / CONFIG_FILE}: {error}") from None
 
 
-def read_hf_values(directory: str | Path) -> dict[str, Any]:
+def read_hf_values(directory: str | Path, own_family: str | None = None) -> dict[str, Any]:
     """The fields of `ModelSpec` that a checkpoint decides: `FIXED` and `FREE`.
+
+    Args:
+        directory: holds config.json.
+        own_family: anybody's own, as package.module:Name, which reads checkpoints of its
+            model_type; any other name is not read here.
 
     Raises:
         UserError: as `read_hf_config`.
     """
     path = Path(directory) / CONFIG_FILE
     raw = read_json(path)
+    own = family_of(own_family) if own_family is not None and ":" in own_family else None
     kind, architecture = raw.get("model_type"), (raw.get("architectures") or [None])[0]
     if kind is None and architecture is not None:
         kind = next((k for k in FAMILIES.names if family_of(k).architecture == architecture), None)
-    if not isinstance(kind, str) or kind not in FAMILIES.names:
+    own = own if own is not None and own.model_type == kind else None
+    if own is None and (not isinstance(kind, str) or kind not in FAMILIES.names):
         known = ", ".join(sorted(FAMILIES.names))
         raise UserError(
             f"{path} describes {architecture or 'a model'} (model_type {kind}); the model types"
             f" known here are {known}"
         )
-    family = family_of(kind)
+    family = family_of(kind) if own is None else own
     if architecture not in (None, family.architecture):
         raise UserError(
             f"{path} describes {architecture}; of model_type {kind} only {family.architecture} is"
@@ -71,7 +78,8 @@ def read_hf_values(directory: str | Path) -> dict[str, Any]:
     if raw.get("quantization_config"):
         raise UserError(f"{path}: quantization_config is unsupported; start from full weights")
     try:
-        return family.read_config(raw)
+        values = family.read_config(raw)
+        return values if own is None else values | {"family": own_family}
     except (ValueError, TypeError) as error:
         raise UserError(f"{path}: {error}") from None
 
@@ -93,7 +101,8 @@ def check_same_model(config: Any, directory: str | Path, override: Sequence[str]
     Raises:
         UserError: naming the first field that differs.
     """
-    ours, theirs = ModelSpec.from_config(config), read_hf_config(directory)
+    ours = ModelSpec.from_config(config)
+    theirs = ModelSpec.from_config(read_hf_values(directory, ours.family))
 
     def value(spec: ModelSpec, name: str) -> Any:
         if name == "rope_scaling" and spec.rope_scaling is not None:
