@@ -24,6 +24,7 @@ from pallas_kernels import (
     ListedTiles,
     VerticalSlashIndex,
 )
+from pallas_kernels.index import Segment
 from pallas_kernels.tiles import COLUMN_TILE, NO_DIAGONAL
 from tests.pallas_kernels import brute_force, cases
 from tests.pallas_kernels.cases import Size
@@ -106,6 +107,23 @@ class AttentionContract:
         index = cases.block_sparse(rng, size, causal=causal, garbage=np.random.default_rng(0))
         tiles = ListedTiles.from_index(index)
         self._count(rng, size, tiles, brute_force.block_sparse_mask(index))
+
+    def test_listed_blocks_of_gathered_keys_count_each_pair_once(self) -> None:
+        """Queries of one of two ranks, keys of both: the masked tiles lie where the data says."""
+        rng, size, ranks, rank = np.random.default_rng(32), self._size(), 2, 1
+        index = cases.block_sparse(rng, size, causal=True, garbage=np.random.default_rng(0))
+        mask = brute_force.block_sparse_mask(index)
+        local = size.key_blocks // ranks
+        shards = index.shards(size.batch, size.heads, ranks, size.key_blocks)
+        query = Segment(rank, ranks, local)
+        for sources in ([0, 1], [1, 0]):
+            tiles = shards.gathered(query, jnp.asarray(sources, jnp.int32), skip_own=False)
+            assert int(tiles.diagonal) == -sources.index(rank) * local
+            rows, columns = (
+                np.concatenate([_tokens(r, ranks, size) for r in of]) for of in ([rank], sources)
+            )
+            pairs = mask[:, :, rows][..., columns]
+            self._count(rng, dataclasses.replace(size, query_blocks=local), tiles, pairs)
 
     @pytest.mark.parametrize("wide", [True, False])
     def test_offsets_of_unequal_shards_count_each_pair_once(self, wide: bool) -> None:
@@ -484,6 +502,12 @@ def resolve_index(
     tiles, columns = index.on_one_device(batch, num_keys, num_heads, num_keys)
     column_kv = tuple(pallas_kernels.gather_columns(x, columns.tokens) for x in (k, v))
     return tiles, columns, column_kv
+
+
+def _tokens(rank: int, ranks: int, size: Size) -> np.ndarray:
+    """The positions of a striped rank's tokens."""
+    blocks = np.arange(rank, size.key_blocks, ranks)
+    return (blocks[:, None] * size.block_size + np.arange(size.block_size)).reshape(-1)
 
 
 def _of_heads(mask: np.ndarray, size: Size) -> np.ndarray:

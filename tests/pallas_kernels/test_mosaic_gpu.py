@@ -53,11 +53,22 @@ class TestInterpreted(_Interpreted):
         "interpreted", interpret=WATCHED, one_backward_kernel=False
     )
     kept = (
-        "test_vertical_slash_counts_each_pair_once",
         "test_vertical_slash_matches_oracle",
         "test_running_result_is_merged",
         "test_keys_of_several_ranks_in_one_call",
     )
+
+
+class TestWideHeadsInterpreted(_Interpreted):
+    """The other head dim, and lists; races are looked for above."""
+
+    dim = 128
+    backend = registered("interpreted, unwatched", interpret=UNWATCHED, one_backward_kernel=False)
+    kept = (
+        "test_vertical_slash_counts_each_pair_once",
+        "test_listed_blocks_of_gathered_keys_count_each_pair_once",
+    )
+    detect_races = False
 
 
 class TestOneBackwardKernelInterpreted(_Interpreted):
@@ -71,7 +82,7 @@ class TestOneBackwardKernelInterpreted(_Interpreted):
     detect_races = False
 
 
-for _class in (TestInterpreted, TestOneBackwardKernelInterpreted):
+for _class in (TestInterpreted, TestWideHeadsInterpreted, TestOneBackwardKernelInterpreted):
     for _name in dir(AttentionContract):
         if _name.startswith("test_") and _name not in _class.kept:
             setattr(_class, _name, None)
