@@ -88,7 +88,7 @@ class Index(abc.ABC):
     def shards(
         self, batch: int, num_heads: int, stride: int, num_blocks: int
     ) -> "ShardTiles":
-        """What kernels compute where queries and keys are shards of the sequence: the tiles.
+        """The tiles where queries and keys are shards of the sequence; of a causal index alone.
 
         Args:
             batch: B.
