@@ -71,3 +71,69 @@ def key_scratch(queries: int, head_dim: int, dtype: Any) -> dict[str, Any]:
     for name in ("dk", "dv"):
         smem[name] = plgpu.SMEM((WARPGROUPS, ROWS, head_dim), jnp.float32)
     return smem
+
+
+class Accumulator:
+    """A sum of products in the registers of a compute warpgroup, on a GPU."""
+
+    def __init__(self, ref: Any):
+        self._ref = ref
+
+    def start(self, value: Array) -> None:
+        """Begins with a value instead of 0."""
+        self._ref[...] = value
+
+    def add(self, a: Any, b: Any) -> None:
+        """Begins to add a product: of a tile in shared memory, or of values, and a tile."""
+        plgpu.wgmma(self._ref, a, b)
+
+    def value(self, younger: int) -> Array:
+        """The sum, once all but the `younger` youngest products of the warpgroup are done."""
+        return plgpu.wgmma_accumulator_load(self._ref, wait_n=younger)
+
+
+class _Value:
+    """The same in the interpreter, where products are done at once."""
+
+    def __init__(self, shape: tuple[int, int], staging: Any):
+        self._sum, self._shape, self._staging = jnp.zeros(shape, jnp.float32), shape, staging
+
+    def start(self, value: Array) -> None:
+        self._sum = value
+
+    def add(self, a: Any, b: Any) -> None:
+        if isinstance(a, Array):
+            self._staging[...] = a
+            plgpu.commit_smem()
+            a = self._staging
+        self._sum = self._sum + product(a, b, self._shape)
+
+    def value(self, younger: int) -> Array:
+        del younger
+        return self._sum
+
+
+def with_accumulators(
+    body: Callable[..., Any], *shapes: tuple[int, int], interpreted: bool, staging: Any = None
+) -> Any:
+    """Calls `body` with accumulators of some shapes, which it must not carry through loops.
+
+    Args:
+        body: what to call.
+        shapes: of the accumulators, which start from 0.
+        interpreted: whether Pallas' interpreter runs the kernel.
+        staging: in the interpreter, shared memory for operands that are values.
+    """
+    if interpreted:
+        return body(*(_Value(shape, staging) for shape in shapes))
+    accumulators = (plgpu.ACC(shape, jnp.float32) for shape in shapes)
+    return pl.run_scoped(lambda *refs: body(*map(Accumulator, refs)), *accumulators)
+
+
+def add_product(acc: Array, a: Array, b: Any, *, interpreted: bool, staging: Any) -> Array:
+    """acc + a b, awaited; arguments as in `with_accumulators`."""
+    if interpreted:
+        total = _Value(acc.shape, staging)
+        total.add(a, b)
+        return acc + total.value(younger=0)
+    return pl.run_state(lambda ref: plgpu.wgmma(ref, a, b))(plgpu.ACC.init(acc))

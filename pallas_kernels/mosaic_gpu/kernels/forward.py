@@ -23,6 +23,7 @@ from pallas_kernels.mosaic_gpu.common import (
     rows_to_tile,
     tiled,
 )
+from pallas_kernels.mosaic_gpu.interpreter import add_product, with_accumulators
 from pallas_kernels.mosaic_gpu.key_stream import Producer, stream_barriers, stream_memory
 from pallas_kernels.mosaic_gpu.query_walk import QueryWalk, operand_names, operands
 from pallas_kernels.mosaic_gpu.work.items import QueryItem, read
@@ -68,7 +69,6 @@ def forward_kernel(
     stages, query_slots = config.stages, config.query_slots
     num_items = work.items.shape[0]
     num_blocks = min(num_blocks, num_items)
-    # The interpreter knows wgmma with operands in shared memory only, and no asynchrony.
     interpreted = bool(interpret)
     log2_scale = scale * LOG2E
     names = ["q", "k", "v", *operand_names(work, columns)]
@@ -88,7 +88,7 @@ def forward_kernel(
 
         def memory_warpgroup():
             plgpu.set_max_registers(config.memory_registers, action="decrease")
-            producer = Producer(walk, smem, bars, stages, lag=not interpreted)
+            producer = Producer(walk, smem, bars, stages, lag=True)
 
             def load_item(n, step):
                 it = item(n)
@@ -136,21 +136,15 @@ def forward_kernel(
                 segments = walk.segments(it, warpgroup)
                 tiles = _Tiles(
                     step, it.steps, stages, config.keys_late, smem, bars, q_tile, log2_scale,
-                    dtype,
+                    dtype, interpreted, smem["p"].at[warpgroup] if interpreted else None,
                 )
-                if not interpreted:
-                    first = walk.first_masks(it, warpgroup)
-                    state = lax.cond(
-                        it.steps > 0,
-                        lambda state: tiles.overlapped(segments, it, first, state),
-                        lambda state: state,
-                        state,
-                    )
-                else:
-                    p_tile = smem["p"].at[warpgroup] if interpreted else None
-                    for start, stop, mask in segments:
-                        body = functools.partial(tiles.plain_step, mask=mask, p_tile=p_tile)
-                        state = lax.fori_loop(start, stop, body, state)
+                first = walk.first_masks(it, warpgroup)
+                state = lax.cond(
+                    it.steps > 0,
+                    lambda state: tiles.overlapped(segments, it, first, state),
+                    lambda state: state,
+                    state,
+                )
                 store(it, rows, q_tile, state)
                 plgpu.barrier_arrive(bars["q_free"].at[slot])
                 return step + it.steps
@@ -231,6 +225,13 @@ class _Tiles:
     q_tile: Any
     log2_scale: float
     dtype: Any
+    interpreted: bool
+    staging: Any  # in the interpreter, shared memory for the weights
+
+    def with_accumulators(self, body, *shapes):
+        return with_accumulators(
+            body, *shapes, interpreted=self.interpreted, staging=self.staging
+        )
 
     def slot(self, s):
         return lax.rem(self.step + s, self.stages)
@@ -247,7 +248,7 @@ class _Tiles:
         weights = jnp.exp2(logits * self.log2_scale - rows_to_tile(base, logits))
         return weights, new_peak, total * rows_to_tile(decay, total) + fold(jnp.add, weights), decay
 
-    def logits(self, s, mask, interpreted=False):
+    def logits(self, s, mask):
         """Masked QK of tile s, whose keys are then released."""
         slot = self.slot(s)
         prepared = mask.prepare(s)
@@ -255,44 +256,25 @@ class _Tiles:
         mask.await_bias(self.bars, slot)
         bias = mask.bias(self.smem, slot, 0, TILE)
 
-        def qk(ref):
-            if bias is not None and not interpreted:
-                ref[...] = bias
-            plgpu.wgmma(ref, self.q_tile, self.smem["k"].at[slot].T)
-            return ref[...]
+        def qk(product):
+            if bias is not None:
+                product.start(bias)
+            product.add(self.q_tile, self.smem["k"].at[slot].T)
+            return product.value(younger=0)
 
-        logits = pl.run_scoped(qk, plgpu.ACC((ROWS, TILE), jnp.float32))
-        if bias is not None and interpreted:
-            logits = logits + bias
+        logits = self.with_accumulators(qk, (ROWS, TILE))
         plgpu.barrier_arrive(self.bars["k_free"].at[slot])
         return mask.apply(prepared, logits)
 
-    def add_values(self, acc, weights, slot, p_tile=None):
+    def add_values(self, acc, weights, slot):
         """Adds PV of the tile in a slot, which is then released."""
         plgpu.barrier_wait(self.bars["v_full"].at[slot])
-        v_tile = self.smem["v"].at[slot]
-        if p_tile is None:
-            acc = pl.run_state(lambda ref: plgpu.wgmma(ref, weights, v_tile))(plgpu.ACC.init(acc))
-        else:  # interpreted
-            p_tile[...] = weights
-            plgpu.commit_smem()
-
-            def pv(ref):
-                plgpu.wgmma(ref, p_tile, v_tile)
-                return ref[...]
-
-            acc = acc + pl.run_scoped(pv, plgpu.ACC(acc.shape, jnp.float32))
+        acc = add_product(
+            acc, weights, self.smem["v"].at[slot], interpreted=self.interpreted,
+            staging=self.staging,
+        )
         plgpu.barrier_arrive(self.bars["v_free"].at[slot])
         return acc
-
-    def plain_step(self, s, state, mask, p_tile):
-        """One tile from QK to PV."""
-        acc, peak, total = state
-        logits = self.logits(s, mask, interpreted=p_tile is not None)
-        weights, peak, total, decay = self.softmax(logits, peak, total)
-        acc = acc * rows_to_tile(decay, acc)
-        acc = self.add_values(acc, weights.astype(self.dtype), self.slot(s), p_tile)
-        return acc, peak, total
 
     def overlapped(self, segments, it, first_masks, state):
         """All tiles, with QK of tile s and PV of tile s - 1 under the softmax of tile s.
@@ -342,14 +324,14 @@ class _Tiles:
         plgpu.barrier_wait(self.bars["v_full"].at[previous])
         mask.await_bias(self.bars, slot)
 
-        def body(logits_ref, acc_ref):
-            acc_ref[...] = acc
+        def body(qk, pv):
+            pv.start(acc)
             bias = mask.bias(self.smem, slot, 0, TILE)
             if bias is not None:
-                logits_ref[...] = bias
-            plgpu.wgmma(logits_ref, self.q_tile, self.smem["k"].at[slot].T)
-            plgpu.wgmma(acc_ref, weights, self.smem["v"].at[previous])
-            logits = plgpu.wgmma_accumulator_load(logits_ref, wait_n=1)
+                qk.start(bias)
+            qk.add(self.q_tile, self.smem["k"].at[slot].T)
+            pv.add(weights, self.smem["v"].at[previous])
+            logits = qk.value(younger=1)
             plgpu.barrier_arrive(self.bars["k_free"].at[slot])
             # The barriers keep the compiler from moving arithmetic across the waits.
             logits = lax.optimization_barrier(logits)
@@ -358,12 +340,12 @@ class _Tiles:
             # The branch also keeps ptxas from moving the next wait before the softmax.
             if self.keys_late:
                 self.await_keys(s + 1, following)
-            new_acc = plgpu.wgmma_accumulator_load(acc_ref, wait_n=0)
+            new_acc = pv.value(younger=0)
             plgpu.barrier_arrive(self.bars["v_free"].at[previous])
             return lax.optimization_barrier(new_acc), *parts
 
-        acc, weights, peak, total, decay = pl.run_scoped(
-            body, plgpu.ACC((ROWS, TILE), jnp.float32), plgpu.ACC(acc.shape, jnp.float32)
+        acc, weights, peak, total, decay = self.with_accumulators(
+            body, (ROWS, TILE), acc.shape
         )
         acc = acc * rows_to_tile(decay, acc)
         return acc, peak, total, weights.astype(self.dtype), slot, following
