@@ -56,14 +56,18 @@ def test_every_entry_of_the_log_is_in_its_index():
 
 @pytest.mark.parametrize("name", ["README.md", *(f"docs/{p.name}" for p in ROOT.glob("docs/*.md"))])
 def test_files_that_the_pages_name_exist(name):
-    """In backticks; a path may begin in a package, or in the folder named last before it."""
+    """In backticks; a path may begin in a package, in the folder named last or beside the file."""
     named = re.findall(r"`([\w./]+(?:\.py|\.toml|/))`", without_code((ROOT / name).read_text()))
-    roots = [ROOT, ROOT / "mtraining_jax", ROOT / "pallas_kernels"]
+    packages = (ROOT, ROOT / "mtraining_jax", ROOT / "pallas_kernels")
+    folder = beside = ROOT
     missing = []
     for path in named:
+        roots = (*packages, folder, beside)
         found = next((root / path for root in roots if (root / path).exists()), None)
         if found is None:
             missing.append(path)
+        elif found.is_dir():
+            folder = found
         else:
-            roots = [*roots[:3], found if found.is_dir() else found.parent]
+            beside = found.parent
     assert not missing
