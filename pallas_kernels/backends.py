@@ -1,7 +1,7 @@
 """Which backend runs a kernel call, and why not another one.
 
-A backend is an object that says what it supports. It stands in a registry, best one first; nothing
-outside of `pallas_kernels` knows of any by another way.
+A backend is an object that says what it supports. Backends are kept in a registry, best one first;
+nothing outside `pallas_kernels` refers to one in another way.
 """
 
 import functools
@@ -180,7 +180,7 @@ def estimate_kernels(
 
 
 def _level() -> int:
-    """Somebody with a GPU expects its kernels, and is warned; elsewhere XLA is what to expect."""
+    """A warning on a GPU, where its kernels are expected; elsewhere XLA is what users expect."""
     abstract = jax.sharding.get_abstract_mesh().abstract_device
     platform = jax.default_backend() if abstract is None else abstract.platform
     return logging.WARNING if platform == "gpu" else logging.INFO

@@ -1,4 +1,4 @@
-"""Every pair: the limit of sparse."""
+"""The index of all pairs."""
 
 import dataclasses
 import functools

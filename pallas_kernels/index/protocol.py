@@ -1,4 +1,4 @@
-"""What every kind of index answers for."""
+"""The interface of every kind of index."""
 
 import abc
 from typing import TYPE_CHECKING, ClassVar
@@ -57,7 +57,7 @@ class Index(abc.ABC):
     def computes(self, query_positions: Array, key_blocks: Array) -> Array:
         """Which pairs of some queries and the keys of some blocks the index lists.
 
-        Causality is left to the caller: what is said of pairs with k > q means nothing.
+        Causality is left to the caller: results for pairs with k > q mean nothing.
 
         Args:
             query_positions: int32 [R], global token positions.

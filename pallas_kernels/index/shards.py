@@ -1,4 +1,4 @@
-"""What an index kind answers where queries and keys are shards of a sequence."""
+"""The tiles of an index where queries and keys are shards of a sequence."""
 
 import abc
 from typing import NamedTuple

@@ -21,7 +21,7 @@ COLUMN_LAYOUT = plgpu.Layout.WGMMA.reduce(0)  # a value per column
 COLUMN_NAMES = ["kc", "vc", "keep", "tokens", "query_blocks"]  # of `GatheredColumns.operands`
 
 # Barriers are placed by hand: every region of shared memory has one kind of writer, and readers
-# announce the end of their reading. Reductions along rows stay within four lanes, so they need
+# signal when they have finished reading. Reductions along rows stay within four lanes, so they need
 # no shared memory.
 COMPILER_PARAMS = plgpu.CompilerParams(
     approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0

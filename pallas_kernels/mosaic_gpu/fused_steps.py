@@ -1,7 +1,7 @@
 """The products of one step of the fused backward kernel, by one compute warpgroup.
 
-dQ of a step needs dS of both warpgroups. It is taken one step late, so that the warpgroups need
-not run in step: one uses the tensor cores while the other computes exponentials.
+dQ of a step needs dS of both warpgroups. It is computed one step late, so that the warpgroups need
+not be at the same point: one uses the tensor cores while the other computes exponentials.
 """
 
 import dataclasses
@@ -95,7 +95,7 @@ class FusedSteps:
         pl.when(step > 0)(lambda: self._await_ds(step - 1))
 
         def body(dq_acc: Any, s_acc: Any, dp_acc: Any) -> None:
-            # At the first step this reads what nobody wrote, and nobody reads it.
+            # At the first step this reads uninitialised memory, and the result is not used.
             plgpu.wgmma(dq_acc, *self._dq_operands(lax.rem(step + 1, 2), self._own()))
             plgpu.barrier_wait(self.bars["full"].at[slot])
             plgpu.wgmma(s_acc, smem["k"].at[self._own()], q_tile.T)

@@ -10,8 +10,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.mosaic_gpu.fused_walk import FusedWalk
 from pallas_kernels.mosaic_gpu.turn_counters import await_turn, end_turn
 
-# Warps that add dq, in turns, each with shared memory of its own: while one awaits that all can see
-# what it added, and passes the turn on, the other adds.
+# Warps that add dq in turns, each with its own shared memory: while one waits until its sums are
+# visible to all, and passes the turn on, the other adds.
 ADDING_WARPS = 2
 
 

@@ -1,4 +1,4 @@
-"""What the kernels do otherwise in Pallas' GPU interpreter than on a GPU, in one place.
+"""Pieces that kernels do differently in Pallas' GPU interpreter than on a GPU.
 
 The interpreter knows products with operands in shared memory only, no accumulator that starts from
 a value or lives across products, and no asynchrony. Everything else of a kernel is the same code.

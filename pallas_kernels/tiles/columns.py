@@ -1,7 +1,7 @@
-"""Gathered key columns: which of them each query block sees, and how they come and go.
+"""Gathered key columns: which of them each query block sees, and how they are fetched.
 
-The keys and values of columns travel beside `Columns`, as a pair of arrays [B, Mv, Hq, D]: who
-sees what is decided once a layer, while what is seen is fetched in each pass.
+The keys and values of columns are not in `Columns` but in a pair of arrays [B, Mv, Hq, D]: which
+queries see a column is decided once per layer, while keys and values are fetched in each pass.
 """
 
 import dataclasses

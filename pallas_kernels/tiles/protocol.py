@@ -1,4 +1,4 @@
-"""What every kind of tiles answers for, and the checks that kinds share."""
+"""The interface of every kind of tiles, and the checks that kinds share."""
 
 import abc
 

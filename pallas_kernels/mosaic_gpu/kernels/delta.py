@@ -1,7 +1,7 @@
 """The Hopper kernel for delta, the sum of output x its gradient that every row's backward needs.
 
-XLA adds a row up in an order that depends on the program around it, so its sums, and the gradients
-made of them, differ in the last bits between programs. Here the order is always the same.
+XLA sums a row in an order that depends on the program around it, so the sums, and the gradients
+computed from them, differ in the last bits between programs. Here the order is always the same.
 """
 
 from typing import Any

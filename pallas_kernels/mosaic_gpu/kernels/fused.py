@@ -1,4 +1,4 @@
-"""Hopper backward kernel for everything at once: dq, dk and dv from five products a tile.
+"""Hopper backward kernel for all gradients at once: dq, dk and dv from five products a tile.
 
 A thread block owns 128 keys, 64 for each compute warpgroup, keeps their dk and dv in registers
 and walks the queries that see them. What a step adds to dq leaves through shared memory and is
