@@ -1,4 +1,4 @@
-"""Times attention, ours beside cuDNN and FlexAttention, and prints one markdown table.
+"""Times attention, ours, cuDNN's and FlexAttention's, and prints one markdown table.
 
     python benchmarks/attention.py [--seq-len ...] [--masks ...] [--head-dim ...] [--out FILE.md]
 

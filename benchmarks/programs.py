@@ -33,7 +33,7 @@ class Ours:
         self.backend = backend
 
     def build(self, q: Array, k: Array, v: Array, index: Index) -> tuple[Plan, Any]:
-        """Everything that the kernels of both passes read beside q, k, v and dout."""
+        """Everything that the kernels of both passes read, other than q, k, v and dout."""
         tiles, columns = _given(index).on_one_device(*q.shape[:3], k.shape[1])
         plan = pallas_kernels.plan(q, k, tiles, columns, whole=True, backend=self.backend)
         if columns is None:

@@ -131,7 +131,7 @@ class RingPrograms:
         )(q, k)
 
     def build(self, q: Array, k: Array, v: Array, index: Index, rank: Array) -> Any:
-        """Everything that one rank's kernels read beside the shards, at all steps of both passes.
+        """Everything that one rank's kernels read, except the shards, at all steps of both passes.
 
         Plans, and columns of the rank's own keys; nothing is sent or received.
         """

@@ -1,6 +1,6 @@
 """Sets the devices that every test sees, before JAX starts a backend.
 
-Tests run on 8 virtual CPU devices. `MTRAINING_TEST_GPU=1` keeps JAX's own choice of platform, for
+Tests run on 8 virtual CPU devices. With `MTRAINING_TEST_GPU=1` JAX chooses the platform itself, for
 the tests under tests/gpu.
 """
 

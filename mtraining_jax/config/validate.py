@@ -54,7 +54,7 @@ def _model(config: Config) -> Iterator[str]:
         way = ""
         if model.init_from is not None and "max_position_embeddings" not in model.override:
             way = f', of {model.init_from}; with model.override = ["max_position_embeddings"] it'
-            way += " may be another, and rope_scaling likewise"
+            way += " may be another, and so may rope_scaling"
         yield (
             f"data.seq_len = {config.data.seq_len} is more than model.max_position_embeddings = "
             f"{model.max_position_embeddings}{way}"

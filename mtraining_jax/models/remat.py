@@ -1,15 +1,14 @@
-"""What the backward pass finds kept, and what it computes again.
+"""What is kept for the backward pass, and what it computes again.
 
 Of each layer:
 - "none": everything is kept.
 - "mlp": its input, queries, keys, values, attention's output, log-sum-exp and sparse index, and
   the residual stream after attention are kept. Norms and the first two products of the MLP run
-  again, but for those of as many chunks of tokens as `mlp_kept_chunks` says.
-- "attention": as "mlp", but for queries, keys, values and the stream after attention: all
-  products of the layer but the last of the MLP run again. Neither attention nor the choice of
-  its index does.
+  again, except for the first `mlp_kept_chunks` chunks of tokens.
+- "attention": as "mlp" without queries, keys, values and the stream after attention. All products
+  of the layer but the last of the MLP run again; attention and the choice of its index do not.
 - "attention_offload": as "attention", with the layer's input kept in the host's pinned memory.
-- "full": its input is kept; all of the rest runs again.
+- "full": its input is kept; everything else runs again.
 """
 
 from collections.abc import Callable
@@ -21,8 +20,8 @@ from jax.ad_checkpoint import checkpoint_policies
 from mtraining_jax.models.swiglu import MLP_PRODUCTS
 from pallas_kernels.names import SAVED_NAMES
 
-# Names of what a layer may keep, beside those that attention gives: its input; queries, keys and
-# values; the residual stream between attention and the MLP.
+# Names of what a layer may keep, in addition to attention's: its input; queries, keys and values;
+# the residual stream between attention and the MLP.
 RESIDUAL, HEADS, MIDDLE = "residual", "heads", "middle"
 
 

@@ -13,7 +13,7 @@ class Gpu:
 
     Attributes:
         kind: name, as JAX gives it.
-        target_config: file beside this one, for compiling without the GPU.
+        target_config: file in this folder, for compiling without the GPU.
         memory: bytes.
         matmul_flops: bf16 FLOP/s of a large matrix product.
         matmul_share: of `matmul_flops` that the products of a very wide model's step reach.

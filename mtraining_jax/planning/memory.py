@@ -141,7 +141,7 @@ def index_bytes(config: Config) -> int:
 
 
 def _work_lists(config: Config) -> int:
-    """Bytes of what the kernels of one layer read besides the index."""
+    """Bytes of what the kernels of one layer read in addition to the index."""
     _, columns = _capacities(config)
     model, blocks = config.model, config.local_tokens // config.sparsity.block_size
     # Keys and values of the columns, their fp32 gradients, and int32 for each block and column

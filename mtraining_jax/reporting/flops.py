@@ -65,7 +65,7 @@ def step_flops(config: Config, *, density: float, executed: float) -> StepFlops:
     Args:
         config: of the run.
         density: computed over causal pairs, mean over layers and heads.
-        executed: pairs in executed tiles over causal pairs, likewise.
+        executed: pairs in executed tiles over causal pairs, also a mean.
     """
     model, data = config.model, config.data
     forward, backward = attention_flops(causal_pairs(data.seq_len), model.head_dim)

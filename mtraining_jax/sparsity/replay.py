@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _MEAN, _LOWEST_LAYER, _HIGHEST_LAYER = 0.063, 0.004, 0.127
 # Heads of a layer spread evenly over this range, times the density of the layer.
 _LOWEST_HEAD, _HIGHEST_HEAD = 0.5, 1.5
-# Mask B of the benchmarks: block diagonals 0..7 and far ones, and 3000 columns beside 6 %.
+# Mask B of the benchmarks: block diagonals 0..7 and far ones, 6 % in all, and 3000 columns.
 _NEAR = 8
 _COLUMNS_AT_MEAN = 3000
 # Columns compute at most this share of a head's pairs. Mask B has 24 % at 131072 tokens.
@@ -94,7 +94,7 @@ class Replay(Pattern):
     A stack of layers, each array with a leading axis [L], can be scanned over.
 
     Attributes:
-        slash_blocks: int32 [Hq, max_slash_blocks], as in `VerticalSlashIndex`; likewise the next.
+        slash_blocks: int32 [Hq, max_slash_blocks], as in `VerticalSlashIndex`, like the next three.
         slash_count: int32 [Hq].
         vertical_tokens: int32 [Hq, max_verticals].
         vertical_count: int32 [Hq].

@@ -15,7 +15,7 @@ _FOLDER_NAME = "compiled"
 def use_compile_cache(config: Config) -> None:
     """Keeps compiled programs for later starts, where the configuration says.
 
-    On GPUs the timings by which XLA chooses among kernels are kept beside them. Of several
+    On GPUs the timings by which XLA chooses among kernels are kept as well. Of several
     processes the first writes, and all read.
 
     Raises:

@@ -10,7 +10,7 @@ from mtraining_jax.training.state import StateBuilder, TrainState
 
 HF_NAME = "hf"
 
-# What a checkpoint has beside its tensors: the tokenizer, and defaults for generating text.
+# Files of a checkpoint other than its tensors: the tokenizer, and defaults for generating text.
 _COPIED = (
     "tokenizer.json",
     "tokenizer_config.json",

@@ -31,7 +31,7 @@ def check_memory(program: Any, devices: Iterable[Any]) -> None:
         left = stats["bytes_limit"] - stats["bytes_in_use"]
         if needed > left:
             raise UserError(
-                f"a training step needs {_gib(needed)} on each device beside parameters and "
+                f"a training step needs {_gib(needed)} on each device besides parameters and "
                 f"optimizer state, but {device} has {_gib(left)} left of "
                 f"{_gib(stats['bytes_limit'])}; the same command with --dry-run says what would "
                 "make it less"

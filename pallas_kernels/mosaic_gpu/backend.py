@@ -185,7 +185,7 @@ class MosaicGpu:
         """The configuration of the fused backward kernel where it runs, else None.
 
         It runs over dense diagonals, and over others where a call gives whole gradients (`whole`)
-        and dq in fp32, which it holds beside them, is as small as the head dim's configuration
+        and dq in fp32, which it holds in addition, is as small as the head dim's configuration
         asks. On part of a ring's keys the lists of sparse diagonals are short, and what an item
         does before and after them weighs too much. Lists of blocks have no order of additions to
         dq that it could follow.

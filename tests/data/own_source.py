@@ -1,4 +1,4 @@
-"""A data source of somebody's own: `--data.source=tests.data.own_source:Counting`."""
+"""A data source of a user's own: `--data.source=tests.data.own_source:Counting`."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

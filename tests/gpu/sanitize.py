@@ -3,9 +3,9 @@
     compute-sanitizer --target-processes application-only --tool memcheck \\
         --kernel-name kns=mosaic_gpu --error-exitcode 1 python tests/gpu/sanitize.py
 
-Other tools (racecheck, synccheck) likewise. Without the first option the tool follows child
-processes of JAX and dies of it (version 2025.3.1). The tool watches the kernels; this script also
-compares them with the XLA backend, so that a run in which they did nothing fails.
+Other tools (racecheck, synccheck) are run in the same way. Without the first option the tool
+follows JAX's child processes and crashes (version 2025.3.1). The tool watches the kernels. This
+script also compares them with the XLA backend, so that a run in which they did nothing fails.
 """
 
 import os

@@ -1,6 +1,6 @@
 """What a run exports, as transformers reads it: the same logits as ours.
 
-Needs torch and transformers beside a GPU; both run in fp32, transformers on the CPU.
+Needs torch and transformers as well as a GPU; both run in fp32, transformers on the CPU.
 """
 
 import jax

@@ -1,8 +1,8 @@
 """What eight ranks compute, on one GPU: their kernel calls, one after another.
 
 A `jax.vmap` with the names of the mesh's axes stands in for the mesh: every collective, every
-rank's work list and every kernel call is there, and the arithmetic is that of eight GPUs but for
-the order in which a sum over ranks adds up. What travels when, it cannot show.
+rank's work list and every kernel call is there, and the arithmetic is that of eight GPUs except for
+the order in which a sum over ranks adds up. It cannot show when anything is transferred.
 """
 
 import functools

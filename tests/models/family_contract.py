@@ -33,7 +33,7 @@ class FamilyContract:
 
     Attributes:
         family: a name of `models.families`.
-        checkpoint: folder of a small checkpoint, with golden.npz, beside the other test data.
+        checkpoint: folder of a small checkpoint, with golden.npz, among the other test data.
         gradients: keys of golden.npz, and the tensors whose gradients they are.
         every: the golden logits are those of every such position.
     """

@@ -50,7 +50,7 @@ def _one_segment(mask: str, size: Size) -> tuple[DiagonalTiles, Columns | None]:
 
 
 def _segments(size: Size) -> tuple[SegmentedDiagonals, np.ndarray]:
-    """Runs in another order than their segments, one of which nobody sees."""
+    """Runs in another order than their segments, one of which no query sees."""
     columns = size.key_blocks // SEGMENTS
     part = dataclasses.replace(size, key_blocks=columns)
     rng, order = np.random.default_rng(size.heads), [2, 0]

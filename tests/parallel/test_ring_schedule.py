@@ -71,7 +71,7 @@ def is_transfer(eqn, names=("ppermute",)):
 
 
 def exposed_transfers(jaxpr, names=("ppermute",)):
-    """Transfers of one jaxpr that no kernel beside them could hide.
+    """Transfers of one jaxpr that no kernel running at the same time could hide.
 
     A kernel can hide a transfer if neither needs what the other gives.
     """
@@ -177,7 +177,7 @@ def test_gathering_moves_each_shard_once_between_nodes(nodes, devices):
 @pytest.mark.parametrize("differentiate", [False, True])
 def test_gathering_and_the_way_home_have_kernels_to_hide_behind(nodes, devices, differentiate):
     # The gathering: the work on the rank's own keys, or on the keys of the node before. Gradients
-    # on their way home: dq, which nobody waits for.
+    # on their way home: dq, which no transfer waits for.
     jaxpr = traced(nodes, devices, GATHER, differentiate, dq_apart=True)
     for inner, _ in walk(jaxpr):
         assert not exposed_transfers(inner, COLLECTIVES)

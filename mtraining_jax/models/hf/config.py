@@ -50,7 +50,7 @@ def read_hf_values(directory: str | Path, own_family: str | None = None) -> dict
 
     Args:
         directory: holds config.json.
-        own_family: anybody's own, as package.module:Name, which reads checkpoints of its
+        own_family: one of the user's own, as package.module:Name, which reads checkpoints of its
             model_type; any other name is not read here.
 
     Raises:

@@ -42,7 +42,7 @@ def save_hf(
 
     Tensors are gathered one at a time, so no host holds more of them than one file's worth. In a
     run of several processes all call this, and the first one writes. Files go to a hidden folder
-    beside `directory`, which takes its name when everything is on disk.
+    next to `directory`, which takes its name when everything is on disk.
 
     Args:
         directory: to be made; must not exist yet, or be empty.

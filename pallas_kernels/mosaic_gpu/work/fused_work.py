@@ -3,7 +3,7 @@
 Many items add to the dq of one query block, and floating point sums depend on their order, so
 each addition has a turn. Turns follow the list of items: an item only ever waits for items
 before it. Where items of neighbouring key blocks start together, the turns of a query block also
-come up one step after another, and hardly anyone waits:
+come up one step after another, and items hardly wait:
 
 - Rising: key blocks from the last to the first, the rows of each from the first to the last. Row
   block i meets its own key block at that item's first step, the one before it at that item's
@@ -12,12 +12,12 @@ come up one step after another, and hardly anyone waits:
   last to the first.
 
 Causal items of a rising sequence get longer, those of a falling one shorter. Sequences alternate,
-so that items end together: what ends up last is short, and pairs of a rising and a falling item
-have the same length.
+so that items end together: the last ones are short, and pairs of a rising and a falling item have
+the same length.
 
 Tiles of columns go before all key blocks at every query block, and walk from the last query block
-to the first. Beside them all sequences rise, one wave of every head after another: the few items
-that run next to columns then need query blocks which those have left behind.
+to the first. Where there are columns all sequences rise, one wave of every head after another: the
+few items that run at the same time as columns then need query blocks that the columns have passed.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Items of work: what they say, as rows of an array that kernels read.
+"""Items of work: their fields, as rows of an array that kernels read.
 
 A class below lists the fields of an item; their order is that of the columns of the array. Lists
 are built by `pack` and read, in a kernel, by `read`.

@@ -1,9 +1,9 @@
 """What the forward kernel and the one for dq walk, and in which order.
 
-Two aims set the order. All multiprocessors are to be busy to the end: items are in order of work,
-short ones last. And items that run together are to read the same tiles: neighbouring blocks of the
-heads that share keys run in step, so at any time they read a window of neighbouring tiles that
-the L2 cache keeps.
+The order has two aims. All multiprocessors should be busy to the end, so items are sorted by work,
+short ones last. And items that run at the same time should read the same tiles: neighbouring blocks
+of the heads that share keys run in step, so that at any time they read a window of neighbouring
+tiles that the L2 cache keeps.
 """
 
 import dataclasses
@@ -18,8 +18,9 @@ from pallas_kernels.mosaic_gpu.work.items import ITEM_FIELDS, QueryItem, column_
 from pallas_kernels.mosaic_gpu.work.lists import walked_lists
 from pallas_kernels.tiles import COLUMN_TILE, Columns, Tiles, count_below
 
-# Query blocks from which on the keys of one head after the other are walked: all heads' together
-# would not stay in the L2 cache. 256 blocks of keys and values take 8 (head dim 64) or 16 MiB.
+# From this number of query blocks on, the keys of one head are walked after those of another: all
+# heads' together would not stay in the L2 cache. 256 blocks of keys and values take 8 (head dim 64)
+# or 16 MiB.
 LONG = 256
 
 
@@ -89,11 +90,10 @@ def _row_items(
 ) -> Array:
     """Items [n, 8] in order of work.
 
-    Over long sequences those that read one key/value head come after those that read another's:
-    the last one's begin with the longest, those of the one before with the shortest, and so on.
-    Items on both sides of a change of head are then equally long, and the list ends with short
-    ones.
-    Of equal items later blocks come first, a block's heads side by side.
+    Over long sequences all items that read one key/value head come before those that read the next.
+    The items of the last head begin with the longest, those of the head before with the shortest,
+    and so on. Items on both sides of a change of head are then equally long, and the list ends with
+    short ones. Of equal items later blocks come first, the heads of a block next to each other.
     """
     batch, heads, blocks = first.shape
 
