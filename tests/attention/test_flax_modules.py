@@ -36,7 +36,7 @@ def test_nnx_module_computes_what_it_did_forward_and_backward():
     theirs, ours = nnx_module(), nnx_module(attention_fn=DENSE)
     told = nnx.value_and_grad(lambda module, x: squares(module, x, is_causal=True))
     wanted = nnx.jit(told)(theirs, activations())
-    # Causal whether it is said or not.
+    # Causal whether the module is told so or not.
     actual = nnx.jit(nnx.value_and_grad(squares))(ours, activations())
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4),
                  jax.tree.leaves(actual), jax.tree.leaves(wanted))  # fmt: skip

@@ -66,7 +66,7 @@ def test_what_is_printed_loads_back(load, tmp_path):
 
 
 def test_a_wrong_rope_theta_is_an_error(load, checkpoint):
-    # Once this trained on with a higher loss and said nothing.
+    # This used to train on with a higher loss, without a message.
     assert refusal(load, rope_theta="1e6") == (
         f"command line: model.rope_theta = 1000000.0, and {checkpoint}/config.json says 500000.0:"
         ' leave it out, or keep it with model.override = ["rope_theta"]'

@@ -1,4 +1,4 @@
-"""What every family owes: one class of tests, which each family subclasses."""
+"""What every family must do: one class of tests, which each family subclasses."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What every pattern owes, as a class that each pattern's test derives from."""
+"""What every pattern must do, as a class that each pattern's test derives from."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Whole runs: what they write, and how they go on."""
+"""Whole runs: what they write, and how they resume."""
 
 import shutil
 import threading

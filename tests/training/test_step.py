@@ -140,7 +140,7 @@ def test_frozen_parameters_stay_and_bf16_compute_keeps_fp32_state(folder, dense)
     metrics, state = parts.train(1)
     trained = {f"layers.self_attn.{p}_proj.{w}" for p in "qk" for w in ("weight", "bias")}
     moved = {n for n, x in state.parameters.items() if not np.array_equal(x, before[n])}
-    # A bias of the keys moves all scores of a query alike: rounding may leave it where it is.
+    # A bias of the keys shifts all scores of a query equally, so rounding may leave it unchanged.
     assert trained - {"layers.self_attn.k_proj.bias"} <= moved <= trained
     assert set(state.opt_state[0].mu) == set(state.opt_state[0].nu) == trained
     assert {x.dtype.name for x in jax.tree.leaves(state.parameters)} == {"float32"}
