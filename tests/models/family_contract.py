@@ -111,6 +111,9 @@ class FamilyContract:
     def test_config_json_needs_nothing_of_the_old_one(self, spec, state, tmp_path):
         out = save_hf(tmp_path / "out", spec, state, dtype="float32")
         assert read_hf_config(out, dtype="float32", remat="none") == spec
+        # Left out, these would be numbers of transformers' own, such as 32000.
+        written = json.loads((out / "config.json").read_text())
+        assert written["pad_token_id"] is None and written["eos_token_id"] is None
 
     def test_shards_hold_their_slices_of_it(self, spec, state, directory):
         shardings = param_shardings(spec, make_mesh(1, 2, 4), fsdp=True)

@@ -27,6 +27,10 @@ from mtraining_jax.models.sharding import parameter_names
 from mtraining_jax.models.spec import COMPUTE_DTYPES, ModelSpec
 
 
+# Without a word on these transformers takes numbers of its own, which a vocabulary may not have.
+_UNKNOWN_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+
+
 def save_hf(
     directory: str | Path,
     config: Any,
@@ -71,7 +75,7 @@ def save_hf(
         raise UserError(f"max_shard_bytes={max_shard_bytes} must be positive")
 
     others = {} if like is None else read_json(Path(like) / CONFIG_FILE)
-    config_json = others | hf_config(spec, dtype)
+    config_json = _UNKNOWN_TOKENS | others | hf_config(spec, dtype)
     shards = _plan(state, spec, jnp.dtype(dtype), max_shard_bytes)
     folder = _Folder(directory, replace) if jax.process_index() == 0 else None
     try:
