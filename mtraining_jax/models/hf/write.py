@@ -26,7 +26,6 @@ from mtraining_jax.models.hf.read import INDEX_FILE, SINGLE_FILE
 from mtraining_jax.models.sharding import parameter_names
 from mtraining_jax.models.spec import COMPUTE_DTYPES, ModelSpec
 
-
 # Without a word on these transformers takes numbers of its own, which a vocabulary may not have.
 _UNKNOWN_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
