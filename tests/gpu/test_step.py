@@ -83,16 +83,14 @@ def test_a_replayed_density_is_the_one_asked_for():
     assert np.all(np.isfinite(found)) and found[-1, 0] < found[0, 0]
 
 
-@pytest.mark.parametrize("top_p", [0.9, 1.0])
-def test_an_index_that_is_chosen_at_each_step_trains(one_gpu, top_p):
+def test_an_index_that_is_chosen_at_each_step_trains_as_dense_where_it_keeps_all(one_gpu):
     found = train(
         "qwen3b_512k",
         parallel__devices_per_node=1,
-        sparsity__top_p=top_p,
+        sparsity__top_p=1.0,
         sparsity__max_verticals=8192,
         sparsity__max_slashes=8192,
     )
-    # Of flat attention, as that of random weights, a share is lost; with all of it nothing is.
-    np.testing.assert_allclose(found[:, 0], one_gpu[:, 0], rtol=2e-3 if top_p == 1 else 2e-2)
-    assert (found[:, 2] == 1).all() if top_p == 1 else (found[:, 2] < 1).all()
+    assert (found[:, 2] == 1).all()
+    np.testing.assert_allclose(found[:, 0], one_gpu[:, 0], rtol=2e-3)
     assert found[-1, 0] < found[0, 0]
