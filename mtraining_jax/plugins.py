@@ -7,7 +7,7 @@ module is imported when its name is first needed. Imports no JAX.
 import importlib
 import inspect
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from mtraining_jax.errors import UserError
@@ -35,6 +35,10 @@ class Registry:
     def names(self) -> tuple[str, ...]:
         """The names that come with the package."""
         return self._built_in
+
+    def names_any(self, names: Iterable[str]) -> bool:
+        """Whether one of some names comes with the package."""
+        return any(name in self._built_in for name in names)
 
     def knows(self, name: str) -> bool:
         """Whether `get` finds it without loading a module of the user."""

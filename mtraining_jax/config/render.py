@@ -9,14 +9,25 @@ from mtraining_jax.config.schema import Config
 
 
 def config_to_dict(config: Config) -> dict[str, Any]:
-    """Nested dicts of plain values, as JSON has them; `config_from_dict` reads them back."""
+    """Nested dicts of plain values, as JSON has them; `config_from_dict` reads them back.
+
+    Fields of somebody's own plug-in are left out where another is selected: who reads them back
+    may not know it.
+    """
 
     def plain(value: Any) -> Any:
         if isinstance(value, dict):
             return {key: plain(item) for key, item in value.items()}
         return [plain(item) for item in value] if isinstance(value, tuple) else value
 
-    return plain(dataclasses.asdict(config))
+    table = plain(dataclasses.asdict(config))
+    for name, values in table.items():
+        section = getattr(config, name)
+        for field, owners in getattr(section, "owners", {}).items():
+            chosen = values[section.plugins.selector]
+            if chosen not in owners and not section.plugins.registry.names_any(owners):
+                del values[field]
+    return table
 
 
 def config_to_toml(config: Config) -> str:

@@ -219,8 +219,9 @@ OWN = {"mesh": MESH, "batch_axis": "rows", "sequence_axes": "context"}
          "positions are not those of layout="),
         ({**OWN, "pattern": Dense(block_size=8), "causal": False},
          "causal=False needs an unsharded sequence"),
-        ({**OWN, "pattern": BlockSparseIndex.from_block_mask(
-            jnp.ones((2, HEADS, 16, 16), bool), BLOCK)}, "BlockSparseIndex, which needs an unsh"),
+        ({**OWN, "ring": "flat", "pattern": BlockSparseIndex.from_block_mask(
+            jnp.ones((2, HEADS, 16, 16), bool), BLOCK)},
+         "a BlockSparseIndex cannot be cut into: use ring='gather'"),
         ({**OWN, "ring": "round"}, "ring='round' is unknown; it must be one of hierarchical, flat"),
     ],
 )  # fmt: skip

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from mtraining_jax.cli import main
-from mtraining_jax.config import config_to_toml
+from mtraining_jax.config import config_from_dict, config_to_dict, config_to_toml
+from mtraining_jax.sparsity import PATTERNS
 from tests.training.common import changed, written
 
 KIND = "examples.strided_pattern:Strided"
@@ -28,6 +29,15 @@ def test_it_trains_over_a_ring_by_its_place_and_its_options(plain_config, tmp_pa
     assert "a window of 2 blocks and every block in 3 before it" in capsys.readouterr().out
 
 
+def test_its_fields_are_written_only_where_it_is_selected(plain_config):
+    PATTERNS.get(KIND)
+    own = config_from_dict({**config_to_dict(plain_config), "sparsity": {"kind": KIND}}, "a test")
+    assert config_to_dict(own)["sparsity"]["stride"] == 8
+    other = changed(own, sparsity={"kind": "dense"})
+    assert "stride" not in config_to_dict(other)["sparsity"]
+    assert "stride" not in config_to_toml(other)
+
+
 @pytest.mark.parametrize(
     ("option", "sentence"),
     [
@@ -40,6 +50,15 @@ def test_its_options_are_checked_as_others_are(plain_config, tmp_path, capsys, o
     path.write_text(config_to_toml(plain_config))
     assert main(["--config", str(path), f"--sparsity.kind={KIND}", option]) == 2
     assert sentence in capsys.readouterr().err
+
+
+def test_a_ring_that_cannot_take_its_lists_is_told_in_a_sentence(plain_config, tmp_path, capsys):
+    config = changed(plain_config, parallel={"devices_per_node": 2, "ring": "flat"})
+    path = tmp_path / "config.toml"
+    path.write_text(config_to_toml(config))
+    assert main(["--config", str(path), f"--sparsity.kind={KIND}"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ring='flat' shows the keys") and "use ring='gather'" in line
 
 
 def test_one_that_cannot_be_loaded_is_told(plain_config, tmp_path, capsys):

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
+from mtraining_jax.errors import UserError
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.ring.gather_ring import (
     GatherPlans,
@@ -72,7 +73,7 @@ def ring_attention(
         gradients flow through both.
 
     Raises:
-        UserError: if `ring` is unknown.
+        UserError: if `ring` is unknown, or cannot show keys as the index needs them.
         ValueError: if shapes, layout and axes do not match.
     """
     if axis_sizes is None:
@@ -103,7 +104,7 @@ def ring_plans(
 
 
 def _check(topology: RingTopology, q: Array, k: Array, v: Array, index: Index) -> None:
-    """Raises ValueError unless arrays and index suit the ring."""
+    """Raises ValueError (UserError where another ring would do) unless arrays and index suit."""
     layout = topology.layout
     local_tokens = layout.seq_len // layout.num_ranks
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -120,7 +121,7 @@ def _check(topology: RingTopology, q: Array, k: Array, v: Array, index: Index) -
         raise ValueError("a ring computes causal attention, but the index is not causal")
     turns = layout.num_ranks > 1 and not topology.gathers
     if turns and not index.key_shards_apart:
-        raise ValueError(
+        raise UserError(
             f"ring={topology.ring!r} shows the keys of one rank after another, which a "
             f"{type(index).__name__} cannot be cut into: use ring='gather', over at least two "
             "devices of a node"
