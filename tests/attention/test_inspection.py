@@ -140,7 +140,7 @@ def test_long_sequences_shrink_to_a_picture(tmp_path):
 
 def test_pictures_without_matplotlib_say_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"pip install 'mtraining-jax\[plot\]'"):
+    with pytest.raises(ImportError, match=r"pip install matplotlib"):
         inspect(chosen()[0]).save_picture(tmp_path / "x.png")
 
 
