@@ -5,8 +5,11 @@ the tests under tests/gpu.
 """
 
 import os
+import shutil
+import tempfile
 
 import jax
+import pytest
 
 # Virtual devices wait for each other in collectives, each on a thread of XLA's pool: with as many
 # threads as a small machine has processors the pool can run dry.
@@ -18,6 +21,24 @@ if os.environ.get("MTRAINING_TEST_GPU") != "1":
     # or from several threads that compile one. Processes that tests start inherit it.
     flags = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
+    # A program that several tests compile alike is compiled once, by one of the processes of pytest
+    # or of those that tests start. A limit of the size has JAX lock the folder while it writes.
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="mtraining-tests-")
+    options = {
+        "jax_compilation_cache_dir": os.environ["JAX_COMPILATION_CACHE_DIR"],
+        "jax_compilation_cache_max_size": 2**32,
+        "jax_persistent_cache_min_compile_time_secs": 0.3,
+    }
+    for option, value in options.items():
+        os.environ[option.upper()] = str(value)
+        jax.config.update(option, value)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Takes the compiled programs away, when the last process ends."""
+    if not hasattr(config, "workerinput") and os.environ.get("MTRAINING_TEST_GPU") != "1":
+        shutil.rmtree(os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 
 
 def pytest_xdist_auto_num_workers() -> int | None:

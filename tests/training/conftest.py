@@ -1,3 +1,5 @@
+import os
+
 import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
@@ -5,9 +7,15 @@ from jax.experimental.compilation_cache import compilation_cache
 from tests.training.common import changed, tiny_config
 
 
+def use_shared_programs():
+    """Goes back to the programs of all tests, where a run has used others."""
+    jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
+    compilation_cache.reset_cache()
+
+
 @pytest.fixture(scope="package")
 def shared(tmp_path_factory):
-    """A folder for data and for programs that several runs compile alike."""
+    """A folder for data that several runs read."""
     return tmp_path_factory.mktemp("training")
 
 
@@ -20,11 +28,10 @@ def config(shared, tmp_path):
             "name": "test",
             "output_dir": str(tmp_path / "runs"),
             "steps": 4,
-            "compile_cache_dir": str(shared / "programs"),
+            "compile_cache_dir": os.environ["JAX_COMPILATION_CACHE_DIR"],
         },
     )
-    jax.config.update("jax_compilation_cache_dir", None)
-    compilation_cache.reset_cache()
+    use_shared_programs()
 
 
 @pytest.fixture

@@ -36,6 +36,7 @@ def test_the_last_step_is_not_saved_on_request(plain_config, capsys):
 
 
 def test_nothing_is_kept_on_a_cpu_unless_asked(config, tmp_path):
+    jax.config.update("jax_compilation_cache_dir", None)  # that of all tests
     use_compile_cache(changed(config, run={"compile_cache_dir": "auto"}))
     assert jax.config.jax_compilation_cache_dir is None
     use_compile_cache(changed(config, run={"compile_cache_dir": "never"}))
