@@ -40,10 +40,6 @@ class Registry:
         """Whether one of some names comes with the package."""
         return any(name in self._built_in for name in names)
 
-    def knows(self, name: str) -> bool:
-        """Whether `get` finds it without loading a module of the user."""
-        return name in self._places
-
     def get(self, name: str) -> type:
         """The class of a name, or of `package.module:Name`, which is then known by that name.
 
