@@ -15,7 +15,7 @@ LAYERS = [
     {"mtraining_jax.models"},
     {"mtraining_jax.reporting"},
     {"mtraining_jax.training"},
-    {"mtraining_jax.planning"},
+    {"mtraining_jax.planning", "mtraining_jax.evaluation"},
     {"mtraining_jax.cli"},
 ]
 # What a configuration is made of declares itself in these, without JAX.

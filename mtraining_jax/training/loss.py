@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from mtraining_jax.data.loader import IGNORE_LABEL
+from mtraining_jax.models.label_scores import check_output_layer, score_chunk
 from mtraining_jax.models.token_parallel import cut_axis, gather, num_chunks, reduce_scatter
 from mtraining_jax.parallel.mesh import ACTIVATIONS, AXES, DATA_AXIS, REPLICATED, TOKENS
 
@@ -58,13 +59,7 @@ def linear_cross_entropy(
     Raises:
         ValueError: if shapes do not fit or chunk_size is below 1.
     """
-    if hidden_BSE.shape[:2] != labels_BS.shape or hidden_BSE.shape[-1] != weight_VE.shape[1]:
-        raise ValueError(
-            f"hidden {hidden_BSE.shape}, weight {weight_VE.shape} and labels {labels_BS.shape} "
-            "must be [B, S, E], [V, E] and [B, S]"
-        )
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size={chunk_size} must be at least 1")
+    check_output_layer(hidden_BSE, weight_VE, labels_BS, chunk_size)
     return _summed(hidden_BSE, weight_VE, labels_BS, chunk_size, mesh, weight_spec)
 
 
@@ -129,18 +124,14 @@ def _local(hidden_BSE, weight_VE, labels_BS, *, chunk_size, with_gradients):
 
     def body(carry, inputs):
         hidden_CE, labels_C = inputs
-        logits_CV = dot32("ce,ve->cv", hidden_CE, weight_VE)
-        counted_C = labels_C != IGNORE_LABEL
-        safe_C = jnp.where(counted_C, labels_C, 0)
-        lse_C = jax.nn.logsumexp(logits_CV, axis=-1)
-        picked_C = jnp.take_along_axis(logits_CV, safe_C[:, None], axis=-1)[:, 0]
-        loss = jnp.sum(jnp.where(counted_C, lse_C - picked_C, 0.0))
+        scores = score_chunk(hidden_CE, weight_VE, labels_C)
+        loss = jnp.sum(scores.loss)
         if not with_gradients:
             return carry + loss, None
         total, d_weight_VE = carry
-        probabilities_CV = jnp.exp(logits_CV - lse_C[:, None])
-        is_label_CV = jnp.arange(logits_CV.shape[-1]) == safe_C[:, None]
-        d_logits_CV = jnp.where(counted_C[:, None], probabilities_CV - is_label_CV, 0.0)
+        probabilities_CV = jnp.exp(scores.logits - scores.lse[:, None])
+        is_label_CV = jnp.arange(weight_VE.shape[0]) == scores.labels[:, None]
+        d_logits_CV = jnp.where(scores.counted[:, None], probabilities_CV - is_label_CV, 0.0)
         d_logits_CV = d_logits_CV.astype(dtype)
         d_hidden_CE = dot("cv,ve->ce", d_logits_CV, weight_VE)
         d_weight_VE = d_weight_VE + dot32("cv,ce->ve", d_logits_CV, hidden_CE)

@@ -1,0 +1,140 @@
+"""How well each token predicts its label: the output layer, a few tokens at a time, no gradients.
+
+What a loss on a long sequence needs and what its memory allows: the logits of all tokens do not fit
+(see `training/loss.py`, which forms gradients as well), so those of `chunk_size` tokens of a device
+exist at a time.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from mtraining_jax.data.loader import IGNORE_LABEL
+from mtraining_jax.models.token_parallel import num_chunks, on_own_tokens
+from mtraining_jax.parallel.mesh import REPLICATED
+
+
+class LabelScores(NamedTuple):
+    """How well tokens predict their labels.
+
+    Attributes:
+        loss: fp32 [B, S], -log softmax(logits)[label] in nats; 0 where a label is ignored.
+        is_argmax: bool [B, S], whether the label has the highest logit (of equal ones the first
+            counts), so that greedy decoding would give it; False where a label is ignored.
+    """
+
+    loss: Array
+    is_argmax: Array
+
+
+class ChunkScores(NamedTuple):
+    """The output layer on C tokens.
+
+    Attributes:
+        logits: fp32 [C, V].
+        lse: fp32 [C], log of the sum of exponentials.
+        counted: bool [C], whether a label is not ignored.
+        labels: int32 [C], 0 in place of ignored ones.
+        loss: fp32 [C], 0 where a label is ignored.
+    """
+
+    logits: Array
+    lse: Array
+    counted: Array
+    labels: Array
+    loss: Array
+
+
+def score_chunk(hidden_CE: Array, weight_VE: Array, labels_C: Array) -> ChunkScores:
+    """Logits and losses of C tokens, all in memory at once.
+
+    Args:
+        hidden_CE: [C, E], fp32 or bf16.
+        weight_VE: [V, E] in the same dtype.
+        labels_C: int32 [C], ids below V or `IGNORE_LABEL`.
+    """
+    logits_CV = jnp.einsum(
+        "ce,ve->cv",
+        hidden_CE,
+        weight_VE,
+        precision=lax.Precision.HIGHEST if hidden_CE.dtype == jnp.float32 else None,
+        preferred_element_type=jnp.float32,
+    )
+    counted_C = labels_C != IGNORE_LABEL
+    safe_C = jnp.where(counted_C, labels_C, 0)
+    lse_C = jax.nn.logsumexp(logits_CV, axis=-1)
+    picked_C = jnp.take_along_axis(logits_CV, safe_C[:, None], axis=-1)[:, 0]
+    loss_C = jnp.where(counted_C, lse_C - picked_C, 0.0)
+    return ChunkScores(logits_CV, lse_C, counted_C, safe_C, loss_C)
+
+
+def label_scores(
+    hidden_BSE: Array,
+    weight_VE: Array,
+    labels_BS: Array,
+    *,
+    chunk_size: int,
+    mesh: Mesh | None = None,
+    weight_spec: P = REPLICATED,
+) -> LabelScores:
+    """The loss of every token by itself, without all logits and without gradients.
+
+    Args:
+        hidden_BSE: [B, S, E], fp32 or bf16.
+        weight_VE: fp32 [V, E]; the product takes the dtype of `hidden_BSE` and gives fp32.
+        labels_BS: int32 [B, S], ids below V, or `IGNORE_LABEL`.
+        chunk_size: tokens of one device whose logits exist at a time.
+        mesh: B lies over 'data' and S over ('node', 'device'), in any order; every device works
+            on its own tokens. None: everything is on one device.
+        weight_spec: how the weight lies on the mesh.
+
+    Returns:
+        Scores in the order of the tokens, spread as they are.
+
+    Raises:
+        ValueError: if shapes do not fit or chunk_size is below 1.
+    """
+    check_output_layer(hidden_BSE, weight_VE, labels_BS, chunk_size)
+    # Cast before it is gathered: half the bytes travel.
+    return on_own_tokens(
+        functools.partial(_local, chunk_size=chunk_size),
+        weight_VE.astype(hidden_BSE.dtype),
+        hidden_BSE,
+        labels_BS,
+        specs=weight_spec,
+        mesh=mesh,
+    )
+
+
+def check_output_layer(
+    hidden_BSE: Array, weight_VE: Array, labels_BS: Array, chunk_size: int
+) -> None:
+    """Raises ValueError if the shapes do not fit or `chunk_size` is below 1."""
+    if hidden_BSE.shape[:2] != labels_BS.shape or hidden_BSE.shape[-1] != weight_VE.shape[1]:
+        raise ValueError(
+            f"hidden {hidden_BSE.shape}, weight {weight_VE.shape} and labels {labels_BS.shape} "
+            "must be [B, S, E], [V, E] and [B, S]"
+        )
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size={chunk_size} must be at least 1")
+
+
+def _local(
+    weight_VE: Array, hidden_BSE: Array, labels_BS: Array, *, chunk_size: int
+) -> LabelScores:
+    """The same for the tokens of one device."""
+    batch, seq, width = hidden_BSE.shape
+    chunks = num_chunks(batch * seq, chunk_size)
+
+    def body(inputs: tuple[Array, Array]) -> LabelScores:
+        scores = score_chunk(inputs[0], weight_VE, inputs[1])
+        best_C = jnp.argmax(scores.logits, axis=-1)
+        return LabelScores(scores.loss, scores.counted & (best_C == scores.labels))
+
+    cut = hidden_BSE.reshape(chunks, -1, width), labels_BS.reshape(chunks, -1)
+    return jax.tree.map(lambda x: x.reshape(batch, seq), lax.map(body, cut))

@@ -1,0 +1,71 @@
+"""Losses by how much context a prediction has, in buckets [2^k, 2^(k+1)).
+
+A token at position p (from 0) has p tokens before it, so the first token has no loss and bucket k
+has the tokens at positions 2^k to 2^(k+1) - 1. One long forward pass serves all lengths: bucket k
+says what a prediction is worth with that much context.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from mtraining_jax.data.loader import IGNORE_LABEL
+
+
+def num_buckets(seq_len: int) -> int:
+    """How many buckets the tokens of a sequence fill; the last one may be filled in part.
+
+    Raises:
+        ValueError: if the sequence is too short to predict anything.
+    """
+    if seq_len < 2:
+        raise ValueError(f"seq_len={seq_len} must be at least 2")
+    return (seq_len - 1).bit_length()
+
+
+def bucket_names(count: int) -> list[str]:
+    """The first positions of buckets 0 to `count` - 1, for people: 1, 2, 4, ... 512, 1K, ..."""
+    return [_short(2**k) for k in range(count)]
+
+
+def sums_by_bucket(
+    losses_BS: Array, labels_BS: Array, positions_BS: Array, buckets: int
+) -> tuple[Array, Array]:
+    """Sums of losses and numbers of counted labels in each bucket; for use under `jax.jit`.
+
+    Args:
+        losses_BS: fp32 [B, S], 0 where a label is ignored; in any order along S.
+        labels_BS: int32 [B, S]; `IGNORE_LABEL` does not count.
+        positions_BS: int32 [B, S], of the tokens that predict, whose labels are one further.
+        buckets: of `num_buckets`.
+
+    Returns:
+        fp32 [buckets] sums, in nats, and int32 [buckets] numbers of labels.
+    """
+    # floor(log2(position of the label)), exactly.
+    bucket_BS = 31 - lax.clz((positions_BS + 1).astype(jnp.int32))
+    counted_BS = labels_BS != IGNORE_LABEL
+    inside_KBS = bucket_BS == jnp.arange(buckets, dtype=jnp.int32)[:, None, None]
+    sums = jnp.sum(jnp.where(inside_KBS, losses_BS, 0.0), axis=(1, 2))
+    return sums, jnp.sum(inside_KBS & counted_BS, axis=(1, 2), dtype=jnp.int32)
+
+
+def means_by_bucket(losses: np.ndarray) -> tuple[list[float], list[int]]:
+    """Mean losses of one sequence in order, and how many tokens each bucket has.
+
+    Args:
+        losses: fp32 [S - 1], of the tokens at positions 1 to S - 1, as `Engine.token_losses` gives.
+
+    Returns:
+        Means in nats, and numbers of tokens, one for each bucket.
+    """
+    edges = [2**k - 1 for k in range(num_buckets(len(losses) + 1))]
+    parts = np.split(losses.astype(np.float64), edges[1:])
+    return [float(part.mean()) for part in parts], [len(part) for part in parts]
+
+
+def _short(number: int) -> str:
+    for unit, name in ((2**20, "M"), (2**10, "K")):
+        if number >= unit:
+            return f"{number // unit}{name}"
+    return str(number)
