@@ -27,13 +27,14 @@ class Estimate(Protocol):
         """Why these kernels cannot score by the last queries q [B, Hq, last_q, D], or None."""
 
     def block_statistics(
-        self, q: Array, k: Array, block_ids: Array, num_blocks: int, *, scale: float
+        self, q: Array, k: Array, block_ids: Array, num_blocks: int, *, scale: float,
+        valid_len: Array | None = None,
     ) -> tuple[Array, Array]:
         """See `pallas_kernels.mosaic_gpu.estimate.block_statistics`."""
 
     def block_masses(
         self, q: Array, k: Array, block_ids: Array, num_blocks: int, peak: Array, to_mass: Array,
-        *, scale: float,
+        *, scale: float, valid_len: Array | None = None,
     ) -> tuple[Array, Array, Array]:
         """See `pallas_kernels.mosaic_gpu.estimate.block_masses`."""
 

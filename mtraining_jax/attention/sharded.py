@@ -74,6 +74,7 @@ def attend(
     v: Array,
     pattern: Pattern | Index,
     recall_positions: Array | None = None,
+    valid_len: Array | None = None,
 ) -> Attended:
     """Attention over the pairs that a pattern chooses, or that an index lists.
 
@@ -83,20 +84,24 @@ def attend(
         k, v: [B, S, Hk, D].
         pattern: its arrays lead with the query heads, those of an index with batch and heads.
         recall_positions: int32 [R], queries on which recall is measured; None measures none.
+        valid_len: int32 scalar, tokens before the padding; see `Shards`. None: there is none.
     """
     placement = way.placement
     arrays, static = split(pattern)
     heads = P(placement.batch, placement.sequence, placement.heads)
     per_head = P(placement.batch, placement.heads)
     array_spec = per_head if isinstance(pattern, Index) else P(placement.heads)
-    in_specs = heads, heads, heads, array_spec, P()
+    in_specs = heads, heads, heads, array_spec, P(), P()
     rows = P(placement.batch, placement.heads, placement.sequence)
     out_specs = Attended(heads, rows, per_head, P())
 
-    def local(q: Array, k: Array, v: Array, arrays: list[Array], positions: Array | None):
-        return _local(way, q, k, v, join(static, arrays), positions)
+    def local(
+        q: Array, k: Array, v: Array, arrays: list[Array], positions: Array | None,
+        valid_len: Array | None,
+    ) -> Attended:
+        return _local(way, q, k, v, join(static, arrays), positions, valid_len)
 
-    args = placement.reshard((q, k, v, arrays, recall_positions), in_specs)
+    args = placement.reshard((q, k, v, arrays, recall_positions, valid_len), in_specs)
     return placement.run(local, in_specs, out_specs, args)
 
 
@@ -114,10 +119,11 @@ def join(static: object, arrays: list[Array]) -> Pattern | Index:
 
 
 def _local(
-    way: Way, q: Array, k: Array, v: Array, pattern: Pattern | Index, positions: Array | None
+    way: Way, q: Array, k: Array, v: Array, pattern: Pattern | Index, positions: Array | None,
+    valid_len: Array | None,
 ) -> Attended:
     """The same on one device's shards."""
-    shards = _shards(way, q, pattern.block_size)
+    shards = _shards(way, q, pattern.block_size, valid_len)
     choice = Choice(pattern)
     if isinstance(pattern, Pattern):
         choice = choose(pattern, q, k, shards)
@@ -147,14 +153,14 @@ def _local(
     return Attended(out, lse, index, statistics)
 
 
-def _shards(way: Way, q: Array, block_size: int) -> Shards:
+def _shards(way: Way, q: Array, block_size: int, valid_len: Array | None) -> Shards:
     axes = way.placement.sequence if way.placement.ranks > 1 else ()
     if axes:
         num_blocks, block_ids = way.layout.num_blocks, way.layout.block_ids(lax.axis_index(axes))
     else:
         num_blocks = q.shape[1] // block_size
         block_ids = jnp.arange(num_blocks, dtype=jnp.int32)
-    return Shards(block_ids, num_blocks, axes, way.scale, way.backend, way.causal)
+    return Shards(block_ids, num_blocks, axes, way.scale, way.backend, way.causal, valid_len)
 
 
 def _measure(choice: Choice, seq_len: int) -> Stats:
@@ -178,6 +184,7 @@ def make_attention(
     backend: str | None = None,
     scale: float | None = None,
     recall_positions: Array | None = None,
+    valid_len: Array | None = None,
     batch_axis: str = DATA_AXIS,
     sequence_axes: tuple[str, ...] = SEQUENCE_AXES,
 ) -> Callable[..., tuple[Array, Stats]]:
@@ -192,6 +199,8 @@ def make_attention(
         scale: of the logits; default 1/sqrt(D).
         recall_positions: int32 [R], global positions of queries on which `recall` is measured,
             which costs R rows of exact attention; None measures none.
+        valid_len: int32 scalar, tokens of every sequence that count, where those behind are
+            padding: the choice then reads none of these. None: all count.
         batch_axis: mesh axis of the batch.
         sequence_axes: mesh axes of the sequence, slowest first.
 
@@ -218,7 +227,9 @@ def make_attention(
         )
     placement = Placement(mesh, (batch_axis,), tuple(sequence_axes))
     way = Way(placement, layout, ring, scale, True, backend, statistics=True)
-    run = functools.partial(attend, way, recall_positions=recall_positions)
+    run = functools.partial(
+        attend, way, recall_positions=recall_positions, valid_len=valid_len
+    )
 
     def attention(
         q: Array, k: Array, v: Array, given: Pattern | Index | None = None

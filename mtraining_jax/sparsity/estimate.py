@@ -48,6 +48,7 @@ def softmax_scores(
     num_blocks: int,
     axis_names: AxisNames,
     backend: str | None = None,
+    valid_len: Array | None = None,
 ) -> tuple[Array, Array, Array]:
     """Mean attention mass of every local key column, and of diagonals within local blocks.
 
@@ -62,13 +63,17 @@ def softmax_scores(
         axis_names: mesh axes the sequence is sharded over.
         backend: of the kernels; None for the best that runs here. Where it has none for this
             estimate (`pallas_kernels.backends.Estimate`), the estimate runs in XLA.
+        valid_len: int32 scalar, where the last queries end, as in `Shards`; None is the end of
+            the sequence.
 
     Returns:
         (columns, own, tails), int32 [B, Hq, n/g, g], [B, Hq, n/g, g] and [B, Hq, n/g, last_q-1];
         2^30 is all the mass of a head; the columns of the whole sequence add up to it, up to
         rounding. The diagonals are complete after `join_diagonals`.
     """
-    where = dict(scale=scale, block_ids=block_ids, num_blocks=num_blocks)
+    where = dict(
+        scale=scale, block_ids=block_ids, num_blocks=num_blocks, valid_len=valid_len
+    )
     block_size = k_BnHD.shape[1] // block_ids.shape[0]
     kernels, _ = estimate_kernels(backend, q_BHuD, block_size)
     if kernels is None:
@@ -87,6 +92,8 @@ def softmax_scores(
     high, low = (x.astype(jnp.float32) for x in exchange.exact_sum(limbs, axis_names))
     # The product is exact (a power of two), so contraction cannot change this sum.
     normaliser = (high + low * 2.0**-_LOW_BITS) * 2.0**-_HIGH_BITS
+    if valid_len is not None:  # queries before the start of a short prompt see nothing
+        normaliser = jnp.where(normaliser > 0, normaliser, 1.0)
     return tiles.masses(peak, normaliser)
 
 
@@ -101,11 +108,13 @@ class _KernelTiles:
     scale: float
     block_ids: Array
     num_blocks: int
+    valid_len: Array | None
 
     def statistics(self) -> tuple[Array, Array]:
         """As `_XlaTiles.statistics`."""
         return self.kernels.block_statistics(
-            self.q, self.k, self.block_ids, self.num_blocks, scale=self.scale
+            self.q, self.k, self.block_ids, self.num_blocks, scale=self.scale,
+            valid_len=self.valid_len,
         )
 
     def masses(self, peak: Array, normaliser: Array) -> tuple[Array, Array, Array]:
@@ -113,7 +122,8 @@ class _KernelTiles:
         num_queries = self.q.shape[2]
         to_mean_mass = MASS_ONE // num_queries / normaliser
         columns, own, beyond = self.kernels.block_masses(
-            self.q, self.k, self.block_ids, self.num_blocks, peak, to_mean_mass, scale=self.scale
+            self.q, self.k, self.block_ids, self.num_blocks, peak, to_mean_mass,
+            scale=self.scale, valid_len=self.valid_len,
         )
         return _round(columns), _round(own), _round(beyond[..., : num_queries - 1])
 
@@ -128,12 +138,14 @@ class _XlaTiles:
     scale: float
     block_ids: Array
     num_blocks: int
+    valid_len: Array | None
 
     @property
     def _logits(self) -> tuple:
         """Arguments of `map_logits` after the body."""
         seq_len = self.num_blocks * (self.k.shape[1] // self.block_ids.shape[0])
-        positions = last_positions(self.q.shape[2], seq_len)
+        end = seq_len if self.valid_len is None else self.valid_len
+        positions = last_positions(self.q.shape[2], end)
         return self.q, positions, self.k, self.block_ids, self.num_blocks
 
     def statistics(self) -> tuple[Array, Array]:
@@ -176,6 +188,7 @@ def logit_scores(
     *,
     block_ids: Array,
     num_blocks: int,
+    valid_len: Array | None = None,
 ) -> tuple[Array, Array, Array]:
     """Sums of raw logits over columns, and diagonals of blocks, without softmax or scale.
 
@@ -187,6 +200,7 @@ def logit_scores(
         k_BnHD: [B, n, Hk, D], local keys.
         block_ids: int32 [n/g], global number of each local block.
         num_blocks: NB.
+        valid_len: as in `softmax_scores`.
 
     Returns:
         (columns, own, tails), fp32, of the shapes that `softmax_scores` gives.
@@ -197,7 +211,8 @@ def logit_scores(
         seen = jnp.where(logits == -jnp.inf, 0.0, logits)
         return _ordered_sum(logits), _ordered_sum(_skew(seen))
 
-    queries = (q_BHuD, last_positions(q_BHuD.shape[2], num_blocks * block_size))
+    end = num_blocks * block_size if valid_len is None else valid_len
+    queries = (q_BHuD, last_positions(q_BHuD.shape[2], end))
     columns, diagonals = map_logits(block_scores, *queries, k_BnHD, block_ids, num_blocks)
     return columns, diagonals[..., :block_size], diagonals[..., block_size:]
 
@@ -205,7 +220,8 @@ def logit_scores(
 def join_diagonals(own: Array, tails: Array) -> Array:
     """Adds to the diagonals of every block what those of the block before carry over.
 
-    A diagonal s is held by the key that the last query sees at distance s, token S-1-s.
+    A diagonal s is held by the key that the last query sees at distance s: token V-1-s if that
+    query is the last of V tokens.
 
     Args:
         own: [..., NB, g], what the queries see of a diagonal in the block that holds it.
@@ -220,9 +236,9 @@ def join_diagonals(own: Array, tails: Array) -> Array:
     return own + received
 
 
-def last_positions(count: int, seq_len: int) -> Array:
-    """int32 [count], positions of the last tokens of the sequence."""
-    return jnp.arange(seq_len - count, seq_len, dtype=jnp.int32)
+def last_positions(count: int, end: int | Array) -> Array:
+    """int32 [count], the last positions before `end`; negative where there are fewer tokens."""
+    return end + jnp.arange(-count, 0, dtype=jnp.int32)
 
 
 def map_logits(

@@ -140,10 +140,12 @@ class _Rule:
         from mtraining_jax.sparsity import estimate
 
         del scale
-        where = dict(block_ids=shards.block_ids, num_blocks=shards.num_blocks)
-        return estimate.logit_scores(q_last, k, **where)
+        return estimate.logit_scores(
+            q_last, k, block_ids=shards.block_ids, num_blocks=shards.num_blocks,
+            valid_len=shards.valid_len,
+        )  # fmt: skip
 
-    def keys(self, by_distance: "Array", heads: "Array") -> tuple:
+    def keys(self, by_distance: "Array", heads: "Array", valid_len: "int | Array") -> tuple:
         """Keys in the order of the sums; what is always kept ranks above all."""
         import jax.numpy as jnp
 
@@ -152,13 +154,14 @@ class _Rule:
         pattern = self.pattern
         numbers = last_queries.entries(by_distance)
         forced = jnp.stack([numbers < pattern.sink_tokens, numbers < pattern.sliding_window])
-        keys = select.float_keys(jnp.where(forced[:, None], jnp.inf, by_distance))
+        scores = jnp.where(forced[:, None], jnp.inf, by_distance)
+        keys = select.float_keys(jnp.where(numbers < valid_len, scores, -jnp.inf))
         budgets = jnp.stack([jnp.asarray(pattern.verticals), jnp.asarray(pattern.slashes)])
         caps = last_queries.per_kind([pattern.max_verticals, pattern.max_slashes])
-        budgets = jnp.clip(budgets, 0, jnp.minimum(caps, numbers.size)).astype(jnp.int32)
+        budgets = jnp.clip(budgets, 0, jnp.minimum(caps, valid_len)).astype(jnp.int32)
         return keys, select.Rule(minimum=0, maximum=budgets[:, heads])
 
-    def nearest(self, slash_count: "Array", seq_len: int) -> int:
+    def nearest(self, slash_count: "Array", valid_len: "int | Array") -> int:
         """The main block diagonal."""
         return 1
 

@@ -32,23 +32,27 @@ class Rule(Protocol):
             scale: of the logits.
         """
 
-    def keys(self, by_distance: Array, heads: Array) -> tuple[Array, select.Rule]:
+    def keys(
+        self, by_distance: Array, heads: Array, valid_len: int | Array
+    ) -> tuple[Array, select.Rule]:
         """Keys to select by, and how many of the largest are kept.
 
         Args:
             by_distance: scores [2, R, NB, g] of columns, and of diagonals in order of distance.
+                Entries from `valid_len` on are of no column or diagonal that a query sees.
             heads: int32 [R], the query head of each row.
+            valid_len: tokens that count, V.
 
         Returns:
             Keys uint32 [2, R, NB, g], and a rule whose fields broadcast with [2, R].
         """
 
-    def nearest(self, slash_count: Array, seq_len: int) -> int | Array:
+    def nearest(self, slash_count: Array, valid_len: int | Array) -> int | Array:
         """How many block diagonals, from the main one on, are always kept: broadcasts with [R, NB].
 
         Args:
             slash_count: int32 [R], diagonals kept.
-            seq_len: S.
+            valid_len: tokens that count, V.
         """
 
 
@@ -61,6 +65,10 @@ def choose(
     blocks are dealt to them. Equal scores are kept in order of
     position (columns) or distance (diagonals). A diagonal at token distance s turns on block
     diagonals floor(s/g) and, unless g divides s, floor(s/g)+1.
+
+    Where tokens behind `shards.valid_len` are padding, the last queries are those before it, and
+    no column or diagonal is kept that only padding has. If fewer tokens count than `last_q`, the
+    estimate is of all queries there are.
 
     Args:
         q: [B, n, Hq, D], local queries, rotary embedding applied.
@@ -80,7 +88,8 @@ def choose(
     batch, num_heads = q.shape[0], q.shape[2]
     where = dict(block_ids=shards.block_ids, num_blocks=shards.num_blocks)
     seq_len = shards.num_blocks * settings.block_size
-    last = estimate.last_positions(settings.last_q, seq_len)
+    valid_len = seq_len if shards.valid_len is None else shards.valid_len
+    last = estimate.last_positions(settings.last_q, valid_len)
     q_last = exchange.gather_rows(q, last, **where, axis_names=shards.axis_names)
     scores = rule.scores(q_last.transpose(0, 2, 1, 3), k, shards, scale)
     # From here on a rank has whole sequences of some heads. A search over all ranks instead
@@ -90,9 +99,13 @@ def choose(
     )
     slash = estimate.join_diagonals(own, tails)
     # Diagonals are reversed so that both ascend in distance.
-    by_distance = jnp.stack([vertical, jnp.flip(slash, axis=(-2, -1))])
-    keys, kept = rule.keys(by_distance, heads)
-    lists = _lists(keys, kept, settings, rule)
+    slash = jnp.flip(slash, axis=(-2, -1))
+    if shards.valid_len is not None:
+        # Token V-1-s holds diagonal s; those that padding would hold go to the end.
+        slash = jnp.roll(slash.reshape(-1, seq_len), valid_len - seq_len, 1).reshape(slash.shape)
+    by_distance = jnp.stack([vertical, slash])
+    keys, kept = rule.keys(by_distance, heads, valid_len)
+    lists = _lists(keys, kept, settings, rule, valid_len)
     lists = exchange.from_heads(lists, batch, num_heads, shards.axis_names)
     capacities = index_capacities(settings, shards.num_blocks)
     # Padding at the end of a list is larger than every entry.
@@ -117,7 +130,9 @@ def per_kind(values: Sequence[int]) -> Array:
     return jnp.array(values, jnp.int32)[:, None]
 
 
-def _lists(keys: Array, kept_by: select.Rule, settings: Settings, rule: Rule) -> Array:
+def _lists(
+    keys: Array, kept_by: select.Rule, settings: Settings, rule: Rule, valid_len: int | Array
+) -> Array:
     """Turns keys [2, R, NB, g] of columns and diagonals into the lists of an index.
 
     Returns:
@@ -134,7 +149,7 @@ def _lists(keys: Array, kept_by: select.Rule, settings: Settings, rule: Rule) ->
     beyond = kept[1, ..., 1:].any(-1)
     active = kept[1].any(-1) | jnp.pad(beyond, ((0, 0), (1, 0)))[:, :-1]
     blocks = jnp.arange(num_blocks, dtype=jnp.int32)
-    forced = blocks < rule.nearest(count[1], seq_len)
+    forced = blocks < rule.nearest(count[1], valid_len)
     slash_blocks = jnp.sort(jnp.where(active | forced, blocks, num_blocks), axis=-1)
     return jnp.concatenate([slash_blocks[:, :max_slash_blocks], vertical_tokens], axis=-1)
 

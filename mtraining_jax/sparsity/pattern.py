@@ -49,6 +49,9 @@ class Shards:
         scale: of the logits; None is 1/sqrt(D).
         backend: of kernels that a choice may use; None is the best that runs here.
         causal: whether a query sees only keys that are not ahead of it.
+        valid_len: int32 scalar, tokens of the sequence that count; those behind are padding. May
+            be traced. A pattern that reads the last queries reads the last of these, and its
+            choice must not depend on what the padding holds. None is the whole sequence.
     """
 
     block_ids: "Array"
@@ -57,6 +60,7 @@ class Shards:
     scale: float | None = None
     backend: str | None = None
     causal: bool = True
+    valid_len: "Array | None" = None
 
 
 class Choice(NamedTuple):

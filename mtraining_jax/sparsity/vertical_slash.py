@@ -114,10 +114,10 @@ class _Rule:
 
         return estimate.softmax_scores(
             q_last, k, scale=scale, backend=shards.backend, axis_names=shards.axis_names,
-            block_ids=shards.block_ids, num_blocks=shards.num_blocks,
+            block_ids=shards.block_ids, num_blocks=shards.num_blocks, valid_len=shards.valid_len,
         )  # fmt: skip
 
-    def keys(self, by_distance: "Array", heads: "Array") -> tuple:
+    def keys(self, by_distance: "Array", heads: "Array", valid_len: "int | Array") -> tuple:
         """Keys whose low 30 bits are the mass, with bit 30 set for what is forced."""
         import jax.numpy as jnp
 
@@ -126,28 +126,29 @@ class _Rule:
         del heads  # all have the same settings
         settings, keys = self.settings, by_distance
         safe = settings.preset == "safe"
-        seq_len = keys.shape[-2] * keys.shape[-1]
         # One unit less than all the mass, to leave bit 30 for the forced entries.
         keys = jnp.minimum(keys, estimate.MASS_ONE - 1).astype(jnp.uint32)
         if safe:
-            forced = last_queries.entries(keys) < settings.sink_tokens
+            forced = last_queries.entries(keys) < jnp.minimum(settings.sink_tokens, valid_len)
             keys = keys.at[0].add(jnp.where(forced, jnp.uint32(estimate.MASS_ONE), 0))
         minimum = 0, 0
         if safe:
             minimum = max(settings.min_verticals, settings.sink_tokens), settings.min_slashes
         maximum = settings.max_verticals, settings.max_slashes
         return keys, select.Rule(
-            minimum=last_queries.per_kind([min(x, seq_len) for x in minimum]),
-            maximum=last_queries.per_kind([min(x, seq_len) for x in maximum]),
+            minimum=jnp.minimum(last_queries.per_kind(minimum), valid_len),
+            maximum=jnp.minimum(last_queries.per_kind(maximum), valid_len),
             mass_target=round(settings.top_p * estimate.MASS_ONE),
             mass_mask=estimate.MASS_ONE - 1,
             keep_crossing=safe,
         )
 
-    def nearest(self, slash_count: "Array", seq_len: int) -> "int | Array":
+    def nearest(self, slash_count: "Array", valid_len: "int | Array") -> "int | Array":
         """How many block diagonals, from the main one on, are forced."""
+        import jax.numpy as jnp
+
         settings = self.settings
         if settings.preset == "safe":
             return settings.local_blocks
         # The reference pads short lists with -1, which acts on the main block diagonal.
-        return (slash_count < min(settings.max_slashes, seq_len))[:, None]
+        return (slash_count < jnp.minimum(settings.max_slashes, valid_len))[:, None]

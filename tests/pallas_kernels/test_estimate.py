@@ -25,29 +25,32 @@ def interpret():
         interpreter.reset_gpu_interpret_mode_state()
 
 
-def _logits(q, k, block_ids, num_blocks):
+def _logits(q, k, block_ids, end):
     """Causal logits fp64 [B, Hq, n, 64, 128], -inf ahead of the query."""
     q, k = np.asarray(q, np.float64), np.asarray(k, np.float64)
     k = np.repeat(k, q.shape[1] // k.shape[2], axis=2)
     k = k.reshape(k.shape[0], len(block_ids), TILE, *k.shape[2:])
-    queries = num_blocks * TILE - ROWS + np.arange(ROWS)
+    queries = end - ROWS + np.arange(ROWS)
     keys = block_ids[:, None] * TILE + np.arange(TILE)
     causal = keys[:, None, :] <= queries[:, None]
     return np.where(causal, np.einsum("bhud,bnkhd->bhnuk", q, k), -np.inf)
 
 
-# An even group, and an odd one whose last pair of heads is not full.
-@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 1), (3, 1)])
-def test_matches_brute_force(heads, kv_heads, interpret):
+# An even group, and an odd one whose last pair of heads is not full. In the second case the last
+# queries are before padding, so that one block is ahead of all of them and one of some.
+@pytest.mark.parametrize(("heads", "kv_heads", "valid_len"), [(2, 1, None), (3, 1, 430)])
+def test_matches_brute_force(heads, kv_heads, valid_len, interpret):
     rng = np.random.default_rng(heads)
     block_ids, num_blocks, scale = np.array([5, 0, 3], np.int32), 6, 0.2
     q = jnp.asarray(rng.normal(size=(1, heads, ROWS, 64)), jnp.bfloat16)
     k = jnp.asarray(rng.normal(size=(1, 3 * TILE, kv_heads, 64)), jnp.bfloat16)
-    run = dict(scale=scale, multiprocessors=2, interpret=interpret)
-    logits = _logits(q, k, block_ids, num_blocks)
+    valid = None if valid_len is None else jnp.int32(valid_len)
+    run = dict(scale=scale, valid_len=valid, multiprocessors=2, interpret=interpret)
+    logits = _logits(q, k, block_ids, valid_len or num_blocks * TILE)
 
     peak, total = estimate.block_statistics(q, k, block_ids, num_blocks, **run)
-    expected = logits.max(-1)
+    lowest = np.float64(np.finfo(np.float32).min)  # instead of -inf, where nothing is seen
+    expected = np.maximum(logits.max(-1), lowest)
     np.testing.assert_allclose(peak, expected, rtol=1e-5)
     terms = np.exp((logits - expected[..., None]) * scale)
     np.testing.assert_allclose(total, terms.sum(-1), rtol=1e-4)
@@ -75,7 +78,7 @@ def test_lowers_for_a_hopper_gpu(group, dim, dtype):
     k = jax.ShapeDtypeStruct((2, num_blocks * TILE, 2, dim), dtype)
     ids = jax.ShapeDtypeStruct((num_blocks,), jnp.int32)
     row = jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)
-    run = dict(scale=0.1)
+    run = dict(scale=0.1, valid_len=jnp.int32(1000) if group == 5 else None)
     with hopper():
         for kernel, more in (
             (estimate.block_statistics, ()),

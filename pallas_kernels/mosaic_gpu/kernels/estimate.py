@@ -36,12 +36,13 @@ _COMPILER_PARAMS = plgpu.CompilerParams(
     approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0,
     lowering_semantics=plgpu.LoweringSemantics.Lane,
 )
+_LOWEST = float(jnp.finfo(jnp.float32).min)
 _LINE = plgpu.Layout.WG_STRIDED((TILE,), 1)
 
 
 def block_statistics(
     q: Array, k: Array, block_ids: Array, num_blocks: int, *, scale: float,
-    multiprocessors: int | None = None, interpret: Any = False,
+    valid_len: Array | None = None, multiprocessors: int | None = None, interpret: Any = False,
 ) -> tuple[Array, Array]:
     """Peak and normaliser of every (key block, query), for a softmax over all blocks.
 
@@ -51,18 +52,22 @@ def block_statistics(
         block_ids: int32 [n/128], global number of each local block of 128 keys.
         num_blocks: NB, blocks of the whole sequence.
         scale: of the logits.
+        valid_len: int32 scalar, the position behind the last query; None is NB * 128.
         multiprocessors: how many the work is spread over; those of the device when None.
         interpret: False, or parameters of the Pallas GPU interpreter.
 
     Returns:
         (peak, total) fp32 [B, Hq, n/128, 64]: the largest causal logit (not scaled), and the sum
-        of exp((logit - peak) * scale).
+        of exp((logit - peak) * scale). Where a query sees no key of a block, the lowest finite
+        number and 0.
     """
     log2_scale = scale * LOG2E
 
     def tile(refs: dict[str, Any], at: tuple, logits: list[Array], _: tuple) -> None:
         (x,) = logits
         peak = x.max(axis=1)
+        if valid_len is not None:  # or -inf - -inf below, of blocks ahead of a query
+            peak = jnp.maximum(peak, _LOWEST)
         terms = jnp.exp2((x - rows_to_tile(peak, x)) * log2_scale)
         refs["peak"].at[at][...] = peak
         refs["total"].at[at][...] = terms.sum(axis=1)
@@ -70,13 +75,15 @@ def block_statistics(
     shape = jax.ShapeDtypeStruct((*q.shape[:2], block_ids.shape[0], ROWS), jnp.float32)
     return _over_tiles(
         tile, q, k, block_ids, num_blocks, rows={}, outputs={"peak": shape, "total": shape},
-        scratch={}, width=TILE, multiprocessors=multiprocessors, interpret=interpret,
+        scratch={}, width=TILE, valid_len=valid_len, multiprocessors=multiprocessors,
+        interpret=interpret,
     )
 
 
 def block_masses(
     q: Array, k: Array, block_ids: Array, num_blocks: int, peak: Array, to_mass: Array, *,
-    scale: float, multiprocessors: int | None = None, interpret: Any = False,
+    scale: float, valid_len: Array | None = None, multiprocessors: int | None = None,
+    interpret: Any = False,
 ) -> tuple[Array, Array, Array]:
     """Sums of softmax weights over the columns and diagonals of every tile.
 
@@ -90,6 +97,7 @@ def block_masses(
         peak: fp32 [B, Hq, 64], largest logit of each query over the whole sequence.
         to_mass: fp32 [B, Hq, 64].
         scale: of the logits.
+        valid_len: as in `block_statistics`.
         multiprocessors: how many the work is spread over; those of the device when None.
         interpret: False, or parameters of the Pallas GPU interpreter.
 
@@ -129,14 +137,14 @@ def block_masses(
         tile, q, k, block_ids, num_blocks, rows={"peak": peak, "to_mass": to_mass},
         outputs={"columns": shape, "own": shape, "beyond": shape},
         scratch={"scratch": plgpu.SMEM((_MOST_HEADS, ROWS, _PITCH), jnp.float32)},
-        width=_HALF, multiprocessors=multiprocessors, interpret=interpret,
+        width=_HALF, valid_len=valid_len, multiprocessors=multiprocessors, interpret=interpret,
     )
 
 
 def _over_tiles(
     tile: Callable, q: Array, k: Array, block_ids: Array, num_blocks: int, *,
     rows: dict[str, Array], outputs: dict[str, Any], scratch: dict[str, Any], width: int,
-    multiprocessors: int | None, interpret: Any,
+    valid_len: Array | None, multiprocessors: int | None, interpret: Any,
 ) -> tuple[Array, ...]:
     """Calls `tile(refs, (batch, head, block), logits, rows)` for every tile.
 
@@ -151,7 +159,10 @@ def _over_tiles(
     columns = batch * kv_heads * parts
     multiprocessors = multiprocessors or device.multiprocessors()
     share = min(max(multiprocessors // columns, 1), num_local)
-    names = ["q", "k", "block_ids", *rows, *outputs, "smem", "bars"]
+    end = num_blocks * TILE if valid_len is None else valid_len
+    # Of each block: how far the first of the last queries lies behind its first key.
+    shifts = (end - ROWS - block_ids * TILE).astype(jnp.int32)
+    names = ["q", "k", "shifts", *rows, *outputs, "smem", "bars"]
 
     def estimate_index(*arguments: Any) -> None:
         refs = dict(zip(names, arguments, strict=True))
@@ -192,8 +203,7 @@ def _over_tiles(
             def step(n: Array, _: None) -> None:
                 slot = lax.rem(n, _STAGES)
                 block = first + n * share
-                # Keys of earlier blocks lie before all of the last queries.
-                shift = (num_blocks - refs["block_ids"][block]) * TILE - ROWS
+                shift = refs["shifts"][block]
                 plgpu.barrier_wait(bars["k_full"].at[slot])
                 pieces = []
                 for start in range(0, TILE, width):
@@ -231,7 +241,7 @@ def _over_tiles(
             thread_name="wg",
             compiler_params=_COMPILER_PARAMS,
             interpret=interpret,
-        )(q, k, block_ids, *rows.values())
+        )(q, k, shifts, *rows.values())
     )
 
 

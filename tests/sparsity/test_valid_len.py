@@ -1,0 +1,96 @@
+"""The choice where tokens at the end are padding: as if these were not there."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mtraining_jax.sparsity import FixedBudget, Shards, VerticalSlash
+from mtraining_jax.sparsity.choose import choose
+from tests.sparsity import inputs, oracle
+
+SEQ_LEN, HEADS, KV_HEADS, DIM, BLOCK, LAST_Q = 512, 4, 2, 16, 16, 15
+SMALL = dict(block_size=BLOCK, last_q=LAST_Q)
+PATTERNS = {
+    "safe": VerticalSlash(0.7, 128, 20, **SMALL, sink_tokens=12, min_verticals=8, min_slashes=5),
+    "paper": VerticalSlash(0.8, 128, 24, "paper", **SMALL),
+    "fixed": FixedBudget(
+        np.array([0, 9, 60, 300], np.int32), np.array([3, 10, 20, 40], np.int32),
+        max_verticals=300, max_slashes=40, sink_tokens=12, sliding_window=4, **SMALL,
+    ),
+}  # fmt: skip
+
+
+@jax.jit
+def choose_all(q, k, valid_len):
+    num_blocks = q.shape[1] // BLOCK
+    shards = Shards(jnp.arange(num_blocks), num_blocks, valid_len=valid_len)
+    return {name: choose(pattern, q, k, shards).index for name, pattern in PATTERNS.items()}
+
+
+def listed(index, head):
+    at = (0, head)
+    return (
+        oracle.entries(index.slash_blocks[at], index.slash_count[at]),
+        oracle.entries(index.vertical_tokens[at], index.vertical_count[at]),
+    )
+
+
+@pytest.fixture(scope="module")
+def heads():
+    q, k = inputs.random(0, 1, SEQ_LEN, HEADS, KV_HEADS, DIM)
+    noise = jax.random.normal(jax.random.key(1), (2, SEQ_LEN, 1, DIM))
+
+    def padded(valid_len, pad):
+        """Other numbers from `valid_len` on, larger than those that count."""
+        keep = (jnp.arange(SEQ_LEN) < valid_len)[:, None, None]
+        return [jnp.where(keep, x, pad * y) for x, y in zip((q, k), noise, strict=True)]
+
+    return q, k, padded
+
+
+def test_whole_blocks_of_padding_change_nothing(heads):
+    q, k, padded = heads
+    count = 24 * BLOCK
+    plain = jax.device_get(choose_all(q[:, :count], k[:, :count], None))
+    found = jax.device_get(choose_all(*padded(count, 50.0), jnp.int32(count)))
+    for name in PATTERNS:
+        for head in range(HEADS):
+            assert listed(found[name], head) == listed(plain[name], head), (name, head)
+
+
+def test_a_prompt_may_end_inside_a_block(heads):
+    q, k, padded = heads
+    count = 24 * BLOCK - 5
+    found = jax.device_get(choose_all(*padded(count, 50.0), jnp.int32(count)))
+    again = jax.device_get(choose_all(*padded(count, -3.0), jnp.int32(count)))
+    jax.tree.map(np.testing.assert_array_equal, found, again)
+    logits = oracle.last_logits(q[:, :count], k[:, :count], LAST_Q, DIM**-0.5)
+    mass = oracle.softmax(logits) * 2**30 / LAST_Q
+    columns, diagonals = mass.sum(2), oracle.diagonal_sums(mass)
+    for head in range(HEADS):
+        verticals = oracle.top_p(
+            columns[0, head], 0.7 * 2**30, minimum=12, maximum=128, keep_crossing=True,
+            forced=range(12),
+        )
+        slashes = oracle.top_p(
+            diagonals[0, head], 0.7 * 2**30, minimum=5, maximum=20, keep_crossing=True
+        )
+        blocks = {0, 1} | oracle.block_diagonals(slashes, BLOCK, SEQ_LEN // BLOCK)
+        assert listed(found["safe"], head) == (sorted(blocks), sorted(verticals))
+    sums = np.where(np.isinf(logits), 0, logits)
+    by_distance = oracle.diagonal_sums(sums)[0, 2]
+    kept = sorted(range(count), key=lambda s: (s >= 4, -by_distance[s]))[:20]
+    assert listed(found["fixed"], 2)[0] == sorted(
+        {0} | oracle.block_diagonals(kept, BLOCK, SEQ_LEN // BLOCK)
+    )
+
+
+def test_a_prompt_may_be_shorter_than_the_last_queries(heads):
+    _, _, padded = heads
+    found = jax.device_get(choose_all(*padded(7, 50.0), jnp.int32(7)))
+    for name in PATTERNS:
+        for head in range(HEADS):
+            blocks, columns = listed(found[name], head)
+            assert 0 in blocks and max(columns, default=0) < 7
+    assert listed(found["safe"], 0)[1] == list(range(7))
