@@ -38,10 +38,13 @@ class Field:
 
 
 def section_class(annotation: Any) -> type | None:
-    """The section that a field's annotation holds, alone or as `Section | None`; else None."""
+    """The section that a field's annotation holds, alone or as `Section | None`; else None.
+
+    It has the fields of all plug-ins known so far.
+    """
     for option in (annotation, *typing.get_args(annotation)):
         if dataclasses.is_dataclass(option):
-            return option
+            return assembled(option)
     return None
 
 
@@ -167,7 +170,7 @@ def _option_in_words(option: Any, limits: list[Any]) -> str:
         of_text = str in _kinds(typing.get_args(option)[0])
         return "a list of non-empty strings" if of_text else "a list of finite numbers"
     if dataclasses.is_dataclass(option):
-        return f"a table of {', '.join(infos(option))}"
+        return f"a table of {', '.join(infos(assembled(option)))}"
     if words := [limit.text for limit in limits if isinstance(limit, InWords)]:
         return words[0]
     if option is str:

@@ -19,6 +19,7 @@ from mtraining_jax.config.fields import (
     sections,
     toml_value,
 )
+from mtraining_jax.config.held_out import with_data_of_training
 from mtraining_jax.config.init_from import with_checkpoint
 from mtraining_jax.config.schema import Config
 from mtraining_jax.config.validate import validate
@@ -215,7 +216,7 @@ def _build(
             say(dotted, f"{dotted}: {error}")
     if len(problems) > before:  # their fields are not known
         raise UserError("\n".join(problems))
-    table = with_checkpoint(table, say)
+    table = with_data_of_training(with_checkpoint(table, say))
     fields = all_fields()
 
     def unknown(name: str) -> None:
@@ -271,16 +272,19 @@ def _origin(name: str, origins: Mapping[str, str], source: str) -> str:
     return source
 
 
-def _own_plugins(table: Mapping[str, Any]) -> Iterable[tuple[str, str, Registry]]:
+def _own_plugins(
+    table: Mapping[str, Any], within: type = Config, prefix: str = ""
+) -> Iterable[tuple[str, str, Registry]]:
     """The plug-ins that a table names as `package.module:Name`: dotted field, name, registry."""
-    for section, info in infos(Config).items():
-        plugins = getattr(info.annotation, "plugins", None)
-        values = table.get(section)
-        if plugins is None or not isinstance(values, Mapping):
+    for section, info in infos(within).items():
+        inner, values = section_class(info.annotation), table.get(section)
+        if inner is None or not isinstance(values, Mapping):
             continue
-        name = values.get(plugins.selector)
+        yield from _own_plugins(values, inner, f"{prefix}{section}.")
+        plugins = getattr(inner, "plugins", None)
+        name = plugins and values.get(plugins.selector)
         if isinstance(name, str) and ":" in name:
-            yield f"{section}.{plugins.selector}", name, plugins.registry
+            yield f"{prefix}{section}.{plugins.selector}", name, plugins.registry
 
 
 # Stands for a table whose own problems have been reported already.

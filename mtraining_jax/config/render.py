@@ -4,7 +4,13 @@ import dataclasses
 import textwrap
 from typing import Any
 
-from mtraining_jax.config.fields import all_fields, sections, toml_value
+from mtraining_jax.config.fields import (
+    all_fields,
+    infos,
+    section_class,
+    sections,
+    toml_value,
+)
 from mtraining_jax.config.schema import Config
 
 
@@ -21,13 +27,20 @@ def config_to_dict(config: Config) -> dict[str, Any]:
         return [plain(item) for item in value] if isinstance(value, tuple) else value
 
     table = plain(dataclasses.asdict(config))
-    for name, values in table.items():
-        section = getattr(config, name)
-        for field, owners in getattr(section, "owners", {}).items():
-            chosen = values[section.plugins.selector]
-            if chosen not in owners and not section.plugins.registry.names_any(owners):
-                del values[field]
+    _leave_out_own(config, table)
     return table
+
+
+def _leave_out_own(section: Any, values: dict[str, Any]) -> None:
+    """Takes fields of somebody's own plug-in, where another is selected, out of a table."""
+    owned = section.owners if hasattr(section, "plugins") else {}
+    for field, owners in owned.items():
+        chosen = values[section.plugins.selector]
+        if chosen not in owners and not section.plugins.registry.names_any(owners):
+            del values[field]
+    for name, inner in values.items():
+        if isinstance(inner, dict):
+            _leave_out_own(getattr(section, name), inner)
 
 
 def config_to_toml(config: Config) -> str:
@@ -61,11 +74,19 @@ def help_text(width: int = 100) -> str:
     """
     lines: list[str] = []
     fields = list(all_fields().values())
-    for name, section in sections().items():
+    own = sections()
+    # Fields of a section that stands inside another one as well are told once.
+    told = [
+        f"{name}.{field}."
+        for name, section in own.items()
+        for field, info in infos(section).items()
+        if section_class(info.annotation) in own.values()
+    ]
+    for name, section in own.items():
         doc = (section.__doc__ or "").strip().splitlines()[0]
         lines += ["", f"[{name}] {doc}"]
         for field in fields:
-            if field.name.split(".")[0] != name:
+            if field.name.split(".")[0] != name or field.name.startswith(tuple(told)):
                 continue
             default = "required" if field.required else f"default {toml_value(field.default)}"
             lines += [f"  --{field.name}  {field.allowed}; {default}"]

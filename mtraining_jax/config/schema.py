@@ -220,6 +220,26 @@ class DataConfig:
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
+class EvalConfig:
+    """The loss on text that is held out: not trained on."""
+
+    every_steps: NonNegativeInt = 0
+    """Steps between two evaluations, which the last step ends with too; 0 never evaluates."""
+    batches: PositiveInt = 8
+    """Batches of each evaluation, the same every time."""
+    attention: Literal["same", "dense", "both"] = "same"
+    """same: with the pairs that training would choose; dense: with all pairs; both: side by side.
+
+    A run that trains dense is evaluated once, whichever it is.
+    """
+    data: DataConfig | None = None
+    """What is held out: fields as in [data], and like there where they are not given.
+
+    Where eval.data.source is given, the fields of the source are not taken over.
+    """
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
 class OptimizerConfig:
     """AdamW, its schedule and its guards."""
 
@@ -330,6 +350,7 @@ class Config(Sizes):
     sparsity: SparsityConfig = Field(default_factory=lambda: assembled(SparsityConfig)())
     parallel: ParallelConfig = ParallelConfig()
     data: DataConfig = Field(default_factory=lambda: assembled(DataConfig)())
+    eval: EvalConfig = EvalConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     loss: LossConfig = LossConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -4,8 +4,10 @@ import re
 from collections.abc import Iterator
 
 from mtraining_jax.config.fields import infos, toml_value
+from mtraining_jax.config.held_out import about_held_out, evaluation_of
 from mtraining_jax.config.schema import Config, RopeScalingConfig
 from mtraining_jax.data.sources import problems as data_problems
+from mtraining_jax.data.sources import selected_source
 from mtraining_jax.errors import UserError
 from mtraining_jax.models.hf.config import FREE
 from mtraining_jax.models.spec import spec_problems
@@ -28,6 +30,7 @@ def validate(config: Config, device_count: int | None = None) -> None:
         *_sparsity(config),
         *_devices(config, device_count),
         *_data(config),
+        *_held_out(config),
         *_optimizer(config),
         *_profile(config),
         *_distributed(config),
@@ -50,6 +53,11 @@ def _model(config: Config) -> Iterator[str]:
     for name in model.override:
         if name not in FREE:
             yield f'model.override has "{name}"; allowed are {", ".join(FREE)}'
+    yield from _positions(config)
+
+
+def _positions(config: Config) -> Iterator[str]:
+    model = config.model
     if config.data.seq_len > model.max_position_embeddings:
         way = ""
         if model.init_from is not None and "max_position_embeddings" not in model.override:
@@ -145,6 +153,33 @@ def _devices(config: Config, device_count: int | None) -> Iterator[str]:
 
 def _data(config: Config) -> Iterator[str]:
     return data_problems(config.data, config.model.vocab_size)
+
+
+def _held_out(config: Config) -> Iterator[str]:
+    held_out = config.eval
+    if not held_out.every_steps:
+        return
+    if held_out.data is None:
+        yield (
+            f"eval.every_steps = {held_out.every_steps} needs text that is not trained on, in "
+            "eval.data: eval.data.paths or eval.data.source"
+        )
+        return
+    if selected_source(held_out.data) == selected_source(config.data):
+        yield (
+            f'eval.data reads what data reads (source = "{config.data.source}"), so nothing would '
+            "be held out; set eval.data.paths or eval.data.source"
+        )
+        return
+    if held_out.attention != "dense" and not config.sparsity.settings.chooses:
+        yield (
+            f'eval.attention = "{held_out.attention}" computes the pairs that training would, and '
+            f'sparsity.kind = "{config.sparsity.kind}" computes pairs that nothing has chosen; '
+            'eval.attention = "dense" would do'
+        )
+    evaluation = evaluation_of(config)
+    for problem in (*_positions(evaluation), *_sequence(evaluation), *_data(evaluation)):
+        yield about_held_out(problem)
 
 
 def _optimizer(config: Config) -> Iterator[str]:
