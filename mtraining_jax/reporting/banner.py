@@ -24,7 +24,13 @@ class ParameterCount:
     trained: int
 
 
-def banner(config: Config, parameters: ParameterCount, mesh: Mesh, data: str) -> list[str]:
+def banner(
+    config: Config,
+    parameters: ParameterCount,
+    mesh: Mesh,
+    data: str,
+    held_out: str | None = None,
+) -> list[str]:
     """One screen about what is going to run.
 
     Args:
@@ -32,6 +38,7 @@ def banner(config: Config, parameters: ParameterCount, mesh: Mesh, data: str) ->
         parameters: of its model.
         mesh: axes ('data', 'node', 'device').
         data: one line about what is read.
+        held_out: the same about what an evaluation reads; None without one.
 
     Returns:
         Lines.
@@ -58,6 +65,7 @@ def banner(config: Config, parameters: ParameterCount, mesh: Mesh, data: str) ->
             f" vocabulary {model.vocab_size:,}, {model.dtype}",
         ),
         ("data", data),
+        *([] if held_out is None else [("held out", held_out)]),
         ("batch", batch + (f" in {parts} parts" if parts > 1 else "")),
         (
             "mesh",

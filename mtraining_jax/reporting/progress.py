@@ -8,7 +8,7 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from mtraining_jax.reporting.record import Record, density_of, note_on_density
+from mtraining_jax.reporting.record import Record, density_of, held_out_text, note_on_density
 
 
 class Display:
@@ -28,6 +28,7 @@ class Display:
         # The time to go is measured from the end of the first step, which is slow.
         self._first: tuple[int, float] | None = None
         self._total = 0
+        self._held_out: str | None = None  # of the last evaluation
 
     def say(self, *lines: str) -> None:
         """Prints lines as they are."""
@@ -59,6 +60,9 @@ class Display:
             status = f"loss {_number(record['loss'], '.3f')}  {_speed(record)}"
             if (note := note_on_density(record)) is not None:
                 status += f"  {note}"
+            self._held_out = held_out_text(record) or self._held_out
+            if self._held_out is not None:
+                status += f"  held-out loss {self._held_out}"
             self._bar.update(self._task, completed=record["step"], status=status)
         if line:
             left = None if self._bar is not None else self._time_left(record["step"])
@@ -100,6 +104,8 @@ def step_line(record: Record, total: int) -> str:
     ]
     if record.get("recall") is not None:
         parts.append(f"recall {record['recall']:.1%}")
+    if (held_out := held_out_text(record)) is not None:
+        parts.append(f"held-out loss {held_out}")
     if record["skipped_steps"]:
         parts.append(f"skipped {record['skipped_steps']}")
     parts += [

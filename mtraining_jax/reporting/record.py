@@ -2,10 +2,11 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from mtraining_jax.config import Config
 from mtraining_jax.reporting.flops import peak_flops, step_flops
@@ -112,6 +113,34 @@ def step_record(
     return {name: _finite(value) for name, value in record.items()}
 
 
+def held_out_record(sums: Mapping[str, tuple[np.ndarray, np.ndarray]], seconds: float) -> Record:
+    """An evaluation on held-out text in numbers that JSON can hold; it joins the step's record.
+
+    Args:
+        sums: by name, `eval_loss` (with the run's own pattern) and `eval_loss_dense`: sums of
+            losses in nats, and numbers of labels, [buckets] each (`position_buckets`).
+        seconds: wall-clock time of the evaluation, which is no part of the step's.
+
+    Returns:
+        For each name the mean over all labels, and NAME_by_position, whose number k is the mean
+        over labels at positions 2^k to 2^(k+1) - 1; eval_seconds. A number that is not finite is
+        None.
+    """
+    record: Record = {}
+    for name, (losses, labels) in sums.items():
+        record[name] = float(losses.sum() / labels.sum())
+        means = np.divide(losses, labels, out=np.full(len(labels), np.nan), where=labels > 0)
+        record[f"{name}_by_position"] = means.tolist()
+    return {key: _finite(value) for key, value in record.items()} | {"eval_seconds": seconds}
+
+
+def held_out_text(record: Record) -> str | None:
+    """The held-out losses of a record, `2.61, dense 2.58`; None if it has none."""
+    names = {"eval_loss": "", "eval_loss_dense": "dense "}
+    found = [f"{text}{_text(record[name])}" for name, text in names.items() if name in record]
+    return ", ".join(found) or None
+
+
 def density_of(record: Record) -> float | None:
     """The share of causal pairs that was computed, chosen or not; None if it is not finite."""
     return record[_NOT_CHOSEN] if _NOT_CHOSEN in record else record["density"]
@@ -135,6 +164,10 @@ def _by_layer(name: str, values: list[float]) -> Record:
 
 def _mean(values: list[float]) -> float:
     return sum(values) / len(values)
+
+
+def _text(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4f}"
 
 
 def _finite(value: Any) -> Any:

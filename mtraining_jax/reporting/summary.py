@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mtraining_jax.config import Config, available_configs
-from mtraining_jax.reporting.record import Record, density_of, note_on_density
+from mtraining_jax.reporting.record import Record, density_of, held_out_text, note_on_density
 
 
 def summary(config: Config, records: Sequence[Record], wrote: Sequence[str]) -> list[str]:
@@ -33,6 +33,10 @@ def summary(config: Config, records: Sequence[Record], wrote: Sequence[str]) -> 
     if losses:
         of_last = f" (mean of the last {len(last)} steps)" if len(last) > 1 else ""
         lines.append(f"  loss       {losses[0]:.3f} -> {np.mean(last):.3f}{of_last}")
+    evaluated = [text for text in map(held_out_text, records) if text is not None]
+    if evaluated:
+        first = f"{evaluated[0]} -> " if len(evaluated) > 1 else ""
+        lines.append(f"  held out   {first}{evaluated[-1]}")
     lines.append(f"  attention  {_density(records)}")
     if records[-1]["skipped_steps"]:
         lines.append(f"  skipped    {records[-1]['skipped_steps']} steps that were not finite")

@@ -6,7 +6,9 @@ from typing import Any
 from mtraining_jax.errors import UserError
 
 
-def check_memory(program: Any, devices: Iterable[Any]) -> None:
+def check_memory(
+    program: Any, devices: Iterable[Any], what: str = "a training step"
+) -> None:
     """Stops a run whose step would run out of memory.
 
     On several GPUs such a step does not fail cleanly: one device has no memory, and the others
@@ -16,6 +18,7 @@ def check_memory(program: Any, devices: Iterable[Any]) -> None:
         program: `jax.stages.Compiled`.
         devices: those of this process that the program runs on; devices that do not report how
             much memory they have (the CPU) are assumed to have enough.
+        what: the program in words.
 
     Raises:
         UserError: if a device has less memory left than the program takes beyond its arguments.
@@ -31,7 +34,7 @@ def check_memory(program: Any, devices: Iterable[Any]) -> None:
         left = stats["bytes_limit"] - stats["bytes_in_use"]
         if needed > left:
             raise UserError(
-                f"a training step needs {_gib(needed)} on each device besides parameters and "
+                f"{what} needs {_gib(needed)} on each device besides parameters and "
                 f"optimizer state, but {device} has {_gib(left)} left of "
                 f"{_gib(stats['bytes_limit'])}; the same command with --dry-run says what would "
                 "make it less"

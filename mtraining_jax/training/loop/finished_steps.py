@@ -1,7 +1,7 @@
 """What happens when the devices have done a step: its record is made, written and shown."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -47,18 +47,26 @@ class FinishedSteps:
         """Counts the time of the next step from now; no step may be under way."""
         self._clock = time.perf_counter()
 
-    def add(self, metrics: dict[str, Any], recall: np.ndarray | None, profiled: bool) -> None:
+    def add(
+        self,
+        metrics: dict[str, Any],
+        recall: np.ndarray | None,
+        profiled: bool,
+        evaluate: Callable[[], Record] | None = None,
+    ) -> None:
         """Takes a step that was started; returns when the one before is reported.
 
         Args:
             metrics: of the step, still on the devices.
             recall: fp32 [L], measured before it; None if it was not.
             profiled: whether the step is traced.
+            evaluate: called when the step is done, for numbers that join its record; the state
+                must stay until then. None adds nothing.
 
         Raises:
             UserError: as `wait`.
         """
-        started = self._thread.submit(self._tell, metrics, recall, profiled)
+        started = self._thread.submit(self._tell, metrics, recall, profiled, evaluate)
         self.wait()
         self._pending = started
 
@@ -81,7 +89,13 @@ class FinishedSteps:
         self._closed = True
         self._thread.shutdown(wait=True)
 
-    def _tell(self, metrics: dict[str, Any], recall: np.ndarray | None, profiled: bool) -> Record:
+    def _tell(
+        self,
+        metrics: dict[str, Any],
+        recall: np.ndarray | None,
+        profiled: bool,
+        evaluate: Callable[[], Record] | None,
+    ) -> Record:
         jax.block_until_ready(metrics)
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now
@@ -98,12 +112,15 @@ class FinishedSteps:
         if recall is not None:
             record["recall"] = float(np.mean(recall))
             record["recall_per_layer"] = recall.tolist()
+        if evaluate is not None and not self._closed:
+            record |= evaluate()
         if self._closed:
             return record
         for writer in self._writers:
             writer.write(record)
         step, run = record["step"], self._config.run
-        self._display.step(record, step % run.log_every == 0 or step in (1, run.steps))
+        line = evaluate is not None or step % run.log_every == 0 or step in (1, run.steps)
+        self._display.step(record, line)
         self._check_finite(metrics, record)
         return record
 

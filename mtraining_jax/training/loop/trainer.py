@@ -17,6 +17,7 @@ from mtraining_jax.reporting.record import Record
 from mtraining_jax.reporting.writers import open_writers
 from mtraining_jax.training import distributed, parts
 from mtraining_jax.training.export import export_state
+from mtraining_jax.training.held_out import HeldOut
 from mtraining_jax.training.loop.finished_steps import FinishedSteps
 from mtraining_jax.training.loop.profile import ProfileWindow
 from mtraining_jax.training.loop.programs import Programs, compile_programs
@@ -62,12 +63,16 @@ class Trainer:
         with_recall = functools.partial(parts.build_attention, config, mesh, layout, pattern)
         self._measure_recall = make_recall(config, builder, with_recall, mesh, inputs)
         self._devices = mesh.local_devices
+        self._held_out = HeldOut(config, builder, mesh) if config.eval.every_steps else None
+        if self._held_out is not None:
+            opened.callback(self._held_out.close)
         self._profile = ProfileWindow(
             config.profile, config.run.folder / "profile", distributed.is_first()
         )
         opened.callback(self._profile.end)
         data = self._batches.loader.description
-        display.say(*banner(config, _count_parameters(builder), mesh, data))
+        held_out = self._held_out and self._held_out.description
+        display.say(*banner(config, _count_parameters(builder), mesh, data, held_out))
         self._saving = Saving(config)
         opened.callback(self._saving.close)
         if resume_from is None:
@@ -117,6 +122,9 @@ class Trainer:
             self._devices,
             self._display,
         )
+        if self._held_out is not None:
+            self._display.say("compiling the evaluation ...")
+            self._held_out.compile(self._state, self._devices)
         self._display.start(self._step, total)
         self._finished.restart_clock()
         while True:
@@ -143,7 +151,13 @@ class Trainer:
             recall = np.asarray(programs.measure_recall(self._state, batch))
         with self._profile.step(self._step):
             self._state, metrics = programs.train_step(self._state, batch)
-        self._finished.add(metrics, recall, self._profile.open)
+        if self._held_out is not None and self._held_out.is_due(self._step):
+            evaluate = functools.partial(self._held_out.measure, self._state)
+            self._finished.add(metrics, recall, self._profile.open, evaluate)
+            self._finished.wait()  # the next step takes the state over
+            self._finished.restart_clock()
+        else:
+            self._finished.add(metrics, recall, self._profile.open)
         if self._profile.ends(self._step):
             self._finished.wait()
             self._profile.end()

@@ -1,0 +1,160 @@
+"""The loss on text that is not trained on, while a run trains."""
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax import Array
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from mtraining_jax.config import Config
+from mtraining_jax.config.held_out import about_held_out, evaluation_of
+from mtraining_jax.errors import UserError
+from mtraining_jax.models.label_scores import label_scores
+from mtraining_jax.models.position_buckets import num_buckets, sums_by_bucket
+from mtraining_jax.models.sharding import lm_head_spec
+from mtraining_jax.models.transformer import Attention
+from mtraining_jax.reporting.record import Record, held_out_record
+from mtraining_jax.sparsity import Dense, Pattern
+from mtraining_jax.training import parts
+from mtraining_jax.training.memory_check import check_memory
+from mtraining_jax.training.state import StateBuilder, TrainState
+from mtraining_jax.training.step import Batch
+
+
+class HeldOut:
+    """Evaluates states of one run on the same held-out batches every time.
+
+    Its data is apart from that of training, whose place it never moves. Every process takes part.
+
+    Attributes:
+        description: one line about the data.
+
+    Args:
+        config: of a run with eval.every_steps.
+        builder: of its states.
+        mesh: axes ('data', 'node', 'device').
+
+    Raises:
+        UserError: if the held-out data cannot be used, or is less than eval.batches.
+    """
+
+    def __init__(self, config: Config, builder: StateBuilder, mesh: Mesh) -> None:
+        self._config = config
+        evaluation = evaluation_of(config)
+        layout = parts.build_layout(evaluation)
+        try:
+            self._batches = parts.Batches(evaluation, mesh, layout)
+        except UserError as error:
+            raise UserError(about_held_out(str(error))) from error
+        loader = self._batches.loader
+        self.description = loader.description
+        wanted = config.eval.batches * evaluation.data.batch_size
+        if wanted > loader.num_sequences:
+            self.close()
+            raise UserError(
+                f"eval.batches = {config.eval.batches} of eval.data.batch_size = "
+                f"{evaluation.data.batch_size} are {wanted} sequences, and eval.data has "
+                f"{loader.num_sequences} of {evaluation.data.seq_len} tokens"
+            )
+        self._begin = self._batches.state()
+        self._functions, self._programs = {}, {}
+        for name, pattern in _patterns(config, evaluation).items():
+            attention = parts.build_attention(evaluation, mesh, layout, pattern)
+            inputs = parts.layer_inputs(pattern)
+            self._functions[name] = _make_sums(evaluation, builder, attention, mesh, inputs)
+
+    def is_due(self, step: int) -> bool:
+        """Whether the state after this step is evaluated."""
+        return step % self._config.eval.every_steps == 0 or step == self._config.run.steps
+
+    def compile(self, state: TrainState, devices: Iterable[jax.Device]) -> None:
+        """Compiles what `measure` runs.
+
+        Args:
+            state: with the shapes and shardings of all later ones.
+            devices: those of this process that the run is on.
+
+        Raises:
+            UserError: if it takes more memory than a device has left.
+        """
+        self._batches.go_to(self._begin)
+        batch = next(self._batches)
+        for name, function in self._functions.items():
+            self._programs[name] = function.lower(state.parameters, batch).compile()
+            check_memory(self._programs[name], devices, "the evaluation on held-out text")
+
+    def measure(self, state: TrainState) -> Record:
+        """Evaluates a state, which stays as it is.
+
+        Returns:
+            See `held_out_record`.
+
+        Raises:
+            UserError: if a batch cannot be read.
+        """
+        begin = time.perf_counter()
+        self._batches.go_to(self._begin)
+        found: dict[str, list[Any]] = {name: [] for name in self._programs}
+        try:
+            for _ in range(self._config.eval.batches):
+                batch = next(self._batches)
+                for name, program in self._programs.items():
+                    found[name].append(program(state.parameters, batch))
+        except UserError as error:
+            raise UserError(about_held_out(str(error))) from error
+        sums = {
+            # In fp64, so that the order of batches is no matter.
+            name: tuple(np.sum(part, axis=0, dtype=np.float64) for part in zip(*of, strict=True))
+            for name, of in jax.device_get(found).items()
+        }
+        return held_out_record(sums, time.perf_counter() - begin)
+
+    def close(self) -> None:
+        """Stops reading ahead."""
+        self._batches.close()
+
+
+def _patterns(config: Config, evaluation: Config) -> dict[str, Pattern]:
+    """The patterns to evaluate with, by the name of the loss in a record."""
+    dense = Dense(config.sparsity.block_size)
+    asked = config.eval.attention if config.sparsity.settings.sparse else "same"
+    own = {} if asked == "dense" else {"eval_loss": parts.build_pattern(evaluation)}
+    return own if asked == "same" else {**own, "eval_loss_dense": dense}
+
+
+def _make_sums(
+    config: Config,
+    builder: StateBuilder,
+    attention: Attention,
+    mesh: Mesh,
+    attention_inputs: Any,
+) -> Callable[[dict[str, Array], Batch], tuple[Array, Array]]:
+    """A jitted function: parameters and a batch to fp32 sums and int32 counts by bucket."""
+    buckets, fsdp = num_buckets(config.data.seq_len), config.parallel.fsdp
+
+    def sums(parameters: dict[str, Array], batch: Batch) -> tuple[Array, Array]:
+        model = nnx.merge(builder.graphdef, builder.unflatten(parameters))
+        hidden, _ = model(
+            batch["tokens"],
+            batch["positions"],
+            attention,
+            attention_inputs=attention_inputs,
+            mesh=mesh,
+            fsdp=fsdp,
+        )
+        scores = label_scores(
+            hidden,
+            model.lm_head_weight(),
+            batch["labels"],
+            chunk_size=config.loss.chunk_size,
+            mesh=mesh,
+            weight_spec=lm_head_spec(builder.spec, mesh, fsdp),
+        )
+        return sums_by_bucket(scores.loss, batch["labels"], batch["positions"], buckets)
+
+    return jax.jit(sums, out_shardings=NamedSharding(mesh, P()))
