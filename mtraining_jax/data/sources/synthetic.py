@@ -13,6 +13,7 @@ import numpy as np
 from mtraining_jax.data.corpus import Corpus
 from mtraining_jax.data.documents import named_eos
 from mtraining_jax.data.source import Source
+from mtraining_jax.random_bits import GOLDEN, mixed
 
 if TYPE_CHECKING:
     from mtraining_jax.config import DataConfig
@@ -27,8 +28,6 @@ _MEDIAN_DOCUMENT, _DOCUMENT_SIGMA = 2048, 1.5
 _MEAN_PASSAGE, _REPEATED = 256, 0.3
 # The table that turns uniform random numbers into Zipf distributed ids.
 _TABLE_BITS = 20
-
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,10 +113,10 @@ class SyntheticStream:
     def _make(self, sequence: int, places: np.ndarray) -> np.ndarray:
         outline = self._draw_outline(sequence)
         passage = np.searchsorted(outline.starts, places, side="right") - 1
-        key = _mixed(np.array([self._seed * NUM_SEQUENCES + sequence], np.uint64))
-        key = _mixed(key + outline.contents.astype(np.uint64) * _GOLDEN)
+        key = mixed(np.array([self._seed * NUM_SEQUENCES + sequence], np.uint64))
+        key = mixed(key + outline.contents.astype(np.uint64) * GOLDEN)
         offset = (places - outline.starts[passage]).astype(np.uint64)
-        ids = self._ids[_mixed(key[passage] + offset * _GOLDEN) >> np.uint64(64 - _TABLE_BITS)]
+        ids = self._ids[mixed(key[passage] + offset * GOLDEN) >> np.uint64(64 - _TABLE_BITS)]
         ids[np.isin(places, outline.document_ends)] = self._eos
         return ids
 
@@ -160,10 +159,3 @@ def _zipf_table(vocab_size: int, eos: int) -> np.ndarray:
     quantiles = (np.arange(2**_TABLE_BITS) + 0.5) / 2**_TABLE_BITS * sums[-1]
     ids = np.searchsorted(sums, quantiles).astype(np.int32)
     return ids + (ids >= eos)
-
-
-def _mixed(x: np.ndarray) -> np.ndarray:
-    """Well mixed bits of counters, uint64: the finaliser of SplitMix64."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))

@@ -1,0 +1,74 @@
+"""Random numbers as a function of a counter: the same on every machine and in every version."""
+
+from collections.abc import MutableSequence, Sequence
+from typing import Any
+
+import numpy as np
+
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MASK = 2**64 - 1
+
+
+def mixed(x: np.ndarray) -> np.ndarray:
+    """Well mixed bits of counters, uint64: the finaliser of SplitMix64."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+class Stream:
+    """Random numbers of one stream, drawn one after the other.
+
+    Number i of stream s is mix(mix(seed * G + s) + (i + 1) * G) mod 2^64, where mix is the
+    finaliser of SplitMix64 and G its increment.
+
+    Args:
+        seed: any integer; it counts modulo 2^64.
+        stream: streams of one seed are independent.
+    """
+
+    def __init__(self, seed: int, stream: int = 0):
+        start = np.array([(seed * int(GOLDEN) + stream) & _MASK], np.uint64)
+        self._start, self._drawn = mixed(start), 0
+
+    def bits(self, count: int) -> np.ndarray:
+        """The next numbers: uint64 [count]."""
+        counters = np.arange(self._drawn + 1, self._drawn + 1 + count, dtype=np.uint64)
+        self._drawn += count
+        return mixed(self._start + counters * GOLDEN)
+
+    def below_each(self, limits: np.ndarray) -> np.ndarray:
+        """A number below each limit: int64 [n] from limits [n], which lie from 1 to 2^32 - 1."""
+        limits = np.asarray(limits, np.uint64)
+        high = self.bits(limits.size) >> np.uint64(32)
+        return (high * limits >> np.uint64(32)).astype(np.int64)
+
+    def below(self, limit: int) -> int:
+        """One number from 0 to limit - 1."""
+        return int(self.below_each(np.array([limit]))[0])
+
+    def sample(self, n: int, count: int) -> list[int]:
+        """The first numbers of a random order of 0 to n - 1 (Fisher and Yates), without making it.
+
+        Raises:
+            ValueError: count exceeds n.
+        """
+        if count > n:
+            raise ValueError(f"count={count} must not exceed n={n}")
+        places = np.arange(count) + self.below_each(n - np.arange(count))
+        moved: dict[int, int] = {}
+        drawn = []
+        for i, j in enumerate(places.tolist()):
+            drawn.append(moved.get(j, j))
+            moved[j] = moved.get(i, i)
+        return drawn
+
+    def shuffle(self, items: MutableSequence[Any]) -> None:
+        """Puts items into a random order, in place."""
+        places = np.arange(len(items)) + self.below_each(len(items) - np.arange(len(items)))
+        for i, j in enumerate(places.tolist()):
+            items[i], items[j] = items[j], items[i]
+
+    def choose(self, items: Sequence[Any]) -> Any:
+        """One of some items."""
+        return items[self.below(len(items))]

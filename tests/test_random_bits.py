@@ -1,0 +1,37 @@
+"""The stream of random numbers, against vectors computed with another implementation."""
+
+import numpy as np
+import pytest
+
+from mtraining_jax.random_bits import Stream
+
+
+def test_bits_are_those_of_splitmix64():
+    expected = [0x9E29780C22976897, 0x58CF273829F6399A, 0x90FC0FA55963C1EC]
+    assert Stream(42).bits(3).tolist() == expected
+    one_by_one = Stream(42)
+    assert [int(one_by_one.bits(1)[0]) for _ in range(3)] == expected
+    assert Stream(42 - 2**64).bits(3).tolist() == expected
+
+
+def test_numbers_below_a_limit():
+    stream = Stream(42)
+    drawn = [1_000_000 + stream.below(9_000_000) for _ in range(4)]
+    assert drawn == [6560382, 4122198, 6097115, 1660202]
+
+
+def test_sample_is_the_start_of_a_shuffle():
+    order = list(range(50))
+    Stream(3, 9).shuffle(order)
+    assert sorted(order) == list(range(50)) and order != list(range(50))
+    assert Stream(3, 9).sample(50, 50) == order
+    assert Stream(3, 9).sample(50, 7) == order[:7]
+    with pytest.raises(ValueError, match="count=4 must not exceed n=3"):
+        Stream(0).sample(3, 4)
+
+
+def test_every_order_is_as_likely():
+    counts = np.zeros((4, 4))
+    for seed in range(2000):
+        counts[range(4), Stream(seed).sample(4, 4)] += 1
+    assert np.abs(counts / 2000 - 0.25).max() < 0.04
