@@ -7,8 +7,10 @@ from pathlib import Path
 from mtraining_jax.errors import UserError
 
 
-def find_files(paths: Sequence[str], suffixes: Sequence[str]) -> list[Path]:
-    """Lists the files that ``data.paths`` means, in an order that every process agrees on.
+def find_files(
+    paths: Sequence[str], suffixes: Sequence[str], field: str = "data.paths"
+) -> list[Path]:
+    """Lists the files that ``paths`` means, in an order that every process agrees on.
 
     Files come in the order of ``paths``; those of one folder or glob are sorted by name. A file
     that two entries name is read once. Files whose name begins with a dot are found only when
@@ -17,6 +19,7 @@ def find_files(paths: Sequence[str], suffixes: Sequence[str]) -> list[Path]:
     Args:
         paths: files, folders (searched with their subfolders) or globs (``**`` crosses folders).
         suffixes: of the files that a folder is searched for; empty takes every file.
+        field: where the paths come from, for messages.
 
     Returns:
         The files, none of them empty. An empty file is an error, except where any file is taken:
@@ -36,18 +39,18 @@ def find_files(paths: Sequence[str], suffixes: Sequence[str]) -> list[Path]:
             matches = (Path(m) for m in glob.glob(str(path), recursive=True))
             found, named = sorted(m for m in matches if m.is_file()), False
         else:
-            raise UserError(f'data.paths: "{entry}" does not exist')
+            raise UserError(f'{field}: "{entry}" does not exist')
         if not found:
             wanted = " or ".join(f"*{suffix}" for suffix in suffixes)
             kind = f" {wanted}" if path.is_dir() and wanted else ""
-            raise UserError(f'data.paths: "{entry}" holds no file{kind}')
+            raise UserError(f'{field}: "{entry}" holds no file{kind}')
         for file in found:
             if file.stat().st_size > 0:
                 files[file] = None
             elif named or suffixes:
-                raise UserError(f"data.paths: {file} is empty")
+                raise UserError(f"{field}: {file} is empty")
     if not files:
-        raise UserError(f"data.paths: {', '.join(paths)} hold nothing but empty files")
+        raise UserError(f"{field}: {', '.join(paths)} hold nothing but empty files")
     return list(files)
 
 

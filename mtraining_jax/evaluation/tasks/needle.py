@@ -1,0 +1,65 @@
+"""A needle in a haystack: one number, hidden at a depth of a long text.
+
+Needle and question are those of the test in MInference (Jiang et al., 2024,
+experiments/needle_in_a_haystack). Its haystack is a book of PG-19; ours is text that the user
+gives, or sentences of our own. The prompt's last words are ours: the answer follows directly, so
+that a model without instruction tuning can give it and teacher forcing decides.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from mtraining_jax.evaluation.tasks.haystack import essays, insert_at_depth
+from mtraining_jax.evaluation.tasks.scoring import share_found
+from mtraining_jax.evaluation.tasks.sized import DepthTask, Draft
+from mtraining_jax.evaluation.tasks.task import Sample
+
+CITIES = tuple(
+    "Amsterdam Athens Baghdad Bangkok Barcelona Beijing Berlin Bogota Boston Brussels Budapest "
+    "Cairo Chicago Copenhagen Dakar Dublin Geneva Hanoi Havana Helsinki Istanbul Jakarta Karachi "
+    "Kyoto Lagos Lima Lisbon London Madrid Manila Melbourne Milan Montreal Moscow Mumbai Nairobi "
+    "Oslo Paris Prague Quito Rome Santiago Seattle Seoul Shanghai Singapore Stockholm Sydney Tokyo "
+    "Toronto Vienna Warsaw Zurich".split()
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needle(DepthTask):
+    """Finds the number of seven digits that a sentence in a long text gives for a city.
+
+    Attributes:
+        essays: File, folder of .txt files or glob with the text of the haystack; without it
+            sentences are made from our own word lists.
+    """
+
+    max_new_tokens: ClassVar[int] = 32
+    teacher_forced: ClassVar[bool] = True
+
+    essays: str | None = None
+
+    def problems(self):
+        """As of `Task`."""
+        yield from super().problems()
+        essays(self.essays)
+
+    def build(self, size: int, length: int, number: int, seed: int) -> Draft:
+        """As of `SizedTask`; a piece is a sentence."""
+        stream = self.stream(length, number, seed)
+        city, value = stream.choose(CITIES), str(1_000_000 + stream.below(9_000_000))
+        needle = f"\nThe special magic {city} number is: {value}\n"
+        depth = self.depth(number)
+        context = " ".join(insert_at_depth(essays(self.essays).first(size), needle, depth))
+        return Draft(
+            prompt=(
+                "Read the following text. It holds a special magic number.\n\n"
+                f"{context}\n\nQuestion: What is the special magic {city} number?\n"
+                f"Answer: The special magic {city} number is:"
+            ),
+            references=(value,),
+            answer=f" {value}",
+            depth=depth,
+        )
+
+    def score(self, sample: Sample, answer_text: str) -> float:
+        """1 if the number occurs in the answer."""
+        return share_found(answer_text, sample.references)

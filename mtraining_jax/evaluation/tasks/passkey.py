@@ -1,0 +1,38 @@
+"""Passkey retrieval (Mohtashami and Jaggi, 2023, "Landmark Attention"), with its template."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from mtraining_jax.evaluation.tasks.haystack import NOISE, insert_at_depth
+from mtraining_jax.evaluation.tasks.scoring import share_found
+from mtraining_jax.evaluation.tasks.sized import DepthTask, Draft
+from mtraining_jax.evaluation.tasks.task import Sample
+
+
+@dataclass(frozen=True, kw_only=True)
+class Passkey(DepthTask):
+    """Finds a key of five digits in a text of one phrase that is repeated."""
+
+    max_new_tokens: ClassVar[int] = 16
+    teacher_forced: ClassVar[bool] = True
+
+    def build(self, size: int, length: int, number: int, seed: int) -> Draft:
+        """As of `SizedTask`; a piece is the phrase once."""
+        key = 10_000 + self.stream(length, number, seed).below(90_000)
+        needle = f"The pass key is {key}. Remember it. {key} is the pass key."
+        depth = self.depth(number)
+        context = "\n".join(insert_at_depth([NOISE] * size, needle, depth))
+        return Draft(
+            prompt=(
+                "There is an important info hidden inside a lot of irrelevant text. Find it and "
+                "memorize it. I will quiz you about the important information there.\n"
+                f"{context}\nWhat is the pass key? The pass key is"
+            ),
+            references=(str(key),),
+            answer=f" {key}",
+            depth=depth,
+        )
+
+    def score(self, sample: Sample, answer_text: str) -> float:
+        """1 if the key occurs in the answer."""
+        return share_found(answer_text, sample.references)

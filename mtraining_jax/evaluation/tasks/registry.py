@@ -1,0 +1,85 @@
+"""The tasks that come with the package, one line each, and how they are made from names."""
+
+import dataclasses
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from mtraining_jax.errors import UserError
+from mtraining_jax.evaluation.tasks.task import Task
+from mtraining_jax.plugins import Registry, attribute_docs
+
+_HERE = "mtraining_jax.evaluation.tasks"
+TASKS = Registry(
+    "task",
+    base=f"{_HERE}.task:Task",
+    built_in={
+        "needle": f"{_HERE}.needle:Needle",
+        "passkey": f"{_HERE}.passkey:Passkey",
+        "mqar": f"{_HERE}.recall:AssociativeRecall",
+    },
+)
+# One name for several.
+GROUPS: dict[str, tuple[str, ...]] = {}
+
+
+def make_tasks(names: Sequence[str], options: Mapping[str, Any]) -> list[Task]:
+    """Makes tasks from their names, and checks everything that can be checked before they run.
+
+    Args:
+        names: of `TASKS` or `GROUPS`, or `package.module:Name` of one's own.
+        options: values by field. Each task takes those that it has. Text is turned into the
+            field's type.
+
+    Returns:
+        The tasks in the order of the names, each once.
+
+    Raises:
+        UserError: an unknown name or option, a bad value, or what `Task.problems` says.
+    """
+    single = dict.fromkeys(one for name in names for one in GROUPS.get(name, (name,)))
+    classes = {name: TASKS.get(name) for name in single}
+    known = {field.name for cls in classes.values() for field in _options(cls)}
+    for option in options:
+        if option not in known:
+            has = f"their options are {', '.join(sorted(known))}" if known else "they have none"
+            raise UserError(f'"{option}" is no option of the tasks {", ".join(names)}; {has}')
+    tasks = [_make(name, cls, options) for name, cls in classes.items()]
+    for task in tasks:
+        for problem in task.problems():
+            raise UserError(problem)
+    return tasks
+
+
+def option_docs(cls: type[Task]) -> dict[str, str]:
+    """The options of a task, each with its default and its meaning."""
+    docs = attribute_docs(cls)
+    return {
+        field.name: f"{docs.get(field.name, '')} (default: {field.default})"
+        for field in _options(cls)
+    }
+
+
+def _options(cls: type[Task]) -> Iterator[dataclasses.Field]:
+    return (field for field in dataclasses.fields(cls) if field.name != "name")
+
+
+def _make(name: str, cls: type[Task], options: Mapping[str, Any]) -> Task:
+    hints = typing.get_type_hints(cls)
+    values = {}
+    for field in _options(cls):
+        if field.name in options:
+            value = options[field.name]
+            try:
+                values[field.name] = TypeAdapter(hints[field.name]).validate_python(value)
+            except ValidationError as error:
+                reason = error.errors()[0]["msg"]
+                raise UserError(
+                    f'option {field.name} = "{value}" of task "{name}": {reason}'
+                ) from None
+    try:
+        return cls(name=name, **values)
+    except ValueError as error:
+        raise UserError(f'task "{name}": {error}') from None

@@ -1,0 +1,130 @@
+"""Tasks that are made from a seed: their text, their length, their scores."""
+
+import hashlib
+
+import numpy as np
+import pytest
+
+from mtraining_jax.data.tokenizer import ByteTokenizer
+from mtraining_jax.errors import UserError
+from mtraining_jax.evaluation.tasks import TASKS, make_tasks, option_docs
+from mtraining_jax.evaluation.tasks.recall import mqar
+from mtraining_jax.evaluation.tasks.tokens import continuation_ids, largest_size
+
+BYTES = ByteTokenizer()
+
+
+def task(name, **options):
+    (made,) = make_tasks([name], options)
+    return made
+
+
+def test_mqar_is_the_sequence_of_its_definition():
+    tokens, labels = mqar(32, 2, 64, 7)
+    expected = (
+        "30 14 10 31 22 6 46 59 11 4 12 27 35 51 24 0 46 59 30 2 24 2 35 51 14 4 6 3 20 8 16 19"
+    )
+    assert tokens.tolist() == [int(x) for x in expected.split()]
+    assert {i: x for i, x in enumerate(labels.tolist()) if x >= 0} == {16: 59, 22: 51}
+    tokens, labels = mqar(4096, 64, 8192, 0)
+    digest = [hashlib.sha256(x.astype("<i4").tobytes()).hexdigest()[:16] for x in (tokens, labels)]
+    assert digest == ["8ea25c1aae4f8615", "fab9d2fbed301aa5"]
+
+
+def test_a_sample_of_recall_asks_for_the_values():
+    recall = task("mqar", pairs=4, vocab_size=64)
+    sample = recall.sample(64, 0, 0, None)
+    assert len(sample.prompt) == 32 and len(sample.answer) == 32
+    asked = sample.answer_ids[list(sample.scored)]
+    assert tuple(asked) == sample.references and len(asked) == 4
+    keys = sample.answer_ids[np.array(sample.scored) - 1]
+    after = dict(zip(sample.prompt, sample.prompt[1:], strict=False))
+    assert [after[key] for key in keys.tolist()] == list(sample.references)
+    found = np.ones(32, bool)
+    assert recall.score_forced(sample, found) == 1
+    found[sample.scored[0]] = False
+    assert recall.score_forced(sample, found) == 0.75
+    with pytest.raises(UserError, match="by teacher forcing only"):
+        recall.score(sample, "")
+
+
+@pytest.mark.parametrize("name", ["needle", "passkey"])
+def test_a_needle_lies_at_its_depth(name):
+    finder = task(name, depths=5)
+    for number, depth in enumerate((0, 0.25, 0.5, 0.75, 1)):
+        sample = finder.sample(4096, number, 1, BYTES)
+        assert sample.depth == depth and sample.number == number
+        assert len(sample.prompt_ids) + sample.max_new_tokens <= 4096
+        assert len(sample.prompt_ids) > 3900
+        (value,) = sample.references
+        assert sample.prompt.count(value) == (1 if name == "needle" else 2)
+        place = sample.prompt.index(value) / len(sample.prompt)
+        assert abs(place - depth) < 0.12
+        assert finder.score(sample, f"I say {value}!") == 1
+        assert finder.score(sample, value[:-1]) == 0
+        assert bytes(sample.answer_ids.astype(np.uint8)).decode() == f" {value}"
+    again = finder.sample(4096, 4, 1, BYTES)
+    assert again == sample and again.prompt_hash == sample.prompt_hash
+    others = [finder.sample(4096, 4, 2, BYTES), finder.sample(4096, 9, 1, BYTES)]
+    assert all(other.references != sample.references for other in others)
+
+
+def test_a_haystack_of_essays(tmp_path):
+    (tmp_path / "one.txt").write_text("First  of\nall. Second\tthing!\n")
+    (tmp_path / "two.txt").write_text("Third one?")
+    sample = task("needle", essays=str(tmp_path)).sample(512, 0, 0, BYTES)
+    assert "First of all. Second thing! Third one? First of all." in sample.prompt
+
+
+@pytest.mark.parametrize(
+    ("names", "options", "sentence"),
+    [
+        (["needel"], {}, '"needel" is no task; it must be one of needle, passkey'),
+        (["mqar"], {"paris": 3}, '"paris" is no option of the tasks mqar; their options are pairs'),
+        (["mqar"], {"pairs": "many"}, 'option pairs = "many" of task "mqar": Input should be a'),
+        (["mqar"], {"pairs": 0}, 'task "mqar": pairs=0 must be at least 1'),
+        (["mqar"], {"vocab_size": 64}, "vocab_size=64 must be divisible by 4 and at least 128"),
+        (["needle"], {"essays": "nowhere"}, 'essays: "nowhere" does not exist'),
+    ],
+)
+def test_bad_options_are_told(names, options, sentence):
+    with pytest.raises(UserError, match=sentence):
+        make_tasks(names, options)
+
+
+@pytest.mark.parametrize(("name", "smallest"), [("needle", r"\d+ tokens"), ("mqar", "least 128")])
+def test_a_length_that_is_too_short_is_told(name, smallest):
+    with pytest.raises(UserError, match=f"length 100 is too short .*{smallest}"):
+        task(name).sample(100, 0, 0, BYTES)
+
+
+def test_options_that_a_task_has_not_go_to_the_others():
+    needle, recall = make_tasks(["needle", "mqar", "needle"], {"pairs": "5", "depths": 3})
+    assert needle.depths == 3 and recall.pairs == 5
+
+
+def test_every_option_is_described():
+    for cls in TASKS.classes().values():
+        assert all(not text.startswith(" (") for text in option_docs(cls).values())
+
+
+def test_largest_size_takes_few_calls():
+    calls = []
+
+    def count(size):
+        calls.append(size)
+        return 40 + 7 * size + size // 10
+
+    size, found = largest_size(count, 1, 100_000)
+    assert count(size) == found <= 100_000 < count(size + 1)
+    assert len(calls) < 10
+    assert largest_size(count, 5, 60) == (4, 75)
+    assert largest_size(count, 1, 10**6, most=50)[0] == 50
+
+
+def test_the_ids_of_an_answer_do_not_depend_on_a_long_prompt():
+    prompt = "word " * 1000 + "is"
+    whole = BYTES.encode(prompt + " yes")
+    np.testing.assert_array_equal(continuation_ids(BYTES, prompt, " yes"), whole[len(prompt) :])
+    with pytest.raises(UserError, match="no token ids of its own"):
+        continuation_ids(BYTES, prompt, "")
