@@ -25,7 +25,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, NamedSharding
 
 from benchmarks import trace_summary
-from mtraining_jax.cli import set_platform
+from mtraining_jax.platform import set_platform
 from mtraining_jax.config import Config, load_config
 from mtraining_jax.models.transformer import Attention
 from mtraining_jax.parallel.mesh import TOKENS
@@ -232,7 +232,7 @@ def main() -> None:
     arguments, overrides = parser.parse_known_args()
     pairs = [tuple(text.removeprefix("--").split("=", 1)) for text in overrides]
     config = load_config(arguments.config, pairs)
-    set_platform(config)
+    set_platform(config.parallel.cpu_devices)
     mesh = parts.build_mesh(config)
     kind = mesh.devices.flat[0].device_kind
     model = config.model

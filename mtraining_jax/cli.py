@@ -2,12 +2,10 @@
 
 import dataclasses
 import itertools
-import os
 import sys
 from collections.abc import Sequence
 
 from mtraining_jax.config import (
-    Config,
     available_configs,
     config_to_toml,
     help_text,
@@ -16,7 +14,7 @@ from mtraining_jax.config import (
 )
 from mtraining_jax.config.fields import all_fields, nearest
 from mtraining_jax.errors import UserError
-from mtraining_jax.planning.hardware import MEMORY_FRACTION
+from mtraining_jax.platform import set_platform
 
 _USAGE = """\
 usage: train.py --config NAME [--SECTION.FIELD=VALUE ...]
@@ -143,31 +141,6 @@ def _named(arguments: Sequence[str]) -> tuple[str | None, list[tuple[str, str]]]
     return config, [(name, value) for name, value in options if "." in name]
 
 
-def set_platform(config: Config) -> None:
-    """Gives JAX the virtual CPU devices that the configuration asks for, or the memory of GPUs.
-
-    Must run before JAX starts a backend. Variables of the environment that the user has set stay
-    as they are.
-
-    Raises:
-        RuntimeError: if JAX has started one with other devices.
-    """
-    if config.parallel.cpu_devices is None:
-        # By itself JAX takes 75 % of a GPU and 64 GiB of the host, whatever there is.
-        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(MEMORY_FRACTION))
-        host_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**30
-        os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(host_gib))
-        return
-    # XLA runs virtual devices on a pool of as many threads as there are processors. A collective
-    # holds its thread until all devices are there, so a small pool can run dry: give each device
-    # several, whatever the machine has. XLA reads this when it starts.
-    os.environ.setdefault("NPROC", str(4 * config.parallel.cpu_devices))
-    import jax
-
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", config.parallel.cpu_devices)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command.
 
@@ -197,7 +170,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from mtraining_jax.planning.dry_run import dry_run
 
             return dry_run(config, command.dry_run)
-        set_platform(config)
+        set_platform(config.parallel.cpu_devices)
         # Imported only here: it imports JAX, for which the devices must be set by now.
         from mtraining_jax.training.loop import run
 

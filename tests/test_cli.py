@@ -7,9 +7,10 @@ import types
 
 import pytest
 
-from mtraining_jax.cli import main, parse_command_line, set_platform
+from mtraining_jax.cli import main, parse_command_line
 from mtraining_jax.config import Config, available_configs, load_config
 from mtraining_jax.errors import UserError
+from mtraining_jax.platform import set_platform
 
 
 @pytest.fixture
@@ -131,9 +132,8 @@ def test_cpu_devices_are_set_before_jax_starts():
     # In a process of its own: the devices of this one are fixed already.
     code = """if True:
         import jax
-        from mtraining_jax.cli import set_platform
-        from mtraining_jax.config import load_config
-        set_platform(load_config("tiny", [("parallel.cpu_devices", "3")]))
+        from mtraining_jax.platform import set_platform
+        set_platform(3)
         print(jax.default_backend(), jax.device_count())
     """
     done = subprocess.run(
@@ -146,9 +146,9 @@ def test_gpus_give_nearly_all_of_their_memory_unless_told_otherwise(monkeypatch)
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
     monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "none")  # so that it is put back
     monkeypatch.delenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB")
-    set_platform(load_config("qwen3b_512k"))
+    set_platform(None)
     assert os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.5"
     assert int(os.environ["XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"]) >= 1
     monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION")
-    set_platform(load_config("qwen3b_512k"))
+    set_platform(None)
     assert 0.75 < float(os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"]) < 1

@@ -15,13 +15,14 @@ from mtraining_jax.planning.cost import (
     rates_missing,
     seconds,
 )
-from mtraining_jax.planning.hardware import H200, MEMORY_FRACTION, Gpu
+from mtraining_jax.planning.hardware import H200, Gpu
 from mtraining_jax.planning.memory import (
     Memory,
     count_parameters,
     estimate_memory,
     offloaded,
 )
+from mtraining_jax.platform import MEMORY_FRACTION
 from mtraining_jax.reporting.flops import peak_flops
 
 _GIB = 2**30

@@ -2,10 +2,6 @@
 
 import dataclasses
 
-# The share of a GPU's memory that JAX takes in a run, unless the environment says otherwise. The
-# rest is for NCCL and the CUDA context.
-MEMORY_FRACTION = 0.92
-
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:

@@ -1,0 +1,36 @@
+"""What JAX runs on, set before it starts: virtual CPU devices, or the memory of GPUs."""
+
+import os
+
+# The share of a GPU's memory that JAX takes in a run, unless the environment says otherwise. The
+# rest is for NCCL and the CUDA context.
+MEMORY_FRACTION = 0.92
+
+
+def set_platform(cpu_devices: int | None) -> None:
+    """Gives JAX virtual CPU devices, or the memory of GPUs and of their host.
+
+    Must run before JAX starts a backend. Variables of the environment that the user has set stay
+    as they are.
+
+    Args:
+        cpu_devices: how many virtual devices of the CPU to run on; None for the devices that JAX
+            finds.
+
+    Raises:
+        RuntimeError: if JAX has started one with other devices.
+    """
+    if cpu_devices is None:
+        # By itself JAX takes 75 % of a GPU and 64 GiB of the host, whatever there is.
+        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(MEMORY_FRACTION))
+        host_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**30
+        os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(host_gib))
+        return
+    # XLA runs virtual devices on a pool of as many threads as there are processors. A collective
+    # holds its thread until all devices are there, so a small pool can run dry: give each device
+    # several, whatever the machine has. XLA reads this when it starts.
+    os.environ.setdefault("NPROC", str(4 * cpu_devices))
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", cpu_devices)
