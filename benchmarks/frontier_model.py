@@ -1,0 +1,124 @@
+"""A model that runs layer by layer, so that a sparse pattern is all that is compiled anew.
+
+Everything around attention is compiled once. Attention, recall and the plan of the kernels are
+compiled once for each kind and size of index, and only the choice of an index for each setting.
+"""
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array
+
+from mtraining_jax.models import YarnScaling
+from mtraining_jax.models.hf.config import read_hf_config
+from mtraining_jax.models.hf.read import load_hf
+from mtraining_jax.models.label_scores import label_scores
+from mtraining_jax.models.rotary import rope_tables
+from mtraining_jax.models.spec import ModelSpec
+from mtraining_jax.models.token_parallel import compute_weights
+from mtraining_jax.models.transformer import DecoderLayer, Transformer, graph_definition
+
+_LOSS_CHUNK = 4096  # tokens whose logits exist at a time
+
+# (layer, q [1, S, Hq, D], k, v [1, S, Hk, D]) -> [1, S, Hq, D]
+Attend = Callable[[int, Array, Array, Array], Array]
+
+
+def read_model(folder: Path, seq_len: int, dtype: str) -> Transformer:
+    """A checkpoint, with YaRN where the sequence is longer than its context.
+
+    Args:
+        folder: of a Hugging Face checkpoint.
+        seq_len: S. Beyond the context, YaRN stretches it by the ratio of the two.
+        dtype: that layers compute in.
+
+    Raises:
+        UserError: if the checkpoint cannot be read.
+    """
+    spec = read_hf_config(folder, dtype=dtype, remat="none")
+    changed = ()
+    context = spec.max_position_embeddings
+    if seq_len > context:
+        scaling = YarnScaling(
+            factor=seq_len / context, original_max_position_embeddings=context
+        )
+        spec = dataclasses.replace(spec, rope_scaling=scaling, max_position_embeddings=seq_len)
+        changed = ("rope_scaling", "max_position_embeddings")
+    return nnx.merge(graph_definition(spec), load_hf(folder, spec, override=changed))
+
+
+class SteppedModel:
+    """Runs a model on one sequence at a time, with any attention.
+
+    Attributes:
+        spec: of the model.
+
+    Args:
+        model: on the default device.
+        seq_len: S.
+    """
+
+    def __init__(self, model: Transformer, seq_len: int) -> None:
+        self.spec: ModelSpec = model.spec
+        self._embedding = model.embed_tokens.weight[...]
+        self._head = model.lm_head_weight()
+        graphdef, self._layers = nnx.split(model.layers)
+        dtype, spec = jnp.dtype(self.spec.dtype), self.spec
+        self._tables = jax.jit(lambda: rope_tables(jnp.arange(seq_len, dtype=jnp.int32), spec))()
+        norm_graph, norm_state = nnx.split(model.norm)
+
+        def layer(layers: nnx.State, number: Array) -> DecoderLayer:
+            own = compute_weights(jax.tree.map(lambda x: x[number], layers), dtype)
+            return nnx.merge(graphdef, own)
+
+        self._embed = jax.jit(
+            lambda table, tokens: jnp.take(table, tokens, axis=0)[None].astype(dtype)
+        )
+        self._before = jax.jit(
+            lambda layers, number, x, cos, sin: layer(layers, number).before_attention(x, cos, sin)
+        )
+        self._after = jax.jit(
+            lambda layers, number, x, out: layer(layers, number).after_attention(x, out)
+        )
+        self._norm_state = norm_state
+        self._losses = jax.jit(functools.partial(_losses, norm_graph))
+
+    def losses(self, tokens: np.ndarray, attend: Attend) -> Array:
+        """fp32 [S - 1]: the loss on each token but the first, in nats.
+
+        Args:
+            tokens: integers [S].
+            attend: attention of each layer, causal.
+        """
+        tokens = jnp.asarray(tokens, jnp.int32)
+        _, x, _ = collections.deque(self._run(tokens, attend), maxlen=1).pop()
+        return self._losses(self._norm_state, x, self._head, tokens)
+
+    def heads(self, tokens: np.ndarray, attend: Attend, layers: list[int]) -> list[tuple]:
+        """(q, k, v) of some layers."""
+        tokens = jnp.asarray(tokens, jnp.int32)
+        run = self._run(tokens, attend)
+        return [qkv for number, _, qkv in run if number in layers]
+
+    def _run(self, tokens: Array, attend: Attend) -> Iterator[tuple[int, Array, tuple]]:
+        """Layer by layer: its number, the residual stream behind it, and its q, k and v."""
+        x = self._embed(self._embedding, tokens)
+        for number in range(self.spec.num_layers):
+            at = jnp.int32(number)
+            qkv = self._before(self._layers, at, x, *self._tables)
+            x = self._after(self._layers, at, x, attend(number, *qkv))
+            yield number, x, qkv
+
+
+def _losses(graph: nnx.GraphDef, state: nnx.State, x: Array, head: Array, tokens: Array) -> Array:
+    hidden = nnx.merge(graph, state)(x)
+    # The last token has no label; one is put there, so that the chunks are even, and dropped.
+    labels = jnp.roll(tokens, -1)[None]
+    return label_scores(hidden, head, labels, chunk_size=_LOSS_CHUNK).loss[0, :-1]

@@ -1,0 +1,13 @@
+"""A pattern that cannot choose."""
+
+import dataclasses
+
+from mtraining_jax.sparsity import Pattern
+
+
+@dataclasses.dataclass(frozen=True)
+class Broken(Pattern):
+    block_size: int = 128
+
+    def choose(self, q, k, shards):
+        raise ValueError("there is nothing to choose")
