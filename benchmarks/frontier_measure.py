@@ -46,8 +46,8 @@ class Chooser:
         self._compiled = jitted.lower(q, k, self._given(0)).compile()
         self.compile_seconds = time.perf_counter() - start
 
-    def __call__(self, layer: int, q: Array, k: Array) -> tuple[Index, Array]:
-        """The index, and fp32 [2, Hq or 1], the computed and the executed share of causal pairs."""
+    def __call__(self, layer: int, q: Array, k: Array) -> Index:
+        """The index of a layer."""
         return self._compiled(q, k, self._given(layer))
 
     def _given(self, layer: int) -> Pattern | None:
@@ -56,16 +56,10 @@ class Chooser:
             return None
         return jax.tree.map(lambda x: jnp.asarray(x[layer]), self._pattern)
 
-    def _choose(self, q: Array, k: Array, given: Pattern | None) -> tuple[Index, Array]:
+    def _choose(self, q: Array, k: Array, given: Pattern | None) -> Index:
         pattern = self._pattern if given is None else given
         shards = Shards(jnp.asarray(self._blocks), len(self._blocks), backend=self._backend)
-        index = choose(pattern, q, k, shards).index
-        seq_len = q.shape[1]
-        shares = [
-            pairs[0].astype(jnp.float32) / causal_pairs(seq_len)
-            for pairs in (index.computed_pairs(seq_len), index.executed_pairs(seq_len))
-        ]
-        return index, jnp.stack(shares)
+        return choose(pattern, q, k, shards).index
 
 
 class Programs:
@@ -73,10 +67,11 @@ class Programs:
 
     Args:
         backend: of the kernels; None for the best here.
+        seq_len: S.
         recall_rows: int32 [R], positions of the queries on which recall is measured.
     """
 
-    def __init__(self, backend: str | None, recall_rows: np.ndarray) -> None:
+    def __init__(self, backend: str | None, seq_len: int, recall_rows: np.ndarray) -> None:
         ours = Ours(backend)
         self.attention = jax.jit(
             lambda q, k, v, index: pallas_kernels.attention(q, k, v, index, backend=backend)
@@ -84,7 +79,14 @@ class Programs:
         self.build, self.forward, self.backward = map(
             jax.jit, (ours.build, ours.forward, ours.backward)
         )
+        self.shares = jax.jit(functools.partial(_shares, seq_len=seq_len))
         self.recall = jax.jit(functools.partial(_recall, rows=jnp.asarray(recall_rows)))
+
+
+def _shares(index: Index, seq_len: int) -> Array:
+    """fp32 [2, Hq or 1], the computed and the executed share of the causal pairs."""
+    pairs = index.computed_pairs(seq_len), index.executed_pairs(seq_len)
+    return jnp.stack([x[0].astype(jnp.float32) / causal_pairs(seq_len) for x in pairs])
 
 
 def _recall(q: Array, k: Array, index: Index, rows: Array) -> Array:
@@ -113,8 +115,8 @@ def measure_losses(
         shares, recall = [], []
 
         def attend(number: int, q: Array, k: Array, v: Array, shares=shares, recall=recall):
-            index, share = chooser(number, q, k)
-            shares.append(share)
+            index = chooser(number, q, k)
+            shares.append(programs.shares(index))
             recall.append(programs.recall(q, k, index))
             return programs.attention(q, k, v, index)
 
@@ -201,7 +203,7 @@ def measure_times(
     """
     times = dict.fromkeys(PARTS, 0.0)
     for number, (q, k, v) in zip(numbers, layers, strict=True):
-        index, _ = chooser(number, q, k)
+        index = chooser(number, q, k)
         built = programs.build(q, k, v, index)
         out, lse = programs.forward(q, k, v, built)
         runs = {

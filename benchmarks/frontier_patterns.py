@@ -70,8 +70,8 @@ ROWS = tuple(
         "xattention,stride=4",
         "xattention,stride=8",
         "xattention,stride=16",
-        "sampled_rows,rows=16",
-        "sampled_rows,rows=8",
+        "sampled_rows,sampled_rows=16",
+        "sampled_rows,sampled_rows=8",
         "prism",
     )
     for tau in TAUS
