@@ -1,6 +1,6 @@
 """Random numbers as a function of a counter: the same on every machine and in every version."""
 
-from collections.abc import MutableSequence, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -63,11 +63,9 @@ class Stream:
             moved[j] = moved.get(i, i)
         return drawn
 
-    def shuffle(self, items: MutableSequence[Any]) -> None:
-        """Puts items into a random order, in place."""
-        places = np.arange(len(items)) + self.below_each(len(items) - np.arange(len(items)))
-        for i, j in enumerate(places.tolist()):
-            items[i], items[j] = items[j], items[i]
+    def order(self, n: int) -> np.ndarray:
+        """A random order of 0 to n - 1: int64 [n]."""
+        return np.argsort(self.bits(n), kind="stable")
 
     def choose(self, items: Sequence[Any]) -> Any:
         """One of some items."""

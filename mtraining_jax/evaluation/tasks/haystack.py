@@ -10,9 +10,7 @@ from mtraining_jax.evaluation.tasks.words import words
 from mtraining_jax.random_bits import Stream
 
 # Landmark Attention's irrelevant text (Mohtashami and Jaggi, 2023), RULER's "noise".
-NOISE = (
-    "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
-)
+NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 
 # Adjectives, nouns and verbs at random: like prose to a tokenizer, and no sentence like another.
 _PATTERNS = (

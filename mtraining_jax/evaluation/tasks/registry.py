@@ -12,6 +12,13 @@ from mtraining_jax.evaluation.tasks.task import Task
 from mtraining_jax.plugins import Registry, attribute_docs
 
 _HERE = "mtraining_jax.evaluation.tasks"
+_NEEDLES = tuple(
+    f"ruler_niah_{kind}"
+    for kind in (
+        *("single_1", "single_2", "single_3", "multikey_1", "multikey_2", "multikey_3"),
+        *("multivalue", "multiquery"),
+    )
+)
 TASKS = Registry(
     "task",
     base=f"{_HERE}.task:Task",
@@ -19,10 +26,20 @@ TASKS = Registry(
         "needle": f"{_HERE}.needle:Needle",
         "passkey": f"{_HERE}.passkey:Passkey",
         "mqar": f"{_HERE}.recall:AssociativeRecall",
+        **dict.fromkeys(_NEEDLES, f"{_HERE}.ruler.needles:RulerNeedles"),
+        "ruler_vt": f"{_HERE}.ruler.tracking:VariableTracking",
+        "ruler_cwe": f"{_HERE}.ruler.counting:CommonWords",
+        "ruler_fwe": f"{_HERE}.ruler.counting:FrequentWords",
+        "ruler_qa_1": f"{_HERE}.ruler.questions:Squad",
+        "ruler_qa_2": f"{_HERE}.ruler.questions:HotpotQA",
     },
 )
-# One name for several.
-GROUPS: dict[str, tuple[str, ...]] = {}
+# One name for several. "ruler_generated" needs no files.
+_GENERATED = (*_NEEDLES, "ruler_vt", "ruler_cwe", "ruler_fwe")
+GROUPS: dict[str, tuple[str, ...]] = {
+    "ruler": (*_GENERATED, "ruler_qa_1", "ruler_qa_2"),
+    "ruler_generated": _GENERATED,
+}
 
 
 def make_tasks(names: Sequence[str], options: Mapping[str, Any]) -> list[Task]:

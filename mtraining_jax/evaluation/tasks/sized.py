@@ -13,11 +13,12 @@ from mtraining_jax.limits import check_limits, limited
 
 @dataclass(frozen=True, kw_only=True)
 class Draft:
-    """The text of a sample, before it is known to fit; fields as of `Sample`."""
+    """The text of a sample, before it is known to fit; fields as of `Task.text_sample`."""
 
     prompt: str
     references: tuple[str, ...]
     answer: str | None = None
+    given: str = ""
     depth: float | None = None
 
 
@@ -30,11 +31,12 @@ class SizedTask(Task):
 
     Attributes:
         max_new_tokens: most tokens of an answer.
-        least_size: pieces of the smallest haystack.
+        least_size, most_size: pieces of the smallest and of the largest haystack.
     """
 
     max_new_tokens: ClassVar[int]
     least_size: ClassVar[int] = 1
+    most_size: ClassVar[int] = 2**30
 
     def __post_init__(self) -> None:
         check_limits(self)
@@ -60,7 +62,7 @@ class SizedTask(Task):
             draft = self.build(size, length, number, seed)
             ids = tokenizer.encode(draft.prompt)
             excess = len(ids) + new_tokens - length
-            if excess <= 0 or size == self.least_size:
+            if excess <= 0 or size <= self.least_size:
                 return self.text_sample(
                     tokenizer,
                     draft.prompt,
@@ -70,6 +72,7 @@ class SizedTask(Task):
                     references=draft.references,
                     max_new_tokens=new_tokens,
                     answer=draft.answer,
+                    given=draft.given,
                     depth=draft.depth,
                 )
             size = max(self.least_size, size - math.ceil(excess * size / len(ids)))
@@ -83,7 +86,7 @@ def _size(task: SizedTask, length: int, tokenizer: Tokenizer) -> int:
         return len(tokenizer.encode(task.build(size, length, -1, 0).prompt))
 
     new_tokens = task.new_tokens(length)
-    size, found = largest_size(tokens, task.least_size, length - new_tokens)
+    size, found = largest_size(tokens, task.least_size, length - new_tokens, task.most_size)
     if size < task.least_size:
         raise task.too_short(length, found + new_tokens)
     return size

@@ -14,6 +14,7 @@ import numpy as np
 from mtraining_jax.data.tokenizer import Tokenizer
 from mtraining_jax.errors import UserError
 from mtraining_jax.evaluation.tasks.tokens import continuation_ids
+from mtraining_jax.plugins import attribute_docs
 from mtraining_jax.random_bits import Stream
 
 
@@ -33,7 +34,8 @@ class Sample:
         answer: what teacher forcing appends to the prompt; None if only a generated answer can be
             scored.
         answer_ids: token ids of `answer`, int32 [m]; None with it.
-        scored: which of `answer_ids` are asked for, ascending; None for all of them.
+        scored: which of `answer_ids` are asked for, ascending; None for all of them. The others
+            are given, such as the colon before a value.
         stop: an answer ends before any of these texts.
         cut_tokens: tokens that were left out in the middle of the published prompt to make it fit.
             0 for prompts that are made to measure.
@@ -105,10 +107,11 @@ class Task:
 
     @property
     def teacher_forced(self) -> bool:
-        """Whether prompt and answer in one forward pass decide as well as generation.
+        """Whether one forward pass over prompt and answer can decide, without generation.
 
-        They do where the right answer is one known text: the model, always taking its most likely
-        token, begins with that text exactly if each of its tokens is the most likely one.
+        It can where the right answer is one known text: a model that always takes its most likely
+        token begins with that text exactly if each token of it is the most likely one. Rules that
+        look for the text anywhere in a generated answer are looser.
         """
         return False
 
@@ -117,9 +120,10 @@ class Task:
 
         Files are read here for the first time, so that a later `sample` finds them as they were.
         """
+        docs = attribute_docs(type(self))
         for option in self.needs:
             if not getattr(self, option):
-                yield f'task "{self.name}" needs the option "{option}"'
+                yield f'task "{self.name}" needs the option {option}: {docs[option].rstrip(".")}'
 
     def count(self, tokenizer: Tokenizer | None) -> int | None:
         """How many different samples there are; None if any number can be made."""
@@ -179,6 +183,7 @@ class Task:
         max_new_tokens: int,
         prompt_ids: np.ndarray | None = None,
         answer: str | None = None,
+        given: str = "",
         depth: float | None = None,
         stop: tuple[str, ...] = (),
         cut_tokens: int = 0,
@@ -189,8 +194,9 @@ class Task:
             tokenizer: the model's.
             prompt: the text.
             prompt_ids: its ids if they are known.
-            length, number, references, max_new_tokens, answer, depth, stop, cut_tokens: as of
-                `Sample`.
+            answer: the text that is asked for.
+            given: what stands between prompt and answer in teacher forcing, and is not asked for.
+            length, number, references, max_new_tokens, depth, stop, cut_tokens: as of `Sample`.
 
         Raises:
             UserError: prompt and new tokens exceed the length, or so does the answer its part.
@@ -199,14 +205,18 @@ class Task:
             prompt_ids = tokenizer.encode(prompt)
         if len(prompt_ids) + max_new_tokens > length:
             raise self.too_short(length, len(prompt_ids) + max_new_tokens)
-        answer_ids = None
+        answer_ids = scored = None
         if answer is not None:
-            answer_ids = continuation_ids(tokenizer, prompt, answer)
+            answer_ids = continuation_ids(tokenizer, prompt, given + answer)
             if len(answer_ids) > max_new_tokens:
                 raise UserError(
                     f'task "{self.name}": the answer "{answer}" is {len(answer_ids)} tokens, more '
                     f"than the {max_new_tokens} of an answer"
                 )
+            if given:
+                asked = continuation_ids(tokenizer, prompt + given, answer)
+                scored = tuple(range(len(answer_ids) - len(asked), len(answer_ids)))
+                answer = given + answer
         return Sample(
             task=self.name,
             length=length,
@@ -218,6 +228,7 @@ class Task:
             depth=depth,
             answer=answer,
             answer_ids=answer_ids,
+            scored=scored,
             stop=stop,
             cut_tokens=cut_tokens,
         )

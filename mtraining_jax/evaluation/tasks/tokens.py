@@ -40,7 +40,7 @@ def largest_size(
 
     Counts grow nearly in proportion to the size. So a handful of calls is enough, and only the
     last few are of large sizes. It stops where less than one unit of average size is left, or
-    after `_MOST_COUNTS` calls.
+    less than one part in 2000 of the limit, or after `_MOST_COUNTS` calls.
 
     Args:
         count: tokens of a text of a size; must not fall as the size grows.
@@ -67,7 +67,7 @@ def largest_size(
             low, low_count = size, tokens
         else:
             high = size
-        if limit - low_count < per_unit:
+        if limit - low_count < max(per_unit, limit / 2000):
             break
         # A small text says little about a large one: no more than 32 times its size at once.
         size = min(low + int((limit - low_count) / per_unit), 32 * low + 64)

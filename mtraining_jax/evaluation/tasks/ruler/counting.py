@@ -1,0 +1,138 @@
+"""RULER's two tasks of counting words (common_words_extraction.py, freq_words_extraction.py)."""
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+
+from mtraining_jax.errors import UserError
+from mtraining_jax.evaluation.tasks.ruler.base import RulerTask
+from mtraining_jax.evaluation.tasks.sized import Draft
+from mtraining_jax.evaluation.tasks.words import words
+from mtraining_jax.random_bits import Stream
+
+_COMMON = (
+    "Below is a numbered list of words. In these words, some appear more often than others. "
+    "Memorize the ones that appear most often.\n{context}\nQuestion: What are the 10 most common "
+    "words in the above list? Answer: The top 10 words that appear most often in the list are:"
+)
+_FREQUENT = (
+    "Read the following coded text and track the frequency of each coded word. Find the three most "
+    "frequently appeared coded words. {context}\nQuestion: Do not provide any explanation. Please "
+    "ignore the dots '....'. What are the three most frequently appeared words in the above coded "
+    "text? Answer: According to the coded text above, the three most frequently appeared words are:"
+)
+_NUM_COMMON = 10
+# RULER has easier lists below this length.
+_SHORT = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommonWords(RulerTask):
+    """Finds the ten words that stand ten times as often as the others in a numbered list.
+
+    Attributes:
+        words: File with one word a line to draw from. Without it words come from our own lists
+            of 2,500; longer prompts also have pairs of them, joined by a hyphen.
+    """
+
+    max_new_tokens: ClassVar[int] = 120
+    least_size: ClassVar[int] = _NUM_COMMON + 1
+
+    words: str | None = None
+
+    @property
+    def most_size(self) -> int:
+        """As many as there are words."""
+        single, adjectives, nouns = _pools(self.words)
+        return len(single) + len(adjectives) * len(nouns)
+
+    def problems(self) -> Iterator[str]:
+        """As of `Task`."""
+        yield from super().problems()
+        _pools(self.words)
+
+    def build(self, size: int, length: int, number: int, seed: int) -> Draft:
+        """As of `SizedTask`; a piece is a different word."""
+        stream = self.stream(length, number, seed)
+        short = length < _SHORT
+        example = (20, 3, 1) if short else (40, 10, 3)
+        shown, known = self._list(*example, stream)
+        context, common = self._list(size, *((6, 1) if short else (30, 3)), stream)
+        return Draft(
+            prompt=(
+                f"{_COMMON.format(context=shown)} {_numbered(known)}\n"
+                f"{_COMMON.format(context=context)}"
+            ),
+            references=tuple(common),
+        )
+
+    def _list(self, size: int, often: int, seldom: int, stream: Stream) -> tuple[str, list[str]]:
+        """A numbered list of different words, and those ten that stand in it often."""
+        different = _different(self.words, size, stream)
+        common, others = different[:_NUM_COMMON], different[_NUM_COMMON:]
+        listed = common * often + others * seldom
+        return _numbered([listed[i] for i in stream.order(len(listed))]), common
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrequentWords(RulerTask):
+    """Finds the three most frequent of made-up words whose counts follow a zeta distribution."""
+
+    max_new_tokens: ClassVar[int] = 50
+    # Fewer, and the fourth most frequent word stands no more often than the fifth.
+    least_size: ClassVar[int] = 80
+
+    def build(self, size: int, length: int, number: int, seed: int) -> Draft:
+        """As of `SizedTask`; a piece is a word of the text, but for those that round to 0."""
+        stream = self.stream(length, number, seed)
+        different = max((length - self.max_new_tokens) // 50, 5)
+        coded = ["".join(_letters(i)) for i in stream.sample(26**6, different)]
+        coded[0] = "..."  # the most frequent one is noise
+        ranks = np.arange(1, different + 1)
+        zeta_of_2 = np.pi**2 / 6
+        counts = (size / ranks.astype(float) ** 2 / zeta_of_2).astype(np.int64)
+        text = np.repeat(ranks - 1, counts)
+        context = " ".join([coded[i] for i in text[stream.order(text.size)]])
+        return Draft(prompt=_FREQUENT.format(context=context), references=tuple(coded[1:4]))
+
+
+def _letters(index: int) -> Iterator[str]:
+    return (chr(ord("a") + index // 26**i % 26) for i in range(6))
+
+
+def _numbered(items: list[str]) -> str:
+    return " ".join([f"{i}. {item}" for i, item in enumerate(items, 1)])
+
+
+def _different(path: str | None, size: int, stream: Stream) -> list[str]:
+    """Different words in random order: single ones, and pairs only where there are not enough."""
+    single, adjectives, nouns = _pools(path)
+    if size <= len(single):
+        return [single[i] for i in stream.sample(len(single), size)]
+    drawn = stream.sample(len(adjectives) * len(nouns), size - len(single))
+    pairs = [f"{adjectives[i // len(nouns)]}-{nouns[i % len(nouns)]}" for i in drawn]
+    all_words = [*single, *pairs]
+    return [all_words[i] for i in stream.order(size)]
+
+
+@functools.lru_cache(maxsize=8)
+def _pools(path: str | None) -> tuple[Sequence[str], Sequence[str], Sequence[str]]:
+    """Single words, and adjectives and nouns to make pairs of."""
+    if path is None:
+        lists = [words(kind) for kind in ("nouns", "adjectives", "verbs")]
+        return sorted({word for each in lists for word in each}), lists[1], lists[0]
+    try:
+        text = Path(path).expanduser().read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f'words: "{path}" cannot be read ({error.strerror})') from error
+    except UnicodeDecodeError as error:
+        raise UserError(f'words: "{path}" is not UTF-8 text ({error})') from error
+    single = sorted({line.strip() for line in text.splitlines() if line.strip()})
+    # The example needs 40 words.
+    if len(single) < 40:
+        raise UserError(f'words: "{path}" has {len(single)} different words; it must have 40')
+    return single, (), ()

@@ -1,0 +1,55 @@
+"""RULER's variable tracking (scripts/data/synthetic/variable_tracking.py)."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from mtraining_jax.evaluation.tasks.haystack import NOISE
+from mtraining_jax.evaluation.tasks.ruler.base import RulerTask
+from mtraining_jax.evaluation.tasks.sized import Draft
+from mtraining_jax.random_bits import Stream
+
+_TEMPLATE = (
+    "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
+    "{context}\nQuestion: Find all variables that are assigned the value {value} in the text "
+    "above. Answer: According to the chain(s) of variable assignment in the text above, {count} "
+    "variables are assigned the value {value}, they are: "
+)
+_HOPS = 4
+# RULER's worked example is as long as fits into 500 tokens; this many pieces of noise come close to
+# that and need no tokenizer.
+_EXAMPLE_SIZE = 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class VariableTracking(RulerTask):
+    """Finds five variables that were assigned one value, four of them through another variable."""
+
+    max_new_tokens: ClassVar[int] = 30
+    least_size: ClassVar[int] = _HOPS + 1
+
+    def build(self, size: int, length: int, number: int, seed: int) -> Draft:
+        """As of `SizedTask`; a piece is the noise once."""
+        example, known = _question(_EXAMPLE_SIZE, 3, self.stream(length, number, seed, 1))
+        question, asked = _question(size, 5, self.stream(length, number, seed))
+        return Draft(
+            prompt=f"{example} {' '.join(known)}\n\n{question}",
+            references=tuple(asked),
+        )
+
+
+def _question(size: int, letters: int, stream: Stream) -> tuple[str, list[str]]:
+    """The text of a question and the variables that answer it."""
+    names = [_name(i, letters) for i in stream.sample(26**letters, _HOPS + 1)]
+    value = 10_000 + stream.below(89_999)
+    chain = [f"VAR {names[0]} = {value}"]
+    chain += [f"VAR {names[i + 1]} = VAR {names[i]} " for i in range(_HOPS)]
+    pieces = [NOISE] * size
+    for shift, place in enumerate(sorted(stream.sample(size, len(chain)))):
+        pieces.insert(place + shift, chain[shift])
+    context = "\n".join(pieces)
+    return _TEMPLATE.format(context=context, value=value, count=len(names)), names
+
+
+def _name(index: int, letters: int) -> str:
+    """Capitals of a number to base 26."""
+    return "".join(chr(ord("A") + index // 26**i % 26) for i in range(letters))
