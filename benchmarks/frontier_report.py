@@ -138,6 +138,7 @@ def markdown(rows: Sequence[tuple[Row, Row]]) -> str:
 def draw(rows: Sequence[tuple[Row, Row]], path: Path) -> None:
     """Rise against density and against speed, for all tokens and for far copies."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     timed = any(row["times"] for row, _ in rows)
     figure = Figure(figsize=(6.5 * (1 + timed), 9), layout="constrained")
@@ -155,7 +156,7 @@ def draw(rows: Sequence[tuple[Row, Row]], path: Path) -> None:
                     for row, run in own
                     if row[of_rise] is not None and (row["times"] or not right)
                 )
-                marker = "os^vDPX*<>"[number // 10 % 10]
+                marker = "os^vDPX*<>"[(number + number // 10) % 10]  # colours repeat after ten
                 axes.plot(
                     [x for x, _ in points], [max(y, _LEAST) for _, y in points],
                     marker=marker, color=f"C{number % 10}", label=name, linewidth=1,
@@ -165,7 +166,12 @@ def draw(rows: Sequence[tuple[Row, Row]], path: Path) -> None:
             axes.set(xscale="log", yscale="log", ylabel=f"rise of loss, {title} (nats)")
             axes.set_xlabel("times faster than dense" if right else "density")
             axes.grid(True, which="both", alpha=0.25)
-    grid[0][0].legend(fontsize=8)
+            for axis in (axes.xaxis, axes.yaxis):
+                axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+                axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+                axis.set_minor_formatter(NullFormatter())
+    handles, labels = grid[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=9)
     start = rows[0][1]
     figure.suptitle(
         f"{start['model']}, {start['seq_len']} tokens, {start['device']}; + marks goals; rises "
