@@ -1,7 +1,13 @@
 """Sparse attention kernels: arrays in, arrays out. Knows no model, no mesh, no config."""
 
 from pallas_kernels.gradients import Gradients
-from pallas_kernels.index import BlockSparseIndex, DenseIndex, Index, VerticalSlashIndex
+from pallas_kernels.index import (
+    BlockMaskIndex,
+    BlockSparseIndex,
+    DenseIndex,
+    Index,
+    VerticalSlashIndex,
+)
 from pallas_kernels.ops import attention, backward, delta_of, forward, plan
 from pallas_kernels.plans import Plan
 from pallas_kernels.tiles import (
@@ -15,6 +21,7 @@ from pallas_kernels.tiles import (
 )
 
 __all__ = [
+    "BlockMaskIndex",
     "BlockSparseIndex",
     "Columns",
     "DenseIndex",

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -19,7 +20,7 @@ from mtraining_jax.attention.placement import Placement
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import DATA_AXIS, SEQUENCE_AXES
 from mtraining_jax.parallel.ring import check_ring, ring_attention
-from mtraining_jax.sparsity import Choice, Pattern, Shards
+from mtraining_jax.sparsity import Choice, Pattern, Shards, exchange
 from mtraining_jax.sparsity.choose import choose
 from mtraining_jax.sparsity.metrics import attention_recall, causal_pairs, density
 from pallas_kernels import attention
@@ -90,10 +91,14 @@ def attend(
     arrays, static = split(pattern)
     heads = P(placement.batch, placement.sequence, placement.heads)
     per_head = P(placement.batch, placement.heads)
-    array_spec = per_head if isinstance(pattern, Index) else P(placement.heads)
-    in_specs = heads, heads, heads, array_spec, P(), P()
     rows = P(placement.batch, placement.heads, placement.sequence)
-    out_specs = Attended(heads, rows, per_head, P())
+    of_index = rows if pattern.by_rows else per_head
+    array_spec = of_index if isinstance(pattern, Index) else P(placement.heads)
+    in_specs = heads, heads, heads, array_spec, P(), P()
+    out_specs = Attended(heads, rows, of_index, P())
+    order = _order_of_rows(way) if pattern.by_rows else None
+    if order is not None and isinstance(pattern, Index):
+        arrays = [placement.take(x, order, axis=2) for x in arrays]
 
     def local(
         q: Array, k: Array, v: Array, arrays: list[Array], positions: Array | None,
@@ -102,7 +107,19 @@ def attend(
         return _local(way, q, k, v, join(static, arrays), positions, valid_len)
 
     args = placement.reshard((q, k, v, arrays, recall_positions, valid_len), in_specs)
-    return placement.run(local, in_specs, out_specs, args)
+    found = placement.run(local, in_specs, out_specs, args)
+    if order is None:
+        return found
+    back = functools.partial(placement.take, order=np.argsort(order), axis=2)
+    return found._replace(index=jax.tree.map(back, found.index))
+
+
+def _order_of_rows(way: Way) -> np.ndarray | None:
+    """Global numbers of the blocks of all ranks, in layout order; None on one device."""
+    if way.placement.ranks == 1:
+        return None
+    size = way.layout.block_size
+    return way.layout.permutation()[::size] // size
 
 
 def split(pattern: Pattern | Index) -> tuple[list[Array], object]:
@@ -127,11 +144,17 @@ def _local(
     choice = Choice(pattern)
     if isinstance(pattern, Pattern):
         choice = choose(pattern, q, k, shards)
+        if choice.index.by_rows != pattern.by_rows:
+            raise ValueError(
+                f"{type(pattern).__name__}.by_rows={pattern.by_rows}, but it chose a "
+                f"{type(choice.index).__name__}, of which by_rows={choice.index.by_rows}: they "
+                "must be equal"
+            )
     index = choice.index
     statistics: Stats = {}
     if way.statistics:
         seq_len = shards.num_blocks * pattern.block_size
-        statistics = _measure(choice, seq_len)
+        statistics = _measure(choice, seq_len, shards)
         if positions is not None:
             recall = attention_recall(
                 q, k, index, positions, block_ids=shards.block_ids, scale=way.scale,
@@ -163,12 +186,13 @@ def _shards(way: Way, q: Array, block_size: int, valid_len: Array | None) -> Sha
     return Shards(block_ids, num_blocks, axes, way.scale, way.backend, way.causal, valid_len)
 
 
-def _measure(choice: Choice, seq_len: int) -> Stats:
+def _measure(choice: Choice, seq_len: int, shards: Shards) -> Stats:
     """What an index computes and executes, over causal pairs, and what its pattern reports."""
     total = float(causal_pairs(seq_len))
-    executed = choice.index.executed_pairs(seq_len) / total
+    rows = exchange.rows_of(shards.block_ids, shards.axis_names)
+    executed = choice.index.executed_pairs(seq_len, rows) / total
     numbers = {
-        "density": density(choice.index, seq_len),
+        "density": density(choice.index, seq_len, rows),
         "executed": executed,
         **choice.statistics,
     }

@@ -1,10 +1,14 @@
 """Exact exchanges between ranks: nothing here rounds, so nothing depends on the rank count."""
 
+import functools
 from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+
+from pallas_kernels.index import Index, Rows
 
 AxisNames = Sequence[str]
 
@@ -46,6 +50,34 @@ def gather_rows(
     wide = rows.astype(jnp.promote_types(rows.dtype, jnp.float32))
     mine = jnp.where((local >= 0)[:, None, None], wide, 0)
     return exact_sum(mine, axis_names).astype(x_BnHD.dtype)
+
+
+def rows_of(block_ids: Array, axis_names: AxisNames) -> Rows:
+    """Where the rows of an index `by_rows` lie, for what counts over all of them.
+
+    Args:
+        block_ids: int32 [n/g], global number of each local block.
+        axis_names: mesh axes the sequence is sharded over.
+    """
+    return Rows(block_ids, functools.partial(exact_sum, axis_names=axis_names))
+
+
+def all_rows(index: Index, block_ids: Array, num_blocks: int, axis_names: AxisNames) -> Index:
+    """An index with all of its rows here, in the order of the sequence; replicated.
+
+    Args:
+        index: of any kind.
+        block_ids: int32 [n/g], global number of each local block.
+        num_blocks: NB, blocks of the whole sequence.
+        axis_names: mesh axes the sequence is sharded over; () if all rows are here and in order.
+    """
+    if not index.by_rows or not axis_names:
+        return index
+    axes = tuple(axis_names)
+    order = local_index(lax.all_gather(block_ids, axes, tiled=True), num_blocks)
+    return jax.tree.map(
+        lambda x: lax.all_gather(x, axes, axis=2, tiled=True)[:, :, order], index
+    )
 
 
 def to_heads(

@@ -8,7 +8,7 @@ from jax import Array, lax
 
 from mtraining_jax.sparsity import exchange
 from mtraining_jax.sparsity.estimate import map_logits, relative_exp
-from pallas_kernels.index import Index
+from pallas_kernels.index import Index, Rows
 
 
 def causal_pairs(seq_len: int) -> int:
@@ -16,17 +16,18 @@ def causal_pairs(seq_len: int) -> int:
     return seq_len * (seq_len + 1) // 2
 
 
-def density(index: Index, seq_len: int) -> Array:
+def density(index: Index, seq_len: int, rows: Rows | None = None) -> Array:
     """Share of the causal pairs that a causal index computes.
 
     Args:
         index: of any kind.
         seq_len: S, a multiple of the index's block size.
+        rows: as in `Index.computed_pairs`.
 
     Returns:
         Float [B, Hq] in [0, 1], or [1, 1] where all heads compute the same pairs.
     """
-    return index.computed_pairs(seq_len) / float(causal_pairs(seq_len))
+    return index.computed_pairs(seq_len, rows) / float(causal_pairs(seq_len))
 
 
 def attention_flops(
@@ -61,7 +62,8 @@ def attention_recall(
     Args:
         q_BnHD: [B, n, Hq, D], local queries.
         k_BnHkD: [B, n, Hk, D], local keys.
-        index: causal, of any kind, replicated.
+        index: causal, of any kind; one `by_rows` holds the rows of the local blocks (all rows, in
+            order, on one device).
         positions: int32 [R], global positions of the rows, the same on every rank.
         block_ids: int32 [n/g], global number of each local block.
         axis_names: mesh axes the sequence is sharded over.
@@ -81,6 +83,8 @@ def attention_recall(
     num_ranks = lax.axis_size(tuple(axis_names)) if axis_names else 1
     num_blocks = block_ids.shape[0] * num_ranks
     rows = exchange.gather_rows(q, positions, block_ids, num_blocks, axis_names)
+
+    index = exchange.all_rows(index, block_ids, num_blocks, axis_names)
 
     def block_mass(logits, ids):  # [C, B, Hq, R, g]
         computed = index.computes(positions, ids)

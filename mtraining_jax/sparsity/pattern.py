@@ -67,8 +67,8 @@ class Choice(NamedTuple):
     """What a pattern chose.
 
     Attributes:
-        index: the pairs to compute, of any kind (`pallas_kernels.index.Index`), the same on every
-            rank.
+        index: the pairs to compute, of any kind (`pallas_kernels.index.Index`). The same on every
+            rank, or if the pattern is `by_rows`, the rows of this rank's blocks.
         statistics: further numbers to report for each layer, by name: fp32 scalars, or arrays
             whose mean is reported.
     """
@@ -89,10 +89,12 @@ class Settings:
             and densities are reported under another name.
         density_name: name of the share of computed pairs in what a run prints.
         sparse: whether any pair may be left out.
+        by_rows: whether its indices are `by_rows`: each rank of a sequence holds its own rows.
     """
 
     block_size: int
     sparse: ClassVar[bool] = True
+    by_rows: ClassVar[bool] = False
     chooses: ClassVar[bool] = True
     density_name: ClassVar[str] = "density"
 
@@ -152,7 +154,7 @@ class Pattern(Settings):
         """Chooses the pairs to compute, per batch entry and query head.
 
         Called by `choose.choose`, inside `jax.shard_map` on the shards of a sequence or on one
-        device. All ranks must get the same index, whatever their number.
+        device. All ranks must get the same index, or their rows of it, whatever their number.
 
         Args:
             q: [B, n, Hq, D], local queries, rotary embedding applied.

@@ -5,16 +5,19 @@ All kinds are pytrees, so they pass through `jax.jit`, `shard_map` and `lax.scan
 kernel takes follows the counts.
 """
 
+from pallas_kernels.index.block_mask import BlockMaskIndex
 from pallas_kernels.index.block_sparse import BlockSparseIndex
 from pallas_kernels.index.dense import DenseIndex
-from pallas_kernels.index.protocol import Index
+from pallas_kernels.index.protocol import Index, Rows
 from pallas_kernels.index.shards import Segment, ShardTiles
 from pallas_kernels.index.vertical_slash import VerticalSlashIndex
 
 __all__ = [
+    "BlockMaskIndex",
     "BlockSparseIndex",
     "DenseIndex",
     "Index",
+    "Rows",
     "Segment",
     "ShardTiles",
     "VerticalSlashIndex",

@@ -10,7 +10,7 @@ from jax import Array
 
 from pallas_kernels.index.entries import contains, live
 from pallas_kernels.index.listed_shards import ListedShards
-from pallas_kernels.index.protocol import Index
+from pallas_kernels.index.protocol import Index, Rows
 from pallas_kernels.tiles import ListedTiles
 from pallas_kernels.tiles.protocol import check_shape
 
@@ -66,20 +66,20 @@ class BlockSparseIndex(Index):
         query_blocks, query_count = _compact(jnp.swapaxes(mask, -1, -2))
         return cls(key_blocks, key_count, query_blocks, query_count, block_size, causal)
 
-    def computed_pairs(self, seq_len: int) -> Array:
+    def computed_pairs(self, seq_len: int, rows: Rows | None = None) -> Array:
         """As `Index.computed_pairs`: float [B, Hq]; `seq_len` is that of the queries."""
         size = self.block_size
         to_float = jnp.result_type(float)
         tiles = self._tiles(seq_len)
         if not self.causal:
             return tiles.astype(to_float) * (size * size)
-        rows = jnp.arange(self.key_count.shape[-1], dtype=jnp.int32)[:, None]
+        own = jnp.arange(self.key_count.shape[-1], dtype=jnp.int32)[:, None]
         valid = live(self.key_blocks, self.key_count)
-        cut = ((self.key_blocks == rows) & valid).sum((-1, -2), dtype=jnp.int32)
+        cut = ((self.key_blocks == own) & valid).sum((-1, -2), dtype=jnp.int32)
         whole = (tiles - cut).astype(to_float) * (size * size)
         return whole + cut.astype(to_float) * (size * (size + 1) // 2)
 
-    def executed_pairs(self, seq_len: int) -> Array:
+    def executed_pairs(self, seq_len: int, rows: Rows | None = None) -> Array:
         """As `Index.executed_pairs`: float [B, Hq]; `seq_len` is that of the queries."""
         tiles = self._tiles(seq_len)
         return tiles.astype(jnp.result_type(float)) * self.block_size**2
@@ -97,7 +97,7 @@ class BlockSparseIndex(Index):
         return ListedTiles.from_index(self), None
 
     def shards(
-        self, batch: int, num_heads: int, stride: int, num_blocks: int
+        self, batch: int, num_heads: int, stride: int, num_blocks: int, rows: Array | None = None
     ) -> ListedShards:
         """As `Index.shards`."""
         shape = batch, num_heads, num_blocks

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.index.protocol import Index, check_whole_blocks
+from pallas_kernels.index.protocol import Index, Rows, check_whole_blocks
 from pallas_kernels.index.toeplitz import ToeplitzShards
 from pallas_kernels.tiles import DiagonalTiles
 
@@ -27,12 +27,12 @@ class DenseIndex(Index):
     block_size: int
     causal: bool = True
 
-    def computed_pairs(self, seq_len: int) -> Array:
+    def computed_pairs(self, seq_len: int, rows: Rows | None = None) -> Array:
         """As `Index.computed_pairs`; [1, 1], with as many keys as queries."""
         check_whole_blocks(seq_len, self.block_size)
         return _one(seq_len * (seq_len + 1) // 2 if self.causal else seq_len**2)
 
-    def executed_pairs(self, seq_len: int) -> Array:
+    def executed_pairs(self, seq_len: int, rows: Rows | None = None) -> Array:
         """As `Index.executed_pairs`; [1, 1], with as many keys as queries."""
         check_whole_blocks(seq_len, self.block_size)
         blocks = seq_len // self.block_size
@@ -52,7 +52,7 @@ class DenseIndex(Index):
         return DiagonalTiles.full(*sizes, g, self.causal), None
 
     def shards(
-        self, batch: int, num_heads: int, stride: int, num_blocks: int
+        self, batch: int, num_heads: int, stride: int, num_blocks: int, rows: Array | None = None
     ) -> ToeplitzShards:
         """As `Index.shards`."""
         return ToeplitzShards.every(batch, num_heads, stride, num_blocks, self.block_size)

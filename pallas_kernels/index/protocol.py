@@ -1,13 +1,26 @@
 """The interface of every kind of index."""
 
 import abc
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Callable
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from jax import Array
 
 if TYPE_CHECKING:
     from pallas_kernels.index.shards import Segment, ShardTiles
     from pallas_kernels.tiles import Columns, Tiles
+
+
+class Rows(NamedTuple):
+    """Where the rows of an index that is `by_rows` lie, as seen by one of those who hold some.
+
+    Attributes:
+        blocks: int32 [n], the global block number of each row that is held here.
+        total: adds an array of integers over all who hold rows.
+    """
+
+    blocks: Array
+    total: Callable[[Array], Array]
 
 
 class Index(abc.ABC):
@@ -21,18 +34,24 @@ class Index(abc.ABC):
         causal: whether pairs with k > q are left out, whatever is listed (static).
         key_shards_apart: whether the tiles for the keys of one rank after another take no more
             room than those for all keys at once. A ring that turns keys needs that.
+        by_rows: whether axis 2 of all arrays are rows, one for each block of queries. Where a
+            sequence lies on several ranks, each then holds the rows of its own blocks, in their
+            order. Other indices are the same on every rank.
     """
 
     block_size: int
     causal: bool
     key_shards_apart: ClassVar[bool] = True
+    by_rows: ClassVar[bool] = False
 
     @abc.abstractmethod
-    def computed_pairs(self, seq_len: int) -> Array:
+    def computed_pairs(self, seq_len: int, rows: Rows | None = None) -> Array:
         """Number of (query, key) pairs that are computed, by the contract of the index.
 
         Args:
             seq_len: S, tokens of the sequence, a multiple of the block size.
+            rows: of an index `by_rows`, where they lie; None if all of them are here. Others
+                ignore it.
 
         Returns:
             Float [B, Hq], or [1, 1] where all heads have the same pairs (fp64 under x64). Rounded,
@@ -40,14 +59,15 @@ class Index(abc.ABC):
         """
 
     @abc.abstractmethod
-    def executed_pairs(self, seq_len: int) -> Array:
+    def executed_pairs(self, seq_len: int, rows: Rows | None = None) -> Array:
         """Number of pairs in the tiles that kernels execute: g x g blocks, and g x 1 columns.
 
         A tile that the causal diagonal cuts counts as a whole. This is the convention of executed
         FLOP in the benchmark tables.
 
         Args:
-            seq_len: as in `computed_pairs`.
+            seq_len: as in `computed_pairs`, like `rows`.
+            rows: see there.
 
         Returns:
             Float [B, Hq] or [1, 1], rounded as in `computed_pairs`.
@@ -57,7 +77,8 @@ class Index(abc.ABC):
     def computes(self, query_positions: Array, key_blocks: Array) -> Array:
         """Which pairs of some queries and the keys of some blocks the index lists.
 
-        Causality is left to the caller: results for pairs with k > q mean nothing.
+        Causality is left to the caller: results for pairs with k > q mean nothing. An index
+        `by_rows` holds all rows here.
 
         Args:
             query_positions: int32 [R], global token positions.
@@ -86,7 +107,7 @@ class Index(abc.ABC):
 
     @abc.abstractmethod
     def shards(
-        self, batch: int, num_heads: int, stride: int, num_blocks: int
+        self, batch: int, num_heads: int, stride: int, num_blocks: int, rows: Array | None = None
     ) -> "ShardTiles":
         """The tiles where queries and keys are shards of the sequence; of a causal index alone.
 
@@ -95,6 +116,11 @@ class Index(abc.ABC):
             num_heads: Hq.
             stride: of all segments of queries and keys.
             num_blocks: S / g.
+            rows: of an index `by_rows`, int32 [n], the global block number of each row it holds;
+                None if it holds all. Others ignore it.
+
+        Raises:
+            ValueError: as `on_one_device`.
         """
 
     def column_tokens(self) -> Array | None:

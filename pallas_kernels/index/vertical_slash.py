@@ -9,7 +9,7 @@ import numpy as np
 from jax import Array
 
 from pallas_kernels.index.entries import contains, live, marked
-from pallas_kernels.index.protocol import Index, check_whole_blocks
+from pallas_kernels.index.protocol import Index, Rows, check_whole_blocks
 from pallas_kernels.index.shards import Segment
 from pallas_kernels.index.toeplitz import ToeplitzShards
 from pallas_kernels.tiles import Columns, DiagonalTiles, pad_columns
@@ -47,7 +47,7 @@ class VerticalSlashIndex(Index):
 
     causal = True
 
-    def computed_pairs(self, seq_len: int) -> Array:
+    def computed_pairs(self, seq_len: int, rows: Rows | None = None) -> Array:
         """As `Index.computed_pairs`: float [B, Hq]."""
         size = self.block_size
         main, far_tiles, blocks_below, own_rows = self._counts(seq_len)
@@ -60,7 +60,7 @@ class VerticalSlashIndex(Index):
             + own_rows.sum(-1, dtype=jnp.int32).astype(to_float)
         )
 
-    def executed_pairs(self, seq_len: int) -> Array:
+    def executed_pairs(self, seq_len: int, rows: Rows | None = None) -> Array:
         """As `Index.executed_pairs`: float [B, Hq]."""
         size = self.block_size
         main, far_tiles, blocks_below, own_rows = self._counts(seq_len)
@@ -91,7 +91,7 @@ class VerticalSlashIndex(Index):
         return DiagonalTiles.from_index(self), self.columns(whole, num_blocks)
 
     def shards(
-        self, batch: int, num_heads: int, stride: int, num_blocks: int
+        self, batch: int, num_heads: int, stride: int, num_blocks: int, rows: Array | None = None
     ) -> ToeplitzShards:
         """As `Index.shards`."""
         check_shape("index.slash_count", self.slash_count, (batch, num_heads))

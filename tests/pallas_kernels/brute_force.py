@@ -5,7 +5,7 @@ Written without the package's own helpers, so that a mistake there cannot hide h
 
 import numpy as np
 
-from pallas_kernels import BlockSparseIndex, DenseIndex, DiagonalTiles, Index
+from pallas_kernels import BlockMaskIndex, BlockSparseIndex, DenseIndex, DiagonalTiles, Index
 from pallas_kernels.tiles import NO_DIAGONAL
 
 
@@ -16,6 +16,9 @@ def index_mask(index: Index, seq_len: int) -> np.ndarray:
         return np.tril(everything) if index.causal else everything
     if isinstance(index, BlockSparseIndex):
         return block_sparse_mask(index)
+    if isinstance(index, BlockMaskIndex):
+        words, number = np.asarray(index.bits), np.arange(index.num_blocks)
+        return np.tril(expand(words[..., number // 32] >> (number % 32) & 1 > 0, index.block_size))
     g = index.block_size
     slashes, slash_count = np.asarray(index.slash_blocks), np.asarray(index.slash_count)
     verticals, vertical_count = (

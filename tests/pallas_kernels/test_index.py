@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from pallas_kernels import BlockSparseIndex, DenseIndex, VerticalSlashIndex
+from pallas_kernels import BlockMaskIndex, BlockSparseIndex, DenseIndex, VerticalSlashIndex
 from tests.pallas_kernels import brute_force, cases
 from tests.pallas_kernels.properties import repeatable
 
@@ -104,6 +104,37 @@ def test_answers_of_block_lists_follow_the_mask(mask, causal, padding):
     assert_answers_follow_the_mask(index)
 
 
+@jax.jit
+def lists_of_bits(mask):
+    index = BlockMaskIndex.from_block_mask(mask, SIZE)
+    return index, index.on_one_device(*mask.shape[:1], mask.shape[-1] * SIZE, mask.shape[1],
+                                      mask.shape[-1] * SIZE)[0]  # fmt: skip
+
+
+def test_bits_hold_the_mask_and_their_lists_are_those_of_the_mask():
+    # Words that are full, empty, and cut by the end of the sequence.
+    mask = np.random.default_rng(0).random((2, 3, 70, 70)) < np.linspace(0, 1, 70)[:, None]
+    mask[0, 0], mask[1, 1], mask[1, 2, 64:] = True, False, True
+    index, tiles = lists_of_bits(mask)
+    mask = np.tril(mask)
+    np.testing.assert_array_equal(brute_force.index_mask(index, 70 * SIZE)[..., ::4, ::4], mask)
+    for lists, count, expected in (
+        (tiles.key_blocks, tiles.key_count, mask),
+        (tiles.query_blocks, tiles.query_count, mask.swapaxes(-1, -2)),
+    ):
+        lists, count = np.asarray(lists), np.asarray(count)
+        for at in np.ndindex(*count.shape):
+            assert lists[at][: count[at]].tolist() == np.flatnonzero(expected[at]).tolist()
+    assert tiles.diagonal == 0 and index.told_length() == 70 * SIZE
+    np.testing.assert_array_equal(index.budgets()["blocks"], mask.sum((2, 3)))
+
+
+@repeatable
+@given(arrays(bool, (2, 2, NUM_BLOCKS, NUM_BLOCKS)))
+def test_answers_of_bits_follow_the_mask(mask):
+    assert_answers_follow_the_mask(BlockMaskIndex.from_block_mask(mask, SIZE))
+
+
 @pytest.mark.parametrize("causal", [True, False])
 def test_answers_of_every_pair_follow_the_mask(causal):
     assert_answers_follow_the_mask(DenseIndex(SIZE, causal))
@@ -134,6 +165,16 @@ def test_block_lists_are_counted_over_their_own_length():
     index = from_block_mask(np.ones((1, 1, 4, 4), bool), block_size=4)
     with pytest.raises(ValueError, match="seq_len=32 but the index lists blocks of 16 queries"):
         index.computed_pairs(32)
+
+
+def test_bits_are_counted_over_their_own_sequence():
+    index = BlockMaskIndex.from_block_mask(jnp.ones((1, 1, 4, 4), bool), SIZE)
+    with pytest.raises(ValueError, match="seq_len=32 but the index is of 16 tokens"):
+        index.computed_pairs(32)
+    with pytest.raises(ValueError, match="index.num_blocks=4 but there are 8 key blocks"):
+        index.shards(1, 1, 1, 8)
+    with pytest.raises(ValueError, match="index.bits has shape .1, 1, 4, 1.: .1, 1, 2, 1. is"):
+        index.shards(1, 1, 2, 4, jnp.array([0, 2]))
 
 
 def test_indices_pass_through_jit_and_scan_with_their_static_fields():

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.index import BlockSparseIndex, VerticalSlashIndex
+from pallas_kernels.index import BlockMaskIndex, BlockSparseIndex, VerticalSlashIndex
 
 SEQ_LEN, BLOCK_SIZE, BATCH, HEADS, KV_HEADS, DIM = 256, 8, 2, 4, 2, 16
 NUM_BLOCKS = SEQ_LEN // BLOCK_SIZE
@@ -53,11 +53,22 @@ def dense():
     return build(everything, [[[]] * HEADS] * BATCH)
 
 
-def blocks(seed=2):
-    """Lists of blocks: a third of them, with an empty head, empty rows and a full column."""
+def block_mask(seed=2):
+    """A third of the blocks, with an empty head, empty rows and a full column."""
     mask = np.random.default_rng(seed).random((BATCH, HEADS, NUM_BLOCKS, NUM_BLOCKS)) < 1 / 3
     mask[0, 1], mask[0, 2, ::3], mask[1, 2, :, 0] = False, False, True
-    return BlockSparseIndex.from_block_mask(jnp.asarray(mask), BLOCK_SIZE)
+    return jnp.asarray(mask)
+
+
+def blocks():
+    """Lists of blocks."""
+    return BlockSparseIndex.from_block_mask(block_mask(), BLOCK_SIZE)
+
+
+def bits(rows=None):
+    """The same blocks as bits; with `rows`, in that order of query blocks."""
+    mask = block_mask() if rows is None else block_mask()[:, :, rows]
+    return BlockMaskIndex.from_block_mask(mask, BLOCK_SIZE, rows)
 
 
 def inputs(seed=1, dtype=jnp.float32):

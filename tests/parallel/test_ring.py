@@ -30,7 +30,7 @@ def expected(name):
     return oracle(*indices.inputs(), mask_from_index(INDICES[name](), indices.SEQ_LEN))
 
 
-def compile_ring(nodes, devices, kind, ring, dtype=jnp.float32, data=1):
+def compile_ring(nodes, devices, kind, ring, dtype=jnp.float32, data=1, of_index=None):
     """A function of an index -> (out, dq, dk, dv) in global order."""
     mesh = make_mesh(data, nodes, devices)
     spread = 1 if ring == "flat" else nodes
@@ -42,7 +42,8 @@ def compile_ring(nodes, devices, kind, ring, dtype=jnp.float32, data=1):
         return out, *vjp(dout)
 
     sharded = jax.shard_map(
-        local, mesh=mesh, in_specs=(*[HEADS] * 4, P("data")), out_specs=HEADS, check_vma=False
+        local, mesh=mesh, in_specs=(*[HEADS] * 4, of_index or P("data")), out_specs=HEADS,
+        check_vma=False,
     )
     arrays = [x[:, layout.permutation()] for x in indices.inputs(dtype=dtype)]
     compiled = jax.jit(sharded)
@@ -104,6 +105,17 @@ def test_a_dense_index_is_dense_causal(nodes, devices, kind, ring):
 )
 def test_block_lists_over_gathered_keys(nodes, devices, kind):
     check(compile_ring(nodes, devices, kind, "gather")(indices.blocks()), "blocks")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "devices", "kind"), [(2, 4, "striped"), (1, 4, "zigzag")]
+)
+def test_every_rank_holds_the_rows_of_its_own_blocks(nodes, devices, kind):
+    layout = Layout(kind, indices.SEQ_LEN, nodes * devices, indices.BLOCK_SIZE, nodes)
+    of_index = P("data", None, ("node", "device"))
+    order = layout.permutation()[:: indices.BLOCK_SIZE] // indices.BLOCK_SIZE
+    run = compile_ring(nodes, devices, kind, "gather", of_index=of_index)
+    check(run(indices.bits(jnp.asarray(order))), "blocks")
 
 
 @functools.cache

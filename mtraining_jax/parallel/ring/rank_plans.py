@@ -29,7 +29,7 @@ class RankPlanner:
 
     Args:
         topology: of the ring.
-        index: what is computed, in global positions.
+        index: what is computed, in global positions; one `by_rows` holds the rows of this rank.
         q: [B, n, Hq, D], this rank's queries; only shape and dtype are read here and below.
         k: [B, n, Hk, D], this rank's keys.
     """
@@ -44,7 +44,8 @@ class RankPlanner:
         )
         self._k = k
         self._shards = index.shards(
-            q.shape[0], q.shape[2], self._queries[0].stride, layout.num_blocks
+            q.shape[0], q.shape[2], self._queries[0].stride, layout.num_blocks,
+            layout.block_ids(self.rank),
         )
         self._columns = [index.columns(segment, layout.num_blocks) for segment in self._queries]
         self.has_columns = self._columns[0] is not None

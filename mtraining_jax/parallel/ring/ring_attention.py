@@ -54,8 +54,9 @@ def ring_attention(
     Args:
         q: [B, n, Hq, D], this rank's queries in layout order, n = S/W.
         k, v: [B, n, Hk, D], Hq a multiple of Hk.
-        index: what to compute, of any causal kind, in global positions, the same on every rank.
-            One that lists blocks needs a ring that gathers. No gradient flows to it.
+        index: what to compute, of any causal kind, in global positions. The same on every rank,
+            or if it is `by_rows`, the rows of this rank's blocks in layout order. One that lists
+            blocks needs a ring that gathers. No gradient flows to it.
         layout: how the S tokens are dealt to the W ranks.
         axis_names: mesh axes of the sequence, slowest first; () on one device.
         axis_sizes: their sizes; default: those of the mesh.

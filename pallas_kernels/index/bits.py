@@ -1,0 +1,121 @@
+"""Sets of block numbers as words of bits: bit b % 32 of word b // 32 says that b is in the set.
+
+Everything here is gathers, sums and elementwise operations, which XLA fuses: no sort, no scatter.
+"""
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+WORD = 32
+
+
+def words_for(size: int) -> int:
+    """Words that hold `size` bits."""
+    return -(-size // WORD)
+
+
+def pack(marked: Array) -> Array:
+    """Bool [..., n] as words uint32 [..., ceil(n/32)]; bits past n are 0."""
+    size = marked.shape[-1]
+    words = words_for(size)
+    marked = jnp.pad(marked, [(0, 0)] * (marked.ndim - 1) + [(0, words * WORD - size)])
+    bits = marked.reshape(*marked.shape[:-1], words, WORD).astype(jnp.uint32)
+    return (bits << _places()).sum(-1, dtype=jnp.uint32)
+
+
+def unpack(words: Array, size: int) -> Array:
+    """The first `size` bits of words uint32 [..., w], as bool [..., size]."""
+    bits = (words[..., None] >> _places()) & 1
+    return bits.reshape(*words.shape[:-1], -1)[..., :size].astype(bool)
+
+
+def contains(words: Array, numbers: Array) -> Array:
+    """Whether each number int32 [n] is in the sets uint32 [..., w]: bool [..., n].
+
+    Numbers at and past 32 w are in none.
+    """
+    word = jnp.take(words, numbers // WORD, axis=-1, mode="fill", fill_value=0)
+    return ((word >> (numbers % WORD).astype(jnp.uint32)) & 1).astype(bool)
+
+
+def single(numbers: Array, words: int) -> Array:
+    """The sets of one number each: int32 [n] to uint32 [n, words]; no number below 0 is in any."""
+    bit = jnp.uint32(1) << (numbers % WORD).astype(jnp.uint32)
+    here = jnp.arange(words, dtype=jnp.int32) == (numbers // WORD)[:, None]
+    return jnp.where(here, bit[:, None], jnp.uint32(0))
+
+
+def count(words: Array) -> Array:
+    """How many numbers are in each set: uint32 [..., w] to int32 [...]."""
+    return lax.population_count(words).astype(jnp.int32).sum(-1, dtype=jnp.int32)
+
+
+def count_before(words: Array) -> Array:
+    """For each word, how many numbers lie in the words before it: int32 [..., w]."""
+    each = lax.population_count(words).astype(jnp.int32)
+    return jnp.cumsum(each, axis=-1, dtype=jnp.int32) - each
+
+
+def transpose(words: Array, size: int) -> Array:
+    """The sets of rows that hold each number.
+
+    Args:
+        words: uint32 [..., rows, w].
+        size: n, numbers that there are.
+
+    Returns:
+        uint32 [..., n, ceil(rows/32)].
+    """
+    rows = words.shape[-2]
+    padded = words_for(rows) * WORD
+    marked = unpack(words, size)
+    marked = jnp.pad(marked, [(0, 0)] * (marked.ndim - 2) + [(0, padded - rows), (0, 0)])
+    bits = marked.reshape(*marked.shape[:-2], -1, WORD, size).astype(jnp.uint32)
+    return (bits << _places()[:, None]).sum(-2, dtype=jnp.uint32).swapaxes(-1, -2)
+
+
+def listed(words: Array, size: int) -> tuple[Array, Array]:
+    """The numbers of each set, ascending.
+
+    Slot j of a list finds the word that holds number j of the set by a binary search of the
+    counts before each word, and its bit by halving the word.
+
+    Args:
+        words: uint32 [..., w].
+        size: room of a list.
+
+    Returns:
+        Lists int32 [..., size], padded with any number below 32 w; counts int32 [...].
+    """
+    before = count_before(words)
+    slots = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), (*words.shape[:-1], size))
+    word = jnp.zeros_like(slots)
+    step = 1 << max((words.shape[-1] - 1).bit_length() - 1, 0)
+    while step and words.shape[-1] > 1:
+        later = word + step
+        inside = jnp.minimum(later, words.shape[-1] - 1)
+        starts = jnp.take_along_axis(before, inside, axis=-1)
+        word = jnp.where((later < words.shape[-1]) & (starts <= slots), later, word)
+        step //= 2
+    bits = jnp.take_along_axis(words, word, axis=-1)
+    rest = slots - jnp.take_along_axis(before, word, axis=-1)
+    return word * WORD + _place_of(bits, rest), count(words)
+
+
+def _place_of(word: Array, number: Array) -> Array:
+    """The place of set bit `number` (from 0) of each word; any place where there are fewer."""
+    place = jnp.zeros_like(number)
+    width = WORD // 2
+    while width:
+        low = word & jnp.uint32((1 << width) - 1)
+        held = lax.population_count(low).astype(jnp.int32)
+        above = number >= held
+        number = jnp.where(above, number - held, number)
+        word = jnp.where(above, word >> width, low)
+        place = place + jnp.where(above, width, 0)
+        width //= 2
+    return place
+
+
+def _places() -> Array:
+    return jnp.arange(WORD, dtype=jnp.uint32)

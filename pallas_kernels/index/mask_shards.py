@@ -1,0 +1,88 @@
+"""Block lists of shards, from the bits of the rows that one rank holds."""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_kernels.index import bits as sets
+from pallas_kernels.index.shards import Segment, ShardTiles
+from pallas_kernels.tiles import NO_DIAGONAL, ListedTiles
+
+
+@dataclasses.dataclass(frozen=True)
+class MaskShards(ShardTiles):
+    """Rows of bits, of which each pair of shards takes its rows and its key blocks.
+
+    Attributes:
+        bits: uint32 [B, Hq, n, ceil(NB/32)], as in `BlockMaskIndex`.
+        rows: int32 [n], global block number of each row, or None for 0 .. NB - 1.
+        num_blocks: NB.
+        block_size: g.
+    """
+
+    bits: Array
+    rows: Array | None
+    num_blocks: int
+    block_size: int
+
+    def pair(self, query: Segment, key: Segment) -> ListedTiles:
+        """As `ShardTiles.pair`."""
+        lag = jnp.asarray(query.first_block - key.first_block, jnp.int32)
+        diagonal = jnp.where(lag % query.stride == 0, -(lag // query.stride), NO_DIAGONAL)
+        # Keys ascend, and none behind the masked one is listed: it is the last of its list.
+        words = sets.pack(sets.contains(self._rows(query), key.blocks()))
+        return tiles_of(words, key.num_blocks, diagonal, self.block_size)
+
+    def gathered(self, query: Segment, keys: Array, skip_own: bool) -> ListedTiles:
+        """As `ShardTiles.gathered`."""
+        size = query.num_blocks
+        steps = query.stride * jnp.arange(size, dtype=jnp.int32)
+        blocks = (keys[:, None] + steps).reshape(-1).astype(jnp.int32)
+        own = keys == query.first_block
+        words = sets.contains(self._rows(query), blocks)
+        if skip_own:
+            words = sets.pack(words & ~jnp.repeat(own, size))
+            return tiles_of(words, blocks.size, jnp.asarray(NO_DIAGONAL), self.block_size)
+        offset = -jnp.argmax(own).astype(jnp.int32) * size
+        diagonal = jnp.where(own.any(), offset, NO_DIAGONAL)
+        last = jnp.where(own.any(), jnp.arange(size, dtype=jnp.int32) - offset, -1)
+        return tiles_of(sets.pack(words), blocks.size, diagonal, self.block_size, last)
+
+    def _rows(self, query: Segment) -> Array:
+        """The bits of a segment's queries."""
+        if self.rows is None:
+            return self.bits[:, :, query.blocks()]
+        if self.rows.shape[0] == query.num_blocks:  # the rank has no other segment
+            return self.bits
+        places = jnp.arange(self.rows.shape[0], dtype=jnp.int32)
+        where = jnp.zeros(self.num_blocks, jnp.int32).at[self.rows].set(places)
+        return self.bits[:, :, where[query.blocks()]]
+
+
+def tiles_of(
+    words: Array, num_keys: int, diagonal: Array, block_size: int, last: Array | None = None
+) -> ListedTiles:
+    """The lists of rows of bits, and their transpose.
+
+    Args:
+        words: uint32 [B, Hq, n, ceil(num_keys/32)], of key blocks by their place in the call.
+        num_keys: key blocks of the call.
+        diagonal: int32 [], the masked offset.
+        block_size: g.
+        last: int32 [n], the key block that goes behind all others of its list where it is listed,
+            or -1; None where ascending lists have the masked one last.
+    """
+    columns, column_count = sets.listed(sets.transpose(words, num_keys), words.shape[-2])
+    if last is None:
+        rows, row_count = sets.listed(words, num_keys)
+        return ListedTiles(rows, row_count, columns, column_count, diagonal, block_size)
+    own = sets.single(last, words.shape[-1])
+    listed = (words & own).any(-1)
+    rows, others = sets.listed(words & ~own, num_keys)
+    slots = jnp.arange(num_keys, dtype=jnp.int32)
+    at_end = listed[..., None] & (slots == others[..., None])
+    rows = jnp.where(at_end, last[:, None], rows)
+    return ListedTiles(
+        rows, others + listed, columns, column_count, diagonal, block_size
+    )
