@@ -1,0 +1,159 @@
+"""Which key blocks each block of queries keeps: the heaviest, until their share is reached.
+
+The rule is applied to each row of blocks by itself, so a rank needs no other for its own rows. It
+computes in integers from the first step on, so the choice has the same bits on any number of ranks
+if the scores have.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from pallas_kernels.index import bits as sets
+
+# The mass of a row is close to 2^30 in all, and below 2^31 however it is rounded.
+_MASS_BITS = 30
+_TAU_BITS = 15
+_DIGIT_BITS = 4
+_ROUNDS = 8  # of `_DIGIT_BITS`: masses are below 2^31
+
+
+@dataclasses.dataclass(frozen=True)
+class RowRule:
+    """Key blocks are kept, heaviest first, while the sum before them is below a share of the row's.
+
+    The entry that reaches the share is kept. Forced blocks are kept whatever they hold and count
+    first. Of equal blocks the one with the smaller number is kept first.
+
+    Attributes:
+        tau: share of the row's mass, in (0, 1]; rounded to a multiple of 2^-15. With 1 every block
+            of any mass is kept.
+        sink_blocks: first blocks of the sequence, which are forced.
+        local_blocks: nearest blocks, a row's own among them, which are forced; at least 1.
+    """
+
+    tau: float
+    sink_blocks: int = 1
+    local_blocks: int = 1
+
+
+def kept_blocks(scores: Array, rows: Array, rule: RowRule) -> Array:
+    """The key blocks that each row of blocks keeps.
+
+    Args:
+        scores: fp32 [B, Hq, n, NB], at least 0; entries ahead of a row's own block do not count,
+            nor do NaNs.
+        rows: int32 [n], the global block number of each row.
+        rule: what to keep.
+
+    Returns:
+        uint32 [B, Hq, n, ceil(NB/32)], bits as in `BlockMaskIndex`.
+    """
+    num_blocks = scores.shape[-1]
+    distance = rows[:, None] - jnp.arange(num_blocks, dtype=jnp.int32)
+    causal = distance >= 0
+    sinks = jnp.arange(num_blocks) < rule.sink_blocks
+    forced = causal & (sinks | (distance < rule.local_blocks))
+    mass = whole_masses(jnp.where(causal & (scores > 0), scores, 0.0))
+    target = _share(mass.sum(-1, dtype=jnp.int32), rule.tau)
+    before = jnp.where(forced, mass, 0).sum(-1, dtype=jnp.int32)
+    free = jnp.where(forced, 0, mass)
+    threshold, above = _find_threshold(free, before, target)
+    # Entry k of the equal ones is kept while above + k * threshold < target.
+    equal_kept = -(-(target - above) // jnp.maximum(threshold, 1))
+    heavier = free > threshold[..., None]
+    equal = _first(sets.pack(free == threshold[..., None]), equal_kept)
+    return sets.pack(forced | heavier) | equal
+
+
+def whole_masses(scores: Array) -> Array:
+    """Scores of rows as integers that add up to about 2^30.
+
+    Args:
+        scores: fp32 [..., n], at least 0.
+
+    Returns:
+        int32 [..., n]; all 0 where all scores are.
+    """
+    # Coarsely first, by the largest of each row, for a total whose order of additions means
+    # nothing; then by that total.
+    length_bits = (scores.shape[-1] - 1).bit_length()
+    coarse_one = float(1 << (_MASS_BITS - length_bits))
+    peak = scores.max(-1, keepdims=True)
+    shares = jnp.where(peak > 0, scores / jnp.where(peak > 0, peak, 1.0), 0.0)
+    coarse = jnp.round(shares * coarse_one).astype(jnp.int32)
+    total = coarse.sum(-1, keepdims=True, dtype=jnp.int32).astype(jnp.float32)
+    to_mass = float(1 << _MASS_BITS) / jnp.maximum(total, 1.0)
+    return jnp.round(shares * (to_mass * coarse_one)).astype(jnp.int32)
+
+
+def _share(total: Array, tau: float) -> Array:
+    """ceil(tau * total) of totals int32 below 2^31, without overflow."""
+    tau = round(tau * (1 << _TAU_BITS))
+    high, low = total >> _TAU_BITS, total & ((1 << _TAU_BITS) - 1)
+    return high * tau + -(-(low * tau) >> _TAU_BITS)
+
+
+def _find_threshold(mass: Array, before: Array, target: Array) -> tuple[Array, Array]:
+    """The least mass of which what lies above it, with `before`, does not reach the target.
+
+    Entries above it are all kept, those below it are not. It is found digit by digit: each round
+    adds up what lies above a few candidates.
+
+    Args:
+        mass: int32 [..., n], at least 0.
+        before: int32 [...].
+        target: int32 [...], at most `before` and all masses together.
+
+    Returns:
+        int32 [...] twice: that mass, which is 2^31 - 1 or more masses than there are if `before`
+        reaches the target; and `before` with what lies above it.
+    """
+    digits = jnp.arange(1, 1 << _DIGIT_BITS, dtype=jnp.uint32)
+
+    def narrow(step, base):
+        # All thresholds below `base` leave too much above them, so that the target is reached.
+        shift = jnp.uint32((_ROUNDS - 1 - step) * _DIGIT_BITS)
+        candidates = base[..., None] + (digits << shift)
+        # A threshold one below the candidate reaches the target: the least one is no smaller.
+        sums = _sums_from(mass, candidates)
+        reached = before[..., None] + sums >= target[..., None]
+        return base + (reached.sum(-1, dtype=jnp.uint32) << shift)
+
+    # The largest candidate c whose masses of at least c reach the target.
+    start = jnp.zeros(mass.shape[:-1], jnp.uint32)
+    found = lax.fori_loop(0, _ROUNDS, narrow, start)
+    found = jnp.minimum(found, jnp.uint32(jnp.iinfo(jnp.int32).max)).astype(jnp.int32)
+    above = before + jnp.where(mass > found[..., None], mass, 0).sum(-1, dtype=jnp.int32)
+    return found, above
+
+
+def _sums_from(mass: Array, candidates: Array) -> Array:
+    """Sums int32 [..., c] of the masses int32 [..., n] that reach each candidate uint32 [..., c].
+
+    One pass over the masses: with an axis of candidates XLA would read them once for each.
+    """
+    zero = jnp.zeros((), jnp.int32)
+    parts = []
+    for i in range(candidates.shape[-1]):
+        reached = mass.astype(jnp.uint32) >= candidates[..., i, None]
+        parts.append(jnp.where(reached, mass, 0))
+
+    def add(x, y):
+        return tuple(a + b for a, b in zip(x, y, strict=True))
+
+    sums = lax.reduce(tuple(parts), (zero,) * len(parts), add, (mass.ndim - 1,))
+    return jnp.stack(sums, axis=-1)
+
+
+def _first(words: Array, most: Array) -> Array:
+    """The first `most` int32 [...] numbers of sets uint32 [..., w], as such sets."""
+    number = sets.count_before(words)[..., None] + _rank_in_word(words)
+    return words & sets.pack((number < most[..., None, None]).reshape(*words.shape[:-1], -1))
+
+
+def _rank_in_word(words: Array) -> Array:
+    """For each place of each word, how many set bits lie below it: int32 [..., w, 32]."""
+    below = (jnp.uint32(1) << jnp.arange(sets.WORD, dtype=jnp.uint32)) - 1
+    return lax.population_count(words[..., None] & below).astype(jnp.int32)

@@ -1,0 +1,66 @@
+"""The rule of row patterns, one row at a time by its definition."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mtraining_jax.sparsity.row_rule import RowRule, kept_blocks, whole_masses
+
+# Words that are full, and one that the end of the sequence cuts.
+NUM_BLOCKS = 40
+ROWS = np.array([0, 1, 5, 31, 32, 38, 39])
+
+
+def pick(mass, forced, target):
+    """The definition: forced first, then mass descending, then number ascending."""
+    keep, before = forced.copy(), 0
+    for j in sorted(range(len(mass)), key=lambda j: (not forced[j], -mass[j], j)):
+        keep[j] |= before < target
+        before += mass[j]
+    return keep
+
+
+@jax.jit
+def masses_of(scores):
+    return whole_masses(scores)
+
+
+def scores_of(seed):
+    """Heads of noise, of equal blocks, of one huge block, of nothing; NaN ahead of the diagonal."""
+    rng = np.random.default_rng(seed)
+    scores = rng.random((2, 4, ROWS.size, NUM_BLOCKS)).astype(np.float32) ** 6
+    scores[:, 1] = rng.integers(0, 3, scores[:, 1].shape)
+    scores[0, 2, :, 3] = 1e6
+    scores[0, 3] = 0
+    return np.where(np.arange(NUM_BLOCKS) <= ROWS[:, None], scores, np.nan)
+
+
+@pytest.mark.parametrize(("tau", "sinks", "local"), [(0.5, 1, 1), (0.9, 2, 3), (1.0, 0, 1)])
+def test_blocks_are_kept_as_the_rule_says(tau, sinks, local):
+    scores = scores_of(0)
+    rule = RowRule(tau, sinks, local)
+    bits = jax.jit(kept_blocks, static_argnums=2)(scores, jnp.asarray(ROWS, jnp.int32), rule)
+    numbers = np.arange(NUM_BLOCKS)
+    found = np.asarray(bits)[..., numbers // 32] >> (numbers % 32) & 1 > 0
+    assert not (np.asarray(bits)[..., -1] >> (NUM_BLOCKS % 32)).any()
+    masses = np.asarray(masses_of(np.nan_to_num(scores))).astype(int)
+    for b, h, i in np.ndindex(scores.shape[:3]):
+        row = ROWS[i]
+        mass = masses[b, h, i, : row + 1].tolist()
+        forced = (numbers < sinks) | (row - numbers < local)
+        # In integers, as the rule's multiple of 2^-15.
+        target = -(-sum(mass) * round(tau * 2**15) // 2**15)
+        wanted = pick(mass, forced[: row + 1], target)
+        np.testing.assert_array_equal(found[b, h, i, : row + 1], wanted)
+        assert not found[b, h, i, row + 1 :].any()
+
+
+def test_masses_are_shares_of_the_row_in_whole_numbers():
+    scores = np.nan_to_num(scores_of(1)).astype(np.float64)
+    masses = np.asarray(masses_of(scores.astype(np.float32))).astype(int)
+    total = scores.sum(-1, keepdims=True)
+    shares = scores / np.where(total > 0, total, 1)
+    # The total that they are shares of is known to a part in 2^20 or so.
+    np.testing.assert_allclose(masses / 2**30, shares, rtol=1e-5, atol=1e-9)
+    assert masses.sum(-1).max() < 2**31 and (masses[0, 3] == 0).all()
