@@ -39,16 +39,47 @@ class Estimate(Protocol):
         """See `pallas_kernels.mosaic_gpu.estimate.block_masses`."""
 
 
+class BlockScores(Protocol):
+    """Kernels that score key blocks by the softmax mass of rows of queries: an optional extra."""
+
+    def unsupported(self, q: Array, k: Array) -> str | None:
+        """Why these kernels cannot score queries and keys of these shapes and dtypes, or None."""
+
+    def block_masses(
+        self, q: Array, k: Array, places: Array, *, scale: float
+    ) -> Array:
+        """Softmax mass that rows of queries give to each key block, mean over the rows of a block.
+
+        The bits of a row of results may depend on its queries, its places and on the keys, but
+        not on the other rows of the call: the choice must be the same however rows are dealt to
+        ranks.
+
+        Args:
+            q: [B, Hq, n, r, E], r rows of each of n query blocks.
+            k: [B, Hk, NB, c, E], c rows of each key block, in the order of the sequence; Hq is a
+                multiple of Hk.
+            places: int32 [n, r]: a query row sees key row j of block b iff b * c + j <= its place;
+                one with the place -1 sees nothing and adds nothing.
+            scale: of the logits.
+
+        Returns:
+            fp32 [B, Hq, n, NB]; a row adds up to the share of its r rows that see anything, up to
+            rounding.
+        """
+
+
 class Backend(Protocol):
     """What implements the functions of `pallas_kernels.ops`.
 
     Attributes:
         name: by which it is asked for.
         estimate: kernels that choose an index, or None.
+        block_scores: kernels that score key blocks for rows of queries, or None.
     """
 
     name: str
     estimate: Estimate | None
+    block_scores: BlockScores | None
 
     def unsupported(self, q: Array, block_size: int | None) -> str | None:
         """Why a call cannot run here, or None if it can.
@@ -178,6 +209,31 @@ def estimate_kernels(
         return None, f"the backend {backend.name} has no kernels for it"
     reason = backend.estimate.unsupported(q)
     return (backend.estimate, None) if reason is None else (None, reason)
+
+
+def block_score_kernels(
+    name: str | None, q: Array, block_size: int, rows: Array, keys: Array
+) -> tuple[BlockScores | None, str | None]:
+    """The kernels that score key blocks for rows of queries, and why there are none.
+
+    Args:
+        name: as in `resolve`.
+        q: the queries of the attention, as in `resolve`.
+        block_size: g.
+        rows: the rows of queries to score for, as in `BlockScores.block_masses`.
+        keys: the keys there.
+
+    Returns:
+        The kernels and None, or None and the reason.
+
+    Raises:
+        ValueError: as `resolve`.
+    """
+    backend = resolve(name, q, block_size)
+    if backend.block_scores is None:
+        return None, f"the backend {backend.name} has no kernels for it"
+    reason = backend.block_scores.unsupported(rows, keys)
+    return (backend.block_scores, None) if reason is None else (None, reason)
 
 
 def _level() -> int:

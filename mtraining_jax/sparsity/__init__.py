@@ -8,11 +8,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from mtraining_jax.sparsity.dense import Dense
+from mtraining_jax.sparsity.exact_rows import ExactRows
 from mtraining_jax.sparsity.fixed_budget import FixedBudget, FixedBudgets, load_budgets
 from mtraining_jax.sparsity.pattern import Choice, ModelSizes, Pattern, Settings, Shards
 from mtraining_jax.sparsity.registry import PATTERNS
 from mtraining_jax.sparsity.replay import Replay, make_replay
+from mtraining_jax.sparsity.sampled_rows import SampledRows
 from mtraining_jax.sparsity.vertical_slash import VerticalSlash
+from mtraining_jax.sparsity.xattention import XAttention
 
 if TYPE_CHECKING:
     from mtraining_jax.sparsity.choose import choose_index
@@ -35,14 +38,17 @@ __all__ = [
     "PATTERNS",
     "Choice",
     "Dense",
+    "ExactRows",
     "FixedBudget",
     "FixedBudgets",
     "ModelSizes",
     "Pattern",
     "Replay",
+    "SampledRows",
     "Settings",
     "Shards",
     "VerticalSlash",
+    "XAttention",
     "attention_flops",
     "attention_recall",
     "causal_pairs",

@@ -85,16 +85,29 @@ def softmax_scores(
     block_peak, block_total = tiles.statistics()
     peak = exchange.maximum(block_peak.max(2), axis_names)
     weight = relative_exp(block_peak, peak[:, :, None], scale)
-    in_high_units = weight * (block_total * 2.0**_HIGH_BITS)
-    high = in_high_units.astype(jnp.int32)
-    low = _round(lax.rem(in_high_units, jnp.ones_like(in_high_units)) * 2.0**_LOW_BITS)
-    limbs = (high.sum(2, dtype=jnp.int32), low.sum(2, dtype=jnp.int32))
-    high, low = (x.astype(jnp.float32) for x in exchange.exact_sum(limbs, axis_names))
-    # The product is exact (a power of two), so contraction cannot change this sum.
-    normaliser = (high + low * 2.0**-_LOW_BITS) * 2.0**-_HIGH_BITS
+    limbs = tuple(x.sum(2, dtype=jnp.int32) for x in to_limbs(weight, block_total))
+    normaliser = from_limbs(*exchange.exact_sum(limbs, axis_names))
     if valid_len is not None:  # queries before the start of a short prompt see nothing
         normaliser = jnp.where(normaliser > 0, normaliser, 1.0)
     return tiles.masses(peak, normaliser)
+
+
+def to_limbs(weight: Array, total: Array) -> tuple[Array, Array]:
+    """Products of weights <= 1 and totals as integers, high and low, to be added in any order.
+
+    The sum over a row of products must stay below `MAX_TOKENS`, and there must be at most
+    `MAX_BLOCKS` of them.
+    """
+    in_high_units = weight * (total * 2.0**_HIGH_BITS)
+    low = lax.rem(in_high_units, jnp.ones_like(in_high_units)) * 2.0**_LOW_BITS
+    return in_high_units.astype(jnp.int32), _round(low)
+
+
+def from_limbs(high: Array, low: Array) -> Array:
+    """fp32 sums of products, from the sums of both of their limbs."""
+    high, low = high.astype(jnp.float32), low.astype(jnp.float32)
+    # The product is exact (a power of two), so contraction cannot change this sum.
+    return (high + low * 2.0**-_LOW_BITS) * 2.0**-_HIGH_BITS
 
 
 @dataclasses.dataclass(frozen=True)

@@ -62,6 +62,28 @@ def rows_of(block_ids: Array, axis_names: AxisNames) -> Rows:
     return Rows(block_ids, functools.partial(exact_sum, axis_names=axis_names))
 
 
+def all_blocks(
+    x_BnHD: Array, block_ids: Array, num_blocks: int, axis_names: AxisNames
+) -> Array:
+    """A sequence-sharded array with the blocks of all ranks, in the order of the sequence.
+
+    Args:
+        x_BnHD: [B, n, H, D], the local blocks.
+        block_ids: int32 [n/g], global number of each local block.
+        num_blocks: NB, blocks of the whole sequence.
+        axis_names: mesh axes the sequence is sharded over; () if all blocks are here.
+
+    Returns:
+        [B, S, H, D], replicated.
+    """
+    if axis_names:
+        axes = tuple(axis_names)
+        block_ids = lax.all_gather(block_ids, axes, tiled=True)
+        x_BnHD = lax.all_gather(x_BnHD, axes, axis=1, tiled=True)
+    blocks = x_BnHD.reshape(x_BnHD.shape[0], num_blocks, -1, *x_BnHD.shape[2:])
+    return blocks[:, local_index(block_ids, num_blocks)].reshape(x_BnHD.shape)
+
+
 def all_rows(index: Index, block_ids: Array, num_blocks: int, axis_names: AxisNames) -> Index:
     """An index with all of its rows here, in the order of the sequence; replicated.
 

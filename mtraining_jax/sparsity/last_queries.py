@@ -4,7 +4,6 @@ The steps are the same for every such pattern. The pattern's `Rule` says how col
 are scored and how many of them are kept.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -12,6 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from mtraining_jax.sparsity import estimate, exchange, select
+from mtraining_jax.sparsity.checks import check_choice
 from mtraining_jax.sparsity.pattern import Settings, Shards
 from mtraining_jax.sparsity.vertical_slash import index_capacities
 from pallas_kernels.index import VerticalSlashIndex
@@ -84,7 +84,7 @@ def choose(
     Raises:
         ValueError: naming what does not fit.
     """
-    scale = _check(q, k, settings, shards)
+    scale = check_choice(q, k, shards, settings.block_size)
     batch, num_heads = q.shape[0], q.shape[2]
     where = dict(block_ids=shards.block_ids, num_blocks=shards.num_blocks)
     seq_len = shards.num_blocks * settings.block_size
@@ -152,29 +152,3 @@ def _lists(
     forced = blocks < rule.nearest(count[1], valid_len)
     slash_blocks = jnp.sort(jnp.where(active | forced, blocks, num_blocks), axis=-1)
     return jnp.concatenate([slash_blocks[:, :max_slash_blocks], vertical_tokens], axis=-1)
-
-
-def _check(q: Array, k: Array, settings: Settings, shards: Shards) -> float:
-    """Raises ValueError for what does not fit; returns the scale of the logits."""
-    if q.ndim != 4 or k.ndim != 4 or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
-        raise ValueError(f"q {q.shape} and k {k.shape} must be [B, n, H, D] with equal B, n and D")
-    if q.dtype != k.dtype:
-        raise ValueError(f"q is {q.dtype} but k is {k.dtype}; they must have the same dtype")
-    if q.shape[2] % k.shape[2]:
-        raise ValueError(
-            f"{q.shape[2]} query heads cannot be shared evenly by {k.shape[2]} key/value heads"
-        )
-    size, blocks = settings.block_size, shards.block_ids.shape
-    if blocks != (q.shape[1] // size,) or q.shape[1] % size:
-        raise ValueError(
-            f"{q.shape[1]} local tokens do not make {blocks} blocks of block_size={size}"
-        )
-    if shards.num_blocks > estimate.MAX_BLOCKS or shards.num_blocks * size > estimate.MAX_TOKENS:
-        raise ValueError(
-            f"num_blocks={shards.num_blocks} of block_size={size} are too many: at most "
-            f"{estimate.MAX_BLOCKS} blocks and {estimate.MAX_TOKENS} tokens"
-        )
-    scale = 1.0 / math.sqrt(q.shape[3]) if shards.scale is None else shards.scale
-    if not scale > 0:
-        raise ValueError(f"scale={scale} must be positive")
-    return scale

@@ -7,6 +7,7 @@ can be read and checked before JAX is loaded.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
@@ -61,6 +62,10 @@ class Shards:
     backend: str | None = None
     causal: bool = True
     valid_len: "Array | None" = None
+
+    def scale_for(self, head_dim: int) -> float:
+        """The scale of the logits as a number."""
+        return 1.0 / math.sqrt(head_dim) if self.scale is None else self.scale
 
 
 class Choice(NamedTuple):

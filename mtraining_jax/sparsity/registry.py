@@ -9,6 +9,9 @@ PATTERNS = Registry(
         "dense": "mtraining_jax.sparsity.dense:Dense",
         "vertical_slash": "mtraining_jax.sparsity.vertical_slash:VerticalSlash",
         "fixed": "mtraining_jax.sparsity.fixed_budget:BudgetFile",
+        "xattention": "mtraining_jax.sparsity.xattention:XAttention",
+        "sampled_rows": "mtraining_jax.sparsity.sampled_rows:SampledRows",
+        "exact_rows": "mtraining_jax.sparsity.exact_rows:ExactRows",
         "replay": "mtraining_jax.sparsity.replay:ReplaySettings",
     },
 )

@@ -67,6 +67,7 @@ class MosaicGpu:
     one_backward_kernel: bool | None = None
 
     estimate = HopperEstimate()
+    block_scores = None
 
     def unsupported(self, q: Array, block_size: int | None) -> str | None:
         """See `Backend.unsupported`."""

@@ -15,6 +15,7 @@ class Xla:
 
     name = "xla"
     estimate = None
+    block_scores = None
 
     def unsupported(self, q: Array, block_size: int | None) -> str | None:
         """See `Backend.unsupported`."""

@@ -26,6 +26,7 @@ class TracedKernels:
     """
 
     estimate = None
+    block_scores = None
 
     def __init__(self, name, dq_apart):
         self.name, self._dq_apart, self.planned = name, dq_apart, 0

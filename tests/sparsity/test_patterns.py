@@ -5,7 +5,14 @@ import json
 import pytest
 
 from examples.strided_pattern import Strided
-from mtraining_jax.sparsity import PATTERNS, Dense, VerticalSlash
+from mtraining_jax.sparsity import (
+    PATTERNS,
+    Dense,
+    ExactRows,
+    SampledRows,
+    VerticalSlash,
+    XAttention,
+)
 from mtraining_jax.sparsity.fixed_budget import BudgetFile
 from mtraining_jax.sparsity.replay import ReplaySettings
 from tests.sparsity.contract import BLOCK, HEADS, LAYERS, PatternContract
@@ -43,10 +50,24 @@ class TestFixed(PatternContract):
                                    block_size=BLOCK)  # fmt: skip
 
 
+class TestXAttention(PatternContract):
+    settings = XAttention(tau=0.6, stride=4, local_blocks=1, block_size=BLOCK)
+
+
+class TestSampledRows(PatternContract):
+    settings = SampledRows(tau=0.6, sampled_rows=3, block_size=BLOCK)
+
+
+class TestExactRows(PatternContract):
+    settings = ExactRows(tau=0.6, block_size=BLOCK)
+
+
 class TestOwn(PatternContract):
     settings = Strided(window=2, stride=3, block_size=BLOCK)
 
 
 def test_every_registered_pattern_is_tested_here():
-    tested = {Dense, VerticalSlash, ReplaySettings, BudgetFile}
+    tested = {
+        Dense, VerticalSlash, ReplaySettings, BudgetFile, XAttention, SampledRows, ExactRows,
+    }
     assert {PATTERNS.get(name) for name in PATTERNS.names} == tested

@@ -1,0 +1,45 @@
+"""What a choice from queries and keys refuses."""
+
+from jax import Array
+
+from mtraining_jax.sparsity import estimate
+from mtraining_jax.sparsity.pattern import Shards
+
+
+def check_choice(q: Array, k: Array, shards: Shards, block_size: int) -> float:
+    """Checks queries and keys that an index is to be chosen from.
+
+    Args:
+        q: local queries.
+        k: local keys.
+        shards: where they lie.
+        block_size: g.
+
+    Returns:
+        The scale of the logits.
+
+    Raises:
+        ValueError: naming what does not fit.
+    """
+    if q.ndim != 4 or k.ndim != 4 or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
+        raise ValueError(f"q {q.shape} and k {k.shape} must be [B, n, H, D] with equal B, n and D")
+    if q.dtype != k.dtype:
+        raise ValueError(f"q is {q.dtype} but k is {k.dtype}; they must have the same dtype")
+    if q.shape[2] % k.shape[2]:
+        raise ValueError(
+            f"{q.shape[2]} query heads cannot be shared evenly by {k.shape[2]} key/value heads"
+        )
+    blocks, num_blocks = shards.block_ids.shape, shards.num_blocks
+    if blocks != (q.shape[1] // block_size,) or q.shape[1] % block_size:
+        raise ValueError(
+            f"{q.shape[1]} local tokens do not make {blocks} blocks of block_size={block_size}"
+        )
+    if num_blocks > estimate.MAX_BLOCKS or num_blocks * block_size > estimate.MAX_TOKENS:
+        raise ValueError(
+            f"num_blocks={num_blocks} of block_size={block_size} are too many: at most "
+            f"{estimate.MAX_BLOCKS} blocks and {estimate.MAX_TOKENS} tokens"
+        )
+    scale = shards.scale_for(q.shape[3])
+    if not scale > 0:
+        raise ValueError(f"scale={scale} must be positive")
+    return scale

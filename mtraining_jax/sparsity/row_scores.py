@@ -1,0 +1,114 @@
+"""The softmax mass that rows of queries give to each key block.
+
+All keys are in the order of the sequence, and a row of blocks is scored from its own queries alone.
+Its scores have the same bits on any number of ranks by the rules of `estimate.py`: the shape of a
+product depends on the whole sequence alone, floats are combined elementwise or by a maximum, and
+sums are sums of integers.
+"""
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from mtraining_jax.sparsity import estimate
+from pallas_kernels import backends
+
+# Logits that are in memory at a time, fp32. More take no less time; fewer would leave products of
+# a few rows.
+_LOGIT_BYTES = 1 << 28
+# A step has no more rows of blocks than this part of the sequence, so that a rank that holds a
+# small share of it computes little padding.
+_MOST_STEPS = 64
+
+
+def block_masses(
+    rows: Array, keys: Array, places: Array, *, scale: float, like: Array, backend: str | None
+) -> Array:
+    """Softmax mass that rows of queries give to each key block, mean over the rows of a block.
+
+    Args:
+        rows: [B, Hq, n, r, E], r rows of each of n local query blocks.
+        keys: [B, Hk, NB, c, E], c rows of each key block of the sequence, in its order.
+        places: int32 [n, r]: a row sees key row j of block b iff b * c + j <= its place; one with
+            the place -1 sees nothing and adds nothing.
+        scale: of the logits, positive.
+        like: [B, n, Hq, D], the queries of the attention, by which a backend is chosen.
+        backend: its name, or None for the best that runs here. Where it has no kernels for this
+            (`pallas_kernels.backends.BlockScores`), XLA computes it.
+
+    Returns:
+        fp32 [B, Hq, n, NB], multiples of 2^-30; a row adds up to the share of its r rows that see
+        anything, up to rounding.
+    """
+    block_size = like.shape[1] // rows.shape[2]
+    kernels, _ = backends.block_score_kernels(backend, like, block_size, rows, keys)
+    if kernels is not None:
+        return kernels.block_masses(rows, keys, places, scale=scale)
+    return _by_xla(rows, keys, places, scale)
+
+
+def without_padding(x: Array, block_ids: Array, valid_len: Array) -> Array:
+    """Tokens [B, n, H, D] of some blocks, with zeros where their positions reach `valid_len`."""
+    size = x.shape[1] // block_ids.shape[0]
+    positions = block_ids[:, None] * size + jnp.arange(size, dtype=jnp.int32)
+    return jnp.where((positions.reshape(-1) < valid_len)[:, None, None], x, 0)
+
+
+def rows_at_once(batch: int, heads: int, num_rows: int, num_blocks: int, num_keys: int) -> int:
+    """Rows of blocks of one step: a function of the whole sequence, not of a rank's share.
+
+    Args:
+        batch: B.
+        heads: Hq.
+        num_rows: r, rows of queries of each block.
+        num_blocks: NB.
+        num_keys: c, rows of keys of each block.
+    """
+    of_one = 4 * batch * heads * num_rows * num_blocks * num_keys
+    return max(min(_LOGIT_BYTES // of_one, num_blocks // _MOST_STEPS), 1)
+
+
+def _by_xla(rows: Array, keys: Array, places: Array, scale: float) -> Array:
+    """As `block_masses`, some rows of blocks at a time."""
+    batch, heads, num_local, num_rows, dim = rows.shape
+    kv_heads, num_blocks, num_keys = keys.shape[1:4]
+    chunk = rows_at_once(batch, heads, num_rows, num_blocks, num_keys)
+    steps = -(-num_local // chunk)
+    padding = steps * chunk - num_local
+    rows = jnp.pad(rows, ((0, 0), (0, 0), (0, padding), (0, 0), (0, 0)))
+    places = jnp.pad(places, ((0, padding), (0, 0)), constant_values=-1)
+    keys = keys.reshape(batch, kv_heads, num_blocks * num_keys, dim)
+    # bf16 products are exact in fp32; only fp32 inputs need the slower passes.
+    precision = lax.Precision.HIGHEST if keys.dtype == jnp.float32 else None
+    key_numbers = jnp.arange(num_blocks * num_keys, dtype=jnp.int32)
+
+    def step(i: Array) -> Array:
+        own = lax.dynamic_slice_in_dim(rows, i * chunk, chunk, axis=2)
+        seen = lax.dynamic_slice_in_dim(places, i * chunk, chunk)[..., None] >= key_numbers
+        logits = lax.dot_general(
+            own.reshape(batch, kv_heads, -1, dim), keys, (((3,), (3,)), ((0, 1), (0, 1))),
+            precision=precision, preferred_element_type=jnp.float32,
+        ).reshape(batch, heads, chunk, num_rows, num_blocks * num_keys)
+        logits = jnp.where(seen, logits, -jnp.inf)
+        return _masses(logits.reshape(*logits.shape[:-1], num_blocks, num_keys), scale)
+
+    found = lax.map(step, jnp.arange(steps))  # [steps, B, Hq, chunk, NB]
+    found = jnp.moveaxis(found, 0, 2).reshape(batch, heads, steps * chunk, num_blocks)
+    return found[:, :, :num_local]
+
+
+def _masses(logits: Array, scale: float) -> Array:
+    """Mean over rows of the softmax of logits [..., r, NB, c], summed by block: fp32 [..., NB]."""
+    num_rows, _, num_keys = logits.shape[-3:]
+    # So that the sum of a block's terms, each at most one, stays within 2^30.
+    term_one = float(1 << (estimate.MASS_BITS - (num_keys - 1).bit_length()))
+    block_peak = logits.max(-1)
+    terms = estimate.relative_exp(logits, block_peak[..., None], scale)
+    in_block = jnp.round(terms * term_one).astype(jnp.int32).sum(-1, dtype=jnp.int32)
+    in_block = in_block.astype(jnp.float32) * (1 / term_one)
+    weight = estimate.relative_exp(block_peak, block_peak.max(-1, keepdims=True), scale)
+    limbs = estimate.to_limbs(weight, in_block)
+    total = estimate.from_limbs(*(x.sum(-1, keepdims=True, dtype=jnp.int32) for x in limbs))
+    total = jnp.where(total > 0, total, 1.0)  # of a row that sees nothing
+    one = float(estimate.MASS_ONE // num_rows)
+    mass = jnp.round(weight * in_block / total * one).astype(jnp.int32).sum(-2, dtype=jnp.int32)
+    return mass.astype(jnp.float32) * (1 / estimate.MASS_ONE)

@@ -1,0 +1,72 @@
+"""XAttention: key blocks by sums along antidiagonals."""
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from mtraining_jax.limits import limited
+from mtraining_jax.sparsity.pattern import Shards
+from mtraining_jax.sparsity.row_pattern import RowPattern
+
+if TYPE_CHECKING:
+    from jax import Array
+
+
+@dataclasses.dataclass(frozen=True)
+class XAttention(RowPattern):
+    """Key blocks by the attention of strides of tokens, each the sum of an antidiagonal.
+
+    With s = `stride`, the logit of stride a of queries and stride b of keys is the mean over i < s
+    of q[a s + s-1-i] . k[b s + i] / sqrt(D), for b <= a. A softmax runs over b; a block's score is
+    the sum over its strides. It costs 1/(2 s) of a dense forward pass, and looks at every query.
+
+    Source: XAttention (arXiv 2503.16428). Where its reference implementation rounds scores to
+    bf16, these stay fp32; equal scores are kept in order of position.
+
+    Attributes:
+        stride: s, tokens of an antidiagonal; `block_size` must be a multiple of it. 4, 8 and 16
+            are of use: a larger stride is cheaper and coarser.
+
+    Raises:
+        ValueError: naming the field, its value and what is allowed.
+    """
+
+    stride: limited(int, ge=1) = 8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.block_size % self.stride:
+            raise ValueError(
+                f"stride={self.stride} must divide block_size={self.block_size}"
+            )
+
+    def scores(self, q: "Array", k: "Array", shards: Shards) -> "Array":
+        """As `RowPattern.scores`: softmax masses of the strides of a block, their mean."""
+        import jax.numpy as jnp
+
+        from mtraining_jax.sparsity import row_scores
+
+        size, per_block = self.stride, self.block_size // self.stride
+
+        places = shards.block_ids[:, None] * per_block + jnp.arange(per_block, dtype=jnp.int32)
+        if shards.valid_len is not None:  # padding adds nothing to a stride that it ends
+            q = row_scores.without_padding(q, shards.block_ids, shards.valid_len)
+            every = jnp.arange(shards.num_blocks, dtype=jnp.int32)
+            k = row_scores.without_padding(k, every, shards.valid_len)
+            places = jnp.where(places * size < shards.valid_len, places, -1)
+
+        def strides(x: "Array") -> "Array":  # [B, n, H, D] -> [B, H, blocks, strides, s * D]
+            x = x.reshape(x.shape[0], -1, per_block, size, *x.shape[2:])
+            x = x.transpose(0, 4, 1, 2, 3, 5)
+            return x.reshape(*x.shape[:4], -1)
+
+        # Reversed within a stride: query s-1-i meets key i.
+        backwards = q.reshape(q.shape[0], -1, size, *q.shape[2:])[:, :, ::-1].reshape(q.shape)
+        scale = shards.scale_for(q.shape[-1])
+        return row_scores.block_masses(
+            strides(backwards), strides(k), places, scale=scale / size, like=q,
+            backend=shards.backend,
+        )
+
+    def describe(self) -> str:
+        """Its name, stride and tau."""
+        return f"XAttention, stride {self.stride}, {self.tau:g} of each row of blocks"

@@ -1,0 +1,65 @@
+"""Scores of row patterns against their definitions in fp64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mtraining_jax.sparsity import ExactRows, SampledRows, Shards, XAttention
+from tests.sparsity import inputs, oracle
+
+BLOCK, NUM_BLOCKS, DIM = 16, 8, 16
+SEQ_LEN = BLOCK * NUM_BLOCKS
+
+
+def antidiagonals(q, k, stride):
+    """XAttention's logits of one head, fp64 [S/s, S/s]."""
+    n = SEQ_LEN // stride
+    q, k = (x.reshape(n, stride, DIM) for x in (q, k))
+    x = np.einsum("aid,bid->ab", q[:, ::-1], k) / (DIM**0.5 * stride)
+    return np.where(np.tri(n, dtype=bool), x, -np.inf)
+
+
+def wanted(pattern, q, k):
+    """Scores of one head: means over a block's rows of softmax masses of blocks."""
+    if isinstance(pattern, XAttention):
+        weights = oracle.softmax(antidiagonals(q, k, pattern.stride))
+    else:
+        logits = np.where(np.tri(SEQ_LEN, dtype=bool), q @ k.T / DIM**0.5, -np.inf)
+        weights = oracle.softmax(logits)
+        if isinstance(pattern, SampledRows):
+            assert pattern.sampled_rows == 3
+            places = np.arange(NUM_BLOCKS)[:, None] * BLOCK + np.array([4, 9, 15])
+            weights = weights[places.reshape(-1)]
+    rows = len(weights) // NUM_BLOCKS
+    blocks = weights.reshape(NUM_BLOCKS, rows, NUM_BLOCKS, -1)
+    return blocks.sum(-1).mean(1)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        XAttention(stride=4, block_size=BLOCK), ExactRows(block_size=BLOCK),
+        SampledRows(sampled_rows=3, block_size=BLOCK),
+    ],
+)
+def test_scores_are_those_of_the_definition(pattern):
+    q, k = inputs.random(0, 2, SEQ_LEN, 3, 1, DIM)
+    rows = jnp.array([6, 1, 3], jnp.int32)  # a rank's, in any order
+    own = q.reshape(2, NUM_BLOCKS, BLOCK, 3, DIM)[:, rows].reshape(2, -1, 3, DIM)
+    shards = Shards(rows, NUM_BLOCKS)
+    found = np.asarray(jax.jit(lambda q, k: pattern.scores(q, k, shards))(own, k))
+    q, k = np.asarray(q, np.float64), np.asarray(k, np.float64)
+    for b, h in np.ndindex(2, 3):
+        expected = wanted(pattern, q[b, :, h], k[b, :, 0])[np.asarray(rows)]
+        np.testing.assert_allclose(found[b, h], expected, atol=2e-6)
+    np.testing.assert_allclose(found.sum(-1), 1, atol=1e-5)
+
+
+def test_settings_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match="stride=5 must divide block_size=128"):
+        XAttention(stride=5)
+    with pytest.raises(ValueError, match="sampled_rows=129 must not exceed block_size=128"):
+        SampledRows(sampled_rows=129)
+    with pytest.raises(ValueError, match="tau=0 must be above 0 and at most 1"):
+        ExactRows(tau=0)
