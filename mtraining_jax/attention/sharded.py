@@ -59,7 +59,8 @@ class Attended(NamedTuple):
         out: [B, S, Hq, D] in the dtype of q.
         lse: fp32 [B, Hq, S], natural logarithm, -inf for empty rows.
         index: what was computed, in positions of the sequence.
-        statistics: fp32 scalars by name, means over batch and heads; empty unless asked for.
+        statistics: fp32 scalars by name, means over batch and heads (`recall_worst` is the least);
+            empty unless asked for.
     """
 
     out: Array
@@ -162,8 +163,11 @@ def _local(
             )
             statistics["recall"] = recall.mean(dtype=jnp.float32)
         over = (*way.placement.batch, *way.placement.heads)
-        statistics = lax.stop_gradient(statistics)
         statistics = lax.pmean(statistics, over) if over else statistics
+        if positions is not None:
+            worst = recall.min()
+            statistics["recall_worst"] = lax.pmin(worst, over) if over else worst
+        statistics = lax.stop_gradient(statistics)
     options = dict(scale=way.scale, backend=way.backend, return_lse=True)
     if shards.axis_names:
         sizes = tuple(way.placement.mesh.shape[axis] for axis in shards.axis_names)
@@ -235,7 +239,8 @@ def make_attention(
         or an index (global, [B, Hq, ...]) to use as it is. out [B, S, Hq, D] has the dtype of q.
         stats are fp32 scalars, means over batch and heads: `density`, the share of causal pairs
         that are computed; `executed`, pairs in the tiles that kernels execute, over causal pairs;
-        `recall` when asked for, the share of the softmax mass that lies on computed pairs; and
+        `recall` when asked for, the share of the softmax mass that lies on computed pairs, and
+        `recall_worst`, that of the head that has least; and
         what the pattern reports itself (`Choice.statistics`).
 
     Raises:
