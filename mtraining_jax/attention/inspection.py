@@ -48,7 +48,10 @@ class Inspection:
             f"{self.density.mean():.4f}"
         ]
         if self.recall is not None:
-            lines[0] += f", recall {self.recall.mean():.4f} on {len(self.rows)} rows"
+            lines[0] += (
+                f", recall {self.recall.mean():.4f} on {len(self.rows)} rows, that of the worst "
+                f"head {self.recall.min():.4f}"
+            )
         shares = {"density": self.density, "executed": self.executed}
         if self.recall is not None:
             shares["recall"] = self.recall

@@ -103,7 +103,7 @@ def step_line(record: Record, total: int) -> str:
         density_text(record),
     ]
     if record.get("recall") is not None:
-        parts.append(f"recall {record['recall']:.1%}")
+        parts.append(f"recall {record['recall']:.1%} (worst head {record['recall_worst']:.1%})")
     if (held_out := held_out_text(record)) is not None:
         parts.append(f"held-out loss {held_out}")
     if record["skipped_steps"]:

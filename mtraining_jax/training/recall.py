@@ -22,27 +22,29 @@ def make_recall(
     attention_with_recall: Callable[[Array], Attention],
     mesh: Mesh,
     attention_inputs: Any = None,
-) -> Callable[[TrainState, Batch], Array]:
+) -> Callable[[TrainState, Batch], dict[str, Array]]:
     """Compiles, at its first call, a forward pass that measures recall.
 
     Recall is the share of the softmax mass of exact attention that lies on the pairs the sparse
-    pattern computes; 1 is dense attention.
+    pattern computes; 1 is dense attention. A mean hides a head that is emptied, so that of the
+    worst head is measured as well.
 
     Args:
         config: of the run.
         builder: of its states.
         attention_with_recall: from int32 [R], positions of queries in the sequence, to an
-            attention that reports `recall` on them, mean over batch and heads.
+            attention that reports `recall` on them, mean over batch and heads, and `recall_worst`,
+            of the head that has least.
         mesh: axes ('data', 'node', 'device').
         attention_inputs: see `make_train_step`.
 
     Returns:
-        A function of a state, which it leaves as it is, and a batch. It gives fp32 [L], the
-        recall in each layer on `metrics.recall_rows` queries that are drawn anew each step.
+        A function of a state, which it leaves as it is, and a batch. It gives `recall` and
+        `recall_worst`, fp32 [L], on `metrics.recall_rows` queries that are drawn anew each step.
     """
     rows, seq_len = config.metrics.recall_rows, config.data.seq_len
 
-    def measure(state: TrainState, batch: Batch) -> Array:
+    def measure(state: TrainState, batch: Batch) -> dict[str, Array]:
         key = jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
         positions = jax.random.choice(key, seq_len, (rows,), replace=False).astype(jnp.int32)
         model = nnx.merge(builder.graphdef, builder.unflatten(state.parameters))
@@ -54,6 +56,6 @@ def make_recall(
             mesh=mesh,
             fsdp=config.parallel.fsdp,
         )
-        return layers["recall"]
+        return {name: layers[name] for name in ("recall", "recall_worst")}
 
     return jax.jit(measure, out_shardings=NamedSharding(mesh, P()))

@@ -56,6 +56,25 @@ def test_scores_are_those_of_the_definition(pattern):
     np.testing.assert_allclose(found.sum(-1), 1, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "pattern", [XAttention(stride=4, block_size=BLOCK), ExactRows(block_size=BLOCK)]
+)
+def test_padding_at_the_end_changes_no_score(pattern):
+    q, k = inputs.random(0, 1, SEQ_LEN, 2, 1, DIM)
+    valid = BLOCK * 5 + 6  # in the middle of a stride
+
+    @jax.jit
+    def scores(q, k, valid_len):
+        shards = Shards(jnp.arange(NUM_BLOCKS), NUM_BLOCKS, valid_len=valid_len)
+        return pattern.scores(q, k, shards)
+
+    found, whole = scores(q, k, valid), scores(q, k, SEQ_LEN)
+    other = scores(q.at[:, valid:].set(9.0), k.at[:, valid:].set(-9.0), valid)
+    np.testing.assert_array_equal(found, other)
+    np.testing.assert_array_equal(found[:, :, :5], whole[:, :, :5])
+    assert (found[:, :, 5, :6] > 0).all() and (found[:, :, 6:] == 0).all()
+
+
 def test_settings_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="stride=5 must divide block_size=128"):
         XAttention(stride=5)

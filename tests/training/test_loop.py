@@ -84,6 +84,8 @@ def check_records(config, records):
     # Attention is nearly flat at the start: recall is near the density, and above it.
     assert records[0]["density"] < records[0]["recall"] < 1
     assert len(records[0]["recall_per_layer"]) == config.model.num_layers
+    assert records[0]["recall_worst"] == min(records[0]["recall_worst_per_layer"])
+    assert 0 < records[0]["recall_worst"] < min(records[0]["recall_per_layer"])
 
 
 def check_print(printed):

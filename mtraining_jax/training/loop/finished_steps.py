@@ -1,7 +1,7 @@
 """What happens when the devices have done a step: its record is made, written and shown."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -50,7 +50,7 @@ class FinishedSteps:
     def add(
         self,
         metrics: dict[str, Any],
-        recall: np.ndarray | None,
+        recall: Mapping[str, np.ndarray] | None,
         profiled: bool,
         evaluate: Callable[[], Record] | None = None,
     ) -> None:
@@ -58,7 +58,7 @@ class FinishedSteps:
 
         Args:
             metrics: of the step, still on the devices.
-            recall: fp32 [L], measured before it; None if it was not.
+            recall: of `make_recall`, measured before it; None if it was not.
             profiled: whether the step is traced.
             evaluate: called when the step is done, for numbers that join its record; the state
                 must stay until then. None adds nothing.
@@ -92,7 +92,7 @@ class FinishedSteps:
     def _tell(
         self,
         metrics: dict[str, Any],
-        recall: np.ndarray | None,
+        recall: Mapping[str, np.ndarray] | None,
         profiled: bool,
         evaluate: Callable[[], Record] | None,
     ) -> Record:
@@ -110,8 +110,9 @@ class FinishedSteps:
         if profiled:
             record["profiled"] = True  # and slower for it
         if recall is not None:
-            record["recall"] = float(np.mean(recall))
-            record["recall_per_layer"] = recall.tolist()
+            record["recall"] = float(np.mean(recall["recall"]))
+            record["recall_worst"] = float(np.min(recall["recall_worst"]))
+            record |= {f"{name}_per_layer": values.tolist() for name, values in recall.items()}
         if evaluate is not None and not self._closed:
             record |= evaluate()
         if self._closed:

@@ -8,7 +8,6 @@ from types import TracebackType
 from typing import Self
 
 import jax
-import numpy as np
 
 from mtraining_jax.config import Config
 from mtraining_jax.reporting.banner import ParameterCount, banner
@@ -148,7 +147,7 @@ class Trainer:
         recall = None
         every = self._config.metrics.recall_every
         if programs.measure_recall and (self._step - 1) % every == 0:
-            recall = np.asarray(programs.measure_recall(self._state, batch))
+            recall = jax.device_get(programs.measure_recall(self._state, batch))
         with self._profile.step(self._step):
             self._state, metrics = programs.train_step(self._state, batch)
         if self._held_out is not None and self._held_out.is_due(self._step):
