@@ -284,7 +284,7 @@ def test_a_table_of_the_command_line_is_not_blamed_on_the_file(write):
 
 def test_long_values_are_cut(write):
     (line,) = messages(write(MODEL + f"[sparsity]\nkind = '{'x' * 500}'"))
-    assert len(line) < 300 and "xxx... is not allowed" in line
+    assert len(line) < 400 and "xxx... is not allowed" in line
 
 
 def test_every_mistake_gets_a_line(write):
@@ -501,6 +501,19 @@ def test_wrong_overrides(minimal):
         (
             {"metrics__recall_every": "1", "metrics__recall_rows": "5000"},
             "metrics.recall_rows = 5000 is more than data.seq_len = 4096",
+        ),
+        (
+            {
+                "sparsity__kind": "xattention", "parallel__ring": "hierarchical",
+                "parallel__devices_per_node": "2",
+            },
+            'sparsity.kind = "xattention" lists key blocks for each block of queries, which a ring '
+            'that turns keys (parallel.ring = "hierarchical", parallel.devices_per_node = 2) '
+            'cannot follow; parallel.ring = "gather" over at least 2 devices of a node would do',
+        ),
+        (
+            {"sparsity__kind": "xattention", "sparsity__stride": "48"},
+            "sparsity.stride = 48 must divide sparsity.block_size = 128",
         ),
         (
             {"distributed__coordinator": "host:1234"},

@@ -116,6 +116,15 @@ def _sparsity(config: Config) -> Iterator[str]:
         # A pattern's class names its fields as Python does.
         yield re.sub(r"\b(\w+)=", r"sparsity.\1 = ", str(error))
         return
+    parallel = config.parallel
+    devices = parallel.devices_per_node
+    if settings.by_rows and config.ranks > 1 and (parallel.ring != "gather" or devices == 1):
+        yield (
+            f'sparsity.kind = "{config.sparsity.kind}" lists key blocks for each block of queries, '
+            f'which a ring that turns keys (parallel.ring = "{parallel.ring}", '
+            f"parallel.devices_per_node = {devices}) cannot follow; parallel.ring = \"gather\" "
+            "over at least 2 devices of a node would do"
+        )
     if not settings.chooses and config.metrics.recall_every:
         yield (
             f"metrics.recall_every = {config.metrics.recall_every} measures what a chosen index "

@@ -135,9 +135,10 @@ def _kept(config: Config) -> tuple[int, int]:
 
 
 def index_bytes(config: Config) -> int:
-    """Bytes of one layer's index, which every device holds."""
+    """Bytes of one layer's index on one device: all of it, or its rows of one `by_rows`."""
     numbers, _ = _capacities(config)
-    return 4 * config.local_rows * config.model.num_heads * numbers
+    whole = 4 * config.local_rows * config.model.num_heads * numbers
+    return whole // config.ranks if config.sparsity.settings.by_rows else whole
 
 
 def _work_lists(config: Config) -> int:
@@ -147,7 +148,14 @@ def _work_lists(config: Config) -> int:
     # Keys and values of the columns, their fp32 gradients, and int32 for each block and column
     # while keep bits are packed.
     gathered = 2 * columns * model.head_dim * (_dtype_bytes(config) + 4)
-    return config.local_rows * model.num_heads * gathered + 4 * blocks * model.num_heads * columns
+    lists = 0
+    if config.sparsity.settings.by_rows:
+        # int32 for each pair of a local query block and a key block of the node, and the
+        # transpose, while a layer runs.
+        keys = config.data.seq_len // config.parallel.nodes // config.sparsity.block_size
+        lists = 2 * 4 * blocks * model.num_heads * keys
+    columns_of_layer = config.local_rows * model.num_heads * gathered
+    return columns_of_layer + 4 * blocks * model.num_heads * columns + lists
 
 
 def _capacities(config: Config) -> tuple[int, int]:
