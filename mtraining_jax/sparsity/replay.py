@@ -2,19 +2,21 @@
 
 Random weights have flat attention, of which top-p rightly keeps everything: a step of such a model
 says nothing about the speed of a trained one. A replay computes as many pairs as a trained model
-would, on block diagonals and columns drawn at random. It does not choose what matters.
+would, on block diagonals and columns drawn at random, or on lists of blocks (`replay_lists.py`).
+It does not choose what matters.
 """
 
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from mtraining_jax.errors import UserError
 from mtraining_jax.limits import limited
 from mtraining_jax.sparsity.pattern import Choice, ModelSizes, Pattern, Shards
+from mtraining_jax.sparsity.replay_lists import make_replay_lists
 from mtraining_jax.sparsity.vertical_slash import (
     VerticalSlash,
     VerticalSlashSettings,
@@ -46,6 +48,9 @@ class ReplaySettings(VerticalSlashSettings):
     """A density to replay; the other fields are those of the estimate that runs with it.
 
     Attributes:
+        replay_of: the kind of pattern whose indices are replayed, which is also what chooses where
+            `replay_estimate` asks for that: block diagonals and columns of vertical_slash, or
+            lists for each row of blocks of one of the others.
         replay_density: share of the causal pairs computed, mean over layers. Layers spread from
             0.06 to 2 times it, as the paper's do: 0.4 % to 12.7 % around 6.3 %.
         replay_estimate: also choose an index in every layer, so that a step includes that time.
@@ -54,22 +59,55 @@ class ReplaySettings(VerticalSlashSettings):
     chooses = False
     density_name = _DENSITY_NAME
 
+    replay_of: Literal["vertical_slash", "xattention", "sampled_rows", "exact_rows"] = (
+        "vertical_slash"
+    )
     replay_density: limited(float, gt=0, le=0.3) = 0.063
     replay_estimate: bool = True
+    tau: limited(float, gt=0, le=1) = 0.95
+    sink_blocks: limited(int, ge=0) = 1
+    stride: limited(int, ge=1) = 8
+    sampled_rows: limited(int, ge=1) = 16
 
-    def pattern(self, model: ModelSizes) -> "Replay":
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.by_rows:
+            self._like()
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether lists for each row of blocks are replayed."""
+        return self.replay_of != "vertical_slash"
+
+    def _like(self) -> Pattern:
+        """The pattern that is replayed, with the fields of it that are here."""
+        from mtraining_jax.sparsity.registry import PATTERNS
+
+        cls = PATTERNS.get(self.replay_of)
+        return cls(**{field.name: getattr(self, field.name) for field in dataclasses.fields(cls)})
+
+    def pattern(self, model: ModelSizes) -> Pattern:
         """Indices of all layers, drawn by the run's seed.
 
         Raises:
-            UserError: as `make_replay`.
+            UserError: as `make_replay` and `make_replay_lists`.
         """
-        fields = (field.name for field in dataclasses.fields(VerticalSlashSettings))
+        if self.by_rows:
+            return make_replay_lists(
+                _targets(
+                    np.random.default_rng(model.seed), self.replay_density, model.num_layers,
+                    model.num_heads,
+                ),
+                num_blocks=model.seq_len // self.block_size, block_size=self.block_size,
+                sink_blocks=self.sink_blocks, local_blocks=self.local_blocks,
+                estimate=self._like() if self.replay_estimate else None, seed=model.seed,
+            )
         return make_replay(
             density=self.replay_density,
             num_layers=model.num_layers,
             num_heads=model.num_heads,
             seq_len=model.seq_len,
-            like=VerticalSlash(**{name: getattr(self, name) for name in fields}),
+            like=self._like(),
             estimate=self.replay_estimate,
             seed=model.seed,
         )
@@ -77,10 +115,14 @@ class ReplaySettings(VerticalSlashSettings):
     def describe(self) -> str:
         """Says that nothing is chosen, and what is computed instead."""
         also = ", with the time of choosing an index" if self.replay_estimate else ""
+        what = "lists for each row of blocks" if self.by_rows else "block diagonals and columns"
         return (
-            f"{_DENSITY_NAME}: {self.replay_density:.1%} of the causal pairs, random block"
-            f" diagonals and columns{also}"
+            f"{_DENSITY_NAME}: {self.replay_density:.1%} of the causal pairs, random {what}{also}"
         )
+
+    def capacities(self, num_blocks: int) -> tuple[int, int]:
+        """Those of the pattern that is replayed."""
+        return self._like().capacities(num_blocks)
 
     def expected_density(self) -> tuple[float, str]:
         """The density that is replayed."""
@@ -202,9 +244,7 @@ def make_replay(
     """
     num_blocks = seq_len // like.block_size
     rng = np.random.default_rng(seed)
-    layers = rng.permutation(layer_densities(num_layers, density))
-    spread = np.linspace(_LOWEST_HEAD, _HIGHEST_HEAD, num_heads) if num_heads > 1 else np.ones(1)
-    targets = np.stack([layer * rng.permutation(spread) for layer in layers])
+    targets = _targets(rng, density, num_layers, num_heads)
     most_verticals, most_slashes = index_capacities(like, num_blocks)
     _check(targets, density, num_blocks, seq_len)
     heads = [
@@ -236,6 +276,15 @@ def make_replay(
         estimate=like if estimate else None,
         block_size=like.block_size,
     )
+
+
+def _targets(
+    rng: np.random.Generator, mean: float, num_layers: int, num_heads: int
+) -> np.ndarray:
+    """Densities of all heads, fp64 [L, Hq], layers and heads in random order."""
+    layers = rng.permutation(layer_densities(num_layers, mean))
+    spread = np.linspace(_LOWEST_HEAD, _HIGHEST_HEAD, num_heads) if num_heads > 1 else np.ones(1)
+    return np.stack([layer * rng.permutation(spread) for layer in layers])
 
 
 def _check(targets: np.ndarray, density: float, num_blocks: int, seq_len: int) -> None:

@@ -40,6 +40,10 @@ class TestReplay(PatternContract):
     settings = ReplaySettings(replay_density=0.3, **SMALL | dict(max_slashes=32))
 
 
+class TestReplayOfLists(PatternContract):
+    settings = ReplaySettings(replay_of="sampled_rows", replay_density=0.3, sampled_rows=2, **SMALL)
+
+
 class TestFixed(PatternContract):
     @pytest.fixture(autouse=True)
     def _file(self, tmp_path):

@@ -12,7 +12,15 @@ from mtraining_jax.attention.sharded import make_attention
 from mtraining_jax.errors import UserError
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import make_mesh
-from mtraining_jax.sparsity import Dense, VerticalSlash, choose_index, density, make_replay
+from mtraining_jax.sparsity import (
+    Dense,
+    ModelSizes,
+    VerticalSlash,
+    choose_index,
+    density,
+    make_replay,
+)
+from mtraining_jax.sparsity.replay import ReplaySettings
 from pallas_kernels.index import VerticalSlashIndex
 from pallas_kernels.reference import mask_from_index, reference_attention
 
@@ -106,6 +114,33 @@ def test_a_density_that_no_index_has_is_refused():
     few = dataclasses.replace(LIKE, max_slashes=200)
     with pytest.raises(UserError, match="sparsity.max_slashes = 200 leaves room for 402"):
         drawn(like=few)
+
+
+def test_lists_have_their_density_and_are_forced_where_they_must_be():
+    settings = ReplaySettings(
+        replay_of="sampled_rows", replay_density=0.3, replay_estimate=False, block_size=8,
+        last_q=8, sampled_rows=2, sink_blocks=2,
+    )
+    assert settings.by_rows and "lists for each row" in settings.describe()
+    whole = settings.pattern(ModelSizes(num_layers=2, num_heads=4, seq_len=2048))
+    layers = []
+    for layer in range(2):
+        pattern = jax.tree.map(lambda x: jnp.asarray(x[layer]), whole)  # noqa: B023
+        q = jnp.zeros((1, 2048, 4, 1))
+        index = choose_index(q, q, pattern, block_ids=jnp.arange(256), num_blocks=256)
+        layers.append(np.asarray(density(index, 2048))[0])
+        listed = np.asarray(index.bits)[0, :, :, np.arange(256) // 32].transpose(1, 2, 0)
+        listed = listed >> (np.arange(256) % 32) & 1
+        rows, blocks = np.arange(256)[:, None], np.arange(256)
+        forced = (blocks <= rows) & ((blocks < 2) | (rows - blocks < 2))
+        assert (listed[:, forced] == 1).all() and (listed[:, blocks > rows] == 0).all()
+    layers = np.array(layers)
+    assert layers.mean() == pytest.approx(0.3, rel=0.02)
+    assert layers[0].mean() != pytest.approx(layers[1].mean(), rel=0.2)
+    with pytest.raises(UserError, match="0.15 is less than the blocks that are always listed, 42"):
+        dataclasses.replace(settings, replay_density=0.15, sink_blocks=60).pattern(
+            ModelSizes(num_layers=1, num_heads=1, seq_len=2048)
+        )
 
 
 @functools.cache
