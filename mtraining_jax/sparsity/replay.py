@@ -54,6 +54,7 @@ class ReplaySettings(VerticalSlashSettings):
         replay_density: share of the causal pairs computed, mean over layers. Layers spread from
             0.06 to 2 times it, as the paper's do: 0.4 % to 12.7 % around 6.3 %.
         replay_estimate: also choose an index in every layer, so that a step includes that time.
+        tau, sink_blocks, stride, sampled_rows: those of the pattern of lists that chooses.
     """
 
     chooses = False
