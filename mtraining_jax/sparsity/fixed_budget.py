@@ -64,7 +64,7 @@ class FixedBudget(Pattern):
             shape = np.shape(getattr(self, name))
             if shape != (q.shape[2],):
                 raise ValueError(f"{name} has shape {shape}, but there are {q.shape[2]} heads")
-        return Choice(last_queries.choose(q, k, shards, self, _Rule(self)))
+        return Choice(last_queries.choose(q, k, shards, self, _Rule(self))[0])
 
 
 @dataclasses.dataclass(frozen=True)

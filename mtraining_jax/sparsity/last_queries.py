@@ -58,7 +58,7 @@ class Rule(Protocol):
 
 def choose(
     q: Array, k: Array, shards: Shards, settings: Settings, rule: Rule
-) -> VerticalSlashIndex:
+) -> tuple[VerticalSlashIndex, Array]:
     """Chooses, per batch entry and query head, the columns and block diagonals to compute.
 
     All ranks get the same index; its bits do not depend on how many ranks there are, nor on how
@@ -79,7 +79,9 @@ def choose(
         rule: what the pattern decides.
 
     Returns:
-        The index, replicated, with `index_capacities`.
+        The index, replicated, with `index_capacities`; and int32 [B, Hq], 1 for heads whose columns
+        reach the rule's mass although it drops the column that does: heads that keep it only
+        because the rule's minimum does not leave them without.
 
     Raises:
         ValueError: naming what does not fit.
@@ -109,14 +111,15 @@ def choose(
     lists = exchange.from_heads(lists, batch, num_heads, shards.axis_names)
     capacities = index_capacities(settings, shards.num_blocks)
     # Padding at the end of a list is larger than every entry.
-    slashes, verticals = lists[..., : capacities[1]], lists[..., capacities[1] :]
-    return VerticalSlashIndex(
+    slashes, verticals = lists[..., : capacities[1]], lists[..., capacities[1] : -1]
+    index = VerticalSlashIndex(
         slash_blocks=slashes,
         slash_count=(slashes < shards.num_blocks).sum(-1, dtype=jnp.int32),
         vertical_tokens=verticals,
         vertical_count=(verticals < seq_len).sum(-1, dtype=jnp.int32),
         block_size=settings.block_size,
     )
+    return index, lists[..., -1]
 
 
 def entries(keys: Array) -> Array:
@@ -136,8 +139,8 @@ def _lists(
     """Turns keys [2, R, NB, g] of columns and diagonals into the lists of an index.
 
     Returns:
-        [R, max_slash_blocks + max_verticals], block diagonals and then columns, padded with NB
-        and S.
+        [R, max_slash_blocks + max_verticals + 1], block diagonals and then columns, padded with NB
+        and S, and the second result of `choose`.
     """
     num_blocks, size = keys.shape[-2:]
     seq_len = num_blocks * size
@@ -151,4 +154,10 @@ def _lists(
     blocks = jnp.arange(num_blocks, dtype=jnp.int32)
     forced = blocks < rule.nearest(count[1], valid_len)
     slash_blocks = jnp.sort(jnp.where(active | forced, blocks, num_blocks), axis=-1)
-    return jnp.concatenate([slash_blocks[:, :max_slash_blocks], vertical_tokens], axis=-1)
+    saved = jnp.zeros_like(count[0])
+    if kept_by.mass_target is not None and not kept_by.keep_crossing:
+        masses = (keys[0] & jnp.uint32(kept_by.mass_mask)).astype(jnp.int32)
+        mass = jnp.where(kept[0], masses, 0).sum((-2, -1), dtype=jnp.int32)
+        saved = (mass >= kept_by.mass_target).astype(jnp.int32)
+    parts = slash_blocks[:, :max_slash_blocks], vertical_tokens, saved[:, None]
+    return jnp.concatenate(parts, axis=-1)

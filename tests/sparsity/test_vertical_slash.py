@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtraining_jax.sparsity import FixedBudget, VerticalSlash, choose_index, estimate
+from mtraining_jax.sparsity import FixedBudget, Shards, VerticalSlash, choose_index, estimate
 from pallas_kernels import names
 from tests.sparsity import inputs, oracle
 
@@ -84,7 +84,7 @@ def test_chooses_what_brute_force_chooses(case):
             rule = functools.partial(oracle.top_p, target=pattern.top_p * 2**30, keep_crossing=safe)
             verticals = rule(
                 vertical[at],
-                minimum=max(pattern.min_verticals, pattern.sink_tokens) if safe else 0,
+                minimum=max(pattern.min_verticals, pattern.sink_tokens) if safe else 1,
                 maximum=min(pattern.max_verticals, seq_len),
                 forced=range(pattern.sink_tokens) if safe else (),
             )
@@ -118,11 +118,16 @@ def test_one_sink_with_nearly_all_mass():
     common = dict(block_size=32, last_q=last_q, max_slashes=128)
     q, k = inputs.one_sink(seq_len, token=5)
     index = choose(q, k, VerticalSlash(preset="paper", **common))
-    # What goes wrong in the reference: the sink crosses p by itself, so it is dropped, and the
-    # diagonals through it (distances S-37 .. S-6, one is dropped) serve the last rows only.
+    # The sink crosses p by itself. The reference drops it, and the diagonals through it (distances
+    # S-37 .. S-6, one is dropped) serve the last rows only: here it is kept, and counted.
     diagonals, verticals = listed(index, 0, 0)
-    assert verticals == []
+    assert verticals == [5]
     assert diagonals == [0, 30, 31]
+    ordinary, _ = inputs.random(0, 1, seq_len, 1, 1, 16)
+    shards = Shards(jnp.arange(seq_len // 32), seq_len // 32)
+    paper = VerticalSlash(preset="paper", **common)
+    saved = jax.jit(lambda q, k: paper.choose(q, k, shards).statistics["saved_heads"])
+    assert saved(q, k).tolist() == [[1]] and saved(ordinary, ordinary).tolist() == [[0]]
     safe = VerticalSlash(sink_tokens=2, min_verticals=2, min_slashes=0, **common)
     diagonals, verticals = listed(choose(q, k, safe), 0, 0)
     assert verticals == [0, 1, 5]
