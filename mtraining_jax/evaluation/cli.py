@@ -1,0 +1,227 @@
+"""The command `evaluate.py`: arguments in, results, tables and pictures out."""
+
+import argparse
+import dataclasses
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from rich.console import Console
+
+from mtraining_jax.errors import UserError
+from mtraining_jax.evaluation.tasks import GROUPS, TASKS, option_docs
+
+_USAGE = """\
+usage: evaluate.py --model FOLDER --tasks NAMES --lengths LENGTHS [options]
+
+  --model FOLDER         folder of a run (its newest checkpoint) or a Hugging Face checkpoint
+  --second-model FOLDER  another one, on the same prompts, for a comparison of the two
+  --tasks NAMES          separated by commas, listed below; groups: {groups}; or your own as
+                         package.module:Name
+  --lengths LENGTHS      tokens of prompt and answer, separated by commas: 4096,8K,1M
+  --attention WHICH      of the prompt: dense (default), sparse, or both, side by side
+  --samples N            of each task and length (default 20)
+  --depths N             depths at which needles lie in turn (--task.depths)
+  --seed N               of the samples (default 0)
+  --generate             decode answers also where one forward pass over prompt and answer decides
+                         as well
+  --output FOLDER        of the results (default evaluations/NAME); the same command goes on where
+                         it was interrupted, and further tasks, lengths, samples join what is there
+  --report FOLDER        make tables and pictures of a folder of results again, without a model
+  --dtype TYPE           bfloat16 or float32, what layers compute in
+  --tokenizer NAME       bytes, or a tokenizer.json, instead of the model's own
+  --cpu-devices N        run on N virtual devices of the CPU
+  --sparsity.FIELD=VALUE, --parallel.FIELD=VALUE
+                         as of train.py: how sparse attention chooses; the mesh
+  --task.OPTION=VALUE    of the tasks that have it
+  --help                 print this text and stop
+
+Tasks:"""
+
+_UNITS = {"K": 2**10, "M": 2**20}
+# Prefixes of options that are handed on.
+_FORWARDED = ("sparsity", "parallel", "task")
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What the arguments ask for.
+
+    Attributes:
+        models: folders by the label that results call them.
+        tasks: names, not checked.
+        lengths: tokens.
+        attentions: "dense", "sparse" or both.
+        samples: of each task and length.
+        seed: of the samples.
+        generate: decode answers also where teacher forcing decides.
+        output: folder of the results.
+        options: of tasks, as text.
+        sparsity, parallel: fields of these sections, as text.
+        dtype: what layers compute in; None leaves it to the model.
+        tokenizer: "bytes" or a tokenizer.json; None is the model's own.
+        cpu_devices: virtual CPU devices to run on; None takes the devices that JAX finds.
+    """
+
+    models: Mapping[str, Path]
+    tasks: tuple[str, ...]
+    lengths: tuple[int, ...]
+    attentions: tuple[str, ...]
+    samples: int
+    seed: int
+    generate: bool
+    output: Path
+    options: Mapping[str, str]
+    sparsity: Mapping[str, str]
+    parallel: Mapping[str, str]
+    dtype: str | None
+    tokenizer: str | None
+    cpu_devices: int | None
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; --help tells more")
+
+
+def parse(arguments: Sequence[str]) -> Request | Path:
+    """Checks arguments as far as it goes without tasks and models.
+
+    Returns:
+        What to evaluate; or the folder of results to report on, where --report is given.
+
+    Raises:
+        UserError: an option that does not exist, lacks its value or has an impossible one.
+    """
+    parser = _Parser(prog="evaluate.py", allow_abbrev=False, add_help=False)
+    for name in ("model", "second-model", "tasks", "lengths", "output", "tokenizer", "report"):
+        parser.add_argument(f"--{name}")
+    parser.add_argument("--attention", choices=("dense", "sparse", "both"), default="dense")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"))
+    for name, default in (("samples", 20), ("seed", 0), ("depths", None), ("cpu-devices", None)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--generate", action="store_true")
+    found, rest = parser.parse_known_args(list(arguments))
+    if found.report is not None:
+        return Path(found.report)
+    forwarded = _forwarded(rest)
+    for name in ("model", "tasks", "lengths"):
+        if not _listed(getattr(found, name) or ""):
+            raise UserError(f"--{name} is missing; --help tells more")
+    for name, least in (("samples", 1), ("seed", 0), ("cpu_devices", 1)):
+        value = getattr(found, name)
+        if value is not None and value < least:
+            raise UserError(f"--{name.replace('_', '-')}={value} must be at least {least}")
+    if found.depths is not None:
+        forwarded["task"]["depths"] = str(found.depths)
+    models = {"model": Path(found.model)}
+    if found.second_model:
+        models["second"] = Path(found.second_model)
+    for path in models.values():
+        if not path.is_dir():
+            raise UserError(f"{path} is no folder: a run's folder or a Hugging Face checkpoint is")
+    both = ("dense", "sparse")
+    return Request(
+        models=models,
+        tasks=tuple(_listed(found.tasks)),
+        lengths=tuple(map(_length, _listed(found.lengths))),
+        attentions=both if found.attention == "both" else (found.attention,),
+        samples=found.samples,
+        seed=found.seed,
+        generate=found.generate,
+        output=Path(found.output or Path("evaluations", models["model"].resolve().name)),
+        options=forwarded["task"],
+        sparsity=forwarded["sparsity"],
+        parallel=forwarded["parallel"],
+        dtype=found.dtype,
+        tokenizer=found.tokenizer,
+        cpu_devices=found.cpu_devices,
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command.
+
+    Args:
+        arguments: without the program's name; None takes those of this process.
+
+    Returns:
+        The exit status: 0, or 2 after a mistake that the user can correct, reported on stderr.
+    """
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    console = Console(highlight=False, soft_wrap=True)
+    try:
+        if {"-h", "--help"} & set(arguments):
+            print(help_text(), end="")
+            return 0
+        request = parse(arguments)
+        if isinstance(request, Path):
+            from mtraining_jax.evaluation.report import write_report
+
+            folder = request
+        else:
+            from mtraining_jax.evaluation.command import run
+            from mtraining_jax.evaluation.report import write_report
+            from mtraining_jax.platform import set_platform
+
+            set_platform(request.cpu_devices)
+            run(request, console, command=shlex.join(["evaluate.py", *arguments]))
+            folder = request.output
+        for path in write_report(folder, console):
+            console.print(f"wrote {path}", markup=False)
+    except UserError as error:
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def help_text() -> str:
+    """What `--help` prints."""
+    lines = [_USAGE.format(groups=", ".join(GROUPS) or "none")]
+    for name in TASKS.names:
+        cls = TASKS.get(name)
+        lines.append(f"  {name}: {(cls.__doc__ or '').strip().splitlines()[0]}")
+        lines += [f"      --task.{option}  {doc}" for option, doc in option_docs(cls).items()]
+    return "\n".join(lines) + "\n"
+
+
+def _forwarded(rest: Sequence[str]) -> dict[str, dict[str, str]]:
+    """Options such as --sparsity.max_verticals=512, by prefix and field.
+
+    Raises:
+        UserError: one that has no known prefix or no value.
+    """
+    found: dict[str, dict[str, str]] = {prefix: {} for prefix in _FORWARDED}
+    left = list(rest)
+    while left:
+        argument = left.pop(0)
+        name, equals, value = argument.removeprefix("--").partition("=")
+        prefix, dot, field = name.partition(".")
+        if not argument.startswith("--") or prefix not in found or not dot or not field:
+            raise UserError(f"{argument} is not an option; --help lists all")
+        if not equals:
+            if not left or left[0].startswith("--"):
+                raise UserError(f"--{name} needs a value, as --{name}=VALUE")
+            value = left.pop(0)
+        found[prefix][field] = value
+    return found
+
+
+def _listed(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _length(text: str) -> int:
+    """A number of tokens; 4K is 4096 and 1M is 1048576.
+
+    Raises:
+        UserError: if it is none.
+    """
+    unit = _UNITS.get(text[-1].upper(), 1)
+    digits = text[:-1] if unit > 1 else text
+    if not digits.isdecimal() or int(digits) < 1:
+        raise UserError(f'--lengths has "{text}", which must be a number of tokens, as 4096 or 4K')
+    return int(digits) * unit

@@ -1,0 +1,131 @@
+"""Means of scores and losses, with what is needed to judge them."""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+Line = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A mean of some samples.
+
+    Attributes:
+        value: the mean.
+        error: its standard error by the spread of the samples; nan for a single one.
+        count: samples.
+    """
+
+    value: float
+    error: float
+    count: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Mean":
+        """Of at least one value."""
+        spread = float(np.std(values, ddof=1)) if len(values) > 1 else math.nan
+        return cls(float(np.mean(values)), spread / math.sqrt(len(values)), len(values))
+
+
+class Lines:
+    """The lines of a folder by what they are about.
+
+    Attributes:
+        models: labels in the order in which they appear; `attentions`, `tasks` (with a score),
+            `lengths` (ascending) likewise.
+        losses: lines of documents.
+    """
+
+    def __init__(self, lines: Iterable[Line]) -> None:
+        lines = list(lines)
+        self.scored = [line for line in lines if "score" in line]
+        self.losses = [line for line in lines if "loss_by_position" in line]
+        self.models = list(dict.fromkeys(line["model"] for line in lines))
+        self.attentions = list(dict.fromkeys(line["attention"] for line in lines))
+        self.tasks = list(dict.fromkeys(line["task"] for line in self.scored))
+        self.lengths = sorted({line["length"] for line in self.scored})
+        self._by_cell: dict[tuple, dict[int, Line]] = defaultdict(dict)
+        for line in self.scored:
+            cell = line["model"], line["attention"], line["task"], line["length"]
+            self._by_cell[cell][line["number"]] = line
+
+    def cell(self, model: str, attention: str, task: str, length: int) -> dict[int, Line]:
+        """The lines of a task and length by sample number; empty if there are none."""
+        return self._by_cell.get((model, attention, task, length), {})
+
+    def score(self, model: str, attention: str, task: str, length: int) -> Mean | None:
+        """The mean score of a task and length."""
+        lines = self.cell(model, attention, task, length)
+        return Mean.of([line["score"] for line in lines.values()]) if lines else None
+
+    def mean_of_tasks(
+        self, model: str, attention: str, length: int, tasks: Sequence[str]
+    ) -> Mean | None:
+        """The plain mean over tasks; None where one of them is missing.
+
+        Its error is that of independent tasks, and its count the number of tasks.
+        """
+        found = [self.score(model, attention, task, length) for task in tasks]
+        if not found or any(mean is None for mean in found):
+            return None
+        error = math.sqrt(sum(mean.error**2 for mean in found)) / len(found)
+        return Mean(float(np.mean([mean.value for mean in found])), error, len(found))
+
+    def difference(
+        self, model: str, task: str, length: int, attentions: tuple[str, str]
+    ) -> Mean | None:
+        """The mean over samples of the first attention's score minus the second's.
+
+        Both answered the same prompts, so the error is that of the differences: smaller than the
+        two errors would suggest.
+        """
+        first, second = (self.cell(model, name, task, length) for name in attentions)
+        both = first.keys() & second.keys()
+        if not both:
+            return None
+        return Mean.of([first[n]["score"] - second[n]["score"] for n in sorted(both)])
+
+    def densities(self, model: str, attention: str, length: int) -> list[float]:
+        """What share of causal pairs was computed in the prompts of a length."""
+        return [
+            line["density"]
+            for line in self.scored
+            if (line["model"], line["attention"], line["length"]) == (model, attention, length)
+            and line["density"] is not None
+        ]
+
+    def seconds(self, model: str, attention: str, length: int) -> list[float]:
+        """Seconds that samples of a length took."""
+        return [
+            line["seconds"]
+            for line in self.scored
+            if (line["model"], line["attention"], line["length"]) == (model, attention, length)
+        ]
+
+    def loss_by_position(
+        self, model: str, attention: str, length: int
+    ) -> tuple[list[Mean], Mean] | None:
+        """Loss of documents in each bucket of positions, and of their last tokens.
+
+        Every document counts as much as another; the error is the spread between documents.
+        """
+        found = [
+            line
+            for line in self.losses
+            if (line["model"], line["attention"], line["length"]) == (model, attention, length)
+        ]
+        if not found:
+            return None
+        buckets = zip(*(line["loss_by_position"] for line in found), strict=True)
+        last = Mean.of([line["loss_of_last"] for line in found])
+        return [Mean.of(values) for values in buckets], last
+
+    @property
+    def document_lengths(self) -> list[int]:
+        """Lengths of documents, ascending."""
+        return sorted({line["length"] for line in self.losses})

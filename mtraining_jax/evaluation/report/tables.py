@@ -1,0 +1,197 @@
+"""The tables of an evaluation, for the terminal and for a Markdown file."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import rich.box
+import rich.table
+
+from mtraining_jax.evaluation.report.cells import Lines, Mean
+from mtraining_jax.evaluation.tasks import GROUPS
+from mtraining_jax.models.position_buckets import bucket_names
+
+_EMPTY = "–"
+
+
+@dataclass(frozen=True)
+class TextTable:
+    """A table of text.
+
+    Attributes:
+        title: one line.
+        note: what the numbers are, in a sentence or two.
+        header: names of columns.
+        rows: text of each cell; all as long as the header.
+        left: columns from the left that hold names and not numbers.
+    """
+
+    title: str
+    note: str
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    left: int
+
+    def markdown(self) -> str:
+        """As Markdown, under a heading."""
+        aligned = ["---" if i < self.left else "--:" for i in range(len(self.header))]
+        lines = (self.header, aligned, *self.rows)
+        body = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+        return f"## {self.title}\n\n{self.note}\n\n{body}\n"
+
+    def for_terminal(self) -> rich.table.Table:
+        """As a table that rich prints."""
+        table = rich.table.Table(
+            title=self.title, caption=self.note, box=rich.box.SIMPLE_HEAD, title_justify="left",
+            caption_justify="left",
+        )  # fmt: skip
+        for i, name in enumerate(self.header):
+            table.add_column(name, justify="left" if i < self.left else "right", no_wrap=True)
+        for row in self.rows:
+            table.add_row(*row)
+        return table
+
+
+def tables(lines: Lines, names: Mapping[str, str]) -> Iterator[TextTable]:
+    """All tables that the lines give.
+
+    Args:
+        lines: of a folder.
+        names: of models, by their label.
+    """
+    if lines.scored:
+        yield scores(lines, names)
+        if len(lines.models) > 1 and len(lines.attentions) > 1:
+            yield trained_and_inferred(lines, names)
+        yield times(lines, names)
+    for length in lines.document_lengths:
+        yield losses(lines, names, length)
+
+
+def scores(lines: Lines, names: Mapping[str, str]) -> TextTable:
+    """A row for each task, model and attention, a column for each length."""
+    rows: list[tuple[str, ...]] = []
+
+    def row(task: str, model: str, what: str, means: list[Mean | None], signed: bool) -> None:
+        cells = tuple(percent(mean, signed) for mean in means)
+        if any(mean is not None for mean in means):
+            rows.append((task, names[model], what, *cells))
+
+    for task in lines.tasks:
+        for model in lines.models:
+            for attention in lines.attentions:
+                means = [lines.score(model, attention, task, n) for n in lines.lengths]
+                row(task, model, attention, means, signed=False)
+            pair = "sparse", "dense"
+            means = [lines.difference(model, task, n, pair) for n in lines.lengths]
+            row(task, model, " - ".join(pair), means, signed=True)
+    if len(lines.tasks) > 1:
+        for model in lines.models:
+            for attention in lines.attentions:
+                means = [
+                    lines.mean_of_tasks(model, attention, n, lines.tasks) for n in lines.lengths
+                ]
+                row(_mean_name(lines.tasks), model, attention, means, signed=False)
+    return TextTable(
+        "Scores",
+        "Percent, with the standard error and the number of samples (of tasks, in a mean). Sparse "
+        "minus dense is the mean difference on the same prompts.",
+        ("task", "model", "attention", *map(str, lines.lengths)),
+        tuple(rows),
+        left=3,
+    )
+
+
+def trained_and_inferred(lines: Lines, names: Mapping[str, str]) -> TextTable:
+    """Two models in two ways: does a model do better with the attention that it trained with?"""
+    rows = []
+    for length in lines.lengths:
+        for model in lines.models:
+            means = [
+                lines.mean_of_tasks(model, attention, length, lines.tasks)
+                for attention in lines.attentions
+            ]
+            cells = (percent(mean).partition(" (")[0] for mean in means)
+            rows.append((str(length), names[model], *cells))
+    return TextTable(
+        "Trained and inferred",
+        f"Percent, {_mean_name(lines.tasks)}: a row for what was trained, a column for the "
+        "attention of the prompt.",
+        ("length", "model", *(f"{attention} inference" for attention in lines.attentions)),
+        tuple(rows),
+        left=2,
+    )
+
+
+def times(lines: Lines, names: Mapping[str, str]) -> TextTable:
+    """Seconds of a sample and density, by length."""
+    rows = []
+    for length in lines.lengths:
+        for model in lines.models:
+            for attention in lines.attentions:
+                seconds = lines.seconds(model, attention, length)
+                if seconds:
+                    densities = lines.densities(model, attention, length)
+                    density = f"{float(np.mean(densities)):.1%}" if densities else _EMPTY
+                    median = f"{float(np.median(seconds)):.3g}"
+                    count = str(len(seconds))
+                    rows.append((str(length), names[model], attention, median, density, count))
+    return TextTable(
+        "Times and density",
+        "Median seconds of a sample on this machine, answer included, making the prompt not. The "
+        "first sample of a length compiles. Density is the share of causal pairs that the prompt's "
+        "forward pass computed, mean over layers and samples.",
+        ("length", "model", "attention", "seconds", "density", "samples"),
+        tuple(rows),
+        left=3,
+    )
+
+
+def losses(lines: Lines, names: Mapping[str, str], length: int) -> TextTable:
+    """Loss by position: a row for each model and attention, a column for each bucket."""
+    rows, buckets = [], 0
+    for model in lines.models:
+        for attention in lines.attentions:
+            found = lines.loss_by_position(model, attention, length)
+            if found is not None:
+                means, last = found
+                buckets = len(means)
+                cells = (f"{mean.value:.3f}" for mean in (*means, last))
+                rows.append((names[model], attention, str(last.count), *cells))
+    return TextTable(
+        f"Loss by position, {length} tokens",
+        "Nats, mean over documents. A column has the tokens from its position up to the next "
+        "column's: their predictions see that much context. The last column has the last 64 tokens "
+        "of documents, which choose the index of sparse attention.",
+        ("model", "attention", "documents", *bucket_names(buckets), "last 64"),
+        tuple(rows),
+        left=2,
+    )
+
+
+def settings_text(settings: Mapping[str, Any]) -> Iterator[str]:
+    """What the lines of a folder have in common, as lines of a Markdown list."""
+    for label, about in settings.get("models", {}).items():
+        facts = ", ".join(f"{name} {value}" for name, value in about.items() if name != "name")
+        yield f"- {label}: {about['name']}" + (f" ({facts})" if facts else "")
+    for name, value in settings.items():
+        if name != "models":
+            if isinstance(value, dict):
+                value = ", ".join(f"{key}={x}" for key, x in value.items()) or "defaults"
+            yield f"- {name}: {value}"
+
+
+def percent(mean: Mean | None, signed: bool = False) -> str:
+    """`95.0 ± 2.2 (100)`."""
+    if mean is None:
+        return _EMPTY
+    value = f"{100 * mean.value:+.1f}" if signed else f"{100 * mean.value:.1f}"
+    error = "" if np.isnan(mean.error) else f" ± {100 * mean.error:.1f}"
+    return f"{value}{error} ({mean.count})"
+
+
+def _mean_name(tasks: list[str]) -> str:
+    if set(tasks) == set(GROUPS.get("ruler", ())):
+        return f"mean of RULER's {len(tasks)}"
+    return f"mean of {len(tasks)} tasks" if len(tasks) > 1 else tasks[0]

@@ -1,0 +1,70 @@
+"""The report on a folder of results: tables on the terminal, results.md, pictures."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from mtraining_jax.errors import UserError
+from mtraining_jax.evaluation.report.cells import Lines
+from mtraining_jax.evaluation.report.pictures import draw_all
+from mtraining_jax.evaluation.report.tables import settings_text, tables
+from mtraining_jax.evaluation.results import read_invocations, read_lines, read_settings
+
+REPORT_NAME = "results.md"
+
+
+def write_report(folder: Path, console: Console) -> list[Path]:
+    """Prints the tables of a folder, and writes results.md and the pictures into it.
+
+    Args:
+        folder: of `Results`.
+        console: where tables are printed.
+
+    Returns:
+        The files written.
+
+    Raises:
+        UserError: if the folder has no results, or a damaged line.
+    """
+    lines, settings = Lines(read_lines(folder)), read_settings(folder)
+    if not lines.models:
+        raise UserError(f"{folder} holds no results of an evaluation yet")
+    about = settings.get("models", {})
+    names = {label: about.get(label, {}).get("name", label) for label in lines.models}
+    invocations = read_invocations(folder)
+    made = list(tables(lines, names))
+    for table in made:
+        console.print(table.for_terminal())
+    try:
+        pictures = draw_all(lines, names, folder, _caption(invocations))
+    except ImportError:
+        console.print(
+            "no pictures: they need matplotlib (uv run --extra plot, or pip install matplotlib)",
+            markup=False,
+        )
+        pictures = []
+    title = " and ".join(names.values())
+    parts = [
+        f"# Evaluation of {title}\n",
+        "\n".join(settings_text(settings)) + "\n",
+        *(table.markdown() for table in made),
+        *(f"![{path.stem}]({path.name})\n" for path in pictures),
+        "## Commands\n",
+        "\n".join(map(_invocation, invocations)) + "\n",
+    ]
+    report = folder / REPORT_NAME
+    report.write_text("\n".join(parts), encoding="utf-8")
+    return [report, *pictures]
+
+
+def _caption(invocations: list[Mapping[str, Any]]) -> str:
+    if not invocations:
+        return ""
+    last = invocations[-1]
+    return f"{last['date']}, {last['devices']}, {last['versions']}"
+
+
+def _invocation(facts: Mapping[str, Any]) -> str:
+    return f"- {facts['date']}, {facts['devices']}, {facts['versions']}: `{facts['command']}`"

@@ -1,0 +1,227 @@
+"""What an evaluation writes: one JSON line a sample, appended as soon as the sample is done.
+
+A killed evaluation loses the sample that it was at, and goes on with it when the same command runs
+again. The folder remembers what makes its lines comparable, and refuses lines of another kind.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+from mtraining_jax.errors import UserError
+
+SAMPLES_NAME = "samples.jsonl"
+SETTINGS_NAME = "settings.json"
+# One line for each time that the command ran: when, on what, with which versions.
+INVOCATIONS_NAME = "invocations.jsonl"
+
+# One line of the file.
+Line = dict[str, Any]
+
+
+class Key(NamedTuple):
+    """What a line is about; a folder has one line for each.
+
+    Attributes:
+        model: what the folder calls it, e.g. "model".
+        attention: "dense" or "sparse".
+        task, length, number: as of `Sample`.
+    """
+
+    model: str
+    attention: str
+    task: str
+    length: int
+    number: int
+
+
+class Results:
+    """A folder of results, open for further lines. To be used in a `with` block.
+
+    Attributes:
+        folder: where they are.
+        settings: what all lines have in common.
+
+    Args:
+        folder: made if it is not there.
+        settings: nested dicts of plain values. Lines of another evaluation in the folder have to
+            agree with it wherever both say something; what only one says is kept.
+
+    Raises:
+        UserError: if the folder cannot be written, is of an evaluation with other settings, or
+            holds a damaged line. Nothing is written then.
+    """
+
+    def __init__(self, folder: str | Path, settings: Mapping[str, Any]) -> None:
+        self.folder = Path(folder)
+        before = read_settings(self.folder)
+        self.settings = _joined(before, settings, self.folder)
+        path = self.folder / SAMPLES_NAME
+        self._lines = {key_of(line): line for line in read_lines(self.folder)}
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            _cut_torn_line(path)
+            self._file = path.open("a", encoding="utf-8")
+            if self.settings != before:
+                _replace(self.folder / SETTINGS_NAME, json.dumps(self.settings, indent=1) + "\n")
+        except OSError as error:
+            raise UserError(f"{self.folder}: results cannot be written: {error.strerror}") from None
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._lines
+
+    def __getitem__(self, key: Key) -> Line:
+        return self._lines[key]
+
+    def add(self, line: Line) -> None:
+        """Appends the line of one sample; it is in the file when this returns.
+
+        Raises:
+            ValueError: if a number of it is not finite, or it lacks a part of its key.
+        """
+        text = json.dumps(line, allow_nan=False, ensure_ascii=False)
+        self._lines[key_of(line)] = line
+        # One write: an interruption comes before it or after it.
+        self._file.write(text + "\n")
+        self._file.flush()
+
+    def note(self, facts: Mapping[str, Any]) -> None:
+        """Writes down when and on what an evaluation ran, for the report."""
+        with (self.folder / INVOCATIONS_NAME).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(facts) + "\n")
+
+    @property
+    def lines(self) -> list[Line]:
+        """All lines, also those of earlier evaluations in this folder."""
+        return list(self._lines.values())
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def key_of(line: Line) -> Key:
+    """What a line is about.
+
+    Raises:
+        ValueError: if a part is missing.
+    """
+    try:
+        return Key(*(line[name] for name in Key._fields))
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"a line of results must have {', '.join(Key._fields)}") from error
+
+
+def read_lines(folder: Path) -> Iterator[Line]:
+    """The lines of a folder; none if it has no file. A last line that was cut off is left out.
+
+    Raises:
+        UserError: a line that is damaged.
+    """
+    path = folder / SAMPLES_NAME
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        for number, text in enumerate(file, 1):
+            if not text.endswith(b"\n"):
+                return
+            try:
+                line = json.loads(text)
+                key_of(line)
+            except ValueError:
+                raise UserError(
+                    f"{path}, line {number} is no result of an evaluation; take it out, and its "
+                    "sample is evaluated again"
+                ) from None
+            yield line
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """What the lines of a folder have in common; empty without a file.
+
+    Raises:
+        UserError: if the file is not JSON.
+    """
+    path = folder / SETTINGS_NAME
+    if not path.is_file():
+        return {}
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        raise UserError(f"{path} is not JSON; give another --output") from None
+
+
+def read_invocations(folder: Path) -> list[dict[str, Any]]:
+    """What `Results.note` has written; a line that is not whole is left out."""
+    path = folder / INVOCATIONS_NAME
+    found = []
+    if path.is_file():
+        for text in path.read_text(encoding="utf-8").splitlines():
+            try:
+                found.append(json.loads(text))
+            except ValueError:
+                continue
+    return found
+
+
+def _joined(before: Mapping[str, Any], now: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Both together.
+
+    Raises:
+        UserError: naming the first setting that differs.
+    """
+    now = json.loads(json.dumps(now))  # tuples are lists there
+    flat_before, flat_now = dict(_flat(before)), dict(_flat(now))
+    for name in flat_before.keys() & flat_now.keys():
+        was, asked = flat_before[name], flat_now[name]
+        if was != asked:
+            raise UserError(
+                f"{folder} holds results with {name} = {json.dumps(was)}, and this evaluation has "
+                f"{json.dumps(asked)}: give another --output, or the earlier value"
+            )
+    return {**before, **{name: _merged(before.get(name), value) for name, value in now.items()}}
+
+
+def _merged(before: Any, now: Any) -> Any:
+    if isinstance(before, dict) and isinstance(now, dict):
+        return {**before, **{name: _merged(before.get(name), x) for name, x in now.items()}}
+    return now
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _cut_torn_line(path: Path) -> None:
+    """Takes away what follows the last whole line."""
+    if not path.is_file():
+        return
+    content = path.read_bytes()
+    whole = content.rfind(b"\n") + 1
+    if whole < len(content):
+        os.truncate(path, whole)
+
+
+def _replace(path: Path, text: str) -> None:
+    """Writes a file that is whole at any time."""
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(text, encoding="utf-8")
+    new.replace(path)

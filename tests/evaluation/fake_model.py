@@ -1,0 +1,50 @@
+"""A model without parameters, that reads its prompt: for tests of what is around models."""
+
+import dataclasses
+import re
+import types
+
+import numpy as np
+
+from mtraining_jax.data.tokenizer import ByteTokenizer
+
+
+@dataclasses.dataclass
+class FakeModel:
+    """Answers with the number of seven digits that it sees in the last `window` bytes.
+
+    Without one it answers 0000000. The loss of a byte is 1 / its position, plus `worse`.
+    """
+
+    window: int | None = None
+    max_positions: int = 65536
+    worse: float = 0.0
+    asked: int = 0
+    stop_after: int | None = None  # questions, then Ctrl-C
+    tokenizer: ByteTokenizer | None = dataclasses.field(default_factory=ByteTokenizer)
+
+    def read(self, prompt_ids):
+        self.asked += 1
+        if self.stop_after is not None and self.asked > self.stop_after:
+            raise KeyboardInterrupt
+        text = bytes(prompt_ids.tolist()).decode()
+        seen = text if self.window is None else text[-self.window :]
+        found = re.findall(r"number is: (\d{7})", seen)
+        return f" {found[0]}" if found else " 0000000"
+
+    def forced(self, prompt_ids, answer_ids):
+        says = np.frombuffer(self.read(prompt_ids).encode(), np.uint8)
+        right = says == answer_ids
+        density = 1.0 if self.window is None else 0.25
+        log_probs = np.where(right, -0.125, -2.0).astype(np.float32)
+        return types.SimpleNamespace(log_probs=log_probs, is_argmax=right, density=density)
+
+    def greedy(self, prompt_ids, max_new_tokens, stop):
+        text = f"{self.read(prompt_ids)}. That is it."[:max_new_tokens]
+        return types.SimpleNamespace(
+            text=text, prefill_seconds=0.5, decode_seconds=0.25, density=None
+        )
+
+    def token_losses(self, tokens):
+        self.asked += 1
+        return (1 / np.arange(1, len(tokens)) + self.worse).astype(np.float32)

@@ -1,0 +1,193 @@
+"""Evaluations around a fake model: what is written, how they go on, what is refused."""
+
+import io
+import json
+import shutil
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from mtraining_jax.errors import UserError
+from mtraining_jax.evaluation.progress import Watch
+from mtraining_jax.evaluation.report import write_report
+from mtraining_jax.evaluation.results import Results, read_lines
+from mtraining_jax.evaluation.runner import Plan, check, evaluate
+from mtraining_jax.evaluation.tasks import Document, Task, make_tasks
+from tests.evaluation.fake_model import FakeModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sevens(Task):
+    """A document that is one byte over and over; there are three."""
+
+    kind: ClassVar[str] = "loss"
+
+    def count(self, tokenizer):
+        return 3
+
+    def sample(self, length, number, seed, tokenizer):
+        ids = np.full(length, 7, np.int32)
+        return Document(task=self.name, length=length, number=number, name=f"{number}", ids=ids)
+
+
+def plan(lengths=(2048, 4096), samples=5, **options):
+    return Plan(make_tasks(["needle"], {"depths": 5}), lengths, samples, **options)
+
+
+def models(**changes):
+    return {"dense": FakeModel(**changes), "sparse": FakeModel(window=1300, **changes)}
+
+
+def run(folder, plan, models, settings=None, label="model"):
+    console = Console(file=io.StringIO(), width=200)
+    with Results(folder, settings or {"seed": 0}) as results, Watch(console) as watch:
+        try:
+            evaluate(plan, models, label, results, watch)
+        except KeyboardInterrupt:
+            watch.stop()
+            return console.file.getvalue()
+    return console.file.getvalue()
+
+
+def without_times(folder):
+    return [
+        {name: value for name, value in line.items() if "seconds" not in name}
+        for line in read_lines(folder)
+    ]
+
+
+def test_a_window_misses_what_dense_finds(tmp_path):
+    printed = run(tmp_path, plan(), models())
+    lines = list(read_lines(tmp_path))
+    assert len(lines) == 2 * 2 * 5
+    by_depth = {
+        attention: [x["score"] for x in lines if x["attention"] == attention]
+        for attention in ("dense", "sparse")
+    }
+    assert by_depth["dense"] == [1] * 10
+    assert by_depth["sparse"] == [0, 0, 1, 1, 1, 0, 0, 0, 1, 1]
+    first = lines[0]
+    assert first["how"] == "forced" and first["depth"] == 0 and first["answer_tokens"] == 8
+    assert first["log_prob"] == -1 and first["right_tokens"] == 8 and first["density"] == 1
+    assert first["prompt_tokens"] + 32 <= 2048 and len(first["prompt_hash"]) == 64
+    assert lines[0]["prompt_hash"] == lines[1]["prompt_hash"] != lines[2]["prompt_hash"]
+    assert "needle, 4096 tokens: dense 1.000, sparse 0.400 (5 samples)" in printed
+
+
+@pytest.mark.parametrize("stop_after", [0, 3, 9])
+def test_a_killed_evaluation_goes_on_where_it_stopped(tmp_path, stop_after):
+    run(tmp_path / "whole", plan(), models())
+    folder = tmp_path / "cut"
+    run(folder, plan(), models(stop_after=stop_after))
+    path = folder / "samples.jsonl"
+    there = len(path.read_text().splitlines())
+    assert there < 20
+    with path.open("a") as file:
+        file.write('{"model": "model", "attention": "den')  # torn by a kill
+    rest = models()
+    printed = run(folder, plan(), rest)
+    assert sum(model.asked for model in rest.values()) == 20 - there
+    assert ("of 20 samples are there already" in printed) == (there > 0)
+    assert without_times(folder) == without_times(tmp_path / "whole")
+    again = models()
+    run(folder, plan(samples=6), again)  # further samples join
+    assert sum(model.asked for model in again.values()) == 4
+    assert len(list(read_lines(folder))) == 24
+
+
+def test_results_of_another_kind_are_refused_and_nothing_is_written(tmp_path):
+    settings = {"seed": 0, "models": {"model": {"name": "a", "step": 4}}}
+    run(tmp_path, plan(samples=1), models(), settings)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(UserError, match=r"holds results with models.model.step = 4, and this eval"):
+        Results(tmp_path, {"models": {"model": {"name": "a", "step": 5}}})
+    # Another seed that the settings do not tell: the prompts do.
+    with pytest.raises(UserError, match='sample 0 of task "needle" at length 2048 had another'):
+        run(tmp_path, plan(samples=2, seed=3), models(), settings)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    with Results(tmp_path, {"models": {"second": {"name": "b"}}}) as results:
+        assert results.settings["models"].keys() == {"model", "second"}
+    path = tmp_path / "samples.jsonl"
+    path.write_text('{"model": "model"}\n' + path.read_text())
+    with pytest.raises(UserError, match="line 1 is no result of an evaluation"):
+        Results(tmp_path, settings)
+
+
+def test_what_cannot_be_evaluated_is_found_before_anything_runs():
+    with pytest.raises(UserError, match="length 4096 is more than the 3000 positions of tiny"):
+        check(plan(), FakeModel(max_positions=3000), "tiny")
+    with pytest.raises(UserError, match='task "needle" is text, and tiny has no tokenizer'):
+        check(plan(), FakeModel(tokenizer=None), "tiny")
+    bad = FakeModel()
+    bad.forced = lambda *_: type("F", (), {"log_probs": np.array([np.nan])})
+    with pytest.raises(UserError, match="a loss that is not finite on sample 0"):
+        evaluate(plan(), {"dense": bad}, "model", _Nothing(), _Nothing())
+
+
+class _Nothing:
+    """No results yet, and nobody who watches."""
+
+    def __contains__(self, key):
+        return False
+
+    def __getattr__(self, name):
+        return lambda *_: None
+
+
+def test_answers_are_decoded_where_asked(tmp_path):
+    run(tmp_path, plan(lengths=(2048,), samples=2, generate=True), {"dense": FakeModel()})
+    (first, _) = read_lines(tmp_path)
+    assert first["how"] == "generated" and first["score"] == 1
+    assert first["answer"].endswith(". That is it.") and first["prefill_seconds"] == 0.5
+
+
+def test_a_report_has_tables_and_pictures(tmp_path):
+    folder = tmp_path / "results"
+    both = {"model": {"name": "trained dense"}, "second": {"name": "trained sparse"}}
+    tasks = [*make_tasks(["needle"], {"depths": 5}), Sevens(name="sevens")]
+    for label, worse in (("model", 0.0), ("second", 0.5)):
+        run(folder, Plan(tasks, (2048, 4096), 5), models(worse=worse), {"models": both}, label)
+    with Results(folder, {}) as results:
+        facts = {"date": "2026-11-22", "devices": "1 x fake", "versions": "0", "command": "test"}
+        results.note(facts)
+    console = Console(file=io.StringIO(), width=200)
+    written = write_report(folder, console)
+    assert [path.name for path in written] == [
+        "results.md", "depths-needle.png", "scores.png", "trained-inferred.png", "loss-2048.png",
+        "loss-4096.png",
+    ]  # fmt: skip
+    for path in written[1:]:
+        assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 8000
+    text = written[0].read_text()
+    for row in (
+        "| needle | trained dense | dense | 100.0 ± 0.0 (5) | 100.0 ± 0.0 (5) |",
+        "| needle | trained dense | sparse | 60.0 ± 24.5 (5) | 40.0 ± 24.5 (5) |",
+        "| needle | trained dense | sparse - dense | -40.0 ± 24.5 (5) | -60.0 ± 24.5 (5) |",
+        "| 2048 | trained sparse | 100.0 ± 0.0 | 60.0 ± 24.5 |",
+        "## Loss by position, 4096 tokens",
+        "- 2026-11-22, 1 x fake, 0: `test`",
+    ):
+        assert row in text
+    # Buckets 1, 2 and 4: 1, (1/2 + 1/3) / 2, ...; there are three documents.
+    assert "| trained dense | dense | 3 | 1.000 | 0.417 | 0.190 |" in text
+    assert "| trained sparse | sparse | 3 | 1.500 | 0.917 | 0.690 |" in text
+    assert "1K" in text and "25.0%" in text
+    assert "trained sparse" in console.file.getvalue()
+    shutil.rmtree(folder)
+    with pytest.raises(UserError, match="holds no results of an evaluation yet"):
+        write_report(folder, console)
+
+
+def test_a_line_is_json_of_finite_numbers(tmp_path):
+    key = {"model": "m", "attention": "dense", "task": "t", "length": 8, "number": 0}
+    with Results(tmp_path, {}) as results:
+        with pytest.raises(ValueError, match="JSON"):
+            results.add({**key, "score": float("nan")})
+        with pytest.raises(ValueError, match="must have model, attention, task, length, number"):
+            results.add({"score": 1.0})
+        results.add({**key, "score": 1.0})
+    (line,) = (tmp_path / "samples.jsonl").read_text().splitlines()
+    assert json.loads(line)["score"] == 1
