@@ -4,8 +4,10 @@ Tests run on 8 virtual CPU devices. With `MTRAINING_TEST_GPU=1` JAX chooses the 
 the tests under tests/gpu.
 """
 
+import gc
 import os
 import shutil
+import sys
 import tempfile
 
 import jax
@@ -25,6 +27,11 @@ if os.environ.get("MTRAINING_TEST_GPU") != "1":
     # or of those that tests start. A limit of the size has JAX lock the folder while it writes.
     if "PYTEST_XDIST_WORKER" not in os.environ:
         os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="mtraining-tests-")
+        if sys.dont_write_bytecode:
+            # Without bytecode every process that a test starts compiles its imports anew, 4 s each.
+            del os.environ["PYTHONDONTWRITEBYTECODE"]
+            bytecode = os.path.join(os.environ["JAX_COMPILATION_CACHE_DIR"], "bytecode")
+            os.environ["PYTHONPYCACHEPREFIX"] = bytecode
     options = {
         "jax_compilation_cache_dir": os.environ["JAX_COMPILATION_CACHE_DIR"],
         "jax_compilation_cache_max_size": 2**32,
@@ -33,6 +40,9 @@ if os.environ.get("MTRAINING_TEST_GPU") != "1":
     for option, value in options.items():
         os.environ[option.upper()] = str(value)
         jax.config.update(option, value)
+
+# Tracing makes many objects that all live on: looking for cycles among them takes 4 % of the time.
+gc.set_threshold(100_000)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -118,8 +118,16 @@ PROBLEMS = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "has_columns", "dtype", "running"), PROBLEMS)
-@pytest.mark.parametrize("dim", CONFIGS)
+# Another dtype is another word in the same code: one head dim shows it.
+OF_DIMS = [
+    (dim, *problem)
+    for dim in CONFIGS
+    for problem in PROBLEMS
+    if dim == 64 or problem[2] != "float16"
+]
+
+
+@pytest.mark.parametrize(("dim", "kind", "has_columns", "dtype", "running"), OF_DIMS)
 def test_forward_lowers(dim, kind, has_columns, dtype, running):
     columns = _columns(dim, dtype) if has_columns else (None, None)
     init = (_array(B, NQ, HQ, dim, dtype="float32"), _array(B, HQ, NQ, dtype="float32"))
@@ -127,8 +135,7 @@ def test_forward_lowers(dim, kind, has_columns, dtype, running):
     assert _kernels(_forward, *args) == 1
 
 
-@pytest.mark.parametrize(("kind", "has_columns", "dtype", "running"), PROBLEMS)
-@pytest.mark.parametrize("dim", CONFIGS)
+@pytest.mark.parametrize(("dim", "kind", "has_columns", "dtype", "running"), OF_DIMS)
 def test_backward_lowers(dim, kind, has_columns, dtype, running):
     columns = _columns(dim, dtype) if has_columns else (None, None)
     q, k, v = _qkv(dim, dtype)

@@ -69,13 +69,12 @@ def test_the_sparse_index_is_really_sparse():
         # An axis of 4 is the shortest on which steps lie between the first and the last.
         *(
             (*mesh, "striped", "hierarchical")
-            for mesh in [(1, 1), (1, 4), (4, 1), (2, 2), (2, 4), (4, 2)]
+            for mesh in [(1, 1), (1, 4), (4, 1), (2, 4), (4, 2)]
         ),
-        *((*mesh, "striped", "gather") for mesh in [(1, 2), (1, 4), (2, 2), (4, 2)]),
+        *((*mesh, "striped", "gather") for mesh in [(1, 4), (2, 2), (4, 2)]),
         (2, 4, "striped", "flat"),
         (2, 2, "zigzag", "hierarchical"),
         (1, 4, "zigzag", "flat"),
-        (1, 4, "zigzag", "gather"),
         (2, 2, "zigzag", "gather"),
         (1, 2, "contiguous", "hierarchical"),
         (4, 2, "contiguous", "gather"),

@@ -21,8 +21,8 @@ def folder_of(config, step):
 
 
 def test_resumed_run_has_bit_identical_losses(config, capsys):
-    config = changed(config, checkpoint={"every_steps": 2})
-    whole = run(changed(config, metrics={"recall_every": 3}))
+    config = changed(config, checkpoint={"every_steps": 2}, metrics={"recall_every": 3})
+    whole = run(config)
     assert newest_step(checkpoint_folder(config)) == 4
     assert written(config) == whole
     check_records(config, whole)
@@ -35,11 +35,6 @@ def test_resumed_run_has_bit_identical_losses(config, capsys):
     assert [r["grad_norm"] for r in rest] == [r["grad_norm"] for r in whole[2:]]
     assert [record["step"] for record in written(config)] == [1, 2, 3, 4]
     assert "going on from the checkpoint of step 2" in capsys.readouterr().out
-
-    # On another mesh, with parameters sharded; two devices compile faster than four.
-    cut_off_after_3(config)
-    other = changed(config, parallel={"nodes": 1, "devices_per_node": 2, "fsdp": True})
-    np.testing.assert_allclose(losses(run(other)), losses(whole[2:]), rtol=2e-5)
 
 
 def cut_off_after_3(config):

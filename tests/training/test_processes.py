@@ -71,43 +71,33 @@ def wait_for_half_checkpoint(process, folder):
     pytest.fail("no checkpoint was seen while it was written")
 
 
-def test_two_processes_train_the_losses_of_one(config, tmp_path):
-    one = run(changed(config, run={"name": "one"}))
+def test_a_checkpoint_of_8_devices_goes_on_with_4_and_with_2_processes_of_2(config, tmp_path):
+    eight = {"nodes": 2, "devices_per_node": 4, "fsdp": True}
+    first = changed(
+        config, run={"name": "eight"}, parallel=eight, checkpoint={"every_steps": 2, "keep": 2}
+    )
+    whole = run(first)
+    shutil.rmtree(checkpoint_folder(first) / "4")
+    for name in ("four", "processes"):
+        shutil.copytree(first.run.folder, first.run.folder.with_name(name))
+
+    four = changed(first, run={"name": "four"}, parallel={"devices_per_node": 2})
+    records = run(four)
+    assert [record["step"] for record in records] == [3, 4]
+    np.testing.assert_allclose(losses(records), losses(whole[2:]), rtol=2e-5)
+
     # Another number of steps is another program only where it sets the schedule.
-    config = changed(config, run={"steps": 3}, parallel={"cpu_devices": 2})
-    outputs = finished_together(config, tmp_path)
+    of_processes = changed(four, run={"name": "processes", "steps": 3}, parallel={"cpu_devices": 2})
+    outputs = finished_together(of_processes, tmp_path)
     assert "4 cpu devices in 2 processes" in outputs[0]
+    assert "going on from the checkpoint of step 2" in outputs[0]
     assert "loss" not in outputs[1]  # the first process prints for all
-    np.testing.assert_allclose(losses(written(config)), losses(one[:3]), rtol=2e-5)
+    np.testing.assert_allclose(losses(written(of_processes))[2:], losses(whole[2:3]), rtol=2e-5)
 
     # What two processes saved, one goes on from.
-    rest = run(changed(config, run={"steps": 4}))
+    rest = run(changed(four, run={"name": "processes"}))
     assert [record["step"] for record in rest] == [4]
-    np.testing.assert_allclose(losses(rest), losses(one[3:]), rtol=2e-5)
-
-
-def test_a_checkpoint_of_8_devices_goes_on_with_4_and_with_2_processes_of_2(config, tmp_path):
-    config = changed(config, sparsity={"kind": "dense"})  # compiles faster
-    eight = {"nodes": 2, "devices_per_node": 4, "fsdp": True}
-    whole = run(changed(config, run={"name": "whole"}, parallel=eight))
-    first = changed(config, run={"name": "four", "steps": 2}, parallel=eight)
-    run(first)
-    shutil.copytree(first.run.folder, first.run.folder.with_name("processes"))
-
-    four = run(changed(first, run={"steps": 4}, parallel={"nodes": 1}))
-    assert [record["step"] for record in four] == [3, 4]
-    np.testing.assert_allclose(losses(four), losses(whole[2:]), rtol=2e-5)
-
-    of_processes = changed(
-        first,
-        run={"name": "processes", "steps": 4},
-        parallel={"devices_per_node": 2, "cpu_devices": 2},
-    )
-    outputs = finished_together(of_processes, tmp_path)
-    assert "going on from the checkpoint of step 2" in outputs[0]
-    records = written(of_processes)
-    assert [record["step"] for record in records] == [1, 2, 3, 4]
-    np.testing.assert_allclose(losses(records), losses(whole), rtol=2e-5)
+    np.testing.assert_allclose(losses(rest), losses(whole[3:]), rtol=2e-5)
 
 
 def finished_together(config, folder, count=2):

@@ -22,10 +22,11 @@ SIZES = {
 }
 CONFIGS = [name for name in available_configs() if not name.startswith("tiny")]
 # The others are the same programs as one of these once their sizes are small.
-PROGRAMS = [
-    "qwen3b_512k", "qwen3b_512k_dense", "qwen3b_512k_4x8", "qwen7b_512k", "qwen3_8b_1m",
-    "llama3_8b_512k",
-]  # fmt: skip
+PROGRAMS = ["qwen3b_512k_dense", "qwen3b_512k_4x8"]
+# Attention and the ring are the same for all families: one device and dense attention compile in a
+# third of the time.
+FAMILIES = ["qwen7b_512k", "qwen3_8b_1m", "llama3_8b_512k"]
+ALONE = {"parallel.devices_per_node": 1, "parallel.fsdp": False, "sparsity.kind": "dense"}
 
 VOCAB = 61
 TINY = {
@@ -66,9 +67,10 @@ def test_sizes_are_those_of_the_published_model(name):
         assert tokens % model.mlp_chunk_size == tokens % config.loss.chunk_size == 0
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", PROGRAMS + FAMILIES)
 def test_two_tiny_layers_take_a_step(name):
     tiny = TINY | ({"parallel.nodes": 2} if name.endswith("4x8") else {})
+    tiny |= ALONE if name in FAMILIES else {}
     config = load_config(name, [(field, str(value)) for field, value in tiny.items()])
     mesh, layout = parts.build_mesh(config), parts.build_layout(config)
     batches, builder = parts.Batches(config, mesh, layout), StateBuilder(config, mesh)
@@ -80,7 +82,7 @@ def test_two_tiny_layers_take_a_step(name):
     state, metrics = step(state, batch)
     np.testing.assert_allclose(metrics["loss"], math.log(VOCAB), rtol=0.05)
     density = np.asarray(metrics["layers"]["density"])
-    assert np.all(density == 1) if name.endswith("dense") else np.all(density < 1)
+    assert np.all(density < 1) if name.endswith("4x8") else np.all(density == 1)
     for parameter, value in state.parameters.items():
         assert not np.array_equal(value, before[parameter]), parameter
     up = state.parameters["layers.mlp.up_proj.weight"]
