@@ -11,6 +11,7 @@ from jax import Array, lax
 
 from pallas_kernels.gradients import Gradients, whole_keys
 from pallas_kernels.mosaic_gpu import device
+from pallas_kernels.mosaic_gpu.block_masses import HopperBlockScores
 from pallas_kernels.mosaic_gpu.common import ROWS, TILE, GatheredColumns
 from pallas_kernels.mosaic_gpu.configs import Configs, configs_for
 from pallas_kernels.mosaic_gpu.fused_steps import FusedConfig
@@ -67,7 +68,7 @@ class MosaicGpu:
     one_backward_kernel: bool | None = None
 
     estimate = HopperEstimate()
-    block_scores = None
+    block_scores = HopperBlockScores()
 
     def unsupported(self, q: Array, block_size: int | None) -> str | None:
         """See `Backend.unsupported`."""

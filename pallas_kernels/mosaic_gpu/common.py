@@ -18,6 +18,7 @@ TILE = 128  # keys of one tile, and queries of one block
 WORD = 32  # columns of one word of the keep mask
 ROW_LAYOUT = plgpu.Layout.WGMMA.reduce(1)  # a value per row of a wgmma tile
 COLUMN_LAYOUT = plgpu.Layout.WGMMA.reduce(0)  # a value per column
+EDGE = 8  # columns that a fold leaves: a row's lie in four threads, two in each
 COLUMN_NAMES = ["kc", "vc", "keep", "tokens", "query_blocks"]  # of `GatheredColumns.operands`
 
 # Barriers are placed by hand: every region of shared memory has one kind of writer, and readers
@@ -116,3 +117,16 @@ def columns_to_tile(x: Array, tile: Array) -> Array:
 def load_rows(ref: Any) -> Array:
     """A value per row, from global memory."""
     return plgpu.load(ref, layout=ROW_LAYOUT, optimized=False)
+
+
+def partial_sums(value: float) -> Array:
+    """[64, 8] of a value: what `fold` gives for a tile."""
+    return full((ROWS, EDGE), value, plgpu.Layout.WGMMA)
+
+
+def fold(combine: Any, tile: Array) -> Array:
+    """Combines the columns of a tile [64, n] into eight, by halves: a short chain, no exchange."""
+    while tile.shape[1] > EDGE:
+        half = tile.shape[1] // 2
+        tile = combine(tile[:, :half], tile[:, half:])
+    return tile

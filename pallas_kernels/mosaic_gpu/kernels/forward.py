@@ -11,15 +11,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic_gpu.common import (
+    EDGE,
     LOG2E,
     ROW_LAYOUT,
     ROWS,
     TILE,
     WARPGROUPS,
     GatheredColumns,
+    fold,
     full,
     launch,
     load_rows,
+    partial_sums,
     rows_to_tile,
     tiled,
 )
@@ -191,22 +194,6 @@ def forward_kernel(
     run = launch(attention_forward, outputs, [smem, bars], num_blocks, interpret)
     out, lse = run(q, k, v, *operands(work, columns), *(init or ()))
     return out, lse
-
-
-EDGE = 8  # columns that a fold leaves: a row's lie in four threads, two in each
-
-
-def partial_sums(value: float) -> Array:
-    """[64, 8] of a value: what `fold` gives for a tile."""
-    return full((ROWS, EDGE), value, plgpu.Layout.WGMMA)
-
-
-def fold(combine: Any, tile: Array) -> Array:
-    """Combines the columns of a tile [64, n] into eight, by halves: a short chain, no exchange."""
-    while tile.shape[1] > EDGE:
-        half = tile.shape[1] // 2
-        tile = combine(tile[:, :half], tile[:, half:])
-    return tile
 
 
 @dataclasses.dataclass(frozen=True)
