@@ -80,7 +80,11 @@ def _run(args: argparse.Namespace) -> None:
         # All are awaited: compiling tries kernels out on the device, which times would show.
         _wait(compiling)
     numbers = sorted({int((i + 0.5) * spec.num_layers / _TIMED) for i in range(_TIMED)})
-    layers = model.heads(texts[0], _dense_attend(programs), numbers)
+    # Each from another text, so that all kinds of text are timed.
+    layers = [
+        model.heads(texts[i * len(texts) // len(numbers)], _dense_attend(programs), number)
+        for i, number in enumerate(numbers)
+    ]
     dout = jnp.asarray(rng.standard_normal(q.shape), q.dtype)
     timed = (layers, dout, args.repeats, numbers)
     dense = compiling["dense"].result()

@@ -13,6 +13,7 @@ from jax import Array
 import pallas_kernels
 from benchmarks.far_copies import GRAM, far_copies
 from benchmarks.frontier_model import SteppedModel
+from benchmarks.frontier_report import PARTS
 from benchmarks.programs import Ours
 from benchmarks.timing import median_ms
 from mtraining_jax.sparsity import Pattern, Shards
@@ -21,7 +22,6 @@ from mtraining_jax.sparsity.metrics import attention_recall, causal_pairs
 from pallas_kernels.index import Index
 
 STRICT_GRAM = GRAM + 1  # the four tokens before a token, and the same token behind them
-PARTS = ("choose", "build", "forward", "backward")
 
 
 class Chooser:
@@ -198,10 +198,10 @@ def measure_times(
         numbers: which layers they are.
 
     Returns:
-        Means over the layers of the medians of each of `PARTS`: the choice of an index, what
-        kernels walk made from it, and the two passes.
+        Means over the layers: of the medians of each of `PARTS` (the choice of an index, what
+        kernels walk made from it, and the two passes), and of the `density` of what was timed.
     """
-    times = dict.fromkeys(PARTS, 0.0)
+    times = dict.fromkeys((*PARTS, "density"), 0.0)
     for number, (q, k, v) in zip(numbers, layers, strict=True):
         index = chooser(number, q, k)
         built = programs.build(q, k, v, index)
@@ -214,6 +214,7 @@ def measure_times(
         }
         for part, run in runs.items():
             times[part] += median_ms(run, repeats) / len(layers)
+        times["density"] += float(programs.shares(index)[0].mean()) / len(layers)
     return times
 
 

@@ -101,11 +101,10 @@ class SteppedModel:
         _, x, _ = collections.deque(self._run(tokens, attend), maxlen=1).pop()
         return self._losses(self._norm_state, x, self._head, tokens)
 
-    def heads(self, tokens: np.ndarray, attend: Attend, layers: list[int]) -> list[tuple]:
-        """(q, k, v) of some layers."""
-        tokens = jnp.asarray(tokens, jnp.int32)
-        run = self._run(tokens, attend)
-        return [qkv for number, _, qkv in run if number in layers]
+    def heads(self, tokens: np.ndarray, attend: Attend, layer: int) -> tuple[Array, Array, Array]:
+        """q, k and v of a layer; see `losses`."""
+        run = self._run(jnp.asarray(tokens, jnp.int32), attend)
+        return next(qkv for number, _, qkv in run if number == layer)
 
     def _run(self, tokens: Array, attend: Attend) -> Iterator[tuple[int, Array, tuple]]:
         """Layer by layer: its number, the residual stream behind it, and its q, k and v."""

@@ -16,9 +16,10 @@ from typing import Any
 from benchmarks.frontier_patterns import family
 
 Row = dict[str, Any]
+PARTS = ("choose", "build", "forward", "backward")  # of the time that a layer's attention takes
 _COLUMNS = (
     "pattern", "density", "executed", "keys a row", "rise", "± s.e.", "rise of far copies",
-    "recall", "worst head", "choose", "build", "forward", "backward", "faster than dense",
+    "recall", "worst head", *PARTS, "faster than dense",
 )  # fmt: skip
 # What must be equal in runs whose rows stand in one table.
 _SAME = ("device", "seq_len", "sequences", "dtype", "model", "repeats", "timed_layers")
@@ -83,7 +84,7 @@ def speed(row: Row, start: Row) -> float | None:
     if not row["times"]:
         return None
     dense = start["times"]["forward"] + start["times"]["backward"]
-    return dense / sum(row["times"].values())
+    return dense / sum(row["times"][part] for part in PARTS)
 
 
 def dense_line(start: Row) -> str:
@@ -124,9 +125,10 @@ def markdown(rows: Sequence[tuple[Row, Row]]) -> str:
         f"share of exact attention's mass on computed pairs, on {start['recall_rows']} queries; "
         "worst head: the least of any layer and head.",
         "",
-        f"Times of one layer, ms, means over layers {', '.join(map(str, start['timed_layers']))} "
-        f"of medians of {start['repeats']}. build: what the kernels walk. Faster than dense: "
-        "forward and backward of our own dense kernels in the same run, over all four.",
+        f"Times of one layer, ms, means over layers {', '.join(map(str, start['timed_layers']))}, "
+        f"each of another text, of medians of {start['repeats']}. build: what the kernels walk. "
+        "Faster than dense: forward and backward of our own dense kernels in the same run, over "
+        "all four.",
         "",
         "| " + " | ".join(_COLUMNS) + " |",
         "|" + " --- |" * len(_COLUMNS),
@@ -187,8 +189,7 @@ def _cells(row: Row, start: Row) -> list[str]:
         _signed(row["rise"]), _plain(row["rise_error"]), _signed(row["rise_copies"]),
         f"{row['recall']:.3f}", f"{row['recall_worst']:.2f}",
     ]  # fmt: skip
-    parts = ("choose", "build", "forward", "backward")
-    numbers += [f"{times[part]:.3f}" if times else "–" for part in parts]
+    numbers += [f"{times[part]:.3f}" if times else "–" for part in PARTS]
     return [row["pattern"].replace(",", " "), *numbers, "–" if faster is None else f"{faster:.2f}"]
 
 
