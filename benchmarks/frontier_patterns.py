@@ -35,13 +35,20 @@ class Window(Pattern):
 
         from pallas_kernels import VerticalSlashIndex
 
-        def listed(count: int) -> tuple["Array", "Array"]:
+        def listed(count: int, capacity: int, padding: int) -> tuple["Array", "Array"]:
             heads = q.shape[0], q.shape[2]
-            numbers = jnp.arange(count, dtype=jnp.int32)
-            return jnp.broadcast_to(numbers, (*heads, count)), jnp.full(heads, count, jnp.int32)
+            numbers = jnp.arange(capacity, dtype=jnp.int32)
+            numbers = jnp.where(numbers < count, numbers, padding)
+            return (
+                jnp.broadcast_to(numbers, (*heads, capacity)), jnp.full(heads, count, jnp.int32)
+            )
 
-        diagonals = listed(min(self.blocks, shards.num_blocks))
-        return Choice(VerticalSlashIndex(*diagonals, *listed(self.columns), self.block_size))
+        # With room for every diagonal, windows of any width share one program of the kernels.
+        num_blocks = shards.num_blocks
+        diagonals = listed(min(self.blocks, num_blocks), num_blocks, num_blocks)
+        seq_len = num_blocks * self.block_size
+        columns = listed(self.columns, self.columns, seq_len)
+        return Choice(VerticalSlashIndex(*diagonals, *columns, self.block_size))
 
     def describe(self) -> str:
         """Both numbers."""
