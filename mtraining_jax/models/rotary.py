@@ -15,13 +15,15 @@ from mtraining_jax.models.spec import ModelSpec
 _LOW_BITS = 11  # p = high + low, low < 2**11; times 12 bits of f both products fit 24 bits.
 
 
-def rope_tables(positions: Array, spec: ModelSpec) -> tuple[Array, Array]:
+def rope_tables(
+    positions: Array, spec: ModelSpec, length: int | None = None
+) -> tuple[Array, Array]:
     """Cosines and sines, both times the factor that the scaling puts on them.
 
     Args:
-        positions: int32 [S] or [B, S], global token positions, in any order, below 2**22: those
-            of whole sequences, whose length S some scalings read.
+        positions: int32 [S] or [B, S], global token positions, in any order, below 2**22.
         spec: the model.
+        length: tokens of the whole sequence, which some scalings read; None is S.
 
     Returns:
         cos and sin, fp32 [1 or B, S, 1, D/2], ready to broadcast over heads.
@@ -31,7 +33,7 @@ def rope_tables(positions: Array, spec: ModelSpec) -> tuple[Array, Array]:
         spec.rope_theta,
         spec.rope_scaling,
         context=spec.max_position_embeddings,
-        length=positions.shape[-1],
+        length=positions.shape[-1] if length is None else length,
     )
     mantissa, exponent = np.frexp(frequencies)
     head = np.ldexp(np.round(np.ldexp(mantissa, 12)), exponent - 12)

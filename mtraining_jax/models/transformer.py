@@ -26,6 +26,8 @@ from mtraining_jax.models.token_parallel import compute_weights, on_own_tokens
 
 # (q_BSHD, k_BSHkD, v_BSHkD[, inputs of the layer]) -> (out_BSHD, fp32 scalars by name)
 Attention = Callable[..., tuple[Array, dict[str, Array]]]
+# (k_BSHkD, v_BSHkD) -> what to keep of a layer's keys and values, a pytree
+Keep = Callable[[Array, Array], Any]
 
 
 def draw(parameter: Parameter, rngs: nnx.Rngs) -> nnx.Param:
@@ -206,9 +208,39 @@ class Transformer(nnx.Module):
             hidden [B, S, E] in the compute dtype, after the final norm, and the stats stacked
             over layers, fp32 [L] each.
         """
+        hidden_BSE, stats, _ = self.keeping(
+            tokens, positions, attention, None, attention_inputs=attention_inputs, mesh=mesh,
+            fsdp=fsdp,
+        )
+        return hidden_BSE, stats
+
+    def keeping(
+        self,
+        tokens: Array,
+        positions: Array,
+        attention: Attention,
+        keep: Keep | None,
+        *,
+        attention_inputs: Any = None,
+        mesh: Mesh | None = None,
+        fsdp: bool = False,
+        length: int | None = None,
+    ) -> tuple[Array, dict[str, Array], Any]:
+        """Runs all layers, and keeps something of the keys and values of each.
+
+        Args:
+            tokens, positions, attention, attention_inputs, mesh, fsdp: as in `__call__`.
+            keep: from the keys, rotated, and values of a layer, in the compute dtype and as they
+                are spread over the mesh, to what is kept of them; None keeps nothing.
+            length: tokens of the whole sequence where they are not S, because of padding or
+                because more will follow; some rotary scalings read it.
+
+        Returns:
+            Both results of `__call__`, and what was kept, stacked over layers.
+        """
         dtype = jnp.dtype(self.spec.dtype)
         positions = jnp.broadcast_to(positions, tokens.shape)
-        cos, sin = rope_tables(positions, self.spec)
+        cos, sin = rope_tables(positions, self.spec, length)
         x_BSE = self._embed(tokens, mesh, fsdp)
         graphdef, layers = nnx.split(self.layers)
         specs = None if mesh is None else layer_specs(layers, self.spec.parameters, mesh, fsdp)
@@ -222,7 +254,7 @@ class Transformer(nnx.Module):
                 mesh=mesh,
             )
 
-        def body(x_BSE: Array, inputs: tuple[Any, Any]) -> tuple[Array, dict[str, Array]]:
+        def body(x_BSE: Array, inputs: tuple[Any, Any]) -> tuple[Array, tuple[Any, Any]]:
             parameters, layer_inputs = inputs
             parameters = compute_weights(parameters, dtype)
             x_BSE = checkpoint_name(x_BSE, RESIDUAL)
@@ -235,11 +267,11 @@ class Transformer(nnx.Module):
                 name: jax.lax.stop_gradient(jnp.asarray(value, jnp.float32))
                 for name, value in stats.items()
             }
-            return x_BSE, stats
+            return x_BSE, (stats, None if keep is None else keep(*qkv[1:]))
 
         body = rematerialised(body, self.spec.remat)
-        x_BSE, stats = jax.lax.scan(body, x_BSE, (layers, attention_inputs))
-        return self.norm(x_BSE), stats
+        x_BSE, (stats, kept) = jax.lax.scan(body, x_BSE, (layers, attention_inputs))
+        return self.norm(x_BSE), stats, kept
 
     def _embed(self, tokens: Array, mesh: Mesh | None, fsdp: bool) -> Array:
         """int32 [B, S] -> [B, S, E] in the compute dtype."""

@@ -58,6 +58,14 @@ class RopeScaling:
         """
         raise NotImplementedError
 
+    def length_like(self, length: int) -> int:
+        """A length that stretches as `length` does, the same for all that stretch alike.
+
+        Programs can then be shared by sequences of many lengths.
+        """
+        del length
+        return 1
+
     @classmethod
     def from_hf(cls, rope: Mapping[str, Any], context: int) -> Self:
         """Reads the rope parameters of a config.json.
