@@ -7,6 +7,7 @@ from mtraining_jax.config.load import (
     available_configs,
     config_folder,
     config_from_dict,
+    config_of_model,
     load_config,
     load_own_plugins,
 )
@@ -47,6 +48,7 @@ __all__ = [
     "available_configs",
     "config_folder",
     "config_from_dict",
+    "config_of_model",
     "config_to_dict",
     "config_to_toml",
     "help_text",

@@ -1,6 +1,7 @@
 """From a TOML file and overrides to a checked `Config`."""
 
 import contextlib
+import copy
 import difflib
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
@@ -94,6 +95,38 @@ def config_from_dict(table: Mapping[str, Any], source: str) -> Config:
     config = _build(dict(table), source, {}, [])
     validate(config)
     return config
+
+
+def config_of_model(
+    table: Mapping[str, Any], source: str, overrides: Sequence[tuple[str, str]] = ()
+) -> Config:
+    """Builds the configuration of a model that is used and not trained.
+
+    Each field is checked, but not whether fields fit a run of training: its data need not be here.
+
+    Args:
+        table, source: as in `config_from_dict`.
+        overrides: as in `load_config`.
+
+    Raises:
+        UserError: one line for each field that is unknown, missing, or has a wrong type or range.
+    """
+    table = copy.deepcopy(dict(table))
+    for name, text in overrides:
+        if "." in name:
+            _put(table, name, text)
+    for _, name, registry in _own_plugins(table):
+        with contextlib.suppress(UserError):  # reported below
+            registry.get(name)
+    problems: list[str] = []
+    origins: dict[str, str] = {}
+    for name, text in overrides:
+        try:
+            _put(table, name, parse_value(name, text))
+            origins[name] = _COMMAND_LINE
+        except UserError as error:
+            problems.append(f"{_COMMAND_LINE}: {error}")
+    return _build(table, source, origins, problems)
 
 
 def load_own_plugins(
