@@ -1,0 +1,45 @@
+"""Dense attention of one query to keys that lie on several ranks."""
+
+import math
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+# Tokens that one product with values adds up. A single product over a long cache would have so
+# few results that most of a GPU were idle.
+_CHUNK = 1024
+
+
+def attend_to_cache(
+    q_BHD: Array, k_BHkSD: Array, v_BHkSD: Array, seen_S: Array, axis_names: tuple[str, ...]
+) -> Array:
+    """Softmax over the keys of all ranks; inside `jax.shard_map`.
+
+    Each rank computes its part relative to the largest logit of all ranks, and the parts are
+    added up in fp32: exact attention, whatever the number of ranks.
+
+    Args:
+        q_BHD: [B, Hq, D], the same on all ranks, rotated and unscaled.
+        k_BHkSD, v_BHkSD: keys and values of this rank.
+        seen_S: bool [S], which of them count. Some key counts on some rank.
+        axis_names: mesh axes that the keys are spread over.
+
+    Returns:
+        fp32 [B, Hq, D].
+    """
+    batch, heads, dim = q_BHD.shape
+    kv_heads, tokens = k_BHkSD.shape[1:3]
+    q = q_BHD.reshape(batch, kv_heads, -1, dim)
+    exact = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
+    kinds = dict(precision=exact, preferred_element_type=jnp.float32)
+    logits = jnp.einsum("bhgd,bhsd->bhgs", q, k_BHkSD, **kinds) / math.sqrt(dim)
+    logits = jnp.where(seen_S, logits, -jnp.inf)
+    peak = lax.pmax(logits.max(-1), axis_names)
+    weights = jnp.exp(logits - peak[..., None])
+    total = weights.sum(-1)
+    size = math.gcd(tokens, _CHUNK)
+    weights = weights.astype(v_BHkSD.dtype).reshape(*weights.shape[:3], -1, size)
+    values = v_BHkSD.reshape(batch, kv_heads, -1, size, dim)
+    out = jnp.einsum("bhgcs,bhcsd->bhcgd", weights, values, **kinds).sum(2)
+    out, total = lax.psum((out, total), axis_names)
+    return (out / total[..., None]).reshape(batch, heads, dim)

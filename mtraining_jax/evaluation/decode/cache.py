@@ -1,0 +1,86 @@
+"""The keys and values that a token to come attends to."""
+
+import dataclasses
+import functools
+from typing import Self
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from mtraining_jax.evaluation.network import Network
+from mtraining_jax.parallel.mesh import SEQUENCE_AXES
+
+# [L, B, Hk, S, D] and one layer of it: each rank has its stripes.
+STACKED = P(None, None, None, SEQUENCE_AXES)
+ONE_LAYER = P(None, None, SEQUENCE_AXES)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Cache:
+    """Keys, rotated, and values of a prompt and of the tokens behind it; a pytree.
+
+    Each rank holds its stripes of the prompt, and behind them room for T new tokens. Every rank
+    writes these, which costs little, and only the first attends to them.
+
+    Attributes:
+        keys, values: of each layer [B, Hk, W (S / W + T), D] in the compute dtype, tokens spread
+            over ('node', 'device'). Heads lie before tokens, so that a step reads each head's
+            keys one after another. A step reads each layer by itself: from one array for all the
+            compiler would copy them first, for every token again.
+        prompt_len: int32 scalar, tokens of the prompt; those behind are padding.
+        count: int32 scalar, new tokens.
+    """
+
+    keys: tuple[Array, ...]
+    values: tuple[Array, ...]
+    prompt_len: Array
+    count: Array
+
+    @classmethod
+    def specs(cls, layers: int) -> Self:
+        """How the arrays lie on a mesh: a `Cache` of `PartitionSpec`."""
+        return cls((ONE_LAYER,) * layers, (ONE_LAYER,) * layers, P(), P())
+
+
+def with_room(network: Network, stacked: Array, room: int) -> tuple[Array, ...]:
+    """Keys or values of a prompt, by layer and with room for new tokens.
+
+    Args:
+        network: the model.
+        stacked: [L, B, Hk, S, D], as it lies after the prompt has been read.
+        room: T.
+
+    Returns:
+        For each layer [B, Hk, W (S / W + T), D].
+    """
+    return _with_room(network.mesh, room, stacked)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _with_room(mesh: jax.sharding.Mesh, room: int, stacked: Array) -> tuple[Array, ...]:
+    def local(stacked: Array) -> tuple[Array, ...]:
+        padding = ((0, 0), (0, 0), (0, room), (0, 0))
+        return tuple(jnp.pad(layer, padding) for layer in stacked)
+
+    return jax.shard_map(
+        local, mesh=mesh, in_specs=STACKED, out_specs=(ONE_LAYER,) * stacked.shape[0],
+        check_vma=False,
+    )(stacked)  # fmt: skip
+
+
+def of_prompt(
+    network: Network, keys: tuple[Array, ...], values: tuple[Array, ...], prompt_len: Array
+) -> Cache:
+    """The cache when only the prompt has been read.
+
+    Args:
+        network: the model.
+        keys, values: of `with_room`.
+        prompt_len: int32 scalar.
+    """
+    everywhere = NamedSharding(network.mesh, P())
+    return Cache(keys, values, prompt_len, jnp.zeros((), jnp.int32, device=everywhere))

@@ -1,0 +1,96 @@
+"""Reading a prompt: the training's forward pass, which also keeps keys and values."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array, lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from mtraining_jax.evaluation.decode.cache import STACKED
+from mtraining_jax.evaluation.network import Network
+from mtraining_jax.models.sharding import lm_head_spec
+from mtraining_jax.models.token_parallel import gather
+from mtraining_jax.parallel.compiler import ring_compiler_options
+from mtraining_jax.parallel.layout import Layout
+from mtraining_jax.parallel.mesh import ACTIVATIONS, SEQUENCE_AXES
+from mtraining_jax.parallel.ordering import in_turn
+from mtraining_jax.sparsity import Pattern
+
+
+def make_prefill(
+    network: Network, layout: Layout, pattern: Pattern, length: int
+) -> Callable[..., tuple[Array, Array, Array]]:
+    """A program that reads a prompt.
+
+    Args:
+        network: the model.
+        layout: of the padded prompt.
+        pattern: how pairs are chosen; the choice reads the last queries of the prompt.
+        length: stands for the tokens of the whole sequence (`Network.length_like`).
+
+    Returns:
+        A jitted function of the state, int32 [B, S] tokens and positions in the order of the
+        layout, the int32 scalar prompt_len, and the pattern's `layer_inputs`. It gives fp32
+        [B, V], the logits of the token behind the prompt, and keys and values [L, B, Hk, S, D].
+    """
+    mesh = network.mesh
+
+    def prefill(
+        state: nnx.State, tokens: Array, positions: Array, prompt_len: Array, inputs: Any
+    ) -> tuple[Array, Array, Array]:
+        model = nnx.merge(network.graphdef, state)
+        hidden, _, (keys, values) = model.keeping(
+            tokens,
+            positions,
+            network.attention(layout, pattern, prompt_len),
+            lambda k, v: (k.swapaxes(1, 2), v.swapaxes(1, 2)),
+            attention_inputs=inputs,
+            mesh=mesh,
+            fsdp=network.fsdp,
+            length=length,
+        )
+        weight = model.lm_head_weight().astype(hidden.dtype)
+        return _last_logits(network, layout, hidden, weight, prompt_len), keys, values
+
+    everywhere, stacked = NamedSharding(mesh, P()), NamedSharding(mesh, STACKED)
+    return jax.jit(
+        prefill,
+        out_shardings=(everywhere, stacked, stacked),
+        compiler_options=ring_compiler_options(mesh.devices.flat[0].platform),
+    )
+
+
+def _last_logits(
+    network: Network, layout: Layout, hidden_BSE: Array, weight_VE: Array, prompt_len: Array
+) -> Array:
+    """fp32 [B, V], the logits of the last token of the prompt."""
+    weight_spec = lm_head_spec(network.spec, network.mesh, network.fsdp)
+
+    def local(hidden_BSE: Array, weight_VE: Array, prompt_len: Array) -> Array:
+        place = layout.local_positions(prompt_len - 1, lax.axis_index(SEQUENCE_AXES))
+        row = lax.dynamic_index_in_dim(hidden_BSE, jnp.maximum(place, 0), 1, keepdims=False)
+        # One rank has the token; adding zeros in fp32 changes no bit.
+        row = lax.psum(jnp.where(place >= 0, row.astype(jnp.float32), 0), SEQUENCE_AXES)
+        row = row.astype(hidden_BSE.dtype)
+        weight_VE, (row,) = in_turn(weight_VE, (row,))
+        return token_logits(row, gather(weight_VE, weight_spec))
+
+    return jax.shard_map(
+        local,
+        mesh=network.mesh,
+        in_specs=(ACTIVATIONS, weight_spec, P()),
+        out_specs=P(),
+        check_vma=False,
+    )(hidden_BSE, weight_VE, prompt_len)
+
+
+def token_logits(hidden_BE: Array, weight_VE: Array) -> Array:
+    """fp32 [B, V], the output layer on one token of each sequence, in its dtype."""
+    exact = lax.Precision.HIGHEST if hidden_BE.dtype == jnp.float32 else None
+    return jnp.einsum(
+        "be,ve->bv", hidden_BE, weight_VE, precision=exact, preferred_element_type=jnp.float32
+    )

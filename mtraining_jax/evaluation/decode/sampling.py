@@ -1,0 +1,96 @@
+"""Which token comes next."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from mtraining_jax.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerateOptions:
+    """How a text is continued.
+
+    Attributes:
+        max_new_tokens: most tokens that are added.
+        temperature: logits are divided by it; 0 always takes the most likely token.
+        top_p: of the most likely tokens, as many as have this share of the probability (at the
+            temperature) together are drawn from; 1 draws from all.
+        seed: of the drawing; the same seed, prompt and options give the same tokens.
+        stop: texts at which generation ends; what comes from there on is left out.
+
+    Raises:
+        UserError: naming the field, its value and what is allowed.
+    """
+
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise UserError(f"max_new_tokens = {self.max_new_tokens} must be at least 1")
+        if not 0 <= self.temperature < math.inf:
+            raise UserError(f"temperature = {self.temperature} must be a number from 0 on")
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"top_p = {self.top_p} must be above 0 and at most 1")
+        if not 0 <= self.seed < 2**32:
+            raise UserError(f"seed = {self.seed} must be from 0 to {2**32 - 1}")
+        if any(not text for text in self.stop):
+            raise UserError("stop has an empty text, which would end every generation at once")
+
+    @property
+    def kind(self) -> str:
+        """Which program draws: "greedy", "all" or "top_p"."""
+        if self.temperature == 0:
+            return "greedy"
+        return "all" if self.top_p == 1 else "top_p"
+
+
+def next_token(
+    logits_BV: Array, kind: str, temperature: Array, top_p: Array, seed: Array, number: Array
+) -> Array:
+    """Draws the next token of each sequence.
+
+    Args:
+        logits_BV: fp32 [B, V].
+        kind: of `GenerateOptions`, static.
+        temperature, top_p: fp32 scalars, of `GenerateOptions`.
+        seed: uint32 scalar.
+        number: int32 scalar, how many tokens have been drawn before.
+
+    Returns:
+        int32 [B].
+    """
+    if kind == "greedy":
+        return jnp.argmax(logits_BV, -1).astype(jnp.int32)
+    logits_BV = logits_BV / temperature
+    if kind == "top_p":
+        logits_BV = jnp.where(kept_tokens(logits_BV, top_p), logits_BV, -jnp.inf)
+    key = jax.random.fold_in(jax.random.key(seed), number)
+    return jax.random.categorical(key, logits_BV).astype(jnp.int32)
+
+
+def kept_tokens(logits_BV: Array, top_p: Array) -> Array:
+    """The most likely tokens that have `top_p` of the probability together, at least one.
+
+    The token with which the sum reaches `top_p` is kept, and so are tokens as likely as it
+    (nucleus sampling, arXiv 1904.09751).
+
+    Args:
+        logits_BV: fp32 [B, V].
+        top_p: fp32 scalar.
+
+    Returns:
+        bool [B, V].
+    """
+    descending = jnp.sort(logits_BV, axis=-1, descending=True)
+    probabilities = jax.nn.softmax(descending, axis=-1)
+    before = jnp.cumsum(probabilities, axis=-1) - probabilities
+    lowest = jnp.min(jnp.where(before < top_p, descending, jnp.inf), axis=-1, keepdims=True)
+    return logits_BV >= lowest

@@ -1,0 +1,141 @@
+"""One token more: its keys and values join the cache, and the next token is drawn."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array, lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from mtraining_jax.evaluation.decode.attention import attend_to_cache
+from mtraining_jax.evaluation.decode.cache import Cache
+from mtraining_jax.evaluation.decode.prefill import token_logits
+from mtraining_jax.evaluation.decode.sampling import next_token
+from mtraining_jax.evaluation.network import Network
+from mtraining_jax.models.rotary import rope_tables
+from mtraining_jax.models.sharding import (
+    layer_specs,
+    lm_head_spec,
+    parameter_spec,
+    state_shardings,
+)
+from mtraining_jax.models.token_parallel import compute_weights, gather
+from mtraining_jax.models.transformer import Transformer
+from mtraining_jax.parallel.layout import Layout
+from mtraining_jax.parallel.mesh import SEQUENCE_AXES
+from mtraining_jax.parallel.ordering import in_turn
+
+
+class Stepped(NamedTuple):
+    """What a step gives.
+
+    Attributes:
+        cache: with the token's keys and values.
+        token: int32 [B], the next one.
+        logits: fp32 [B, V], that it was drawn by.
+    """
+
+    cache: Cache
+    token: Array
+    logits: Array
+
+
+def make_step(
+    network: Network, layout: Layout, length: int, kind: str
+) -> Callable[..., Stepped]:
+    """A program that reads one token and draws the next.
+
+    Attention is dense. Every rank computes the whole layer, but attends to its own part of the
+    prompt; what ranks exchange is one output a head.
+
+    Args:
+        network: the model.
+        layout: of the padded prompt in the cache.
+        length: as in `make_prefill`.
+        kind: of `GenerateOptions`.
+
+    Returns:
+        A jitted function of the state, a `Cache` with room, whose buffers it takes over, the token
+        int32 [B] behind those in the cache, and the temperature, top_p and seed of `next_token`.
+    """
+    specs = Cache.specs(network.spec.num_layers)
+    everywhere = NamedSharding(network.mesh, P())
+    in_cache = jax.tree.map(
+        lambda spec: NamedSharding(network.mesh, spec), specs,
+        is_leaf=lambda x: isinstance(x, P),
+    )  # fmt: skip
+
+    def step(
+        state: nnx.State, cache: Cache, token: Array, temperature: Array, top_p: Array, seed: Array
+    ) -> Stepped:
+        run = jax.shard_map(
+            lambda *arguments: _local(network, layout, length, *arguments),
+            mesh=network.mesh,
+            in_specs=(_state_specs(network, state), specs, P()),
+            out_specs=(specs, P()),
+            check_vma=False,
+        )
+        cache, logits = run(state, cache, token)
+        # The first token was drawn by the logits of the prompt.
+        drawn = next_token(logits, kind, temperature, top_p, seed, cache.count)
+        return Stepped(cache, drawn, logits)
+
+    return jax.jit(
+        step, donate_argnums=1, out_shardings=Stepped(in_cache, everywhere, everywhere)
+    )
+
+
+def _state_specs(network: Network, state: nnx.State) -> Any:
+    shardings = state_shardings(state, network.spec.parameters, network.mesh, network.fsdp)
+    return jax.tree.map(lambda sharding: sharding.spec, shardings)
+
+
+def _local(
+    network: Network, layout: Layout, length: int, state: nnx.State, cache: Cache, token_B: Array
+) -> tuple[Cache, Array]:
+    """The same on one rank: the cache, and logits [B, V]."""
+    spec, mesh, fsdp = network.spec, network.mesh, network.fsdp
+    dtype = jnp.dtype(spec.dtype)
+    model: Transformer = nnx.merge(network.one_token_graphdef, state)
+    position = cache.prompt_len + cache.count
+    cos, sin = rope_tables(position.reshape(1, 1), spec, length)
+    place, seen = _places(layout, cache)
+    embedding_spec = parameter_spec(spec.parameters["embed_tokens.weight"], mesh, fsdp)
+    table_VE = gather(model.embed_tokens.weight[...], embedding_spec)
+    x_B1E = jnp.take(table_VE, token_B, axis=0).astype(dtype)[:, None]
+    graphdef, layers = nnx.split(model.layers)
+    specs = layer_specs(layers, spec.parameters, mesh, fsdp)
+    filled: list[tuple[Array, Array]] = []
+    # Not a loop: in one, the compiler copies each layer's weights and keys before it reads them.
+    for number in range(spec.num_layers):
+        parameters = jax.tree.map(lambda x, number=number: x[number], layers)
+        parameters = compute_weights(parameters, dtype)
+        parameters, (x_B1E,) = in_turn(parameters, (x_B1E,))
+        layer = nnx.merge(graphdef, jax.tree.map(gather, parameters, specs))
+        q, *new = layer.before_attention(x_B1E, cos, sin)
+        keys, values = (
+            lax.dynamic_update_slice(held, x.swapaxes(1, 2), (0, 0, place, 0))
+            for held, x in zip((cache.keys[number], cache.values[number]), new, strict=True)
+        )
+        filled.append((keys, values))
+        out_BHD = attend_to_cache(q[:, 0], keys, values, seen, SEQUENCE_AXES)
+        x_B1E = layer.after_attention(x_B1E, out_BHD.astype(dtype)[:, None])
+    hidden_BE = model.norm(x_B1E)[:, 0]
+    weight_VE, (hidden_BE,) = in_turn(model.lm_head_weight().astype(dtype), (hidden_BE,))
+    logits = token_logits(hidden_BE, gather(weight_VE, lm_head_spec(spec, mesh, fsdp)))
+    return Cache(*zip(*filled, strict=True), cache.prompt_len, cache.count + 1), logits
+
+
+def _places(layout: Layout, cache: Cache) -> tuple[Array, Array]:
+    """Where a rank writes the new token, int32 scalar, and which keys it attends to, bool [S]."""
+    rank = lax.axis_index(SEQUENCE_AXES)
+    size = layout.block_size
+    prompt = layout.block_ids(rank)[:, None] * size + jnp.arange(size, dtype=jnp.int32)
+    prompt = prompt.reshape(-1)
+    slots = jnp.arange(cache.keys[0].shape[2] - prompt.size, dtype=jnp.int32)
+    new = (slots <= cache.count) & (rank == 0)
+    seen = jnp.concatenate([prompt < cache.prompt_len, new])
+    return prompt.size + cache.count, seen

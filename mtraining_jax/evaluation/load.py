@@ -1,0 +1,227 @@
+"""A model from a folder: of a run, or of a Hugging Face checkpoint."""
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+
+from mtraining_jax.config import Config, config_of_model
+from mtraining_jax.data.documents import DocumentSource
+from mtraining_jax.data.sources import selected_source
+from mtraining_jax.data.tokenizer import Tokenizer, make_tokenizer
+from mtraining_jax.errors import UserError
+from mtraining_jax.evaluation.network import Attending, Network
+from mtraining_jax.models import abstract_state, param_shardings, parameter_names
+from mtraining_jax.models.hf import load_hf
+from mtraining_jax.models.hf.config import CONFIG_FILE, read_json
+from mtraining_jax.models.parameters import LAYERS
+from mtraining_jax.models.spec import ModelSpec
+from mtraining_jax.parallel.mesh import make_mesh
+from mtraining_jax.sparsity import Settings
+from mtraining_jax.training.checkpoint import newest_step, read_parameters, read_record
+from mtraining_jax.training.run_folder import CHECKPOINTS_NAME
+
+AttentionKind = Literal["dense", "sparse"]
+Overrides = Sequence[tuple[str, str]]
+
+# Sections of a run's configuration that matter to a model in use.
+_SECTIONS = ("model", "sparsity", "parallel", "data", "loss")
+_GENERATION_FILE = "generation_config.json"
+_TOKENIZER_FILE = "tokenizer.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """What was in a folder.
+
+    Attributes:
+        network: the model without its parameters.
+        state: its parameters on the mesh: matrices in the compute dtype, vectors fp32.
+        tokenizer: None if the folder has none.
+        stop_ids: tokens that end a text.
+        loss_chunk_size: tokens of one device whose logits exist at a time.
+        source: the folder, and the step of a run, in words.
+    """
+
+    network: Network
+    state: nnx.State
+    tokenizer: Tokenizer | None
+    stop_ids: frozenset[int]
+    loss_chunk_size: int
+    source: str
+
+
+def load(
+    folder: str | Path,
+    *,
+    attention: AttentionKind,
+    overrides: Overrides = (),
+    dtype: str | None = None,
+    tokenizer: str | None = None,
+) -> Loaded:
+    """Reads a model; arguments and errors as of `Engine.load`."""
+    folder = Path(folder)
+    step = newest_step(folder / CHECKPOINTS_NAME)
+    if step is None and not (folder / CONFIG_FILE).is_file():
+        raise UserError(
+            f"{folder} holds no model: neither {CHECKPOINTS_NAME}/STEP of a run nor {CONFIG_FILE} "
+            "of a Hugging Face checkpoint"
+        )
+    if attention not in ("dense", "sparse"):
+        raise UserError(f'attention = "{attention}" must be "dense" or "sparse"')
+    if dtype is not None:
+        overrides = [*overrides, ("model.dtype", dtype)]
+    if step is None:
+        table: dict[str, Any] = {"model": {"init_from": str(folder), "dtype": _usual_dtype()}}
+        source = str(folder)
+    else:
+        table = _table_of_run(read_record(folder / CHECKPOINTS_NAME, step)["config"])
+        source = f"{folder}, step {step}"
+    table["parallel"] = table.get("parallel", {}) | _devices(table.get("parallel", {}))
+    config = config_of_model(table, source, overrides)
+    spec, mesh = _spec(config, source), _mesh(config)
+    attending = Attending(
+        _settings(config, attention, source), config.parallel.layout, config.parallel.ring,
+        None if config.parallel.backend == "auto" else config.parallel.backend,
+    )  # fmt: skip
+    network = Network(spec, mesh, attending, config.parallel.fsdp)
+    found, stop_ids = _find_tokenizer(folder, config, step is not None, tokenizer)
+    shardings = param_shardings(spec, mesh, network.fsdp)
+    if step is None:
+        state = load_hf(folder, spec, shardings, override=config.model.override)
+    else:
+        state = _read_run(folder / CHECKPOINTS_NAME, step, spec, shardings)
+    state = in_compute_dtype(state, spec)
+    return Loaded(network, state, found, stop_ids, config.loss.chunk_size, source)
+
+
+def in_compute_dtype(state: nnx.State, spec: ModelSpec) -> nnx.State:
+    """Matrices in the dtype that layers compute in, so that they are read at half the bytes.
+
+    Layers would cast them to it: the results are the same. The buffers of `state` are taken over.
+    """
+    names = parameter_names(state)
+
+    def cast(name: str, x: jax.Array) -> jax.Array:
+        is_matrix = x.ndim > (2 if name.startswith(LAYERS) else 1)
+        return x.astype(spec.dtype) if is_matrix else x
+
+    shardings = jax.tree.map(lambda x: x.sharding, state)
+    run = jax.jit(
+        lambda state: jax.tree.map(cast, names, state), out_shardings=shardings,
+        donate_argnums=0 if spec.dtype == "float32" else (),
+    )  # fmt: skip
+    return run(state)
+
+
+def _usual_dtype() -> str:
+    """Of a checkpoint that is not a run's: a CPU computes slowly in bfloat16."""
+    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
+
+
+def _table_of_run(saved: Mapping[str, Any]) -> dict[str, Any]:
+    table = {name: dict(saved.get(name, {})) for name in _SECTIONS}
+    # All sizes are there, and the folder that it started from may be gone.
+    table["model"] |= {"init_from": None, "override": []}
+    table["parallel"]["cpu_devices"] = None
+    return table
+
+
+def _devices(parallel: Mapping[str, Any]) -> dict[str, int]:
+    """The mesh of a run if there are as many devices, else all there are."""
+    there, processes = jax.device_count(), jax.process_count()
+    nodes, local = parallel.get("nodes", 0), parallel.get("devices_per_node", 0)
+    if nodes * local != there:
+        nodes, local = processes, there // processes
+    return {"data": 1, "nodes": nodes, "devices_per_node": local}
+
+
+def _mesh(config: Config) -> Mesh:
+    parallel = config.parallel
+    try:
+        return make_mesh(1, parallel.nodes, parallel.devices_per_node)
+    except ValueError as error:
+        raise UserError(f"the sizes of the mesh under [parallel] do not fit: {error}") from None
+
+
+def _spec(config: Config, source: str) -> ModelSpec:
+    try:
+        return ModelSpec.from_config(config.model)
+    except ValueError as error:
+        raise UserError(f"{source}: {error}") from None
+
+
+def _settings(config: Config, attention: AttentionKind, source: str) -> Settings:
+    """Of the pattern: the configuration's own, or dense with its block size."""
+    from mtraining_jax.sparsity import Dense
+
+    if attention == "dense":
+        return Dense(block_size=config.sparsity.block_size)
+    try:
+        settings = config.sparsity.settings
+    except ValueError as error:
+        # A pattern's class names its fields as Python does.
+        raise UserError(re.sub(r"\b(\w+)=", r"sparsity.\1 = ", str(error))) from None
+    if not settings.sparse:
+        raise UserError(
+            f'attention = "sparse" needs a sparse pattern, and {source} was trained with '
+            f'sparsity.kind = "{config.sparsity.kind}"; name one, as --sparsity.kind=vertical_slash'
+        )
+    return settings
+
+
+def _read_run(folder: Path, step: int, spec: ModelSpec, shardings: nnx.State) -> nnx.State:
+    abstract = abstract_state(spec)
+    names = jax.tree.leaves(parameter_names(abstract))
+    leaves = zip(jax.tree.leaves(abstract), jax.tree.leaves(shardings), strict=True)
+    wanted = {
+        name: jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=sharding)
+        for name, (x, sharding) in zip(names, leaves, strict=True)
+    }
+    found = read_parameters(folder, step, wanted)
+    return jax.tree.unflatten(jax.tree.structure(abstract), [found[name] for name in names])
+
+
+def _find_tokenizer(
+    folder: Path, config: Config, is_run: bool, given: str | None
+) -> tuple[Tokenizer | None, frozenset[int]]:
+    """The tokenizer, if there is one, and the ids that end a text."""
+    ids = () if is_run else _end_ids(folder)
+    name, eos = given, ids[0] if ids else None
+    if name is None and not is_run and (folder / _TOKENIZER_FILE).is_file():
+        name = str(folder / _TOKENIZER_FILE)
+    if is_run:
+        eos = config.data.eos
+        # Token files and random ids say nothing about a tokenizer.
+        if name is None and isinstance(selected_source(config.data), DocumentSource):
+            name = config.data.tokenizer
+    if name is None:
+        return None, frozenset(ids)
+    tokenizer = make_tokenizer(name, eos)
+    if tokenizer.vocab_size > config.model.vocab_size:
+        raise UserError(
+            f"the tokenizer {tokenizer.name} has ids up to {tokenizer.vocab_size - 1}, and the "
+            f"model in {folder} only {config.model.vocab_size} ids (model.vocab_size)"
+        )
+    return tokenizer, frozenset((*ids, tokenizer.eos))
+
+
+def _end_ids(folder: Path) -> tuple[int, ...]:
+    """`eos_token_id` of a Hugging Face folder: for generating, else of the model."""
+    for file in (_GENERATION_FILE, CONFIG_FILE):
+        path = folder / file
+        found = read_json(path).get("eos_token_id") if path.is_file() else None
+        if found is not None:
+            ids = found if isinstance(found, list) else [found]
+            if not ids or not all(type(x) is int and x >= 0 for x in ids):
+                raise UserError(
+                    f"{path}: eos_token_id = {found!r} must be an id or a list of ids"
+                )
+            return tuple(ids)
+    return ()

@@ -1,0 +1,157 @@
+"""The compiled programs of a model in use, one for each padded length."""
+
+import functools
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Array
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from mtraining_jax.data.loader import IGNORE_LABEL
+from mtraining_jax.evaluation.decode.cache import Cache, of_prompt, with_room
+from mtraining_jax.evaluation.decode.prefill import make_prefill
+from mtraining_jax.evaluation.decode.sampling import next_token
+from mtraining_jax.evaluation.decode.step import Stepped, make_step
+from mtraining_jax.evaluation.load import Loaded
+from mtraining_jax.evaluation.score import make_score
+from mtraining_jax.models.label_scores import LabelScores
+from mtraining_jax.parallel.layout import Layout
+from mtraining_jax.parallel.mesh import TOKENS
+from mtraining_jax.sparsity import Pattern
+from mtraining_jax.training.parts import layer_inputs
+
+# How new tokens are drawn: temperature, top_p and seed, as of `GenerateOptions`.
+Drawing = tuple[np.float32, np.float32, np.uint32]
+
+
+class Programs:
+    """Compiles what is needed when it is first needed, and runs it.
+
+    Args:
+        loaded: the model with its parameters.
+    """
+
+    def __init__(self, loaded: Loaded) -> None:
+        self._loaded, self._network = loaded, loaded.network
+        self._compiled: dict[Hashable, Any] = {}
+        self._dealt: dict[int, tuple[Layout, Pattern, Array]] = {}
+
+    def score(self, ids: np.ndarray, labels: np.ndarray, valid_len: int) -> LabelScores:
+        """Scores the label of each token.
+
+        Args:
+            ids: int32 [n].
+            labels: int32 [n].
+            valid_len: tokens that a sparse pattern may estimate from.
+
+        Returns:
+            NumPy arrays [n].
+        """
+        padded, length = self._network.padded_length(len(ids)), len(ids)
+        layout, pattern, positions = self._deal(padded)
+        like = self._network.length_like(length)
+        arguments = (
+            self._loaded.state, self._place(ids, layout, 0),
+            self._place(labels, layout, IGNORE_LABEL), positions, np.int32(valid_len),
+            layer_inputs(pattern),
+        )  # fmt: skip
+        run = self._program(
+            ("score", padded, like), arguments, make_score, self._network, layout, pattern, like,
+            self._loaded.loss_chunk_size,
+        )  # fmt: skip
+        order = layout.inverse()[:length]
+        return jax.tree.map(lambda x: np.asarray(x)[0, order], run(*arguments))
+
+    def prefill(self, ids: np.ndarray, total: int) -> Callable[[], tuple[Array, Array, Array]]:
+        """Compiles the reading of a prompt.
+
+        Args:
+            ids: int32 [n].
+            total: tokens of prompt and answer together.
+
+        Returns:
+            A function that reads it: logits of the next token fp32 [1, V], keys and values
+            [L, 1, Hk, S, D].
+        """
+        padded = self._network.padded_length(len(ids))
+        layout, pattern, positions = self._deal(padded)
+        like = self._network.length_like(total)
+        arguments = (
+            self._loaded.state, self._place(ids, layout, 0), positions, np.int32(len(ids)),
+            layer_inputs(pattern),
+        )  # fmt: skip
+        run = self._program(
+            ("prefill", padded, like), arguments, make_prefill, self._network, layout, pattern,
+            like,
+        )  # fmt: skip
+        return functools.partial(run, *arguments)
+
+    def draw(self, logits: Array, kind: str, drawing: Drawing) -> Array:
+        """The first new token, int32 [1]; see `next_token`."""
+        return _draw(kind, logits, *drawing)
+
+    def cache(self, keys: Array, values: Array, prompt_len: int, room: int) -> Cache:
+        """Keys and values of a prompt, with room for new tokens."""
+        place = NamedSharding(self._network.mesh, P())
+        return of_prompt(
+            self._network, with_room(self._network, keys, room),
+            with_room(self._network, values, room), jax.device_put(np.int32(prompt_len), place),
+        )  # fmt: skip
+
+    def step(
+        self, cache: Cache, token: Array, prompt_len: int, total: int, kind: str, drawing: Drawing
+    ) -> Callable[[Cache, Array], Stepped]:
+        """Compiles the step from one token to the next.
+
+        Args:
+            cache, token: of the first step; they are not read.
+            prompt_len: tokens of the prompt.
+            total: tokens of prompt and answer together.
+            kind: of `GenerateOptions`.
+            drawing: see `next_token`.
+
+        Returns:
+            A function of cache and token, which takes over the cache.
+        """
+        padded = self._network.padded_length(prompt_len)
+        like, room = self._network.length_like(total), cache.keys[0].shape[2]
+        layout, _, _ = self._deal(padded)
+        state = self._loaded.state
+        run = self._program(
+            ("step", padded, like, room, kind), (state, cache, token, *drawing), make_step,
+            self._network, layout, like, kind,
+        )  # fmt: skip
+        return lambda cache, token: run(state, cache, token, *drawing)
+
+    def _program(
+        self, key: Hashable, arguments: tuple, make: Callable[..., Any], *how: Any
+    ) -> Callable[..., Any]:
+        if key not in self._compiled:
+            self._compiled[key] = make(*how).lower(*arguments).compile()
+        return self._compiled[key]
+
+    def _deal(self, padded: int) -> tuple[Layout, Pattern, Array]:
+        """How sequences of a padded length lie, how pairs are chosen, and positions [1, S]."""
+        if padded not in self._dealt:
+            layout = self._network.sequence_layout(padded)
+            positions = self._place(np.arange(padded, dtype=np.int32), layout, 0)
+            self._dealt[padded] = layout, self._network.pattern(padded), positions
+        return self._dealt[padded]
+
+    def _place(self, ids: np.ndarray, layout: Layout, fill: int) -> Array:
+        """int32 [n] -> [1, S] on the mesh, padded and in the order of the layout."""
+        padded = np.full(layout.seq_len, fill, np.int32)
+        padded[: len(ids)] = ids
+        dealt = padded[layout.permutation()][None]
+        sharding = NamedSharding(self._network.mesh, TOKENS)
+        return jax.make_array_from_callback(dealt.shape, sharding, lambda index: dealt[index])
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _draw(
+    kind: str, logits: Array, temperature: Array, top_p: Array, seed: Array
+) -> Array:
+    return next_token(logits, kind, temperature, top_p, seed, np.int32(0))

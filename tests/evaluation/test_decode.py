@@ -1,0 +1,120 @@
+"""Reading a prompt and then one token after another, against a plain model that reads all at once.
+
+One model and one text serve all tests, on one device and on eight.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mtraining_jax.errors import UserError
+from mtraining_jax.evaluation.decode.sampling import GenerateOptions
+from mtraining_jax.evaluation.engine import Engine
+from mtraining_jax.models.hf import load_hf, read_hf_config
+from mtraining_jax.models.transformer import graph_definition
+from tests.models.common import DATA, forward
+
+FOLDER = DATA / "llama3_tiny"
+# The prompt ends inside a block, on every mesh.
+PROMPT, NEW = 75, 8
+TEXT = np.random.default_rng(0).integers(0, 256, PROMPT + NEW).astype(np.int32)
+SPARSE = {
+    "block_size": 8, "last_q": 8, "top_p": 0.5, "max_verticals": 8, "min_verticals": 2,
+    "max_slashes": 3, "min_slashes": 1, "local_blocks": 1, "sink_tokens": 2,
+}  # fmt: skip
+ONE, EIGHT = (1, 1), (2, 4)
+GREEDY = np.float32(0), np.float32(1), np.uint32(0)
+
+
+@functools.cache
+def engine(mesh: tuple[int, int], attention: str = "dense") -> Engine:
+    """On eight devices matrices are spread, so that each step has to gather them."""
+    fields = {f"sparsity.{name}": value for name, value in SPARSE.items()}
+    fields |= {"parallel.nodes": mesh[0], "parallel.devices_per_node": mesh[1]}
+    fields |= {"parallel.fsdp": mesh == EIGHT}
+    overrides = [(name, str(value)) for name, value in fields.items()]
+    return Engine.load(FOLDER, attention=attention, overrides=overrides, tokenizer="bytes")
+
+
+@functools.cache
+def plain_logits() -> np.ndarray:
+    """fp32 [n, V] of the whole text, from the plain model."""
+    spec = read_hf_config(FOLDER, dtype="float32", remat="none")
+    state = load_hf(FOLDER, spec)
+    tokens = jnp.asarray(TEXT, jnp.int32)[None]
+    positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    return np.asarray(forward(graph_definition(spec), state, tokens, positions)[1][0])
+
+
+@pytest.mark.parametrize("mesh", [ONE, EIGHT], ids=str)
+def test_logits_are_those_of_reading_all_at_once(mesh):
+    programs = engine(mesh)._programs
+    logits, keys, values = programs.prefill(TEXT[:PROMPT], len(TEXT))()
+    cache = programs.cache(keys, values, PROMPT, 64)
+    found, step = [np.asarray(logits[0])], None
+    token = programs.draw(logits, "greedy", GREEDY)
+    for number in TEXT[PROMPT:]:
+        token = jax.device_put(np.array([number], np.int32), token.sharding)
+        if step is None:
+            step = programs.step(cache, token, PROMPT, len(TEXT), "greedy", GREEDY)
+        cache, token, logits = step(cache, token)
+        found.append(np.asarray(logits[0]))
+        assert int(token[0]) == found[-1].argmax()
+    np.testing.assert_allclose(found, plain_logits()[PROMPT - 1 :], atol=2e-5, rtol=1e-4)
+    assert np.abs(np.diff(found, axis=0)).max() > 0.1
+
+
+def test_losses_are_those_of_the_plain_model():
+    log_probs = np.asarray(jax.nn.log_softmax(plain_logits(), axis=-1))
+    expected = log_probs[np.arange(len(TEXT) - 1), TEXT[1:]]
+    losses = engine(EIGHT).token_losses(TEXT)
+    assert losses.dtype == np.float32
+    np.testing.assert_allclose(losses, -expected, atol=2e-5, rtol=1e-4)
+    forced = engine(EIGHT).forced(TEXT[:PROMPT], TEXT[PROMPT:])
+    np.testing.assert_allclose(forced.log_probs, expected[PROMPT - 1 :], atol=2e-5, rtol=1e-4)
+    best = log_probs.argmax(-1)[PROMPT - 1 : -1]
+    np.testing.assert_array_equal(forced.is_argmax, best == TEXT[PROMPT:])
+
+
+def test_a_sparse_pattern_reads_a_padded_prompt_alike_on_one_device_and_on_eight():
+    one, eight = (engine(mesh, "sparse").token_losses(TEXT) for mesh in (ONE, EIGHT))
+    np.testing.assert_allclose(one, eight, atol=2e-5, rtol=1e-4)
+    dense = engine(EIGHT).token_losses(TEXT)
+    np.testing.assert_allclose(one[:7], dense[:7], atol=2e-5)  # a block sees itself
+    assert np.abs(one - dense).max() > 0.01
+
+
+def test_greedy_tokens_are_the_most_likely_ones_and_stop_where_asked():
+    said = []
+    found = engine(EIGHT).generate(
+        TEXT[:PROMPT], GenerateOptions(max_new_tokens=NEW), said.append
+    )
+    assert len(found.tokens) == NEW and found.stopped == "length"
+    assert "".join(said) == found.text
+    assert found.prefill_seconds > 0 and found.decode_seconds > 0
+    assert engine(EIGHT).forced(TEXT[:PROMPT], found.tokens).is_argmax.all()
+    assert engine(ONE).generate(TEXT[:PROMPT], GenerateOptions(NEW)).tokens == found.tokens
+
+    stop = found.text[3:5]
+    ended = engine(ONE).generate(TEXT[:PROMPT], GenerateOptions(NEW, stop=(stop,)))
+    assert ended.stopped == "stop" and ended.text == found.text[: found.text.find(stop)]
+    assert found.tokens[: len(ended.tokens)] == ended.tokens
+
+
+def test_what_a_model_cannot_read_is_said_in_a_sentence():
+    model = engine(ONE)
+    for call, message in [
+        (lambda: model.token_losses([3]), "at least 2 tokens"),
+        (lambda: model.token_losses([3, 384]), "from 0 to 383"),
+        (lambda: model.token_losses(np.zeros(513, int)), "513 tokens are more than the 512"),
+        (
+            lambda: model.generate(np.zeros(400, int), GenerateOptions(200)),
+            "400 tokens and 200 new ones are more than the 512 positions",
+        ),
+        (lambda: model.forced(TEXT, []), "at least one token"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            call()

@@ -1,0 +1,118 @@
+"""Models from folders: of runs, and of Hugging Face checkpoints."""
+
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from mtraining_jax.data.tokenizer import ByteTokenizer
+from mtraining_jax.errors import UserError
+from mtraining_jax.evaluation.engine import Engine
+from mtraining_jax.evaluation.load import load
+from mtraining_jax.models import parameter_names
+from mtraining_jax.parallel.mesh import make_mesh
+from mtraining_jax.sparsity import Dense, VerticalSlash
+from mtraining_jax.training.checkpoint import Checkpoints
+from mtraining_jax.training.run_folder import checkpoint_folder
+from mtraining_jax.training.state import StateBuilder
+from tests.models.common import DATA
+from tests.training.common import tiny_config
+
+QWEN2 = DATA / "qwen2_tiny"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The folder of a run with a checkpoint, and the parameters in it."""
+    folder = tmp_path_factory.mktemp("load")
+    config = tiny_config(folder, run={"name": "test", "output_dir": str(folder / "runs")})
+    rng = np.random.default_rng(0)
+
+    def some(x: jax.ShapeDtypeStruct) -> jax.Array:
+        values = rng.integers(0, 100, x.shape) / 8  # exact in bfloat16
+        return jax.device_put(values.astype(x.dtype), x.sharding)
+
+    state = jax.tree.map(some, StateBuilder(config, make_mesh(1, 2, 2)).abstract())
+    checkpoints = Checkpoints(checkpoint_folder(config), keep=2, async_save=False)
+    checkpoints.save(3, state, {}, config)
+    checkpoints.close()
+    return config.run.folder, {name: np.asarray(x) for name, x in state.parameters.items()}
+
+
+def parameters(loaded) -> dict[str, np.ndarray]:
+    names = jax.tree.leaves(parameter_names(loaded.state))
+    return dict(zip(names, jax.tree.leaves(loaded.state), strict=True))
+
+
+def test_the_newest_checkpoint_of_a_run_is_read_with_its_configuration(run):
+    folder, expected = run
+    found = load(folder, attention="sparse", dtype="bfloat16")
+    assert found.source == f"{folder}, step 3"
+    for name, x in parameters(found).items():
+        np.testing.assert_array_equal(np.asarray(x, np.float32), expected[name])
+        is_matrix = name.endswith("proj.weight") or name == "embed_tokens.weight"
+        assert x.dtype == ("bfloat16" if is_matrix else "float32"), name
+    network = found.network
+    assert isinstance(network.attending.settings, VerticalSlash)
+    assert (network.attending.settings.block_size, network.attending.settings.last_q) == (8, 8)
+    assert network.spec.max_position_embeddings == 128
+    # The run had 4 devices, and here are 8.
+    assert network.mesh.devices.shape == (1, 1, 8)
+    assert found.tokenizer is None  # it read token ids
+
+
+def test_overrides_count_more_than_the_run(run):
+    folder, _ = run
+    overrides = [
+        ("sparsity.top_p", "0.5"), ("parallel.nodes", "2"), ("parallel.devices_per_node", "1"),
+        ("parallel.layout", "zigzag"), ("parallel.fsdp", "true"),
+    ]  # fmt: skip
+    engine = Engine.load(folder, attention="sparse", overrides=overrides)
+    network = engine.loaded.network
+    assert network.attending.settings.top_p == 0.5
+    assert network.mesh.devices.shape == (1, 2, 1) and network.fsdp
+    assert network.unit == 2 * 2 * 8
+    padded = [network.padded_length(32 * units) for units in range(1, 14)]
+    assert [x // 32 for x in padded] == [1, 2, 3, 4, 6, 6, 8, 8, 12, 12, 12, 12, 16]
+    assert network.padded_length(33) == 64
+    dense = engine.dense()
+    assert dense.loaded.network.attending.settings == Dense(8)
+    assert dense.loaded.state is engine.loaded.state
+
+
+def test_a_hugging_face_folder_brings_its_tokenizer_and_the_ends_of_texts(tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(QWEN2, folder)
+    assert load(folder, attention="dense").tokenizer is None
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
+    found = load(folder, attention="sparse", tokenizer="bytes")
+    assert isinstance(found.tokenizer, ByteTokenizer)
+    assert found.stop_ids == {7, 9} and found.tokenizer.eos == 7
+    assert found.network.spec.dtype == "float32"
+    assert found.network.attending.settings == VerticalSlash()
+
+
+def test_what_is_wrong_is_said_in_a_sentence(run, tmp_path):
+    folder, _ = run
+    other = tmp_path / "gpt2"
+    other.mkdir()
+    (other / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    dense = ("sparsity.kind", "dense")
+    for path, how, message in [
+        (tmp_path, {}, f"{tmp_path} holds no model: neither checkpoints/STEP of a run nor config"),
+        (other, {}, r"model_type gpt2\); the model types known here are"),
+        (folder, {"attention": "all"}, 'attention = "all" must be "dense" or "sparse"'),
+        (folder, {"overrides": [dense], "attention": "sparse"}, "needs a sparse pattern, and"),
+        (folder, {"overrides": [("sparsity.top_p", "2")]}, "sparsity.top_p = 2 is not allowed"),
+        (folder, {"overrides": [("sparsity.topp", "2")]}, "did you mean sparsity.top_p"),
+        (
+            folder, {"overrides": [("sparsity.last_q", "64")], "attention": "sparse"},
+            "sparsity.last_q = 64",
+        ),
+        (folder, {"overrides": [("parallel.nodes", "9")]}, "but there are 8"),
+        (folder, {"tokenizer": "bytes"}, "has ids up to 256, and the model in .* only 61 ids"),
+    ]:  # fmt: skip
+        with pytest.raises(UserError, match=message):
+            load(path, **({"attention": "dense"} | how))
