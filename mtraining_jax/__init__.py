@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from mtraining_jax.attention.flax_modules import attention_fn
     from mtraining_jax.attention.inspection import Inspection, inspect
     from mtraining_jax.attention.order import sequence_layout, stripe, unstripe
+    from mtraining_jax.evaluation.decode.sampling import GenerateOptions
+    from mtraining_jax.evaluation.engine import Engine
+    from mtraining_jax.evaluation.generate import generate
     from mtraining_jax.parallel.layout import Layout
     from mtraining_jax.sparsity import (
         Choice,
@@ -29,8 +32,10 @@ if TYPE_CHECKING:
 _HOMES = {
     "Choice": "sparsity",
     "Dense": "sparsity",
+    "Engine": "evaluation.engine",
     "ExactRows": "sparsity",
     "FixedBudget": "sparsity",
+    "GenerateOptions": "evaluation.decode.sampling",
     "Inspection": "attention.inspection",
     "Layout": "parallel.layout",
     "Pattern": "sparsity",
@@ -39,6 +44,7 @@ _HOMES = {
     "VerticalSlash": "sparsity",
     "XAttention": "sparsity",
     "attention_fn": "attention.flax_modules",
+    "generate": "evaluation.generate",
     "inspect": "attention.inspection",
     "load_budgets": "sparsity",
     "sequence_layout": "attention.order",
@@ -50,8 +56,10 @@ _HOMES = {
 __all__ = [
     "Choice",
     "Dense",
+    "Engine",
     "ExactRows",
     "FixedBudget",
+    "GenerateOptions",
     "Inspection",
     "Layout",
     "Pattern",
@@ -60,6 +68,7 @@ __all__ = [
     "VerticalSlash",
     "XAttention",
     "attention_fn",
+    "generate",
     "inspect",
     "load_budgets",
     "sequence_layout",

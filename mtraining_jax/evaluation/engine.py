@@ -30,10 +30,12 @@ class Forced(NamedTuple):
     Attributes:
         log_probs: fp32 [n], log probability of each token of the answer after those before it.
         is_argmax: bool [n], whether it is the most likely one.
+        density: share of the padded sequence's causal pairs that was computed, mean over layers.
     """
 
     log_probs: np.ndarray
     is_argmax: np.ndarray
+    density: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +49,7 @@ class Generated:
             came within the tokens allowed.
         prefill_seconds: from the prompt to the first new token, compilation excluded.
         decode_seconds: of all further tokens.
+        density: of the pass over the prompt, as in `Forced`.
     """
 
     tokens: tuple[int, ...]
@@ -54,6 +57,7 @@ class Generated:
     stopped: str
     prefill_seconds: float
     decode_seconds: float
+    density: float
 
 
 class Engine:
@@ -149,7 +153,7 @@ class Engine:
                 outside the vocabulary.
         """
         ids = self._checked(tokens, least=2)
-        return self._score(ids[:-1], ids[1:], len(ids) - 1)[0]
+        return self._programs.score(ids[:-1], ids[1:], len(ids) - 1)[0].loss
 
     def forced(
         self, prompt_ids: Sequence[int] | np.ndarray, answer_ids: Sequence[int] | np.ndarray
@@ -169,8 +173,8 @@ class Engine:
         prompt, answer = self._checked(prompt_ids, least=1), self._checked(answer_ids, least=1)
         ids = self._checked(np.concatenate([prompt, answer]), least=2)
         first = len(prompt) - 1
-        losses, is_argmax = self._score(ids[:-1], ids[1:], len(prompt))
-        return Forced(-losses[first:], is_argmax[first:])
+        scores, density = self._programs.score(ids[:-1], ids[1:], len(prompt))
+        return Forced(-scores.loss[first:], scores.is_argmax[first:], density)
 
     def generate(
         self,
@@ -202,12 +206,13 @@ class Engine:
         )  # fmt: skip
         read = self._programs.prefill(ids, total)
         begin = time.perf_counter()
-        logits, keys, values = read()
-        token = jax.block_until_ready(self._programs.draw(logits, options.kind, drawing))
+        prompt = read()
+        token = jax.block_until_ready(self._programs.draw(prompt.logits, options.kind, drawing))
         prefill_seconds = time.perf_counter() - begin
         room = max(_LEAST_ROOM, 1 << (options.max_new_tokens - 1).bit_length())
-        cache = self._programs.cache(keys, values, len(ids), room)
-        del keys, values  # as large as the cache
+        density = float(prompt.density)
+        cache = self._programs.cache(prompt.keys, prompt.values, len(ids), room)
+        del prompt  # its keys and values take as much memory as the cache
         step = self._programs.step(cache, token, len(ids), total, options.kind, drawing)
         begin = time.perf_counter()
         text = GrowingText(self.tokenizer, options.stop, on_text)
@@ -223,13 +228,9 @@ class Engine:
                 stopped = "stop"
                 break
         decode_seconds = time.perf_counter() - begin
-        return Generated(tuple(tokens), text.end(), stopped, prefill_seconds, decode_seconds)
-
-    def _score(
-        self, ids: np.ndarray, labels: np.ndarray, valid_len: int
-    ) -> tuple[np.ndarray, np.ndarray]:
-        scores = self._programs.score(ids, labels, valid_len)
-        return scores.loss, scores.is_argmax
+        return Generated(
+            tuple(tokens), text.end(), stopped, prefill_seconds, decode_seconds, density
+        )
 
     def _checked(self, ids: Sequence[int] | np.ndarray, least: int) -> np.ndarray:
         """int32 [n]; raises UserError for what the model cannot read."""

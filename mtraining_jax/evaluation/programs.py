@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from mtraining_jax.data.loader import IGNORE_LABEL
 from mtraining_jax.evaluation.decode.cache import Cache, of_prompt, with_room
-from mtraining_jax.evaluation.decode.prefill import make_prefill
+from mtraining_jax.evaluation.decode.prefill import Prompt, make_prefill
 from mtraining_jax.evaluation.decode.sampling import next_token
 from mtraining_jax.evaluation.decode.step import Stepped, make_step
 from mtraining_jax.evaluation.load import Loaded
@@ -39,7 +39,9 @@ class Programs:
         self._compiled: dict[Hashable, Any] = {}
         self._dealt: dict[int, tuple[Layout, Pattern, Array]] = {}
 
-    def score(self, ids: np.ndarray, labels: np.ndarray, valid_len: int) -> LabelScores:
+    def score(
+        self, ids: np.ndarray, labels: np.ndarray, valid_len: int
+    ) -> tuple[LabelScores, float]:
         """Scores the label of each token.
 
         Args:
@@ -48,7 +50,7 @@ class Programs:
             valid_len: tokens that a sparse pattern may estimate from.
 
         Returns:
-            NumPy arrays [n].
+            NumPy arrays [n], and the density of the pass; see `make_score`.
         """
         padded, length = self._network.padded_length(len(ids)), len(ids)
         layout, pattern, positions = self._deal(padded)
@@ -63,9 +65,10 @@ class Programs:
             self._loaded.loss_chunk_size,
         )  # fmt: skip
         order = layout.inverse()[:length]
-        return jax.tree.map(lambda x: np.asarray(x)[0, order], run(*arguments))
+        scores, density = run(*arguments)
+        return jax.tree.map(lambda x: np.asarray(x)[0, order], scores), float(density)
 
-    def prefill(self, ids: np.ndarray, total: int) -> Callable[[], tuple[Array, Array, Array]]:
+    def prefill(self, ids: np.ndarray, total: int) -> Callable[[], Prompt]:
         """Compiles the reading of a prompt.
 
         Args:
@@ -73,8 +76,7 @@ class Programs:
             total: tokens of prompt and answer together.
 
         Returns:
-            A function that reads it: logits of the next token fp32 [1, V], keys and values
-            [L, 1, Hk, S, D].
+            A function that reads it.
         """
         padded = self._network.padded_length(len(ids))
         layout, pattern, positions = self._deal(padded)

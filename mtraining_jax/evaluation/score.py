@@ -19,7 +19,7 @@ from mtraining_jax.sparsity import Pattern
 
 def make_score(
     network: Network, layout: Layout, pattern: Pattern, length: int, chunk_size: int
-) -> Callable[..., LabelScores]:
+) -> Callable[..., tuple[LabelScores, Array]]:
     """A program that scores labels.
 
     Args:
@@ -32,16 +32,18 @@ def make_score(
     Returns:
         A jitted function of the state, int32 [B, S] tokens, labels and positions in the order of
         the layout, the int32 scalar valid_len, behind which the choice reads nothing, and the
-        pattern's `layer_inputs`. The scores [B, S] are in the same order, whole on every device.
+        pattern's `layer_inputs`. It gives scores [B, S] in the same order, whole on every device,
+        and fp32, the share of the padded sequence's causal pairs that is computed, mean over
+        layers.
     """
     mesh = network.mesh
 
     def score(
         state: nnx.State, tokens: Array, labels: Array, positions: Array, valid_len: Array,
         inputs: Any,
-    ) -> LabelScores:
+    ) -> tuple[LabelScores, Array]:
         model = nnx.merge(network.graphdef, state)
-        hidden, *_ = model.keeping(
+        hidden, statistics, _ = model.keeping(
             tokens,
             positions,
             network.attention(layout, pattern, valid_len),
@@ -51,7 +53,7 @@ def make_score(
             fsdp=network.fsdp,
             length=length,
         )
-        return label_scores(
+        scores = label_scores(
             hidden,
             model.lm_head_weight(),
             labels,
@@ -59,6 +61,7 @@ def make_score(
             mesh=mesh,
             weight_spec=lm_head_spec(network.spec, mesh, network.fsdp),
         )
+        return scores, statistics["density"].mean()
 
     return jax.jit(
         score,

@@ -52,8 +52,9 @@ def plain_logits() -> np.ndarray:
 @pytest.mark.parametrize("mesh", [ONE, EIGHT], ids=str)
 def test_logits_are_those_of_reading_all_at_once(mesh):
     programs = engine(mesh)._programs
-    logits, keys, values = programs.prefill(TEXT[:PROMPT], len(TEXT))()
-    cache = programs.cache(keys, values, PROMPT, 64)
+    prompt = programs.prefill(TEXT[:PROMPT], len(TEXT))()
+    logits = prompt.logits
+    cache = programs.cache(prompt.keys, prompt.values, PROMPT, 64)
     found, step = [np.asarray(logits[0])], None
     token = programs.draw(logits, "greedy", GREEDY)
     for number in TEXT[PROMPT:]:
@@ -95,7 +96,8 @@ def test_greedy_tokens_are_the_most_likely_ones_and_stop_where_asked():
     assert len(found.tokens) == NEW and found.stopped == "length"
     assert "".join(said) == found.text
     assert found.prefill_seconds > 0 and found.decode_seconds > 0
-    assert engine(EIGHT).forced(TEXT[:PROMPT], found.tokens).is_argmax.all()
+    forced = engine(EIGHT).forced(TEXT[:PROMPT], found.tokens)
+    assert forced.is_argmax.all() and forced.density == found.density == 1
     assert engine(ONE).generate(TEXT[:PROMPT], GenerateOptions(NEW)).tokens == found.tokens
 
     stop = found.text[3:5]

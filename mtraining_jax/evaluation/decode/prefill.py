@@ -1,7 +1,7 @@
 """Reading a prompt: the training's forward pass, which also keeps keys and values."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +21,25 @@ from mtraining_jax.parallel.ordering import in_turn
 from mtraining_jax.sparsity import Pattern
 
 
+class Prompt(NamedTuple):
+    """What is left of a prompt that has been read.
+
+    Attributes:
+        logits: fp32 [B, V], of the token behind it.
+        keys, values: [L, B, Hk, S, D], S in the order of the layout and spread over the ranks.
+        density: fp32, share of the padded prompt's causal pairs that was computed, mean over
+            layers.
+    """
+
+    logits: Array
+    keys: Array
+    values: Array
+    density: Array
+
+
 def make_prefill(
     network: Network, layout: Layout, pattern: Pattern, length: int
-) -> Callable[..., tuple[Array, Array, Array]]:
+) -> Callable[..., Prompt]:
     """A program that reads a prompt.
 
     Args:
@@ -34,16 +50,15 @@ def make_prefill(
 
     Returns:
         A jitted function of the state, int32 [B, S] tokens and positions in the order of the
-        layout, the int32 scalar prompt_len, and the pattern's `layer_inputs`. It gives fp32
-        [B, V], the logits of the token behind the prompt, and keys and values [L, B, Hk, S, D].
+        layout, the int32 scalar prompt_len, and the pattern's `layer_inputs`.
     """
     mesh = network.mesh
 
     def prefill(
         state: nnx.State, tokens: Array, positions: Array, prompt_len: Array, inputs: Any
-    ) -> tuple[Array, Array, Array]:
+    ) -> Prompt:
         model = nnx.merge(network.graphdef, state)
-        hidden, _, (keys, values) = model.keeping(
+        hidden, statistics, (keys, values) = model.keeping(
             tokens,
             positions,
             network.attention(layout, pattern, prompt_len),
@@ -54,12 +69,13 @@ def make_prefill(
             length=length,
         )
         weight = model.lm_head_weight().astype(hidden.dtype)
-        return _last_logits(network, layout, hidden, weight, prompt_len), keys, values
+        logits = _last_logits(network, layout, hidden, weight, prompt_len)
+        return Prompt(logits, keys, values, statistics["density"].mean())
 
     everywhere, stacked = NamedSharding(mesh, P()), NamedSharding(mesh, STACKED)
     return jax.jit(
         prefill,
-        out_shardings=(everywhere, stacked, stacked),
+        out_shardings=Prompt(everywhere, stacked, stacked, everywhere),
         compiler_options=ring_compiler_options(mesh.devices.flat[0].platform),
     )
 

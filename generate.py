@@ -1,0 +1,8 @@
+"""Continues a text: `python generate.py --model FOLDER --prompt TEXT`; `--help` lists all."""
+
+import sys
+
+from mtraining_jax.evaluation.generate_cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,63 @@
+"""The command that continues a text, and the function behind it."""
+
+import io
+import sys
+
+import pytest
+
+import mtraining_jax
+from mtraining_jax.evaluation import generate_cli
+from tests.models.common import DATA
+
+FOLDER = str(DATA / "llama3_tiny")
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """Runs it on one of the devices that tests have; gives status, new text and messages."""
+    monkeypatch.setattr(generate_cli, "set_platform", lambda cpu_devices: None)
+
+    def run(*arguments):
+        status = generate_cli.main(arguments)
+        return status, *capsys.readouterr()
+
+    return run
+
+
+ON_ONE = ("--parallel.devices_per_node=1", "--sparsity.block_size=8")
+
+
+def test_a_text_goes_on(command, monkeypatch):
+    model = ("--model", FOLDER, "--tokenizer", "bytes", "--max-new-tokens=5", *ON_ONE)
+    status, text, messages = command(*model, "--prompt", "Here we go. ")
+    assert status == 0 and "5 new tokens" in messages and "density 1.000" in messages
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Here we go. ")))
+    assert command(*model, "--prompt-file", "-")[:2] == (0, text)
+
+    engine = mtraining_jax.Engine.load(
+        FOLDER, tokenizer="bytes", overrides=[x[2:].split("=") for x in ON_ONE]
+    )
+    options = mtraining_jax.GenerateOptions(max_new_tokens=5)
+    found = mtraining_jax.generate(engine, "Here we go. ", options)
+    assert found.text + "\n" == text and len(found.tokens) == 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "--model is missing"),
+        (("--model", FOLDER), "one of --prompt and --prompt-file is needed"),
+        (("--model", FOLDER, "--prompt="), "the prompt is empty"),
+        (("--model", FOLDER, "--prompt-file=no.txt"), "--prompt-file=no.txt cannot be read: No su"),
+        (("--model", "/no/folder", "--prompt=a"), "/no/folder holds no model"),
+        (("--model", FOLDER, "--prompt=a"), "has no tokenizer; name one"),
+        (("--model", FOLDER, "--prompt=a", "--top-p=2"), "top_p = 2.0 must be above 0"),
+        (("--model", FOLDER, "--prompt=a", "--best"), "--best is not an option"),
+        (("--model", FOLDER, "--prompt=a", "--model.dtype"), "--model.dtype needs a value"),
+        (("--model", FOLDER, "--prompt=a", "--seed=x"), "argument --seed: invalid int value"),
+    ],
+)
+def test_mistakes_end_in_a_sentence(command, arguments, message):
+    status, text, messages = command(*arguments)
+    assert status == 2 and text == ""
+    assert messages.splitlines()[-1].startswith("error: ") and message in messages
