@@ -87,34 +87,35 @@ def listed(words: Array, size: int) -> tuple[Array, Array]:
     Returns:
         Lists int32 [..., size], padded with any number below 32 w; counts int32 [...].
     """
-    before = count_before(words)
-    slots = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), (*words.shape[:-1], size))
+    width = words.shape[-1]
+    # Flat arrays: a gather with one number for an index is fused with what follows it.
+    before, flat = count_before(words).reshape(-1), words.reshape(-1)
+    rows = flat.size // width
+    start = width * jnp.arange(rows, dtype=jnp.int32)[:, None]
+    slots = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), (rows, size))
     word = jnp.zeros_like(slots)
-    step = 1 << max((words.shape[-1] - 1).bit_length() - 1, 0)
-    while step and words.shape[-1] > 1:
-        later = word + step
-        inside = jnp.minimum(later, words.shape[-1] - 1)
-        starts = jnp.take_along_axis(before, inside, axis=-1)
-        word = jnp.where((later < words.shape[-1]) & (starts <= slots), later, word)
-        step //= 2
-    bits = jnp.take_along_axis(words, word, axis=-1)
-    rest = slots - jnp.take_along_axis(before, word, axis=-1)
-    return word * WORD + _place_of(bits, rest), count(words)
+    for step in _halves(width):
+        later = jnp.minimum(word + step, width - 1)
+        word = jnp.where(_at(before, start + later) <= slots, later, word)
+    bits, rest = _at(flat, start + word), slots - _at(before, start + word)
+    place = jnp.zeros_like(slots)
+    for step in _halves(WORD):
+        later = place + step
+        below = bits & ((jnp.uint32(1) << later.astype(jnp.uint32)) - 1)
+        held = lax.population_count(below).astype(jnp.int32)
+        place = jnp.where(held <= rest, later, place)
+    lists = word * WORD + place
+    return lists.reshape(*words.shape[:-1], size), count(words)
 
 
-def _place_of(word: Array, number: Array) -> Array:
-    """The place of set bit `number` (from 0) of each word; any place where there are fewer."""
-    place = jnp.zeros_like(number)
-    width = WORD // 2
-    while width:
-        low = word & jnp.uint32((1 << width) - 1)
-        held = lax.population_count(low).astype(jnp.int32)
-        above = number >= held
-        number = jnp.where(above, number - held, number)
-        word = jnp.where(above, word >> width, low)
-        place = place + jnp.where(above, width, 0)
-        width //= 2
-    return place
+def _halves(size: int) -> list[int]:
+    """Steps of a binary search among `size` places: powers of two, the largest first."""
+    return [1 << i for i in reversed(range((size - 1).bit_length()))]
+
+
+def _at(x: Array, numbers: Array) -> Array:
+    """The entries of an array [n] at numbers that are known to be in it."""
+    return x.at[numbers].get(mode="promise_in_bounds")
 
 
 def _places() -> Array:
