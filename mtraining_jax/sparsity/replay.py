@@ -54,19 +54,20 @@ class ReplaySettings(VerticalSlashSettings):
         replay_density: share of the causal pairs computed, mean over layers. Layers spread from
             0.06 to 2 times it, as the paper's do: 0.4 % to 12.7 % around 6.3 %.
         replay_estimate: also choose an index in every layer, so that a step includes that time.
-        tau, sink_blocks, stride, sampled_rows: those of the pattern of lists that chooses.
+        tau, sink_blocks, least_share, stride, sampled_rows: of the pattern of lists that chooses.
     """
 
     chooses = False
     density_name = _DENSITY_NAME
 
-    replay_of: Literal["vertical_slash", "xattention", "sampled_rows", "exact_rows"] = (
-        "vertical_slash"
-    )
+    replay_of: Literal[
+        "vertical_slash", "xattention", "sampled_rows", "mixed_rows", "exact_rows"
+    ] = "vertical_slash"
     replay_density: limited(float, gt=0, le=0.3) = 0.063
     replay_estimate: bool = True
     tau: limited(float, gt=0, le=1) = 0.95
     sink_blocks: limited(int, ge=0) = 1
+    least_share: limited(float, ge=0, le=1) = 0.0
     stride: limited(int, ge=1) = 8
     sampled_rows: limited(int, ge=1) = 16
 

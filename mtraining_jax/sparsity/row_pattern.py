@@ -34,6 +34,8 @@ class RowPattern(Pattern):
             is kept. Multiples of 2^-15.
         sink_blocks: first blocks of keys, which are always kept.
         local_blocks: nearest blocks of keys that are always kept, a row's own among them.
+        least_share: share of the row's mass that a block needs to be kept, even if `tau` is not
+            reached without it; with tau 1 this alone decides. 0 asks for nothing.
         block_size: g, tokens on a side of a block.
     """
 
@@ -42,6 +44,7 @@ class RowPattern(Pattern):
     tau: limited(float, gt=0, le=1) = 0.95
     sink_blocks: limited(int, ge=0) = 1
     local_blocks: limited(int, ge=1) = 2
+    least_share: limited(float, ge=0, le=1) = 0.0
     block_size: limited(int, ge=1) = 128
 
     def __post_init__(self) -> None:
@@ -71,9 +74,14 @@ class RowPattern(Pattern):
         check_choice(q, k, shards, self.block_size)
         where = shards.block_ids, shards.num_blocks, shards.axis_names
         scores = self.scores(q, exchange.all_blocks(k, *where), shards)
-        rule = RowRule(self.tau, self.sink_blocks, self.local_blocks)
+        rule = RowRule(self.tau, self.sink_blocks, self.local_blocks, self.least_share)
         bits = kept_blocks(scores, shards.block_ids, rule)
         return Choice(BlockMaskIndex(bits, shards.num_blocks, self.block_size))
+
+    def rule_in_words(self) -> str:
+        """What the rule keeps, for `describe`."""
+        least = f", at least {self.least_share:g} in a block" if self.least_share else ""
+        return f"{self.tau:g} of each row of blocks{least}"
 
     def expected_density(self) -> tuple[float, str]:
         """An assumption."""

@@ -24,18 +24,22 @@ class RowRule:
     """Key blocks are kept, heaviest first, while the sum before them is below a share of the row's.
 
     The entry that reaches the share is kept. Forced blocks are kept whatever they hold and count
-    first. Of equal blocks the one with the smaller number is kept first.
+    first. Of equal blocks the one with the smaller number is kept first. Blocks that hold less than
+    a least share of the row are left out even if `tau` is not reached without them: with `tau` 1
+    that alone decides, and rows and heads with much mass in few blocks get few.
 
     Attributes:
         tau: share of the row's mass, in (0, 1]; rounded to a multiple of 2^-15. With 1 every block
             of any mass is kept.
         sink_blocks: first blocks of the sequence, which are forced.
         local_blocks: nearest blocks, a row's own among them, which are forced; at least 1.
+        least_share: share of the row's mass that a block needs to be kept, unless it is forced.
     """
 
     tau: float
     sink_blocks: int = 1
     local_blocks: int = 1
+    least_share: float = 0.0
 
 
 def kept_blocks(scores: Array, rows: Array, rule: RowRule) -> Array:
@@ -63,8 +67,9 @@ def kept_blocks(scores: Array, rows: Array, rule: RowRule) -> Array:
     # Entry k of the equal ones is kept while above + k * threshold < target.
     equal_kept = -(-(target - above) // jnp.maximum(threshold, 1))
     heavier = free > threshold[..., None]
-    equal = _first(sets.pack(free == threshold[..., None]), equal_kept)
-    return sets.pack(forced | heavier) | equal
+    least = max(round(rule.least_share * (1 << _MASS_BITS)), 1)
+    equal = _first(sets.pack((free == threshold[..., None]) & (free >= least)), equal_kept)
+    return sets.pack(forced | (heavier & (free >= least))) | equal
 
 
 def whole_masses(scores: Array) -> Array:

@@ -36,10 +36,13 @@ def scores_of(seed):
     return np.where(np.arange(NUM_BLOCKS) <= ROWS[:, None], scores, np.nan)
 
 
-@pytest.mark.parametrize(("tau", "sinks", "local"), [(0.5, 1, 1), (0.9, 2, 3), (1.0, 0, 1)])
-def test_blocks_are_kept_as_the_rule_says(tau, sinks, local):
+@pytest.mark.parametrize(
+    ("tau", "sinks", "local", "least"),
+    [(0.5, 1, 1, 0.0), (0.9, 2, 3, 0.0), (1.0, 0, 1, 0.0), (0.9, 1, 2, 0.03)],
+)
+def test_blocks_are_kept_as_the_rule_says(tau, sinks, local, least):
     scores = scores_of(0)
-    rule = RowRule(tau, sinks, local)
+    rule = RowRule(tau, sinks, local, least)
     bits = jax.jit(kept_blocks, static_argnums=2)(scores, jnp.asarray(ROWS, jnp.int32), rule)
     numbers = np.arange(NUM_BLOCKS)
     found = np.asarray(bits)[..., numbers // 32] >> (numbers % 32) & 1 > 0
@@ -52,6 +55,7 @@ def test_blocks_are_kept_as_the_rule_says(tau, sinks, local):
         # In integers, as the rule's multiple of 2^-15.
         target = -(-sum(mass) * round(tau * 2**15) // 2**15)
         wanted = pick(mass, forced[: row + 1], target)
+        wanted &= forced[: row + 1] | (np.array(mass) >= least * 2**30)
         np.testing.assert_array_equal(found[b, h, i, : row + 1], wanted)
         assert not found[b, h, i, row + 1 :].any()
 
