@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from mtraining_jax.sparsity.dense import Dense
 from mtraining_jax.sparsity.exact_rows import ExactRows
 from mtraining_jax.sparsity.fixed_budget import FixedBudget, FixedBudgets, load_budgets
+from mtraining_jax.sparsity.mixed_rows import MixedRows
 from mtraining_jax.sparsity.pattern import Choice, ModelSizes, Pattern, Settings, Shards
 from mtraining_jax.sparsity.registry import PATTERNS
 from mtraining_jax.sparsity.replay import Replay, make_replay
@@ -41,6 +42,7 @@ __all__ = [
     "ExactRows",
     "FixedBudget",
     "FixedBudgets",
+    "MixedRows",
     "ModelSizes",
     "Pattern",
     "Replay",

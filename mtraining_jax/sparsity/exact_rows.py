@@ -29,4 +29,4 @@ class ExactRows(RowPattern):
 
     def describe(self) -> str:
         """What is exact, and tau."""
-        return f"exact mass of each block, {self.tau:g} of each row of blocks"
+        return f"exact mass of each block, {self.rule_in_words()}"

@@ -11,6 +11,7 @@ PATTERNS = Registry(
         "fixed": "mtraining_jax.sparsity.fixed_budget:BudgetFile",
         "xattention": "mtraining_jax.sparsity.xattention:XAttention",
         "sampled_rows": "mtraining_jax.sparsity.sampled_rows:SampledRows",
+        "mixed_rows": "mtraining_jax.sparsity.mixed_rows:MixedRows",
         "exact_rows": "mtraining_jax.sparsity.exact_rows:ExactRows",
         "replay": "mtraining_jax.sparsity.replay:ReplaySettings",
     },

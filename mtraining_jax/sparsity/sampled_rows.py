@@ -39,8 +39,8 @@ class SampledRows(RowPattern):
     def describe(self) -> str:
         """How many rows, and tau."""
         return (
-            f"exact attention of {self.sampled_rows} queries of each block, {self.tau:g} of each"
-            " row of blocks"
+            f"exact attention of {self.sampled_rows} queries of each block, "
+            f"{self.rule_in_words()}"
         )
 
 

@@ -69,4 +69,4 @@ class XAttention(RowPattern):
 
     def describe(self) -> str:
         """Its name, stride and tau."""
-        return f"XAttention, stride {self.stride}, {self.tau:g} of each row of blocks"
+        return f"XAttention, stride {self.stride}, {self.rule_in_words()}"

@@ -9,6 +9,7 @@ from mtraining_jax.sparsity import (
     PATTERNS,
     Dense,
     ExactRows,
+    MixedRows,
     SampledRows,
     VerticalSlash,
     XAttention,
@@ -62,6 +63,10 @@ class TestSampledRows(PatternContract):
     settings = SampledRows(tau=0.6, sampled_rows=3, block_size=BLOCK)
 
 
+class TestMixedRows(PatternContract):
+    settings = MixedRows(tau=1.0, least_share=0.03, stride=4, sampled_rows=2, block_size=BLOCK)
+
+
 class TestExactRows(PatternContract):
     settings = ExactRows(tau=0.6, block_size=BLOCK)
 
@@ -73,5 +78,6 @@ class TestOwn(PatternContract):
 def test_every_registered_pattern_is_tested_here():
     tested = {
         Dense, VerticalSlash, ReplaySettings, BudgetFile, XAttention, SampledRows, ExactRows,
+        MixedRows,
     }
     assert {PATTERNS.get(name) for name in PATTERNS.names} == tested

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtraining_jax.sparsity import ExactRows, SampledRows, Shards, XAttention
+from mtraining_jax.sparsity import ExactRows, MixedRows, SampledRows, Shards, XAttention
 from tests.sparsity import inputs, oracle
 
 BLOCK, NUM_BLOCKS, DIM = 16, 8, 16
@@ -22,6 +22,10 @@ def antidiagonals(q, k, stride):
 
 def wanted(pattern, q, k):
     """Scores of one head: means over a block's rows of softmax masses of blocks."""
+    if isinstance(pattern, MixedRows):
+        one = XAttention(stride=4, block_size=BLOCK)
+        other = SampledRows(sampled_rows=3, block_size=BLOCK)
+        return (wanted(one, q, k) + wanted(other, q, k)) / 2
     if isinstance(pattern, XAttention):
         weights = oracle.softmax(antidiagonals(q, k, pattern.stride))
     else:
@@ -41,6 +45,7 @@ def wanted(pattern, q, k):
     [
         XAttention(stride=4, block_size=BLOCK), ExactRows(block_size=BLOCK),
         SampledRows(sampled_rows=3, block_size=BLOCK),
+        MixedRows(stride=4, sampled_rows=3, block_size=BLOCK),
     ],
 )
 def test_scores_are_those_of_the_definition(pattern):

@@ -1,0 +1,48 @@
+"""Key blocks by two cheap scores: antidiagonals of all queries, and some queries exactly."""
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from mtraining_jax.limits import check_at_most, limited
+from mtraining_jax.sparsity.pattern import Shards
+from mtraining_jax.sparsity.xattention import XAttention
+
+if TYPE_CHECKING:
+    from jax import Array
+
+
+@dataclasses.dataclass(frozen=True)
+class MixedRows(XAttention):
+    """Key blocks by the mean of the scores of `XAttention` and `SampledRows`.
+
+    Antidiagonals look at every query, but blur what a single pair of tokens is to each other;
+    sampled queries are exact, and miss what the others look at. It costs 1/(2 s) + r / (2 g) of a
+    dense forward pass.
+
+    Attributes:
+        sampled_rows: r, queries of each block that are looked at; at most `block_size`.
+
+    Raises:
+        ValueError: naming the field, its value and what is allowed.
+    """
+
+    sampled_rows: limited(int, ge=1) = 16
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_at_most(self, "sampled_rows", "block_size")
+
+    def scores(self, q: "Array", k: "Array", shards: Shards) -> "Array":
+        """As `RowPattern.scores`: the mean of both."""
+        from mtraining_jax.sparsity.sampled_rows import exact_masses
+
+        strides = super().scores(q, k, shards)
+        # Products with a power of two are exact, so contraction cannot change the sum.
+        return strides * 0.5 + exact_masses(q, k, shards, self.block_size, self.sampled_rows) * 0.5
+
+    def describe(self) -> str:
+        """Stride, rows and tau."""
+        return (
+            f"XAttention of stride {self.stride} and exact attention of {self.sampled_rows} "
+            f"queries of each block, {self.rule_in_words()}"
+        )
