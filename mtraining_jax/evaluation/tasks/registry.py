@@ -19,6 +19,23 @@ _NEEDLES = tuple(
         *("multivalue", "multiquery"),
     )
 )
+_INFINITEBENCH = tuple(
+    f"infinitebench_{part}"
+    for part in (
+        *("passkey", "number_string", "kv_retrieval", "longdialogue_qa_eng", "longbook_sum_eng"),
+        *("longbook_choice_eng", "longbook_qa_eng", "longbook_qa_chn", "math_find", "math_calc"),
+        *("code_run", "code_debug"),
+    )
+)
+_LONGBENCH = tuple(
+    f"longbench_{part}"
+    for part in (
+        *("narrativeqa", "qasper", "multifieldqa_en", "multifieldqa_zh", "hotpotqa", "2wikimqa"),
+        *("musique", "dureader", "gov_report", "qmsum", "multi_news", "vcsum", "trec", "triviaqa"),
+        *("samsum", "lsht", "passage_count", "passage_retrieval_en", "passage_retrieval_zh"),
+        *("lcc", "repobench-p"),
+    )
+)
 TASKS = Registry(
     "task",
     base=f"{_HERE}.task:Task",
@@ -32,6 +49,10 @@ TASKS = Registry(
         "ruler_fwe": f"{_HERE}.ruler.counting:FrequentWords",
         "ruler_qa_1": f"{_HERE}.ruler.questions:Squad",
         "ruler_qa_2": f"{_HERE}.ruler.questions:HotpotQA",
+        **dict.fromkeys(_INFINITEBENCH, f"{_HERE}.infinitebench.task:InfiniteBench"),
+        **dict.fromkeys(_LONGBENCH, f"{_HERE}.longbench.task:LongBench"),
+        "longbench_v2": f"{_HERE}.longbench.v2:LongBenchV2",
+        "documents": f"{_HERE}.documents:LongDocuments",
     },
 )
 # One name for several. "ruler_generated" needs no files.
@@ -39,6 +60,8 @@ _GENERATED = (*_NEEDLES, "ruler_vt", "ruler_cwe", "ruler_fwe")
 GROUPS: dict[str, tuple[str, ...]] = {
     "ruler": (*_GENERATED, "ruler_qa_1", "ruler_qa_2"),
     "ruler_generated": _GENERATED,
+    "infinitebench": _INFINITEBENCH,
+    "longbench": _LONGBENCH,
 }
 
 

@@ -125,8 +125,8 @@ class Task:
             if not getattr(self, option):
                 yield f'task "{self.name}" needs the option {option}: {docs[option].rstrip(".")}'
 
-    def count(self, tokenizer: Tokenizer | None) -> int | None:
-        """How many different samples there are; None if any number can be made."""
+    def count(self, tokenizer: Tokenizer | None, length: int | None = None) -> int | None:
+        """How many different samples there are, of a length if given; None for any number."""
         return None
 
     def sample(

@@ -63,7 +63,7 @@ class QuestionAnswering(RulerTask):
         if not missing and not self.data()[0]:
             yield f'{self.needs[0]}: "{self.path}" has no question that can be answered'
 
-    def count(self, tokenizer: Tokenizer | None) -> int:
+    def count(self, tokenizer: Tokenizer | None, length: int | None = None) -> int:
         """As many as the file has questions that can be answered."""
         return len(self.data()[0])
 

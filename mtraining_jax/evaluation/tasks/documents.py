@@ -1,0 +1,114 @@
+"""Long documents whose loss is measured by position: one forward pass serves all lengths."""
+
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+
+from mtraining_jax.data.files import find_files
+from mtraining_jax.data.tokenizer import Tokenizer
+from mtraining_jax.errors import UserError
+from mtraining_jax.evaluation.tasks.records import iterate_records
+from mtraining_jax.evaluation.tasks.task import Document, Task
+from mtraining_jax.field_types import Text, TextList
+
+_SUFFIXES = (".txt", ".jsonl")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LongDocuments(Task):
+    """The loss of long documents by position; shorter ones than the length are left out.
+
+    Attributes:
+        documents: Files, folders or globs: .jsonl has a document a line, any other file is one.
+        text_field: Field of a JSON line that holds the text.
+    """
+
+    kind: ClassVar[str] = "loss"
+    needs: ClassVar[tuple[str, ...]] = ("documents",)
+
+    documents: TextList = ()
+    text_field: Text = "text"
+
+    def problems(self) -> Iterator[str]:
+        """As of `Task`."""
+        missing = list(super().problems())
+        yield from missing
+        if not missing:
+            for _ in self._texts():
+                pass
+
+    def count(self, tokenizer: Tokenizer | None, length: int | None = None) -> int:
+        """As many as are long enough, or all without a length."""
+        if length is None:
+            return sum(1 for _ in self._texts())
+        return len(_long_enough(self, length, tokenizer))
+
+    def sample(self, length: int, number: int, seed: int, tokenizer: Tokenizer | None) -> Document:
+        """As of `Task`: the first tokens of a document. The seed changes nothing."""
+        places = _long_enough(self, length, tokenizer)
+        if number >= len(places):
+            raise UserError(
+                f'length {length} is too long for sample {number} of task "{self.name}": '
+                f"{len(places)} of {self.count(tokenizer)} documents have that many tokens"
+            )
+        where, text = next(itertools.islice(self._texts(), places[number], None))
+        ids = _first_ids(text, length, tokenizer)
+        return Document(task=self.name, length=length, number=number, name=where, ids=ids)
+
+    def _texts(self) -> Iterator[tuple[str, str]]:
+        """The documents, each with its place; one at a time is in memory."""
+        for path in find_files(self.documents, _SUFFIXES, field="documents"):
+            if path.suffix == ".jsonl":
+                yield from self._lines(path)
+            else:
+                yield str(path), _read(path)
+
+    def _lines(self, path: Path) -> Iterator[tuple[str, str]]:
+        for where, record in iterate_records(path, "documents", (self.text_field,)):
+            text = record[self.text_field]
+            if not isinstance(text, str):
+                raise UserError(
+                    f'documents: {where}: the field "{self.text_field}" is '
+                    f"{type(text).__name__}, not text"
+                )
+            yield where, text
+
+
+@functools.lru_cache(maxsize=32)
+def _long_enough(task: LongDocuments, length: int, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Which documents have as many tokens."""
+    return tuple(
+        place
+        for place, (_, text) in enumerate(task._texts())
+        if _first_ids(text, length, tokenizer) is not None
+    )
+
+
+def _first_ids(text: str, length: int, tokenizer: Tokenizer) -> np.ndarray | None:
+    """The first token ids of a text: int32 [length], or None if it has fewer.
+
+    Of a very long text only the begin is tokenised.
+    """
+    characters = 8 * length
+    while True:
+        ids = tokenizer.encode(text[:characters])
+        # Near the cut, tokens are not those of the whole text.
+        if len(ids) >= length + 64 or (len(ids) >= length and characters >= len(text)):
+            return np.asarray(ids[:length], np.int32)
+        if characters >= len(text):
+            return None
+        characters *= 2
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"documents: {path} cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"documents: {path} is not UTF-8 text (byte {error.start})") from error

@@ -1,0 +1,93 @@
+"""LongBench's 21 data sets, from files in their published form."""
+
+import functools
+import importlib.util
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+from mtraining_jax.evaluation.tasks.longbench import rules
+from mtraining_jax.evaluation.tasks.published import PublishedTask
+from mtraining_jax.evaluation.tasks.task import Sample
+
+
+class _Part(NamedTuple):
+    new_tokens: int
+    rule: rules.Rule
+
+
+_PARTS = {
+    "narrativeqa": _Part(128, rules.question),
+    "qasper": _Part(128, rules.question),
+    "multifieldqa_en": _Part(64, rules.question),
+    "multifieldqa_zh": _Part(64, rules.chinese_question),
+    "hotpotqa": _Part(32, rules.question),
+    "2wikimqa": _Part(32, rules.question),
+    "musique": _Part(32, rules.question),
+    "dureader": _Part(128, rules.chinese_summary),
+    "gov_report": _Part(512, rules.summary),
+    "qmsum": _Part(512, rules.summary),
+    "multi_news": _Part(512, rules.summary),
+    "vcsum": _Part(512, rules.chinese_summary),
+    "trec": _Part(64, rules.classification),
+    "triviaqa": _Part(32, rules.question),
+    "samsum": _Part(128, rules.summary),
+    "lsht": _Part(64, rules.classification),
+    "passage_count": _Part(32, rules.count),
+    "passage_retrieval_en": _Part(32, rules.paragraph),
+    "passage_retrieval_zh": _Part(32, rules.paragraph),
+    "lcc": _Part(64, rules.code),
+    "repobench-p": _Part(64, rules.code),
+}
+# Prompts of examples: what follows the first line is the next example.
+_FIRST_LINE = ("trec", "triviaqa", "samsum", "lsht")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LongBench(PublishedTask):
+    """Questions, summaries, examples and code over 5,000 to 15,000 words.
+
+    Attributes:
+        longbench: Folder with the files of LongBench, such as hotpotqa.jsonl.
+    """
+
+    family: ClassVar[str] = "longbench"
+    needs: ClassVar[tuple[str, ...]] = ("longbench",)
+    fields: ClassVar[tuple[str, ...]] = ("input", "context", "answers", "all_classes")
+
+    longbench: str | None = None
+
+    def problems(self) -> Iterator[str]:
+        """As of `Task`."""
+        yield from super().problems()
+        needs_jieba = (rules.chinese_question, rules.chinese_summary)
+        if _PARTS[self.part].rule in needs_jieba and not importlib.util.find_spec("jieba"):
+            yield f'task "{self.name}" cuts Chinese words with jieba: pip install jieba'
+
+    @property
+    def new_tokens(self) -> int:
+        """As of `PublishedTask`."""
+        return _PARTS[self.part].new_tokens
+
+    def prompt(self, record: dict[str, Any]) -> str:
+        """As of `PublishedTask`."""
+        return _templates()[self.part].format(context=record["context"], input=record["input"])
+
+    def references(self, record: dict[str, Any]) -> tuple[str, ...]:
+        """As of `PublishedTask`."""
+        return tuple(record["answers"])
+
+    def score(self, sample: Sample, answer_text: str) -> float:
+        """By the rule of this part, the best over the references."""
+        if self.part in _FIRST_LINE:
+            answer_text = answer_text.lstrip("\n").partition("\n")[0]
+        classes = self.records()[sample.number]["all_classes"] or ()
+        rule = _PARTS[self.part].rule
+        return max((rule(answer_text, each, classes) for each in sample.references), default=0.0)
+
+
+@functools.cache
+def _templates() -> dict[str, str]:
+    return json.loads((Path(__file__).parent / "templates.json").read_text(encoding="utf-8"))

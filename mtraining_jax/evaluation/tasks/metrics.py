@@ -1,0 +1,63 @@
+"""Measures that published sets share: how much of a text is another one, from 0 to 1."""
+
+import difflib
+import re
+import string
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+_CHINESE_PUNCTUATION = (
+    "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢"
+    "｣､、〃》「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏."
+)
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_ALL_PUNCTUATION = str.maketrans("", "", string.punctuation + _CHINESE_PUNCTUATION)
+
+
+def english_words(text: str) -> list[str]:
+    """Words in small letters, without punctuation and articles (SQuAD's normalisation)."""
+    return re.sub(r"\b(a|an|the)\b", " ", text.lower().translate(_PUNCTUATION)).split()
+
+
+def chinese_normalised(text: str) -> str:
+    """Text in small letters without punctuation and white space."""
+    return "".join(text.lower().translate(_ALL_PUNCTUATION).split())
+
+
+def overlap_f1(answer: Sequence[str], reference: Sequence[str]) -> float:
+    """F1 of the words that two texts share, each counted as often as both have it."""
+    shared = sum((Counter(answer) & Counter(reference)).values())
+    return 2 * shared / (len(answer) + len(reference)) if shared else 0.0
+
+
+def words_f1(answer: str, reference: str) -> float:
+    """F1 of English words."""
+    return overlap_f1(english_words(answer), english_words(reference))
+
+
+def characters_f1(answer: str, reference: str) -> float:
+    """F1 of Chinese characters."""
+    return overlap_f1(chinese_normalised(answer), chinese_normalised(reference))
+
+
+def best(measure: Callable[[str, str], float], answer: str, references: Sequence[str]) -> float:
+    """The largest value over the references."""
+    return max((measure(answer, reference) for reference in references), default=0.0)
+
+
+def share_of_numbers(answer: str, number: str) -> float:
+    """Which share of the numbers in an answer is the right one."""
+    found = re.findall(r"\d+", answer)
+    return found.count(number) / len(found) if found else 0.0
+
+
+def first_number(answer: str) -> str:
+    """The first run of digits; empty if there is none."""
+    found = re.search("[0-9]+", answer)
+    return found.group() if found else ""
+
+
+def edit_similarity(answer: str, reference: str) -> float:
+    """Ratio of matching characters, rounded to whole per cents as fuzzywuzzy does."""
+    ratio = difflib.SequenceMatcher(None, answer, reference).ratio()
+    return int(round(100 * ratio)) / 100

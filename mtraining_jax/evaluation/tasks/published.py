@@ -1,0 +1,95 @@
+"""Data sets that others have published: the user gives the files, prompts are cut to fit."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from mtraining_jax.data.tokenizer import Tokenizer
+from mtraining_jax.evaluation.tasks.records import read_records
+from mtraining_jax.evaluation.tasks.task import Sample, Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishedTask(Task):
+    """Records of a file, in its order: sample n is record n, whatever the seed.
+
+    A prompt that is longer than asked loses its middle, as these sets do it themselves;
+    `Sample.cut_tokens` says how much. Shorter ones stay as they are.
+
+    Attributes:
+        family: what the names of its parts begin with.
+        fields: that every record has.
+    """
+
+    family: ClassVar[str]
+    fields: ClassVar[tuple[str, ...]]
+
+    @property
+    def part(self) -> str:
+        """Which part of the set: the task's name without its family."""
+        return self.name.removeprefix(f"{self.family}_")
+
+    @property
+    def path(self) -> Path:
+        """The file of this part, in the folder that the user gave."""
+        return Path(getattr(self, self.needs[0])).expanduser() / f"{self.part}.jsonl"
+
+    @property
+    def new_tokens(self) -> int:
+        """Most tokens of an answer."""
+        raise NotImplementedError(f"{type(self).__name__}.new_tokens")
+
+    def prompt(self, record: dict[str, Any]) -> str:
+        """The whole prompt of a record."""
+        raise NotImplementedError(f"{type(self).__name__}.prompt")
+
+    def references(self, record: dict[str, Any]) -> tuple[str, ...]:
+        """Its gold answers."""
+        raise NotImplementedError(f"{type(self).__name__}.references")
+
+    def records(self) -> tuple[dict[str, Any], ...]:
+        """All records.
+
+        Raises:
+            UserError: as of `read_records`.
+        """
+        return read_records(self.path, self.needs[0], self.fields)
+
+    def problems(self) -> Iterator[str]:
+        """As of `Task`."""
+        missing = list(super().problems())
+        yield from missing
+        if not missing:
+            self.records()
+
+    def count(self, tokenizer: Tokenizer | None, length: int | None = None) -> int:
+        """As many as there are records."""
+        return len(self.records())
+
+    def sample(self, length: int, number: int, seed: int, tokenizer: Tokenizer | None) -> Sample:
+        """As of `Task`."""
+        record = self.records()[number]
+        prompt = self.prompt(record)
+        ids, cut = np.asarray(tokenizer.encode(prompt), np.int32), 0
+        room = length - self.new_tokens
+        if ids.size > room:
+            half = room // 2
+            if half < 1:
+                raise self.too_short(length, self.new_tokens + 2)
+            begin, end = ids[:half], ids[-half:]
+            cut = ids.size - 2 * half
+            ids = np.concatenate([begin, end])
+            prompt = tokenizer.decode(begin) + tokenizer.decode(end)
+        return self.text_sample(
+            tokenizer,
+            prompt,
+            prompt_ids=ids,
+            length=length,
+            number=number,
+            references=self.references(record),
+            max_new_tokens=self.new_tokens,
+            cut_tokens=cut,
+        )

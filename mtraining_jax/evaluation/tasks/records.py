@@ -1,0 +1,75 @@
+"""Records of published data sets: files of JSON lines, or of one JSON list."""
+
+import functools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mtraining_jax.data.files import shown_names
+from mtraining_jax.errors import UserError
+
+
+def read_records(path: Path, option: str, fields: tuple[str, ...]) -> tuple[dict[str, Any], ...]:
+    """Reads a file whole, once as long as it stays as it is.
+
+    Args:
+        path: .json is one list of objects; anything else has an object a line.
+        option: of the task, for messages.
+        fields: that every record must have.
+
+    Raises:
+        UserError: the file is missing, empty or malformed, or a record lacks a field.
+    """
+    try:
+        state = path.stat()
+    except OSError as error:
+        raise UserError(f"{option}: {path} cannot be read ({error.strerror})") from error
+    return _records(path, option, fields, state.st_mtime_ns, state.st_size)
+
+
+@functools.lru_cache(maxsize=64)
+def _records(
+    path: Path, option: str, fields: tuple[str, ...], *state: int
+) -> tuple[dict[str, Any], ...]:
+    records = tuple(record for _, record in iterate_records(path, option, fields))
+    if not records:
+        raise UserError(f"{option}: {path} is empty")
+    return records
+
+
+def iterate_records(
+    path: Path, option: str, fields: tuple[str, ...]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The records of a file, each with its place; arguments and errors as of `read_records`."""
+    for where, record in _parsed(path, option):
+        if not isinstance(record, dict):
+            raise UserError(f"{option}: {where} is {type(record).__name__}, not a JSON object")
+        for field in fields:
+            if field not in record:
+                raise UserError(
+                    f'{option}: {where} has no field "{field}"; it has {shown_names(record)}'
+                )
+        yield where, record
+
+
+def _parsed(path: Path, option: str) -> Iterator[tuple[str, Any]]:
+    where = str(path)
+    try:
+        with path.open(encoding="utf-8") as file:
+            if path.suffix == ".json":
+                content = json.load(file)
+                if not isinstance(content, list):
+                    raise UserError(f"{option}: {path} is {type(content).__name__}, not a list")
+                yield from ((f"{path}, entry {i}", each) for i, each in enumerate(content, 1))
+                return
+            for number, line in enumerate(file, 1):
+                where = f"{path}, line {number}"
+                if line.strip():
+                    yield where, json.loads(line)
+    except OSError as error:
+        raise UserError(f"{option}: {path} cannot be read ({error.strerror})") from error
+    except UserError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{option}: {where} is not valid JSON ({error})") from error
