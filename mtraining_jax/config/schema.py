@@ -137,11 +137,13 @@ class SparsityConfig:
     """Which pairs of query and key are computed."""
 
     kind: one_of(PATTERNS) = "vertical_slash"
-    """dense: all; vertical_slash: chosen in every forward pass; fixed: budgets from a file.
+    """dense: all; vertical_slash: columns and diagonals, chosen in every forward pass; fixed: the
+    same with budgets from a file; xattention, sampled_rows, mixed_rows, exact_rows: lists of blocks
+    for each row of blocks, chosen in every forward pass.
 
     replay is for measuring speed with random weights, whose attention is flat: every head computes
-    random block diagonals and columns of a density given beforehand. Nothing is chosen. A pattern
-    of your own is named package.module:Name; its fields then belong to this section.
+    random block diagonals and columns, or lists, of a density given beforehand. Nothing is chosen.
+    A pattern of your own is named package.module:Name; its fields then belong to this section.
     """
     block_size: PositiveInt = 128
     """Tokens on one side of a block: of the sparse pattern and of the stripes dealt to devices."""
