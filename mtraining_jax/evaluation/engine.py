@@ -68,6 +68,7 @@ class Engine:
 
     Attributes:
         loaded: the model, its parameters and its tokenizer.
+        programs: what it has compiled.
 
     Args:
         loaded: from `mtraining_jax.evaluation.load`, or made from parts.
@@ -76,7 +77,7 @@ class Engine:
     def __init__(self, loaded: Loaded) -> None:
         self.loaded = loaded
         self._network = loaded.network
-        self._programs = Programs(loaded)
+        self.programs = Programs(loaded)
 
     @classmethod
     def load(
@@ -153,7 +154,7 @@ class Engine:
                 outside the vocabulary.
         """
         ids = self._checked(tokens, least=2)
-        return self._programs.score(ids[:-1], ids[1:], len(ids) - 1)[0].loss
+        return self.programs.score(ids[:-1], ids[1:], len(ids) - 1)[0].loss
 
     def forced(
         self, prompt_ids: Sequence[int] | np.ndarray, answer_ids: Sequence[int] | np.ndarray
@@ -173,7 +174,7 @@ class Engine:
         prompt, answer = self._checked(prompt_ids, least=1), self._checked(answer_ids, least=1)
         ids = self._checked(np.concatenate([prompt, answer]), least=2)
         first = len(prompt) - 1
-        scores, density = self._programs.score(ids[:-1], ids[1:], len(prompt))
+        scores, density = self.programs.score(ids[:-1], ids[1:], len(prompt))
         return Forced(-scores.loss[first:], scores.is_argmax[first:], density)
 
     def generate(
@@ -204,16 +205,15 @@ class Engine:
         drawing = (
             np.float32(options.temperature), np.float32(options.top_p), np.uint32(options.seed),
         )  # fmt: skip
-        read = self._programs.prefill(ids, total)
+        read = self.programs.prefill(ids, total)
         begin = time.perf_counter()
         prompt = read()
-        token = jax.block_until_ready(self._programs.draw(prompt.logits, options.kind, drawing))
+        token = jax.block_until_ready(self.programs.draw(prompt.logits, options.kind, drawing))
         prefill_seconds = time.perf_counter() - begin
         room = max(_LEAST_ROOM, 1 << (options.max_new_tokens - 1).bit_length())
         density = float(prompt.density)
-        cache = self._programs.cache(prompt.keys, prompt.values, len(ids), room)
-        del prompt  # its keys and values take as much memory as the cache
-        step = self._programs.step(cache, token, len(ids), total, options.kind, drawing)
+        cache = self.programs.cache(prompt, len(ids), room)
+        step = self.programs.step(cache, token, len(ids), total, options.kind, drawing)
         begin = time.perf_counter()
         text = GrowingText(self.tokenizer, options.stop, on_text)
         tokens: list[int] = []

@@ -53,11 +53,11 @@ class Programs:
             NumPy arrays [n], and the density of the pass; see `make_score`.
         """
         padded, length = self._network.padded_length(len(ids)), len(ids)
-        layout, pattern, positions = self._deal(padded)
+        layout, pattern, positions = self.deal(padded)
         like = self._network.length_like(length)
         arguments = (
-            self._loaded.state, self._place(ids, layout, 0),
-            self._place(labels, layout, IGNORE_LABEL), positions, np.int32(valid_len),
+            self._loaded.state, self.place(ids, layout, 0),
+            self.place(labels, layout, IGNORE_LABEL), positions, np.int32(valid_len),
             layer_inputs(pattern),
         )  # fmt: skip
         run = self._program(
@@ -79,10 +79,10 @@ class Programs:
             A function that reads it.
         """
         padded = self._network.padded_length(len(ids))
-        layout, pattern, positions = self._deal(padded)
+        layout, pattern, positions = self.deal(padded)
         like = self._network.length_like(total)
         arguments = (
-            self._loaded.state, self._place(ids, layout, 0), positions, np.int32(len(ids)),
+            self._loaded.state, self.place(ids, layout, 0), positions, np.int32(len(ids)),
             layer_inputs(pattern),
         )  # fmt: skip
         run = self._program(
@@ -95,13 +95,13 @@ class Programs:
         """The first new token, int32 [1]; see `next_token`."""
         return _draw(kind, logits, *drawing)
 
-    def cache(self, keys: Array, values: Array, prompt_len: int, room: int) -> Cache:
-        """Keys and values of a prompt, with room for new tokens."""
-        place = NamedSharding(self._network.mesh, P())
-        return of_prompt(
-            self._network, with_room(self._network, keys, room),
-            with_room(self._network, values, room), jax.device_put(np.int32(prompt_len), place),
-        )  # fmt: skip
+    def cache(self, prompt: Prompt, prompt_len: int, room: int) -> Cache:
+        """Takes over the keys and values of a prompt, and makes room for new tokens."""
+        count = jax.device_put(np.int32(prompt_len), NamedSharding(self._network.mesh, P()))
+        keys, values = (
+            with_room(self._network, stacked, room) for stacked in (prompt.keys, prompt.values)
+        )
+        return of_prompt(self._network, keys, values, count)
 
     def step(
         self, cache: Cache, token: Array, prompt_len: int, total: int, kind: str, drawing: Drawing
@@ -120,7 +120,7 @@ class Programs:
         """
         padded = self._network.padded_length(prompt_len)
         like, room = self._network.length_like(total), cache.keys[0].shape[2]
-        layout, _, _ = self._deal(padded)
+        layout, _, _ = self.deal(padded)
         state = self._loaded.state
         run = self._program(
             ("step", padded, like, room, kind), (state, cache, token, *drawing), make_step,
@@ -135,15 +135,15 @@ class Programs:
             self._compiled[key] = make(*how).lower(*arguments).compile()
         return self._compiled[key]
 
-    def _deal(self, padded: int) -> tuple[Layout, Pattern, Array]:
+    def deal(self, padded: int) -> tuple[Layout, Pattern, Array]:
         """How sequences of a padded length lie, how pairs are chosen, and positions [1, S]."""
         if padded not in self._dealt:
             layout = self._network.sequence_layout(padded)
-            positions = self._place(np.arange(padded, dtype=np.int32), layout, 0)
+            positions = self.place(np.arange(padded, dtype=np.int32), layout, 0)
             self._dealt[padded] = layout, self._network.pattern(padded), positions
         return self._dealt[padded]
 
-    def _place(self, ids: np.ndarray, layout: Layout, fill: int) -> Array:
+    def place(self, ids: np.ndarray, layout: Layout, fill: int) -> Array:
         """int32 [n] -> [1, S] on the mesh, padded and in the order of the layout."""
         padded = np.full(layout.seq_len, fill, np.int32)
         padded[: len(ids)] = ids

@@ -51,10 +51,10 @@ def plain_logits() -> np.ndarray:
 
 @pytest.mark.parametrize("mesh", [ONE, EIGHT], ids=str)
 def test_logits_are_those_of_reading_all_at_once(mesh):
-    programs = engine(mesh)._programs
+    programs = engine(mesh).programs
     prompt = programs.prefill(TEXT[:PROMPT], len(TEXT))()
     logits = prompt.logits
-    cache = programs.cache(prompt.keys, prompt.values, PROMPT, 64)
+    cache = programs.cache(prompt, PROMPT, 64)
     found, step = [np.asarray(logits[0])], None
     token = programs.draw(logits, "greedy", GREEDY)
     for number in TEXT[PROMPT:]:

@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 from mtraining_jax.evaluation.network import Network
 from mtraining_jax.parallel.mesh import SEQUENCE_AXES
 
-# [L, B, Hk, S, D] and one layer of it: each rank has its stripes.
-STACKED = P(None, None, None, SEQUENCE_AXES)
+# [L, B, S, Hk, D] of a prompt, and [B, Hk, S, D] of one layer of a cache.
+STACKED = P(None, None, SEQUENCE_AXES)
 ONE_LAYER = P(None, None, SEQUENCE_AXES)
 
 
@@ -51,20 +51,23 @@ def with_room(network: Network, stacked: Array, room: int) -> tuple[Array, ...]:
 
     Args:
         network: the model.
-        stacked: [L, B, Hk, S, D], as it lies after the prompt has been read.
+        stacked: [L, B, S, Hk, D], as it lies after the prompt has been read. Its buffer is given
+            up, as it takes as much memory as the result.
         room: T.
 
     Returns:
         For each layer [B, Hk, W (S / W + T), D].
     """
-    return _with_room(network.mesh, room, stacked)
+    layers = _with_room(network.mesh, room, stacked)
+    stacked.delete()
+    return layers
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _with_room(mesh: jax.sharding.Mesh, room: int, stacked: Array) -> tuple[Array, ...]:
     def local(stacked: Array) -> tuple[Array, ...]:
         padding = ((0, 0), (0, 0), (0, room), (0, 0))
-        return tuple(jnp.pad(layer, padding) for layer in stacked)
+        return tuple(jnp.pad(layer.swapaxes(1, 2), padding) for layer in stacked)
 
     return jax.shard_map(
         local, mesh=mesh, in_specs=STACKED, out_specs=(ONE_LAYER,) * stacked.shape[0],

@@ -26,7 +26,7 @@ class Prompt(NamedTuple):
 
     Attributes:
         logits: fp32 [B, V], of the token behind it.
-        keys, values: [L, B, Hk, S, D], S in the order of the layout and spread over the ranks.
+        keys, values: [L, B, S, Hk, D], S in the order of the layout and spread over the ranks.
         density: fp32, share of the padded prompt's causal pairs that was computed, mean over
             layers.
     """
@@ -62,7 +62,7 @@ def make_prefill(
             tokens,
             positions,
             network.attention(layout, pattern, prompt_len),
-            lambda k, v: (k.swapaxes(1, 2), v.swapaxes(1, 2)),
+            lambda k, v: (k, v),
             attention_inputs=inputs,
             mesh=mesh,
             fsdp=network.fsdp,
