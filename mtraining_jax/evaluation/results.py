@@ -114,6 +114,15 @@ class Results:
         self.close()
 
 
+def check_settings(folder: str | Path, settings: Mapping[str, Any]) -> None:
+    """Finds out whether `Results` would take further lines; writes nothing.
+
+    Raises:
+        UserError: as `Results`, if not.
+    """
+    _joined(read_settings(Path(folder)), settings, Path(folder))
+
+
 def key_of(line: Line) -> Key:
     """What a line is about.
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from mtraining_jax.data.tokenizer import Tokenizer
 from mtraining_jax.errors import UserError
+from mtraining_jax.evaluation.decode.sampling import GenerateOptions
 from mtraining_jax.evaluation.results import Key, Line, Results
 from mtraining_jax.evaluation.tasks import Document, Sample, Task
 from mtraining_jax.models.position_buckets import means_by_bucket
@@ -63,10 +64,8 @@ class Model(Protocol):
     def forced(self, prompt_ids: np.ndarray, answer_ids: np.ndarray) -> Forced:
         """How likely an answer is, in one forward pass."""
 
-    def greedy(
-        self, prompt_ids: np.ndarray, max_new_tokens: int, stop: tuple[str, ...]
-    ) -> Generated:
-        """The most likely tokens, one after the other."""
+    def generate(self, prompt_ids: np.ndarray, options: GenerateOptions) -> Generated:
+        """New tokens, one after the other."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -252,7 +251,8 @@ def _forced(task: Task, sample: Sample, model: Model) -> Line:
 
 
 def _generated(task: Task, sample: Sample, model: Model) -> Line:
-    found = model.greedy(sample.prompt_ids, sample.max_new_tokens, sample.stop)
+    options = GenerateOptions(max_new_tokens=sample.max_new_tokens, stop=sample.stop)
+    found = model.generate(sample.prompt_ids, options)
     return {
         "how": "generated",
         **_about(sample),

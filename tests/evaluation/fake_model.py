@@ -39,8 +39,9 @@ class FakeModel:
         log_probs = np.where(right, -0.125, -2.0).astype(np.float32)
         return types.SimpleNamespace(log_probs=log_probs, is_argmax=right, density=density)
 
-    def greedy(self, prompt_ids, max_new_tokens, stop):
-        text = f"{self.read(prompt_ids)}. That is it."[:max_new_tokens]
+    def generate(self, prompt_ids, options):
+        assert options.temperature == 0
+        text = f"{self.read(prompt_ids)}. That is it."[: options.max_new_tokens]
         return types.SimpleNamespace(
             text=text, prefill_seconds=0.5, decode_seconds=0.25, density=None
         )

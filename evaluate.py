@@ -1,0 +1,8 @@
+"""Evaluates a model: `python evaluate.py --model FOLDER --tasks needle --lengths 4096`."""
+
+import sys
+
+from mtraining_jax.evaluation.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,154 @@
+"""A whole evaluation: models are loaded, checked and run, one after the other."""
+
+import dataclasses
+import datetime
+import hashlib
+import importlib.metadata
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+
+from mtraining_jax.errors import UserError
+from mtraining_jax.evaluation.cli import Request
+from mtraining_jax.evaluation.engine import Engine
+from mtraining_jax.evaluation.progress import Watch
+from mtraining_jax.evaluation.results import Results, check_settings
+from mtraining_jax.evaluation.runner import Plan, check, evaluate
+from mtraining_jax.evaluation.tasks import make_tasks
+from mtraining_jax.models.hf.config import CONFIG_FILE
+from mtraining_jax.training.checkpoint import newest_step
+from mtraining_jax.training.run_folder import CHECKPOINTS_NAME
+
+
+def run(request: Request, console: Console, command: str) -> None:
+    """Evaluates all models on all tasks, and appends what is new to the folder of results.
+
+    Args:
+        request: from the command line.
+        console: where to print.
+        command: as it was given, for the report.
+
+    Raises:
+        UserError: for anything that the user can correct, or when it was interrupted.
+    """
+    plan = Plan(
+        tasks=make_tasks(request.tasks, request.options),
+        lengths=request.lengths,
+        samples=request.samples,
+        seed=request.seed,
+        generate=request.generate,
+    )
+    names = _names(request.models)
+    settings = settings_of(request, plan, names)
+    check_settings(request.output, settings)  # before minutes are spent on loading
+    engines = _load(request, "model", console)
+    check(plan, engines[request.attentions[0]], names["model"])
+    with (
+        Results(request.output, settings) as results,
+        Watch(console) as watch,
+    ):
+        results.note(facts(command))
+        try:
+            for label in request.models:
+                if label != "model":
+                    engines = {}  # its memory is for the next one
+                    engines = _load(request, label, console)
+                    check(plan, engines[request.attentions[0]], names[label])
+                evaluate(plan, engines, label, results, watch)
+        except KeyboardInterrupt:
+            raise UserError(
+                f"interrupted after {watch.done} of {watch.total} samples; the same command goes "
+                f"on, and evaluate.py --report {request.output} shows what there is"
+            ) from None
+
+
+def settings_of(request: Request, plan: Plan, names: Mapping[str, str]) -> dict[str, Any]:
+    """What lines of one folder have to have in common; see `Results`."""
+
+    def text(fields: Mapping[str, str]) -> str:
+        return " ".join(f"{name}={value}" for name, value in sorted(fields.items()))
+
+    tasks = {task.name: dataclasses.asdict(task) for task in plan.tasks}
+    return {
+        "models": {
+            label: {"name": names[label], **identity(path)}
+            for label, path in request.models.items()
+        },
+        "seed": plan.seed,
+        "generate": plan.generate,
+        "sparsity": text(request.sparsity) or "as the model says",
+        "dtype": request.dtype or "as the model says",
+        "tokenizer": request.tokenizer or "the model's own",
+        "tasks": {
+            name: {option: x for option, x in options.items() if option != "name"}
+            for name, options in tasks.items()
+        },
+    }
+
+
+def identity(folder: Path) -> dict[str, Any]:
+    """What tells a state of a model from another one in the same folder.
+
+    Returns:
+        The newest checkpoint's step of a run; of a Hugging Face checkpoint a hash of config.json
+        and the bytes of its weights.
+
+    Raises:
+        UserError: if it is neither.
+    """
+    step = newest_step(folder / CHECKPOINTS_NAME)
+    if step is not None:
+        return {"step": step}
+    config = folder / CONFIG_FILE
+    if not config.is_file():
+        raise UserError(
+            f"{folder} is neither the folder of a run, with checkpoints in {CHECKPOINTS_NAME}, nor "
+            f"a Hugging Face checkpoint, with {CONFIG_FILE}"
+        )
+    size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    return {"config": hashlib.sha256(config.read_bytes()).hexdigest()[:16], "bytes": size}
+
+
+def facts(command: str) -> dict[str, str]:
+    """When and on what an evaluation runs."""
+    devices = jax.devices()
+    versions = [f"{name} {importlib.metadata.version(name)}" for name in ("jax", "mtraining-jax")]
+    return {
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "devices": f"{len(devices)} x {devices[0].device_kind}",
+        "versions": ", ".join(versions),
+        "command": command,
+    }
+
+
+def _names(models: Mapping[str, Path]) -> dict[str, str]:
+    """Short names of folders, for tables; with the folder above where two are called the same."""
+    short = {label: path.resolve().name for label, path in models.items()}
+    if len(set(short.values())) == len(short):
+        return short
+    return {label: "/".join(path.resolve().parts[-2:]) for label, path in models.items()}
+
+
+def _load(request: Request, label: str, console: Console) -> dict[str, Engine]:
+    """The engines of one model by attention, over the same parameters."""
+    overrides = [
+        (f"{section}.{field}", value)
+        for section in ("sparsity", "parallel")
+        for field, value in getattr(request, section).items()
+    ]
+    sparse = "sparse" in request.attentions
+    engine = Engine.load(
+        request.models[label],
+        attention="sparse" if sparse else "dense",
+        overrides=overrides,
+        dtype=request.dtype,
+        tokenizer=request.tokenizer,
+    )
+    console.print(f"{label}: {engine.loaded.source}", markup=False)
+    engines = {"sparse" if sparse else "dense": engine}
+    if sparse and "dense" in request.attentions:
+        engines["dense"] = engine.dense()
+    return {name: engines[name] for name in request.attentions}
