@@ -33,6 +33,23 @@ def oracle(q, k, v, mask):
     return total(lambda q, k, v: reference_attention(q, k, v, mask)[0])(q, k, v)
 
 
+@functools.cache
+def first_layer(settings):
+    """The pattern of the first layer."""
+    pattern = settings.pattern(ModelSizes(LAYERS, HEADS, SEQ_LEN))
+    return jax.tree.map(lambda x: x[0], pattern) if pattern.arrays else pattern
+
+
+@functools.cache
+def chosen_by(settings):
+    """Queries and keys, and the index that one device chooses for them; compiled once."""
+    q, k = inputs.random(0, 2, SEQ_LEN, HEADS, KV_HEADS, DIM)
+    choose = functools.partial(
+        choose_index, block_ids=jnp.arange(NUM_BLOCKS), num_blocks=NUM_BLOCKS
+    )
+    return q, k, jax.jit(lambda q, k: choose(q, k, first_layer(settings)))(q, k)
+
+
 class PatternContract:
     """Derive from it and give the settings; blocks of `BLOCK` tokens."""
 
@@ -40,21 +57,14 @@ class PatternContract:
     # Whether each token sees something for certain.
     rows_may_be_empty = False
 
-    @functools.cached_property
+    @property
     def pattern(self) -> Pattern:
         """That of the first layer."""
-        pattern = self.settings.pattern(ModelSizes(LAYERS, HEADS, SEQ_LEN))
-        if not pattern.arrays:
-            return pattern
-        return jax.tree.map(lambda x: x[0], pattern)
+        return first_layer(self.settings)
 
-    def chosen(self, dtype=jnp.float32):
+    def chosen(self):
         """Queries and keys, and the index that one device chooses for them."""
-        q, k = inputs.random(0, 2, SEQ_LEN, HEADS, KV_HEADS, DIM, dtype)
-        choose = functools.partial(
-            choose_index, block_ids=jnp.arange(NUM_BLOCKS), num_blocks=NUM_BLOCKS
-        )
-        return q, k, jax.jit(lambda q, k: choose(q, k, self.pattern))(q, k)
+        return chosen_by(self.settings)
 
     def test_the_settings_say_what_they_are(self):
         cls = type(self.settings)
