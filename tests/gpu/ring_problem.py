@@ -51,12 +51,17 @@ def sparse_index() -> VerticalSlashIndex:
     )
 
 
-def block_index() -> BlockSparseIndex:
+def block_mask() -> np.ndarray:
     """A third of the blocks, with an empty head and empty rows."""
     rng = np.random.default_rng(SEED + 2)
     mask = rng.random((SIZE.batch, SIZE.heads, SIZE.query_blocks, SIZE.key_blocks)) < 1 / 3
     mask[:, 0], mask[:, 1, ::3] = False, False
-    return BlockSparseIndex.from_block_mask(jnp.asarray(mask), SIZE.block_size)
+    return mask
+
+
+def block_index() -> BlockSparseIndex:
+    """The lists of `block_mask`."""
+    return BlockSparseIndex.from_block_mask(jnp.asarray(block_mask()), SIZE.block_size)
 
 
 def dense_index() -> VerticalSlashIndex:

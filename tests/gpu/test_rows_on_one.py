@@ -1,0 +1,91 @@
+"""Lists for each row of blocks: what eight ranks choose and compute, on one GPU.
+
+As in `test_ring_on_one.py`, a `jax.vmap` with the names of the mesh's axes stands in for the mesh.
+"""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from mtraining_jax.parallel.layout import Layout
+from mtraining_jax.parallel.ring import ring_attention
+from mtraining_jax.sparsity import MixedRows, SampledRows, XAttention, choose_index
+from pallas_kernels.index import BlockMaskIndex
+from tests.gpu import ring_problem
+from tests.gpu.ring_errors import NAMES, assert_right, own_device
+from tests.gpu.ring_problem import SIZE
+
+RANKS = 8
+PATTERNS = [XAttention(stride=8), XAttention(stride=16), SampledRows(), MixedRows(tau=0.8)]
+
+
+def rows_of_ranks(layout):
+    """Int32 [ranks, n]: the global number of each local block."""
+    return np.stack([layout.block_ids(rank) for rank in range(RANKS)]).astype(np.int32)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=lambda pattern: pattern.describe())
+def test_eight_ranks_choose_the_rows_of_one(pattern):
+    choose = functools.partial(
+        choose_index, pattern=pattern, num_blocks=SIZE.key_blocks, backend=ring_problem.BACKEND
+    )
+    q, k = ring_problem.estimate_inputs()
+    layouts = [Layout(kind, SIZE.seq_len, RANKS, SIZE.block_size) for kind in ("striped", "zigzag")]
+
+    def on_rank(q, k, block_ids):
+        return choose(q, k, block_ids=block_ids, axis_names=("device",)).bits
+
+    with jax.default_device(own_device()):
+        one = jax.jit(choose)(q, k, block_ids=np.arange(SIZE.key_blocks, dtype=np.int32)).bits
+        many = jax.jit(jax.vmap(on_rank, axis_name="device"))
+        one = np.asarray(one)
+        kept = np.bitwise_count(one).sum((-1, -2))
+        assert len(set(kept.ravel().tolist())) > 1  # heads differ
+        for layout in layouts:
+            ids = rows_of_ranks(layout)
+            shape = SIZE.batch, SIZE.key_blocks, SIZE.block_size
+            blocks = [x.reshape(*shape, *x.shape[2:]) for x in (q, k)]
+            dealt = [np.moveaxis(x[:, ids], 1, 0) for x in blocks]
+            dealt = [x.reshape(RANKS, SIZE.batch, -1, *x.shape[4:]) for x in dealt]
+            found = np.asarray(many(*dealt, ids))
+            for rank in range(RANKS):
+                np.testing.assert_array_equal(found[rank], one[:, :, ids[rank]])
+
+
+@pytest.mark.parametrize(("kind", "nodes"), [("striped", 1), ("striped", 2), ("zigzag", 1)])
+def test_rows_of_eight_ranks_give_what_lists_of_one_do(kind, nodes):
+    layout = Layout(kind, SIZE.seq_len, RANKS, SIZE.block_size, nodes)
+    axes = {"node": nodes, "device": RANKS // nodes} if nodes > 1 else {"device": RANKS}
+    attend = functools.partial(
+        ring_attention, layout=layout, axis_names=tuple(axes), axis_sizes=tuple(axes.values()),
+        ring="gather", backend=ring_problem.BACKEND,
+    )
+
+    def on_rank(q, k, v, dout, bits):
+        index = BlockMaskIndex(bits, SIZE.key_blocks, SIZE.block_size)
+        out, vjp = jax.vjp(lambda q, k, v: attend(q, k, v, index), q, k, v)
+        return out, *vjp(dout)
+
+    on_all = on_rank
+    for name in reversed(axes):
+        on_all = jax.vmap(on_all, axis_name=name)
+    order, inverse = layout.permutation(), layout.inverse()
+
+    def deal(x, axis=1):  # [B, S, ...] -> [*axes, B, n, ...]
+        x = np.moveaxis(np.asarray(x), axis, 0)
+        x = np.moveaxis(x.reshape(*axes.values(), -1, *x.shape[1:]), len(axes), len(axes) + axis)
+        return jax.device_put(x, own_device())
+
+    def collect(x):
+        x = np.moveaxis(np.asarray(x), len(axes), 0)
+        return x.reshape(SIZE.batch, SIZE.seq_len, *x.shape[-2:])[:, inverse]
+
+    index = BlockMaskIndex.from_block_mask(ring_problem.block_mask(), SIZE.block_size)
+    bits = np.asarray(index.bits)[:, :, rows_of_ranks(layout).reshape(-1)]
+    with jax.default_device(own_device()):
+        inputs = [deal(x[:, order]) for x in ring_problem.inputs()]
+        arrays = jax.jit(on_all)(*inputs, deal(bits, 2))
+    found = dict(zip(NAMES, map(collect, arrays), strict=True))
+    assert_right(f"rows of {RANKS} ranks on one, {kind} in {nodes}", found, "blocks")
