@@ -90,9 +90,7 @@ def test_a_sparse_pattern_reads_a_padded_prompt_alike_on_one_device_and_on_eight
 
 def test_greedy_tokens_are_the_most_likely_ones_and_stop_where_asked():
     said = []
-    found = engine(EIGHT).generate(
-        TEXT[:PROMPT], GenerateOptions(max_new_tokens=NEW), said.append
-    )
+    found = engine(EIGHT).generate(TEXT[:PROMPT], GenerateOptions(max_new_tokens=NEW), said.append)
     assert len(found.tokens) == NEW and found.stopped == "length"
     assert "".join(said) == found.text
     assert found.prefill_seconds > 0 and found.decode_seconds > 0

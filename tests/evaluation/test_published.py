@@ -182,7 +182,7 @@ def test_measures():
 def test_documents_by_position(tmp_path):
     (tmp_path / "a.txt").write_text("x" * 50)
     write(tmp_path / "b.jsonl", {"text": "y" * 200}, {"text": "z" * 1000})
-    (task,) = make_tasks(["documents"], {"documents": [str(tmp_path)]})
+    (task,) = make_tasks(["documents"], {"documents": str(tmp_path)})
     assert task.kind == "loss"
     assert [task.count(BYTES, length) for length in (None, 50, 51, 200, 2000)] == [3, 3, 2, 2, 0]
     document = task.sample(51, 1, 0, BYTES)
@@ -192,6 +192,6 @@ def test_documents_by_position(tmp_path):
     with pytest.raises(UserError, match='too long for sample 2 of task "documents": 2 of 3 docu'):
         task.sample(200, 2, 0, BYTES)
     with pytest.raises(UserError, match='has no field "body"; it has "text"'):
-        make_tasks(["documents"], {"documents": [str(tmp_path)], "text_field": "body"})
-    with pytest.raises(UserError, match='task "documents" needs the option documents: Files'):
+        make_tasks(["documents"], {"documents": str(tmp_path), "text_field": "body"})
+    with pytest.raises(UserError, match='task "documents" needs the option documents: File'):
         make_tasks(["documents"], {})

@@ -6,12 +6,11 @@ import re
 
 import pytest
 
-from mtraining_jax.data.tokenizer import ByteTokenizer
 from mtraining_jax.errors import UserError
 from mtraining_jax.evaluation.tasks import GROUPS, make_tasks
 from mtraining_jax.evaluation.tasks.scoring import any_found, share_found
+from tests.evaluation.contract import BYTES, TaskContract
 
-BYTES = ByteTokenizer()
 LENGTH = 8192
 # Of the prompt of sample 1 of seed 7. With another prompt, new results cannot be compared with old.
 PROMPTS = {
@@ -44,20 +43,16 @@ def test_there_are_thirteen():
     assert len(GROUPS["ruler"]) == 13 and len(GROUPS["ruler_generated"]) == 11
 
 
+class TestGenerated(TaskContract):
+    names = ("ruler_generated",)
+    length = LENGTH
+
+
 @pytest.mark.parametrize("name", GROUPS["ruler_generated"])
-def test_a_prompt_fits_and_is_always_the_same(name, samples):
+def test_a_prompt_is_that_of_earlier_results(name, samples):
     task, sample = samples[name]
-    used = len(sample.prompt_ids) + sample.max_new_tokens
-    assert 0.9 * LENGTH < used <= LENGTH
     assert sample.prompt_hash[:12] == PROMPTS[name]
-    again, other = task.sample(LENGTH, 1, 7, BYTES), task.sample(LENGTH, 2, 7, BYTES)
-    assert again == sample and other.references != sample.references
-    assert task.score(sample, ", ".join(sample.references).upper()) == 1
-    assert task.score(sample, "nothing") == 0
-    assert task.score(sample, sample.references[-1]) == 1 / len(sample.references)
-    assert (sample.answer is not None) == task.teacher_forced
-    with pytest.raises(UserError, match=rf"length 200 is too short for task .{name}.: .* \d+ tok"):
-        task.sample(200, 0, 0, BYTES)
+    assert task.score(sample, sample.references[-1].upper()) == 1 / len(sample.references)
 
 
 @pytest.mark.parametrize("name", GROUPS["ruler_generated"][:8])

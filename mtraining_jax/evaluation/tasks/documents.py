@@ -14,7 +14,7 @@ from mtraining_jax.data.tokenizer import Tokenizer
 from mtraining_jax.errors import UserError
 from mtraining_jax.evaluation.tasks.records import iterate_records
 from mtraining_jax.evaluation.tasks.task import Document, Task
-from mtraining_jax.field_types import Text, TextList
+from mtraining_jax.field_types import Text
 
 _SUFFIXES = (".txt", ".jsonl")
 
@@ -24,14 +24,15 @@ class LongDocuments(Task):
     """The loss of long documents by position; shorter ones than the length are left out.
 
     Attributes:
-        documents: Files, folders or globs: .jsonl has a document a line, any other file is one.
+        documents: File, folder of .txt and .jsonl files, or glob: .jsonl has a document a line,
+            any other file is one.
         text_field: Field of a JSON line that holds the text.
     """
 
     kind: ClassVar[str] = "loss"
     needs: ClassVar[tuple[str, ...]] = ("documents",)
 
-    documents: TextList = ()
+    documents: str | None = None
     text_field: Text = "text"
 
     def problems(self) -> Iterator[str]:
@@ -62,7 +63,7 @@ class LongDocuments(Task):
 
     def _texts(self) -> Iterator[tuple[str, str]]:
         """The documents, each with its place; one at a time is in memory."""
-        for path in find_files(self.documents, _SUFFIXES, field="documents"):
+        for path in find_files([self.documents], _SUFFIXES, field="documents"):
             if path.suffix == ".jsonl":
                 yield from self._lines(path)
             else:
