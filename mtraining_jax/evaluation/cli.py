@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import shlex
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -11,15 +12,16 @@ from typing import NoReturn
 from rich.console import Console
 
 from mtraining_jax.errors import UserError
-from mtraining_jax.evaluation.tasks import GROUPS, TASKS, option_docs
+from mtraining_jax.evaluation.tasks import GROUPS, TASKS, Task, option_docs
 
 _USAGE = """\
 usage: evaluate.py --model FOLDER --tasks NAMES --lengths LENGTHS [options]
 
   --model FOLDER         folder of a run (its newest checkpoint) or a Hugging Face checkpoint
   --second-model FOLDER  another one, on the same prompts, for a comparison of the two
-  --tasks NAMES          separated by commas, listed below; groups: {groups}; or your own as
-                         package.module:Name
+  --tasks NAMES          separated by commas, listed below; or one of the groups
+                         {groups};
+                         or your own as package.module:Name
   --lengths LENGTHS      tokens of prompt and answer, separated by commas: 4096,8K,1M
   --attention WHICH      of the prompt: dense (default), sparse, or both, side by side
   --samples N            of each task and length (default 20)
@@ -179,13 +181,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def help_text() -> str:
-    """What `--help` prints."""
-    lines = [_USAGE.format(groups=", ".join(GROUPS) or "none")]
+    """What `--help` prints: the usage, the tasks, and the options of tasks."""
+    lines = [_USAGE.format(groups=", ".join(GROUPS))]
+    names: dict[type[Task], list[str]] = {}
+    docs: dict[str, str] = {}
     for name in TASKS.names:
-        cls = TASKS.get(name)
-        lines.append(f"  {name}: {(cls.__doc__ or '').strip().splitlines()[0]}")
-        lines += [f"      --task.{option}  {doc}" for option, doc in option_docs(cls).items()]
+        names.setdefault(TASKS.get(name), []).append(name)
+    for cls, own in names.items():
+        lines += _wrapped(", ".join(own), 2)
+        lines += _wrapped((cls.__doc__ or "").strip().splitlines()[0], 6)
+        options = option_docs(cls)
+        if options:
+            lines += _wrapped(f"Options: {', '.join(options)}", 6)
+        docs |= options
+    lines += ["", "Options of tasks:"]
+    for option, doc in docs.items():
+        lines += [f"  --task.{option}", *_wrapped(doc, 6)]
     return "\n".join(lines) + "\n"
+
+
+def _wrapped(text: str, indent: int) -> list[str]:
+    spaces = " " * indent
+    return textwrap.wrap(
+        text, 100, initial_indent=spaces, subsequent_indent=spaces, break_on_hyphens=False
+    )
 
 
 def _forwarded(rest: Sequence[str]) -> dict[str, dict[str, str]]:

@@ -16,10 +16,10 @@ from mtraining_jax.evaluation.cli import Request
 from mtraining_jax.evaluation.engine import Engine
 from mtraining_jax.evaluation.progress import Watch
 from mtraining_jax.evaluation.results import Results, check_settings
-from mtraining_jax.evaluation.runner import Plan, check, evaluate
+from mtraining_jax.evaluation.runner import Plan, check, check_lengths, evaluate
 from mtraining_jax.evaluation.tasks import make_tasks
-from mtraining_jax.models.hf.config import CONFIG_FILE
-from mtraining_jax.training.checkpoint import newest_step
+from mtraining_jax.models.hf.config import CONFIG_FILE, read_hf_values
+from mtraining_jax.training.checkpoint import newest_step, read_record
 from mtraining_jax.training.run_folder import CHECKPOINTS_NAME
 
 
@@ -44,6 +44,8 @@ def run(request: Request, console: Console, command: str) -> None:
     names = _names(request.models)
     settings = settings_of(request, plan, names)
     check_settings(request.output, settings)  # before minutes are spent on loading
+    for label, path in request.models.items():
+        check_lengths(plan.lengths, max_positions(path), names[label])
     engines = _load(request, "model", console)
     check(plan, engines[request.attentions[0]], names["model"])
     with (
@@ -110,6 +112,19 @@ def identity(folder: Path) -> dict[str, Any]:
         )
     size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     return {"config": hashlib.sha256(config.read_bytes()).hexdigest()[:16], "bytes": size}
+
+
+def max_positions(folder: Path) -> int:
+    """The longest context that a model is meant for, without reading its parameters.
+
+    Raises:
+        UserError: if the folder's configuration cannot be read.
+    """
+    checkpoints = folder / CHECKPOINTS_NAME
+    step = newest_step(checkpoints)
+    if step is None:
+        return read_hf_values(folder)["max_position_embeddings"]
+    return read_record(checkpoints, step)["config"]["model"]["max_position_embeddings"]
 
 
 def facts(command: str) -> dict[str, str]:

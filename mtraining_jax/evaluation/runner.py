@@ -109,6 +109,16 @@ class Watcher(Protocol):
         """Called with each new line."""
 
 
+def check_lengths(lengths: Sequence[int], max_positions: int, name: str) -> None:
+    """Raises UserError for a length beyond the positions of the model called `name`."""
+    for length in lengths:
+        if length > max_positions:
+            raise UserError(
+                f"length {length} is more than the {max_positions} positions of {name} "
+                "(max_position_embeddings)"
+            )
+
+
 def check(plan: Plan, model: Model, name: str) -> None:
     """Finds what cannot be evaluated, before anything runs.
 
@@ -121,12 +131,7 @@ def check(plan: Plan, model: Model, name: str) -> None:
         UserError: a length beyond the model's positions, a task of text for a model without a
             tokenizer, or a plan without lengths or samples.
     """
-    for length in plan.lengths:
-        if length > model.max_positions:
-            raise UserError(
-                f"length {length} is more than the {model.max_positions} positions of {name} "
-                "(max_position_embeddings)"
-            )
+    check_lengths(plan.lengths, model.max_positions, name)
     for task in plan.tasks:
         if task.needs_tokenizer and model.tokenizer is None:
             raise UserError(

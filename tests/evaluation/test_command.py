@@ -64,7 +64,7 @@ def test_what_does_not_fit_the_model_is_refused_and_nothing_is_written(command, 
     status, printed = command("--lengths 128,300")
     assert status == 2
     assert printed == (
-        f"model: {MODEL}\nerror: length 300 is more than the 256 positions of recall_tiny "
+        "error: length 300 is more than the 256 positions of recall_tiny "
         "(max_position_embeddings)\n"
     )
     status, printed = command("--lengths 128 --tasks needle")

@@ -1,6 +1,6 @@
 """The tables of an evaluation, for the terminal and for a Markdown file."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,8 @@ from mtraining_jax.evaluation.tasks import GROUPS
 from mtraining_jax.models.position_buckets import bucket_names
 
 _EMPTY = "–"
+# Groups of tasks whose mean is a number of its own.
+_BENCHMARKS = {"ruler": "RULER", "infinitebench": "InfiniteBench", "longbench": "LongBench"}
 
 
 @dataclass(frozen=True)
@@ -86,13 +88,11 @@ def scores(lines: Lines, names: Mapping[str, str]) -> TextTable:
             pair = "sparse", "dense"
             means = [lines.difference(model, task, n, pair) for n in lines.lengths]
             row(task, model, " - ".join(pair), means, signed=True)
-    if len(lines.tasks) > 1:
+    for name, tasks in means_over(lines.tasks):
         for model in lines.models:
             for attention in lines.attentions:
-                means = [
-                    lines.mean_of_tasks(model, attention, n, lines.tasks) for n in lines.lengths
-                ]
-                row(_mean_name(lines.tasks), model, attention, means, signed=False)
+                means = [lines.mean_of_tasks(model, attention, n, tasks) for n in lines.lengths]
+                row(name, model, attention, means, signed=False)
     return TextTable(
         "Scores",
         "Percent, with the standard error and the number of samples (of tasks, in a mean). Sparse "
@@ -103,9 +103,22 @@ def scores(lines: Lines, names: Mapping[str, str]) -> TextTable:
     )
 
 
+def means_over(tasks: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """Tasks whose mean is shown, with a name: those of each benchmark, and all together."""
+    in_one = False
+    for group, title in _BENCHMARKS.items():
+        members = [task for task in tasks if task in GROUPS[group]]
+        if len(members) > 1:
+            yield f"mean of {len(members)} of {title}'s {len(GROUPS[group])}", members
+            in_one = len(members) == len(tasks)
+    if len(tasks) > 1 and not in_one:
+        yield f"mean of {len(tasks)} tasks", list(tasks)
+
+
 def trained_and_inferred(lines: Lines, names: Mapping[str, str]) -> TextTable:
     """Two models in two ways: does a model do better with the attention that it trained with?"""
     rows = []
+    name = next((name for name, tasks in means_over(lines.tasks) if tasks == lines.tasks), None)
     for length in lines.lengths:
         for model in lines.models:
             means = [
@@ -116,7 +129,7 @@ def trained_and_inferred(lines: Lines, names: Mapping[str, str]) -> TextTable:
             rows.append((str(length), names[model], *cells))
     return TextTable(
         "Trained and inferred",
-        f"Percent, {_mean_name(lines.tasks)}: a row for what was trained, a column for the "
+        f"Percent, {name or lines.tasks[0]}: a row for what was trained, a column for the "
         "attention of the prompt.",
         ("length", "model", *(f"{attention} inference" for attention in lines.attentions)),
         tuple(rows),
@@ -189,9 +202,3 @@ def percent(mean: Mean | None, signed: bool = False) -> str:
     value = f"{100 * mean.value:+.1f}" if signed else f"{100 * mean.value:.1f}"
     error = "" if np.isnan(mean.error) else f" ± {100 * mean.error:.1f}"
     return f"{value}{error} ({mean.count})"
-
-
-def _mean_name(tasks: list[str]) -> str:
-    if set(tasks) == set(GROUPS.get("ruler", ())):
-        return f"mean of RULER's {len(tasks)}"
-    return f"mean of {len(tasks)} tasks" if len(tasks) > 1 else tasks[0]

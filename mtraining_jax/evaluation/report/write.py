@@ -49,6 +49,7 @@ def write_report(folder: Path, console: Console) -> list[Path]:
     parts = [
         f"# Evaluation of {title}\n",
         "\n".join(settings_text(settings)) + "\n",
+        *_on_cut_prompts(lines),
         *(table.markdown() for table in made),
         *(f"![{path.stem}]({path.name})\n" for path in pictures),
         "## Commands\n",
@@ -57,6 +58,17 @@ def write_report(folder: Path, console: Console) -> list[Path]:
     report = folder / REPORT_NAME
     report.write_text("\n".join(parts), encoding="utf-8")
     return [report, *pictures]
+
+
+def _on_cut_prompts(lines: Lines) -> list[str]:
+    """What a reader has to know about published prompts that did not fit a length."""
+    cut = [line["cut_tokens"] for line in lines.scored if line["cut_tokens"]]
+    if not cut:
+        return []
+    return [
+        f"{len(cut)} of {len(lines.scored)} prompts were too long: up to {max(cut)} tokens of "
+        "their middle were left out, as their benchmark does.\n"
+    ]
 
 
 def _caption(invocations: list[Mapping[str, Any]]) -> str:
