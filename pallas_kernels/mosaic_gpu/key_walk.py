@@ -17,7 +17,7 @@ from pallas_kernels.mosaic_gpu.masks import (
     key_numbers,
 )
 from pallas_kernels.mosaic_gpu.work.items import KeyItem
-from pallas_kernels.mosaic_gpu.work.key_work import KeyWork
+from pallas_kernels.mosaic_gpu.work.key_work import PARTS, KeyWork
 
 _WORDS = ROWS // WORD  # of the keep mask, for the keys of a warpgroup
 
@@ -46,6 +46,7 @@ class KeyWalk:
         self.num_query_blocks, self.queries = num_query_blocks, queries
         self.parts = TILE // queries
         self.has_columns = has_columns
+        self.has_parts = work.heavy is not None
 
     def load_all(self, stream: Any) -> Array:
         """Loads the keys and the queries of all steps; returns how many there were.
@@ -84,9 +85,18 @@ class KeyWalk:
             head = it.head * self.group + m
             first = refs["first"][it.batch, head, it.block]
             last = refs["last"][it.batch, head, it.block]
+            if self.has_parts:
+                first, last = self._part_of(first, last)
             return visit(head, first, last, step)
 
         return lax.fori_loop(0, self.group, member, jnp.int32(0))
+
+    def _part_of(self, first: Array, last: Array) -> tuple[Array, Array]:
+        """The entries of a list that the item walks: all of them unless it is a part."""
+        it, count = self.it, last - first
+        start = first + lax.div(count * it.first_row, PARTS)
+        stop = first + lax.div(count * (it.first_row + 1), PARTS)
+        return jnp.where(it.part, start, first), jnp.where(it.part, stop, last)
 
     def _load_block(self, stream: Any) -> Array:
         """`load_all` of a block of keys."""

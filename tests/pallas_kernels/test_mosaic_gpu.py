@@ -8,7 +8,7 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import pallas_kernels
-from pallas_kernels import DiagonalTiles
+from pallas_kernels import BlockSparseIndex, DiagonalTiles, ListedTiles
 from pallas_kernels.mosaic_gpu.backend import MosaicGpu
 from tests.pallas_kernels import cases
 from tests.pallas_kernels.cases import Size
@@ -99,6 +99,27 @@ def test_one_backward_kernel_has_no_races_within_an_item(races):
     watched = registered("watched, one backward kernel", interpret=WATCHED)
     jax.block_until_ready(backward(q, k, v, dout, lse, delta, tiles, backend=watched))
     assert not races().races_found
+
+
+def test_a_key_block_that_every_row_lists_is_cut_into_parts():
+    """The gradients of 16 key blocks, the first of which all 16 query blocks see."""
+    size = Size(1, 1, 1, query_blocks=16, key_blocks=16, block_size=128, dim=DIM)
+    rng = np.random.default_rng(1)
+    q, k, v, dout = cases.qkv_dout(rng, size, "bfloat16")
+    mask = np.zeros((1, 1, 16, 16), bool)
+    mask[:, :, :, 0] = mask[:, :, [3, 7], 1] = mask[:, :, 9, 9] = True
+    tiles = ListedTiles.from_index(BlockSparseIndex.from_block_mask(jnp.asarray(mask), 128))
+    unwatched = MosaicGpu("parts", interpret=UNWATCHED)
+    assert unwatched.plan(q, k, tiles, None, whole=True).keys.heavy.tolist() == [[[0]]]
+    out, lse = forward(q, k, v, tiles, backend="xla")
+    delta = pallas_kernels.delta_of(out, dout)
+    found, expected = (
+        backward(q, k, v, dout, lse, delta, tiles, backend=backend)
+        for backend in (registered("parts", interpret=UNWATCHED), "xla")
+    )
+    for x, y in zip((found.dk, found.dv), (expected.dk, expected.dv), strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-2, atol=2e-2 * float(jnp.abs(y).max()))
+    assert float(jnp.abs(found.dk[:, 2 * 128 : 9 * 128]).max()) == 0.0
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ from pallas_kernels.mosaic_gpu.key_walk import KeyWalk
 from pallas_kernels.mosaic_gpu.masks import KeyMask, add_bias
 from pallas_kernels.mosaic_gpu.query_stream import QueryStream, key_barriers, key_memory
 from pallas_kernels.mosaic_gpu.work.items import KeyItem, read
-from pallas_kernels.mosaic_gpu.work.key_work import KeyWork
+from pallas_kernels.mosaic_gpu.work.key_work import PARTS, KeyWork
 
 _STEP = 64  # queries of one step
 _ROW_OPERANDS = ("base", "minus_delta")
@@ -82,7 +82,8 @@ def dkdv_kernel(
     names = ["q", "k", "v", "dout", *_ROW_OPERANDS]
     names += ["items", "lists", "first", "last", "diagonal"]
     names += COLUMN_NAMES if has_columns else []
-    suffixes = ("", "c") if has_columns else ("",)
+    has_parts = work.heavy is not None
+    suffixes = [""] + ["c"] * has_columns + ["p"] * has_parts
     gradients = ("dkv",) if one_array else ("dk", "dv")
     names += [name + suffix for suffix in suffixes for name in gradients] + ["smem", "bars"]
 
@@ -119,17 +120,20 @@ def dkdv_kernel(
                 lambda add: walk.run_all(warpgroup, functools.partial(steps.run, add)),
             )
             steps.release(end - 1)
-            rows = pl.ds(it.block * TILE + warpgroup * ROWS, ROWS)
 
-            def store(suffix):
+            def store(suffix, block):
+                rows = pl.ds(block * TILE + warpgroup * ROWS, ROWS)
                 refs["dk" + suffix].at[it.batch, rows, it.head][...] = dk * scale
                 refs["dv" + suffix].at[it.batch, rows, it.head][...] = dv
 
-            if has_columns:
-                pl.when(it.columns)(lambda: store("c"))
-                pl.when(jnp.logical_not(it.columns))(lambda: store(""))
+            if len(suffixes) == 1:
+                store("", it.block)
             else:
-                store("")
+                pl.when(it.blocks)(lambda: store("", it.block))
+            if has_columns:
+                pl.when(it.columns)(lambda: store("c", it.block))
+            if has_parts:
+                pl.when(it.part)(lambda: store("p", it.full_row))
 
         pl.when(warpgroup == WARPGROUPS)(memory_warpgroup)
         pl.when(warpgroup < WARPGROUPS)(compute_warpgroup)
@@ -148,10 +152,35 @@ def dkdv_kernel(
         return (jax.ShapeDtypeStruct(shape, jnp.float32),) * 2
 
     outputs = [output(k.shape)] + ([output(columns.k.shape)] if has_columns else [])
+    if has_parts:
+        in_parts = work.heavy.shape[-1] * PARTS * TILE
+        outputs.append(output((k.shape[0], in_parts, *k.shape[2:])))
     flat, structure = jax.tree.flatten(outputs)
     run = launch(attention_dkdv, flat, [smem, key_barriers(stages)], num_items, interpret)
-    keys, *columns = jax.tree.unflatten(structure, run(*arrays))
-    return keys, columns[0] if has_columns else None
+    found = dict(zip(suffixes, jax.tree.unflatten(structure, run(*arrays)), strict=True))
+    keys = found[""]
+    if has_parts:
+        keys = jax.tree.map(functools.partial(_with_parts, work.heavy), keys, found["p"])
+    return keys, found.get("c")
+
+
+def _with_parts(heavy: Array, keys: Array, parts: Array) -> Array:
+    """Gradients of keys, those of the blocks that were cut into parts from the sums of these.
+
+    Args:
+        heavy: as in `KeyWork`.
+        keys: fp32 [..., B, nk, Hk, D].
+        parts: fp32 [..., B, M * PARTS * 128, Hk, D].
+    """
+    batch, kv_heads, count = heavy.shape
+    head_dim = keys.shape[-1]
+    blocks = keys.reshape(-1, batch, keys.shape[-3] // TILE, TILE, kv_heads, head_dim)
+    sums = parts.reshape(-1, batch, count, PARTS, TILE, kv_heads, head_dim).sum(3)
+    # Axes of an index that are apart from each other lead: [B, Hk, M, pairs, 128, D].
+    sums = sums.transpose(1, 4, 2, 0, 3, 5)
+    entry, head = jnp.arange(batch)[:, None, None], jnp.arange(kv_heads)[:, None]
+    blocks = blocks.at[:, entry, heavy, :, head].set(sums, unique_indices=True)
+    return blocks.reshape(keys.shape)
 
 
 @dataclasses.dataclass(frozen=True)

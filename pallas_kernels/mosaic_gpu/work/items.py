@@ -11,7 +11,7 @@ from jax import Array
 
 ITEM_FIELDS = 8  # columns of every list, some of them unused
 
-KEY_BLOCKS, KEY_COLUMNS = range(2)  # values of `KeyItem.kind`
+KEY_BLOCKS, KEY_COLUMNS, KEY_PARTS = range(3)  # values of `KeyItem.kind`
 
 
 class QueryItem(NamedTuple):
@@ -43,13 +43,16 @@ class KeyItem(NamedTuple):
     """128 keys, for the kernel for dk and dv and the one for all gradients.
 
     Attributes:
-        kind: a block of keys or a tile of gathered columns.
+        kind: a block of keys, a tile of gathered columns, or a block of keys with a part of the
+            query blocks that see it.
         batch: entry of the batch.
         head: of columns their query head; of a block its key/value head, or in the list of the
             fused kernel the first query head of those that the item walks.
         block: number of the key block or of the tile of columns.
-        first_row: of columns, the first query block that may see a token of the tile.
-        full_row: of columns, the first query block that lies after all of them.
+        first_row: of columns, the first query block that may see a token of the tile; of a part,
+            its number.
+        full_row: of columns, the first query block that lies after all of them; of a part, the
+            place among the parts where its sums go.
         sign: of blocks in the fused kernel, 1 where query blocks rise and -1 where they fall.
         key_turn: in the fused kernel, the turn at which the item adds to its dk and dv.
     """
@@ -67,6 +70,11 @@ class KeyItem(NamedTuple):
     def columns(self) -> Array:
         """Whether it is a tile of gathered columns."""
         return self.kind == KEY_COLUMNS
+
+    @property
+    def part(self) -> Array:
+        """Whether it is a block of keys with a part of its query blocks."""
+        return self.kind == KEY_PARTS
 
     @property
     def blocks(self) -> Array:

@@ -11,16 +11,24 @@ from pallas_kernels.mosaic_gpu.work.items import (
     ITEM_FIELDS,
     KEY_BLOCKS,
     KEY_COLUMNS,
+    KEY_PARTS,
     KeyItem,
     pack,
 )
 from pallas_kernels.mosaic_gpu.work.lists import walked_lists
 from pallas_kernels.tiles import COLUMN_TILE, Columns, Tiles, count_below
 
+# Of lists, the key blocks that most query blocks see are cut into `PARTS` items each: one block of
+# `_HEAVY_SHARE`, and no more than `_MOST_HEAVY`. Every query block sees the first keys: as one item
+# they would take longer than all else does on many multiprocessors.
+PARTS = 8
+_MOST_HEAVY = 16
+_HEAVY_SHARE = 16
+
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["items", "lists", "first", "last", "diagonal"],
+    data_fields=["items", "lists", "first", "last", "diagonal", "heavy"],
     meta_fields=["listed"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +40,8 @@ class KeyWork:
         lists: int32; offsets [B, Hq, M] or query blocks [B, Hq, nk, M], as in `QueryWork`.
         first, last: int32 [B, Hq, nk], the range of list entries of each key block.
         diagonal: int32 [1].
+        heavy: int32 [B, Hk, M], key blocks that items of `PARTS` parts each are for; None where
+            there are none.
         listed: static.
     """
 
@@ -40,6 +50,7 @@ class KeyWork:
     first: Array
     last: Array
     diagonal: Array
+    heavy: Array | None
     listed: bool
 
 
@@ -47,24 +58,41 @@ def key_work(
     tiles: Tiles | None, columns: Columns | None, batch: int, heads: int,
     num_query_blocks: int, num_key_blocks: int, kv_heads: int,
 ) -> KeyWork:
-    """One item per (batch, key/value head, key block) and per (batch, head, column tile)."""
+    """Items for each (batch, key/value head, key block) and each (batch, head, column tile)."""
     group = heads // kv_heads
     shape = (batch, heads, num_key_blocks)
     lists, diagonal, listed, first, last = walked_lists(
         tiles, shape, num_query_blocks, own_queries=False
     )
-    parts = []
+    pieces, heavy = [], None
     if columns is not None:
         # A tile of columns may see every query block, far more than a block of keys does.
-        parts.append(column_items(columns, num_query_blocks))
+        pieces.append(column_items(columns, num_query_blocks))
     if tiles is not None:
         items = _items(KEY_BLOCKS, jnp.zeros((batch, kv_heads, num_key_blocks), jnp.int32))
         if listed:
             work = (last - first).reshape(batch, kv_heads, group, num_key_blocks).sum(2)
             order = jnp.argsort(-work, axis=-1, stable=True)
-            items = jnp.take_along_axis(items, order[..., None], axis=2)
-        parts.append(items.reshape(-1, ITEM_FIELDS))
-    return KeyWork(jnp.concatenate(parts), lists, first, last, diagonal, listed)
+            count = min(_MOST_HEAVY, num_key_blocks // _HEAVY_SHARE)
+            if count:
+                heavy = order[..., :count].astype(jnp.int32)
+            items = jnp.take_along_axis(items, order[..., count:, None], axis=2)
+            if count:
+                items = jnp.concatenate([_parts_of(heavy), items], axis=2)
+        pieces.append(items.reshape(-1, ITEM_FIELDS))
+    return KeyWork(jnp.concatenate(pieces), lists, first, last, diagonal, heavy, listed)
+
+
+def _parts_of(heavy: Array) -> Array:
+    """Items [B, Hk, M * PARTS, 8] of key blocks [B, Hk, M], the parts of a block together."""
+    shape = (*heavy.shape, PARTS)
+
+    def iota(axis: int) -> Array:
+        return jax.lax.broadcasted_iota(jnp.int32, shape, axis)
+
+    slot = iota(2) * PARTS + iota(3)
+    item = KeyItem(KEY_PARTS, iota(0), iota(1), heavy[..., None], iota(3), slot, 0, 0)
+    return pack(item).reshape(*heavy.shape[:2], -1, ITEM_FIELDS)
 
 
 def column_items(columns: Columns, num_query_blocks: int) -> Array:
