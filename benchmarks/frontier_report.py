@@ -19,7 +19,7 @@ Row = dict[str, Any]
 PARTS = ("choose", "build", "forward", "backward")  # of the time that a layer's attention takes
 _COLUMNS = (
     "pattern", "density", "executed", "keys a row", "rise", "± s.e.", "rise of far copies",
-    "recall", "worst head", *PARTS, "faster than dense",
+    "recall", "worst head", *PARTS, "together", "faster than dense",
 )  # fmt: skip
 # What must be equal in runs whose rows stand in one table.
 _SAME = ("device", "seq_len", "sequences", "dtype", "model", "repeats", "timed_layers")
@@ -83,8 +83,7 @@ def speed(row: Row, start: Row) -> float | None:
     """Time of dense attention over that of a row, choice included; None if it was not taken."""
     if not row["times"]:
         return None
-    dense = start["times"]["forward"] + start["times"]["backward"]
-    return dense / sum(row["times"][part] for part in PARTS)
+    return start["times"]["together"] / row["times"]["together"]
 
 
 def dense_line(start: Row) -> str:
@@ -127,8 +126,8 @@ def markdown(rows: Sequence[tuple[Row, Row]]) -> str:
         "",
         f"Times of one layer, ms, means over layers {', '.join(map(str, start['timed_layers']))}, "
         f"each of another text, of medians of {start['repeats']}. build: what the kernels walk. "
-        "Faster than dense: forward and backward of our own dense kernels in the same run, over "
-        "all four.",
+        "Together: all four, one after another, with no wait between them. Faster than dense: the "
+        "same of our own dense kernels in the same run, over it.",
         "",
         "| " + " | ".join(_COLUMNS) + " |",
         "|" + " --- |" * len(_COLUMNS),
@@ -189,7 +188,7 @@ def _cells(row: Row, start: Row) -> list[str]:
         _signed(row["rise"]), _plain(row["rise_error"]), _signed(row["rise_copies"]),
         f"{row['recall']:.3f}", f"{row['recall_worst']:.2f}",
     ]  # fmt: skip
-    numbers += [f"{times[part]:.3f}" if times else "–" for part in PARTS]
+    numbers += [f"{times[part]:.3f}" if times else "–" for part in (*PARTS, "together")]
     return [row["pattern"].replace(",", " "), *numbers, "–" if faster is None else f"{faster:.2f}"]
 
 

@@ -139,12 +139,16 @@ def test_records_of_two_runs_are_joined_if_they_can_be(tmp_path):
     start = {
         "setting": "then", "device": "H200", "seq_len": 256, "sequences": 2, "dtype": "bfloat16",
         "model": "m", "repeats": 10, "timed_layers": [0], "recall_rows": 8, "loss": 2.0,
-        "loss_copies": None, "times": {"choose": 0.5, "build": 0.0, "forward": 1, "backward": 3},
+        "loss_copies": None, "times": {
+            "choose": 0.5, "build": 0.0, "forward": 1, "backward": 3, "together": 4.0
+        },
     }  # fmt: skip
     row = {
         "pattern": "window,blocks=2", "density": 0.5, "executed": 0.6, "keys": 64, "rise": -0.001,
         "rise_error": None, "rise_copies": None, "recall": 0.9, "recall_worst": 0.8,
-        "times": {"choose": 0.2, "build": 0.3, "forward": 0.5, "backward": 1.0},
+        "times": {
+            "choose": 0.2, "build": 0.3, "forward": 0.5, "backward": 1.0, "together": 2.0
+        },
     }
     files = [tmp_path / name for name in ("a.jsonl", "b.jsonl", "c.jsonl")]
     for file, run, rows in (
@@ -157,7 +161,7 @@ def test_records_of_two_runs_are_joined_if_they_can_be(tmp_path):
     text = (tmp_path / "both.md").read_text()
     assert "now." in text and "| prism tau=0.9 | 0.500 |" in text and text.count("| window") == 1
     line = next(x for x in text.splitlines() if x.startswith("| prism"))
-    assert line.endswith("| 0.900 | 0.80 | 0.200 | 0.300 | 0.500 | 1.000 | 2.00 |")
+    assert line.endswith("| 0.900 | 0.80 | 0.200 | 0.300 | 0.500 | 1.000 | 2.000 | 2.00 |")
     assert "| +0.2500 | – | – |" in line
     with pytest.raises(ValueError, match="seq_len is 512, and 256 before"):
         frontier_report.read(files)
