@@ -138,8 +138,8 @@ class SparsityConfig:
 
     kind: one_of(PATTERNS) = "vertical_slash"
     """dense: all; vertical_slash: columns and diagonals, chosen in every forward pass; fixed: the
-    same with budgets from a file; xattention, sampled_rows, mixed_rows, exact_rows: lists of blocks
-    for each row of blocks, chosen in every forward pass.
+    same with budgets from a file; xattention, sampled_rows, mixed_rows, prism, exact_rows:
+    lists of blocks for each row of blocks, chosen in every forward pass.
 
     replay is for measuring speed with random weights, whose attention is flat: every head computes
     random block diagonals and columns, or lists, of a density given beforehand. Nothing is chosen.

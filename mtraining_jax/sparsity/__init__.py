@@ -12,6 +12,7 @@ from mtraining_jax.sparsity.exact_rows import ExactRows
 from mtraining_jax.sparsity.fixed_budget import FixedBudget, FixedBudgets, load_budgets
 from mtraining_jax.sparsity.mixed_rows import MixedRows
 from mtraining_jax.sparsity.pattern import Choice, ModelSizes, Pattern, Settings, Shards
+from mtraining_jax.sparsity.prism import Prism
 from mtraining_jax.sparsity.registry import PATTERNS
 from mtraining_jax.sparsity.replay import Replay, make_replay
 from mtraining_jax.sparsity.sampled_rows import SampledRows
@@ -45,6 +46,7 @@ __all__ = [
     "MixedRows",
     "ModelSizes",
     "Pattern",
+    "Prism",
     "Replay",
     "SampledRows",
     "Settings",

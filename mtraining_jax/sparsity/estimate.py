@@ -222,7 +222,7 @@ def logit_scores(
 
     def block_scores(logits, _):
         seen = jnp.where(logits == -jnp.inf, 0.0, logits)
-        return _ordered_sum(logits), _ordered_sum(_skew(seen))
+        return ordered_sum(logits), ordered_sum(_skew(seen))
 
     end = num_blocks * block_size if valid_len is None else valid_len
     queries = (q_BHuD, last_positions(q_BHuD.shape[2], end))
@@ -337,7 +337,7 @@ def _mean_of_rows(mass: Array, count: int) -> Array:
     return (high // count << _LIMB_BITS) + rest // count
 
 
-def _ordered_sum(x: Array) -> Array:
+def ordered_sum(x: Array) -> Array:
     """Sum over the rows of [..., u, g] by halving, so that the order of additions is fixed."""
     while x.shape[-2] > 1:
         half = x.shape[-2] // 2

@@ -12,6 +12,7 @@ PATTERNS = Registry(
         "xattention": "mtraining_jax.sparsity.xattention:XAttention",
         "sampled_rows": "mtraining_jax.sparsity.sampled_rows:SampledRows",
         "mixed_rows": "mtraining_jax.sparsity.mixed_rows:MixedRows",
+        "prism": "mtraining_jax.sparsity.prism:Prism",
         "exact_rows": "mtraining_jax.sparsity.exact_rows:ExactRows",
         "replay": "mtraining_jax.sparsity.replay:ReplaySettings",
     },

@@ -61,7 +61,7 @@ class ReplaySettings(VerticalSlashSettings):
     density_name = _DENSITY_NAME
 
     replay_of: Literal[
-        "vertical_slash", "xattention", "sampled_rows", "mixed_rows", "exact_rows"
+        "vertical_slash", "xattention", "sampled_rows", "mixed_rows", "prism", "exact_rows"
     ] = "vertical_slash"
     replay_density: limited(float, gt=0, le=0.3) = 0.063
     replay_estimate: bool = True

@@ -9,6 +9,8 @@ from mtraining_jax.sparsity.pattern import Choice, Pattern, Shards
 if TYPE_CHECKING:
     from jax import Array
 
+    from mtraining_jax.sparsity.row_rule import RowRule
+
 # Mean density that is assumed as long as nothing has been chosen. Exact masses kept to 0.95 of
 # each row took 21.5 % of the pairs of SmolLM2-135M at 32768 tokens; longer sequences take less.
 _ASSUMED_DENSITY = 0.2
@@ -18,9 +20,9 @@ _ASSUMED_DENSITY = 0.2
 class RowPattern(Pattern):
     """Per head and row of blocks, the heaviest key blocks until a share of their mass is kept.
 
-    A subclass says how blocks are scored (`scores`). The rule is the same for all
-    (`row_rule.RowRule`): forced blocks, then the others from the heaviest on, while what stands
-    before is below `tau` of the row's mass. No row is ever empty.
+    A subclass says how blocks are scored (`scores`), or which are kept (`keep`). The rule is the
+    same for all (`row_rule.RowRule`): forced blocks, then the others from the heaviest on, while
+    what stands before is below `tau` of the row's mass. No row is ever empty.
 
     The keys of all ranks are gathered before the choice; what follows needs no exchange, and each
     rank keeps its own rows of the index (`BlockMaskIndex`).
@@ -64,18 +66,36 @@ class RowPattern(Pattern):
         """
         raise NotImplementedError(f"{type(self).__name__}.scores")
 
+    def keep(self, q: "Array", k: "Array", shards: Shards) -> "Array":
+        """The key blocks of each local row of blocks, by its `scores`.
+
+        Args:
+            q: as in `scores`, like k.
+            k: see there.
+            shards: see there.
+
+        Returns:
+            uint32 [B, Hq, n/g, ceil(NB/32)], bits as in `BlockMaskIndex`.
+        """
+        from mtraining_jax.sparsity.row_rule import kept_blocks
+
+        return kept_blocks(self.scores(q, k, shards), shards.block_ids, self.rule())
+
+    def rule(self) -> "RowRule":
+        """The rule of all such patterns, with the settings of this one."""
+        from mtraining_jax.sparsity.row_rule import RowRule
+
+        return RowRule(self.tau, self.sink_blocks, self.local_blocks, self.least_share)
+
     def choose(self, q: "Array", k: "Array", shards: Shards) -> Choice:
-        """Chooses by `scores` and the rule."""
+        """Chooses the blocks that `keep` says."""
         from mtraining_jax.sparsity import exchange
         from mtraining_jax.sparsity.checks import check_choice
-        from mtraining_jax.sparsity.row_rule import RowRule, kept_blocks
         from pallas_kernels.index import BlockMaskIndex
 
         check_choice(q, k, shards, self.block_size)
         where = shards.block_ids, shards.num_blocks, shards.axis_names
-        scores = self.scores(q, exchange.all_blocks(k, *where), shards)
-        rule = RowRule(self.tau, self.sink_blocks, self.local_blocks, self.least_share)
-        bits = kept_blocks(scores, shards.block_ids, rule)
+        bits = self.keep(q, exchange.all_blocks(k, *where), shards)
         return Choice(BlockMaskIndex(bits, shards.num_blocks, self.block_size))
 
     def rule_in_words(self) -> str:

@@ -10,6 +10,7 @@ from mtraining_jax.sparsity import (
     Dense,
     ExactRows,
     MixedRows,
+    Prism,
     SampledRows,
     VerticalSlash,
     XAttention,
@@ -67,6 +68,10 @@ class TestMixedRows(PatternContract):
     settings = MixedRows(tau=1.0, least_share=0.03, stride=4, sampled_rows=2, block_size=BLOCK)
 
 
+class TestPrism(PatternContract):
+    settings = Prism(tau=0.5, block_size=BLOCK)
+
+
 class TestExactRows(PatternContract):
     settings = ExactRows(tau=0.6, block_size=BLOCK)
 
@@ -78,6 +83,6 @@ class TestOwn(PatternContract):
 def test_every_registered_pattern_is_tested_here():
     tested = {
         Dense, VerticalSlash, ReplaySettings, BudgetFile, XAttention, SampledRows, ExactRows,
-        MixedRows,
+        MixedRows, Prism,
     }
     assert {PATTERNS.get(name) for name in PATTERNS.names} == tested

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtraining_jax.sparsity import ExactRows, MixedRows, SampledRows, Shards, XAttention
+from mtraining_jax.sparsity import ExactRows, MixedRows, Prism, SampledRows, Shards, XAttention
 from tests.sparsity import inputs, oracle
 
 BLOCK, NUM_BLOCKS, DIM = 16, 8, 16
@@ -59,6 +59,38 @@ def test_scores_are_those_of_the_definition(pattern):
         expected = wanted(pattern, q[b, :, h], k[b, :, 0])[np.asarray(rows)]
         np.testing.assert_allclose(found[b, h], expected, atol=2e-6)
     np.testing.assert_allclose(found.sum(-1), 1, atol=1e-5)
+
+
+def prism(q, k):
+    """Prism's weights of one head with rms over the row and over the keys up to it."""
+    q, k = (x.reshape(NUM_BLOCKS, BLOCK, DIM).mean(1) for x in (q, k))
+    half = DIM // 2
+    bands = np.arange(half) < half / 2, np.arange(half) >= half / 4
+
+    def rms(x):
+        return np.sqrt((x**2).mean())
+
+    found = []
+    for pairs in bands:
+        band, weights = np.tile(pairs, 2), np.zeros((NUM_BLOCKS, NUM_BLOCKS))
+        for i in range(NUM_BLOCKS):
+            seen, d = k[: i + 1], band.sum()
+            heat = np.sqrt(d / DIM) * rms(q[i, band]) * rms(seen[:, band])
+            heat /= rms(q[i]) * rms(seen)
+            logits = seen[:, band] @ q[i, band] / (heat * np.sqrt(d))
+            weights[i, : i + 1] = oracle.softmax(logits)
+        found.append(weights)
+    return found
+
+
+def test_the_two_bands_of_prism_are_those_of_the_definition():
+    q, k = inputs.random(0, 2, SEQ_LEN, 3, 1, DIM)
+    shards = Shards(jnp.arange(NUM_BLOCKS), NUM_BLOCKS)
+    bands = jax.jit(lambda q, k: Prism(block_size=BLOCK).bands(q, k, shards))(q, k)
+    q, k = np.asarray(q, np.float64), np.asarray(k, np.float64)
+    for b, h in np.ndindex(2, 3):
+        for found, wanted in zip(bands, prism(q[b, :, h], k[b, :, 0]), strict=True):
+            np.testing.assert_allclose(found[b, h], wanted, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,77 @@
+"""Prism: key blocks by pooled queries and keys, high and low rotary frequencies apart."""
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from mtraining_jax.sparsity.pattern import Shards
+from mtraining_jax.sparsity.row_pattern import RowPattern
+
+if TYPE_CHECKING:
+    from jax import Array
+
+# Shares of the rotary pairs, of which the first turn fastest: 64 and 96 of 128 numbers.
+_HIGH, _LOW = 1 / 2, 3 / 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Prism(RowPattern):
+    """Key blocks by the attention of means over blocks, in two bands of rotary frequencies.
+
+    Means over a block lose what turns fast within it. So blocks are chosen twice, by the first half
+    of the rotary pairs and by the last three quarters, and what either keeps is computed. With X_z
+    the means of band z, of d_z numbers, a row's weights are softmax(Q_z K_z^T / (t_z sqrt(d_z))),
+    t_z = sqrt(d_z / D) rms(Q_z) rms(K_z) / (rms(Q) rms(K)), which gives both bands the logits'
+    size that all numbers together have. It costs about 1/`block_size`^2 of a dense forward pass.
+
+    Source: Prism (arXiv 2602.08426), written from the paper. There rms is over the whole sequence;
+    here it is over the row's own queries and over the keys up to them, so that no later token
+    decides. There the two bands have thresholds of their own; here `tau` is that of both. Rotary
+    embeddings must turn number i of a head with number i + D/2, as those of Hugging Face do.
+
+    Raises:
+        ValueError: naming the field, its value and what is allowed.
+    """
+
+    def keep(self, q: "Array", k: "Array", shards: Shards) -> "Array":
+        """As `RowPattern.keep`: what either band keeps."""
+        from mtraining_jax.sparsity.row_rule import kept_blocks
+
+        rule = self.rule()
+        high, low = (
+            kept_blocks(scores, shards.block_ids, rule) for scores in self.bands(q, k, shards)
+        )
+        return high | low
+
+    def bands(self, q: "Array", k: "Array", shards: Shards) -> tuple["Array", "Array"]:
+        """The weights of the high band and of the low one, as `RowPattern.scores`."""
+        import jax.numpy as jnp
+
+        from mtraining_jax.sparsity import pooling, row_scores
+
+        blocks = jnp.arange(shards.num_blocks, dtype=jnp.int32)
+        queries = pooling.block_means(q, shards.block_ids, shards.valid_len)
+        keys = pooling.block_means(k, blocks, shards.valid_len)
+        places = shards.block_ids
+        if shards.valid_len is not None:
+            places = jnp.where(places * self.block_size < shards.valid_len, places, -1)
+        head_dim, groups = q.shape[-1], q.shape[2] // k.shape[2]
+        half = head_dim // 2
+        in_pair = jnp.arange(head_dim) % half
+        found = []
+        for band in (in_pair < round(_HIGH * half), in_pair >= half - round(_LOW * half)):
+            of_queries = pooling.energy_share(queries, band)
+            of_keys = pooling.energy_share(keys, band, up_to_each=True)[:, :, shards.block_ids]
+            shares = of_queries * jnp.repeat(of_keys, groups, axis=1)
+            # The temperature takes sqrt(d_z) away again: it is in the shares.
+            rows = jnp.where(band, queries, 0.0) / jnp.maximum(shares, 1e-30)[..., None]
+            found.append(
+                row_scores.block_masses(
+                    rows[:, :, :, None], keys[:, :, :, None], places[:, None],
+                    scale=shards.scale_for(head_dim), like=q, backend=shards.backend,
+                )
+            )
+        return tuple(found)
+
+    def describe(self) -> str:
+        """Its name and tau."""
+        return f"Prism, {self.rule_in_words()}, in each of two bands"
