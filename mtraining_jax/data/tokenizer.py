@@ -1,5 +1,7 @@
 """From text to token ids: raw bytes, or a Hugging Face ``tokenizer.json``."""
 
+import functools
+import json
 from pathlib import Path
 from typing import Protocol
 
@@ -22,9 +24,14 @@ class Tokenizer(Protocol):
     name: str  # for messages
     vocab_size: int  # every id is below it
     eos: int  # the id that ends a document
+    start: int | None  # the id that stands for the start of a text, if there is one
 
     def encode(self, text: str) -> np.ndarray:
         """Token ids of a document, without its end: integers [n]."""
+        ...
+
+    def encode_prompt(self, text: str) -> np.ndarray:
+        """Token ids of a text that is to go on, with tokens that belong before it: integers [n]."""
         ...
 
     def decode(self, ids: np.ndarray) -> str:
@@ -37,6 +44,7 @@ class ByteTokenizer:
 
     name = BYTES
     vocab_size = 257
+    start = None
 
     def __init__(self, eos: int | str | None = None):
         if isinstance(eos, str):
@@ -49,6 +57,10 @@ class ByteTokenizer:
     def encode(self, text: str) -> np.ndarray:
         """Token ids of a document, without its end: uint8 [n]."""
         return np.frombuffer(text.encode("utf-8"), np.uint8)
+
+    def encode_prompt(self, text: str) -> np.ndarray:
+        """The same as `encode`."""
+        return self.encode(text)
 
     def decode(self, ids: np.ndarray) -> str:
         """Text of token ids; ends of documents are left out."""
@@ -98,6 +110,23 @@ class HuggingFaceTokenizer:
     def encode(self, text: str) -> np.ndarray:
         """Token ids of a document, without its end: uint32 [n]."""
         return np.asarray(self._backend.encode(text, add_special_tokens=False).ids, np.uint32)
+
+    def encode_prompt(self, text: str) -> np.ndarray:
+        """Token ids with those that the file's template adds, as one for the start: uint32 [n]."""
+        return np.asarray(self._backend.encode(text, add_special_tokens=True).ids, np.uint32)
+
+    @functools.cached_property
+    def start(self) -> int | None:
+        """`bos_token` of the tokenizer_config.json beside the file; None if it has none."""
+        path = Path(self.name).with_name("tokenizer_config.json")
+        try:
+            token = json.loads(path.read_text(encoding="utf-8")).get("bos_token")
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, AttributeError) as error:
+            raise UserError(f"{path} cannot be read ({first_line(error)})") from error
+        token = token.get("content") if isinstance(token, dict) else token
+        return None if token is None else self._backend.token_to_id(token)
 
     def decode(self, ids: np.ndarray) -> str:
         """Text of token ids; special tokens are left out."""

@@ -150,10 +150,11 @@ class Engine:
             fp32 [S - 1], in nats.
 
         Raises:
-            UserError: if there are fewer than 2 tokens or more than `max_positions`, or an id is
-                outside the vocabulary.
+            UserError: if there are fewer than 2 tokens, those that are read (all but the last) are
+                more than `max_positions`, or an id is outside the vocabulary.
         """
         ids = self._checked(tokens, least=2)
+        self._check_length(len(ids) - 1, 0)
         return self.programs.score(ids[:-1], ids[1:], len(ids) - 1)[0].loss
 
     def forced(
@@ -172,7 +173,8 @@ class Engine:
             UserError: as `token_losses`, for both together.
         """
         prompt, answer = self._checked(prompt_ids, least=1), self._checked(answer_ids, least=1)
-        ids = self._checked(np.concatenate([prompt, answer]), least=2)
+        ids = np.concatenate([prompt, answer])
+        self._check_length(len(ids) - 1, 0)
         first = len(prompt) - 1
         scores, density = self.programs.score(ids[:-1], ids[1:], len(prompt))
         return Forced(-scores.loss[first:], scores.is_argmax[first:], density)
@@ -244,7 +246,6 @@ class Engine:
                 f"the tokens go from {ids.min()} to {ids.max()}: they must be ids from 0 to "
                 f"{vocab_size - 1} (model.vocab_size = {vocab_size})"
             )
-        self._check_length(len(ids), 0)
         return ids.astype(np.int32)
 
     def _check_length(self, tokens: int, new_tokens: int) -> None:

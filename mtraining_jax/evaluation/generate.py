@@ -22,7 +22,8 @@ def generate(
     Args:
         model: an `Engine`, or the folder of a run or of a Hugging Face checkpoint. An engine keeps
             its parameters and programs for the next call.
-        prompt: nothing is added to it, no template and no token for its start.
+        prompt: text. The tokenizer may put a token for the start before it; no template of a chat
+            is added.
         options: how many tokens, and how they are drawn; None is 256 at most, the most likely.
         on_text: called with each new piece of text as soon as it is final.
         **how: a folder is loaded; as of `Engine.load`.
@@ -39,4 +40,4 @@ def generate(
             f'{model.loaded.source} has no tokenizer; name one, as tokenizer="PATH/tokenizer.json"'
             ' or tokenizer="bytes"'
         )
-    return model.generate(model.tokenizer.encode(prompt), options, on_text)
+    return model.generate(model.tokenizer.encode_prompt(prompt), options, on_text)

@@ -15,7 +15,7 @@ _USAGE = """\
 usage: generate.py --model FOLDER (--prompt TEXT | --prompt-file FILE) [options]
 
   --model FOLDER        folder of a run (its newest checkpoint) or a Hugging Face checkpoint
-  --prompt TEXT         what is continued; nothing is added to it
+  --prompt TEXT         what is continued; no template of a chat is added to it
   --prompt-file FILE    the same from a file of UTF-8 text; - is the standard input
   --max-new-tokens N    most new tokens (default 256)
   --temperature T       0 (default) always takes the most likely token

@@ -109,7 +109,7 @@ def test_what_a_model_cannot_read_is_said_in_a_sentence():
     for call, message in [
         (lambda: model.token_losses([3]), "at least 2 tokens"),
         (lambda: model.token_losses([3, 384]), "from 0 to 383"),
-        (lambda: model.token_losses(np.zeros(513, int)), "513 tokens are more than the 512"),
+        (lambda: model.token_losses(np.zeros(514, int)), "513 tokens are more than the 512"),
         (
             lambda: model.generate(np.zeros(400, int), GenerateOptions(200)),
             "400 tokens and 200 new ones are more than the 512 positions",

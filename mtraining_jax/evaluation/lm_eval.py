@@ -1,0 +1,213 @@
+"""Models of this package for lm-evaluation-harness, whose tasks then run on them.
+
+python -m mtraining_jax.evaluation.lm_eval --model mtraining_jax \
+    --model_args path=FOLDER,attention=sparse --tasks hellaswag
+
+is the harness' own command with this model class added. From Python, pass a `HarnessModel` as
+`model` to `lm_eval.simple_evaluate`.
+"""
+
+import sys
+from typing import Any
+
+import jax
+import numpy as np
+
+from mtraining_jax.errors import UserError
+from mtraining_jax.evaluation.decode.sampling import GenerateOptions
+from mtraining_jax.evaluation.engine import Engine
+
+try:
+    from lm_eval import utils as harness_utils
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.api.registry import register_model
+    from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
+    from tqdm import tqdm
+except ImportError as error:
+    if (error.name or "").partition(".")[0] not in ("lm_eval", "tqdm"):
+        raise
+    _MISSING, TemplateLM = error, object
+
+    def register_model(name: str) -> Any:
+        """Registers nothing."""
+        return lambda cls: cls
+
+else:
+    _MISSING = None
+
+# Arguments that the harness' command gives to every model, and that mean nothing here: requests
+# run one by one, on all devices.
+_NOT_READ = ("batch_size", "max_batch_size", "device")
+_MAX_NEW_TOKENS = 256  # the harness' default
+_SECTIONS = ("sparsity", "parallel", "model")
+
+
+@register_model("mtraining_jax")
+class HarnessModel(TemplateLM):
+    """A model for lm-evaluation-harness 0.4.13 or later.
+
+    A text that is longer than the model's positions is an error. The harness' own class for
+    Hugging Face models cuts the beginning off, which takes the needle out of a haystack.
+
+    Attributes:
+        engine: the model.
+
+    Args:
+        engine: the model; None loads it from `path`.
+        path: folder of a run or of a Hugging Face checkpoint.
+        attention, dtype, tokenizer: as of `Engine.load`.
+        **more: fields of the sections sparsity, parallel and model by dotted name.
+
+    Raises:
+        UserError: if the harness is not installed, there is no tokenizer, several processes run,
+            and as of `Engine.load`.
+    """
+
+    def __init__(
+        self,
+        engine: Engine | None = None,
+        *,
+        path: str | None = None,
+        attention: str = "dense",
+        dtype: str | None = None,
+        tokenizer: str | None = None,
+        **more: Any,
+    ) -> None:
+        if _MISSING is not None:
+            raise UserError(
+                f"lm-evaluation-harness cannot be imported ({_MISSING}): install the extra eval, "
+                'as pip install "mtraining-jax[eval]"'
+            )
+        super().__init__()
+        if jax.process_count() > 1:
+            raise UserError(
+                f"{jax.process_count()} processes run, and lm-evaluation-harness works in one: "
+                "use the devices of one host"
+            )
+        overrides = [(name, str(value)) for name, value in more.items() if name not in _NOT_READ]
+        unknown = [name for name, _ in overrides if name.partition(".")[0] not in _SECTIONS]
+        if unknown:
+            raise UserError(
+                f"{unknown[0]} is no argument of this model; there are path, attention, dtype, "
+                f"tokenizer and fields of {', '.join(_SECTIONS)}, as sparsity.top_p"
+            )
+        if engine is None:
+            if path is None:
+                raise UserError("path is missing: the folder of a run or of a checkpoint")
+            engine = Engine.load(
+                path, attention=attention, overrides=overrides, dtype=dtype, tokenizer=tokenizer
+            )
+        if engine.tokenizer is None:
+            raise UserError(f"{engine.loaded.source} has no tokenizer; name one with tokenizer=")
+        self.engine = engine
+
+    @property
+    def eot_token_id(self) -> int:
+        """The token that ends a text."""
+        return self.engine.tokenizer.eos
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What a text without a context is given the context of."""
+        start = self.engine.tokenizer.start
+        return self.eot_token_id if start is None else start
+
+    @property
+    def max_length(self) -> int:
+        """Tokens that the model reads at most."""
+        return self.engine.max_positions
+
+    @property
+    def tokenizer_name(self) -> str:
+        """For the harness' cache of requests."""
+        return self.engine.tokenizer.name.replace("/", "__")
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **_: Any
+    ) -> list[int]:
+        """Token ids, with those that the tokenizer puts around a text unless told not to.
+
+        Where a text begins with its start token already, that is not put there again.
+        """
+        tokenizer = self.engine.tokenizer
+        plain = tokenizer.encode(string)
+        if add_special_tokens is False:
+            return [int(x) for x in plain]
+        whole = tokenizer.encode_prompt(string)
+        twice = len(whole) > len(plain) > 0 and whole[0] == plain[0] == tokenizer.start
+        return [int(x) for x in (plain if add_special_tokens is None and twice else whole)]
+
+    def _loglikelihood_tokens(
+        self, requests: list[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
+    ) -> list[tuple[float, bool]]:
+        """Log probability of each continuation, and whether it is what greedy decoding gives."""
+        found = []
+        for texts, context, continuation in tqdm(requests, disable=disable_tqdm, desc="scoring"):
+            forced = self.engine.forced(context, continuation)
+            answer = float(forced.log_probs.sum(dtype=np.float64)), bool(forced.is_argmax.all())
+            found.append(answer)
+            if texts is not None:
+                self.cache_hook.add_partial("loglikelihood", texts, answer)
+        return found
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        """Log probability of whole texts.
+
+        By the harness' definition a text that is longer than the model reads is scored in windows,
+        so that each token is predicted once.
+        """
+        found = []
+        for (text,) in tqdm([request.args for request in requests], disable=disable_tqdm):
+            windows = harness_utils.get_rolling_token_windows(
+                token_list=self.tok_encode(text), prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length, context_len=1,
+            )  # fmt: skip
+            pairs = [(None, *harness_utils.make_disjoint_window(window)) for window in windows]
+            answers = self._loglikelihood_tokens(pairs, disable_tqdm=True)
+            found.append(sum(log_prob for log_prob, _ in answers))
+            self.cache_hook.add_partial("loglikelihood_rolling", (text,), found[-1])
+        return found
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        """New text behind each context, up to a stop text."""
+        found = []
+        for request in tqdm(requests, disable=disable_tqdm, desc="generating"):
+            context, settings = request.args
+            options = generate_options(settings)
+            text = self.engine.generate(self.tok_encode(context), options).text
+            found.append(text)
+            self.cache_hook.add_partial("generate_until", request.args, text)
+        return found
+
+
+def generate_options(settings: dict[str, Any]) -> GenerateOptions:
+    """Options of generation from the harness' `generation_kwargs`.
+
+    Raises:
+        UserError: on one that is not supported.
+    """
+    settings = normalize_gen_kwargs(settings, _MAX_NEW_TOKENS)
+    until = handle_stop_sequences(settings.pop("until", None), eos=None)
+    sampled = settings.pop("do_sample")
+    temperature = float(settings.pop("temperature", 1.0))  # as transformers has it
+    options = GenerateOptions(
+        max_new_tokens=settings.pop("max_gen_toks"),
+        temperature=temperature if sampled else 0.0,
+        top_p=float(settings.pop("top_p", 1.0)),
+        seed=settings.pop("seed", 0),
+        stop=tuple(text for text in until if text),
+    )
+    for name, value in settings.items():
+        raise UserError(
+            f"generation_kwargs has {name} = {value!r}, which is not supported; there are until, "
+            "max_gen_toks, do_sample, temperature, top_p and seed"
+        )
+    return options
+
+
+if __name__ == "__main__":
+    if _MISSING is not None:
+        sys.exit(f"error: lm-evaluation-harness is not installed ({_MISSING})")
+    from lm_eval.__main__ import cli_evaluate
+
+    cli_evaluate()

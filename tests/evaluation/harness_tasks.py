@@ -1,0 +1,124 @@
+"""Two small tasks for lm-evaluation-harness, and a checkpoint with a tokenizer to run them on.
+
+`python -m tests.evaluation.harness_tasks FOLDER` runs them on the harness' own model class `hf` and
+prints its answers as JSON: those stored in tests/data/harness_hf.json. It needs torch and
+transformers, and nothing of this repository but its data.
+"""
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+
+DATA = Path(__file__).parents[1] / "data"
+WORDS = "the grass is green and sky blue sun yellow here we go there back again".split()
+
+
+def prepare(folder: Path) -> Path:
+    """Copies a checkpoint and gives it a tokenizer of single bytes, as a folder for `hf` has."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    model = folder / "model"
+    shutil.copytree(DATA / "qwen2_tiny", model)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: number for number, letter in enumerate(alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    tokenizer.save(str(model / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
+    (model / "tokenizer_config.json").write_text(json.dumps(settings))
+    ids = {"eos_token_id": len(alphabet)}
+    (model / "generation_config.json").write_text(json.dumps(ids))
+    return model
+
+
+def tasks(folder: Path) -> list[dict]:
+    """Multiple choice, perplexity and generation on texts of random words, written to `folder`."""
+    rng = np.random.default_rng(0)
+
+    def text(words: int) -> str:
+        return " ".join(rng.choice(WORDS, words))
+
+    rows = {
+        "choice": [
+            {"query": text(4 + 2 * i), "choices": [text(1), text(2), text(3)], "gold": i % 3}
+            for i in range(6)
+        ],
+        # The last is longer than the model's 512 positions: two windows.
+        "perplexity": [{"text": text(n)} for n in (3, 30, 150)],
+        "generation": [{"query": text(5), "answer": text(1)} for _ in range(3)],
+    }
+    found = []
+    for name, documents in rows.items():
+        file = folder / f"{name}.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in documents))
+        found.append({
+            "task": f"tiny_{name}",
+            "dataset_path": "json",
+            "dataset_kwargs": {"data_files": {"test": str(file)}},
+            "test_split": "test",
+        } | _HOW[name])
+    return found
+
+
+_HOW = {
+    "choice": {
+        "output_type": "multiple_choice", "doc_to_text": "{{query}}",
+        "doc_to_choice": "{{choices}}", "doc_to_target": "{{gold}}",
+        "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+    },
+    "perplexity": {
+        "output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{text}}",
+        "metric_list": [{"metric": "word_perplexity"}],
+    },
+    "generation": {
+        "output_type": "generate_until", "doc_to_text": "{{query}}", "doc_to_target": "{{answer}}",
+        "generation_kwargs": {"until": ["e", "zz"], "max_gen_toks": 12, "do_sample": False},
+        "metric_list": [
+            {"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}
+        ],
+    },
+}  # fmt: skip
+
+
+def answers(model: object, folder: Path) -> dict[str, list]:
+    """What a model answers to every request of each task, as the harness logs it."""
+    os.environ["HF_DATASETS_CACHE"] = str(folder / "cache")
+    os.environ["HF_DATASETS_OFFLINE"] = os.environ["HF_HUB_OFFLINE"] = "1"
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    found = lm_eval.simple_evaluate(
+        model=model, tasks=tasks(folder), task_manager=TaskManager(include_defaults=False),
+        bootstrap_iters=0, log_samples=True,
+    )  # fmt: skip
+    return {
+        name: [sample["filtered_resps"] for sample in samples]
+        for name, samples in found["samples"].items()
+    }
+
+
+def main() -> None:
+    """Prints the answers of the class `hf`, and what they were made with."""
+    folder = Path(sys.argv[1])
+    model = prepare(folder)
+    import lm_eval
+    import torch
+    import transformers
+    from lm_eval.models.huggingface import HFLM
+
+    hf = HFLM(str(model), device="cpu", dtype="float32", batch_size=1)
+    made_with = {
+        "lm_eval": lm_eval.__version__, "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }  # fmt: skip
+    print(json.dumps({"made_with": made_with, "answers": answers(hf, folder)}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

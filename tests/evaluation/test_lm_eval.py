@@ -1,0 +1,70 @@
+"""Our models under lm-evaluation-harness, against its own class for Hugging Face models."""
+
+import importlib.util
+import json
+
+import numpy as np
+import pytest
+
+from mtraining_jax.errors import UserError
+from mtraining_jax.evaluation.lm_eval import HarnessModel, generate_options
+from tests.evaluation import harness_tasks
+from tests.models.common import DATA
+
+INSTALLED = importlib.util.find_spec("lm_eval") is not None
+needs_harness = pytest.mark.skipif(not INSTALLED, reason="lm-evaluation-harness is not installed")
+
+
+@pytest.mark.skipif(INSTALLED, reason="lm-evaluation-harness is installed")
+def test_without_the_harness_a_sentence_says_what_to_install():
+    with pytest.raises(UserError, match="install the extra eval"):
+        HarnessModel(path=str(DATA / "qwen2_tiny"))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = harness_tasks.prepare(tmp_path_factory.mktemp("harness"))
+    return HarnessModel(
+        path=str(folder), dtype="float32", batch_size=1, **{"parallel.devices_per_node": 1}
+    )
+
+
+@needs_harness
+@pytest.mark.filterwarnings("default")
+def test_answers_are_those_of_the_harness_for_hugging_face(model, tmp_path):
+    expected = json.loads((DATA / "harness_hf.json").read_text())["answers"]
+    found = harness_tasks.answers(model, tmp_path)
+    assert found.keys() == expected.keys()
+    for name, samples in expected.items():
+        for ours, theirs in zip(found[name], samples, strict=True):
+            if name == "tiny_choice":
+                assert [greedy for _, greedy in ours] == [greedy for _, greedy in theirs]
+                ours, theirs = ([x for x, _ in answers] for answers in (ours, theirs))
+            if name == "tiny_generation":
+                assert ours == theirs
+            else:
+                np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-4, err_msg=name)
+
+
+@needs_harness
+def test_a_text_that_is_too_long_is_an_error(model):
+    class Request:
+        args = ("a" * 600, {"until": [], "max_gen_toks": 8})
+
+    with pytest.raises(UserError, match="600 tokens and 8 new ones are more than the 512"):
+        model.generate_until([Request()])
+    with pytest.raises(UserError, match="more than the 512 positions"):
+        model._loglikelihood_tokens([(None, [1] * 600, [2])])
+
+
+@needs_harness
+def test_arguments_and_settings_that_mean_nothing_here_are_refused(model):
+    with pytest.raises(UserError, match="path is missing"):
+        HarnessModel()
+    with pytest.raises(UserError, match="peft is no argument of this model"):
+        HarnessModel(engine=model.engine, peft="x")
+    with pytest.raises(UserError, match="generation_kwargs has num_beams = 4"):
+        generate_options({"until": ["a"], "num_beams": 4})
+    options = generate_options({"until": "x", "do_sample": True, "max_new_tokens": 3})
+    assert (options.stop, options.temperature, options.max_new_tokens) == (("x",), 1.0, 3)
+    assert generate_options({"temperature": 0.0}).kind == "greedy"
