@@ -1,0 +1,131 @@
+"""Times the choice of lists for each row of blocks, part by part, and prints a markdown table.
+
+    python benchmarks/choice.py [--seq-len 131072 ...] [--patterns xattention,stride=8 prism ...]
+        [--heads 16] [--kv-heads 2] [--head-dim 128] [--backend auto] [--out FILE.md]
+
+Queries and keys are random, of which every score is flat: so no density of a model can be read off
+here, and none is needed, as the time of a choice does not follow it.
+"""
+
+import argparse
+import functools
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":  # run from a checkout, only the script's own folder is importable
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from benchmarks.frontier_patterns import parse
+from benchmarks.report import setting
+from benchmarks.timing import median_ms
+from mtraining_jax.errors import UserError
+from mtraining_jax.sparsity import ModelSizes, choose_index
+from mtraining_jax.sparsity.row_pattern import RowPattern
+from mtraining_jax.sparsity.row_rule import kept_blocks
+from pallas_kernels import plan
+from pallas_kernels.index import BlockMaskIndex, Index
+
+PATTERNS = (
+    "xattention,stride=16", "xattention,stride=8", "xattention,stride=4",
+    "sampled_rows,sampled_rows=16", "sampled_rows,sampled_rows=32", "prism",
+)  # fmt: skip
+_COLUMNS = "S", "pattern", "choose ms", "of it the rule", "lists ms", "work lists ms", "density"
+
+
+def main(argv: list[str] | None = None) -> str:
+    """Runs the benchmark and returns its markdown."""
+    args = _parse(argv)
+    lines = [
+        f"# Choosing lists of blocks on {jax.devices()[0].device_kind}",
+        "",
+        f"{setting()}. {args.heads} query and {args.kv_heads} key/value heads of {args.head_dim}, "
+        f"bf16, batch 1, random inputs, seed {args.seed}, medians of {args.repeats}, backend "
+        f"{args.backend}.",
+        "",
+        "choose: scores and rule, from queries and keys to bits; the rule: from given scores to "
+        "bits; lists: from bits to the lists of both passes; work lists: what the kernels walk, "
+        "from these lists. They add up but for what a program of all of them fuses.",
+        "",
+        "| " + " | ".join(_COLUMNS) + " |",
+        "|" + " --- |" * len(_COLUMNS),
+    ]
+    for seq_len in args.seq_len:
+        for text in args.patterns:
+            lines.append(_line(args, seq_len, text))
+            print(lines[-1], flush=True)
+            if args.out is not None:
+                args.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return "\n".join(lines)
+
+
+def _line(args, seq_len: int, text: str) -> str:
+    """Times one pattern at one length."""
+    pattern = parse(text, ModelSizes(1, args.heads, seq_len))
+    if not isinstance(pattern, RowPattern):
+        raise UserError(f'"{text}" does not choose lists of blocks for each row of blocks')
+    num_blocks = seq_len // pattern.block_size
+    blocks = jnp.arange(num_blocks, dtype=jnp.int32)
+    rng = np.random.default_rng(args.seed)
+    q, k = (
+        jnp.asarray(rng.standard_normal((1, seq_len, n, args.head_dim), np.float32), jnp.bfloat16)
+        for n in (args.heads, args.kv_heads)
+    )
+
+    @jax.jit
+    def choose(q: Array, k: Array) -> Index:
+        return choose_index(
+            q, k, pattern, block_ids=blocks, num_blocks=num_blocks, backend=args.backend
+        )
+
+    @jax.jit
+    def rule(scores: Array) -> Array:
+        return kept_blocks(scores, blocks, pattern.rule())
+
+    @jax.jit
+    def lists(index: BlockMaskIndex):
+        return index.on_one_device(1, seq_len, args.heads, seq_len)[0]
+
+    @jax.jit
+    def work(tiles):
+        return plan(q, k, tiles, whole=True, backend=args.backend)
+
+    index = choose(q, k)
+    tiles = lists(index)
+    shape = 1, args.heads, num_blocks, num_blocks
+    scores = jnp.asarray(rng.random(shape, np.float32))
+
+    def time(function, *arguments) -> str:
+        return f"{median_ms(functools.partial(function, *arguments), args.repeats):.2f}"
+
+    share = float(np.mean(index.computed_pairs(seq_len))) / (seq_len * (seq_len + 1) / 2)
+    cells = (
+        str(seq_len), pattern.describe(), time(choose, q, k), time(rule, scores),
+        time(lists, index), time(work, tiles), f"{share:.3f}",
+    )
+    return "| " + " | ".join(cells) + " |"
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--seq-len", type=int, nargs="+", default=[32768, 131072])
+    parser.add_argument("--patterns", nargs="+", default=list(PATTERNS))
+    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--kv-heads", type=int, default=2)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--backend", default="auto")
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path)
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UserError as error:
+        raise SystemExit(f"error: {error}") from None

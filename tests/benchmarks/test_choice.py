@@ -1,0 +1,21 @@
+"""The benchmark of choices at a length that a CPU can do."""
+
+import pytest
+
+from benchmarks import choice
+from mtraining_jax.errors import UserError
+
+TINY = ["--seq-len", "512", "--heads", "1", "--kv-heads", "1", "--head-dim", "16", "--repeats", "1"]
+
+
+def test_a_table_tells_the_time_of_every_part(tmp_path):
+    text = choice.main([*TINY, "--patterns", "prism,tau=1.0", "--out", str(tmp_path / "found.md")])
+    assert (tmp_path / "found.md").read_text() == text + "\n"
+    cells = text.splitlines()[-1].strip("| ").split(" | ")
+    assert cells[:2] == ["512", "Prism, 1 of each row of blocks, in each of two bands"]
+    assert all(float(x) > 0 for x in cells[2:6]) and cells[6] == "1.000"
+
+
+def test_other_patterns_are_refused():
+    with pytest.raises(UserError, match='"dense" does not choose lists of blocks'):
+        choice.main([*TINY, "--patterns", "dense"])
