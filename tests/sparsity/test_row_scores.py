@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from mtraining_jax.sparsity import ExactRows, MixedRows, Prism, SampledRows, Shards, XAttention
+from mtraining_jax.sparsity.row_scores import rows_at_once
 from tests.sparsity import inputs, oracle
 
 BLOCK, NUM_BLOCKS, DIM = 16, 8, 16
@@ -59,6 +60,21 @@ def test_scores_are_those_of_the_definition(pattern):
         expected = wanted(pattern, q[b, :, h], k[b, :, 0])[np.asarray(rows)]
         np.testing.assert_allclose(found[b, h], expected, atol=2e-6)
     np.testing.assert_allclose(found.sum(-1), 1, atol=1e-5)
+
+
+def test_a_row_scores_alike_whatever_else_is_on_its_rank():
+    num_blocks, size = 128, 8  # two rows of blocks at a time
+    assert rows_at_once(1, 2, 1, num_blocks, 1) == 2
+    q, k = inputs.random(0, 1, num_blocks * size, 2, 1, DIM, jnp.bfloat16)
+
+    @jax.jit
+    def scores(q, k, rows):
+        return XAttention(stride=8, block_size=size).scores(q, k, Shards(rows, num_blocks))
+
+    rows = np.arange(1, num_blocks, 4)[:-1]  # 31: the last step has one and padding
+    own = q.reshape(1, num_blocks, size, 2, DIM)[:, rows].reshape(1, -1, 2, DIM)
+    whole = scores(q, k, jnp.arange(num_blocks))
+    np.testing.assert_array_equal(scores(own, k, jnp.asarray(rows)), whole[:, :, rows])
 
 
 def prism(q, k):
