@@ -86,9 +86,9 @@ class Plan:
     seed: int = 0
     generate: bool = False
 
-    def numbers(self, task: Task, tokenizer: Tokenizer | None) -> range:
-        """The samples of a task."""
-        there = task.count(tokenizer)
+    def numbers(self, task: Task, length: int, tokenizer: Tokenizer | None) -> range:
+        """The samples of a task and length."""
+        there = task.count(tokenizer, length)
         return range(self.samples if there is None else min(self.samples, there))
 
     def forces(self, task: Task) -> bool:
@@ -167,14 +167,14 @@ def evaluate(
     wanted = [
         key
         for task, length in cells
-        for number in plan.numbers(task, tokenizer)
+        for number in plan.numbers(task, length, tokenizer)
         for key in keys(task, length, number)
     ]
     watcher.start(len(wanted), sum(key in results for key in wanted))
     for task, length in cells:
         watcher.at(label, task, length)
         compared = False
-        for number in plan.numbers(task, tokenizer):
+        for number in plan.numbers(task, length, tokenizer):
             there = [key for key in keys(task, length, number) if key in results]
             if len(there) == len(models) and compared:
                 continue
