@@ -154,6 +154,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     console = Console(highlight=False, soft_wrap=True)
+    if not console.is_terminal:
+        console.width = 160  # of tables in a file
     try:
         if {"-h", "--help"} & set(arguments):
             print(help_text(), end="")

@@ -7,6 +7,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from mtraining_jax.data.corpus import counted
 from mtraining_jax.evaluation.results import Line
 from mtraining_jax.evaluation.tasks import Task
 
@@ -83,7 +84,7 @@ class Watch:
     def _tell_cell(self) -> None:
         if self._values:
             count = max(len(values) for values in self._values.values())
-            self._print(f"{self._cell}: {self._means()} ({count} samples)")
+            self._print(f"{self._cell}: {self._means()} ({counted(count, 'sample')})")
         self._values = {}
 
     def _means(self) -> str:

@@ -107,23 +107,18 @@ class Lines:
             if (line["model"], line["attention"], line["length"]) == (model, attention, length)
         ]
 
-    def loss_by_position(
+    def losses_of_documents(
         self, model: str, attention: str, length: int
-    ) -> tuple[list[Mean], Mean] | None:
-        """Loss of documents in each bucket of positions, and of their last tokens.
+    ) -> dict[int, list[float]]:
+        """By document: the mean loss in each bucket of positions, and that of its last tokens.
 
-        Every document counts as much as another; the error is the spread between documents.
+        Every document counts as much as another.
         """
-        found = [
-            line
+        return {
+            line["number"]: [*line["loss_by_position"], line["loss_of_last"]]
             for line in self.losses
             if (line["model"], line["attention"], line["length"]) == (model, attention, length)
-        ]
-        if not found:
-            return None
-        buckets = zip(*(line["loss_by_position"] for line in found), strict=True)
-        last = Mean.of([line["loss_of_last"] for line in found])
-        return [Mean.of(values) for values in buckets], last
+        }
 
     @property
     def document_lengths(self) -> list[int]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mtraining_jax.evaluation.report.cells import Lines
+from mtraining_jax.evaluation.report.cells import Lines, Mean
 from mtraining_jax.models.position_buckets import bucket_names
 
 if TYPE_CHECKING:
@@ -152,10 +152,10 @@ def _loss(lines: Lines, names: Mapping[str, str], length: int) -> "Figure":
     figure, (ax,) = _figure(6, 3.6, 1, 1)
     for model in lines.models:
         for attention in lines.attentions:
-            found = lines.loss_by_position(model, attention, length)
-            if found is None:
+            found = list(lines.losses_of_documents(model, attention, length).values())
+            if not found:
                 continue
-            means, _ = found
+            means = [Mean.of(values) for values in np.array(found).T[:-1]]
             values = [mean.value for mean in means]
             errors = np.nan_to_num([mean.error for mean in means])
             ax.errorbar(

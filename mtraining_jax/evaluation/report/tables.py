@@ -8,6 +8,7 @@ import numpy as np
 import rich.box
 import rich.table
 
+from mtraining_jax.data.corpus import counted
 from mtraining_jax.evaluation.report.cells import Lines, Mean
 from mtraining_jax.evaluation.tasks import GROUPS
 from mtraining_jax.models.position_buckets import bucket_names
@@ -95,8 +96,9 @@ def scores(lines: Lines, names: Mapping[str, str]) -> TextTable:
                 row(name, model, attention, means, signed=False)
     return TextTable(
         "Scores",
-        "Percent, with the standard error and the number of samples (of tasks, in a mean). Sparse "
-        "minus dense is the mean difference on the same prompts.",
+        "Percent, with the standard error and the number of samples (of tasks, in a mean). No "
+        "error is known where all samples scored the same. Sparse minus dense is the mean "
+        "difference on the same prompts.",
         ("task", "model", "attention", *map(str, lines.lengths)),
         tuple(rows),
         left=3,
@@ -162,24 +164,34 @@ def times(lines: Lines, names: Mapping[str, str]) -> TextTable:
 
 
 def losses(lines: Lines, names: Mapping[str, str], length: int) -> TextTable:
-    """Loss by position: a row for each model and attention, a column for each bucket."""
-    rows, buckets = [], 0
+    """Loss by position: a row for each bucket, a column for each model and attention."""
+    columns: dict[str, list[str]] = {}
     for model in lines.models:
         for attention in lines.attentions:
-            found = lines.loss_by_position(model, attention, length)
-            if found is not None:
-                means, last = found
-                buckets = len(means)
-                cells = (f"{mean.value:.3f}" for mean in (*means, last))
-                rows.append((names[model], attention, str(last.count), *cells))
+            found = lines.losses_of_documents(model, attention, length)
+            if found:
+                mean = np.mean(list(found.values()), axis=0)
+                columns[f"{names[model]}, {attention}"] = [f"{x:.3f}" for x in mean]
+        pair = [lines.losses_of_documents(model, name, length) for name in ("sparse", "dense")]
+        both = pair[0].keys() & pair[1].keys()
+        if both:
+            of = np.array([np.subtract(pair[0][n], pair[1][n]) for n in sorted(both)])
+            columns[f"{names[model]}, sparse - dense"] = [_signed(Mean.of(values)) for values in of.T]
+    count = max(
+        len(lines.losses_of_documents(model, attention, length))
+        for model in lines.models
+        for attention in lines.attentions
+    )
+    buckets = len(next(iter(columns.values()))) - 1
+    first = [*(f"from {name}" for name in bucket_names(buckets)), "the last 64"]
     return TextTable(
         f"Loss by position, {length} tokens",
-        "Nats, mean over documents. A column has the tokens from its position up to the next "
-        "column's: their predictions see that much context. The last column has the last 64 tokens "
-        "of documents, which choose the index of sparse attention.",
-        ("model", "attention", "documents", *bucket_names(buckets), "last 64"),
-        tuple(rows),
-        left=2,
+        f"Nats, mean over {counted(count, 'document')}. A row has the tokens from its position to "
+        "that of the next row, whose predictions see that much context. The last row has the last "
+        "64 tokens of documents: by these the index of sparse attention is chosen.",
+        ("tokens", *columns),
+        tuple(zip(first, *columns.values(), strict=True)),
+        left=1,
     )
 
 
@@ -189,10 +201,19 @@ def settings_text(settings: Mapping[str, Any]) -> Iterator[str]:
         facts = ", ".join(f"{name} {value}" for name, value in about.items() if name != "name")
         yield f"- {label}: {about['name']}" + (f" ({facts})" if facts else "")
     for name, value in settings.items():
+        if name == "tasks":
+            value = ", ".join(_task_text(task, options) for task, options in value.items())
         if name != "models":
-            if isinstance(value, dict):
-                value = ", ".join(f"{key}={x}" for key, x in value.items()) or "defaults"
-            yield f"- {name}: {value}"
+            yield f"- {name}: {_plain(value)}"
+
+
+def _task_text(task: str, options: Mapping[str, Any]) -> str:
+    given = " ".join(f"{name}={_plain(value)}" for name, value in options.items() if value)
+    return f"{task} ({given})" if given else task
+
+
+def _plain(value: Any) -> str:
+    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
 
 
 def percent(mean: Mean | None, signed: bool = False) -> str:
@@ -200,5 +221,9 @@ def percent(mean: Mean | None, signed: bool = False) -> str:
     if mean is None:
         return _EMPTY
     value = f"{100 * mean.value:+.1f}" if signed else f"{100 * mean.value:.1f}"
-    error = "" if np.isnan(mean.error) else f" ± {100 * mean.error:.1f}"
+    error = f" ± {100 * mean.error:.1f}" if mean.error > 0 else ""
     return f"{value}{error} ({mean.count})"
+
+
+def _signed(mean: Mean) -> str:
+    return f"{mean.value:+.3f}" + (f" ± {mean.error:.3f}" if mean.error > 0 else "")
