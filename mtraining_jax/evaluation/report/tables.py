@@ -176,7 +176,8 @@ def losses(lines: Lines, names: Mapping[str, str], length: int) -> TextTable:
         both = pair[0].keys() & pair[1].keys()
         if both:
             of = np.array([np.subtract(pair[0][n], pair[1][n]) for n in sorted(both)])
-            columns[f"{names[model]}, sparse - dense"] = [_signed(Mean.of(values)) for values in of.T]
+            name = f"{names[model]}, sparse - dense"
+            columns[name] = [_signed(Mean.of(values)) for values in of.T]
     count = max(
         len(lines.losses_of_documents(model, attention, length))
         for model in lines.models
