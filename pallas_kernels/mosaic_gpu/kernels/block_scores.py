@@ -33,6 +33,7 @@ from pallas_kernels.mosaic_gpu.common import (
 
 TILE_ROWS = WARPGROUPS * ROWS
 DEPTH = 64  # numbers of a row and a column in one part of their product
+_ROW_SLOTS = 2  # of short rows, in shared memory: the next item's are prefetched
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +41,7 @@ class BlockScoresConfig:
     """Tuning of the kernel."""
 
     width: int = 256  # columns of one tile
-    stages: int = 4  # parts of rows and columns in flight
+    stages: int = 4  # parts of columns in flight, and of long rows
     compute_registers: int = 232
     memory_registers: int = 40
 
@@ -70,6 +71,9 @@ def block_scores_kernel(
     batch, num_heads, num_rows, length = q.shape
     group, width, stages = num_heads // k.shape[1], config.width, config.stages
     blocks, parts = width // block_columns, length // DEPTH
+    # Of short rows two tiles of columns have room in shared memory, beside the rows themselves.
+    # These stay there for all tiles, or the L2 cache could not deliver fast enough.
+    short = 2 * parts <= stages
     row_tiles = num_rows // TILE_ROWS
     items = batch * num_heads * row_tiles
     num_blocks = min(num_blocks, items)
@@ -99,26 +103,42 @@ def block_scores_kernel(
                 b, head, row_tile = item(n)
                 rows = pl.ds(row_tile * TILE_ROWS, TILE_ROWS)
                 steps = refs["tiles"][row_tile] * parts
+                kv_head = lax.div(head, group)
+
+                def load_rows(part: Array | int, slot: Array, barrier: Any) -> None:
+                    depth = pl.ds(part * DEPTH, DEPTH)
+                    source = refs["q"].at[b, head, rows, depth]
+                    plgpu.copy_gmem_to_smem(source, smem["q"].at[slot], barrier)
+
+                if short:
+                    mine = lax.rem(n, _ROW_SLOTS)
+                    pl.when(n >= _ROW_SLOTS)(
+                        lambda: plgpu.barrier_wait(bars["rows_free"].at[mine])
+                    )
+                    for part in range(parts):
+                        load_rows(part, mine * parts + part, bars["rows_full"].at[mine])
 
                 def load(i: Array, _: None) -> None:
                     slot = lax.rem(done + i, stages)
                     pl.when(done + i >= stages)(lambda: plgpu.barrier_wait(bars["free"].at[slot]))
-                    columns = pl.ds(lax.div(i, parts) * width, width)
-                    depth = pl.ds(lax.rem(i, parts) * DEPTH, DEPTH)
-                    kv_head = lax.div(head, group)
-                    for name, source in (
-                        ("q", refs["q"].at[b, head, rows, depth]),
-                        ("k", refs["k"].at[b, kv_head, columns, depth]),
-                    ):
-                        plgpu.copy_gmem_to_smem(source, smem[name].at[slot], bars["full"].at[slot])
+                    columns, part = pl.ds(lax.div(i, parts) * width, width), lax.rem(i, parts)
+                    source = refs["k"].at[b, kv_head, columns, pl.ds(part * DEPTH, DEPTH)]
+                    full = bars["full"].at[slot]
+                    plgpu.copy_gmem_to_smem(source, smem["k"].at[slot], full)
+                    if not short:
+                        load_rows(part, slot, full)
 
                 lax.fori_loop(0, steps, load, None)
                 return done + steps
 
             await_last([bars["free"]], lax.fori_loop(0, count, load_item, jnp.int32(0)), stages)
+            if short:
+                await_last([bars["rows_free"]], count, _ROW_SLOTS)
 
         def compute_warpgroup() -> None:
             plgpu.set_max_registers(config.compute_registers, action="increase")
+            own_rows = pl.ds(warpgroup * ROWS, ROWS)
+            accumulator = plgpu.ACC((ROWS, width), jnp.float32)
 
             def score_item(n: Array, done: Array) -> Array:
                 b, head, row_tile = item(n)
@@ -126,8 +146,8 @@ def block_scores_kernel(
                 seen = plgpu.load(refs["places"].at[rows], layout=ROW_LAYOUT, optimized=False)
                 tiles, whole = refs["tiles"][row_tile], refs["whole"][row_tile]
 
-                def score(j: Array, peak: Array) -> Array:
-                    logits = products(done + j * parts)
+                def store(j: Array, logits: Array, peak: Array) -> Array:
+                    """Writes the scores of a tile; the peak so far."""
                     of_blocks = [
                         logits[:, n * block_columns : (n + 1) * block_columns]
                         for n in range(blocks)
@@ -146,17 +166,72 @@ def block_scores_kernel(
                         peak = jnp.maximum(peak, own)
                     return peak
 
-                peak = lax.fori_loop(0, tiles, score, full((ROWS,), -jnp.inf, ROW_LAYOUT))
+                def score(j: Array, peak: Array) -> Array:
+                    return store(j, products(done + j * parts), peak)
+
+                of_item = lax.rem(n, _ROW_SLOTS)
+
+                def overlapped(state: tuple[Array, Array]) -> Array:
+                    """Products of a tile while the scores of the one before are made."""
+
+                    def step(j: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
+                        def run(acc: Any) -> tuple[Array, Array]:
+                            start(acc, of_item, done + j * parts)
+                            peak = store(j - 1, *state)
+                            return acc[...], peak
+
+                        following = pl.run_scoped(run, accumulator)
+                        release(done + j * parts)
+                        return following
+
+                    logits, peak = lax.fori_loop(1, tiles, step, state)
+                    return store(tiles - 1, logits, peak)
+
+                def first() -> Array:
+                    def run(acc: Any) -> Array:
+                        start(acc, of_item, done)
+                        return acc[...]
+
+                    logits = pl.run_scoped(run, accumulator)
+                    release(done)
+                    return logits
+
+                peak = full((ROWS,), -jnp.inf, ROW_LAYOUT)
+                if short:
+                    plgpu.barrier_wait(bars["rows_full"].at[of_item])
+                    peak = lax.cond(
+                        tiles > 0,
+                        lambda peak: overlapped((first(), peak)),
+                        lambda peak: peak,
+                        peak,
+                    )
+                    plgpu.barrier_arrive(bars["rows_free"].at[of_item])
+                else:
+                    peak = lax.fori_loop(0, tiles, score, peak)
                 refs["peak"].at[b, head, rows][...] = peak
                 return done + tiles * parts
 
+            def start(acc: Any, of_item: Array, first: Array) -> None:
+                """Begins the products of all parts of a tile with short rows."""
+                for i in range(parts):
+                    slot = lax.rem(first + i, stages)
+                    plgpu.barrier_wait(bars["full"].at[slot])
+                    mine = smem["q"].at[of_item * parts + i, own_rows]
+                    plgpu.wgmma(acc, mine, smem["k"].at[slot].T)
+
+            def release(first: Array) -> None:
+                """Frees the memory of all parts of a tile."""
+                for i in range(parts):
+                    plgpu.barrier_arrive(bars["free"].at[lax.rem(first + i, stages)])
+
             def products(first: Array) -> Array:
+                """The products of a tile with long rows; parts are released as they are done."""
+
                 def run(acc: Any) -> Array:
                     def part(i: Array, _: None) -> None:
                         slot = lax.rem(first + i, stages)
                         plgpu.barrier_wait(bars["full"].at[slot])
-                        mine = smem["q"].at[slot, pl.ds(warpgroup * ROWS, ROWS)]
-                        plgpu.wgmma(acc, mine, smem["k"].at[slot].T)
+                        plgpu.wgmma(acc, smem["q"].at[slot, own_rows], smem["k"].at[slot].T)
                         plgpu.wgmma_wait(1)
                         # Only this part is in flight: the memory of the one before is free.
                         before = lax.rem(first + i + stages - 1, stages)
@@ -165,7 +240,7 @@ def block_scores_kernel(
                     lax.fori_loop(0, parts, part, None)
                     return acc[...]
 
-                logits = pl.run_scoped(run, plgpu.ACC((ROWS, width), jnp.float32))
+                logits = pl.run_scoped(run, accumulator)
                 last = lax.rem(first + parts - 1, stages)
                 plgpu.barrier_arrive(bars["free"].at[last])
                 return logits
@@ -184,13 +259,16 @@ def block_scores_kernel(
         pl.when(warpgroup < WARPGROUPS)(compute_warpgroup)
 
     smem = {
-        "q": tiled((stages, TILE_ROWS, DEPTH), q.dtype),
+        "q": tiled((_ROW_SLOTS * parts if short else stages, TILE_ROWS, DEPTH), q.dtype),
         "k": tiled((stages, width, DEPTH), k.dtype),
     }
     bars = {
-        "full": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        "full": plgpu.Barrier(num_arrivals=1 if short else 2, num_barriers=stages),
         "free": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages),
     }
+    if short:
+        bars["rows_full"] = plgpu.Barrier(num_arrivals=parts, num_barriers=_ROW_SLOTS)
+        bars["rows_free"] = plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=_ROW_SLOTS)
     shape = batch, num_heads, k.shape[2] // block_columns, num_rows
     outputs = [
         jax.ShapeDtypeStruct(shape, jnp.float32),
