@@ -25,11 +25,13 @@ def _last(q):
 
 
 @functools.partial(jax.jit, static_argnames="backend")
-def _scores(q, k, backend):
+def _scores(q, k, backend, valid_len=None):
     num_blocks = q.shape[1] // BLOCK
+    end = q.shape[1] if valid_len is None else valid_len
+    last = jax.lax.dynamic_slice_in_dim(q, end - LAST_Q, LAST_Q, 1).transpose(0, 2, 1, 3)
     columns, *diagonals = estimate.softmax_scores(
-        _last(q), k, scale=q.shape[3] ** -0.5, block_ids=jnp.arange(num_blocks),
-        num_blocks=num_blocks, axis_names=(), backend=backend,
+        last, k, scale=q.shape[3] ** -0.5, block_ids=jnp.arange(num_blocks),
+        num_blocks=num_blocks, axis_names=(), backend=backend, valid_len=valid_len,
     )
     return columns, estimate.join_diagonals(*diagonals)
 
@@ -44,6 +46,18 @@ def test_scores_are_those_of_xla(shape):
         # together from two such parts.
         np.testing.assert_allclose(got, want, rtol=3e-5, atol=4 * 2.0**-30)
         np.testing.assert_allclose(got.sum((2, 3)), 1, rtol=1e-4)
+
+
+@pytest.mark.parametrize("valid_len", [3000, 3072])  # of 4096, inside a block and at its end
+def test_scores_before_padding_are_those_of_xla(valid_len):
+    q, k = inputs.random(3, *SHAPES[1])
+    k = k.at[:, valid_len:].mul(100)  # which would take all the mass
+    found = (_scores(q, k, backend, jnp.int32(valid_len)) for backend in ("mosaic_gpu", "xla"))
+    for got, want in zip(*found, strict=True):
+        got, want = (np.asarray(x, np.float64) / 2**30 for x in (got, want))
+        np.testing.assert_allclose(got, want, rtol=3e-5, atol=4 * 2.0**-30)
+        np.testing.assert_allclose(got.sum((2, 3)), 1, rtol=1e-4)
+        assert not got.reshape(*got.shape[:2], -1)[..., valid_len:].any()
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
