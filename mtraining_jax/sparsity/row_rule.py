@@ -62,11 +62,13 @@ def kept_blocks(scores: Array, rows: Array, rule: RowRule) -> Array:
     mass = whole_masses(jnp.where(causal & (scores > 0), scores, 0.0))
     target = _share(mass.sum(-1, dtype=jnp.int32), rule.tau)
     before = jnp.where(forced, mass, 0).sum(-1, dtype=jnp.int32)
-    free = jnp.where(forced, 0, mass)
-    threshold, above = _find_threshold(free, before, target)
-    # Entry k of the equal ones is kept while above + k * threshold < target.
-    equal_kept = -(-(target - above) // jnp.maximum(threshold, 1))
+    free = jnp.where(forced, 0, mass).astype(jnp.uint32)
+    threshold = _find_threshold(free, target - before)
     heavier = free > threshold[..., None]
+    above = before + jnp.where(heavier, free, 0).sum(-1, dtype=jnp.uint32).astype(jnp.int32)
+    # Entry k of the equal ones is kept while above + k * threshold < target.
+    each = jnp.clip(threshold, 1, jnp.iinfo(jnp.int32).max).astype(jnp.int32)
+    equal_kept = -(-(target - above) // each)
     least = max(round(rule.least_share * (1 << _MASS_BITS)), 1)
     equal = _first(sets.pack((free == threshold[..., None]) & (free >= least)), equal_kept)
     return sets.pack(forced | (heavier & (free >= least))) | equal
@@ -100,55 +102,44 @@ def _share(total: Array, tau: float) -> Array:
     return high * tau + -(-(low * tau) >> _TAU_BITS)
 
 
-def _find_threshold(mass: Array, before: Array, target: Array) -> tuple[Array, Array]:
-    """The least mass of which what lies above it, with `before`, does not reach the target.
+def _find_threshold(mass: Array, missing: Array) -> Array:
+    """The largest mass of which all entries that reach it add up to what is missing.
 
     Entries above it are all kept, those below it are not. It is found digit by digit: each round
-    adds up what lies above a few candidates.
+    adds up what reaches a few candidates.
 
     Args:
-        mass: int32 [..., n], at least 0.
-        before: int32 [...].
-        target: int32 [...], at most `before` and all masses together.
+        mass: uint32 [..., n]; the sum of a row is below 2^31.
+        missing: int32 [...], no more than the sum of the row.
 
     Returns:
-        int32 [...] twice: that mass, which is 2^31 - 1 or more masses than there are if `before`
-        reaches the target; and `before` with what lies above it.
+        uint32 [...]; above every mass if nothing is missing.
     """
     digits = jnp.arange(1, 1 << _DIGIT_BITS, dtype=jnp.uint32)
 
     def narrow(step, base):
-        # All thresholds below `base` leave too much above them, so that the target is reached.
         shift = jnp.uint32((_ROUNDS - 1 - step) * _DIGIT_BITS)
-        candidates = base[..., None] + (digits << shift)
-        # A threshold one below the candidate reaches the target: the least one is no smaller.
-        sums = _sums_from(mass, candidates)
-        reached = before[..., None] + sums >= target[..., None]
+        sums = _sums_from(mass, base[..., None] + (digits << shift))
+        reached = sums.astype(jnp.int32) >= missing[..., None]
         return base + (reached.sum(-1, dtype=jnp.uint32) << shift)
 
-    # The largest candidate c whose masses of at least c reach the target.
-    start = jnp.zeros(mass.shape[:-1], jnp.uint32)
-    found = lax.fori_loop(0, _ROUNDS, narrow, start)
-    found = jnp.minimum(found, jnp.uint32(jnp.iinfo(jnp.int32).max)).astype(jnp.int32)
-    above = before + jnp.where(mass > found[..., None], mass, 0).sum(-1, dtype=jnp.int32)
-    return found, above
+    return lax.fori_loop(0, _ROUNDS, narrow, jnp.zeros(mass.shape[:-1], jnp.uint32))
 
 
 def _sums_from(mass: Array, candidates: Array) -> Array:
-    """Sums int32 [..., c] of the masses int32 [..., n] that reach each candidate uint32 [..., c].
+    """Sums uint32 [..., c] of the masses uint32 [..., n] that reach each candidate [..., c].
 
     One pass over the masses: with an axis of candidates XLA would read them once for each.
     """
-    zero = jnp.zeros((), jnp.int32)
-    parts = []
-    for i in range(candidates.shape[-1]):
-        reached = mass.astype(jnp.uint32) >= candidates[..., i, None]
-        parts.append(jnp.where(reached, mass, 0))
+    zero = jnp.zeros((), jnp.uint32)
+    parts = tuple(
+        jnp.where(mass >= candidates[..., i, None], mass, 0) for i in range(candidates.shape[-1])
+    )
 
     def add(x, y):
         return tuple(a + b for a, b in zip(x, y, strict=True))
 
-    sums = lax.reduce(tuple(parts), (zero,) * len(parts), add, (mass.ndim - 1,))
+    sums = lax.reduce(parts, (zero,) * len(parts), add, (mass.ndim - 1,))
     return jnp.stack(sums, axis=-1)
 
 
