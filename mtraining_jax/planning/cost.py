@@ -95,7 +95,11 @@ def seconds(config: Config, gpu: Gpu, memory: Memory, flops: Flops) -> dict[str,
     if not dense:
         passes = 2 if model.remat == "full" else 1
         choices = passes * model.num_layers * config.data.batch_size * model.num_heads
-        result["choosing indices"] = choices * config.data.seq_len * gpu.index_seconds / devices
+        choosing = choices * config.data.seq_len * gpu.index_seconds
+        # Scores are taken to be computed at the rate of a dense forward pass.
+        forward = passes * flops.attention_dense * 4 / 14
+        choosing += config.sparsity.settings.scoring_share() * forward / gpu.dense_forward[width]
+        result["choosing indices"] = choosing / devices
     if kept := kept_mlp_products(config):
         kept *= model.num_layers * config.optimizer.accumulation_steps
         # Each is copied into the stack of all layers, and out of it: two reads and two writes.

@@ -27,6 +27,10 @@ class ExactRows(RowPattern):
 
         return exact_masses(q, k, shards, self.block_size, self.block_size)
 
+    def scoring_share(self) -> float:
+        """One of a forward pass's two products."""
+        return 0.5
+
     def describe(self) -> str:
         """What is exact, and tau."""
         return f"exact mass of each block, {self.rule_in_words()}"

@@ -40,6 +40,10 @@ class MixedRows(XAttention):
         # Products with a power of two are exact, so contraction cannot change the sum.
         return strides * 0.5 + exact_masses(q, k, shards, self.block_size, self.sampled_rows) * 0.5
 
+    def scoring_share(self) -> float:
+        """1/(2 s) + r / (2 g)."""
+        return super().scoring_share() + self.sampled_rows / (2 * self.block_size)
+
     def describe(self) -> str:
         """Stride, rows and tau."""
         return (

@@ -121,6 +121,13 @@ class Settings:
         """The share of causal pairs to expect before anything is chosen, and the reason for it."""
         return PAPER_DENSITY, "assumed: the paper's mean at 512K; each step chooses its own"
 
+    def scoring_share(self) -> float:
+        """FLOP of scoring pairs for a choice, over those of a dense forward pass of attention.
+
+        For estimates of time. 0 where a choice looks at a fixed number of queries.
+        """
+        return 0.0
+
     def capacities(self, num_blocks: int) -> tuple[int, int]:
         """How many int32 numbers an index of one head has room for, and how many are columns.
 

@@ -72,6 +72,10 @@ class Prism(RowPattern):
             )
         return tuple(found)
 
+    def scoring_share(self) -> float:
+        """1/g^2: one product of two bands for each pair of blocks."""
+        return 1 / self.block_size**2
+
     def describe(self) -> str:
         """Its name and tau."""
         return f"Prism, {self.rule_in_words()}, in each of two bands"

@@ -122,6 +122,10 @@ class ReplaySettings(VerticalSlashSettings):
             f"{_DENSITY_NAME}: {self.replay_density:.1%} of the causal pairs, random {what}{also}"
         )
 
+    def scoring_share(self) -> float:
+        """That of the pattern that also chooses."""
+        return self._like().scoring_share() if self.replay_estimate else 0.0
+
     def capacities(self, num_blocks: int) -> tuple[int, int]:
         """Those of the pattern that is replayed."""
         return self._like().capacities(num_blocks)

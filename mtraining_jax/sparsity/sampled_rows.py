@@ -36,6 +36,10 @@ class SampledRows(RowPattern):
         """As `RowPattern.scores`: softmax masses of the sampled queries, their mean."""
         return exact_masses(q, k, shards, self.block_size, self.sampled_rows)
 
+    def scoring_share(self) -> float:
+        """r / (2 g)."""
+        return self.sampled_rows / (2 * self.block_size)
+
     def describe(self) -> str:
         """How many rows, and tau."""
         return (

@@ -67,6 +67,10 @@ class XAttention(RowPattern):
             backend=shards.backend,
         )
 
+    def scoring_share(self) -> float:
+        """1/(2 s)."""
+        return 1 / (2 * self.stride)
+
     def describe(self) -> str:
         """Its name, stride and tau."""
         return f"XAttention, stride {self.stride}, {self.rule_in_words()}"

@@ -182,6 +182,23 @@ def test_estimated_times_are_near_those_of_runs(name, devices, tokens, model, me
     assert sum(found.values()) == pytest.approx(measured, rel=0.05), found
 
 
+def test_scores_of_every_pair_take_their_share_of_a_dense_forward_pass():
+    def choosing(**sparsity):
+        overrides = [(f"sparsity.{name}", str(value)) for name, value in sparsity.items()]
+        config = load_config("qwen3b_512k", overrides)
+        flops = count_flops(config)
+        time = seconds(config, H200, estimate_memory(config), flops)["choosing indices"]
+        return time, flops.attention_dense * 4 / 14 / H200.dense_forward[128] / config.devices
+
+    (few, forward), (strides, _) = choosing(), choosing(kind="xattention", stride=4)
+    (exact, _), (replayed, _) = choosing(kind="exact_rows"), choosing(
+        kind="replay", replay_of="mixed_rows", stride=4, sampled_rows=32
+    )
+    assert strides - few == pytest.approx(forward / 8)
+    assert exact - few == pytest.approx(forward / 2)
+    assert replayed - few == pytest.approx(forward / 4)
+
+
 def test_a_run_that_does_not_fit_says_what_to_change(config, capsys, monkeypatch):
     large = changed(
         config,
