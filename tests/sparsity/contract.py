@@ -50,8 +50,8 @@ def chosen_by(settings):
     return q, k, jax.jit(lambda q, k: choose(q, k, first_layer(settings)))(q, k)
 
 
-class PatternContract:
-    """Derive from it and give the settings; blocks of `BLOCK` tokens."""
+class ChoiceContract:
+    """What is asked of a choice; for patterns that choose as another one of the package does."""
 
     settings: Settings
     # Whether each token sees something for certain.
@@ -106,6 +106,16 @@ class PatternContract:
         if not self.rows_may_be_empty:
             assert mask.any(-1).all()
 
+    def test_an_index_has_the_room_that_memory_is_estimated_by(self):
+        _, _, index = self.chosen()
+        numbers, columns = self.settings.capacities(NUM_BLOCKS)
+        room = sum(np.prod(leaf.shape[2:], dtype=int) for leaf in jax.tree.leaves(index))
+        assert room <= numbers and columns <= numbers
+
+
+class PatternContract(ChoiceContract):
+    """Derive from it and give the settings; blocks of `BLOCK` tokens."""
+
     def test_attention_computes_the_pairs_and_no_gradient_comes_through_the_choice(self):
         q, k, index = self.chosen()
         v = jnp.roll(k, 1, axis=1)
@@ -117,9 +127,3 @@ class PatternContract:
         jax.tree.map(
             lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), found, wanted
         )
-
-    def test_an_index_has_the_room_that_memory_is_estimated_by(self):
-        _, _, index = self.chosen()
-        numbers, columns = self.settings.capacities(NUM_BLOCKS)
-        room = sum(np.prod(leaf.shape[2:], dtype=int) for leaf in jax.tree.leaves(index))
-        assert room <= numbers and columns <= numbers
