@@ -72,12 +72,13 @@ class Engine:
 
     Args:
         loaded: from `mtraining_jax.evaluation.load`, or made from parts.
+        like: an engine with the same parameters and another pattern, to share programs with.
     """
 
-    def __init__(self, loaded: Loaded) -> None:
+    def __init__(self, loaded: Loaded, like: Self | None = None) -> None:
         self.loaded = loaded
         self._network = loaded.network
-        self.programs = Programs(loaded)
+        self.programs = Programs(loaded, like and like.programs)
 
     @classmethod
     def load(
@@ -119,7 +120,7 @@ class Engine:
         """
         attending = dataclasses.replace(self._network.attending, settings=settings)
         network = dataclasses.replace(self._network, attending=attending)
-        return type(self)(dataclasses.replace(self.loaded, network=network))
+        return type(self)(dataclasses.replace(self.loaded, network=network), like=self)
 
     def dense(self) -> Self:
         """The same parameters with dense attention."""

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -32,11 +32,14 @@ class Programs:
 
     Args:
         loaded: the model with its parameters.
+        like: programs of the same parameters with another pattern, whose steps serve here too.
     """
 
-    def __init__(self, loaded: Loaded) -> None:
+    def __init__(self, loaded: Loaded, like: Self | None = None) -> None:
         self._loaded, self._network = loaded, loaded.network
         self._compiled: dict[Hashable, Any] = {}
+        # Decoding is dense whatever the pattern, and takes longest to compile.
+        self._steps: dict[Hashable, Any] = {} if like is None else like._steps
         self._dealt: dict[int, tuple[Layout, Pattern, Array]] = {}
 
     def score(
@@ -122,10 +125,11 @@ class Programs:
         like, room = self._network.length_like(total), cache.keys[0].shape[2]
         layout, _, _ = self.deal(padded)
         state = self._loaded.state
-        run = self._program(
-            ("step", padded, like, room, kind), (state, cache, token, *drawing), make_step,
-            self._network, layout, like, kind,
-        )  # fmt: skip
+        key = layout, like, room, kind
+        if key not in self._steps:
+            step = make_step(self._network, layout, like, kind)
+            self._steps[key] = step.lower(state, cache, token, *drawing).compile()
+        run = self._steps[key]
         return lambda cache, token: run(state, cache, token, *drawing)
 
     def _program(
