@@ -175,6 +175,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             folder = request.output
         for path in write_report(folder, console):
             console.print(f"wrote {path}", markup=False)
+    except KeyboardInterrupt:
+        print("error: interrupted before the first sample", file=sys.stderr)
+        return 2
     except UserError as error:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)

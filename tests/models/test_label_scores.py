@@ -2,6 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from mtraining_jax.data.loader import IGNORE_LABEL
 from mtraining_jax.models.label_scores import label_scores
@@ -11,7 +12,7 @@ from mtraining_jax.models.position_buckets import (
     num_buckets,
     sums_by_bucket,
 )
-from mtraining_jax.parallel.mesh import make_mesh
+from mtraining_jax.parallel.mesh import SEQUENCE_AXES, make_mesh
 
 BATCH, SEQ, WIDTH, VOCAB = 2, 32, 16, 37
 
@@ -35,12 +36,13 @@ def example():
 def test_losses_of_tokens_and_sums_by_position(chunk_size, on_mesh):
     hidden, weight, labels, losses, is_argmax = example()
     mesh = make_mesh(2, 2, 2) if on_mesh else None
+    spread = {"mesh": mesh, "weight_spec": P(None, SEQUENCE_AXES)} if on_mesh else {}
     order = np.random.default_rng(1).permutation(SEQ)  # as a layout deals tokens
     positions = np.broadcast_to(order.astype(np.int32), labels.shape)
 
     @jax.jit
     def score(hidden, weight, labels):
-        scores = label_scores(hidden, weight, labels, chunk_size=chunk_size, mesh=mesh)
+        scores = label_scores(hidden, weight, labels, chunk_size=chunk_size, **spread)
         return scores, sums_by_bucket(scores.loss, labels, positions, num_buckets(SEQ))
 
     scores, (sums, counts) = score(hidden[:, order], jnp.asarray(weight), labels[:, order])
