@@ -1,0 +1,159 @@
+"""One question to a model, known by an interface only, and the line of results that it gives."""
+
+import time
+from typing import Protocol
+
+import numpy as np
+
+from mtraining_jax.data.tokenizer import Tokenizer
+from mtraining_jax.errors import UserError
+from mtraining_jax.evaluation.decode.sampling import GenerateOptions
+from mtraining_jax.evaluation.results import Key, Line
+from mtraining_jax.evaluation.tasks import Document, Sample, Task
+from mtraining_jax.models.position_buckets import means_by_bucket
+
+# The index of sparse attention is chosen by the last queries; their loss is reported by itself.
+LAST_TOKENS = 64
+
+
+class Forced(Protocol):
+    """What an engine says about a given answer.
+
+    Attributes:
+        log_probs: fp32 [n], natural logarithm of the probability of each token.
+        is_argmax: bool [n], whether it is the most likely one.
+        density: computed over causal pairs in that pass, mean over layers; None if not known.
+    """
+
+    log_probs: np.ndarray
+    is_argmax: np.ndarray
+    density: float | None
+
+
+class Generated(Protocol):
+    """What an engine generates.
+
+    Attributes:
+        text: without the prompt.
+        prefill_seconds, decode_seconds: wall-clock times.
+        density: as of `Forced`, of the pass over the prompt.
+    """
+
+    text: str
+    prefill_seconds: float
+    decode_seconds: float
+    density: float | None
+
+
+class Model(Protocol):
+    """What tasks run on: an `Engine`, or anything like it.
+
+    Attributes:
+        tokenizer: None where a model has none.
+        max_positions: tokens of context that it is meant for.
+    """
+
+    tokenizer: Tokenizer | None
+    max_positions: int
+
+    def token_losses(self, tokens: np.ndarray) -> np.ndarray:
+        """int32 [S] -> fp32 [S - 1], -log p of each token but the first."""
+
+    def forced(self, prompt_ids: np.ndarray, answer_ids: np.ndarray) -> Forced:
+        """How likely an answer is, in one forward pass."""
+
+    def generate(self, prompt_ids: np.ndarray, options: GenerateOptions) -> Generated:
+        """New tokens, one after the other."""
+
+
+def ask(key: Key, task: Task, sample: Sample | Document, model: Model, *, forced: bool) -> Line:
+    """Gives a sample to a model, and scores what it answers.
+
+    Args:
+        key: of the line.
+        task: which made the sample.
+        sample: the question.
+        model: what is asked.
+        forced: score the right answer by teacher forcing, if the sample has one; else generate.
+
+    Returns:
+        The line, which JSON can hold.
+
+    Raises:
+        UserError: from the model or the task, or if a loss is not finite.
+    """
+    begin = time.perf_counter()
+    line: Line = {**key._asdict(), "prompt_hash": sample.prompt_hash}
+    if isinstance(sample, Document):
+        line |= _loss(sample, model)
+    elif forced and sample.answer_ids is not None:
+        line |= _forced(task, sample, model)
+    else:
+        line |= _generated(task, sample, model)
+    return line | {"seconds": round(time.perf_counter() - begin, 4)}
+
+
+def _loss(document: Document, model: Model) -> Line:
+    losses = model.token_losses(document.ids)
+    _check_finite(losses, document)
+    means, counts = means_by_bucket(losses)
+    return {
+        "how": "loss",
+        "document": document.name,
+        "prompt_tokens": len(document.ids),
+        "loss": float(losses.mean(dtype=np.float64)),
+        "loss_by_position": means,
+        "tokens_by_position": counts,
+        "loss_of_last": float(losses[-LAST_TOKENS:].mean(dtype=np.float64)),
+    }
+
+
+def _about(sample: Sample) -> Line:
+    return {
+        "depth": sample.depth,
+        "prompt_tokens": len(sample.prompt_ids),
+        "cut_tokens": sample.cut_tokens,
+        "references": list(sample.references),
+    }
+
+
+def _forced(task: Task, sample: Sample, model: Model) -> Line:
+    found = model.forced(sample.prompt_ids, sample.answer_ids)
+    log_probs = np.asarray(found.log_probs, np.float64)
+    _check_finite(log_probs, sample)
+    is_argmax = np.asarray(found.is_argmax, bool)
+    asked = slice(None) if sample.scored is None else list(sample.scored)
+    return {
+        "how": "forced",
+        **_about(sample),
+        "score": task.score_forced(sample, is_argmax),
+        # Of the tokens that are asked for.
+        "log_prob": float(log_probs[asked].sum()),
+        "answer_tokens": len(log_probs[asked]),
+        "right_tokens": int(is_argmax[asked].sum()),
+        "density": found.density,
+    }
+
+
+def _generated(task: Task, sample: Sample, model: Model) -> Line:
+    options = GenerateOptions(max_new_tokens=sample.max_new_tokens, stop=sample.stop)
+    found = model.generate(sample.prompt_ids, options)
+    return {
+        "how": "generated",
+        **_about(sample),
+        "answer": found.text,
+        "score": task.score(sample, found.text),
+        "density": found.density,
+        "prefill_seconds": round(found.prefill_seconds, 4),
+        "decode_seconds": round(found.decode_seconds, 4),
+    }
+
+
+def _check_finite(numbers: np.ndarray, sample: Sample | Document) -> None:
+    if not np.all(np.isfinite(numbers)):
+        raise UserError(
+            f'the model gives a loss that is not finite on sample {sample.number} of task '
+            f'"{sample.task}" at length {sample.length}'
+        )
+
+
