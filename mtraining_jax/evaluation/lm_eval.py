@@ -75,8 +75,8 @@ class HarnessModel(TemplateLM):
     ) -> None:
         if _MISSING is not None:
             raise UserError(
-                f"lm-evaluation-harness cannot be imported ({_MISSING}): install the extra eval, "
-                'as pip install "mtraining-jax[eval]"'
+                f"lm-evaluation-harness cannot be imported ({_MISSING}): install the extra eval "
+                "(uv run --extra eval, or pip install lm-eval)"
             )
         super().__init__()
         if jax.process_count() > 1:
