@@ -166,6 +166,7 @@ def test_a_report_has_tables_and_pictures(tmp_path):
         "| needle | trained dense | dense | 100.0 (5) | 100.0 (5) |",
         "| needle | trained dense | sparse | 60.0 ± 24.5 (5) | 40.0 ± 24.5 (5) |",
         "| needle | trained dense | sparse - dense | -40.0 ± 24.5 (5) | -60.0 ± 24.5 (5) |",
+        "| needle | trained sparse - trained dense | sparse | +0.0 (5) | +0.0 (5) |",
         "| 2048 | trained sparse | 100.0 | 60.0 ± 24.5 |",
         "## Loss by position, 4096 tokens",
         "- 2026-11-22, 1 x fake, 0: `test`",

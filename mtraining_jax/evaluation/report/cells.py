@@ -77,14 +77,14 @@ class Lines:
         return Mean(float(np.mean([mean.value for mean in found])), error, len(found))
 
     def difference(
-        self, model: str, task: str, length: int, attentions: tuple[str, str]
+        self, first: tuple[str, str], second: tuple[str, str], task: str, length: int
     ) -> Mean | None:
-        """The mean over samples of the first attention's score minus the second's.
+        """The mean over samples of the first score minus the second, each of a model and attention.
 
         Both answered the same prompts, so the error is that of the differences: smaller than the
         two errors would suggest.
         """
-        first, second = (self.cell(model, name, task, length) for name in attentions)
+        first, second = (self.cell(*way, task, length) for way in (first, second))
         both = first.keys() & second.keys()
         if not both:
             return None

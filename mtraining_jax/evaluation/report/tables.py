@@ -1,5 +1,6 @@
 """The tables of an evaluation, for the terminal and for a Markdown file."""
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -79,26 +80,32 @@ def scores(lines: Lines, names: Mapping[str, str]) -> TextTable:
     def row(task: str, model: str, what: str, means: list[Mean | None], signed: bool) -> None:
         cells = tuple(percent(mean, signed) for mean in means)
         if any(mean is not None for mean in means):
-            rows.append((task, names[model], what, *cells))
+            rows.append((task, model, what, *cells))
+
+    def difference(task: str, first: tuple[str, str], second: tuple[str, str]) -> list[Mean | None]:
+        return [lines.difference(first, second, task, length) for length in lines.lengths]
 
     for task in lines.tasks:
         for model in lines.models:
             for attention in lines.attentions:
                 means = [lines.score(model, attention, task, n) for n in lines.lengths]
-                row(task, model, attention, means, signed=False)
-            pair = "sparse", "dense"
-            means = [lines.difference(model, task, n, pair) for n in lines.lengths]
-            row(task, model, " - ".join(pair), means, signed=True)
+                row(task, names[model], attention, means, signed=False)
+            means = difference(task, (model, "sparse"), (model, "dense"))
+            row(task, names[model], "sparse - dense", means, signed=True)
+        for first, second in itertools.pairwise(lines.models):
+            for attention in lines.attentions:
+                means = difference(task, (second, attention), (first, attention))
+                row(task, f"{names[second]} - {names[first]}", attention, means, signed=True)
     for name, tasks in means_over(lines.tasks):
         for model in lines.models:
             for attention in lines.attentions:
                 means = [lines.mean_of_tasks(model, attention, n, tasks) for n in lines.lengths]
-                row(name, model, attention, means, signed=False)
+                row(name, names[model], attention, means, signed=False)
     return TextTable(
         "Scores",
         "Percent, with the standard error and the number of samples (of tasks, in a mean). No "
-        "error is known where all samples scored the same. Sparse minus dense is the mean "
-        "difference on the same prompts.",
+        "error is known where all samples scored the same. Differences are means over the same "
+        "prompts.",
         ("task", "model", "attention", *map(str, lines.lengths)),
         tuple(rows),
         left=3,
