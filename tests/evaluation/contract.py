@@ -87,4 +87,4 @@ class TaskContract:
 
     def test_every_option_is_described(self):
         for task in self.tasks():
-            assert all(not text.startswith(" (") for text in option_docs(type(task)).values())
+            assert all(text.lstrip("( ")[:1].isupper() for text in option_docs(type(task)).values())

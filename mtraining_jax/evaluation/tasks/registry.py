@@ -94,10 +94,11 @@ def make_tasks(names: Sequence[str], options: Mapping[str, Any]) -> list[Task]:
 
 
 def option_docs(cls: type[Task]) -> dict[str, str]:
-    """The options of a task, each with its default and its meaning."""
+    """The options of a task, each with its meaning, and its default if it has one."""
     docs = attribute_docs(cls)
     return {
-        field.name: f"{docs.get(field.name, '')} (default: {field.default})"
+        field.name: docs.get(field.name, "")
+        + ("" if field.default is None else f" (default: {field.default})")
         for field in _options(cls)
     }
 
