@@ -10,7 +10,7 @@ from jax import Array, lax
 
 from mtraining_jax.parallel.ring.rank_plans import segment_pairs
 from mtraining_jax.parallel.ring.topology import RingTopology
-from pallas_kernels.index import DenseIndex, VerticalSlashIndex
+from pallas_kernels.index import BlockMaskIndex, DenseIndex, VerticalSlashIndex, bits
 
 
 @functools.partial(
@@ -65,13 +65,15 @@ def _over_mean(work: Array, mean: Array) -> Array:
     return work / jnp.where(mean > 0, mean, 1)
 
 
-def ring_balance(index: VerticalSlashIndex | DenseIndex, topology: RingTopology) -> Balance:
+def ring_balance(
+    index: VerticalSlashIndex | DenseIndex | BlockMaskIndex, topology: RingTopology
+) -> Balance:
     """Counts the work that an index gives to each rank at each step of a ring.
 
     Usable under `jax.jit`; outside `shard_map`, with the whole index.
 
     Args:
-        index: global; a dense one counts as one batch entry and one head.
+        index: global, with all rows; a dense one counts as one batch entry and one head.
         topology: of the ring.
 
     Returns:
@@ -79,21 +81,26 @@ def ring_balance(index: VerticalSlashIndex | DenseIndex, topology: RingTopology)
     """
     layout = topology.layout
     num_blocks = layout.num_blocks
-    active, tokens = index.active_diagonals(num_blocks), index.column_tokens()
-    heads_on = active.sum((0, 1), dtype=jnp.float32)
-    columns = jnp.zeros(num_blocks)
-    if tokens is not None:
-        columns = _columns_per_row(tokens // layout.block_size, active)
     ranks, outer, inner = np.meshgrid(
         np.arange(layout.num_ranks), np.arange(topology.outer_size), np.arange(topology.inner_size),
         indexing="ij",
     )
     sources = topology.source(ranks, outer, inner)
-    queries, keys = layout.segments(ranks), layout.segments(sources)
-    tiles = sum(_tiles(queries[i], keys[j], heads_on) for i, j in segment_pairs(layout))
+    rows = layout.permutation()[:: layout.block_size] // layout.block_size
+    columns = jnp.zeros(num_blocks)
+    if isinstance(index, BlockMaskIndex):
+        listed = bits.unpack(index.bits, num_blocks).sum((0, 1), dtype=jnp.float32)
+        of_ranks = layout.num_ranks, layout.local_blocks
+        tiles = listed[rows][:, rows].reshape(*of_ranks, *of_ranks).sum((1, 3))[ranks, sources]
+    else:
+        active, tokens = index.active_diagonals(num_blocks), index.column_tokens()
+        heads_on = active.sum((0, 1), dtype=jnp.float32)
+        if tokens is not None:
+            columns = _columns_per_row(tokens // layout.block_size, active)
+        queries, keys = layout.segments(ranks), layout.segments(sources)
+        tiles = sum(_tiles(queries[i], keys[j], heads_on) for i, j in segment_pairs(layout))
     if topology.gathers:
         tiles = tiles.sum(-1, keepdims=True)
-    rows = layout.permutation()[:: layout.block_size] // layout.block_size
     by_rank = columns[rows].reshape(layout.num_ranks, -1).sum(1)
     return Balance(
         tiles=tiles.reshape(topology.outer_size, topology.inner_size, *tiles.shape[1:]),

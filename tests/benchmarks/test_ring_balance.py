@@ -28,6 +28,20 @@ def index_of(diagonals, num_blocks, block_size):
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("kind", ["striped", "zigzag"])
+def test_lists_of_rows_count_for_the_rank_that_holds_them(kind):
+    topology = topology_of(kind, 2, 2, "gather")
+    balance = ring_balance(indices.bits(), topology)
+    listed = np.tril(np.asarray(indices.block_mask())).sum((0, 1))
+    blocks = [np.asarray(topology.layout.block_ids(rank)) for rank in range(4)]
+    for rank in range(4):
+        for step in range(2):
+            keys = np.concatenate([blocks[x] for x in topology.node_ranks(rank, step)])
+            expected = listed[np.ix_(blocks[rank], keys)].sum()
+            assert balance.tiles[*divmod(rank, 2), step, 0] == expected
+    assert balance.tiles.shape == (2, 2, 2, 1) and balance.columns.sum() == 0
+
+
 @pytest.mark.parametrize("kind", ["striped", "zigzag", "contiguous"])
 @pytest.mark.parametrize("ring", ["flat", "hierarchical"])
 def test_counts_are_those_of_the_mask(kind, ring):
