@@ -15,12 +15,16 @@ from benchmarks.far_copies import GRAM, far_copies
 from benchmarks.frontier_model import SteppedModel
 from benchmarks.frontier_report import PARTS
 from benchmarks.programs import Ours
+from benchmarks.ring_balance import ring_balance
 from benchmarks.timing import median_ms
+from mtraining_jax.parallel.layout import Layout
+from mtraining_jax.parallel.ring import RingTopology
 from mtraining_jax.sparsity import Pattern, Shards
 from mtraining_jax.sparsity.choose import choose
 from mtraining_jax.sparsity.metrics import attention_recall, causal_pairs
-from pallas_kernels.index import Index
+from pallas_kernels.index import BlockMaskIndex, DenseIndex, Index, VerticalSlashIndex
 
+BALANCED_RANKS = 8  # of the ring that `busiest` is about
 STRICT_GRAM = GRAM + 1  # the four tokens before a token, and the same token behind them
 
 
@@ -80,6 +84,7 @@ class Programs:
             jax.jit, (ours.build, ours.forward, ours.backward)
         )
         self.shares = jax.jit(functools.partial(_shares, seq_len=seq_len))
+        self.busiest = jax.jit(functools.partial(_busiest, seq_len=seq_len))
         self.recall = jax.jit(functools.partial(_recall, rows=jnp.asarray(recall_rows)))
 
 
@@ -87,6 +92,20 @@ def _shares(index: Index, seq_len: int) -> Array:
     """fp32 [2, Hq or 1], the computed and the executed share of the causal pairs."""
     pairs = index.computed_pairs(seq_len), index.executed_pairs(seq_len)
     return jnp.stack([x[0].astype(jnp.float32) / causal_pairs(seq_len) for x in pairs])
+
+
+def _busiest(index: Index, seq_len: int) -> Array:
+    """fp32 [], blocks of the busiest rank of a striped ring over those of the mean rank.
+
+    NaN where the blocks cannot be dealt evenly, or the index is of another kind.
+    """
+    size = index.block_size
+    counted = isinstance(index, VerticalSlashIndex | DenseIndex | BlockMaskIndex)
+    if seq_len % (BALANCED_RANKS * size) or not counted:
+        return jnp.float32(jnp.nan)
+    layout = Layout("striped", seq_len, BALANCED_RANKS, size)
+    ring = RingTopology(layout, ("device",), (BALANCED_RANKS,))
+    return ring_balance(index, ring).imbalance
 
 
 def _recall(q: Array, k: Array, index: Index, rows: Array) -> Array:
@@ -108,14 +127,18 @@ def measure_losses(
     Returns:
         "losses" fp32 [N, S - 1]; "density" and "executed" fp32 [N, L, Hq or 1], shares of the
         causal pairs; "recall" fp32 [N, L, Hq], the share of exact attention's mass on computed
-        pairs, with the queries and keys of the running sparse model.
+        pairs, with the queries and keys of the running sparse model; "busiest" fp32 [N, L], blocks
+        of the busiest of 8 ranks of a striped ring over those of the mean rank, or NaN.
     """
-    found: dict[str, list] = {"losses": [], "shares": [], "recall": []}
+    found: dict[str, list] = {"losses": [], "shares": [], "recall": [], "busiest": []}
     for tokens in texts:
-        shares, recall = [], []
+        shares, recall, busiest = [], [], []
 
-        def attend(number: int, q: Array, k: Array, v: Array, shares=shares, recall=recall):
+        def attend(
+            number: int, q: Array, k: Array, v: Array, shares=shares, recall=recall, busiest=busiest
+        ):
             index = chooser(number, q, k)
+            busiest.append(programs.busiest(index))
             shares.append(programs.shares(index))
             recall.append(programs.recall(q, k, index))
             return programs.attention(q, k, v, index)
@@ -123,10 +146,11 @@ def measure_losses(
         found["losses"].append(jax.device_get(model.losses(tokens, attend)))
         found["shares"].append(jax.device_get(shares))
         found["recall"].append(jax.device_get(recall))
+        found["busiest"].append(jax.device_get(busiest))
     shares = np.moveaxis(np.array(found["shares"]), 2, 0)
     return {
         "losses": np.array(found["losses"]), "density": shares[0], "executed": shares[1],
-        "recall": np.array(found["recall"]),
+        "recall": np.array(found["recall"]), "busiest": np.array(found["busiest"]),
     }  # fmt: skip
 
 
@@ -143,7 +167,8 @@ def summary(
 
     Returns:
         Plain numbers: shares, `keys` (computed pairs of a row, mean), recall (mean, and of the
-        worst head, which is the least mean over sequences of any layer and head), and rises of
+        worst head, which is the least mean over sequences of any layer and head), `busiest` (the
+        busiest of 8 ranks over the mean, mean and most of layers; None if unknown), and rises of
         the loss over dense in nats: `rise` (mean of all tokens) with `rise_error`, its standard
         error over sequences; `rise_copies` of far copies; `rise_strict` of those whose gram has
         one token more; `rise_kinds` of each kind of text.
@@ -168,7 +193,13 @@ def summary(
         },
         "recall": float(of_heads.mean()),
         "recall_worst": float(of_heads.min()),
+        "busiest": _finite(measured["busiest"].mean()),
+        "busiest_most": _finite(measured["busiest"].max()),
     }
+
+
+def _finite(value: np.floating) -> float | None:
+    return float(value) if np.isfinite(value) else None
 
 
 def baseline(dense: np.ndarray, texts: np.ndarray) -> dict[str, float | None]:

@@ -63,7 +63,10 @@ def test_a_summary_tells_copies_kinds_and_the_worst_head():
     recall[:, 1, 2] = 0.5, 0.7
     shares = np.full((2, 3, 1), 0.25, np.float32)
     found = summary(
-        {"losses": losses, "density": shares, "executed": 2 * shares, "recall": recall},
+        {
+            "losses": losses, "density": shares, "executed": 2 * shares, "recall": recall,
+            "busiest": np.array([[1.0, 1.25, 1.0]] * 2),
+        },
         dense, texts, ["C", "prose"],
     )  # fmt: skip
     assert found["rise_copies"] == found["rise_strict"] == 2.0
@@ -72,6 +75,7 @@ def test_a_summary_tells_copies_kinds_and_the_worst_head():
     assert found["rise_error"] == pytest.approx(7 / 599)
     assert (found["density"], found["executed"], found["keys"]) == (0.25, 0.5, 0.25 * 601 / 2)
     assert found["recall_worst"] == pytest.approx(0.6)
+    assert (found["busiest"], found["busiest_most"]) == (pytest.approx(3.25 / 3), 1.25)
 
 
 def test_a_model_in_steps_is_the_same_model():
@@ -119,6 +123,7 @@ def test_a_run_writes_each_setting_as_soon_as_it_is_measured(tmp_path, capsys):
         "C", "prose"
     }  # fmt: skip
     assert near["recall_worst"] < near["recall"] < 1
+    assert near["busiest"] is None  # two blocks
     assert all(near["times"][part] > 0 for part in frontier_report.PARTS)
     assert near["times"]["density"] == pytest.approx(near["density"])
     assert broken["failed"] == "there is nothing to choose"
