@@ -9,6 +9,8 @@ order, so it has the same bits however rows are dealt to ranks.
 """
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -146,16 +148,15 @@ def block_scores_kernel(
                 seen = plgpu.load(refs["places"].at[rows], layout=ROW_LAYOUT, optimized=False)
                 tiles, whole = refs["tiles"][row_tile], refs["whole"][row_tile]
 
-                def store(j: Array, logits: Array, peak: Array) -> Array:
+                def store(
+                    j: Array, logits: Array, peak: Array, mask: Callable[..., list[Array]]
+                ) -> Array:
                     """Writes the scores of a tile; the peak so far."""
                     of_blocks = [
                         logits[:, n * block_columns : (n + 1) * block_columns]
                         for n in range(blocks)
                     ]
-                    of_blocks = lax.cond(
-                        j >= whole, lambda x: causal(x, seen, j), lambda x: x, of_blocks
-                    )
-                    for n, x in enumerate(of_blocks):
+                    for n, x in enumerate(mask(of_blocks, j)):
                         own = fold(jnp.maximum, x).max(axis=1) * log2_scale
                         base = jnp.where(own > -jnp.inf, own, 0.0)
                         terms = jnp.exp2(x * log2_scale - rows_to_tile(base, x))
@@ -166,26 +167,45 @@ def block_scores_kernel(
                         peak = jnp.maximum(peak, own)
                     return peak
 
-                def score(j: Array, peak: Array) -> Array:
-                    return store(j, products(done + j * parts), peak)
+                def causal(of_blocks: list[Array], j: Array) -> list[Array]:
+                    """-inf where a row does not see a column."""
+                    masked = []
+                    for n, x in enumerate(of_blocks):
+                        column = iota(x, 1) + (j * width + n * block_columns)
+                        masked.append(jnp.where(column <= rows_to_tile(seen, x), x, -jnp.inf))
+                    return masked
+
+                def plain(of_blocks: list[Array], j: Array) -> list[Array]:
+                    return of_blocks
+
+                def score(j: Array, peak: Array, mask: Callable[..., list[Array]]) -> Array:
+                    return store(j, products(done + j * parts), peak, mask)
 
                 of_item = lax.rem(n, _ROW_SLOTS)
 
                 def overlapped(state: tuple[Array, Array]) -> Array:
                     """Products of a tile while the scores of the one before are made."""
 
-                    def step(j: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
+                    # A branch inside would end the overlap: loops before and in the masked tiles.
+                    def step(
+                        j: Array, state: tuple[Array, Array], mask: Callable[..., list[Array]]
+                    ) -> tuple[Array, Array]:
                         def run(acc: Any) -> tuple[Array, Array]:
                             start(acc, of_item, done + j * parts)
-                            peak = store(j - 1, *state)
+                            peak = store(j - 1, *state, mask)
                             return acc[...], peak
 
                         following = pl.run_scoped(run, accumulator)
                         release(done + j * parts)
                         return following
 
-                    logits, peak = lax.fori_loop(1, tiles, step, state)
-                    return store(tiles - 1, logits, peak)
+                    state = lax.fori_loop(
+                        1, lax.min(tiles, whole + 1), functools.partial(step, mask=plain), state
+                    )
+                    logits, peak = lax.fori_loop(
+                        lax.max(1, whole + 1), tiles, functools.partial(step, mask=causal), state
+                    )
+                    return store(tiles - 1, logits, peak, causal)
 
                 def first() -> Array:
                     def run(acc: Any) -> Array:
@@ -207,7 +227,12 @@ def block_scores_kernel(
                     )
                     plgpu.barrier_arrive(bars["rows_free"].at[of_item])
                 else:
-                    peak = lax.fori_loop(0, tiles, score, peak)
+                    peak = lax.fori_loop(
+                        0, lax.min(tiles, whole), functools.partial(score, mask=plain), peak
+                    )
+                    peak = lax.fori_loop(
+                        whole, tiles, functools.partial(score, mask=causal), peak
+                    )
                 refs["peak"].at[b, head, rows][...] = peak
                 return done + tiles * parts
 
@@ -244,14 +269,6 @@ def block_scores_kernel(
                 last = lax.rem(first + parts - 1, stages)
                 plgpu.barrier_arrive(bars["free"].at[last])
                 return logits
-
-            def causal(of_blocks: list[Array], seen: Array, j: Array) -> list[Array]:
-                """-inf where a row does not see a column."""
-                masked = []
-                for n, x in enumerate(of_blocks):
-                    column = iota(x, 1) + (j * width + n * block_columns)
-                    masked.append(jnp.where(column <= rows_to_tile(seen, x), x, -jnp.inf))
-                return masked
 
             lax.fori_loop(0, count, score_item, jnp.int32(0))
 
