@@ -21,8 +21,6 @@ from mtraining_jax.evaluation.programs import Programs
 from mtraining_jax.models.spec import ModelSpec
 from mtraining_jax.sparsity import Dense, Settings
 
-_LEAST_ROOM = 64  # new tokens that there is room for, so that few programs serve many lengths
-
 
 class Forced(NamedTuple):
     """How well a given answer follows a prompt.
@@ -213,9 +211,8 @@ class Engine:
         prompt = read()
         token = jax.block_until_ready(self.programs.draw(prompt.logits, options.kind, drawing))
         prefill_seconds = time.perf_counter() - begin
-        room = max(_LEAST_ROOM, 1 << (options.max_new_tokens - 1).bit_length())
         density = float(prompt.density)
-        cache = self.programs.cache(prompt, len(ids), room)
+        cache = self.programs.cache(prompt, len(ids), options.max_new_tokens)
         step = self.programs.step(cache, token, len(ids), total, options.kind, drawing)
         begin = time.perf_counter()
         text = GrowingText(self.tokenizer, options.stop, on_text)

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mtraining_jax.data.loader import IGNORE_LABEL
-from mtraining_jax.evaluation.decode.cache import Cache, of_prompt, with_room
+from mtraining_jax.evaluation.decode.cache import Cache, of_prompt, room_for, with_room
 from mtraining_jax.evaluation.decode.prefill import Prompt, make_prefill
 from mtraining_jax.evaluation.decode.sampling import next_token
 from mtraining_jax.evaluation.decode.step import Stepped, make_step
@@ -98,8 +98,9 @@ class Programs:
         """The first new token, int32 [1]; see `next_token`."""
         return _draw(kind, logits, *drawing)
 
-    def cache(self, prompt: Prompt, prompt_len: int, room: int) -> Cache:
+    def cache(self, prompt: Prompt, prompt_len: int, new_tokens: int) -> Cache:
         """Takes over the keys and values of a prompt, and makes room for new tokens."""
+        room = room_for(new_tokens, prompt.keys.shape[2] // self._network.ranks)
         count = jax.device_put(np.int32(prompt_len), NamedSharding(self._network.mesh, P()))
         keys, values = (
             with_room(self._network, stacked, room) for stacked in (prompt.keys, prompt.values)

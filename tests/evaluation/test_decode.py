@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 from mtraining_jax.errors import UserError
+from mtraining_jax.evaluation.decode.attention import CHUNK
+from mtraining_jax.evaluation.decode.cache import room_for
 from mtraining_jax.evaluation.decode.sampling import GenerateOptions
 from mtraining_jax.evaluation.engine import Engine
 from mtraining_jax.models.hf import load_hf, read_hf_config
@@ -58,7 +60,7 @@ def test_logits_are_those_of_reading_all_at_once(name, mesh, block_size, prompt_
     total = prompt_len + NEW
     prompt = programs.prefill(TEXT[:prompt_len], total)()
     logits = prompt.logits
-    cache = programs.cache(prompt, prompt_len, 64)
+    cache = programs.cache(prompt, prompt_len, NEW)
     found, step = [np.asarray(logits[0])], None
     token = programs.draw(logits, "greedy", GREEDY)
     for number in TEXT[prompt_len:total]:
@@ -71,6 +73,15 @@ def test_logits_are_those_of_reading_all_at_once(name, mesh, block_size, prompt_
     expected = plain_logits(name, total)[prompt_len - 1 :]
     np.testing.assert_allclose(found, expected, atol=2e-5, rtol=1e-4)
     assert np.abs(np.diff(found, axis=0)).max() > 0.1
+
+
+def test_a_long_cache_stays_divisible():
+    assert [room_for(n, 80) for n in (1, 64, 65, 200)] == [64, 64, 128, 256]
+    for local in (131072, 98304, 65536):
+        for new_tokens in (1, 300, 513):
+            room = room_for(new_tokens, local)
+            assert room >= new_tokens and (local + room) % CHUNK == 0
+    assert room_for(1, 131072) == 512 and room_for(1, 16384) == 256
 
 
 def test_losses_are_those_of_the_plain_model():

@@ -5,9 +5,9 @@ import math
 import jax.numpy as jnp
 from jax import Array, lax
 
-# Tokens that one product with values adds up. A single product over a long cache would have so
-# few results that most of a GPU were idle.
-_CHUNK = 1024
+# Tokens that one product with values adds up, if they divide the cache. A single product over a
+# long cache would have so few results that most of a GPU were idle.
+CHUNK = 512
 
 
 def attend_to_cache(
@@ -37,7 +37,7 @@ def attend_to_cache(
     peak = lax.pmax(logits.max(-1), axis_names)
     weights = jnp.exp(logits - peak[..., None])
     total = weights.sum(-1)
-    size = math.gcd(tokens, _CHUNK)
+    size = math.gcd(tokens, CHUNK)
     weights = weights.astype(v_BHkSD.dtype).reshape(*weights.shape[:3], -1, size)
     values = v_BHkSD.reshape(batch, kv_heads, -1, size, dim)
     out = jnp.einsum("bhgcs,bhcsd->bhcgd", weights, values, **kinds).sum(2)

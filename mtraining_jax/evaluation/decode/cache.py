@@ -10,8 +10,11 @@ from jax import Array
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from mtraining_jax.evaluation.decode.attention import CHUNK
 from mtraining_jax.evaluation.network import Network
 from mtraining_jax.parallel.mesh import SEQUENCE_AXES
+
+_LEAST_ROOM = 64
 
 # [L, B, S, Hk, D] of a prompt, and [B, Hk, S, D] of one layer of a cache.
 STACKED = P(None, None, SEQUENCE_AXES)
@@ -44,6 +47,18 @@ class Cache:
     def specs(cls, layers: int) -> Self:
         """How the arrays lie on a mesh: a `Cache` of `PartitionSpec`."""
         return cls((ONE_LAYER,) * layers, (ONE_LAYER,) * layers, P(), P())
+
+
+def room_for(new_tokens: int, local_tokens: int) -> int:
+    """How many new tokens to make room for: a power of two, so that few programs serve many.
+
+    Args:
+        new_tokens: how many there will be at most.
+        local_tokens: of the prompt, on one rank. A long cache is kept divisible by `CHUNK`, which
+            costs at most a 64th of it.
+    """
+    share = 1 << max(local_tokens // 64, 1).bit_length() - 1
+    return max(1 << (new_tokens - 1).bit_length(), min(share, CHUNK), _LEAST_ROOM)
 
 
 def with_room(network: Network, stacked: Array, room: int) -> tuple[Array, ...]:
