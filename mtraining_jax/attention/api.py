@@ -31,6 +31,7 @@ def sparse_attention(
     scale: float | None = None,
     causal: bool = True,
     backend: str | None = None,
+    valid_len: ArrayLike | None = None,
     return_lse: bool = False,
     return_index: bool = False,
     batch_axis: Axes = None,
@@ -74,6 +75,9 @@ def sparse_attention(
         backend: "mosaic_gpu" (Hopper GPU; head dim 64 or 128, 16-bit floats, block_size 128),
             "xla" (anything), or None for the best that runs; on a GPU that falls back to "xla"
             one warning is logged.
+        valid_len: integer, tokens of every sequence that count, where those behind are padding; may
+            be traced. The choice then reads the last queries before the padding, and none of it.
+            None: all count. Results for the padding mean nothing.
         return_lse: also give the log of the softmax's denominator, differentiable.
         return_index: also give the index, for `inspect` or for `pattern` of another call.
         batch_axis: mesh axes of the batch, () for none. Default: those q is sharded over, where
@@ -100,6 +104,7 @@ def sparse_attention(
     scale = checks.check_scale(scale, q)
     check_ring(ring)
     checks.check_pattern(pattern, q, causal)
+    valid_len = checks.check_valid_len(valid_len, q.shape[-3], causal)
     placement = find_placement(q, mesh, batch_axis, sequence_axes, head_axis)
     block_size = pattern.block_size
     checks.check_division(q, k, block_size, placement)
@@ -119,7 +124,7 @@ def sparse_attention(
     if order is not None:
         q, k, v = (placement.take(x, order[0]) for x in (q, k, v))
     way = Way(placement, dealt, ring, scale, causal, backend)
-    found = _attend(way, split(pattern)[1], q, k, v, split(pattern)[0])
+    found = _attend(way, split(pattern)[1], q, k, v, split(pattern)[0], valid_len)
     out, lse, index = found.out, found.lse, found.index
     if order is not None:
         out, lse = placement.take(out, order[1]), placement.take(lse, order[1], axis=2)
@@ -132,6 +137,7 @@ def sparse_attention(
 # Compiled as one when called outside `jax.jit`, and traced once for all layers of a model inside.
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _attend(
-    way: Way, static: object, q: Array, k: Array, v: Array, arrays: list[Array]
+    way: Way, static: object, q: Array, k: Array, v: Array, arrays: list[Array],
+    valid_len: Array | None,
 ) -> Attended:
-    return attend(way, q, k, v, join(static, arrays))
+    return attend(way, q, k, v, join(static, arrays), valid_len=valid_len)

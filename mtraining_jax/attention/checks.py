@@ -5,6 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import ArrayLike
 
 from mtraining_jax.attention.placement import Placement
 from mtraining_jax.sparsity import Pattern
@@ -99,6 +100,25 @@ def check_pattern(pattern: object, q: Array, causal: bool) -> None:
         )
     if isinstance(pattern, Index) and pattern.causal != causal:
         raise ValueError(f"pattern is an index with causal={pattern.causal}, but causal={causal}")
+
+
+def check_valid_len(valid_len: ArrayLike | None, seq_len: int, causal: bool) -> Array | None:
+    """The number of tokens before padding as int32, None if there is none.
+
+    Raises:
+        ValueError: if it is not one integer from 1 to S, as far as it is known when tracing, or if
+            tokens could see the padding.
+    """
+    if valid_len is None:
+        return None
+    if not causal:
+        raise ValueError("valid_len needs causal=True: otherwise tokens see the padding")
+    shape, dtype = jnp.shape(valid_len), jnp.result_type(valid_len)
+    if shape or not jnp.issubdtype(dtype, jnp.integer):
+        raise ValueError(f"valid_len is {dtype} {list(shape)}: one integer is needed")
+    if not isinstance(valid_len, jax.core.Tracer) and not 1 <= int(valid_len) <= seq_len:
+        raise ValueError(f"valid_len={int(valid_len)} must be from 1 to {seq_len}, the tokens of q")
+    return jnp.asarray(valid_len, jnp.int32)
 
 
 def _check_index(index: Index, q: Array) -> None:

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtraining_jax.sparsity import FixedBudget, Shards, VerticalSlash
+from mtraining_jax import sparse_attention
+from mtraining_jax.sparsity import Dense, FixedBudget, Shards, VerticalSlash
 from mtraining_jax.sparsity.choose import choose
 from tests.sparsity import inputs, oracle
 
@@ -84,6 +85,25 @@ def test_a_prompt_may_end_inside_a_block(heads):
     assert listed(found["fixed"], 2)[0] == sorted(
         {0} | oracle.block_diagonals(kept, BLOCK, SEQ_LEN // BLOCK)
     )
+
+
+def test_attention_takes_the_number_of_tokens_that_count(heads):
+    q, k = heads[2](300, 50.0)
+    expected = choose_all(q, k, jnp.int32(300))["safe"]
+    run = jax.jit(
+        lambda q, k, valid_len: sparse_attention(
+            q, k, k, pattern=PATTERNS["safe"], valid_len=valid_len, return_index=True
+        )[1]
+    )
+    jax.tree.map(np.testing.assert_array_equal, run(q, k, 300), expected)
+    for wrong, message in [
+        (0, "valid_len=0 must be from 1 to 512"), (513, "valid_len=513 must be from 1 to 512"),
+        (3.0, r"valid_len is float32 \[\]: one integer"), ([3], r"int32 \[1\]: one integer"),
+    ]:  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            sparse_attention(q, k, k, pattern=PATTERNS["safe"], valid_len=np.asarray(wrong))
+    with pytest.raises(ValueError, match="valid_len needs causal=True"):
+        sparse_attention(q, k, k, pattern=Dense(), causal=False, valid_len=3)
 
 
 def test_a_prompt_may_be_shorter_than_the_last_queries(heads):
