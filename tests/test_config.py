@@ -54,6 +54,12 @@ def minimal(write) -> Path:
     return write(MODEL)
 
 
+@pytest.fixture
+def columns(write) -> Path:
+    """With a pattern that any ring can follow."""
+    return write(MODEL + '[sparsity]\nkind = "vertical_slash"\n')
+
+
 def messages(name: str | Path, **overrides: str) -> list[str]:
     """The lines of the error that loading ends in; `__` in a keyword stands for a dot."""
     pairs = [(key.replace("__", "."), value) for key, value in overrides.items()]
@@ -76,7 +82,7 @@ def test_every_shipped_configuration_loads(name):
 
 def test_tiny_and_its_dense_twin_differ_in_name_and_kind_only():
     tiny, dense = (config_to_dict(load_config(name)) for name in ("tiny", "tiny_dense"))
-    assert tiny["sparsity"].pop("kind") == "vertical_slash"
+    assert tiny["sparsity"].pop("kind") == "sampled_rows"
     assert dense["sparsity"].pop("kind") == "dense"
     assert tiny["run"].pop("name") != dense["run"].pop("name")
     assert tiny == dense
@@ -509,7 +515,8 @@ def test_wrong_overrides(minimal):
             },
             'sparsity.kind = "xattention" lists key blocks for each block of queries, which a ring '
             'that turns keys (parallel.ring = "hierarchical", parallel.devices_per_node = 2) '
-            'cannot follow; parallel.ring = "gather" over at least 2 devices of a node would do',
+            'cannot follow; parallel.ring = "gather" over at least 2 devices of a node would do, '
+            'as would sparsity.kind = "vertical_slash"',
         ),
         (
             {"sparsity__kind": "xattention", "sparsity__stride": "48"},
@@ -542,16 +549,16 @@ def test_wrong_overrides(minimal):
         ),
     ],
 )
-def test_contradictions(minimal, overrides, sentence):
-    assert messages(minimal, **overrides) == [sentence]
+def test_contradictions(columns, overrides, sentence):
+    assert messages(columns, **overrides) == [sentence]
 
 
-def test_what_looks_like_a_contradiction_but_is_none(minimal):
-    override(minimal, sparsity__kind="dense", sparsity__last_q="256")
-    override(minimal, optimizer__warmup_steps="5000")  # a constant rate has no end
-    override(minimal, parallel__cpu_devices="2", parallel__nodes="4")  # more processes may come
+def test_what_looks_like_a_contradiction_but_is_none(columns):
+    override(columns, sparsity__kind="dense", sparsity__last_q="256")
+    override(columns, optimizer__warmup_steps="5000")  # a constant rate has no end
+    override(columns, parallel__cpu_devices="2", parallel__nodes="4")  # more processes may come
     override(
-        minimal,
+        columns,
         parallel__cpu_devices="2",
         parallel__nodes="4",
         distributed__coordinator="host:1",
@@ -560,8 +567,8 @@ def test_what_looks_like_a_contradiction_but_is_none(minimal):
     )
 
 
-def test_more_devices_than_there_are(minimal):
-    config = override(minimal, parallel__data="2", parallel__nodes="4", data__batch_size="2")
+def test_more_devices_than_there_are(columns):
+    config = override(columns, parallel__data="2", parallel__nodes="4", data__batch_size="2")
     validate(config, device_count=8)
     with pytest.raises(UserError) as error:
         validate(config, device_count=7)
@@ -580,6 +587,7 @@ def test_more_devices_than_there_are(minimal):
 def test_the_nearest_lengths_are_in_order(seq_len, nodes, devices, layout):
     table = tomllib.loads(MODEL)
     table["model"]["max_position_embeddings"] = 10**6
+    table["sparsity"] = {"kind": "vertical_slash"}
     table["parallel"] = {"nodes": nodes, "devices_per_node": devices, "layout": layout}
 
     def check(length: int) -> None:

@@ -13,7 +13,7 @@ from mtraining_jax.attention.placement import find_placement
 from mtraining_jax.attention.sharded import Attended, Way, attend, join, split
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.ring import check_ring
-from mtraining_jax.sparsity import Pattern, VerticalSlash
+from mtraining_jax.sparsity import Pattern, SampledRows
 from pallas_kernels.index import Index
 
 Axes = str | tuple[str, ...] | None
@@ -24,7 +24,7 @@ def sparse_attention(
     k: Array,
     v: Array,
     *,
-    pattern: Pattern | Index = VerticalSlash(),  # noqa: B008 (frozen)
+    pattern: Pattern | Index = SampledRows(),  # noqa: B008 (frozen)
     mesh: Mesh | None = None,
     layout: Layout | str | None = None,
     positions: ArrayLike | None = None,
@@ -48,18 +48,17 @@ def sparse_attention(
     A policy such as `jax.checkpoint_policies.save_only_these_names("sparse_index", "attn_out",
     "attn_lse")` keeps what the backward pass needs, so that nothing here is computed twice.
 
-    Sources: the choice is that of MInference (arXiv 2407.02490, vertical-slash heads) with the
-    top-p budgets of MTraining (arXiv 2510.18830); the ring is Ring Attention (arXiv 2310.01889)
-    over stripes of blocks.
+    Sources: the ring is Ring Attention (arXiv 2310.01889) over stripes of blocks; each pattern
+    names its own.
 
     Args:
         q: [..., S, Hq, D], bfloat16, float16 or float32, position embedding applied. Leading
             axes, if any, are batch; over a mesh there is one.
         k: [..., S, Hk, D] in the dtype of q, Hq a multiple of Hk (grouped-query attention).
         v: shape and dtype of k.
-        pattern: `VerticalSlash(...)`, `FixedBudget(...)`, `Dense()` or one of your own (`Pattern`);
-            or an index, which is used as it is. S must be a multiple of its `block_size` times the
-            devices of the sequence.
+        pattern: `SampledRows(...)` or another of the package, `Dense()`, or one of your own
+            (`Pattern`); or an index, which is used as it is. S must be a multiple of its
+            `block_size` times the devices of the sequence.
         mesh: devices that share the work, with axes of type Auto or Explicit. None: if q is
             sharded over Explicit axes, their mesh; if axes are named, the mesh of
             `jax.set_mesh`; else the arrays are those of one device (or of one shard, inside a

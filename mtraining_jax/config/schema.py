@@ -136,10 +136,10 @@ class ModelConfig:
 class SparsityConfig:
     """Which pairs of query and key are computed."""
 
-    kind: one_of(PATTERNS) = "vertical_slash"
-    """dense: all; vertical_slash: columns and diagonals, chosen in every forward pass; fixed: the
-    same with budgets from a file; xattention, sampled_rows, mixed_rows, prism, exact_rows:
-    lists of blocks for each row of blocks, chosen in every forward pass.
+    kind: one_of(PATTERNS) = "sampled_rows"
+    """sampled_rows, mixed_rows, xattention, prism, exact_rows: lists of key blocks for each block
+    of queries, chosen in every forward pass; dense: all; vertical_slash: columns and diagonals for
+    each head, chosen in every forward pass; fixed: the same with budgets from a file.
 
     replay is for measuring speed with random weights, whose attention is flat: every head computes
     random block diagonals and columns, or lists, of a density given beforehand. Nothing is chosen.

@@ -11,6 +11,7 @@ from mtraining_jax.data.sources import selected_source
 from mtraining_jax.errors import UserError
 from mtraining_jax.models.hf.config import FREE
 from mtraining_jax.models.spec import spec_problems
+from mtraining_jax.sparsity.registry import PATTERNS
 
 
 def validate(config: Config, device_count: int | None = None) -> None:
@@ -123,7 +124,7 @@ def _sparsity(config: Config) -> Iterator[str]:
             f'sparsity.kind = "{config.sparsity.kind}" lists key blocks for each block of queries, '
             f'which a ring that turns keys (parallel.ring = "{parallel.ring}", '
             f"parallel.devices_per_node = {devices}) cannot follow; parallel.ring = \"gather\" "
-            "over at least 2 devices of a node would do"
+            'over at least 2 devices of a node would do, as would sparsity.kind = "vertical_slash"'
         )
     if not settings.chooses and config.metrics.recall_every:
         yield (
@@ -180,7 +181,7 @@ def _held_out(config: Config) -> Iterator[str]:
             "be held out; set eval.data.paths or eval.data.source"
         )
         return
-    if held_out.attention != "dense" and not config.sparsity.settings.chooses:
+    if held_out.attention != "dense" and not PATTERNS.get(config.sparsity.kind).chooses:
         yield (
             f'eval.attention = "{held_out.attention}" computes the pairs that training would, and '
             f'sparsity.kind = "{config.sparsity.kind}" computes pairs that nothing has chosen; '

@@ -65,7 +65,7 @@ class ReplaySettings(VerticalSlashSettings):
     ] = "vertical_slash"
     replay_density: limited(float, gt=0, le=0.3) = 0.063
     replay_estimate: bool = True
-    tau: limited(float, gt=0, le=1) = 0.95
+    tau: limited(float, gt=0, le=1) = 0.9
     sink_blocks: limited(int, ge=0) = 1
     least_share: limited(float, ge=0, le=1) = 0.0
     stride: limited(int, ge=1) = 8

@@ -13,7 +13,7 @@ from mtraining_jax.evaluation.engine import Engine
 from mtraining_jax.evaluation.load import load
 from mtraining_jax.models import parameter_names
 from mtraining_jax.parallel.mesh import make_mesh
-from mtraining_jax.sparsity import Dense, VerticalSlash
+from mtraining_jax.sparsity import Dense, SampledRows, VerticalSlash
 from mtraining_jax.training.checkpoint import Checkpoints
 from mtraining_jax.training.run_folder import checkpoint_folder
 from mtraining_jax.training.state import StateBuilder
@@ -91,7 +91,7 @@ def test_a_hugging_face_folder_brings_its_tokenizer_and_the_ends_of_texts(tmp_pa
     assert isinstance(found.tokenizer, ByteTokenizer)
     assert found.stop_ids == {7, 9} and found.tokenizer.eos == 7
     assert found.network.spec.dtype == "float32"
-    assert found.network.attending.settings == VerticalSlash()
+    assert found.network.attending.settings == SampledRows()
 
 
 def test_what_is_wrong_is_said_in_a_sentence(run, tmp_path):

@@ -190,7 +190,9 @@ def test_scores_of_every_pair_take_their_share_of_a_dense_forward_pass():
         time = seconds(config, H200, estimate_memory(config), flops)["choosing indices"]
         return time, flops.attention_dense * 4 / 14 / H200.dense_forward[128] / config.devices
 
-    (few, forward), (strides, _) = choosing(), choosing(kind="xattention", stride=4)
+    (few, forward), (strides, _) = (
+        choosing(kind="vertical_slash"), choosing(kind="xattention", stride=4)
+    )  # fmt: skip
     (exact, _), (replayed, _) = choosing(kind="exact_rows"), choosing(
         kind="replay", replay_of="mixed_rows", stride=4, sampled_rows=32
     )

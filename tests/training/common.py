@@ -41,6 +41,7 @@ def tiny_config(folder: Path, **sections: dict) -> Config:
             "dtype": "float32",
         },
         "sparsity": {
+            "kind": "vertical_slash",
             "block_size": 8,
             "last_q": 8,
             "sink_tokens": 2,
