@@ -79,6 +79,7 @@ ROWS = tuple(
         "xattention,stride=16",
         "sampled_rows,sampled_rows=16",
         "sampled_rows,sampled_rows=8",
+        "mixed_rows,stride=16,sampled_rows=16",
         "prism",
     )
     for tau in TAUS
@@ -89,6 +90,7 @@ QUICK = (
     "exact_rows,tau=0.95",
     "xattention,stride=8,tau=0.9",
     "xattention,stride=8,tau=0.95",
+    "mixed_rows,stride=16,sampled_rows=16,tau=0.9",
 )
 
 
