@@ -78,7 +78,7 @@ ROWS = tuple(
         "xattention,stride=8",
         "xattention,stride=16",
         "sampled_rows,sampled_rows=16",
-        "sampled_rows,sampled_rows=8",
+        "sampled_rows,sampled_rows=32",
         "mixed_rows,stride=16,sampled_rows=16",
         "prism",
     )
