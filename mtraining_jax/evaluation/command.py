@@ -130,13 +130,20 @@ def max_positions(folder: Path) -> int:
 def facts(command: str) -> dict[str, str]:
     """When and on what an evaluation runs."""
     devices = jax.devices()
-    versions = [f"{name} {importlib.metadata.version(name)}" for name in ("jax", "mtraining-jax")]
+    versions = [f"{name} {_version(name)}" for name in ("jax", "mtraining-jax")]
     return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "devices": f"{len(devices)} x {devices[0].device_kind}",
         "versions": ", ".join(versions),
         "command": command,
     }
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:  # a checkout that runs as it is
+        return "not installed"
 
 
 def _names(models: Mapping[str, Path]) -> dict[str, str]:

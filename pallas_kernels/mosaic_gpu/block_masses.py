@@ -6,7 +6,6 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels.mosaic_gpu import device
-from pallas_kernels.mosaic_gpu.common import TILE
 from pallas_kernels.mosaic_gpu.kernels.block_scores import (
     DEPTH,
     TILE_ROWS,
@@ -14,10 +13,6 @@ from pallas_kernels.mosaic_gpu.kernels.block_scores import (
     block_scores_kernel,
 )
 
-# Of long rows the products take most of the time; of short ones making scores takes as much, which
-# then overlaps.
-LONG_ROWS = BlockScoresConfig(width=256, stages=4)
-SHORT_ROWS = BlockScoresConfig(width=128, stages=6)
 _DTYPES = (jnp.bfloat16, jnp.float16)
 _MOST_BLOCKS = 1 << 13  # more would overflow the sums of `_HIGH_BITS`
 _HIGH_BITS = 17
@@ -30,8 +25,9 @@ _INTERPRETED_MULTIPROCESSORS = 2
 class HopperBlockScores:
     """The kernel behind the contract of `pallas_kernels.backends.BlockScores`."""
 
-    def __init__(self, interpret: Any = False):
+    def __init__(self, interpret: Any = False, config: BlockScoresConfig | None = None):
         self._interpret = interpret
+        self._config = config or BlockScoresConfig()
 
     def unsupported(self, q: Array, k: Array) -> str | None:
         """See `BlockScores.unsupported`."""
@@ -40,7 +36,7 @@ class HopperBlockScores:
             return f"dtypes {q.dtype} and {k.dtype} (bfloat16 or float16 is needed)"
         if length % DEPTH:
             return f"rows of {length} numbers (multiples of {DEPTH} are needed)"
-        if columns % 8 or TILE % columns:
+        if columns % 8 or self._config.width % columns:
             return f"{columns} rows of keys in a block (8, 16, 32, 64 or 128 are needed)"
         if k.shape[2] > _MOST_BLOCKS:
             return f"{k.shape[2]} blocks of keys (at most {_MOST_BLOCKS} are possible)"
@@ -49,7 +45,6 @@ class HopperBlockScores:
     def block_masses(self, q: Array, k: Array, places: Array, *, scale: float) -> Array:
         """See `BlockScores.block_masses`; masses are multiples of 2^-30."""
         batch, heads, num_local, num_rows, length = q.shape
-        config = LONG_ROWS if length > 2 * DEPTH else SHORT_ROWS
         num_blocks, columns = k.shape[2:4]
         # As many rows of blocks at a time as make whole tiles of rows.
         whole = TILE_ROWS // num_rows if num_rows < TILE_ROWS else 1
@@ -61,14 +56,14 @@ class HopperBlockScores:
         q = jnp.pad(q, ((0, 0), (0, 0), (0, padding), (0, 0), (0, 0)))
         places = jnp.pad(places, ((0, padding), (0, 0)), constant_values=-1)
         k = k.reshape(*k.shape[:2], -1, length)
-        k = jnp.pad(k, ((0, 0), (0, 0), (0, -k.shape[2] % config.width), (0, 0)))
+        k = jnp.pad(k, ((0, 0), (0, 0), (0, -k.shape[2] % self._config.width), (0, 0)))
 
         def step(i: Array) -> Array:
             own = lax.dynamic_slice_in_dim(q, i * chunk, chunk, axis=2)
             seen = lax.dynamic_slice_in_dim(places, i * chunk, chunk).reshape(-1)
             scores, peak = block_scores_kernel(
                 own.reshape(batch, heads, -1, length), k, seen, scale=scale,
-                block_columns=columns, config=config,
+                block_columns=columns, config=self._config,
                 num_blocks=self._multiprocessors(), interpret=self._interpret,
             )
             return _masses(scores[:, :, :num_blocks], peak, seen, columns, num_rows)
