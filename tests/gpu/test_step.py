@@ -108,3 +108,18 @@ def test_an_index_that_leaves_pairs_out_at_each_step_learns_nearly_as_dense_does
     assert ((found[:, 2] > 0.1) & (found[:, 2] < 0.8)).all(), found[:, 2]
     np.testing.assert_allclose(found[:, 0], one_gpu[:, 0], rtol=2e-2)
     assert found[-1, 0] < found[0, 0]
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4])
+def test_lists_of_rows_train_as_dense_where_they_keep_all(one_gpu, devices):
+    if jax.device_count() < devices:
+        pytest.skip(f"{devices} GPUs are needed, {jax.device_count()} are here")
+    found = train(
+        "qwen3b_512k",
+        parallel__devices_per_node=devices,
+        sparsity__kind="xattention",
+        sparsity__tau=1.0,
+    )
+    assert (found[:, 2] == 1).all()
+    np.testing.assert_allclose(found[:, 0], one_gpu[:, 0], rtol=2e-3)
+    assert found[-1, 0] < found[0, 0]
