@@ -51,6 +51,11 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         shutil.rmtree(os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 
 
-def pytest_xdist_auto_num_workers() -> int | None:
-    """One process on a GPU: several would each reserve its memory. None is a process a core."""
-    return 0 if os.environ.get("MTRAINING_TEST_GPU") == "1" else None
+def pytest_xdist_auto_num_workers() -> int:
+    """One process on a GPU: several would each reserve its memory.
+
+    Else one more than there are cores, as some tests wait for processes that they start.
+    """
+    if os.environ.get("MTRAINING_TEST_GPU") == "1":
+        return 0
+    return len(os.sched_getaffinity(0)) + 1

@@ -26,6 +26,7 @@ from mtraining_jax.config import (
 )
 from mtraining_jax.config.fields import all_fields
 from mtraining_jax.errors import UserError
+from mtraining_jax.sparsity import PATTERNS
 
 MODEL = """
 [model]
@@ -625,8 +626,13 @@ def test_printed_text_loads_back(name, write):
 
 def test_printed_text_has_every_field():
     text = config_to_toml(load_config("tiny", [("model.rope_scaling", "{factor = 2.0}")]))
+    shipped = {
+        field.name for kind in PATTERNS.names for field in dataclasses.fields(PATTERNS.get(kind))
+    } | {"kind"}
     for name in all_fields():
-        leaf = name.rpartition(".")[2]
+        section, _, leaf = name.rpartition(".")
+        if section == "sparsity" and leaf not in shipped:
+            continue  # of a pattern that another test has loaded
         assert f"\n{leaf} = " in text or f"\n# {leaf} = none" in text or f"[{name}]" in text
 
 

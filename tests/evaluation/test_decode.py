@@ -22,10 +22,7 @@ from tests.models.common import DATA, forward
 # The prompt ends inside a block, on every mesh.
 PROMPT, NEW = 75, 8
 TEXT = np.random.default_rng(0).integers(0, 256, PROMPT + NEW).astype(np.int32)
-SPARSE = {
-    "block_size": 8, "last_q": 8, "top_p": 0.5, "max_verticals": 8, "min_verticals": 2,
-    "max_slashes": 3, "min_slashes": 1, "local_blocks": 1, "sink_tokens": 2,
-}  # fmt: skip
+SPARSE = {"block_size": 8, "sampled_rows": 4, "tau": 0.5, "local_blocks": 1}
 ONE, EIGHT = (1, 1), (2, 4)
 LLAMA, PHI = "llama3_tiny", "phi3_tiny_longrope"
 GREEDY = np.float32(0), np.float32(1), np.uint32(0)

@@ -23,6 +23,7 @@ from pallas_kernels import (
     backends,
 )
 from pallas_kernels.mosaic_gpu.configs import CONFIGS
+from pallas_kernels.mosaic_gpu.work.fused_work import FusedWork
 
 B, NQ, NK, HQ, HK, G = 2, 1024, 512, 6, 2, 128  # lengths differ in a ring step
 KERNEL = "custom_call @mosaic_gpu"
@@ -94,12 +95,6 @@ def _columns(dim: int, dtype: str):
     return jax.eval_shape(build, _index()), 2 * (_array(B, 256, HQ, dim, dtype=dtype),)
 
 
-def _forward(q, k, v, tiles, columns, init):
-    columns, column_kv = columns
-    plan = pallas_kernels.plan(q, k, tiles, columns)
-    return pallas_kernels.forward(q, k, v, plan, column_kv, init=init)
-
-
 def _backward(q, k, v, dout, lse, delta, tiles, columns, **options):
     columns, column_kv = columns
     plan = pallas_kernels.plan(q, k, tiles, columns)
@@ -128,21 +123,22 @@ OF_DIMS = [
 
 
 @pytest.mark.parametrize(("dim", "kind", "has_columns", "dtype", "running"), OF_DIMS)
-def test_forward_lowers(dim, kind, has_columns, dtype, running):
-    columns = _columns(dim, dtype) if has_columns else (None, None)
-    init = (_array(B, NQ, HQ, dim, dtype="float32"), _array(B, HQ, NQ, dtype="float32"))
-    args = (*_qkv(dim, dtype), _tiles(kind), columns, init if running else None)
-    assert _kernels(_forward, *args) == 1
-
-
-@pytest.mark.parametrize(("dim", "kind", "has_columns", "dtype", "running"), OF_DIMS)
-def test_backward_lowers(dim, kind, has_columns, dtype, running):
+def test_both_passes_lower(dim, kind, has_columns, dtype, running):
+    """One plan, the forward kernel, and those for dq and for dk and dv."""
     columns = _columns(dim, dtype) if has_columns else (None, None)
     q, k, v = _qkv(dim, dtype)
     row = _array(B, HQ, NQ, dtype="float32")
+    init = (_array(B, NQ, HQ, dim, dtype="float32"), row) if running else None
     dq_dtype = "float32" if running else dtype
-    backward = functools.partial(_backward, dq_dtype=dq_dtype)
-    assert _kernels(backward, q, k, v, q, row, row, _tiles(kind), columns) == 2
+
+    def both(q, k, v, lse, delta, tiles, columns, init):
+        columns, column_kv = columns
+        plan = pallas_kernels.plan(q, k, tiles, columns)
+        out = pallas_kernels.forward(q, k, v, plan, column_kv, init=init)
+        args = q, k, v, q, lse, delta, plan, column_kv
+        return out, pallas_kernels.backward(*args, dq_dtype=dq_dtype)
+
+    assert _kernels(both, q, k, v, row, row, _tiles(kind), columns, init) == 3
 
 
 # Few, as each takes seconds: what the fused kernel takes, and every reason not to take it.
@@ -166,7 +162,12 @@ def test_one_backward_kernel_over_dense_diagonals(dim, kind, has_columns, dq_dty
     row = _array(B, HQ, NQ, dtype="float32")
     backward = functools.partial(_backward, dq_dtype=dq_dtype)
     args = q, k, v, q, row, row, _tiles(kind), columns
-    assert _kernels(backward, *args) == (1 if "dense" in kind else 2)
+    if "dense" in kind:
+        assert _kernels(backward, *args) == 1
+    else:  # lowered above
+        with _target(H200):
+            plan = jax.eval_shape(pallas_kernels.plan, q, k, _tiles(kind), columns[0])
+        assert not isinstance(plan.work.keys, FusedWork)
     with _target(H200):
         grads = jax.eval_shape(backward, *args)
     assert (grads.dq.shape, grads.dq.dtype) == (q.shape, dq_dtype)

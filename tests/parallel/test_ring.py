@@ -69,9 +69,9 @@ def test_the_sparse_index_is_really_sparse():
         # An axis of 4 is the shortest on which steps lie between the first and the last.
         *(
             (*mesh, "striped", "hierarchical")
-            for mesh in [(1, 1), (1, 4), (4, 1), (2, 4), (4, 2)]
+            for mesh in [(1, 1), (4, 1), (2, 4), (4, 2)]
         ),
-        *((*mesh, "striped", "gather") for mesh in [(1, 4), (2, 2), (4, 2)]),
+        *((*mesh, "striped", "gather") for mesh in [(1, 4), (4, 2)]),
         (2, 4, "striped", "flat"),
         (2, 2, "zigzag", "hierarchical"),
         (1, 4, "zigzag", "flat"),
@@ -100,7 +100,7 @@ def test_a_dense_index_is_dense_causal(nodes, devices, kind, ring):
 
 @pytest.mark.parametrize(
     ("nodes", "devices", "kind"),
-    [(1, 4, "striped"), (2, 2, "striped"), (2, 2, "zigzag"), (4, 2, "contiguous")],
+    [(1, 4, "striped"), (2, 2, "zigzag"), (4, 2, "contiguous")],
 )
 def test_block_lists_over_gathered_keys(nodes, devices, kind):
     check(compile_ring(nodes, devices, kind, "gather")(indices.blocks()), "blocks")

@@ -32,10 +32,10 @@ def test_it_trains_over_a_ring_by_its_place_and_its_options(plain_config, tmp_pa
 def test_its_fields_are_written_only_where_it_is_selected(plain_config):
     PATTERNS.get(KIND)
     own = config_from_dict({**config_to_dict(plain_config), "sparsity": {"kind": KIND}}, "a test")
-    assert config_to_dict(own)["sparsity"]["stride"] == 8
+    assert config_to_dict(own)["sparsity"]["window"] == 2
     other = changed(own, sparsity={"kind": "dense"})
-    assert "stride" not in config_to_dict(other)["sparsity"]
-    assert "stride" not in config_to_toml(other)
+    assert "window" not in config_to_dict(other)["sparsity"]
+    assert "\nwindow = " not in config_to_toml(other)
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from mtraining_jax.training.run_folder import checkpoint_folder
 from tests.training.common import changed
 
 
-def test_a_second_start_compiles_nothing(config, tmp_path):
-    config = changed(config, run={"steps": 1, "compile_cache_dir": str(tmp_path / "compiled")})
+def test_a_second_start_compiles_nothing(plain_config, tmp_path):
+    config = changed(plain_config, run={"steps": 1, "compile_cache_dir": str(tmp_path / "compiled")})
     # What an earlier test of this process has compiled would not be written to this folder.
     jax.clear_caches()
     run(config)
