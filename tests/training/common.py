@@ -41,10 +41,15 @@ def tiny_config(folder: Path, **sections: dict) -> Config:
             "dtype": "float32",
         },
         "sparsity": {
+            "kind": "vertical_slash",
             "block_size": 8,
-            "sampled_rows": 4,
-            "tau": 0.5,
+            "last_q": 8,
+            "sink_tokens": 2,
             "local_blocks": 1,
+            "min_verticals": 2,
+            "min_slashes": 2,
+            "max_verticals": 8,
+            "max_slashes": 4,
         },
         "parallel": {"nodes": 2, "devices_per_node": 2},
         "data": {

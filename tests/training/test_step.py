@@ -64,7 +64,10 @@ def test_loss_falls_and_metrics_are_complete(dense):
 
 
 def test_dense_equals_sparse_with_everything_selected(folder, dense):
-    everything = {"tau": 1.0, "sampled_rows": 8}
+    everything = {
+        "top_p": 1.0, "max_verticals": 128, "max_slashes": 128, "min_slashes": 128,
+        "min_verticals": 128,
+    }  # fmt: skip
     sparse, _ = Parts(untied(folder, data={"batch_size": 4}, sparsity=everything)).train(3)
     np.testing.assert_array_equal(sparse[0]["layers"]["density"], [1, 1])
     np.testing.assert_array_equal(dense[1][0]["layers"]["density"], [1, 1])
