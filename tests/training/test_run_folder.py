@@ -10,7 +10,8 @@ from tests.training.common import changed
 
 
 def test_a_second_start_compiles_nothing(plain_config, tmp_path):
-    config = changed(plain_config, run={"steps": 1, "compile_cache_dir": str(tmp_path / "compiled")})
+    compiled = str(tmp_path / "compiled")
+    config = changed(plain_config, run={"steps": 1, "compile_cache_dir": compiled})
     # What an earlier test of this process has compiled would not be written to this folder.
     jax.clear_caches()
     run(config)
