@@ -61,7 +61,7 @@ def test_damage_is_told_in_one_sentence_with_the_first_cause(config, tmp_path, m
 
 
 def test_reads_that_go_on_after_a_failure_find_their_loop_open():
-    failed, woken = threading.Event(), []
+    failed, woken, threads = threading.Event(), [], []
 
     async def fail():
         raise ValueError("damaged")
@@ -77,7 +77,8 @@ def test_reads_that_go_on_after_a_failure_find_their_loop_open():
             except RuntimeError as error:
                 woken.append(str(error))
 
-        threading.Thread(target=wake).start()
+        threads.append(threading.Thread(target=wake))
+        threads[0].start()
         await done.wait()
         raise ValueError("damaged as well")
 
@@ -91,6 +92,7 @@ def test_reads_that_go_on_after_a_failure_find_their_loop_open():
         finally:
             threading.Timer(0.05, failed.set).start()
             loop.close()
+    threads[0].join()  # the loop may end before the thread has noted what it found
     assert woken == ["open"]
 
 
