@@ -1,5 +1,6 @@
 """Softmax masses of key blocks from the kernel's scores: `backends.BlockScores` on Hopper GPUs."""
 
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -47,7 +48,7 @@ class HopperBlockScores:
         batch, heads, num_local, num_rows, length = q.shape
         num_blocks, columns = k.shape[2:4]
         # As many rows of blocks at a time as make whole tiles of rows.
-        whole = TILE_ROWS // num_rows if num_rows < TILE_ROWS else 1
+        whole = TILE_ROWS // math.gcd(TILE_ROWS, num_rows)
         of_one = 4 * batch * heads * num_rows * num_blocks
         steps = max(1, -(-(num_local * of_one) // _SCORE_BYTES))
         chunk = -(-num_local // (steps * whole)) * whole

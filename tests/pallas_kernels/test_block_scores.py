@@ -24,7 +24,7 @@ def expected(q, k, places, scale):
 # Query blocks, their rows, rows of a key block, their length, and the first query block's number.
 @pytest.mark.parametrize(
     ("blocks", "rows", "columns", "length", "first"),
-    [(24, 16, 16, 256, 0), (3, 128, 128, 64, 1), (16, 8, 64, 64, 2)],
+    [(24, 16, 16, 256, 0), (3, 128, 128, 64, 1), (16, 12, 64, 64, 2)],
 )
 def test_masses_are_those_of_a_softmax(blocks, rows, columns, length, first):
     rng = np.random.default_rng(0)
