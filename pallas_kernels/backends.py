@@ -188,33 +188,24 @@ def describe(name: str | None, q: Array, block_size: int | None = None) -> Descr
     raise ValueError(f"no backend can run here: {'; '.join(reasons)}")
 
 
-def estimate_kernels(
-    name: str | None, q: Array, block_size: int
-) -> tuple[Estimate | None, str | None]:
-    """The kernels that score key blocks for a choice of an index, and why there are none.
+def estimate_kernels(name: str | None, q: Array, block_size: int) -> Estimate | None:
+    """The kernels that score key blocks for a choice of an index; None leaves it to XLA.
 
     Args:
         name: as in `resolve`.
         q: [B, Hq, last_q, D], the last queries of the sequence.
         block_size: g.
 
-    Returns:
-        The kernels and None, or None and the reason.
-
     Raises:
         ValueError: as `resolve`.
     """
-    backend = resolve(name, q, block_size)
-    if backend.estimate is None:
-        return None, f"the backend {backend.name} has no kernels for it"
-    reason = backend.estimate.unsupported(q)
-    return (backend.estimate, None) if reason is None else (None, reason)
+    return _if_supported(resolve(name, q, block_size).estimate, q)
 
 
 def block_score_kernels(
     name: str | None, q: Array, block_size: int, rows: Array, keys: Array
-) -> tuple[BlockScores | None, str | None]:
-    """The kernels that score key blocks for rows of queries, and why there are none.
+) -> BlockScores | None:
+    """The kernels that score key blocks for rows of queries; None leaves it to XLA.
 
     Args:
         name: as in `resolve`.
@@ -223,17 +214,21 @@ def block_score_kernels(
         rows: the rows of queries to score for, as in `BlockScores.block_masses`.
         keys: the keys there.
 
-    Returns:
-        The kernels and None, or None and the reason.
-
     Raises:
         ValueError: as `resolve`.
     """
-    backend = resolve(name, q, block_size)
-    if backend.block_scores is None:
-        return None, f"the backend {backend.name} has no kernels for it"
-    reason = backend.block_scores.unsupported(rows, keys)
-    return (backend.block_scores, None) if reason is None else (None, reason)
+    return _if_supported(resolve(name, q, block_size).block_scores, rows, keys)
+
+
+def _if_supported[Kernels: (Estimate, BlockScores)](
+    kernels: Kernels | None, *arrays: Array
+) -> Kernels | None:
+    """A backend's kernels if it has them and they can run on some arrays; once says why not."""
+    reason = None if kernels is None else kernels.unsupported(*arrays)
+    if reason is None:
+        return kernels
+    _say_once(f"the choice of an index runs on the portable XLA backend: {reason}", _level())
+    return None
 
 
 def _level() -> int:

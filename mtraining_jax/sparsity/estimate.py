@@ -75,7 +75,7 @@ def softmax_scores(
         scale=scale, block_ids=block_ids, num_blocks=num_blocks, valid_len=valid_len
     )
     block_size = k_BnHD.shape[1] // block_ids.shape[0]
-    kernels, _ = estimate_kernels(backend, q_BHuD, block_size)
+    kernels = estimate_kernels(backend, q_BHuD, block_size)
     if kernels is None:
         tiles = _XlaTiles(q_BHuD, k_BnHD, **where)
     else:

@@ -40,7 +40,7 @@ def block_masses(
         anything, up to rounding.
     """
     block_size = like.shape[1] // rows.shape[2]
-    kernels, _ = backends.block_score_kernels(backend, like, block_size, rows, keys)
+    kernels = backends.block_score_kernels(backend, like, block_size, rows, keys)
     if kernels is not None:
         return kernels.block_masses(rows, keys, places, scale=scale)
     return _by_xla(rows, keys, places, scale)

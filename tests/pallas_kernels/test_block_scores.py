@@ -5,7 +5,9 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import backends
 from pallas_kernels.mosaic_gpu.block_masses import HopperBlockScores
+from tests.pallas_kernels.hopper_backends import registered
 
 WATCHED = HopperBlockScores(plgpu.InterpretGPUParams(detect_races=True))
 
@@ -50,3 +52,14 @@ def test_masses_are_those_of_a_softmax(blocks, rows, columns, length, first):
 def test_what_the_kernel_cannot_do_is_said(length, columns, dtype, reason):
     x = jnp.zeros((1, 1, 2, columns, length), dtype)
     assert WATCHED.unsupported(x, x).startswith(reason)
+
+
+def test_kernels_that_cannot_run_are_left_to_xla_and_said_once(caplog):
+    backend = registered("cannot score", interpret=plgpu.InterpretGPUParams())
+    x = jnp.zeros((1, 128, 1, 64), jnp.bfloat16)
+    rows = jnp.zeros((1, 1, 1, 4, 80), jnp.bfloat16)
+    with caplog.at_level("INFO"):
+        for _ in range(2):
+            assert backends.block_score_kernels(backend, x, 128, rows, rows) is None
+    (record,) = caplog.records
+    assert record.message.endswith("XLA backend: rows of 80 numbers (multiples of 64 are needed)")
