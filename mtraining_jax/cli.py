@@ -15,6 +15,7 @@ from mtraining_jax.config import (
 from mtraining_jax.config.fields import all_fields, nearest
 from mtraining_jax.errors import UserError
 from mtraining_jax.platform import set_platform
+from mtraining_jax.signals import EXIT_STOPPED, Stopped, StopSignals
 
 _USAGE = """\
 usage: train.py --config NAME [--SECTION.FIELD=VALUE ...]
@@ -149,36 +150,46 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit status: 0; 1 if a dry run finds that the run does not fit; 2 after a mistake that
-        the user can correct, reported on stderr.
+        the user can correct, reported on stderr; 75 if the run was stopped by a signal, and the
+        same command goes on.
     """
     try:
-        command = parse_command_line(sys.argv[1:] if arguments is None else arguments)
-        if command.help:
-            print(_USAGE.format(names=", ".join(available_configs())))
-            print(help_text(), end="")
-            return 0
-        if command.config is None:
-            names = ", ".join(available_configs())
-            raise UserError(
-                f"--config NAME is missing: {names}, or the path of a TOML file; --help tells more"
-            )
-        config = load_config(command.config, command.overrides)
-        if command.print_config:
-            print(config_to_toml(config), end="")
-            return 0
-        if command.dry_run is not None:
-            from mtraining_jax.planning.dry_run import dry_run
-
-            return dry_run(config, command.dry_run)
-        set_platform(config.parallel.cpu_devices)
-        # Imported only here: it imports JAX, for which the devices must be set by now.
-        from mtraining_jax.training.loop import run
-
-        run(config)
+        with StopSignals() as signals:
+            return _command(sys.argv[1:] if arguments is None else arguments, signals)
+    except Stopped as stopped:
+        print(f"stopped: {stopped}", file=sys.stderr)
+        return EXIT_STOPPED
     except UserError as error:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
         return 2
+
+
+def _command(arguments: Sequence[str], signals: StopSignals) -> int:
+    """The same, which raises what ends it early."""
+    command = parse_command_line(arguments)
+    if command.help:
+        print(_USAGE.format(names=", ".join(available_configs())))
+        print(help_text(), end="")
+        return 0
+    if command.config is None:
+        names = ", ".join(available_configs())
+        raise UserError(
+            f"--config NAME is missing: {names}, or the path of a TOML file; --help tells more"
+        )
+    config = load_config(command.config, command.overrides)
+    if command.print_config:
+        print(config_to_toml(config), end="")
+        return 0
+    if command.dry_run is not None:
+        from mtraining_jax.planning.dry_run import dry_run
+
+        return dry_run(config, command.dry_run)
+    set_platform(config.parallel.cpu_devices)
+    # Imported only here: it imports JAX, for which the devices must be set by now.
+    from mtraining_jax.training.loop import run
+
+    run(config, signals)
     return 0
 
 

@@ -1,10 +1,25 @@
 """What JAX runs on, set before it starts: virtual CPU devices, or the memory of GPUs."""
 
 import os
+from pathlib import Path
 
 # The share of a GPU's memory that JAX takes in a run, unless the environment says otherwise. The
 # rest is for NCCL and the CUDA context.
 MEMORY_FRACTION = 0.92
+
+
+# Where Linux says how much memory the programs of a container may take.
+_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+
+
+def host_memory() -> int:
+    """Bytes of memory of this machine, or of the container that runs here, if that has less."""
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        limit = _CGROUP_LIMIT.read_text().strip()
+    except OSError:
+        return whole
+    return min(whole, int(limit)) if limit.isdecimal() else whole
 
 
 def set_platform(cpu_devices: int | None) -> None:
@@ -23,7 +38,7 @@ def set_platform(cpu_devices: int | None) -> None:
     if cpu_devices is None:
         # By itself JAX takes 75 % of a GPU and 64 GiB of the host, whatever there is.
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(MEMORY_FRACTION))
-        host_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**30
+        host_gib = host_memory() // 2**30
         os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(host_gib))
         return
     # XLA runs virtual devices on a pool of as many threads as there are processors. A collective

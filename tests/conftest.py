@@ -22,11 +22,15 @@ if os.environ.get("MTRAINING_TEST_GPU") != "1":
     # Programs of tests are too small to gain from optimisation, which takes a quarter of the time,
     # or from several threads that compile one; and XLA's newer way to emit the code of fusions,
     # by MLIR, takes half of what is left. Processes that tests start inherit it.
+    # What ships is optimised: some tests run so as well, in a process of tests/test_optimised.py.
     flags = (
         "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
         " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
     )
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
+    if os.environ.get("MTRAINING_TEST_OPTIMISED") == "1":
+        os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "").replace(flags, "").strip()
+    elif flags not in os.environ.get("XLA_FLAGS", ""):
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
     # A program that several tests compile alike is compiled once, by one of the processes of pytest
     # or of those that tests start. A limit of the size has JAX lock the folder while it writes.
     if "PYTEST_XDIST_WORKER" not in os.environ:

@@ -1,8 +1,10 @@
 """The command line: what it prints, what it passes on, and its exit status."""
 
 import os
+import signal
 import subprocess
 import sys
+import time
 import types
 
 import pytest
@@ -17,7 +19,7 @@ from mtraining_jax.platform import set_platform
 def runs(monkeypatch) -> list[Config]:
     """Takes the place of training and keeps the configurations it is called with."""
     called: list[Config] = []
-    training = types.SimpleNamespace(run=called.append)
+    training = types.SimpleNamespace(run=lambda config, signals: called.append(config))
     monkeypatch.setitem(sys.modules, "mtraining_jax.training.loop", training)
     monkeypatch.setitem(sys.modules, "mtraining_jax.training", types.ModuleType("training"))
     return called
@@ -111,7 +113,7 @@ def test_mistakes_end_with_status_2_before_the_run(runs, capsys, arguments, line
 
 
 def test_a_mistake_found_by_the_run_is_told_the_same_way(runs, capsys, monkeypatch):
-    def run(config):
+    def run(config, signals):
         raise UserError(f"{config.run.name} has no data")
 
     monkeypatch.setattr(sys.modules["mtraining_jax.training.loop"], "run", run)
@@ -119,8 +121,18 @@ def test_a_mistake_found_by_the_run_is_told_the_same_way(runs, capsys, monkeypat
     assert capsys.readouterr().err == "error: tiny has no data\n"
 
 
+def test_a_run_that_was_stopped_has_a_status_of_its_own(runs, capsys, monkeypatch):
+    def run(config, signals):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+
+    monkeypatch.setattr(sys.modules["mtraining_jax.training.loop"], "run", run)
+    assert main(["--config=tiny"]) == 75
+    assert capsys.readouterr().err == "stopped: SIGTERM came before the first step\n"
+
+
 def test_other_errors_pass_through(runs, monkeypatch):
-    def run(config):
+    def run(config, signals):
         raise ValueError("a bug")
 
     monkeypatch.setattr(sys.modules["mtraining_jax.training.loop"], "run", run)

@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 
 from mtraining_jax.config.schema import Config
 from mtraining_jax.config.sections import InWords, assembled
+from mtraining_jax.field_types import LARGEST_INT
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,7 +181,8 @@ def _option_in_words(option: Any, limits: list[Any]) -> str:
         f"{words[name]} {getattr(limit, name)}"
         for limit in limits
         for name in words
-        if hasattr(limit, name)
+        # Said of a value that exceeds it, and not in every line of the help text.
+        if hasattr(limit, name) and (name, getattr(limit, name)) != ("le", LARGEST_INT)
     ]
     noun = {int: "a whole number", float: "a finite number"}[option]
     return f"{noun} ({' and '.join(bounds)})" if bounds else noun

@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from mtraining_jax.bounded import read_text
 from mtraining_jax.config.base import read_with_base
 from mtraining_jax.config.fields import (
     Field,
@@ -25,6 +26,7 @@ from mtraining_jax.config.init_from import with_checkpoint
 from mtraining_jax.config.schema import Config
 from mtraining_jax.config.validate import validate
 from mtraining_jax.errors import UserError
+from mtraining_jax.field_types import LARGEST_INT
 from mtraining_jax.plugins import Registry
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -174,7 +176,7 @@ def parse_value(name: str, text: str) -> Any:
     try:
         table = tomllib.loads(f"value = {text}")
         value = table["value"] if len(table) == 1 else text
-    except tomllib.TOMLDecodeError:
+    except (tomllib.TOMLDecodeError, RecursionError):
         if list in kinds and text.startswith("["):
             raise UserError(
                 f'{name}={text} is not a TOML list, which looks like ["one", "two"]'
@@ -206,7 +208,7 @@ def _find(name: str) -> Path:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(read_text(path))
     except FileNotFoundError:
         others = [str(other) for other in path.parent.glob("*.toml")]
         close = difflib.get_close_matches(str(path), others, 1)
@@ -216,7 +218,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 text: byte {error.start} is not") from error
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise UserError(f"{path} is not valid TOML: {error}") from error
 
 
@@ -341,7 +343,10 @@ def _unknown(name: str, fields: Mapping[str, Field]) -> str:
 
 
 def _not_allowed(field: Field, value: Any) -> str:
-    return f"{field.name} = {_shown(value)} is not allowed: it must be {field.allowed}"
+    most = ""
+    if isinstance(value, int) and value > LARGEST_INT and int in field.kinds:
+        most = f", at most {LARGEST_INT}" if "less than" not in field.allowed else ""
+    return f"{field.name} = {_shown(value)} is not allowed: it must be {field.allowed}{most}"
 
 
 def _shown(value: Any) -> str:

@@ -42,7 +42,7 @@ class RunConfig:
     """Name of the run; a configuration file that does not set it gives its own name."""
     output_dir: Text = "runs"
     """Folder of all runs; this one writes into OUTPUT_DIR/NAME."""
-    seed: NonNegativeInt = 0
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seed of the parameters' random start."""
     steps: PositiveInt = 1000
     """Optimizer steps at which the run is complete."""
@@ -211,14 +211,24 @@ class DataConfig:
     """Tokens of one sequence."""
     batch_size: PositiveInt = 1
     """Sequences in one optimizer step, over all devices and accumulation steps."""
-    mode: Literal["concat", "exact"] = "concat"
-    """concat joins texts and splits every seq_len; exact keeps records of just that length."""
+    mode: Literal["concat", "exact", "pack"] = "concat"
+    """concat joins texts and splits every seq_len; exact keeps records of just that length.
+
+    pack puts whole texts together so that little room is left, and none sees another one.
+    """
+    documents: bool = False
+    """Whether attention stays within each text, as it always does with mode pack."""
     shuffle: bool = True
     """Read sequences in random order, another in every epoch."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seed of that order."""
 
     plugins: ClassVar[Plugins] = Plugins(SOURCES, selector="source")
+
+    @property
+    def has_documents(self) -> bool:
+        """Whether batches say where documents are, and attention stays within each."""
+        return self.documents or self.mode == "pack"
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
@@ -279,6 +289,11 @@ class LossConfig:
 
     chunk_size: PositiveInt = 1024
     """Tokens of one device whose logits are in memory at a time."""
+    weighting: Literal["token", "document"] = "token"
+    """token: the mean over all tokens; document: over documents, of the mean in each (LongAlign).
+
+    document needs data.mode = "pack" or data.documents; a document that is cut counts in pieces.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
         ParallelConfig,
         SparsityConfig,
     )
+    from mtraining_jax.sparsity.pattern import Settings
 
 
 class Sizes:
@@ -19,6 +20,16 @@ class Sizes:
         data: DataConfig
         optimizer: OptimizerConfig
         sparsity: SparsityConfig
+
+    @property
+    def choosing(self) -> "Settings":
+        """The settings of what chooses pairs: those of `sparsity`, made for documents if data has.
+
+        Raises:
+            UserError: if they cannot be.
+        """
+        settings = self.sparsity.settings
+        return settings.for_documents() if self.data.has_documents else settings
 
     @property
     def mesh_shape(self) -> tuple[int, int, int]:

@@ -117,13 +117,16 @@ def _sparsity(config: Config) -> Iterator[str]:
         # A pattern's class names its fields as Python does.
         yield re.sub(r"\b(\w+)=", r"sparsity.\1 = ", str(error))
         return
+    if config.data.has_documents:
+        yield from _within_documents(config)
     parallel = config.parallel
     devices = parallel.devices_per_node
-    if settings.by_rows and config.ranks > 1 and (parallel.ring != "gather" or devices == 1):
+    turns = config.ranks > 1 and (parallel.ring != "gather" or devices == 1)
+    if settings.by_rows and turns and not config.data.has_documents:
         yield (
             f'sparsity.kind = "{config.sparsity.kind}" lists key blocks for each block of queries, '
             f'which a ring that turns keys (parallel.ring = "{parallel.ring}", '
-            f"parallel.devices_per_node = {devices}) cannot follow; parallel.ring = \"gather\" "
+            f'parallel.devices_per_node = {devices}) cannot follow; parallel.ring = "gather" '
             'over at least 2 devices of a node would do, as would sparsity.kind = "vertical_slash"'
         )
     if not settings.chooses and config.metrics.recall_every:
@@ -131,6 +134,24 @@ def _sparsity(config: Config) -> Iterator[str]:
             f"metrics.recall_every = {config.metrics.recall_every} measures what a chosen index "
             f'keeps, and sparsity.kind = "{config.sparsity.kind}" computes pairs that nothing has '
             "chosen; metrics.recall_every = 0 would do"
+        )
+
+
+def _within_documents(config: Config) -> Iterator[str]:
+    parallel, name = config.parallel, config.data.mode
+    documents = f'data.mode = "{name}"' if name == "pack" else "data.documents = true"
+    kind = f'sparsity.kind = "{config.sparsity.kind}"'
+    try:
+        config.choosing  # noqa: B018 (raises)
+    except UserError as error:
+        yield f"{documents} and {kind} do not go together: {error}"
+        return
+    devices = parallel.devices_per_node
+    if config.ranks > 1 and (parallel.ring != "gather" or devices == 1):
+        yield (
+            f"{documents} lists key blocks for each block of queries, which a ring that turns keys "
+            f'(parallel.ring = "{parallel.ring}", parallel.devices_per_node = {devices}) cannot '
+            'follow; parallel.ring = "gather" over at least 2 devices of a node would do'
         )
 
 
@@ -162,7 +183,12 @@ def _devices(config: Config, device_count: int | None) -> Iterator[str]:
 
 
 def _data(config: Config) -> Iterator[str]:
-    return data_problems(config.data, config.model.vocab_size)
+    yield from data_problems(config.data, config.model.vocab_size)
+    if config.loss.weighting == "document" and not config.data.has_documents:
+        yield (
+            f'loss.weighting = "document" needs documents, and data.mode = "{config.data.mode}" '
+            'joins them; data.mode = "pack" or data.documents = true would do'
+        )
 
 
 def _held_out(config: Config) -> Iterator[str]:
@@ -188,8 +214,10 @@ def _held_out(config: Config) -> Iterator[str]:
             'eval.attention = "dense" would do'
         )
     evaluation = evaluation_of(config)
-    for problem in (*_positions(evaluation), *_sequence(evaluation), *_data(evaluation)):
-        yield about_held_out(problem)
+    problems = [*_positions(evaluation), *_sequence(evaluation), *_data(evaluation)]
+    if evaluation.data.has_documents:
+        problems += _within_documents(evaluation)
+    yield from map(about_held_out, problems)
 
 
 def _optimizer(config: Config) -> Iterator[str]:
@@ -231,8 +259,10 @@ def _distributed(config: Config) -> Iterator[str]:
             f"distributed.process_id = {distributed.process_id} must be less than "
             f"distributed.num_processes = {distributed.num_processes}"
         )
-    if distributed.coordinator and not re.fullmatch(r".+:\d{1,5}", distributed.coordinator):
-        yield (
-            f'distributed.coordinator = "{distributed.coordinator}" must be HOST:PORT, as '
-            '"10.0.0.1:12345"'
-        )
+    if distributed.coordinator:
+        host, _, port = distributed.coordinator.rpartition(":")
+        if not host or not re.fullmatch("[0-9]{1,5}", port) or not 1 <= int(port) <= 65535:
+            yield (
+                f'distributed.coordinator = "{distributed.coordinator}" must be HOST:PORT, as '
+                '"10.0.0.1:12345", with a port from 1 to 65535'
+            )

@@ -34,7 +34,8 @@ class StepFlops:
     Attributes:
         matrices: in products with parameters.
         attention_executed: of attention, in whole tiles, five products backward.
-        attention_dense: the same if every causal pair, S (S + 1) / 2, were computed.
+        attention_dense: the same if every causal pair, S (S + 1) / 2 or those of documents, were
+            computed.
         attention_model: of attention, computed pairs only, four products backward.
     """
 
@@ -59,17 +60,22 @@ class StepFlops:
         return self.matrices + self.attention_model
 
 
-def step_flops(config: Config, *, density: float, executed: float) -> StepFlops:
+def step_flops(
+    config: Config, *, density: float, executed: float, causal: float = 1.0
+) -> StepFlops:
     """Counts one step.
 
     Args:
         config: of the run.
         density: computed over causal pairs, mean over layers and heads.
         executed: pairs in executed tiles over causal pairs, also a mean.
+        causal: causal pairs over the S (S + 1) / 2 of a whole sequence, which are fewer where it is
+            made of documents.
     """
     model, data = config.model, config.data
     forward, backward = attention_flops(causal_pairs(data.seq_len), model.head_dim)
     heads = data.batch_size * model.num_layers * model.num_heads
+    heads *= causal
     dense = heads * (forward + backward)
     return StepFlops(
         matrices=6.0 * matrix_parameters(config) * config.tokens_per_step,

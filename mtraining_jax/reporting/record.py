@@ -66,7 +66,8 @@ def step_record(
         tflops_per_device_executed, tflops_per_device_dense_equivalent (10^12 FLOP/s of one
         device); mfu (model FLOP/s over the bf16 peak of the data sheet, None for devices that
         `flops` does not list); memory_bytes_in_use and memory_bytes_peak (None where unknown);
-        density (computed over causal pairs, mean over layers) and density_per_layer; each
+        density (computed over causal pairs, mean over layers) and density_per_layer; with
+        documents document_pairs, their causal pairs over those of whole sequences; each
         statistic of the pattern under its own name, mean over layers, and NAME_per_layer;
         skipped_steps (so far). A number that is not finite is None.
 
@@ -78,7 +79,10 @@ def step_record(
     """
     tokens, devices = config.tokens_per_step, config.devices
     layers = {name: [float(x) for x in values] for name, values in metrics["layers"].items()}
-    flops = step_flops(config, density=_mean(layers["density"]), executed=_mean(layers["executed"]))
+    flops = step_flops(
+        config, density=_mean(layers["density"]), executed=_mean(layers["executed"]),
+        causal=_mean(layers.get("document_pairs", [1.0])),
+    )  # fmt: skip
     peak = peak_flops(device_kind)
     record = {
         "step": int(metrics["step"]),

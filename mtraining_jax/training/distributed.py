@@ -15,6 +15,10 @@ from mtraining_jax.errors import UserError
 
 # Transports of collectives between processes, as they are named in errors.
 _TRANSPORTS = ("Gloo", "NCCL")
+# Seconds that a process with an error waits for others to have the same.
+_PATIENCE = 20
+# Seconds after which a process that waits for the others at the start says so.
+_SAY_AFTER = 5
 
 
 def initialize(config: DistributedConfig, environment: Mapping[str, str] = os.environ) -> bool:
@@ -63,7 +67,15 @@ def _join(how: str, arguments: dict[str, object], timeout: int) -> None:
 
     thread = threading.Thread(target=initialize, daemon=True)
     thread.start()
-    thread.join(timeout)
+    thread.join(min(timeout, _SAY_AFTER))
+    if thread.is_alive() and timeout > _SAY_AFTER:
+        print(
+            f"waiting for the other processes of the run ({how}), at most "
+            f"distributed.timeout_seconds = {timeout} ...",
+            file=sys.stderr,
+            flush=True,
+        )
+        thread.join(timeout - _SAY_AFTER)
     if thread.is_alive():
         reason = f"no answer within distributed.timeout_seconds = {timeout}"
     elif failed:
@@ -76,9 +88,25 @@ def _join(how: str, arguments: dict[str, object], timeout: int) -> None:
     ) from (failed[0] if failed else None)
 
 
-def shutdown() -> None:
-    """Leaves the other processes in good order; they wait for one another."""
-    jax.distributed.shutdown()
+def shutdown(reason: BaseException | None = None) -> None:
+    """Leaves the other processes in good order; they wait for one another.
+
+    Args:
+        reason: why the run ends early, if it does. Most reasons are those of all processes, which
+            then meet here. Where they do not, this process says its reason and ends alone.
+    """
+    if reason is None:
+        jax.distributed.shutdown()
+        return
+    leaving = threading.Thread(target=jax.distributed.shutdown, daemon=True)
+    leaving.start()
+    leaving.join(_PATIENCE)
+    if leaving.is_alive():
+        for line in str(reason).splitlines():
+            print(f"error: {line}", file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(2)
 
 
 def leave(error: Exception) -> NoReturn:
@@ -119,9 +147,9 @@ def _find(
             cluster_detection_method="deactivate",
         )
     # Set by srun for each task, and absent from a batch script around it.
-    if "SLURM_STEP_NODELIST" in environment and int(environment.get("SLURM_NTASKS", "1")) > 1:
+    if "SLURM_STEP_NODELIST" in environment and _count(environment, "SLURM_NTASKS") > 1:
         return "SLURM", _slurm(environment)
-    if int(environment.get("OMPI_COMM_WORLD_SIZE", "1")) > 1:
+    if _count(environment, "OMPI_COMM_WORLD_SIZE") > 1:
         return "Open MPI", dict(cluster_detection_method="ompi")
     # Every pod has KUBERNETES_SERVICE_HOST; only those of an indexed job have a number.
     if "KUBERNETES_SERVICE_HOST" in environment and "JOB_COMPLETION_INDEX" in environment:
@@ -134,6 +162,17 @@ def _find(
             )
         return "Kubernetes", dict(cluster_detection_method="k8s")
     return "", None
+
+
+def _count(environment: Mapping[str, str], name: str) -> int:
+    """A number of processes; 1 without the variable."""
+    text = environment.get(name, "1")
+    if not text.isdecimal():
+        raise UserError(
+            f"{name}={text} in the environment must be a number of processes; set "
+            "distributed.initialize=never to run alone"
+        )
+    return int(text)
 
 
 def _slurm(environment: Mapping[str, str]) -> dict[str, object]:

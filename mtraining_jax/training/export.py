@@ -1,8 +1,12 @@
 """The trained model as a Hugging Face checkpoint."""
 
 from pathlib import Path
+from typing import Any
 
 from mtraining_jax.config import Config
+from mtraining_jax.data.documents import DocumentSource
+from mtraining_jax.data.sources import selected_source
+from mtraining_jax.data.tokenizer import BYTES, make_tokenizer
 from mtraining_jax.models.hf import save_hf
 from mtraining_jax.training import parts, run_folder
 from mtraining_jax.training.checkpoint import Checkpoints
@@ -11,23 +15,25 @@ from mtraining_jax.training.state import StateBuilder, TrainState
 HF_NAME = "hf"
 
 # Files of a checkpoint other than its tensors: the tokenizer, and defaults for generating text.
+_TOKENIZER, _TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+_GENERATION = "generation_config.json"
 _COPIED = (
-    "tokenizer.json",
-    "tokenizer_config.json",
+    _TOKENIZER,
+    _TOKENIZER_CONFIG,
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
     "merges.txt",
     "chat_template.jinja",
-    "generation_config.json",
+    _GENERATION,
 )
 
 
 def export_state(config: Config, builder: StateBuilder, state: TrainState) -> Path:
     """Writes a state into RUN_FOLDER/hf, in place of an older export; all processes call it.
 
-    Tensors are bfloat16. The tokenizer's files come from model.init_from or, without one, from
-    data.tokenizer.
+    Tensors are bfloat16. The tokenizer is the one that training used, data.tokenizer, or that of
+    model.init_from where training read token ids.
 
     Args:
         config: of the run.
@@ -49,6 +55,7 @@ def export_state(config: Config, builder: StateBuilder, state: TrainState) -> Pa
         copied=_tokenizer_files(config),
         replace=True,
         like=config.model.init_from,
+        eos=_eos(config),
     )
 
 
@@ -69,9 +76,30 @@ def export_checkpoint(config: Config, step: int) -> Path:
     return export_state(config, builder, state)
 
 
-def _tokenizer_files(config: Config) -> list[Path]:
-    if config.model.init_from is not None:
-        found = (Path(config.model.init_from) / name for name in _COPIED)
-        return [path for path in found if path.is_file()]
-    own = Path(config.data.tokenizer)
-    return [own] if own.name == "tokenizer.json" and own.is_file() else []
+def _tokenizer_files(config: Config) -> dict[str, Path | dict[str, Any]]:
+    start = None if config.model.init_from is None else Path(config.model.init_from)
+    found: dict[str, Path | dict[str, Any]] = {}
+    if config.data.tokenizer == BYTES:
+        return {} if start is None else _files_of(start)
+    own = Path(config.data.tokenizer).expanduser()
+    if own.name == _TOKENIZER:
+        found = _files_of(own.parent)
+    if start is not None and _GENERATION not in found:
+        found |= {k: path for k, path in _files_of(start).items() if k == _GENERATION}
+    found[_TOKENIZER] = own
+    # Without it transformers takes a class by the kind of model, which may cut text otherwise than
+    # the file says.
+    plain = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    return {_TOKENIZER_CONFIG: plain, **found}
+
+
+def _files_of(folder: Path) -> dict[str, Path | dict[str, Any]]:
+    return {name: folder / name for name in _COPIED if (folder / name).is_file()}
+
+
+def _eos(config: Config) -> int | None:
+    """The token that ended the texts of training, as far as that is known."""
+    data = config.data
+    if isinstance(selected_source(data), DocumentSource) and not selected_source(data).holds_ids:
+        return make_tokenizer(data.tokenizer, data.eos).eos
+    return data.eos if isinstance(data.eos, int) else None

@@ -50,6 +50,17 @@ def test_a_record_in_numbers(config):
     assert found["mfu"] is None and found["memory_bytes_peak"] is None
 
 
+def test_flop_of_documents_are_those_of_their_pairs(config):
+    whole, packed = record(config, 3), record(config, 3, layers={"document_pairs": [0.25, 0.25]})
+    for name in ("executed", "dense_equivalent"):
+        name = f"attention_flops_{name}"
+        assert packed[name] == whole[name] / 4
+    matrices = whole["flops_executed"] - whole["attention_flops_executed"]
+    model = matrices + (whole["flops_model"] - matrices) / 4
+    assert packed["flops_model"] == pytest.approx(model)
+    assert packed["density"] == whole["density"] and packed["document_pairs"] == 0.25
+
+
 def test_a_gpu_has_a_peak_rate_and_memory(config):
     memory = Memory.now([
         types.SimpleNamespace(

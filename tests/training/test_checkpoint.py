@@ -2,18 +2,21 @@
 
 import asyncio
 import gc
+import json
+import resource
 import sys
 import threading
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
 
 from mtraining_jax.config import config_from_dict, config_to_dict
 from mtraining_jax.errors import UserError
-from mtraining_jax.training.checkpoint import Checkpoints
+from mtraining_jax.training.checkpoint import Checkpoints, newest_step
 from mtraining_jax.training.checkpoint.reading import reads_end_together, unreadable
 from mtraining_jax.training.checkpoint.same_model import check_same_model
 from mtraining_jax.training.state import TrainState
@@ -31,6 +34,12 @@ def state_of(count, make=jnp.ones):
         skipped_in_row=scalar,
         rng=make((2,), jnp.uint32),
     )
+
+
+def random(shape, dtype):
+    """Bytes that do not compress."""
+    bits = np.random.default_rng(0).integers(2**30, size=shape)
+    return jnp.asarray(bits.astype(dtype))
 
 
 def test_damage_is_told_in_one_sentence_with_the_first_cause(config, tmp_path, monkeypatch):
@@ -102,19 +111,52 @@ def test_reads_that_go_on_after_a_failure_find_their_loop_open():
         (PermissionError(13, "Permission denied"), "could not be read ([Errno 13] Permission"),
         (OSError(5, "Input/output error"), "could not be read ([Errno 5] Input/output error"),
         (ValueError("UNAVAILABLE: no answer\nof the server"), "could not be read (UNAVAILABLE: no"),
+        (TimeoutError("too slow"), "could not be read (too slow"),
+        (RuntimeError("INTERNAL: of the library"), "could not be read (INTERNAL: of the library"),
+        (TypeError("a mistake of ours"), "could not be read (a mistake of ours"),
         (MemoryError(), "there is not enough memory to read the checkpoint runs/7 (MemoryError)"),
         (RuntimeError("RESOURCE_EXHAUSTED: out"), "not enough memory to read the checkpoint"),
-        (FileNotFoundError(2, "No such file"), "runs/7 is damaged ([Errno 2] No such file"),
+        (OSError(12, "Cannot allocate memory"), "not enough memory to read the checkpoint"),
+        (FileNotFoundError(2, "No such file"), "runs/7 lacks a file ([Errno 2] No such file"),
         (ValueError("DATA_LOSS: checksum"), "the checkpoint runs/7 is damaged (DATA_LOSS"),
+        (
+            ValueError("FAILED_PRECONDITION: ZSTD_decompressStream() failed: Data corruption"),
+            "the checkpoint runs/7 is damaged (FAILED_PRECONDITION",
+        ),
+        (json.JSONDecodeError("Expecting value", "{", 1), "runs/7 is damaged (Expecting value"),
     ],
 )
 def test_only_what_the_files_show_is_called_damage(error, sentence):
-    told = str(unreadable(Path("runs/7"), error))
-    assert sentence in told and "\n" not in told
-    assert ("delete" in told) == ("damaged" in told)
     outer = ValueError("while reading <bound method f>")
     outer.__cause__ = error
-    assert sentence in str(unreadable(Path("runs/7"), outer))
+    for raised in (error, outer):
+        told = str(unreadable(Path("runs/7"), raised))
+        assert sentence in told and "\n" not in told
+        assert "delete" not in told
+        assert ("move it" in told) == ("damaged" in told)
+
+
+def test_a_checkpoint_that_cannot_be_written_is_told_in_one_sentence(
+    config, tmp_path, monkeypatch, caplog, capfd
+):
+    checkpoints = Checkpoints(tmp_path, keep=2, async_save=True)
+    checkpoints.save(1, state_of(20), None, config)
+    checkpoints.close()
+    checkpoints = Checkpoints(tmp_path, keep=2, async_save=True)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2048, limits[1]))
+    try:
+        checkpoints.save(2, state_of(20, random), None, config)
+        with pytest.raises(UserError) as error:
+            checkpoints.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "a checkpoint cannot be written (File too large); older ones are" in str(error.value)
+    assert "\n" not in str(error.value)
+    del error
+    gc.collect()
+    assert capfd.readouterr().err == "" and caplog.text == ""
+    assert newest_step(tmp_path) == 1
 
 
 def test_a_checkpoint_that_is_older_than_a_field_had_its_default(config):

@@ -86,6 +86,9 @@ def test_variables_that_make_no_sense_are_named(joined):
     environment = {name: value for name, value in SLURM.items() if name != "SLURM_PROCID"}
     with pytest.raises(UserError, match="SLURM_PROCID"):
         distributed.initialize(DistributedConfig(), environment)
+    for name in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"):
+        with pytest.raises(UserError, match=f"{name}=many in the environment must be a number"):
+            distributed.initialize(DistributedConfig(), {"SLURM_STEP_NODELIST": "n", name: "many"})
     pod = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "1"}
     with pytest.raises(UserError, match="package kubernetes"):
         distributed.initialize(DistributedConfig(), pod)

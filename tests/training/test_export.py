@@ -10,6 +10,7 @@ from safetensors.numpy import load_file
 from mtraining_jax.models.hf import load_hf, read_hf_config
 from mtraining_jax.training import parts
 from mtraining_jax.training.checkpoint import Checkpoints
+from mtraining_jax.training.export import _eos, _tokenizer_files
 from mtraining_jax.training.loop import run
 from mtraining_jax.training.run_folder import checkpoint_folder
 from mtraining_jax.training.state import StateBuilder
@@ -52,7 +53,8 @@ def test_a_run_exports_its_last_state_and_another_starts_from_it(plain_config, c
     folder = config.run.folder / "hf"
     assert str(folder) in capsys.readouterr().out
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
-    assert json.loads((folder / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    written = json.loads((folder / "config.json").read_text())
+    assert written["torch_dtype"] == "bfloat16" and written["eos_token_id"] is None
     assert_rounded(exported_parameters(config), saved_parameters(config, 1))
 
     # Going on replaces it.
@@ -86,3 +88,31 @@ def test_a_run_exports_its_last_state_and_another_starts_from_it(plain_config, c
     for name, tensor in before.items():
         assert after[name].dtype == tensor.dtype
         assert np.array_equal(after[name], tensor) == ("self_attn" not in name), name
+
+
+def test_the_tokenizer_of_training_goes_along_whatever_its_name(plain_config, tmp_path):
+    path = tmp_path / "words.json"
+    path.write_text("{}")
+    start = tmp_path / "start"
+    start.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        (start / name).write_text("{}")
+    own = changed(plain_config, data={"tokenizer": str(path)})
+    plain = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    assert _tokenizer_files(own) == {"tokenizer.json": path, "tokenizer_config.json": plain}
+    assert _tokenizer_files(changed(own, model={"init_from": str(start)})) == {
+        "tokenizer.json": path,
+        "tokenizer_config.json": plain,
+        "generation_config.json": start / "generation_config.json",
+    }
+    beside = changed(own, data={"tokenizer": str(start / "tokenizer.json")})
+    assert set(_tokenizer_files(beside)) == {path.name for path in start.iterdir()}
+    assert _tokenizer_files(beside)["tokenizer_config.json"] == start / "tokenizer_config.json"
+    assert _tokenizer_files(plain_config) == {}
+
+
+def test_the_token_that_ended_texts_is_known(plain_config):
+    assert _eos(plain_config) is None  # token ids, of which nothing is said
+    assert _eos(changed(plain_config, data={"eos": 7})) == 7
+    text = changed(plain_config, data={"source": "text", "tokenizer": "bytes"})
+    assert _eos(text) == 256

@@ -9,6 +9,7 @@ import pytest
 from mtraining_jax.config import config_from_dict, config_to_dict
 from mtraining_jax.errors import UserError
 from mtraining_jax.reporting.progress import Display
+from mtraining_jax.reporting.writers.jsonl import JsonlWriter
 from mtraining_jax.training.checkpoint import newest_step
 from mtraining_jax.training.loop import run
 from mtraining_jax.training.parts import Batches
@@ -117,7 +118,7 @@ def test_checkpoints_that_cannot_be_used_are_refused(plain_config, capsys):
     content = bytearray(largest.read_bytes())
     content[len(content) // 2] ^= 0x10
     largest.write_bytes(content)
-    with pytest.raises(UserError, match="checkpoints/1 is damaged.*delete it to go on"):
+    with pytest.raises(UserError, match="checkpoints/1 is damaged.*move it out of"):
         run(longer)
     largest.write_bytes(content[: len(content) // 2])
     with pytest.raises(UserError, match="checkpoints/1 is damaged"):
@@ -145,6 +146,23 @@ def test_loss_that_stays_nan_ends_the_run(config, capsys):
     records = written(hot)
     assert [record["loss"] is None for record in records] == [False, True, True]
     assert [record["skipped_steps"] for record in records] == [0, 1, 2]
+
+
+def test_a_run_without_a_finite_step_is_no_success(plain_config):
+    # So hot that the first update already leaves fp32; the first step alone is finite.
+    hot = changed(plain_config, run={"steps": 1}, optimizer={"lr": 1e38, "max_skipped_steps": 9})
+    run(hot)
+    with pytest.raises(UserError, match="none of the 2 steps of test was finite"):
+        run(changed(hot, run={"steps": 3}))
+
+
+def test_metrics_that_cannot_be_written_are_told(plain_config, monkeypatch):
+    def write(self, record):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(JsonlWriter, "write", write)
+    with pytest.raises(UserError, match=r"metrics.jsonl cannot be written \(No space left on dev"):
+        run(changed(plain_config, run={"steps": 1}))
 
 
 def test_interrupted_run_says_how_it_goes_on(plain_config, monkeypatch):

@@ -100,29 +100,36 @@ def test_a_checkpoint_of_8_devices_goes_on_with_4_and_with_2_processes_of_2(conf
     np.testing.assert_allclose(losses(rest), losses(whole[3:]), rtol=2e-5)
 
 
-def finished_together(config, folder, count=2):
-    """The outputs of processes of one run, which must succeed; each has a folder of its own."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    processes = []
+def finished_together(config, folder):
+    """The outputs of two processes of one run, which must succeed."""
+    processes = started_together(config, folder)
     try:
-        for number in range(count):
-            home = folder / str(number)
-            home.mkdir()
-            processes.append(
-                start_process(
-                    config,
-                    home,
-                    f"--distributed.coordinator=127.0.0.1:{port}",
-                    f"--distributed.num_processes={count}",
-                    f"--distributed.process_id={number}",
-                )
-            )
         return [finished(process) for process in processes]
     finally:
         for process in processes:
             process.kill()
+
+
+def started_together(config, folder, arguments=((), ())):
+    """Processes of one run, with further arguments for each; each has a folder of its own."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    processes = []
+    for number, further in enumerate(arguments):
+        home = folder / str(number)
+        home.mkdir()
+        processes.append(
+            start_process(
+                config,
+                home,
+                f"--distributed.coordinator=127.0.0.1:{port}",
+                f"--distributed.num_processes={len(arguments)}",
+                f"--distributed.process_id={number}",
+                *further,
+            )
+        )
+    return processes
 
 
 def test_a_process_that_stays_alone_says_so(config, tmp_path):

@@ -1,10 +1,10 @@
 """config.json of a Hugging Face checkpoint. Imports no JAX."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from mtraining_jax import bounded
 from mtraining_jax.errors import UserError
 from mtraining_jax.models.families import FAMILIES, family_of
 from mtraining_jax.models.families.family import SIZES
@@ -41,7 +41,7 @@ def read_hf_config(directory: str | Path, **overrides: Any) -> ModelSpec:
     values = read_hf_values(directory, overrides.get("family"))
     try:
         return ModelSpec.from_config(values | overrides)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
         raise UserError(f"{Path(directory) / CONFIG_FILE}: {error}") from None
 
 
@@ -59,7 +59,10 @@ def read_hf_values(directory: str | Path, own_family: str | None = None) -> dict
     path = Path(directory) / CONFIG_FILE
     raw = read_json(path)
     own = family_of(own_family) if own_family is not None and ":" in own_family else None
-    kind, architecture = raw.get("model_type"), (raw.get("architectures") or [None])[0]
+    kind, architectures = raw.get("model_type"), raw.get("architectures") or [None]
+    if not isinstance(architectures, list) or not isinstance(architectures[0], str | None):
+        raise UserError(f"{path}: architectures={architectures!r} must be a list of names")
+    architecture = architectures[0]
     if kind is None and architecture is not None:
         kind = next((k for k in FAMILIES.names if family_of(k).architecture == architecture), None)
     own = own if own is not None and own.model_type == kind else None
@@ -80,7 +83,8 @@ def read_hf_values(directory: str | Path, own_family: str | None = None) -> dict
     try:
         values = family.read_config(raw)
         return values if own is None else values | {"family": own_family}
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
+        # Of another type than its place needs: arithmetic with it fails in many ways.
         raise UserError(f"{path}: {error}") from None
 
 
@@ -118,14 +122,20 @@ def check_same_model(config: Any, directory: str | Path, override: Sequence[str]
             )
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path, limit: int = bounded.LARGEST_CONFIG) -> dict[str, Any]:
     """Reads a file that holds one JSON object.
+
+    Args:
+        path: of the file.
+        limit: bytes that it may have.
 
     Raises:
         UserError: if it does not, or cannot be read.
     """
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = bounded.read_json(path, limit)
+    except UserError:
+        raise
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
     except ValueError as error:

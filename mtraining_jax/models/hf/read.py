@@ -13,6 +13,7 @@ from jax import Array
 from jax.sharding import Sharding, SingleDeviceSharding
 from safetensors import SafetensorError, safe_open
 
+from mtraining_jax.bounded import LARGEST_INDEX, is_plain_name
 from mtraining_jax.errors import UserError
 from mtraining_jax.models.hf.config import check_same_model, read_json
 from mtraining_jax.models.hf.names import checkpoint_tensors, is_redundant
@@ -120,12 +121,12 @@ class Tensors:
             return dict.fromkeys(self._handle(single).keys(), single)
         if not index.exists():
             raise UserError(f"{self.directory} holds neither {SINGLE_FILE} nor {INDEX_FILE}")
-        weight_map = read_json(index).get("weight_map")
+        weight_map = read_json(index, LARGEST_INDEX).get("weight_map")
         if not isinstance(weight_map, dict):
             raise UserError(f'{index} has no "weight_map"')
         files: dict[str, Path] = {}
         for name, file in weight_map.items():
-            if not isinstance(file, str) or Path(file).name != file:
+            if not isinstance(file, str) or not is_plain_name(file):
                 raise UserError(f"{index}: the file of {name} is {file!r}, not a plain file name")
             files[name] = self.directory / file
         for path in sorted(set(files.values())):

@@ -6,7 +6,8 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +38,10 @@ def save_hf(
     *,
     dtype: str = "bfloat16",
     max_shard_bytes: int = 5_000_000_000,
-    copied: Sequence[Path] = (),
+    copied: Mapping[str, Path | dict[str, Any]] = types.MappingProxyType({}),
     replace: bool = False,
     like: str | Path | None = None,
+    eos: int | None = None,
 ) -> Path:
     """Writes config.json and safetensors that transformers loads.
 
@@ -54,10 +56,12 @@ def save_hf(
         dtype: of the tensors written, "bfloat16" or "float32".
         max_shard_bytes: a file ends before it would grow beyond this; a larger tensor has a file
             of its own. One file alone is named model.safetensors and has no index.
-        copied: files that go into the folder as they are, such as those of a tokenizer.
+        copied: further files by name, such as those of a tokenizer: a file that is copied, or
+            what a JSON file holds.
         replace: replace an older folder, which is deleted when the new one is complete.
         like: folder of the checkpoint that the model began with, whose config.json gives the
             fields that no `ModelSpec` has, such as the ids of special tokens.
+        eos: id of the token that ends a text, where `like` names none; None leaves that open.
 
     Returns:
         The folder.
@@ -75,6 +79,8 @@ def save_hf(
 
     others = {} if like is None else read_json(Path(like) / CONFIG_FILE)
     config_json = _UNKNOWN_TOKENS | others | hf_config(spec, dtype)
+    if config_json["eos_token_id"] is None and eos is not None and eos < spec.vocab_size:
+        config_json["eos_token_id"] = eos
     shards = _plan(state, spec, jnp.dtype(dtype), max_shard_bytes)
     folder = _Folder(directory, replace) if jax.process_index() == 0 else None
     try:
@@ -186,9 +192,12 @@ class _Folder:
         path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         _flush(path)
 
-    def copy(self, paths: Sequence[Path]) -> None:
-        for path in paths:
-            _flush(Path(shutil.copyfile(path, self.temporary / path.name)))
+    def copy(self, files: Mapping[str, Path | dict[str, Any]]) -> None:
+        for name, content in files.items():
+            if isinstance(content, Path):
+                _flush(Path(shutil.copyfile(content, self.temporary / name)))
+            else:
+                self.write_json(name, content)
 
     def publish(self) -> None:
         _flush(self.temporary)

@@ -1,5 +1,6 @@
 """metrics.jsonl: one JSON object a step."""
 
+import contextlib
 import json
 from pathlib import Path
 
@@ -33,20 +34,21 @@ class JsonlWriter:
         self._file.flush()
 
     def close(self) -> None:
-        """Closes the file."""
-        self._file.close()
+        """Closes the file; every line is on disk already, or its failure was told."""
+        with contextlib.suppress(OSError):
+            self._file.close()
 
 
 def _lines_until(path: Path, last_step: int) -> list[str]:
     """Whole lines about steps up to `last_step`; none without the file."""
     lines = []
     if path.is_file():
-        with path.open(encoding="utf-8") as file:
+        with path.open(encoding="utf-8", errors="replace") as file:
             for line in file:
                 try:
                     step = json.loads(line)["step"]
-                except (ValueError, KeyError, TypeError):
+                except (ValueError, KeyError, TypeError, RecursionError):
                     continue  # cut off in the middle
-                if step <= last_step:
+                if isinstance(step, int) and step <= last_step:
                     lines.append(line)
     return lines

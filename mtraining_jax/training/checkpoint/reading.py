@@ -1,17 +1,27 @@
-"""Failing reads: all of them end before a failure is reported, and the report names the cause."""
+"""Failing reads: all of them end before a failure is reported, and the report names the cause.
+
+Only what shows damage is called damage. No message tells anyone to delete a file.
+"""
 
 import asyncio
 import contextlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
 from mtraining_jax.errors import UserError
 
-# How TensorStore and XLA name failures that say nothing about the files themselves.
-_NOT_THE_FILES = (
-    "PERMISSION_DENIED", "UNAUTHENTICATED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "ABORTED",
-    "CANCELLED", "RESOURCE_EXHAUSTED",
-)  # fmt: skip
+# What shows that a file is not as it was written: names of TensorStore's errors (the last one is of
+# data that cannot be unpacked), and what parsers raise. Any other failure may be of the network, a
+# disk or a library, and the files may be whole.
+_OF_THE_FILE = ("DATA_LOSS", "OUT_OF_RANGE", "FAILED_PRECONDITION")
+_PARSERS = (json.JSONDecodeError, UnicodeDecodeError)
+_NO_MEMORY = ("RESOURCE_EXHAUSTED", "out of memory", "Cannot allocate memory")
+# Moved and not deleted: a backup, a repaired disk or another reader may still make use of it.
+_WAY_OUT = (
+    "move it out of this folder to go on from the one before, or start anew with "
+    "checkpoint.resume=false"
+)
 # Seconds that the other reads get to end after the first failure.
 _PATIENCE = 60
 
@@ -50,34 +60,37 @@ def unreadable(path: Path, error: Exception) -> UserError:
         path: of the checkpoint.
         error: what was raised.
     """
-    for cause in _causes(error):
-        if isinstance(cause, MemoryError) or "RESOURCE_EXHAUSTED" in str(cause):
+    causes = list(causes_of(error))
+    for cause in causes:
+        if isinstance(cause, MemoryError) or any(name in str(cause) for name in _NO_MEMORY):
             return UserError(
-                f"there is not enough memory to read the checkpoint {path} ({_first_line(cause)})"
-            )
-        about_access = any(name in str(cause) for name in _NOT_THE_FILES)
-        missing = isinstance(cause, FileNotFoundError | NotADirectoryError | IsADirectoryError)
-        if about_access or (isinstance(cause, OSError) and not missing):
-            return UserError(
-                f"the checkpoint {path} could not be read ({_first_line(cause)}); the same command "
-                "tries again"
+                f"there is not enough memory to read the checkpoint {path} ({first_line(cause)})"
             )
     # Messages that Orbax wraps around the first cause name its own objects, not the file.
     root: BaseException = error
     while root.__cause__ is not None:
         root = root.__cause__
-    return damaged(path, _first_line(root))
+    for cause in causes:
+        if isinstance(cause, _PARSERS) or any(name in str(cause) for name in _OF_THE_FILE):
+            return damaged(path, first_line(root))
+    missing = (FileNotFoundError, NotADirectoryError)
+    if any(isinstance(cause, missing) or "NOT_FOUND" in str(cause) for cause in causes):
+        return UserError(
+            f"the checkpoint {path} lacks a file ({first_line(root)}): it is damaged, or its file "
+            f"system is not there as a whole; {_WAY_OUT}"
+        )
+    return UserError(
+        f"the checkpoint {path} could not be read ({first_line(root)}); its files may be whole, "
+        "and the same command tries again"
+    )
 
 
 def damaged(path: Path, reason: str) -> UserError:
     """The message about a checkpoint whose files are not as they were written."""
-    return UserError(
-        f"the checkpoint {path} is damaged ({reason}); delete it to go on from the one before, or "
-        "start anew with checkpoint.resume=false"
-    )
+    return UserError(f"the checkpoint {path} is damaged ({reason}); {_WAY_OUT}")
 
 
-def _causes(error: BaseException) -> Iterator[BaseException]:
+def causes_of(error: BaseException) -> Iterator[BaseException]:
     """The exception, and those that it was raised from or beside."""
     seen: set[int] = set()
     current: BaseException | None = error
@@ -87,6 +100,7 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
         current = current.__cause__ or current.__context__
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, cut; its kind without one."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0][:200]

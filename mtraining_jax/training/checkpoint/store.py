@@ -7,6 +7,7 @@ data, and a checksum of every array, since a changed byte inside a compressed ar
 be read as a number.
 """
 
+import contextlib
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,10 @@ from typing import Any
 import orbax.checkpoint as ocp
 
 from mtraining_jax.config import Config, config_to_dict
-from mtraining_jax.errors import UserError
 from mtraining_jax.training.checkpoint.checksums import checksums
 from mtraining_jax.training.checkpoint.reading import damaged, reads_end_together, unreadable
 from mtraining_jax.training.checkpoint.same_model import check_same_model
+from mtraining_jax.training.checkpoint.writing import told_once, unwritable
 from mtraining_jax.training.state import TrainState
 
 
@@ -25,7 +26,9 @@ def newest_step(folder: Path) -> int | None:
     """The step of the newest whole checkpoint under `folder`; None without one."""
     if not folder.is_dir():
         return None
-    steps = [int(path.name) for path in folder.iterdir() if path.name.isdigit() and path.is_dir()]
+    names = [path.name for path in folder.iterdir() if path.is_dir()]
+    # Only what is written so: "007" or another script's digits are not folders of ours.
+    steps = [int(name) for name in names if name.isdecimal() and name == str(int(name))]
     return max(steps, default=None)
 
 
@@ -40,6 +43,10 @@ class Checkpoints:
 
     def __init__(self, folder: Path, *, keep: int, async_save: bool) -> None:
         self.folder = folder.absolute()
+        # Until `close`, as arrays are written in threads that outlive a call.
+        self._library = contextlib.ExitStack()
+        self._library.enter_context(reads_end_together())
+        self._library.enter_context(told_once())
         self._manager = ocp.CheckpointManager(
             self.folder,
             options=ocp.CheckpointManagerOptions(
@@ -58,6 +65,9 @@ class Checkpoints:
 
         Returns when the arrays are copied, before they are on disk: the state may then be
         overwritten. All processes call it together.
+
+        Raises:
+            UserError: if this or the checkpoint before could not be written.
         """
         if self.newest() == step:
             return
@@ -68,12 +78,13 @@ class Checkpoints:
             "shapes": {name: list(x.shape) for name, x in state.parameters.items()},
             "checksums": checksums(arrays),
         }
-        self._manager.save(
-            step,
-            args=ocp.args.Composite(
-                arrays=ocp.args.StandardSave(arrays), record=ocp.args.JsonSave(record)
-            ),
-        )
+        with unwritable(self.folder):
+            self._manager.save(
+                step,
+                args=ocp.args.Composite(
+                    arrays=ocp.args.StandardSave(arrays), record=ocp.args.JsonSave(record)
+                ),
+            )
 
     def restore(
         self, step: int, abstract: TrainState, config: Config
@@ -122,11 +133,11 @@ class Checkpoints:
             UserError: if it could not be written.
         """
         try:
-            self._manager.wait_until_finished()
-        except OSError as error:
-            raise UserError(f"{self.folder}: a checkpoint cannot be written ({error})") from error
+            with unwritable(self.folder):
+                self._manager.wait_until_finished()
         finally:
             self._manager.close()
+            self._library.close()
 
 
 def _arrays(state: TrainState) -> dict[str, Any]:

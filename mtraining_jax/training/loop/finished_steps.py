@@ -77,7 +77,7 @@ class FinishedSteps:
             The records of all steps so far.
 
         Raises:
-            UserError: if too many steps in a row were not finite.
+            UserError: if too many steps in a row were not finite, or a writer cannot write.
         """
         pending, self._pending = self._pending, None
         if pending is not None:
@@ -118,7 +118,14 @@ class FinishedSteps:
         if self._closed:
             return record
         for writer in self._writers:
-            writer.write(record)
+            try:
+                writer.write(record)
+            except OSError as error:
+                self._closed = True
+                raise UserError(
+                    f"{writer.where} cannot be written ({error.strerror or error}) at step "
+                    f"{record['step']}; the same command goes on from the newest checkpoint"
+                ) from error
         step, run = record["step"], self._config.run
         line = evaluate is not None or step % run.log_every == 0 or step in (1, run.steps)
         self._display.step(record, line)

@@ -1,20 +1,22 @@
 """A whole run: checks, joining the other processes, training, and the summary at the end."""
 
-import jax
-from jax.experimental import multihost_utils
+import contextlib
 
 from mtraining_jax.config import Config
 from mtraining_jax.errors import UserError
 from mtraining_jax.reporting.progress import Display
 from mtraining_jax.reporting.record import Record
 from mtraining_jax.reporting.summary import already_complete, summary
+from mtraining_jax.signals import Stopped, StopSignals
 from mtraining_jax.training import distributed, run_folder
+from mtraining_jax.training.agreement import check_same_configuration, first_does
 from mtraining_jax.training.compile_cache import use_compile_cache
 from mtraining_jax.training.export import export_checkpoint
 from mtraining_jax.training.loop.trainer import Trainer
+from mtraining_jax.training.run_lock import only_run_in
 
 
-def run(config: Config) -> list[Record]:
+def run(config: Config, signals: StopSignals | None = None) -> list[Record]:
     """Trains as the configuration says, from the newest checkpoint if there is one.
 
     All that can be checked is checked before the first step, and the output folder before any
@@ -22,21 +24,28 @@ def run(config: Config) -> list[Record]:
 
     Args:
         config: a checked configuration; the platform of JAX is set already.
+        signals: those of the command, by which it is asked to stop. Without them Ctrl-C raises
+            an error at once, and of several processes SIGTERM stops all after a step.
 
     Returns:
         The records of the steps that this call took, as in metrics.jsonl; on all processes.
 
     Raises:
         UserError: for anything that the user can correct, before the run or during it.
+        Stopped: after the run was asked to stop, when all is written.
     """
     run_folder.check_writable(config)
     joined = distributed.initialize(config.distributed)
+    if joined and signals is not None:
+        signals.stop_together()
     try:
-        with Display(enabled=distributed.is_first()) as display:
-            records = _run(config, display)
-    except UserError:  # on all processes
+        with contextlib.ExitStack() as opened:
+            display = opened.enter_context(Display(enabled=distributed.is_first()))
+            check_same_configuration(config)
+            records = _run(config, display, signals, opened)
+    except (UserError, Stopped) as reason:
         if joined:
-            distributed.shutdown()
+            distributed.shutdown(reason)
         raise
     except Exception as error:
         if joined:
@@ -47,8 +56,17 @@ def run(config: Config) -> list[Record]:
     return records
 
 
-def _run(config: Config, display: Display) -> list[Record]:
+def _run(
+    config: Config,
+    display: Display,
+    signals: StopSignals | None,
+    opened: contextlib.ExitStack,
+) -> list[Record]:
     """The same between joining the other processes and leaving them."""
+    timeout = config.distributed.timeout_seconds
+    note = first_does(lambda: opened.enter_context(only_run_in(config.run.folder)), timeout)
+    if note is not None:
+        display.say(note)
     resume_from = run_folder.resume_step(config)
     if resume_from is not None and resume_from >= config.run.steps:
         display.say(*already_complete(config, resume_from))
@@ -56,24 +74,25 @@ def _run(config: Config, display: Display) -> list[Record]:
             display.say(f"  wrote      {export_checkpoint(config, resume_from)}")
         return []
     use_compile_cache(config)
-    _prepare_folder(config, resume_from, display)
-    with Trainer(config, resume_from, display) as trainer:
+    first_does(lambda: _prepare_folder(config, resume_from, display), timeout)
+    with Trainer(config, resume_from, display, signals) as trainer:
         try:
             records = trainer.train()
             trainer.export()
         except KeyboardInterrupt as error:
             raise UserError(trainer.interrupted()) from error
     display.say(*summary(config, records, trainer.wrote()))
+    if all(record["loss"] is None or record["grad_norm"] is None for record in records):
+        raise UserError(
+            f"none of the {len(records)} steps of {config.run.name} was finite, so nothing was "
+            "learnt; a lower optimizer.lr, a longer optimizer.warmup_steps or other data may help"
+        )
     return records
 
 
 def _prepare_folder(config: Config, resume_from: int | None, display: Display) -> None:
     """Makes the run's folder; moves an earlier run aside if this one starts anew."""
-    if distributed.is_first():
-        aside = run_folder.move_aside(config) if resume_from is None else None
-        if aside is not None:
-            display.say(f"starting anew: what the last run of this name wrote is now in {aside}")
-        config.run.folder.mkdir(parents=True, exist_ok=True)
-    if jax.process_count() > 1:
-        # The others must not look for checkpoints before the folder is ready.
-        multihost_utils.sync_global_devices("the folder of the run is ready")
+    aside = run_folder.move_aside(config) if resume_from is None else None
+    if aside is not None:
+        display.say(f"starting anew: what the last run of this name wrote is now in {aside}")
+    config.run.folder.mkdir(parents=True, exist_ok=True)

@@ -24,6 +24,11 @@ class Saving:
             async_save=config.checkpoint.async_save,
         )
 
+    @property
+    def ever(self) -> bool:
+        """Whether the run saves its state at all."""
+        return bool(self._config.checkpoint.every_steps) or self._config.checkpoint.last_step
+
     def is_due(self, step: int) -> bool:
         """Whether the state after this step is saved."""
         checkpoint = self._config.checkpoint

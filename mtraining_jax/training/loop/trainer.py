@@ -8,12 +8,15 @@ from types import TracebackType
 from typing import Self
 
 import jax
+from jax.experimental import multihost_utils
 
 from mtraining_jax.config import Config
+from mtraining_jax.data.advice import slow_start
 from mtraining_jax.reporting.banner import ParameterCount, banner
 from mtraining_jax.reporting.progress import Display
 from mtraining_jax.reporting.record import Record
 from mtraining_jax.reporting.writers import open_writers
+from mtraining_jax.signals import Stopped, StopSignals
 from mtraining_jax.training import distributed, parts
 from mtraining_jax.training.export import export_state
 from mtraining_jax.training.held_out import HeldOut
@@ -35,13 +38,20 @@ class Trainer:
         config: of the run.
         resume_from: step of the checkpoint to resume from; None to start anew.
         display: where to print.
+        signals: by which the command is asked to stop; None without a command.
 
     Raises:
         UserError: if devices, data, model or checkpoint do not fit the configuration.
     """
 
-    def __init__(self, config: Config, resume_from: int | None, display: Display) -> None:
-        self._config, self._display = config, display
+    def __init__(
+        self,
+        config: Config,
+        resume_from: int | None,
+        display: Display,
+        signals: StopSignals | None = None,
+    ) -> None:
+        self._config, self._display, self._signals = config, display, signals
         self._step = resume_from or 0
         self._exported: Path | None = None
         # If something below fails, what is open is closed in the reverse order of opening.
@@ -53,6 +63,8 @@ class Trainer:
         config, display = self._config, self._display
         mesh, layout = parts.build_mesh(config), parts.build_layout(config)
         pattern = parts.build_pattern(config)
+        if (advice := slow_start(config.data)) is not None:
+            display.say(advice)
         self._batches = parts.Batches(config, mesh, layout)
         opened.callback(self._batches.close)
         self._builder = builder = StateBuilder(config, mesh)
@@ -110,6 +122,7 @@ class Trainer:
 
         Raises:
             UserError: if too many steps in a row are not finite.
+            Stopped: if the run was asked to stop; its state is saved then.
         """
         total = self._config.run.steps
         batch = next(self._batches)
@@ -126,13 +139,20 @@ class Trainer:
             self._held_out.compile(self._state, self._devices)
         self._display.start(self._step, total)
         self._finished.restart_clock()
+        if self._signals is not None:
+            self._signals.stop_after_a_step()
         while True:
             self._step += 1
             self._take_step(programs, batch)
-            if self._saving.is_due(self._step):
+            stopping = self._asked_to_stop() and self._step < total
+            if self._saving.is_due(self._step) or (stopping and self._saving.ever):
                 self._save()
             if self._step == total:
                 break
+            if stopping:
+                self._finished.wait()
+                self._display.stop()
+                raise Stopped(self._where_it_goes_on("asked to stop"))
             batch = next(self._batches)
         records = self._finished.wait()
         self._display.stop()
@@ -184,10 +204,20 @@ class Trainer:
             *([] if self._exported is None else [str(self._exported)]),
         ]
 
+    def _asked_to_stop(self) -> bool:
+        """Whether to stop after this step; the same answer on all processes."""
+        if jax.process_count() > 1:
+            # JAX hands the SIGTERM of any process on, and agrees with all on a step.
+            return multihost_utils.reached_preemption_sync_point(self._step)
+        return self._signals is not None and self._signals.requested
+
     def interrupted(self) -> str:
         """What to say when the user stops the run."""
+        return self._where_it_goes_on("interrupted")
+
+    def _where_it_goes_on(self, what: str) -> str:
         newest = self._saving.newest()
-        return f"interrupted at step {self._step}; " + (
+        return f"{what} at step {self._step}; " + (
             "there is no checkpoint yet (checkpoint.every_steps), so the same command starts anew"
             if newest is None
             else f"the same command goes on from the checkpoint of step {newest}"

@@ -1,0 +1,8 @@
+"""The command of an installed package: `python -m mtraining_jax --config tiny`."""
+
+import sys
+
+from mtraining_jax.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,126 @@
+"""Signals that ask a run to stop, and what the command does about them.
+
+SIGTERM (of a scheduler) and SIGINT (Ctrl-C) mean the same: stop, and lose nothing. Before the first
+step there is nothing to lose, and the command ends at once. From then on the loop looks at
+`StopSignals.requested` after each step. A second signal ends the process where it stands.
+"""
+
+import os
+import signal
+import socket
+import sys
+import threading
+from types import FrameType, TracebackType
+from typing import NoReturn, Self
+
+# EX_TEMPFAIL of sysexits.h: nothing is wrong, and the same command goes on later. Schedulers can be
+# told to start a command with this status again.
+EXIT_STOPPED = 75
+# Seconds that the command gets to clean up when it is stopped before its first step.
+_PATIENCE = 10
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class Stopped(BaseException):
+    """The command was asked to stop; its text says where it stands.
+
+    Like `KeyboardInterrupt` not an `Exception`, since it may be raised anywhere.
+    """
+
+
+class StopSignals:
+    """Takes SIGTERM and SIGINT while its `with` block runs; in another thread it takes nothing.
+
+    A second thread hears of every signal at once, also while the main thread compiles or waits in
+    a collective, and ends the process where the main thread cannot.
+
+    Attributes:
+        requested: whether the run is to stop at the next chance.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._at_once = True
+        self._together = False
+        self._heard = 0
+        self._timer: threading.Timer | None = None
+
+    def stop_after_a_step(self) -> None:
+        """From now on a signal sets `requested` and does not interrupt."""
+        self._at_once = False
+
+    def stop_together(self) -> None:
+        """Says that other processes have been joined by `jax.distributed.initialize`.
+
+        JAX has then taken SIGTERM, and tells all processes of it; SIGINT is handed on as SIGTERM.
+        """
+        self._together = True
+
+    def __enter__(self) -> Self:
+        self._taken = threading.current_thread() is threading.main_thread()
+        if not self._taken:  # signals are the main thread's, and it has not asked for them
+            return self
+        self._before = {number: signal.getsignal(number) for number in _SIGNALS}
+        self._reader, self._writer = socket.socketpair()
+        self._writer.setblocking(False)
+        for number in _SIGNALS:
+            signal.signal(number, self._in_main_thread)
+        self._wakeup = signal.set_wakeup_fd(self._writer.fileno())
+        self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if not self._taken:
+            return
+        signal.set_wakeup_fd(self._wakeup)
+        for number, handler in self._before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._writer.close()
+        self._thread.join()
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _in_main_thread(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        if self._at_once and not self._together:
+            raise Stopped(f"{signal.Signals(number).name} came before the first step")
+        self.requested = True
+
+    def _listen(self) -> None:
+        """Runs in the second thread; Python writes the number of each signal."""
+        while number := self._reader.recv(1):
+            self._hear(number[0])
+        self._reader.close()
+
+    def _hear(self, number: int) -> None:
+        if number not in _SIGNALS:
+            return
+        name = signal.Signals(number).name
+        self._heard += 1
+        if self._heard > 1:
+            _leave(128 + number, f"{name} a second time: stopped where it stood")
+        if self._together and number == signal.SIGINT:
+            os.kill(os.getpid(), signal.SIGTERM)
+        if self._at_once and not self._together:
+            self._timer = threading.Timer(
+                _PATIENCE, _leave, (EXIT_STOPPED, f"{name} came before the first step")
+            )
+            self._timer.daemon = True
+            self._timer.start()
+            return
+        print(
+            f"{name}: stopping after the step under way; a second one stops at once",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
+
+
+def _leave(status: int, sentence: str) -> NoReturn:
+    """Ends the process without waiting for anything."""
+    os.write(2, f"stopped: {sentence}\n".encode())
+    os._exit(status)

@@ -1,0 +1,55 @@
+"""Failing writes: one sentence, and nothing of the library that would complain later."""
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+from mtraining_jax.errors import UserError
+from mtraining_jax.training.checkpoint.reading import causes_of, first_line
+
+# How the operating system and TensorStore say that there is no room.
+_NO_ROOM = ("No space left", "Disk quota exceeded", "File too large")
+
+
+@contextlib.contextmanager
+def told_once() -> Iterator[None]:
+    """While the block runs, Orbax does not log what it raises as well, or what our loop asked it.
+
+    It logs each failure with its traceback, once in every thread that the failure passes through.
+    """
+    logger = logging.getLogger("absl")
+    logger.addFilter(_tells_more)
+    try:
+        yield
+    finally:
+        logger.removeFilter(_tells_more)
+
+
+def _tells_more(record: logging.LogRecord) -> bool:
+    raised = record.exc_info is not None or "raised an exception" in record.getMessage()
+    known = raised or "preemption" in record.getMessage()
+    return not (known and "orbax" in record.pathname)
+
+
+@contextlib.contextmanager
+def unwritable(folder: Path) -> Iterator[None]:
+    """Turns a failure to write a checkpoint into a sentence.
+
+    Args:
+        folder: where checkpoints are.
+
+    Raises:
+        UserError: if the block fails, however the library names that.
+    """
+    try:
+        yield
+    except Exception as error:  # Orbax raises many kinds
+        causes = list(causes_of(error))
+        told = next((x for x in causes if any(name in str(x) for name in _NO_ROOM)), causes[-1])
+        name = next((name for name in _NO_ROOM if name in str(told)), None)
+        reason = first_line(told) if name is None else name
+        raise UserError(
+            f"{folder}: a checkpoint cannot be written ({reason}); older ones are as they were, "
+            "and when there is room again the same command goes on from the newest"
+        ) from error

@@ -1,0 +1,71 @@
+"""Files from elsewhere: their sizes, and the names in them."""
+
+import json
+import os
+
+import pytest
+
+from mtraining_jax import bounded
+from mtraining_jax.config import load_config
+from mtraining_jax.data.tokenizer import make_tokenizer
+from mtraining_jax.errors import UserError
+from mtraining_jax.models.hf import read_hf_config
+from mtraining_jax.models.hf.read import Tensors
+from mtraining_jax.sparsity.fixed_budget import load_budgets
+from mtraining_jax.training.checkpoint import newest_step
+
+
+def sparse_file(path, size):
+    """A file of a size that takes no room."""
+    with path.open("wb") as file:
+        file.truncate(size)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "limit", "read"),
+    [
+        ("run.toml", bounded.LARGEST_CONFIG, load_config),
+        ("config.json", bounded.LARGEST_CONFIG, lambda path: read_hf_config(path.parent)),
+        ("budgets.json", bounded.LARGEST_CONFIG, load_budgets),
+        ("model.safetensors.index.json", bounded.LARGEST_INDEX, lambda p: Tensors(p.parent)),
+        ("tokenizer.json", bounded.LARGEST_TOKENIZER, lambda path: make_tokenizer(str(path))),
+    ],
+)
+def test_small_files_that_are_large_are_not_read(tmp_path, name, limit, read):
+    with pytest.raises(UserError, match=rf"{name} has .* MiB, and a file of its kind at most"):
+        read(sparse_file(tmp_path / name, limit + 2**20))
+
+
+@pytest.mark.parametrize("name", ["run.toml", "config.json"])
+def test_a_pipe_is_no_file_to_wait_for(tmp_path, name):
+    os.mkfifo(tmp_path / name)
+    read = load_config if name == "run.toml" else lambda path: read_hf_config(path.parent)
+    with pytest.raises(UserError, match="is no ordinary file"):
+        read(tmp_path / name)
+
+
+def test_depth_is_bounded(tmp_path):
+    (tmp_path / "config.json").write_text("[" * 100_000 + "]" * 100_000)
+    with pytest.raises(UserError, match="is not valid JSON: it is nested too deeply"):
+        read_hf_config(tmp_path)
+    (tmp_path / "run.toml").write_text("a = " + "[" * 100_000 + "]" * 100_000)
+    with pytest.raises(UserError, match="is not valid TOML"):
+        load_config(tmp_path / "run.toml")
+
+
+@pytest.mark.parametrize(
+    "name", ["../model.safetensors", "/etc/passwd", "..", ".", "", "a/b", "a\\b", "a\0b", 7, None]
+)
+def test_shards_cannot_leave_the_folder_of_their_checkpoint(tmp_path, name):
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"lm_head.weight": name}}))
+    with pytest.raises(UserError, match="not a plain file name"):
+        Tensors(tmp_path)
+
+
+def test_only_folders_that_a_run_would_name_so_are_checkpoints(tmp_path):
+    for name in ("12", "0012", "²", "٣", "13.orbax-checkpoint-tmp", "-14"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "99").write_text("no folder")
+    assert newest_step(tmp_path) == 12

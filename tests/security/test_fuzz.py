@@ -1,0 +1,287 @@
+"""Damaged and hostile files: each reader gives a sentence or what a file holds, and nothing else.
+
+`MTRAINING_FUZZ=1000` tries as many files for each reader; by default 40, the same in every run. The
+readers of MDS and Arrow have tests of their own under tests/data.
+"""
+
+import contextlib
+import json
+import os
+import resource
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mtraining_jax.config import config_from_dict, config_to_dict, load_config
+from mtraining_jax.data.sources.tokens import open_token_file, read_lengths
+from mtraining_jax.data.tokenizer import make_tokenizer
+from mtraining_jax.errors import UserError
+from mtraining_jax.models.hf import read_hf_config
+from mtraining_jax.models.hf.read import Tensors
+from mtraining_jax.reporting.writers.jsonl import _lines_until
+from mtraining_jax.sparsity.fixed_budget import load_budgets
+
+ROOT = Path(__file__).resolve().parents[2]
+GIB = 2**30
+EXAMPLES = int(os.environ.get("MTRAINING_FUZZ", "40"))
+FUZZ = settings(
+    max_examples=EXAMPLES,
+    derandomize="MTRAINING_FUZZ" not in os.environ,
+    database=None,
+    # A reader that takes ten seconds over a kilobyte hangs.
+    deadline=10_000,
+    suppress_health_check=list(HealthCheck),
+)
+
+
+@pytest.fixture(autouse=True)
+def no_gigabytes():
+    """More than one further GiB is an error, and not the end of the machine."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    limit = pages * os.sysconf("SC_PAGE_SIZE") + GIB
+    resource.setrlimit(resource.RLIMIT_AS, (limit, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """One for all files: each is written over the one before."""
+    return tmp_path_factory.mktemp("fuzz")
+
+
+# Anything that JSON can hold, with numbers that arithmetic stumbles over.
+ODD = st.sampled_from([0, -1, 1, 2**31, 2**63, 2**64, -(2**63), 1e308, 1e-320, 0.5, 10**400])
+SCALAR = st.none() | st.booleans() | ODD | st.text(max_size=8) | st.floats()
+ANYTHING = st.recursive(
+    SCALAR,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner),
+    max_leaves=6,
+)
+
+
+def damaged(whole: bytes) -> st.SearchStrategy[bytes]:
+    """A file with some bytes changed, left out or put in; or cut; or something else."""
+    place = st.integers(0, len(whole))
+    change = st.tuples(place, st.integers(0, 8), st.binary(max_size=8))
+
+    def apply(changes: list[tuple[int, int, bytes]]) -> bytes:
+        content = bytearray(whole)
+        for at, removed, put in changes:
+            content[at : at + removed] = put
+        return bytes(content)
+
+    return (
+        st.lists(change, min_size=1, max_size=4).map(apply)
+        | place.map(lambda end: whole[:end])
+        | st.binary(max_size=64)
+    )
+
+
+def otherwise(table: object) -> st.SearchStrategy[object]:
+    """A JSON value in which one or two parts are replaced or left out."""
+    places = []
+
+    def collect(value, path):
+        places.append(path)
+        keys = (
+            value
+            if isinstance(value, dict)
+            else range(len(value))
+            if isinstance(value, list)
+            else ()
+        )
+        for key in keys:
+            collect(value[key], (*path, key))
+
+    collect(table, ())
+
+    def replace(value, path, new):
+        if not path:
+            return new
+        head, *rest = path
+        if isinstance(value, dict) and head in value:
+            return value | {head: replace(value[head], rest, new)}
+        if isinstance(value, list) and isinstance(head, int) and head < len(value):
+            return [*value[:head], replace(value[head], rest, new), *value[head + 1 :]]
+        return value
+
+    def apply(changes):
+        result = table
+        for path, new in changes:
+            result = replace(result, list(path), new)
+        return result
+
+    change = st.tuples(st.sampled_from(places), ANYTHING)
+    return st.lists(change, min_size=1, max_size=2).map(apply)
+
+
+def told(read) -> object:
+    """What a reader gives, or None after a sentence; any other end is a failure."""
+    try:
+        return read()
+    except UserError as error:
+        assert str(error).strip()
+        assert "Traceback" not in str(error) and len(str(error)) < 20_000
+        return None
+
+
+def safetensors(tensors: dict[str, tuple[str, list[int], bytes]]) -> bytes:
+    header, at = {}, 0
+    for name, (kind, shape, data) in tensors.items():
+        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [at, at + len(data)]}
+        at += len(data)
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + b"".join(x[2] for x in tensors.values())
+
+
+TENSORS = safetensors({"a.weight": ("F32", [2, 3], bytes(24)), "b": ("BF16", [4], bytes(8))})
+
+
+def read_tensors(folder):
+    with Tensors(folder) as tensors:
+        for name in tensors.files:
+            found = tensors.open(name)
+            found.get_shape(), found.get_dtype()  # noqa: B018 - as `load_hf` asks before reading
+
+
+@FUZZ
+@given(content=damaged(TENSORS))
+def test_safetensors(folder, content):
+    (folder / "model.safetensors").write_bytes(content)
+    told(lambda: read_tensors(folder))
+
+
+HEADER = json.loads(TENSORS[8 : 8 + int.from_bytes(TENSORS[:8], "little")])
+
+
+@FUZZ
+@given(header=otherwise(HEADER), length=st.none() | st.integers(0, 2**64 - 1))
+def test_headers_of_safetensors(folder, header, length):
+    text = json.dumps(header).encode()
+    size = len(text) if length is None else length
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", size) + text + bytes(32))
+    told(lambda: read_tensors(folder))
+
+
+INDEX = {"metadata": {"total_size": 32}, "weight_map": {"a.weight": "one.safetensors", "b": "one"}}
+
+
+@FUZZ
+@given(index=otherwise(INDEX))
+def test_indices_of_shards(tmp_path_factory, folder, index):
+    home = folder / "shards"
+    home.mkdir(exist_ok=True)
+    (home / "one.safetensors").write_bytes(TENSORS)
+    (home / "model.safetensors.index.json").write_text(json.dumps(index))
+    told(lambda: read_tensors(home))
+
+
+CONFIGS = {
+    name: json.loads((ROOT / f"tests/data/{name}/config.json").read_text())
+    for name in ("qwen2_tiny_yarn", "llama3_tiny", "phi3_tiny_longrope")
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@FUZZ
+@given(data=st.data())
+def test_config_json(folder, name, data):
+    (folder / "config.json").write_text(json.dumps(data.draw(otherwise(CONFIGS[name]))))
+    told(lambda: read_hf_config(folder))
+
+
+@FUZZ
+@given(content=damaged((ROOT / "configs/tiny.toml").read_bytes()))
+def test_toml(folder, content):
+    (folder / "run.toml").write_bytes(content)
+    told(lambda: load_config(folder / "run.toml"))
+
+
+@FUZZ
+@given(data=st.data())
+def test_configurations(data):
+    table = json.loads(json.dumps(config_to_dict(load_config("tiny"))))
+    changed = data.draw(otherwise(table))
+    if isinstance(changed, dict):  # as TOML and the record of a checkpoint give it
+        told(lambda: config_from_dict(changed, "a test"))
+
+
+def npy(array: np.ndarray, path: Path) -> bytes:
+    np.save(path, array)
+    return path.read_bytes()
+
+
+@FUZZ
+@given(data=st.data())
+def test_npy(folder, data):
+    whole = npy(np.arange(24, dtype=np.uint16).reshape(4, 6), folder / "whole.npy")
+    path = folder / "tokens.npy"
+    path.write_bytes(data.draw(damaged(whole)))
+    found = told(lambda: open_token_file(path, "uint16"))
+    if found is not None:  # all of it lies in the file
+        assert found.part.ids.nbytes <= path.stat().st_size
+        int(found.part.ids.astype(np.int64).sum())
+    told(lambda: read_lengths(path, 24))
+
+
+@FUZZ
+@given(
+    shape=st.lists(st.sampled_from([-1, 0, 1, 4, 6, 2**32, 2**62, 2**63]), max_size=4),
+    kind=st.sampled_from(["<u2", "<i8", "|O", "<f4", "|V0", "<U4", "|b1", ">u4", [("a", "<u2")]]),
+    fortran=st.booleans(),
+)
+def test_headers_of_npy(folder, shape, kind, fortran):
+    header = f"{{'descr': {kind!r}, 'fortran_order': {fortran}, 'shape': {tuple(shape)!r}, }}"
+    text = header.encode().ljust(117) + b"\n"
+    path = folder / "tokens.npy"
+    path.write_bytes(b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text + bytes(48))
+    found = told(lambda: open_token_file(path, "uint16"))
+    if found is not None:
+        assert found.part.ids.nbytes <= path.stat().st_size
+    told(lambda: read_lengths(path, 24))
+
+
+TOKENIZER = {
+    "version": "1.0", "truncation": None, "padding": None, "normalizer": None,
+    "added_tokens": [{"id": 2, "content": "</s>", "single_word": False, "lstrip": False,
+                      "rstrip": False, "normalized": False, "special": True}],
+    "pre_tokenizer": {"type": "Whitespace"}, "post_processor": None, "decoder": None,
+    "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1, "</s>": 2}, "unk_token": "a"},
+}  # fmt: skip
+
+
+@FUZZ
+@given(table=otherwise(TOKENIZER), beside=otherwise({"bos_token": {"content": "a"}}))
+def test_tokenizers(folder, table, beside):
+    (folder / "tokenizer.json").write_text(json.dumps(table))
+    (folder / "tokenizer_config.json").write_text(json.dumps(beside))
+    found = told(lambda: make_tokenizer(str(folder / "tokenizer.json")))
+    if found is not None:
+        told(lambda: found.encode("a b"))
+        told(lambda: found.start)
+
+
+BUDGETS = [{"0": ["vertical_and_slash", 8, 4, 0.5], "1": ["block_sparse", 8, 4, 1]}]
+
+
+@FUZZ
+@given(table=otherwise(BUDGETS))
+def test_budgets(folder, table):
+    (folder / "budgets.json").write_text(json.dumps(table))
+    found = told(lambda: load_budgets(folder / "budgets.json"))
+    if found is not None:
+        assert found.verticals.min() >= 0 and found.verticals.dtype == np.int32
+
+
+@FUZZ
+@given(content=damaged(b'{"step": 1, "loss": 2.5}\n{"step": 2, "loss": null}\n'))
+def test_metrics_of_an_interrupted_run(folder, content):
+    (folder / "metrics.jsonl").write_bytes(content)
+    with contextlib.suppress(UserError):
+        assert len(_lines_until(folder / "metrics.jsonl", 1)) <= content.count(b"\n") + 1

@@ -1,0 +1,79 @@
+"""What our own sources may not do: run what a file says."""
+
+import ast
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mtraining_jax.data.sources.tokens import open_token_file, read_lengths
+from mtraining_jax.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = sorted(
+    path
+    for pattern in ("mtraining_jax/**/*.py", "pallas_kernels/**/*.py", "examples/**/*.py",
+                    "benchmarks/**/*.py", "*.py")
+    for path in ROOT.glob(pattern)
+)  # fmt: skip
+# Modules that run what a file says when they read it.
+UNSAFE = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
+UNSAFE_CALLS = {"eval", "exec", "compile", "__import__"}
+
+
+def problems(tree: ast.AST) -> list[str]:
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names if alias.name.split(".")[0] in UNSAFE]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found += [node.module] if node.module.split(".")[0] in UNSAFE else []
+        elif isinstance(node, ast.Call):
+            name = node.func.id if isinstance(node.func, ast.Name) else None
+            if name in UNSAFE_CALLS:
+                found.append(f"{name}(...)")
+            dotted = ast.unparse(node.func)
+            if dotted in ("torch.load", "yaml.load", "os.system", "os.popen"):
+                found.append(dotted)
+        if isinstance(node, ast.keyword):
+            value = getattr(node.value, "value", "a value")
+            if node.arg == "allow_pickle" and value is not False:
+                found.append("allow_pickle")
+            if node.arg in ("shell", "trust_remote_code") and value is not False:
+                found.append(node.arg)
+    return found
+
+
+def test_no_source_reads_what_could_run_a_program():
+    assert len(SOURCES) > 200
+    wrong = {
+        str(path.relative_to(ROOT)): found
+        for path in SOURCES
+        if (found := problems(ast.parse(path.read_text(encoding="utf-8"))))
+    }
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import pickle", "from joblib import load", "eval(x)", "np.load(x, allow_pickle=True)",
+        "np.load(x, allow_pickle=y)", "torch.load(x)", "run(x, shell=True)",
+    ],
+)  # fmt: skip
+def test_the_test_finds_them(text):
+    assert problems(ast.parse(text))
+
+
+def test_pickled_arrays_are_refused(tmp_path):
+    class Runs:
+        def __reduce__(self):
+            return Path.touch, (tmp_path / "was_run",)
+
+    path = tmp_path / "tokens.npy"
+    np.save(path, np.array([Runs()], object), allow_pickle=True)
+    for read in (lambda: open_token_file(path, "uint16"), lambda: read_lengths(path, 1)):
+        with pytest.raises(UserError) as error:
+            read()
+        assert "\n" not in str(error.value)
+    assert not (tmp_path / "was_run").exists()

@@ -1,0 +1,166 @@
+"""Runs that are asked to stop: by a signal, alone and together."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from mtraining_jax.errors import UserError
+from mtraining_jax.signals import EXIT_STOPPED, Stopped, StopSignals
+from mtraining_jax.training.agreement import differences
+from mtraining_jax.training.checkpoint import newest_step
+from mtraining_jax.training.loop import run
+from mtraining_jax.training.run_folder import checkpoint_folder
+from mtraining_jax.training.run_lock import only_run_in
+from tests.training.common import changed, losses, written
+from tests.training.test_processes import started_together
+
+
+def test_before_the_first_step_a_signal_interrupts():
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(Stopped, match="SIGTERM came before the first step"), StopSignals():
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(10)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.skipif(
+    os.environ.get("MTRAINING_TEST_OPTIMISED") != "1", reason="runs in tests/test_optimised.py"
+)
+def test_a_run_alone_saves_its_state_and_goes_on(plain_config):
+    """SIGTERM during the second of four steps."""
+    config = changed(plain_config, run={"steps": 4})
+    whole = run(changed(config, run={"name": "whole"}))
+    with StopSignals() as signals:
+        stop_at_2 = Raise(signals, 2)
+        with pytest.raises(Stopped, match=r"at step 2; .* the checkpoint of step 2"):
+            run(config, stop_at_2)
+    assert newest_step(checkpoint_folder(config)) == 2
+    assert [record["step"] for record in written(config)] == [1, 2]
+    rest = run(config)
+    assert list(losses(rest)) == list(losses(whole[2:]))
+
+
+class Raise:
+    """Signals of which the one for this process comes while a step is under way."""
+
+    def __init__(self, signals, step):
+        self._signals, self._left = signals, step
+        self.stop_after_a_step = signals.stop_after_a_step
+
+    @property
+    def requested(self):
+        self._left -= 1
+        if not self._left:
+            os.kill(os.getpid(), signal.SIGINT)
+        return self._signals.requested
+
+
+# The main thread does not come back, as in a compilation or a collective.
+HANGS = """
+import sys, threading
+from mtraining_jax import signals
+signals._PATIENCE = 0.2
+with signals.StopSignals() as own:
+    if sys.argv[1] == "later":
+        own.stop_after_a_step()
+    print("hangs", flush=True)
+    while True:
+        try:
+            threading.Event().wait(60)
+        except signals.Stopped:
+            pass
+"""
+
+
+@pytest.mark.parametrize(("when", "status"), [("now", EXIT_STOPPED), ("later", 130)])
+def test_a_process_that_hangs_is_ended(when, status):
+    process = subprocess.Popen(
+        [sys.executable, "-c", HANGS, when], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True,
+    )  # fmt: skip
+    try:
+        assert process.stdout.readline() == "hangs\n"
+        process.send_signal(signal.SIGINT)
+        if when == "later":
+            assert "SIGINT: stopping after the step" in process.stderr.readline()
+            process.send_signal(signal.SIGINT)
+        _, error = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == status, error
+    assert error.startswith("stopped: SIGINT ") and error.count("\n") == 1
+
+
+def test_processes_stop_together(plain_config, tmp_path):
+    """One of two gets Ctrl-C, which is handed on like a scheduler's SIGTERM."""
+    config = changed(
+        plain_config,
+        run={"steps": 5000},
+        parallel={"data": 2, "cpu_devices": 1},
+    )
+    processes = started_together(config, tmp_path)
+    try:
+        for line in processes[0].stdout:
+            if line.startswith("step"):
+                break
+        processes[1].send_signal(signal.SIGINT)
+        outputs = [process.communicate(timeout=120)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [EXIT_STOPPED] * 2, outputs
+    step = newest_step(checkpoint_folder(config))
+    for output in outputs:
+        assert f"stopped: asked to stop at step {step}; the same command goes on" in output
+        assert "Traceback" not in output
+    assert [record["step"] for record in written(config)] == list(range(1, step + 1))
+
+
+def test_processes_with_different_configurations_name_the_field(plain_config, tmp_path):
+    config = changed(plain_config, parallel={"devices_per_node": 2, "cpu_devices": 1})
+    processes = started_together(config, tmp_path, [[], ["--optimizer.lr=0.5"]])
+    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    assert [process.returncode for process in processes] == [2, 2], outputs
+    for output in outputs:
+        assert "error: optimizer.lr = 0.01 in process 0 and 0.5 in process 1: all" in output
+        assert "Traceback" not in output
+    assert not config.run.folder.exists()
+
+
+def test_differences_are_named():
+    assert differences({"a": 1, "b": None}, {"a": 1, "b": None}, 3) == []
+    (found,) = differences({"a": 1, "b": "x"}, {"a": 1}, 3)
+    assert found[0] == "b" and 'b = "x" in process 0 and null in process 3' in found[1]
+
+
+def test_a_second_run_in_a_folder_is_refused(plain_config):
+    folder = plain_config.run.folder
+    with only_run_in(folder) as note:
+        assert note is None
+        before = sorted(folder.parent.iterdir())
+        with pytest.raises(UserError, match=rf"another run writes into .*process {os.getpid()} on"):
+            run(plain_config)
+        assert sorted(folder.parent.iterdir()) == before
+    assert list(folder.parent.iterdir()) == []
+    with only_run_in(folder):  # it ends with its holder
+        pass
+
+
+def test_a_lock_whose_holder_was_killed_is_free(tmp_path):
+    code = f"""if True:
+        import os
+        from pathlib import Path
+        from mtraining_jax.training.run_lock import only_run_in
+        with only_run_in(Path({str(tmp_path / "run")!r})):
+            os.kill(os.getpid(), 9)
+    """
+    done = subprocess.run([sys.executable, "-c", code], timeout=120)
+    assert done.returncode == -signal.SIGKILL
+    assert (tmp_path / ".run.lock").exists()
+    with only_run_in(tmp_path / "run") as note:
+        assert note is None
+    assert not (tmp_path / ".run.lock").exists()
