@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from mtraining_jax.data.packs import Documents, PackArrays, Packs
 from mtraining_jax.data.tokenizer import Tokenizer
 from mtraining_jax.errors import UserError
 
@@ -32,6 +33,8 @@ class Corpus:
         vocab_size: every id is below it.
         tokenizer: None when the source holds token ids.
         summary: what was found, in a few words.
+        documents: where documents are, if `data.has_documents`; sequences are then made of these,
+            and `starts` is empty. None if the source does not know.
     """
 
     stream: Stream
@@ -39,6 +42,30 @@ class Corpus:
     vocab_size: int
     tokenizer: Tokenizer | None
     summary: str
+    documents: Documents | None = None
+
+
+def packs_of(corpus: Corpus, data: "DataConfig", block_size: int) -> Packs:
+    """The sequences of a corpus where `data.has_documents`.
+
+    Args:
+        corpus: what the source has found.
+        data: the section.
+        block_size: g, tokens of a block of attention, of which `data.seq_len` is a multiple.
+
+    Raises:
+        UserError: the source does not say where documents are, or there is not one sequence.
+    """
+    if data.mode == "exact":
+        starts = np.asarray(corpus.starts, np.int64)
+        lengths, ends = np.full(starts.shape, data.seq_len), 1 + np.arange(starts.size)
+        return PackArrays(starts, lengths, ends, block_size, data.seq_len)
+    if corpus.documents is None:
+        raise UserError(
+            f'data.documents = true is not possible with data.source = "{data.source}", which does '
+            "not say where documents are"
+        )
+    return corpus.documents.packs(data, block_size)
 
 
 def windows(num_tokens: int, data: "DataConfig", what: str) -> range:

@@ -1,15 +1,17 @@
 """Sources of documents, as text or as token ids, and how documents become sequences."""
 
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
 from mtraining_jax.data.corpus import Corpus, check_some_exact, counted, windows
+from mtraining_jax.data.packs import DocumentSpans
 from mtraining_jax.data.source import Source
 from mtraining_jax.data.stream import TokenStream, check_ids, spill
-from mtraining_jax.data.tokenizer import BYTES, ByteTokenizer, make_tokenizer
+from mtraining_jax.data.tokenizer import BYTES, ByteTokenizer, Tokenizer, make_tokenizer
 from mtraining_jax.errors import UserError
 
 if TYPE_CHECKING:
@@ -22,8 +24,11 @@ class DocumentSource(Source):
 
     They are turned into token ids once, at the start, and kept in a temporary file. ``concat``
     joins them, each ended by eos, and cuts every `seq_len` tokens; ``exact`` keeps those of
-    exactly `seq_len` tokens, eos not counted, and drops the others.
+    exactly `seq_len` tokens, eos not counted, and drops the others; ``pack`` puts those together,
+    each ended by eos, that fill `seq_len` tokens best.
     """
+
+    modes: ClassVar[tuple[str, ...]] = ("concat", "exact", "pack")
 
     def documents(self) -> Iterator[tuple[str, str | np.ndarray]]:
         """The documents, each with its place, for messages.
@@ -64,41 +69,35 @@ class DocumentSource(Source):
         else:
             tokenizer = make_tokenizer(data.tokenizer, data.eos)
             eos, vocab_name = tokenizer.eos, f"the tokenizer {tokenizer.name}"
-            if tokenizer.vocab_size > vocab_size:
-                raise UserError(
-                    f'data.tokenizer = "{tokenizer.name}" has {tokenizer.vocab_size} token ids, '
-                    f"more than model.vocab_size = {vocab_size}"
-                )
+            check_tokenizer(tokenizer, vocab_size)
             vocab_size = tokenizer.vocab_size
         exact = data.mode == "exact"
-        lengths: list[int] = []
+        lengths = array("q")  # with eos, but in mode exact
 
         def kept() -> Iterator[np.ndarray]:
             for where, document in self.documents():
-                if tokenizer is not None:
-                    ids = _encoded(tokenizer, document, where)
-                else:
-                    ids = document
+                if tokenizer is None:
                     # Checked before they are narrowed to the stored type.
-                    check_ids(ids, where, vocab_size, vocab_name)
+                    check_ids(document, where, vocab_size, vocab_name)
+                ids = encoded(document, where, tokenizer, None if exact else eos)
                 lengths.append(ids.shape[0])
-                if exact:
-                    if ids.shape[0] == data.seq_len:
-                        yield ids
-                elif ids.shape[0]:
+                if not exact or ids.shape[0] == data.seq_len:
                     yield ids
-                    # A stored document may already end with the end token.
-                    if eos is not None and (tokenizer is not None or ids[-1] != eos):
-                        yield np.asarray([eos])
 
         dtype = np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
         part = spill(kept(), dtype, f'data.source = "{data.source}"')
         what = counted(len(lengths), "document")
         if exact:
             check_some_exact(np.asarray(lengths), data)
-        starts = windows(part.ids.shape[0], data, what)
+        spans, starts = None, range(0)
+        if data.has_documents and not exact:
+            ends = np.cumsum(lengths, dtype=np.int64)
+            spans = DocumentSpans(ends - lengths, np.asarray(lengths, np.int64))
+        else:
+            starts = windows(part.ids.shape[0], data, what)
         stream = TokenStream([part], vocab_size, vocab_name)
-        return Corpus(stream, starts, vocab_size, tokenizer, f"{what}, {len(stream):,} tokens")
+        what += f", {len(stream):,} tokens"
+        return Corpus(stream, starts, vocab_size, tokenizer, what, spans)
 
 
 def named_eos(data: "DataConfig") -> Iterator[str]:
@@ -109,7 +108,45 @@ def named_eos(data: "DataConfig") -> Iterator[str]:
         )
 
 
-def _encoded(tokenizer, text: str, where: str) -> np.ndarray:
+def check_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Checks that a model knows all ids of a tokenizer.
+
+    Raises:
+        UserError: it does not.
+    """
+    if tokenizer.vocab_size > vocab_size:
+        raise UserError(
+            f'data.tokenizer = "{tokenizer.name}" has {tokenizer.vocab_size} token ids, '
+            f"more than model.vocab_size = {vocab_size}"
+        )
+
+
+def encoded(
+    document: str | np.ndarray, where: str, tokenizer: Tokenizer | None, eos: int | None
+) -> np.ndarray:
+    """Token ids of a document.
+
+    Args:
+        document: text, or token ids [n] where there is no tokenizer.
+        where: its place, for messages.
+        tokenizer: of text.
+        eos: the token that ends a document; None adds none. A document of ids may have it already,
+            and an empty one is left empty.
+
+    Returns:
+        Integers [n].
+
+    Raises:
+        UserError: text that is not valid Unicode.
+    """
+    ids = document if tokenizer is None else _ids_of(tokenizer, document, where)
+    if eos is None or not ids.shape[0] or (tokenizer is None and ids[-1] == eos):
+        return ids
+    # The id may not fit the type of the others, as 256 beside bytes.
+    return np.append(ids.astype(np.int64), eos)
+
+
+def _ids_of(tokenizer: Tokenizer, text: str, where: str) -> np.ndarray:
     try:
         return tokenizer.encode(text)
     except (UnicodeEncodeError, TypeError) as error:

@@ -54,12 +54,54 @@ def find_files(
     return list(files)
 
 
+def find_folders(paths: Sequence[str], field: str = "data.paths") -> list[Path]:
+    """Lists the folders that ``paths`` means, each once; those of one glob are sorted by name.
+
+    Args:
+        paths: folders or globs (``**`` crosses folders).
+        field: where the paths come from, for messages.
+
+    Raises:
+        UserError: a path that is missing, or no folder.
+    """
+    folders: dict[Path, None] = {}
+    for entry in paths:
+        path = Path(entry).expanduser()
+        found = [path]
+        if not path.exists() and glob.has_magic(entry):
+            matches = (Path(match) for match in glob.glob(str(path), recursive=True))
+            found = sorted(match for match in matches if match.is_dir())
+            if not found:
+                raise UserError(f'{field}: "{entry}" finds no folder')
+        for folder in found:
+            if not folder.exists():
+                raise UserError(f'{field}: "{entry}" does not exist')
+            if not folder.is_dir():
+                raise UserError(f'{field}: "{entry}" is no folder')
+            folders[folder] = None
+    return list(folders)
+
+
+def inside(folder: Path, name: str, told_by: Path) -> Path:
+    """A file of a folder by the name that another file tells, which must not lead out of it.
+
+    A link in the folder may lead elsewhere: whoever made it can read that anyway.
+
+    Raises:
+        UserError: an absolute name, or one with "..".
+    """
+    path = Path(name)
+    if not name or "\0" in name or path.is_absolute() or ".." in path.parts or "\\" in name:
+        raise UserError(f'{told_by} names "{name}", which is not a file of its folder')
+    return folder / path
+
+
 def _in_folder(folder: Path, suffixes: Sequence[str]) -> list[Path]:
     return sorted(
         path
         for path in folder.rglob("*")
         if not any(part.startswith(".") for part in path.relative_to(folder).parts)
-        and (not suffixes or path.suffix in suffixes)
+        and (not suffixes or path.name.endswith(tuple(suffixes)))
         and path.is_file()
     )
 

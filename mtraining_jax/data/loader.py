@@ -5,14 +5,17 @@ on every global batch without communication. A process reads only its rows and c
 """
 
 import json
+import zlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import grain
 import numpy as np
 
-from mtraining_jax.data.corpus import Corpus
+from mtraining_jax.data.corpus import Corpus, packs_of
+from mtraining_jax.data.packs import Packs, block_table, stream_places
 from mtraining_jax.data.sources import problems, selected_source
+from mtraining_jax.data.stream import TokenStream
 from mtraining_jax.errors import UserError
 
 if TYPE_CHECKING:
@@ -22,6 +25,9 @@ IGNORE_LABEL = -100  # this position has no next token: the loss leaves it out
 
 Batch = dict[str, np.ndarray]
 
+_SAMPLE = "checksum of a sample of its tokens"
+_SAMPLES, _SAMPLE_LEN = 64, 64
+
 
 def build_loader(
     data: "DataConfig",
@@ -30,6 +36,8 @@ def build_loader(
     vocab_size: int,
     rows: np.ndarray | None = None,
     columns: np.ndarray | None = None,
+    block_size: int | None = None,
+    weighted: bool = False,
 ) -> "Loader":
     """Opens the data and makes the endless iterator over its batches.
 
@@ -40,6 +48,9 @@ def build_loader(
         rows: integers [b], rows of the global batch to read; None reads all. See
             `local_rows_and_columns`.
         columns: integers [s], layout order indices to read; None reads all S.
+        block_size: g, tokens of a block of attention, of which `data.seq_len` is a multiple. Read
+            where `data.has_documents` only; a caller that gives it reads `documents` of batches.
+        weighted: give each document's labels one weight together; needs `data.has_documents`.
 
     Returns:
         The loader, at its first batch.
@@ -53,8 +64,19 @@ def build_loader(
     permutation = _checked_permutation(permutation, data.seq_len)
     rows = _checked_indices("rows", rows, data.batch_size)
     columns = _checked_indices("columns", columns, data.seq_len)
+    if not data.has_documents:
+        corpus = selected_source(data).open(data, vocab_size)
+        return Loader(corpus, data, permutation, rows, columns)
+    if block_size is None:
+        raise UserError(
+            f'data.mode = "{data.mode}" with documents that do not see each other is not possible '
+            "here: this command reads sequences without a mask between documents"
+        )
+    if data.seq_len % block_size:
+        raise ValueError(f"data.seq_len = {data.seq_len} is no multiple of {block_size}")
     corpus = selected_source(data).open(data, vocab_size)
-    return Loader(corpus, data, permutation, rows, columns)
+    packed = packs_of(corpus, data, block_size), block_size
+    return Loader(corpus, data, permutation, rows, columns, packed, weighted)
 
 
 class Loader:
@@ -63,6 +85,13 @@ class Loader:
     A batch is a dict of int32 arrays [b, s] over the local rows and columns: ``tokens``, and
     ``labels``, the token that follows in the sequence, and `IGNORE_LABEL` at its last position (a
     sequence predicts S - 1 tokens, as in the reference's collate function).
+
+    Where `data.has_documents`, each document of a sequence begins at a block. ``labels`` then
+    ignore the last token of each document and padding, whose tokens are 0, and the batch has
+    ``documents`` too, int32 [b, NB, 3] over the local rows and all NB blocks of the sequence in
+    global order, the same for any columns: of the block's document the first block, one past its
+    last block, and its real tokens; NB, 0, 0 for a block of padding. If asked, there are fp32
+    [b, s] ``weights`` too: those of a document's labels are equal and add up to 1, others are 0.
 
     One epoch goes through all sequences once, in a new order if shuffled; a batch may span two
     epochs, so none is dropped.
@@ -75,6 +104,8 @@ class Loader:
         seq_len: columns of the global batch.
         rows: int64 [b], rows of the global batch that are read here.
         columns: int64 [s], layout order indices that are read here.
+        packs: the documents of each sequence; None without `data.has_documents`.
+        block_size: g; None likewise.
         description: one line for the log.
     """
 
@@ -85,10 +116,14 @@ class Loader:
         permutation: np.ndarray,
         rows: np.ndarray,
         columns: np.ndarray,
+        packed: tuple[Packs, int] | None = None,
+        weighted: bool = False,
     ):
         self.vocab_size = corpus.vocab_size
         self.tokenizer = corpus.tokenizer
-        self.num_sequences = len(corpus.starts)
+        self.packs, self.block_size = packed or (None, None)
+        self._weighted = weighted
+        self.num_sequences = len(corpus.starts if packed is None else self.packs)
         self.batch_size = data.batch_size
         self.seq_len = data.seq_len
         self.rows = rows
@@ -98,7 +133,7 @@ class Loader:
         self.description = (
             f"{data.source}: {corpus.summary} ({by}, vocabulary {self.vocab_size:,});"
             f" {self.num_sequences:,} sequences of {self.seq_len:,} ({data.mode}), {order},"
-            f" {self.batch_size} a batch"
+            f" {self.batch_size} a batch" + ("" if packed is None else f"; {self.packs.summary}")
         )
         # A saved place means the same data only if all of these are the same.
         self._identity = {
@@ -111,6 +146,15 @@ class Loader:
             "number of tokens": len(corpus.stream),
             "number of sequences": self.num_sequences,
         }
+        if packed is not None:
+            self._identity = {
+                "data.documents": True,
+                "block size": self.block_size,
+                **self._identity,
+                "digest of the packed documents": self.packs.digest,
+            }
+        if isinstance(corpus.stream, TokenStream):  # others follow from their fields
+            self._identity[_SAMPLE] = _checksum_of_sample(corpus.stream)
         self._corpus = corpus
         positions = permutation[columns]
         self._is_last = positions == self.seq_len - 1
@@ -162,6 +206,8 @@ class Loader:
         except (KeyError, TypeError) as error:
             raise UserError("the saved state of the data loader is not readable") from error
         for name, value in self._identity.items():
+            if name == _SAMPLE and name not in saved:
+                continue  # of a checkpoint from before samples were taken
             if saved.get(name) != value:
                 raise UserError(
                     f"the checkpoint's data loader had {name} = {_shown(saved.get(name))}, and "
@@ -191,6 +237,21 @@ class Loader:
         at_columns = _local_slice("columns", self.columns, index[1], self.seq_len)
         return array[at_rows, at_columns]
 
+    def block_of_rows(self, array: np.ndarray, index: tuple[slice, ...]) -> np.ndarray:
+        """Cuts one device's part out of a local array of whole rows, as ``documents`` is.
+
+        Args:
+            array: [b, ...], from a batch of this loader.
+            index: of the global array, as slices; only the rows are read.
+
+        Returns:
+            The values there.
+
+        Raises:
+            ValueError: rows that this loader does not read.
+        """
+        return array[_local_slice("rows", self.rows, index[0], self.batch_size)]
+
     def close(self) -> None:
         """Stops reading ahead."""
         self._iterator.close()
@@ -198,12 +259,34 @@ class Loader:
     def _read(self, sequences: np.ndarray) -> Batch:
         shape = (self.rows.shape[0], self.columns.shape[0])
         tokens, labels = np.empty(shape, np.int32), np.empty(shape, np.int32)
+        if self.packs is not None:
+            return self._read_documents(sequences, tokens, labels)
         for i, sequence in enumerate(sequences[self.rows].tolist()):
             start = int(self._corpus.starts[sequence])
             ids = self._corpus.stream.take(start + self._needed)
             tokens[i], labels[i] = ids[self._token_places], ids[self._label_places]
             labels[i, self._is_last] = IGNORE_LABEL
         return {"tokens": tokens, "labels": labels}
+
+    def _read_documents(self, sequences: np.ndarray, tokens: np.ndarray, labels: np.ndarray):
+        num_blocks = self.seq_len // self.block_size
+        documents = np.empty((self.rows.shape[0], num_blocks, 3), np.int32)
+        weights = np.zeros(labels.shape, np.float32)
+        for i, sequence in enumerate(sequences[self.rows].tolist()):
+            starts, lengths = self.packs.pieces(sequence)
+            documents[i] = table = block_table(lengths, self.block_size, num_blocks)
+            places, left = stream_places(starts, table, self._needed, self.block_size)
+            ids = np.zeros(places.shape, np.int32)
+            ids[left > 0] = self._corpus.stream.take(places[left > 0])
+            tokens[i] = ids[self._token_places]
+            # The last token of a document may be followed by another document at once.
+            followed = left[self._token_places] > 1
+            labels[i] = np.where(followed, ids[self._label_places], IGNORE_LABEL)
+            if self._weighted:
+                block = self._needed[self._token_places] // self.block_size
+                weights[i, followed] = 1 / (table[block[followed], 2] - 1)
+        batch = {"tokens": tokens, "labels": labels, "documents": documents}
+        return batch | {"weights": weights} if self._weighted else batch
 
 
 def local_rows_and_columns(
@@ -225,6 +308,14 @@ def local_rows_and_columns(
         np.unique(np.concatenate([np.arange(size)[index[axis]] for index in held]))
         for axis, size in enumerate((batch_size, seq_len))
     )
+
+
+def _checksum_of_sample(stream: TokenStream) -> int:
+    """One number of tokens at 64 places: another file of the same length has another."""
+    size = len(stream)
+    starts = np.arange(_SAMPLES, dtype=np.int64) * size // _SAMPLES
+    places = np.unique(starts[:, None] + np.arange(_SAMPLE_LEN))
+    return zlib.crc32(stream.take(places[places < size]).astype("<i4").tobytes())
 
 
 def _checked_permutation(permutation: np.ndarray, seq_len: int) -> np.ndarray:

@@ -82,3 +82,7 @@ class FileSource(Source):
             UserError: a path that is missing or finds nothing, or an empty file.
         """
         return find_files(self.paths, self.suffixes)
+
+    def size(self) -> int:
+        """Bytes on disk of what it reads."""
+        return sum(path.stat().st_size for path in self.files())

@@ -65,12 +65,14 @@ class TokenStream:
         first, last = np.searchsorted(
             self._ends, (positions.min(), positions.max()), side="right"
         ).tolist()
-        for index in range(first, last + 1):
+        indices = [first]
+        if first != last:  # documents of a pack may lie in any files
+            part_of = np.searchsorted(self._ends, positions, side="right")
+            indices = np.unique(part_of).tolist()
+        for index in indices:
             part = self._parts[index]
             begin = int(self._ends[index]) - part.ids.shape[0]
-            inside = slice(None)
-            if first != last:
-                inside = (positions >= begin) & (positions < self._ends[index])
+            inside = slice(None) if first == last else part_of == index
             local = positions[inside] - begin
             ids = part.ids[local]
             self._check(ids, part.name, lambda i, local=local: int(local[i]))

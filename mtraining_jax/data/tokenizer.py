@@ -1,12 +1,12 @@
 """From text to token ids: raw bytes, or a Hugging Face ``tokenizer.json``."""
 
 import functools
-import json
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
+from mtraining_jax.bounded import LARGEST_TOKENIZER, check_size, read_json
 from mtraining_jax.data.files import first_line
 from mtraining_jax.errors import UserError
 
@@ -92,6 +92,7 @@ class HuggingFaceTokenizer:
                 f'data.tokenizer = "{self.name}" is no file: it must be "bytes" or the path of a '
                 "tokenizer.json"
             )
+        check_size(path, LARGEST_TOKENIZER)
         try:
             self._backend = Backend.from_file(self.name)
         except Exception as error:  # the library raises bare Exception
@@ -120,12 +121,16 @@ class HuggingFaceTokenizer:
         """`bos_token` of the tokenizer_config.json beside the file; None if it has none."""
         path = Path(self.name).with_name("tokenizer_config.json")
         try:
-            token = json.loads(path.read_text(encoding="utf-8")).get("bos_token")
+            token = read_json(path).get("bos_token")
         except FileNotFoundError:
             return None
+        except UserError:
+            raise
         except (OSError, ValueError, AttributeError) as error:
             raise UserError(f"{path} cannot be read ({first_line(error)})") from error
         token = token.get("content") if isinstance(token, dict) else token
+        if token is not None and not isinstance(token, str):
+            raise UserError(f"{path} cannot be read (bos_token is no text)")
         return None if token is None else self._backend.token_to_id(token)
 
     def decode(self, ids: np.ndarray) -> str:

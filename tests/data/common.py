@@ -16,7 +16,7 @@ def section(vocab_size: int = VOCAB, **fields) -> DataConfig:
     model = {
         "vocab_size": vocab_size, "hidden_size": 2, "num_layers": 1, "num_heads": 1,
         "num_kv_heads": 1, "head_dim": 2, "intermediate_size": 2,
-        "max_position_embeddings": 2**40,
+        "max_position_embeddings": 2**31 - 1,
     }  # fmt: skip
     table = {
         "model": model,
@@ -41,10 +41,10 @@ def sequences(vocab_size: int = VOCAB, **fields):
     return [corpus.stream.take(start + within).tolist() for start in corpus.starts], corpus
 
 
-def error_of(vocab_size: int = VOCAB, **fields) -> str:
+def error_of(vocab_size: int = VOCAB, block_size: int | None = None, **fields) -> str:
     """The sentence in which checking a section, opening it and reading one batch ends."""
     with pytest.raises(UserError) as caught:
-        next(loader_of(section(vocab_size, **fields), vocab_size))
+        next(loader_of(section(vocab_size, **fields), vocab_size, block_size=block_size))
     message = str(caught.value)
     assert "\n" not in message and not message.endswith(".")
     return message

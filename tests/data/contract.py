@@ -7,11 +7,12 @@ import json
 import numpy as np
 import pytest
 
+from mtraining_jax.data.loader import IGNORE_LABEL
 from mtraining_jax.data.sources import SOURCES
 from mtraining_jax.plugins import attribute_docs
 from tests.data.common import VOCAB, error_of, loader_of, section
 
-MODES = ("concat", "exact")
+MODES = ("concat", "exact", "pack")
 
 
 class SourceContract:
@@ -28,7 +29,10 @@ class SourceContract:
     bad: tuple[tuple[dict, str], ...] = ()
 
     def fields(self, folder, monkeypatch) -> dict:
-        """Fields of a corpus of at least 3 sequences of 4 tokens in every mode it supports."""
+        """Fields of a corpus of at least 3 sequences of 4 tokens in every mode it supports.
+
+        Its first document has 3 tokens at least.
+        """
         return {}
 
     @pytest.fixture
@@ -40,14 +44,20 @@ class SourceContract:
         if mode not in self.modes:
             assert f'data.mode = "{mode}" is not possible' in error_of(**corpus, mode=mode)
             return
-        loader = loader_of(section(**corpus, mode=mode, batch_size=3))
+        block_size = 2 if mode == "pack" else None
+        loader = loader_of(section(**corpus, mode=mode, batch_size=3), block_size=block_size)
         assert loader.num_sequences >= 3
         batch = next(loader)
-        assert set(batch) == {"tokens", "labels"}
-        for array in batch.values():
-            assert array.shape == (3, 4) and array.dtype == np.int32
+        documents = {} if block_size is None else {"documents": (3, 2, 3)}
+        assert set(batch) == {"tokens", "labels", *documents}
+        for name, array in batch.items():
+            assert array.shape == documents.get(name, (3, 4)) and array.dtype == np.int32
         assert batch["tokens"].min() >= 0 and batch["tokens"].max() < loader.vocab_size <= VOCAB
-        np.testing.assert_array_equal(batch["labels"][:, :-1], batch["tokens"][:, 1:])
+        labels, following = batch["labels"][:, :-1], batch["tokens"][:, 1:]
+        if documents:
+            following = np.where(labels == IGNORE_LABEL, IGNORE_LABEL, following)
+            assert (labels != IGNORE_LABEL).any()
+        np.testing.assert_array_equal(labels, following)
         assert loader.description.startswith(f"{self.source}: ")
         loader.close()
 

@@ -29,7 +29,7 @@ def text(tmp_path):
     "field, value, allowed",
     [
         ("source", "json", '"python_stdlib", "synthetic", "text", "jsonl", "parquet"'),
-        ("mode", "pack", '"concat" or "exact"'),
+        ("mode", "packed", '"concat", "exact" or "pack"'),
         ("token_dtype", "float32", '"uint8", "uint16"'),
         ("seq_len", 1, "at least 2"),
         ("batch_size", 0, "at least 1"),

@@ -135,6 +135,16 @@ def test_state_of_a_grown_file_is_refused(tmp_path):
         other.set_state(state)
 
 
+def test_state_of_another_file_of_the_same_length_is_refused(tmp_path):
+    state = loader_of(token_options(tmp_path, np.arange(72))).get_state()
+    other = loader_of(token_options(tmp_path, np.arange(72)[::-1]))
+    with pytest.raises(UserError, match="had checksum of a sample of its tokens = .*: resume with"):
+        other.set_state(state)
+    # A checkpoint from before there were samples says nothing of them.
+    name = "checksum of a sample of its tokens"
+    other.set_state(state | {"identity": {k: v for k, v in state["identity"].items() if k != name}})
+
+
 def test_unreadable_state_is_refused(tmp_path):
     loader = loader_of(token_options(tmp_path, np.arange(72)))
     with pytest.raises(UserError, match="not readable"):

@@ -19,6 +19,8 @@ SOURCES = Registry(
         "text": "mtraining_jax.data.sources.text:TextFiles",
         "jsonl": "mtraining_jax.data.sources.jsonl:JsonLines",
         "parquet": "mtraining_jax.data.sources.parquet:Parquet",
+        "hf_disk": "mtraining_jax.data.sources.hf_disk:HuggingFaceOnDisk",
+        "mds": "mtraining_jax.data.sources.mds:MosaicShards",
         "tokens": "mtraining_jax.data.sources.tokens:TokenFiles",
     },
 )

@@ -17,7 +17,7 @@ class JsonLines(FileSource, DocumentSource):
     """Files of one JSON object a line. Blank lines are passed over.
 
     Attributes:
-        text_field: Field of a JSONL line, or column of a Parquet file, that holds the text.
+        text_field: Field of a JSONL line, or column of a table, that holds the text.
     """
 
     text_field: Text = "text"

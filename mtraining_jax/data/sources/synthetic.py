@@ -12,6 +12,7 @@ import numpy as np
 
 from mtraining_jax.data.corpus import Corpus
 from mtraining_jax.data.documents import named_eos
+from mtraining_jax.data.packing import consecutive
 from mtraining_jax.data.source import Source
 from mtraining_jax.random_bits import GOLDEN, mixed
 
@@ -50,7 +51,9 @@ class Synthetic(Source):
         eos = vocab_size - 1 if data.eos is None else data.eos
         stream = SyntheticStream(data.seq_len, vocab_size, eos, data.seed)
         starts = range(0, len(stream), data.seq_len)
-        return Corpus(stream, starts, vocab_size, None, "random token ids, repeated passages")
+        documents = SyntheticDocuments(stream) if data.has_documents else None
+        what = "random token ids, repeated passages"
+        return Corpus(stream, starts, vocab_size, None, what, documents)
 
 
 @dataclass(frozen=True)
@@ -110,6 +113,11 @@ class SyntheticStream:
             out[inside] = self._make(sequence, positions[inside] - sequence * self._seq_len)
         return out
 
+    def document_lengths(self, sequence: int) -> np.ndarray:
+        """Tokens of the documents of one sequence, int64 [d]; the last one is cut off."""
+        ends = self._draw_outline(sequence).document_ends + 1
+        return np.diff(ends, prepend=0, append=self._seq_len)
+
     def _make(self, sequence: int, places: np.ndarray) -> np.ndarray:
         outline = self._draw_outline(sequence)
         passage = np.searchsorted(outline.starts, places, side="right") - 1
@@ -136,6 +144,52 @@ class SyntheticStream:
         for passage in 1 + np.flatnonzero(rng.random(starts.size - 1) < _REPEATED):
             contents[passage] = contents[rng.integers(passage)]
         return _Outline(ends, starts, contents)
+
+
+@dataclass(frozen=True)
+class SyntheticDocuments:
+    """The documents of a stream, laid into sequences as each sequence is read.
+
+    Each sequence holds documents of its own sequence of the stream, each from a block's beginning;
+    those that go over its end are cut or left out.
+    """
+
+    stream: SyntheticStream
+
+    def packs(self, data: "DataConfig", block_size: int) -> "SyntheticPacks":
+        """As of `Documents`."""
+        return SyntheticPacks(self.stream, data.seq_len, block_size)
+
+
+@dataclass(frozen=True)
+class SyntheticPacks:
+    """As `Packs`: sequences of random documents."""
+
+    stream: SyntheticStream
+    seq_len: int
+    block_size: int
+
+    def __len__(self) -> int:
+        return NUM_SEQUENCES
+
+    def pieces(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """As of `Packs`."""
+        lengths = self.stream.document_lengths(number)
+        starts = number * self.seq_len + np.cumsum(lengths) - lengths
+        starts, lengths, ends = consecutive(
+            starts, lengths, self.block_size, self.seq_len // self.block_size
+        )
+        return starts[: ends[0]], lengths[: ends[0]]
+
+    @property
+    def summary(self) -> str:
+        """As of `Packs`."""
+        return "documents from a block's beginning each"
+
+    @property
+    def digest(self) -> str:
+        """As of `Packs`; all else is in the fields of the section."""
+        return "synthetic"
 
 
 def _ends(lengths, mean: float, total: int) -> np.ndarray:

@@ -1,5 +1,6 @@
 """Token ids in .npy and raw .bin files, mapped and never read whole."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,8 +11,10 @@ import numpy as np
 from mtraining_jax.data.corpus import Corpus, check_some_exact, counted, windows
 from mtraining_jax.data.documents import named_eos
 from mtraining_jax.data.files import first_line
+from mtraining_jax.data.packs import DocumentSpans
 from mtraining_jax.data.source import FileSource
 from mtraining_jax.data.stream import Part, TokenStream, chunks
+from mtraining_jax.data.token_parts import LENGTHS, check_complete
 from mtraining_jax.errors import UserError
 
 if TYPE_CHECKING:
@@ -42,27 +45,37 @@ class TokenFiles(FileSource):
     """Token ids in ``.npy`` files (integers, 1-D or 2-D) or raw ``.bin`` files.
 
     In ``concat`` mode files are joined and cut as they are: no eos is added. In ``exact`` mode a
-    document is what stands between two eos of a flat file, or a row of a 2-D one.
+    document is what stands between two eos of a flat file, or a row of a 2-D one. Documents of
+    their own, in mode ``pack`` or with `data.documents`, are these with their eos, or as long as
+    the file of lengths says that lies beside (`a.npy.lengths` for `a.npy`).
 
     Attributes:
         token_dtype: Type of the ids in a .bin file, little-endian (a .npy file names its own).
     """
 
+    modes: ClassVar[tuple[str, ...]] = ("concat", "exact", "pack")
     token_dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] = "uint16"
     suffixes: ClassVar[tuple[str, ...]] = (".npy", ".bin")
 
     def problems(self, data: "DataConfig", vocab_size: int) -> Iterator[str]:
         """As of `Source`."""
         yield from super().problems(data, vocab_size)
-        if data.mode == "exact":  # only this mode looks for the ends of documents
+        if data.mode == "exact" or data.has_documents:  # these look for the ends of documents
             yield from named_eos(data)
 
     def open(self, data: "DataConfig", vocab_size: int) -> Corpus:
-        """As of `Source`. Reads no tokens, except to find documents in ``exact`` mode."""
-        files = [open_token_file(path, self.token_dtype) for path in self.files()]
+        """As of `Source`. Reads no tokens, except to find documents that no file tells."""
+        paths = self.files()
+        for folder in dict.fromkeys(path.parent for path in paths):
+            check_complete(folder)
+        files = [open_token_file(path, self.token_dtype) for path in paths]
         stream = TokenStream([file.part for file in files], vocab_size, "model.vocab_size")
         what = counted(len(files), "file")
-        if data.mode == "concat":
+        spans, starts = None, range(0)
+        if data.has_documents and data.mode != "exact":
+            spans = spans_of(files, data)
+            what += f", {counted(spans.lengths.shape[0], 'document')}"
+        elif data.mode == "concat":
             # To be told: a row that is a sequence is one in either mode, others are cut anew.
             rows = {file.row_len for file in files} - {None, data.seq_len}
             if rows:
@@ -71,7 +84,8 @@ class TokenFiles(FileSource):
         else:
             lengths, starts = _exact(files, data)
             what += f", {counted(lengths.shape[0], 'document')}"
-        return Corpus(stream, starts, vocab_size, None, f"{what}, {len(stream):,} tokens")
+        what += f", {len(stream):,} tokens"
+        return Corpus(stream, starts, vocab_size, None, what, spans)
 
 
 @dataclass(frozen=True)
@@ -90,19 +104,87 @@ def _exact(files: list[TokenFile], data: "DataConfig") -> tuple[np.ndarray, np.n
         if file.row_len is not None:
             starts = np.arange(0, ids.shape[0], file.row_len, dtype=np.int64)
             lengths = np.full(starts.shape, file.row_len)
-        elif data.eos is None:
-            raise UserError(
-                f'data.eos is not set; data.mode = "exact" needs it, an id, to find the documents '
-                f"of {file.part.name}, which is flat"
-            )
         else:
-            starts, lengths = documents_between(ids, data.eos)
+            starts, lengths = documents_between(ids, _needed_eos(file, data))
         all_starts.append(starts + offset)
         all_lengths.append(lengths)
         offset += ids.shape[0]
     lengths = np.concatenate(all_lengths)
     check_some_exact(lengths, data)
     return lengths, np.concatenate(all_starts)[lengths == data.seq_len]
+
+
+def spans_of(files: list[TokenFile], data: "DataConfig") -> DocumentSpans:
+    """Finds the documents of all files, each with its end token, as places in their stream.
+
+    Raises:
+        UserError: a flat file without lengths where data.eos is not set, or lengths that are not
+            those of their file.
+    """
+    all_lengths = []
+    for file in files:
+        size, path = file.part.ids.shape[0], Path(file.part.name + LENGTHS)
+        if file.row_len is not None:
+            lengths = np.full(size // file.row_len, file.row_len)
+        elif path.is_file():
+            lengths = read_lengths(path, size)
+        else:
+            eos = _needed_eos(file, data)
+            found = [start + np.flatnonzero(part == eos) for start, part in chunks(file.part.ids)]
+            ends = np.concatenate(found).astype(np.int64) + 1
+            if not ends.size or ends[-1] != size:  # the last document may lack its end
+                ends = np.append(ends, size)
+            lengths = np.diff(ends, prepend=0)
+        all_lengths.append(lengths)
+    lengths = np.concatenate(all_lengths).astype(np.int64)
+    return DocumentSpans(np.cumsum(lengths) - lengths, lengths)
+
+
+def read_lengths(path: Path, size: int) -> np.ndarray:
+    """Reads the tokens of each document of a token file, in NumPy's format.
+
+    Args:
+        path: the file of lengths.
+        size: tokens of the token file.
+
+    Returns:
+        Integers [d], their sum is `size`.
+
+    Raises:
+        UserError: it holds something else.
+    """
+    try:
+        shape, dtype, offset = _npy_header(path)
+        integers = dtype.kind in "iu" and len(shape) == 1
+        # Before memory is taken for as much as the header says.
+        if integers and path.stat().st_size < offset + shape[0] * dtype.itemsize:
+            raise ValueError("it is shorter than its header says")
+        lengths = np.fromfile(path, dtype, shape[0], offset=offset) if integers else None
+    except (ValueError, OSError) as error:  # a UserError is a ValueError
+        raise UserError(
+            f"{path} cannot be read as lengths of documents ({first_line(error)}); move it away, "
+            "and documents are what stands between two data.eos"
+        ) from error
+    if lengths is None:
+        raise UserError(f"{path} holds {dtype} {shape}, not a list of lengths")
+    total = int(lengths.sum(dtype=np.int64))
+    if total != size or (lengths.size and lengths.min() < 0):
+        raise UserError(
+            f"{path}: the lengths of {lengths.size:,} documents add up to {total:,}, and the file "
+            f"of tokens beside it has {size:,}"
+        )
+    return lengths
+
+
+def _needed_eos(file: TokenFile, data: "DataConfig") -> int:
+    """data.eos, without which documents of a flat file cannot be found."""
+    if data.eos is None:
+        why = f'data.mode = "{data.mode}"' if data.mode != "concat" else "data.documents = true"
+        raise UserError(
+            f"data.eos is not set; {why} needs it, an id, to find the documents of "
+            f"{file.part.name}, which is flat"
+        )
+    return data.eos
 
 
 def documents_between(ids: np.ndarray, eos: int) -> tuple[np.ndarray, np.ndarray]:
@@ -155,7 +237,7 @@ def open_token_file(path: Path, token_dtype: str) -> TokenFile:
             f"data.paths: {path} has shape {shape}; token ids are 1-D, or 2-D with one document a "
             "row"
         )
-    count = int(np.prod(shape))
+    count = math.prod(shape)
     if count == 0:
         raise UserError(f"data.paths: {path} is empty (shape {shape})")
     whole = offset + count * dtype.itemsize
@@ -204,8 +286,10 @@ def _npy_header(path: Path) -> tuple[tuple[int, ...], np.dtype, int]:
             if version not in readers:
                 raise ValueError(f"format version {version}")
             shape, fortran, dtype = readers[version](file)
+            if any(size < 0 for size in shape):
+                raise ValueError(f"shape {shape}")
             offset = file.tell()
-    except (ValueError, OSError) as error:
+    except Exception as error:  # NumPy parses the header as Python, and raises what that raises
         raise UserError(
             f"data.paths: {path} is truncated or no .npy file ({first_line(error)})"
         ) from error

@@ -1,0 +1,283 @@
+"""MosaicML's shard format (MDS, version 2): an index in JSON, and shards of samples with columns.
+
+A shard is a uint32 number of samples n; n + 1 uint32 offsets from the beginning of the file; the
+columns once more as JSON; and the samples. A sample is the uint32 size of each column whose size
+varies, and then all columns. Everything is little-endian. Nothing that a file says is trusted: each
+size is checked before it is used.
+"""
+
+import bz2
+import gzip
+import hashlib
+import json
+import math
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mtraining_jax.data.files import first_line, inside, shown_names
+from mtraining_jax.errors import UserError
+
+INDEX = "index.json"
+# Offsets are uint32.
+_LARGEST_SHARD = 2**32 - 1
+_LARGEST_INDEX = 2**28
+# What the byte that names a type means; other types hold no token ids.
+_DTYPES = {
+    8: "u1", 9: "i1", 16: "<u2", 17: "<i2", 18: "<f2", 32: "<u4", 33: "<i4", 34: "<f4",
+    64: "<u8", 65: "<i8", 66: "<f8",
+}  # fmt: skip
+_NAMES = {
+    "uint8": "u1", "int8": "i1", "uint16": "<u2", "int16": "<i2", "float16": "<f2",
+    "uint32": "<u4", "int32": "<i4", "float32": "<f4", "uint64": "<u8", "int64": "<i8",
+    "float64": "<f8",
+}  # fmt: skip
+
+
+class Damaged(Exception):
+    """What is wrong with a shard; its reader adds which shard, and which sample."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What the index says about one shard.
+
+    Attributes:
+        path: of its file, as it was before any compression.
+        names, encodings: of the columns, in the order of a sample.
+        sizes: bytes of each column, 0 if they vary.
+        samples: how many.
+        size: bytes, uncompressed.
+        hashes: of the uncompressed bytes, by algorithm.
+        packed: the compressed file, None if there is none.
+        compression: its algorithm.
+    """
+
+    path: Path
+    names: tuple[str, ...]
+    encodings: tuple[str, ...]
+    sizes: tuple[int, ...]
+    samples: int
+    size: int
+    hashes: dict[str, str]
+    packed: Path | None
+    compression: str | None
+
+    def column(self, name: str, field: str) -> int:
+        """The number of a column.
+
+        Raises:
+            UserError: there is none of the name, or it is pickled.
+        """
+        if name not in self.names:
+            raise UserError(
+                f'{self.path} has no column of {field} = "{name}"; it has {shown_names(self.names)}'
+            )
+        number = self.names.index(name)
+        if self.encodings[number].partition(":")[0] == "pkl":
+            raise UserError(
+                f'{self.path}: column "{name}" is pickled, and reading it could run any program; '
+                "write it anew as ndarray or str"
+            )
+        return number
+
+
+def read_index(path: Path) -> list[Shard]:
+    """The shards of a data set.
+
+    Args:
+        path: of its index.json.
+
+    Raises:
+        UserError: the file is not readable, or says what cannot be.
+    """
+    try:
+        if path.stat().st_size > _LARGEST_INDEX:
+            raise ValueError("it is too large for an index")
+        index = json.loads(path.read_text(encoding="utf-8"))
+        if index["version"] != 2:
+            raise ValueError(f"version {index['version']} instead of 2")
+        return [_shard(path, entry) for entry in index["shards"]]
+    except UserError:
+        raise
+    except KeyError as error:
+        raise UserError(f"{path} is no index of MDS shards: it lacks {error}") from error
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(f"{path} is no index of MDS shards ({first_line(error)})") from error
+
+
+def _shard(index: Path, entry: dict[str, Any]) -> Shard:
+    if entry["format"] != "mds":
+        raise ValueError(f'format "{entry["format"]}" instead of "mds"')
+    names, encodings = entry["column_names"], entry["column_encodings"]
+    sizes, raw, packed = entry["column_sizes"], entry["raw_data"], entry.get("zip_data")
+    if not len(names) == len(encodings) == len(sizes):
+        raise ValueError("columns have not as many names as encodings and sizes")
+    compression = entry.get("compression")
+    return Shard(
+        path=inside(index.parent, str(raw["basename"]), index),
+        names=tuple(map(str, names)),
+        encodings=tuple(map(str, encodings)),
+        sizes=tuple(_number(size or 0, _LARGEST_SHARD) for size in sizes),
+        samples=_number(entry["samples"], _LARGEST_SHARD),
+        size=_number(raw["bytes"], _LARGEST_SHARD),
+        hashes={str(kind): str(value) for kind, value in (raw.get("hashes") or {}).items()},
+        packed=inside(index.parent, str(packed["basename"]), index) if packed else None,
+        compression=None if compression is None else str(compression).partition(":")[0],
+    )
+
+
+def _number(value: Any, largest: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= largest:
+        raise ValueError(f"{value!r} where a number from 0 to {largest} belongs")
+    return value
+
+
+def load_shard(shard: Shard) -> np.ndarray:
+    """The bytes of a shard: mapped, or unpacked to memory where only the compressed file is there.
+
+    Returns:
+        uint8 [size].
+
+    Raises:
+        UserError: there is no file, or not the one that the index means.
+    """
+    path = shard.path
+    try:
+        if path.is_file():
+            if path.stat().st_size != shard.size:
+                raise Damaged(f"has {path.stat().st_size} bytes instead of {shard.size}")
+            data = np.memmap(path, np.uint8, mode="r") if shard.size else np.zeros(0, np.uint8)
+        elif shard.packed is not None and shard.packed.is_file():
+            path = shard.packed
+            data = _unpacked(path, shard.compression, shard.size)
+        else:
+            raise Damaged("is not there")
+        for kind, expected in shard.hashes.items():
+            if kind in hashlib.algorithms_guaranteed and not kind.startswith("shake"):
+                if hashlib.new(kind, data).hexdigest() != expected:
+                    raise Damaged(f"is damaged: its {kind} is not that of {INDEX}")
+        return data
+    except Damaged as error:
+        raise UserError(f"data.paths: {path} {error}") from error
+    except OSError as error:
+        raise UserError(f"data.paths: {path} cannot be read ({first_line(error)})") from error
+
+
+def _unpacked(path: Path, compression: str | None, size: int) -> np.ndarray:
+    """At most `size` bytes are made, however much the file would give."""
+    if compression == "zstd":
+        try:
+            import zstandard
+        except ImportError as error:
+            raise UserError(
+                f"{path} is compressed by zstd, which needs zstandard, which is not installed: pip "
+                "install zstandard, or uv run --extra mds"
+            ) from error
+        errors: tuple[type[Exception], ...] = (zstandard.ZstdError,)
+
+        def opened(file: Any) -> Any:
+            return zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True)
+    elif compression in ("gz", "bz2"):
+        errors = (zlib.error,)
+
+        def opened(file: Any) -> Any:
+            return gzip.GzipFile(fileobj=file) if compression == "gz" else bz2.BZ2File(file)
+    else:
+        raise Damaged(f'is compressed by "{compression}"; zstd, gz and bz2 can be read')
+    try:
+        with path.open("rb") as file, opened(file) as reader:
+            data = bytearray()
+            while len(data) <= size and (part := reader.read(min(2**24, size + 1 - len(data)))):
+                data += part
+    except (EOFError, ValueError, OSError, *errors) as error:
+        raise Damaged(f"cannot be unpacked ({first_line(error)})") from error
+    if len(data) != size:
+        raise Damaged(f"unpacks to {'more' if len(data) > size else 'less'} than {size} bytes")
+    return np.frombuffer(data, np.uint8)
+
+
+def samples(shard: Shard, data: np.ndarray, columns: list[int]) -> Iterator[list[np.ndarray]]:
+    """Cuts a shard into samples.
+
+    Args:
+        shard: what the index says.
+        data: uint8 [size], from `load_shard`.
+        columns: numbers of the columns that are wanted.
+
+    Yields:
+        The bytes of these columns, of one sample after the other.
+
+    Raises:
+        Damaged: sizes that contradict each other.
+    """
+    table = 4 * (shard.samples + 2)
+    if data.size < table or int(data[:4].view("<u4")[0]) != shard.samples:
+        raise Damaged(f"does not begin with its {shard.samples} samples")
+    offsets = data[4:table].view("<u4").astype(np.int64)
+    if offsets[0] < table or offsets[-1] != data.size or (np.diff(offsets) < 0).any():
+        raise Damaged("has a table of samples that does not fit its size")
+    _check_columns(shard, data[table : offsets[0]])
+    varying = [number for number, size in enumerate(shard.sizes) if not size]
+    for begin, end in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
+        sample = data[begin:end]
+        head = 4 * len(varying)
+        if sample.size < head:
+            raise Damaged("is shorter than the sizes of its columns")
+        sizes = np.array(shard.sizes, np.int64)
+        sizes[varying] = sample[:head].view("<u4")
+        ends = head + np.cumsum(sizes)
+        if ends[-1] != sample.size:
+            raise Damaged(f"has {sample.size} bytes, and its columns take {ends[-1]}")
+        yield [sample[ends[number] - sizes[number] : ends[number]] for number in columns]
+
+
+def _check_columns(shard: Shard, text: np.ndarray) -> None:
+    try:
+        told = json.loads(text.tobytes().decode("utf-8"))
+        names, encodings = told["column_names"], told["column_encodings"]
+        same = tuple(names) == shard.names and tuple(encodings) == shard.encodings
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise Damaged(f"does not tell its columns ({first_line(error)})") from error
+    if not same:
+        raise Damaged(f"has the columns {names} of {encodings}, which are not those of {INDEX}")
+
+
+def decoded(data: np.ndarray, encoding: str) -> np.ndarray:
+    """An array of a column.
+
+    Args:
+        data: uint8 [n], from `samples`.
+        encoding: ``ndarray``, ``ndarray:DTYPE`` or ``ndarray:DTYPE:SHAPE``; what it leaves out
+            stands before the values.
+
+    Raises:
+        Damaged: another encoding, or bytes that do not make the array.
+    """
+    kind, _, rest = encoding.partition(":")
+    if kind != "ndarray":
+        raise Damaged(f'has encoding "{encoding}", and not ndarray')
+    name, _, axes = rest.partition(":")
+    at = 0
+    try:
+        if name:
+            dtype = np.dtype(_NAMES[name])
+        else:
+            dtype, at = np.dtype(_DTYPES[int(data[0])]), 1
+        if axes:
+            shape = [int(size) for size in axes.split(",")]
+        else:
+            ndim, item = int(data[at]) >> 2, 1 << (int(data[at]) & 3)
+            shape = data[at + 1 : at + 1 + ndim * item].view(f"<u{item}").tolist()
+            if len(shape) != ndim:
+                raise ValueError("it ends in its shape")
+            at += 1 + ndim * item
+    except (KeyError, IndexError, ValueError) as error:
+        raise Damaged(f"is no {encoding} ({first_line(error)})") from error
+    if math.prod(shape) * dtype.itemsize != data.size - at or min(shape, default=0) < 0:
+        raise Damaged(f"is no array of shape {tuple(shape)}: it has {data.size - at} bytes")
+    return data[at:].view(dtype).reshape(shape)

@@ -1,0 +1,107 @@
+"""Shards of MosaicML's streaming format (MDS), read without its library."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from mtraining_jax.data.documents import DocumentSource
+from mtraining_jax.data.files import find_files
+from mtraining_jax.data.mds import (
+    INDEX,
+    Damaged,
+    Shard,
+    decoded,
+    load_shard,
+    read_index,
+    samples,
+)
+from mtraining_jax.data.source import FileSource
+from mtraining_jax.errors import UserError
+from mtraining_jax.field_types import Text
+
+
+@dataclass(frozen=True, kw_only=True)
+class MosaicShards(FileSource, DocumentSource):
+    """Folders with an index.json and its shards. One document a sample, or several.
+
+    Attributes:
+        text_field: Field of a JSONL line, or column of a table, that holds the text.
+        token_field: Column of a table that holds token ids, read instead of text_field.
+        span_field: Column of an MDS shard that tells where the documents of a sample begin and end,
+            as pairs of numbers of tokens; without it a sample is one document.
+    """
+
+    text_field: Text = "text"
+    token_field: Text | None = None
+    span_field: Text = "indices"
+
+    @property
+    def holds_ids(self) -> bool:
+        """As of `DocumentSource`."""
+        return self.token_field is not None
+
+    def files(self) -> list[Path]:
+        """The index of each data set; one below another is part of that one."""
+        found = [path for path in find_files(self.paths, (INDEX,)) if path.name == INDEX]
+        if not found:
+            raise UserError(f"data.paths: {', '.join(self.paths)} is no {INDEX}, and no folder")
+        folders = {path.parent for path in found}
+        return [path for path in found if not folders.intersection(path.parent.parents)]
+
+    def size(self) -> int:
+        """As of `FileSource`, uncompressed."""
+        return sum(shard.size for index in self.files() for shard in read_index(index))
+
+    def documents(self) -> Iterator[tuple[str, str | np.ndarray]]:
+        """As of `DocumentSource`."""
+        for index in self.files():
+            for shard in read_index(index):
+                yield from self._of_shard(shard)
+
+    def _of_shard(self, shard: Shard) -> Iterator[tuple[str, str | np.ndarray]]:
+        field = "data.token_field" if self.holds_ids else "data.text_field"
+        columns = [shard.column(self.token_field or self.text_field, field)]
+        if self.holds_ids and self.span_field in shard.names:
+            columns.append(shard.column(self.span_field, "data.span_field"))
+        encodings = [shard.encodings[number] for number in columns]
+        if not self.holds_ids and encodings != ["str"]:
+            raise UserError(
+                f'{shard.path}: column "{self.text_field}" is {encodings[0]}, not text; '
+                "data.token_field reads token ids"
+            )
+        where = f"data.paths: {shard.path}"
+        try:
+            for number, parts in enumerate(samples(shard, load_shard(shard), columns)):
+                where = f"{shard.path}, sample {number}"
+                if self.holds_ids:
+                    yield from _spans(parts, encodings, where)
+                else:
+                    yield where, parts[0].tobytes().decode("utf-8")
+                where = f"{shard.path}, sample {number + 1}"
+        except Damaged as error:
+            raise UserError(f"{where} {error}") from error
+        except UnicodeDecodeError as error:
+            raise UserError(f"{where} is not UTF-8 text (byte {error.start})") from error
+
+
+def _spans(
+    parts: list[np.ndarray], encodings: list[str], where: str
+) -> Iterator[tuple[str, np.ndarray]]:
+    """The documents of one sample."""
+    ids = decoded(parts[0], encodings[0])
+    if ids.dtype.kind not in "iu" or ids.ndim != 1:
+        raise Damaged(f"holds {ids.dtype} of shape {ids.shape}, not a list of token ids")
+    if len(parts) == 1:
+        yield where, ids
+        return
+    spans = decoded(parts[1], encodings[1])
+    if spans.dtype.kind not in "iu" or spans.ndim != 2 or spans.shape[1] != 2:
+        raise Damaged(f"has spans of {spans.dtype} {spans.shape}, not pairs of whole numbers")
+    for number, (begin, end) in enumerate(spans.tolist()):
+        if not 0 <= begin <= end <= ids.size:
+            raise Damaged(
+                f"has {ids.size} tokens, and its document {number} goes from {begin} to {end}"
+            )
+        yield f"{where}, document {number}", ids[begin:end]

@@ -1,0 +1,232 @@
+"""Turns the documents of a source into token files, once, in several processes."""
+
+import functools
+import multiprocessing
+import os
+import signal
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mtraining_jax.data.documents import DocumentSource, check_tokenizer, encoded
+from mtraining_jax.data.sources import problems, selected_source
+from mtraining_jax.data.stream import check_ids
+from mtraining_jax.data.token_parts import (
+    PartRecord,
+    close_folder,
+    mark_incomplete,
+    open_folder,
+    read_record,
+    write_part,
+)
+from mtraining_jax.data.tokenizer import BYTES, Tokenizer, make_tokenizer
+from mtraining_jax.errors import UserError
+
+if TYPE_CHECKING:
+    from mtraining_jax.config import DataConfig
+
+# Bytes of documents in one part: a process holds two of them and their tokens.
+PART_BYTES = 2**25
+
+_Documents = list[tuple[str, str | np.ndarray]]
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What makes tokens of a document, the same in every process.
+
+    Attributes:
+        tokenizer: the value of data.tokenizer; None for documents of token ids.
+        eos: the end token, its id or name; None takes the tokenizer's own.
+        vocab_size: ids that the model knows.
+    """
+
+    tokenizer: str | None
+    eos: int | str | None
+    vocab_size: int
+
+
+@dataclass
+class Totals:
+    """What a folder of token files holds, and how much of it this call found there."""
+
+    parts: int = 0
+    documents: int = 0
+    tokens: int = 0
+    found: int = 0
+
+    def add(self, record: PartRecord, found: bool) -> None:
+        """Counts a part that is whole."""
+        self.parts += 1
+        self.documents += record.documents
+        self.tokens += record.tokens
+        self.found += found
+
+
+def tokenize_corpus(
+    data: "DataConfig",
+    vocab_size: int,
+    folder: Path,
+    processes: int,
+    report: Callable[[Totals, int], None] = lambda totals, read: None,
+    part_bytes: int = PART_BYTES,
+) -> Totals:
+    """Writes the token files of a source, but for the parts that are there already.
+
+    One process reads the documents, and the others turn them into tokens. The same documents make
+    the same files, whatever the number of processes and however often the call was stopped.
+
+    Args:
+        data: the section; its source, tokenizer and eos are read.
+        vocab_size: ids that the model knows.
+        folder: of the token files.
+        processes: that tokenise.
+        report: is called with what is done, and the bytes of documents that were read.
+        part_bytes: of documents in one part, at least.
+
+    Returns:
+        What the folder holds.
+
+    Raises:
+        UserError: the source cannot be read, or the folder cannot be written or holds another
+            corpus; or a process was ended from outside.
+    """
+    if found := list(problems(data, vocab_size)):
+        raise UserError("\n".join(found))
+    source = selected_source(data)
+    if not isinstance(source, DocumentSource):
+        raise UserError(f'data.source = "{data.source}" has no documents to tokenise')
+    rules = Rules(None if source.holds_ids else data.tokenizer, data.eos, vocab_size)
+    _made(rules)  # what is wrong with the tokenizer is told here
+    open_folder(folder, _identity(source, data, rules, part_bytes))
+    totals, read = Totals(), 0
+    # Tokenizers have threads, which a forked process would lack.
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(processes, context, initializer=_leave_interrupts_to_parent)
+    running: set[Future] = set()
+    begun = False
+    try:
+        for number, (documents, checksum, size) in enumerate(parts(source, part_bytes)):
+            read += size
+            record = read_record(folder, number)
+            if record is not None and record.checksum == checksum:
+                totals.add(record, found=True)
+            else:
+                if not begun:
+                    mark_incomplete(folder)
+                    begun = True
+                running.add(pool.submit(_make_part, rules, folder, number, documents, checksum))
+            running = _collect(running, totals, at_most=2 * processes)
+            report(totals, read)
+        while running:
+            running = _collect(running, totals, at_most=len(running) - 1)
+            report(totals, read)
+    except BrokenProcessPool as error:
+        raise UserError(
+            "a process that tokenises was ended from outside, perhaps for lack of memory; the same "
+            "command goes on, and fewer --processes take less memory"
+        ) from error
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written ({error.strerror})") from error
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+    if totals.tokens == 0:
+        raise UserError(f'data.source = "{data.source}" has no document with a token in it')
+    close_folder(folder, totals.parts, {"documents": totals.documents, "tokens": totals.tokens})
+    return totals
+
+
+def parts(source: DocumentSource, part_bytes: int) -> Iterator[tuple[_Documents, int, int]]:
+    """Cuts the documents of a source into parts, which depend on nothing but the documents.
+
+    Yields:
+        The documents of a part with their places, a checksum of them, and their bytes.
+    """
+    documents: _Documents = []
+    checksum = size = 0
+    for where, document in source.documents():
+        if isinstance(document, str):
+            # Half of a surrogate pair is told where it is encoded.
+            content = document.encode("utf-8", "surrogatepass")
+        else:
+            document = np.ascontiguousarray(document)
+            content = document.data.cast("B") if document.size else b""
+        # With the length, so that text that moves over a border is noticed.
+        checksum = zlib.crc32(content, zlib.crc32(len(content).to_bytes(8, "little"), checksum))
+        size += len(content)
+        documents.append((where, document))
+        if size >= part_bytes:
+            yield documents, checksum, size
+            documents, checksum, size = [], 0, 0
+    if documents:
+        yield documents, checksum, size
+
+
+def _collect(running: set[Future], totals: Totals, at_most: int) -> set[Future]:
+    """Counts parts that are done; waits until at most so many are left."""
+    while True:
+        done, running = wait(running, timeout=0)
+        for future in done:
+            totals.add(future.result(), found=False)
+        if len(running) <= at_most:
+            return running
+        wait(running, return_when=FIRST_COMPLETED)
+
+
+def _leave_interrupts_to_parent() -> None:
+    """In another process: Ctrl-C reaches all processes, and the parent lets parts be finished."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _make_part(
+    rules: Rules, folder: Path, number: int, documents: _Documents, checksum: int
+) -> PartRecord:
+    """In another process: tokenises and writes one part."""
+    tokenizer, eos, dtype = _made(rules)
+    pieces, lengths = [np.zeros(0, dtype)], []
+    for where, document in documents:
+        if tokenizer is None:
+            check_ids(document, where, rules.vocab_size, "model.vocab_size")
+        ids = encoded(document, where, tokenizer, eos)
+        pieces.append(ids.astype(dtype))
+        lengths.append(ids.shape[0])
+    return write_part(
+        folder, number, np.concatenate(pieces), np.asarray(lengths, np.int64), checksum
+    )
+
+
+@functools.cache
+def _made(rules: Rules) -> tuple[Tokenizer | None, int | None, np.dtype]:
+    """The tokenizer, the end token and the type of stored ids."""
+    # Each process has one core's work to do.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    vocab_size, tokenizer, eos = rules.vocab_size, None, rules.eos
+    if rules.tokenizer is not None:
+        tokenizer = make_tokenizer(rules.tokenizer, rules.eos)
+        check_tokenizer(tokenizer, vocab_size)
+        vocab_size, eos = tokenizer.vocab_size, tokenizer.eos
+    return tokenizer, eos, np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
+
+
+def _identity(
+    source: DocumentSource, data: "DataConfig", rules: Rules, part_bytes: int
+) -> Mapping[str, Any]:
+    tokenizer, eos, dtype = _made(rules)
+    digest = None
+    if tokenizer is not None and rules.tokenizer != BYTES:
+        digest = zlib.crc32(Path(rules.tokenizer).expanduser().read_bytes())
+    return {
+        "data.source": data.source,
+        **{f"data.{name}": value for name, value in asdict(source).items()},
+        "data.tokenizer": rules.tokenizer,
+        "checksum of the tokenizer": digest,
+        "data.eos": None if eos is None else int(eos),
+        "type of ids": dtype.name,
+        "bytes of a part": part_bytes,
+    }

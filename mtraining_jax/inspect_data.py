@@ -1,0 +1,74 @@
+"""The command that shows packed sequences: `python -m mtraining_jax.inspect_data --help`."""
+
+import sys
+from collections.abc import Sequence
+
+from mtraining_jax.argument_parser import ArgumentParser
+from mtraining_jax.cli import parse_command_line
+from mtraining_jax.config import load_config
+from mtraining_jax.data.corpus import packs_of
+from mtraining_jax.data.pack_report import report_on
+from mtraining_jax.data.sources import selected_source
+from mtraining_jax.errors import UserError
+
+_USAGE = """\
+usage: python -m mtraining_jax.inspect_data --config NAME [options]
+
+Shows how the documents of a run's [data] lie in its sequences, with data.mode=pack or
+data.documents: their lengths, how many share a sequence, how much padding there is, and how much
+the attention of sequences differs.
+
+  --config NAME    the run, as of train.py
+  --SECTION.FIELD=VALUE
+                   fields of the run, as of train.py
+  --picture FILE   draw them too (needs matplotlib)
+  --help           print this text and stop
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command.
+
+    Args:
+        arguments: without the program's name; None takes those of this process.
+
+    Returns:
+        The exit status: 0, or 2 after a mistake that the user can correct, reported on stderr.
+    """
+    parser = ArgumentParser(
+        prog="python -m mtraining_jax.inspect_data", allow_abbrev=False, add_help=False
+    )
+    parser.add_argument("--picture")
+    parser.add_argument("--help", "-h", action="store_true")
+    try:
+        own, rest = parser.parse_known_args(sys.argv[1:] if arguments is None else arguments)
+        if own.help:
+            print(_USAGE, end="")
+            return 0
+        command = parse_command_line(rest)
+        if command.config is None:
+            raise UserError("--config NAME is missing; --help tells more")
+        config = load_config(command.config, command.overrides)
+        data, block_size = config.data, config.sparsity.block_size
+        if not data.has_documents:
+            raise UserError(
+                f'data.mode = "{data.mode}" without data.documents joins documents as if they were '
+                "one: data.mode=pack packs them"
+            )
+        corpus = selected_source(data).open(data, config.model.vocab_size)
+        packs = packs_of(corpus, data, block_size)
+        print(f"{data.source}: {corpus.summary}; {packs.summary}")
+        report = report_on(packs, data.seq_len, block_size)
+        print(report)
+        if own.picture is not None:
+            report.draw(own.picture)
+            print(f"picture: {own.picture}")
+    except UserError as error:
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

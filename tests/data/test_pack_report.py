@@ -1,0 +1,79 @@
+"""Numbers, table and picture of packed sequences, and the command that shows them."""
+
+import sys
+
+import numpy as np
+import pytest
+
+from mtraining_jax.data.pack_report import PackReport, report_on
+from mtraining_jax.data.packs import PackArrays
+from mtraining_jax.errors import UserError
+from mtraining_jax.inspect_data import main
+
+
+@pytest.fixture
+def report():
+    # Two sequences of 32 tokens in blocks of 4: 5 + 9 of 8 + 12 places, and one whole document.
+    lengths = np.array([5, 9, 32])
+    packs = PackArrays(np.zeros(3, np.int64), lengths, np.array([2, 3]), 4, 32)
+    return report_on(packs, 32, 4)
+
+
+def test_numbers_of_packs(report):
+    assert report.documents_each.tolist() == [2, 1]
+    assert report.padded.tolist() == [8, 12, 32]
+    assert report.waste == 1 - 46 / 64
+    assert report.pairs.tolist() == [(8**2 + 12**2) / 32**2, 1]
+    assert report.buckets() == [
+        (4, 8, 1, 5, 8), (8, 16, 1, 9, 12), (16, 32, 0, 0, 0), (32, 64, 1, 32, 32),
+    ]  # fmt: skip
+
+
+def test_the_table_has_a_line_for_each_length(report):
+    lines = str(report).splitlines()
+    assert lines[0] == "2 sequences of 32 tokens, blocks of 4: 28.12% padding"
+    assert lines[1] == "documents of a sequence: 1 to 2, mean 1.5, median 2"
+    assert lines[2].endswith("20.3% to 100.0%, mean 60.2%")
+    assert lines[4].split()[:6] == ["4", "to", "7", "1", "10.9%", "37.5%"]
+    assert lines[6].split() == ["16", "to", "31", "0", "0.0%"]
+    assert lines[7].split()[:6] == ["32", "to", "63", "1", "69.6%", "0.0%"]
+    assert len(lines) == 8
+
+
+def test_a_picture(report, tmp_path, monkeypatch):
+    report.draw(tmp_path / "packs.png")
+    assert (tmp_path / "packs.png").read_bytes().startswith(b"\x89PNG")
+    for path in (tmp_path / "no" / "packs.png", tmp_path / "packs.xyz"):
+        with pytest.raises(UserError, match=f"{path} cannot be written"):
+            report.draw(path)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(UserError, match="a picture needs matplotlib"):
+        report.draw(tmp_path / "packs.png")
+
+
+def test_the_command(tmp_path, capsys):
+    for number, length in enumerate((300, 1000, 20)):
+        (tmp_path / f"{number}.txt").write_text("x" * length)
+    picture = tmp_path / "packs.png"
+    arguments = [
+        "--config=tiny", "--data.source=text", f"--data.paths=['{tmp_path}/*.txt']",
+        "--data.mode=pack", "--data.seq_len=1024", "--sparsity.block_size=128",
+    ]  # fmt: skip
+    assert main([*arguments, f"--picture={picture}"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("text: 3 documents, 1,323 tokens; 1.5 documents each, ")
+    assert "2 sequences of 1,024 tokens, blocks of 128: 35.40% padding" in printed
+    assert printed.endswith(f"picture: {picture}\n") and picture.exists()
+    synthetic = [*arguments, "--data.source=synthetic", "--data.paths=[]"]
+    synthetic += ["--data.mode=concat", "--data.documents"]
+    assert main(synthetic) == 0
+    assert "1,048,576 sequences of 1,024 tokens (the first 256 of them)" in capsys.readouterr().out
+    assert main([*arguments, "--data.mode=concat"]) == 2
+    assert "joins documents as if they were one" in capsys.readouterr().err
+    assert main(["--picture=a.png"]) == 2 and "--config NAME is missing" in capsys.readouterr().err
+    assert main(["-h"]) == 0 and "usage: python -m" in capsys.readouterr().out
+
+
+def test_a_report_of_one_sequence():
+    one = PackReport(1, 8, 4, np.array([8]), np.array([1]))
+    assert one.waste == 0 and one.pairs.tolist() == [1]
