@@ -6,9 +6,11 @@ from pallas_kernels.index import (
     BlockSparseIndex,
     DenseIndex,
     Index,
+    TokenChunksIndex,
     VerticalSlashIndex,
 )
-from pallas_kernels.ops import attention, backward, delta_of, forward, plan
+from pallas_kernels.one_device import attention
+from pallas_kernels.ops import backward, delta_of, forward, plan
 from pallas_kernels.plans import Plan
 from pallas_kernels.tiles import (
     Columns,
@@ -31,6 +33,7 @@ __all__ = [
     "ListedTiles",
     "Plan",
     "SegmentedDiagonals",
+    "TokenChunksIndex",
     "VerticalSlashIndex",
     "attention",
     "backward",

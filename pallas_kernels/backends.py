@@ -46,25 +46,30 @@ class BlockScores(Protocol):
         """Why these kernels cannot score queries and keys of these shapes and dtypes, or None."""
 
     def block_masses(
-        self, q: Array, k: Array, places: Array, *, scale: float
-    ) -> Array:
+        self, q: Array, k: Array, places: Array, first_blocks: Array | None = None, *,
+        scale: float, levels: bool = False,
+    ) -> Array | tuple[Array, Array]:
         """Softmax mass that rows of queries give to each key block, mean over the rows of a block.
 
-        The bits of a row of results may depend on its queries, its places and on the keys, but
-        not on the other rows of the call: the choice must be the same however rows are dealt to
-        ranks.
+        The bits of a row of results may depend on its queries, its places and on the keys it sees,
+        but not on the other rows of the call, nor on which number its first block has: the choice
+        must be the same however rows are dealt to ranks, and in a pack what it is alone.
 
         Args:
             q: [B, Hq, n, r, E], r rows of each of n query blocks.
             k: [B, Hk, NB, c, E], c rows of each key block, in the order of the sequence; Hq is a
                 multiple of Hk.
-            places: int32 [n, r]: a query row sees key row j of block b iff b * c + j <= its place;
-                one with the place -1 sees nothing and adds nothing.
+            places: int32 [B or 1, n, r]: a query row sees key row j of block b iff b * c + j <= its
+                place; one with the place -1 sees nothing and adds nothing.
+            first_blocks: int32 [B, n], before which the rows of a query block see no key block;
+                None for 0.
             scale: of the logits.
+            levels: whether to give the level of each row as well: the product q k that would have
+                the weight 1, for a row that sees nothing any number.
 
         Returns:
             fp32 [B, Hq, n, NB]; a row adds up to the share of its r rows that see anything, up to
-            rounding.
+            rounding. With `levels`, a pair of it and fp32 [B, Hq, n, r].
         """
 
 
@@ -202,6 +207,22 @@ def estimate_kernels(name: str | None, q: Array, block_size: int) -> Estimate | 
     return _if_supported(resolve(name, q, block_size).estimate, q)
 
 
+def leave_estimate_to_xla(name: str | None, q: Array, block_size: int, reason: str) -> None:
+    """Says once that XLA scores key blocks for a choice though the backend has kernels for it.
+
+    Args:
+        name: as in `resolve`.
+        q: as in `estimate_kernels`.
+        block_size: g.
+        reason: why the kernels do not serve.
+
+    Raises:
+        ValueError: as `resolve`.
+    """
+    if resolve(name, q, block_size).estimate is not None:
+        _say_left_to_xla(reason)
+
+
 def block_score_kernels(
     name: str | None, q: Array, block_size: int, rows: Array, keys: Array
 ) -> BlockScores | None:
@@ -227,8 +248,12 @@ def _if_supported[Kernels: (Estimate, BlockScores)](
     reason = None if kernels is None else kernels.unsupported(*arrays)
     if reason is None:
         return kernels
-    _say_once(f"the choice of an index runs on the portable XLA backend: {reason}", _level())
+    _say_left_to_xla(reason)
     return None
+
+
+def _say_left_to_xla(reason: str) -> None:
+    _say_once(f"the choice of an index runs on the portable XLA backend: {reason}", _level())
 
 
 def _level() -> int:

@@ -1,18 +1,14 @@
-"""Sparse attention over arrays of one device: plan once, then execute forward and backward."""
-
-import functools
+"""Calls of kernels over arrays of one device: plan once, then execute forward and backward."""
 
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.ad_checkpoint import checkpoint_name
 
-from pallas_kernels import backends, names
+from pallas_kernels import backends
 from pallas_kernels.checks import check_plan
 from pallas_kernels.gradients import Gradients
-from pallas_kernels.index import Index
 from pallas_kernels.plans import Plan
-from pallas_kernels.tiles import Columns, Tiles, gather_columns
+from pallas_kernels.tiles import Columns, Tiles
 from pallas_kernels.tiles.protocol import check_shape
 
 Pair = tuple[Array, Array]
@@ -100,7 +96,7 @@ def forward(
     if out_dtype is None:
         out_dtype = q.dtype if init is None else jnp.float32
     return backends.named(plan.backend).forward(
-        q, k, v, plan, column_kv, scale=_scale(scale, q), init=init,
+        q, k, v, plan, column_kv, scale=scale_of(scale, q), init=init,
         out_dtype=jnp.dtype(out_dtype), beside_transfers=beside_transfers,
     )
 
@@ -156,7 +152,7 @@ def backward(
     check_shape("lse", lse, row_stats)
     check_shape("delta", delta, row_stats)
     return backends.named(plan.backend).backward(
-        q, k, v, dout, lse, delta, plan, column_kv, scale=_scale(scale, q),
+        q, k, v, dout, lse, delta, plan, column_kv, scale=scale_of(scale, q),
         dq_dtype=jnp.dtype(dq_dtype),
         key_dtype=None if key_dtype is None else jnp.dtype(key_dtype),
         beside_transfers=beside_transfers,
@@ -181,79 +177,6 @@ def delta_of(out: Array, dout: Array, *, backend: str | None = None) -> Array:
     return backends.resolve(backend, dout, None).delta_of(out, dout)
 
 
-def attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    index: Index,
-    *,
-    scale: float | None = None,
-    backend: str | None = None,
-    return_lse: bool = False,
-) -> Array | Pair:
-    """Attention restricted to the pairs of an index, on one device; differentiable.
-
-    Args:
-        q: [B, Sq, Hq, D]; Sq a multiple of `index.block_size`.
-        k: [B, Sk, Hk, D], Sk a multiple of `index.block_size`, Hq a multiple of Hk.
-        v: shape of k.
-        index: no gradient flows to it. Its class says which pairs are computed.
-        scale: of the logits; default 1/sqrt(D).
-        backend: as in `plan`.
-        return_lse: whether to give the log of the softmax's denominator as well.
-
-    Returns:
-        [B, Sq, Hq, D] in the dtype of q. With `return_lse`, a pair of it and fp32 [B, Hq, Sq],
-        natural logarithm, -inf for empty rows; gradients flow through both.
-
-    Raises:
-        ValueError: on shapes that do not fit, or a backend that cannot run here.
-    """
-    if k.shape != v.shape:
-        raise ValueError(f"k has shape {k.shape} and v {v.shape}: they must be equal")
-    if index.causal and q.shape[1] != k.shape[1]:
-        raise ValueError(
-            f"q has {q.shape[1]} tokens and k {k.shape[1]}: causal attention needs as many queries "
-            "as keys"
-        )
-    tiles, columns = index.on_one_device(*q.shape[:3], k.shape[1])
-    planned = plan(q, k, tiles, columns, whole=True, backend=backend)
-    result = _attention(_scale(scale, q), q, k, v, planned)
-    return result if return_lse else result[0]
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(scale, q, k, v, plan):
-    return _attention_fwd(scale, q, k, v, plan)[0]
-
-
-def _attention_fwd(scale, q, k, v, plan):
-    out, lse = forward(q, k, v, plan, _column_kv(k, v, plan), scale=scale)
-    out, lse = checkpoint_name(out, names.OUTPUT), checkpoint_name(lse, names.LSE)
-    return (out, lse), (q, k, v, plan, out, lse)
-
-
-def _attention_bwd(scale, residuals, cotangents):
-    dout, dlse = cotangents
-    q, k, v, plan, out, lse = residuals
-    # d lse / d logits are the softmax weights, so its cotangent joins delta in every kernel.
-    delta = backends.named(plan.backend).delta_of(out, dout) - dlse
-    # Columns are gathered again: kept, they would take memory until here.
-    grads = backward(
-        q, k, v, dout, lse, delta, plan, _column_kv(k, v, plan), scale=scale, dq_dtype=q.dtype,
-        key_dtype=k.dtype,
-    )
-    return grads.dq, grads.dk, grads.dv, None
-
-
-_attention.defvjp(_attention_fwd, _attention_bwd)
-
-
-def _column_kv(k: Array, v: Array, plan: Plan) -> Pair | None:
-    if plan.columns is None:
-        return None
-    return tuple(gather_columns(x, plan.columns.tokens) for x in (k, v))
-
-
-def _scale(scale: float | None, q: Array) -> float:
+def scale_of(scale: float | None, q: Array) -> float:
+    """The scale of the logits of queries [..., D] as a number; None is 1/sqrt(D)."""
     return q.shape[-1] ** -0.5 if scale is None else scale

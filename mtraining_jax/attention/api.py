@@ -14,6 +14,8 @@ from mtraining_jax.attention.sharded import Attended, Way, attend, join, split
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.ring import check_ring
 from mtraining_jax.sparsity import Pattern, SampledRows
+from mtraining_jax.sparsity.document_blocks import DocumentBlocks
+from mtraining_jax.sparsity.documents import Documents
 from pallas_kernels.index import Index
 
 Axes = str | tuple[str, ...] | None
@@ -32,6 +34,7 @@ def sparse_attention(
     causal: bool = True,
     backend: str | None = None,
     valid_len: ArrayLike | None = None,
+    documents: Documents | None = None,
     return_lse: bool = False,
     return_index: bool = False,
     batch_axis: Axes = None,
@@ -77,6 +80,13 @@ def sparse_attention(
         valid_len: integer, tokens of every sequence that count, where those behind are padding; may
             be traced. The choice then reads the last queries before the padding, and none of it.
             None: all count. Results for the padding mean nothing.
+        documents: `Documents` that are packed into the sequences, of as many sequences as the
+            leading axes of q have, or of one for all; their block size is that of the pattern. A
+            query then sees its own document only, whose pairs are chosen as if it were alone;
+            documents of fewer tokens than `pattern.dense_below` keep all of theirs. A block of no
+            document gives output 0, lse -inf and gradients 0. For patterns that list blocks for
+            each row of blocks, `VerticalSlash`, `Dense()`, and a `BlockMaskIndex`, which is cut to
+            the documents.
         return_lse: also give the log of the softmax's denominator, differentiable.
         return_index: also give the index, for `inspect` or for `pattern` of another call.
         batch_axis: mesh axes of the batch, () for none. Default: those q is sharded over, where
@@ -104,8 +114,9 @@ def sparse_attention(
     check_ring(ring)
     checks.check_pattern(pattern, q, causal)
     valid_len = checks.check_valid_len(valid_len, q.shape[-3], causal)
-    placement = find_placement(q, mesh, batch_axis, sequence_axes, head_axis)
     block_size = pattern.block_size
+    blocks = checks.check_documents(documents, q, block_size, causal, valid_len)
+    placement = find_placement(q, mesh, batch_axis, sequence_axes, head_axis)
     checks.check_division(q, k, block_size, placement)
     seq_len, ranks = q.shape[-3], placement.ranks
     if not causal and ranks > 1:
@@ -123,7 +134,8 @@ def sparse_attention(
     if order is not None:
         q, k, v = (placement.take(x, order[0]) for x in (q, k, v))
     way = Way(placement, dealt, ring, scale, causal, backend)
-    found = _attend(way, split(pattern)[1], q, k, v, split(pattern)[0], valid_len)
+    arrays, static = split(pattern)
+    found = _attend(way, static, q, k, v, arrays, valid_len, blocks)
     out, lse, index = found.out, found.lse, found.index
     if order is not None:
         out, lse = placement.take(out, order[1]), placement.take(lse, order[1], axis=2)
@@ -137,6 +149,7 @@ def sparse_attention(
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _attend(
     way: Way, static: object, q: Array, k: Array, v: Array, arrays: list[Array],
-    valid_len: Array | None,
+    valid_len: Array | None, documents: DocumentBlocks | None,
 ) -> Attended:
-    return attend(way, q, k, v, join(static, arrays), valid_len=valid_len)
+    pattern = join(static, arrays)
+    return attend(way, q, k, v, pattern, valid_len=valid_len, documents=documents)

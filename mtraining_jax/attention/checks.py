@@ -9,6 +9,8 @@ from jax.typing import ArrayLike
 
 from mtraining_jax.attention.placement import Placement
 from mtraining_jax.sparsity import Pattern
+from mtraining_jax.sparsity.document_blocks import DocumentBlocks
+from mtraining_jax.sparsity.documents import Documents
 from pallas_kernels.index import Index
 
 
@@ -25,6 +27,10 @@ def check_arrays(q: Array, k: Array, v: Array, causal: bool) -> None:
         ValueError: naming the argument.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
+        if not hasattr(x, "ndim") or not hasattr(x, "dtype"):
+            raise ValueError(
+                f"{name} is a {type(x).__name__}: an array [..., tokens, heads, dim] is needed"
+            )
         if x.ndim < 3:
             raise ValueError(
                 f"{name} has shape {x.shape}: [batch, tokens, heads, dim] is needed, batch optional"
@@ -119,6 +125,45 @@ def check_valid_len(valid_len: ArrayLike | None, seq_len: int, causal: bool) -> 
     if not isinstance(valid_len, jax.core.Tracer) and not 1 <= int(valid_len) <= seq_len:
         raise ValueError(f"valid_len={int(valid_len)} must be from 1 to {seq_len}, the tokens of q")
     return jnp.asarray(valid_len, jnp.int32)
+
+
+def check_documents(
+    documents: Documents | None, q: Array, block_size: int, causal: bool, valid_len: object
+) -> DocumentBlocks | None:
+    """The document of each block of q's sequences, None if each sequence is one.
+
+    Raises:
+        ValueError: if the documents are not those of such sequences, or say less than is needed.
+    """
+    if documents is None:
+        return None
+    if not isinstance(documents, Documents):
+        raise ValueError(
+            f"documents is a {type(documents).__name__}: make Documents, with "
+            "Documents.from_segment_ids, from_cu_seqlens or from_lengths"
+        )
+    if not causal:
+        raise ValueError("documents need causal=True: the pairs of other attention cross them")
+    if valid_len is not None:
+        raise ValueError(
+            "valid_len has no place beside documents, which say how many tokens of each count"
+        )
+    if documents.block_size != block_size:
+        raise ValueError(
+            f"documents have block_size={documents.block_size}, but the pattern {block_size}: they "
+            "must be equal"
+        )
+    table, batch = documents.table, math.prod(q.shape[:-3])
+    # Under `jax.vmap` one sequence has a table without a batch.
+    table = table[None] if q.ndim == 3 and jnp.ndim(table) == 2 else table
+    shape = jnp.shape(table)
+    num_blocks = q.shape[-3] // block_size
+    if len(shape) != 3 or shape[0] not in (1, batch) or shape[1:] != (num_blocks, 3):
+        raise ValueError(
+            f"documents are a table {list(shape)}: [{batch}, {num_blocks}, 3] is needed, for "
+            f"{batch} sequences of {q.shape[-3]} tokens, as in q"
+        )
+    return DocumentBlocks.from_table(jnp.broadcast_to(table, (batch, num_blocks, 3)))
 
 
 def _check_index(index: Index, q: Array) -> None:

@@ -1,5 +1,6 @@
 """Sparse attention as the `attention_fn` of Flax's own attention modules."""
 
+import math
 from collections.abc import Callable
 
 import jax
@@ -8,6 +9,9 @@ import numpy as np
 from jax import Array
 
 from mtraining_jax.attention.api import sparse_attention
+from mtraining_jax.attention.document_masks import documents_of
+from mtraining_jax.sparsity import SampledRows
+from mtraining_jax.sparsity.documents import Documents
 
 _REASON = "sparse attention computes no matrix of weights"
 
@@ -22,7 +26,9 @@ def attention_fn(*, assume_causal_mask: bool = False, **options) -> Callable[...
     Args:
         assume_causal_mask: whether a mask that is passed is promised to be the
             causal one, and ignored. Otherwise a mask is accepted only if its values are known
-            when tracing (NumPy) and causal.
+            when tracing (NumPy) and it is causal, or causal within documents that begin at
+            multiples of the pattern's block size (tokens that see nothing are padding). It is read
+            as `documents` then.
         **options: for `sparse_attention`, without the returns: pattern, mesh, layout, ...
 
     Returns:
@@ -41,6 +47,7 @@ def attention_fn(*, assume_causal_mask: bool = False, **options) -> Callable[...
         if options.get(name):
             raise ValueError(f"{name} has no place in attention_fn: Flax expects the output alone")
     causal = options.get("causal", True)
+    block_size = options.get("pattern", SampledRows()).block_size
 
     # Linen passes only what the signature names.
     def attend(
@@ -77,17 +84,29 @@ def attention_fn(*, assume_causal_mask: bool = False, **options) -> Callable[...
             )
         if is_causal and not causal:
             raise ValueError("is_causal=True contradicts causal=False of attention_fn")
+        told = None
         if mask is not None and not (assume_causal_mask and causal):
-            _check_mask(mask, query, causal)
+            told = _documents_of_mask(mask, query, causal, block_size)
         common = jnp.result_type(query, key, value) if dtype is None else dtype
         query, key, value = (x.astype(common) for x in (query, key, value))
-        return sparse_attention(query, key, value, **options)
+        return sparse_attention(query, key, value, **_with_documents(options, told))
 
     return attend
 
 
-def _check_mask(mask: Array, query: Array, causal: bool) -> None:
-    """Accepts a causal mask, which changes nothing.
+def _with_documents(options: dict, told: Documents | None) -> dict:
+    """The options with documents that a mask told, if it told any."""
+    if told is None:
+        return options
+    if options.get("documents") is not None:
+        raise ValueError("mask keeps documents apart, and so does documents=: give one of the two")
+    return options | {"documents": told}
+
+
+def _documents_of_mask(
+    mask: Array, query: Array, causal: bool, block_size: int
+) -> Documents | None:
+    """Accepts a causal mask, which changes nothing, or one that is so within documents.
 
     Raises:
         ValueError: if the mask is another one, or its values are not known.
@@ -103,9 +122,15 @@ def _check_mask(mask: Array, query: Array, causal: bool) -> None:
     expected = np.ones((tokens, tokens), bool)
     if causal:
         expected = np.tril(expected)
-    if values.shape[-2:] != expected.shape or not (values == expected).all():
-        raise ValueError(
-            f"mask of shape {values.shape} masks more or less than causal attention: it must be "
-            f"{wanted}; padding at the end of a sequence needs no mask, since earlier tokens do "
-            "not see it"
-        )
+    if values.shape[-2:] == expected.shape:
+        if (values == expected).all():
+            return None
+        batch = math.prod(query.shape[:-3])
+        told = documents_of(values, batch, block_size) if causal else None
+        if told is not None:
+            return told
+    raise ValueError(
+        f"mask of shape {values.shape} masks more or less than causal attention, and than that "
+        f"within documents: it must be {wanted}; padding at the end of a sequence needs no mask, "
+        "since earlier tokens do not see it"
+    )

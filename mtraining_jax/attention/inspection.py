@@ -12,6 +12,8 @@ from jax import Array
 from mtraining_jax.attention.picture import draw
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.sparsity import attention_recall, density
+from mtraining_jax.sparsity.documents import Documents
+from mtraining_jax.sparsity.metrics import pairs_to_share
 from pallas_kernels.index import Index
 
 
@@ -30,6 +32,8 @@ class Inspection:
         recall: float [B, Hq], share of the softmax mass of exact attention that lies on computed
             pairs, mean over the rows; None without queries and keys.
         rows: int [R], queries that recall was measured on; None as above.
+        documents: those that the sequences are made of, within which all of this was measured;
+            None if each sequence is one.
     """
 
     index: Index
@@ -40,6 +44,7 @@ class Inspection:
     pairs: np.ndarray
     recall: np.ndarray | None = None
     rows: np.ndarray | None = None
+    documents: Documents | None = None
 
     def __str__(self) -> str:
         """A table with one line a head."""
@@ -70,7 +75,8 @@ class Inspection:
 
         A pixel is a block of queries by a block of keys (or several, of a long sequence): the
         darker, the larger the share of its pairs that is computed. The upper right, which is
-        never computed, is grey. Needs matplotlib (`pip install matplotlib`).
+        never computed, is grey. Lines show where documents begin and end. Needs matplotlib (`pip
+        install matplotlib`).
 
         Args:
             path: of the file, ending in .png.
@@ -93,7 +99,12 @@ class Inspection:
             if self.recall is not None:
                 title += f"\nrecall {self.recall[batch, head]:.1%}"
             titles.append(title)
-        draw(path, self.index, self.seq_len, batch, heads, titles)
+        borders = ()
+        if self.documents is not None:
+            # A batch of one table is of all entries.
+            table = np.asarray(self.documents.table)[batch % len(self.documents.table)]
+            borders = np.unique(table[table[:, 2] > 0, :2]) * self.index.block_size
+        draw(path, self.index, self.seq_len, batch, heads, titles, borders)
 
 
 def inspect(
@@ -106,6 +117,7 @@ def inspect(
     seed: int = 0,
     scale: float | None = None,
     layout: Layout | None = None,
+    documents: Documents | None = None,
 ) -> Inspection:
     """Measures an index that `sparse_attention(..., return_index=True)` gave.
 
@@ -121,6 +133,8 @@ def inspect(
         seed: of the draw.
         scale: of the logits; default 1/sqrt(D).
         layout: the order of the tokens of q and k; None for that of the sequence.
+        documents: as given to `sparse_attention`. Density is then the share of the causal pairs
+            within documents, and recall that of attention within them, of rows that are no padding.
 
     Returns:
         An `Inspection`: density, budgets, recall; `print` it, or `save_picture` of it.
@@ -156,9 +170,19 @@ def inspect(
         raise ValueError(
             f"seq_len={seq_len} must be a multiple of the index's block_size={index.block_size}"
         )
+    blocks_of = None
+    if documents is not None:
+        num_blocks = seq_len // index.block_size
+        if documents.block_size != index.block_size or documents.table.shape[1] != num_blocks:
+            raise ValueError(
+                f"documents are of {documents.table.shape[1]} blocks of {documents.block_size} "
+                f"tokens, but the index of {num_blocks} of {index.block_size}"
+            )
+        blocks_of = documents.blocks()
+    total = pairs_to_share(seq_len, index.block_size, blocks_of)
     found = {
-        "density": density(index, seq_len),
-        "executed": index.executed_pairs(seq_len) / (seq_len * (seq_len + 1) / 2),
+        "density": density(index, seq_len, documents=blocks_of),
+        "executed": index.executed_pairs(seq_len) / total,
         "pairs": index.computed_pairs(seq_len),
     }
     if q is not None:
@@ -168,14 +192,16 @@ def inspect(
             raise ValueError(f"layout has seq_len={layout.seq_len} but q {seq_len} tokens")
         q, k = (jnp.asarray(jax.device_get(x)) for x in (q, k))
         blocks = jnp.asarray(order[:: index.block_size] // index.block_size, jnp.int32)
-        found["recall"] = attention_recall(q, k, index, positions, block_ids=blocks, scale=scale)
+        found["recall"] = attention_recall(
+            q, k, index, positions, block_ids=blocks, scale=scale, documents=blocks_of
+        )
         found["rows"] = positions
     budgets = {name: np.asarray(x) for name, x in index.budgets().items()}
     found = {name: np.asarray(x) for name, x in found.items()}
     if q is not None:  # a dense index is the same for all heads
         of_heads = {name for name, x in found.items() if x.ndim == 2}
         found |= {name: np.broadcast_to(found[name], q.shape[:3:2]) for name in of_heads}
-    return Inspection(index, seq_len, budgets=budgets, **found)
+    return Inspection(index, seq_len, budgets=budgets, documents=documents, **found)
 
 
 def _rows(rows: int | Sequence[int], seq_len: int, seed: int) -> np.ndarray:

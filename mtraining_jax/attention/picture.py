@@ -55,8 +55,11 @@ def draw(
     batch: int,
     heads: Sequence[int],
     titles: Sequence[str],
+    borders: Sequence[int] = (),
 ) -> None:
     """Writes a PNG with the block shares of some heads side by side; see `Inspection`.
+
+    `borders` are the tokens at which documents begin and end.
 
     Raises:
         ImportError: if matplotlib is not installed; says how to get it.
@@ -80,6 +83,9 @@ def draw(
             np.sqrt(shares), cmap=colours, vmin=0, vmax=1, interpolation="nearest",
             extent=(0, seq_len, seq_len, 0),
         )
+        for place in borders:
+            axes.axhline(place, color="0.6", linewidth=0.4)
+            axes.axvline(place, color="0.6", linewidth=0.4)
         axes.set_title(title, fontsize=9)
         axes.set_xlabel("key", fontsize=9)
         if i == 0:

@@ -16,15 +16,18 @@ from jax import Array, lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from mtraining_jax.attention.composed import composed_ring
 from mtraining_jax.attention.placement import Placement
+from mtraining_jax.errors import UserError
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import DATA_AXIS, SEQUENCE_AXES
 from mtraining_jax.parallel.ring import check_ring, ring_attention
 from mtraining_jax.sparsity import Choice, Pattern, Shards, exchange
 from mtraining_jax.sparsity.choose import choose
-from mtraining_jax.sparsity.metrics import attention_recall, causal_pairs, density
+from mtraining_jax.sparsity.document_blocks import DocumentBlocks
+from mtraining_jax.sparsity.metrics import attention_recall, causal_pairs, density, pairs_to_share
 from pallas_kernels import attention
-from pallas_kernels.index import Index
+from pallas_kernels.index import BlockMaskIndex, Index
 
 Stats = dict[str, Array]
 
@@ -77,6 +80,7 @@ def attend(
     pattern: Pattern | Index,
     recall_positions: Array | None = None,
     valid_len: Array | None = None,
+    documents: DocumentBlocks | None = None,
 ) -> Attended:
     """Attention over the pairs that a pattern chooses, or that an index lists.
 
@@ -87,7 +91,14 @@ def attend(
         pattern: its arrays lead with the query heads, those of an index with batch and heads.
         recall_positions: int32 [R], queries on which recall is measured; None measures none.
         valid_len: int32 scalar, tokens before the padding; see `Shards`. None: there is none.
+        documents: of each sequence, arrays [B, NB]; a query sees its own document only, whatever
+            an index lists. None: each sequence is one.
+
+    Raises:
+        UserError: if the pattern, or this kind of index, cannot keep documents apart.
     """
+    if documents is not None:
+        pattern = _for_documents(pattern)
     placement = way.placement
     arrays, static = split(pattern)
     heads = P(placement.batch, placement.sequence, placement.heads)
@@ -95,7 +106,7 @@ def attend(
     rows = P(placement.batch, placement.heads, placement.sequence)
     of_index = rows if pattern.by_rows else per_head
     array_spec = of_index if isinstance(pattern, Index) else P(placement.heads)
-    in_specs = heads, heads, heads, array_spec, P(), P()
+    in_specs = heads, heads, heads, array_spec, P(), P(), P(placement.batch)
     out_specs = Attended(heads, rows, of_index, P())
     order = _order_of_rows(way) if pattern.by_rows else None
     if order is not None and isinstance(pattern, Index):
@@ -103,16 +114,28 @@ def attend(
 
     def local(
         q: Array, k: Array, v: Array, arrays: list[Array], positions: Array | None,
-        valid_len: Array | None,
+        valid_len: Array | None, documents: DocumentBlocks | None,
     ) -> Attended:
-        return _local(way, q, k, v, join(static, arrays), positions, valid_len)
+        return _local(way, q, k, v, join(static, arrays), positions, valid_len, documents)
 
-    args = placement.reshard((q, k, v, arrays, recall_positions, valid_len), in_specs)
+    args = (q, k, v, arrays, recall_positions, valid_len, documents)
+    args = placement.reshard(args, in_specs)
     found = placement.run(local, in_specs, out_specs, args)
     if order is None:
         return found
     back = functools.partial(placement.take, order=np.argsort(order), axis=2)
     return found._replace(index=jax.tree.map(back, found.index))
+
+
+def _for_documents(pattern: Pattern | Index) -> Pattern | Index:
+    if isinstance(pattern, Pattern):
+        return pattern.for_documents()
+    if not isinstance(pattern, BlockMaskIndex):
+        raise UserError(
+            f"pattern is a {type(pattern).__name__}, of which documents cannot cut the pairs that "
+            "join two of them: give a BlockMaskIndex, or a pattern"
+        )
+    return pattern
 
 
 def _order_of_rows(way: Way) -> np.ndarray | None:
@@ -138,11 +161,16 @@ def join(static: object, arrays: list[Array]) -> Pattern | Index:
 
 def _local(
     way: Way, q: Array, k: Array, v: Array, pattern: Pattern | Index, positions: Array | None,
-    valid_len: Array | None,
+    valid_len: Array | None, documents: DocumentBlocks | None,
 ) -> Attended:
     """The same on one device's shards."""
-    shards = _shards(way, q, pattern.block_size, valid_len)
+    shards = _shards(way, q, pattern.block_size, valid_len, documents)
     choice = Choice(pattern)
+    if isinstance(pattern, BlockMaskIndex) and documents is not None:
+        own = documents.causal_blocks(shards.block_ids, shards.num_blocks)
+        first = documents.of(shards.block_ids).first[:, None]
+        pattern = pattern.columns_from(first)
+        choice = Choice(dataclasses.replace(pattern, bits=pattern.bits & own))
     if isinstance(pattern, Pattern):
         choice = choose(pattern, q, k, shards)
         if choice.index.by_rows != pattern.by_rows:
@@ -159,7 +187,7 @@ def _local(
         if positions is not None:
             recall = attention_recall(
                 q, k, index, positions, block_ids=shards.block_ids, scale=way.scale,
-                axis_names=shards.axis_names,
+                axis_names=shards.axis_names, documents=documents,
             )
             statistics["recall"] = recall.mean(dtype=jnp.float32)
         over = (*way.placement.batch, *way.placement.heads)
@@ -171,35 +199,46 @@ def _local(
     options = dict(scale=way.scale, backend=way.backend, return_lse=True)
     if shards.axis_names:
         sizes = tuple(way.placement.mesh.shape[axis] for axis in shards.axis_names)
-        out, lse = ring_attention(
-            q, k, v, index, layout=way.layout, axis_names=shards.axis_names, axis_sizes=sizes,
-            ring=way.ring, **options,
+        options |= dict(
+            layout=way.layout, axis_names=shards.axis_names, axis_sizes=sizes, ring=way.ring
         )
+        if index.composed:
+            out, lse = composed_ring(q, k, v, index, shards, **options)
+        else:
+            out, lse = ring_attention(q, k, v, index, **options)
     else:
         out, lse = attention(q, k, v, index, **options)
     return Attended(out, lse, index, statistics)
 
 
-def _shards(way: Way, q: Array, block_size: int, valid_len: Array | None) -> Shards:
+def _shards(
+    way: Way, q: Array, block_size: int, valid_len: Array | None,
+    documents: DocumentBlocks | None,
+) -> Shards:
     axes = way.placement.sequence if way.placement.ranks > 1 else ()
     if axes:
         num_blocks, block_ids = way.layout.num_blocks, way.layout.block_ids(lax.axis_index(axes))
     else:
         num_blocks = q.shape[1] // block_size
         block_ids = jnp.arange(num_blocks, dtype=jnp.int32)
-    return Shards(block_ids, num_blocks, axes, way.scale, way.backend, way.causal, valid_len)
+    return Shards(
+        block_ids, num_blocks, axes, way.scale, way.backend, way.causal, valid_len, documents
+    )
 
 
 def _measure(choice: Choice, seq_len: int, shards: Shards) -> Stats:
     """What an index computes and executes, over causal pairs, and what its pattern reports."""
-    total = float(causal_pairs(seq_len))
+    block_size, documents = choice.index.block_size, shards.documents
+    total = pairs_to_share(seq_len, block_size, documents)
     rows = exchange.rows_of(shards.block_ids, shards.axis_names)
     executed = choice.index.executed_pairs(seq_len, rows) / total
     numbers = {
-        "density": density(choice.index, seq_len, rows),
+        "density": density(choice.index, seq_len, rows, documents),
         "executed": executed,
         **choice.statistics,
     }
+    if documents is not None:
+        numbers["document_pairs"] = documents.causal_pairs(block_size) / causal_pairs(seq_len)
     return {name: jnp.mean(x, dtype=jnp.float32) for name, x in numbers.items()}
 
 
@@ -233,12 +272,16 @@ def make_attention(
         sequence_axes: mesh axes of the sequence, slowest first.
 
     Returns:
-        A function `attention(q, k, v, given=None) -> (out, stats)` for use under `jax.jit`:
+        A function `attention(q, k, v, given=None, documents=None) -> (out, stats)` for use under
+        `jax.jit`:
         q [B, S, Hq, D]; k, v [B, S, Hk, D] in layout order, rotary embedding applied; B a
         multiple of the batch axis. `given` replaces `pattern` in this call: that of a layer,
-        or an index (global, [B, Hq, ...]) to use as it is. out [B, S, Hq, D] has the dtype of q.
+        or an index (global, [B, Hq, ...]) to use as it is. With `documents`, `DocumentBlocks` of
+        the batch, a query sees its own document only. out [B, S, Hq, D] has the dtype of q.
         stats are fp32 scalars, means over batch and heads: `density`, the share of causal pairs
         that are computed; `executed`, pairs in the tiles that kernels execute, over causal pairs;
+        with documents, whose causal pairs are then meant, `document_pairs`, their share of the
+        sequence's;
         `recall` when asked for, the share of the softmax mass that lies on computed pairs, and
         `recall_worst`, that of the head that has least; and
         what the pattern reports itself (`Choice.statistics`).
@@ -261,9 +304,13 @@ def make_attention(
     )
 
     def attention(
-        q: Array, k: Array, v: Array, given: Pattern | Index | None = None
+        q: Array,
+        k: Array,
+        v: Array,
+        given: Pattern | Index | None = None,
+        documents: DocumentBlocks | None = None,
     ) -> tuple[Array, Stats]:
-        found = run(q, k, v, pattern if given is None else given)
+        found = run(q, k, v, pattern if given is None else given, documents=documents)
         return found.out, found.statistics
 
     return attention

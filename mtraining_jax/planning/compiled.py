@@ -11,7 +11,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 
 from mtraining_jax.config import Config
-from mtraining_jax.parallel.mesh import TOKENS, make_mesh
+from mtraining_jax.parallel.mesh import DOCUMENTS, TOKENS, make_mesh
 from mtraining_jax.planning.hardware import Gpu
 from mtraining_jax.training import parts
 from mtraining_jax.training.state import StateBuilder
@@ -87,7 +87,15 @@ def compile_step(config: Config, gpu: Gpu) -> Compiled:
 def abstract_batch(config: Config, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
     """The batch that a step takes, as shapes and shardings."""
     sharding = NamedSharding(mesh, TOKENS)
-    return {
+    batch = {
         name: jax.ShapeDtypeStruct(config.batch_shape, jnp.int32, sharding=sharding)
         for name in ("tokens", "labels", "positions")
     }
+    if config.data.has_documents:
+        shape = config.data.batch_size, config.data.seq_len // config.sparsity.block_size, 3
+        sharding = NamedSharding(mesh, DOCUMENTS)
+        batch["documents"] = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
+    if config.loss.weighting == "document":
+        like = batch["labels"]
+        batch["weights"] = jax.ShapeDtypeStruct(like.shape, jnp.float32, sharding=like.sharding)
+    return batch

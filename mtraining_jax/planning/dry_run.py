@@ -22,7 +22,7 @@ from mtraining_jax.planning.memory import (
     estimate_memory,
     offloaded,
 )
-from mtraining_jax.platform import MEMORY_FRACTION
+from mtraining_jax.platform import MEMORY_FRACTION, host_memory
 from mtraining_jax.reporting.flops import peak_flops
 
 _GIB = 2**30
@@ -80,8 +80,7 @@ def available(config: Config, gpu: Gpu) -> int:
     virtual device of the CPU, its part of this machine's memory.
     """
     if config.parallel.cpu_devices is not None:
-        whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return whole // config.parallel.cpu_devices
+        return host_memory() // config.parallel.cpu_devices
     return int(gpu.memory * memory_fraction())
 
 
@@ -121,6 +120,12 @@ def report(
     total, trained = count_parameters(config)
     yield f"dry run of {config.run.name}: nothing is trained, no data is read"
     yield f"  mesh        {shape} (data x node x device) of {devices} x {kind}"
+    if parallel.cpu_devices is not None and devices > parallel.cpu_devices:
+        processes = -(-devices // parallel.cpu_devices)
+        yield (
+            f"  processes   {processes}, as each has parallel.cpu_devices = {parallel.cpu_devices};"
+            " one process alone would refuse to run"
+        )
     yield f"  batch       {data.batch_size} x {data.seq_len:,} tokens a step"
     yield f"  parameters  {total:,}" + ("" if trained == total else f", {trained:,} trained")
     yield ""

@@ -138,7 +138,7 @@ def index_bytes(config: Config) -> int:
     """Bytes of one layer's index on one device: all of it, or its rows of one `by_rows`."""
     numbers, _ = _capacities(config)
     whole = 4 * config.local_rows * config.model.num_heads * numbers
-    return whole // config.ranks if config.sparsity.settings.by_rows else whole
+    return whole // config.ranks if config.choosing.by_rows else whole
 
 
 def _work_lists(config: Config) -> int:
@@ -149,7 +149,7 @@ def _work_lists(config: Config) -> int:
     # while keep bits are packed.
     gathered = 2 * columns * model.head_dim * (_dtype_bytes(config) + 4)
     lists = 0
-    if config.sparsity.settings.by_rows:
+    if config.choosing.by_rows:
         # int32 for each pair of a local query block and a key block of the node, and the
         # transpose, while a layer runs.
         keys = config.data.seq_len // config.parallel.nodes // config.sparsity.block_size
@@ -161,7 +161,7 @@ def _work_lists(config: Config) -> int:
 def _capacities(config: Config) -> tuple[int, int]:
     """Numbers that an index of one head has room for, and columns among them."""
     num_blocks = config.data.seq_len // config.sparsity.block_size
-    return config.sparsity.settings.capacities(num_blocks)
+    return config.choosing.capacities(num_blocks)
 
 
 def _layer(config: Config) -> int:

@@ -1,9 +1,26 @@
 """What a choice from queries and keys refuses."""
 
+import numpy as np
 from jax import Array
 
 from mtraining_jax.sparsity import estimate
-from mtraining_jax.sparsity.pattern import Shards
+from mtraining_jax.sparsity.pattern import Pattern, Shards
+
+
+def check_heads(pattern: Pattern, num_heads: int) -> None:
+    """Checks that each array of a pattern has a number for each query head.
+
+    Args:
+        pattern: with `arrays` of shape [Hq].
+        num_heads: Hq.
+
+    Raises:
+        ValueError: naming the array that does not fit.
+    """
+    for name in pattern.arrays:
+        shape = np.shape(getattr(pattern, name))
+        if shape != (num_heads,):
+            raise ValueError(f"{name} has shape {shape}, but there are {num_heads} heads")
 
 
 def check_choice(q: Array, k: Array, shards: Shards, block_size: int) -> float:

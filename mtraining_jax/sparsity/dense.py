@@ -35,6 +35,10 @@ class Dense(Pattern):
 
         return Choice(DenseIndex(self.block_size, shards.causal))
 
+    def for_documents(self) -> "DenseDocuments":
+        """Every causal pair within each document."""
+        return DenseDocuments(self.block_size)
+
     def describe(self) -> str:
         """Its name."""
         return "dense"
@@ -46,3 +50,43 @@ class Dense(Pattern):
     def capacities(self, num_blocks: int) -> tuple[int, int]:
         """Nothing is kept."""
         return 0, 0
+
+
+@dataclasses.dataclass(frozen=True)
+class DenseDocuments(Pattern):
+    """Every causal pair within each document: what `Dense` is where documents are packed.
+
+    Attributes:
+        block_size: tokens on a side of a block.
+    """
+
+    by_rows = True
+    sparse = False
+
+    block_size: int = 128
+
+    def choose(self, q: "Array", k: "Array", shards: Shards) -> Choice:
+        """Chooses every block of a row's document up to the row's own, as bits."""
+        import jax.numpy as jnp
+
+        from pallas_kernels.index import BlockMaskIndex
+
+        bits = shards.documents.causal_blocks(shards.block_ids, shards.num_blocks)
+        bits = jnp.broadcast_to(bits, (q.shape[0], q.shape[2], *bits.shape[2:]))
+        return Choice(BlockMaskIndex(bits, shards.num_blocks, self.block_size))
+
+    def for_documents(self) -> "DenseDocuments":
+        """Itself."""
+        return self
+
+    def describe(self) -> str:
+        """Its name."""
+        return "dense within documents"
+
+    def expected_density(self) -> tuple[float, str]:
+        """All pairs of the documents."""
+        return 1.0, "dense, if each sequence is one document"
+
+    def capacities(self, num_blocks: int) -> tuple[int, int]:
+        """A bit for each block; ranks share them."""
+        return num_blocks * -(-num_blocks // 32), 0

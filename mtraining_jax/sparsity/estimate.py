@@ -77,7 +77,7 @@ def softmax_scores(
     block_size = k_BnHD.shape[1] // block_ids.shape[0]
     kernels = estimate_kernels(backend, q_BHuD, block_size)
     if kernels is None:
-        tiles = _XlaTiles(q_BHuD, k_BnHD, **where)
+        tiles = XlaTiles(q_BHuD, k_BnHD, **where)
     else:
         tiles = _KernelTiles(q_BHuD, k_BnHD, kernels, **where)
     # Two passes over the logits cost less than keeping them: at 128K tokens and 16 heads they
@@ -124,14 +124,14 @@ class _KernelTiles:
     valid_len: Array | None
 
     def statistics(self) -> tuple[Array, Array]:
-        """As `_XlaTiles.statistics`."""
+        """As `XlaTiles.statistics`."""
         return self.kernels.block_statistics(
             self.q, self.k, self.block_ids, self.num_blocks, scale=self.scale,
             valid_len=self.valid_len,
         )
 
     def masses(self, peak: Array, normaliser: Array) -> tuple[Array, Array, Array]:
-        """As `_XlaTiles.masses`."""
+        """As `XlaTiles.masses`."""
         num_queries = self.q.shape[2]
         to_mean_mass = MASS_ONE // num_queries / normaliser
         columns, own, beyond = self.kernels.block_masses(
@@ -142,7 +142,7 @@ class _KernelTiles:
 
 
 @dataclasses.dataclass(frozen=True)
-class _XlaTiles:
+class XlaTiles:
     """Tiles of logits on any platform."""
 
     q: Array

@@ -142,6 +142,17 @@ def to_heads(
     return whole, row % heads
 
 
+def entries_of(batch: int, heads: int, axis_names: AxisNames) -> Array:
+    """Int32 [R], the batch entry of each row that `to_heads` deals to this rank."""
+    rows = batch * heads
+    row = jnp.arange(rows, dtype=jnp.int32)
+    if axis_names:
+        axes = tuple(axis_names)
+        share = -(-rows // lax.axis_size(axes))
+        row = lax.axis_index(axes) * share + jnp.arange(share, dtype=jnp.int32)
+    return row % rows // heads
+
+
 def from_heads(x: Array, batch: int, heads: int, axis_names: AxisNames) -> Array:
     """Gathers, on every rank, the results for the rows that `to_heads` dealt to each.
 

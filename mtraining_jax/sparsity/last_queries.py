@@ -4,7 +4,7 @@ The steps are the same for every such pattern. The pattern's `Rule` says how col
 are scored and how many of them are kept.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import jax.numpy as jnp
@@ -15,6 +15,9 @@ from mtraining_jax.sparsity.checks import check_choice
 from mtraining_jax.sparsity.pattern import Settings, Shards
 from mtraining_jax.sparsity.vertical_slash import index_capacities
 from pallas_kernels.index import VerticalSlashIndex
+
+# (columns bool [R, NB, g], block diagonals bool [R, NB], int32 [R]: the second result of `choose`)
+Kept = tuple[Array, Array, Array]
 
 
 class Rule(Protocol):
@@ -57,7 +60,8 @@ class Rule(Protocol):
 
 
 def choose(
-    q: Array, k: Array, shards: Shards, settings: Settings, rule: Rule
+    q: Array, k: Array, shards: Shards, settings: Settings, rule: Rule,
+    together: Callable[[Array, int | Array], Kept] | None = None,
 ) -> tuple[VerticalSlashIndex, Array]:
     """Chooses, per batch entry and query head, the columns and block diagonals to compute.
 
@@ -77,6 +81,8 @@ def choose(
             use one.
         settings: with `last_q`, `block_size`, `max_verticals` and `max_slashes`.
         rule: what the pattern decides.
+        together: what is kept of scores as in `Rule.keys` and V tokens, columns and diagonals at
+            once; None keeps the largest keys of each kind by `Rule.keys` and `Rule.nearest`.
 
     Returns:
         The index, replicated, with `index_capacities`; and int32 [B, Hq], 1 for heads whose columns
@@ -106,8 +112,11 @@ def choose(
         # Token V-1-s holds diagonal s; those that padding would hold go to the end.
         slash = jnp.roll(slash.reshape(-1, seq_len), valid_len - seq_len, 1).reshape(slash.shape)
     by_distance = jnp.stack([vertical, slash])
-    keys, kept = rule.keys(by_distance, heads, valid_len)
-    lists = _lists(keys, kept, settings, rule, valid_len)
+    if together is None:
+        kept = each_kind(rule, by_distance, heads, valid_len)
+    else:
+        kept = together(by_distance, valid_len)
+    lists = _lists(kept, settings)
     lists = exchange.from_heads(lists, batch, num_heads, shards.axis_names)
     capacities = index_capacities(settings, shards.num_blocks)
     # Padding at the end of a list is larger than every entry.
@@ -133,31 +142,37 @@ def per_kind(values: Sequence[int]) -> Array:
     return jnp.array(values, jnp.int32)[:, None]
 
 
-def _lists(
-    keys: Array, kept_by: select.Rule, settings: Settings, rule: Rule, valid_len: int | Array
-) -> Array:
-    """Turns keys [2, R, NB, g] of columns and diagonals into the lists of an index.
-
-    Returns:
-        [R, max_slash_blocks + max_verticals + 1], block diagonals and then columns, padded with NB
-        and S, and the second result of `choose`.
-    """
-    num_blocks, size = keys.shape[-2:]
-    seq_len = num_blocks * size
+def each_kind(
+    rule: Rule, by_distance: Array, heads: Array, valid_len: int | Array
+) -> Kept:
+    """The largest keys of columns, and the block diagonals of the largest keys of diagonals."""
+    keys, kept_by = rule.keys(by_distance, heads, valid_len)
     kept, count = select.kept_entries(keys, kept_by)
-    max_verticals, max_slash_blocks = index_capacities(settings, num_blocks)
-    vertical_tokens = select.ascending_entries(kept[0], max_verticals, seq_len)
-
     # Distance s = d*g + place turns on block diagonal d, and d+1 unless place is 0.
     beyond = kept[1, ..., 1:].any(-1)
     active = kept[1].any(-1) | jnp.pad(beyond, ((0, 0), (1, 0)))[:, :-1]
-    blocks = jnp.arange(num_blocks, dtype=jnp.int32)
+    blocks = jnp.arange(keys.shape[-2], dtype=jnp.int32)
     forced = blocks < rule.nearest(count[1], valid_len)
-    slash_blocks = jnp.sort(jnp.where(active | forced, blocks, num_blocks), axis=-1)
     saved = jnp.zeros_like(count[0])
     if kept_by.mass_target is not None and not kept_by.keep_crossing:
         masses = (keys[0] & jnp.uint32(kept_by.mass_mask)).astype(jnp.int32)
         mass = jnp.where(kept[0], masses, 0).sum((-2, -1), dtype=jnp.int32)
         saved = (mass >= kept_by.mass_target).astype(jnp.int32)
+    return kept[0], active | forced, saved
+
+
+def _lists(kept: Kept, settings: Settings) -> Array:
+    """Turns what is kept into the lists of an index.
+
+    Returns:
+        [R, max_slash_blocks + max_verticals + 1], block diagonals and then columns, padded with NB
+        and S, and the second result of `choose`.
+    """
+    columns, diagonals, saved = kept
+    num_blocks, size = columns.shape[-2:]
+    max_verticals, max_slash_blocks = index_capacities(settings, num_blocks)
+    vertical_tokens = select.ascending_entries(columns, max_verticals, num_blocks * size)
+    blocks = jnp.arange(num_blocks, dtype=jnp.int32)
+    slash_blocks = jnp.sort(jnp.where(diagonals, blocks, num_blocks), axis=-1)
     parts = slash_blocks[:, :max_slash_blocks], vertical_tokens, saved[:, None]
     return jnp.concatenate(parts, axis=-1)

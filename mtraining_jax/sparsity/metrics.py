@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from mtraining_jax.sparsity import exchange
+from mtraining_jax.sparsity.document_blocks import DocumentBlocks
 from mtraining_jax.sparsity.estimate import map_logits, relative_exp
 from pallas_kernels.index import Index, Rows
 
@@ -16,18 +17,42 @@ def causal_pairs(seq_len: int) -> int:
     return seq_len * (seq_len + 1) // 2
 
 
-def density(index: Index, seq_len: int, rows: Rows | None = None) -> Array:
+def pairs_to_share(
+    seq_len: int, block_size: int, documents: DocumentBlocks | None = None
+) -> float | Array:
+    """The causal pairs that densities are shares of: those of the sequence, or of its documents.
+
+    Args:
+        seq_len: S.
+        block_size: g.
+        documents: of each sequence, or None if each is one.
+
+    Returns:
+        A number, or float [B, 1] with documents: pairs of a query and a key of one document,
+        padding within its blocks included; at least 1.
+    """
+    if documents is None:
+        return float(causal_pairs(seq_len))
+    return jnp.maximum(documents.causal_pairs(block_size), 1)
+
+
+def density(
+    index: Index, seq_len: int, rows: Rows | None = None, documents: DocumentBlocks | None = None
+) -> Array:
     """Share of the causal pairs that a causal index computes.
 
     Args:
         index: of any kind.
         seq_len: S, a multiple of the index's block size.
         rows: as in `Index.computed_pairs`.
+        documents: of each sequence, of whose causal pairs it is then the share; None if each
+            sequence is one.
 
     Returns:
         Float [B, Hq] in [0, 1], or [1, 1] where all heads compute the same pairs.
     """
-    return index.computed_pairs(seq_len, rows) / float(causal_pairs(seq_len))
+    pairs = pairs_to_share(seq_len, index.block_size, documents)
+    return index.computed_pairs(seq_len, rows) / pairs
 
 
 def attention_flops(
@@ -54,6 +79,7 @@ def attention_recall(
     block_ids: Array,
     axis_names: Sequence[str] = (),
     scale: float | None = None,
+    documents: DocumentBlocks | None = None,
 ) -> Array:
     """Softmax mass, of some query rows, that lies on pairs the index computes.
 
@@ -68,9 +94,12 @@ def attention_recall(
         block_ids: int32 [n/g], global number of each local block.
         axis_names: mesh axes the sequence is sharded over.
         scale: of the logits; 1/sqrt(D) when None.
+        documents: of each sequence, or None if each is one. Exact attention is then that within
+            the row's document, and rows of padding do not count.
 
     Returns:
-        fp32 [B, Hq] in [0, 1], mean over the rows, replicated. 1 is exact dense attention.
+        fp32 [B, Hq] in [0, 1], mean over the rows, replicated. 1 is exact dense attention, and
+        what a sequence has of which no row counts.
 
     Raises:
         ValueError: if the index is not causal.
@@ -87,6 +116,9 @@ def attention_recall(
     index = exchange.all_rows(index, block_ids, num_blocks, axis_names)
 
     def block_mass(logits, ids):  # [C, B, Hq, R, g]
+        if documents is not None:
+            own = documents.of(positions // index.block_size).contain(ids)  # [B, R, C]
+            logits = jnp.where(own.transpose(2, 0, 1)[:, :, None, :, None], logits, -jnp.inf)
         computed = index.computes(positions, ids)
         peak = logits.max(-1)
         terms = relative_exp(logits, peak[..., None], scale)
@@ -100,4 +132,10 @@ def attention_recall(
     weight = relative_exp(block_peak, peak[:, :, None], scale)
     mass = ((block_all * weight).sum(2), (block_kept * weight).sum(2))
     total, kept = lax.psum(mass, tuple(axis_names)) if axis_names else mass
-    return (kept / total).mean(-1)
+    if documents is None:
+        return (kept / total).mean(-1)
+    ends = documents.of(positions // index.block_size).ends(index.block_size)
+    counts = (positions < ends)[:, None]  # [B, 1, R]
+    count = counts.sum(-1)
+    mean = jnp.where(counts, kept / total, 0).sum(-1) / jnp.maximum(count, 1)
+    return jnp.where(count > 0, mean, 1)

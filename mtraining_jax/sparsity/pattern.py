@@ -11,9 +11,12 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
+from mtraining_jax.errors import UserError
+
 if TYPE_CHECKING:
     from jax import Array
 
+    from mtraining_jax.sparsity.document_blocks import DocumentBlocks
     from pallas_kernels.index import Index
 
 # Mean density that MTraining reports for 512K tokens (arXiv 2510.18830, section 5): assumed for a
@@ -53,6 +56,9 @@ class Shards:
         valid_len: int32 scalar, tokens of the sequence that count; those behind are padding. May
             be traced. A pattern that reads the last queries reads the last of these, and its
             choice must not depend on what the padding holds. None is the whole sequence.
+        documents: of each of these sequences (batch entries), in which a query sees its own
+            document only, and which is to be chosen as if it were alone; then `valid_len` is None.
+            None: each sequence is one.
     """
 
     block_ids: "Array"
@@ -62,6 +68,35 @@ class Shards:
     backend: str | None = None
     causal: bool = True
     valid_len: "Array | None" = None
+    documents: "DocumentBlocks | None" = None
+
+    def ends(self, blocks: "Array", block_size: int) -> "Array | None":
+        """Where the tokens end that a choice may read, of the document or sequence of some blocks.
+
+        Args:
+            blocks: int32 [n], global numbers.
+            block_size: g.
+
+        Returns:
+            int32 [B or 1, n], global positions, one past the last token; before the document's
+            first one where nothing is to be read, as the document is dense or there is none. None
+            where all tokens count.
+        """
+        import jax.numpy as jnp
+
+        if self.documents is not None:
+            own = self.documents.of(blocks)
+            return jnp.where(own.dense, 0, own.ends(block_size))
+        if self.valid_len is None:
+            return None
+        return jnp.broadcast_to(self.valid_len, (1, blocks.shape[0]))
+
+    def first_blocks(self, blocks: "Array") -> "Array | None":
+        """The first block of the document of each of some blocks int32 [n]: int32 [B, n].
+
+        NB for a block of no document; None where each sequence is one document.
+        """
+        return None if self.documents is None else self.documents.of(blocks).first
 
     def scale_for(self, head_dim: int) -> float:
         """The scale of the logits as a number."""
@@ -112,6 +147,17 @@ class Settings:
             UserError: if what the settings name cannot be read, or does not fit the model.
         """
         raise NotImplementedError(f"{type(self).__name__}.pattern")
+
+    def for_documents(self) -> "Settings":
+        """What chooses where sequences are made of documents, and reads `Shards.documents`.
+
+        Raises:
+            UserError: if the pattern does not keep documents apart, which is the default.
+        """
+        raise UserError(
+            f"{type(self).__name__} does not read packed documents yet: use sampled_rows, "
+            "vertical_slash, or dense"
+        )
 
     def describe(self) -> str:
         """A few words about the pattern, for the start of a run."""

@@ -9,13 +9,14 @@ from jax import Array
 from mtraining_jax.sparsity.estimate import ordered_sum
 
 
-def block_means(x_BnHD: Array, block_ids: Array, valid_len: Array | None) -> Array:
+def block_means(x_BnHD: Array, block_ids: Array, ends: Array | None) -> Array:
     """Means over the tokens of each block.
 
     Args:
         x_BnHD: [B, n, H, D], tokens of some blocks.
         block_ids: int32 [n/g], global number of each block.
-        valid_len: int32 scalar, tokens before the padding, which is left out; None for none.
+        ends: int32 [B or 1, n/g], position where the padding of a block's document or sequence
+            begins, which is left out; None for no padding.
 
     Returns:
         fp32 [B, H, n/g, D]; 0 for a block of padding.
@@ -23,38 +24,61 @@ def block_means(x_BnHD: Array, block_ids: Array, valid_len: Array | None) -> Arr
     size = x_BnHD.shape[1] // block_ids.shape[0]
     blocks = x_BnHD.reshape(x_BnHD.shape[0], -1, size, *x_BnHD.shape[2:])
     blocks = blocks.transpose(0, 3, 1, 2, 4).astype(jnp.float32)
-    count = jnp.full(block_ids.shape, size, jnp.int32)
-    if valid_len is not None:
-        count = jnp.clip(valid_len - block_ids * size, 0, size)
-        counts = jnp.arange(size, dtype=jnp.int32) < count[:, None]
-        blocks = jnp.where(counts[..., None], blocks, 0.0)
-    return ordered_sum(blocks) / jnp.maximum(count, 1).astype(jnp.float32)[:, None]
+    count = jnp.full((1, *block_ids.shape), size, jnp.int32)
+    if ends is not None:
+        count = jnp.clip(ends - block_ids * size, 0, size)
+        counts = jnp.arange(size, dtype=jnp.int32) < count[..., None]
+        blocks = jnp.where(counts[:, None, ..., None], blocks, 0.0)
+    return ordered_sum(blocks) / jnp.maximum(count, 1).astype(jnp.float32)[:, None, :, None]
 
 
-def energy_share(x: Array, band: Array, up_to_each: bool = False) -> Array:
+def energy_share(x: Array, band: Array) -> Array:
     """Norm of some numbers of vectors over the norm of all of them.
 
     Args:
         x: fp32 [..., n, D].
         band: bool [D], the numbers.
-        up_to_each: whether vectors 0 .. i are taken together for vector i.
 
     Returns:
         fp32 [..., n]; 1 where all numbers are 0.
     """
+    return _share(*_energies(x, band))
+
+
+def energy_share_up_to_each(x: Array, band: Array, first: Array | None) -> Array:
+    """As `energy_share`, with vectors first_i .. i of a sequence taken together for vector i.
+
+    Args:
+        x: fp32 [B, H, n, D].
+        band: bool [D], the numbers.
+        first: int32 [B, n], first_i, one for all vectors of a run; None for 0.
+    """
+    if first is not None:
+        first = first[:, None]
+    return _share(*(_running_sum(y, first) for y in _energies(x, band)))
+
+
+def _energies(x: Array, band: Array) -> tuple[Array, Array]:
+    """Squared norms [..., n] of some numbers of vectors, and of all of them."""
     # The minimum keeps the squares from being contracted with the additions.
     squares = jnp.minimum(x * x, jnp.finfo(jnp.float32).max)
-    energies = [ordered_sum(y[..., None])[..., 0] for y in (jnp.where(band, squares, 0.0), squares)]
-    if up_to_each:
-        energies = [_running_sum(y) for y in energies]
-    some, all_of_them = energies
-    return jnp.where(all_of_them > 0, jnp.sqrt(some / jnp.maximum(all_of_them, 1e-30)), 1.0)
+    some, every = (
+        ordered_sum(y[..., None])[..., 0] for y in (jnp.where(band, squares, 0.0), squares)
+    )
+    return some, every
 
 
-def _running_sum(x: Array) -> Array:
-    """Sums over 0 .. i of the last axis, in steps of 1, 2, 4, ..."""
+def _share(some: Array, every: Array) -> Array:
+    return jnp.where(every > 0, jnp.sqrt(some / jnp.maximum(every, 1e-30)), 1.0)
+
+
+def _running_sum(x: Array, first: Array | None) -> Array:
+    """Sums over first .. i of the last axis, in steps of 1, 2, 4, ...; the bits of a run alone."""
     step = 1
+    places = jnp.arange(x.shape[-1], dtype=jnp.int32)
     while step < x.shape[-1]:
         earlier = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(step, 0)])[..., : x.shape[-1]]
+        if first is not None:
+            earlier = jnp.where(places - step >= first, earlier, 0.0)
         x, step = x + earlier, 2 * step
     return x

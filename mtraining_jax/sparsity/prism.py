@@ -38,7 +38,8 @@ class Prism(RowPattern):
 
         rule = self.rule()
         high, low = (
-            kept_blocks(scores, shards.block_ids, rule) for scores in self.bands(q, k, shards)
+            kept_blocks(scores, shards.block_ids, rule, shards.documents)
+            for scores in self.bands(q, k, shards)
         )
         return high | low
 
@@ -49,24 +50,26 @@ class Prism(RowPattern):
         from mtraining_jax.sparsity import pooling, row_scores
 
         blocks = jnp.arange(shards.num_blocks, dtype=jnp.int32)
-        queries = pooling.block_means(q, shards.block_ids, shards.valid_len)
-        keys = pooling.block_means(k, blocks, shards.valid_len)
-        places = shards.block_ids
-        if shards.valid_len is not None:
-            places = jnp.where(places * self.block_size < shards.valid_len, places, -1)
+        ends = shards.ends(shards.block_ids, self.block_size)
+        queries = pooling.block_means(q, shards.block_ids, ends)
+        keys = pooling.block_means(k, blocks, shards.ends(blocks, self.block_size))
+        places, first = shards.block_ids, shards.first_blocks(blocks)
+        own_first = shards.first_blocks(shards.block_ids)
+        if ends is not None:
+            places = jnp.where(places * self.block_size < ends, places, -1)
         head_dim, groups = q.shape[-1], q.shape[2] // k.shape[2]
         half = head_dim // 2
         in_pair = jnp.arange(head_dim) % half
         found = []
         for band in (in_pair < round(_HIGH * half), in_pair >= half - round(_LOW * half)):
             of_queries = pooling.energy_share(queries, band)
-            of_keys = pooling.energy_share(keys, band, up_to_each=True)[:, :, shards.block_ids]
+            of_keys = pooling.energy_share_up_to_each(keys, band, first)[:, :, shards.block_ids]
             shares = of_queries * jnp.repeat(of_keys, groups, axis=1)
             # The temperature takes sqrt(d_z) away again: it is in the shares.
             rows = jnp.where(band, queries, 0.0) / jnp.maximum(shares, 1e-30)[..., None]
             found.append(
                 row_scores.block_masses(
-                    rows[:, :, :, None], keys[:, :, :, None], places[:, None],
+                    rows[:, :, :, None], keys[:, :, :, None], places[..., None], own_first,
                     scale=shards.scale_for(head_dim), like=q, backend=shards.backend,
                 )
             )

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from jax import Array
 
     from mtraining_jax.sparsity.row_rule import RowRule
+    from pallas_kernels.index import BlockMaskIndex
 
 # Mean density that is assumed as long as nothing has been chosen: sampled rows kept to 0.9 took
 # 15.2 % of the pairs of SmolLM2-135M at 32768 tokens; longer sequences take less.
@@ -38,6 +39,9 @@ class RowPattern(Pattern):
         local_blocks: nearest blocks of keys that are always kept, a row's own among them.
         least_share: share of the row's mass that a block needs to be kept, even if `tau` is not
             reached without it; with tau 1 this alone decides. 0 asks for nothing.
+        dense_below: documents of fewer tokens than this, padding included, keep all of their pairs
+            where several are packed into a sequence: choosing would save little there. Without
+            documents it has no effect.
         block_size: g, tokens on a side of a block.
     """
 
@@ -47,6 +51,7 @@ class RowPattern(Pattern):
     sink_blocks: limited(int, ge=0) = 1
     local_blocks: limited(int, ge=1) = 2
     least_share: limited(float, ge=0, le=1) = 0.0
+    dense_below: limited(int, ge=0) = 8192
     block_size: limited(int, ge=1) = 128
 
     def __post_init__(self) -> None:
@@ -62,7 +67,8 @@ class RowPattern(Pattern):
 
         Returns:
             fp32 [B, Hq, n/g, NB], at least 0, in any unit. The same bits for a row of blocks
-            whatever other rows are on the rank.
+            whatever other rows are on the rank. The mass is that within the row's document;
+            what stands for other blocks is not read.
         """
         raise NotImplementedError(f"{type(self).__name__}.scores")
 
@@ -79,7 +85,8 @@ class RowPattern(Pattern):
         """
         from mtraining_jax.sparsity.row_rule import kept_blocks
 
-        return kept_blocks(self.scores(q, k, shards), shards.block_ids, self.rule())
+        scores = self.scores(q, k, shards)
+        return kept_blocks(scores, shards.block_ids, self.rule(), shards.documents)
 
     def rule(self) -> "RowRule":
         """The rule of all such patterns, with the settings of this one."""
@@ -91,12 +98,24 @@ class RowPattern(Pattern):
         """Chooses the blocks that `keep` says."""
         from mtraining_jax.sparsity import exchange
         from mtraining_jax.sparsity.checks import check_choice
-        from pallas_kernels.index import BlockMaskIndex
 
         check_choice(q, k, shards, self.block_size)
+        if shards.documents is not None:
+            # A document of fewer blocks than this has fewer tokens than `dense_below`.
+            least = -(-self.dense_below // self.block_size)
+            shards = dataclasses.replace(shards, documents=shards.documents.dense_below(least))
         where = shards.block_ids, shards.num_blocks, shards.axis_names
-        bits = self.keep(q, exchange.all_blocks(k, *where), shards)
-        return Choice(BlockMaskIndex(bits, shards.num_blocks, self.block_size))
+        return Choice(self.index(q, exchange.all_blocks(k, *where), shards))
+
+    def index(self, q: "Array", k: "Array", shards: Shards) -> "BlockMaskIndex":
+        """The index of the local rows of blocks; the arguments are those of `keep`."""
+        from pallas_kernels.index import BlockMaskIndex
+
+        return BlockMaskIndex(self.keep(q, k, shards), shards.num_blocks, self.block_size)
+
+    def for_documents(self) -> "RowPattern":
+        """The pattern itself: each row of blocks chooses in its own document."""
+        return self
 
     def rule_in_words(self) -> str:
         """What the rule keeps, for `describe`."""

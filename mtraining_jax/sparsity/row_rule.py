@@ -10,6 +10,7 @@ import dataclasses
 import jax.numpy as jnp
 from jax import Array, lax
 
+from mtraining_jax.sparsity.document_blocks import DocumentBlocks
 from pallas_kernels.index import bits as sets
 
 # The mass of a row is close to 2^30 in all, and below 2^31 however it is rounded.
@@ -31,7 +32,7 @@ class RowRule:
     Attributes:
         tau: share of the row's mass, in (0, 1]; rounded to a multiple of 2^-15. With 1 every block
             of any mass is kept.
-        sink_blocks: first blocks of the sequence, which are forced.
+        sink_blocks: first blocks of the row's document, which are forced.
         local_blocks: nearest blocks, a row's own among them, which are forced; at least 1.
         least_share: share of the row's mass that a block needs to be kept, unless it is forced.
     """
@@ -42,7 +43,10 @@ class RowRule:
     least_share: float = 0.0
 
 
-def kept_blocks(scores: Array, rows: Array, rule: RowRule) -> Array:
+def kept_blocks(
+    scores: Array, rows: Array, rule: RowRule, documents: DocumentBlocks | None = None,
+    beside: Array | None = None,
+) -> Array:
     """The key blocks that each row of blocks keeps.
 
     Args:
@@ -50,18 +54,34 @@ def kept_blocks(scores: Array, rows: Array, rule: RowRule) -> Array:
             nor do NaNs.
         rows: int32 [n], the global block number of each row.
         rule: what to keep.
+        documents: of each sequence, or None if each is one. A row keeps blocks of its own document
+            alone, all of them up to its own if that is dense; a row of no document keeps none.
+        beside: fp32 [B, Hq, n], at least 0: mass of each row, in the unit of the scores, that is
+            kept beside its blocks and is none of theirs. None for nothing.
 
     Returns:
         uint32 [B, Hq, n, ceil(NB/32)], bits as in `BlockMaskIndex`.
     """
     num_blocks = scores.shape[-1]
-    distance = rows[:, None] - jnp.arange(num_blocks, dtype=jnp.int32)
-    causal = distance >= 0
-    sinks = jnp.arange(num_blocks) < rule.sink_blocks
-    forced = causal & (sinks | (distance < rule.local_blocks))
-    mass = whole_masses(jnp.where(causal & (scores > 0), scores, 0.0))
-    target = _share(mass.sum(-1, dtype=jnp.int32), rule.tau)
-    before = jnp.where(forced, mass, 0).sum(-1, dtype=jnp.int32)
+    numbers = jnp.arange(num_blocks, dtype=jnp.int32)
+    distance = rows[:, None] - numbers
+    causal, sinks, length = distance >= 0, numbers < rule.sink_blocks, None
+    local = distance < rule.local_blocks
+    if documents is not None:
+        first, length, _, dense = (x[:, None, :, None] for x in documents.of(rows))
+        causal &= numbers >= first
+        sinks = (numbers - first < rule.sink_blocks) | dense
+    forced = causal & (sinks | local)
+    scores, kept = jnp.where(causal & (scores > 0), scores, 0.0), 0
+    if beside is None:
+        mass = whole_masses(scores, length)
+        total = mass.sum(-1, dtype=jnp.int32)
+    else:
+        mass = whole_masses(jnp.concatenate([scores, beside[..., None]], axis=-1))
+        total = mass.sum(-1, dtype=jnp.int32)
+        mass, kept = mass[..., :-1], mass[..., -1]
+    target = _share(total, rule.tau)
+    before = jnp.where(forced, mass, 0).sum(-1, dtype=jnp.int32) + kept
     free = jnp.where(forced, 0, mass).astype(jnp.uint32)
     threshold = _find_threshold(free, target - before)
     heavier = free > threshold[..., None]
@@ -70,23 +90,28 @@ def kept_blocks(scores: Array, rows: Array, rule: RowRule) -> Array:
     each = jnp.clip(threshold, 1, jnp.iinfo(jnp.int32).max).astype(jnp.int32)
     equal_kept = -(-(target - above) // each)
     least = max(round(rule.least_share * (1 << _MASS_BITS)), 1)
-    equal = _first(sets.pack((free == threshold[..., None]) & (free >= least)), equal_kept)
+    equal = first_of(sets.pack((free == threshold[..., None]) & (free >= least)), equal_kept)
     return sets.pack(forced | (heavier & (free >= least))) | equal
 
 
-def whole_masses(scores: Array) -> Array:
+def whole_masses(scores: Array, length: Array | None = None) -> Array:
     """Scores of rows as integers that add up to about 2^30.
 
     Args:
         scores: fp32 [..., n], at least 0.
+        length: int32, broadcasts to [..., 1]: how many of the n scores may be above 0; None for
+            all. The masses have the bits that these scores have alone.
 
     Returns:
         int32 [..., n]; all 0 where all scores are.
     """
     # Coarsely first, by the largest of each row, for a total whose order of additions means
     # nothing; then by that total.
-    length_bits = (scores.shape[-1] - 1).bit_length()
-    coarse_one = float(1 << (_MASS_BITS - length_bits))
+    if length is None:
+        coarse_one = float(1 << (_MASS_BITS - (scores.shape[-1] - 1).bit_length()))
+    else:
+        length_bits = 32 - lax.clz(jnp.maximum(length - 1, 0))
+        coarse_one = (jnp.int32(1) << (_MASS_BITS - length_bits)).astype(jnp.float32)
     peak = scores.max(-1, keepdims=True)
     shares = jnp.where(peak > 0, scores / jnp.where(peak > 0, peak, 1.0), 0.0)
     coarse = jnp.round(shares * coarse_one).astype(jnp.int32)
@@ -143,7 +168,7 @@ def _sums_from(mass: Array, candidates: Array) -> Array:
     return jnp.stack(sums, axis=-1)
 
 
-def _first(words: Array, most: Array) -> Array:
+def first_of(words: Array, most: Array) -> Array:
     """The first `most` int32 [...] numbers of sets uint32 [..., w], as such sets."""
     number = sets.count_before(words)[..., None] + _rank_in_word(words)
     return words & sets.pack((number < most[..., None, None]).reshape(*words.shape[:-1], -1))

@@ -21,36 +21,56 @@ _MOST_STEPS = 64
 
 
 def block_masses(
-    rows: Array, keys: Array, places: Array, *, scale: float, like: Array, backend: str | None
-) -> Array:
+    rows: Array,
+    keys: Array,
+    places: Array,
+    first_blocks: Array | None = None,
+    *,
+    scale: float,
+    like: Array,
+    backend: str | None,
+    levels: bool = False,
+) -> Array | tuple[Array, Array]:
     """Softmax mass that rows of queries give to each key block, mean over the rows of a block.
 
     Args:
         rows: [B, Hq, n, r, E], r rows of each of n local query blocks.
         keys: [B, Hk, NB, c, E], c rows of each key block of the sequence, in its order.
-        places: int32 [n, r]: a row sees key row j of block b iff b * c + j <= its place; one with
-            the place -1 sees nothing and adds nothing.
+        places: int32 [n, r] or [B or 1, n, r]: a row sees key row j of block b iff b * c + j <= its
+            place; one with the place -1 sees nothing and adds nothing.
+        first_blocks: int32 [B, n], before which the rows of a block see no key block; None for 0.
         scale: of the logits, positive.
         like: [B, n, Hq, D], the queries of the attention, by which a backend is chosen.
         backend: its name, or None for the best that runs here. Where it has no kernels for this
             (`pallas_kernels.backends.BlockScores`), XLA computes it.
+        levels: whether to give the level of each row as well: the product q k that would have the
+            weight 1.
 
     Returns:
         fp32 [B, Hq, n, NB], multiples of 2^-30; a row adds up to the share of its r rows that see
-        anything, up to rounding.
+        anything, up to rounding. With `levels`, a pair of it and fp32 [B, Hq, n, r].
     """
+    places = places[None] if places.ndim == 2 else places
     block_size = like.shape[1] // rows.shape[2]
     kernels = backends.block_score_kernels(backend, like, block_size, rows, keys)
     if kernels is not None:
-        return kernels.block_masses(rows, keys, places, scale=scale)
-    return _by_xla(rows, keys, places, scale)
+        return kernels.block_masses(rows, keys, places, first_blocks, scale=scale, levels=levels)
+    found = _by_xla(rows, keys, places, first_blocks, scale)
+    return found if levels else found[0]
 
 
-def without_padding(x: Array, block_ids: Array, valid_len: Array) -> Array:
-    """Tokens [B, n, H, D] of some blocks, with zeros where their positions reach `valid_len`."""
+def without_padding(x: Array, block_ids: Array, ends: Array) -> Array:
+    """Tokens [B, n, H, D] of some blocks, with zeros where their positions reach a block's end.
+
+    Args:
+        x: [B, n, H, D].
+        block_ids: int32 [n/g], global number of each block.
+        ends: int32 [B or 1, n/g], as `Shards.ends` gives them.
+    """
     size = x.shape[1] // block_ids.shape[0]
     positions = block_ids[:, None] * size + jnp.arange(size, dtype=jnp.int32)
-    return jnp.where((positions.reshape(-1) < valid_len)[:, None, None], x, 0)
+    counts = positions < ends[..., None]
+    return jnp.where(counts.reshape(ends.shape[0], -1)[..., None, None], x, 0)
 
 
 def rows_at_once(batch: int, heads: int, num_rows: int, num_blocks: int, num_keys: int) -> int:
@@ -67,37 +87,50 @@ def rows_at_once(batch: int, heads: int, num_rows: int, num_blocks: int, num_key
     return max(min(_LOGIT_BYTES // of_one, num_blocks // _MOST_STEPS), 1)
 
 
-def _by_xla(rows: Array, keys: Array, places: Array, scale: float) -> Array:
-    """As `block_masses`, some rows of blocks at a time."""
+def _by_xla(
+    rows: Array, keys: Array, places: Array, first_blocks: Array | None, scale: float
+) -> tuple[Array, Array]:
+    """As `block_masses` with levels, some rows of blocks at a time."""
     batch, heads, num_local, num_rows, dim = rows.shape
     kv_heads, num_blocks, num_keys = keys.shape[1:4]
     chunk = rows_at_once(batch, heads, num_rows, num_blocks, num_keys)
     steps = -(-num_local // chunk)
     padding = steps * chunk - num_local
     rows = jnp.pad(rows, ((0, 0), (0, 0), (0, padding), (0, 0), (0, 0)))
-    places = jnp.pad(places, ((0, padding), (0, 0)), constant_values=-1)
+    places = jnp.pad(places, ((0, 0), (0, padding), (0, 0)), constant_values=-1)
+    if first_blocks is not None:
+        first_keys = jnp.pad(first_blocks * num_keys, ((0, 0), (0, padding)))
     keys = keys.reshape(batch, kv_heads, num_blocks * num_keys, dim)
     # bf16 products are exact in fp32; only fp32 inputs need the slower passes.
     precision = lax.Precision.HIGHEST if keys.dtype == jnp.float32 else None
     key_numbers = jnp.arange(num_blocks * num_keys, dtype=jnp.int32)
 
-    def step(i: Array) -> Array:
+    def step(i: Array) -> tuple[Array, Array]:
         own = lax.dynamic_slice_in_dim(rows, i * chunk, chunk, axis=2)
-        seen = lax.dynamic_slice_in_dim(places, i * chunk, chunk)[..., None] >= key_numbers
+        seen = lax.dynamic_slice_in_dim(places, i * chunk, chunk, axis=1)[..., None] >= key_numbers
+        if first_blocks is not None:
+            first = lax.dynamic_slice_in_dim(first_keys, i * chunk, chunk, axis=1)
+            seen &= key_numbers >= first[:, :, None, None]
         logits = lax.dot_general(
             own.reshape(batch, kv_heads, -1, dim), keys, (((3,), (3,)), ((0, 1), (0, 1))),
             precision=precision, preferred_element_type=jnp.float32,
         ).reshape(batch, heads, chunk, num_rows, num_blocks * num_keys)
-        logits = jnp.where(seen, logits, -jnp.inf)
+        logits = jnp.where(seen[:, None], logits, -jnp.inf)
         return _masses(logits.reshape(*logits.shape[:-1], num_blocks, num_keys), scale)
 
-    found = lax.map(step, jnp.arange(steps))  # [steps, B, Hq, chunk, NB]
-    found = jnp.moveaxis(found, 0, 2).reshape(batch, heads, steps * chunk, num_blocks)
-    return found[:, :, :num_local]
+    found = lax.map(step, jnp.arange(steps))  # [steps, B, Hq, chunk, NB or r]
+    masses, levels = (
+        jnp.moveaxis(x, 0, 2).reshape(batch, heads, steps * chunk, -1)[:, :, :num_local]
+        for x in found
+    )
+    return masses, levels
 
 
-def _masses(logits: Array, scale: float) -> Array:
-    """Mean over rows of the softmax of logits [..., r, NB, c], summed by block: fp32 [..., NB]."""
+def _masses(logits: Array, scale: float) -> tuple[Array, Array]:
+    """Mean over rows of the softmax of logits [..., r, NB, c], summed by block: fp32 [..., NB].
+
+    And the levels of the rows, fp32 [..., r].
+    """
     num_rows, _, num_keys = logits.shape[-3:]
     # So that the sum of a block's terms, each at most one, stays within 2^30.
     term_one = float(1 << (estimate.MASS_BITS - (num_keys - 1).bit_length()))
@@ -105,10 +138,13 @@ def _masses(logits: Array, scale: float) -> Array:
     terms = estimate.relative_exp(logits, block_peak[..., None], scale)
     in_block = jnp.round(terms * term_one).astype(jnp.int32).sum(-1, dtype=jnp.int32)
     in_block = in_block.astype(jnp.float32) * (1 / term_one)
-    weight = estimate.relative_exp(block_peak, block_peak.max(-1, keepdims=True), scale)
+    peak = block_peak.max(-1, keepdims=True)
+    weight = estimate.relative_exp(block_peak, peak, scale)
     limbs = estimate.to_limbs(weight, in_block)
     total = estimate.from_limbs(*(x.sum(-1, keepdims=True, dtype=jnp.int32) for x in limbs))
     total = jnp.where(total > 0, total, 1.0)  # of a row that sees nothing
     one = float(estimate.MASS_ONE // num_rows)
     mass = jnp.round(weight * in_block / total * one).astype(jnp.int32).sum(-2, dtype=jnp.int32)
-    return mass.astype(jnp.float32) * (1 / estimate.MASS_ONE)
+    # The maximum stands between a product and an addition, which could be contracted otherwise.
+    above = jnp.maximum(jnp.log(total) * (1 / scale), 0.0)
+    return mass.astype(jnp.float32) * (1 / estimate.MASS_ONE), (peak + above)[..., 0]

@@ -9,7 +9,7 @@ from mtraining_jax.sparsity.pattern import Choice, Pattern, Settings, Shards
 if TYPE_CHECKING:
     from jax import Array
 
-_CAPACITY_MULTIPLE = 128
+COLUMN_MULTIPLE = 128  # to which the room for columns is rounded up
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,19 +19,22 @@ class VerticalSlashSettings(Settings):
     top_p: limited(float, gt=0, le=1) = 0.90
     max_verticals: limited(int, ge=0) = 4096
     max_slashes: limited(int, ge=0) = 4096
-    preset: Literal["safe", "paper"] = "safe"
+    preset: Literal["safe", "paper", "joint"] = "safe"
     last_q: limited(int, ge=1) = 64
     block_size: limited(int, ge=1) = 128
     sink_tokens: limited(int, ge=0) = 30
     local_blocks: limited(int, ge=1) = 2
     min_verticals: limited(int, ge=0) = 128
     min_slashes: limited(int, ge=0) = 16
+    least_share: limited(float, ge=0, le=1) = 0.0
+    max_density: limited(float, gt=0, le=1) = 1.0
 
     def __post_init__(self) -> None:
         check_limits(self)
         check_at_most(self, "last_q", "block_size")
-        if self.preset == "safe":
+        if self.preset != "paper":
             check_at_most(self, "sink_tokens", "max_verticals")
+        if self.preset == "safe":
             check_at_most(self, "min_verticals", "max_verticals")
             check_at_most(self, "min_slashes", "max_slashes")
 
@@ -45,7 +48,7 @@ class VerticalSlashSettings(Settings):
 class VerticalSlash(VerticalSlashSettings, Pattern):
     """Top-p choice: per head, the largest columns and diagonals until their mass reaches p.
 
-    The two presets differ in what happens at the edges:
+    Two presets take columns and diagonals apart, and differ in what happens at the edges:
 
     - ``safe``: the entry that crosses p is kept, the first `sink_tokens` columns and the nearest
       `local_blocks` block diagonals are always kept, and so is a minimum number of columns and
@@ -56,25 +59,51 @@ class VerticalSlash(VerticalSlashSettings, Pattern):
       may be empty. The other is ours: a head whose first column crosses p by itself keeps that
       column. The reference leaves such a head without any, which costs more than a nat of loss.
 
+    The third takes them together (`joint_rule`):
+
+    - ``joint``: columns and block diagonals by the mass that they gain for each pair that they
+      cost, until what both hold together reaches p. What is forced is as in ``safe``, but for the
+      minimum numbers.
+
     Attributes:
-        top_p: share of the estimated attention mass to keep, of columns and of diagonals each.
+        top_p: share of the estimated attention mass to keep, of columns and of diagonals each; of
+            both together (of the presets, joint).
         max_verticals: most columns kept for one head, tokens.
-        max_slashes: most diagonals kept for one head, tokens. Each acts through at most two block
-            diagonals.
+        max_slashes: most diagonals kept for one head, tokens (safe, paper). Each acts through at
+            most two block diagonals.
         preset: safe always keeps sinks, local blocks and minimum budgets; paper only what top_p
-            keeps.
+            keeps; joint counts columns and diagonals together.
         last_q: queries, at the end of the sequence, whose attention is the estimate; at most
             block_size.
         block_size: g, tokens on a side of a block.
-        sink_tokens: first columns that are always kept (of the presets, safe).
-        local_blocks: nearest block diagonals that are always kept (safe).
+        sink_tokens: first columns that are always kept (safe, joint).
+        local_blocks: nearest block diagonals that are always kept (safe, joint).
         min_verticals: fewest columns kept for one head (safe). One tile of columns is nearly free.
         min_slashes: fewest diagonals kept for one head (safe). Small, since each scattered
             diagonal may cost two block diagonals.
+        least_share: share of the mass that a block of pairs must gain in its row of blocks to be
+            kept, even if top_p is not reached without it (joint). With top_p 1 this alone decides,
+            and heads with much mass in few pairs get few. 0 asks for nothing.
+        max_density: most pairs of a head, over the causal ones (joint). What is forced may exceed
+            it.
+        dense_below: documents of fewer tokens than this, padding included, keep all of their pairs
+            where several are packed into a sequence: choosing would save little there. Without
+            documents it has no effect.
 
     Raises:
         ValueError: naming the field, its value and what is allowed.
     """
+
+    dense_below: limited(int, ge=0) = 8192
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.preset != "joint" and (self.least_share, self.max_density) != (0.0, 1.0):
+            name = "least_share" if self.least_share else "max_density"
+            raise ValueError(
+                f"{name}={getattr(self, name)} is an option of preset='joint', but preset is "
+                f"{self.preset!r}"
+            )
 
     def choose(self, q: "Array", k: "Array", shards: Shards) -> Choice:
         """Chooses by the softmax mass of the last queries (arXiv 2510.18830, vertical-slash).
@@ -84,12 +113,56 @@ class VerticalSlash(VerticalSlashSettings, Pattern):
         """
         from mtraining_jax.sparsity import last_queries
 
-        index, saved = last_queries.choose(q, k, shards, self, _Rule(self))
+        together = self._together if self.preset == "joint" else None
+        index, saved = last_queries.choose(q, k, shards, self, _Rule(self), together)
         return Choice(index, {"saved_heads": saved} if self.preset == "paper" else {})
 
+    def for_documents(self) -> "VerticalSlash":
+        """Columns and diagonals for each document."""
+        from mtraining_jax.sparsity.document_vertical_slash import DocumentVerticalSlash
+
+        fields = dataclasses.fields(self)
+        return DocumentVerticalSlash(**{field.name: getattr(self, field.name) for field in fields})
+
+    def kept(
+        self, by_distance: "Array", heads: "Array", valid_len: "int | Array",
+        most_columns: "int | Array",
+    ) -> tuple:
+        """What is kept of scores, `last_queries.Kept`.
+
+        Args:
+            by_distance: int32 [2, R, NB, g], as in `last_queries.Rule.keys`.
+            heads: int32 [R], see there.
+            valid_len: V, see there.
+            most_columns: in the place of `max_verticals`; may be traced.
+        """
+        from mtraining_jax.sparsity import last_queries
+
+        if self.preset == "joint":
+            return self._together(by_distance, valid_len, most_columns)
+        return last_queries.each_kind(_Rule(self, most_columns), by_distance, heads, valid_len)
+
+    def _together(
+        self, by_distance: "Array", valid_len: "int | Array",
+        most_columns: "int | Array | None" = None,
+    ) -> tuple:
+        """What `last_queries.choose` asks of a rule for columns and diagonals at once."""
+        import jax.numpy as jnp
+
+        from mtraining_jax.sparsity.joint_rule import JointRule, kept_together
+
+        names = [field.name for field in dataclasses.fields(JointRule)]
+        rule = JointRule(**{name: getattr(self, name) for name in names})
+        if most_columns is not None:
+            rule = dataclasses.replace(rule, max_verticals=most_columns)
+        columns, diagonals = kept_together(*by_distance, valid_len, rule)
+        return columns, diagonals, jnp.zeros(diagonals.shape[0], jnp.int32)
+
     def describe(self) -> str:
-        """Kind, top-p and preset."""
-        return f"dynamic vertical-slash, top-p {self.top_p:g} ({self.preset})"
+        """Kind, top-p and preset, and what else limits the preset joint."""
+        also = f", at least {self.least_share:g} for a block" if self.least_share else ""
+        also += f", at most {self.max_density:g} of the pairs" if self.max_density < 1 else ""
+        return f"dynamic vertical-slash, top-p {self.top_p:g} ({self.preset}{also})"
 
 
 def index_capacities(settings: Settings, num_blocks: int) -> tuple[int, int]:
@@ -102,9 +175,12 @@ def index_capacities(settings: Settings, num_blocks: int) -> tuple[int, int]:
 
     Returns:
         (max_verticals rounded up to 128, at most S; 2 * max_slashes + local_blocks, at most NB).
+        The preset joint has room for every block diagonal.
     """
-    rounded = -(-settings.max_verticals // _CAPACITY_MULTIPLE) * _CAPACITY_MULTIPLE
+    rounded = -(-settings.max_verticals // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
     slash_blocks = 2 * settings.max_slashes + getattr(settings, "local_blocks", 1)
+    if getattr(settings, "preset", None) == "joint":
+        slash_blocks = num_blocks
     return min(rounded, num_blocks * settings.block_size), min(slash_blocks, num_blocks)
 
 
@@ -113,6 +189,7 @@ class _Rule:
     """What `last_queries.choose` asks: scores, what of them to keep, and what is forced."""
 
     settings: VerticalSlash
+    most_columns: "int | Array | None" = None  # in the place of `max_verticals`
 
     def scores(self, q_last: "Array", k: "Array", shards: Shards, scale: float) -> tuple:
         """Mean softmax masses."""
@@ -141,7 +218,8 @@ class _Rule:
         minimum = min(1, settings.max_verticals), 0
         if safe:
             minimum = max(settings.min_verticals, settings.sink_tokens), settings.min_slashes
-        maximum = settings.max_verticals, settings.max_slashes
+        most = settings.max_verticals if self.most_columns is None else self.most_columns
+        maximum = most, settings.max_slashes
         return keys, select.Rule(
             minimum=jnp.minimum(last_queries.per_kind(minimum), valid_len),
             maximum=jnp.minimum(last_queries.per_kind(maximum), valid_len),

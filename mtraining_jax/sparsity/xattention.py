@@ -48,11 +48,12 @@ class XAttention(RowPattern):
         size, per_block = self.stride, self.block_size // self.stride
 
         places = shards.block_ids[:, None] * per_block + jnp.arange(per_block, dtype=jnp.int32)
-        if shards.valid_len is not None:  # padding adds nothing to a stride that it ends
-            q = row_scores.without_padding(q, shards.block_ids, shards.valid_len)
+        ends = shards.ends(shards.block_ids, self.block_size)
+        if ends is not None:  # padding adds nothing to a stride that it ends
             every = jnp.arange(shards.num_blocks, dtype=jnp.int32)
-            k = row_scores.without_padding(k, every, shards.valid_len)
-            places = jnp.where(places * size < shards.valid_len, places, -1)
+            q = row_scores.without_padding(q, shards.block_ids, ends)
+            k = row_scores.without_padding(k, every, shards.ends(every, self.block_size))
+            places = jnp.where(places * size < ends[..., None], places, -1)
 
         def strides(x: "Array") -> "Array":  # [B, n, H, D] -> [B, H, blocks, strides, s * D]
             x = x.reshape(x.shape[0], -1, per_block, size, *x.shape[2:])
@@ -63,8 +64,8 @@ class XAttention(RowPattern):
         backwards = q.reshape(q.shape[0], -1, size, *q.shape[2:])[:, :, ::-1].reshape(q.shape)
         scale = shards.scale_for(q.shape[-1])
         return row_scores.block_masses(
-            strides(backwards), strides(k), places, scale=scale / size, like=q,
-            backend=shards.backend,
+            strides(backwards), strides(k), places, shards.first_blocks(shards.block_ids),
+            scale=scale / size, like=q, backend=shards.backend,
         )
 
     def scoring_share(self) -> float:

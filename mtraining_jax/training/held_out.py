@@ -21,6 +21,7 @@ from mtraining_jax.models.transformer import Attention
 from mtraining_jax.reporting.record import Record, held_out_record
 from mtraining_jax.sparsity import Dense, Pattern
 from mtraining_jax.training import parts
+from mtraining_jax.training.documents import attention_within
 from mtraining_jax.training.memory_check import check_memory
 from mtraining_jax.training.state import StateBuilder, TrainState
 from mtraining_jax.training.step import Batch
@@ -142,7 +143,7 @@ def _make_sums(
         hidden, _ = model(
             batch["tokens"],
             batch["positions"],
-            attention,
+            attention_within(attention, batch),
             attention_inputs=attention_inputs,
             mesh=mesh,
             fsdp=fsdp,

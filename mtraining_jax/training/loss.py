@@ -33,6 +33,7 @@ def linear_cross_entropy(
     chunk_size: int,
     mesh: Mesh | None = None,
     weight_spec: P = REPLICATED,
+    label_weights_BS: Array | None = None,
 ) -> Array:
     """Sum over counted labels of -log softmax(hidden @ weight.T)[label], without all logits.
 
@@ -52,6 +53,8 @@ def linear_cross_entropy(
         mesh: B lies over 'data' and S over ('node', 'device'), in any order; every device works
             on its own tokens. None: everything is on one device.
         weight_spec: how the weight and its gradient lie on the mesh.
+        label_weights_BS: fp32 [B, S], factors of the summands, which lie as labels do; None is 1
+            for each.
 
     Returns:
         fp32 scalar; differentiable in `hidden_BSE` and `weight_VE`.
@@ -60,17 +63,19 @@ def linear_cross_entropy(
         ValueError: if shapes do not fit or chunk_size is below 1.
     """
     check_output_layer(hidden_BSE, weight_VE, labels_BS, chunk_size)
-    return _summed(hidden_BSE, weight_VE, labels_BS, chunk_size, mesh, weight_spec)
+    of_labels = (labels_BS,) if label_weights_BS is None else (labels_BS, label_weights_BS)
+    return _summed(hidden_BSE, weight_VE, of_labels, chunk_size, mesh, weight_spec)
 
 
+# `of_labels` are the labels and, if they have any, their weights.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
-def _summed(hidden, weight, labels, chunk_size, mesh, weight_spec):
-    return _on_mesh(hidden, weight, labels, chunk_size, mesh, weight_spec, with_gradients=False)
+def _summed(hidden, weight, of_labels, chunk_size, mesh, weight_spec):
+    return _on_mesh(hidden, weight, of_labels, chunk_size, mesh, weight_spec, with_gradients=False)
 
 
-def _summed_fwd(hidden, weight, labels, chunk_size, mesh, weight_spec):
+def _summed_fwd(hidden, weight, of_labels, chunk_size, mesh, weight_spec):
     loss, d_hidden, d_weight = _on_mesh(
-        hidden, weight, labels, chunk_size, mesh, weight_spec, with_gradients=True
+        hidden, weight, of_labels, chunk_size, mesh, weight_spec, with_gradients=True
     )
     return loss, (d_hidden, d_weight)
 
@@ -85,15 +90,15 @@ def _summed_bwd(chunk_size, mesh, weight_spec, gradients, d_loss):
 _summed.defvjp(_summed_fwd, _summed_bwd)
 
 
-def _on_mesh(hidden, weight, labels, chunk_size, mesh, weight_spec, with_gradients):
+def _on_mesh(hidden, weight, of_labels, chunk_size, mesh, weight_spec, with_gradients):
     """The loss, and its gradients if asked, each device on its own tokens."""
     local = functools.partial(_local, chunk_size=chunk_size, with_gradients=with_gradients)
     weight = weight.astype(hidden.dtype)  # before it is gathered: half the bytes travel
     if mesh is None:
-        return local(hidden, weight, labels)
+        return local(hidden, weight, of_labels)
 
-    def summed_over_devices(hidden, weight, labels):
-        out = local(hidden, gather(weight, weight_spec), labels)
+    def summed_over_devices(hidden, weight, of_labels):
+        out = local(hidden, gather(weight, weight_spec), of_labels)
         if not with_gradients:
             return lax.psum(out, AXES)
         loss, d_hidden, d_weight = out
@@ -109,29 +114,31 @@ def _on_mesh(hidden, weight, labels, chunk_size, mesh, weight_spec, with_gradien
         in_specs=(ACTIVATIONS, weight_spec, TOKENS),
         out_specs=(P(), ACTIVATIONS, weight_spec) if with_gradients else P(),
         check_vma=False,
-    )(hidden, weight, labels)
+    )(hidden, weight, of_labels)
 
 
-def _local(hidden_BSE, weight_VE, labels_BS, *, chunk_size, with_gradients):
+def _local(hidden_BSE, weight_VE, of_labels, *, chunk_size, with_gradients):
     """The same for the tokens of one device."""
     dtype, (batch, seq, width) = hidden_BSE.dtype, hidden_BSE.shape
     chunks = num_chunks(batch * seq, chunk_size)
     hidden = hidden_BSE.reshape(chunks, -1, width)
-    labels = labels_BS.reshape(chunks, -1)
+    of_labels = tuple(x.reshape(chunks, -1) for x in of_labels)
     exact = lax.Precision.HIGHEST if dtype == jnp.float32 else None
     dot = functools.partial(jnp.einsum, precision=exact)
     dot32 = functools.partial(dot, preferred_element_type=jnp.float32)
 
     def body(carry, inputs):
-        hidden_CE, labels_C = inputs
+        hidden_CE, (labels_C, *weights_C) = inputs
         scores = score_chunk(hidden_CE, weight_VE, labels_C)
-        loss = jnp.sum(scores.loss)
+        loss = jnp.sum(scores.loss * weights_C[0] if weights_C else scores.loss)
         if not with_gradients:
             return carry + loss, None
         total, d_weight_VE = carry
         probabilities_CV = jnp.exp(scores.logits - scores.lse[:, None])
         is_label_CV = jnp.arange(weight_VE.shape[0]) == scores.labels[:, None]
         d_logits_CV = jnp.where(scores.counted[:, None], probabilities_CV - is_label_CV, 0.0)
+        if weights_C:
+            d_logits_CV = d_logits_CV * weights_C[0][:, None]
         d_logits_CV = d_logits_CV.astype(dtype)
         d_hidden_CE = dot("cv,ve->ce", d_logits_CV, weight_VE)
         d_weight_VE = d_weight_VE + dot32("cv,ce->ve", d_logits_CV, hidden_CE)
@@ -139,7 +146,7 @@ def _local(hidden_BSE, weight_VE, labels_BS, *, chunk_size, with_gradients):
 
     zero = jnp.zeros((), jnp.float32)
     if not with_gradients:
-        return lax.scan(body, zero, (hidden, labels))[0]
+        return lax.scan(body, zero, (hidden, of_labels))[0]
     start = (zero, jnp.zeros(weight_VE.shape, jnp.float32))
-    (total, d_weight), d_hidden = lax.scan(body, start, (hidden, labels))
+    (total, d_weight), d_hidden = lax.scan(body, start, (hidden, of_labels))
     return total, d_hidden.reshape(hidden_BSE.shape), d_weight

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from mtraining_jax.errors import UserError
+from mtraining_jax.platform import host_memory
 
 
 def check_memory(
@@ -16,8 +17,8 @@ def check_memory(
 
     Args:
         program: `jax.stages.Compiled`.
-        devices: those of this process that the program runs on; devices that do not report how
-            much memory they have (the CPU) are assumed to have enough.
+        devices: those of this process that the program runs on. Devices of the CPU share the
+            memory of the machine; others that do not report theirs are assumed to have enough.
         what: the program in words.
 
     Raises:
@@ -27,6 +28,14 @@ def check_memory(
     if sizes is None:
         return
     needed = sizes.temp_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
+    devices = list(devices)
+    on_host = sum(device.platform == "cpu" for device in devices)
+    if on_host * needed > host_memory():
+        raise UserError(
+            f"{what} needs {_gib(needed)} on each of {on_host} devices of the CPU besides "
+            f"parameters and optimizer state, and this machine has {_gib(host_memory())}; "
+            f"the same command with --dry-run says what would make it less"
+        )
     for device in devices:
         stats = device.memory_stats() or {}
         if "bytes_limit" not in stats:

@@ -15,8 +15,9 @@ from mtraining_jax.data.loader import Loader, build_loader, local_rows_and_colum
 from mtraining_jax.errors import UserError
 from mtraining_jax.models.transformer import Attention
 from mtraining_jax.parallel.layout import Layout
-from mtraining_jax.parallel.mesh import TOKENS, make_mesh
+from mtraining_jax.parallel.mesh import DOCUMENTS, TOKENS, make_mesh
 from mtraining_jax.sparsity import ModelSizes, Pattern
+from mtraining_jax.training.documents import restarting_positions
 
 
 def build_mesh(config: Config) -> Mesh:
@@ -115,21 +116,37 @@ class Batches:
             vocab_size=config.model.vocab_size,
             rows=rows,
             columns=columns,
+            block_size=config.sparsity.block_size,
+            weighted=config.loss.weighting == "document",
         )
         # The same in every batch, so they stay on the devices.
         positions = np.broadcast_to(permutation.astype(np.int32), self._shape)
         self._positions = jax.make_array_from_callback(
             self._shape, self._sharding, lambda index: positions[index]
         )
+        self._of_documents = NamedSharding(mesh, DOCUMENTS)
+        self._restart = restarting_positions(mesh, config.sparsity.block_size)
 
     def __iter__(self) -> Iterator[dict[str, Array]]:
         return self
 
     def __next__(self) -> dict[str, Array]:
-        """int32 [B, S] tokens, labels and positions, in layout order."""
+        """int32 [B, S] tokens, labels and positions, in layout order.
+
+        Where data has documents also `documents`, int32 [B, NB, 3] as the loader's, and positions
+        are those in the document; and with loss.weighting = "document" fp32 [B, S] `weights`.
+        """
         local = next(self.loader)
+        documents = local.pop("documents", None)
         batch = {name: self._spread(array) for name, array in local.items()}
-        return batch | {"positions": self._positions}
+        if documents is None:
+            return batch | {"positions": self._positions}
+        table = jax.make_array_from_callback(
+            (self._shape[0], *documents.shape[1:]), self._of_documents,
+            lambda index: self.loader.block_of_rows(documents, index),
+        )
+        positions = self._restart(self._positions, table)
+        return batch | {"positions": positions, "documents": table}
 
     def state(self) -> dict[str, Any]:
         """Where the data stands, for a checkpoint."""

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from mtraining_jax.config import Config
 from mtraining_jax.models.transformer import Attention
+from mtraining_jax.training.documents import attention_within
 from mtraining_jax.training.state import StateBuilder, TrainState
 from mtraining_jax.training.step import Batch
 
@@ -51,7 +52,7 @@ def make_recall(
         _, layers = model(
             batch["tokens"],
             batch["positions"],
-            attention_with_recall(positions),
+            attention_within(attention_with_recall(positions), batch),
             attention_inputs=attention_inputs,
             mesh=mesh,
             fsdp=config.parallel.fsdp,

@@ -14,7 +14,8 @@ from mtraining_jax.config import Config
 from mtraining_jax.models.sharding import lm_head_spec
 from mtraining_jax.models.transformer import Attention
 from mtraining_jax.parallel.compiler import ring_compiler_options
-from mtraining_jax.parallel.mesh import DATA_AXIS, SEQUENCE_AXES
+from mtraining_jax.parallel.mesh import DATA_AXIS, DOCUMENTS, TOKENS
+from mtraining_jax.training.documents import attention_within
 from mtraining_jax.training.loss import count_labels, linear_cross_entropy
 from mtraining_jax.training.optimizer import Parameters, clip, make_schedule
 from mtraining_jax.training.state import StateBuilder, TrainState
@@ -33,9 +34,10 @@ def make_train_step(
     """Compiles, at its first call, one step of training.
 
     The loss is the mean of -log p over all counted labels of the batch, whichever micro-batch or
-    device they are on. Gradients are summed in fp32 over `optimizer.accumulation_steps`
-    micro-batches; within one, those of the layers' matrices have the compute dtype. A step whose
-    loss or gradient norm is not finite changes no parameter and no optimizer state, and is counted.
+    device they are on, or the mean over its documents of their means (`loss.weighting`). Gradients
+    are summed in fp32 over `optimizer.accumulation_steps` micro-batches; within one, those of the
+    layers' matrices have the compute dtype. A step whose loss or gradient norm is not finite
+    changes no parameter and no optimizer state, and is counted.
 
     Args:
         config: of the run.
@@ -46,12 +48,14 @@ def make_train_step(
             `Transformer`.
 
     Returns:
-        A function of the state, whose buffers it takes over, and of a batch: int32 [B, S]
-        `tokens`, `labels` and `positions` in layout order. It gives the next state and metrics,
-        which stay on the devices until they are read: fp32 scalars `loss`, `grad_norm` (before
-        the clip) and `lr`; int32 scalars `step` (its number, from 1), `labels` (counted),
-        `skipped` (so far) and `skipped_in_row`; and `layers`, what the attention reports by
-        name, fp32 [L] each, mean over the batch.
+        A function of the state, whose buffers it takes over, and of a batch: int32 [B, S] `tokens`,
+        `labels` and `positions` in layout order, and optionally `documents` int32 [B, NB, 3] as in
+        `Documents`: attention then stays within each, and positions are those within it; and fp32
+        `weights` [B, S] of labels, which the mean is taken by. It gives the next state and metrics,
+        which stay on the devices until they are read: fp32 scalars `loss`, `grad_norm` (before the
+        clip) and `lr`; int32 scalars `step` (its number, from 1), `labels` (counted), `skipped` (so
+        far) and `skipped_in_row`; and `layers`, what the attention reports by name, fp32 [L] each,
+        mean over the batch.
     """
     schedule = make_schedule(config.optimizer, config.run.steps)
     gradients_of = _make_gradients(config, builder, attention, mesh, attention_inputs)
@@ -59,7 +63,9 @@ def make_train_step(
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         trained, frozen = builder.split(state.parameters)
         labels = count_labels(batch["labels"])
-        loss, gradients, layers = gradients_of(trained, frozen, batch, labels)
+        # The weights of a document add up to 1.
+        count = jnp.sum(batch["weights"]) if "weights" in batch else labels
+        loss, gradients, layers = gradients_of(trained, frozen, batch, count)
         gradients, norm = clip(gradients, config.optimizer.clip_norm)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
 
@@ -106,15 +112,18 @@ def _make_gradients(
     mesh: Mesh,
     attention_inputs: Any,
 ):
-    """(trained, frozen, batch, labels) -> loss, gradients, stats of layers."""
+    """(trained, frozen, batch, count) -> loss, gradients, stats of layers.
+
+    `count` is what sums are divided by, over all micro-batches.
+    """
     fsdp = config.parallel.fsdp
 
-    def loss_of(trained: Parameters, frozen: Parameters, batch: Batch, labels: Array):
+    def loss_of(trained: Parameters, frozen: Parameters, batch: Batch, count: Array):
         model = nnx.merge(builder.graphdef, builder.unflatten({**trained, **frozen}))
         hidden, layers = model(
             batch["tokens"],
             batch["positions"],
-            attention,
+            attention_within(attention, batch),
             attention_inputs=attention_inputs,
             mesh=mesh,
             fsdp=fsdp,
@@ -127,19 +136,20 @@ def _make_gradients(
             chunk_size=config.loss.chunk_size,
             mesh=mesh,
             weight_spec=lm_head_spec(builder.spec, mesh, fsdp),
+            label_weights_BS=batch.get("weights"),
         )
-        return total / jnp.maximum(labels, 1), layers
+        return total / jnp.maximum(count, 1), layers
 
     differentiate = jax.value_and_grad(loss_of, has_aux=True)
     parts = config.optimizer.accumulation_steps
 
-    def gradients_of(trained: Parameters, frozen: Parameters, batch: Batch, labels: Array):
+    def gradients_of(trained: Parameters, frozen: Parameters, batch: Batch, count: Array):
         if parts == 1:
-            (loss, layers), gradients = differentiate(trained, frozen, batch, labels)
+            (loss, layers), gradients = differentiate(trained, frozen, batch, count)
             return loss, gradients, layers
 
         def add(sums: tuple[Array, Parameters], micro: Batch):
-            (loss, layers), gradients = differentiate(trained, frozen, micro, labels)
+            (loss, layers), gradients = differentiate(trained, frozen, micro, count)
             return jax.tree.map(jnp.add, sums, (loss, gradients)), layers
 
         zeros = jnp.zeros((), jnp.float32), jax.tree.map(jnp.zeros_like, trained)
@@ -150,16 +160,17 @@ def _make_gradients(
 
 
 def micro_batches(batch: Batch, parts: int, mesh: Mesh) -> Batch:
-    """Cuts a batch [B, S] into micro-batches [parts, B / parts, S].
+    """Cuts a batch [B, ...] into micro-batches [parts, B / parts, ...].
 
     Every device keeps the rows that it holds: micro-batch a takes the a-th part of each group's.
     """
     groups = mesh.shape[DATA_AXIS]
-    sharding = NamedSharding(mesh, P(None, DATA_AXIS, SEQUENCE_AXES))
 
-    def cut(x_BS: Array) -> Array:
-        rows = x_BS.shape[0] // (groups * parts)
-        x = x_BS.reshape(groups, parts, rows, -1).swapaxes(0, 1)
-        return lax.with_sharding_constraint(x.reshape(parts, groups * rows, -1), sharding)
+    def cut(name: str, x: Array) -> Array:
+        spec = DOCUMENTS if name == "documents" else TOKENS
+        rows = x.shape[0] // (groups * parts)
+        cut = x.reshape(groups, parts, rows, *x.shape[1:]).swapaxes(0, 1)
+        cut = cut.reshape(parts, groups * rows, *x.shape[1:])
+        return lax.with_sharding_constraint(cut, NamedSharding(mesh, P(None, *spec)))
 
-    return jax.tree.map(cut, batch)
+    return {name: cut(name, x) for name, x in batch.items()}

@@ -10,6 +10,7 @@ from pallas_kernels.index.block_sparse import BlockSparseIndex
 from pallas_kernels.index.dense import DenseIndex
 from pallas_kernels.index.protocol import Index, Rows
 from pallas_kernels.index.shards import Segment, ShardTiles
+from pallas_kernels.index.token_chunks import TokenChunksIndex
 from pallas_kernels.index.vertical_slash import VerticalSlashIndex
 
 __all__ = [
@@ -20,5 +21,6 @@ __all__ = [
     "Rows",
     "Segment",
     "ShardTiles",
+    "TokenChunksIndex",
     "VerticalSlashIndex",
 ]

@@ -1,7 +1,8 @@
-"""One bit for each block of queries and keys."""
+"""One bit for each block of queries and keys, and key columns beside them."""
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import ClassVar
 
 import jax
@@ -9,37 +10,50 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.index import bits as sets
+from pallas_kernels.index.entries import marked
 from pallas_kernels.index.mask_shards import MaskShards, tiles_of
 from pallas_kernels.index.protocol import Index, Rows
-from pallas_kernels.tiles import ListedTiles
+from pallas_kernels.index.shards import Segment
+from pallas_kernels.tiles import Columns, ListedTiles, padded_columns
 from pallas_kernels.tiles.protocol import check_shape
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["bits"],
-    meta_fields=["num_blocks", "block_size"],
+    jax.tree_util.register_dataclass, data_fields=["bits", "column_marks", "column_start"],
+    meta_fields=["num_blocks", "block_size", "max_columns"],
 )
 @dataclasses.dataclass(frozen=True)
 class BlockMaskIndex(Index):
     """Which key blocks each block of queries sees, as bits: small enough to be kept.
 
-    A pair (q, k) is computed iff k <= q and the bit of key block k//g is set in the row of q//g.
-    No bit above the diagonal is set. There is no capacity that a row could exceed. Lists for
-    kernels are made from the bits when they are needed, and take 32 times the room each.
+    A pair (q, k) is computed iff k <= q and either the bit of key block k//g is set in the row of
+    q//g or key k is one of the columns, in a block from the row's `column_start` on. It is a union:
+    a pair that is in both counts once. No bit above the diagonal is set. There is no capacity that
+    a row could exceed. Lists for kernels are made from the bits when they are needed, and take 32
+    times the room each.
 
     Rows are those of the whole sequence, in its order; in a ring each rank holds its own
-    (`Index.by_rows`).
+    (`Index.by_rows`). So columns are marked in the row of the block that they lie in.
 
     Attributes:
         bits: uint32 [B, Hq, rows, ceil(NB/32)]; bit b % 32 of word b // 32 is key block b, counted
             in the whole sequence. Bits from NB on are 0.
         num_blocks: NB, blocks of the whole sequence (static).
         block_size: g (static).
+        column_marks: uint32 [B, Hq, rows, ceil(g/32)]; bit t % 32 of word t // 32 says that token t
+            of the row's own block is a column. None: there are no columns.
+        max_columns: most columns of a head (static).
+        column_start: int32 [B, Hq, rows], the first block whose columns a row sees, as that of its
+            document where several are packed into a sequence; at most the row itself if its block
+            has columns. None: a row sees all columns before it.
     """
 
     bits: Array
     num_blocks: int
     block_size: int
+    column_marks: Array | None = None
+    max_columns: int = 0
+    column_start: Array | None = None
 
     causal = True
     by_rows: ClassVar[bool] = True
@@ -62,32 +76,75 @@ class BlockMaskIndex(Index):
         seen = jnp.arange(num_blocks, dtype=jnp.int32) <= rows[:, None]
         return cls(sets.pack(mask & seen), num_blocks, block_size)
 
+    def with_columns(self, tokens: Array, rows: Array | None = None) -> "BlockMaskIndex":
+        """This index with columns instead of those it has, which every later row sees.
+
+        Args:
+            tokens: int32 [B, Hq, C], C >= 1, global positions in any order; those outside of the
+                sequence are padding. C is the room that kernels are given (`max_columns`).
+            rows: int32 [rows], global block number of each row; None for 0, 1, ...
+        """
+        seq_len = self.told_length()
+        tokens = jnp.where((tokens >= 0) & (tokens < seq_len), tokens, seq_len)
+        every = marked(tokens, jnp.full(tokens.shape[:-1], tokens.shape[-1]), seq_len)
+        every = every.reshape(*tokens.shape[:-1], self.num_blocks, self.block_size)
+        own = every if rows is None else every[:, :, rows]
+        return dataclasses.replace(
+            self, column_marks=sets.pack(own), max_columns=tokens.shape[-1], column_start=None
+        )
+
+    def columns_from(self, start: Array) -> "BlockMaskIndex":
+        """This index, where a row sees no column of blocks before `start`, int32 [B, Hq, rows].
+
+        Where the index has a start already, the later of both counts.
+        """
+        if self.column_marks is None:
+            return self
+        start = jnp.broadcast_to(start, self.bits.shape[:-1]).astype(jnp.int32)
+        if self.column_start is not None:
+            start = jnp.maximum(start, self.column_start)
+        return dataclasses.replace(self, column_start=start)
+
     def computed_pairs(self, seq_len: int, rows: Rows | None = None) -> Array:
         """As `Index.computed_pairs`: float [B, Hq]."""
         size, to_float = self.block_size, jnp.result_type(float)
-        tiles = self._tiles(seq_len, rows)
-        numbers = jnp.arange(self.bits.shape[-2], dtype=jnp.int32) if rows is None else rows.blocks
-        own = sets.single(numbers, self.bits.shape[-1])
-        cut = ((self.bits & own) != 0).any(-1).sum(-1, dtype=jnp.int32)
-        cut = cut if rows is None else rows.total(cut)
+        tiles, cut = self._tiles(seq_len, rows)
         whole = (tiles - cut).astype(to_float) * (size * size)
-        return whole + cut.astype(to_float) * (size * (size + 1) // 2)
+        pairs = whole + cut.astype(to_float) * (size * (size + 1) // 2)
+        if self.column_marks is None:
+            return pairs
+        below, own, _ = self._beside_blocks(rows)
+        return pairs + below.astype(to_float) * size + own.astype(to_float)
 
     def executed_pairs(self, seq_len: int, rows: Rows | None = None) -> Array:
         """As `Index.executed_pairs`: float [B, Hq]."""
-        return self._tiles(seq_len, rows).astype(jnp.result_type(float)) * self.block_size**2
+        size, to_float = self.block_size, jnp.result_type(float)
+        pairs = self._tiles(seq_len, rows)[0].astype(to_float) * size**2
+        if self.column_marks is None:
+            return pairs
+        below, _, in_own = self._beside_blocks(rows)
+        return pairs + (below + in_own).astype(to_float) * size
 
     def computes(self, query_positions: Array, key_blocks: Array) -> Array:
-        """As `Index.computes`: bool [B, Hq, R, C, 1]; of an index that holds all rows."""
+        """As `Index.computes`: bool [B, Hq, R, C, 1 or g]; of an index that holds all rows."""
         of_queries = self.bits[:, :, query_positions // self.block_size]
-        return sets.contains(of_queries, key_blocks)[..., None]
+        by_block = sets.contains(of_queries, key_blocks)[..., None]
+        if self.column_marks is None:
+            return by_block
+        columns = jnp.take(self._marked(), key_blocks, axis=2, mode="fill", fill_value=False)
+        columns = columns[:, :, None]
+        if self.column_start is not None:
+            start = self.column_start[:, :, query_positions // self.block_size]
+            columns &= (key_blocks >= start[..., None])[..., None]
+        return by_block | columns
 
     def on_one_device(
         self, batch: int, num_queries: int, num_heads: int, num_keys: int
-    ) -> tuple[ListedTiles, None]:
+    ) -> tuple[ListedTiles, Columns | None]:
         """As `Index.on_one_device`."""
         self._check(batch, num_heads, num_queries // self.block_size, num_keys // self.block_size)
-        return tiles_of(self.bits, self.num_blocks, jnp.int32(0), self.block_size), None
+        tiles = tiles_of(self.bits, self.num_blocks, jnp.int32(0), self.block_size)
+        return tiles, self.columns(Segment(0, 1, self.num_blocks), self.num_blocks)
 
     def shards(
         self, batch: int, num_heads: int, stride: int, num_blocks: int, rows: Array | None = None
@@ -97,9 +154,41 @@ class BlockMaskIndex(Index):
         self._check(batch, num_heads, count, num_blocks)
         return MaskShards(self.bits, rows, num_blocks, self.block_size)
 
+    def column_tokens(self, every_row: Callable[[Array], Array] | None = None) -> Array | None:
+        """As `Index.column_tokens`."""
+        if self.column_marks is None:
+            return None
+        marks = self._marked()
+        marks = marks if every_row is None else every_row(marks)
+        words = sets.pack(marks.reshape(*marks.shape[:2], -1))
+        tokens, count = sets.listed(words, self.max_columns)
+        return padded_columns(tokens, count)
+
+    def columns(
+        self, query: Segment, num_blocks: int, tokens: Array | None = None,
+        rows: Array | None = None,
+    ) -> Columns | None:
+        """As `Index.columns`."""
+        if self.column_marks is None:
+            return None
+        tokens = self.column_tokens() if tokens is None else tokens
+        shards = MaskShards(self.bits, rows, num_blocks, self.block_size)
+        bits = shards.rows_of(query)
+        blocks = jnp.minimum(tokens // self.block_size, num_blocks - 1)
+        word = jnp.take_along_axis(bits, (blocks // sets.WORD)[:, :, None], axis=-1)
+        listed = (word >> (blocks % sets.WORD).astype(jnp.uint32)[:, :, None]) & 1
+        left_out = listed.astype(bool)
+        if self.column_start is not None:
+            start = shards.rows_of(query, self.column_start)
+            left_out |= blocks[:, :, None] < start[..., None]
+        return Columns.beside(left_out, tokens, query.blocks(), num_blocks, self.block_size)
+
     def budgets(self) -> dict[str, Array]:
-        """Blocks of each head."""
-        return {"blocks": sets.count(self.bits).sum(-1, dtype=jnp.int32)}
+        """Blocks of each head, and columns where it has any."""
+        blocks = {"blocks": sets.count(self.bits).sum(-1, dtype=jnp.int32)}
+        if self.column_marks is None:
+            return blocks
+        return blocks | {"columns": sets.count(self.column_marks).sum(-1, dtype=jnp.int32)}
 
     def told_length(self) -> int:
         """The length of the sequence."""
@@ -112,12 +201,57 @@ class BlockMaskIndex(Index):
             )
         words = sets.words_for(num_blocks)
         check_shape("index.bits", self.bits, (batch, num_heads, rows, words))
+        if self.column_marks is not None:
+            words = sets.words_for(self.block_size)
+            check_shape("index.column_marks", self.column_marks, (batch, num_heads, rows, words))
+        if self.column_start is not None:
+            check_shape("index.column_start", self.column_start, (batch, num_heads, rows))
 
-    def _tiles(self, seq_len: int, rows: Rows | None) -> Array:
-        """Int32 [B, Hq]: blocks that are set."""
+    def _tiles(self, seq_len: int, rows: Rows | None) -> tuple[Array, Array]:
+        """Int32 [B, Hq] twice: blocks that are set, and those of them that are a row's own."""
         if seq_len != self.told_length():
             raise ValueError(
                 f"seq_len={seq_len} but the index is of {self.told_length()} tokens"
             )
         tiles = sets.count(self.bits).sum(-1, dtype=jnp.int32)
-        return tiles if rows is None else rows.total(tiles)
+        cut = self._own_listed(rows).sum(-1, dtype=jnp.int32)
+        return (tiles, cut) if rows is None else (rows.total(tiles), rows.total(cut))
+
+    def _beside_blocks(self, rows: Rows | None) -> tuple[Array, Array, Array]:
+        """What columns add to the blocks that are set; integers that cannot overflow.
+
+        Returns:
+            below: int32 [B, Hq], (column, row of blocks) pairs of a column and a later row of
+                blocks that sees the column and does not list its block.
+            own: int32 [B, Hq], token pairs of a column in its own block, where that is not set.
+            in_own: int32 [B, Hq], columns whose own block is not set.
+        """
+        numbers, marks = self._numbers(rows), self._marked()
+        of_row = marks.sum(-1, dtype=jnp.int32)
+        counts = jnp.zeros((*of_row.shape[:2], self.num_blocks), jnp.int32)
+        counts = counts.at[:, :, numbers].set(of_row)
+        counts = counts if rows is None else rows.total(counts)
+        blocks = jnp.arange(self.num_blocks, dtype=jnp.int32)
+        free = (blocks < numbers[:, None]) & ~sets.unpack(self.bits, self.num_blocks)
+        if self.column_start is not None:
+            free &= blocks >= self.column_start[..., None]
+        below = jnp.where(free, counts[:, :, None], 0).sum((-2, -1), dtype=jnp.int32)
+        unlisted = ~self._own_listed(rows)
+        later = self.block_size - jnp.arange(self.block_size, dtype=jnp.int32)
+        own = jnp.where(unlisted[..., None] & marks, later, 0).sum((-2, -1), dtype=jnp.int32)
+        in_own = jnp.where(unlisted, of_row, 0).sum(-1, dtype=jnp.int32)
+        added = below, own, in_own
+        return added if rows is None else rows.total(added)
+
+    def _own_listed(self, rows: Rows | None) -> Array:
+        """Bool [B, Hq, rows]: whether a row lists its own block."""
+        own = sets.single(self._numbers(rows), self.bits.shape[-1])
+        return ((self.bits & own) != 0).any(-1)
+
+    def _numbers(self, rows: Rows | None) -> Array:
+        """Int32 [rows]: global block number of each row."""
+        return jnp.arange(self.bits.shape[-2], dtype=jnp.int32) if rows is None else rows.blocks
+
+    def _marked(self) -> Array:
+        """The columns of each row's own block: bool [B, Hq, rows, g]."""
+        return sets.unpack(self.column_marks, self.block_size)

@@ -31,7 +31,7 @@ class MaskShards(ShardTiles):
         lag = jnp.asarray(query.first_block - key.first_block, jnp.int32)
         diagonal = jnp.where(lag % query.stride == 0, -(lag // query.stride), NO_DIAGONAL)
         # Keys ascend, and none behind the masked one is listed: it is the last of its list.
-        words = sets.pack(sets.contains(self._rows(query), key.blocks()))
+        words = sets.pack(sets.contains(self.rows_of(query), key.blocks()))
         return tiles_of(words, key.num_blocks, diagonal, self.block_size)
 
     def gathered(self, query: Segment, keys: Array, skip_own: bool) -> ListedTiles:
@@ -40,7 +40,7 @@ class MaskShards(ShardTiles):
         steps = query.stride * jnp.arange(size, dtype=jnp.int32)
         blocks = (keys[:, None] + steps).reshape(-1).astype(jnp.int32)
         own = keys == query.first_block
-        words = sets.contains(self._rows(query), blocks)
+        words = sets.contains(self.rows_of(query), blocks)
         if skip_own:
             words = sets.pack(words & ~jnp.repeat(own, size))
             return tiles_of(words, blocks.size, jnp.asarray(NO_DIAGONAL), self.block_size)
@@ -49,15 +49,16 @@ class MaskShards(ShardTiles):
         last = jnp.where(own.any(), jnp.arange(size, dtype=jnp.int32) - offset, -1)
         return tiles_of(sets.pack(words), blocks.size, diagonal, self.block_size, last)
 
-    def _rows(self, query: Segment) -> Array:
-        """The bits of a segment's queries."""
+    def rows_of(self, query: Segment, of: Array | None = None) -> Array:
+        """The bits of a segment's queries; or of another array [B, Hq, n, ...], what is theirs."""
+        of = self.bits if of is None else of
         if self.rows is None:
-            return self.bits[:, :, query.blocks()]
+            return of[:, :, query.blocks()]
         if self.rows.shape[0] == query.num_blocks:  # the rank has no other segment
-            return self.bits
+            return of
         places = jnp.arange(self.rows.shape[0], dtype=jnp.int32)
         where = jnp.zeros(self.num_blocks, jnp.int32).at[self.rows].set(places)
-        return self.bits[:, :, where[query.blocks()]]
+        return of[:, :, where[query.blocks()]]
 
 
 def tiles_of(

@@ -37,12 +37,15 @@ class Index(abc.ABC):
         by_rows: whether axis 2 of all arrays are rows, one for each block of queries. Where a
             sequence lies on several ranks, each then holds the rows of its own blocks, in their
             order. Other indices are the same on every rank.
+        composed: whether no tiles say it, and attention is put together from several calls
+            (`pallas_kernels.composed`).
     """
 
     block_size: int
     causal: bool
     key_shards_apart: ClassVar[bool] = True
     by_rows: ClassVar[bool] = False
+    composed: ClassVar[bool] = False
 
     @abc.abstractmethod
     def computed_pairs(self, seq_len: int, rows: Rows | None = None) -> Array:
@@ -123,16 +126,28 @@ class Index(abc.ABC):
             ValueError: as `on_one_device`.
         """
 
-    def column_tokens(self) -> Array | None:
-        """Key columns to gather: int32 [B, Hq, Mv] global positions as in `Columns`, or None."""
+    def column_tokens(self, every_row: Callable[[Array], Array] | None = None) -> Array | None:
+        """Key columns to gather: int32 [B, Hq, Mv] global positions as in `Columns`, or None.
+
+        Args:
+            every_row: of an index `by_rows`, gives an array [B, Hq, rows, ...] with the rows of all
+                who hold some, in the order of the sequence; None if all of them are here. Others
+                ignore it.
+        """
         return None
 
-    def columns(self, query: "Segment", num_blocks: int) -> "Columns | None":
+    def columns(
+        self, query: "Segment", num_blocks: int, tokens: Array | None = None,
+        rows: Array | None = None,
+    ) -> "Columns | None":
         """The gathered columns as the queries of one segment see them; None if there are none.
 
         Args:
             query: blocks of the queries.
             num_blocks: S / g.
+            tokens: of an index `by_rows`, its `column_tokens`; None if it holds all rows. Others
+                ignore it.
+            rows: as in `shards`.
         """
         return None
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -100,11 +101,14 @@ class VerticalSlashIndex(Index):
             diagonals, self.slash_count, stride, num_blocks, self.block_size
         )
 
-    def column_tokens(self) -> Array | None:
+    def column_tokens(self, every_row: Callable[[Array], Array] | None = None) -> Array | None:
         """As `Index.column_tokens`."""
         return pad_columns(self) if self.vertical_tokens.shape[-1] else None
 
-    def columns(self, query: Segment, num_blocks: int) -> Columns | None:
+    def columns(
+        self, query: Segment, num_blocks: int, tokens: Array | None = None,
+        rows: Array | None = None,
+    ) -> Columns | None:
         """As `Index.columns`."""
         if self.vertical_tokens.shape[-1] == 0:
             return None

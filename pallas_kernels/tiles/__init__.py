@@ -5,6 +5,7 @@ from pallas_kernels.tiles.columns import (
     Columns,
     gather_columns,
     pad_columns,
+    padded_columns,
     scatter_columns,
 )
 from pallas_kernels.tiles.diagonal import DiagonalTiles, SegmentedDiagonals, count_below
@@ -22,5 +23,6 @@ __all__ = [
     "count_below",
     "gather_columns",
     "pad_columns",
+    "padded_columns",
     "scatter_columns",
 ]

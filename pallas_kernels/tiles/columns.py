@@ -37,8 +37,8 @@ class Columns:
             a multiple of 128.
         count: int32 [B, Hq].
         keep: uint32 [B, Hq, num_query_blocks, Mv // 32]; bit c % 32 of word c // 32. A bit is
-            off where the column lies in an active block (it is counted there) or in a later
-            block than the queries.
+            off where the column lies in an active block (it is counted there), in a later
+            block than the queries, or in another document.
         limit: int32 [B, Hq, num_query_blocks], one past the last column with its bit on.
         query_blocks: int32 [num_query_blocks], global block number of each local query block,
             ascending.
@@ -71,12 +71,30 @@ class Columns:
         covered = jnp.take_along_axis(
             active[:, :, None, :], jnp.maximum(distance, 0), axis=-1, mode="clip"
         )
-        keep = (distance >= 0) & ~covered
+        return cls.beside(covered, tokens, query_blocks, num_blocks, g)
+
+    @classmethod
+    def beside(
+        cls, covered: Array, tokens: Array, query_blocks: Array, num_blocks: int, block_size: int
+    ) -> "Columns":
+        """Columns beside the tiles of one shard of queries.
+
+        Args:
+            covered: bool [B, Hq, n, Mv], whether a query block computes the block that a column
+                lies in, or does not see the column; of later blocks, anything.
+            tokens: as in `Columns`, with room for whole tiles (`padded_columns`).
+            query_blocks: int32 [n], global block number of each local query block.
+            num_blocks: S / g, blocks of the whole sequence.
+            block_size: g.
+        """
+        seen = tokens[:, :, None] // block_size <= query_blocks[:, None]
+        keep = seen & ~covered
         slots = jnp.arange(tokens.shape[-1], dtype=jnp.int32)
         limit = jnp.max(jnp.where(keep, slots + 1, 0), axis=-1, initial=0)
         words = keep.reshape(*keep.shape[:-1], -1, 32).astype(jnp.uint32)
         words = jnp.sum(words << jnp.arange(32, dtype=jnp.uint32), axis=-1, dtype=jnp.uint32)
-        return cls(tokens, index.vertical_count, words, limit, query_blocks.astype(jnp.int32), g)
+        count = (tokens < num_blocks * block_size).sum(-1, dtype=jnp.int32)
+        return cls(tokens, count, words, limit, query_blocks.astype(jnp.int32), block_size)
 
     def check(self, batch: int, heads: int, num_query_blocks: int) -> None:
         """Raises ValueError, naming the field, unless the shapes suit a call."""
@@ -94,12 +112,24 @@ class Columns:
 
 
 def pad_columns(index: "VerticalSlashIndex") -> Array:
-    """`index.vertical_tokens` padded so that its capacity is a multiple of `COLUMN_TILE`."""
-    tokens = index.vertical_tokens
+    """`index.vertical_tokens` as `padded_columns`."""
+    return padded_columns(index.vertical_tokens, index.vertical_count)
+
+
+def padded_columns(tokens: Array, count: Array) -> Array:
+    """Columns with room for whole tiles of them, as in `Columns.tokens`.
+
+    Args:
+        tokens: int32 [B, Hq, C], of which the first `count` int32 [B, Hq] are ascending.
+        count: see there.
+
+    Returns:
+        int32 [B, Hq, C rounded up to `COLUMN_TILE`], padded past every query.
+    """
     padding = -tokens.shape[-1] % COLUMN_TILE
     slots = jnp.arange(tokens.shape[-1], dtype=jnp.int32)
     past = jnp.int32(jnp.iinfo(jnp.int32).max)
-    tokens = jnp.where(slots < index.vertical_count[..., None], tokens, past)
+    tokens = jnp.where(slots < count[..., None], tokens, past)
     return jnp.pad(tokens, ((0, 0), (0, 0), (0, padding)), constant_values=past)
 
 

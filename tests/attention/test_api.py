@@ -240,6 +240,11 @@ def test_what_does_not_fit_is_refused_by_name(arrays, options, sentence):
         jax.eval_shape(functools.partial(sparse_attention, **options), *arrays)
 
 
+def test_what_is_no_array_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"q is a list: an array \[\.\.\., tokens, heads, dim\]"):
+        sparse_attention([1], [2], [3])
+
+
 def test_traced_settings_and_an_index_of_another_batch_are_refused():
     def attend(extra, name):
         return sparse_attention(*inputs(), pattern=PATTERN, **{name: extra})

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import linen, nnx
 
-from mtraining_jax import Dense, attention_fn
+from mtraining_jax import Dense, Documents, attention_fn
 from tests.attention.inputs import PATTERN
 
 BATCH, TOKENS, FEATURES = 2, 64, 16
@@ -51,6 +51,29 @@ def test_linen_module_computes_what_it_did_with_the_same_parameters():
     for options in ({}, {"mask": np.asarray(mask)}):  # a causal mask that is known is no harm
         actual = module(attention_fn=DENSE).apply(params, x, **options)
         np.testing.assert_allclose(actual, wanted, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("batch", [1, BATCH])
+def test_a_mask_that_keeps_documents_apart_is_understood(batch):
+    module = functools.partial(linen.MultiHeadDotProductAttention, num_heads=4)
+    x = activations()
+    params = module().init(jax.random.key(0), x)
+    # Another number for each document; the second sequence, if there is one, ends with padding.
+    segments = np.stack([np.repeat([5, 5, 7, 2], 16), np.repeat([3, 1, 0, 0], 16)])[:batch]
+    mask = linen.make_causal_mask(segments) * linen.make_attention_mask(
+        segments, segments, lambda a, b: (a == b) & (a > 0)
+    )
+    actual = module(attention_fn=DENSE).apply(params, x, mask=np.asarray(mask))
+    wanted = module().apply(params, x, mask=mask)
+    real = np.broadcast_to(segments > 0, x.shape[:2])
+    np.testing.assert_allclose(actual[real], wanted[real], rtol=2e-5, atol=2e-5)
+    q = jnp.ones((BATCH, TOKENS, 2, 8))
+    with pytest.raises(ValueError, match="document 1 begins at token 20, which must be"):
+        unaligned = np.arange(TOKENS) >= 20
+        DENSE(q, q, q, mask=np.tri(TOKENS, dtype=bool) & (unaligned == unaligned[:, None]))
+    both = attention_fn(pattern=Dense(8), documents=Documents.from_segment_ids(segments, 8))
+    with pytest.raises(ValueError, match="mask keeps documents apart, and so does documents="):
+        both(q, q, q, mask=np.asarray(mask))
 
 
 def test_a_mask_that_is_promised_to_be_causal_may_be_traced():
@@ -111,6 +134,8 @@ def test_inputs_are_cast_to_the_dtype_of_the_module():
         ({"qk_attn_weights_einsum": jnp.einsum}, "einsum_cls must be None"),
         ({"mask": np.ones((1, 1, TOKENS, TOKENS), bool)}, "mask of shape .1, 1, 64, 64. masks "
                                                           "more or less than causal attention"),
+        # A window is not documents.
+        ({"mask": np.tri(TOKENS, dtype=bool) & ~np.tri(TOKENS, k=-16, dtype=bool)}, "masks more"),
         ({"mask": np.tri(1, dtype=bool)}, "mask of shape .1, 1. masks more or less"),
     ],
 )  # fmt: skip

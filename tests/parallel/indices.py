@@ -71,6 +71,18 @@ def bits(rows=None):
     return BlockMaskIndex.from_block_mask(mask, BLOCK_SIZE, rows)
 
 
+def bits_and_columns(rows=None):
+    """The same, with columns of which many lie in no block that is listed.
+
+    In the second sequence, a row from the sixth block on sees none before that one.
+    """
+    tokens = np.random.default_rng(3).integers(0, SEQ_LEN, (BATCH, HEADS, MAX_VERTICALS))
+    tokens[0, 3], tokens[1, 3, 5:] = SEQ_LEN, -1  # none, and few
+    numbers = jnp.arange(NUM_BLOCKS) if rows is None else rows
+    start = jnp.where(numbers < 5, 0, 5) * jnp.arange(BATCH)[:, None, None]
+    return bits(rows).with_columns(jnp.asarray(tokens, jnp.int32), rows).columns_from(start)
+
+
 def inputs(seed=1, dtype=jnp.float32):
     """q, k, v and the gradient of the output, in global order."""
     rng = np.random.default_rng(seed)

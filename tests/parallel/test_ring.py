@@ -17,6 +17,7 @@ from tests.parallel import indices
 
 NAMES = "out", "dq", "dk", "dv"
 INDICES = {"sparse": indices.sparse, "dense": indices.dense, "blocks": indices.blocks}
+INDICES["columns"] = indices.bits_and_columns
 
 
 @jax.jit
@@ -115,6 +116,17 @@ def test_every_rank_holds_the_rows_of_its_own_blocks(nodes, devices, kind):
     order = layout.permutation()[:: indices.BLOCK_SIZE] // indices.BLOCK_SIZE
     run = compile_ring(nodes, devices, kind, "gather", of_index=of_index)
     check(run(indices.bits(jnp.asarray(order))), "blocks")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "devices", "kind"), [(2, 2, "striped"), (1, 2, "zigzag")]
+)
+def test_columns_lie_beside_the_rows_of_every_rank(nodes, devices, kind):
+    layout = Layout(kind, indices.SEQ_LEN, nodes * devices, indices.BLOCK_SIZE, nodes)
+    of_index = P("data", None, ("node", "device"))
+    order = layout.permutation()[:: indices.BLOCK_SIZE] // indices.BLOCK_SIZE
+    run = compile_ring(nodes, devices, kind, "gather", of_index=of_index)
+    check(run(indices.bits_and_columns(jnp.asarray(order))), "columns")
 
 
 @functools.cache

@@ -20,11 +20,12 @@ def example(dtype=jnp.float32):
     return hidden, weight, jnp.asarray(labels, jnp.int32)
 
 
-def dense(hidden, weight, labels):
+def dense(hidden, weight, labels, label_weights=1):
     """All logits at once, by another route: one-hot labels and log_softmax."""
     logits = jnp.einsum("bse,ve->bsv", hidden, weight.astype(hidden.dtype), precision="highest")
     log_probabilities = jax.nn.log_softmax(logits.astype(jnp.float32))
-    return -jnp.sum(jax.nn.one_hot(labels, VOCAB) * log_probabilities)  # one_hot(-100) is 0
+    of_labels = jax.nn.one_hot(labels, VOCAB) * log_probabilities  # one_hot(-100) is 0
+    return -jnp.sum(jnp.sum(of_labels, axis=-1) * label_weights)
 
 
 @pytest.mark.parametrize(
@@ -48,6 +49,26 @@ def test_equals_dense_loss_and_gradients(chunk_size, on_mesh):
     np.testing.assert_allclose(jax.jit(chunked)(hidden, weight), loss_expected, rtol=1e-6)
     for actual, wanted in zip(gradients, gradients_expected, strict=True):
         np.testing.assert_allclose(actual, wanted, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("on_mesh", [False, True])
+def test_labels_may_have_weights(on_mesh):
+    hidden, weight, labels = example()
+    label_weights = jnp.asarray(np.random.default_rng(1).random(labels.shape), jnp.float32)
+    mesh = make_mesh(2, 2, 2) if on_mesh else None
+
+    def chunked(hidden, weight):
+        return linear_cross_entropy(
+            hidden, weight, labels, chunk_size=4, mesh=mesh, label_weights_BS=label_weights
+        )
+
+    def expected(hidden, weight):
+        return dense(hidden, weight, labels, label_weights)
+
+    found = jax.jit(jax.value_and_grad(chunked, (0, 1)))(hidden, weight)
+    wanted = jax.value_and_grad(expected, (0, 1))(hidden, weight)
+    for left, right in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(left, right, rtol=2e-5, atol=1e-5)
 
 
 def test_bf16_hidden_gives_fp32_weight_gradients_close_to_fp32():

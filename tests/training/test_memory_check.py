@@ -5,6 +5,7 @@ import types
 import pytest
 
 from mtraining_jax.errors import UserError
+from mtraining_jax.platform import host_memory
 from mtraining_jax.training.memory_check import check_memory
 
 GIB = 2**30
@@ -18,8 +19,8 @@ def program(temp: int, output: int, alias: int):
 
 
 class Device:
-    def __init__(self, stats):
-        self.stats = stats
+    def __init__(self, stats, platform="gpu"):
+        self.stats, self.platform = stats, platform
 
     def __str__(self):
         return "cuda:1"
@@ -41,3 +42,20 @@ def test_says_what_is_needed_and_what_is_left():
 
 def test_a_device_that_does_not_tell_is_not_asked():
     check_memory(program(5 * GIB, 0, 0), [Device(None), Device({})])
+
+
+def test_devices_of_the_cpu_share_the_memory_of_the_machine(monkeypatch):
+    monkeypatch.setattr("mtraining_jax.training.memory_check.host_memory", lambda: 16 * GIB)
+    devices = [Device(None, "cpu")] * 4
+    check_memory(program(4 * GIB, 0, 0), devices)
+    with pytest.raises(UserError, match=r"5\.0 GiB on each of 4 devices .* machine has 16\.0 GiB"):
+        check_memory(program(5 * GIB, 0, 0), devices)
+
+
+def test_a_container_may_have_less_than_its_machine(monkeypatch, tmp_path):
+    whole = host_memory()
+    monkeypatch.setattr("mtraining_jax.platform._CGROUP_LIMIT", tmp_path / "memory.max")
+    (tmp_path / "memory.max").write_text("1073741824\n")
+    assert host_memory() == GIB
+    (tmp_path / "memory.max").write_text("max\n")
+    assert host_memory() >= whole

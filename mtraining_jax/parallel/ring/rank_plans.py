@@ -37,18 +37,22 @@ class RankPlanner:
     def __init__(self, topology: RingTopology, index: Index, q: Array, k: Array):
         layout = topology.layout
         self.rank = topology.rank()
-        self._topology, self._index = topology, index
+        self._topology = topology
         self._queries = layout.segments(self.rank)
         self._q = jax.ShapeDtypeStruct(
             (q.shape[0], q.shape[1] // len(self._queries), *q.shape[2:]), q.dtype
         )
         self._k = k
+        rows = layout.block_ids(self.rank)
         self._shards = index.shards(
-            q.shape[0], q.shape[2], self._queries[0].stride, layout.num_blocks,
-            layout.block_ids(self.rank),
+            q.shape[0], q.shape[2], self._queries[0].stride, layout.num_blocks, rows
         )
-        self._columns = [index.columns(segment, layout.num_blocks) for segment in self._queries]
-        self.has_columns = self._columns[0] is not None
+        self._tokens = index.column_tokens(topology.every_row)
+        self._columns = [
+            index.columns(segment, layout.num_blocks, self._tokens, rows)
+            for segment in self._queries
+        ]
+        self.has_columns = self._tokens is not None
 
     def column_positions(self, ranks: Array) -> Array | None:
         """Where columns lie in the shards of some ranks, int32 [n], one after another.
@@ -56,10 +60,9 @@ class RankPlanner:
         Returns:
             int32 [B, Hq, Mv] as in `fetch_columns`; None if there are no columns.
         """
-        tokens = self._index.column_tokens()
-        if tokens is None:
+        if self._tokens is None:
             return None
-        return self._topology.layout.gathered_positions(tokens, ranks)
+        return self._topology.layout.gathered_positions(self._tokens, ranks)
 
     def on_segments(self, keys: Sequence[Segment], with_columns: bool) -> StepPlans:
         """The calls on the key segments of one step.

@@ -29,7 +29,8 @@ from mtraining_jax.parallel.ring.turning_ring import (
 )
 from pallas_kernels import names
 from pallas_kernels.index import Index
-from pallas_kernels.ops import attention, delta_of
+from pallas_kernels.one_device import attention
+from pallas_kernels.ops import delta_of
 
 
 def ring_attention(

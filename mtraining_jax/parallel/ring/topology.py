@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from mtraining_jax.errors import UserError
@@ -103,6 +104,21 @@ class RingTopology:
         """Int32 [inner_size]: the ranks whose keys `rank` gathers at an outer step, in order."""
         node = (rank // self.inner_size - outer_step) % self.outer_size
         return node * self.inner_size + jnp.arange(self.inner_size, dtype=jnp.int32)
+
+    def every_row(self, x: Array) -> Array:
+        """An array with a row for each block, [B, H, rows, ...], of all ranks.
+
+        Args:
+            x: the rows of this rank's blocks, in layout order.
+
+        Returns:
+            The rows in the order of the sequence, the same on every rank.
+        """
+        # One axis after another, the inner one first: `jax.vmap` knows no other way.
+        for name in reversed(self.axis_names):
+            x = lax.all_gather(x, name, axis=2, tiled=True)
+        size = self.layout.block_size
+        return x[:, :, np.argsort(self.layout.permutation()[::size])]
 
     def shift_inner(self, tree):
         """Sends every array of `tree` one rank on along the inner axis."""

@@ -1,0 +1,54 @@
+"""Documents of a batch: positions that restart, and attention that stays within each."""
+
+import functools
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import Mesh
+
+from mtraining_jax.models.transformer import Attention
+from mtraining_jax.parallel.mesh import DOCUMENTS, TOKENS
+from mtraining_jax.sparsity.document_blocks import DocumentBlocks
+
+
+def attention_within(attention: Attention, batch: Mapping[str, Array]) -> Attention:
+    """The attention of a batch's layers: within its documents, if it has any.
+
+    Args:
+        attention: from `make_attention`.
+        batch: with `documents` int32 [B, NB, 3] as in `sparsity.documents.Documents`, or without.
+    """
+    if "documents" not in batch:
+        return attention
+    # Looked up here, outside of the scan over layers.
+    documents = DocumentBlocks.from_table(batch["documents"])
+    return functools.partial(attention, documents=documents)
+
+
+def restarting_positions(mesh: Mesh, block_size: int) -> Callable[[Array, Array], Array]:
+    """A compiled function that counts positions from the beginning of each document.
+
+    Args:
+        mesh: axes ('data', 'node', 'device').
+        block_size: g.
+
+    Returns:
+        From positions in the sequence, int32 [B, S] in layout order, and documents int32
+        [B, NB, 3], to positions in the document; 0 for a token of no document.
+    """
+
+    def local(positions: Array, table: Array) -> Array:
+        documents = DocumentBlocks.from_table(table)
+        block = positions // block_size
+        first, length = (
+            jnp.take_along_axis(x, block, axis=1) for x in (documents.first, documents.length)
+        )
+        return jnp.where(length > 0, positions - first * block_size, 0)
+
+    return jax.jit(
+        jax.shard_map(
+            local, mesh=mesh, in_specs=(TOKENS, DOCUMENTS), out_specs=TOKENS, check_vma=False
+        )
+    )

@@ -1,0 +1,219 @@
+"""Attention of single queries to chunks of keys, put together from calls over other indices.
+
+The queries that see a chunk are gathered and sorted by chunk. Each tile of `block_size` of them
+then sees one chunk whole, which block lists can say. The parts of a query are added up by their
+shares of its softmax, as MoBA (arXiv 2502.13189) does: exactly, but for the rounding of each part
+to the dtype of q.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
+
+from pallas_kernels import names, ops
+from pallas_kernels.index import BlockSparseIndex
+from pallas_kernels.index import bits as sets
+from pallas_kernels.index.token_chunks import TokenChunksIndex
+from pallas_kernels.plans import Plan
+
+Pair = tuple[Array, Array]
+
+
+class Gathered(NamedTuple):
+    """Where the copies of queries lie that see past chunks.
+
+    Attributes:
+        tokens: int32 [B, Hq, P], the query of each place; any where `live` is False.
+        live: bool [B, Hq, P].
+        places: int32 [B, Hq, n, T], where the copies of each query lie; any where it has fewer.
+        counts: int32 [B, Hq, n], how many it has.
+        index: of places and all keys, not causal.
+    """
+
+    tokens: Array
+    live: Array
+    places: Array
+    counts: Array
+    index: BlockSparseIndex
+
+
+def chunk_attention(
+    q: Array, k: Array, v: Array, index: TokenChunksIndex, rows: Array, own: Pair, *,
+    scale: float | None = None, backend: str | None = None,
+) -> Pair:
+    """Attention of queries to their own chunk and to past ones; differentiable.
+
+    Copies of queries are made anew in the backward pass; nothing of their size is kept.
+
+    Args:
+        q: [B, n, Hq, D], some queries.
+        k: [B, S, Hk, D], all keys, in the order of the sequence.
+        v: shape of k.
+        index: which chunks each of these queries sees.
+        rows: int32 [n/g], global number of each block of queries.
+        own: attention to the own chunk, [B, n, Hq, D] and lse fp32 [B, Hq, n]; gradients flow to
+            both.
+        scale: of the logits; default 1/sqrt(D).
+        backend: of the kernels; None for the best that runs here.
+
+    Returns:
+        out [B, n, Hq, D] in the dtype of q; lse fp32 [B, Hq, n].
+    """
+    index.check(q.shape[0], q.shape[2], rows.shape[0])
+    if index.most == 1:
+        return own
+    return _with_past(ops.scale_of(scale, q), backend, q, k, v, index, rows, own)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _with_past(scale, backend, q, k, v, index, rows, own):
+    return _with_past_fwd(scale, backend, q, k, v, index, rows, own)[0]
+
+
+def _with_past_fwd(scale, backend, q, k, v, index, rows, own):
+    where = gather_queries(index, rows)
+    copies = _take(q, where.tokens)
+    planned = _plan(copies, k, where, backend)
+    out, lse = ops.forward(copies, k, v, planned, scale=scale)
+    out_own, lse_own = own
+    slots = range(index.most - 1)
+    found = [
+        jnp.where(slot < where.counts, _at(where.places[..., slot], lse), -jnp.inf)
+        for slot in slots
+    ]
+    peak = functools.reduce(jnp.maximum, found, lse_own)
+    weight = jnp.exp(lse_own - peak)
+    total, summed = weight, _times(out_own, weight)
+    for slot in slots:
+        weight = jnp.exp(found[slot] - peak)
+        total += weight
+        summed += _times(_take(out, where.places[..., slot]), weight)
+    out = checkpoint_name(_times(summed, 1 / total).astype(q.dtype), names.OUTPUT)
+    lse = checkpoint_name(peak + jnp.log(total), names.LSE)
+    return (out, lse), (q, k, v, index, rows, own, out, lse)
+
+
+def _with_past_bwd(scale, backend, residuals, cotangents):
+    dout, dlse = cotangents
+    q, k, v, index, rows, (out_own, lse_own), out, lse = residuals
+    # d lse / d logits are the softmax weights, so its cotangent joins delta.
+    delta = ops.delta_of(out, dout, backend=backend) - dlse
+    where = gather_queries(index, rows)
+    copies = _take(q, where.tokens)
+    live_BnH = jnp.swapaxes(where.live, 1, 2)[..., None]
+    # With this lse the weights of a place without a copy are 0, and so is all it adds.
+    grads = ops.backward(
+        copies, k, v, jnp.where(live_BnH, _take(dout, where.tokens), 0),
+        jnp.where(where.live, _at(where.tokens, lse), 1e30),
+        jnp.where(where.live, _at(where.tokens, delta), 0.0),
+        _plan(copies, k, where, backend), scale=scale, dq_dtype=q.dtype,
+    )  # fmt: skip
+    # In fp32, as a query's copies are added.
+    to_queries = jax.linear_transpose(
+        lambda x: _take(x, where.tokens), jax.ShapeDtypeStruct(q.shape, jnp.float32)
+    )
+    (dq,) = to_queries(grads.dq.astype(jnp.float32))
+    # Of out = sum of w_i out_i with w_i = exp(lse_i - lse), the part of the own chunk.
+    weight = jnp.exp(lse_own - lse)
+    own = _times(dout, weight), weight * (ops.delta_of(out_own, dout, backend=backend) - delta)
+    return (
+        dq.astype(q.dtype), grads.dk.astype(k.dtype), grads.dv.astype(v.dtype), None, None,
+        (own[0].astype(out_own.dtype), own[1]),
+    )  # fmt: skip
+
+
+_with_past.defvjp(_with_past_fwd, _with_past_bwd)
+
+
+def _plan(copies: Array, k: Array, where: Gathered, backend: str | None) -> Plan:
+    tiles, _ = where.index.on_one_device(*copies.shape[:3], k.shape[1])
+    return ops.plan(copies, k, tiles, backend=backend)
+
+
+def gather_queries(index: TokenChunksIndex, rows: Array) -> Gathered:
+    """Sorts queries by the past chunks that they see, in whole tiles for each chunk.
+
+    Args:
+        index: of some queries.
+        rows: int32 [n/g], global number of each block of queries.
+    """
+    size, slots, num_chunks = index.block_size, index.most - 1, index.num_chunks
+    past = index.past(rows)
+    batch, heads, blocks = past.shape[:3]
+    count = blocks * size  # n
+    words = past.reshape(batch, heads, count, -1)
+    lists, counts = sets.listed(words, slots)
+    valid = jnp.arange(slots, dtype=jnp.int32) < counts[..., None]
+    chunks = jnp.where(valid, lists, num_chunks).reshape(batch, heads, -1)
+    # Entries in the order of their chunks, those of one chunk in the order of queries.
+    numbers = jnp.broadcast_to(jnp.arange(chunks.shape[-1], dtype=jnp.int32), chunks.shape)
+    _, order = lax.sort((chunks, numbers), dimension=-1, num_keys=1, is_stable=True)
+    marked = sets.unpack(words, num_chunks)
+    of_chunk = marked.sum(2, dtype=jnp.int32)  # [B, Hq, NC]
+    start = jnp.cumsum(of_chunk, -1, dtype=jnp.int32) - of_chunk
+    tiles = -(-of_chunk // size)
+    first_tile = jnp.cumsum(tiles, -1, dtype=jnp.int32) - tiles
+    # Room for all copies, and for a tile of each chunk that is not full.
+    num_tiles = -(-count * slots // size) + num_chunks
+    numbers_of_tiles = jnp.arange(num_tiles, dtype=jnp.int32)
+    begun = (first_tile[..., None, :] <= numbers_of_tiles[:, None]).sum(-1, dtype=jnp.int32)
+    # The last chunk that has begun: those without queries begin where the next one does.
+    chunk_of_tile = begun - 1
+    at = _at(chunk_of_tile, tiles)
+    tile_in_chunk = numbers_of_tiles - _at(chunk_of_tile, first_tile)
+    used = tile_in_chunk < at
+    place = tile_in_chunk[..., None] * size + jnp.arange(size, dtype=jnp.int32)
+    live = used[..., None] & (place < _at(chunk_of_tile, of_chunk)[..., None])
+    entry = jnp.where(live, place + _at(chunk_of_tile, start)[..., None], 0)
+    entry = entry.reshape(batch, heads, -1)
+    tokens = _at(entry, order) // slots
+    # And back: where an entry lies.
+    sorted_place = jnp.put_along_axis(
+        jnp.zeros_like(order), order, numbers, axis=-1, inplace=False
+    )
+    safe = jnp.minimum(chunks, num_chunks - 1)
+    places = _at(safe, first_tile) * size + sorted_place - _at(safe, start)
+    places = jnp.clip(places, 0, num_tiles * size - 1)
+    return Gathered(
+        tokens, live.reshape(batch, heads, -1), places.reshape(batch, heads, count, slots),
+        counts, _lists(index, chunk_of_tile, used, first_tile, tiles, blocks),
+    )  # fmt: skip
+
+
+def _lists(
+    index: TokenChunksIndex, chunk_of_tile: Array, used: Array, first_tile: Array, tiles: Array,
+    most_tiles: int,
+) -> BlockSparseIndex:
+    """The key blocks of each tile of copies, and the tiles of each key block."""
+    width = index.chunk_blocks
+    keys = chunk_of_tile[..., None] * width + jnp.arange(width, dtype=jnp.int32)
+    keys = jnp.minimum(keys, index.num_blocks - 1)
+    slots = jnp.arange(most_tiles, dtype=jnp.int32)
+    queries = jnp.minimum(first_tile[..., None] + slots, chunk_of_tile.shape[-1] - 1)
+    queries = jnp.repeat(queries, width, axis=2)[:, :, : index.num_blocks]
+    return BlockSparseIndex(
+        key_blocks=keys,
+        key_count=jnp.where(used, width, 0),
+        query_blocks=queries,
+        query_count=jnp.repeat(tiles, width, axis=2)[:, :, : index.num_blocks],
+        block_size=index.block_size,
+        causal=False,
+    )
+
+
+def _at(places: Array, x: Array) -> Array:
+    return jnp.take_along_axis(x, places, axis=-1, mode="promise_in_bounds")
+
+
+def _take(x_BnHD: Array, tokens: Array) -> Array:
+    """Rows [B, p, H, D] of an array [B, n, H, D] at places int32 [B, H, p] of each head."""
+    places = jnp.swapaxes(tokens, 1, 2)[..., None]
+    return jnp.take_along_axis(x_BnHD, places, axis=1, mode="promise_in_bounds")
+
+
+def _times(x_BnHD: Array, factor_BHn: Array) -> Array:
+    return x_BnHD.astype(jnp.float32) * jnp.swapaxes(factor_BHn, 1, 2)[..., None]

@@ -1,0 +1,342 @@
+"""Documents packed into sequences: each as if it were alone."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from matplotlib import image
+
+from mtraining_jax import (
+    Dense,
+    Documents,
+    FlexPrefill,
+    SampledRows,
+    VerticalSlash,
+    inspect,
+    sequence_layout,
+    sparse_attention,
+    stripe,
+    unstripe,
+)
+from mtraining_jax.parallel.mesh import make_mesh
+from pallas_kernels.index import BlockMaskIndex, DenseIndex
+from pallas_kernels.reference import mask_from_index, reference_attention
+from tests.pallas_kernels.properties import repeatable
+from tests.parallel import indices
+
+SEQ_LEN, BLOCK = indices.SEQ_LEN, indices.BLOCK_SIZE
+NUM_BLOCKS = SEQ_LEN // BLOCK
+PATTERN = SampledRows(tau=0.6, sampled_rows=2, dense_below=32, block_size=BLOCK)
+VERTICAL_SLASH = VerticalSlash(
+    top_p=0.5, last_q=4, sink_tokens=2, min_verticals=4, max_verticals=SEQ_LEN, min_slashes=1,
+    max_slashes=2, local_blocks=1, dense_below=32, block_size=BLOCK,
+)
+# One token, a block, a block and a token; dense and sparse ones; padding behind; no padding.
+LENGTHS = [[1, 8, 9, 60, 101], [120, 17, 97]]
+MOST = max(map(len, LENGTHS))
+BATCH = 1 + MOST  # of all calls on one device, so that they are one program
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def run(pattern, q, k, v, dout, dlse, documents):
+    """out, lse, index bits and gradients."""
+
+    def results(q, k, v):
+        out, lse, index = sparse_attention(
+            q, k, v, pattern=pattern, documents=documents, return_lse=True, return_index=True
+        )
+        # A row of nothing has lse -inf, whose cotangent must not matter.
+        return (out, lse), index
+
+    (out, lse), pullback, index = jax.vjp(results, q, k, v, has_aux=True)
+    return out, lse, index, pullback((dout, dlse))
+
+
+@functools.cache
+def inputs():
+    """q, k, v and cotangents of the output and of lse."""
+    rng = np.random.default_rng(5)
+    dlse = rng.standard_normal((indices.BATCH, indices.HEADS, SEQ_LEN))
+    return *indices.inputs(), jnp.asarray(dlse, jnp.float32)
+
+
+def spans(lengths):
+    """(start, padded length) of documents one after the other."""
+    padded = [-(-n // BLOCK) * BLOCK for n in lengths]
+    return list(zip(np.cumsum([0, *padded[:-1]]).tolist(), padded, strict=True))
+
+
+def with_each_alone(x, lengths, axis=1):
+    """A sequence, and each of its documents as a sequence of its own, from its start on."""
+    x = np.asarray(x)
+    whole = np.zeros((BATCH, *x.shape[1:]), x.dtype)
+    whole[0] = x[0]
+    x, apart = np.moveaxis(x[0], axis - 1, 0), np.moveaxis(whole[1:], axis, 1)
+    for into, (start, size) in zip(apart, spans(lengths), strict=False):
+        into[:size] = x[start : start + size]
+    return whole
+
+
+def in_batch(x):
+    """Sequences, and zeros for the others of a batch."""
+    return np.concatenate([x, np.zeros((BATCH - len(x), *x.shape[1:]), x.dtype)])
+
+
+def table(lengths, batch=BATCH):
+    """Of sequences whose documents have these lengths; of others that are padding."""
+    lengths = [*lengths, *[[]] * (batch - len(lengths))]
+    return Documents.from_lengths(lengths, SEQ_LEN, BLOCK)
+
+
+def check_equal_to_alone(pattern, lengths, q, k, v, dout, dlse):
+    """One pack [1, S, ...] against its documents, each in a sequence of its own."""
+    arrays = [with_each_alone(x, lengths) for x in (q, k, v, dout)]
+    arrays.append(with_each_alone(dlse, lengths, 2))
+    documents = table([lengths, *[[n] for n in lengths]])
+    out, lse, index, grads = jax.device_get(run(pattern, *arrays, documents))
+    bits, marks = index.bits, index.column_marks
+    for x in (out, *grads):
+        np.testing.assert_allclose(with_each_alone(x, lengths), x, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(lse == -np.inf, (out == 0).all(-1).swapaxes(1, 2))
+    end = sum(size for _, size in spans(lengths))
+    assert not out[0, end:].any() and not bits[0, :, end // BLOCK :].any()
+    places, bits = np.arange(NUM_BLOCKS), as_bool(bits)
+    for n, (start, size) in enumerate(spans(lengths), 1):
+        part = lse[0, :, start : start + size]
+        np.testing.assert_allclose(part, lse[n, :, :size], rtol=1e-5, atol=1e-5)
+        first, count = start // BLOCK, size // BLOCK
+        # The index bit for bit, at the document's place.
+        at = bits[0, :, first : first + count]
+        moved = np.zeros_like(at)
+        moved[..., first : first + count] = bits[n, :, :count, :count]
+        np.testing.assert_array_equal(at, moved)
+        if marks is not None:
+            np.testing.assert_array_equal(marks[0, :, first : first + count], marks[n, :, :count])
+            assert marks[n, :, :count].any() == (size >= pattern.dense_below)
+            assert not marks[n, :, count:].any()
+        if size < pattern.dense_below:
+            below = (places >= first) & (places <= first + np.arange(count)[:, None])
+            assert (at == below).all()
+
+
+def as_bool(bits, num_blocks=NUM_BLOCKS):
+    numbers = np.arange(num_blocks)
+    return np.asarray(bits)[..., numbers // 32] >> (numbers % 32) & 1 > 0
+
+
+@pytest.mark.parametrize("row", range(2))
+def test_a_pack_is_each_document_alone(row):
+    one = [x[row : row + 1] for x in inputs()]
+    check_equal_to_alone(PATTERN, LENGTHS[row], *one)
+
+
+def test_columns_and_diagonals_of_a_document_are_its_own():
+    check_equal_to_alone(VERTICAL_SLASH, LENGTHS[0], *(x[:1] for x in inputs()))
+
+
+@settings(repeatable, max_examples=5)
+@given(st.lists(st.integers(1, 80), min_size=1, max_size=MOST), st.integers(0, 1))
+def test_any_pack_is_each_document_alone(lengths, row):
+    while sum(size for _, size in spans(lengths)) > SEQ_LEN:
+        lengths = lengths[:-1]
+    check_equal_to_alone(PATTERN, lengths, *(x[row : row + 1] for x in inputs()))
+
+
+def test_a_document_alone_is_a_sequence_without_documents():
+    q, k, v, dout, dlse = inputs()
+    start, length = 48, 101  # 13 blocks, not a power of two
+    size = 104
+    arrays = [in_batch(x[:1]) for x in (q, k, v, dout, dlse)]
+    found = run(PATTERN, *arrays, table([[1, 8, 31, length]]))
+    own = [x[:1, start : start + size] for x in (q, k, v)]
+    out, index = jax.jit(
+        lambda q, k, v: sparse_attention(
+            q, k, v, pattern=PATTERN, valid_len=length, return_index=True
+        )
+    )(*own)
+    np.testing.assert_allclose(found[0][:1, start : start + size], out, rtol=1e-5, atol=1e-5)
+    first, count = start // BLOCK, size // BLOCK
+    at = as_bool(found[2].bits)[:1, :, first : first + count, first : first + count]
+    np.testing.assert_array_equal(at, as_bool(index.bits, count))
+
+
+def same_document():
+    """The pairs of one document, bool [B, S, S], by the definition."""
+    mask = np.zeros((len(LENGTHS), SEQ_LEN, SEQ_LEN), bool)
+    for into, lengths in zip(mask, LENGTHS, strict=True):
+        for start, size in spans(lengths):
+            into[start : start + size, start : start + size] = np.tri(size, dtype=bool)
+    return mask
+
+
+def run_packs(arrays, pattern=PATTERN):
+    """What one device makes of both packs, the others of the batch left out."""
+    found = jax.device_get(run(pattern, *map(in_batch, arrays), table(LENGTHS)))
+    return jax.tree.map(lambda x: x[: len(LENGTHS)], found)
+
+
+@functools.cache
+def packs(pattern=PATTERN):
+    """Both packs as they are."""
+    return run_packs(inputs(), pattern)
+
+
+@pytest.mark.parametrize("pattern", [PATTERN, VERTICAL_SLASH], ids=["lists", "vertical_slash"])
+def test_results_are_those_of_the_oracle_over_the_pairs_of_documents(pattern):
+    q, k, v, dout, dlse = inputs()
+    out, lse, index, grads = packs(pattern)
+    mask = mask_from_index(jax.tree.map(jnp.asarray, index), SEQ_LEN)
+    assert not (np.asarray(mask) & ~same_document()[:, None]).any()
+    rows = np.asarray(mask).any(-1)
+
+    @jax.jit
+    def oracle(q, k, v):
+        results, pullback = jax.vjp(lambda *qkv: reference_attention(*qkv, mask), q, k, v)
+        return results, pullback((dout, jnp.where(rows, dlse, 0)))
+
+    (wanted_out, wanted_lse), wanted = oracle(q, k, v)
+    for found, expected in zip((out, lse, *grads), (wanted_out, wanted_lse, *wanted), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-5)
+
+
+def test_dense_attention_and_a_given_index_stay_within_documents():
+    q, k, v = inputs()[:3]
+    call = functools.partial(
+        sparse_attention, q, k, v, documents=table(LENGTHS, 2), return_index=True
+    )
+    own = np.broadcast_to(same_document()[:, None], (*q.shape[:3:2], SEQ_LEN, SEQ_LEN))
+    _, dense = call(pattern=Dense(block_size=BLOCK))
+    np.testing.assert_array_equal(mask_from_index(dense, SEQ_LEN), own)
+    given_index = indices.bits_and_columns()
+    out, cut = call(pattern=given_index)
+    whole = np.asarray(mask_from_index(given_index, SEQ_LEN))
+    np.testing.assert_array_equal(mask_from_index(cut, SEQ_LEN), whole & own)
+    wanted = reference_attention(q, k, v, whole & own)[0]
+    np.testing.assert_allclose(out, wanted, rtol=2e-5, atol=2e-5)
+
+
+def test_an_index_is_inspected_within_documents(tmp_path):
+    q, k = inputs()[:2]
+    index = packs()[2]
+    found = inspect(index, documents=table(LENGTHS, 2))
+    causal = same_document().sum((1, 2))[:, None]
+    pairs = np.asarray(mask_from_index(index, SEQ_LEN)).sum((-1, -2))
+    np.testing.assert_allclose(found.density, pairs / causal, rtol=1e-6)
+    whole = BlockMaskIndex.from_block_mask(jnp.ones((2, 4, NUM_BLOCKS, NUM_BLOCKS), bool), BLOCK)
+    everything = inspect(whole, q, k, documents=table(LENGTHS, 2), rows=[3, 100, 250])
+    np.testing.assert_allclose(everything.recall, 1, rtol=1e-6)  # of pairs within documents
+    found.save_picture(tmp_path / "documents.png")
+    as_one = dataclasses.replace(found, documents=None)  # of the same numbers, without lines
+    as_one.save_picture(tmp_path / "one.png")
+    lines, none = (image.imread(tmp_path / f"{x}.png") for x in ("documents", "one"))
+    assert lines.shape == none.shape and (lines != none).any()
+    with pytest.raises(ValueError, match="documents are of 33 blocks of 8 tokens, but the index"):
+        inspect(index, documents=Documents.from_lengths([[9]], 264, BLOCK))
+
+
+@pytest.mark.parametrize("pattern", [PATTERN, VERTICAL_SLASH], ids=["lists", "vertical_slash"])
+def test_nothing_leaks_from_one_document_into_another(pattern):
+    q, k, v, dout, dlse = inputs()
+    before = packs(pattern)
+    start, size = spans(LENGTHS[0])[3]
+    other = [x.at[0, start + 5].add(1.0) for x in (q, k, v, dout)]
+    after = run_packs([*other, dlse], pattern)
+    own = slice(start, start + size)
+    # With another number of columns there, those of later documents are added in other places.
+    tolerance = 1e-5 * (pattern is VERTICAL_SLASH)
+
+    def changed(x, y, axis):
+        differs = ~np.isclose(x, y, rtol=tolerance, atol=tolerance)
+        differs = differs.any(tuple(set(range(x.ndim)) - {0, axis}))
+        assert differs[0, own].any()
+        differs[0, own] = False
+        return differs.sum()
+
+    for x, y in zip((before[0], *before[3]), (after[0], *after[3]), strict=True):
+        assert changed(x, y, 1) == 0
+    assert changed(before[1], after[1], 2) == 0
+    for x, y in zip(*map(jax.tree.leaves, (before[2], after[2])), strict=True):
+        rows = (x != y).reshape(*x.shape[:3], -1).any((1, 3))
+        rows[0, own.start // BLOCK : own.stop // BLOCK] = False
+        assert not rows.any()
+    tolerance = 0.0  # the same pairs: the same bits
+    out, _, _, grads = run_packs([q, k, *other[2:], dlse], pattern)
+    for x, y in zip((before[0], *before[3]), (out, *grads), strict=True):
+        assert changed(x, y, 1) == 0
+
+
+def test_sequences_under_vmap_have_documents_of_their_own():
+    q, k, v = inputs()[:3]
+    attend = functools.partial(sparse_attention, pattern=PATTERN)
+    out = jax.vmap(lambda *x: attend(*x[:3], documents=x[3]))(q, k, v, table(LENGTHS, 2))
+    np.testing.assert_allclose(out, packs()[0], rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("pattern", [PATTERN, VERTICAL_SLASH], ids=["lists", "vertical_slash"])
+def test_two_groups_of_four_devices_give_the_same_index(pattern):
+    mesh = make_mesh(2, 1, 4)
+    layout = sequence_layout(SEQ_LEN, mesh, block_size=BLOCK, kind="zigzag")
+    q, k, v = (stripe(x, layout) for x in inputs()[:3])
+    out, index = sparse_attention(
+        q, k, v, pattern=pattern, mesh=mesh, layout=layout, documents=table(LENGTHS, 2),
+        return_index=True,
+    )
+    wanted_out, _, wanted, _ = packs(pattern)
+    for x, expected in zip(*map(jax.tree.leaves, (index, wanted)), strict=True):
+        np.testing.assert_array_equal(x, expected)
+    np.testing.assert_allclose(unstripe(out, layout), wanted_out, rtol=2e-5, atol=2e-5)
+
+
+def test_eight_devices_give_the_same_index_results_and_gradients():
+    mesh = make_mesh(1, 2, 4)
+    layout = sequence_layout(SEQ_LEN, mesh, block_size=BLOCK)
+    q, k, v, dout, dlse = inputs()
+
+    @jax.jit
+    def over_mesh(q, k, v, dout, dlse, documents):
+        def results(q, k, v):
+            out, lse, index = sparse_attention(
+                q, k, v, pattern=PATTERN, mesh=mesh, layout=layout, documents=documents,
+                return_lse=True, return_index=True,
+            )
+            return (out, lse), index
+
+        (out, lse), pullback, index = jax.vjp(results, q, k, v, has_aux=True)
+        return (out, *pullback((dout, dlse))), lse, index.bits
+
+    arrays = [stripe(x, layout) for x in (q, k, v, dout)]
+    arrays.append(stripe(dlse, layout, axis=2))
+    found, lse, bits = over_mesh(*arrays, table(LENGTHS, 2))
+    wanted_out, wanted_lse, wanted_index, wanted = packs()
+    np.testing.assert_array_equal(bits, wanted_index.bits)
+    for x, expected in zip(found, (wanted_out, *wanted), strict=True):
+        np.testing.assert_allclose(unstripe(x, layout), expected, rtol=2e-5, atol=2e-5)
+    np.testing.assert_allclose(unstripe(lse, layout, axis=2), wanted_lse, rtol=2e-5, atol=2e-5)
+
+
+def test_what_documents_cannot_be_used_with_is_refused():
+    q, k, v = inputs()[:3]
+    call = functools.partial(sparse_attention, q, k, v)
+    documents = table(LENGTHS, 2)
+    of_128 = Documents.from_lengths([[100]], SEQ_LEN)
+    for options, message in [
+        (dict(pattern=FlexPrefill(block_size=BLOCK)),
+         "FlexPrefill does not read packed documents yet: use sampled_rows"),
+        (dict(pattern=SampledRows(columns=1, block_size=BLOCK, sampled_rows=2)),
+         "columns=1 is not possible with packed documents"),
+        (dict(pattern=DenseIndex(BLOCK)), "pattern is a DenseIndex, of which documents"),
+        (dict(valid_len=9), "valid_len has no place beside documents"),
+        (dict(documents=of_128), "documents have block_size=128, but the pattern 8"),
+        (dict(documents=[[0, 8]]), "documents is a list: make Documents, with"),
+        (dict(documents=Documents(np.zeros((3, 1, 3), int), BLOCK)), r"documents are a table \[3"),
+        (dict(documents=Documents.from_lengths([[9]], 264, BLOCK)),
+         r"documents are a table \[1, 33, 3\]: \[2, 32, 3\] is needed"),
+        (dict(pattern=Dense(BLOCK), causal=False), "documents need causal=True"),
+    ]:  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            call(**dict(pattern=PATTERN, documents=documents) | options)

@@ -1,0 +1,128 @@
+"""Packed documents by the Hopper kernels: against the oracle, alone, and on eight ranks."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mtraining_jax import Dense, Documents, VerticalSlash, sparse_attention
+from mtraining_jax.parallel.layout import Layout
+from mtraining_jax.sparsity import MixedRows, Prism, SampledRows, Shards, XAttention
+from pallas_kernels.reference import mask_from_index
+from tests.gpu.ring_errors import own_device
+from tests.pallas_kernels import cases
+from tests.pallas_kernels.cases import Size
+from tests.pallas_kernels.expected import compare, compare_lse, oracle
+
+BLOCK, NUM_BLOCKS, BACKEND = 128, 32, "mosaic_gpu"
+SIZE = Size(1, 4, 2, NUM_BLOCKS, NUM_BLOCKS, block_size=BLOCK, dim=128)
+# One token, a block, a block and a token, short and long ones, at odd blocks; padding behind.
+LENGTHS = [1, 128, 129, 600, 1700, 900]
+DENSE_BELOW = 1000
+PATTERNS = [
+    SampledRows(tau=0.6, dense_below=DENSE_BELOW), XAttention(tau=0.6, dense_below=DENSE_BELOW),
+    MixedRows(tau=0.6, dense_below=DENSE_BELOW), Prism(tau=0.6, dense_below=DENSE_BELOW),
+    Dense(),
+]  # fmt: skip
+VERTICAL_SLASH = [
+    VerticalSlash(preset=preset, top_p=0.6, max_slashes=4, dense_below=DENSE_BELOW, **options)
+    for preset, options in [("safe", {"min_slashes": 1}), ("joint", {})]
+]
+
+
+@functools.cache
+def inputs():
+    """q, k, v and dout; of large logits, so that few blocks hold much."""
+    q, k, v, dout = cases.qkv_dout(np.random.default_rng(0), SIZE, "bfloat16")
+    return 4 * q, k, v, dout
+
+
+def spans():
+    padded = [-(-n // BLOCK) for n in LENGTHS]
+    return list(zip(np.cumsum([0, *padded[:-1]]).tolist(), padded, strict=True))
+
+
+def as_bool(bits):
+    numbers = np.arange(NUM_BLOCKS)
+    return np.asarray(bits)[..., numbers // 32] >> (numbers % 32) & 1 > 0
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def run(pattern, q, k, v, dout, documents):
+    def results(q, k, v):
+        out, lse, index = sparse_attention(
+            q, k, v, pattern=pattern, documents=documents, backend=BACKEND, return_lse=True,
+            return_index=True,
+        )
+        return out, (lse, index)
+
+    out, pullback, (lse, index) = jax.vjp(results, q, k, v, has_aux=True)
+    return {"out": out, **dict(zip(("dq", "dk", "dv"), pullback(dout), strict=True))}, lse, index
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def choose(pattern, q, k, documents):
+    shards = Shards(
+        jnp.arange(NUM_BLOCKS), NUM_BLOCKS, backend=BACKEND, documents=documents.blocks()
+    )
+    return pattern.for_documents().choose(q, k, shards).index
+
+
+def name(pattern):
+    return f"{type(pattern).__name__}-{getattr(pattern, 'preset', '')}"
+
+
+@pytest.mark.parametrize("pattern", [*PATTERNS, *VERTICAL_SLASH], ids=name)
+def test_a_pack_is_right_and_chooses_as_each_document_alone(pattern):
+    with jax.default_device(own_device()):
+        q, k, v, dout = inputs()
+        documents = Documents.from_lengths([LENGTHS], SIZE.seq_len, BLOCK)
+        found, lse, index = run(pattern, q, k, v, dout, documents)
+        mask = np.asarray(mask_from_index(index, SIZE.seq_len))
+        expected = oracle(q, k, v, dout, mask)
+        for name, x in found.items():
+            compare(name, x, expected[name], jnp.bfloat16)
+        compare_lse(lse, expected["lse"])
+        bits = as_bool(index.bits)[0]
+        wanted, pairs = np.zeros_like(bits), np.zeros_like(mask)
+        for (start, size), length in zip(spans(), LENGTHS, strict=True):
+            own = [jnp.roll(x, -start * BLOCK, 1) for x in (q, k)]
+            alone = Documents.from_lengths([[length]], SIZE.seq_len, BLOCK)
+            alone = choose(pattern, *own, alone)
+            computed = np.asarray(mask_from_index(alone, SIZE.seq_len))
+            alone = as_bool(alone.bits)[0]
+            assert not alone[:, size:].any()
+            at = slice(start, start + size)
+            wanted[:, at, at] = alone[:, :size, :size]
+            tokens, to = slice(start * BLOCK, (start + size) * BLOCK), size * BLOCK
+            pairs[:, :, tokens, tokens] = computed[:, :, :to, :to]
+        np.testing.assert_array_equal(bits, wanted)
+        np.testing.assert_array_equal(mask, pairs)  # columns too
+        whole = sum(size * (size + 1) // 2 for _, size in spans())
+        assert isinstance(pattern, Dense) == (bits.sum((1, 2)) == whole).all()
+
+
+@pytest.mark.parametrize("pattern", [PATTERNS[0], VERTICAL_SLASH[0]], ids=name)
+def test_eight_ranks_choose_the_rows_of_one(pattern):
+    layout = Layout("striped", SIZE.seq_len, 8, BLOCK)
+    rows = np.stack([layout.block_ids(rank) for rank in range(8)]).astype(np.int32)
+    with jax.default_device(own_device()):
+        q, k = inputs()[:2]
+        documents = Documents.from_lengths([LENGTHS], SIZE.seq_len, BLOCK)
+        one = jax.tree.leaves(choose(pattern, q, k, documents))
+
+        def on_rank(q, k, block_ids):
+            shards = Shards(
+                block_ids, NUM_BLOCKS, ("device",), backend=BACKEND, documents=documents.blocks()
+            )
+            return pattern.for_documents().choose(q, k, shards).index
+
+        blocks = [x.reshape(1, NUM_BLOCKS, BLOCK, *x.shape[2:]) for x in (q, k)]
+        dealt = [jnp.moveaxis(x[:, rows], 1, 0) for x in blocks]
+        dealt = [x.reshape(8, 1, -1, *x.shape[4:]) for x in dealt]
+        many = jax.jit(jax.vmap(on_rank, axis_name="device"))(*dealt, rows)
+        for found, whole in zip(jax.tree.leaves(many), one, strict=True):
+            for rank in range(8):
+                np.testing.assert_array_equal(found[rank], np.asarray(whole)[:, :, rows[rank]])

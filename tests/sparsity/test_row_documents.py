@@ -1,0 +1,95 @@
+"""Every pattern of rows chooses in a pack what it chooses for each document alone."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mtraining_jax.sparsity import ExactRows, MixedRows, Prism, SampledRows, Shards, XAttention
+from mtraining_jax.sparsity.documents import Documents
+from mtraining_jax.sparsity.metrics import attention_recall, density
+from tests.sparsity import inputs
+
+BLOCK, NUM_BLOCKS, DIM = 16, 12, 16
+SEQ_LEN = BLOCK * NUM_BLOCKS
+LENGTHS = [33, 70, 16]  # 3, 5 and 1 blocks, and 3 of padding
+STARTS = [0, 3, 8]
+OPTIONS = dict(tau=0.6, local_blocks=1, sink_blocks=1, dense_below=20, block_size=BLOCK)
+PATTERNS = {
+    "antidiagonals": XAttention(stride=4, **OPTIONS),
+    "exact": ExactRows(**OPTIONS),
+    "sampled": SampledRows(sampled_rows=3, **OPTIONS),
+    "mixed": MixedRows(stride=4, sampled_rows=3, **OPTIONS),
+    "bands": Prism(**OPTIONS),
+}
+
+
+def sequences():
+    """The pack, and each document in a sequence of its own, behind it what must not matter."""
+    q, k = inputs.random(0, 1, SEQ_LEN, 2, 1, DIM)
+    noise = jax.random.normal(jax.random.key(1), (len(LENGTHS), SEQ_LEN, 1, DIM)) * 5
+
+    def all_of(x):
+        own = [jnp.roll(x, -start * BLOCK, 1) for start in STARTS]
+        own = jnp.concatenate(own)
+        count = np.arange(SEQ_LEN) < np.array(LENGTHS)[:, None]
+        return jnp.concatenate([x, jnp.where(count[..., None, None], own, noise)])
+
+    documents = Documents.from_lengths([LENGTHS, *[[n] for n in LENGTHS]], SEQ_LEN, BLOCK)
+    return all_of(q), all_of(k), documents
+
+
+def as_bool(bits):
+    numbers = np.arange(NUM_BLOCKS)
+    return np.asarray(bits)[..., numbers // 32] >> (numbers % 32) & 1 > 0
+
+
+def test_a_pack_chooses_what_each_document_chooses_alone():
+    q, k, documents = sequences()
+
+    @jax.jit
+    def choose_all(q, k, documents):
+        blocks = jnp.arange(NUM_BLOCKS)
+        shards = Shards(blocks, NUM_BLOCKS, documents=documents.blocks())
+        return {name: pattern.choose(q, k, shards).index for name, pattern in PATTERNS.items()}
+
+    for name, index in choose_all(q, k, documents).items():
+        bits = as_bool(index.bits)
+        wanted = np.zeros_like(bits[0])
+        for n, (start, length) in enumerate(zip(STARTS, LENGTHS, strict=True), 1):
+            own = slice(start, start + -(-length // BLOCK))
+            size = own.stop - own.start
+            wanted[:, own, own] = bits[n, :, :size, :size]
+            assert not bits[n, :, size:].any() and not bits[n, :, :, size:].any(), name
+            assert bits[n, :, :size, 0].all(), name  # the document's first block
+        np.testing.assert_array_equal(bits[0], wanted, name)
+        assert not wanted.sum((1, 2)).max() == 6 + 15 + 1, name  # some were left out
+
+
+def test_densities_and_recall_are_those_within_documents():
+    q, k, documents = sequences()
+    blocks = documents.blocks()
+    shards = Shards(jnp.arange(NUM_BLOCKS), NUM_BLOCKS, documents=blocks)
+
+    @jax.jit
+    def measure(q, k, rows):
+        index = PATTERNS["sampled"].choose(q, k, shards).index
+        found = attention_recall(
+            q, k, index, rows, block_ids=shards.block_ids, documents=blocks
+        )
+        return index.bits, density(index, SEQ_LEN, documents=blocks), found
+
+    rows = np.array([2, 30, 50, 100, 120, 130, 150, 190])
+    bits, share, recall = measure(q, k, jnp.asarray(rows))
+    q, k, bits = np.asarray(q, np.float64)[0], np.asarray(k, np.float64)[0], as_bool(bits)[0]
+    triangle = [n * (n + 1) // 2 for n in (48, 80, 16)]
+    for h in range(2):
+        pairs = bits[h].sum() * BLOCK**2 - 9 * BLOCK * (BLOCK - 1) // 2
+        np.testing.assert_allclose(share[0, h], pairs / sum(triangle), rtol=1e-6)
+        kept = []
+        for row in (2, 30, 50, 100, 120, 130):  # the last ones are padding
+            start = max(x for x in STARTS if x * BLOCK <= row) * BLOCK
+            weights = np.exp(k[start : row + 1, 0] @ q[row, h] / DIM**0.5)
+            on = bits[h, row // BLOCK, np.arange(start, row + 1) // BLOCK]
+            if row != 120:  # behind the second document's 70 tokens
+                kept.append(weights[on].sum() / weights.sum())
+        np.testing.assert_allclose(recall[0, h], np.mean(kept), rtol=1e-5)

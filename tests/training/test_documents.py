@@ -1,0 +1,141 @@
+"""Training on packed documents: the same losses and gradients as on each document alone."""
+
+import jax
+import numpy as np
+import pytest
+
+from mtraining_jax.errors import UserError
+from mtraining_jax.sparsity.documents import Documents
+from mtraining_jax.training import parts
+from mtraining_jax.training.state import StateBuilder
+from mtraining_jax.training.step import make_train_step
+from tests.training.common import VOCAB, changed, tiny_config
+
+SEQ_LEN, BLOCK = 128, 8
+LENGTHS = [[30, 1, 57], [8, 64, 17, 20]]  # the second one has room for no more
+SPARSE = {"kind": "sampled_rows", "tau": 0.6, "sampled_rows": 2, "dense_below": 40}
+
+
+class Run:
+    """A step on some mesh, and batches made by hand."""
+
+    def __init__(self, folder, rows, **sections):
+        self.config = tiny_config(
+            folder, data={"batch_size": rows, "mode": "pack", "shuffle": False},
+            sparsity=SPARSE | sections.pop("sparsity", {}), **sections,
+        )  # fmt: skip
+        self.mesh, self.layout = parts.build_mesh(self.config), parts.build_layout(self.config)
+        self.builder = StateBuilder(self.config, self.mesh)
+        pattern = parts.build_pattern(self.config)
+        attention = parts.build_attention(self.config, self.mesh, self.layout, pattern)
+        self.step = make_train_step(self.config, self.builder, attention, self.mesh)
+
+    def batch(self, lengths):
+        """One with documents of these lengths; their tokens do not depend on where they lie."""
+        tokens, labels, positions = (np.zeros((len(lengths), SEQ_LEN), np.int32) for _ in range(3))
+        labels -= 100
+        documents = Documents.from_lengths(lengths, SEQ_LEN, BLOCK)
+        for row, own in enumerate(lengths):
+            start = 0
+            for n in own:
+                ids = np.random.default_rng(n).integers(VOCAB, size=n)
+                tokens[row, start : start + n] = ids
+                labels[row, start : start + n - 1] = ids[1:]
+                size = -(-n // BLOCK) * BLOCK
+                positions[row, start : start + size] = np.arange(size)
+                start += size
+        order, tokens_at = self.layout.permutation(), jax.NamedSharding(self.mesh, parts.TOKENS)
+        arrays = dict(tokens=tokens, labels=labels, positions=positions)
+        batch = {name: jax.device_put(x[:, order], tokens_at) for name, x in arrays.items()}
+        at = jax.NamedSharding(self.mesh, parts.DOCUMENTS)
+        return batch | {"documents": jax.device_put(documents.table, at)}
+
+    def first(self, lengths):
+        """Metrics of one step from the start, and the parameters after it."""
+        state, metrics = self.step(self.builder.fresh(), self.batch(lengths))
+        return jax.device_get((metrics, state.parameters))
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory):
+    return Run(tmp_path_factory.mktemp("packed"), 2)
+
+
+def test_a_step_on_packs_is_a_step_on_each_document_alone(packed, tmp_path):
+    metrics, parameters = packed.first(LENGTHS)
+    alone = Run(
+        tmp_path, 8, parallel={"data": 2, "nodes": 1, "devices_per_node": 1},
+        optimizer={"accumulation_steps": 2},
+    )  # fmt: skip
+    each = [[n] for own in LENGTHS for n in own]
+    wanted, expected = alone.first([*each, []])
+    assert metrics["labels"] == wanted["labels"] == sum(n - 1 for (n,) in each)
+    for name in ("loss", "grad_norm"):
+        np.testing.assert_allclose(metrics[name], wanted[name], rtol=1e-5)
+    for name, x in parameters.items():
+        np.testing.assert_allclose(x, expected[name], atol=2e-4, err_msg=name)
+    padded = [[-(-n // BLOCK) * BLOCK for n in own] for own in LENGTHS]
+    pairs = np.mean([sum(n * (n + 1) / 2 for n in own) for own in padded])
+    share = metrics["layers"]["document_pairs"]
+    np.testing.assert_allclose(share, pairs / (SEQ_LEN * (SEQ_LEN + 1) / 2), rtol=1e-6)
+    density = metrics["layers"]["density"]
+    assert (density > 0.5).all() and (density < 0.999).all()
+
+
+def test_documents_may_weigh_as_much_as_each_other(packed):
+    batch = packed.batch(LENGTHS)
+    labels, order = batch["labels"], packed.layout.permutation()
+    weights = np.zeros(labels.shape, np.float32)
+    for row, own in enumerate(LENGTHS):
+        for n, start in zip(
+            own, np.cumsum([0, *(-(-n // BLOCK) * BLOCK for n in own[:-1])]), strict=True
+        ):
+            weights[row, start : start + n - 1] = 1 / max(n - 1, 1)
+    batch["weights"] = jax.device_put(weights[:, order], labels.sharding)
+    _, metrics = packed.step(packed.builder.fresh(), batch)
+    each = [packed.first([[n], []])[0]["loss"] for own in LENGTHS for n in own if n > 1]
+    np.testing.assert_allclose(metrics["loss"], np.mean(each), rtol=1e-5)
+    assert abs(metrics["loss"] - packed.first(LENGTHS)[0]["loss"]) > 1e-3
+
+
+def test_batches_of_the_loader_say_where_documents_are_and_count_positions_in_them(packed):
+    lengths = np.array([30, 57, 5, 100, 64, 40, 20, 17])
+    path = packed.config.data.paths[0]
+    ids = np.load(path)[: lengths.sum()]
+    np.save(path, ids)
+    with open(f"{path}.lengths", "wb") as file:
+        np.save(file, lengths)
+    batches = parts.Batches(packed.config, packed.mesh, packed.layout)
+    batch = next(batches)
+    batches.close()
+    found = {name: np.asarray(x) for name, x in batch.items()}
+    table, back = found.pop("documents"), packed.layout.inverse()
+    tokens, labels, positions = (found[x][:, back] for x in ("tokens", "labels", "positions"))
+    first, tokens_of = table[..., 0].repeat(BLOCK, 1), table[..., 2].repeat(BLOCK, 1)
+    places = np.arange(SEQ_LEN) - first * BLOCK
+    np.testing.assert_array_equal(positions, np.where(tokens_of > 0, places, 0))
+    counted = (tokens_of > 0) & (places < tokens_of - 1)
+    np.testing.assert_array_equal(labels != -100, counted)
+    following = np.roll(tokens, -1, axis=1)
+    np.testing.assert_array_equal(labels[counted], following[counted])
+    state, metrics = packed.step(packed.builder.fresh(), batch)
+    assert np.isfinite(metrics["loss"]) and metrics["labels"] == counted.sum()
+    weighted = changed(packed.config, loss={"weighting": "document"})
+    batches = parts.Batches(weighted, packed.mesh, packed.layout)
+    weights = np.asarray(next(batches)["weights"])
+    batches.close()
+    np.testing.assert_allclose(weights[:, back][counted], 1 / (tokens_of[counted] - 1))
+    assert (weights > 0).sum() == counted.sum()
+
+
+def test_patterns_and_rings_that_cannot_keep_documents_apart_are_refused(tmp_path):
+    for sections, message in [
+        (dict(sparsity={"kind": "flex_prefill"}),
+         'data.mode = "pack" and sparsity.kind = "flex_prefill" do not go together: FlexPrefill'),
+        (dict(parallel={"ring": "flat"}), 'data.mode = "pack" lists key blocks for each block'),
+        (dict(sparsity={"kind": "dense"}, parallel={"ring": "flat"}), "cannot follow"),
+    ]:  # fmt: skip
+        with pytest.raises(UserError, match=message):
+            Run(tmp_path, 2, **sections)
+    with pytest.raises(UserError, match='loss.weighting = "document" needs documents, and data.mo'):
+        parts.build_mesh(tiny_config(tmp_path, loss={"weighting": "document"}))
