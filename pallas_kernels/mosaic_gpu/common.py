@@ -62,7 +62,7 @@ def await_last(barriers: Sequence[Any], steps: Array, slots: int) -> None:
 
 def launch(
     kernel: Callable[..., None], out_type: Any, scratch: list[Any], num_blocks: int,
-    interpret: Any, memory_warpgroups: int = 1,
+    interpret: Any, warpgroups: int = WARPGROUPS, memory_warpgroups: int = 1,
 ) -> Callable[..., Any]:
     """A kernel over thread blocks (axis "block") of compute and copying warpgroups ("wg").
 
@@ -76,7 +76,7 @@ def launch(
         scratch_types=scratch,
         grid=(num_blocks,),
         grid_names=("block",),
-        num_threads=WARPGROUPS + memory_warpgroups,
+        num_threads=warpgroups + memory_warpgroups,
         thread_name="wg",
         compiler_params=COMPILER_PARAMS,
         interpret=interpret,

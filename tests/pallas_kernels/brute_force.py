@@ -17,8 +17,15 @@ def index_mask(index: Index, seq_len: int) -> np.ndarray:
     if isinstance(index, BlockSparseIndex):
         return block_sparse_mask(index)
     if isinstance(index, BlockMaskIndex):
-        words, number = np.asarray(index.bits), np.arange(index.num_blocks)
-        return np.tril(expand(words[..., number // 32] >> (number % 32) & 1 > 0, index.block_size))
+        mask = expand(_bits(index.bits, index.num_blocks), index.block_size)
+        if index.column_marks is not None:
+            columns = _bits(index.column_marks, index.block_size)
+            columns = columns.reshape(*columns.shape[:2], 1, seq_len)
+            if index.column_start is not None:
+                start = np.asarray(index.column_start).repeat(index.block_size, axis=-1)
+                columns = columns & (np.arange(seq_len) // index.block_size >= start[..., None])
+            mask = mask | columns
+        return np.tril(mask)
     g = index.block_size
     slashes, slash_count = np.asarray(index.slash_blocks), np.asarray(index.slash_count)
     verticals, vertical_count = (
@@ -31,6 +38,12 @@ def index_mask(index: Index, seq_len: int) -> np.ndarray:
         mask[b, h] = expand(np.isin(distance, slashes[b, h, : slash_count[b, h]]), g)
         mask[b, h][:, verticals[b, h, : vertical_count[b, h]]] = True
     return mask & np.tril(np.ones((seq_len, seq_len), bool))
+
+
+def _bits(words, size: int) -> np.ndarray:
+    """Bool [..., size] of words uint32 [..., w]."""
+    number = np.arange(size)
+    return np.asarray(words)[..., number // 32] >> (number % 32) & 1 > 0
 
 
 def block_sparse_mask(index: BlockSparseIndex) -> np.ndarray:

@@ -10,7 +10,13 @@ from collections.abc import Callable
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import BlockSparseIndex, Columns, DiagonalTiles, VerticalSlashIndex
+from pallas_kernels import (
+    BlockMaskIndex,
+    BlockSparseIndex,
+    Columns,
+    DiagonalTiles,
+    VerticalSlashIndex,
+)
 
 _INT32 = np.iinfo(np.int32)
 
@@ -154,6 +160,29 @@ def block_sparse(
         key_blocks=_spoil(garbage, index.key_blocks, index.key_count),
         query_blocks=_spoil(garbage, index.query_blocks, index.query_count),
     )
+
+
+def block_mask_with_columns(
+    rng: np.random.Generator, size: Size, *, max_columns: int
+) -> BlockMaskIndex:
+    """Random blocks as bits, as in `block_sparse`, with columns; the last head has none.
+
+    In the other heads but the first, the second half of the rows sees its own columns only.
+    """
+    shape = (size.batch, size.heads, size.key_blocks, size.key_blocks)
+    mask = rng.random(shape) < rng.uniform(0.05, 0.3, (size.batch, size.heads, 1, 1))
+    mask[:, :, rng.integers(size.key_blocks)] = False
+    mask[:, 0, -1] = True
+    mask[0, -1] = False
+    tokens = rng.integers(0, size.seq_len, (size.batch, size.heads, max_columns))
+    tokens[:, :, 0], tokens[:, :, 1] = 0, size.seq_len - 1
+    tokens[:, :, 2:4] = size.seq_len  # padding
+    tokens[-1, -1] = size.seq_len
+    index = BlockMaskIndex.from_block_mask(jnp.asarray(mask), size.block_size)
+    half = size.key_blocks // 2
+    rows, heads = np.arange(size.key_blocks), np.arange(size.heads)
+    start = np.where(rows < half, 0, half) * (heads > 0)[:, None]
+    return index.with_columns(jnp.asarray(tokens, jnp.int32)).columns_from(jnp.asarray(start))
 
 
 def diagonal_tiles(

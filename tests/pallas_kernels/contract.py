@@ -17,15 +17,15 @@ from jax import Array
 
 import pallas_kernels
 from pallas_kernels import (
+    BlockMaskIndex,
     Columns,
     DenseIndex,
-    DiagonalTiles,
     Gradients,
     ListedTiles,
     VerticalSlashIndex,
 )
 from pallas_kernels.index import Segment
-from pallas_kernels.tiles import COLUMN_TILE, NO_DIAGONAL
+from pallas_kernels.tiles import COLUMN_TILE, NO_DIAGONAL, Tiles
 from tests.pallas_kernels import brute_force, cases
 from tests.pallas_kernels.cases import Size
 from tests.pallas_kernels.expected import (
@@ -124,6 +124,18 @@ class AttentionContract:
             )
             pairs = mask[:, :, rows][..., columns]
             self._count(rng, dataclasses.replace(size, query_blocks=local), tiles, pairs)
+
+    def test_listed_blocks_and_columns_count_each_pair_once(self) -> None:
+        """Columns inside and outside of listed blocks, in own blocks that are not listed, in none.
+        """
+        rng, size = np.random.default_rng(33), self._size()
+        index = cases.block_mask_with_columns(rng, size, max_columns=self.max_verticals)
+        tile_mask = brute_force.index_mask(
+            dataclasses.replace(index, column_marks=None), size.seq_len
+        )
+        column_pairs = brute_force.index_mask(index, size.seq_len) & ~tile_mask
+        assert column_pairs.any() and (tile_mask & column_pairs.any(2, keepdims=True)).any()
+        self._count(rng, size, index, tile_mask, column_pairs)
 
     @pytest.mark.parametrize("wide", [True, False])
     def test_offsets_of_unequal_shards_count_each_pair_once(self, wide: bool) -> None:
@@ -494,11 +506,11 @@ def _columns_of(pairs: np.ndarray, columns: Columns) -> np.ndarray:
 
 @jax.jit
 def resolve_index(
-    index: VerticalSlashIndex, k: Array, v: Array
-) -> tuple[DiagonalTiles, Columns, tuple[Array, Array]]:
+    index: VerticalSlashIndex | BlockMaskIndex, k: Array, v: Array
+) -> tuple[Tiles, Columns, tuple[Array, Array]]:
     """Tiles and columns of an index on one device, and keys and values of the columns."""
     batch, num_keys = k.shape[:2]
-    num_heads = index.slash_count.shape[1]
+    num_heads = jax.tree.leaves(index)[0].shape[1]
     tiles, columns = index.on_one_device(batch, num_keys, num_heads, num_keys)
     column_kv = tuple(pallas_kernels.gather_columns(x, columns.tokens) for x in (k, v))
     return tiles, columns, column_kv

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from pallas_kernels import BlockMaskIndex, BlockSparseIndex, DenseIndex, VerticalSlashIndex
+from pallas_kernels.index import Rows
 from tests.pallas_kernels import brute_force, cases
 from tests.pallas_kernels.properties import repeatable
 
@@ -77,6 +78,9 @@ def assert_answers_follow_the_mask(index):
     if isinstance(index, VerticalSlashIndex):
         no_columns = dataclasses.replace(index, vertical_count=0 * index.vertical_count)
         blocks_only = brute_force.index_mask(no_columns, SEQ_LEN)
+    if isinstance(index, BlockMaskIndex):
+        no_columns = dataclasses.replace(index, column_marks=None)
+        blocks_only = brute_force.index_mask(no_columns, SEQ_LEN)
     by_row = (NUM_BLOCKS, SIZE, SEQ_LEN)
     tiles = blocks_only.reshape(*heads, *by_row[:2], *by_row[:2]).any((3, 5)).sum((2, 3))
     columns = (mask & ~blocks_only).reshape(*heads, *by_row).any(3).sum((2, 3))
@@ -135,6 +139,49 @@ def test_answers_of_bits_follow_the_mask(mask):
     assert_answers_follow_the_mask(BlockMaskIndex.from_block_mask(mask, SIZE))
 
 
+@jax.jit
+def bits_with_columns(mask, tokens, start):
+    """The index; what its two halves say of all, if each holds every second row; its tokens."""
+    index = BlockMaskIndex.from_block_mask(mask, SIZE).with_columns(tokens).columns_from(start)
+
+    def on_half(rows):
+        own = BlockMaskIndex.from_block_mask(mask[:, :, rows], SIZE, rows)
+        own = own.with_columns(tokens, rows).columns_from(start[:, :, rows])
+        held = Rows(rows, lambda x: jax.lax.psum(x, "halves"))
+        return own, own.computed_pairs(SEQ_LEN, held), own.executed_pairs(SEQ_LEN, held)
+
+    halves = jnp.arange(NUM_BLOCKS, dtype=jnp.int32).reshape(-1, 2).T
+    return index, jax.vmap(on_half, axis_name="halves")(halves), index.column_tokens()
+
+
+@repeatable
+@given(
+    arrays(bool, (1, 2, NUM_BLOCKS, NUM_BLOCKS)),
+    arrays(np.int32, (1, 2, 6), elements=st.integers(-2, SEQ_LEN + 2)),
+    st.lists(st.booleans(), min_size=2 * NUM_BLOCKS, max_size=2 * NUM_BLOCKS),
+)
+def test_answers_of_bits_with_columns_follow_the_mask(mask, tokens, begins):
+    # Where a document begins, its rows see no column before it.
+    rows = np.arange(NUM_BLOCKS, dtype=np.int32)
+    start = np.maximum.accumulate(np.where(np.reshape(begins, (1, 2, -1)), rows, 0), axis=-1)
+    index, (halves, *pairs), listed = jax.device_get(bits_with_columns(mask, tokens, start))
+    seen = np.repeat(start, SIZE, -1)[..., None] <= np.repeat(rows, SIZE)
+    expected = np.tril(brute_force.expand(mask, SIZE))
+    for h in range(2):
+        columns = sorted({x for x in tokens[0, h].tolist() if 0 <= x < SEQ_LEN})
+        expected[0, h][:, columns] |= seen[0, h][:, columns]
+        assert listed[0, h, : len(columns)].tolist() == columns
+        assert (listed[0, h, len(columns) :] > SEQ_LEN).all()
+        assert index.budgets()["columns"][0, h] == len(columns)
+    np.testing.assert_array_equal(brute_force.index_mask(index, SEQ_LEN), np.tril(expected))
+    assert_answers_follow_the_mask(index)
+    for found, wanted in zip(pairs, answers(index, SEQ_LEN)[:2], strict=True):
+        np.testing.assert_array_equal(found, np.broadcast_to(wanted, found.shape))
+    for name in ("bits", "column_marks", "column_start"):
+        whole = np.asarray(getattr(index, name))
+        np.testing.assert_array_equal(getattr(halves, name)[1], whole[:, :, 1::2])
+
+
 @pytest.mark.parametrize("causal", [True, False])
 def test_answers_of_every_pair_follow_the_mask(causal):
     assert_answers_follow_the_mask(DenseIndex(SIZE, causal))
@@ -175,6 +222,9 @@ def test_bits_are_counted_over_their_own_sequence():
         index.shards(1, 1, 1, 8)
     with pytest.raises(ValueError, match="index.bits has shape .1, 1, 4, 1.: .1, 1, 2, 1. is"):
         index.shards(1, 1, 2, 4, jnp.array([0, 2]))
+    index = index.with_columns(jnp.zeros((1, 1, 1), jnp.int32), jnp.array([0, 2]))
+    with pytest.raises(ValueError, match="index.column_marks has shape .1, 1, 2, 1.: .1, 1, 4, 1."):
+        index.shards(1, 1, 1, 4)
 
 
 def test_indices_pass_through_jit_and_scan_with_their_static_fields():

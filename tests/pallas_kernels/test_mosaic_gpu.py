@@ -67,6 +67,7 @@ class TestWideHeadsInterpreted(_Interpreted):
     kept = (
         "test_vertical_slash_counts_each_pair_once",
         "test_listed_blocks_of_gathered_keys_count_each_pair_once",
+        "test_listed_blocks_and_columns_count_each_pair_once",
     )
     detect_races = False
 

@@ -23,13 +23,11 @@ from pallas_kernels.mosaic_gpu.common import (
     ROWS,
     WARPGROUPS,
     await_last,
-    fold,
     full,
-    iota,
     launch,
-    rows_to_tile,
     tiled,
 )
+from pallas_kernels.mosaic_gpu.kernels.row_tiles import RowTiles
 
 TILE_ROWS = WARPGROUPS * ROWS
 DEPTH = 64  # numbers of a row and a column in one part of their product
@@ -46,15 +44,17 @@ class BlockScoresConfig:
 
 
 def block_scores_kernel(
-    q: Array, k: Array, places: Array, *, scale: float, block_columns: int,
-    config: BlockScoresConfig, num_blocks: int, interpret: Any = False,
+    q: Array, k: Array, places: Array, starts: Array | None = None, *, scale: float,
+    block_columns: int, config: BlockScoresConfig, num_blocks: int, interpret: Any = False,
 ) -> tuple[Array, Array]:
     """Runs the kernel.
 
     Args:
         q: [B, Hq, R, E] bf16 or fp16: rows; R a multiple of `TILE_ROWS`, E one of `DEPTH`.
         k: [B, Hk, C, E]: columns, C a multiple of `config.width`.
-        places: int32 [R], the last column that each row sees; -1 for none.
+        places: int32 [B or 1, R], the last column that each row sees; -1 for none.
+        starts: int32 [B, R], the first column that each row sees, a block's first one, where some
+            row does not begin with column 0; None where all do. `places` are then [B, R].
         scale: of the products, positive.
         block_columns: c, columns of one block of keys, a multiple of 8 that divides `config.width`.
         config: tuning.
@@ -69,28 +69,20 @@ def block_scores_kernel(
     """
     batch, num_heads, num_rows, length = q.shape
     group, width, stages = num_heads // k.shape[1], config.width, config.stages
-    blocks, parts = width // block_columns, length // DEPTH
-    row_tiles = num_rows // TILE_ROWS
-    items = batch * num_heads * row_tiles
-    num_blocks = min(num_blocks, items)
+    parts = length // DEPTH
+    walk = RowTiles(places, starts, num_heads, batch, TILE_ROWS, width)
+    num_blocks = min(num_blocks, walk.items)
     log2_scale = scale * LOG2E
-    of_tiles = places.reshape(row_tiles, TILE_ROWS)
-    tiles = of_tiles.max(axis=1) // width + 1  # that any row of a tile sees
-    whole = (of_tiles.min(axis=1) + 1) // width  # that every one sees all of
-    names = ["q", "k", "places", "tiles", "whole", "scores", "peak", "smem", "bars"]
+    names = ["q", "k", *walk.inputs, "scores", "peak", "smem", "bars"]
 
     def block_scores(*arguments: Any) -> None:
         refs = dict(zip(names, arguments, strict=True))
         smem, bars = refs["smem"], refs["bars"]
         warpgroup, block = lax.axis_index("wg"), lax.axis_index("block")
-        count = lax.div(items - block + num_blocks - 1, num_blocks)
+        count = lax.div(walk.items - block + num_blocks - 1, num_blocks)
 
         def item(n: Array) -> tuple[Array, Array, Array]:
-            # The last rows see most columns: they come first.
-            number = block + n * num_blocks
-            pair = lax.rem(number, batch * num_heads)
-            row_tile = row_tiles - 1 - lax.div(number, batch * num_heads)
-            return lax.div(pair, num_heads), lax.rem(pair, num_heads), row_tile
+            return walk.item(refs, block + n * num_blocks)
 
         def memory_warpgroup() -> None:
             plgpu.set_max_registers(config.memory_registers, action="decrease")
@@ -98,12 +90,13 @@ def block_scores_kernel(
             def load_item(n: Array, done: Array) -> Array:
                 b, head, row_tile = item(n)
                 rows = pl.ds(row_tile * TILE_ROWS, TILE_ROWS)
-                steps = refs["tiles"][row_tile] * parts
+                first, tiles = walk.columns(refs, b, row_tile)
+                steps = (tiles - first) * parts
 
                 def load(i: Array, _: None) -> None:
                     slot = lax.rem(done + i, stages)
                     pl.when(done + i >= stages)(lambda: plgpu.barrier_wait(bars["free"].at[slot]))
-                    columns = pl.ds(lax.div(i, parts) * width, width)
+                    columns = pl.ds((first + lax.div(i, parts)) * width, width)
                     depth = pl.ds(lax.rem(i, parts) * DEPTH, DEPTH)
                     kv_head = lax.div(head, group)
                     for name, source in (
@@ -123,32 +116,19 @@ def block_scores_kernel(
             def score_item(n: Array, done: Array) -> Array:
                 b, head, row_tile = item(n)
                 rows = pl.ds(row_tile * TILE_ROWS + warpgroup * ROWS, ROWS)
-                seen = plgpu.load(refs["places"].at[rows], layout=ROW_LAYOUT, optimized=False)
-                tiles, whole = refs["tiles"][row_tile], refs["whole"][row_tile]
+                seen = walk.seen(refs, b, rows)
+                first, tiles = walk.columns(refs, b, row_tile)
 
                 def score(j: Array, peak: Array) -> Array:
-                    logits = products(done + j * parts)
-                    of_blocks = [
-                        logits[:, n * block_columns : (n + 1) * block_columns]
-                        for n in range(blocks)
-                    ]
-                    of_blocks = lax.cond(
-                        j >= whole, lambda x: causal(x, seen, j), lambda x: x, of_blocks
-                    )
-                    for n, x in enumerate(of_blocks):
-                        own = fold(jnp.maximum, x).max(axis=1) * log2_scale
-                        base = jnp.where(own > -jnp.inf, own, 0.0)
-                        terms = jnp.exp2(x * log2_scale - rows_to_tile(base, x))
-                        total = fold(jnp.add, terms).sum(axis=1)
-                        refs["scores"].at[b, head, j * blocks + n, rows][...] = (
-                            base + jnp.log2(total)
-                        )
-                        peak = jnp.maximum(peak, own)
-                    return peak
+                    logits = products(done + (j - first) * parts)
+                    return walk.score(
+                        refs, b, head, row_tile, j, logits, rows, seen, peak,
+                        block_columns=block_columns, log2_scale=log2_scale,
+                    )  # fmt: skip
 
-                peak = lax.fori_loop(0, tiles, score, full((ROWS,), -jnp.inf, ROW_LAYOUT))
+                peak = lax.fori_loop(first, tiles, score, full((ROWS,), -jnp.inf, ROW_LAYOUT))
                 refs["peak"].at[b, head, rows][...] = peak
-                return done + tiles * parts
+                return done + (tiles - first) * parts
 
             def products(first: Array) -> Array:
                 def run(acc: Any) -> Array:
@@ -170,14 +150,6 @@ def block_scores_kernel(
                 plgpu.barrier_arrive(bars["free"].at[last])
                 return logits
 
-            def causal(of_blocks: list[Array], seen: Array, j: Array) -> list[Array]:
-                """-inf where a row does not see a column."""
-                masked = []
-                for n, x in enumerate(of_blocks):
-                    column = iota(x, 1) + (j * width + n * block_columns)
-                    masked.append(jnp.where(column <= rows_to_tile(seen, x), x, -jnp.inf))
-                return masked
-
             lax.fori_loop(0, count, score_item, jnp.int32(0))
 
         pl.when(warpgroup == WARPGROUPS)(memory_warpgroup)
@@ -197,4 +169,4 @@ def block_scores_kernel(
         jax.ShapeDtypeStruct((batch, num_heads, num_rows), jnp.float32),
     ]
     run = launch(block_scores, outputs, [smem, bars], num_blocks, interpret)
-    return run(q, k, places, tiles, whole)
+    return run(q, k, *walk.inputs.values())

@@ -1,0 +1,155 @@
+"""Tiles of rows and the columns that they see, as the kernels for block scores walk them."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.mosaic_gpu.common import ROW_LAYOUT, fold, iota, rows_to_tile
+
+
+class RowTiles:
+    """Which tiles of columns a kernel walks for each tile of rows, and where masks are needed.
+
+    Args:
+        places: int32 [B or 1, R], the last column that each row sees; -1 for none.
+        starts: int32 [B, R], the first one, or None where every row begins with column 0.
+        num_heads: Hq.
+        batch: B.
+        rows: of a tile; they divide R.
+        width: columns of a tile.
+
+    Attributes:
+        inputs: arrays that the kernel gets, by name.
+        items: tiles of rows of all heads and batch entries.
+    """
+
+    def __init__(
+        self, places: Array, starts: Array | None, num_heads: int, batch: int, rows: int, width: int
+    ):
+        self._pairs, self._heads = batch * num_heads, num_heads
+        self._row_tiles, self._width = places.shape[1] // rows, width
+        self._one_for_all, self._from_zero = places.shape[0] == 1, starts is None
+        self.items = self._pairs * self._row_tiles
+        of_tiles = places.reshape(-1, self._row_tiles, rows)
+        # Tiles of columns that any row of a tile sees end at `tiles`; those before `whole` end
+        # where every row sees them.
+        self.inputs = {
+            "places": places, "tiles": of_tiles.max(axis=2) // width + 1,
+            "whole": (of_tiles.min(axis=2) + 1) // width,
+        }  # fmt: skip
+        if starts is not None:
+            begin = _from_starts(
+                starts.reshape(of_tiles.shape), of_tiles, self.inputs["tiles"], width
+            )
+            self.inputs |= begin | {"starts": starts}
+
+    def item(self, refs: dict[str, Any], number: Array) -> tuple[Array, Array, Array]:
+        """Batch entry, head and tile of rows; those that see most columns come first."""
+        pair = lax.rem(number, self._pairs)
+        row_tile = self._row_tiles - 1 - lax.div(number, self._pairs)
+        b = lax.div(pair, self._heads)
+        if not self._from_zero:
+            row_tile = refs["order"][b, row_tile]
+        return b, lax.rem(pair, self._heads), row_tile
+
+    def columns(self, refs: dict[str, Any], b: Array, row_tile: Array) -> tuple[Array, Array]:
+        """The first tile of columns that a tile of rows sees, and one past the last."""
+        tiles = self._at(refs, "tiles", b, row_tile)
+        return jnp.int32(0) if self._from_zero else self._at(refs, "first", b, row_tile), tiles
+
+    def seen(self, refs: dict[str, Any], b: Array, rows: Any) -> list[Array]:
+        """The last column of each of some rows, and the first one if it is not 0 for all."""
+        own = 0 if self._one_for_all else b
+        names = ["places"] if self._from_zero else ["places", "starts"]
+        return [
+            plgpu.load(refs[name].at[own, rows], layout=ROW_LAYOUT, optimized=False)
+            for name in names
+        ]
+
+    def score(
+        self, refs: dict[str, Any], b: Array, head: Array, row_tile: Array, j: Array,
+        logits: Array, rows: Any, seen: list[Array], peak: Array, *, block_columns: int,
+        log2_scale: float,
+    ) -> Array:
+        """Writes the scores of some rows and the blocks of one tile of columns.
+
+        Args:
+            refs: of the kernel; scores go to "scores", [B, Hq, blocks, R].
+            b, head, row_tile: see `item`.
+            j: the tile of columns.
+            logits: fp32 [64, width], products of rows and columns.
+            rows: of R, these 64.
+            seen: of these, from `seen`.
+            peak: fp32 [64], the largest scaled logit so far.
+            block_columns: c, columns of a block, a divisor of the width.
+            log2_scale: of the logits, times log2(e).
+
+        Returns:
+            fp32 [64], the largest scaled logit including this tile.
+        """
+        blocks = self._width // block_columns
+        of_blocks = [logits[:, n * block_columns : (n + 1) * block_columns] for n in range(blocks)]
+        of_blocks = self._masked(refs, b, row_tile, j, of_blocks, seen)
+        for n, x in enumerate(of_blocks):
+            own = fold(jnp.maximum, x).max(axis=1) * log2_scale
+            base = jnp.where(own > -jnp.inf, own, 0.0)
+            terms = jnp.exp2(x * log2_scale - rows_to_tile(base, x))
+            total = fold(jnp.add, terms).sum(axis=1)
+            refs["scores"].at[b, head, j * blocks + n, rows][...] = base + jnp.log2(total)
+            peak = jnp.maximum(peak, own)
+        return peak
+
+    def _masked(
+        self, refs: dict[str, Any], b: Array, row_tile: Array, j: Array, of_blocks: list[Array],
+        seen: list[Array],
+    ) -> list[Array]:
+        """Scores of a tile of columns, -inf where a row does not see a column.
+
+        Args:
+            refs: of the kernel.
+            b, row_tile: see `item`.
+            j: the tile of columns.
+            of_blocks: its scores, [64, c] for each block of columns.
+            seen: of their rows, from `seen`.
+        """
+        cut = j >= self._at(refs, "whole", b, row_tile)
+        if not self._from_zero:
+            cut |= j < self._at(refs, "whole_from", b, row_tile)
+
+        def mask(of_blocks: list[Array]) -> list[Array]:
+            found = []
+            for n, tile in enumerate(of_blocks):
+                column = iota(tile, 1) + (j * self._width + n * tile.shape[1])
+                tile = jnp.where(column <= rows_to_tile(seen[0], tile), tile, -jnp.inf)
+                if not self._from_zero:
+                    tile = jnp.where(column >= rows_to_tile(seen[1], tile), tile, -jnp.inf)
+                found.append(tile)
+            return found
+
+        return lax.cond(cut, mask, lambda tiles: tiles, of_blocks)
+
+    def _at(self, refs: dict[str, Any], name: str, b: Array, row_tile: Array) -> Array:
+        return refs[name][0 if self._one_for_all else b, row_tile]
+
+
+def _from_starts(starts: Array, places: Array, tiles: Array, width: int) -> dict[str, Array]:
+    """Where the tiles of columns begin that the tiles of rows see, and an order of these.
+
+    Args:
+        starts: int32 [B, T, rows], the first column that each row sees.
+        places: as starts; the last one, -1 for none.
+        tiles: int32 [B, T], where the tiles of columns end.
+        width: columns of a tile.
+
+    Returns:
+        int32 [B, T] each: `first`, the first tile that any row sees; `whole_from`, the first one
+        of which every row sees the beginning; `order`, the tiles of rows, those with the most
+        tiles of columns last.
+    """
+    lowest = jnp.where(places >= 0, starts, jnp.iinfo(jnp.int32).max).min(axis=2)
+    first = jnp.minimum(lowest // width, tiles)
+    whole_from = (starts.max(axis=2) + width - 1) // width
+    order = jnp.argsort(tiles - first, axis=1, stable=True).astype(jnp.int32)
+    return {"first": first, "whole_from": whole_from, "order": order}
