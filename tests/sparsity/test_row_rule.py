@@ -60,6 +60,22 @@ def test_blocks_are_kept_as_the_rule_says(tau, sinks, local, least):
         assert not found[b, h, i, row + 1 :].any()
 
 
+def test_what_is_kept_beside_the_blocks_counts_first():
+    scores = np.nan_to_num(scores_of(2))
+    beside = np.random.default_rng(3).random(scores.shape[:3]).astype(np.float32) * 3
+    rule = RowRule(0.8, 1, 2)
+    numbers, rows = np.arange(NUM_BLOCKS), jnp.asarray(ROWS, jnp.int32)
+    bits = jax.jit(kept_blocks, static_argnums=2)(scores, rows, rule, beside=beside)
+    found = np.asarray(bits)[..., numbers // 32] >> (numbers % 32) & 1 > 0
+    masses = np.asarray(masses_of(np.concatenate([scores, beside[..., None]], -1))).astype(int)
+    for b, h, i in np.ndindex(scores.shape[:3]):
+        row, mass = ROWS[i], masses[b, h, i]
+        mass = [mass[-1], *mass[: row + 1]]
+        forced = np.append(True, (numbers < 1) | (row - numbers < 2))[: row + 2]
+        wanted = pick(mass, forced, -(-sum(mass) * round(0.8 * 2**15) // 2**15))
+        np.testing.assert_array_equal(found[b, h, i, : row + 1], wanted[1:])
+
+
 def test_masses_are_shares_of_the_row_in_whole_numbers():
     scores = np.nan_to_num(scores_of(1)).astype(np.float64)
     masses = np.asarray(masses_of(scores.astype(np.float32))).astype(int)

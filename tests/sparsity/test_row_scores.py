@@ -128,6 +128,23 @@ def test_padding_at_the_end_changes_no_score(pattern):
     assert (found[:, :, 5, :6] > 0).all() and (found[:, :, 6:] == 0).all()
 
 
+def test_the_samples_of_a_block_that_ends_with_padding_are_real_queries():
+    q, k = inputs.random(0, 1, SEQ_LEN, 1, 1, DIM)
+    pattern = SampledRows(sampled_rows=3, block_size=BLOCK)
+
+    @jax.jit
+    def of_block_five(valid_len):
+        shards = Shards(jnp.arange(NUM_BLOCKS), NUM_BLOCKS, valid_len=valid_len)
+        return pattern.scores(q, k, shards)[0, 0, 5]
+
+    logits = np.asarray(q, np.float64)[0, :, 0] @ np.asarray(k, np.float64)[0, :, 0].T / DIM**0.5
+    weights = oracle.softmax(np.where(np.tri(SEQ_LEN, dtype=bool), logits, -np.inf))
+    for real, places in ((16, [4, 9, 15]), (7, [1, 3, 6]), (2, [0, 1]), (1, [0])):
+        wanted = weights[BLOCK * 5 + np.array(places)].reshape(-1, NUM_BLOCKS, BLOCK).sum(-1)
+        found = np.asarray(of_block_five(BLOCK * 5 + real))
+        np.testing.assert_allclose(found / found.sum(), wanted.mean(0), atol=2e-6)
+
+
 def test_settings_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="stride=5 must divide block_size=128"):
         XAttention(stride=5)

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from mtraining_jax.sparsity import FixedBudget, Shards, VerticalSlash, choose_index, estimate
+from mtraining_jax.sparsity.joint_rule import JointRule
 from pallas_kernels import names
-from tests.sparsity import inputs, oracle
+from tests.sparsity import inputs, joint_oracle, oracle
 
 
 @functools.partial(jax.jit, static_argnames=("pattern", "scale"))
@@ -70,6 +71,19 @@ CASES = {
         VerticalSlash(0.9, 40, 12, "paper", block_size=64, last_q=48),
     ),
 }
+
+
+def test_columns_and_diagonals_together_are_what_counting_every_pair_keeps():
+    pattern = VerticalSlash(
+        0.9, 40, preset="joint", **SMALL, sink_tokens=4, least_share=0.01, max_density=0.3
+    )
+    rule = JointRule(0.9, 0.01, 0.3, 40, sink_tokens=4, local_blocks=2, last_q=16)
+    shape = 1, 256, 2, 1, 16
+    index, scored = jax.device_get(choose_and_score(*inputs.random(0, *shape), pattern))
+    assert index.slash_blocks.shape == (1, 2, 16)
+    for at in np.ndindex(1, 2):
+        columns, diagonals = joint_oracle.keep(*(x[at] for x in scored), 256, 16, rule)
+        assert listed(index, *at) == (sorted(diagonals), sorted(columns))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -221,7 +235,11 @@ def test_no_gradient_flows_and_a_policy_can_save_the_index():
     ("settings", "message"),
     [
         (dict(top_p=0.0), "top_p=0.0 must be above 0 and at most 1"),
-        (dict(preset="fast"), "preset='fast' must be one of safe, paper"),
+        (dict(preset="fast"), "preset='fast' must be one of safe, paper, joint"),
+        (dict(least_share=0.1), "least_share=0.1 is an option of preset='joint', .* is 'safe'"),
+        (dict(max_density=0.5, preset="paper"), "max_density=0.5 is an option of preset='joint'"),
+        (dict(max_density=0.0, preset="joint"), "max_density=0.0 must be above 0 and at most 1"),
+        (dict(max_verticals=20, preset="joint"), "sink_tokens=30 must not exceed"),
         (dict(last_q=129), "last_q=129 must not exceed block_size=128"),
         (dict(last_q=0), "last_q=0 must be at least 1"),
         (dict(max_verticals=20), "sink_tokens=30 must not exceed max_verticals=20"),

@@ -1,0 +1,226 @@
+"""Which columns and block diagonals a head keeps, chosen together by their mass for each pair.
+
+Both are scored by the same queries, so both hold the same mass twice: a column of mass x looks like
+x / u at each of u distances, and a diagonal like as much in each of u columns. Here neither is
+counted where the other explains it:
+
+- A column counts with its *excess*: its mass less what the diagonals through it would give it.
+- A block diagonal counts with the mass at its distances, less what kept columns give these.
+
+A block diagonal is a block in each row of blocks, and a column 1/g of one. So one *price* decides
+about both: the mass that a row of blocks must gain for each block that it computes. The share of
+rows in which kept diagonals hold a column already takes as much of its gain as of its cost.
+
+All arithmetic is that of integers; 2^30 is all the mass of a head.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from mtraining_jax.sparsity import select
+
+_MASS_BITS = 30
+_SHARE_BITS = 15
+_FORCED = 1 << 31
+# Prices are tried from all the mass downwards, each 2 % below the one before if the least one is
+# a single unit of mass, and closer together otherwise.
+_PRICES = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class JointRule:
+    """Prices are lowered until the mass suffices, or the next one would cost too much.
+
+    Attributes:
+        top_p: share of the scoring queries' mass that is enough; a multiple of 2^-15.
+        least_share: the least price, as a share of the mass.
+        max_density: most pairs, as a share of the causal ones, counted in half blocks; a row's own
+            block is one of them. A multiple of 2^-15. What is forced may exceed it.
+        max_verticals: most columns; a number, or int32 scalar that may be traced.
+        sink_tokens: first columns, which are forced.
+        local_blocks: nearest block diagonals, which are forced; at least 1.
+        last_q: u, the scoring queries.
+    """
+
+    top_p: float
+    least_share: float
+    max_density: float
+    max_verticals: int | Array
+    sink_tokens: int
+    local_blocks: int
+    last_q: int
+
+    def prices(self) -> np.ndarray:
+        """int32 [n], descending, without repeats."""
+        one = 1 << _MASS_BITS
+        least = max(round(self.least_share * one), 1)
+        prices = np.unique(np.round(np.geomspace(least, one, _PRICES)).astype(np.int32))
+        return prices[::-1].copy()
+
+
+def kept_together(
+    columns: Array, diagonals: Array, valid_len: int | Array, rule: JointRule
+) -> tuple[Array, Array]:
+    """The columns and block diagonals that heads keep.
+
+    At equal cost the result never holds less of the scoring queries' mass than a window of the
+    nearest block diagonals with the sinks: where it would, the window is kept instead.
+
+    Args:
+        columns: int32 [R, NB, g], mass of the columns.
+        diagonals: int32 [R, NB, g], mass at each token distance.
+        valid_len: tokens that count, V; the scoring queries are the last of them.
+        rule: what to keep.
+
+    Returns:
+        bool [R, NB, g] and bool [R, NB].
+    """
+    choice = _Choice(columns, diagonals, valid_len, rule)
+    prices = jnp.asarray(rule.prices())
+
+    def narrow(_, state: tuple[Array, Array]) -> tuple[Array, Array]:
+        low, high = state  # nothing below `low` ends the search; `high` does, or is the last price
+        middle = (low + high) // 2
+        ends = choice.ends(choice.at(prices[middle]))
+        return jnp.where(ends, low, middle + 1), jnp.where(ends, middle, high)
+
+    rows = columns.shape[0]
+    low = jnp.zeros(rows, jnp.int32)
+    high = jnp.full(rows, prices.size - 1, jnp.int32)
+    rounds = (prices.size - 1).bit_length()
+    _, found = lax.fori_loop(0, rounds, narrow, (low, high))
+    kept = choice.at(prices[found])
+    before = choice.at(prices[jnp.maximum(found - 1, 0)])
+    # What costs too much is not kept, though at a lower price mass would suffice.
+    return choice.or_window(_where(choice.cost(kept) > choice.most, before, kept))
+
+
+class _Choice:
+    """What is kept at a price, and what it costs and holds."""
+
+    def __init__(
+        self, columns: Array, diagonals: Array, valid_len: int | Array, rule: JointRule
+    ) -> None:
+        _, num_blocks, size = columns.shape
+        self._rule, self._columns, self._size = rule, columns, size
+        self._valid_len = valid_len
+        self._numbers = jnp.arange(num_blocks, dtype=jnp.int32)
+        self._used = (valid_len + size - 1) // size  # blocks of tokens that count
+        tokens = jnp.arange(num_blocks * size, dtype=jnp.int32).reshape(num_blocks, size)
+        seen = tokens < valid_len
+        self._sinks = seen & (tokens < rule.sink_tokens)
+        self._nearest = self._numbers < jnp.minimum(rule.local_blocks, self._used)
+        shadow = self._mean_over_queries(diagonals)
+        self._excess = jnp.where(seen, jnp.maximum(columns - shadow, 0), 0)
+        keys = self._excess.astype(jnp.uint32)
+        keys = jnp.where(self._sinks, jnp.uint32(_FORCED), keys)
+        most = jnp.minimum(rule.max_verticals, num_blocks * size)
+        self._candidates, _ = select.kept_entries(keys, select.Rule(minimum=0, maximum=most))
+        self._mass = self._on_blocks(diagonals)
+        self.most = _share(self._used * self._used, rule.max_density)
+        self._enough = _share(self._block_mass().sum(-1, dtype=jnp.int32), rule.top_p)
+
+    def at(self, price: Array) -> tuple[Array, Array]:
+        """Columns bool [R, NB, g] and diagonals bool [R, NB] at prices int32 [R]."""
+        of_column = -(-price // self._size)[:, None, None]
+        columns = self._sinks | (self._candidates & (self._excess >= of_column))
+        explained = self._mean_over_queries(jnp.where(columns, self._excess, 0))
+        mass = self._mass - self._on_blocks(explained)
+        there = self._numbers < self._used
+        return columns, self._nearest | ((mass >= price[:, None]) & there)
+
+    def ends(self, kept: tuple[Array, Array]) -> Array:
+        """Whether the search ends there, bool [R]: enough mass, or too many pairs."""
+        return (self.held(kept) >= self._enough) | (self.cost(kept) > self.most)
+
+    def cost(self, kept: tuple[Array, Array]) -> Array:
+        """Half blocks, rounded up, int32 [R]; what both hold counts once.
+
+        The main block diagonal, which is always kept, has half a block in each row of blocks.
+        """
+        columns, diagonals = kept
+        lengths = jnp.maximum(self._used - self._numbers, 0)
+        halves = jnp.where(diagonals, 2 * lengths, 0).sum(-1, dtype=jnp.int32) - self._used
+        # For a column in block b: rows of blocks from b on in which no diagonal holds it.
+        free = jnp.cumsum(~diagonals, axis=-1, dtype=jnp.int32)
+        free = jnp.where(lengths > 0, free[:, jnp.maximum(lengths - 1, 0)], 0)
+        return halves + self._in_halves(columns.sum(-1, dtype=jnp.int32) * free)
+
+    def _in_halves(self, entries: Array) -> Array:
+        """Half blocks of pairs (column, row of blocks), rounded up: int32 [..., n] to [...]."""
+        whole, rest = (
+            x.sum(-1, dtype=jnp.int32) for x in (entries // self._size, entries % self._size)
+        )
+        return 2 * whole - (-2 * rest // self._size)
+
+    def held(self, kept: tuple[Array, Array]) -> Array:
+        """The scoring queries' mass, int32 [R], in what is kept; what both hold counts once."""
+        columns, diagonals = kept
+        by_column = jnp.where(columns, self._columns, 0).sum(-1, dtype=jnp.int32)
+        distance = self._used - 1 - self._numbers  # from the last block that counts
+        held = jnp.where(distance >= 0, diagonals[:, jnp.maximum(distance, 0)], False)
+        return jnp.where(held, self._block_mass(), by_column).sum(-1, dtype=jnp.int32)
+
+    def or_window(self, kept: tuple[Array, Array]) -> tuple[Array, Array]:
+        """The widest window that costs no more, with the sinks, where it holds more."""
+        rows = self._mass.shape[0]
+        lengths = jnp.maximum(self._used - self._numbers, 0)
+        # Of a window of w + 1 diagonals, which leaves the last of the rows of a block's columns.
+        with_sinks = self._numbers[: -(-self._rule.sink_tokens // self._size)]
+        free = lengths[with_sinks] - 1 - self._numbers[:, None]
+        sinks = self._sinks[with_sinks].sum(-1, dtype=jnp.int32)
+        diagonals = jnp.cumsum(2 * lengths, dtype=jnp.int32) - self._used
+        cost = diagonals + self._in_halves(sinks * jnp.maximum(free, 0))
+        fits = (cost <= self.cost(kept)[:, None]) & (self._numbers < self._used)
+        width = fits.sum(-1, dtype=jnp.int32)
+        window = (
+            jnp.broadcast_to(self._sinks, (rows, *self._sinks.shape)),
+            self._numbers < width[:, None],
+        )
+        better = (width >= self._rule.local_blocks) & (self.held(window) > self.held(kept))
+        return _where(better, window, kept)
+
+    def _block_mass(self) -> Array:
+        return self._columns.sum(-1, dtype=jnp.int32)
+
+    def _mean_over_queries(self, x: Array) -> Array:
+        """What columns give to distances, or distances to columns: int32 [R, NB, g] like x.
+
+        Entry i is the mean over the scoring queries, at positions p, of x at p - i, rounded down.
+        """
+        rows, num_blocks, size = x.shape
+        within = jnp.cumsum(x, axis=-1, dtype=jnp.int32)
+        blocks = jnp.cumsum(within[..., -1], axis=-1, dtype=jnp.int32) - within[..., -1]
+        up_to = jnp.pad((blocks[..., None] + within).reshape(rows, -1), ((0, 0), (1, 0)))
+        end = self._valid_len - jnp.arange(num_blocks * size, dtype=jnp.int32)
+        start = jnp.maximum(end - self._rule.last_q, 0)
+        total = up_to[:, jnp.maximum(end, 0)] - up_to[:, start]
+        return (total // self._rule.last_q).reshape(x.shape)
+
+    def _on_blocks(self, x: Array) -> Array:
+        """Masses int32 [R, NB] on block diagonals, of masses [R, NB, g] at token distances.
+
+        Distance d g + t lies on block diagonal d for g - t of the g queries of a block, and on the
+        next one for the others.
+        """
+        place = jnp.arange(self._size, dtype=jnp.int32)
+        far = x // self._size * place + x % self._size * place // self._size
+        near = (x - far).sum(-1, dtype=jnp.int32)
+        far = far.sum(-1, dtype=jnp.int32)
+        return near + jnp.pad(far, ((0, 0), (1, 0)))[:, :-1]
+
+
+def _where(first: Array, x: tuple[Array, Array], y: tuple[Array, Array]) -> tuple[Array, Array]:
+    """The kept of `x` for the heads bool [R] that are marked, else of `y`."""
+    return jnp.where(first[:, None, None], x[0], y[0]), jnp.where(first[:, None], x[1], y[1])
+
+
+def _share(total: int | Array, share: float) -> Array:
+    """floor(share * total) of totals below 2^31, without overflow."""
+    total = jnp.asarray(total, jnp.int32)
+    share = round(share * (1 << _SHARE_BITS))
+    high, low = total >> _SHARE_BITS, total & ((1 << _SHARE_BITS) - 1)
+    return high * share + (low * share >> _SHARE_BITS)

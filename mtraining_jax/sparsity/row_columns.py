@@ -1,0 +1,157 @@
+"""Key columns beside lists of blocks, and what they leave of a row's mass.
+
+The scores keep to the rules of `estimate.py`, so they have the same bits on any number of ranks.
+"""
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from mtraining_jax.sparsity import estimate, exchange, row_scores, select
+from mtraining_jax.sparsity.pattern import Shards
+from mtraining_jax.sparsity.row_rule import RowRule
+from mtraining_jax.sparsity.sampled_rows import by_blocks
+from pallas_kernels.tiles import gather_columns
+
+# Queries, evenly spread over the sequence, that say which columns are the heaviest.
+_QUERIES = 128
+_MOST_STEPS = 64
+
+
+def heaviest_columns(
+    q: Array, k: Array, shards: Shards, block_size: int, count: int, rule: RowRule
+) -> Array:
+    """The keys that some queries all over the sequence give most mass to, in blocks not forced.
+
+    Args:
+        q: [B, n, Hq, D], local queries.
+        k: [B, S, Hk, D], all keys, in the order of the sequence.
+        shards: where the queries lie.
+        block_size: g.
+        count: C, most columns of a head.
+        rule: says which blocks are forced, whose keys need no columns.
+
+    Returns:
+        int32 [B, Hq, C], ascending, padded with S: columns that hold nothing are not kept. The same
+        on all ranks.
+    """
+    num_blocks = shards.num_blocks
+    seq_len = num_blocks * block_size
+    end = seq_len if shards.valid_len is None else shards.valid_len
+    queries = min(_QUERIES, seq_len)
+    numbers = jnp.arange(1, queries + 1, dtype=jnp.int32)
+    positions = jnp.maximum(numbers * end // queries - 1, 0).astype(jnp.int32)
+    rows = exchange.gather_rows(
+        q, positions, shards.block_ids, num_blocks, shards.axis_names
+    ).transpose(0, 2, 1, 3)
+    masses = _far_masses(rows, positions, k, num_blocks, rule, shards.scale_for(q.shape[-1]))
+    most = min(count, seq_len)
+    kept, _ = select.kept_entries(masses.astype(jnp.uint32), select.Rule(0, most))
+    tokens = select.ascending_entries(kept & (masses > 0), most, seq_len)
+    return jnp.pad(tokens, ((0, 0), (0, 0), (0, count - most)), constant_values=seq_len)
+
+
+def _far_masses(
+    rows: Array, positions: Array, k: Array, num_blocks: int, rule: RowRule, scale: float
+) -> Array:
+    """Mass int32 [B, Hq, NB, g] that rows [B, Hq, u, D] give to keys; 2^30 is all of it."""
+    block_size = k.shape[1] // num_blocks
+    every = jnp.arange(num_blocks, dtype=jnp.int32)
+    where = rows, positions, k, every, num_blocks
+    term_one = float(1 << (estimate.MASS_BITS - (block_size - 1).bit_length()))
+
+    def in_block(logits: Array, _: Array) -> tuple[Array, Array]:
+        peak = logits.max(-1)
+        terms = estimate.relative_exp(logits, peak[..., None], scale)
+        return peak, jnp.round(terms * term_one).astype(jnp.int32).sum(-1, dtype=jnp.int32)
+
+    block_peak, block_total = estimate.map_logits(in_block, *where)  # [B, Hq, NB, u]
+    block_total = block_total.astype(jnp.float32) * (1 / term_one)
+    peak = block_peak.max(2)
+    weight = estimate.relative_exp(block_peak, peak[:, :, None], scale)
+    limbs = (x.sum(2, dtype=jnp.int32) for x in estimate.to_limbs(weight, block_total))
+    total = estimate.from_limbs(*limbs)
+    to_mass = float(estimate.MASS_ONE // rows.shape[2]) / jnp.where(total > 0, total, 1.0)
+
+    def of_keys(logits: Array, blocks: Array) -> tuple[Array]:  # [C, B, Hq, u, g]
+        terms = estimate.relative_exp(logits, peak[..., None], scale)
+        mass = jnp.round(terms * to_mass[..., None]).astype(jnp.int32)
+        distance = positions // block_size - blocks[:, None]  # [C, u]
+        counts = (distance >= rule.local_blocks) & (blocks >= rule.sink_blocks)[:, None]
+        mass = jnp.where(counts[:, None, None, :, None], mass, 0)
+        return (mass.sum(-2, dtype=jnp.int32),)
+
+    return estimate.map_logits(of_keys, *where)[0]
+
+
+def masses_without(
+    rows: Array, k: Array, places: Array, tokens: Array, shards: Shards, block_size: int, *,
+    like: Array,
+) -> tuple[Array, Array]:
+    """Mass that rows of queries give to key blocks, and what they give to columns.
+
+    Args:
+        rows: [B, Hq, n, r, D], r queries of each of n local blocks.
+        k: [B, S, Hk, D], all keys, in the order of the sequence.
+        places: int32 [B or 1, n, r], their positions; -1 for a query that looks at nothing.
+        tokens: int32 [B, Hq, C], the columns; S for padding.
+        shards: where the queries lie.
+        block_size: g.
+        like: [B, n, Hq, D], the queries of the attention.
+
+    Returns:
+        fp32 [B, Hq, n, NB] without the columns' mass, and fp32 [B, Hq, n], the columns'; together
+        what `row_scores.block_masses` gives.
+    """
+    scale = shards.scale_for(rows.shape[-1])
+    masses, levels = row_scores.block_masses(
+        rows, by_blocks(k, block_size), places, scale=scale, like=like, backend=shards.backend,
+        levels=True,
+    )
+    of_columns = _column_masses(rows, gather_columns(k, tokens), places, levels, tokens, shards)
+    batch, heads, num_local, _ = of_columns.shape
+    own = jnp.ogrid[:batch, :heads, :num_local, :1][:3]
+    blocks = jnp.broadcast_to((tokens // block_size)[:, :, None], of_columns.shape)
+    held = jnp.zeros((batch, heads, num_local, shards.num_blocks), jnp.int32)
+    held = held.at[(*own, blocks)].add(of_columns, mode="drop")
+    one = 1 / estimate.MASS_ONE
+    left = jnp.maximum(masses - held.astype(jnp.float32) * one, 0.0)
+    return left, of_columns.sum(-1, dtype=jnp.int32).astype(jnp.float32) * one
+
+
+def _column_masses(
+    rows: Array, keys: Array, places: Array, levels: Array, tokens: Array, shards: Shards
+) -> Array:
+    """Mass int32 [B, Hq, n, C] of columns with keys [B, C, Hq, D]; 2^30 is all of a row of blocks.
+
+    Some rows of blocks at a time, as many whatever a rank's share of them is.
+    """
+    batch, heads, num_local, num_rows, dim = rows.shape
+    chunk = max(shards.num_blocks // _MOST_STEPS, 1)
+    steps = -(-num_local // chunk)
+    padding = steps * chunk - num_local
+    rows, levels = (
+        jnp.pad(x, [(0, 0), (0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 3)) for x in (rows, levels)
+    )
+    places = jnp.pad(places, ((0, 0), (0, padding), (0, 0)), constant_values=-1)
+    scale = shards.scale_for(dim)
+    one = float(estimate.MASS_ONE // num_rows)
+    precision = lax.Precision.HIGHEST if keys.dtype == jnp.float32 else None
+
+    def step(i: Array) -> Array:
+        own, level = (
+            lax.dynamic_slice_in_dim(x, i * chunk, chunk, axis=2) for x in (rows, levels)
+        )
+        logits = lax.dot_general(
+            own.reshape(batch, heads, -1, dim), keys.swapaxes(1, 2),
+            (((3,), (3,)), ((0, 1), (0, 1))), precision=precision,
+            preferred_element_type=jnp.float32,
+        ).reshape(batch, heads, chunk, num_rows, -1)
+        place = lax.dynamic_slice_in_dim(places, i * chunk, chunk, axis=1)[:, None, ..., None]
+        seen = place >= tokens[:, :, None, None]
+        logits = jnp.where(seen, logits, -jnp.inf)
+        mass = jnp.round(estimate.relative_exp(logits, level[..., None], scale) * one)
+        return mass.astype(jnp.int32).sum(-2, dtype=jnp.int32)
+
+    found = lax.map(step, jnp.arange(steps))
+    found = jnp.moveaxis(found, 0, 2).reshape(batch, heads, steps * chunk, -1)
+    return found[:, :, :num_local]
