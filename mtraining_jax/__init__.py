@@ -17,11 +17,15 @@ if TYPE_CHECKING:
     from mtraining_jax.evaluation.generate import generate
     from mtraining_jax.parallel.layout import Layout
     from mtraining_jax.sparsity import (
+        AdaSpa,
+        BlockTopK,
         Choice,
         Dense,
         ExactRows,
         FixedBudget,
+        FlexPrefill,
         MixedRows,
+        MoBA,
         Pattern,
         Prism,
         SampledRows,
@@ -30,17 +34,23 @@ if TYPE_CHECKING:
         XAttention,
         load_budgets,
     )
+    from mtraining_jax.sparsity.documents import Documents
 
 _HOMES = {
+    "AdaSpa": "sparsity",
+    "BlockTopK": "sparsity",
     "Choice": "sparsity",
     "Dense": "sparsity",
+    "Documents": "sparsity.documents",
     "Engine": "evaluation.engine",
     "ExactRows": "sparsity",
     "FixedBudget": "sparsity",
+    "FlexPrefill": "sparsity",
     "GenerateOptions": "evaluation.decode.sampling",
     "Inspection": "attention.inspection",
     "Layout": "parallel.layout",
     "MixedRows": "sparsity",
+    "MoBA": "sparsity",
     "Pattern": "sparsity",
     "Prism": "sparsity",
     "SampledRows": "sparsity",
@@ -58,15 +68,20 @@ _HOMES = {
 }
 
 __all__ = [
+    "AdaSpa",
+    "BlockTopK",
     "Choice",
     "Dense",
+    "Documents",
     "Engine",
     "ExactRows",
     "FixedBudget",
+    "FlexPrefill",
     "GenerateOptions",
     "Inspection",
     "Layout",
     "MixedRows",
+    "MoBA",
     "Pattern",
     "Prism",
     "SampledRows",

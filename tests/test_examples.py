@@ -45,3 +45,14 @@ def test_a_look_at_an_index_prints_a_table_and_draws(tmp_path):
     table = run("look_at_index.py", "--tokens", "512", "--png", str(png))
     assert "recall" in table and len(table.splitlines()) == 6
     assert png.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_denoiser_searches_at_some_steps_and_uses_its_index_between():
+    options = "--train 0 --steps 4 --search 1 --layers 1 --heads 2 --block 16 --sparsity 0.5"
+    lines = run("dit_adaspa.py", "--grid", "2", "8", "8", *options.split()).splitlines()
+    steps = [line.split() for line in lines if re.match(r" +\d+ +(dense|search|reuse) ", line)]
+    assert [step[1] for step in steps] == ["dense", "search", "reuse", "reuse"]
+    assert float(steps[0][-1]) == 0
+    for step in steps[1:]:  # half of the blocks keep more than half of the mass
+        mean, worst, error = map(float, step[-3:])
+        assert 0.5 < worst <= mean < 1 and 0 < error < 0.3

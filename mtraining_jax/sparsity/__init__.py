@@ -7,10 +7,14 @@ they are first used.
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from mtraining_jax.sparsity.adaspa import AdaSpa
+from mtraining_jax.sparsity.block_topk import BlockTopK
 from mtraining_jax.sparsity.dense import Dense
 from mtraining_jax.sparsity.exact_rows import ExactRows
 from mtraining_jax.sparsity.fixed_budget import FixedBudget, FixedBudgets, load_budgets
+from mtraining_jax.sparsity.flex_prefill import FlexPrefill
 from mtraining_jax.sparsity.mixed_rows import MixedRows
+from mtraining_jax.sparsity.moba import MoBA
 from mtraining_jax.sparsity.pattern import Choice, ModelSizes, Pattern, Settings, Shards
 from mtraining_jax.sparsity.prism import Prism
 from mtraining_jax.sparsity.registry import PATTERNS
@@ -38,12 +42,16 @@ _HOMES = {
 
 __all__ = [
     "PATTERNS",
+    "AdaSpa",
+    "BlockTopK",
     "Choice",
     "Dense",
     "ExactRows",
     "FixedBudget",
     "FixedBudgets",
+    "FlexPrefill",
     "MixedRows",
+    "MoBA",
     "ModelSizes",
     "Pattern",
     "Prism",

@@ -1,7 +1,6 @@
 """Fixed budgets for each layer and head, as MInference files give them (arXiv 2407.02490)."""
 
 import dataclasses
-import json
 import os
 from typing import TYPE_CHECKING
 
@@ -9,6 +8,7 @@ import numpy as np
 
 from mtraining_jax.errors import UserError
 from mtraining_jax.limits import check_at_most, check_limits, limited
+from mtraining_jax.sparsity.budget_file import read_heads
 from mtraining_jax.sparsity.pattern import Choice, ModelSizes, Pattern, Settings, Shards
 
 if TYPE_CHECKING:
@@ -59,11 +59,9 @@ class FixedBudget(Pattern):
     def choose(self, q: "Array", k: "Array", shards: Shards) -> Choice:
         """Keeps as many columns and diagonals of the largest sums of logits as the budgets say."""
         from mtraining_jax.sparsity import last_queries
+        from mtraining_jax.sparsity.checks import check_heads
 
-        for name in self.arrays:
-            shape = np.shape(getattr(self, name))
-            if shape != (q.shape[2],):
-                raise ValueError(f"{name} has shape {shape}, but there are {q.shape[2]} heads")
+        check_heads(self, q.shape[2])
         return Choice(last_queries.choose(q, k, shards, self, _Rule(self))[0])
 
 
@@ -96,7 +94,7 @@ class BudgetFile(Settings):
                 "budget_file=none is not enough: budgets are read from a MInference file"
             )
 
-    def pattern(self, model: ModelSizes) -> FixedBudget:
+    def pattern(self, model: ModelSizes) -> Pattern:
         """Budgets [L, Hq], to be scanned over.
 
         Raises:
@@ -111,7 +109,7 @@ class BudgetFile(Settings):
             )
         return budgets
 
-    def _budgets(self) -> FixedBudget:
+    def _budgets(self) -> Pattern:
         return load_budgets(self.budget_file).pattern(
             last_q=self.last_q, block_size=self.block_size, sink_tokens=self.sink_tokens,
             sliding_window=self.sliding_window,
@@ -197,56 +195,15 @@ class FixedBudgets:
 
 
 def load_budgets(path: str | os.PathLike) -> FixedBudgets:
-    """Reads budgets from a MInference file.
+    """Reads budgets from a MInference file (`budget_file.read_heads`).
 
-    The file is a JSON list with one entry a layer: an object from head number to
-    `[type, verticals, slashes, score]`, or a list of these. Type and score are not used (every
-    head is treated as vertical-slash, as the reference does).
+    Types and scores are not used: every head is treated as vertical-slash, as the reference of
+    arXiv 2510.18830 does. The kind `minference` reads the types.
 
     Raises:
         UserError: if the file cannot be read, or naming the layer and head that is wrong.
     """
-    try:
-        with open(path, encoding="utf-8") as file:
-            layers = json.load(file)
-    except OSError as error:
-        raise UserError(f"budget file {path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise UserError(f"budget file {path} is not JSON: {error}") from error
-    if not isinstance(layers, list) or not layers:
-        raise UserError(f"budget file {path} must be a list with one entry a layer")
-    rows = [_read_layer(layer, f"budget file {path}, layer {i}") for i, layer in enumerate(layers)]
-    for i, row in enumerate(rows):
-        if len(row) != len(rows[0]):
-            raise UserError(
-                f"budget file {path}, layer {i} has {len(row)} heads but layer 0 has {len(rows[0])}"
-            )
-    table = np.array(rows, np.int32)
+    table = np.array(
+        [[head[1:] for head in layer] for layer in read_heads(path)], np.int32
+    )
     return FixedBudgets(verticals=table[..., 0], slashes=table[..., 1])
-
-
-def _read_layer(layer, where: str) -> list[tuple[int, int]]:
-    if isinstance(layer, dict):
-        names = [str(head) for head in range(len(layer))]
-        missing = [name for name in names if name not in layer]
-        if missing:
-            raise UserError(f"{where} has {len(layer)} heads but none numbered {missing[0]}")
-        layer = [layer[name] for name in names]
-    if not isinstance(layer, list) or not layer:
-        raise UserError(f"{where} must be an object or a list with one entry a head")
-    return [_read_head(entry, f"{where}, head {head}") for head, entry in enumerate(layer)]
-
-
-def _read_head(entry, where: str) -> tuple[int, int]:
-    if not isinstance(entry, list) or len(entry) < 3:
-        raise UserError(f"{where} is {entry!r}; it must be [type, verticals, slashes, score]")
-    budgets = entry[1:3]
-    if any(isinstance(budget, list) for budget in budgets):
-        raise UserError(
-            f"{where} holds [top_p, cap] pairs, not fixed budgets; use kind 'vertical_slash' with "
-            "top_p, max_verticals and max_slashes for these"
-        )
-    for budget in budgets:
-        if isinstance(budget, bool) or not isinstance(budget, int) or not 0 <= budget < 2**31:
-            raise UserError(f"{where} has budget {budget!r}; it must be a whole number, 0 or more")
-    return budgets[0], budgets[1]

@@ -14,6 +14,10 @@ PATTERNS = Registry(
         "mixed_rows": "mtraining_jax.sparsity.mixed_rows:MixedRows",
         "prism": "mtraining_jax.sparsity.prism:Prism",
         "exact_rows": "mtraining_jax.sparsity.exact_rows:ExactRows",
+        "minference": "mtraining_jax.sparsity.minference:MInferenceFile",
+        "flex_prefill": "mtraining_jax.sparsity.flex_prefill:FlexPrefill",
+        "moba": "mtraining_jax.sparsity.moba:MoBA",
+        "block_topk": "mtraining_jax.sparsity.block_topk:BlockTopK",
         "replay": "mtraining_jax.sparsity.replay:ReplaySettings",
     },
 )

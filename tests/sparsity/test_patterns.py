@@ -7,15 +7,19 @@ import pytest
 from examples.strided_pattern import Strided
 from mtraining_jax.sparsity import (
     PATTERNS,
+    BlockTopK,
     Dense,
     ExactRows,
+    FlexPrefill,
     MixedRows,
+    MoBA,
     Prism,
     SampledRows,
     VerticalSlash,
     XAttention,
 )
 from mtraining_jax.sparsity.fixed_budget import BudgetFile
+from mtraining_jax.sparsity.minference import MInferenceFile
 from mtraining_jax.sparsity.replay import ReplaySettings
 from tests.sparsity.contract import BLOCK, HEADS, LAYERS, ChoiceContract, PatternContract
 
@@ -38,6 +42,10 @@ class TestPaper(PatternContract):
     rows_may_be_empty = True
 
 
+class TestJoint(PatternContract):
+    settings = VerticalSlash(top_p=0.6, preset="joint", max_density=0.4, **SMALL)
+
+
 class TestReplay(PatternContract):
     settings = ReplaySettings(replay_density=0.3, **SMALL | dict(max_slashes=32))
 
@@ -56,8 +64,22 @@ class TestFixed(PatternContract):
                                    block_size=BLOCK)  # fmt: skip
 
 
+class TestMInference(ChoiceContract):
+    @pytest.fixture(autouse=True)
+    def _file(self, tmp_path):
+        path = tmp_path / "budgets.json"
+        heads = [["vertical_and_slash", 40, 60, 1.0]] * 2 + [["stream_llm", 10, 20, 1.0]] * 2
+        path.write_text(json.dumps([heads] * LAYERS))
+        self.settings = MInferenceFile(str(path), last_q=8, sink_tokens=2, sliding_window=4,
+                                       block_size=BLOCK)  # fmt: skip
+
+
 class TestXAttention(PatternContract):
     settings = XAttention(tau=0.6, stride=4, local_blocks=1, block_size=BLOCK)
+
+
+class TestMoBA(PatternContract):
+    settings = MoBA(chunk_size=2 * BLOCK, top_k=3, block_size=BLOCK)
 
 
 # The next ones score differently, and go the road of XAttention from there on.
@@ -65,8 +87,23 @@ class TestSampledRows(ChoiceContract):
     settings = SampledRows(tau=0.6, sampled_rows=3, block_size=BLOCK)
 
 
+class TestSampledRowsWithColumns(PatternContract):
+    settings = SampledRows(
+        tau=0.6, sampled_rows=3, columns=12, sink_blocks=0, local_blocks=1, block_size=BLOCK
+    )
+
+
 class TestMixedRows(ChoiceContract):
     settings = MixedRows(tau=1.0, least_share=0.03, stride=4, sampled_rows=2, block_size=BLOCK)
+
+
+class TestFlexPrefill(ChoiceContract):
+    # Heads of both kinds: distances of these queries and keys are 0.08 to 0.22.
+    settings = FlexPrefill(gamma=0.5, js_threshold=0.15, min_budget=16, block_size=BLOCK)
+
+
+class TestBlockTopK(ChoiceContract):
+    settings = BlockTopK(top_blocks=5, block_size=BLOCK)
 
 
 class TestPrism(ChoiceContract):
@@ -84,6 +121,6 @@ class TestOwn(PatternContract):
 def test_every_registered_pattern_is_tested_here():
     tested = {
         Dense, VerticalSlash, ReplaySettings, BudgetFile, XAttention, SampledRows, ExactRows,
-        MixedRows, Prism,
+        MixedRows, Prism, MInferenceFile, FlexPrefill, MoBA, BlockTopK,
     }
     assert {PATTERNS.get(name) for name in PATTERNS.names} == tested

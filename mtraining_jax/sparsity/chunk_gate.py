@@ -1,0 +1,114 @@
+"""Which chunks of keys each query chooses, by products with their means.
+
+Bits do not depend on the number of ranks: means are sums in a written-out order, and products have
+shapes that depend on the whole sequence alone (see `estimate.py`).
+"""
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from mtraining_jax.sparsity import estimate, exchange, pooling, row_scores
+from mtraining_jax.sparsity.pattern import Shards
+from pallas_kernels.index import bits as sets
+
+
+def chosen_chunks(q: Array, k: Array, shards: Shards, chunk_blocks: int, most: int) -> Array:
+    """The own chunk of each query and the best of those before it.
+
+    Args:
+        q: [B, n, Hq, D], local queries.
+        k: [B, n, Hk, D], local keys.
+        shards: where they lie.
+        chunk_blocks: blocks of a chunk.
+        most: chunks that a query chooses at most, its own among them; no more than there are.
+
+    Returns:
+        uint32 [B, Hq, n/g, g, ceil(NC/32)], bits as in `TokenChunksIndex`.
+    """
+    return _chosen(q, chunk_means(k, shards, chunk_blocks), shards, chunk_blocks, most)
+
+
+def chosen_blocks(q: Array, k: Array, shards: Shards, most: int) -> Array:
+    """The own block of each local block of queries and the best before it, by their means.
+
+    Args:
+        q: [B, n, Hq, D], local queries.
+        k: [B, n, Hk, D], local keys.
+        shards: where they lie; padding is left out of means.
+        most: blocks that are chosen at most, the own one among them; no more than there are.
+
+    Returns:
+        uint32 [B, Hq, n/g, ceil(NB/32)], bits as in `BlockMaskIndex`.
+    """
+    ends = shards.ends(shards.block_ids, q.shape[1] // shards.block_ids.shape[0])
+    means = pooling.block_means(q, shards.block_ids, ends).astype(q.dtype)
+    rows = means.transpose(0, 2, 1, 3)  # a token for each block
+    return _chosen(rows, chunk_means(k, shards, 1, ends), shards, 1, most)[..., 0, :]
+
+
+def _chosen(q: Array, means: Array, shards: Shards, chunk_blocks: int, most: int) -> Array:
+    """As `chosen_chunks`, from the means [B, Hk, NC, D], with blocks of any size."""
+    batch, kv_heads, num_chunks, dim = means.shape
+    num_local = shards.block_ids.shape[0]
+    size, heads = q.shape[1] // num_local, q.shape[2]
+    words = sets.words_for(num_chunks)
+    at_once = row_scores.rows_at_once(batch, heads, size, num_chunks, 1)
+    at_once = min(at_once, max(shards.num_blocks // 64, 1))
+    steps = -(-num_local // at_once)
+    padding = steps * at_once - num_local
+    ids = jnp.pad(shards.block_ids, (0, padding))
+    blocks = q.reshape(batch, num_local, size, heads, dim).transpose(1, 0, 3, 2, 4)
+    blocks = jnp.pad(blocks, ((0, padding), *([(0, 0)] * 4)))  # [n/g, B, Hq, g, D]
+    # bf16 products are exact in fp32; only fp32 inputs need the slower passes.
+    precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
+
+    def step(i: Array) -> Array:
+        own = lax.dynamic_slice_in_dim(blocks, i * at_once, at_once)
+        chunk = lax.dynamic_slice_in_dim(ids, i * at_once, at_once) // chunk_blocks
+        gate = lax.dot_general(
+            own.transpose(1, 2, 0, 3, 4).reshape(batch, kv_heads, -1, dim), means,
+            (((3,), (3,)), ((0, 1), (0, 1))),
+            precision=precision, preferred_element_type=jnp.float32,
+        ).reshape(batch, heads, at_once, size, num_chunks)
+        past = jnp.arange(num_chunks, dtype=jnp.int32) < chunk[:, None, None]
+        found = _best(jnp.where(past, gate, -jnp.inf), most - 1, words)
+        return found | sets.single(chunk, words)[:, None]
+
+    found = lax.map(step, jnp.arange(steps))  # [steps, B, Hq, at_once, g, words]
+    found = jnp.moveaxis(found, 0, 2).reshape(batch, heads, steps * at_once, size, words)
+    return found[:, :, :num_local]
+
+
+def chunk_means(
+    k: Array, shards: Shards, chunk_blocks: int, ends: Array | None = None
+) -> Array:
+    """Means of the keys of all chunks in their dtype: [B, Hk, NC, D], replicated.
+
+    That of a last chunk which is not whole means nothing: no query has it before its own. So does
+    that of one with padding in it, but for a chunk of one block and with `ends`.
+    """
+    means = pooling.block_means(k, shards.block_ids, ends).transpose(0, 2, 1, 3)
+    means = exchange.all_blocks(
+        means, shards.block_ids, shards.num_blocks, shards.axis_names
+    ).transpose(0, 2, 1, 3)
+    rest = -means.shape[2] % chunk_blocks
+    means = jnp.pad(means, ((0, 0), (0, 0), (0, rest), (0, 0)))
+    means = means.reshape(*means.shape[:2], -1, chunk_blocks, means.shape[-1])
+    return (estimate.ordered_sum(means) / chunk_blocks).astype(k.dtype)
+
+
+def _best(gate: Array, count: int, words: int) -> Array:
+    """The largest entries of the last axis as bits: fp32 [..., NC] to uint32 [..., words].
+
+    Entries -inf do not count. Of equal entries the first comes first, as `top_k` promises.
+    """
+    if count == 0:
+        return jnp.zeros((*gate.shape[:-1], words), jnp.uint32)
+    values, places = lax.top_k(gate, count)
+    found = jnp.zeros((*gate.shape[:-1], words), jnp.uint32)
+    numbers = jnp.arange(words, dtype=jnp.int32)
+    for i in range(count):
+        place = jnp.where(values[..., i] > -jnp.inf, places[..., i], -1)[..., None]
+        bit = jnp.uint32(1) << (place % 32).astype(jnp.uint32)
+        found |= jnp.where((place >= 0) & (place // 32 == numbers), bit, jnp.uint32(0))
+    return found

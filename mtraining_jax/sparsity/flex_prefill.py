@@ -1,0 +1,122 @@
+"""FlexPrefill: for each head, columns and diagonals of blocks, or lists by pooled queries."""
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from mtraining_jax.limits import check_limits, limited
+from mtraining_jax.sparsity.pattern import Choice, Pattern, Shards
+
+if TYPE_CHECKING:
+    from jax import Array
+
+# Mean density of a run of arXiv 2502.20766's settings is not known here; what is assumed for
+# other lists is assumed for these.
+_ASSUMED_DENSITY = 0.15
+
+
+@dataclasses.dataclass(frozen=True)
+class FlexPrefill(Pattern):
+    """Per head, either whole blocks of columns and of diagonals, or lists by pooled attention.
+
+    P is the attention of the last `block_size` queries. Of the columns' masses, and of the
+    diagonals', as many tokens are counted, largest first, as stay within `gamma`, and one more: n.
+    The n // g + 1 key blocks of largest mass, and as many block diagonals, are kept, between
+    `min_budget` and `max_budget` tokens of each, the first block and the main diagonal among them.
+
+    A head is *query-aware* if the Jensen-Shannon distance (the root of the divergence, natural
+    logarithm) between softmax(mean of the last queries . means of key blocks) and P's mass of key
+    blocks is below `js_threshold`. It keeps `min_budget` of columns and diagonals, and the largest
+    entries of all rows of softmax(means of query blocks . means of key blocks), taken together,
+    while their sum stays within `gamma` of all: the entry that crosses it is dropped. Its rows are
+    therefore unequally long.
+
+    Sequences of at most max(2 `block_size`, `min_budget`) tokens are dense. Of equal masses the
+    earlier block, the nearer diagonal or the earlier row comes first.
+
+    Causality: the last queries of the sequence decide for all others; the cut of a query-aware
+    head is one for the whole sequence.
+
+    Source: FlexPrefill (arXiv 2502.20766) as its reference implementation counts. Where that
+    pools and scales in 16 bits, means and masses are fp32 and multiples of 2^-30 here; a mass of
+    0 adds nothing to the distance, where the reference gets NaN, which makes the head no
+    query-aware one; and n is divided by `block_size` where it has 128.
+
+    Attributes:
+        gamma: share of the mass that is kept; multiples of 2^-15 for query-aware heads.
+        js_threshold: the reference's tau. 0 makes no head query-aware.
+        min_budget: fewest tokens of columns and of diagonals.
+        max_budget: most; None for no limit.
+        block_size: g, tokens on a side of a block.
+
+    Raises:
+        ValueError: naming the field, its value and what is allowed.
+    """
+
+    by_rows = True
+
+    gamma: limited(float, gt=0, le=1) = 0.9
+    js_threshold: limited(float, ge=0, le=1) = 0.1
+    min_budget: limited(int, ge=1) = 512
+    max_budget: limited(int, ge=1) | None = None
+    block_size: limited(int, ge=1) = 128
+
+    def __post_init__(self) -> None:
+        check_limits(self)
+        if self.max_budget is not None and self.max_budget < self.min_budget:
+            raise ValueError(
+                f"max_budget={self.max_budget} must not be below min_budget={self.min_budget}"
+            )
+
+    def choose(self, q: "Array", k: "Array", shards: Shards) -> Choice:
+        """Chooses lists, and reports the share of query-aware heads as `query_aware`."""
+        import jax.numpy as jnp
+
+        from mtraining_jax.sparsity import flex_steps
+        from mtraining_jax.sparsity.checks import check_choice
+        from pallas_kernels.index import BlockMaskIndex
+
+        check_choice(q, k, shards, self.block_size)
+        num_blocks, size = shards.num_blocks, self.block_size
+        rows, blocks = shards.block_ids[:, None], jnp.arange(num_blocks, dtype=jnp.int32)
+        heads = q.shape[0], q.shape[2]
+        if num_blocks * size <= max(2 * size, self._blocks(self.min_budget) * size):
+            listed = jnp.ones((*heads, len(shards.block_ids), num_blocks), bool)
+            aware = jnp.zeros(heads, bool)
+        else:
+            limits = self._blocks(self.min_budget), num_blocks
+            if self.max_budget is not None:
+                limits = limits[0], min(self._blocks(self.max_budget), num_blocks)
+            found = flex_steps.last_attention(q, k, shards, size, self.gamma)
+            counts = jnp.clip(found.tokens // size + 1, *limits)
+            aware = jnp.zeros(heads, bool)
+            if self.js_threshold:
+                distance = flex_steps.distances(q, k, shards, found.masses[0])
+                aware = distance < self.js_threshold
+                counts = jnp.where(aware, limits[0], counts)
+            columns, diagonals = flex_steps.largest(found.masses, counts)
+            lag = rows - blocks
+            listed = columns[:, :, None] | diagonals[:, :, jnp.maximum(lag, 0)]
+            if self.js_threshold:
+                pooled = flex_steps.pooled_lists(q, k, shards, self.gamma)
+                listed = listed | (pooled & aware[:, :, None, None])
+        index = BlockMaskIndex.from_block_mask(listed, size, shards.block_ids)
+        return Choice(index, {"query_aware": aware.astype(jnp.float32)})
+
+    def _blocks(self, tokens: int) -> int:
+        return -(-tokens // self.block_size)
+
+    def describe(self) -> str:
+        """Its name, gamma and threshold."""
+        return f"FlexPrefill, gamma {self.gamma:g}, query-aware below {self.js_threshold:g}"
+
+    def expected_density(self) -> tuple[float, str]:
+        """An assumption."""
+        return _ASSUMED_DENSITY, "assumed: each head of each step chooses its own"
+
+    def scoring_share(self) -> float:
+        """1/g^2: one product for each pair of blocks; the last queries are few."""
+        return 1 / self.block_size**2 if self.js_threshold else 0.0
+
+    def capacities(self, num_blocks: int) -> tuple[int, int]:
+        """A bit for each block; ranks share them."""
+        return num_blocks * -(-num_blocks // 32), 0

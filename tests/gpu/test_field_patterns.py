@@ -1,0 +1,84 @@
+"""Patterns of other publications on a GPU: what they choose there, and attention over it."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mtraining_jax import sparse_attention
+from mtraining_jax.sparsity import (
+    AdaSpa,
+    BlockTopK,
+    FlexPrefill,
+    MoBA,
+    Shards,
+    VerticalSlash,
+)
+from pallas_kernels.reference import mask_from_index, reference_attention
+from tests.gpu.ring_errors import own_device
+from tests.sparsity import inputs
+
+SEQ_LEN, BLOCK, HEADS, KV_HEADS, DIM = 4096, 128, 4, 2, 128
+NUM_BLOCKS = SEQ_LEN // BLOCK
+PATTERNS = [
+    FlexPrefill(gamma=0.5, js_threshold=0.1, min_budget=256),
+    BlockTopK(6),
+    MoBA(chunk_size=256, top_k=4),
+    AdaSpa(0.7),
+]
+
+
+def problem():
+    q, k = inputs.random(0, 1, SEQ_LEN, HEADS, KV_HEADS, DIM, jnp.bfloat16)
+    v = jax.random.normal(jax.random.key(0), k.shape, k.dtype)
+    return q, k, v, jax.random.normal(jax.random.key(1), q.shape, q.dtype)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=lambda pattern: type(pattern).__name__)
+def test_output_and_gradients_are_those_of_the_chosen_pairs(pattern):
+    causal = not isinstance(pattern, AdaSpa)
+    q, k, v, dout = problem()
+
+    @jax.jit
+    def ours(q, k, v, dout):
+        def attend(q, k, v):
+            return sparse_attention(
+                q, k, v, pattern=pattern, causal=causal, return_index=True, backend="mosaic_gpu"
+            )
+
+        out, vjp, index = jax.vjp(attend, q, k, v, has_aux=True)
+        return index, (out, *vjp(dout))
+
+    @jax.jit
+    def oracle(q, k, v, dout, index):
+        mask = mask_from_index(index, SEQ_LEN)
+        wide = [x.astype(jnp.float32) for x in (q, k, v)]
+        out, vjp = jax.vjp(lambda *qkv: reference_attention(*qkv, mask)[0], *wide)
+        return out, *vjp(dout.astype(jnp.float32))
+
+    with jax.default_device(own_device()):
+        index, found = ours(q, k, v, dout)
+        wanted = oracle(q, k, v, dout, index)
+    for got, want in zip(found, wanted, strict=True):
+        want = np.asarray(want)
+        error = np.abs(np.asarray(got, np.float32) - want).max() / np.abs(want).max()
+        assert error < 1e-2
+
+
+@pytest.mark.parametrize(
+    "pattern", [*PATTERNS[:3], VerticalSlash(0.8)], ids=lambda pattern: type(pattern).__name__
+)
+def test_kernels_choose_what_xla_chooses(pattern):
+    """But for blocks whose masses lie at a cut; their sums are added in another order."""
+    q, k, *_ = problem()
+
+    @functools.partial(jax.jit, static_argnums=2)
+    def mask(q, k, backend):
+        shards = Shards(jnp.arange(NUM_BLOCKS), NUM_BLOCKS, backend=backend)
+        return mask_from_index(pattern.choose(q, k, shards).index, SEQ_LEN)
+
+    with jax.default_device(own_device()):
+        ours, xla = (np.asarray(mask(q, k, backend)) for backend in ("mosaic_gpu", "xla"))
+    assert (ours & xla).sum() >= 0.99 * (ours | xla).sum()
