@@ -50,7 +50,8 @@ class Timing:
     Attributes:
         density: computed over causal pairs, mean over layers.
         forward, prefill, token: seconds, medians.
-        peak_bytes: memory of one device in the prefill, as the compiler reserves it.
+        peak_bytes: memory of one device in the prefill, as the compiler reserves it; 0 where it
+            does not say, as of a program from JAX's cache.
     """
 
     density: float
@@ -91,7 +92,7 @@ def row_of(name: str, timing: Timing, length: int, ideal: float) -> list[str]:
         name, f"{timing.density:.3f}", f"{timing.forward:.3f}", f"{timing.prefill:.3f}",
         f"{timing.forward / timing.prefill:.1%}", f"{length / timing.prefill:,.0f}",
         f"{1e3 * timing.token:.2f}", f"{1e3 * ideal:.2f}", f"{timing.token / ideal:.2f}",
-        f"{timing.peak_bytes / 2**30:.1f}",
+        f"{timing.peak_bytes / 2**30:.1f}" if timing.peak_bytes else "–",
     ]  # fmt: skip
 
 

@@ -1,16 +1,15 @@
 """The command `evaluate.py`: arguments in, results, tables and pictures out."""
 
-import argparse
 import dataclasses
 import shlex
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from rich.console import Console
 
+from mtraining_jax.argument_parser import ArgumentParser
 from mtraining_jax.errors import UserError
 from mtraining_jax.evaluation.tasks import GROUPS, TASKS, Task, option_docs
 
@@ -19,7 +18,7 @@ usage: evaluate.py --model FOLDER --tasks NAMES --lengths LENGTHS [options]
 
   --model FOLDER         folder of a run (its newest checkpoint) or a Hugging Face checkpoint
   --second-model FOLDER  another one, on the same prompts, for a comparison of the two
-  --tasks NAMES          separated by commas, listed below; or one of the groups
+  --tasks NAMES          separated by commas or spaces, listed below; or one of the groups
                          {groups};
                          or your own as package.module:Name
   --lengths LENGTHS      tokens of prompt and answer, separated by commas: 4096,8K,1M
@@ -27,6 +26,8 @@ usage: evaluate.py --model FOLDER --tasks NAMES --lengths LENGTHS [options]
   --samples N            of each task and length (default 20)
   --depths N             depths at which needles lie in turn (--task.depths)
   --seed N               of the samples (default 0)
+  --sparse-answers       tokens of a given answer attend sparsely too, in one pass with the prompt,
+                         as in training; otherwise they attend to all, as generated ones do
   --generate             decode answers also where one forward pass over prompt and answer decides
                          as well
   --output FOLDER        of the results (default evaluations/NAME); the same command goes on where
@@ -59,6 +60,7 @@ class Request:
         samples: of each task and length.
         seed: of the samples.
         generate: decode answers also where teacher forcing decides.
+        sparse_answers: given answers attend sparsely too.
         output: folder of the results.
         options: of tasks, as text.
         sparsity, parallel: fields of these sections, as text.
@@ -74,6 +76,7 @@ class Request:
     samples: int
     seed: int
     generate: bool
+    sparse_answers: bool
     output: Path
     options: Mapping[str, str]
     sparsity: Mapping[str, str]
@@ -81,11 +84,6 @@ class Request:
     dtype: str | None
     tokenizer: str | None
     cpu_devices: int | None
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; --help tells more")
 
 
 def parse(arguments: Sequence[str]) -> Request | Path:
@@ -97,20 +95,24 @@ def parse(arguments: Sequence[str]) -> Request | Path:
     Raises:
         UserError: an option that does not exist, lacks its value or has an impossible one.
     """
-    parser = _Parser(prog="evaluate.py", allow_abbrev=False, add_help=False)
-    for name in ("model", "second-model", "tasks", "lengths", "output", "tokenizer", "report"):
+    parser = ArgumentParser(prog="evaluate.py", allow_abbrev=False, add_help=False)
+    for name in ("model", "second-model", "output", "tokenizer", "report"):
         parser.add_argument(f"--{name}")
+    for name in ("tasks", "lengths"):  # with commas, spaces or both between them
+        parser.add_argument(f"--{name}", nargs="+", default=[])
     parser.add_argument("--attention", choices=("dense", "sparse", "both"), default="dense")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"))
     for name, default in (("samples", 20), ("seed", 0), ("depths", None), ("cpu-devices", None)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--generate", action="store_true")
+    for name in ("generate", "sparse-answers"):
+        parser.add_argument(f"--{name}", action="store_true")
     found, rest = parser.parse_known_args(list(arguments))
     if found.report is not None:
         return Path(found.report)
     forwarded = _forwarded(rest)
-    for name in ("model", "tasks", "lengths"):
-        if not _listed(getattr(found, name) or ""):
+    tasks, lengths = _listed(found.tasks), _listed(found.lengths)
+    for name, value in (("model", found.model), ("tasks", tasks), ("lengths", lengths)):
+        if not value:
             raise UserError(f"--{name} is missing; --help tells more")
     for name, least in (("samples", 1), ("seed", 0), ("cpu_devices", 1)):
         value = getattr(found, name)
@@ -127,12 +129,13 @@ def parse(arguments: Sequence[str]) -> Request | Path:
     both = ("dense", "sparse")
     return Request(
         models=models,
-        tasks=tuple(_listed(found.tasks)),
-        lengths=tuple(map(_length, _listed(found.lengths))),
+        tasks=tuple(tasks),
+        lengths=tuple(map(_length, lengths)),
         attentions=both if found.attention == "both" else (found.attention,),
         samples=found.samples,
         seed=found.seed,
         generate=found.generate,
+        sparse_answers=found.sparse_answers,
         output=Path(found.output or Path("evaluations", models["model"].resolve().name)),
         options=forwarded["task"],
         sparsity=forwarded["sparsity"],
@@ -234,8 +237,8 @@ def _forwarded(rest: Sequence[str]) -> dict[str, dict[str, str]]:
     return found
 
 
-def _listed(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]
+def _listed(texts: list[str]) -> list[str]:
+    return [part.strip() for text in texts for part in text.split(",") if part.strip()]
 
 
 def _length(text: str) -> int:

@@ -81,6 +81,7 @@ def settings_of(request: Request, plan: Plan, names: Mapping[str, str]) -> dict[
         },
         "seed": plan.seed,
         "generate": plan.generate,
+        "sparse answers": request.sparse_answers,
         "sparsity": text(request.sparsity) or "as the model says",
         "dtype": request.dtype or "as the model says",
         "tokenizer": request.tokenizer or "the model's own",
@@ -168,6 +169,7 @@ def _load(request: Request, label: str, console: Console) -> dict[str, Engine]:
         overrides=overrides,
         dtype=request.dtype,
         tokenizer=request.tokenizer,
+        sparse_answers=request.sparse_answers,
     )
     console.print(f"{label}: {engine.loaded.source}", markup=False)
     engines = {"sparse" if sparse else "dense": engine}

@@ -1,6 +1,7 @@
 """A model in use: losses of given tokens, and new tokens."""
 
 import dataclasses
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from jax import Array
 from mtraining_jax.data.tokenizer import Tokenizer
 from mtraining_jax.errors import UserError
 from mtraining_jax.evaluation.decode.cache import Cache
-from mtraining_jax.evaluation.decode.sampling import GenerateOptions
+from mtraining_jax.evaluation.decode.sampling import GenerateOptions, judge
 from mtraining_jax.evaluation.decode.step import Stepped
 from mtraining_jax.evaluation.decode.text import GrowingText
 from mtraining_jax.evaluation.load import AttentionKind, Loaded, Overrides, load
@@ -28,7 +29,8 @@ class Forced(NamedTuple):
     Attributes:
         log_probs: fp32 [n], log probability of each token of the answer after those before it.
         is_argmax: bool [n], whether it is the most likely one.
-        density: share of the padded sequence's causal pairs that was computed, mean over layers.
+        density: share of the padded sequence's causal pairs that was computed, mean over layers;
+            where an answer takes steps, of the prompt's pass.
     """
 
     log_probs: np.ndarray
@@ -87,6 +89,7 @@ class Engine:
         overrides: Overrides = (),
         dtype: str | None = None,
         tokenizer: str | None = None,
+        sparse_answers: bool = False,
     ) -> Self:
         """Loads the newest checkpoint of a run, or a Hugging Face checkpoint of a known family.
 
@@ -101,13 +104,17 @@ class Engine:
             dtype: "bfloat16" or "float32" to compute in. None: as the run did; for a Hugging Face
                 folder bfloat16, and float32 on a CPU.
             tokenizer: "bytes" or a tokenizer.json, instead of that of the run or the folder.
+            sparse_answers: whether given answers attend sparsely too; see `forced`.
 
         Raises:
             UserError: if there is no model, it cannot be read or is of an unknown family, or what
                 is asked for does not fit it.
         """
         return cls(
-            load(path, attention=attention, overrides=overrides, dtype=dtype, tokenizer=tokenizer)
+            load(
+                path, attention=attention, overrides=overrides, dtype=dtype, tokenizer=tokenizer,
+                sparse_answers=sparse_answers,
+            )  # fmt: skip
         )
 
     def with_pattern(self, settings: Settings) -> Self:
@@ -159,10 +166,12 @@ class Engine:
     def forced(
         self, prompt_ids: Sequence[int] | np.ndarray, answer_ids: Sequence[int] | np.ndarray
     ) -> Forced:
-        """Scores an answer in one forward pass, each token given those before it.
+        """Scores an answer, each token given those before it.
 
-        A sparse pattern estimates from the last tokens of the prompt, as in generation. But here
-        the tokens of the answer attend to pairs of that pattern, and generated ones to all.
+        With dense attention in one forward pass over prompt and answer. With a sparse pattern as
+        `generate` computes: the prompt is read sparsely, and each token of the answer attends to
+        all before it, step by step. So the answer has no part in what is chosen for the prompt.
+        With `sparse_answers` in one sparse pass over both, as in training.
 
         Args:
             prompt_ids: ids [n], n from 1.
@@ -174,9 +183,29 @@ class Engine:
         prompt, answer = self._checked(prompt_ids, least=1), self._checked(answer_ids, least=1)
         ids = np.concatenate([prompt, answer])
         self._check_length(len(ids) - 1, 0)
+        attending = self._network.attending
+        if attending.settings.sparse and not attending.sparse_answers:
+            return self._forced_by_steps(prompt, answer)
         first = len(prompt) - 1
-        scores, density = self.programs.score(ids[:-1], ids[1:], len(prompt))
+        scores, density = self.programs.score(ids[:-1], ids[1:], len(ids) - 1)
         return Forced(-scores.loss[first:], scores.is_argmax[first:], density)
+
+    def _forced_by_steps(self, prompt: np.ndarray, answer: np.ndarray) -> Forced:
+        total = len(prompt) + len(answer)
+        read = self.programs.prefill(prompt, total)()
+        logits, labels = read.logits, [np.array([label], np.int32) for label in answer]
+        judged = [judge(logits, labels[0])]
+        if len(labels) > 1:
+            drawing = np.float32(0), np.float32(1), np.uint32(0)
+            token = self.programs.draw(logits, "greedy", drawing)
+            cache = self.programs.cache(read, len(prompt), len(answer))
+            step = self.programs.step(cache, token, len(prompt), total, "greedy", drawing)
+            for given, label in itertools.pairwise(labels):
+                cache, _, logits = step(cache, jax.device_put(given, token.sharding))
+                judged.append(judge(logits, label))
+        found = zip(*jax.device_get(judged), strict=True)
+        log_probs, is_argmax = (np.concatenate(x) for x in found)
+        return Forced(log_probs, is_argmax, float(read.density))
 
     def generate(
         self,

@@ -1,13 +1,12 @@
 """The command `generate.py`: a prompt in, new text out as it comes."""
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from rich.console import Console
 
+from mtraining_jax.argument_parser import ArgumentParser
 from mtraining_jax.errors import UserError
 from mtraining_jax.platform import set_platform
 
@@ -37,11 +36,6 @@ _SECTIONS = ("sparsity", "parallel", "model")
 _INTERRUPTED = 130
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; --help tells more")
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command.
 
@@ -69,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str]) -> None:
-    parser = _Parser(prog="generate.py", allow_abbrev=False, add_help=False)
+    parser = ArgumentParser(prog="generate.py", allow_abbrev=False, add_help=False)
     for name in ("model", "prompt", "prompt-file", "tokenizer"):
         parser.add_argument(f"--{name}")
     for name, kind, default in (

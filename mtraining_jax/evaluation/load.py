@@ -64,6 +64,7 @@ def load(
     overrides: Overrides = (),
     dtype: str | None = None,
     tokenizer: str | None = None,
+    sparse_answers: bool = False,
 ) -> Loaded:
     """Reads a model; arguments and errors as of `Engine.load`."""
     folder = Path(folder)
@@ -88,7 +89,7 @@ def load(
     spec, mesh = _spec(config, source), _mesh(config)
     attending = Attending(
         _settings(config, attention, source), config.parallel.layout, config.parallel.ring,
-        None if config.parallel.backend == "auto" else config.parallel.backend,
+        None if config.parallel.backend == "auto" else config.parallel.backend, sparse_answers,
     )  # fmt: skip
     network = Network(spec, mesh, attending, config.parallel.fsdp)
     found, stop_ids = _find_tokenizer(folder, config, step is not None, tokenizer)

@@ -26,12 +26,15 @@ class Attending:
         layout: "striped" or "zigzag", how blocks are dealt to ranks.
         ring: how keys travel (`mtraining_jax.parallel.ring`).
         backend: of the kernels; None is the best that runs here.
+        sparse_answers: whether tokens of a given answer attend by the pattern too, in one pass with
+            the prompt, as in training. Otherwise they attend to all, as generated ones do.
     """
 
     settings: Settings
     layout: str = "striped"
     ring: str = "gather"
     backend: str | None = None
+    sparse_answers: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

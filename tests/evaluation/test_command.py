@@ -36,7 +36,7 @@ def command(tmp_path, monkeypatch, capsys):
 
 
 def test_dense_finds_what_a_window_does_not(command, tmp_path):
-    status, printed = command("--lengths 128 --samples 6 --attention both")
+    status, printed = command("--lengths 128 --samples 6 --attention both --sparse-answers")
     assert status == 0
     lines = list(read_lines(tmp_path / "out"))
     scores = {
@@ -54,8 +54,10 @@ def test_dense_finds_what_a_window_does_not(command, tmp_path):
 
     # All is there: nothing runs again, and another seed is refused.
     content = (tmp_path / "out" / "samples.jsonl").read_text()
-    assert "12 of 12 samples are there" in command("--lengths 128 --samples 6 --attention both")[1]
-    status, printed = command("--lengths 128 --seed 3")
+    assert "12 of 12 samples are there" in command(
+        "--lengths 128 --samples 6 --attention both --sparse-answers"
+    )[1]
+    status, printed = command("--lengths 128 --seed 3 --sparse-answers")
     assert status == 2 and "holds results with seed = 0, and this evaluation has 3" in printed
     assert (tmp_path / "out" / "samples.jsonl").read_text() == content
 

@@ -29,6 +29,8 @@ def test_arguments_are_sorted(tmp_path):
     assert request.options == {"depths": "7", "essays": "e.txt"}
     assert (request.sparsity, request.parallel) == ({"max_verticals": "512"}, {"nodes": "2"})
     assert list(request.models) == ["model", "second"] and request.output == Path("out")
+    request = parsed(tmp_path, "--tasks needle, passkey recall --lengths 4K 8K")
+    assert request.tasks == ("needle", "passkey", "recall") and request.lengths == (4096, 8192)
     assert parse(["--report", "somewhere"]) == Path("somewhere")
 
 

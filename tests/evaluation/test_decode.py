@@ -3,6 +3,7 @@
 One model and one text serve all tests, on one device and on eight.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -114,6 +115,24 @@ def test_greedy_tokens_are_the_most_likely_ones_and_stop_where_asked():
     ended = engine(EIGHT).generate(TEXT[:PROMPT], GenerateOptions(NEW, stop=(stop,)))
     assert ended.stopped == "stop" and ended.text == found.text[: found.text.find(stop)]
     assert found.tokens[: len(ended.tokens)] == ended.tokens
+
+
+def test_an_answer_after_a_sparse_prompt_is_scored_as_it_would_be_generated():
+    model = engine(EIGHT, "sparse")
+    found = model.generate(TEXT[:PROMPT], GenerateOptions(max_new_tokens=NEW))
+    forced = model.forced(TEXT[:PROMPT], found.tokens)
+    assert forced.is_argmax.all() and forced.density == found.density < 1
+    # Prompt and answer in one sparse pass: rows of the answer would miss most of the prompt.
+    given = model.forced(TEXT[:PROMPT], TEXT[PROMPT:])
+    losses = model.token_losses(TEXT)[PROMPT - 1 :]
+    assert np.abs(given.log_probs + losses).max() > 0.001
+    dense = engine(EIGHT).forced(TEXT[:PROMPT], TEXT[PROMPT:])
+    attending = dataclasses.replace(model.loaded.network.attending, sparse_answers=True)
+    network = dataclasses.replace(model.loaded.network, attending=attending)
+    whole = Engine(dataclasses.replace(model.loaded, network=network), like=model)
+    at_once = whole.forced(TEXT[:PROMPT], TEXT[PROMPT:])
+    np.testing.assert_allclose(at_once.log_probs, -losses, atol=1e-6)
+    assert np.abs(given.log_probs - dense.log_probs).max() > 0.001
 
 
 def test_what_a_model_cannot_read_is_said_in_a_sentence():

@@ -14,9 +14,10 @@ from tests.gpu.ring_problem import SIZE, Ring
 from tests.pallas_kernels.expected import Expected, compare, oracle
 
 NAMES = ("out", "dq", "dk", "dv")
-# Those of one program, and lists of blocks, which have one of their own.
+# Those of one program, and others, of which each has one of its own.
 INDICES = {"sparse": ring_problem.sparse_index, "dense": ring_problem.dense_index}
 LISTS = {"blocks": ring_problem.block_index}
+ROWS = {"columns": ring_problem.mask_index}
 
 
 def own_device() -> jax.Device:
@@ -31,7 +32,7 @@ def assert_right(case: str, found: dict[str, np.ndarray], name: str) -> None:
     Args:
         case: for the printed line.
         found: some of `NAMES`, in global order.
-        name: of the index, one of `INDICES` or `LISTS`.
+        name: of the index, one of `INDICES`, `LISTS` or `ROWS`.
     """
     for what in found:
         compare(what, found[what], _expected(name)[what], jnp.bfloat16)
@@ -58,20 +59,19 @@ def _errors(found: dict[str, np.ndarray], name: str) -> dict[str, float]:
 @functools.cache
 def _errors_of_one(name: str) -> dict[str, float]:
     """Those of one GPU on an index."""
-    ring, compiled = _one(name in LISTS)
+    ring, compiled = _one("sparse" if name in INDICES else name)
     arrays = compiled(*ring.arrays(), ring.replicated(_index(name)))
     return _errors(dict(zip(NAMES, map(np.asarray, arrays), strict=True)), name)
 
 
 @functools.cache
-def _one(lists: bool) -> tuple[Ring, jax.stages.Compiled]:
+def _one(name: str) -> tuple[Ring, jax.stages.Compiled]:
     ring = Ring("striped", "flat", 1, [own_device()])
-    index = ring_problem.block_index() if lists else ring_problem.sparse_index()
-    return ring, ring.lower_both(index).compile()
+    return ring, ring.lower_both(_index(name)).compile()
 
 
 def _index(name: str) -> Index:
-    return (INDICES | LISTS)[name]()
+    return (INDICES | LISTS | ROWS)[name]()
 
 
 @functools.cache

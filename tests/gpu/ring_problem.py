@@ -21,7 +21,7 @@ from mtraining_jax.parallel.compiler import ring_compiler_options
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import HEADS, make_mesh
 from mtraining_jax.sparsity import Dense, VerticalSlash
-from pallas_kernels import BlockSparseIndex, Index, VerticalSlashIndex
+from pallas_kernels import BlockMaskIndex, BlockSparseIndex, Index, VerticalSlashIndex
 from tests.pallas_kernels import cases
 from tests.pallas_kernels.cases import Size
 
@@ -62,6 +62,16 @@ def block_mask() -> np.ndarray:
 def block_index() -> BlockSparseIndex:
     """The lists of `block_mask`."""
     return BlockSparseIndex.from_block_mask(jnp.asarray(block_mask()), SIZE.block_size)
+
+
+def mask_index() -> BlockMaskIndex:
+    """The blocks of `block_mask` as bits, with columns: of heads one has those alone, one none."""
+    tokens = np.random.default_rng(SEED + 3).integers(
+        0, SIZE.seq_len, (SIZE.batch, SIZE.heads, MAX_VERTICALS)
+    )
+    tokens[:, 2] = SIZE.seq_len
+    index = BlockMaskIndex.from_block_mask(jnp.asarray(block_mask()), SIZE.block_size)
+    return index.with_columns(jnp.asarray(tokens, jnp.int32))
 
 
 def dense_index() -> VerticalSlashIndex:

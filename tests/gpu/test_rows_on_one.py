@@ -18,7 +18,10 @@ from tests.gpu.ring_errors import NAMES, assert_right, own_device
 from tests.gpu.ring_problem import SIZE
 
 RANKS = 8
-PATTERNS = [XAttention(stride=8), XAttention(stride=16), SampledRows(), MixedRows(tau=0.8)]
+PATTERNS = [
+    XAttention(stride=8), XAttention(stride=16), SampledRows(), MixedRows(tau=0.8),
+    SampledRows(columns=128),
+]  # fmt: skip
 
 
 def rows_of_ranks(layout):
@@ -35,13 +38,13 @@ def test_eight_ranks_choose_the_rows_of_one(pattern):
     layouts = [Layout(kind, SIZE.seq_len, RANKS, SIZE.block_size) for kind in ("striped", "zigzag")]
 
     def on_rank(q, k, block_ids):
-        return choose(q, k, block_ids=block_ids, axis_names=("device",)).bits
+        return jax.tree.leaves(choose(q, k, block_ids=block_ids, axis_names=("device",)))
 
     with jax.default_device(own_device()):
-        one = jax.jit(choose)(q, k, block_ids=np.arange(SIZE.key_blocks, dtype=np.int32)).bits
+        one = jax.jit(choose)(q, k, block_ids=np.arange(SIZE.key_blocks, dtype=np.int32))
         many = jax.jit(jax.vmap(on_rank, axis_name="device"))
-        one = np.asarray(one)
-        kept = np.bitwise_count(one).sum((-1, -2))
+        one = [np.asarray(x) for x in jax.tree.leaves(one)]  # bits, and marks of columns
+        kept = np.bitwise_count(one[0]).sum((-1, -2))
         assert len(set(kept.ravel().tolist())) > 1  # heads differ
         for layout in layouts:
             ids = rows_of_ranks(layout)
@@ -49,13 +52,14 @@ def test_eight_ranks_choose_the_rows_of_one(pattern):
             blocks = [x.reshape(*shape, *x.shape[2:]) for x in (q, k)]
             dealt = [np.moveaxis(x[:, ids], 1, 0) for x in blocks]
             dealt = [x.reshape(RANKS, SIZE.batch, -1, *x.shape[4:]) for x in dealt]
-            found = np.asarray(many(*dealt, ids))
-            for rank in range(RANKS):
-                np.testing.assert_array_equal(found[rank], one[:, :, ids[rank]])
+            for found, whole in zip(many(*dealt, ids), one, strict=True):
+                for rank in range(RANKS):
+                    np.testing.assert_array_equal(found[rank], whole[:, :, ids[rank]])
 
 
+@pytest.mark.parametrize("columns", [False, True])
 @pytest.mark.parametrize(("kind", "nodes"), [("striped", 1), ("striped", 2), ("zigzag", 1)])
-def test_rows_of_eight_ranks_give_what_lists_of_one_do(kind, nodes):
+def test_rows_of_eight_ranks_give_what_lists_of_one_do(kind, nodes, columns):
     layout = Layout(kind, SIZE.seq_len, RANKS, SIZE.block_size, nodes)
     axes = {"node": nodes, "device": RANKS // nodes} if nodes > 1 else {"device": RANKS}
     attend = functools.partial(
@@ -63,8 +67,11 @@ def test_rows_of_eight_ranks_give_what_lists_of_one_do(kind, nodes):
         ring="gather", backend=ring_problem.BACKEND,
     )
 
-    def on_rank(q, k, v, dout, bits):
-        index = BlockMaskIndex(bits, SIZE.key_blocks, SIZE.block_size)
+    index = ring_problem.mask_index()
+    if not columns:
+        index = BlockMaskIndex(index.bits, SIZE.key_blocks, SIZE.block_size)
+
+    def on_rank(q, k, v, dout, index):
         out, vjp = jax.vjp(lambda q, k, v: attend(q, k, v, index), q, k, v)
         return out, *vjp(dout)
 
@@ -82,10 +89,11 @@ def test_rows_of_eight_ranks_give_what_lists_of_one_do(kind, nodes):
         x = np.moveaxis(np.asarray(x), len(axes), 0)
         return x.reshape(SIZE.batch, SIZE.seq_len, *x.shape[-2:])[:, inverse]
 
-    index = BlockMaskIndex.from_block_mask(ring_problem.block_mask(), SIZE.block_size)
-    bits = np.asarray(index.bits)[:, :, rows_of_ranks(layout).reshape(-1)]
+    rows = rows_of_ranks(layout).reshape(-1)
     with jax.default_device(own_device()):
         inputs = [deal(x[:, order]) for x in ring_problem.inputs()]
-        arrays = jax.jit(on_all)(*inputs, deal(bits, 2))
+        dealt = jax.tree.map(lambda x: deal(np.asarray(x)[:, :, rows], 2), index)
+        arrays = jax.jit(on_all)(*inputs, dealt)
     found = dict(zip(NAMES, map(collect, arrays), strict=True))
-    assert_right(f"rows of {RANKS} ranks on one, {kind} in {nodes}", found, "blocks")
+    name = "columns" if columns else "blocks"
+    assert_right(f"rows and {name} of {RANKS} ranks on one, {kind} in {nodes}", found, name)

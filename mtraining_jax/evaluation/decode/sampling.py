@@ -1,4 +1,4 @@
-"""Which token comes next."""
+"""Which token comes next, and how likely a given one is."""
 
 import dataclasses
 import math
@@ -74,6 +74,22 @@ def next_token(
         logits_BV = jnp.where(kept_tokens(logits_BV, top_p), logits_BV, -jnp.inf)
     key = jax.random.fold_in(jax.random.key(seed), number)
     return jax.random.categorical(key, logits_BV).astype(jnp.int32)
+
+
+@jax.jit
+def judge(logits_BV: Array, label_B: Array) -> tuple[Array, Array]:
+    """How likely a given next token is.
+
+    Args:
+        logits_BV: fp32 [B, V].
+        label_B: int32 [B].
+
+    Returns:
+        fp32 [B], the log probability of the label, and bool [B], whether it is the most likely.
+    """
+    log_probs = jax.nn.log_softmax(logits_BV, axis=-1)
+    own = jnp.take_along_axis(log_probs, label_B[:, None], axis=-1)[:, 0]
+    return own, jnp.argmax(logits_BV, axis=-1) == label_B
 
 
 def kept_tokens(logits_BV: Array, top_p: Array) -> Array:
