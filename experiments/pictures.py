@@ -1,0 +1,121 @@
+"""Pictures of a tier: loss by position, loss against time, needles by length and depth."""
+
+from pathlib import Path
+
+import numpy as np
+
+from experiments.arms import ARMS, Line
+from experiments.compare import Losses, band, paired
+from experiments.rule import EQUAL
+
+# One colour an arm in all pictures; of a set that colour-blind readers can tell apart.
+COLOURS = dict(
+    zip(ARMS, ("#000000", "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00"), strict=True)
+)
+
+
+def draw(
+    lines: list[Line], tier: str, found: dict[tuple[str, str], Losses], out: Path
+) -> list[Path]:
+    """Draws what there are lines for; returns the files."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    paths = [_by_position(tier, found, out), _against_time(lines, tier, out)]
+    return [path for path in [*paths, _needles(lines, tier, out)] if path is not None]
+
+
+def _save(figure: object, path: Path) -> Path:
+    from matplotlib import pyplot
+
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+    return path
+
+
+def _by_position(
+    tier: str, found: dict[tuple[str, str], Losses], out: Path
+) -> Path | None:
+    """Loss minus dense by position, both used densely, with bands and the corridor of 0.5 %."""
+    from matplotlib import pyplot
+
+    dense = found.get(("dense", "dense"))
+    own = [arm for arm in ARMS[1:] if (arm, "dense") in found]
+    if dense is None or not own:
+        return None
+    figure, axes = pyplot.subplots(figsize=(7, 4))
+    first = min(6, len(dense.counts) - 1)
+    x = 2.0 ** np.arange(first, len(dense.counts))
+    corridor = EQUAL * dense.means.mean((0, 1))[first:]
+    axes.fill_between(x, -corridor, corridor, color="0.9", label="±0.5 % of dense")
+    for arm in own:
+        difference = paired(found[arm, "dense"], dense)[..., first:]
+        bands = [band(difference[..., k]) for k in range(difference.shape[-1])]
+        axes.plot(x, [b.mean for b in bands], marker="o", color=COLOURS[arm], label=arm)
+        low, high = [b.low for b in bands], [b.high for b in bands]
+        axes.fill_between(x, low, high, color=COLOURS[arm], alpha=0.15)
+    axes.axhline(0, color="black", linewidth=0.8)
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("tokens before (from)")
+    axes.set_ylabel("held-out loss minus dense, nats")
+    axes.set_title(f"tier {tier}: trained sparse, used densely, {len(dense.means)} seed(s)")
+    axes.legend(fontsize=8)
+    return _save(figure, out / f"{tier}-loss-by-position.png")
+
+
+def _against_time(lines: list[Line], tier: str, out: Path) -> Path | None:
+    """Training loss against seconds of steps, smoothed."""
+    from matplotlib import pyplot
+
+    by_run: dict[tuple[str, int], list[Line]] = {}
+    for line in lines:
+        if line["what"] == "train" and line["tier"] == tier:
+            by_run.setdefault((line["trained"], line["seed"]), []).append(line)
+    if not by_run:
+        return None
+    figure, axes = pyplot.subplots(figsize=(7, 4))
+    labelled = set()
+    for (arm, _), steps in by_run.items():
+        seconds = np.cumsum([x.get("step_seconds") or 0.0 for x in steps])
+        losses = np.array([x["loss"] for x in steps])
+        width = max(1, len(losses) // 20)
+        smooth = np.convolve(losses, np.full(width, 1 / width), "valid")
+        label = None if arm in labelled else arm
+        labelled.add(arm)
+        axes.plot(seconds[width - 1 :], smooth, color=COLOURS.get(arm), label=label)
+    axes.set_xlabel("seconds of steps")
+    axes.set_ylabel("training loss, nats")
+    axes.set_title(f"tier {tier}")
+    axes.legend(fontsize=8)
+    return _save(figure, out / f"{tier}-loss-by-time.png")
+
+
+def _needles(lines: list[Line], tier: str, out: Path) -> Path | None:
+    """Needles by length and depth, one panel for each trained and used, one scale of colours."""
+    from matplotlib import pyplot
+
+    cells: dict[tuple[str, str], dict[tuple[int, float], list[float]]] = {}
+    for line in lines:
+        if line["what"] == "task" and line["tier"] == tier and line.get("depth") is not None:
+            panel = cells.setdefault((line["trained"], line["inferred"]), {})
+            panel.setdefault((line["length"], line["depth"]), []).append(line["score"])
+    if not cells:
+        return None
+    columns = min(4, len(cells))
+    rows = -(-len(cells) // columns)
+    figure, grid = pyplot.subplots(
+        rows, columns, figsize=(3 * columns, 2.4 * rows), squeeze=False
+    )
+    for axes in grid.flat[len(cells) :]:
+        axes.axis("off")
+    for axes, (pair, panel) in zip(grid.flat, cells.items(), strict=False):
+        lengths = sorted({length for length, _ in panel})
+        depths = sorted({depth for _, depth in panel})
+        table = [[np.mean(panel.get((n, d), [np.nan])) for n in lengths] for d in depths]
+        axes.imshow(table, vmin=0, vmax=1, cmap="viridis", aspect="auto")
+        axes.set_xticks(range(len(lengths)), [str(n) for n in lengths], fontsize=6)
+        axes.set_yticks([0, len(depths) - 1], [f"{depths[0]:.1f}", f"{depths[-1]:.1f}"])
+        count = len(next(iter(panel.values())))
+        axes.set_title(f"{pair[0]} / {pair[1]}, {count} a cell", fontsize=7)
+    return _save(figure, out / f"{tier}-needles.png")

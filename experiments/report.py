@@ -1,0 +1,181 @@
+"""Tables and pictures of what runs left: results/*.jsonl to report.md and PNG.
+
+    python -m experiments.report --results runs/quality/results --out runs/quality/report
+
+Differences to the dense arm are paired by seed and sequence; intervals are of 95 %, by a bootstrap
+over seeds and sequences together. The rule of predictions.md is applied and printed.
+"""
+
+import argparse
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from experiments.arms import Line
+from experiments.compare import (
+    LONG,
+    Losses,
+    Scores,
+    band,
+    long_mean,
+    losses_of,
+    paired,
+    read,
+    scores_of,
+)
+from experiments.rule import EARLY, cell, task_verdicts, verdicts
+from mtraining_jax.errors import UserError
+from mtraining_jax.models.position_buckets import bucket_names
+
+
+def bucket_table(found: dict[tuple[str, str], Losses]) -> list[str]:
+    """Loss minus dense, both used densely, by position."""
+    dense = found.get(("dense", "dense"))
+    if dense is None:
+        return ["The dense arm has not been measured."]
+    names = bucket_names(len(dense.counts))
+    chosen = [k for k in range(len(names)) if 2**k >= min(EARLY, 2 ** (len(names) - 1))]
+    rows = [["arm", *(f"from {names[k]}" for k in chosen), "the last 64"]]
+    d = dense.means.mean((0, 1))
+    rows.append(["dense: loss", *(f"{d[k]:.4f}" for k in chosen), f"{dense.last.mean():.4f}"])
+    for (trained, inferred), losses in found.items():
+        if inferred != "dense" or trained == "dense":
+            continue
+        if trained == "start":  # of no seed: it is one model
+            losses = _repeated(losses, dense.seeds)
+        by_bucket = paired(losses, dense)
+        cells = [cell(band(by_bucket[..., k])) for k in chosen]
+        rows.append([trained, *cells, cell(band(paired(losses, dense, "last")))])
+    return markdown(rows)
+
+
+def _repeated(losses: Losses, seeds: tuple[int, ...]) -> Losses:
+    means, last = losses.means[:1], losses.last[:1]
+    count = len(seeds)
+    return losses._replace(
+        seeds=seeds, means=np.repeat(means, count, 0), last=np.repeat(last, count, 0)
+    )
+
+
+def matrix_table(found: dict[tuple[str, str], Losses]) -> list[str]:
+    """Trained against inferred: mean loss from `LONG` on, and the density."""
+    trained = list(dict.fromkeys(pair[0] for pair in found))
+    inferred = list(dict.fromkeys(pair[1] for pair in found))
+    rows = [["trained \\ used with", *inferred]]
+    for one in trained:
+        cells = []
+        for other in inferred:
+            losses = found.get((one, other))
+            cells.append(
+                "–" if losses is None else
+                f"{long_mean(losses, losses.means).mean():.4f} ({losses.density:.3f})"
+            )  # fmt: skip
+        rows.append([one, *cells])
+    return markdown(rows)
+
+
+def task_table(scores: Scores, densities: Scores) -> list[str]:
+    """Scores of tasks, of 100, with their standard error: a row for each trained and used."""
+    columns = sorted({key[:2] for key in scores})
+    pairs = list(dict.fromkeys(key[2:] for key in scores))
+    named = (f"{task} {length}" for task, length in columns)
+    rows = [["trained", "used with", "density", *named]]
+    for pair in pairs:
+        own = [x for key in densities if key[2:] == pair for x in densities[key].values()]
+        cells = [f"{np.mean([x for x in own if x is not None]):.3f}"]
+        for column in columns:
+            values = np.array(list(scores.get((*column, *pair), {}).values()))
+            if not values.size:
+                cells.append("–")
+                continue
+            error = values.std(ddof=1) / np.sqrt(values.size) if values.size > 1 else 0.0
+            # Where all samples score the same, their spread says nothing.
+            cells.append(f"{100 * values.mean():.1f}" + (f" ± {100 * error:.1f}" if error else ""))
+        rows.append([*pair, *cells])
+    return markdown(rows)
+
+
+def training_table(lines: Iterable[Line], tier: str) -> list[str]:
+    """Steps, seconds, density and recall of each arm's training; the first two steps left out."""
+    by_run: dict[tuple, list[Line]] = {}
+    for line in lines:
+        if line["what"] == "train" and line["tier"] == tier:
+            by_run.setdefault((line["trained"], line["seed"]), []).append(line)
+    rows = [["arm", "seed", "steps", "loss at the end", "s a step", "density at the end", "recall"]]
+    for (arm, seed), steps in by_run.items():
+        last = steps[-max(1, len(steps) // 10) :]
+        seconds = [x["step_seconds"] for x in steps[2:] if "step_seconds" in x]
+        recall = [x["recall"] for x in steps if x.get("recall") is not None]
+        density = [x["density"] for x in last if x.get("density") is not None]
+        rows.append([
+            arm, str(seed), str(len(steps)), f"{np.mean([x['loss'] for x in last]):.4f}",
+            f"{np.median(seconds):.3f}" if seconds else "–",
+            f"{np.mean(density):.3f}" if density else "–", f"{recall[-1]:.3f}" if recall else "–",
+        ])  # fmt: skip
+    return markdown(rows)
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> list[str]:
+    """A table; the first row is its head."""
+    head, *body = ("| " + " | ".join(row) + " |" for row in rows)
+    return [head, "|" + " --- |" * len(rows[0]), *body]
+
+
+def write(lines: list[Line], out: Path) -> list[Path]:
+    """Writes report.md, and pictures where matplotlib is installed; returns what was written."""
+    out.mkdir(parents=True, exist_ok=True)
+    text, paths = ["# What training with sparse attention did", ""], [out / "report.md"]
+    about = [x for x in lines if x["what"] == "run"]
+    for device, version in sorted({(x["device"], x["jax"]) for x in about}):
+        text.append(f"{device}, jax {version}.")
+    for tier in dict.fromkeys(x["tier"] for x in lines):
+        (found, partial), scores = losses_of(lines, tier), scores_of(lines, tier)
+        text += ["", f"## Tier {tier}", "", *training_table(lines, tier)]
+        if partial:
+            names = ", ".join(f"{own} with {used} (seed {seed})" for own, used, seed in partial)
+            text += ["", f"Left out, as not measured to the end: {names}."]
+        if found:
+            text += ["", "By the rule of predictions.md:", "", *verdicts(found, scores)]
+            text += ["", "Loss minus dense, both used densely, nats:", "", *bucket_table(found)]
+            text += ["", f"Mean loss from position {LONG} on (density):", "", *matrix_table(found)]
+        if scores:
+            text += ["", "Tasks, in points of 100 minus dense, both used as trained:", ""]
+            text += task_verdicts(scores)
+            densities = scores_of(lines, tier, "density")
+            text += ["", "Scores, of 100 (± standard error over samples):", ""]
+            text += task_table(scores, densities)
+        paths += _pictures(lines, tier, found, out)
+    paths[0].write_text("\n".join(text) + "\n")
+    return paths
+
+
+def _pictures(
+    lines: list[Line], tier: str, found: dict[tuple[str, str], Losses], out: Path
+) -> list[Path]:
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        return []
+    from experiments import pictures
+
+    return pictures.draw(lines, tier, found, out)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Writes the report."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--results", type=Path, default=Path("runs/quality/results"))
+    parser.add_argument("--out", type=Path, default=Path("runs/quality/report"))
+    args = parser.parse_args(argv)
+    try:
+        for path in write(read(args.results), args.out):
+            print(f"wrote {path}")
+    except UserError as error:
+        parser.error(str(error))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""The decision rule of predictions.md, applied."""
+
+import numpy as np
+
+from experiments import arms
+from experiments.compare import Band, Losses, Scores, band, long_buckets, long_mean, paired
+
+# What counts as equal (share of D's loss), what D has to gain in context (nats), what the window
+# has to lose, points of 100 between needles, and points that D needs in a task.
+EQUAL, GAIN, WINDOW_LOSS, NEEDLES, LEARNED = 0.005, 0.2, 0.005, 5.0, 90.0
+EARLY = 256  # the bucket from which the gain in context is counted
+SEEDS_NEEDED = 3
+
+
+def verdicts(found: dict[tuple[str, str], Losses], scores: Scores) -> list[str]:
+    """The rule of predictions.md, a line for each arm."""
+    dense = found.get(("dense", "dense"))
+    if dense is None:
+        return ["- The dense arm has not been measured: nothing can be said."]
+    lines, seeds = [], len(dense.means)
+    early = min(EARLY.bit_length() - 1, len(dense.counts) - 1)
+    gain = float((dense.means[..., early] - dense.means[..., -1]).mean())
+    window, loss = found.get(("window", "window")), long_mean(dense, dense.means).mean()
+    lost = None if window is None else long_mean(window, paired(window, dense)).mean() / loss
+    valid = gain > GAIN and lost is not None and lost > WINDOW_LOSS
+    said = "not measured" if lost is None else f"{100 * lost:+.2f} %"
+    lines.append(
+        f"- {'Valid' if valid else '**Not valid**'}: dense gains {gain:.3f} nats in context "
+        f"(needed {GAIN}), the window loses {said} (needed {100 * WINDOW_LOSS} %)."
+    )
+    if seeds < SEEDS_NEEDED:
+        lines.append(f"- **Of {seeds} seed(s), {SEEDS_NEEDED} are needed: this decides nothing.**")
+    for arm in arms.ARMS[1:]:
+        used_densely = found.get((arm, "dense"))
+        if used_densely is None:
+            continue
+        difference, limits = paired(used_densely, dense), EQUAL * dense.means.mean((0, 1))
+        bands = {k: band(difference[..., k]) for k in long_buckets(dense)}
+        inside = all(-limits[k] < x.low and x.high < limits[k] for k, x in bands.items())
+        outside = any(x.low > limits[k] or x.high < -limits[k] for k, x in bands.items())
+        needles = _needle_difference(scores, arm)
+        if needles is not None and abs(needles) > NEEDLES:
+            inside = False
+        word = "equal" if inside else "**unequal**" if outside else "not decided"
+        text = f"- `{arm}`: {word}"
+        if len(difference) < SEEDS_NEEDED:
+            text += f" (of {len(difference)} seed(s))"
+        if needles is not None:
+            text += f", needles {needles:+.1f} points"
+        own, other = found.get((arm, arm)), found.get(("dense", arm))
+        if own is not None and other is not None:
+            helped = band(long_mean(own, paired(own, other)))
+            better = helped.mean < 0 and helped.p < 0.01
+            text += (
+                f"; training with it {'helps' if better else 'is not shown to help'} its own "
+                f"inference ({cell(helped)}, p {helped.p:.2g})"
+            )
+        lines.append(text + ".")
+    return lines
+
+
+def _needle_difference(scores: Scores, arm: str) -> float | None:
+    """Points of 100 by which an arm differs from dense in tasks asked at the end, used densely."""
+    differences = []
+    for (task, length, trained, inferred), own in scores.items():
+        if (trained, inferred) == (arm, "dense") and task != "needle_any":
+            dense = scores.get((task, length, "dense", "dense"), {})
+            differences += [own[key] - dense[key] for key in own if key in dense]
+    return 100 * float(np.mean(differences)) if differences else None
+
+
+def task_verdicts(scores: Scores) -> list[str]:
+    """Which tasks tell arms apart, and how far each arm is from dense, used as trained."""
+    lines = []
+    # What may fail stands first.
+    names = sorted({key[:2] for key in scores}, key=lambda key: (key[0] != "needle_any", key))
+    for task, length in names:
+        dense = scores.get((task, length, "dense", "dense"), {})
+        if not dense:
+            continue
+        level = 100 * float(np.mean(list(dense.values())))
+        text = f"- {task}, {length} tokens: dense {level:.1f}"
+        window = _difference(scores, (task, length), "window")
+        if level < LEARNED:
+            lines.append(f"{text}. **Dropped: dense has not learned it** (below {LEARNED:.0f}).")
+            continue
+        if window is not None and abs(window.mean) <= NEEDLES:
+            lines.append(f"{text}. **Dropped: a window does as well.**")
+            continue
+        for arm in arms.ARMS[1:]:
+            found = _difference(scores, (task, length), arm)
+            if found is not None:
+                interval = f"{found.mean:+.1f} [{found.low:+.1f}, {found.high:+.1f}]"
+                text += f"; `{arm}` {interval}"
+        lines.append(text + ".")
+    return lines
+
+
+def _difference(scores: Scores, task: tuple, arm: str) -> Band | None:
+    """Points by which an arm, used as trained, differs from dense; None if not measured."""
+    dense = scores.get((*task, "dense", "dense"), {})
+    own = scores.get((*task, arm, arm), {})
+    keys = sorted(set(own) & set(dense))
+    seeds = sorted({seed for seed, _ in keys})
+    both = set(keys)
+    numbers = [n for n in sorted({n for _, n in keys}) if all((s, n) in both for s in seeds)]
+    if not numbers:
+        return None
+    table = [[own[seed, n] - dense[seed, n] for n in numbers] for seed in seeds]
+    return band(100 * np.array(table))
+
+
+def cell(found: Band) -> str:
+    """A difference and its interval, as text."""
+    return f"{found.mean:+.4f} [{found.low:+.4f}, {found.high:+.4f}]"

@@ -1,0 +1,146 @@
+"""Tier A's tasks on token ids: copy, recall asked at the end or anywhere, and a passkey.
+
+Ids of a vocabulary of V: 0 separates, 1 to 4 begin a problem of each task, up to V/2 - 1 filler,
+V/2 to 3V/4 - 1 keys, the others values. All numbers come from counters (`Stream`), so a problem is
+the same on every machine.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from mtraining_jax.random_bits import Stream
+
+TASKS = ("copy", "needle_end", "needle_any", "passkey")
+SEPARATOR, FIRST_FILLER = 0, 1 + len(TASKS)
+# Pairs of key and value at most, questions for each key (needle_any), tokens of a passkey and of
+# the phrase around it that is repeated.
+PAIRS, QUESTIONS, DIGITS, PHRASE = 32, 4, 5, 16
+# The questions of needle_end lie in so many last tokens: a vertical-slash index is chosen by them.
+LAST = 64
+SHORTEST = 256
+# Training mixes lengths, without which recall is learned late or never.
+TRAINING_LENGTHS = (256, 512, 1024, 2048, 4096, 8192)
+
+
+class Problem(NamedTuple):
+    """A problem of one task.
+
+    Attributes:
+        tokens: int32 [L].
+        asked: bool [L], tokens that what stands before them decides: what a score counts.
+    """
+
+    tokens: np.ndarray
+    asked: np.ndarray
+
+
+def problem(task: str, length: int, vocab_size: int, seed: int) -> Problem:
+    """Makes a problem.
+
+    Args:
+        task: one of `TASKS`.
+        length: L, tokens; even, at least 256.
+        vocab_size: V, divisible by 4, at least 256.
+        seed: of all that is random.
+
+    Raises:
+        ValueError: naming the argument, its value and what is allowed.
+    """
+    if task not in TASKS:
+        raise ValueError(f"task={task!r} must be one of {', '.join(TASKS)}")
+    if length < SHORTEST or length % 2:
+        raise ValueError(f"length={length} must be even and at least {SHORTEST}")
+    if vocab_size < 256 or vocab_size % 4:
+        raise ValueError(f"vocab_size={vocab_size} must be divisible by 4 and at least 256")
+    number = TASKS.index(task)
+    streams = [Stream(seed, 16 * number + i) for i in range(6)]
+    tokens = _filler(streams[0], length, vocab_size)
+    tokens[0] = 1 + number
+    asked = np.zeros(length, bool)
+    make = {"copy": _copy, "needle_end": _end, "needle_any": _any, "passkey": _passkey}[task]
+    make(tokens, asked, vocab_size, streams[1:])
+    return Problem(tokens.astype(np.int32), asked)
+
+
+def training_row(number: int, length: int, vocab_size: int, seed: int) -> np.ndarray:
+    """A sequence of training: problems of one task and one length, one after another.
+
+    Args:
+        number: of the row, which decides its task (in turn) and, with the seed, its length.
+        length: L, tokens.
+        vocab_size: V.
+        seed: of training; tests take another.
+
+    Returns:
+        int32 [L].
+    """
+    stream = Stream(seed, 1000 + number)
+    fitting = [n for n in TRAINING_LENGTHS if length % n == 0 and n <= length]
+    own = stream.choose(fitting)
+    task = TASKS[number % len(TASKS)]
+    seeds = stream.bits(length // own)
+    return np.concatenate([problem(task, own, vocab_size, int(x)).tokens for x in seeds])
+
+
+def _filler(stream: Stream, count: int, vocab_size: int) -> np.ndarray:
+    most = np.full(count, vocab_size // 2 - FIRST_FILLER)
+    return FIRST_FILLER + stream.below_each(most)
+
+
+def _copy(tokens: np.ndarray, asked: np.ndarray, vocab_size: int, streams: list[Stream]) -> None:
+    half = len(tokens) // 2
+    tokens[half] = SEPARATOR
+    tokens[half + 1 :] = tokens[1:half]
+    asked[half + 1 :] = True
+
+
+def _pairs(count: int, vocab_size: int, streams: list[Stream]) -> tuple[np.ndarray, np.ndarray]:
+    keys, values = vocab_size // 4, vocab_size // 4
+    key = vocab_size // 2 + np.array(streams[0].sample(keys, count))
+    value = 3 * vocab_size // 4 + streams[1].below_each(np.full(count, values))
+    return key, value
+
+
+def _write(tokens: np.ndarray, places: np.ndarray, key: np.ndarray, value: np.ndarray) -> None:
+    tokens[places], tokens[places + 1] = key, value
+
+
+def _end(tokens: np.ndarray, asked: np.ndarray, vocab_size: int, streams: list[Stream]) -> None:
+    count = min(PAIRS, len(tokens) // 16)
+    key, value = _pairs(count, vocab_size, streams)
+    room = (len(tokens) - LAST - 2) // 2
+    _write(tokens, 2 + 2 * np.array(streams[2].sample(room, count)), key, value)
+    order = streams[3].order(count)[: LAST // 2]
+    places = len(tokens) - 2 * len(order) + 2 * np.arange(len(order))
+    _write(tokens, places, key[order], value[order])
+    asked[places + 1] = True
+
+
+def _any(tokens: np.ndarray, asked: np.ndarray, vocab_size: int, streams: list[Stream]) -> None:
+    """Pairs in the first quarter, each asked for four times anywhere behind it."""
+    quarter = len(tokens) // 4 // 2 * 2
+    count = min(PAIRS, len(tokens) // 32)
+    key, value = _pairs(count, vocab_size, streams)
+    _write(tokens, 2 + 2 * np.array(streams[2].sample(quarter // 2 - 1, count)), key, value)
+    room = (len(tokens) - quarter) // 2
+    places = quarter + 2 * np.array(streams[3].sample(room, QUESTIONS * count))
+    which = np.arange(QUESTIONS * count) % count
+    _write(tokens, places, key[which], value[which])
+    asked[places + 1] = True
+
+
+def _passkey(
+    tokens: np.ndarray, asked: np.ndarray, vocab_size: int, streams: list[Stream]
+) -> None:
+    """One phrase again and again, and a key of five values, asked for at the end."""
+    phrase = _filler(streams[0], PHRASE, vocab_size)
+    tokens[1:] = np.resize(phrase, len(tokens) - 1)
+    key, _ = _pairs(1, vocab_size, streams[1:])
+    digits = 3 * vocab_size // 4 + streams[3].below_each(np.full(DIGITS, vocab_size // 4))
+    needle = np.concatenate([key, digits])
+    end = len(tokens) - len(needle)
+    place = 1 + streams[4].below(end - len(needle) - 1)
+    tokens[place : place + len(needle)] = needle
+    tokens[end:] = needle
+    asked[end + 1 :] = True

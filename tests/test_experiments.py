@@ -1,0 +1,298 @@
+"""The experiments: their configurations, their tasks, what is measured, and the report."""
+
+import hashlib
+import json
+import types
+
+import numpy as np
+import pytest
+
+from experiments import arms, compare, data, measure, report, rule, run, synthetic
+from mtraining_jax.data.tokenizer import ByteTokenizer
+from mtraining_jax.errors import UserError
+from mtraining_jax.models.label_scores import LabelScores
+from mtraining_jax.sparsity import ModelSizes
+
+SMOLLM2 = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 49152,
+    "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
+    "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64, "hidden_act": "silu",
+    "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 1e5,
+    "tie_word_embeddings": True, "attention_bias": False, "mlp_bias": False,
+}  # fmt: skip
+
+
+@pytest.fixture
+def overrides(tmp_path):
+    """What stands in for the checkpoint that is not here."""
+    (tmp_path / "config.json").write_text(json.dumps(SMOLLM2))
+    return lambda tier: [("model.init_from", str(tmp_path))] if tier.startswith("c") else []
+
+
+@pytest.mark.parametrize("tier", arms.TIERS)
+def test_arms_of_a_tier_differ_in_their_pattern_alone(tier, overrides):
+    configs = [arms.arm_config(tier, arm, overrides(tier)) for arm in arms.TIERS[tier]]
+    assert len({str(config.sparsity) for config in configs}) == len(configs)
+    for section in ("model", "data", "optimizer", "loss", "metrics", "parallel"):
+        assert len({str(getattr(config, section)) for config in configs}) == 1
+    config, sizes = configs[0], data.TIERS[tier]
+    assert config.data.seq_len == sizes.seq_len == config.model.max_position_embeddings
+    # No sequence is read twice.
+    assert config.run.steps * config.data.batch_size <= sizes.rows
+
+
+@pytest.mark.parametrize("tier", ["a", "b", "c"])
+def test_the_window_keeps_its_budgets_whatever_the_scores(tier, overrides):
+    config = arms.arm_config(tier, "window", overrides(tier))
+    model, settings = config.model, config.sparsity.settings
+    sizes = ModelSizes(model.num_layers, model.num_heads, config.data.seq_len)
+    budgets = settings.pattern(sizes)
+    assert np.all(np.asarray(budgets.slashes) == settings.sliding_window)
+    assert np.all(np.asarray(budgets.verticals) == settings.sink_tokens)
+
+
+def test_an_arm_that_a_tier_lacks_is_named():
+    with pytest.raises(UserError, match='"window" is none of tier c64k: dense, sampled_rows'):
+        arms.config_path("c64k", "window")
+
+
+def answers(tokens):
+    """What each token is by what stands before it, where recall or copying decides; else -1."""
+    found, first = np.full(len(tokens), -1), tokens[0]
+    half = len(tokens) // 2
+    known = {}
+    for place in range(1, len(tokens)):
+        before = tokens[place - 1]
+        if synthetic.TASKS[first - 1] == "copy":
+            found[place] = tokens[place - half] if place > half else -1
+        elif before in known:
+            found[place] = known[before]
+        if before >= 4096:  # a key, or a digit of a passkey: what follows it
+            known.setdefault(before, tokens[place])
+    return found
+
+
+@pytest.mark.parametrize("task", synthetic.TASKS)
+@pytest.mark.parametrize("length", [256, 2048])
+def test_what_is_asked_can_be_known_and_is_spread_as_it_should(task, length):
+    problem = synthetic.problem(task, length, 8192, seed=5)
+    tokens, asked = problem
+    assert np.array_equal(answers(tokens)[asked], tokens[asked])
+    places = np.flatnonzero(asked)
+    if task == "copy":
+        assert len(places) == length // 2 - 1
+    elif task == "needle_any":
+        assert len(places) == 4 * min(32, length // 32)
+        assert places.min() > length // 4
+        assert (places < length - 64).sum() > len(places) / 2
+    else:
+        assert places.min() >= length - 64
+    again = synthetic.problem(task, length, 8192, seed=5)
+    assert np.array_equal(tokens, again.tokens)
+    assert not np.array_equal(tokens, synthetic.problem(task, length, 8192, seed=6).tokens)
+
+
+def test_training_rows_are_those_that_were_written_down():
+    rows = [synthetic.training_row(n, 8192, 8192, seed=1) for n in range(4)]
+    assert [row[0] for row in rows] == [1, 2, 3, 4]
+    digest = hashlib.sha256(np.concatenate(rows).astype("<u2").tobytes()).hexdigest()
+    assert digest[:16] == "20cce8dab99210a4"
+
+
+@pytest.mark.parametrize("wrong", [{"task": "sort"}, {"length": 255}, {"vocab_size": 130}])
+def test_an_impossible_problem_is_named(wrong):
+    arguments = {"task": "copy", "length": 256, "vocab_size": 256, "seed": 0, **wrong}
+    (name,) = wrong
+    with pytest.raises(ValueError, match=name):
+        synthetic.problem(**arguments)
+
+
+def test_a_training_sequence_with_a_needle_ends_with_its_answer(tmp_path):
+    tokenizer = ByteTokenizer()
+    (tmp_path / "essays.txt").write_text("It rained all day. The boat was late. " * 300)
+    filler = np.full(4096, 7, np.uint16)
+    for number in range(4):
+        row = data.needle_row(number, filler, tokenizer, str(tmp_path / "essays.txt"))
+        assert row.shape == filler.shape and row.dtype == filler.dtype
+        assert row[-1] == tokenizer.eos
+        text = tokenizer.decode(row[:-1])
+        answer = text.split()[-1]
+        assert answer.isdigit() and text.count(answer) >= 2
+
+
+def test_a_cut_off_line_is_dropped_and_replaced(tmp_path):
+    path = tmp_path / "a.jsonl"
+    arms.append_lines(path, [{"n": 1}])
+    path.write_text(path.read_text() + '{"n": 2')
+    assert arms.read_lines(path) == [{"n": 1}]
+    arms.append_lines(path, [{"n": 3}])
+    assert arms.read_lines(path) == [{"n": 1}, {"n": 3}]
+    path.write_text('{"n": \n{"n": 3}\n')
+    with pytest.raises(UserError, match="line 1 is not JSON"):
+        arms.read_lines(path)
+
+
+class FakeEngine:
+    """Scores nothing with "dense" and is sure of everything else."""
+
+    def __init__(self, kind="dense"):
+        self.kind, self.programs = kind, types.SimpleNamespace(score=self.score)
+
+    def with_pattern(self, settings):
+        return FakeEngine("sparse" if settings.sparse else "dense")
+
+    def score(self, ids, labels, valid_len):
+        assert len(ids) == len(labels) == valid_len
+        right = np.full(len(ids), self.kind == "dense")
+        loss = np.where(right, 0.0, 2.0).astype(np.float32)
+        return LabelScores(loss, right), 1.0 if self.kind == "dense" else 0.25
+
+
+def test_measuring_goes_on_where_it_stopped(tmp_path):
+    results = tmp_path / "a-s0.jsonl"
+    configs = {
+        arm: arms.arm_config("a", arm, [("data.seq_len", "256")])
+        for arm in ("dense", "sampled_rows")
+    }
+    def measured(deadline=None):
+        return measure.Measurement(
+            "a", "dense", 0, results=results, data=tmp_path, deadline=deadline, samples=2
+        ).run(FakeEngine(), configs)
+
+    assert not measured(deadline=0.0)
+    assert arms.read_lines(results) == []
+    assert measured()
+    lines = arms.read_lines(results)
+    assert len(lines) == 2 * 2 * len(synthetic.TASKS)
+    assert {x["score"] for x in lines if x["inferred"] == "dense"} == {1.0}
+    assert {(x["score"], x["loss"]) for x in lines if x["inferred"] != "dense"} == {(0.0, 2.0)}
+    assert measured()
+    assert arms.read_lines(results) == lines
+
+
+def made_up(differences, sequences=24, seeds=3, buckets=13, spread=0.01):
+    """Lines of a tier: losses that fall with position, plus a difference of each arm."""
+    random = np.random.default_rng(3)
+    common = random.normal(0, 0.3, (seeds, sequences, 1)) + np.linspace(4, 2, buckets)
+    for (trained, inferred), difference in differences.items():
+        own = common + difference + random.normal(0, spread, common.shape)
+        for seed in range(seeds):
+            for number in range(sequences):
+                yield {
+                    "what": "loss", "tier": "c", "seed": seed, "number": number,
+                    "trained": trained, "inferred": inferred,
+                    "loss_by_position": own[seed, number].tolist(),
+                    "tokens_by_position": [2**k for k in range(buckets)],
+                    "loss_of_last": float(own[seed, number, -1]), "density": 0.2,
+                }  # fmt: skip
+
+
+def test_the_report_applies_the_rule(tmp_path):
+    lines = list(made_up({
+        ("dense", "dense"): 0.0, ("dense", "sampled_rows"): 0.05,
+        ("sampled_rows", "dense"): 0.001, ("sampled_rows", "sampled_rows"): 0.01,
+        ("vertical_slash", "dense"): 0.012, ("xattention", "dense"): 0.05,
+        ("window", "dense"): 0.05, ("window", "window"): 0.1,
+    }, spread=0.03))  # fmt: skip
+    for n, arm in enumerate(("dense", "sampled_rows")):
+        lines += [
+            {"what": "task", "tier": "c", "seed": 0, "trained": arm, "inferred": "dense",
+             "task": "needle", "length": 8192, "number": i, "depth": i / 9, "score": float(i >= n),
+             "density": 0.5}
+            for i in range(10)
+        ]  # fmt: skip
+    for step in range(1, 5):
+        lines.append(
+            {"what": "train", "tier": "c", "seed": 0, "trained": "dense", "step": step,
+             "loss": 4.0 - step, "step_seconds": 2.0, "density": 1.0}
+        )  # fmt: skip
+    path = tmp_path / "results"
+    arms.append_lines(path / "c.jsonl", lines)
+    written = report.write(compare.read(path), tmp_path / "out")
+    text = written[0].read_text()
+    assert "- Valid: dense gains" in text
+    # Ten points of needles are lost, so close losses are not enough.
+    said = "not decided, needles -10.0 points; training with it helps its own"
+    assert f"`sampled_rows`: {said}" in text
+    assert "`vertical_slash`: not decided" in text
+    assert "`xattention`: **unequal**" in text
+    assert "| dense | 0 | 4 | 0.0000 | 2.000 | 1.000 | – |" in text
+    assert "| sampled_rows | dense | 0.500 | 90.0 ± 10.0 |" in text
+    assert {x.name for x in written[1:]} <= {
+        "c-loss-by-position.png", "c-loss-by-time.png", "c-needles.png"
+    }
+
+
+def test_tasks_that_tell_nothing_are_dropped_and_the_others_compared():
+    scores = {}
+    right = {
+        "copy": (0.5, 0.5, 0.5), "passkey": (1.0, 1.0, 0.97), "needle_any": (1.0, 0.25, 0.0),
+    }  # fmt: skip
+    for task, shares in right.items():
+        for arm, share in zip(("dense", "vertical_slash", "window"), shares, strict=True):
+            own = {(seed, n): float(n < 100 * share) for seed in range(2) for n in range(100)}
+            scores[task, 8192, arm, arm] = own
+    said = rule.task_verdicts(scores)
+    assert said[0].startswith("- needle_any, 8192 tokens: dense 100.0; `vertical_slash` -75.0 [")
+    assert said[0].endswith("`window` -100.0 [-100.0, -100.0].")
+    assert "copy" in said[1] and "dense has not learned it" in said[1]
+    assert "passkey" in said[2] and "a window does as well" in said[2]
+
+
+def test_an_arm_without_a_difference_is_equal_and_one_seed_decides_nothing():
+    pairs = {("dense", "dense"): 0.0, ("xattention", "dense"): 0.0}
+    lines = list(made_up(pairs, seeds=1, spread=0.004))
+    found, partial = compare.losses_of(lines, "c")
+    assert not partial
+    said = rule.verdicts(found, {})
+    assert "**Not valid**" in said[0] and "the window loses not measured" in said[0]
+    assert "Of 1 seed(s), 3 are needed" in said[1]
+    assert said[2] == "- `xattention`: equal (of 1 seed(s))."
+
+
+def test_what_was_not_measured_to_its_end_is_left_out_and_named(tmp_path):
+    pairs = {("dense", "dense"): 0.0, ("window", "dense"): 0.1, ("xattention", "dense"): 0.0}
+    lines = [
+        x for x in made_up(pairs, seeds=2)
+        if not (x["trained"] == "window" and x["seed"] == 1)  # a run that is still to come
+        and not (x["trained"] == "xattention" and (x["seed"], x["number"]) == (0, 5))
+    ]  # fmt: skip
+    found, partial = compare.losses_of(lines, "c")
+    assert partial == [("xattention", "dense", 0)]
+    assert {pair: x.seeds for pair, x in found.items()} == {
+        ("dense", "dense"): (0, 1), ("window", "dense"): (0,), ("xattention", "dense"): (1,),
+    }  # fmt: skip
+    difference = compare.paired(found["window", "dense"], found["dense", "dense"])
+    assert difference.shape == (1, 24, 13)
+    assert np.abs(difference - 0.1).max() < 0.1
+    text = report.write(lines, tmp_path)[0].read_text()
+    assert "Left out, as not measured to the end: xattention with dense (seed 0)." in text
+
+
+def test_bands_have_the_width_that_the_spread_of_sequences_gives():
+    differences = np.random.default_rng(0).normal(0.5, 1.0, (1, 400))
+    found = compare.band(differences)
+    expected = 1.96 * differences.std() / 20
+    assert found.mean == pytest.approx(differences.mean())
+    assert (found.high - found.low) / 2 == pytest.approx(expected, rel=0.05)
+    assert found.p == pytest.approx(2 / compare.DRAWS)
+    # Seeds that disagree count as well, however many sequences there are.
+    apart = np.array([[-1.0], [0.0], [1.0]]) + np.zeros((3, 400))
+    assert compare.band(apart).low < -0.6
+
+
+def test_steps_of_a_run_are_kept_once(tmp_path):
+    steps = [(1, 3.0), (2, 2.0), (2, 1.0)]
+    written = [{"step": step, "loss": loss, "lr": 1.0} for step, loss in steps]
+    arms.append_lines(tmp_path / "metrics.jsonl", written)
+    found = run.training_lines(tmp_path, {"trained": "dense"})
+    assert found == [
+        {"what": "train", "trained": "dense", "step": 1, "loss": 3.0},
+        {"what": "train", "trained": "dense", "step": 2, "loss": 1.0},
+    ]
+
+
+def test_the_command_of_a_run_is_that_of_train_py():
+    command = run.train_command("a", "window", 2, data.FOLDER, [("run.steps", "700")], True)
+    assert command[1:4] == ["train.py", "--config", "experiments/configs/a_window.toml"]
+    assert "--run.name=a_window_s2_probe" in command and "--optimizer.decay_steps=700" in command
