@@ -37,7 +37,7 @@ from benchmarks.frontier_measure import (
     summary,
 )
 from benchmarks.frontier_model import Attend, SteppedModel, read_model
-from benchmarks.frontier_patterns import BASELINES, QUICK, ROWS, known, parse
+from benchmarks.frontier_patterns import BASELINES, FIELD, QUICK, ROWS, known, parse
 from mtraining_jax.errors import UserError
 from mtraining_jax.sparsity import Dense, ModelSizes, Pattern
 from pallas_kernels import DenseIndex
@@ -139,7 +139,7 @@ def _dense_losses(model: SteppedModel, programs: Programs, texts: np.ndarray) ->
 def _selected(args: argparse.Namespace) -> list[str]:
     if args.patterns:
         return list(dict.fromkeys(args.patterns))
-    return known(QUICK if args.quick else (*BASELINES, *ROWS))
+    return known(QUICK if args.quick else (*BASELINES, *ROWS, *FIELD))
 
 
 def _read_texts(args: argparse.Namespace) -> tuple[np.ndarray, list[str]]:

@@ -2,7 +2,7 @@
 
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -83,6 +83,13 @@ class Programs:
         self.build, self.forward, self.backward = map(
             jax.jit, (ours.build, ours.forward, ours.backward)
         )
+        # An index that no tiles say has no plan: its passes are those of the whole call.
+        self.whole_forward = jax.jit(
+            lambda q, k, v, index: jax.vjp(
+                lambda *qkv: pallas_kernels.attention(*qkv, index, backend=backend), q, k, v
+            )
+        )
+        self.whole_backward = jax.jit(lambda gradients, dout: gradients(dout))
         self.shares = jax.jit(functools.partial(_shares, seq_len=seq_len))
         self.busiest = jax.jit(functools.partial(_busiest, seq_len=seq_len))
         self.recall = jax.jit(functools.partial(_recall, rows=jnp.asarray(recall_rows)))
@@ -237,24 +244,53 @@ def measure_times(
     times = dict.fromkeys((*PARTS, "together", "density"), 0.0)
     for number, (q, k, v) in zip(numbers, layers, strict=True):
         index = chooser(number, q, k)
-        built = programs.build(q, k, v, index)
-        out, lse = programs.forward(q, k, v, built)
-        runs = {
-            "choose": functools.partial(chooser, number, q, k),
-            "build": functools.partial(programs.build, q, k, v, index),
-            "forward": functools.partial(programs.forward, q, k, v, built),
-            "backward": functools.partial(programs.backward, q, k, v, dout, out, lse, built),
-        }
-
-        def together(number=number, q=q, k=k, v=v):
-            built = programs.build(q, k, v, chooser(number, q, k))
-            out, lse = programs.forward(q, k, v, built)
-            return programs.backward(q, k, v, dout, out, lse, built)
-
-        for part, run in (runs | {"together": together}).items():
+        parts = _whole_parts if index.composed else _parts
+        runs = parts(programs, functools.partial(chooser, number, q, k), index, q, k, v, dout)
+        for part, run in runs.items():
             times[part] += median_ms(run, repeats) / len(layers)
         times["density"] += float(programs.shares(index)[0].mean()) / len(layers)
     return times
+
+
+def _parts(
+    programs: Programs, choose: Callable[[], Index], index: Index, q: Array, k: Array, v: Array,
+    dout: Array,
+) -> dict[str, Callable[[], Any]]:
+    """What is timed, by the names of `measure_times`."""
+    built = programs.build(q, k, v, index)
+    out, lse = programs.forward(q, k, v, built)
+
+    def together() -> Any:
+        built = programs.build(q, k, v, choose())
+        out, lse = programs.forward(q, k, v, built)
+        return programs.backward(q, k, v, dout, out, lse, built)
+
+    return {
+        "choose": choose,
+        "build": functools.partial(programs.build, q, k, v, index),
+        "forward": functools.partial(programs.forward, q, k, v, built),
+        "backward": functools.partial(programs.backward, q, k, v, dout, out, lse, built),
+        "together": together,
+    }
+
+
+def _whole_parts(
+    programs: Programs, choose: Callable[[], Index], index: Index, q: Array, k: Array, v: Array,
+    dout: Array,
+) -> dict[str, Callable[[], Any]]:
+    """The same of an index that no tiles say; it builds within its forward pass."""
+    _, gradients = programs.whole_forward(q, k, v, index)
+
+    def together() -> Any:
+        _, gradients = programs.whole_forward(q, k, v, choose())
+        return programs.whole_backward(gradients, dout)
+
+    return {
+        "choose": choose,
+        "forward": functools.partial(programs.whole_forward, q, k, v, index),
+        "backward": functools.partial(programs.whole_backward, gradients, dout),
+        "together": together,
+    }
 
 
 def _copies(texts: np.ndarray, gram: int) -> np.ndarray:

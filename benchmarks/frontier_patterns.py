@@ -65,6 +65,8 @@ BASELINES = (
     "vertical_slash,max_verticals=2048,max_slashes=128",
     "vertical_slash,max_verticals=512,max_slashes=32",
     "vertical_slash,local_blocks=8,max_verticals=1024,max_slashes=256",
+    "vertical_slash,preset=joint,top_p=1.0,least_share=0.004",
+    "vertical_slash,preset=joint,top_p=1.0,least_share=0.002",
     "window,blocks=32",
     "window,blocks=24",
     "window,blocks=16",
@@ -78,11 +80,20 @@ ROWS = tuple(
         "xattention,stride=8",
         "xattention,stride=16",
         "sampled_rows,sampled_rows=16",
+        "sampled_rows,sampled_rows=16,columns=128",
         "sampled_rows,sampled_rows=32",
         "mixed_rows,stride=16,sampled_rows=16",
         "prism",
     )
     for tau in TAUS
+)
+# Of other publications. MoBA's chunks are of 128 tokens, where its rule chooses best.
+FIELD = (
+    *(f"flex_prefill,gamma={gamma:g}" for gamma in (0.8, 0.9, 0.95)),
+    "flex_prefill,js_threshold=0,gamma=0.9",
+    *(f"block_topk,top_blocks={count}" for count in (16, 32, 64)),
+    *(f"moba,chunk_size=128,top_k={count}" for count in (16, 32)),
+    "moba,chunk_size=1024,top_k=4",
 )
 QUICK = (
     "vertical_slash,top_p=0.9",
@@ -130,8 +141,13 @@ def known(texts: tuple[str, ...]) -> list[str]:
 
 def family(text: str) -> str:
     """What the settings of a curve have in common: all but the option that moves along it."""
-    moving = ("tau", "top_p", "blocks", "max_verticals", "max_slashes")
+    moving = (
+        "tau", "top_p", "blocks", "max_verticals", "max_slashes", "gamma", "top_k", "top_blocks",
+        "max_density",
+    )
     name, *options = text.split(",")
+    if "preset=joint" in options:
+        moving += ("least_share",)
     kept = [x for x in options if not x.startswith(moving)]
     if any(x.startswith("max_") for x in options):
         kept.append("capped")

@@ -92,6 +92,13 @@ def ring_balance(
         listed = bits.unpack(index.bits, num_blocks).sum((0, 1), dtype=jnp.float32)
         of_ranks = layout.num_ranks, layout.local_blocks
         tiles = listed[rows][:, rows].reshape(*of_ranks, *of_ranks).sum((1, 3))[ranks, sources]
+        if index.column_marks is not None:
+            free = jnp.tril(~bits.unpack(index.bits, num_blocks))
+            columns = jnp.einsum(
+                "bhrk,bhk->r", free.astype(jnp.float32),
+                bits.count(index.column_marks).astype(jnp.float32),
+                precision=lax.Precision.HIGHEST,
+            )
     else:
         active, tokens = index.active_diagonals(num_blocks), index.column_tokens()
         heads_on = active.sum((0, 1), dtype=jnp.float32)

@@ -138,7 +138,7 @@ class RingPrograms:
         topology = self.problem.topology()
         with without_collectives(dict(self.mesh.shape), rank):
             plans = ring_plans(topology, index, q, k)
-        tokens = index.column_tokens()
+            tokens = index.column_tokens(topology.every_row)
         if tokens is None:
             return plans, None
         return plans, fetch_columns((k, v), self.layout.local_positions(tokens, rank), ())

@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted(
     path
-    for pattern in ("*.md", "docs/**/*.md", "benchmarks/**/*.md")
+    for pattern in ("*.md", "docs/**/*.md", "benchmarks/**/*.md", "experiments/*.md")
     for path in ROOT.glob(pattern)
 )
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -52,6 +52,29 @@ def test_every_entry_of_the_log_is_in_its_index():
     for day in log.glob("20*.md"):
         for heading in re.findall(r"^## (.*)$", day.read_text(), flags=re.MULTILINE):
             assert f"[{heading}]({day.name}#" in index, f"{day.name}: {heading}"
+
+
+def test_every_promise_of_the_page_on_bits_has_its_test():
+    page = (ROOT / "docs/reproducibility.md").read_text()
+    promises = re.findall(r"\[`(\w+)`\]\(\.\./([\w/]+\.py)\)", page)
+    assert len(promises) >= 15
+    for name, path in promises:
+        pattern = rf"^\s*(def|class) {name}\b"
+        assert re.search(pattern, (ROOT / path).read_text(), re.MULTILINE), f"{path}: {name}"
+
+
+def test_the_table_of_the_interpreters_branches_is_whole():
+    page = (ROOT / "docs/architecture.md").read_text()
+    section = page.partition("## Paths that only the interpreter takes")[2]
+    rows = "".join(line.split("|")[1] for line in section.splitlines() if line.startswith("| `"))
+    kernels = ROOT / "pallas_kernels/mosaic_gpu"
+    branching = {
+        path.relative_to(kernels).as_posix()
+        for path in kernels.rglob("*.py")
+        if re.search(r"interpreted\b|_INTERPRETED", path.read_text())
+    }
+    listed = {name for name in re.findall(r"`([\w/.]+)`", rows)}
+    assert branching == listed
 
 
 @pytest.mark.parametrize("name", ["README.md", *(f"docs/{p.name}" for p in ROOT.glob("docs/*.md"))])

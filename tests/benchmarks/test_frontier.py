@@ -12,7 +12,7 @@ from benchmarks import frontier, frontier_report
 from benchmarks.far_copies import far_copies
 from benchmarks.frontier_measure import summary
 from benchmarks.frontier_model import SteppedModel, read_model
-from benchmarks.frontier_patterns import BASELINES, ROWS, Window, family, known, parse
+from benchmarks.frontier_patterns import BASELINES, FIELD, ROWS, Window, family, known, parse
 from mtraining_jax.errors import UserError
 from mtraining_jax.models.label_scores import label_scores
 from mtraining_jax.sparsity import ModelSizes, VerticalSlash
@@ -41,7 +41,7 @@ def test_settings_are_written_as_names_and_options():
     )
     assert parse("window,blocks=3", SIZES) == Window(blocks=3)
     assert parse("examples.strided_pattern:Strided,stride=5", SIZES).stride == 5
-    for text in known((*BASELINES, *ROWS)):
+    for text in known((*BASELINES, *ROWS, *FIELD)):
         parse(text, SIZES)
     for text, reason in (
         ("windows", '"windows" is no sparse pattern'),
@@ -50,6 +50,9 @@ def test_settings_are_written_as_names_and_options():
     ):
         with pytest.raises(UserError, match=reason):
             parse(text, SIZES)
+    joint = "vertical_slash,preset=joint,top_p=1.0,"
+    assert family(f"{joint}least_share=0.1") == family(f"{joint}least_share=0.2")
+    assert family("a,least_share=0.1") != family("a,least_share=0.2")
     assert family("a,stride=8,tau=0.9") == family("a,stride=8,tau=0.8") != family("a,tau=0.9")
 
 
@@ -109,12 +112,13 @@ def test_a_run_writes_each_setting_as_soon_as_it_is_measured(tmp_path, capsys):
     out = tmp_path / "made" / "result"
     options = ["--model", str(TINY), "--texts", str(texts), "--out", str(out)]
     options += ["--seq-len=256", "--sequences=2", "--recall-rows=8", "--repeats=1", "--seed=3"]
-    with pytest.raises(SystemExit, match="1 of 3 settings failed: .*:Broken"):
+    with pytest.raises(SystemExit, match="1 of 4 settings failed: .*:Broken"):
         frontier.main([
             *options, "--patterns", "window,blocks=2,columns=0", "window,blocks=1",
-            "tests.benchmarks.broken_pattern:Broken",
+            "moba,chunk_size=128,top_k=2", "tests.benchmarks.broken_pattern:Broken",
         ])  # fmt: skip
-    run, whole, near, broken = map(json.loads, out.with_suffix(".jsonl").read_text().splitlines())
+    lines = out.with_suffix(".jsonl").read_text().splitlines()
+    run, whole, near, moba, broken = map(json.loads, lines)
     assert run["run"]["timed_layers"] == [0, 1] and run["run"]["seed"] == 3
     # Two blocks of a sequence of two are all there is.
     assert whole["density"] == pytest.approx(1) and abs(whole["rise"]) < 1e-5
@@ -126,6 +130,9 @@ def test_a_run_writes_each_setting_as_soon_as_it_is_measured(tmp_path, capsys):
     assert near["busiest"] is None  # two blocks
     assert all(near["times"][part] > 0 for part in frontier_report.PARTS)
     assert near["times"]["density"] == pytest.approx(near["density"])
+    # Two chunks of two are all there is, too; it is timed as a whole.
+    assert moba["density"] == pytest.approx(1) and abs(moba["rise"]) < 1e-5
+    assert moba["times"]["forward"] > 0 and moba["times"]["backward"] > 0
     assert broken["failed"] == "there is nothing to choose"
     assert out.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
     assert "window blocks=1 | 0." in out.with_suffix(".md").read_text()
