@@ -21,11 +21,11 @@ from pallas_kernels.mosaic_gpu.kernels.dq import dq_kernel
 from pallas_kernels.mosaic_gpu.kernels.estimate import HopperEstimate
 from pallas_kernels.mosaic_gpu.kernels.forward import forward_kernel
 from pallas_kernels.mosaic_gpu.kernels.fused import fused_kernel
-from pallas_kernels.mosaic_gpu.work.fused_work import FusedWork, fused_work
-from pallas_kernels.mosaic_gpu.work.key_work import KeyWork, key_work
-from pallas_kernels.mosaic_gpu.work.query_work import QueryWork, query_work
 from pallas_kernels.plans import Plan
 from pallas_kernels.tiles import Columns, Tiles, scatter_columns
+from pallas_kernels.work.fused_work import FusedWork, fused_work
+from pallas_kernels.work.key_work import KeyWork, key_work
+from pallas_kernels.work.query_work import QueryWork, query_work
 
 HEAD_DIMS = (64, 128)
 DTYPES = (jnp.bfloat16, jnp.float16)

@@ -22,8 +22,8 @@ from pallas_kernels.mosaic_gpu.masks import (
     keep_words,
     key_numbers,
 )
-from pallas_kernels.mosaic_gpu.work.fused_work import FusedWork
-from pallas_kernels.mosaic_gpu.work.items import KeyItem
+from pallas_kernels.work.fused_work import FusedWork
+from pallas_kernels.work.items import KeyItem
 
 _WORDS = ROWS // WORD
 

@@ -16,7 +16,7 @@ from pallas_kernels.mosaic_gpu.common import (
 )
 from pallas_kernels.mosaic_gpu.masks import keep_bias, keep_words
 from pallas_kernels.mosaic_gpu.query_walk import QueryWalk
-from pallas_kernels.mosaic_gpu.work.items import QueryItem
+from pallas_kernels.work.items import QueryItem
 
 
 def stream_barriers(stages: int, has_columns: bool) -> dict[str, Any]:

@@ -16,8 +16,8 @@ from pallas_kernels.mosaic_gpu.masks import (
     keep_words,
     key_numbers,
 )
-from pallas_kernels.mosaic_gpu.work.items import KeyItem
-from pallas_kernels.mosaic_gpu.work.key_work import PARTS, KeyWork
+from pallas_kernels.work.items import KeyItem
+from pallas_kernels.work.key_work import PARTS, KeyWork
 
 _WORDS = ROWS // WORD  # of the keep mask, for the keys of a warpgroup
 

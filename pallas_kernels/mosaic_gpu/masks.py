@@ -25,7 +25,7 @@ from pallas_kernels.mosaic_gpu.common import (
     iota,
     rows_to_tile,
 )
-from pallas_kernels.mosaic_gpu.work.items import KeyItem, QueryItem
+from pallas_kernels.work.items import KeyItem, QueryItem
 
 
 def diagonal_shift(offset: Array, diagonal: Array) -> Array:

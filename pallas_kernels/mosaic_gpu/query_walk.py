@@ -11,8 +11,8 @@ from jax import Array, lax
 
 from pallas_kernels.mosaic_gpu.common import COLUMN_NAMES, GatheredColumns
 from pallas_kernels.mosaic_gpu.masks import ColumnMask, DiagonalMask, QueryMask
-from pallas_kernels.mosaic_gpu.work.items import QueryItem
-from pallas_kernels.mosaic_gpu.work.query_work import QueryWork
+from pallas_kernels.work.items import QueryItem
+from pallas_kernels.work.query_work import QueryWork
 
 
 def operand_names(work: QueryWork, columns: GatheredColumns | None) -> list[str]:

@@ -23,7 +23,7 @@ from pallas_kernels import (
     backends,
 )
 from pallas_kernels.mosaic_gpu.configs import CONFIGS
-from pallas_kernels.mosaic_gpu.work.fused_work import FusedWork
+from pallas_kernels.work.fused_work import FusedWork
 
 B, NQ, NK, HQ, HK, G = 2, 1024, 512, 6, 2, 128  # lengths differ in a ring step
 KERNEL = "custom_call @mosaic_gpu"

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels import Columns, DiagonalTiles, SegmentedDiagonals
-from pallas_kernels.mosaic_gpu.work.fused_work import FusedWork, fused_work
-from pallas_kernels.mosaic_gpu.work.items import KeyItem
 from pallas_kernels.tiles import COLUMN_TILE, NO_DIAGONAL, Tiles
+from pallas_kernels.work.fused_work import FusedWork, fused_work
+from pallas_kernels.work.items import KeyItem
 from tests.pallas_kernels import brute_force, cases
 from tests.pallas_kernels.cases import Size
 

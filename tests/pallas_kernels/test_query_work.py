@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import DiagonalTiles
-from pallas_kernels.mosaic_gpu.work.items import QueryItem
-from pallas_kernels.mosaic_gpu.work.query_work import LONG, query_work, share
+from pallas_kernels.work.items import QueryItem
+from pallas_kernels.work.query_work import LONG, query_work, share
 from tests.pallas_kernels import cases
 from tests.pallas_kernels.cases import Size
 

@@ -35,8 +35,8 @@ from pallas_kernels.mosaic_gpu.interpreter import (
 from pallas_kernels.mosaic_gpu.key_walk import KeyWalk
 from pallas_kernels.mosaic_gpu.masks import KeyMask, add_bias
 from pallas_kernels.mosaic_gpu.query_stream import QueryStream, key_barriers, key_memory
-from pallas_kernels.mosaic_gpu.work.items import KeyItem, read
-from pallas_kernels.mosaic_gpu.work.key_work import PARTS, KeyWork
+from pallas_kernels.work.items import KeyItem, read
+from pallas_kernels.work.key_work import PARTS, KeyWork
 
 _STEP = 64  # queries of one step
 _ROW_OPERANDS = ("base", "minus_delta")

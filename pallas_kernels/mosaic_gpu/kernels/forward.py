@@ -29,8 +29,8 @@ from pallas_kernels.mosaic_gpu.common import (
 from pallas_kernels.mosaic_gpu.interpreter import add_product, with_accumulators
 from pallas_kernels.mosaic_gpu.key_stream import Producer, stream_barriers, stream_memory
 from pallas_kernels.mosaic_gpu.query_walk import QueryWalk, operand_names, operands
-from pallas_kernels.mosaic_gpu.work.items import QueryItem, read
-from pallas_kernels.mosaic_gpu.work.query_work import QueryWork, share
+from pallas_kernels.work.items import QueryItem, read
+from pallas_kernels.work.query_work import QueryWork, share
 
 
 @dataclasses.dataclass(frozen=True)

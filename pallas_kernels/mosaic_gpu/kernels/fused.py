@@ -28,8 +28,8 @@ from pallas_kernels.mosaic_gpu.fused_sums import ADDING_WARPS, add_keys, add_que
 from pallas_kernels.mosaic_gpu.fused_walk import FusedWalk
 from pallas_kernels.mosaic_gpu.interpreter import key_scratch
 from pallas_kernels.mosaic_gpu.query_stream import QueryStream, key_barriers, key_memory
-from pallas_kernels.mosaic_gpu.work.fused_work import FusedWork
-from pallas_kernels.mosaic_gpu.work.items import KeyItem, read
+from pallas_kernels.work.fused_work import FusedWork
+from pallas_kernels.work.items import KeyItem, read
 
 _ROW_OPERANDS = ("shift", "minus_delta")
 

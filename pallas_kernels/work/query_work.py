@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.mosaic_gpu.work.items import ITEM_FIELDS, QueryItem, column_of, pack
-from pallas_kernels.mosaic_gpu.work.lists import walked_lists
 from pallas_kernels.tiles import COLUMN_TILE, Columns, Tiles, count_below
+from pallas_kernels.work.items import ITEM_FIELDS, QueryItem, column_of, pack
+from pallas_kernels.work.lists import walked_lists
 
 # From this number of query blocks on, the keys of one head are walked after those of another: all
 # heads' together would not stay in the L2 cache. 256 blocks of keys and values take 8 (head dim 64)

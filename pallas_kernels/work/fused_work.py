@@ -28,10 +28,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from pallas_kernels.mosaic_gpu.work.items import ITEM_FIELDS, KEY_BLOCKS, KeyItem, column_of
-from pallas_kernels.mosaic_gpu.work.key_work import column_items
-from pallas_kernels.mosaic_gpu.work.lists import walked_lists
 from pallas_kernels.tiles import Columns, DiagonalTiles, SegmentedDiagonals
+from pallas_kernels.work.items import ITEM_FIELDS, KEY_BLOCKS, KeyItem, column_of
+from pallas_kernels.work.key_work import column_items
+from pallas_kernels.work.lists import walked_lists
 
 
 @functools.partial(

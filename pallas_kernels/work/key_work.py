@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.mosaic_gpu.work.items import (
+from pallas_kernels.tiles import COLUMN_TILE, Columns, Tiles, count_below
+from pallas_kernels.work.items import (
     ITEM_FIELDS,
     KEY_BLOCKS,
     KEY_COLUMNS,
@@ -15,8 +16,7 @@ from pallas_kernels.mosaic_gpu.work.items import (
     KeyItem,
     pack,
 )
-from pallas_kernels.mosaic_gpu.work.lists import walked_lists
-from pallas_kernels.tiles import COLUMN_TILE, Columns, Tiles, count_below
+from pallas_kernels.work.lists import walked_lists
 
 # Of lists, the key blocks that most query blocks see are cut into `PARTS` items each: one block of
 # `_HEAVY_SHARE`, and no more than `_MOST_HEAVY`. Every query block sees the first keys: as one item

@@ -1,1 +1,0 @@
-"""The lists that Hopper kernels walk: which thread block does what, and in which order."""
