@@ -3,9 +3,10 @@
 import dataclasses
 
 from mtraining_jax.config import Config
+from mtraining_jax.latency import KERNEL_RATES, kernel_seconds, matmul_rate
 from mtraining_jax.models.families import family_of
 from mtraining_jax.models.spec import ModelSpec
-from mtraining_jax.planning.hardware import Gpu, matmul_rate
+from mtraining_jax.planning.hardware import Gpu
 from mtraining_jax.planning.memory import (
     Memory,
     kept_mlp_products,
@@ -73,7 +74,7 @@ def seconds(config: Config, gpu: Gpu, memory: Memory, flops: Flops) -> dict[str,
 
     Args:
         config: of the run.
-        gpu: of which each device is one; its rates must be known for the model's head width.
+        gpu: of which each device is one; `rates_missing` must find none of its rates missing.
         memory: of one device.
         flops: from `count_flops`.
 
@@ -84,13 +85,12 @@ def seconds(config: Config, gpu: Gpu, memory: Memory, flops: Flops) -> dict[str,
     devices = config.devices
     dense = not config.sparsity.settings.sparse
     forward = flops.attention * 4 / 14 + flops.attention_recomputed
-    attention = forward / (gpu.dense_forward if dense else gpu.sparse_forward)[width]
-    backward = flops.attention * 10 / 14
-    attention += backward / (gpu.dense_backward if dense else gpu.sparse_backward)[width]
+    share, _ = density(config)
+    attention = kernel_seconds(width, share, forward, flops.attention * 10 / 14)
     products = flops.layers + flops.head + flops.recomputed
     result = {
         "attention": attention / devices,
-        "matrix products": products / (devices * matmul_rate(gpu, model.hidden_size)),
+        "matrix products": products / (devices * matmul_rate(model.hidden_size)),
     }
     if not dense:
         passes = 2 if model.remat == "full" else 1
@@ -98,7 +98,8 @@ def seconds(config: Config, gpu: Gpu, memory: Memory, flops: Flops) -> dict[str,
         choosing = choices * config.data.seq_len * gpu.index_seconds
         # Scores are taken to be computed at the rate of a dense forward pass.
         forward = passes * flops.attention_dense * 4 / 14
-        choosing += config.sparsity.settings.scoring_share() * forward / gpu.dense_forward[width]
+        scored = config.sparsity.settings.scoring_share() * forward
+        choosing += kernel_seconds(width, 1.0, scored, 0.0)
         result["choosing indices"] = choosing / devices
     if kept := kept_mlp_products(config):
         kept *= model.num_layers * config.optimizer.accumulation_steps
@@ -123,8 +124,8 @@ def rates_missing(config: Config, gpu: Gpu) -> str | None:
         return "no rates of this CPU are known"
     if model.dtype != "bfloat16":
         return f"rates are known for bfloat16, and model.dtype = {model.dtype}"
-    if model.head_dim not in gpu.sparse_forward:
-        known = " and ".join(str(width) for width in gpu.sparse_forward)
+    if model.head_dim not in KERNEL_RATES:
+        known = " and ".join(str(width) for width in KERNEL_RATES)
         return f"rates of attention are known for heads of {known}, and model.head_dim = " + str(
             model.head_dim
         )

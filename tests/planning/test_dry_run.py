@@ -10,6 +10,7 @@ from flax import nnx
 
 from mtraining_jax.cli import main
 from mtraining_jax.config import available_configs, load_config
+from mtraining_jax.latency import kernel_seconds
 from mtraining_jax.models import abstract_state, graph_definition
 from mtraining_jax.planning.cost import count_flops, seconds
 from mtraining_jax.planning.dry_run import available, dry_run
@@ -188,7 +189,7 @@ def test_scores_of_every_pair_take_their_share_of_a_dense_forward_pass():
         config = load_config("qwen3b_512k", overrides)
         flops = count_flops(config)
         time = seconds(config, H200, estimate_memory(config), flops)["choosing indices"]
-        return time, flops.attention_dense * 4 / 14 / H200.dense_forward[128] / config.devices
+        return time, kernel_seconds(128, 1.0, flops.attention_dense * 4 / 14, 0.0) / config.devices
 
     (few, forward), (strides, _) = (
         choosing(kind="vertical_slash"), choosing(kind="xattention", stride=4)
