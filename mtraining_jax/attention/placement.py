@@ -10,6 +10,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from mtraining_jax.parallel.groups import map_shards
 from mtraining_jax.parallel.mesh import DATA_AXIS, SEQUENCE_AXES
 
 Axes = tuple[str, ...]
@@ -62,15 +63,13 @@ class Placement:
         Explicit axes are made Auto around it and its results sharded by `out_specs`; so an axis
         that `jax.vmap` took away may be sharded too.
         """
-        if self.mesh is not None:
-            function = jax.shard_map(
-                function,
-                mesh=None if self.explicit else self.mesh,
-                in_specs=in_specs,
-                out_specs=out_specs,
-                check_vma=False,
-            )
+        if self.mesh is not None and not self.explicit:
+            function = map_shards(function, self.mesh, in_specs, out_specs)
         if self.explicit:
+            if self.mesh is not None:
+                function = jax.shard_map(
+                    function, in_specs=in_specs, out_specs=out_specs, check_vma=False
+                )
             shardings = jax.tree.map(
                 lambda spec: NamedSharding(self.explicit, spec), out_specs,
                 is_leaf=lambda x: isinstance(x, PartitionSpec),

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from mtraining_jax.attention.composed import composed_ring
 from mtraining_jax.attention.placement import Placement
 from mtraining_jax.errors import UserError
+from mtraining_jax.parallel.groups import shared_axes
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import DATA_AXIS, SEQUENCE_AXES
 from mtraining_jax.parallel.ring import check_ring, ring_attention
@@ -63,7 +64,7 @@ class Attended(NamedTuple):
         lse: fp32 [B, Hq, S], natural logarithm, -inf for empty rows.
         index: what was computed, in positions of the sequence.
         statistics: fp32 scalars by name, means over batch and heads (`recall_worst` is the least);
-            empty unless asked for.
+            empty unless asked for. Inside `in_groups` they are those of a group.
     """
 
     out: Array
@@ -100,6 +101,7 @@ def attend(
     if documents is not None:
         pattern = _for_documents(pattern)
     placement = way.placement
+    others = shared_axes((*placement.batch, *placement.heads))
     arrays, static = split(pattern)
     heads = P(placement.batch, placement.sequence, placement.heads)
     per_head = P(placement.batch, placement.heads)
@@ -116,7 +118,8 @@ def attend(
         q: Array, k: Array, v: Array, arrays: list[Array], positions: Array | None,
         valid_len: Array | None, documents: DocumentBlocks | None,
     ) -> Attended:
-        return _local(way, q, k, v, join(static, arrays), positions, valid_len, documents)
+        pattern = join(static, arrays)
+        return _local(way, q, k, v, pattern, positions, valid_len, documents, others)
 
     args = (q, k, v, arrays, recall_positions, valid_len, documents)
     args = placement.reshard(args, in_specs)
@@ -161,9 +164,9 @@ def join(static: object, arrays: list[Array]) -> Pattern | Index:
 
 def _local(
     way: Way, q: Array, k: Array, v: Array, pattern: Pattern | Index, positions: Array | None,
-    valid_len: Array | None, documents: DocumentBlocks | None,
+    valid_len: Array | None, documents: DocumentBlocks | None, others: tuple[str, ...],
 ) -> Attended:
-    """The same on one device's shards."""
+    """The same on one device's shards; `others` are the axes of other sequences and heads."""
     shards = _shards(way, q, pattern.block_size, valid_len, documents)
     choice = Choice(pattern)
     if isinstance(pattern, BlockMaskIndex) and documents is not None:
@@ -190,11 +193,10 @@ def _local(
                 axis_names=shards.axis_names, documents=documents,
             )
             statistics["recall"] = recall.mean(dtype=jnp.float32)
-        over = (*way.placement.batch, *way.placement.heads)
-        statistics = lax.pmean(statistics, over) if over else statistics
+        statistics = lax.pmean(statistics, others) if others else statistics
         if positions is not None:
             worst = recall.min()
-            statistics["recall_worst"] = lax.pmin(worst, over) if over else worst
+            statistics["recall_worst"] = lax.pmin(worst, others) if others else worst
         statistics = lax.stop_gradient(statistics)
     options = dict(scale=way.scale, backend=way.backend, return_lse=True)
     if shards.axis_names:
@@ -278,8 +280,9 @@ def make_attention(
         multiple of the batch axis. `given` replaces `pattern` in this call: that of a layer,
         or an index (global, [B, Hq, ...]) to use as it is. With `documents`, `DocumentBlocks` of
         the batch, a query sees its own document only. out [B, S, Hq, D] has the dtype of q.
-        stats are fp32 scalars, means over batch and heads: `density`, the share of causal pairs
-        that are computed; `executed`, pairs in the tiles that kernels execute, over causal pairs;
+        stats are fp32 scalars, means over heads and the batch (inside `in_groups` that of the
+        group): `density`, the share of causal pairs that are computed; `executed`, pairs in the
+        tiles that kernels execute, over causal pairs;
         with documents, whose causal pairs are then meant, `document_pairs`, their share of the
         sequence's;
         `recall` when asked for, the share of the softmax mass that lies on computed pairs, and

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import Mesh, PartitionSpec
 
+from mtraining_jax.parallel.groups import map_shards
 from mtraining_jax.parallel.mesh import TOKENS
 from mtraining_jax.parallel.ordering import in_turn
 
@@ -45,13 +46,8 @@ def on_own_tokens(
             weights, arrays = in_turn(weights, arrays)
         return function(jax.tree.map(gather, weights, specs), *arrays)
 
-    return jax.shard_map(
-        local,
-        mesh=mesh,
-        in_specs=(specs, *[TOKENS] * len(arrays)),
-        out_specs=TOKENS,
-        check_vma=False,
-    )(weights, *arrays)
+    in_specs = specs, *[TOKENS] * len(arrays)
+    return map_shards(local, mesh, in_specs, TOKENS)(weights, *arrays)
 
 
 def gather(shard: Array, spec: PartitionSpec) -> Array:

@@ -31,6 +31,19 @@ def after(tree: Any, token: Array) -> Any:
     return lax.platform_dependent(tree, token, cpu=wait, default=lambda tree, _: tree)
 
 
+def all_made(tree: Any) -> Any:
+    """`tree`, of which no array can be used before all of them exist.
+
+    Args:
+        tree: floating arrays.
+    """
+
+    def on_cpu(tree: Any) -> Any:
+        return after(tree, _all_of(tree))
+
+    return lax.platform_dependent(tree, cpu=on_cpu, default=lax.optimization_barrier)
+
+
 @jax.custom_vjp
 def in_turn(weights: Any, arrays: tuple[Array, ...]) -> tuple[Any, tuple[Array, ...]]:
     """Keeps collectives of weights apart from those that make or use some arrays.

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from mtraining_jax.data.loader import IGNORE_LABEL
 from mtraining_jax.models.label_scores import check_output_layer, score_chunk
 from mtraining_jax.models.token_parallel import cut_axis, gather, num_chunks, reduce_scatter
+from mtraining_jax.parallel.groups import map_shards, shared_axes
 from mtraining_jax.parallel.mesh import ACTIVATIONS, AXES, DATA_AXIS, REPLICATED, TOKENS
 
 
@@ -57,7 +58,8 @@ def linear_cross_entropy(
             for each.
 
     Returns:
-        fp32 scalar; differentiable in `hidden_BSE` and `weight_VE`.
+        fp32 scalar; differentiable in `hidden_BSE` and `weight_VE`. Inside `in_groups` it and
+        its gradients are those of the group.
 
     Raises:
         ValueError: if shapes do not fit or chunk_size is below 1.
@@ -97,24 +99,24 @@ def _on_mesh(hidden, weight, of_labels, chunk_size, mesh, weight_spec, with_grad
     if mesh is None:
         return local(hidden, weight, of_labels)
 
+    axes = shared_axes(AXES)
+
     def summed_over_devices(hidden, weight, of_labels):
         out = local(hidden, gather(weight, weight_spec), of_labels)
         if not with_gradients:
-            return lax.psum(out, AXES)
+            return lax.psum(out, axes)
         loss, d_hidden, d_weight = out
         if cut_axis(weight_spec) is None:
-            d_weight = lax.psum(d_weight, AXES)
+            d_weight = lax.psum(d_weight, axes)
         else:
-            d_weight = lax.psum(reduce_scatter(d_weight, weight_spec), DATA_AXIS)
-        return lax.psum(loss, AXES), d_hidden, d_weight
+            d_weight = reduce_scatter(d_weight, weight_spec)
+            if DATA_AXIS in axes:
+                d_weight = lax.psum(d_weight, DATA_AXIS)
+        return lax.psum(loss, axes), d_hidden, d_weight
 
-    return jax.shard_map(
-        summed_over_devices,
-        mesh=mesh,
-        in_specs=(ACTIVATIONS, weight_spec, TOKENS),
-        out_specs=(P(), ACTIVATIONS, weight_spec) if with_gradients else P(),
-        check_vma=False,
-    )(hidden, weight, of_labels)
+    in_specs = ACTIVATIONS, weight_spec, TOKENS
+    out_specs = (P(), ACTIVATIONS, weight_spec) if with_gradients else P()
+    return map_shards(summed_over_devices, mesh, in_specs, out_specs)(hidden, weight, of_labels)
 
 
 def _local(hidden_BSE, weight_VE, of_labels, *, chunk_size, with_gradients):

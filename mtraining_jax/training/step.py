@@ -14,7 +14,9 @@ from mtraining_jax.config import Config
 from mtraining_jax.models.sharding import lm_head_spec
 from mtraining_jax.models.transformer import Attention
 from mtraining_jax.parallel.compiler import ring_compiler_options
+from mtraining_jax.parallel.groups import constrain, in_groups
 from mtraining_jax.parallel.mesh import DATA_AXIS, DOCUMENTS, TOKENS
+from mtraining_jax.parallel.ordering import all_made
 from mtraining_jax.training.documents import attention_within
 from mtraining_jax.training.loss import count_labels, linear_cross_entropy
 from mtraining_jax.training.optimizer import Parameters, clip, make_schedule
@@ -141,9 +143,9 @@ def _make_gradients(
         return total / jnp.maximum(count, 1), layers
 
     differentiate = jax.value_and_grad(loss_of, has_aux=True)
-    parts = config.optimizer.accumulation_steps
+    parts, groups = config.optimizer.accumulation_steps, config.parallel.data
 
-    def gradients_of(trained: Parameters, frozen: Parameters, batch: Batch, count: Array):
+    def of_group(trained: Parameters, frozen: Parameters, batch: Batch, count: Array):
         if parts == 1:
             (loss, layers), gradients = differentiate(trained, frozen, batch, count)
             return loss, gradients, layers
@@ -156,21 +158,31 @@ def _make_gradients(
         (loss, gradients), layers = lax.scan(add, zeros, micro_batches(batch, parts, mesh))
         return loss, gradients, jax.tree.map(lambda x: jnp.mean(x, axis=0), layers)
 
+    def meeting(trained: Parameters, frozen: Parameters, batch: Batch, count: Array):
+        loss, gradients, layers = of_group(trained, frozen, batch, count)
+        # No sum starts before all are made, or the first would have groups wait for each other.
+        loss, gradients = all_made((loss, gradients))
+        loss, gradients = lax.psum((loss, gradients), DATA_AXIS)
+        return loss, gradients, jax.tree.map(lambda x: x[None], layers)
+
+    if groups == 1:
+        return of_group
+
+    def gradients_of(trained: Parameters, frozen: Parameters, batch: Batch, count: Array):
+        rows = {name: P(DATA_AXIS) for name in batch}
+        in_specs, out_specs = (P(), P(), rows, P()), (P(), P(), P(DATA_AXIS))
+        run = in_groups(meeting, mesh, in_specs, out_specs)
+        loss, gradients, layers = run(trained, frozen, batch, count)
+        return loss, gradients, jax.tree.map(lambda x: jnp.mean(x, axis=0), layers)
+
     return gradients_of
 
 
 def micro_batches(batch: Batch, parts: int, mesh: Mesh) -> Batch:
-    """Cuts a batch [B, ...] into micro-batches [parts, B / parts, ...].
-
-    Every device keeps the rows that it holds: micro-batch a takes the a-th part of each group's.
-    """
-    groups = mesh.shape[DATA_AXIS]
+    """Cuts the batch of a group, [B, ...], into micro-batches [parts, B / parts, ...]."""
 
     def cut(name: str, x: Array) -> Array:
         spec = DOCUMENTS if name == "documents" else TOKENS
-        rows = x.shape[0] // (groups * parts)
-        cut = x.reshape(groups, parts, rows, *x.shape[1:]).swapaxes(0, 1)
-        cut = cut.reshape(parts, groups * rows, *x.shape[1:])
-        return lax.with_sharding_constraint(cut, NamedSharding(mesh, P(None, *spec)))
+        return constrain(x.reshape(parts, -1, *x.shape[1:]), mesh, P(None, *spec))
 
     return {name: cut(name, x) for name, x in batch.items()}

@@ -27,18 +27,18 @@ class Transfer:
 
 def transfers(scheduled: str, kinds: tuple[str, ...] = ("collective-permute",)) -> list[Transfer]:
     """All collectives of some kinds in a scheduled HLO module, as text, in order."""
-    computations = _computations(scheduled)
+    lines_of = computations(scheduled)
 
     def works(line: str) -> bool:
         """Whether an instruction runs an attention kernel."""
         if KERNEL in line:
             return True
         return any(
-            works(inner) for name in _CALLED.findall(line) for inner in computations.get(name, ())
+            works(inner) for name in _CALLED.findall(line) for inner in lines_of.get(name, ())
         )
 
     found = []
-    for name, lines in computations.items():
+    for name, lines in lines_of.items():
         kernels = [i for i, line in enumerate(lines) if works(line)]
         for i, line in enumerate(lines):
             opcode = _OPCODE.search(line)
@@ -63,7 +63,7 @@ def transfers(scheduled: str, kinds: tuple[str, ...] = ("collective-permute",)) 
     return found
 
 
-def _computations(text: str) -> dict[str, list[str]]:
+def computations(text: str) -> dict[str, list[str]]:
     """Lines of each computation, by its name."""
     found: dict[str, list[str]] = {}
     lines: list[str] = []

@@ -5,9 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mtraining_jax.parallel.groups import in_groups
 from mtraining_jax.training import parts
 from mtraining_jax.training.state import StateBuilder
 from mtraining_jax.training.step import make_train_step, micro_batches
+from tests.parallel.hlo_meetings import meetings
 from tests.training.common import tiny_config
 
 
@@ -17,7 +19,11 @@ def untied(folder, model=None, **sections):
 
 
 class Parts:
-    """The parts of a run, without what is around the step."""
+    """The parts of a run, without what is around the step.
+
+    Attributes:
+        first_moments: of the optimizer after the first step: gradients, clipped and scaled.
+    """
 
     def __init__(self, config):
         self.mesh = parts.build_mesh(config)
@@ -33,6 +39,8 @@ class Parts:
         for _ in range(steps):
             state, metrics = self.step(state, next(self.batches))
             found.append(jax.device_get(metrics))
+            if len(found) == 1:
+                self.first_moments = jax.device_get(state.opt_state[0].mu)
         return found, state
 
 
@@ -74,7 +82,9 @@ def test_dense_equals_sparse_with_everything_selected(folder, dense):
     np.testing.assert_allclose(loss_and_norm(sparse), loss_and_norm(dense[1]), rtol=2e-5)
 
 
-def test_accumulation_over_data_groups_equals_one_big_batch(folder, dense):
+@pytest.fixture(scope="module")
+def groups(folder):
+    """The same batches in two micro-batches on two groups of 1 x 2 devices."""
     config = untied(
         folder,
         data={"batch_size": 4},
@@ -82,18 +92,42 @@ def test_accumulation_over_data_groups_equals_one_big_batch(folder, dense):
         parallel={"data": 2, "nodes": 1, "devices_per_node": 2},
         optimizer={"accumulation_steps": 2, "lr": 1e-2},
     )
-    metrics, _ = Parts(config).train(3)
+    parts = Parts(config)
+    return parts, *parts.train(3)
+
+
+def test_accumulation_over_data_groups_equals_one_big_batch(dense, groups):
+    parts, metrics, _ = groups
     np.testing.assert_allclose(loss_and_norm(metrics), loss_and_norm(dense[1]), rtol=2e-5)
     for name in metrics[0]["layers"]:
         for mine, expected in zip(metrics, dense[1], strict=True):
             np.testing.assert_allclose(mine["layers"][name], expected["layers"][name], rtol=1e-5)
+    for name, found in parts.first_moments.items():
+        expected = dense[0].first_moments[name]
+        error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
+        assert error < 1e-6 or "k_proj.bias" in name, name  # whose gradient is 0 but for rounding
+
+
+def test_groups_meet_once_a_step(groups):
+    parts, _, state = groups
+    program = parts.step.lower(state, next(parts.batches)).compile()
+    found = meetings(program.as_text())
+    assert sum(meeting.in_loop for meeting in found) > 5
+    joining = [meeting for meeting in found if meeting.joins(2, 4)]
+    assert {meeting.kind for meeting in joining} == {"all-reduce"}
+    # The labels are counted before, gradients and statistics are summed behind.
+    assert len(joining) == 2 and not any(meeting.in_loop for meeting in joining)
 
 
 def test_micro_batches_hold_every_row_once_and_move_none(dense):
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:8]).reshape(2, 2, 2), dense[0].mesh.axis_names)
     sharding = jax.NamedSharding(mesh, parts.TOKENS)
     rows = jax.device_put(jnp.arange(8 * 16).reshape(8, 16), sharding)
-    cut = jax.jit(lambda x: micro_batches({"tokens": x}, 2, mesh)["tokens"])
+
+    def own(x):
+        return micro_batches({"tokens": x}, 2, mesh)["tokens"]
+
+    cut = jax.jit(in_groups(own, mesh, jax.P("data"), jax.P(None, "data")))
     np.testing.assert_array_equal(cut(rows)[:, :, 0] // 16, [[0, 1, 4, 5], [2, 3, 6, 7]])
     text = cut.lower(rows).compile().as_text()
     assert "all-to-all" not in text and "all-gather" not in text and "permute" not in text
