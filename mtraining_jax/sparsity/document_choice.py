@@ -9,13 +9,14 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
 from mtraining_jax.sparsity import document_slots, estimate, exchange
 from mtraining_jax.sparsity.checks import check_choice
 from mtraining_jax.sparsity.document_slots import DocumentSlots
 from mtraining_jax.sparsity.document_vertical_slash import DocumentVerticalSlash
 from mtraining_jax.sparsity.pattern import Shards
+from mtraining_jax.sparsity.spans import PackedSpans
 from pallas_kernels.index import BlockMaskIndex
 from pallas_kernels.index import bits as sets
 
@@ -47,7 +48,7 @@ def choose(
         scores, shards.block_ids, shards.num_blocks, shards.axis_names
     )
     # No tail reaches another document: a diagonal is held by a key that the last query sees.
-    slash = jnp.flip(estimate.join_diagonals(own, tails), axis=(-2, -1))
+    slash = estimate.join_diagonals(own, tails)
     entries = exchange.entries_of(batch, heads, shards.axis_names)
     columns, diagonals, saved = _kept(vertical, slash, head, entries, slots, pattern)
     parts = sets.pack(columns), sets.pack(diagonals)[:, None], saved.astype(jnp.uint32)
@@ -64,12 +65,11 @@ def _kept(
     vertical: Array, slash: Array, heads: Array, entries: Array, slots: DocumentSlots,
     pattern: DocumentVerticalSlash,
 ) -> tuple[Array, Array, Array]:
-    """What each row of (batch entry, head) keeps of each of its documents, one after another.
+    """What each row of (batch entry, head) keeps of its documents, all of them in one pass.
 
     Args:
         vertical: int32 [R, NB, g], masses of columns.
-        slash: int32 [R, NB, g], masses of diagonals in the reversed order of the keys that hold
-            them: a document's, in the order of distance, begin where its last real token lies.
+        slash: int32 [R, NB, g], masses of diagonals by the key that the last query sees there.
         heads: int32 [R], the query heads.
         entries: int32 [R], the batch entries.
         slots: the documents.
@@ -80,37 +80,20 @@ def _kept(
         how many documents `last_queries.choose` counts.
     """
     num_blocks, size = vertical.shape[-2:]
-    seq_len = num_blocks * size
-
-    def of_row(vertical, slash, head, first, blocks, tokens):  # [NB, g] twice, scalars
-        start = first * size
-        # Numbered from the document's first token, and from the distance 0.
-        by_distance = jnp.stack([
-            jnp.roll(vertical.reshape(-1), -start),
-            jnp.roll(slash.reshape(-1), start + tokens - seq_len),
-        ])
-        inside = jnp.arange(seq_len, dtype=jnp.int32) < tokens
-        by_distance = jnp.where(inside, by_distance, 0).reshape(2, 1, num_blocks, size)
-        most = pattern.most_columns(blocks, num_blocks)
-        kept = pattern.kept(by_distance, head[None], tokens, most)
-        columns, diagonals, saved = (x[0] for x in kept)
-        there = tokens > 0
-        diagonals &= jnp.arange(num_blocks) < blocks
-        columns = jnp.roll(columns & there, first, 0)
-        return columns, jnp.roll(diagonals & there, first), saved * there
-
-    def step(slot: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        places = (x[entries, slot] for x in (slots.first, slots.blocks, slots.tokens))
-        columns, diagonals, saved = jax.vmap(of_row)(vertical, slash, heads, *places)
-        return state[0] | columns, state[1] | diagonals, state[2] + saved
-
-    rows = vertical.shape[0]
-    nothing = (
-        jnp.zeros(vertical.shape, bool), jnp.zeros((rows, num_blocks), bool),
-        jnp.zeros(rows, jnp.int32),
-    )
-    # As often as some sequence has documents; every rank has its own heads, and waits for none.
-    return lax.fori_loop(0, slots.count().max(), step, nothing)
+    spans = PackedSpans(*(x[entries] for x in slots))
+    start, tokens = spans.start * size, spans.spread(spans.tokens)
+    # Distance i of a document lies at its token i, and is held by the i-th before its last one.
+    distance = spans.entries(size)
+    held_by = jnp.clip((start + tokens - 1)[..., None] - distance, 0, num_blocks * size - 1)
+    slash = jnp.take_along_axis(
+        slash.reshape(len(slash), -1), held_by.reshape(len(slash), -1), axis=1
+    ).reshape(slash.shape)
+    there = spans.inside[..., None] & (distance < tokens[..., None])
+    by_distance = jnp.where(there, jnp.stack([vertical, slash]), 0)
+    most = pattern.most_columns(spans.length, num_blocks)
+    columns, diagonals, saved = pattern.kept(by_distance, heads, spans, most)
+    inside = spans.inside
+    return columns & inside[..., None], diagonals & inside, saved.sum(-1, dtype=jnp.int32)
 
 
 def _index(

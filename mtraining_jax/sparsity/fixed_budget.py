@@ -14,6 +14,8 @@ from mtraining_jax.sparsity.pattern import Choice, ModelSizes, Pattern, Settings
 if TYPE_CHECKING:
     from jax import Array
 
+    from mtraining_jax.sparsity.spans import Spans
+
 
 @dataclasses.dataclass(frozen=True)
 class FixedBudget(Pattern):
@@ -143,23 +145,24 @@ class _Rule:
             valid_len=shards.valid_len,
         )  # fmt: skip
 
-    def keys(self, by_distance: "Array", heads: "Array", valid_len: "int | Array") -> tuple:
+    def keys(self, by_distance: "Array", heads: "Array", spans: "Spans") -> tuple:
         """Keys in the order of the sums; what is always kept ranks above all."""
         import jax.numpy as jnp
 
         from mtraining_jax.sparsity import last_queries, select
 
         pattern = self.pattern
-        numbers = last_queries.entries(by_distance)
+        numbers = spans.entries(by_distance.shape[-1])
         forced = jnp.stack([numbers < pattern.sink_tokens, numbers < pattern.sliding_window])
         scores = jnp.where(forced[:, None], jnp.inf, by_distance)
-        keys = select.float_keys(jnp.where(numbers < valid_len, scores, -jnp.inf))
+        tokens = spans.spread(jnp.asarray(spans.tokens))[..., None]
+        keys = select.float_keys(jnp.where(numbers < tokens, scores, -jnp.inf))
         budgets = jnp.stack([jnp.asarray(pattern.verticals), jnp.asarray(pattern.slashes)])
-        caps = last_queries.per_kind([pattern.max_verticals, pattern.max_slashes])
-        budgets = jnp.clip(budgets, 0, jnp.minimum(caps, valid_len)).astype(jnp.int32)
-        return keys, select.Rule(minimum=0, maximum=budgets[:, heads])
+        caps = last_queries.per_kind([pattern.max_verticals, pattern.max_slashes], spans)
+        budgets = jnp.clip(spans.per_row(budgets[:, heads]), 0, jnp.minimum(caps, spans.tokens))
+        return keys, select.Rule(minimum=0, maximum=budgets.astype(jnp.int32))
 
-    def nearest(self, slash_count: "Array", valid_len: "int | Array") -> int:
+    def nearest(self, slash_count: "Array", spans: "Spans") -> int:
         """The main block diagonal."""
         return 1
 

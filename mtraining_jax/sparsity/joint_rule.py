@@ -21,6 +21,7 @@ import numpy as np
 from jax import Array, lax
 
 from mtraining_jax.sparsity import select
+from mtraining_jax.sparsity.spans import Spans
 
 _MASS_BITS = 30
 _SHARE_BITS = 15
@@ -39,7 +40,7 @@ class JointRule:
         least_share: the least price, as a share of the mass.
         max_density: most pairs, as a share of the causal ones, counted in half blocks; a row's own
             block is one of them. A multiple of 2^-15. What is forced may exceed it.
-        max_verticals: most columns; a number, or int32 scalar that may be traced.
+        max_verticals: most columns; a number, or int32 for each sequence.
         sink_tokens: first columns, which are forced.
         local_blocks: nearest block diagonals, which are forced; at least 1.
         last_q: u, the scoring queries.
@@ -62,9 +63,9 @@ class JointRule:
 
 
 def kept_together(
-    columns: Array, diagonals: Array, valid_len: int | Array, rule: JointRule
+    columns: Array, diagonals: Array, spans: Spans, rule: JointRule
 ) -> tuple[Array, Array]:
-    """The columns and block diagonals that heads keep.
+    """The columns and block diagonals that heads keep, of each sequence.
 
     At equal cost the result never holds less of the scoring queries' mass than a window of the
     nearest block diagonals with the sinks: where it would, the window is kept instead.
@@ -72,13 +73,13 @@ def kept_together(
     Args:
         columns: int32 [R, NB, g], mass of the columns.
         diagonals: int32 [R, NB, g], mass at each token distance.
-        valid_len: tokens that count, V; the scoring queries are the last of them.
+        spans: the sequences; the scoring queries are the last of the tokens that count.
         rule: what to keep.
 
     Returns:
-        bool [R, NB, g] and bool [R, NB].
+        bool [R, NB, g] and bool [R, NB]; of blocks of no sequence, anything.
     """
-    choice = _Choice(columns, diagonals, valid_len, rule)
+    choice = _Choice(columns, diagonals, spans, rule)
     prices = jnp.asarray(rule.prices())
 
     def narrow(_, state: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -87,101 +88,121 @@ def kept_together(
         ends = choice.ends(choice.at(prices[middle]))
         return jnp.where(ends, low, middle + 1), jnp.where(ends, middle, high)
 
-    rows = columns.shape[0]
-    low = jnp.zeros(rows, jnp.int32)
-    high = jnp.full(rows, prices.size - 1, jnp.int32)
+    low = jnp.zeros_like(choice.enough)
+    high = jnp.full_like(choice.enough, prices.size - 1)
     rounds = (prices.size - 1).bit_length()
     _, found = lax.fori_loop(0, rounds, narrow, (low, high))
     kept = choice.at(prices[found])
     before = choice.at(prices[jnp.maximum(found - 1, 0)])
     # What costs too much is not kept, though at a lower price mass would suffice.
-    return choice.or_window(_where(choice.cost(kept) > choice.most, before, kept))
+    return choice.or_window(choice.where(choice.cost(kept) > choice.most, before, kept))
 
 
 class _Choice:
-    """What is kept at a price, and what it costs and holds."""
+    """What is kept at a price, and what it costs and holds, of each sequence.
 
-    def __init__(
-        self, columns: Array, diagonals: Array, valid_len: int | Array, rule: JointRule
-    ) -> None:
+    Attributes:
+        most: int32, most half blocks.
+        enough: int32, the mass that suffices.
+    """
+
+    def __init__(self, columns: Array, diagonals: Array, spans: Spans, rule: JointRule) -> None:
         _, num_blocks, size = columns.shape
-        self._rule, self._columns, self._size = rule, columns, size
-        self._valid_len = valid_len
-        self._numbers = jnp.arange(num_blocks, dtype=jnp.int32)
-        self._used = (valid_len + size - 1) // size  # blocks of tokens that count
-        tokens = jnp.arange(num_blocks * size, dtype=jnp.int32).reshape(num_blocks, size)
-        seen = tokens < valid_len
-        self._sinks = seen & (tokens < rule.sink_tokens)
+        self._rule, self._columns, self._size, self._spans = rule, columns, size, spans
+        self._numbers = spans.blocks
+        self._tokens = spans.spread(jnp.asarray(spans.tokens, jnp.int32))
+        used = (jnp.asarray(spans.tokens, jnp.int32) + size - 1) // size
+        self._used = spans.spread(used)  # blocks of tokens that count
+        self._places = spans.entries(size)
+        seen = self._places < self._tokens[..., None]
+        self._sinks = seen & (self._places < rule.sink_tokens)
         self._nearest = self._numbers < jnp.minimum(rule.local_blocks, self._used)
         shadow = self._mean_over_queries(diagonals)
         self._excess = jnp.where(seen, jnp.maximum(columns - shadow, 0), 0)
         keys = self._excess.astype(jnp.uint32)
         keys = jnp.where(self._sinks, jnp.uint32(_FORCED), keys)
         most = jnp.minimum(rule.max_verticals, num_blocks * size)
-        self._candidates, _ = select.kept_entries(keys, select.Rule(minimum=0, maximum=most))
+        kept_by = select.Rule(minimum=0, maximum=most)
+        self._candidates, _ = select.kept_entries(keys, kept_by, spans)
         self._mass = self._on_blocks(diagonals)
-        self.most = _share(self._used * self._used, rule.max_density)
-        self._enough = _share(self._block_mass().sum(-1, dtype=jnp.int32), rule.top_p)
+        self.most = _share(used * used, rule.max_density)
+        self.enough = _share(spans.total(self._block_mass()), rule.top_p)
 
     def at(self, price: Array) -> tuple[Array, Array]:
-        """Columns bool [R, NB, g] and diagonals bool [R, NB] at prices int32 [R]."""
-        of_column = -(-price // self._size)[:, None, None]
+        """Columns bool [R, NB, g] and diagonals bool [R, NB] at a price int32 of each sequence."""
+        price = self._spans.spread(price)
+        of_column = -(-price // self._size)[..., None]
         columns = self._sinks | (self._candidates & (self._excess >= of_column))
         explained = self._mean_over_queries(jnp.where(columns, self._excess, 0))
         mass = self._mass - self._on_blocks(explained)
         there = self._numbers < self._used
-        return columns, self._nearest | ((mass >= price[:, None]) & there)
+        return columns, self._nearest | ((mass >= price) & there)
 
     def ends(self, kept: tuple[Array, Array]) -> Array:
-        """Whether the search ends there, bool [R]: enough mass, or too many pairs."""
-        return (self.held(kept) >= self._enough) | (self.cost(kept) > self.most)
+        """Whether the search ends there, bool: enough mass, or too many pairs."""
+        return (self.held(kept) >= self.enough) | (self.cost(kept) > self.most)
 
     def cost(self, kept: tuple[Array, Array]) -> Array:
-        """Half blocks, rounded up, int32 [R]; what both hold counts once.
+        """Half blocks, rounded up, int32; what both hold counts once.
 
         The main block diagonal, which is always kept, has half a block in each row of blocks.
         """
         columns, diagonals = kept
         lengths = jnp.maximum(self._used - self._numbers, 0)
-        halves = jnp.where(diagonals, 2 * lengths, 0).sum(-1, dtype=jnp.int32) - self._used
+        counted = jnp.where(self._numbers < self._used, 1, 0)
+        halves = self._spans.total(jnp.where(diagonals, 2 * lengths, 0) - counted)
         # For a column in block b: rows of blocks from b on in which no diagonal holds it.
-        free = jnp.cumsum(~diagonals, axis=-1, dtype=jnp.int32)
-        free = jnp.where(lengths > 0, free[:, jnp.maximum(lengths - 1, 0)], 0)
-        return halves + self._in_halves(columns.sum(-1, dtype=jnp.int32) * free)
-
-    def _in_halves(self, entries: Array) -> Array:
-        """Half blocks of pairs (column, row of blocks), rounded up: int32 [..., n] to [...]."""
-        whole, rest = (
-            x.sum(-1, dtype=jnp.int32) for x in (entries // self._size, entries % self._size)
-        )
-        return 2 * whole - (-2 * rest // self._size)
+        free = self._spans.up_to((~diagonals).astype(jnp.int32))
+        free = self._spans.at(free, jnp.maximum(lengths - 1, 0))
+        free = jnp.where(lengths > 0, free, 0)
+        whole, rest = self._parts(columns.sum(-1, dtype=jnp.int32) * free)
+        return halves + self._in_halves(self._spans.total(whole), self._spans.total(rest))
 
     def held(self, kept: tuple[Array, Array]) -> Array:
-        """The scoring queries' mass, int32 [R], in what is kept; what both hold counts once."""
+        """The scoring queries' mass, int32, in what is kept; what both hold counts once."""
         columns, diagonals = kept
         by_column = jnp.where(columns, self._columns, 0).sum(-1, dtype=jnp.int32)
         distance = self._used - 1 - self._numbers  # from the last block that counts
-        held = jnp.where(distance >= 0, diagonals[:, jnp.maximum(distance, 0)], False)
-        return jnp.where(held, self._block_mass(), by_column).sum(-1, dtype=jnp.int32)
+        last = self._spans.at(diagonals, jnp.maximum(distance, 0))
+        held = (distance >= 0) & last
+        return self._spans.total(jnp.where(held, self._block_mass(), by_column))
 
     def or_window(self, kept: tuple[Array, Array]) -> tuple[Array, Array]:
         """The widest window that costs no more, with the sinks, where it holds more."""
-        rows = self._mass.shape[0]
+        spans, size, shape = self._spans, self._size, self._mass.shape
         lengths = jnp.maximum(self._used - self._numbers, 0)
         # Of a window of w + 1 diagonals, which leaves the last of the rows of a block's columns.
-        with_sinks = self._numbers[: -(-self._rule.sink_tokens // self._size)]
-        free = lengths[with_sinks] - 1 - self._numbers[:, None]
-        sinks = self._sinks[with_sinks].sum(-1, dtype=jnp.int32)
-        diagonals = jnp.cumsum(2 * lengths, dtype=jnp.int32) - self._used
-        cost = diagonals + self._in_halves(sinks * jnp.maximum(free, 0))
-        fits = (cost <= self.cost(kept)[:, None]) & (self._numbers < self._used)
-        width = fits.sum(-1, dtype=jnp.int32)
+        sinks = jnp.arange(-(-self._rule.sink_tokens // size), dtype=jnp.int32)
+        left = jnp.maximum(self._used[..., None] - sinks, 0)
+        free = jnp.maximum(left - 1 - self._numbers[..., None], 0)
+        count = jnp.minimum(self._rule.sink_tokens, self._tokens)[..., None] - sinks * size
+        entries = self._parts(jnp.clip(count, 0, size) * free)
+        in_sinks = self._in_halves(*(x.sum(-1, dtype=jnp.int32) for x in entries))
+        diagonals = spans.up_to(jnp.broadcast_to(2 * lengths, shape)) - self._used
+        fits = (diagonals + in_sinks <= spans.spread(self.cost(kept)))
+        fits &= self._numbers < self._used
+        width = spans.total(fits.astype(jnp.int32))
         window = (
-            jnp.broadcast_to(self._sinks, (rows, *self._sinks.shape)),
-            self._numbers < width[:, None],
+            jnp.broadcast_to(self._sinks, self._columns.shape),
+            jnp.broadcast_to(self._numbers < spans.spread(width), shape),
         )
         better = (width >= self._rule.local_blocks) & (self.held(window) > self.held(kept))
-        return _where(better, window, kept)
+        return self.where(better, window, kept)
+
+    def where(
+        self, first: Array, x: tuple[Array, Array], y: tuple[Array, Array]
+    ) -> tuple[Array, Array]:
+        """The kept of `x` for the sequences that are marked, bool, else of `y`."""
+        first = self._spans.spread(first)
+        return jnp.where(first[..., None], x[0], y[0]), jnp.where(first, x[1], y[1])
+
+    def _parts(self, entries: Array) -> tuple[Array, Array]:
+        """Pairs (column, row of blocks) as whole blocks and the rest, to be added up."""
+        return entries // self._size, entries % self._size
+
+    def _in_halves(self, whole: Array, rest: Array) -> Array:
+        """Half blocks of sums of `_parts`, rounded up."""
+        return 2 * whole - (-2 * rest // self._size)
 
     def _block_mass(self) -> Array:
         return self._columns.sum(-1, dtype=jnp.int32)
@@ -191,14 +212,11 @@ class _Choice:
 
         Entry i is the mean over the scoring queries, at positions p, of x at p - i, rounded down.
         """
-        rows, num_blocks, size = x.shape
-        within = jnp.cumsum(x, axis=-1, dtype=jnp.int32)
-        blocks = jnp.cumsum(within[..., -1], axis=-1, dtype=jnp.int32) - within[..., -1]
-        up_to = jnp.pad((blocks[..., None] + within).reshape(rows, -1), ((0, 0), (1, 0)))
-        end = self._valid_len - jnp.arange(num_blocks * size, dtype=jnp.int32)
+        end = self._tokens[..., None] - self._places
         start = jnp.maximum(end - self._rule.last_q, 0)
-        total = up_to[:, jnp.maximum(end, 0)] - up_to[:, start]
-        return (total // self._rule.last_q).reshape(x.shape)
+        end = jnp.maximum(end, 0)
+        total = self._spans.of_first(x, end) - self._spans.of_first(x, start)
+        return total // self._rule.last_q
 
     def _on_blocks(self, x: Array) -> Array:
         """Masses int32 [R, NB] on block diagonals, of masses [R, NB, g] at token distances.
@@ -209,13 +227,7 @@ class _Choice:
         place = jnp.arange(self._size, dtype=jnp.int32)
         far = x // self._size * place + x % self._size * place // self._size
         near = (x - far).sum(-1, dtype=jnp.int32)
-        far = far.sum(-1, dtype=jnp.int32)
-        return near + jnp.pad(far, ((0, 0), (1, 0)))[:, :-1]
-
-
-def _where(first: Array, x: tuple[Array, Array], y: tuple[Array, Array]) -> tuple[Array, Array]:
-    """The kept of `x` for the heads bool [R] that are marked, else of `y`."""
-    return jnp.where(first[:, None, None], x[0], y[0]), jnp.where(first[:, None], x[1], y[1])
+        return near + self._spans.from_previous(far.sum(-1, dtype=jnp.int32))
 
 
 def _share(total: int | Array, share: float) -> Array:

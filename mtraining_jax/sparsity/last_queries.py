@@ -4,6 +4,7 @@ The steps are the same for every such pattern. The pattern's `Rule` says how col
 are scored and how many of them are kept.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -13,10 +14,12 @@ from jax import Array
 from mtraining_jax.sparsity import estimate, exchange, select
 from mtraining_jax.sparsity.checks import check_choice
 from mtraining_jax.sparsity.pattern import Settings, Shards
+from mtraining_jax.sparsity.spans import OneSpan, Spans
 from mtraining_jax.sparsity.vertical_slash import index_capacities
 from pallas_kernels.index import VerticalSlashIndex
 
-# (columns bool [R, NB, g], block diagonals bool [R, NB], int32 [R]: the second result of `choose`)
+# (columns bool [R, NB, g], block diagonals bool [R, NB], int32 [R]: the second result of `choose`,
+# for each sequence)
 Kept = tuple[Array, Array, Array]
 
 
@@ -36,32 +39,34 @@ class Rule(Protocol):
         """
 
     def keys(
-        self, by_distance: Array, heads: Array, valid_len: int | Array
+        self, by_distance: Array, heads: Array, spans: Spans
     ) -> tuple[Array, select.Rule]:
         """Keys to select by, and how many of the largest are kept.
 
         Args:
-            by_distance: scores [2, R, NB, g] of columns, and of diagonals in order of distance.
-                Entries from `valid_len` on are of no column or diagonal that a query sees.
+            by_distance: scores [2, R, NB, g] of columns, and of diagonals in order of distance, of
+                each sequence. Entries behind its tokens are of no column or diagonal that a query
+                sees.
             heads: int32 [R], the query head of each row.
-            valid_len: tokens that count, V.
+            spans: the sequences.
 
         Returns:
-            Keys uint32 [2, R, NB, g], and a rule whose fields broadcast with [2, R].
+            Keys uint32 [2, R, NB, g], and a rule whose fields broadcast with [2, R], or with
+            [2, R, E] where rows hold several sequences.
         """
 
-    def nearest(self, slash_count: Array, valid_len: int | Array) -> int | Array:
-        """How many block diagonals, from the main one on, are always kept: broadcasts with [R, NB].
+    def nearest(self, slash_count: Array, spans: Spans) -> int | Array:
+        """How many block diagonals, from the main one on, are always kept of each sequence.
 
         Args:
-            slash_count: int32 [R], diagonals kept.
-            valid_len: tokens that count, V.
+            slash_count: int32, diagonals kept of each sequence.
+            spans: the sequences.
         """
 
 
 def choose(
     q: Array, k: Array, shards: Shards, settings: Settings, rule: Rule,
-    together: Callable[[Array, int | Array], Kept] | None = None,
+    together: Callable[[Array, Spans], Kept] | None = None,
 ) -> tuple[VerticalSlashIndex, Array]:
     """Chooses, per batch entry and query head, the columns and block diagonals to compute.
 
@@ -81,8 +86,8 @@ def choose(
             use one.
         settings: with `last_q`, `block_size`, `max_verticals` and `max_slashes`.
         rule: what the pattern decides.
-        together: what is kept of scores as in `Rule.keys` and V tokens, columns and diagonals at
-            once; None keeps the largest keys of each kind by `Rule.keys` and `Rule.nearest`.
+        together: what is kept of scores as in `Rule.keys`, columns and diagonals at once; None
+            keeps the largest keys of each kind by `Rule.keys` and `Rule.nearest`.
 
     Returns:
         The index, replicated, with `index_capacities`; and int32 [B, Hq], 1 for heads whose columns
@@ -111,11 +116,11 @@ def choose(
     if shards.valid_len is not None:
         # Token V-1-s holds diagonal s; those that padding would hold go to the end.
         slash = jnp.roll(slash.reshape(-1, seq_len), valid_len - seq_len, 1).reshape(slash.shape)
-    by_distance = jnp.stack([vertical, slash])
+    by_distance, spans = jnp.stack([vertical, slash]), OneSpan(shards.num_blocks, valid_len)
     if together is None:
-        kept = each_kind(rule, by_distance, heads, valid_len)
+        kept = each_kind(rule, by_distance, heads, spans)
     else:
-        kept = together(by_distance, valid_len)
+        kept = together(by_distance, spans)
     lists = _lists(kept, settings)
     lists = exchange.from_heads(lists, batch, num_heads, shards.axis_names)
     capacities = index_capacities(settings, shards.num_blocks)
@@ -131,32 +136,41 @@ def choose(
     return index, lists[..., -1]
 
 
-def entries(keys: Array) -> Array:
-    """int32 [NB, g], the numbers of the entries of [..., NB, g]."""
-    num_blocks, size = keys.shape[-2:]
-    return jnp.arange(num_blocks * size, dtype=jnp.int32).reshape(num_blocks, size)
-
-
-def per_kind(values: Sequence[int]) -> Array:
-    """int32 [2, 1], a number for columns and one for diagonals."""
-    return jnp.array(values, jnp.int32)[:, None]
+def per_kind(values: Sequence[int], spans: Spans) -> Array:
+    """A number for columns and one for diagonals: broadcasts with [2, R], or [2, R, E]."""
+    return spans.per_row(jnp.array(values, jnp.int32)[:, None])
 
 
 def each_kind(
-    rule: Rule, by_distance: Array, heads: Array, valid_len: int | Array
+    rule: Rule, by_distance: Array, heads: Array, spans: Spans,
+    most_columns: Array | None = None,
 ) -> Kept:
-    """The largest keys of columns, and the block diagonals of the largest keys of diagonals."""
-    keys, kept_by = rule.keys(by_distance, heads, valid_len)
-    kept, count = select.kept_entries(keys, kept_by)
+    """The largest keys of columns, and the block diagonals of the largest keys of diagonals.
+
+    Args:
+        rule: what is scored and kept.
+        by_distance: as in `Rule.keys`, like the next two.
+        heads: see there.
+        spans: see there.
+        most_columns: int32 [R, E], limits for each sequence besides the rule's own.
+
+    Returns:
+        What is kept; the third is int32 for each sequence.
+    """
+    keys, kept_by = rule.keys(by_distance, heads, spans)
+    if most_columns is not None:
+        maximum = kept_by.maximum.at[0].min(most_columns)
+        kept_by = dataclasses.replace(kept_by, maximum=maximum)
+    kept, count = select.kept_entries(keys, kept_by, spans)
     # Distance s = d*g + place turns on block diagonal d, and d+1 unless place is 0.
     beyond = kept[1, ..., 1:].any(-1)
-    active = kept[1].any(-1) | jnp.pad(beyond, ((0, 0), (1, 0)))[:, :-1]
-    blocks = jnp.arange(keys.shape[-2], dtype=jnp.int32)
-    forced = blocks < rule.nearest(count[1], valid_len)
+    active = kept[1].any(-1) | spans.from_previous(beyond)
+    nearest = rule.nearest(count[1], spans)
+    forced = spans.blocks < (nearest if isinstance(nearest, int) else spans.spread(nearest))
     saved = jnp.zeros_like(count[0])
     if kept_by.mass_target is not None and not kept_by.keep_crossing:
         masses = (keys[0] & jnp.uint32(kept_by.mass_mask)).astype(jnp.int32)
-        mass = jnp.where(kept[0], masses, 0).sum((-2, -1), dtype=jnp.int32)
+        mass = spans.sums((jnp.where(kept[0], masses, 0),))[0]
         saved = (mass >= kept_by.mass_target).astype(jnp.int32)
     return kept[0], active | forced, saved
 

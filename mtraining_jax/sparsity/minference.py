@@ -13,6 +13,8 @@ from mtraining_jax.sparsity.pattern import Choice, Pattern, Shards
 if TYPE_CHECKING:
     from jax import Array
 
+    from mtraining_jax.sparsity.spans import Spans
+
 # The least columns and diagonals of a vertical-slash head in the reference implementation.
 _LEAST_COLUMNS, _LEAST_DIAGONALS = 30, 50
 # What MInference's own search writes for a head whose best type was block_sparse.
@@ -145,24 +147,25 @@ class _Rule:
             block_ids=shards.block_ids, num_blocks=shards.num_blocks, valid_len=shards.valid_len,
         )  # fmt: skip
 
-    def keys(self, by_distance: "Array", heads: "Array", valid_len: "int | Array") -> tuple:
+    def keys(self, by_distance: "Array", heads: "Array", spans: "Spans") -> tuple:
         """Masses plus one, with the highest bit set for what is forced, and 0 for padding."""
         import jax.numpy as jnp
 
         from mtraining_jax.sparsity import last_queries, select
 
         pattern = self.pattern
-        numbers = last_queries.entries(by_distance)
+        numbers = spans.entries(by_distance.shape[-1])
         forced = jnp.stack([jnp.asarray(pattern.sinks), jnp.asarray(pattern.windows)])
         forced = numbers < forced[:, heads, None, None]
         keys = by_distance.astype(jnp.uint32) + 1
         keys = jnp.where(forced, jnp.uint32(1 << 31), keys)
-        keys = jnp.where(numbers < valid_len, keys, 0)
+        tokens = spans.spread(jnp.asarray(spans.tokens))[..., None]
+        keys = jnp.where(numbers < tokens, keys, 0)
         budgets = jnp.stack([jnp.asarray(pattern.verticals), jnp.asarray(pattern.slashes)])
-        caps = last_queries.per_kind([pattern.max_verticals, pattern.max_slashes])
-        budgets = jnp.clip(budgets, 0, jnp.minimum(caps, valid_len)).astype(jnp.int32)
-        return keys, select.Rule(minimum=0, maximum=budgets[:, heads])
+        caps = last_queries.per_kind([pattern.max_verticals, pattern.max_slashes], spans)
+        budgets = jnp.clip(spans.per_row(budgets[:, heads]), 0, jnp.minimum(caps, spans.tokens))
+        return keys, select.Rule(minimum=0, maximum=budgets.astype(jnp.int32))
 
-    def nearest(self, slash_count: "Array", valid_len: "int | Array") -> int:
+    def nearest(self, slash_count: "Array", spans: "Spans") -> int:
         """The main block diagonal."""
         return 1

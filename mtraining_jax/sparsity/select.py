@@ -8,8 +8,11 @@ thresholds.
 import dataclasses
 import functools
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
+
+from mtraining_jax.sparsity.spans import OneSpan, Spans
 
 KEY_BITS = 32
 _DIGIT_BITS = 4
@@ -39,21 +42,26 @@ class Rule:
     keep_crossing: bool = True
 
 
-def kept_entries(keys: Array, rule: Rule) -> tuple[Array, Array]:
-    """Marks the entries that a rule keeps.
+def kept_entries(
+    keys: Array, rule: Rule, spans: Spans | None = None
+) -> tuple[Array, Array]:
+    """Marks the entries that a rule keeps, of each sequence.
 
     Args:
         keys: uint32 [..., NB, g]; entries are numbered block after block.
         rule: what to keep.
+        spans: the sequences; None if each row is one. Their tokens do not matter here.
 
     Returns:
-        (kept, count): bool [..., NB, g], and int32 [...], the number of entries kept.
+        (kept, count): bool [..., NB, g], and int32, the number of entries kept of each sequence.
+        Of blocks of no sequence, anything is marked.
     """
-    threshold, ties_kept = _find_threshold(keys, rule)
-    above = keys > threshold[..., None, None]
-    tied = keys == threshold[..., None, None]
-    kept = above | (tied & (_numbered(tied) < ties_kept[..., None, None]))
-    return kept, kept.sum((-2, -1), dtype=jnp.int32)
+    spans = OneSpan(keys.shape[-2], 0) if spans is None else spans
+    threshold, ties_kept = _find_threshold(keys, rule, spans)
+    least = spans.spread(threshold)[..., None]
+    above, tied = keys > least, keys == least
+    kept = above | (tied & (_numbered(tied, spans) < spans.spread(ties_kept)[..., None]))
+    return kept, spans.sums((kept.astype(jnp.int32),))[0]
 
 
 def ascending_entries(kept: Array, capacity: int, fill: int) -> Array:
@@ -67,7 +75,7 @@ def ascending_entries(kept: Array, capacity: int, fill: int) -> Array:
     Returns:
         int32 [..., capacity].
     """
-    places = jnp.where(kept, _numbered(kept), capacity)
+    places = jnp.where(kept, _numbered(kept, OneSpan(kept.shape[-2], 0)), capacity)
     numbers = jnp.arange(kept.shape[-2] * kept.shape[-1], dtype=jnp.int32)
 
     @functools.partial(jnp.vectorize, signature="(n,g)->(c)")
@@ -86,16 +94,16 @@ def float_keys(x: Array) -> Array:
     return jnp.where(bits & sign, ~bits, bits | sign)
 
 
-def _find_threshold(keys: Array, rule: Rule) -> tuple[Array, Array]:
+def _find_threshold(keys: Array, rule: Rule, spans: Spans) -> tuple[Array, Array]:
     """Key of the last entry kept, and how many entries with that key are kept.
 
     Entries above the threshold are all kept. The second result may exceed the number of entries
     there are.
 
     Returns:
-        (uint32 [...], int32 [...]), over the leading dimensions of `keys` [..., NB, g].
+        (uint32, int32), for each sequence in `keys` [..., NB, g].
     """
-    lead = keys.shape[:-2]
+    lead = jax.eval_shape(spans.total, jax.ShapeDtypeStruct(keys.shape[:-1], jnp.int32)).shape
     rounds = KEY_BITS // _DIGIT_BITS
     digits = jnp.arange(1, 1 << _DIGIT_BITS, dtype=jnp.uint32)
     minimum = jnp.broadcast_to(jnp.asarray(rule.minimum, jnp.int32), lead)
@@ -114,7 +122,7 @@ def _find_threshold(keys: Array, rule: Rule) -> tuple[Array, Array]:
         base, count, mass = state
         shift = jnp.uint32((rounds - 1 - step) * _DIGIT_BITS)
         candidates = base[..., None] + (digits << shift)
-        counts, masses = _sums_from(keys, (keys & mask).astype(jnp.int32), candidates)
+        counts, masses = _sums_from(keys, (keys & mask).astype(jnp.int32), candidates, spans)
         digit = enough(counts, masses).sum(-1, dtype=jnp.int32)
         counts = jnp.concatenate([counts, count[..., None]], axis=-1)
         masses = jnp.concatenate([masses, mass[..., None]], axis=-1)
@@ -136,8 +144,10 @@ def _find_threshold(keys: Array, rule: Rule) -> tuple[Array, Array]:
     return threshold, jnp.clip(jnp.maximum(by_mass, minimum - count), 0, room)
 
 
-def _sums_from(keys: Array, masses: Array, candidates: Array) -> tuple[Array, Array]:
-    """How many keys reach each candidate, and the sum of their masses.
+def _sums_from(
+    keys: Array, masses: Array, candidates: Array, spans: Spans
+) -> tuple[Array, Array]:
+    """How many keys of each sequence reach each candidate, and the sum of their masses.
 
     One pass over the keys, all sums at once. With an axis of candidates instead, XLA reads the keys
     once for each, or writes all comparisons to memory where the keys exceed the L2 cache: 250 MB a
@@ -146,22 +156,17 @@ def _sums_from(keys: Array, masses: Array, candidates: Array) -> tuple[Array, Ar
     Args:
         keys: uint32 [..., NB, g].
         masses: int32 like `keys`.
-        candidates: uint32 [..., c].
+        candidates: uint32 [..., c], for each sequence.
+        spans: the sequences.
 
     Returns:
-        (int32 [..., c], int32 [..., c]).
+        (int32 [..., c], int32 [..., c]), for each sequence.
     """
-    zero = jnp.zeros((), jnp.int32)
     parts = []
     for i in range(candidates.shape[-1]):
-        reached = keys >= candidates[..., i, None, None]
+        reached = keys >= spans.spread(candidates[..., i])[..., None]
         parts += [reached.astype(jnp.int32), jnp.where(reached, masses, 0)]
-
-    def add(x, y):
-        return tuple(a + b for a, b in zip(x, y, strict=True))
-
-    axes = keys.ndim - 2, keys.ndim - 1
-    sums = lax.reduce(tuple(parts), (zero,) * len(parts), add, axes)
+    sums = spans.sums(tuple(parts))
     return jnp.stack(sums[::2], axis=-1), jnp.stack(sums[1::2], axis=-1)
 
 
@@ -170,8 +175,8 @@ def _pick(x: Array, place: Array) -> Array:
     return jnp.take_along_axis(x, place[..., None], axis=-1)[..., 0]
 
 
-def _numbered(marked: Array) -> Array:
-    """int32 like `marked` bool [..., NB, g]: how many entries before each one are marked."""
+def _numbered(marked: Array, spans: Spans) -> Array:
+    """Like `marked` bool [..., NB, g]: how many earlier entries of the same sequence are marked."""
     within = jnp.cumsum(marked, axis=-1, dtype=jnp.int32)
-    blocks = jnp.cumsum(within[..., -1], axis=-1, dtype=jnp.int32)
+    blocks = spans.up_to(within[..., -1])
     return (blocks - within[..., -1])[..., None] + within - marked

@@ -9,6 +9,8 @@ from mtraining_jax.sparsity.pattern import Choice, Pattern, Settings, Shards
 if TYPE_CHECKING:
     from jax import Array
 
+    from mtraining_jax.sparsity.spans import Spans
+
 COLUMN_MULTIPLE = 128  # to which the room for columns is rounded up
 
 
@@ -125,26 +127,24 @@ class VerticalSlash(VerticalSlashSettings, Pattern):
         return DocumentVerticalSlash(**{field.name: getattr(self, field.name) for field in fields})
 
     def kept(
-        self, by_distance: "Array", heads: "Array", valid_len: "int | Array",
-        most_columns: "int | Array",
+        self, by_distance: "Array", heads: "Array", spans: "Spans", most_columns: "Array"
     ) -> tuple:
         """What is kept of scores, `last_queries.Kept`.
 
         Args:
             by_distance: int32 [2, R, NB, g], as in `last_queries.Rule.keys`.
             heads: int32 [R], see there.
-            valid_len: V, see there.
-            most_columns: in the place of `max_verticals`; may be traced.
+            spans: the sequences.
+            most_columns: int32 [R, E], at most `max_verticals`: most of each sequence.
         """
         from mtraining_jax.sparsity import last_queries
 
         if self.preset == "joint":
-            return self._together(by_distance, valid_len, most_columns)
-        return last_queries.each_kind(_Rule(self, most_columns), by_distance, heads, valid_len)
+            return self._together(by_distance, spans, most_columns)
+        return last_queries.each_kind(_Rule(self), by_distance, heads, spans, most_columns)
 
     def _together(
-        self, by_distance: "Array", valid_len: "int | Array",
-        most_columns: "int | Array | None" = None,
+        self, by_distance: "Array", spans: "Spans", most_columns: "Array | None" = None
     ) -> tuple:
         """What `last_queries.choose` asks of a rule for columns and diagonals at once."""
         import jax.numpy as jnp
@@ -155,8 +155,9 @@ class VerticalSlash(VerticalSlashSettings, Pattern):
         rule = JointRule(**{name: getattr(self, name) for name in names})
         if most_columns is not None:
             rule = dataclasses.replace(rule, max_verticals=most_columns)
-        columns, diagonals = kept_together(*by_distance, valid_len, rule)
-        return columns, diagonals, jnp.zeros(diagonals.shape[0], jnp.int32)
+        columns, diagonals = kept_together(*by_distance, spans, rule)
+        none = spans.total(jnp.zeros(diagonals.shape, jnp.int32))
+        return columns, diagonals, none
 
     def describe(self) -> str:
         """Kind, top-p and preset, and what else limits the preset joint."""
@@ -189,7 +190,6 @@ class _Rule:
     """What `last_queries.choose` asks: scores, what of them to keep, and what is forced."""
 
     settings: VerticalSlash
-    most_columns: "int | Array | None" = None  # in the place of `max_verticals`
 
     def scores(self, q_last: "Array", k: "Array", shards: Shards, scale: float) -> tuple:
         """Mean softmax masses."""
@@ -200,7 +200,7 @@ class _Rule:
             block_ids=shards.block_ids, num_blocks=shards.num_blocks, valid_len=shards.valid_len,
         )  # fmt: skip
 
-    def keys(self, by_distance: "Array", heads: "Array", valid_len: "int | Array") -> tuple:
+    def keys(self, by_distance: "Array", heads: "Array", spans: "Spans") -> tuple:
         """Keys whose low 30 bits are the mass, with bit 30 set for what is forced."""
         import jax.numpy as jnp
 
@@ -212,23 +212,23 @@ class _Rule:
         # One unit less than all the mass, to leave bit 30 for the forced entries.
         keys = jnp.minimum(keys, estimate.MASS_ONE - 1).astype(jnp.uint32)
         if safe:
-            forced = last_queries.entries(keys) < jnp.minimum(settings.sink_tokens, valid_len)
+            sinks = spans.spread(jnp.minimum(settings.sink_tokens, spans.tokens))
+            forced = spans.entries(keys.shape[-1]) < sinks[..., None]
             keys = keys.at[0].add(jnp.where(forced, jnp.uint32(estimate.MASS_ONE), 0))
         # Without any column a head is ruined: a model of 270 heads lost 0.7 to 1.7 nats by three.
         minimum = min(1, settings.max_verticals), 0
         if safe:
             minimum = max(settings.min_verticals, settings.sink_tokens), settings.min_slashes
-        most = settings.max_verticals if self.most_columns is None else self.most_columns
-        maximum = most, settings.max_slashes
+        maximum = settings.max_verticals, settings.max_slashes
         return keys, select.Rule(
-            minimum=jnp.minimum(last_queries.per_kind(minimum), valid_len),
-            maximum=jnp.minimum(last_queries.per_kind(maximum), valid_len),
+            minimum=jnp.minimum(last_queries.per_kind(minimum, spans), spans.tokens),
+            maximum=jnp.minimum(last_queries.per_kind(maximum, spans), spans.tokens),
             mass_target=round(settings.top_p * estimate.MASS_ONE),
             mass_mask=estimate.MASS_ONE - 1,
             keep_crossing=safe,
         )
 
-    def nearest(self, slash_count: "Array", valid_len: "int | Array") -> "int | Array":
+    def nearest(self, slash_count: "Array", spans: "Spans") -> "int | Array":
         """How many block diagonals, from the main one on, are forced."""
         import jax.numpy as jnp
 
@@ -236,4 +236,4 @@ class _Rule:
         if settings.preset == "safe":
             return settings.local_blocks
         # The reference pads short lists with -1, which acts on the main block diagonal.
-        return (slash_count < jnp.minimum(settings.max_slashes, valid_len))[:, None]
+        return (slash_count < jnp.minimum(settings.max_slashes, spans.tokens)).astype(jnp.int32)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from mtraining_jax.sparsity.joint_rule import JointRule, kept_together
+from mtraining_jax.sparsity.spans import OneSpan
 from tests.sparsity import joint_oracle
 
 SIZE, BLOCKS, LAST_Q = 4, 7, 3
@@ -21,7 +22,11 @@ RULES = {
     # What is forced costs more.
     "nothing but what is forced": JointRule(0.9, 0.0, 0.01, **COMMON | dict(local_blocks=3)),
 }
-run = functools.partial(jax.jit, static_argnames="rule")(kept_together)
+
+
+@functools.partial(jax.jit, static_argnames="rule")
+def run(columns, diagonals, tokens, rule):
+    return kept_together(columns, diagonals, OneSpan(BLOCKS, tokens), rule)
 
 
 def scores():

@@ -7,6 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mtraining_jax.sparsity import select
+from mtraining_jax.sparsity.spans import PackedSpans
 from tests.sparsity import oracle
 
 BLOCKS, SIZE = 6, 8
@@ -85,3 +86,43 @@ def test_budgets_keep_the_largest_floats(values, budget):
 def test_nan_ranks_lowest():
     keys = select.float_keys(jnp.array([jnp.nan, -3e38, -jnp.nan, 0.0]))
     assert (np.asarray(keys)[[0, 2]] < np.asarray(keys)[[1, 3]]).all()
+
+
+# In each of two rows: which sequence a block is of (2: of none), where sequences begin, their
+# lengths; the second row has one only.
+PACKED = [
+    [[2, 0, 0, 1, 1, 1], [0, 0, 0, 0, 2, 2]], [[1, 3], [0, BLOCKS]], [[2, 3], [4, 0]]
+]  # fmt: skip
+
+
+@functools.partial(jax.jit, static_argnames=("with_mass", "keep_crossing"))
+def run_packed(keys, minimum, maximum, target, with_mass, keep_crossing):
+    places = (np.array(x, np.int32) for x in PACKED)
+    spans = PackedSpans(*places, tokens=np.zeros((2, 2), np.int32))
+    masses = (target, MASS) if with_mass else ()
+    rule = select.Rule(minimum, maximum, *masses, keep_crossing=keep_crossing)
+    return select.kept_entries(keys, rule, spans)
+
+
+def test_sequences_of_a_row_keep_what_each_keeps_alone():
+    rng = np.random.default_rng(0)
+    for case in range(60):
+        most = (2, 9, 2**22)[case % 3]
+        scores = rng.integers(0, most, (2, BLOCKS, SIZE))
+        limits = np.sort(rng.integers(0, 2 * SIZE + 1, (2, 2, 2)), axis=0).astype(np.int32)
+        limits[:, 1, 1] = 0
+        target, crossing = int(rng.integers(1, 12 * most)), bool(case % 2)
+        keys = scores.astype(np.uint32)
+        kept, count = jax.device_get(run_packed(keys, *limits, target, True, crossing))
+        plain, _ = jax.device_get(run_packed(keys, *limits, target, False, True))
+        for row, (_, first, length) in enumerate(zip(*PACKED, strict=True)):
+            for n, (start, blocks) in enumerate(zip(first, length, strict=True)):
+                own, (least, top) = slice(start, start + blocks), limits[:, row, n]
+                alone = scores[row, own].reshape(-1)
+                wanted = oracle.top_p(
+                    alone, target, minimum=least, maximum=top, keep_crossing=crossing
+                )
+                assert set(np.flatnonzero(kept[row, own])) == wanted
+                assert count[row, n] == len(wanted)
+                largest = set(oracle.descending(alone)[:top])
+                assert set(np.flatnonzero(plain[row, own])) == largest

@@ -1,0 +1,227 @@
+"""The sequences whose entries are selected: one in a row of blocks, or several one after another.
+
+Columns and diagonals are selected for each sequence. A pack holds several, its documents, and one
+pass over its blocks serves all of them: sums run over the blocks of each, and limits are looked up
+for each block. Documents are whole blocks, so no block has entries of two.
+"""
+
+import dataclasses
+from typing import Protocol
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+
+class Spans(Protocol):
+    """Where sequences lie in arrays of blocks [..., NB] and of entries [..., NB, g].
+
+    Leading axes end in R, the rows. A result for each sequence is [..., R] where a row is one, and
+    [..., R, E] where it may hold E. Each sequence numbers its own blocks from 0.
+
+    Attributes:
+        tokens: tokens that count, V, of each sequence; those behind are padding. A number or int32
+            scalar where a row is one sequence, else int32 [R, E].
+        blocks: int32 [NB] or [R, NB], the number of each block.
+    """
+
+    tokens: int | Array
+    blocks: Array
+
+    def entries(self, size: int) -> Array:
+        """Int32 [NB, g] or [R, NB, g]: the number of each entry, from 0, for g entries a block."""
+
+    def per_row(self, x: Array) -> Array:
+        """Numbers [..., R] or [..., 1], which all sequences of a row have, beside `tokens`."""
+
+    def spread(self, x: Array) -> Array:
+        """For each block what its sequence has: broadcasts with [..., R, NB]."""
+
+    def sums(self, parts: tuple[Array, ...]) -> tuple[Array, ...]:
+        """Sums of int32 [..., R, NB, g] over the entries of each sequence, all in one pass."""
+
+    def total(self, x: Array) -> Array:
+        """Sums of int32 [..., R, NB] over the blocks of each sequence."""
+
+    def up_to(self, x: Array) -> Array:
+        """Sums of int32 [..., R, NB] over the blocks of the same sequence up to each, with it."""
+
+    def from_previous(self, x: Array) -> Array:
+        """What [..., R, NB] the block before has; 0 or False for the first of a sequence."""
+
+    def at(self, x: Array, blocks: Array) -> Array:
+        """What [R, NB] a block of the same sequence has, given its number, int32 [NB] or [R, NB].
+
+        Of numbers outside of the sequence, anything.
+        """
+
+    def of_first(self, x: Array, counts: Array) -> Array:
+        """Sums of the first entries of the same sequence.
+
+        Args:
+            x: int32 [R, NB, g].
+            counts: int32 [NB, g] or [R, NB, g], of how many; from 0 to those of the sequence.
+
+        Returns:
+            int32 [R, NB, g].
+        """
+
+
+@dataclasses.dataclass(frozen=True)
+class OneSpan:
+    """Each row is one sequence: `Spans`."""
+
+    num_blocks: int
+    tokens: int | Array
+
+    @property
+    def blocks(self) -> Array:
+        """As in `Spans`."""
+        return jnp.arange(self.num_blocks, dtype=jnp.int32)
+
+    def entries(self, size: int) -> Array:
+        """As `Spans.entries`."""
+        every = jnp.arange(self.num_blocks * size, dtype=jnp.int32)
+        return every.reshape(self.num_blocks, size)
+
+    def per_row(self, x: Array) -> Array:
+        """As `Spans.per_row`."""
+        return x
+
+    def spread(self, x: Array) -> Array:
+        """As `Spans.spread`."""
+        return x[..., None]
+
+    def sums(self, parts: tuple[Array, ...]) -> tuple[Array, ...]:
+        """As `Spans.sums`."""
+        return _sums(parts, 2)
+
+    def total(self, x: Array) -> Array:
+        """As `Spans.total`."""
+        return x.sum(-1, dtype=jnp.int32)
+
+    def up_to(self, x: Array) -> Array:
+        """As `Spans.up_to`."""
+        return jnp.cumsum(x, axis=-1, dtype=jnp.int32)
+
+    def from_previous(self, x: Array) -> Array:
+        """As `Spans.from_previous`."""
+        return _shifted(x)[..., :-1]
+
+    def at(self, x: Array, blocks: Array) -> Array:
+        """As `Spans.at`."""
+        return x[:, blocks]
+
+    def of_first(self, x: Array, counts: Array) -> Array:
+        """As `Spans.of_first`."""
+        return _running(x)[:, counts.reshape(-1)].reshape(x.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedSpans:
+    """Several sequences of whole blocks in each row, in any places: `Spans`.
+
+    Sums are differences of sums over the whole row. These may wrap around, which their differences
+    do not show: those of one sequence fit in int32.
+
+    Attributes:
+        of_block: int32 [R, NB], which sequence each block is of; E for a block of none, of which
+            results mean nothing.
+        first: int32 [R, E], the first block; NB where there is no such sequence.
+        length: int32 [R, E], its blocks; 0 where there is none.
+        tokens: int32 [R, E]; 0 where there is none.
+    """
+
+    of_block: Array
+    first: Array
+    length: Array
+    tokens: Array
+
+    @property
+    def inside(self) -> Array:
+        """Bool [R, NB]: whether a block is of any sequence."""
+        return self.of_block < self.first.shape[-1]
+
+    @property
+    def start(self) -> Array:
+        """Int32 [R, NB]: the first block of the sequence of each."""
+        return self.spread(self.first)
+
+    @property
+    def blocks(self) -> Array:
+        """As in `Spans`."""
+        return jnp.arange(self.of_block.shape[-1], dtype=jnp.int32) - self.start
+
+    def entries(self, size: int) -> Array:
+        """As `Spans.entries`."""
+        return self.blocks[..., None] * size + jnp.arange(size, dtype=jnp.int32)
+
+    def per_row(self, x: Array) -> Array:
+        """As `Spans.per_row`."""
+        return x[..., None]
+
+    def spread(self, x: Array) -> Array:
+        """As `Spans.spread`."""
+        place = jnp.minimum(self.of_block, self.first.shape[-1] - 1)
+        lead = jnp.broadcast_shapes(x.shape[:-1], place.shape[:-1])
+        x = jnp.broadcast_to(x, (*lead, x.shape[-1]))
+        return _take(x, jnp.broadcast_to(place, (*lead, place.shape[-1])))
+
+    def sums(self, parts: tuple[Array, ...]) -> tuple[Array, ...]:
+        """As `Spans.sums`."""
+        return tuple(map(self.total, _sums(parts, 1)))
+
+    def total(self, x: Array) -> Array:
+        """As `Spans.total`."""
+        running = _shifted(jnp.cumsum(x, axis=-1, dtype=jnp.int32))
+
+        def at(place: Array) -> Array:
+            return _take(running, jnp.broadcast_to(place, (*x.shape[:-1], place.shape[-1])))
+
+        return at(self.first + self.length) - at(self.first)
+
+    def up_to(self, x: Array) -> Array:
+        """As `Spans.up_to`."""
+        running = jnp.cumsum(x, axis=-1, dtype=jnp.int32)
+        start = jnp.broadcast_to(self.start, x.shape)
+        return running - _take(_shifted(running), start)
+
+    def from_previous(self, x: Array) -> Array:
+        """As `Spans.from_previous`."""
+        return jnp.where(self.blocks == 0, jnp.zeros((), x.dtype), _shifted(x)[..., :-1])
+
+    def at(self, x: Array, blocks: Array) -> Array:
+        """As `Spans.at`."""
+        return _take(x, jnp.clip(self.start + blocks, 0, x.shape[-1] - 1))
+
+    def of_first(self, x: Array, counts: Array) -> Array:
+        """As `Spans.of_first`."""
+        running, base = _running(x), self.start * x.shape[-1]
+        place = jnp.broadcast_to(base[..., None] + counts, x.shape).reshape(x.shape[0], -1)
+        found = _take(running, jnp.clip(place, 0, running.shape[-1] - 1)).reshape(x.shape)
+        return found - _take(running, base)[..., None]
+
+
+def _sums(parts: tuple[Array, ...], axes: int) -> tuple[Array, ...]:
+    """Sums of int32 arrays over the last axes, in one pass over what they are made of."""
+
+    def add(x: tuple[Array, ...], y: tuple[Array, ...]) -> tuple[Array, ...]:
+        return tuple(a + b for a, b in zip(x, y, strict=True))
+
+    zeros = (jnp.zeros((), jnp.int32),) * len(parts)
+    return lax.reduce(parts, zeros, add, tuple(range(parts[0].ndim - axes, parts[0].ndim)))
+
+
+def _running(x: Array) -> Array:
+    """Sums of the first 0, 1, ... entries of rows int32 [R, NB, g]: [R, NB * g + 1]."""
+    within = jnp.cumsum(x, axis=-1, dtype=jnp.int32)
+    blocks = jnp.cumsum(within[..., -1], axis=-1, dtype=jnp.int32) - within[..., -1]
+    return _shifted((blocks[..., None] + within).reshape(x.shape[0], -1))
+
+
+def _shifted(x: Array) -> Array:
+    """[..., n] behind a zero: [..., n + 1]."""
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(1, 0)])
+
+
+def _take(x: Array, place: Array) -> Array:
+    return jnp.take_along_axis(x, place, axis=-1, mode="clip")
