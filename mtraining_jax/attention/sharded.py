@@ -24,6 +24,7 @@ from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import DATA_AXIS, SEQUENCE_AXES
 from mtraining_jax.parallel.ring import check_ring, ring_attention
 from mtraining_jax.sparsity import Choice, Pattern, Shards, exchange
+from mtraining_jax.sparsity.by_length import pairs_by_length
 from mtraining_jax.sparsity.choose import choose
 from mtraining_jax.sparsity.document_blocks import DocumentBlocks
 from mtraining_jax.sparsity.metrics import attention_recall, causal_pairs, density, pairs_to_share
@@ -45,6 +46,7 @@ class Way:
         causal: whether a query sees only keys that are not ahead of it.
         backend: of the kernels; None is the best that runs here.
         statistics: whether to measure the index.
+        by_length: whether to count its pairs by the length of documents too.
     """
 
     placement: Placement
@@ -54,6 +56,7 @@ class Way:
     causal: bool = True
     backend: str | None = None
     statistics: bool = False
+    by_length: bool = False
 
 
 class Attended(NamedTuple):
@@ -186,7 +189,7 @@ def _local(
     statistics: Stats = {}
     if way.statistics:
         seq_len = shards.num_blocks * pattern.block_size
-        statistics = _measure(choice, seq_len, shards)
+        statistics = _measure(choice, seq_len, shards, way.by_length)
         if positions is not None:
             recall = attention_recall(
                 q, k, index, positions, block_ids=shards.block_ids, scale=way.scale,
@@ -228,7 +231,7 @@ def _shards(
     )
 
 
-def _measure(choice: Choice, seq_len: int, shards: Shards) -> Stats:
+def _measure(choice: Choice, seq_len: int, shards: Shards, by_length: bool) -> Stats:
     """What an index computes and executes, over causal pairs, and what its pattern reports."""
     block_size, documents = choice.index.block_size, shards.documents
     total = pairs_to_share(seq_len, block_size, documents)
@@ -241,6 +244,8 @@ def _measure(choice: Choice, seq_len: int, shards: Shards) -> Stats:
     }
     if documents is not None:
         numbers["document_pairs"] = documents.causal_pairs(block_size) / causal_pairs(seq_len)
+        if by_length:
+            numbers |= pairs_by_length(choice.index, rows, documents, seq_len)
     return {name: jnp.mean(x, dtype=jnp.float32) for name, x in numbers.items()}
 
 
@@ -254,6 +259,7 @@ def make_attention(
     scale: float | None = None,
     recall_positions: Array | None = None,
     valid_len: Array | None = None,
+    by_length: bool = False,
     batch_axis: str = DATA_AXIS,
     sequence_axes: tuple[str, ...] = SEQUENCE_AXES,
 ) -> Callable[..., tuple[Array, Stats]]:
@@ -270,6 +276,7 @@ def make_attention(
             which costs R rows of exact attention; None measures none.
         valid_len: int32 scalar, tokens of every sequence that count, where those behind are
             padding: the choice then reads none of these. None: all count.
+        by_length: with documents, count computed pairs by the length of documents too.
         batch_axis: mesh axis of the batch.
         sequence_axes: mesh axes of the sequence, slowest first.
 
@@ -284,7 +291,7 @@ def make_attention(
         group): `density`, the share of causal pairs that are computed; `executed`, pairs in the
         tiles that kernels execute, over causal pairs;
         with documents, whose causal pairs are then meant, `document_pairs`, their share of the
-        sequence's;
+        sequence's, and if asked for those of `pairs_by_length`;
         `recall` when asked for, the share of the softmax mass that lies on computed pairs, and
         `recall_worst`, that of the head that has least; and
         what the pattern reports itself (`Choice.statistics`).
@@ -301,7 +308,7 @@ def make_attention(
             f"mesh have {ranks} devices"
         )
     placement = Placement(mesh, (batch_axis,), tuple(sequence_axes))
-    way = Way(placement, layout, ring, scale, True, backend, statistics=True)
+    way = Way(placement, layout, ring, scale, True, backend, True, by_length)
     run = functools.partial(
         attend, way, recall_positions=recall_positions, valid_len=valid_len
     )

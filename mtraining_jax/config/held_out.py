@@ -25,7 +25,9 @@ def with_data_of_training(table: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(given, dict):
         return dict(table)
     of_sources = assembled(DataConfig).owners if "source" in given else ()
-    taken = {name: value for name, value in data.items() if name not in of_sources}
+    # A batch is evaluated in the order of the data.
+    left_out = {*of_sources, "balance"}
+    taken = {name: value for name, value in data.items() if name not in left_out}
     return {**table, "eval": {**held_out, "data": taken | given}}
 
 

@@ -222,6 +222,12 @@ class DataConfig:
     """Read sequences in random order, another in every epoch."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seed of that order."""
+    balance: Literal["none", "length", "density"] = "none"
+    """Deal the sequences of a batch to the groups of parallel.data so that their work is even.
+
+    length weighs documents by their length; density also by the density that the steps before
+    measured for documents of that length. Without documents all sequences weigh the same.
+    """
 
     plugins: ClassVar[Plugins] = Plugins(SOURCES, selector="source")
 

@@ -207,6 +207,12 @@ def _held_out(config: Config) -> Iterator[str]:
             "be held out; set eval.data.paths or eval.data.source"
         )
         return
+    if held_out.data.balance != "none":
+        yield (
+            f'eval.data.balance = "{held_out.data.balance}" is not possible: evaluations take '
+            'their batches in the order of the data; eval.data.balance = "none" would do'
+        )
+        return
     if held_out.attention != "dense" and not PATTERNS.get(config.sparsity.kind).chooses:
         yield (
             f'eval.attention = "{held_out.attention}" computes the pairs that training would, and '

@@ -4,6 +4,7 @@ Every process shuffles the same list of sequence numbers with the same seed, so 
 on every global batch without communication. A process reads only its rows and columns of it.
 """
 
+import functools
 import json
 import zlib
 from collections.abc import Iterator
@@ -12,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 import grain
 import numpy as np
 
+from mtraining_jax.data.balance import Balance
 from mtraining_jax.data.corpus import Corpus, packs_of
+from mtraining_jax.data.densities import Densities
 from mtraining_jax.data.packs import Packs, block_table, stream_places
 from mtraining_jax.data.sources import problems, selected_source
 from mtraining_jax.data.stream import TokenStream
@@ -38,6 +41,7 @@ def build_loader(
     columns: np.ndarray | None = None,
     block_size: int | None = None,
     weighted: bool = False,
+    balance: Balance | None = None,
 ) -> "Loader":
     """Opens the data and makes the endless iterator over its batches.
 
@@ -51,6 +55,9 @@ def build_loader(
         block_size: g, tokens of a block of attention, of which `data.seq_len` is a multiple. Read
             where `data.has_documents` only; a caller that gives it reads `documents` of batches.
         weighted: give each document's labels one weight together; needs `data.has_documents`.
+        balance: how sequences are dealt to groups; None leaves them in the order of the data, as
+            do sequences that all have the same pairs. If it has densities, `measured` must be
+            called for each step.
 
     Returns:
         The loader, at its first batch.
@@ -66,7 +73,7 @@ def build_loader(
     columns = _checked_indices("columns", columns, data.seq_len)
     if not data.has_documents:
         corpus = selected_source(data).open(data, vocab_size)
-        return Loader(corpus, data, permutation, rows, columns)
+        return Loader(corpus, data, permutation, rows, columns, balance=balance)
     if block_size is None:
         raise UserError(
             f'data.mode = "{data.mode}" with documents that do not see each other is not possible '
@@ -76,7 +83,7 @@ def build_loader(
         raise ValueError(f"data.seq_len = {data.seq_len} is no multiple of {block_size}")
     corpus = selected_source(data).open(data, vocab_size)
     packed = packs_of(corpus, data, block_size), block_size
-    return Loader(corpus, data, permutation, rows, columns, packed, weighted)
+    return Loader(corpus, data, permutation, rows, columns, packed, weighted, balance)
 
 
 class Loader:
@@ -96,6 +103,9 @@ class Loader:
     One epoch goes through all sequences once, in a new order if shuffled; a batch may span two
     epochs, so none is dropped.
 
+    With a balance the sequences of a batch change places among its rows, never with those of
+    another batch.
+
     Attributes:
         vocab_size: every id is below it.
         tokenizer: what made the ids (`Tokenizer`), None when the source holds ids.
@@ -106,6 +116,9 @@ class Loader:
         columns: int64 [s], layout order indices that are read here.
         packs: the documents of each sequence; None without `data.has_documents`.
         block_size: g; None likewise.
+        sequences: int64 [B], the sequence in each row of the global batch handed out last; None
+            before the first.
+        handed_out: the number of that batch, counted from 1 over the whole run.
         description: one line for the log.
     """
 
@@ -118,6 +131,7 @@ class Loader:
         columns: np.ndarray,
         packed: tuple[Packs, int] | None = None,
         weighted: bool = False,
+        balance: Balance | None = None,
     ):
         self.vocab_size = corpus.vocab_size
         self.tokenizer = corpus.tokenizer
@@ -135,6 +149,15 @@ class Loader:
             f" {self.num_sequences:,} sequences of {self.seq_len:,} ({data.mode}), {order},"
             f" {self.batch_size} a batch" + ("" if packed is None else f"; {self.packs.summary}")
         )
+        self._balance, self.sequences, self.handed_out = None, None, 0
+        if balance is not None:
+            self.description += f"; data.balance = {balance.name}"
+            if packed is None:
+                self.description += " leaves their order: without documents all have the same pairs"
+            elif balance.groups == 1:
+                self.description += " leaves their order: there is one group of devices"
+            else:
+                self._balance = balance
         # A saved place means the same data only if all of these are the same.
         self._identity = {
             "data.source": data.source,
@@ -169,7 +192,13 @@ class Loader:
             sequences = sequences.shuffle(seed=data.seed)
         # An endless repetition has no incomplete batch to drop. Without drop_remainder Grain counts
         # batches of one row in floating point and gets more than an index can hold.
-        batches = sequences.repeat().batch(data.batch_size, drop_remainder=True).map(self._read)
+        self._batches = sequences.repeat().batch(data.batch_size, drop_remainder=True)
+        self._open()
+
+    def _open(self) -> None:
+        """Makes the iterator; what it reads knows where the densities stood then."""
+        place = None if self._densities is None else self._densities.place
+        batches = self._batches.map_with_index(functools.partial(self._read, place))
         # A row may take megabytes; one thread that reads two batches ahead hides that.
         self._iterator = iter(
             batches.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2))
@@ -183,12 +212,41 @@ class Loader:
 
         Raises:
             UserError: a token id outside the vocabulary.
+            RuntimeError: the density of an earlier step is needed and `measured` was not called.
         """
-        return next(self._iterator)
+        step = self.handed_out + 1
+        if self._densities is not None and not self._densities.known_before(step):
+            raise RuntimeError(f"the batch of step {step} needs densities that were not told")
+        batch = next(self._iterator)
+        self.sequences, self.handed_out = batch.pop("sequences"), step
+        return batch
+
+    @property
+    def _densities(self) -> Densities | None:
+        return None if self._balance is None else self._balance.densities
+
+    def measured(self, step: int, densities: np.ndarray) -> None:
+        """Takes the densities of a step that is done, if batches are dealt by them.
+
+        Args:
+            step: its number, which is that of its batch, counted from 1 over the whole run; all
+                are told, in order.
+            densities: floats [K] by class of length (`data.densities`), as measured on the whole
+                batch; not finite where there was no document.
+        """
+        if self._densities is not None:
+            self._densities.add(step, densities)
+
+    def densities_before(self, step: int) -> np.ndarray | None:
+        """The densities [K] that the batch of a step was dealt by; None without such."""
+        return None if self._densities is None else self._densities.before(step)
 
     def get_state(self) -> dict[str, Any]:
         """Where the loader stands: a small dict that JSON can hold, the same on every process."""
-        return {"iterator": self._iterator.get_state(), "identity": dict(self._identity)}
+        state = {"iterator": self._iterator.get_state(), "identity": dict(self._identity)}
+        if self._densities is None:
+            return state
+        return state | {"densities": self._densities.state()}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Goes to a saved place: the next batch is the one that would have followed it.
@@ -203,6 +261,7 @@ class Loader:
         """
         try:
             iterator, saved = state["iterator"], state["identity"]
+            handed_out = iterator["next_index"]
         except (KeyError, TypeError) as error:
             raise UserError("the saved state of the data loader is not readable") from error
         for name, value in self._identity.items():
@@ -214,6 +273,12 @@ class Loader:
                     f"this run has {_shown(value)}: resume with the same data, or begin a new run "
                     "with another run.name or checkpoint.resume = false"
                 )
+        self.handed_out = handed_out
+        if self._densities is not None:
+            # What is being read may wait for a density that no longer comes.
+            self._densities.go_to(self.handed_out, state.get("densities"))
+            self._iterator.close()
+            self._open()
         self._iterator.set_state(iterator)
 
     def block(self, array: np.ndarray, index: tuple[slice, ...]) -> np.ndarray:
@@ -254,9 +319,17 @@ class Loader:
 
     def close(self) -> None:
         """Stops reading ahead."""
+        if self._densities is not None:
+            self._densities.close()
         self._iterator.close()
 
-    def _read(self, sequences: np.ndarray) -> Batch:
+    def _read(self, place: int | None, number: int, sequences: np.ndarray) -> Batch:
+        if self._balance is not None:
+            lengths = [self.packs.pieces(sequence)[1] for sequence in sequences.tolist()]
+            sequences = sequences[self._balance.order(number + 1, lengths, place)]
+        return {**self._read_rows(sequences), "sequences": sequences}
+
+    def _read_rows(self, sequences: np.ndarray) -> Batch:
         shape = (self.rows.shape[0], self.columns.shape[0])
         tokens, labels = np.empty(shape, np.int32), np.empty(shape, np.int32)
         if self.packs is not None:

@@ -8,7 +8,13 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from mtraining_jax.reporting.record import Record, density_of, held_out_text, note_on_density
+from mtraining_jax.reporting.record import (
+    Record,
+    density_of,
+    held_out_text,
+    imbalance_text,
+    note_on_density,
+)
 
 
 class Display:
@@ -104,6 +110,8 @@ def step_line(record: Record, total: int) -> str:
     ]
     if record.get("recall") is not None:
         parts.append(f"recall {record['recall']:.1%} (worst head {record['recall_worst']:.1%})")
+    if (groups := imbalance_text(record)) is not None:
+        parts.append(f"imbalance {groups}")
     if (held_out := held_out_text(record)) is not None:
         parts.append(f"held-out loss {held_out}")
     if record["skipped_steps"]:

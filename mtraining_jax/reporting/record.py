@@ -145,6 +145,14 @@ def held_out_text(record: Record) -> str | None:
     return ", ".join(found) or None
 
 
+def imbalance_text(record: Record) -> str | None:
+    """The busiest group's attention over the mean, `1.31`; None where groups do not differ."""
+    if (measured := record.get("attention_imbalance")) is not None:
+        return f"{measured:.2f}"
+    predicted = record.get("attention_imbalance_predicted")
+    return None if predicted is None else f"{predicted:.2f} (predicted)"
+
+
 def density_of(record: Record) -> float | None:
     """The share of causal pairs that was computed, chosen or not; None if it is not finite."""
     return record[_NOT_CHOSEN] if _NOT_CHOSEN in record else record["density"]

@@ -38,6 +38,8 @@ def summary(config: Config, records: Sequence[Record], wrote: Sequence[str]) -> 
         first = f"{evaluated[0]} -> " if len(evaluated) > 1 else ""
         lines.append(f"  held out   {first}{evaluated[-1]}")
     lines.append(f"  attention  {_density(records)}")
+    if (groups := _groups(records)) is not None:
+        lines.append(f"  groups     {groups}")
     if records[-1]["skipped_steps"]:
         lines.append(f"  skipped    {records[-1]['skipped_steps']} steps that were not finite")
     lines.append(f"  wrote      {wrote[0] if wrote else 'nothing'}")
@@ -130,6 +132,20 @@ def _speed(records: Sequence[Record]) -> str:
         text += f", peak memory {steady[-1]['memory_bytes_peak'] / 2**30:.1f} GiB"
     note = note_on_density(steady[-1])
     return text if note is None else f"{text}; {note}"
+
+
+def _groups(records: Sequence[Record]) -> str | None:
+    """How even the groups were, mean over steps; None where groups do not differ."""
+    for suffix, how in (("", "densities of each step"), ("_predicted", "predicted densities")):
+        names = f"attention_imbalance{suffix}", f"step_imbalance{suffix}"
+        found = [[r[name] for name in names] for r in records if r.get(names[0]) is not None]
+        if found:
+            attention, step = np.mean(found, axis=0)
+            return (
+                f"attention of the busiest {attention:.2f} of the mean, step {step:.2f}"
+                f" (modelled, {how})"
+            )
+    return None
 
 
 def _density(records: Sequence[Record]) -> str:

@@ -18,6 +18,7 @@ from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import DOCUMENTS, TOKENS, make_mesh
 from mtraining_jax.sparsity import ModelSizes, Pattern
 from mtraining_jax.training.documents import restarting_positions
+from mtraining_jax.training.group_work import balance_of, measures_by_length
 
 
 def build_mesh(config: Config) -> Mesh:
@@ -87,6 +88,7 @@ def build_attention(
         ring=parallel.ring,
         backend=None if parallel.backend == "auto" else parallel.backend,
         recall_positions=recall_positions,
+        by_length=measures_by_length(config),
     )
 
 
@@ -118,6 +120,7 @@ class Batches:
             columns=columns,
             block_size=config.sparsity.block_size,
             weighted=config.loss.weighting == "document",
+            balance=balance_of(config),
         )
         # The same in every batch, so they stay on the devices.
         positions = np.broadcast_to(permutation.astype(np.int32), self._shape)

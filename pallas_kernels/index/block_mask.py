@@ -116,6 +116,17 @@ class BlockMaskIndex(Index):
         below, own, _ = self._beside_blocks(rows)
         return pairs + below.astype(to_float) * size + own.astype(to_float)
 
+    def pairs_of_rows(self, rows: Rows | None = None) -> Array:
+        """As `Index.pairs_of_rows`."""
+        size = self.block_size
+        own = self._own_listed(rows).astype(jnp.int32)
+        whole = sets.count(self.bits) - own
+        pairs = whole * size**2 + own * (size * (size + 1) // 2)
+        if self.column_marks is None:
+            return pairs
+        below, in_own_row, _ = self._beside_blocks(rows, by_row=True)
+        return pairs + below * size + in_own_row
+
     def executed_pairs(self, seq_len: int, rows: Rows | None = None) -> Array:
         """As `Index.executed_pairs`: float [B, Hq]."""
         size, to_float = self.block_size, jnp.result_type(float)
@@ -217,8 +228,14 @@ class BlockMaskIndex(Index):
         cut = self._own_listed(rows).sum(-1, dtype=jnp.int32)
         return (tiles, cut) if rows is None else (rows.total(tiles), rows.total(cut))
 
-    def _beside_blocks(self, rows: Rows | None) -> tuple[Array, Array, Array]:
+    def _beside_blocks(
+        self, rows: Rows | None, by_row: bool = False
+    ) -> tuple[Array, Array, Array]:
         """What columns add to the blocks that are set; integers that cannot overflow.
+
+        Args:
+            rows: as in `computed_pairs`.
+            by_row: gives each row's own numbers, [B, Hq, rows], of those that are held here.
 
         Returns:
             below: int32 [B, Hq], (column, row of blocks) pairs of a column and a later row of
@@ -235,12 +252,15 @@ class BlockMaskIndex(Index):
         free = (blocks < numbers[:, None]) & ~sets.unpack(self.bits, self.num_blocks)
         if self.column_start is not None:
             free &= blocks >= self.column_start[..., None]
-        below = jnp.where(free, counts[:, :, None], 0).sum((-2, -1), dtype=jnp.int32)
+        over = -1 if by_row else (-2, -1)
+        below = jnp.where(free, counts[:, :, None], 0).sum(over, dtype=jnp.int32)
         unlisted = ~self._own_listed(rows)
         later = self.block_size - jnp.arange(self.block_size, dtype=jnp.int32)
-        own = jnp.where(unlisted[..., None] & marks, later, 0).sum((-2, -1), dtype=jnp.int32)
-        in_own = jnp.where(unlisted, of_row, 0).sum(-1, dtype=jnp.int32)
-        added = below, own, in_own
+        own = jnp.where(unlisted[..., None] & marks, later, 0).sum(over, dtype=jnp.int32)
+        in_own = jnp.where(unlisted, of_row, 0)
+        if by_row:
+            return below, own, in_own
+        added = below, own, in_own.sum(-1, dtype=jnp.int32)
         return added if rows is None else rows.total(added)
 
     def _own_listed(self, rows: Rows | None) -> Array:

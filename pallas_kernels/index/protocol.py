@@ -61,6 +61,17 @@ class Index(abc.ABC):
             since it may exceed 2^31, but not accumulated in floats.
         """
 
+    def pairs_of_rows(self, rows: Rows | None = None) -> Array | None:
+        """The same by rows of blocks, of an index `by_rows` that can tell.
+
+        Args:
+            rows: as in `computed_pairs`.
+
+        Returns:
+            int32 [B, Hq, rows]: of each row that is held here; None where it cannot be told.
+        """
+        return None
+
     @abc.abstractmethod
     def executed_pairs(self, seq_len: int, rows: Rows | None = None) -> Array:
         """Number of pairs in the tiles that kernels execute: g x g blocks, and g x 1 columns.

@@ -38,6 +38,8 @@ def test_fields_that_are_not_given_are_those_of_training(load):
     same = load(*own, ("eval.every_steps", "1"), ("eval.data.paths", "held.jsonl")).eval.data
     assert (same.source, same.paths, same.text_field) == ("jsonl", ("held.jsonl",), "body")
     assert load(*own, *TEXT).eval.data.text_field == "text"
+    # A batch that is evaluated is not dealt to groups.
+    assert load(*TEXT, ("data.balance", "length")).eval.data.balance == "none"
 
 
 def test_what_is_printed_loads_back(load, tmp_path):
@@ -53,6 +55,10 @@ def test_what_cannot_be_evaluated_is_refused(load):
     assert refusal(load, on) == (
         "eval.every_steps = 20 needs text that is not trained on, in eval.data: eval.data.paths or "
         "eval.data.source"
+    )
+    assert refusal(load, *TEXT, ("eval.data.balance", "density")) == (
+        'eval.data.balance = "density" is not possible: evaluations take their batches in the '
+        'order of the data; eval.data.balance = "none" would do'
     )
     assert refusal(load, on, ("eval.data.seed", "3")) == (
         'eval.data reads what data reads (source = "python_stdlib"), so nothing would be held out; '

@@ -65,14 +65,19 @@ def vertical_slash_of(diagonals, verticals, garbage):
 def answers(index, seq_len):
     positions, blocks = jnp.arange(seq_len), jnp.arange(seq_len // index.block_size)
     listed = index.computes(positions, blocks)
-    return index.computed_pairs(seq_len), index.executed_pairs(seq_len), listed
+    pairs = index.computed_pairs(seq_len), index.executed_pairs(seq_len)
+    return *pairs, listed, index.pairs_of_rows()
 
 
 def assert_answers_follow_the_mask(index):
     mask = brute_force.index_mask(index, SEQ_LEN)
     heads = mask.shape[:2]
-    computed, executed, listed = jax.device_get(answers(index, SEQ_LEN))
+    computed, executed, listed, of_rows = jax.device_get(answers(index, SEQ_LEN))
     np.testing.assert_array_equal(computed, mask.sum((2, 3)))
+    if of_rows is not None:
+        by_row = mask.reshape(*heads, NUM_BLOCKS, -1).sum(-1)
+        np.testing.assert_array_equal(of_rows, by_row)
+    assert (of_rows is None) != isinstance(index, BlockMaskIndex)
     # What is computed without columns, in whole blocks; the rest in columns of a block's rows.
     blocks_only = mask
     if isinstance(index, VerticalSlashIndex):
@@ -148,7 +153,8 @@ def bits_with_columns(mask, tokens, start):
         own = BlockMaskIndex.from_block_mask(mask[:, :, rows], SIZE, rows)
         own = own.with_columns(tokens, rows).columns_from(start[:, :, rows])
         held = Rows(rows, lambda x: jax.lax.psum(x, "halves"))
-        return own, own.computed_pairs(SEQ_LEN, held), own.executed_pairs(SEQ_LEN, held)
+        pairs = own.computed_pairs(SEQ_LEN, held), own.executed_pairs(SEQ_LEN, held)
+        return own, *pairs, own.pairs_of_rows(held)
 
     halves = jnp.arange(NUM_BLOCKS, dtype=jnp.int32).reshape(-1, 2).T
     return index, jax.vmap(on_half, axis_name="halves")(halves), index.column_tokens()
@@ -164,7 +170,8 @@ def test_answers_of_bits_with_columns_follow_the_mask(mask, tokens, begins):
     # Where a document begins, its rows see no column before it.
     rows = np.arange(NUM_BLOCKS, dtype=np.int32)
     start = np.maximum.accumulate(np.where(np.reshape(begins, (1, 2, -1)), rows, 0), axis=-1)
-    index, (halves, *pairs), listed = jax.device_get(bits_with_columns(mask, tokens, start))
+    found = jax.device_get(bits_with_columns(mask, tokens, start))
+    index, (halves, *pairs, of_rows), listed = found
     seen = np.repeat(start, SIZE, -1)[..., None] <= np.repeat(rows, SIZE)
     expected = np.tril(brute_force.expand(mask, SIZE))
     for h in range(2):
@@ -177,6 +184,8 @@ def test_answers_of_bits_with_columns_follow_the_mask(mask, tokens, begins):
     assert_answers_follow_the_mask(index)
     for found, wanted in zip(pairs, answers(index, SEQ_LEN)[:2], strict=True):
         np.testing.assert_array_equal(found, np.broadcast_to(wanted, found.shape))
+    whole = answers(index, SEQ_LEN)[3]
+    np.testing.assert_array_equal(of_rows, np.stack([whole[:, :, ::2], whole[:, :, 1::2]]))
     for name in ("bits", "column_marks", "column_start"):
         whole = np.asarray(getattr(index, name))
         np.testing.assert_array_equal(getattr(halves, name)[1], whole[:, :, 1::2])

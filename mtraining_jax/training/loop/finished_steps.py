@@ -13,6 +13,7 @@ from mtraining_jax.errors import UserError
 from mtraining_jax.reporting.progress import Display
 from mtraining_jax.reporting.record import Memory, Record, step_record
 from mtraining_jax.reporting.writers import Writer
+from mtraining_jax.training.group_work import GroupWork
 
 
 class FinishedSteps:
@@ -26,6 +27,7 @@ class FinishedSteps:
         devices: those of this process.
         writers: where records go.
         display: where to print.
+        groups: follows the groups of devices; None where they all have the same work.
     """
 
     def __init__(
@@ -34,8 +36,9 @@ class FinishedSteps:
         devices: Sequence[jax.Device],
         writers: Sequence[Writer],
         display: Display,
+        groups: GroupWork | None = None,
     ) -> None:
-        self._config, self._devices = config, devices
+        self._config, self._devices, self._groups = config, devices, groups
         self._writers, self._display = writers, display
         self._thread = ThreadPoolExecutor(1, "finished steps")
         self._records: list[Record] = []
@@ -100,6 +103,7 @@ class FinishedSteps:
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now
         metrics = jax.device_get(metrics)
+        of_groups = {} if self._groups is None else self._groups.finish(metrics)
         record = step_record(
             metrics,
             seconds,
@@ -107,6 +111,7 @@ class FinishedSteps:
             device_kind=self._devices[0].device_kind,
             memory=Memory.now(self._devices),
         )
+        record |= of_groups
         if profiled:
             record["profiled"] = True  # and slower for it
         if recall is not None:

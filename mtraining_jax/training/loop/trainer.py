@@ -19,6 +19,7 @@ from mtraining_jax.reporting.writers import open_writers
 from mtraining_jax.signals import Stopped, StopSignals
 from mtraining_jax.training import distributed, parts
 from mtraining_jax.training.export import export_state
+from mtraining_jax.training.group_work import GroupWork
 from mtraining_jax.training.held_out import HeldOut
 from mtraining_jax.training.loop.finished_steps import FinishedSteps
 from mtraining_jax.training.loop.profile import ProfileWindow
@@ -99,7 +100,10 @@ class Trainer:
         for writer in self._writers:
             opened.callback(writer.close)
         # The last to be opened and so the first to be closed: it writes.
-        self._finished = FinishedSteps(config, self._devices, self._writers, display)
+        self._groups = GroupWork.of(config, self._batches.loader)
+        self._finished = FinishedSteps(
+            config, self._devices, self._writers, display, self._groups
+        )
         opened.callback(self._finished.close)
 
     def __enter__(self) -> Self:
@@ -125,7 +129,7 @@ class Trainer:
             Stopped: if the run was asked to stop; its state is saved then.
         """
         total = self._config.run.steps
-        batch = next(self._batches)
+        batch = self._next_batch()
         programs = compile_programs(
             self._config,
             self._train_step,
@@ -153,10 +157,16 @@ class Trainer:
                 self._finished.wait()
                 self._display.stop()
                 raise Stopped(self._where_it_goes_on("asked to stop"))
-            batch = next(self._batches)
+            batch = self._next_batch()
         records = self._finished.wait()
         self._display.stop()
         return records
+
+    def _next_batch(self) -> dict[str, jax.Array]:
+        batch = next(self._batches)
+        if self._groups is not None:
+            self._groups.begin()
+        return batch
 
     def _take_step(self, programs: Programs, batch: dict[str, jax.Array]) -> None:
         """Starts the next step on the devices; returns when the one before is reported."""

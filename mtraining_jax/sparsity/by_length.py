@@ -1,0 +1,74 @@
+"""Computed pairs by the length of their documents, from a layer's index to numbers of a batch."""
+
+from collections.abc import MutableMapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from mtraining_jax.errors import UserError
+from mtraining_jax.sparsity.document_blocks import DocumentBlocks
+from mtraining_jax.sparsity.metrics import causal_pairs
+from pallas_kernels.index import Index, Rows
+
+_NAME = "pairs_of_length_class_"
+# Pairs of rows are summed in two parts of an integer, so that sums are exact and below 2^31.
+_PART = 14
+
+
+def pairs_by_length(
+    index: Index, rows: Rows, documents: DocumentBlocks, seq_len: int
+) -> dict[str, Array]:
+    """Pairs that are computed in documents of each class of length, over those of a sequence.
+
+    Class k has the documents of 2^k to 2^(k+1) - 1 blocks (`data.densities.length_classes`).
+
+    Args:
+        index: of the sequences, with this rank's rows.
+        rows: where these lie.
+        documents: of each sequence, [B, NB].
+        seq_len: S.
+
+    Returns:
+        fp32 [B, Hq] by a name for each class: shares of S (S + 1) / 2.
+
+    Raises:
+        UserError: if the index cannot tell the pairs of its rows.
+    """
+    pairs = index.pairs_of_rows(rows)
+    if pairs is None:
+        raise UserError(
+            f"density by the length of documents cannot be measured with a {type(index).__name__}: "
+            'data.balance = "length" would do'
+        )
+    blocks = documents.of(rows.blocks).length[:, None]
+    found = {}
+    for number in range(documents.length.shape[1].bit_length()):
+        inside = (blocks >> number) == 1
+        parts = pairs >> _PART, pairs & (2**_PART - 1)
+        high, low = (
+            rows.total(jnp.where(inside, part, 0).sum(-1, dtype=jnp.int32)) for part in parts
+        )
+        count = high.astype(jnp.float32) * 2**_PART + low.astype(jnp.float32)
+        found[f"{_NAME}{number}"] = count / causal_pairs(seq_len)
+    return found
+
+
+def take_pairs_by_length(statistics: MutableMapping[str, Any]) -> np.ndarray | None:
+    """Takes these numbers out of the statistics of a step.
+
+    Args:
+        statistics: floats [L] by name, means over the batch and heads.
+
+    Returns:
+        Mean over layers, float64 [K] by class; None if they were not measured.
+    """
+    names = sorted((name for name in statistics if name.startswith(_NAME)), key=_class)
+    if not names:
+        return None
+    return np.array([np.mean(statistics.pop(name), dtype=np.float64) for name in names])
+
+
+def _class(name: str) -> int:
+    return int(name.removeprefix(_NAME))

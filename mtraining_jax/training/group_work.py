@@ -1,0 +1,157 @@
+"""How even the work of the groups along the mesh axis 'data' is, and how it is made so."""
+
+import functools
+from collections.abc import MutableMapping
+from typing import Any
+
+import numpy as np
+
+from mtraining_jax.config import Config
+from mtraining_jax.data.balance import Balance, Weigh, imbalance, weight
+from mtraining_jax.data.densities import Densities, length_classes, num_classes
+from mtraining_jax.data.loader import Loader
+from mtraining_jax.latency import KERNEL_RATES, AttentionSize, matmul_rate, pack_ms
+from mtraining_jax.reporting.flops import step_flops
+from mtraining_jax.reporting.record import Record
+from mtraining_jax.sparsity.by_length import take_pairs_by_length
+from mtraining_jax.sparsity.metrics import causal_pairs
+
+
+def attention_size(config: Config) -> AttentionSize:
+    """What the time of attention depends on besides the documents, for one group of a run."""
+    model = config.model
+    return AttentionSize(
+        num_layers=model.num_layers, num_heads=model.num_heads, head_dim=model.head_dim,
+        ranks=config.ranks, block_size=config.sparsity.block_size,
+        passes=2 if model.remat == "full" else 1,
+    )  # fmt: skip
+
+
+def assumed_densities(config: Config) -> np.ndarray:
+    """The density to expect of documents by class of length, before anything is measured.
+
+    Returns:
+        float64 [K], as `Settings.expected_density` says, and 1 for documents that the pattern
+        keeps whole (`dense_below`).
+    """
+    settings, block = config.choosing, config.sparsity.block_size
+    found = np.full(num_classes(config.data.seq_len // block), settings.expected_density()[0])
+    longest = (2 ** (1 + np.arange(found.size)) - 1) * block
+    return np.where(longest < getattr(settings, "dense_below", 0), 1.0, found)
+
+
+def balance_of(config: Config) -> Balance | None:
+    """How the loader deals sequences to groups; None where it does not."""
+    data = config.data
+    if data.balance == "none":
+        return None
+    return Balance(
+        name=data.balance, groups=config.parallel.data, parts=config.optimizer.accumulation_steps,
+        block_size=config.sparsity.block_size, weigh=_weigh(config),
+        densities=Densities(assumed_densities(config)) if _by_density(config) else None,
+    )  # fmt: skip
+
+
+def measures_by_length(config: Config) -> bool:
+    """Whether each step counts pairs by the length of their documents."""
+    return config.data.balance != "none" and _groups_differ(config)
+
+
+def _groups_differ(config: Config) -> bool:
+    return config.data.has_documents and config.parallel.data > 1
+
+
+def _by_density(config: Config) -> bool:
+    return config.data.balance == "density" and _groups_differ(config)
+
+
+def _weigh(config: Config) -> Weigh:
+    return functools.partial(pack_ms, size=attention_size(config))
+
+
+class GroupWork:
+    """Follows the batches of a run, and says of each step how even its groups were.
+
+    Times are those that `mtraining_jax.latency` predicts for H200s, whatever runs here: groups meet
+    at the end of a step, so the time of one alone is not seen from outside.
+
+    Args:
+        config: of a run with documents and more than one group.
+        loader: of its batches. It is told the densities that are measured.
+    """
+
+    def __init__(self, config: Config, loader: Loader) -> None:
+        self._config, self._loader = config, loader
+        self._weigh, self._assumed = _weigh(config), assumed_densities(config)
+        self._under_way: dict[int, list[np.ndarray]] = {}
+        products = step_flops(config, density=0.0, executed=0.0).matrices
+        rate = matmul_rate(config.model.hidden_size)
+        self._rest_ms = 1e3 * products / (config.devices * rate)
+
+    @staticmethod
+    def of(config: Config, loader: Loader) -> "GroupWork | None":
+        """Those of a run; None where all groups have the same work."""
+        return GroupWork(config, loader) if _groups_differ(config) else None
+
+    def begin(self) -> None:
+        """Takes note of the batch that the loader has handed out last."""
+        pieces = self._loader.packs.pieces
+        lengths = [pieces(sequence)[1] for sequence in self._loader.sequences.tolist()]
+        self._under_way[self._loader.handed_out] = lengths
+
+    def finish(self, metrics: MutableMapping[str, Any]) -> Record:
+        """Tells the loader what a step measured, and says how even its groups were.
+
+        Args:
+            metrics: of the train step, read from the devices; pairs by length are taken out.
+
+        Returns:
+            attention_imbalance_predicted, step_imbalance_predicted: the busiest group over the mean
+            of all, by the densities that were known before; where pairs are counted by length also
+            attention_imbalance and step_imbalance, by the densities of the step itself,
+            density_by_length (by class, None where there was no document); and
+            attention_ms_by_group where rates of the model's head width are known.
+        """
+        step = int(metrics["step"])
+        lengths = self._under_way.pop(step)
+        known = self._loader.densities_before(step)
+        times = self._times(lengths, self._assumed if known is None else known)
+        record = self._imbalances(times, "_predicted")
+        pairs = take_pairs_by_length(metrics["layers"])
+        if pairs is not None:
+            measured = self._densities(pairs, lengths)
+            self._loader.measured(step, measured)
+            found = np.isfinite(measured)
+            times = self._times(lengths, np.where(found, measured, 0.0))
+            record |= self._imbalances(times, "")
+            record["density_by_length"] = [
+                float(x) if seen else None for x, seen in zip(measured, found, strict=True)
+            ]
+        if self._config.model.head_dim in KERNEL_RATES:
+            record["attention_ms_by_group"] = times.tolist()
+        return record
+
+    def _densities(self, pairs: np.ndarray, lengths: list[np.ndarray]) -> np.ndarray:
+        """Measured density by class; NaN where there was no document."""
+        data, block = self._config.data, self._config.sparsity.block_size
+        every = np.concatenate(lengths)
+        padded = -(-every // block) * block
+        of_class = length_classes(every, block)
+        causal = np.bincount(of_class, padded * (padded + 1.0) / 2, minlength=pairs.size)
+        computed = pairs * data.batch_size * causal_pairs(data.seq_len)
+        found = np.divide(computed, causal, out=np.full(pairs.size, np.nan), where=causal > 0)
+        return np.minimum(found, 1.0)  # the pairs are rounded
+
+    def _times(self, lengths: list[np.ndarray], densities: np.ndarray) -> np.ndarray:
+        """Milliseconds of attention of each group in a step, float64 [M]."""
+        block = self._config.sparsity.block_size
+        each = np.array([weight(own, densities, self._weigh, block) for own in lengths])
+        return each.reshape(self._config.parallel.data, -1).sum(1)
+
+    def _imbalances(self, times: np.ndarray, suffix: str) -> Record:
+        groups = times.size
+        whole = times + self._rest_ms
+        return {
+            f"attention_imbalance{suffix}": imbalance(times, groups),
+            f"step_imbalance{suffix}": imbalance(whole, groups),
+        }

@@ -1,0 +1,67 @@
+"""Groups of devices with even work, in whole runs."""
+
+import shutil
+
+import numpy as np
+import pytest
+
+from mtraining_jax.training.group_work import assumed_densities
+from mtraining_jax.training.loop import run
+from mtraining_jax.training.run_folder import checkpoint_folder
+from tests.training.common import changed, losses, tiny_config
+
+S, G = 128, 8
+
+
+@pytest.fixture(scope="module")
+def documents(tmp_path_factory):
+    """A file of documents of one block to a whole sequence."""
+    folder = tmp_path_factory.mktemp("documents")
+    path = tiny_config(folder).data.paths[0]
+    rng = np.random.default_rng(0)
+    lengths = np.where(rng.random(120) < 0.3, S, rng.integers(8, 60, 120))
+    with open(f"{path}.lengths", "wb") as file:
+        np.save(file, lengths)
+    np.save(path, np.resize(np.load(path), lengths.sum()))
+    return path
+
+
+@pytest.fixture
+def packed(config, documents):
+    """Two groups of two ranks, four packs a step in two micro-batches."""
+    return changed(
+        config,
+        run={"steps": 8},
+        parallel={"data": 2, "nodes": 1, "devices_per_node": 2},
+        data={"paths": (documents,), "mode": "pack", "batch_size": 8, "balance": "density"},
+        optimizer={"accumulation_steps": 2},
+        sparsity={"kind": "sampled_rows", "tau": 0.6, "sampled_rows": 2, "dense_below": 40},
+    )
+
+
+def test_a_balanced_run_trains_resumes_and_says_how_even_it_is(packed, capsys):
+    config = changed(packed, checkpoint={"every_steps": 5})
+    whole = run(config)
+    assert whole[-1]["loss"] < whole[0]["loss"]
+    printed = capsys.readouterr().out
+    assert "data.balance = density" in printed
+    assert "groups     attention of the busiest 1." in printed
+    assert f"imbalance {whole[0]['attention_imbalance']:.2f}  " in printed
+    # Documents of at most 3 blocks are below 40 tokens: dense. Those of 4 to 7 may be, or not.
+    assumed = assumed_densities(config)
+    assert assumed.tolist() == [1, 1, 0.15, 0.15, 0.15]
+    for record in whole:
+        found = record["density_by_length"]
+        assert len(found) == assumed.size
+        assert all(x is None or x == pytest.approx(1, abs=1e-6) for x in found[:2])
+        assert 0.1 < found[4] < 0.95
+        assert 1 <= record["step_imbalance"] <= record["attention_imbalance"] < 1.3
+        assert 1 <= record["step_imbalance_predicted"] <= record["attention_imbalance_predicted"]
+        assert "attention_ms_by_group" not in record  # no rates of heads 16 wide
+
+    shutil.rmtree(checkpoint_folder(config) / "8")
+    rest = run(config)
+    assert [record["step"] for record in rest] == [6, 7, 8]
+    np.testing.assert_array_equal(losses(rest), losses(whole[5:]))
+    for name in ("density_by_length", "attention_imbalance_predicted"):
+        assert [x[name] for x in rest] == [x[name] for x in whole[5:]]
