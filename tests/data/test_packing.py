@@ -155,7 +155,9 @@ def write(folder, lengths):
     """A file of documents that end with `EOS`, whose other tokens are all different."""
     ids = 10 + np.arange(sum(lengths))
     ids[np.cumsum(lengths) - 1] = EOS
-    np.save(folder / "a.npy", ids.astype(np.uint16))
+    # In place of the old one, which a loader that reads ahead may have mapped into memory.
+    np.save(folder / "new", ids.astype(np.uint16))
+    (folder / "new.npy").replace(folder / "a.npy")
     return np.split(ids, np.cumsum(lengths)[:-1])
 
 
