@@ -76,12 +76,16 @@ class ReplaySettings(VerticalSlashSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.by_rows:
+        if self._lists:
             self._like()
 
     @property
     def by_rows(self) -> bool:
         """Whether lists for each row of blocks are replayed."""
+        return self._lists
+
+    @property
+    def _lists(self) -> bool:
         return self.replay_of != "vertical_slash"
 
     def _like(self) -> Pattern:
@@ -97,7 +101,7 @@ class ReplaySettings(VerticalSlashSettings):
         Raises:
             UserError: as `make_replay` and `make_replay_lists`.
         """
-        if self.by_rows:
+        if self._lists:
             return make_replay_lists(
                 _targets(
                     np.random.default_rng(model.seed), self.replay_density, model.num_layers,
@@ -117,10 +121,17 @@ class ReplaySettings(VerticalSlashSettings):
             seed=model.seed,
         )
 
+    def for_documents(self) -> "ReplaySettings":
+        """The same pairs, but those between documents."""
+        from mtraining_jax.sparsity.document_replay import DocumentReplaySettings
+
+        fields = dataclasses.fields(self)
+        return DocumentReplaySettings(**{field.name: getattr(self, field.name) for field in fields})
+
     def describe(self) -> str:
         """Says that nothing is chosen, and what is computed instead."""
         also = ", with the time of choosing an index" if self.replay_estimate else ""
-        what = "lists for each row of blocks" if self.by_rows else "block diagonals and columns"
+        what = "lists for each row of blocks" if self._lists else "block diagonals and columns"
         return (
             f"{_DENSITY_NAME}: {self.replay_density:.1%} of the causal pairs, random {what}{also}"
         )
@@ -164,6 +175,13 @@ class Replay(Pattern):
     vertical_count: "Array"
     estimate: Pattern | None
     block_size: int
+
+    def for_documents(self) -> "Replay":
+        """The same pairs, but those between documents."""
+        from mtraining_jax.sparsity.document_replay import DocumentReplay
+
+        fields = dataclasses.fields(self)
+        return DocumentReplay(**{field.name: getattr(self, field.name) for field in fields})
 
     def choose(self, q: "Array", k: "Array", shards: Shards) -> Choice:
         """The replayed index, and the density of the one that `estimate` chooses.

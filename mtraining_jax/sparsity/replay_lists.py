@@ -19,7 +19,8 @@ class ReplayLists(Pattern):
     The first block and the nearest ones are always listed, every other causal block with the
     head's probability. Which ones is a hash of the head's salt and the block's place: a rank makes
     the rows of its own blocks, and nothing but two numbers a head is kept. The listed blocks lie
-    everywhere alike; those of a real model lie closer together.
+    everywhere alike; those of a real model lie closer together. Where documents are packed, each
+    has its own first block, and blocks of other documents are not listed.
 
     Attributes:
         thresholds: uint32 [Hq], the probability of a block that is not forced, in 2^-32.
@@ -42,6 +43,10 @@ class ReplayLists(Pattern):
     local_blocks: int
     block_size: int
 
+    def for_documents(self) -> "ReplayLists":
+        """The pattern itself."""
+        return self
+
     def choose(self, q: "Array", k: "Array", shards: Shards) -> Choice:
         """The replayed lists, and the density of the index that `estimate` chooses.
 
@@ -57,18 +62,28 @@ class ReplayLists(Pattern):
         batch, num_blocks = q.shape[0], shards.num_blocks
         statistics, never = {}, jnp.zeros((batch, q.shape[2]), bool)
         if self.estimate is not None:
-            chosen = self.estimate.choose(q, k, shards).index
+            estimate = self.estimate
+            if shards.documents is not None:
+                estimate = estimate.for_documents()
+            chosen = estimate.choose(q, k, shards).index
             rows = rows_of(shards.block_ids, shards.axis_names)
-            share = density(chosen, num_blocks * self.block_size, rows)
+            share = density(chosen, num_blocks * self.block_size, rows, shards.documents)
             statistics["estimated_density"] = share.mean(dtype=jnp.float32)
             # A number of blocks is 0 or more, which the compiler does not know.
             never = chosen.budgets()["blocks"] < 0
         rows, blocks = shards.block_ids[:, None], jnp.arange(num_blocks, dtype=jnp.int32)
-        forced = (blocks < self.sink_blocks) | (rows - blocks < self.local_blocks)
+        sinks, documents = blocks < self.sink_blocks, shards.documents
+        if documents is not None:
+            first = documents.of(shards.block_ids).first[:, None, :, None]
+            sinks = blocks - first < self.sink_blocks
+        forced = sinks | (rows - blocks < self.local_blocks)
         places = (rows * num_blocks + blocks).astype(jnp.uint32)
         drawn = mixed(places ^ self.salts[:, None, None]) < self.thresholds[:, None, None]
         listed = (forced | drawn) ^ never[:, :, None, None]
         index = BlockMaskIndex.from_block_mask(listed, self.block_size, shards.block_ids)
+        if documents is not None:
+            own = documents.causal_blocks(shards.block_ids, num_blocks)
+            index = dataclasses.replace(index, bits=index.bits & own)
         return Choice(index, statistics)
 
 

@@ -15,14 +15,17 @@ from mtraining_jax.parallel.mesh import make_mesh
 from mtraining_jax.sparsity import (
     Dense,
     ModelSizes,
+    Shards,
     VerticalSlash,
     choose_index,
     density,
     make_replay,
 )
+from mtraining_jax.sparsity.documents import Documents
 from mtraining_jax.sparsity.replay import ReplaySettings
 from pallas_kernels.index import VerticalSlashIndex
 from pallas_kernels.reference import mask_from_index, reference_attention
+from tests.pallas_kernels.brute_force import index_mask
 
 LIKE = VerticalSlash()
 SMALL = VerticalSlash(
@@ -202,3 +205,42 @@ def test_attention_waits_for_the_choice_even_where_nobody_reads_it():
     found = program(q, k)
     np.testing.assert_array_equal(found.slash_blocks[0], layer.slash_blocks)
     np.testing.assert_array_equal(found.vertical_count[0], layer.vertical_count)
+
+
+def test_a_pack_replays_what_lies_within_its_documents():
+    settings = ReplaySettings(
+        replay_of="sampled_rows", replay_density=0.3, block_size=8, last_q=8, sampled_rows=2,
+        dense_below=64, replay_estimate=False,
+    )
+    lists = settings.for_documents().pattern(ModelSizes(1, 4, SMALL_LEN))
+    lists = jax.tree.map(lambda x: jnp.asarray(x[0]), lists)
+    columns = dataclasses.replace(
+        layer_of(True), estimate=dataclasses.replace(SMALL, dense_below=64)
+    )
+    documents = Documents.from_lengths([[100, 1, 90]], SMALL_LEN, 8)
+
+    @functools.partial(jax.jit, static_argnames="packed")
+    def choose(q, k, columns, lists, packed):
+        own = documents.blocks() if packed else None
+        shards = Shards(jnp.arange(32), 32, documents=own)
+        patterns = [x.for_documents() if packed else x for x in (columns, lists)]
+        found = [pattern.choose(q, k, shards) for pattern in patterns]
+        if packed:
+            alone = columns.estimate.for_documents().choose(q, k, shards).index
+            return found, density(alone, SMALL_LEN, documents=own).mean()
+        return found
+
+    q, k, _ = inputs()
+    found, share = choose(q, k, columns, lists, packed=True)
+    whole = choose(q, k, columns, lists, packed=False)
+    within = np.zeros((SMALL_LEN, SMALL_LEN), bool)
+    of_first = np.zeros_like(within)  # the first block, which lists always hold
+    for start, end in [(0, 104), (104, 112), (112, 208)]:
+        within[start:end, start:end] = True
+        of_first[start:end, start : start + 8] = True
+    within &= np.tri(SMALL_LEN, dtype=bool)
+    for packed, alone, forced in zip(found, whole, [False, of_first], strict=True):
+        wanted = (index_mask(alone.index, SMALL_LEN) | forced) & within
+        np.testing.assert_array_equal(index_mask(packed.index, SMALL_LEN), wanted)
+        assert not wanted[0, :, within].all()
+    assert found[0].statistics["estimated_density"] == pytest.approx(float(share))

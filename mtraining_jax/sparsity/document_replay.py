@@ -1,0 +1,84 @@
+"""Replayed density where documents are packed: the same pairs, but those between documents."""
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from mtraining_jax.sparsity.pattern import Choice, ModelSizes, Pattern, Shards
+from mtraining_jax.sparsity.replay import Replay, ReplaySettings
+
+if TYPE_CHECKING:
+    from jax import Array
+
+
+@dataclasses.dataclass(frozen=True)
+class DocumentReplaySettings(ReplaySettings):
+    """What `ReplaySettings` are where documents are packed into sequences.
+
+    Diagonals, columns and lists are drawn for the whole sequence and cut to its documents. So the
+    density within a document is that of a window of its length, which is higher for short ones:
+    a few diagonals near the main one are in every head. What was computed is reported.
+    """
+
+    @property
+    def by_rows(self) -> bool:
+        """True: what a row computes depends on its document."""
+        return True
+
+    def for_documents(self) -> "DocumentReplaySettings":
+        """Itself."""
+        return self
+
+    def pattern(self, model: ModelSizes) -> Pattern:
+        """As `ReplaySettings.pattern`."""
+        return super().pattern(model).for_documents()
+
+    def capacities(self, num_blocks: int) -> tuple[int, int]:
+        """Those of the pattern that is replayed, for documents."""
+        return self._like().for_documents().capacities(num_blocks)
+
+
+@dataclasses.dataclass(frozen=True)
+class DocumentReplay(Replay):
+    """The index of every head of `Replay`, cut to documents, as bits and marked columns."""
+
+    by_rows = True
+
+    def for_documents(self) -> "DocumentReplay":
+        """Itself."""
+        return self
+
+    def choose(self, q: "Array", k: "Array", shards: Shards) -> Choice:
+        """The replayed index, and the density of the one that `estimate` chooses.
+
+        It is made to depend on the chosen one as in `Replay.choose`.
+        """
+        import jax.numpy as jnp
+
+        from mtraining_jax.sparsity.exchange import rows_of
+        from mtraining_jax.sparsity.metrics import density
+        from pallas_kernels.index import BlockMaskIndex, VerticalSlashIndex
+
+        rows, num_blocks, documents = shards.block_ids, shards.num_blocks, shards.documents
+        statistics, never = {}, jnp.zeros((q.shape[0], q.shape[2]), bool)
+        if self.estimate is not None:
+            chosen = self.estimate.for_documents().choose(q, k, shards).index
+            held = rows_of(rows, shards.axis_names)
+            share = density(chosen, num_blocks * self.block_size, held, documents)
+            statistics["estimated_density"] = share.mean(dtype=jnp.float32)
+            # A number of blocks is 0 or more, which the compiler does not know.
+            never = chosen.budgets()["blocks"] < 0
+        leaves = (getattr(self, name)[None] for name in self.arrays)
+        drawn = VerticalSlashIndex(*leaves, block_size=self.block_size)
+        diagonals = drawn.active_diagonals(num_blocks)  # [1, Hq, NB]
+        distance = rows[:, None] - jnp.arange(num_blocks, dtype=jnp.int32)
+        listed = diagonals[:, :, jnp.maximum(distance, 0)] ^ never[:, :, None, None]
+        index = BlockMaskIndex.from_block_mask(listed, self.block_size, rows)
+        own = documents.causal_blocks(rows, num_blocks)
+        index = dataclasses.replace(index, bits=index.bits & own)
+        if drawn.vertical_tokens.shape[-1]:
+            tokens = jnp.broadcast_to(
+                drawn.vertical_tokens, (q.shape[0], *drawn.vertical_tokens.shape[1:])
+            )
+            index = index.with_columns(tokens, rows)
+            index = index.columns_from(documents.of(rows).first[:, None])
+        return Choice(index, statistics)
