@@ -6,6 +6,7 @@ products block by block in chunks that depend on the length of the sequence alon
 integers.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -78,6 +79,20 @@ def last_queries(q: Array, slots: DocumentSlots, shards: Shards, count: int) -> 
     ends = slots.first * block_size + slots.tokens
     positions = ends[..., None] + jnp.arange(-count, 0, dtype=jnp.int32)
     positions = jnp.clip(positions, 0, shards.num_blocks * block_size - 1)
+    return queries_at(q, positions, shards)
+
+
+def queries_at(q: Array, positions: Array, shards: Shards) -> Array:
+    """Some queries of each document, the same on all ranks.
+
+    Args:
+        q: [B, n, Hq, D], local queries.
+        positions: int32 [B, E, u], global ones.
+        shards: where the queries lie.
+
+    Returns:
+        [B, E, Hq, u, D].
+    """
 
     def gather(x: Array, own: Array) -> Array:
         where = shards.block_ids, shards.num_blocks, shards.axis_names
@@ -108,71 +123,93 @@ def softmax_scores(
         shards.backend, q_last[:, 0], k.shape[1] // shards.block_ids.shape[-1],
         "packed documents (its kernels take one set of queries for all keys)",
     )
-    scale = shards.scale_for(q_last.shape[-1])
-    tiles = _OwnTiles(q_last, k, slots, shards, scale)
-    block_peak, block_total = tiles.map(lambda tile, *_: tile.statistics())
-    # Slot E collects what belongs to none.
-    batch, num_slots, heads, num_queries = q_last.shape[:4]
-    into = jnp.arange(batch)[:, None], tiles.slot
+    scale, num_slots = shards.scale_for(q_last.shape[-1]), q_last.shape[1]
+    blocks = OwnBlocks(k, slots, shards)
 
-    def by_slot(x: Array, start: Array) -> Array:  # [B, n, Hq, u] to [B, E + 1, Hq, u]
-        return jnp.broadcast_to(start, (batch, num_slots + 1, heads, num_queries)).at[into]
+    def tile(k: Array, slot: Array, place: Array, entry: Array) -> estimate.XlaTiles:
+        # Where the document ends, counted from the block; what ends before it sees nothing of it.
+        end = slots.tokens[entry, jnp.minimum(slot, num_slots - 1)] - place * k.shape[0]
+        return estimate.XlaTiles(
+            q_last[entry, slot][None], k[None], scale=scale, block_ids=jnp.zeros(1, jnp.int32),
+            num_blocks=1, valid_len=jnp.where(slot < num_slots, end, 0),
+        )
 
-    peak = by_slot(block_peak, jnp.float32(-jnp.inf)).max(block_peak)
-    peak = exchange.maximum(peak, shards.axis_names)
-    weight = estimate.relative_exp(block_peak, peak[into], scale)
-    limbs = tuple(
-        by_slot(x, jnp.int32(0)).add(x) for x in estimate.to_limbs(weight, block_total)
+    def of_one(found: tuple[Array, ...]) -> tuple[Array, ...]:
+        return tuple(x[0, :, 0] for x in found)
+
+    block_peak, block_total = blocks.map(lambda *block: of_one(tile(*block).statistics()))
+    peak, normaliser = joined(
+        block_peak, block_total, blocks.slot, num_slots, scale, shards.axis_names
     )
-    normaliser = estimate.from_limbs(*exchange.exact_sum(limbs, shards.axis_names))
     normaliser = jnp.where(normaliser > 0, normaliser, 1.0)  # of queries that there are not
 
-    def masses(tile: estimate.XlaTiles, slot: Array, entry: Array) -> tuple[Array, ...]:
-        return tile.masses(peak[entry, slot][None], normaliser[entry, slot][None])
+    def masses(k: Array, slot: Array, place: Array, entry: Array) -> tuple[Array, ...]:
+        own = peak[entry, slot][None], normaliser[entry, slot][None]
+        return of_one(tile(k, slot, place, entry).masses(*own))
 
-    return tuple(x.swapaxes(1, 2) for x in tiles.map(masses))
+    return tuple(x.swapaxes(1, 2) for x in blocks.map(masses))
 
 
-class _OwnTiles:
-    """A tile of logits for each local block: its keys, and its document's last queries."""
+def joined(
+    block_peak: Array, block_total: Array, slot: Array, num_slots: int, scale: float,
+    axis_names: exchange.AxisNames,
+) -> tuple[Array, Array]:
+    """Peaks and sums of terms over all blocks of a document, of those of each block.
 
-    def __init__(
-        self, q_last: Array, k: Array, slots: DocumentSlots, shards: Shards, scale: float
-    ) -> None:
-        num_local = shards.block_ids.shape[0]
-        self._q, self._scale, self._size = q_last, scale, k.shape[1] // num_local
+    Args:
+        block_peak: fp32 [B, n, Hq, u], of the local blocks.
+        block_total: like that, sums of terms relative to the peak.
+        slot: int32 [B, n], of each block; E for none.
+        num_slots: E.
+        scale: of the logits.
+        axis_names: mesh axes that blocks are sharded over.
+
+    Returns:
+        fp32 [B, E + 1, Hq, u] twice, the same on all ranks; the last slot collects what belongs to
+        none.
+    """
+    batch, _, heads, num_queries = block_peak.shape
+    into = jnp.arange(batch)[:, None], slot
+
+    def by_slot(start: Array) -> Array:
+        return jnp.broadcast_to(start, (batch, num_slots + 1, heads, num_queries)).at[into]
+
+    peak = by_slot(jnp.float32(-jnp.inf)).max(block_peak)
+    peak = exchange.maximum(peak, axis_names)
+    weight = estimate.relative_exp(block_peak, peak[into], scale)
+    limbs = tuple(by_slot(jnp.int32(0)).add(x) for x in estimate.to_limbs(weight, block_total))
+    return peak, estimate.from_limbs(*exchange.exact_sum(limbs, axis_names))
+
+
+class OwnBlocks:
+    """Each local block of keys, to be looked at by queries of its own document.
+
+    Attributes:
+        slot: int32 [B, n], the slot of each block's document; E for none.
+    """
+
+    def __init__(self, k: Array, slots: DocumentSlots, shards: Shards) -> None:
+        num_local, num_slots = shards.block_ids.shape[0], slots.first.shape[1]
         self._chunk = min(max(shards.num_blocks // 16, 1), 64)
-        self._k = k.reshape(k.shape[0], num_local, self._size, *k.shape[2:])
-        self.slot = slots.of_block[:, shards.block_ids]  # [B, n]
-        held = jnp.minimum(self.slot, slots.first.shape[1] - 1)
-        first, tokens = (
-            jnp.take_along_axis(x, held, axis=1) for x in (slots.first, slots.tokens)
-        )
-        # Where the document ends, counted from the block; what ends before it sees nothing of it.
-        ends = tokens - (shards.block_ids - first) * self._size
-        self._ends = jnp.where(self.slot == held, ends, 0)
+        self._k = k.reshape(k.shape[0], num_local, -1, *k.shape[2:])
+        self.slot = slots.of_block[:, shards.block_ids]
+        held = jnp.minimum(self.slot, num_slots - 1)
+        self._place = shards.block_ids - jnp.take_along_axis(slots.first, held, axis=1)
 
-    def map(self, of_tile) -> tuple[Array, ...]:
-        """Results [B, n/g, Hq, ...] of a function of (tile, slot, batch entry).
+    def map(self, of_block: Callable[..., tuple[Array, ...]]) -> tuple[Array, ...]:
+        """Results [B, n, Hq, ...] of a function of one block.
 
-        The function gives arrays [1, Hq, 1, ...], as a tile of one sequence of one block does.
+        Its arguments are the keys [g, Hk, D], the slot, the number of the block in its document,
+        and the batch entry; it gives arrays [Hq, ...]. Those of a block of no slot mean nothing.
         """
         batch, num_local = self.slot.shape
         padding = -num_local % self._chunk
-        k, slot, ends = (
+        blocks = tuple(
             jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2)).swapaxes(0, 1)
-            for x in (self._k, self.slot, self._ends)
+            for x in (self._k, self.slot, self._place)
         )
-
-        def one(k: Array, slot: Array, end: Array, entry: Array) -> tuple[Array, ...]:
-            tile = estimate.XlaTiles(
-                self._q[entry, slot][None], k[None], scale=self._scale,
-                block_ids=jnp.zeros(1, jnp.int32), num_blocks=1, valid_len=end,
-            )
-            return tuple(x[0, :, 0] for x in of_tile(tile, slot, entry))
-
         entries = jnp.arange(batch)
         found = lax.map(
-            lambda x: jax.vmap(one)(*x, entries), (k, slot, ends), batch_size=self._chunk
+            lambda x: jax.vmap(of_block)(*x, entries), blocks, batch_size=self._chunk
         )
         return tuple(x[:num_local].swapaxes(0, 1) for x in found)

@@ -3,6 +3,8 @@
 The scores keep to the rules of `estimate.py`, so they have the same bits on any number of ranks.
 """
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -37,9 +39,7 @@ def heaviest_columns(
     num_blocks = shards.num_blocks
     seq_len = num_blocks * block_size
     end = seq_len if shards.valid_len is None else shards.valid_len
-    queries = min(_QUERIES, seq_len)
-    numbers = jnp.arange(1, queries + 1, dtype=jnp.int32)
-    positions = jnp.maximum(numbers * end // queries - 1, 0).astype(jnp.int32)
+    positions = spread_places(seq_len, end)
     rows = exchange.gather_rows(
         q, positions, shards.block_ids, num_blocks, shards.axis_names
     ).transpose(0, 2, 1, 3)
@@ -50,6 +50,45 @@ def heaviest_columns(
     return jnp.pad(tokens, ((0, 0), (0, 0), (0, count - most)), constant_values=seq_len)
 
 
+def spread_places(seq_len: int, end: int | Array) -> Array:
+    """Places of queries that are evenly spread over sequences: int32 [u], or [..., u].
+
+    Args:
+        seq_len: S, of which there are at most as many.
+        end: tokens of the sequence; a number, or int32 [..., 1].
+    """
+    queries = min(_QUERIES, seq_len)
+    numbers = jnp.arange(1, queries + 1, dtype=jnp.int32)
+    return jnp.maximum(numbers * end // queries - 1, 0).astype(jnp.int32)
+
+
+def in_block(logits: Array, scale: float) -> tuple[Array, Array]:
+    """The peak of logits [..., u, g] of a block, and the sum of its terms: fp32 [..., u] twice."""
+    term_one = float(1 << (estimate.MASS_BITS - (logits.shape[-1] - 1).bit_length()))
+    peak = logits.max(-1)
+    terms = estimate.relative_exp(logits, peak[..., None], scale)
+    total = jnp.round(terms * term_one).astype(jnp.int32).sum(-1, dtype=jnp.int32)
+    return peak, total.astype(jnp.float32) * (1 / term_one)
+
+
+def of_keys(
+    logits: Array, counts: Array, peak: Array, total: Array, scale: float
+) -> Array:
+    """Mass int32 [C, B, Hq, g] of the keys of C blocks; 2^30 is all of it.
+
+    Args:
+        logits: fp32 [C, B, Hq, u, g].
+        counts: bool [C, u], whether a query's mass in a block counts.
+        peak: fp32 [B, Hq, u], of all keys that the query sees.
+        total: like `peak`, the sum of terms relative to it; 0 for a query that sees nothing.
+        scale: of the logits.
+    """
+    to_mass = float(estimate.MASS_ONE // logits.shape[-2]) / jnp.where(total > 0, total, 1.0)
+    terms = estimate.relative_exp(logits, peak[..., None], scale)
+    mass = jnp.round(terms * to_mass[..., None]).astype(jnp.int32)
+    return jnp.where(counts[:, None, None, :, None], mass, 0).sum(-2, dtype=jnp.int32)
+
+
 def _far_masses(
     rows: Array, positions: Array, k: Array, num_blocks: int, rule: RowRule, scale: float
 ) -> Array:
@@ -57,30 +96,20 @@ def _far_masses(
     block_size = k.shape[1] // num_blocks
     every = jnp.arange(num_blocks, dtype=jnp.int32)
     where = rows, positions, k, every, num_blocks
-    term_one = float(1 << (estimate.MASS_BITS - (block_size - 1).bit_length()))
-
-    def in_block(logits: Array, _: Array) -> tuple[Array, Array]:
-        peak = logits.max(-1)
-        terms = estimate.relative_exp(logits, peak[..., None], scale)
-        return peak, jnp.round(terms * term_one).astype(jnp.int32).sum(-1, dtype=jnp.int32)
-
-    block_peak, block_total = estimate.map_logits(in_block, *where)  # [B, Hq, NB, u]
-    block_total = block_total.astype(jnp.float32) * (1 / term_one)
+    block_peak, block_total = estimate.map_logits(
+        lambda logits, _: in_block(logits, scale), *where
+    )  # [B, Hq, NB, u]
     peak = block_peak.max(2)
     weight = estimate.relative_exp(block_peak, peak[:, :, None], scale)
     limbs = (x.sum(2, dtype=jnp.int32) for x in estimate.to_limbs(weight, block_total))
     total = estimate.from_limbs(*limbs)
-    to_mass = float(estimate.MASS_ONE // rows.shape[2]) / jnp.where(total > 0, total, 1.0)
 
-    def of_keys(logits: Array, blocks: Array) -> tuple[Array]:  # [C, B, Hq, u, g]
-        terms = estimate.relative_exp(logits, peak[..., None], scale)
-        mass = jnp.round(terms * to_mass[..., None]).astype(jnp.int32)
+    def masses(logits: Array, blocks: Array) -> tuple[Array]:
         distance = positions // block_size - blocks[:, None]  # [C, u]
         counts = (distance >= rule.local_blocks) & (blocks >= rule.sink_blocks)[:, None]
-        mass = jnp.where(counts[:, None, None, :, None], mass, 0)
-        return (mass.sum(-2, dtype=jnp.int32),)
+        return (of_keys(logits, counts, peak, total, scale),)
 
-    return estimate.map_logits(of_keys, *where)[0]
+    return estimate.map_logits(masses, *where)[0]
 
 
 def masses_without(
@@ -102,15 +131,47 @@ def masses_without(
         fp32 [B, Hq, n, NB] without the columns' mass, and fp32 [B, Hq, n], the columns'; together
         what `row_scores.block_masses` gives.
     """
-    scale = shards.scale_for(rows.shape[-1])
+    keys = gather_columns(k, tokens).swapaxes(1, 2)  # [B, Hq, C, D]
+    precision = lax.Precision.HIGHEST if keys.dtype == jnp.float32 else None
+
+    def logits(rows: Array, start: Array, size: int) -> Array:
+        del start, size  # all rows of blocks have the same columns
+        batch, heads, *_, dim = rows.shape
+        return lax.dot_general(
+            rows.reshape(batch, heads, -1, dim), keys, (((3,), (3,)), ((0, 1), (0, 1))),
+            precision=precision, preferred_element_type=jnp.float32,
+        ).reshape(*rows.shape[:-1], -1)
+
+    return left_over(rows, k, places, tokens[:, :, None], logits, shards, block_size, like=like)
+
+
+def left_over(
+    rows: Array, k: Array, places: Array, tokens: Array,
+    logits: Callable[[Array, Array, int], Array], shards: Shards, block_size: int, *,
+    like: Array, first_blocks: Array | None = None,
+) -> tuple[Array, Array]:
+    """As `masses_without`, whatever the columns of a row of blocks are.
+
+    Args:
+        rows: see there, like the next two.
+        k: see there.
+        places: see there.
+        tokens: int32 [B, Hq, n or 1, C], the columns of each row of blocks; S for padding.
+        logits: of rows [B, Hq, size, r, D], those of `size` local blocks from a given one on, with
+            their columns: fp32 [B, Hq, size, r, C].
+        shards: where the queries lie.
+        block_size: g.
+        like: as in `masses_without`.
+        first_blocks: int32 [B, n], the first block that each row of blocks sees; None for 0.
+    """
     masses, levels = row_scores.block_masses(
-        rows, by_blocks(k, block_size), places, scale=scale, like=like, backend=shards.backend,
-        levels=True,
+        rows, by_blocks(k, block_size), places, first_blocks,
+        scale=shards.scale_for(rows.shape[-1]), like=like, backend=shards.backend, levels=True,
     )
-    of_columns = _column_masses(rows, gather_columns(k, tokens), places, levels, tokens, shards)
+    of_columns = _column_masses(rows, places, levels, tokens, logits, shards)
     batch, heads, num_local, _ = of_columns.shape
     own = jnp.ogrid[:batch, :heads, :num_local, :1][:3]
-    blocks = jnp.broadcast_to((tokens // block_size)[:, :, None], of_columns.shape)
+    blocks = jnp.broadcast_to(tokens // block_size, of_columns.shape)
     held = jnp.zeros((batch, heads, num_local, shards.num_blocks), jnp.int32)
     held = held.at[(*own, blocks)].add(of_columns, mode="drop")
     one = 1 / estimate.MASS_ONE
@@ -118,39 +179,43 @@ def masses_without(
     return left, of_columns.sum(-1, dtype=jnp.int32).astype(jnp.float32) * one
 
 
-def _column_masses(
-    rows: Array, keys: Array, places: Array, levels: Array, tokens: Array, shards: Shards
-) -> Array:
-    """Mass int32 [B, Hq, n, C] of columns with keys [B, C, Hq, D]; 2^30 is all of a row of blocks.
+def steps_of(num_local: int, num_blocks: int) -> tuple[int, int]:
+    """Steps, and rows of blocks of each: as many whatever a rank's share of them is."""
+    size = max(num_blocks // _MOST_STEPS, 1)
+    return -(-num_local // size), size
 
-    Some rows of blocks at a time, as many whatever a rank's share of them is.
+
+def _column_masses(
+    rows: Array, places: Array, levels: Array, tokens: Array,
+    logits: Callable[[Array, Array, int], Array], shards: Shards,
+) -> Array:
+    """Mass int32 [B, Hq, n, C] of columns; 2^30 is all of a row of blocks.
+
+    Some rows of blocks at a time.
     """
     batch, heads, num_local, num_rows, dim = rows.shape
-    chunk = max(shards.num_blocks // _MOST_STEPS, 1)
-    steps = -(-num_local // chunk)
+    steps, chunk = steps_of(num_local, shards.num_blocks)
     padding = steps * chunk - num_local
     rows, levels = (
         jnp.pad(x, [(0, 0), (0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 3)) for x in (rows, levels)
     )
     places = jnp.pad(places, ((0, 0), (0, padding), (0, 0)), constant_values=-1)
+    same = tokens.shape[2] == 1
+    if not same:
+        tokens = jnp.pad(tokens, ((0, 0), (0, 0), (0, padding), (0, 0)))
     scale = shards.scale_for(dim)
     one = float(estimate.MASS_ONE // num_rows)
-    precision = lax.Precision.HIGHEST if keys.dtype == jnp.float32 else None
+
+    def part(x: Array, i: Array, axis: int) -> Array:
+        return lax.dynamic_slice_in_dim(x, i * chunk, chunk, axis=axis)
 
     def step(i: Array) -> Array:
-        own, level = (
-            lax.dynamic_slice_in_dim(x, i * chunk, chunk, axis=2) for x in (rows, levels)
-        )
-        logits = lax.dot_general(
-            own.reshape(batch, heads, -1, dim), keys.swapaxes(1, 2),
-            (((3,), (3,)), ((0, 1), (0, 1))), precision=precision,
-            preferred_element_type=jnp.float32,
-        ).reshape(batch, heads, chunk, num_rows, -1)
-        place = lax.dynamic_slice_in_dim(places, i * chunk, chunk, axis=1)[:, None, ..., None]
-        seen = place >= tokens[:, :, None, None]
-        logits = jnp.where(seen, logits, -jnp.inf)
-        mass = jnp.round(estimate.relative_exp(logits, level[..., None], scale) * one)
-        return mass.astype(jnp.int32).sum(-2, dtype=jnp.int32)
+        found = logits(part(rows, i, 2), i * chunk, chunk)
+        own = tokens if same else part(tokens, i, 2)
+        seen = part(places, i, 1)[:, None, ..., None] >= own[:, :, :, None]
+        found = jnp.where(seen, found, -jnp.inf)
+        mass = estimate.relative_exp(found, part(levels, i, 2)[..., None], scale)
+        return jnp.round(mass * one).astype(jnp.int32).sum(-2, dtype=jnp.int32)
 
     found = lax.map(step, jnp.arange(steps))
     found = jnp.moveaxis(found, 0, 2).reshape(batch, heads, steps * chunk, -1)

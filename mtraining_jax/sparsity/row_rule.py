@@ -77,7 +77,8 @@ def kept_blocks(
         mass = whole_masses(scores, length)
         total = mass.sum(-1, dtype=jnp.int32)
     else:
-        mass = whole_masses(jnp.concatenate([scores, beside[..., None]], axis=-1))
+        many = None if length is None else length + 1
+        mass = whole_masses(jnp.concatenate([scores, beside[..., None]], axis=-1), many)
         total = mass.sum(-1, dtype=jnp.int32)
         mass, kept = mass[..., :-1], mass[..., -1]
     target = _share(total, rule.tau)

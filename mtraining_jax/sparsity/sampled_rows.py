@@ -3,7 +3,6 @@
 import dataclasses
 from typing import TYPE_CHECKING
 
-from mtraining_jax.errors import UserError
 from mtraining_jax.limits import check_at_most, limited
 from mtraining_jax.sparsity.pattern import Shards
 from mtraining_jax.sparsity.row_pattern import RowPattern
@@ -65,17 +64,13 @@ class SampledRows(RowPattern):
         return index.with_columns(tokens, shards.block_ids)
 
     def for_documents(self) -> "SampledRows":
-        """The pattern itself, unless it has columns.
+        """The pattern itself; with columns, those of each document."""
+        if not self.columns:
+            return self
+        from mtraining_jax.sparsity.document_sampled_rows import DocumentSampledRows
 
-        Raises:
-            UserError: if it has: queries all over the sequence say which, not each document's.
-        """
-        if self.columns:
-            raise UserError(
-                f"columns={self.columns} is not possible with packed documents, as columns are "
-                "chosen by queries of the whole sequence: columns=0 is needed"
-            )
-        return self
+        fields = dataclasses.fields(self)
+        return DocumentSampledRows(**{field.name: getattr(self, field.name) for field in fields})
 
     def scoring_share(self) -> float:
         """r / (2 g)."""

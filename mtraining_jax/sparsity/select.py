@@ -60,7 +60,7 @@ def kept_entries(
     threshold, ties_kept = _find_threshold(keys, rule, spans)
     least = spans.spread(threshold)[..., None]
     above, tied = keys > least, keys == least
-    kept = above | (tied & (_numbered(tied, spans) < spans.spread(ties_kept)[..., None]))
+    kept = above | (tied & (numbered(tied, spans) < spans.spread(ties_kept)[..., None]))
     return kept, spans.sums((kept.astype(jnp.int32),))[0]
 
 
@@ -75,8 +75,22 @@ def ascending_entries(kept: Array, capacity: int, fill: int) -> Array:
     Returns:
         int32 [..., capacity].
     """
-    places = jnp.where(kept, _numbered(kept, OneSpan(kept.shape[-2], 0)), capacity)
-    numbers = jnp.arange(kept.shape[-2] * kept.shape[-1], dtype=jnp.int32)
+    number = numbered(kept, OneSpan(kept.shape[-2], 0))
+    return placed(jnp.where(kept, number, capacity), capacity, fill)
+
+
+def placed(places: Array, capacity: int, fill: int) -> Array:
+    """Numbers of entries in a list, each at its place.
+
+    Args:
+        places: int32 [..., NB, g], different ones; from `capacity` on for entries that have none.
+        capacity: length of the list.
+        fill: where there is no entry.
+
+    Returns:
+        int32 [..., capacity].
+    """
+    numbers = jnp.arange(places.shape[-2] * places.shape[-1], dtype=jnp.int32)
 
     @functools.partial(jnp.vectorize, signature="(n,g)->(c)")
     def scatter(where):
@@ -175,7 +189,7 @@ def _pick(x: Array, place: Array) -> Array:
     return jnp.take_along_axis(x, place[..., None], axis=-1)[..., 0]
 
 
-def _numbered(marked: Array, spans: Spans) -> Array:
+def numbered(marked: Array, spans: Spans) -> Array:
     """Like `marked` bool [..., NB, g]: how many earlier entries of the same sequence are marked."""
     within = jnp.cumsum(marked, axis=-1, dtype=jnp.int32)
     blocks = spans.up_to(within[..., -1])

@@ -327,8 +327,6 @@ def test_what_documents_cannot_be_used_with_is_refused():
     for options, message in [
         (dict(pattern=FlexPrefill(block_size=BLOCK)),
          "FlexPrefill does not read packed documents yet: use sampled_rows"),
-        (dict(pattern=SampledRows(columns=1, block_size=BLOCK, sampled_rows=2)),
-         "columns=1 is not possible with packed documents"),
         (dict(pattern=DenseIndex(BLOCK)), "pattern is a DenseIndex, of which documents"),
         (dict(valid_len=9), "valid_len has no place beside documents"),
         (dict(documents=of_128), "documents have block_size=128, but the pattern 8"),

@@ -5,10 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtraining_jax.errors import UserError
 from mtraining_jax.sparsity import SampledRows, Shards, row_columns
+from mtraining_jax.sparsity.documents import Documents
 from mtraining_jax.sparsity.row_rule import RowRule
 from mtraining_jax.sparsity.sampled_rows import samples
+from tests.pallas_kernels.brute_force import index_mask
 from tests.sparsity import inputs, oracle
 
 SIZE, NUM_BLOCKS, HEADS, DIM, COLUMNS, QUERIES = 8, 32, 3, 16, 10, 128
@@ -83,7 +84,32 @@ def test_columns_take_their_mass_out_of_their_blocks(heads):
             np.testing.assert_allclose(left[0, head, i], expected, atol=3e-6)
 
 
-def test_documents_have_no_columns():
-    with pytest.raises(UserError, match="columns=128 is not possible with packed documents"):
-        SampledRows(columns=128).for_documents()
-    assert SampledRows().for_documents() == SampledRows()
+def test_a_document_has_the_columns_of_a_sequence_of_its_own(heads):
+    pattern = SampledRows(
+        tau=0.6, sampled_rows=4, columns=COLUMNS, local_blocks=1, dense_below=40, block_size=SIZE
+    )
+    lengths, starts = [77, 30, 131], [0, 10, 14]  # 10, 4 (dense) and 17 blocks
+    documents = Documents.from_lengths([lengths], SEQ_LEN, SIZE)
+
+    @jax.jit
+    def choose(q, k, documents=None, valid_len=None):
+        documents = None if documents is None else documents.blocks()
+        shards = Shards(
+            jnp.arange(NUM_BLOCKS), NUM_BLOCKS, valid_len=valid_len, documents=documents
+        )
+        return (pattern.for_documents() if documents else pattern).choose(q, k, shards).index
+
+    found = index_mask(choose(*heads, documents), SEQ_LEN)
+    wanted = np.zeros_like(found)
+    for start, length in zip(starts, lengths, strict=True):
+        size = -(-length // SIZE) * SIZE
+        own = slice(start * SIZE, start * SIZE + size)
+        wanted[:, :, own, own] = np.tri(size, dtype=bool)
+        if length > 40:
+            moved = (jnp.roll(x, -start * SIZE, 1) for x in heads)
+            alone = choose(*moved, None, jnp.int32(length))
+            wanted[:, :, own, own] = index_mask(alone, SEQ_LEN)[:, :, :size, :size]
+            assert wanted[:, :, own, own].mean() < 0.4
+    np.testing.assert_array_equal(found, wanted)
+    # Room for the columns of six documents of five blocks, and marks and a number for each row.
+    assert pattern.for_documents().capacities(NUM_BLOCKS) == (NUM_BLOCKS * 3, 6 * COLUMNS)

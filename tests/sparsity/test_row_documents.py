@@ -20,6 +20,7 @@ PATTERNS = {
     "sampled": SampledRows(sampled_rows=3, **OPTIONS),
     "mixed": MixedRows(stride=4, sampled_rows=3, **OPTIONS),
     "bands": Prism(**OPTIONS),
+    "columns": SampledRows(sampled_rows=3, columns=5, **OPTIONS).for_documents(),
 }
 
 
@@ -61,6 +62,12 @@ def test_a_pack_chooses_what_each_document_chooses_alone():
             wanted[:, own, own] = bits[n, :, :size, :size]
             assert not bits[n, :, size:].any() and not bits[n, :, :, size:].any(), name
             assert bits[n, :, :size, 0].all(), name  # the document's first block
+            if name == "columns":
+                of_pack, alone = index.column_marks[0, :, own], index.column_marks[n, :, :size]
+                np.testing.assert_array_equal(of_pack, alone)
+                assert np.asarray(of_pack).any() == (size > 2)
+                np.testing.assert_array_equal(index.column_start[0, :, own], start)
+                assert not np.asarray(index.column_marks[n, :, size:]).any()
         np.testing.assert_array_equal(bits[0], wanted, name)
         assert not wanted.sum((1, 2)).max() == 6 + 15 + 1, name  # some were left out
 

@@ -1,0 +1,123 @@
+"""Key columns beside lists of blocks, for each document of a pack: `row_columns` in many places.
+
+Each document has as many columns as a sequence of its own would have. Its key blocks are looked at
+by its own queries alone, so all documents together cost as much as one sequence.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from mtraining_jax.sparsity import document_slots, estimate, row_columns, select
+from mtraining_jax.sparsity.document_slots import DocumentSlots, OwnBlocks
+from mtraining_jax.sparsity.pattern import Shards
+from mtraining_jax.sparsity.row_rule import RowRule
+from mtraining_jax.sparsity.spans import PackedSpans
+from pallas_kernels.tiles import gather_columns
+
+
+def heaviest_columns(
+    q: Array, k: Array, shards: Shards, slots: DocumentSlots, block_size: int, count: int,
+    rule: RowRule,
+) -> Array:
+    """The columns that `row_columns.heaviest_columns` finds, of each document in a slot.
+
+    Args:
+        q: [B, n, Hq, D], local queries.
+        k: [B, S, Hk, D], all keys, in the order of the sequence.
+        shards: where the queries lie.
+        slots: the documents.
+        block_size: g.
+        count: C, most columns of a head in a document.
+        rule: says which blocks are forced, whose keys need no columns.
+
+    Returns:
+        int32 [B, Hq, E, C], global positions, ascending, padded with S. The same on all ranks.
+    """
+    batch, heads, num_blocks = q.shape[0], q.shape[2], shards.num_blocks
+    num_slots, seq_len = slots.first.shape[1], num_blocks * block_size
+    places = row_columns.spread_places(seq_len, slots.tokens[..., None])  # [B, E, u]
+    positions = slots.first[..., None] * block_size + places
+    rows = document_slots.queries_at(q, jnp.clip(positions, 0, seq_len - 1), shards)
+    every = dataclasses.replace(
+        shards, block_ids=jnp.arange(num_blocks, dtype=jnp.int32), axis_names=()
+    )
+    blocks = OwnBlocks(k, slots, every)
+    scale = shards.scale_for(q.shape[-1])
+
+    def look(body, k: Array, slot: Array, place: Array, entry: Array) -> tuple[Array, ...]:
+        """A body of `estimate.map_logits` on one block of keys."""
+        seen_by = jnp.where(slot < num_slots, places[entry, slot] - place * block_size, -1)
+        one = jnp.zeros(1, jnp.int32)
+        found = estimate.map_logits(body, rows[entry, slot][None], seen_by, k[None], one, 1)
+        return tuple(x[0, :, 0] for x in found)
+
+    def statistics(*of_block: Array) -> tuple[Array, ...]:
+        return look(lambda logits, _: row_columns.in_block(logits, scale), *of_block)
+
+    peak, total = document_slots.joined(*blocks.map(statistics), blocks.slot, num_slots, scale, ())
+
+    def masses(k: Array, slot: Array, place: Array, entry: Array) -> tuple[Array, ...]:
+        distance = places[entry, slot] // block_size - place
+        counts = (distance >= rule.local_blocks) & (place >= rule.sink_blocks)
+
+        def of_keys(logits: Array, _: Array) -> tuple[Array]:
+            own = peak[entry, slot][None], total[entry, slot][None]
+            return (row_columns.of_keys(logits, counts[None], *own, scale),)
+
+        return look(of_keys, k, slot, place, entry)
+
+    mass = blocks.map(masses)[0].swapaxes(1, 2).reshape(batch * heads, num_blocks, block_size)
+    spans = PackedSpans(*(jnp.repeat(x, heads, axis=0) for x in slots))
+    kept, _ = select.kept_entries(
+        mass.astype(jnp.uint32), select.Rule(0, jnp.full_like(spans.tokens, count)), spans
+    )
+    kept &= (mass > 0) & spans.inside[..., None]
+    number = select.numbered(kept, spans) + spans.of_block[..., None] * count
+    number = jnp.where(kept, number, num_slots * count)
+    tokens = select.placed(number, num_slots * count, seq_len)
+    return tokens.reshape(batch, heads, num_slots, count)
+
+
+def masses_without(
+    rows: Array, k: Array, places: Array, tokens: Array, slots: DocumentSlots, shards: Shards,
+    block_size: int, *, like: Array,
+) -> tuple[Array, Array]:
+    """As `row_columns.masses_without`, where a row of blocks has the columns of its document.
+
+    Args:
+        rows: [B, Hq, n, r, D], r queries of each of n local blocks.
+        k: [B, S, Hk, D], all keys, in the order of the sequence.
+        places: int32 [B, n, r], their positions; -1 for a query that looks at nothing.
+        tokens: int32 [B, Hq, E, C], the columns of each document; S for padding.
+        slots: the documents.
+        shards: where the queries lie.
+        block_size: g.
+        like: [B, n, Hq, D], the queries of the attention.
+    """
+    batch, heads, num_slots, count = tokens.shape
+    keys = gather_columns(k, tokens.reshape(batch, heads, -1))
+    keys = keys.reshape(batch, num_slots, count, heads, -1)
+    slot = slots.of_block[:, shards.block_ids]  # [B, n]
+    held = jnp.minimum(slot, num_slots - 1)
+    entries = jnp.arange(batch)[:, None]
+    own = tokens.swapaxes(1, 2)[entries, held]  # [B, n, Hq, C]
+    own = jnp.where((slot < num_slots)[..., None, None], own, shards.num_blocks * block_size)
+    own = own.swapaxes(1, 2)
+
+    def logits(rows: Array, start: Array, size: int) -> Array:
+        """Of some local blocks: [B, Hq, size, r, D] to [B, Hq, size, r, C]."""
+        of_rows = lax.dynamic_slice_in_dim(held_padded, start, size, axis=1)
+        precision = lax.Precision.HIGHEST if k.dtype == jnp.float32 else None
+        return lax.dot_general(
+            rows, keys[entries, of_rows], (((4,), (4,)), ((0, 1, 2), (0, 3, 1))),
+            precision=precision, preferred_element_type=jnp.float32,
+        )
+
+    steps, size = row_columns.steps_of(slot.shape[1], shards.num_blocks)
+    held_padded = jnp.pad(held, ((0, 0), (0, steps * size - slot.shape[1])))
+    return row_columns.left_over(
+        rows, k, places, own, logits, shards, block_size, like=like,
+        first_blocks=shards.first_blocks(shards.block_ids),
+    )
