@@ -82,6 +82,12 @@ def test_a_step_on_packs_is_a_step_on_each_document_alone(packed, tmp_path):
     assert (density > 0.5).all() and (density < 0.999).all()
 
 
+def test_packs_may_change_places_in_a_batch(packed):
+    one, other = packed.first(LENGTHS), packed.first(LENGTHS[::-1])
+    for name in ("loss", "grad_norm"):
+        np.testing.assert_allclose(one[0][name], other[0][name], rtol=1e-6)
+
+
 def test_documents_may_weigh_as_much_as_each_other(packed):
     batch = packed.batch(LENGTHS)
     labels, order = batch["labels"], packed.layout.permutation()
