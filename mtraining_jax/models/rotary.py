@@ -16,29 +16,31 @@ _LOW_BITS = 11  # p = high + low, low < 2**11; times 12 bits of f both products 
 
 
 def rope_tables(
-    positions: Array, spec: ModelSpec, length: int | None = None
+    positions: Array, spec: ModelSpec, length: int | Array | None = None
 ) -> tuple[Array, Array]:
     """Cosines and sines, both times the factor that the scaling puts on them.
 
     Args:
         positions: int32 [S] or [B, S], global token positions, in any order, below 2**22.
         spec: the model.
-        length: tokens of the whole sequence, which some scalings read; None is S.
+        length: tokens of the whole sequence, which some scalings read; None is S. Int32 [B, S]
+            where tokens are of several sequences, those of each token's.
 
     Returns:
         cos and sin, fp32 [1 or B, S, 1, D/2], ready to broadcast over heads.
     """
-    frequencies, factor = rope_frequencies(
-        spec.head_dim,
-        spec.rope_theta,
-        spec.rope_scaling,
-        context=spec.max_position_embeddings,
-        length=positions.shape[-1] if length is None else length,
-    )
-    mantissa, exponent = np.frexp(frequencies)
-    head = np.ldexp(np.round(np.ldexp(mantissa, 12)), exponent - 12)
-    tail = jnp.asarray(frequencies - head, jnp.float32)
-    head = jnp.asarray(head, jnp.float32)
+    length = positions.shape[-1] if length is None else length
+    scaling = spec.rope_scaling
+    if isinstance(length, int):
+        (head, tail), factor = _split_frequencies(spec, length)
+    elif scaling is None or scaling.switches_at is None:
+        (head, tail), factor = _split_frequencies(spec, 1)
+    else:
+        # What scales cosines and sines is the same for both.
+        short, factor = _split_frequencies(spec, scaling.switches_at)
+        long, _ = _split_frequencies(spec, scaling.switches_at + 1)
+        longer = (length > scaling.switches_at)[:, :, None, None]
+        head, tail = (jnp.where(longer, x, y) for x, y in zip(long, short, strict=True))
 
     positions = positions if positions.ndim == 2 else positions[None]
     positions = positions.astype(jnp.int32)[:, :, None, None]
@@ -49,6 +51,18 @@ def rope_tables(
     cos = cos_far * cos_near - sin_far * sin_near
     sin = sin_far * cos_near + cos_far * sin_near
     return cos * factor, sin * factor
+
+
+def _split_frequencies(spec: ModelSpec, length: int) -> tuple[tuple[Array, Array], float]:
+    """Frequencies in two parts fp32 [D/2], the first of 12 bits; and the factor on cos and sin."""
+    frequencies, factor = rope_frequencies(
+        spec.head_dim, spec.rope_theta, spec.rope_scaling,
+        context=spec.max_position_embeddings, length=length,
+    )  # fmt: skip
+    mantissa, exponent = np.frexp(frequencies)
+    head = np.ldexp(np.round(np.ldexp(mantissa, 12)), exponent - 12)
+    tail = jnp.asarray(frequencies - head, jnp.float32)
+    return (jnp.asarray(head, jnp.float32), tail), factor
 
 
 def apply_rope(x_BSHD: Array, cos: Array, sin: Array) -> Array:

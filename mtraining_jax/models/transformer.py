@@ -184,6 +184,7 @@ class Transformer(nnx.Module):
         attention_inputs: Any = None,
         mesh: Mesh | None = None,
         fsdp: bool = False,
+        length: int | Array | None = None,
     ) -> tuple[Array, dict[str, Array]]:
         """Runs all layers.
 
@@ -203,6 +204,9 @@ class Transformer(nnx.Module):
             fsdp: whether parameters lie as `param_shardings(..., fsdp=True)` says. A layer's are
                 then gathered in the compute dtype just before use, and again in the backward
                 pass, from where their gradients leave by reduce-scatter.
+            length: tokens of the whole sequence where they are not S, because of padding or
+                because more will follow; or int32 [B, S], of each token's document where several
+                are packed into a sequence. Some rotary scalings read it.
 
         Returns:
             hidden [B, S, E] in the compute dtype, after the final norm, and the stats stacked
@@ -210,7 +214,7 @@ class Transformer(nnx.Module):
         """
         hidden_BSE, stats, _ = self.keeping(
             tokens, positions, attention, None, attention_inputs=attention_inputs, mesh=mesh,
-            fsdp=fsdp,
+            fsdp=fsdp, length=length,
         )
         return hidden_BSE, stats
 
@@ -224,16 +228,14 @@ class Transformer(nnx.Module):
         attention_inputs: Any = None,
         mesh: Mesh | None = None,
         fsdp: bool = False,
-        length: int | None = None,
+        length: int | Array | None = None,
     ) -> tuple[Array, dict[str, Array], Any]:
         """Runs all layers, and keeps something of the keys and values of each.
 
         Args:
-            tokens, positions, attention, attention_inputs, mesh, fsdp: as in `__call__`.
+            tokens, positions, attention, attention_inputs, mesh, fsdp, length: as in `__call__`.
             keep: from the keys, rotated, and values of a layer, in the compute dtype and as they
                 are spread over the mesh, to what is kept of them; None keeps nothing.
-            length: tokens of the whole sequence where they are not S, because of padding or
-                because more will follow; some rotary scalings read it.
 
         Returns:
             Both results of `__call__`, and what was kept, stacked over layers.

@@ -14,6 +14,7 @@ from mtraining_jax.config import Config
 from mtraining_jax.parallel.mesh import DOCUMENTS, TOKENS, make_mesh
 from mtraining_jax.planning.hardware import Gpu
 from mtraining_jax.training import parts
+from mtraining_jax.training.documents import reads_lengths
 from mtraining_jax.training.state import StateBuilder
 from mtraining_jax.training.step import make_train_step
 
@@ -95,6 +96,8 @@ def abstract_batch(config: Config, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct
         shape = config.data.batch_size, config.data.seq_len // config.sparsity.block_size, 3
         sharding = NamedSharding(mesh, DOCUMENTS)
         batch["documents"] = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
+    if reads_lengths(config):
+        batch["document_lengths"] = batch["positions"]
     if config.loss.weighting == "document":
         like = batch["labels"]
         batch["weights"] = jax.ShapeDtypeStruct(like.shape, jnp.float32, sharding=like.sharding)

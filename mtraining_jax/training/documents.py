@@ -8,6 +8,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import Mesh
 
+from mtraining_jax.config import Config
+from mtraining_jax.models.spec import ModelSpec
 from mtraining_jax.models.transformer import Attention
 from mtraining_jax.parallel.mesh import DOCUMENTS, TOKENS
 from mtraining_jax.sparsity.document_blocks import DocumentBlocks
@@ -25,6 +27,12 @@ def attention_within(attention: Attention, batch: Mapping[str, Array]) -> Attent
     # Looked up here, outside of the scan over layers.
     documents = DocumentBlocks.from_table(batch["documents"])
     return functools.partial(attention, documents=documents)
+
+
+def reads_lengths(config: Config) -> bool:
+    """Whether a batch says how long each token's document is: where rotary positions read that."""
+    scaling = ModelSpec.from_config(config.model).rope_scaling
+    return config.data.has_documents and scaling is not None and scaling.switches_at is not None
 
 
 def restarting_positions(mesh: Mesh, block_size: int) -> Callable[[Array, Array], Array]:
@@ -47,6 +55,24 @@ def restarting_positions(mesh: Mesh, block_size: int) -> Callable[[Array, Array]
         )
         return jnp.where(length > 0, positions - first * block_size, 0)
 
+    return _on_shards(local, mesh)
+
+
+def lengths_of_documents(mesh: Mesh, block_size: int) -> Callable[[Array, Array], Array]:
+    """A compiled function that says how long the document of each token is.
+
+    Its arguments are those of `restarting_positions`; the result is int32 [B, S], real tokens of
+    the document, 0 for a token of none.
+    """
+
+    def local(positions: Array, table: Array) -> Array:
+        tokens = DocumentBlocks.from_table(table).tokens
+        return jnp.take_along_axis(tokens, positions // block_size, axis=1)
+
+    return _on_shards(local, mesh)
+
+
+def _on_shards(local: Callable[..., Array], mesh: Mesh) -> Callable[[Array, Array], Array]:
     return jax.jit(
         jax.shard_map(
             local, mesh=mesh, in_specs=(TOKENS, DOCUMENTS), out_specs=TOKENS, check_vma=False

@@ -147,6 +147,7 @@ def _make_sums(
             attention_inputs=attention_inputs,
             mesh=mesh,
             fsdp=fsdp,
+            length=batch.get("document_lengths"),
         )
         scores = label_scores(
             hidden,

@@ -17,7 +17,11 @@ from mtraining_jax.models.transformer import Attention
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import DOCUMENTS, TOKENS, make_mesh
 from mtraining_jax.sparsity import ModelSizes, Pattern
-from mtraining_jax.training.documents import restarting_positions
+from mtraining_jax.training.documents import (
+    lengths_of_documents,
+    reads_lengths,
+    restarting_positions,
+)
 from mtraining_jax.training.group_work import balance_of, measures_by_length
 
 
@@ -129,6 +133,9 @@ class Batches:
         )
         self._of_documents = NamedSharding(mesh, DOCUMENTS)
         self._restart = restarting_positions(mesh, config.sparsity.block_size)
+        self._lengths = None
+        if reads_lengths(config):
+            self._lengths = lengths_of_documents(mesh, config.sparsity.block_size)
 
     def __iter__(self) -> Iterator[dict[str, Array]]:
         return self
@@ -137,7 +144,8 @@ class Batches:
         """int32 [B, S] tokens, labels and positions, in layout order.
 
         Where data has documents also `documents`, int32 [B, NB, 3] as the loader's, and positions
-        are those in the document; and with loss.weighting = "document" fp32 [B, S] `weights`.
+        are those in the document; with loss.weighting = "document" fp32 [B, S] `weights`; and if
+        rotary positions read the length of a sequence, int32 [B, S] `document_lengths`.
         """
         local = next(self.loader)
         documents = local.pop("documents", None)
@@ -149,7 +157,10 @@ class Batches:
             lambda index: self.loader.block_of_rows(documents, index),
         )
         positions = self._restart(self._positions, table)
-        return batch | {"positions": positions, "documents": table}
+        batch |= {"positions": positions, "documents": table}
+        if self._lengths is not None:
+            batch["document_lengths"] = self._lengths(self._positions, table)
+        return batch
 
     def state(self) -> dict[str, Any]:
         """Where the data stands, for a checkpoint."""

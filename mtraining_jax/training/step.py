@@ -52,12 +52,13 @@ def make_train_step(
     Returns:
         A function of the state, whose buffers it takes over, and of a batch: int32 [B, S] `tokens`,
         `labels` and `positions` in layout order, and optionally `documents` int32 [B, NB, 3] as in
-        `Documents`: attention then stays within each, and positions are those within it; and fp32
-        `weights` [B, S] of labels, which the mean is taken by. It gives the next state and metrics,
-        which stay on the devices until they are read: fp32 scalars `loss`, `grad_norm` (before the
-        clip) and `lr`; int32 scalars `step` (its number, from 1), `labels` (counted), `skipped` (so
-        far) and `skipped_in_row`; and `layers`, what the attention reports by name, fp32 [L] each,
-        mean over the batch.
+        `Documents`: attention then stays within each, and positions are those within it;
+        `document_lengths` int32 [B, S], if the model's rotary positions read the length of a
+        sequence; and fp32 `weights` [B, S] of labels, which the mean is taken by. It gives the next
+        state and metrics, which stay on the devices until they are read: fp32 scalars `loss`,
+        `grad_norm` (before the clip) and `lr`; int32 scalars `step` (its number, from 1), `labels`
+        (counted), `skipped` (so far) and `skipped_in_row`; and `layers`, what the attention reports
+        by name, fp32 [L] each, mean over the batch.
     """
     schedule = make_schedule(config.optimizer, config.run.steps)
     gradients_of = _make_gradients(config, builder, attention, mesh, attention_inputs)
@@ -129,6 +130,7 @@ def _make_gradients(
             attention_inputs=attention_inputs,
             mesh=mesh,
             fsdp=fsdp,
+            length=batch.get("document_lengths"),
         )
         weight = model.lm_head_weight()
         total = linear_cross_entropy(

@@ -2,14 +2,19 @@
 
 import json
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from flax import nnx
 
+from mtraining_jax import Dense, Documents, sparse_attention
 from mtraining_jax.errors import UserError
-from mtraining_jax.models import Llama3Scaling, LongRopeScaling
+from mtraining_jax.models import Llama3Scaling, LongRopeScaling, graph_definition
 from mtraining_jax.models.families import FAMILIES
 from mtraining_jax.models.hf import read_hf_config
 from mtraining_jax.models.hf.config import hf_config
-from tests.models.common import DATA
+from tests.models.common import DATA, forward, some_tokens
 from tests.models.family_contract import FamilyContract
 
 
@@ -62,6 +67,32 @@ class TestPhi3(FamilyContract):
             "model.layers.1.mlp.gate_up_proj.weight",
         )
     }
+
+    def test_documents_of_a_pack_turn_as_each_does_alone(self, spec, state):
+        lengths, size = [60, 100, 13], 20  # up to 64 tokens short factors divide, then long ones
+        total = sum(-(-n // size) * size for n in lengths)
+        documents = Documents.from_lengths([lengths], total, size)
+        first, _, tokens_of = np.moveaxis(documents.table, -1, 0).repeat(size, axis=2)
+        positions = (np.arange(total) - first * size).astype(np.int32)
+        graphdef, tokens = graph_definition(spec), some_tokens(spec, (1, total))
+
+        def attention(q, k, v):
+            return sparse_attention(q, k, v, pattern=Dense(size), documents=documents), {}
+
+        @jax.jit
+        def packed(state, length):
+            model = nnx.merge(graphdef, state)
+            return model.logits(model(tokens, positions, attention, length=length)[0])
+
+        found, start = packed(state, jnp.asarray(tokens_of)), 0
+        for n in lengths:
+            own = slice(start, start + n)
+            _, alone = forward(graphdef, state, tokens[:, own], jnp.arange(n, dtype=jnp.int32))
+            np.testing.assert_allclose(found[:, own], alone, atol=2e-5)
+            start += -(-n // size) * size
+        # That the length of the sequence decided would show.
+        assert np.abs(packed(state, None) - found)[:, :60].max() > 1e-2
+
 
 
 def test_every_family_has_its_contract():

@@ -143,3 +143,22 @@ def test_factors_are_as_many_as_pairs():
     values = {"type": "longrope", "factor": 2.0, "original_max_position_embeddings": 64, **LISTS}
     with pytest.raises(ValueError, match="short_factor has 2 entries, and a head of 8 has 4 pairs"):
         tiny_spec(rope_scaling=make_scaling(values))
+
+
+def test_tokens_of_documents_turn_as_in_sequences_of_their_length():
+    scaling = LongRopeScaling(4.0, 64, None, (2.0,) * 4, (3.0,) * 4)
+    spec = tiny_spec(rope_scaling=scaling)
+    lengths = np.repeat(np.array([[64, 65, 3]], np.int32), [4, 4, 2], axis=1)
+    positions = np.array([[0, 1, 30, 63, 0, 1, 30, 64, 0, 2]], np.int32)
+    found = rope_tables(positions, spec, lengths)
+    for length in (64, 65, 3):
+        own = lengths[0] == length
+        wanted = rope_tables(positions[:, own], spec, length)
+        for x, y in zip(found, wanted, strict=True):
+            np.testing.assert_array_equal(x[:, own], y)
+    # Where the length does not matter, lengths do not.
+    plain = tiny_spec()
+    for x, y in zip(
+        rope_tables(positions, plain, lengths), rope_tables(positions, plain), strict=True
+    ):
+        np.testing.assert_array_equal(x, y)

@@ -7,7 +7,7 @@ from mtraining_jax.parallel.mesh import DOCUMENTS
 from mtraining_jax.planning.compiled import abstract_batch
 from mtraining_jax.planning.memory import index_bytes
 from mtraining_jax.training.parts import build_mesh
-from tests.training.common import changed, tiny_config
+from tests.training.common import LONGROPE, changed, tiny_config
 
 
 def test_a_batch_of_documents_and_the_bits_of_dense_ones_are_planned(tmp_path):
@@ -21,3 +21,6 @@ def test_a_batch_of_documents_and_the_bits_of_dense_ones_are_planned(tmp_path):
     # A word of 32 bits for each row of 16 blocks, of 2 sequences and 2 heads, over 4 ranks.
     assert index_bytes(config) == 4 * 16 * 2 * 2 // 4
     assert "documents" not in abstract_batch(changed(config, data={"mode": "concat"}), mesh)
+    assert "document_lengths" not in abstract_batch(config, mesh)
+    stretched = changed(config, model={"rope_scaling": LONGROPE})
+    assert abstract_batch(stretched, mesh)["document_lengths"].shape == (2, 128)

@@ -10,9 +10,15 @@ from pathlib import Path
 import numpy as np
 
 from mtraining_jax.config import Config, config_from_dict, config_to_toml
+from mtraining_jax.config.schema import RopeScalingConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 VOCAB = 61
+# For heads of 16: up to 32 tokens the first divisors, then the others.
+LONGROPE = RopeScalingConfig(
+    type="longrope", factor=4.0, original_max_position_embeddings=32, short_factor=(1.0,) * 8,
+    long_factor=(2.0,) * 8,
+)
 
 
 def tiny_config(folder: Path, **sections: dict) -> Config:

@@ -9,7 +9,7 @@ from mtraining_jax.sparsity.documents import Documents
 from mtraining_jax.training import parts
 from mtraining_jax.training.state import StateBuilder
 from mtraining_jax.training.step import make_train_step
-from tests.training.common import VOCAB, changed, tiny_config
+from tests.training.common import LONGROPE, VOCAB, changed, tiny_config
 
 SEQ_LEN, BLOCK = 128, 8
 LENGTHS = [[30, 1, 57], [8, 64, 17, 20]]  # the second one has room for no more
@@ -132,6 +132,13 @@ def test_batches_of_the_loader_say_where_documents_are_and_count_positions_in_th
     batches.close()
     np.testing.assert_allclose(weights[:, back][counted], 1 / (tokens_of[counted] - 1))
     assert (weights > 0).sum() == counted.sum()
+    assert "document_lengths" not in batch
+    batches = parts.Batches(
+        changed(packed.config, model={"rope_scaling": LONGROPE}), packed.mesh, packed.layout
+    )
+    found = np.asarray(next(batches)["document_lengths"])
+    batches.close()
+    np.testing.assert_array_equal(found[:, back], tokens_of)
 
 
 def test_patterns_and_rings_that_cannot_keep_documents_apart_are_refused(tmp_path):

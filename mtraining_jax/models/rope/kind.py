@@ -58,13 +58,23 @@ class RopeScaling:
         """
         raise NotImplementedError
 
+    @property
+    def switches_at(self) -> int | None:
+        """Tokens up to which sequences are stretched in one way, and longer ones in another.
+
+        None: the length of a sequence does not matter.
+        """
+        return None
+
     def length_like(self, length: int) -> int:
         """A length that stretches as `length` does, the same for all that stretch alike.
 
         Programs can then be shared by sequences of many lengths.
         """
-        del length
-        return 1
+        switch = self.switches_at
+        if switch is None:
+            return 1
+        return switch if length <= switch else switch + 1
 
     @classmethod
     def from_hf(cls, rope: Mapping[str, Any], context: int) -> Self:

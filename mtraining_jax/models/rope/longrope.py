@@ -62,10 +62,10 @@ class LongRopeScaling(RopeScaling):
             scale = math.sqrt(1 + math.log(self.factor) / math.log(original))
         return plain / np.asarray(divisors, np.float64), scale
 
-    def length_like(self, length: int) -> int:
-        """See `RopeScaling.length_like`: up to the original context, or longer."""
-        original = self.original_max_position_embeddings
-        return original if length <= original else original + 1
+    @property
+    def switches_at(self) -> int | None:
+        """See `RopeScaling.switches_at`: the original context."""
+        return self.original_max_position_embeddings
 
     @classmethod
     def from_hf(cls, rope: Mapping[str, Any], context: int) -> Self:
