@@ -188,7 +188,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--repeats", type=int, default=10, help="a time is the median of so many")
     parser.add_argument("--seed", type=int, help="of masks and inputs; default: a fresh one")
-    parser.add_argument("--backend", choices=["xla", "mosaic_gpu"], help="default: the best here")
+    backends = ["xla", "mosaic_gpu", "triton"]
+    parser.add_argument("--backend", choices=backends, help="default: the best here")
     parser.add_argument("--quick", action="store_true", help="one short problem of each kind")
     parser.add_argument(
         "--workers", type=int, default=max((os.cpu_count() or 2) // 2, 1),

@@ -194,7 +194,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--recall-rows", type=int, default=128, help="queries for recall")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], help="default: by the device")
-    parser.add_argument("--backend", choices=["xla", "mosaic_gpu"], help="default: the best here")
+    backends = ["xla", "mosaic_gpu", "triton"]
+    parser.add_argument("--backend", choices=backends, help="default: the best here")
     parser.add_argument("--compilers", type=int, default=4, help="programs compiled at a time")
     parser.add_argument("--seed", type=int, default=0, help="of sampled queries and gradients")
     return parser

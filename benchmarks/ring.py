@@ -167,7 +167,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         help="for one time; longer programs are repeated less often, at least 3 times",
     )
     parser.add_argument("--seed", type=int, help="of masks and inputs; default: a fresh one")
-    parser.add_argument("--backend", choices=["xla", "mosaic_gpu"], help="default: the best here")
+    backends = ["xla", "mosaic_gpu", "triton"]
+    parser.add_argument("--backend", choices=backends, help="default: the best here")
     parser.add_argument(
         "--workers", type=int, default=max((os.cpu_count() or 2) // 2, 1),
         help="processes that compile at the same time; 0: none",

@@ -38,7 +38,7 @@ _COMPUTE = (ATTENTION, GEMM, OTHER)
 # Searched for in a kernel's name in this order; the first match decides.
 _NAMES = (
     (COLLECTIVE, r"nccl|memcpyp2p|memcpy p2p|all_?reduce_kernel|nvshmem"),
-    (ATTENTION, r"mosaic_gpu"),
+    (ATTENTION, r"mosaic_gpu|attention_(forward|delta|dq|dkdv)"),
     (GEMM, r"gemm|nvjet|cutlass|cublas|xmma"),
     (COPY, r"^memcpy|^memset|copy"),
 )

@@ -6,6 +6,7 @@ nothing outside `pallas_kernels` refers to one in another way.
 
 import functools
 import logging
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -15,6 +16,8 @@ from pallas_kernels.gradients import Gradients
 from pallas_kernels.mosaic_gpu.backend import MosaicGpu
 from pallas_kernels.plans import Plan
 from pallas_kernels.tiles import Columns, Tiles
+from pallas_kernels.triton import device as triton_device
+from pallas_kernels.triton.backend import Triton
 from pallas_kernels.xla.backend import Xla
 
 _log = logging.getLogger(__name__)
@@ -128,18 +131,26 @@ class Description(NamedTuple):
     reason: str | None
 
 
+_PORTABLE = "xla"
 _registered: dict[str, Backend] = {}
 _chosen_by_name_only: set[str] = set()
+_chosen_where: dict[str, Callable[[], bool]] = {}
 
 
-def register(backend: Backend, *, by_name_only: bool = False) -> None:
+def register(
+    backend: Backend, *, by_name_only: bool = False, where: Callable[[], bool] | None = None
+) -> None:
     """Adds a backend, behind those that are there already.
 
     Args:
         backend: replaces the one of the same name.
         by_name_only: whether it is never chosen unless asked for.
+        where: whether it is a candidate on the machine that is compiled for, unless asked for by
+            name; None for everywhere.
     """
     _registered[backend.name] = backend
+    if where is not None:
+        _chosen_where[backend.name] = where
     if by_name_only:
         _chosen_by_name_only.add(backend.name)
 
@@ -172,7 +183,7 @@ def resolve(name: str | None, q: Array, block_size: int | None = None) -> Backen
         ValueError: on a name that is not a backend's, or a backend that cannot run this call here.
     """
     found, reason = describe(name, q, block_size)
-    if reason is not None:
+    if reason is not None and found == _PORTABLE:
         _say_once(f"attention runs on the portable XLA backend: {reason}", _level())
     return named(found)
 
@@ -186,6 +197,8 @@ def describe(name: str | None, q: Array, block_size: int | None = None) -> Descr
         return Description(name, None)
     reasons = []
     for candidate in names():
+        if candidate in _chosen_where and not _chosen_where[candidate]():
+            continue
         reason = named(candidate).unsupported(q, block_size)
         if reason is None:
             return Description(candidate, "; ".join(reasons) or None)
@@ -269,4 +282,5 @@ def _say_once(message: str, level: int) -> None:
 
 
 register(MosaicGpu())
+register(Triton(), where=triton_device.before_hopper)
 register(Xla())

@@ -1,8 +1,24 @@
 """Shape checks of kernel calls, before anything is traced into a kernel."""
 
+import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.tiles import Columns, Tiles
+
+_HEAD_DIMS = (64, 128)
+_DTYPES = (jnp.bfloat16, jnp.float16)
+_BLOCK_SIZE = 128
+
+
+def unsupported_operands(q: Array, block_size: int | None) -> str | None:
+    """Why kernels for GPUs take no such operands, or None; arguments as `Backend.unsupported`."""
+    if jnp.dtype(q.dtype) not in [jnp.dtype(d) for d in _DTYPES]:
+        return f"dtype {q.dtype} (bfloat16 or float16 is needed)"
+    if q.shape[-1] not in _HEAD_DIMS:
+        return f"head dim {q.shape[-1]} (64 or 128 is needed)"
+    if block_size not in (None, _BLOCK_SIZE):
+        return f"block_size {block_size} (128 is needed)"
+    return None
 
 
 def check_plan(q: Array, k: Array, tiles: Tiles | None, columns: Columns | None) -> None:

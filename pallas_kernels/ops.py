@@ -168,7 +168,7 @@ def delta_of(out: Array, dout: Array, *, backend: str | None = None) -> Array:
         backend: as in `plan`.
 
     Returns:
-        fp32 [B, H, n]. On Hopper GPUs a row's sum has the same bits in every program.
+        fp32 [B, H, n]. With kernels for GPUs a row's sum has the same bits in every program.
 
     Raises:
         ValueError: on shapes that differ, or a backend that cannot run here.

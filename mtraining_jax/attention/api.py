@@ -75,8 +75,8 @@ def sparse_attention(
         causal: False only with `Dense()` and an unsharded sequence; k may then have another
             length than q.
         backend: "mosaic_gpu" (Hopper GPU; head dim 64 or 128, 16-bit floats, block_size 128),
-            "xla" (anything), or None for the best that runs; on a GPU that falls back to "xla"
-            one warning is logged.
+            "triton" (the same on GPUs from Ampere on, with the extra ampere), "xla" (anything), or
+            None for the best that runs; on a GPU that falls back to "xla" one warning is logged.
         valid_len: integer, tokens of every sequence that count, where those behind are padding; may
             be traced. The choice then reads the last queries before the padding, and none of it.
             None: all count. Results for the padding mean nothing.

@@ -180,8 +180,12 @@ class ParallelConfig:
     way (fastest as far as measured); hierarchical: around the devices of a node instead, with less
     memory; flat: around all devices as one ring.
     """
-    backend: Literal["auto", "xla", "mosaic_gpu"] = "auto"
-    """Attention kernels; auto takes mosaic_gpu where the GPU can run it and xla elsewhere."""
+    backend: Literal["auto", "xla", "mosaic_gpu", "triton"] = "auto"
+    """Attention kernels.
+
+    auto takes mosaic_gpu on Hopper GPUs, triton on those before (compute capability 8.x, with the
+    extra ampere), and xla elsewhere.
+    """
     fsdp: bool = False
     """Spread parameters and optimizer state over the devices instead of copying them to each."""
     cpu_devices: PositiveInt | None = None

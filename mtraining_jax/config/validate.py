@@ -162,9 +162,9 @@ def _devices(config: Config, device_count: int | None) -> Iterator[str]:
         "parallel.data * parallel.nodes * parallel.devices_per_node = "
         f"{parallel.data} * {parallel.nodes} * {parallel.devices_per_node} = {asked} devices"
     )
-    if parallel.cpu_devices is not None and parallel.backend == "mosaic_gpu":
+    if parallel.cpu_devices is not None and parallel.backend in ("mosaic_gpu", "triton"):
         yield (
-            f'parallel.backend = "mosaic_gpu" needs a GPU, and parallel.cpu_devices = '
+            f'parallel.backend = "{parallel.backend}" needs a GPU, and parallel.cpu_devices = '
             f"{parallel.cpu_devices} runs on the CPU"
         )
     if device_count is not None:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_kernels.checks import unsupported_operands
 from pallas_kernels.gradients import Gradients, whole_keys
 from pallas_kernels.mosaic_gpu import device
 from pallas_kernels.mosaic_gpu.block_masses import HopperBlockScores
@@ -27,8 +28,6 @@ from pallas_kernels.work.fused_work import FusedWork, fused_work
 from pallas_kernels.work.key_work import KeyWork, key_work
 from pallas_kernels.work.query_work import QueryWork, query_work
 
-HEAD_DIMS = (64, 128)
-DTYPES = (jnp.bfloat16, jnp.float16)
 _PARTS_BESIDE_TRANSFERS = 8  # thread blocks for each multiprocessor
 _INTERPRETED_MULTIPROCESSORS = 2
 
@@ -74,13 +73,7 @@ class MosaicGpu:
         """See `Backend.unsupported`."""
         if not self.interpret and (reason := device.no_hopper_gpu()):
             return reason
-        if jnp.dtype(q.dtype) not in [jnp.dtype(d) for d in DTYPES]:
-            return f"dtype {q.dtype} (bfloat16 or float16 is needed)"
-        if q.shape[-1] not in HEAD_DIMS:
-            return f"head dim {q.shape[-1]} (64 or 128 is needed)"
-        if block_size not in (None, TILE):
-            return f"block_size {block_size} (128 is needed)"
-        return None
+        return unsupported_operands(q, block_size)
 
     def plan(
         self, q: Array, k: Array, tiles: Tiles | None, columns: Columns | None, *, whole: bool

@@ -22,6 +22,7 @@ from pallas_kernels.work.lists import walked_lists
 # `_HEAVY_SHARE`, and no more than `_MOST_HEAVY`. Every query block sees the first keys: as one item
 # they would take longer than all else does on many multiprocessors.
 PARTS = 8
+_BLOCK = 128  # keys of a block
 _MOST_HEAVY = 16
 _HEAVY_SHARE = 16
 
@@ -93,6 +94,25 @@ def _parts_of(heavy: Array) -> Array:
     slot = iota(2) * PARTS + iota(3)
     item = KeyItem(KEY_PARTS, iota(0), iota(1), heavy[..., None], iota(3), slot, 0, 0)
     return pack(item).reshape(*heavy.shape[:2], -1, ITEM_FIELDS)
+
+
+def join_parts(heavy: Array, keys: Array, parts: Array) -> Array:
+    """Gradients of keys, those of the blocks that were cut into parts from the sums of these.
+
+    Args:
+        heavy: as in `KeyWork`.
+        keys: fp32 [..., B, nk, Hk, D].
+        parts: fp32 [..., B, M * PARTS * 128, Hk, D].
+    """
+    batch, kv_heads, count = heavy.shape
+    head_dim = keys.shape[-1]
+    blocks = keys.reshape(-1, batch, keys.shape[-3] // _BLOCK, _BLOCK, kv_heads, head_dim)
+    sums = parts.reshape(-1, batch, count, PARTS, _BLOCK, kv_heads, head_dim).sum(3)
+    # Axes of an index that are apart from each other lead: [B, Hk, M, pairs, 128, D].
+    sums = sums.transpose(1, 4, 2, 0, 3, 5)
+    entry, head = jnp.arange(batch)[:, None, None], jnp.arange(kv_heads)[:, None]
+    blocks = blocks.at[:, entry, heavy, :, head].set(sums, unique_indices=True)
+    return blocks.reshape(keys.shape)
 
 
 def column_items(columns: Columns, num_query_blocks: int) -> Array:

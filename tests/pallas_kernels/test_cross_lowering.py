@@ -10,89 +10,39 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh
 
 import pallas_kernels
 from pallas_kernels import (
-    Columns,
     DenseIndex,
-    DiagonalTiles,
-    ListedTiles,
-    SegmentedDiagonals,
-    VerticalSlashIndex,
     backends,
 )
 from pallas_kernels.mosaic_gpu.configs import CONFIGS
+from pallas_kernels.triton import device
 from pallas_kernels.work.fused_work import FusedWork
-
-B, NQ, NK, HQ, HK, G = 2, 1024, 512, 6, 2, 128  # lengths differ in a ring step
-KERNEL = "custom_call @mosaic_gpu"
-
-
-@dataclasses.dataclass(frozen=True)
-class _Gpu(AbstractDevice):
-    compute_capability: str = "9.0"
-
-
-H200 = _Gpu(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
-A100 = _Gpu(
-    device_kind="NVIDIA A100-SXM4-80GB", platform="gpu", num_cores=108, compute_capability="8.0"
+from tests.pallas_kernels.described import (
+    A100,
+    H200,
+    HQ,
+    NQ,
+    B,
+    G,
+    columns_of,
+    gpu,
+    index,
+    qkv,
+    shaped,
+    target,
+    tiles_of,
 )
 
-
-def _target(device: AbstractDevice):
-    return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
+KERNEL = "custom_call @mosaic_gpu"
 
 
 def _kernels(f, *args) -> int:
     """Lowers f for an H200; the number of Mosaic GPU kernels it calls."""
-    with _target(H200):
+    with target(H200):
         text = jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
     return text.count(KERNEL)
-
-
-def _array(*shape: int, dtype="bfloat16") -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype)
-
-
-def _int32(*shape: int) -> jax.ShapeDtypeStruct:
-    return _array(*shape, dtype=jnp.int32)
-
-
-def _qkv(dim: int, dtype: str, nk: int = NK):
-    return _array(B, NQ, HQ, dim, dtype=dtype), *(2 * [_array(B, nk, HK, dim, dtype=dtype)])
-
-
-def _index() -> VerticalSlashIndex:
-    return VerticalSlashIndex(
-        _int32(B, HQ, 5), _int32(B, HQ), _int32(B, HQ, 200), _int32(B, HQ), G
-    )
-
-
-def _tiles(kind: str):
-    if kind == "none":
-        return None
-    if kind in ("diagonals", "dense"):
-        lists = _int32(B, HQ, 7), _int32(B, HQ), _int32(B, HQ), _int32()
-        return DiagonalTiles(*lists, G, dense=kind == "dense")
-    if "segments" in kind:
-        lists = _int32(B, HQ, 7), _int32(B, HQ, 3), _int32(B, HQ, 3), _int32(3), _int32()
-        return SegmentedDiagonals(*lists, 4, G, dense="dense" in kind)
-    rows, columns = NQ // G, NK // G
-    return ListedTiles(
-        _int32(B, HQ, rows, columns), _int32(B, HQ, rows),
-        _int32(B, HQ, columns, rows), _int32(B, HQ, columns), _int32(), G,
-    )
-
-
-def _columns(dim: int, dtype: str):
-    """Columns as a shard of half the query blocks of a sequence sees them, and their keys."""
-
-    def build(index):
-        blocks = 2 * jnp.arange(NQ // G, dtype=jnp.int32)
-        return Columns.from_index(index, blocks, 2 * NQ // G)
-
-    return jax.eval_shape(build, _index()), 2 * (_array(B, 256, HQ, dim, dtype=dtype),)
 
 
 def _backward(q, k, v, dout, lse, delta, tiles, columns, **options):
@@ -125,10 +75,10 @@ OF_DIMS = [
 @pytest.mark.parametrize(("dim", "kind", "has_columns", "dtype", "running"), OF_DIMS)
 def test_both_passes_lower(dim, kind, has_columns, dtype, running):
     """One plan, the forward kernel, and those for dq and for dk and dv."""
-    columns = _columns(dim, dtype) if has_columns else (None, None)
-    q, k, v = _qkv(dim, dtype)
-    row = _array(B, HQ, NQ, dtype="float32")
-    init = (_array(B, NQ, HQ, dim, dtype="float32"), row) if running else None
+    columns = columns_of(dim, dtype) if has_columns else (None, None)
+    q, k, v = qkv(dim, dtype)
+    row = shaped(B, HQ, NQ, dtype="float32")
+    init = (shaped(B, NQ, HQ, dim, dtype="float32"), row) if running else None
     dq_dtype = "float32" if running else dtype
 
     def both(q, k, v, lse, delta, tiles, columns, init):
@@ -138,7 +88,7 @@ def test_both_passes_lower(dim, kind, has_columns, dtype, running):
         args = q, k, v, q, lse, delta, plan, column_kv
         return out, pallas_kernels.backward(*args, dq_dtype=dq_dtype)
 
-    assert _kernels(both, q, k, v, row, row, _tiles(kind), columns, init) == 3
+    assert _kernels(both, q, k, v, row, row, tiles_of(kind), columns, init) == 3
 
 
 # Few, as each takes seconds: what the fused kernel takes, and every reason not to take it.
@@ -157,18 +107,18 @@ def test_both_passes_lower(dim, kind, has_columns, dtype, running):
     ],
 )
 def test_one_backward_kernel_over_dense_diagonals(dim, kind, has_columns, dq_dtype):
-    columns = _columns(dim, "bfloat16") if has_columns else (None, None)
-    q, k, v = _qkv(dim, "bfloat16")
-    row = _array(B, HQ, NQ, dtype="float32")
+    columns = columns_of(dim, "bfloat16") if has_columns else (None, None)
+    q, k, v = qkv(dim, "bfloat16")
+    row = shaped(B, HQ, NQ, dtype="float32")
     backward = functools.partial(_backward, dq_dtype=dq_dtype)
-    args = q, k, v, q, row, row, _tiles(kind), columns
+    args = q, k, v, q, row, row, tiles_of(kind), columns
     if "dense" in kind:
         assert _kernels(backward, *args) == 1
     else:  # lowered above
-        with _target(H200):
-            plan = jax.eval_shape(pallas_kernels.plan, q, k, _tiles(kind), columns[0])
+        with target(H200):
+            plan = jax.eval_shape(pallas_kernels.plan, q, k, tiles_of(kind), columns[0])
         assert not isinstance(plan.work.keys, FusedWork)
-    with _target(H200):
+    with target(H200):
         grads = jax.eval_shape(backward, *args)
     assert (grads.dq.shape, grads.dq.dtype) == (q.shape, dq_dtype)
     keys = None if kind == "none" else (k.shape, "float32")
@@ -180,7 +130,7 @@ def test_one_backward_kernel_over_dense_diagonals(dim, kind, has_columns, dq_dty
 @pytest.mark.parametrize("mapped", [False, True])
 def test_dense_attention_with_gradients_lowers(mapped):
     """Three kernels, delta's included; `jax.vmap` runs the last one entry after another."""
-    q, k, v = _qkv(64, "bfloat16", nk=NQ)
+    q, k, v = qkv(64, "bfloat16", nk=NQ)
 
     def loss(q, k, v):
         return pallas_kernels.attention(q, k, v, DenseIndex(G)).astype(jnp.float32).sum()
@@ -199,7 +149,7 @@ def test_attention_with_gradients_lowers(dim, large, monkeypatch):
 
     Forward, delta and one kernel for all gradients, two where dq in fp32 would be too large.
     """
-    q, k, v = _qkv(dim, "bfloat16", nk=NQ)
+    q, k, v = qkv(dim, "bfloat16", nk=NQ)
     config = dataclasses.replace(CONFIGS[dim], fused_sparse_bytes=q.size * 4 - large)
     monkeypatch.setitem(CONFIGS, dim, config)
 
@@ -207,12 +157,12 @@ def test_attention_with_gradients_lowers(dim, large, monkeypatch):
         out = pallas_kernels.attention(q, k, v, index)
         return out.astype(jnp.float32).sum()
 
-    assert _kernels(jax.grad(loss, argnums=(0, 1, 2)), q, k, v, _index()) == (4 if large else 3)
+    assert _kernels(jax.grad(loss, argnums=(0, 1, 2)), q, k, v, index()) == (4 if large else 3)
 
 
 def test_the_hopper_kernels_are_chosen_for_a_hopper_gpu():
     q = jnp.zeros((1, G, 1, 64), jnp.bfloat16)
-    with _target(H200):
+    with target(H200):
         for choice in (None, "auto", "mosaic_gpu"):
             assert backends.resolve(choice, q, G).name == "mosaic_gpu"
         assert backends.resolve("xla", q, G).name == "xla"
@@ -224,9 +174,44 @@ def test_the_hopper_kernels_are_chosen_for_a_hopper_gpu():
 
 def test_other_machines_get_the_portable_backend():
     q = jnp.zeros((1, G, 1, 64), jnp.bfloat16)
-    assert backends.resolve(None, q, G).name == "xla"
-    with _target(A100):
-        assert backends.resolve(None, q, G).name == "xla"
+    found = backends.describe(None, q, G)
+    assert found == backends.Description("xla", "no GPU (platform cpu)")
+    for name, capability in (("Tesla T4", "7.5"), ("NVIDIA B200", "10.0")):
+        with target(gpu(name, capability)):
+            found = backends.describe(None, q, G)
+        assert found == backends.Description("xla", f"the target is a {name}, not a Hopper GPU")
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_gpus_before_hopper_get_triton_where_it_is_installed(installed, monkeypatch, caplog):
+    """One line says what is missing; where nothing is, none."""
+    monkeypatch.setattr(device, "find_spec", lambda name: installed or None)
+    backends._say_once.cache_clear()
+    q = jnp.zeros((1, G, 1, 64), jnp.bfloat16)
+    with target(A100):
+        assert backends.resolve(None, q, G).name == ("triton" if installed else "xla")
+        assert backends.resolve(None, q.astype(jnp.float32), G).name == "xla"
+        assert backends.resolve("xla", q, G).name == "xla"
+        if not installed:
+            with pytest.raises(ValueError, match="backend='triton' cannot run here: .*ampere"):
+                backends.resolve("triton", q, G)
+    missing = "Triton kernels need the extra ampere: uv sync --extra ampere, or pip install"
+    assert [missing in line for line in caplog.messages] == ([False] if installed else [True])
+
+
+def test_triton_runs_on_other_gpus_by_name_alone(monkeypatch):
+    monkeypatch.setattr(device, "find_spec", lambda name: True)
+    q = jnp.zeros((1, G, 1, 64), jnp.bfloat16)
+    with target(H200):
+        assert backends.resolve(None, q, G).name == "mosaic_gpu"
+        assert backends.resolve("triton", q, G).name == "triton"
+        with pytest.raises(ValueError, match="backend='triton' cannot run here: head dim 80"):
+            backends.resolve("triton", jnp.zeros((1, G, 1, 80), jnp.bfloat16), G)
+    needed = r"compute capability 7.5 \(8.0 or later is needed\)"
+    with target(gpu("Tesla T4", "7.5")), pytest.raises(ValueError, match=needed):
+        backends.resolve("triton", q, G)
+    with pytest.raises(ValueError, match="backend='triton' cannot run here: no NVIDIA GPU"):
+        backends.resolve("triton", q, G)
 
 
 def test_asking_by_name_where_it_cannot_run_says_why():
@@ -238,9 +223,9 @@ def test_asking_by_name_where_it_cannot_run_says_why():
     cannot = "backend='mosaic_gpu' cannot run here: "
     with pytest.raises(ValueError, match=cannot + r"no GPU \(platform cpu\)"):
         ask(q)
-    with _target(A100), pytest.raises(ValueError, match=cannot + "the target is a NVIDIA A100"):
+    with target(A100), pytest.raises(ValueError, match=cannot + "the target is a NVIDIA A100"):
         ask(q)
-    with _target(H200):
+    with target(H200):
         with pytest.raises(ValueError, match=cannot + "dtype float32"):
             ask(q.astype(jnp.float32))
         with pytest.raises(ValueError, match=cannot + "head dim 80"):

@@ -36,7 +36,7 @@ from pallas_kernels.mosaic_gpu.key_walk import KeyWalk
 from pallas_kernels.mosaic_gpu.masks import KeyMask, add_bias
 from pallas_kernels.mosaic_gpu.query_stream import QueryStream, key_barriers, key_memory
 from pallas_kernels.work.items import KeyItem, read
-from pallas_kernels.work.key_work import PARTS, KeyWork
+from pallas_kernels.work.key_work import PARTS, KeyWork, join_parts
 
 _STEP = 64  # queries of one step
 _ROW_OPERANDS = ("base", "minus_delta")
@@ -160,27 +160,8 @@ def dkdv_kernel(
     found = dict(zip(suffixes, jax.tree.unflatten(structure, run(*arrays)), strict=True))
     keys = found[""]
     if has_parts:
-        keys = jax.tree.map(functools.partial(_with_parts, work.heavy), keys, found["p"])
+        keys = jax.tree.map(functools.partial(join_parts, work.heavy), keys, found["p"])
     return keys, found.get("c")
-
-
-def _with_parts(heavy: Array, keys: Array, parts: Array) -> Array:
-    """Gradients of keys, those of the blocks that were cut into parts from the sums of these.
-
-    Args:
-        heavy: as in `KeyWork`.
-        keys: fp32 [..., B, nk, Hk, D].
-        parts: fp32 [..., B, M * PARTS * 128, Hk, D].
-    """
-    batch, kv_heads, count = heavy.shape
-    head_dim = keys.shape[-1]
-    blocks = keys.reshape(-1, batch, keys.shape[-3] // TILE, TILE, kv_heads, head_dim)
-    sums = parts.reshape(-1, batch, count, PARTS, TILE, kv_heads, head_dim).sum(3)
-    # Axes of an index that are apart from each other lead: [B, Hk, M, pairs, 128, D].
-    sums = sums.transpose(1, 4, 2, 0, 3, 5)
-    entry, head = jnp.arange(batch)[:, None, None], jnp.arange(kv_heads)[:, None]
-    blocks = blocks.at[:, entry, heavy, :, head].set(sums, unique_indices=True)
-    return blocks.reshape(keys.shape)
 
 
 @dataclasses.dataclass(frozen=True)

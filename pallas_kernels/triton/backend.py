@@ -1,0 +1,268 @@
+"""The Triton backend behind the contract of `pallas_kernels.backends`."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from pallas_kernels.checks import unsupported_operands
+from pallas_kernels.gradients import Gradients, whole_keys
+from pallas_kernels.plans import Plan
+from pallas_kernels.tiles import COLUMN_TILE, Columns, Tiles
+from pallas_kernels.triton import device
+from pallas_kernels.triton.call import Call, run_on_gpu
+from pallas_kernels.triton.configs import Config, Configs, configs_for
+from pallas_kernels.work.key_work import PARTS, KeyWork, join_parts, key_work
+from pallas_kernels.work.query_work import QueryWork, query_work
+
+BLOCK = 128
+LOG2E = math.log2(math.e)
+_DELTA = Config(rows=64, keys=0, warps=4, stages=1)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["queries", "keys"], meta_fields=[]
+)
+@dataclasses.dataclass(frozen=True)
+class TritonWork:
+    """What the kernels of both passes walk.
+
+    Attributes:
+        queries: of the forward kernel, and of the one for dq.
+        keys: of those for dk and dv, items of columns first.
+    """
+
+    queries: QueryWork
+    keys: KeyWork
+
+
+@dataclasses.dataclass(frozen=True)
+class Triton:
+    """Kernels for GPUs from Ampere on, written in Triton.
+
+    Attributes:
+        name: in the registry.
+        run: runs a call of a kernel; None for jax-triton on a GPU.
+        capability: compute capability of the GPU whose configurations to take, as 80 for 8.0; None
+            for that of the GPU that is compiled for.
+    """
+
+    name: str = "triton"
+    run: Callable[[Call], dict[str, Array]] | None = None
+    capability: int | None = None
+
+    estimate = None
+    block_scores = None
+
+    def unsupported(self, q: Array, block_size: int | None) -> str | None:
+        """See `Backend.unsupported`."""
+        if self.run is None and (reason := device.cannot_run()):
+            return reason
+        return unsupported_operands(q, block_size)
+
+    def plan(
+        self, q: Array, k: Array, tiles: Tiles | None, columns: Columns | None, *, whole: bool
+    ) -> TritonWork:
+        """See `Backend.plan`; the same kernels run whether gradients are `whole` or not."""
+        del whole
+        sizes = q.shape[0], q.shape[2], q.shape[1] // BLOCK, k.shape[1] // BLOCK, k.shape[2]
+        return TritonWork(query_work(tiles, columns, *sizes), key_work(tiles, columns, *sizes))
+
+    def forward(
+        self, q: Array, k: Array, v: Array, plan: Plan, column_kv: tuple[Array, Array] | None, *,
+        scale: float, init: tuple[Array, Array] | None, out_dtype: jnp.dtype,
+        beside_transfers: bool,
+    ) -> tuple[Array, Array]:
+        """See `Backend.forward`; every item has thread blocks of its own, whatever runs beside."""
+        del beside_transfers
+        from pallas_kernels.triton.kernels.forward import attention_forward
+
+        out0, lse0 = (None, None) if init is None else (x.astype(jnp.float32) for x in init)
+        found = self._over_queries(
+            attention_forward, self._configs(q).forward, q, k, v, plan, column_kv,
+            arrays={"init_out": out0, "init_lse": lse0},
+            outputs={
+                "out": jax.ShapeDtypeStruct(q.shape, out_dtype),
+                "lse": jax.ShapeDtypeStruct((q.shape[0], q.shape[2], q.shape[1]), jnp.float32),
+            },
+            numbers={"log2_scale": scale * LOG2E},
+            constants={"HAS_INIT": init is not None},
+        )
+        return found["out"], found["lse"]
+
+    def backward(
+        self, q: Array, k: Array, v: Array, dout: Array, lse: Array, delta: Array, plan: Plan,
+        column_kv: tuple[Array, Array] | None, *, scale: float, dq_dtype: jnp.dtype,
+        key_dtype: jnp.dtype | None, beside_transfers: bool,
+    ) -> Gradients:
+        """See `Backend.backward`; every item has thread blocks of its own."""
+        del beside_transfers
+        from pallas_kernels.triton.kernels.dq import attention_dq
+
+        rows = {
+            "dout": dout.astype(q.dtype),
+            # What a logit in base 2 is lowered by: an empty row then has no weights.
+            "shift": jnp.where(lse > -jnp.inf, lse * LOG2E, jnp.inf),
+            "delta": delta,
+        }
+        scales = {"scale": float(scale), "log2_scale": scale * LOG2E}
+        keys = self._of_blocks(q, k, v, plan, rows, scales) if plan.has_tiles else (None, None)
+        of_columns = None, None
+        if column_kv is not None:
+            of_columns = self._of_columns(q, plan, column_kv, rows, scales)
+        if key_dtype is not None:
+            keys = whole_keys(*keys, *of_columns, plan.columns, key_dtype)
+            of_columns = None, None
+            # First these, then dq: their sums in fp32 fit in dq's memory.
+            q, keys = lax.optimization_barrier((q, keys))
+        found = self._over_queries(
+            attention_dq, self._configs(q).dq, q, k, v, plan, column_kv, arrays=rows,
+            outputs={"dq": jax.ShapeDtypeStruct(q.shape, dq_dtype)}, numbers=scales, constants={},
+        )
+        return Gradients(found["dq"], *keys, *of_columns)
+
+    def delta_of(self, out: Array, dout: Array) -> Array:
+        """See `Backend.delta_of`."""
+        from pallas_kernels.triton.kernels.delta import attention_delta
+
+        batch, length, heads, dim = out.shape
+        call = Call(
+            attention_delta, {"out": out, "dout": dout},
+            {"delta": jax.ShapeDtypeStruct((batch, heads, length), jnp.float32)},
+            {"length": length}, {"HEADS": heads, "DIM": dim, "ROWS": _DELTA.rows},
+            (-(-length // _DELTA.rows) * heads, batch), _DELTA,
+        )  # fmt: skip
+        return self._run(call)["delta"]
+
+    def _over_queries(
+        self, kernel: Any, config: Config, q: Array, k: Array, v: Array, plan: Plan,
+        column_kv: tuple[Array, Array] | None, *, arrays: dict[str, Array | None],
+        outputs: dict[str, jax.ShapeDtypeStruct], numbers: dict[str, float],
+        constants: dict[str, bool],
+    ) -> dict[str, Array]:
+        """Runs a kernel that walks keys: the work, columns and sizes are the same for all."""
+        work = plan.work.queries
+        call = Call(
+            kernel,
+            {
+                "q": q, "k": k, "v": v, "items": work.items, "lists": work.lists,
+                "diagonal": work.diagonal, "run_first": work.run_first, "run_last": work.run_last,
+                **_columns(plan.columns, column_kv), **arrays,
+            },
+            outputs,
+            {
+                **numbers, "query_length": q.shape[1], "key_length": k.shape[1],
+                "capacity": work.lists.shape[-1], "num_columns": _count(plan.columns),
+            },
+            {
+                **constants, "HEADS": q.shape[2], "KV_HEADS": k.shape[2], "DIM": q.shape[3],
+                "LISTED": work.listed,
+                "RUNS": 0 if work.run_first is None else work.run_first.shape[2],
+                "HAS_TILES": plan.has_tiles, "HAS_COLUMNS": plan.columns is not None,
+                "ROWS": config.rows, "KEYS": config.keys,
+            },
+            (work.items.shape[0] * (BLOCK // config.rows),),
+            config,
+        )  # fmt: skip
+        return self._run(call)
+
+    def _of_blocks(
+        self, q: Array, k: Array, v: Array, plan: Plan, rows: dict[str, Array],
+        scales: dict[str, float],
+    ) -> tuple[Array, Array]:
+        """dk and dv of blocks of keys, fp32."""
+        from pallas_kernels.triton.kernels.dkdv import attention_dkdv
+
+        work, config = plan.work.keys, self._configs(q).dkdv
+        items = work.items[_column_items(plan.columns, q) :]
+        like = jax.ShapeDtypeStruct(k.shape, jnp.float32)
+        outputs, absent, in_parts = {"dk": like, "dv": like}, {}, 0
+        if work.heavy is None:
+            absent = {"dk_parts": None, "dv_parts": None}
+        else:
+            in_parts = work.heavy.shape[-1] * PARTS * BLOCK
+            like = jax.ShapeDtypeStruct((k.shape[0], in_parts, *k.shape[2:]), jnp.float32)
+            outputs |= {"dk_parts": like, "dv_parts": like}
+        call = Call(
+            attention_dkdv,
+            {
+                "q": q, "k": k, "v": v, **rows, "items": items, "lists": work.lists,
+                "diagonal": work.diagonal, "first_entries": work.first,
+                "last_entries": work.last, **absent,
+            },
+            outputs,
+            {
+                **scales, "query_length": q.shape[1], "key_length": k.shape[1],
+                "capacity": work.lists.shape[-1], "parts_length": in_parts,
+            },
+            {
+                "HEADS": q.shape[2], "KV_HEADS": k.shape[2], "DIM": q.shape[3],
+                "LISTED": work.listed, "PARTS": 0 if work.heavy is None else PARTS,
+                "ROWS": config.rows, "KEYS": config.keys,
+            },
+            (items.shape[0] * (BLOCK // config.keys),),
+            config,
+        )  # fmt: skip
+        found = self._run(call)
+        if work.heavy is None:
+            return found["dk"], found["dv"]
+        return tuple(
+            join_parts(work.heavy, found[name], found[f"{name}_parts"]) for name in ("dk", "dv")
+        )
+
+    def _of_columns(
+        self, q: Array, plan: Plan, column_kv: tuple[Array, Array], rows: dict[str, Array],
+        scales: dict[str, float],
+    ) -> tuple[Array, Array]:
+        """dk and dv of gathered columns, fp32."""
+        from pallas_kernels.triton.kernels.dkdv import attention_dkdv_columns
+
+        config, count = self._configs(q).dkdv, _column_items(plan.columns, q)
+        like = jax.ShapeDtypeStruct(column_kv[0].shape, jnp.float32)
+        call = Call(
+            attention_dkdv_columns,
+            {
+                "q": q, **rows, "items": plan.work.keys.items[:count],
+                **_columns(plan.columns, column_kv),
+            },
+            {"dk": like, "dv": like},
+            {**scales, "query_length": q.shape[1], "num_columns": _count(plan.columns)},
+            {"HEADS": q.shape[2], "DIM": q.shape[3], "ROWS": config.rows, "KEYS": config.keys},
+            (count * (BLOCK // config.keys),),
+            config,
+        )  # fmt: skip
+        found = self._run(call)
+        return found["dk"], found["dv"]
+
+    def _configs(self, q: Array) -> Configs:
+        return configs_for(self.capability or device.capability(), q.shape[-1])
+
+    def _run(self, call: Call) -> dict[str, Array]:
+        return (self.run or run_on_gpu)(call)
+
+
+def _columns(
+    columns: Columns | None, column_kv: tuple[Array, Array] | None
+) -> dict[str, Array | None]:
+    """The arrays of gathered columns as kernels take them."""
+    names = "k_columns", "v_columns", "keep", "tokens", "query_blocks"
+    if columns is None:
+        return dict.fromkeys(names)
+    keep = lax.bitcast_convert_type(columns.keep, jnp.int32)
+    arrays = *column_kv, keep, columns.tokens, columns.query_blocks
+    return dict(zip(names, arrays, strict=True))
+
+
+def _count(columns: Columns | None) -> int:
+    """Columns of a head."""
+    return 0 if columns is None else columns.tokens.shape[-1]
+
+
+def _column_items(columns: Columns | None, q: Array) -> int:
+    """Items of columns; they stand at the start of the list."""
+    return q.shape[0] * q.shape[2] * _count(columns) // COLUMN_TILE

@@ -1,0 +1,1 @@
+"""The Triton kernels, one file each. Importing one needs the extra `ampere`."""

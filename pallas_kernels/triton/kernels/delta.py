@@ -1,0 +1,31 @@
+"""Triton kernel for delta, the sum of output x its gradient that every row's backward needs.
+
+The order of the sum is always the same; XLA's depends on the program around it.
+"""
+
+import triton
+import triton.language as tl
+
+from pallas_kernels.triton.kernels.tiles import offsets, rows_of
+
+
+@triton.jit
+def attention_delta(
+    out, dout, delta, length, HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    """Sum over DIM of out * dout in fp32, of ROWS rows of one head.
+
+    Args:
+        out, dout: [B, length, HEADS, DIM], any floating dtypes.
+        delta: fp32 [B, HEADS, length], written.
+    """
+    tile, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
+    batch = tl.program_id(1)
+    row = tile.to(tl.int64) * ROWS
+    rows = row + tl.arange(0, ROWS)
+    inside = rows < length
+    at = offsets(ROWS, HEADS, DIM)
+    x = tl.load(rows_of(out, batch, row, length, head, HEADS, DIM) + at, inside[:, None], 0.0)
+    y = tl.load(rows_of(dout, batch, row, length, head, HEADS, DIM) + at, inside[:, None], 0.0)
+    sums = tl.sum(x.to(tl.float32) * y.to(tl.float32), 1)
+    tl.store(delta + (batch.to(tl.int64) * HEADS + head) * length + rows, sums, inside)

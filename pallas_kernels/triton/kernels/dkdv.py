@@ -1,0 +1,200 @@
+"""Triton backward kernels for keys and values: dk and dv of blocks and of gathered columns.
+
+A program owns some keys and walks the query blocks that see them, for every query head of the
+group in turn. Gradients stay in registers from the first query to the last: nothing is added in
+global memory, and the sum has one order.
+"""
+
+import triton
+import triton.language as tl
+
+from pallas_kernels.triton.kernels.tiles import BLOCK, WORD, field, offsets, rows_of, seen_from
+
+_PARTS_KIND = tl.constexpr(2)  # `pallas_kernels.work.items.KEY_PARTS`
+
+
+@triton.jit
+def attention_dkdv(
+    q, k, v, dout, shift, delta, items, lists, diagonal, first_entries, last_entries,
+    dk, dv, dk_parts, dv_parts,
+    scale, log2_scale, query_length, key_length, capacity, parts_length,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, LISTED: tl.constexpr,
+    PARTS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """dv = P^T dO and dk = scale * dS^T Q of KEYS keys of a block, for all heads of its group.
+
+    Args:
+        q, k, v, dout, shift, delta: as in the kernel for dq.
+        items: of `KeyWork`, those of blocks and of parts of blocks.
+        lists, diagonal: of `KeyWork`.
+        first_entries, last_entries: its `first` and `last`.
+        dk, dv: fp32 [B, key_length, KV_HEADS, DIM], written for items of blocks.
+        dk_parts, dv_parts: fp32 [B, parts_length, KV_HEADS, DIM], written for items of parts.
+        capacity: entries of each list.
+        PARTS: how many parts such a block has; 0 where no item is a part.
+        ROWS: queries of one step.
+    """
+    program = tl.program_id(0)
+    n, piece = program // (BLOCK // KEYS), program % (BLOCK // KEYS)
+    batch, kv_head, block = field(items, n, 1), field(items, n, 2), field(items, n, 3)
+    numbers = piece * KEYS + tl.arange(0, KEYS)  # within the block
+    row = block.to(tl.int64) * BLOCK + piece * KEYS
+    key_offsets = offsets(KEYS, KV_HEADS, DIM)
+    k_tile = tl.load(rows_of(k, batch, row, key_length, kv_head, KV_HEADS, DIM) + key_offsets)
+    v_tile = tl.load(rows_of(v, batch, row, key_length, kv_head, KV_HEADS, DIM) + key_offsets)
+    dk_acc, dv_acc = tl.zeros([KEYS, DIM], tl.float32), tl.zeros([KEYS, DIM], tl.float32)
+
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    SPLIT: tl.constexpr = BLOCK // ROWS
+    query_offsets = offsets(ROWS, HEADS, DIM)
+    blocks = key_length // BLOCK
+    for member in range(GROUP):
+        head = kv_head * GROUP + member
+        head_at = batch.to(tl.int64) * HEADS + head
+        block_at = head_at * blocks + block
+        first, last = tl.load(first_entries + block_at), tl.load(last_entries + block_at)
+        if PARTS > 0:
+            if field(items, n, 0) == _PARTS_KIND:
+                count, number = last - first, field(items, n, 4)
+                last = first + count * (number + 1) // PARTS
+                first = first + count * number // PARTS
+        entries = lists + head_at * capacity
+        if LISTED:
+            entries = lists + block_at * capacity
+        q_head = rows_of(q, batch, 0, query_length, head, HEADS, DIM)
+        dout_head = rows_of(dout, batch, 0, query_length, head, HEADS, DIM)
+        shift_head, delta_head = shift + head_at * query_length, delta + head_at * query_length
+        # Only the first entry can be the diagonal.
+        one = tl.minimum(first + 1, last)
+        for s in range(first * SPLIT, one * SPLIT):
+            entry = s // SPLIT
+            inside = (s - entry * SPLIT) * ROWS
+            queries = _query_block(entries, entry, block, LISTED)
+            passing = tl.where(queries - block == tl.load(diagonal), 0, BLOCK)
+            at = queries.to(tl.int64) * BLOCK + inside
+            dk_acc, dv_acc = _step(
+                dk_acc, dv_acc, k_tile, v_tile, q_head + at * (HEADS * DIM),
+                dout_head + at * (HEADS * DIM), shift_head + at, delta_head + at, query_offsets,
+                numbers, inside + passing + tl.arange(0, ROWS), log2_scale, ROWS, True,
+            )  # fmt: skip
+        queries = block  # of an empty list, anything
+        if one < last:
+            queries = _query_block(entries, one, block, LISTED)
+        for s in range(one * SPLIT, last * SPLIT):
+            at = queries.to(tl.int64) * BLOCK + (s - s // SPLIT * SPLIT) * ROWS
+            # Read ahead: else the copies of queries, which wait for it, would begin too late.
+            following = tl.minimum((s + 1) // SPLIT, last - 1)
+            queries = _query_block(entries, following, block, LISTED)
+            dk_acc, dv_acc = _step(
+                dk_acc, dv_acc, k_tile, v_tile, q_head + at * (HEADS * DIM),
+                dout_head + at * (HEADS * DIM), shift_head + at, delta_head + at, query_offsets,
+                numbers, numbers, log2_scale, ROWS, False,
+            )  # fmt: skip
+
+    if PARTS == 0:
+        _store(dk, dv, dk_acc * scale, dv_acc, batch, row, key_length, kv_head, KV_HEADS)
+    elif field(items, n, 0) == _PARTS_KIND:
+        row = field(items, n, 5).to(tl.int64) * BLOCK + piece * KEYS
+        _store(
+            dk_parts, dv_parts, dk_acc * scale, dv_acc, batch, row, parts_length, kv_head, KV_HEADS
+        )
+    else:
+        _store(dk, dv, dk_acc * scale, dv_acc, batch, row, key_length, kv_head, KV_HEADS)
+
+
+@triton.jit
+def attention_dkdv_columns(
+    q, k_columns, v_columns, dout, shift, delta, items, keep, tokens, query_blocks,
+    dk, dv,
+    scale, log2_scale, query_length, num_columns,
+    HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """dv = P^T dO and dk = scale * dS^T Q of KEYS gathered columns of a query head.
+
+    Args:
+        q, dout, shift, delta, k_columns, v_columns, keep, tokens, query_blocks: as in the kernel
+            for dq.
+        items: of `KeyWork`, those of columns.
+        dk, dv: fp32 [B, num_columns, HEADS, DIM], written.
+        ROWS: queries of one step.
+    """
+    program = tl.program_id(0)
+    n, piece = program // (BLOCK // KEYS), program % (BLOCK // KEYS)
+    batch, head = field(items, n, 1), field(items, n, 2)
+    column = field(items, n, 3) * BLOCK + piece * KEYS
+    head_at = batch.to(tl.int64) * HEADS + head
+    key_offsets = offsets(KEYS, HEADS, DIM)
+    k_tile = tl.load(
+        rows_of(k_columns, batch, column, num_columns, head, HEADS, DIM) + key_offsets
+    )
+    v_tile = tl.load(
+        rows_of(v_columns, batch, column, num_columns, head, HEADS, DIM) + key_offsets
+    )
+    dk_acc, dv_acc = tl.zeros([KEYS, DIM], tl.float32), tl.zeros([KEYS, DIM], tl.float32)
+
+    SPLIT: tl.constexpr = BLOCK // ROWS
+    query_offsets = offsets(ROWS, HEADS, DIM)
+    blocks = query_length // BLOCK
+    q_head = rows_of(q, batch, 0, query_length, head, HEADS, DIM)
+    dout_head = rows_of(dout, batch, 0, query_length, head, HEADS, DIM)
+    shift_head, delta_head = shift + head_at * query_length, delta + head_at * query_length
+    of_head, words = tokens + head_at * num_columns, num_columns // WORD
+    # From the last queries back: all tiles of a head's columns start together there and read the
+    # same queries, which the L2 cache then serves.
+    for s in range(0, (blocks - field(items, n, 4)) * SPLIT):
+        entry = s // SPLIT
+        queries, inside = blocks - 1 - entry, (s - entry * SPLIT) * ROWS
+        at = queries.to(tl.int64) * BLOCK + inside
+        limits = seen_from(of_head, keep + (head_at * blocks + queries) * words, column, KEYS)
+        positions = tl.load(query_blocks + queries) * BLOCK + inside + tl.arange(0, ROWS)
+        dk_acc, dv_acc = _step(
+            dk_acc, dv_acc, k_tile, v_tile, q_head + at * (HEADS * DIM),
+            dout_head + at * (HEADS * DIM), shift_head + at, delta_head + at, query_offsets,
+            limits, positions, log2_scale, ROWS, True,
+        )  # fmt: skip
+
+    _store(dk, dv, dk_acc * scale, dv_acc, batch, column, num_columns, head, HEADS)
+
+
+@triton.jit
+def _store(dk, dv, dk_tile, dv_tile, batch, row, length, head, HEADS: tl.constexpr):
+    """Writes gradients of consecutive keys of a head, the first of them `row`."""
+    KEYS: tl.constexpr = dk_tile.shape[0]
+    DIM: tl.constexpr = dk_tile.shape[1]
+    at = offsets(KEYS, HEADS, DIM)
+    tl.store(rows_of(dk, batch, row, length, head, HEADS, DIM) + at, dk_tile)
+    tl.store(rows_of(dv, batch, row, length, head, HEADS, DIM) + at, dv_tile)
+
+
+@triton.jit
+def _query_block(entries, entry, block, LISTED: tl.constexpr):
+    """The query block of an entry of the list that a block of keys walks."""
+    value = tl.load(entries + entry)
+    if not LISTED:
+        value = block + value
+    return value
+
+
+@triton.jit
+def _step(
+    dk, dv, k_tile, v_tile, q, dout, shift, delta, query_offsets, limits, positions, log2_scale,
+    ROWS: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Adds the gradients from ROWS queries.
+
+    Args:
+        q, dout, shift, delta: where those of the step start.
+        limits: MASKED: each key's first position that sees it.
+        positions: of the queries.
+    """
+    q_tile, dout_tile = tl.load(q + query_offsets), tl.load(dout + query_offsets)
+    rows = tl.arange(0, ROWS)
+    row_shift, row_delta = tl.load(shift + rows), tl.load(delta + rows)
+    logits = tl.dot(k_tile, tl.trans(q_tile))
+    if MASKED:
+        logits = tl.where(positions[None, :] >= limits[:, None], logits, float("-inf"))
+    weights = tl.exp2(logits * log2_scale - row_shift[None, :])
+    dv = tl.dot(weights.to(dout_tile.dtype), dout_tile, dv)
+    dp = tl.dot(v_tile, tl.trans(dout_tile))
+    ds = weights * (dp - row_delta[None, :])
+    return tl.dot(ds.to(q_tile.dtype), q_tile, dk), dv

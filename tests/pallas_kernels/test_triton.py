@@ -1,0 +1,140 @@
+"""The Triton kernels in Triton's interpreter: the shared contract, on any machine."""
+
+import dataclasses
+import importlib.util
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_kernels
+from pallas_kernels import BlockSparseIndex, DiagonalTiles, ListedTiles, backends
+from pallas_kernels.triton.backend import Triton
+from pallas_kernels.triton.call import Call
+from tests.pallas_kernels import cases
+from tests.pallas_kernels.cases import Size
+from tests.pallas_kernels.contract import AttentionContract, backward, forward
+
+if importlib.util.find_spec("jax_triton") is None:
+    pytest.skip("needs the extra ampere", allow_module_level=True)
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("set TRITON_INTERPRET=1 to run Triton's interpreter", allow_module_level=True)
+
+from tests.pallas_kernels.triton_interpreter import interpret, run_interpreted  # noqa: E402
+
+INTERPRETED = "interpreted triton"
+backends.register(Triton(INTERPRETED, run=run_interpreted, capability=80), by_name_only=True)
+
+
+class TestInterpreted(AttentionContract):
+    backend = INTERPRETED
+    dtypes = ("bfloat16", "float16")
+    block_size = 128
+    dim = 64
+    other_dims = (128,)
+    batch = 1
+    num_blocks = 4
+    heads = (3, 1)
+    group_heads = ((2, 2), (3, 1))
+    max_slashes = 3
+    max_verticals = 16
+
+
+def test_a_key_block_that_every_row_lists_is_cut_into_parts():
+    """The gradients of 16 key blocks, the first of which all 16 query blocks see."""
+    size = Size(1, 1, 1, query_blocks=16, key_blocks=16, block_size=128, dim=64)
+    rng = np.random.default_rng(1)
+    q, k, v, dout = cases.qkv_dout(rng, size, "bfloat16")
+    mask = np.zeros((1, 1, 16, 16), bool)
+    mask[:, :, :, 0] = mask[:, :, [3, 7], 1] = mask[:, :, 9, 9] = True
+    tiles = ListedTiles.from_index(BlockSparseIndex.from_block_mask(jnp.asarray(mask), 128))
+    plan = pallas_kernels.plan(q, k, tiles, backend=INTERPRETED)
+    assert plan.work.keys.heavy.tolist() == [[[0]]]
+    out, lse = forward(q, k, v, tiles, backend="xla")
+    delta = pallas_kernels.delta_of(out, dout)
+    found, expected = (
+        backward(q, k, v, dout, lse, delta, tiles, backend=backend)
+        for backend in (INTERPRETED, "xla")
+    )
+    for x, y in zip((found.dk, found.dv), (expected.dk, expected.dv), strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-2, atol=2e-2 * float(jnp.abs(y).max()))
+    assert float(jnp.abs(found.dk[:, 2 * 128 : 9 * 128]).max()) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("dim", "dtypes"), [(64, ("bfloat16",) * 2), (128, ("float32", "float16"))]
+)
+def test_delta_kernel(dim, dtypes):
+    """Rows that fill no tile of the kernel, too."""
+    rng = np.random.default_rng(dim)
+    out, dout = (rng.standard_normal((2, 96, 3, dim)).astype(dtype) for dtype in dtypes)
+    delta = backends.named(INTERPRETED).delta_of(jnp.asarray(out), jnp.asarray(dout))
+    expected = np.einsum("bnhd,bnhd->bhn", out.astype(np.float64), dout.astype(np.float64))
+    np.testing.assert_allclose(delta, expected, rtol=1e-5, atol=1e-5)
+    assert delta.dtype == jnp.float32
+
+
+LONG, HEADS, DIM = 2**20 + 256, 32, 64  # an array [1, LONG, HEADS, DIM] has over 2^31 elements
+
+
+def _at_the_end_of_long_arrays(call: Call) -> dict[str, jax.Array]:
+    """Runs a call over one block as one over the last block of `LONG` tokens.
+
+    What lies before is untouched memory of zeros, which takes no room.
+    """
+
+    def lengthened(name: str, x: np.ndarray) -> np.ndarray:
+        if x.ndim == 4:  # [1, 128, HEADS, DIM]
+            long = np.zeros((1, LONG, HEADS, DIM), x.dtype)
+            long[:, -128:] = x
+        elif name in ("shift", "delta", "init_lse", "lse"):
+            long = np.zeros((1, HEADS, LONG), x.dtype)
+            long[..., -128:] = x
+        elif name in ("first_entries", "last_entries"):
+            long = np.zeros((1, HEADS, LONG // 128), x.dtype)
+            long[..., -1:] = x
+        elif name == "items":
+            long = x.copy()
+            long[:, 3 if call.kernel.fn.__name__ == "attention_dkdv" else 2] = LONG // 128 - 1
+        else:
+            long = x
+        return long
+
+    inputs = {
+        name: lengthened(name, np.asarray(x)) for name, x in call.arrays.items() if x is not None
+    }
+    outputs = {
+        name: lengthened(name, np.zeros(x.shape, x.dtype)) for name, x in call.outputs.items()
+    }
+    numbers = {
+        name: LONG if name.endswith("length") and name != "parts_length" else x
+        for name, x in call.numbers.items()
+    }
+    interpret(dataclasses.replace(call, numbers=numbers), inputs, outputs)
+    return {
+        name: jnp.asarray(x[:, -128:] if x.ndim == 4 else x[..., -128:])
+        for name, x in outputs.items()
+    }
+
+
+def test_arrays_of_more_than_2_to_the_31_elements():
+    """The last block of a million tokens gives the bits of the block alone."""
+    long = "interpreted triton, long arrays"
+    backends.register(
+        Triton(long, run=_at_the_end_of_long_arrays, capability=80), by_name_only=True
+    )
+    assert LONG * HEADS * DIM > 2**31
+    size = Size(1, HEADS, HEADS, query_blocks=1, key_blocks=1, block_size=128, dim=DIM)
+    q, k, v, dout = cases.qkv_dout(np.random.default_rng(2), size, "float16")
+    tiles = DiagonalTiles.full(1, HEADS, 1, 1, 128, causal=True)
+    results = []
+    for backend in (INTERPRETED, long):
+        plan = pallas_kernels.plan(q, k, tiles, backend=backend)
+        out, lse = pallas_kernels.forward(q, k, v, plan)
+        delta = jnp.zeros_like(lse)
+        grads = pallas_kernels.backward(q, k, v, dout, lse, delta, plan)
+        results.append([np.asarray(x) for x in (out, lse, *grads[:3])])
+    for alone, at_the_end in zip(*results, strict=True):
+        np.testing.assert_array_equal(alone, at_the_end)

@@ -1,0 +1,83 @@
+"""The Triton kernels compiled for GPUs on a machine that has none: code, memory and registers."""
+
+import importlib.util
+import os
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import pallas_kernels
+from tests.pallas_kernels.described import (
+    A100,
+    HK,
+    HQ,
+    NK,
+    NQ,
+    B,
+    columns_of,
+    index,
+    qkv,
+    target,
+    tiles_of,
+)
+
+if importlib.util.find_spec("jax_triton") is None:
+    pytest.skip("needs the extra ampere", allow_module_level=True)
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("Triton compiles nothing with TRITON_INTERPRET=1", allow_module_level=True)
+
+from tests.pallas_kernels.triton_compiled import (  # noqa: E402
+    Compiled,
+    Problem,
+    calls_of,
+    compile_call,
+)
+
+SHARED_BYTES = 99 * 1024  # of a thread block on GPUs of 8.6 and 8.9; an A100 has 163 KiB
+SPILLED_BYTES = 32
+
+
+def _compiled(problem: Problem, capability: int) -> dict[str, Compiled]:
+    sizes = dict(batch=B, heads=HQ, kv_heads=HK, query_length=NQ, key_length=NK)
+    found = (compile_call(x, capability) for x in calls_of(problem, capability, **sizes))
+    return {kernel.name: kernel for kernel in found}
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("kind", ["segments", "listed"])
+def test_kernels_for_an_a100(dim, kind):
+    """The kinds of tiles with most code, with columns, and results added to running ones."""
+    columns, _ = columns_of(dim, "bfloat16")
+    kernels = _compiled(Problem(tiles_of(kind), columns, dim, running=True), 80)
+    assert kernels.keys() == {
+        "attention_forward", "attention_dq", "attention_dkdv", "attention_dkdv_columns",
+        "attention_delta",
+    }  # fmt: skip
+    for name, kernel in kernels.items():
+        assert kernel.shared_bytes <= SHARED_BYTES, name
+        assert kernel.spilled_bytes <= SPILLED_BYTES, name
+        assert "wgmma" not in kernel.ptx, name
+        assert ".target sm_80" in kernel.ptx, name
+        if name != "attention_delta":
+            assert "mma.sync" in kernel.ptx and "cp.async.cg" in kernel.ptx, name
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda13_plugin") is None, reason="needs the CUDA plugin of JAX"
+)
+@pytest.mark.parametrize("mapped", [False, True])
+def test_attention_with_gradients_lowers_for_an_a100(mapped):
+    """Chosen without being named: forward, delta, dk and dv of blocks and of columns, dq."""
+    q, k, v = qkv(64, "bfloat16", nk=NQ)
+
+    def loss(q, k, v, index):
+        return pallas_kernels.attention(q, k, v, index).astype(jnp.float32).sum()
+
+    gradients, args = jax.grad(loss, argnums=(0, 1, 2)), (q, k, v, index())
+    if mapped:
+        gradients = jax.vmap(gradients)
+        args = jax.tree.map(lambda x: jax.ShapeDtypeStruct((3, *x.shape), x.dtype), args)
+    with target(A100):
+        text = jax.jit(gradients).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @triton_kernel_call_ffi") == 5
