@@ -41,6 +41,13 @@ class Source:
         """
         yield from ()
 
+    def has_lengths(self, data: "DataConfig") -> bool:
+        """Whether `open` finds the lengths of documents without reading or tokenising them.
+
+        Plans then open the source.
+        """
+        return False
+
     def open(self, data: "DataConfig", vocab_size: int) -> "Corpus":
         """Finds the tokens and cuts them into sequences; called once, after `problems`.
 

@@ -6,6 +6,7 @@ from mtraining_jax.config import Config
 from mtraining_jax.latency import KERNEL_RATES, kernel_seconds, matmul_rate
 from mtraining_jax.models.families import family_of
 from mtraining_jax.models.spec import ModelSpec
+from mtraining_jax.planning.documents import Pairs, planned_pairs
 from mtraining_jax.planning.hardware import Gpu
 from mtraining_jax.planning.memory import (
     Memory,
@@ -25,8 +26,9 @@ class Flops:
         recomputed: products of the layers that the backward pass does again; not in `layers`.
         attention: of the pairs that are computed.
         attention_recomputed: the same that the backward pass does again; not in `attention`.
-        attention_dense: of all causal pairs, for comparison.
+        attention_dense: of all causal pairs, or all within documents, for comparison.
         model: what MFU counts; see `reporting.flops`.
+        density: computed over causal pairs, those within documents where there are any.
     """
 
     layers: float
@@ -36,15 +38,17 @@ class Flops:
     attention_recomputed: float
     attention_dense: float
     model: float
+    density: float
 
 
-def density(config: Config) -> tuple[float, str]:
-    """Share of the causal pairs that a step is taken to compute, and why this."""
-    return config.sparsity.settings.expected_density()
+def count_flops(config: Config, pairs: Pairs | None = None) -> Flops:
+    """The FLOP of a step, by the shapes of its products; a multiply and an add are two.
 
-
-def count_flops(config: Config) -> Flops:
-    """The FLOP of a step, by the shapes of its products; a multiply and an add are two."""
+    Args:
+        config: of the run.
+        pairs: of attention; None takes `planned_pairs`.
+    """
+    pairs = planned_pairs(config) if pairs is None else pairs
     model, tokens = config.model, config.tokens_per_step
     spec = ModelSpec.from_config(model)
     family = family_of(spec.family)
@@ -54,8 +58,8 @@ def count_flops(config: Config) -> Flops:
     third = 2.0 * tokens * products["mlp.down_proj.weight"] * model.num_layers
     again = 1 - kept_mlp_tokens(config) / config.local_tokens
     recomputed = {"none": 0.0, "mlp": 2 * third * again}.get(model.remat, forward - third)
-    share, _ = density(config)
-    step = step_flops(config, density=share, executed=share)
+    share = pairs.density
+    step = step_flops(config, density=share, executed=share, causal=pairs.causal)
     dense = step.attention_dense
     return Flops(
         layers=3 * forward,
@@ -66,6 +70,7 @@ def count_flops(config: Config) -> Flops:
         attention_recomputed=share * dense * 4 / 14 if model.remat == "full" else 0.0,
         attention_dense=dense,
         model=step.model,
+        density=share,
     )
 
 
@@ -85,8 +90,7 @@ def seconds(config: Config, gpu: Gpu, memory: Memory, flops: Flops) -> dict[str,
     devices = config.devices
     dense = not config.sparsity.settings.sparse
     forward = flops.attention * 4 / 14 + flops.attention_recomputed
-    share, _ = density(config)
-    attention = kernel_seconds(width, share, forward, flops.attention * 10 / 14)
+    attention = kernel_seconds(width, flops.density, forward, flops.attention * 10 / 14)
     products = flops.layers + flops.head + flops.recomputed
     result = {
         "attention": attention / devices,

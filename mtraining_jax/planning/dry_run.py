@@ -11,10 +11,10 @@ from mtraining_jax.planning.compiled import Compiled, compile_step, missing_plug
 from mtraining_jax.planning.cost import (
     Flops,
     count_flops,
-    density,
     rates_missing,
     seconds,
 )
+from mtraining_jax.planning.documents import Pairs, planned_pairs
 from mtraining_jax.planning.hardware import H200, Gpu
 from mtraining_jax.planning.memory import (
     Memory,
@@ -118,7 +118,9 @@ def report(
     shape = " x ".join(map(str, config.mesh_shape))
     kind = gpu.kind if parallel.cpu_devices is None else "virtual CPU device"
     total, trained = count_parameters(config)
-    yield f"dry run of {config.run.name}: nothing is trained, no data is read"
+    pairs = planned_pairs(config)
+    read = "of the data only lengths are read" if pairs.counted else "no data is read"
+    yield f"dry run of {config.run.name}: nothing is trained, {read}"
     yield f"  mesh        {shape} (data x node x device) of {devices} x {kind}"
     if parallel.cpu_devices is not None and devices > parallel.cpu_devices:
         processes = -(-devices // parallel.cpu_devices)
@@ -127,12 +129,15 @@ def report(
             " one process alone would refuse to run"
         )
     yield f"  batch       {data.batch_size} x {data.seq_len:,} tokens a step"
+    if pairs.source:
+        share = f"{pairs.causal:.1%} of all causal pairs"
+        yield f"  documents   {share} lie within one ({pairs.source})"
     yield f"  parameters  {total:,}" + ("" if trained == total else f", {trained:,} trained")
     yield ""
     yield from _memory_lines(config, gpu, memory, how, compiled)
     yield ""
-    flops = count_flops(config)
-    yield from _flop_lines(config, flops)
+    flops = count_flops(config, pairs)
+    yield from _flop_lines(flops, pairs)
     yield ""
     yield from _time_lines(config, gpu, memory, flops, devices)
     free = available(config, gpu)
@@ -175,12 +180,12 @@ def _memory_lines(
         yield "  not counted: the CUDA context and NCCL's buffers, which lie outside of JAX's share"
 
 
-def _flop_lines(config: Config, flops: Flops) -> Iterator[str]:
-    share, why = density(config)
+def _flop_lines(flops: Flops, pairs: Pairs) -> Iterator[str]:
+    every = "pairs within documents" if pairs.source else "causal pairs"
     rows = [
         ("model", flops.layers + flops.head, "matrix products without attention"),
-        ("attention", flops.attention, f"at density {share:.1%} ({why})"),
-        ("attention, dense", flops.attention_dense, "all causal pairs, for comparison"),
+        ("attention", flops.attention, f"at density {pairs.density:.1%} ({pairs.why})"),
+        ("attention, dense", flops.attention_dense, f"all {every}, for comparison"),
         ("recomputed", flops.recomputed + flops.attention_recomputed, "again in the backward pass"),
     ]
     unit, scale = ("PFLOP", 1e15) if flops.model >= 1e15 else ("TFLOP", 1e12)

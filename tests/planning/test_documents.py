@@ -2,10 +2,16 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import pytest
 
 from mtraining_jax.parallel.mesh import DOCUMENTS
 from mtraining_jax.planning.compiled import abstract_batch
-from mtraining_jax.planning.memory import index_bytes
+from mtraining_jax.planning.cost import count_flops
+from mtraining_jax.planning.documents import planned_pairs
+from mtraining_jax.planning.dry_run import report
+from mtraining_jax.planning.hardware import H200
+from mtraining_jax.planning.memory import estimate_memory, index_bytes
 from mtraining_jax.training.parts import build_mesh
 from tests.training.common import LONGROPE, changed, tiny_config
 
@@ -24,3 +30,35 @@ def test_a_batch_of_documents_and_the_bits_of_dense_ones_are_planned(tmp_path):
     assert "document_lengths" not in abstract_batch(config, mesh)
     stretched = changed(config, model={"rope_scaling": LONGROPE})
     assert abstract_batch(stretched, mesh)["document_lengths"].shape == (2, 128)
+
+
+def test_pairs_are_counted_within_documents_where_lengths_are_at_hand(tmp_path):
+    sparse = {"kind": "sampled_rows", "sampled_rows": 2, "dense_below": 40}
+    config = tiny_config(tmp_path, sparsity=sparse, data={"mode": "pack", "eos": 0})
+    unknown = planned_pairs(config)
+    assert (unknown.causal, unknown.density, unknown.counted) == (1.0, 0.15, False)
+    assert unknown.source.startswith('ASSUMED, each sequence one document: data.source = "tokens"')
+    path, lengths = config.data.paths[0], np.array([100, 30, 57, 60, 6])
+    np.save(path, np.load(path)[: lengths.sum()])
+    with open(f"{path}.lengths", "wb") as file:
+        np.save(file, lengths)
+    found = planned_pairs(config)
+    pairs = {n: n * (n + 1) / 2 for n in (104, 32, 64, 8)}
+    total = sum(pairs[-(-n // 8) * 8] for n in lengths)
+    # 266 tokens in blocks of 8 take three sequences.
+    assert found.causal == pytest.approx(total / (3 * 128 * 129 / 2))
+    short = (pairs[32] + pairs[8]) / total
+    assert found.density == pytest.approx(short + (1 - short) * 0.15)
+    flops = count_flops(config)
+    assert flops.attention_dense == pytest.approx(2 * 2 * 2 * 14 * 16 * total / 3)
+    assert flops.attention == pytest.approx(found.density * flops.attention_dense)
+    lines = "\n".join(report(config, H200, estimate_memory(config), "estimated by formulas"))
+    assert "nothing is trained, of the data only lengths are read" in lines
+    assert (
+        f"documents   {found.causal:.1%} of all causal pairs lie within one (lengths of 5 documents"
+        " in 3 sequences)"
+    ) in lines
+    replayed = planned_pairs(changed(config, sparsity={"kind": "replay", "replay_density": 0.3}))
+    assert replayed.density == 0.3 and replayed.causal == found.causal
+    missing = changed(config, data={"paths": ["nowhere"]})
+    assert "nowhere" in planned_pairs(missing).source and not planned_pairs(missing).counted

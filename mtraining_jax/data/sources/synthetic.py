@@ -46,6 +46,10 @@ class Synthetic(Source):
                 'data.source = "synthetic"'
             )
 
+    def has_lengths(self, data: "DataConfig") -> bool:
+        """As of `Source`: they are drawn."""
+        return True
+
     def open(self, data: "DataConfig", vocab_size: int) -> Corpus:
         """As of `Source`. If data.eos is not set, the last id of the vocabulary ends documents."""
         eos = vocab_size - 1 if data.eos is None else data.eos

@@ -63,6 +63,16 @@ class TokenFiles(FileSource):
         if data.mode == "exact" or data.has_documents:  # these look for the ends of documents
             yield from named_eos(data)
 
+    def has_lengths(self, data: "DataConfig") -> bool:
+        """As of `Source`: if every file has lengths beside it, or is a table."""
+        try:
+            files = [open_token_file(path, self.token_dtype) for path in self.files()]
+        except UserError:
+            return True  # `open` says what is wrong
+        return all(
+            file.row_len is not None or Path(file.part.name + LENGTHS).is_file() for file in files
+        )
+
     def open(self, data: "DataConfig", vocab_size: int) -> Corpus:
         """As of `Source`. Reads no tokens, except to find documents that no file tells."""
         paths = self.files()
