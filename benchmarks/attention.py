@@ -24,7 +24,7 @@ if __name__ == "__main__":  # run from a checkout, only the script's own folder 
 import jax
 import numpy as np
 
-from benchmarks import report, workers
+from benchmarks import ampere_code, report, workers
 from benchmarks.cases import Case, Row, Shape
 from benchmarks.errors import relative_errors
 from benchmarks.flex_peer import FlexPeer
@@ -38,16 +38,21 @@ _START = time.perf_counter()
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """What one process measures: masks (letters) that share the programs of a shape and kind."""
+    """What one process measures: masks (letters) that share the programs of a shape and kind.
+
+    With `also` it is another backend than the one whose rows are called ours.
+    """
 
     shape: Shape
     kind: str
     masks: str
+    also: str | None = None
 
     @property
     def name(self) -> str:
         """A name for progress lines."""
-        return f"{self.kind} S={self.shape.seq_len} D={self.shape.dim}"
+        name = f"{self.kind} S={self.shape.seq_len} D={self.shape.dim}"
+        return f"{name} {self.also}" if self.also else name
 
 
 def main(argv: list[str] | None = None) -> str:
@@ -121,7 +126,8 @@ def _plan(args, on_gpu: bool, flex_shape: Shape) -> list[Problem]:
                 found += [Problem(shape, kind, "D") for kind in ("dense", "cudnn")[: 1 + on_gpu]]
             if "F" in args.masks and shape == flex_shape:
                 found.append(Problem(shape, "blocks", "F"))
-    return found
+    others = [dataclasses.replace(p, also=b) for b in args.also for p in found if p.kind != "cudnn"]
+    return found + others
 
 
 def _work(args) -> None:
@@ -129,8 +135,10 @@ def _work(args) -> None:
     values = json.loads(args.problem)
     problem = Problem(**values | {"shape": Shape(**values["shape"])})
     shape = problem.shape
+    if problem.also == ampere_code.NAME:
+        ampere_code.register()
     with ThreadPoolExecutor(8) as pool:
-        case = Case(pool, shape, problem.kind, Ours(args.backend))
+        case = Case(pool, shape, problem.kind, Ours(problem.also or args.backend))
         case.wait()
     _say(f"compiled {problem.name}")
     if not workers.my_turn():
@@ -140,6 +148,7 @@ def _work(args) -> None:
     jax.block_until_ready(inputs)
     for mask in problem.masks:
         row = case.measure(inputs, mask, _rng(args.seed, mask, shape), args.repeats)
+        row.who = problem.also or row.who
         workers.send(dataclasses.asdict(row))
 
 
@@ -190,6 +199,11 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, help="of masks and inputs; default: a fresh one")
     backends = ["xla", "mosaic_gpu", "triton"]
     parser.add_argument("--backend", choices=backends, help="default: the best here")
+    parser.add_argument(
+        "--also", nargs="+", choices=[*backends, ampere_code.NAME], default=[],
+        help="backends to time in the same run, in rows of their own; triton_sm80: the code of an "
+        "A100 on this GPU",
+    )
     parser.add_argument("--quick", action="store_true", help="one short problem of each kind")
     parser.add_argument(
         "--workers", type=int, default=max((os.cpu_count() or 2) // 2, 1),

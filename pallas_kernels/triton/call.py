@@ -41,8 +41,13 @@ class Call:
     config: Config
 
 
-def run_on_gpu(call: Call) -> dict[str, Array]:
-    """The outputs of a call, on the GPU that is compiled for."""
+def run_on_gpu(call: Call, capability: int | None = None) -> dict[str, Array]:
+    """The outputs of a call, on the GPU that is compiled for.
+
+    Args:
+        call: of which all but the configuration's tile sizes is used here.
+        capability: compute capability to write code for, as 80 for 8.0; None for that of the GPU.
+    """
     import jax_triton
 
     absent = {name: None for name, x in call.arrays.items() if x is None}
@@ -56,7 +61,7 @@ def run_on_gpu(call: Call) -> dict[str, Array]:
             kernel=call.kernel, out_type=list(call.outputs.values()), grid=call.grid,
             name=call.kernel.fn.__name__, num_warps=call.config.warps,
             num_stages=call.config.stages, backend_options=OPTIONS,
-            compute_capability=device.capability(),
+            compute_capability=capability or device.capability(),
         )  # fmt: skip
         # Where a scan stacks results, XLA may otherwise run a copy of the kernel that writes into
         # the stack beside the one whose results are used.

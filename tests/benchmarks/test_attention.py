@@ -113,11 +113,12 @@ def test_a_run_on_cpu_gives_a_table(tmp_path, monkeypatch):
     out = tmp_path / "table.md"
     text = attention.main([
         "--seq-len", "2048", "--masks", "A", "--head-dim", "64", "--repeats", "1",
-        "--error-seq-len", "0", "--backend", "xla", "--out", str(out), "--seed", "7",
+        "--error-seq-len", "0", "--backend", "xla", "--also", "xla", "--out", str(out),
+        "--seed", "7",
     ])
     assert out.read_text() == text and "seed 7" in text
     rows = [line.split("|") for line in text.splitlines() if line.startswith("| 2048 |")]
-    assert [cells[3].strip() for cells in rows] == ["A"]
+    assert [[x.strip() for x in cells[3:5]] for cells in rows] == [["A", "ours"], ["A", "xla"]]
     assert float(rows[0][9]) > 0  # total ms
 
 

@@ -1,20 +1,26 @@
 """The Triton kernels compiled for GPUs on a machine that has none: code, memory and registers."""
 
+import functools
 import importlib.util
 import os
+import re
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 import pallas_kernels
+from benchmarks import ampere_code
+from pallas_kernels import DenseIndex
 from tests.pallas_kernels.described import (
     A100,
+    H200,
     HK,
     HQ,
     NK,
     NQ,
     B,
+    G,
     columns_of,
     index,
     qkv,
@@ -81,3 +87,29 @@ def test_attention_with_gradients_lowers_for_an_a100(mapped):
     with target(A100):
         text = jax.jit(gradients).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @triton_kernel_call_ffi") == 5
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda13_plugin") is None, reason="needs the CUDA plugin of JAX"
+)
+def test_the_code_of_an_a100_is_assembled_for_the_gpu_that_is_there(monkeypatch):
+    """The kernels of `--also triton_sm80` in the benchmark of attention, and those beside them."""
+    from jax_triton import triton_lib
+
+    jaxlib, found = triton_lib.triton_kernel_call_lib, []
+
+    class Recorded:
+        def __getattr__(self, name):
+            return getattr(jaxlib, name)
+
+        def TritonKernel(self, *args):
+            found.append((re.search(r"\.target (\w+)", args[4])[1], args[6]))
+            return jaxlib.TritonKernel(*args)
+
+    monkeypatch.setattr(triton_lib, "triton_kernel_call_lib", Recorded())
+    q, k, v = qkv(64, "bfloat16", nk=NQ)
+    for name in ("triton", ampere_code.register()):
+        attention = functools.partial(pallas_kernels.attention, index=DenseIndex(G), backend=name)
+        with target(H200):
+            jax.jit(attention).trace(q, k, v).lower(lowering_platforms=("cuda",))
+    assert found == [("sm_90a", 90), ("sm_80", 90)]
