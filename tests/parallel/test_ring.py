@@ -70,9 +70,9 @@ def test_the_sparse_index_is_really_sparse():
         # An axis of 4 is the shortest on which steps lie between the first and the last.
         *(
             (*mesh, "striped", "hierarchical")
-            for mesh in [(1, 1), (4, 1), (2, 4), (4, 2)]
+            for mesh in [(1, 1), (2, 4), (4, 2)]
         ),
-        *((*mesh, "striped", "gather") for mesh in [(1, 4), (4, 2)]),
+        (4, 2, "striped", "gather"),
         (2, 4, "striped", "flat"),
         (2, 2, "zigzag", "hierarchical"),
         (1, 4, "zigzag", "flat"),
