@@ -454,6 +454,28 @@ def test_wrong_overrides(minimal):
             '"replay" computes pairs that nothing has chosen; metrics.recall_every = 0 would do',
         ),
         (
+            {"sparsity__kind": "dense", "sparsity__tune": "mean"},
+            'sparsity.tune = "mean" changes the share of mass that a pattern keeps, and '
+            'sparsity.kind = "dense" has none that it could: sparsity.kind = "sampled_rows" would '
+            'do, as would "vertical_slash" with sparsity.preset = "safe"',
+        ),
+        (
+            {
+                "sparsity__kind": "vertical_slash",
+                "sparsity__preset": "joint",
+                "sparsity__tune": "min",
+            },
+            'sparsity.tune = "min" changes the share of mass that a pattern keeps, and '
+            'sparsity.kind = "vertical_slash" with sparsity.preset = "joint" has none that it '
+            'could: sparsity.kind = "sampled_rows" would do, as would "vertical_slash" with '
+            'sparsity.preset = "safe"',
+        ),
+        (
+            {"sparsity__kind": "sampled_rows", "sparsity__tau": "0.8", "sparsity__tune": "max"},
+            'sparsity.tune = "max" starts from sparsity.tau = 0.8, which must lie between '
+            "sparsity.tune_low = 0.85 and sparsity.tune_high = 0.97",
+        ),
+        (
             {"sparsity__kind": "replay", "sparsity__min_slashes": "5000"},
             "sparsity.min_slashes = 5000 must not exceed sparsity.max_slashes = 4096",
         ),

@@ -85,6 +85,7 @@ def attend(
     recall_positions: Array | None = None,
     valid_len: Array | None = None,
     documents: DocumentBlocks | None = None,
+    shares: Array | None = None,
 ) -> Attended:
     """Attention over the pairs that a pattern chooses, or that an index lists.
 
@@ -97,10 +98,14 @@ def attend(
         valid_len: int32 scalar, tokens before the padding; see `Shards`. None: there is none.
         documents: of each sequence, arrays [B, NB]; a query sees its own document only, whatever
             an index lists. None: each sequence is one.
+        shares: int32 [B], as in `Shards`; None: the pattern's own.
 
     Raises:
         UserError: if the pattern, or this kind of index, cannot keep documents apart.
+        ValueError: if shares are given with an index, or for a pattern that keeps none.
     """
+    if shares is not None and isinstance(pattern, Index):
+        raise ValueError("shares are of what a pattern keeps, and an index is given")
     if documents is not None:
         pattern = _for_documents(pattern)
     placement = way.placement
@@ -111,7 +116,8 @@ def attend(
     rows = P(placement.batch, placement.heads, placement.sequence)
     of_index = rows if pattern.by_rows else per_head
     array_spec = of_index if isinstance(pattern, Index) else P(placement.heads)
-    in_specs = heads, heads, heads, array_spec, P(), P(), P(placement.batch)
+    of_batch = P(placement.batch)
+    in_specs = heads, heads, heads, array_spec, P(), P(), of_batch, of_batch
     out_specs = Attended(heads, rows, of_index, P())
     order = _order_of_rows(way) if pattern.by_rows else None
     if order is not None and isinstance(pattern, Index):
@@ -119,12 +125,12 @@ def attend(
 
     def local(
         q: Array, k: Array, v: Array, arrays: list[Array], positions: Array | None,
-        valid_len: Array | None, documents: DocumentBlocks | None,
+        valid_len: Array | None, documents: DocumentBlocks | None, shares: Array | None,
     ) -> Attended:
-        pattern = join(static, arrays)
-        return _local(way, q, k, v, pattern, positions, valid_len, documents, others)
+        shards = _shards(way, q, pattern.block_size, valid_len, documents, shares)
+        return _local(way, q, k, v, join(static, arrays), positions, shards, others)
 
-    args = (q, k, v, arrays, recall_positions, valid_len, documents)
+    args = (q, k, v, arrays, recall_positions, valid_len, documents, shares)
     args = placement.reshard(args, in_specs)
     found = placement.run(local, in_specs, out_specs, args)
     if order is None:
@@ -167,10 +173,10 @@ def join(static: object, arrays: list[Array]) -> Pattern | Index:
 
 def _local(
     way: Way, q: Array, k: Array, v: Array, pattern: Pattern | Index, positions: Array | None,
-    valid_len: Array | None, documents: DocumentBlocks | None, others: tuple[str, ...],
+    shards: Shards, others: tuple[str, ...],
 ) -> Attended:
     """The same on one device's shards; `others` are the axes of other sequences and heads."""
-    shards = _shards(way, q, pattern.block_size, valid_len, documents)
+    documents = shards.documents
     choice = Choice(pattern)
     if isinstance(pattern, BlockMaskIndex) and documents is not None:
         own = documents.causal_blocks(shards.block_ids, shards.num_blocks)
@@ -218,7 +224,7 @@ def _local(
 
 def _shards(
     way: Way, q: Array, block_size: int, valid_len: Array | None,
-    documents: DocumentBlocks | None,
+    documents: DocumentBlocks | None, shares: Array | None,
 ) -> Shards:
     axes = way.placement.sequence if way.placement.ranks > 1 else ()
     if axes:
@@ -227,7 +233,8 @@ def _shards(
         num_blocks = q.shape[1] // block_size
         block_ids = jnp.arange(num_blocks, dtype=jnp.int32)
     return Shards(
-        block_ids, num_blocks, axes, way.scale, way.backend, way.causal, valid_len, documents
+        block_ids, num_blocks, axes, way.scale, way.backend, way.causal, valid_len, documents,
+        shares,
     )
 
 
@@ -281,12 +288,13 @@ def make_attention(
         sequence_axes: mesh axes of the sequence, slowest first.
 
     Returns:
-        A function `attention(q, k, v, given=None, documents=None) -> (out, stats)` for use under
-        `jax.jit`:
+        A function `attention(q, k, v, given=None, documents=None, shares=None) -> (out, stats)` for
+        use under `jax.jit`:
         q [B, S, Hq, D]; k, v [B, S, Hk, D] in layout order, rotary embedding applied; B a
         multiple of the batch axis. `given` replaces `pattern` in this call: that of a layer,
         or an index (global, [B, Hq, ...]) to use as it is. With `documents`, `DocumentBlocks` of
-        the batch, a query sees its own document only. out [B, S, Hq, D] has the dtype of q.
+        the batch, a query sees its own document only. `shares` are as in `Shards`. out
+        [B, S, Hq, D] has the dtype of q.
         stats are fp32 scalars, means over heads and the batch (inside `in_groups` that of the
         group): `density`, the share of causal pairs that are computed; `executed`, pairs in the
         tiles that kernels execute, over causal pairs;
@@ -319,8 +327,10 @@ def make_attention(
         v: Array,
         given: Pattern | Index | None = None,
         documents: DocumentBlocks | None = None,
+        shares: Array | None = None,
     ) -> tuple[Array, Stats]:
-        found = run(q, k, v, pattern if given is None else given, documents=documents)
+        chosen_by = pattern if given is None else given
+        found = run(q, k, v, chosen_by, documents=documents, shares=shares)
         return found.out, found.statistics
 
     return attention

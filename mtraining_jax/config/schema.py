@@ -147,6 +147,17 @@ class SparsityConfig:
     """
     block_size: PositiveInt = 128
     """Tokens on one side of a block: of the sparse pattern and of the stripes dealt to devices."""
+    tune: Literal["none", "mean", "min", "max"] = "none"
+    """Groups of parallel.data keep more or less of the attention's mass, so that they end together.
+
+    Each takes the share (tau, or top_p of vertical_slash) by which its predicted time becomes the
+    mean, the least or the greatest of all groups' times at the configured share. Needs documents to
+    have an effect, as groups differ by these.
+    """
+    tune_low: Annotated[float, Field(gt=0, le=1)] = 0.85
+    """Least share of the mass that tuning may keep."""
+    tune_high: Annotated[float, Field(gt=0, le=1)] = 0.97
+    """Greatest share of the mass that tuning may keep."""
 
     plugins: ClassVar[Plugins] = Plugins(PATTERNS, selector="kind")
 

@@ -129,11 +129,35 @@ def _sparsity(config: Config) -> Iterator[str]:
             f'parallel.devices_per_node = {devices}) cannot follow; parallel.ring = "gather" '
             'over at least 2 devices of a node would do, as would sparsity.kind = "vertical_slash"'
         )
+    yield from _tuning(config)
     if not settings.chooses and config.metrics.recall_every:
         yield (
             f"metrics.recall_every = {config.metrics.recall_every} measures what a chosen index "
             f'keeps, and sparsity.kind = "{config.sparsity.kind}" computes pairs that nothing has '
             "chosen; metrics.recall_every = 0 would do"
+        )
+
+
+def _tuning(config: Config) -> Iterator[str]:
+    sparsity = config.sparsity
+    if sparsity.tune == "none":
+        return
+    tuned, kept = f'sparsity.tune = "{sparsity.tune}"', sparsity.settings.kept_share()
+    if kept is None:
+        of = f'sparsity.kind = "{sparsity.kind}"'
+        if sparsity.kind == "vertical_slash":
+            of += f' with sparsity.preset = "{sparsity.preset}"'
+        yield (
+            f"{tuned} changes the share of mass that a pattern keeps, and {of} has none that it "
+            'could: sparsity.kind = "sampled_rows" would do, as would "vertical_slash" with '
+            'sparsity.preset = "safe"'
+        )
+        return
+    share, low, high = getattr(sparsity, kept.name), sparsity.tune_low, sparsity.tune_high
+    if not low <= share <= high:
+        yield (
+            f"{tuned} starts from sparsity.{kept.name} = {share}, which must lie between "
+            f"sparsity.tune_low = {low} and sparsity.tune_high = {high}"
         )
 
 

@@ -20,6 +20,7 @@ SEQUENCE_AXES = (NODE_AXIS, DEVICE_AXIS)
 # Logical arrays to mesh axes. Sequence axes are in layout order (see layout.py).
 TOKENS = P(DATA_AXIS, SEQUENCE_AXES)  # [B, S]: tokens, labels, positions
 DOCUMENTS = P(DATA_AXIS, None, None)  # [B, NB, 3]: the document of each block, in global order
+SHARES = P(DATA_AXIS, None)  # [B, L]: the share of mass that each layer keeps of a sequence
 ACTIVATIONS = P(DATA_AXIS, SEQUENCE_AXES, None)  # [B, S, E]
 HEADS = P(DATA_AXIS, SEQUENCE_AXES, None, None)  # [B, S, H, D]: queries, keys, values
 REPLICATED = P()

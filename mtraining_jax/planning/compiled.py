@@ -11,7 +11,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 
 from mtraining_jax.config import Config
-from mtraining_jax.parallel.mesh import DOCUMENTS, TOKENS, make_mesh
+from mtraining_jax.parallel.mesh import DOCUMENTS, SHARES, TOKENS, make_mesh
 from mtraining_jax.planning.hardware import Gpu
 from mtraining_jax.training import parts
 from mtraining_jax.training.documents import reads_lengths
@@ -101,4 +101,9 @@ def abstract_batch(config: Config, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct
     if config.loss.weighting == "document":
         like = batch["labels"]
         batch["weights"] = jax.ShapeDtypeStruct(like.shape, jnp.float32, sharding=like.sharding)
+    if config.sparsity.tune != "none":
+        shape = config.data.batch_size, config.model.num_layers
+        batch["shares"] = jax.ShapeDtypeStruct(
+            shape, jnp.int32, sharding=NamedSharding(mesh, SHARES)
+        )
     return batch

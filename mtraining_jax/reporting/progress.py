@@ -14,6 +14,7 @@ from mtraining_jax.reporting.record import (
     held_out_text,
     imbalance_text,
     note_on_density,
+    tuned_text,
 )
 
 
@@ -112,6 +113,8 @@ def step_line(record: Record, total: int) -> str:
         parts.append(f"recall {record['recall']:.1%} (worst head {record['recall_worst']:.1%})")
     if (groups := imbalance_text(record)) is not None:
         parts.append(f"imbalance {groups}")
+    if (tuned := tuned_text(record)) is not None:
+        parts.append(tuned)
     if (held_out := held_out_text(record)) is not None:
         parts.append(f"held-out loss {held_out}")
     if record["skipped_steps"]:

@@ -153,6 +153,17 @@ def imbalance_text(record: Record) -> str | None:
     return None if predicted is None else f"{predicted:.2f} (predicted)"
 
 
+def tuned_text(record: Record) -> str | None:
+    """The least and greatest share that a group kept, `tau 0.861 to 0.934`; None if not tuned."""
+    if "tuned" not in record:
+        return None
+    shares = record["tuned_by_group"]
+    text = f"{record['tuned']} {min(shares):.3f} to {max(shares):.3f}"
+    if record["infeasible"]:
+        text += f" (infeasible for {record['infeasible']:.0%} of groups)"
+    return text
+
+
 def density_of(record: Record) -> float | None:
     """The share of causal pairs that was computed, chosen or not; None if it is not finite."""
     return record[_NOT_CHOSEN] if _NOT_CHOSEN in record else record["density"]

@@ -40,6 +40,8 @@ def summary(config: Config, records: Sequence[Record], wrote: Sequence[str]) -> 
     lines.append(f"  attention  {_density(records)}")
     if (groups := _groups(records)) is not None:
         lines.append(f"  groups     {groups}")
+    if (tuned := _tuned(records)) is not None:
+        lines.append(f"  tuned      {tuned}")
     if records[-1]["skipped_steps"]:
         lines.append(f"  skipped    {records[-1]['skipped_steps']} steps that were not finite")
     lines.append(f"  wrote      {wrote[0] if wrote else 'nothing'}")
@@ -132,6 +134,19 @@ def _speed(records: Sequence[Record]) -> str:
         text += f", peak memory {steady[-1]['memory_bytes_peak'] / 2**30:.1f} GiB"
     note = note_on_density(steady[-1])
     return text if note is None else f"{text}; {note}"
+
+
+def _tuned(records: Sequence[Record]) -> str | None:
+    """Which shares groups kept over all steps; None if they were not tuned."""
+    found = [record for record in records if "tuned" in record]
+    if not found:
+        return None
+    shares = np.array([record["tuned_by_group"] for record in found])
+    infeasible = np.mean([record["infeasible"] for record in found])
+    return (
+        f"{found[0]['tuned']} {shares.min():.3f} to {shares.max():.3f}, mean {shares.mean():.3f};"
+        f" infeasible for {infeasible:.1%} of groups and steps"
+    )
 
 
 def _groups(records: Sequence[Record]) -> str | None:

@@ -21,7 +21,12 @@ def choose(pattern: Pattern, q: Array, k: Array, shards: Shards) -> Choice:
         q: [B, n, Hq, D], local queries, rotary embedding applied.
         k: [B, n, Hk, D], local keys.
         shards: where they lie in the sequence.
+
+    Raises:
+        ValueError: if `shards.shares` are for a pattern that keeps no share of mass.
     """
+    if shards.shares is not None and pattern.kept_share() is None:
+        raise ValueError(f"{type(pattern).__name__} keeps no share of mass that could be given")
     choice = pattern.choose(*lax.stop_gradient((q, k)), shards)
     leaves, structure = jax.tree.flatten(choice.index)
     leaves = [checkpoint_name(lax.stop_gradient(leaf), names.INDEX) for leaf in leaves]

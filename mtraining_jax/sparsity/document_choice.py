@@ -50,7 +50,8 @@ def choose(
     # No tail reaches another document: a diagonal is held by a key that the last query sees.
     slash = estimate.join_diagonals(own, tails)
     entries = exchange.entries_of(batch, heads, shards.axis_names)
-    columns, diagonals, saved = _kept(vertical, slash, head, entries, slots, pattern)
+    shares = None if shards.shares is None else shards.shares[entries]
+    columns, diagonals, saved = _kept(vertical, slash, head, entries, slots, pattern, shares)
     parts = sets.pack(columns), sets.pack(diagonals)[:, None], saved.astype(jnp.uint32)
     parts = jnp.concatenate([x.reshape(len(head), -1) for x in parts], axis=-1)
     parts = exchange.from_heads(parts, batch, heads, shards.axis_names)
@@ -63,7 +64,7 @@ def choose(
 
 def _kept(
     vertical: Array, slash: Array, heads: Array, entries: Array, slots: DocumentSlots,
-    pattern: DocumentVerticalSlash,
+    pattern: DocumentVerticalSlash, shares: Array | None,
 ) -> tuple[Array, Array, Array]:
     """What each row of (batch entry, head) keeps of its documents, all of them in one pass.
 
@@ -74,6 +75,7 @@ def _kept(
         entries: int32 [R], the batch entries.
         slots: the documents.
         pattern: what is kept.
+        shares: int32 [R], as of `Shards`, or None.
 
     Returns:
         Columns bool [R, NB, g]; bool [R, NB], diagonals d at block d of their document; int32 [R],
@@ -91,7 +93,7 @@ def _kept(
     there = spans.inside[..., None] & (distance < tokens[..., None])
     by_distance = jnp.where(there, jnp.stack([vertical, slash]), 0)
     most = pattern.most_columns(spans.length, num_blocks)
-    columns, diagonals, saved = pattern.kept(by_distance, heads, spans, most)
+    columns, diagonals, saved = pattern.kept(by_distance, heads, spans, most, shares)
     inside = spans.inside
     return columns & inside[..., None], diagonals & inside, saved.sum(-1, dtype=jnp.int32)
 

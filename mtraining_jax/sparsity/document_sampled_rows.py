@@ -28,7 +28,8 @@ class DocumentSampledRows(SampledRows):
         from mtraining_jax.sparsity.row_rule import kept_blocks
         from pallas_kernels.index import BlockMaskIndex
 
-        rule, size, documents = self.rule(), self.block_size, shards.documents
+        rule = self.rule(shards.shares)
+        size, documents = self.block_size, shards.documents
         rows, num_blocks = shards.block_ids, shards.num_blocks
         slots = DocumentSlots.of(documents, self._slots(num_blocks))
         tokens = document_columns.heaviest_columns(q, k, shards, slots, size, self.columns, rule)

@@ -59,6 +59,8 @@ class Shards:
         documents: of each of these sequences (batch entries), in which a query sees its own
             document only, and which is to be chosen as if it were alone; then `valid_len` is None.
             None: each sequence is one.
+        shares: int32 [B], the share of the mass that each sequence keeps, in the place of the
+            pattern's own, in the unit of its `KeptShare`. May be traced. None: the pattern's own.
     """
 
     block_ids: "Array"
@@ -69,6 +71,7 @@ class Shards:
     causal: bool = True
     valid_len: "Array | None" = None
     documents: "DocumentBlocks | None" = None
+    shares: "Array | None" = None
 
     def ends(self, blocks: "Array", block_size: int) -> "Array | None":
         """Where the tokens end that a choice may read, of the document or sequence of some blocks.
@@ -101,6 +104,20 @@ class Shards:
     def scale_for(self, head_dim: int) -> float:
         """The scale of the logits as a number."""
         return 1.0 / math.sqrt(head_dim) if self.scale is None else self.scale
+
+
+class KeptShare(NamedTuple):
+    """The share of the estimated mass that a pattern keeps, and that can be tuned while it runs.
+
+    A larger share keeps all pairs that a smaller one keeps, and perhaps more.
+
+    Attributes:
+        name: the field that says it.
+        bits: it is rounded to multiples of 2^-bits; at most 30.
+    """
+
+    name: str
+    bits: int
 
 
 class Choice(NamedTuple):
@@ -158,6 +175,10 @@ class Settings:
             f"{type(self).__name__} does not read packed documents yet: use sampled_rows, "
             "vertical_slash, or dense"
         )
+
+    def kept_share(self) -> KeptShare | None:
+        """The share of mass that `Shards.shares` may replace; None if there is no such share."""
+        return None
 
     def describe(self) -> str:
         """A few words about the pattern, for the start of a run."""

@@ -4,7 +4,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from mtraining_jax.limits import check_limits, limited
-from mtraining_jax.sparsity.pattern import Choice, Pattern, Shards
+from mtraining_jax.sparsity.pattern import Choice, KeptShare, Pattern, Shards
 
 if TYPE_CHECKING:
     from jax import Array
@@ -86,13 +86,22 @@ class RowPattern(Pattern):
         from mtraining_jax.sparsity.row_rule import kept_blocks
 
         scores = self.scores(q, k, shards)
-        return kept_blocks(scores, shards.block_ids, self.rule(), shards.documents)
+        return kept_blocks(scores, shards.block_ids, self.rule(shards.shares), shards.documents)
 
-    def rule(self) -> "RowRule":
-        """The rule of all such patterns, with the settings of this one."""
+    def rule(self, shares: "Array | None" = None) -> "RowRule":
+        """The rule of all such patterns, with the settings of this one.
+
+        Args:
+            shares: as in `Shards`, in the place of `tau`.
+        """
         from mtraining_jax.sparsity.row_rule import RowRule
 
-        return RowRule(self.tau, self.sink_blocks, self.local_blocks, self.least_share)
+        tau = self.tau if shares is None else shares
+        return RowRule(tau, self.sink_blocks, self.local_blocks, self.least_share)
+
+    def kept_share(self) -> KeptShare:
+        """`tau`."""
+        return KeptShare("tau", 15)
 
     def choose(self, q: "Array", k: "Array", shards: Shards) -> Choice:
         """Chooses the blocks that `keep` says."""

@@ -15,7 +15,7 @@ from pallas_kernels.index import bits as sets
 
 # The mass of a row is close to 2^30 in all, and below 2^31 however it is rounded.
 _MASS_BITS = 30
-_TAU_BITS = 15
+TAU_BITS = 15
 _DIGIT_BITS = 4
 _ROUNDS = 8  # of `_DIGIT_BITS`: masses are below 2^31
 
@@ -31,13 +31,13 @@ class RowRule:
 
     Attributes:
         tau: share of the row's mass, in (0, 1]; rounded to a multiple of 2^-15. With 1 every block
-            of any mass is kept.
+            of any mass is kept. Or for each sequence, int32 [B] in units of 2^-15.
         sink_blocks: first blocks of the row's document, which are forced.
         local_blocks: nearest blocks, a row's own among them, which are forced; at least 1.
         least_share: share of the row's mass that a block needs to be kept, unless it is forced.
     """
 
-    tau: float
+    tau: float | Array
     sink_blocks: int = 1
     local_blocks: int = 1
     least_share: float = 0.0
@@ -81,7 +81,12 @@ def kept_blocks(
         mass = whole_masses(jnp.concatenate([scores, beside[..., None]], axis=-1), many)
         total = mass.sum(-1, dtype=jnp.int32)
         mass, kept = mass[..., :-1], mass[..., -1]
-    target = _share(total, rule.tau)
+    tau = rule.tau
+    if isinstance(tau, Array):
+        tau = tau[:, None, None]
+    else:
+        tau = round(tau * (1 << TAU_BITS))
+    target = _share(total, tau)
     before = jnp.where(forced, mass, 0).sum(-1, dtype=jnp.int32) + kept
     free = jnp.where(forced, 0, mass).astype(jnp.uint32)
     threshold = _find_threshold(free, target - before)
@@ -121,11 +126,10 @@ def whole_masses(scores: Array, length: Array | None = None) -> Array:
     return jnp.round(shares * (to_mass * coarse_one)).astype(jnp.int32)
 
 
-def _share(total: Array, tau: float) -> Array:
-    """ceil(tau * total) of totals int32 below 2^31, without overflow."""
-    tau = round(tau * (1 << _TAU_BITS))
-    high, low = total >> _TAU_BITS, total & ((1 << _TAU_BITS) - 1)
-    return high * tau + -(-(low * tau) >> _TAU_BITS)
+def _share(total: Array, tau: int | Array) -> Array:
+    """ceil(2^-15 tau * total) of totals int32 below 2^31, without overflow."""
+    high, low = total >> TAU_BITS, total & ((1 << TAU_BITS) - 1)
+    return high * tau + -(-(low * tau) >> TAU_BITS)
 
 
 def _find_threshold(mass: Array, missing: Array) -> Array:

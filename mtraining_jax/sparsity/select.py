@@ -29,7 +29,7 @@ class Rule:
     Attributes:
         minimum: int32, least number of entries.
         maximum: int32, most entries; exceeds no number of keys.
-        mass_target: int32 or None.
+        mass_target: a number, or int32 that may be traced; None for none.
         mass_mask: uint32 bits of a key that are its mass. Keys with a bit above the mask rank
             above all others, whatever their mass.
         keep_crossing: whether the entry that makes the sum reach the target is kept.
@@ -37,7 +37,7 @@ class Rule:
 
     minimum: Array | int
     maximum: Array | int
-    mass_target: int | None = None
+    mass_target: Array | int | None = None
     mass_mask: int = 0
     keep_crossing: bool = True
 
@@ -123,11 +123,14 @@ def _find_threshold(keys: Array, rule: Rule, spans: Spans) -> tuple[Array, Array
     minimum = jnp.broadcast_to(jnp.asarray(rule.minimum, jnp.int32), lead)
     maximum = jnp.broadcast_to(jnp.asarray(rule.maximum, jnp.int32), lead)
     mask = jnp.uint32(rule.mass_mask)
+    target = rule.mass_target
+    if isinstance(target, Array):
+        target = jnp.broadcast_to(target, lead)[..., None]
 
     def enough(count, mass):
         if rule.mass_target is None:
             return count >= maximum[..., None]
-        reached = (mass >= rule.mass_target) & (count >= minimum[..., None])
+        reached = (mass >= target) & (count >= minimum[..., None])
         return reached | (count >= maximum[..., None])
 
     def narrow(step, state):

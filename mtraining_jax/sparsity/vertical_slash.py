@@ -4,7 +4,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Literal
 
 from mtraining_jax.limits import check_at_most, check_limits, limited
-from mtraining_jax.sparsity.pattern import Choice, Pattern, Settings, Shards
+from mtraining_jax.sparsity.pattern import Choice, KeptShare, Pattern, Settings, Shards
 
 if TYPE_CHECKING:
     from jax import Array
@@ -116,8 +116,18 @@ class VerticalSlash(VerticalSlashSettings, Pattern):
         from mtraining_jax.sparsity import last_queries
 
         together = self._together if self.preset == "joint" else None
-        index, saved = last_queries.choose(q, k, shards, self, _Rule(self), together)
+        rule = _Rule(self)
+        if shards.shares is not None:
+            from mtraining_jax.sparsity import exchange
+
+            rows = exchange.entries_of(q.shape[0], q.shape[2], shards.axis_names)
+            rule = _Rule(self, shards.shares[rows])
+        index, saved = last_queries.choose(q, k, shards, self, rule, together)
         return Choice(index, {"saved_heads": saved} if self.preset == "paper" else {})
+
+    def kept_share(self) -> KeptShare | None:
+        """`top_p`, of the preset safe: with the others a larger share may leave pairs out."""
+        return KeptShare("top_p", 30) if self.preset == "safe" else None
 
     def for_documents(self) -> "VerticalSlash":
         """Columns and diagonals for each document."""
@@ -127,7 +137,8 @@ class VerticalSlash(VerticalSlashSettings, Pattern):
         return DocumentVerticalSlash(**{field.name: getattr(self, field.name) for field in fields})
 
     def kept(
-        self, by_distance: "Array", heads: "Array", spans: "Spans", most_columns: "Array"
+        self, by_distance: "Array", heads: "Array", spans: "Spans", most_columns: "Array",
+        shares: "Array | None" = None,
     ) -> tuple:
         """What is kept of scores, `last_queries.Kept`.
 
@@ -136,12 +147,14 @@ class VerticalSlash(VerticalSlashSettings, Pattern):
             heads: int32 [R], see there.
             spans: the sequences.
             most_columns: int32 [R, E], at most `max_verticals`: most of each sequence.
+            shares: int32 [R], as of `Shards`, in the place of `top_p`.
         """
         from mtraining_jax.sparsity import last_queries
 
         if self.preset == "joint":
             return self._together(by_distance, spans, most_columns)
-        return last_queries.each_kind(_Rule(self), by_distance, heads, spans, most_columns)
+        rule = _Rule(self, shares)
+        return last_queries.each_kind(rule, by_distance, heads, spans, most_columns)
 
     def _together(
         self, by_distance: "Array", spans: "Spans", most_columns: "Array | None" = None
@@ -190,6 +203,7 @@ class _Rule:
     """What `last_queries.choose` asks: scores, what of them to keep, and what is forced."""
 
     settings: VerticalSlash
+    shares: "Array | None" = None  # int32 [R], in the place of `top_p`
 
     def scores(self, q_last: "Array", k: "Array", shards: Shards, scale: float) -> tuple:
         """Mean softmax masses."""
@@ -220,10 +234,14 @@ class _Rule:
         if safe:
             minimum = max(settings.min_verticals, settings.sink_tokens), settings.min_slashes
         maximum = settings.max_verticals, settings.max_slashes
+        if self.shares is None:
+            target = round(settings.top_p * estimate.MASS_ONE)
+        else:
+            target = spans.per_row(self.shares)
         return keys, select.Rule(
             minimum=jnp.minimum(last_queries.per_kind(minimum, spans), spans.tokens),
             maximum=jnp.minimum(last_queries.per_kind(maximum, spans), spans.tokens),
-            mass_target=round(settings.top_p * estimate.MASS_ONE),
+            mass_target=target,
             mass_mask=estimate.MASS_ONE - 1,
             keep_crossing=safe,
         )

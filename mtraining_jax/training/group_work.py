@@ -116,14 +116,14 @@ class GroupWork:
         lengths = self._under_way.pop(step)
         known = self._loader.densities_before(step)
         times = self._times(lengths, self._assumed if known is None else known)
-        record = self._imbalances(times, "_predicted")
+        record = self.imbalances(times, "_predicted")
         pairs = take_pairs_by_length(metrics["layers"])
         if pairs is not None:
             measured = self._densities(pairs, lengths)
             self._loader.measured(step, measured)
             found = np.isfinite(measured)
             times = self._times(lengths, np.where(found, measured, 0.0))
-            record |= self._imbalances(times, "")
+            record |= self.imbalances(times, "")
             record["density_by_length"] = [
                 float(x) if seen else None for x, seen in zip(measured, found, strict=True)
             ]
@@ -148,7 +148,16 @@ class GroupWork:
         each = np.array([weight(own, densities, self._weigh, block) for own in lengths])
         return each.reshape(self._config.parallel.data, -1).sum(1)
 
-    def _imbalances(self, times: np.ndarray, suffix: str) -> Record:
+    def imbalances(self, times: np.ndarray, suffix: str) -> Record:
+        """How even times of attention are, and of steps with it.
+
+        Args:
+            times: milliseconds of each group in a step, floats [M].
+            suffix: of the names.
+
+        Returns:
+            attention_imbalance and step_imbalance: the busiest group over the mean of all.
+        """
         groups = times.size
         whole = times + self._rest_ms
         return {

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from mtraining_jax.config import Config
 from mtraining_jax.models.transformer import Attention
 from mtraining_jax.training.documents import attention_within
+from mtraining_jax.training.shares import with_shares
 from mtraining_jax.training.state import StateBuilder, TrainState
 from mtraining_jax.training.step import Batch
 
@@ -49,11 +50,13 @@ def make_recall(
         key = jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
         positions = jax.random.choice(key, seq_len, (rows,), replace=False).astype(jnp.int32)
         model = nnx.merge(builder.graphdef, builder.unflatten(state.parameters))
+        attend = attention_within(attention_with_recall(positions), batch)
+        attend, inputs = with_shares(attend, attention_inputs, batch)
         _, layers = model(
             batch["tokens"],
             batch["positions"],
-            attention_within(attention_with_recall(positions), batch),
-            attention_inputs=attention_inputs,
+            attend,
+            attention_inputs=inputs,
             mesh=mesh,
             fsdp=config.parallel.fsdp,
         )

@@ -15,11 +15,12 @@ from mtraining_jax.models.sharding import lm_head_spec
 from mtraining_jax.models.transformer import Attention
 from mtraining_jax.parallel.compiler import ring_compiler_options
 from mtraining_jax.parallel.groups import constrain, in_groups
-from mtraining_jax.parallel.mesh import DATA_AXIS, DOCUMENTS, TOKENS
+from mtraining_jax.parallel.mesh import DATA_AXIS, DOCUMENTS, SHARES, TOKENS
 from mtraining_jax.parallel.ordering import all_made
 from mtraining_jax.training.documents import attention_within
 from mtraining_jax.training.loss import count_labels, linear_cross_entropy
 from mtraining_jax.training.optimizer import Parameters, clip, make_schedule
+from mtraining_jax.training.shares import with_shares
 from mtraining_jax.training.state import StateBuilder, TrainState
 
 Batch = dict[str, Array]
@@ -54,11 +55,13 @@ def make_train_step(
         `labels` and `positions` in layout order, and optionally `documents` int32 [B, NB, 3] as in
         `Documents`: attention then stays within each, and positions are those within it;
         `document_lengths` int32 [B, S], if the model's rotary positions read the length of a
-        sequence; and fp32 `weights` [B, S] of labels, which the mean is taken by. It gives the next
+        sequence; fp32 `weights` [B, S] of labels, which the mean is taken by; and int32 `shares`
+        [B, L], which the layers keep of each sequence's mass, as in `Shards`. It gives the next
         state and metrics, which stay on the devices until they are read: fp32 scalars `loss`,
         `grad_norm` (before the clip) and `lr`; int32 scalars `step` (its number, from 1), `labels`
         (counted), `skipped` (so far) and `skipped_in_row`; and `layers`, what the attention reports
-        by name, fp32 [L] each, mean over the batch.
+        by name, fp32 [L] each, mean over the batch; and with `shares` also `density_by_group`,
+        fp32 [M, L].
     """
     schedule = make_schedule(config.optimizer, config.run.steps)
     gradients_of = _make_gradients(config, builder, attention, mesh, attention_inputs)
@@ -68,7 +71,10 @@ def make_train_step(
         labels = count_labels(batch["labels"])
         # The weights of a document add up to 1.
         count = jnp.sum(batch["weights"]) if "weights" in batch else labels
-        loss, gradients, layers = gradients_of(trained, frozen, batch, count)
+        loss, gradients, by_group = gradients_of(trained, frozen, batch, count)
+        layers = by_group
+        if config.parallel.data > 1:
+            layers = jax.tree.map(lambda x: jnp.mean(x, axis=0), by_group)
         gradients, norm = clip(gradients, config.optimizer.clip_norm)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
 
@@ -97,6 +103,9 @@ def make_train_step(
             "skipped_in_row": after.skipped_in_row,
             "layers": layers,
         }
+        if "shares" in batch:
+            density = by_group["density"]
+            metrics["density_by_group"] = density.reshape(config.parallel.data, -1)
         return after, metrics
 
     everywhere = NamedSharding(mesh, P())
@@ -117,17 +126,19 @@ def _make_gradients(
 ):
     """(trained, frozen, batch, count) -> loss, gradients, stats of layers.
 
-    `count` is what sums are divided by, over all micro-batches.
+    `count` is what sums are divided by, over all micro-batches. Stats are fp32 [L], and of several
+    groups of devices [M, L].
     """
     fsdp = config.parallel.fsdp
 
     def loss_of(trained: Parameters, frozen: Parameters, batch: Batch, count: Array):
         model = nnx.merge(builder.graphdef, builder.unflatten({**trained, **frozen}))
+        attend, inputs = with_shares(attention_within(attention, batch), attention_inputs, batch)
         hidden, layers = model(
             batch["tokens"],
             batch["positions"],
-            attention_within(attention, batch),
-            attention_inputs=attention_inputs,
+            attend,
+            attention_inputs=inputs,
             mesh=mesh,
             fsdp=fsdp,
             length=batch.get("document_lengths"),
@@ -173,9 +184,7 @@ def _make_gradients(
     def gradients_of(trained: Parameters, frozen: Parameters, batch: Batch, count: Array):
         rows = {name: P(DATA_AXIS) for name in batch}
         in_specs, out_specs = (P(), P(), rows, P()), (P(), P(), P(DATA_AXIS))
-        run = in_groups(meeting, mesh, in_specs, out_specs)
-        loss, gradients, layers = run(trained, frozen, batch, count)
-        return loss, gradients, jax.tree.map(lambda x: jnp.mean(x, axis=0), layers)
+        return in_groups(meeting, mesh, in_specs, out_specs)(trained, frozen, batch, count)
 
     return gradients_of
 
@@ -184,7 +193,7 @@ def micro_batches(batch: Batch, parts: int, mesh: Mesh) -> Batch:
     """Cuts the batch of a group, [B, ...], into micro-batches [parts, B / parts, ...]."""
 
     def cut(name: str, x: Array) -> Array:
-        spec = DOCUMENTS if name == "documents" else TOKENS
+        spec = {"documents": DOCUMENTS, "shares": SHARES}.get(name, TOKENS)
         return constrain(x.reshape(parts, -1, *x.shape[1:]), mesh, P(None, *spec))
 
     return {name: cut(name, x) for name, x in batch.items()}

@@ -28,18 +28,21 @@ def documents(tmp_path_factory):
 
 @pytest.fixture
 def packed(config, documents):
-    """Two groups of two ranks, four packs a step in two micro-batches."""
+    """Two groups of two ranks, four packs a step in two micro-batches, with tuned shares."""
     return changed(
         config,
         run={"steps": 8},
         parallel={"data": 2, "nodes": 1, "devices_per_node": 2},
         data={"paths": (documents,), "mode": "pack", "batch_size": 8, "balance": "density"},
         optimizer={"accumulation_steps": 2},
-        sparsity={"kind": "sampled_rows", "tau": 0.6, "sampled_rows": 2, "dense_below": 40},
+        sparsity={
+            "kind": "sampled_rows", "tau": 0.6, "sampled_rows": 2, "dense_below": 40,
+            "tune": "mean", "tune_low": 0.3, "tune_high": 0.8,
+        },
     )
 
 
-def test_a_balanced_run_trains_resumes_and_says_how_even_it_is(packed, capsys):
+def test_a_balanced_and_tuned_run_trains_resumes_and_says_how_even_it_is(packed, capsys):
     config = changed(packed, checkpoint={"every_steps": 5})
     whole = run(config)
     assert whole[-1]["loss"] < whole[0]["loss"]
@@ -58,10 +61,21 @@ def test_a_balanced_run_trains_resumes_and_says_how_even_it_is(packed, capsys):
         assert 1 <= record["step_imbalance"] <= record["attention_imbalance"] < 1.3
         assert 1 <= record["step_imbalance_predicted"] <= record["attention_imbalance_predicted"]
         assert "attention_ms_by_group" not in record  # no rates of heads 16 wide
+        # Tuning never leaves groups less even, as predicted.
+        assert record["attention_imbalance_predicted"] <= record["attention_imbalance_untuned"]
+        assert record["tuned"] == "tau" and len(record["tuned_per_layer"]) == 2
+        assert all(0.3 <= share <= 0.8 for share in record["tuned_by_group"])
+        assert record["infeasible"] in (0, 0.5, 1)
+    shares = np.array([record["tuned_by_group"] for record in whole])
+    # The mean lies between both groups: where one keeps more, the other keeps less.
+    apart = shares != 0.6
+    assert apart.any() and ((shares > 0.6).sum(1) == (shares < 0.6).sum(1)).all()
+    assert f"tau {shares[0].min():.3f} to {shares[0].max():.3f}" in printed
+    assert f"tuned      tau {shares.min():.3f} to {shares.max():.3f}" in printed
 
     shutil.rmtree(checkpoint_folder(config) / "8")
     rest = run(config)
     assert [record["step"] for record in rest] == [6, 7, 8]
     np.testing.assert_array_equal(losses(rest), losses(whole[5:]))
-    for name in ("density_by_length", "attention_imbalance_predicted"):
+    for name in ("density_by_length", "attention_imbalance_predicted", "tuned_per_layer"):
         assert [x[name] for x in rest] == [x[name] for x in whole[5:]]

@@ -14,6 +14,7 @@ from mtraining_jax.reporting.progress import Display
 from mtraining_jax.reporting.record import Memory, Record, step_record
 from mtraining_jax.reporting.writers import Writer
 from mtraining_jax.training.group_work import GroupWork
+from mtraining_jax.training.tuner import Tuner
 
 
 class FinishedSteps:
@@ -28,6 +29,7 @@ class FinishedSteps:
         writers: where records go.
         display: where to print.
         groups: follows the groups of devices; None where they all have the same work.
+        tuner: of their shares of mass; None where nothing is tuned.
     """
 
     def __init__(
@@ -37,8 +39,10 @@ class FinishedSteps:
         writers: Sequence[Writer],
         display: Display,
         groups: GroupWork | None = None,
+        tuner: Tuner | None = None,
     ) -> None:
         self._config, self._devices, self._groups = config, devices, groups
+        self._tuner = tuner
         self._writers, self._display = writers, display
         self._thread = ThreadPoolExecutor(1, "finished steps")
         self._records: list[Record] = []
@@ -104,6 +108,8 @@ class FinishedSteps:
         seconds, self._clock = now - self._clock, now
         metrics = jax.device_get(metrics)
         of_groups = {} if self._groups is None else self._groups.finish(metrics)
+        if self._tuner is not None:
+            of_groups |= self._tuner.finish(metrics)
         record = step_record(
             metrics,
             seconds,

@@ -28,6 +28,9 @@ from mtraining_jax.training.loop.saving import Saving
 from mtraining_jax.training.recall import make_recall
 from mtraining_jax.training.state import StateBuilder
 from mtraining_jax.training.step import make_train_step
+from mtraining_jax.training.tuner import Tuner
+
+_TUNING = "sparsity.tune"  # of a checkpoint's place in the data: what was learned of densities
 
 
 class Trainer:
@@ -87,11 +90,15 @@ class Trainer:
         display.say(*banner(config, _count_parameters(builder), mesh, data, held_out))
         self._saving = Saving(config)
         opened.callback(self._saving.close)
+        self._groups = GroupWork.of(config, self._batches.loader)
+        self._tuner = Tuner.of(config, self._batches.loader, mesh, self._groups)
         if resume_from is None:
             self._state = builder.fresh()
         else:
             self._state, place = self._saving.restore(resume_from, builder.abstract())
             self._batches.go_to(place)
+            if self._tuner is not None:
+                self._tuner.go_to(resume_from, place.get(_TUNING))
             display.say(f"going on from the checkpoint of step {resume_from}")
         start = config.profile.start
         if start is not None and start <= self._step:
@@ -100,9 +107,8 @@ class Trainer:
         for writer in self._writers:
             opened.callback(writer.close)
         # The last to be opened and so the first to be closed: it writes.
-        self._groups = GroupWork.of(config, self._batches.loader)
         self._finished = FinishedSteps(
-            config, self._devices, self._writers, display, self._groups
+            config, self._devices, self._writers, display, self._groups, self._tuner
         )
         opened.callback(self._finished.close)
 
@@ -166,7 +172,7 @@ class Trainer:
         batch = next(self._batches)
         if self._groups is not None:
             self._groups.begin()
-        return batch
+        return batch if self._tuner is None else self._tuner.add_to(batch)
 
     def _take_step(self, programs: Programs, batch: dict[str, jax.Array]) -> None:
         """Starts the next step on the devices; returns when the one before is reported."""
@@ -197,7 +203,10 @@ class Trainer:
     def _save(self) -> None:
         # Saving waits for the devices anyway; its time is not that of a step.
         self._finished.wait()
-        self._saving.save(self._step, self._state, self._batches.state())
+        place = self._batches.state()
+        if self._tuner is not None:
+            place[_TUNING] = self._tuner.state()
+        self._saving.save(self._step, self._state, place)
         self._finished.restart_clock()
 
     def export(self) -> None:

@@ -1,0 +1,182 @@
+"""The share of mass that each group keeps, from step to step of a run (`sparsity.tune`)."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh, NamedSharding
+
+from mtraining_jax.config import Config
+from mtraining_jax.data.loader import Loader
+from mtraining_jax.errors import UserError
+from mtraining_jax.latency import KERNEL_RATES, pack_ms
+from mtraining_jax.parallel.mesh import SHARES
+from mtraining_jax.reporting.record import Record
+from mtraining_jax.training.group_work import GroupWork, assumed_densities, attention_size
+from mtraining_jax.training.share_response import GroupDocuments, ShareResponse
+from mtraining_jax.training.tuned_shares import Bounds, TunedShares, tuned_shares
+
+# A step's shares are chosen while the step before runs, so the one before that is known. A fixed
+# distance gives the same shares on every process and in every run.
+DELAY = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class _UnderWay:
+    """A step whose measurements are awaited."""
+
+    documents: list[GroupDocuments]
+    tuned: TunedShares
+
+
+class Tuner:
+    """Gives each batch its shares, and learns from what steps measured.
+
+    Nothing is communicated: every process knows the documents of the whole batch, and the
+    densities of all groups are among the results of a step.
+
+    Args:
+        config: of a run with `sparsity.tune`.
+        loader: of its batches.
+        mesh: axes ('data', 'node', 'device').
+        work: of its groups; None where they all have the same.
+    """
+
+    def __init__(
+        self, config: Config, loader: Loader, mesh: Mesh, work: GroupWork | None
+    ) -> None:
+        sparsity = config.sparsity
+        self._config, self._loader, self._work = config, loader, work
+        self._sharding = NamedSharding(mesh, SHARES)
+        self._kept = sparsity.settings.kept_share()
+        base = getattr(sparsity, self._kept.name)
+        self._bounds = Bounds(base, sparsity.tune_low, sparsity.tune_high)
+        self._size, self._assumed = attention_size(config), assumed_densities(config)
+        start = ShareResponse.start(self._assumed.size, config.model.num_layers)
+        # What is believed after each of the last steps.
+        self._after, self._newest = {0: start}, 0
+        self._under_way: dict[int, _UnderWay] = {}
+
+    @staticmethod
+    def of(config: Config, loader: Loader, mesh: Mesh, work: GroupWork | None) -> "Tuner | None":
+        """That of a run; None where nothing is tuned."""
+        return None if config.sparsity.tune == "none" else Tuner(config, loader, mesh, work)
+
+    def add_to(self, batch: Mapping[str, Array]) -> dict[str, Array]:
+        """The batch that the loader has handed out last, with `shares`, int32 [B, L]."""
+        step, groups = self._loader.handed_out, self._config.parallel.data
+        documents = self._documents()
+        tuned = tuned_shares(
+            documents, self._known_before(step), self._assumed, self._bounds,
+            self._config.sparsity.tune, self._size,
+        )
+        self._under_way[step] = _UnderWay(documents, tuned)
+        rows = self._config.data.batch_size // groups
+        units = np.rint(tuned.shares * (1 << self._kept.bits)).astype(np.int32)
+        shares = np.repeat(units, rows, axis=0)
+        return batch | {
+            "shares": jax.make_array_from_callback(
+                shares.shape, self._sharding, lambda index: shares[index]
+            )
+        }
+
+    def finish(self, metrics: Mapping[str, Any]) -> Record:
+        """Learns from a step, and says what was tuned in it.
+
+        Args:
+            metrics: of the train step, read from the devices.
+
+        Returns:
+            tuned (the name of the share), tuned_by_group [M] and tuned_per_layer [L], means of
+            the shares that were kept; infeasible, the part of the groups that the lowest share
+            leaves slower than the anchor; and where groups differ, in the place of `GroupWork`'s:
+            attention_imbalance_untuned and step_imbalance_untuned, predicted for the configured
+            share; the same with _predicted, for the tuned ones; and attention_imbalance,
+            step_imbalance and attention_ms_by_group by the densities that the groups measured.
+        """
+        step = int(metrics["step"])
+        own = self._under_way.pop(step)
+        tuned, measured = own.tuned, np.asarray(metrics["density_by_group"], np.float64)
+        before = self._after[self._newest]
+        record = {
+            "tuned": self._kept.name,
+            "tuned_by_group": tuned.shares.mean(1).tolist(),
+            "tuned_per_layer": tuned.shares.mean(0).tolist(),
+            "infeasible": float(tuned.infeasible.mean()),
+        }
+        if self._work is not None:
+            times = self._measured_ms(own.documents, before, measured)
+            record |= self._work.imbalances(tuned.untuned_ms, "_untuned")
+            record |= self._work.imbalances(tuned.tuned_ms, "_predicted")
+            record |= self._work.imbalances(times, "")
+            if self._config.model.head_dim in KERNEL_RATES:
+                record["attention_ms_by_group"] = times.tolist()
+        after = before.after(
+            own.documents, self._assumed, tuned.shares, self._bounds.base, measured
+        )
+        self._after = {
+            **{past: x for past, x in self._after.items() if past > step - DELAY - 1}, step: after
+        }
+        self._newest = step
+        return record
+
+    def state(self) -> dict[str, Any]:
+        """What is believed after each of the last steps: a small dict that JSON can hold."""
+        return {str(step): response.state() for step, response in self._after.items()}
+
+    def go_to(self, step: int, state: dict[str, Any] | None) -> None:
+        """Goes to where the next batch is that of `step` + 1.
+
+        Args:
+            step: the last one that is done.
+            state: from `state`, after that step; None starts anew.
+
+        Raises:
+            UserError: the state cannot be read.
+        """
+        start = next(iter(self._after.values()))
+        try:
+            after = {int(at): x for at, x in (state or {}).items()}
+        except (AttributeError, ValueError) as error:
+            raise UserError("the saved state of sparsity.tune is not readable") from error
+        self._after = {at: start.of_state(x) for at, x in sorted(after.items())} or {step: start}
+        self._newest = max(self._after)
+
+    def _known_before(self, step: int) -> ShareResponse:
+        return self._after[max(step - DELAY, min(self._after))]
+
+    def _documents(self) -> list[GroupDocuments]:
+        """Those of each group in the batch that was handed out last."""
+        config, loader = self._config, self._loader
+        if loader.packs is None:
+            # Every sequence is one document, of which pairs are chosen.
+            rows = [np.array([config.data.seq_len])] * config.data.batch_size
+            dense_below = 0
+        else:
+            rows = [loader.packs.pieces(sequence)[1] for sequence in loader.sequences.tolist()]
+            dense_below = getattr(config.choosing, "dense_below", 0)
+        groups = config.parallel.data
+        each = len(rows) // groups
+        return [
+            GroupDocuments(
+                rows[m * each : (m + 1) * each], config.sparsity.block_size, dense_below
+            )
+            for m in range(groups)
+        ]
+
+    def _measured_ms(
+        self, documents: list[GroupDocuments], response: ShareResponse, measured: np.ndarray
+    ) -> np.ndarray:
+        """Times of attention [M] by densities [M, L] of groups; documents differ as expected."""
+        known = response.densities(self._assumed)
+        chosen = response.chosen(documents, measured).mean(1)
+        times = []
+        for own, density in zip(documents, chosen, strict=True):
+            factor = 1.0
+            if np.isfinite(density):
+                factor = density * own.chosen_weight / own.chosen_density(known)
+            times.append(pack_ms(own.lengths, own.densities(known, factor), self._size))
+        return np.array(times)

@@ -1,0 +1,147 @@
+"""Which share of mass each group keeps, against worlds whose densities are known."""
+
+import numpy as np
+import pytest
+
+from mtraining_jax.data.densities import length_classes
+from mtraining_jax.errors import UserError
+from mtraining_jax.latency import AttentionSize, documents_ms
+from mtraining_jax.training.share_response import GroupDocuments, ShareResponse
+from mtraining_jax.training.tuned_shares import Bounds, tuned_shares
+
+BLOCK, SEQ, LAYERS, CLASSES, DENSE_BELOW = 128, 65536, 3, 10, 4096
+SIZE = AttentionSize(num_layers=LAYERS, num_heads=16, head_dim=128, ranks=4)
+BOUNDS = Bounds(0.9, 0.85, 0.97)
+ASSUMED = np.full(CLASSES, 0.15)
+
+
+class World:
+    """Densities as they are: by length, and with the share, in each layer its own way."""
+
+    widths = np.array([0.02, 0.05, 0.08])
+
+    def density(self, lengths, share, width):
+        """Float [d] of documents in a layer."""
+        own = 0.4 * 0.8 ** length_classes(lengths, BLOCK) * np.exp((share - BOUNDS.base) / width)
+        padded = -(-lengths // BLOCK) * BLOCK
+        return np.where(padded < DENSE_BELOW, 1.0, np.minimum(own, 1.0))
+
+    def ms(self, rows, shares):
+        """Time of a group's rows, with shares [L]."""
+        lengths = np.concatenate(rows)
+        each = [
+            documents_ms(lengths, self.density(lengths, *of_layer), SIZE).sum()
+            for of_layer in zip(shares, self.widths, strict=True)
+        ]
+        return np.mean(each)
+
+    def measured(self, rows, shares):
+        """Densities [L] of a group, mean over its rows, as the devices report them."""
+        found = []
+        for of_layer in zip(shares, self.widths, strict=True):
+            of_rows = []
+            for lengths in rows:
+                padded = -(-lengths // BLOCK) * BLOCK
+                pairs = padded * (padded + 1) / 2
+                of_rows.append((self.density(lengths, *of_layer) * pairs).sum() / pairs.sum())
+            found.append(np.mean(of_rows))
+        return np.array(found)
+
+
+def pack(rng, longest):
+    """Lengths of documents that fill a sequence."""
+    lengths, room = [], SEQ
+    while room >= 2 * BLOCK:
+        lengths.append(min(int(rng.integers(BLOCK, longest)), room // BLOCK * BLOCK))
+        room -= -(-lengths[-1] // BLOCK) * BLOCK
+    return np.array(lengths)
+
+
+def groups_of(rng):
+    """Rows of four groups, each with sequences of shorter or longer documents."""
+    longest = rng.permutation([6000, 12000, 20000, 30000])
+    return [[pack(rng, n), pack(rng, n)] for n in longest]
+
+
+def documents_of(rows):
+    return [GroupDocuments(own, BLOCK, DENSE_BELOW) for own in rows]
+
+
+def test_groups_come_to_end_with_the_anchor_or_at_a_bound():
+    # What is assumed is wrong by up to twice, and so are the widths.
+    rng, world = np.random.default_rng(0), World()
+    response, off = ShareResponse.start(CLASSES, LAYERS), []
+    base = np.full(LAYERS, BOUNDS.base)
+    for _ in range(80):
+        rows = groups_of(rng)
+        documents = documents_of(rows)
+        tuned = tuned_shares(documents, response, ASSUMED, BOUNDS, "mean", SIZE)
+        true = np.array([world.ms(*x) for x in zip(rows, tuned.shares, strict=True)])
+        target = np.mean([world.ms(own, base) for own in rows])
+        at_bound = np.isclose(tuned.shares, BOUNDS.low) | np.isclose(tuned.shares, BOUNDS.high)
+        off.append((true / target - 1)[~at_bound.any(1)].tolist())
+        measured = np.array([world.measured(*x) for x in zip(rows, tuned.shares, strict=True)])
+        response = response.after(documents, ASSUMED, tuned.shares, BOUNDS.base, measured)
+    last = np.concatenate(off[60:])
+    assert last.size > 10 and np.abs(last).max() < 0.02
+    assert np.abs(np.concatenate(off[:5])).max() > 0.05
+    np.testing.assert_allclose(response.widths, world.widths, rtol=0.1)
+
+
+@pytest.mark.parametrize("anchor", ["mean", "min", "max"])
+def test_a_group_takes_the_share_that_brings_it_to_the_anchor(anchor):
+    rng = np.random.default_rng(1)
+    documents = documents_of(groups_of(rng))
+    response = ShareResponse(
+        np.linspace(0, -1, CLASSES), np.ones(LAYERS), np.array([0.02, 0.05, 0.08])
+    )
+    found = tuned_shares(documents, response, ASSUMED, BOUNDS, anchor, SIZE)
+    known = response.densities(ASSUMED)
+
+    def ms(own, share):
+        """By one share for all layers, of which each has a factor of its own."""
+        factor = np.mean([np.exp((share - BOUNDS.base) / s) for s in response.widths])
+        return documents_ms(own.lengths, own.densities(known, factor), SIZE).sum()
+
+    untuned = np.array([ms(own, BOUNDS.base) for own in documents])
+    np.testing.assert_allclose(found.untuned_ms, untuned)
+    target = getattr(np, anchor)(untuned)
+    for m, own in enumerate(documents):
+        lowest, highest = ms(own, BOUNDS.low), ms(own, BOUNDS.high)
+        wanted = np.clip(target, lowest, highest)
+        np.testing.assert_allclose(found.tuned_ms[m], wanted, rtol=1e-6)
+        assert found.infeasible[m] == (lowest > target)
+        shares = found.shares[m]
+        if wanted in (lowest, highest):
+            assert (shares == (BOUNDS.low if wanted == lowest else BOUNDS.high)).all()
+        elif np.isclose(target, untuned[m]):
+            assert (shares == BOUNDS.base).all()  # to the bit
+        else:
+            assert (np.sign(shares - BOUNDS.base) == np.sign(target - untuned[m])).all()
+    assert found.infeasible.any() == (anchor == "min")
+
+
+def test_a_group_of_whole_documents_tells_nothing_and_keeps_a_bound():
+    rows = [[np.array([600, 3000])], [np.array([60000])]]
+    documents = documents_of(rows)
+    response = ShareResponse.start(CLASSES, LAYERS)
+    tuned = tuned_shares(documents, response, ASSUMED, BOUNDS, "mean", SIZE)
+    assert (tuned.shares[0] == BOUNDS.high).all() and not tuned.infeasible[0]
+    assert tuned.tuned_ms[0] == tuned.untuned_ms[0]
+    measured = np.array([[1.0] * LAYERS, [0.04] * LAYERS])
+    after = response.after(documents, ASSUMED, tuned.shares, BOUNDS.base, measured)
+    assert after.level[8] < 0 and not after.level[:8].any()
+    np.testing.assert_array_equal(after.variance, response.variance)
+    # Nor does a step that was not finite.
+    assert response.after(documents, ASSUMED, tuned.shares, 0.9, measured * np.nan) is response
+
+
+def test_what_is_saved_comes_back_and_other_sizes_are_refused():
+    response = ShareResponse(np.arange(3) / 7, np.arange(2) / 3, np.ones(2))
+    back = ShareResponse.start(3, 2).of_state(response.state())
+    for name in ("level", "covariance", "variance"):
+        np.testing.assert_array_equal(getattr(back, name), getattr(response, name))
+    with pytest.raises(UserError, match="has 3 numbers of level, and this run has 4"):
+        ShareResponse.start(4, 2).of_state(response.state())
+    with pytest.raises(UserError, match="not readable"):
+        response.of_state({"level": None})
