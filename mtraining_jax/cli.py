@@ -14,6 +14,7 @@ from mtraining_jax.config import (
 )
 from mtraining_jax.config.fields import all_fields, nearest
 from mtraining_jax.errors import UserError
+from mtraining_jax.planning.hardware import GPUS
 from mtraining_jax.platform import set_platform
 from mtraining_jax.signals import EXIT_STOPPED, Stopped, StopSignals
 
@@ -25,6 +26,8 @@ usage: train.py --config NAME [--SECTION.FIELD=VALUE ...]
                    its devices and data. MODE compile: compile the real step for its mesh of GPUs,
                    which need not be here; estimate: by formulas; auto (default): compile where the
                    CUDA plugin of JAX is installed. Exit status 1 if the run does not fit
+  --dry-run-gpu=GPU  what GPUs a dry run is for: h200 (default), or a100-40gb, of which the times
+                   are a forecast
   --print-config   print the whole configuration as TOML, after all overrides, and stop
   --help           print this text and stop
 
@@ -36,6 +39,7 @@ Every field below can be set in the file, under its [section], and on the comman
 _FLAGS = ("print-config", "help")
 _DRY_RUN = "dry-run"
 _DRY_RUN_MODES = ("auto", "compile", "estimate")
+_DRY_RUN_GPU = "dry-run-gpu"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +50,7 @@ class CommandLine:
         config: name or path of the configuration, None if not given.
         overrides: dotted field names and their values as text, in the order given.
         dry_run: how to find out what the run needs, instead of running it; None runs it.
+        dry_run_gpu: name of the GPUs that a dry run is for.
         print_config: print the configuration instead of running it.
         help: print the help text instead of running.
     """
@@ -53,6 +58,7 @@ class CommandLine:
     config: str | None = None
     overrides: tuple[tuple[str, str], ...] = ()
     dry_run: str | None = None
+    dry_run_gpu: str = "h200"
     print_config: bool = False
     help: bool = False
 
@@ -74,6 +80,7 @@ def parse_command_line(arguments: Sequence[str]) -> CommandLine:
     alone: list[str] = []
     flags: set[str] = set()
     dry_run: str | None = None
+    gpu: str | None = None
     rest = list(arguments)
     while rest:
         argument = rest.pop(0)
@@ -100,11 +107,16 @@ def parse_command_line(arguments: Sequence[str]) -> CommandLine:
                 value = rest.pop(0)
             elif name in fields and bool in fields[name].kinds:
                 value = "true"
-            elif name in fields or name == "config":
+            elif name in fields or name in ("config", _DRY_RUN_GPU):
                 problems.append(f"--{name} needs a value, as --{name}=VALUE")
                 continue
         if name == "config":
             configs.append(value)
+        elif name == _DRY_RUN_GPU:
+            gpu = value
+            if gpu not in GPUS:
+                gpus = ", ".join(GPUS)
+                problems.append(f"--{name}={value} is not possible; --{name} takes one of {gpus}")
         elif name in fields:
             overrides.append((name, value))
         else:
@@ -120,12 +132,15 @@ def parse_command_line(arguments: Sequence[str]) -> CommandLine:
         )
     if len(configs) > 1:
         problems.append(f"--config is given {len(configs)} times: {', '.join(configs)}")
+    if gpu is not None and dry_run is None:
+        problems.append(f"--{_DRY_RUN_GPU}={gpu} says what --{_DRY_RUN} is for, which is not given")
     if problems:
         raise UserError("\n".join(problems))
     return CommandLine(
         config=configs[0] if configs else None,
         overrides=tuple(overrides),
         dry_run=dry_run,
+        dry_run_gpu=gpu or CommandLine.dry_run_gpu,
         print_config="print-config" in flags,
         help="help" in flags,
     )
@@ -184,7 +199,7 @@ def _command(arguments: Sequence[str], signals: StopSignals) -> int:
     if command.dry_run is not None:
         from mtraining_jax.planning.dry_run import dry_run
 
-        return dry_run(config, command.dry_run)
+        return dry_run(config, command.dry_run, GPUS[command.dry_run_gpu])
     set_platform(config.parallel.cpu_devices)
     # Imported only here: it imports JAX, for which the devices must be set by now.
     from mtraining_jax.training.loop import run
@@ -196,7 +211,7 @@ def _command(arguments: Sequence[str], signals: StopSignals) -> int:
 def _is_option(text: str) -> bool:
     """Whether text without its dashes, as `run.steps=3`, is an option."""
     name = text.partition("=")[0]
-    return name in (*all_fields(), "config", _DRY_RUN, *_FLAGS)
+    return name in (*all_fields(), "config", _DRY_RUN, _DRY_RUN_GPU, *_FLAGS)
 
 
 def _unknown_option(name: str) -> str:

@@ -90,11 +90,15 @@ def seconds(config: Config, gpu: Gpu, memory: Memory, flops: Flops) -> dict[str,
     devices = config.devices
     dense = not config.sparsity.settings.sparse
     forward = flops.attention * 4 / 14 + flops.attention_recomputed
-    attention = kernel_seconds(width, flops.density, forward, flops.attention * 10 / 14)
+    attention = kernel_seconds(
+        width, flops.density, forward / gpu.forward_share,
+        flops.attention * 10 / 14 / gpu.backward_share,
+    )
+    matmul = matmul_rate(model.hidden_size) * gpu.matmul_share
     products = flops.layers + flops.head + flops.recomputed
     result = {
         "attention": attention / devices,
-        "matrix products": products / (devices * matmul_rate(model.hidden_size)),
+        "matrix products": products / (devices * matmul),
     }
     if not dense:
         passes = 2 if model.remat == "full" else 1
@@ -103,7 +107,9 @@ def seconds(config: Config, gpu: Gpu, memory: Memory, flops: Flops) -> dict[str,
         # Scores are taken to be computed at the rate of a dense forward pass.
         forward = passes * flops.attention_dense * 4 / 14
         scored = config.sparsity.settings.scoring_share() * forward
-        choosing += kernel_seconds(width, 1.0, scored, 0.0)
+        choosing += kernel_seconds(
+            width, 1.0, scored * gpu.scored_share / gpu.forward_share, 0.0
+        )
         result["choosing indices"] = choosing / devices
     if kept := kept_mlp_products(config):
         kept *= model.num_layers * config.optimizer.accumulation_steps
@@ -133,6 +139,9 @@ def rates_missing(config: Config, gpu: Gpu) -> str | None:
         return f"rates of attention are known for heads of {known}, and model.head_dim = " + str(
             model.head_dim
         )
-    if config.parallel.backend == "xla":
-        return 'rates of attention are known for the Hopper kernels, and parallel.backend = "xla"'
+    if config.parallel.backend not in ("auto", gpu.backend):
+        return (
+            f"rates of attention are known for the backend {gpu.backend}, and parallel.backend = "
+            f'"{config.parallel.backend}"'
+        )
     return None

@@ -36,14 +36,15 @@ _REMAT = {
 }
 
 
-def dry_run(config: Config, mode: str = "auto") -> int:
+def dry_run(config: Config, mode: str = "auto", gpu: Gpu = H200) -> int:
     """Prints what a run needs, without its devices and without its data.
 
     Args:
         config: a checked configuration.
         mode: "compile" compiles the real step for the mesh of GPUs; "estimate" takes formulas;
             "auto" compiles where the CUDA plugin of JAX is installed. A run on virtual CPU devices
-            is always estimated.
+            is always estimated, and so is a GPU that the compiler has no description of.
+        gpu: of which each device is one.
 
     Returns:
         The exit status: 0 if the run fits, 1 if it does not.
@@ -51,12 +52,13 @@ def dry_run(config: Config, mode: str = "auto") -> int:
     Raises:
         UserError: if the configuration makes no run, or "compile" is not possible here.
     """
-    gpu = H200
     # No device is used, and no memory of one must be reserved.
     jax.config.update("jax_platforms", "cpu")
     memory = estimate_memory(config)
     compiled, how = None, "estimated by formulas"
     reason = missing_plugin()
+    if gpu.target_config is None:
+        reason = f"there is no description of the {gpu.kind} to compile for"
     if config.parallel.cpu_devices is not None:
         reason = "the run is for virtual devices of the CPU"
     if mode == "compile" and reason:
@@ -205,7 +207,11 @@ def _time_lines(
     total = sum(parts.values())
     tokens = config.tokens_per_step
     mfu = flops.model / (total * devices * peak_flops(gpu.kind))
-    yield "time of a step, seconds: an ESTIMATE from rates of single parts, not a measurement"
+    if gpu.forecast is None:
+        yield "time of a step, seconds: an ESTIMATE from rates of single parts, not a measurement"
+    else:
+        yield "time of a step, seconds: a FORECAST from rates that were not measured:"
+        yield f"  {gpu.forecast}"
     for name, value in parts.items():
         yield f"  {name:<20} {value:6.2f}"
     yield f"  {'total':<20} {total:6.2f}  {tokens / total:,.0f} tokens/s, MFU {mfu:.0%}"

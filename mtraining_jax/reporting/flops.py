@@ -22,6 +22,8 @@ from mtraining_jax.sparsity import attention_flops, causal_pairs
 # Dense bf16 FLOP/s by NVIDIA's data sheets, for the names that JAX gives. SXM modules only:
 # others of the same name run slower.
 PEAK_BF16_FLOPS = {
+    "NVIDIA A100-SXM4-40GB": 312e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
     "NVIDIA H100 80GB HBM3": 989.4e12,
     "NVIDIA H200": 989.4e12,
 }

@@ -12,9 +12,9 @@ from mtraining_jax.cli import main
 from mtraining_jax.config import available_configs, load_config
 from mtraining_jax.latency import kernel_seconds
 from mtraining_jax.models import abstract_state, graph_definition
-from mtraining_jax.planning.cost import count_flops, seconds
+from mtraining_jax.planning.cost import count_flops, rates_missing, seconds
 from mtraining_jax.planning.dry_run import available, dry_run
-from mtraining_jax.planning.hardware import H200
+from mtraining_jax.planning.hardware import A100_40GB, H200
 from mtraining_jax.planning.memory import count_parameters, estimate_memory, index_bytes
 from mtraining_jax.sparsity import choose_index
 from mtraining_jax.training import parts
@@ -241,3 +241,34 @@ def test_wrong_arguments(config, capsys, monkeypatch):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "75%")
     assert main(["--config=tiny", "--parallel.cpu_devices=none", "--dry-run=estimate"]) == 2
     assert "XLA_PYTHON_CLIENT_MEM_FRACTION=75% in the environment" in capsys.readouterr().err
+    assert main(["--config=tiny", "--dry-run", "--dry-run-gpu", "v100"]) == 2
+    message = "--dry-run-gpu=v100 is not possible; --dry-run-gpu takes one of h200, a100-40gb"
+    assert message in capsys.readouterr().err
+    assert main(["--config=tiny", "--dry-run-gpu=h200"]) == 2
+    assert "says what --dry-run is for, which is not given" in capsys.readouterr().err
+
+
+def test_the_papers_cluster_is_forecast(capsys):
+    """32 A100-40GB: never called an estimate, as no rate of theirs was measured."""
+    arguments = ["--config=qwen3b_512k", "--parallel.nodes=4", "--sparsity.kind=replay"]
+    assert main([*arguments, "--dry-run", "--dry-run-gpu=a100-40gb"]) == 0
+    printed = capsys.readouterr().out
+    for text in (
+        "of 32 x NVIDIA A100-SXM4-40GB",
+        "estimated by formulas: there is no description of the NVIDIA A100-SXM4-40GB",
+        "JAX takes 36.4 of the GPU's 39.6 GiB",
+        "a FORECAST from rates that were not measured:\n  no A100 was at hand",
+    ):
+        assert text in printed
+    assert "ESTIMATE" not in printed
+    config = load_config("qwen3b_512k", [("parallel.nodes", "4"), ("sparsity.kind", "replay")])
+    memory, flops = estimate_memory(config), count_flops(config)
+    times = seconds(config, A100_40GB, memory, flops)
+    # Of attention 4 FLOP of 14 are forward, at 155 TFLOP/s; 10 backward, at 105.
+    attention = flops.attention / 14 * (4 / 155e12 + 10 / 105e12) / config.devices
+    assert times["attention"] == pytest.approx(attention, rel=0.01)
+    assert times["matrix products"] == pytest.approx(
+        seconds(config, H200, memory, flops)["matrix products"] * 989.4 / 312
+    )
+    xla = changed(config, parallel={"backend": "xla"})
+    assert "known for the backend triton" in rates_missing(xla, A100_40GB)
