@@ -194,7 +194,7 @@ def main() -> None:
     pairs = [tuple(text.removeprefix("--").split("=", 1)) for text in overrides]
     # A prompt is read whole, in one sequence.
     pairs += [("parallel.data", "1"), ("data.seq_len", str(arguments.length))]
-    pairs += [("metrics.recall_every", "0")]  # there is no training to measure
+    pairs += [("audit.every_steps", "0")]  # there is no training to measure
     configs = {
         name: load_config(arguments.config, [*pairs, ("sparsity.kind", name)])
         for name in arguments.pattern

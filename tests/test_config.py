@@ -206,6 +206,10 @@ def test_a_mistake_in_a_base_names_its_file(tmp_path, write):
         ("[run]\nlr = 1.0", "run.lr is not a field; did you mean optimizer.lr?"),
         ("[loss]\nxyz = 1", "loss.xyz is not a field; loss has chunk_size"),
         ("xyz = 1", "xyz is not a section or field; the sections are run, model, "),
+        (
+            "[audit]\nrows = 8\n[metrics]\nrecall_rows = 8",
+            "metrics.recall_rows is not a field any more; it is audit.rows now",
+        ),
         ("steps = 1", "steps is not a section or field; did you mean run.steps?"),
         (
             "[model.rope_scaling]\nfactor = 2.0\nbeta_fats = 1.0",
@@ -449,9 +453,9 @@ def test_wrong_overrides(minimal):
             "sparsity.min_verticals = 200 must not exceed sparsity.max_verticals = 100",
         ),
         (
-            {"sparsity__kind": "replay", "metrics__recall_every": "5"},
-            "metrics.recall_every = 5 measures what a chosen index keeps, and sparsity.kind = "
-            '"replay" computes pairs that nothing has chosen; metrics.recall_every = 0 would do',
+            {"sparsity__kind": "replay", "audit__every_steps": "5"},
+            "audit.every_steps = 5 measures what a chosen index keeps, and sparsity.kind = "
+            '"replay" computes pairs that nothing has chosen; audit.every_steps = 0 would do',
         ),
         (
             {"sparsity__kind": "dense", "sparsity__tune": "mean"},
@@ -544,8 +548,21 @@ def test_wrong_overrides(minimal):
             "ends",
         ),
         (
-            {"metrics__recall_every": "1", "metrics__recall_rows": "5000"},
-            "metrics.recall_rows = 5000 is more than data.seq_len = 4096",
+            {"audit__every_steps": "1", "audit__rows": "5000"},
+            "audit.rows = 5000 is more than data.seq_len = 4096",
+        ),
+        (
+            {"audit__every_steps": "1", "audit__masks": '["0.0", "2.1"]'},
+            'audit.masks has "2.1": it must be LAYER.HEAD, from 0.0 to 1.3',
+        ),
+        (
+            {"audit__masks": "0.0"},
+            "audit.masks are drawn by audits, and audit.every_steps = 0 asks for none",
+        ),
+        (
+            {"audit__gradient_tokens": "1000"},
+            "audit.gradient_tokens = 1000 is not a multiple of 128, of which data.seq_len is one; "
+            "the nearest that is: 896 or 1024",
         ),
         (
             {
@@ -728,3 +745,8 @@ def test_nothing_here_imports_what_is_slow():
     code = f"import sys, mtraining_jax.cli; sys.exit(str({slow} & set(sys.modules) or ''))"
     found = subprocess.run([sys.executable, "-c", code], check=False, stderr=subprocess.PIPE)
     assert found.stderr.strip() == b""
+
+
+def test_fields_that_were_renamed_still_mean_the_same(write):
+    config = load_config(write(f"[metrics]\nrecall_every = 7\nrecall_rows = 9\n{MODEL}"))
+    assert (config.audit.every_steps, config.audit.rows) == (7, 9)

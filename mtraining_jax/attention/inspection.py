@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from mtraining_jax.attention.picture import draw
+from mtraining_jax.attention.picture import Panel, draw
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.sparsity import attention_recall, density
 from mtraining_jax.sparsity.documents import Documents
@@ -93,18 +93,18 @@ class Inspection:
             raise ValueError(f"batch={batch} must be in 0 .. {entries - 1}")
         if not heads or not all(0 <= head < num_heads for head in heads):
             raise ValueError(f"heads={list(heads)} must be some of 0 .. {num_heads - 1}")
-        titles = []
+        panels = []
         for head in heads:
             title = f"head {head}: density {self.density[batch, head]:.1%}"
             if self.recall is not None:
                 title += f"\nrecall {self.recall[batch, head]:.1%}"
-            titles.append(title)
+            panels.append(Panel(self.index, batch, head, title))
         borders = ()
         if self.documents is not None:
             # A batch of one table is of all entries.
             table = np.asarray(self.documents.table)[batch % len(self.documents.table)]
             borders = np.unique(table[table[:, 2] > 0, :2]) * self.index.block_size
-        draw(path, self.index, self.seq_len, batch, heads, titles, borders)
+        draw(path, panels, self.seq_len, borders)
 
 
 def inspect(

@@ -1,17 +1,36 @@
 """Pictures of sparse attention masks, one pixel for each block."""
 
+import importlib.util
 import os
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from mtraining_jax.errors import UserError
 from pallas_kernels.index import Index
 
 _MOST_PIXELS = 512
 _ROWS_AT_ONCE = 64  # of blocks: bounds memory
+
+
+def check_pictures(asked_for_by: str) -> None:
+    """Refuses to begin where pictures are asked for and cannot be drawn.
+
+    Args:
+        asked_for_by: what asks for them, named in the error.
+
+    Raises:
+        UserError: if matplotlib is not installed.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UserError(
+            f"{asked_for_by} draws pictures, which need matplotlib: uv run --extra plot, or pip "
+            "install matplotlib"
+        )
 
 
 def block_shares(index: Index, seq_len: int, batch: int, head: int) -> np.ndarray:
@@ -48,13 +67,19 @@ def _computes(index: Index, query_positions: Array, key_blocks: Array) -> Array:
     return index.computes(query_positions, key_blocks)
 
 
+class Panel(NamedTuple):
+    """One mask of a picture: an index with concrete arrays, the batch entry, the head, a title."""
+
+    index: Index
+    batch: int
+    head: int
+    title: str
+
+
 def draw(
     path: str | os.PathLike,
-    index: Index,
+    panels: Sequence[Panel],
     seq_len: int,
-    batch: int,
-    heads: Sequence[int],
-    titles: Sequence[str],
     borders: Sequence[int] = (),
 ) -> None:
     """Writes a PNG with the block shares of some heads side by side; see `Inspection`.
@@ -72,12 +97,12 @@ def draw(
         raise ImportError(
             "pictures need matplotlib: pip install matplotlib"
         ) from error
-    figure = Figure(figsize=(0.6 + 3.2 * len(heads), 3.6), dpi=100, layout="constrained")
+    figure = Figure(figsize=(0.6 + 3.2 * len(panels), 3.6), dpi=100, layout="constrained")
     FigureCanvasAgg(figure)
     colours = colormaps["Blues"].with_extremes(bad="0.93")
-    for i, (head, title) in enumerate(zip(heads, titles, strict=True)):
-        axes = figure.add_subplot(1, len(heads), i + 1)
-        shares = _shrunk(block_shares(index, seq_len, batch, head))
+    for i, panel in enumerate(panels):
+        axes = figure.add_subplot(1, len(panels), i + 1)
+        shares = _shrunk(block_shares(panel.index, seq_len, panel.batch, panel.head))
         # Square root, so that a single column of a block of 128 can be seen.
         axes.imshow(
             np.sqrt(shares), cmap=colours, vmin=0, vmax=1, interpolation="nearest",
@@ -86,7 +111,7 @@ def draw(
         for place in borders:
             axes.axhline(place, color="0.6", linewidth=0.4)
             axes.axvline(place, color="0.6", linewidth=0.4)
-        axes.set_title(title, fontsize=9)
+        axes.set_title(panel.title, fontsize=9)
         axes.set_xlabel("key", fontsize=9)
         if i == 0:
             axes.set_ylabel("query", fontsize=9)

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from jax import Array, lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from mtraining_jax.attention.auditing import Audit, audit_shards, mask_of_heads, tap_gradient
 from mtraining_jax.attention.composed import composed_ring
 from mtraining_jax.attention.placement import Placement
 from mtraining_jax.errors import UserError
@@ -24,14 +25,16 @@ from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import DATA_AXIS, SEQUENCE_AXES
 from mtraining_jax.parallel.ring import check_ring, ring_attention
 from mtraining_jax.sparsity import Choice, Pattern, Shards, exchange
+from mtraining_jax.sparsity.audit import AuditRows
 from mtraining_jax.sparsity.by_length import pairs_by_length
 from mtraining_jax.sparsity.choose import choose
 from mtraining_jax.sparsity.document_blocks import DocumentBlocks
-from mtraining_jax.sparsity.metrics import attention_recall, causal_pairs, density, pairs_to_share
+from mtraining_jax.sparsity.metrics import causal_pairs, density, pairs_to_share
+from mtraining_jax.sparsity.row_attention import RowAttention
 from pallas_kernels import attention
 from pallas_kernels.index import BlockMaskIndex, Index
 
-Stats = dict[str, Array]
+Stats = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,14 +69,16 @@ class Attended(NamedTuple):
         out: [B, S, Hq, D] in the dtype of q.
         lse: fp32 [B, Hq, S], natural logarithm, -inf for empty rows.
         index: what was computed, in positions of the sequence.
-        statistics: fp32 scalars by name, means over batch and heads (`recall_worst` is the least);
-            empty unless asked for. Inside `in_groups` they are those of a group.
+        statistics: fp32 scalars by name, means over batch and heads; empty unless asked for. Inside
+            `in_groups` they are those of a group. An audit adds its figures and masks, see `Audit`.
+        rows: exact attention of the audited rows; None without an audit.
     """
 
     out: Array
     lse: Array
     index: Index
     statistics: Stats
+    rows: RowAttention | None = None
 
 
 def attend(
@@ -82,7 +87,7 @@ def attend(
     k: Array,
     v: Array,
     pattern: Pattern | Index,
-    recall_positions: Array | None = None,
+    audit: Audit | None = None,
     valid_len: Array | None = None,
     documents: DocumentBlocks | None = None,
     shares: Array | None = None,
@@ -94,7 +99,7 @@ def attend(
         q: [B, S, Hq, D], in the order of `way.layout`, rotary embedding applied.
         k, v: [B, S, Hk, D].
         pattern: its arrays lead with the query heads, those of an index with batch and heads.
-        recall_positions: int32 [R], queries on which recall is measured; None measures none.
+        audit: what to measure besides, where no mesh axis shards the heads; None measures nothing.
         valid_len: int32 scalar, tokens before the padding; see `Shards`. None: there is none.
         documents: of each sequence, arrays [B, NB]; a query sees its own document only, whatever
             an index lists. None: each sequence is one.
@@ -118,25 +123,41 @@ def attend(
     array_spec = of_index if isinstance(pattern, Index) else P(placement.heads)
     of_batch = P(placement.batch)
     in_specs = heads, heads, heads, array_spec, P(), P(), of_batch, of_batch
-    out_specs = Attended(heads, rows, of_index, P())
+    out_specs = Attended(heads, rows, of_index, P(), of_batch)
     order = _order_of_rows(way) if pattern.by_rows else None
     if order is not None and isinstance(pattern, Index):
         arrays = [placement.take(x, order, axis=2) for x in arrays]
 
     def local(
-        q: Array, k: Array, v: Array, arrays: list[Array], positions: Array | None,
+        q: Array, k: Array, v: Array, arrays: list[Array], audit: Audit | None,
         valid_len: Array | None, documents: DocumentBlocks | None, shares: Array | None,
     ) -> Attended:
         shards = _shards(way, q, pattern.block_size, valid_len, documents, shares)
-        return _local(way, q, k, v, join(static, arrays), positions, shards, others)
+        return _local(way, q, k, v, join(static, arrays), audit, shards, others)
 
-    args = (q, k, v, arrays, recall_positions, valid_len, documents, shares)
+    rows_alone = audit and dataclasses.replace(audit, sink=None)
+    args = (q, k, v, arrays, rows_alone, valid_len, documents, shares)
     args = placement.reshard(args, in_specs)
     found = placement.run(local, in_specs, out_specs, args)
+    if audit is not None and audit.sink is not None:
+        specs = (P(placement.batch), heads, P(), heads, heads, of_index, P(placement.batch))
+        shards_of = functools.partial(
+            _shards, way, block_size=found.index.block_size, valid_len=None, shares=None
+        )
+        out = tap_gradient(
+            functools.partial(_run, placement, specs), shards_of, others, found.out,
+            audit, found.rows, k, v, found.index, documents,
+        )
+        found = found._replace(out=out)
     if order is None:
         return found
     back = functools.partial(placement.take, order=np.argsort(order), axis=2)
     return found._replace(index=jax.tree.map(back, found.index))
+
+
+def _run(placement: Placement, in_specs: tuple, function: Callable, args: tuple) -> Any:
+    """`function` on the shards of every device, with the same results on all of them."""
+    return placement.run(function, in_specs, P(), args)
 
 
 def _for_documents(pattern: Pattern | Index) -> Pattern | Index:
@@ -172,7 +193,7 @@ def join(static: object, arrays: list[Array]) -> Pattern | Index:
 
 
 def _local(
-    way: Way, q: Array, k: Array, v: Array, pattern: Pattern | Index, positions: Array | None,
+    way: Way, q: Array, k: Array, v: Array, pattern: Pattern | Index, audit: Audit | None,
     shards: Shards, others: tuple[str, ...],
 ) -> Attended:
     """The same on one device's shards; `others` are the axes of other sequences and heads."""
@@ -196,17 +217,13 @@ def _local(
     if way.statistics:
         seq_len = shards.num_blocks * pattern.block_size
         statistics = _measure(choice, seq_len, shards, way.by_length)
-        if positions is not None:
-            recall = attention_recall(
-                q, k, index, positions, block_ids=shards.block_ids, scale=way.scale,
-                axis_names=shards.axis_names, documents=documents,
-            )
-            statistics["recall"] = recall.mean(dtype=jnp.float32)
         statistics = lax.pmean(statistics, others) if others else statistics
-        if positions is not None:
-            worst = recall.min()
-            statistics["recall_worst"] = lax.pmin(worst, others) if others else worst
         statistics = lax.stop_gradient(statistics)
+    rows = None
+    if audit is not None:
+        statistics["audit"], rows = audit_shards(audit, q, k, v, index, shards, others)
+        if audit.mask_heads:
+            statistics["masks"] = mask_of_heads(audit, index, shards, others)
     options = dict(scale=way.scale, backend=way.backend, return_lse=True)
     if shards.axis_names:
         sizes = tuple(way.placement.mesh.shape[axis] for axis in shards.axis_names)
@@ -219,7 +236,7 @@ def _local(
             out, lse = ring_attention(q, k, v, index, **options)
     else:
         out, lse = attention(q, k, v, index, **options)
-    return Attended(out, lse, index, statistics)
+    return Attended(out, lse, index, statistics, rows)
 
 
 def _shards(
@@ -264,7 +281,8 @@ def make_attention(
     ring: str = "gather",
     backend: str | None = None,
     scale: float | None = None,
-    recall_positions: Array | None = None,
+    audit_rows: AuditRows | None = None,
+    mask_heads: tuple[int, ...] = (),
     valid_len: Array | None = None,
     by_length: bool = False,
     batch_axis: str = DATA_AXIS,
@@ -279,8 +297,9 @@ def make_attention(
         ring: how keys and values travel: "hierarchical", "flat" or "gather" (`ring_attention`).
         backend: of the kernels; None for the best that runs here.
         scale: of the logits; default 1/sqrt(D).
-        recall_positions: int32 [R], global positions of queries on which `recall` is measured,
-            which costs R rows of exact attention; None measures none.
+        audit_rows: queries on which the figures of `sparsity.audit` are measured; None measures
+            none. Their cost is that of so many rows of exact attention, forward and backward.
+        mask_heads: query heads whose part of the index an audit reports besides.
         valid_len: int32 scalar, tokens of every sequence that count, where those behind are
             padding: the choice then reads none of these. None: all count.
         by_length: with documents, count computed pairs by the length of documents too.
@@ -288,8 +307,8 @@ def make_attention(
         sequence_axes: mesh axes of the sequence, slowest first.
 
     Returns:
-        A function `attention(q, k, v, given=None, documents=None, shares=None) -> (out, stats)` for
-        use under `jax.jit`:
+        A function `attention(q, k, v, given=None, documents=None, shares=None, sink=None) -> (out,
+        stats)` for use under `jax.jit`:
         q [B, S, Hq, D]; k, v [B, S, Hk, D] in layout order, rotary embedding applied; B a
         multiple of the batch axis. `given` replaces `pattern` in this call: that of a layer,
         or an index (global, [B, Hq, ...]) to use as it is. With `documents`, `DocumentBlocks` of
@@ -299,10 +318,9 @@ def make_attention(
         group): `density`, the share of causal pairs that are computed; `executed`, pairs in the
         tiles that kernels execute, over causal pairs;
         with documents, whose causal pairs are then meant, `document_pairs`, their share of the
-        sequence's, and if asked for those of `pairs_by_length`;
-        `recall` when asked for, the share of the softmax mass that lies on computed pairs, and
-        `recall_worst`, that of the head that has least; and
-        what the pattern reports itself (`Choice.statistics`).
+        sequence's, and if asked for those of `pairs_by_length`; and what the pattern reports
+        itself (`Choice.statistics`). With `audit_rows` also `audit` and `masks`, and a gradient of
+        `sink`: see `Audit`.
 
     Raises:
         UserError: if `ring` is unknown.
@@ -317,9 +335,7 @@ def make_attention(
         )
     placement = Placement(mesh, (batch_axis,), tuple(sequence_axes))
     way = Way(placement, layout, ring, scale, True, backend, True, by_length)
-    run = functools.partial(
-        attend, way, recall_positions=recall_positions, valid_len=valid_len
-    )
+    run = functools.partial(attend, way, valid_len=valid_len)
 
     def attention(
         q: Array,
@@ -328,9 +344,11 @@ def make_attention(
         given: Pattern | Index | None = None,
         documents: DocumentBlocks | None = None,
         shares: Array | None = None,
+        sink: Array | None = None,
     ) -> tuple[Array, Stats]:
+        audit = None if audit_rows is None else Audit(audit_rows, sink, tuple(mask_heads))
         chosen_by = pattern if given is None else given
-        found = run(q, k, v, chosen_by, documents=documents, shares=shares)
+        found = run(q, k, v, chosen_by, audit=audit, documents=documents, shares=shares)
         return found.out, found.statistics
 
     return attention

@@ -13,6 +13,7 @@ from mtraining_jax.config.load import (
 )
 from mtraining_jax.config.render import config_to_dict, config_to_toml, help_text
 from mtraining_jax.config.schema import (
+    AuditConfig,
     CheckpointConfig,
     Config,
     DataConfig,
@@ -31,6 +32,7 @@ from mtraining_jax.config.schema import (
 from mtraining_jax.config.validate import validate
 
 __all__ = [
+    "AuditConfig",
     "CheckpointConfig",
     "Config",
     "DataConfig",

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from mtraining_jax.config.schema import Config, DataConfig, MetricsConfig
+from mtraining_jax.config.schema import AuditConfig, Config, DataConfig
 from mtraining_jax.config.sections import assembled
 
 
@@ -41,7 +41,7 @@ def evaluation_of(config: Config) -> Config:
         config,
         data=config.eval.data,
         optimizer=dataclasses.replace(config.optimizer, accumulation_steps=1),
-        metrics=MetricsConfig(),
+        audit=AuditConfig(),
     )
 
 

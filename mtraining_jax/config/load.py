@@ -23,6 +23,7 @@ from mtraining_jax.config.fields import (
 )
 from mtraining_jax.config.held_out import with_data_of_training
 from mtraining_jax.config.init_from import with_checkpoint
+from mtraining_jax.config.renamed import RENAMED, with_new_names
 from mtraining_jax.config.schema import Config
 from mtraining_jax.config.validate import validate
 from mtraining_jax.errors import UserError
@@ -251,7 +252,7 @@ def _build(
             say(dotted, f"{dotted}: {error}")
     if len(problems) > before:  # their fields are not known
         raise UserError("\n".join(problems))
-    table = with_data_of_training(with_checkpoint(table, say))
+    table = with_data_of_training(with_checkpoint(with_new_names(table), say))
     fields = all_fields()
 
     def unknown(name: str) -> None:
@@ -330,6 +331,8 @@ def _unknown(name: str, fields: Mapping[str, Field]) -> str:
     """The sentence for a section or field that does not exist."""
     head = name.rpartition(".")[0]
     what = "a field" if head else "a section or field"
+    if name in RENAMED:
+        return f"{name} is not {what} any more; it is {RENAMED[name]} now"
     if name in sections():
         return f"{name} is a section; set one of its fields, as {name}.FIELD=VALUE"
     if not head and (close := difflib.get_close_matches(name, sections(), 1)):

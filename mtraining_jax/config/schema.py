@@ -345,10 +345,28 @@ class MetricsConfig:
     """Write TensorBoard event files."""
     wandb: bool = False
     """Send metrics to Weights & Biases (needs the extra wandb)."""
-    recall_every: NonNegativeInt = 0
-    """Steps between two measurements of the attention mass the sparse pattern keeps; 0: never."""
-    recall_rows: PositiveInt = 64
-    """Queries of the sequence on which that mass is measured."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class AuditConfig:
+    """What the sparse pattern costs, measured while the run trains; dense runs have nothing."""
+
+    every_steps: NonNegativeInt = 0
+    """Steps between two audits, from step 1 on, which compare attention with dense; 0: never."""
+    rows: Annotated[int, Field(ge=4)] = 64
+    """Queries that are compared: a quarter of the last 64, the others from everywhere."""
+    gradient_every: NonNegativeInt = 0
+    """Steps between two comparisons of all gradients with those of dense attention; 0: never."""
+    gradient_tokens: PositiveInt | None = None
+    """First tokens of the sequences that these are computed on; none is 8192, or all if fewer."""
+    masks: TextList = ()
+    """Heads, as LAYER.HEAD from 0.0 on, whose masks each audit draws into RUN_FOLDER/masks."""
+    alarm_recall: Fraction = 0.3
+    """Share of attention's mass: a head that keeps less, twice in a row, is told; 0: none is."""
+    alarm_gradient: Fraction = 0.5
+    """Cosine of gradients with those of dense attention below which that is told; 0: it is not."""
+    alarm_gap: Fraction = 0.2
+    """Recall of the last queries over that of others, above which that is told; 1: it is not."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
@@ -393,5 +411,6 @@ class Config(Sizes):
     loss: LossConfig = LossConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     metrics: MetricsConfig = MetricsConfig()
+    audit: AuditConfig = AuditConfig()
     profile: ProfileConfig = ProfileConfig()
     distributed: DistributedConfig = DistributedConfig()

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from mtraining_jax.config.schema import (
+        AuditConfig,
         DataConfig,
         OptimizerConfig,
         ParallelConfig,
@@ -20,6 +21,7 @@ class Sizes:
         data: DataConfig
         optimizer: OptimizerConfig
         sparsity: SparsityConfig
+        audit: AuditConfig
 
     @property
     def choosing(self) -> "Settings":
@@ -76,6 +78,19 @@ class Sizes:
     def local_tokens(self) -> int:
         """Tokens of one micro-batch on one device."""
         return self.local_rows * self.local_seq_len
+
+    @property
+    def gradient_tokens(self) -> int:
+        """Tokens of the shortened sequences on which gradients are compared with dense ones."""
+        if self.audit.gradient_tokens is not None:
+            return self.audit.gradient_tokens
+        unit = self.sequence_unit
+        return min(self.data.seq_len, max(8192 // unit, 1) * unit)
+
+    @property
+    def audited_masks(self) -> list[tuple[int, int]]:
+        """Layer and head of each mask that is drawn."""
+        return [tuple(map(int, text.split("."))) for text in self.audit.masks]
 
     @property
     def sequence_unit(self) -> int:

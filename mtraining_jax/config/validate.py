@@ -29,6 +29,7 @@ def validate(config: Config, device_count: int | None = None) -> None:
         *_model(config),
         *_sequence(config),
         *_sparsity(config),
+        *_audit(config),
         *_devices(config, device_count),
         *_data(config),
         *_held_out(config),
@@ -103,11 +104,6 @@ def _sequence(config: Config) -> Iterator[str]:
             f"{config.optimizer.accumulation_steps} = {parts}; the nearest that is: "
             f"{nearest_multiples(data.batch_size, parts)}"
         )
-    if config.metrics.recall_every and config.metrics.recall_rows > data.seq_len:
-        yield (
-            f"metrics.recall_rows = {config.metrics.recall_rows} is more than data.seq_len = "
-            f"{data.seq_len}"
-        )
 
 
 def _sparsity(config: Config) -> Iterator[str]:
@@ -130,11 +126,39 @@ def _sparsity(config: Config) -> Iterator[str]:
             'over at least 2 devices of a node would do, as would sparsity.kind = "vertical_slash"'
         )
     yield from _tuning(config)
-    if not settings.chooses and config.metrics.recall_every:
+    for name in ("every_steps", "gradient_every"):
+        every = getattr(config.audit, name)
+        if every and not settings.chooses:
+            yield (
+                f"audit.{name} = {every} measures what a chosen index keeps, and sparsity.kind = "
+                f'"{config.sparsity.kind}" computes pairs that nothing has chosen; audit.{name} = '
+                "0 would do"
+            )
+
+
+def _audit(config: Config) -> Iterator[str]:
+    audit, model, seq_len = config.audit, config.model, config.data.seq_len
+    if audit.every_steps and audit.rows > seq_len:
+        yield f"audit.rows = {audit.rows} is more than data.seq_len = {seq_len}"
+    for text in audit.masks:
+        head = re.fullmatch("([0-9]{1,9})[.]([0-9]{1,9})", text)
+        sizes = model.num_layers, model.num_heads
+        if not head or any(int(x) >= n for x, n in zip(head.groups(), sizes, strict=True)):
+            yield (
+                f'audit.masks has "{text}": it must be LAYER.HEAD, from 0.0 to '
+                f"{sizes[0] - 1}.{sizes[1] - 1}"
+            )
+    if audit.masks and not audit.every_steps:
+        yield "audit.masks are drawn by audits, and audit.every_steps = 0 asks for none"
+    tokens, unit = audit.gradient_tokens, config.sequence_unit
+    if tokens is None:
+        return
+    if tokens > seq_len:
+        yield f"audit.gradient_tokens = {tokens} is more than data.seq_len = {seq_len}"
+    if tokens % unit:
         yield (
-            f"metrics.recall_every = {config.metrics.recall_every} measures what a chosen index "
-            f'keeps, and sparsity.kind = "{config.sparsity.kind}" computes pairs that nothing has '
-            "chosen; metrics.recall_every = 0 would do"
+            f"audit.gradient_tokens = {tokens} is not a multiple of {unit}, of which data.seq_len "
+            f"is one; the nearest that is: {nearest_multiples(tokens, unit)}"
         )
 
 

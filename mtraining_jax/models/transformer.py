@@ -24,8 +24,8 @@ from mtraining_jax.models.spec import ModelSpec
 from mtraining_jax.models.swiglu import chunked_swiglu
 from mtraining_jax.models.token_parallel import compute_weights, on_own_tokens
 
-# (q_BSHD, k_BSHkD, v_BSHkD[, inputs of the layer]) -> (out_BSHD, fp32 scalars by name)
-Attention = Callable[..., tuple[Array, dict[str, Array]]]
+# (q_BSHD, k_BSHkD, v_BSHkD[, inputs of the layer]) -> (out_BSHD, fp32 scalars or trees by name)
+Attention = Callable[..., tuple[Array, dict[str, Any]]]
 # (k_BSHkD, v_BSHkD) -> what to keep of a layer's keys and values, a pytree
 Keep = Callable[[Array, Array], Any]
 
@@ -193,10 +193,10 @@ class Transformer(nnx.Module):
             positions: int32 [S] or [B, S], global positions of these tokens: they travel with a
                 permuted sequence. Only rotary positions read them; the mask is `attention`'s.
             attention: `(q_BSHD, k_BSHkD, v_BSHkD) -> (out_BSHD, stats)`, on the order of
-                `tokens`, already rotated and unscaled; stats is a dict of fp32 scalars, through
-                which no gradient flows. Under `remat="attention"` it is run again in the
-                backward pass unless it names what it needs there, by `checkpoint_name`, as one
-                of `pallas_kernels.names.SAVED_NAMES`.
+                `tokens`, already rotated and unscaled; stats is a dict of fp32 scalars or trees of
+                arrays, through which no gradient flows. Under `remat="attention"` it is run again
+                in the backward pass unless it names what it needs there, by `checkpoint_name`, as
+                one of `pallas_kernels.names.SAVED_NAMES`.
             attention_inputs: pytree whose leaves have a leading layer axis [L, ...]; when given,
                 its slice of the layer is the fourth argument of `attention`.
             mesh: with axes ('data', 'node', 'device') of type Auto. Every device then works on
@@ -210,7 +210,7 @@ class Transformer(nnx.Module):
 
         Returns:
             hidden [B, S, E] in the compute dtype, after the final norm, and the stats stacked
-            over layers, fp32 [L] each.
+            over layers, [L, ...] each.
         """
         hidden_BSE, stats, _ = self.keeping(
             tokens, positions, attention, None, attention_inputs=attention_inputs, mesh=mesh,
@@ -265,10 +265,7 @@ class Transformer(nnx.Module):
             given = () if attention_inputs is None else (layer_inputs,)
             out_BSHD, stats = attention(*qkv, *given)
             x_BSE = half(DecoderLayer.after_attention, parameters, x_BSE, out_BSHD)
-            stats = {
-                name: jax.lax.stop_gradient(jnp.asarray(value, jnp.float32))
-                for name, value in stats.items()
-            }
+            stats = jax.lax.stop_gradient(jax.tree.map(_as_statistic, stats))
             return x_BSE, (stats, None if keep is None else keep(*qkv[1:]))
 
         body = rematerialised(body, self.spec.remat)
@@ -346,6 +343,13 @@ def init_model(
 
 def _abstract(spec: ModelSpec) -> Transformer:
     return nnx.eval_shape(lambda: Transformer(spec, rngs=nnx.Rngs(0)))
+
+
+def _as_statistic(value: Any) -> Array:
+    """fp32, but for integers: bits of a mask stay what they are."""
+    value = jnp.asarray(value)
+    floating = jnp.issubdtype(value.dtype, jnp.floating)
+    return value.astype(jnp.float32) if floating else value
 
 
 def _norm_if_any(table: Table, spec: ModelSpec, rngs: nnx.Rngs) -> RMSNorm | None:

@@ -23,7 +23,7 @@ from mtraining_jax.planning.memory import (
     offloaded,
 )
 from mtraining_jax.platform import MEMORY_FRACTION, host_memory
-from mtraining_jax.reporting.flops import peak_flops
+from mtraining_jax.reporting.flops import audit_flops, peak_flops
 
 _GIB = 2**30
 # Ways to keep less for the backward pass, each less than the one before.
@@ -140,6 +140,7 @@ def report(
     yield ""
     flops = count_flops(config, pairs)
     yield from _flop_lines(flops, pairs)
+    yield from _audit_lines(config, flops)
     yield ""
     yield from _time_lines(config, gpu, memory, flops, devices)
     free = available(config, gpu)
@@ -194,6 +195,16 @@ def _flop_lines(flops: Flops, pairs: Pairs) -> Iterator[str]:
     yield f"{unit} of one step, forward and backward, all devices"
     for name, value, note in rows:
         yield f"  {name:<17} {value / scale:8.3f}  {note}"
+
+
+def _audit_lines(config: Config, flops: Flops) -> Iterator[str]:
+    audit = config.audit
+    if not config.sparsity.settings.sparse or not (audit.every_steps or audit.gradient_every):
+        return
+    step = flops.layers + flops.head + flops.attention
+    step += flops.recomputed + flops.attention_recomputed
+    share = audit_flops(config).share(config, step)
+    yield f"  audits add {share:.3%} of these, in the mean over steps"
 
 
 def _time_lines(

@@ -87,6 +87,43 @@ def step_flops(
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class AuditFlops:
+    """FLOP of what measures sparse attention, all devices together, each time it is measured.
+
+    Attributes:
+        rows: of an audit's rows against all keys: seven products, of which three are forward, that
+            leave no key out. Not counted: which keys are starved, which takes comparisons only.
+        gradients: of the comparison of gradients: two forward and backward passes over the first
+            tokens of a micro-batch, both counted with dense attention.
+    """
+
+    rows: float
+    gradients: float
+
+    def share(self, config: Config, step: float) -> float:
+        """The mean share of a step, given the FLOP of one, over all steps of a run."""
+        audit = config.audit
+        rows = self.rows / audit.every_steps if audit.every_steps else 0.0
+        gradients = self.gradients / audit.gradient_every if audit.gradient_every else 0.0
+        return (rows + gradients) / step
+
+
+def audit_flops(config: Config) -> AuditFlops:
+    """Counts what `config.audit` measures, asked for or not."""
+    model, data = config.model, config.data
+    heads = data.batch_size * model.num_layers * model.num_heads
+    short = config.gradient_tokens
+    share = short / data.seq_len / config.optimizer.accumulation_steps
+    dense = sum(attention_flops(causal_pairs(short), model.head_dim))
+    attention = heads / config.optimizer.accumulation_steps * dense
+    matrices = 6.0 * matrix_parameters(config) * config.tokens_per_step * share
+    return AuditFlops(
+        rows=14.0 * heads * config.audit.rows * data.seq_len * model.head_dim,
+        gradients=2 * (matrices + attention),
+    )
+
+
 def matrix_parameters(config: Config) -> int:
     """Parameters that a token is multiplied by: all matrices but the embedding's look-up."""
     spec = ModelSpec.from_config(config.model)

@@ -8,6 +8,7 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from mtraining_jax.reporting.audit import audit_text
 from mtraining_jax.reporting.record import (
     Record,
     density_of,
@@ -74,6 +75,8 @@ class Display:
         if line:
             left = None if self._bar is not None else self._time_left(record["step"])
             self.say(step_line(record, self._total) + ("" if left is None else f"  ETA {left}"))
+        for alarm in record.get("alarms", ()):
+            self.say(f"audit: {alarm}")
 
     def stop(self) -> None:
         """Takes the bar away."""
@@ -109,8 +112,7 @@ def step_line(record: Record, total: int) -> str:
         f"lr {record['lr']:.2e}",
         density_text(record),
     ]
-    if record.get("recall") is not None:
-        parts.append(f"recall {record['recall']:.1%} (worst head {record['recall_worst']:.1%})")
+    parts += audit_text(record)
     if (groups := imbalance_text(record)) is not None:
         parts.append(f"imbalance {groups}")
     if (tuned := tuned_text(record)) is not None:

@@ -41,6 +41,10 @@ class BlockTopK(Pattern):
     def __post_init__(self) -> None:
         check_limits(self)
 
+    def more_pairs(self) -> str:
+        """The field that more pairs follow from."""
+        return f"sparsity.top_blocks = {self.top_blocks} may be larger"
+
     def choose(self, q: "Array", k: "Array", shards: Shards) -> Choice:
         """Chooses the local rows."""
         from mtraining_jax.sparsity.checks import check_choice

@@ -121,6 +121,10 @@ class BudgetFile(Settings):
         """Where the budgets are from."""
         return f"vertical-slash with the budgets of {self.budget_file}"
 
+    def more_pairs(self) -> str:
+        """The field that more pairs follow from."""
+        return f"the budgets of sparsity.budget_file = {self.budget_file} may be larger"
+
     def capacities(self, num_blocks: int) -> tuple[int, int]:
         """Those of the largest budgets of any layer."""
         from mtraining_jax.sparsity.vertical_slash import index_capacities

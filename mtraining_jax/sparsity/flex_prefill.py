@@ -67,6 +67,10 @@ class FlexPrefill(Pattern):
                 f"max_budget={self.max_budget} must not be below min_budget={self.min_budget}"
             )
 
+    def more_pairs(self) -> str:
+        """The field that more pairs follow from."""
+        return f"sparsity.gamma = {self.gamma} may be larger"
+
     def choose(self, q: "Array", k: "Array", shards: Shards) -> Choice:
         """Chooses lists, and reports the share of query-aware heads as `query_aware`."""
         import jax.numpy as jnp

@@ -1,14 +1,12 @@
 """What a sparse index costs and what it keeps."""
 
-import math
 from collections.abc import Sequence
 
 import jax.numpy as jnp
 from jax import Array, lax
 
-from mtraining_jax.sparsity import exchange
 from mtraining_jax.sparsity.document_blocks import DocumentBlocks
-from mtraining_jax.sparsity.estimate import map_logits, relative_exp
+from mtraining_jax.sparsity.row_attention import Keys, attend_rows
 from pallas_kernels.index import Index, Rows
 
 
@@ -104,38 +102,14 @@ def attention_recall(
     Raises:
         ValueError: if the index is not causal.
     """
-    if not index.causal:
-        raise ValueError("recall is measured against causal attention, but the index is not causal")
     q, k = lax.stop_gradient((q_BnHD, k_BnHkD))
-    block_ids, positions = block_ids.astype(jnp.int32), jnp.asarray(positions, jnp.int32)
-    scale = 1.0 / math.sqrt(q.shape[3]) if scale is None else scale
-    num_ranks = lax.axis_size(tuple(axis_names)) if axis_names else 1
-    num_blocks = block_ids.shape[0] * num_ranks
-    rows = exchange.gather_rows(q, positions, block_ids, num_blocks, axis_names)
-
-    index = exchange.all_rows(index, block_ids, num_blocks, axis_names)
-
-    def block_mass(logits, ids):  # [C, B, Hq, R, g]
-        if documents is not None:
-            own = documents.of(positions // index.block_size).contain(ids)  # [B, R, C]
-            logits = jnp.where(own.transpose(2, 0, 1)[:, :, None, :, None], logits, -jnp.inf)
-        computed = index.computes(positions, ids)
-        peak = logits.max(-1)
-        terms = relative_exp(logits, peak[..., None], scale)
-        kept = jnp.where(jnp.moveaxis(computed, 3, 0), terms, 0)
-        return peak, terms.sum(-1), kept.sum(-1)
-
-    block_peak, block_all, block_kept = map_logits(
-        block_mass, rows.transpose(0, 2, 1, 3), positions, k, block_ids, num_blocks
+    positions = jnp.asarray(positions, jnp.int32)
+    keys = Keys.of(
+        k, None, index, block_ids=block_ids, axis_names=axis_names, scale=scale,
+        documents=documents,
     )
-    peak = exchange.maximum(block_peak.max(2), axis_names)
-    weight = relative_exp(block_peak, peak[:, :, None], scale)
-    mass = ((block_all * weight).sum(2), (block_kept * weight).sum(2))
-    total, kept = lax.psum(mass, tuple(axis_names)) if axis_names else mass
-    if documents is None:
-        return (kept / total).mean(-1)
-    ends = documents.of(positions // index.block_size).ends(index.block_size)
-    counts = (positions < ends)[:, None]  # [B, 1, R]
+    rows = attend_rows(keys.rows(q, positions), positions, keys)
+    counts = keys.counts(positions)
     count = counts.sum(-1)
-    mean = jnp.where(counts, kept / total, 0).sum(-1) / jnp.maximum(count, 1)
+    mean = jnp.where(counts, rows.share(rows.kept), 0).sum(-1) / jnp.maximum(count, 1)
     return jnp.where(count > 0, mean, 1)

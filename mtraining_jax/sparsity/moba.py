@@ -51,6 +51,10 @@ class MoBA(Pattern):
                 f"chunk_size={self.chunk_size} must be a multiple of block_size={self.block_size}"
             )
 
+    def more_pairs(self) -> str:
+        """The field that more pairs follow from."""
+        return f"sparsity.top_k = {self.top_k} may be larger"
+
     def choose(self, q: "Array", k: "Array", shards: Shards) -> Choice:
         """Chooses chunks for each local query."""
         from mtraining_jax.sparsity.checks import check_choice

@@ -195,6 +195,10 @@ class Settings:
         """
         return 0.0
 
+    def more_pairs(self) -> str:
+        """Which field to change for more pairs, and with them more of attention's mass."""
+        return "other settings under [sparsity] may keep more pairs"
+
     def capacities(self, num_blocks: int) -> tuple[int, int]:
         """How many int32 numbers an index of one head has room for, and how many are columns.
 

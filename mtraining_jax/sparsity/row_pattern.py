@@ -57,6 +57,12 @@ class RowPattern(Pattern):
     def __post_init__(self) -> None:
         check_limits(self)
 
+    def more_pairs(self) -> str:
+        """The field that more pairs follow from."""
+        least = self.least_share
+        smaller = f", or sparsity.least_share = {least} smaller" if least else ""
+        return f"sparsity.tau = {self.tau} may be larger{smaller}"
+
     def scores(self, q: "Array", k: "Array", shards: Shards) -> "Array":
         """The mass of each key block for each local row of blocks.
 

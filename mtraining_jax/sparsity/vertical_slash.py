@@ -40,6 +40,10 @@ class VerticalSlashSettings(Settings):
             check_at_most(self, "min_verticals", "max_verticals")
             check_at_most(self, "min_slashes", "max_slashes")
 
+    def more_pairs(self) -> str:
+        """The field that more pairs follow from."""
+        return f"sparsity.top_p = {self.top_p} may be larger"
+
     def capacities(self, num_blocks: int) -> tuple[int, int]:
         """Numbers and columns that an index of one head has room for."""
         columns, diagonals = index_capacities(self, num_blocks)

@@ -17,6 +17,7 @@ from mtraining_jax.models.transformer import Attention
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import DOCUMENTS, TOKENS, make_mesh
 from mtraining_jax.sparsity import ModelSizes, Pattern
+from mtraining_jax.sparsity.audit import AuditRows
 from mtraining_jax.training.documents import (
     lengths_of_documents,
     reads_lengths,
@@ -70,7 +71,7 @@ def build_attention(
     mesh: Mesh,
     layout: Layout,
     pattern: Pattern,
-    recall_positions: Array | None = None,
+    audit_rows: AuditRows | None = None,
 ) -> Attention:
     """What the model's layers attend with.
 
@@ -79,7 +80,7 @@ def build_attention(
         mesh: axes ('data', 'node', 'device').
         layout: the order of tokens.
         pattern: from `build_pattern`.
-        recall_positions: int32 [R], queries on which `recall` is measured; None measures none.
+        audit_rows: queries on which an audit measures; None measures none.
 
     Returns:
         A callable for `Transformer`; its fourth argument is one layer of `layer_inputs`.
@@ -91,7 +92,8 @@ def build_attention(
         pattern,
         ring=parallel.ring,
         backend=None if parallel.backend == "auto" else parallel.backend,
-        recall_positions=recall_positions,
+        audit_rows=audit_rows,
+        mask_heads=tuple(sorted({head for _, head in config.audited_masks})),
         by_length=measures_by_length(config),
     )
 

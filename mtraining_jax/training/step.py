@@ -17,6 +17,8 @@ from mtraining_jax.parallel.compiler import ring_compiler_options
 from mtraining_jax.parallel.groups import constrain, in_groups
 from mtraining_jax.parallel.mesh import DATA_AXIS, DOCUMENTS, SHARES, TOKENS
 from mtraining_jax.parallel.ordering import all_made
+from mtraining_jax.sparsity.audit import AuditRows
+from mtraining_jax.training.audit import StepAudit
 from mtraining_jax.training.documents import attention_within
 from mtraining_jax.training.loss import count_labels, linear_cross_entropy
 from mtraining_jax.training.optimizer import Parameters, clip, make_schedule
@@ -33,6 +35,7 @@ def make_train_step(
     attention: Attention,
     mesh: Mesh,
     attention_inputs: Any = None,
+    audit: StepAudit | None = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """Compiles, at its first call, one step of training.
 
@@ -49,6 +52,8 @@ def make_train_step(
         mesh: axes ('data', 'node', 'device').
         attention_inputs: pytree with a leading axis of layers, one slice for each; see
             `Transformer`.
+        audit: what the step measures besides, with its attention in place of `attention`; None
+            measures nothing.
 
     Returns:
         A function of the state, whose buffers it takes over, and of a batch: int32 [B, S] `tokens`,
@@ -61,20 +66,24 @@ def make_train_step(
         `grad_norm` (before the clip) and `lr`; int32 scalars `step` (its number, from 1), `labels`
         (counted), `skipped` (so far) and `skipped_in_row`; and `layers`, what the attention reports
         by name, fp32 [L] each, mean over the batch; and with `shares` also `density_by_group`,
-        fp32 [M, L].
+        fp32 [M, L]. An audited step also gives `audit`, figures by name, fp32 [L, Hq] each, mean
+        over micro-batches and groups, and if asked `masks`, an index with a leading axis of layers.
     """
     schedule = make_schedule(config.optimizer, config.run.steps)
-    gradients_of = _make_gradients(config, builder, attention, mesh, attention_inputs)
+    gradients_of = make_gradients(config, builder, attention, mesh, attention_inputs, audit)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         trained, frozen = builder.split(state.parameters)
         labels = count_labels(batch["labels"])
         # The weights of a document add up to 1.
         count = jnp.sum(batch["weights"]) if "weights" in batch else labels
-        loss, gradients, by_group = gradients_of(trained, frozen, batch, count)
+        rows = () if audit is None else (audit.draw(state),)
+        loss, gradients, by_group = gradients_of(trained, frozen, batch, count, *rows)
         layers = by_group
         if config.parallel.data > 1:
-            layers = jax.tree.map(lambda x: jnp.mean(x, axis=0), by_group)
+            layers = jax.tree.map(_over_parts, by_group)
+        of_audit = {name: layers[name] for name in ("audit", "masks") if name in layers}
+        layers = {name: x for name, x in layers.items() if name not in of_audit}
         gradients, norm = clip(gradients, config.optimizer.clip_norm)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
 
@@ -102,6 +111,7 @@ def make_train_step(
             "skipped": after.skipped,
             "skipped_in_row": after.skipped_in_row,
             "layers": layers,
+            **of_audit,
         }
         if "shares" in batch:
             density = by_group["density"]
@@ -117,21 +127,25 @@ def make_train_step(
     )
 
 
-def _make_gradients(
+def make_gradients(
     config: Config,
     builder: StateBuilder,
     attention: Attention,
     mesh: Mesh,
-    attention_inputs: Any,
+    attention_inputs: Any = None,
+    audit: StepAudit | None = None,
 ):
-    """(trained, frozen, batch, count) -> loss, gradients, stats of layers.
+    """(trained, frozen, batch, count[, rows]) -> loss, gradients, stats of layers.
 
-    `count` is what sums are divided by, over all micro-batches. Stats are fp32 [L], and of several
-    groups of devices [M, L].
+    `count` is what sums are divided by, over all micro-batches; `rows` are those of an audit. Stats
+    are [L, ...], and of several groups of devices [M, L, ...].
     """
     fsdp = config.parallel.fsdp
 
-    def loss_of(trained: Parameters, frozen: Parameters, batch: Batch, count: Array):
+    def loss_of(
+        trained: Parameters, frozen: Parameters, batch: Batch, count: Array,
+        attention: Attention = attention, attention_inputs: Any = attention_inputs,
+    ):
         model = nnx.merge(builder.graphdef, builder.unflatten({**trained, **frozen}))
         attend, inputs = with_shares(attention_within(attention, batch), attention_inputs, batch)
         hidden, layers = model(
@@ -156,23 +170,29 @@ def _make_gradients(
         return total / jnp.maximum(count, 1), layers
 
     differentiate = jax.value_and_grad(loss_of, has_aux=True)
+    if audit is not None:
+        differentiate = audit.differentiate(loss_of, attention_inputs)
     parts, groups = config.optimizer.accumulation_steps, config.parallel.data
 
-    def of_group(trained: Parameters, frozen: Parameters, batch: Batch, count: Array):
+    def of_group(
+        trained: Parameters, frozen: Parameters, batch: Batch, count: Array, *rows: AuditRows
+    ):
         if parts == 1:
-            (loss, layers), gradients = differentiate(trained, frozen, batch, count)
+            (loss, layers), gradients = differentiate(trained, frozen, batch, count, *rows)
             return loss, gradients, layers
 
         def add(sums: tuple[Array, Parameters], micro: Batch):
-            (loss, layers), gradients = differentiate(trained, frozen, micro, count)
+            (loss, layers), gradients = differentiate(trained, frozen, micro, count, *rows)
             return jax.tree.map(jnp.add, sums, (loss, gradients)), layers
 
         zeros = jnp.zeros((), jnp.float32), jax.tree.map(jnp.zeros_like, trained)
         (loss, gradients), layers = lax.scan(add, zeros, micro_batches(batch, parts, mesh))
-        return loss, gradients, jax.tree.map(lambda x: jnp.mean(x, axis=0), layers)
+        return loss, gradients, jax.tree.map(_over_parts, layers)
 
-    def meeting(trained: Parameters, frozen: Parameters, batch: Batch, count: Array):
-        loss, gradients, layers = of_group(trained, frozen, batch, count)
+    def meeting(
+        trained: Parameters, frozen: Parameters, batch: Batch, count: Array, *rows: AuditRows
+    ):
+        loss, gradients, layers = of_group(trained, frozen, batch, count, *rows)
         # No sum starts before all are made, or the first would have groups wait for each other.
         loss, gradients = all_made((loss, gradients))
         loss, gradients = lax.psum((loss, gradients), DATA_AXIS)
@@ -181,12 +201,20 @@ def _make_gradients(
     if groups == 1:
         return of_group
 
-    def gradients_of(trained: Parameters, frozen: Parameters, batch: Batch, count: Array):
-        rows = {name: P(DATA_AXIS) for name in batch}
-        in_specs, out_specs = (P(), P(), rows, P()), (P(), P(), P(DATA_AXIS))
-        return in_groups(meeting, mesh, in_specs, out_specs)(trained, frozen, batch, count)
+    def gradients_of(
+        trained: Parameters, frozen: Parameters, batch: Batch, count: Array, *rows: AuditRows
+    ):
+        of_batch = {name: P(DATA_AXIS) for name in batch}
+        in_specs = (P(), P(), of_batch, P(), *(P() for _ in rows))
+        run = in_groups(meeting, mesh, in_specs, (P(), P(), P(DATA_AXIS)))
+        return run(trained, frozen, batch, count, *rows)
 
     return gradients_of
+
+
+def _over_parts(x: Array) -> Array:
+    """The mean over micro-batches or groups; of a mask, which has integers, that of the first."""
+    return jnp.mean(x, axis=0) if jnp.issubdtype(x.dtype, jnp.floating) else x[0]
 
 
 def micro_batches(batch: Batch, parts: int, mesh: Mesh) -> Batch:

@@ -11,10 +11,16 @@ from mtraining_jax import SampledRows, inspect, sequence_layout, sparse_attentio
 from mtraining_jax.attention.sharded import make_attention
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import make_mesh
+from mtraining_jax.sparsity.audit import GRADIENT_FIGURES, AuditRows
 from pallas_kernels.index import BlockMaskIndex
+from pallas_kernels.names import SAVED_NAMES
+from pallas_kernels.reference import mask_from_index
 from tests.parallel import indices
+from tests.sparsity import audit_oracle
 
 PATTERN = SampledRows(tau=0.6, sampled_rows=2, block_size=indices.BLOCK_SIZE)
+
+SAVE = jax.checkpoint_policies.save_only_these_names(*SAVED_NAMES)
 
 
 @functools.cache
@@ -41,16 +47,37 @@ def test_users_get_and_give_rows_in_the_order_of_the_sequence():
         attend(*qkv, pattern=PATTERN, ring="hierarchical")
 
 
-def test_statistics_count_the_rows_of_all_ranks():
-    q, k, v, _ = indices.inputs()
+def test_statistics_and_an_audit_count_the_rows_of_all_ranks():
+    q, k, v, d_out = indices.inputs()
     _, index = alone()
-    rows = [0, 100, 200, 255]
-    found = inspect(index, q, k, rows=rows)
+    found = inspect(index, q, k, rows=[0])
+    rows = AuditRows(jnp.array([0, 77, 100, 200, 255]), jnp.array([203, 240]))
     layout = Layout("striped", indices.SEQ_LEN, 4, indices.BLOCK_SIZE, 2)
-    positions = jnp.array(rows, jnp.int32)
-    attention = make_attention(make_mesh(2, 2, 2), layout, PATTERN, recall_positions=positions)
+    attention = make_attention(
+        make_mesh(2, 2, 2), layout, PATTERN, audit_rows=rows, mask_heads=(2, 0)
+    )
     order = layout.permutation()
-    _, stats = jax.jit(attention)(*(x[:, order] for x in (q, k, v)))
-    for name in ("density", "executed", "recall"):
+
+    @jax.jit
+    def run(q, k, v, d_out):
+        # As in a layer of a model that runs again in the backward pass.
+        @functools.partial(jax.checkpoint, policy=SAVE)
+        def loss(sink):
+            out, stats = attention(q, k, v, sink=sink)
+            return (out * d_out).sum(), stats
+
+        sink = jnp.zeros((indices.HEADS, len(GRADIENT_FIGURES)))
+        return jax.grad(loss, has_aux=True)(sink)
+
+    of_gradient, stats = run(*(x[:, order] for x in (q, k, v, d_out)))
+    for name in ("density", "executed"):
         assert stats[name] == pytest.approx(getattr(found, name).mean(), rel=1e-6), name
-    assert stats["recall_worst"] == pytest.approx(found.recall.min(), rel=1e-6)
+    figures = stats["audit"] | dict(zip(GRADIENT_FIGURES, of_gradient.T, strict=True))
+    mask = np.asarray(mask_from_index(index, indices.SEQ_LEN))
+    expected = audit_oracle.figures(
+        q, k, v, d_out, mask, *rows, indices.BLOCK_SIZE, indices.DIM**-0.5
+    )
+    assert figures.keys() == expected.keys()
+    for name, values in expected.items():
+        np.testing.assert_allclose(figures[name], values, rtol=1e-4, atol=1e-5, err_msg=name)
+    np.testing.assert_array_equal(stats["masks"].bits, index.bits[:1, [2, 0]])

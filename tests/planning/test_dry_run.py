@@ -16,6 +16,7 @@ from mtraining_jax.planning.cost import count_flops, rates_missing, seconds
 from mtraining_jax.planning.dry_run import available, dry_run
 from mtraining_jax.planning.hardware import A100_40GB, H200
 from mtraining_jax.planning.memory import count_parameters, estimate_memory, index_bytes
+from mtraining_jax.reporting.flops import audit_flops
 from mtraining_jax.sparsity import choose_index
 from mtraining_jax.training import parts
 from mtraining_jax.training.loss import linear_cross_entropy
@@ -42,6 +43,19 @@ def test_every_configuration_is_estimated_and_fits(name, capsys):
     ):
         assert text in printed
     assert ("not a measurement" in printed) == (config.parallel.cpu_devices is None)
+
+
+def test_audits_cost_less_than_a_hundredth_of_a_step_at_131072_tokens(capsys):
+    asked = ["--audit.every_steps=50", "--audit.gradient_every=500", "--data.seq_len=131072"]
+    main(["--config", "qwen3b_512k", "--dry-run=estimate", *asked])
+    assert "  audits add 0.0" in capsys.readouterr().out
+    config = load_config("qwen3b_512k", [tuple(text[2:].split("=")) for text in asked])
+    flops, audit = count_flops(config), audit_flops(config)
+    step = flops.layers + flops.head + flops.recomputed + flops.attention
+    # 36 layers of 16 heads of 128, 64 rows: q k, p v and p' v; q k, dO v, ds k and ds' k.
+    assert audit.rows == 36 * 16 * 7 * (2 * 64 * 131072 * 128)
+    assert audit.rows < 0.01 * step  # even of a step that has an audit
+    assert audit.share(config, step) < 0.001
 
 
 def budgets(folder):

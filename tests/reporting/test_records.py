@@ -7,6 +7,7 @@ import pytest
 from rich.console import Console
 
 from mtraining_jax.errors import UserError
+from mtraining_jax.reporting.audit import audit_record
 from mtraining_jax.reporting.progress import Display, step_line
 from mtraining_jax.reporting.record import Memory, step_record
 from mtraining_jax.reporting.summary import summary
@@ -137,7 +138,8 @@ def test_tensorboard_gets_every_number(config):
     config = changed(config, sparsity={"kind": "replay"})
     writers = open_writers(config, 0)
     for writer in writers:
-        writer.write(record(config, 1))
+        audit = audit_record({"recall": np.array([[0.5, 0.9], [0.7, 0.8]])}, {})
+        writer.write(record(config, 1) | audit | {"alarms": ["layer 0 head 0 is low"]})
         writer.close()
     (events,) = (config.run.folder / "tensorboard").iterdir()
     content, tags = events.read_bytes(), set()
@@ -148,6 +150,9 @@ def test_tensorboard_gets_every_number(config):
         content = content[16 + size :]
     assert {"train/loss", "train/tokens_per_second", "replayed_density_per_layer/01"} <= tags
     assert not any("sparsity" in tag for tag in tags)  # text
+    assert {"train/recall_worst", "recall_worst_per_layer/01", "alarms/text_summary"} <= tags
+    assert b"layer 0 head 0 is low" in events.read_bytes()
+    assert not any("per_head" in tag for tag in tags)
 
 
 def test_wandb_gets_records_with_their_step(config, monkeypatch):

@@ -8,6 +8,7 @@ import pytest
 
 from mtraining_jax.config import config_from_dict, config_to_dict
 from mtraining_jax.errors import UserError
+from mtraining_jax.reporting.audit import FIGURES
 from mtraining_jax.reporting.progress import Display
 from mtraining_jax.reporting.writers.jsonl import JsonlWriter
 from mtraining_jax.training.checkpoint import newest_step
@@ -22,10 +23,16 @@ def folder_of(config, step):
 
 
 def test_resumed_run_has_bit_identical_losses(config, capsys):
-    config = changed(config, checkpoint={"every_steps": 2}, metrics={"recall_every": 3})
+    audit = {"every_steps": 3, "rows": 16, "masks": ("1.0",)}
+    config = changed(config, checkpoint={"every_steps": 2}, audit=audit)
     whole = run(config)
     assert newest_step(checkpoint_folder(config)) == 4
     assert written(config) == whole
+    # An audit measures, and changes nothing.
+    apart = {"run": {"name": "plain"}, "audit": {"every_steps": 0, "masks": ()}}
+    plain = run(changed(config, **apart))
+    np.testing.assert_allclose(losses(whole), losses(plain), rtol=1e-6)
+    assert not FIGURES.keys() & plain[0].keys()
     check_records(config, whole)
     check_print(capsys.readouterr().out)
 
@@ -82,6 +89,15 @@ def check_records(config, records):
     assert len(records[0]["recall_per_layer"]) == config.model.num_layers
     assert records[0]["recall_worst"] == min(records[0]["recall_worst_per_layer"])
     assert 0 < records[0]["recall_worst"] < min(records[0]["recall_per_layer"])
+    for name in FIGURES:
+        heads = np.array(records[0][f"{name}_per_head"])
+        assert heads.shape == (2, 2)
+        assert records[0][name] == pytest.approx(heads.mean(), rel=1e-3, abs=1e-4)
+        assert np.ptp(heads) > 0 or name.startswith("starved"), name
+    assert records[0]["local_gradient_cosine"] < 1 and 0 < records[0]["output_error"]
+    assert sorted(path.name for path in (config.run.folder / "masks").iterdir()) == [
+        "step_0000001.png", "step_0000004.png"
+    ]
 
 
 def check_print(printed):
@@ -218,6 +234,12 @@ def test_demands_that_cannot_be_met(config):
     with pytest.raises(UserError, match="optimizer.trainable has 'self_attm'"):
         run(changed(config, optimizer={"trainable": ("self_attm",)}))
     assert not checkpoint_folder(config).exists()
+
+
+def test_masks_that_cannot_be_drawn_are_told_before_any_work(config, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match="audit.masks draws pictures, which need matplotlib"):
+        run(changed(config, audit={"every_steps": 1, "masks": ("0.0",)}))
 
 
 def test_wandb_that_is_not_installed(config, monkeypatch):

@@ -1,13 +1,14 @@
 """TensorBoard event files."""
 
 from mtraining_jax.config import Config
+from mtraining_jax.reporting.audit import PER_HEAD
 from mtraining_jax.reporting.record import Record
 
 TENSORBOARD_NAME = "tensorboard"
 
 
 class TensorBoardWriter:
-    """One curve for each number of a record, and one for each layer of a list.
+    """One curve for each number of a record, and one for each layer of a list; alarms as text.
 
     Args:
         config: of the run.
@@ -25,6 +26,12 @@ class TensorBoardWriter:
     def write(self, record: Record) -> None:
         """Adds a point to each curve."""
         for name, value in record.items():
+            if name.endswith(PER_HEAD):  # thousands of curves
+                continue
+            if name == "alarms":
+                for sentence in value:
+                    self._writer.add_text(name, sentence, record["step"])
+                continue
             values = value if isinstance(value, list) else [value]
             for layer, number in enumerate(values):
                 tag = f"{name}/{layer:02d}" if isinstance(value, list) else f"train/{name}"

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from mtraining_jax.config import Config, config_to_dict
 from mtraining_jax.errors import UserError
+from mtraining_jax.reporting.audit import PER_HEAD
 from mtraining_jax.reporting.record import Record
 
 # Holds the id of the run at Weights & Biases. It is moved aside with the run's folder, so a run
@@ -42,6 +43,7 @@ class WandbWriter:
 
     def write(self, record: Record) -> None:
         """Sends the record."""
+        record = {name: x for name, x in record.items() if not name.endswith(PER_HEAD)}
         self._run.log(record, step=record["step"])
 
     def close(self) -> None:

@@ -8,8 +8,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from mtraining_jax.attention.picture import Panel, draw
 from mtraining_jax.config import Config
 from mtraining_jax.errors import UserError
+from mtraining_jax.reporting.alarms import Alarms
+from mtraining_jax.reporting.audit import audit_record
 from mtraining_jax.reporting.progress import Display
 from mtraining_jax.reporting.record import Memory, Record, step_record
 from mtraining_jax.reporting.writers import Writer
@@ -44,7 +47,11 @@ class FinishedSteps:
         self._config, self._devices, self._groups = config, devices, groups
         self._tuner = tuner
         self._writers, self._display = writers, display
+        self._alarms = Alarms(config)
         self._thread = ThreadPoolExecutor(1, "finished steps")
+        # A picture takes longer than many a step, and must not delay its report.
+        self._pictures = ThreadPoolExecutor(1, "pictures")
+        self._picture: Future[None] | None = None  # that was begun last
         self._records: list[Record] = []
         self._pending: Future[Record] | None = None  # of the step that was started last
         self._closed = False
@@ -57,7 +64,7 @@ class FinishedSteps:
     def add(
         self,
         metrics: dict[str, Any],
-        recall: Mapping[str, np.ndarray] | None,
+        compared: Mapping[str, np.ndarray] | None,
         profiled: bool,
         evaluate: Callable[[], Record] | None = None,
     ) -> None:
@@ -65,7 +72,7 @@ class FinishedSteps:
 
         Args:
             metrics: of the step, still on the devices.
-            recall: of `make_recall`, measured before it; None if it was not.
+            compared: of `make_gradient_comparison`, measured before it; None if it was not.
             profiled: whether the step is traced.
             evaluate: called when the step is done, for numbers that join its record; the state
                 must stay until then. None adds nothing.
@@ -73,33 +80,43 @@ class FinishedSteps:
         Raises:
             UserError: as `wait`.
         """
-        started = self._thread.submit(self._tell, metrics, recall, profiled, evaluate)
-        self.wait()
+        started = self._thread.submit(self._tell, metrics, compared, profiled, evaluate)
+        self._wait_for_step()
         self._pending = started
 
     def wait(self) -> list[Record]:
-        """Waits until every step that was added is done and reported.
+        """Waits until every step that was added is done and reported, and its masks drawn.
 
         Returns:
             The records of all steps so far.
 
         Raises:
-            UserError: if too many steps in a row were not finite, or a writer cannot write.
+            UserError: if too many steps in a row were not finite, or something cannot be written.
         """
+        self._wait_for_step()
+        self._wait_for_picture()
+        return self._records
+
+    def _wait_for_step(self) -> None:
         pending, self._pending = self._pending, None
         if pending is not None:
             self._records.append(pending.result())
-        return self._records
+
+    def _wait_for_picture(self) -> None:
+        picture, self._picture = self._picture, None
+        if picture is not None:
+            picture.result()
 
     def close(self) -> None:
         """Waits for the devices; a step that is still running is not reported."""
         self._closed = True
         self._thread.shutdown(wait=True)
+        self._pictures.shutdown(wait=True)
 
     def _tell(
         self,
         metrics: dict[str, Any],
-        recall: Mapping[str, np.ndarray] | None,
+        compared: Mapping[str, np.ndarray] | None,
         profiled: bool,
         evaluate: Callable[[], Record] | None,
     ) -> Record:
@@ -120,10 +137,10 @@ class FinishedSteps:
         record |= of_groups
         if profiled:
             record["profiled"] = True  # and slower for it
-        if recall is not None:
-            record["recall"] = float(np.mean(recall["recall"]))
-            record["recall_worst"] = float(np.min(recall["recall_worst"]))
-            record |= {f"{name}_per_layer": values.tolist() for name, values in recall.items()}
+        audited = "audit" in metrics or compared is not None
+        if audited:
+            record |= audit_record(metrics.get("audit", {}), compared or {})
+            record["alarms"] = self._alarms.of(record)
         if evaluate is not None and not self._closed:
             record |= evaluate()
         if self._closed:
@@ -138,10 +155,35 @@ class FinishedSteps:
                     f"{record['step']}; the same command goes on from the newest checkpoint"
                 ) from error
         step, run = record["step"], self._config.run
-        line = evaluate is not None or step % run.log_every == 0 or step in (1, run.steps)
+        measured = evaluate is not None or audited
+        line = measured or step % run.log_every == 0 or step in (1, run.steps)
         self._display.step(record, line)
+        if "masks" in metrics and self._writers:
+            self._wait_for_picture()
+            self._picture = self._pictures.submit(self._draw, metrics["masks"], record)
         self._check_finite(metrics, record)
         return record
+
+    def _draw(self, masks: Any, record: Record) -> None:
+        path = self._config.run.folder / "masks" / f"step_{record['step']:07d}.png"
+        chosen = self._config.audited_masks
+        heads = sorted({head for _, head in chosen})
+        panels = []
+        for layer, head in chosen:
+            index = jax.tree.map(lambda x, layer=layer: x[layer], masks)
+            recall = record["recall_per_head"][layer][head]
+            title = f"layer {layer}, head {head}" + (
+                "" if recall is None else f"\nstep {record['step']}, recall {recall:.1%}"
+            )
+            panels.append(Panel(index, 0, heads.index(head), title))
+        try:
+            path.parent.mkdir(exist_ok=True)
+            draw(path, panels, self._config.data.seq_len)
+        except OSError as error:
+            self._closed = True
+            raise UserError(
+                f"{path} cannot be written ({error.strerror or error}) at step {record['step']}"
+            ) from error
 
     def _check_finite(self, metrics: dict[str, Any], record: Record) -> None:
         in_row, allowed = int(metrics["skipped_in_row"]), self._config.optimizer.max_skipped_steps

@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 
-from mtraining_jax.config import Config
 from mtraining_jax.reporting.progress import Display
 from mtraining_jax.training.memory_check import check_memory
 
@@ -18,27 +17,29 @@ class Programs:
 
     Attributes:
         train_step: of `make_train_step`.
-        measure_recall: of `make_recall`; None where recall is not measured.
+        audited_step: the same with an audit; None where the run has none.
+        compare_gradients: of `make_gradient_comparison`; None where the run does not ask for it.
     """
 
     train_step: Callable[..., Any]
-    measure_recall: Callable[..., Any] | None
+    audited_step: Callable[..., Any] | None
+    compare_gradients: Callable[..., Any] | None
 
 
 def compile_programs(
-    config: Config,
     train_step: Any,
-    measure_recall: Any,
+    audited_step: Any | None,
+    compare_gradients: Any | None,
     arguments: tuple[Any, Any],
     devices: Iterable[jax.Device],
     display: Display,
 ) -> Programs:
-    """Compiles the training step, and what measures recall if the configuration asks for it.
+    """Compiles the training step, and what measures it if the configuration asks for that.
 
     Args:
-        config: of the run.
         train_step: jitted, of `make_train_step`.
-        measure_recall: jitted, of `make_recall`.
+        audited_step: the same with an audit, or None.
+        compare_gradients: jitted, of `make_gradient_comparison`, or None.
         arguments: a state and a batch.
         devices: those of this process that the step runs on.
         display: where to print.
@@ -47,15 +48,20 @@ def compile_programs(
         The programs.
 
     Raises:
-        UserError: if the step takes more memory than a device has.
+        UserError: if one of them takes more memory than a device has.
     """
-    display.say("compiling the training step ...")
-    begin = time.perf_counter()
-    step = train_step.lower(*arguments).compile()
-    recall = None
-    # Dense attention keeps all of the mass.
-    if config.metrics.recall_every and config.sparsity.settings.sparse:
-        recall = measure_recall.lower(*arguments).compile()
-    display.say(f"compiled in {time.perf_counter() - begin:.1f} s")
-    check_memory(step, devices)
-    return Programs(step, recall)
+    programs = []
+    for function, what in (
+        (train_step, "a training step"),
+        (audited_step, "a training step with an audit"),
+        (compare_gradients, "the comparison of gradients with dense ones"),
+    ):
+        if function is None:
+            programs.append(None)
+            continue
+        display.say(f"compiling {what.replace('a training', 'the training')} ...")
+        begin = time.perf_counter()
+        programs.append(function.lower(*arguments).compile())
+        display.say(f"compiled in {time.perf_counter() - begin:.1f} s")
+        check_memory(programs[-1], devices, what)
+    return Programs(*programs)

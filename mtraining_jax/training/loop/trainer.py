@@ -10,6 +10,7 @@ from typing import Self
 import jax
 from jax.experimental import multihost_utils
 
+from mtraining_jax.attention.picture import check_pictures
 from mtraining_jax.config import Config
 from mtraining_jax.data.advice import slow_start
 from mtraining_jax.reporting.banner import ParameterCount, banner
@@ -18,14 +19,15 @@ from mtraining_jax.reporting.record import Record
 from mtraining_jax.reporting.writers import open_writers
 from mtraining_jax.signals import Stopped, StopSignals
 from mtraining_jax.training import distributed, parts
+from mtraining_jax.training.audit import make_step_audit
 from mtraining_jax.training.export import export_state
+from mtraining_jax.training.gradient_comparison import make_gradient_comparison
 from mtraining_jax.training.group_work import GroupWork
 from mtraining_jax.training.held_out import HeldOut
 from mtraining_jax.training.loop.finished_steps import FinishedSteps
 from mtraining_jax.training.loop.profile import ProfileWindow
 from mtraining_jax.training.loop.programs import Programs, compile_programs
 from mtraining_jax.training.loop.saving import Saving
-from mtraining_jax.training.recall import make_recall
 from mtraining_jax.training.state import StateBuilder
 from mtraining_jax.training.step import make_train_step
 from mtraining_jax.training.tuner import Tuner
@@ -65,6 +67,8 @@ class Trainer:
 
     def _open_parts(self, resume_from: int | None, opened: contextlib.ExitStack) -> None:
         config, display = self._config, self._display
+        if config.audit.masks:
+            check_pictures("audit.masks")
         mesh, layout = parts.build_mesh(config), parts.build_layout(config)
         pattern = parts.build_pattern(config)
         if (advice := slow_start(config.data)) is not None:
@@ -75,8 +79,11 @@ class Trainer:
         inputs = parts.layer_inputs(pattern)
         attention = parts.build_attention(config, mesh, layout, pattern)
         self._train_step = make_train_step(config, builder, attention, mesh, inputs)
-        with_recall = functools.partial(parts.build_attention, config, mesh, layout, pattern)
-        self._measure_recall = make_recall(config, builder, with_recall, mesh, inputs)
+        audit = make_step_audit(config, mesh, layout, pattern)
+        self._audited_step = audit and make_train_step(
+            config, builder, attention, mesh, inputs, audit
+        )
+        self._compare_gradients = make_gradient_comparison(config, builder, mesh, layout)
         self._devices = mesh.local_devices
         self._held_out = HeldOut(config, builder, mesh) if config.eval.every_steps else None
         if self._held_out is not None:
@@ -137,9 +144,9 @@ class Trainer:
         total = self._config.run.steps
         batch = self._next_batch()
         programs = compile_programs(
-            self._config,
             self._train_step,
-            self._measure_recall,
+            self._audited_step,
+            self._compare_gradients,
             (self._state, batch),
             self._devices,
             self._display,
@@ -180,19 +187,22 @@ class Trainer:
             self._finished.wait()
             self._profile.begin()
             self._finished.restart_clock()
-        recall = None
-        every = self._config.metrics.recall_every
-        if programs.measure_recall and (self._step - 1) % every == 0:
-            recall = jax.device_get(programs.measure_recall(self._state, batch))
+        audit, train_step, compared = self._config.audit, programs.train_step, None
+        if programs.compare_gradients and (self._step - 1) % audit.gradient_every == 0:
+            self._finished.wait()  # its time is not that of a step
+            compared = jax.device_get(programs.compare_gradients(self._state, batch))
+            self._finished.restart_clock()
+        if programs.audited_step and (self._step - 1) % audit.every_steps == 0:
+            train_step = programs.audited_step
         with self._profile.step(self._step):
-            self._state, metrics = programs.train_step(self._state, batch)
+            self._state, metrics = train_step(self._state, batch)
         if self._held_out is not None and self._held_out.is_due(self._step):
             evaluate = functools.partial(self._held_out.measure, self._state)
-            self._finished.add(metrics, recall, self._profile.open, evaluate)
+            self._finished.add(metrics, compared, self._profile.open, evaluate)
             self._finished.wait()  # the next step takes the state over
             self._finished.restart_clock()
         else:
-            self._finished.add(metrics, recall, self._profile.open)
+            self._finished.add(metrics, compared, self._profile.open)
         if self._profile.ends(self._step):
             self._finished.wait()
             self._profile.end()

@@ -1,0 +1,135 @@
+"""The gradient of all parameters with sparse attention against that with dense attention.
+
+On the first tokens of the step's sequences, as dense attention of whole ones would take longer than
+the step. A pattern keeps a larger share of a short sequence, so this is a lower bound of what is
+lost on the whole one.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from mtraining_jax.config import Config
+from mtraining_jax.parallel.layout import Layout
+from mtraining_jax.parallel.mesh import DOCUMENTS, TOKENS
+from mtraining_jax.sparsity import Dense
+from mtraining_jax.training import parts
+from mtraining_jax.training.loss import count_labels
+from mtraining_jax.training.state import StateBuilder, TrainState
+from mtraining_jax.training.step import Batch, make_gradients
+
+# Parameters of the stacked layers, whose leading axis is that of layers.
+_LAYERS = "layers."
+
+
+def make_gradient_comparison(
+    config: Config, builder: StateBuilder, mesh: Mesh, layout: Layout
+) -> Callable[[TrainState, Batch], dict[str, Array]] | None:
+    """Compiles, at its first call, the gradients of one micro-batch twice, sparse and dense.
+
+    Args:
+        config: of the run.
+        builder: of its states.
+        mesh: axes ('data', 'node', 'device').
+        layout: the order of tokens of its batches.
+
+    Returns:
+        A function of a state, which it leaves as it is, and a batch. It gives
+        `global_gradient_cosine`, between the gradients of all trained parameters,
+        `global_gradient_ratio`, the norm of the sparse one over that of the dense one, fp32
+        scalars, and `global_gradient_cosine_per_layer` fp32 [L], where layers are trained. NaN
+        where the dense gradient is 0. None if the run does not ask for it or is dense.
+    """
+    if not config.audit.gradient_every or not config.sparsity.settings.sparse:
+        return None
+    short = dataclasses.replace(
+        config,
+        data=dataclasses.replace(config.data, seq_len=config.gradient_tokens),
+        optimizer=dataclasses.replace(config.optimizer, accumulation_steps=1),
+    )
+    its_layout = parts.build_layout(short)
+    sparse = parts.build_pattern(short)
+
+    def gradients_with(pattern: Any) -> Callable:
+        attention = parts.build_attention(short, mesh, its_layout, pattern)
+        return make_gradients(short, builder, attention, mesh, parts.layer_inputs(pattern))
+
+    functions = [gradients_with(pattern) for pattern in (sparse, Dense(sparse.block_size))]
+    parts_of_group = config.parallel.data, config.optimizer.accumulation_steps
+
+    def compare(state: TrainState, batch: Batch) -> dict[str, Array]:
+        trained, frozen = builder.split(state.parameters)
+        first = {
+            # The first micro-batch of each group.
+            name: x.reshape(*parts_of_group, -1, *x.shape[1:])[:, 0].reshape(-1, *x.shape[1:])
+            for name, x in batch.items()
+        }
+        batch = shortened(first, layout, its_layout, mesh)
+        count = count_labels(batch["labels"])
+        count = jnp.sum(batch["weights"]) if "weights" in batch else count
+        without = {name: x for name, x in batch.items() if name != "shares"}
+        own, dense = (
+            of(trained, frozen, inputs, count)[1]
+            for of, inputs in zip(functions, (batch, without), strict=True)
+        )
+        return compared(own, dense)
+
+    return jax.jit(compare, out_shardings=NamedSharding(mesh, P()))
+
+
+def shortened(batch: Batch, layout: Layout, short: Layout, mesh: Mesh) -> Batch:
+    """The first tokens of each sequence of a batch, in the order of a shorter layout.
+
+    Args:
+        batch: as `make_train_step` takes it.
+        layout: of the batch.
+        short: of fewer tokens in the same blocks, on as many ranks.
+        mesh: axes ('data', 'node', 'device').
+    """
+    places = layout.inverse()[short.permutation()]
+    blocks, size = short.num_blocks, short.block_size
+
+    def cut(name: str, x: Array) -> Array:
+        if name == "shares":
+            return x
+        if name == "documents":
+            first, end, tokens = (x[:, :blocks, i] for i in range(3))
+            inside = jnp.maximum(blocks - first, 0) * size
+            parts = jnp.minimum(first, blocks), jnp.minimum(end, blocks)
+            x = jnp.stack([*parts, jnp.minimum(tokens, inside)], -1)
+            return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, DOCUMENTS))
+        x = jnp.take(x, np.asarray(places), axis=1, unique_indices=True, mode="clip")
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, TOKENS))
+
+    return {name: cut(name, x) for name, x in batch.items()}
+
+
+def compared(own: dict[str, Array], dense: dict[str, Array]) -> dict[str, Array]:
+    """Cosine and ratio of two gradients by dotted name; see `make_gradient_comparison`."""
+
+    def sums(a: dict[str, Array], b: dict[str, Array], per_layer: bool) -> Array:
+        names = [name for name in a if name.startswith(_LAYERS) or not per_layer]
+        axes = [tuple(range(1, a[name].ndim)) if per_layer else None for name in names]
+        return sum(jnp.sum(a[n] * b[n], axis=x) for n, x in zip(names, axes, strict=True))
+
+    largest = jnp.stack([jnp.max(jnp.abs(x)) for x in dense.values()]).max()
+    scale = jnp.where(largest > 0, 1 / jnp.where(largest > 0, largest, 1), 1)
+    # Squares of small numbers must not vanish.
+    own, dense = ({name: x * scale for name, x in one.items()} for one in (own, dense))
+    found = {}
+    layered = any(name.startswith(_LAYERS) for name in own)
+    for per_layer in (False, True) if layered else (False,):
+        dot, a, b = (sums(*two, per_layer) for two in ((own, dense), (own, own), (dense, dense)))
+        cosine = jnp.where(a > 0, dot / (jnp.sqrt(a) * jnp.sqrt(b)), jnp.where(b > 0, 0, jnp.nan))
+        suffix = "_per_layer" if per_layer else ""
+        found[f"global_gradient_cosine{suffix}"] = cosine
+        if not per_layer:
+            found["global_gradient_ratio"] = jnp.sqrt(a) / jnp.sqrt(b)
+    return found

@@ -1,0 +1,127 @@
+"""Audits of a run: gradients against dense ones, and what is told of them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mtraining_jax.parallel.layout import Layout
+from mtraining_jax.parallel.mesh import make_mesh
+from mtraining_jax.reporting.alarms import Alarms
+from mtraining_jax.reporting.audit import audit_record, audit_text, worst_head
+from mtraining_jax.sparsity.documents import Documents
+from mtraining_jax.training.gradient_comparison import compared, shortened
+from mtraining_jax.training.loop import run
+from tests.training.common import changed, written
+
+
+def test_gradients_are_compared_with_dense_ones_in_the_steps_asked_for(config):
+    """In two groups and two micro-batches, beside audits in other steps."""
+    config = changed(
+        config, run={"steps": 3}, parallel={"data": 2, "nodes": 1, "devices_per_node": 1},
+        data={"batch_size": 4}, optimizer={"accumulation_steps": 2},
+        audit={
+            "gradient_every": 2, "gradient_tokens": 64, "alarm_gradient": 1.0,
+            "every_steps": 3, "rows": 16, "masks": ("0.1",),
+        },
+        checkpoint={"last_step": False},
+    )  # fmt: skip
+    records = run(config)
+    assert ["global_gradient_cosine" in record for record in records] == [True, False, True]
+    assert ["recall" in record for record in records] == [True, False, False]
+    assert 0 < records[0]["recall_worst"] < records[0]["recall"] < 1
+    assert 0 < records[0]["local_gradient_cosine"] < 1
+    assert (config.run.folder / "masks" / "step_0000001.png").stat().st_size > 2000
+    for record in records[::2]:
+        assert 0.2 < record["global_gradient_cosine"] < 0.9999
+        assert 0.5 < record["global_gradient_ratio"] < 2
+        layers = record["global_gradient_cosine_per_layer"]
+        assert len(layers) == 2 and 0.2 < min(layers) <= max(layers) < 0.9999
+    # Told when it is so for the second time.
+    assert records[0]["alarms"] == []
+    assert "a cosine of 0." in records[2]["alarms"][0] and "on 64 tokens" in records[2]["alarms"][0]
+    assert "sparsity.top_p = 0.9 may be larger" in records[2]["alarms"][0]
+    assert written(config) == records
+
+
+@pytest.mark.parametrize("kind", ["striped", "zigzag"])
+def test_a_batch_is_cut_to_the_first_tokens_of_each_sequence(kind):
+    long, short = (Layout(kind, n, 4, 8, 2 if kind == "striped" else 1) for n in (192, 64))
+    tokens = np.random.default_rng(0).integers(1000, size=(2, 192))
+    documents = Documents.from_lengths([[41, 60, 9], [70]], 192, 8)
+    batch = {"tokens": tokens[:, long.permutation()], "documents": documents.table}
+    cut = shortened(jax.tree.map(jnp.asarray, batch), long, short, make_mesh(1, 2, 2))
+    np.testing.assert_array_equal(np.asarray(cut["tokens"])[:, short.inverse()], tokens[:, :64])
+    expected = Documents.from_lengths([[41, 16], [64]], 64, 8)
+    np.testing.assert_array_equal(cut["documents"], expected.table)
+
+
+def test_cosines_of_gradients_are_those_of_numpy():
+    rng = np.random.default_rng(1)
+    shapes = {"layers.mlp.weight": (3, 5, 4), "layers.norm.weight": (3, 5), "norm.weight": (5,)}
+    own, dense = (
+        # As small as gradients may be: squares leave fp32.
+        {name: rng.normal(size=shape).astype(np.float32) * 1e-25 for name, shape in shapes.items()}
+        for _ in range(2)
+    )
+    own = {name: own[name] + 2 * dense[name] for name in own}
+
+    def flat(tree, layer=None):
+        names = shapes if layer is None else [n for n in shapes if n.startswith("layers.")]
+        parts = [np.ravel(tree[n] if layer is None else tree[n][layer]) for n in names]
+        return np.concatenate(parts).astype(np.float64)
+
+    def cosine(a, b):
+        return a @ b / np.sqrt((a @ a) * (b @ b))
+
+    found = jax.jit(compared)(own, dense)
+    a, b = flat(own), flat(dense)
+    np.testing.assert_allclose(found["global_gradient_cosine"], cosine(a, b), rtol=1e-5)
+    ratio = np.sqrt((a @ a) / (b @ b))
+    np.testing.assert_allclose(found["global_gradient_ratio"], ratio, rtol=1e-5)
+    layers = [cosine(flat(own, i), flat(dense, i)) for i in range(3)]
+    np.testing.assert_allclose(found["global_gradient_cosine_per_layer"], layers, rtol=1e-5)
+
+
+def figures(**changes):
+    found = {
+        "recall": np.full((2, 3), 0.9), "local_gradient_cosine": np.full((2, 3), 0.95),
+        "index_gap": np.full((2, 3), 0.01),
+    }  # fmt: skip
+    for name, (place, value) in changes.items():
+        found[name][place] = value
+    return audit_record(found, {})
+
+
+def test_a_record_tells_means_and_the_worst_head():
+    record = figures(recall=((1, 2), 0.3), index_gap=((0, 1), np.nan))
+    assert record["recall"] == pytest.approx(4.8 / 6)
+    assert record["recall_worst"] == 0.3 and record["recall_worst_per_layer"] == [0.9, 0.3]
+    assert worst_head(record, "recall") == (1, 2)
+    assert record["index_gap"] == pytest.approx(0.01)
+    assert record["index_gap_per_head"][0] == [0.01, None, 0.01]
+    assert record["index_gap_worst_per_layer"] == [0.01, 0.01]
+    assert audit_text(record)[0] == "recall 80.0% (worst head 30.0%, layer 1 head 2)"
+    nothing = audit_record({"recall": np.full((1, 2), np.nan)}, {})
+    assert nothing["recall"] is None and nothing["recall_worst_per_layer"] == [None]
+
+
+def test_an_alarm_names_layer_head_and_option_when_it_is_so_twice(config):
+    alarms = Alarms(config)
+    low = figures(recall=((1, 2), 0.25))
+    assert alarms.of(figures()) == [] and alarms.of(low) == []
+    assert alarms.of(low) == [
+        "layer 1 head 2 keeps 25.0% of its attention's mass, less than audit.alarm_recall = 0.3; "
+        "sparsity.top_p = 0.9 may be larger"
+    ]
+    assert alarms.of(low) == []  # it is known
+    assert alarms.of(figures()) == [] and alarms.of(low) == []
+    assert len(alarms.of(low)) == 1
+    gap = figures(index_gap=((0, 1), 0.4), local_gradient_cosine=((0, 0), -0.1))
+    alarms.of(gap)
+    of_gradient, of_gap = alarms.of(gap)
+    assert "layer 0 head 0 has a cosine of -0.100 between" in of_gradient
+    assert "layer 0 head 1 keeps 0.400 more of the mass of the last queries than" in of_gap
+    assert 'sparsity.kind = "sampled_rows"' in of_gap
+    silent = Alarms(changed(config, audit={"alarm_recall": 0.0}))
+    assert silent.of(low) == silent.of(low) == []
