@@ -1,11 +1,12 @@
-"""Models what even groups are worth, on drawn batches; prints markdown tables. Seconds on a CPU.
+"""Models what even groups are worth, on drawn batches, and prints markdown tables.
 
     python benchmarks/balance.py [--steps 200] [--seed 0] [--out FILE.md]
 
-Nothing is timed here. Documents and their densities are drawn; packs, the order of sequences and
-the averages of density are those of a run (`mtraining_jax.data`); times of attention are those of
-`mtraining_jax.latency`, and the rest of a step is that of the dry run. What is known of a step
-before it begins is kept apart from what is true in it, as in a run.
+It takes half a minute on a CPU. Nothing is timed here. Documents and their densities are drawn;
+packs, the order of sequences, the averages of density (`mtraining_jax.data`) and tuned shares are
+those of a run; times of attention are those of `mtraining_jax.latency`, and the rest of a step is
+that of the dry run. What is known of a step before it begins is kept apart from what is true in it,
+as in a run.
 """
 
 import argparse
@@ -13,7 +14,7 @@ import dataclasses
 import datetime
 import functools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 if __name__ == "__main__":  # run from a checkout, only the script's own folder is importable
@@ -30,6 +31,9 @@ from mtraining_jax.planning.cost import count_flops, seconds
 from mtraining_jax.planning.hardware import H200
 from mtraining_jax.planning.memory import estimate_memory
 from mtraining_jax.training.group_work import assumed_densities, attention_size
+from mtraining_jax.training.share_response import GroupDocuments, ShareResponse
+from mtraining_jax.training.tuned_shares import Bounds, tuned_shares
+from mtraining_jax.training.tuner import DELAY
 
 BLOCK = 128
 # Density of sampled rows kept to 0.9, of SmolLM2-135M at 32768 tokens; it falls with the length to
@@ -38,6 +42,10 @@ DENSITY, AT, POWER = 0.152, 32768, 0.318
 DENSE_BELOW = 8192
 # How far a document's density is from that of its length: sigma of its logarithm.
 SPREAD = 0.25
+# `sparsity.tune`: the share of mass that is configured, and its bounds by default. In truth the
+# pairs of a layer grow e-fold over this difference of shares; sigma of its logarithm over layers.
+BOUNDS = Bounds(base=0.9, low=0.85, high=0.97)
+WIDTH, WIDTH_SPREAD = 0.05, 0.3
 # Steps before the counted ones, in which averages settle.
 WARM = 30
 START = 1.81  # where the paper's table begins (arXiv 2604.13847, table I)
@@ -148,6 +156,61 @@ def dealt(
             densities.add(step, measured(batch, classes))
 
 
+class Tuning:
+    """What `sparsity.tune = "mean"` makes of dealt batches, in a world whose layers differ.
+
+    Attributes:
+        infeasible: by step, the part of the groups that stay slower than the mean.
+        shares: by step, the least and the greatest.
+
+    Args:
+        run: it.
+        rng: draws how layers respond.
+    """
+
+    def __init__(self, run: Setting, rng: np.random.Generator) -> None:
+        self._run, self._assumed = run, assumed_densities(run.config)
+        layers = run.config.model.num_layers
+        self._widths = WIDTH * rng.lognormal(0, WIDTH_SPREAD, layers)
+        self._after = [ShareResponse.start(self._assumed.size, layers)]
+        self.infeasible: list[float] = []
+        self.shares: list[tuple[float, float]] = []
+
+    def apply(self, batches: Iterable[Sequence[Pack]]) -> Iterator[Sequence[Pack]]:
+        """Batches with the densities that steps find then."""
+        run = self._run
+        for batch in batches:
+            groups = [batch[m * run.parts : (m + 1) * run.parts] for m in range(run.groups)]
+            own = [
+                GroupDocuments([pack.lengths for pack in packs], BLOCK, DENSE_BELOW)
+                for packs in groups
+            ]
+            known = self._after[max(0, len(self._after) - DELAY)]
+            tuned = tuned_shares(own, known, self._assumed, BOUNDS, "mean", run.size)
+            self.infeasible.append(tuned.infeasible.mean())
+            self.shares.append((tuned.shares.min(), tuned.shares.max()))
+            found = [
+                [self._at(pack, shares) for pack in packs]
+                for packs, shares in zip(groups, tuned.shares, strict=True)
+            ]
+            measured = np.array([np.mean([of for _, of in packs], axis=0) for packs in found])
+            self._after.append(
+                self._after[-1].after(own, self._assumed, tuned.shares, BOUNDS.base, measured)
+            )
+            yield [pack for packs in found for pack, _ in packs]
+
+    def _at(self, pack: Pack, shares: np.ndarray) -> tuple[Pack, np.ndarray]:
+        """A pack at the shares [L] of its group, and its density in each layer, [L]."""
+        padded = -(-pack.lengths // BLOCK) * BLOCK
+        chosen, pairs = padded >= DENSE_BELOW, padded * (padded + 1.0) / 2
+        factors = np.exp((shares - BOUNDS.base) / self._widths)
+        by_layer = np.minimum(pack.densities[chosen, None] * factors, 1.0)  # [d, L]
+        whole = pairs[~chosen] @ pack.densities[~chosen]
+        densities = pack.densities.copy()
+        densities[chosen] = by_layer.mean(1)
+        return Pack(pack.lengths, densities), (whole + pairs[chosen] @ by_layer) / pairs.sum()
+
+
 def measured(batch: Sequence[Pack], classes: int) -> np.ndarray:
     """What a step measures: the density of all documents of a class of length, [K]."""
     lengths = np.concatenate([pack.lengths for pack in batch])
@@ -177,10 +240,10 @@ class Found:
     lock_step: float
 
 
-def follow(batches: Sequence[Sequence[Pack]], how: str, run: Setting, skip: int) -> Found:
-    """Goes through batches, and counts all but the first ones."""
+def follow(batches: Iterable[Sequence[Pack]], run: Setting, skip: int) -> Found:
+    """Goes through batches as they were dealt, and counts all but the first ones."""
     rows = []
-    for batch in dealt(batches, how, run):
+    for batch in batches:
         by_group = times(batch, run.size).reshape(run.groups, run.parts)
         whole = by_group.sum(1) + run.rest_ms
         rows.append((
@@ -196,15 +259,28 @@ def follow(batches: Sequence[Sequence[Pack]], how: str, run: Setting, skip: int)
 
 KNOWN = "if densities were known"
 WAYS = ("none", "length", "density", KNOWN)
+TUNED = "length, sparsity.tune = mean"
 _HEAD = (
     "batches", "data.balance", "imbalance of attention", "a tenth above", "of the step",
     "step, s", "faster",
 )  # fmt: skip
 
 
-def table(name: str, batches: Sequence[Sequence[Pack]], run: Setting, skip: int) -> list[str]:
-    """Lines of a table: one way to deal after the other."""
-    found = {how: follow(batches, how, run, skip) for how in WAYS}
+def followed(
+    batches: Sequence[Sequence[Pack]], run: Setting, skip: int, rng: np.random.Generator
+) -> tuple[dict[str, Found], Tuning]:
+    """One way after the other, by its name; and what tuning did behind that by length."""
+    found = {how: follow(dealt(batches, how, run), run, skip) for how in WAYS}
+    tuning = Tuning(run, rng)
+    found[TUNED] = follow(tuning.apply(dealt(batches, "length", run)), run, skip)
+    return found, tuning
+
+
+def table(
+    name: str, batches: Sequence[Sequence[Pack]], run: Setting, skip: int, rng: np.random.Generator
+) -> tuple[list[str], str]:
+    """Lines of a table, and a few words on how shares were tuned."""
+    found, tuning = followed(batches, run, skip, rng)
     plain = found["none"]
     lines = [
         _row(name, "none, groups meet in every layer", "", "", "", f"{plain.lock_step:.2f}",
@@ -213,7 +289,16 @@ def table(name: str, batches: Sequence[Sequence[Pack]], run: Setting, skip: int)
     for how, x in found.items():
         cells = f"{x.attention:.2f}", f"{x.tenth:.2f}", f"{x.step:.2f}", f"{x.seconds:.2f}"
         lines.append(_row(name, how, *cells, f"{plain.seconds / x.seconds:.2f} x"))
-    return lines
+    least, greatest = np.mean(tuning.shares[skip:], axis=0)
+    late = np.mean(tuning.infeasible[skip:])
+    return lines, f"{name} {least:.3f} to {greatest:.3f}, {late:.1%} infeasible"
+
+
+def drawn(rng: np.random.Generator, run: Setting, steps: int) -> list[Sequence[Pack]]:
+    """Batches of `mixed` documents."""
+    length, size = run.config.data.seq_len, run.groups * run.parts
+    packs = packs_of(rng, mixed(rng, int(1.02 * length * size * steps), length), length)
+    return batches_of(packs, size)[:steps]
 
 
 def batches_of(packs: Sequence[Pack], size: int) -> list[Sequence[Pack]]:
@@ -277,8 +362,9 @@ def against_unpacked(rng: np.random.Generator, steps: int) -> list[str]:
             rng, run, lengths, bucket, documents
         )
     batches = batches_of(packs_of(rng, lengths, 131072), run.groups * run.parts)
-    for how in WAYS[:3]:
-        x = follow(batches, how, run, 0)
+    ways, _ = followed(batches, run, 0, rng)
+    for how in ("none", "length", TUNED):
+        x = ways[how]
         tokens = sum(pack.lengths.sum() for batch in batches for pack in batch) / len(batches)
         found[f"packs of 131072, data.balance = {how}"] = 1e6 * x.seconds / tokens, x.attention
     first, second = (us for us, _ in list(found.values())[:2])
@@ -303,7 +389,8 @@ def main(argv: list[str] | None = None) -> str:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, metavar="FILE.md")
     args = parser.parse_args(argv)
-    rng = np.random.default_rng(args.seed)
+    # Tables do not depend on each other's draws.
+    rngs = np.random.default_rng(args.seed).spawn(5)
     lines = [
         "# Even groups, modelled",
         "",
@@ -314,7 +401,9 @@ def main(argv: list[str] | None = None) -> str:
         "",
         f"True density of a document of L tokens: {DENSITY} (L / {AT})^-{POWER} times a lognormal "
         f"factor of its own (sigma {SPREAD}), 1 below {DENSE_BELOW} tokens. The loader knows the "
-        f"lengths; densities it learns from steps, of which {WARM} go before.",
+        f"lengths; densities it learns from steps, of which {WARM} go before. Shares of mass are "
+        f"tuned around {BOUNDS.base}, from {BOUNDS.low} to {BOUNDS.high}; in truth the pairs of a "
+        f"layer grow e-fold over {WIDTH} (lognormal over layers, sigma {WIDTH_SPREAD}).",
         "",
         "## Packs of 524288 tokens, eight GPUs a group",
         "",
@@ -323,27 +412,30 @@ def main(argv: list[str] | None = None) -> str:
         "",
         *_header(_HEAD),
     ]
-    length = 524288
-    for groups, parts in ((2, 4), (4, 4), (8, 2)):
+    length, notes = 524288, []
+    for (groups, parts), rng in zip(((2, 4), (4, 4), (8, 2)), rngs, strict=False):
         run = setting(length, 8, groups, parts)
-        steps, size = WARM + args.steps, groups * parts
-        packs = packs_of(rng, mixed(rng, int(1.02 * length * size * steps), length), length)
-        name = f"{groups} groups of {parts} packs"
-        lines += table(name, batches_of(packs, size)[:steps], run, WARM)
-        if (groups, parts) == (4, 4):
-            chosen = starting_at(batches_of(packs, size), run, START)
-            name = f"{len(chosen)} batches, {name}"
-            started = table(name, chosen, run, min(WARM, len(chosen) // 2))
+        batches = drawn(rng, run, WARM + args.steps)
+        found, note = table(f"{groups} groups of {parts} packs", batches, run, WARM, rng)
+        lines, notes = [*lines, *found], [*notes, note]
+    run = setting(length, 8, 4, 4)
+    chosen = starting_at(drawn(rngs[3], run, 5 * args.steps), run, START)
+    name = f"{len(chosen)} batches of 4 groups of 4 packs"
+    found, note = table(name, chosen, run, min(WARM, len(chosen) // 2), rngs[3])
     lines += [
+        "",
+        f"Least and greatest share of a step, in the mean: {'; '.join(notes)}.",
         "",
         f"## Batches that start at {START}",
         "",
-        "Those of the batches of 4 groups of 4 packs whose order in the data has an imbalance of "
-        f"attention of {START} +- 0.05, where table I of arXiv 2604.13847 begins (it reaches 1.41 "
-        "by order and 1.34 with budgets).",
+        f"Those of {5 * args.steps} other batches of 4 groups of 4 packs whose order in the data "
+        f"has an imbalance of attention of {START} +- 0.05, where table I of arXiv 2604.13847 "
+        "begins (it reaches 1.41 by order and 1.34 with budgets).",
         "",
         *_header(_HEAD),
-        *started,
+        *found,
+        "",
+        f"Shares: {note}.",
         "",
         "## Against one document a sequence",
         "",
@@ -353,7 +445,7 @@ def main(argv: list[str] | None = None) -> str:
         "",
         *_header(("sequences", "imbalance of attention", "us a token", "over the first",
                   "over the second")),
-        *against_unpacked(rng, args.steps),
+        *against_unpacked(rngs[4], args.steps),
     ]  # fmt: skip
     text = "\n".join(lines) + "\n"
     if args.out is not None:

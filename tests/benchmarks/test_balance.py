@@ -28,17 +28,31 @@ def test_a_step_takes_what_its_busiest_group_takes():
     run = a_run()
     packs = [balance.Pack(np.array([n]), np.array([0.1])) for n in (10_000, 20_000, 30_000, 40_000)]
     ms = [documents_ms(pack.lengths, pack.densities, run.size).sum() for pack in packs]
-    found = balance.follow([packs], "none", run, 0)
+    found = balance.follow([packs], run, 0)
     assert found.seconds == pytest.approx((ms[2] + ms[3] + run.rest_ms) / 1e3)
     assert found.lock_step == pytest.approx((ms[2] + ms[3] + run.rest_ms) / 1e3)
     assert found.attention == pytest.approx(imbalance(ms, 2))
     for how in balance.WAYS[1:]:
         # The longest and the shortest together.
-        even = balance.follow([packs], how, run, 0)
+        even = balance.follow(balance.dealt([packs], how, run), run, 0)
         assert even.attention == pytest.approx(imbalance([ms[3], ms[0], ms[2], ms[1]], 2))
         assert even.seconds == pytest.approx((ms[3] + ms[0] + run.rest_ms) / 1e3)
     assert len(balance.starting_at([packs, packs], run, found.attention)) == 2
     assert not balance.starting_at([packs], run, found.attention + 0.1)
+
+
+def test_tuned_groups_come_near_each_other():
+    run, rng = a_run(), np.random.default_rng(0)
+    lengths = [np.array([n, 128]) for n in (131072 - 128, 100_000, 90_000, 70_000)]
+    batches = [[balance.Pack(x, balance.true_densities(rng, x)) for x in lengths]] * 30
+    tuning = balance.Tuning(run, rng)
+    first, *_, last = [
+        imbalance(balance.times(batch, run.size), 2) for batch in tuning.apply(batches)
+    ]
+    assert last < 1.03 < imbalance(balance.times(batches[0], run.size), 2) < 1.4
+    assert len(tuning.shares) == 30 and tuning.infeasible[-1] == 0
+    assert 0.85 <= tuning.shares[-1][0] < 0.9 < tuning.shares[-1][1] <= 0.97
+    assert balance.true_densities(rng, lengths[0])[1] == 1  # short documents do not respond
 
 
 def test_unpacked_documents_take_the_time_of_what_they_are_filled_up_to():
@@ -65,6 +79,6 @@ def test_all_tables_are_printed(tmp_path, monkeypatch):
     text = balance.main(["--steps", "4", "--out", str(out)])
     assert out.read_text() == text
     rows = [line for line in text.splitlines() if line.startswith("| ") and "---" not in line]
-    assert len(rows) == 1 + 3 * 5 + 1 + 5 + 1 + 5
+    assert len(rows) == 1 + 3 * 6 + 1 + 6 + 1 + 5
     faster = [row.split(" | ")[-1] for row in rows if row.endswith("x |")]
     assert all(0.5 < float(cell.removesuffix(" x |")) < 3 for cell in faster)
