@@ -11,14 +11,15 @@ _HOPPER = 90
 def capability() -> int | None:
     """Compute capability of the NVIDIA GPU that is compiled for, as 80 for 8.0; None for none.
 
-    Inside `jax.sharding.use_abstract_mesh` with a device, that device decides.
+    Inside `jax.sharding.use_abstract_mesh` with a device, that device decides. One that does not
+    say what it has is taken for a Hopper GPU, as it is by the Hopper kernels.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is None and jax.default_backend() == "gpu":
         device = jax.devices()[0]
     if device is None or device.platform != "gpu":
         return None
-    major, _, minor = str(getattr(device, "compute_capability", "")).partition(".")
+    major, _, minor = str(getattr(device, "compute_capability", "9.0")).partition(".")
     return 10 * int(major) + int(minor) if major.isdigit() and minor.isdigit() else None
 
 
