@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import math
 import os
 import re
 
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import pallas_kernels
-from benchmarks import ampere_code
+from benchmarks import ampere_code, tune_triton
 from pallas_kernels import DenseIndex
 from tests.pallas_kernels.described import (
     A100,
@@ -24,6 +25,7 @@ from tests.pallas_kernels.described import (
     columns_of,
     index,
     qkv,
+    shaped,
     target,
     tiles_of,
 )
@@ -87,6 +89,44 @@ def test_attention_with_gradients_lowers_for_an_a100(mapped):
     with target(A100):
         text = jax.jit(gradients).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @triton_kernel_call_ffi") == 5
+
+
+@pytest.mark.parametrize("kernel", tune_triton.KERNELS)
+def test_the_tuner_runs_one_kernel_with_the_sizes_that_it_tries(kernel):
+    """Of all that is traced, the compiler keeps what the results need."""
+    q, k, v = qkv(64, "bfloat16", nk=NQ)
+    row = shaped(B, HQ, NQ, dtype="float32")
+    columns, column_kv = columns_of(64, "bfloat16")
+    with target(A100):
+        found = tune_triton.candidates(kernel, 64, "triton")
+        plan = jax.eval_shape(
+            functools.partial(pallas_kernels.plan, backend="triton"), q, k,
+            tiles_of("diagonals"), None,
+        )
+        with tune_triton.with_config(kernel, 64, found[-1], "triton"):
+            traced = jax.jit(tune_triton.program(kernel)).trace(q, k, v, q, row, row, plan, None)
+    name = {"forward": "attention_forward", "dq": "attention_dq", "dkdv": "attention_dkdv"}[kernel]
+    grids = [
+        math.prod(call.params["grid"]) for call in _calls(traced.jaxpr.jaxpr)
+        if call.params["name"] == name
+    ]
+    config, items = found[-1], B * HQ * NQ // 128
+    expected = items * 128 // config.rows
+    if kernel == "dkdv":
+        expected = B * HK * NQ // config.keys
+    assert grids == [expected] and len({(c.rows, c.keys, c.warps, c.stages) for c in found}) > 2
+
+
+def _calls(jaxpr):
+    """Calls of Triton kernels in a jaxpr and those inside it."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "triton_kernel_call":
+            yield equation
+        for inner in jax.tree.leaves(
+            list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
+        ):
+            if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
+                yield from _calls(getattr(inner, "jaxpr", inner))
 
 
 @pytest.mark.skipif(
