@@ -67,9 +67,12 @@ signals._PATIENCE = 0.2
 with signals.StopSignals() as own:
     if sys.argv[1] == "later":
         own.stop_after_a_step()
-    print("hangs", flush=True)
+    told = False
     while True:
         try:
+            if not told:  # in here: the signal that answers may come at once
+                print("hangs", flush=True)
+            told = True
             threading.Event().wait(60)
         except signals.Stopped:
             pass
