@@ -1,7 +1,8 @@
-"""The examples, run as a user runs them."""
+"""The examples: all of them with the arguments of a user, one in a process of its own."""
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -11,23 +12,33 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 
-def run(name, *arguments):
-    """What an example prints; warnings are errors there too."""
-    environment = {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": str(ROOT),
-    }
+def run_alone(name):
+    """What an example prints in a process of its own; warnings are errors there too."""
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     result = subprocess.run(
-        [sys.executable, "-W", "error", ROOT / "examples" / name, *arguments],
+        [sys.executable, "-W", "error", ROOT / "examples" / name],
         env=environment, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     return result.stdout
 
 
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """What an example prints that needs no process of its own, whose imports would take seconds."""
+
+    def printed(name, *arguments):
+        path = str(ROOT / "examples" / name)
+        monkeypatch.setattr(sys, "argv", [path, *arguments])
+        monkeypatch.setattr(sys, "path", [*sys.path])
+        runpy.run_path(path, run_name="__main__")
+        return capsys.readouterr().out
+
+    return printed
+
+
 @pytest.mark.parametrize("name", ["nnx_attention.py", "linen_attention.py"])
-def test_a_flax_module_with_our_attention_learns(name):
+def test_a_flax_module_with_our_attention_learns(name, run):
     losses = [float(x) for x in re.findall(r"loss ([\d.]+)", run(name, "--steps", "8"))]
     assert len(losses) == 8
     assert losses[-1] < 0.8 * losses[0]
@@ -35,19 +46,19 @@ def test_a_flax_module_with_our_attention_learns(name):
 
 def test_the_ring_of_a_user_equals_one_device():
     found = dict(re.findall(r"(\w+): largest difference .* ([\d.e+-]+) \(relative\)",
-                            run("ring_attention.py")))  # fmt: skip
+                            run_alone("ring_attention.py")))  # fmt: skip
     assert set(found) == {"output", "gradients"}
     assert all(float(difference) < 1e-5 for difference in found.values())
 
 
-def test_a_look_at_an_index_prints_a_table_and_draws(tmp_path):
+def test_a_look_at_an_index_prints_a_table_and_draws(run, tmp_path):
     png = tmp_path / "masks.png"
     table = run("look_at_index.py", "--tokens", "512", "--png", str(png))
     assert "recall" in table and len(table.splitlines()) == 6
     assert png.read_bytes()[:4] == b"\x89PNG"
 
 
-def test_a_denoiser_searches_at_some_steps_and_uses_its_index_between():
+def test_a_denoiser_searches_at_some_steps_and_uses_its_index_between(run):
     options = "--train 0 --steps 4 --search 1 --layers 1 --heads 2 --block 16 --sparsity 0.5"
     lines = run("dit_adaspa.py", "--grid", "2", "8", "8", *options.split()).splitlines()
     steps = [line.split() for line in lines if re.match(r" +\d+ +(dense|search|reuse) ", line)]
