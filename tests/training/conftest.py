@@ -1,9 +1,15 @@
+import contextlib
+import dataclasses
+import io
 import os
+import shutil
 
 import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
+from mtraining_jax.config import Config
+from mtraining_jax.training.loop import run
 from tests.training.common import changed, tiny_config
 
 
@@ -32,6 +38,37 @@ def config(shared, tmp_path):
         },
     )
     use_shared_programs()
+
+
+@dataclasses.dataclass(frozen=True)
+class Whole:
+    """A run that has ended; its checkpoints are of steps 2 and 4."""
+
+    config: Config
+    records: list[dict]
+    printed: str
+
+    def copy(self, name: str) -> Config:
+        """The same run once more, under another name and as far."""
+        copy = changed(self.config, run={"name": name})
+        shutil.copytree(self.config.run.folder, copy.run.folder)
+        return copy
+
+
+@pytest.fixture(scope="package")
+def whole(shared):
+    """One run on 1 x 2 x 2 devices, which several tests go on from."""
+    config = tiny_config(
+        shared,
+        run={"name": "whole", "compile_cache_dir": os.environ["JAX_COMPILATION_CACHE_DIR"]},
+        checkpoint={"every_steps": 2},
+        audit={"every_steps": 3, "rows": 16, "masks": ("1.0",)},
+    )
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        records = run(config)
+    use_shared_programs()
+    return Whole(config, records, printed.getvalue())
 
 
 @pytest.fixture

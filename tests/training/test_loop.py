@@ -22,25 +22,24 @@ def folder_of(config, step):
     return checkpoint_folder(config) / str(step)
 
 
-def test_resumed_run_has_bit_identical_losses(config, capsys):
-    audit = {"every_steps": 3, "rows": 16, "masks": ("1.0",)}
-    config = changed(config, checkpoint={"every_steps": 2}, audit=audit)
-    whole = run(config)
-    assert newest_step(checkpoint_folder(config)) == 4
-    assert written(config) == whole
+def test_a_whole_run_has_its_records_and_a_checkpoint(whole, config):
+    assert newest_step(checkpoint_folder(whole.config)) == 4
+    assert written(whole.config) == whole.records
     # An audit measures, and changes nothing.
-    apart = {"run": {"name": "plain"}, "audit": {"every_steps": 0, "masks": ()}}
-    plain = run(changed(config, **apart))
-    np.testing.assert_allclose(losses(whole), losses(plain), rtol=1e-6)
+    plain = run(config)
+    np.testing.assert_allclose(losses(whole.records), losses(plain), rtol=1e-6)
     assert not FIGURES.keys() & plain[0].keys()
-    check_records(config, whole)
-    check_print(capsys.readouterr().out)
+    check_records(whole.config, whole.records)
+    check_print(whole.printed)
 
+
+def test_resumed_run_has_bit_identical_losses(whole, capsys):
+    config = whole.copy("resumed")
     cut_off_after_3(config)
     rest = run(config)
     assert [record["step"] for record in rest] == [3, 4]
-    np.testing.assert_array_equal(losses(rest), losses(whole[2:]))
-    assert [r["grad_norm"] for r in rest] == [r["grad_norm"] for r in whole[2:]]
+    np.testing.assert_array_equal(losses(rest), losses(whole.records[2:]))
+    assert [r["grad_norm"] for r in rest] == [r["grad_norm"] for r in whole.records[2:]]
     assert [record["step"] for record in written(config)] == [1, 2, 3, 4]
     assert "going on from the checkpoint of step 2" in capsys.readouterr().out
 
@@ -102,7 +101,7 @@ def check_records(config, records):
 
 def check_print(printed):
     for text in (
-        "mtraining-jax: test, 4 steps",
+        "mtraining-jax: whole, 4 steps",
         "1 x 2 x 2 (data x node x device) of 4 cpu devices in 1 process",
         "attention backend: xla (no Hopper GPU here)",
         "step 1/4  loss 4.",

@@ -1,4 +1,4 @@
-"""Real processes: killed while saving, and several that train together."""
+"""Real processes: killed while saving, and several that train and stop together."""
 
 import shutil
 import signal
@@ -8,23 +8,16 @@ import time
 import numpy as np
 import pytest
 
+from mtraining_jax.signals import EXIT_STOPPED
 from mtraining_jax.training.checkpoint import newest_step
 from mtraining_jax.training.loop import run
 from mtraining_jax.training.run_folder import checkpoint_folder
 from tests.training.common import changed, losses, start_process, written
 
 
-def finished(process):
-    """The output of a process, which must succeed."""
-    try:
-        output, _ = process.communicate(timeout=600)
-    finally:
-        process.kill()
-    assert process.returncode == 0, output
-    return output
-
-
-def test_run_killed_while_saving_goes_on_from_the_last_whole_checkpoint(plain_config, tmp_path):
+def test_run_killed_while_saving_goes_on_from_the_last_whole_checkpoint(
+    plain_config, tmp_path, capsys
+):
     config = changed(
         plain_config,
         run={"steps": 1000},
@@ -48,8 +41,8 @@ def test_run_killed_while_saving_goes_on_from_the_last_whole_checkpoint(plain_co
 
     last = half + 1
     config = changed(config, run={"steps": last})
-    output = finished(start_process(config, tmp_path))
-    assert f"going on from the checkpoint of step {whole}" in output
+    run(config)
+    assert f"going on from the checkpoint of step {whole}" in capsys.readouterr().out
     assert not half_written.exists() and newest_step(folder) == last
     assert [record["step"] for record in written(config)] == list(range(1, last + 1))
 
@@ -71,43 +64,47 @@ def wait_for_half_checkpoint(process, folder):
     pytest.fail("no checkpoint was seen while it was written")
 
 
-def test_a_checkpoint_of_8_devices_goes_on_with_4_and_with_2_processes_of_2(config, tmp_path):
-    eight = {"nodes": 2, "devices_per_node": 4, "fsdp": True}
-    first = changed(
-        config, run={"name": "eight"}, parallel=eight, checkpoint={"every_steps": 2, "keep": 2}
+def test_processes_go_on_with_a_checkpoint_of_one_and_stop_together(whole, tmp_path):
+    """Two of one device with what one of four has saved, and back.
+
+    One of the two gets Ctrl-C, which is handed on like a scheduler's SIGTERM.
+    """
+    four = changed(whole.copy("processes"), audit={"every_steps": 0, "masks": ()})
+    shutil.rmtree(checkpoint_folder(four) / "4")
+    two = changed(
+        four,
+        run={"steps": 5000},
+        parallel={"devices_per_node": 1, "cpu_devices": 1},
+        checkpoint={"every_steps": 4, "keep": 5000},
     )
-    whole = run(first)
-    shutil.rmtree(checkpoint_folder(first) / "4")
-    for name in ("four", "processes"):
-        shutil.copytree(first.run.folder, first.run.folder.with_name(name))
-
-    four = changed(first, run={"name": "four"}, parallel={"devices_per_node": 2})
-    records = run(four)
-    assert [record["step"] for record in records] == [3, 4]
-    np.testing.assert_allclose(losses(records), losses(whole[2:]), rtol=2e-5)
-
-    # Another number of steps is another program only where it sets the schedule.
-    of_processes = changed(four, run={"name": "processes", "steps": 3}, parallel={"cpu_devices": 2})
-    outputs = finished_together(of_processes, tmp_path)
-    assert "4 cpu devices in 2 processes" in outputs[0]
-    assert "going on from the checkpoint of step 2" in outputs[0]
-    assert "loss" not in outputs[1]  # the first process prints for all
-    np.testing.assert_allclose(losses(written(of_processes))[2:], losses(whole[2:3]), rtol=2e-5)
-
-    # What two processes saved, one goes on from.
-    rest = run(changed(four, run={"name": "processes"}))
-    assert [record["step"] for record in rest] == [4]
-    np.testing.assert_allclose(losses(rest), losses(whole[3:]), rtol=2e-5)
-
-
-def finished_together(config, folder):
-    """The outputs of two processes of one run, which must succeed."""
-    processes = started_together(config, folder)
+    processes = started_together(two, tmp_path)
     try:
-        return [finished(process) for process in processes]
+        while processes[0].poll() is None and written(two)[-1]["step"] < 5:
+            time.sleep(0.05)
+        processes[1].send_signal(signal.SIGINT)
+        outputs = [process.communicate(timeout=120)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
+    assert [process.returncode for process in processes] == [EXIT_STOPPED] * 2, outputs
+    assert "2 cpu devices in 2 processes" in outputs[0]
+    assert "going on from the checkpoint of step 2" in outputs[0]
+    assert "loss" not in outputs[1]  # the first process prints for all
+    step = newest_step(checkpoint_folder(two))
+    for output in outputs:
+        assert f"stopped: asked to stop at step {step}; the same command goes on" in output
+        assert "Traceback" not in output
+    records = written(two)
+    assert [record["step"] for record in records] == list(range(1, step + 1))
+    np.testing.assert_allclose(losses(records[2:4]), losses(whole.records[2:]), rtol=2e-5)
+
+    # What two processes saved, one goes on from.
+    for path in checkpoint_folder(two).iterdir():
+        if path.name != "4":
+            shutil.rmtree(path)
+    rest = run(changed(four, run={"steps": 5}))
+    assert [record["step"] for record in rest] == [5]
+    np.testing.assert_allclose(losses(rest), losses(records[4:5]), rtol=2e-5)
 
 
 def started_together(config, folder, arguments=((), ())):

@@ -1,4 +1,7 @@
-"""Runs that are asked to stop: by a signal, alone and together."""
+"""Runs that are asked to stop by a signal, and those that may not start.
+
+Several processes stop together in test_processes.py.
+"""
 
 import os
 import signal
@@ -96,31 +99,6 @@ def test_a_process_that_hangs_is_ended(when, status):
         process.kill()
     assert process.returncode == status, error
     assert error.startswith("stopped: SIGINT ") and error.count("\n") == 1
-
-
-def test_processes_stop_together(plain_config, tmp_path):
-    """One of two gets Ctrl-C, which is handed on like a scheduler's SIGTERM."""
-    config = changed(
-        plain_config,
-        run={"steps": 5000},
-        parallel={"data": 2, "cpu_devices": 1},
-    )
-    processes = started_together(config, tmp_path)
-    try:
-        for line in processes[0].stdout:
-            if line.startswith("step"):
-                break
-        processes[1].send_signal(signal.SIGINT)
-        outputs = [process.communicate(timeout=120)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [EXIT_STOPPED] * 2, outputs
-    step = newest_step(checkpoint_folder(config))
-    for output in outputs:
-        assert f"stopped: asked to stop at step {step}; the same command goes on" in output
-        assert "Traceback" not in output
-    assert [record["step"] for record in written(config)] == list(range(1, step + 1))
 
 
 def test_processes_with_different_configurations_name_the_field(plain_config, tmp_path):
