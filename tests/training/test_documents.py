@@ -1,6 +1,7 @@
 """Training on packed documents: the same losses and gradients as on each document alone."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -29,6 +30,11 @@ class Run:
         pattern = parts.build_pattern(self.config)
         attention = parts.build_attention(self.config, self.mesh, self.layout, pattern)
         self.step = make_train_step(self.config, self.builder, attention, self.mesh)
+        self._start = self.builder.fresh()
+
+    def start(self):
+        """A state of its own; a step takes its argument's buffers over."""
+        return jax.tree.map(jnp.copy, self._start)
 
     def batch(self, lengths):
         """One with documents of these lengths; their tokens do not depend on where they lie."""
@@ -52,7 +58,7 @@ class Run:
 
     def first(self, lengths):
         """Metrics of one step from the start, and the parameters after it."""
-        state, metrics = self.step(self.builder.fresh(), self.batch(lengths))
+        state, metrics = self.step(self.start(), self.batch(lengths))
         return jax.device_get((metrics, state.parameters))
 
 
@@ -98,7 +104,7 @@ def test_documents_may_weigh_as_much_as_each_other(packed):
         ):
             weights[row, start : start + n - 1] = 1 / max(n - 1, 1)
     batch["weights"] = jax.device_put(weights[:, order], labels.sharding)
-    _, metrics = packed.step(packed.builder.fresh(), batch)
+    _, metrics = packed.step(packed.start(), batch)
     each = [packed.first([[n], []])[0]["loss"] for own in LENGTHS for n in own if n > 1]
     np.testing.assert_allclose(metrics["loss"], np.mean(each), rtol=1e-5)
     assert abs(metrics["loss"] - packed.first(LENGTHS)[0]["loss"]) > 1e-3
@@ -124,7 +130,7 @@ def test_batches_of_the_loader_say_where_documents_are_and_count_positions_in_th
     np.testing.assert_array_equal(labels != -100, counted)
     following = np.roll(tokens, -1, axis=1)
     np.testing.assert_array_equal(labels[counted], following[counted])
-    state, metrics = packed.step(packed.builder.fresh(), batch)
+    state, metrics = packed.step(packed.start(), batch)
     assert np.isfinite(metrics["loss"]) and metrics["labels"] == counted.sum()
     weighted = changed(packed.config, loss={"weighting": "document"})
     batches = parts.Batches(weighted, packed.mesh, packed.layout)

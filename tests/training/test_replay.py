@@ -1,5 +1,9 @@
 """Runs with a replayed density, on synthetic data, with a trace of some steps."""
 
+import contextlib
+import io
+import os
+
 import jax
 import numpy as np
 import pytest
@@ -9,30 +13,41 @@ from mtraining_jax.training import parts
 from mtraining_jax.training.loop import run
 from mtraining_jax.training.state import StateBuilder
 from mtraining_jax.training.step import make_train_step
-from tests.training.common import changed, written
+from tests.training.common import changed, tiny_config, written
+from tests.training.conftest import use_shared_programs
 
 
-@pytest.fixture
-def replay(config):
-    """Two layers over two devices, 256 blocks: enough for the sparsest head."""
-    return changed(
-        config,
-        run={"steps": 3},
+@pytest.fixture(scope="module")
+def replayed(shared):
+    """Two layers on one device, 256 blocks: enough for the sparsest head.
+
+    The configuration, the records of the run and what it printed.
+    """
+    config = tiny_config(
+        shared,
+        run={
+            "name": "replay", "steps": 3,
+            "compile_cache_dir": os.environ["JAX_COMPILATION_CACHE_DIR"],
+        },
         model={"max_position_embeddings": 1024},
         sparsity={
             "kind": "replay", "replay_density": 0.3, "block_size": 4, "last_q": 4,
             "max_slashes": 128,
         },
-        parallel={"nodes": 1, "devices_per_node": 2},
+        parallel={"nodes": 1, "devices_per_node": 1},
         data={"source": "synthetic", "paths": (), "seq_len": 1024, "batch_size": 1},
         profile={"start": 2, "steps": 2},
     )  # fmt: skip
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        records = run(config)
+    use_shared_programs()
+    return config, records, printed.getvalue()
 
 
-def test_a_run_says_what_it_replays_and_traces_its_window(replay, capsys):
-    records = run(replay)
-    printed = capsys.readouterr().out
-    assert written(replay) == records
+def test_a_run_says_what_it_replays_and_traces_its_window(replayed):
+    config, records, printed = replayed
+    assert written(config) == records
     assert [record.get("profiled", False) for record in records] == [False, True, True]
     # 30 % over two layers, as far apart as 0.4 % and 12.7 %.
     expected = np.array([0.4, 12.7]) / (0.4 + 12.7) * 0.6
@@ -49,29 +64,29 @@ def test_a_run_says_what_it_replays_and_traces_its_window(replay, capsys):
     assert len(lines) == 1 + 3 + 2  # banner, steps, summary
     assert all("replayed density, not chosen" in line for line in lines)
 
-    assert f"trace of steps 2 to 3: {replay.run.folder / 'profile'}" in printed
-    (trace,) = find_traces(replay.run.folder / "profile")
+    assert f"trace of steps 2 to 3: {config.run.folder / 'profile'}" in printed
+    (trace,) = find_traces(config.run.folder / "profile")
     assert read_trace(trace).steps == 2
 
 
-def test_rematerialisation_and_the_estimate_change_no_number(replay):
-    def step_of(**sections):
-        config = changed(replay, parallel={"devices_per_node": 1}, **sections)
-        mesh, layout = parts.build_mesh(config), parts.build_layout(config)
-        builder, batches = StateBuilder(config, mesh), parts.Batches(config, mesh, layout)
-        pattern = parts.build_pattern(config)
-        attention = parts.build_attention(config, mesh, layout, pattern)
-        step = make_train_step(config, builder, attention, mesh, parts.layer_inputs(pattern))
-        _, metrics = step(builder.fresh(), next(batches))
-        batches.close()
-        return jax.device_get(metrics)
-
-    kept = step_of(model={"remat": "none"})
-    again = step_of(model={"remat": "full"}, sparsity={"replay_estimate": False})
-    np.testing.assert_allclose(again["loss"], kept["loss"], rtol=1e-6)
-    np.testing.assert_allclose(again["grad_norm"], kept["grad_norm"], rtol=1e-5)
-    np.testing.assert_array_equal(again["layers"]["density"], kept["layers"]["density"])
-    assert "estimated_density" in kept["layers"] and "estimated_density" not in again["layers"]
+def test_rematerialisation_and_the_estimate_change_no_number(replayed):
+    config, (record, *_), _ = replayed
+    assert config.model.remat == "attention" and "estimated_density_per_layer" in record
+    config = changed(config, model={"remat": "full"}, sparsity={"replay_estimate": False})
+    mesh, layout = parts.build_mesh(config), parts.build_layout(config)
+    builder, batches = StateBuilder(config, mesh), parts.Batches(config, mesh, layout)
+    pattern = parts.build_pattern(config)
+    attention = parts.build_attention(config, mesh, layout, pattern)
+    step = make_train_step(config, builder, attention, mesh, parts.layer_inputs(pattern))
+    _, metrics = step(builder.fresh(), next(batches))
+    batches.close()
+    metrics = jax.device_get(metrics)
+    np.testing.assert_allclose(metrics["loss"], record["loss"], rtol=1e-6)
+    np.testing.assert_allclose(metrics["grad_norm"], record["grad_norm"], rtol=1e-5)
+    np.testing.assert_array_equal(
+        metrics["layers"]["density"], np.float32(record["replayed_density_per_layer"])
+    )
+    assert "estimated_density" not in metrics["layers"]
 
 
 def test_a_trace_that_is_past_is_said_to_be(plain_config, capsys):
