@@ -192,7 +192,10 @@ class BlockMaskIndex(Index):
         if self.column_start is not None:
             start = shards.rows_of(query, self.column_start)
             left_out |= blocks[:, :, None] < start[..., None]
-        return Columns.beside(left_out, tokens, query.blocks(), num_blocks, self.block_size)
+        apart = self.column_start is not None
+        return Columns.beside(
+            left_out, tokens, query.blocks(), num_blocks, self.block_size, apart
+        )
 
     def budgets(self) -> dict[str, Array]:
         """Blocks of each head, and columns where it has any."""

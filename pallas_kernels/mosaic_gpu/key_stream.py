@@ -102,17 +102,19 @@ class Producer:
             pl.when(it.tiles > 0)(lambda: load_values(it.tiles - 1, last))
         if walk.has_columns:
 
+            walked = it.from_first(it.column_tiles)
+
             def load_column_values(s: Array) -> None:
-                self._load("v", step + it.tiles + s, tile("vc", s, it.head))
+                self._load("v", step + it.tiles + s, tile("vc", it.column_tile(s), it.head))
 
             def read_words(s: Array) -> list[Array]:
                 words = TILE // WORD
-                return keep_words(refs["keep"], it, it.block, s * words, words)
+                return keep_words(refs["keep"], it, it.block, it.column_tile(s) * words, words)
 
             def load_columns(s: Array, words: list[Array]) -> list[Array]:
                 # The next tile's words are read ahead, to hide the latency.
-                following = read_words(lax.min(s + 1, it.column_tiles - 1))
-                self._load("k", step + it.tiles + s, tile("kc", s, it.head))
+                following = read_words(lax.min(s + 1, walked - 1))
+                self._load("k", step + it.tiles + s, tile("kc", it.column_tile(s), it.head))
                 # The slot of the keys is free, and with it that of their bias.
                 slot = lax.rem(step + it.tiles + s, self.stages)
                 index = lax.iota(jnp.int32, TILE)
@@ -124,12 +126,12 @@ class Producer:
                     load_column_values(s)
                 return following
 
-            @pl.when(it.column_tiles > 0)
+            @pl.when(walked > 0)
             def _() -> None:
-                lax.fori_loop(0, it.column_tiles, load_columns, read_words(jnp.int32(0)))
+                lax.fori_loop(0, walked, load_columns, read_words(jnp.int32(0)))
 
             if self.lag:
-                pl.when(it.column_tiles > 0)(lambda: load_column_values(it.column_tiles - 1))
+                pl.when(walked > 0)(lambda: load_column_values(walked - 1))
         return step + it.steps
 
     def drain(self, steps: Array) -> None:

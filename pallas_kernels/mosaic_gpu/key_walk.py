@@ -43,7 +43,8 @@ class KeyWalk:
         num_query_blocks: int, queries: int, has_columns: bool,
     ):
         self.refs, self.it, self.listed, self.group = refs, it, work.listed, group
-        self.num_query_blocks, self.queries = num_query_blocks, queries
+        self.queries = queries
+        self.end_row = it.sign if work.ends else num_query_blocks  # of columns
         self.parts = TILE // queries
         self.has_columns = has_columns
         self.has_parts = work.heavy is not None
@@ -123,7 +124,7 @@ class KeyWalk:
         From the last query block back: all tiles of a head's columns start together there and
         read the same queries, which the L2 cache then serves.
         """
-        it, count = self.it, self.num_query_blocks
+        it, count = self.it, self.end_row
         stream.load_keys(it.batch, it.block, it.head, "c")
 
         def entry(n: Array, step: Array) -> Array:
@@ -156,7 +157,7 @@ class KeyWalk:
 
     def _run_columns(self, warpgroup: Array, run_step: RunStep) -> Array:
         """`run_all` of a tile of columns."""
-        it, refs, count = self.it, self.refs, self.num_query_blocks
+        it, refs, count = self.it, self.refs, self.end_row
         rows = pl.ds(it.block * TILE + warpgroup * ROWS, ROWS)
         tokens = plgpu.load(
             refs["tokens"].at[it.batch, it.head, rows], layout=ROW_LAYOUT, optimized=False
@@ -182,7 +183,8 @@ class KeyWalk:
             return self._parts(step, run_step, mask), following
 
         full, every = count - it.full_row, count - it.first_row
-        carry = jnp.int32(0), read(jnp.int32(count - 1))
+        latest = jnp.int32(count - 1) if isinstance(count, int) else lax.max(count - 1, 0)
+        carry = jnp.int32(0), read(latest)
         carry = lax.fori_loop(0, full, lambda n, carry: entry(n, carry, False), carry)
         return lax.fori_loop(full, every, lambda n, carry: entry(n, carry, True), carry)[0]
 

@@ -113,7 +113,7 @@ class ColumnMask(QueryMask):
 
     def prepare(self, s: Array) -> Array:
         """The number of the tile among the column tiles."""
-        return s - self.it.tiles
+        return self.it.column_tile(s - self.it.tiles)
 
     def await_bias(self, bars: dict[str, Any], slot: Array) -> None:
         """Waits until the bias of a slot can be read."""

@@ -11,7 +11,7 @@ from jax import Array, lax
 
 from pallas_kernels.mosaic_gpu.common import COLUMN_NAMES, GatheredColumns
 from pallas_kernels.mosaic_gpu.masks import ColumnMask, DiagonalMask, QueryMask
-from pallas_kernels.work.items import QueryItem
+from pallas_kernels.work.items import QueryItem, read
 from pallas_kernels.work.query_work import QueryWork
 
 
@@ -39,6 +39,12 @@ class QueryWalk:
         self.listed = work.listed
         self.runs = None if work.run_first is None else work.run_first.shape[2]
         self.has_columns = has_columns
+        # All but the last field, unless it says something.
+        self.fields = len(QueryItem._fields) - (not work.skips_columns)
+
+    def item(self, n: Array) -> QueryItem:
+        """The n-th item of the work list."""
+        return read(QueryItem, self.refs["items"], n, self.fields)
 
     def key_block(self, it: QueryItem, s: Array) -> Array:
         """Key block of list entry s of an item, counted from its first one."""
@@ -67,7 +73,7 @@ class QueryWalk:
             before = it.tiles - one
             parts = [(0, before, QueryMask()), (before, it.tiles, diagonal)]
         if self.has_columns:
-            past = it.tiles + it.past_tiles
+            past = it.tiles + it.from_first(it.past_tiles)
             parts.append((it.tiles, past, ColumnMask(self, it, warpgroup, causal=False)))
             parts.append((past, it.steps, ColumnMask(self, it, warpgroup, causal=True)))
         return parts

@@ -22,7 +22,7 @@ COLUMN_TILE = 128
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["tokens", "count", "keep", "limit", "query_blocks"],
+    data_fields=["tokens", "count", "keep", "limit", "query_blocks", "first", "ends"],
     meta_fields=["block_size"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +43,11 @@ class Columns:
         query_blocks: int32 [num_query_blocks], global block number of each local query block,
             ascending.
         block_size: g (static).
+        first: int32 [B, Hq, num_query_blocks], the first column with its bit on; 0 where none is.
+            None where columns of earlier blocks are seen by all queries: walks begin with the
+            first one.
+        ends: int32 [B, Hq, Mv // 128], for each tile of columns one past the last query block with
+            a bit of it on; 0 where none is. None with `first`: walks end with the last one.
     """
 
     tokens: Array
@@ -51,6 +56,8 @@ class Columns:
     limit: Array
     query_blocks: Array
     block_size: int
+    first: Array | None = None
+    ends: Array | None = None
 
     @classmethod
     def from_index(
@@ -75,7 +82,8 @@ class Columns:
 
     @classmethod
     def beside(
-        cls, covered: Array, tokens: Array, query_blocks: Array, num_blocks: int, block_size: int
+        cls, covered: Array, tokens: Array, query_blocks: Array, num_blocks: int, block_size: int,
+        apart: bool = False,
     ) -> "Columns":
         """Columns beside the tiles of one shard of queries.
 
@@ -86,6 +94,8 @@ class Columns:
             query_blocks: int32 [n], global block number of each local query block.
             num_blocks: S / g, blocks of the whole sequence.
             block_size: g.
+            apart: whether query blocks see runs of columns of their own, as where documents are
+                packed, so that walks should skip the others (`first`, `ends`).
         """
         seen = tokens[:, :, None] // block_size <= query_blocks[:, None]
         keep = seen & ~covered
@@ -94,7 +104,14 @@ class Columns:
         words = keep.reshape(*keep.shape[:-1], -1, 32).astype(jnp.uint32)
         words = jnp.sum(words << jnp.arange(32, dtype=jnp.uint32), axis=-1, dtype=jnp.uint32)
         count = (tokens < num_blocks * block_size).sum(-1, dtype=jnp.int32)
-        return cls(tokens, count, words, limit, query_blocks.astype(jnp.int32), block_size)
+        found = cls(tokens, count, words, limit, query_blocks.astype(jnp.int32), block_size)
+        if not apart:
+            return found
+        first = jnp.where(limit > 0, jnp.argmax(keep, axis=-1).astype(jnp.int32), 0)
+        of_tiles = keep.reshape(*keep.shape[:-1], -1, COLUMN_TILE).any(-1)
+        number = jnp.arange(1, keep.shape[2] + 1, dtype=jnp.int32)[:, None]
+        ends = jnp.where(of_tiles, number, 0).max(2, initial=0)
+        return dataclasses.replace(found, first=first, ends=ends)
 
     def check(self, batch: int, heads: int, num_query_blocks: int) -> None:
         """Raises ValueError, naming the field, unless the shapes suit a call."""
@@ -109,6 +126,9 @@ class Columns:
         check_shape("columns.keep", self.keep, (*shape, capacity // 32))
         check_shape("columns.limit", self.limit, shape)
         check_shape("columns.query_blocks", self.query_blocks, (num_query_blocks,))
+        if self.first is not None:
+            check_shape("columns.first", self.first, shape)
+            check_shape("columns.ends", self.ends, (batch, heads, capacity // COLUMN_TILE))
 
 
 def pad_columns(index: "VerticalSlashIndex") -> Array:

@@ -21,8 +21,9 @@ class QueryItem(NamedTuple):
         batch, head, block: whose queries.
         first: entry of the list of key blocks that it begins with.
         tiles: number of key blocks.
-        column_tiles: number of tiles of gathered columns.
-        past_tiles: how many of these need no test by position.
+        column_tiles: one past the last tile of gathered columns that it walks.
+        past_tiles: one past the last of these that needs no test by position.
+        first_column_tile: the first one of these; None where that is 0 in all items.
     """
 
     batch: Array
@@ -32,11 +33,22 @@ class QueryItem(NamedTuple):
     tiles: Array
     column_tiles: Array
     past_tiles: Array
+    first_column_tile: Array | None = None
+
+    def from_first(self, column_tile: Array) -> Array:
+        """How many tiles of columns it walks before the given one."""
+        if self.first_column_tile is None:
+            return column_tile
+        return column_tile - self.first_column_tile
+
+    def column_tile(self, number: Array) -> Array:
+        """The tile of columns that it walks after as many others."""
+        return number if self.first_column_tile is None else number + self.first_column_tile
 
     @property
     def steps(self) -> Array:
         """Tiles of both kinds."""
-        return self.tiles + self.column_tiles
+        return self.tiles + self.from_first(self.column_tiles)
 
 
 class KeyItem(NamedTuple):
@@ -53,7 +65,9 @@ class KeyItem(NamedTuple):
             its number.
         full_row: of columns, the first query block that lies after all of them; of a part, the
             place among the parts where its sums go.
-        sign: of blocks in the fused kernel, 1 where query blocks rise and -1 where they fall.
+        sign: of blocks in the fused kernel, 1 where query blocks rise and -1 where they fall; of
+            columns in the list for dk and dv, with `KeyWork.ends`, one past the last query block
+            that it walks.
         key_turn: in the fused kernel, the turn at which the item adds to its dk and dv.
     """
 
@@ -84,15 +98,18 @@ class KeyItem(NamedTuple):
 
 def pack(item: QueryItem | KeyItem) -> Array:
     """Items int32 [..., 8] from one whose fields are arrays of a shape, or numbers."""
-    shape = jnp.broadcast_shapes(*(jnp.shape(x) for x in item))
-    fields = [jnp.broadcast_to(jnp.asarray(x, jnp.int32), shape) for x in item]
+    given = [0 if x is None else x for x in item]
+    shape = jnp.broadcast_shapes(*(jnp.shape(x) for x in given))
+    fields = [jnp.broadcast_to(jnp.asarray(x, jnp.int32), shape) for x in given]
     fields += [jnp.zeros(shape, jnp.int32)] * (ITEM_FIELDS - len(fields))
     return jnp.stack(fields, axis=-1)
 
 
-def read[Item: (QueryItem, KeyItem)](kind: type[Item], items: Any, n: Array) -> Item:
-    """The n-th item of a list in global memory."""
-    return kind(*(items[n, column] for column in range(len(kind._fields))))
+def read[Item: (QueryItem, KeyItem)](
+    kind: type[Item], items: Any, n: Array, fields: int | None = None
+) -> Item:
+    """The n-th item of a list in global memory; its first `fields` fields, or all of them."""
+    return kind(*(items[n, column] for column in range(fields or len(kind._fields))))
 
 
 def column_of(kind: type[QueryItem | KeyItem], field: str) -> int:

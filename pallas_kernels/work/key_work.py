@@ -30,7 +30,7 @@ _HEAVY_SHARE = 16
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["items", "lists", "first", "last", "diagonal", "heavy"],
-    meta_fields=["listed"],
+    meta_fields=["listed", "ends"],
 )
 @dataclasses.dataclass(frozen=True)
 class KeyWork:
@@ -44,6 +44,8 @@ class KeyWork:
         heavy: int32 [B, Hk, M], key blocks that items of `PARTS` parts each are for; None where
             there are none.
         listed: static.
+        ends: whether items of columns say with which query block they end (`KeyItem.sign`; static).
+            A kernel that goes on to the last one does more work for the same results.
     """
 
     items: Array
@@ -53,6 +55,7 @@ class KeyWork:
     diagonal: Array
     heavy: Array | None
     listed: bool
+    ends: bool = False
 
 
 def key_work(
@@ -81,7 +84,8 @@ def key_work(
             if count:
                 items = jnp.concatenate([_parts_of(heavy), items], axis=2)
         pieces.append(items.reshape(-1, ITEM_FIELDS))
-    return KeyWork(jnp.concatenate(pieces), lists, first, last, diagonal, heavy, listed)
+    ends = columns is not None and columns.ends is not None
+    return KeyWork(jnp.concatenate(pieces), lists, first, last, diagonal, heavy, listed, ends)
 
 
 def _parts_of(heavy: Array) -> Array:
@@ -127,13 +131,19 @@ def column_items(columns: Columns, num_query_blocks: int) -> Array:
     rows = columns.query_blocks
     first_row = jnp.where(live.any(-1), count_below(rows, tokens[..., 0] // g), num_query_blocks)
     full_row = jnp.where(live.any(-1), count_below(rows, latest // g + 1), num_query_blocks)
-    return _items(KEY_COLUMNS, first_row, full_row).reshape(-1, ITEM_FIELDS)
+    if columns.ends is None:
+        return _items(KEY_COLUMNS, first_row, full_row).reshape(-1, ITEM_FIELDS)
+    ends = jnp.maximum(columns.ends, first_row)
+    full_row = jnp.minimum(full_row, ends)
+    return _items(KEY_COLUMNS, first_row, full_row, ends).reshape(-1, ITEM_FIELDS)
 
 
-def _items(kind: int, first_row: Array, full_row: Array | int = 0) -> Array:
+def _items(
+    kind: int, first_row: Array, full_row: Array | int = 0, sign: Array | int = 0
+) -> Array:
     """Items [B, heads, blocks, 8] of one kind."""
 
     def iota(axis: int) -> Array:
         return jax.lax.broadcasted_iota(jnp.int32, first_row.shape, axis)
 
-    return pack(KeyItem(kind, iota(0), iota(1), iota(2), first_row, full_row, 0, 0))
+    return pack(KeyItem(kind, iota(0), iota(1), iota(2), first_row, full_row, sign, 0))

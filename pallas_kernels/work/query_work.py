@@ -27,7 +27,7 @@ LONG = 256
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["items", "lists", "diagonal", "run_first", "run_last"],
-    meta_fields=["listed"],
+    meta_fields=["listed", "skips_columns"],
 )
 @dataclasses.dataclass(frozen=True)
 class QueryWork:
@@ -41,6 +41,9 @@ class QueryWork:
         run_first, run_last: int32 [B, Hq, R, n]: with `SegmentedDiagonals`, the entries of each
             run that an own block walks, one run after another; else None.
         listed: static.
+        skips_columns: whether an item may begin with a later tile of columns than the first
+            (`QueryItem.first_column_tile`; static). A kernel that begins with the first one all the
+            same does more work for the same results.
     """
 
     items: Array
@@ -49,6 +52,7 @@ class QueryWork:
     run_first: Array | None
     run_last: Array | None
     listed: bool
+    skips_columns: bool = False
 
 
 def query_work(
@@ -69,14 +73,19 @@ def query_work(
         run = jnp.argmax(lengths > 0, axis=2, keepdims=True)
         first = jnp.take_along_axis(first, run, axis=2)[:, :, 0]
     column_tiles = past_tiles = jnp.zeros(shape, jnp.int32)
+    first_column_tile = None
     if columns is not None:
         column_tiles = (columns.limit + COLUMN_TILE - 1) // COLUMN_TILE
         past = past_columns(columns)
         # Where the main block diagonal is active no column of the queries' own block is kept.
         all_past = columns.limit <= past
         past_tiles = jnp.where(all_past, column_tiles, past // COLUMN_TILE)
-    items = _row_items(first, count, column_tiles, past_tiles, kv_heads)
-    return QueryWork(items, lists, diagonal, *runs, listed)
+        if columns.first is not None:
+            first_column_tile = columns.first // COLUMN_TILE
+            # All kept columns may lie in the queries' own block.
+            past_tiles = jnp.maximum(past_tiles, first_column_tile)
+    items = _row_items(first, count, column_tiles, past_tiles, first_column_tile, kv_heads)
+    return QueryWork(items, lists, diagonal, *runs, listed, first_column_tile is not None)
 
 
 def past_columns(columns: Columns) -> Array:
@@ -86,7 +95,8 @@ def past_columns(columns: Columns) -> Array:
 
 
 def _row_items(
-    first: Array, tiles: Array, column_tiles: Array, past_tiles: Array, kv_heads: int
+    first: Array, tiles: Array, column_tiles: Array, past_tiles: Array,
+    first_column_tile: Array | None, kv_heads: int,
 ) -> Array:
     """Items [n, 8] in order of work.
 
@@ -100,12 +110,15 @@ def _row_items(
     def iota(axis: int) -> Array:
         return jax.lax.broadcasted_iota(jnp.int32, first.shape, axis)
 
-    item = QueryItem(iota(0), iota(1), iota(2), first, tiles, column_tiles, past_tiles)
+    walked = tiles, column_tiles, past_tiles, first_column_tile
+    item = QueryItem(iota(0), iota(1), iota(2), first, *walked)
     items = jnp.flip(pack(item), axis=2)
     parts = batch * kv_heads if blocks >= LONG else 1
     items = items.reshape(parts, -1, blocks, ITEM_FIELDS).swapaxes(1, 2)
     items = items.reshape(parts, -1, ITEM_FIELDS)
     work = sum(items[..., column_of(QueryItem, name)] for name in ("tiles", "column_tiles"))
+    if first_column_tile is not None:
+        work -= items[..., column_of(QueryItem, "first_column_tile")]
     from_last = jnp.arange(parts)[::-1, None]
     order = jnp.argsort(jnp.where(from_last % 2 == 0, -work, work), axis=1, stable=True)
     return jnp.take_along_axis(items, order[..., None], axis=1).reshape(-1, ITEM_FIELDS)

@@ -17,7 +17,7 @@ from pallas_kernels.xla.products import (
     take_blocks,
     to_blocks,
 )
-from pallas_kernels.xla.walk import Walk, column_tile, num_column_tiles
+from pallas_kernels.xla.walk import Walk, column_tile, column_tiles
 
 
 def backward(
@@ -89,7 +89,7 @@ def _backward_rows(
                 _, ds = _probabilities(part, keys, values, mask, scale)
                 return dq + dot("bhiqk,bhikd->bhiqd", ds.astype(keys.dtype), keys)
 
-            dq = lax.fori_loop(0, num_column_tiles(columns, numbers), column_step, dq)
+            dq = lax.fori_loop(*column_tiles(columns, numbers), column_step, dq)
         return dq
 
     dq = lax.map(chunk_dq, jnp.arange(0, num_rows, chunk, dtype=jnp.int32))
@@ -146,9 +146,11 @@ def _backward_columns(
 
         zero = jnp.zeros((batch, heads, COLUMN_TILE, dim), jnp.float32)
         needed = tile * COLUMN_TILE < jnp.max(columns.count, initial=0)
-        return lax.fori_loop(
-            0, jnp.where(needed, num_rows // chunk, 0), row_step, (zero, zero)
-        )
+        steps = jnp.where(needed, num_rows // chunk, 0)
+        if columns.ends is not None:
+            end = jnp.max(columns.ends[..., tile])
+            steps = jnp.minimum(steps, (end + chunk - 1) // chunk)
+        return lax.fori_loop(0, steps, row_step, (zero, zero))
 
     num_tiles = columns.tokens.shape[-1] // COLUMN_TILE
     dk, dv = lax.map(tile_dkv, jnp.arange(num_tiles, dtype=jnp.int32))

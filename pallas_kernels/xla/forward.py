@@ -15,7 +15,7 @@ from pallas_kernels.xla.products import (
     take_blocks,
     to_blocks,
 )
-from pallas_kernels.xla.walk import column_tile, num_column_tiles
+from pallas_kernels.xla.walk import column_tile, column_tiles
 
 
 class _State(NamedTuple):
@@ -60,7 +60,7 @@ def forward(
                 keys, values, mask = column_tile(columns, column_kv, tile, rows)
                 return _accumulate(state, logits_of(q_rows, keys, scale), mask, values)
 
-            state = lax.fori_loop(0, num_column_tiles(columns, rows), column_step, state)
+            state = lax.fori_loop(*column_tiles(columns, rows), column_step, state)
         seen = state.total > 0
         total = jnp.where(seen, state.total, 1.0)
         out = state.acc / total[..., None]

@@ -152,7 +152,11 @@ def column_tile(
     return keys, values, keep[..., None, :] & causal
 
 
-def num_column_tiles(columns: Columns, rows: Array) -> Array:
-    """Tiles of columns that some query blocks may see."""
-    limit = jnp.max(of_rows(columns.limit, rows), initial=0)
-    return (limit + COLUMN_TILE - 1) // COLUMN_TILE
+def column_tiles(columns: Columns, rows: Array) -> tuple[Array | int, Array]:
+    """The first tile of columns that some query blocks may see, and one past the last."""
+    limits = of_rows(columns.limit, rows)
+    end = (jnp.max(limits, initial=0) + COLUMN_TILE - 1) // COLUMN_TILE
+    if columns.first is None:
+        return 0, end
+    first = jnp.where(limits > 0, of_rows(columns.first, rows), columns.tokens.shape[-1])
+    return jnp.min(first // COLUMN_TILE), end

@@ -150,7 +150,8 @@ def block_sparse(
     mask = rng.random(shape) < rng.uniform(0.05, 0.3, (size.batch, size.heads, 1, 1))
     mask[:, :, rng.integers(size.query_blocks)] = False
     mask[:, :, :, rng.integers(size.key_blocks)] = False
-    mask[:, 0, -1] = True
+    mask[:, size.heads // 2, -1] = True
+    mask[:, 0, -1] = np.arange(size.key_blocks) < size.key_blocks - 1
     mask[-1, -1] = False
     index = BlockSparseIndex.from_block_mask(jnp.asarray(mask), size.block_size, causal)
     if garbage is None:
@@ -167,22 +168,42 @@ def block_mask_with_columns(
 ) -> BlockMaskIndex:
     """Random blocks as bits, as in `block_sparse`, with columns; the last head has none.
 
-    In the other heads but the first, the second half of the rows sees its own columns only.
+    In every other head, beginning with the first, the second half of the rows sees its own columns
+    only. In the first all tokens are columns if there is room, and the last row lists all blocks
+    but its own.
     """
     shape = (size.batch, size.heads, size.key_blocks, size.key_blocks)
     mask = rng.random(shape) < rng.uniform(0.05, 0.3, (size.batch, size.heads, 1, 1))
     mask[:, :, rng.integers(size.key_blocks)] = False
-    mask[:, 0, -1] = True
+    mask[:, size.heads // 2, -1] = True
+    mask[:, 0, -1] = np.arange(size.key_blocks) < size.key_blocks - 1
     mask[0, -1] = False
     tokens = rng.integers(0, size.seq_len, (size.batch, size.heads, max_columns))
     tokens[:, :, 0], tokens[:, :, 1] = 0, size.seq_len - 1
     tokens[:, :, 2:4] = size.seq_len  # padding
+    if max_columns >= size.seq_len:
+        tokens[:, 0, : size.seq_len] = np.arange(size.seq_len)
     tokens[-1, -1] = size.seq_len
     index = BlockMaskIndex.from_block_mask(jnp.asarray(mask), size.block_size)
     half = size.key_blocks // 2
     rows, heads = np.arange(size.key_blocks), np.arange(size.heads)
-    start = np.where(rows < half, 0, half) * (heads > 0)[:, None]
+    start = np.where(rows < half, 0, half) * (heads % 2 == 0)[:, None]
     return index.with_columns(jnp.asarray(tokens, jnp.int32)).columns_from(jnp.asarray(start))
+
+
+def documents_of_columns(size: Size, *, documents: int) -> BlockMaskIndex:
+    """Documents of equal length; the first row of blocks lists its own block.
+
+    All tokens are columns; in the last head every third one.
+    """
+    blocks = size.key_blocks
+    first = np.arange(blocks) // -(-blocks // documents) * -(-blocks // documents)
+    mask = np.zeros((size.batch, size.heads, blocks, blocks), bool)
+    mask[:, :, 0, 0] = True
+    tokens = np.tile(np.arange(size.seq_len, dtype=np.int32), (size.batch, size.heads, 1))
+    tokens[:, -1, np.arange(size.seq_len) % 3 > 0] = size.seq_len
+    index = BlockMaskIndex.from_block_mask(jnp.asarray(mask), size.block_size)
+    return index.with_columns(jnp.asarray(tokens)).columns_from(jnp.asarray(first))
 
 
 def diagonal_tiles(

@@ -129,12 +129,27 @@ class AttentionContract:
         """Columns inside and outside of listed blocks, in own blocks that are not listed, in none.
         """
         rng, size = np.random.default_rng(33), self._size()
-        index = cases.block_mask_with_columns(rng, size, max_columns=self.max_verticals)
+        index = cases.block_mask_with_columns(rng, size, max_columns=size.seq_len)
         tile_mask = brute_force.index_mask(
             dataclasses.replace(index, column_marks=None), size.seq_len
         )
         column_pairs = brute_force.index_mask(index, size.seq_len) & ~tile_mask
         assert column_pairs.any() and (tile_mask & column_pairs.any(2, keepdims=True)).any()
+        if size.seq_len >= 2 * COLUMN_TILE:
+            columns = index.on_one_device(size.batch, size.seq_len, size.heads, size.seq_len)[1]
+            assert int(columns.first.max()) >= COLUMN_TILE  # walks begin with a later tile
+        self._count(rng, size, index, tile_mask, column_pairs)
+
+    def test_columns_of_documents_count_each_pair_once(self) -> None:
+        """Every token is a column of its document alone, so later ones begin with a later tile."""
+        rng, size = np.random.default_rng(34), self._size()
+        index = cases.documents_of_columns(size, documents=min(3, size.key_blocks))
+        columns = index.on_one_device(size.batch, size.seq_len, size.heads, size.seq_len)[1]
+        assert int(columns.first.max()) >= COLUMN_TILE
+        tile_mask = brute_force.index_mask(
+            dataclasses.replace(index, column_marks=None), size.seq_len
+        )
+        column_pairs = brute_force.index_mask(index, size.seq_len) & ~tile_mask
         self._count(rng, size, index, tile_mask, column_pairs)
 
     @pytest.mark.parametrize("wide", [True, False])

@@ -1,11 +1,15 @@
 """The order of the row kernels' items, and how they are dealt out to thread blocks."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels import DiagonalTiles
-from pallas_kernels.work.items import QueryItem
+from pallas_kernels.tiles import COLUMN_TILE
+from pallas_kernels.work.items import KEY_COLUMNS, KeyItem, QueryItem
+from pallas_kernels.work.key_work import key_work
 from pallas_kernels.work.query_work import LONG, query_work, share
 from tests.pallas_kernels import cases
 from tests.pallas_kernels.cases import Size
@@ -80,3 +84,49 @@ def test_thread_blocks_get_the_same_work_and_go_through_it_in_step(blocks):
     assert apart.max() <= work.max() / 4
     total = [x[-1] for x in ends]
     assert max(total) <= 1.01 * np.mean(total)
+
+
+def test_tiles_of_columns_of_other_documents_are_not_walked():
+    blocks, documents = 32, 8
+    size = Size(1, 2, 1, blocks, blocks, block_size=128, dim=8)
+    index = cases.documents_of_columns(size, documents=documents)
+    tiles, columns = index.on_one_device(1, size.seq_len, 2, size.seq_len)
+    whole = dataclasses.replace(columns, first=None, ends=None)
+
+    def walked(columns):
+        args = tiles, columns, 1, 2, blocks, blocks, 1
+        rows, keys = query_work(*args), key_work(*args)
+        of_keys = KeyItem(*np.asarray(keys.items).T)
+        return _fields(np.asarray(rows.items)), of_keys, rows.skips_columns, keys.ends
+
+    rows, keys, *skips = walked(columns)
+    assert all(skips) and not any(walked(whole)[2:])
+    kept = np.unpackbits(
+        np.asarray(columns.keep).view(np.uint8), axis=-1, bitorder="little"
+    ).reshape(2, blocks, -1, COLUMN_TILE).any(-1)
+    for head, row, first, end, past in zip(
+        rows.head, rows.block, rows.first_column_tile, rows.column_tiles, rows.past_tiles,
+        strict=True,
+    ):  # fmt: skip
+        own = np.flatnonzero(kept[head, row])
+        assert (first, end) == (own[0], own[-1] + 1) if own.size else first == end == 0
+        assert first <= past <= end
+    of_columns = keys.kind == KEY_COLUMNS
+    for head, tile, first, full, end in zip(
+        *(x[of_columns] for x in (keys.head, keys.block, keys.first_row, keys.full_row, keys.sign)),
+        strict=True,
+    ):  # fmt: skip
+        own = np.flatnonzero(kept[head, :, tile])
+        assert first <= full <= end
+        assert not own.size or first <= own[0] and end == own[-1] + 1
+    # Of all columns in 4 blocks of each of 8 documents: 1 + 2 + 3 + 4 tiles in each of them, where
+    # all earlier ones were walked; of every third one 1.33 tiles a document.
+    before, after = ((x.column_tiles - x.first_column_tile) for x in (walked(whole)[0], rows))
+    first_head = rows.head == 0
+    assert after[first_head].sum() == 8 * 10 - 1  # the first row lists its own block
+    assert before[walked(whole)[0].head == 0].sum() == 32 * 33 // 2 - 1
+    assert after.sum() < 0.2 * before.sum()
+    steps = (keys.sign - keys.first_row)[of_columns]
+    every = walked(whole)[1]
+    every = (blocks - every.first_row)[every.kind == KEY_COLUMNS]
+    assert steps[: every.size // 2].sum() == 8 * 10 and steps.sum() < 0.2 * every.sum()

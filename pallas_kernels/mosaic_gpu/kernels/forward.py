@@ -29,7 +29,6 @@ from pallas_kernels.mosaic_gpu.common import (
 from pallas_kernels.mosaic_gpu.interpreter import add_product, with_accumulators
 from pallas_kernels.mosaic_gpu.key_stream import Producer, stream_barriers, stream_memory
 from pallas_kernels.mosaic_gpu.query_walk import QueryWalk, operand_names, operands
-from pallas_kernels.work.items import QueryItem, read
 from pallas_kernels.work.query_work import QueryWork, share
 
 
@@ -87,7 +86,7 @@ def forward_kernel(
         count, number = share(block, num_items, num_blocks)
 
         def item(n):
-            return read(QueryItem, refs["items"], number(n))
+            return walk.item(number(n))
 
         def memory_warpgroup():
             plgpu.set_max_registers(config.memory_registers, action="decrease")
