@@ -54,7 +54,13 @@ class BlockTopK(Pattern):
         check_choice(q, k, shards, self.block_size)
         most = min(self.top_blocks, shards.num_blocks)
         bits = chosen_blocks(q, k, shards, most)
+        if shards.documents is not None:  # blocks of none compute nothing
+            bits &= shards.documents.causal_blocks(shards.block_ids, shards.num_blocks)
         return Choice(BlockMaskIndex(bits, shards.num_blocks, self.block_size))
+
+    def for_documents(self) -> "BlockTopK":
+        """The pattern itself: each block of queries chooses in its own document."""
+        return self
 
     def describe(self) -> str:
         """The number of blocks."""

@@ -34,20 +34,29 @@ def chosen_blocks(q: Array, k: Array, shards: Shards, most: int) -> Array:
     Args:
         q: [B, n, Hq, D], local queries.
         k: [B, n, Hk, D], local keys.
-        shards: where they lie; padding is left out of means.
+        shards: where they lie; padding is left out of means. With documents, a block chooses in its
+            own.
         most: blocks that are chosen at most, the own one among them; no more than there are.
 
     Returns:
-        uint32 [B, Hq, n/g, ceil(NB/32)], bits as in `BlockMaskIndex`.
+        uint32 [B, Hq, n/g, ceil(NB/32)], bits as in `BlockMaskIndex`; those of a block of no
+        document mean nothing.
     """
     ends = shards.ends(shards.block_ids, q.shape[1] // shards.block_ids.shape[0])
     means = pooling.block_means(q, shards.block_ids, ends).astype(q.dtype)
     rows = means.transpose(0, 2, 1, 3)  # a token for each block
-    return _chosen(rows, chunk_means(k, shards, 1, ends), shards, 1, most)[..., 0, :]
+    first = shards.first_blocks(shards.block_ids)
+    return _chosen(rows, chunk_means(k, shards, 1, ends), shards, 1, most, first)[..., 0, :]
 
 
-def _chosen(q: Array, means: Array, shards: Shards, chunk_blocks: int, most: int) -> Array:
-    """As `chosen_chunks`, from the means [B, Hk, NC, D], with blocks of any size."""
+def _chosen(
+    q: Array, means: Array, shards: Shards, chunk_blocks: int, most: int,
+    first_chunks: Array | None = None,
+) -> Array:
+    """As `chosen_chunks`, from the means [B, Hk, NC, D], with blocks of any size.
+
+    Those of a block choose no chunk before its `first_chunks`, int32 [B, n/g]; None for 0.
+    """
     batch, kv_heads, num_chunks, dim = means.shape
     num_local = shards.block_ids.shape[0]
     size, heads = q.shape[1] // num_local, q.shape[2]
@@ -57,6 +66,8 @@ def _chosen(q: Array, means: Array, shards: Shards, chunk_blocks: int, most: int
     steps = -(-num_local // at_once)
     padding = steps * at_once - num_local
     ids = jnp.pad(shards.block_ids, (0, padding))
+    if first_chunks is not None:
+        first_chunks = jnp.pad(first_chunks, ((0, 0), (0, padding)))
     blocks = q.reshape(batch, num_local, size, heads, dim).transpose(1, 0, 3, 2, 4)
     blocks = jnp.pad(blocks, ((0, padding), *([(0, 0)] * 4)))  # [n/g, B, Hq, g, D]
     # bf16 products are exact in fp32; only fp32 inputs need the slower passes.
@@ -70,7 +81,11 @@ def _chosen(q: Array, means: Array, shards: Shards, chunk_blocks: int, most: int
             (((3,), (3,)), ((0, 1), (0, 1))),
             precision=precision, preferred_element_type=jnp.float32,
         ).reshape(batch, heads, at_once, size, num_chunks)
-        past = jnp.arange(num_chunks, dtype=jnp.int32) < chunk[:, None, None]
+        numbers = jnp.arange(num_chunks, dtype=jnp.int32)
+        past = numbers < chunk[:, None, None]
+        if first_chunks is not None:
+            first = lax.dynamic_slice_in_dim(first_chunks, i * at_once, at_once, axis=1)
+            past = past & (numbers >= first[:, None, :, None, None])
         found = _best(jnp.where(past, gate, -jnp.inf), most - 1, words)
         return found | sets.single(chunk, words)[:, None]
 
