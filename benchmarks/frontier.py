@@ -8,9 +8,9 @@ r"""What sparse patterns lose on a real model, and what they save.
 
 Runs a pretrained model on long texts with sparse attention in every layer, once with each setting
 of each pattern, and compares the losses with those of dense attention, on all tokens and on far
-copies (`far_copies.py`). Then times the choice of an index, forward and backward on the queries,
-keys and values of real layers, against dense attention in the same run. Beyond the context of the
-model positions are stretched by YaRN.
+copies (`evaluation/far_copies.py`). Then times the choice of an index, forward and backward on the
+queries, keys and values of real layers, against dense attention in the same run. Beyond the context
+of the model positions are stretched by YaRN.
 
 Writes RESULT.jsonl, a line a setting as soon as it is measured, RESULT.md and RESULT.png.
 `python -m benchmarks.frontier_report` draws several such files as one.

@@ -11,12 +11,12 @@ import numpy as np
 from jax import Array
 
 import pallas_kernels
-from benchmarks.far_copies import GRAM, far_copies
 from benchmarks.frontier_model import SteppedModel
 from benchmarks.frontier_report import PARTS
 from benchmarks.programs import Ours
 from benchmarks.ring_balance import ring_balance
 from benchmarks.timing import median_ms
+from mtraining_jax.evaluation.far_copies import GRAM, far_copies
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.ring import RingTopology
 from mtraining_jax.sparsity import Pattern, Shards

@@ -1,12 +1,12 @@
 """The patterns and settings that the frontier benchmark measures, and how they are written."""
 
-import ast
 import dataclasses
 from typing import TYPE_CHECKING
 
 from mtraining_jax.errors import UserError
 from mtraining_jax.limits import check_limits, limited
-from mtraining_jax.sparsity import PATTERNS, Choice, ModelSizes, Pattern, Settings, Shards
+from mtraining_jax.sparsity import PATTERNS, Choice, ModelSizes, Pattern, Shards
+from mtraining_jax.sparsity.setting_text import parse_settings
 
 if TYPE_CHECKING:
     from jax import Array
@@ -116,21 +116,9 @@ def parse(text: str, model: ModelSizes) -> Pattern:
     Raises:
         UserError: if there is no such pattern or option, or a value is not allowed.
     """
-    name, *given = text.split(",")
-    kind: type[Settings] = _OWN.get(name) or PATTERNS.get(name)
-    fields = [field.name for field in dataclasses.fields(kind)]
-    options = {}
-    for option in given:
-        key, equals, value = option.partition("=")
-        if key not in fields or not equals:
-            raise UserError(
-                f'"{option}" in "{text}" is no option: those of {name} are {", ".join(fields)}, '
-                "each as name=value"
-            )
-        options[key] = _value(value)
     try:
-        return kind(**options).pattern(model)
-    except (ValueError, TypeError) as error:
+        return parse_settings(text, _OWN).pattern(model)
+    except ValueError as error:
         raise UserError(f'"{text}": {error}') from None
 
 
@@ -152,10 +140,3 @@ def family(text: str) -> str:
     if any(x.startswith("max_") for x in options):
         kept.append("capped")
     return " ".join([name, *kept])
-
-
-def _value(text: str) -> object:
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text

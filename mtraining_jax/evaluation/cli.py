@@ -109,7 +109,7 @@ def parse(arguments: Sequence[str]) -> Request | Path:
     found, rest = parser.parse_known_args(list(arguments))
     if found.report is not None:
         return Path(found.report)
-    forwarded = _forwarded(rest)
+    forwarded = forwarded_options(rest, _FORWARDED)
     tasks, lengths = _listed(found.tasks), _listed(found.lengths)
     for name, value in (("model", found.model), ("tasks", tasks), ("lengths", lengths)):
         if not value:
@@ -130,7 +130,7 @@ def parse(arguments: Sequence[str]) -> Request | Path:
     return Request(
         models=models,
         tasks=tuple(tasks),
-        lengths=tuple(map(_length, lengths)),
+        lengths=tuple(token_count("--lengths", text) for text in lengths),
         attentions=both if found.attention == "both" else (found.attention,),
         samples=found.samples,
         seed=found.seed,
@@ -215,13 +215,19 @@ def _wrapped(text: str, indent: int) -> list[str]:
     )
 
 
-def _forwarded(rest: Sequence[str]) -> dict[str, dict[str, str]]:
+def forwarded_options(
+    rest: Sequence[str], prefixes: Sequence[str]
+) -> dict[str, dict[str, str]]:
     """Options such as --sparsity.max_verticals=512, by prefix and field.
+
+    Args:
+        rest: arguments that nothing else has taken.
+        prefixes: those that there may be.
 
     Raises:
         UserError: one that has no known prefix or no value.
     """
-    found: dict[str, dict[str, str]] = {prefix: {} for prefix in _FORWARDED}
+    found: dict[str, dict[str, str]] = {prefix: {} for prefix in prefixes}
     left = list(rest)
     while left:
         argument = left.pop(0)
@@ -241,8 +247,8 @@ def _listed(texts: list[str]) -> list[str]:
     return [part.strip() for text in texts for part in text.split(",") if part.strip()]
 
 
-def _length(text: str) -> int:
-    """A number of tokens; 4K is 4096 and 1M is 1048576.
+def token_count(option: str, text: str) -> int:
+    """A number of tokens that an option gives; 4K is 4096 and 1M is 1048576.
 
     Raises:
         UserError: if it is none.
@@ -250,5 +256,5 @@ def _length(text: str) -> int:
     unit = _UNITS.get(text[-1].upper(), 1)
     digits = text[:-1] if unit > 1 else text
     if not digits.isdecimal() or int(digits) < 1:
-        raise UserError(f'--lengths has "{text}", which must be a number of tokens, as 4096 or 4K')
+        raise UserError(f'{option} has "{text}", which must be a number of tokens, as 4096 or 4K')
     return int(digits) * unit

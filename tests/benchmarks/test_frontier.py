@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from benchmarks import frontier, frontier_report
-from benchmarks.far_copies import far_copies
 from benchmarks.frontier_measure import summary
 from benchmarks.frontier_model import SteppedModel, read_model
 from benchmarks.frontier_patterns import BASELINES, FIELD, ROWS, Window, family, known, parse
 from mtraining_jax.errors import UserError
+from mtraining_jax.evaluation.far_copies import far_copies
 from mtraining_jax.models.label_scores import label_scores
 from mtraining_jax.sparsity import ModelSizes, VerticalSlash
 from pallas_kernels import DenseIndex, attention
