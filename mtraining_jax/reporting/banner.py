@@ -78,6 +78,7 @@ def banner(
             f"{sparsity.settings.describe()}, blocks of {sparsity.block_size} tokens,"
             f" {parallel.layout}, {ring}",
         ),
+        *([] if sparsity.tune == "none" else [("tuned", _tuning(config))]),
         ("output", str(config.run.folder)),
     ]
     return [
@@ -85,6 +86,20 @@ def banner(
         *(f"  {name:<10} {text}" for name, text in rows),
         f"attention backend: {backend_line(config)}",
     ]
+
+
+def _tuning(config: Config) -> str:
+    """Which share is tuned, and to what."""
+    sparsity = config.sparsity
+    name = sparsity.settings.kept_share().name
+    anchors = {"mean": "mean", "min": "fastest", "max": "slowest"}
+    text = (
+        f"{name} from {sparsity.tune_low:g} to {sparsity.tune_high:g}, so that groups take as long"
+        f" as the {anchors[sparsity.tune]} of them"
+    )
+    if config.parallel.data == 1 or not config.data.has_documents:
+        text += "; without effect, as all groups have the same work"
+    return text
 
 
 def backend_line(config: Config) -> str:

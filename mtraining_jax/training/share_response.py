@@ -1,9 +1,10 @@
 """How density follows the share of mass that is kept, as finished steps have measured it.
 
 A model of three parts: documents of a class of length have a density at the configured share p0;
-documents that are kept whole have 1; and the density of all others grows by exp((p - p0) / s) with
-the share p, where each layer has its own s. SparseBalance (arXiv 2604.13847) reads times from a
-table of lengths and densities instead, which a profile fills; here each run fits its own data.
+documents that are kept whole have 1; and the density of all others grows with the share p as a
+power of 1 / (1.08 - p), where each layer has its own exponent. SparseBalance (arXiv 2604.13847)
+reads times from a table of lengths and densities instead, which a profile fills; here each run fits
+its own data.
 """
 
 import dataclasses
@@ -12,14 +13,32 @@ from typing import Any, Self
 
 import numpy as np
 
-from mtraining_jax.data.densities import KEEP, length_classes
+from mtraining_jax.data.densities import length_classes
 from mtraining_jax.errors import UserError
 
-# Difference of shares between which pairs grow e-fold, before anything is measured.
-_START = 0.05
-_LEAST, _MOST = 0.005, 0.5  # between which it is believed
-# The start counts as much as shares that differ between groups by their standard deviation 0.01.
-_START_VARIANCE = 1e-4
+# The shape, and the exponent before anything is measured: sampled rows of SmolLM2-135M at 32768
+# tokens keep 9.6, 11.8, 15.2 and 21.5 % of the pairs at shares of 0.8, 0.85, 0.9 and 0.95
+# (benchmarks/results/frontier-32768-h200-2026-11-22.md), which are exponents of 1.05, 1.03 and 1.07
+# between them. By p itself, or by 1 - p, they would differ by two thirds, or by two fifths.
+_BEYOND = 1.08
+_START = 1.05
+_LEAST, _MOST = 0.1, 10.0  # between which an exponent is believed
+# The start counts as much as groups whose shares spread by 0.04 around 0.9.
+_START_VARIANCE = 0.05
+# Shares of averages that stay when a step is added: of densities, and of exponents. Groups with
+# long documents keep smaller shares, so what is due to length must be learned before shares are
+# blamed.
+_KEEP_LEVEL, _KEEP_SLOPE = 0.8, 0.98
+
+
+def reach(shares: np.ndarray | float) -> np.ndarray:
+    """ln of 1 / (1.08 - p): the logarithm of pairs grows in proportion to it."""
+    return -np.log(_BEYOND - np.asarray(shares))
+
+
+def share_at(base: float, further: np.ndarray) -> np.ndarray:
+    """The shares whose `reach` lies further by these than that of a base; 0 gives the base."""
+    return base + (_BEYOND - base) * -np.expm1(-further)
 
 
 class GroupDocuments:
@@ -71,8 +90,8 @@ class ShareResponse:
 
     Attributes:
         level: float64 [K], ln of densities at p0 over those assumed, by class of length.
-        covariance: float64 [L], of shares and of the logs of densities, between groups.
-        variance: float64 [L], of shares, between groups. Both are moving averages.
+        covariance: float64 [L], of the `reach` of shares and the logs of densities, between groups.
+        variance: float64 [L], of that `reach`, between groups. Both are moving averages.
     """
 
     level: np.ndarray
@@ -83,13 +102,12 @@ class ShareResponse:
     def start(cls, num_classes: int, num_layers: int) -> Self:
         """Before anything is measured."""
         variance = np.full(num_layers, _START_VARIANCE)
-        return cls(np.zeros(num_classes), variance / _START, variance)
+        return cls(np.zeros(num_classes), _START * variance, variance)
 
     @property
-    def widths(self) -> np.ndarray:
-        """s, float64 [L]: the difference of shares between which a layer's pairs grow e-fold."""
-        slopes = self.covariance / self.variance
-        return 1 / np.clip(slopes, 1 / _MOST, 1 / _LEAST)
+    def exponents(self) -> np.ndarray:
+        """Float64 [L], of each layer."""
+        return np.clip(self.covariance / self.variance, _LEAST, _MOST)
 
     def densities(self, assumed: np.ndarray) -> np.ndarray:
         """Densities at p0 by class, float64 [K], from those assumed."""
@@ -97,7 +115,10 @@ class ShareResponse:
 
     def factor(self, shares: np.ndarray, base: float) -> np.ndarray:
         """What the pairs of all layers together grow by, at shares [..., L] in the place of p0."""
-        return np.exp((shares - base) / self.widths).mean(-1)
+        return self._growth(shares, base).mean(-1)
+
+    def _growth(self, shares: np.ndarray, base: float) -> np.ndarray:
+        return np.exp((reach(shares) - reach(base)) * self.exponents)
 
     def chosen(self, documents: Sequence[GroupDocuments], measured: np.ndarray) -> np.ndarray:
         """Density [M, L] of the documents of which pairs are chosen, from that of all [M, L].
@@ -132,21 +153,22 @@ class ShareResponse:
         weight = np.array([x.chosen_weight for x in own])
         expected = np.array([x.chosen_density(known) for x in own]) / weight
         # Of differences between groups, as layers and steps differ by themselves.
-        moved = shares - shares.mean(0)
+        moved = reach(shares)
+        moved = moved - moved.mean(0)
         logs = np.log(chosen) - np.log(expected)[:, None]
         moved_logs = logs - logs.mean(0)
         variance = (moved**2).mean(0)
         told = variance > 0
-        kept = np.where(told, KEEP, 1.0)
+        kept = np.where(told, _KEEP_SLOPE, 1.0)
         # Times over all layers follow the mean of their densities.
-        at_base = (chosen * np.exp((base - shares) / self.widths)).mean(1)
+        at_base = (chosen / self._growth(shares, base)).mean(1)
         error = np.log(at_base) - np.log(expected)
         weights = np.array([x.class_weights(known) for x in own])
         total = weights.sum(0)
         by_class = (weights * error[:, None]).sum(0) / np.where(total > 0, total, 1.0)
         return dataclasses.replace(
             self,
-            level=self.level + (1 - KEEP) * by_class,
+            level=self.level + (1 - _KEEP_LEVEL) * by_class,
             covariance=kept * self.covariance + (1 - kept) * (moved * moved_logs).mean(0),
             variance=kept * self.variance + (1 - kept) * variance,
         )

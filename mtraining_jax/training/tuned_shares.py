@@ -11,7 +11,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from mtraining_jax.latency import AttentionSize, pack_ms
-from mtraining_jax.training.share_response import GroupDocuments, ShareResponse
+from mtraining_jax.training.share_response import (
+    GroupDocuments,
+    ShareResponse,
+    reach,
+    share_at,
+)
 
 _ANCHORS = {"mean": np.mean, "min": np.min, "max": np.max}
 _HALVINGS = 30
@@ -75,18 +80,22 @@ def _of_group(
     target: float, size: AttentionSize,
 ) -> tuple[np.ndarray, float, bool]:
     """Shares [L] of one group, its predicted time, and whether the lowest are still too slow."""
-    widths = response.widths
+    exponents = response.exponents
 
-    def at(steps: float) -> tuple[np.ndarray, float]:
-        # Every layer moves by as many of its widths, so that all grow alike.
-        shares = np.clip(bounds.base + steps * widths, bounds.low, bounds.high)
+    def at(growth: float) -> tuple[np.ndarray, float]:
+        # ln of what the pairs of every layer grow by, as far as the bounds allow.
+        shares = share_at(bounds.base, growth / exponents)
+        shares = np.clip(shares, bounds.low, bounds.high)
         return shares, _ms(documents, known, float(response.factor(shares, bounds.base)), size)
 
     here, ms = at(0.0)
     if np.isclose(ms, target, rtol=1e-9, atol=0):
         return here, ms, False
-    least = float(((bounds.low - bounds.base) / widths).min())
-    most = float(((bounds.high - bounds.base) / widths).max())
+    # A little further than any layer may go, so that rounding leaves none inside of its bound.
+    furthest = 1.01 * float(exponents.max())
+    least, most = (
+        furthest * float(reach(bound) - reach(bounds.base)) for bound in (bounds.low, bounds.high)
+    )
     lowest, fastest = at(least)
     if fastest >= target:
         return lowest, fastest, fastest > target * (1 + 1e-9)

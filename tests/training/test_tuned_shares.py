@@ -18,11 +18,14 @@ ASSUMED = np.full(CLASSES, 0.15)
 class World:
     """Densities as they are: by length, and with the share, in each layer its own way."""
 
-    widths = np.array([0.02, 0.05, 0.08])
+    powers = np.array([0.5, 1.0, 2.0])
+    # Of SmolLM2-135M at 32768 tokens: benchmarks/results/frontier-32768-h200-2026-11-22.md.
+    curve = [0.8, 0.85, 0.9, 0.95, 0.97], np.log([0.096, 0.118, 0.152, 0.215, 0.26])
 
-    def density(self, lengths, share, width):
+    def density(self, lengths, share, power):
         """Float [d] of documents in a layer."""
-        own = 0.4 * 0.8 ** length_classes(lengths, BLOCK) * np.exp((share - BOUNDS.base) / width)
+        growth = np.interp(share, *self.curve) - np.interp(BOUNDS.base, *self.curve)
+        own = 0.4 * 0.8 ** length_classes(lengths, BLOCK) * np.exp(power * growth)
         padded = -(-lengths // BLOCK) * BLOCK
         return np.where(padded < DENSE_BELOW, 1.0, np.minimum(own, 1.0))
 
@@ -31,14 +34,14 @@ class World:
         lengths = np.concatenate(rows)
         each = [
             documents_ms(lengths, self.density(lengths, *of_layer), SIZE).sum()
-            for of_layer in zip(shares, self.widths, strict=True)
+            for of_layer in zip(shares, self.powers, strict=True)
         ]
         return np.mean(each)
 
     def measured(self, rows, shares):
         """Densities [L] of a group, mean over its rows, as the devices report them."""
         found = []
-        for of_layer in zip(shares, self.widths, strict=True):
+        for of_layer in zip(shares, self.powers, strict=True):
             of_rows = []
             for lengths in rows:
                 padded = -(-lengths // BLOCK) * BLOCK
@@ -68,24 +71,24 @@ def documents_of(rows):
 
 
 def test_groups_come_to_end_with_the_anchor_or_at_a_bound():
-    # What is assumed is wrong by up to twice, and so are the widths.
+    # What is assumed is wrong by up to twice, and so are the exponents.
     rng, world = np.random.default_rng(0), World()
     response, off = ShareResponse.start(CLASSES, LAYERS), []
     base = np.full(LAYERS, BOUNDS.base)
-    for _ in range(80):
+    for _ in range(60):
         rows = groups_of(rng)
         documents = documents_of(rows)
         tuned = tuned_shares(documents, response, ASSUMED, BOUNDS, "mean", SIZE)
         true = np.array([world.ms(*x) for x in zip(rows, tuned.shares, strict=True)])
         target = np.mean([world.ms(own, base) for own in rows])
         at_bound = np.isclose(tuned.shares, BOUNDS.low) | np.isclose(tuned.shares, BOUNDS.high)
-        off.append((true / target - 1)[~at_bound.any(1)].tolist())
+        off.append((true / target - 1)[~at_bound.all(1)])
         measured = np.array([world.measured(*x) for x in zip(rows, tuned.shares, strict=True)])
         response = response.after(documents, ASSUMED, tuned.shares, BOUNDS.base, measured)
-    last = np.concatenate(off[60:])
-    assert last.size > 10 and np.abs(last).max() < 0.02
-    assert np.abs(np.concatenate(off[:5])).max() > 0.05
-    np.testing.assert_allclose(response.widths, world.widths, rtol=0.1)
+    first, last = (np.abs(np.concatenate(part)) for part in (off[:5], off[40:]))
+    assert last.size > 20 and first.max() > 0.1
+    assert np.sqrt((last**2).mean()) < 0.015 and np.quantile(last, 0.9) < 0.02
+    assert (np.diff(response.exponents) > 0.3).all()  # as those of the layers are
 
 
 @pytest.mark.parametrize("anchor", ["mean", "min", "max"])
@@ -93,14 +96,14 @@ def test_a_group_takes_the_share_that_brings_it_to_the_anchor(anchor):
     rng = np.random.default_rng(1)
     documents = documents_of(groups_of(rng))
     response = ShareResponse(
-        np.linspace(0, -1, CLASSES), np.ones(LAYERS), np.array([0.02, 0.05, 0.08])
+        np.linspace(0, -1, CLASSES), np.array([0.5, 1.0, 2.0]), np.ones(LAYERS)
     )
     found = tuned_shares(documents, response, ASSUMED, BOUNDS, anchor, SIZE)
     known = response.densities(ASSUMED)
 
     def ms(own, share):
         """By one share for all layers, of which each has a factor of its own."""
-        factor = np.mean([np.exp((share - BOUNDS.base) / s) for s in response.widths])
+        factor = np.mean([(0.18 / (1.08 - share)) ** x for x in response.exponents])
         return documents_ms(own.lengths, own.densities(known, factor), SIZE).sum()
 
     untuned = np.array([ms(own, BOUNDS.base) for own in documents])
@@ -118,7 +121,7 @@ def test_a_group_takes_the_share_that_brings_it_to_the_anchor(anchor):
             assert (shares == BOUNDS.base).all()  # to the bit
         else:
             assert (np.sign(shares - BOUNDS.base) == np.sign(target - untuned[m])).all()
-    assert found.infeasible.any() == (anchor == "min")
+    assert found.infeasible.any() == (anchor != "max")
 
 
 def test_a_group_of_whole_documents_tells_nothing_and_keeps_a_bound():
