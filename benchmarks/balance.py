@@ -42,10 +42,12 @@ DENSITY, AT, POWER = 0.152, 32768, 0.318
 DENSE_BELOW = 8192
 # How far a document's density is from that of its length: sigma of its logarithm.
 SPREAD = 0.25
-# `sparsity.tune`: the share of mass that is configured, and its bounds by default. In truth the
-# pairs of a layer grow e-fold over this difference of shares; sigma of its logarithm over layers.
+# `sparsity.tune`: the share of mass that is configured, and its bounds by default. In truth pairs
+# grow with the share as those of sampled rows do in SmolLM2-135M at 32768 tokens, in each layer by
+# a power of it (benchmarks/results/frontier-32768-h200-2026-11-22.md; 0.97 with a least share).
 BOUNDS = Bounds(base=0.9, low=0.85, high=0.97)
-WIDTH, WIDTH_SPREAD = 0.05, 0.3
+SHARES, DENSITIES = (0.8, 0.85, 0.9, 0.95, 0.97), (0.096, 0.118, 0.152, 0.215, 0.26)
+POWER_SPREAD = 0.3  # sigma of the powers' logarithms
 # Steps before the counted ones, in which averages settle.
 WARM = 30
 START = 1.81  # where the paper's table begins (arXiv 2604.13847, table I)
@@ -171,7 +173,7 @@ class Tuning:
     def __init__(self, run: Setting, rng: np.random.Generator) -> None:
         self._run, self._assumed = run, assumed_densities(run.config)
         layers = run.config.model.num_layers
-        self._widths = WIDTH * rng.lognormal(0, WIDTH_SPREAD, layers)
+        self._powers = rng.lognormal(0, POWER_SPREAD, layers)
         self._after = [ShareResponse.start(self._assumed.size, layers)]
         self.infeasible: list[float] = []
         self.shares: list[tuple[float, float]] = []
@@ -203,7 +205,7 @@ class Tuning:
         """A pack at the shares [L] of its group, and its density in each layer, [L]."""
         padded = -(-pack.lengths // BLOCK) * BLOCK
         chosen, pairs = padded >= DENSE_BELOW, padded * (padded + 1.0) / 2
-        factors = np.exp((shares - BOUNDS.base) / self._widths)
+        factors = (np.interp(shares, SHARES, DENSITIES) / DENSITY) ** self._powers
         by_layer = np.minimum(pack.densities[chosen, None] * factors, 1.0)  # [d, L]
         whole = pairs[~chosen] @ pack.densities[~chosen]
         densities = pack.densities.copy()
@@ -402,8 +404,9 @@ def main(argv: list[str] | None = None) -> str:
         f"True density of a document of L tokens: {DENSITY} (L / {AT})^-{POWER} times a lognormal "
         f"factor of its own (sigma {SPREAD}), 1 below {DENSE_BELOW} tokens. The loader knows the "
         f"lengths; densities it learns from steps, of which {WARM} go before. Shares of mass are "
-        f"tuned around {BOUNDS.base}, from {BOUNDS.low} to {BOUNDS.high}; in truth the pairs of a "
-        f"layer grow e-fold over {WIDTH} (lognormal over layers, sigma {WIDTH_SPREAD}).",
+        f"tuned around {BOUNDS.base}, from {BOUNDS.low} to {BOUNDS.high}; in truth pairs follow "
+        "the share as in SmolLM2-135M at 32768 tokens, 0.78 times as many at 0.85 and 1.41 at "
+        f"0.95, in each layer by a power of that (lognormal, sigma {POWER_SPREAD}).",
         "",
         "## Packs of 524288 tokens, eight GPUs a group",
         "",

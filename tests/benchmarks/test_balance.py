@@ -43,7 +43,7 @@ def test_a_step_takes_what_its_busiest_group_takes():
 
 def test_tuned_groups_come_near_each_other():
     run, rng = a_run(), np.random.default_rng(0)
-    lengths = [np.array([n, 128]) for n in (131072 - 128, 100_000, 90_000, 70_000)]
+    lengths = [np.array([n, 128]) for n in (131072 - 128, 100_000, 110_000, 90_000)]
     batches = [[balance.Pack(x, balance.true_densities(rng, x)) for x in lengths]] * 30
     tuning = balance.Tuning(run, rng)
     first, *_, last = [
