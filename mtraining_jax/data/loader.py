@@ -57,7 +57,7 @@ def build_loader(
         weighted: give each document's labels one weight together; needs `data.has_documents`.
         balance: how sequences are dealt to groups; None leaves them in the order of the data, as
             do sequences that all have the same pairs. If it has densities, `measured` must be
-            called for each step.
+            called for each step, and `close` at the end, as reading ahead waits for them.
 
     Returns:
         The loader, at its first batch.
