@@ -1,17 +1,19 @@
 """Times attention and the choice of lists on packed documents, and prints a markdown table.
 
     python benchmarks/packs.py [--seq-len 131072] [--heads 16] [--kv-heads 2] [--head-dim 128]
-        [--share 0.15] [--backend auto] [--out FILE.md]
+        [--share 0.15] [--columns 3000] [--choose PATTERN ...] [--backend auto] [--out FILE.md]
 
 A pair of a query and a key should take as long in a pack as in a sequence that is one document. The
 first line of each kind is that sequence without documents; rates of the others are compared with
 it. Lists are random, as scores of random queries and keys are flat: each row keeps its document's
-first block, its two nearest, and of the others a share.
+first block, its two nearest, and of the others a share. Columns are random too, and seen within
+their document.
 """
 
 import argparse
 import functools
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 if __name__ == "__main__":  # run from a checkout, only the script's own folder is importable
@@ -26,7 +28,7 @@ from benchmarks.masks import BLOCK, Work
 from benchmarks.programs import Ours, random_inputs
 from benchmarks.report import setting
 from benchmarks.timing import median_ms
-from mtraining_jax.sparsity import SampledRows, Shards
+from mtraining_jax.sparsity import Pattern, SampledRows, Shards, VerticalSlash
 from mtraining_jax.sparsity.document_blocks import DocumentBlocks
 from mtraining_jax.sparsity.documents import Documents
 from pallas_kernels import BlockMaskIndex, DenseIndex, Index
@@ -35,6 +37,11 @@ _COLUMNS = (
     "pack", "documents", "pairs", "density", "forward ms", "TFLOP/s", "of one", "backward ms",
     "TFLOP/s", "of one",
 )  # fmt: skip
+_CHOSEN: dict[str, Callable[[int], Pattern]] = {
+    "sampled_rows": lambda below: SampledRows(dense_below=below),
+    "sampled_rows_and_128_columns": lambda below: SampledRows(columns=128, dense_below=below),
+    "vertical_slash": lambda below: VerticalSlash(dense_below=below),
+}
 _CHOICE = "pack", "choose ms", "of one", "with short ones dense ms"
 
 
@@ -77,7 +84,7 @@ def main(argv: list[str] | None = None) -> str:
         if args.out is not None:
             args.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
-    for kind in ("dense", "lists"):
+    for kind in ("dense", "lists", "lists and columns"):
         first = None
         for name, lengths in {"no documents": None, **packs(args.seq_len)}.items():
             index = _index(args, kind, lengths)
@@ -86,12 +93,14 @@ def main(argv: list[str] | None = None) -> str:
             ratios = [f"{rate / one:.2f}" for rate, one in zip(rates, first, strict=True)]
             count = 1 if lengths is None else len(lengths)
             tell((f"{kind}, {name}", count, *cells[:4], ratios[0], *cells[4:], ratios[1]))
-    lines += ["", "Choosing `SampledRows()`, from queries and keys to bits:", "", *_header(_CHOICE)]
-    first = None
-    for name, lengths in {"no documents": None, **packs(args.seq_len)}.items():
-        times = [_choice(args, inputs, lengths, below) for below in (0, 8192)]
-        first = first or times[0]
-        tell((name, f"{times[0]:.2f}", f"{times[0] / first:.2f}", f"{times[1]:.2f}"))
+    lines += ["", "Choosing, from queries and keys to bits:", "", *_header(_CHOICE)]
+    for kind in args.choose:
+        first, make = None, _CHOSEN[kind]
+        for name, lengths in {"no documents": None, **packs(args.seq_len)}.items():
+            times = [_choice(args, inputs, lengths, make(below)) for below in (BLOCK, 8192)]
+            first = first or times[0]
+            cells = f"{times[0]:.2f}", f"{times[0] / first:.2f}", f"{times[1]:.2f}"
+            tell((f"{kind}, {name}", *cells))
     return "\n".join(lines)
 
 
@@ -104,7 +113,7 @@ def _documents(seq_len: int, lengths: list[int]) -> DocumentBlocks:
 
 
 def _index(args, kind: str, lengths: list[int] | None) -> Index:
-    """Dense within documents, or random lists; None for no documents."""
+    """Dense within documents, or random lists, or these and columns; None for no documents."""
     if kind == "dense" and lengths is None:
         return DenseIndex(BLOCK)
     num_blocks = args.seq_len // BLOCK
@@ -113,11 +122,17 @@ def _index(args, kind: str, lengths: list[int] | None) -> Index:
     first = np.zeros(num_blocks, np.int32)
     if lengths is not None:
         first = np.asarray(_documents(args.seq_len, lengths).first[0])
-    if kind == "lists":
+    if kind != "dense":
         mask = np.random.default_rng(args.seed).random(shape, np.float32) < args.share
         mask |= (blocks[:, None] - blocks < 2) | (blocks == first[:, None])
     mask &= (blocks >= first[:, None]) & (blocks <= blocks[:, None])
-    return BlockMaskIndex.from_block_mask(jnp.asarray(mask), BLOCK)
+    index = BlockMaskIndex.from_block_mask(jnp.asarray(mask), BLOCK)
+    if kind != "lists and columns":
+        return index
+    tokens = np.random.default_rng(args.seed).random((1, args.heads, args.seq_len), np.float32)
+    tokens = np.argsort(tokens, axis=-1)[..., : args.columns].astype(np.int32)
+    index = index.with_columns(jnp.asarray(tokens))
+    return index if lengths is None else index.columns_from(jnp.asarray(first))
 
 
 def _attention(args, inputs: list[Array], index: Index) -> tuple[list[float], list[str]]:
@@ -142,9 +157,12 @@ def _attention(args, inputs: list[Array], index: Index) -> tuple[list[float], li
     ]  # fmt: skip
 
 
-def _choice(args, inputs: list[Array], lengths: list[int] | None, dense_below: int) -> float:
+def _choice(
+    args, inputs: list[Array], lengths: list[int] | None, pattern: Pattern
+) -> float:
     """Milliseconds."""
-    pattern, num_blocks = SampledRows(dense_below=dense_below), args.seq_len // BLOCK
+    num_blocks = args.seq_len // BLOCK
+    pattern = pattern if lengths is None else pattern.for_documents()
     documents = None if lengths is None else _documents(args.seq_len, lengths)
     backend = None if args.backend == "auto" else args.backend
 
@@ -164,6 +182,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--kv-heads", type=int, default=2)
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--share", type=float, default=0.15)
+    parser.add_argument("--columns", type=int, default=3000)
+    parser.add_argument("--choose", nargs="*", choices=_CHOSEN, default=list(_CHOSEN))
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)

@@ -17,14 +17,16 @@ def test_every_pack_is_timed(tmp_path, monkeypatch):
     seq_len, out = 8 * BLOCK, tmp_path / "found.md"
     monkeypatch.setattr(packs, "packs", lambda _: {"a pack": [200, 300]})
     options = ["--heads", "1", "--kv-heads", "1", "--head-dim", "16", "--repeats", "1"]
+    options += ["--columns=200", "--choose", "vertical_slash"]
     text = packs.main([f"--seq-len={seq_len}", *options, f"--out={out}"])
     assert out.read_text() == text + "\n"
     rows = [x.strip("| ").split(" | ") for x in text.splitlines() if x.startswith("| ")]
     rows = {row[0]: row[1:] for row in rows if row[0] not in ("---", "pack")}
     names = ["no documents", "a pack"]
-    assert list(rows) == [f"{kind}, {x}" for kind in ("dense", "lists") for x in names] + names
+    kinds = "dense", "lists", "lists and columns", "vertical_slash"
+    assert list(rows) == [f"{kind}, {x}" for kind in kinds for x in names]
     for name, count, tiles in (("dense, no documents", 1, 36), ("dense, a pack", 2, 3 + 6)):
         assert rows[name][0] == str(count)
         assert abs(float(rows[name][1]) / (tiles * BLOCK**2) - 1) < 0.01
     assert rows["lists, no documents"][5] == "1.00"
-    assert all(float(x) > 0 for name in names for x in rows[name])
+    assert all(float(x) > 0 for name in names for x in rows[f"vertical_slash, {name}"])

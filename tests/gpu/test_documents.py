@@ -9,7 +9,14 @@ import pytest
 
 from mtraining_jax import Dense, Documents, VerticalSlash, sparse_attention
 from mtraining_jax.parallel.layout import Layout
-from mtraining_jax.sparsity import MixedRows, Prism, SampledRows, Shards, XAttention
+from mtraining_jax.sparsity import (
+    BlockTopK,
+    MixedRows,
+    Prism,
+    SampledRows,
+    Shards,
+    XAttention,
+)
 from pallas_kernels.reference import mask_from_index
 from tests.gpu.ring_errors import own_device
 from tests.pallas_kernels import cases
@@ -24,7 +31,7 @@ DENSE_BELOW = 1000
 PATTERNS = [
     SampledRows(tau=0.6, dense_below=DENSE_BELOW), XAttention(tau=0.6, dense_below=DENSE_BELOW),
     MixedRows(tau=0.6, dense_below=DENSE_BELOW), Prism(tau=0.6, dense_below=DENSE_BELOW),
-    Dense(),
+    Dense(), SampledRows(tau=0.6, columns=100, dense_below=DENSE_BELOW), BlockTopK(top_blocks=4),
 ]  # fmt: skip
 VERTICAL_SLASH = [
     VerticalSlash(preset=preset, top_p=0.6, max_slashes=4, dense_below=DENSE_BELOW, **options)
