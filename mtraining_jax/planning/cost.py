@@ -107,9 +107,7 @@ def seconds(config: Config, gpu: Gpu, memory: Memory, flops: Flops) -> dict[str,
         # Scores are taken to be computed at the rate of a dense forward pass.
         forward = passes * flops.attention_dense * 4 / 14
         scored = config.sparsity.settings.scoring_share() * forward
-        choosing += kernel_seconds(
-            width, 1.0, scored * gpu.scored_share / gpu.forward_share, 0.0
-        )
+        choosing += kernel_seconds(width, 1.0, scored / gpu.forward_share, 0.0)
         result["choosing indices"] = choosing / devices
     if kept := kept_mlp_products(config):
         kept *= model.num_layers * config.optimizer.accumulation_steps

@@ -21,8 +21,6 @@ class Gpu:
         backend: of whose kernels the rates are.
         forward_share, backward_share, matmul_share: of the rates of an H200 in
             `mtraining_jax/latency.py`: attention kernels forward and backward, and products.
-        scored_share: how many of the products that score keys for a choice are computed, over the
-            causal ones: 2 where XLA computes all pairs.
         forecast: why its times are no more than a forecast; None for rates that were measured.
     """
 
@@ -36,7 +34,6 @@ class Gpu:
     forward_share: float = 1.0
     backward_share: float = 1.0
     matmul_share: float = 1.0
-    scored_share: float = 1.0
     forecast: str | None = None
 
 
@@ -70,7 +67,6 @@ A100_40GB = Gpu(
     backward_share=105 / 443,
     # Of the data sheets' rates, 312 and 989.4.
     matmul_share=312 / 989.4,
-    scored_share=2.0,
     backend="triton",
     forecast="no A100 was at hand, and its kernels have not run on a GPU yet",
 )

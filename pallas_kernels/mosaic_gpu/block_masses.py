@@ -1,23 +1,17 @@
 """Softmax masses of key blocks from the kernel's scores: `backends.BlockScores` on Hopper GPUs."""
 
-import math
 from typing import Any
 
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
+from pallas_kernels.masses import MOST_BLOCKS, masses_from_scores
 from pallas_kernels.mosaic_gpu import device
-from pallas_kernels.mosaic_gpu.common import LOG2E
 from pallas_kernels.mosaic_gpu.kernels import block_scores, short_block_scores
 from pallas_kernels.mosaic_gpu.kernels.block_scores import DEPTH, BlockScoresConfig
 from pallas_kernels.mosaic_gpu.kernels.short_block_scores import ShortBlockScoresConfig
 
 _DTYPES = (jnp.bfloat16, jnp.float16)
-_MOST_BLOCKS = 1 << 13  # more would overflow the sums of `_HIGH_BITS`
-_HIGH_BITS = 17
-_LOW_BITS = 13
-_MASS_BITS = 30
-_SCORE_BYTES = 1 << 29  # of scores in memory at a time
 _INTERPRETED_MULTIPROCESSORS = 2
 
 
@@ -44,8 +38,8 @@ class HopperBlockScores:
         width = min(self._config.width, self._short.width)
         if columns % 8 or width % columns:
             return f"{columns} rows of keys in a block (8, 16, 32, 64 or 128 are needed)"
-        if k.shape[2] > _MOST_BLOCKS:
-            return f"{k.shape[2]} blocks of keys (at most {_MOST_BLOCKS} are possible)"
+        if k.shape[2] > MOST_BLOCKS:
+            return f"{k.shape[2]} blocks of keys (at most {MOST_BLOCKS} are possible)"
         return None
 
     def block_masses(
@@ -53,101 +47,25 @@ class HopperBlockScores:
         scale: float, levels: bool = False,
     ) -> Array | tuple[Array, Array]:
         """See `BlockScores.block_masses`; masses are multiples of 2^-30."""
-        batch, heads, num_local, num_rows, length = q.shape
-        num_blocks, columns = k.shape[2:4]
-        if length <= short_block_scores.MOST_LENGTH:
+        if q.shape[-1] <= short_block_scores.MOST_LENGTH:
             kernel, config = short_block_scores.short_block_scores_kernel, self._short
             tile_rows = short_block_scores.TILE_ROWS
         else:
             kernel, config = block_scores.block_scores_kernel, self._config
             tile_rows = block_scores.TILE_ROWS
-        # As many rows of blocks at a time as make whole tiles of rows.
-        whole = tile_rows // math.gcd(tile_rows, num_rows)
-        of_one = 4 * batch * heads * num_rows * num_blocks
-        steps = max(1, -(-(num_local * of_one) // _SCORE_BYTES))
-        chunk = -(-num_local // (steps * whole)) * whole
-        steps = -(-num_local // chunk)
-        padding = steps * chunk - num_local
-        q = jnp.pad(q, ((0, 0), (0, 0), (0, padding), (0, 0), (0, 0)))
-        places = jnp.pad(places, ((0, 0), (0, padding), (0, 0)), constant_values=-1)
-        starts = None
-        if first_blocks is not None:
-            starts = jnp.pad(first_blocks * columns, ((0, 0), (0, padding)))
-            starts = jnp.repeat(starts, num_rows, axis=1)
-            places = jnp.broadcast_to(places, (batch, *places.shape[1:]))
-        k = k.reshape(*k.shape[:2], -1, length)
-        k = jnp.pad(k, ((0, 0), (0, 0), (0, -k.shape[2] % config.width), (0, 0)))
 
-        def step(i: Array) -> tuple[Array, Array]:
-            own = lax.dynamic_slice_in_dim(q, i * chunk, chunk, axis=2)
-            seen = lax.dynamic_slice_in_dim(places, i * chunk, chunk, axis=1)
-            seen = seen.reshape(places.shape[0], -1)
-            begin = starts
-            if begin is not None:
-                size = chunk * num_rows
-                begin = lax.dynamic_slice_in_dim(starts, i * size, size, axis=1)
-            scores, peak = kernel(
-                own.reshape(batch, heads, -1, length), k, seen, begin, scale=scale,
-                block_columns=columns, config=config,
+        def score(
+            rows: Array, keys: Array, seen: Array, begin: Array | None
+        ) -> tuple[Array, Array]:
+            return kernel(
+                rows, keys, seen, begin, scale=scale, block_columns=k.shape[3], config=config,
                 num_blocks=self._multiprocessors(), interpret=self._interpret,
             )
-            masses, levels = _masses(
-                scores[:, :, :num_blocks], peak, seen, begin, columns, num_rows
-            )
-            return masses, levels.reshape(batch, heads, chunk, num_rows)
 
-        if steps == 1:
-            found = [x[None] for x in step(jnp.int32(0))]
-        else:
-            found = lax.map(step, jnp.arange(steps))
-        masses, of_rows = (
-            jnp.moveaxis(x, 0, 2).reshape(batch, heads, steps * chunk, -1)[:, :, :num_local]
-            for x in found
+        return masses_from_scores(
+            score, q, k, places, first_blocks, scale=scale, levels=levels, tile_rows=tile_rows,
+            width=config.width,
         )
-        if not levels:
-            return masses
-        # The minimum keeps the product from being contracted with a sum that it goes into.
-        largest = float(jnp.finfo(jnp.float32).max)
-        return masses, jnp.minimum(of_rows * (1 / (scale * LOG2E)), largest)
 
     def _multiprocessors(self) -> int:
         return _INTERPRETED_MULTIPROCESSORS if self._interpret else device.multiprocessors()
-
-
-def _masses(
-    scores: Array, peak: Array, places: Array, starts: Array | None, columns: int, num_rows: int
-) -> tuple[Array, Array]:
-    """Mean over the rows of a block of their softmax over key blocks.
-
-    Sums are sums of integers, whose order means nothing.
-
-    Args:
-        scores: fp32 [B, H, NB, R], as the kernel gives them.
-        peak: fp32 [B, H, R].
-        places: int32 [B or 1, R].
-        starts: int32 [B, R], or None, as the kernel takes them.
-        columns: c, of one key block.
-        num_rows: r, rows of one block of queries.
-
-    Returns:
-        fp32 [B, H, R / r, NB]; and fp32 [B, H, R], base-2 logarithms of the rows' whole sums.
-    """
-    num_blocks = scores.shape[2]
-    block_starts = jnp.arange(num_blocks, dtype=jnp.int32)[:, None] * columns
-    seen = block_starts <= places[:, None, None]
-    if starts is not None:
-        seen &= block_starts >= starts[:, None, None]
-    # A block is at most `columns` times as heavy as its heaviest column.
-    base = jnp.where(peak > -jnp.inf, peak, 0.0)[:, :, None] + (columns - 1).bit_length()
-    weights = jnp.where(seen, jnp.exp2(jnp.minimum(scores - base, 0.0)), 0.0)
-    in_high_units = weights * 2.0**_HIGH_BITS
-    high = in_high_units.astype(jnp.int32)
-    low = jnp.round((in_high_units - high.astype(jnp.float32)) * 2.0**_LOW_BITS).astype(jnp.int32)
-    high, low = (x.sum(2, dtype=jnp.int32).astype(jnp.float32) for x in (high, low))
-    # The product is exact (a power of two), so contraction cannot change this sum.
-    total = (high + low * 2.0**-_LOW_BITS) * 2.0**-_HIGH_BITS
-    total = jnp.where(total > 0, total, 1.0)[:, :, None]  # of a row that sees nothing
-    shares = jnp.round(weights / total * float((1 << _MASS_BITS) // num_rows)).astype(jnp.int32)
-    of_blocks = shares.reshape(*shares.shape[:3], -1, num_rows).sum(-1, dtype=jnp.int32)
-    masses = jnp.swapaxes(of_blocks.astype(jnp.float32) * 2.0**-_MASS_BITS, 2, 3)
-    return masses, (base + jnp.log2(total))[:, :, 0]

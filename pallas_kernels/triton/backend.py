@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,16 +11,17 @@ from jax import Array, lax
 
 from pallas_kernels.checks import unsupported_operands
 from pallas_kernels.gradients import Gradients, whole_keys
+from pallas_kernels.masses import LOG2E
 from pallas_kernels.plans import Plan
 from pallas_kernels.tiles import COLUMN_TILE, Columns, Tiles
 from pallas_kernels.triton import device
+from pallas_kernels.triton.block_masses import TritonBlockScores
 from pallas_kernels.triton.call import Call, run_on_gpu
 from pallas_kernels.triton.configs import Config, Configs, configs_for
 from pallas_kernels.work.key_work import PARTS, KeyWork, join_parts, key_work
 from pallas_kernels.work.query_work import QueryWork, query_work
 
 BLOCK = 128
-LOG2E = math.log2(math.e)
 _DELTA = Config(rows=64, keys=0, warps=4, stages=1)
 
 
@@ -57,7 +57,11 @@ class Triton:
     capability: int | None = None
 
     estimate = None
-    block_scores = None
+
+    @property
+    def block_scores(self) -> TritonBlockScores:
+        """See `Backend.block_scores`."""
+        return TritonBlockScores(self.run)
 
     def unsupported(self, q: Array, block_size: int | None) -> str | None:
         """See `Backend.unsupported`."""

@@ -12,8 +12,10 @@ import pytest
 import pallas_kernels
 from pallas_kernels import BlockSparseIndex, DiagonalTiles, ListedTiles, backends
 from pallas_kernels.triton.backend import Triton
+from pallas_kernels.triton.block_masses import TritonBlockScores
 from pallas_kernels.triton.call import Call
 from tests.pallas_kernels import cases
+from tests.pallas_kernels.block_masses import check_masses, check_masses_of_documents
 from tests.pallas_kernels.cases import Size
 from tests.pallas_kernels.contract import AttentionContract, backward, forward
 
@@ -138,3 +140,18 @@ def test_arrays_of_more_than_2_to_the_31_elements():
         results.append([np.asarray(x) for x in (out, lse, *grads[:3])])
     for alone, at_the_end in zip(*results, strict=True):
         np.testing.assert_array_equal(alone, at_the_end)
+
+
+SCORES = TritonBlockScores(run_interpreted)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "rows", "columns", "length", "first"),
+    [(24, 16, 16, 256, 0), (3, 128, 128, 64, 1), (16, 12, 64, 64, 2)],
+)
+def test_masses_are_those_of_a_softmax(blocks, rows, columns, length, first):
+    check_masses(SCORES, blocks, rows, columns, length, first)
+
+
+def test_rows_see_no_block_before_the_first_one_of_their_document():
+    check_masses_of_documents(SCORES)

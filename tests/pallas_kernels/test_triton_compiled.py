@@ -12,7 +12,9 @@ import pytest
 
 import pallas_kernels
 from benchmarks import ampere_code, tune_triton
+from mtraining_jax import sparse_attention
 from pallas_kernels import DenseIndex
+from pallas_kernels.triton.block_masses import TritonBlockScores
 from tests.pallas_kernels.described import (
     A100,
     H200,
@@ -69,6 +71,38 @@ def test_kernels_for_an_a100(dim, kind):
         assert ".target sm_80" in kernel.ptx, name
         if name != "attention_delta":
             assert "mma.sync" in kernel.ptx and "cp.async.cg" in kernel.ptx, name
+
+
+@pytest.mark.parametrize(("length", "columns"), [(64, 64), (128, 128), (1024, 16)])
+def test_the_kernel_that_scores_key_blocks_for_an_a100(length, columns):
+    """Rows of tokens of both head dims, and of strides of 8 tokens."""
+    calls = []
+
+    def record(call):
+        calls.append(call)
+        return {name: jnp.zeros(x.shape, x.dtype) for name, x in call.outputs.items()}
+
+    blocks = 16
+    args = (
+        shaped(1, HQ, blocks, 16, length), shaped(1, HK, blocks, columns, length),
+        shaped(1, blocks, 16, dtype=jnp.int32), shaped(1, blocks, dtype=jnp.int32),
+    )  # fmt: skip
+    scores = TritonBlockScores(record)
+    assert scores.unsupported(*args[:2]) is None
+    jax.eval_shape(functools.partial(scores.block_masses, scale=0.1), *args)
+    (kernel,) = (compile_call(call, 80) for call in calls)
+    assert kernel.shared_bytes <= SHARED_BYTES and kernel.spilled_bytes <= SPILLED_BYTES
+    assert "mma.sync" in kernel.ptx and "cp.async.cg" in kernel.ptx and "wgmma" not in kernel.ptx
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda13_plugin") is None, reason="needs the CUDA plugin of JAX"
+)
+def test_the_default_pattern_scores_and_attends_by_kernels_on_an_a100():
+    q, k, v = qkv(128, "bfloat16", nk=NQ)
+    with target(A100):
+        lowered = jax.jit(sparse_attention).trace(q, k, v).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("custom_call @triton_kernel_call_ffi") == 2
 
 
 @pytest.mark.skipif(

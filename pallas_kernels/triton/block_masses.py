@@ -1,0 +1,84 @@
+"""Softmax masses of key blocks by a Triton kernel: `backends.BlockScores` before Hopper."""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_kernels.masses import LOG2E, MOST_BLOCKS, masses_from_scores
+from pallas_kernels.triton.call import Call, run_on_gpu
+from pallas_kernels.triton.configs import Config
+
+_DEPTH = 64
+_DTYPES = (jnp.bfloat16, jnp.float16)
+# Chosen as those of configs.py: by what the compiler reports for sm_80.
+SCORES = Config(rows=64, keys=128, warps=4, stages=3)
+
+
+@dataclasses.dataclass(frozen=True)
+class TritonBlockScores:
+    """The kernel behind the contract of `pallas_kernels.backends.BlockScores`.
+
+    Attributes:
+        run: runs a call of a kernel; None for jax-triton on a GPU.
+    """
+
+    run: Callable[[Call], dict[str, Array]] | None = None
+
+    def unsupported(self, q: Array, k: Array) -> str | None:
+        """See `BlockScores.unsupported`."""
+        columns, length = k.shape[3:]
+        if q.dtype not in _DTYPES or k.dtype != q.dtype:
+            return f"dtypes {q.dtype} and {k.dtype} (bfloat16 or float16 is needed)"
+        if length % _DEPTH:
+            return f"rows of {length} numbers (multiples of {_DEPTH} are needed)"
+        if columns % 8 or SCORES.keys % columns:
+            return f"{columns} rows of keys in a block (8, 16, 32, 64 or 128 are needed)"
+        if k.shape[2] > MOST_BLOCKS:
+            return f"{k.shape[2]} blocks of keys (at most {MOST_BLOCKS} are possible)"
+        return None
+
+    def block_masses(
+        self, q: Array, k: Array, places: Array, first_blocks: Array | None = None, *,
+        scale: float, levels: bool = False,
+    ) -> Array | tuple[Array, Array]:
+        """See `BlockScores.block_masses`; masses are multiples of 2^-30."""
+        columns = k.shape[3]
+
+        def score(
+            rows: Array, keys: Array, seen: Array, begin: Array | None
+        ) -> tuple[Array, Array]:
+            return self._scores(rows, keys, seen, begin, scale, columns)
+
+        return masses_from_scores(
+            score, q, k, places, first_blocks, scale=scale, levels=levels, tile_rows=SCORES.rows,
+            width=SCORES.keys,
+        )
+
+    def _scores(
+        self, q: Array, k: Array, places: Array, starts: Array | None, scale: float, columns: int
+    ) -> tuple[Array, Array]:
+        """`pallas_kernels.masses.Score` by the kernel."""
+        from pallas_kernels.triton.kernels.block_scores import block_scores
+
+        batch, heads, num_rows, length = q.shape
+        kv_heads, num_keys = k.shape[1:3]
+        shape = batch, heads, num_keys // columns, num_rows
+        call = Call(
+            block_scores, {"q": q, "k": k, "places": places, "starts": starts},
+            {
+                "scores": jax.ShapeDtypeStruct(shape, jnp.float32),
+                "peak": jax.ShapeDtypeStruct((batch, heads, num_rows), jnp.float32),
+            },
+            {"log2_scale": float(scale) * LOG2E, "num_rows": num_rows, "num_keys": num_keys},
+            {
+                "HEADS": heads, "KV_HEADS": kv_heads, "LENGTH": length, "COLUMNS": columns,
+                "ONE_FOR_ALL": places.shape[0] == 1, "HAS_STARTS": starts is not None,
+                "ROWS": SCORES.rows, "KEYS": SCORES.keys,
+            },
+            (num_rows // SCORES.rows, heads, batch), SCORES,
+        )  # fmt: skip
+        found = (self.run or run_on_gpu)(call)
+        return found["scores"], found["peak"]
