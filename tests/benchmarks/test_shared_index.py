@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -17,9 +18,14 @@ def test_a_head_under_its_own_pairs_keeps_its_recall():
     pattern = SampledRows(tau=0.5, sampled_rows=2, block_size=16)
     q, k = inputs.random(0, 1, 256, 4, 2, 16)
     blocks, rows = jnp.arange(16), jnp.array([3, 77, 130, 255])
-    computed, masses = shared_index.pairs_and_masses(pattern, q, k, rows)
-    index = pattern.choose(q, k, Shards(blocks, 16)).index
-    wanted = attention_recall(q, k, index, rows, block_ids=blocks)[0]
+
+    @jax.jit  # as one program: each operation alone would be compiled as well
+    def measured(q, k):
+        index = pattern.choose(q, k, Shards(blocks, 16)).index
+        wanted = attention_recall(q, k, index, rows, block_ids=blocks)[0]
+        return *shared_index.pairs_and_masses(pattern, q, k, rows), wanted
+
+    computed, masses, wanted = measured(q, k)
     found = shared_index.kept(masses, computed)
     np.testing.assert_allclose(np.diagonal(found), wanted, atol=1e-5)
     assert found.shape == (4, 4) and (np.abs(found - found.T) > 1e-3).any()

@@ -64,7 +64,9 @@ class Run:
 
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory):
-    return Run(tmp_path_factory.mktemp("packed"), 2)
+    # Between nodes, documents are in tests/attention/test_documents.py.
+    mesh = {"nodes": 1, "devices_per_node": 2}
+    return Run(tmp_path_factory.mktemp("packed"), 2, parallel=mesh)
 
 
 def test_a_step_on_packs_is_a_step_on_each_document_alone(packed, tmp_path):
