@@ -6,15 +6,29 @@ import numpy as np
 
 from mtraining_jax.reporting.record import Record
 
-# Figures for each layer and head, and which end of them is the worst.
+
+def _large(x: np.ndarray) -> np.ndarray:
+    return x
+
+
+def _small(x: np.ndarray) -> np.ndarray:
+    return -x
+
+
+def _far_from_one(x: np.ndarray) -> np.ndarray:
+    with np.errstate(divide="ignore"):
+        return np.abs(np.log(x))
+
+
+# Figures for each layer and head, and how bad a value is.
 FIGURES = {
-    "recall": "least",
-    "output_error": "most",
-    "local_gradient_cosine": "least",
-    "local_gradient_ratio": "least",
-    "index_gap": "most",
-    "starved_keys": "most",
-    "starved_mass": "most",
+    "recall": _small,
+    "output_error": _large,
+    "local_gradient_cosine": _small,
+    "local_gradient_ratio": _far_from_one,
+    "index_gap": _large,
+    "starved_keys": _large,
+    "starved_mass": _large,
 }
 
 # Ends the names of lists of lists: for tools, too many for curves.
@@ -39,15 +53,15 @@ def audit_record(
     for name, values in figures.items():
         values = np.asarray(values, np.float64)
         known = np.isfinite(values)
-        worst = np.fmin if FIGURES[name] == "least" else np.fmax
+        bad = np.where(known, FIGURES[name](values), -np.inf)
+        of_layers = np.take_along_axis(values, bad.argmax(1)[:, None], 1)[:, 0]
         sums = np.where(known, values, 0).sum(1)
         with np.errstate(invalid="ignore", divide="ignore"):
             per_layer = sums / known.sum(1)
             mean = sums.sum() / known.sum()
         record[name] = _number(mean)
         record[f"{name}_per_layer"] = list(map(_number, per_layer))
-        of_layers = worst.reduce(values, axis=1)
-        record[f"{name}_worst"] = _number(worst.reduce(of_layers))
+        record[f"{name}_worst"] = _number(of_layers[bad.max(1).argmax()])
         record[f"{name}_worst_per_layer"] = list(map(_number, of_layers))
         record[name + PER_HEAD] = [[_number(x, 4) for x in row] for row in values]
     for name, value in compared.items():
@@ -61,8 +75,7 @@ def worst_head(record: Record, name: str) -> tuple[int, int] | None:
     values = np.array(record[name + PER_HEAD], np.float64)
     if not np.isfinite(values).any():
         return None
-    signed = values if FIGURES[name] == "least" else -values
-    layer, head = np.unravel_index(np.nanargmin(signed), values.shape)
+    layer, head = np.unravel_index(np.nanargmax(FIGURES[name](values)), values.shape)
     return int(layer), int(head)
 
 

@@ -16,19 +16,20 @@ from tests.training.common import changed, written
 
 
 def test_gradients_are_compared_with_dense_ones_in_the_steps_asked_for(config):
-    """In two groups and two micro-batches, beside audits in other steps."""
+    """In two groups and two micro-batches, beside audits in all steps."""
     config = changed(
         config, run={"steps": 3}, parallel={"data": 2, "nodes": 1, "devices_per_node": 1},
         data={"batch_size": 4}, optimizer={"accumulation_steps": 2},
+        sparsity={"kind": "sampled_rows", "sampled_rows": 2, "tau": 0.6, "local_blocks": 1},
         audit={
             "gradient_every": 2, "gradient_tokens": 64, "alarm_gradient": 1.0,
-            "every_steps": 3, "rows": 16, "masks": ("0.1",),
+            "every_steps": 1, "rows": 16, "masks": ("0.1",),
         },
         checkpoint={"last_step": False},
     )  # fmt: skip
     records = run(config)
     assert ["global_gradient_cosine" in record for record in records] == [True, False, True]
-    assert ["recall" in record for record in records] == [True, False, False]
+    assert ["recall" in record for record in records] == [True, True, True]
     assert 0 < records[0]["recall_worst"] < records[0]["recall"] < 1
     assert 0 < records[0]["local_gradient_cosine"] < 1
     assert (config.run.folder / "masks" / "step_0000001.png").stat().st_size > 2000
@@ -40,7 +41,7 @@ def test_gradients_are_compared_with_dense_ones_in_the_steps_asked_for(config):
     # Told when it is so for the second time.
     assert records[0]["alarms"] == []
     assert "a cosine of 0." in records[2]["alarms"][0] and "on 64 tokens" in records[2]["alarms"][0]
-    assert "sparsity.top_p = 0.9 may be larger" in records[2]["alarms"][0]
+    assert "sparsity.tau = 0.6 may be larger" in records[2]["alarms"][0]
     assert written(config) == records
 
 
@@ -101,6 +102,9 @@ def test_a_record_tells_means_and_the_worst_head():
     assert record["index_gap"] == pytest.approx(0.01)
     assert record["index_gap_per_head"][0] == [0.01, None, 0.01]
     assert record["index_gap_worst_per_layer"] == [0.01, 0.01]
+    ratios = audit_record({"local_gradient_ratio": np.array([[1.1, 0.5], [1.5, 0.9]])}, {})
+    assert ratios["local_gradient_ratio_worst_per_layer"] == [0.5, 1.5]
+    assert worst_head(ratios, "local_gradient_ratio") == (0, 1)
     assert audit_text(record)[0] == "recall 80.0% (worst head 30.0%, layer 1 head 2)"
     nothing = audit_record({"recall": np.full((1, 2), np.nan)}, {})
     assert nothing["recall"] is None and nothing["recall_worst_per_layer"] == [None]

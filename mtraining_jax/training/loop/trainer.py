@@ -83,6 +83,8 @@ class Trainer:
         self._audited_step = audit and make_train_step(
             config, builder, attention, mesh, inputs, audit
         )
+        if audit and config.audit.every_steps == 1:  # no step is without
+            self._train_step, self._audited_step = self._audited_step, None
         self._compare_gradients = make_gradient_comparison(config, builder, mesh, layout)
         self._devices = mesh.local_devices
         self._held_out = HeldOut(config, builder, mesh) if config.eval.every_steps else None
