@@ -13,8 +13,8 @@ from jax import Array
 
 from mtraining_jax.sparsity import document_slots, estimate, exchange
 from mtraining_jax.sparsity.checks import check_choice
+from mtraining_jax.sparsity.document_last_queries import DocumentLastQueries
 from mtraining_jax.sparsity.document_slots import DocumentSlots
-from mtraining_jax.sparsity.document_vertical_slash import DocumentVerticalSlash
 from mtraining_jax.sparsity.pattern import Shards
 from mtraining_jax.sparsity.spans import PackedSpans
 from pallas_kernels.index import BlockMaskIndex
@@ -22,7 +22,7 @@ from pallas_kernels.index import bits as sets
 
 
 def choose(
-    q: Array, k: Array, shards: Shards, slots: DocumentSlots, pattern: DocumentVerticalSlash
+    q: Array, k: Array, shards: Shards, slots: DocumentSlots, pattern: DocumentLastQueries
 ) -> tuple[BlockMaskIndex, Array]:
     """Chooses for the documents in slots; dense documents keep all of their pairs.
 
@@ -43,7 +43,7 @@ def choose(
     check_choice(q, k, shards, pattern.block_size)
     batch, heads = q.shape[0], q.shape[2]
     q_last = document_slots.last_queries(q, slots, shards, pattern.last_q)
-    scores = document_slots.softmax_scores(q_last, k, slots, shards)
+    scores = pattern.scores(q_last, k, slots, shards)
     (vertical, own, tails), head = exchange.to_heads(
         scores, shards.block_ids, shards.num_blocks, shards.axis_names
     )
@@ -64,13 +64,13 @@ def choose(
 
 def _kept(
     vertical: Array, slash: Array, heads: Array, entries: Array, slots: DocumentSlots,
-    pattern: DocumentVerticalSlash, shares: Array | None,
+    pattern: DocumentLastQueries, shares: Array | None,
 ) -> tuple[Array, Array, Array]:
     """What each row of (batch entry, head) keeps of its documents, all of them in one pass.
 
     Args:
-        vertical: int32 [R, NB, g], masses of columns.
-        slash: int32 [R, NB, g], masses of diagonals by the key that the last query sees there.
+        vertical: int32 or fp32 [R, NB, g], scores of columns.
+        slash: like that, scores of diagonals by the key that the last query sees there.
         heads: int32 [R], the query heads.
         entries: int32 [R], the batch entries.
         slots: the documents.
@@ -99,7 +99,7 @@ def _kept(
 
 
 def _index(
-    marks: Array, diagonals: Array, shards: Shards, pattern: DocumentVerticalSlash
+    marks: Array, diagonals: Array, shards: Shards, pattern: DocumentLastQueries
 ) -> BlockMaskIndex:
     """This rank's rows.
 

@@ -127,17 +127,13 @@ def softmax_scores(
     blocks = OwnBlocks(k, slots, shards)
 
     def tile(k: Array, slot: Array, place: Array, entry: Array) -> estimate.XlaTiles:
-        # Where the document ends, counted from the block; what ends before it sees nothing of it.
-        end = slots.tokens[entry, jnp.minimum(slot, num_slots - 1)] - place * k.shape[0]
+        end = _end(slots, slot, place, entry, k.shape[0])
         return estimate.XlaTiles(
             q_last[entry, slot][None], k[None], scale=scale, block_ids=jnp.zeros(1, jnp.int32),
-            num_blocks=1, valid_len=jnp.where(slot < num_slots, end, 0),
+            num_blocks=1, valid_len=end,
         )
 
-    def of_one(found: tuple[Array, ...]) -> tuple[Array, ...]:
-        return tuple(x[0, :, 0] for x in found)
-
-    block_peak, block_total = blocks.map(lambda *block: of_one(tile(*block).statistics()))
+    block_peak, block_total = blocks.map(lambda *block: _of_one(tile(*block).statistics()))
     peak, normaliser = joined(
         block_peak, block_total, blocks.slot, num_slots, scale, shards.axis_names
     )
@@ -145,9 +141,51 @@ def softmax_scores(
 
     def masses(k: Array, slot: Array, place: Array, entry: Array) -> tuple[Array, ...]:
         own = peak[entry, slot][None], normaliser[entry, slot][None]
-        return of_one(tile(k, slot, place, entry).masses(*own))
+        return _of_one(tile(k, slot, place, entry).masses(*own))
 
     return tuple(x.swapaxes(1, 2) for x in blocks.map(masses))
+
+
+def logit_scores(
+    q_last: Array, k: Array, slots: DocumentSlots, shards: Shards
+) -> tuple[Array, Array, Array]:
+    """As `estimate.logit_scores`, of each document by its own last queries over its own keys.
+
+    Args:
+        q_last: [B, E, Hq, u, D], as `last_queries` gives them.
+        k: [B, n, Hk, D], local keys.
+        slots: the documents.
+        shards: where the keys lie.
+
+    Returns:
+        (columns, own, tails), fp32, of the shapes that `softmax_scores` gives. Diagonals are 0 in
+        blocks of no slot, and columns -inf.
+    """
+
+    def sums(k: Array, slot: Array, place: Array, entry: Array) -> tuple[Array, ...]:
+        end = _end(slots, slot, place, entry, k.shape[0])
+        found = estimate.logit_scores(
+            q_last[entry, slot][None], k[None], block_ids=jnp.zeros(1, jnp.int32), num_blocks=1,
+            valid_len=end,
+        )
+        return _of_one(found)
+
+    return tuple(x.swapaxes(1, 2) for x in OwnBlocks(k, slots, shards).map(sums))
+
+
+def _end(slots: DocumentSlots, slot: Array, place: Array, entry: Array, block_size: int) -> Array:
+    """Where the document of a block ends, counted from the block, as arguments of `OwnBlocks.map`.
+
+    0 for no document: queries before such an end see nothing of the block.
+    """
+    num_slots = slots.first.shape[1]
+    end = slots.tokens[entry, jnp.minimum(slot, num_slots - 1)] - place * block_size
+    return jnp.where(slot < num_slots, end, 0)
+
+
+def _of_one(found: tuple[Array, ...]) -> tuple[Array, ...]:
+    """[1, Hq, 1, ...], of one block of one batch entry, to [Hq, ...]."""
+    return tuple(x[0, :, 0] for x in found)
 
 
 def joined(

@@ -14,6 +14,7 @@ from mtraining_jax.sparsity.pattern import Choice, ModelSizes, Pattern, Settings
 if TYPE_CHECKING:
     from jax import Array
 
+    from mtraining_jax.sparsity.last_queries import Rule
     from mtraining_jax.sparsity.spans import Spans
 
 
@@ -33,6 +34,8 @@ class FixedBudget(Pattern):
         block_size: g, tokens on a side of a block; `last_q` must not exceed it.
         sink_tokens: the first columns rank above all others.
         sliding_window: the nearest diagonals rank above all others.
+        dense_below: documents of fewer tokens than this, padding included, keep all of their pairs
+            where several are packed into a sequence. Without documents it has no effect.
 
     Raises:
         ValueError: naming the field, its value and what is allowed.
@@ -48,11 +51,12 @@ class FixedBudget(Pattern):
     block_size: int = 128
     sink_tokens: int = 30
     sliding_window: int = 100
+    dense_below: int = 8192
 
     def __post_init__(self) -> None:
         for name, least in (
             ("block_size", 1), ("last_q", 1), ("max_verticals", 0), ("max_slashes", 0),
-            ("sink_tokens", 0), ("sliding_window", 0),
+            ("sink_tokens", 0), ("sliding_window", 0), ("dense_below", 0),
         ):  # fmt: skip
             if getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
@@ -64,7 +68,18 @@ class FixedBudget(Pattern):
         from mtraining_jax.sparsity.checks import check_heads
 
         check_heads(self, q.shape[2])
-        return Choice(last_queries.choose(q, k, shards, self, _Rule(self))[0])
+        return Choice(last_queries.choose(q, k, shards, self, self.rule())[0])
+
+    def rule(self) -> "Rule":
+        """What of the sums is kept."""
+        return _Rule(self)
+
+    def for_documents(self) -> "FixedBudget":
+        """As many columns and diagonals for each document."""
+        from mtraining_jax.sparsity.document_budgets import DocumentFixedBudget
+        from mtraining_jax.sparsity.document_last_queries import for_documents
+
+        return for_documents(self, DocumentFixedBudget)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +92,8 @@ class BudgetFile(Settings):
         sink_tokens: first tokens of the sequence, which rank above all other columns.
         sliding_window: nearest diagonals that rank above all others, in tokens of distance.
         block_size: tokens on a side of a block.
+        dense_below: documents of fewer tokens than this, padding included, keep all of their pairs
+            where several are packed into a sequence. Without documents it has no effect.
 
     Raises:
         ValueError: naming the field, its value and what is allowed.
@@ -87,6 +104,7 @@ class BudgetFile(Settings):
     sink_tokens: limited(int, ge=0) = 30
     sliding_window: limited(int, ge=0) = 100
     block_size: limited(int, ge=1) = 128
+    dense_below: limited(int, ge=0) = 8192
 
     def __post_init__(self) -> None:
         check_limits(self)
@@ -111,10 +129,17 @@ class BudgetFile(Settings):
             )
         return budgets
 
+    def for_documents(self) -> "BudgetFile":
+        """As many columns and diagonals for each document."""
+        from mtraining_jax.sparsity.document_budgets import DocumentBudgetFile
+        from mtraining_jax.sparsity.document_last_queries import for_documents
+
+        return for_documents(self, DocumentBudgetFile)
+
     def _budgets(self) -> Pattern:
         return load_budgets(self.budget_file).pattern(
             last_q=self.last_q, block_size=self.block_size, sink_tokens=self.sink_tokens,
-            sliding_window=self.sliding_window,
+            sliding_window=self.sliding_window, dense_below=self.dense_below,
         )  # fmt: skip
 
     def describe(self) -> str:
@@ -158,7 +183,9 @@ class _Rule:
         pattern = self.pattern
         numbers = spans.entries(by_distance.shape[-1])
         forced = jnp.stack([numbers < pattern.sink_tokens, numbers < pattern.sliding_window])
-        scores = jnp.where(forced[:, None], jnp.inf, by_distance)
+        # Rows of one sequence each have the same numbers; those of several have their own.
+        forced = forced.reshape(2, -1, *numbers.shape[-2:])
+        scores = jnp.where(forced, jnp.inf, by_distance)
         tokens = spans.spread(jnp.asarray(spans.tokens))[..., None]
         keys = select.float_keys(jnp.where(numbers < tokens, scores, -jnp.inf))
         budgets = jnp.stack([jnp.asarray(pattern.verticals), jnp.asarray(pattern.slashes)])

@@ -13,6 +13,7 @@ from mtraining_jax.sparsity.pattern import Choice, Pattern, Shards
 if TYPE_CHECKING:
     from jax import Array
 
+    from mtraining_jax.sparsity.last_queries import Rule
     from mtraining_jax.sparsity.spans import Spans
 
 # The least columns and diagonals of a vertical-slash head in the reference implementation.
@@ -43,8 +44,11 @@ class MInference(Pattern):
         windows: int32 [Hq], nearest diagonals, which are forced.
         max_verticals: static cap, at least the largest entry of `verticals`.
         max_slashes: static cap, at least the largest entry of `slashes`.
+        max_sinks: static cap, at least the largest entry of `sinks`.
         last_q: queries at the end of the sequence whose attention is the estimate.
         block_size: g, tokens on a side of a block; `last_q` must not exceed it.
+        dense_below: documents of fewer tokens than this, padding included, keep all of their pairs
+            where several are packed into a sequence. Without documents it has no effect.
     """
 
     arrays = ("verticals", "slashes", "sinks", "windows")
@@ -55,8 +59,10 @@ class MInference(Pattern):
     windows: "Array"
     max_verticals: int
     max_slashes: int
+    max_sinks: int
     last_q: int = 64
     block_size: int = 128
+    dense_below: int = 8192
 
     def choose(self, q: "Array", k: "Array", shards: Shards) -> Choice:
         """Keeps as many columns and diagonals as the budgets say.
@@ -68,7 +74,18 @@ class MInference(Pattern):
         from mtraining_jax.sparsity.checks import check_heads
 
         check_heads(self, q.shape[2])
-        return Choice(last_queries.choose(q, k, shards, self, _Rule(self))[0])
+        return Choice(last_queries.choose(q, k, shards, self, self.rule())[0])
+
+    def rule(self) -> "Rule":
+        """What of the masses is kept."""
+        return _Rule(self)
+
+    def for_documents(self) -> "MInference":
+        """As many columns and diagonals for each document."""
+        from mtraining_jax.sparsity.document_budgets import DocumentMInference
+        from mtraining_jax.sparsity.document_last_queries import for_documents
+
+        return for_documents(self, DocumentMInference)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +107,13 @@ class MInferenceFile(BudgetFile):
 
     swap_block_sparse: bool = False
 
+    def for_documents(self) -> "MInferenceFile":
+        """As many columns and diagonals for each document."""
+        from mtraining_jax.sparsity.document_budgets import DocumentMInferenceFile
+        from mtraining_jax.sparsity.document_last_queries import for_documents
+
+        return for_documents(self, DocumentMInferenceFile)
+
     def _budgets(self) -> MInference:
         table = np.array(
             [
@@ -101,7 +125,7 @@ class MInferenceFile(BudgetFile):
         verticals, slashes, sinks, windows = np.moveaxis(table, -1, 0)
         return MInference(
             verticals, slashes, sinks, windows, int(verticals.max()), int(slashes.max()),
-            self.last_q, self.block_size,
+            int(sinks.max()), self.last_q, self.block_size, self.dense_below,
         )  # fmt: skip
 
     def _numbers(

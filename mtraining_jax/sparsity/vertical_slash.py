@@ -135,10 +135,10 @@ class VerticalSlash(VerticalSlashSettings, Pattern):
 
     def for_documents(self) -> "VerticalSlash":
         """Columns and diagonals for each document."""
+        from mtraining_jax.sparsity.document_last_queries import for_documents
         from mtraining_jax.sparsity.document_vertical_slash import DocumentVerticalSlash
 
-        fields = dataclasses.fields(self)
-        return DocumentVerticalSlash(**{field.name: getattr(self, field.name) for field in fields})
+        return for_documents(self, DocumentVerticalSlash)
 
     def kept(
         self, by_distance: "Array", heads: "Array", spans: "Spans", most_columns: "Array",

@@ -1,6 +1,7 @@
-"""Vertical-slash chooses in a pack what it chooses for each document alone, on any ranks."""
+"""Patterns by last queries choose in a pack what they choose for a document alone, on any ranks."""
 
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
@@ -8,8 +9,10 @@ import numpy as np
 import pytest
 
 from mtraining_jax.parallel.layout import Layout
-from mtraining_jax.sparsity import Shards, VerticalSlash
+from mtraining_jax.sparsity import FixedBudget, ModelSizes, Shards, VerticalSlash
 from mtraining_jax.sparsity.documents import Documents
+from mtraining_jax.sparsity.fixed_budget import BudgetFile
+from mtraining_jax.sparsity.minference import MInference, MInferenceFile
 from tests.pallas_kernels.brute_force import index_mask
 from tests.sparsity import inputs
 
@@ -18,17 +21,40 @@ SEQ_LEN = BLOCK * NUM_BLOCKS
 # A token and a block, which are dense; fewer tokens than queries in the last block, a whole block
 # at the end, and padding behind. In the other sequence one document only, with padding in it.
 LENGTHS = [[1, 16, 66, 64, 40], [247]]
-OPTIONS = dict(last_q=8, block_size=BLOCK, dense_below=3 * BLOCK, sink_tokens=2, local_blocks=1)
+ANY = dict(last_q=8, block_size=BLOCK, dense_below=3 * BLOCK)
+OPTIONS = dict(**ANY, sink_tokens=2, local_blocks=1)
 FEW = dict(min_verticals=4, min_slashes=1, max_slashes=2)
+
+
+def numbers(*of_heads):
+    return np.array(of_heads, np.int32)
+
+
+# Of a head without columns and of one without diagonals; the last keeps every column.
+BUDGETS = numbers(0, 9, 20, SEQ_LEN), numbers(3, 0, 25, 2)
+FORCED = dict(sinks=numbers(2, 2, 20, 0), windows=numbers(2, 0, 3, 0))
 PATTERNS = {
     "safe": VerticalSlash(top_p=0.6, max_verticals=SEQ_LEN, **FEW, **OPTIONS),
     "paper": VerticalSlash(
         top_p=0.5, preset="paper", max_slashes=2, max_verticals=SEQ_LEN, **OPTIONS
     ),
     "joint": VerticalSlash(top_p=0.7, preset="joint", max_verticals=SEQ_LEN, **OPTIONS),
+    "fixed": FixedBudget(
+        *BUDGETS, max_verticals=SEQ_LEN, max_slashes=25, sink_tokens=2, sliding_window=3, **ANY
+    ),
+    "minference": MInference(
+        *BUDGETS, **FORCED, max_verticals=SEQ_LEN, max_slashes=25, max_sinks=20, **ANY
+    ),
 }
 # Of 256 tokens at 2 columns a block: a document of 5 blocks has room for 10.
-CAPPED = VerticalSlash(top_p=1.0, max_verticals=16, **FEW, **OPTIONS)
+CAPPED = {
+    "top-p": VerticalSlash(top_p=1.0, max_verticals=16, **FEW, **OPTIONS),
+    "budgets": FixedBudget(
+        numbers(16, 16, 16, 16), numbers(0, 0, 0, 0), max_verticals=16, max_slashes=0,
+        sink_tokens=4, sliding_window=0, **ANY,
+    ),
+}
+EVERY = PATTERNS | CAPPED
 
 
 def spans(lengths):
@@ -44,8 +70,10 @@ def arrays():
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def choose(pattern, q, k, documents=None, valid_len=None):
-    documents = None if documents is None else documents.blocks()
+def choose(name, q, k, documents=None, valid_len=None):
+    pattern = EVERY[name]
+    if documents is not None:
+        pattern, documents = pattern.for_documents(), documents.blocks()
     shards = Shards(
         jnp.arange(NUM_BLOCKS), NUM_BLOCKS, valid_len=valid_len, documents=documents
     )
@@ -53,15 +81,14 @@ def choose(pattern, q, k, documents=None, valid_len=None):
 
 
 @functools.cache
-def pack(pattern):
+def pack(name):
     documents = Documents.from_lengths(LENGTHS, SEQ_LEN, BLOCK)
-    return jax.device_get(choose(pattern.for_documents(), *arrays(), documents))
+    return jax.device_get(choose(name, *arrays(), documents))
 
 
-@pytest.mark.parametrize("preset", PATTERNS)
-def test_a_pack_chooses_what_each_document_chooses_alone(preset):
-    pattern = PATTERNS[preset]
-    found, saved = index_mask(pack(pattern).index, SEQ_LEN), []
+@pytest.mark.parametrize("name", PATTERNS)
+def test_a_pack_chooses_what_each_document_chooses_alone(name):
+    found, saved = index_mask(pack(name).index, SEQ_LEN), []
     wanted = np.zeros_like(found)
     noise = jax.random.normal(jax.random.key(1), (SEQ_LEN, 1, 1)) * 5
     for row, lengths in enumerate(LENGTHS):
@@ -76,21 +103,22 @@ def test_a_pack_chooses_what_each_document_chooses_alone(preset):
                 jnp.where(counts, jnp.roll(x[row], -start * BLOCK, 0), noise)[None]
                 for x in arrays()
             ]
-            choice = jax.device_get(choose(pattern, *alone, None, jnp.int32(length)))
+            choice = jax.device_get(choose(name, *alone, None, jnp.int32(length)))
             mask = index_mask(choice.index, SEQ_LEN)[0, :, :size, :size]
             assert not mask.all((1, 2)).any() and mask.sum() < 4 * np.tri(size).sum()
             wanted[row, :, own, own] = mask
             saved.append([row, choice.statistics.get("saved_heads", np.zeros((1, 4)))[0]])
     np.testing.assert_array_equal(found, wanted)
-    if preset == "paper":
-        for row, share in enumerate(pack(pattern).statistics["saved_heads"]):
+    if name == "paper":
+        for row, share in enumerate(pack(name).statistics["saved_heads"]):
             of_documents = [x for at, x in saved if at == row]
             np.testing.assert_allclose(share, np.mean(of_documents, 0), rtol=1e-6)
 
 
-def test_documents_share_the_room_for_columns_by_their_lengths():
+@pytest.mark.parametrize("name", CAPPED)
+def test_documents_share_the_room_for_columns_by_their_lengths(name):
     # Each of its last queries sees the last key it can: all columns have mass, so caps decide.
-    index = pack(CAPPED).index
+    index = pack(name).index
     marks = index.column_marks[..., 0][..., None] >> np.arange(BLOCK) & 1
     for row, lengths in enumerate(LENGTHS):
         for start, blocks in spans(lengths):
@@ -98,16 +126,40 @@ def test_documents_share_the_room_for_columns_by_their_lengths():
             own = marks[row, :, start : start + blocks].sum((1, 2))
             np.testing.assert_array_equal(own, most)
     assert index.max_columns == 128
-    capacity = CAPPED.for_documents().capacities
+    capacity = CAPPED[name].for_documents().capacities
     assert capacity(NUM_BLOCKS)[1] == 128
     # 512 blocks: room for 32 columns in all, and at least 4 of each of 170 documents.
     assert capacity(512)[1] == 768
+
+
+def test_the_room_for_columns_has_at_least_what_each_document_is_given():
     assert VerticalSlash().for_documents().capacities(4096)[1] == 8192 + 64 * 128
+    room = dict(max_verticals=1000, max_slashes=0, block_size=128)
+    budgets = MInference(*BUDGETS, **FORCED, **room, max_sinks=20).for_documents()
+    # 2000 and 64 * 20, as multiples of 128.
+    assert budgets.capacities(4096)[1] == 26 * 128
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_ranks_choose_the_rows_of_one(ranks):
-    pattern, layout = PATTERNS["paper"], Layout("striped", SEQ_LEN, ranks, BLOCK)
+@pytest.mark.parametrize("kind", [BudgetFile, MInferenceFile])
+def test_files_of_budgets_give_the_pattern_for_documents(kind, tmp_path):
+    path = tmp_path / "budgets.json"
+    path.write_text(json.dumps([[["stream_llm", 40, 5, 1.0], ["vertical_and_slash", 60, 7, 1.0]]]))
+    settings, model = kind(str(path), dense_below=2048, sink_tokens=9), ModelSizes(1, 2, 8192)
+    packed = settings.for_documents()
+    assert packed.by_rows and packed.dense_below == 2048
+    found, wanted = packed.pattern(model), settings.pattern(model).for_documents()
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    # 64 blocks: 120 columns by lengths, and those of sinks of 4 documents; at most 60 of each.
+    sinks = 9 if kind is BudgetFile else 40
+    assert packed.capacities(64)[1] == -(-min(120 + 4 * sinks, 240) // 128) * 128
+    assert packed.capacities(64) == found.capacities(64)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"), [("paper", 2), ("paper", 4), ("paper", 8), ("fixed", 4)]
+)
+def test_ranks_choose_the_rows_of_one(name, ranks):
+    pattern, layout = PATTERNS[name], Layout("striped", SEQ_LEN, ranks, BLOCK)
     rows = np.stack([layout.block_ids(rank) for rank in range(ranks)]).astype(np.int32)
     documents = Documents.from_lengths(LENGTHS, SEQ_LEN, BLOCK)
 
@@ -118,10 +170,11 @@ def test_ranks_choose_the_rows_of_one(ranks):
     blocks = [x.reshape(len(LENGTHS), NUM_BLOCKS, BLOCK, *x.shape[2:]) for x in arrays()]
     dealt = [jnp.moveaxis(x[:, rows], 1, 0) for x in blocks]
     dealt = [x.reshape(ranks, len(LENGTHS), -1, *x.shape[4:]) for x in dealt]
-    many, one = jax.jit(jax.vmap(on_rank, axis_name="rank"))(*dealt, rows), pack(pattern)
-    for name in ("bits", "column_marks", "column_start"):
-        found, wanted = (np.asarray(getattr(x.index, name)) for x in (many, one))
+    many, one = jax.jit(jax.vmap(on_rank, axis_name="rank"))(*dealt, rows), pack(name)
+    for field in ("bits", "column_marks", "column_start"):
+        found, wanted = (np.asarray(getattr(x.index, field)) for x in (many, one))
         np.testing.assert_array_equal(np.moveaxis(found, 0, 3)[:, :, range(rows.shape[1])],
-                                      np.moveaxis(wanted[:, :, rows], 2, 3), name)
-    for share in many.statistics["saved_heads"]:
-        np.testing.assert_array_equal(share, one.statistics["saved_heads"])
+                                      np.moveaxis(wanted[:, :, rows], 2, 3), field)
+    for statistic, shares in many.statistics.items():
+        for share in shares:
+            np.testing.assert_array_equal(share, one.statistics[statistic])

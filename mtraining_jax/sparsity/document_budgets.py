@@ -1,0 +1,82 @@
+"""Budgets of columns and diagonals where documents are packed: for each document of a pack."""
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from mtraining_jax.sparsity.document_last_queries import DocumentLastQueries
+from mtraining_jax.sparsity.fixed_budget import BudgetFile, FixedBudget
+from mtraining_jax.sparsity.minference import MInference, MInferenceFile
+from mtraining_jax.sparsity.pattern import Pattern, Shards
+
+if TYPE_CHECKING:
+    from jax import Array
+
+    from mtraining_jax.sparsity.document_slots import DocumentSlots
+    from mtraining_jax.sparsity.spans import Spans
+
+
+class _ByBudgets(DocumentLastQueries):
+    """What both have in common: their `rule` says what of scores is kept."""
+
+    def kept(
+        self, by_distance: "Array", heads: "Array", spans: "Spans", most_columns: "Array",
+        shares: "Array | None" = None,
+    ) -> tuple:
+        """As `DocumentLastQueries.kept`; budgets are no shares of mass, so `shares` is None."""
+        from mtraining_jax.sparsity import last_queries
+
+        del shares
+        return last_queries.each_kind(self.rule(), by_distance, heads, spans, most_columns)
+
+
+@dataclasses.dataclass(frozen=True)
+class DocumentFixedBudget(_ByBudgets, FixedBudget):
+    """What `FixedBudget` is where documents are packed: budgets are those of each document."""
+
+    def least_columns(self) -> int:
+        """The sinks."""
+        return min(self.sink_tokens, self.max_verticals)
+
+    def scores(
+        self, q_last: "Array", k: "Array", slots: "DocumentSlots", shards: Shards
+    ) -> tuple:
+        """Sums of raw logits."""
+        from mtraining_jax.sparsity import document_slots
+
+        return document_slots.logit_scores(q_last, k, slots, shards)
+
+
+@dataclasses.dataclass(frozen=True)
+class DocumentMInference(_ByBudgets, MInference):
+    """What `MInference` is where documents are packed: budgets are those of each document."""
+
+    def least_columns(self) -> int:
+        """The most sinks of any head."""
+        return min(self.max_sinks, self.max_verticals)
+
+
+class _OfDocuments:
+    """What both kinds of files do where documents are packed."""
+
+    by_rows = True
+
+    def for_documents(self) -> "_OfDocuments":
+        """Itself."""
+        return self
+
+    def capacities(self, num_blocks: int) -> tuple[int, int]:
+        """Those of the pattern, for the largest budgets of any layer."""
+        return self._budgets().capacities(num_blocks)
+
+    def _budgets(self) -> Pattern:
+        return super()._budgets().for_documents()
+
+
+@dataclasses.dataclass(frozen=True)
+class DocumentBudgetFile(_OfDocuments, BudgetFile):
+    """What `BudgetFile` is where documents are packed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DocumentMInferenceFile(_OfDocuments, MInferenceFile):
+    """What `MInferenceFile` is where documents are packed."""
