@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtraining_jax import Dense, Documents, VerticalSlash, sparse_attention
+from mtraining_jax import Dense, Documents, FixedBudget, VerticalSlash, sparse_attention
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.sparsity import (
     BlockTopK,
@@ -17,6 +17,7 @@ from mtraining_jax.sparsity import (
     Shards,
     XAttention,
 )
+from mtraining_jax.sparsity.minference import MInference
 from pallas_kernels.reference import mask_from_index
 from tests.gpu.ring_errors import own_device
 from tests.pallas_kernels import cases
@@ -37,6 +38,15 @@ VERTICAL_SLASH = [
     VerticalSlash(preset=preset, top_p=0.6, max_slashes=4, dense_below=DENSE_BELOW, **options)
     for preset, options in [("safe", {"min_slashes": 1}), ("joint", {})]
 ]
+NUMBERS = [np.array(own, np.int32) for own in ((40, 0, 100, 200), (4, 8, 100, 0))]
+BUDGETS = [
+    FixedBudget(*NUMBERS, max_verticals=200, max_slashes=100, dense_below=DENSE_BELOW),
+    MInference(
+        *NUMBERS, *(np.full(4, number, np.int32) for number in (30, 100)), max_verticals=200,
+        max_slashes=100, max_sinks=30, dense_below=DENSE_BELOW,
+    ),
+]  # fmt: skip
+EVERY = [*PATTERNS, *VERTICAL_SLASH, *BUDGETS]
 
 
 @functools.cache
@@ -57,7 +67,10 @@ def as_bool(bits):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def run(pattern, q, k, v, dout, documents):
+def run(number, q, k, v, dout, documents):
+    """Of a pattern of `EVERY`; those with arrays could not be static arguments themselves."""
+    pattern = EVERY[number]
+
     def results(q, k, v):
         out, lse, index = sparse_attention(
             q, k, v, pattern=pattern, documents=documents, backend=BACKEND, return_lse=True,
@@ -70,23 +83,24 @@ def run(pattern, q, k, v, dout, documents):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def choose(pattern, q, k, documents):
+def choose(number, q, k, documents):
     shards = Shards(
         jnp.arange(NUM_BLOCKS), NUM_BLOCKS, backend=BACKEND, documents=documents.blocks()
     )
-    return pattern.for_documents().choose(q, k, shards).index
+    return EVERY[number].for_documents().choose(q, k, shards).index
 
 
-def name(pattern):
+def name(number):
+    pattern = EVERY[number]
     return f"{type(pattern).__name__}-{getattr(pattern, 'preset', '')}"
 
 
-@pytest.mark.parametrize("pattern", [*PATTERNS, *VERTICAL_SLASH], ids=name)
-def test_a_pack_is_right_and_chooses_as_each_document_alone(pattern):
+@pytest.mark.parametrize("number", range(len(EVERY)), ids=name)
+def test_a_pack_is_right_and_chooses_as_each_document_alone(number):
     with jax.default_device(own_device()):
         q, k, v, dout = inputs()
         documents = Documents.from_lengths([LENGTHS], SIZE.seq_len, BLOCK)
-        found, lse, index = run(pattern, q, k, v, dout, documents)
+        found, lse, index = run(number, q, k, v, dout, documents)
         mask = np.asarray(mask_from_index(index, SIZE.seq_len))
         expected = oracle(q, k, v, dout, mask)
         for name, x in found.items():
@@ -97,7 +111,7 @@ def test_a_pack_is_right_and_chooses_as_each_document_alone(pattern):
         for (start, size), length in zip(spans(), LENGTHS, strict=True):
             own = [jnp.roll(x, -start * BLOCK, 1) for x in (q, k)]
             alone = Documents.from_lengths([[length]], SIZE.seq_len, BLOCK)
-            alone = choose(pattern, *own, alone)
+            alone = choose(number, *own, alone)
             computed = np.asarray(mask_from_index(alone, SIZE.seq_len))
             alone = as_bool(alone.bits)[0]
             assert not alone[:, size:].any()
@@ -108,23 +122,23 @@ def test_a_pack_is_right_and_chooses_as_each_document_alone(pattern):
         np.testing.assert_array_equal(bits, wanted)
         np.testing.assert_array_equal(mask, pairs)  # columns too
         whole = sum(size * (size + 1) // 2 for _, size in spans())
-        assert isinstance(pattern, Dense) == (bits.sum((1, 2)) == whole).all()
+        assert isinstance(EVERY[number], Dense) == (bits.sum((1, 2)) == whole).all()
 
 
-@pytest.mark.parametrize("pattern", [PATTERNS[0], VERTICAL_SLASH[0]], ids=name)
-def test_eight_ranks_choose_the_rows_of_one(pattern):
+@pytest.mark.parametrize("number", [0, len(PATTERNS), len(EVERY) - 2], ids=name)
+def test_eight_ranks_choose_the_rows_of_one(number):
     layout = Layout("striped", SIZE.seq_len, 8, BLOCK)
     rows = np.stack([layout.block_ids(rank) for rank in range(8)]).astype(np.int32)
     with jax.default_device(own_device()):
         q, k = inputs()[:2]
         documents = Documents.from_lengths([LENGTHS], SIZE.seq_len, BLOCK)
-        one = jax.tree.leaves(choose(pattern, q, k, documents))
+        one = jax.tree.leaves(choose(number, q, k, documents))
 
         def on_rank(q, k, block_ids):
             shards = Shards(
                 block_ids, NUM_BLOCKS, ("device",), backend=BACKEND, documents=documents.blocks()
             )
-            return pattern.for_documents().choose(q, k, shards).index
+            return EVERY[number].for_documents().choose(q, k, shards).index
 
         blocks = [x.reshape(1, NUM_BLOCKS, BLOCK, *x.shape[2:]) for x in (q, k)]
         dealt = [jnp.moveaxis(x[:, rows], 1, 0) for x in blocks]
