@@ -186,7 +186,7 @@ def test_each_layer_gets_its_own_inputs(remat):
     _, stats = run(inputs)
     np.testing.assert_array_equal(stats["gain"], [1.0, 2.0, 0.5])
     np.testing.assert_array_equal(stats["heads"], [4.0, 4.0, 4.0])
-    assert stats["heads"].dtype == jnp.float32
+    assert stats["gain"].dtype == jnp.float32 and stats["heads"].dtype == jnp.int32
 
 
 def test_no_gradient_flows_through_stats():

@@ -29,11 +29,12 @@ def documents(tmp_path_factory):
 
 @pytest.fixture
 def packed(config, documents):
-    """As `--config tiny`, smaller: two groups of four ranks, each with two micro-batches of two."""
+    """As `--config tiny`, smaller: two groups of two ranks, each with two micro-batches of two."""
     run = config.run
     overrides = {
         "run.steps": 8, "run.output_dir": run.output_dir, "run.log_every": 1,
         "run.compile_cache_dir": run.compile_cache_dir, "parallel.data": 2, "parallel.nodes": 1,
+        "parallel.devices_per_node": 2,
         "data.source": "tokens", "data.paths": f'["{documents}"]', "data.mode": "pack",
         "data.seq_len": S, "data.batch_size": 8, "data.balance": "density",
         "optimizer.accumulation_steps": 2, "sparsity.block_size": 16, "sparsity.sampled_rows": 2,
