@@ -54,7 +54,6 @@ def _backward(q, k, v, dout, lse, delta, tiles, columns, **options):
 # Tiles, whether there are columns, dtype, and whether results are fp32 and added to running ones.
 PROBLEMS = [
     ("diagonals", True, "bfloat16", False),
-    ("diagonals", False, "bfloat16", True),
     ("none", True, "bfloat16", True),
     ("segments", True, "bfloat16", True),
     ("listed", False, "bfloat16", False),
