@@ -10,12 +10,13 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jax import Array, lax
 
-MOST_BLOCKS = 1 << 13  # more would overflow the sums of `_HIGH_BITS`
+_MOST_BLOCKS = 1 << 13  # more would overflow the sums of `_HIGH_BITS`
 LOG2E = math.log2(math.e)
 _HIGH_BITS = 17
 _LOW_BITS = 13
 _MASS_BITS = 30
 _SCORE_BYTES = 1 << 29  # of scores in memory at a time
+_DTYPES = (jnp.bfloat16, jnp.float16)
 
 # A kernel: rows [B, Hq, R, E], keys [B, Hk, C, E], places int32 [B or 1, R] and starts int32 [B, R]
 # or None (in which case places may be [1, R]) in; scores fp32 [B, Hq, NB or more, R] and peak fp32
@@ -23,6 +24,26 @@ _SCORE_BYTES = 1 << 29  # of scores in memory at a time
 # that a row sees: -inf where it sees none of them, or anything if no row of its tile does. The peak
 # is the largest product of scale, q, k and log2(e) that a row sees, -inf if it sees none.
 Score = Callable[[Array, Array, Array, Array | None], tuple[Array, Array]]
+
+
+def unsupported_by_kernel(q: Array, k: Array, *, depth: int, width: int) -> str | None:
+    """`BlockScores.unsupported` of a kernel.
+
+    Args:
+        q, k: as in `BlockScores.unsupported`.
+        depth: numbers of a row that the kernel multiplies at a time.
+        width: keys that it takes at a time.
+    """
+    columns, length = k.shape[3:]
+    if q.dtype not in _DTYPES or k.dtype != q.dtype:
+        return f"dtypes {q.dtype} and {k.dtype} (bfloat16 or float16 is needed)"
+    if length % depth:
+        return f"rows of {length} numbers (multiples of {depth} are needed)"
+    if columns % 8 or width % columns:
+        return f"{columns} rows of keys in a block (8, 16, 32, 64 or 128 are needed)"
+    if k.shape[2] > _MOST_BLOCKS:
+        return f"{k.shape[2]} blocks of keys (at most {_MOST_BLOCKS} are possible)"
+    return None
 
 
 def masses_from_scores(

@@ -2,16 +2,14 @@
 
 from typing import Any
 
-import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.masses import MOST_BLOCKS, masses_from_scores
+from pallas_kernels.masses import masses_from_scores, unsupported_by_kernel
 from pallas_kernels.mosaic_gpu import device
 from pallas_kernels.mosaic_gpu.kernels import block_scores, short_block_scores
 from pallas_kernels.mosaic_gpu.kernels.block_scores import DEPTH, BlockScoresConfig
 from pallas_kernels.mosaic_gpu.kernels.short_block_scores import ShortBlockScoresConfig
 
-_DTYPES = (jnp.bfloat16, jnp.float16)
 _INTERPRETED_MULTIPROCESSORS = 2
 
 
@@ -30,17 +28,8 @@ class HopperBlockScores:
 
     def unsupported(self, q: Array, k: Array) -> str | None:
         """See `BlockScores.unsupported`."""
-        columns, length = k.shape[3:]
-        if q.dtype not in _DTYPES or k.dtype != q.dtype:
-            return f"dtypes {q.dtype} and {k.dtype} (bfloat16 or float16 is needed)"
-        if length % DEPTH:
-            return f"rows of {length} numbers (multiples of {DEPTH} are needed)"
         width = min(self._config.width, self._short.width)
-        if columns % 8 or width % columns:
-            return f"{columns} rows of keys in a block (8, 16, 32, 64 or 128 are needed)"
-        if k.shape[2] > MOST_BLOCKS:
-            return f"{k.shape[2]} blocks of keys (at most {MOST_BLOCKS} are possible)"
-        return None
+        return unsupported_by_kernel(q, k, depth=DEPTH, width=width)
 
     def block_masses(
         self, q: Array, k: Array, places: Array, first_blocks: Array | None = None, *,

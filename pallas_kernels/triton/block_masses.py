@@ -7,12 +7,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.masses import LOG2E, MOST_BLOCKS, masses_from_scores
+from pallas_kernels.masses import LOG2E, masses_from_scores, unsupported_by_kernel
 from pallas_kernels.triton.call import Call, run_on_gpu
 from pallas_kernels.triton.configs import Config
 
 _DEPTH = 64
-_DTYPES = (jnp.bfloat16, jnp.float16)
 # Chosen as those of configs.py: by what the compiler reports for sm_80.
 SCORES = Config(rows=64, keys=128, warps=4, stages=3)
 
@@ -29,16 +28,7 @@ class TritonBlockScores:
 
     def unsupported(self, q: Array, k: Array) -> str | None:
         """See `BlockScores.unsupported`."""
-        columns, length = k.shape[3:]
-        if q.dtype not in _DTYPES or k.dtype != q.dtype:
-            return f"dtypes {q.dtype} and {k.dtype} (bfloat16 or float16 is needed)"
-        if length % _DEPTH:
-            return f"rows of {length} numbers (multiples of {_DEPTH} are needed)"
-        if columns % 8 or SCORES.keys % columns:
-            return f"{columns} rows of keys in a block (8, 16, 32, 64 or 128 are needed)"
-        if k.shape[2] > MOST_BLOCKS:
-            return f"{k.shape[2]} blocks of keys (at most {MOST_BLOCKS} are possible)"
-        return None
+        return unsupported_by_kernel(q, k, depth=_DEPTH, width=SCORES.keys)
 
     def block_masses(
         self, q: Array, k: Array, places: Array, first_blocks: Array | None = None, *,
