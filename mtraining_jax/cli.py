@@ -13,7 +13,7 @@ from mtraining_jax.config import (
     load_own_plugins,
 )
 from mtraining_jax.config.fields import all_fields, nearest
-from mtraining_jax.errors import UserError
+from mtraining_jax.errors import UserError, print_error
 from mtraining_jax.planning.hardware import GPUS
 from mtraining_jax.platform import set_platform
 from mtraining_jax.signals import EXIT_STOPPED, Stopped, StopSignals
@@ -175,9 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"stopped: {stopped}", file=sys.stderr)
         return EXIT_STOPPED
     except UserError as error:
-        for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr)
-        return 2
+        return print_error(error)
 
 
 def _command(arguments: Sequence[str], signals: StopSignals) -> int:

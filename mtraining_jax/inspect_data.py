@@ -9,7 +9,7 @@ from mtraining_jax.config import load_config
 from mtraining_jax.data.corpus import packs_of
 from mtraining_jax.data.pack_report import report_on
 from mtraining_jax.data.sources import selected_source
-from mtraining_jax.errors import UserError
+from mtraining_jax.errors import UserError, print_error
 
 _USAGE = """\
 usage: python -m mtraining_jax.inspect_data --config NAME [options]
@@ -64,9 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             report.draw(own.picture)
             print(f"picture: {own.picture}")
     except UserError as error:
-        for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr)
-        return 2
+        return print_error(error)
     return 0
 
 

@@ -14,7 +14,7 @@ from rich.table import Table
 from mtraining_jax.argument_parser import ArgumentParser
 from mtraining_jax.config import Config, load_config
 from mtraining_jax.config.fields import toml_value
-from mtraining_jax.errors import UserError
+from mtraining_jax.errors import UserError, print_error
 from mtraining_jax.evaluation.cli import forwarded_options, token_count
 from mtraining_jax.sparsity import Settings
 from mtraining_jax.sparsity.setting_text import parse_settings, split_settings
@@ -81,9 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("error: interrupted", file=sys.stderr)
         return 2
     except UserError as error:
-        for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr)
-        return 2
+        return print_error(error)
 
 
 def _run(arguments: list[str]) -> int:

@@ -15,7 +15,7 @@ from mtraining_jax.cli import parse_command_line
 from mtraining_jax.config import load_config
 from mtraining_jax.data.corpus import counted
 from mtraining_jax.data.tokenizing import Totals, tokenize_corpus
-from mtraining_jax.errors import UserError
+from mtraining_jax.errors import UserError, print_error
 
 _USAGE = """\
 usage: python -m mtraining_jax.tokenize --out FOLDER --config NAME [options]
@@ -82,9 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _run(list(sys.argv[1:] if arguments is None else arguments))
     except UserError as error:
-        for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr)
-        return 2
+        return print_error(error)
 
 
 def _run(arguments: list[str]) -> int:

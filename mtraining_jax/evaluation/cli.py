@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from mtraining_jax.argument_parser import ArgumentParser
-from mtraining_jax.errors import UserError
+from mtraining_jax.errors import UserError, print_error
 from mtraining_jax.evaluation.tasks import GROUPS, TASKS, Task, option_docs
 
 _USAGE = """\
@@ -182,9 +182,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("error: interrupted before the first sample", file=sys.stderr)
         return 2
     except UserError as error:
-        for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr)
-        return 2
+        return print_error(error)
     return 0
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 
 from mtraining_jax.argument_parser import ArgumentParser
-from mtraining_jax.errors import UserError
+from mtraining_jax.errors import UserError, print_error
 from mtraining_jax.platform import set_platform
 
 _USAGE = """\
@@ -53,9 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         _run(arguments)
     except UserError as error:
-        for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr)
-        return 2
+        return print_error(error)
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return _INTERRUPTED
