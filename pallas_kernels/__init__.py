@@ -4,6 +4,7 @@ from pallas_kernels.gradients import Gradients
 from pallas_kernels.index import (
     BlockMaskIndex,
     BlockSparseIndex,
+    DenseDocumentsIndex,
     DenseIndex,
     Index,
     TokenChunksIndex,
@@ -26,6 +27,7 @@ __all__ = [
     "BlockMaskIndex",
     "BlockSparseIndex",
     "Columns",
+    "DenseDocumentsIndex",
     "DenseIndex",
     "DiagonalTiles",
     "Gradients",

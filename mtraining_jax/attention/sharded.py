@@ -32,7 +32,7 @@ from mtraining_jax.sparsity.document_blocks import DocumentBlocks
 from mtraining_jax.sparsity.metrics import causal_pairs, density, pairs_to_share
 from mtraining_jax.sparsity.row_attention import RowAttention
 from pallas_kernels import attention
-from pallas_kernels.index import BlockMaskIndex, Index
+from pallas_kernels.index import BlockMaskIndex, DenseDocumentsIndex, Index
 
 Stats = dict[str, Any]
 
@@ -163,7 +163,7 @@ def _run(placement: Placement, in_specs: tuple, function: Callable, args: tuple)
 def _for_documents(pattern: Pattern | Index) -> Pattern | Index:
     if isinstance(pattern, Pattern):
         return pattern.for_documents()
-    if not isinstance(pattern, BlockMaskIndex):
+    if not isinstance(pattern, (BlockMaskIndex, DenseDocumentsIndex)):
         raise UserError(
             f"pattern is a {type(pattern).__name__}, of which documents cannot cut the pairs that "
             "join two of them: give a BlockMaskIndex, or a pattern"
@@ -204,6 +204,8 @@ def _local(
         first = documents.of(shards.block_ids).first[:, None]
         pattern = pattern.columns_from(first)
         choice = Choice(dataclasses.replace(pattern, bits=pattern.bits & own))
+    if isinstance(pattern, DenseDocumentsIndex) and documents is not None:
+        choice = Choice(pattern.within(*(x[:, None] for x in documents.spans())))
     if isinstance(pattern, Pattern):
         choice = choose(pattern, q, k, shards)
         if choice.index.by_rows != pattern.by_rows:

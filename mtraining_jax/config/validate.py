@@ -195,11 +195,12 @@ def _within_documents(config: Config) -> Iterator[str]:
         yield f"{documents} and {kind} do not go together: {error}"
         return
     devices = parallel.devices_per_node
-    if config.ranks > 1 and (parallel.ring != "gather" or devices == 1):
+    turns = config.ranks > 1 and (parallel.ring != "gather" or devices == 1)
+    if turns and config.choosing.by_rows:
         yield (
-            f"{documents} lists key blocks for each block of queries, which a ring that turns keys "
-            f'(parallel.ring = "{parallel.ring}", parallel.devices_per_node = {devices}) cannot '
-            'follow; parallel.ring = "gather" over at least 2 devices of a node would do'
+            f"{documents} and {kind} list key blocks for each block of queries, which a ring that "
+            f'turns keys (parallel.ring = "{parallel.ring}", parallel.devices_per_node = {devices}) '
+            'cannot follow; parallel.ring = "gather" over at least 2 devices of a node would do'
         )
 
 

@@ -60,20 +60,19 @@ class DenseDocuments(Pattern):
         block_size: tokens on a side of a block.
     """
 
-    by_rows = True
     sparse = False
 
     block_size: int = 128
 
     def choose(self, q: "Array", k: "Array", shards: Shards) -> Choice:
-        """Chooses every block of a row's document up to the row's own, as bits."""
+        """Chooses every pair within each document."""
         import jax.numpy as jnp
 
-        from pallas_kernels.index import BlockMaskIndex
+        from pallas_kernels.index import DenseDocumentsIndex
 
-        bits = shards.documents.causal_blocks(shards.block_ids, shards.num_blocks)
-        bits = jnp.broadcast_to(bits, (q.shape[0], q.shape[2], *bits.shape[2:]))
-        return Choice(BlockMaskIndex(bits, shards.num_blocks, self.block_size))
+        shape = q.shape[0], q.shape[2], shards.num_blocks
+        spans = (jnp.broadcast_to(x[:, None], shape) for x in shards.documents.spans())
+        return Choice(DenseDocumentsIndex(*spans, self.block_size))
 
     def for_documents(self) -> "DenseDocuments":
         """Itself."""
@@ -88,5 +87,5 @@ class DenseDocuments(Pattern):
         return 1.0, "dense, if each sequence is one document"
 
     def capacities(self, num_blocks: int) -> tuple[int, int]:
-        """A bit for each block; ranks share them."""
-        return num_blocks * -(-num_blocks // 32), 0
+        """Where the document of each block begins and ends."""
+        return 2 * num_blocks, 0

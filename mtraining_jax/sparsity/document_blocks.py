@@ -38,6 +38,13 @@ class DocumentBlocks(NamedTuple):
         """Those of some blocks int32 [n]: arrays [B, n]."""
         return DocumentBlocks(*(x[:, blocks] for x in self))
 
+    def spans(self) -> tuple[Array, Array]:
+        """Int32 [B, NB] twice: the first block of each block's document, and one past its last.
+
+        For a block of no document NB and 0.
+        """
+        return self.first, jnp.where(self.length > 0, self.first + self.length, 0)
+
     def ends(self, block_size: int) -> Array:
         """Int32 [B, NB]: the position behind the document's last real token; 0 for no document."""
         return jnp.where(self.length > 0, self.first * block_size + self.tokens, 0)

@@ -62,13 +62,14 @@ class Index(abc.ABC):
         """
 
     def pairs_of_rows(self, rows: Rows | None = None) -> Array | None:
-        """The same by rows of blocks, of an index `by_rows` that can tell.
+        """The same by rows of blocks, of an index that can tell.
 
         Args:
-            rows: as in `computed_pairs`.
+            rows: which rows are asked for; of an index `by_rows` those that are held here.
 
         Returns:
-            int32 [B, Hq, rows]: of each row that is held here; None where it cannot be told.
+            int32 [B, Hq, rows]: of each of the rows, all of them without `rows`; None where it
+            cannot be told.
         """
         return None
 

@@ -23,7 +23,7 @@ from pallas_kernels.mosaic_gpu.kernels.estimate import HopperEstimate
 from pallas_kernels.mosaic_gpu.kernels.forward import forward_kernel
 from pallas_kernels.mosaic_gpu.kernels.fused import fused_kernel
 from pallas_kernels.plans import Plan
-from pallas_kernels.tiles import Columns, Tiles, scatter_columns
+from pallas_kernels.tiles import Columns, SegmentedDiagonals, Tiles, scatter_columns
 from pallas_kernels.work.fused_work import FusedWork, fused_work
 from pallas_kernels.work.key_work import KeyWork, key_work
 from pallas_kernels.work.query_work import QueryWork, query_work
@@ -183,10 +183,13 @@ class MosaicGpu:
         and dq in fp32, which it holds in addition, is as small as the head dim's configuration
         asks. On part of a ring's keys the lists of sparse diagonals are short, and what an item
         does before and after them weighs too much. Lists of blocks have no order of additions to
-        dq that it could follow.
+        dq that it could follow. Nor have documents in the keys of several ranks: of those at the
+        same place a row may see some and not the others, and which ones differs from row to row.
         """
         configs = self._configs(q)
         if tiles is None or tiles.listed or self.one_backward_kernel is False:
+            return None
+        if isinstance(tiles, SegmentedDiagonals) and tiles.first_keys is not None:
             return None
         small = math.prod(q.shape) * 4 <= configs.fused_sparse_bytes
         sparse = whole and tiles.num_segments == 1 and small

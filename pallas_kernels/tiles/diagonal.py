@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["offsets", "start", "stop", "diagonal"],
+    data_fields=["offsets", "start", "stop", "diagonal", "first_keys", "end_queries"],
     meta_fields=["block_size", "dense"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -30,8 +30,8 @@ class DiagonalTiles(Tiles):
     """Block diagonals of a (query shard, key shard) pair, per batch entry and query head.
 
     Local query block i computes local key block i - o for every live offset o for which that
-    block exists. Tiles with o == `diagonal` lie on the causal diagonal and are masked by
-    element (row >= column); every other tile is computed whole.
+    block exists and lies in the same document. Tiles with o == `diagonal` lie on the causal
+    diagonal and are masked by element (row >= column); every other tile is computed whole.
 
     Attributes:
         offsets: int32 [B, Hq, M], M >= 1, ascending within the live range, any value outside.
@@ -40,7 +40,13 @@ class DiagonalTiles(Tiles):
         diagonal: int32 [], the masked offset, or `NO_DIAGONAL`. No live offset is lower: such
             tiles would lie wholly in the future of their queries.
         block_size: g (static).
-        dense: whether all tiles of the shard pair are live that causality allows (static).
+        dense: whether all tiles of the shard pair are live that causality and documents allow
+            (static).
+        first_keys: int32 [B, 1, nq], the first local key block of each query block's document,
+            which may lie outside of the shard. None: every key block is in all queries' document.
+        end_queries: int32 [B, 1, nk], one past the last local query block of each key block's
+            document; where a query block sees several key blocks, it is the same for all of them.
+            None with `first_keys`.
     """
 
     offsets: Array
@@ -49,6 +55,8 @@ class DiagonalTiles(Tiles):
     diagonal: Array
     block_size: int
     dense: bool = False
+    first_keys: Array | None = None
+    end_queries: Array | None = None
 
     listed: ClassVar[bool] = False
     num_segments: ClassVar[int] = 1
@@ -98,14 +106,14 @@ class DiagonalTiles(Tiles):
     def row_ranges(self, num_query_blocks: int, num_key_blocks: int) -> tuple[Array, Array]:
         """As `Tiles.row_ranges`: for each query block, the offsets whose key block exists."""
         rows = jnp.arange(num_query_blocks, dtype=jnp.int32)
-        return _between(self.offsets, self.start, self.stop, rows - (num_key_blocks - 1), rows)
+        farthest = _farthest(rows, self.first_keys)
+        return _between(self.offsets, self.start, self.stop, rows - (num_key_blocks - 1), farthest)
 
     def column_ranges(self, num_query_blocks: int, num_key_blocks: int) -> tuple[Array, Array]:
         """As `Tiles.column_ranges`: for each key block, the offsets whose query block exists."""
         columns = jnp.arange(num_key_blocks, dtype=jnp.int32)
-        return _between(
-            self.offsets, self.start, self.stop, -columns, num_query_blocks - 1 - columns
-        )
+        farthest = _last(num_query_blocks, self.end_queries) - columns
+        return _between(self.offsets, self.start, self.stop, -columns, farthest)
 
     def check(self, batch: int, heads: int, num_query_blocks: int, num_key_blocks: int) -> None:
         """As `Tiles.check`."""
@@ -113,11 +121,16 @@ class DiagonalTiles(Tiles):
         check_shape("tiles.start", self.start, shape)
         check_shape("tiles.stop", self.stop, shape)
         check_lists("tiles.offsets", self.offsets, shape)
+        if self.first_keys is not None:
+            check_shape("tiles.first_keys", self.first_keys, (batch, 1, num_query_blocks))
+            check_shape("tiles.end_queries", self.end_queries, (batch, 1, num_key_blocks))
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["offsets", "start", "stop", "segment", "diagonal"],
+    data_fields=[
+        "offsets", "start", "stop", "segment", "diagonal", "first_keys", "end_queries"
+    ],
     meta_fields=["num_segments", "block_size", "dense"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -140,6 +153,11 @@ class SegmentedDiagonals(Tiles):
         num_segments: of the keys (static).
         block_size: g (static).
         dense: whether all tiles of these segments are live that causality allows (static).
+        first_keys: int32 [B, 1, R, nq], for each run and query block the first key block of its
+            document, counted within the run's segment; it may lie outside. None: every key block is
+            in all queries' document.
+        end_queries: int32 [B, 1, R, nk / num_segments], for each run and key block of its segment
+            one past the last local query block of its document. None with `first_keys`.
     """
 
     offsets: Array
@@ -150,6 +168,8 @@ class SegmentedDiagonals(Tiles):
     num_segments: int
     block_size: int
     dense: bool = False
+    first_keys: Array | None = None
+    end_queries: Array | None = None
 
     listed: ClassVar[bool] = False
 
@@ -167,15 +187,15 @@ class SegmentedDiagonals(Tiles):
         """As `Tiles.row_ranges`: a range for each run, int32 [B, Hq, R, num_query_blocks]."""
         rows = jnp.arange(num_query_blocks, dtype=jnp.int32)
         size = num_key_blocks // self.num_segments
-        return _between(self._within(size), self.start, self.stop, rows - (size - 1), rows)
+        farthest = _farthest(rows, self.first_keys)
+        return _between(self._within(size), self.start, self.stop, rows - (size - 1), farthest)
 
     def column_ranges(self, num_query_blocks: int, num_key_blocks: int) -> tuple[Array, Array]:
         """As `Tiles.column_ranges`: for each key block, the offsets whose query block exists."""
         size = num_key_blocks // self.num_segments
         columns = jnp.arange(size, dtype=jnp.int32)
-        ranges = _between(
-            self._within(size), self.start, self.stop, -columns, num_query_blocks - 1 - columns
-        )
+        farthest = _last(num_query_blocks, self.end_queries) - columns
+        ranges = _between(self._within(size), self.start, self.stop, -columns, farthest)
         shape = (*self.start.shape[:2], self.num_segments, size)
 
         def place(x: Array) -> Array:
@@ -196,10 +216,25 @@ class SegmentedDiagonals(Tiles):
                 f"k has {num_key_blocks * self.block_size} tokens: a multiple of num_segments="
                 f"{self.num_segments} x block_size={self.block_size} is needed"
             )
+        if self.first_keys is not None:
+            runs, size = self.segment.shape[0], num_key_blocks // self.num_segments
+            check_shape("tiles.first_keys", self.first_keys, (batch, 1, runs, num_query_blocks))
+            check_shape("tiles.end_queries", self.end_queries, (batch, 1, runs, size))
 
     def _within(self, size: int) -> Array:
         """Int32 [B, Hq, R, M]: the offsets as counted within the segment of each run."""
         return self.offsets[:, :, None, :] + (self.segment * size)[:, None]
+
+
+def _farthest(rows: Array, first_keys: Array | None) -> Array:
+    """The farthest offset of each query block to a key block of a shard and of its document."""
+    return rows if first_keys is None else jnp.minimum(rows, rows - first_keys)
+
+
+def _last(num_query_blocks: int, end_queries: Array | None) -> int | Array:
+    """The last query block that may see each key block."""
+    last = num_query_blocks - 1
+    return last if end_queries is None else jnp.minimum(last, end_queries - 1)
 
 
 def _between(
@@ -210,7 +245,8 @@ def _between(
     Args:
         offsets: int32 [..., M], ascending from `start` to `stop` - 1.
         start, stop: int32 [...].
-        low, high: int32 [n].
+        low: int32 [n].
+        high: int32 [n], or [..., n] whose leading dimensions broadcast with those of `offsets`.
 
     Returns:
         first, last: int32 [..., n]; entries first..last-1 apply.

@@ -25,8 +25,8 @@ class Tiles(abc.ABC):
         block_size: g (static).
         listed: whether entries are block numbers, int32 [B, Hq, n, M] for n own blocks; else they
             are offsets, int32 [B, Hq, M], the same for all own blocks (static).
-        dense: whether all tiles are computed that causality allows (static). A kernel may be
-            chosen by it; what is computed is what the lists say.
+        dense: whether all tiles are computed that causality, and documents if there are any, allow
+            (static). A kernel may be chosen by it; what is computed is what the lists say.
         num_segments: segments of equal length, one after another, that the keys are made of, and
             of which query blocks walk one at a time (static).
     """

@@ -15,6 +15,10 @@ Causal items of a rising sequence get longer, those of a falling one shorter. Se
 so that items end together: the last ones are short, and pairs of a rising and a falling item have
 the same length.
 
+Documents that are shorter than a wave rise in falling sequences too. The items of one start
+together, and falling they would all begin with its last row: each would wait for the one before,
+for up to half of its time. So their key blocks change places, the last one first.
+
 Tiles of columns go before all key blocks at every query block, and walk from the last query block
 to the first. Where there are columns all sequences rise, one wave of every head after another: the
 few items that run at the same time as columns then need query blocks that the columns have passed.
@@ -29,7 +33,7 @@ import numpy as np
 from jax import Array
 
 from pallas_kernels.tiles import Columns, DiagonalTiles, SegmentedDiagonals
-from pallas_kernels.work.items import ITEM_FIELDS, KEY_BLOCKS, KeyItem, column_of
+from pallas_kernels.work.items import ITEM_FIELDS, KEY_BLOCKS, KeyItem, column_of, pack
 from pallas_kernels.work.key_work import column_items
 from pallas_kernels.work.lists import walked_lists
 
@@ -103,12 +107,61 @@ def fused_work(
             batch, heads, num_key_blocks, group, step, wave, alternate=columns is None,
             segments=tiles.num_segments,
         )
-        parts.append(jnp.asarray(items))
+        falls = jnp.asarray(falling)[..., None]  # of rows
+        items = jnp.asarray(items)
+        if tiles.first_keys is not None:
+            items, falls = _turn_short_documents(
+                tiles, items, falls, wave or num_key_blocks, group // step
+            )
+        parts.append(items)
         ranks, below, until = _ranks(tiles, num_query_blocks, num_key_blocks)
-        turns += jnp.where(jnp.asarray(falling)[..., None], until - 1, -below)
+        turns += jnp.where(falls, until - 1, -below)
     return FusedWork(
         jnp.concatenate(parts), lists, first, last, diagonal, turns, ranks, step
     )
+
+
+def _turn_short_documents(
+    tiles: DiagonalTiles, items: Array, falling: Array, wave: int, sharing: int
+) -> tuple[Array, Array]:
+    """Lets the short documents of falling sequences rise.
+
+    Args:
+        tiles: with documents.
+        items: int32 [n, 8] of key blocks.
+        falling: bool [B, Hq, 1], which heads have falling sequences.
+        wave: items of a sequence that start together; a shorter document is short.
+        sharing: items that have the same keys.
+
+    Returns:
+        The items, and whether rows are walked falling, bool [B, Hq, nq].
+    """
+    end = tiles.end_queries[:, 0]  # the same for all key blocks of a document
+    batch, num_blocks = end.shape
+    places = jnp.arange(num_blocks, dtype=jnp.int32)
+    edge = end[:, 1:] != end[:, :-1]
+    start = jnp.where(jnp.pad(edge, ((0, 0), (1, 0)), constant_values=True), places, 0)
+    start = jax.lax.cummax(start, axis=1)
+    last = jnp.where(jnp.pad(edge, ((0, 0), (0, 1)), constant_values=True), places, num_blocks)
+    last = jax.lax.cummin(last, axis=1, reverse=True)
+    short = last - start + 1 < wave  # [B, nk]
+
+    of = KeyItem(*items.T)
+    at = of.batch, of.block
+    rises = short[at] & (of.sign < 0)
+    block = jnp.where(rises, start[at] + last[at] - of.block, of.block)
+    # Items with the same keys add to dk and dv in the order of the list, which is another now.
+    heads = items.shape[0] // (batch * num_blocks)
+    at = of.batch, of.head // (falling.shape[1] // heads), block
+    number = jnp.arange(items.shape[0], dtype=jnp.int32)
+    number = jnp.zeros((batch, heads, num_blocks), jnp.int32).at[at].set(number)
+    of_keys = number.reshape(batch, -1, sharing, num_blocks)
+    turns = jnp.sum(of_keys[:, :, :, None] > of_keys[:, :, None], axis=3, dtype=jnp.int32)
+    of = of._replace(
+        block=block, sign=jnp.where(rises, 1, of.sign), key_turn=turns.reshape(number.shape)[at]
+    )
+    seen = jnp.clip(tiles.first_keys[:, 0], 0, num_blocks - 1)  # a key block of each row's document
+    return pack(of), falling & ~jnp.take_along_axis(short, seen, axis=1)[:, None]
 
 
 def _ranks(

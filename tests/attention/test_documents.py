@@ -165,10 +165,10 @@ def test_a_document_alone_is_a_sequence_without_documents():
     np.testing.assert_array_equal(at, as_bool(index.bits, count))
 
 
-def same_document():
+def same_document(documents=LENGTHS):
     """The pairs of one document, bool [B, S, S], by the definition."""
-    mask = np.zeros((len(LENGTHS), SEQ_LEN, SEQ_LEN), bool)
-    for into, lengths in zip(mask, LENGTHS, strict=True):
+    mask = np.zeros((len(documents), SEQ_LEN, SEQ_LEN), bool)
+    for into, lengths in zip(mask, documents, strict=True):
         for start, size in spans(lengths):
             into[start : start + size, start : start + size] = np.tri(size, dtype=bool)
     return mask
@@ -210,9 +210,14 @@ def test_dense_attention_and_a_given_index_stay_within_documents():
         sparse_attention, q, k, v, documents=table(LENGTHS, 2), return_index=True
     )
     own = np.broadcast_to(same_document()[:, None], (*q.shape[:3:2], SEQ_LEN, SEQ_LEN))
-    _, dense = call(pattern=Dense(block_size=BLOCK))
+    out, dense = call(pattern=Dense(block_size=BLOCK))
     np.testing.assert_array_equal(mask_from_index(dense, SEQ_LEN), own)
+    wanted = reference_attention(q, k, v, own)[0]
+    np.testing.assert_allclose(out, wanted, rtol=2e-5, atol=2e-5)
     given_index = indices.bits_and_columns()
+    _, again = call(pattern=dense, documents=table([[40, 60], [250]], 2))
+    both = own & same_document([[40, 60], [250]])[:, None]
+    np.testing.assert_array_equal(mask_from_index(again, SEQ_LEN), both)
     out, cut = call(pattern=given_index)
     whole = np.asarray(mask_from_index(given_index, SEQ_LEN))
     np.testing.assert_array_equal(mask_from_index(cut, SEQ_LEN), whole & own)

@@ -1,5 +1,6 @@
 """Packed documents by the Hopper kernels: against the oracle, alone, and on eight ranks."""
 
+import dataclasses
 import functools
 
 import jax
@@ -18,6 +19,7 @@ from mtraining_jax.sparsity import (
     XAttention,
 )
 from mtraining_jax.sparsity.minference import MInference
+from pallas_kernels.index import BlockMaskIndex
 from pallas_kernels.reference import mask_from_index
 from tests.gpu.ring_errors import own_device
 from tests.pallas_kernels import cases
@@ -61,9 +63,12 @@ def spans():
     return list(zip(np.cumsum([0, *padded[:-1]]).tolist(), padded, strict=True))
 
 
-def as_bool(bits):
-    numbers = np.arange(NUM_BLOCKS)
-    return np.asarray(bits)[..., numbers // 32] >> (numbers % 32) & 1 > 0
+def blocks_of(index):
+    """Bool [Hq, NB, NB]: the blocks that rows of the only sequence see, columns apart."""
+    if isinstance(index, BlockMaskIndex):
+        index = dataclasses.replace(index, column_marks=None)
+    every = jnp.arange(NUM_BLOCKS)
+    return np.tril(np.asarray(index.computes(every * BLOCK, every))[0, ..., 0])
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -106,14 +111,14 @@ def test_a_pack_is_right_and_chooses_as_each_document_alone(number):
         for name, x in found.items():
             compare(name, x, expected[name], jnp.bfloat16)
         compare_lse(lse, expected["lse"])
-        bits = as_bool(index.bits)[0]
+        bits = blocks_of(index)
         wanted, pairs = np.zeros_like(bits), np.zeros_like(mask)
         for (start, size), length in zip(spans(), LENGTHS, strict=True):
             own = [jnp.roll(x, -start * BLOCK, 1) for x in (q, k)]
             alone = Documents.from_lengths([[length]], SIZE.seq_len, BLOCK)
             alone = choose(number, *own, alone)
             computed = np.asarray(mask_from_index(alone, SIZE.seq_len))
-            alone = as_bool(alone.bits)[0]
+            alone = blocks_of(alone)
             assert not alone[:, size:].any()
             at = slice(start, start + size)
             wanted[:, at, at] = alone[:, :size, :size]

@@ -5,7 +5,14 @@ Written without the package's own helpers, so that a mistake there cannot hide h
 
 import numpy as np
 
-from pallas_kernels import BlockMaskIndex, BlockSparseIndex, DenseIndex, DiagonalTiles, Index
+from pallas_kernels import (
+    BlockMaskIndex,
+    BlockSparseIndex,
+    DenseDocumentsIndex,
+    DenseIndex,
+    DiagonalTiles,
+    Index,
+)
 from pallas_kernels.tiles import NO_DIAGONAL
 
 
@@ -14,6 +21,12 @@ def index_mask(index: Index, seq_len: int) -> np.ndarray:
     if isinstance(index, DenseIndex):
         everything = np.ones((1, 1, seq_len, seq_len), bool)
         return np.tril(everything) if index.causal else everything
+    if isinstance(index, DenseDocumentsIndex):
+        first, end = (np.asarray(x) for x in (index.first, index.end))
+        blocks = np.zeros((*first.shape, first.shape[-1]), bool)
+        for b, h, i in np.ndindex(*first.shape):
+            blocks[b, h, i, first[b, h, i] : end[b, h, i]] = True
+        return np.tril(expand(blocks, index.block_size))
     if isinstance(index, BlockSparseIndex):
         return block_sparse_mask(index)
     if isinstance(index, BlockMaskIndex):

@@ -14,6 +14,7 @@ from pallas_kernels import (
     BlockMaskIndex,
     BlockSparseIndex,
     Columns,
+    DenseDocumentsIndex,
     DiagonalTiles,
     VerticalSlashIndex,
 )
@@ -204,6 +205,22 @@ def documents_of_columns(size: Size, *, documents: int) -> BlockMaskIndex:
     tokens[:, -1, np.arange(size.seq_len) % 3 > 0] = size.seq_len
     index = BlockMaskIndex.from_block_mask(jnp.asarray(mask), size.block_size)
     return index.with_columns(jnp.asarray(tokens)).columns_from(jnp.asarray(first))
+
+
+def dense_documents(size: Size, lengths: list[list[int]]) -> DenseDocumentsIndex:
+    """Documents of some blocks each, one after another, of each batch entry; padding behind them.
+
+    A length below 0 is as much padding.
+    """
+    first = np.full((size.batch, size.heads, size.key_blocks), size.key_blocks, np.int32)
+    end = np.zeros_like(first)
+    for b, own in enumerate(lengths):
+        start = 0
+        for length in own:
+            at = slice(start, start := start + abs(length))
+            if length > 0:
+                first[b, :, at], end[b, :, at] = at.start, at.stop
+    return DenseDocumentsIndex(jnp.asarray(first), jnp.asarray(end), size.block_size)
 
 
 def diagonal_tiles(

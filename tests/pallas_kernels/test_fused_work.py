@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import itertools
 
 import jax
@@ -10,16 +11,19 @@ import numpy as np
 import pytest
 
 from pallas_kernels import Columns, DiagonalTiles, SegmentedDiagonals
+from pallas_kernels.index import Segment
+from pallas_kernels.mosaic_gpu.backend import MosaicGpu
 from pallas_kernels.tiles import COLUMN_TILE, NO_DIAGONAL, Tiles
 from pallas_kernels.work.fused_work import FusedWork, fused_work
 from pallas_kernels.work.items import KeyItem
+from pallas_kernels.work.key_work import KeyWork
 from tests.pallas_kernels import brute_force, cases
 from tests.pallas_kernels.cases import Size
 
 G = 128
 MASKS = (
     "random with columns", "random", "shards", "causal", "full", "segments",
-    "segments with columns",
+    "segments with columns", "documents", "documents of shards",
 )
 SEGMENTS = 3
 
@@ -31,6 +35,8 @@ def _problem(mask: str, size: Size) -> tuple[Tiles, Columns | None, np.ndarray]:
         tiles, blocks = _segments(size)
         columns = _problem("random with columns", size)[1] if "columns" in mask else None
         return tiles, columns, blocks
+    if mask.startswith("documents"):
+        return _documents(mask, size)
     tiles, columns = _one_segment(mask, size)
     return tiles, columns, brute_force.tile_blocks(tiles, *lengths)
 
@@ -47,6 +53,20 @@ def _one_segment(mask: str, size: Size) -> tuple[DiagonalTiles, Columns | None]:
     index = cases.vertical_slash(rng, size, max_slashes=4, max_verticals=200, garbage=rng)
     tiles, columns = cases.tiles_and_columns(index, size)
     return tiles, None if mask == "random" else columns
+
+
+def _documents(mask: str, size: Size) -> tuple[DiagonalTiles, None, np.ndarray]:
+    """Of one device, or of the queries and keys of two among three ranks."""
+    ranks = 1 if mask == "documents" else 3
+    blocks = size.key_blocks * ranks
+    whole = dataclasses.replace(size, query_blocks=blocks, key_blocks=blocks, block_size=1)
+    lengths = [3 * ranks, -1, 1, 2 * ranks + 1, 1]
+    index = cases.dense_documents(whole, [[*lengths, blocks - sum(map(abs, lengths))]])
+    index = dataclasses.replace(index, block_size=G)
+    query, key = (Segment(rank, ranks, size.key_blocks) for rank in (ranks - 1, 0))
+    tiles = index.shards(size.batch, size.heads, ranks, blocks).pair(query, key)
+    whole = brute_force.index_mask(dataclasses.replace(index, block_size=1), blocks)
+    return tiles, None, whole[:, :, query.blocks()][..., key.blocks()]
 
 
 def _segments(size: Size) -> tuple[SegmentedDiagonals, np.ndarray]:
@@ -91,6 +111,22 @@ def _walk(work: FusedWork, num_query_blocks: int) -> dict:
     return added
 
 
+def test_documents_in_the_keys_of_several_ranks_take_two_kernels():
+    """Of blocks 3, 4 and 5, which lie at the same place of three ranks, row 6 sees the last two."""
+    size = Size(1, 2, 1, 12, 12, G, dim=64)
+    index = cases.dense_documents(size, [[4, 8]])
+    shards = index.shards(1, size.heads, 3, size.key_blocks)
+    tiles = shards.gathered(Segment(0, 3, 4), jnp.arange(3), skip_own=False)
+    first, last = jax.device_get(tiles.row_ranges(4, 12))
+    assert (last - first)[0, 0, :, 2].tolist() == [1, 1, 1]  # keys 6, 5 and 4
+    q, k = (jax.ShapeDtypeStruct((1, n * G, h, 64), "bfloat16") for n, h in ((4, 2), (12, 1)))
+    backend = MosaicGpu("one kernel", interpret=True, one_backward_kernel=True)
+    plan = functools.partial(backend.plan, whole=False)
+    assert isinstance(jax.eval_shape(plan, q, k, tiles, None).keys, KeyWork)
+    alone = index.on_one_device(1, 12 * G, 2, 12 * G)[0]
+    assert isinstance(jax.eval_shape(plan, k, k, alone, None).keys, FusedWork)
+
+
 @pytest.mark.parametrize("mask", MASKS)
 def test_turns_follow_the_list_and_every_tile_has_one(mask):
     heads, kv_heads, queries = 6, 2, 9
@@ -129,8 +165,11 @@ def _column_tiles(columns: Columns | None) -> dict:
 
 def test_items_of_the_same_keys_add_in_launch_order():
     heads, kv_heads = 6, 2
-    tiles = DiagonalTiles.full(2, heads, 9, 9, G, causal=True)
-    for (item_heads, items), wave in itertools.product(((None, 1), (1, 3), (2, 3)), (0, 4)):
+    every = DiagonalTiles.full(2, heads, 9, 9, G, causal=True)
+    index = cases.dense_documents(Size(2, heads, 1, 9, 9, G, dim=0), [[3, 2, 4], [6, -1, 2]])
+    documents, _ = index.on_one_device(2, 9 * G, heads, 9 * G)
+    ways = itertools.product((every, documents), ((None, 1), (1, 3), (2, 3)), (0, 4))
+    for tiles, (item_heads, items), wave in ways:
         work = fused_work(
             tiles, None, 2, heads, 9, 9, kv_heads, item_heads=item_heads, wave=wave
         )

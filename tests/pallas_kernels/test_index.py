@@ -9,9 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from pallas_kernels import BlockMaskIndex, BlockSparseIndex, DenseIndex, VerticalSlashIndex
+from pallas_kernels import (
+    BlockMaskIndex,
+    BlockSparseIndex,
+    DenseDocumentsIndex,
+    DenseIndex,
+    VerticalSlashIndex,
+)
 from pallas_kernels.index import Rows
 from tests.pallas_kernels import brute_force, cases
+from tests.pallas_kernels.cases import Size
 from tests.pallas_kernels.properties import repeatable
 
 from_block_mask = jax.jit(
@@ -77,7 +84,7 @@ def assert_answers_follow_the_mask(index):
     if of_rows is not None:
         by_row = mask.reshape(*heads, NUM_BLOCKS, -1).sum(-1)
         np.testing.assert_array_equal(of_rows, by_row)
-    assert (of_rows is None) != isinstance(index, BlockMaskIndex)
+    assert (of_rows is None) != isinstance(index, BlockMaskIndex | DenseDocumentsIndex)
     # What is computed without columns, in whole blocks; the rest in columns of a block's rows.
     blocks_only = mask
     if isinstance(index, VerticalSlashIndex):
@@ -194,6 +201,24 @@ def test_answers_of_bits_with_columns_follow_the_mask(mask, tokens, begins):
 @pytest.mark.parametrize("causal", [True, False])
 def test_answers_of_every_pair_follow_the_mask(causal):
     assert_answers_follow_the_mask(DenseIndex(SIZE, causal))
+
+
+def test_answers_of_dense_documents_follow_the_mask():
+    size = Size(2, 2, 1, NUM_BLOCKS, NUM_BLOCKS, SIZE, dim=0)
+    index = cases.dense_documents(size, [[1, 3, -1, 2], [NUM_BLOCKS]])
+    assert_answers_follow_the_mask(index)
+    held = Rows(jnp.array([6, 1]), None)
+    of_rows = index.pairs_of_rows()
+    np.testing.assert_array_equal(index.pairs_of_rows(held), of_rows[:, :, [6, 1]])
+    # Cut to other documents: what lies in one of each.
+    other = cases.dense_documents(size, [[2, 1, 5], [-3, 4]])
+    cut = index.within(other.first[:, :1], other.end[:, :1])
+    both = [brute_force.index_mask(x, SEQ_LEN) for x in (index, other)]
+    np.testing.assert_array_equal(brute_force.index_mask(cut, SEQ_LEN), both[0] & both[1])
+    with pytest.raises(ValueError, match="seq_len=64 but the index is of 32 tokens"):
+        index.computed_pairs(64)
+    with pytest.raises(ValueError, match="index.first has shape .2, 2, 8.: .1, 2, 8. is needed"):
+        index.on_one_device(1, SEQ_LEN, 2, SEQ_LEN)
 
 
 def test_counts_of_a_million_tokens_do_not_overflow():

@@ -16,6 +16,8 @@ from pallas_kernels.index import (
     VerticalSlashIndex,
 )
 from pallas_kernels.tiles import NO_DIAGONAL
+from tests.pallas_kernels import cases
+from tests.pallas_kernels.cases import Size
 
 SIZE, BATCH, HEADS, NUM_BLOCKS, RANKS = 4, 2, 2, 16, 4
 
@@ -48,6 +50,9 @@ INDICES = {
     "vertical_slash": vertical_slash(), "no room": vertical_slash(0), "dense": DenseIndex(SIZE),
     "block_sparse": block_sparse(),
     "bits": BlockMaskIndex.from_block_mask(block_mask(), SIZE),
+    "documents": cases.dense_documents(
+        Size(BATCH, HEADS, 1, NUM_BLOCKS, NUM_BLOCKS, SIZE, dim=0), [[5, 1, 1, 6, -2, 1], [3, 13]]
+    ),
 }  # fmt: skip
 
 

@@ -4,6 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.index import BlockMaskIndex, BlockSparseIndex, VerticalSlashIndex
+from tests.pallas_kernels import cases
+from tests.pallas_kernels.cases import Size
 
 SEQ_LEN, BLOCK_SIZE, BATCH, HEADS, KV_HEADS, DIM = 256, 8, 2, 4, 2, 16
 NUM_BLOCKS = SEQ_LEN // BLOCK_SIZE
@@ -81,6 +83,12 @@ def bits_and_columns(rows=None):
     numbers = jnp.arange(NUM_BLOCKS) if rows is None else rows
     start = jnp.where(numbers < 5, 0, 5) * jnp.arange(BATCH)[:, None, None]
     return bits(rows).with_columns(jnp.asarray(tokens, jnp.int32), rows).columns_from(start)
+
+
+def dense_documents():
+    """Every causal pair of documents of many lengths, with padding between and behind them."""
+    size = Size(BATCH, HEADS, KV_HEADS, NUM_BLOCKS, NUM_BLOCKS, BLOCK_SIZE, DIM)
+    return cases.dense_documents(size, [[13, 1, 1, -2, 9, 3, 1], [2, 29]])
 
 
 def inputs(seed=1, dtype=jnp.float32):

@@ -18,6 +18,7 @@ from tests.parallel import indices
 NAMES = "out", "dq", "dk", "dv"
 INDICES = {"sparse": indices.sparse, "dense": indices.dense, "blocks": indices.blocks}
 INDICES["columns"] = indices.bits_and_columns
+INDICES["documents"] = indices.dense_documents
 
 
 @jax.jit
@@ -89,13 +90,15 @@ def test_every_mesh_layout_and_ring(nodes, devices, kind, ring):
 
 @pytest.mark.parametrize(
     ("nodes", "devices", "kind", "ring"),
-    [
-        (2, 2, "striped", "hierarchical"),
-        (1, 2, "zigzag", "flat"),
-    ],
+    [(1, 4, "striped", "gather"), (1, 2, "zigzag", "flat")],
 )
-def test_a_dense_index_is_dense_causal(nodes, devices, kind, ring):
-    check(compile_ring(nodes, devices, kind, ring)(DenseIndex(indices.BLOCK_SIZE)), "dense")
+def test_dense_documents_are_causal_within_each(nodes, devices, kind, ring):
+    check(compile_ring(nodes, devices, kind, ring)(indices.dense_documents()), "documents")
+
+
+def test_a_dense_index_is_dense_causal():
+    run = compile_ring(2, 2, "striped", "hierarchical")
+    check(run(DenseIndex(indices.BLOCK_SIZE)), "dense")
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from mtraining_jax.training.parts import build_mesh
 from tests.training.common import LONGROPE, changed, tiny_config
 
 
-def test_a_batch_of_documents_and_the_bits_of_dense_ones_are_planned(tmp_path):
+def test_a_batch_of_documents_and_where_dense_ones_lie_are_planned(tmp_path):
     config = tiny_config(tmp_path, sparsity={"kind": "dense"})
     assert index_bytes(config) == 0
     config = changed(config, data={"mode": "pack", "eos": 0})
@@ -24,8 +24,8 @@ def test_a_batch_of_documents_and_the_bits_of_dense_ones_are_planned(tmp_path):
     found = abstract_batch(config, mesh)["documents"]
     assert found.shape == (2, 128 // 8, 3) and found.dtype == jnp.int32
     assert found.sharding == jax.NamedSharding(mesh, DOCUMENTS)
-    # A word of 32 bits for each row of 16 blocks, of 2 sequences and 2 heads, over 4 ranks.
-    assert index_bytes(config) == 4 * 16 * 2 * 2 // 4
+    # Two numbers for each of 16 blocks, of 2 sequences and 2 heads, on every rank.
+    assert index_bytes(config) == 4 * 2 * 16 * 2 * 2
     assert "documents" not in abstract_batch(changed(config, data={"mode": "concat"}), mesh)
     assert "document_lengths" not in abstract_batch(config, mesh)
     stretched = changed(config, model={"rope_scaling": LONGROPE})

@@ -153,8 +153,8 @@ def test_patterns_and_rings_that_cannot_keep_documents_apart_are_refused(tmp_pat
     for sections, message in [
         (dict(sparsity={"kind": "flex_prefill"}),
          'data.mode = "pack" and sparsity.kind = "flex_prefill" do not go together: FlexPrefill'),
-        (dict(parallel={"ring": "flat"}), 'data.mode = "pack" lists key blocks for each block'),
-        (dict(sparsity={"kind": "dense"}, parallel={"ring": "flat"}), "cannot follow"),
+        (dict(parallel={"ring": "flat"}),
+         'data.mode = "pack" and sparsity.kind = "sampled_rows" list key blocks for each block'),
     ]:  # fmt: skip
         with pytest.raises(UserError, match=message):
             Run(tmp_path, 2, **sections)
