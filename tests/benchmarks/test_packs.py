@@ -15,9 +15,9 @@ def test_packs_fill_a_sequence():
 
 def test_every_pack_is_timed(tmp_path, monkeypatch):
     seq_len, out = 8 * BLOCK, tmp_path / "found.md"
-    monkeypatch.setattr(packs, "packs", lambda _: {"a pack": [200, 300]})
+    monkeypatch.setattr(packs, "packs", lambda _: {"a pack": [200, 300], "b": [9]})
     options = ["--heads", "1", "--kv-heads", "1", "--head-dim", "16", "--repeats", "1"]
-    options += ["--columns=200", "--choose", "vertical_slash"]
+    options += ["--columns=200", "--choose", "vertical_slash", "--packs=a"]
     text = packs.main([f"--seq-len={seq_len}", *options, f"--out={out}"])
     assert out.read_text() == text + "\n"
     rows = [x.strip("| ").split(" | ") for x in text.splitlines() if x.startswith("| ")]
