@@ -199,8 +199,9 @@ def _within_documents(config: Config) -> Iterator[str]:
     if turns and config.choosing.by_rows:
         yield (
             f"{documents} and {kind} list key blocks for each block of queries, which a ring that "
-            f'turns keys (parallel.ring = "{parallel.ring}", parallel.devices_per_node = {devices}) '
-            'cannot follow; parallel.ring = "gather" over at least 2 devices of a node would do'
+            f'turns keys (parallel.ring = "{parallel.ring}", parallel.devices_per_node = '
+            f'{devices}) cannot follow; parallel.ring = "gather" over at least 2 devices of a node '
+            "would do"
         )
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import Columns, DiagonalTiles, SegmentedDiagonals
+from pallas_kernels import Columns, DenseIndex, DiagonalTiles, SegmentedDiagonals
 from pallas_kernels.index import Segment
 from pallas_kernels.mosaic_gpu.backend import MosaicGpu
 from pallas_kernels.tiles import COLUMN_TILE, NO_DIAGONAL, Tiles
@@ -125,6 +125,19 @@ def test_documents_in_the_keys_of_several_ranks_take_two_kernels():
     assert isinstance(jax.eval_shape(plan, q, k, tiles, None).keys, KeyWork)
     alone = index.on_one_device(1, 12 * G, 2, 12 * G)[0]
     assert isinstance(jax.eval_shape(plan, k, k, alone, None).keys, FusedWork)
+
+
+def test_one_document_is_walked_as_a_sequence_without_documents():
+    size = Size(1, 4, 2, 12, 12, G, dim=64)
+    indices = DenseIndex(G), cases.dense_documents(size, [[12]])
+    shapes = [jax.ShapeDtypeStruct((1, 12 * G, heads, 64), "bfloat16") for heads in (4, 2)]
+    backend = MosaicGpu("one document", interpret=True)  # of two multiprocessors: short waves
+    works = [
+        backend.plan(*shapes, x.on_one_device(1, 12 * G, 4, 12 * G)[0], None, whole=True)
+        for x in indices
+    ]
+    assert isinstance(works[0].keys, FusedWork)
+    jax.tree.map(np.testing.assert_array_equal, *works)
 
 
 @pytest.mark.parametrize("mask", MASKS)
