@@ -14,7 +14,6 @@ from mtraining_jax.sparsity.document_slots import DocumentSlots, OwnBlocks
 from mtraining_jax.sparsity.pattern import Shards
 from mtraining_jax.sparsity.row_rule import RowRule
 from mtraining_jax.sparsity.spans import PackedSpans
-from pallas_kernels.tiles import gather_columns
 
 
 def heaviest_columns(
@@ -39,7 +38,7 @@ def heaviest_columns(
     num_slots, seq_len = slots.first.shape[1], num_blocks * block_size
     places = row_columns.spread_places(seq_len, slots.tokens[..., None])  # [B, E, u]
     positions = slots.first[..., None] * block_size + places
-    rows = document_slots.queries_at(q, jnp.clip(positions, 0, seq_len - 1), shards)
+    rows_of = document_slots.queries_of(q, jnp.clip(positions, 0, seq_len - 1), shards)
     every = dataclasses.replace(
         shards, block_ids=jnp.arange(num_blocks, dtype=jnp.int32), axis_names=()
     )
@@ -50,7 +49,8 @@ def heaviest_columns(
         """A body of `estimate.map_logits` on one block of keys."""
         seen_by = jnp.where(slot < num_slots, places[entry, slot] - place * block_size, -1)
         one = jnp.zeros(1, jnp.int32)
-        found = estimate.map_logits(body, rows[entry, slot][None], seen_by, k[None], one, 1)
+        rows = rows_of(entry, jnp.minimum(slot, num_slots - 1))
+        found = estimate.map_logits(body, rows[None], seen_by, k[None], one, 1)
         return tuple(x[0, :, 0] for x in found)
 
     def statistics(*of_block: Array) -> tuple[Array, ...]:
@@ -97,8 +97,6 @@ def masses_without(
         like: [B, n, Hq, D], the queries of the attention.
     """
     batch, heads, num_slots, count = tokens.shape
-    keys = gather_columns(k, tokens.reshape(batch, heads, -1))
-    keys = keys.reshape(batch, num_slots, count, heads, -1)
     slot = slots.of_block[:, shards.block_ids]  # [B, n]
     held = jnp.minimum(slot, num_slots - 1)
     entries = jnp.arange(batch)[:, None]
@@ -107,16 +105,26 @@ def masses_without(
     own = own.swapaxes(1, 2)
 
     def logits(rows: Array, start: Array, size: int) -> Array:
-        """Of some local blocks: [B, Hq, size, r, D] to [B, Hq, size, r, C]."""
-        of_rows = lax.dynamic_slice_in_dim(held_padded, start, size, axis=1)
+        """Of some local blocks: [B, Hq, size, r, D] to [B, Hq, size, r, C].
+
+        Keys are gathered for these blocks alone: those of all slots, most of which may be empty,
+        would be gathered for nothing.
+        """
+        of_rows = lax.dynamic_slice_in_dim(places_in_keys, start, size, axis=2)
+        keys = flat.at[of_rows].get(mode="promise_in_bounds")  # [B, Hq, size, C, D]
         precision = lax.Precision.HIGHEST if k.dtype == jnp.float32 else None
         return lax.dot_general(
-            rows, keys[entries, of_rows], (((4,), (4,)), ((0, 1, 2), (0, 3, 1))),
+            rows, keys, (((4,), (4,)), ((0, 1, 2), (0, 1, 2))),
             precision=precision, preferred_element_type=jnp.float32,
         )
 
     steps, size = row_columns.steps_of(slot.shape[1], shards.num_blocks)
-    held_padded = jnp.pad(held, ((0, 0), (0, steps * size - slot.shape[1])))
+    padding = steps * size - slot.shape[1]
+    # One number for an index: XLA fuses such a gather. Padding may read any key: it is not seen.
+    flat, (_, length, kv_heads, _) = k.reshape(-1, k.shape[-1]), k.shape
+    at = jnp.arange(batch, dtype=jnp.int32)[:, None, None, None] * length + own % length
+    kv_head = jnp.arange(heads, dtype=jnp.int32)[:, None, None] // (heads // kv_heads)
+    places_in_keys = jnp.pad(at * kv_heads + kv_head, ((0, 0), (0, 0), (0, padding), (0, 0)))
     return row_columns.left_over(
         rows, k, places, own, logits, shards, block_size, like=like,
         first_blocks=shards.first_blocks(shards.block_ids),

@@ -102,6 +102,24 @@ def queries_at(q: Array, positions: Array, shards: Shards) -> Array:
     return rows.reshape(*positions.shape, *q.shape[2:]).transpose(0, 1, 3, 2, 4)
 
 
+def queries_of(
+    q: Array, positions: Array, shards: Shards
+) -> Callable[[Array, Array], Array]:
+    """What `queries_at` gives, one document at a time.
+
+    Returns:
+        A function of a batch entry and a slot: [Hq, u, D]. On one device it reads the queries where
+        they lie, as those of all slots, most of which may be empty, take as much room as q or more.
+    """
+    if shards.axis_names:
+        every = queries_at(q, positions, shards)
+        return lambda entry, slot: every[entry, slot]
+    block_size = q.shape[1] // shards.block_ids.shape[0]
+    local = exchange.local_index(shards.block_ids, shards.num_blocks)[positions // block_size]
+    places = local * block_size + positions % block_size
+    return lambda entry, slot: q[entry, places[entry, slot]].swapaxes(0, 1)
+
+
 def softmax_scores(
     q_last: Array, k: Array, slots: DocumentSlots, shards: Shards
 ) -> tuple[Array, Array, Array]:
