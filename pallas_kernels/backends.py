@@ -31,13 +31,13 @@ class Estimate(Protocol):
 
     def block_statistics(
         self, q: Array, k: Array, block_ids: Array, num_blocks: int, *, scale: float,
-        valid_len: Array | None = None,
+        valid_len: Array | None = None, queries: Array | None = None,
     ) -> tuple[Array, Array]:
         """See `pallas_kernels.mosaic_gpu.estimate.block_statistics`."""
 
     def block_masses(
         self, q: Array, k: Array, block_ids: Array, num_blocks: int, peak: Array, to_mass: Array,
-        *, scale: float, valid_len: Array | None = None,
+        *, scale: float, valid_len: Array | None = None, queries: Array | None = None,
     ) -> tuple[Array, Array, Array]:
         """See `pallas_kernels.mosaic_gpu.estimate.block_masses`."""
 
@@ -218,22 +218,6 @@ def estimate_kernels(name: str | None, q: Array, block_size: int) -> Estimate | 
         ValueError: as `resolve`.
     """
     return _if_supported(resolve(name, q, block_size).estimate, q)
-
-
-def leave_estimate_to_xla(name: str | None, q: Array, block_size: int, reason: str) -> None:
-    """Says once that XLA scores key blocks for a choice though the backend has kernels for it.
-
-    Args:
-        name: as in `resolve`.
-        q: as in `estimate_kernels`.
-        block_size: g.
-        reason: why the kernels do not serve.
-
-    Raises:
-        ValueError: as `resolve`.
-    """
-    if resolve(name, q, block_size).estimate is not None:
-        _say_left_to_xla(reason)
 
 
 def block_score_kernels(

@@ -125,7 +125,8 @@ def softmax_scores(
 ) -> tuple[Array, Array, Array]:
     """As `estimate.softmax_scores`, of each document by its own last queries over its own keys.
 
-    In XLA on every backend: kernels for the estimate take one set of queries for all keys.
+    Where the backend has kernels for the estimate, each block of keys is a sequence for them, with
+    the queries of its document and the end that this has as counted from the block.
 
     Args:
         q_last: [B, E, Hq, u, D], as `last_queries` gives them.
@@ -137,10 +138,10 @@ def softmax_scores(
         (columns, own, tails), int32 [B, Hq, n/g, g], [B, Hq, n/g, g] and [B, Hq, n/g, u-1]; 2^30 is
         all the mass of a document. 0 in blocks of no slot.
     """
-    backends.leave_estimate_to_xla(
-        shards.backend, q_last[:, 0], k.shape[1] // shards.block_ids.shape[-1],
-        "packed documents (its kernels take one set of queries for all keys)",
-    )
+    block_size = k.shape[1] // shards.block_ids.shape[0]
+    kernels = backends.estimate_kernels(shards.backend, q_last[:, 0], block_size)
+    if kernels is not None:
+        return _by_kernels(kernels, q_last, k, slots, shards)
     scale, num_slots = shards.scale_for(q_last.shape[-1]), q_last.shape[1]
     blocks = OwnBlocks(k, slots, shards)
 
@@ -162,6 +163,41 @@ def softmax_scores(
         return _of_one(tile(k, slot, place, entry).masses(*own))
 
     return tuple(x.swapaxes(1, 2) for x in blocks.map(masses))
+
+
+def _by_kernels(
+    kernels: backends.Estimate, q_last: Array, k: Array, slots: DocumentSlots, shards: Shards
+) -> tuple[Array, Array, Array]:
+    """`softmax_scores` by a backend's kernels."""
+    batch, num_slots, heads, num_queries, dim = q_last.shape
+    num_local = shards.block_ids.shape[0]
+    slot, place = OwnBlocks(k, slots, shards).places
+    entry = jnp.arange(batch, dtype=jnp.int32)[:, None]
+    held = jnp.minimum(slot, num_slots - 1)
+    end = _end(slots, slot, place, entry, k.shape[1] // num_local)
+    sets = q_last.reshape(-1, heads, num_queries, dim)
+    blocks = k.reshape(batch * num_local, -1, *k.shape[2:])
+    where = blocks, jnp.zeros(1, jnp.int32), 1
+    scale = shards.scale_for(dim)
+    options = dict(
+        scale=scale, valid_len=end.reshape(-1), queries=(entry * num_slots + held).reshape(-1)
+    )
+
+    def by_block(x: Array) -> Array:
+        return x.reshape(batch, num_local, *x[:, :, 0].shape[1:])
+
+    block_peak, block_total = map(by_block, kernels.block_statistics(sets, *where, **options))
+    peak, normaliser = joined(
+        block_peak, block_total, slot, num_slots, scale, shards.axis_names
+    )
+    normaliser = jnp.where(normaliser > 0, normaliser, 1.0)  # of queries that there are not
+    to_mean_mass = estimate.MASS_ONE // num_queries / normaliser
+    of_sets = (x[:, :-1].reshape(-1, heads, num_queries) for x in (peak, to_mean_mass))
+    columns, own, beyond = kernels.block_masses(sets, *where, *of_sets, **options)
+    found = columns, own, beyond[..., : num_queries - 1]
+    return tuple(
+        jnp.round(by_block(x)).astype(jnp.int32).swapaxes(1, 2) for x in found
+    )
 
 
 def logit_scores(
@@ -251,6 +287,11 @@ class OwnBlocks:
         self.slot = slots.of_block[:, shards.block_ids]
         held = jnp.minimum(self.slot, num_slots - 1)
         self._place = shards.block_ids - jnp.take_along_axis(slots.first, held, axis=1)
+
+    @property
+    def places(self) -> tuple[Array, Array]:
+        """Int32 [B, n] twice: the slot of each block, and its number in its document."""
+        return self.slot, self._place
 
     def map(self, of_block: Callable[..., tuple[Array, ...]]) -> tuple[Array, ...]:
         """Results [B, n, Hq, ...] of a function of one block.

@@ -68,6 +68,29 @@ def test_matches_brute_force(heads, kv_heads, valid_len, interpret):
     np.testing.assert_allclose(beyond, diagonals[..., TILE:], rtol=1e-4)
 
 
+def test_each_block_may_have_queries_and_an_end_of_its_own(interpret):
+    """Blocks as sequences of one block: the bits of calls for one set of queries."""
+    rng, heads, ends, of = np.random.default_rng(7), 2, [40, 128, 300], [1, 1, 0]
+    q = jnp.asarray(rng.normal(size=(2, heads, ROWS, 64)), jnp.bfloat16)
+    k = jnp.asarray(rng.normal(size=(3, TILE, 1, 64)), jnp.bfloat16)
+    peak, to_mass = (jnp.asarray(rng.uniform(4, 5, q.shape[:3]), jnp.float32) for _ in range(2))
+    run = dict(scale=0.2, multiprocessors=2, interpret=interpret)
+
+    def both(q, k, peak, to_mass, **more):
+        where = q, k, jnp.zeros(1, jnp.int32), 1
+        masses = estimate.block_masses(*where, peak, to_mass, **run, **more)
+        return *estimate.block_statistics(*where, **run, **more), *masses
+
+    more = dict(valid_len=jnp.array(ends, jnp.int32), queries=jnp.array(of, jnp.int32))
+    found = both(q, k, peak, to_mass, **more)
+    for n, (end, own) in enumerate(zip(ends, of, strict=True)):
+        one = (x[own : own + 1] for x in (q, peak, to_mass))
+        q_one, *rows = one
+        alone = both(q_one, k[n : n + 1], *rows, valid_len=jnp.int32(end))
+        for x, wanted in zip(found, alone, strict=True):
+            np.testing.assert_array_equal(x[n], wanted[0])
+
+
 @pytest.mark.parametrize(
     ("group", "dim", "dtype"),
     [(1, 128, jnp.bfloat16), (5, 64, jnp.float16), (8, 128, jnp.bfloat16)],

@@ -42,17 +42,20 @@ _LINE = plgpu.Layout.WG_STRIDED((TILE,), 1)
 
 def block_statistics(
     q: Array, k: Array, block_ids: Array, num_blocks: int, *, scale: float,
-    valid_len: Array | None = None, multiprocessors: int | None = None, interpret: Any = False,
+    valid_len: Array | None = None, queries: Array | None = None,
+    multiprocessors: int | None = None, interpret: Any = False,
 ) -> tuple[Array, Array]:
     """Peak and normaliser of every (key block, query), for a softmax over all blocks.
 
     Args:
-        q: [B, Hq, 64, D] bf16 or fp16, D 64 or 128: the last queries of the sequence.
+        q: [B, Hq, 64, D] bf16 or fp16, D 64 or 128: the last queries of the sequence; with
+            `queries`, any number of sets of queries.
         k: [B, n, Hk, D], local keys; n a multiple of 128, Hq a multiple of Hk.
         block_ids: int32 [n/128], global number of each local block of 128 keys.
         num_blocks: NB, blocks of the whole sequence.
         scale: of the logits.
-        valid_len: int32 scalar, the position behind the last query; None is NB * 128.
+        valid_len: int32 scalar or [B], the position behind the last query; None is NB * 128.
+        queries: int32 [B], which set of queries scores the keys of an entry; None for its own.
         multiprocessors: how many the work is spread over; those of the device when None.
         interpret: False, or parameters of the Pallas GPU interpreter.
 
@@ -72,18 +75,19 @@ def block_statistics(
         refs["peak"].at[at][...] = peak
         refs["total"].at[at][...] = terms.sum(axis=1)
 
-    shape = jax.ShapeDtypeStruct((*q.shape[:2], block_ids.shape[0], ROWS), jnp.float32)
+    sizes = k.shape[0], q.shape[1], block_ids.shape[0], ROWS
+    shape = jax.ShapeDtypeStruct(sizes, jnp.float32)
     return _over_tiles(
         tile, q, k, block_ids, num_blocks, rows={}, outputs={"peak": shape, "total": shape},
-        scratch={}, width=TILE, valid_len=valid_len, multiprocessors=multiprocessors,
-        interpret=interpret,
+        scratch={}, width=TILE, valid_len=valid_len, queries=queries,
+        multiprocessors=multiprocessors, interpret=interpret,
     )
 
 
 def block_masses(
     q: Array, k: Array, block_ids: Array, num_blocks: int, peak: Array, to_mass: Array, *,
-    scale: float, valid_len: Array | None = None, multiprocessors: int | None = None,
-    interpret: Any = False,
+    scale: float, valid_len: Array | None = None, queries: Array | None = None,
+    multiprocessors: int | None = None, interpret: Any = False,
 ) -> tuple[Array, Array, Array]:
     """Sums of softmax weights over the columns and diagonals of every tile.
 
@@ -94,10 +98,12 @@ def block_masses(
         k: [B, n, Hk, D].
         block_ids: int32 [n/128].
         num_blocks: NB.
-        peak: fp32 [B, Hq, 64], largest logit of each query over the whole sequence.
-        to_mass: fp32 [B, Hq, 64].
+        peak: fp32 [B, Hq, 64], largest logit of each query over the whole sequence; with `queries`,
+            of each set of them.
+        to_mass: fp32, like `peak`.
         scale: of the logits.
         valid_len: as in `block_statistics`.
+        queries: as in `block_statistics`.
         multiprocessors: how many the work is spread over; those of the device when None.
         interpret: False, or parameters of the Pallas GPU interpreter.
 
@@ -132,27 +138,29 @@ def block_masses(
         for name, x in (("columns", column), ("own", own), ("beyond", beyond)):
             refs[name].at[at][...] = x
 
-    shape = jax.ShapeDtypeStruct((*q.shape[:2], block_ids.shape[0], TILE), jnp.float32)
+    sizes = k.shape[0], q.shape[1], block_ids.shape[0], TILE
+    shape = jax.ShapeDtypeStruct(sizes, jnp.float32)
     return _over_tiles(
         tile, q, k, block_ids, num_blocks, rows={"peak": peak, "to_mass": to_mass},
         outputs={"columns": shape, "own": shape, "beyond": shape},
         scratch={"scratch": plgpu.SMEM((_MOST_HEADS, ROWS, _PITCH), jnp.float32)},
-        width=_HALF, valid_len=valid_len, multiprocessors=multiprocessors, interpret=interpret,
+        width=_HALF, valid_len=valid_len, queries=queries, multiprocessors=multiprocessors,
+        interpret=interpret,
     )
 
 
 def _over_tiles(
     tile: Callable, q: Array, k: Array, block_ids: Array, num_blocks: int, *,
     rows: dict[str, Array], outputs: dict[str, Any], scratch: dict[str, Any], width: int,
-    valid_len: Array | None, multiprocessors: int | None, interpret: Any,
+    valid_len: Array | None, queries: Array | None, multiprocessors: int | None, interpret: Any,
 ) -> tuple[Array, ...]:
     """Calls `tile(refs, (batch, head, block), logits, rows)` for every tile.
 
     The logits come as causal pieces [64, width], fp32; `rows` are values per query of a head;
     each compute warpgroup has its own share of `scratch`, whose first dimension is dropped.
     """
-    batch, num_heads, _, head_dim = q.shape
-    kv_heads, num_local = k.shape[2], block_ids.shape[0]
+    _, num_heads, _, head_dim = q.shape
+    batch, kv_heads, num_local = k.shape[0], k.shape[2], block_ids.shape[0]
     group = num_heads // kv_heads
     heads = min(group, _MOST_HEADS)
     parts = -(-group // heads)
@@ -161,14 +169,18 @@ def _over_tiles(
     share = min(max(multiprocessors // columns, 1), num_local)
     end = num_blocks * TILE if valid_len is None else valid_len
     # Of each block: how far the first of the last queries lies behind its first key.
+    own_ends = jnp.ndim(end) > 0
+    end = jnp.asarray(end)[:, None] if own_ends else end
     shifts = (end - ROWS - block_ids * TILE).astype(jnp.int32)
-    names = ["q", "k", "shifts", *rows, *outputs, "smem", "bars"]
+    names = ["q", "k", "shifts", *rows, *(["queries"] if queries is not None else [])]
+    names += [*outputs, "smem", "bars"]
 
     def estimate_index(*arguments: Any) -> None:
         refs = dict(zip(names, arguments, strict=True))
         smem, bars = refs["smem"], refs["bars"]
         warpgroup, column, first = (lax.axis_index(name) for name in ("wg", "column", "share"))
         b = lax.div(column, kv_heads * parts)
+        own = b if queries is None else refs["queries"][b]
         kv_head = lax.rem(lax.div(column, parts), kv_heads)
         first_member = lax.rem(column, parts) * heads
         count = lax.div(num_local - first + share - 1, share)
@@ -177,7 +189,7 @@ def _over_tiles(
             for i in range(heads):
                 # Of an odd group the last warpgroup may be left without a head.
                 head = kv_head * group + lax.min(first_member + i, group - 1)
-                plgpu.copy_gmem_to_smem(refs["q"].at[b, head], smem["q"].at[i], bars["q_full"])
+                plgpu.copy_gmem_to_smem(refs["q"].at[own, head], smem["q"].at[i], bars["q_full"])
 
             def load(n: Array, _: None) -> None:
                 slot = lax.rem(n, _STAGES)
@@ -196,14 +208,14 @@ def _over_tiles(
         def compute_warpgroup() -> None:
             member = first_member + warpgroup
             head = kv_head * group + lax.min(member, group - 1)
-            own_rows = tuple(load_rows(refs[name].at[b, head]) for name in rows)
+            own_rows = tuple(load_rows(refs[name].at[own, head]) for name in rows)
             own_refs = refs | {name: smem[name].at[warpgroup] for name in scratch}
             plgpu.barrier_wait(bars["q_full"])
 
             def step(n: Array, _: None) -> None:
                 slot = lax.rem(n, _STAGES)
                 block = first + n * share
-                shift = refs["shifts"][block]
+                shift = refs["shifts"][b, block] if own_ends else refs["shifts"][block]
                 plgpu.barrier_wait(bars["k_full"].at[slot])
                 pieces = []
                 for start in range(0, TILE, width):
@@ -241,7 +253,7 @@ def _over_tiles(
             thread_name="wg",
             compiler_params=_COMPILER_PARAMS,
             interpret=interpret,
-        )(q, k, shifts, *rows.values())
+        )(q, k, shifts, *rows.values(), *(() if queries is None else (queries,)))
     )
 
 
