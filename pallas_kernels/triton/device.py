@@ -1,5 +1,8 @@
 """The GPU that Triton kernels are compiled for, and whether they can run."""
 
+import functools
+import types
+from importlib import metadata
 from importlib.util import find_spec
 
 import jax
@@ -41,4 +44,39 @@ def cannot_run() -> str | None:
             "Triton kernels need the extra ampere: uv sync --extra ampere, or pip install "
             "'.[ampere]' in a checkout"
         )
+    return unfit_triton()
+
+
+@functools.cache
+def unfit_triton() -> str | None:
+    """Why jax-triton cannot use the Triton that is installed, or None if it can.
+
+    Where jax-triton cannot import Triton's NVIDIA backend, as that of too old a Triton, it says
+    nothing and puts empty classes in its place, on which every kernel fails.
+    """
+    try:
+        from jax_triton import triton_lib
+    except ImportError as error:
+        return f"jax-triton {_version('jax-triton')} cannot be imported: {error}"
+    if isinstance(getattr(triton_lib, "cb", None), types.SimpleNamespace):
+        return (
+            f"jax-triton {_version('jax-triton')} cannot load the NVIDIA backend of triton "
+            f"{_version('triton')} (it needs {_wanted()})"
+        )
     return None
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "of unknown version"
+
+
+def _wanted() -> str:
+    """What jax-triton says that it needs, as triton>=3.7."""
+    try:
+        needed = metadata.requires("jax-triton") or []
+    except metadata.PackageNotFoundError:
+        needed = []
+    return next((line for line in needed if line.startswith("triton")), "a later one")

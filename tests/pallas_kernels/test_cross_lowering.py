@@ -6,6 +6,8 @@ every shipped configuration are checked, the machine code is not.
 
 import dataclasses
 import functools
+import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -181,6 +183,7 @@ def test_other_machines_get_the_portable_backend():
 def test_gpus_before_hopper_get_triton_where_it_is_installed(installed, monkeypatch, caplog):
     """One line says what is missing; where nothing is, none."""
     monkeypatch.setattr(device, "find_spec", lambda name: installed or None)
+    monkeypatch.setattr(device, "unfit_triton", lambda: None)
     backends._say_once.cache_clear()
     q = jnp.zeros((1, G, 1, 64), jnp.bfloat16)
     with target(A100):
@@ -196,6 +199,7 @@ def test_gpus_before_hopper_get_triton_where_it_is_installed(installed, monkeypa
 
 def test_triton_runs_on_other_gpus_by_name_alone(monkeypatch):
     monkeypatch.setattr(device, "find_spec", lambda name: True)
+    monkeypatch.setattr(device, "unfit_triton", lambda: None)
     q = jnp.zeros((1, G, 1, 64), jnp.bfloat16)
     with target(H200):
         assert backends.resolve(None, q, G).name == "mosaic_gpu"
@@ -207,6 +211,54 @@ def test_triton_runs_on_other_gpus_by_name_alone(monkeypatch):
         backends.resolve("triton", q, G)
     with pytest.raises(ValueError, match="backend='triton' cannot run here: no NVIDIA GPU"):
         backends.resolve("triton", q, G)
+
+
+class _Packages:
+    """Installed packages as `importlib.metadata` tells of them: an old Triton, or none."""
+
+    PackageNotFoundError = KeyError
+
+    def __init__(self, versions):
+        self.versions = versions
+
+    def version(self, package):
+        return self.versions[package]
+
+    def requires(self, package):
+        return ["jax>=0.11.0", f"triton>={self.versions['jax-triton-needs']}"]
+
+
+OLD = {"triton": "3.6.0", "jax-triton": "0.4.1", "jax-triton-needs": "3.7"}
+
+
+@pytest.mark.parametrize(
+    ("backend", "versions", "reason"),
+    [
+        (types.SimpleNamespace(), OLD, r"jax-triton 0.4.1 cannot load the NVIDIA backend of "
+         r"triton 3.6.0 \(it needs triton>=3.7\)$"),
+        (types.SimpleNamespace(), {}, r"jax-triton of unknown version cannot load .* a later one"),
+        (None, OLD, r"jax-triton 0.4.1 cannot be imported: "),
+        (types.ModuleType("triton.backends.nvidia.compiler"), {}, None),
+    ],
+)  # fmt: skip
+def test_a_triton_that_jax_triton_cannot_use_is_named(backend, versions, reason, monkeypatch):
+    """jax-triton puts an empty namespace where Triton's NVIDIA backend cannot be imported."""
+    library = types.SimpleNamespace(triton_lib=types.SimpleNamespace(cb=backend))
+    monkeypatch.setitem(sys.modules, "jax_triton", library if backend else None)
+    monkeypatch.setattr(device, "find_spec", lambda name: True)
+    monkeypatch.setattr(device, "metadata", _Packages(versions))
+    device.unfit_triton.cache_clear()
+    q = jnp.zeros((1, G, 1, 64), jnp.bfloat16)
+    try:
+        with target(A100):
+            if reason is None:
+                assert backends.resolve("triton", q, G).name == "triton"
+                return
+            with pytest.raises(ValueError, match="backend='triton' cannot run here: " + reason):
+                backends.resolve("triton", q, G)
+            assert backends.resolve(None, q, G).name == "xla"
+    finally:
+        device.unfit_triton.cache_clear()
 
 
 def test_asking_by_name_where_it_cannot_run_says_why():
