@@ -1,10 +1,11 @@
-"""Times attention, ours, cuDNN's and FlexAttention's, and prints one markdown table.
+"""Times attention, ours and its peers', and prints one markdown table.
 
     python benchmarks/attention.py [--seq-len ...] [--masks ...] [--head-dim ...] [--out FILE.md]
 
-FlexAttention needs torch, and cuDNN needs a GPU. A peer that cannot run here is left out, and the
-output says why. Every shape and kind of mask has its own process. The processes compile at the same
-time and then measure one after another.
+Peers need a GPU: cuDNN; with torch, its flash attention and FlexAttention; and with --reference
+the Triton kernels of MTraining's authors, in a checkout of theirs. A peer that cannot run here is
+left out, and the output says why. Every shape and kind of mask has its own process. The processes
+compile at the same time and then measure one after another.
 """
 
 import argparse
@@ -27,9 +28,9 @@ import numpy as np
 from benchmarks import ampere_code, report, workers
 from benchmarks.cases import Case, Row, Shape
 from benchmarks.errors import relative_errors
-from benchmarks.flex_peer import FlexPeer
-from benchmarks.masks import BLOCK, Work, block_mask
+from benchmarks.masks import BLOCK, Work, block_mask, slash_mask
 from benchmarks.programs import Ours, random_inputs
+from benchmarks.torch_peer import PeerError, TorchPeer, flash_peer, flex_peer, reference_peer
 
 HEADS = {128: (16, 2), 64: (14, 2)}  # query and key/value heads by head dim
 LONGEST_DENSE = 131072
@@ -63,30 +64,44 @@ def main(argv: list[str] | None = None) -> str:
         return ""
     on_gpu = jax.default_backend() == "gpu"
     flex_shape = Shape(args.flex_seq_len, *HEADS[128], 128)
-    flex = None
-    wanted = "F" in args.masks and flex_shape.seq_len in args.seq_len and 128 in args.head_dim
-    if wanted and on_gpu:
-        mask = block_mask(_rng(args.seed, "F", flex_shape), flex_shape.heads, flex_shape.seq_len)
-        flex = FlexPeer(flex_shape, mask, args.seed, args.repeats)
+    peers = _peers(args, flex_shape) if on_gpu else []
     try:
-        return _run(args, on_gpu, flex_shape, flex)
+        return _run(args, on_gpu, flex_shape, peers)
     finally:
-        if flex is not None:
-            flex.close()
+        for peer in peers:
+            peer.close()
 
 
-def _run(args, on_gpu: bool, flex_shape: Shape, flex: FlexPeer | None) -> str:
+def _peers(args, flex_shape: Shape) -> list[TorchPeer]:
+    """Those in torch, which begin to compile."""
+    found, shapes = [], [Shape(n, *HEADS[d], d) for n in args.seq_len for d in args.head_dim]
+    dense = [shape for shape in shapes if shape.seq_len <= args.longest_dense]
+    if "F" in args.masks and flex_shape in shapes:
+        mask = block_mask(_rng(args.seed, "F", flex_shape), flex_shape.heads, flex_shape.seq_len)
+        found.append(flex_peer(args.torch_python, flex_shape, mask, args.seed, args.repeats))
+    if "D" in args.masks and dense:
+        found.append(flash_peer(args.torch_python, dense, args.seed, args.repeats))
+    problems = [(s, m) for m in "DAB" if m in args.masks for s in (dense if m == "D" else shapes)]
+    if args.reference is not None and problems:
+        masks = [slash_mask(m, _rng(args.seed, m, s), s.heads, s.seq_len) for s, m in problems]
+        found.append(
+            reference_peer(
+                args.torch_python, args.reference, problems, masks, args.seed, args.repeats
+            )
+        )
+    return found
+
+
+def _run(args, on_gpu: bool, flex_shape: Shape, peers: list[TorchPeer]) -> str:
     rows: list[Row] = []
+    failures = ["no reference (no --reference)"] if on_gpu and args.reference is None else []
 
     def idle() -> bool:
-        """Waits until FlexAttention is compiled: it tries kernels out on the GPU meanwhile."""
-        return flex is None or flex.ready is not None
+        """Waits until torch's kernels are compiled: some are tried out on the GPU meanwhile."""
+        return all(peer.ready is not None for peer in peers)
 
     def torch() -> str | None:
-        if flex is None:
-            return None
-        running, text = flex.ready
-        return text if running else f"no FlexAttention ({text})"
+        return "; ".join([*(peer.ready[1] for peer in peers), *failures]) or None
 
     def tell(row: Row) -> None:
         rows.append(row)
@@ -99,10 +114,15 @@ def _run(args, on_gpu: bool, flex_shape: Shape, flex: FlexPeer | None) -> str:
     workers.measure(
         Path(__file__), jobs, args.workers, lambda values: tell(_row(values)), _say, idle
     )
-    if flex is not None:
-        _say(torch())
-        if flex.ready[0]:
-            tell(flex.measure())
+    for peer in peers:
+        running, text = peer.ready
+        _say(text)
+        try:
+            for row in peer.measure() if running else ():
+                tell(row)
+        except PeerError as error:
+            failures.append(f"FAILED: {error}")
+            _say(failures[-1])
     errors = {}
     for dim in args.head_dim if args.error_seq_len else ():
         masks = tuple(m for m in ("D", "A", "B") if m in args.masks)
@@ -203,6 +223,14 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         "--also", nargs="+", choices=[*backends, ampere_code.NAME], default=[],
         help="backends to time in the same run, in rows of their own; triton_sm80: the code of an "
         "A100 on this GPU",
+    )
+    parser.add_argument(
+        "--torch-python", default=sys.executable, metavar="PYTHON",
+        help="that has torch; default: this one",
+    )
+    parser.add_argument(
+        "--reference", type=Path, metavar="DIR",
+        help="a checkout of microsoft/MInference, branch wenxuan/mtrain, whose kernels are timed",
     )
     parser.add_argument("--quick", action="store_true", help="one short problem of each kind")
     parser.add_argument(

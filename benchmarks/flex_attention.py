@@ -1,29 +1,21 @@
-"""FlexAttention of torch on a block mask, as a child process of the attention benchmark.
+"""FlexAttention of torch on a block mask: a child of the attention benchmark (`torch_child.py`)."""
 
-Reads a file with the mask, compiles, prints {"ready": ...}, waits for a line on standard input
-(the device must then be idle) and prints its times as one line of JSON.
-"""
-
-import json
-import statistics
 import sys
+from pathlib import Path
 
 import numpy as np
 
+if __name__ == "__main__":  # from a checkout
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-def main(path: str) -> None:
-    """Measures the problem of an .npz file: mask (packed bits), seq_len, heads, kv_heads, dim."""
-    try:
-        import torch
-        import triton
-        from torch.nn.attention.flex_attention import BlockMask, flex_attention
-    except ImportError as error:
-        print(json.dumps({"missing": str(error)}), flush=True)
-        return
-    if not torch.cuda.is_available():
-        print(json.dumps({"missing": "torch sees no CUDA device"}), flush=True)
-        return
-    problem = np.load(path)
+from benchmarks.torch_child import median_ms, normal, serve
+
+
+def prepare(torch, problem):
+    """Compiles for mask (packed bits), seq_len, heads, kv_heads, dim; one row."""
+    import triton
+    from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
     seq_len, heads, kv_heads, dim = (
         int(problem[name]) for name in ("seq_len", "heads", "kv_heads", "dim")
     )
@@ -36,11 +28,7 @@ def main(path: str) -> None:
         mask_mod=lambda b, h, q, k: q >= k,
     )
     torch.manual_seed(int(problem["seed"]))
-
-    def normal(heads):
-        return torch.randn(1, heads, seq_len, dim, dtype=torch.bfloat16, device="cuda")
-
-    q, k, v, dout = normal(heads), normal(kv_heads), normal(kv_heads), normal(heads)
+    q, k, v, dout = (normal(torch, 1, h, seq_len, dim) for h in (heads, kv_heads, kv_heads, heads))
     inputs = [x.requires_grad_() for x in (q, k, v)]
     attention = torch.compile(flex_attention)
 
@@ -54,12 +42,12 @@ def main(path: str) -> None:
 
     backward()
     torch.cuda.synchronize()
-    print(json.dumps({"ready": f"torch {torch.__version__}, Triton {triton.__version__}"}),
-          flush=True)
-    sys.stdin.readline()
     repeats = int(problem["repeats"])
-    times = {f.__name__: _median_ms(torch, f, repeats) for f in (forward, backward)}
-    print(json.dumps(times), flush=True)
+
+    def row():
+        return {f.__name__: median_ms(torch, f, repeats) for f in (forward, backward)}
+
+    return f"Triton {triton.__version__}", [row]
 
 
 def _lists(torch, mask):
@@ -68,19 +56,5 @@ def _lists(torch, mask):
     return mask.sum(-1).int(), order.int()
 
 
-def _median_ms(torch, run, repeats: int) -> float:
-    for _ in range(2):
-        run()
-    times = []
-    for _ in range(repeats):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        run()
-        stop.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(stop))
-    return statistics.median(times)
-
-
 if __name__ == "__main__":
-    main(sys.argv[1])
+    serve(prepare)

@@ -45,7 +45,9 @@ def header(seed: int, repeats: int, torch: str | None) -> str:
         "diagonals; build: gathered columns and all lists that both passes read; total: choose, "
         "build, forward and backward as one program (forward + backward for the peers). "
         "TFLOP/s executed: 4 D (128 x 128 blocks + 128 columns) forward, 2.5 times that backward; "
-        "as if dense: half of S x S instead. cuDNN counts half of S x S. Memory: of the whole "
+        "as if dense: half of S x S instead. cuDNN and torch flash count half of S x S. reference: "
+        "the Triton kernels of MTraining's authors on the same masks; its build makes their lists "
+        "of given diagonals and columns, its backward pass adds atomically. Memory: of the whole "
         "program beyond its inputs and results, as the compiler reserves it and, where it was the "
         "largest of its process so far, as the device saw it. Of the goal: 1 or more meets it.",
         "",
