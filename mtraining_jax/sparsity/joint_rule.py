@@ -44,6 +44,8 @@ class JointRule:
         sink_tokens: first columns, which are forced.
         local_blocks: nearest block diagonals, which are forced; at least 1.
         last_q: u, the scoring queries.
+        local_share: share of the pairs of `max_density` that a window with the sinks may take. The
+            widest that does is forced as well; a multiple of 2^-15.
     """
 
     top_p: float
@@ -53,6 +55,7 @@ class JointRule:
     sink_tokens: int
     local_blocks: int
     last_q: int
+    local_share: float = 0.0
 
     def prices(self) -> np.ndarray:
         """int32 [n], descending, without repeats."""
@@ -116,7 +119,10 @@ class _Choice:
         self._places = spans.entries(size)
         seen = self._places < self._tokens[..., None]
         self._sinks = seen & (self._places < rule.sink_tokens)
-        self._nearest = self._numbers < jnp.minimum(rule.local_blocks, self._used)
+        self.most = _share(used * used, rule.max_density)
+        local = self._width_within(_share(self.most, rule.local_share))
+        local = spans.spread(jnp.maximum(local, rule.local_blocks))
+        self._nearest = self._numbers < jnp.minimum(local, self._used)
         shadow = self._mean_over_queries(diagonals)
         self._excess = jnp.where(seen, jnp.maximum(columns - shadow, 0), 0)
         keys = self._excess.astype(jnp.uint32)
@@ -125,7 +131,6 @@ class _Choice:
         kept_by = select.Rule(minimum=0, maximum=most)
         self._candidates, _ = select.kept_entries(keys, kept_by, spans)
         self._mass = self._on_blocks(diagonals)
-        self.most = _share(used * used, rule.max_density)
         self.enough = _share(spans.total(self._block_mass()), rule.top_p)
 
     def at(self, price: Array) -> tuple[Array, Array]:
@@ -169,7 +174,18 @@ class _Choice:
 
     def or_window(self, kept: tuple[Array, Array]) -> tuple[Array, Array]:
         """The widest window that costs no more, with the sinks, where it holds more."""
-        spans, size, shape = self._spans, self._size, self._mass.shape
+        shape, spans = self._mass.shape, self._spans
+        width = self._width_within(self.cost(kept))
+        window = (
+            jnp.broadcast_to(self._sinks, self._columns.shape),
+            jnp.broadcast_to(self._numbers < spans.spread(width), shape),
+        )
+        better = (width >= self._rule.local_blocks) & (self.held(window) > self.held(kept))
+        return self.where(better, window, kept)
+
+    def _width_within(self, most: Array) -> Array:
+        """Block diagonals of the widest window that, with the sinks, costs no more half blocks."""
+        spans, size = self._spans, self._size
         lengths = jnp.maximum(self._used - self._numbers, 0)
         # Of a window of w + 1 diagonals, which leaves the last of the rows of a block's columns.
         sinks = jnp.arange(-(-self._rule.sink_tokens // size), dtype=jnp.int32)
@@ -178,16 +194,10 @@ class _Choice:
         count = jnp.minimum(self._rule.sink_tokens, self._tokens)[..., None] - sinks * size
         entries = self._parts(jnp.clip(count, 0, size) * free)
         in_sinks = self._in_halves(*(x.sum(-1, dtype=jnp.int32) for x in entries))
+        shape = self._columns.shape[:-1]
         diagonals = spans.up_to(jnp.broadcast_to(2 * lengths, shape)) - self._used
-        fits = (diagonals + in_sinks <= spans.spread(self.cost(kept)))
-        fits &= self._numbers < self._used
-        width = spans.total(fits.astype(jnp.int32))
-        window = (
-            jnp.broadcast_to(self._sinks, self._columns.shape),
-            jnp.broadcast_to(self._numbers < spans.spread(width), shape),
-        )
-        better = (width >= self._rule.local_blocks) & (self.held(window) > self.held(kept))
-        return self.where(better, window, kept)
+        fits = (diagonals + in_sinks <= spans.spread(most)) & (self._numbers < self._used)
+        return spans.total(fits.astype(jnp.int32))
 
     def where(
         self, first: Array, x: tuple[Array, Array], y: tuple[Array, Array]

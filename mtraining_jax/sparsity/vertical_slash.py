@@ -30,6 +30,7 @@ class VerticalSlashSettings(Settings):
     min_slashes: limited(int, ge=0) = 16
     least_share: limited(float, ge=0, le=1) = 0.0
     max_density: limited(float, gt=0, le=1) = 1.0
+    local_share: limited(float, ge=0, le=1) = 0.0
 
     def __post_init__(self) -> None:
         check_limits(self)
@@ -92,6 +93,9 @@ class VerticalSlash(VerticalSlashSettings, Pattern):
             and heads with much mass in few pairs get few. 0 asks for nothing.
         max_density: most pairs of a head, over the causal ones (joint). What is forced may exceed
             it.
+        local_share: share of the pairs of max_density that the nearest block diagonals take before
+            all else (joint): as many of them as fit in with the sinks, where these are more than
+            local_blocks. With 1 nothing else fits but what is less than one diagonal.
         dense_below: documents of fewer tokens than this, padding included, keep all of their pairs
             where several are packed into a sequence: choosing would save little there. Without
             documents it has no effect.
@@ -104,11 +108,15 @@ class VerticalSlash(VerticalSlashSettings, Pattern):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.preset != "joint" and (self.least_share, self.max_density) != (0.0, 1.0):
-            name = "least_share" if self.least_share else "max_density"
+        for name, unused in (("least_share", 0.0), ("max_density", 1.0), ("local_share", 0.0)):
+            if self.preset != "joint" and getattr(self, name) != unused:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} is an option of preset='joint', but preset is "
+                    f"{self.preset!r}"
+                )
+        if self.local_share and self.max_density == 1:
             raise ValueError(
-                f"{name}={getattr(self, name)} is an option of preset='joint', but preset is "
-                f"{self.preset!r}"
+                f"local_share={self.local_share} is a share of max_density, which is 1: set it too"
             )
 
     def choose(self, q: "Array", k: "Array", shards: Shards) -> Choice:
@@ -180,6 +188,7 @@ class VerticalSlash(VerticalSlashSettings, Pattern):
         """Kind, top-p and preset, and what else limits the preset joint."""
         also = f", at least {self.least_share:g} for a block" if self.least_share else ""
         also += f", at most {self.max_density:g} of the pairs" if self.max_density < 1 else ""
+        also += f", {self.local_share:g} of them the nearest" if self.local_share else ""
         return f"dynamic vertical-slash, top-p {self.top_p:g} ({self.preset}{also})"
 
 

@@ -57,9 +57,11 @@ def keep(columns, diagonals, tokens, size, rule):
     ranked = sorted(range(len(excess)), key=lambda j: (j not in sinks, -excess[j], j))
     candidates = ranked[: rule.max_verticals]
     used = -(-tokens // size)
-    nearest = set(range(min(rule.local_blocks, used)))
     block_mass = on_blocks(diagonals, size)
     most = floor_share(used**2, rule.max_density)
+    local = widest_window(floor_share(most, rule.local_share), tokens, size, sinks)
+    width = max(rule.local_blocks, 0 if local is None else len(local[1]))
+    nearest = set(range(min(width, used)))
     enough = floor_share(sum(map(int, columns)), rule.top_p)
 
     def at(price):

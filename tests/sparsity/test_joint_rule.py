@@ -18,6 +18,7 @@ RULES = {
     "mass": JointRule(0.8, 0.0, 1.0, **COMMON),
     "price": JointRule(1.0, 0.05, 1.0, **COMMON),
     "density": JointRule(1.0, 0.0, 0.5, **COMMON),
+    "half of it the nearest": JointRule(1.0, 0.0, 0.7, **COMMON, local_share=0.5),
     "no limit": JointRule(1.0, 0.0, 1.0, **COMMON | dict(max_verticals=TOKENS)),
     # What is forced costs more.
     "nothing but what is forced": JointRule(0.9, 0.0, 0.01, **COMMON | dict(local_blocks=3)),

@@ -43,7 +43,9 @@ class TestPaper(PatternContract):
 
 
 class TestJoint(PatternContract):
-    settings = VerticalSlash(top_p=0.6, preset="joint", max_density=0.4, **SMALL)
+    settings = VerticalSlash(
+        top_p=0.6, preset="joint", max_density=0.4, local_share=0.6, **SMALL
+    )
 
 
 class TestReplay(PatternContract):

@@ -238,6 +238,8 @@ def test_no_gradient_flows_and_a_policy_can_save_the_index():
         (dict(preset="fast"), "preset='fast' must be one of safe, paper, joint"),
         (dict(least_share=0.1), "least_share=0.1 is an option of preset='joint', .* is 'safe'"),
         (dict(max_density=0.5, preset="paper"), "max_density=0.5 is an option of preset='joint'"),
+        (dict(local_share=0.5), "local_share=0.5 is an option of preset='joint', .* is 'safe'"),
+        (dict(local_share=0.5, preset="joint"), "local_share=0.5 is a share of max_density, which"),
         (dict(max_density=0.0, preset="joint"), "max_density=0.0 must be above 0 and at most 1"),
         (dict(max_verticals=20, preset="joint"), "sink_tokens=30 must not exceed"),
         (dict(last_q=129), "last_q=129 must not exceed block_size=128"),
