@@ -1,81 +1,255 @@
-"""Small calls of every Hopper attention kernel, for compute-sanitizer.
+"""Runs every Hopper kernel under every tool of compute-sanitizer, and prints what each one found.
 
-    compute-sanitizer --target-processes application-only --tool memcheck \\
-        --kernel-name kns=mosaic_gpu --error-exitcode 1 python tests/gpu/sanitize.py
+    python tests/gpu/sanitize.py --out /tmp/sanitized                 # one Hopper GPU, 16 cores
+    python tests/gpu/sanitize.py --out /tmp/sanitized --sanitizer PATH --tools racecheck
 
-Other tools (racecheck, synccheck) are run in the same way. Without the first option the tool
-follows JAX's child processes and crashes (version 2025.3.1). The tool watches the kernels. This
-script also compares them with the XLA backend, so that a run in which they did nothing fails.
+First each problem of `small_problems.py` runs alone, in a process of its own: it compiles, compares
+its results with the XLA backend's, and stores them. Then it runs once under each tool, with the
+compiled programs, on two multiprocessors, so that each thread block goes through several items.
+Its results must have the stored bits. Kernels of `barriers.cu`, right and wrong ones, run under the
+same tools (nvcc must be there), and tell what reports are worth. Newer versions of
+compute-sanitizer know more of what Hopper's barriers and bulk copies order (2026.1 and 2026.3
+removed false reports), so prefer one.
+
+Logs stay in the folder. The exit status is 1 if anything but the wrong kernels was reported, or
+if a run gave no result.
 """
 
+import argparse
+import concurrent.futures
+import functools
 import os
+import shutil
+import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # so that bounds are seen
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
 
-import jax
-import jax.numpy as jnp
-import numpy as np
+from tests.gpu import sanitizer  # noqa: E402
+from tests.gpu.sanitizer import Result  # noqa: E402
 
-import pallas_kernels
-from pallas_kernels import ListedTiles
-from tests.pallas_kernels import cases
-from tests.pallas_kernels.cases import Size
-from tests.pallas_kernels.contract import backward, forward, resolve_index
-
-BACKENDS = ("mosaic_gpu", "xla")
-
-
-def main(backends: tuple[str, str] = BACKENDS) -> int:
-    """Runs all problems; the exit status is 1 if a result is not that of XLA."""
-    wrong = 0
-    for dim, dtype in ((64, "float16"), (128, "bfloat16")):
-        for name, problem in _problems(dim, dtype):
-            results = [_run(backend, *problem) for backend in backends]
-            same = jax.tree.all(jax.tree.map(_close, *results))
-            wrong += not same
-            print(f"D={dim} {name}: {'ok' if same else 'WRONG'}", flush=True)
-    return min(wrong, 1)
+BARRIERS = ("threads", "bulk", "tensor", "store")
+WRONG_BARRIERS = ("threads-unwaited", "bulk-unwaited", "tensor-unwaited", "store-unfenced")
+MULTIPROCESSORS = 2
+_ENVIRONMENT = {
+    # Every array has an allocation of its own, so that its bounds are seen.
+    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+    "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",
+    # One kernel after another, and none that are only timed.
+    "XLA_FLAGS": "--xla_gpu_autotune_level=0 --xla_gpu_enable_command_buffer=",
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    "PYTHONUNBUFFERED": "1",
+}
+Run = tuple[str, str]  # tool and problem
 
 
-def _problems(dim: int, dtype: str):
-    """Name, then inputs, tiles, columns (with keys and values) and running result."""
-    rng = np.random.default_rng(dim)
-    size = Size(1, 4, 2, query_blocks=4, key_blocks=4, block_size=128, dim=dim)
-    inputs = cases.qkv_dout(rng, size, dtype)
-    index = cases.vertical_slash(rng, size, max_slashes=3, max_verticals=150, garbage=rng)
-    tiles, columns, column_kv = resolve_index(index, *inputs[1:3])
-    columns = columns, column_kv
-    listed = cases.block_sparse(rng, size, causal=True, garbage=rng)
-    listed = ListedTiles.from_index(listed)
-    init = (
-        jnp.asarray(rng.standard_normal(inputs[0].shape), jnp.float32),
-        jnp.asarray(rng.standard_normal((1, size.heads, size.seq_len)), jnp.float32),
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; returns its exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=Path, required=True, help="a folder for programs and logs")
+    parser.add_argument("--sanitizer", default=shutil.which("compute-sanitizer"))
+    parser.add_argument("--tools", nargs="+", choices=sanitizer.TOOLS, default=sanitizer.TOOLS)
+    parser.add_argument("--problems", nargs="+", help="only these, as --list prints them")
+    parser.add_argument("--jobs", type=int, default=12, help="processes at the same time")
+    parser.add_argument("--timeout", type=float, default=150, help="seconds for each run")
+    parser.add_argument("--deadline", type=float, default=540, help="seconds for all runs")
+    parser.add_argument("--list", action="store_true", help="names of all problems")
+    parser.add_argument("--worker", metavar="PROBLEM", help=argparse.SUPPRESS)
+    parser.add_argument("--expect", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args(arguments)
+    if args.worker is not None:
+        return work(args.worker, args.out, args.expect)
+    names = _names()
+    if args.list:
+        print("\n".join(names))
+        return 0
+    chosen = args.problems or names
+    if unknown := sorted(set(chosen) - set(names)):
+        print(f"error: --problems: no problem is called {', '.join(unknown)}", file=sys.stderr)
+        return 2
+    if not args.sanitizer or not sanitizer.version(args.sanitizer):
+        print(f"error: --sanitizer={args.sanitizer} is no compute-sanitizer", file=sys.stderr)
+        return 2
+    args.out.mkdir(parents=True, exist_ok=True)
+    print(f"compute-sanitizer {sanitizer.version(args.sanitizer)}", flush=True)
+    return _run_all(args, chosen)
+
+
+def work(name: str, out: Path, expect: bool) -> int:
+    """Runs one problem; the exit status is 1 if its results are wrong.
+
+    Args:
+        name: of the problem.
+        out: the folder of programs and results.
+        expect: whether stored results are there, with whose bits to compare.
+    """
+    import jax
+    import numpy as np
+
+    from pallas_kernels.mosaic_gpu import device
+    from tests.gpu import small_problems
+
+    device.multiprocessors = lambda: MULTIPROCESSORS
+    problem = next(p for p in small_problems.problems() if p.name == name)
+    texts = []
+
+    def compiled(step: Callable, values: dict, backend: str) -> Callable:
+        begin = time.monotonic()
+        program = small_problems.jitted(step, backend).lower(values).compile()
+        texts.append(program.as_text())
+        print(f"{step.__name__} on {backend}: {time.monotonic() - begin:.1f} s", flush=True)
+        return program
+
+    found = small_problems.run(problem, problem.backend, compiled)
+    path = out / f"{name}.npz"
+    raw = {key: np.frombuffer(x.tobytes(), np.uint8) for key, x in found.items()}
+    if expect:
+        with np.load(path) as stored:
+            different = [key for key in raw if not np.array_equal(raw[key], stored[key])]
+        print(f"other bits in {', '.join(different)}" if different else "the same bits")
+        return min(len(different), 1)
+    calls = " ".join(line for text in texts for line in text.splitlines() if "mosaic_gpu" in line)
+    if missing := [kernel for kernel in problem.kernels if f"/{kernel}/" not in calls]:
+        print(f"{', '.join(missing)} did not run")
+        return 1
+    np.savez(path, **raw)
+    right = small_problems.close(found, small_problems.run(problem, "xla", compiled))
+    print(f"{jax.devices()[0].device_kind}: {'right' if right else 'WRONG'}")
+    return 0 if right else 1
+
+
+def table(tools: Iterable[str], results: dict[Run, Result]) -> list[str]:
+    """What each tool found in each problem, as Markdown."""
+    tools, rows = list(tools), []
+    for problem in dict.fromkeys(name for _, name in results):
+        cells = [results.get((tool, problem)) for tool in tools]
+        verdicts = ["not run" if r is None else f"{r.verdict} ({r.seconds:.0f} s)" for r in cells]
+        rows.append(f"| {problem} | {' | '.join(verdicts)} |")
+    head = [f"| problem | {' | '.join(tools)} |", "|---" * (len(tools) + 1) + "|"]
+    seen = {}  # the first report of each kind, with where it came from
+    for (tool, problem), result in results.items():
+        if result.report:
+            seen.setdefault(result.report, []).append(f"{tool} of {problem}")
+    said = [f"- {report}: {', '.join(where[:6])}" for report, where in seen.items()]
+    return [*head, *rows, "", *said]
+
+
+def failed(results: dict[Run, Result]) -> list[Run]:
+    """The runs that gave something else than they should: all but those of wrong kernels."""
+    return [
+        (tool, name)
+        for (tool, name), result in results.items()
+        if result.verdict != "clean" and name not in WRONG_BARRIERS
+    ]
+
+
+def _run_all(args: argparse.Namespace, names: Sequence[str]) -> int:
+    """Prepares the problems, watches them, and prints the table."""
+    give_up = time.monotonic() + args.deadline
+    programs = {name: [*_worker(name, args.out)] for name in names}
+    prepared = _in_parallel(args.jobs, {
+        name: functools.partial(_run, programs[name], args.out / f"{name}.txt", give_up)
+        for name in names
+    })  # fmt: skip
+    wrong = [name for name, (status, _) in prepared.items() if status != 0]
+    for name in wrong:
+        print(f"{name} alone: {_tail(args.out / f'{name}.txt')}", flush=True)
+    seconds = sum(seconds for _, seconds in prepared.values())
+    print(f"{len(names) - len(wrong)} of {len(names)} problems right alone ({seconds:.0f} s)")
+    runs = {name: [*program, "--expect"] for name, program in programs.items() if name not in wrong}
+    runs |= _barriers(args.out)
+    tools = [tool for tool in args.tools if sanitizer.supports(args.sanitizer, tool)]
+    numbered = enumerate((tool, name) for tool in tools for name in runs)
+    jobs = {
+        run: functools.partial(_watch, args, *run, runs[run[1]], number, give_up)
+        for number, run in numbered
+    }
+    results = {run: r for run, r in _in_parallel(args.jobs, jobs).items() if r is not None}
+    print("\n".join(table(tools, results)), flush=True)
+    bad = failed(results)
+    missing = len(jobs) - len(results)
+    print(f"\n{len(results) - len(bad)} runs as they should be, {len(bad)} not, {missing} not made")
+    return 1 if wrong or bad or missing else 0
+
+
+def _watch(
+    args: argparse.Namespace, tool: str, name: str, program: list[str], number: int, give_up: float
+) -> Result | None:
+    """One run under a tool; None if there is no time left for it."""
+    if time.monotonic() > give_up:
+        return None
+    log, output = (args.out / f"{tool}-{name}.{end}" for end in ("log", "txt"))
+    command = sanitizer.command(
+        args.sanitizer, tool, program, log, number, sanitizer.KERNELS
     )
-    yield "diagonals and columns", (inputs, tiles, columns, None)
-    yield "diagonals alone", (inputs, tiles, (), None)
-    yield "columns alone", (inputs, None, columns, None)
-    yield "listed blocks", (inputs, listed, (), None)
-    yield "listed blocks and columns added to a running result", (inputs, listed, columns, init)
+    limit = min(give_up + 20, time.monotonic() + args.timeout)
+    status, seconds = _run(command, output, limit)
+    texts = (path.read_text(errors="replace") if path.exists() else "" for path in (log, output))
+    result = sanitizer.read(*texts, status, seconds)
+    print(f"{tool} {name}: {result.verdict} ({seconds:.0f} s) {result.report[:200]}", flush=True)
+    return result
 
 
-def _run(backend: str, inputs, tiles, columns, init):
-    """Every output of forward and backward."""
-    q, k, v, dout = inputs
-    out, lse = forward(q, k, v, tiles, *columns, init=init, backend=backend)
-    delta = pallas_kernels.delta_of(out, dout)
-    return out, lse, backward(q, k, v, dout, lse, delta, tiles, *columns, backend=backend)
+def _run(command: list[str], output: Path, until: float) -> tuple[int | None, float]:
+    """Exit status, or None at the time limit, and seconds; what it prints goes into a file."""
+    begin = time.monotonic()
+    environment = os.environ | _ENVIRONMENT | {
+        "JAX_COMPILATION_CACHE_DIR": str(output.parent / "compiled"), "PYTHONPATH": str(ROOT),
+    }  # fmt: skip
+    with output.open("w") as file:
+        process = subprocess.Popen(
+            command, stdout=file, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
+        try:
+            status = process.wait(max(1.0, until - begin))
+        except subprocess.TimeoutExpired:
+            status = None
+            os.killpg(process.pid, 9)  # the tool and what it watches
+            process.wait()
+    return status, time.monotonic() - begin
 
 
-def _close(a, b) -> bool:
-    """Up to some roundings of the operands' 8 or 11 bits."""
-    a, b = (np.asarray(x, np.float32) for x in (a, b))
-    live = np.isfinite(b)
-    if not np.array_equal(a[~live], b[~live]):  # lse of empty rows
-        return False
-    return bool(np.linalg.norm(a[live] - b[live]) <= 1e-2 * np.linalg.norm(b[live]))
+def _in_parallel(jobs: int, work: dict) -> dict:
+    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+        futures = {key: pool.submit(call) for key, call in work.items()}
+        return {key: future.result() for key, future in futures.items()}
+
+
+def _worker(name: str, out: Path) -> list[str]:
+    return [sys.executable, str(Path(__file__).resolve()), f"--out={out}", f"--worker={name}"]
+
+
+def _names() -> list[str]:
+    """Of all problems; asked of a process of its own, so that this one never loads JAX."""
+    code = "from tests.gpu.small_problems import problems; print(*(p.name for p in problems()))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True, cwd=ROOT,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    )  # fmt: skip
+    return done.stdout.split()
+
+
+def _barriers(out: Path) -> dict[str, list[str]]:
+    """Programs of the small kernels, by name; none without nvcc."""
+    compiler = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
+    source, binary = Path(__file__).with_name("barriers.cu"), out / "barriers"
+    command = [compiler, "-arch=sm_90a", "-std=c++17", "-o", str(binary), str(source)]
+    try:
+        subprocess.run(command, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        print(f"without {source.name}: {error}", flush=True)
+        return {}
+    return {name: [str(binary), name] for name in (*BARRIERS, *WRONG_BARRIERS)}
+
+
+def _tail(path: Path) -> str:
+    lines = [x for x in path.read_text(errors="replace").splitlines() if x.strip()]
+    return " / ".join(lines[-3:])
 
 
 if __name__ == "__main__":

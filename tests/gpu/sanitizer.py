@@ -1,0 +1,134 @@
+"""compute-sanitizer's command lines, and what its logs say."""
+
+import dataclasses
+import functools
+import re
+import subprocess
+from pathlib import Path
+
+# A tool, or one with another address space. Those that take longest come first.
+TOOLS = ("racecheck", "memcheck", "synccheck", "initcheck", "initcheck-shared")
+# Only our kernels are watched: Pallas gives all of theirs this ending.
+KERNELS = "mosaic_gpu_kernel"
+FOUND = 9  # exit status of a run in which the tool found something
+_PORTS = 49152, 64  # of the first run, and how many each one has for itself
+# Options of the tools. Versions differ, so an option that a version does not know is left out.
+_OPTIONS = {
+    "memcheck": (("--check-tensor-ops", "yes"),),
+    "racecheck": (
+        ("--racecheck-num-workers", "2"),
+        # Hangs are reported as such, with the barrier, instead of by our time limit.
+        ("--racecheck-deadlock-timeout", "60000"),
+    ),
+    "synccheck": (),
+    # A copy to the host reads what bulk copies wrote, which not every version sees as written.
+    "initcheck": (("--check-api-memory-access", "no"),),
+    "initcheck-shared": (
+        ("--check-api-memory-access", "no"), ("--initcheck-address-space", "shared"),
+    ),
+}  # fmt: skip
+_SUMMARY = re.compile(r"^=+ (?:RACECHECK|ERROR) SUMMARY: (\d+) ", re.MULTILINE)
+_LINE = re.compile(r"^=+ ?(.*)$", re.MULTILINE)
+# Lines of a log that are no report.
+_QUIET = re.compile(r"COMPUTE-SANITIZER|SUMMARY|Kernel launch|^Launch|^\s*$|^\s")
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What one run under a tool gave.
+
+    Attributes:
+        verdict: `clean`, `4 reports`, `timed out`, `no result`, or what else went wrong.
+        report: the first report, on one line; empty without one.
+        seconds: that the run took.
+    """
+
+    verdict: str
+    report: str
+    seconds: float
+
+
+@functools.cache
+def version(binary: str) -> str:
+    """The version of compute-sanitizer, or an empty string."""
+    found = re.search(r"Version (\S+)", _output(binary, "--version"))
+    return found[1] if found else ""
+
+
+def command(
+    binary: str, tool: str, program: list[str], log: Path, number: int, kernels: str | None
+) -> list[str]:
+    """The command line of one run.
+
+    Args:
+        binary: compute-sanitizer.
+        tool: one of `TOOLS`.
+        program: to watch, with its arguments.
+        log: file for the tool's reports.
+        number: of the run; runs at the same time need different ones.
+        kernels: part of the names of the kernels that are watched; None for all kernels.
+    """
+    first, each = _PORTS
+    options = [
+        # With child processes the tool crashed (version 2025.3.1).
+        ("--target-processes", "application-only"), ("--error-exitcode", str(FOUND)),
+        ("--launch-timeout", "120"), ("--port", str(first + each * (number % 200))),
+        ("--show-backtrace", "no"), ("--print-limit", "50"), ("--log-file", str(log)),
+        *_OPTIONS[tool],
+    ]  # fmt: skip
+    if kernels is not None:
+        options.append(("--kernel-name", f"kns={kernels}"))
+    known = _output(binary, "--help")
+    flags = [part for name, value in options if name in known for part in (name, value)]
+    if "--dump-kernel-launches" in known:  # so that a log shows which kernels were watched
+        flags.append("--dump-kernel-launches")
+    return [binary, "--tool", tool.partition("-")[0], *flags, *program]
+
+
+def supports(binary: str, tool: str) -> bool:
+    """Whether this version has a tool."""
+    return tool != "initcheck-shared" or "--initcheck-address-space" in _output(binary, "--help")
+
+
+def read(log: str, output: str, status: int | None, seconds: float) -> Result:
+    """What a run gave.
+
+    Args:
+        log: of the tool.
+        output: of the program.
+        status: of the run; None where it was ended at its time limit.
+        seconds: that it took.
+    """
+    reports = [line for line in _LINE.findall(log) if not _QUIET.search(line)]
+    report = ""
+    if reports:
+        lines = _LINE.findall(log)
+        at = lines.index(reports[0])
+        report = " ".join(" ".join(lines[at : at + 3]).split())
+    summary = _SUMMARY.search(log)
+    if status is None:
+        verdict = "timed out" + (f" after {len(reports)} reports" if reports else "")
+    elif summary is None:
+        verdict, report = "no result", report or _last(output)
+    elif int(summary[1]):
+        verdict = f"{summary[1]} reports"
+    elif status not in (0, FOUND):
+        verdict, report = f"exit status {status}", _last(output)
+    else:
+        verdict = "clean"
+    return Result(verdict, report, seconds)
+
+
+def _last(output: str) -> str:
+    lines = [line for line in output.splitlines() if line.strip()]
+    return lines[-1].strip() if lines else ""
+
+
+@functools.cache
+def _output(binary: str, option: str) -> str:
+    """What a program prints for an option; nothing if there is no such program."""
+    try:
+        done = subprocess.run([binary, option], capture_output=True, text=True, check=False)
+    except OSError:
+        return ""
+    return done.stdout + done.stderr

@@ -1,0 +1,134 @@
+"""The runner of compute-sanitizer, with a program that only prints what the tool would."""
+
+import argparse
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.gpu import sanitize, sanitizer
+from tests.gpu.sanitizer import Result
+
+CLEAN = "========= COMPUTE-SANITIZER\n========= ERROR SUMMARY: 0 errors\n"
+RACE = """\
+========= COMPUTE-SANITIZER
+========= Error: Race reported between Write access at forward_mosaic_gpu_kernel+0x6e0
+=========     and Read access at forward_mosaic_gpu_kernel+0x820 [512 hazards]
+=========
+========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)
+"""
+KERNELS = Path(__file__).parents[1] / "pallas_kernels" / "mosaic_gpu" / "kernels"
+
+
+@pytest.mark.parametrize(
+    ("log", "output", "status", "verdict", "report"),
+    [
+        (CLEAN, "", 0, "clean", ""),
+        (RACE, "", sanitizer.FOUND, "1 reports", "Error: Race reported between Write access"),
+        (RACE, "", None, "timed out after 1 reports", "Error: Race"),
+        (CLEAN, "other bits in dq\n", 1, "exit status 1", "other bits in dq"),
+        ("", "Segmentation fault\n\n", 139, "no result", "Segmentation fault"),
+        ("========= COMPUTE-SANITIZER\n========= Error: Device not supported.\n", "", 1,
+         "no result", "Error: Device not supported."),
+    ],
+)  # fmt: skip
+def test_a_log_is_read(log, output, status, verdict, report):
+    found = sanitizer.read(log, output, status, 1.0)
+    assert found.verdict == verdict
+    assert found.report.startswith(report) and bool(found.report) == bool(report)
+
+
+def test_only_reports_of_wrong_kernels_are_as_they_should_be():
+    clean, race = Result("clean", "", 2.0), Result("1 reports", "Error: Race", 3.0)
+    wrong = sanitize.WRONG_BARRIERS[0]
+    results = {
+        ("racecheck", "lists-64"): race, ("memcheck", "lists-64"): clean,
+        ("racecheck", wrong): race, ("racecheck", "dense-64"): Result("timed out", "", 9.0),
+    }  # fmt: skip
+    assert sanitize.failed(results) == [("racecheck", "lists-64"), ("racecheck", "dense-64")]
+    lines = sanitize.table(("racecheck", "memcheck"), results)
+    assert "| lists-64 | 1 reports (3 s) | clean (2 s) |" in lines
+    assert "| dense-64 | timed out (9 s) | not run |" in lines
+    assert lines[-1] == f"- Error: Race: racecheck of lists-64, racecheck of {wrong}"
+
+
+def fake_sanitizer(folder: Path, log: str, version: str = "2025.3.1.0") -> str:
+    path = folder / "compute-sanitizer"
+    path.write_text(
+        f"#!{sys.executable}\n"
+        "import subprocess, sys, pathlib\n"
+        f"if '--version' in sys.argv: print('Version {version}')\n"
+        "elif '--help' in sys.argv: print('--target-processes --log-file --kernel-name')\n"
+        "else:\n"
+        "    at = sys.argv.index('--log-file') + 1\n"
+        f"    pathlib.Path(sys.argv[at]).write_text({log!r})\n"
+        "    sys.exit(subprocess.call(sys.argv[sys.argv.index(sys.executable):]))\n"
+    )
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_a_run_that_hangs_is_ended_and_its_reports_are_kept(tmp_path):
+    binary = fake_sanitizer(tmp_path, RACE)
+    args = argparse.Namespace(out=tmp_path, sanitizer=binary, timeout=1.0)
+    program = [sys.executable, "-c", "import time; time.sleep(60)"]
+    result = sanitize._watch(args, "racecheck", "lists-64", program, 0, sys.maxsize)
+    assert result.verdict == "timed out after 1 reports" and result.seconds < 20
+
+
+@pytest.mark.parametrize(("log", "status", "said"), [(CLEAN, 0, "clean"), (RACE, 1, "1 reports")])
+def test_problems_run_alone_and_then_under_each_tool(
+    tmp_path, capsys, monkeypatch, log, status, said
+):
+    # What a worker would do: store results, then find them there.
+    program = "import pathlib, sys; p = pathlib.Path('stored'); " + (
+        "sys.exit(not p.exists()) if '--expect' in sys.argv else p.touch()"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sanitize, "_names", lambda: ["lists-64"])
+    monkeypatch.setattr(sanitize, "_worker", lambda *_: [sys.executable, "-c", program])
+    monkeypatch.setattr(sanitize, "_barriers", lambda _: {})
+    binary = fake_sanitizer(tmp_path, log)
+    assert sanitize.main([f"--out={tmp_path / 'out'}", f"--sanitizer={binary}"]) == status
+    output = capsys.readouterr().out
+    assert "1 of 1 problems right alone" in output
+    # Of five tools this version lacks one.
+    (row,) = [line for line in output.splitlines() if line.startswith("| lists-64")]
+    assert row.count(said) == 4
+
+
+def test_options_that_a_version_does_not_know_are_left_out(tmp_path):
+    binary = fake_sanitizer(tmp_path, CLEAN)
+    command = sanitizer.command(binary, "memcheck", ["program"], tmp_path / "log", 3, "kernel")
+    assert command == [
+        binary, "--tool", "memcheck", "--target-processes", "application-only", "--log-file",
+        str(tmp_path / "log"), "--kernel-name", "kns=kernel", "program",
+    ]  # fmt: skip
+    assert not sanitizer.supports(binary, "initcheck-shared")
+    assert sanitizer.version(binary) == "2025.3.1.0"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [(["--sanitizer=/nowhere/at/all"], "is no compute-sanitizer"),
+     (["--problems", "lists-65"], "no problem is called lists-65")],
+)  # fmt: skip
+def test_a_mistake_is_one_sentence(tmp_path, capsys, monkeypatch, options, said):
+    monkeypatch.setattr(sanitize, "_names", lambda: ["lists-64"])
+    assert sanitize.main([f"--out={tmp_path / 'out'}", *options]) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+
+
+def test_every_hopper_kernel_is_in_a_problem():
+    """The kernels of all files, by the functions that Pallas names them after."""
+    from tests.gpu import small_problems
+
+    reached = {name for problem in small_problems.problems() for name in problem.kernels}
+    written = set()
+    for path in KERNELS.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("launch", "plgpu.kernel"):
+                written.add(ast.unparse(node.args[0]))
+    assert len(written) >= 8 and reached == written
