@@ -1,13 +1,18 @@
-"""The runner of compute-sanitizer, with a program that only prints what the tool would."""
+"""The runner of compute-sanitizer, with a program that only prints what the tool would.
+
+And what counts repetitions with other bits.
+"""
 
 import argparse
 import ast
 import sys
 from pathlib import Path
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from tests.gpu import sanitize, sanitizer
+from tests.gpu import repeat, sanitize, sanitizer
 from tests.gpu.sanitizer import Result
 
 CLEAN = "========= COMPUTE-SANITIZER\n========= ERROR SUMMARY: 0 errors\n"
@@ -132,3 +137,33 @@ def test_every_hopper_kernel_is_in_a_problem():
             if isinstance(node, ast.Call) and ast.unparse(node.func) in ("launch", "plgpu.kernel"):
                 written.add(ast.unparse(node.args[0]))
     assert len(written) >= 8 and reached == written
+
+
+def test_a_repetition_with_another_bit_is_counted():
+    """In one of two steps; -0 is another bit than 0, and a NaN the same as itself."""
+    counts = {"before": 0, "second": 0}
+
+    def before():
+        counts["before"] += 1
+
+    def second(values):
+        counts["second"] += 1
+        zero = -0.0 if counts["second"] in (4, 7) else 0.0
+        return {"y": values["x"] * jnp.float32(zero), "n": jnp.int32(3)}
+
+    steps = [lambda values: {"x": values["in"] + 1}, second]
+    inputs = {"in": jnp.asarray(np.array([1.0, np.nan], np.float32))}
+    assert repeat.count_differences(steps, inputs, 9, before) == 2
+    assert counts == {"before": 20, "second": 10}
+
+
+def test_a_problem_that_did_not_run_to_its_end_is_said():
+    ran = ["problem lists-64 2000 0 3.25", "problem lists-128 2000 4 3.5"]
+    lines = ["a warning", *ran, "a last word"]
+    rows, bad = repeat.table(lines, ["lists-64", "lists-128", "dense-64"], 2000)
+    assert bad == ["lists-128", "dense-64"]
+    assert rows[2:5] == [
+        "| lists-64 | 2000 | 0 | 3.2 |", "| lists-128 | 2000 | 4 | 3.5 |",
+        "| dense-64 | 0 | 0 | 0.0 |",
+    ]  # fmt: skip
+    assert rows[-1] == "a last word"
