@@ -118,7 +118,7 @@ def masses_without(
             precision=precision, preferred_element_type=jnp.float32,
         )
 
-    steps, size = row_columns.steps_of(slot.shape[1], shards.num_blocks)
+    steps, size = row_columns.steps_of(rows, count, shards.num_blocks)
     padding = steps * size - slot.shape[1]
     # One number for an index: XLA fuses such a gather. Padding may read any key: it is not seen.
     flat, (_, length, kv_heads, _) = k.reshape(-1, k.shape[-1]), k.shape

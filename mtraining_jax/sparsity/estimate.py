@@ -261,6 +261,7 @@ def map_logits(
     k_BnHD: Array,
     block_ids: Array,
     num_blocks: int,
+    chunk: int | None = None,
 ) -> tuple[Array, ...]:
     """Applies `body` to the raw causal logits of every local block, a chunk of blocks at a time.
 
@@ -273,6 +274,8 @@ def map_logits(
         k_BnHD: [B, n, Hk, D], local keys.
         block_ids: int32 [n/g].
         num_blocks: NB.
+        chunk: C, the same for any number of ranks; None for a sixteenth of the sequence, at most 64
+            blocks.
 
     Returns:
         The tuple, with arrays [B, Hq, n/g, ...].
@@ -283,7 +286,8 @@ def map_logits(
     block_size = k_BnHD.shape[1] // num_local
     # A function of the length alone. About 16 steps at 128K tokens on one device; a rank that
     # holds less than a chunk computes padding, which is cheap.
-    chunk = min(max(num_blocks // 16, 1), 64)
+    if chunk is None:
+        chunk = min(max(num_blocks // 16, 1), 64)
     steps = -(-num_local // chunk)
     padding = steps * chunk - num_local
     ids = jnp.pad(block_ids, (0, padding), constant_values=num_blocks)

@@ -16,7 +16,11 @@ from pallas_kernels.tiles import gather_columns
 
 # Queries, evenly spread over the sequence, that say which columns are the heaviest.
 _QUERIES = 128
-_MOST_STEPS = 64
+# Each step is a few kernels, which on a GPU take a few microseconds however little they compute: so
+# there are few steps. Of several ranks each computes one at least, and no more than this part of
+# what one device does.
+_LEAST_STEPS = 4
+_STEP_BYTES = 1 << 27  # of logits or gathered keys in memory at a time
 
 
 def heaviest_columns(
@@ -95,7 +99,8 @@ def _far_masses(
     """Mass int32 [B, Hq, NB, g] that rows [B, Hq, u, D] give to keys; 2^30 is all of it."""
     block_size = k.shape[1] // num_blocks
     every = jnp.arange(num_blocks, dtype=jnp.int32)
-    where = rows, positions, k, every, num_blocks
+    of_one = 4 * rows.shape[0] * rows.shape[1] * rows.shape[2] * block_size
+    where = rows, positions, k, every, num_blocks, _rows_at_once(num_blocks, of_one)
     block_peak, block_total = estimate.map_logits(
         lambda logits, _: in_block(logits, scale), *where
     )  # [B, Hq, NB, u]
@@ -179,10 +184,23 @@ def left_over(
     return left, of_columns.sum(-1, dtype=jnp.int32).astype(jnp.float32) * one
 
 
-def steps_of(num_local: int, num_blocks: int) -> tuple[int, int]:
-    """Steps, and rows of blocks of each: as many whatever a rank's share of them is."""
-    size = max(num_blocks // _MOST_STEPS, 1)
+def steps_of(rows: Array, num_columns: int, num_blocks: int) -> tuple[int, int]:
+    """Steps, and rows of blocks of each: as many whatever a rank's share of them is.
+
+    Args:
+        rows: [B, Hq, n, r, D], r queries of each of n local blocks.
+        num_columns: C, of a row of blocks.
+        num_blocks: NB, of the whole sequence.
+    """
+    batch, heads, num_local, num_rows, dim = rows.shape
+    of_one = batch * heads * num_columns * max(4 * num_rows, rows.dtype.itemsize * dim)
+    size = _rows_at_once(num_blocks, of_one)
     return -(-num_local // size), size
+
+
+def _rows_at_once(num_blocks: int, bytes_of_one: int) -> int:
+    """Blocks of one step: a function of the whole sequence alone."""
+    return max(min(-(-num_blocks // _LEAST_STEPS), _STEP_BYTES // max(bytes_of_one, 1)), 1)
 
 
 def _column_masses(
@@ -194,7 +212,7 @@ def _column_masses(
     Some rows of blocks at a time.
     """
     batch, heads, num_local, num_rows, dim = rows.shape
-    steps, chunk = steps_of(num_local, shards.num_blocks)
+    steps, chunk = steps_of(rows, tokens.shape[3], shards.num_blocks)
     padding = steps * chunk - num_local
     rows, levels = (
         jnp.pad(x, [(0, 0), (0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 3)) for x in (rows, levels)
