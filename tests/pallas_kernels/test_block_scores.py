@@ -6,30 +6,19 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import backends
 from pallas_kernels.mosaic_gpu.block_masses import HopperBlockScores
-from pallas_kernels.mosaic_gpu.kernels.short_block_scores import ShortBlockScoresConfig
 from tests.pallas_kernels.block_masses import check_masses, check_masses_of_documents
 from tests.pallas_kernels.hopper_backends import registered
 
-INTERPRETED = plgpu.InterpretGPUParams(detect_races=True)
-WATCHED = HopperBlockScores(INTERPRETED)
-IN_TURN = HopperBlockScores(
-    INTERPRETED, short=ShortBlockScoresConfig(polynomial_quarters=1, turns="issued")
-)
+WATCHED = HopperBlockScores(plgpu.InterpretGPUParams(detect_races=True))
 
 
 # Query blocks, their rows, rows of a key block, their length, and the first query block's number.
 @pytest.mark.parametrize(
-    ("kernels", "blocks", "rows", "columns", "length", "first"),
-    [(WATCHED, 24, 16, 16, 256, 0), (WATCHED, 3, 128, 128, 64, 1), (IN_TURN, 16, 12, 64, 64, 2)],
-    ids=["long", "short", "in turn"],
+    ("blocks", "rows", "columns", "length", "first"),
+    [(24, 16, 16, 256, 0), (3, 128, 128, 64, 1), (16, 12, 64, 64, 2)],
 )
-def test_masses_are_those_of_a_softmax(kernels, blocks, rows, columns, length, first):
-    check_masses(kernels, blocks, rows, columns, length, first)
-
-
-def test_turns_have_names():
-    with pytest.raises(ValueError, match="turns='all' is not one of none, issued, done"):
-        ShortBlockScoresConfig(turns="all")
+def test_masses_are_those_of_a_softmax(blocks, rows, columns, length, first):
+    check_masses(WATCHED, blocks, rows, columns, length, first)
 
 
 def test_rows_see_no_block_before_the_first_one_of_their_document():

@@ -7,7 +7,6 @@ from jax import Array, lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic_gpu.common import ROW_LAYOUT, fold, iota, rows_to_tile
-from pallas_kernels.mosaic_gpu.exponentials import sum_of_exp2
 
 
 class RowTiles:
@@ -72,7 +71,7 @@ class RowTiles:
     def score(
         self, refs: dict[str, Any], b: Array, head: Array, row_tile: Array, j: Array,
         logits: Array, rows: Any, seen: list[Array], peak: Array, *, block_columns: int,
-        log2_scale: float, polynomial_quarters: int = 0,
+        log2_scale: float,
     ) -> Array:
         """Writes the scores of some rows and the blocks of one tile of columns.
 
@@ -86,7 +85,6 @@ class RowTiles:
             peak: fp32 [64], the largest scaled logit so far.
             block_columns: c, columns of a block, a divisor of the width.
             log2_scale: of the logits, times log2(e).
-            polynomial_quarters: as of `sum_of_exp2`.
 
         Returns:
             fp32 [64], the largest scaled logit including this tile.
@@ -97,11 +95,9 @@ class RowTiles:
         for n, x in enumerate(of_blocks):
             own = fold(jnp.maximum, x).max(axis=1) * log2_scale
             base = jnp.where(own > -jnp.inf, own, 0.0)
-            total = sum_of_exp2(x, log2_scale, base, polynomial_quarters)
-            score = base + jnp.log2(total)
-            if polynomial_quarters:  # which are never 0
-                score = jnp.where(own > -jnp.inf, score, -jnp.inf)
-            refs["scores"].at[b, head, j * blocks + n, rows][...] = score
+            terms = jnp.exp2(x * log2_scale - rows_to_tile(base, x))
+            total = fold(jnp.add, terms).sum(axis=1)
+            refs["scores"].at[b, head, j * blocks + n, rows][...] = base + jnp.log2(total)
             peak = jnp.maximum(peak, own)
         return peak
 

@@ -32,7 +32,6 @@ from pallas_kernels.mosaic_gpu.kernels.row_tiles import RowTiles
 WARPGROUPS = 4  # that compute
 TILE_ROWS = WARPGROUPS * ROWS
 MOST_LENGTH = 128  # numbers of a row
-TURNS = "none", "issued", "done"  # of `ShortBlockScoresConfig.turns`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,16 +46,6 @@ class ShortBlockScoresConfig:
     stages: int = 4  # tiles of columns in flight
     compute_registers: int = 104
     memory_registers: int = 40
-    # Quarters of the exponentials that are polynomials (`exponentials.sum_of_exp2`).
-    polynomial_quarters: int = 0
-    # When a warpgroup lets the next one multiply: "none" for whenever it likes, "issued" when its
-    # own product has been issued, "done" when it is complete. Without turns all warpgroups wait
-    # for the same columns, multiply together and then compute exponentials together.
-    turns: str = "none"
-
-    def __post_init__(self) -> None:
-        if self.turns not in TURNS:
-            raise ValueError(f"turns={self.turns!r} is not one of {', '.join(TURNS)}")
 
 
 def short_block_scores_kernel(
@@ -83,7 +72,7 @@ def short_block_scores_kernel(
     group, width, stages = num_heads // k.shape[1], config.width, config.stages
     walk = RowTiles(places, starts, num_heads, batch, TILE_ROWS, width)
     num_blocks = min(num_blocks, walk.items)
-    log2_scale, in_turn = scale * LOG2E, config.turns != "none"
+    log2_scale = scale * LOG2E
     names = ["q", "k", *walk.inputs, "scores", "peak", "smem", "bars"]
 
     def short_block_scores(*arguments: Any) -> None:
@@ -136,7 +125,6 @@ def short_block_scores_kernel(
                     return walk.score(
                         refs, b, head, row_tile, j, logits, rows, seen, peak,
                         block_columns=block_columns, log2_scale=log2_scale,
-                        polynomial_quarters=config.polynomial_quarters,
                     )  # fmt: skip
 
                 peak = lax.fori_loop(first, tiles, score, full((ROWS,), -jnp.inf, ROW_LAYOUT))
@@ -149,29 +137,14 @@ def short_block_scores_kernel(
                 mine = smem["q"].at[pl.ds(warpgroup * ROWS, ROWS)]
 
                 def run(acc: Any) -> Array:
-                    await_turn()
                     plgpu.wgmma(acc, mine, smem["k"].at[slot].T)
-                    end_turn("issued")
                     return acc[...]
 
                 logits = pl.run_scoped(run, plgpu.ACC((ROWS, width), jnp.float32))
-                end_turn("done")
                 plgpu.barrier_arrive(bars["free"].at[slot])
                 return logits
 
-            def await_turn() -> None:
-                if in_turn:
-                    plgpu.barrier_wait(bars["turn"].at[warpgroup])
-
-            def end_turn(when: str) -> None:
-                if in_turn and when == config.turns:
-                    plgpu.barrier_arrive(bars["turn"].at[lax.rem(warpgroup + 1, WARPGROUPS)])
-
-            # All warpgroups have as many products, so the last one's turn is followed by that of
-            # the first one, who awaits it before it leaves.
-            pl.when(warpgroup == WARPGROUPS - 1)(lambda: end_turn(config.turns))
             lax.fori_loop(0, count, score_item, jnp.int32(0))
-            pl.when(warpgroup == 0)(await_turn)
 
         pl.when(warpgroup == WARPGROUPS)(memory_warpgroup)
         pl.when(warpgroup < WARPGROUPS)(compute_warpgroup)
@@ -186,8 +159,6 @@ def short_block_scores_kernel(
         "full": plgpu.Barrier(num_barriers=stages),
         "free": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages),
     }
-    if in_turn:
-        bars["turn"] = plgpu.Barrier(num_barriers=WARPGROUPS)
     shape = batch, num_heads, k.shape[2] // block_columns, num_rows
     outputs = [
         jax.ShapeDtypeStruct(shape, jnp.float32),
