@@ -3,12 +3,17 @@
 Slow and plain on purpose. Every backend is tested against it.
 """
 
+import functools
+
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels.index import Index
 
 
+# One program for each kind of index: called outside one, every operation is compiled by itself.
+@functools.partial(jax.jit, static_argnames="seq_len")
 def mask_from_index(index: Index, seq_len: int) -> Array:
     """The pairs that an index computes, as bool [B, Hq, S, S] (query, key); dense [1, 1, S, S]."""
     position, blocks = jnp.arange(seq_len), jnp.arange(seq_len // index.block_size)
