@@ -1,21 +1,19 @@
-"""What happens to a soaked run, and the process to which it happens."""
+"""What happens to a soaked run, and in which of its steps that was."""
 
 import dataclasses
-import os
-import resource
+import re
 import signal
-import subprocess
-import sys
-import threading
-import time
-from pathlib import Path
+from collections.abc import Sequence
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parents[1]
 # How a run ends by each: as the operating system says, and with a saved state.
 _STATUS = {signal.SIGKILL: -signal.SIGKILL, signal.SIGTERM: 75, signal.SIGINT: 75}
-_PATIENCE = 300
+_MOMENTS = ("audit", "save", "compile", "step")
+
+# Lines of a run. What a signal asks for is printed as soon as the process hears of it.
+_STEP = re.compile(r"step +(\d+)/")
+_HEARD = re.compile(r"SIG(TERM|INT): stopping after the step under way")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +21,7 @@ class Event:
     """Something that ends a run.
 
     Attributes:
-        kind: the moment, compile, step or save; or disk or data.
+        kind: the moment: audit, save, compile or step; or disk or data.
         after: step that must have been reported first.
         signal: that is sent, None of disk and data.
         status: the exit status that the run should have.
@@ -45,8 +43,9 @@ def draw_events(steps: int, stops: int, rng: np.random.Generator) -> list[Event]
     A full disk comes at a third of the run, another file of data at two thirds.
     """
     after = np.sort(rng.integers(1, max(2, steps * 9 // 10), size=stops))
-    kinds = [("step", "save", "compile")[i % 3] for i in range(stops)]
-    names = [list(_STATUS)[i // 3 % 3 if stops > 3 else i % 3] for i in range(stops)]
+    kinds = [_MOMENTS[i % 4] for i in range(stops)]
+    # Of five or more, those of one kind differ in their signals.
+    names = [list(_STATUS)[(i // 4 if stops > 4 else i) % 3] for i in range(stops)]
     order = rng.permutation(stops)
     events = [
         Event(kinds[i], int(at), names[i], _STATUS[names[i]])
@@ -57,104 +56,62 @@ def draw_events(steps: int, stops: int, rng: np.random.Generator) -> list[Event]
     return sorted(events, key=lambda event: event.after)
 
 
-class Soaked:
-    """A run that is started again and again.
-
-    Args:
-        out: folder with the configuration.
-        name: of the run.
+@dataclasses.dataclass(frozen=True)
+class Rhythm:
+    """Which steps of a run are audited, and after which it saves its state.
 
     Attributes:
-        memory: step and resident bytes of the process, a few times a second.
+        audit, save: every so many steps; audits from step 1 on.
     """
 
-    def __init__(self, out: Path, name: str) -> None:
-        self._out, self._name = out, name
-        self.data = out / "data" / "tokens.npy"
-        self.checkpoints = out / "runs" / name / "checkpoints"
-        self.memory: list[tuple[int, int]] = []
-        self._lines: list[str] = []
-        self._step = 0
+    audit: int
+    save: int
 
-    def start(self, largest_file: int | None = None) -> subprocess.Popen:
-        """Starts the run, or goes on with it.
+    def audits(self, step: int) -> bool:
+        """Whether a step is audited."""
+        return (step - 1) % self.audit == 0
 
-        Args:
-            largest_file: bytes that no file may exceed, as on a full disk; None without a limit.
-        """
-
-        def limit() -> None:
-            if largest_file is not None:
-                resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
-
-        self._lines, self._compiling = [], False
-        self.process = subprocess.Popen(
-            [sys.executable, str(ROOT / "train.py"), "--config", str(self._out / "soak.toml"),
-             f"--run.name={self._name}"],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=self._out,
-            env=os.environ | {"PYTHONPATH": str(ROOT)}, preexec_fn=limit,
-        )  # fmt: skip
-        for target in (self._read, self._watch):
-            threading.Thread(target=target, args=(self.process,), daemon=True).start()
-        return self.process
-
-    def wait_for(self, event: Event) -> float:
-        """Waits for the moment of an event, or for the end; returns the time then."""
-        give_up = time.monotonic() + _PATIENCE
-        while time.monotonic() < give_up and self.process.poll() is None:
-            if event.kind == "compile":
-                # Wherever the run stands: it compiles when it starts.
-                if self._compiling:
-                    break
-            elif self._step >= event.after and (
-                event.kind in ("step", "data")
-                or (event.kind == "save" and half_saved(self.checkpoints))
-            ):
-                break
-            time.sleep(0.0005)
-        return time.monotonic()
-
-    def newest(self) -> int | None:
-        """The step of the newest whole checkpoint."""
-        return newest(self.checkpoints)
-
-    def metrics_size(self) -> int:
-        """Bytes of the metrics so far."""
-        path = self.checkpoints.with_name("metrics.jsonl")
-        return path.stat().st_size if path.is_file() else 0
-
-    def output(self) -> str:
-        """What the last process has printed."""
-        return "".join(self._lines)
-
-    def _read(self, process: subprocess.Popen) -> None:
-        for line in process.stdout:
-            self._lines.append(line)
-            self._compiling = self._compiling or line.startswith("compiling")
-            if line.startswith("step"):
-                self._step = int(line.split()[1].partition("/")[0])
-
-    def _watch(self, process: subprocess.Popen) -> None:
-        while process.poll() is None:
-            try:
-                pages = int(Path(f"/proc/{process.pid}/statm").read_text().split()[1])
-            except (OSError, IndexError):
-                return
-            if self._step and pages:
-                self.memory.append((self._step, pages * os.sysconf("SC_PAGE_SIZE")))
-            time.sleep(0.2)
+    def audit_follows(self, step: int) -> bool:
+        """Whether the next thing after the report of a step is an audit, and no save."""
+        return self.audits(step + 1) and step % self.save != 0
 
 
-def newest(folder: Path) -> int | None:
-    """The step of the newest whole checkpoint in a folder."""
-    if not folder.is_dir():
-        return None
-    return max((int(p.name) for p in folder.iterdir() if p.name.isdecimal()), default=None)
+def step_under_way(lines: Sequence[str]) -> int | None:
+    """The step that ran when a signal reached a process: the one after the last that it reported.
+
+    Args:
+        lines: that it printed, with a line for each step. They end where SIGKILL ended it; of
+            SIGTERM and SIGINT it said itself when it heard of them.
+
+    Returns:
+        The number of the step; None if the process had not reported any.
+    """
+    last = None
+    for line in lines:
+        if _HEARD.match(line):
+            break
+        if (found := _STEP.match(line)) is not None:
+            last = int(found.group(1))
+    return None if last is None else last + 1
 
 
-def half_saved(folder: Path) -> bool:
-    """Whether a checkpoint lies there that is not whole yet."""
-    try:
-        return any(not path.name.isdecimal() for path in folder.iterdir())
-    except OSError:
-        return False
+def reported_step(line: str) -> int | None:
+    """The number of the step that a line reports; None for any other line."""
+    found = _STEP.match(line)
+    return None if found is None else int(found.group(1))
+
+
+def where_it_fell(lines: Sequence[str], rhythm: Rhythm) -> str:
+    """The same in words: `step 57`, `step 61, audited`, `compiling`, `its start` before that.
+
+    Args:
+        lines: as `step_under_way` takes them.
+        rhythm: of the run.
+    """
+    step = step_under_way(lines)
+    if step is not None:
+        return f"step {step}{', audited' if rhythm.audits(step) else ''}"
+    compiling = sum(line.startswith("compiling ") for line in lines)
+    if compiling > sum(line.startswith("compiled ") for line in lines):
+        return "compiling"
+    return "its first step" if compiling else "its start"
