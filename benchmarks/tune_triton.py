@@ -121,14 +121,13 @@ def table(found: list[dict]) -> str:
 
 def candidates(kernel: str, dim: int, backend: str) -> list[Config]:
     """Tile sizes to try for a kernel of a backend on the GPU that is compiled for."""
-    table = AMPERE if shipped(backend) is configs.AMPERE else HOPPER
+    table = HOPPER if shipped(backend) is configs.HOPPER else AMPERE
     return [Config(*sizes) for sizes in table[kernel, dim]]
 
 
 def shipped(backend: str) -> dict[int, configs.Configs]:
     """The table of `configs.py` that a backend takes its configurations from."""
-    early = backend == ampere_code.NAME or device.before_hopper()
-    return configs.AMPERE if early else configs.HOPPER
+    return configs.AMPERE if backend == ampere_code.NAME else configs.table_for(device.capability())
 
 
 @contextlib.contextmanager

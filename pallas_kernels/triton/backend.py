@@ -88,7 +88,7 @@ class Triton:
 
         out0, lse0 = (None, None) if init is None else (x.astype(jnp.float32) for x in init)
         found = self._over_queries(
-            attention_forward, self._configs(q).forward, q, k, v, plan, column_kv,
+            attention_forward, self._forward_config(q, plan), q, k, v, plan, column_kv,
             arrays={"init_out": out0, "init_lse": lse0},
             outputs={
                 "out": jax.ShapeDtypeStruct(q.shape, out_dtype),
@@ -242,6 +242,11 @@ class Triton:
         )  # fmt: skip
         found = self._run(call)
         return found["dk"], found["dv"]
+
+    def _forward_config(self, q: Array, plan: Plan) -> Config:
+        configs = self._configs(q)
+        documents = plan.work.queries.run_first is not None
+        return (documents and configs.forward_documents) or configs.forward
 
     def _configs(self, q: Array) -> Configs:
         return configs_for(self.capability or device.capability(), q.shape[-1])
