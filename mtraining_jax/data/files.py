@@ -6,6 +6,9 @@ from pathlib import Path
 
 from mtraining_jax.errors import UserError
 
+# Bytes that file systems have room for.
+_LONGEST_NAME = 255
+
 
 def find_files(
     paths: Sequence[str], suffixes: Sequence[str], field: str = "data.paths"
@@ -88,9 +91,14 @@ def inside(folder: Path, name: str, told_by: Path) -> Path:
     A link in the folder may lead elsewhere: whoever made it can read that anyway.
 
     Raises:
-        UserError: an absolute name, or one with "..".
+        UserError: an absolute name, one with "..", or a longer one than files have.
     """
     path = Path(name)
+    longest = max((len(part.encode("utf-8", "surrogatepass")) for part in path.parts), default=0)
+    if longest > _LONGEST_NAME:
+        raise UserError(
+            f'{told_by} names "{name[:32]}...", which is longer than the name of a file can be'
+        )
     if not name or "\0" in name or path.is_absolute() or ".." in path.parts or "\\" in name:
         raise UserError(f'{told_by} names "{name}", which is not a file of its folder')
     return folder / path

@@ -19,13 +19,13 @@ from typing import Any
 
 import numpy as np
 
+from mtraining_jax.bounded import LARGEST_INDEX, read_json
 from mtraining_jax.data.files import first_line, inside, shown_names
 from mtraining_jax.errors import UserError
 
 INDEX = "index.json"
 # Offsets are uint32.
 _LARGEST_SHARD = 2**32 - 1
-_LARGEST_INDEX = 2**28
 # What the byte that names a type means; other types hold no token ids.
 _DTYPES = {
     8: "u1", 9: "i1", 16: "<u2", 17: "<i2", 18: "<f2", 32: "<u4", 33: "<i4", 34: "<f4",
@@ -96,9 +96,7 @@ def read_index(path: Path) -> list[Shard]:
         UserError: the file is not readable, or says what cannot be.
     """
     try:
-        if path.stat().st_size > _LARGEST_INDEX:
-            raise ValueError("it is too large for an index")
-        index = json.loads(path.read_text(encoding="utf-8"))
+        index = read_json(path, LARGEST_INDEX)
         if index["version"] != 2:
             raise ValueError(f"version {index['version']} instead of 2")
         return [_shard(path, entry) for entry in index["shards"]]
@@ -106,7 +104,7 @@ def read_index(path: Path) -> list[Shard]:
         raise
     except KeyError as error:
         raise UserError(f"{path} is no index of MDS shards: it lacks {error}") from error
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         raise UserError(f"{path} is no index of MDS shards ({first_line(error)})") from error
 
 
@@ -280,4 +278,7 @@ def decoded(data: np.ndarray, encoding: str) -> np.ndarray:
         raise Damaged(f"is no {encoding} ({first_line(error)})") from error
     if math.prod(shape) * dtype.itemsize != data.size - at or min(shape, default=0) < 0:
         raise Damaged(f"is no array of shape {tuple(shape)}: it has {data.size - at} bytes")
-    return data[at:].view(dtype).reshape(shape)
+    try:
+        return data[at:].view(dtype).reshape(shape)
+    except ValueError as error:  # more axes, or longer ones beside an empty one, than NumPy has
+        raise Damaged(f"is no array of {len(shape)} axes ({first_line(error)})") from error

@@ -1,19 +1,17 @@
 """Damaged and hostile files: each reader gives a sentence or what a file holds, and nothing else.
 
-`MTRAINING_FUZZ=1000` tries as many files for each reader; by default 40, the same in every run. The
-readers of MDS and Arrow have tests of their own under tests/data.
+`MTRAINING_FUZZ=1000` tries as many files for each reader; by default 40, the same in every run.
+Files of documents have tests of their own, in test_fuzz_documents.py.
 """
 
 import contextlib
 import json
-import os
-import resource
 import struct
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mtraining_jax.config import config_from_dict, config_to_dict, load_config
@@ -24,111 +22,10 @@ from mtraining_jax.models.hf import read_hf_config
 from mtraining_jax.models.hf.read import Tensors
 from mtraining_jax.reporting.writers.jsonl import _lines_until
 from mtraining_jax.sparsity.fixed_budget import load_budgets
+from tests.security.fuzzing import FUZZ, damaged, otherwise, told
 
 ROOT = Path(__file__).resolve().parents[2]
-GIB = 2**30
-EXAMPLES = int(os.environ.get("MTRAINING_FUZZ", "40"))
-FUZZ = settings(
-    max_examples=EXAMPLES,
-    derandomize="MTRAINING_FUZZ" not in os.environ,
-    database=None,
-    # A reader that takes ten seconds over a kilobyte hangs.
-    deadline=10_000,
-    suppress_health_check=list(HealthCheck),
-)
-
-
-@pytest.fixture(autouse=True)
-def no_gigabytes():
-    """More than one further GiB is an error, and not the end of the machine."""
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    limit = pages * os.sysconf("SC_PAGE_SIZE") + GIB
-    resource.setrlimit(resource.RLIMIT_AS, (limit, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_AS, before)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """One for all files: each is written over the one before."""
-    return tmp_path_factory.mktemp("fuzz")
-
-
-# Anything that JSON can hold, with numbers that arithmetic stumbles over.
-ODD = st.sampled_from([0, -1, 1, 2**31, 2**63, 2**64, -(2**63), 1e308, 1e-320, 0.5, 10**400])
-SCALAR = st.none() | st.booleans() | ODD | st.text(max_size=8) | st.floats()
-ANYTHING = st.recursive(
-    SCALAR,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner),
-    max_leaves=6,
-)
-
-
-def damaged(whole: bytes) -> st.SearchStrategy[bytes]:
-    """A file with some bytes changed, left out or put in; or cut; or something else."""
-    place = st.integers(0, len(whole))
-    change = st.tuples(place, st.integers(0, 8), st.binary(max_size=8))
-
-    def apply(changes: list[tuple[int, int, bytes]]) -> bytes:
-        content = bytearray(whole)
-        for at, removed, put in changes:
-            content[at : at + removed] = put
-        return bytes(content)
-
-    return (
-        st.lists(change, min_size=1, max_size=4).map(apply)
-        | place.map(lambda end: whole[:end])
-        | st.binary(max_size=64)
-    )
-
-
-def otherwise(table: object) -> st.SearchStrategy[object]:
-    """A JSON value in which one or two parts are replaced or left out."""
-    places = []
-
-    def collect(value, path):
-        places.append(path)
-        keys = (
-            value
-            if isinstance(value, dict)
-            else range(len(value))
-            if isinstance(value, list)
-            else ()
-        )
-        for key in keys:
-            collect(value[key], (*path, key))
-
-    collect(table, ())
-
-    def replace(value, path, new):
-        if not path:
-            return new
-        head, *rest = path
-        if isinstance(value, dict) and head in value:
-            return value | {head: replace(value[head], rest, new)}
-        if isinstance(value, list) and isinstance(head, int) and head < len(value):
-            return [*value[:head], replace(value[head], rest, new), *value[head + 1 :]]
-        return value
-
-    def apply(changes):
-        result = table
-        for path, new in changes:
-            result = replace(result, list(path), new)
-        return result
-
-    change = st.tuples(st.sampled_from(places), ANYTHING)
-    return st.lists(change, min_size=1, max_size=2).map(apply)
-
-
-def told(read) -> object:
-    """What a reader gives, or None after a sentence; any other end is a failure."""
-    try:
-        return read()
-    except UserError as error:
-        assert str(error).strip()
-        assert "Traceback" not in str(error) and len(str(error)) < 20_000
-        return None
+pytestmark = pytest.mark.usefixtures("no_gigabytes")
 
 
 def safetensors(tensors: dict[str, tuple[str, list[int], bytes]]) -> bytes:

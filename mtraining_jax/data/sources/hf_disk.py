@@ -1,14 +1,14 @@
 """Data sets that Hugging Face's `datasets` has saved to disk: Arrow files. One document a row."""
 
 import functools
-import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from mtraining_jax.bounded import read_json
 from mtraining_jax.data.arrow_columns import Column, load_pyarrow
 from mtraining_jax.data.documents import DocumentSource
 from mtraining_jax.data.files import find_folders, first_line, inside, shown_names
@@ -51,16 +51,19 @@ class HuggingFaceOnDisk(FileSource, DocumentSource):
             try:
                 source = pyarrow.memory_map(str(path))
                 stream = source.read_at(len(_FILE_MAGIC), 0) != _FILE_MAGIC
-                file = (pyarrow.ipc.open_stream if stream else pyarrow.ipc.open_file)(source)
-                schema = file.schema
-                schema.names  # noqa: B018 - which are decoded only here
+                opened = pyarrow.ipc.open_stream if stream else pyarrow.ipc.open_file
+                schema = opened(source).schema
+                names = schema.names  # which are decoded only here
             except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
                 raise UserError(
                     f"data.paths: {path} is not a whole Arrow file ({first_line(error)})"
                 ) from error
             column.check(schema, path)
+            # Other columns are neither unpacked nor checked: they may be anything.
+            wanted = pyarrow.ipc.IpcReadOptions(included_fields=[names.index(column.name)])
+            read = functools.partial(opened, options=wanted)
             batches = _of_stream if stream else _of_file
-            yield from column.documents(functools.partial(batches, file, source), path)
+            yield from column.documents(functools.partial(batches, read, source), path)
 
 
 def _data_files(folder: Path) -> list[Path]:
@@ -76,9 +79,11 @@ def _data_files(folder: Path) -> list[Path]:
             f"data.paths: {folder} is no data set that save_to_disk wrote: it has no {_STATE}"
         )
     try:
-        state = json.loads(path.read_text(encoding="utf-8"))
+        state = read_json(path)
         names = [str(entry["filename"]) for entry in state["_data_files"]]
-    except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
+    except UserError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} cannot be read ({first_line(error)})") from error
     if state.get("_indices_data_files"):
         raise UserError(
@@ -94,13 +99,15 @@ def _data_files(folder: Path) -> list[Path]:
     return files
 
 
-def _of_file(file: Any, source: Any) -> Iterator[Any]:
+def _of_file(opened: Callable[[Any], Any], source: Any) -> Iterator[Any]:
+    file = opened(source)
     for number in range(file.num_record_batches):
         yield _checked(file.get_batch(number))
 
 
-def _of_stream(stream: Any, source: Any) -> Iterator[Any]:
-    for batch in stream:
+def _of_stream(opened: Callable[[Any], Any], source: Any) -> Iterator[Any]:
+    source.seek(0)
+    for batch in opened(source):
         yield _checked(batch)
     # A stream that was cut between two batches reads like a whole one, but for its end.
     size = source.size()

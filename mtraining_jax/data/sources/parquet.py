@@ -50,8 +50,10 @@ class Parquet(FileSource, DocumentSource):
 def _opened(path: Path) -> Any:
     pyarrow = load_pyarrow("parquet")
     try:
-        return pyarrow.parquet.ParquetFile(path)
-    except (pyarrow.ArrowException, OSError) as error:
+        file = pyarrow.parquet.ParquetFile(path)
+        file.schema_arrow.names  # noqa: B018 - which are decoded only here
+        return file
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise UserError(
             f"data.paths: {path} is not a whole Parquet file ({first_line(error)})"
         ) from error

@@ -1,0 +1,94 @@
+"""How tests damage files, and what may come of it: what the tests of this folder share."""
+
+import os
+from collections.abc import Callable
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+
+from mtraining_jax.errors import UserError
+
+EXAMPLES = int(os.environ.get("MTRAINING_FUZZ", "40"))
+FUZZ = settings(
+    max_examples=EXAMPLES,
+    derandomize="MTRAINING_FUZZ" not in os.environ,
+    database=None,
+    # A reader that takes ten seconds over a kilobyte hangs.
+    deadline=10_000,
+    suppress_health_check=list(HealthCheck),
+)
+
+# Anything that JSON can hold, with numbers that arithmetic stumbles over.
+ODD = st.sampled_from([0, -1, 1, 2**31, 2**63, 2**64, -(2**63), 1e308, 1e-320, 0.5, 10**400])
+SCALAR = st.none() | st.booleans() | ODD | st.text(max_size=8) | st.floats()
+ANYTHING = st.recursive(
+    SCALAR,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner),
+    max_leaves=6,
+)
+
+
+def damaged(whole: bytes) -> st.SearchStrategy[bytes]:
+    """A file with some bytes changed, left out or put in; or cut; or something else."""
+    place = st.integers(0, len(whole))
+    change = st.tuples(place, st.integers(0, 8), st.binary(max_size=8))
+
+    def apply(changes: list[tuple[int, int, bytes]]) -> bytes:
+        content = bytearray(whole)
+        for at, removed, put in changes:
+            content[at : at + removed] = put
+        return bytes(content)
+
+    return (
+        st.lists(change, min_size=1, max_size=4).map(apply)
+        | place.map(lambda end: whole[:end])
+        | st.binary(max_size=64)
+    )
+
+
+def otherwise(table: object) -> st.SearchStrategy[object]:
+    """A JSON value in which one or two parts are replaced or left out."""
+    places = []
+
+    def collect(value, path):
+        places.append(path)
+        keys = (
+            value
+            if isinstance(value, dict)
+            else range(len(value))
+            if isinstance(value, list)
+            else ()
+        )
+        for key in keys:
+            collect(value[key], (*path, key))
+
+    collect(table, ())
+
+    def replace(value, path, new):
+        if not path:
+            return new
+        head, *rest = path
+        if isinstance(value, dict) and head in value:
+            return value | {head: replace(value[head], rest, new)}
+        if isinstance(value, list) and isinstance(head, int) and head < len(value):
+            return [*value[:head], replace(value[head], rest, new), *value[head + 1 :]]
+        return value
+
+    def apply(changes):
+        result = table
+        for path, new in changes:
+            result = replace(result, list(path), new)
+        return result
+
+    change = st.tuples(st.sampled_from(places), ANYTHING)
+    return st.lists(change, min_size=1, max_size=2).map(apply)
+
+
+def told(read: Callable[[], object]) -> object:
+    """What a reader gives, or None after a sentence; any other end is a failure."""
+    try:
+        return read()
+    except UserError as error:
+        assert str(error).strip()
+        assert "Traceback" not in str(error) and len(str(error)) < 20_000
+        return None
