@@ -1,6 +1,7 @@
 """Whole runs: what they write, and how they resume."""
 
 import shutil
+import sys
 import threading
 
 import numpy as np
@@ -242,6 +243,6 @@ def test_masks_that_cannot_be_drawn_are_told_before_any_work(config, monkeypatch
 
 
 def test_wandb_that_is_not_installed(config, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "wandb", None)
+    monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UserError, match="metrics.wandb = true needs the package wandb"):
         run(changed(config, metrics={"wandb": True}))
