@@ -32,7 +32,7 @@ from mtraining_jax.sparsity.document_blocks import DocumentBlocks
 from mtraining_jax.sparsity.metrics import causal_pairs, density, pairs_to_share
 from mtraining_jax.sparsity.row_attention import RowAttention
 from pallas_kernels import attention
-from pallas_kernels.index import BlockMaskIndex, DenseDocumentsIndex, Index
+from pallas_kernels.index import Index
 
 Stats = dict[str, Any]
 
@@ -111,8 +111,8 @@ def attend(
     """
     if shares is not None and isinstance(pattern, Index):
         raise ValueError("shares are of what a pattern keeps, and an index is given")
-    if documents is not None:
-        pattern = _for_documents(pattern)
+    if documents is not None and isinstance(pattern, Pattern):
+        pattern = pattern.for_documents()
     placement = way.placement
     others = shared_axes((*placement.batch, *placement.heads))
     arrays, static = split(pattern)
@@ -160,15 +160,14 @@ def _run(placement: Placement, in_specs: tuple, function: Callable, args: tuple)
     return placement.run(function, in_specs, P(), args)
 
 
-def _for_documents(pattern: Pattern | Index) -> Pattern | Index:
-    if isinstance(pattern, Pattern):
-        return pattern.for_documents()
-    if not isinstance(pattern, (BlockMaskIndex, DenseDocumentsIndex)):
+def _cut(index: Index, documents: DocumentBlocks, rows: Array) -> Index:
+    """The pairs of a given index that do not join two documents; `rows` are those held here."""
+    try:
+        return index.within_documents(*documents.spans(), rows)
+    except NotImplementedError as error:
         raise UserError(
-            f"pattern is a {type(pattern).__name__}, of which documents cannot cut the pairs that "
-            "join two of them: give a BlockMaskIndex, or a pattern"
-        )
-    return pattern
+            f"pattern: {error}; give a BlockMaskIndex, a DenseDocumentsIndex or a pattern"
+        ) from error
 
 
 def _order_of_rows(way: Way) -> np.ndarray | None:
@@ -197,15 +196,6 @@ def _local(
     shards: Shards, others: tuple[str, ...],
 ) -> Attended:
     """The same on one device's shards; `others` are the axes of other sequences and heads."""
-    documents = shards.documents
-    choice = Choice(pattern)
-    if isinstance(pattern, BlockMaskIndex) and documents is not None:
-        own = documents.causal_blocks(shards.block_ids, shards.num_blocks)
-        first = documents.of(shards.block_ids).first[:, None]
-        pattern = pattern.columns_from(first)
-        choice = Choice(dataclasses.replace(pattern, bits=pattern.bits & own))
-    if isinstance(pattern, DenseDocumentsIndex) and documents is not None:
-        choice = Choice(pattern.within(*(x[:, None] for x in documents.spans())))
     if isinstance(pattern, Pattern):
         choice = choose(pattern, q, k, shards)
         if choice.index.by_rows != pattern.by_rows:
@@ -214,6 +204,10 @@ def _local(
                 f"{type(choice.index).__name__}, of which by_rows={choice.index.by_rows}: they "
                 "must be equal"
             )
+    elif shards.documents is not None:
+        choice = Choice(_cut(pattern, shards.documents, shards.block_ids))
+    else:
+        choice = Choice(pattern)
     index = choice.index
     statistics: Stats = {}
     if way.statistics:

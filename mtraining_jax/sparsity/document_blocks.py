@@ -71,9 +71,7 @@ class DocumentBlocks(NamedTuple):
         Returns:
             uint32 [B, 1, n, ceil(NB/32)], bits as in `BlockMaskIndex`.
         """
-        blocks = jnp.arange(num_blocks, dtype=jnp.int32)
-        first = self.of(rows).first[..., None]
-        return sets.pack((blocks >= first) & (blocks <= rows[:, None]))[:, None]
+        return sets.ranges(self.of(rows).first, rows, num_blocks)[:, None]
 
     def causal_pairs(self, block_size: int) -> Array:
         """Pairs of dense causal attention within the documents, their padding included.

@@ -73,12 +73,9 @@ class DocumentReplay(Replay):
         distance = rows[:, None] - jnp.arange(num_blocks, dtype=jnp.int32)
         listed = diagonals[:, :, jnp.maximum(distance, 0)] ^ never[:, :, None, None]
         index = BlockMaskIndex.from_block_mask(listed, self.block_size, rows)
-        own = documents.causal_blocks(rows, num_blocks)
-        index = dataclasses.replace(index, bits=index.bits & own)
         if drawn.vertical_tokens.shape[-1]:
             tokens = jnp.broadcast_to(
                 drawn.vertical_tokens, (q.shape[0], *drawn.vertical_tokens.shape[1:])
             )
             index = index.with_columns(tokens, rows)
-            index = index.columns_from(documents.of(rows).first[:, None])
-        return Choice(index, statistics)
+        return Choice(index.within_documents(*documents.spans(), rows), statistics)

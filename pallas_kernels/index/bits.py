@@ -45,6 +45,20 @@ def single(numbers: Array, words: int) -> Array:
     return jnp.where(here, bit[:, None], jnp.uint32(0))
 
 
+def ranges(first: Array, last: Array, size: int) -> Array:
+    """Sets of all numbers from one to another, both included; empty if the first is the greater.
+
+    Args:
+        first, last: int32, of shapes that broadcast to [...].
+        size: n, numbers that there are.
+
+    Returns:
+        uint32 [..., ceil(n/32)].
+    """
+    numbers = jnp.arange(size, dtype=jnp.int32)
+    return pack((numbers >= first[..., None]) & (numbers <= last[..., None]))
+
+
 def count(words: Array) -> Array:
     """How many numbers are in each set: uint32 [..., w] to int32 [...]."""
     return lax.population_count(words).astype(jnp.int32).sum(-1, dtype=jnp.int32)

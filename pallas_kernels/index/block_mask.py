@@ -105,6 +105,16 @@ class BlockMaskIndex(Index):
             start = jnp.maximum(start, self.column_start)
         return dataclasses.replace(self, column_start=start)
 
+    def within_documents(
+        self, first: Array, end: Array, rows: Array | None = None
+    ) -> "BlockMaskIndex":
+        """As `Index.within_documents`."""
+        del end  # no bit lies above the diagonal, so none in a later document
+        rows = jnp.arange(self.num_blocks, dtype=jnp.int32) if rows is None else rows
+        first = first[:, None, rows]
+        own = sets.ranges(first, rows, self.num_blocks)
+        return dataclasses.replace(self.columns_from(first), bits=self.bits & own)
+
     def computed_pairs(self, seq_len: int, rows: Rows | None = None) -> Array:
         """As `Index.computed_pairs`: float [B, Hq]."""
         size, to_float = self.block_size, jnp.result_type(float)

@@ -39,13 +39,12 @@ class DenseDocumentsIndex(Index):
 
     causal = True
 
-    def within(self, first: Array, end: Array) -> "DenseDocumentsIndex":
-        """The pairs of this index that lie in one of some other documents too.
-
-        Args:
-            first, end: as the fields, [B, 1, NB].
-        """
-        first, end = jnp.maximum(self.first, first), jnp.minimum(self.end, end)
+    def within_documents(
+        self, first: Array, end: Array, rows: Array | None = None
+    ) -> "DenseDocumentsIndex":
+        """As `Index.within_documents`: pairs that lie in one document of both."""
+        first = jnp.maximum(self.first, first[:, None])
+        end = jnp.minimum(self.end, end[:, None])
         none = first >= end
         return dataclasses.replace(
             self, first=jnp.where(none, first.shape[-1], first), end=jnp.where(none, 0, end)

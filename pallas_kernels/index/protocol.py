@@ -163,6 +163,22 @@ class Index(abc.ABC):
         """
         return None
 
+    def within_documents(self, first: Array, end: Array, rows: Array | None = None) -> "Index":
+        """The pairs of this index that do not join two documents, as an index of the same kind.
+
+        Args:
+            first: int32 [B, NB], for each block of the sequence the first block of its document; NB
+                for a block of none, which then computes nothing.
+            end: int32 [B, NB], one past the last block of the document; 0 for a block of none.
+            rows: as in `shards`.
+
+        Raises:
+            NotImplementedError: this kind of index cannot write down what would be left of it.
+        """
+        raise NotImplementedError(
+            f"a {type(self).__name__} cannot leave out the pairs that join two documents"
+        )
+
     def budgets(self) -> dict[str, Array]:
         """How much the index lists of each kind of thing, by its name: int32 [B, Hq] each."""
         return {}

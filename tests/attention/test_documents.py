@@ -297,6 +297,21 @@ def test_two_groups_of_four_devices_give_the_same_index(pattern):
     np.testing.assert_allclose(unstripe(out, layout), wanted_out, rtol=2e-5, atol=2e-5)
 
 
+def test_two_groups_of_four_devices_cut_a_given_index_as_one_device_does():
+    mesh = make_mesh(2, 1, 4)
+    layout = sequence_layout(SEQ_LEN, mesh, block_size=BLOCK)
+    q, k, v = inputs()[:3]
+    call = functools.partial(
+        sparse_attention, pattern=indices.bits_and_columns(), documents=table(LENGTHS, 2),
+        return_index=True,
+    )
+    wanted_out, wanted = call(q, k, v)
+    out, index = call(*(stripe(x, layout) for x in (q, k, v)), mesh=mesh, layout=layout)
+    for x, expected in zip(*map(jax.tree.leaves, (index, wanted)), strict=True):
+        np.testing.assert_array_equal(x, expected)
+    np.testing.assert_allclose(unstripe(out, layout), wanted_out, rtol=2e-5, atol=2e-5)
+
+
 def test_eight_devices_give_the_same_index_results_and_gradients():
     mesh = make_mesh(1, 2, 4)
     layout = sequence_layout(SEQ_LEN, mesh, block_size=BLOCK)
@@ -332,7 +347,8 @@ def test_what_documents_cannot_be_used_with_is_refused():
     for options, message in [
         (dict(pattern=FlexPrefill(block_size=BLOCK)),
          "FlexPrefill does not read packed documents yet: use sampled_rows"),
-        (dict(pattern=DenseIndex(BLOCK)), "pattern is a DenseIndex, of which documents"),
+        (dict(pattern=DenseIndex(BLOCK)),
+         "pattern: a DenseIndex cannot leave out the pairs that join two documents; give a Block"),
         (dict(valid_len=9), "valid_len has no place beside documents"),
         (dict(documents=of_128), "documents have block_size=128, but the pattern 8"),
         (dict(documents=[[0, 8]]), "documents is a list: make Documents, with"),

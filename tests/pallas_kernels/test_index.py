@@ -212,13 +212,45 @@ def test_answers_of_dense_documents_follow_the_mask():
     np.testing.assert_array_equal(index.pairs_of_rows(held), of_rows[:, :, [6, 1]])
     # Cut to other documents: what lies in one of each.
     other = cases.dense_documents(size, [[2, 1, 5], [-3, 4]])
-    cut = index.within(other.first[:, :1], other.end[:, :1])
+    cut = index.within_documents(other.first[:, 0], other.end[:, 0])
     both = [brute_force.index_mask(x, SEQ_LEN) for x in (index, other)]
     np.testing.assert_array_equal(brute_force.index_mask(cut, SEQ_LEN), both[0] & both[1])
     with pytest.raises(ValueError, match="seq_len=64 but the index is of 32 tokens"):
         index.computed_pairs(64)
     with pytest.raises(ValueError, match="index.first has shape .2, 2, 8.: .1, 2, 8. is needed"):
         index.on_one_device(1, SEQ_LEN, 2, SEQ_LEN)
+
+
+def test_bits_and_columns_are_cut_to_documents():
+    size = Size(2, 2, 1, NUM_BLOCKS, NUM_BLOCKS, SIZE, dim=0)
+    documents = cases.dense_documents(size, [[2, 1, -1, 4], [NUM_BLOCKS]])
+    first, end = documents.first[:, 0], documents.end[:, 0]
+    rng = np.random.default_rng(0)
+    mask = jnp.asarray(rng.random((2, 2, NUM_BLOCKS, NUM_BLOCKS)) < 0.5)
+    tokens = jnp.asarray(rng.integers(SEQ_LEN, size=(2, 2, 5)), jnp.int32)
+    index = BlockMaskIndex.from_block_mask(mask, SIZE).with_columns(tokens)
+    cut = index.within_documents(first, end)
+    both = [brute_force.index_mask(x, SEQ_LEN) for x in (index, documents)]
+    np.testing.assert_array_equal(brute_force.index_mask(cut, SEQ_LEN), both[0] & both[1])
+    assert (both[0] & ~both[1]).any() and (both[0] & both[1]).any()
+    # A later start of columns stays, and rows that are held alone are cut as all of them are.
+    start = jnp.full((2, 2, NUM_BLOCKS), 3)
+    later = index.columns_from(start).within_documents(first, end)
+    np.testing.assert_array_equal(later.column_start, np.maximum(cut.column_start, 3))
+    rows = jnp.array([6, 1])
+    held = BlockMaskIndex.from_block_mask(mask[:, :, rows], SIZE, rows).with_columns(tokens, rows)
+    held = held.within_documents(first, end, rows)
+    for name in ("bits", "column_marks", "column_start"):
+        whole = np.asarray(getattr(cut, name))
+        np.testing.assert_array_equal(getattr(held, name), whole[:, :, rows])
+
+
+@pytest.mark.parametrize("make", [DenseIndex, functools.partial(cases.every_diagonal, 1, 1, 32)])
+def test_an_index_that_cannot_be_cut_to_documents_says_so(make):
+    index = make(SIZE)
+    sentence = f"a {type(index).__name__} cannot leave out the pairs that join two documents"
+    with pytest.raises(NotImplementedError, match=sentence):
+        index.within_documents(jnp.zeros((1, NUM_BLOCKS), int), jnp.full((1, NUM_BLOCKS), 8))
 
 
 def test_counts_of_a_million_tokens_do_not_overflow():
