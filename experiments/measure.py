@@ -13,7 +13,8 @@ import hashlib
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +36,8 @@ TEST_SEED = 2**20
 SAMPLES = {"a": 64, "needle": 20}
 # Exit status when time is up: the same command goes on.
 LATER = 75
+
+Make = Callable[[Engine], Line]
 
 
 class Measurement:
@@ -71,26 +74,33 @@ class Measurement:
         names = ("what", "tier", "seed", "trained", "inferred", "task", "length", "number")
         return tuple(line.get(name) for name in names)
 
-    def run(self, engine: Engine, configs: dict[str, Config]) -> bool:
+    def run(self, engine: Engine, configs: dict[str, Config], jobs: int = 1) -> bool:
         """Measures with each pattern.
 
         Args:
             engine: with the trained parameters.
             configs: by the name of what the model is used with.
+            jobs: measurements that are the first of their kind are made so many at a time, as each
+                compiles its program; all others one after another.
 
         Returns:
             Whether all is measured; False if time was up before.
         """
-        for inferred, config in configs.items():
-            used = engine.with_pattern(config.sparsity.settings)
+        engines = {
+            inferred: engine.with_pattern(config.sparsity.settings)
+            for inferred, config in configs.items()
+        }
+        todo = {inferred: list(self._todo(inferred, x)) for inferred, x in configs.items()}
+        if jobs > 1 and not self._is_late():
+            self._measure_firsts(engines, todo, jobs)
+        for inferred, lines in todo.items():
             begin, count = time.monotonic(), 0
-            for wanted, make in self._wanted(inferred, config.data.seq_len):
-                line = {**self.about, "inferred": inferred, **wanted}
+            for line, make in lines:
                 if self._key(line) in self._there:
                     continue
-                if self._deadline is not None and time.monotonic() > self._deadline:
+                if self._is_late():
                     return False
-                arms.append_lines(self._results, [{**line, **make(used)}])
+                self._append(line, make(engines[inferred]))
                 count += 1
             if count:
                 seconds = time.monotonic() - begin
@@ -100,7 +110,38 @@ class Measurement:
                 )  # fmt: skip
         return True
 
-    def _wanted(self, inferred: str, seq_len: int) -> Iterator[tuple[Line, object]]:
+    def _is_late(self) -> bool:
+        return self._deadline is not None and time.monotonic() > self._deadline
+
+    def _append(self, line: Line, found: Line) -> None:
+        arms.append_lines(self._results, [{**line, **found}])
+        self._there.add(self._key(line))
+
+    def _measure_firsts(
+        self, engines: dict[str, Engine], todo: dict[str, list[tuple[Line, Make]]], jobs: int
+    ) -> None:
+        """One measurement of each program: of each pattern, task and length."""
+        firsts: dict[tuple, tuple[Line, Make]] = {}
+        for lines in todo.values():
+            for line, make in lines:
+                kind = tuple(line.get(name) for name in ("inferred", "what", "task", "length"))
+                firsts.setdefault(kind, (line, make))
+        with ThreadPoolExecutor(jobs) as pool:
+            running = [
+                (line, pool.submit(make, engines[line["inferred"]]))
+                for line, make in firsts.values()
+            ]
+            for line, future in running:
+                self._append(line, future.result())
+
+    def _todo(self, inferred: str, config: Config) -> Iterator[tuple[Line, Make]]:
+        """What is not measured yet: a line without its results, and what makes them."""
+        for wanted, make in self._wanted(inferred, config.data.seq_len):
+            line = {**self.about, "inferred": inferred, **wanted}
+            if self._key(line) not in self._there:
+                yield line, make
+
+    def _wanted(self, inferred: str, seq_len: int) -> Iterator[tuple[Line, Make]]:
         """The key of each line, and what makes the rest of it from an engine."""
         if self._tier == "a":
             yield from self._tasks(seq_len)
@@ -115,7 +156,7 @@ class Measurement:
         if self.about["trained"] != "dense" or inferred in arms.NEEDLES_OF_DENSE:
             yield from self._needles(seq_len)
 
-    def _tasks(self, seq_len: int) -> Iterator[tuple[Line, object]]:
+    def _tasks(self, seq_len: int) -> Iterator[tuple[Line, Make]]:
         for task in synthetic.TASKS:
             for number in range(self._samples or SAMPLES["a"]):
                 wanted = {"what": "task", "task": task, "length": seq_len, "number": number}
@@ -124,7 +165,7 @@ class Measurement:
                     synthetic.problem(task, seq_len, VOCABULARY_A, TEST_SEED + number),
                 )
 
-    def _needles(self, seq_len: int) -> Iterator[tuple[Line, object]]:
+    def _needles(self, seq_len: int) -> Iterator[tuple[Line, Make]]:
         essays = {"essays": str(self._data / "prose.txt")}
         for name, options in (("needle", essays), ("passkey", {})):
             (task,) = make_tasks([name], options)
@@ -244,6 +285,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--data", type=Path, help="of the tier; default FOLDER/data/TIER")
     parser.add_argument("--results", type=Path, help="folder; default FOLDER/results")
     parser.add_argument("--seconds", type=float, help="stop after them")
+    parser.add_argument("--jobs", type=int, default=1, help="programs that compile at a time")
     parser.add_argument("--samples", type=int, help="of each task, length and pattern")
     parser.add_argument("--lengths", type=int, nargs="+", help="of needles")
     parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=VALUE")
@@ -262,7 +304,7 @@ def main(argv: list[str] | None = None) -> int:
         engine = load(args.tier, args.arm, args.seed, args.folder, overrides)
         own = configs["dense" if args.arm == START else args.arm]
         arms.append_lines(results, [header(engine, own, measurement.about)])
-        return 0 if measurement.run(engine, configs) else LATER
+        return 0 if measurement.run(engine, configs, args.jobs) else LATER
     except UserError as error:
         parser.error(str(error))
 

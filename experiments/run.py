@@ -5,26 +5,24 @@
 The same command goes on where it stopped (exit status 75 says that it is to be given again). Small
 lines only are written into RESULTS/TIER-sSEED.jsonl; checkpoints stay in FOLDER. `--probe` trains
 20 steps of each arm instead, and prints densities: budgets are set by them before the first seed.
+With `--jobs 6` the programs of all arms are compiled first, six at a time: a machine that has many
+cores, and programs of no earlier run, is done much sooner.
 """
 
 import argparse
-import os
-import subprocess
+import shutil
 import sys
-import time
 from pathlib import Path
 
 from experiments import arms
 from experiments.arms import Line
 from experiments.data import FOLDER
+from experiments.lease import GRACE_SECONDS, ROOT, Lease
 from experiments.measure import LATER, START
 from mtraining_jax.errors import UserError
 from mtraining_jax.training.checkpoint import newest_step
 from mtraining_jax.training.run_folder import CHECKPOINTS_NAME
 
-ROOT = Path(__file__).resolve().parents[1]
-# A stopped run finishes its step and writes a checkpoint.
-GRACE_SECONDS = 40
 PROBE_STEPS = 20
 # Of a step's record, what the report reads.
 KEPT = (
@@ -33,57 +31,22 @@ KEPT = (
 )  # fmt: skip
 
 
-class Lease:
-    """The time that is left, and the programs that are started in it.
-
-    Args:
-        minutes: from now.
-    """
-
-    def __init__(self, minutes: float) -> None:
-        self._end = time.monotonic() + 60 * minutes
-
-    def left(self) -> float:
-        """Seconds until nothing may run any more."""
-        return self._end - time.monotonic()
-
-    def start(self, command: list[str], folder: Path) -> int:
-        """Runs a command until it ends, or asks it to stop when only the grace is left.
-
-        Returns:
-            Its exit status; 75 if there was no time to start it.
-        """
-        if self.left() < 2 * GRACE_SECONDS:
-            return LATER
-        environment = dict(os.environ)
-        environment.setdefault("JAX_COMPILATION_CACHE_DIR", str((folder / "compiled").resolve()))
-        environment.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "1")
-        print("$", " ".join(command), flush=True)
-        process = subprocess.Popen(command, cwd=ROOT, env=environment)
-        try:
-            return process.wait(self.left() - GRACE_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.terminate()
-        try:
-            status = process.wait(GRACE_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-            return LATER
-        return LATER if status else 0
-
-
 def train_command(
-    tier: str, arm: str, seed: int, folder: Path, overrides: arms.Overrides, probe: bool
+    tier: str, arm: str, seed: int, folder: Path, overrides: arms.Overrides,
+    probe_steps: int | None = None,
 ) -> list[str]:
-    """The command that trains an arm: an ordinary train.py."""
+    """The command that trains an arm: an ordinary train.py.
+
+    With `probe_steps` it takes so many steps, in a folder of its own and without a checkpoint. The
+    program is the same then, so that the run finds it compiled.
+    """
     name = arms.run_name(tier, arm, seed)
     steps = []
-    if probe:
-        name += "_probe"
+    if probe_steps is not None:
+        name = _probe_name(tier, arm, seed)
         full = arms.arm_config(tier, arm, overrides).run.steps
         steps = [
-            f"--run.steps={PROBE_STEPS}", f"--optimizer.decay_steps={full}",
+            f"--run.steps={probe_steps}", f"--optimizer.decay_steps={full}",
             "--checkpoint.last_step=false", "--checkpoint.resume=false",
         ]  # fmt: skip
     path = arms.config_path(tier, arm).relative_to(ROOT)
@@ -93,6 +56,16 @@ def train_command(
         f"--run.name={name}", f"--run.output_dir={folder}", f"--run.seed={seed}",
         f"--data.seed={seed}", *steps,
     ]  # fmt: skip
+
+
+def _probe_name(tier: str, arm: str, seed: int) -> str:
+    return arms.run_name(tier, arm, seed) + "_probe"
+
+
+def _is_trained(args: argparse.Namespace, arm: str, overrides: arms.Overrides) -> bool:
+    run = args.folder / arms.run_name(args.tier, arm, args.seed)
+    steps = arms.arm_config(args.tier, arm, overrides).run.steps
+    return newest_step(run / CHECKPOINTS_NAME) == steps
 
 
 def training_lines(folder: Path, about: Line) -> list[Line]:
@@ -107,9 +80,8 @@ def training_lines(folder: Path, about: Line) -> list[Line]:
 def train(lease: Lease, args: argparse.Namespace, arm: str, overrides: arms.Overrides) -> bool:
     """Trains an arm to its end; returns whether it is there."""
     run = args.folder / arms.run_name(args.tier, arm, args.seed)
-    steps = arms.arm_config(args.tier, arm, overrides).run.steps
-    if newest_step(run / CHECKPOINTS_NAME) != steps:
-        command = train_command(args.tier, arm, args.seed, args.folder, overrides, False)
+    if not _is_trained(args, arm, overrides):
+        command = train_command(args.tier, arm, args.seed, args.folder, overrides)
         status = lease.start(command, args.folder)
         if status not in (0, LATER):
             raise UserError(f"training of {arm} ended with status {status}")
@@ -128,7 +100,7 @@ def measure(lease: Lease, args: argparse.Namespace, arm: str) -> bool:
     command = [
         sys.executable, "-m", "experiments.measure", f"--tier={args.tier}", f"--arm={arm}",
         f"--seed={args.seed}", f"--folder={args.folder}", f"--results={args.results}",
-        f"--seconds={max(0, lease.left() - 2 * GRACE_SECONDS):.0f}",
+        f"--seconds={max(0, lease.left() - 2 * GRACE_SECONDS):.0f}", f"--jobs={args.jobs}",
     ]  # fmt: skip
     command += [f"--samples={args.samples}"] if args.samples else []
     command += [f"--data={args.data}"] if args.data else []
@@ -140,13 +112,32 @@ def measure(lease: Lease, args: argparse.Namespace, arm: str) -> bool:
     return status == 0
 
 
+def take_probes(
+    lease: Lease, args: argparse.Namespace, names: list[str], overrides: arms.Overrides, steps: int
+) -> bool:
+    """Some steps of each of these arms, `args.jobs` arms at a time; returns whether all ended well.
+
+    Raises:
+        UserError: if a probe failed though there was time.
+    """
+    commands = {}
+    for arm in names:
+        name = _probe_name(args.tier, arm, args.seed)
+        shutil.rmtree(args.folder / name, ignore_errors=True)
+        commands[name] = train_command(args.tier, arm, args.seed, args.folder, overrides, steps)
+    failed = lease.start_together(commands, args.folder, args.jobs)
+    if failed and lease.left() > 2 * GRACE_SECONDS:
+        logs = ", ".join(str(args.folder / f"{name}.log") for name in failed)
+        raise UserError(f"these probes failed, as the ends of their logs say: {logs}")
+    return not failed
+
+
 def probe(lease: Lease, args: argparse.Namespace, overrides: arms.Overrides) -> bool:
     """Some steps of each arm, and their densities."""
+    if not take_probes(lease, args, args.arms, overrides, PROBE_STEPS):
+        return False
     for arm in args.arms:
-        command = train_command(args.tier, arm, args.seed, args.folder, overrides, True)
-        if lease.start(command, args.folder):
-            return False
-        run = args.folder / f"{arms.run_name(args.tier, arm, args.seed)}_probe"
+        run = args.folder / _probe_name(args.tier, arm, args.seed)
         last = training_lines(run, {})[-1]
         numbers = ", ".join(f"{name} {last[name]:.4g}" for name in KEPT if name in last)
         print(f"probe of {arm}: {numbers}", flush=True)
@@ -166,17 +157,23 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--data", type=Path, help="of measurements; default FOLDER/data/TIER")
     parser.add_argument("--results", type=Path, help="default FOLDER/results")
     parser.add_argument("--probe", action="store_true", help="densities of 20 steps of each arm")
+    parser.add_argument("--jobs", type=int, default=1, help="programs that compile at a time")
     parser.add_argument("--samples", type=int, help="of each task, length and pattern")
     parser.add_argument("--lengths", type=int, nargs="+", help="of needles")
     parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=VALUE", help="for all arms")
     args = parser.parse_args(argv)
     args.results = args.results or args.folder / "results"
     args.arms = args.arms.split(",") if args.arms else list(arms.TIERS[args.tier])
+    if args.jobs < 1:
+        parser.error(f"--jobs must be 1 or more, not {args.jobs}")
     lease = Lease(args.minutes)
     try:
         overrides = arms.split_overrides(args.set)
         if args.probe:
             return 0 if probe(lease, args, overrides) else LATER
+        left = [arm for arm in args.arms if not _is_trained(args, arm, overrides)]
+        if args.jobs > 1 and len(left) > 1 and not take_probes(lease, args, left, overrides, 1):
+            return LATER
         starts = arms.arm_config(args.tier, "dense", overrides).model.init_from is not None
         for arm in args.arms:
             if not (train(lease, args, arm, overrides) and measure(lease, args, arm)):

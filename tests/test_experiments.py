@@ -2,12 +2,14 @@
 
 import hashlib
 import json
+import sys
 import types
 
 import numpy as np
 import pytest
 
 from experiments import arms, compare, data, measure, report, rule, run, synthetic
+from experiments.lease import Lease
 from mtraining_jax.data.tokenizer import ByteTokenizer
 from mtraining_jax.errors import UserError
 from mtraining_jax.models.label_scores import LabelScores
@@ -154,10 +156,10 @@ def test_measuring_goes_on_where_it_stopped(tmp_path):
         arm: arms.arm_config("a", arm, [("data.seq_len", "256")])
         for arm in ("dense", "sampled_rows")
     }
-    def measured(deadline=None):
+    def measured(deadline=None, jobs=1):
         return measure.Measurement(
             "a", "dense", 0, results=results, data=tmp_path, deadline=deadline, samples=2
-        ).run(FakeEngine(), configs)
+        ).run(FakeEngine(), configs, jobs)
 
     assert not measured(deadline=0.0)
     assert arms.read_lines(results) == []
@@ -168,6 +170,14 @@ def test_measuring_goes_on_where_it_stopped(tmp_path):
     assert {(x["score"], x["loss"]) for x in lines if x["inferred"] != "dense"} == {(0.0, 2.0)}
     assert measured()
     assert arms.read_lines(results) == lines
+
+    # Those that compile go first, several at a time: other places, the same lines.
+    results.unlink()
+    assert not measured(deadline=0.0, jobs=4)
+    assert measured(jobs=4)
+    firsts = [x["number"] for x in arms.read_lines(results)[: 2 * len(synthetic.TASKS)]]
+    assert firsts == [0] * len(firsts)
+    assert sorted(map(str, arms.read_lines(results))) == sorted(map(str, lines))
 
 
 def made_up(differences, sequences=24, seeds=3, buckets=13, spread=0.01):
@@ -292,7 +302,31 @@ def test_steps_of_a_run_are_kept_once(tmp_path):
     ]
 
 
+def test_commands_run_at_the_same_time_and_those_that_fail_are_named(tmp_path):
+    meet = """
+import pathlib, sys, time
+mine, other = sys.argv[1:]
+pathlib.Path(mine).touch()
+for _ in range(2000):
+    if pathlib.Path(other).exists():
+        sys.exit(print("met"))
+    time.sleep(0.01)
+sys.exit(1)
+"""
+    a, b = tmp_path / "a", tmp_path / "b"
+    commands = {
+        "first": [sys.executable, "-c", meet, str(a), str(b)],
+        "second": [sys.executable, "-c", meet, str(b), str(a)],
+        "third": [sys.executable, "-c", "raise SystemExit('no')"],
+    }
+    assert Lease(5).start_together(commands, tmp_path, 2) == ["third"]
+    assert (tmp_path / "first.log").read_text() == "met\n"
+    assert (tmp_path / "third.log").read_text() == "no\n"
+    # Without time for them none starts.
+    assert Lease(0).start_together(commands, tmp_path, 2) == list(commands)
+
+
 def test_the_command_of_a_run_is_that_of_train_py():
-    command = run.train_command("a", "window", 2, data.FOLDER, [("run.steps", "700")], True)
+    command = run.train_command("a", "window", 2, data.FOLDER, [("run.steps", "700")], 20)
     assert command[1:4] == ["train.py", "--config", "experiments/configs/a_window.toml"]
     assert "--run.name=a_window_s2_probe" in command and "--optimizer.decay_steps=700" in command
