@@ -110,10 +110,11 @@ class Soaked:
         return list(self._lines)
 
     def _read(self) -> None:
-        for line in self.process.stdout:
-            self._lines.append(line)
-            self._compiling = self._compiling or line.startswith("compiling")
-            self.step = reported_step(line) or self.step
+        with self.process.stdout as printed:
+            for line in printed:
+                self._lines.append(line)
+                self._compiling = self._compiling or line.startswith("compiling")
+                self.step = reported_step(line) or self.step
 
     def _watch(self, process: subprocess.Popen) -> None:
         while process.poll() is None:
