@@ -98,7 +98,7 @@ class Programs:
 def _shares(index: Index, seq_len: int) -> Array:
     """fp32 [2, Hq or 1], the computed and the executed share of the causal pairs."""
     pairs = index.computed_pairs(seq_len), index.executed_pairs(seq_len)
-    return jnp.stack([x[0].astype(jnp.float32) / causal_pairs(seq_len) for x in pairs])
+    return jnp.stack([x[0].astype(jnp.float32) / float(causal_pairs(seq_len)) for x in pairs])
 
 
 def _busiest(index: Index, seq_len: int) -> Array:

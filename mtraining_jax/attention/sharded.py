@@ -263,7 +263,10 @@ def _measure(choice: Choice, seq_len: int, shards: Shards, by_length: bool) -> S
         **choice.statistics,
     }
     if documents is not None:
-        numbers["document_pairs"] = documents.causal_pairs(block_size) / causal_pairs(seq_len)
+        # As a float: of 65536 tokens and more there are too many pairs for an int32.
+        numbers["document_pairs"] = documents.causal_pairs(block_size) / float(
+            causal_pairs(seq_len)
+        )
         if by_length:
             numbers |= pairs_by_length(choice.index, rows, documents, seq_len)
     return {name: jnp.mean(x, dtype=jnp.float32) for name, x in numbers.items()}

@@ -49,7 +49,8 @@ def pairs_by_length(
     parts = jnp.stack([pairs >> _PART, pairs & (2**_PART - 1)])
     sums = jnp.where(inside, parts[:, None], 0).sum(-1, dtype=jnp.int32)
     high, low = rows.total(sums).astype(jnp.float32)
-    shares = (high * 2**_PART + low) / causal_pairs(seq_len)
+    # As a float: of 65536 tokens and more there are too many pairs for an int32.
+    shares = (high * 2**_PART + low) / float(causal_pairs(seq_len))
     return {f"{_NAME}{number}": share for number, share in enumerate(shares)}
 
 

@@ -10,8 +10,15 @@ import pytest
 from mtraining_jax.attention.sharded import make_attention
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import make_mesh
-from mtraining_jax.sparsity import Dense, FixedBudget, VerticalSlash, choose_index
+from mtraining_jax.sparsity import (
+    Dense,
+    FixedBudget,
+    SampledRows,
+    VerticalSlash,
+    choose_index,
+)
 from mtraining_jax.sparsity.audit import AuditRows
+from mtraining_jax.sparsity.documents import Documents
 from pallas_kernels.reference import mask_from_index, reference_attention
 from tests.parallel import indices
 
@@ -102,3 +109,16 @@ def test_dense_executes_whole_tiles():
 def test_a_layout_for_another_number_of_ranks_is_refused():
     with pytest.raises(ValueError, match="num_ranks=4 but axes .* have 8 devices"):
         make_attention(make_mesh(1, 2, 4), layout_of(), PATTERN)
+
+
+def test_documents_of_more_pairs_than_an_int32_holds_can_be_measured():
+    seq_len, block = 131072, 2048
+    attention = make_attention(
+        make_mesh(1, 1, 1), Layout("striped", seq_len, 1, block), SampledRows(block_size=block),
+        by_length=True,
+    )  # fmt: skip
+    documents = Documents.from_lengths([[seq_len // 2]], seq_len, block).blocks()
+    q = jax.ShapeDtypeStruct((1, seq_len, 1, 8), jnp.float32)
+    out, stats = jax.eval_shape(functools.partial(attention, documents=documents), q, q, q)
+    assert out.shape == q.shape
+    assert {"document_pairs", "pairs_of_length_class_5"} <= set(stats)
