@@ -85,14 +85,17 @@ def _with_past_fwd(scale, backend, q, k, v, index, rows, own):
         jnp.where(slot < where.counts, _at(where.places[..., slot], lse), -jnp.inf)
         for slot in slots
     ]
+    # A query of no document sees nothing: its parts are -inf, and so must be their sum.
     peak = functools.reduce(jnp.maximum, found, lse_own)
+    peak = jnp.where(peak == -jnp.inf, 0.0, peak)
     weight = jnp.exp(lse_own - peak)
     total, summed = weight, _times(out_own, weight)
     for slot in slots:
         weight = jnp.exp(found[slot] - peak)
         total += weight
         summed += _times(_take(out, where.places[..., slot]), weight)
-    out = checkpoint_name(_times(summed, 1 / total).astype(q.dtype), names.OUTPUT)
+    share = 1 / jnp.where(total > 0, total, 1.0)
+    out = checkpoint_name(_times(summed, share).astype(q.dtype), names.OUTPUT)
     lse = checkpoint_name(peak + jnp.log(total), names.LSE)
     return (out, lse), (q, k, v, index, rows, own, out, lse)
 
@@ -118,7 +121,7 @@ def _with_past_bwd(scale, backend, residuals, cotangents):
     )
     (dq,) = to_queries(grads.dq.astype(jnp.float32))
     # Of out = sum of w_i out_i with w_i = exp(lse_i - lse), the part of the own chunk.
-    weight = jnp.exp(lse_own - lse)
+    weight = jnp.where(lse > -jnp.inf, jnp.exp(lse_own - lse), 0.0)
     own = _times(dout, weight), weight * (ops.delta_of(out_own, dout, backend=backend) - delta)
     return (
         dq.astype(q.dtype), grads.dk.astype(k.dtype), grads.dv.astype(v.dtype), None, None,
@@ -180,26 +183,42 @@ def gather_queries(index: TokenChunksIndex, rows: Array) -> Gathered:
     places = jnp.clip(places, 0, num_tiles * size - 1)
     return Gathered(
         tokens, live.reshape(batch, heads, -1), places.reshape(batch, heads, count, slots),
-        counts, _lists(index, chunk_of_tile, used, first_tile, tiles, blocks),
+        counts, _lists(index, index.starts(rows), chunk_of_tile, used, first_tile, tiles, blocks),
     )  # fmt: skip
 
 
 def _lists(
-    index: TokenChunksIndex, chunk_of_tile: Array, used: Array, first_tile: Array, tiles: Array,
-    most_tiles: int,
+    index: TokenChunksIndex, starts: Array, chunk_of_tile: Array, used: Array, first_tile: Array,
+    tiles: Array, most_tiles: int,
 ) -> BlockSparseIndex:
-    """The key blocks of each tile of copies, and the tiles of each key block."""
-    width = index.chunk_blocks
-    keys = chunk_of_tile[..., None] * width + jnp.arange(width, dtype=jnp.int32)
-    keys = jnp.minimum(keys, index.num_blocks - 1)
+    """The key blocks of each tile of copies, and the tiles of each key block.
+
+    Args:
+        index: of the queries.
+        starts: int32 [B or 1, 1, NC], the first block of each chunk that they may see, else NB.
+        chunk_of_tile: int32 [B, Hq, tiles of all chunks].
+        used: bool like that.
+        first_tile: int32 [B, Hq, NC], of each chunk.
+        tiles: int32 [B, Hq, NC], how many each chunk has.
+        most_tiles: of a chunk.
+    """
+    width, num_blocks = index.chunk_blocks, index.num_blocks
+    starts = jnp.broadcast_to(starts, tiles.shape)
+    keys = _at(chunk_of_tile, starts)[..., None] + jnp.arange(width, dtype=jnp.int32)
+    keys = jnp.minimum(keys, num_blocks - 1)
     slots = jnp.arange(most_tiles, dtype=jnp.int32)
     queries = jnp.minimum(first_tile[..., None] + slots, chunk_of_tile.shape[-1] - 1)
-    queries = jnp.repeat(queries, width, axis=2)[:, :, : index.num_blocks]
+    # The chunk of a block has the number block // width, or the one before if it begins within.
+    blocks = jnp.arange(num_blocks, dtype=jnp.int32)
+    near = jnp.broadcast_to(blocks // width, (*tiles.shape[:2], num_blocks))
+    chunk = near - (_at(near, starts) > blocks)
+    safe = jnp.maximum(chunk, 0)
+    inside = (chunk >= 0) & (blocks < _at(safe, starts) + width)
     return BlockSparseIndex(
         key_blocks=keys,
         key_count=jnp.where(used, width, 0),
-        query_blocks=queries,
-        query_count=jnp.repeat(tiles, width, axis=2)[:, :, : index.num_blocks],
+        query_blocks=jnp.take_along_axis(queries, safe[..., None], 2, mode="promise_in_bounds"),
+        query_count=jnp.where(inside, _at(safe, tiles), 0),
         block_size=index.block_size,
         causal=False,
     )

@@ -24,6 +24,10 @@ class MoBA(Pattern):
     the queries and of the output, in memory and, with the keys of all ranks, in the ring, which
     must be "gather".
 
+    Where documents are packed, the chunks of each begin with it, and a query chooses among those of
+    its own document: what it would choose were the document alone. A document of at most `top_k`
+    chunks is so dense.
+
     Causality: strict. What a query sees depends on itself and on keys before its own chunk.
 
     Source: MoBA (arXiv 2502.13189); the defaults are those of its published code. Its authors
@@ -57,6 +61,8 @@ class MoBA(Pattern):
 
     def choose(self, q: "Array", k: "Array", shards: Shards) -> Choice:
         """Chooses chunks for each local query."""
+        import jax.numpy as jnp
+
         from mtraining_jax.sparsity.checks import check_choice
         from mtraining_jax.sparsity.chunk_gate import chosen_chunks
         from pallas_kernels.index import TokenChunksIndex
@@ -66,7 +72,16 @@ class MoBA(Pattern):
         chunks = -(-shards.num_blocks // blocks)
         most = min(self.top_k, chunks)
         words = chosen_chunks(q, k, shards, blocks, most)
-        return Choice(TokenChunksIndex(words, shards.num_blocks, blocks, most, self.block_size))
+        index = TokenChunksIndex(words, shards.num_blocks, blocks, most, self.block_size)
+        if shards.documents is not None:
+            first = shards.first_blocks(shards.block_ids)[:, None]
+            first = jnp.broadcast_to(first, words.shape[:3])
+            index = dataclasses.replace(index, first=first)
+        return Choice(index)
+
+    def for_documents(self) -> "MoBA":
+        """The pattern itself: each query chooses in its own document."""
+        return self
 
     def describe(self) -> str:
         """Its name and sizes."""
@@ -89,6 +104,6 @@ class MoBA(Pattern):
         return 1 / self.chunk_size
 
     def capacities(self, num_blocks: int) -> tuple[int, int]:
-        """A bit for each query and chunk; ranks share them."""
+        """A bit for each query and chunk, and a number for each row of blocks; ranks share them."""
         chunks = -(-num_blocks * self.block_size // self.chunk_size)
-        return num_blocks * self.block_size * -(-chunks // 32), 0
+        return num_blocks * (self.block_size * -(-chunks // 32) + 1), 0

@@ -39,10 +39,13 @@ def contains(words: Array, numbers: Array) -> Array:
 
 
 def single(numbers: Array, words: int) -> Array:
-    """The sets of one number each: int32 [n] to uint32 [n, words]; no number below 0 is in any."""
+    """The sets of one number each: int32 [..., n] to uint32 [..., n, words].
+
+    No number below 0 is in any.
+    """
     bit = jnp.uint32(1) << (numbers % WORD).astype(jnp.uint32)
-    here = jnp.arange(words, dtype=jnp.int32) == (numbers // WORD)[:, None]
-    return jnp.where(here, bit[:, None], jnp.uint32(0))
+    here = jnp.arange(words, dtype=jnp.int32) == (numbers // WORD)[..., None]
+    return jnp.where(here, bit[..., None], jnp.uint32(0))
 
 
 def ranges(first: Array, last: Array, size: int) -> Array:

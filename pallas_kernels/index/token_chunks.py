@@ -15,7 +15,7 @@ from pallas_kernels.tiles.protocol import check_shape
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["chosen"],
+    jax.tree_util.register_dataclass, data_fields=["chosen", "first"],
     meta_fields=["num_blocks", "chunk_blocks", "most", "block_size"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +26,11 @@ class TokenChunksIndex(Index):
     has chosen its own chunk, and none behind it. No list of tiles says that: neighbouring queries
     choose differently. `composed.chunk_attention` computes it by calls over other indices.
 
+    Where documents are packed into the sequence, the chunks of each begin with it, and a query
+    chooses among those of its own document. A chunk has the number `first block // chunk_blocks`.
+    Chunks that lie whole in a document have different numbers, as each begins at least
+    `chunk_blocks` blocks behind the one before; without documents they are 0, 1, ...
+
     Attributes:
         chosen: uint32 [B, Hq, rows, g, ceil(NC/32)]; bit c of the words of query i of a row of
             blocks: whether it sees chunk c. NC = ceil(NB / `chunk_blocks`).
@@ -33,6 +38,9 @@ class TokenChunksIndex(Index):
         chunk_blocks: blocks of a chunk (static).
         most: chunks that a query chooses at most, its own among them (static).
         block_size: g (static).
+        first: int32 [B, Hq, rows], the first block of each row's document; NB for a row of no
+            document, whose queries choose nothing. The same for all heads, which it has so that it
+            is dealt to devices with them. None: each sequence is one document.
     """
 
     chosen: Array
@@ -40,6 +48,7 @@ class TokenChunksIndex(Index):
     chunk_blocks: int
     most: int
     block_size: int
+    first: Array | None = None
 
     causal = True
     by_rows: ClassVar[bool] = True
@@ -57,8 +66,20 @@ class TokenChunksIndex(Index):
         Args:
             rows: int32 [rows], global block number of each row.
         """
-        own = sets.single(rows // self.chunk_blocks, self.chosen.shape[-1])
-        return self.chosen & ~own[:, None]
+        own = sets.single(chunks_of(self.first, rows, self.chunk_blocks), self.chosen.shape[-1])
+        return self.chosen & ~own[..., None, :]
+
+    def starts(self, rows: Array) -> Array:
+        """As `chunk_starts`, of the chunks that any of these rows may see as a past one.
+
+        Args:
+            rows: as in `past`.
+
+        Returns:
+            int32 [B or 1, 1, NC].
+        """
+        first = None if self.first is None else self.first[:, :1]
+        return chunk_starts(first, rows, self.num_blocks, self.chunk_blocks)
 
     def own(self, rows: Array) -> BlockMaskIndex:
         """The causal pairs within each query's own chunk.
@@ -66,35 +87,53 @@ class TokenChunksIndex(Index):
         Args:
             rows: as in `past`.
         """
-        blocks = jnp.arange(self.num_blocks, dtype=jnp.int32)
-        same = rows[:, None] // self.chunk_blocks == blocks // self.chunk_blocks
-        mask = jnp.broadcast_to(same, (*self.chosen.shape[:2], *same.shape))
-        return BlockMaskIndex.from_block_mask(mask, self.block_size, rows)
+        whole, cut = self._own_tiles_of(rows)
+        start = jnp.where(cut > 0, rows - whole, self.num_blocks)
+        bits = sets.ranges(start, rows, self.num_blocks)
+        bits = jnp.broadcast_to(bits, (*self.chosen.shape[:3], bits.shape[-1]))
+        return BlockMaskIndex(bits, self.num_blocks, self.block_size)
 
     def computed_pairs(self, seq_len: int, rows: Rows | None = None) -> Array:
         """As `Index.computed_pairs`: float [B, Hq]."""
         self._check_length(seq_len)
-        chunk = self.chunk_blocks * self.block_size
-        whole, rest = divmod(seq_len, chunk)
-        own = whole * (chunk * (chunk + 1) // 2) + rest * (rest + 1) // 2
+        size, to_float = self.block_size, jnp.result_type(float)
         past = self._past_counts(rows).sum(-1, dtype=jnp.int32)
         past = past if rows is None else rows.total(past)
-        return past.astype(jnp.result_type(float)) * chunk + own
+        whole, cut = self._own_tiles(rows)
+        own = whole.astype(to_float) * size**2 + cut.astype(to_float) * (size * (size + 1) // 2)
+        return past.astype(to_float) * (self.chunk_blocks * size) + own
+
+    def pairs_of_rows(self, rows: Rows | None = None) -> Array:
+        """As `Index.pairs_of_rows`."""
+        size, numbers = self.block_size, self._numbers(rows)
+        past = sets.count(self.past(numbers)).sum(-1, dtype=jnp.int32)
+        whole, cut = self._own_tiles_of(numbers)
+        own = whole * size**2 + cut * (size * (size + 1) // 2)
+        return past * (self.chunk_blocks * size) + own
 
     def executed_pairs(self, seq_len: int, rows: Rows | None = None) -> Array:
         """As `Index.executed_pairs`: queries of a chunk are put together in tiles, rounded up."""
         self._check_length(seq_len)
-        within = [block % self.chunk_blocks + 1 for block in range(self.num_blocks)]
         tiles = (-(-self._past_counts(rows) // self.block_size)).sum(-1, dtype=jnp.int32)
         tiles = tiles if rows is None else rows.total(tiles)
-        tiles = tiles.astype(jnp.result_type(float)) * self.chunk_blocks + sum(within)
+        whole, cut = self._own_tiles(rows)
+        tiles = tiles.astype(jnp.result_type(float)) * self.chunk_blocks + whole + cut
         return tiles * self.block_size**2
 
     def computes(self, query_positions: Array, key_blocks: Array) -> Array:
         """As `Index.computes`: bool [B, Hq, R, C, 1]; of an index that holds all rows."""
         size = self.block_size
-        of_queries = self.chosen[:, :, query_positions // size, query_positions % size]
-        return sets.contains(of_queries, key_blocks // self.chunk_blocks)[..., None]
+        rows = query_positions // size
+        of_queries = self.chosen[:, :, rows, query_positions % size]
+        if self.first is None:
+            return sets.contains(of_queries, key_blocks // self.chunk_blocks)[..., None]
+        first = self.first[:, :, rows, None]
+        chunks = chunks_of(first, key_blocks, self.chunk_blocks)
+        words = jnp.clip(chunks // sets.WORD, 0, of_queries.shape[-1] - 1)
+        bit = jnp.take_along_axis(of_queries, words, axis=-1) >> (chunks % sets.WORD).astype(
+            jnp.uint32
+        )
+        return ((key_blocks >= first) & (bit & 1).astype(bool))[..., None]
 
     def on_one_device(
         self, batch: int, num_queries: int, num_heads: int, num_keys: int
@@ -124,19 +163,79 @@ class TokenChunksIndex(Index):
         return self.num_blocks * self.block_size
 
     def check(self, batch: int, num_heads: int, rows: int) -> None:
-        """Raises ValueError unless its array suits a call."""
+        """Raises ValueError unless its arrays suit a call."""
         words = sets.words_for(self.num_chunks)
         check_shape(
             "index.chosen", self.chosen, (batch, num_heads, rows, self.block_size, words)
         )
+        if self.first is not None:
+            check_shape("index.first", self.first, (batch, num_heads, rows))
 
     def _check_length(self, seq_len: int) -> None:
         if seq_len != self.told_length():
             raise ValueError(f"seq_len={seq_len} but the index is of {self.told_length()} tokens")
 
+    def _numbers(self, rows: Rows | None) -> Array:
+        """Int32 [rows]: global block number of each row."""
+        return jnp.arange(self.chosen.shape[2], dtype=jnp.int32) if rows is None else rows.blocks
+
     def _past_counts(self, rows: Rows | None) -> Array:
         """Int32 [B, Hq, NC]: queries held here that see each chunk as a past one."""
-        count = self.chosen.shape[2]
-        numbers = jnp.arange(count, dtype=jnp.int32) if rows is None else rows.blocks
-        marked = sets.unpack(self.past(numbers), self.num_chunks)
+        marked = sets.unpack(self.past(self._numbers(rows)), self.num_chunks)
         return marked.sum((2, 3), dtype=jnp.int32)
+
+    def _own_tiles(self, rows: Rows | None) -> tuple[Array, Array]:
+        """Int32 [B, Hq] or [] twice: blocks that rows see whole in their own chunks, and in part.
+
+        Of all rows: where each sequence is one document, their number is known beforehand.
+        """
+        if self.first is None:
+            every = jnp.arange(self.num_blocks, dtype=jnp.int32)
+            return tuple(x.sum(dtype=jnp.int32) for x in self._own_tiles_of(every))
+        tiles = tuple(x.sum(-1, dtype=jnp.int32) for x in self._own_tiles_of(self._numbers(rows)))
+        return tiles if rows is None else rows.total(tiles)
+
+    def _own_tiles_of(self, numbers: Array) -> tuple[Array, Array]:
+        """The same of single rows, int32 [..., n]; 0 for a row of no document."""
+        if self.first is None:
+            return numbers % self.chunk_blocks, jnp.ones_like(numbers)
+        inside = self.first < self.num_blocks
+        whole = jnp.where(inside, (numbers - self.first) % self.chunk_blocks, 0)
+        return whole, inside.astype(jnp.int32)
+
+
+def chunks_of(first: Array | None, blocks: Array, chunk_blocks: int) -> Array:
+    """The number of the chunk that each block lies in; see `TokenChunksIndex`.
+
+    Args:
+        first: int32, broadcasts with `blocks`: the first block of its document, from which on
+            `blocks` lie; None where each sequence is one document.
+        blocks: int32, global block numbers.
+        chunk_blocks: blocks of a chunk.
+    """
+    return (blocks if first is None else blocks - first % chunk_blocks) // chunk_blocks
+
+
+def chunk_starts(
+    first: Array | None, rows: Array, num_blocks: int, chunk_blocks: int
+) -> Array:
+    """The first block of each chunk that lies whole before a row of its document.
+
+    Args:
+        first: int32 [..., n], the first block of each row's document, NB for none; None where each
+            sequence is one document.
+        rows: int32 [n], global block numbers.
+        num_blocks: NB.
+        chunk_blocks: blocks of a chunk.
+
+    Returns:
+        int32 [..., NC], or [1, 1, NC] without `first`; NB for a chunk that lies before none.
+    """
+    numbers = jnp.arange(-(-num_blocks // chunk_blocks), dtype=jnp.int32)
+    if first is None:
+        return (numbers * chunk_blocks)[None, None]
+    begin, own = first // chunk_blocks, chunks_of(first, rows, chunk_blocks)
+    past = (numbers >= begin[..., None]) & (numbers < own[..., None])
+    past &= (first < num_blocks)[..., None]
+    start = numbers * chunk_blocks + (first % chunk_blocks)[..., None]
+    return jnp.where(past, start, num_blocks).min(-2)

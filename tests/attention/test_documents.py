@@ -15,6 +15,7 @@ from mtraining_jax import (
     Dense,
     Documents,
     FlexPrefill,
+    MoBA,
     SampledRows,
     VerticalSlash,
     inspect,
@@ -36,6 +37,7 @@ VERTICAL_SLASH = VerticalSlash(
     top_p=0.5, last_q=4, sink_tokens=2, min_verticals=4, max_verticals=SEQ_LEN, min_slashes=1,
     max_slashes=2, local_blocks=1, dense_below=32, block_size=BLOCK,
 )
+MOBA = MoBA(chunk_size=2 * BLOCK, top_k=3, block_size=BLOCK)
 # One token, a block, a block and a token; dense and sparse ones; padding behind; no padding.
 LENGTHS = [[1, 8, 9, 60, 101], [120, 17, 97]]
 MOST = max(map(len, LENGTHS))
@@ -186,7 +188,9 @@ def packs(pattern=PATTERN):
     return run_packs(inputs(), pattern)
 
 
-@pytest.mark.parametrize("pattern", [PATTERN, VERTICAL_SLASH], ids=["lists", "vertical_slash"])
+@pytest.mark.parametrize(
+    "pattern", [PATTERN, VERTICAL_SLASH, MOBA], ids=["lists", "vertical_slash", "moba"]
+)
 def test_results_are_those_of_the_oracle_over_the_pairs_of_documents(pattern):
     q, k, v, dout, dlse = inputs()
     out, lse, index, grads = packs(pattern)
@@ -244,7 +248,9 @@ def test_an_index_is_inspected_within_documents(tmp_path):
         inspect(index, documents=Documents.from_lengths([[9]], 264, BLOCK))
 
 
-@pytest.mark.parametrize("pattern", [PATTERN, VERTICAL_SLASH], ids=["lists", "vertical_slash"])
+@pytest.mark.parametrize(
+    "pattern", [PATTERN, VERTICAL_SLASH, MOBA], ids=["lists", "vertical_slash", "moba"]
+)
 def test_nothing_leaks_from_one_document_into_another(pattern):
     q, k, v, dout, dlse = inputs()
     before = packs(pattern)

@@ -10,7 +10,8 @@ import pytest
 from mtraining_jax import sparse_attention, stripe
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import make_mesh
-from mtraining_jax.sparsity import BlockTopK, MoBA, Shards, density
+from mtraining_jax.sparsity import BlockTopK, MoBA, Shards, density, exchange
+from mtraining_jax.sparsity.documents import Documents
 from pallas_kernels.reference import mask_from_index, reference_attention
 from tests.sparsity import inputs
 
@@ -18,10 +19,18 @@ SEQ_LEN, BLOCK, CHUNK, TOP_K, DIM = 176, 8, 32, 3, 16  # the last chunk is half 
 PATTERN = MoBA(CHUNK, TOP_K, BLOCK)
 
 
+# Documents that begin within the chunks of the sequence, one of five chunks, of which a query sees
+# some; one token; padding behind. In the other sequence one document only.
+LENGTHS = [[9, 140, 1], [SEQ_LEN - 3]]
+SPANS = [[(0, 16), (16, 160), (160, 168)], [(0, SEQ_LEN)]]
+DOCUMENTS = Documents.from_lengths(LENGTHS, SEQ_LEN, BLOCK)
+
+
 @jax.jit
-def chosen(q, k):
+def chosen(q, k, documents=None):
     num_blocks = q.shape[1] // BLOCK
-    return PATTERN.choose(q, k, Shards(jnp.arange(num_blocks), num_blocks)).index
+    own = None if documents is None else documents.blocks()
+    return PATTERN.choose(q, k, Shards(jnp.arange(num_blocks), num_blocks, documents=own)).index
 
 
 def wanted(q, k):
@@ -52,6 +61,73 @@ def test_each_token_chooses_as_the_definition_says():
     np.testing.assert_allclose(found, PATTERN.density(SEQ_LEN), rtol=1e-6)
 
 
+def test_documents_choose_among_chunks_that_begin_with_each():
+    q, k = inputs.random(0, 2, SEQ_LEN, 4, 2, DIM)
+    index = chosen(q, k, DOCUMENTS)
+    expected, causal = np.zeros((2, 4, SEQ_LEN, SEQ_LEN), bool), np.tri(SEQ_LEN, dtype=bool)
+    for b, h in np.ndindex(2, 4):
+        for start, end in SPANS[b]:
+            own = slice(start, end)
+            seen = wanted(np.asarray(q)[b, own, h], np.asarray(k)[b, own, h // 2])
+            pairs = np.repeat(seen, CHUNK, axis=1)[:, : end - start]
+            expected[b, h, own, own] = pairs & causal[own, own]
+    np.testing.assert_array_equal(mask_from_index(index, SEQ_LEN), expected)
+    np.testing.assert_array_equal(index.chosen[1], chosen(q, k).chosen[1])
+    pairs = expected.sum(-1)
+    np.testing.assert_array_equal(index.computed_pairs(SEQ_LEN), pairs.sum(-1))
+    of_rows = pairs.reshape(2, 4, -1, BLOCK).sum(-1)
+    np.testing.assert_array_equal(index.pairs_of_rows(), of_rows)
+    triangles = [[sum((e - s) * (e - s + 1) // 2 for s, e in own)] for own in SPANS]
+    share = density(index, SEQ_LEN, documents=DOCUMENTS.blocks())
+    np.testing.assert_allclose(share, pairs.sum(-1) / triangles, rtol=1e-6)
+    # Tiles of the queries that see a chunk, rounded up, and the own chunk of each.
+    tiles = np.zeros((2, 4))
+    for b, h in np.ndindex(2, 4):
+        for start, end in SPANS[b]:
+            for row in range(start, end, BLOCK):
+                tiles[b, h] += (row - start) // BLOCK % (CHUNK // BLOCK) + 1
+            for chunk in range(start, end - CHUNK, CHUNK):
+                queries = expected[b, h, chunk + CHUNK : end, chunk].sum()
+                tiles[b, h] += -(-queries // BLOCK) * (CHUNK // BLOCK)
+    np.testing.assert_array_equal(index.executed_pairs(SEQ_LEN), tiles * BLOCK**2)
+
+
+@pytest.mark.parametrize("ranks", [2, 11])
+def test_ranks_choose_in_documents_what_one_device_does(ranks):
+    q, k = inputs.random(0, 2, SEQ_LEN, 4, 2, DIM)
+    layout = Layout("striped", SEQ_LEN, ranks, BLOCK)
+    rows = np.stack([layout.block_ids(rank) for rank in range(ranks)]).astype(np.int32)
+
+    def on_rank(q, k, rows):
+        where = Shards(rows, SEQ_LEN // BLOCK, ("rank",), documents=DOCUMENTS.blocks())
+        index = PATTERN.choose(q, k, where).index
+        held = exchange.rows_of(rows, ("rank",))
+        return index, index.computed_pairs(SEQ_LEN, held), index.pairs_of_rows(held)
+
+    blocks = [x.reshape(2, -1, BLOCK, *x.shape[2:])[:, rows] for x in (q, k)]
+    dealt = [jnp.moveaxis(x, 1, 0).reshape(ranks, 2, -1, *x.shape[4:]) for x in blocks]
+    found, pairs, of_rows = jax.jit(jax.vmap(on_rank, axis_name="rank"))(*dealt, rows)
+    one = chosen(q, k, DOCUMENTS)
+    wanted = one.chosen, one.first, one.pairs_of_rows()
+    for got, want in zip((found.chosen, found.first, of_rows), wanted, strict=True):
+        np.testing.assert_array_equal(np.moveaxis(got, 0, 2), np.asarray(want)[:, :, rows])
+    for of_rank in pairs:
+        np.testing.assert_array_equal(of_rank, one.computed_pairs(SEQ_LEN))
+
+
+def test_no_token_of_a_pack_is_influenced_by_later_ones_or_other_documents():
+    q, k = inputs.random(0, 2, SEQ_LEN, 4, 2, DIM)
+    start, end = SPANS[0][1]
+    at = start + 101  # in the middle of a chunk
+    other = chosen(*(x.at[0, at:end].multiply(-3.0) for x in (q, k)), DOCUMENTS)
+    first, second = (
+        np.asarray(x.chosen).reshape(2, 4, SEQ_LEN, -1)
+        for x in (chosen(q, k, DOCUMENTS), other)
+    )
+    changed = (first != second).any((0, 1, 3))
+    assert changed[at:end].any() and not changed[:at].any() and not changed[end:].any()
+
+
 def test_no_token_is_influenced_by_later_ones():
     q, k = inputs.random(0, 1, SEQ_LEN, 2, 1, DIM)
     at = 101  # in the middle of a chunk
@@ -62,27 +138,35 @@ def test_no_token_is_influenced_by_later_ones():
     np.testing.assert_array_equal(first, second)
 
 
-def test_a_ring_computes_what_one_device_does():
+@pytest.mark.parametrize(
+    ("nodes", "lengths"), [(2, None), (1, [[9, 77, 1], [24, 50]])], ids=["one", "documents"]
+)
+def test_a_ring_computes_what_one_device_does(nodes, lengths):
     seq_len = 128
+    documents = lengths and Documents.from_lengths(lengths, seq_len, BLOCK)
     q, k = inputs.random(3, 2, seq_len, 4, 2, DIM)
     v = jnp.roll(k, 1, axis=1)
-    mesh = make_mesh(1, 2, 2)
-    layout = Layout("striped", seq_len, 4, BLOCK, 2)
+    mesh = make_mesh(1, nodes, 4 // nodes)
+    layout = Layout("striped", seq_len, 4, BLOCK, nodes)
 
     def total(q, k, v, **where):
-        out, lse = sparse_attention(q, k, v, pattern=PATTERN, return_lse=True, **where)
-        return jnp.sin(out).sum() + jnp.cos(lse).sum(), out
+        out, lse = sparse_attention(
+            q, k, v, pattern=PATTERN, documents=documents, return_lse=True, **where
+        )
+        # Rows of padding see nothing: their lse is -inf.
+        return jnp.sin(out).sum() + jnp.cos(jnp.maximum(lse, -9)).sum(), (out, lse)
 
     def oracle(q, k, v):
-        out, lse = reference_attention(q, k, v, mask_from_index(chosen(q, k), seq_len))
-        return jnp.sin(out).sum() + jnp.cos(lse).sum(), out
+        mask = mask_from_index(chosen(q, k, documents), seq_len)
+        out, lse = reference_attention(q, k, v, mask)
+        return jnp.sin(out).sum() + jnp.cos(jnp.maximum(lse, -9)).sum(), (out, lse)
 
     run = functools.partial(jax.value_and_grad, argnums=(0, 1, 2), has_aux=True)
     dealt = [stripe(x, layout) for x in (q, k, v)]
     found = jax.jit(run(functools.partial(total, mesh=mesh, layout=layout)))(*dealt)
-    (value, out), grads = jax.jit(run(oracle))(q, k, v)
-    (found_value, found_out), found_grads = found
-    np.testing.assert_allclose(found_value, value, rtol=1e-5)
+    (_, (out, lse)), grads = jax.jit(run(oracle))(q, k, v)
+    (_, (found_out, found_lse)), found_grads = found
+    np.testing.assert_allclose(found_lse, stripe(lse, layout, axis=2), atol=1e-5)
     for got, want in zip((found_out, *found_grads), (out, *grads), strict=True):
         np.testing.assert_allclose(got, stripe(want, layout), atol=1e-4)
 
