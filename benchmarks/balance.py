@@ -40,6 +40,7 @@ BLOCK = 128
 # the 6.3 % of 524288 tokens that the paper reports (arXiv 2510.18830).
 DENSITY, AT, POWER = 0.152, 32768, 0.318
 DENSE_BELOW = 8192
+MEANS = 1200, 65536  # tokens of short and of long documents
 # How far a document's density is from that of its length: sigma of its logarithm.
 SPREAD = 0.25
 # `sparsity.tune`: the share of mass that is configured, and its bounds by default. In truth pairs
@@ -80,6 +81,11 @@ class Setting:
         """For the time of attention."""
         return attention_size(self.config)
 
+    @property
+    def dense_below(self) -> int:
+        """Tokens of a document, padding included, from which on pairs are chosen."""
+        return self.config.choosing.dense_below
+
     @functools.cached_property
     def rest_ms(self) -> float:
         """All of a group's step but attention, by the dry run."""
@@ -100,11 +106,15 @@ def setting(seq_len: int, ranks: int, groups: int, parts: int) -> Setting:
     return Setting(load_config("qwen3b_512k", overrides), groups, parts)
 
 
-def mixed(rng: np.random.Generator, tokens: int, seq_len: int) -> np.ndarray:
-    """Half of the tokens in documents of 65536 in the mean, half in such of 1200; lognormal."""
+def mixed(
+    rng: np.random.Generator, tokens: int, seq_len: int, means: Sequence[int] = MEANS
+) -> np.ndarray:
+    """Documents, lognormal, as many tokens in those of each mean; cut every `seq_len` tokens."""
     lengths = [
-        np.ceil(rng.lognormal(np.log(mean) - 1.1**2 / 2, 1.1, tokens // mean // 2 + 1))
-        for mean in (1200, 65536)
+        np.ceil(
+            rng.lognormal(np.log(mean) - 1.1**2 / 2, 1.1, int(tokens / mean / len(means)) + 1)
+        )
+        for mean in means
     ]
     lengths = rng.permutation(np.concatenate(lengths).astype(np.int64))
     return chunked(np.zeros_like(lengths), lengths, seq_len)[1]
@@ -118,11 +128,13 @@ def packs_of(rng: np.random.Generator, lengths: np.ndarray, seq_len: int) -> lis
     return [Pack(lengths[a:b], densities[a:b]) for a, b in zip([0, *ends[:-1]], ends, strict=True)]
 
 
-def true_densities(rng: np.random.Generator, lengths: np.ndarray) -> np.ndarray:
+def true_densities(
+    rng: np.random.Generator, lengths: np.ndarray, dense_below: int = DENSE_BELOW
+) -> np.ndarray:
     """Densities of documents by their length, each off by a factor of its own."""
-    of_length = DENSITY * (np.maximum(lengths, DENSE_BELOW) / AT) ** -POWER
+    of_length = DENSITY * (np.maximum(lengths, max(dense_below, 1)) / AT) ** -POWER
     found = np.minimum(of_length * rng.lognormal(0, SPREAD, lengths.shape), 1.0)
-    return np.where(-(-lengths // BLOCK) * BLOCK < DENSE_BELOW, 1.0, found)
+    return np.where(-(-lengths // BLOCK) * BLOCK < dense_below, 1.0, found)
 
 
 def times(batch: Sequence[Pack], size: AttentionSize) -> np.ndarray:
@@ -163,20 +175,28 @@ class Tuning:
 
     Attributes:
         infeasible: by step, the part of the groups that stay slower than the mean.
-        shares: by step, the least and the greatest.
+        kept: by step, the share of each group and layer, float64 [M, L].
 
     Args:
         run: it.
         rng: draws how layers respond.
+        spread: sigma of the powers' logarithms; 0 for layers that respond alike.
     """
 
-    def __init__(self, run: Setting, rng: np.random.Generator) -> None:
+    def __init__(
+        self, run: Setting, rng: np.random.Generator, spread: float = POWER_SPREAD
+    ) -> None:
         self._run, self._assumed = run, assumed_densities(run.config)
         layers = run.config.model.num_layers
-        self._powers = rng.lognormal(0, POWER_SPREAD, layers)
+        self._powers = rng.lognormal(0, spread, layers)
         self._after = [ShareResponse.start(self._assumed.size, layers)]
         self.infeasible: list[float] = []
-        self.shares: list[tuple[float, float]] = []
+        self.kept: list[np.ndarray] = []
+
+    @property
+    def shares(self) -> list[tuple[float, float]]:
+        """The least and the greatest share of each step."""
+        return [(shares.min(), shares.max()) for shares in self.kept]
 
     def apply(self, batches: Iterable[Sequence[Pack]]) -> Iterator[Sequence[Pack]]:
         """Batches with the densities that steps find then."""
@@ -184,13 +204,13 @@ class Tuning:
         for batch in batches:
             groups = [batch[m * run.parts : (m + 1) * run.parts] for m in range(run.groups)]
             own = [
-                GroupDocuments([pack.lengths for pack in packs], BLOCK, DENSE_BELOW)
+                GroupDocuments([pack.lengths for pack in packs], BLOCK, run.dense_below)
                 for packs in groups
             ]
             known = self._after[max(0, len(self._after) - DELAY)]
             tuned = tuned_shares(own, known, self._assumed, BOUNDS, "mean", run.size)
             self.infeasible.append(tuned.infeasible.mean())
-            self.shares.append((tuned.shares.min(), tuned.shares.max()))
+            self.kept.append(tuned.shares)
             found = [
                 [self._at(pack, shares) for pack in packs]
                 for packs, shares in zip(groups, tuned.shares, strict=True)
@@ -204,7 +224,7 @@ class Tuning:
     def _at(self, pack: Pack, shares: np.ndarray) -> tuple[Pack, np.ndarray]:
         """A pack at the shares [L] of its group, and its density in each layer, [L]."""
         padded = -(-pack.lengths // BLOCK) * BLOCK
-        chosen, pairs = padded >= DENSE_BELOW, padded * (padded + 1.0) / 2
+        chosen, pairs = padded >= self._run.dense_below, padded * (padded + 1.0) / 2
         factors = (np.interp(shares, SHARES, DENSITIES) / DENSITY) ** self._powers
         by_layer = np.minimum(pack.densities[chosen, None] * factors, 1.0)  # [d, L]
         whole = pairs[~chosen] @ pack.densities[~chosen]
@@ -296,10 +316,12 @@ def table(
     return lines, f"{name} {least:.3f} to {greatest:.3f}, {late:.1%} infeasible"
 
 
-def drawn(rng: np.random.Generator, run: Setting, steps: int) -> list[Sequence[Pack]]:
+def drawn(
+    rng: np.random.Generator, run: Setting, steps: int, means: Sequence[int] = MEANS
+) -> list[Sequence[Pack]]:
     """Batches of `mixed` documents."""
     length, size = run.config.data.seq_len, run.groups * run.parts
-    packs = packs_of(rng, mixed(rng, int(1.02 * length * size * steps), length), length)
+    packs = packs_of(rng, mixed(rng, int(1.02 * length * size * steps), length, means), length)
     return batches_of(packs, size)[:steps]
 
 

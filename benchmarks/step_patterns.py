@@ -76,11 +76,21 @@ class Steps:
 
 
 class Step:
-    """The compiled training step of a configuration."""
+    """The compiled training step of a configuration.
 
-    def __init__(self, config: Config, mesh: Mesh, batch: dict[str, Array]):
+    Args:
+        config: of the run.
+        mesh: of its devices.
+        batch: int32 arrays by name, whose shapes all batches have.
+        whole: the run of which `config` is one group: its attention is compiled, which counts what
+            that run counts. None: `config` is the run.
+    """
+
+    def __init__(
+        self, config: Config, mesh: Mesh, batch: dict[str, Array], whole: Config | None = None
+    ) -> None:
         layout, pattern = parts.build_layout(config), parts.build_pattern(config)
-        attention = parts.build_attention(config, mesh, layout, pattern)
+        attention = parts.build_attention(whole or config, mesh, layout, pattern)
         builder = StateBuilder(config, mesh)
         begin = time.perf_counter()
         step = make_train_step(config, builder, attention, mesh, parts.layer_inputs(pattern))
@@ -89,7 +99,7 @@ class Step:
 
     def run(self, state: Any, batches: Sequence[dict[str, Array]]) -> Steps:
         """Takes a step a batch; `state` is not used up."""
-        state = jax.tree.map(lambda x: x.copy(), state)
+        state = jax.block_until_ready(jax.tree.map(lambda x: x.copy(), state))
         times, found = [], []
         for batch in batches:
             begin = time.perf_counter()
