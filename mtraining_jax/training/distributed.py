@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import sys
 import threading
 import traceback
@@ -15,6 +16,8 @@ from mtraining_jax.errors import UserError
 
 # Transports of collectives between processes, as they are named in errors.
 _TRANSPORTS = ("Gloo", "NCCL")
+# How SLURM says that no node of a step has more than one task.
+_ONE_TASK_A_NODE = re.compile(r"1(\(x\d+\))?(,1(\(x\d+\))?)*")
 # Seconds that a process with an error waits for others to have the same.
 _PATIENCE = 20
 # Seconds after which a process that waits for the others at the start says so.
@@ -186,8 +189,8 @@ def _slurm(environment: Mapping[str, str]) -> dict[str, object]:
             process_id=int(environment["SLURM_PROCID"]),
             cluster_detection_method="deactivate",
         )
-        # "1(x4)": one task on each of 4 nodes; "2,1": two and one.
-        if not environment.get("SLURM_STEP_TASKS_PER_NODE", "").startswith("1"):
+        # "1(x4)": one task on each of 4 nodes; "2,1": two and one; "16(x2)": sixteen on both.
+        if not _ONE_TASK_A_NODE.fullmatch(environment.get("SLURM_STEP_TASKS_PER_NODE", "")):
             arguments["local_device_ids"] = [int(environment["SLURM_LOCALID"])]
     except (KeyError, ValueError) as error:
         raise UserError(

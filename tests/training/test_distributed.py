@@ -52,6 +52,9 @@ def test_fields_come_first(joined):
 
 
 def test_slurm_with_one_task_a_node_leaves_all_gpus_to_it(joined):
+    for tasks in ("1", "1,1(x3)"):
+        distributed.initialize(DistributedConfig(), SLURM | {"SLURM_STEP_TASKS_PER_NODE": tasks})
+        assert "local_device_ids" not in joined.pop()
     assert distributed.initialize(DistributedConfig(), SLURM)
     (call,) = joined
     host, port = call["coordinator_address"].split(":")
@@ -60,8 +63,9 @@ def test_slurm_with_one_task_a_node_leaves_all_gpus_to_it(joined):
     assert "local_device_ids" not in call
 
 
-def test_slurm_with_several_tasks_a_node_gives_each_its_gpu(joined):
-    environment = {**SLURM, "SLURM_STEP_TASKS_PER_NODE": "2,1", "SLURM_LOCALID": "1"}
+@pytest.mark.parametrize("tasks", ["2,1", "1,2", "16(x2)", "1(x3),4"])
+def test_slurm_with_several_tasks_a_node_gives_each_its_gpu(joined, tasks):
+    environment = {**SLURM, "SLURM_STEP_TASKS_PER_NODE": tasks, "SLURM_LOCALID": "1"}
     distributed.initialize(DistributedConfig(), environment)
     assert joined[0]["local_device_ids"] == [1]
 
