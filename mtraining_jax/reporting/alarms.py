@@ -1,10 +1,12 @@
 """Sentences about heads that the sparse pattern serves badly; a run goes on."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 
 from mtraining_jax.config import Config
+from mtraining_jax.errors import UserError
 from mtraining_jax.reporting.audit import worst_head
 from mtraining_jax.reporting.record import Record
 
@@ -22,6 +24,21 @@ class Alarms:
     def __init__(self, config: Config) -> None:
         self._config = config
         self._in_a_row: dict[str, int] = {}
+
+    def state(self) -> dict[str, int]:
+        """How many audits in a row each figure was beyond its limit: a dict that JSON can hold."""
+        return dict(self._in_a_row)
+
+    def go_to(self, state: Mapping[str, Any] | None) -> None:
+        """Goes on from `state`, so that no stop hides an alarm or tells it again; None is anew.
+
+        Raises:
+            UserError: the state cannot be read.
+        """
+        try:
+            self._in_a_row = {name: int(times) for name, times in (state or {}).items()}
+        except (AttributeError, TypeError, ValueError) as error:
+            raise UserError("the saved state of audit alarms is not readable") from error
 
     def of(self, record: Record) -> list[str]:
         """The alarms that this audit raises.

@@ -1,10 +1,13 @@
 """Audits of a run: gradients against dense ones, and what is told of them."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mtraining_jax.errors import UserError
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import make_mesh
 from mtraining_jax.reporting.alarms import Alarms
@@ -127,5 +130,14 @@ def test_an_alarm_names_layer_head_and_option_when_it_is_so_twice(config):
     assert "layer 0 head 0 has a cosine of -0.100 between" in of_gradient
     assert "layer 0 head 1 keeps 0.400 more of the mass of the last queries than" in of_gap
     assert 'sparsity.kind = "sampled_rows"' in of_gap
+    # A run that was stopped goes on counting, and tells nothing twice.
+    once, again = Alarms(config), Alarms(config)
+    once.of(low)
+    again.go_to(json.loads(json.dumps(once.state())))
+    assert len(again.of(low)) == 1
+    once.go_to(again.state())
+    assert once.of(low) == []
+    with pytest.raises(UserError, match="audit alarms is not readable"):
+        once.go_to({"recall": "often"})
     silent = Alarms(changed(config, audit={"alarm_recall": 0.0}))
     assert silent.of(low) == silent.of(low) == []

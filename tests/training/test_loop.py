@@ -41,6 +41,9 @@ def test_resumed_run_has_bit_identical_losses(whole, capsys):
     assert [record["step"] for record in rest] == [3, 4]
     np.testing.assert_array_equal(losses(rest), losses(whole.records[2:]))
     assert [r["grad_norm"] for r in rest] == [r["grad_norm"] for r in whole.records[2:]]
+    # The second audit in a row is told, also where a stop lies between both.
+    assert len(whole.records[3]["alarms"]) == 1
+    assert rest[1]["alarms"] == whole.records[3]["alarms"]
     assert [record["step"] for record in written(config)] == [1, 2, 3, 4]
     assert "going on from the checkpoint of step 2" in capsys.readouterr().out
 

@@ -31,6 +31,7 @@ class FinishedSteps:
         devices: those of this process.
         writers: where records go.
         display: where to print.
+        alarms: of the run's audits.
         groups: follows the groups of devices; None where they all have the same work.
         tuner: of their shares of mass; None where nothing is tuned.
     """
@@ -41,13 +42,14 @@ class FinishedSteps:
         devices: Sequence[jax.Device],
         writers: Sequence[Writer],
         display: Display,
+        alarms: Alarms,
         groups: GroupWork | None = None,
         tuner: Tuner | None = None,
     ) -> None:
         self._config, self._devices, self._groups = config, devices, groups
         self._tuner = tuner
         self._writers, self._display = writers, display
-        self._alarms = Alarms(config)
+        self._alarms = alarms
         self._thread = ThreadPoolExecutor(1, "finished steps")
         # A picture takes longer than many a step, and must not delay its report.
         self._pictures = ThreadPoolExecutor(1, "pictures")

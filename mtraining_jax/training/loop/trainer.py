@@ -13,6 +13,7 @@ from jax.experimental import multihost_utils
 from mtraining_jax.attention.picture import check_pictures
 from mtraining_jax.config import Config
 from mtraining_jax.data.advice import slow_start
+from mtraining_jax.reporting.alarms import Alarms
 from mtraining_jax.reporting.banner import ParameterCount, banner
 from mtraining_jax.reporting.progress import Display
 from mtraining_jax.reporting.record import Record
@@ -32,7 +33,8 @@ from mtraining_jax.training.state import StateBuilder
 from mtraining_jax.training.step import make_train_step
 from mtraining_jax.training.tuner import Tuner
 
-_TUNING = "sparsity.tune"  # of a checkpoint's place in the data: what was learned of densities
+# In a checkpoint, beside its place in the data: what was learned of densities, what audits found.
+_TUNING, _ALARMS = "sparsity.tune", "audit.alarms"
 
 
 class Trainer:
@@ -101,6 +103,7 @@ class Trainer:
         opened.callback(self._saving.close)
         self._groups = GroupWork.of(config, self._batches.loader)
         self._tuner = Tuner.of(config, self._batches.loader, mesh, self._groups)
+        self._alarms = Alarms(config)
         if resume_from is None:
             self._state = builder.fresh()
         else:
@@ -108,6 +111,7 @@ class Trainer:
             self._batches.go_to(place)
             if self._tuner is not None:
                 self._tuner.go_to(resume_from, place.get(_TUNING))
+            self._alarms.go_to(place.get(_ALARMS))
             display.say(f"going on from the checkpoint of step {resume_from}")
         start = config.profile.start
         if start is not None and start <= self._step:
@@ -117,7 +121,7 @@ class Trainer:
             opened.callback(writer.close)
         # The last to be opened and so the first to be closed: it writes.
         self._finished = FinishedSteps(
-            config, self._devices, self._writers, display, self._groups, self._tuner
+            config, self._devices, self._writers, display, self._alarms, self._groups, self._tuner
         )
         opened.callback(self._finished.close)
 
@@ -215,7 +219,7 @@ class Trainer:
     def _save(self) -> None:
         # Saving waits for the devices anyway; its time is not that of a step.
         self._finished.wait()
-        place = self._batches.state()
+        place = self._batches.state() | {_ALARMS: self._alarms.state()}
         if self._tuner is not None:
             place[_TUNING] = self._tuner.state()
         self._saving.save(self._step, self._state, place)
