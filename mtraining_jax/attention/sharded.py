@@ -256,17 +256,19 @@ def _measure(choice: Choice, seq_len: int, shards: Shards, by_length: bool) -> S
     block_size, documents = choice.index.block_size, shards.documents
     total = pairs_to_share(seq_len, block_size, documents)
     rows = exchange.rows_of(shards.block_ids, shards.axis_names)
-    executed = choice.index.executed_pairs(seq_len, rows) / total
     numbers = {
         "density": density(choice.index, seq_len, rows, documents),
-        "executed": executed,
+        "executed": choice.index.executed_pairs(seq_len, rows) / total,
         **choice.statistics,
     }
     if documents is not None:
         # As a float: of 65536 tokens and more there are too many pairs for an int32.
-        numbers["document_pairs"] = documents.causal_pairs(block_size) / float(
-            causal_pairs(seq_len)
-        )
+        share = documents.causal_pairs(block_size) / float(causal_pairs(seq_len))
+        numbers |= {
+            "document_pairs": share,
+            "computed_pairs": numbers["density"] * share,
+            "executed_pairs": numbers["executed"] * share,
+        }
         if by_length:
             numbers |= pairs_by_length(choice.index, rows, documents, seq_len)
     return {name: jnp.mean(x, dtype=jnp.float32) for name, x in numbers.items()}
@@ -317,7 +319,9 @@ def make_attention(
         group): `density`, the share of causal pairs that are computed; `executed`, pairs in the
         tiles that kernels execute, over causal pairs;
         with documents, whose causal pairs are then meant, `document_pairs`, their share of the
-        sequence's, and if asked for those of `pairs_by_length`; and what the pattern reports
+        sequence's, and `computed_pairs` and `executed_pairs`, the same over the causal pairs of the
+        sequence, which may be averaged over sequences whose documents differ; if asked, those of
+        `pairs_by_length`; and what the pattern reports
         itself (`Choice.statistics`). With `audit_rows` also `audit` and `masks`, and a gradient of
         `sink`: see `Audit`.
 

@@ -66,8 +66,9 @@ def step_record(
         tflops_per_device_executed, tflops_per_device_dense_equivalent (10^12 FLOP/s of one
         device); mfu (model FLOP/s over the bf16 peak of the data sheet, None for devices that
         `flops` does not list); memory_bytes_in_use and memory_bytes_peak (None where unknown);
-        density (computed over causal pairs, mean over layers) and density_per_layer; with
-        documents document_pairs, their causal pairs over those of whole sequences; each
+        density (computed over causal pairs, of all sequences together, mean over layers) and
+        density_per_layer; with documents document_pairs, their causal pairs over those of whole
+        sequences; each
         statistic of the pattern under its own name, mean over layers, and NAME_per_layer;
         skipped_steps (so far). A number that is not finite is None.
 
@@ -79,6 +80,11 @@ def step_record(
     """
     tokens, devices = config.tokens_per_step, config.devices
     layers = {name: [float(x) for x in values] for name, values in metrics["layers"].items()}
+    if "document_pairs" in layers:
+        # Of all pairs together: the mean of sequences whose documents differ is another number.
+        for name, pairs in (("density", "computed_pairs"), ("executed", "executed_pairs")):
+            both = zip(layers.pop(pairs), layers["document_pairs"], strict=True)
+            layers[name] = [computed / there for computed, there in both]
     flops = step_flops(
         config, density=_mean(layers["density"]), executed=_mean(layers["executed"]),
         causal=_mean(layers.get("document_pairs", [1.0])),

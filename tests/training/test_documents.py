@@ -88,6 +88,11 @@ def test_a_step_on_packs_is_a_step_on_each_document_alone(packed, tmp_path):
     np.testing.assert_allclose(share, pairs / (SEQ_LEN * (SEQ_LEN + 1) / 2), rtol=1e-6)
     density = metrics["layers"]["density"]
     assert (density > 0.5).all() and (density < 0.999).all()
+    # Pairs add up, whatever shares a sequence; the means of densities do not.
+    of_layers = metrics["layers"], wanted["layers"]
+    for name in ("computed_pairs", "executed_pairs"):
+        packs, documents = (x[name] * n for x, n in zip(of_layers, (2, 8), strict=True))
+        np.testing.assert_allclose(packs, documents, rtol=1e-5)
 
 
 def test_packs_may_change_places_in_a_batch(packed):
