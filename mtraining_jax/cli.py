@@ -12,7 +12,7 @@ from mtraining_jax.config import (
     load_config,
     load_own_plugins,
 )
-from mtraining_jax.config.fields import all_fields, nearest
+from mtraining_jax.config.fields import all_fields, nearest, sections
 from mtraining_jax.errors import UserError, print_error
 from mtraining_jax.planning.hardware import GPUS
 from mtraining_jax.platform import set_platform
@@ -213,6 +213,8 @@ def _is_option(text: str) -> bool:
 
 
 def _unknown_option(name: str) -> str:
+    if name in sections():
+        return f"--{name} is a section; set one of its fields, as --{name}.FIELD=VALUE"
     near = nearest(name, [*all_fields(), "config", _DRY_RUN, *_FLAGS])
     if near is None:
         return f"--{name} is not an option; --help lists all"

@@ -96,6 +96,27 @@ def test_a_file_gives_its_name_to_the_run(minimal, write):
     assert load_config(write(MODEL + "[run]\nname = 'other'")).run.name == "other"
 
 
+def test_a_folder_of_runs_may_have_folders(minimal):
+    assert override(minimal, run__name="tests/first").run.folder == Path("runs/tests/first")
+
+
+@pytest.mark.parametrize("name", ["..", ".", "a/../..", "/tmp/a", "a/", "a\nb", "a" * 201])
+def test_a_run_has_the_name_of_a_folder_inside_that_of_all_runs(minimal, name):
+    (line,) = messages(minimal, run__name=name)
+    assert line.startswith('run.name = "') and len(line) < 200
+    assert "is not allowed: it must be the name of a folder in run.output_dir, " in line
+
+
+def test_a_path_may_begin_at_home(minimal, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = override(minimal, run__output_dir="~/runs", data__tokenizer="~/t.json")
+    assert config.run.output_dir == f"{tmp_path}/runs"
+    assert config.data.tokenizer == f"{tmp_path}/t.json"
+    assert load_config("~/mine.toml") == load_config(minimal)
+    (line,) = messages(minimal, model__init_from="~/model")
+    assert f"{tmp_path}/model/config.json" in line
+
+
 def test_names_are_found_from_any_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert load_config("tiny").run.name == "tiny"
@@ -105,6 +126,16 @@ def test_unknown_name_says_the_nearest():
     (line,) = messages("tiny_dens")
     assert line.startswith(
         'there is no configuration named "tiny_dens"; did you mean tiny_dense? There are '
+    )
+
+
+def test_a_name_is_not_the_name_of_a_file(tmp_path, monkeypatch):
+    (line,) = messages("configs")
+    assert line.startswith('there is no configuration named "configs"; there are ')
+    monkeypatch.chdir(tmp_path)
+    (line,) = messages("tiny.toml")
+    assert line == (
+        "the configuration file tiny.toml does not exist; did you mean --config tiny?"
     )
 
 
@@ -338,7 +369,7 @@ def test_whole_numbers_are_real_numbers(write):
         ("run.name", '"quoted"', "quoted"),
         ("run.name", "123", "123"),
         ("run.name", "none", "none"),
-        ("run.name", "1\nsteps=2", "1\nsteps=2"),
+        ("run.output_dir", "1\nsteps=2", "1\nsteps=2"),
         ("run.compile_cache_dir", "/tmp/x", "/tmp/x"),
         ("sparsity.budget_file", "none", None),
         ("optimizer.lr", "1e-4", 1e-4),
@@ -700,20 +731,20 @@ def test_none_is_the_default_wherever_it_is_allowed():
 
 
 @given(
-    name=st.text(min_size=1),
+    folder=st.text(min_size=1).filter(lambda text: text[0] != "~"),
     trainable=st.lists(st.text(min_size=1), max_size=3),
     lr=st.floats(min_value=0, exclude_min=True, allow_infinity=False),
     seed=st.integers(min_value=0, max_value=2**32 - 1),
     factor=st.none() | st.floats(min_value=1, allow_infinity=False),
 )
-def test_any_value_survives_text(name, trainable, lr, seed, factor):
+def test_any_value_survives_text(folder, trainable, lr, seed, factor):
     table = tomllib.loads(MODEL)
-    table["run"] = {"name": name, "seed": seed}
+    table["run"] = {"output_dir": folder, "seed": seed}
     table["optimizer"] = {"lr": lr, "trainable": trainable}
     if factor is not None:
         table["model"]["rope_scaling"] = {"factor": factor}
     config = config_from_dict(table, "test")
-    assert config.run.name == name and config.optimizer.trainable == tuple(trainable)
+    assert config.run.output_dir == folder and config.optimizer.trainable == tuple(trainable)
     assert config_from_dict(tomllib.loads(config_to_toml(config)), "text") == config
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os.path
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ def with_checkpoint(
     given = table.get("model")
     if not isinstance(given, dict) or not isinstance(given.get("init_from"), str):
         return dict(table)
-    folder, override = given["init_from"], given.get("override") or ()
+    folder, override = os.path.expanduser(given["init_from"]), given.get("override") or ()
     try:
         family = given.get("family")
         found = read_hf_values(folder, family if isinstance(family, str) else None)

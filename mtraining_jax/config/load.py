@@ -115,10 +115,11 @@ def config_of_model(
         UserError: one line for each field that is unknown, missing, or has a wrong type or range.
     """
     table = copy.deepcopy(dict(table))
+    with_overrides = copy.deepcopy(table)
     for name, text in overrides:
         if "." in name:
-            _put(table, name, text)
-    for _, name, registry in _own_plugins(table):
+            _put(with_overrides, name, text)
+    for _, name, registry in _own_plugins(with_overrides):
         with contextlib.suppress(UserError):  # reported below
             registry.get(name)
     problems: list[str] = []
@@ -190,7 +191,7 @@ def parse_value(name: str, text: str) -> Any:
 
 def _find(name: str) -> Path:
     """The file that a name or a path means."""
-    path = Path(name)
+    path = Path(name).expanduser()
     if path.suffix == ".toml" or len(path.parts) > 1:
         return path
     names = available_configs()
@@ -200,10 +201,10 @@ def _find(name: str) -> Path:
         near = path.is_relative_to(Path.cwd())
         return path.relative_to(Path.cwd()) if near else path
     close = difflib.get_close_matches(name, names, 1)
-    hint = f"did you mean {close[0]}? " if close else ""
+    hint = f"did you mean {close[0]}? There" if close else "there"
     raise UserError(
-        f'there is no configuration named "{name}"; {hint}There are {", ".join(names)}, and the '
-        "path of a file must end in .toml"
+        f'there is no configuration named "{name}"; {hint} are {", ".join(names)}, and the path of '
+        "a file must end in .toml"
     )
 
 
@@ -213,6 +214,8 @@ def _read(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         others = [str(other) for other in path.parent.glob("*.toml")]
         close = difflib.get_close_matches(str(path), others, 1)
+        if path.stem in available_configs():
+            close = [f"--config {path.stem}"]
         hint = f"; did you mean {close[0]}?" if close else ""
         raise UserError(f"the configuration file {path} does not exist{hint}") from None
     except OSError as error:

@@ -19,6 +19,7 @@ from mtraining_jax.field_types import (
     Fraction,
     NonNegativeFloat,
     NonNegativeInt,
+    PathText,
     PositiveFloat,
     PositiveInt,
     Text,
@@ -40,7 +41,7 @@ class RunConfig:
 
     name: Text = "run"
     """Name of the run; a configuration file that does not set it gives its own name."""
-    output_dir: Text = "runs"
+    output_dir: PathText = "runs"
     """Folder of all runs; this one writes into OUTPUT_DIR/NAME."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seed of the parameters' random start."""
@@ -48,7 +49,7 @@ class RunConfig:
     """Optimizer steps at which the run is complete."""
     log_every: PositiveInt = 1
     """Steps between two lines of printed metrics."""
-    compile_cache_dir: Text = "auto"
+    compile_cache_dir: PathText = "auto"
     """Folder that keeps compiled programs for the next start; never keeps nothing.
 
     auto is OUTPUT_DIR/compiled on GPUs and nothing on the CPU.
@@ -110,7 +111,7 @@ class ModelConfig:
     """Use the token embedding as the output layer too."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Type of activations; parameters and optimizer state are float32 always."""
-    init_from: Text | None = None
+    init_from: PathText | None = None
     """Folder of a Hugging Face checkpoint to start from; none starts from random parameters."""
     override: TextList = ()
     """Of init_from: fields for which this configuration counts and not the checkpoint.
@@ -218,7 +219,7 @@ class DataConfig:
     words are, in documents of very different lengths that repeat passages. A source of your own is
     named package.module:Name; its fields then belong to this section.
     """
-    tokenizer: Text = "bytes"
+    tokenizer: PathText = "bytes"
     """bytes (ids 0-255 are bytes, 256 ends a text) or the path of a tokenizer.json."""
     eos: NonNegativeInt | Text | None = None
     """Token that ends each text, its id or string; none takes the tokenizer's own (bytes: 256)."""

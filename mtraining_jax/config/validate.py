@@ -26,6 +26,7 @@ def validate(config: Config, device_count: int | None = None) -> None:
         UserError: one line for each contradiction, with the fields, their values and what is valid.
     """
     problems = [
+        *_run(config),
         *_model(config),
         *_sequence(config),
         *_sparsity(config),
@@ -45,6 +46,26 @@ def nearest_multiples(value: int, unit: int) -> str:
     """The multiples of `unit` around `value`, in words: `1536 or 2048`."""
     below = value // unit * unit
     return f"{below} or {below + unit}" if below else str(unit)
+
+
+def _run(config: Config) -> Iterator[str]:
+    """A name that leads out of run.output_dir, or that no file system takes."""
+    name, longest = config.run.name, 200
+    parts = name.split("/")
+    if {"", ".", ".."} & set(parts) or not name.isprintable():
+        way = 'such as "first" or "tests/first"'
+    elif any(len(part.encode()) > longest for part in parts):
+        way = f"of at most {longest} bytes"
+    else:
+        return
+    yield (
+        f"run.name = {_cut(toml_value(name))} is not allowed: it must be the name of a folder in "
+        f"run.output_dir, {way}"
+    )
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _model(config: Config) -> Iterator[str]:

@@ -24,7 +24,7 @@ def read_heads(path: str | os.PathLike) -> list[list[Head]]:
         UserError: if the file cannot be read, or naming the layer and head that is wrong.
     """
     try:
-        layers = read_json(Path(path))
+        layers = read_json(Path(path).expanduser())
     except OSError as error:
         raise UserError(f"budget file {path} cannot be read: {error.strerror}") from error
     except ValueError as error:
