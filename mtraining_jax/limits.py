@@ -1,6 +1,7 @@
 """Limits that a field's type carries: read by the configuration, and by the class itself."""
 
 import dataclasses
+import numbers
 import typing
 from typing import Annotated, Any
 
@@ -44,9 +45,21 @@ def check_limits(settings: Any) -> None:
             "le": lambda x, y: x <= y,
             "lt": lambda x, y: x < y,
         }
+        _check_kind(field.name, value, kind)
         if not all(within[name](value, limit) for name, limit in limits.items()):
             allowed = " and ".join(f"{_WORDS[name]} {limit:g}" for name, limit in limits.items())
             raise ValueError(f"{field.name}={value} must be {allowed}")
+
+
+def _check_kind(name: str, value: Any, kind: Any) -> None:
+    """A number that is to be counted or compared, and is another kind of value, e.g. "0.9"."""
+    wanted = typing.get_args(kind)[0] if typing.get_origin(kind) is Annotated else None
+    numeric = {int: (numbers.Integral, "a whole number"), float: (numbers.Real, "a number")}
+    if wanted not in numeric:
+        return
+    abstract, words = numeric[wanted]
+    if isinstance(value, bool) or not isinstance(value, abstract):
+        raise ValueError(f"{name}={value!r} must be {words}")
 
 
 def check_at_most(settings: Any, name: str, cap: str) -> None:

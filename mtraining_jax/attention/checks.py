@@ -35,6 +35,8 @@ def check_arrays(q: Array, k: Array, v: Array, causal: bool) -> None:
             raise ValueError(
                 f"{name} has shape {x.shape}: [batch, tokens, heads, dim] is needed, batch optional"
             )
+        if 0 in x.shape:
+            raise ValueError(f"{name} has shape {x.shape}: no axis may be empty")
         if not jnp.issubdtype(x.dtype, jnp.floating):
             raise ValueError(
                 f"{name} has dtype {x.dtype}: bfloat16, float16 or float32 is needed"
@@ -83,26 +85,37 @@ def check_scale(scale: float | None, q: Array) -> float:
     return float(scale)
 
 
+def check_is_pattern(pattern: object) -> None:
+    """Checks that `pattern` is a pattern or an index, whatever the inputs.
+
+    Raises:
+        ValueError: if it is neither.
+    """
+    if not isinstance(pattern, (Pattern, Index)):
+        made = f"; {pattern.__name__}() makes one" if isinstance(pattern, type) else ""
+        raise ValueError(
+            f"pattern={pattern!r} must be a Pattern, such as SampledRows(tau=0.9), VerticalSlash() "
+            f"or Dense(), or an index{made}"
+        )
+
+
 def check_pattern(pattern: object, q: Array, causal: bool) -> None:
     """Checks that `pattern` can be used on these inputs.
 
     Raises:
         ValueError: naming what does not fit.
     """
+    check_is_pattern(pattern)
     if isinstance(pattern, Index):
         _check_index(pattern, q)
-    elif not isinstance(pattern, Pattern):
-        raise ValueError(
-            f"pattern={pattern!r} must be VerticalSlash(...), FixedBudget(...), Dense(), a Pattern "
-            "of your own or an index"
-        )
     else:
+        _check_hashable(pattern)
         _check_pattern_arrays(pattern, q.shape[-2])
     also_not_causal = pattern.also_not_causal if isinstance(pattern, Pattern) else True
     if not causal and not also_not_causal:
         raise ValueError(
-            f"causal=False needs pattern=Dense(), not {type(pattern).__name__}: the pairs of "
-            "other patterns are causal"
+            f"causal=False needs pattern=Dense() or AdaSpa(), not {type(pattern).__name__}, whose "
+            "pairs are causal"
         )
     if isinstance(pattern, Index) and pattern.causal != causal:
         raise ValueError(f"pattern is an index with causal={pattern.causal}, but causal={causal}")
@@ -164,6 +177,19 @@ def check_documents(
             f"{batch} sequences of {q.shape[-3]} tokens, as in q"
         )
     return DocumentBlocks.from_table(jnp.broadcast_to(table, (batch, num_blocks, 3)))
+
+
+def _check_hashable(pattern: Pattern) -> None:
+    """A pattern without arrays is an argument of `jax.jit` that is known when tracing."""
+    if pattern.arrays:
+        return
+    try:
+        hash(pattern)
+    except TypeError as error:
+        raise ValueError(
+            f"pattern={type(pattern).__name__}(...) cannot be hashed ({error}): make its class a "
+            "frozen dataclass, @dataclasses.dataclass(frozen=True), with fields that can"
+        ) from None
 
 
 def _check_index(index: Index, q: Array) -> None:

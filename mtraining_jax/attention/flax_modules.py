@@ -1,5 +1,6 @@
 """Sparse attention as the `attention_fn` of Flax's own attention modules."""
 
+import inspect
 import math
 from collections.abc import Callable
 
@@ -9,6 +10,7 @@ import numpy as np
 from jax import Array
 
 from mtraining_jax.attention.api import sparse_attention
+from mtraining_jax.attention.checks import check_is_pattern
 from mtraining_jax.attention.document_masks import documents_of
 from mtraining_jax.sparsity import SampledRows
 from mtraining_jax.sparsity.documents import Documents
@@ -46,8 +48,13 @@ def attention_fn(*, assume_causal_mask: bool = False, **options) -> Callable[...
     for name in ("return_lse", "return_index"):
         if options.get(name):
             raise ValueError(f"{name} has no place in attention_fn: Flax expects the output alone")
+    allowed = set(inspect.signature(sparse_attention).parameters) - {"q", "k", "v"}
+    if unknown := sorted(set(options) - allowed):
+        raise ValueError(f"{unknown[0]} is not an option of attention_fn; {_listed(allowed)} are")
     causal = options.get("causal", True)
-    block_size = options.get("pattern", SampledRows()).block_size
+    pattern = options.get("pattern", SampledRows())
+    check_is_pattern(pattern)
+    block_size = pattern.block_size
 
     # Linen passes only what the signature names.
     def attend(
@@ -92,6 +99,10 @@ def attention_fn(*, assume_causal_mask: bool = False, **options) -> Callable[...
         return sparse_attention(query, key, value, **_with_documents(options, told))
 
     return attend
+
+
+def _listed(names: set[str]) -> str:
+    return ", ".join(sorted(names - {"return_lse", "return_index"}))
 
 
 def _with_documents(options: dict, told: Documents | None) -> dict:

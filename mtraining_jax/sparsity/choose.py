@@ -24,10 +24,16 @@ def choose(pattern: Pattern, q: Array, k: Array, shards: Shards) -> Choice:
 
     Raises:
         ValueError: if `shards.shares` are for a pattern that keeps no share of mass.
+        TypeError: if the pattern returns something else.
     """
     if shards.shares is not None and pattern.kept_share() is None:
         raise ValueError(f"{type(pattern).__name__} keeps no share of mass that could be given")
     choice = pattern.choose(*lax.stop_gradient((q, k)), shards)
+    if not isinstance(choice, Choice):
+        raise TypeError(
+            f"{type(pattern).__name__}.choose returned {type(choice).__name__}: "
+            "Choice(index, statistics) is needed"
+        )
     leaves, structure = jax.tree.flatten(choice.index)
     leaves = [checkpoint_name(lax.stop_gradient(leaf), names.INDEX) for leaf in leaves]
     return Choice(jax.tree.unflatten(structure, leaves), choice.statistics)

@@ -50,9 +50,10 @@ class Documents:
         Raises:
             UserError: if a document has no token, or documents are longer than the sequence.
         """
+        _check_sizes(seq_len, block_size)
         rows = []
-        for own in lengths:
-            own = np.asarray(own, np.int64).reshape(-1)
+        for row, own in enumerate(lengths):
+            own = _integers(f"lengths[{row}]", own)
             ends = np.cumsum(-(-own // block_size)) * block_size
             rows.append(_spans(np.append(0, ends)[:-1], own, seq_len, block_size, "lengths"))
         return cls._from_rows(rows, seq_len, block_size)
@@ -80,6 +81,7 @@ class Documents:
         Raises:
             UserError: naming the first boundary that is wrong.
         """
+        _check_sizes(seq_len, block_size)
         one = np.ndim(cu_seqlens[0]) == 0
         many = [cu_seqlens] if one else list(cu_seqlens)
         real = [None] * len(many) if lengths is None else [lengths] if one else list(lengths)
@@ -131,6 +133,13 @@ class Documents:
         ids = _integers("segment_ids", segment_ids, axes=(1, 2))
         ids = ids[None] if ids.ndim == 1 else ids
         seq_len, rows = ids.shape[1], []
+        _check_sizes(seq_len, block_size)
+        if (ids < 0).any():
+            row, token = np.argwhere(ids < 0)[0]
+            raise UserError(
+                f"segment_ids[{row}, {token}] = {ids[row, token]} is negative: documents have "
+                "numbers from 1 on, and padding has 0"
+            )
         for row, own in enumerate(ids):
             # Where a run begins, and where the last one ends.
             edges = np.flatnonzero(np.diff(own, prepend=own[0] - 1, append=own[-1] + 1))
@@ -172,8 +181,16 @@ def _integers(name: str, x: ArrayLike, axes: tuple[int, ...] = (1,)) -> np.ndarr
         )
     x = np.asarray(x)
     if x.ndim not in axes or not (np.issubdtype(x.dtype, np.integer) or not x.size):
-        raise UserError(f"{name} is {x.dtype} {list(x.shape)}: integers of {axes} axes are needed")
+        wanted = " or ".join("1 axis" if n == 1 else f"{n} axes" for n in axes)
+        raise UserError(f"{name} is {x.dtype} {list(x.shape)}: integers of {wanted} are needed")
     return x.astype(np.int64)
+
+
+def _check_sizes(seq_len: int, block_size: int) -> None:
+    if block_size < 1:
+        raise UserError(f"block_size={block_size} must be at least 1")
+    if seq_len % block_size or seq_len < 1:
+        raise UserError(f"seq_len={seq_len} must be a multiple of block_size={block_size}")
 
 
 def _spans(
@@ -184,8 +201,6 @@ def _spans(
     Raises:
         UserError: naming the first document that cannot be.
     """
-    if seq_len % block_size or seq_len < 1:
-        raise UserError(f"seq_len={seq_len} must be a multiple of block_size={block_size}")
     if (lengths < 1).any():
         bad = int(np.argmax(lengths < 1))
         raise UserError(

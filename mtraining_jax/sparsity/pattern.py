@@ -244,7 +244,9 @@ class Pattern(Settings):
             k: [B, n, Hk, D], local keys in the same dtype; Hk divides Hq.
             shards: where they lie in the sequence.
         """
-        raise NotImplementedError(f"{type(self).__name__}.choose")
+        raise NotImplementedError(
+            f"{type(self).__name__} has no choose(self, q, k, shards), which every pattern needs"
+        )
 
 
 @functools.cache

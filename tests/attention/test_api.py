@@ -1,5 +1,6 @@
 """The public call on one device: values, gradients, patterns, transformations and warnings."""
 
+import dataclasses
 import functools
 import logging
 import subprocess
@@ -203,6 +204,21 @@ def shaped(q=(2, TOKENS, HEADS, 8), k=None, v=None, dtype=jnp.float32, k_dtype=N
     )
 
 
+@dataclasses.dataclass
+class NotFrozen(mtraining_jax.Pattern):
+    block_size: int = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Mistaken(mtraining_jax.Pattern):
+    """Its choice is no Choice."""
+
+    block_size: int = 8
+
+    def choose(self, q, k, shards):
+        return None
+
+
 @pytest.mark.parametrize(
     ("arrays", "options", "sentence"),
     [
@@ -220,8 +236,11 @@ def shaped(q=(2, TOKENS, HEADS, 8), k=None, v=None, dtype=jnp.float32, k_dtype=N
         (shaped(k=(1, TOKENS, KV_HEADS, 8)), {}, r"k has batch axes \(1,\) but q \(2,\)"),
         (shaped(k=(2, 2 * TOKENS, KV_HEADS, 8)), {}, "k has .* tokens but q .*: causal"),
         (shaped(), {"scale": -1.0}, "scale=-1.0 must be positive"),
-        (shaped(), {"pattern": None}, "pattern=None must be VerticalSlash"),
-        (shaped(), {"causal": False}, "causal=False needs pattern=Dense.., not VerticalSlash"),
+        (shaped((0, TOKENS, 4, 8), k=(0, TOKENS, 2, 8)), {}, "q has shape .* no axis may be empty"),
+        (shaped(), {"pattern": None}, "pattern=None must be a Pattern, such as SampledRows"),
+        (shaped(), {"pattern": mtraining_jax.Dense}, r"or an index; Dense\(\) makes one"),
+        (shaped(), {"pattern": NotFrozen()}, "NotFrozen.* cannot be hashed .*frozen dataclass"),
+        (shaped(), {"causal": False}, "causal=False needs pattern=Dense.. or AdaSpa.., not Vert"),
         (shaped(), {"layout": "stripes"}, "layout='stripes' must be one of striped, zigzag"),
         (shaped(), {"layout": Layout("striped", 2 * TOKENS, 2, 8)}, "layout has seq_len=256"),
         (shaped(), {"positions": np.zeros(TOKENS, int)}, "positions must hold each of 0 .. 127"),
@@ -238,6 +257,19 @@ def test_what_does_not_fit_is_refused_by_name(arrays, options, sentence):
     options = {"pattern": PATTERN, **options}
     with pytest.raises(ValueError, match=sentence):
         jax.eval_shape(functools.partial(sparse_attention, **options), *arrays)
+
+
+def test_a_pattern_that_chooses_nothing_is_told_what_it_owes():
+    @dataclasses.dataclass(frozen=True)
+    class Unfinished(mtraining_jax.Pattern):
+        block_size: int = 8
+
+    for pattern, kind, sentence in (
+        (Mistaken(), TypeError, "Mistaken.choose returned NoneType: Choice.* is needed"),
+        (Unfinished(), NotImplementedError, r"Unfinished has no choose\(self, q, k, shards\)"),
+    ):
+        with pytest.raises(kind, match=sentence):
+            jax.eval_shape(functools.partial(sparse_attention, pattern=pattern), *shaped())
 
 
 def test_what_is_no_array_is_refused_by_name():

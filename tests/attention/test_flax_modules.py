@@ -156,6 +156,10 @@ def test_a_traced_mask_decoding_and_other_results_are_refused():
         decoding(x[:, :1], decode=True)
     with pytest.raises(ValueError, match="return_lse has no place in attention_fn"):
         attention_fn(return_lse=True)
+    with pytest.raises(ValueError, match="patern is not an option of attention_fn; .*, pattern, "):
+        attention_fn(patern=DENSE)
+    with pytest.raises(ValueError, match="pattern='dense' must be a Pattern"):
+        attention_fn(pattern="dense")
 
 
 def test_dropout_of_a_module_that_is_told_to_be_deterministic_is_no_matter():
