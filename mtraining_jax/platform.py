@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+from mtraining_jax.errors import UserError
+
 # The share of a GPU's memory that JAX takes in a run, unless the environment says otherwise. The
 # rest is for NCCL and the CUDA context.
 MEMORY_FRACTION = 0.92
@@ -49,3 +51,28 @@ def set_platform(cpu_devices: int | None) -> None:
 
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", cpu_devices)
+
+
+def check_devices() -> None:
+    """Starts JAX on the devices of this machine.
+
+    Raises:
+        UserError: if it finds none that it may run on, or may not compile.
+    """
+    import jax
+
+    if jax.config.jax_disable_jit:
+        raise UserError(
+            "JAX_DISABLE_JIT is set, and programs are compiled before they run: unset it"
+        )
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError) as error:
+        reason = (str(error).splitlines() or ["none of its platforms is here"])[0].rstrip(". ")
+        allowed = os.environ.get("JAX_PLATFORMS")
+        way = (
+            f"JAX_PLATFORMS={allowed} in the environment allows nothing else"
+            if allowed
+            else "--parallel.cpu_devices=1 would run on the CPU"
+        )
+        raise UserError(f"JAX finds no device to run on ({reason}); {way}") from error

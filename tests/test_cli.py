@@ -7,12 +7,13 @@ import sys
 import time
 import types
 
+import jax
 import pytest
 
 from mtraining_jax.cli import main, parse_command_line
 from mtraining_jax.config import Config, available_configs, load_config
 from mtraining_jax.errors import UserError
-from mtraining_jax.platform import set_platform
+from mtraining_jax.platform import check_devices, set_platform
 
 
 @pytest.fixture
@@ -60,6 +61,7 @@ def test_a_switch_may_stand_alone():
         (["--print_config"], "--print_config is not an option; did you mean --print-config?"),
         (["--steps=3"], "--steps is not an option; did you mean --run.steps?"),
         (["--model.layers=3"], "--model.layers is not an option; did you mean --model.num_layers?"),
+        (["--model={}"], "--model is a section; set one of its fields, as --model.FIELD=VALUE"),
         (["--zzz"], "--zzz is not an option; --help lists all"),
         (["-run.steps=3"], '"-run.steps=3" begins with one dash; did you mean --run.steps=3?'),
         (["-config", "tiny"], '"-config" begins with one dash; did you mean --config?'),
@@ -152,6 +154,31 @@ def test_cpu_devices_are_set_before_jax_starts():
         [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=120
     )
     assert done.stdout.split() == ["cpu", "3"]
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (RuntimeError("Unable to initialize backend 'x'\nand more"), "Unable to initialize backe"),
+        (AssertionError(), "none of its platforms is here"),
+    ],
+)
+def test_a_machine_without_the_devices_that_jax_may_use_is_told(monkeypatch, error, reason):
+    def devices():
+        raise error
+
+    monkeypatch.setattr(jax, "devices", devices)
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    with pytest.raises(UserError, match=f"{reason}.*; JAX_PLATFORMS=cuda in the environment"):
+        check_devices()
+    monkeypatch.delenv("JAX_PLATFORMS")
+    with pytest.raises(UserError, match="--parallel.cpu_devices=1 would run on the CPU"):
+        check_devices()
+
+
+def test_programs_that_may_not_be_compiled_are_told():
+    with jax.disable_jit(), pytest.raises(UserError, match="JAX_DISABLE_JIT is set"):
+        check_devices()
 
 
 def test_gpus_give_nearly_all_of_their_memory_unless_told_otherwise(monkeypatch):

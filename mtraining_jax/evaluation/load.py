@@ -23,6 +23,7 @@ from mtraining_jax.models.hf.config import CONFIG_FILE, read_json
 from mtraining_jax.models.parameters import LAYERS
 from mtraining_jax.models.spec import ModelSpec
 from mtraining_jax.parallel.mesh import make_mesh
+from mtraining_jax.platform import check_devices
 from mtraining_jax.sparsity import Settings
 from mtraining_jax.training.checkpoint import newest_step, read_parameters, read_record
 from mtraining_jax.training.run_folder import CHECKPOINTS_NAME
@@ -67,7 +68,7 @@ def load(
     sparse_answers: bool = False,
 ) -> Loaded:
     """Reads a model; arguments and errors as of `Engine.load`."""
-    folder = Path(folder)
+    folder = Path(folder).expanduser()
     step = newest_step(folder / CHECKPOINTS_NAME)
     if step is None and not (folder / CONFIG_FILE).is_file():
         raise UserError(
@@ -76,6 +77,7 @@ def load(
         )
     if attention not in ("dense", "sparse"):
         raise UserError(f'attention = "{attention}" must be "dense" or "sparse"')
+    check_devices()
     if dtype is not None:
         overrides = [*overrides, ("model.dtype", dtype)]
     if step is None:

@@ -11,7 +11,7 @@ from mtraining_jax.reporting.audit import audit_record
 from mtraining_jax.reporting.progress import Display, step_line
 from mtraining_jax.reporting.record import Memory, step_record
 from mtraining_jax.reporting.summary import summary
-from mtraining_jax.reporting.writers import open_writers
+from mtraining_jax.reporting.writers import open_writers, tensorboard
 from tests.training.common import changed, tiny_config, written
 
 
@@ -159,6 +159,25 @@ def test_tensorboard_gets_every_number(config):
     assert {"train/recall_worst", "recall_worst_per_layer/01", "alarms/text_summary"} <= tags
     assert b"layer 0 head 0 is low" in events.read_bytes()
     assert not any("per_head" in tag for tag in tags)
+
+
+def test_a_full_disk_is_told_once(config, monkeypatch):
+    from tensorboardX.record_writer import RecordWriter
+
+    def full(self):
+        raise OSError(28, "No space left on device")
+
+    config = changed(config, metrics={"jsonl": False})
+    (late,), (early,) = open_writers(config, 0), open_writers(config, 0)
+    early.write(record(config, 1))
+    late.write(record(config, 1))
+    monkeypatch.setattr(RecordWriter, "flush", full)
+    with pytest.raises(UserError, match="tensorboard cannot be written .No space left on device."):
+        late.close()
+    monkeypatch.setattr(tensorboard, "_PATIENCE", 0.0)
+    with pytest.raises(OSError, match="No space left"):
+        early.write(record(config, 2))
+    early.close()
 
 
 def test_wandb_gets_records_with_their_step(config, monkeypatch):

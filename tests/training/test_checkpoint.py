@@ -118,6 +118,7 @@ def test_reads_that_go_on_after_a_failure_find_their_loop_open():
         (RuntimeError("RESOURCE_EXHAUSTED: out"), "not enough memory to read the checkpoint"),
         (OSError(12, "Cannot allocate memory"), "not enough memory to read the checkpoint"),
         (FileNotFoundError(2, "No such file"), "runs/7 lacks a file ([Errno 2] No such file"),
+        (KeyError('Item "record" was not found in the checkpoint.'), "runs/7 lacks a file ('Item"),
         (ValueError("DATA_LOSS: checksum"), "the checkpoint runs/7 is damaged (DATA_LOSS"),
         (
             ValueError("FAILED_PRECONDITION: ZSTD_decompressStream() failed: Data corruption"),

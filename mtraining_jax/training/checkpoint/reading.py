@@ -16,6 +16,8 @@ from mtraining_jax.errors import UserError
 # disk or a library, and the files may be whole.
 _OF_THE_FILE = ("DATA_LOSS", "OUT_OF_RANGE", "FAILED_PRECONDITION")
 _PARSERS = (json.JSONDecodeError, UnicodeDecodeError)
+# Of TensorStore, and of Orbax about a folder that lacks a whole part.
+_NOT_THERE = ("NOT_FOUND", "was not found in the checkpoint")
 _NO_MEMORY = ("RESOURCE_EXHAUSTED", "out of memory", "Cannot allocate memory")
 # Moved and not deleted: a backup, a repaired disk or another reader may still make use of it.
 _WAY_OUT = (
@@ -74,7 +76,7 @@ def unreadable(path: Path, error: Exception) -> UserError:
         if isinstance(cause, _PARSERS) or any(name in str(cause) for name in _OF_THE_FILE):
             return damaged(path, first_line(root))
     missing = (FileNotFoundError, NotADirectoryError)
-    if any(isinstance(cause, missing) or "NOT_FOUND" in str(cause) for cause in causes):
+    if any(isinstance(x, missing) or any(y in str(x) for y in _NOT_THERE) for x in causes):
         return UserError(
             f"the checkpoint {path} lacks a file ({first_line(root)}): it is damaged, or its file "
             f"system is not there as a whole; {_WAY_OUT}"

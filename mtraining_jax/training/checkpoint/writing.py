@@ -49,7 +49,8 @@ def unwritable(folder: Path) -> Iterator[None]:
         told = next((x for x in causes if any(name in str(x) for name in _NO_ROOM)), causes[-1])
         name = next((name for name in _NO_ROOM if name in str(told)), None)
         reason = first_line(told) if name is None else name
+        when = "that is mended" if name is None else "there is room again"
         raise UserError(
             f"{folder}: a checkpoint cannot be written ({reason}); older ones are as they were, "
-            "and when there is room again the same command goes on from the newest"
+            f"and when {when} the same command goes on from the newest"
         ) from error

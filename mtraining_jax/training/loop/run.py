@@ -4,6 +4,7 @@ import contextlib
 
 from mtraining_jax.config import Config
 from mtraining_jax.errors import UserError
+from mtraining_jax.platform import check_devices
 from mtraining_jax.reporting.progress import Display
 from mtraining_jax.reporting.record import Record
 from mtraining_jax.reporting.summary import already_complete, summary
@@ -39,6 +40,7 @@ def run(config: Config, signals: StopSignals | None = None) -> list[Record]:
     if joined and signals is not None:
         signals.stop_together()
     try:
+        check_devices()
         with contextlib.ExitStack() as opened:
             display = opened.enter_context(Display(enabled=distributed.is_first()))
             check_same_configuration(config)
