@@ -145,6 +145,8 @@ class DocumentSpans:
 
 def _nothing(data: "DataConfig", lengths: np.ndarray, kept: np.ndarray, block_size: int) -> str:
     """Why there is not one sequence."""
+    if not lengths.size:
+        return f'data.source = "{data.source}" has no document'
     found = f'the {lengths.size:,} documents of data.source = "{data.source}"'
     if not kept.any():
         return f"{found} have less than {_SHORTEST} tokens each: there is nothing to predict"

@@ -14,6 +14,7 @@ from tokenizers.models import WordLevel
 
 from mtraining_jax.config.fields import toml_value
 from mtraining_jax.data.loader import build_loader
+from mtraining_jax.data.sources.jsonl import JsonLines
 from mtraining_jax.errors import UserError
 from tests.data.common import error_of, loader_of, section
 
@@ -103,16 +104,17 @@ def test_text_that_is_not_utf8(tmp_path):
 @pytest.mark.parametrize(
     "line, reason",
     [
-        (b'{"text": "cut of', "is not valid JSON"),
-        (b'{"text": "\xff"}', "is not valid JSON"),
+        (b'{"text": "cut of', "is not valid JSON (Unterminated string starting at: character 10"),
+        (b'{"text": "\xff"}', "is not valid JSON (not UTF-8 at byte 11)"),
         (b"[" * 100_000, "is not valid JSON"),
-        (b'["text"]', "is list, not a JSON object"),
+        (b'["text"]', "is an array, not a JSON object"),
         (
             b'{"body": "x", "id": 3}',
             'has no field of data.text_field = "text"; it has "body", "id"',
         ),
         (b"{}", "it has no fields"),
-        (b'{"text": 3}', "is int, not text"),
+        (b'{"text": 3}', "is a number, not text"),
+        (b'{"text": null}', "is null, not text"),
         (b'{"text": "\\ud800"}', "not valid Unicode"),
     ],
 )
@@ -121,6 +123,16 @@ def test_malformed_json_line(tmp_path, line, reason):
     path.write_bytes(b'{"text": "fine"}\n\n' + line + b"\n")
     message = error_of(source="jsonl", paths=(str(path),))
     assert f"{path}, line 3" in message and reason in message
+
+
+def test_json_lines_as_windows_writes_them(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"text": "fine"}\r\n{"text": "too"}\r\n')
+    source = JsonLines(paths=(str(path),))
+    assert [text for _, text in source.documents()] == ["fine", "too"]
+    path.write_bytes(b"\x1f\x8b\x08\n")
+    message = error_of(source="jsonl", paths=(str(path),))
+    assert message == f"data.paths: {path} is compressed by gzip: unpack it first"
 
 
 @pytest.mark.parametrize(

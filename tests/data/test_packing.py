@@ -322,7 +322,7 @@ def test_synthetic_documents_lie_in_blocks(tmp_path):
     [
         (b"no file", "cannot be read as lengths of documents"),
         (np.array([5, 9]), "the lengths of 2 documents add up to 14, and the file of tokens"),
-        (np.array([20, -3]), "the lengths of 2 documents add up to 17, and the file of tokens"),
+        (np.array([20, -3]), "document 1 has -3 tokens, which is less than 0"),
         (np.array([17.0]), "holds float64 (1,), not a list of lengths"),
         (np.array([{}]), "holds object (1,), not a list of lengths"),
     ],
@@ -342,6 +342,11 @@ def test_lengths_of_something_else(tmp_path, lengths, reason):
 
 def test_what_cannot_be_packed(tmp_path):
     fields = {"source": "tokens", "paths": (str(tmp_path),), "mode": "pack"}
+    blank = tmp_path / "blank.jsonl"
+    blank.write_text("\n")
+    assert error_of(source="jsonl", paths=(str(blank),), mode="pack", block_size=G) == (
+        'data.source = "jsonl" has no document'
+    )
     write(tmp_path, [1, 1, 1])
     assert error_of(**fields, eos=EOS, block_size=G) == (
         'the 3 documents of data.source = "tokens" have less than 2 tokens each: there is nothing '

@@ -1,9 +1,11 @@
 """JSON lines: one document a line."""
 
+import codecs
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from pathlib import Path
+from typing import Any, ClassVar
 
 from mtraining_jax.data.documents import DocumentSource
 from mtraining_jax.data.files import shown_names
@@ -32,6 +34,9 @@ class JsonLines(FileSource, DocumentSource):
                 raise UserError(f"data.paths: {path} cannot be read ({error.strerror})") from error
             with lines:
                 for number, line in enumerate(lines, 1):
+                    if number == 1:
+                        line = line.removeprefix(codecs.BOM_UTF8)  # as Windows writes
+                        _check_not_packed(line, path)
                     if line.strip():
                         where = f"{path}, line {number}"
                         yield where, self._text(line, where)
@@ -39,18 +44,40 @@ class JsonLines(FileSource, DocumentSource):
     def _text(self, line: bytes, where: str) -> str:
         field = self.text_field
         try:
-            record = json.loads(line.decode("utf-8"))
+            record = json.loads(line.rstrip(b"\r\n").decode("utf-8"))
         except (ValueError, RecursionError) as error:
-            raise UserError(f"{where} is not valid JSON ({error})") from error
+            raise UserError(f"{where} is not valid JSON ({_reason(error)})") from error
         if not isinstance(record, dict):
-            raise UserError(f"{where} is {type(record).__name__}, not a JSON object")
+            raise UserError(f"{where} is {_kind(record)}, not a JSON object")
         if field not in record:
             raise UserError(
                 f'{where} has no field of data.text_field = "{field}"; it has {shown_names(record)}'
             )
         if not isinstance(record[field], str):
             raise UserError(
-                f'{where}: the field of data.text_field = "{field}" is '
-                f"{type(record[field]).__name__}, not text"
+                f'{where}: the field of data.text_field = "{field}" is {_kind(record[field])}, not '
+                "text"
             )
         return record[field]
+
+
+def _check_not_packed(line: bytes, path: Path) -> None:
+    for name, magic in (("gzip", b"\x1f\x8b"), ("zstd", b"\x28\xb5\x2f\xfd")):
+        if line.startswith(magic):
+            raise UserError(f"data.paths: {path} is compressed by {name}: unpack it first")
+
+
+def _reason(error: Exception) -> str:
+    """Why a line is not JSON; its number in the file is told beside this."""
+    match error:
+        case json.JSONDecodeError():
+            return f"{error.msg}: character {error.pos + 1}"
+        case UnicodeDecodeError():
+            return f"not UTF-8 at byte {error.start + 1}"
+    return str(error)
+
+
+def _kind(value: Any) -> str:
+    """What JSON calls a value."""
+    kinds = {dict: "an object", list: "an array", bool: "true or false", type(None): "null"}
+    return kinds.get(type(value), "text" if isinstance(value, str) else "a number")

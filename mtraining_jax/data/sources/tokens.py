@@ -177,8 +177,11 @@ def read_lengths(path: Path, size: int) -> np.ndarray:
         ) from error
     if lengths is None:
         raise UserError(f"{path} holds {dtype} {shape}, not a list of lengths")
+    if lengths.size and lengths.min() < 0:
+        bad = int(np.argmin(lengths))
+        raise UserError(f"{path}: document {bad} has {lengths[bad]:,} tokens, which is less than 0")
     total = int(lengths.sum(dtype=np.int64))
-    if total != size or (lengths.size and lengths.min() < 0):
+    if total != size:
         raise UserError(
             f"{path}: the lengths of {lengths.size:,} documents add up to {total:,}, and the file "
             f"of tokens beside it has {size:,}"
