@@ -108,7 +108,7 @@ def parse(arguments: Sequence[str]) -> Request | Path:
         parser.add_argument(f"--{name}", action="store_true")
     found, rest = parser.parse_known_args(list(arguments))
     if found.report is not None:
-        return Path(found.report)
+        return Path(found.report).expanduser()
     forwarded = forwarded_options(rest, _FORWARDED)
     tasks, lengths = _listed(found.tasks), _listed(found.lengths)
     for name, value in (("model", found.model), ("tasks", tasks), ("lengths", lengths)):
@@ -120,12 +120,20 @@ def parse(arguments: Sequence[str]) -> Request | Path:
             raise UserError(f"--{name.replace('_', '-')}={value} must be at least {least}")
     if found.depths is not None:
         forwarded["task"]["depths"] = str(found.depths)
-    models = {"model": Path(found.model)}
+    models = {"model": Path(found.model).expanduser()}
     if found.second_model:
-        models["second"] = Path(found.second_model)
+        models["second"] = Path(found.second_model).expanduser()
     for path in models.values():
         if not path.is_dir():
             raise UserError(f"{path} is no folder: a run's folder or a Hugging Face checkpoint is")
+    if len({path.resolve() for path in models.values()}) < len(models):
+        raise UserError(f"--second-model={found.second_model} is --model: give another one")
+    # Dense attention has blocks too.
+    if found.attention == "dense" and (unread := set(forwarded["sparsity"]) - {"block_size"}):
+        raise UserError(
+            f"--sparsity.{min(unread)} has no effect with --attention=dense; sparse and both read "
+            "it"
+        )
     both = ("dense", "sparse")
     return Request(
         models=models,
@@ -136,7 +144,9 @@ def parse(arguments: Sequence[str]) -> Request | Path:
         seed=found.seed,
         generate=found.generate,
         sparse_answers=found.sparse_answers,
-        output=Path(found.output or Path("evaluations", models["model"].resolve().name)),
+        output=Path(
+            found.output or Path("evaluations", models["model"].resolve().name)
+        ).expanduser(),
         options=forwarded["task"],
         sparsity=forwarded["sparsity"],
         parallel=forwarded["parallel"],

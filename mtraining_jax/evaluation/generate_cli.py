@@ -33,6 +33,8 @@ The new text goes to the standard output, what else there is to say to the stand
 """
 
 _SECTIONS = ("sparsity", "parallel", "model")
+# Which dense attention reads too.
+_BLOCK_SIZE = "sparsity.block_size"
 _INTERRUPTED = 130
 
 
@@ -78,6 +80,16 @@ def _run(arguments: Sequence[str]) -> None:
         raise UserError("--model is missing; --help tells more")
     if found.cpu_devices is not None and found.cpu_devices < 1:
         raise UserError(f"--cpu-devices={found.cpu_devices} must be at least 1")
+    if found.top_p != 1 and found.temperature == 0:
+        raise UserError(
+            f"--top-p={found.top_p:g} has no effect with --temperature=0, which takes the most "
+            "likely token; --temperature=1 would draw"
+        )
+    of_sparse = [name for name, _ in overrides if name.startswith("sparsity.")]
+    if found.attention == "dense" and (unread := set(of_sparse) - {_BLOCK_SIZE}):
+        raise UserError(
+            f"--{min(unread)} has no effect with --attention=dense; --attention=sparse reads it"
+        )
     prompt = _prompt(found.prompt, found.prompt_file)
     set_platform(found.cpu_devices)
     # Imported only here: they import JAX, for which the devices must be set by now.
@@ -94,6 +106,11 @@ def _run(arguments: Sequence[str]) -> None:
             found.model, attention=found.attention, overrides=overrides, dtype=found.dtype,
             tokenizer=found.tokenizer,
         )  # fmt: skip
+        if engine.tokenizer is None:
+            raise UserError(
+                f"{engine.loaded.source} has no tokenizer; name one, as "
+                "--tokenizer=PATH/tokenizer.json or --tokenizer=bytes"
+            )
         status.update("compiling, and reading the prompt ...")
 
         def say(text: str) -> None:

@@ -57,7 +57,7 @@ class Results:
 
     def __init__(self, folder: str | Path, settings: Mapping[str, Any]) -> None:
         self.folder = Path(folder)
-        before = read_settings(self.folder)
+        before = _settings_of_lines(self.folder)
         self.settings = _joined(before, settings, self.folder)
         path = self.folder / SAMPLES_NAME
         self._lines = {key_of(line): line for line in read_lines(self.folder)}
@@ -65,7 +65,7 @@ class Results:
             self.folder.mkdir(parents=True, exist_ok=True)
             _cut_torn_line(path)
             self._file = path.open("a", encoding="utf-8")
-            if self.settings != before:
+            if self.settings != read_settings(self.folder):
                 _replace(self.folder / SETTINGS_NAME, json.dumps(self.settings, indent=1) + "\n")
         except OSError as error:
             raise UserError(f"{self.folder}: results cannot be written: {error.strerror}") from None
@@ -120,7 +120,7 @@ def check_settings(folder: str | Path, settings: Mapping[str, Any]) -> None:
     Raises:
         UserError: as `Results`, if not.
     """
-    _joined(read_settings(Path(folder)), settings, Path(folder))
+    _joined(_settings_of_lines(Path(folder)), settings, Path(folder))
 
 
 def key_of(line: Line) -> Key:
@@ -169,9 +169,17 @@ def read_settings(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
         raise UserError(f"{path} is not JSON; give another --output") from None
+    if not isinstance(found, dict):
+        raise UserError(f"{path} is not a JSON object; give another --output")
+    return found
+
+
+def _settings_of_lines(folder: Path) -> dict[str, Any]:
+    """The settings that lines have; those of an evaluation that ended before its first are void."""
+    return read_settings(folder) if any(True for _ in read_lines(folder)) else {}
 
 
 def read_invocations(folder: Path) -> list[dict[str, Any]]:

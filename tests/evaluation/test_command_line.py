@@ -45,12 +45,14 @@ def test_arguments_are_sorted(tmp_path):
         ("--attention some", "invalid choice: 'some'"),
         ("--lengths 4x", '--lengths has "4x", which must be a number of tokens, as 4096 or 4K'),
         ("--second-model nowhere", "nowhere is no folder"),
+        ("--second-model {0}", "is --model: give another one"),
+        ("--sparsity.tau=0.5", "--sparsity.tau has no effect with --attention=dense"),
         ("--tasks ,", "--tasks is missing"),
     ],
 )
 def test_mistakes_end_in_a_sentence(tmp_path, arguments, sentence):
     with pytest.raises(UserError) as error:
-        parsed(tmp_path, arguments)
+        parsed(tmp_path, arguments.format(tmp_path))
     assert sentence in str(error.value) and "\n" not in str(error.value)
 
 

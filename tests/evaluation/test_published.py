@@ -193,5 +193,5 @@ def test_documents_by_position(tmp_path):
         task.sample(200, 2, 0, BYTES)
     with pytest.raises(UserError, match='has no field "body"; it has "text"'):
         make_tasks(["documents"], {"documents": str(tmp_path), "text_field": "body"})
-    with pytest.raises(UserError, match='task "documents" needs the option documents: File'):
+    with pytest.raises(UserError, match='task "documents" needs --task.documents=VALUE: File'):
         make_tasks(["documents"], {})

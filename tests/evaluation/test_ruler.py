@@ -172,7 +172,7 @@ def test_questions_from_files(name, option, data, tmp_path):
     path.rename(other)
     with pytest.raises(UserError, match=f"{option}: .* does not have the form of"):
         one(name, **{option: str(other)})
-    with pytest.raises(UserError, match=f'task "{name}" needs the option {option}: File of'):
+    with pytest.raises(UserError, match=f'task "{name}" needs --task.{option}=VALUE: File of'):
         one(name)
     with pytest.raises(UserError, match=f'{option}: "gone" cannot be read'):
         one(name, **{option: "gone"})

@@ -13,7 +13,7 @@ from rich.console import Console
 from mtraining_jax.errors import UserError
 from mtraining_jax.evaluation.progress import Watch
 from mtraining_jax.evaluation.report import write_report
-from mtraining_jax.evaluation.results import Results, read_lines
+from mtraining_jax.evaluation.results import Results, read_lines, read_settings
 from mtraining_jax.evaluation.runner import Plan, check, evaluate
 from mtraining_jax.evaluation.tasks import Document, Task, make_tasks
 from tests.evaluation.fake_model import FakeModel
@@ -114,6 +114,17 @@ def test_results_of_another_kind_are_refused_and_nothing_is_written(tmp_path):
     path.write_text('{"model": "model"}\n' + path.read_text())
     with pytest.raises(UserError, match="line 1 is no result of an evaluation"):
         Results(tmp_path, settings)
+
+
+def test_settings_of_an_evaluation_without_a_line_bind_nobody(tmp_path):
+    with Results(tmp_path, {"seed": 0}):
+        pass
+    with Results(tmp_path, {"seed": 1}):
+        pass
+    assert json.loads((tmp_path / "settings.json").read_text()) == {"seed": 1}
+    (tmp_path / "settings.json").write_text("[]")
+    with pytest.raises(UserError, match="settings.json is not a JSON object"):
+        read_settings(tmp_path)
 
 
 def test_what_cannot_be_evaluated_is_found_before_anything_runs():

@@ -123,7 +123,8 @@ class Task:
         docs = attribute_docs(type(self))
         for option in self.needs:
             if not getattr(self, option):
-                yield f'task "{self.name}" needs the option {option}: {docs[option].rstrip(".")}'
+                what = docs[option].rstrip(".")
+                yield f'task "{self.name}" needs --task.{option}=VALUE: {what}'
 
     def count(self, tokenizer: Tokenizer | None, length: int | None = None) -> int | None:
         """How many different samples there are, of a length if given; None for any number."""
