@@ -241,9 +241,14 @@ class Loader:
         """The densities [K] that the batch of a step was dealt by; None without such."""
         return None if self._densities is None else self._densities.before(step)
 
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What is the same wherever the same data is read in the same way; JSON can hold it."""
+        return dict(self._identity)
+
     def get_state(self) -> dict[str, Any]:
         """Where the loader stands: a small dict that JSON can hold, the same on every process."""
-        state = {"iterator": self._iterator.get_state(), "identity": dict(self._identity)}
+        state = {"iterator": self._iterator.get_state(), "identity": self.identity}
         if self._densities is None:
             return state
         return state | {"densities": self._densities.state()}

@@ -19,6 +19,7 @@ from mtraining_jax.errors import UserError
 # Fields that may differ: what each process is, and where it keeps what only it reads.
 _OWN = ("distributed.process_id", "distributed.timeout_seconds", "run.compile_cache_dir")
 _PREFIX = "mtraining"
+_WHILE_ALL_LIVE = 7 * 24 * 3600  # seconds
 _numbers = itertools.count()
 
 
@@ -61,10 +62,39 @@ def check_same_configuration(config: Config) -> None:
         UserError: on all processes, naming each field that differs, with the first process that
             has another value.
     """
+    check_same(_told(config), config.distributed.timeout_seconds)
+
+
+def check_same_data(identity: Mapping[str, Any], section: str) -> None:
+    """Compares what all processes read, as each opens the data by itself.
+
+    Processes that read other files would train on batches that are of no sequence, and say nothing.
+
+    Args:
+        identity: of the loader; JSON can hold it.
+        section: of the configuration, for the sentence.
+
+    Raises:
+        UserError: as `check_same_configuration`.
+    """
+    # One may open its files long before another; who dies meanwhile is noticed by JAX itself.
+    check_same({f"{section}: {name}": x for name, x in identity.items()}, _WHILE_ALL_LIVE)
+
+
+def check_same(told: Mapping[str, Any], timeout: int) -> None:
+    """Compares what all processes tell with what the first one does.
+
+    Args:
+        told: values by name; JSON can hold them.
+        timeout: seconds that processes wait for each other.
+
+    Raises:
+        UserError: on all processes, with a line for each name whose values differ.
+    """
     if jax.process_count() == 1:
         return
     key, client = f"{_PREFIX}/{next(_numbers)}", jax_distributed.global_state.client
-    own, timeout = _told(config), config.distributed.timeout_seconds
+    own = json.loads(json.dumps(dict(told)))
     if jax.process_index() > 0:
         client.key_value_set(f"{key}/{jax.process_index()}", json.dumps(own))
 
@@ -121,6 +151,6 @@ def _wait_for(key: str, timeout: int) -> str:
         return jax_distributed.global_state.client.blocking_key_value_get(key, timeout * 1000)
     except Exception as error:  # jaxlib raises its own kind
         raise UserError(
-            f"another process of the run said nothing for distributed.timeout_seconds = {timeout}; "
-            "its own output says why"
+            f"another process of the run said nothing for {timeout} seconds, or has ended; its own "
+            "output says why (distributed.timeout_seconds is how long to wait at the start)"
         ) from error

@@ -34,6 +34,7 @@ class HeldOut:
 
     Attributes:
         description: one line about the data.
+        identity: of the data, as its loader says.
 
     Args:
         config: of a run with eval.every_steps.
@@ -53,7 +54,7 @@ class HeldOut:
         except UserError as error:
             raise UserError(about_held_out(str(error))) from error
         loader = self._batches.loader
-        self.description = loader.description
+        self.description, self.identity = loader.description, loader.identity
         wanted = config.eval.batches * evaluation.data.batch_size
         if wanted > loader.num_sequences:
             self.close()

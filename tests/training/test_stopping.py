@@ -8,12 +8,14 @@ import signal
 import subprocess
 import sys
 import time
+import types
 
 import pytest
 
 from mtraining_jax.errors import UserError
 from mtraining_jax.signals import EXIT_STOPPED, Stopped, StopSignals
-from mtraining_jax.training.agreement import differences
+from mtraining_jax.training import agreement
+from mtraining_jax.training.agreement import check_same_data, differences
 from mtraining_jax.training.checkpoint import newest_step
 from mtraining_jax.training.loop import run
 from mtraining_jax.training.run_folder import checkpoint_folder
@@ -116,6 +118,33 @@ def test_differences_are_named():
     assert differences({"a": 1, "b": None}, {"a": 1, "b": None}, 3) == []
     (found,) = differences({"a": 1, "b": "x"}, {"a": 1}, 3)
     assert found[0] == "b" and 'b = "x" in process 0 and null in process 3' in found[1]
+
+
+def test_processes_that_read_other_data_are_refused(monkeypatch):
+    """Both processes in turn, with a store of texts that is filled by hand."""
+    texts = {}
+    store = types.SimpleNamespace(
+        key_value_set=texts.__setitem__, blocking_key_value_get=lambda key, _: given.pop(0)
+    )
+    monkeypatch.setattr(agreement.jax_distributed.global_state, "client", store)
+    monkeypatch.setattr("jax.process_count", lambda: 2)
+    own = {"data.seq_len": 8, "number of tokens": 100, "digest": [1, 2]}
+    monkeypatch.setattr("jax.process_index", lambda: 1)
+    given = ["done"]
+    check_same_data(own, "data")
+    ((_, told),) = texts.items()
+    monkeypatch.setattr("jax.process_index", lambda: 0)
+    given = [told]
+    check_same_data(own, "data")
+    assert list(texts.values())[1:] == ["done"]
+    given = [told]
+    wanted = "^data: number of tokens = 99 in process 0 and 100 in process 1: all processes"
+    with pytest.raises(UserError, match=wanted):
+        check_same_data(own | {"number of tokens": 99}, "data")
+    monkeypatch.setattr("jax.process_index", lambda: 1)
+    given = [list(texts.values())[-1]]
+    with pytest.raises(UserError, match=wanted):
+        check_same_data(own, "data")
 
 
 def test_a_second_run_in_a_folder_is_refused(plain_config):

@@ -20,6 +20,7 @@ from mtraining_jax.reporting.record import Record
 from mtraining_jax.reporting.writers import open_writers
 from mtraining_jax.signals import Stopped, StopSignals
 from mtraining_jax.training import distributed, parts
+from mtraining_jax.training.agreement import check_same_data
 from mtraining_jax.training.audit import make_step_audit
 from mtraining_jax.training.export import export_state
 from mtraining_jax.training.gradient_comparison import make_gradient_comparison
@@ -77,6 +78,7 @@ class Trainer:
             display.say(advice)
         self._batches = parts.Batches(config, mesh, layout)
         opened.callback(self._batches.close)
+        check_same_data(self._batches.loader.identity, "data")
         self._builder = builder = StateBuilder(config, mesh)
         inputs = parts.layer_inputs(pattern)
         attention = parts.build_attention(config, mesh, layout, pattern)
@@ -92,6 +94,7 @@ class Trainer:
         self._held_out = HeldOut(config, builder, mesh) if config.eval.every_steps else None
         if self._held_out is not None:
             opened.callback(self._held_out.close)
+            check_same_data(self._held_out.identity, "eval.data")
         self._profile = ProfileWindow(
             config.profile, config.run.folder / "profile", distributed.is_first()
         )
