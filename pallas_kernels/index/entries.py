@@ -1,6 +1,7 @@
 """Lists of which the first `count` entries count and the rest are padding."""
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 
@@ -12,9 +13,11 @@ def live(entries: Array, count: Array) -> Array:
 def marked(entries: Array, count: Array, size: int) -> Array:
     """Bool [..., size], true at the first `count` [...] of the entries int32 [..., M]."""
     entries = jnp.where(live(entries, count), entries, size)
-    leading = jnp.ogrid[tuple(slice(n) for n in count.shape)]
+    leading = np.ogrid[tuple(slice(n) for n in count.shape)]
     table = jnp.zeros((*count.shape, size), bool)
-    return table.at[(*(x[..., None] for x in leading), entries)].set(True, mode="drop")
+    return table.at[(*(x[..., None] for x in leading), entries)].set(
+        True, mode="drop", wrap_negative_indices=False
+    )
 
 
 def contains(entries: Array, count: Array, values: Array) -> Array:

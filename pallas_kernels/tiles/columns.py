@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from pallas_kernels.tiles.protocol import check_shape
@@ -164,13 +165,12 @@ def gather_columns(x: Array, tokens: Array) -> Array:
         [B, Mv, Hq, D].
     """
     group = tokens.shape[1] // x.shape[2]
-    heads = jnp.arange(tokens.shape[1], dtype=jnp.int32) // group
-    batch = jnp.arange(x.shape[0], dtype=jnp.int32)
-    # Negative positions would wrap around: send them past the end, where "fill" applies.
-    tokens = jnp.where(tokens < 0, x.shape[1], tokens)
+    heads = np.arange(tokens.shape[1], dtype=np.int32) // group
+    batch = np.arange(x.shape[0], dtype=np.int32)
+    # Negative positions do not wrap around: "fill" applies to them as well.
     return x.at[
         batch[:, None, None], tokens.swapaxes(1, 2), heads[None, None, :]
-    ].get(mode="fill", fill_value=0)
+    ].get(mode="fill", fill_value=0, wrap_negative_indices=False)
 
 
 def scatter_columns(target: Array, columns: Array, tokens: Array) -> Array:
@@ -186,8 +186,8 @@ def scatter_columns(target: Array, columns: Array, tokens: Array) -> Array:
     """
     num_kv_heads = target.shape[2]
     group = tokens.shape[1] // num_kv_heads
-    heads = jnp.arange(num_kv_heads, dtype=jnp.int32)
-    batch = jnp.arange(target.shape[0], dtype=jnp.int32)
+    heads = np.arange(num_kv_heads, dtype=np.int32)
+    batch = np.arange(target.shape[0], dtype=np.int32)
     # Dropped positions get distinct values past the end: unique_indices must hold for them too.
     slots = jnp.arange(tokens.shape[-1], dtype=jnp.int32)
     outside = (tokens < 0) | (tokens >= target.shape[1])
@@ -197,5 +197,8 @@ def scatter_columns(target: Array, columns: Array, tokens: Array) -> Array:
     for member in range(group):
         target = target.at[
             batch[:, None, None], tokens[:, :, member].swapaxes(1, 2), heads[None, None, :]
-        ].add(columns[:, :, :, member], mode="drop", unique_indices=True)
+        ].add(
+            columns[:, :, :, member], mode="drop", unique_indices=True,
+            wrap_negative_indices=False,
+        )
     return target

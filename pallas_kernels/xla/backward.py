@@ -14,6 +14,7 @@ from pallas_kernels.xla.products import (
     finite,
     from_blocks,
     logits_of,
+    slice_from,
     take_blocks,
     to_blocks,
 )
@@ -56,7 +57,7 @@ class _Rows(NamedTuple):
     delta: Array
 
     def slice(self, first: Array, size: int) -> "_Rows":
-        return _Rows(*(lax.dynamic_slice_in_dim(x, first, size, axis=2) for x in self))
+        return _Rows(*(slice_from(x, first, size, axis=2) for x in self))
 
     def take(self, blocks: Array) -> "_Rows":
         heads = self.q.shape[1]

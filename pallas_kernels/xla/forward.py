@@ -12,6 +12,7 @@ from pallas_kernels.xla.products import (
     finite,
     from_blocks,
     logits_of,
+    slice_from,
     take_blocks,
     to_blocks,
 )
@@ -39,13 +40,13 @@ def forward(
 
     def chunk_forward(first_row: Array) -> tuple[Array, Array]:
         rows = first_row + jnp.arange(chunk, dtype=jnp.int32)
-        q_rows = lax.dynamic_slice_in_dim(q_blocks, first_row, chunk, axis=2)
+        q_rows = slice_from(q_blocks, first_row, chunk, axis=2)
         if init is None:
             stats = jnp.full((batch, heads, chunk, g), -jnp.inf, jnp.float32)
             state = _State(stats, jnp.zeros_like(stats), jnp.zeros((*stats.shape, dim)))
         else:
-            out_rows = lax.dynamic_slice_in_dim(init_blocks, first_row, chunk, axis=2)
-            lse_rows = lax.dynamic_slice_in_dim(init_lse, first_row, chunk, axis=2)
+            out_rows = slice_from(init_blocks, first_row, chunk, axis=2)
+            lse_rows = slice_from(init_lse, first_row, chunk, axis=2)
             state = _State(lse_rows, (lse_rows > -jnp.inf).astype(jnp.float32), out_rows)
         if walk is not None:
 

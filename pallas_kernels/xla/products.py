@@ -3,6 +3,7 @@
 import math
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 ROWS_PER_CHUNK = 16  # bounds memory: chunk * g * g floats per head
@@ -35,11 +36,14 @@ def finite(x: Array) -> Array:
 
 
 def take_blocks(blocks: Array, numbers: Array, num_heads: int) -> Array:
-    """Blocks [B, Hk, n, ...] at numbers [B, Hq, rows] -> [B, Hq, rows, ...]."""
+    """Blocks [B, Hk, n, ...] at numbers [B, Hq, rows] in 0 .. n - 1 -> [B, Hq, rows, ...]."""
     group = num_heads // blocks.shape[1]
-    batch = jnp.arange(blocks.shape[0], dtype=jnp.int32)[:, None, None]
-    heads = (jnp.arange(num_heads, dtype=jnp.int32) // group)[None, :, None]
-    return blocks[batch, heads, numbers]
+    batch = np.arange(blocks.shape[0], dtype=np.int32)[:, None, None]
+    heads = (np.arange(num_heads, dtype=np.int32) // group)[None, :, None]
+    # The numbers exist: nothing wraps around, and no result is masked.
+    return blocks.at[batch, heads, numbers].get(
+        mode="promise_in_bounds", wrap_negative_indices=False
+    )
 
 
 def to_blocks(x: Array, g: int) -> Array:
@@ -56,4 +60,16 @@ def from_blocks(x: Array) -> Array:
 
 def of_rows(x: Array, rows: Array) -> Array:
     """The entries [B, Hq, rows, ...] of neighbouring blocks of [B, Hq, n, ...]."""
-    return lax.dynamic_slice_in_dim(x, rows[0], rows.size, axis=2)
+    return slice_from(x, rows[0], rows.size, axis=2)
+
+
+def slice_from(x: Array, start: Array, size: int, axis: int) -> Array:
+    """`size` neighbouring entries along an axis; a negative start is no place from the end."""
+    return lax.dynamic_slice_in_dim(x, start, size, axis, allow_negative_indices=False)
+
+
+def entry(x: Array, number: Array | int, axis: int) -> Array:
+    """One entry along an axis, which goes away; a negative number is none from the end."""
+    return lax.dynamic_index_in_dim(
+        x, number, axis, keepdims=False, allow_negative_indices=False
+    )

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels.tiles import COLUMN_TILE, Columns, Tiles
-from pallas_kernels.xla.products import of_rows
+from pallas_kernels.xla.products import entry, of_rows, slice_from
 
 
 @functools.partial(
@@ -73,7 +73,7 @@ class Walk:
 
         def run(number: Array | int, state: Any) -> Any:
             first, last = (
-                of_rows(lax.dynamic_index_in_dim(x, number, 2, keepdims=False), own)
+                of_rows(entry(x, number, 2), own)
                 for x in (self.first, self.last)
             )
             return self._fold_range(first, last, own, step, state)
@@ -87,7 +87,10 @@ class Walk:
         """`fold` over one range of each own block."""
         some = last > first
         lowest = jnp.min(jnp.where(some, first, jnp.iinfo(jnp.int32).max))
-        below = jnp.tril(jnp.ones((self.block_size, self.block_size), bool))
+        square = self.block_size, self.block_size
+        below = lax.broadcasted_iota(jnp.int32, square, 1) <= lax.broadcasted_iota(
+            jnp.int32, square, 0
+        )
 
         def visit(slot: Array, state: Any) -> Any:
             block, offset = self._at(own, slot)
@@ -103,9 +106,9 @@ class Walk:
         """Block of the other side at a slot of each own block, and the offset of the tile."""
         sign = 1 if self.of_queries else -1
         if self.listed:
-            block = of_rows(self.entries, own)[..., slot]
+            block = entry(of_rows(self.entries, own), slot, -1)
             return block, sign * (own - block)
-        offset = self.entries[..., slot][..., None]
+        offset = entry(self.entries, slot, -1)[..., None]
         return own - sign * offset, offset
 
 
@@ -136,18 +139,18 @@ def column_tile(
     """Keys, values [B, Hq, 1, T, D] and mask [B, Hq, rows, g, T] of one tile of columns."""
     start = tile * COLUMN_TILE
     keys, values = (
-        lax.dynamic_slice_in_dim(x, start, COLUMN_TILE, axis=1).swapaxes(1, 2)[:, :, None]
+        slice_from(x, start, COLUMN_TILE, axis=1).swapaxes(1, 2)[:, :, None]
         for x in column_kv
     )
-    words = lax.dynamic_slice_in_dim(
-        of_rows(columns.keep, rows), start // 32, COLUMN_TILE // 32, axis=-1
+    words = slice_from(
+        of_rows(columns.keep, rows), tile * (COLUMN_TILE // 32), COLUMN_TILE // 32, axis=-1
     )
     bits = (words[..., None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
     keep = bits.reshape(*words.shape[:-1], COLUMN_TILE).astype(bool)
     g = columns.block_size
-    blocks = lax.dynamic_slice_in_dim(columns.query_blocks, rows[0], rows.size)
+    blocks = slice_from(columns.query_blocks, rows[0], rows.size, axis=0)
     position = blocks[:, None] * g + jnp.arange(g, dtype=jnp.int32)
-    tokens = lax.dynamic_slice_in_dim(columns.tokens, start, COLUMN_TILE, axis=-1)
+    tokens = slice_from(columns.tokens, start, COLUMN_TILE, axis=-1)
     causal = tokens[:, :, None, None, :] <= position[:, :, None]
     return keys, values, keep[..., None, :] & causal
 
