@@ -1,5 +1,8 @@
 """What kernels that score key blocks must give, against NumPy."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -55,9 +58,8 @@ def check_masses(
     places[-1, rows // 2 :] = -1  # padding
     scale = length**-0.5
     places = places[None]
-    found, levels = kernels.block_masses(
-        q, k, jnp.asarray(places, jnp.int32), scale=scale, levels=True
-    )
+    masses = jax.jit(functools.partial(kernels.block_masses, scale=scale, levels=True))
+    found, levels = masses(q, k, jnp.asarray(places, jnp.int32))
     wanted, of_rows = expected(q, k, places, scale), levels_of(q, k, places, scale)
     np.testing.assert_allclose(found, wanted, rtol=2e-4, atol=1e-7)
     seen = np.broadcast_to(places >= 0, levels.shape)
@@ -80,14 +82,11 @@ def check_masses_of_documents(kernels: BlockScores) -> None:
     places[0, 9:] = -1  # padding
     places[1, 5:12, 5:] = -1
     first[0, 9:] = blocks
-    found = kernels.block_masses(
-        q, k, jnp.asarray(places, jnp.int32), jnp.asarray(first, jnp.int32), scale=length**-0.5
-    )
+    masses = jax.jit(functools.partial(kernels.block_masses, scale=length**-0.5))
+    found = masses(q, k, jnp.asarray(places, jnp.int32), jnp.asarray(first, jnp.int32))
     wanted = expected(q, k, places, length**-0.5, first)
     np.testing.assert_allclose(found, wanted, rtol=2e-4, atol=1e-7)
     # A document alone: the same bits.
-    alone = kernels.block_masses(
-        q[1:, :, 5:12], k[1:, :, 5:12], jnp.asarray(places[1:, 5:12] - 5 * columns).clip(-1),
-        scale=length**-0.5,
-    )
+    own = (places[1:, 5:12] - 5 * columns).clip(-1).astype(np.int32)
+    alone = masses(q[1:, :, 5:12], k[1:, :, 5:12], own)
     np.testing.assert_array_equal(np.asarray(found)[1:, :, 5:12, 5:12], alone)

@@ -5,8 +5,10 @@ many cases at once.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -18,6 +20,8 @@ from pallas_kernels import (
     DiagonalTiles,
     VerticalSlashIndex,
 )
+from pallas_kernels.index import Index
+from pallas_kernels.tiles import Tiles
 
 _INT32 = np.iinfo(np.int32)
 
@@ -135,10 +139,9 @@ def vertical_slash(
     )
 
 
-def tiles_and_columns(
-    index: VerticalSlashIndex, size: Size
-) -> tuple[DiagonalTiles, Columns]:
-    """What work lists are built from: an index as tiles and columns."""
+@functools.partial(jax.jit, static_argnames="size")
+def tiles_and_columns(index: Index, size: Size) -> tuple[Tiles, Columns | None]:
+    """What work lists are built from: an index as tiles and columns, by one program."""
     return index.on_one_device(size.batch, size.seq_len, size.heads, size.seq_len)
 
 
@@ -154,7 +157,7 @@ def block_sparse(
     mask[:, size.heads // 2, -1] = True
     mask[:, 0, -1] = np.arange(size.key_blocks) < size.key_blocks - 1
     mask[-1, -1] = False
-    index = BlockSparseIndex.from_block_mask(jnp.asarray(mask), size.block_size, causal)
+    index = lists_of_mask(mask, size.block_size, causal)
     if garbage is None:
         return index
     return dataclasses.replace(
@@ -185,11 +188,10 @@ def block_mask_with_columns(
     if max_columns >= size.seq_len:
         tokens[:, 0, : size.seq_len] = np.arange(size.seq_len)
     tokens[-1, -1] = size.seq_len
-    index = BlockMaskIndex.from_block_mask(jnp.asarray(mask), size.block_size)
     half = size.key_blocks // 2
     rows, heads = np.arange(size.key_blocks), np.arange(size.heads)
     start = np.where(rows < half, 0, half) * (heads % 2 == 0)[:, None]
-    return index.with_columns(jnp.asarray(tokens, jnp.int32)).columns_from(jnp.asarray(start))
+    return _bits_and_columns(mask, tokens.astype(np.int32), start, size.block_size)
 
 
 def documents_of_columns(size: Size, *, documents: int) -> BlockMaskIndex:
@@ -203,8 +205,19 @@ def documents_of_columns(size: Size, *, documents: int) -> BlockMaskIndex:
     mask[:, :, 0, 0] = True
     tokens = np.tile(np.arange(size.seq_len, dtype=np.int32), (size.batch, size.heads, 1))
     tokens[:, -1, np.arange(size.seq_len) % 3 > 0] = size.seq_len
-    index = BlockMaskIndex.from_block_mask(jnp.asarray(mask), size.block_size)
-    return index.with_columns(jnp.asarray(tokens)).columns_from(jnp.asarray(first))
+    return _bits_and_columns(mask, tokens, first, size.block_size)
+
+
+# Programs of many small operations are compiled as one.
+lists_of_mask = jax.jit(BlockSparseIndex.from_block_mask, static_argnums=(1, 2))
+bits_of_mask = jax.jit(BlockMaskIndex.from_block_mask, static_argnums=1)
+
+
+@functools.partial(jax.jit, static_argnums=3)
+def _bits_and_columns(mask, tokens, start, block_size) -> BlockMaskIndex:
+    """Blocks as bits, with columns that rows see from a block on."""
+    index = BlockMaskIndex.from_block_mask(mask, block_size)
+    return index.with_columns(tokens).columns_from(start)
 
 
 def dense_documents(size: Size, lengths: list[list[int]]) -> DenseDocumentsIndex:

@@ -114,10 +114,14 @@ class AttentionContract:
         index = cases.block_sparse(rng, size, causal=True, garbage=np.random.default_rng(0))
         mask = brute_force.block_sparse_mask(index)
         local = size.key_blocks // ranks
-        shards = index.shards(size.batch, size.heads, ranks, size.key_blocks)
-        query = Segment(rank, ranks, local)
+
+        @jax.jit
+        def gathered(sources):
+            shards = index.shards(size.batch, size.heads, ranks, size.key_blocks)
+            return shards.gathered(Segment(rank, ranks, local), sources, skip_own=False)
+
         for sources in ([0, 1], [1, 0]):
-            tiles = shards.gathered(query, jnp.asarray(sources, jnp.int32), skip_own=False)
+            tiles = gathered(np.asarray(sources, np.int32))
             assert int(tiles.diagonal) == -sources.index(rank) * local
             rows, columns = (
                 np.concatenate([_tokens(r, ranks, size) for r in of]) for of in ([rank], sources)
@@ -136,7 +140,7 @@ class AttentionContract:
         column_pairs = brute_force.index_mask(index, size.seq_len) & ~tile_mask
         assert column_pairs.any() and (tile_mask & column_pairs.any(2, keepdims=True)).any()
         if size.seq_len >= 2 * COLUMN_TILE:
-            columns = index.on_one_device(size.batch, size.seq_len, size.heads, size.seq_len)[1]
+            columns = cases.tiles_and_columns(index, size)[1]
             assert int(columns.first.max()) >= COLUMN_TILE  # walks begin with a later tile
         self._count(rng, size, index, tile_mask, column_pairs)
 
@@ -144,7 +148,7 @@ class AttentionContract:
         """Every token is a column of its document alone, so later ones begin with a later tile."""
         rng, size = np.random.default_rng(34), self._size()
         index = cases.documents_of_columns(size, documents=min(3, size.key_blocks))
-        columns = index.on_one_device(size.batch, size.seq_len, size.heads, size.seq_len)[1]
+        columns = cases.tiles_and_columns(index, size)[1]
         assert int(columns.first.max()) >= COLUMN_TILE
         tile_mask = brute_force.index_mask(
             dataclasses.replace(index, column_marks=None), size.seq_len

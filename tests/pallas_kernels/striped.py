@@ -1,5 +1,8 @@
 """A striped ring on one device, by hand: rank r of R holds global blocks r, r + R, ..."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -65,9 +68,10 @@ def segmented_step(
     )
 
 
+@functools.partial(jax.jit, static_argnames=("ranks", "num_blocks"))
 def seen_by(rank: int, index: VerticalSlashIndex, ranks: int, num_blocks: int) -> Columns:
     """The columns as the striped queries of a rank see them."""
-    blocks = jnp.arange(rank, num_blocks, ranks, dtype=jnp.int32)
+    blocks = rank + jnp.arange(0, num_blocks, ranks, dtype=jnp.int32)
     return Columns.from_index(index, blocks, num_blocks)
 
 

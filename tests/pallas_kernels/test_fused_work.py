@@ -64,7 +64,12 @@ def _documents(mask: str, size: Size) -> tuple[DiagonalTiles, None, np.ndarray]:
     index = cases.dense_documents(whole, [[*lengths, blocks - sum(map(abs, lengths))]])
     index = dataclasses.replace(index, block_size=G)
     query, key = (Segment(rank, ranks, size.key_blocks) for rank in (ranks - 1, 0))
-    tiles = index.shards(size.batch, size.heads, ranks, blocks).pair(query, key)
+
+    @jax.jit
+    def of_pair(index):
+        return index.shards(size.batch, size.heads, ranks, blocks).pair(query, key)
+
+    tiles = of_pair(index)
     whole = brute_force.index_mask(dataclasses.replace(index, block_size=1), blocks)
     return tiles, None, whole[:, :, query.blocks()][..., key.blocks()]
 
@@ -115,15 +120,20 @@ def test_documents_in_the_keys_of_several_ranks_take_two_kernels():
     """Of blocks 3, 4 and 5, which lie at the same place of three ranks, row 6 sees the last two."""
     size = Size(1, 2, 1, 12, 12, G, dim=64)
     index = cases.dense_documents(size, [[4, 8]])
-    shards = index.shards(1, size.heads, 3, size.key_blocks)
-    tiles = shards.gathered(Segment(0, 3, 4), jnp.arange(3), skip_own=False)
-    first, last = jax.device_get(tiles.row_ranges(4, 12))
+
+    @jax.jit
+    def gathered(index):
+        shards = index.shards(1, size.heads, 3, size.key_blocks)
+        tiles = shards.gathered(Segment(0, 3, 4), jnp.arange(3), skip_own=False)
+        return tiles, tiles.row_ranges(4, 12)
+
+    tiles, (first, last) = jax.device_get(gathered(index))
     assert (last - first)[0, 0, :, 2].tolist() == [1, 1, 1]  # keys 6, 5 and 4
     q, k = (jax.ShapeDtypeStruct((1, n * G, h, 64), "bfloat16") for n, h in ((4, 2), (12, 1)))
     backend = MosaicGpu("one kernel", interpret=True, one_backward_kernel=True)
     plan = functools.partial(backend.plan, whole=False)
     assert isinstance(jax.eval_shape(plan, q, k, tiles, None).keys, KeyWork)
-    alone = index.on_one_device(1, 12 * G, 2, 12 * G)[0]
+    alone = cases.tiles_and_columns(index, size)[0]
     assert isinstance(jax.eval_shape(plan, k, k, alone, None).keys, FusedWork)
 
 
@@ -132,10 +142,13 @@ def test_one_document_is_walked_as_a_sequence_without_documents():
     indices = DenseIndex(G), cases.dense_documents(size, [[12]])
     shapes = [jax.ShapeDtypeStruct((1, 12 * G, heads, 64), "bfloat16") for heads in (4, 2)]
     backend = MosaicGpu("one document", interpret=True)  # of two multiprocessors: short waves
-    works = [
-        backend.plan(*shapes, x.on_one_device(1, 12 * G, 4, 12 * G)[0], None, whole=True)
-        for x in indices
-    ]
+
+    @jax.jit
+    def plan(index):
+        tiles = index.on_one_device(1, 12 * G, 4, 12 * G)[0]
+        return backend.plan(*shapes, tiles, None, whole=True)
+
+    works = [plan(x) for x in indices]
     assert isinstance(works[0].keys, FusedWork)
     jax.tree.map(np.testing.assert_array_equal, *works)
 
@@ -179,8 +192,9 @@ def _column_tiles(columns: Columns | None) -> dict:
 def test_items_of_the_same_keys_add_in_launch_order():
     heads, kv_heads = 6, 2
     every = DiagonalTiles.full(2, heads, 9, 9, G, causal=True)
-    index = cases.dense_documents(Size(2, heads, 1, 9, 9, G, dim=0), [[3, 2, 4], [6, -1, 2]])
-    documents, _ = index.on_one_device(2, 9 * G, heads, 9 * G)
+    size = Size(2, heads, 1, 9, 9, G, dim=0)
+    index = cases.dense_documents(size, [[3, 2, 4], [6, -1, 2]])
+    documents, _ = cases.tiles_and_columns(index, size)
     ways = itertools.product((every, documents), ((None, 1), (1, 3), (2, 3)), (0, 4))
     for tiles, (item_heads, items), wave in ways:
         work = fused_work(

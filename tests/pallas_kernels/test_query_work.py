@@ -1,20 +1,23 @@
 """The order of the row kernels' items, and how they are dealt out to thread blocks."""
 
 import dataclasses
+import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import DiagonalTiles
-from pallas_kernels.tiles import COLUMN_TILE
+from pallas_kernels import Columns, DiagonalTiles
+from pallas_kernels.tiles import COLUMN_TILE, Tiles
 from pallas_kernels.work.items import KEY_COLUMNS, KeyItem, QueryItem
-from pallas_kernels.work.key_work import key_work
-from pallas_kernels.work.query_work import LONG, query_work, share
+from pallas_kernels.work.key_work import KeyWork, key_work
+from pallas_kernels.work.query_work import LONG, QueryWork, query_work, share
 from tests.pallas_kernels import cases
 from tests.pallas_kernels.cases import Size
 
 
+@functools.cache
 def _items(blocks: int, dense: bool = True) -> tuple[Size, np.ndarray]:
     size = Size(2, 6, 3, blocks, blocks, block_size=128, dim=8)
     tiles = DiagonalTiles.full(size.batch, size.heads, blocks, blocks, 128, causal=True)
@@ -23,8 +26,20 @@ def _items(blocks: int, dense: bool = True) -> tuple[Size, np.ndarray]:
         rng = np.random.default_rng(0)
         index = cases.vertical_slash(rng, size, max_slashes=9, max_verticals=400)
         tiles, columns = cases.tiles_and_columns(index, size)
-    work = query_work(tiles, columns, size.batch, size.heads, blocks, blocks, size.kv_heads)
+    work = _query_work(tiles, columns, size)
     return size, np.asarray(work.items)
+
+
+@functools.partial(jax.jit, static_argnames="size")
+def _query_work(tiles: Tiles, columns: Columns | None, size: Size) -> QueryWork:
+    lengths = size.query_blocks, size.key_blocks
+    return query_work(tiles, columns, size.batch, size.heads, *lengths, size.kv_heads)
+
+
+@functools.partial(jax.jit, static_argnames="size")
+def _key_work(tiles: Tiles, columns: Columns | None, size: Size) -> KeyWork:
+    lengths = size.query_blocks, size.key_blocks
+    return key_work(tiles, columns, size.batch, size.heads, *lengths, size.kv_heads)
 
 
 def _work(items: np.ndarray) -> np.ndarray:
@@ -90,12 +105,11 @@ def test_tiles_of_columns_of_other_documents_are_not_walked():
     blocks, documents = 32, 8
     size = Size(1, 2, 1, blocks, blocks, block_size=128, dim=8)
     index = cases.documents_of_columns(size, documents=documents)
-    tiles, columns = index.on_one_device(1, size.seq_len, 2, size.seq_len)
+    tiles, columns = cases.tiles_and_columns(index, size)
     whole = dataclasses.replace(columns, first=None, ends=None)
 
     def walked(columns):
-        args = tiles, columns, 1, 2, blocks, blocks, 1
-        rows, keys = query_work(*args), key_work(*args)
+        rows, keys = _query_work(tiles, columns, size), _key_work(tiles, columns, size)
         of_keys = KeyItem(*np.asarray(keys.items).T)
         return _fields(np.asarray(rows.items)), of_keys, rows.skips_columns, keys.ends
 

@@ -1,6 +1,7 @@
 """The tiles of pairs of shards, of every kind of index, against its mask."""
 
 import dataclasses
+import functools
 import itertools
 
 import jax
@@ -10,7 +11,6 @@ import pytest
 
 from pallas_kernels.index import (
     BlockMaskIndex,
-    BlockSparseIndex,
     DenseIndex,
     Segment,
     VerticalSlashIndex,
@@ -42,33 +42,42 @@ def block_mask():
     return jnp.asarray(mask)
 
 
+@functools.cache
 def block_sparse():
-    return BlockSparseIndex.from_block_mask(block_mask(), SIZE)
+    return cases.lists_of_mask(block_mask(), SIZE)
+
+
+def documents():
+    size = Size(BATCH, HEADS, 1, NUM_BLOCKS, NUM_BLOCKS, SIZE, dim=0)
+    return cases.dense_documents(size, [[5, 1, 1, 6, -2, 1], [3, 13]])
 
 
 INDICES = {
-    "vertical_slash": vertical_slash(), "no room": vertical_slash(0), "dense": DenseIndex(SIZE),
-    "block_sparse": block_sparse(),
-    "bits": BlockMaskIndex.from_block_mask(block_mask(), SIZE),
-    "documents": cases.dense_documents(
-        Size(BATCH, HEADS, 1, NUM_BLOCKS, NUM_BLOCKS, SIZE, dim=0), [[5, 1, 1, 6, -2, 1], [3, 13]]
-    ),
+    "vertical_slash": vertical_slash, "no room": functools.partial(vertical_slash, 0),
+    "dense": functools.partial(DenseIndex, SIZE), "block_sparse": block_sparse,
+    "bits": lambda: cases.bits_of_mask(block_mask(), SIZE), "documents": documents,
 }  # fmt: skip
 
 
-def blocks_of(index):
+@functools.cache
+def blocks_of(name):
     """Bool [B, Hq, NB, NB]: the tiles of the whole sequence."""
-    every = jnp.arange(NUM_BLOCKS)
-    tiles = np.asarray(index.computes(every * SIZE, every))[..., 0]
+    every = np.arange(NUM_BLOCKS)
+    tiles = jax.jit(lambda index: index.computes(every * SIZE, every))(INDICES[name]())
+    tiles = np.asarray(tiles)[..., 0]
     tiles = np.broadcast_to(tiles, (BATCH, HEADS, NUM_BLOCKS, NUM_BLOCKS))
     return np.tril(tiles)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def ranges(tiles, num_rows, num_columns, by_rows):
+    return (tiles.row_ranges if by_rows else tiles.column_ranges)(num_rows, num_columns)
 
 
 def visits(tiles, num_rows, num_columns, by_rows):
     """How often each tile is computed and masked, int [B, Hq, rows, columns], by either list."""
     tiles = jax.device_get(tiles)
-    ranges = tiles.row_ranges if by_rows else tiles.column_ranges
-    first, last = (np.asarray(x) for x in ranges(num_rows, num_columns))
+    first, last = jax.device_get(ranges(tiles, num_rows, num_columns, by_rows))
     if first.ndim == 3:
         first, last = first[:, :, None], last[:, :, None]
     entries = np.asarray(tiles.row_entries if by_rows else tiles.column_entries)
@@ -115,12 +124,18 @@ def prepared(index, stride):
     ],
 )
 def test_tiles_of_all_pairs_of_segments_are_those_of_the_index(name, kind):
-    index, segments = INDICES[name], segments_of(kind)
-    shards = prepared(index, segments[0].stride)
+    index, segments = INDICES[name](), segments_of(kind)
+    stride = segments[0].stride
     keys = segments
     if kind == "contiguous":
         keys = [Segment(x.first_block, 1, 2 * x.num_blocks) for x in segments[::2]]
-    pairs = jax.jit(lambda: [[shards.pair(q, k) for k in keys] for q in segments])()
+
+    @jax.jit
+    def pairs_of(index):
+        shards = prepared(index, stride)
+        return [[shards.pair(q, k) for k in keys] for q in segments]
+
+    pairs = pairs_of(index)
     for by_rows in (True, False):
         computed, masked = np.zeros((2, BATCH, HEADS, NUM_BLOCKS, NUM_BLOCKS), int)
         for (q, row), (k, at) in itertools.product(
@@ -130,7 +145,7 @@ def test_tiles_of_all_pairs_of_segments_are_those_of_the_index(name, kind):
             found = visits(row[at], q.num_blocks, k.num_blocks, by_rows)
             computed[where] += found[0]
             masked[where] += found[1]
-        wanted = blocks_of(index)
+        wanted = blocks_of(name)
         np.testing.assert_array_equal(computed, wanted)
         np.testing.assert_array_equal(masked, wanted & np.eye(NUM_BLOCKS, dtype=bool))
 
@@ -138,8 +153,7 @@ def test_tiles_of_all_pairs_of_segments_are_those_of_the_index(name, kind):
 @pytest.mark.parametrize("skip_own", [False, True])
 @pytest.mark.parametrize("name", INDICES)
 def test_tiles_of_stripes_one_after_another_are_those_of_the_index(name, skip_own):
-    index, segments = INDICES[name], segments_of("striped")
-    shards = prepared(index, RANKS)
+    index, segments = INDICES[name](), segments_of("striped")
     ranks = jnp.array([2, 0, 3])  # of rank 0's keys, not of rank 1's
 
     @jax.jit
@@ -151,9 +165,9 @@ def test_tiles_of_stripes_one_after_another_are_those_of_the_index(name, skip_ow
             assert own.bits.shape == (BATCH, HEADS, NUM_BLOCKS // RANKS, 1)
             of_rank = own.shards(BATCH, HEADS, RANKS, NUM_BLOCKS, rows)
             return of_rank.gathered(query, ranks, skip_own)
-        return shards.gathered(query, ranks, skip_own)
+        return prepared(index, RANKS).gathered(query, ranks, skip_own)
 
-    wanted = blocks_of(index)
+    wanted = blocks_of(name)
     for rank in (0, 1) if not skip_own else (0,):
         query, tiles = segments[rank], tiles_of(rank)
         keys = np.concatenate([segments[other].blocks() for other in (2, 0, 3)])
@@ -171,20 +185,21 @@ def test_tiles_of_stripes_one_after_another_are_those_of_the_index(name, skip_ow
 
 def test_lists_of_a_shard_have_no_more_room_than_it_has_blocks():
     segments = segments_of("striped")
-    tiles = prepared(block_sparse(), RANKS).pair(segments[1], segments[0])
+    pair = jax.jit(lambda index: prepared(index, RANKS).pair(segments[1], segments[0]))
+    tiles = pair(block_sparse())
     assert tiles.key_blocks.shape == tiles.query_blocks.shape == (BATCH, HEADS, 4, 4)
 
 
 @pytest.mark.parametrize(
     ("index", "sentence"),
     [
-        (vertical_slash(), "index.slash_count has shape .2, 2.: .3, 2. is needed"),
-        (block_sparse(), "index.key_count has shape .2, 2, 16.: .3, 2, 16. is needed"),
+        (vertical_slash, "index.slash_count has shape .2, 2.: .3, 2. is needed"),
+        (block_sparse, "index.key_count has shape .2, 2, 16.: .3, 2, 16. is needed"),
     ],
 )
 def test_an_index_of_another_batch_is_refused(index, sentence):
     with pytest.raises(ValueError, match=sentence):
-        index.shards(3, HEADS, 1, NUM_BLOCKS)
+        index().shards(3, HEADS, 1, NUM_BLOCKS)
 
 
 def test_columns_are_known_where_there_is_room_for_them():
