@@ -1,6 +1,7 @@
 """Looking at a sparse index: what it costs, what it keeps and how it is shaped."""
 
 import dataclasses
+import functools
 import os
 from collections.abc import Sequence
 
@@ -11,7 +12,8 @@ from jax import Array
 
 from mtraining_jax.attention.picture import Panel, draw
 from mtraining_jax.parallel.layout import Layout
-from mtraining_jax.sparsity import attention_recall, density
+from mtraining_jax.sparsity import attention_recall
+from mtraining_jax.sparsity.document_blocks import DocumentBlocks
 from mtraining_jax.sparsity.documents import Documents
 from mtraining_jax.sparsity.metrics import pairs_to_share
 from pallas_kernels.index import Index
@@ -179,12 +181,8 @@ def inspect(
                 f"tokens, but the index of {num_blocks} of {index.block_size}"
             )
         blocks_of = documents.blocks()
-    total = pairs_to_share(seq_len, index.block_size, blocks_of)
-    found = {
-        "density": density(index, seq_len, documents=blocks_of),
-        "executed": index.executed_pairs(seq_len) / total,
-        "pairs": index.computed_pairs(seq_len),
-    }
+    pairs, executed, total = jax.device_get(_counts(index, seq_len, blocks_of))
+    found = {"density": pairs / total, "executed": executed / total, "pairs": pairs}
     if q is not None:
         positions = _rows(rows, seq_len, seed)
         order = np.arange(seq_len) if layout is None else layout.permutation()
@@ -192,7 +190,7 @@ def inspect(
             raise ValueError(f"layout has seq_len={layout.seq_len} but q {seq_len} tokens")
         q, k = (jnp.asarray(jax.device_get(x)) for x in (q, k))
         blocks = jnp.asarray(order[:: index.block_size] // index.block_size, jnp.int32)
-        found["recall"] = attention_recall(
+        found["recall"] = _recall(
             q, k, index, positions, block_ids=blocks, scale=scale, documents=blocks_of
         )
         found["rows"] = positions
@@ -202,6 +200,19 @@ def inspect(
         of_heads = {name for name, x in found.items() if x.ndim == 2}
         found |= {name: np.broadcast_to(found[name], q.shape[:3:2]) for name in of_heads}
     return Inspection(index, seq_len, budgets=budgets, documents=documents, **found)
+
+
+# One program each, where operation by operation would compile dozens.
+_recall = jax.jit(attention_recall, static_argnames="scale")
+
+
+@functools.partial(jax.jit, static_argnames="seq_len")
+def _counts(
+    index: Index, seq_len: int, documents: DocumentBlocks | None
+) -> tuple[Array, Array, float | Array]:
+    """Pairs that are computed and executed, and those that densities are shares of."""
+    total = pairs_to_share(seq_len, index.block_size, documents)
+    return index.computed_pairs(seq_len), index.executed_pairs(seq_len), total
 
 
 def _rows(rows: int | Sequence[int], seq_len: int, seed: int) -> np.ndarray:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
@@ -47,15 +46,14 @@ def block_shares(index: Index, seq_len: int, batch: int, head: int) -> np.ndarra
     """
     size = index.block_size
     blocks = np.arange(seq_len // size)
-    head_only = jax.tree.map(lambda x: x[batch : batch + 1, head : head + 1], index)
     shares = np.empty((blocks.size, blocks.size), np.float32)
     # On the diagonal the key of place t is seen by the g - t rows from its own on.
     seen_by = np.arange(size, 0, -1)
     for start in range(0, blocks.size, _ROWS_AT_ONCE):
         rows = blocks[start : start + _ROWS_AT_ONCE]
         # All queries of a block list the same keys.
-        listed = _computes(head_only, jnp.asarray(rows * size), jnp.asarray(blocks))[0, 0]
-        listed = np.broadcast_to(np.asarray(listed), (rows.size, blocks.size, size))
+        listed = jax.device_get(_computes(index, batch, head, rows * size, blocks))
+        listed = np.broadcast_to(listed, (rows.size, blocks.size, size))
         shares[rows] = listed.mean(-1)
         shares[rows, rows] = listed[np.arange(rows.size), rows] @ seen_by / seen_by.sum()
     shares[np.triu_indices(blocks.size, 1)] = np.nan
@@ -63,8 +61,12 @@ def block_shares(index: Index, seq_len: int, batch: int, head: int) -> np.ndarra
 
 
 @jax.jit
-def _computes(index: Index, query_positions: Array, key_blocks: Array) -> Array:
-    return index.computes(query_positions, key_blocks)
+def _computes(
+    index: Index, batch: int, head: int, query_positions: Array, key_blocks: Array
+) -> Array:
+    """What one head computes: bool [queries or 1, blocks, g or 1]."""
+    head_only = jax.tree.map(lambda x: x[batch, head][None, None], index)
+    return head_only.computes(query_positions, key_blocks)[0, 0]
 
 
 class Panel(NamedTuple):
