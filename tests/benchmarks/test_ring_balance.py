@@ -28,10 +28,15 @@ def index_of(diagonals, num_blocks, block_size):
     )  # fmt: skip
 
 
+def balance_of(index, topology):
+    """By one program, as NumPy arrays."""
+    return jax.device_get(jax.jit(ring_balance, static_argnums=1)(index, topology))
+
+
 @pytest.mark.parametrize("kind", ["striped", "zigzag"])
 def test_lists_of_rows_count_for_the_rank_that_holds_them(kind):
     topology = topology_of(kind, 2, 2, "gather")
-    balance = ring_balance(indices.bits(), topology)
+    balance = balance_of(indices.bits(), topology)
     listed = np.tril(np.asarray(indices.block_mask())).sum((0, 1))
     blocks = [np.asarray(topology.layout.block_ids(rank)) for rank in range(4)]
     for rank in range(4):
@@ -47,7 +52,7 @@ def test_lists_of_rows_count_for_the_rank_that_holds_them(kind):
 def test_counts_are_those_of_the_mask(kind, ring):
     topology = topology_of(kind, 2, 2, ring)
     index = indices.sparse()
-    balance = jax.jit(ring_balance, static_argnums=1)(index, topology)
+    balance = balance_of(index, topology)
 
     size = indices.BLOCK_SIZE
     no_columns = VerticalSlashIndex(
@@ -74,7 +79,7 @@ def test_counts_are_those_of_the_mask(kind, ring):
 
 def test_dense_has_all_causal_tiles():
     topology = topology_of("striped", 2, 4, "hierarchical")
-    balance = ring_balance(DenseIndex(indices.BLOCK_SIZE), topology)
+    balance = balance_of(DenseIndex(indices.BLOCK_SIZE), topology)
     assert balance.tiles.sum() == indices.NUM_BLOCKS * (indices.NUM_BLOCKS + 1) / 2
     assert not balance.columns.any() and balance.column_imbalance == 0
 
@@ -91,7 +96,7 @@ def test_striped_is_balanced_where_zigzag_is_not(nodes, devices, ring):
 
     def balance(kind, **options):
         topology = topology_of(kind, nodes, devices, ring, num_blocks * block, block, **options)
-        return ring_balance(index, topology)
+        return balance_of(index, topology)
 
     striped, zigzag = balance("striped"), balance("zigzag")
     assert striped.imbalance < 1.03 and striped.step_imbalance < 1.03
@@ -104,7 +109,7 @@ def test_striped_is_balanced_where_zigzag_is_not(nodes, devices, ring):
 
 def test_gathering_is_one_step_a_node_with_the_work_of_a_turn():
     turned, gathered = (
-        ring_balance(indices.sparse(), topology_of("striped", 2, 4, ring))
+        balance_of(indices.sparse(), topology_of("striped", 2, 4, ring))
         for ring in ("hierarchical", "gather")
     )
     np.testing.assert_array_equal(gathered.tiles, turned.tiles.sum(-1, keepdims=True))
@@ -114,7 +119,7 @@ def test_gathering_is_one_step_a_node_with_the_work_of_a_turn():
 
 def test_a_flat_striped_ring_gives_equal_work_at_every_step():
     index = index_of([0, 1, 2, 3, 17, 101, 511], 1024, 4)
-    balance = ring_balance(index, topology_of("striped", 1, 8, "flat", 4096, 4))
+    balance = balance_of(index, topology_of("striped", 1, 8, "flat", 4096, 4))
     assert balance.step_imbalance < 1.02
     busy = np.asarray(balance.tiles.sum((0, 1))) > 0
     assert (np.asarray(balance.per_step)[busy] < 1.02).all()

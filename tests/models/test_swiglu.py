@@ -25,7 +25,8 @@ def with_gradients(function, arguments):
         out = function(*arguments)
         return jnp.sum(out.astype(jnp.float32) * jnp.cos(jnp.arange(out.size)).reshape(out.shape))
 
-    return function(*arguments), jax.grad(total, (0, 1, 2, 3))(*arguments)
+    both = jax.jit(lambda *x: (function(*x), jax.grad(total, (0, 1, 2, 3))(*x)))
+    return both(*arguments)
 
 
 @pytest.mark.parametrize(

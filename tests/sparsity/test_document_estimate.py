@@ -3,6 +3,7 @@
 import functools
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -18,19 +19,27 @@ def test_kernels_score_each_block_by_its_own_document(monkeypatch):
     rng, blocks, size, heads = np.random.default_rng(0), 4, 128, 2
     q = jnp.asarray(rng.normal(size=(1, blocks * size, heads, 64)), jnp.bfloat16)
     k = jnp.asarray(rng.normal(size=(1, blocks * size, 1, 64)), jnp.bfloat16)
-    documents = Documents.from_lengths([[192, 30]], blocks * size, size).blocks()
-    slots = DocumentSlots.of(documents, 3)
+    documents = Documents.from_lengths([[192, 30]], blocks * size, size)
     run = dict(multiprocessors=2, interpret=plgpu.InterpretGPUParams(detect_races=False))
     kernels = SimpleNamespace(
         block_statistics=functools.partial(estimate.block_statistics, **run),
         block_masses=functools.partial(estimate.block_masses, **run),
     )
-    shards = Shards(jnp.arange(blocks), blocks, documents=documents)
-    found, wanted = [], []
-    for results, chosen in ((found, kernels), (wanted, None)):
-        monkeypatch.setattr(document_slots.backends, "estimate_kernels", lambda *_, x=chosen: x)
-        q_last = document_slots.last_queries(q, slots, shards, 64)
-        results += document_slots.softmax_scores(q_last, k, slots, shards)
+
+    def scores(chosen):
+        monkeypatch.setattr(document_slots.backends, "estimate_kernels", lambda *_: chosen)
+
+        @jax.jit
+        def of(q, k, documents):
+            blocks_of = documents.blocks()
+            slots = DocumentSlots.of(blocks_of, 3)
+            shards = Shards(jnp.arange(blocks), blocks, documents=blocks_of)
+            q_last = document_slots.last_queries(q, slots, shards, 64)
+            return document_slots.softmax_scores(q_last, k, slots, shards)
+
+        return of(q, k, documents)
+
+    found, wanted = scores(kernels), scores(None)
     for x, y in zip(found, wanted, strict=True):
         assert x.dtype == y.dtype == jnp.int32 and x.shape == y.shape
         np.testing.assert_allclose(x, y, atol=2**30 * 1e-4)
