@@ -2,10 +2,13 @@ import contextlib
 import dataclasses
 import io
 import os
+import pickle
 import shutil
+from pathlib import Path
 
 import jax
 import pytest
+from filelock import FileLock
 from jax.experimental.compilation_cache import compilation_cache
 
 from mtraining_jax.config import Config
@@ -56,19 +59,29 @@ class Whole:
 
 
 @pytest.fixture(scope="package")
-def whole(shared):
-    """One run on 1 x 2 x 2 devices, which several tests go on from."""
+def whole():
+    """One run on 1 x 2 x 2 devices, which several tests go on from; none writes into its folder.
+
+    The first process of pytest that needs it runs it for all.
+    """
+    folder = Path(os.environ["JAX_COMPILATION_CACHE_DIR"]) / "whole"
+    folder.mkdir(exist_ok=True)
     config = tiny_config(
-        shared,
+        folder,
         run={"name": "whole", "compile_cache_dir": os.environ["JAX_COMPILATION_CACHE_DIR"]},
         checkpoint={"every_steps": 2},
         audit={"every_steps": 3, "rows": 16, "masks": ("1.0",), "alarm_recall": 1.0},
     )
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        records = run(config)
-    use_shared_programs()
-    return Whole(config, records, printed.getvalue())
+    ended = folder / "records.pickle"
+    with FileLock(folder / "lock"):
+        if not ended.exists():
+            shutil.rmtree(config.run.folder, ignore_errors=True)  # of a process that failed
+            printed = io.StringIO()
+            with contextlib.redirect_stdout(printed):
+                records = run(config)
+            use_shared_programs()
+            ended.write_bytes(pickle.dumps((records, printed.getvalue())))
+    return Whole(config, *pickle.loads(ended.read_bytes()))
 
 
 @pytest.fixture
