@@ -515,6 +515,11 @@ def test_wrong_overrides(minimal):
             "sparsity.min_slashes = 5000 must not exceed sparsity.max_slashes = 4096",
         ),
         (
+            {"sparsity__kind": "replay", "sparsity__least_share": "0.04"},
+            "sparsity.least_share = 0.04 is an option of sparsity.preset = 'joint', but preset is "
+            "'safe'",
+        ),
+        (
             {"profile__start": "1000", "profile__steps": "2"},
             "profile.start = 1000 and profile.steps = 2 go on to step 1001, beyond "
             "run.steps = 1000",

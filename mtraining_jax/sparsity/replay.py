@@ -76,8 +76,7 @@ class ReplaySettings(VerticalSlashSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self._lists:
-            self._like()
+        self._like()  # refuses what the pattern refuses
 
     @property
     def by_rows(self) -> bool:
