@@ -81,21 +81,35 @@ def _kept(
         Columns bool [R, NB, g]; bool [R, NB], diagonals d at block d of their document; int32 [R],
         how many documents `last_queries.choose` counts.
     """
-    num_blocks, size = vertical.shape[-2:]
     spans = PackedSpans(*(x[entries] for x in slots))
+    most = pattern.most_columns(spans.length, vertical.shape[-2])
+    scores = by_distance(vertical, slash, spans)
+    columns, diagonals, saved = pattern.kept(scores, heads, spans, most, shares)
+    inside = spans.inside
+    return columns & inside[..., None], diagonals & inside, saved.sum(-1, dtype=jnp.int32)
+
+
+def by_distance(vertical: Array, slash: Array, spans: PackedSpans) -> Array:
+    """Scores of columns by their tokens, and of diagonals by their distances, of each document.
+
+    Args:
+        vertical: int32 or fp32 [R, NB, g], scores of columns.
+        slash: like that, scores of diagonals by the key that the last query sees there.
+        spans: the documents; the last query is that of their last token.
+
+    Returns:
+        [2, R, NB, g], distance i of a document at its token i; 0 behind its tokens.
+    """
+    num_blocks, size = vertical.shape[-2:]
     start, tokens = spans.start * size, spans.spread(spans.tokens)
-    # Distance i of a document lies at its token i, and is held by the i-th before its last one.
+    # Distance i is held by the i-th token before the last one.
     distance = spans.entries(size)
     held_by = jnp.clip((start + tokens - 1)[..., None] - distance, 0, num_blocks * size - 1)
     slash = jnp.take_along_axis(
         slash.reshape(len(slash), -1), held_by.reshape(len(slash), -1), axis=1
     ).reshape(slash.shape)
     there = spans.inside[..., None] & (distance < tokens[..., None])
-    by_distance = jnp.where(there, jnp.stack([vertical, slash]), 0)
-    most = pattern.most_columns(spans.length, num_blocks)
-    columns, diagonals, saved = pattern.kept(by_distance, heads, spans, most, shares)
-    inside = spans.inside
-    return columns & inside[..., None], diagonals & inside, saved.sum(-1, dtype=jnp.int32)
+    return jnp.where(there, jnp.stack([vertical, slash]), 0)
 
 
 def _index(

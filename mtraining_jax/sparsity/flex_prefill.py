@@ -33,6 +33,9 @@ class FlexPrefill(Pattern):
     Sequences of at most max(2 `block_size`, `min_budget`) tokens are dense. Of equal masses the
     earlier block, the nearer diagonal or the earlier row comes first.
 
+    Where documents are packed, each that is not dense is a sequence: its last real queries decide,
+    a head may be of another kind in each, and has a cut for each.
+
     Causality: the last queries of the sequence decide for all others; the cut of a query-aware
     head is one for the whole sequence.
 
@@ -46,6 +49,8 @@ class FlexPrefill(Pattern):
         js_threshold: the reference's tau. 0 makes no head query-aware.
         min_budget: fewest tokens of columns and of diagonals.
         max_budget: most; None for no limit.
+        dense_below: documents of fewer tokens than this, padding included, keep all of their pairs
+            where several are packed into a sequence. Without documents it has no effect.
         block_size: g, tokens on a side of a block.
 
     Raises:
@@ -58,6 +63,7 @@ class FlexPrefill(Pattern):
     js_threshold: limited(float, ge=0, le=1) = 0.1
     min_budget: limited(int, ge=1) = 512
     max_budget: limited(int, ge=1) | None = None
+    dense_below: limited(int, ge=0) = 8192
     block_size: limited(int, ge=1) = 128
 
     def __post_init__(self) -> None:
@@ -80,23 +86,21 @@ class FlexPrefill(Pattern):
         from pallas_kernels.index import BlockMaskIndex
 
         check_choice(q, k, shards, self.block_size)
+        if shards.documents is not None:
+            return self._choose_for_documents(q, k, shards)
         num_blocks, size = shards.num_blocks, self.block_size
         rows, blocks = shards.block_ids[:, None], jnp.arange(num_blocks, dtype=jnp.int32)
         heads = q.shape[0], q.shape[2]
-        if num_blocks * size <= max(2 * size, self._blocks(self.min_budget) * size):
+        if num_blocks <= self._dense_blocks():
             listed = jnp.ones((*heads, len(shards.block_ids), num_blocks), bool)
             aware = jnp.zeros(heads, bool)
         else:
-            limits = self._blocks(self.min_budget), num_blocks
-            if self.max_budget is not None:
-                limits = limits[0], min(self._blocks(self.max_budget), num_blocks)
             found = flex_steps.last_attention(q, k, shards, size, self.gamma)
-            counts = jnp.clip(found.tokens // size + 1, *limits)
             aware = jnp.zeros(heads, bool)
             if self.js_threshold:
                 distance = flex_steps.distances(q, k, shards, found.masses[0])
                 aware = distance < self.js_threshold
-                counts = jnp.where(aware, limits[0], counts)
+            counts = self._counts(found.tokens, aware, num_blocks)
             columns, diagonals = flex_steps.largest(found.masses, counts)
             lag = rows - blocks
             listed = columns[:, :, None] | diagonals[:, :, jnp.maximum(lag, 0)]
@@ -105,6 +109,54 @@ class FlexPrefill(Pattern):
                 listed = listed | (pooled & aware[:, :, None, None])
         index = BlockMaskIndex.from_block_mask(listed, size, shards.block_ids)
         return Choice(index, {"query_aware": aware.astype(jnp.float32)})
+
+    def _choose_for_documents(self, q: "Array", k: "Array", shards: Shards) -> Choice:
+        """The same for each document, the dense ones left out of `query_aware`."""
+        import jax.numpy as jnp
+
+        from mtraining_jax.sparsity import document_flex, document_slots, flex_steps
+        from mtraining_jax.sparsity.flex_cut import Rows
+        from pallas_kernels.index import BlockMaskIndex
+
+        least = max(self._blocks(self.dense_below), self._dense_blocks() + 1)
+        documents = shards.documents.dense_below(least)
+        shards = dataclasses.replace(shards, documents=documents)
+        slots = document_slots.DocumentSlots.of(documents, max(shards.num_blocks // least, 1))
+        q_last = document_slots.last_queries(q, slots, shards, self.block_size)
+        found = document_flex.last_attention(q_last, k, slots, shards, self.gamma)
+        aware = jnp.zeros(found.tokens.shape[1:], bool)  # [B, Hq, E]
+        if self.js_threshold:
+            distance = document_flex.distances(q_last, k, slots, shards, found.masses[0])
+            aware = distance < self.js_threshold
+        counts = self._counts(found.tokens, aware, slots.blocks[:, None])
+        listed = document_flex.kept_blocks(found, counts, slots, shards)
+        if self.js_threshold:
+            pooled = flex_steps.pooled_lists(q, k, shards, self.gamma, slots)
+            listed = listed | (pooled & Rows(shards, slots).spread(aware)[..., None])
+        listed = listed | documents.of(shards.block_ids).dense[:, None, :, None]
+        index = BlockMaskIndex.from_block_mask(listed, self.block_size, shards.block_ids)
+        index = index.within_documents(*documents.spans(), shards.block_ids)
+        aware = (aware & (slots.tokens > 0)[:, None]).sum(-1, dtype=jnp.int32)
+        share = aware.astype(jnp.float32) / jnp.maximum(slots.count(), 1)[:, None]
+        return Choice(index, {"query_aware": share})
+
+    def for_documents(self) -> "FlexPrefill":
+        """The pattern itself: each document has columns, diagonals and a cut of its own."""
+        return self
+
+    def _counts(self, tokens: "Array", aware: "Array", num_blocks: "int | Array") -> "Array":
+        """How many blocks of columns and of diagonals are kept, of sequences of some blocks."""
+        import jax.numpy as jnp
+
+        least, most = self._blocks(self.min_budget), num_blocks
+        if self.max_budget is not None:
+            most = jnp.minimum(self._blocks(self.max_budget), num_blocks)
+        counts = jnp.clip(tokens // self.block_size + 1, least, most)
+        return jnp.where(aware, least, counts)
+
+    def _dense_blocks(self) -> int:
+        """A sequence of no more blocks than this is dense."""
+        return max(2, self._blocks(self.min_budget))
 
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self.block_size)

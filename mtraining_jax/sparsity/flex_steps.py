@@ -10,15 +10,13 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from mtraining_jax.sparsity import estimate, exchange, pooling, row_scores, select
+from mtraining_jax.sparsity.document_slots import DocumentSlots
+from mtraining_jax.sparsity.flex_cut import Rows, largest_within
 from mtraining_jax.sparsity.pattern import Shards
-from mtraining_jax.sparsity.row_rule import first_of
-from pallas_kernels.index import bits as sets
+from mtraining_jax.sparsity.spans import OneSpan, Spans
 
 # Queries of one pass of the estimate: what its kernels compute.
 _QUERIES = 64
-_GAMMA_BITS = 15
-_LIMB = 16
-_DIGIT_BITS = 4
 _DISTANCE_BITS = 28  # terms of the divergence: a few, each below 1, add up within 2^31
 
 
@@ -32,6 +30,14 @@ class LastAttention(NamedTuple):
 
     tokens: Array
     masses: Array
+
+
+def passes_of(block_size: int) -> int:
+    """Passes of the estimate, as large as the kernels take.
+
+    The mean of equal shares is the mean of all.
+    """
+    return block_size // _QUERIES if block_size % _QUERIES == 0 else 1
 
 
 def last_attention(
@@ -49,8 +55,7 @@ def last_attention(
     where = dict(block_ids=shards.block_ids, num_blocks=shards.num_blocks)
     seq_len = shards.num_blocks * block_size
     end = jnp.int32(seq_len) if shards.valid_len is None else shards.valid_len
-    # In passes as large as the kernels take: the mean of equal shares is the mean of all.
-    passes = block_size // _QUERIES if block_size % _QUERIES == 0 else 1
+    passes = passes_of(block_size)
     count = block_size // passes
     ends = [end - i * count for i in range(passes)]
     parts = []
@@ -70,35 +75,60 @@ def last_attention(
         flat = jnp.roll(slash.reshape(slash.shape[0], -1), last - seq_len, 1)
         sums.append(jnp.stack([columns, flat.reshape(slash.shape)]) // passes)
     masses = sum(sums[1:], sums[0])  # [2, R, NB, g]
+    spans = OneSpan(shards.num_blocks, jnp.minimum(end, seq_len))
+    found = counted(masses, gamma, spans, (q.shape[0], q.shape[2]), shards.axis_names)
+    return found._replace(tokens=found.tokens[..., 0])
+
+
+def counted(
+    masses: Array, gamma: float, spans: Spans, sizes: tuple[int, int],
+    axis_names: exchange.AxisNames,
+) -> LastAttention:
+    """What all ranks get to know of the masses that each has of some heads.
+
+    Args:
+        masses: int32 [2, R, NB, g], of columns and of diagonals in order of distance.
+        gamma: share of the mass up to which tokens are counted.
+        spans: the sequences; where a row is one, E is 1 in the result.
+        sizes: B and Hq.
+        axis_names: mesh axes that the heads are dealt over.
+
+    Returns:
+        `LastAttention`, with tokens [2, B, Hq, E].
+    """
     rule = select.Rule(
         minimum=0,
-        maximum=jnp.minimum(end, seq_len),
+        maximum=spans.tokens,
         mass_target=min(round(gamma * estimate.MASS_ONE) + 1, (1 << 31) - 1),
         mass_mask=(1 << 31) - 1,
         keep_crossing=False,
     )
-    _, within = select.kept_entries(masses.astype(jnp.uint32), rule)
+    _, within = select.kept_entries(masses.astype(jnp.uint32), rule, spans)
     of_blocks = masses.sum(-1, dtype=jnp.int32)
-    packed = jnp.concatenate([within[..., None] + 1, of_blocks], axis=-1)
+    packed = jnp.concatenate([within.reshape(*of_blocks.shape[:2], -1) + 1, of_blocks], axis=-1)
     packed = jnp.moveaxis(packed, 0, 1).reshape(packed.shape[1], -1)
-    found = exchange.from_heads(packed, q.shape[0], q.shape[2], shards.axis_names)
+    found = exchange.from_heads(packed, *sizes, axis_names)
     found = jnp.moveaxis(found.reshape(*found.shape[:2], 2, -1), 2, 0)
-    return LastAttention(found[..., 0], found[..., 1:])
+    num_blocks = of_blocks.shape[-1]
+    return LastAttention(found[..., :-num_blocks], found[..., -num_blocks:])
 
 
-def largest(masses: Array, counts: Array) -> Array:
-    """Marks the blocks of largest mass, the first block before all others.
+def largest(masses: Array, counts: Array, spans: Spans | None = None) -> Array:
+    """Marks the blocks of largest mass of each sequence, its first block before all others.
 
     Args:
         masses: int32 [..., NB], below 2^31.
-        counts: int32 [...], how many; at least 1.
+        counts: int32, how many of each sequence; at least 1.
+        spans: the sequences; None if each row is one.
 
     Returns:
-        bool [..., NB]. Of equal masses the smaller number comes first.
+        bool [..., NB]. Of equal masses the smaller number comes first. Of blocks of no sequence,
+        anything is marked.
     """
-    keys = masses.astype(jnp.uint32).at[..., 0].set(1 << 31)
-    kept, _ = select.kept_entries(keys[..., None], select.Rule(minimum=0, maximum=counts))
-    return kept[..., 0]
+    spans = OneSpan(masses.shape[-1], 0) if spans is None else spans
+    keys = jnp.where(spans.blocks == 0, jnp.uint32(1 << 31), masses.astype(jnp.uint32))
+    rule = select.Rule(minimum=0, maximum=counts)
+    return select.kept_entries(keys[..., None], rule, spans)[0][..., 0]
 
 
 def distances(q: Array, k: Array, shards: Shards, block_masses: Array) -> Array:
@@ -122,7 +152,7 @@ def distances(q: Array, k: Array, shards: Shards, block_masses: Array) -> Array:
     seen = jnp.where((positions >= 0)[:, None, None], last.astype(jnp.float32), 0.0)
     count = jnp.minimum(end, size)
     mean = estimate.ordered_sum(seen.transpose(0, 2, 1, 3)) / jnp.asarray(count, jnp.float32)
-    keys = _key_means(k, shards)
+    keys = key_means(k, shards)
     batch, kv_heads, num_blocks, dim = keys.shape
     logits = lax.dot_general(
         mean.reshape(batch, kv_heads, -1, dim), keys, (((3,), (3,)), ((0, 1), (0, 1))),
@@ -133,11 +163,12 @@ def distances(q: Array, k: Array, shards: Shards, block_masses: Array) -> Array:
     terms = estimate.relative_exp(
         logits, logits.max(-1, keepdims=True), shards.scale_for(dim)
     )
-    pooled = _shares(terms)
-    return _distance(pooled, _shares(block_masses.astype(jnp.float32) * 2.0**-30))
+    return distance(terms, block_masses, OneSpan(num_blocks, end))
 
 
-def pooled_lists(q: Array, k: Array, shards: Shards, gamma: float) -> Array:
+def pooled_lists(
+    q: Array, k: Array, shards: Shards, gamma: float, slots: DocumentSlots | None = None
+) -> Array:
     """The largest entries of pooled attention, of all rows together, while within gamma of all.
 
     Args:
@@ -145,64 +176,35 @@ def pooled_lists(q: Array, k: Array, shards: Shards, gamma: float) -> Array:
         k: [B, n, Hk, D], local keys.
         shards: where they lie.
         gamma: share of the number of rows, which is the sum of all entries.
+        slots: the documents that are sequences of their own, with `shards.documents`; None if each
+            sequence is one.
 
     Returns:
-        bool [B, Hq, n/g, NB], of the local rows.
+        bool [B, Hq, n/g, NB], of the local rows; rows of no slot, and blocks of other documents
+        than the row's, have any.
     """
-    size = q.shape[1] // shards.block_ids.shape[0]
-    places = shards.block_ids
-    num_rows = shards.num_blocks
-    if shards.valid_len is not None:
-        places = jnp.where(places * size < shards.valid_len, places, -1)
-        num_rows = -(-shards.valid_len // size)
-    queries = pooling.block_means(q, shards.block_ids, shards.ends(shards.block_ids, size))
-    keys = _key_means(k, shards)
+    size, places = q.shape[1] // shards.block_ids.shape[0], shards.block_ids
+    ends = shards.ends(places, size)
+    if ends is not None:
+        places = jnp.where(places * size < ends, places, -1)
+    queries = pooling.block_means(q, shards.block_ids, ends)
+    keys = key_means(k, shards)
     shares = row_scores.block_masses(
-        queries[:, :, :, None], keys[:, :, :, None], places[:, None],
+        queries[:, :, :, None], keys[:, :, :, None], places[..., None],
+        shards.first_blocks(shards.block_ids),
         scale=shards.scale_for(q.shape[3]), like=q, backend="xla",  # a product for 128^2 pairs
     )
     mass = jnp.round(shares * estimate.MASS_ONE).astype(jnp.uint32)
-    # gamma * num_rows * 2^30 in limbs of 16 bits: below 2^46.
-    target = round(gamma * (1 << _GAMMA_BITS)) * jnp.asarray(num_rows, jnp.uint32)
-    high, low = target >> 1, (target & 1) << (_LIMB - 1)
-
-    def sums(candidates: Array) -> tuple[Array, Array, Array]:
-        """For candidates uint32 [B, Hq]: limbs of the sum of all that reach it, and row counts."""
-        reached = mass >= candidates[..., None, None]
-        of_rows = jnp.where(reached, mass, 0).sum(-1, dtype=jnp.uint32)
-        limbs = of_rows >> _LIMB, of_rows & ((1 << _LIMB) - 1)
-        upper, lower = exchange.exact_sum(
-            tuple(x.sum(-1, dtype=jnp.uint32) for x in limbs), shards.axis_names
-        )
-        return upper + (lower >> _LIMB), lower & ((1 << _LIMB) - 1), reached
-
-    def within(upper: Array, lower: Array) -> Array:
-        return (upper < high) | ((upper == high) & (lower <= low))
-
-    # The least mass above which all entries together are within the target, bit by bit: all
-    # entries that reach `too_low` are too much, or it is 0.
-    def narrow(step: Array, too_low: Array) -> Array:
-        candidate = too_low + (jnp.uint32(1) << (30 - step).astype(jnp.uint32))
-        upper, lower, _ = sums(candidate)
-        return jnp.where(within(upper, lower), too_low, candidate)
-
-    cut = lax.fori_loop(0, 31, narrow, jnp.zeros(mass.shape[:2], jnp.uint32))
-    upper, lower, above = sums(cut + 1)
-    equal = (mass == cut[..., None, None]) & (cut > 0)[..., None, None]
-    # How many entries of the cut itself stay within: those left in limbs, divided exactly.
-    missing = _difference(high, low, upper, lower)
-    room = _quotient(*missing, jnp.maximum(cut, 1))
-    of_rows = equal.sum(-1, dtype=jnp.int32)  # [B, Hq, n]
-    everywhere = jnp.zeros((*of_rows.shape[:2], shards.num_blocks), jnp.int32)
-    everywhere = exchange.exact_sum(
-        everywhere.at[..., shards.block_ids].set(of_rows), shards.axis_names
-    )
-    before = (jnp.cumsum(everywhere, -1, dtype=jnp.int32) - everywhere)[..., shards.block_ids]
-    kept = first_of(sets.pack(equal), jnp.maximum(room[..., None] - before, 0))
-    return above | sets.unpack(kept, shards.num_blocks)
+    if slots is not None:
+        num_rows = slots.blocks[:, None]
+    elif shards.valid_len is None:
+        num_rows = shards.num_blocks
+    else:
+        num_rows = -(-shards.valid_len // size)
+    return largest_within(mass, gamma, num_rows, Rows(shards, slots))
 
 
-def _key_means(k: Array, shards: Shards) -> Array:
+def key_means(k: Array, shards: Shards) -> Array:
     """Means over the tokens of all key blocks: fp32 [B, Hk, NB, D], replicated."""
     ends = shards.ends(shards.block_ids, k.shape[1] // shards.block_ids.shape[0])
     means = pooling.block_means(k, shards.block_ids, ends).transpose(0, 2, 1, 3)
@@ -210,46 +212,39 @@ def _key_means(k: Array, shards: Shards) -> Array:
     return exchange.all_blocks(means, *where).transpose(0, 2, 1, 3)
 
 
-def _shares(x: Array) -> Array:
-    """Numbers [..., n], each at most 1, over their sum, which is one of integers."""
-    one = float(1 << (30 - (x.shape[-1] - 1).bit_length()))
-    total = jnp.round(x * one).astype(jnp.int32).sum(-1, keepdims=True, dtype=jnp.int32)
-    return x / jnp.maximum(total.astype(jnp.float32) * (1 / one), 1e-30)
+def distance(terms: Array, block_masses: Array, spans: Spans) -> Array:
+    """Jensen-Shannon distances of two distributions over the blocks of each sequence.
+
+    Args:
+        terms: fp32 [..., R, NB], from 0 to 1, proportional to the first.
+        block_masses: int32 like `terms`, proportional to the second.
+        spans: the sequences.
+
+    Returns:
+        fp32 for each sequence: the root of the divergence, natural logarithm.
+    """
+    return _distance(
+        _shares(terms, spans), _shares(block_masses.astype(jnp.float32) * 2.0**-30, spans), spans
+    )
 
 
-def _distance(p: Array, q: Array) -> Array:
-    """The root of the Jensen-Shannon divergence of shares [..., n], natural logarithm."""
+def _shares(x: Array, spans: Spans) -> Array:
+    """Numbers, each at most 1, over their sum in a sequence, which is one of integers."""
+    length = spans.total(jnp.ones_like(x, jnp.int32))
+    one = jnp.int32(1) << (lax.clz(jnp.maximum(length - 1, 0)) - 2)
+    one = one.astype(jnp.float32)  # the sum of so many numbers stays within 2^30
+    whole = spans.total(jnp.round(x * spans.spread(one)).astype(jnp.int32))
+    total = jnp.maximum(whole.astype(jnp.float32) * (1 / one), 1e-30)
+    return x / spans.spread(total)
+
+
+def _distance(p: Array, q: Array, spans: Spans) -> Array:
+    """`distance` of shares."""
 
     def terms(x: Array, y: Array) -> Array:
         ratio = jnp.where(x > 0, 2 * x / jnp.maximum(x + y, 1e-30), 1.0)
         scaled = x * jnp.log(ratio) * float(1 << _DISTANCE_BITS)
-        return jnp.round(scaled).astype(jnp.int32).sum(-1, dtype=jnp.int32)
+        return jnp.round(scaled).astype(jnp.int32)
 
-    both = terms(p, q) + terms(q, p)
+    both = spans.total(terms(p, q) + terms(q, p))
     return jnp.sqrt(jnp.maximum(both, 0).astype(jnp.float32) * 2.0 ** -(_DISTANCE_BITS + 1))
-
-
-def _difference(high: Array, low: Array, upper: Array, lower: Array) -> tuple[Array, Array]:
-    """(high, low) - (upper, lower) in limbs of 16 bits, at least 0."""
-    borrow = (low < lower).astype(jnp.uint32)
-    return high - upper - borrow, low + (borrow << _LIMB) - lower
-
-
-def _quotient(high: Array, low: Array, by: Array) -> Array:
-    """(high * 2^16 + low) // by, at most 2^30, as int32; `by` uint32 in 1 .. 2^31 - 1.
-
-    By long division, a bit at a time: 64-bit integers are not at hand.
-    """
-    most = jnp.uint32(1 << 30)
-
-    def digit(step: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
-        rest, found = state
-        place = (47 - step).astype(jnp.uint32)
-        bit = jnp.where(place >= _LIMB, high >> (jnp.maximum(place, _LIMB) - _LIMB), low >> place)
-        rest = (rest << 1) | (bit & 1)
-        fits = rest >= by
-        found = jnp.minimum((found << 1) | fits, most)
-        return jnp.where(fits, rest - by, rest), found
-
-    zero = jnp.zeros(jnp.broadcast_shapes(high.shape, by.shape), jnp.uint32)
-    return lax.fori_loop(0, 48, digit, (zero, zero))[1].astype(jnp.int32)

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib import image
 
+from examples.strided_pattern import Strided
 from mtraining_jax import (
     Dense,
     Documents,
-    FlexPrefill,
     MoBA,
     SampledRows,
     VerticalSlash,
@@ -351,8 +351,8 @@ def test_what_documents_cannot_be_used_with_is_refused():
     documents = table(LENGTHS, 2)
     of_128 = Documents.from_lengths([[100]], SEQ_LEN)
     for options, message in [
-        (dict(pattern=FlexPrefill(block_size=BLOCK)),
-         "FlexPrefill does not read packed documents yet: use sampled_rows"),
+        (dict(pattern=Strided(block_size=BLOCK)),
+         "Strided does not read packed documents yet: use sampled_rows"),
         (dict(pattern=DenseIndex(BLOCK)),
          "pattern: a DenseIndex cannot leave out the pairs that join two documents; give a Block"),
         (dict(valid_len=9), "valid_len has no place beside documents"),

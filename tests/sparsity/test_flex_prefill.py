@@ -7,8 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.sparsity import FlexPrefill, Shards
-from mtraining_jax.sparsity.flex_steps import _quotient
+from mtraining_jax.sparsity.documents import Documents
+from mtraining_jax.sparsity.flex_cut import _quotient
 from tests.sparsity import inputs, oracle
 
 GAMMA, BUDGET, DIM = 0.5, 3, 16
@@ -16,9 +18,12 @@ CLOSE = 2e-6  # of masses: what rounding may put in either order
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def chosen(pattern, q, k, valid_len=None):
+def chosen(pattern, q, k, valid_len=None, documents=None):
     num_blocks = q.shape[1] // pattern.block_size
-    shards = Shards(jnp.arange(num_blocks), num_blocks, valid_len=valid_len)
+    documents = None if documents is None else documents.blocks()
+    shards = Shards(
+        jnp.arange(num_blocks), num_blocks, valid_len=valid_len, documents=documents
+    )
     choice = pattern.choose(q, k, shards)
     mask = choice.index.computes(
         jnp.arange(num_blocks) * pattern.block_size, jnp.arange(num_blocks)
@@ -27,12 +32,12 @@ def chosen(pattern, q, k, valid_len=None):
 
 
 def means(x, size):
-    return x.reshape(-1, size, x.shape[1]).mean(1)
+    return np.array([x[i : i + size].mean(0) for i in range(0, len(x), size)])
 
 
 def steps_one_to_three(q, k, size, aware):
     """Columns and diagonals: [NB, NB], and the masses of key blocks."""
-    seq_len, num_blocks = len(q), len(q) // size
+    seq_len, num_blocks = len(q), -(-len(q) // size)
     rows, columns = np.arange(seq_len - size, seq_len)[:, None], np.arange(seq_len)
     logits = np.where(columns <= rows, q[-size:] @ k.T / DIM**0.5, -np.inf)
     weights = oracle.softmax(logits)
@@ -42,7 +47,7 @@ def steps_one_to_three(q, k, size, aware):
     for score in (weights.mean(0), distance):
         tokens = (np.cumsum(np.sort(score)[::-1]) <= GAMMA).sum() + 1
         blocks = BUDGET if aware else max(tokens // size + 1, BUDGET)
-        mass = score.reshape(num_blocks, size).sum(1)
+        mass = np.pad(score, (0, -seq_len % size)).reshape(num_blocks, size).sum(1)
         of_blocks.append(mass.copy())
         mass[0] = np.inf
         sets.append(np.argsort(-mass, kind="stable")[:blocks])
@@ -60,7 +65,7 @@ def distance(q, k, size, mass):
 
 
 def pooled_rows(q, k, size):
-    num_blocks = len(q) // size
+    num_blocks = -(-len(q) // size)
     logits = means(q, size) @ means(k, size).T / DIM**0.5
     return oracle.softmax(np.where(np.tri(num_blocks, dtype=bool), logits, -np.inf))
 
@@ -75,41 +80,123 @@ def pooled_lists(weights):
     return kept.reshape(weights.shape) & (weights > 0), flat[order[count]]
 
 
-# Blocks of one pass of the estimate, and of two.
-@pytest.mark.parametrize(("size", "num_blocks", "threshold"), [(16, 24, 0.1), (128, 6, 0.095)])
+def check_head(found, aware, q, k, size, threshold):
+    """Of one head in one sequence of any length: bool [NB, NB] and its kind, by the definition."""
+    _, mass = steps_one_to_three(q, k, size, False)
+    apart = distance(q, k, size, mass)
+    assert abs(apart - threshold) > 1e-3 and aware in (None, apart < threshold)
+    wanted, _ = steps_one_to_three(q, k, size, apart < threshold)
+    either = np.zeros_like(wanted)
+    if apart < threshold:
+        weights = pooled_rows(q, k, size)
+        kept, cut = pooled_lists(weights)
+        wanted |= kept
+        either = abs(weights - cut) < CLOSE
+    assert not ((found != wanted) & ~either).any()
+    assert either.sum() < 3 and found.diagonal().all()
+    return apart < threshold
+
+
+# Of packs, with two passes of the estimate for a block.
+SIZE, NUM_BLOCKS, THRESHOLD = 128, 16, 0.0945
+
+
+def pattern_of(size, threshold):
+    return FlexPrefill(GAMMA, threshold, BUDGET * size, dense_below=0, block_size=size)
+
+
+PACK = pattern_of(SIZE, THRESHOLD)
+
+
+@pytest.mark.parametrize(("size", "num_blocks", "threshold"), [(16, 24, 0.1), (SIZE, 6, THRESHOLD)])
 def test_both_kinds_of_heads_are_those_of_the_definition(size, num_blocks, threshold):
     q, k = inputs.random(0, 2, size * num_blocks, 4, 2, DIM)
-    pattern = FlexPrefill(GAMMA, threshold, BUDGET * size, block_size=size)
-    found, aware = jax.device_get(chosen(pattern, q, k))
+    found, aware = jax.device_get(chosen(pattern_of(size, threshold), q, k))
     q, k = np.asarray(q, np.float64), np.asarray(k, np.float64)
     for b, h in np.ndindex(2, 4):
-        one_q, one_k = q[b, :, h], k[b, :, h // 2]
-        _, mass = steps_one_to_three(one_q, one_k, size, False)
-        apart = distance(one_q, one_k, size, mass)
-        assert abs(apart - threshold) > 1e-3 and aware[b, h] == (apart < threshold)
-        wanted, _ = steps_one_to_three(one_q, one_k, size, aware[b, h])
-        either = np.zeros_like(wanted)
-        if aware[b, h]:
-            weights = pooled_rows(one_q, one_k, size)
-            kept, cut = pooled_lists(weights)
-            wanted |= kept
-            either = abs(weights - cut) < CLOSE
-        assert not ((found[b, h] != wanted) & ~either).any()
-        assert either.sum() < 3 and found[b, h].diagonal().all()
+        check_head(found[b, h], aware[b, h], q[b, :, h], k[b, :, h // 2], size, threshold)
     assert set(np.ravel(aware)) == {0.0, 1.0}
 
 
+# One of the documents is dense, and the last block of another is not whole.
+LENGTHS = [[768, 130, 768], [1142]]
+SPANS = [[(0, 6), (6, 8), (8, 14)], [(0, 9)]]
+DOCUMENTS = Documents.from_lengths(LENGTHS, NUM_BLOCKS * SIZE, SIZE)
+
+
+@functools.cache
+def pack():
+    return inputs.random(0, 2, NUM_BLOCKS * SIZE, 4, 2, DIM)
+
+
+def test_each_document_of_a_pack_has_the_blocks_of_the_definition():
+    found, shares = jax.device_get(chosen(PACK, *pack(), documents=DOCUMENTS))
+    q, k = (np.asarray(x, np.float64) for x in pack())
+    kinds = np.zeros((2, 4, 3))
+    outside = np.ones_like(found[0, 0])
+    for b, h in np.ndindex(2, 4):
+        outside[:] = True
+        for n, ((first, end), length) in enumerate(zip(SPANS[b], LENGTHS[b], strict=True)):
+            own, tokens = slice(first, end), slice(first * SIZE, first * SIZE + length)
+            outside[own, own] = False
+            if end - first <= BUDGET:
+                np.testing.assert_array_equal(found[b, h, own, own], np.tri(end - first))
+                continue
+            one = q[b, tokens, h], k[b, tokens, h // 2]
+            kinds[b, h, n] = check_head(found[b, h, own, own], None, *one, SIZE, THRESHOLD)
+        assert not found[b, h][outside].any()
+    np.testing.assert_allclose(shares, kinds.sum(-1) / [[2], [1]])
+    # Heads of both kinds, and one that is of another kind in each document.
+    assert set(np.ravel(shares)) == {0.0, 0.5, 1.0}
+
+
+def test_a_document_has_the_blocks_it_has_as_a_sequence_and_no_other_changes_them():
+    found, _ = chosen(PACK, *pack(), documents=DOCUMENTS)
+    whole = [(first * SIZE, end * SIZE) for first, end in (SPANS[0][0], SPANS[0][2])]
+    alone = [jnp.stack([x[0, start:end] for start, end in whole]) for x in pack()]
+    for row, (start, end) in zip(chosen(PACK, *alone)[0], whole, strict=True):
+        own = slice(start // SIZE, end // SIZE)
+        np.testing.assert_array_equal(found[0, :, own, own], row)
+    # The dense document between these two, and padding.
+    other = [
+        x.at[0, whole[0][1] : whole[1][0]].multiply(-3.0).at[0, whole[1][1] :].set(9.0)
+        .at[1, LENGTHS[1][0] :].set(-9.0) for x in pack()
+    ]  # fmt: skip
+    again, _ = chosen(PACK, *other, documents=DOCUMENTS)
+    np.testing.assert_array_equal(found, again)
+
+
+def test_eight_ranks_choose_in_documents_what_one_device_does():
+    ranks = 8
+    layout = Layout("striped", NUM_BLOCKS * SIZE, ranks, SIZE)
+    rows = np.stack([layout.block_ids(rank) for rank in range(ranks)]).astype(np.int32)
+
+    def on_rank(q, k, rows):
+        where = Shards(rows, NUM_BLOCKS, ("rank",), documents=DOCUMENTS.blocks())
+        choice = PACK.choose(q, k, where)
+        return choice.index.bits, choice.statistics["query_aware"]
+
+    blocks = [x.reshape(2, NUM_BLOCKS, SIZE, *x.shape[2:])[:, rows] for x in pack()]
+    dealt = [jnp.moveaxis(x, 1, 0).reshape(ranks, 2, -1, *x.shape[4:]) for x in blocks]
+    bits, shares = jax.device_get(jax.jit(jax.vmap(on_rank, axis_name="rank"))(*dealt, rows))
+    found = bits >> np.arange(NUM_BLOCKS, dtype=np.uint32) & 1 > 0
+    wanted, share = jax.device_get(chosen(PACK, *pack(), documents=DOCUMENTS))
+    np.testing.assert_array_equal(np.moveaxis(found, 0, 2), wanted[:, :, rows])
+    for of_rank in shares:
+        np.testing.assert_array_equal(of_rank, share)
+
+
 def test_padding_at_the_end_changes_no_list():
-    size, num_blocks, valid = 16, 24, 16 * 19 + 5
-    pattern = FlexPrefill(GAMMA, 0.1, BUDGET * size, block_size=size)
-    q, k = inputs.random(1, 1, size * num_blocks, 2, 1, DIM)
+    size, num_blocks, valid = 16, 27, 16 * 19 + 5
+    pattern = pattern_of(size, 0.1)
+    q, k = inputs.random(1, 2, size * num_blocks, 4, 2, DIM)
     found, aware = chosen(pattern, q, k, jnp.int32(valid))
     other = chosen(pattern, q.at[:, valid:].set(7.0), k.at[:, valid:].set(-7.0), jnp.int32(valid))
     np.testing.assert_array_equal(found[:, :, :20], other[0][:, :, :20])
     np.testing.assert_array_equal(aware, other[1])
-    whole = chosen(pattern, q[:, : 16 * 19], k[:, : 16 * 19])
-    cut = chosen(pattern, q, k, jnp.int32(16 * 19))
-    np.testing.assert_array_equal(whole[0], cut[0][:, :, :19, :19])
+    whole = chosen(pattern, q[:, : 16 * 24], k[:, : 16 * 24])
+    cut = chosen(pattern, q, k, jnp.int32(16 * 24))
+    np.testing.assert_array_equal(whole[0], cut[0][:, :, :24, :24])
 
 
 def test_short_sequences_are_dense():

@@ -1,0 +1,120 @@
+"""FlexPrefill's choice for each document of a pack, over all ranks.
+
+The steps are those of `flex_steps`, with each document in the place of the sequence: its last
+queries, its key blocks, one kind of head and one cut for each. What is kept of columns and of
+diagonals is written down by blocks of the pack, diagonal d of a document at the d-th of its blocks.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from mtraining_jax.sparsity import document_slots, estimate, exchange, flex_steps
+from mtraining_jax.sparsity.document_choice import by_distance
+from mtraining_jax.sparsity.document_slots import DocumentSlots
+from mtraining_jax.sparsity.pattern import Shards
+from mtraining_jax.sparsity.spans import PackedSpans
+
+
+def last_attention(
+    q_last: Array, k: Array, slots: DocumentSlots, shards: Shards, gamma: float
+) -> flex_steps.LastAttention:
+    """Masses of columns and diagonals of each document by its last queries.
+
+    Args:
+        q_last: [B, E, Hq, g, D], as `document_slots.last_queries` gives them.
+        k: [B, n, Hk, D], local keys.
+        slots: the documents, of at least g tokens each.
+        shards: where the keys lie.
+        gamma: share of the mass up to which tokens are counted.
+
+    Returns:
+        As `flex_steps.counted`.
+    """
+    batch, _, heads, size, _ = q_last.shape
+    passes = flex_steps.passes_of(size)
+    count = size // passes
+    # A pass has the queries before an earlier end of each document.
+    tokens = [jnp.maximum(slots.tokens - i * count, 0) for i in range(passes)]
+    parts = []
+    for number, ends in enumerate(tokens):
+        own = q_last[:, :, :, size - (number + 1) * count : size - number * count]
+        parts += document_slots.softmax_scores(own, k, slots._replace(tokens=ends), shards)
+    where = shards.block_ids, shards.num_blocks, shards.axis_names
+    whole, _ = exchange.to_heads(parts, *where)
+    entries = exchange.entries_of(batch, heads, shards.axis_names)
+    spans = PackedSpans(*(x[entries] for x in slots))
+    masses = 0
+    for number, ends in enumerate(tokens):
+        columns, own, tails = whole[3 * number : 3 * number + 3]
+        of_pass = dataclasses.replace(spans, tokens=ends[entries])
+        scores = by_distance(columns, estimate.join_diagonals(own, tails), of_pass)
+        masses += scores // passes
+    return flex_steps.counted(masses, gamma, spans, (batch, heads), shards.axis_names)
+
+
+def distances(
+    q_last: Array, k: Array, slots: DocumentSlots, shards: Shards, block_masses: Array
+) -> Array:
+    """As `flex_steps.distances`, of each document: fp32 [B, Hq, E].
+
+    Args:
+        q_last: as in `last_attention`, like the next three.
+        k: see there.
+        slots: see there.
+        shards: see there.
+        block_masses: int32 [B, Hq, NB], the masses of key blocks by their documents' last queries.
+    """
+    size, dim = q_last.shape[-2:]
+    means = estimate.ordered_sum(q_last.astype(jnp.float32)) / jnp.float32(size)  # [B, E, Hq, D]
+    held = jnp.minimum(slots.of_block, slots.first.shape[1] - 1)
+    own = jax.vmap(lambda means, slot: means[slot])(means, held)  # [B, NB, Hq, D]
+    keys = flex_steps.key_means(k, shards).swapaxes(1, 2)  # [B, NB, Hk, D]
+    # Each block is a product of its own, of the last queries of its document alone.
+    logits = lax.dot_general(
+        own.reshape(*keys.shape[:3], -1, dim), keys, (((4,), (3,)), ((0, 1, 2), (0, 1, 2))),
+        precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32,
+    ).reshape(*own.shape[:3]).swapaxes(1, 2)  # fmt: skip
+    rows = logits.reshape(-1, logits.shape[-1])
+    spans = of_heads(slots, logits.shape[1])
+    lowest = jnp.full((rows.shape[0], slots.first.shape[1] + 1), -jnp.inf)
+    row = jnp.arange(rows.shape[0], dtype=jnp.int32)[:, None]
+    peaks = spans.spread(lowest.at[row, spans.of_block].max(rows)[:, :-1])
+    terms = estimate.relative_exp(rows, peaks, shards.scale_for(dim))
+    found = flex_steps.distance(terms, block_masses.reshape(rows.shape), spans)
+    return found.reshape(*logits.shape[:2], -1)
+
+
+def kept_blocks(
+    found: flex_steps.LastAttention, counts: Array, slots: DocumentSlots, shards: Shards
+) -> Array:
+    """The blocks on the columns and diagonals of largest mass, of each document.
+
+    Args:
+        found: of `last_attention`.
+        counts: int32 [2, B, Hq, E], how many blocks of columns and diagonals; at least 1.
+        slots: the documents.
+        shards: where the rows lie.
+
+    Returns:
+        bool [B, Hq, n, NB], of the local rows. Rows of no slot, and blocks of other documents than
+        the row's, have any.
+    """
+    _, batch, heads, num_blocks = found.masses.shape
+    spans = of_heads(slots, heads)
+    flat = found.masses.reshape(2, -1, num_blocks), counts.reshape(2, batch * heads, -1)
+    kept = flex_steps.largest(*flat, spans).reshape(found.masses.shape)
+    columns, diagonals = kept
+    rows, blocks = shards.block_ids, jnp.arange(num_blocks, dtype=jnp.int32)
+    # Row r sees key block c if diagonal r - c of its document is kept, at block first + r - c.
+    first = shards.documents.of(rows).first[..., None]
+    place = jnp.clip(first + rows[:, None] - blocks, 0, num_blocks - 1)
+    on_diagonals = jax.vmap(lambda kept, place: kept[:, place])(diagonals, place)
+    return columns[:, :, None] | on_diagonals
+
+
+def of_heads(slots: DocumentSlots, heads: int) -> PackedSpans:
+    """The documents of rows b * Hq + h."""
+    return PackedSpans(*(jnp.repeat(x, heads, axis=0) for x in slots))
