@@ -31,7 +31,7 @@ from benchmarks.masks import BLOCK, Work
 from benchmarks.programs import Ours, random_inputs
 from benchmarks.report import setting
 from benchmarks.timing import median_ms
-from mtraining_jax.sparsity import Pattern, SampledRows, Shards, VerticalSlash
+from mtraining_jax.sparsity import FlexPrefill, MoBA, Pattern, SampledRows, Shards, VerticalSlash
 from mtraining_jax.sparsity.document_blocks import DocumentBlocks
 from mtraining_jax.sparsity.documents import Documents
 from pallas_kernels import BlockMaskIndex, DenseDocumentsIndex, DenseIndex, Index
@@ -44,6 +44,8 @@ _CHOSEN: dict[str, Callable[[int], Pattern]] = {
     "sampled_rows": lambda below: SampledRows(dense_below=below),
     "sampled_rows_and_128_columns": lambda below: SampledRows(columns=128, dense_below=below),
     "vertical_slash": lambda below: VerticalSlash(dense_below=below),
+    "flex_prefill": lambda below: FlexPrefill(dense_below=below),
+    "moba": lambda below: MoBA(),  # which knows no such limit
 }
 _CHOICE = "pack", "choose ms", "of one", "with short ones dense ms"
 _KINDS = "dense", "lists", "lists_and_columns"

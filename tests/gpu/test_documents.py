@@ -12,7 +12,9 @@ from mtraining_jax import Dense, Documents, FixedBudget, VerticalSlash, sparse_a
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.sparsity import (
     BlockTopK,
+    FlexPrefill,
     MixedRows,
+    MoBA,
     Prism,
     SampledRows,
     Shards,
@@ -35,6 +37,8 @@ PATTERNS = [
     SampledRows(tau=0.6, dense_below=DENSE_BELOW), XAttention(tau=0.6, dense_below=DENSE_BELOW),
     MixedRows(tau=0.6, dense_below=DENSE_BELOW), Prism(tau=0.6, dense_below=DENSE_BELOW),
     Dense(), SampledRows(tau=0.6, columns=100, dense_below=DENSE_BELOW), BlockTopK(top_blocks=4),
+    MoBA(chunk_size=256, top_k=3),
+    FlexPrefill(gamma=0.5, min_budget=256, dense_below=DENSE_BELOW),
 ]  # fmt: skip
 VERTICAL_SLASH = [
     VerticalSlash(preset=preset, top_p=0.6, max_slashes=4, dense_below=DENSE_BELOW, **options)
@@ -130,7 +134,9 @@ def test_a_pack_is_right_and_chooses_as_each_document_alone(number):
         assert isinstance(EVERY[number], Dense) == (bits.sum((1, 2)) == whole).all()
 
 
-@pytest.mark.parametrize("number", [0, len(PATTERNS), len(EVERY) - 2], ids=name)
+@pytest.mark.parametrize(
+    "number", [0, *(len(PATTERNS) - n for n in (2, 1, 0)), len(EVERY) - 2], ids=name
+)
 def test_eight_ranks_choose_the_rows_of_one(number):
     layout = Layout("striped", SIZE.seq_len, 8, BLOCK)
     rows = np.stack([layout.block_ids(rank) for rank in range(8)]).astype(np.int32)
