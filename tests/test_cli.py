@@ -81,6 +81,35 @@ def test_it_runs_the_configuration(runs, capsys):
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--sparsity.top_p=0.4"], 'sparsity.kind = "sampled_rows" does not read it, only'),
+        (["--data.text_field=body"], 'data.source = "python_stdlib" does not read it'),
+        (["--eval.batches=3"], "eval.every_steps = 0 never evaluates"),
+        (["--audit.rows=8"], "audit.every_steps = 0 and audit.gradient_every = 0 never audit"),
+        (["--profile.steps=3"], "profile.start = none traces nothing"),
+        (["--sparsity.tune_low=0.5"], 'sparsity.tune = "none" keeps the share as it is'),
+        (
+            ["--optimizer.final_lr_ratio=0.2", "--optimizer.schedule=constant"],
+            'optimizer.schedule = "constant" never lowers the rate',
+        ),
+        (["--data.balance=length"], "parallel.data = 1 has one group of devices only"),
+    ],
+)
+def test_an_option_without_effect_is_told(runs, capsys, arguments, reason):
+    name = arguments[0][2:].partition("=")[0]
+    assert main(["--config=tiny", *arguments]) == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"note: {name} has no effect: {reason}") and len(runs) == 1
+
+
+def test_an_option_that_is_read_is_not_told(runs, capsys):
+    read = ["--sparsity.tau=0.5", "--eval.every_steps=3", "--eval.batches=3", "--audit.rows=8"]
+    assert main(["--config=tiny", *read, "--audit.gradient_every=2"]) == 0
+    assert capsys.readouterr().err == ""
+
+
 def test_print_config(runs, capsys, tmp_path):
     assert main(["--config=tiny", "--run.steps=123", "--print-config"]) == 0
     path = tmp_path / "printed.toml"

@@ -1,0 +1,63 @@
+"""Fields that are given and have no effect, as another field switches off what reads them."""
+
+from collections.abc import Iterable, Iterator
+
+from mtraining_jax.config.fields import toml_value
+from mtraining_jax.config.schema import Config
+
+
+def unread(config: Config, names: Iterable[str]) -> list[str]:
+    """A sentence for each of some fields that nothing reads.
+
+    Files set such fields on purpose, for those who change the pattern or the source. On a command
+    line they are most likely a mistake.
+
+    Args:
+        config: a checked configuration.
+        names: dotted names of the fields that were given.
+    """
+    return [
+        f"{name} has no effect: {reason}"
+        for name in dict.fromkeys(names)
+        if (reason := next(_reasons(config, name), None)) is not None
+    ]
+
+
+def _reasons(config: Config, name: str) -> Iterator[str]:
+    section, _, field = name.rpartition(".")
+    audit, optimizer, profile = config.audit, config.optimizer, config.profile
+    if name.startswith("eval.") and field != "every_steps" and not config.eval.every_steps:
+        yield "eval.every_steps = 0 never evaluates"
+    if section == "audit" and not audit.every_steps and not audit.gradient_every:
+        if field not in ("every_steps", "gradient_every"):
+            yield "audit.every_steps = 0 and audit.gradient_every = 0 never audit"
+    if name == "profile.steps" and profile.start is None:
+        yield "profile.start = none traces nothing"
+    if name in ("sparsity.tune_low", "sparsity.tune_high") and config.sparsity.tune == "none":
+        yield 'sparsity.tune = "none" keeps the share as it is'
+    if name in ("optimizer.final_lr_ratio", "optimizer.decay_steps"):
+        if optimizer.schedule == "constant":
+            yield 'optimizer.schedule = "constant" never lowers the rate'
+    if name == "data.balance" and config.data.balance != "none":
+        if config.parallel.data == 1:
+            yield "parallel.data = 1 has one group of devices only"
+        if not config.data.has_documents:
+            yield 'without documents (data.mode = "pack") all sequences weigh the same'
+    yield from _of_another_plugin(config, section, field)
+
+
+def _of_another_plugin(config: Config, section: str, field: str) -> Iterator[str]:
+    """Of a field that belongs to other patterns or sources than the one that is selected."""
+    holder = {
+        "sparsity": config.sparsity, "data": config.data, "eval.data": config.eval.data
+    }.get(section)  # fmt: skip
+    if holder is None:
+        return
+    owners = type(holder).owners.get(field)
+    selector = holder.plugins.selector
+    chosen = getattr(holder, selector)
+    if owners is not None and chosen not in owners:
+        yield (
+            f"{section}.{selector} = {toml_value(chosen)} does not read it, only "
+            f"{' or '.join(map(toml_value, owners))}"
+        )
