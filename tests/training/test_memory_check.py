@@ -2,11 +2,14 @@
 
 import types
 
+import jax
+import jax.numpy as jnp
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from mtraining_jax.errors import UserError
 from mtraining_jax.platform import host_memory
-from mtraining_jax.training.memory_check import check_memory
+from mtraining_jax.training.memory_check import check_memory, check_state_memory
 
 GIB = 2**30
 
@@ -50,6 +53,19 @@ def test_devices_of_the_cpu_share_the_memory_of_the_machine(monkeypatch):
     check_memory(program(4 * GIB, 0, 0), devices)
     with pytest.raises(UserError, match=r"5\.0 GiB on each of 4 devices .* machine has 16\.0 GiB"):
         check_memory(program(5 * GIB, 0, 0), devices)
+
+
+def test_a_state_is_counted_before_it_is_made(monkeypatch):
+    monkeypatch.setattr("mtraining_jax.training.memory_check.host_memory", lambda: 16 * GIB)
+    mesh = jax.make_mesh((8,), ("device",), axis_types=(AxisType.Auto,))
+
+    def of(spec):
+        sharding = NamedSharding(mesh, PartitionSpec(spec))
+        return {"w": jax.ShapeDtypeStruct((GIB,), jnp.float32, sharding=sharding)}
+
+    check_state_memory(of("device"), mesh.local_devices)
+    with pytest.raises(UserError, match=r"the state .* needs 4\.0 GiB on each of 8 devices .* 16"):
+        check_state_memory(of(None), mesh.local_devices)
 
 
 def test_a_container_may_have_less_than_its_machine(monkeypatch, tmp_path):

@@ -30,6 +30,7 @@ from mtraining_jax.training.loop.finished_steps import FinishedSteps
 from mtraining_jax.training.loop.profile import ProfileWindow
 from mtraining_jax.training.loop.programs import Programs, compile_programs
 from mtraining_jax.training.loop.saving import Saving
+from mtraining_jax.training.memory_check import check_state_memory
 from mtraining_jax.training.state import StateBuilder
 from mtraining_jax.training.step import make_train_step
 from mtraining_jax.training.tuner import Tuner
@@ -107,6 +108,7 @@ class Trainer:
         self._groups = GroupWork.of(config, self._batches.loader)
         self._tuner = Tuner.of(config, self._batches.loader, mesh, self._groups)
         self._alarms = Alarms(config)
+        check_state_memory(builder.abstract(), self._devices)
         if resume_from is None:
             self._state = builder.fresh()
         else:
