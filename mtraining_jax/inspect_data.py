@@ -63,6 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if own.picture is not None:
             report.draw(own.picture)
             print(f"picture: {own.picture}")
+    except KeyboardInterrupt:
+        return print_error(UserError("interrupted"))
     except UserError as error:
         return print_error(error)
     return 0

@@ -1,6 +1,9 @@
 """What a run prints while it trains: a bar on a terminal, lines elsewhere."""
 
+import contextlib
 import datetime
+import os
+import sys
 import time
 from types import TracebackType
 from typing import Self
@@ -8,6 +11,7 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from mtraining_jax.errors import UserError
 from mtraining_jax.reporting.audit import audit_text
 from mtraining_jax.reporting.record import (
     Record,
@@ -39,9 +43,22 @@ class Display:
         self._held_out: str | None = None  # of the last evaluation
 
     def say(self, *lines: str) -> None:
-        """Prints lines as they are."""
-        for line in lines:
-            self._console.print(line, markup=False)
+        """Prints lines as they are.
+
+        Raises:
+            UserError: if they cannot be written, to a file on a full disk for instance.
+        """
+        try:
+            for line in lines:
+                self._console.print(line, markup=False)
+        except OSError as error:
+            self._console.quiet = True
+            if self._console.file is sys.stdout:
+                _discard_output()
+            raise UserError(
+                f"the run's output cannot be written ({error.strerror}); the same command goes on "
+                "from the newest checkpoint"
+            ) from error
 
     def start(self, step: int, total: int) -> None:
         """Shows the bar: `step` of `total` steps are done."""
@@ -101,6 +118,14 @@ class Display:
             return None
         seconds = (time.monotonic() - begin) / (step - first) * (self._total - step)
         return datetime.timedelta(seconds=round(seconds))
+
+
+def _discard_output() -> None:
+    """Sends what is still in the buffer nowhere: Python would fail to write it at its end."""
+    with contextlib.suppress(OSError, ValueError):  # no file, as in a notebook
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
 
 
 def step_line(record: Record, total: int) -> str:

@@ -1,3 +1,4 @@
+import io
 import json
 import sys
 import types
@@ -198,6 +199,17 @@ def test_writer_that_fails_closes_the_others(config):
     (config.run.folder / "tensorboard").write_text("in the way")
     with pytest.raises(UserError, match="metrics cannot be written"):
         open_writers(config, 0)
+
+
+def test_output_that_cannot_be_written_is_told():
+    class Full(io.StringIO):
+        def flush(self):
+            raise OSError(28, "No space left on device")
+
+    display = Display(console=Console(file=Full()))
+    with pytest.raises(UserError, match="output cannot be written .No space left on device.; the"):
+        display.say("a line")
+    display.say("which nobody would see")
 
 
 @pytest.mark.parametrize("terminal", [False, True])

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from mtraining_jax.config import Config, config_to_dict
-from mtraining_jax.config.fields import all_fields
+from mtraining_jax.config.fields import all_fields, toml_value
 from mtraining_jax.errors import UserError
 from mtraining_jax.training.state import TrainState
 
@@ -44,6 +44,7 @@ def check_same_model(
         now = current[section][field]
         if was != now:
             what = "of another model" if section == "model" else "of other trained parameters"
+            was, now = toml_value(was), toml_value(now)
             raise UserError(
                 f"{path} is a checkpoint {what}: {section}.{field} = {was} there and {now} here; "
                 f"set it to {was}, or start anew with another run.name or with "
