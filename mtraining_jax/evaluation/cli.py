@@ -128,12 +128,6 @@ def parse(arguments: Sequence[str]) -> Request | Path:
             raise UserError(f"{path} is no folder: a run's folder or a Hugging Face checkpoint is")
     if len({path.resolve() for path in models.values()}) < len(models):
         raise UserError(f"--second-model={found.second_model} is --model: give another one")
-    # Dense attention has blocks too.
-    if found.attention == "dense" and (unread := set(forwarded["sparsity"]) - {"block_size"}):
-        raise UserError(
-            f"--sparsity.{min(unread)} has no effect with --attention=dense; sparse and both read "
-            "it"
-        )
     both = ("dense", "sparse")
     return Request(
         models=models,

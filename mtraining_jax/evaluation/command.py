@@ -16,7 +16,7 @@ from mtraining_jax.evaluation.cli import Request
 from mtraining_jax.evaluation.engine import Engine
 from mtraining_jax.evaluation.progress import Watch
 from mtraining_jax.evaluation.results import Results, check_settings
-from mtraining_jax.evaluation.runner import Plan, check, check_lengths, evaluate
+from mtraining_jax.evaluation.runner import Plan, check, check_lengths, check_vocabulary, evaluate
 from mtraining_jax.evaluation.tasks import make_tasks
 from mtraining_jax.models.hf.config import CONFIG_FILE, read_hf_values
 from mtraining_jax.training.checkpoint import newest_step, read_record
@@ -48,6 +48,8 @@ def run(request: Request, console: Console, command: str) -> None:
         check_lengths(plan.lengths, max_positions(path), names[label])
     engines = _load(request, "model", console)
     check(plan, engines[request.attentions[0]], names["model"])
+    vocab_size = engines[request.attentions[0]].spec.vocab_size
+    check_vocabulary(plan.tasks, vocab_size, names["model"])
     with (
         Results(request.output, settings) as results,
         Watch(console) as watch,

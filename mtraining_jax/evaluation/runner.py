@@ -63,6 +63,21 @@ def check_lengths(lengths: Sequence[int], max_positions: int, name: str) -> None
             )
 
 
+def check_vocabulary(tasks: Sequence[Task], vocab_size: int, name: str) -> None:
+    """Finds tasks whose token ids a model does not have.
+
+    Raises:
+        UserError: naming the task and its option.
+    """
+    for task in tasks:
+        ids = getattr(task, "vocab_size", None)
+        if ids is not None and ids > vocab_size:
+            raise UserError(
+                f'task "{task.name}" has {ids} token ids, and {name} knows {vocab_size}: '
+                f"--task.vocab_size must be at most {vocab_size}"
+            )
+
+
 def check(plan: Plan, model: Model, name: str) -> None:
     """Finds what cannot be evaluated, before anything runs.
 

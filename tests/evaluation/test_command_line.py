@@ -46,7 +46,6 @@ def test_arguments_are_sorted(tmp_path):
         ("--lengths 4x", '--lengths has "4x", which must be a number of tokens, as 4096 or 4K'),
         ("--second-model nowhere", "nowhere is no folder"),
         ("--second-model {0}", "is --model: give another one"),
-        ("--sparsity.tau=0.5", "--sparsity.tau has no effect with --attention=dense"),
         ("--tasks ,", "--tasks is missing"),
     ],
 )

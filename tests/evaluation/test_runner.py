@@ -14,7 +14,7 @@ from mtraining_jax.errors import UserError
 from mtraining_jax.evaluation.progress import Watch
 from mtraining_jax.evaluation.report import write_report
 from mtraining_jax.evaluation.results import Results, read_lines, read_settings
-from mtraining_jax.evaluation.runner import Plan, check, evaluate
+from mtraining_jax.evaluation.runner import Plan, check, check_vocabulary, evaluate
 from mtraining_jax.evaluation.tasks import Document, Task, make_tasks
 from tests.evaluation.fake_model import FakeModel
 
@@ -114,6 +114,13 @@ def test_results_of_another_kind_are_refused_and_nothing_is_written(tmp_path):
     path.write_text('{"model": "model"}\n' + path.read_text())
     with pytest.raises(UserError, match="line 1 is no result of an evaluation"):
         Results(tmp_path, settings)
+
+
+def test_a_task_with_more_ids_than_the_model_is_refused():
+    tasks = make_tasks(["needle", "mqar"], {"pairs": "4", "vocab_size": "64"})
+    check_vocabulary(tasks, 64, "tiny")
+    with pytest.raises(UserError, match='"mqar" has 64 token ids, and tiny knows 63: --task.vocab'):
+        check_vocabulary(tasks, 63, "tiny")
 
 
 def test_settings_of_an_evaluation_without_a_line_bind_nobody(tmp_path):
