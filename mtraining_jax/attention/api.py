@@ -84,9 +84,9 @@ def sparse_attention(
             leading axes of q have, or of one for all; their block size is that of the pattern. A
             query then sees its own document only, whose pairs are chosen as if it were alone;
             documents of fewer tokens than `pattern.dense_below` keep all of theirs. A block of no
-            document gives output 0, lse -inf and gradients 0. For patterns that list blocks for
-            each row of blocks, `VerticalSlash`, `Dense()`, and a `BlockMaskIndex` or
-            `DenseDocumentsIndex`, which is cut to the documents.
+            document gives output 0, lse -inf and gradients 0. For patterns that choose by
+            documents (`for_documents`), which all of this package do but those that are not causal,
+            and for a `BlockMaskIndex` or `DenseDocumentsIndex`, which is cut to the documents.
         return_lse: also give the log of the softmax's denominator, differentiable.
         return_index: also give the index, for `inspect` or for `pattern` of another call.
         batch_axis: mesh axes of the batch, () for none. Default: those q is sharded over, where
