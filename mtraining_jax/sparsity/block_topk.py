@@ -41,6 +41,11 @@ class BlockTopK(Pattern):
     def __post_init__(self) -> None:
         check_limits(self)
 
+    @property
+    def dense_below(self) -> int:
+        """Documents of fewer tokens than this, padding included, have all of their pairs."""
+        return self.top_blocks * self.block_size + 1
+
     def more_pairs(self) -> str:
         """The field that more pairs follow from."""
         return f"sparsity.top_blocks = {self.top_blocks} may be larger"

@@ -55,6 +55,11 @@ class MoBA(Pattern):
                 f"chunk_size={self.chunk_size} must be a multiple of block_size={self.block_size}"
             )
 
+    @property
+    def dense_below(self) -> int:
+        """Documents of fewer tokens than this, padding included, have all of their pairs."""
+        return self.top_k * self.chunk_size + 1
+
     def more_pairs(self) -> str:
         """The field that more pairs follow from."""
         return f"sparsity.top_k = {self.top_k} may be larger"

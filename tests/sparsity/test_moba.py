@@ -184,6 +184,9 @@ def test_blocks_are_chosen_by_means_of_queries_and_keys():
             for x, head in ((q, h), (k, h // 2))
         )
         products = queries @ keys.T
+        most_dense = (pattern.dense_below - 1) // BLOCK
+        whole = found[b, h].sum(-1) == np.arange(num_blocks) + 1
+        np.testing.assert_array_equal(whole, np.arange(num_blocks) < most_dense)
         for row in range(num_blocks):
             best = sorted(range(row), key=lambda c: (-products[row, c], c))[: most - 1]
             assert set(np.flatnonzero(found[b, h, row])) == {row, *best}
@@ -200,6 +203,11 @@ def test_padding_at_the_end_changes_no_block_that_counts():
 
     other = q.at[:, valid:].set(9.0), k.at[:, valid:].set(-9.0)
     np.testing.assert_array_equal(lists(q, k), lists(*other))
+
+
+def test_sequences_of_at_most_as_many_chunks_are_dense():
+    most = PATTERN.dense_below - 1
+    assert PATTERN.density(most) == 1 > PATTERN.density(most + BLOCK)
 
 
 def test_sizes_that_do_not_fit_are_refused():
