@@ -1,0 +1,108 @@
+"""What kernels that score key blocks by the last queries must give, against NumPy."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.backends import Estimate
+
+TILE, ROWS = 128, 64
+
+
+def _logits(q, k, block_ids, end):
+    """Causal logits fp64 [B, Hq, n, 64, 128], -inf ahead of the query."""
+    q, k = np.asarray(q, np.float64), np.asarray(k, np.float64)
+    k = np.repeat(k, q.shape[1] // k.shape[2], axis=2)
+    k = k.reshape(k.shape[0], len(block_ids), TILE, *k.shape[2:])
+    queries = end - ROWS + np.arange(ROWS)
+    keys = block_ids[:, None] * TILE + np.arange(TILE)
+    causal = keys[:, None, :] <= queries[:, None]
+    return np.where(causal, np.einsum("bhud,bnkhd->bhnuk", q, k), -np.inf)
+
+
+def check_sums(
+    kernels: Estimate, heads: int, kv_heads: int, valid_len: int | None, *, dim: int = 64,
+    dtype: str = "bfloat16",
+) -> None:
+    """Statistics and masses of three blocks of a sequence of six.
+
+    Args:
+        kernels: to check.
+        heads: of queries.
+        kv_heads: of keys.
+        valid_len: where the last queries end; None for the end of the sequence.
+        dim: of a head.
+        dtype: of queries and keys.
+    """
+    rng = np.random.default_rng(heads)
+    block_ids, num_blocks, scale = np.array([5, 0, 3], np.int32), 6, 1.6 / dim**0.5
+    q = jnp.asarray(rng.normal(size=(1, heads, ROWS, dim)), dtype)
+    k = jnp.asarray(rng.normal(size=(1, 3 * TILE, kv_heads, dim)), dtype)
+    valid = None if valid_len is None else jnp.int32(valid_len)
+    run = dict(scale=scale, valid_len=valid)
+    logits = _logits(q, k, block_ids, valid_len or num_blocks * TILE)
+
+    peak, total = kernels.block_statistics(q, k, block_ids, num_blocks, **run)
+    lowest = np.float64(np.finfo(np.float32).min)  # instead of -inf, where nothing is seen
+    expected = np.maximum(logits.max(-1), lowest)
+    # A peak near zero is a sum of products of either sign, whose rounding is not relative to it.
+    np.testing.assert_allclose(peak, expected, rtol=1e-5, atol=2e-6)
+    terms = np.exp((logits - expected[..., None]) * scale)
+    np.testing.assert_allclose(total, terms.sum(-1), rtol=1e-4)
+
+    peak = logits.max((2, 4)).astype(np.float32)
+    to_mass = rng.uniform(1, 9, peak.shape).astype(np.float32)
+    got = kernels.block_masses(q, k, block_ids, num_blocks, peak, to_mass, **run)
+    columns, own, beyond = map(np.asarray, got)
+    weights = np.exp((logits - peak[:, :, None, :, None]) * scale) * to_mass[:, :, None, :, None]
+    np.testing.assert_allclose(columns, weights.sum(-2), rtol=1e-4)
+    diagonals = np.zeros((1, heads, 3, 2 * TILE))
+    for u in range(ROWS):
+        diagonals[..., ROWS - 1 - u : ROWS - 1 - u + TILE] += weights[..., u, :]
+    np.testing.assert_allclose(own, diagonals[..., :TILE], rtol=1e-4)
+    np.testing.assert_allclose(beyond, diagonals[..., TILE:], rtol=1e-4)
+
+
+def check_sets_of_queries(kernels: Estimate) -> None:
+    """Blocks as sequences of one block, with queries and ends of their own.
+
+    They must have the bits of calls for one set of queries.
+    """
+    rng, heads, ends, of = np.random.default_rng(7), 2, [40, 128, 300], [1, 1, 0]
+    q = jnp.asarray(rng.normal(size=(2, heads, ROWS, 64)), jnp.bfloat16)
+    k = jnp.asarray(rng.normal(size=(3, TILE, 1, 64)), jnp.bfloat16)
+    peak, to_mass = (jnp.asarray(rng.uniform(4, 5, q.shape[:3]), jnp.float32) for _ in range(2))
+
+    def both(q, k, peak, to_mass, **more):
+        where = q, k, jnp.zeros(1, jnp.int32), 1
+        masses = kernels.block_masses(*where, peak, to_mass, scale=0.2, **more)
+        return *kernels.block_statistics(*where, scale=0.2, **more), *masses
+
+    more = dict(valid_len=jnp.array(ends, jnp.int32), queries=jnp.array(of, jnp.int32))
+    found = both(q, k, peak, to_mass, **more)
+    for n, (end, own) in enumerate(zip(ends, of, strict=True)):
+        one = (x[own : own + 1] for x in (q, peak, to_mass))
+        q_one, *rows = one
+        alone = both(q_one, k[n : n + 1], *rows, valid_len=jnp.int32(end))
+        for x, wanted in zip(found, alone, strict=True):
+            np.testing.assert_array_equal(x[n], wanted[0])
+
+
+def check_each_block_is_alone(kernels: Estimate) -> None:
+    """The bits of a block do not depend on which blocks are beside it, nor on their order."""
+    rng, num_blocks = np.random.default_rng(8), 4
+    q = jnp.asarray(rng.normal(size=(2, 2, ROWS, 64)), jnp.float16)
+    k = jnp.asarray(rng.normal(size=(2, num_blocks * TILE, 1, 64)), jnp.float16)
+    peak, to_mass = (jnp.asarray(rng.uniform(4, 5, q.shape[:3]), jnp.float32) for _ in range(2))
+
+    def both(k, ids):
+        where = q, k, jnp.asarray(ids, jnp.int32), num_blocks
+        masses = kernels.block_masses(*where, peak, to_mass, scale=0.2)
+        return *kernels.block_statistics(*where, scale=0.2), *masses
+
+    whole = both(k, range(num_blocks))
+    blocks = k.reshape(2, num_blocks, TILE, 1, 64)
+    for ids in ([2], [3, 1], [1, 0, 2, 3]):
+        for x, expected in zip(
+            both(blocks[:, np.array(ids)].reshape(2, -1, 1, 64), ids), whole, strict=True
+        ):
+            np.testing.assert_array_equal(x, expected[:, :, np.array(ids)])
