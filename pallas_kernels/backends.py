@@ -33,13 +33,13 @@ class Estimate(Protocol):
         self, q: Array, k: Array, block_ids: Array, num_blocks: int, *, scale: float,
         valid_len: Array | None = None, queries: Array | None = None,
     ) -> tuple[Array, Array]:
-        """See `pallas_kernels.mosaic_gpu.estimate.block_statistics`."""
+        """See `pallas_kernels.mosaic_gpu.kernels.estimate.block_statistics`."""
 
     def block_masses(
         self, q: Array, k: Array, block_ids: Array, num_blocks: int, peak: Array, to_mass: Array,
         *, scale: float, valid_len: Array | None = None, queries: Array | None = None,
     ) -> tuple[Array, Array, Array]:
-        """See `pallas_kernels.mosaic_gpu.estimate.block_masses`."""
+        """See `pallas_kernels.mosaic_gpu.kernels.estimate.block_masses`."""
 
 
 class BlockScores(Protocol):

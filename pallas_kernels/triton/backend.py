@@ -18,6 +18,7 @@ from pallas_kernels.triton import device
 from pallas_kernels.triton.block_masses import TritonBlockScores
 from pallas_kernels.triton.call import Call, run_on_gpu
 from pallas_kernels.triton.configs import Config, Configs, configs_for
+from pallas_kernels.triton.estimate import TritonEstimate
 from pallas_kernels.work.key_work import PARTS, KeyWork, join_parts, key_work
 from pallas_kernels.work.query_work import QueryWork, query_work
 
@@ -56,7 +57,10 @@ class Triton:
     run: Callable[[Call], dict[str, Array]] | None = None
     capability: int | None = None
 
-    estimate = None
+    @property
+    def estimate(self) -> TritonEstimate:
+        """See `Backend.estimate`."""
+        return TritonEstimate(self.run)
 
     @property
     def block_scores(self) -> TritonBlockScores:

@@ -6,6 +6,7 @@ import os
 import pytest
 
 from pallas_kernels.triton import device
+from tests.gpu import estimate_checks
 from tests.pallas_kernels.contract import AttentionContract
 
 if importlib.util.find_spec("jax_triton") is None:
@@ -38,3 +39,22 @@ class TestHeadDim64(_Contract):
 
 class TestHeadDim128(_Contract):
     dim = 128
+
+
+@pytest.mark.parametrize("shape", estimate_checks.SHAPES, ids=str)
+def test_scores_by_the_last_queries_are_those_of_xla(shape):
+    estimate_checks.check_scores("triton", shape)
+
+
+@pytest.mark.parametrize("valid_len", [3000, 3072])  # of 4096, inside a block and at its end
+def test_scores_before_padding_are_those_of_xla(valid_len):
+    estimate_checks.check_scores_before_padding("triton", valid_len)
+
+
+@pytest.mark.parametrize("shape", estimate_checks.SHAPES, ids=str)
+def test_tiles_have_the_same_bits_on_every_rank_of_every_layout(shape):
+    estimate_checks.check_bits_of_ranks("triton", shape)
+
+
+def test_the_chosen_index_does_not_depend_on_the_order_of_blocks():
+    estimate_checks.check_order_of_blocks("triton")

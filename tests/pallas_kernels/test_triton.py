@@ -14,17 +14,27 @@ from pallas_kernels import BlockSparseIndex, DiagonalTiles, ListedTiles, backend
 from pallas_kernels.triton.backend import Triton
 from pallas_kernels.triton.block_masses import TritonBlockScores
 from pallas_kernels.triton.call import Call
+from pallas_kernels.triton.estimate import NUM_QUERIES, TritonEstimate
 from tests.pallas_kernels import cases
 from tests.pallas_kernels.block_masses import check_masses, check_masses_of_documents
 from tests.pallas_kernels.cases import Size
 from tests.pallas_kernels.contract import AttentionContract, backward, forward
+from tests.pallas_kernels.estimate import (
+    check_each_block_is_alone,
+    check_sets_of_queries,
+    check_sums,
+)
 
 if importlib.util.find_spec("jax_triton") is None:
     pytest.skip("needs the extra ampere", allow_module_level=True)
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("set TRITON_INTERPRET=1 to run Triton's interpreter", allow_module_level=True)
 
-from tests.pallas_kernels.triton_interpreter import interpret, run_interpreted  # noqa: E402
+from tests.pallas_kernels.triton_interpreter import (  # noqa: E402
+    InterpreterBuilder,
+    interpret,
+    run_interpreted,
+)
 
 INTERPRETED = "interpreted triton"
 backends.register(Triton(INTERPRETED, run=run_interpreted, capability=80), by_name_only=True)
@@ -155,3 +165,79 @@ def test_masses_are_those_of_a_softmax(blocks, rows, columns, length, first):
 
 def test_rows_see_no_block_before_the_first_one_of_their_document():
     check_masses_of_documents(SCORES)
+
+
+ESTIMATE = TritonEstimate(run_interpreted)
+
+
+# Groups of one, three and five heads. Where the last queries stand before padding, one block is
+# ahead of all of them and one of some.
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "valid_len", "dim", "dtype"),
+    [(2, 2, None, 128, "bfloat16"), (6, 2, 430, 64, "float16"), (5, 1, 430, 128, "bfloat16")],
+)
+def test_sums_of_the_last_queries_are_those_of_a_softmax(heads, kv_heads, valid_len, dim, dtype):
+    check_sums(ESTIMATE, heads, kv_heads, valid_len, dim=dim, dtype=dtype)
+
+
+def test_each_block_may_have_last_queries_and_an_end_of_its_own():
+    check_sets_of_queries(ESTIMATE)
+
+
+def test_the_last_queries_score_each_block_alone():
+    check_each_block_is_alone(ESTIMATE)
+
+
+def test_blocks_of_a_query_that_sees_nothing_add_nothing():
+    """Whatever the peak is: of a set of queries that stands for none it is -inf."""
+    q, k = (jnp.ones(x, jnp.float16) for x in ((1, 1, NUM_QUERIES, 64), (1, 128, 1, 64)))
+    for peak in (-jnp.inf, 0.0, 1e30):
+        found = ESTIMATE.block_masses(
+            q, k, jnp.zeros(1, jnp.int32), 1, jnp.full(q.shape[:3], peak),
+            jnp.ones(q.shape[:3]), scale=1.0, valid_len=jnp.int32(0),
+        )
+        for x in found:
+            np.testing.assert_array_equal(x, 0)
+
+
+def test_another_number_of_last_queries_is_left_to_xla():
+    assert ESTIMATE.unsupported(jnp.zeros((1, 1, 32, 64))) == "32 last queries (64 are needed)"
+    assert ESTIMATE.unsupported(jnp.zeros((1, 1, NUM_QUERIES, 64))) is None
+
+
+def test_the_last_block_of_more_than_2_to_the_31_elements_is_scored_as_alone(monkeypatch):
+    last = LONG // 128 - 1
+
+    def at_the_end(call: Call) -> dict[str, jax.Array]:
+        inputs = {name: np.asarray(x) for name, x in call.arrays.items()}
+        long = np.zeros((1, LONG, *inputs["k"].shape[2:]), inputs["k"].dtype)
+        long[:, -128:] = inputs["k"]
+        shifts = np.zeros((1, last + 1), np.int32)
+        shifts[:, -1:] = inputs["shifts"]
+        outputs = {
+            name: np.zeros((*x.shape[:2], last + 1, x.shape[3]), x.dtype)
+            for name, x in call.outputs.items()
+        }
+        with monkeypatch.context() as patch:  # only the programs of the last block run
+            for name, at in (("grid_dim", last + 1), ("grid_idx", last)):
+                patch.setattr(
+                    InterpreterBuilder, f"set_{name}",
+                    lambda self, x, _, z, name=name, at=at: setattr(self, name, (x, at, z)),
+                )
+            interpret(call, inputs | {"k": long, "shifts": shifts}, outputs)
+        return {name: jnp.asarray(x[:, :, -1:]) for name, x in outputs.items()}
+
+    assert LONG * HEADS * DIM > 2**31
+    rng = np.random.default_rng(3)
+    q = jnp.asarray(rng.normal(size=(1, HEADS, NUM_QUERIES, DIM)), jnp.float16)
+    k = jnp.asarray(rng.normal(size=(1, 128, HEADS, DIM)), jnp.float16)
+    row = jnp.ones(q.shape[:3], jnp.float32)
+    results = []
+    for kernels in (ESTIMATE, TritonEstimate(at_the_end)):
+        where = q, k, jnp.zeros(1, jnp.int32), 1
+        run = dict(scale=0.1, valid_len=jnp.int32(200))  # so that diagonals go on behind the block
+        masses = kernels.block_masses(*where, row, row, **run)
+        results.append([*kernels.block_statistics(*where, **run), *masses])
+    for alone, long in zip(*results, strict=True):
+        assert np.asarray(alone).any()
+        np.testing.assert_array_equal(alone, long)

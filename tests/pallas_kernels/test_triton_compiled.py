@@ -12,9 +12,11 @@ import pytest
 
 import pallas_kernels
 from benchmarks import ampere_code, tune_triton
-from mtraining_jax import sparse_attention
+from mtraining_jax import VerticalSlash, sparse_attention
 from pallas_kernels import DenseIndex
 from pallas_kernels.triton.block_masses import TritonBlockScores
+from pallas_kernels.triton.call import Call
+from pallas_kernels.triton.estimate import NUM_QUERIES, TritonEstimate
 from tests.pallas_kernels.described import (
     A100,
     H200,
@@ -94,6 +96,59 @@ def test_the_kernel_that_scores_key_blocks_for_an_a100(length, columns):
     (kernel,) = (compile_call(call, 80) for call in calls)
     assert kernel.shared_bytes <= SHARED_BYTES[86] and kernel.spilled_bytes <= SPILLED_BYTES
     assert "mma.sync" in kernel.ptx and "cp.async.cg" in kernel.ptx and "wgmma" not in kernel.ptx
+
+
+def _estimate_calls(dim: int, blocks: int) -> list[Call]:
+    """The calls that score some blocks of a longer sequence by its last queries."""
+    calls = []
+
+    def record(call: Call):
+        calls.append(call)
+        return {name: jnp.zeros(x.shape, x.dtype) for name, x in call.outputs.items()}
+
+    kernels, row = TritonEstimate(record), shaped(B, HQ, NUM_QUERIES, dtype="float32")
+    where = (
+        shaped(B, HQ, NUM_QUERIES, dim), shaped(B, blocks * G, HK, dim),
+        shaped(blocks, dtype=jnp.int32),
+    )  # fmt: skip
+    settings = dict(num_blocks=1024, scale=0.1)
+    jax.eval_shape(functools.partial(kernels.block_statistics, **settings), *where)
+    jax.eval_shape(
+        functools.partial(kernels.block_masses, **settings), *where, peak=row, to_mass=row
+    )
+    return calls
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("capability", [80, 86])
+def test_the_kernels_that_score_by_the_last_queries(capability, dim):
+    kernels = [compile_call(call, capability) for call in _estimate_calls(dim, blocks=4)]
+    assert [kernel.name for kernel in kernels] == ["estimate_statistics", "estimate_masses"]
+    for kernel in kernels:
+        assert kernel.shared_bytes <= SHARED_BYTES[capability], kernel.name
+        assert kernel.spilled_bytes <= SPILLED_BYTES, kernel.name
+        assert "mma.sync" in kernel.ptx and "cp.async.cg" in kernel.ptx, kernel.name
+        assert "wgmma" not in kernel.ptx and "atom" not in kernel.ptx, kernel.name
+        assert f".target sm_{capability}" in kernel.ptx, kernel.name
+
+
+def test_ranks_score_by_the_last_queries_with_the_same_code():
+    """One block and all of them: Triton makes other code of counts that 16 divides, and of 1."""
+    for one, every in zip(_estimate_calls(64, 1), _estimate_calls(64, 1024), strict=True):
+        assert one.kernel is every.kernel and one.config == every.config
+        assert one.constants == every.constants and one.numbers == every.numbers
+        assert not any(isinstance(x, int) for x in one.numbers.values())
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda13_plugin") is None, reason="needs the CUDA plugin of JAX"
+)
+def test_vertical_slash_scores_and_attends_by_kernels_on_an_a100():
+    q, k, v = qkv(128, "bfloat16", nk=NQ)
+    attention = functools.partial(sparse_attention, pattern=VerticalSlash())
+    with target(A100):
+        lowered = jax.jit(attention).trace(q, k, v).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("custom_call @triton_kernel_call_ffi") == 3
 
 
 @pytest.mark.skipif(

@@ -20,6 +20,7 @@ from triton.runtime import interpreter
 
 from pallas_kernels.triton.call import Call
 
+InterpreterBuilder = interpreter.InterpreterBuilder
 _one_at_a_time = threading.Lock()  # the interpreter has one state
 
 
@@ -96,7 +97,7 @@ def _with_bf16() -> None:
     Triton 3.9 multiplies matrices of bf16 as if their bits were integers, and rounds to bf16 by
     cutting bits off.
     """
-    builder, bf16 = interpreter.InterpreterBuilder, np.dtype(ml_dtypes.bfloat16)
+    builder, bf16 = InterpreterBuilder, np.dtype(ml_dtypes.bfloat16)
     cast, dot = builder.cast_impl, builder.create_dot
 
     def cast_impl(self, src, dst_type):

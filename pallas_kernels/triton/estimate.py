@@ -1,0 +1,90 @@
+"""Scores of key blocks by the last queries by Triton kernels: `backends.Estimate` before Hopper."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_kernels.masses import LOG2E
+from pallas_kernels.triton.call import Call, run_on_gpu
+from pallas_kernels.triton.configs import Config
+
+NUM_QUERIES = 64
+_BLOCK = 128
+# Of both kernels; chosen as those of configs.py, by what the compiler reports for sm_80.
+CONFIG = Config(rows=NUM_QUERIES, keys=_BLOCK, warps=4, stages=3)
+
+
+@dataclasses.dataclass(frozen=True)
+class TritonEstimate:
+    """The kernels behind the contract of `pallas_kernels.backends.Estimate`.
+
+    Attributes:
+        run: runs a call of a kernel; None for jax-triton on a GPU.
+    """
+
+    run: Callable[[Call], dict[str, Array]] | None = None
+
+    def unsupported(self, q: Array) -> str | None:
+        """See `Estimate.unsupported`."""
+        if q.shape[2] == NUM_QUERIES:
+            return None
+        return f"{q.shape[2]} last queries ({NUM_QUERIES} are needed)"
+
+    def block_statistics(
+        self, q: Array, k: Array, block_ids: Array, num_blocks: int, *, scale: float,
+        valid_len: Array | None = None, queries: Array | None = None,
+    ) -> tuple[Array, Array]:
+        """See `Estimate.block_statistics`."""
+        from pallas_kernels.triton.kernels.estimate import estimate_statistics
+
+        shape = k.shape[0], q.shape[1], block_ids.shape[0], NUM_QUERIES
+        arrays = {"q": q, "k": k, **_places(k, block_ids, num_blocks, valid_len, queries)}
+        return self._over_blocks(estimate_statistics, arrays, ("peak", "total"), shape, scale)
+
+    def block_masses(
+        self, q: Array, k: Array, block_ids: Array, num_blocks: int, peak: Array, to_mass: Array,
+        *, scale: float, valid_len: Array | None = None, queries: Array | None = None,
+    ) -> tuple[Array, Array, Array]:
+        """See `Estimate.block_masses`."""
+        from pallas_kernels.triton.kernels.estimate import estimate_masses
+
+        shape = k.shape[0], q.shape[1], block_ids.shape[0], _BLOCK
+        arrays = {"q": q, "k": k, **_places(k, block_ids, num_blocks, valid_len, queries)}
+        arrays |= {"peak": peak, "to_mass": to_mass}
+        names = "columns", "own_diagonals", "beyond"
+        return self._over_blocks(estimate_masses, arrays, names, shape, scale)
+
+    def _over_blocks(
+        self, kernel: Any, arrays: dict[str, Array], names: tuple[str, ...],
+        shape: tuple[int, ...], scale: float,
+    ) -> tuple[Array, ...]:
+        """Runs a kernel with a program for each key block and key/value head; its outputs."""
+        q, k = arrays["q"], arrays["k"]
+        call = Call(
+            kernel, arrays, dict.fromkeys(names, jax.ShapeDtypeStruct(shape, jnp.float32)),
+            {"log2_scale": float(scale) * LOG2E},
+            {
+                "HEADS": q.shape[1], "KV_HEADS": k.shape[2], "DIM": q.shape[3],
+                "ROWS": CONFIG.rows, "KEYS": CONFIG.keys,
+            },
+            (k.shape[0] * k.shape[2], shape[2]), CONFIG,
+        )  # fmt: skip
+        found = (self.run or run_on_gpu)(call)
+        return tuple(found[name] for name in names)
+
+
+def _places(
+    k: Array, block_ids: Array, num_blocks: int, valid_len: Array | None, queries: Array | None
+) -> dict[str, Array]:
+    """Where the queries of each block lie, and which these are, as kernels take them."""
+    batch = k.shape[0]
+    end = jnp.asarray(num_blocks * _BLOCK if valid_len is None else valid_len)
+    shifts = end.reshape(-1, 1) - NUM_QUERIES - block_ids * _BLOCK
+    if queries is None:
+        queries = jnp.arange(batch, dtype=jnp.int32)
+    shifts = jnp.broadcast_to(shifts.astype(jnp.int32), (batch, block_ids.shape[0]))
+    return {"shifts": shifts, "queries": queries}

@@ -1,0 +1,123 @@
+"""Triton kernels that score key blocks by the attention of the last queries of a sequence.
+
+A tile is one key block and one query head. A program takes a block for all heads that share its
+keys. Nothing but pointers and constants leads to what it computes, no count of blocks: the code is
+the same for any number of ranks, and so are the bits of a tile.
+"""
+
+import triton
+import triton.language as tl
+
+_WIDTH = tl.constexpr(32)  # of a warp
+_LOWEST = tl.constexpr(-3.4028234663852886e38)  # of the finite numbers of fp32
+
+
+@triton.jit
+def _keys_of(k, HEADS: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr):
+    """The batch entry, the key/value head and the block of a program, and its keys [KEYS, DIM]."""
+    batch, head = (tl.program_id(0) // HEADS).to(tl.int64), tl.program_id(0) % HEADS
+    block, blocks = tl.program_id(1), tl.num_programs(1)
+    first = (batch * blocks + block) * (KEYS * HEADS * DIM) + head * DIM
+    offsets = tl.arange(0, KEYS)[:, None] * (HEADS * DIM) + tl.arange(0, DIM)[None, :]
+    return batch, head, block, tl.load(k + first + offsets)
+
+
+@triton.jit
+def estimate_statistics(
+    q, k, shifts, queries,
+    peak, total,
+    log2_scale,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """Peak and normaliser of each query of a tile.
+
+    Args:
+        q: [sets, HEADS, ROWS, DIM], bf16 or fp16.
+        k: [B, n * KEYS, KV_HEADS, DIM], n programs along the second axis of the grid.
+        shifts: int32 [B, n], how far the first query lies behind the first key of a block.
+        queries: int32 [B], the set of queries that scores the keys of an entry.
+        peak: fp32 [B, HEADS, n, ROWS], written: the largest q k of the keys that a query sees, the
+            lowest finite number where it sees none.
+        total: fp32 like it, written: the sum of exp2(log2_scale (q k - peak)).
+    """
+    batch, kv_head, block, keys = _keys_of(k, KV_HEADS, DIM, KEYS)
+    blocks = tl.num_programs(1)
+    shift, own = tl.load(shifts + batch * blocks + block), tl.load(queries + batch)
+    rows = tl.arange(0, ROWS)
+    seen = rows[:, None] + shift >= tl.arange(0, KEYS)[None, :]
+    offsets = rows[:, None] * DIM + tl.arange(0, DIM)[None, :]
+    first_head = kv_head * (HEADS // KV_HEADS)
+    for member in range(HEADS // KV_HEADS):
+        head = first_head + member
+        q_tile = tl.load(q + (own.to(tl.int64) * HEADS + head) * (ROWS * DIM) + offsets)
+        logits = tl.where(seen, tl.dot(q_tile, tl.trans(keys)), float("-inf"))
+        highest = tl.maximum(tl.max(logits, 1), _LOWEST)
+        terms = tl.exp2((logits - highest[:, None]) * log2_scale)
+        at = ((batch * HEADS + head) * blocks + block) * ROWS + rows
+        tl.store(peak + at, highest)
+        tl.store(total + at, tl.sum(terms, 1))
+
+
+@triton.jit
+def estimate_masses(
+    q, k, shifts, queries, peak, to_mass,
+    columns, own_diagonals, beyond,
+    log2_scale,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """Sums of the weights of a tile over its columns and over its diagonals.
+
+    Args:
+        q, k, shifts, queries: as `estimate_statistics` has them.
+        peak: fp32 [sets, HEADS, ROWS], the largest q k of each query over the whole sequence.
+        to_mass: fp32 like it; a weight is exp2(log2_scale (q k - peak)) to_mass.
+        columns: fp32 [B, HEADS, n, KEYS], written, of each key.
+        own_diagonals: fp32 like it, written: entry t is the diagonal on which the last query sees
+            key t.
+        beyond: fp32 like it, written: entry t is the one on which the last query sees key t of the
+            next block.
+        ROWS, KEYS: powers of two, at least 32.
+    """
+    batch, kv_head, block, keys = _keys_of(k, KV_HEADS, DIM, KEYS)
+    blocks = tl.num_programs(1)
+    shift, own = tl.load(shifts + batch * blocks + block), tl.load(queries + batch)
+    rows, slots = tl.arange(0, ROWS), tl.arange(0, KEYS)
+    seen = rows[None, :] + shift >= slots[:, None]
+    offsets = rows[:, None] * DIM + tl.arange(0, DIM)[None, :]
+    # Key j and row u lie on diagonal j + ROWS - 1 - u: the weights of a row belong `distance` slots
+    # further on. Here a row is turned within parts of a warp's width alone, for which lanes
+    # exchange each weight once. What is left is a number of whole parts, `carried`; those with the
+    # same number are added up over rows first, and only their sums are moved.
+    PARTS: tl.constexpr = KEYS // _WIDTH
+    distance, place = ROWS - 1 - rows[:, None, None], tl.arange(0, _WIDTH)[None, None, :]
+    turned = tl.broadcast_to((place - distance + ROWS) % _WIDTH, [ROWS, PARTS, _WIDTH])
+    carried = distance // _WIDTH + (place < distance % _WIDTH)
+    part = tl.broadcast_to(tl.arange(0, PARTS)[:, None], [PARTS, _WIDTH])
+    first_head = kv_head * (HEADS // KV_HEADS)
+    for member in range(HEADS // KV_HEADS):
+        head = first_head + member
+        row_at = own.to(tl.int64) * HEADS + head
+        q_tile = tl.load(q + row_at * (ROWS * DIM) + offsets)
+        row_peak = tl.load(peak + row_at * ROWS + rows)
+        row_to_mass = tl.load(to_mass + row_at * ROWS + rows)
+        # Keys are the rows of the product, so that a warp has all queries of a key, and sums over
+        # queries are sums within it.
+        logits = tl.dot(keys, tl.trans(q_tile))
+        weights = tl.exp2((logits - row_peak[None, :]) * log2_scale) * row_to_mass[None, :]
+        # Weights are masked, not logits: a query that sees nothing may have any peak.
+        weights = tl.where(seen, weights, 0.0)
+        skewed = tl.reshape(tl.trans(weights), [ROWS, PARTS, _WIDTH])
+        skewed = tl.gather(skewed, turned, 2)
+        on_own = tl.sum(tl.where(carried == 0, skewed, 0.0), 0)
+        on_next = tl.zeros([PARTS, _WIDTH], tl.float32)
+        for parts in tl.static_range(1, ROWS // _WIDTH + 1):
+            moved = tl.sum(tl.where(carried == parts, skewed, 0.0), 0)
+            moved = tl.gather(moved, (part - parts + PARTS) % PARTS, 0)
+            on_own += tl.where(part >= parts, moved, 0.0)
+            on_next += tl.where(part >= parts, 0.0, moved)
+        at = ((batch * HEADS + head) * blocks + block) * KEYS + slots
+        tl.store(columns + at, tl.sum(weights, 1))
+        tl.store(own_diagonals + at, tl.reshape(on_own, [KEYS]))
+        tl.store(beyond + at, tl.reshape(on_next, [KEYS]))
