@@ -13,7 +13,15 @@ def test_a_table_tells_the_time_of_every_part(tmp_path):
     assert (tmp_path / "found.md").read_text() == text + "\n"
     cells = text.splitlines()[-1].strip("| ").split(" | ")
     assert cells[:2] == ["512", "Prism, 1 of each row of blocks, in each of two bands"]
-    assert all(float(x) > 0 for x in cells[2:6]) and cells[6] == "1.000"
+    assert all(float(x) > 0 for x in (cells[2], *cells[4:7])) and cells[7] == "1.000"
+    assert cells[3] == "–"
+
+
+def test_the_scores_of_the_last_queries_are_timed_by_themselves():
+    text = choice.main([*TINY, "--patterns", "vertical_slash,top_p=1.0", "--backend", "xla"])
+    cells = text.splitlines()[-1].strip("| ").split(" | ")
+    assert float(cells[2]) > 0 and float(cells[3]) > 0
+    assert cells[4:] == ["–", "–", "–", "1.000"]
 
 
 def test_other_patterns_are_refused():
