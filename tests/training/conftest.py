@@ -1,8 +1,8 @@
 import contextlib
 import dataclasses
 import io
+import json
 import os
-import pickle
 import shutil
 from pathlib import Path
 
@@ -72,7 +72,7 @@ def whole():
         checkpoint={"every_steps": 2},
         audit={"every_steps": 3, "rows": 16, "masks": ("1.0",), "alarm_recall": 1.0},
     )
-    ended = folder / "records.pickle"
+    ended = folder / "records.json"
     with FileLock(folder / "lock"):
         if not ended.exists():
             shutil.rmtree(config.run.folder, ignore_errors=True)  # of a process that failed
@@ -80,8 +80,8 @@ def whole():
             with contextlib.redirect_stdout(printed):
                 records = run(config)
             use_shared_programs()
-            ended.write_bytes(pickle.dumps((records, printed.getvalue())))
-    return Whole(config, *pickle.loads(ended.read_bytes()))
+            ended.write_text(json.dumps([records, printed.getvalue()]), encoding="utf-8")
+    return Whole(config, *json.loads(ended.read_text(encoding="utf-8")))
 
 
 @pytest.fixture
