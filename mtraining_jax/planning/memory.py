@@ -25,6 +25,9 @@ from mtraining_jax.training.state import StateBuilder
 _WIDE_ARRAYS = 13
 _MLP_ARRAYS = 6
 _HEAD_ARRAYS = 4
+# [tokens, num_heads * head_dim] for each copy of the queries that a pattern takes (MoBA): of bf16,
+# 5.8 to 6.3 in XLA's plan of attention's gradient for a CPU (docs/log/2026-11-23.md).
+_COPY_ARRAYS = 6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,7 +175,15 @@ def _layer(config: Config) -> int:
     if model.remat == "none":
         chunk = tokens
     mlp = _MLP_ARRAYS * chunk * model.intermediate_size * size
-    return wide + mlp + _layer_parameters(config)
+    return wide + mlp + _layer_parameters(config) + _query_copies(config)
+
+
+def _query_copies(config: Config) -> int:
+    """Bytes of the queries' copies and of what is computed for each, in one layer."""
+    model = config.model
+    copies = config.choosing.query_copies(config.data.seq_len // config.sparsity.block_size)
+    queries = config.local_tokens * model.num_heads * model.head_dim * _dtype_bytes(config)
+    return _COPY_ARRAYS * copies * queries
 
 
 def _loss(config: Config) -> int:

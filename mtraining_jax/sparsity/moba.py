@@ -112,3 +112,8 @@ class MoBA(Pattern):
         """A bit for each query and chunk, and a number for each row of blocks; ranks share them."""
         chunks = -(-num_blocks * self.block_size // self.chunk_size)
         return num_blocks * (self.block_size * -(-chunks // 32) + 1), 0
+
+    def query_copies(self, num_blocks: int) -> int:
+        """One for each chunk that a query sees in addition to its own."""
+        chunks = -(-num_blocks * self.block_size // self.chunk_size)
+        return min(self.top_k, chunks) - 1

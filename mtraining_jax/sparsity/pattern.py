@@ -207,6 +207,11 @@ class Settings:
         """
         return 2 * num_blocks * (num_blocks + 1), 0
 
+    def query_copies(self, num_blocks: int) -> int:
+        """How many copies of all queries and outputs a layer takes, for estimates of memory."""
+        del num_blocks
+        return 0
+
 
 class Pattern(Settings):
     """A way to choose which pairs attention computes.

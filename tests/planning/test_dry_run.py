@@ -98,6 +98,19 @@ def test_index_buffers_are_those_of_the_index(config, kind, tmp_path):
     assert index_bytes(config) == expected
 
 
+@pytest.mark.parametrize(("top_k", "copies"), [(5, 4), (12, 7)])
+def test_copies_of_the_queries_are_counted(config, top_k, copies):
+    def total(top_k):
+        return estimate_memory(changed(
+            config, sparsity={"kind": "moba", "chunk_size": 256, "top_k": top_k},
+            data={"seq_len": 2048, "batch_size": 1}, model={"max_position_embeddings": 2048},
+        )).total  # fmt: skip
+
+    # Six arrays of fp32 for each copy; 2048 tokens are 8 chunks.
+    queries = 4 * 2048 // config.ranks * config.model.num_heads * config.model.head_dim
+    assert total(top_k) - total(1) == 6 * copies * queries
+
+
 @pytest.mark.parametrize(("fsdp", "trainable"), [(False, ()), (True, ("mlp",))])
 def test_parameters_and_moments_are_those_of_the_run(config, fsdp, trainable):
     config = changed(config, parallel={"fsdp": fsdp}, optimizer={"trainable": trainable})
