@@ -102,8 +102,7 @@ def estimate_masses(
         q_tile = tl.load(q + row_at * (ROWS * DIM) + offsets)
         row_peak = tl.load(peak + row_at * ROWS + rows)
         row_to_mass = tl.load(to_mass + row_at * ROWS + rows)
-        # Keys are the rows of the product, so that a warp has all queries of a key, and sums over
-        # queries are sums within it.
+        # Keys are the rows of the product: sums over queries then take fewer exchanges of lanes.
         logits = tl.dot(keys, tl.trans(q_tile))
         weights = tl.exp2((logits - row_peak[None, :]) * log2_scale) * row_to_mass[None, :]
         # Weights are masked, not logits: a query that sees nothing may have any peak.
