@@ -7,9 +7,7 @@ there are not measured again. The arm "start" is the checkpoint that tier C star
 """
 
 import argparse
-import datetime
 import functools
-import hashlib
 import json
 import sys
 import time
@@ -22,6 +20,7 @@ import numpy as np
 from experiments import arms, synthetic
 from experiments.arms import Line
 from experiments.data import FOLDER, VOCABULARY_A
+from experiments.origin import check_same_settings, header
 from mtraining_jax.config import Config
 from mtraining_jax.data.tokenizer import Tokenizer
 from mtraining_jax.errors import UserError
@@ -256,23 +255,6 @@ def load(tier: str, arm: str, seed: int, folder: Path, overrides: arms.Overrides
     )
 
 
-def header(engine: Engine, config: Config, about: Line) -> Line:
-    """What tells where lines come from."""
-    import jax
-
-    device = jax.devices()[0]
-    return {
-        "what": "run",
-        **about,
-        "command": sys.argv,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "device": device.device_kind,
-        "jax": jax.__version__,
-        "model": engine.loaded.source,
-        "config": hashlib.sha256(repr(config).encode()).hexdigest()[:16],
-    }
-
-
 def main(argv: list[str] | None = None) -> int:
     """Measures; returns the exit status: 0, or 75 if time was up."""
     parser = argparse.ArgumentParser(
@@ -303,7 +285,9 @@ def main(argv: list[str] | None = None) -> int:
         configs = {name: arms.arm_config(args.tier, name, overrides) for name in names}
         engine = load(args.tier, args.arm, args.seed, args.folder, overrides)
         own = configs["dense" if args.arm == START else args.arm]
-        arms.append_lines(results, [header(engine, own, measurement.about)])
+        found = header(engine, own, measurement.about)
+        check_same_settings(results, found)
+        arms.append_lines(results, [found])
         return 0 if measurement.run(engine, configs, args.jobs) else LATER
     except UserError as error:
         parser.error(str(error))

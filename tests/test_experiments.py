@@ -8,7 +8,7 @@ import types
 import numpy as np
 import pytest
 
-from experiments import arms, compare, data, measure, report, rule, run, synthetic
+from experiments import arms, compare, data, measure, origin, report, rule, run, synthetic
 from experiments.lease import Lease
 from mtraining_jax.data.tokenizer import ByteTokenizer
 from mtraining_jax.errors import UserError
@@ -178,6 +178,22 @@ def test_measuring_goes_on_where_it_stopped(tmp_path):
     firsts = [x["number"] for x in arms.read_lines(results)[: 2 * len(synthetic.TASKS)]]
     assert firsts == [0] * len(firsts)
     assert sorted(map(str, arms.read_lines(results))) == sorted(map(str, lines))
+
+
+def test_results_of_other_settings_are_not_gone_on_with(tmp_path):
+    results = tmp_path / "a-s0.jsonl"
+    about = {"tier": "a", "seed": 0, "trained": "dense"}
+    engine = types.SimpleNamespace(loaded=types.SimpleNamespace(source="runs/a_dense_s0"))
+
+    def header(steps, **other):
+        config = arms.arm_config("a", "dense", [("run.steps", steps)])
+        return origin.header(engine, config, about | other)
+
+    arms.append_lines(results, [header("700")])
+    origin.check_same_settings(results, header("700"))
+    origin.check_same_settings(results, header("800", seed=1))
+    with pytest.raises(UserError, match="measurements of dense, seed 0, with other settings"):
+        origin.check_same_settings(results, header("800"))
 
 
 def made_up(differences, sequences=24, seeds=3, buckets=13, spread=0.01):
