@@ -14,6 +14,7 @@ from pallas_kernels.xla.products import (
     finite,
     from_blocks,
     logits_of,
+    map_starts,
     slice_from,
     take_blocks,
     to_blocks,
@@ -93,7 +94,7 @@ def _backward_rows(
             dq = lax.fori_loop(*column_tiles(columns, numbers), column_step, dq)
         return dq
 
-    dq = lax.map(chunk_dq, jnp.arange(0, num_rows, chunk, dtype=jnp.int32))
+    dq = map_starts(chunk_dq, num_rows, chunk)
     return from_blocks(jnp.moveaxis(dq, 0, 2).reshape(batch, heads, num_rows, g, dim))
 
 
@@ -123,7 +124,7 @@ def _backward_keys(
         zero = jnp.zeros((batch, kv_heads, chunk, g, dim), jnp.float32)
         return walk.fold(numbers, tile_step, (zero, zero))
 
-    dk, dv = lax.map(chunk_dkv, jnp.arange(0, num_columns, chunk, dtype=jnp.int32))
+    dk, dv = map_starts(chunk_dkv, num_columns, chunk)
     shape = (batch, kv_heads, num_columns, g, dim)
     return tuple(from_blocks(jnp.moveaxis(x, 0, 2).reshape(shape)) for x in (dk, dv))
 
@@ -154,7 +155,7 @@ def _backward_columns(
         return lax.fori_loop(0, steps, row_step, (zero, zero))
 
     num_tiles = columns.tokens.shape[-1] // COLUMN_TILE
-    dk, dv = lax.map(tile_dkv, jnp.arange(num_tiles, dtype=jnp.int32))
+    dk, dv = map_starts(tile_dkv, num_tiles, 1)
     # [tiles, B, Hq, T, D] -> [B, tiles * T, Hq, D]
     return tuple(
         jnp.transpose(x, (1, 0, 3, 2, 4)).reshape(batch, -1, heads, dim) for x in (dk, dv)

@@ -12,6 +12,7 @@ from pallas_kernels.xla.products import (
     finite,
     from_blocks,
     logits_of,
+    map_starts,
     slice_from,
     take_blocks,
     to_blocks,
@@ -71,8 +72,7 @@ def forward(
     if init is not None:
         init_blocks = to_blocks(init[0].astype(jnp.float32), g)
         init_lse = init[1].reshape(batch, heads, num_rows, g)
-    starts = jnp.arange(0, num_rows, chunk, dtype=jnp.int32)
-    out, lse = lax.map(chunk_forward, starts)  # leading axis: chunks
+    out, lse = map_starts(chunk_forward, num_rows, chunk)  # leading axis: chunks
     out = jnp.moveaxis(out, 0, 2).reshape(batch, heads, num_rows, g, dim)
     lse = jnp.moveaxis(lse, 0, 2).reshape(batch, heads, num_rows * g)
     return from_blocks(out), lse

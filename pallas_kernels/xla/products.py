@@ -1,7 +1,10 @@
 """Products and block arithmetic that the passes of the XLA backend share."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -12,6 +15,17 @@ ROWS_PER_CHUNK = 16  # bounds memory: chunk * g * g floats per head
 def chunk_of(blocks: int) -> int:
     """Own blocks taken at a time."""
     return math.gcd(blocks, ROWS_PER_CHUNK)
+
+
+def map_starts(step: Callable[[Array], Any], stop: int, size: int) -> Any:
+    """step(start) for each start in 0, size, ... below `stop`, results stacked along a new axis.
+
+    A single step is no loop: its program is smaller.
+    """
+    starts = np.arange(0, stop, size, dtype=np.int32)
+    if starts.size == 1:
+        return jax.tree.map(lambda x: x[None], step(jnp.int32(0)))
+    return lax.map(step, starts)
 
 
 def logits_of(q: Array, keys: Array, scale: float) -> Array:
