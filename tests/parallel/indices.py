@@ -1,9 +1,10 @@
 """Sparse indices and inputs that the tests of this folder share."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.index import BlockMaskIndex, BlockSparseIndex, VerticalSlashIndex
+from pallas_kernels.index import VerticalSlashIndex
 from tests.pallas_kernels import cases
 from tests.pallas_kernels.cases import Size
 
@@ -64,13 +65,13 @@ def block_mask(seed=2):
 
 def blocks():
     """Lists of blocks."""
-    return BlockSparseIndex.from_block_mask(block_mask(), BLOCK_SIZE)
+    return cases.lists_of_mask(block_mask(), BLOCK_SIZE)
 
 
 def bits(rows=None):
     """The same blocks as bits; with `rows`, in that order of query blocks."""
     mask = block_mask() if rows is None else block_mask()[:, :, rows]
-    return BlockMaskIndex.from_block_mask(mask, BLOCK_SIZE, rows)
+    return cases.bits_of_mask(mask, BLOCK_SIZE, rows)
 
 
 def bits_and_columns(rows=None):
@@ -80,9 +81,14 @@ def bits_and_columns(rows=None):
     """
     tokens = np.random.default_rng(3).integers(0, SEQ_LEN, (BATCH, HEADS, MAX_VERTICALS))
     tokens[0, 3], tokens[1, 3, 5:] = SEQ_LEN, -1  # none, and few
-    numbers = jnp.arange(NUM_BLOCKS) if rows is None else rows
-    start = jnp.where(numbers < 5, 0, 5) * jnp.arange(BATCH)[:, None, None]
-    return bits(rows).with_columns(jnp.asarray(tokens, jnp.int32), rows).columns_from(start)
+    numbers = np.arange(NUM_BLOCKS) if rows is None else np.asarray(rows)
+    start = np.where(numbers < 5, 0, 5) * np.arange(BATCH)[:, None, None]
+
+    @jax.jit
+    def with_columns(index, tokens, start, rows):
+        return index.with_columns(tokens, rows).columns_from(start)
+
+    return with_columns(bits(rows), tokens.astype(np.int32), start, rows)
 
 
 def dense_documents():
