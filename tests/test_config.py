@@ -517,7 +517,7 @@ def test_wrong_overrides(minimal):
         (
             {"sparsity__kind": "replay", "sparsity__least_share": "0.04"},
             "sparsity.least_share = 0.04 is an option of sparsity.preset = 'joint', but preset is "
-            "'safe'",
+            "'safe'; sparsity.least_share = 0 leaves it out",
         ),
         (
             {"profile__start": "1000", "profile__steps": "2"},

@@ -112,7 +112,7 @@ class VerticalSlash(VerticalSlashSettings, Pattern):
             if self.preset != "joint" and getattr(self, name) != unused:
                 raise ValueError(
                     f"{name}={getattr(self, name)} is an option of preset='joint', but preset is "
-                    f"{self.preset!r}"
+                    f"{self.preset!r}; {name}={unused:g} leaves it out"
                 )
         if self.local_share and self.max_density == 1:
             raise ValueError(

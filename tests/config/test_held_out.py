@@ -70,7 +70,8 @@ def test_what_cannot_be_evaluated_is_refused(load):
     assert said == "eval.data.seq_len = 4096 is more than model.max_position_embeddings = 2048"
     said = refusal(load, on, ("eval.data.source", "text"))
     assert said == 'eval.data.source = "text" needs eval.data.paths, the files to read'
-    said = refusal(load, *TEXT, ("sparsity.kind", "replay"), ("audit.every_steps", "0"))
+    replayed = ("sparsity.kind", "replay"), ("sparsity.least_share", "0")
+    said = refusal(load, *TEXT, *replayed, ("audit.every_steps", "0"))
     assert said.startswith('eval.attention = "same" computes the pairs that training would, and ')
     said = refusal(load, on, ("eval.data.source", "no:Such"))
     assert said.startswith('eval.data.source: "no:Such" cannot be loaded')
