@@ -1,10 +1,12 @@
 """Signals that ask a run to stop, and what the command does about them.
 
-SIGTERM (of a scheduler) and SIGINT (Ctrl-C) mean the same: stop, and lose nothing. Before the first
-step there is nothing to lose, and the command ends at once. From then on the loop looks at
-`StopSignals.requested` after each step. A second signal ends the process where it stands.
+SIGTERM (of a scheduler), SIGINT (Ctrl-C) and SIGHUP (a terminal is gone) mean the same: stop, and
+lose nothing. Before the first step there is nothing to lose, and the command ends at once. From
+then on the loop looks at `StopSignals.requested` after each step. A second signal ends the process
+where it stands, but not a second SIGHUP, as shell and kernel may each send one.
 """
 
+import contextlib
 import os
 import signal
 import socket
@@ -18,7 +20,8 @@ from typing import NoReturn, Self
 EXIT_STOPPED = 75
 # Seconds that the command gets to clean up when it is stopped before its first step.
 _PATIENCE = 10
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_OUTPUTS = (1, 2)
 
 
 class Stopped(BaseException):
@@ -29,7 +32,9 @@ class Stopped(BaseException):
 
 
 class StopSignals:
-    """Takes SIGTERM and SIGINT while its `with` block runs; in another thread it takes nothing.
+    """Takes SIGTERM, SIGINT and SIGHUP in its `with` block; in another thread it takes nothing.
+
+    A SIGHUP that is ignored, as with nohup, stays ignored.
 
     A second thread hears of every signal at once, also while the main thread compiles or waits in
     a collective, and ends the process where the main thread cannot.
@@ -52,7 +57,7 @@ class StopSignals:
     def stop_together(self) -> None:
         """Says that other processes have been joined by `jax.distributed.initialize`.
 
-        JAX has then taken SIGTERM, and tells all processes of it; SIGINT is handed on as SIGTERM.
+        JAX has then taken SIGTERM, and tells all processes of it; others are handed on as SIGTERM.
         """
         self._together = True
 
@@ -60,10 +65,16 @@ class StopSignals:
         self._taken = threading.current_thread() is threading.main_thread()
         if not self._taken:  # signals are the main thread's, and it has not asked for them
             return self
-        self._before = {number: signal.getsignal(number) for number in _SIGNALS}
+        self._before = {
+            number: handler
+            for number in _SIGNALS
+            if (handler := signal.getsignal(number)) is not signal.SIG_IGN
+            or number != signal.SIGHUP
+        }
+        self._terminals = [output for output in _OUTPUTS if os.isatty(output)]
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
-        for number in _SIGNALS:
+        for number in self._before:
             signal.signal(number, self._in_main_thread)
         self._wakeup = signal.set_wakeup_fd(self._writer.fileno())
         self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)
@@ -102,10 +113,14 @@ class StopSignals:
         if number not in _SIGNALS:
             return
         name = signal.Signals(number).name
+        if number == signal.SIGHUP:
+            self._write_to_nobody()
+            if self._heard:
+                return
         self._heard += 1
         if self._heard > 1:
             _leave(128 + number, f"{name} a second time: stopped where it stood")
-        if self._together and number == signal.SIGINT:
+        if self._together and number != signal.SIGTERM:
             os.kill(os.getpid(), signal.SIGTERM)
         if self._at_once and not self._together:
             self._timer = threading.Timer(
@@ -114,13 +129,22 @@ class StopSignals:
             self._timer.daemon = True
             self._timer.start()
             return
-        print(
-            f"{name}: stopping after the step under way; a second one stops at once",
-            file=sys.stderr, flush=True,
-        )  # fmt: skip
+        with contextlib.suppress(OSError):  # of a terminal that is gone, before its signal came
+            print(
+                f"{name}: stopping after the step under way; a second one stops at once",
+                file=sys.stderr, flush=True,
+            )  # fmt: skip
+
+    def _write_to_nobody(self) -> None:
+        """What was printed on a terminal that is gone goes nowhere: writing to it fails."""
+        nobody = os.open(os.devnull, os.O_WRONLY)
+        for output in self._terminals:
+            os.dup2(nobody, output)
+        os.close(nobody)
 
 
 def _leave(status: int, sentence: str) -> NoReturn:
     """Ends the process without waiting for anything."""
-    os.write(2, f"stopped: {sentence}\n".encode())
+    with contextlib.suppress(OSError):
+        os.write(2, f"stopped: {sentence}\n".encode())
     os._exit(status)
