@@ -3,9 +3,11 @@
 import asyncio
 import gc
 import json
+import logging
 import resource
 import sys
 import threading
+import time
 from pathlib import Path
 
 import jax
@@ -19,6 +21,7 @@ from mtraining_jax.errors import UserError
 from mtraining_jax.training.checkpoint import Checkpoints, newest_step
 from mtraining_jax.training.checkpoint.reading import reads_end_together, unreadable
 from mtraining_jax.training.checkpoint.same_model import check_same_model
+from mtraining_jax.training.checkpoint.writing import told_once
 from mtraining_jax.training.state import TrainState
 from tests.training.common import changed
 
@@ -158,6 +161,25 @@ def test_a_checkpoint_that_cannot_be_written_is_told_in_one_sentence(
     gc.collect()
     assert capfd.readouterr().err == "" and caplog.text == ""
     assert newest_step(tmp_path) == 1
+
+
+def test_what_a_thread_of_the_library_logs_late_is_not_shown(caplog):
+    class Late(threading.Thread):
+        __module__ = "orbax.checkpoint.futures"
+
+        def run(self):
+            time.sleep(0.3)
+            told = dict(name="absl", levelno=logging.ERROR, pathname="orbax/checkpoint/futures.py")
+            record = logging.makeLogRecord({**told, "msg": "run() raised an exception"})
+            logging.getLogger("absl").handle(record)
+
+    late = Late()
+    with told_once():
+        late.start()
+    late.join()
+    assert caplog.text == ""
+    Late().run()
+    assert "raised an exception" in caplog.text
 
 
 def test_a_checkpoint_that_is_older_than_a_field_had_its_default(config):

@@ -2,6 +2,8 @@
 
 import contextlib
 import logging
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,18 +13,25 @@ from mtraining_jax.training.checkpoint.reading import causes_of, first_line
 # How the operating system and TensorStore say that there is no room.
 _NO_ROOM = ("No space left", "Disk quota exceeded", "File too large")
 
+_PATIENCE = 10  # seconds
+
 
 @contextlib.contextmanager
 def told_once() -> Iterator[None]:
     """While the block runs, Orbax does not log what it raises as well, or what our loop asked it.
 
     It logs each failure with its traceback, once in every thread that the failure passes through.
+    The first is raised while others are still on their way, so its threads are waited for.
     """
     logger = logging.getLogger("absl")
     logger.addFilter(_tells_more)
     try:
         yield
     finally:
+        end = time.monotonic() + _PATIENCE
+        for thread in threading.enumerate():
+            if type(thread).__module__.startswith("orbax."):
+                thread.join(max(0.0, end - time.monotonic()))
         logger.removeFilter(_tells_more)
 
 
