@@ -10,6 +10,15 @@ import pytest
 
 from benchmarks import balance, groups
 from benchmarks.drawn_lists import DrawnLists, densities_by_length
+from benchmarks.group_report import conclusions, row
+from benchmarks.group_steps import (
+    ORDERS,
+    Found,
+    Times,
+    chosen_batches,
+    dealt_batches,
+    predicted,
+)
 from mtraining_jax.errors import UserError
 from mtraining_jax.sparsity import Shards
 from mtraining_jax.sparsity.documents import Documents
@@ -29,9 +38,9 @@ def a_run(number_of_groups: int = 2):
     return groups.configured(args, SIZES)[0]
 
 
-def found(attention_ms, step_ms) -> groups.Found:
-    times = groups.Times(np.array(attention_ms, float), np.array(step_ms, float), density=0.25)
-    return groups.Found.of(times)
+def found(attention_ms, step_ms) -> Found:
+    times = Times(np.array(attention_ms, float), np.array(step_ms, float), density=0.25)
+    return Found.of(times)
 
 
 def cells(line: str) -> list[str]:
@@ -45,37 +54,37 @@ def test_a_step_takes_what_its_slowest_group_takes():
     assert one.rest_ms == pytest.approx(1000) and one.density == 0.25
     # The busiest in attention need not be the slowest.
     assert found([100, 300], [1500, 1400]).step_ms == 1500
-    both = groups.Found.mean([one, found([200, 200], [1200, 1200])])
+    both = Found.mean([one, found([200, 200], [1200, 1200])])
     assert (both.attention_ms, both.step_ms, both.attention) == (250, 1300, 1.25)
 
 
 def test_a_line_has_what_was_predicted_beside_what_was_measured():
     plain = found([100, 300], [1000, 1200]), found([120, 300], [1020, 1250])
     even = found([200, 200], [1100, 1100]), found([190, 210], [1090, 1111])
-    assert cells(groups.row("1", "length", even, plain, comparable=True)) == [
+    assert cells(row("1", "length", even, plain, comparable=True)) == [
         "1", "length", "0.2500", "0.2500", "1.00", "1.05", "1.000", "1.010", "200", "210", "+5.0%",
         "1.100", "1.111", "+1.0%", "1.09 x", "1.13 x",
     ]  # fmt: skip
-    there = cells(groups.row("1", "length", even, plain, comparable=False))
+    there = cells(row("1", "length", even, plain, comparable=False))
     assert [there[i] for i in (10, 13)] == ["–", "–"]
-    pairs = {how: [even] for how in groups.ORDERS} | {"none": [plain]}
-    attention, step, cost = groups.conclusions(pairs, [0.01, 0.03])
+    pairs = {how: [even] for how in ORDERS} | {"none": [plain]}
+    attention, step, cost = conclusions(pairs, [0.01, 0.03])
     assert "1.43 in the order of the data" in attention
     assert "1.05 with `length`, reached" in attention
     assert "+1.8% in the mean and +4.2% at the worst of 4, reached" in step
     assert "+2.00% in the mean of 2 batches, missed" in cost
     slow = dataclasses.replace(even[1], step_ms=1300, attention=1.4)
-    attention, step, cost = groups.conclusions(pairs | {"length": [(even[0], slow)]}, [0.01])
+    attention, step, cost = conclusions(pairs | {"length": [(even[0], slow)]}, [0.01])
     assert "1.40 with `length`, missed" in attention
     assert "+18.2% at the worst of 4, missed" in step and "reached" in cost
 
 
 def test_all_orders_have_the_packs_of_the_same_batches():
     run = a_run()
-    warm, batches = groups.chosen_batches(run, 0, 3, 1.3, (300, 1800))
+    warm, batches = chosen_batches(run, 0, 3, 1.3, (300, 1800))
     assert len(warm) == balance.WARM and len(batches) == 3
-    dealt = groups.dealt_batches(warm, batches, run)
-    assert tuple(dealt) == groups.ORDERS
+    dealt = dealt_batches(warm, batches, run)
+    assert tuple(dealt) == ORDERS
     for how, steps in dealt.items():
         assert len(steps) == 3
         for step, batch in zip(steps, batches, strict=True):
@@ -86,12 +95,12 @@ def test_all_orders_have_the_packs_of_the_same_batches():
                 assert own == [id(pack.lengths) for pack in batch]
             tuned = how == balance.TUNED
             assert (step.shares != balance.BOUNDS.base).any() == tuned
-    starts = [groups.Found.of(groups.predicted(step, run)).attention for step in dealt["none"]]
+    starts = [Found.of(predicted(step, run)).attention for step in dealt["none"]]
     assert starts == pytest.approx([1.3] * 3, abs=0.05)
-    ends = [groups.Found.of(groups.predicted(step, run)).attention for step in dealt["length"]]
+    ends = [Found.of(predicted(step, run)).attention for step in dealt["length"]]
     assert np.mean(ends) < np.mean(starts) - 0.05
     with pytest.raises(UserError, match=r"--batches=3: 0 of 400 drawn batches begin at .* 1\.99"):
-        groups.chosen_batches(run, 0, 3, 1.99, (300, 1800))
+        chosen_batches(run, 0, 3, 1.99, (300, 1800))
 
 
 def drawn(lengths: list[int], share: float | None = None) -> tuple[np.ndarray, np.ndarray]:
@@ -144,7 +153,7 @@ def test_one_device_runs_all_groups_in_miniature(tmp_path, capsys):
     assert "No two groups ran at once" in text and "they are not compared" in text
     lines = [cells(line) for line in text.splitlines() if line.startswith("| ")]
     rows = [line for line in lines if len(line) == 16 and line[0] in ("1", "mean")]
-    assert [line[:2] for line in rows] == [[x, how] for x in ("1", "mean") for how in groups.ORDERS]
+    assert [line[:2] for line in rows] == [[x, how] for x in ("1", "mean") for how in ORDERS]
     for _, how, wanted, computed, *numbers in rows:
         assert float(computed) == pytest.approx(float(wanted), abs=0.03), how
         predicted, measured, step_predicted, step_measured = map(float, numbers[:4])
