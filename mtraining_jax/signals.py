@@ -15,6 +15,8 @@ import threading
 from types import FrameType, TracebackType
 from typing import NoReturn, Self
 
+from mtraining_jax.nobody import write_to_nobody
+
 # EX_TEMPFAIL of sysexits.h: nothing is wrong, and the same command goes on later. Schedulers can be
 # told to start a command with this status again.
 EXIT_STOPPED = 75
@@ -114,7 +116,7 @@ class StopSignals:
             return
         name = signal.Signals(number).name
         if number == signal.SIGHUP:
-            self._write_to_nobody()
+            write_to_nobody(*self._terminals)
             if self._heard:
                 return
         self._heard += 1
@@ -134,13 +136,6 @@ class StopSignals:
                 f"{name}: stopping after the step under way; a second one stops at once",
                 file=sys.stderr, flush=True,
             )  # fmt: skip
-
-    def _write_to_nobody(self) -> None:
-        """What was printed on a terminal that is gone goes nowhere: writing to it fails."""
-        nobody = os.open(os.devnull, os.O_WRONLY)
-        for output in self._terminals:
-            os.dup2(nobody, output)
-        os.close(nobody)
 
 
 def _leave(status: int, sentence: str) -> NoReturn:

@@ -2,7 +2,6 @@
 
 import contextlib
 import datetime
-import os
 import sys
 import time
 from types import TracebackType
@@ -12,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from mtraining_jax.errors import UserError
+from mtraining_jax.nobody import write_to_nobody
 from mtraining_jax.reporting.audit import audit_text
 from mtraining_jax.reporting.record import (
     Record,
@@ -54,7 +54,8 @@ class Display:
         except OSError as error:
             self._console.quiet = True
             if self._console.file is sys.stdout:
-                _discard_output()
+                with contextlib.suppress(OSError, ValueError):  # no file, as in a notebook
+                    write_to_nobody(sys.stdout.fileno())
             raise UserError(
                 f"the run's output cannot be written ({error.strerror}); the same command goes on "
                 "from the newest checkpoint"
@@ -118,14 +119,6 @@ class Display:
             return None
         seconds = (time.monotonic() - begin) / (step - first) * (self._total - step)
         return datetime.timedelta(seconds=round(seconds))
-
-
-def _discard_output() -> None:
-    """Sends what is still in the buffer nowhere: Python would fail to write it at its end."""
-    with contextlib.suppress(OSError, ValueError):  # no file, as in a notebook
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
 
 
 def step_line(record: Record, total: int) -> str:
