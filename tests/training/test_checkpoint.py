@@ -173,10 +173,14 @@ def test_what_a_thread_of_the_library_logs_late_is_not_shown(caplog):
             record = logging.makeLogRecord({**told, "msg": "run() raised an exception"})
             logging.getLogger("absl").handle(record)
 
+        def join(self, timeout=None):
+            super().join(timeout)
+            raise OSError("as the library's threads do")
+
     late = Late()
     with told_once():
         late.start()
-    late.join()
+    threading.Thread.join(late)
     assert caplog.text == ""
     Late().run()
     assert "raised an exception" in caplog.text

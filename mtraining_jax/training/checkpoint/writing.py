@@ -31,7 +31,8 @@ def told_once() -> Iterator[None]:
         end = time.monotonic() + _PATIENCE
         for thread in threading.enumerate():
             if type(thread).__module__.startswith("orbax."):
-                thread.join(max(0.0, end - time.monotonic()))
+                # Their own `join` raises once more what they failed by.
+                threading.Thread.join(thread, max(0.0, end - time.monotonic()))
         logger.removeFilter(_tells_more)
 
 
