@@ -21,7 +21,7 @@ from mtraining_jax.data.loader import IGNORE_LABEL
 from mtraining_jax.data.packs import block_table
 from mtraining_jax.training import parts
 from mtraining_jax.training.documents import attention_within, restarting_positions
-from mtraining_jax.training.state import StateBuilder
+from mtraining_jax.training.state import StateBuilder, TrainState
 
 
 class Groups:
@@ -54,7 +54,7 @@ class Groups:
         self._steps = {way: step.result() for way, step in compiling.items()}
         self._state = StateBuilder(run.config, mesh).fresh()
         for step in self._steps.values():
-            step.run(self._state, [first])
+            step.run(self._fresh_state(), [first])
 
     def measure(self, dealt: Dealt, counting: bool) -> Times:
         """Times of all groups of a step.
@@ -80,9 +80,12 @@ class Groups:
         key = counting, units.tobytes(), *(id(pack.lengths) for pack in packs)
         if key not in self._times:
             batch = jax.block_until_ready(self._batch(packs, units))
-            found = self._steps[counting].run(self._state, [batch])
+            found = self._steps[counting].run(self._fresh_state(), [batch])
             self._times[key] = 1e3 * found.seconds, found.density
         return self._times[key]
+
+    def _fresh_state(self) -> TrainState:
+        return jax.tree.map(lambda x: x.copy(), self._state)
 
     def _alone_ms(self, pack: Pack, share: float) -> float:
         """Attention of one pack in all layers, which are alike: one of them, many times."""
