@@ -25,6 +25,7 @@ from benchmarks.soak_data import make_data
 from benchmarks.soak_events import Rhythm, draw_events
 from benchmarks.soak_pair import SoakedPair
 from benchmarks.soak_report import NAMES
+from mtraining_jax.errors import UserError
 
 CONFIG = """\
 [run]
@@ -107,7 +108,11 @@ def main(arguments: list[str] | None = None) -> int:
         )  # fmt: skip
         (out / f"{name}.toml").write_text(text)
     pair = SoakedPair(out, steps, Rhythm(audit, save), args.minutes)
-    pair.run(draw_events(steps, stops, np.random.default_rng(args.seed)), args.in_turn)
+    try:
+        pair.run(draw_events(steps, stops, np.random.default_rng(args.seed)), args.in_turn)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     report = args.report or out / "REPORT.md"
     lines = pair.report(report.with_suffix(".png"))
     report.parent.mkdir(parents=True, exist_ok=True)

@@ -18,6 +18,7 @@ from benchmarks.soak_report import (
     times,
     what_ran,
 )
+from mtraining_jax.errors import UserError
 
 # An audit takes milliseconds: one that was over too soon is tried again.
 _TRIES = 5
@@ -51,6 +52,9 @@ class SoakedPair:
         Args:
             events: in order.
             in_turn: whether one starts when the other is done.
+
+        Raises:
+            UserError: the first one ended before its first checkpoint.
         """
         news = threading.Thread(target=self._tell_news, daemon=True)
         news.start()
@@ -59,6 +63,11 @@ class SoakedPair:
             # The first checkpoint is written: all programs are compiled, and kept.
             while self._whole.process.poll() is None and (in_turn or self._whole.newest() is None):
                 time.sleep(0.1)
+            if self._whole.newest() is None and self._in_time:
+                status, said = self._whole.wait(), "".join(self._whole.lines())
+                raise UserError(
+                    f"the run ended with status {status} before its first checkpoint:\n{said}"
+                )
             for event in events:
                 self._let_happen(event)
             if self._in_time:

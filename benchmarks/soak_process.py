@@ -51,7 +51,7 @@ class Soaked:
             [sys.executable, str(ROOT / "train.py"), "--config", f"{self._out}/{self._name}.toml",
              f"--run.name={self._name}"],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=self._out,
-            env=env | {"PYTHONPATH": str(ROOT)},
+            env=env,
         )  # fmt: skip
         if self._stopped_for_good:
             self.process.kill()

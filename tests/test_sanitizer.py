@@ -23,6 +23,15 @@ RACE = """\
 =========
 ========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)
 """
+# Version 2026.4 counts launches that it is asked to name.
+LAUNCHED = """\
+========= COMPUTE-SANITIZER
+========= Kernel launch: forward_mosaic_gpu_kernel
+=========   Grid:   (2, 1, 1)
+=========   Block:  (384, 1, 1)
+=========
+========= ERROR SUMMARY: 1 error
+"""
 KERNELS = Path(__file__).parents[1] / "pallas_kernels" / "mosaic_gpu" / "kernels"
 
 
@@ -30,6 +39,8 @@ KERNELS = Path(__file__).parents[1] / "pallas_kernels" / "mosaic_gpu" / "kernels
     ("log", "output", "status", "verdict", "report"),
     [
         (CLEAN, "", 0, "clean", ""),
+        (LAUNCHED, "", sanitizer.FOUND, "clean", ""),
+        (LAUNCHED.replace("1 error", "2 errors"), "", sanitizer.FOUND, "2 reports", ""),
         (RACE, "", sanitizer.FOUND, "1 reports", "Error: Race reported between Write access"),
         (RACE, "", None, "timed out after 1 reports", "Error: Race"),
         (CLEAN, "other bits in dq\n", 1, "exit status 1", "other bits in dq"),
@@ -56,6 +67,12 @@ def test_only_reports_of_wrong_kernels_are_as_they_should_be():
     assert "| lists-64 | 1 reports (3 s) | clean (2 s) |" in lines
     assert "| dense-64 | timed out (9 s) | not run |" in lines
     assert lines[-1] == f"- Error: Race: racecheck of lists-64, racecheck of {wrong}"
+    results["memcheck", wrong] = clean
+    results["racecheck", sanitize.BARRIERS[0]] = race
+    assert sanitize.worth(("racecheck", "memcheck"), results) == [
+        f"- racecheck: right and reported: {sanitize.BARRIERS[0]}; wrong and not reported: none",
+        f"- memcheck: right and reported: none; wrong and not reported: {wrong}",
+    ]
 
 
 def fake_sanitizer(folder: Path, log: str, version: str = "2025.3.1.0") -> str:

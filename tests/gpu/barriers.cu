@@ -20,11 +20,21 @@ constexpr int TILE = 128, SLOTS = 2, STEPS = 9;
 
 __device__ uint32_t address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
 
-__device__ void wait(uint64_t* barrier, uint32_t parity) {
-  asm volatile(
-      "{\n.reg .pred done;\nretry:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra retry;\n}" ::"r"(address(barrier)), "r"(parity) : "memory");
+// Waits for 2 seconds at most: a wrong kernel may wait for what never comes, and hold up the GPU.
+__device__ bool wait(uint64_t* barrier, uint32_t parity) {
+  uint64_t begin, now;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(begin));
+  do {
+    uint32_t done;
+    asm volatile(
+        "{\n.reg .pred done;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, done;\n}"
+        : "=r"(done) : "r"(address(barrier)), "r"(parity) : "memory");
+    if (done) return true;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+  } while (now - begin < 2000000000);
+  return false;
 }
 
 __device__ void arrive(uint64_t* barrier) {
@@ -50,7 +60,7 @@ __global__ void barriers_mosaic_gpu_kernel(
   if (threadIdx.x >= TILE) {  // the producing warpgroup
     for (int step = 0; step < STEPS; ++step) {
       const int slot = step % SLOTS;
-      if (step >= SLOTS) wait(&free_[slot], (step / SLOTS - 1) % 2);
+      if (step >= SLOTS && !wait(&free_[slot], (step / SLOTS - 1) % 2)) return;
       if (way == THREADS) {
         tile[slot][thread] = in[step * TILE + thread];
         arrive(&full[slot]);
@@ -75,7 +85,7 @@ __global__ void barriers_mosaic_gpu_kernel(
   float sum = 0;
   for (int step = 0; step < STEPS; ++step) {
     const int slot = step % SLOTS;
-    if (waits) wait(&full[slot], (step / SLOTS) % 2);
+    if (waits && !wait(&full[slot], (step / SLOTS) % 2)) return;
     sum += tile[slot][(thread + 37) % TILE];
     arrive(&free_[slot]);
   }

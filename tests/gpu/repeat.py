@@ -263,7 +263,7 @@ def _command(*arguments: str) -> list[str]:
 
 def _environment() -> dict[str, str]:
     # Memory that is freed must be given again: by the usual allocator, which grows as needed.
-    return os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTHONPATH": str(ROOT)}
+    return os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 
 
 if __name__ == "__main__":

@@ -27,6 +27,8 @@ _OPTIONS = {
         ("--check-api-memory-access", "no"), ("--initcheck-address-space", "shared"),
     ),
 }  # fmt: skip
+# A line of each launch, which some versions (2026.4) count as errors.
+_LAUNCH = re.compile(r"^=+\s+Grid:", re.MULTILINE)
 _SUMMARY = re.compile(r"^=+ (?:RACECHECK|ERROR) SUMMARY: (\d+) ", re.MULTILINE)
 _LINE = re.compile(r"^=+ ?(.*)$", re.MULTILINE)
 # Lines of a log that are no report.
@@ -106,12 +108,15 @@ def read(log: str, output: str, status: int | None, seconds: float) -> Result:
         at = lines.index(reports[0])
         report = " ".join(" ".join(lines[at : at + 3]).split())
     summary = _SUMMARY.search(log)
+    found = int(summary[1]) if summary else 0
+    if found == len(_LAUNCH.findall(log)) and not reports:
+        found = 0
     if status is None:
         verdict = "timed out" + (f" after {len(reports)} reports" if reports else "")
     elif summary is None:
         verdict, report = "no result", report or _last(output)
-    elif int(summary[1]):
-        verdict = f"{summary[1]} reports"
+    elif found:
+        verdict = f"{found} reports"
     elif status not in (0, FOUND):
         verdict, report = f"exit status {status}", _last(output)
     else:
