@@ -68,7 +68,7 @@ A100_40GB = Gpu(
     # Of the data sheets' rates, 312 and 989.4.
     matmul_share=312 / 989.4,
     backend="triton",
-    forecast="no A100 was at hand, and its kernels have not run on a GPU yet",
+    forecast="no A100 was at hand; its kernels have run on an H200 only",
 )
 
 GPUS = {"h200": H200, "a100-40gb": A100_40GB}
