@@ -16,6 +16,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
+from mtraining_jax.models.embedding import look_up
 from mtraining_jax.models.parameters import Parameter, Table, one_layer, under
 from mtraining_jax.models.remat import HEADS, MIDDLE, RESIDUAL, rematerialised
 from mtraining_jax.models.rotary import apply_rope, rope_tables
@@ -275,13 +276,11 @@ class Transformer(nnx.Module):
     def _embed(self, tokens: Array, mesh: Mesh | None, fsdp: bool) -> Array:
         """int32 [B, S] -> [B, S, E] in the compute dtype."""
         table_VE = self.embed_tokens.weight[...]
-
-        def look_up(table_VE: Array, tokens: Array) -> Array:
-            # Cast after the lookup, so that gradients of frequent tokens add in fp32.
-            return jnp.take(table_VE, tokens, axis=0).astype(self.spec.dtype)
-
         spec = mesh and parameter_spec(self.spec.parameters["embed_tokens.weight"], mesh, fsdp)
-        return on_own_tokens(look_up, table_VE, tokens, specs=spec, mesh=mesh)
+        return on_own_tokens(
+            lambda table_VE, tokens: look_up(table_VE, tokens, jnp.dtype(self.spec.dtype)),
+            table_VE, tokens, specs=spec, mesh=mesh,
+        )  # fmt: skip
 
     def lm_head_weight(self) -> Array:
         """The output matrix, fp32 [V, E]: the embedding when tied."""

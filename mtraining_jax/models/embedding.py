@@ -1,0 +1,92 @@
+"""Rows of a table by number, with a gradient that has the same bits every time on GPUs, too.
+
+The gradient adds up the rows of all tokens that share a number. XLA does that by atomic additions
+on GPUs, in the order in which thread blocks happen to come, and fp32 sums depend on the order: two
+runs of one program may then differ. Here tokens are sorted, and sums are products with matrices of
+zeros and ones.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+# Tokens whose sums are one matrix product: more products of each token, fewer sums to carry on.
+BLOCK = 256
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def look_up(table_VE: Array, tokens: Array, dtype: jnp.dtype) -> Array:
+    """Rows of a table.
+
+    Args:
+        table_VE: fp32 [V, E].
+        tokens: int32 [...], numbers below V.
+        dtype: of the result.
+
+    Returns:
+        [..., E]; differentiable in `table_VE`, whose gradient is summed in fp32.
+    """
+    return jnp.take(table_VE, tokens, axis=0).astype(dtype)
+
+
+def _forward(table_VE: Array, tokens: Array, dtype: jnp.dtype) -> tuple[Array, tuple[Array, int]]:
+    return look_up(table_VE, tokens, dtype), (tokens, table_VE.shape[0])
+
+
+def _backward(dtype: jnp.dtype, kept: tuple[Array, int], d_rows: Array) -> tuple[Array, None]:
+    tokens, size = kept
+    d_rows, tokens = d_rows.reshape(-1, d_rows.shape[-1]), tokens.reshape(-1)
+    # A CPU adds in the order of tokens anyway.
+    add = functools.partial(_add_in_order, size=size)
+    ordered = functools.partial(sum_rows, size=size)
+    return lax.platform_dependent(d_rows, tokens, cpu=add, default=ordered), None
+
+
+look_up.defvjp(_forward, _backward)
+
+
+def _add_in_order(rows_NE: Array, numbers: Array, size: int) -> Array:
+    zeros = jnp.zeros((size, rows_NE.shape[1]), jnp.float32)
+    return zeros.at[numbers].add(rows_NE.astype(jnp.float32), mode="drop")
+
+
+def sum_rows(rows_NE: Array, numbers: Array, size: int) -> Array:
+    """The sums of rows that share a number, in an order that follows from the numbers alone.
+
+    Rows are sorted by number and cut into blocks. In a block a product with the matrix that says
+    which rows share a number gives all sums. A number that goes on in later blocks has a sum in
+    each: they are added up where it ends, by one more product, and each sum is written once.
+
+    Args:
+        rows_NE: [N, E], fp32, bf16 or fp16.
+        numbers: int32 [N], from 0; rows whose number is `size` or more are left out.
+        size: V.
+
+    Returns:
+        fp32 [V, E], 0 where there is no row.
+    """
+    exact = lax.Precision.HIGHEST
+    numbers = jnp.pad(numbers, (0, -len(numbers) % BLOCK), constant_values=size)
+    order = jnp.argsort(numbers)
+    numbers = numbers[order].reshape(-1, BLOCK)
+    rows = jnp.take(rows_NE, order, axis=0, mode="fill", fill_value=0)
+    rows = rows.reshape(*numbers.shape, -1)
+    shared = (numbers[:, :, None] == numbers[:, None, :]).astype(rows.dtype)
+    sums = jnp.einsum(
+        "btu,bue->bte", shared, rows, preferred_element_type=jnp.float32,
+        precision=exact if rows.dtype == jnp.float32 else None,
+    )  # fmt: skip
+    block = jnp.arange(len(numbers))
+    first, last = numbers[:, 0], numbers[:, -1]
+    begun = (block < block[:, None]) & (last == first[:, None])  # [block, an earlier one]
+    carried = jnp.dot(begun.astype(jnp.float32), sums[:, -1], precision=exact)
+    sums += jnp.where((numbers == first[:, None])[..., None], carried[:, None], 0)
+    flat = numbers.reshape(-1)
+    ends = jnp.append(flat[1:] != flat[:-1], True) & (flat < size)
+    # Sums that are not written have numbers of their own too, beyond the table.
+    places = jnp.where(ends, flat, size + jnp.arange(len(flat)))
+    sums = sums.reshape(len(flat), -1)
+    zeros = jnp.zeros((size, sums.shape[1]), jnp.float32)
+    return zeros.at[places].set(sums, mode="drop", unique_indices=True)
