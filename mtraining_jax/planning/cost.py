@@ -94,7 +94,7 @@ def seconds(config: Config, gpu: Gpu, memory: Memory, flops: Flops) -> dict[str,
         width, flops.density, forward / gpu.forward_share,
         flops.attention * 10 / 14 / gpu.backward_share,
     )
-    matmul = matmul_rate(model.hidden_size) * gpu.matmul_share
+    matmul = matmul_rate(model.hidden_size, config.ranks) * gpu.matmul_share
     products = flops.layers + flops.head + flops.recomputed
     result = {
         "attention": attention / devices,
@@ -102,13 +102,17 @@ def seconds(config: Config, gpu: Gpu, memory: Memory, flops: Flops) -> dict[str,
     }
     if not dense:
         passes = 2 if model.remat == "full" else 1
-        choices = passes * model.num_layers * config.data.batch_size * model.num_heads
-        choosing = choices * config.data.seq_len * gpu.index_seconds
+        indices = passes * model.num_layers * config.data.batch_size * model.num_heads
+        indices *= config.data.seq_len
         # Scores are taken to be computed at the rate of a dense forward pass.
         forward = passes * flops.attention_dense * 4 / 14
         scored = config.sparsity.settings.scoring_share() * forward
+        choosing = indices * gpu.index_seconds
         choosing += kernel_seconds(width, 1.0, scored / gpu.forward_share, 0.0)
-        result["choosing indices"] = choosing / devices
+        if config.sparsity.settings.takes_choosing():
+            result["choosing indices"] = choosing / devices
+        else:
+            result["building work lists"] = indices * gpu.lists_seconds / devices
     if kept := kept_mlp_products(config):
         kept *= model.num_layers * config.optimizer.accumulation_steps
         # Each is copied into the stack of all layers, and out of it: two reads and two writes.

@@ -18,6 +18,7 @@ class Gpu:
         link_bytes: bytes/s into one GPU of an all-gather over the GPUs of a host.
         index_seconds: of choosing one index and building the kernels' work lists, on one GPU, for
             each query head and key.
+        lists_seconds: of building the work lists alone, where an index is given beforehand.
         backend: of whose kernels the rates are.
         forward_share, backward_share, matmul_share: of the rates of an H200 in
             `mtraining_jax/latency.py`: attention kernels forward and backward, and products.
@@ -30,6 +31,7 @@ class Gpu:
     copy_bytes: float
     link_bytes: float
     index_seconds: float
+    lists_seconds: float
     backend: str = "mosaic_gpu"
     forward_share: float = 1.0
     backward_share: float = 1.0
@@ -48,6 +50,8 @@ H200 = Gpu(
     link_bytes=261 * 2**30,
     # docs/log/2026-11-20.md: 0.87 ms for 16 heads and 131072 keys, caps of 4096.
     index_seconds=0.87e-3 / (16 * 131072),
+    # benchmarks/results/attention-h200-2026-11-22-whole.md: "build" at 131072 tokens.
+    lists_seconds=0.20e-3 / (16 * 131072),
 )
 
 A100_40GB = Gpu(
@@ -59,8 +63,9 @@ A100_40GB = Gpu(
     copy_bytes=1.38e12,
     # Likewise of 300 GB/s into a GPU, instead of 450.
     link_bytes=174 * 2**30,
-    # By the ratio of the copies: choosing reads and writes.
+    # By the ratio of the copies: choosing and building read and write.
     index_seconds=0.87e-3 / (16 * 131072) * 4.27 / 1.38,
+    lists_seconds=0.20e-3 / (16 * 131072) * 4.27 / 1.38,
     # The Triton kernels at density 6.3 %: 155 and 105 TFLOP/s are hoped for, instead of 540 and
     # 443. They would be half of the data sheet's 312, and a third.
     forward_share=155 / 540,

@@ -188,6 +188,10 @@ class Settings:
         """The share of causal pairs to expect before anything is chosen, and the reason for it."""
         return PAPER_DENSITY, "assumed: the paper's mean at 512K; each step chooses its own"
 
+    def takes_choosing(self) -> bool:
+        """Whether a step chooses an index, used or not. For estimates of time."""
+        return self.chooses
+
     def scoring_share(self) -> float:
         """FLOP of scoring pairs for a choice, over those of a dense forward pass of attention.
 

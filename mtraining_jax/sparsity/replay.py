@@ -135,6 +135,10 @@ class ReplaySettings(VerticalSlashSettings):
             f"{_DENSITY_NAME}: {self.replay_density:.1%} of the causal pairs, random {what}{also}"
         )
 
+    def takes_choosing(self) -> bool:
+        """Where `replay_estimate` asks for it."""
+        return self.replay_estimate
+
     def scoring_share(self) -> float:
         """That of the pattern that also chooses."""
         return self._like().scoring_share() if self.replay_estimate else 0.0

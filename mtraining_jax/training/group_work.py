@@ -85,7 +85,7 @@ class GroupWork:
         self._weigh, self._assumed = _weigh(config), assumed_densities(config)
         self._under_way: dict[int, list[np.ndarray]] = {}
         products = step_flops(config, density=0.0, executed=0.0).matrices
-        rate = matmul_rate(config.model.hidden_size)
+        rate = matmul_rate(config.model.hidden_size, config.ranks)
         self._rest_ms = 1e3 * products / (config.devices * rate)
 
     @staticmethod

@@ -186,7 +186,7 @@ def test_attention_is_counted_at_the_density(config):
 
 @pytest.mark.parametrize(
     ("name", "devices", "tokens", "model", "measured"),
-    [  # benchmarks/results/step-*-2026-11-22.md
+    [  # benchmarks/results/{step-*,rebuilt-h200}-2026-11-22.md
         ("qwen3b_512k", 8, 524288, {"remat": "mlp"}, 5.131),
         ("qwen3b_512k_dense", 8, 524288, {"remat": "mlp"}, 33.74),
         ("qwen3b_2m", 8, 2097152, {"remat": "attention"}, 51.37),
@@ -198,6 +198,7 @@ def test_attention_is_counted_at_the_density(config):
         ("qwen3b_512k_dense", 2, 131072, {"remat": "mlp"}, 10.45),
         ("qwen0_5b_512k", 2, 131072, {"remat": "mlp"}, 0.752),
         ("qwen7b_512k", 2, 131072, {"remat": "attention"}, 6.635),
+        ("qwen3b_512k", 1, 131072, {"remat": "attention"}, 6.229),
     ],
 )
 def test_estimated_times_are_near_those_of_runs(name, devices, tokens, model, measured):
@@ -208,6 +209,31 @@ def test_estimated_times_are_near_those_of_runs(name, devices, tokens, model, me
     ])
     found = seconds(config, H200, estimate_memory(config), count_flops(config))
     assert sum(found.values()) == pytest.approx(measured, rel=0.05), found
+
+
+def test_one_gpu_waits_for_no_collectives():
+    def products(devices):
+        config = load_config("qwen3b_512k", [("parallel.devices_per_node", str(devices))])
+        found = seconds(config, H200, estimate_memory(config), count_flops(config))
+        return found["matrix products"] * devices
+
+    assert products(2) == products(4)
+    assert products(1) == pytest.approx(products(2) * 0.87 / 0.90)
+
+
+def test_where_nothing_is_chosen_only_lists_are_built():
+    def parts(estimate):
+        config = load_config("qwen3b_512k", [
+            ("sparsity.kind", "replay"), ("sparsity.replay_estimate", estimate),
+            ("sparsity.replay_of", "xattention"),
+        ])
+        return seconds(config, H200, estimate_memory(config), count_flops(config))
+
+    chosen, given = parts("true"), parts("false")
+    indices = 36 * 16 * 524288 / 8
+    assert given["building work lists"] == pytest.approx(indices * H200.lists_seconds)
+    assert "choosing indices" not in given and "building work lists" not in chosen
+    assert chosen["choosing indices"] > 4 * given["building work lists"]
 
 
 def test_scores_of_every_pair_take_their_share_of_a_dense_forward_pass():
