@@ -19,6 +19,10 @@ _COLUMNS = (
     "measured", "of the step predicted", "measured", "attention of the busiest group, ms predicted",
     "measured", "off", "step, s predicted", "measured", "off", "faster predicted", "measured",
 )  # fmt: skip
+_FORECAST_COLUMNS = (
+    "batch", "data.balance", "density drawn", "imbalance of attention", "of the step",
+    "attention of the busiest group, ms", "all else, ms", "step, s", "faster",
+)  # fmt: skip
 COST_COLUMNS = "batch", "without counting, s", "counting pairs by length, s", "own cost"
 
 
@@ -45,6 +49,29 @@ def row(
         f"{real.step_ms / 1e3:.3f}", off(forecast.step_ms, real.step_ms),
         *(f"{ratio:.2f} x" for ratio in ratios),
     )  # fmt: skip
+
+
+def forecasts(found: Mapping[str, Sequence[Found]]) -> list[str]:
+    """Lines of a table of predictions alone.
+
+    Args:
+        found: predicted steps, by the order; the same batches in each.
+    """
+    lines, plain = table_head(_FORECAST_COLUMNS), found["none"]
+
+    def line(name: str, how: str, step: Found, before: Found) -> str:
+        return table_line(
+            name, how, f"{step.density:.4f}", f"{step.attention:.2f}", f"{step.step:.3f}",
+            f"{step.attention_ms:.0f}", f"{step.rest_ms:.0f}", f"{step.step_ms / 1e3:.3f}",
+            f"{before.step_ms / step.step_ms:.2f} x",
+        )  # fmt: skip
+
+    for number in range(len(plain)):
+        for how, steps in found.items():
+            lines.append(line(str(number + 1), how, steps[number], plain[number]))
+    for how, steps in found.items():
+        lines.append(line("mean", how, Found.mean(steps), Found.mean(plain)))
+    return lines
 
 
 def conclusions(

@@ -7,7 +7,8 @@ each group would, as the training step of one group, and combines the times so; 
 meeting itself takes is not in it. Batches are drawn as in `benchmarks/balance.py`, by which the
 densities of documents and what shares of mass do to them are given (`drawn_lists.py`), and all
 orders have the same batches. Beside each time stands the one that is predicted: attention by the
-table in `mtraining_jax/latency.py`, the rest of a step by the dry run.
+table in `mtraining_jax/latency.py`, the rest of a step by the dry run. With --predict only these
+are printed, on any machine.
 
 On a CPU in miniature: --config tiny --groups 2 --parts 2 --documents 300 1800 --start 1.3
 --parallel.nodes=1 --parallel.devices_per_node=1 --data.seq_len=2048 --sparsity.dense_below=512
@@ -25,6 +26,7 @@ from benchmarks.drawn_lists import DrawnLists
 from benchmarks.group_report import (
     COST_COLUMNS,
     conclusions,
+    forecasts,
     introduction,
     is_comparable,
     off_by,
@@ -54,6 +56,11 @@ def report(args: argparse.Namespace, run: Setting, config: Config) -> Iterator[s
     """
     batches = chosen_batches(run, args.seed, args.batches, args.start, args.documents)
     dealt = dealt_batches(*batches, run)
+    if args.predict:
+        yield from forecasts({
+            how: [Found.of(predicted(step, run)) for step in steps] for how, steps in dealt.items()
+        })
+        return
     mesh = parts.build_mesh(run.config)
     yield from introduction(args, run)
     print("compiling two training steps ...", file=sys.stderr, flush=True)
@@ -104,6 +111,7 @@ def main(argv: list[str] | None = None) -> None:
                         metavar=("SHORT", "LONG"), help="their tokens, in the mean")  # fmt: skip
     parser.add_argument("--repeats", type=int, default=5, help="of attention alone")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--predict", action="store_true", help="run nothing, print predictions")
     parser.add_argument("--out", type=Path, help="file for the tables")
     args, overrides = parser.parse_known_args(argv)
     lines = []

@@ -167,6 +167,19 @@ def test_one_device_runs_all_groups_in_miniature(tmp_path, capsys):
     assert before > 0 and after > 0
 
 
+def test_predictions_alone_need_no_device(capsys, monkeypatch):
+    monkeypatch.setattr(groups, "Groups", None)
+    groups.main([*MINIATURE, "--predict", *SIZES])
+    head, _, *rows = map(cells, capsys.readouterr().out.splitlines())
+    assert [line[:2] for line in rows] == [[x, how] for x in ("1", "mean") for how in ORDERS]
+    plain, _, _, tuned = (dict(zip(head, line, strict=True)) for line in rows[:4])
+    assert float(plain["imbalance of attention"]) == pytest.approx(1.3, abs=0.05)
+    for line in plain, tuned:
+        ms = float(line["attention of the busiest group, ms"]) + float(line["all else, ms"])
+        assert float(line["step, s"]) == pytest.approx(ms / 1e3, abs=2e-3)
+    assert plain["faster"] == "1.00 x" and tuned["faster"] >= "1.00 x"
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
