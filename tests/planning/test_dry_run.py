@@ -11,7 +11,7 @@ from flax import nnx
 from mtraining_jax.cli import main
 from mtraining_jax.config import available_configs, load_config
 from mtraining_jax.latency import kernel_seconds
-from mtraining_jax.models import abstract_state, graph_definition
+from mtraining_jax.models import abstract_state, embedding, graph_definition
 from mtraining_jax.planning.cost import count_flops, rates_missing, seconds
 from mtraining_jax.planning.dry_run import available, dry_run
 from mtraining_jax.planning.hardware import A100_40GB, H200
@@ -154,7 +154,9 @@ def products(jaxpr):
 @pytest.mark.parametrize(
     ("remat", "kept"), [("none", 0), ("mlp", 0), ("mlp", 3), ("attention", 0), ("full", 0)]
 )
-def test_flops_are_those_of_the_traced_products(config, remat, kept):
+def test_flops_are_those_of_the_traced_products(config, remat, kept, monkeypatch):
+    # Sums of the embedding's gradient are not counted: on GPUs 512 FLOP for each token and width.
+    monkeypatch.setattr(embedding, "sum_rows", embedding._add_in_order)
     model = {"remat": remat, "mlp_chunk_size": 32, "mlp_kept_chunks": kept}
     config = changed(
         config, model=model, loss={"chunk_size": 128}, data={"batch_size": 1},
