@@ -115,11 +115,11 @@ def _with_past_bwd(scale, backend, residuals, cotangents):
         jnp.where(where.live, _at(where.tokens, delta), 0.0),
         _plan(copies, k, where, backend), scale=scale, dq_dtype=q.dtype,
     )  # fmt: skip
-    # In fp32, as a query's copies are added.
-    to_queries = jax.linear_transpose(
-        lambda x: _take(x, where.tokens), jax.ShapeDtypeStruct(q.shape, jnp.float32)
-    )
-    (dq,) = to_queries(grads.dq.astype(jnp.float32))
+    # A query's copies one after another: a scatter would add them in any order on a GPU.
+    dq = jnp.zeros(q.shape, jnp.float32)
+    for slot in range(index.most - 1):
+        copy = _take(grads.dq, where.places[..., slot]).astype(jnp.float32)
+        dq += jnp.where(jnp.swapaxes(slot < where.counts, 1, 2)[..., None], copy, 0.0)
     # Of out = sum of w_i out_i with w_i = exp(lse_i - lse), the part of the own chunk.
     weight = jnp.where(lse > -jnp.inf, jnp.exp(lse_own - lse), 0.0)
     own = _times(dout, weight), weight * (ops.delta_of(out_own, dout, backend=backend) - delta)

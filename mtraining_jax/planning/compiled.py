@@ -61,16 +61,7 @@ def compile_step(config: Config, gpu: Gpu) -> Compiled:
     change workspaces a little.
     """
     begin = time.perf_counter()
-    mesh = target_mesh(config, gpu)
-    layout, pattern = parts.build_layout(config), parts.build_pattern(config)
-    inputs = parts.layer_inputs(pattern)
-    # The device of the abstract mesh decides which kernels run.
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        builder = StateBuilder(config, mesh)
-        attention = parts.build_attention(config, mesh, layout, pattern)
-        step = make_train_step(config, builder, attention, mesh, inputs)
-        traced = step.trace(builder.abstract(), abstract_batch(config, mesh))
-        compiled = traced.lower(lowering_platforms=("cuda",)).compile()
+    compiled = lower_step(config, gpu).compile()
     memory = compiled.memory_analysis()
     reserved = (
         memory.argument_size_in_bytes
@@ -83,6 +74,20 @@ def compile_step(config: Config, gpu: Gpu) -> Compiled:
         host=memory.host_temp_size_in_bytes + memory.host_argument_size_in_bytes,
         seconds=time.perf_counter() - begin,
     )
+
+
+def lower_step(config: Config, gpu: Gpu) -> jax.stages.Lowered:
+    """The program of a run's real step, its kernels too, before it is compiled for its GPUs."""
+    mesh = target_mesh(config, gpu)
+    layout, pattern = parts.build_layout(config), parts.build_pattern(config)
+    inputs = parts.layer_inputs(pattern)
+    # The device of the abstract mesh decides which kernels run.
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        builder = StateBuilder(config, mesh)
+        attention = parts.build_attention(config, mesh, layout, pattern)
+        step = make_train_step(config, builder, attention, mesh, inputs)
+        traced = step.trace(builder.abstract(), abstract_batch(config, mesh))
+        return traced.lower(lowering_platforms=("cuda",))
 
 
 def abstract_batch(config: Config, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:

@@ -1,0 +1,51 @@
+"""No sum of a training step depends on the order in which a GPU happens to add.
+
+Of what XLA makes, scatters are what adds by atomics: those that may meet a place twice. Integers
+are the same in any order.
+"""
+
+import json
+import re
+
+import pytest
+
+from mtraining_jax.config import load_config
+from mtraining_jax.planning.compiled import lower_step, missing_plugin
+from mtraining_jax.planning.hardware import H200
+from mtraining_jax.sparsity.registry import PATTERNS
+
+pytestmark = pytest.mark.skipif(missing_plugin() is not None, reason=str(missing_plugin()))
+
+SIZES = {
+    "data.seq_len": 32768, "model.num_layers": 2, "model.hidden_size": 256, "model.num_heads": 4,
+    "model.num_kv_heads": 2, "model.head_dim": 64, "model.intermediate_size": 256,
+    "model.vocab_size": 512, "parallel.devices_per_node": 1, "parallel.fsdp": False,
+    "sparsity.dense_below": 0,
+}  # fmt: skip
+OPTIONS = {
+    "vertical_slash": [{}, {"preset": "joint"}],
+    "sampled_rows": [{}, {"columns": 128}],
+    "moba": [{"chunk_size": 4096, "top_k": 4}],
+    "replay": [{"replay_density": 0.3}, {"replay_density": 0.3, "replay_of": "sampled_rows"}],
+}
+SCATTER = re.compile(
+    r'"stablehlo\.scatter".*?unique_indices = (true|false).*?\^bb0\(%\w+: tensor<(\w+)>', re.DOTALL
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [(kind, options) for kind in PATTERNS for options in OPTIONS.get(kind, [{}])],
+)
+def test_no_scatter_adds_in_any_order(kind, options, tmp_path):
+    budgets = tmp_path / "budgets.json"
+    budgets.write_text(json.dumps([[["vertical_and_slash", 100, 500, 1.0]] * 4] * 2))
+    fields = SIZES | {"sparsity.kind": kind}
+    fields |= {f"sparsity.{name}": value for name, value in options.items()}
+    if kind in ("fixed", "minference"):
+        fields["sparsity.budget_file"] = budgets
+    text = [(name, str(x).lower() if isinstance(x, bool) else str(x)) for name, x in fields.items()]
+    program = lower_step(load_config("qwen3b_512k", text), H200).as_text()
+    found = SCATTER.findall(program)
+    assert ("true", "f32") in found  # the embedding's gradient
+    assert [x for x in found if x[0] == "false" and x[1][0] not in "iu"] == []
