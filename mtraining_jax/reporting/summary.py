@@ -8,42 +8,40 @@ from collections.abc import Sequence
 import numpy as np
 
 from mtraining_jax.config import Config, available_configs
-from mtraining_jax.reporting.record import Record, density_of, held_out_text, note_on_density
+from mtraining_jax.reporting.history import History
+from mtraining_jax.reporting.record import Record, note_on_density
 
 
-def summary(config: Config, records: Sequence[Record], wrote: Sequence[str]) -> list[str]:
+def summary(config: Config, history: History, wrote: Sequence[str]) -> list[str]:
     """Results, what was written, and how to continue.
 
     Args:
         config: of the run.
-        records: of the steps just taken, at least one.
+        history: of the steps just taken, at least one.
         wrote: files and folders.
 
     Returns:
         Lines.
     """
-    losses = [record["loss"] for record in records if record["loss"] is not None]
-    last = losses[-min(10, max(1, len(losses) // 4)) :]
-    seconds = sum(record["step_seconds"] for record in records)
+    newest = history.last[-1]
     lines = [
         "",
-        f"done: {len(records)} steps in {seconds:.0f} s",
-        f"  speed      {_speed(records)}",
+        f"done: {history.count} steps in {history.seconds:.0f} s",
+        f"  speed      {_speed(history)}",
     ]
-    if losses:
+    if history.losses:
+        last = list(history.losses)[-max(1, history.finite_losses // 4) :]
         of_last = f" (mean of the last {len(last)} steps)" if len(last) > 1 else ""
-        lines.append(f"  loss       {losses[0]:.3f} -> {np.mean(last):.3f}{of_last}")
-    evaluated = [text for text in map(held_out_text, records) if text is not None]
-    if evaluated:
-        first = f"{evaluated[0]} -> " if len(evaluated) > 1 else ""
-        lines.append(f"  held out   {first}{evaluated[-1]}")
-    lines.append(f"  attention  {_density(records)}")
-    if (groups := _groups(records)) is not None:
+        lines.append(f"  loss       {history.first_loss:.3f} -> {np.mean(last):.3f}{of_last}")
+    if history.held_out:
+        lines.append(f"  held out   {' -> '.join(history.held_out)}")
+    lines.append(f"  attention  {_density(history)}")
+    if (groups := _groups(history)) is not None:
         lines.append(f"  groups     {groups}")
-    if (tuned := _tuned(records)) is not None:
-        lines.append(f"  tuned      {tuned}")
-    if records[-1]["skipped_steps"]:
-        lines.append(f"  skipped    {records[-1]['skipped_steps']} steps that were not finite")
+    if "tuned" in newest:
+        lines.append(f"  tuned      {_tuned(history)}")
+    if newest["skipped_steps"]:
+        lines.append(f"  skipped    {newest['skipped_steps']} steps that were not finite")
     lines.append(f"  wrote      {wrote[0] if wrote else 'nothing'}")
     lines += [f"             {where}" for where in wrote[1:]]
     return [*lines, "to go on:", *_next_steps(config, config.run.steps)]
@@ -110,21 +108,24 @@ def _command(options: str) -> str:
     return f"{prefix} {shlex.join(kept)} {options}"
 
 
-def steady_steps(records: Sequence[Record]) -> list[Record]:
+def steady_steps(history: History) -> list[Record]:
     """Records to measure speed by: without the first two, which warm up, and traced ones."""
-    rest = [record for record in records[2:] if not record.get("profiled")]
-    return rest or list(records[-1:])
+    first = max(0, 2 - (history.count - len(history.last)))
+    rest = [record for record in list(history.last)[first:] if not record.get("profiled")]
+    return rest or [history.last[-1]]
 
 
-def _speed(records: Sequence[Record]) -> str:
-    steady = steady_steps(records)
+def _speed(history: History) -> str:
+    steady = steady_steps(history)
 
     def median(name: str) -> float:
         return float(np.median([record[name] for record in steady]))
 
-    steps = f"median of {len(steady)} steps after warm-up" if len(records) > 2 else "last step"
+    which = "the last " if history.count > len(history.last) else ""
+    steps = f"median of {which}{len(steady)} steps after warm-up"
     text = (
-        f"{median('step_seconds'):.3f} s/step ({steps}), {median('tokens_per_second'):,.0f}"
+        f"{median('step_seconds'):.3f} s/step ({steps if history.count > 2 else 'last step'}), "
+        f"{median('tokens_per_second'):,.0f}"
         f" tokens/s, {median('tflops_per_device_executed'):.3g} TFLOP/s a device executed,"
         f" {median('tflops_per_device_dense_equivalent'):.3g} dense-equivalent"
     )
@@ -136,26 +137,22 @@ def _speed(records: Sequence[Record]) -> str:
     return text if note is None else f"{text}; {note}"
 
 
-def _tuned(records: Sequence[Record]) -> str | None:
-    """Which shares groups kept over all steps; None if they were not tuned."""
-    found = [record for record in records if "tuned" in record]
-    if not found:
-        return None
-    shares = np.array([record["tuned_by_group"] for record in found])
-    infeasible = np.mean([record["infeasible"] for record in found])
+def _tuned(history: History) -> str:
+    """Which shares groups kept over all steps."""
+    smallest, largest = history.shares
     return (
-        f"{found[0]['tuned']} {shares.min():.3f} to {shares.max():.3f}, mean {shares.mean():.3f};"
-        f" infeasible for {infeasible:.1%} of groups and steps"
+        f"{history.last[-1]['tuned']} {smallest:.3f} to {largest:.3f}, mean "
+        f"{history.mean('tuned'):.3f}; infeasible for {history.mean('infeasible'):.1%} of groups "
+        "and steps"
     )
 
 
-def _groups(records: Sequence[Record]) -> str | None:
+def _groups(history: History) -> str | None:
     """How even the groups were, mean over steps; None where groups do not differ."""
     for suffix, how in (("", "densities of each step"), ("_predicted", "predicted densities")):
-        names = f"attention_imbalance{suffix}", f"step_imbalance{suffix}"
-        found = [[r[name] for name in names] for r in records if r.get(names[0]) is not None]
-        if found:
-            attention, step = np.mean(found, axis=0)
+        attention = history.mean(f"attention_imbalance{suffix}")
+        step = history.mean(f"step_imbalance{suffix}")
+        if attention is not None and step is not None:
             return (
                 f"attention of the busiest {attention:.2f} of the mean, step {step:.2f}"
                 f" (modelled, {how})"
@@ -163,12 +160,12 @@ def _groups(records: Sequence[Record]) -> str | None:
     return None
 
 
-def _density(records: Sequence[Record]) -> str:
-    densities = [density_of(record) for record in records if density_of(record) is not None]
-    recalls = [record["recall"] for record in records if record.get("recall") is not None]
-    text = f"{np.mean(densities):.1%} of the causal pairs computed"
-    if (note := note_on_density(records[-1])) is not None:
+def _density(history: History) -> str:
+    density = history.mean("density")
+    found = "an unknown share" if density is None else f"{density:.1%}"
+    text = f"{found} of the causal pairs computed"
+    if (note := note_on_density(history.last[-1])) is not None:
         text += f"; {note}"
-    if recalls:
-        text += f", which hold {np.mean(recalls):.1%} of the attention's mass (recall)"
+    if (recall := history.mean("recall")) is not None:
+        text += f", which hold {recall:.1%} of the attention's mass (recall)"
     return text

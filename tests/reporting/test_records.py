@@ -9,6 +9,7 @@ from rich.console import Console
 
 from mtraining_jax.errors import UserError
 from mtraining_jax.reporting.audit import audit_record
+from mtraining_jax.reporting.history import KEPT, History
 from mtraining_jax.reporting.progress import Display, step_line
 from mtraining_jax.reporting.record import Memory, step_record
 from mtraining_jax.reporting.summary import summary
@@ -96,7 +97,8 @@ def test_every_line_of_a_replay_says_so(config, capsys):
         in step_line(found, 10)
     )
     assert "(replayed density, not chosen)" in step_line(record(config, 1), 10)
-    lines = [line for line in summary(config, [found], []) if "%" in line or "tokens/s" in line]
+    lines = summary(config, History.of([found]), [])
+    lines = [line for line in lines if "%" in line or "tokens/s" in line]
     assert len(lines) == 2
     assert all(line.endswith("; replayed density, not chosen") for line in lines)
     console = Console(force_terminal=True, width=300, highlight=False, soft_wrap=True)
@@ -111,10 +113,29 @@ def test_the_summary_is_of_steady_steps(config):
     records = [record(config, i, seconds=s) for i, s in enumerate(times, 1)]
     for traced in records[5:]:
         traced["profiled"] = True
-    (speed,) = [line for line in summary(config, records, []) if "speed" in line]
+    (speed,) = [line for line in summary(config, History.of(records), []) if "speed" in line]
     assert "2.000 s/step (median of 3 steps after warm-up), 128 tokens/s" in speed
-    (speed,) = [line for line in summary(config, records[:1], []) if "speed" in line]
+    (speed,) = [line for line in summary(config, History.of(records[:1]), []) if "speed" in line]
     assert "9.000 s/step (last step)" in speed
+
+
+def test_a_long_run_is_summed_up_from_its_last_records_and_sums(config):
+    losses = [9.0, float("nan"), *[2.0] * KEPT, *[1.0] * 10]
+    history = History()
+    for i, loss in enumerate(losses, 1):
+        found = record(config, i, loss=loss, seconds=0.5)
+        found["recall"] = 0.25 if i % 2 else 0.75
+        if i in (3, 7, 11):
+            found["eval_loss"] = 1.0 + i
+        history.add(found)
+    assert len(history.last) == KEPT and history.count == len(losses)
+    lines = summary(config, history, ["here"])
+    assert f"done: {len(losses)} steps in {0.5 * len(losses):.0f} s" in lines
+    text = "\n".join(lines)
+    assert f"0.500 s/step (median of the last {KEPT} steps after warm-up)" in text
+    assert "loss       9.000 -> 1.000 (mean of the last 10 steps)" in text
+    assert "held out   4.0000 -> 12.0000" in text
+    assert "hold 50.0% of the attention's mass" in text
 
 
 def test_numbers_that_are_not_finite_are_null(config):

@@ -13,6 +13,7 @@ from mtraining_jax.config import Config
 from mtraining_jax.errors import UserError
 from mtraining_jax.reporting.alarms import Alarms
 from mtraining_jax.reporting.audit import audit_record
+from mtraining_jax.reporting.history import History
 from mtraining_jax.reporting.progress import Display
 from mtraining_jax.reporting.record import Memory, Record, step_record
 from mtraining_jax.reporting.writers import Writer
@@ -54,7 +55,7 @@ class FinishedSteps:
         # A picture takes longer than many a step, and must not delay its report.
         self._pictures = ThreadPoolExecutor(1, "pictures")
         self._picture: Future[None] | None = None  # that was begun last
-        self._records: list[Record] = []
+        self._history = History()
         self._pending: Future[Record] | None = None  # of the step that was started last
         self._closed = False
         self.restart_clock()
@@ -86,23 +87,23 @@ class FinishedSteps:
         self._wait_for_step()
         self._pending = started
 
-    def wait(self) -> list[Record]:
+    def wait(self) -> History:
         """Waits until every step that was added is done and reported, and its masks drawn.
 
         Returns:
-            The records of all steps so far.
+            That of all steps so far.
 
         Raises:
             UserError: if too many steps in a row were not finite, or something cannot be written.
         """
         self._wait_for_step()
         self._wait_for_picture()
-        return self._records
+        return self._history
 
     def _wait_for_step(self) -> None:
         pending, self._pending = self._pending, None
         if pending is not None:
-            self._records.append(pending.result())
+            self._history.add(pending.result())
 
     def _wait_for_picture(self) -> None:
         picture, self._picture = self._picture, None

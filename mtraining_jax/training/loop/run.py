@@ -29,7 +29,8 @@ def run(config: Config, signals: StopSignals | None = None) -> list[Record]:
             an error at once, and of several processes SIGTERM stops all after a step.
 
     Returns:
-        The records of the steps that this call took, as in metrics.jsonl; on all processes.
+        The records of the steps that this call took, as in metrics.jsonl, the last 1000 at most;
+        on all processes.
 
     Raises:
         UserError: for anything that the user can correct, before the run or during it.
@@ -79,17 +80,17 @@ def _run(
     first_does(lambda: _prepare_folder(config, resume_from, display), timeout)
     with Trainer(config, resume_from, display, signals) as trainer:
         try:
-            records = trainer.train()
+            history = trainer.train()
             trainer.export()
         except KeyboardInterrupt as error:
             raise UserError(trainer.interrupted()) from error
-    display.say(*summary(config, records, trainer.wrote()))
-    if all(record["loss"] is None or record["grad_norm"] is None for record in records):
+    display.say(*summary(config, history, trainer.wrote()))
+    if not history.finite:
         raise UserError(
-            f"none of the {len(records)} steps of {config.run.name} was finite, so nothing was "
+            f"none of the {history.count} steps of {config.run.name} was finite, so nothing was "
             "learnt; a lower optimizer.lr, a longer optimizer.warmup_steps or other data may help"
         )
-    return records
+    return list(history.last)
 
 
 def _prepare_folder(config: Config, resume_from: int | None, display: Display) -> None:

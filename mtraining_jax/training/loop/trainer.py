@@ -15,8 +15,8 @@ from mtraining_jax.config import Config
 from mtraining_jax.data.advice import slow_start
 from mtraining_jax.reporting.alarms import Alarms
 from mtraining_jax.reporting.banner import ParameterCount, banner
+from mtraining_jax.reporting.history import History
 from mtraining_jax.reporting.progress import Display
-from mtraining_jax.reporting.record import Record
 from mtraining_jax.reporting.writers import open_writers
 from mtraining_jax.signals import Stopped, StopSignals
 from mtraining_jax.training import distributed, parts
@@ -142,11 +142,11 @@ class Trainer:
         """Finishes all that is being written."""
         self._opened.__exit__(kind, error, trace)
 
-    def train(self) -> list[Record]:
+    def train(self) -> History:
         """Takes all steps that are left, and saves the last state.
 
         Returns:
-            The records of these steps.
+            The history of these steps.
 
         Raises:
             UserError: if too many steps in a row are not finite.
@@ -182,9 +182,9 @@ class Trainer:
                 self._display.stop()
                 raise Stopped(self._where_it_goes_on("asked to stop"))
             batch = self._next_batch()
-        records = self._finished.wait()
+        history = self._finished.wait()
         self._display.stop()
-        return records
+        return history
 
     def _next_batch(self) -> dict[str, jax.Array]:
         batch = next(self._batches)
