@@ -10,9 +10,10 @@ import time
 import pytest
 
 WAITS = """
-import fcntl, sys, termios, time
+import fcntl, signal, sys, termios, time
 from mtraining_jax.signals import StopSignals
 
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests may run under nohup
 stuck = sys.argv[2] == "True"
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # the terminal is this process's own
 with StopSignals() as signals:
@@ -41,7 +42,7 @@ def waiting(tmp_path, stuck):
     )  # fmt: skip
     os.close(theirs)
     read = b""
-    while b"ready" not in read:
+    while b"ready\r\n" not in read:  # all of it, or its writing may fail with the terminal
         read += os.read(ours, 1024)
     yield process, tmp_path / "saved", ours
     process.kill()
