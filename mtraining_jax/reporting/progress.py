@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import errno
 import sys
 import time
 from types import TracebackType
@@ -43,7 +44,7 @@ class Display:
         self._held_out: str | None = None  # of the last evaluation
 
     def say(self, *lines: str) -> None:
-        """Prints lines as they are.
+        """Prints lines as they are; to nobody from the moment on that a terminal is gone.
 
         Raises:
             UserError: if they cannot be written, to a file on a full disk for instance.
@@ -56,6 +57,9 @@ class Display:
             if self._console.file is sys.stdout:
                 with contextlib.suppress(OSError, ValueError):  # no file, as in a notebook
                     write_to_nobody(sys.stdout.fileno())
+            # Its SIGHUP stops the run, and may be heard later than a line fails.
+            if error.errno == errno.EIO and self._console.is_terminal:
+                return
             raise UserError(
                 f"the run's output cannot be written ({error.strerror}); the same command goes on "
                 "from the newest checkpoint"

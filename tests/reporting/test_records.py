@@ -1,5 +1,7 @@
 import io
 import json
+import os
+import pty
 import sys
 import types
 
@@ -8,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from mtraining_jax.errors import UserError
+from mtraining_jax.nobody import write_to_nobody
 from mtraining_jax.reporting.audit import audit_record
 from mtraining_jax.reporting.history import KEPT, History
 from mtraining_jax.reporting.progress import Display, step_line
@@ -231,6 +234,19 @@ def test_output_that_cannot_be_written_is_told():
     with pytest.raises(UserError, match="output cannot be written .No space left on device.; the"):
         display.say("a line")
     display.say("which nobody would see")
+
+
+def test_a_terminal_that_is_gone_does_not_end_a_run_before_its_signal():
+    ours, theirs = pty.openpty()
+    with open(theirs, "w") as file:
+        display = Display(console=Console(file=file, force_terminal=True))
+        display.say("first")
+        assert b"first" in os.read(ours, 100)
+        os.close(ours)
+        display.say("second", "third")  # fails as a write, and is no error
+        display.say("fourth")
+        write_to_nobody(theirs)  # what the file still holds, as for standard output
+
 
 
 @pytest.mark.parametrize("terminal", [False, True])
