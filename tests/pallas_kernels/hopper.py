@@ -1,6 +1,10 @@
-"""Lowering for a Hopper GPU on a machine that has none."""
+"""Lowering and compiling for a Hopper GPU on a machine that has none."""
+
+from pathlib import Path
 
 import jax
+
+_TARGET = Path(__file__).resolve().parents[2] / "mtraining_jax/planning/h200.target_config.txtpb"
 
 
 def hopper():
@@ -9,3 +13,13 @@ def hopper():
     return jax.sharding.use_abstract_mesh(
         jax.sharding.AbstractMesh((), (), abstract_device=device)
     )
+
+
+def described_h200s(count: int) -> list:
+    """Devices of one host to compile for; needs the CUDA plugin of JAX."""
+    from jax.experimental import topologies
+
+    topology = topologies.get_topology_desc(
+        platform="cuda", target_config=_TARGET.read_text(), topology=f"1x1x{count}"
+    )
+    return topology.devices

@@ -19,7 +19,6 @@ sys.path.insert(0, str(ROOT))
 
 from tests.pallas_kernels import proxy_fences  # noqa: E402
 
-TARGET = ROOT / "mtraining_jax/planning/h200.target_config.txtpb"
 _MARK = "// compiled: "
 
 
@@ -49,15 +48,12 @@ def _compile(names: Sequence[str]) -> None:
     """Compiles problems; Mosaic GPU prints their PTX, and this the name behind it."""
     import jax
     import numpy as np
-    from jax.experimental import topologies
     from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
     from tests.gpu import small_problems
+    from tests.pallas_kernels.hopper import described_h200s
 
-    topology = topologies.get_topology_desc(
-        platform="cuda", target_config=TARGET.read_text(), topology="1x1x1"
-    )
-    mesh = Mesh(np.array(topology.devices), ("x",), axis_types=(AxisType.Auto,))
+    mesh = Mesh(np.array(described_h200s(1)), ("x",), axis_types=(AxisType.Auto,))
     everywhere = NamedSharding(mesh, PartitionSpec())
 
     def described(values: small_problems.Values) -> small_problems.Values:

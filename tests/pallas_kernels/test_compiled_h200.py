@@ -3,7 +3,6 @@
 import dataclasses
 import importlib.util
 import re
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +12,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels import DenseIndex, VerticalSlashIndex, attention
 from pallas_kernels.mosaic_gpu.configs import CONFIGS
+from tests.pallas_kernels.hopper import described_h200s
 
-TARGET = Path(__file__).resolve().parents[2] / "mtraining_jax/planning/h200.target_config.txtpb"
 BLOCK = 128
 
 pytestmark = pytest.mark.skipif(
@@ -25,12 +24,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture
 def h200() -> Mesh:
     """One described H200."""
-    from jax.experimental import topologies
-
-    topology = topologies.get_topology_desc(
-        platform="cuda", target_config=TARGET.read_text(), topology="1x1x1"
-    )
-    return Mesh(np.array(topology.devices), ("x",), axis_types=(AxisType.Auto,))
+    return Mesh(np.array(described_h200s(1)), ("x",), axis_types=(AxisType.Auto,))
 
 
 def _shape(mesh, *sizes, dtype=jnp.bfloat16):

@@ -1,7 +1,6 @@
 """Transfers of the ring hide behind attention: read off what XLA schedules for 8 H200s."""
 
 import importlib.util
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +14,10 @@ from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import HEADS, make_mesh
 from mtraining_jax.sparsity import Dense
 from pallas_kernels import VerticalSlashIndex
+from tests.pallas_kernels.hopper import described_h200s
 from tests.parallel.hlo_schedule import Transfer, transfers
 
 KEPT = jax.checkpoint_policies.save_only_these_names("attn_out", "attn_lse")
-TARGET = Path(__file__).resolve().parents[2] / "mtraining_jax/planning/h200.target_config.txtpb"
 SEQ_LEN, BLOCK, HEADS_Q, HEADS_KV, DIM = 16384, 128, 4, 2, 128
 
 
@@ -27,12 +26,7 @@ def schedule(ring: str, nodes: int, recomputed: bool = False) -> str:
 
     With `recomputed` the backward pass fetches keys and values anew, as in a training step.
     """
-    from jax.experimental import topologies
-
-    topology = topologies.get_topology_desc(
-        platform="cuda", target_config=TARGET.read_text(), topology="1x1x8"
-    )
-    mesh = make_mesh(1, nodes, 8 // nodes, topology.devices)
+    mesh = make_mesh(1, nodes, 8 // nodes, described_h200s(8))
     layout = Layout("striped", SEQ_LEN, 8, BLOCK, 1 if ring == "flat" else nodes)
     attention = make_attention(mesh, layout, Dense(BLOCK), ring=ring)
 
