@@ -128,6 +128,14 @@ def test_memory_that_grows_is_told_and_drawn(tmp_path):
     assert (tmp_path / "soak.png").stat().st_size > 2000
 
 
+def test_a_run_that_cannot_start_is_told_at_once(tmp_path, capsys):
+    assert main([f"--out={tmp_path / 'soak'}", "--cpu", "--kind=nothing"]) == 1
+    output = capsys.readouterr()
+    assert output.err.startswith("error: the run ended with status 2 before its first checkpoint:")
+    assert 'sparsity.kind = "nothing"' in output.err
+    assert output.out == ""  # no event was tried
+
+
 @pytest.mark.skipif(
     os.environ.get("MTRAINING_TEST_SOAK") != "1", reason="takes minutes: MTRAINING_TEST_SOAK=1"
 )
