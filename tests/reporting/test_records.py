@@ -248,7 +248,6 @@ def test_a_terminal_that_is_gone_does_not_end_a_run_before_its_signal():
         write_to_nobody(theirs)  # what the file still holds, as for standard output
 
 
-
 @pytest.mark.parametrize("terminal", [False, True])
 def test_display_tells_loss_and_time_left(config, terminal, capsys):
     console = Console(force_terminal=terminal, width=120, highlight=False, soft_wrap=True)
