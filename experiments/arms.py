@@ -36,9 +36,17 @@ def arm_config(tier: str, arm: str, overrides: Iterable[tuple[str, str]] = ()) -
     return load_config(str(config_path(tier, arm)), list(overrides))
 
 
-def inferred_with(tier: str, trained: str) -> list[str]:
-    """The patterns that a trained model is used with: dense and its own, the dense arm with all."""
-    return list(TIERS[tier]) if trained == "dense" else ["dense", trained]
+def inferred_with(tier: str, trained: str, among: Iterable[str] | None = None) -> list[str]:
+    """The patterns that a trained model is used with: dense and its own, the dense arm with all.
+
+    Args:
+        tier, trained: which model.
+        among: the dense arm is used with these alone; default those of all arms of the tier.
+    """
+    if trained != "dense":
+        return ["dense", trained]
+    wanted = set(TIERS[tier] if among is None else among) | {"dense"}
+    return [arm for arm in TIERS[tier] if arm in wanted]
 
 
 def run_name(tier: str, arm: str, seed: int) -> str:

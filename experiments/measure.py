@@ -267,6 +267,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--data", type=Path, help="of the tier; default FOLDER/data/TIER")
     parser.add_argument("--results", type=Path, help="folder; default FOLDER/results")
     parser.add_argument("--seconds", type=float, help="stop after them")
+    parser.add_argument("--arms", help="use the dense arm with the patterns of these; default all")
     parser.add_argument("--jobs", type=int, default=1, help="programs that compile at a time")
     parser.add_argument("--samples", type=int, help="of each task, length and pattern")
     parser.add_argument("--lengths", type=int, nargs="+", help="of needles")
@@ -281,7 +282,9 @@ def main(argv: list[str] | None = None) -> int:
             samples=args.samples, lengths=args.lengths and tuple(args.lengths),
         )  # fmt: skip
         overrides = arms.split_overrides(args.set)
-        names = ["dense"] if args.arm == START else arms.inferred_with(args.tier, args.arm)
+        names = ["dense"] if args.arm == START else arms.inferred_with(
+            args.tier, args.arm, args.arms and args.arms.split(",")
+        )  # fmt: skip
         configs = {name: arms.arm_config(args.tier, name, overrides) for name in names}
         engine = load(args.tier, args.arm, args.seed, args.folder, overrides)
         own = configs["dense" if args.arm == START else args.arm]

@@ -6,7 +6,9 @@ The same command goes on where it stopped (exit status 75 says that it is to be 
 lines only are written into RESULTS/TIER-sSEED.jsonl; checkpoints stay in FOLDER. `--probe` trains
 20 steps of each arm instead, and prints densities: budgets are set by them before the first seed.
 With `--jobs 6` the programs of all arms are compiled first, six at a time: a machine that has many
-cores, and programs of no earlier run, is done much sooner.
+cores, and programs of no earlier run, is done much sooner. With `--no-measure` it trains alone, so
+that a second command can measure what is trained already; steps that run beside others have no
+times worth keeping, and `--shared` leaves them out.
 """
 
 import argparse
@@ -29,6 +31,7 @@ KEPT = (
     "step", "loss", "grad_norm", "step_seconds", "density", "recall", "recall_worst",
     "tokens_per_second",
 )  # fmt: skip
+TIMES = ("step_seconds", "tokens_per_second")
 
 
 def train_command(
@@ -68,18 +71,24 @@ def _is_trained(args: argparse.Namespace, arm: str, overrides: arms.Overrides) -
     return newest_step(run / CHECKPOINTS_NAME) == steps
 
 
-def training_lines(folder: Path, about: Line) -> list[Line]:
-    """Steps of a run, as the report needs them; of a step that ran twice the last time."""
+def training_lines(folder: Path, about: Line, timed: bool = True) -> list[Line]:
+    """Steps of a run, as the report needs them; of a step that ran twice the last time.
+
+    Args:
+        folder: of the run.
+        about: begins each line.
+        timed: False leaves times out, as of a run that shared its device.
+    """
     steps = {x["step"]: x for x in arms.read_lines(folder / "metrics.jsonl") if "loss" in x}
+    kept = [name for name in KEPT if timed or name not in TIMES]
     return [
-        {"what": "train", **about, **{name: x[name] for name in KEPT if name in x}}
+        {"what": "train", **about, **{name: x[name] for name in kept if name in x}}
         for _, x in sorted(steps.items())
     ]
 
 
 def train(lease: Lease, args: argparse.Namespace, arm: str, overrides: arms.Overrides) -> bool:
     """Trains an arm to its end; returns whether it is there."""
-    run = args.folder / arms.run_name(args.tier, arm, args.seed)
     if not _is_trained(args, arm, overrides):
         command = train_command(args.tier, arm, args.seed, args.folder, overrides)
         status = lease.start(command, args.folder)
@@ -87,20 +96,23 @@ def train(lease: Lease, args: argparse.Namespace, arm: str, overrides: arms.Over
             raise UserError(f"training of {arm} ended with status {status}")
         if status == LATER:
             return False
-    about = {"tier": args.tier, "seed": args.seed, "trained": arm}
-    path = args.results / f"{args.tier}-s{args.seed}.jsonl"
-    there = [x for x in arms.read_lines(path) if x["what"] == "train" and x["trained"] == arm]
-    if not there:
-        arms.append_lines(path, training_lines(run, about))
     return True
 
 
 def measure(lease: Lease, args: argparse.Namespace, arm: str) -> bool:
-    """Measures a trained arm; returns whether all is measured."""
+    """Keeps the lines of an arm's steps and measures it; returns whether all is measured."""
+    if arm != START:
+        about = {"tier": args.tier, "seed": args.seed, "trained": arm}
+        path = args.results / f"{args.tier}-s{args.seed}.jsonl"
+        there = [x for x in arms.read_lines(path) if x["what"] == "train" and x["trained"] == arm]
+        if not there:
+            run = args.folder / arms.run_name(args.tier, arm, args.seed)
+            arms.append_lines(path, training_lines(run, about, not args.shared))
     command = [
         sys.executable, "-m", "experiments.measure", f"--tier={args.tier}", f"--arm={arm}",
         f"--seed={args.seed}", f"--folder={args.folder}", f"--results={args.results}",
         f"--seconds={max(0, lease.left() - 2 * GRACE_SECONDS):.0f}", f"--jobs={args.jobs}",
+        f"--arms={','.join(args.arms)}",
     ]  # fmt: skip
     command += [f"--samples={args.samples}"] if args.samples else []
     command += [f"--data={args.data}"] if args.data else []
@@ -157,6 +169,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--data", type=Path, help="of measurements; default FOLDER/data/TIER")
     parser.add_argument("--results", type=Path, help="default FOLDER/results")
     parser.add_argument("--probe", action="store_true", help="densities of 20 steps of each arm")
+    parser.add_argument("--no-measure", action="store_true", help="train, and measure nothing")
+    parser.add_argument("--shared", action="store_true", help="others use the device: no times")
     parser.add_argument("--jobs", type=int, default=1, help="programs that compile at a time")
     parser.add_argument("--samples", type=int, help="of each task, length and pattern")
     parser.add_argument("--lengths", type=int, nargs="+", help="of needles")
@@ -176,14 +190,18 @@ def main(argv: list[str] | None = None) -> int:
             return LATER
         starts = arms.arm_config(args.tier, "dense", overrides).model.init_from is not None
         for arm in args.arms:
-            if not (train(lease, args, arm, overrides) and measure(lease, args, arm)):
+            done = train(lease, args, arm, overrides)
+            if not (done and (args.no_measure or measure(lease, args, arm))):
                 print("time is up: the same command goes on", flush=True)
                 return LATER
-        # Last: it tells what training did, and decides nothing.
-        if starts and not measure(lease, args, START):
+        # Last: it tells what training did, decides nothing, and is of no seed.
+        if starts and args.seed == 0 and not (args.no_measure or measure(lease, args, START)):
             return LATER
     except UserError as error:
         parser.error(str(error))
+    if args.no_measure:
+        print(f"tier {args.tier}, seed {args.seed}: all asked for is trained", flush=True)
+        return 0
     print(f"all of tier {args.tier}, seed {args.seed}, is in {args.results}", flush=True)
     return 0
 

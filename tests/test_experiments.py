@@ -318,6 +318,34 @@ def test_steps_of_a_run_are_kept_once(tmp_path):
     ]
 
 
+def test_times_of_steps_that_ran_beside_others_are_left_out(tmp_path):
+    step = {"step": 1, "loss": 3.0, "step_seconds": 0.5, "tokens_per_second": 8.0}
+    arms.append_lines(tmp_path / "metrics.jsonl", [step])
+    (alone,) = run.training_lines(tmp_path, {})
+    (shared,) = run.training_lines(tmp_path, {}, timed=False)
+    assert alone == {"what": "train", **step}
+    assert shared == {"what": "train", "step": 1, "loss": 3.0}
+
+
+def test_the_dense_arm_is_used_with_the_patterns_that_are_asked_for():
+    assert arms.inferred_with("c", "dense") == list(arms.ARMS)
+    among = ["window", "sampled_rows"]
+    assert arms.inferred_with("c", "dense", among) == ["dense", "sampled_rows", "window"]
+    assert arms.inferred_with("c", "window", among) == ["dense", "window"]
+
+
+def test_what_is_trained_can_be_left_unmeasured(tmp_path, capsys):
+    for arm in ("dense", "window"):
+        (tmp_path / arms.run_name("a", arm, 0) / "checkpoints" / "2000").mkdir(parents=True)
+    about = ["--tier=a", "--arms=dense,window", f"--folder={tmp_path}"]
+    assert run.main([*about, "--no-measure"]) == 0
+    assert "all asked for is trained" in capsys.readouterr().out
+    assert not (tmp_path / "results").exists()
+    # Measuring would begin, had there been time.
+    assert run.main([*about, "--minutes=0"]) == 75
+    assert "the same command goes on" in capsys.readouterr().out
+
+
 def test_commands_run_at_the_same_time_and_those_that_fail_are_named(tmp_path):
     meet = """
 import pathlib, sys, time
