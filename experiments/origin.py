@@ -20,7 +20,7 @@ def header(engine: Engine, config: Config, about: Line) -> Line:
     return {
         "what": "run",
         **about,
-        "command": sys.argv,
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "device": device.device_kind,
         "jax": jax.__version__,
