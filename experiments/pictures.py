@@ -37,7 +37,10 @@ def _save(figure: object, path: Path) -> Path:
 def _by_position(
     tier: str, found: dict[tuple[str, str], Losses], out: Path
 ) -> Path | None:
-    """Loss minus dense by position, both used densely, with bands and the corridor of 0.5 %."""
+    """Loss minus dense by position, with bands and the corridor of 0.5 %.
+
+    Solid: both used densely; dashed: arms used with their own pattern.
+    """
     from matplotlib import pyplot
 
     dense = found.get(("dense", "dense"))
@@ -49,37 +52,47 @@ def _by_position(
     x = 2.0 ** np.arange(first, len(dense.counts))
     corridor = EQUAL * dense.means.mean((0, 1))[first:]
     axes.fill_between(x, -corridor, corridor, color="0.9", label="±0.5 % of dense")
-    for arm in own:
-        difference = paired(found[arm, "dense"], dense)[..., first:]
+    shown = [(arm, used, style) for arm in own for used, style in (("dense", "-"), (arm, "--"))]
+    for arm, used, style in shown:
+        if (arm, used) not in found:
+            continue
+        losses = found[arm, used]
+        difference = paired(losses, dense)[..., first:]
         bands = [band(difference[..., k]) for k in range(difference.shape[-1])]
-        axes.plot(x, [b.mean for b in bands], marker="o", color=COLOURS[arm], label=arm)
+        how = "densely" if used == "dense" else "as trained"
+        label = f"{arm}, used {how} ({len(losses.seeds)} seeds)"
+        means = [b.mean for b in bands]
+        axes.plot(x, means, marker="o", linestyle=style, color=COLOURS[arm], label=label)
         low, high = [b.low for b in bands], [b.high for b in bands]
         axes.fill_between(x, low, high, color=COLOURS[arm], alpha=0.15)
     axes.axhline(0, color="black", linewidth=0.8)
     axes.set_xscale("log", base=2)
     axes.set_xlabel("tokens before (from)")
-    axes.set_ylabel("held-out loss minus dense, nats")
-    axes.set_title(f"tier {tier}: trained sparse, used densely, {len(dense.means)} seed(s)")
+    axes.set_ylabel("held-out loss minus dense / dense, nats")
+    axes.set_title(f"tier {tier}: trained sparse, against dense trained and used")
     axes.legend(fontsize=8)
     return _save(figure, out / f"{tier}-loss-by-position.png")
 
 
 def _against_time(lines: list[Line], tier: str, out: Path) -> Path | None:
-    """Training loss against seconds of steps, smoothed."""
+    """Training loss against seconds of steps, smoothed; of runs that had the device alone."""
     from matplotlib import pyplot
 
     by_run: dict[tuple[str, int], list[Line]] = {}
     for line in lines:
         if line["what"] == "train" and line["tier"] == tier:
             by_run.setdefault((line["trained"], line["seed"]), []).append(line)
-    if not by_run:
+    timed = {
+        run: steps for run, steps in by_run.items() if all(x.get("step_seconds") for x in steps)
+    }
+    if not timed:
         return None
     figure, axes = pyplot.subplots(figsize=(7, 4))
     labelled = set()
-    for (arm, _), steps in by_run.items():
-        seconds = np.cumsum([x.get("step_seconds") or 0.0 for x in steps])
+    for (arm, _), steps in timed.items():
+        seconds = np.cumsum([x["step_seconds"] for x in steps])
         losses = np.array([x["loss"] for x in steps])
-        width = max(1, len(losses) // 20)
+        width = max(1, len(losses) // 5)
         smooth = np.convolve(losses, np.full(width, 1 / width), "valid")
         label = None if arm in labelled else arm
         labelled.add(arm)

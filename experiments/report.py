@@ -29,24 +29,33 @@ from mtraining_jax.errors import UserError
 from mtraining_jax.models.position_buckets import bucket_names
 
 
-def bucket_table(found: dict[tuple[str, str], Losses]) -> list[str]:
-    """Loss minus dense, both used densely, by position."""
+def bucket_table(
+    found: dict[tuple[str, str], Losses], as_trained: bool = False
+) -> list[str]:
+    """Loss by position minus that of the dense arm used densely.
+
+    Args:
+        found: by (trained, inferred).
+        as_trained: of models that are used with their own pattern; otherwise of all that are used
+            densely.
+    """
     dense = found.get(("dense", "dense"))
     if dense is None:
         return ["The dense arm has not been measured."]
     names = bucket_names(len(dense.counts))
     chosen = [k for k in range(len(names)) if 2**k >= min(EARLY, 2 ** (len(names) - 1))]
-    rows = [["arm", *(f"from {names[k]}" for k in chosen), "the last 64"]]
-    d = dense.means.mean((0, 1))
-    rows.append(["dense: loss", *(f"{d[k]:.4f}" for k in chosen), f"{dense.last.mean():.4f}"])
+    rows = [["arm", "seeds", *(f"from {names[k]}" for k in chosen), "the last 64"]]
+    d, last = dense.means.mean((0, 1)), f"{dense.last.mean():.4f}"
+    rows.append(["dense: loss", str(len(dense.seeds)), *(f"{d[k]:.4f}" for k in chosen), last])
     for (trained, inferred), losses in found.items():
-        if inferred != "dense" or trained == "dense":
+        if trained == "dense" or inferred != (trained if as_trained else "dense"):
             continue
+        seeds = str(len(losses.seeds))
         if trained == "start":  # of no seed: it is one model
-            losses = _repeated(losses, dense.seeds)
+            losses, seeds = _repeated(losses, dense.seeds), "–"
         by_bucket = paired(losses, dense)
         cells = [cell(band(by_bucket[..., k])) for k in chosen]
-        rows.append([trained, *cells, cell(band(paired(losses, dense, "last")))])
+        rows.append([trained, seeds, *cells, cell(band(paired(losses, dense, "last")))])
     return markdown(rows)
 
 
@@ -138,6 +147,8 @@ def write(lines: list[Line], out: Path) -> list[Path]:
         if found:
             text += ["", "By the rule of predictions.md:", "", *verdicts(found, scores)]
             text += ["", "Loss minus dense, both used densely, nats:", "", *bucket_table(found)]
+            text += ["", "Loss of models used as trained, minus dense used densely, nats:", ""]
+            text += bucket_table(found, as_trained=True)
             text += ["", f"Mean loss from position {LONG} on (density):", "", *matrix_table(found)]
         if scores:
             text += ["", "Tasks, in points of 100 minus dense, both used as trained:", ""]
