@@ -34,6 +34,10 @@ def _save(figure: object, path: Path) -> Path:
     return path
 
 
+def _seeds(losses: Losses) -> str:
+    return f"{len(losses.seeds)} seed" + ("s" if len(losses.seeds) > 1 else "")
+
+
 def _by_position(
     tier: str, found: dict[tuple[str, str], Losses], out: Path
 ) -> Path | None:
@@ -60,7 +64,7 @@ def _by_position(
         difference = paired(losses, dense)[..., first:]
         bands = [band(difference[..., k]) for k in range(difference.shape[-1])]
         how = "densely" if used == "dense" else "as trained"
-        label = f"{arm}, used {how} ({len(losses.seeds)} seeds)"
+        label = f"{arm}, used {how} ({_seeds(losses)})"
         means = [b.mean for b in bands]
         axes.plot(x, means, marker="o", linestyle=style, color=COLOURS[arm], label=label)
         low, high = [b.low for b in bands], [b.high for b in bands]
