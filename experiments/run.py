@@ -65,7 +65,8 @@ def _probe_name(tier: str, arm: str, seed: int) -> str:
     return arms.run_name(tier, arm, seed) + "_probe"
 
 
-def _is_trained(args: argparse.Namespace, arm: str, overrides: arms.Overrides) -> bool:
+def is_trained(args: argparse.Namespace, arm: str, overrides: arms.Overrides) -> bool:
+    """Whether the arm has been trained to its last step."""
     run = args.folder / arms.run_name(args.tier, arm, args.seed)
     steps = arms.arm_config(args.tier, arm, overrides).run.steps
     return newest_step(run / CHECKPOINTS_NAME) == steps
@@ -89,7 +90,7 @@ def training_lines(folder: Path, about: Line, timed: bool = True) -> list[Line]:
 
 def train(lease: Lease, args: argparse.Namespace, arm: str, overrides: arms.Overrides) -> bool:
     """Trains an arm to its end; returns whether it is there."""
-    if not _is_trained(args, arm, overrides):
+    if not is_trained(args, arm, overrides):
         command = train_command(args.tier, arm, args.seed, args.folder, overrides)
         status = lease.start(command, args.folder)
         if status not in (0, LATER):
@@ -185,7 +186,7 @@ def main(argv: list[str] | None = None) -> int:
         overrides = arms.split_overrides(args.set)
         if args.probe:
             return 0 if probe(lease, args, overrides) else LATER
-        left = [arm for arm in args.arms if not _is_trained(args, arm, overrides)]
+        left = [arm for arm in args.arms if not is_trained(args, arm, overrides)]
         if args.jobs > 1 and len(left) > 1 and not take_probes(lease, args, left, overrides, 1):
             return LATER
         starts = arms.arm_config(args.tier, "dense", overrides).model.init_from is not None

@@ -1,5 +1,6 @@
 """The experiments: their configurations, their tasks, what is measured, and the report."""
 
+import argparse
 import hashlib
 import json
 import sys
@@ -8,7 +9,7 @@ import types
 import numpy as np
 import pytest
 
-from experiments import arms, compare, data, measure, origin, report, rule, run, synthetic
+from experiments import arms, compare, data, lanes, measure, origin, report, rule, run, synthetic
 from experiments.lease import Lease
 from mtraining_jax.data.tokenizer import ByteTokenizer
 from mtraining_jax.errors import UserError
@@ -344,6 +345,55 @@ def test_what_is_trained_can_be_left_unmeasured(tmp_path, capsys):
     # Measuring would begin, had there been time.
     assert run.main([*about, "--minutes=0"]) == 75
     assert "the same command goes on" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("time_for", [9, 3])
+def test_a_plan_is_trained_and_measured_side_by_side(time_for, monkeypatch, overrides):
+    trained, measured = [], []
+
+    def train(lease, args, arm, overrides):
+        if len(trained) == time_for:
+            return False
+        trained.append((args.seed, arm))
+        return True
+
+    def measure(lease, args, arm):
+        assert (args.seed, arm) in trained or arm == "start"
+        measured.append((args.seed, arm, tuple(args.arms), args.shared))
+        return True
+
+    monkeypatch.setattr(run, "train", train)
+    monkeypatch.setattr(run, "measure", measure)
+    monkeypatch.setattr(run, "is_trained", lambda args, arm, _: (args.seed, arm) in trained)
+    plan = [lanes.parse_item("c", x) for x in ("0:dense,sampled_rows", "1:dense", "0:window")]
+    args = argparse.Namespace(tier="c", results=None)
+    done = lanes.Lanes(Lease(1), args, plan, overrides("c")).run()
+    two, three = ("dense", "sampled_rows"), ("dense", "sampled_rows", "window")
+    first = [
+        (0, "dense", two, False), (0, "sampled_rows", two, False), (1, "dense", ("dense",), True),
+    ]  # fmt: skip
+    if time_for == 3:
+        assert not done and measured == first
+        return
+    assert done and measured == [
+        *first, (0, "dense", three, True), (0, "window", three, True), (0, "start", two, False),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ["dense", "x:dense", "0:", "0:denser"])
+def test_an_impossible_item_of_a_plan_is_named(text):
+    with pytest.raises(UserError, match="--plan has items as|denser"):
+        lanes.parse_item("c", text)
+
+
+def test_a_lane_that_fails_ends_the_other(monkeypatch, overrides):
+    def train(lease, args, arm, overrides):
+        raise UserError("no GPU")
+
+    monkeypatch.setattr(run, "train", train)
+    plan = [lanes.parse_item("c", "0:dense")]
+    with pytest.raises(UserError, match="no GPU"):
+        lanes.Lanes(Lease(1), argparse.Namespace(tier="c"), plan, overrides("c")).run()
 
 
 def test_commands_run_at_the_same_time_and_those_that_fail_are_named(tmp_path):

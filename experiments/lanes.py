@@ -1,0 +1,176 @@
+"""Trains and measures several arms and seeds at a time, within the time that a machine is lent for.
+
+    python -m experiments.lanes --tier c --minutes 25 --plan 0:dense,sampled_rows 0:window 1:dense
+
+Runs are trained one after another in the order of the plan, and measured beside it as soon as they
+are there, as either leaves the GPU waiting now and then. The first item of the plan is trained
+alone, so that its steps have times worth keeping; those of all others are left out. Programs of all
+arms are compiled first, `--jobs` at a time. The same command goes on where it stopped; status 75
+says that it is to be given again.
+"""
+
+import argparse
+import os
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from experiments import arms, run
+from experiments.data import FOLDER
+from experiments.lease import Lease
+from experiments.measure import LATER, START
+from mtraining_jax.errors import UserError
+
+
+class Item(NamedTuple):
+    """Some arms of one seed."""
+
+    seed: int
+    arms: tuple[str, ...]
+
+
+def parse_item(tier: str, text: str) -> Item:
+    """An item such as "0:dense,sampled_rows".
+
+    Raises:
+        UserError: if it is not written so, or the tier has no such arm.
+    """
+    seed, colon, names = text.partition(":")
+    if not colon or not seed.isdecimal() or not names:
+        raise UserError(f'--plan has items as "0:dense,sampled_rows" (SEED:ARMS), not "{text}"')
+    found = tuple(names.split(","))
+    for arm in found:
+        arms.config_path(tier, arm)
+    return Item(int(seed), found)
+
+
+class Lanes:
+    """One lane that trains, and one that measures what is trained.
+
+    Args:
+        lease: the time there is.
+        args: of `experiments.run`, for all items.
+        plan: what to do, in this order.
+        overrides: fields of all configurations.
+    """
+
+    def __init__(
+        self,
+        lease: Lease,
+        args: argparse.Namespace,
+        plan: Sequence[Item],
+        overrides: arms.Overrides,
+    ) -> None:
+        self._lease, self._args, self._plan, self._overrides = lease, args, plan, overrides
+        self._trained = [threading.Event() for _ in plan]
+        self._over = threading.Event()
+        self._late = False
+
+    def run(self) -> bool:
+        """Returns whether all is trained and measured.
+
+        Raises:
+            UserError: of the lane that failed first.
+        """
+        with ThreadPoolExecutor(1) as pool:
+            measuring = pool.submit(self._until_one_fails, self._measure_all)
+            try:
+                self._until_one_fails(self._train_all)
+            finally:
+                # What is not trained now never will be.
+                for event in self._trained:
+                    event.set()
+            measuring.result()
+        return not self._late
+
+    def _until_one_fails(self, lane: Callable[[], None]) -> None:
+        try:
+            lane()
+        except BaseException:
+            self._over.set()
+            raise
+
+    def _for(self, item: Item, place: int) -> argparse.Namespace:
+        # The dense arm is used with the patterns of all arms that this plan has of its seed so far.
+        known = dict.fromkeys(
+            arm for x in self._plan[: place + 1] if x.seed == item.seed for arm in x.arms
+        )
+        about = {"seed": item.seed, "arms": list(known), "shared": place > 0}
+        return argparse.Namespace(**{**vars(self._args), **about})
+
+    def _train_all(self) -> None:
+        for place, item in enumerate(self._plan):
+            for arm in item.arms:
+                if self._over.is_set():
+                    return
+                if not run.train(self._lease, self._for(item, place), arm, self._overrides):
+                    self._late = True
+                    return
+            self._trained[place].set()
+
+    def _measure_all(self) -> None:
+        for place, item in enumerate(self._plan):
+            self._trained[place].wait()
+            if self._over.is_set():
+                return
+            args = self._for(item, place)
+            ready = [arm for arm in item.arms if run.is_trained(args, arm, self._overrides)]
+            # The dense arm of an earlier item has other patterns to be used with now.
+            again = ["dense"] if ready and "dense" in set(args.arms) - set(item.arms) else []
+            for arm in [*again, *ready]:
+                if not run.measure(self._lease, args, arm):
+                    self._late = True
+                    return
+            if len(ready) < len(item.arms):
+                self._late = True
+                return
+        if self._plan[0].seed == 0 and self._starts():
+            self._late |= not run.measure(self._lease, self._for(self._plan[0], 0), START)
+
+    def _starts(self) -> bool:
+        config = arms.arm_config(self._args.tier, self._plan[0].arms[0], self._overrides)
+        return config.model.init_from is not None
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs; returns 0 when all is there, 75 if the same command is to be given again."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tier", choices=arms.TIERS, required=True)
+    parser.add_argument("--plan", nargs="+", required=True, metavar="SEED:ARMS")
+    parser.add_argument("--minutes", type=float, default=25.0, help="of this call (default 25)")
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="of runs and data")
+    parser.add_argument("--data", type=Path, help="of measurements; default FOLDER/data/TIER")
+    parser.add_argument("--results", type=Path, help="default FOLDER/results")
+    parser.add_argument("--jobs", type=int, default=6, help="programs that compile at a time")
+    parser.add_argument("--samples", type=int, help="of each task, length and pattern")
+    parser.add_argument("--lengths", type=int, nargs="+", help="of needles")
+    parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=VALUE", help="for all arms")
+    args = parser.parse_args(argv)
+    args.results = args.results or args.folder / "results"
+    # Two processes want memory of the same device.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    lease = Lease(args.minutes)
+    try:
+        plan = [parse_item(args.tier, text) for text in args.plan]
+        overrides = arms.split_overrides(args.set)
+        names = list(dict.fromkeys(arm for item in plan for arm in item.arms))
+        first = argparse.Namespace(**{**vars(args), "seed": plan[0].seed})
+        left = [arm for arm in names if not run.is_trained(first, arm, overrides)]
+        if args.jobs > 1 and left and not run.take_probes(lease, first, left, overrides, 1):
+            return LATER
+        if not Lanes(lease, args, plan, overrides).run():
+            print("time is up: the same command goes on", flush=True)
+            return LATER
+    except UserError as error:
+        parser.error(str(error))
+    print(f"all of the plan is in {args.results}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
