@@ -39,6 +39,8 @@ class RowPattern(Pattern):
         local_blocks: nearest blocks of keys that are always kept, a row's own among them.
         least_share: share of the row's mass that a block needs to be kept, even if `tau` is not
             reached without it; with tau 1 this alone decides. 0 asks for nothing.
+        dense_start: queries of the first so many tokens of a sequence, or of a document in it, keep
+            all of their pairs, rounded up to whole blocks: there are few of them.
         dense_below: documents of fewer tokens than this, padding included, keep all of their pairs
             where several are packed into a sequence: choosing would save little there. Without
             documents it has no effect.
@@ -51,6 +53,7 @@ class RowPattern(Pattern):
     sink_blocks: limited(int, ge=0) = 1
     local_blocks: limited(int, ge=1) = 2
     least_share: limited(float, ge=0, le=1) = 0.0
+    dense_start: limited(int, ge=0) = 0
     dense_below: limited(int, ge=0) = 8192
     block_size: limited(int, ge=1) = 128
 
@@ -103,7 +106,8 @@ class RowPattern(Pattern):
         from mtraining_jax.sparsity.row_rule import RowRule
 
         tau = self.tau if shares is None else shares
-        return RowRule(tau, self.sink_blocks, self.local_blocks, self.least_share)
+        start = -(-self.dense_start // self.block_size)
+        return RowRule(tau, self.sink_blocks, self.local_blocks, self.least_share, start)
 
     def kept_share(self) -> KeptShare:
         """`tau`."""
@@ -135,7 +139,8 @@ class RowPattern(Pattern):
     def rule_in_words(self) -> str:
         """What the rule keeps, for `describe`."""
         least = f", at least {self.least_share:g} in a block" if self.least_share else ""
-        return f"{self.tau:g} of each row of blocks{least}"
+        start = f", all in the first {self.dense_start:,} tokens" if self.dense_start else ""
+        return f"{self.tau:g} of each row of blocks{least}{start}"
 
     def expected_density(self) -> tuple[float, str]:
         """An assumption."""

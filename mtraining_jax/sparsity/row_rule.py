@@ -35,12 +35,14 @@ class RowRule:
         sink_blocks: first blocks of the row's document, which are forced.
         local_blocks: nearest blocks, a row's own among them, which are forced; at least 1.
         least_share: share of the row's mass that a block needs to be kept, unless it is forced.
+        dense_start: rows at the start of the document, of which all blocks are forced.
     """
 
     tau: float | Array
     sink_blocks: int = 1
     local_blocks: int = 1
     least_share: float = 0.0
+    dense_start: int = 0
 
 
 def kept_blocks(
@@ -66,12 +68,12 @@ def kept_blocks(
     numbers = jnp.arange(num_blocks, dtype=jnp.int32)
     distance = rows[:, None] - numbers
     causal, sinks, length = distance >= 0, numbers < rule.sink_blocks, None
-    local = distance < rule.local_blocks
+    local, place = distance < rule.local_blocks, rows[:, None]
     if documents is not None:
         first, length, _, dense = (x[:, None, :, None] for x in documents.of(rows))
         causal &= numbers >= first
-        sinks = (numbers - first < rule.sink_blocks) | dense
-    forced = causal & (sinks | local)
+        sinks, place = (numbers - first < rule.sink_blocks) | dense, rows[:, None] - first
+    forced = causal & (sinks | local | (place < rule.dense_start))
     scores, kept = jnp.where(causal & (scores > 0), scores, 0.0), 0
     if beside is None:
         mass = whole_masses(scores, length)

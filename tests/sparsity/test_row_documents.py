@@ -26,7 +26,7 @@ PATTERNS = {
     "antidiagonals": XAttention(stride=4, **OPTIONS),
     "exact": ExactRows(**OPTIONS),
     "sampled": SampledRows(sampled_rows=3, **OPTIONS),
-    "mixed": MixedRows(stride=4, sampled_rows=3, **OPTIONS),
+    "mixed": MixedRows(stride=4, sampled_rows=3, dense_start=2 * BLOCK - 1, **OPTIONS),
     "bands": Prism(**OPTIONS),
     "columns": SampledRows(sampled_rows=3, columns=5, **OPTIONS).for_documents(),
     "means": BlockTopK(top_blocks=3, block_size=BLOCK),
@@ -75,6 +75,8 @@ def test_a_pack_chooses_what_each_document_chooses_alone():
                 np.testing.assert_array_equal(bits[n].sum(-1)[:, :size], [counts, counts])
             else:
                 assert bits[n, :, :size, 0].all(), name  # the document's first block
+            if name == "mixed":
+                assert bits[n, :, : min(size, 2)].sum() == 2 * [1, 3][size > 1]  # of both heads
             if name == "columns":
                 of_pack, alone = index.column_marks[0, :, own], index.column_marks[n, :, :size]
                 np.testing.assert_array_equal(of_pack, alone)

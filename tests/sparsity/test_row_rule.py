@@ -37,12 +37,15 @@ def scores_of(seed):
 
 
 @pytest.mark.parametrize(
-    ("tau", "sinks", "local", "least"),
-    [(0.5, 1, 1, 0.0), (0.9, 2, 3, 0.0), (1.0, 0, 1, 0.0), (0.9, 1, 2, 0.03)],
-)
-def test_blocks_are_kept_as_the_rule_says(tau, sinks, local, least):
+    ("tau", "sinks", "local", "least", "start"),
+    [
+        (0.5, 1, 1, 0.0, 0), (0.9, 2, 3, 0.0, 0), (1.0, 0, 1, 0.0, 0), (0.9, 1, 2, 0.03, 0),
+        (0.5, 1, 1, 0.0, 32),
+    ],
+)  # fmt: skip
+def test_blocks_are_kept_as_the_rule_says(tau, sinks, local, least, start):
     scores = scores_of(0)
-    rule = RowRule(tau, sinks, local, least)
+    rule = RowRule(tau, sinks, local, least, start)
     bits = jax.jit(kept_blocks, static_argnums=2)(scores, jnp.asarray(ROWS, jnp.int32), rule)
     numbers = np.arange(NUM_BLOCKS)
     found = np.asarray(bits)[..., numbers // 32] >> (numbers % 32) & 1 > 0
@@ -51,7 +54,7 @@ def test_blocks_are_kept_as_the_rule_says(tau, sinks, local, least):
     for b, h, i in np.ndindex(scores.shape[:3]):
         row = ROWS[i]
         mass = masses[b, h, i, : row + 1].tolist()
-        forced = (numbers < sinks) | (row - numbers < local)
+        forced = (numbers < sinks) | (row - numbers < local) | (row < start)
         # In integers, as the rule's multiple of 2^-15.
         target = -(-sum(mass) * round(tau * 2**15) // 2**15)
         wanted = pick(mass, forced[: row + 1], target)
