@@ -89,6 +89,7 @@ def test_it_runs_the_configuration(runs, capsys):
         (["--eval.batches=3"], "eval.every_steps = 0 never evaluates"),
         (["--audit.rows=8"], "audit.every_steps = 0 and audit.gradient_every = 0 never audit"),
         (["--profile.steps=3"], "profile.start = none traces nothing"),
+        (["--sparsity.dense_last=5", "--sparsity.kind=dense"], 'sparsity.kind = "dense" computes'),
         (["--sparsity.tune_low=0.5"], 'sparsity.tune = "none" keeps the share as it is'),
         (
             ["--optimizer.final_lr_ratio=0.2", "--optimizer.schedule=constant"],

@@ -511,6 +511,28 @@ def test_wrong_overrides(minimal):
             "sparsity.tune_low = 0.85 and sparsity.tune_high = 0.97",
         ),
         (
+            {"run__steps": "9", "sparsity__dense_first": "4", "sparsity__dense_last": "6"},
+            "sparsity.dense_first = 4 + sparsity.dense_last = 6 is more than run.steps = 9: the "
+            "steps at both ends must fit into the run",
+        ),
+        (
+            {"sparsity__kind": "replay", "sparsity__dense_every": "5"},
+            'sparsity.dense_every = 5 and sparsity.kind = "replay" do not go together: it measures '
+            "speed with pairs that nothing has chosen; 0 would do",
+        ),
+        (
+            {"sparsity__dense_first": "2", "sparsity__dense_every": "5", "sparsity__tune": "mean"},
+            "sparsity.dense_first = 2, sparsity.dense_every = 5 and sparsity.tune = "
+            '"mean" do not go together: it learns densities from each step, and dense ones have '
+            'none to learn from; sparsity.tune = "none" would do',
+        ),
+        (
+            {"sparsity__dense_last": "2", "data__balance": "density"},
+            'sparsity.dense_last = 2 and data.balance = "density" do not go together: it learns '
+            "densities from each step, and dense ones have none to learn from; data.balance = "
+            '"length" would do',
+        ),
+        (
             {"sparsity__kind": "replay", "sparsity__min_slashes": "5000"},
             "sparsity.min_slashes = 5000 must not exceed sparsity.max_slashes = 4096",
         ),

@@ -159,6 +159,12 @@ class SparsityConfig:
     """Least share of the mass that tuning may keep."""
     tune_high: Annotated[float, Field(gt=0, le=1)] = 0.97
     """Greatest share of the mass that tuning may keep."""
+    dense_first: NonNegativeInt = 0
+    """Steps at the start of the run, from step 1 on, that compute all pairs."""
+    dense_last: NonNegativeInt = 0
+    """Steps at the end of the run that compute all pairs, counted back from run.steps."""
+    dense_every: NonNegativeInt = 0
+    """One step in so many computes all pairs, those whose number is a multiple of it; 0: none."""
 
     plugins: ClassVar[Plugins] = Plugins(PATTERNS, selector="kind")
 

@@ -2,12 +2,15 @@
 
 from typing import TYPE_CHECKING
 
+from mtraining_jax.config.dense_steps import DenseSteps
+
 if TYPE_CHECKING:
     from mtraining_jax.config.schema import (
         AuditConfig,
         DataConfig,
         OptimizerConfig,
         ParallelConfig,
+        RunConfig,
         SparsityConfig,
     )
     from mtraining_jax.sparsity.pattern import Settings
@@ -17,6 +20,7 @@ class Sizes:
     """Properties of `Config`; `validate` has checked that the divisions are exact."""
 
     if TYPE_CHECKING:  # the fields of `Config` that are read here
+        run: RunConfig
         parallel: ParallelConfig
         data: DataConfig
         optimizer: OptimizerConfig
@@ -32,6 +36,16 @@ class Sizes:
         """
         settings = self.sparsity.settings
         return settings.for_documents() if self.data.has_documents else settings
+
+    @property
+    def dense_steps(self) -> DenseSteps:
+        """Which steps compute all pairs though others do not; none where every step does."""
+        steps, sparsity = self.run.steps, self.sparsity
+        if not sparsity.settings.sparse:
+            return DenseSteps(steps)
+        return DenseSteps(
+            steps, sparsity.dense_first, sparsity.dense_last, sparsity.dense_every
+        )
 
     @property
     def mesh_shape(self) -> tuple[int, int, int]:

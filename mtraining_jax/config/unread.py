@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 
 from mtraining_jax.config.fields import toml_value
 from mtraining_jax.config.schema import Config
+from mtraining_jax.config.validate import DENSE_STEPS
 
 
 def unread(config: Config, names: Iterable[str]) -> list[str]:
@@ -35,6 +36,8 @@ def _reasons(config: Config, name: str) -> Iterator[str]:
         yield "profile.start = none traces nothing"
     if name in ("sparsity.tune_low", "sparsity.tune_high") and config.sparsity.tune == "none":
         yield 'sparsity.tune = "none" keeps the share as it is'
+    if name in DENSE_STEPS and not config.sparsity.settings.sparse:
+        yield f"sparsity.kind = {toml_value(config.sparsity.kind)} computes all pairs in every step"
     if name in ("optimizer.final_lr_ratio", "optimizer.decay_steps"):
         if optimizer.schedule == "constant":
             yield 'optimizer.schedule = "constant" never lowers the rate'

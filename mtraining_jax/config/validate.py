@@ -13,6 +13,9 @@ from mtraining_jax.models.hf.config import FREE
 from mtraining_jax.models.spec import spec_problems
 from mtraining_jax.sparsity.registry import PATTERNS
 
+# Fields that have some steps of a sparse run compute all pairs.
+DENSE_STEPS = ("sparsity.dense_first", "sparsity.dense_last", "sparsity.dense_every")
+
 
 def validate(config: Config, device_count: int | None = None) -> None:
     """Rejects a configuration whose fields contradict each other, before any device works.
@@ -147,6 +150,8 @@ def _sparsity(config: Config) -> Iterator[str]:
             'over at least 2 devices of a node would do, as would sparsity.kind = "vertical_slash"'
         )
     yield from _tuning(config)
+    if settings.sparse:
+        yield from _dense_steps(config)
     for name in ("every_steps", "gradient_every"):
         every = getattr(config.audit, name)
         if every and not settings.chooses:
@@ -155,6 +160,37 @@ def _sparsity(config: Config) -> Iterator[str]:
                 f'"{config.sparsity.kind}" computes pairs that nothing has chosen; audit.{name} = '
                 "0 would do"
             )
+
+
+def _dense_steps(config: Config) -> Iterator[str]:
+    """What does not go with dense steps in a sparse run."""
+    sparsity, steps = config.sparsity, config.run.steps
+    first, last = sparsity.dense_first, sparsity.dense_last
+    values = {name: getattr(sparsity, name.rpartition(".")[2]) for name in DENSE_STEPS}
+    given = ", ".join(f"{name} = {value}" for name, value in values.items() if value)
+    if not given:
+        return
+    if first + last > steps:
+        ends = [x for x in (DENSE_STEPS[0], DENSE_STEPS[1]) if values[x]]
+        yield (
+            " + ".join(f"{name} = {values[name]}" for name in ends)
+            + f" is more than run.steps = {steps}: the steps at both ends must fit into the run"
+        )
+    if not sparsity.settings.chooses:
+        yield (
+            f'{given} and sparsity.kind = "{sparsity.kind}" do not go together: it measures speed '
+            "with pairs that nothing has chosen; 0 would do"
+        )
+    learning = []
+    if sparsity.tune != "none":
+        learning.append((f'sparsity.tune = "{sparsity.tune}"', 'sparsity.tune = "none"'))
+    if config.data.balance == "density":
+        learning.append(('data.balance = "density"', 'data.balance = "length"'))
+    for what, instead in learning:
+        yield (
+            f"{given} and {what} do not go together: it learns densities from each step, and dense "
+            f"ones have none to learn from; {instead} would do"
+        )
 
 
 def _audit(config: Config) -> Iterator[str]:

@@ -1,0 +1,43 @@
+"""Which steps of a sparse run compute all pairs."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class DenseSteps:
+    """The dense steps of a run: `step in dense_steps`, with steps counted from 1.
+
+    They follow from these numbers alone, so a run that resumes has those of one that was not
+    stopped. A step may be dense for several reasons, and counts once.
+
+    Attributes:
+        total: steps at which the run is complete.
+        first: of the steps, so many at the start are dense.
+        last: so many at the end, counted back from `total`.
+        every: and each whose number is a multiple of this; 0 none.
+    """
+
+    total: int
+    first: int = 0
+    last: int = 0
+    every: int = 0
+
+    def __contains__(self, step: int) -> bool:
+        at_an_end = step <= self.first or self.total - self.last < step <= self.total
+        return at_an_end or (self.every > 0 and step % self.every == 0)
+
+    def count(self, after: int = 0) -> int:
+        """How many of the steps after a given one, up to `total`, are dense."""
+        begin, end = max(after, self.first), self.total - self.last
+        sparse = max(0, end - begin)
+        if sparse and self.every:
+            sparse -= end // self.every - begin // self.every
+        return self.total - after - sparse
+
+    def describe(self) -> str:
+        """In words: `the first 5, the last 10 and one in 20: 19 of 100 steps`."""
+        ends = {"the first": self.first, "the last": self.last}
+        parts = [name if n == 1 else f"{name} {n}" for name, n in ends.items() if n]
+        *before, end = [*parts, *([f"one in {self.every}"] if self.every else [])] or ["none"]
+        words = f"{', '.join(before)} and {end}" if before else end
+        return f"{words}: {self.count()} of {self.total} steps"
