@@ -79,6 +79,7 @@ def banner(
             f" {parallel.layout}, {ring}",
         ),
         *([] if sparsity.tune == "none" else [("tuned", _tuning(config))]),
+        *([("dense", config.dense_steps.describe())] if config.dense_steps.count() else []),
         ("output", str(config.run.folder)),
     ]
     return [

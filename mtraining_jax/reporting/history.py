@@ -21,6 +21,7 @@ class History:
 
     Attributes:
         count: steps so far.
+        dense: those of them that computed all pairs though the run is sparse.
         seconds: that they took.
         first_loss: of the first step whose loss was finite; None if there was none.
         finite: whether any step had a finite loss and gradient norm.
@@ -33,7 +34,7 @@ class History:
     """
 
     def __init__(self) -> None:
-        self.count, self.seconds = 0, 0.0
+        self.count, self.dense, self.seconds = 0, 0, 0.0
         self.first_loss: float | None = None
         self.finite = False
         self.held_out: list[str] = []
@@ -64,7 +65,10 @@ class History:
             self.finite |= record["grad_norm"] is not None
         if (text := held_out_text(record)) is not None:
             self.held_out = [*self.held_out[:1], text]
-        self._add("density", density_of(record))
+        if record.get("dense_step"):
+            self.dense += 1
+        else:
+            self._add("density", density_of(record))
         for name in _MEANS:
             self._add(name, record.get(name))
         if "tuned" in record:
@@ -78,6 +82,9 @@ class History:
             self._sums[name] = total + value, count + 1
 
     def mean(self, name: str) -> float | None:
-        """The mean of "density" or another number over the steps that have it; None without."""
+        """The mean of "density" or another number over the steps that have it; None without.
+
+        That of "density" leaves out the dense steps of a sparse run.
+        """
         total, count = self._sums.get(name, (0.0, 0))
         return total / count if count else None

@@ -164,7 +164,7 @@ def density_text(record: Record) -> str:
     share = _number(density_of(record), ".1%")
     note = note_on_density(record)
     if note is None:
-        return f"density {share}"
+        return f"density {share}" + (" (a dense step)" if record.get("dense_step") else "")
     text = f"density {share} ({note}"
     if record.get("estimated_density") is not None:
         text += f"; the estimate that runs as well chose {record['estimated_density']:.1%}"

@@ -70,7 +70,8 @@ def step_record(
         density_per_layer; with documents document_pairs, their causal pairs over those of whole
         sequences; each
         statistic of the pattern under its own name, mean over layers, and NAME_per_layer;
-        skipped_steps (so far). A number that is not finite is None.
+        skipped_steps (so far); of a sparse run's dense step dense_step, True. A number that is not
+        finite is None.
 
         A pattern that does not choose has, in place of the two densities: sparsity (what it calls
         its density), replayed_density and replayed_density_per_layer.
@@ -111,6 +112,8 @@ def step_record(
         **_densities(layers["density"], config),
         "skipped_steps": int(metrics["skipped"]),
     }
+    if record["step"] in config.dense_steps:
+        record["dense_step"] = True
     for name, values in layers.items():
         if name not in ("density", "executed"):
             statistic = _by_layer(name, values)

@@ -29,6 +29,8 @@ def summary(config: Config, history: History, wrote: Sequence[str]) -> list[str]
         f"done: {history.count} steps in {history.seconds:.0f} s",
         f"  speed      {_speed(history)}",
     ]
+    if 0 < history.dense < history.count:
+        lines.append(f"  dense      {_dense_speed(history)}")
     if history.losses:
         last = list(history.losses)[-max(1, history.finite_losses // 4) :]
         of_last = f" (mean of the last {len(last)} steps)" if len(last) > 1 else ""
@@ -109,10 +111,17 @@ def _command(options: str) -> str:
 
 
 def steady_steps(history: History) -> list[Record]:
-    """Records to measure speed by: without the first two, which warm up, and traced ones."""
+    """Records to measure speed by: without the first two, which warm up, and traced ones.
+
+    Of a sparse run with dense steps those that are sparse, as far as there are any.
+    """
+    rest = _after_warm_up(history)
+    return [x for x in rest if not x.get("dense_step")] or rest or [history.last[-1]]
+
+
+def _after_warm_up(history: History) -> list[Record]:
     first = max(0, 2 - (history.count - len(history.last)))
-    rest = [record for record in list(history.last)[first:] if not record.get("profiled")]
-    return rest or [history.last[-1]]
+    return [record for record in list(history.last)[first:] if not record.get("profiled")]
 
 
 def _speed(history: History) -> str:
@@ -122,7 +131,10 @@ def _speed(history: History) -> str:
         return float(np.median([record[name] for record in steady]))
 
     which = "the last " if history.count > len(history.last) else ""
-    steps = f"median of {which}{len(steady)} steps after warm-up"
+    kind = ""
+    if history.dense:
+        kind = "dense " if steady[-1].get("dense_step") else "sparse "
+    steps = f"median of {which}{len(steady)} {kind}steps after warm-up"
     text = (
         f"{median('step_seconds'):.3f} s/step ({steps if history.count > 2 else 'last step'}), "
         f"{median('tokens_per_second'):,.0f}"
@@ -135,6 +147,13 @@ def _speed(history: History) -> str:
         text += f", peak memory {steady[-1]['memory_bytes_peak'] / 2**30:.1f} GiB"
     note = note_on_density(steady[-1])
     return text if note is None else f"{text}; {note}"
+
+
+def _dense_speed(history: History) -> str:
+    """How long the dense steps of a sparse run took."""
+    text = f"{history.dense} of the {history.count} steps"
+    dense = [x["step_seconds"] for x in _after_warm_up(history) if x.get("dense_step")]
+    return f"{text}: {np.median(dense):.3f} s/step (median of {len(dense)})" if dense else text
 
 
 def _tuned(history: History) -> str:
@@ -161,9 +180,13 @@ def _groups(history: History) -> str | None:
 
 
 def _density(history: History) -> str:
+    if history.dense == history.count:
+        return f"all of the causal pairs computed, in {history.dense} dense steps"
     density = history.mean("density")
     found = "an unknown share" if density is None else f"{density:.1%}"
     text = f"{found} of the causal pairs computed"
+    if history.dense:
+        text += f" in the {history.count - history.dense} sparse steps"
     if (note := note_on_density(history.last[-1])) is not None:
         text += f"; {note}"
     if (recall := history.mean("recall")) is not None:

@@ -122,6 +122,26 @@ def test_the_summary_is_of_steady_steps(config):
     assert "9.000 s/step (last step)" in speed
 
 
+def test_dense_steps_of_a_sparse_run_are_told_apart(config):
+    config = changed(config, run={"steps": 6}, sparsity={"dense_every": 3})
+    whole = {"density": np.ones(2), "executed": np.ones(2)}
+    records = [
+        record(config, i, seconds=8.0 if i % 3 == 0 else 2.0, layers=whole if i % 3 == 0 else ())
+        for i in range(1, 7)
+    ]
+    assert [x.get("dense_step") for x in records] == [None, None, True] * 2
+    dense = records[2]
+    assert dense["attention_flops_executed"] == dense["attention_flops_dense_equivalent"]
+    assert "density 100.0% (a dense step)" in step_line(dense, 6)
+    text = "\n".join(summary(config, History.of(records), []))
+    assert "speed      2.000 s/step (median of 2 sparse steps after warm-up)" in text
+    assert "dense      2 of the 6 steps: 8.000 s/step (median of 2)" in text
+    assert "attention  37.5% of the causal pairs computed in the 4 sparse steps" in text
+    only = "\n".join(summary(config, History.of([dense]), []))
+    assert "speed      8.000 s/step (last step)" in only and "dense      " not in only
+    assert "attention  all of the causal pairs computed, in 1 dense steps" in only
+
+
 def test_a_long_run_is_summed_up_from_its_last_records_and_sums(config):
     losses = [9.0, float("nan"), *[2.0] * KEPT, *[1.0] * 10]
     history = History()
