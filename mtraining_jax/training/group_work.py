@@ -115,6 +115,8 @@ class GroupWork:
         step = int(metrics["step"])
         lengths = self._under_way.pop(step)
         known = self._loader.densities_before(step)
+        if step in self._config.dense_steps:
+            known = np.ones_like(self._assumed)
         times = self._times(lengths, self._assumed if known is None else known)
         record = self.imbalances(times, "_predicted")
         pairs = take_pairs_by_length(metrics["layers"])

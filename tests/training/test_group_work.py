@@ -9,7 +9,7 @@ from mtraining_jax.config import load_config
 from mtraining_jax.training.group_work import assumed_densities
 from mtraining_jax.training.loop import run
 from mtraining_jax.training.run_folder import checkpoint_folder
-from tests.training.common import losses, tiny_config
+from tests.training.common import changed, losses, tiny_config
 
 S = 256
 
@@ -85,3 +85,15 @@ def test_a_balanced_and_tuned_run_trains_resumes_and_says_how_even_it_is(packed,
     np.testing.assert_array_equal(losses(rest), losses(whole[5:]))
     for name in ("density_by_length", "attention_imbalance_predicted", "tuned_per_layer"):
         assert [x[name] for x in rest] == [x[name] for x in whole[5:]]
+
+
+def test_a_dense_step_is_predicted_to_be_dense(packed):
+    config = changed(
+        packed, run={"steps": 1}, data={"balance": "length", "batch_size": 4},
+        sparsity={"tune": "none", "dense_first": 1}, optimizer={"accumulation_steps": 1},
+    )  # fmt: skip
+    (record,) = run(config)
+    assert record["dense_step"] and record["density"] == pytest.approx(1, abs=1e-6)
+    assert record["density_by_length"][4] == pytest.approx(1, abs=1e-6)
+    for name in ("attention_imbalance", "step_imbalance"):
+        assert record[name] == pytest.approx(record[f"{name}_predicted"], rel=1e-5)

@@ -6,62 +6,110 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
+from mtraining_jax.config import Config
+from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.reporting.progress import Display
+from mtraining_jax.sparsity import Dense, Pattern
+from mtraining_jax.training import parts
+from mtraining_jax.training.audit import make_step_audit
+from mtraining_jax.training.gradient_comparison import make_gradient_comparison
 from mtraining_jax.training.memory_check import check_memory
+from mtraining_jax.training.state import StateBuilder
+from mtraining_jax.training.step import make_train_step
 
 
 @dataclasses.dataclass(frozen=True)
 class Programs:
-    """What the devices run.
+    """What the devices run; None for what no step of the run needs.
 
     Attributes:
-        train_step: of `make_train_step`.
-        audited_step: the same with an audit; None where the run has none.
-        compare_gradients: of `make_gradient_comparison`; None where the run does not ask for it.
+        train_step: of `make_train_step`; audited, if every step has an audit.
+        audited_step: the same with an audit, where some steps have none.
+        dense_step: the same with all pairs, for the dense steps of a sparse run.
+        compare_gradients: of `make_gradient_comparison`.
     """
 
-    train_step: Callable[..., Any]
+    train_step: Callable[..., Any] | None
     audited_step: Callable[..., Any] | None
+    dense_step: Callable[..., Any] | None
     compare_gradients: Callable[..., Any] | None
 
 
+def make_programs(
+    config: Config,
+    builder: StateBuilder,
+    mesh: Mesh,
+    layout: Layout,
+    pattern: Pattern,
+    done: int,
+) -> Programs:
+    """What the steps that are left need, jitted and not compiled yet.
+
+    Args:
+        config: of the run.
+        builder: of its states.
+        mesh: axes ('data', 'node', 'device').
+        layout: the order of tokens.
+        pattern: from `parts.build_pattern`.
+        done: steps that are taken already.
+    """
+    dense = config.dense_steps.count(done)
+    dense_step = None
+    if dense:
+        attention = parts.build_attention(config, mesh, layout, Dense(pattern.block_size))
+        dense_step = make_train_step(config, builder, attention, mesh)
+    if dense == config.run.steps - done:  # what audits measure is measured in sparse steps
+        return Programs(None, None, dense_step, None)
+    inputs = parts.layer_inputs(pattern)
+    attention = parts.build_attention(config, mesh, layout, pattern)
+    audit = make_step_audit(config, mesh, layout, pattern)
+    audited = audit and make_train_step(config, builder, attention, mesh, inputs, audit)
+    always = audited is not None and config.audit.every_steps == 1
+    return Programs(
+        train_step=audited if always else make_train_step(
+            config, builder, attention, mesh, inputs
+        ),
+        audited_step=None if always else audited,
+        dense_step=dense_step,
+        compare_gradients=make_gradient_comparison(config, builder, mesh, layout),
+    )  # fmt: skip
+
+
 def compile_programs(
-    train_step: Any,
-    audited_step: Any | None,
-    compare_gradients: Any | None,
+    programs: Programs,
     arguments: tuple[Any, Any],
     devices: Iterable[jax.Device],
     display: Display,
 ) -> Programs:
-    """Compiles the training step, and what measures it if the configuration asks for that.
+    """Compiles the programs of a run.
 
     Args:
-        train_step: jitted, of `make_train_step`.
-        audited_step: the same with an audit, or None.
-        compare_gradients: jitted, of `make_gradient_comparison`, or None.
+        programs: of `make_programs`.
         arguments: a state and a batch.
         devices: those of this process that the step runs on.
         display: where to print.
 
     Returns:
-        The programs.
+        The same, compiled.
 
     Raises:
         UserError: if one of them takes more memory than a device has.
     """
-    programs = []
+    compiled = []
     for function, what in (
-        (train_step, "a training step"),
-        (audited_step, "a training step with an audit"),
-        (compare_gradients, "the comparison of gradients with dense ones"),
+        (programs.train_step, "a training step"),
+        (programs.audited_step, "a training step with an audit"),
+        (programs.dense_step, "a training step with all pairs"),
+        (programs.compare_gradients, "the comparison of gradients with dense ones"),
     ):
         if function is None:
-            programs.append(None)
+            compiled.append(None)
             continue
         display.say(f"compiling {what.replace('a training', 'the training')} ...")
         begin = time.perf_counter()
-        programs.append(function.lower(*arguments).compile())
+        compiled.append(function.lower(*arguments).compile())
         display.say(f"compiled in {time.perf_counter() - begin:.1f} s")
-        check_memory(programs[-1], devices, what)
-    return Programs(*programs)
+        check_memory(compiled[-1], devices, what)
+    return Programs(*compiled)

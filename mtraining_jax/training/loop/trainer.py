@@ -21,18 +21,15 @@ from mtraining_jax.reporting.writers import open_writers
 from mtraining_jax.signals import Stopped, StopSignals
 from mtraining_jax.training import distributed, parts
 from mtraining_jax.training.agreement import check_same_data
-from mtraining_jax.training.audit import make_step_audit
 from mtraining_jax.training.export import export_state
-from mtraining_jax.training.gradient_comparison import make_gradient_comparison
 from mtraining_jax.training.group_work import GroupWork
 from mtraining_jax.training.held_out import HeldOut
 from mtraining_jax.training.loop.finished_steps import FinishedSteps
 from mtraining_jax.training.loop.profile import ProfileWindow
-from mtraining_jax.training.loop.programs import Programs, compile_programs
+from mtraining_jax.training.loop.programs import Programs, compile_programs, make_programs
 from mtraining_jax.training.loop.saving import Saving
 from mtraining_jax.training.memory_check import check_state_memory
 from mtraining_jax.training.state import StateBuilder
-from mtraining_jax.training.step import make_train_step
 from mtraining_jax.training.tuner import Tuner
 
 # In a checkpoint, beside its place in the data: what was learned of densities, what audits found.
@@ -81,16 +78,7 @@ class Trainer:
         opened.callback(self._batches.close)
         check_same_data(self._batches.loader.identity, "data")
         self._builder = builder = StateBuilder(config, mesh)
-        inputs = parts.layer_inputs(pattern)
-        attention = parts.build_attention(config, mesh, layout, pattern)
-        self._train_step = make_train_step(config, builder, attention, mesh, inputs)
-        audit = make_step_audit(config, mesh, layout, pattern)
-        self._audited_step = audit and make_train_step(
-            config, builder, attention, mesh, inputs, audit
-        )
-        if audit and config.audit.every_steps == 1:  # no step is without
-            self._train_step, self._audited_step = self._audited_step, None
-        self._compare_gradients = make_gradient_comparison(config, builder, mesh, layout)
+        self._programs = make_programs(config, builder, mesh, layout, pattern, self._step)
         self._devices = mesh.local_devices
         self._held_out = HeldOut(config, builder, mesh) if config.eval.every_steps else None
         if self._held_out is not None:
@@ -155,12 +143,7 @@ class Trainer:
         total = self._config.run.steps
         batch = self._next_batch()
         programs = compile_programs(
-            self._train_step,
-            self._audited_step,
-            self._compare_gradients,
-            (self._state, batch),
-            self._devices,
-            self._display,
+            self._programs, (self._state, batch), self._devices, self._display
         )
         if self._held_out is not None:
             self._display.say("compiling the evaluation ...")
@@ -199,12 +182,15 @@ class Trainer:
             self._profile.begin()
             self._finished.restart_clock()
         audit, train_step, compared = self._config.audit, programs.train_step, None
-        if programs.compare_gradients and (self._step - 1) % audit.gradient_every == 0:
-            self._finished.wait()  # its time is not that of a step
-            compared = jax.device_get(programs.compare_gradients(self._state, batch))
-            self._finished.restart_clock()
-        if programs.audited_step and (self._step - 1) % audit.every_steps == 0:
-            train_step = programs.audited_step
+        if self._step in self._config.dense_steps:  # there is nothing to audit
+            train_step = programs.dense_step
+        else:
+            if programs.compare_gradients and (self._step - 1) % audit.gradient_every == 0:
+                self._finished.wait()  # its time is not that of a step
+                compared = jax.device_get(programs.compare_gradients(self._state, batch))
+                self._finished.restart_clock()
+            if programs.audited_step and (self._step - 1) % audit.every_steps == 0:
+                train_step = programs.audited_step
         with self._profile.step(self._step):
             self._state, metrics = train_step(self._state, batch)
         if self._held_out is not None and self._held_out.is_due(self._step):
