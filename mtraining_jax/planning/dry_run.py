@@ -1,5 +1,6 @@
 """`--dry-run`: would this run fit its GPUs, and how long would a step take."""
 
+import dataclasses
 import os
 from collections.abc import Iterator
 
@@ -54,7 +55,13 @@ def dry_run(config: Config, mode: str = "auto", gpu: Gpu = H200) -> int:
     """
     # No device is used, and no memory of one must be reserved.
     jax.config.update("jax_platforms", "cpu")
-    memory = estimate_memory(config)
+    if config.dense_steps.count() == config.run.steps:
+        config = _dense(config)
+    # A sparse and a dense step never work at the same time, so the larger one counts.
+    programs = {"step": config}
+    if _mixed(config):
+        programs = {"sparse step": config, "dense step": _dense(config)}
+    memories = {what: estimate_memory(program) for what, program in programs.items()}
     compiled, how = None, "estimated by formulas"
     reason = missing_plugin()
     if gpu.target_config is None:
@@ -66,13 +73,33 @@ def dry_run(config: Config, mode: str = "auto", gpu: Gpu = H200) -> int:
     if mode == "auto" and reason:
         how += f": {reason}"
     elif mode != "estimate":
-        print(f"compiling the step for {config.devices} x {gpu.kind} ...", flush=True)
-        compiled = compile_step(config, gpu)
-        memory = memory.with_total(compiled.peak)
-        how = f"compiled by jax {jax.__version__} in {compiled.seconds:.0f} s"
+        found = {}
+        for what, program in programs.items():
+            print(f"compiling the {what} for {config.devices} x {gpu.kind} ...", flush=True)
+            found[what] = compile_step(program, gpu)
+            memories[what] = memories[what].with_total(found[what].peak)
+        took = sum(one.seconds for one in found.values())
+        how = f"compiled by jax {jax.__version__} in {took:.0f} s"
+        compiled = max(found.values(), key=lambda one: one.peak)
+    largest = max(memories, key=lambda what: memories[what].total)
+    memory = memories[largest]
+    if _mixed(config):
+        how += f"; of a {largest}, which takes the most"
     for line in report(config, gpu, memory, how, compiled):
         print(line)
     return 0 if memory.total <= available(config, gpu) else 1
+
+
+def _mixed(config: Config) -> bool:
+    """Whether some steps are dense and others are not."""
+    return 0 < config.dense_steps.count() < config.run.steps
+
+
+def _dense(config: Config) -> Config:
+    """The configuration by which the dense steps of a sparse run are planned."""
+    return dataclasses.replace(
+        config, sparsity=dataclasses.replace(config.sparsity, kind="dense")
+    )
 
 
 def available(config: Config, gpu: Gpu) -> int:
@@ -134,15 +161,19 @@ def report(
     if pairs.source:
         share = f"{pairs.causal:.1%} of all causal pairs"
         yield f"  documents   {share} lie within one ({pairs.source})"
+    if _mixed(config):
+        yield f"  dense       {config.dense_steps.describe()}"
     yield f"  parameters  {total:,}" + ("" if trained == total else f", {trained:,} trained")
     yield ""
     yield from _memory_lines(config, gpu, memory, how, compiled)
     yield ""
     flops = count_flops(config, pairs)
-    yield from _flop_lines(flops, pairs)
+    yield from _flop_lines(flops, pairs, _mixed(config))
     yield from _audit_lines(config, flops)
     yield ""
     yield from _time_lines(config, gpu, memory, flops, devices)
+    if _mixed(config) and rates_missing(config, gpu) is None:
+        yield from _dense_time_lines(config, gpu, memory, flops, pairs)
     free = available(config, gpu)
     if memory.total > free:
         yield ""
@@ -183,7 +214,7 @@ def _memory_lines(
         yield "  not counted: the CUDA context and NCCL's buffers, which lie outside of JAX's share"
 
 
-def _flop_lines(flops: Flops, pairs: Pairs) -> Iterator[str]:
+def _flop_lines(flops: Flops, pairs: Pairs, mixed: bool) -> Iterator[str]:
     every = "pairs within documents" if pairs.source else "causal pairs"
     rows = [
         ("model", flops.layers + flops.head, "matrix products without attention"),
@@ -192,7 +223,8 @@ def _flop_lines(flops: Flops, pairs: Pairs) -> Iterator[str]:
         ("recomputed", flops.recomputed + flops.attention_recomputed, "again in the backward pass"),
     ]
     unit, scale = ("PFLOP", 1e15) if flops.model >= 1e15 else ("TFLOP", 1e12)
-    yield f"{unit} of one step, forward and backward, all devices"
+    step = "sparse step" if mixed else "step"
+    yield f"{unit} of one {step}, forward and backward, all devices"
     for name, value, note in rows:
         yield f"  {name:<17} {value / scale:8.3f}  {note}"
 
@@ -218,10 +250,12 @@ def _time_lines(
     total = sum(parts.values())
     tokens = config.tokens_per_step
     mfu = flops.model / (total * devices * peak_flops(gpu.kind))
+    step = "sparse step" if _mixed(config) else "step"
     if gpu.forecast is None:
-        yield "time of a step, seconds: an ESTIMATE from rates of single parts, not a measurement"
+        what = "an ESTIMATE from rates of single parts, not a measurement"
+        yield f"time of a {step}, seconds: {what}"
     else:
-        yield "time of a step, seconds: a FORECAST from rates that were not measured:"
+        yield f"time of a {step}, seconds: a FORECAST from rates that were not measured:"
         yield f"  {gpu.forecast}"
     for name, value in parts.items():
         yield f"  {name:<20} {value:6.2f}"
@@ -229,6 +263,20 @@ def _time_lines(
     yield "  taken for granted: the ring's communication is hidden behind its kernels"
     if config.parallel.nodes * config.parallel.data > 1:
         yield "  and the network between nodes is as fast as the links inside one"
+
+
+def _dense_time_lines(
+    config: Config, gpu: Gpu, memory: Memory, flops: Flops, pairs: Pairs
+) -> Iterator[str]:
+    """The time of a dense step of a sparse run, and the mean of all its steps."""
+    of_dense = _dense(config)
+    all_pairs = count_flops(of_dense, dataclasses.replace(pairs, density=1.0))
+    dense = sum(seconds(of_dense, gpu, memory, all_pairs).values())
+    sparse = sum(seconds(config, gpu, memory, flops).values())
+    share = config.dense_steps.count() / config.run.steps
+    mean = share * dense + (1 - share) * sparse
+    yield f"  {'a dense step':<20} {dense:6.2f}  {share:.1%} of the steps"
+    yield f"  {'mean of all steps':<20} {mean:6.2f}  {config.tokens_per_step / mean:,.0f} tokens/s"
 
 
 def _advice(config: Config, memory: Memory, free: int, devices: int) -> Iterator[str]:

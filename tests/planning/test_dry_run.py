@@ -12,6 +12,7 @@ from mtraining_jax.cli import main
 from mtraining_jax.config import available_configs, load_config
 from mtraining_jax.latency import kernel_seconds
 from mtraining_jax.models import abstract_state, embedding, graph_definition
+from mtraining_jax.planning.compiled import Compiled
 from mtraining_jax.planning.cost import count_flops, rates_missing, seconds
 from mtraining_jax.planning.dry_run import available, dry_run
 from mtraining_jax.planning.hardware import A100_40GB, H200
@@ -255,6 +256,49 @@ def test_scores_of_every_pair_take_their_share_of_a_dense_forward_pass():
     assert strides - few == pytest.approx(forward / 8)
     assert exact - few == pytest.approx(forward / 2)
     assert replayed - few == pytest.approx(forward / 4)
+
+
+def test_dense_steps_of_a_sparse_run_are_planned_too(capsys):
+    name, asked = "qwen3b_512k", [("run.steps", "100"), ("sparsity.dense_last", "25")]
+    sparse, dense = load_config(name, asked), load_config(name, [("sparsity.kind", "dense")])
+
+    def total(config):
+        return sum(seconds(config, H200, estimate_memory(config), count_flops(config)).values())
+
+    assert dry_run(sparse, "estimate") == 0
+    printed = capsys.readouterr().out
+    mean = 0.75 * total(sparse) + 0.25 * total(dense)
+    for text in (
+        "  dense       the last 25: 25 of 100 steps\n",
+        "(estimated by formulas; of a sparse step, which takes the most)",
+        "PFLOP of one sparse step,",
+        "time of a sparse step,",
+        f"  a dense step         {total(dense):6.2f}  25.0% of the steps\n",
+        f"  mean of all steps    {mean:6.2f}  {524288 / mean:,.0f} tokens/s\n",
+    ):
+        assert text in printed
+    only_dense = changed(sparse, sparsity={"dense_last": 100})
+    assert dry_run(only_dense, "estimate") == 0
+    every_step = capsys.readouterr().out
+    assert dry_run(changed(sparse, sparsity={"kind": "dense"}), "estimate") == 0
+    assert capsys.readouterr().out == every_step
+
+
+def test_of_sparse_and_dense_steps_the_one_that_takes_more_memory_counts(
+    config, capsys, monkeypatch
+):
+    def compiled(config, gpu):
+        return Compiled(peak=(3 if config.sparsity.kind == "dense" else 2) * GIB, host=0, seconds=7)
+
+    monkeypatch.setattr("mtraining_jax.planning.dry_run.compile_step", compiled)
+    monkeypatch.setattr("mtraining_jax.planning.dry_run.missing_plugin", lambda: None)
+    mixed = changed(config, parallel=ON_GPUS, sparsity={"dense_every": 2})
+    assert dry_run(mixed, "compile") == 0
+    printed = capsys.readouterr().out
+    assert "compiling the sparse step for 4 x" in printed
+    assert "compiling the dense step for 4 x" in printed
+    assert "in 14 s; of a dense step, which takes the most)" in printed
+    assert "  total                 3.00  fits" in printed
 
 
 def test_a_run_that_does_not_fit_says_what_to_change(config, capsys, monkeypatch):
