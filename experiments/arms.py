@@ -12,7 +12,11 @@ from mtraining_jax.errors import UserError
 CONFIGS = Path(__file__).resolve().parent / "configs"
 # The most telling ones first: a lease may end before the last.
 ARMS = ("dense", "sampled_rows", "vertical_slash", "window", "xattention", "paper")
-TIERS = {"a": ARMS, "b": ARMS, "c": ARMS, "c64k": ARMS[:2]}
+# Arms with some dense steps, and the pattern of their other steps, with which they are used too.
+MIXED = {
+    "sampled_rows_dense_last": "sampled_rows", "sampled_rows_dense_every": "sampled_rows",
+}  # fmt: skip
+TIERS = {"a": ARMS, "b": ARMS, "c": (*ARMS, *MIXED), "c64k": ARMS[:2]}
 # Needles in text take long: the dense arm is asked for them with these patterns alone.
 NEEDLES_OF_DENSE = ("dense", "sampled_rows", "vertical_slash")
 
@@ -36,16 +40,21 @@ def arm_config(tier: str, arm: str, overrides: Iterable[tuple[str, str]] = ()) -
     return load_config(str(config_path(tier, arm)), list(overrides))
 
 
+def own_pattern(arm: str) -> str:
+    """What an arm is used with if it is used as trained: the pattern of its sparse steps."""
+    return MIXED.get(arm, arm)
+
+
 def inferred_with(tier: str, trained: str, among: Iterable[str] | None = None) -> list[str]:
     """The patterns that a trained model is used with: dense and its own, the dense arm with all.
 
     Args:
         tier, trained: which model.
-        among: the dense arm is used with these alone; default those of all arms of the tier.
+        among: the dense arm is used with the patterns of these alone; default all of the tier.
     """
     if trained != "dense":
-        return ["dense", trained]
-    wanted = set(TIERS[tier] if among is None else among) | {"dense"}
+        return ["dense", own_pattern(trained)]
+    wanted = {own_pattern(arm) for arm in (TIERS[tier] if among is None else among)} | {"dense"}
     return [arm for arm in TIERS[tier] if arm in wanted]
 
 

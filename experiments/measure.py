@@ -261,7 +261,7 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--tier", choices=arms.TIERS, required=True)
-    parser.add_argument("--arm", choices=(*arms.ARMS, START), required=True)
+    parser.add_argument("--arm", choices=(*arms.ARMS, *arms.MIXED, START), required=True)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, default=FOLDER, help="of the runs")
     parser.add_argument("--data", type=Path, help="of the tier; default FOLDER/data/TIER")
@@ -287,7 +287,8 @@ def main(argv: list[str] | None = None) -> int:
         )  # fmt: skip
         configs = {name: arms.arm_config(args.tier, name, overrides) for name in names}
         engine = load(args.tier, args.arm, args.seed, args.folder, overrides)
-        own = configs["dense" if args.arm == START else args.arm]
+        trained = "dense" if args.arm == START else args.arm
+        own = arms.arm_config(args.tier, trained, overrides)
         found = header(engine, own, measurement.about)
         check_same_settings(results, found)
         arms.append_lines(results, [found])

@@ -4,14 +4,15 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments.arms import ARMS, Line
+from experiments.arms import ARMS, MIXED, Line, own_pattern
 from experiments.compare import Losses, band, paired
 from experiments.rule import EQUAL
 
 # One colour an arm in all pictures; of a set that colour-blind readers can tell apart.
-COLOURS = dict(
-    zip(ARMS, ("#000000", "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00"), strict=True)
-)
+_COLOURS = (
+    "#000000", "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#999999",
+)  # fmt: skip
+COLOURS = dict(zip((*ARMS, *MIXED), _COLOURS, strict=True))
 
 
 def draw(
@@ -48,7 +49,7 @@ def _by_position(
     from matplotlib import pyplot
 
     dense = found.get(("dense", "dense"))
-    own = [arm for arm in ARMS[1:] if (arm, "dense") in found]
+    own = [arm for arm in (*ARMS[1:], *MIXED) if (arm, "dense") in found]
     if dense is None or not own:
         return None
     figure, axes = pyplot.subplots(figsize=(7, 4))
@@ -56,7 +57,10 @@ def _by_position(
     x = 2.0 ** np.arange(first, len(dense.counts))
     corridor = EQUAL * dense.means.mean((0, 1))[first:]
     axes.fill_between(x, -corridor, corridor, color="0.9", label="±0.5 % of dense")
-    shown = [(arm, used, style) for arm in own for used, style in (("dense", "-"), (arm, "--"))]
+    shown = [
+        (arm, used, style)
+        for arm in own for used, style in (("dense", "-"), (own_pattern(arm), "--"))
+    ]  # fmt: skip
     for arm, used, style in shown:
         if (arm, used) not in found:
             continue

@@ -30,7 +30,7 @@ def verdicts(found: dict[tuple[str, str], Losses], scores: Scores) -> list[str]:
     )
     if seeds < SEEDS_NEEDED:
         lines.append(f"- **Of {seeds} seed(s), {SEEDS_NEEDED} are needed: this decides nothing.**")
-    for arm in arms.ARMS[1:]:
+    for arm in (*arms.ARMS[1:], *arms.MIXED):
         used_densely = found.get((arm, "dense"))
         if used_densely is None:
             continue
@@ -47,7 +47,8 @@ def verdicts(found: dict[tuple[str, str], Losses], scores: Scores) -> list[str]:
             text += f" (of {len(difference)} seed(s))"
         if needles is not None:
             text += f", needles {needles:+.1f} points"
-        own, other = found.get((arm, arm)), found.get(("dense", arm))
+        pattern = arms.own_pattern(arm)
+        own, other = found.get((arm, pattern)), found.get(("dense", pattern))
         if own is not None and other is not None:
             helped = band(long_mean(own, paired(own, other)))
             better = helped.mean < 0 and helped.p < 0.01
@@ -87,7 +88,7 @@ def task_verdicts(scores: Scores) -> list[str]:
         if window is not None and abs(window.mean) <= NEEDLES:
             lines.append(f"{text}. **Dropped: a window does as well.**")
             continue
-        for arm in arms.ARMS[1:]:
+        for arm in (*arms.ARMS[1:], *arms.MIXED):
             found = _difference(scores, (task, length), arm)
             if found is not None:
                 interval = f"{found.mean:+.1f} [{found.low:+.1f}, {found.high:+.1f}]"
@@ -99,7 +100,7 @@ def task_verdicts(scores: Scores) -> list[str]:
 def _difference(scores: Scores, task: tuple, arm: str) -> Band | None:
     """Points by which an arm, used as trained, differs from dense; None if not measured."""
     dense = scores.get((*task, "dense", "dense"), {})
-    own = scores.get((*task, arm, arm), {})
+    own = scores.get((*task, arm, arms.own_pattern(arm)), {})
     keys = sorted(set(own) & set(dense))
     seeds = sorted({seed for seed, _ in keys})
     both = set(keys)

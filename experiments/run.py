@@ -29,9 +29,12 @@ PROBE_STEPS = 20
 # Of a step's record, what the report reads.
 KEPT = (
     "step", "loss", "grad_norm", "step_seconds", "density", "recall", "recall_worst",
-    "tokens_per_second",
+    "tokens_per_second", "dense_step",
 )  # fmt: skip
 TIMES = ("step_seconds", "tokens_per_second")
+_LAST_IS_DENSE = (
+    "--sparsity.dense_first=0", "--sparsity.dense_every=0", "--sparsity.dense_last=1",
+)  # fmt: skip
 
 
 def train_command(
@@ -41,16 +44,20 @@ def train_command(
     """The command that trains an arm: an ordinary train.py.
 
     With `probe_steps` it takes so many steps, in a folder of its own and without a checkpoint. The
-    program is the same then, so that the run finds it compiled.
+    program is the same then, so that the run finds it compiled. Of an arm with dense steps the last
+    one is dense, and there are two at least, so that both programs are.
     """
     name = arms.run_name(tier, arm, seed)
     steps = []
     if probe_steps is not None:
         name = _probe_name(tier, arm, seed)
-        full = arms.arm_config(tier, arm, overrides).run.steps
+        config = arms.arm_config(tier, arm, overrides)
+        dense = []
+        if config.dense_steps.count():
+            dense, probe_steps = [*_LAST_IS_DENSE], max(2, probe_steps)
         steps = [
-            f"--run.steps={probe_steps}", f"--optimizer.decay_steps={full}",
-            "--checkpoint.last_step=false", "--checkpoint.resume=false",
+            f"--run.steps={probe_steps}", f"--optimizer.decay_steps={config.run.steps}",
+            "--checkpoint.last_step=false", "--checkpoint.resume=false", *dense,
         ]  # fmt: skip
     path = arms.config_path(tier, arm).relative_to(ROOT)
     return [
@@ -151,7 +158,7 @@ def probe(lease: Lease, args: argparse.Namespace, overrides: arms.Overrides) -> 
         return False
     for arm in args.arms:
         run = args.folder / _probe_name(args.tier, arm, args.seed)
-        last = training_lines(run, {})[-1]
+        last = [x for x in training_lines(run, {}) if not x.get("dense_step")][-1]
         numbers = ", ".join(f"{name} {last[name]:.4g}" for name in KEPT if name in last)
         print(f"probe of {arm}: {numbers}", flush=True)
     return True

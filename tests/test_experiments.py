@@ -3,6 +3,7 @@
 import argparse
 import hashlib
 import json
+import re
 import sys
 import types
 
@@ -42,6 +43,20 @@ def test_arms_of_a_tier_differ_in_their_pattern_alone(tier, overrides):
     assert config.data.seq_len == sizes.seq_len == config.model.max_position_embeddings
     # No sequence is read twice.
     assert config.run.steps * config.data.batch_size <= sizes.rows
+
+
+def test_arms_with_dense_steps_differ_from_their_pattern_in_these_alone(overrides):
+    for arm, pattern in arms.MIXED.items():
+        mixed, sparse = (arms.arm_config("c", name, overrides("c")) for name in (arm, pattern))
+        assert mixed.dense_steps.count() == 10 and mixed.run.steps == 100
+        assert mixed.sparsity.settings == sparse.sparsity.settings
+        assert 100 in mixed.dense_steps and 1 not in mixed.dense_steps  # audits begin with step 1
+        # A probe compiles both programs.
+        command = run.train_command("c", arm, 0, data.FOLDER, overrides("c"), 1)
+        assert "--run.steps=2" in command and "--sparsity.dense_last=1" in command
+        given = [x for x in command if x.startswith(("--sparsity", "--optimizer", "--run.steps"))]
+        probe = arms.arm_config("c", arm, [*overrides("c"), *arms.split_overrides(given)])
+        assert [step for step in (1, 2) if step in probe.dense_steps] == [2]
 
 
 @pytest.mark.parametrize("tier", ["a", "b", "c"])
@@ -193,6 +208,10 @@ def test_results_of_other_settings_are_not_gone_on_with(tmp_path):
     arms.append_lines(results, [header("700")])
     origin.check_same_settings(results, header("700"))
     origin.check_same_settings(results, header("800", seed=1))
+    # Results from before there were dense steps are those of a run without.
+    before = re.sub(r", dense_(first|last|every)=0", "", repr(arms.arm_config("a", "dense")))
+    told = origin.header(engine, arms.arm_config("a", "dense"), about)["config"]
+    assert told == hashlib.sha256(before.encode()).hexdigest()[:16]
     with pytest.raises(UserError, match="measurements of dense, seed 0, with other settings"):
         origin.check_same_settings(results, header("800"))
 
@@ -248,6 +267,23 @@ def test_the_report_applies_the_rule(tmp_path):
     assert {x.name for x in written[1:]} <= {
         "c-loss-by-position.png", "c-loss-by-time.png", "c-needles.png"
     }
+
+
+def test_an_arm_with_dense_steps_is_compared_as_used_with_the_pattern_of_its_others(tmp_path):
+    arm = "sampled_rows_dense_last"
+    lines = list(made_up({
+        ("dense", "dense"): 0.0, ("dense", "sampled_rows"): 0.05, (arm, "dense"): 0.0,
+        (arm, "sampled_rows"): -0.01,
+    }, spread=0.004))  # fmt: skip
+    found, _ = compare.losses_of(lines, "c")
+    (said,) = [line for line in rule.verdicts(found, {}) if arm in line]
+    assert said.startswith(f"- `{arm}`: equal; training with it helps its own inference (-0.05")
+    scores = {
+        ("copy", 64, one, used): {(0, n): float(n >= lost) for n in range(100)}
+        for one, used, lost in (("dense", "dense", 0), (arm, "sampled_rows", 25))
+    }
+    assert f"`{arm}` -25.0 [" in rule.task_verdicts(scores)[0]
+    report.write(lines, tmp_path)
 
 
 def test_tasks_that_tell_nothing_are_dropped_and_the_others_compared():
@@ -333,6 +369,10 @@ def test_the_dense_arm_is_used_with_the_patterns_that_are_asked_for():
     among = ["window", "sampled_rows"]
     assert arms.inferred_with("c", "dense", among) == ["dense", "sampled_rows", "window"]
     assert arms.inferred_with("c", "window", among) == ["dense", "window"]
+    # Arms with dense steps are used densely and with the pattern of the others.
+    for arm in arms.MIXED:
+        assert arms.inferred_with("c", arm) == ["dense", "sampled_rows"]
+        assert arms.inferred_with("c", "dense", [arm]) == ["dense", "sampled_rows"]
 
 
 def test_what_is_trained_can_be_left_unmeasured(tmp_path, capsys):
