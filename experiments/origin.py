@@ -2,6 +2,7 @@
 
 import datetime
 import hashlib
+import re
 import sys
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from mtraining_jax.errors import UserError
 from mtraining_jax.evaluation.engine import Engine
 
 # Fields that came after the first results: left as they are, they change no setting.
-_SINCE = ", dense_first=0, dense_last=0, dense_every=0"
+_SINCE = r", dense_(first|last|every|start)=0\b"
 
 
 def header(engine: Engine, config: Config, about: Line) -> Line:
@@ -28,7 +29,7 @@ def header(engine: Engine, config: Config, about: Line) -> Line:
         "device": device.device_kind,
         "jax": jax.__version__,
         "model": engine.loaded.source,
-        "config": hashlib.sha256(repr(config).replace(_SINCE, "").encode()).hexdigest()[:16],
+        "config": hashlib.sha256(re.sub(_SINCE, "", repr(config)).encode()).hexdigest()[:16],
     }
 
 
