@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments.arms import Line
+from experiments.arms import Line, own_pattern
 from experiments.compare import (
     LONG,
     Losses,
@@ -48,7 +48,7 @@ def bucket_table(
     d, last = dense.means.mean((0, 1)), f"{dense.last.mean():.4f}"
     rows.append(["dense: loss", str(len(dense.seeds)), *(f"{d[k]:.4f}" for k in chosen), last])
     for (trained, inferred), losses in found.items():
-        if trained == "dense" or inferred != (trained if as_trained else "dense"):
+        if trained == "dense" or inferred != (own_pattern(trained) if as_trained else "dense"):
             continue
         seeds = str(len(losses.seeds))
         if trained == "start":  # of no seed: it is one model
@@ -106,7 +106,10 @@ def task_table(scores: Scores, densities: Scores) -> list[str]:
 
 
 def training_table(lines: Iterable[Line], tier: str) -> list[str]:
-    """Steps, seconds, density and recall of each arm's training; the first two steps left out."""
+    """Steps, seconds, density and recall of each arm's training; the first two steps left out.
+
+    Seconds and density are of sparse steps, where an arm has others too.
+    """
     by_run: dict[tuple, list[Line]] = {}
     for line in lines:
         if line["what"] == "train" and line["tier"] == tier:
@@ -114,9 +117,10 @@ def training_table(lines: Iterable[Line], tier: str) -> list[str]:
     rows = [["arm", "seed", "steps", "loss at the end", "s a step", "density at the end", "recall"]]
     for (arm, seed), steps in by_run.items():
         last = steps[-max(1, len(steps) // 10) :]
-        seconds = [x["step_seconds"] for x in steps[2:] if "step_seconds" in x]
+        own = [x for x in steps if not x.get("dense_step")]
+        seconds = [x["step_seconds"] for x in own[2:] if "step_seconds" in x]
         recall = [x["recall"] for x in steps if x.get("recall") is not None]
-        density = [x["density"] for x in last if x.get("density") is not None]
+        density = [x["density"] for x in own[-len(last) :] if x.get("density") is not None]
         rows.append([
             arm, str(seed), str(len(steps)), f"{np.mean([x['loss'] for x in last]):.4f}",
             f"{np.median(seconds):.3f}" if seconds else "–",
