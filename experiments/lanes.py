@@ -15,11 +15,9 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import NamedTuple
 
 from experiments import arms, run
-from experiments.data import FOLDER
 from experiments.lease import Lease
 from experiments.measure import LATER, START
 from mtraining_jax.errors import UserError
@@ -140,18 +138,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tier", choices=arms.TIERS, required=True)
     parser.add_argument("--plan", nargs="+", required=True, metavar="SEED:ARMS")
-    parser.add_argument("--minutes", type=float, default=25.0, help="of this call (default 25)")
-    parser.add_argument("--folder", type=Path, default=FOLDER, help="of runs and data")
-    parser.add_argument("--data", type=Path, help="of measurements; default FOLDER/data/TIER")
-    parser.add_argument("--results", type=Path, help="default FOLDER/results")
-    parser.add_argument("--jobs", type=int, default=6, help="programs that compile at a time")
-    parser.add_argument("--samples", type=int, help="of each task, length and pattern")
-    parser.add_argument("--lengths", type=int, nargs="+", help="of needles")
-    parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=VALUE", help="for all arms")
-    args = parser.parse_args(argv)
-    args.results = args.results or args.folder / "results"
+    args = run.parse(parser, argv, minutes=25, jobs=6)
     # Two processes want memory of the same device.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     lease = Lease(args.minutes)

@@ -164,30 +164,49 @@ def probe(lease: Lease, args: argparse.Namespace, overrides: arms.Overrides) -> 
     return True
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Runs; returns 0 when all is there, 75 if the same command is to be given again."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def parse(
+    parser: argparse.ArgumentParser, argv: list[str] | None, *, minutes: float, jobs: int
+) -> argparse.Namespace:
+    """Arguments of a parser, with those that all commands have which train and measure.
+
+    Args:
+        parser: with the arguments of the command itself; ends the program where one is wrong.
+        argv: as of `argparse`.
+        minutes: default of `--minutes`.
+        jobs: default of `--jobs`.
+    """
     parser.add_argument("--tier", choices=arms.TIERS, required=True)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--minutes", type=float, default=9.0, help="of this call (default 9)")
-    parser.add_argument("--arms", help="separated by commas; default all, dense first")
+    parser.add_argument(
+        "--minutes", type=float, default=minutes, help=f"of this call (default {minutes})"
+    )
     parser.add_argument("--folder", type=Path, default=FOLDER, help="of runs and data")
     parser.add_argument("--data", type=Path, help="of measurements; default FOLDER/data/TIER")
     parser.add_argument("--results", type=Path, help="default FOLDER/results")
-    parser.add_argument("--probe", action="store_true", help="densities of 20 steps of each arm")
-    parser.add_argument("--no-measure", action="store_true", help="train, and measure nothing")
-    parser.add_argument("--shared", action="store_true", help="others use the device: no times")
-    parser.add_argument("--jobs", type=int, default=1, help="programs that compile at a time")
+    parser.add_argument(
+        "--jobs", type=int, default=jobs, help=f"programs that compile at a time (default {jobs})"
+    )
     parser.add_argument("--samples", type=int, help="of each task, length and pattern")
     parser.add_argument("--lengths", type=int, nargs="+", help="of needles")
     parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=VALUE", help="for all arms")
     args = parser.parse_args(argv)
     args.results = args.results or args.folder / "results"
-    args.arms = args.arms.split(",") if args.arms else list(arms.TIERS[args.tier])
     if args.jobs < 1:
         parser.error(f"--jobs must be 1 or more, not {args.jobs}")
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs; returns 0 when all is there, 75 if the same command is to be given again."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--arms", help="separated by commas; default all, dense first")
+    parser.add_argument("--probe", action="store_true", help="densities of 20 steps of each arm")
+    parser.add_argument("--no-measure", action="store_true", help="train, and measure nothing")
+    parser.add_argument("--shared", action="store_true", help="others use the device: no times")
+    args = parse(parser, argv, minutes=9, jobs=1)
+    args.arms = args.arms.split(",") if args.arms else list(arms.TIERS[args.tier])
     lease = Lease(args.minutes)
     try:
         overrides = arms.split_overrides(args.set)

@@ -420,6 +420,13 @@ def test_a_plan_is_trained_and_measured_side_by_side(time_for, monkeypatch, over
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("command", [run.main, lanes.main])
+def test_a_number_of_jobs_that_is_none_is_named(command, capsys):
+    with pytest.raises(SystemExit):
+        command(["--tier=c", "--jobs=0", *(["--plan", "0:dense"] if command is lanes.main else [])])
+    assert "--jobs must be 1 or more, not 0" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("text", ["dense", "x:dense", "0:", "0:denser"])
 def test_an_impossible_item_of_a_plan_is_named(text):
     with pytest.raises(UserError, match="--plan has items as|denser"):
