@@ -68,12 +68,14 @@ def kept_blocks(
     numbers = jnp.arange(num_blocks, dtype=jnp.int32)
     distance = rows[:, None] - numbers
     causal, sinks, length = distance >= 0, numbers < rule.sink_blocks, None
-    local, place = distance < rule.local_blocks, rows[:, None]
+    local, first = distance < rule.local_blocks, 0
     if documents is not None:
         first, length, _, dense = (x[:, None, :, None] for x in documents.of(rows))
         causal &= numbers >= first
-        sinks, place = (numbers - first < rule.sink_blocks) | dense, rows[:, None] - first
-    forced = causal & (sinks | local | (place < rule.dense_start))
+        sinks = (numbers - first < rule.sink_blocks) | dense
+    if rule.dense_start:
+        sinks |= rows[:, None] - first < rule.dense_start
+    forced = causal & (sinks | local)
     scores, kept = jnp.where(causal & (scores > 0), scores, 0.0), 0
     if beside is None:
         mass = whole_masses(scores, length)
