@@ -16,6 +16,8 @@ ARMS = ("dense", "sampled_rows", "vertical_slash", "window", "xattention", "pape
 MIXED = {
     "sampled_rows_dense_last": "sampled_rows", "sampled_rows_dense_every": "sampled_rows",
 }  # fmt: skip
+# All that are compared with the dense arm.
+SPARSE = (*ARMS[1:], *MIXED)
 TIERS = {"a": ARMS, "b": ARMS, "c": (*ARMS, *MIXED), "c64k": ARMS[:2]}
 # Needles in text take long: the dense arm is asked for them with these patterns alone.
 NEEDLES_OF_DENSE = ("dense", "sampled_rows", "vertical_slash")

@@ -65,7 +65,6 @@ class Lanes:
         self._lease, self._args, self._plan, self._overrides = lease, args, plan, overrides
         self._trained = [threading.Event() for _ in plan]
         self._over = threading.Event()
-        self._late = False
 
     def run(self) -> bool:
         """Returns whether all is trained and measured.
@@ -76,17 +75,16 @@ class Lanes:
         with ThreadPoolExecutor(1) as pool:
             measuring = pool.submit(self._until_one_fails, self._measure_all)
             try:
-                self._until_one_fails(self._train_all)
+                trained = self._until_one_fails(self._train_all)
             finally:
                 # What is not trained now never will be.
                 for event in self._trained:
                     event.set()
-            measuring.result()
-        return not self._late
+            return measuring.result() and trained
 
-    def _until_one_fails(self, lane: Callable[[], None]) -> None:
+    def _until_one_fails(self, lane: Callable[[], bool]) -> bool:
         try:
-            lane()
+            return lane()
         except BaseException:
             self._over.set()
             raise
@@ -99,34 +97,32 @@ class Lanes:
         about = {"seed": item.seed, "arms": list(known), "shared": place > 0}
         return argparse.Namespace(**{**vars(self._args), **about})
 
-    def _train_all(self) -> None:
+    def _train_all(self) -> bool:
         for place, item in enumerate(self._plan):
             for arm in item.arms:
                 if self._over.is_set():
-                    return
+                    return False
                 if not run.train(self._lease, self._for(item, place), arm, self._overrides):
-                    self._late = True
-                    return
+                    return False
             self._trained[place].set()
+        return True
 
-    def _measure_all(self) -> None:
+    def _measure_all(self) -> bool:
         for place, item in enumerate(self._plan):
             self._trained[place].wait()
             if self._over.is_set():
-                return
+                return False
             args = self._for(item, place)
             ready = [arm for arm in item.arms if run.is_trained(args, arm, self._overrides)]
             # The dense arm of an earlier item has other patterns to be used with now.
             again = ["dense"] if ready and "dense" in set(args.arms) - set(item.arms) else []
-            for arm in [*again, *ready]:
-                if not run.measure(self._lease, args, arm):
-                    self._late = True
-                    return
+            if not all(run.measure(self._lease, args, arm) for arm in [*again, *ready]):
+                return False
             if len(ready) < len(item.arms):
-                self._late = True
-                return
+                return False
         if self._plan[0].seed == 0 and self._starts():
-            self._late |= not run.measure(self._lease, self._for(self._plan[0], 0), START)
+            return run.measure(self._lease, self._for(self._plan[0], 0), START)
+        return True
 
     def _starts(self) -> bool:
         config = arms.arm_config(self._args.tier, self._plan[0].arms[0], self._overrides)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments.arms import ARMS, MIXED, Line, own_pattern
+from experiments.arms import SPARSE, Line, own_pattern
 from experiments.compare import Losses, band, paired
 from experiments.rule import EQUAL
 
@@ -12,7 +12,7 @@ from experiments.rule import EQUAL
 _COLOURS = (
     "#000000", "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#999999",
 )  # fmt: skip
-COLOURS = dict(zip((*ARMS, *MIXED), _COLOURS, strict=True))
+COLOURS = dict(zip(("dense", *SPARSE), _COLOURS, strict=True))
 
 
 def draw(
@@ -49,7 +49,7 @@ def _by_position(
     from matplotlib import pyplot
 
     dense = found.get(("dense", "dense"))
-    own = [arm for arm in (*ARMS[1:], *MIXED) if (arm, "dense") in found]
+    own = [arm for arm in SPARSE if (arm, "dense") in found]
     if dense is None or not own:
         return None
     figure, axes = pyplot.subplots(figsize=(7, 4))

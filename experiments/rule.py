@@ -30,7 +30,7 @@ def verdicts(found: dict[tuple[str, str], Losses], scores: Scores) -> list[str]:
     )
     if seeds < SEEDS_NEEDED:
         lines.append(f"- **Of {seeds} seed(s), {SEEDS_NEEDED} are needed: this decides nothing.**")
-    for arm in (*arms.ARMS[1:], *arms.MIXED):
+    for arm in arms.SPARSE:
         used_densely = found.get((arm, "dense"))
         if used_densely is None:
             continue
@@ -88,7 +88,7 @@ def task_verdicts(scores: Scores) -> list[str]:
         if window is not None and abs(window.mean) <= NEEDLES:
             lines.append(f"{text}. **Dropped: a window does as well.**")
             continue
-        for arm in (*arms.ARMS[1:], *arms.MIXED):
+        for arm in arms.SPARSE:
             found = _difference(scores, (task, length), arm)
             if found is not None:
                 interval = f"{found.mean:+.1f} [{found.low:+.1f}, {found.high:+.1f}]"
