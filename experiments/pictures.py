@@ -7,6 +7,7 @@ import numpy as np
 from experiments.arms import SPARSE, Line, own_pattern
 from experiments.compare import Losses, band, paired
 from experiments.rule import EQUAL
+from experiments.steps import seconds
 
 # One colour an arm in all pictures; of a set that colour-blind readers can tell apart.
 _COLOURS = (
@@ -98,13 +99,13 @@ def _against_time(lines: list[Line], tier: str, out: Path) -> Path | None:
     figure, axes = pyplot.subplots(figsize=(7, 4))
     labelled = set()
     for (arm, _), steps in timed.items():
-        seconds = np.cumsum([x["step_seconds"] for x in steps])
+        times = seconds(steps)
         losses = np.array([x["loss"] for x in steps])
         width = max(1, len(losses) // 5)
         smooth = np.convolve(losses, np.full(width, 1 / width), "valid")
         label = None if arm in labelled else arm
         labelled.add(arm)
-        axes.plot(seconds[width - 1 :], smooth, color=COLOURS.get(arm), label=label)
+        axes.plot(times[width - 1 :], smooth, color=COLOURS.get(arm), label=label)
     axes.set_xlabel("seconds of steps")
     axes.set_ylabel("training loss, nats")
     axes.set_title(f"tier {tier}")

@@ -25,6 +25,7 @@ from experiments.compare import (
     scores_of,
 )
 from experiments.rule import EARLY, cell, task_verdicts, verdicts
+from experiments.steps import count
 from mtraining_jax.errors import UserError
 from mtraining_jax.models.position_buckets import bucket_names
 
@@ -122,7 +123,7 @@ def training_table(lines: Iterable[Line], tier: str) -> list[str]:
         recall = [x["recall"] for x in steps if x.get("recall") is not None]
         density = [x["density"] for x in own[-len(last) :] if x.get("density") is not None]
         rows.append([
-            arm, str(seed), str(len(steps)), f"{np.mean([x['loss'] for x in last]):.4f}",
+            arm, str(seed), str(count(steps)), f"{np.mean([x['loss'] for x in last]):.4f}",
             f"{np.median(seconds):.3f}" if seconds else "–",
             f"{np.mean(density):.3f}" if density else "–", f"{recall[-1]:.3f}" if recall else "–",
         ])  # fmt: skip

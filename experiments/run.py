@@ -17,21 +17,15 @@ import sys
 from pathlib import Path
 
 from experiments import arms
-from experiments.arms import Line
 from experiments.data import FOLDER
 from experiments.lease import GRACE_SECONDS, ROOT, Lease
 from experiments.measure import LATER, START
+from experiments.steps import KEPT, training_lines
 from mtraining_jax.errors import UserError
 from mtraining_jax.training.checkpoint import newest_step
 from mtraining_jax.training.run_folder import CHECKPOINTS_NAME
 
 PROBE_STEPS = 20
-# Of a step's record, what the report reads.
-KEPT = (
-    "step", "loss", "grad_norm", "step_seconds", "density", "recall", "recall_worst",
-    "tokens_per_second", "dense_step",
-)  # fmt: skip
-TIMES = ("step_seconds", "tokens_per_second")
 _LAST_IS_DENSE = (
     "--sparsity.dense_first=0", "--sparsity.dense_every=0", "--sparsity.dense_last=1",
 )  # fmt: skip
@@ -77,22 +71,6 @@ def is_trained(args: argparse.Namespace, arm: str, overrides: arms.Overrides) ->
     run = args.folder / arms.run_name(args.tier, arm, args.seed)
     steps = arms.arm_config(args.tier, arm, overrides).run.steps
     return newest_step(run / CHECKPOINTS_NAME) == steps
-
-
-def training_lines(folder: Path, about: Line, timed: bool = True) -> list[Line]:
-    """Steps of a run, as the report needs them; of a step that ran twice the last time.
-
-    Args:
-        folder: of the run.
-        about: begins each line.
-        timed: False leaves times out, as of a run that shared its device.
-    """
-    steps = {x["step"]: x for x in arms.read_lines(folder / "metrics.jsonl") if "loss" in x}
-    kept = [name for name in KEPT if timed or name not in TIMES]
-    return [
-        {"what": "train", **about, **{name: x[name] for name in kept if name in x}}
-        for _, x in sorted(steps.items())
-    ]
 
 
 def train(lease: Lease, args: argparse.Namespace, arm: str, overrides: arms.Overrides) -> bool:

@@ -10,7 +10,19 @@ import types
 import numpy as np
 import pytest
 
-from experiments import arms, compare, data, lanes, measure, origin, report, rule, run, synthetic
+from experiments import (
+    arms,
+    compare,
+    data,
+    lanes,
+    measure,
+    origin,
+    report,
+    rule,
+    run,
+    steps,
+    synthetic,
+)
 from experiments.lease import Lease
 from mtraining_jax.data.tokenizer import ByteTokenizer
 from mtraining_jax.errors import UserError
@@ -345,10 +357,9 @@ def test_bands_have_the_width_that_the_spread_of_sequences_gives():
 
 
 def test_steps_of_a_run_are_kept_once(tmp_path):
-    steps = [(1, 3.0), (2, 2.0), (2, 1.0)]
-    written = [{"step": step, "loss": loss, "lr": 1.0} for step, loss in steps]
+    written = [{"step": n, "loss": loss, "lr": 1.0} for n, loss in ((1, 3.0), (2, 2.0), (2, 1.0))]
     arms.append_lines(tmp_path / "metrics.jsonl", written)
-    found = run.training_lines(tmp_path, {"trained": "dense"})
+    found = steps.training_lines(tmp_path, {"trained": "dense"})
     assert found == [
         {"what": "train", "trained": "dense", "step": 1, "loss": 3.0},
         {"what": "train", "trained": "dense", "step": 2, "loss": 1.0},
@@ -358,10 +369,33 @@ def test_steps_of_a_run_are_kept_once(tmp_path):
 def test_times_of_steps_that_ran_beside_others_are_left_out(tmp_path):
     step = {"step": 1, "loss": 3.0, "step_seconds": 0.5, "tokens_per_second": 8.0}
     arms.append_lines(tmp_path / "metrics.jsonl", [step])
-    (alone,) = run.training_lines(tmp_path, {})
-    (shared,) = run.training_lines(tmp_path, {}, timed=False)
+    (alone,) = steps.training_lines(tmp_path, {})
+    (shared,) = steps.training_lines(tmp_path, {}, timed=False)
     assert alone == {"what": "train", **step}
     assert shared == {"what": "train", "step": 1, "loss": 3.0}
+
+
+def test_a_long_run_leaves_means_of_groups_of_steps(tmp_path):
+    count = 2 * steps.LINES + 1  # groups of three
+    written = [{"step": n, "loss": float(n), "step_seconds": 0.5} for n in range(1, count + 1)]
+    for line in written[4:5]:
+        line["dense_step"] = True
+    written[0]["recall"] = 0.9
+    arms.append_lines(tmp_path / "metrics.jsonl", written)
+    found = steps.training_lines(tmp_path, {"seed": 1})
+    assert found[0] == {
+        "what": "train", "seed": 1, "step": 3, "steps": 3, "loss": 2.0, "step_seconds": 0.5,
+        "recall": 0.9,
+    }  # fmt: skip
+    # Steps of both kinds are kept apart.
+    assert [(x["step"], x["steps"], x.get("dense_step")) for x in found[1:5]] == [
+        (4, 1, None), (5, 1, True), (6, 1, None), (9, 3, None),
+    ]  # fmt: skip
+    assert steps.count(found) == count == found[-1]["step"]
+    assert steps.seconds(found).tolist() == [0.5 * x["step"] for x in found]
+    assert np.average([x["loss"] for x in found], weights=[x["steps"] for x in found]) == (
+        pytest.approx((count + 1) / 2)
+    )
 
 
 def test_the_dense_arm_is_used_with_the_patterns_that_are_asked_for():
