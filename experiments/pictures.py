@@ -8,6 +8,7 @@ from experiments.arms import SPARSE, Line, own_pattern
 from experiments.compare import Losses, band, paired
 from experiments.rule import EQUAL
 from experiments.steps import seconds
+from mtraining_jax.models.position_buckets import bucket_names
 
 # One colour an arm in all pictures; of a set that colour-blind readers can tell apart.
 _COLOURS = (
@@ -30,7 +31,6 @@ def draw(
 def _save(figure: object, path: Path) -> Path:
     from matplotlib import pyplot
 
-    figure.tight_layout()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
     return path
@@ -45,7 +45,7 @@ def _by_position(
 ) -> Path | None:
     """Loss minus dense by position, with bands and the corridor of 0.5 %.
 
-    Solid: both used densely; dashed: arms used with their own pattern.
+    One panel of models used as they were trained, one of the same models used densely.
     """
     from matplotlib import pyplot
 
@@ -53,34 +53,39 @@ def _by_position(
     own = [arm for arm in SPARSE if (arm, "dense") in found]
     if dense is None or not own:
         return None
-    figure, axes = pyplot.subplots(figsize=(7, 4))
+    figure, panels = pyplot.subplots(1, 2, figsize=(10, 4.8), sharey=True)
     first = min(6, len(dense.counts) - 1)
     x = 2.0 ** np.arange(first, len(dense.counts))
     corridor = EQUAL * dense.means.mean((0, 1))[first:]
-    axes.fill_between(x, -corridor, corridor, color="0.9", label="±0.5 % of dense")
-    shown = [
-        (arm, used, style)
-        for arm in own for used, style in (("dense", "-"), (own_pattern(arm), "--"))
-    ]  # fmt: skip
-    for arm, used, style in shown:
-        if (arm, used) not in found:
-            continue
-        losses = found[arm, used]
-        difference = paired(losses, dense)[..., first:]
-        bands = [band(difference[..., k]) for k in range(difference.shape[-1])]
-        how = "densely" if used == "dense" else "as trained"
-        label = f"{arm}, used {how} ({_seeds(losses)})"
-        means = [b.mean for b in bands]
-        axes.plot(x, means, marker="o", linestyle=style, color=COLOURS[arm], label=label)
-        low, high = [b.low for b in bands], [b.high for b in bands]
-        axes.fill_between(x, low, high, color=COLOURS[arm], alpha=0.15)
-    axes.axhline(0, color="black", linewidth=0.8)
-    axes.set_xscale("log", base=2)
-    axes.set_xlabel("tokens before (from)")
-    axes.set_ylabel("held-out loss minus dense / dense, nats")
-    axes.set_title(f"tier {tier}: trained sparse, against dense trained and used")
-    axes.legend(fontsize=8)
+    for axes, how in zip(panels, ("as trained", "densely"), strict=True):
+        axes.fill_between(x, -corridor, corridor, color="0.9", label="±0.5 % of dense")
+        for arm in own:
+            losses = found.get((arm, own_pattern(arm) if how == "as trained" else "dense"))
+            if losses is not None:
+                label = f"{arm} ({_seeds(losses)})"
+                _curve(axes, x, paired(losses, dense)[..., first:], COLOURS[arm], label)
+        axes.axhline(0, color="black", linewidth=0.8)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(x, bucket_names(len(dense.counts))[first:])
+        axes.set_xlabel("tokens before, from")
+        axes.set_title(f"used {how}")
+    panels[0].set_ylabel("held-out loss minus dense / dense, nats")
+    figure.suptitle(f"tier {tier}: trained sparse, against dense trained and used")
+    # Labels of the panel that has all curves: a model may have been measured densely alone.
+    handles, labels = panels[1].get_legend_handles_labels()
+    columns = 4
+    rows = -(-len(labels) // columns)
+    figure.tight_layout(rect=(0, 0.05 * rows, 1, 1))
+    figure.legend(handles, labels, loc="lower center", ncol=columns, fontsize=8)
     return _save(figure, out / f"{tier}-loss-by-position.png")
+
+
+def _curve(axes: object, x: np.ndarray, difference: np.ndarray, colour: str, label: str) -> None:
+    """Means of differences [seeds, sequences, buckets] with their bands."""
+    bands = [band(difference[..., k]) for k in range(difference.shape[-1])]
+    axes.plot(x, [b.mean for b in bands], marker="o", color=colour, label=label)
+    low, high = [b.low for b in bands], [b.high for b in bands]
+    axes.fill_between(x, low, high, color=colour, alpha=0.15)
 
 
 def _against_time(lines: list[Line], tier: str, out: Path) -> Path | None:
@@ -110,6 +115,7 @@ def _against_time(lines: list[Line], tier: str, out: Path) -> Path | None:
     axes.set_ylabel("training loss, nats")
     axes.set_title(f"tier {tier}")
     axes.legend(fontsize=8)
+    figure.tight_layout()
     return _save(figure, out / f"{tier}-loss-by-time.png")
 
 
@@ -140,4 +146,5 @@ def _needles(lines: list[Line], tier: str, out: Path) -> Path | None:
         axes.set_yticks([0, len(depths) - 1], [f"{depths[0]:.1f}", f"{depths[-1]:.1f}"])
         count = len(next(iter(panel.values())))
         axes.set_title(f"{pair[0]} / {pair[1]}, {count} a cell", fontsize=7)
+    figure.tight_layout()
     return _save(figure, out / f"{tier}-needles.png")
