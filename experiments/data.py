@@ -66,7 +66,7 @@ class Tier(NamedTuple):
 
 
 TIERS = {
-    "a": Tier(8192, 16000, 0),  # its tests are made while they are asked
+    "a": Tier(8192, 80000, 0),  # its tests are made while they are asked
     "b": Tier(16384, 1200, 64),
     "c": Tier(32768, 400, 48),
     "c64k": Tier(65536, 200, 16),
@@ -234,12 +234,9 @@ def main(argv: list[str] | None = None) -> None:
     about: dict[str, object] = {"tier": args.tier, **tier._asdict()}
     try:
         if args.tier == "a":
-            rows = np.stack(
-                [
-                    training_row(n, tier.seq_len, VOCABULARY_A, TRAINED_SEED)
-                    for n in range(tier.rows)
-                ]
-            ).astype(np.uint16)
+            rows = np.empty((tier.rows, tier.seq_len), np.uint16)
+            for number, row in enumerate(rows):
+                row[:] = training_row(number, tier.seq_len, VOCABULARY_A, TRAINED_SEED)
             _save(out / "train.npy", rows, about)
         else:
             tokenizer = make_tokenizer(args.tokenizer)

@@ -411,7 +411,7 @@ def test_the_dense_arm_is_used_with_the_patterns_that_are_asked_for():
 
 def test_what_is_trained_can_be_left_unmeasured(tmp_path, capsys):
     for arm in ("dense", "window"):
-        (tmp_path / arms.run_name("a", arm, 0) / "checkpoints" / "2000").mkdir(parents=True)
+        (tmp_path / arms.run_name("a", arm, 0) / "checkpoints" / "10000").mkdir(parents=True)
     about = ["--tier=a", "--arms=dense,window", f"--folder={tmp_path}"]
     assert run.main([*about, "--no-measure"]) == 0
     assert "all asked for is trained" in capsys.readouterr().out
