@@ -5,19 +5,32 @@ the tests under tests/gpu.
 """
 
 import gc
+import importlib
 import os
 import shutil
 import sys
 import tempfile
 
-import jax
-import pytest
+FIRST = "PYTEST_XDIST_WORKER" not in os.environ
+ON_GPU = os.environ.get("MTRAINING_TEST_GPU") == "1"
+if FIRST and not ON_GPU:
+    # Compiled programs that the processes of this run share, and bytecode where there is none.
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="mtraining-tests-")
+    if sys.dont_write_bytecode:
+        # Each process of pytest, and each that a test starts, would compile its imports anew.
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+        sys.dont_write_bytecode = False
+        sys.pycache_prefix = os.path.join(os.environ["JAX_COMPILATION_CACHE_DIR"], "bytecode")
+        os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
+
+import jax  # noqa: E402
+import pytest  # noqa: E402
 
 # Virtual devices wait for each other in collectives, each on a thread of XLA's pool: with as many
 # threads as a small machine has processors the pool can run dry.
 os.environ.setdefault("NPROC", "32")
 jax.config.update("jax_num_cpu_devices", 8)
-if os.environ.get("MTRAINING_TEST_GPU") != "1":
+if not ON_GPU:
     jax.config.update("jax_platforms", "cpu")
     # Programs of tests are too small to gain from optimisation, which takes a quarter of the time,
     # or from several threads that compile one; and XLA's newer way to emit the code of fusions,
@@ -33,13 +46,6 @@ if os.environ.get("MTRAINING_TEST_GPU") != "1":
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
     # A program that several tests compile alike is compiled once, by one of the processes of pytest
     # or of those that tests start. A limit of the size has JAX lock the folder while it writes.
-    if "PYTEST_XDIST_WORKER" not in os.environ:
-        os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="mtraining-tests-")
-        if sys.dont_write_bytecode:
-            # Without bytecode every process that a test starts compiles its imports anew, 4 s each.
-            del os.environ["PYTHONDONTWRITEBYTECODE"]
-            bytecode = os.path.join(os.environ["JAX_COMPILATION_CACHE_DIR"], "bytecode")
-            os.environ["PYTHONPYCACHEPREFIX"] = bytecode
     options = {
         "jax_compilation_cache_dir": os.environ["JAX_COMPILATION_CACHE_DIR"],
         "jax_compilation_cache_max_size": 2**32,
@@ -49,13 +55,20 @@ if os.environ.get("MTRAINING_TEST_GPU") != "1":
         os.environ[option.upper()] = str(value)
         jax.config.update(option, value)
 
+if not FIRST:
+    # Where there is no bytecode yet, each process begins with another of these, and writes it.
+    large = ["orbax.checkpoint", "flax.nnx", "jax.experimental.pallas.mosaic_gpu", "hypothesis"]
+    number = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
+    for place in range(len(large)):
+        importlib.import_module(large[(number + place) % len(large)])
+
 # Tracing makes many objects that all live on: looking for cycles among them takes 4 % of the time.
 gc.set_threshold(100_000)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     """Takes the compiled programs away, when the last process ends."""
-    if not hasattr(config, "workerinput") and os.environ.get("MTRAINING_TEST_GPU") != "1":
+    if not hasattr(config, "workerinput") and not ON_GPU:
         shutil.rmtree(os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 
 
@@ -64,6 +77,6 @@ def pytest_xdist_auto_num_workers() -> int:
 
     Else one more than there are cores, as some tests wait for processes that they start.
     """
-    if os.environ.get("MTRAINING_TEST_GPU") == "1":
+    if ON_GPU:
         return 0
     return len(os.sched_getaffinity(0)) + 1
