@@ -14,6 +14,7 @@ from benchmarks.masks import BLOCK, SlashMask, Work, block_mask, causal_tiles, s
 from benchmarks.programs import Ours, choose
 from pallas_kernels import BlockSparseIndex
 from pallas_kernels.mosaic_gpu import backend as hopper
+from tests.pallas_kernels.quick_pallas import quicken_lowering
 
 WIDE = Shape(131072, 16, 2, 128)
 
@@ -82,6 +83,7 @@ def test_progress_is_at_least_1_exactly_where_a_goal_is_met():
 @pytest.mark.parametrize(("dim", "kind"), [(64, "slash"), (128, "blocks"), (128, "dense")])
 def test_parts_lower_for_a_hopper_gpu_with_lists_built_beforehand(dim, kind, monkeypatch):
     """Building takes no attention kernel, forward one, backward delta's and one or two more."""
+    quicken_lowering(monkeypatch)
     device = AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
     ours, shape = Ours(None), Shape(2048, 4, 2, dim)
     q, k, v, dout = shape.abstract()
