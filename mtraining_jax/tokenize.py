@@ -13,9 +13,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from mtraining_jax.argument_parser import ArgumentParser
 from mtraining_jax.cli import parse_command_line
 from mtraining_jax.config import load_config
-from mtraining_jax.data.corpus import counted
 from mtraining_jax.data.tokenizing import Totals, tokenize_corpus
 from mtraining_jax.errors import UserError, print_error
+from mtraining_jax.wording import counted
 
 _USAGE = """\
 usage: python -m mtraining_jax.tokenize --out FOLDER --config NAME [options]

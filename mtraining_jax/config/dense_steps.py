@@ -2,6 +2,8 @@
 
 import dataclasses
 
+from mtraining_jax.wording import counted
+
 
 @dataclasses.dataclass(frozen=True)
 class DenseSteps:
@@ -40,4 +42,4 @@ class DenseSteps:
         parts = [name if n == 1 else f"{name} {n}" for name, n in ends.items() if n]
         *before, end = [*parts, *([f"one in {self.every}"] if self.every else [])] or ["none"]
         words = f"{', '.join(before)} and {end}" if before else end
-        return f"{words}: {self.count()} of {self.total} steps"
+        return f"{words}: {self.count()} of {counted(self.total, 'step')}"

@@ -8,6 +8,7 @@ import numpy as np
 from mtraining_jax.data.packs import Documents, PackArrays, Packs
 from mtraining_jax.data.tokenizer import Tokenizer
 from mtraining_jax.errors import UserError
+from mtraining_jax.wording import counted
 
 if TYPE_CHECKING:
     from mtraining_jax.config import DataConfig
@@ -106,8 +107,3 @@ def check_some_exact(lengths: np.ndarray, data: "DataConfig") -> None:
             f'data.mode = "exact" keeps documents of exactly data.seq_len = {data.seq_len} tokens, '
             f"and of {counted(lengths.shape[0], 'document')} none is{span}"
         )
-
-
-def counted(number: int, noun: str) -> str:
-    """`1 file`, `2 files`."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from mtraining_jax.data.corpus import Corpus, check_some_exact, counted, windows
+from mtraining_jax.data.corpus import Corpus, check_some_exact, windows
 from mtraining_jax.data.packs import DocumentSpans
 from mtraining_jax.data.source import Source
 from mtraining_jax.data.stream import TokenStream, check_ids, spill
 from mtraining_jax.data.tokenizer import BYTES, ByteTokenizer, Tokenizer, make_tokenizer
 from mtraining_jax.errors import UserError
+from mtraining_jax.wording import counted
 
 if TYPE_CHECKING:
     from mtraining_jax.config import DataConfig

@@ -7,9 +7,9 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from mtraining_jax.data.corpus import counted
 from mtraining_jax.evaluation.results import Line
 from mtraining_jax.evaluation.tasks import Task
+from mtraining_jax.wording import counted
 
 
 class Watch:

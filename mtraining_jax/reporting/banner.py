@@ -8,6 +8,7 @@ from jax.sharding import Mesh
 from mtraining_jax.config import Config
 from mtraining_jax.errors import UserError
 from mtraining_jax.models.families import family_of
+from mtraining_jax.wording import counted
 from pallas_kernels import backends
 
 
@@ -69,8 +70,9 @@ def banner(
         ("batch", batch + (f" in {parts} parts" if parts > 1 else "")),
         (
             "mesh",
-            f"{shape} (data x node x device) of {mesh.size} {device.device_kind} devices in"
-            f" {processes} process{'es' if processes > 1 else ''}"
+            f"{shape} (data x node x device) of"
+            f" {counted(mesh.size, device.device_kind + ' device')}"
+            f" in {counted(processes, 'process')}"
             + (", parameters sharded" if parallel.fsdp else ""),
         ),
         (
@@ -83,7 +85,7 @@ def banner(
         ("output", str(config.run.folder)),
     ]
     return [
-        f"mtraining-jax: {config.run.name}, {config.run.steps} steps",
+        f"mtraining-jax: {config.run.name}, {counted(config.run.steps, 'step')}",
         *(f"  {name:<10} {text}" for name, text in rows),
         f"attention backend: {backend_line(config)}",
     ]

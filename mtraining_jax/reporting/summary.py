@@ -10,6 +10,7 @@ import numpy as np
 from mtraining_jax.config import Config, available_configs
 from mtraining_jax.reporting.history import History
 from mtraining_jax.reporting.record import Record, note_on_density
+from mtraining_jax.wording import counted
 
 
 def summary(config: Config, history: History, wrote: Sequence[str]) -> list[str]:
@@ -151,7 +152,7 @@ def _speed(history: History) -> str:
 
 def _dense_speed(history: History) -> str:
     """How long the dense steps of a sparse run took."""
-    text = f"{history.dense} of the {history.count} steps"
+    text = f"{history.dense} of the {counted(history.count, 'step')}"
     dense = [x["step_seconds"] for x in _after_warm_up(history) if x.get("dense_step")]
     return f"{text}: {np.median(dense):.3f} s/step (median of {len(dense)})" if dense else text
 
@@ -181,12 +182,12 @@ def _groups(history: History) -> str | None:
 
 def _density(history: History) -> str:
     if history.dense == history.count:
-        return f"all of the causal pairs computed, in {history.dense} dense steps"
+        return f"all of the causal pairs computed, in {counted(history.dense, 'dense step')}"
     density = history.mean("density")
     found = "an unknown share" if density is None else f"{density:.1%}"
     text = f"{found} of the causal pairs computed"
     if history.dense:
-        text += f" in the {history.count - history.dense} sparse steps"
+        text += f" in the {counted(history.count - history.dense, 'sparse step')}"
     if (note := note_on_density(history.last[-1])) is not None:
         text += f"; {note}"
     if (recall := history.mean("recall")) is not None:

@@ -139,7 +139,7 @@ def test_dense_steps_of_a_sparse_run_are_told_apart(config):
     assert "attention  37.5% of the causal pairs computed in the 4 sparse steps" in text
     only = "\n".join(summary(config, History.of([dense]), []))
     assert "speed      8.000 s/step (last step)" in only and "dense      " not in only
-    assert "attention  all of the causal pairs computed, in 1 dense steps" in only
+    assert "attention  all of the causal pairs computed, in 1 dense step" in only
 
 
 def test_a_long_run_is_summed_up_from_its_last_records_and_sums(config):

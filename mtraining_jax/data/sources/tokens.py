@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 
-from mtraining_jax.data.corpus import Corpus, check_some_exact, counted, windows
+from mtraining_jax.data.corpus import Corpus, check_some_exact, windows
 from mtraining_jax.data.documents import named_eos
 from mtraining_jax.data.files import first_line
 from mtraining_jax.data.packs import DocumentSpans
@@ -16,6 +16,7 @@ from mtraining_jax.data.source import FileSource
 from mtraining_jax.data.stream import Part, TokenStream, chunks
 from mtraining_jax.data.token_parts import LENGTHS, check_complete
 from mtraining_jax.errors import UserError
+from mtraining_jax.wording import counted
 
 if TYPE_CHECKING:
     from mtraining_jax.config import DataConfig

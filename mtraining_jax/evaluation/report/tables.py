@@ -9,10 +9,10 @@ import numpy as np
 import rich.box
 import rich.table
 
-from mtraining_jax.data.corpus import counted
 from mtraining_jax.evaluation.report.cells import Lines, Mean
 from mtraining_jax.evaluation.tasks import GROUPS
 from mtraining_jax.models.position_buckets import bucket_names
+from mtraining_jax.wording import counted
 
 _EMPTY = "–"
 # Groups of tasks whose mean is a number of its own.
