@@ -12,6 +12,7 @@ from mtraining_jax.config import (
     load_config,
     load_own_plugins,
 )
+from mtraining_jax.config.advice import advice
 from mtraining_jax.config.fields import all_fields, nearest, sections
 from mtraining_jax.config.unread import unread
 from mtraining_jax.errors import UserError, print_error
@@ -192,7 +193,8 @@ def _command(arguments: Sequence[str], signals: StopSignals) -> int:
             f"--config NAME is missing: {names}, or the path of a TOML file; --help tells more"
         )
     config = load_config(command.config, command.overrides)
-    for sentence in unread(config, [name for name, _ in command.overrides]):
+    given = [name for name, _ in command.overrides]
+    for sentence in [*unread(config, given), *advice(config)]:
         print(f"note: {sentence}", file=sys.stderr)
     if command.print_config:
         print(config_to_toml(config), end="")

@@ -105,6 +105,17 @@ def test_an_option_without_effect_is_told(runs, capsys, arguments, reason):
     assert line.startswith(f"note: {name} has no effect: {reason}") and len(runs) == 1
 
 
+def test_who_exports_a_sparse_model_is_told_of_dense_steps(runs, capsys):
+    assert main(["--config=tiny", "--checkpoint.export_hf=true"]) == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("note: transformers will use the exported model with dense attention")
+    assert "--sparsity.dense_last=12 " in line
+    for mended in ("dense_last=12", "dense_every=10", "kind=dense"):
+        arguments = ["--checkpoint.export_hf=true", f"--sparsity.{mended}"]
+        assert main(["--config=tiny", *arguments]) == 0
+        assert capsys.readouterr().err == ""
+
+
 def test_an_option_that_is_read_is_not_told(runs, capsys):
     read = ["--sparsity.tau=0.5", "--eval.every_steps=3", "--eval.batches=3", "--audit.rows=8"]
     assert main(["--config=tiny", *read, "--audit.gradient_every=2"]) == 0
