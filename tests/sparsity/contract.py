@@ -23,14 +23,20 @@ AXES = ("node", "device")
 
 
 def total(attend):
-    """A number that depends on every output of attention, and its gradients."""
-    return jax.value_and_grad(lambda q, k, v: jnp.sin(attend(q, k, v)).sum(), (0, 1, 2))
+    """A number that depends on every output of attention, what else it returns, and gradients."""
+
+    def value(q, k, v):
+        out, more = attend(q, k, v)
+        return jnp.sin(out).sum(), more
+
+    return jax.value_and_grad(value, (0, 1, 2), has_aux=True)
 
 
 @jax.jit
 def oracle(q, k, v, mask):
     """`total` of attention over the pairs of a mask; compiled once for all patterns."""
-    return total(lambda q, k, v: reference_attention(q, k, v, mask)[0])(q, k, v)
+    (value, _), gradients = total(lambda *qkv: reference_attention(*qkv, mask))(q, k, v)
+    return value, gradients
 
 
 @functools.cache
@@ -42,11 +48,7 @@ def first_layer(settings):
 
 @functools.cache
 def chosen_by(settings):
-    """Queries and keys, the index that one device chooses for them, and the pairs it computes.
-
-    Compiled once.
-    """
-    q, k = inputs.random(0, 2, SEQ_LEN, HEADS, KV_HEADS, DIM)
+    """The index that one device chooses, and the pairs it computes. Compiled once."""
     choose = functools.partial(
         choose_index, block_ids=jnp.arange(NUM_BLOCKS), num_blocks=NUM_BLOCKS
     )
@@ -56,7 +58,26 @@ def chosen_by(settings):
         index = choose(q, k, first_layer(settings))
         return index, index.computed_pairs(SEQ_LEN)
 
-    return q, k, *chosen(q, k)
+    return chosen(*queries_and_keys())
+
+
+@functools.cache
+def attended_by(settings):
+    """The same of attention that chooses it, and `total` of that attention. Compiled once."""
+    q, k = queries_and_keys()
+
+    def attend(q, k, v):
+        out, index = sparse_attention(q, k, v, pattern=first_layer(settings), return_index=True)
+        return out, (index, index.computed_pairs(SEQ_LEN))
+
+    (value, chosen), gradients = jax.jit(total(attend))(q, k, jnp.roll(k, 1, axis=1))
+    return *chosen, (value, gradients)
+
+
+@functools.cache
+def queries_and_keys():
+    """What all patterns choose for."""
+    return inputs.random(0, 2, SEQ_LEN, HEADS, KV_HEADS, DIM)
 
 
 class ChoiceContract:
@@ -72,8 +93,8 @@ class ChoiceContract:
         return first_layer(self.settings)
 
     def chosen(self):
-        """Queries and keys, and the index that one device chooses for them."""
-        return chosen_by(self.settings)[:3]
+        """The index that one device chooses, and the pairs that it computes."""
+        return chosen_by(self.settings)
 
     def test_the_settings_say_what_they_are(self):
         cls = type(self.settings)
@@ -84,7 +105,7 @@ class ChoiceContract:
         assert hash(self.settings) == hash(dataclasses.replace(self.settings))
 
     def test_the_index_is_the_same_on_eight_ranks_and_computes_what_it_says(self):
-        q, k, expected = self.chosen()
+        (q, k), (expected, pairs) = queries_and_keys(), self.chosen()
         assert isinstance(expected, Index) and expected.block_size == BLOCK
         layout = Layout("striped", SEQ_LEN, 8, BLOCK, 2)
 
@@ -109,14 +130,13 @@ class ChoiceContract:
         for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
             np.testing.assert_array_equal(got, np.broadcast_to(want, got.shape))
         mask = np.broadcast_to(mask_from_index(expected, SEQ_LEN), (2, HEADS, SEQ_LEN, SEQ_LEN))
-        pairs = np.broadcast_to(chosen_by(self.settings)[3], (2, HEADS))
-        np.testing.assert_array_equal(pairs, mask.sum((-1, -2)))
+        np.testing.assert_array_equal(np.broadcast_to(pairs, (2, HEADS)), mask.sum((-1, -2)))
         assert not np.triu(np.ones((SEQ_LEN, SEQ_LEN), bool), 1)[None, None][mask[:1, :1]].any()
         if not self.rows_may_be_empty:
             assert mask.any(-1).all()
 
     def test_an_index_has_the_room_that_memory_is_estimated_by(self):
-        _, _, index = self.chosen()
+        index, _ = self.chosen()
         numbers, columns = self.settings.capacities(NUM_BLOCKS)
         room = sum(np.prod(leaf.shape[2:], dtype=int) for leaf in jax.tree.leaves(index))
         assert room <= numbers and columns <= numbers
@@ -125,14 +145,15 @@ class ChoiceContract:
 class PatternContract(ChoiceContract):
     """Derive from it and give the settings; blocks of `BLOCK` tokens."""
 
-    def test_attention_computes_the_pairs_and_no_gradient_comes_through_the_choice(self):
-        q, k, index = self.chosen()
-        v = jnp.roll(k, 1, axis=1)
+    def chosen(self):
+        """Of attention: the index that it returns."""
+        return attended_by(self.settings)[:2]
 
-        attend = functools.partial(sparse_attention, pattern=self.pattern)
-        mask = mask_from_index(index, SEQ_LEN)
-        found = jax.jit(total(attend))(q, k, v)
-        wanted = oracle(q, k, v, jnp.broadcast_to(mask, (2, HEADS, SEQ_LEN, SEQ_LEN)))
+    def test_attention_computes_the_pairs_and_no_gradient_comes_through_the_choice(self):
+        q, k = queries_and_keys()
+        index, _, found = attended_by(self.settings)
+        mask = jnp.broadcast_to(mask_from_index(index, SEQ_LEN), (2, HEADS, SEQ_LEN, SEQ_LEN))
+        wanted = oracle(q, k, jnp.roll(k, 1, axis=1), mask)
         jax.tree.map(
             lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), found, wanted
         )

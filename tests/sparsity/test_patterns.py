@@ -57,23 +57,25 @@ class TestReplayOfLists(PatternContract):
 
 
 class TestFixed(PatternContract):
-    @pytest.fixture(autouse=True)
-    def _file(self, tmp_path):
-        path = tmp_path / "budgets.json"
+    @pytest.fixture(autouse=True, scope="class")
+    @classmethod
+    def _file(cls, tmp_path_factory):
+        path = tmp_path_factory.mktemp("budgets") / "budgets.json"
         heads = [["vertical_and_slash", 5 * head, 3 + head, 1.0] for head in range(HEADS)]
         path.write_text(json.dumps([heads] * LAYERS))
-        self.settings = BudgetFile(str(path), last_q=8, sink_tokens=2, sliding_window=4,
-                                   block_size=BLOCK)  # fmt: skip
+        cls.settings = BudgetFile(str(path), last_q=8, sink_tokens=2, sliding_window=4,
+                                  block_size=BLOCK)  # fmt: skip
 
 
 class TestMInference(ChoiceContract):
-    @pytest.fixture(autouse=True)
-    def _file(self, tmp_path):
-        path = tmp_path / "budgets.json"
+    @pytest.fixture(autouse=True, scope="class")
+    @classmethod
+    def _file(cls, tmp_path_factory):
+        path = tmp_path_factory.mktemp("budgets") / "budgets.json"
         heads = [["vertical_and_slash", 40, 60, 1.0]] * 2 + [["stream_llm", 10, 20, 1.0]] * 2
         path.write_text(json.dumps([heads] * LAYERS))
-        self.settings = MInferenceFile(str(path), last_q=8, sink_tokens=2, sliding_window=4,
-                                       block_size=BLOCK)  # fmt: skip
+        cls.settings = MInferenceFile(str(path), last_q=8, sink_tokens=2, sliding_window=4,
+                                      block_size=BLOCK)  # fmt: skip
 
 
 class TestXAttention(PatternContract):
