@@ -1,4 +1,4 @@
-"""Runs with a replayed density, on synthetic data, with a trace of some steps."""
+"""Runs with a replayed density on synthetic data, and runs with a trace of some steps."""
 
 import contextlib
 import io
@@ -26,7 +26,7 @@ def replayed(shared):
     config = tiny_config(
         shared,
         run={
-            "name": "replay", "steps": 3,
+            "name": "replay", "steps": 2,
             "compile_cache_dir": os.environ["JAX_COMPILATION_CACHE_DIR"],
         },
         model={"max_position_embeddings": 1024},
@@ -36,7 +36,6 @@ def replayed(shared):
         },
         parallel={"nodes": 1, "devices_per_node": 1},
         data={"source": "synthetic", "paths": (), "seq_len": 1024, "batch_size": 1},
-        profile={"start": 2, "steps": 2},
     )  # fmt: skip
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
@@ -45,10 +44,9 @@ def replayed(shared):
     return config, records, printed.getvalue()
 
 
-def test_a_run_says_what_it_replays_and_traces_its_window(replayed):
+def test_a_run_says_what_it_replays(replayed):
     config, records, printed = replayed
     assert written(config) == records
-    assert [record.get("profiled", False) for record in records] == [False, True, True]
     # 30 % over two layers, as far apart as 0.4 % and 12.7 %.
     expected = np.array([0.4, 12.7]) / (0.4 + 12.7) * 0.6
     for record in records:
@@ -61,12 +59,8 @@ def test_a_run_says_what_it_replays_and_traces_its_window(replayed):
     estimated = [record["estimated_density_per_layer"] for record in records]
     assert estimated[0] != records[0]["replayed_density_per_layer"]
     lines = [line for line in printed.splitlines() if "density" in line or "causal pairs" in line]
-    assert len(lines) == 1 + 3 + 2  # banner, steps, summary
+    assert len(lines) == 1 + 2 + 2  # banner, steps, summary
     assert all("replayed density, not chosen" in line for line in lines)
-
-    assert f"trace of steps 2 to 3: {config.run.folder / 'profile'}" in printed
-    (trace,) = find_traces(config.run.folder / "profile")
-    assert read_trace(trace).steps == 2
 
 
 def test_rematerialisation_and_the_estimate_change_no_number(replayed):
@@ -89,9 +83,16 @@ def test_rematerialisation_and_the_estimate_change_no_number(replayed):
     assert "estimated_density" not in metrics["layers"]
 
 
-def test_a_trace_that_is_past_is_said_to_be(plain_config, capsys):
-    first = changed(plain_config, run={"steps": 1})
-    run(first)
-    run(changed(first, run={"steps": 2}, profile={"start": 1, "steps": 1}))
-    assert "no trace: profile.start = 1 is before the next step" in capsys.readouterr().out
-    assert not (first.run.folder / "profile").exists()
+def test_a_run_traces_its_window_and_says_when_it_is_past(plain_config, capsys):
+    """Short and dense: reading a trace takes the longer the more operations it holds."""
+    config = changed(plain_config, run={"steps": 3}, profile={"start": 2, "steps": 2})
+    records = run(config)
+    assert [record.get("profiled", False) for record in records] == [False, True, True]
+    folder = config.run.folder / "profile"
+    assert f"trace of steps 2 to 3: {folder}" in capsys.readouterr().out
+    (trace,) = find_traces(folder)
+    assert read_trace(trace).steps == 2
+
+    (record,) = run(changed(config, run={"steps": 4}, profile={"start": 3, "steps": 1}))
+    assert "no trace: profile.start = 3 is before the next step" in capsys.readouterr().out
+    assert "profiled" not in record and find_traces(folder) == [trace]
