@@ -6,6 +6,7 @@ checkpoints (a matrix is [out, in]), except that the layers are stacked on a lea
 in one `lax.scan`.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -301,12 +302,13 @@ class Transformer(nnx.Module):
 
 def graph_definition(config: Any) -> nnx.GraphDef:
     """The structure of a model, static and hashable, without computing anything."""
-    return nnx.graphdef(_abstract(ModelSpec.from_config(config)))
+    return _abstract(ModelSpec.from_config(config))[0]
 
 
 def abstract_state(config: Any) -> nnx.State:
     """The state of a model as `jax.ShapeDtypeStruct`, without computing anything."""
-    return nnx.state(_abstract(ModelSpec.from_config(config)))
+    _, state = _abstract(ModelSpec.from_config(config))
+    return jax.tree.map(lambda x: x, state)  # a copy of its own: states can be changed
 
 
 def param_shardings(config: Any, mesh: Mesh, fsdp: bool) -> nnx.State:
@@ -330,6 +332,12 @@ def init_model(
         The graph definition (static, hashable) and the state; `nnx.merge` joins them.
     """
     spec = ModelSpec.from_config(config)
+    return graph_definition(spec), _drawing(spec, mesh, fsdp)(seed)
+
+
+@functools.lru_cache(maxsize=8)
+def _drawing(spec: ModelSpec, mesh: Mesh | None, fsdp: bool) -> Callable[[int | Array], nnx.State]:
+    """The program of `init_model`, once for all models that are drawn alike."""
 
     def draw_all(seed: int | Array) -> nnx.State:
         is_key = jnp.issubdtype(jnp.result_type(seed), jax.dtypes.prng_key)
@@ -337,11 +345,13 @@ def init_model(
         return nnx.state(Transformer(spec, rngs=nnx.Rngs(params=key)))
 
     shardings = None if mesh is None else param_shardings(spec, mesh, fsdp)
-    return graph_definition(spec), jax.jit(draw_all, out_shardings=shardings)(seed)
+    return jax.jit(draw_all, out_shardings=shardings)
 
 
-def _abstract(spec: ModelSpec) -> Transformer:
-    return nnx.eval_shape(lambda: Transformer(spec, rngs=nnx.Rngs(0)))
+@functools.lru_cache(maxsize=32)
+def _abstract(spec: ModelSpec) -> tuple[nnx.GraphDef, nnx.State]:
+    """Traced once: the parts of a run ask for it several times."""
+    return nnx.split(nnx.eval_shape(lambda: Transformer(spec, rngs=nnx.Rngs(0))))
 
 
 def _as_statistic(value: Any) -> Array:
