@@ -174,6 +174,8 @@ def _load(request: Request, label: str, console: Console) -> dict[str, Engine]:
         sparse_answers=request.sparse_answers,
     )
     console.print(f"{label}: {engine.loaded.source}", markup=False)
+    if not sparse and (note := engine.loaded.note_on_dense_use()) is not None:
+        console.print(note, markup=False)
     engines = {"sparse" if sparse else "dense": engine}
     if sparse and "dense" in request.attentions:
         engines["dense"] = engine.dense()

@@ -111,6 +111,8 @@ def _run(arguments: Sequence[str]) -> None:
                 f"{engine.loaded.source} has no tokenizer; name one, as "
                 "--tokenizer=PATH/tokenizer.json or --tokenizer=bytes"
             )
+        if found.attention == "dense" and (note := engine.loaded.note_on_dense_use()) is not None:
+            console.print(note, markup=False)
         status.update("compiling, and reading the prompt ...")
 
         def say(text: str) -> None:

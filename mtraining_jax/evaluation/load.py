@@ -48,6 +48,7 @@ class Loaded:
         stop_ids: tokens that end a text.
         loss_chunk_size: tokens of one device whose logits exist at a time.
         source: the folder, and the step of a run, in words.
+        trained_sparse: of a run: its steps were sparse to the end, and none in so many dense.
     """
 
     network: Network
@@ -56,6 +57,16 @@ class Loaded:
     stop_ids: frozenset[int]
     loss_chunk_size: int
     source: str
+    trained_sparse: bool = False
+
+    def note_on_dense_use(self) -> str | None:
+        """A sentence for those who use a model densely that is best as it was trained."""
+        if not self.trained_sparse:
+            return None
+        return (
+            f"note: {self.source} was trained with sparse attention, and used densely it loses a "
+            "little; --attention=sparse uses it as it was trained"
+        )
 
 
 def load(
@@ -80,12 +91,14 @@ def load(
     check_devices()
     if dtype is not None:
         overrides = [*overrides, ("model.dtype", dtype)]
+    trained_sparse = False
     if step is None:
         table: dict[str, Any] = {"model": {"init_from": str(folder), "dtype": _usual_dtype()}}
         source = str(folder)
     else:
         table = _table_of_run(read_record(folder / CHECKPOINTS_NAME, step)["config"])
         source = f"{folder}, step {step}"
+        trained_sparse = _is_sparse_to_the_end(table["sparsity"])
     table["parallel"] = table.get("parallel", {}) | _devices(table.get("parallel", {}))
     config = config_of_model(table, source, overrides)
     spec, mesh = _spec(config, source), _mesh(config)
@@ -101,7 +114,15 @@ def load(
     else:
         state = _read_run(folder / CHECKPOINTS_NAME, step, spec, shardings)
     state = in_compute_dtype(state, spec)
-    return Loaded(network, state, found, stop_ids, config.loss.chunk_size, source)
+    return Loaded(
+        network, state, found, stop_ids, config.loss.chunk_size, source, trained_sparse
+    )
+
+
+def _is_sparse_to_the_end(sparsity: Mapping[str, Any]) -> bool:
+    # Checkpoints from before there were dense steps have no such fields.
+    dense_steps = sparsity.get("dense_last", 0) or sparsity.get("dense_every", 0)
+    return sparsity.get("kind", "dense") != "dense" and not dense_steps
 
 
 def in_compute_dtype(state: nnx.State, spec: ModelSpec) -> nnx.State:

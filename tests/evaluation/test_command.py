@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from mtraining_jax.evaluation.cli import main
+from mtraining_jax.evaluation.load import Loaded
 from mtraining_jax.evaluation.results import read_lines
 
 MODEL = Path(__file__).parents[1] / "data" / "recall_tiny"
@@ -35,7 +36,8 @@ def command(tmp_path, monkeypatch, capsys):
     return run
 
 
-def test_dense_finds_what_a_window_does_not(command, tmp_path):
+def test_dense_finds_what_a_window_does_not(command, tmp_path, monkeypatch):
+    monkeypatch.setattr(Loaded, "note_on_dense_use", lambda self: "note: trained sparse")
     status, printed = command("--lengths 128 --samples 6 --attention both --sparse-answers")
     assert status == 0
     lines = list(read_lines(tmp_path / "out"))
@@ -50,7 +52,7 @@ def test_dense_finds_what_a_window_does_not(command, tmp_path):
         tmp_path / "out" / "results.md"
     ).read_text()
     assert (tmp_path / "out" / "scores.png").stat().st_size > 8000
-    assert "sparse - dense" in printed
+    assert "sparse - dense" in printed and "note: " not in printed
 
     # All is there: nothing runs again, and another seed is refused.
     content = (tmp_path / "out" / "samples.jsonl").read_text()
@@ -60,6 +62,9 @@ def test_dense_finds_what_a_window_does_not(command, tmp_path):
     status, printed = command("--lengths 128 --seed 3 --sparse-answers")
     assert status == 2 and "holds results with seed = 0, and this evaluation has 3" in printed
     assert (tmp_path / "out" / "samples.jsonl").read_text() == content
+    # Who uses such a model densely alone is told.
+    other = f"--lengths 128 --samples 1 --output {tmp_path / 'other'}"
+    assert "note: trained sparse" in command(other)[1]
 
 
 def test_what_does_not_fit_the_model_is_refused_and_nothing_is_written(command, tmp_path):

@@ -7,6 +7,7 @@ import pytest
 
 import mtraining_jax
 from mtraining_jax.evaluation import generate_cli
+from mtraining_jax.evaluation.load import Loaded
 from tests.models.common import DATA
 
 FOLDER = str(DATA / "llama3_tiny")
@@ -31,8 +32,11 @@ def test_a_text_goes_on(command, monkeypatch):
     model = ("--model", FOLDER, "--tokenizer", "bytes", "--max-new-tokens=5", *ON_ONE)
     status, text, messages = command(*model, "--prompt", "Here we go. ")
     assert status == 0 and "5 new tokens" in messages and "density 1.000" in messages
+    assert "note: " not in messages
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Here we go. ")))
-    assert command(*model, "--prompt-file", "-")[:2] == (0, text)
+    monkeypatch.setattr(Loaded, "note_on_dense_use", lambda self: "note: trained sparse")
+    status, again, messages = command(*model, "--prompt-file", "-")
+    assert (status, again) == (0, text) and "note: trained sparse" in messages
 
     engine = mtraining_jax.Engine.load(
         FOLDER, tokenizer="bytes", overrides=[x[2:].split("=") for x in ON_ONE]

@@ -26,8 +26,13 @@ QWEN2 = DATA / "qwen2_tiny"
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """The folder of a run with a checkpoint, and the parameters in it."""
-    folder = tmp_path_factory.mktemp("load")
-    config = tiny_config(folder, run={"name": "test", "output_dir": str(folder / "runs")})
+    return saved_run(tmp_path_factory.mktemp("load"))
+
+
+def saved_run(folder, **sections):
+    config = tiny_config(
+        folder, run={"name": "test", "output_dir": str(folder / "runs")}, **sections
+    )
     rng = np.random.default_rng(0)
 
     def some(x: jax.ShapeDtypeStruct) -> jax.Array:
@@ -80,6 +85,22 @@ def test_overrides_count_more_than_the_run(run):
     dense = engine.dense()
     assert dense.loaded.network.attending.settings == Dense(8)
     assert dense.loaded.state is engine.loaded.state
+
+
+def test_who_uses_a_sparse_model_densely_is_told(run, tmp_path):
+    folder, _ = run
+    note = load(folder, attention="dense").note_on_dense_use()
+    assert note == (
+        f"note: {folder}, step 3 was trained with sparse attention, and used densely it loses a "
+        "little; --attention=sparse uses it as it was trained"
+    )
+    # Another pattern in use does not change how it was trained.
+    override = [("sparsity.kind", "dense")]
+    assert load(folder, attention="dense", overrides=override).note_on_dense_use() == note
+    for name, sparsity in {"last": {"dense_last": 1}, "dense": {"kind": "dense"}}.items():
+        mended, _ = saved_run(tmp_path / name, sparsity=sparsity)
+        assert load(mended, attention="dense").note_on_dense_use() is None
+    assert load(QWEN2, attention="dense").note_on_dense_use() is None
 
 
 def test_a_hugging_face_folder_brings_its_tokenizer_and_the_ends_of_texts(tmp_path):
