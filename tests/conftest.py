@@ -25,6 +25,7 @@ if FIRST and not ON_GPU:
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
+from jax._src.lru_cache import LRUCache  # noqa: E402
 
 # Virtual devices wait for each other in collectives, each on a thread of XLA's pool: with as many
 # threads as a small machine has processors the pool can run dry.
@@ -54,6 +55,9 @@ if not ON_GPU:
     for option, value in options.items():
         os.environ[option.upper()] = str(value)
         jax.config.update(option, value)
+    # The limit is far, but before JAX writes a program it adds up the sizes of all: with a thousand
+    # in the folder, for 0.06 s under the lock.
+    LRUCache._evict_if_needed = lambda self, additional_size=0: None
 
 if not FIRST:
     # Where there is no bytecode yet, each process begins with another of these, and writes it.

@@ -19,6 +19,9 @@ from tests.training.common import changed, tiny_config
 def use_shared_programs():
     """Goes back to the programs of all tests, where a run has used others."""
     jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
+    # A run keeps its small programs too; those of other tests take longer to keep than to compile.
+    seconds = float(os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"])
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", seconds)
     compilation_cache.reset_cache()
 
 
