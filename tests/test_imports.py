@@ -1,6 +1,7 @@
 """Imports run one way: who stands lower knows nothing of who stands higher."""
 
 import ast
+import functools
 import importlib.util
 import subprocess
 import sys
@@ -23,11 +24,16 @@ LAYERS = [
 DECLARED_IN = ("mtraining_jax.sparsity", "mtraining_jax.data", "mtraining_jax.models")
 
 
-def modules() -> Iterator[tuple[str, ast.Module]]:
+@functools.cache
+def modules() -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Every module of both packages, and what it imports; parsed once for all tests."""
+    found = []
     for package in ("pallas_kernels", "mtraining_jax"):
         for path in sorted((ROOT / package).rglob("*.py")):
             name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-            yield name.removesuffix(".__init__"), ast.parse(path.read_text())
+            imports = tuple(imported(ast.parse(path.read_text())))
+            found.append((name.removesuffix(".__init__"), imports))
+    return tuple(found)
 
 
 def imported(tree: ast.Module) -> Iterator[str]:
@@ -49,9 +55,9 @@ def layer(module: str) -> tuple[int, str] | None:
 
 def test_nobody_imports_from_above_or_beside():
     wrong = []
-    for name, tree in modules():
+    for name, imports in modules():
         own = layer(name)
-        for other in imported(tree):
+        for other in imports:
             found = layer(other)
             if own and found and (found[0] > own[0] or (found[0] == own[0] and found != own)):
                 wrong.append(f"{name} imports {other}")
@@ -61,9 +67,9 @@ def test_nobody_imports_from_above_or_beside():
 def test_kernels_know_no_model_mesh_or_configuration():
     wrong = [
         f"{name} imports {other}"
-        for name, tree in modules()
+        for name, imports in modules()
         if name.startswith("pallas_kernels")
-        for other in imported(tree)
+        for other in imports
         if other.startswith(("mtraining_jax", "flax", "optax", "orbax", "pydantic"))
     ]
     assert not wrong
@@ -72,9 +78,9 @@ def test_kernels_know_no_model_mesh_or_configuration():
 def test_a_configuration_imports_declarations_alone():
     wrong = [
         f"{name} imports {other}"
-        for name, tree in modules()
+        for name, imports in modules()
         if name.startswith("mtraining_jax.config")
-        for other in imported(tree)
+        for other in imports
         if layer(other) and not other.startswith(DECLARED_IN)
     ]
     assert not wrong
@@ -84,9 +90,9 @@ def test_no_backend_is_known_outside_of_the_kernels():
     backends = tuple(f"pallas_kernels.{name}" for name in ("mosaic_gpu", "triton", "xla"))
     wrong = [
         f"{name} imports {other}"
-        for name, tree in modules()
+        for name, imports in modules()
         if name.startswith("mtraining_jax")
-        for other in imported(tree)
+        for other in imports
         if other.startswith(backends)
     ]
     assert not wrong

@@ -1,4 +1,5 @@
 import collections
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -71,24 +72,31 @@ def test_a_key_draws_the_same_as_its_seed():
     )
 
 
+FULL = tiny_spec(remat="full")
+
+
+def loss_and_gradients(state, tokens, mesh=None):
+    graphdef, _ = drawn(FULL)
+    return jax.value_and_grad(
+        lambda state: next_token_loss(graphdef, state, tokens, mesh=mesh), has_aux=True
+    )(state)
+
+
+@functools.cache
+def on_one_device():
+    return jax.jit(loss_and_gradients)(drawn(FULL)[1], some_tokens(FULL, (4, 16)))
+
+
 @pytest.mark.parametrize("fsdp", [False, True])
 def test_loss_and_gradients_do_not_depend_on_the_mesh(fsdp):
-    spec = tiny_spec(remat="full")
-    tokens = some_tokens(spec, (4, 16))
-    graphdef, state = drawn(spec)
-
-    def run(state, tokens, mesh=None):
-        return jax.value_and_grad(
-            lambda state: next_token_loss(graphdef, state, tokens, mesh=mesh), has_aux=True
-        )(state)
-
-    (expected_loss, (expected_logits, _)), expected = jax.jit(run)(state, tokens)
+    spec, tokens, (_, state) = FULL, some_tokens(FULL, (4, 16)), drawn(FULL)
+    (expected_loss, (expected_logits, _)), expected = on_one_device()
 
     mesh = make_mesh(2, 2, 2)
     shardings = param_shardings(spec, mesh, fsdp)
     sharded = jax.device_put(state, shardings)
     cut = jax.device_put(tokens, jax.NamedSharding(mesh, P("data", RANKS)))
-    step = jax.jit(run, static_argnums=2, out_shardings=(None, shardings))
+    step = jax.jit(loss_and_gradients, static_argnums=2, out_shardings=(None, shardings))
     (loss, (logits, _)), gradients = step(sharded, cut, mesh)
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
     np.testing.assert_allclose(logits, expected_logits, atol=2e-5)
