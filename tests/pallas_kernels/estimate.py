@@ -1,5 +1,6 @@
 """What kernels that score key blocks by the last queries must give, against NumPy."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -72,6 +73,7 @@ def check_sets_of_queries(kernels: Estimate) -> None:
     k = jnp.asarray(rng.normal(size=(3, TILE, 1, 64)), jnp.bfloat16)
     peak, to_mass = (jnp.asarray(rng.uniform(4, 5, q.shape[:3]), jnp.float32) for _ in range(2))
 
+    @jax.jit
     def both(q, k, peak, to_mass, **more):
         where = q, k, jnp.zeros(1, jnp.int32), 1
         masses = kernels.block_masses(*where, peak, to_mass, scale=0.2, **more)
