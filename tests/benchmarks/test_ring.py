@@ -15,7 +15,7 @@ from benchmarks.ring_programs import Problem, RingPrograms
 from mtraining_jax.parallel.ring import ring_attention
 from pallas_kernels.index import DenseIndex
 
-TINY = ["--heads", "2", "--kv-heads", "1", "--head-dim", "16", "--repeats", "1", "--seed", "3"]
+TINY = ["--heads", "1", "--kv-heads", "1", "--head-dim", "16", "--repeats", "1", "--seed", "3"]
 SMALL = dict(heads=2, kv_heads=1, dim=16, backend="xla")
 
 
