@@ -131,11 +131,12 @@ def test_tiles_of_all_pairs_of_segments_are_those_of_the_index(name, kind):
         keys = [Segment(x.first_block, 1, 2 * x.num_blocks) for x in segments[::2]]
 
     @jax.jit
-    def pairs_of(index):
-        shards = prepared(index, stride)
-        return [[shards.pair(q, k) for k in keys] for q in segments]
+    def pair_of(index, query_block, key_block):  # one program, as ranks of a ring have
+        query = segments[0]._replace(first_block=query_block)
+        key = keys[0]._replace(first_block=key_block)
+        return prepared(index, stride).pair(query, key)
 
-    pairs = pairs_of(index)
+    pairs = [[pair_of(index, q.first_block, k.first_block) for k in keys] for q in segments]
     for by_rows in (True, False):
         computed, masked = np.zeros((2, BATCH, HEADS, NUM_BLOCKS, NUM_BLOCKS), int)
         for (q, row), (k, at) in itertools.product(
