@@ -12,10 +12,12 @@ from mtraining_jax.sparsity import Shards, document_slots
 from mtraining_jax.sparsity.document_slots import DocumentSlots
 from mtraining_jax.sparsity.documents import Documents
 from pallas_kernels.mosaic_gpu.kernels import estimate
+from tests.pallas_kernels.quick_pallas import quicken_callbacks
 
 
 def test_kernels_score_each_block_by_its_own_document(monkeypatch):
     """A document of one and a half blocks, one that is shorter than its queries, and padding."""
+    quicken_callbacks(monkeypatch)
     rng, blocks, size, heads = np.random.default_rng(0), 4, 128, 2
     q = jnp.asarray(rng.normal(size=(1, blocks * size, heads, 64)), jnp.bfloat16)
     k = jnp.asarray(rng.normal(size=(1, blocks * size, 1, 64)), jnp.bfloat16)
