@@ -18,9 +18,13 @@ SPARSE = {"kind": "sampled_rows", "tau": 0.6, "sampled_rows": 2, "dense_below": 
 
 
 class Run:
-    """A step on some mesh, and batches made by hand."""
+    """A step on some mesh, and batches made by hand.
 
-    def __init__(self, folder, rows, **sections):
+    With `weighted`, labels have weights: 1 each, so that losses are those without.
+    """
+
+    def __init__(self, folder, rows, weighted=False, **sections):
+        self.weighted = weighted
         self.config = tiny_config(
             folder, data={"batch_size": rows, "mode": "pack", "shuffle": False},
             sparsity=SPARSE | sections.pop("sparsity", {}), **sections,
@@ -52,6 +56,8 @@ class Run:
                 start += size
         order, tokens_at = self.layout.permutation(), jax.NamedSharding(self.mesh, parts.TOKENS)
         arrays = dict(tokens=tokens, labels=labels, positions=positions)
+        if self.weighted:
+            arrays["weights"] = np.where(labels == -100, 0, 1).astype(np.float32)
         batch = {name: jax.device_put(x[:, order], tokens_at) for name, x in arrays.items()}
         at = jax.NamedSharding(self.mesh, parts.DOCUMENTS)
         return batch | {"documents": jax.device_put(documents.table, at)}
@@ -66,7 +72,8 @@ class Run:
 def packed(tmp_path_factory):
     # Between nodes, documents are in tests/attention/test_documents.py.
     mesh = {"nodes": 1, "devices_per_node": 2}
-    return Run(tmp_path_factory.mktemp("packed"), 2, parallel=mesh)
+    # One program for all tests; what it is compared with has no weights.
+    return Run(tmp_path_factory.mktemp("packed"), 2, weighted=True, parallel=mesh)
 
 
 def test_a_step_on_packs_is_a_step_on_each_document_alone(packed, tmp_path):
@@ -137,12 +144,13 @@ def test_batches_of_the_loader_say_where_documents_are_and_count_positions_in_th
     np.testing.assert_array_equal(labels != -100, counted)
     following = np.roll(tokens, -1, axis=1)
     np.testing.assert_array_equal(labels[counted], following[counted])
-    state, metrics = packed.step(packed.start(), batch)
-    assert np.isfinite(metrics["loss"]) and metrics["labels"] == counted.sum()
     weighted = changed(packed.config, loss={"weighting": "document"})
     batches = parts.Batches(weighted, packed.mesh, packed.layout)
-    weights = np.asarray(next(batches)["weights"])
+    by_document = next(batches)
     batches.close()
+    state, metrics = packed.step(packed.start(), by_document)
+    assert np.isfinite(metrics["loss"]) and metrics["labels"] == counted.sum()
+    weights = np.asarray(by_document["weights"])
     np.testing.assert_allclose(weights[:, back][counted], 1 / (tokens_of[counted] - 1))
     assert (weights > 0).sum() == counted.sum()
     assert "document_lengths" not in batch
