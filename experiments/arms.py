@@ -16,9 +16,11 @@ ARMS = ("dense", "sampled_rows", "vertical_slash", "window", "xattention", "pape
 MIXED = {
     "sampled_rows_dense_last": "sampled_rows", "sampled_rows_dense_every": "sampled_rows",
 }  # fmt: skip
+# Arms that keep some blocks at random, and what they are used with beside their own pattern.
+RANDOM = {"sampled_rows_random": "sampled_rows"}
 # All that are compared with the dense arm.
-SPARSE = (*ARMS[1:], *MIXED)
-TIERS = {"a": ARMS, "b": ARMS, "c": (*ARMS, *MIXED), "c64k": ARMS[:2]}
+SPARSE = (*ARMS[1:], *MIXED, *RANDOM)
+TIERS = {"a": ARMS, "b": ARMS, "c": (*ARMS, *MIXED, *RANDOM), "c64k": ARMS[:2]}
 # Needles in text take long: the dense arm is asked for them with these patterns alone.
 NEEDLES_OF_DENSE = ("dense", "sampled_rows", "vertical_slash")
 
@@ -50,12 +52,14 @@ def own_pattern(arm: str) -> str:
 def inferred_with(tier: str, trained: str, among: Iterable[str] | None = None) -> list[str]:
     """The patterns that a trained model is used with: dense and its own, the dense arm with all.
 
+    One that was trained with random blocks is used without them too.
+
     Args:
         tier, trained: which model.
         among: the dense arm is used with the patterns of these alone; default all of the tier.
     """
     if trained != "dense":
-        return ["dense", own_pattern(trained)]
+        return ["dense", own_pattern(trained), *([RANDOM[trained]] if trained in RANDOM else [])]
     wanted = {own_pattern(arm) for arm in (TIERS[tier] if among is None else among)} | {"dense"}
     return [arm for arm in TIERS[tier] if arm in wanted]
 

@@ -261,7 +261,7 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--tier", choices=arms.TIERS, required=True)
-    parser.add_argument("--arm", choices=(*arms.ARMS, *arms.MIXED, START), required=True)
+    parser.add_argument("--arm", choices=(*arms.TIERS["c"], START), required=True)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, default=FOLDER, help="of the runs")
     parser.add_argument("--data", type=Path, help="of the tier; default FOLDER/data/TIER")

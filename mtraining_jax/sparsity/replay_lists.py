@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mtraining_jax.errors import UserError
+from mtraining_jax.sparsity.hashing import mixed
 from mtraining_jax.sparsity.pattern import Choice, Pattern, Shards
 
 if TYPE_CHECKING:
@@ -85,13 +86,6 @@ class ReplayLists(Pattern):
             own = documents.causal_blocks(shards.block_ids, num_blocks)
             index = dataclasses.replace(index, bits=index.bits & own)
         return Choice(index, statistics)
-
-
-def mixed(x: "Array") -> "Array":
-    """uint32 of which every bit depends on all bits of x: multiplications and shifts in turn."""
-    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
-        x = (x ^ (x >> shift)) * np.uint32(factor)
-    return x ^ (x >> 16)
 
 
 def probabilities(

@@ -41,6 +41,9 @@ class RowPattern(Pattern):
             reached without it; with tau 1 this alone decides. 0 asks for nothing.
         dense_start: queries of the first so many tokens of a sequence, or of a document in it, keep
             all of their pairs, rounded up to whole blocks: there are few of them.
+        random_share: share of the blocks that are left out by all this which a row keeps all the
+            same, drawn by a hash of the head and of their places: what is left out in one row is
+            seen in training in another.
         dense_below: documents of fewer tokens than this, padding included, keep all of their pairs
             where several are packed into a sequence: choosing would save little there. Without
             documents it has no effect.
@@ -54,6 +57,7 @@ class RowPattern(Pattern):
     local_blocks: limited(int, ge=1) = 2
     least_share: limited(float, ge=0, le=1) = 0.0
     dense_start: limited(int, ge=0) = 0
+    random_share: limited(float, ge=0, lt=1) = 0.0
     dense_below: limited(int, ge=0) = 8192
     block_size: limited(int, ge=1) = 128
 
@@ -107,7 +111,9 @@ class RowPattern(Pattern):
 
         tau = self.tau if shares is None else shares
         start = -(-self.dense_start // self.block_size)
-        return RowRule(tau, self.sink_blocks, self.local_blocks, self.least_share, start)
+        return RowRule(
+            tau, self.sink_blocks, self.local_blocks, self.least_share, start, self.random_share
+        )
 
     def kept_share(self) -> KeptShare:
         """`tau`."""
@@ -140,11 +146,13 @@ class RowPattern(Pattern):
         """What the rule keeps, for `describe`."""
         least = f", at least {self.least_share:g} in a block" if self.least_share else ""
         start = f", all in the first {self.dense_start:,} tokens" if self.dense_start else ""
-        return f"{self.tau:g} of each row of blocks{least}{start}"
+        drawn = f", {self.random_share:g} of the others at random" if self.random_share else ""
+        return f"{self.tau:g} of each row of blocks{least}{start}{drawn}"
 
     def expected_density(self) -> tuple[float, str]:
         """An assumption."""
-        return _ASSUMED_DENSITY, "assumed: each row of blocks of each step chooses its own"
+        drawn = self.random_share * (1 - _ASSUMED_DENSITY)
+        return _ASSUMED_DENSITY + drawn, "assumed: each row of blocks of each step chooses its own"
 
     def capacities(self, num_blocks: int) -> tuple[int, int]:
         """A bit for each block; ranks share them."""

@@ -8,9 +8,11 @@ if the scores have.
 import dataclasses
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from mtraining_jax.sparsity.document_blocks import DocumentBlocks
+from mtraining_jax.sparsity.hashing import mixed
 from pallas_kernels.index import bits as sets
 
 # The mass of a row is close to 2^30 in all, and below 2^31 however it is rounded.
@@ -36,6 +38,8 @@ class RowRule:
         local_blocks: nearest blocks, a row's own among them, which are forced; at least 1.
         least_share: share of the row's mass that a block needs to be kept, unless it is forced.
         dense_start: rows at the start of the document, of which all blocks are forced.
+        random_share: share of the blocks left out by all this that is kept all the same, in [0, 1).
+            Which ones is a hash of the head and of the places of row and block in their document.
     """
 
     tau: float | Array
@@ -43,6 +47,7 @@ class RowRule:
     local_blocks: int = 1
     least_share: float = 0.0
     dense_start: int = 0
+    random_share: float = 0.0
 
 
 def kept_blocks(
@@ -101,7 +106,28 @@ def kept_blocks(
     equal_kept = -(-(target - above) // each)
     least = max(round(rule.least_share * (1 << _MASS_BITS)), 1)
     equal = first_of(sets.pack((free == threshold[..., None]) & (free >= least)), equal_kept)
-    return sets.pack(forced | (heavier & (free >= least))) | equal
+    chosen = forced | (heavier & (free >= least))
+    if rule.random_share:
+        places = rows[:, None] - first, numbers - first
+        chosen |= causal & _drawn(*places, scores.shape[1], rule.random_share)
+    return sets.pack(chosen) | equal
+
+
+def _drawn(rows: Array, numbers: Array, heads: int, share: float) -> Array:
+    """Whether a hash of its place draws each block: bool [..., Hq, n, NB].
+
+    It knows nothing of the scores: where a layer is computed again for its gradients, scores that
+    differ in their last bit draw the same blocks.
+
+    Args:
+        rows: int32 [..., n, 1], of the document.
+        numbers: int32 [..., NB], likewise.
+        heads: Hq.
+        share: how many of the blocks.
+    """
+    salts = mixed(jnp.arange(1, heads + 1, dtype=jnp.uint32))[:, None, None]
+    places = (rows.astype(jnp.uint32) << 16) ^ numbers.astype(jnp.uint32)
+    return mixed(mixed(places) ^ salts) < np.uint32(min(round(share * 2**32), 2**32 - 1))
 
 
 def whole_masses(scores: Array, length: Array | None = None) -> Array:

@@ -98,7 +98,9 @@ class TestSampledRowsWithColumns(PatternContract):
 
 
 class TestMixedRows(ChoiceContract):
-    settings = MixedRows(tau=1.0, least_share=0.03, stride=4, sampled_rows=2, block_size=BLOCK)
+    settings = MixedRows(
+        tau=1.0, least_share=0.03, random_share=0.2, stride=4, sampled_rows=2, block_size=BLOCK
+    )
 
 
 class TestFlexPrefill(ChoiceContract):

@@ -24,7 +24,7 @@ STARTS = [0, 3, 8]
 OPTIONS = dict(tau=0.6, local_blocks=1, sink_blocks=1, dense_below=20, block_size=BLOCK)
 PATTERNS = {
     "antidiagonals": XAttention(stride=4, **OPTIONS),
-    "exact": ExactRows(**OPTIONS),
+    "exact": ExactRows(random_share=0.3, **OPTIONS),
     "sampled": SampledRows(sampled_rows=3, **OPTIONS),
     "mixed": MixedRows(stride=4, sampled_rows=3, dense_start=2 * BLOCK - 1, **OPTIONS),
     "bands": Prism(**OPTIONS),

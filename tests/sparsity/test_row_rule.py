@@ -1,11 +1,14 @@
 """The rule of row patterns, one row at a time by its definition."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from mtraining_jax.sparsity.row_rule import RowRule, kept_blocks, whole_masses
+from pallas_kernels.index import bits as sets
 
 # Words that are full, and one that the end of the sequence cuts.
 NUM_BLOCKS = 40
@@ -61,6 +64,33 @@ def test_blocks_are_kept_as_the_rule_says(tau, sinks, local, least, start):
         wanted &= forced[: row + 1] | (np.array(mass) >= least * 2**30)
         np.testing.assert_array_equal(found[b, h, i, : row + 1], wanted)
         assert not found[b, h, i, row + 1 :].any()
+
+
+def test_some_of_the_others_are_kept_at_random():
+    scores = np.random.default_rng(4).random((2, 8, ROWS.size, NUM_BLOCKS)).astype(np.float32) ** 6
+    rows, rule = jnp.asarray(ROWS, jnp.int32), RowRule(0.5, 1, 2)
+    keep = jax.jit(kept_blocks, static_argnums=2)
+
+    def kept(share, scores=scores):
+        bits = keep(scores, rows, dataclasses.replace(rule, random_share=share))
+        assert not (np.asarray(bits)[..., -1] >> (NUM_BLOCKS % 32)).any()
+        return np.asarray(sets.unpack(bits, NUM_BLOCKS))
+
+    chosen, some, more = kept(0.0), kept(0.25), kept(0.75)
+    causal = np.arange(NUM_BLOCKS) <= ROWS[:, None]
+    assert not (some & ~causal).any()
+    assert not (chosen & ~some).any() and not (some & ~more).any()
+    left = causal & ~chosen
+    for found, share in ((some, 0.25), (more, 0.75)):
+        # About 1000 blocks that are left out, each of two sequences alike.
+        assert (found & left)[0].sum() / left[0].sum() == pytest.approx(share, abs=0.06)
+    # Places decide and scores do not: what is drawn for one sequence is drawn for another.
+    both = left[0] & left[1]
+    assert both.any() and (some[0] == some[1])[both].all()
+    # Heads and rows draw blocks of their own.
+    drawn = kept(0.25, np.zeros_like(scores))[0]
+    assert len({drawn[h].tobytes() for h in range(8)}) == 8
+    assert (drawn[:, -1, :32] != drawn[:, -2, :32]).any(-1).all()
 
 
 def test_what_is_kept_beside_the_blocks_counts_first():

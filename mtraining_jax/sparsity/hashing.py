@@ -1,0 +1,15 @@
+"""Bits that look random and follow from a place alone: the same on every rank and machine."""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from jax import Array
+
+
+def mixed(x: "Array") -> "Array":
+    """uint32 of which every bit depends on all bits of x: multiplications and shifts in turn."""
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        x = (x ^ (x >> shift)) * np.uint32(factor)
+    return x ^ (x >> 16)
