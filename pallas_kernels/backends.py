@@ -13,7 +13,7 @@ import jax
 from jax import Array
 
 from pallas_kernels.gradients import Gradients
-from pallas_kernels.mosaic_gpu.backend import MosaicGpu
+from pallas_kernels.mosaic_gpu.on_demand import MosaicGpuOnDemand
 from pallas_kernels.plans import Plan
 from pallas_kernels.tiles import Columns, Tiles
 from pallas_kernels.triton import device as triton_device
@@ -265,6 +265,6 @@ def _say_once(message: str, level: int) -> None:
     _log.log(level, message)
 
 
-register(MosaicGpu())
+register(MosaicGpuOnDemand())
 register(Triton(), where=triton_device.before_hopper)
 register(Xla())

@@ -1,0 +1,32 @@
+"""The Hopper backend before its kernels are needed: importing Pallas Mosaic GPU takes seconds."""
+
+import functools
+from typing import Any
+
+from jax import Array
+
+from pallas_kernels.checks import unsupported_operands
+from pallas_kernels.mosaic_gpu import device
+
+
+class MosaicGpuOnDemand:
+    """`MosaicGpu()`, imported by the first call that runs on a Hopper GPU.
+
+    Processes without one need not wait for it. What a call needs before that, it has itself.
+    """
+
+    name = "mosaic_gpu"
+
+    def unsupported(self, q: Array, block_size: int | None) -> str | None:
+        """See `Backend.unsupported`."""
+        return device.no_hopper_gpu() or unsupported_operands(q, block_size)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_imported(), name)
+
+
+@functools.cache
+def _imported() -> Any:
+    from pallas_kernels.mosaic_gpu.backend import MosaicGpu
+
+    return MosaicGpu()
