@@ -97,17 +97,18 @@ class Case:
             _, vjp = add("forward", programs.cudnn_forward, q, k, v)
             add("backward", programs.cudnn_backward, vjp, dout)
             return
-        index = self._abstract_index(q, k)
         if kind == "slash":
-            add("choose", functools.partial(programs.choose, backend=ours.backend), q, k)
+            choose = functools.partial(programs.choose, backend=ours.backend)
+            index = add("choose", choose, q, k)
+        else:
+            index = self._abstract_index()
+        self._index = index
         built = add("build", ours.build, q, k, v, index)
         out, lse = add("forward", ours.forward, q, k, v, built)
         add("backward", ours.backward, q, k, v, dout, out, lse, built)
         add("together", ours.together, q, k, v, dout, index)
 
-    def _abstract_index(self, q, k) -> Any:
-        if self.kind == "slash":
-            return jax.eval_shape(programs.choose, q, k)
+    def _abstract_index(self) -> Any:
         if self.kind == "blocks":
             blocks = self.shape.seq_len // BLOCK
             mask = jax.ShapeDtypeStruct((1, self.shape.heads, blocks, blocks), bool)
@@ -156,7 +157,7 @@ class Case:
         pattern = slash_mask(mask, rng, heads, seq_len)
         if self.kind == "dense":
             return None, pattern.work()
-        capacity = self._abstract_index(*self.shape.abstract()[:2])
+        capacity = self._index
         index = pattern.index(
             capacity.slash_blocks.shape[-1], capacity.vertical_tokens.shape[-1]
         )

@@ -1,5 +1,6 @@
 """The programs that the attention benchmark compiles and times: ours and cuDNN's."""
 
+import functools
 from typing import Any
 
 import jax
@@ -93,11 +94,10 @@ def random_inputs(key: Array, seq_len: int, heads: int, kv_heads: int, dim: int)
     return [_normal(k, s) for k, s in zip(jax.random.split(key, 4), shapes, strict=True)]
 
 
+@functools.partial(jax.jit, static_argnums=(1, 2))
 def _normal(key: Array, shape: tuple[int, ...], pieces: int = 16) -> Array:
     """Drawn in pieces, so that drawing takes less memory than what is measured."""
-    keys = jax.random.split(key, pieces)
     piece = (shape[0] // pieces, *shape[1:])
-    draw = jax.jit(
-        lambda keys: jax.lax.map(lambda k: jax.random.normal(k, piece, jnp.bfloat16), keys)
-    )
-    return draw(keys).reshape(1, *shape)
+    keys = jax.random.split(key, pieces)
+    drawn = jax.lax.map(lambda k: jax.random.normal(k, piece, jnp.bfloat16), keys)
+    return drawn.reshape(1, *shape)
