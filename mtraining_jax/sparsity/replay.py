@@ -54,8 +54,9 @@ class ReplaySettings(VerticalSlashSettings):
         replay_density: share of the causal pairs computed, mean over layers. Layers spread from
             0.06 to 2 times it, as the paper's do: 0.4 % to 12.7 % around 6.3 %.
         replay_estimate: also choose an index in every layer, so that a step includes that time.
-        tau, sink_blocks, least_share, dense_start, random_share, dense_below, stride,
-            sampled_rows, columns: of the pattern of lists that chooses.
+        tau, sink_blocks, least_share, dense_start, random_share: of the pattern of lists that
+            chooses.
+        dense_below, stride, sampled_rows, columns: likewise.
     """
 
     chooses = False
