@@ -15,6 +15,7 @@ ARMS = ("dense", "sampled_rows", "vertical_slash", "window", "xattention", "pape
 # Arms with some dense steps, and the pattern of their other steps, with which they are used too.
 MIXED = {
     "sampled_rows_dense_last": "sampled_rows", "sampled_rows_dense_every": "sampled_rows",
+    "sampled_rows_random_last": "sampled_rows_random",
 }  # fmt: skip
 # Arms that keep some blocks at random, and what they are used with beside their own pattern.
 RANDOM = {"sampled_rows_random": "sampled_rows"}

@@ -13,7 +13,7 @@ from mtraining_jax.models.position_buckets import bucket_names
 # One colour an arm in all pictures; of a set that colour-blind readers can tell apart.
 _COLOURS = (
     "#000000", "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#999999",
-    "#f0e442",
+    "#f0e442", "#882255",
 )  # fmt: skip
 COLOURS = dict(zip(("dense", *SPARSE), _COLOURS, strict=True))
 

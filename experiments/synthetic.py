@@ -13,9 +13,10 @@ from mtraining_jax.random_bits import Stream
 
 TASKS = ("copy", "needle_end", "needle_any", "passkey")
 SEPARATOR, FIRST_FILLER = 0, 1 + len(TASKS)
-# Pairs of key and value at most, questions for each key (needle_any), tokens of a passkey and of
-# the phrase around it that is repeated.
-PAIRS, QUESTIONS, DIGITS, PHRASE = 32, 4, 5, 16
+# Pairs of key and value at most, in needle_end and needle_any: where few tokens are asked, recall
+# is learned late. Questions for each key of needle_any, tokens of a passkey and of the phrase
+# around it that is repeated.
+PAIRS_END, PAIRS_ANY, QUESTIONS, DIGITS, PHRASE = 32, 256, 4, 5, 16
 # The questions of needle_end lie in so many last tokens: a vertical-slash index is chosen by them.
 LAST = 64
 SHORTEST = 256
@@ -107,7 +108,7 @@ def _write(tokens: np.ndarray, places: np.ndarray, key: np.ndarray, value: np.nd
 
 
 def _end(tokens: np.ndarray, asked: np.ndarray, vocab_size: int, streams: list[Stream]) -> None:
-    count = min(PAIRS, len(tokens) // 16)
+    count = min(PAIRS_END, len(tokens) // 16)
     key, value = _pairs(count, vocab_size, streams)
     room = (len(tokens) - LAST - 2) // 2
     _write(tokens, 2 + 2 * np.array(streams[2].sample(room, count)), key, value)
@@ -120,7 +121,7 @@ def _end(tokens: np.ndarray, asked: np.ndarray, vocab_size: int, streams: list[S
 def _any(tokens: np.ndarray, asked: np.ndarray, vocab_size: int, streams: list[Stream]) -> None:
     """Pairs in the first quarter, each asked for four times anywhere behind it."""
     quarter = len(tokens) // 4 // 2 * 2
-    count = min(PAIRS, len(tokens) // 32)
+    count = min(PAIRS_ANY, len(tokens) // 32)
     key, value = _pairs(count, vocab_size, streams)
     _write(tokens, 2 + 2 * np.array(streams[2].sample(quarter // 2 - 1, count)), key, value)
     room = (len(tokens) - quarter) // 2
