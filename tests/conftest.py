@@ -13,6 +13,8 @@ import tempfile
 
 FIRST = "PYTEST_XDIST_WORKER" not in os.environ
 ON_GPU = os.environ.get("MTRAINING_TEST_GPU") == "1"
+# The threads of NumPy's matrix products wait for work by looking for it, on cores that have other.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 if FIRST and not ON_GPU:
     # Compiled programs that the processes of this run share, and bytecode where there is none.
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="mtraining-tests-")
@@ -68,6 +70,13 @@ if not FIRST:
 
 # Tracing makes many objects that all live on: looking for cycles among them takes 4 % of the time.
 gc.set_threshold(100_000)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Ends a worker without taking apart what it has traced, which takes seconds."""
+    if hasattr(config, "workerinput") and not ON_GPU:
+        # All is reported when this runs: what is added first runs last, after pytest's own.
+        config.add_cleanup(lambda: os._exit(0))
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
