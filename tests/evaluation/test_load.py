@@ -18,7 +18,7 @@ from mtraining_jax.training.checkpoint import Checkpoints
 from mtraining_jax.training.run_folder import checkpoint_folder
 from mtraining_jax.training.state import StateBuilder
 from tests.models.common import DATA
-from tests.training.common import tiny_config
+from tests.training.common import VERTICAL_SLASH, tiny_config
 
 QWEN2 = DATA / "qwen2_tiny"
 
@@ -31,7 +31,10 @@ def run(tmp_path_factory):
 
 def saved_run(folder, **sections):
     config = tiny_config(
-        folder, run={"name": "test", "output_dir": str(folder / "runs")}, **sections
+        folder,
+        run={"name": "test", "output_dir": str(folder / "runs")},
+        sparsity=VERTICAL_SLASH | sections.pop("sparsity", {}),
+        **sections,
     )
     rng = np.random.default_rng(0)
 

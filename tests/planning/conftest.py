@@ -1,9 +1,9 @@
 import pytest
 
-from tests.training.common import tiny_config
+from tests.training.common import VERTICAL_SLASH, tiny_config
 
 
 @pytest.fixture
 def config(tmp_path):
     """A small run on a mesh of 1 x 2 x 2."""
-    return tiny_config(tmp_path)
+    return tiny_config(tmp_path, sparsity=VERTICAL_SLASH)

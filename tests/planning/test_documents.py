@@ -13,7 +13,7 @@ from mtraining_jax.planning.dry_run import report
 from mtraining_jax.planning.hardware import H200
 from mtraining_jax.planning.memory import estimate_memory, index_bytes
 from mtraining_jax.training.parts import build_mesh
-from tests.training.common import LONGROPE, changed, tiny_config
+from tests.training.common import LONGROPE, VERTICAL_SLASH, changed, tiny_config
 
 
 def test_a_batch_of_documents_and_where_dense_ones_lie_are_planned(tmp_path):
@@ -33,7 +33,7 @@ def test_a_batch_of_documents_and_where_dense_ones_lie_are_planned(tmp_path):
 
 
 def test_pairs_are_counted_within_documents_where_lengths_are_at_hand(tmp_path):
-    sparse = {"kind": "sampled_rows", "sampled_rows": 2, "dense_below": 40}
+    sparse = VERTICAL_SLASH | {"kind": "sampled_rows", "sampled_rows": 2, "dense_below": 40}
     config = tiny_config(tmp_path, sparsity=sparse, data={"mode": "pack", "eos": 0})
     unknown = planned_pairs(config)
     assert (unknown.causal, unknown.density, unknown.counted) == (1.0, 0.15, False)

@@ -17,12 +17,12 @@ from mtraining_jax.reporting.progress import Display, step_line
 from mtraining_jax.reporting.record import Memory, step_record
 from mtraining_jax.reporting.summary import summary
 from mtraining_jax.reporting.writers import open_writers, tensorboard
-from tests.training.common import changed, tiny_config, written
+from tests.training.common import VERTICAL_SLASH, changed, tiny_config, written
 
 
 @pytest.fixture
 def config(tmp_path):
-    config = tiny_config(tmp_path, metrics={"tensorboard": True})
+    config = tiny_config(tmp_path, sparsity=VERTICAL_SLASH, metrics={"tensorboard": True})
     config.run.folder.mkdir(parents=True)
     return config
 

@@ -15,7 +15,7 @@ from mtraining_jax.reporting.audit import audit_record, audit_text, worst_head
 from mtraining_jax.sparsity.documents import Documents
 from mtraining_jax.training.gradient_comparison import compared, shortened
 from mtraining_jax.training.loop import run
-from tests.training.common import changed, written
+from tests.training.common import VERTICAL_SLASH, changed, written
 
 
 def test_gradients_are_compared_with_dense_ones_in_the_steps_asked_for(config):
@@ -23,7 +23,6 @@ def test_gradients_are_compared_with_dense_ones_in_the_steps_asked_for(config):
     config = changed(
         config, run={"steps": 3}, parallel={"data": 2, "nodes": 1, "devices_per_node": 1},
         data={"batch_size": 4}, optimizer={"accumulation_steps": 2},
-        sparsity={"kind": "sampled_rows", "sampled_rows": 2, "tau": 0.6, "local_blocks": 1},
         audit={
             "gradient_every": 2, "gradient_tokens": 64, "alarm_gradient": 1.0,
             "every_steps": 1, "rows": 16, "masks": ("0.1",),
@@ -114,6 +113,7 @@ def test_a_record_tells_means_and_the_worst_head():
 
 
 def test_an_alarm_names_layer_head_and_option_when_it_is_so_twice(config):
+    config = changed(config, sparsity=VERTICAL_SLASH)
     alarms = Alarms(config)
     low = figures(recall=((1, 2), 0.25))
     assert alarms.of(figures()) == [] and alarms.of(low) == []

@@ -15,13 +15,9 @@ ONE = {"nodes": 1, "devices_per_node": 1}
 
 @pytest.fixture
 def sparse(config):
-    """Four steps on one device, each with an audit: so a run has one sparse program.
-
-    With the pattern that compiles in two thirds of the time of the other runs' pattern.
-    """
+    """Four steps on one device, each with an audit: so a run has one sparse program."""
     return changed(
         config, parallel=ONE, audit={"every_steps": 1, "rows": 16}, checkpoint={"every_steps": 2},
-        sparsity={"kind": "sampled_rows", "sampled_rows": 2, "tau": 0.6, "local_blocks": 1},
     )  # fmt: skip
 
 

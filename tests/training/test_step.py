@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 
 from mtraining_jax.parallel.groups import in_groups
+from mtraining_jax.sparsity.audit import GRADIENT_FIGURES
 from mtraining_jax.training import parts
+from mtraining_jax.training.audit import make_step_audit
 from mtraining_jax.training.state import StateBuilder
 from mtraining_jax.training.step import make_train_step, micro_batches
 from tests.parallel.hlo_meetings import meetings
-from tests.training.common import tiny_config
+from tests.training.common import VERTICAL_SLASH, tiny_config
 
 
 def untied(folder, model=None, **sections):
@@ -30,8 +32,10 @@ class Parts:
         layout = parts.build_layout(config)
         self.batches = parts.Batches(config, self.mesh, layout)
         self.builder = StateBuilder(config, self.mesh)
-        attention = parts.build_attention(config, self.mesh, layout, parts.build_pattern(config))
-        self.step = make_train_step(config, self.builder, attention, self.mesh)
+        pattern = parts.build_pattern(config)
+        attention = parts.build_attention(config, self.mesh, layout, pattern)
+        audit = make_step_audit(config, self.mesh, layout, pattern)
+        self.step = make_train_step(config, self.builder, attention, self.mesh, audit=audit)
 
     def train(self, steps):
         """Metrics of each step, and the last state."""
@@ -72,16 +76,21 @@ def test_loss_falls_and_metrics_are_complete(dense):
 
 
 def test_dense_equals_sparse_with_everything_selected(folder, dense):
-    everything = {
+    everything = VERTICAL_SLASH | {
         "top_p": 1.0, "max_verticals": 128, "max_slashes": 128, "min_slashes": 128,
         "min_verticals": 128,
     }  # fmt: skip
-    # On one device, which compiles in half the time: the two differ in the ring as well.
-    one = {"nodes": 1, "devices_per_node": 1}
-    config = untied(folder, data={"batch_size": 4}, sparsity=everything, parallel=one)
+    config = untied(
+        folder, data={"batch_size": 4}, sparsity=everything, audit={"every_steps": 1, "rows": 16}
+    )
     sparse, _ = Parts(config).train(3)
     np.testing.assert_array_equal(sparse[0]["layers"]["density"], [1, 1])
     np.testing.assert_array_equal(dense[1][0]["layers"]["density"], [1, 1])
+    for metrics in sparse:  # an audit finds all of dense attention
+        np.testing.assert_allclose(metrics["audit"]["recall"], np.ones((2, 2)), rtol=1e-5)
+        np.testing.assert_allclose(metrics["audit"]["output_error"], np.zeros((2, 2)), atol=1e-5)
+        for name in GRADIENT_FIGURES:
+            np.testing.assert_allclose(metrics["audit"][name], np.ones((2, 2)), rtol=1e-4)
     np.testing.assert_allclose(loss_and_norm(sparse), loss_and_norm(dense[1]), rtol=2e-5)
 
 
