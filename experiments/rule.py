@@ -61,13 +61,31 @@ def verdicts(found: dict[tuple[str, str], Losses], scores: Scores) -> list[str]:
 
 
 def _needle_difference(scores: Scores, arm: str) -> float | None:
-    """Points of 100 by which an arm differs from dense in tasks asked at the end, used densely."""
+    """Points of 100 by which an arm differs from dense in tasks asked at the end, used densely.
+
+    Of the tasks that tell arms apart, as the rule drops the others.
+    """
     differences = []
     for (task, length, trained, inferred), own in scores.items():
         if (trained, inferred) == (arm, "dense") and task != "needle_any":
             dense = scores.get((task, length, "dense", "dense"), {})
-            differences += [own[key] - dense[key] for key in own if key in dense]
+            if dense and _why_dropped(scores, (task, length)) is None:
+                differences += [own[key] - dense[key] for key in own if key in dense]
     return 100 * float(np.mean(differences)) if differences else None
+
+
+def _why_dropped(scores: Scores, task: tuple) -> str | None:
+    """Why a task that the dense arm was asked tells nothing; None if it does."""
+    if _level(scores, task) < LEARNED:
+        return f"dense has not learned it** (below {LEARNED:.0f})."
+    window = _difference(scores, task, "window")
+    if window is not None and abs(window.mean) <= NEEDLES:
+        return "a window does as well.**"
+    return None
+
+
+def _level(scores: Scores, task: tuple) -> float:
+    return 100 * float(np.mean(list(scores[*task, "dense", "dense"].values())))
 
 
 def task_verdicts(scores: Scores) -> list[str]:
@@ -76,17 +94,12 @@ def task_verdicts(scores: Scores) -> list[str]:
     # What may fail stands first.
     names = sorted({key[:2] for key in scores}, key=lambda key: (key[0] != "needle_any", key))
     for task, length in names:
-        dense = scores.get((task, length, "dense", "dense"), {})
-        if not dense:
+        if not scores.get((task, length, "dense", "dense")):
             continue
-        level = 100 * float(np.mean(list(dense.values())))
-        text = f"- {task}, {length} tokens: dense {level:.1f}"
-        window = _difference(scores, (task, length), "window")
-        if level < LEARNED:
-            lines.append(f"{text}. **Dropped: dense has not learned it** (below {LEARNED:.0f}).")
-            continue
-        if window is not None and abs(window.mean) <= NEEDLES:
-            lines.append(f"{text}. **Dropped: a window does as well.**")
+        text = f"- {task}, {length} tokens: dense {_level(scores, (task, length)):.1f}"
+        dropped = _why_dropped(scores, (task, length))
+        if dropped:
+            lines.append(f"{text}. **Dropped: {dropped}")
             continue
         for arm in arms.SPARSE:
             found = _difference(scores, (task, length), arm)

@@ -316,6 +316,25 @@ def test_tasks_that_tell_nothing_are_dropped_and_the_others_compared():
     assert "passkey" in said[2] and "a window does as well" in said[2]
 
 
+@pytest.mark.parametrize(
+    ("learned", "word"), [(0.5, "equal, needles +0.0"), (0.9, "not decided, needles -20.0")]
+)
+def test_a_task_that_dense_has_not_learned_does_not_count_in_a_verdict(learned, word):
+    arm = "sampled_rows"
+    pairs = {("dense", "dense"): 0.0, (arm, "dense"): 0.0}
+    found, _ = compare.losses_of(list(made_up(pairs, spread=0.004)), "c")
+    shares = {
+        ("needle", "dense"): 0.9, ("needle", arm): 0.9, ("passkey", "dense"): learned,
+        ("passkey", arm): learned - 0.4,
+    }  # fmt: skip
+    scores = {
+        (task, 8192, trained, "dense"): {(0, n): 1.0 * (n < 100 * share) for n in range(100)}
+        for (task, trained), share in shares.items()
+    }
+    (said,) = [line for line in rule.verdicts(found, scores) if arm in line]
+    assert said == f"- `{arm}`: {word} points."
+
+
 def test_an_arm_without_a_difference_is_equal_and_one_seed_decides_nothing():
     pairs = {("dense", "dense"): 0.0, ("xattention", "dense"): 0.0}
     lines = list(made_up(pairs, seeds=1, spread=0.004))
