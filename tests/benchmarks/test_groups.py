@@ -30,6 +30,7 @@ MINIATURE = (
 SIZES = (
     "--parallel.nodes=1", "--parallel.devices_per_node=1", "--data.seq_len=2048",
     "--sparsity.dense_below=512", "--model.num_layers=1", "--model.intermediate_size=64",
+    "--model.hidden_size=32", "--model.num_heads=1", "--model.head_dim=16", "--model.remat=none",
 )  # fmt: skip
 
 
