@@ -103,43 +103,47 @@ def _listed() -> ListedTiles:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"q": _zeros(S, HQ, D)}, r"q has shape \(32, 4, 8\)"),
-        ({"q": _zeros(2, S, HQ, D)}, "batch and head dim must be equal"),
-        ({"q": _zeros(B, S, 3, D)}, "q has 3 heads and k 2"),
-        ({"q": _zeros(B, S + 1, HQ, D)}, "q has 33 tokens: a multiple of block_size=8"),
-        ({"tiles": None}, "neither tiles nor columns"),
-        ({"q": _zeros(B, S, HK, D)}, r"tiles.start has shape \(1, 4\): \(1, 2\) is needed"),
-        ({"tiles": _tiles(stop=jnp.zeros((HQ,), jnp.int32))}, "tiles.stop has shape"),
-        ({"tiles": _tiles(offsets=jnp.zeros((B, HQ, 0), jnp.int32))}, "at least one entry"),
-        ({"tiles": _tiles(offsets=jnp.zeros((B, 1, 4), jnp.int32))}, "tiles.offsets has shape"),
+        (lambda: {"q": _zeros(S, HQ, D)}, r"q has shape \(32, 4, 8\)"),
+        (lambda: {"q": _zeros(2, S, HQ, D)}, "batch and head dim must be equal"),
+        (lambda: {"q": _zeros(B, S, 3, D)}, "q has 3 heads and k 2"),
+        (lambda: {"q": _zeros(B, S + 1, HQ, D)}, "q has 33 tokens: a multiple of block_size=8"),
+        (lambda: {"tiles": None}, "neither tiles nor columns"),
+        (lambda: {"q": _zeros(B, S, HK, D)}, r"tiles.start has shape \(1, 4\): \(1, 2\) is needed"),
+        (lambda: {"tiles": _tiles(stop=jnp.zeros((HQ,), jnp.int32))}, "tiles.stop has shape"),
+        (lambda: {"tiles": _tiles(offsets=jnp.zeros((B, HQ, 0), jnp.int32))}, "at least one entry"),
         (
-            {"tiles": _listed(), "q": _zeros(B, 2 * S, HQ, D)},
+            lambda: {"tiles": _tiles(offsets=jnp.zeros((B, 1, 4), jnp.int32))},
+            "tiles.offsets has shape",
+        ),
+        (
+            lambda: {"tiles": _listed(), "q": _zeros(B, 2 * S, HQ, D)},
             r"tiles.key_count has shape \(1, 4, 4\): \(1, 4, 8\) is needed",
         ),
         (
-            {"tiles": _listed(), "k": _zeros(B, G, HK, D)},
+            lambda: {"tiles": _listed(), "k": _zeros(B, G, HK, D)},
             "tiles.query_count has shape",
         ),
         (
-            {"columns": dataclasses.replace(_columns(), block_size=4)},
+            lambda: {"columns": dataclasses.replace(_columns(), block_size=4)},
             "columns.block_size=4 is not that of the tiles, 8",
         ),
         (
-            {"columns": dataclasses.replace(_columns(), keep=jnp.zeros((B, HQ, 2, 4)))},
+            lambda: {"columns": dataclasses.replace(_columns(), keep=jnp.zeros((B, HQ, 2, 4)))},
             "columns.keep has shape",
         ),
         (
-            {"columns": dataclasses.replace(_columns(), tokens=jnp.zeros((B, HQ, 100)))},
+            lambda: {"columns": dataclasses.replace(_columns(), tokens=jnp.zeros((B, HQ, 100)))},
             "100 columns: a positive multiple of 128",
         ),
         (
-            {"columns": dataclasses.replace(_columns(), query_blocks=jnp.arange(2))},
+            lambda: {"columns": dataclasses.replace(_columns(), query_blocks=jnp.arange(2))},
             "columns.query_blocks has shape",
         ),
     ],
 )
 def test_calls_that_do_not_fit_name_the_argument(changes, message):
-    call = dict(zip(("q", "k"), _qkv()[:2], strict=True)) | {"tiles": _tiles()} | changes
+    # Functions, as every process that collects tests would compute the arrays.
+    call = dict(zip(("q", "k"), _qkv()[:2], strict=True)) | {"tiles": _tiles()} | changes()
     with pytest.raises(ValueError, match=message):
         pallas_kernels.plan(**call, backend="xla")
 
