@@ -4,9 +4,10 @@
 
 Runs are trained one after another in the order of the plan, and measured beside it as soon as they
 are there, as either leaves the GPU waiting now and then. The first item of the plan is trained
-alone, so that its steps have times worth keeping; those of all others are left out. Programs of all
-arms are compiled first, `--jobs` at a time. The same command goes on where it stopped; status 75
-says that it is to be given again.
+alone, so that its steps have times worth keeping; those of all others are left out, and with
+`--shared` its own too, as another tier runs beside it. Programs of all arms are compiled first,
+`--jobs` at a time. The same command goes on where it stopped; status 75 says that it is to be given
+again.
 """
 
 import argparse
@@ -94,7 +95,7 @@ class Lanes:
         known = dict.fromkeys(
             arm for x in self._plan[: place + 1] if x.seed == item.seed for arm in x.arms
         )
-        about = {"seed": item.seed, "arms": list(known), "shared": place > 0}
+        about = {"seed": item.seed, "arms": list(known), "shared": self._args.shared or place > 0}
         return argparse.Namespace(**{**vars(self._args), **about})
 
     def _train_all(self) -> bool:

@@ -165,6 +165,7 @@ def parse(
     )
     parser.add_argument("--samples", type=int, help="of each task, length and pattern")
     parser.add_argument("--lengths", type=int, nargs="+", help="of needles")
+    parser.add_argument("--shared", action="store_true", help="others use the device: no times")
     parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=VALUE", help="for all arms")
     args = parser.parse_args(argv)
     args.results = args.results or args.folder / "results"
@@ -182,7 +183,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--arms", help="separated by commas; default all, dense first")
     parser.add_argument("--probe", action="store_true", help="densities of 20 steps of each arm")
     parser.add_argument("--no-measure", action="store_true", help="train, and measure nothing")
-    parser.add_argument("--shared", action="store_true", help="others use the device: no times")
     args = parse(parser, argv, minutes=9, jobs=1)
     args.arms = args.arms.split(",") if args.arms else list(arms.TIERS[args.tier])
     lease = Lease(args.minutes)

@@ -444,8 +444,8 @@ def test_what_is_trained_can_be_left_unmeasured(tmp_path, capsys):
     assert "the same command goes on" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("time_for", [9, 3])
-def test_a_plan_is_trained_and_measured_side_by_side(time_for, monkeypatch, overrides):
+@pytest.mark.parametrize(("time_for", "shared"), [(9, False), (3, True)])
+def test_a_plan_is_trained_and_measured_side_by_side(time_for, shared, monkeypatch, overrides):
     trained, measured = [], []
 
     def train(lease, args, arm, overrides):
@@ -463,11 +463,11 @@ def test_a_plan_is_trained_and_measured_side_by_side(time_for, monkeypatch, over
     monkeypatch.setattr(run, "measure", measure)
     monkeypatch.setattr(run, "is_trained", lambda args, arm, _: (args.seed, arm) in trained)
     plan = [lanes.parse_item("c", x) for x in ("0:dense,sampled_rows", "1:dense", "0:window")]
-    args = argparse.Namespace(tier="c", results=None)
+    args = argparse.Namespace(tier="c", results=None, shared=shared)
     done = lanes.Lanes(Lease(1), args, plan, overrides("c")).run()
     two, three = ("dense", "sampled_rows"), ("dense", "sampled_rows", "window")
     first = [
-        (0, "dense", two, False), (0, "sampled_rows", two, False), (1, "dense", ("dense",), True),
+        (0, "dense", two, shared), (0, "sampled_rows", two, shared), (1, "dense", ("dense",), True),
     ]  # fmt: skip
     if time_for == 3:
         assert not done and measured == first
@@ -497,7 +497,7 @@ def test_a_lane_that_fails_ends_the_other(monkeypatch, overrides):
     monkeypatch.setattr(run, "train", train)
     plan = [lanes.parse_item("c", "0:dense")]
     with pytest.raises(UserError, match="no GPU"):
-        lanes.Lanes(Lease(1), argparse.Namespace(tier="c"), plan, overrides("c")).run()
+        lanes.Lanes(Lease(1), argparse.Namespace(tier="c", shared=False), plan, overrides("c")).run()
 
 
 def test_commands_run_at_the_same_time_and_those_that_fail_are_named(tmp_path):
