@@ -497,7 +497,8 @@ def test_a_lane_that_fails_ends_the_other(monkeypatch, overrides):
     monkeypatch.setattr(run, "train", train)
     plan = [lanes.parse_item("c", "0:dense")]
     with pytest.raises(UserError, match="no GPU"):
-        lanes.Lanes(Lease(1), argparse.Namespace(tier="c", shared=False), plan, overrides("c")).run()
+        args = argparse.Namespace(tier="c", shared=False)
+        lanes.Lanes(Lease(1), args, plan, overrides("c")).run()
 
 
 def test_commands_run_at_the_same_time_and_those_that_fail_are_named(tmp_path):
