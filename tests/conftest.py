@@ -94,8 +94,9 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 def pytest_xdist_auto_num_workers() -> int:
     """One process on a GPU: several would each reserve its memory.
 
-    Else one more than there are cores, as some tests wait for processes that they start.
+    Else one for each core. Another one would run where tests wait, which is seldom; but each
+    imports all tests, and traces and compiles again what tests have in common.
     """
     if ON_GPU:
         return 0
-    return len(os.sched_getaffinity(0)) + 1
+    return len(os.sched_getaffinity(0))
