@@ -66,7 +66,7 @@ class Tier(NamedTuple):
 
 
 TIERS = {
-    "a": Tier(8192, 20000, 0),  # its tests are made while they are asked
+    "a": Tier(8192, 2400, 0),  # its tests are made while they are asked
     "b": Tier(16384, 1200, 64),
     "c": Tier(32768, 400, 48),
     "c64k": Tier(65536, 200, 16),

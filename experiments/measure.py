@@ -3,7 +3,7 @@
     python -m experiments.measure --tier c --arm sampled_rows --seed 0
 
 `experiments.run` calls it after each arm. Appends lines to RESULTS/TIER-sSEED.jsonl; lines that are
-there are not measured again. The arm "start" is the checkpoint that tier C starts from.
+there are not measured again. The arm "start" is the checkpoint that tiers A and C start from.
 """
 
 import argparse
@@ -229,7 +229,7 @@ def _sample(task: Task, length: int, number: int, tokenizer: Tokenizer) -> Sampl
 
 
 def load(tier: str, arm: str, seed: int, folder: Path, overrides: arms.Overrides) -> Engine:
-    """The trained model of an arm, or what tier C starts from; errors as of `Engine.load`."""
+    """The trained model of an arm, or what tiers A and C start from; errors as of `Engine.load`."""
     config = arms.arm_config(tier, "dense", overrides)
     model = config.model
     if arm != START:
@@ -238,11 +238,10 @@ def load(tier: str, arm: str, seed: int, folder: Path, overrides: arms.Overrides
         return Engine.load(folder / arms.run_name(tier, arm, seed), tokenizer=tokenizer)
     if model.init_from is None:
         raise UserError(f"tier {tier} starts from random parameters: there is no arm {START}")
+    changed = []
     scaling = model.rope_scaling
-    return Engine.load(
-        model.init_from,
-        dtype=model.dtype,
-        overrides=[
+    if scaling is not None:
+        changed = [
             ("model.override", '["max_position_embeddings", "rope_scaling"]'),
             ("model.max_position_embeddings", str(model.max_position_embeddings)),
             ("model.rope_scaling.type", scaling.type),
@@ -251,8 +250,8 @@ def load(tier: str, arm: str, seed: int, folder: Path, overrides: arms.Overrides
                 "model.rope_scaling.original_max_position_embeddings",
                 str(scaling.original_max_position_embeddings),
             ),
-        ],
-    )
+        ]
+    return Engine.load(model.init_from, dtype=model.dtype, overrides=changed)
 
 
 def main(argv: list[str] | None = None) -> int:
