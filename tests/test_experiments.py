@@ -177,10 +177,10 @@ class FakeEngine:
         return LabelScores(loss, right), 1.0 if self.kind == "dense" else 0.25
 
 
-def test_measuring_goes_on_where_it_stopped(tmp_path):
+def test_measuring_goes_on_where_it_stopped(tmp_path, overrides):
     results = tmp_path / "a-s0.jsonl"
     configs = {
-        arm: arms.arm_config("a", arm, [("data.seq_len", "256")])
+        arm: arms.arm_config("a", arm, [*overrides("a"), ("data.seq_len", "256")])
         for arm in ("dense", "sampled_rows")
     }
     def measured(deadline=None, jobs=1):
@@ -208,23 +208,23 @@ def test_measuring_goes_on_where_it_stopped(tmp_path):
 
 
 def test_results_of_other_settings_are_not_gone_on_with(tmp_path):
-    results = tmp_path / "a-s0.jsonl"
-    about = {"tier": "a", "seed": 0, "trained": "dense"}
-    engine = types.SimpleNamespace(loaded=types.SimpleNamespace(source="runs/a_dense_s0"))
+    results = tmp_path / "b-s0.jsonl"
+    about = {"tier": "b", "seed": 0, "trained": "dense"}
+    engine = types.SimpleNamespace(loaded=types.SimpleNamespace(source="runs/b_dense_s0"))
 
     def header(steps, **other):
-        config = arms.arm_config("a", "dense", [("run.steps", steps)])
+        config = arms.arm_config("b", "dense", [("run.steps", steps)])
         return origin.header(engine, config, about | other)
 
     arms.append_lines(results, [header("700")])
     origin.check_same_settings(results, header("700"))
     origin.check_same_settings(results, header("800", seed=1))
     # Results from before there were these fields are those of a run without.
-    before = repr(arms.arm_config("a", "dense"))
+    before = repr(arms.arm_config("b", "dense"))
     for field in ("dense_first=0", "dense_last=0", "dense_every=0", "dense_start=0"):
         before = before.replace(f", {field}", "")
     before = before.replace(", random_share=0.0", "")
-    told = origin.header(engine, arms.arm_config("a", "dense"), about)["config"]
+    told = origin.header(engine, arms.arm_config("b", "dense"), about)["config"]
     assert told == hashlib.sha256(before.encode()).hexdigest()[:16]
     with pytest.raises(UserError, match="measurements of dense, seed 0, with other settings"):
         origin.check_same_settings(results, header("800"))
@@ -434,8 +434,8 @@ def test_the_dense_arm_is_used_with_the_patterns_that_are_asked_for():
 
 def test_what_is_trained_can_be_left_unmeasured(tmp_path, capsys):
     for arm in ("dense", "window"):
-        (tmp_path / arms.run_name("a", arm, 0) / "checkpoints" / "10000").mkdir(parents=True)
-    about = ["--tier=a", "--arms=dense,window", f"--folder={tmp_path}"]
+        (tmp_path / arms.run_name("b", arm, 0) / "checkpoints" / "600").mkdir(parents=True)
+    about = ["--tier=b", "--arms=dense,window", f"--folder={tmp_path}"]
     assert run.main([*about, "--no-measure"]) == 0
     assert "all asked for is trained" in capsys.readouterr().out
     assert not (tmp_path / "results").exists()
@@ -526,6 +526,6 @@ sys.exit(1)
 
 
 def test_the_command_of_a_run_is_that_of_train_py():
-    command = run.train_command("a", "window", 2, data.FOLDER, [("run.steps", "700")], 20)
-    assert command[1:4] == ["train.py", "--config", "experiments/configs/a_window.toml"]
-    assert "--run.name=a_window_s2_probe" in command and "--optimizer.decay_steps=700" in command
+    command = run.train_command("b", "window", 2, data.FOLDER, [("run.steps", "700")], 20)
+    assert command[1:4] == ["train.py", "--config", "experiments/configs/b_window.toml"]
+    assert "--run.name=b_window_s2_probe" in command and "--optimizer.decay_steps=700" in command
