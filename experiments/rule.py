@@ -30,6 +30,7 @@ def verdicts(found: dict[tuple[str, str], Losses], scores: Scores) -> list[str]:
     )
     if seeds < SEEDS_NEEDED:
         lines.append(f"- **Of {seeds} seed(s), {SEEDS_NEEDED} are needed: this decides nothing.**")
+    telling = {task for task in _asked_of_dense(scores) if _why_dropped(scores, task) is None}
     for arm in arms.SPARSE:
         used_densely = found.get((arm, "dense"))
         if used_densely is None:
@@ -38,7 +39,7 @@ def verdicts(found: dict[tuple[str, str], Losses], scores: Scores) -> list[str]:
         bands = {k: band(difference[..., k]) for k in long_buckets(dense)}
         inside = all(-limits[k] < x.low and x.high < limits[k] for k, x in bands.items())
         outside = any(x.low > limits[k] or x.high < -limits[k] for k, x in bands.items())
-        needles = _needle_difference(scores, arm)
+        needles = _needle_difference(scores, arm, telling)
         if needles is not None and abs(needles) > NEEDLES:
             inside = False
         word = "equal" if inside else "**unequal**" if outside else "not decided"
@@ -60,18 +61,23 @@ def verdicts(found: dict[tuple[str, str], Losses], scores: Scores) -> list[str]:
     return lines
 
 
-def _needle_difference(scores: Scores, arm: str) -> float | None:
+def _needle_difference(scores: Scores, arm: str, telling: set[tuple]) -> float | None:
     """Points of 100 by which an arm differs from dense in tasks asked at the end, used densely.
 
-    Of the tasks that tell arms apart, as the rule drops the others.
+    Of the tasks that tell arms apart, (task, length), as the rule drops the others.
     """
     differences = []
-    for (task, length, trained, inferred), own in scores.items():
-        if (trained, inferred) == (arm, "dense") and task != "needle_any":
-            dense = scores.get((task, length, "dense", "dense"), {})
-            if dense and _why_dropped(scores, (task, length)) is None:
-                differences += [own[key] - dense[key] for key in own if key in dense]
+    for task in telling:
+        if task[0] != "needle_any":
+            own, dense = scores.get((*task, arm, "dense"), {}), scores[*task, "dense", "dense"]
+            differences += [own[key] - dense[key] for key in own if key in dense]
     return 100 * float(np.mean(differences)) if differences else None
+
+
+def _asked_of_dense(scores: Scores) -> list[tuple]:
+    """Each (task, length) that the dense arm was asked; what may fail stands first."""
+    names = {key[:2] for key, own in scores.items() if key[2:] == ("dense", "dense") and own}
+    return sorted(names, key=lambda key: (key[0] != "needle_any", key))
 
 
 def _why_dropped(scores: Scores, task: tuple) -> str | None:
@@ -91,11 +97,7 @@ def _level(scores: Scores, task: tuple) -> float:
 def task_verdicts(scores: Scores) -> list[str]:
     """Which tasks tell arms apart, and how far each arm is from dense, used as trained."""
     lines = []
-    # What may fail stands first.
-    names = sorted({key[:2] for key in scores}, key=lambda key: (key[0] != "needle_any", key))
-    for task, length in names:
-        if not scores.get((task, length, "dense", "dense")):
-            continue
+    for task, length in _asked_of_dense(scores):
         text = f"- {task}, {length} tokens: dense {_level(scores, (task, length)):.1f}"
         dropped = _why_dropped(scores, (task, length))
         if dropped:
