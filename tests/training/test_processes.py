@@ -65,7 +65,7 @@ def wait_for_half_checkpoint(process, folder):
 
 
 def test_processes_go_on_with_a_checkpoint_of_one_and_stop_together(whole, tmp_path):
-    """Two of two devices with what one of four has saved, and back.
+    """Two of one device with what one of four has saved, and back.
 
     One of the two gets Ctrl-C, which is handed on like a scheduler's SIGTERM.
     """
@@ -74,7 +74,7 @@ def test_processes_go_on_with_a_checkpoint_of_one_and_stop_together(whole, tmp_p
     two = changed(
         four,
         run={"steps": 5000},
-        parallel={"cpu_devices": 2},
+        parallel={"nodes": 1, "devices_per_node": 2, "cpu_devices": 1},
         checkpoint={"every_steps": 4, "keep": 5000},
     )
     processes = started_together(two, tmp_path)
@@ -87,7 +87,7 @@ def test_processes_go_on_with_a_checkpoint_of_one_and_stop_together(whole, tmp_p
         for process in processes:
             process.kill()
     assert [process.returncode for process in processes] == [EXIT_STOPPED] * 2, outputs
-    assert "4 cpu devices in 2 processes" in outputs[0]
+    assert "2 cpu devices in 2 processes" in outputs[0]
     assert "going on from the checkpoint of step 2" in outputs[0]
     assert "loss" not in outputs[1]  # the first process prints for all
     step = newest_step(checkpoint_folder(two))
