@@ -33,8 +33,7 @@ def test_a_batch_of_documents_and_where_dense_ones_lie_are_planned(tmp_path):
 
 
 def test_pairs_are_counted_within_documents_where_lengths_are_at_hand(tmp_path):
-    sparse = VERTICAL_SLASH | {"kind": "sampled_rows", "sampled_rows": 2, "dense_below": 40}
-    config = tiny_config(tmp_path, sparsity=sparse, data={"mode": "pack", "eos": 0})
+    config = tiny_config(tmp_path, sparsity={"dense_below": 40}, data={"mode": "pack", "eos": 0})
     unknown = planned_pairs(config)
     assert (unknown.causal, unknown.density, unknown.counted) == (1.0, 0.15, False)
     assert unknown.source.startswith('ASSUMED, each sequence one document: data.source = "tokens"')
@@ -58,7 +57,8 @@ def test_pairs_are_counted_within_documents_where_lengths_are_at_hand(tmp_path):
         f"documents   {found.causal:.1%} of all causal pairs lie within one (lengths of 5 documents"
         " in 3 sequences)"
     ) in lines
-    replayed = planned_pairs(changed(config, sparsity={"kind": "replay", "replay_density": 0.3}))
+    replay = VERTICAL_SLASH | {"kind": "replay", "replay_density": 0.3}
+    replayed = planned_pairs(changed(config, sparsity=replay))
     assert replayed.density == 0.3 and replayed.causal == found.causal
     missing = changed(config, data={"paths": ["nowhere"]})
     assert "nowhere" in planned_pairs(missing).source and not planned_pairs(missing).counted

@@ -17,8 +17,8 @@ ONE = {"nodes": 1, "devices_per_node": 1}
 def sparse(config):
     """Four steps on one device, each with an audit: so a run has one sparse program."""
     return changed(
-        config, parallel=ONE, audit={"every_steps": 1, "rows": 16}, checkpoint={"every_steps": 2},
-    )  # fmt: skip
+        config, parallel=ONE, audit={"every_steps": 1, "rows": 16}, checkpoint={"every_steps": 2}
+    )
 
 
 def checksums(config, step):
