@@ -21,7 +21,10 @@ MIXED = {
 RANDOM = {"sampled_rows_random": "sampled_rows"}
 # All that are compared with the dense arm.
 SPARSE = (*ARMS[1:], *MIXED, *RANDOM)
-TIERS = {"a": ARMS, "b": ARMS, "c": (*ARMS, *MIXED, *RANDOM), "c64k": ARMS[:2]}
+TIERS = {
+    "a": ARMS, "b": ARMS, "c": (*ARMS, *MIXED, *RANDOM),
+    "c64k": (*ARMS[:2], "sampled_rows_random_last", *RANDOM),
+}  # fmt: skip
 # Needles in text take long: the dense arm is asked for them with these patterns alone.
 NEEDLES_OF_DENSE = ("dense", "sampled_rows", "vertical_slash")
 
