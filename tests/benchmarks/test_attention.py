@@ -1,13 +1,14 @@
 """The attention benchmark: what it counts, what it compiles, and a run on a tiny problem."""
 
 import itertools
+import json
 
 import jax
 import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from benchmarks import attention, goals, report
+from benchmarks import attention, goals, report, workers
 from benchmarks.cases import Row, Shape
 from benchmarks.errors import relative_errors
 from benchmarks.masks import BLOCK, SlashMask, Work, block_mask, causal_tiles, slash_mask
@@ -109,19 +110,57 @@ def test_parts_lower_for_a_hopper_gpu_with_lists_built_beforehand(dim, kind, mon
         assert kernels == (3 if kind == "blocks" else 2)
 
 
+def rows_of(text):
+    rows = [line.split("|") for line in text.splitlines() if line.startswith("| 2048 |")]
+    return [[x.strip() for x in cells[3:5]] for cells in rows], rows
+
+
 def test_a_run_on_cpu_gives_a_table(tmp_path, monkeypatch):
     # A head so small that its worker runs unoptimised programs in little time; others have groups.
     monkeypatch.setitem(attention.HEADS, 16, (1, 1))
     out = tmp_path / "table.md"
     text = attention.main([
         "--seq-len", "2048", "--masks", "A", "--head-dim", "16", "--repeats", "1",
-        "--error-seq-len", "0", "--backend", "xla", "--also", "xla", "--out", str(out),
-        "--seed", "7",
+        "--error-seq-len", "0", "--backend", "xla", "--out", str(out), "--seed", "7",
     ])
     assert out.read_text() == text and "seed 7" in text
-    rows = [line.split("|") for line in text.splitlines() if line.startswith("| 2048 |")]
-    assert [[x.strip() for x in cells[3:5]] for cells in rows] == [["A", "ours"], ["A", "xla"]]
+    names, rows = rows_of(text)
+    assert names == [["A", "ours"]]
     assert float(rows[0][9]) > 0  # total ms
+
+
+def test_other_backends_have_workers_and_rows_of_their_own(monkeypatch):
+    """Workers in this process, and in the place of programs what tells the backend."""
+    times, sent = {"triton": 30.0, "xla": 20.0}, []
+
+    class Case:
+        def __init__(self, pool, shape, kind, ours):
+            self.shape, self.kind, self.backend = shape, kind, ours.backend
+
+        def wait(self):
+            assert self.kind == "slash"
+
+        def measure(self, inputs, mask, rng, repeats):
+            assert repeats == 1
+            return Row(self.shape, mask, "ours", forward=times[self.backend])
+
+    def measure(script, jobs, at_once, tell, say, allowed):
+        for _, options in jobs:
+            assert attention.main(options) == ""
+            tell(json.loads(sent.pop()))
+
+    monkeypatch.setattr(workers, "send", lambda value: sent.append(json.dumps(value)))
+    monkeypatch.setattr(workers, "my_turn", lambda: True)
+    monkeypatch.setattr(workers, "measure", measure)
+    monkeypatch.setattr(attention, "Case", Case)
+    monkeypatch.setattr(attention, "random_inputs", lambda *_: [])
+    monkeypatch.setitem(attention.HEADS, 16, (1, 1))
+    names, rows = rows_of(attention.main([
+        "--seq-len", "2048", "--masks", "A", "--head-dim", "16", "--repeats", "1",
+        "--error-seq-len", "0", "--backend", "triton", "--also", "xla",
+    ]))
+    assert names == [["A", "ours"], ["A", "xla"]]
+    assert [float(cells[7].split()[0]) for cells in rows] == [30, 20]
 
 
 def test_errors_are_those_of_rounding_and_show_a_wrong_result():
