@@ -147,6 +147,12 @@ class RingPrograms:
         """Abstract arguments of the programs."""
         return Shapes(self)
 
+    @functools.cached_property
+    def abstract_index(self) -> VerticalSlashIndex:
+        """What `choose` gives, traced once."""
+        q, k, *_ = self.shapes().sharded()
+        return jax.eval_shape(self.choose, q, k)
+
     def random_inputs(self, seed: int) -> list[Array]:
         """Normal q, k, v and dout, drawn where they lie. In layout order as well as in any."""
         shapes = self.shapes().sharded()
@@ -180,11 +186,10 @@ class Shapes:
         """The index on all ranks, or on the first device."""
         if not self._problem.sparse:
             return DenseIndex(BLOCK)
-        q, k, *_ = self.sharded()
-        abstract = jax.eval_shape(self._programs.choose, q, k)
         sharding = self._one if one else self._everywhere
         return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), abstract
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+            self._programs.abstract_index,
         )
 
     def rank(self) -> jax.ShapeDtypeStruct:
