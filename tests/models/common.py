@@ -1,3 +1,4 @@
+import dataclasses
 import functools
 from pathlib import Path
 
@@ -6,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from mtraining_jax.models import ModelSpec, init_model
+from mtraining_jax.models import ModelSpec, graph_definition, init_model
 from tests.models.reference_attention import dense_attention
 
 DATA = Path(__file__).parents[1] / "data"
@@ -54,10 +55,18 @@ def forward(graphdef, state, tokens, positions):
     return hidden, model.logits(hidden)
 
 
-@functools.cache
 def drawn(spec: ModelSpec):
-    """Graph definition and state from seed 0, compiled once for all tests of a process."""
-    return init_model(spec, seed=0)
+    """Graph definition and state from seed 0, compiled once for all tests of a process.
+
+    Models that only compute otherwise have the same state.
+    """
+    plain = dataclasses.replace(spec, dtype="float32", remat="none", mlp_kept_chunks=0)
+    return graph_definition(spec), _state(plain)
+
+
+@functools.cache
+def _state(spec: ModelSpec):
+    return init_model(spec, seed=0)[1]
 
 
 def equations(jaxpr):

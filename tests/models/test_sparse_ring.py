@@ -21,8 +21,8 @@ WORDS = ("ppermute", "sort", "psum", "exp")
 @pytest.fixture(scope="module")
 def traces():
     """The traced gradient of each remat policy."""
-    mesh = make_mesh(1, 2, 2)
-    layout = Layout("striped", LENGTH, num_ranks=4, block_size=BLOCK, nodes=2)
+    mesh = make_mesh(1, 2, 1)
+    layout = Layout("striped", LENGTH, num_ranks=2, block_size=BLOCK, nodes=2)
     pattern = VerticalSlash(
         top_p=0.5,
         max_verticals=16,
