@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from mtraining_jax.data.loader import build_loader
+from mtraining_jax.data.sources.synthetic import SyntheticStream
 from tests.data.common import error_of, section
 
 SEQ_LEN, VOCAB = 2**17, 5000
@@ -47,6 +48,15 @@ def test_documents_have_heavy_tailed_lengths():
     assert 1500 < np.median(lengths) < 2500
     assert lengths.mean() > 2 * np.median(lengths)
     assert lengths.max() > 16 * np.median(lengths) and lengths.min() < 200
+
+
+def test_lengths_are_those_of_the_text_without_making_it():
+    stream = SyntheticStream(SEQ_LEN, VOCAB, 7, seed=3)
+    for sequence in (0, 5):
+        tokens = stream.take(sequence * SEQ_LEN + np.arange(SEQ_LEN))
+        ends = np.flatnonzero(tokens == 7) + 1
+        lengths = stream.document_lengths(sequence)
+        assert lengths.tolist() == np.diff(ends, prepend=0, append=SEQ_LEN).tolist()
 
 
 def test_passages_are_repeated_at_long_distances():

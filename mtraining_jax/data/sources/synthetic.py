@@ -119,7 +119,7 @@ class SyntheticStream:
 
     def document_lengths(self, sequence: int) -> np.ndarray:
         """Tokens of the documents of one sequence, int64 [d]; the last one is cut off."""
-        ends = self._draw_outline(sequence).document_ends + 1
+        ends = self._draw_document_ends(self._rng(sequence)) + 1
         return np.diff(ends, prepend=0, append=self._seq_len)
 
     def _make(self, sequence: int, places: np.ndarray) -> np.ndarray:
@@ -132,17 +132,25 @@ class SyntheticStream:
         ids[np.isin(places, outline.document_ends)] = self._eos
         return ids
 
-    def _draw_outline(self, sequence: int) -> _Outline:
-        rng = np.random.default_rng([self._seed, sequence])
+    def _rng(self, sequence: int) -> np.random.Generator:
+        return np.random.default_rng([self._seed, sequence])
+
+    def _draw_document_ends(self, rng: np.random.Generator) -> np.ndarray:
+        """The first that is drawn of an outline: lengths of documents need no more."""
         mean = _MEDIAN_DOCUMENT * np.exp(_DOCUMENT_SIGMA**2 / 2)
 
         def documents(number: int) -> np.ndarray:
             return rng.lognormal(np.log(_MEDIAN_DOCUMENT), _DOCUMENT_SIGMA, number)
 
+        return _ends(documents, mean, self._seq_len) - 1
+
+    def _draw_outline(self, sequence: int) -> _Outline:
+        rng = self._rng(sequence)
+
         def passages(number: int) -> np.ndarray:
             return rng.exponential(_MEAN_PASSAGE, number)
 
-        ends = _ends(documents, mean, self._seq_len) - 1
+        ends = self._draw_document_ends(rng)
         starts = np.concatenate([[0], _ends(passages, _MEAN_PASSAGE, self._seq_len)])
         contents = np.arange(starts.size)
         for passage in 1 + np.flatnonzero(rng.random(starts.size - 1) < _REPEATED):
