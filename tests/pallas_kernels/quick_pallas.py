@@ -1,5 +1,6 @@
 """Parts of Pallas that take most of its time in tests, done in quicker ways with equal results."""
 
+import dataclasses
 import io
 
 import jax
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 from jax._src import callback
 from jax._src.pallas.mosaic_gpu.interpret import shared_memory
-from jax.experimental.mosaic.gpu import constraints, layout_inference
+from jax.experimental.mosaic.gpu import constraints, layout_inference, layouts
 from jaxlib.mlir import ir
 
 
@@ -26,6 +27,16 @@ def quicken_callbacks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def quicken_lowering(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layouts are found by trying, hundreds of times for each kernel."""
+    _number_once(monkeypatch)
+    _reduce_what_changed(monkeypatch)
+    _hash_once(monkeypatch, constraints.Variable)
+    _hash_once(monkeypatch, layout_inference.ValueSite)
+    _read_once(monkeypatch)
+    _look_up_unknowns(monkeypatch)
+
+
+def _number_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Variables of layouts are sorted by name, and for each name the whole kernel is numbered."""
     in_order = constraints.compute_transitively_equal_vars
     slow_name, numbers, sorts = layout_inference.ValueSite.__str__, [], []
@@ -55,3 +66,69 @@ def quicken_lowering(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(layout_inference.ValueSite, "__str__", name)
     monkeypatch.setattr(constraints, "compute_transitively_equal_vars", numbered_once)
+
+
+def _reduce_what_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each layout that is found or tried has all constraints reduced, most of which it is not in.
+
+    One that was reduced, and has no variable that is assigned since, would come out as it is.
+    """
+    reduce = constraints.reduce_constraint
+
+    def reduced(constraint, assignments):
+        variables = constraint.__dict__.get("_variables")
+        if variables is None or any(x in assignments for x in variables):
+            constraint = reduce(constraint, assignments)
+            if not isinstance(constraint, constraints.Unsatisfiable):
+                constraint.__dict__["_variables"] = tuple(_variables(constraint))
+        return constraint
+
+    monkeypatch.setattr(constraints, "reduce_constraint", reduced)
+
+
+def _variables(expression):
+    """The variables of a constraint or of an expression."""
+    if isinstance(expression, constraints.Variable):
+        yield expression
+    elif not isinstance(expression, constraints.Constant):
+        for field in dataclasses.fields(expression):
+            value = getattr(expression, field.name)
+            if isinstance(value, constraints.Expression):
+                yield from _variables(value)
+
+
+def _hash_once(monkeypatch: pytest.MonkeyPatch, kind: type) -> None:
+    """The hash of a frozen dataclass asks all that is in it, each time."""
+    slow_hash = kind.__hash__
+
+    def hash_of(self):
+        known = self.__dict__.get("_hash")
+        if known is None:
+            known = self.__dict__["_hash"] = slow_hash(self)
+        return known
+
+    monkeypatch.setattr(kind, "__hash__", hash_of)
+
+
+def _read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layout is read off each operand of each operation, and there are few."""
+    read, known = layouts.from_layout_attr, {}
+
+    def layout(attribute):
+        text = str(attribute)
+        if text not in known:
+            known[text] = read(attribute)
+        return known[text]
+
+    monkeypatch.setattr(layouts, "from_layout_attr", layout)
+
+
+def _look_up_unknowns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the end each variable is looked for in the list of all."""
+    find = layout_inference.find_assignments_for
+
+    def found(unknowns, *args, **options):
+        ordered = unknowns if isinstance(unknowns, dict) else dict.fromkeys(unknowns)
+        return find(ordered, *args, **options)
+
+    monkeypatch.setattr(layout_inference, "find_assignments_for", found)
