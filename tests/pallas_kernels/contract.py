@@ -170,11 +170,7 @@ class AttentionContract:
     # Accuracy against the oracle.
 
     def test_vertical_slash_matches_oracle(self, dtype: str) -> None:
-        q, k, v, index, expected = self._compare_vertical_slash(self._size(), dtype, seed=1)
-        out, lse = self._forward(q, k, v, *resolve_index(index, k, v))
-        assert out.dtype == q.dtype and lse.dtype == jnp.float32
-        compare("out", out, expected["out"], q.dtype)
-        compare_lse(lse, expected["lse"])
+        self._compare_vertical_slash(self._size(), dtype, seed=1)
 
     def test_other_head_dims_match_oracle(self, other_dim: int) -> None:
         size = dataclasses.replace(self._size(), batch=1, heads=2, kv_heads=1, dim=other_dim)
@@ -221,16 +217,15 @@ class AttentionContract:
         q, k, v, dout = cases.qkv_dout(rng, size, self.dtypes[0])
         q = (q.astype(jnp.float32) * 100).astype(q.dtype)
         index = self._index(rng, size)
-        out, lse = self._forward(q, k, v, *resolve_index(index, k, v))
+        actual = self._vertical_slash(q, k, v, index, dout)
         expected = oracle(q, k, v, dout, brute_force.index_mask(index, size.seq_len))
         # A logit, even a small one, is rounded at the size of the products it sums, and its
         # exponential is off by as much.
         norms = (np.linalg.norm(np.asarray(x, np.float32), axis=-1).max() for x in (q, k))
         rounding = float(np.prod(list(norms))) * size.dim**-0.5 * FP32_EPS
-        compare("out", out, expected["out"], q.dtype, rounding)
-        compare_lse(lse, expected["lse"], rounding)
-        grads = self._vertical_slash(q, k, v, index, dout)
-        for name, x in grads.items():
+        compare("out", actual["out"], expected["out"], q.dtype, rounding)
+        compare_lse(actual.pop("lse"), expected["lse"], rounding)
+        for name, x in actual.items():
             assert np.isfinite(np.asarray(x, np.float32)).all(), f"{name} is not finite"
 
     # Running results and the ring.
@@ -385,12 +380,11 @@ class AttentionContract:
         q, k, v, dout = cases.qkv_dout(rng, size, self.dtypes[0])
         index = self._index(rng, size)
         mask = brute_force.index_mask(index, size.seq_len)
-        out, lse = self._forward(q, k, v, *resolve_index(index, k, v))
-        grads = self._vertical_slash(q, k, v, index, dout)
+        actual = self._vertical_slash(q, k, v, index, dout)
         empty_rows = ~mask.any(-1)
         assert 0.05 < empty_rows.mean() < 0.9
-        assert (np.asarray(lse)[empty_rows] == -np.inf).all()
-        for x in (out, grads["out"], grads["dq"]):
+        assert (np.asarray(actual["lse"])[empty_rows] == -np.inf).all()
+        for x in (actual["out"], actual["dq"]):
             assert (np.asarray(x, np.float32).swapaxes(1, 2)[empty_rows] == 0).all()
 
     @pytest.mark.parametrize("missing", ["slashes", "verticals"])
@@ -439,21 +433,23 @@ class AttentionContract:
     def _vertical_slash(self, q, k, v, index, dout) -> dict[str, Array]:
         return _vertical_slash_vjp(q, k, v, index, dout, self.backend)
 
-    def _compare_vertical_slash(self, size: Size, dtype: str, seed: int) -> tuple:
+    def _compare_vertical_slash(self, size: Size, dtype: str, seed: int) -> None:
         rng = np.random.default_rng(seed)
         q, k, v, dout = cases.qkv_dout(rng, size, dtype)
         index = self._index(rng, size)
         expected = oracle(q, k, v, dout, brute_force.index_mask(index, size.seq_len))
         actual = self._vertical_slash(q, k, v, index, dout)
         self._compare_gradients(actual, expected, q.dtype)
-        return q, k, v, index, expected
 
     def _compare_gradients(
         self, actual: dict[str, Array], expected: dict[str, Expected], dtype: jnp.dtype
     ) -> None:
         for name, x in actual.items():
-            assert x.dtype == dtype, name
-            compare(name, x, expected[name], dtype)
+            assert x.dtype == (jnp.float32 if name == "lse" else dtype), name
+            if name == "lse":
+                compare_lse(x, expected[name])
+            else:
+                compare(name, x, expected[name], dtype)
 
     def _count_vertical_slash(self, size: Size, dtype: str, seed: int, **options) -> None:
         rng = np.random.default_rng(seed)
@@ -471,26 +467,18 @@ class AttentionContract:
     ) -> None:
         """Compares forward and backward with exact sums over the pairs of the masks."""
         q, k, v, dout = cases.counting(rng, size, dtype or self.dtypes[0])
-        tiles, columns, column_kv, column_mask = pattern, None, None, None
-        if column_pairs is not None:
-            tiles, columns, column_kv = resolve_index(pattern, k, v)
-            column_mask = _columns_of(column_pairs, columns)
-        zeros = jnp.zeros((size.batch, size.heads, q.shape[1]), jnp.float32)
-        delta = jnp.asarray(rng.integers(-3, 4, zeros.shape), jnp.float32)
-        expected = exact_sums(q, k, v, dout, delta, tile_mask, column_kv, column_mask)
-        out, lse = self._forward(
-            q, k, v, tiles, columns, column_kv, scale=1.0, out_dtype="float32"
+        delta = rng.integers(-3, 4, (size.batch, size.heads, q.shape[1])).astype(np.float32)
+        out, lse, grads, columns, column_kv = _both_passes(
+            q, k, v, dout, delta, pattern, of_index=column_pairs is not None, backend=self.backend
         )
+        column_mask = None if column_pairs is None else _columns_of(column_pairs, columns)
+        expected = exact_sums(q, k, v, dout, delta, tile_mask, column_kv, column_mask)
         count = expected.pop("count")
         np.testing.assert_allclose(
             np.exp(np.asarray(lse, np.float64)), count, rtol=2e-6, err_msg="pairs of a row"
         )
         sums = np.asarray(out, np.float64) * count.swapaxes(1, 2)[..., None]
         np.testing.assert_allclose(sums, expected.pop("sum"), rtol=0, atol=0.02, err_msg="out")
-        grads = backward(
-            q, k, v, dout, zeros, delta, tiles, columns, column_kv, scale=1.0,
-            backend=self.backend,
-        )
         for name, x in grads._asdict().items():
             if expected[name] is None:
                 assert x is None, name
@@ -499,12 +487,27 @@ class AttentionContract:
             np.testing.assert_array_equal(np.asarray(x), expected[name], err_msg=name)
 
 
+@functools.partial(jax.jit, static_argnames=("of_index", "backend"))
+def _both_passes(q, k, v, dout, delta, pattern, *, of_index, backend):
+    """Counts with tiles, or with an index: out, lse, gradients at lse 0, and the columns."""
+    tiles, columns, column_kv = resolve_index(pattern, k, v) if of_index else (pattern, None, None)
+    plan = pallas_kernels.plan(q, k, tiles, columns, backend=backend)
+    out, lse = pallas_kernels.forward(
+        q, k, v, plan, column_kv, scale=1.0, out_dtype="float32"
+    )
+    grads = pallas_kernels.backward(
+        q, k, v, dout, jnp.zeros_like(lse), delta, plan, column_kv, scale=1.0
+    )
+    return out, lse, grads, columns, column_kv
+
+
 @functools.partial(jax.jit, static_argnums=5)
 def _vertical_slash_vjp(q, k, v, index, dout, backend):
     def attention(q, k, v):
-        return pallas_kernels.attention(q, k, v, index, backend=backend)
+        return pallas_kernels.attention(q, k, v, index, backend=backend, return_lse=True)
 
-    return _vjp(attention, q, k, v, dout)
+    out, vjp, lse = jax.vjp(attention, q, k, v, has_aux=True)
+    return dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *vjp(dout)), strict=True))
 
 
 def _value_and_vjp(attention, q, k, v, dout) -> dict[str, Array]:
