@@ -72,11 +72,13 @@ def _by_position(
         axes.set_title(f"used {how}")
     # Linear to twice the corridor, so that one arm far away does not press the others together.
     near = 2 * float(corridor.max())
-    panels[0].set_yscale("symlog", linthresh=near, linscale=2.5)
-    ticks = [t for t in (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5) if t <= panels[0].get_ylim()[1]]
-    panels[0].set_yticks([0, *ticks, *(-t for t in ticks if -t >= panels[0].get_ylim()[0])])
-    panels[0].yaxis.set_major_formatter("{x:g}")
-    panels[0].minorticks_off()
+    if max(map(abs, panels[0].get_ylim())) > 3 * near:
+        panels[0].set_yscale("symlog", linthresh=near, linscale=2.5)
+        low, high = panels[0].get_ylim()
+        ticks = [t for t in (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5) if t <= high]
+        panels[0].set_yticks([0, *ticks, *(-t for t in ticks if -t >= low)])
+        panels[0].yaxis.set_major_formatter("{x:g}")
+        panels[0].minorticks_off()
     panels[0].set_ylabel("held-out loss minus dense / dense, nats")
     figure.suptitle(f"tier {tier}: trained sparse, against dense trained and used")
     # Labels of the panel that has all curves: a model may have been measured densely alone.
