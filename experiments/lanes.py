@@ -4,17 +4,17 @@
 
 Runs are trained one after another in the order of the plan, and measured beside it as soon as they
 are there, as either leaves the GPU waiting now and then. The first item of the plan is trained
-alone, so that its steps have times worth keeping; those of all others are left out, and with
-`--shared` its own too, as another tier runs beside it. Programs of all arms are compiled first,
-`--jobs` at a time. The same command goes on where it stopped; status 75 says that it is to be given
-again.
+alone, all its arms before any is measured, so that its steps have times worth keeping; those of all
+others are left out, and with `--shared` its own too, as another tier runs beside it. Programs of
+all arms are compiled first, `--jobs` at a time. The same command goes on where it stopped; status
+75 says that it is to be given again.
 """
 
 import argparse
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -64,7 +64,7 @@ class Lanes:
         overrides: arms.Overrides,
     ) -> None:
         self._lease, self._args, self._plan, self._overrides = lease, args, plan, overrides
-        self._trained = [threading.Event() for _ in plan]
+        self._trained = [{arm: threading.Event() for arm in item.arms} for item in plan]
         self._over = threading.Event()
 
     def run(self) -> bool:
@@ -79,9 +79,12 @@ class Lanes:
                 trained = self._until_one_fails(self._train_all)
             finally:
                 # What is not trained now never will be.
-                for event in self._trained:
+                for event in self._events(range(len(self._plan))):
                     event.set()
             return measuring.result() and trained
+
+    def _events(self, places: Iterable[int]) -> list[threading.Event]:
+        return [event for place in places for event in self._trained[place].values()]
 
     def _until_one_fails(self, lane: Callable[[], bool]) -> bool:
         try:
@@ -105,21 +108,25 @@ class Lanes:
                     return False
                 if not run.train(self._lease, self._for(item, place), arm, self._overrides):
                     return False
-            self._trained[place].set()
+                self._trained[place][arm].set()
         return True
 
     def _measure_all(self) -> bool:
         for place, item in enumerate(self._plan):
-            self._trained[place].wait()
-            if self._over.is_set():
-                return False
             args = self._for(item, place)
-            ready = [arm for arm in item.arms if run.is_trained(args, arm, self._overrides)]
+            if not args.shared:
+                # The steps of all its arms have times only if nothing is measured beside them.
+                for event in self._events([place]):
+                    event.wait()
+            for arm in item.arms:
+                self._trained[place][arm].wait()
+                if self._over.is_set() or not run.is_trained(args, arm, self._overrides):
+                    return False
+                if not run.measure(self._lease, args, arm):
+                    return False
             # The dense arm of an earlier item has other patterns to be used with now.
-            again = ["dense"] if ready and "dense" in set(args.arms) - set(item.arms) else []
-            if not all(run.measure(self._lease, args, arm) for arm in [*again, *ready]):
-                return False
-            if len(ready) < len(item.arms):
+            again = "dense" in set(args.arms) - set(item.arms)
+            if again and not run.measure(self._lease, args, "dense"):
                 return False
         if self._plan[0].seed == 0 and self._starts():
             return run.measure(self._lease, self._for(self._plan[0], 0), START)

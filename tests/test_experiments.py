@@ -4,6 +4,7 @@ import argparse
 import hashlib
 import json
 import sys
+import threading
 import types
 
 import numpy as np
@@ -446,16 +447,20 @@ def test_what_is_trained_can_be_left_unmeasured(tmp_path, capsys):
 
 @pytest.mark.parametrize(("time_for", "shared"), [(9, False), (3, True)])
 def test_a_plan_is_trained_and_measured_side_by_side(time_for, shared, monkeypatch, overrides):
-    trained, measured = [], []
+    trained, measured, begun = [], [], threading.Event()
 
     def train(lease, args, arm, overrides):
         if len(trained) == time_for:
             return False
+        # Only where no times are kept is an arm measured while the next one is trained.
+        assert not (shared and trained) or begun.wait(30)
         trained.append((args.seed, arm))
         return True
 
     def measure(lease, args, arm):
         assert (args.seed, arm) in trained or arm == "start"
+        begun.set()
+        assert shared or len(trained) > 1
         measured.append((args.seed, arm, tuple(args.arms), args.shared))
         return True
 
@@ -473,7 +478,7 @@ def test_a_plan_is_trained_and_measured_side_by_side(time_for, shared, monkeypat
         assert not done and measured == first
         return
     assert done and measured == [
-        *first, (0, "dense", three, True), (0, "window", three, True), (0, "start", two, False),
+        *first, (0, "window", three, True), (0, "dense", three, True), (0, "start", two, False),
     ]  # fmt: skip
 
 
