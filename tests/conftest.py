@@ -88,6 +88,8 @@ def pytest_collection_finish() -> None:
 def pytest_unconfigure(config: pytest.Config) -> None:
     """Takes the compiled programs away, when the last process ends."""
     if not hasattr(config, "workerinput") and not ON_GPU:
+        if sys.pycache_prefix:
+            sys.dont_write_bytecode = True  # what is imported after this would make the folder anew
         shutil.rmtree(os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 
 
