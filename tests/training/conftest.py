@@ -12,8 +12,9 @@ from filelock import FileLock
 from jax.experimental.compilation_cache import compilation_cache
 
 from mtraining_jax.config import Config
-from mtraining_jax.training.loop import run
+from mtraining_jax.training.loop import programs, run
 from tests.training.common import changed, tiny_config
+from tests.training.step_memo import made_once
 
 
 def use_shared_programs():
@@ -23,6 +24,14 @@ def use_shared_programs():
     seconds = float(os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"])
     jax.config.update("jax_persistent_cache_min_compile_time_secs", seconds)
     compilation_cache.reset_cache()
+
+
+@pytest.fixture(scope="package", autouse=True)
+def _equal_steps_are_made_once():
+    """Runs of one process share their steps, as far as these are equal."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(programs, "make_train_step", made_once)
+        yield
 
 
 @pytest.fixture(scope="package")
