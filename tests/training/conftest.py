@@ -72,15 +72,17 @@ class Whole:
 
 @pytest.fixture(scope="package")
 def whole():
-    """One run on 1 x 2 x 2 devices, which several tests go on from; none writes into its folder.
+    """One run on 1 x 1 x 4 devices, which several tests go on from; none writes into its folder.
 
-    The first process of pytest that needs it runs it for all.
+    The first process of pytest that needs it runs it for all. Two nodes would add a third of its
+    time; an audit over nodes is in test_step.py, a step in test_shipped_configs.py.
     """
     folder = Path(os.environ["JAX_COMPILATION_CACHE_DIR"]) / "whole"
     folder.mkdir(exist_ok=True)
     config = tiny_config(
         folder,
         run={"name": "whole", "compile_cache_dir": os.environ["JAX_COMPILATION_CACHE_DIR"]},
+        parallel={"nodes": 1, "devices_per_node": 4},
         checkpoint={"every_steps": 2},
         audit={"every_steps": 3, "rows": 16, "masks": ("1.0",), "alarm_recall": 1.0},
     )

@@ -27,7 +27,7 @@ def test_a_whole_run_has_its_records_and_a_checkpoint(whole, config):
     assert newest_step(checkpoint_folder(whole.config)) == 4
     assert written(whole.config) == whole.records
     # An audit measures, and changes nothing.
-    plain = run(config)
+    plain = run(changed(config, parallel={"nodes": 1, "devices_per_node": 4}))
     np.testing.assert_allclose(losses(whole.records), losses(plain), rtol=1e-6)
     assert not FIGURES.keys() & plain[0].keys()
     check_records(whole.config, whole.records)
@@ -106,7 +106,7 @@ def check_records(config, records):
 def check_print(printed):
     for text in (
         "mtraining-jax: whole, 4 steps",
-        "1 x 2 x 2 (data x node x device) of 4 cpu devices in 1 process",
+        "1 x 1 x 4 (data x node x device) of 4 cpu devices in 1 process",
         "attention backend: xla (no Hopper GPU here)",
         "step 1/4  loss 4.",
         "done: 4 steps",
