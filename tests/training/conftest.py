@@ -12,6 +12,8 @@ from filelock import FileLock
 from jax.experimental.compilation_cache import compilation_cache
 
 from mtraining_jax.config import Config
+from mtraining_jax.models import init_model, param_shardings
+from mtraining_jax.training import state
 from mtraining_jax.training.loop import programs, run
 from tests.training.common import changed, tiny_config
 from tests.training.step_memo import made_once
@@ -31,6 +33,22 @@ def _equal_steps_are_made_once():
     """Runs of one process share their steps, as far as these are equal."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(programs, "make_train_step", made_once)
+        yield
+
+
+@pytest.fixture(scope="module")
+def drawn_alone():
+    """Models are drawn on one device and then spread, as drawing compiles anew for each mesh.
+
+    Drawing on a mesh is in test_state.py, where values do not depend on it.
+    """
+
+    def init(spec, *, seed, mesh, fsdp):
+        graphdef, drawn = init_model(spec, seed=seed)
+        return graphdef, jax.device_put(drawn, param_shardings(spec, mesh, fsdp))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(state, "init_model", init)
         yield
 
 

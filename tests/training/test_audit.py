@@ -17,6 +17,8 @@ from mtraining_jax.training.gradient_comparison import compared, shortened
 from mtraining_jax.training.loop import run
 from tests.training.common import VERTICAL_SLASH, changed, written
 
+pytestmark = pytest.mark.usefixtures("drawn_alone")
+
 
 def test_gradients_are_compared_with_dense_ones_in_the_steps_asked_for(config):
     """In two groups and two micro-batches, beside audits in all steps."""

@@ -12,6 +12,8 @@ from mtraining_jax.training.state import StateBuilder
 from mtraining_jax.training.step import make_train_step
 from tests.training.common import LONGROPE, VOCAB, changed, tiny_config
 
+pytestmark = pytest.mark.usefixtures("drawn_alone")
+
 SEQ_LEN, BLOCK = 128, 8
 LENGTHS = [[30, 1, 57], [8, 64, 17, 20]]  # the second one has room for no more
 SPARSE = {"kind": "sampled_rows", "tau": 0.6, "sampled_rows": 2, "dense_below": 40}

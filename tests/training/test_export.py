@@ -5,6 +5,7 @@ import shutil
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from safetensors.numpy import load_file
 
 from mtraining_jax.models.hf import load_hf, read_hf_config
@@ -15,6 +16,8 @@ from mtraining_jax.training.loop import run
 from mtraining_jax.training.run_folder import checkpoint_folder
 from mtraining_jax.training.state import StateBuilder
 from tests.training.common import changed
+
+pytestmark = pytest.mark.usefixtures("drawn_alone")
 
 
 def saved_parameters(config, step):

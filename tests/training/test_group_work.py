@@ -11,6 +11,8 @@ from mtraining_jax.training.loop import run
 from mtraining_jax.training.run_folder import checkpoint_folder
 from tests.training.common import changed, losses, tiny_config
 
+pytestmark = pytest.mark.usefixtures("drawn_alone")
+
 S = 256
 
 

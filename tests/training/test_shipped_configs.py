@@ -12,6 +12,8 @@ from mtraining_jax.training import parts
 from mtraining_jax.training.state import StateBuilder
 from mtraining_jax.training.step import make_train_step
 
+pytestmark = pytest.mark.usefixtures("drawn_alone")
+
 # Parameters of the published checkpoints.
 SIZES = {
     "qwen0_5b": 494_032_768,

@@ -14,6 +14,8 @@ from mtraining_jax.training.step import make_train_step, micro_batches
 from tests.parallel.hlo_meetings import meetings
 from tests.training.common import VERTICAL_SLASH, tiny_config
 
+pytestmark = pytest.mark.usefixtures("drawn_alone")
+
 
 def untied(folder, model=None, **sections):
     """A run whose output layer has weights of its own; the other tests tie them."""
