@@ -266,7 +266,7 @@ def qkv_dout(rng: np.random.Generator, size: Size, dtype: str) -> list[jnp.ndarr
     keys = (size.batch, size.key_blocks * size.block_size, size.kv_heads, size.dim)
     arrays = [rng.standard_normal(shape) for shape in (queries, keys, keys, queries)]
     arrays[0] *= rng.uniform(0.5, 2.5, (size.batch, 1, size.heads, 1))
-    return [jnp.asarray(x, dtype) for x in arrays]
+    return [_of_dtype(x, dtype) for x in arrays]
 
 
 def counting(rng: np.random.Generator, size: Size, dtype: str) -> list[jnp.ndarray]:
@@ -280,7 +280,12 @@ def counting(rng: np.random.Generator, size: Size, dtype: str) -> list[jnp.ndarr
     q, k, v, dout = (rng.integers(-1, 2, shape) for shape in (queries, keys, keys, queries))
     q[..., size.dim // 2 :] = 0
     k[..., : size.dim // 2] = 0
-    return [jnp.asarray(x, dtype) for x in (q, k, v, dout)]
+    return [_of_dtype(x, dtype) for x in (q, k, v, dout)]
+
+
+def _of_dtype(x: np.ndarray, dtype: str) -> jnp.ndarray:
+    """Converted in NumPy, as JAX would compile it for each shape."""
+    return jnp.asarray(x.astype(jnp.dtype(dtype)))
 
 
 def _some(rng: np.random.Generator, values: range, count: int) -> list[int]:

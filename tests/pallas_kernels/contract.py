@@ -287,7 +287,7 @@ class AttentionContract:
             outs.append(out)
             lses.append(lse)
         compare("out", collect(outs, size), expected["out"], q.dtype)
-        lse = collect([x.swapaxes(1, 2) for x in lses], size).swapaxes(1, 2)
+        lse = collect([np.asarray(x).swapaxes(1, 2) for x in lses], size).swapaxes(1, 2)
         compare_lse(lse, expected["lse"])
 
         run = functools.partial(backward, scale=scale, backend=self.backend)
@@ -295,22 +295,22 @@ class AttentionContract:
         of_columns = [0.0, 0.0]
         for rank in range(ranks):
             row = (dout_of[rank], lses[rank], pallas_kernels.delta_of(outs[rank], dout_of[rank]))
-            own = run(
+            own = jax.device_get(run(
                 q_of[rank], k_of[rank], v_of[rank], *row, None,
                 seen_by(rank, index, ranks, blocks), column_kv,
-            )
+            ))
             assert own.dk is None and own.dv is None
             of_columns = [of_columns[0] + own.dk_columns, of_columns[1] + own.dv_columns]
             dq = own.dq
             for source in range(ranks):
                 tiles = striped_step(index, rank, source, ranks)
-                part = run(q_of[rank], k_of[source], v_of[source], *row, tiles)
+                part = jax.device_get(run(q_of[rank], k_of[source], v_of[source], *row, tiles))
                 assert part.dk_columns is None and part.dv_columns is None
                 dq, dks[source] = dq + part.dq, dks[source] + part.dk
                 dvs[source] += part.dv
             dqs.append(dq)
         dk, dv = (
-            pallas_kernels.scatter_columns(collect(parts, size), gathered, columns.tokens)
+            _scatter_columns(collect(parts, size), gathered, columns.tokens)
             for parts, gathered in ((dks, of_columns[0]), (dvs, of_columns[1]))
         )
         actual = {"dq": collect(dqs, size), "dk": dk, "dv": dv}
@@ -325,7 +325,7 @@ class AttentionContract:
         expected = oracle(q, k, v, dout, brute_force.index_mask(index, size.seq_len), scale)
         _, columns, column_kv = resolve_index(index, k, v)
         q_of, k_of, v_of, dout_of = (deal(x, ranks, size) for x in (q, k, v, dout))
-        keys, values = (jnp.concatenate([x[s] for s in sources], axis=1) for x in (k_of, v_of))
+        keys, values = (np.concatenate([x[s] for s in sources], axis=1) for x in (k_of, v_of))
         blocks = size.key_blocks
         outs, lses, dqs, dkvs, of_columns = [], [], [], [], [0.0, 0.0]
         for rank in range(ranks):
@@ -337,8 +337,9 @@ class AttentionContract:
                 pallas_kernels.delta_of(out, dout_of[rank]), tiles, *seen, scale=scale,
                 backend=self.backend,
             )
+            grads = jax.device_get(grads)
             outs.append(out)
-            lses.append(lse.swapaxes(1, 2))
+            lses.append(np.asarray(lse).swapaxes(1, 2))
             dqs.append(grads.dq)
             dkvs.append((grads.dk, grads.dv))
             of_columns = [of_columns[0] + grads.dk_columns, of_columns[1] + grads.dv_columns]
@@ -348,9 +349,9 @@ class AttentionContract:
         for name, shares, gathered in zip(
             ("dk", "dv"), zip(*dkvs, strict=True), of_columns, strict=True
         ):
-            parts = jnp.split(sum(shares), ranks, axis=1)
+            parts = np.split(sum(shares), ranks, axis=1)
             total = collect([parts[sources.index(rank)] for rank in range(ranks)], size)
-            total = pallas_kernels.scatter_columns(total, gathered, columns.tokens)
+            total = _scatter_columns(total, gathered, columns.tokens)
             compare(name, total, expected[name], q.dtype)
 
     # Robustness.
@@ -485,6 +486,9 @@ class AttentionContract:
                 continue
             assert x.dtype == jnp.float32, name
             np.testing.assert_array_equal(np.asarray(x), expected[name], err_msg=name)
+
+
+_scatter_columns = jax.jit(pallas_kernels.scatter_columns)
 
 
 @functools.partial(jax.jit, static_argnames=("of_index", "backend"))

@@ -75,14 +75,17 @@ def seen_by(rank: int, index: VerticalSlashIndex, ranks: int, num_blocks: int) -
     return Columns.from_index(index, blocks, num_blocks)
 
 
-def deal(x: Array, ranks: int, size: Size) -> list[Array]:
+# In NumPy, as JAX would compile each step for each shape.
+def deal(x: Array, ranks: int, size: Size) -> list[np.ndarray]:
     """[B, S, ...] in stripes of one block: rank r gets blocks r, r + ranks, ..."""
+    x = np.asarray(x)
     blocks = x.reshape(x.shape[0], -1, ranks, size.block_size, *x.shape[2:])
     return [blocks[:, :, r].reshape(x.shape[0], -1, *x.shape[2:]) for r in range(ranks)]
 
 
-def collect(shards: list[Array], size: Size) -> Array:
-    """Undoes `_deal`."""
+def collect(shards: list[Array], size: Size) -> np.ndarray:
+    """Undoes `deal`."""
+    shards = [np.asarray(x) for x in shards]
     batch, rest = shards[0].shape[0], shards[0].shape[2:]
     blocks = [x.reshape(batch, -1, 1, size.block_size, *rest) for x in shards]
-    return jnp.concatenate(blocks, axis=2).reshape(batch, -1, *rest)
+    return np.concatenate(blocks, axis=2).reshape(batch, -1, *rest)

@@ -17,7 +17,9 @@ def random(seed, batch, seq_len, num_heads, kv_heads, head_dim, dtype=jnp.float3
     for x in (q, k):
         x[..., 1] += 2.5 * np.cos(angle)
         x[..., 2] += 2.5 * np.sin(angle)
-    return jnp.asarray(q, dtype), jnp.asarray(k, dtype)
+    # Converted in NumPy, as JAX would compile it for each shape.
+    q, k = (x.astype(jnp.dtype(dtype)) for x in (q, k))
+    return jnp.asarray(q), jnp.asarray(k)
 
 
 def one_sink(seq_len, head_dim=16, token=0, mass=0.9975):

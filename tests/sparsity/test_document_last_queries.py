@@ -93,7 +93,7 @@ def pack(name):
 def test_a_pack_chooses_what_each_document_chooses_alone(name):
     found, saved = index_mask(pack(name).index, SEQ_LEN), []
     wanted = np.zeros_like(found)
-    noise = jax.random.normal(jax.random.key(1), (SEQ_LEN, 1, 1)) * 5
+    noise = np.asarray(jax.random.normal(jax.random.key(1), (SEQ_LEN, 1, 1)) * 5)
     for row, lengths in enumerate(LENGTHS):
         for (start, blocks), length in zip(spans(lengths), lengths, strict=True):
             own = slice(start * BLOCK, (start + blocks) * BLOCK)
@@ -103,7 +103,7 @@ def test_a_pack_chooses_what_each_document_chooses_alone(name):
                 continue
             counts = np.arange(SEQ_LEN)[:, None, None] < length
             alone = [
-                jnp.where(counts, jnp.roll(x[row], -start * BLOCK, 0), noise)[None]
+                np.where(counts, np.roll(np.asarray(x)[row], -start * BLOCK, 0), noise)[None]
                 for x in arrays()
             ]
             choice = jax.device_get(choose(name, *alone, None, jnp.int32(length)))
@@ -170,8 +170,11 @@ def test_ranks_choose_the_rows_of_one(name, ranks):
         shards = Shards(block_ids, NUM_BLOCKS, ("rank",), documents=documents.blocks())
         return pattern.for_documents().choose(q, k, shards)
 
-    blocks = [x.reshape(len(LENGTHS), NUM_BLOCKS, BLOCK, *x.shape[2:]) for x in arrays()]
-    dealt = [jnp.moveaxis(x[:, rows], 1, 0) for x in blocks]
+    # Dealt in NumPy, as JAX would compile each step for each number of ranks.
+    blocks = [
+        np.asarray(x).reshape(len(LENGTHS), NUM_BLOCKS, BLOCK, *x.shape[2:]) for x in arrays()
+    ]
+    dealt = [np.moveaxis(x[:, rows], 1, 0) for x in blocks]
     dealt = [x.reshape(ranks, len(LENGTHS), -1, *x.shape[4:]) for x in dealt]
     many, one = jax.jit(jax.vmap(on_rank, axis_name="rank"))(*dealt, rows), pack(name)
     for field in ("bits", "column_marks", "column_start"):
