@@ -77,7 +77,6 @@ def test_the_sparse_index_is_really_sparse():
         (4, 2, "striped", "gather"),
         (2, 4, "striped", "flat"),
         (2, 2, "zigzag", "hierarchical"),
-        (1, 4, "zigzag", "flat"),
         (2, 2, "zigzag", "gather"),
         (1, 2, "contiguous", "hierarchical"),
         (4, 2, "contiguous", "gather"),
@@ -91,7 +90,8 @@ def test_every_mesh_layout_and_ring(nodes, devices, kind, ring):
 
 @pytest.mark.parametrize(
     ("nodes", "devices", "kind", "ring"),
-    [(1, 4, "striped", "gather"), (1, 2, "zigzag", "flat")],
+    # The second is the only zigzag that turns with steps between the first and the last.
+    [(1, 4, "striped", "gather"), (1, 4, "zigzag", "flat")],
 )
 def test_dense_documents_are_causal_within_each(nodes, devices, kind, ring):
     check(compile_ring(nodes, devices, kind, ring)(indices.dense_documents()), "documents")
