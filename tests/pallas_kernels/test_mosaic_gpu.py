@@ -8,7 +8,7 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import pallas_kernels
-from pallas_kernels import BlockSparseIndex, DiagonalTiles, ListedTiles
+from pallas_kernels import DiagonalTiles, ListedTiles
 from pallas_kernels.mosaic_gpu.backend import MosaicGpu
 from tests.pallas_kernels import cases
 from tests.pallas_kernels.cases import Size
@@ -109,9 +109,10 @@ def test_a_key_block_that_every_row_lists_is_cut_into_parts():
     q, k, v, dout = cases.qkv_dout(rng, size, "bfloat16")
     mask = np.zeros((1, 1, 16, 16), bool)
     mask[:, :, :, 0] = mask[:, :, [3, 7], 1] = mask[:, :, 9, 9] = True
-    tiles = ListedTiles.from_index(BlockSparseIndex.from_block_mask(jnp.asarray(mask), 128))
+    tiles = ListedTiles.from_index(cases.lists_of_mask(mask, 128))
     unwatched = MosaicGpu("parts", interpret=UNWATCHED)
-    assert unwatched.plan(q, k, tiles, None, whole=True).keys.heavy.tolist() == [[[0]]]
+    plan = jax.jit(lambda *args: unwatched.plan(*args, None, whole=True))
+    assert plan(q, k, tiles).keys.heavy.tolist() == [[[0]]]
     out, lse = forward(q, k, v, tiles, backend="xla")
     delta = pallas_kernels.delta_of(out, dout)
     found, expected = (

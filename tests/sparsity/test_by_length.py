@@ -55,13 +55,18 @@ def test_pairs_by_length_on_one_device_and_over_ranks():
 def test_pairs_that_no_int32_holds():
     seq_len, size = 131072, 2048
     documents = Documents.from_lengths([[seq_len // 4, seq_len // 2]], seq_len, size).blocks()
-    rows = Rows(jnp.arange(seq_len // size), lambda x: x)
-    mask = jnp.ones((1, 1, seq_len // size, seq_len // size), bool)
-    inside = documents.causal_blocks(rows.blocks, seq_len // size)
-    index = BlockMaskIndex(
-        BlockMaskIndex.from_block_mask(mask, size).bits & inside, seq_len // size, size
-    )
-    found = pairs_by_length(index, rows, documents, seq_len)
+
+    @jax.jit
+    def counted(documents):
+        rows = Rows(jnp.arange(seq_len // size), lambda x: x)
+        mask = jnp.ones((1, 1, seq_len // size, seq_len // size), bool)
+        inside = documents.causal_blocks(rows.blocks, seq_len // size)
+        index = BlockMaskIndex(
+            BlockMaskIndex.from_block_mask(mask, size).bits & inside, seq_len // size, size
+        )
+        return pairs_by_length(index, rows, documents, seq_len)
+
+    found = counted(documents)
     assert [float(found[f"pairs_of_length_class_{k}"][0, 0]) for k in range(7)] == pytest.approx(
         [0, 0, 0, 0, 1 / 16, 1 / 4, 0], rel=1e-4
     )
