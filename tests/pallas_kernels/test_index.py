@@ -226,20 +226,25 @@ def test_bits_and_columns_are_cut_to_documents():
     documents = cases.dense_documents(size, [[2, 1, -1, 4], [NUM_BLOCKS]])
     first, end = documents.first[:, 0], documents.end[:, 0]
     rng = np.random.default_rng(0)
-    mask = jnp.asarray(rng.random((2, 2, NUM_BLOCKS, NUM_BLOCKS)) < 0.5)
-    tokens = jnp.asarray(rng.integers(SEQ_LEN, size=(2, 2, 5)), jnp.int32)
-    index = BlockMaskIndex.from_block_mask(mask, SIZE).with_columns(tokens)
-    cut = index.within_documents(first, end)
+    mask = rng.random((2, 2, NUM_BLOCKS, NUM_BLOCKS)) < 0.5
+    tokens = rng.integers(SEQ_LEN, size=(2, 2, 5)).astype(np.int32)
+    rows = np.array([6, 1], np.int32)
+
+    @jax.jit
+    def cuts(mask, tokens, rows, first, end):
+        index = BlockMaskIndex.from_block_mask(mask, SIZE).with_columns(tokens)
+        start = jnp.full((2, 2, NUM_BLOCKS), 3)
+        later = index.columns_from(start).within_documents(first, end)
+        held = BlockMaskIndex.from_block_mask(mask[:, :, rows], SIZE, rows)
+        held = held.with_columns(tokens, rows).within_documents(first, end, rows)
+        return index, index.within_documents(first, end), later, held
+
+    index, cut, later, held = cuts(mask, tokens, rows, first, end)
     both = [brute_force.index_mask(x, SEQ_LEN) for x in (index, documents)]
     np.testing.assert_array_equal(brute_force.index_mask(cut, SEQ_LEN), both[0] & both[1])
     assert (both[0] & ~both[1]).any() and (both[0] & both[1]).any()
     # A later start of columns stays, and rows that are held alone are cut as all of them are.
-    start = jnp.full((2, 2, NUM_BLOCKS), 3)
-    later = index.columns_from(start).within_documents(first, end)
     np.testing.assert_array_equal(later.column_start, np.maximum(cut.column_start, 3))
-    rows = jnp.array([6, 1])
-    held = BlockMaskIndex.from_block_mask(mask[:, :, rows], SIZE, rows).with_columns(tokens, rows)
-    held = held.within_documents(first, end, rows)
     for name in ("bits", "column_marks", "column_start"):
         whole = np.asarray(getattr(cut, name))
         np.testing.assert_array_equal(getattr(held, name), whole[:, :, rows])
