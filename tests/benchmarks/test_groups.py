@@ -25,11 +25,11 @@ from mtraining_jax.sparsity.documents import Documents
 
 MINIATURE = (
     "--config", "tiny", "--groups", "2", "--parts", "2", "--batches", "1", "--repeats", "1",
-    "--documents", "300", "1800", "--start", "1.3",
+    "--documents", "150", "900", "--start", "1.3",
 )  # fmt: skip
 SIZES = (
-    "--parallel.nodes=1", "--parallel.devices_per_node=1", "--data.seq_len=2048",
-    "--sparsity.dense_below=512", "--model.num_layers=1", "--model.intermediate_size=64",
+    "--parallel.nodes=1", "--parallel.devices_per_node=1", "--data.seq_len=1024",
+    "--sparsity.dense_below=256", "--model.num_layers=1", "--model.intermediate_size=64",
     "--model.hidden_size=32", "--model.num_heads=1", "--model.head_dim=16", "--model.remat=none",
 )  # fmt: skip
 
@@ -82,7 +82,7 @@ def test_a_line_has_what_was_predicted_beside_what_was_measured():
 
 def test_all_orders_have_the_packs_of_the_same_batches():
     run = a_run()
-    warm, batches = chosen_batches(run, 0, 3, 1.3, (300, 1800))
+    warm, batches = chosen_batches(run, 0, 3, 1.3, (150, 900))
     assert len(warm) == balance.WARM and len(batches) == 3
     dealt = dealt_batches(warm, batches, run)
     assert tuple(dealt) == ORDERS
@@ -101,7 +101,7 @@ def test_all_orders_have_the_packs_of_the_same_batches():
     ends = [Found.of(predicted(step, run)).attention for step in dealt["length"]]
     assert np.mean(ends) < np.mean(starts) - 0.05
     with pytest.raises(UserError, match=r"--batches=3: 0 of 400 drawn batches begin at .* 1\.99"):
-        chosen_batches(run, 0, 3, 1.99, (300, 1800))
+        chosen_batches(run, 0, 3, 1.99, (150, 900))
 
 
 def drawn(lengths: list[int], share: float | None = None) -> tuple[np.ndarray, np.ndarray]:
