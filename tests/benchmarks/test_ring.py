@@ -62,7 +62,7 @@ def test_programs_without_communication_have_none_and_run_the_same_kernels():
 
 def test_a_rank_alone_computes_its_share_where_nothing_needs_to_travel():
     """With one rank, what has no communication gives the results themselves."""
-    problem = Problem(2048, "striped", "flat", 1, 1, False, **SMALL)
+    problem = Problem(512, "striped", "flat", 1, 1, False, **SMALL)
     programs = RingPrograms(problem, jax.devices())
     inputs = programs.random_inputs(0)
     index = DenseIndex(BLOCK)
