@@ -9,11 +9,11 @@ from mtraining_jax.config import load_config
 from mtraining_jax.training.group_work import assumed_densities
 from mtraining_jax.training.loop import run
 from mtraining_jax.training.run_folder import checkpoint_folder
-from tests.training.common import changed, losses, tiny_config
+from tests.training.common import VOCAB, changed, losses, tiny_config
 
 pytestmark = pytest.mark.usefixtures("drawn_alone")
 
-S = 256
+S = 128
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +22,7 @@ def documents(tmp_path_factory):
     folder = tmp_path_factory.mktemp("documents")
     path = tiny_config(folder).data.paths[0]
     rng = np.random.default_rng(0)
-    lengths = np.where(rng.random(120) < 0.3, S, rng.integers(16, 120, 120))
+    lengths = np.where(rng.random(120) < 0.3, S, rng.integers(8, 60, 120))
     with open(f"{path}.lengths", "wb") as file:
         np.save(file, lengths)
     np.save(path, np.resize(np.load(path), lengths.sum()))
@@ -39,10 +39,11 @@ def packed(config, documents):
         "parallel.devices_per_node": 2,
         "data.source": "tokens", "data.paths": f'["{documents}"]', "data.mode": "pack",
         "data.seq_len": S, "data.batch_size": 8, "data.balance": "density",
-        "optimizer.accumulation_steps": 2, "sparsity.block_size": 16, "sparsity.sampled_rows": 2,
-        "sparsity.tau": 0.6, "sparsity.least_share": 0.0, "sparsity.dense_below": 80,
+        "optimizer.accumulation_steps": 2, "sparsity.block_size": 8, "sparsity.sampled_rows": 2,
+        "sparsity.tau": 0.6, "sparsity.least_share": 0.0, "sparsity.dense_below": 40,
         "sparsity.tune": "mean", "sparsity.tune_low": 0.3, "sparsity.tune_high": 0.8,
-        "model.hidden_size": 32, "model.intermediate_size": 48, "checkpoint.every_steps": 3,
+        "model.hidden_size": 32, "model.intermediate_size": 48, "model.vocab_size": VOCAB,
+        "checkpoint.every_steps": 3,
         "audit.every_steps": 0, "optimizer.schedule": "constant",
         "optimizer.warmup_steps": 0, "metrics.tensorboard": "false",
     }  # fmt: skip
@@ -57,7 +58,7 @@ def test_a_balanced_and_tuned_run_trains_resumes_and_says_how_even_it_is(packed,
     assert "data.balance = density" in printed
     assert "groups     attention of the busiest 1." in printed
     assert f"imbalance {whole[0]['attention_imbalance']:.2f}  " in printed
-    # Documents of at most 3 blocks are below 80 tokens: dense. Those of 4 to 7 may be, or not.
+    # Documents of at most 3 blocks are below 40 tokens: dense. Those of 4 to 7 may be, or not.
     assumed = assumed_densities(config)
     assert assumed.tolist() == [1, 1, 0.15, 0.15, 0.15]
     for record in whole:
