@@ -13,6 +13,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from mtraining_jax.config import Config
 from mtraining_jax.models import init_model, param_shardings
+from mtraining_jax.parallel.mesh import make_mesh
 from mtraining_jax.training import state
 from mtraining_jax.training.loop import programs, run
 from tests.training.common import changed, tiny_config
@@ -44,7 +45,7 @@ def drawn_alone():
     """
 
     def init(spec, *, seed, mesh, fsdp):
-        graphdef, drawn = init_model(spec, seed=seed)
+        graphdef, drawn = init_model(spec, seed=seed, mesh=make_mesh(1, 1, 1))
         return graphdef, jax.device_put(drawn, param_shardings(spec, mesh, fsdp))
 
     with pytest.MonkeyPatch.context() as patch:

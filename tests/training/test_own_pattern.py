@@ -8,6 +8,8 @@ from mtraining_jax.config import config_from_dict, config_to_dict, config_to_tom
 from mtraining_jax.sparsity import PATTERNS
 from tests.training.common import changed, written
 
+pytestmark = pytest.mark.usefixtures("drawn_alone")
+
 KIND = "examples.strided_pattern:Strided"
 
 
