@@ -28,7 +28,7 @@ from benchmarks.frontier_patterns import parse
 from benchmarks.report import setting
 from benchmarks.timing import median_ms
 from mtraining_jax.errors import UserError
-from mtraining_jax.sparsity import ModelSizes, VerticalSlash, choose_index, estimate
+from mtraining_jax.sparsity import ModelSizes, Shards, VerticalSlash, choose_index, estimate
 from mtraining_jax.sparsity.row_pattern import RowPattern
 from mtraining_jax.sparsity.row_rule import kept_blocks
 from pallas_kernels import plan
@@ -115,7 +115,7 @@ def _parts_of_lists(args, pattern: RowPattern, q, k, index, time) -> tuple[str, 
 
     @jax.jit
     def rule(scores: Array) -> Array:
-        return kept_blocks(scores, blocks, pattern.rule())
+        return kept_blocks(scores, blocks, pattern.rule(Shards(blocks, num_blocks)))
 
     @jax.jit
     def lists(index: BlockMaskIndex):

@@ -17,14 +17,22 @@ MIXED = {
     "sampled_rows_dense_last": "sampled_rows", "sampled_rows_dense_every": "sampled_rows",
     "sampled_rows_random_last": "sampled_rows_random",
 }  # fmt: skip
-# Arms that keep some blocks at random, and what they are used with beside their own pattern.
-RANDOM = {"sampled_rows_random": "sampled_rows"}
+# Arms that keep some blocks at random.
+RANDOM = ("sampled_rows_random",)
 # All that are compared with the dense arm.
 SPARSE = (*ARMS[1:], *MIXED, *RANDOM)
 TIERS = {
     "a": ARMS, "b": ARMS, "c": (*ARMS, *MIXED, *RANDOM),
     "c64k": (*ARMS[:2], "sampled_rows_random_last", *RANDOM),
 }  # fmt: skip
+# What models are used with beside dense attention and their own pattern: other arms, or patterns
+# that no arm is trained with. By tier and arm.
+BESIDE = {
+    ("a", "sampled_rows"): ("sampled_rows_end", "sampled_rows_64", "sampled_rows_95"),
+    ("c", "sampled_rows_random"): ("sampled_rows",),
+    ("c64k", "sampled_rows"): ("sampled_rows_end", "sampled_rows_random"),
+    ("c64k", "sampled_rows_random"): ("sampled_rows",),
+}
 # Needles in text take long: the dense arm is asked for them with these patterns alone.
 NEEDLES_OF_DENSE = ("dense", "sampled_rows", "vertical_slash")
 
@@ -33,12 +41,13 @@ Overrides = list[tuple[str, str]]
 
 
 def config_path(tier: str, arm: str) -> Path:
-    """The configuration file of an arm.
+    """The configuration file of an arm, or of a pattern that models of the tier are used with.
 
     Raises:
         UserError: if the tier has no such arm.
     """
-    if arm not in TIERS[tier]:
+    used = {name for (of, _), names in BESIDE.items() if of == tier for name in names}
+    if arm not in {*TIERS[tier], *used}:
         raise UserError(f'arm "{arm}" is none of tier {tier}: {", ".join(TIERS[tier])}')
     return CONFIGS / f"{tier}_{arm}.toml"
 
@@ -56,14 +65,14 @@ def own_pattern(arm: str) -> str:
 def inferred_with(tier: str, trained: str, among: Iterable[str] | None = None) -> list[str]:
     """The patterns that a trained model is used with: dense and its own, the dense arm with all.
 
-    One that was trained with random blocks is used without them too.
+    Some are used with others too (`BESIDE`).
 
     Args:
         tier, trained: which model.
         among: the dense arm is used with the patterns of these alone; default all of the tier.
     """
     if trained != "dense":
-        return ["dense", own_pattern(trained), *([RANDOM[trained]] if trained in RANDOM else [])]
+        return ["dense", own_pattern(trained), *BESIDE.get((tier, trained), ())]
     wanted = {own_pattern(arm) for arm in (TIERS[tier] if among is None else among)} | {"dense"}
     return [arm for arm in TIERS[tier] if arm in wanted]
 

@@ -57,6 +57,17 @@ def test_arms_of_a_tier_differ_in_their_pattern_alone(tier, overrides):
     assert config.run.steps * config.data.batch_size <= sizes.rows
 
 
+@pytest.mark.parametrize(("tier", "arm"), arms.BESIDE)
+def test_what_models_are_used_with_differs_from_their_arm_in_the_pattern_alone(
+    tier, arm, overrides
+):
+    names = arm, *arms.BESIDE[tier, arm]
+    configs = [arms.arm_config(tier, name, overrides(tier)) for name in names]
+    assert len({str(config.sparsity) for config in configs}) == len(names)
+    for section in ("model", "data", "optimizer", "loss", "metrics", "parallel"):
+        assert len({str(getattr(config, section)) for config in configs}) == 1
+
+
 def test_arms_with_dense_steps_differ_from_their_pattern_in_these_alone(overrides):
     for arm, pattern in arms.MIXED.items():
         mixed, sparse = (arms.arm_config("c", name, overrides("c")) for name in (arm, pattern))
@@ -222,7 +233,7 @@ def test_results_of_other_settings_are_not_gone_on_with(tmp_path):
     origin.check_same_settings(results, header("800", seed=1))
     # Results from before there were these fields are those of a run without.
     before = repr(arms.arm_config("b", "dense"))
-    for field in ("dense_first=0", "dense_last=0", "dense_every=0", "dense_start=0"):
+    for field in ("dense_first=0", "dense_last=0", "dense_every=0", "dense_start=0", "dense_end=0"):
         before = before.replace(f", {field}", "")
     before = before.replace(", random_share=0.0", "")
     told = origin.header(engine, arms.arm_config("b", "dense"), about)["config"]
@@ -429,8 +440,8 @@ def test_the_dense_arm_is_used_with_the_patterns_that_are_asked_for():
     for arm, pattern in arms.MIXED.items():
         assert arms.inferred_with("c", arm) == ["dense", pattern]
         assert arms.inferred_with("c", "dense", [arm]) == ["dense", pattern]
-    for arm, pattern in arms.RANDOM.items():
-        assert arms.inferred_with("c", arm) == ["dense", arm, pattern]
+    for (tier, arm), patterns in arms.BESIDE.items():
+        assert arms.inferred_with(tier, arm) == ["dense", arm, *patterns]
 
 
 def test_what_is_trained_can_be_left_unmeasured(tmp_path, capsys):

@@ -28,7 +28,7 @@ class DocumentSampledRows(SampledRows):
         from mtraining_jax.sparsity.row_rule import kept_blocks
         from pallas_kernels.index import BlockMaskIndex
 
-        rule = self.rule(shards.shares)
+        rule = self.rule(shards)
         size, documents = self.block_size, shards.documents
         rows, num_blocks = shards.block_ids, shards.num_blocks
         slots = DocumentSlots.of(documents, self._slots(num_blocks))

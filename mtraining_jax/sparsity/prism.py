@@ -36,7 +36,7 @@ class Prism(RowPattern):
         """As `RowPattern.keep`: what either band keeps."""
         from mtraining_jax.sparsity.row_rule import kept_blocks
 
-        rule = self.rule(shards.shares)
+        rule = self.rule(shards)
         high, low = (
             kept_blocks(scores, shards.block_ids, rule, shards.documents)
             for scores in self.bands(q, k, shards)

@@ -54,9 +54,8 @@ class ReplaySettings(VerticalSlashSettings):
         replay_density: share of the causal pairs computed, mean over layers. Layers spread from
             0.06 to 2 times it, as the paper's do: 0.4 % to 12.7 % around 6.3 %.
         replay_estimate: also choose an index in every layer, so that a step includes that time.
-        tau, sink_blocks, least_share, dense_start, random_share: of the pattern of lists that
-            chooses.
-        dense_below, stride, sampled_rows, columns: likewise.
+        tau, sink_blocks, least_share, dense_start, dense_end: of the pattern of lists that chooses.
+        random_share, dense_below, stride, sampled_rows, columns: likewise.
     """
 
     chooses = False
@@ -71,6 +70,7 @@ class ReplaySettings(VerticalSlashSettings):
     sink_blocks: limited(int, ge=0) = 1
     least_share: limited(float, ge=0, le=1) = 0.0
     dense_start: limited(int, ge=0) = 0
+    dense_end: limited(int, ge=0) = 0
     random_share: limited(float, ge=0, lt=1) = 0.0
     dense_below: limited(int, ge=0) = 8192
     stride: limited(int, ge=1) = 8

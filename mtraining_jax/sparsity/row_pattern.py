@@ -41,6 +41,9 @@ class RowPattern(Pattern):
             reached without it; with tau 1 this alone decides. 0 asks for nothing.
         dense_start: queries of the first so many tokens of a sequence, or of a document in it, keep
             all of their pairs, rounded up to whole blocks: there are few of them.
+        dense_end: queries of the last so many tokens of a sequence, or of a document in it, keep
+            all of their pairs, rounded up to whole blocks; padding does not count. Questions at the
+            end of a prompt look for single blocks, which a few sampled queries can miss.
         random_share: share of the blocks that are left out by all this which a row keeps all the
             same, drawn by a hash of the head and of their places: what is left out in one row is
             seen in training in another.
@@ -57,6 +60,7 @@ class RowPattern(Pattern):
     local_blocks: limited(int, ge=1) = 2
     least_share: limited(float, ge=0, le=1) = 0.0
     dense_start: limited(int, ge=0) = 0
+    dense_end: limited(int, ge=0) = 0
     random_share: limited(float, ge=0, lt=1) = 0.0
     dense_below: limited(int, ge=0) = 8192
     block_size: limited(int, ge=1) = 128
@@ -99,21 +103,32 @@ class RowPattern(Pattern):
         from mtraining_jax.sparsity.row_rule import kept_blocks
 
         scores = self.scores(q, k, shards)
-        return kept_blocks(scores, shards.block_ids, self.rule(shards.shares), shards.documents)
+        return kept_blocks(scores, shards.block_ids, self.rule(shards), shards.documents)
 
-    def rule(self, shares: "Array | None" = None) -> "RowRule":
+    def rule(self, shards: Shards) -> "RowRule":
         """The rule of all such patterns, with the settings of this one.
 
         Args:
-            shares: as in `Shards`, in the place of `tau`.
+            shards: where the rows lie; its shares take the place of `tau`.
         """
         from mtraining_jax.sparsity.row_rule import RowRule
 
-        tau = self.tau if shares is None else shares
-        start = -(-self.dense_start // self.block_size)
         return RowRule(
-            tau, self.sink_blocks, self.local_blocks, self.least_share, start, self.random_share
-        )
+            self.tau if shards.shares is None else shards.shares, self.sink_blocks,
+            self.local_blocks, self.least_share, -(-self.dense_start // self.block_size),
+            self.random_share, self._rows_at_end(shards) if self.dense_end else None,
+        )  # fmt: skip
+
+    def _rows_at_end(self, shards: Shards) -> "Array":
+        """Whether each local row of blocks has a query of the last `dense_end`: bool [B or 1, n].
+
+        In a dense document none has: it keeps everything anyway.
+        """
+        size, ends = self.block_size, shards.ends(shards.block_ids, self.block_size)
+        if ends is None:
+            ends = shards.num_blocks * size
+        first = shards.block_ids[None] * size
+        return (first < ends) & (first + size > ends - self.dense_end)
 
     def kept_share(self) -> KeptShare:
         """`tau`."""
@@ -146,6 +161,7 @@ class RowPattern(Pattern):
         """What the rule keeps, for `describe`."""
         least = f", at least {self.least_share:g} in a block" if self.least_share else ""
         start = f", all in the first {self.dense_start:,} tokens" if self.dense_start else ""
+        start += f", all in the last {self.dense_end:,} tokens" if self.dense_end else ""
         drawn = f", {self.random_share:g} of the others at random" if self.random_share else ""
         return f"{self.tau:g} of each row of blocks{least}{start}{drawn}"
 

@@ -40,6 +40,7 @@ class RowRule:
         dense_start: rows at the start of the document, of which all blocks are forced.
         random_share: share of the blocks left out by all this that is kept all the same, in [0, 1).
             Which ones is a hash of the head and of the places of row and block in their document.
+        dense_rows: bool [B or 1, n], rows of which all blocks are forced; None for no others.
     """
 
     tau: float | Array
@@ -48,6 +49,7 @@ class RowRule:
     least_share: float = 0.0
     dense_start: int = 0
     random_share: float = 0.0
+    dense_rows: Array | None = None
 
 
 def kept_blocks(
@@ -80,6 +82,8 @@ def kept_blocks(
         sinks = (numbers - first < rule.sink_blocks) | dense
     if rule.dense_start:
         sinks |= rows[:, None] - first < rule.dense_start
+    if rule.dense_rows is not None:
+        sinks |= rule.dense_rows[:, None, :, None]
     forced = causal & (sinks | local)
     scores, kept = jnp.where(causal & (scores > 0), scores, 0.0), 0
     if beside is None:

@@ -53,7 +53,7 @@ class SampledRows(RowPattern):
         from mtraining_jax.sparsity.row_rule import kept_blocks
         from pallas_kernels.index import BlockMaskIndex
 
-        rule = self.rule(shards.shares)
+        rule = self.rule(shards)
         tokens = row_columns.heaviest_columns(q, k, shards, self.block_size, self.columns, rule)
         rows, places = samples(q, shards, self.block_size, self.sampled_rows)
         scores, beside = row_columns.masses_without(

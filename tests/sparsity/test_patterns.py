@@ -117,7 +117,7 @@ class TestPrism(ChoiceContract):
 
 
 class TestExactRows(ChoiceContract):
-    settings = ExactRows(tau=0.6, block_size=BLOCK)
+    settings = ExactRows(tau=0.6, dense_end=BLOCK + 1, block_size=BLOCK)
 
 
 class TestOwn(PatternContract):

@@ -23,7 +23,7 @@ LENGTHS = [33, 70, 16]  # 3, 5 and 1 blocks, and 3 of padding
 STARTS = [0, 3, 8]
 OPTIONS = dict(tau=0.6, local_blocks=1, sink_blocks=1, dense_below=20, block_size=BLOCK)
 PATTERNS = {
-    "antidiagonals": XAttention(stride=4, **OPTIONS),
+    "antidiagonals": XAttention(stride=4, dense_end=7, **OPTIONS | {"tau": 0.3}),
     "exact": ExactRows(random_share=0.3, **OPTIONS),
     "sampled": SampledRows(sampled_rows=3, **OPTIONS),
     "mixed": MixedRows(stride=4, sampled_rows=3, dense_start=2 * BLOCK - 1, **OPTIONS),
@@ -77,6 +77,9 @@ def test_a_pack_chooses_what_each_document_chooses_alone():
                 assert bits[n, :, :size, 0].all(), name  # the document's first block
             if name == "mixed":
                 assert bits[n, :, : min(size, 2)].sum() == 2 * [1, 3][size > 1]  # of both heads
+            if name == "antidiagonals":  # the last 7 of 33, 70 and 16 tokens lie in two blocks
+                last = bits[n, :, max(size - 2, 0) : size].sum((1, 2))
+                assert (last == size + max(size - 1, 0)).all()
             if name == "columns":
                 of_pack, alone = index.column_marks[0, :, own], index.column_marks[n, :, :size]
                 np.testing.assert_array_equal(of_pack, alone)

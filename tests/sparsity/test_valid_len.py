@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from mtraining_jax import sparse_attention
-from mtraining_jax.sparsity import Dense, FixedBudget, Shards, VerticalSlash
+from mtraining_jax.sparsity import Dense, FixedBudget, SampledRows, Shards, VerticalSlash
 from mtraining_jax.sparsity.choose import choose
+from pallas_kernels.index import bits as sets
 from tests.sparsity import inputs, oracle
 
 SEQ_LEN, HEADS, KV_HEADS, DIM, BLOCK, LAST_Q = 512, 4, 2, 16, 16, 15
@@ -86,6 +87,28 @@ def test_a_prompt_may_end_inside_a_block(heads):
     assert listed(found["fixed"], 2)[0] == sorted(
         {0} | oracle.block_diagonals(kept, BLOCK, SEQ_LEN // BLOCK)
     )
+
+
+def test_rows_at_the_end_of_a_prompt_keep_all_of_their_blocks(heads):
+    q, k = heads[2](300, 50.0)
+    settings = dict(tau=0.3, sampled_rows=4, block_size=BLOCK)
+
+    @jax.jit
+    def choose_both(q, k, valid_len):
+        num_blocks = SEQ_LEN // BLOCK
+        shards = Shards(jnp.arange(num_blocks), num_blocks, valid_len=valid_len)
+        patterns = SampledRows(**settings), SampledRows(dense_end=30, **settings)
+        return [choose(pattern, q, k, shards).index.bits for pattern in patterns]
+
+    plain, ended = (
+        np.asarray(sets.unpack(bits, SEQ_LEN // BLOCK)) for bits in choose_both(q, k, 300)
+    )
+    # Tokens 270 to 299 are of blocks 16 to 18; what follows is padding.
+    others = np.delete(np.arange(SEQ_LEN // BLOCK), [16, 17, 18])
+    np.testing.assert_array_equal(ended[:, :, others], plain[:, :, others])
+    for row in (16, 17, 18):
+        assert ended[:, :, row, : row + 1].all() and not ended[:, :, row, row + 1 :].any()
+        assert not plain[:, :, row, : row + 1].all()
 
 
 def test_attention_takes_the_number_of_tokens_that_count(heads):
