@@ -20,7 +20,7 @@ from tests.gpu.ring_problem import SIZE
 RANKS = 8
 PATTERNS = [
     XAttention(stride=8), XAttention(stride=16), SampledRows(), MixedRows(tau=0.8),
-    SampledRows(columns=128), SampledRows(random_share=0.1),
+    SampledRows(columns=128), SampledRows(random_share=0.1, dense_end=200),
 ]  # fmt: skip
 
 
