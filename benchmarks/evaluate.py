@@ -143,7 +143,8 @@ def time_pattern(
 def _forward(loaded: Loaded, programs: Programs, ids: np.ndarray) -> Callable[[], Array]:
     """The model as training runs it, up to what goes into the output layer."""
     network = loaded.network
-    layout, pattern, positions = programs.deal(len(ids))
+    layout, positions = programs.deal(len(ids))
+    pattern = programs.pattern(len(ids))
     tokens = programs.place(ids, layout, 0)
     attention = network.attention(layout, pattern, None)
 

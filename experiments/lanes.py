@@ -153,7 +153,8 @@ def main(argv: list[str] | None = None) -> int:
         names = list(dict.fromkeys(arm for item in plan for arm in item.arms))
         first = argparse.Namespace(**{**vars(args), "seed": plan[0].seed})
         left = [arm for arm in names if not run.is_trained(first, arm, overrides)]
-        if args.jobs > 1 and left and not run.take_probes(lease, first, left, overrides, 1):
+        together = args.jobs > 1 and len(left) > 1
+        if together and not run.take_probes(lease, first, left, overrides, 1):
             return LATER
         if not Lanes(lease, args, plan, overrides).run():
             print("time is up: the same command goes on", flush=True)

@@ -13,7 +13,7 @@ from mtraining_jax.errors import UserError
 from mtraining_jax.evaluation.engine import Engine
 
 # Fields that came after the first results: left as they are, they change no setting.
-_SINCE = r", (dense_(first|last|every|start|end)=0|random_share=0\.0)(?=[,)])"
+_SINCE = r", (dense_(first|last|every|start|end)=(0|None)|random_share=0\.0)(?=[,)])"
 
 
 def header(engine: Engine, config: Config, about: Line) -> Line:

@@ -51,10 +51,10 @@ def bucket_table(
     for (trained, inferred), losses in found.items():
         if trained == "dense" or inferred != (own_pattern(trained) if as_trained else "dense"):
             continue
-        seeds = str(len(losses.seeds))
         if trained == "start":  # of no seed: it is one model
-            losses, seeds = _repeated(losses, dense.seeds), "–"
+            losses = _repeated(losses, dense.seeds)
         by_bucket = paired(losses, dense)
+        seeds = "–" if trained == "start" else str(len(by_bucket))
         cells = [cell(band(by_bucket[..., k])) for k in chosen]
         rows.append([trained, seeds, *cells, cell(band(paired(losses, dense, "last")))])
     return markdown(rows)

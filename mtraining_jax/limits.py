@@ -2,6 +2,7 @@
 
 import dataclasses
 import numbers
+import types
 import typing
 from typing import Annotated, Any
 
@@ -31,6 +32,10 @@ def check_limits(settings: Any) -> None:
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
         kind = hints[field.name]
+        if typing.get_origin(kind) in (types.UnionType, typing.Union):
+            if value is None:
+                continue
+            kind = typing.get_args(kind)[0]
         if typing.get_origin(kind) is typing.Literal:
             if value not in typing.get_args(kind):
                 allowed = ", ".join(typing.get_args(kind))

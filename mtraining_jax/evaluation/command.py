@@ -19,6 +19,7 @@ from mtraining_jax.evaluation.results import Results, check_settings
 from mtraining_jax.evaluation.runner import Plan, check, check_lengths, check_vocabulary, evaluate
 from mtraining_jax.evaluation.tasks import make_tasks
 from mtraining_jax.models.hf.config import CONFIG_FILE, read_hf_values
+from mtraining_jax.sparsity.row_pattern import PROMPT_END
 from mtraining_jax.training.checkpoint import newest_step, read_record
 from mtraining_jax.training.run_folder import CHECKPOINTS_NAME
 
@@ -85,6 +86,7 @@ def settings_of(request: Request, plan: Plan, names: Mapping[str, str]) -> dict[
         "generate": plan.generate,
         "sparse answers": request.sparse_answers,
         "sparsity": text(request.sparsity) or "as the model says",
+        "end of prompts": f"dense_end = {PROMPT_END} unless given",
         "dtype": request.dtype or "as the model says",
         "tokenizer": request.tokenizer or "the model's own",
         "tasks": {

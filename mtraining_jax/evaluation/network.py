@@ -99,8 +99,18 @@ class Network:
         Raises:
             UserError: if the pattern cannot be made for this model.
         """
-        sizes = ModelSizes(self.spec.num_layers, self.spec.num_heads, seq_len)
-        return self.attending.settings.pattern(sizes)
+        return self._made(self.attending.settings, seq_len)
+
+    def prompt_pattern(self, seq_len: int) -> Pattern:
+        """How pairs are chosen where a prompt is read, whose end asks for something.
+
+        Raises:
+            UserError: as `pattern`.
+        """
+        return self._made(self.attending.settings.for_prompts(), seq_len)
+
+    def _made(self, settings: Settings, seq_len: int) -> Pattern:
+        return settings.pattern(ModelSizes(self.spec.num_layers, self.spec.num_heads, seq_len))
 
     def attention(self, layout: Layout, pattern: Pattern, valid_len: Array) -> Attention:
         """What the layers attend with; `valid_len` may be traced."""

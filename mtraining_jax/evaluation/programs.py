@@ -40,7 +40,8 @@ class Programs:
         self._compiled: dict[Hashable, Any] = {}
         # Decoding is dense whatever the pattern, and takes longest to compile.
         self._steps: dict[Hashable, Any] = {} if like is None else like._steps
-        self._dealt: dict[int, tuple[Layout, Pattern, Array]] = {}
+        self._dealt: dict[int, tuple[Layout, Array]] = {}
+        self._patterns: dict[tuple[int, bool], Pattern] = {}
 
     def score(
         self, ids: np.ndarray, labels: np.ndarray, valid_len: int
@@ -56,7 +57,8 @@ class Programs:
             NumPy arrays [n], and the density of the pass; see `make_score`.
         """
         padded, length = self._network.padded_length(len(ids)), len(ids)
-        layout, pattern, positions = self.deal(padded)
+        layout, positions = self.deal(padded)
+        pattern = self.pattern(padded)
         like = self._network.length_like(length)
         arguments = (
             self._loaded.state, self.place(ids, layout, 0),
@@ -82,7 +84,8 @@ class Programs:
             A function that reads it.
         """
         padded = self._network.padded_length(len(ids))
-        layout, pattern, positions = self.deal(padded)
+        layout, positions = self.deal(padded)
+        pattern = self.pattern(padded, of_prompt=True)
         like = self._network.length_like(total)
         arguments = (
             self._loaded.state, self.place(ids, layout, 0), positions, np.int32(len(ids)),
@@ -124,7 +127,7 @@ class Programs:
         """
         padded = self._network.padded_length(prompt_len)
         like, room = self._network.length_like(total), cache.keys[0].shape[2]
-        layout, _, _ = self.deal(padded)
+        layout, _ = self.deal(padded)
         state = self._loaded.state
         key = layout, like, room, kind
         if key not in self._steps:
@@ -140,12 +143,19 @@ class Programs:
             self._compiled[key] = make(*how).lower(*arguments).compile()
         return self._compiled[key]
 
-    def deal(self, padded: int) -> tuple[Layout, Pattern, Array]:
-        """How sequences of a padded length lie, how pairs are chosen, and positions [1, S]."""
+    def pattern(self, padded: int, of_prompt: bool = False) -> Pattern:
+        """How pairs are chosen in sequences of a padded length, or where these are prompts."""
+        if (padded, of_prompt) not in self._patterns:
+            make = self._network.prompt_pattern if of_prompt else self._network.pattern
+            self._patterns[padded, of_prompt] = make(padded)
+        return self._patterns[padded, of_prompt]
+
+    def deal(self, padded: int) -> tuple[Layout, Array]:
+        """How sequences of a padded length lie, and positions [1, S]."""
         if padded not in self._dealt:
             layout = self._network.sequence_layout(padded)
             positions = self.place(np.arange(padded, dtype=np.int32), layout, 0)
-            self._dealt[padded] = layout, self._network.pattern(padded), positions
+            self._dealt[padded] = layout, positions
         return self._dealt[padded]
 
     def place(self, ids: np.ndarray, layout: Layout, fill: int) -> Array:

@@ -176,6 +176,10 @@ class Settings:
             "vertical_slash, or dense"
         )
 
+    def for_prompts(self) -> "Settings":
+        """What reads a prompt, which ends with what is asked; the default is the settings alike."""
+        return self
+
     def kept_share(self) -> KeptShare | None:
         """The share of mass that `Shards.shares` may replace; None if there is no such share."""
         return None

@@ -70,7 +70,7 @@ class ReplaySettings(VerticalSlashSettings):
     sink_blocks: limited(int, ge=0) = 1
     least_share: limited(float, ge=0, le=1) = 0.0
     dense_start: limited(int, ge=0) = 0
-    dense_end: limited(int, ge=0) = 0
+    dense_end: limited(int, ge=0) | None = None
     random_share: limited(float, ge=0, lt=1) = 0.0
     dense_below: limited(int, ge=0) = 8192
     stride: limited(int, ge=1) = 8

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 # Mean density that is assumed as long as nothing has been chosen: sampled rows kept to 0.9 took
 # 15.2 % of the pairs of SmolLM2-135M at 32768 tokens; longer sequences take less.
 _ASSUMED_DENSITY = 0.15
+# Tokens at the end of a prompt that see all of it: room for a question. In one block or two.
+PROMPT_END = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,8 +44,9 @@ class RowPattern(Pattern):
         dense_start: queries of the first so many tokens of a sequence, or of a document in it, keep
             all of their pairs, rounded up to whole blocks: there are few of them.
         dense_end: queries of the last so many tokens of a sequence, or of a document in it, keep
-            all of their pairs, rounded up to whole blocks; padding does not count. Questions at the
-            end of a prompt look for single blocks, which a few sampled queries can miss.
+            all of their pairs, rounded up to whole blocks; padding does not count. A question at
+            the end of a prompt looks for single blocks, which a few sampled queries can miss. None:
+            128 tokens where a prompt is read, and none in training.
         random_share: share of the blocks that are left out by all this which a row keeps all the
             same, drawn by a hash of the head and of their places: what is left out in one row is
             seen in training in another.
@@ -60,7 +63,7 @@ class RowPattern(Pattern):
     local_blocks: limited(int, ge=1) = 2
     least_share: limited(float, ge=0, le=1) = 0.0
     dense_start: limited(int, ge=0) = 0
-    dense_end: limited(int, ge=0) = 0
+    dense_end: limited(int, ge=0) | None = None
     random_share: limited(float, ge=0, lt=1) = 0.0
     dense_below: limited(int, ge=0) = 8192
     block_size: limited(int, ge=1) = 128
@@ -129,6 +132,12 @@ class RowPattern(Pattern):
             ends = shards.num_blocks * size
         first = shards.block_ids[None] * size
         return (first < ends) & (first + size > ends - self.dense_end)
+
+    def for_prompts(self) -> "RowPattern":
+        """With a dense end, unless the settings say something of it."""
+        if self.dense_end is not None:
+            return self
+        return dataclasses.replace(self, dense_end=PROMPT_END)
 
     def kept_share(self) -> KeptShare:
         """`tau`."""

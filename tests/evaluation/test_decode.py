@@ -23,7 +23,7 @@ from tests.models.common import DATA, forward
 # The prompt ends inside a block, on every mesh.
 PROMPT, NEW = 75, 8
 TEXT = np.random.default_rng(0).integers(0, 256, PROMPT + NEW).astype(np.int32)
-SPARSE = {"block_size": 8, "sampled_rows": 4, "tau": 0.5, "local_blocks": 1}
+SPARSE = {"block_size": 8, "sampled_rows": 4, "tau": 0.5, "local_blocks": 1, "dense_end": 0}
 ONE, EIGHT = (1, 1), (2, 4)
 LLAMA, PHI = "llama3_tiny", "phi3_tiny_longrope"
 GREEDY = np.float32(0), np.float32(1), np.uint32(0)
@@ -133,6 +133,20 @@ def test_an_answer_after_a_sparse_prompt_is_scored_as_it_would_be_generated():
     at_once = whole.forced(TEXT[:PROMPT], TEXT[PROMPT:])
     np.testing.assert_allclose(at_once.log_probs, -losses, atol=1e-6)
     assert np.abs(given.log_probs - dense.log_probs).max() > 0.001
+
+
+def test_the_end_of_a_prompt_sees_all_of_it_unless_the_settings_say_otherwise():
+    without = engine(EIGHT, "sparse")
+    settings = dataclasses.replace(without.loaded.network.attending.settings, dense_end=None)
+    model = without.with_pattern(settings)
+    # The prompt is shorter than what counts as its end.
+    found, dense = (x.forced(TEXT[:PROMPT], TEXT[PROMPT:]) for x in (model, engine(EIGHT)))
+    np.testing.assert_allclose(found.log_probs, dense.log_probs, atol=2e-5, rtol=1e-4)
+    sparse = without.forced(TEXT[:PROMPT], TEXT[PROMPT:])
+    assert sparse.density < found.density
+    assert np.abs(found.log_probs - sparse.log_probs).max() > 0.001
+    # What is no prompt is read as in training.
+    np.testing.assert_array_equal(model.token_losses(TEXT), without.token_losses(TEXT))
 
 
 def test_what_a_model_cannot_read_is_said_in_a_sentence():
