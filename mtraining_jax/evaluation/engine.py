@@ -65,6 +65,8 @@ class Engine:
 
     Prompts are padded at their end to one of few lengths. The padding is behind every token that
     counts, so no token sees it, and a sparse pattern estimates from the last tokens that count.
+    Patterns that choose for rows of blocks let the last 128 tokens of a prompt see all of it,
+    unless their `dense_end` says otherwise (docs/quality.md).
 
     Attributes:
         loaded: the model, its parameters and its tokenizer.
