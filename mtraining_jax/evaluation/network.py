@@ -93,23 +93,12 @@ class Network:
             attending.layout, seq_len, sizes, attending.settings.block_size, attending.ring
         )
 
-    def pattern(self, seq_len: int) -> Pattern:
-        """How pairs are chosen in a padded sequence; arrays lead with the layers.
+    def pattern(self, seq_len: int, settings: Settings) -> Pattern:
+        """How pairs are chosen in a padded sequence by such settings; arrays lead with the layers.
 
         Raises:
             UserError: if the pattern cannot be made for this model.
         """
-        return self._made(self.attending.settings, seq_len)
-
-    def prompt_pattern(self, seq_len: int) -> Pattern:
-        """How pairs are chosen where a prompt is read, whose end asks for something.
-
-        Raises:
-            UserError: as `pattern`.
-        """
-        return self._made(self.attending.settings.for_prompts(), seq_len)
-
-    def _made(self, settings: Settings, seq_len: int) -> Pattern:
         return settings.pattern(ModelSizes(self.spec.num_layers, self.spec.num_heads, seq_len))
 
     def attention(self, layout: Layout, pattern: Pattern, valid_len: Array) -> Attention:

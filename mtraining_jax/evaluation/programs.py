@@ -145,10 +145,12 @@ class Programs:
 
     def pattern(self, padded: int, of_prompt: bool = False) -> Pattern:
         """How pairs are chosen in sequences of a padded length, or where these are prompts."""
-        if (padded, of_prompt) not in self._patterns:
-            make = self._network.prompt_pattern if of_prompt else self._network.pattern
-            self._patterns[padded, of_prompt] = make(padded)
-        return self._patterns[padded, of_prompt]
+        own = self._network.attending.settings
+        settings = own.for_prompts() if of_prompt else own
+        key = padded, settings is own  # most read prompts alike, and share their arrays
+        if key not in self._patterns:
+            self._patterns[key] = self._network.pattern(padded, settings)
+        return self._patterns[key]
 
     def deal(self, padded: int) -> tuple[Layout, Array]:
         """How sequences of a padded length lie, and positions [1, S]."""
