@@ -170,9 +170,9 @@ class RowPattern(Pattern):
         """What the rule keeps, for `describe`."""
         least = f", at least {self.least_share:g} in a block" if self.least_share else ""
         start = f", all in the first {self.dense_start:,} tokens" if self.dense_start else ""
-        start += f", all in the last {self.dense_end:,} tokens" if self.dense_end else ""
+        end = f", all in the last {self.dense_end:,} tokens" if self.dense_end else ""
         drawn = f", {self.random_share:g} of the others at random" if self.random_share else ""
-        return f"{self.tau:g} of each row of blocks{least}{start}{drawn}"
+        return f"{self.tau:g} of each row of blocks{least}{start}{end}{drawn}"
 
     def expected_density(self) -> tuple[float, str]:
         """An assumption."""
