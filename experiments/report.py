@@ -85,6 +85,33 @@ def matrix_table(found: dict[tuple[str, str], Losses]) -> list[str]:
     return markdown(rows)
 
 
+def long_table(found: dict[tuple[str, str], Losses]) -> list[str]:
+    """Each trained model and what it is used with: loss from `LONG` on, minus dense used densely.
+
+    The mean over seeds with its interval, its share of the dense loss, and each seed's own.
+    """
+    dense = found.get(("dense", "dense"))
+    if dense is None:
+        return ["The dense arm has not been measured."]
+    rows = [["trained", "used with", "density", "loss", "minus dense", "%", "by seed"]]
+    level = long_mean(dense, dense.means).mean()
+    for (trained, inferred), losses in found.items():
+        if trained == "start":
+            losses = _repeated(losses, dense.seeds)
+        cells = [f"{losses.density:.3f}", f"{long_mean(losses, losses.means).mean():.4f}"]
+        # A pair may have been measured of other seeds than the dense arm.
+        seeds = [seed for seed in losses.seeds if seed in dense.seeds]
+        if (trained, inferred) == ("dense", "dense") or not seeds:
+            rows.append([trained, inferred, *cells, "–", "–", "–"])
+            continue
+        difference = long_mean(losses, paired(losses, dense))
+        by_seed = zip(seeds, difference.mean(1), strict=True)
+        named = "–" if trained == "start" else ", ".join(f"{k}: {x:+.4f}" for k, x in by_seed)
+        share = f"{100 * difference.mean() / level:+.2f}"
+        rows.append([trained, inferred, *cells, cell(band(difference)), share, named])
+    return markdown(rows)
+
+
 def task_table(scores: Scores, densities: Scores) -> list[str]:
     """Scores of tasks, of 100, with their standard error: a row for each trained and used."""
     columns = sorted({key[:2] for key in scores})
@@ -155,6 +182,8 @@ def write(lines: list[Line], out: Path) -> list[Path]:
             text += ["", "Loss of models used as trained, minus dense used densely, nats:", ""]
             text += bucket_table(found, as_trained=True)
             text += ["", f"Mean loss from position {LONG} on (density):", "", *matrix_table(found)]
+            text += ["", "The same, minus that of dense used densely, nats:", ""]
+            text += long_table(found)
         if scores:
             text += ["", "Tasks, in points of 100 minus dense, both used as trained:", ""]
             text += task_verdicts(scores)

@@ -377,6 +377,26 @@ def test_what_was_not_measured_to_its_end_is_left_out_and_named(tmp_path):
     assert "Left out, as not measured to the end: xattention with dense (seed 0)." in text
 
 
+def test_each_pair_is_told_by_seed_and_as_a_share_of_the_dense_loss():
+    pairs = {("dense", "dense"): 0.0, ("window", "dense"): 0.1, ("start", "dense"): 1.0}
+    lines = [
+        x | {"seed": 3 if x["trained"] == "xattention" else x["seed"]}
+        for x in made_up(pairs | {("xattention", "xattention"): 0.2}, seeds=2, spread=0.0)
+        if (x["trained"], x["seed"]) not in (("start", 1), ("xattention", 1))
+    ]
+    for x in lines:  # the same of all seeds, so that the mean is known
+        if x["trained"] != "start":
+            x["loss_by_position"] = [2.1 if x["trained"] == "window" else 2.0] * 13
+    head, _, dense, window, start, other = report.long_table(compare.losses_of(lines, "c")[0])
+    assert head.startswith("| trained | used with | density | loss | minus dense |")
+    assert dense == "| dense | dense | 0.200 | 2.0000 | – | – | – |"
+    rest = "2.1000 | +0.1000 [+0.1000, +0.1000] | +5.00 | 0: +0.1000, 1: +0.1000 |"
+    assert window == f"| window | dense | 0.200 | {rest}"
+    assert start.endswith(" | – |")
+    # Of no seed that the dense arm has: a loss, and nothing to compare it with.
+    assert other == "| xattention | xattention | 0.200 | 2.0000 | – | – | – |"
+
+
 def test_bands_have_the_width_that_the_spread_of_sequences_gives():
     differences = np.random.default_rng(0).normal(0.5, 1.0, (1, 400))
     found = compare.band(differences)
