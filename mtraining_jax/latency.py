@@ -51,6 +51,10 @@ KERNEL_RATES: dict[int, tuple[KernelRates, ...]] = {
     ),
 }
 _RING = 8  # GPUs that `in_ring` is of
+# Scores a second of the kernels that sum a softmax by block: 16 of 128 queries, 16 heads of 128 and
+# 131072 tokens in 8.76 ms, benchmarks/results/choice-h200-2026-11-23.md. What they wait for is
+# exponentials, so heads of 64 are no faster.
+SCORES_PER_SECOND = 131072**2 / 2 * 16 * (16 / 128) / 8.76e-3
 
 # bf16 FLOP/s of a product of 8192^3: measured on one H200 with jax 0.11.2, CUDA 13.
 _MATMUL_FLOPS = 794e12

@@ -3,7 +3,12 @@
 import dataclasses
 
 from mtraining_jax.config import Config
-from mtraining_jax.latency import KERNEL_RATES, kernel_seconds, matmul_rate
+from mtraining_jax.latency import (
+    KERNEL_RATES,
+    SCORES_PER_SECOND,
+    kernel_seconds,
+    matmul_rate,
+)
 from mtraining_jax.models.families import family_of
 from mtraining_jax.models.spec import ModelSpec
 from mtraining_jax.planning.documents import Pairs, planned_pairs
@@ -104,11 +109,16 @@ def seconds(config: Config, gpu: Gpu, memory: Memory, flops: Flops) -> dict[str,
         passes = 2 if model.remat == "full" else 1
         indices = passes * model.num_layers * config.data.batch_size * model.num_heads
         indices *= config.data.seq_len
-        # Scores are taken to be computed at the rate of a dense forward pass.
-        forward = passes * flops.attention_dense * 4 / 14
-        scored = config.sparsity.settings.scoring_share() * forward
-        choosing = indices * gpu.index_seconds
-        choosing += kernel_seconds(width, 1.0, scored / gpu.forward_share, 0.0)
+        # Scores are taken to be computed at the rate of a dense forward pass; those that go through
+        # a softmax, one product each, at that of their exponentials where these take longer.
+        settings, pairs = config.sparsity.settings, passes * flops.attention_dense / (14 * width)
+        share = settings.softmax_share()
+        one, others = (
+            kernel_seconds(width, 1.0, part * 4 * width * pairs, 0.0)
+            for part in (share / 2, settings.scoring_share() - share / 2)
+        )
+        scoring = others + max(one, share * pairs / SCORES_PER_SECOND)
+        choosing = indices * gpu.index_seconds + scoring / gpu.forward_share
         if config.sparsity.settings.takes_choosing():
             result["choosing indices"] = choosing / devices
         else:

@@ -124,6 +124,10 @@ class AdaSpa(Pattern):
         """One of a forward pass's two products."""
         return 0.5
 
+    def softmax_share(self) -> float:
+        """All of them."""
+        return 1.0
+
 
 def exact_masses(q: "Array", k: "Array", shards: Shards, block_size: int) -> "Array":
     """Softmax mass that each block of queries gives to each key block, mean over its queries.

@@ -31,6 +31,10 @@ class ExactRows(RowPattern):
         """One of a forward pass's two products."""
         return 0.5
 
+    def softmax_share(self) -> float:
+        """All of them."""
+        return 1.0
+
     def describe(self) -> str:
         """What is exact, and tau."""
         return f"exact mass of each block, {self.rule_in_words()}"

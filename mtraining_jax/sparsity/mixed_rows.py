@@ -44,6 +44,10 @@ class MixedRows(XAttention):
         """1/(2 s) + r / (2 g)."""
         return super().scoring_share() + self.sampled_rows / (2 * self.block_size)
 
+    def softmax_share(self) -> float:
+        """r / g; the sums along antidiagonals are few."""
+        return self.sampled_rows / self.block_size
+
     def describe(self) -> str:
         """Stride, rows and tau."""
         return (

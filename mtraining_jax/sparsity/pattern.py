@@ -203,6 +203,13 @@ class Settings:
         """
         return 0.0
 
+    def softmax_share(self) -> float:
+        """The share of all pairs whose scores go through a softmax before anything is chosen.
+
+        For estimates of time: many exponentials take longer than the products that they are of.
+        """
+        return 0.0
+
     def more_pairs(self) -> str:
         """Which field to change for more pairs, and with them more of attention's mass."""
         return "other settings under [sparsity] may keep more pairs"

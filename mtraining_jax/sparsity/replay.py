@@ -146,6 +146,10 @@ class ReplaySettings(VerticalSlashSettings):
         """That of the pattern that also chooses."""
         return self._like().scoring_share() if self.replay_estimate else 0.0
 
+    def softmax_share(self) -> float:
+        """Likewise."""
+        return self._like().softmax_share() if self.replay_estimate else 0.0
+
     def capacities(self, num_blocks: int) -> tuple[int, int]:
         """Those of the pattern that is replayed."""
         return self._like().capacities(num_blocks)

@@ -76,6 +76,10 @@ class SampledRows(RowPattern):
         """r / (2 g)."""
         return self.sampled_rows / (2 * self.block_size)
 
+    def softmax_share(self) -> float:
+        """r / g."""
+        return self.sampled_rows / self.block_size
+
     def capacities(self, num_blocks: int) -> tuple[int, int]:
         """As `RowPattern.capacities`, and a bit for each token where there are columns."""
         numbers, _ = super().capacities(num_blocks)
