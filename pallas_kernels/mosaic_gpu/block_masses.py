@@ -53,7 +53,7 @@ class HopperBlockScores:
 
         return masses_from_scores(
             score, q, k, places, first_blocks, scale=scale, levels=levels, tile_rows=tile_rows,
-            width=config.width,
+            width=config.width, programs=self._multiprocessors(),
         )
 
     def _multiprocessors(self) -> int:

@@ -14,6 +14,8 @@ from pallas_kernels.triton.configs import Config
 _DEPTH = 64
 # Chosen as those of configs.py: by what the compiler reports for sm_80.
 SCORES = Config(rows=64, keys=128, warps=4, stages=3)
+# Two for each multiprocessor of an A100, as shared memory has room for with heads of 64; not timed.
+_PROGRAMS = 216
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +47,7 @@ class TritonBlockScores:
         return masses_from_scores(
             score, q, k, places, first_blocks, scale=scale, levels=levels, tile_rows=SCORES.rows,
             width=SCORES.keys,
+            programs=_PROGRAMS,
         )
 
     def _scores(
