@@ -46,8 +46,7 @@ class TritonBlockScores:
 
         return masses_from_scores(
             score, q, k, places, first_blocks, scale=scale, levels=levels, tile_rows=SCORES.rows,
-            width=SCORES.keys,
-            programs=_PROGRAMS,
+            width=SCORES.keys, programs=_PROGRAMS,
         )
 
     def _scores(
