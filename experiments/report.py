@@ -68,48 +68,32 @@ def _repeated(losses: Losses, seeds: tuple[int, ...]) -> Losses:
     )
 
 
-def matrix_table(found: dict[tuple[str, str], Losses]) -> list[str]:
-    """Trained against inferred: mean loss from `LONG` on, and the density."""
-    trained = list(dict.fromkeys(pair[0] for pair in found))
-    inferred = list(dict.fromkeys(pair[1] for pair in found))
-    rows = [["trained \\ used with", *inferred]]
-    for one in trained:
-        cells = []
-        for other in inferred:
-            losses = found.get((one, other))
-            cells.append(
-                "–" if losses is None else
-                f"{long_mean(losses, losses.means).mean():.4f} ({losses.density:.3f})"
-            )  # fmt: skip
-        rows.append([one, *cells])
-    return markdown(rows)
-
-
 def long_table(found: dict[tuple[str, str], Losses]) -> list[str]:
     """Each trained model and what it is used with: loss from `LONG` on, minus dense used densely.
 
     The mean over seeds with its interval, its share of the dense loss, and each seed's own.
     """
     dense = found.get(("dense", "dense"))
-    if dense is None:
-        return ["The dense arm has not been measured."]
     rows = [["trained", "used with", "density", "loss", "minus dense", "%", "by seed"]]
-    level = long_mean(dense, dense.means).mean()
-    for (trained, inferred), losses in found.items():
-        if trained == "start":
-            losses = _repeated(losses, dense.seeds)
+    for pair, losses in found.items():
         cells = [f"{losses.density:.3f}", f"{long_mean(losses, losses.means).mean():.4f}"]
-        # A pair may have been measured of other seeds than the dense arm.
-        seeds = [seed for seed in losses.seeds if seed in dense.seeds]
-        if (trained, inferred) == ("dense", "dense") or not seeds:
-            rows.append([trained, inferred, *cells, "–", "–", "–"])
-            continue
-        difference = long_mean(losses, paired(losses, dense))
-        by_seed = zip(seeds, difference.mean(1), strict=True)
-        named = "–" if trained == "start" else ", ".join(f"{k}: {x:+.4f}" for k, x in by_seed)
-        share = f"{100 * difference.mean() / level:+.2f}"
-        rows.append([trained, inferred, *cells, cell(band(difference)), share, named])
+        rows.append([*pair, *cells, *_against_dense(pair, losses, dense)])
     return markdown(rows)
+
+
+def _against_dense(pair: tuple[str, str], losses: Losses, dense: Losses | None) -> list[str]:
+    trained, _ = pair
+    if dense is not None and trained == "start":
+        losses = _repeated(losses, dense.seeds)
+    # A pair may have been measured of other seeds than the dense arm.
+    seeds = [] if dense is None else [seed for seed in losses.seeds if seed in dense.seeds]
+    if not seeds or pair == ("dense", "dense"):
+        return ["–"] * 3
+    difference = long_mean(losses, paired(losses, dense))
+    share = difference.mean() / long_mean(dense, dense.means).mean()
+    by_seed = zip(seeds, difference.mean(1), strict=True)
+    named = "–" if trained == "start" else ", ".join(f"{k}: {x:+.4f}" for k, x in by_seed)
+    return [cell(band(difference)), f"{100 * share:+.2f}", named]
 
 
 def task_table(scores: Scores, densities: Scores) -> list[str]:
@@ -181,9 +165,7 @@ def write(lines: list[Line], out: Path) -> list[Path]:
             text += ["", "Loss minus dense, both used densely, nats:", "", *bucket_table(found)]
             text += ["", "Loss of models used as trained, minus dense used densely, nats:", ""]
             text += bucket_table(found, as_trained=True)
-            text += ["", f"Mean loss from position {LONG} on (density):", "", *matrix_table(found)]
-            text += ["", "The same, minus that of dense used densely, nats:", ""]
-            text += long_table(found)
+            text += ["", f"Mean loss from position {LONG} on, nats:", "", *long_table(found)]
         if scores:
             text += ["", "Tasks, in points of 100 minus dense, both used as trained:", ""]
             text += task_verdicts(scores)

@@ -395,6 +395,9 @@ def test_each_pair_is_told_by_seed_and_as_a_share_of_the_dense_loss():
     assert start.endswith(" | – |")
     # Of no seed that the dense arm has: a loss, and nothing to compare it with.
     assert other == "| xattention | xattention | 0.200 | 2.0000 | – | – | – |"
+    lines = [x for x in lines if x["trained"] == "window"]
+    *_, alone = report.long_table(compare.losses_of(lines, "c")[0])
+    assert alone == "| window | dense | 0.200 | 2.1000 | – | – | – |"
 
 
 def test_bands_have_the_width_that_the_spread_of_sequences_gives():

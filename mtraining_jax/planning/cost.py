@@ -119,7 +119,7 @@ def seconds(config: Config, gpu: Gpu, memory: Memory, flops: Flops) -> dict[str,
         )
         scoring = others + max(one, share * pairs / SCORES_PER_SECOND)
         choosing = indices * gpu.index_seconds + scoring / gpu.forward_share
-        if config.sparsity.settings.takes_choosing():
+        if settings.takes_choosing():
             result["choosing indices"] = choosing / devices
         else:
             result["building work lists"] = indices * gpu.lists_seconds / devices
