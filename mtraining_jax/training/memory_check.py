@@ -1,37 +1,65 @@
 """Checks before a program runs whether it fits on its devices."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
 
 from mtraining_jax.errors import UserError
 from mtraining_jax.platform import host_memory
 
+_WIDTH = 1 << 18  # numbers of four bytes in a row of what is allocated on trial
+
+
+def allocate(size: int, device: Any) -> None:
+    """Takes memory of a device in one piece, and gives it back.
+
+    Args:
+        size: bytes.
+        device: of this process.
+
+    Raises:
+        JaxRuntimeError: if there is no such piece.
+    """
+    shape = -(-size // (4 * _WIDTH)), _WIDTH
+    make = jax.jit(lambda: jnp.zeros(shape, jnp.uint32), out_shardings=SingleDeviceSharding(device))
+    jax.block_until_ready(make()).delete()
+
 
 def check_memory(
-    program: Any, devices: Iterable[Any], what: str = "a training step"
+    program: Any, devices: Iterable[Any], what: str = "a training step", *,
+    take: Callable[[int, Any], None] = allocate,
 ) -> None:
     """Stops a run whose step would run out of memory.
 
     On several GPUs such a step does not fail cleanly: one device has no memory, and the others
-    wait for it in a collective.
+    wait for it in a collective, for ever. XLA asks for a program's temporary memory in one piece,
+    so on a GPU that piece is asked for on trial: what is left may be in pieces, and other programs
+    may have taken some of it.
 
     Args:
         program: `jax.stages.Compiled`.
         devices: those of this process that the program runs on. Devices of the CPU share the
             memory of the machine; others that do not report theirs are assumed to have enough.
         what: the program in words.
+        take: takes so many bytes of a device, and gives them back.
 
     Raises:
-        UserError: if a device has less memory left than the program takes beyond its arguments.
+        UserError: if a device has less memory left than the program takes beyond its arguments, or
+            has it in pieces only.
     """
     sizes = program.memory_analysis()
     if sizes is None:
         return
+    devices = list(devices)
     needed = sizes.temp_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
     _check_room(needed, devices, what, " besides parameters and optimizer state")
+    for device in devices:
+        if "bytes_limit" in (device.memory_stats() or {}):
+            _check_piece(sizes.temp_size_in_bytes, device, what, take)
 
 
 def check_state_memory(state: Any, devices: Iterable[Any]) -> None:
@@ -73,6 +101,23 @@ def _check_room(needed: int, devices: Iterable[Any], what: str, besides: str) ->
                 f"{_gib(left)} left of {_gib(stats['bytes_limit'])}; the same command with "
                 "--dry-run says what would make it less"
             )
+
+
+def _check_piece(
+    needed: int, device: Any, what: str, take: Callable[[int, Any], None]
+) -> None:
+    try:
+        take(needed, device)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        stats = device.memory_stats()
+        raise UserError(
+            f"{what} needs {_gib(needed)} in one piece on each device, and {device} has none so "
+            f"large, of {_gib(stats['bytes_limit'] - stats['bytes_in_use'])} left; another program "
+            "may use it, or XLA_PYTHON_CLIENT_PREALLOCATE=false has cut its memory into pieces "
+            "(without it JAX takes its share at the start, in one)"
+        ) from error
 
 
 def _gib(size: int) -> str:

@@ -9,7 +9,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from mtraining_jax.errors import UserError
 from mtraining_jax.platform import host_memory
-from mtraining_jax.training.memory_check import check_memory, check_state_memory
+from mtraining_jax.training.memory_check import allocate, check_memory, check_state_memory
 
 GIB = 2**30
 
@@ -32,9 +32,40 @@ class Device:
         return self.stats
 
 
+def nothing(size, device):
+    """Memory that is always there."""
+
+
 def test_results_in_the_place_of_arguments_take_nothing():
     device = Device({"bytes_limit": 10 * GIB, "bytes_in_use": 4 * GIB})
-    check_memory(program(6 * GIB, 3 * GIB, 3 * GIB), [device])
+    check_memory(program(6 * GIB, 3 * GIB, 3 * GIB), [device], take=nothing)
+
+
+def test_memory_in_pieces_is_told_before_devices_wait_for_each_other():
+    asked = []
+
+    def none(size, device):
+        asked.append(size)
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating")
+
+    cut = Device({"bytes_limit": 10 * GIB, "bytes_in_use": 4 * GIB})
+    told = r"5\.0 GiB in one piece .* cuda:1 has none .* 6\.0 GiB left"
+    with pytest.raises(UserError, match=told):
+        check_memory(program(5 * GIB, 3 * GIB, 3 * GIB), [cut], take=none)
+    assert asked == [5 * GIB]
+
+    def broken(size, device):
+        raise jax.errors.JaxRuntimeError("INTERNAL: another fault")
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match="another fault"):
+        check_memory(program(5 * GIB, 0, 0), [cut], take=broken)
+
+
+def test_a_trial_says_as_jax_does_that_there_is_no_memory():
+    device = jax.devices()[5]
+    allocate(3 * 2**20 + 1, device)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
+        allocate(2**47, device)
 
 
 def test_says_what_is_needed_and_what_is_left():
