@@ -8,6 +8,7 @@ import resource
 import sys
 import threading
 import time
+import types
 from pathlib import Path
 
 import jax
@@ -184,6 +185,21 @@ def test_what_a_thread_of_the_library_logs_late_is_not_shown(caplog):
     assert caplog.text == ""
     Late().run()
     assert "raised an exception" in caplog.text
+
+
+def test_a_write_that_fails_after_the_first_one_is_not_shown(monkeypatch):
+    shown = []
+    monkeypatch.setattr(sys, "unraisablehook", shown.append)
+
+    def leaves(error):
+        sys.unraisablehook(types.SimpleNamespace(exc_value=error))
+
+    with told_once():
+        leaves(RuntimeError("Event loop is closed"))
+        leaves(RuntimeError("another"))
+    assert [str(x.exc_value) for x in shown] == ["another"]
+    leaves(RuntimeError("Event loop is closed"))
+    assert len(shown) == 2
 
 
 def test_a_checkpoint_that_is_older_than_a_field_had_its_default(config):

@@ -2,10 +2,12 @@
 
 import contextlib
 import logging
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from mtraining_jax.errors import UserError
 from mtraining_jax.training.checkpoint.reading import causes_of, first_line
@@ -21,10 +23,14 @@ def told_once() -> Iterator[None]:
     """While the block runs, Orbax does not log what it raises as well, or what our loop asked it.
 
     It logs each failure with its traceback, once in every thread that the failure passes through.
-    The first is raised while others are still on their way, so its threads are waited for.
+    The first is raised while others are still on their way, so its threads are waited for. A write
+    of TensorStore that fails after the first one finds the event loop closed that it would tell,
+    and has Python print that instead.
     """
     logger = logging.getLogger("absl")
     logger.addFilter(_tells_more)
+    hook = sys.unraisablehook
+    sys.unraisablehook = _without_closed_loops(hook)
     try:
         yield
     finally:
@@ -34,6 +40,16 @@ def told_once() -> Iterator[None]:
                 # Their own `join` raises once more what they failed by.
                 threading.Thread.join(thread, max(0.0, end - time.monotonic()))
         logger.removeFilter(_tells_more)
+        sys.unraisablehook = hook
+
+
+def _without_closed_loops(hook: Callable[[Any], object]) -> Callable[[Any], object]:
+    def tell(unraisable: Any) -> None:
+        error = unraisable.exc_value
+        if not (isinstance(error, RuntimeError) and str(error) == "Event loop is closed"):
+            hook(unraisable)
+
+    return tell
 
 
 def _tells_more(record: logging.LogRecord) -> bool:
