@@ -1,7 +1,7 @@
 """A run that is stopped again and again gives the losses of one that is not.
 
     python benchmarks/soak.py --out /tmp/soak --report soak.md     # one GPU, 5 to 6 minutes
-    python benchmarks/soak.py --out /tmp/soak --gpus 2             # each sequence on two of them
+    python benchmarks/soak.py --out /tmp/soak --devices 2          # each sequence on two of them
     python benchmarks/soak.py --out /tmp/soak --cpu                # its miniature
 
 A small model with chosen indices, which audits them, is trained twice at the same time. The second
@@ -49,7 +49,8 @@ dtype = "{dtype}"
 kind = "{kind}"
 block_size = {block}
 [parallel]
-{parallel}
+devices_per_node = {devices}
+{on_cpu}
 [data]
 source = "tokens"
 paths = ["{data}"]
@@ -70,7 +71,7 @@ GPU = {
 }  # fmt: skip
 CPU = {
     "hidden": 64, "layers": 2, "inner": 64, "seq_len": 256, "dtype": "float32", "block": 32,
-    "parallel": "cpu_devices = 1\ndevices_per_node = 1", "rows": 32,
+    "rows": 32,
 }  # fmt: skip
 # Steps, stops, steps between two checkpoints, and between two audits.
 LENGTHS = {"gpu": (2000, 10, 100, 20), "cpu": (60, 4, 10, 4)}
@@ -82,7 +83,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="a folder to be made")
     parser.add_argument("--report", type=Path, help="Markdown file; default REPORT.md in --out")
     parser.add_argument("--cpu", action="store_true", help="a tiny model on the CPU, few steps")
-    parser.add_argument("--gpus", type=int, default=1, help="that a sequence is dealt to")
+    parser.add_argument("--devices", type=int, default=1, help="that a sequence is dealt to")
     parser.add_argument("--steps", type=int)
     parser.add_argument("--stops", type=int, help="random moments at which it is ended")
     parser.add_argument("--every", type=int, help="steps between two checkpoints")
@@ -106,7 +107,8 @@ def main(arguments: list[str] | None = None) -> int:
         make_data(data, 500_000, seed=0)
         text = CONFIG.format(
             steps=steps, save=save, audit=audit, kind=args.kind, out=out, data=data,
-            **(CPU if args.cpu else GPU | {"parallel": f"devices_per_node = {args.gpus}"}),
+            devices=args.devices, on_cpu=f"cpu_devices = {args.devices}" * args.cpu,
+            **(CPU if args.cpu else GPU),
         )  # fmt: skip
         (out / f"{name}.toml").write_text(text)
     pair = SoakedPair(out, steps, Rhythm(audit, save), args.minutes)

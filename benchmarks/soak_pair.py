@@ -176,7 +176,8 @@ class SoakedPair:
         if status not in allowed:
             self.failures.append(f"{what} ended with status {status}\n{text[-1500:]}")
         if "Traceback" in text or "DEBUG:" in text:
-            self.failures.append(f"{what} printed a traceback\n{text[-1500:]}")
+            begin = max(text.find("Traceback"), text.find("DEBUG:"))
+            self.failures.append(f"{what} printed a traceback\n{text[begin:][:4000]}")
 
     def report(self, picture: Path) -> list[str]:
         """Compares both runs; adds to `failures`.
