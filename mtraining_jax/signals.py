@@ -20,6 +20,8 @@ from mtraining_jax.nobody import write_to_nobody
 # EX_TEMPFAIL of sysexits.h: nothing is wrong, and the same command goes on later. Schedulers can be
 # told to start a command with this status again.
 EXIT_STOPPED = 75
+# A step did not end: devices or processes wait for one that failed.
+EXIT_STUCK = 1
 # Seconds that the command gets to clean up when it is stopped before its first step.
 _PATIENCE = 10
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -121,12 +123,12 @@ class StopSignals:
                 return
         self._heard += 1
         if self._heard > 1:
-            _leave(128 + number, f"{name} a second time: stopped where it stood")
+            leave(128 + number, f"{name} a second time: stopped where it stood")
         if self._together and number != signal.SIGTERM:
             os.kill(os.getpid(), signal.SIGTERM)
         if self._at_once and not self._together:
             self._timer = threading.Timer(
-                _PATIENCE, _leave, (EXIT_STOPPED, f"{name} came before the first step")
+                _PATIENCE, leave, (EXIT_STOPPED, f"{name} came before the first step")
             )
             self._timer.daemon = True
             self._timer.start()
@@ -138,8 +140,13 @@ class StopSignals:
             )  # fmt: skip
 
 
-def _leave(status: int, sentence: str) -> NoReturn:
-    """Ends the process without waiting for anything."""
+def leave(status: int, sentence: str) -> NoReturn:
+    """Ends the process without waiting for anything, from any thread.
+
+    Args:
+        status: of the process.
+        sentence: that is printed on stderr.
+    """
     with contextlib.suppress(OSError):
         os.write(2, f"stopped: {sentence}\n".encode())
     os._exit(status)

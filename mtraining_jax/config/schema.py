@@ -49,6 +49,8 @@ class RunConfig:
     """Optimizer steps at which the run is complete."""
     log_every: PositiveInt = 1
     """Steps between two lines of printed metrics."""
+    step_timeout_seconds: PositiveInt = 1800
+    """How long a step may take; then the run ends, as devices most likely wait for each other."""
     compile_cache_dir: PathText = "auto"
     """Folder that keeps compiled programs for the next start; never keeps nothing.
 

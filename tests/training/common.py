@@ -93,13 +93,15 @@ def written(config: Config) -> list[dict]:
     return [json.loads(line) for line in lines if line.endswith("}")]
 
 
-def start_process(config: Config, folder: Path, *arguments: str) -> subprocess.Popen:
+def start_process(
+    config: Config, folder: Path, *arguments: str, program: Path = ROOT / "train.py"
+) -> subprocess.Popen:
     """Starts `train.py` with this configuration; its output goes to a pipe, errors with it."""
     path = folder / "config.toml"
     path.write_text(config_to_toml(config))
     environment = {name: value for name, value in os.environ.items() if "SLURM" not in name}
     return subprocess.Popen(
-        [sys.executable, "-W", "error", str(ROOT / "train.py"), "--config", str(path), *arguments],
+        [sys.executable, "-W", "error", str(program), "--config", str(path), *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

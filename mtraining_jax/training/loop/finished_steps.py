@@ -18,6 +18,7 @@ from mtraining_jax.reporting.progress import Display
 from mtraining_jax.reporting.record import Memory, Record, step_record
 from mtraining_jax.reporting.writers import Writer
 from mtraining_jax.training.group_work import GroupWork
+from mtraining_jax.training.loop.step_watch import StepWatch
 from mtraining_jax.training.tuner import Tuner
 
 
@@ -33,6 +34,7 @@ class FinishedSteps:
         writers: where records go.
         display: where to print.
         alarms: of the run's audits.
+        watch: of steps that do not end; it is told of each that has.
         groups: follows the groups of devices; None where they all have the same work.
         tuner: of their shares of mass; None where nothing is tuned.
     """
@@ -44,13 +46,14 @@ class FinishedSteps:
         writers: Sequence[Writer],
         display: Display,
         alarms: Alarms,
+        watch: StepWatch,
         groups: GroupWork | None = None,
         tuner: Tuner | None = None,
     ) -> None:
         self._config, self._devices, self._groups = config, devices, groups
         self._tuner = tuner
         self._writers, self._display = writers, display
-        self._alarms = alarms
+        self._alarms, self._watch = alarms, watch
         self._thread = ThreadPoolExecutor(1, "finished steps")
         # A picture takes longer than many a step, and must not delay its report.
         self._pictures = ThreadPoolExecutor(1, "pictures")
@@ -124,6 +127,7 @@ class FinishedSteps:
         evaluate: Callable[[], Record] | None,
     ) -> Record:
         jax.block_until_ready(metrics)
+        self._watch.end()
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now
         metrics = jax.device_get(metrics)

@@ -18,7 +18,7 @@ from mtraining_jax.reporting.banner import ParameterCount, banner
 from mtraining_jax.reporting.history import History
 from mtraining_jax.reporting.progress import Display
 from mtraining_jax.reporting.writers import open_writers
-from mtraining_jax.signals import Stopped, StopSignals
+from mtraining_jax.signals import EXIT_STUCK, Stopped, StopSignals, leave
 from mtraining_jax.training import distributed, parts
 from mtraining_jax.training.agreement import check_same_data
 from mtraining_jax.training.export import export_state
@@ -28,6 +28,7 @@ from mtraining_jax.training.loop.finished_steps import FinishedSteps
 from mtraining_jax.training.loop.profile import ProfileWindow
 from mtraining_jax.training.loop.programs import Programs, compile_programs, make_programs
 from mtraining_jax.training.loop.saving import Saving
+from mtraining_jax.training.loop.step_watch import StepWatch
 from mtraining_jax.training.memory_check import check_state_memory
 from mtraining_jax.training.state import StateBuilder
 from mtraining_jax.training.tuner import Tuner
@@ -112,10 +113,17 @@ class Trainer:
         self._writers = open_writers(config, self._step) if distributed.is_first() else []
         for writer in self._writers:
             opened.callback(writer.close)
+        # Only the command is ended; whoever calls `train` may have more in the process. It watches
+        # until nothing waits for the devices.
+        self._watch = StepWatch(
+            config.run.step_timeout_seconds, display.say, self._leave if self._signals else None
+        )
+        opened.callback(self._watch.close)
         # The last to be opened and so the first to be closed: it writes.
         self._finished = FinishedSteps(
-            config, self._devices, self._writers, display, self._alarms, self._groups, self._tuner
-        )
+            config, self._devices, self._writers, display, self._alarms, self._watch,
+            self._groups, self._tuner,
+        )  # fmt: skip
         opened.callback(self._finished.close)
 
     def __enter__(self) -> Self:
@@ -191,6 +199,7 @@ class Trainer:
                 self._finished.restart_clock()
             if programs.audited_step and (self._step - 1) % audit.every_steps == 0:
                 train_step = programs.audited_step
+        self._watch.begin(self._step)
         with self._profile.step(self._step):
             self._state, metrics = train_step(self._state, batch)
         if self._held_out is not None and self._held_out.is_due(self._step):
@@ -242,8 +251,14 @@ class Trainer:
         return self._where_it_goes_on("interrupted")
 
     def _where_it_goes_on(self, what: str) -> str:
+        return f"{what} at step {self._step}; {self._goes_on()}"
+
+    def _leave(self, sentence: str) -> None:
+        leave(EXIT_STUCK, f"{sentence}; {self._goes_on()}")
+
+    def _goes_on(self) -> str:
         newest = self._saving.newest()
-        return f"{what} at step {self._step}; " + (
+        return (
             "there is no checkpoint yet (checkpoint.every_steps), so the same command starts anew"
             if newest is None
             else f"the same command goes on from the checkpoint of step {newest}"

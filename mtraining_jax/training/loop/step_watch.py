@@ -1,0 +1,113 @@
+"""A step that does not end: told while it runs, and the end of the run when it takes too long.
+
+A device that has failed alone, or a process that is somewhere else, leaves the others waiting in a
+collective. Nothing in a process that waits so comes back, not even the call that starts a step.
+"""
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from mtraining_jax.errors import UserError
+
+# A step is told of when it takes so many times the longest one before, and no fewer seconds.
+_TIMES, _SECONDS = 10.0, 60.0
+_FIRST = 300.0  # seconds of the first one, as kernels are loaded and devices connected
+
+
+def _slow(longest: float | None) -> float:
+    return _FIRST if longest is None else max(_SECONDS, _TIMES * longest)
+
+
+class StepWatch:
+    """Watches steps in a thread of its own. They may be started before others end.
+
+    Args:
+        limit: seconds that a step may take, `run.step_timeout_seconds`.
+        tell: prints a sentence.
+        leave: ends the process with a sentence, from another thread; None only tells.
+        slow: seconds after which a step is told of, by the longest one before (None at first).
+    """
+
+    def __init__(
+        self,
+        limit: float,
+        tell: Callable[[str], None],
+        leave: Callable[[str], None] | None,
+        slow: Callable[[float | None], float] = _slow,
+    ) -> None:
+        self._limit, self._tell, self._leave, self._slow = limit, tell, leave, slow
+        self._longest: float | None = None
+        self._steps: deque[int] = deque()  # under way
+        self._since = 0.0  # when the first of them was started, or the one before it was done
+        self._told: set[str] = set()  # of the first of them
+        self._closed = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._watch, name="step watch", daemon=True)
+        self._thread.start()
+
+    def begin(self, step: int) -> None:
+        """To be called before a step is started."""
+        with self._changed:
+            if not self._steps:
+                self._next()
+            self._steps.append(step)
+
+    def end(self) -> None:
+        """To be called when the first of the steps under way is done."""
+        with self._changed:
+            seconds = time.perf_counter() - self._since
+            self._longest = max(seconds, self._longest or 0.0)
+            self._steps.popleft()
+            self._next()
+
+    def close(self) -> None:
+        """Ends the thread."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _next(self) -> None:
+        self._since = time.perf_counter()
+        self._told.clear()
+        self._changed.notify()
+
+    def _watch(self) -> None:
+        with self._changed:
+            while not self._closed:
+                self._changed.wait(self._look() if self._steps else None)
+
+    def _look(self) -> float | None:
+        """Says what is to be said; returns the seconds until there may be more."""
+        step, taken = self._steps[0], time.perf_counter() - self._since
+        slow = self._slow(self._longest)
+        if taken >= self._limit:
+            if "limit" not in self._told:
+                self._give_up(step)
+            self._told.add("limit")
+            return None
+        if slow >= self._limit or "slow" in self._told:
+            return self._limit - taken
+        if taken >= slow:
+            before = "" if self._longest is None else f" (the longest before: {self._longest:.1f})"
+            with contextlib.suppress(UserError):  # output that cannot be written stops the run soon
+                self._tell(
+                    f"step {step} has taken {taken:.0f} s so far{before}; perhaps a device or a "
+                    f"process waits for another one. The run waits for {self._limit:.0f} s "
+                    "(run.step_timeout_seconds)"
+                )
+            self._told.add("slow")
+            return self._limit - taken
+        return slow - taken
+
+    def _give_up(self, step: int) -> None:
+        sentence = (
+            f"step {step} has not ended within run.step_timeout_seconds = {self._limit:.0f}; most "
+            "likely a device or a process failed and others wait for it, and what was printed "
+            "before says why"
+        )
+        with contextlib.suppress(UserError):
+            (self._leave or self._tell)(sentence)
