@@ -67,6 +67,21 @@ def test_a_step_counts_from_the_end_of_the_one_before():
     assert watched.longest[0] is None and 0.2 < watched.longest[-1] < 1.0
 
 
+def test_time_in_which_the_process_stood_still_does_not_count():
+    left, suspended = [], [0.0]
+    watch = StepWatch(
+        60.0, left.append, left.append, clock=lambda: time.perf_counter() + suspended[0], tick=0.1
+    )
+    watch.begin(1)
+    time.sleep(0.3)
+    suspended[0] = 1000.0  # as after a signal to stop and one to go on
+    time.sleep(0.5)
+    assert left == []
+    watch.end()
+    watch.close()
+    assert left == []
+
+
 def test_without_a_command_a_stuck_step_is_only_told():
     heard = threading.Event()
     watch = StepWatch(0.1, lambda sentence: heard.set(), None)

@@ -15,6 +15,7 @@ from mtraining_jax.errors import UserError
 # A step is told of when it takes so many times the longest one before, and no fewer seconds.
 _TIMES, _SECONDS = 10.0, 60.0
 _FIRST = 300.0  # seconds of the first one, as kernels are loaded and devices connected
+_TICK = 10.0  # seconds after which the thread wakes up at the latest
 
 
 def _slow(longest: float | None) -> float:
@@ -24,11 +25,15 @@ def _slow(longest: float | None) -> float:
 class StepWatch:
     """Watches steps in a thread of its own. They may be started before others end.
 
+    Time in which the whole process stood still, as a scheduler may suspend it, does not count.
+
     Args:
         limit: seconds that a step may take, `run.step_timeout_seconds`.
         tell: prints a sentence.
         leave: ends the process with a sentence, from another thread; None only tells.
         slow: seconds after which a step is told of, by the longest one before (None at first).
+        clock: seconds.
+        tick: seconds after which the thread wakes up at the latest.
     """
 
     def __init__(
@@ -37,8 +42,12 @@ class StepWatch:
         tell: Callable[[str], None],
         leave: Callable[[str], None] | None,
         slow: Callable[[float | None], float] = _slow,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+        tick: float = _TICK,
     ) -> None:
         self._limit, self._tell, self._leave, self._slow = limit, tell, leave, slow
+        self._clock, self._tick = clock, tick
         self._longest: float | None = None
         self._steps: deque[int] = deque()  # under way
         self._since = 0.0  # when the first of them was started, or the one before it was done
@@ -58,7 +67,7 @@ class StepWatch:
     def end(self) -> None:
         """To be called when the first of the steps under way is done."""
         with self._changed:
-            seconds = time.perf_counter() - self._since
+            seconds = self._clock() - self._since
             self._longest = max(seconds, self._longest or 0.0)
             self._steps.popleft()
             self._next()
@@ -71,24 +80,31 @@ class StepWatch:
         self._thread.join()
 
     def _next(self) -> None:
-        self._since = time.perf_counter()
+        self._since = self._clock()
         self._told.clear()
         self._changed.notify()
 
     def _watch(self) -> None:
         with self._changed:
             while not self._closed:
-                self._changed.wait(self._look() if self._steps else None)
+                if not self._steps:
+                    self._changed.wait()
+                    continue
+                seconds, before, since = self._look(), self._clock(), self._since
+                self._changed.wait(min(seconds, self._tick))
+                asleep = self._clock() - before
+                if asleep > 3 * self._tick and self._since == since:
+                    self._since += asleep
 
-    def _look(self) -> float | None:
+    def _look(self) -> float:
         """Says what is to be said; returns the seconds until there may be more."""
-        step, taken = self._steps[0], time.perf_counter() - self._since
+        step, taken = self._steps[0], self._clock() - self._since
         slow = self._slow(self._longest)
         if taken >= self._limit:
             if "limit" not in self._told:
                 self._give_up(step)
             self._told.add("limit")
-            return None
+            return self._tick
         if slow >= self._limit or "slow" in self._told:
             return self._limit - taken
         if taken >= slow:
