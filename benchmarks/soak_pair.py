@@ -1,5 +1,6 @@
 """Two runs at the same time: one that is left alone, and one that is ended again and again."""
 
+import re
 import shutil
 import threading
 import time
@@ -175,9 +176,9 @@ class SoakedPair:
         text = "".join(run.lines())
         if status not in allowed:
             self.failures.append(f"{what} ended with status {status}\n{text[-1500:]}")
-        if "Traceback" in text or "DEBUG:" in text:
-            begin = max(text.find("Traceback"), text.find("DEBUG:"))
-            self.failures.append(f"{what} printed a traceback\n{text[begin:][:4000]}")
+        found = re.search("Traceback|DEBUG:", text)
+        if found is not None:
+            self.failures.append(f"{what} printed a traceback\n{text[found.start() :][:4000]}")
 
     def report(self, picture: Path) -> list[str]:
         """Compares both runs; adds to `failures`.
