@@ -1,7 +1,7 @@
 """Checks before a program runs whether it fits on its devices."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -57,9 +57,8 @@ def check_memory(
     devices = list(devices)
     needed = sizes.temp_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
     _check_room(needed, devices, what, " besides parameters and optimizer state")
-    for device in devices:
-        if "bytes_limit" in (device.memory_stats() or {}):
-            _check_piece(sizes.temp_size_in_bytes, device, what, take)
+    for device, left, _ in _telling(devices):
+        _check_piece(sizes.temp_size_in_bytes, device, left, what, take)
 
 
 def check_state_memory(state: Any, devices: Iterable[Any]) -> None:
@@ -90,34 +89,38 @@ def _check_room(needed: int, devices: Iterable[Any], what: str, besides: str) ->
             f"this machine has {_gib(host_memory())}; the same command with --dry-run says what "
             "would make it less"
         )
-    for device in devices:
-        stats = device.memory_stats() or {}
-        if "bytes_limit" not in stats:
-            continue
-        left = stats["bytes_limit"] - stats["bytes_in_use"]
+    for device, left, limit in _telling(devices):
         if needed > left:
             raise UserError(
                 f"{what} needs {_gib(needed)} on each device{besides}, but {device} has "
-                f"{_gib(left)} left of {_gib(stats['bytes_limit'])}; the same command with "
+                f"{_gib(left)} left of {_gib(limit)}; the same command with "
                 "--dry-run says what would make it less"
             )
 
 
 def _check_piece(
-    needed: int, device: Any, what: str, take: Callable[[int, Any], None]
+    needed: int, device: Any, left: int, what: str, take: Callable[[int, Any], None]
 ) -> None:
     try:
         take(needed, device)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        stats = device.memory_stats()
         raise UserError(
             f"{what} needs {_gib(needed)} in one piece on each device, and {device} has none so "
-            f"large, of {_gib(stats['bytes_limit'] - stats['bytes_in_use'])} left; another program "
-            "may use it, or XLA_PYTHON_CLIENT_PREALLOCATE=false has cut its memory into pieces "
+            f"large, of {_gib(left)} left; another program may use it, or "
+            "XLA_PYTHON_CLIENT_PREALLOCATE=false has cut its memory into pieces "
             "(without it JAX takes its share at the start, in one)"
         ) from error
+
+
+def _telling(devices: Iterable[Any]) -> Iterator[tuple[Any, int, int]]:
+    """Devices that report their memory: what is left of it, and how much there is, in bytes."""
+    for device in devices:
+        stats = device.memory_stats() or {}
+        if "bytes_limit" in stats:
+            limit = stats["bytes_limit"]
+            yield device, limit - stats["bytes_in_use"], limit
 
 
 def _gib(size: int) -> str:
