@@ -51,7 +51,7 @@ class StepWatch:
         self._longest: float | None = None
         self._steps: deque[int] = deque()  # under way
         self._since = 0.0  # when the first of them was started, or the one before it was done
-        self._told: set[str] = set()  # of the first of them
+        self._said = 0  # sentences of the first of them
         self._closed = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._watch, name="step watch", daemon=True)
@@ -81,7 +81,7 @@ class StepWatch:
 
     def _next(self) -> None:
         self._since = self._clock()
-        self._told.clear()
+        self._said = 0
         self._changed.notify()
 
     def _watch(self) -> None:
@@ -100,30 +100,28 @@ class StepWatch:
         """Says what is to be said; returns the seconds until there may be more."""
         step, taken = self._steps[0], self._clock() - self._since
         slow = self._slow(self._longest)
-        if taken >= self._limit:
-            if "limit" not in self._told:
-                self._give_up(step)
-            self._told.add("limit")
-            return self._tick
-        if slow >= self._limit or "slow" in self._told:
-            return self._limit - taken
-        if taken >= slow:
-            before = "" if self._longest is None else f" (the longest before: {self._longest:.1f})"
+        due = [(slow, self._say_slow)] if slow < self._limit else []
+        due.append((self._limit, self._give_up))
+        for seconds, say in due[self._said :]:
+            if taken < seconds:
+                return seconds - taken
+            self._said += 1
             with contextlib.suppress(UserError):  # output that cannot be written stops the run soon
-                self._tell(
-                    f"step {step} has taken {taken:.0f} s so far{before}; perhaps a device or a "
-                    f"process waits for another one. The run waits for {self._limit:.0f} s "
-                    "(run.step_timeout_seconds)"
-                )
-            self._told.add("slow")
-            return self._limit - taken
-        return slow - taken
+                say(step, taken)
+        return self._tick
 
-    def _give_up(self, step: int) -> None:
-        sentence = (
+    def _say_slow(self, step: int, taken: float) -> None:
+        before = "" if self._longest is None else f" (the longest before: {self._longest:.1f})"
+        self._tell(
+            f"step {step} has taken {taken:.0f} s so far{before}; perhaps a device or a process "
+            f"waits for another one. The run waits for {self._limit:.0f} s "
+            "(run.step_timeout_seconds)"
+        )
+
+    def _give_up(self, step: int, taken: float) -> None:
+        del taken
+        (self._leave or self._tell)(
             f"step {step} has not ended within run.step_timeout_seconds = {self._limit:.0f}; most "
             "likely a device or a process failed and others wait for it, and what was printed "
             "before says why"
         )
-        with contextlib.suppress(UserError):
-            (self._leave or self._tell)(sentence)
