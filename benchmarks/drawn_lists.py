@@ -71,7 +71,7 @@ class DrawnLists(Pattern):
         """`tau`."""
         return KeptShare("tau", _SHARE_BITS)
 
-    def expected_density(self) -> tuple[float, str]:
+    def expected_density(self, tokens: int) -> tuple[float, str]:
         """That of a document of 32768 tokens."""
         return balance.DENSITY, f"drawn by length; {balance.DENSITY:g} at {balance.AT} tokens"
 

@@ -9,6 +9,7 @@ from mtraining_jax.data.corpus import packs_of
 from mtraining_jax.data.pack_report import PackReport, report_on
 from mtraining_jax.data.sources import selected_source
 from mtraining_jax.errors import UserError
+from mtraining_jax.sparsity.pattern import Settings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +37,7 @@ def planned_pairs(config: Config) -> Pairs:
     Otherwise each sequence is taken to be one document, which is the most there can be.
     """
     settings = config.sparsity.settings
-    density, why = settings.expected_density()
+    density, why = settings.expected_density(config.data.seq_len)
     if not config.data.has_documents:
         return Pairs(1.0, density, why)
     if config.data.mode == "exact":
@@ -52,10 +53,9 @@ def planned_pairs(config: Config) -> Pairs:
         return Pairs(1.0, density, why, _assumed(str(error)))
     report = report_on(packs, config.data.seq_len, config.sparsity.block_size)
     # Patterns that choose leave short documents dense; what is replayed is cut, not chosen.
-    below = getattr(settings, "dense_below", 0) if settings.chooses else 0
-    causal, short = _shares(report, below)
-    if below and settings.sparse:
-        density = short + (1 - short) * density
+    below = getattr(settings, "dense_below", 0) if settings.chooses and settings.sparse else 0
+    causal, density, short = _shares(report, settings, below)
+    if below:
         why = f"{why}; {short:.1%} of the pairs lie in documents of less than {below:,} tokens"
     seen = report.ends.size
     of = f"{seen:,} sequences" if seen == report.sequences else f"the first {seen:,} sequences"
@@ -63,12 +63,15 @@ def planned_pairs(config: Config) -> Pairs:
     return Pairs(causal, density, why, found, counted=True)
 
 
-def _shares(report: PackReport, below: int) -> tuple[float, float]:
-    """Pairs within documents over causal ones, and the share of short documents in the first."""
-    padded = report.padded.astype(np.float64)
-    pairs = padded * (padded + 1) / 2
+def _shares(report: PackReport, settings: Settings, below: int) -> tuple[float, float, float]:
+    """Pairs within documents over causal ones; of the first, the computed and the short ones'."""
+    padded, which = np.unique(report.padded, return_inverse=True)
+    size = padded.astype(np.float64)
+    pairs = np.bincount(which) * (size * (size + 1) / 2)
+    expected = [settings.expected_density(tokens)[0] for tokens in padded.tolist()]
+    density = (pairs * np.where(padded < below, 1.0, expected)).sum() / pairs.sum()
     total = report.ends.size * (report.seq_len * (report.seq_len + 1) / 2)
-    return pairs.sum() / total, pairs[report.padded < below].sum() / pairs.sum()
+    return pairs.sum() / total, density, pairs[padded < below].sum() / pairs.sum()
 
 
 def _assumed(reason: str) -> str:

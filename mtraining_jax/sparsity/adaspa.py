@@ -116,7 +116,7 @@ class AdaSpa(Pattern):
         """Its name and sparsity."""
         return f"AdaSpa, {self.sparsity:g} of the blocks left out"
 
-    def expected_density(self) -> tuple[float, str]:
+    def expected_density(self, tokens: int) -> tuple[float, str]:
         """1 - s."""
         return 1 - self.sparsity, "the share that it keeps"
 

@@ -71,11 +71,11 @@ class BlockTopK(Pattern):
         """The number of blocks."""
         return f"{self.top_blocks} key blocks of each block of queries, by their means"
 
-    def expected_density(self) -> tuple[float, str]:
-        """That of 131072 tokens, as counts depend on the length alone."""
-        rows = -(-131072 // self.block_size)
+    def expected_density(self, tokens: int) -> tuple[float, str]:
+        """Counted, as it depends on the length alone."""
+        rows = -(-tokens // self.block_size)
         tiles = sum(min(row, self.top_blocks - 1) + 0.5 for row in range(rows))
-        return tiles / (rows * rows / 2), "for 131072 tokens: counts depend on the length alone"
+        return tiles / (rows * rows / 2), "counted: it depends on the length alone"
 
     def scoring_share(self) -> float:
         """1/g^2, of one of two products."""

@@ -43,7 +43,7 @@ class Dense(Pattern):
         """Its name."""
         return "dense"
 
-    def expected_density(self) -> tuple[float, str]:
+    def expected_density(self, tokens: int) -> tuple[float, str]:
         """All of the pairs."""
         return 1.0, "dense"
 
@@ -82,7 +82,7 @@ class DenseDocuments(Pattern):
         """Its name."""
         return "dense within documents"
 
-    def expected_density(self) -> tuple[float, str]:
+    def expected_density(self, tokens: int) -> tuple[float, str]:
         """All pairs of the documents."""
         return 1.0, "dense, if each sequence is one document"
 

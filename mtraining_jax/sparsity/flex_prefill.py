@@ -4,14 +4,11 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from mtraining_jax.limits import check_limits, limited
+from mtraining_jax.sparsity.assumed_density import density_of_lists
 from mtraining_jax.sparsity.pattern import Choice, Pattern, Shards
 
 if TYPE_CHECKING:
     from jax import Array
-
-# Mean density of a run of arXiv 2502.20766's settings is not known here; what is assumed for
-# other lists is assumed for these.
-_ASSUMED_DENSITY = 0.15
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,9 +162,9 @@ class FlexPrefill(Pattern):
         """Its name, gamma and threshold."""
         return f"FlexPrefill, gamma {self.gamma:g}, query-aware below {self.js_threshold:g}"
 
-    def expected_density(self) -> tuple[float, str]:
-        """An assumption."""
-        return _ASSUMED_DENSITY, "assumed: each head of each step chooses its own"
+    def expected_density(self, tokens: int) -> tuple[float, str]:
+        """That of other lists: the mean of a run of arXiv 2502.20766's settings is not known."""
+        return density_of_lists(tokens), "assumed: that of lists which each row of blocks chooses"
 
     def scoring_share(self) -> float:
         """1/g^2: one product for each pair of blocks; the last queries are few."""

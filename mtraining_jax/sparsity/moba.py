@@ -92,9 +92,9 @@ class MoBA(Pattern):
         """Its name and sizes."""
         return f"MoBA, {self.top_k} chunks of {self.chunk_size} tokens for each token"
 
-    def expected_density(self) -> tuple[float, str]:
-        """That of 131072 tokens, as counts depend on the length alone."""
-        return self.density(131072), "for 131072 tokens: counts depend on the length alone"
+    def expected_density(self, tokens: int) -> tuple[float, str]:
+        """Counted, as it depends on the length alone."""
+        return self.density(tokens), "counted: it depends on the length alone"
 
     def density(self, seq_len: int) -> float:
         """Share of the causal pairs that is computed, whatever the queries are."""

@@ -12,16 +12,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from mtraining_jax.errors import UserError
+from mtraining_jax.sparsity.assumed_density import density_of_vertical_slash
 
 if TYPE_CHECKING:
     from jax import Array
 
     from mtraining_jax.sparsity.document_blocks import DocumentBlocks
     from pallas_kernels.index import Index
-
-# Mean density that MTraining reports for 512K tokens (arXiv 2510.18830, section 5): assumed for a
-# chosen index as long as nothing has been chosen.
-PAPER_DENSITY = 0.063
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,9 +185,14 @@ class Settings:
         """A few words about the pattern, for the start of a run."""
         return type(self).__name__
 
-    def expected_density(self) -> tuple[float, str]:
-        """The share of causal pairs to expect before anything is chosen, and the reason for it."""
-        return PAPER_DENSITY, "assumed: the paper's mean at 512K; each step chooses its own"
+    def expected_density(self, tokens: int) -> tuple[float, str]:
+        """The share of causal pairs to expect before anything is chosen, and the reason for it.
+
+        Args:
+            tokens: of a sequence, or of a document that chooses as if it were alone.
+        """
+        why = "assumed by length, as measured with SmolLM2-135M and, at 512K, by the paper"
+        return density_of_vertical_slash(tokens), why
 
     def takes_choosing(self) -> bool:
         """Whether a step chooses an index, used or not. For estimates of time."""

@@ -154,7 +154,7 @@ class ReplaySettings(VerticalSlashSettings):
         """Those of the pattern that is replayed."""
         return self._like().capacities(num_blocks)
 
-    def expected_density(self) -> tuple[float, str]:
+    def expected_density(self, tokens: int) -> tuple[float, str]:
         """The density that is replayed."""
         return self.replay_density, _DENSITY_NAME
 

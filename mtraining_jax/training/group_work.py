@@ -35,8 +35,10 @@ def assumed_densities(config: Config) -> np.ndarray:
         keeps whole (`dense_below`).
     """
     settings, block = config.choosing, config.sparsity.block_size
-    found = np.full(num_classes(config.data.seq_len // block), settings.expected_density()[0])
-    longest = (2 ** (1 + np.arange(found.size)) - 1) * block
+    blocks = 2 ** np.arange(num_classes(config.data.seq_len // block))  # of the shortest
+    middle = np.minimum(3 * blocks * block // 2, config.data.seq_len)
+    found = np.array([settings.expected_density(tokens)[0] for tokens in middle.tolist()])
+    longest = (2 * blocks - 1) * block
     return np.where(longest < getattr(settings, "dense_below", 0), 1.0, found)
 
 

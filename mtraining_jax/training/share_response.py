@@ -15,13 +15,8 @@ import numpy as np
 
 from mtraining_jax.data.densities import length_classes
 from mtraining_jax.errors import UserError
+from mtraining_jax.sparsity.assumed_density import BEYOND, EXPONENT
 
-# The shape, and the exponent before anything is measured: sampled rows of SmolLM2-135M at 32768
-# tokens keep 9.6, 11.8, 15.2 and 21.5 % of the pairs at shares of 0.8, 0.85, 0.9 and 0.95
-# (benchmarks/results/frontier-32768-h200-2026-11-22.md), which are exponents of 1.05, 1.03 and 1.07
-# between them. By p itself, or by 1 - p, they would differ by two thirds, or by two fifths.
-_BEYOND = 1.08
-_START = 1.05
 _LEAST, _MOST = 0.1, 10.0  # between which an exponent is believed
 # The start counts as much as groups whose shares spread by 0.04 around 0.9.
 _START_VARIANCE = 0.05
@@ -33,12 +28,12 @@ _KEEP_LEVEL, _KEEP_SLOPE = 0.8, 0.98
 
 def reach(shares: np.ndarray | float) -> np.ndarray:
     """ln of 1 / (1.08 - p): the logarithm of pairs grows in proportion to it."""
-    return -np.log(_BEYOND - np.asarray(shares))
+    return -np.log(BEYOND - np.asarray(shares))
 
 
 def share_at(base: float, further: np.ndarray) -> np.ndarray:
     """The shares whose `reach` lies further by these than that of a base; 0 gives the base."""
-    return base + (_BEYOND - base) * -np.expm1(-further)
+    return base + (BEYOND - base) * -np.expm1(-further)
 
 
 class GroupDocuments:
@@ -102,7 +97,7 @@ class ShareResponse:
     def start(cls, num_classes: int, num_layers: int) -> Self:
         """Before anything is measured."""
         variance = np.full(num_layers, _START_VARIANCE)
-        return cls(np.zeros(num_classes), _START * variance, variance)
+        return cls(np.zeros(num_classes), EXPONENT * variance, variance)
 
     @property
     def exponents(self) -> np.ndarray:

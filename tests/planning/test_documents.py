@@ -12,6 +12,7 @@ from mtraining_jax.planning.documents import planned_pairs
 from mtraining_jax.planning.dry_run import report
 from mtraining_jax.planning.hardware import H200
 from mtraining_jax.planning.memory import estimate_memory, index_bytes
+from mtraining_jax.sparsity.assumed_density import density_of_lists
 from mtraining_jax.training.parts import build_mesh
 from tests.training.common import LONGROPE, VERTICAL_SLASH, changed, tiny_config
 
@@ -34,8 +35,9 @@ def test_a_batch_of_documents_and_where_dense_ones_lie_are_planned(tmp_path):
 
 def test_pairs_are_counted_within_documents_where_lengths_are_at_hand(tmp_path):
     config = tiny_config(tmp_path, sparsity={"dense_below": 40}, data={"mode": "pack", "eos": 0})
+    chosen = density_of_lists(128, config.sparsity.settings.tau)
     unknown = planned_pairs(config)
-    assert (unknown.causal, unknown.density, unknown.counted) == (1.0, 0.15, False)
+    assert (unknown.causal, unknown.density, unknown.counted) == (1.0, chosen, False)
     assert unknown.source.startswith('ASSUMED, each sequence one document: data.source = "tokens"')
     path, lengths = config.data.paths[0], np.array([100, 30, 57, 60, 6])
     np.save(path, np.load(path)[: lengths.sum()])
@@ -47,7 +49,7 @@ def test_pairs_are_counted_within_documents_where_lengths_are_at_hand(tmp_path):
     # 266 tokens in blocks of 8 take three sequences.
     assert found.causal == pytest.approx(total / (3 * 128 * 129 / 2))
     short = (pairs[32] + pairs[8]) / total
-    assert found.density == pytest.approx(short + (1 - short) * 0.15)
+    assert found.density == pytest.approx(short + (1 - short) * chosen)
     flops = count_flops(config)
     assert flops.attention_dense == pytest.approx(2 * 2 * 2 * 14 * 16 * total / 3)
     assert flops.attention == pytest.approx(found.density * flops.attention_dense)
@@ -62,3 +64,25 @@ def test_pairs_are_counted_within_documents_where_lengths_are_at_hand(tmp_path):
     assert replayed.density == 0.3 and replayed.causal == found.causal
     missing = changed(config, data={"paths": ["nowhere"]})
     assert "nowhere" in planned_pairs(missing).source and not planned_pairs(missing).counted
+
+
+def test_longer_documents_are_expected_to_compute_a_smaller_share(tmp_path):
+    config = tiny_config(
+        tmp_path,
+        model={"max_position_embeddings": 2**19},
+        sparsity={"block_size": 128, "dense_below": 0, "tau": 0.9},
+        data={"mode": "pack", "eos": 0, "seq_len": 2**18},
+    )
+    one = planned_pairs(config)
+    assert one.density == pytest.approx((0.100 * 0.046) ** 0.5)  # half way by logarithms
+    path, lengths = config.data.paths[0], np.array([2**17, 2**16, 2**16])
+    np.save(path, np.ones(lengths.sum(), np.uint16))
+    with open(f"{path}.lengths", "wb") as file:
+        np.save(file, lengths)
+    found = planned_pairs(config)
+    # Of pairs, those of the long document weigh twice as much as both others.
+    assert found.density == pytest.approx((4 * 0.100 + 2 * 0.109) / 6, rel=1e-4)
+    more = planned_pairs(changed(config, sparsity={"tau": 0.95}))
+    assert more.density == pytest.approx(1.41 * found.density, rel=0.01)
+    columns = planned_pairs(changed(config, sparsity=VERTICAL_SLASH | {"block_size": 128}))
+    assert columns.density > found.density

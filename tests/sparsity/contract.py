@@ -100,8 +100,9 @@ class ChoiceContract:
         cls = type(self.settings)
         assert set(cls.__dict__.get("__annotations__", {})) <= set(attribute_docs(cls))
         assert isinstance(self.settings.describe(), str) and self.settings.describe()
-        share, why = self.settings.expected_density()
-        assert 0 < share <= 1 and why
+        for tokens in (SEQ_LEN, 2**20):
+            share, why = self.settings.expected_density(tokens)
+            assert 0 < share <= 1 and why
         assert hash(self.settings) == hash(dataclasses.replace(self.settings))
 
     def test_the_index_is_the_same_on_eight_ranks_and_computes_what_it_says(self):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from mtraining_jax.config import load_config
+from mtraining_jax.sparsity.assumed_density import density_of_lists
 from mtraining_jax.training.group_work import assumed_densities
 from mtraining_jax.training.loop import run
 from mtraining_jax.training.run_folder import checkpoint_folder
@@ -60,7 +61,7 @@ def test_a_balanced_and_tuned_run_trains_resumes_and_says_how_even_it_is(packed,
     assert f"imbalance {whole[0]['attention_imbalance']:.2f}  " in printed
     # Documents of at most 3 blocks are below 40 tokens: dense. Those of 4 to 7 may be, or not.
     assumed = assumed_densities(config)
-    assert assumed.tolist() == [1, 1, 0.15, 0.15, 0.15]
+    assert assumed.tolist() == [1, 1, *3 * [density_of_lists(S, 0.6)]]
     for record in whole:
         found = record["density_by_length"]
         assert len(found) == assumed.size
