@@ -42,7 +42,7 @@ def audit_record(
 
     Args:
         figures: by name, fp32 [L, Hq] each, NaN where there was nothing to measure.
-        compared: of `make_gradient_comparison`; empty without it.
+        compared: of `make_gradient_comparison`, and gradient_seconds; empty without it.
 
     Returns:
         For each figure NAME, its mean over layers and heads, NAME_per_layer, NAME_worst,

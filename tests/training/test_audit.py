@@ -40,6 +40,7 @@ def test_gradients_are_compared_with_dense_ones_in_the_steps_asked_for(config):
     for record in records[::2]:
         assert 0.2 < record["global_gradient_cosine"] < 0.9999
         assert 0.5 < record["global_gradient_ratio"] < 2
+        assert 0 < record["gradient_seconds"] < 60
         layers = record["global_gradient_cosine_per_layer"]
         assert len(layers) == 2 and 0.2 < min(layers) <= max(layers) < 0.9999
     # Told when it is so for the second time.

@@ -3,11 +3,13 @@
 import contextlib
 import functools
 import math
+import time
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import jax
+import numpy as np
 from jax.experimental import multihost_utils
 
 from mtraining_jax.attention.picture import check_pictures
@@ -195,7 +197,9 @@ class Trainer:
         else:
             if programs.compare_gradients and (self._step - 1) % audit.gradient_every == 0:
                 self._finished.wait()  # its time is not that of a step
+                started = time.perf_counter()
                 compared = jax.device_get(programs.compare_gradients(self._state, batch))
+                compared["gradient_seconds"] = np.float64(time.perf_counter() - started)
                 self._finished.restart_clock()
             if programs.audited_step and (self._step - 1) % audit.every_steps == 0:
                 train_step = programs.audited_step
