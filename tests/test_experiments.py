@@ -14,6 +14,7 @@ from experiments import (
     arms,
     compare,
     data,
+    documents,
     lanes,
     measure,
     origin,
@@ -24,6 +25,7 @@ from experiments import (
     synthetic,
 )
 from experiments.lease import Lease
+from mtraining_jax.config import load_config
 from mtraining_jax.data.tokenizer import ByteTokenizer
 from mtraining_jax.errors import UserError
 from mtraining_jax.models.label_scores import LabelScores
@@ -159,6 +161,27 @@ def test_a_training_sequence_with_a_needle_ends_with_its_answer(tmp_path):
         text = tokenizer.decode(row[:-1])
         answer = text.split()[-1]
         assert answer.isdigit() and text.count(answer) >= 2
+
+
+def test_text_is_cut_into_documents_of_mixed_lengths(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        documents.main(["--data", str(tmp_path)])
+    assert "python -m experiments.data c" in capsys.readouterr().err
+    (tmp_path / "c").mkdir()
+    rows = np.random.default_rng(1).integers(0, 50, (8, 32768)).astype(np.uint16)
+    np.save(tmp_path / "c/train.npy", rows)
+    documents.main(["--data", str(tmp_path)])
+    ids = np.load(tmp_path / "documents.npy")
+    ends = np.flatnonzero(ids == documents.END)
+    lengths = np.diff(ends, prepend=-1)
+    assert f"{ends.size} documents, {ids.size} tokens" in capsys.readouterr().out
+    assert ends[-1] == ids.size - 1 and ids.size > rows.size - documents.BOUNDS[1]
+    assert documents.BOUNDS[0] <= lengths.min() < 2000 < 20_000 < lengths.max()
+    inside = np.setdiff1d(np.arange(ids.size), ends)
+    text = np.maximum(rows.reshape(-1)[: ids.size], documents.OTHER)
+    np.testing.assert_array_equal(ids[inside], text[inside])
+    config = load_config("experiments/configs/documents.toml", [])
+    assert config.parallel.data == 2 and config.data.eos == documents.END
 
 
 def test_a_cut_off_line_is_dropped_and_replaced(tmp_path):

@@ -1,0 +1,59 @@
+"""Cuts tier C's training text into documents of mixed lengths, to time groups of devices with.
+
+    python -m experiments.data c
+    python -m experiments.documents
+
+Writes runs/quality/data/documents.npy: uint16 [n], each document with its end token. Where a
+document ends says nothing about the text: what is real is how a model's pairs fall with the length.
+"""
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+
+from experiments.data import FOLDER
+
+# Tokens of a document: lognormal, within bounds.
+MEDIAN, SIGMA, BOUNDS = 8000, 1.4, (256, 120_000)
+END, OTHER = 0, 1  # SmolLM2's end token, and what stands in its place within a document
+SEED = 0
+
+
+def documents_of(rows: np.ndarray) -> np.ndarray:
+    """Token ids cut into documents; what is left over at the end is dropped.
+
+    Args:
+        rows: integers [...], tokens in order.
+
+    Returns:
+        uint16 [n], with an end token at the end of each document and nowhere else.
+    """
+    ids = np.where(rows.reshape(-1) == END, OTHER, rows.reshape(-1))
+    rng = np.random.default_rng(SEED)
+    # The least bound says how many are enough, whatever is drawn.
+    drawn = rng.lognormal(np.log(MEDIAN), SIGMA, max(4000, ids.size // BOUNDS[0]))
+    ends = np.cumsum(np.clip(drawn.astype(int), *BOUNDS))
+    ends = ends[ends < ids.size]
+    ids[ends - 1] = END
+    return ids[: ends[-1]].astype(np.uint16)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Writes the file."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--data", type=Path, default=FOLDER / "data", help="folder of all tiers")
+    folder = parser.parse_args(argv).data
+    source = folder / "c/train.npy"
+    if not source.is_file():
+        parser.error(f"{source} is missing: python -m experiments.data c writes it")
+    ids = documents_of(np.load(source))
+    np.save(folder / "documents.npy", ids)
+    count = np.count_nonzero(ids == END)
+    print(f"{folder / 'documents.npy'}: {count} documents, {ids.size} tokens")
+
+
+if __name__ == "__main__":
+    main()
