@@ -4,10 +4,9 @@ import math
 
 # Pairs over causal ones by tokens of a sequence, in order; (tokens, density).
 #
-# Lists for each row of blocks: sampled rows kept to 0.9 with SmolLM2-135M, on H200s. From 65536
-# tokens on on code (benchmarks/results/): frontier-8192-h200-2026-11-22.md,
-# frontier-32768-h200-2026-11-22.md, frontier-65536-h200-2026-11-24.md,
-# step-patterns-h200-2026-11-23.md and, in the mean of its steps,
+# Lists for each row of blocks: sampled rows kept to 0.9 with SmolLM2-135M, on H200s; in
+# benchmarks/results frontier-8192-h200-2026-11-22.md, frontier-32768-h200-2026-11-22.md,
+# frontier-65536-h200-2026-11-24.md, step-patterns-h200-2026-11-23.md and, in the mean of its steps,
 # step-chosen-524288-h200-2026-11-24.md.
 _LISTS = ((8192, 0.233), (32768, 0.152), (65536, 0.109), (131072, 0.100), (524288, 0.046))
 _LISTS_SHARE = 0.9

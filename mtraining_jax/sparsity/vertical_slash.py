@@ -45,6 +45,11 @@ class VerticalSlashSettings(Settings):
         """The field that more pairs follow from."""
         return f"sparsity.top_p = {self.top_p} may be larger"
 
+    def expected_density(self, tokens: int) -> tuple[float, str]:
+        """An assumption by length, which `max_density` limits."""
+        density, why = super().expected_density(tokens)
+        return min(density, self.max_density), why
+
     def capacities(self, num_blocks: int) -> tuple[int, int]:
         """Numbers and columns that an index of one head has room for."""
         columns, diagonals = index_capacities(self, num_blocks)

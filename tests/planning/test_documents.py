@@ -84,5 +84,7 @@ def test_longer_documents_are_expected_to_compute_a_smaller_share(tmp_path):
     assert found.density == pytest.approx((4 * 0.100 + 2 * 0.109) / 6, rel=1e-4)
     more = planned_pairs(changed(config, sparsity={"tau": 0.95}))
     assert more.density == pytest.approx(1.41 * found.density, rel=0.01)
-    columns = planned_pairs(changed(config, sparsity=VERTICAL_SLASH | {"block_size": 128}))
-    assert columns.density > found.density
+    columns = VERTICAL_SLASH | {"block_size": 128, "dense_below": 0}
+    assert planned_pairs(changed(config, sparsity=columns)).density > found.density
+    few = columns | {"preset": "joint", "max_density": 0.05}
+    assert planned_pairs(changed(config, sparsity=few)).density == pytest.approx(0.05)
