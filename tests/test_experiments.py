@@ -163,7 +163,7 @@ def test_a_training_sequence_with_a_needle_ends_with_its_answer(tmp_path):
         assert answer.isdigit() and text.count(answer) >= 2
 
 
-def test_text_is_cut_into_documents_of_mixed_lengths(tmp_path, capsys):
+def test_text_is_cut_into_documents_of_mixed_lengths(tmp_path, capsys, overrides):
     with pytest.raises(SystemExit):
         documents.main(["--data", str(tmp_path)])
     assert "python -m experiments.data c" in capsys.readouterr().err
@@ -180,7 +180,7 @@ def test_text_is_cut_into_documents_of_mixed_lengths(tmp_path, capsys):
     inside = np.setdiff1d(np.arange(ids.size), ends)
     text = np.maximum(rows.reshape(-1)[: ids.size], documents.OTHER)
     np.testing.assert_array_equal(ids[inside], text[inside])
-    config = load_config("experiments/configs/documents.toml", [])
+    config = load_config("experiments/configs/documents.toml", overrides("c"))
     assert config.parallel.data == 2 and config.data.eos == documents.END
 
 
