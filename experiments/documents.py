@@ -32,7 +32,7 @@ def documents_of(rows: np.ndarray) -> np.ndarray:
     ids = np.where(rows.reshape(-1) == END, OTHER, rows.reshape(-1))
     rng = np.random.default_rng(SEED)
     # The least bound says how many are enough, whatever is drawn.
-    drawn = rng.lognormal(np.log(MEDIAN), SIGMA, max(4000, ids.size // BOUNDS[0]))
+    drawn = rng.lognormal(np.log(MEDIAN), SIGMA, ids.size // BOUNDS[0] + 1)
     ends = np.cumsum(np.clip(drawn.astype(int), *BOUNDS))
     ends = ends[ends < ids.size]
     ids[ends - 1] = END

@@ -1,6 +1,6 @@
 """Densities to expect before anything is chosen: what was measured, between and by length."""
 
-import math
+import numpy as np
 
 # Pairs over causal ones by tokens of a sequence, in order; (tokens, density).
 #
@@ -23,6 +23,11 @@ BEYOND = 1.08
 EXPONENT = 1.05
 
 
+def reach(shares: np.ndarray | float) -> np.ndarray:
+    """ln of 1 / (1.08 - p): the logarithm of pairs grows in proportion to it."""
+    return -np.log(BEYOND - np.asarray(shares))
+
+
 def density_of_lists(tokens: int, share: float = _LISTS_SHARE) -> float:
     """Density to expect of lists of blocks that each row of blocks chooses.
 
@@ -33,8 +38,8 @@ def density_of_lists(tokens: int, share: float = _LISTS_SHARE) -> float:
     Returns:
         Computed over causal pairs, at most 1. Outside of the measured lengths that of the nearest.
     """
-    response = ((BEYOND - _LISTS_SHARE) / (BEYOND - share)) ** EXPONENT
-    return min(1.0, _between(_LISTS, tokens) * response)
+    growth = np.exp(EXPONENT * (reach(share) - reach(_LISTS_SHARE)))
+    return min(1.0, float(_between(_LISTS, tokens) * growth))
 
 
 def density_of_vertical_slash(tokens: int) -> float:
@@ -51,10 +56,5 @@ def density_of_vertical_slash(tokens: int) -> float:
 
 def _between(measured: tuple[tuple[int, float], ...], tokens: int) -> float:
     """Interpolates the logarithm of the density by that of the length."""
-    if tokens <= measured[0][0]:
-        return measured[0][1]
-    for (below, of_below), (above, of_above) in zip(measured, measured[1:], strict=False):
-        if tokens <= above:
-            part = math.log(tokens / below) / math.log(above / below)
-            return of_below * (of_above / of_below) ** part
-    return measured[-1][1]
+    lengths, densities = np.log(measured).T
+    return float(np.exp(np.interp(np.log(tokens), lengths, densities)))

@@ -15,7 +15,7 @@ import numpy as np
 
 from mtraining_jax.data.densities import length_classes
 from mtraining_jax.errors import UserError
-from mtraining_jax.sparsity.assumed_density import BEYOND, EXPONENT
+from mtraining_jax.sparsity.assumed_density import BEYOND, EXPONENT, reach
 
 _LEAST, _MOST = 0.1, 10.0  # between which an exponent is believed
 # The start counts as much as groups whose shares spread by 0.04 around 0.9.
@@ -24,11 +24,6 @@ _START_VARIANCE = 0.05
 # long documents keep smaller shares, so what is due to length must be learned before shares are
 # blamed.
 _KEEP_LEVEL, _KEEP_SLOPE = 0.8, 0.98
-
-
-def reach(shares: np.ndarray | float) -> np.ndarray:
-    """ln of 1 / (1.08 - p): the logarithm of pairs grows in proportion to it."""
-    return -np.log(BEYOND - np.asarray(shares))
 
 
 def share_at(base: float, further: np.ndarray) -> np.ndarray:

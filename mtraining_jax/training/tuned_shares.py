@@ -11,12 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from mtraining_jax.latency import AttentionSize, pack_ms
-from mtraining_jax.training.share_response import (
-    GroupDocuments,
-    ShareResponse,
-    reach,
-    share_at,
-)
+from mtraining_jax.sparsity.assumed_density import reach
+from mtraining_jax.training.share_response import GroupDocuments, ShareResponse, share_at
 
 _ANCHORS = {"mean": np.mean, "min": np.min, "max": np.max}
 _HALVINGS = 30
