@@ -40,7 +40,6 @@ class Dense(Pattern):
         return DenseDocuments(self.block_size)
 
     def describe(self) -> str:
-        """Its name."""
         return "dense"
 
     def expected_density(self, tokens: int) -> tuple[float, str]:
@@ -75,11 +74,9 @@ class DenseDocuments(Pattern):
         return Choice(DenseDocumentsIndex(*spans, self.block_size))
 
     def for_documents(self) -> "DenseDocuments":
-        """Itself."""
         return self
 
     def describe(self) -> str:
-        """Its name."""
         return "dense within documents"
 
     def expected_density(self, tokens: int) -> tuple[float, str]:

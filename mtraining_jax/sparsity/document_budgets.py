@@ -22,7 +22,6 @@ class _ByBudgets(DocumentLastQueries):
         self, by_distance: "Array", heads: "Array", spans: "Spans", most_columns: "Array",
         shares: "Array | None" = None,
     ) -> tuple:
-        """As `DocumentLastQueries.kept`; budgets are no shares of mass, so `shares` is None."""
         from mtraining_jax.sparsity import last_queries
 
         del shares
@@ -61,7 +60,6 @@ class _OfDocuments:
     by_rows = True
 
     def for_documents(self) -> "_OfDocuments":
-        """Itself."""
         return self
 
     def capacities(self, num_blocks: int) -> tuple[int, int]:

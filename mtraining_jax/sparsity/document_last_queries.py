@@ -89,7 +89,6 @@ class DocumentLastQueries(Pattern):
         return Choice(index, self.statistics(saved))
 
     def for_documents(self) -> "DocumentLastQueries":
-        """Itself."""
         return self
 
     def most_columns(self, blocks: "int | Array", num_blocks: int) -> "int | Array":

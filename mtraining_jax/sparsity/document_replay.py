@@ -25,11 +25,9 @@ class DocumentReplaySettings(ReplaySettings):
         return True
 
     def for_documents(self) -> "DocumentReplaySettings":
-        """Itself."""
         return self
 
     def pattern(self, model: ModelSizes) -> Pattern:
-        """As `ReplaySettings.pattern`."""
         return super().pattern(model).for_documents()
 
     def capacities(self, num_blocks: int) -> tuple[int, int]:
@@ -44,7 +42,6 @@ class DocumentReplay(Replay):
     by_rows = True
 
     def for_documents(self) -> "DocumentReplay":
-        """Itself."""
         return self
 
     def choose(self, q: "Array", k: "Array", shards: Shards) -> Choice:

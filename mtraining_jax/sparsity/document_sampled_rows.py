@@ -22,7 +22,6 @@ class DocumentSampledRows(SampledRows):
     """
 
     def index(self, q: "Array", k: "Array", shards: Shards) -> "BlockMaskIndex":
-        """As `RowPattern.index`, with the columns of each document."""
         from mtraining_jax.sparsity import document_columns
         from mtraining_jax.sparsity.document_slots import DocumentSlots
         from mtraining_jax.sparsity.row_rule import kept_blocks
@@ -44,7 +43,6 @@ class DocumentSampledRows(SampledRows):
         return index.columns_from(documents.of(rows).first[:, None])
 
     def for_documents(self) -> "DocumentSampledRows":
-        """Itself."""
         return self
 
     def capacities(self, num_blocks: int) -> tuple[int, int]:

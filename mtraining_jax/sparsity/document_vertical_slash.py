@@ -31,7 +31,6 @@ class DocumentVerticalSlash(DocumentLastQueries, VerticalSlash):
         self, by_distance: "Array", heads: "Array", spans: "Spans", most_columns: "Array",
         shares: "Array | None" = None,
     ) -> tuple:
-        """As `DocumentLastQueries.kept`, with shares in the place of `top_p`."""
         return VerticalSlash.kept(self, by_distance, heads, spans, most_columns, shares)
 
     def statistics(self, saved: "Array") -> dict[str, "Array"]:

@@ -124,14 +124,12 @@ class _KernelTiles:
     valid_len: Array | None
 
     def statistics(self) -> tuple[Array, Array]:
-        """As `XlaTiles.statistics`."""
         return self.kernels.block_statistics(
             self.q, self.k, self.block_ids, self.num_blocks, scale=self.scale,
             valid_len=self.valid_len,
         )
 
     def masses(self, peak: Array, normaliser: Array) -> tuple[Array, Array, Array]:
-        """As `XlaTiles.masses`."""
         num_queries = self.q.shape[2]
         to_mean_mass = MASS_ONE // num_queries / normaliser
         columns, own, beyond = self.kernels.block_masses(

@@ -22,7 +22,6 @@ class ExactRows(RowPattern):
     """
 
     def scores(self, q: "Array", k: "Array", shards: Shards) -> "Array":
-        """As `RowPattern.scores`: softmax masses of all queries of a block, their mean."""
         from mtraining_jax.sparsity.sampled_rows import exact_masses
 
         return exact_masses(q, k, shards, self.block_size, self.block_size)

@@ -33,7 +33,6 @@ class MixedRows(XAttention):
         check_at_most(self, "sampled_rows", "block_size")
 
     def scores(self, q: "Array", k: "Array", shards: Shards) -> "Array":
-        """As `RowPattern.scores`: the mean of both."""
         from mtraining_jax.sparsity.sampled_rows import exact_masses
 
         strides = super().scores(q, k, shards)

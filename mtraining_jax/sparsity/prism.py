@@ -33,7 +33,6 @@ class Prism(RowPattern):
     """
 
     def keep(self, q: "Array", k: "Array", shards: Shards) -> "Array":
-        """As `RowPattern.keep`: what either band keeps."""
         from mtraining_jax.sparsity.row_rule import kept_blocks
 
         rule = self.rule(shards)

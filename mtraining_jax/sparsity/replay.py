@@ -147,7 +147,6 @@ class ReplaySettings(VerticalSlashSettings):
         return self._like().scoring_share() if self.replay_estimate else 0.0
 
     def softmax_share(self) -> float:
-        """Likewise."""
         return self._like().softmax_share() if self.replay_estimate else 0.0
 
     def capacities(self, num_blocks: int) -> tuple[int, int]:

@@ -42,11 +42,9 @@ class SampledRows(RowPattern):
         check_at_most(self, "sampled_rows", "block_size")
 
     def scores(self, q: "Array", k: "Array", shards: Shards) -> "Array":
-        """As `RowPattern.scores`: softmax masses of the sampled queries, their mean."""
         return exact_masses(q, k, shards, self.block_size, self.sampled_rows)
 
     def index(self, q: "Array", k: "Array", shards: Shards) -> "BlockMaskIndex":
-        """As `RowPattern.index`, with columns where they are asked for."""
         if not self.columns:
             return super().index(q, k, shards)
         from mtraining_jax.sparsity import row_columns
@@ -81,7 +79,6 @@ class SampledRows(RowPattern):
         return self.sampled_rows / self.block_size
 
     def capacities(self, num_blocks: int) -> tuple[int, int]:
-        """As `RowPattern.capacities`, and a bit for each token where there are columns."""
         numbers, _ = super().capacities(num_blocks)
         marks = num_blocks * -(-self.block_size // 32) if self.columns else 0
         return numbers + marks, min(self.columns, num_blocks * self.block_size)

@@ -75,44 +75,34 @@ class OneSpan:
 
     @property
     def blocks(self) -> Array:
-        """As in `Spans`."""
         return jnp.arange(self.num_blocks, dtype=jnp.int32)
 
     def entries(self, size: int) -> Array:
-        """As `Spans.entries`."""
         every = jnp.arange(self.num_blocks * size, dtype=jnp.int32)
         return every.reshape(self.num_blocks, size)
 
     def per_row(self, x: Array) -> Array:
-        """As `Spans.per_row`."""
         return x
 
     def spread(self, x: Array) -> Array:
-        """As `Spans.spread`."""
         return x[..., None]
 
     def sums(self, parts: tuple[Array, ...]) -> tuple[Array, ...]:
-        """As `Spans.sums`."""
         return _sums(parts, 2)
 
     def total(self, x: Array) -> Array:
-        """As `Spans.total`."""
         return x.sum(-1, dtype=jnp.int32)
 
     def up_to(self, x: Array) -> Array:
-        """As `Spans.up_to`."""
         return jnp.cumsum(x, axis=-1, dtype=jnp.int32)
 
     def from_previous(self, x: Array) -> Array:
-        """As `Spans.from_previous`."""
         return _shifted(x)[..., :-1]
 
     def at(self, x: Array, blocks: Array) -> Array:
-        """As `Spans.at`."""
         return x[:, blocks]
 
     def of_first(self, x: Array, counts: Array) -> Array:
-        """As `Spans.of_first`."""
         return _running(x)[:, counts.reshape(-1)].reshape(x.shape)
 
 
@@ -148,31 +138,25 @@ class PackedSpans:
 
     @property
     def blocks(self) -> Array:
-        """As in `Spans`."""
         return jnp.arange(self.of_block.shape[-1], dtype=jnp.int32) - self.start
 
     def entries(self, size: int) -> Array:
-        """As `Spans.entries`."""
         return self.blocks[..., None] * size + jnp.arange(size, dtype=jnp.int32)
 
     def per_row(self, x: Array) -> Array:
-        """As `Spans.per_row`."""
         return x[..., None]
 
     def spread(self, x: Array) -> Array:
-        """As `Spans.spread`."""
         place = jnp.minimum(self.of_block, self.first.shape[-1] - 1)
         lead = jnp.broadcast_shapes(x.shape[:-1], place.shape[:-1])
         x = jnp.broadcast_to(x, (*lead, x.shape[-1]))
         return _take(x, jnp.broadcast_to(place, (*lead, place.shape[-1])))
 
     def sums(self, parts: tuple[Array, ...]) -> tuple[Array, ...]:
-        """As `Spans.sums`."""
         # One running sum of all parts: one for each would be hundreds of kernels in a search.
         return tuple(self.total(jnp.stack(_sums(parts, 1))))
 
     def total(self, x: Array) -> Array:
-        """As `Spans.total`."""
         running = _shifted(jnp.cumsum(x, axis=-1, dtype=jnp.int32))
 
         def at(place: Array) -> Array:
@@ -181,21 +165,17 @@ class PackedSpans:
         return at(self.first + self.length) - at(self.first)
 
     def up_to(self, x: Array) -> Array:
-        """As `Spans.up_to`."""
         running = jnp.cumsum(x, axis=-1, dtype=jnp.int32)
         start = jnp.broadcast_to(self.start, x.shape)
         return running - _take(_shifted(running), start)
 
     def from_previous(self, x: Array) -> Array:
-        """As `Spans.from_previous`."""
         return jnp.where(self.blocks == 0, jnp.zeros((), x.dtype), _shifted(x)[..., :-1])
 
     def at(self, x: Array, blocks: Array) -> Array:
-        """As `Spans.at`."""
         return _take(x, jnp.clip(self.start + blocks, 0, x.shape[-1] - 1))
 
     def of_first(self, x: Array, counts: Array) -> Array:
-        """As `Spans.of_first`."""
         running, base = _running(x), self.start * x.shape[-1]
         place = jnp.broadcast_to(base[..., None] + counts, x.shape).reshape(x.shape[0], -1)
         found = _take(running, jnp.clip(place, 0, running.shape[-1] - 1)).reshape(x.shape)

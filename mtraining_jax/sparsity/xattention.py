@@ -40,7 +40,6 @@ class XAttention(RowPattern):
             )
 
     def scores(self, q: "Array", k: "Array", shards: Shards) -> "Array":
-        """As `RowPattern.scores`: softmax masses of the strides of a block, their mean."""
         import jax.numpy as jnp
 
         from mtraining_jax.sparsity import row_scores

@@ -108,7 +108,6 @@ class BlockMaskIndex(Index):
     def within_documents(
         self, first: Array, end: Array, rows: Array | None = None
     ) -> "BlockMaskIndex":
-        """As `Index.within_documents`."""
         del end  # no bit lies above the diagonal, so none in a later document
         rows = jnp.arange(self.num_blocks, dtype=jnp.int32) if rows is None else rows
         first = first[:, None, rows]
@@ -116,7 +115,6 @@ class BlockMaskIndex(Index):
         return dataclasses.replace(self.columns_from(first), bits=self.bits & own)
 
     def computed_pairs(self, seq_len: int, rows: Rows | None = None) -> Array:
-        """As `Index.computed_pairs`: float [B, Hq]."""
         size, to_float = self.block_size, jnp.result_type(float)
         tiles, cut = self._tiles(seq_len, rows)
         whole = (tiles - cut).astype(to_float) * (size * size)
@@ -127,7 +125,6 @@ class BlockMaskIndex(Index):
         return pairs + below.astype(to_float) * size + own.astype(to_float)
 
     def pairs_of_rows(self, rows: Rows | None = None) -> Array:
-        """As `Index.pairs_of_rows`."""
         size = self.block_size
         own = self._own_listed(rows).astype(jnp.int32)
         whole = sets.count(self.bits) - own
@@ -138,7 +135,6 @@ class BlockMaskIndex(Index):
         return pairs + below * size + in_own_row
 
     def executed_pairs(self, seq_len: int, rows: Rows | None = None) -> Array:
-        """As `Index.executed_pairs`: float [B, Hq]."""
         size, to_float = self.block_size, jnp.result_type(float)
         pairs = self._tiles(seq_len, rows)[0].astype(to_float) * size**2
         if self.column_marks is None:
@@ -147,7 +143,6 @@ class BlockMaskIndex(Index):
         return pairs + (below + in_own).astype(to_float) * size
 
     def computes(self, query_positions: Array, key_blocks: Array) -> Array:
-        """As `Index.computes`: bool [B, Hq, R, C, 1 or g]; of an index that holds all rows."""
         of_queries = self.bits[:, :, query_positions // self.block_size]
         by_block = sets.contains(of_queries, key_blocks)[..., None]
         if self.column_marks is None:
@@ -162,7 +157,6 @@ class BlockMaskIndex(Index):
     def on_one_device(
         self, batch: int, num_queries: int, num_heads: int, num_keys: int
     ) -> tuple[ListedTiles, Columns | None]:
-        """As `Index.on_one_device`."""
         self._check(batch, num_heads, num_queries // self.block_size, num_keys // self.block_size)
         tiles = tiles_of(self.bits, self.num_blocks, jnp.int32(0), self.block_size)
         return tiles, self.columns(Segment(0, 1, self.num_blocks), self.num_blocks)
@@ -170,13 +164,11 @@ class BlockMaskIndex(Index):
     def shards(
         self, batch: int, num_heads: int, stride: int, num_blocks: int, rows: Array | None = None
     ) -> MaskShards:
-        """As `Index.shards`."""
         count = num_blocks if rows is None else rows.shape[0]
         self._check(batch, num_heads, count, num_blocks)
         return MaskShards(self.bits, rows, num_blocks, self.block_size)
 
     def column_tokens(self, every_row: Callable[[Array], Array] | None = None) -> Array | None:
-        """As `Index.column_tokens`."""
         if self.column_marks is None:
             return None
         marks = self._marked()
@@ -189,7 +181,6 @@ class BlockMaskIndex(Index):
         self, query: Segment, num_blocks: int, tokens: Array | None = None,
         rows: Array | None = None,
     ) -> Columns | None:
-        """As `Index.columns`."""
         if self.column_marks is None:
             return None
         tokens = self.column_tokens() if tokens is None else tokens

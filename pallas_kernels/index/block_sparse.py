@@ -67,7 +67,6 @@ class BlockSparseIndex(Index):
         return cls(key_blocks, key_count, query_blocks, query_count, block_size, causal)
 
     def computed_pairs(self, seq_len: int, rows: Rows | None = None) -> Array:
-        """As `Index.computed_pairs`: float [B, Hq]; `seq_len` is that of the queries."""
         size = self.block_size
         to_float = jnp.result_type(float)
         tiles = self._tiles(seq_len)
@@ -80,12 +79,10 @@ class BlockSparseIndex(Index):
         return whole + cut.astype(to_float) * (size * (size + 1) // 2)
 
     def executed_pairs(self, seq_len: int, rows: Rows | None = None) -> Array:
-        """As `Index.executed_pairs`: float [B, Hq]; `seq_len` is that of the queries."""
         tiles = self._tiles(seq_len)
         return tiles.astype(jnp.result_type(float)) * self.block_size**2
 
     def computes(self, query_positions: Array, key_blocks: Array) -> Array:
-        """As `Index.computes`: bool [B, Hq, R, C, 1]."""
         rows = query_positions // self.block_size
         lists, counts = self.key_blocks[:, :, rows], self.key_count[:, :, rows]
         return contains(lists, counts, key_blocks)[..., None]
@@ -93,13 +90,11 @@ class BlockSparseIndex(Index):
     def on_one_device(
         self, batch: int, num_queries: int, num_heads: int, num_keys: int
     ) -> tuple[ListedTiles, None]:
-        """As `Index.on_one_device`."""
         return ListedTiles.from_index(self), None
 
     def shards(
         self, batch: int, num_heads: int, stride: int, num_blocks: int, rows: Array | None = None
     ) -> ListedShards:
-        """As `Index.shards`."""
         shape = batch, num_heads, num_blocks
         check_shape("index.key_count", self.key_count, shape)
         check_shape("index.query_count", self.query_count, shape)

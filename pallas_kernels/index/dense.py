@@ -28,25 +28,21 @@ class DenseIndex(Index):
     causal: bool = True
 
     def computed_pairs(self, seq_len: int, rows: Rows | None = None) -> Array:
-        """As `Index.computed_pairs`; [1, 1], with as many keys as queries."""
         check_whole_blocks(seq_len, self.block_size)
         return _one(seq_len * (seq_len + 1) // 2 if self.causal else seq_len**2)
 
     def executed_pairs(self, seq_len: int, rows: Rows | None = None) -> Array:
-        """As `Index.executed_pairs`; [1, 1], with as many keys as queries."""
         check_whole_blocks(seq_len, self.block_size)
         blocks = seq_len // self.block_size
         tiles = blocks * (blocks + 1) // 2 if self.causal else blocks**2
         return _one(tiles * self.block_size**2)
 
     def computes(self, query_positions: Array, key_blocks: Array) -> Array:
-        """As `Index.computes`: [1, 1, R, C, 1]."""
         return jnp.ones((1, 1, query_positions.shape[0], key_blocks.shape[0], 1), bool)
 
     def on_one_device(
         self, batch: int, num_queries: int, num_heads: int, num_keys: int
     ) -> tuple[DiagonalTiles, None]:
-        """As `Index.on_one_device`."""
         g = self.block_size
         sizes = batch, num_heads, num_queries // g, num_keys // g
         return DiagonalTiles.full(*sizes, g, self.causal), None
@@ -54,7 +50,6 @@ class DenseIndex(Index):
     def shards(
         self, batch: int, num_heads: int, stride: int, num_blocks: int, rows: Array | None = None
     ) -> ToeplitzShards:
-        """As `Index.shards`."""
         return ToeplitzShards.every(batch, num_heads, stride, num_blocks, self.block_size)
 
     def active_diagonals(self, num_blocks: int) -> Array:

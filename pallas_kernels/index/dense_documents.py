@@ -42,7 +42,6 @@ class DenseDocumentsIndex(Index):
     def within_documents(
         self, first: Array, end: Array, rows: Array | None = None
     ) -> "DenseDocumentsIndex":
-        """As `Index.within_documents`: pairs that lie in one document of both."""
         first = jnp.maximum(self.first, first[:, None])
         end = jnp.minimum(self.end, end[:, None])
         none = first >= end
@@ -51,26 +50,22 @@ class DenseDocumentsIndex(Index):
         )
 
     def computed_pairs(self, seq_len: int, rows: Rows | None = None) -> Array:
-        """As `Index.computed_pairs`: float [B, Hq]."""
         size, to_float = self.block_size, jnp.result_type(float)
         tiles, own = self._counts(seq_len)
         pairs = (tiles - own).astype(to_float) * size**2
         return pairs + own.astype(to_float) * (size * (size + 1) // 2)
 
     def pairs_of_rows(self, rows: Rows | None = None) -> Array:
-        """As `Index.pairs_of_rows`."""
         size, blocks = self.block_size, None if rows is None else rows.blocks
         tiles = self._tiles(blocks)
         own = (tiles > 0).astype(jnp.int32)
         return (tiles - own) * size**2 + own * (size * (size + 1) // 2)
 
     def executed_pairs(self, seq_len: int, rows: Rows | None = None) -> Array:
-        """As `Index.executed_pairs`: float [B, Hq]."""
         tiles, _ = self._counts(seq_len)
         return tiles.astype(jnp.result_type(float)) * self.block_size**2
 
     def computes(self, query_positions: Array, key_blocks: Array) -> Array:
-        """As `Index.computes`: bool [B, Hq, R, C, 1]."""
         blocks = query_positions // self.block_size
         first, end = self.first[:, :, blocks, None], self.end[:, :, blocks, None]
         return ((key_blocks >= first) & (key_blocks < end))[..., None]
@@ -78,7 +73,6 @@ class DenseDocumentsIndex(Index):
     def on_one_device(
         self, batch: int, num_queries: int, num_heads: int, num_keys: int
     ) -> tuple[DiagonalTiles, None]:
-        """As `Index.on_one_device`."""
         num_blocks = num_keys // self.block_size
         every = Segment(0, 1, num_blocks)
         return self.shards(batch, num_heads, 1, num_blocks).pair(every, every), None
@@ -86,7 +80,6 @@ class DenseDocumentsIndex(Index):
     def shards(
         self, batch: int, num_heads: int, stride: int, num_blocks: int, rows: Array | None = None
     ) -> "DocumentShards":
-        """As `Index.shards`."""
         for name in ("first", "end"):
             check_shape(f"index.{name}", getattr(self, name), (batch, num_heads, num_blocks))
         every = ToeplitzShards.every(batch, num_heads, stride, num_blocks, self.block_size)
@@ -127,14 +120,12 @@ class DocumentShards(ShardTiles):
     end: Array
 
     def pair(self, query: Segment, key: Segment) -> DiagonalTiles:
-        """As `ShardTiles.pair`."""
         first = self._first_keys(query, key.first_block)
         end = self._end_queries(query.first_block, key.blocks())
         tiles = self.every.pair(query, key)
         return dataclasses.replace(tiles, first_keys=first, end_queries=end)
 
     def gathered(self, query: Segment, keys: Array, skip_own: bool) -> SegmentedDiagonals:
-        """As `ShardTiles.gathered`."""
         tiles = self.every.gathered(query, keys, skip_own)
         starts = keys[tiles.segment][:, None]
         steps = self.every.stride * jnp.arange(query.num_blocks, dtype=jnp.int32)

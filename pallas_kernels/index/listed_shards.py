@@ -31,13 +31,11 @@ class ListedShards(ShardTiles):
     block_size: int
 
     def pair(self, query: Segment, key: Segment) -> ListedTiles:
-        """As `ShardTiles.pair`."""
         lag = jnp.asarray(query.first_block - key.first_block, jnp.int32)
         diagonal = jnp.where(lag % query.stride == 0, -(lag // query.stride), NO_DIAGONAL)
         return self._tiles(query, key.blocks(), jnp.ones(key.num_blocks, bool), diagonal)
 
     def gathered(self, query: Segment, keys: Array, skip_own: bool) -> ListedTiles:
-        """As `ShardTiles.gathered`."""
         own = keys == query.first_block
         size = query.num_blocks
         steps = query.stride * jnp.arange(size, dtype=jnp.int32)

@@ -27,7 +27,6 @@ class MaskShards(ShardTiles):
     block_size: int
 
     def pair(self, query: Segment, key: Segment) -> ListedTiles:
-        """As `ShardTiles.pair`."""
         lag = jnp.asarray(query.first_block - key.first_block, jnp.int32)
         diagonal = jnp.where(lag % query.stride == 0, -(lag // query.stride), NO_DIAGONAL)
         # Keys ascend, and none behind the masked one is listed: it is the last of its list.
@@ -35,7 +34,6 @@ class MaskShards(ShardTiles):
         return tiles_of(words, key.num_blocks, diagonal, self.block_size)
 
     def gathered(self, query: Segment, keys: Array, skip_own: bool) -> ListedTiles:
-        """As `ShardTiles.gathered`."""
         size = query.num_blocks
         steps = query.stride * jnp.arange(size, dtype=jnp.int32)
         blocks = (keys[:, None] + steps).reshape(-1).astype(jnp.int32)

@@ -69,7 +69,6 @@ class ToeplitzShards(ShardTiles):
         return cls(keys % num_blocks, bounds, stride, block_size)
 
     def pair(self, query: Segment, key: Segment) -> DiagonalTiles:
-        """As `ShardTiles.pair`."""
         lag = jnp.asarray(query.first_block - key.first_block, jnp.int32)
         diagonal = jnp.where(lag % self.stride == 0, -(lag // self.stride), NO_DIAGONAL)
         start, stop = self._runs((lag % self.stride)[None])
@@ -79,7 +78,6 @@ class ToeplitzShards(ShardTiles):
         )
 
     def gathered(self, query: Segment, keys: Array, skip_own: bool) -> SegmentedDiagonals:
-        """As `ShardTiles.gathered`."""
         stride, count = self.stride, keys.shape[0]
         lags = jnp.asarray(query.first_block, jnp.int32) - keys
         residues = lags % stride

@@ -94,7 +94,6 @@ class TokenChunksIndex(Index):
         return BlockMaskIndex(bits, self.num_blocks, self.block_size)
 
     def computed_pairs(self, seq_len: int, rows: Rows | None = None) -> Array:
-        """As `Index.computed_pairs`: float [B, Hq]."""
         self._check_length(seq_len)
         size, to_float = self.block_size, jnp.result_type(float)
         past = self._past_counts(rows).sum(-1, dtype=jnp.int32)
@@ -104,7 +103,6 @@ class TokenChunksIndex(Index):
         return past.astype(to_float) * (self.chunk_blocks * size) + own
 
     def pairs_of_rows(self, rows: Rows | None = None) -> Array:
-        """As `Index.pairs_of_rows`."""
         size, numbers = self.block_size, self._numbers(rows)
         past = sets.count(self.past(numbers)).sum(-1, dtype=jnp.int32)
         whole, cut = self._own_tiles_of(numbers)
@@ -112,7 +110,6 @@ class TokenChunksIndex(Index):
         return past * (self.chunk_blocks * size) + own
 
     def executed_pairs(self, seq_len: int, rows: Rows | None = None) -> Array:
-        """As `Index.executed_pairs`: queries of a chunk are put together in tiles, rounded up."""
         self._check_length(seq_len)
         tiles = (-(-self._past_counts(rows) // self.block_size)).sum(-1, dtype=jnp.int32)
         tiles = tiles if rows is None else rows.total(tiles)
@@ -121,7 +118,6 @@ class TokenChunksIndex(Index):
         return tiles * self.block_size**2
 
     def computes(self, query_positions: Array, key_blocks: Array) -> Array:
-        """As `Index.computes`: bool [B, Hq, R, C, 1]; of an index that holds all rows."""
         size = self.block_size
         rows = query_positions // size
         of_queries = self.chosen[:, :, rows, query_positions % size]
@@ -151,7 +147,6 @@ class TokenChunksIndex(Index):
     def shards(
         self, batch: int, num_heads: int, stride: int, num_blocks: int, rows: Array | None = None
     ) -> NoReturn:
-        """As `on_one_device`."""
         self.on_one_device(batch, 0, num_heads, 0)
 
     def budgets(self) -> dict[str, Array]:

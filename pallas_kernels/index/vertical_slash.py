@@ -49,7 +49,6 @@ class VerticalSlashIndex(Index):
     causal = True
 
     def computed_pairs(self, seq_len: int, rows: Rows | None = None) -> Array:
-        """As `Index.computed_pairs`: float [B, Hq]."""
         size = self.block_size
         main, far_tiles, blocks_below, own_rows = self._counts(seq_len)
         to_float = jnp.result_type(float)
@@ -62,7 +61,6 @@ class VerticalSlashIndex(Index):
         )
 
     def executed_pairs(self, seq_len: int, rows: Rows | None = None) -> Array:
-        """As `Index.executed_pairs`: float [B, Hq]."""
         size = self.block_size
         main, far_tiles, blocks_below, own_rows = self._counts(seq_len)
         to_float = jnp.result_type(float)
@@ -71,7 +69,6 @@ class VerticalSlashIndex(Index):
         return tiles.astype(to_float) * (size * size) + columns.astype(to_float) * size
 
     def computes(self, query_positions: Array, key_blocks: Array) -> Array:
-        """As `Index.computes`: bool [B, Hq, R, C, g]."""
         size = self.block_size
         shape = query_positions.size, key_blocks.size
         distance = query_positions[:, None] // size - key_blocks
@@ -84,7 +81,6 @@ class VerticalSlashIndex(Index):
     def on_one_device(
         self, batch: int, num_queries: int, num_heads: int, num_keys: int
     ) -> tuple[DiagonalTiles, Columns | None]:
-        """As `Index.on_one_device`."""
         check_shape("index.slash_count", self.slash_count, (batch, num_heads))
         check_shape("index.vertical_count", self.vertical_count, (batch, num_heads))
         num_blocks = num_queries // self.block_size
@@ -94,7 +90,6 @@ class VerticalSlashIndex(Index):
     def shards(
         self, batch: int, num_heads: int, stride: int, num_blocks: int, rows: Array | None = None
     ) -> ToeplitzShards:
-        """As `Index.shards`."""
         check_shape("index.slash_count", self.slash_count, (batch, num_heads))
         diagonals = DiagonalTiles.from_index(self).offsets  # at least one entry
         return ToeplitzShards.listed(
@@ -102,14 +97,12 @@ class VerticalSlashIndex(Index):
         )
 
     def column_tokens(self, every_row: Callable[[Array], Array] | None = None) -> Array | None:
-        """As `Index.column_tokens`."""
         return pad_columns(self) if self.vertical_tokens.shape[-1] else None
 
     def columns(
         self, query: Segment, num_blocks: int, tokens: Array | None = None,
         rows: Array | None = None,
     ) -> Columns | None:
-        """As `Index.columns`."""
         if self.vertical_tokens.shape[-1] == 0:
             return None
         return Columns.from_index(self, query.blocks(), num_blocks)

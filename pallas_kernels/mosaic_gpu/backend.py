@@ -70,7 +70,6 @@ class MosaicGpu:
     block_scores = HopperBlockScores()
 
     def unsupported(self, q: Array, block_size: int | None) -> str | None:
-        """See `Backend.unsupported`."""
         if not self.interpret and (reason := device.no_hopper_gpu()):
             return reason
         return unsupported_operands(q, block_size)
@@ -78,7 +77,6 @@ class MosaicGpu:
     def plan(
         self, q: Array, k: Array, tiles: Tiles | None, columns: Columns | None, *, whole: bool
     ) -> HopperWork:
-        """See `Backend.plan`."""
         sizes = q.shape[0], q.shape[2], q.shape[1] // TILE, k.shape[1] // TILE, k.shape[2]
         queries = query_work(tiles, columns, *sizes)
         config = self._fused_config(q, tiles, whole)
@@ -95,7 +93,6 @@ class MosaicGpu:
         scale: float, init: tuple[Array, Array] | None, out_dtype: jnp.dtype,
         beside_transfers: bool,
     ) -> tuple[Array, Array]:
-        """See `Backend.forward`."""
         if init is not None:
             init = tuple(x.astype(jnp.float32) for x in init)
         return forward_kernel(
@@ -144,7 +141,6 @@ class MosaicGpu:
         return Gradients(dq, dk, dv, *(of_columns or (None, None)))
 
     def delta_of(self, out: Array, dout: Array) -> Array:
-        """See `Backend.delta_of`."""
         rows = out.shape[1]
         padding = ((0, 0), (0, -rows % ROWS), (0, 0), (0, 0))  # of length 0 for blocks of 128
         out, dout = jnp.pad(out, padding), jnp.pad(dout, padding)

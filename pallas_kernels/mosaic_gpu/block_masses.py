@@ -27,7 +27,6 @@ class HopperBlockScores:
         self._short = short or ShortBlockScoresConfig()
 
     def unsupported(self, q: Array, k: Array) -> str | None:
-        """See `BlockScores.unsupported`."""
         width = min(self._config.width, self._short.width)
         return unsupported_by_kernel(q, k, depth=DEPTH, width=width)
 

@@ -18,7 +18,6 @@ class MosaicGpuOnDemand:
     name = "mosaic_gpu"
 
     def unsupported(self, q: Array, block_size: int | None) -> str | None:
-        """See `Backend.unsupported`."""
         return device.no_hopper_gpu() or unsupported_operands(q, block_size)
 
     def __getattr__(self, name: str) -> Any:

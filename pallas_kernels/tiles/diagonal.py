@@ -95,28 +95,23 @@ class DiagonalTiles(Tiles):
 
     @property
     def row_entries(self) -> Array:
-        """As `Tiles.row_entries`: the offsets."""
         return self.offsets
 
     @property
     def column_entries(self) -> Array:
-        """As `Tiles.column_entries`: the offsets."""
         return self.offsets
 
     def row_ranges(self, num_query_blocks: int, num_key_blocks: int) -> tuple[Array, Array]:
-        """As `Tiles.row_ranges`: for each query block, the offsets whose key block exists."""
         rows = jnp.arange(num_query_blocks, dtype=jnp.int32)
         farthest = _farthest(rows, self.first_keys)
         return _between(self.offsets, self.start, self.stop, rows - (num_key_blocks - 1), farthest)
 
     def column_ranges(self, num_query_blocks: int, num_key_blocks: int) -> tuple[Array, Array]:
-        """As `Tiles.column_ranges`: for each key block, the offsets whose query block exists."""
         columns = jnp.arange(num_key_blocks, dtype=jnp.int32)
         farthest = _last(num_query_blocks, self.end_queries) - columns
         return _between(self.offsets, self.start, self.stop, -columns, farthest)
 
     def check(self, batch: int, heads: int, num_query_blocks: int, num_key_blocks: int) -> None:
-        """As `Tiles.check`."""
         shape = batch, heads
         check_shape("tiles.start", self.start, shape)
         check_shape("tiles.stop", self.stop, shape)
@@ -175,23 +170,19 @@ class SegmentedDiagonals(Tiles):
 
     @property
     def row_entries(self) -> Array:
-        """As `Tiles.row_entries`: the offsets."""
         return self.offsets
 
     @property
     def column_entries(self) -> Array:
-        """As `Tiles.column_entries`: the offsets."""
         return self.offsets
 
     def row_ranges(self, num_query_blocks: int, num_key_blocks: int) -> tuple[Array, Array]:
-        """As `Tiles.row_ranges`: a range for each run, int32 [B, Hq, R, num_query_blocks]."""
         rows = jnp.arange(num_query_blocks, dtype=jnp.int32)
         size = num_key_blocks // self.num_segments
         farthest = _farthest(rows, self.first_keys)
         return _between(self._within(size), self.start, self.stop, rows - (size - 1), farthest)
 
     def column_ranges(self, num_query_blocks: int, num_key_blocks: int) -> tuple[Array, Array]:
-        """As `Tiles.column_ranges`: for each key block, the offsets whose query block exists."""
         size = num_key_blocks // self.num_segments
         columns = jnp.arange(size, dtype=jnp.int32)
         farthest = _last(num_query_blocks, self.end_queries) - columns
@@ -206,7 +197,6 @@ class SegmentedDiagonals(Tiles):
         return place(first), place(last)
 
     def check(self, batch: int, heads: int, num_query_blocks: int, num_key_blocks: int) -> None:
-        """As `Tiles.check`."""
         shape = batch, heads
         check_shape("tiles.start", self.start, (*shape, *self.segment.shape))
         check_shape("tiles.stop", self.stop, (*shape, *self.segment.shape))

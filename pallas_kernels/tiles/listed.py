@@ -61,26 +61,21 @@ class ListedTiles(Tiles):
 
     @property
     def row_entries(self) -> Array:
-        """As `Tiles.row_entries`: key blocks."""
         return self.key_blocks
 
     @property
     def column_entries(self) -> Array:
-        """As `Tiles.column_entries`: query blocks."""
         return self.query_blocks
 
     def row_ranges(self, num_query_blocks: int, num_key_blocks: int) -> tuple[Array, Array]:
-        """As `Tiles.row_ranges`."""
         del num_query_blocks, num_key_blocks
         return jnp.zeros_like(self.key_count), self.key_count
 
     def column_ranges(self, num_query_blocks: int, num_key_blocks: int) -> tuple[Array, Array]:
-        """As `Tiles.column_ranges`."""
         del num_query_blocks, num_key_blocks
         return jnp.zeros_like(self.query_count), self.query_count
 
     def check(self, batch: int, heads: int, num_query_blocks: int, num_key_blocks: int) -> None:
-        """As `Tiles.check`."""
         for own, lists, count, number in (
             ("key", self.key_blocks, self.key_count, num_query_blocks),
             ("query", self.query_blocks, self.query_count, num_key_blocks),

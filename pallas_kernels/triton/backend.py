@@ -59,16 +59,13 @@ class Triton:
 
     @property
     def estimate(self) -> TritonEstimate:
-        """See `Backend.estimate`."""
         return TritonEstimate(self.run)
 
     @property
     def block_scores(self) -> TritonBlockScores:
-        """See `Backend.block_scores`."""
         return TritonBlockScores(self.run)
 
     def unsupported(self, q: Array, block_size: int | None) -> str | None:
-        """See `Backend.unsupported`."""
         if self.run is None and (reason := device.cannot_run()):
             return reason
         return unsupported_operands(q, block_size)
@@ -135,7 +132,6 @@ class Triton:
         return Gradients(found["dq"], *keys, *of_columns)
 
     def delta_of(self, out: Array, dout: Array) -> Array:
-        """See `Backend.delta_of`."""
         from pallas_kernels.triton.kernels.delta import attention_delta
 
         batch, length, heads, dim = out.shape

@@ -29,7 +29,6 @@ class TritonBlockScores:
     run: Callable[[Call], dict[str, Array]] | None = None
 
     def unsupported(self, q: Array, k: Array) -> str | None:
-        """See `BlockScores.unsupported`."""
         return unsupported_by_kernel(q, k, depth=_DEPTH, width=SCORES.keys)
 
     def block_masses(

@@ -29,7 +29,6 @@ class TritonEstimate:
     run: Callable[[Call], dict[str, Array]] | None = None
 
     def unsupported(self, q: Array) -> str | None:
-        """See `Estimate.unsupported`."""
         if q.shape[2] == NUM_QUERIES:
             return None
         return f"{q.shape[2]} last queries ({NUM_QUERIES} are needed)"
@@ -38,7 +37,6 @@ class TritonEstimate:
         self, q: Array, k: Array, block_ids: Array, num_blocks: int, *, scale: float,
         valid_len: Array | None = None, queries: Array | None = None,
     ) -> tuple[Array, Array]:
-        """See `Estimate.block_statistics`."""
         from pallas_kernels.triton.kernels.estimate import estimate_statistics
 
         shape = k.shape[0], q.shape[1], block_ids.shape[0], NUM_QUERIES
@@ -49,7 +47,6 @@ class TritonEstimate:
         self, q: Array, k: Array, block_ids: Array, num_blocks: int, peak: Array, to_mass: Array,
         *, scale: float, valid_len: Array | None = None, queries: Array | None = None,
     ) -> tuple[Array, Array, Array]:
-        """See `Estimate.block_masses`."""
         from pallas_kernels.triton.kernels.estimate import estimate_masses
 
         shape = k.shape[0], q.shape[1], block_ids.shape[0], _BLOCK

@@ -18,7 +18,6 @@ class Xla:
     block_scores = None
 
     def unsupported(self, q: Array, block_size: int | None) -> str | None:
-        """See `Backend.unsupported`."""
         del q, block_size
         return None
 
@@ -30,16 +29,13 @@ class Xla:
         return xla_work(tiles, q.shape[1], k.shape[1])
 
     def forward(self, *args, beside_transfers: bool, **options) -> tuple[Array, Array]:
-        """See `Backend.forward`."""
         del beside_transfers
         return forward(*args, **options)
 
     def backward(self, *args, beside_transfers: bool, **options) -> Gradients:
-        """See `Backend.backward`."""
         del beside_transfers
         return backward(*args, **options)
 
     def delta_of(self, out: Array, dout: Array) -> Array:
-        """See `Backend.delta_of`."""
         product = out.astype(jnp.float32) * dout.astype(jnp.float32)
         return jnp.sum(product, axis=-1).swapaxes(1, 2)

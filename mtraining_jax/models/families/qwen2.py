@@ -18,7 +18,6 @@ class Qwen2(Family):
     fixed = Family.fixed | {"use_sliding_window": False}
 
     def layer(self, spec: "ModelSpec") -> dict[str, Parameter]:
-        """See `Family.layer`."""
         layer = super().layer(spec)
         for part in ("q_proj", "k_proj", "v_proj"):
             width, _ = layer[f"self_attn.{part}.weight"].shape

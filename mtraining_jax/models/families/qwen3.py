@@ -19,7 +19,6 @@ class Qwen3(Family):
     fixed = Family.fixed | {"use_sliding_window": False, "attention_bias": False}
 
     def layer(self, spec: "ModelSpec") -> dict[str, Parameter]:
-        """See `Family.layer`."""
         norms = {f"self_attn.{part}_norm.weight": vector(spec.head_dim, 1.0) for part in "qk"}
         return super().layer(spec) | norms
 

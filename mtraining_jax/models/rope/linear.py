@@ -17,6 +17,5 @@ class LinearScaling(RopeScaling):
     def stretch(
         self, plain: np.ndarray, *, theta: float, context: int, length: int
     ) -> tuple[np.ndarray, float]:
-        """See `RopeScaling.stretch`."""
         del theta, context, length
         return plain / self.factor, 1.0

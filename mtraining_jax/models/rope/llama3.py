@@ -31,7 +31,6 @@ class Llama3Scaling(RopeScaling):
 
     @classmethod
     def problems(cls, values: Any, prefix: str, head_dim: int | None) -> Iterator[str]:
-        """See `RopeScaling.problems`."""
         yield from super().problems(values, prefix, head_dim)
         yield from original_problems(values, prefix, needed=True)
         if not 0 < values.low_freq_factor < values.high_freq_factor:
@@ -43,7 +42,6 @@ class Llama3Scaling(RopeScaling):
     def stretch(
         self, plain: np.ndarray, *, theta: float, context: int, length: int
     ) -> tuple[np.ndarray, float]:
-        """See `RopeScaling.stretch`."""
         del theta, context, length
         turns = self.original_max_position_embeddings * plain / (2 * math.pi)
         width = self.high_freq_factor - self.low_freq_factor

@@ -33,7 +33,6 @@ class LongRopeScaling(RopeScaling):
 
     @classmethod
     def problems(cls, values: Any, prefix: str, head_dim: int | None) -> Iterator[str]:
-        """See `RopeScaling.problems`."""
         yield from super().problems(values, prefix, head_dim)
         yield from original_problems(values, prefix, needed=True)
         if values.original_max_position_embeddings == 1:

@@ -37,7 +37,6 @@ class YarnScaling(RopeScaling):
 
     @classmethod
     def problems(cls, values: Any, prefix: str, head_dim: int | None) -> Iterator[str]:
-        """See `RopeScaling.problems`."""
         yield from super().problems(values, prefix, head_dim)
         yield from original_problems(values, prefix, needed=False)
         if values.beta_slow <= 0:
@@ -73,7 +72,6 @@ class YarnScaling(RopeScaling):
 
     @classmethod
     def from_hf(cls, rope: Mapping[str, Any], context: int) -> Self:
-        """See `RopeScaling.from_hf`."""
         both = rope.get("mscale"), rope.get("mscale_all_dim")
         if rope.get("attention_factor") is None and all(both) and rope.get("factor"):
             # The ratio of two attention factors, as transformers computes it.

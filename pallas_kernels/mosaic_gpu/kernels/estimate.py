@@ -272,7 +272,6 @@ class HopperEstimate:
     block_masses = staticmethod(block_masses)
 
     def unsupported(self, q: Array) -> str | None:
-        """See `Estimate.unsupported`."""
         if q.shape[2] == NUM_QUERIES:
             return None
         return f"{q.shape[2]} last queries ({NUM_QUERIES} are needed)"
