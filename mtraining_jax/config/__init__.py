@@ -1,7 +1,4 @@
-"""The configuration of a run: typed fields, TOML files, overrides, and checks with clear errors.
-
-Imports no JAX: everything here is done before any device is touched.
-"""
+"""Configuration of a run: typed fields, TOML files, overrides and validation. Imports no JAX."""
 
 from mtraining_jax.config.load import (
     available_configs,

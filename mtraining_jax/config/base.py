@@ -1,4 +1,4 @@
-"""A configuration file may begin with another one: `base = "qwen3b_512k"`, or a path."""
+"""Inheritance of configuration files: `base = "qwen3b_512k"`, or a path."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,22 +13,20 @@ Table = dict[str, Any]
 def read_with_base(
     path: Path, read: Callable[[Path], Table], find: Callable[[str], Path]
 ) -> tuple[Table, dict[str, str]]:
-    """Reads a file and what it is based on; the values of the file win.
+    """Reads a file and its chain of base files, merged field by field; derived files win.
 
-    Tables are merged field by field. The name of the run is not taken from a base: it names a
-    folder.
+    `run.name` is not inherited: every file has its own run folder.
 
     Args:
-        path: of the file.
-        read: from a path to the table in it.
-        find: from the name of a configuration to its file.
+        path: the file.
+        read: parses a file into a table.
+        find: resolves the name of a configuration to its file.
 
     Returns:
-        The table, without `base`, and for fields that the file does not set itself the file they
-        come from: paths by dotted name.
+        The table without `base`, and the origin of inherited fields: file paths by dotted name.
 
     Raises:
-        UserError: a base that does not exist, cannot be read or leads back to a file before it.
+        UserError: a base that does not exist, cannot be read or is part of a cycle.
     """
     return _read(path, read, find, ())
 
@@ -52,11 +50,11 @@ def _read(
     chain = (*before, path)
     try:
         is_path = name.endswith(".toml") or len(Path(name).parts) > 1
-        # Of a path, as in the file's folder: it means the same wherever the command runs.
+        # Relative to the file's folder, independent of the working directory.
         base = path.parent / Path(name).expanduser() if is_path else find(name)
         if base.resolve() in [file.resolve() for file in chain]:
             files = " -> ".join(str(file) for file in (*chain, base))
-            raise UserError(f"the files lead back to where they began, {files}")
+            raise UserError(f"the base files form a cycle: {files}")
         below, origins = _read(base, read, find, chain)
     except UserError as error:
         raise UserError(f"{what}: {error}") from None
@@ -70,7 +68,7 @@ def _read(
 def _merge(
     table: Table, below: Table, prefix: str, origin: Callable[[str], str], found: dict[str, str]
 ) -> None:
-    """Adds to a table the fields that it lacks, and notes where each comes from."""
+    """Adds missing fields to a table and records their origin."""
     for key, value in below.items():
         dotted = f"{prefix}{key}"
         if key in table and not (isinstance(table[key], dict) and isinstance(value, dict)):

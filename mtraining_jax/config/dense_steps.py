@@ -1,4 +1,4 @@
-"""Which steps of a sparse run compute all pairs."""
+"""Dense steps of a sparse run: steps that compute all pairs."""
 
 import dataclasses
 
@@ -9,14 +9,11 @@ from mtraining_jax.wording import counted
 class DenseSteps:
     """The dense steps of a run: `step in dense_steps`, with steps counted from 1.
 
-    They follow from these numbers alone, so a run that resumes has those of one that was not
-    stopped. A step may be dense for several reasons, and counts once.
-
     Attributes:
-        total: steps at which the run is complete.
-        first: of the steps, so many at the start are dense.
-        last: so many at the end, counted back from `total`.
-        every: and each whose number is a multiple of this; 0 none.
+        total: steps of the run.
+        first: number of dense warm-up steps.
+        last: number of dense cooldown steps, counted back from `total`.
+        every: multiples of this are dense too; 0 disables.
     """
 
     total: int
@@ -29,7 +26,7 @@ class DenseSteps:
         return at_an_end or (self.every > 0 and step % self.every == 0)
 
     def count(self, after: int = 0) -> int:
-        """How many of the steps after a given one, up to `total`, are dense."""
+        """Number of dense steps in `after + 1` to `total`."""
         begin, end = max(after, self.first), self.total - self.last
         sparse = max(0, end - begin)
         if sparse and self.every:
@@ -37,7 +34,7 @@ class DenseSteps:
         return self.total - after - sparse
 
     def describe(self) -> str:
-        """In words: `the first 5, the last 10 and one in 20: 19 of 100 steps`."""
+        """For example `the first 5, the last 10 and one in 20: 19 of 100 steps`."""
         ends = {"the first": self.first, "the last": self.last}
         parts = [name if n == 1 else f"{name} {n}" for name, n in ends.items() if n]
         *before, end = [*parts, *([f"one in {self.every}"] if self.every else [])] or ["none"]

@@ -1,4 +1,4 @@
-"""The fields as data: dotted names, what each allows in words, and TOML text of values."""
+"""Reflection on configuration fields: dotted names, allowed values as text, TOML formatting."""
 
 import dataclasses
 import difflib
@@ -22,12 +22,11 @@ class Field:
 
     Attributes:
         name: dotted name, e.g. `model.num_layers`.
-        allowed: what it must be, e.g. `a whole number (at least 1)`.
-        kinds: Python types that TOML may give it (`NoneType` if it may be none, `dict` if it is
-            itself a table of fields).
+        allowed: description of valid values, e.g. `an integer (at least 1)`.
+        kinds: accepted Python types; `NoneType` for optional fields, `dict` for tables of fields.
         required: whether it has no default.
         default: its default, None if `required`.
-        doc: one line of help.
+        doc: help text.
     """
 
     name: str
@@ -39,10 +38,7 @@ class Field:
 
 
 def section_class(annotation: Any) -> type | None:
-    """The section that a field's annotation holds, alone or as `Section | None`; else None.
-
-    It has the fields of all plug-ins known so far.
-    """
+    """The assembled section of an annotation `Section` or `Section | None`; otherwise None."""
     for option in (annotation, *typing.get_args(annotation)):
         if dataclasses.is_dataclass(option):
             return assembled(option)
@@ -50,17 +46,17 @@ def section_class(annotation: Any) -> type | None:
 
 
 def infos(section: type) -> dict[str, FieldInfo]:
-    """Pydantic's description of the fields of a section, by name."""
+    """Pydantic's field descriptions of a section, by name."""
     return section.__pydantic_fields__
 
 
 def sections() -> dict[str, type]:
-    """The sections of a configuration, by name, in the order of `Config`."""
+    """The sections of `Config` by name, in order."""
     return {name: assembled(info.annotation) for name, info in infos(Config).items()}
 
 
 def all_fields() -> Mapping[str, Field]:
-    """Every field of every section by its dotted name, tables before their own fields."""
+    """All fields by dotted name; a table comes before its fields."""
     return _all_fields(tuple(sections().items()))
 
 
@@ -88,10 +84,9 @@ def _all_fields(sections: tuple[tuple[str, type], ...]) -> Mapping[str, Field]:
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:
-    """The one of `names` that a mistyped dotted `name` most likely means, or None.
+    """The closest match for a misspelled dotted `name`, or None.
 
-    A close name of the same section wins over the same name of another section, which wins over
-    any other close name.
+    Preference: similar name in the same section, same name in another section, any similar name.
     """
     names = list(names)
     head, _, leaf = name.rpartition(".")
@@ -105,10 +100,10 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
 
 
 def toml_value(value: Any) -> str:
-    """A value as TOML text; None, which TOML lacks, as `none`.
+    """Formats a value as TOML (None as `none`).
 
     Raises:
-        TypeError: if `value` is of a type that no field has.
+        TypeError: `value` has a type that no field has.
     """
     match value:
         case None:
@@ -118,18 +113,18 @@ def toml_value(value: Any) -> str:
         case int() | float():
             return repr(value)
         case str():
-            # TOML's basic strings are those of JSON, except for a raw DEL.
+            # TOML basic strings are JSON strings, except for a raw DEL.
             return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
         case list() | tuple():
             return "[" + ", ".join(map(toml_value, value)) + "]"
         case dict():
             items = (f"{toml_value(str(k))} = {toml_value(v)}" for k, v in value.items())
             return "{" + ", ".join(items) + "}"
-    raise TypeError(f"{type(value).__name__} is no type of a configuration value: {value!r}")
+    raise TypeError(f"{type(value).__name__} is not a configuration value type: {value!r}")
 
 
 def _flatten(annotation: Any, metadata: Iterable[Any] = ()) -> Iterable[tuple[Any, list[Any]]]:
-    """The options of a union, each with its limits; a plain type is a union of one."""
+    """The members of a union with their limits; a plain type counts as a union of one."""
     limits = list(metadata)
     if typing.get_origin(annotation) is typing.Annotated:
         annotation, *extra = typing.get_args(annotation)
@@ -181,8 +176,8 @@ def _option_in_words(option: Any, limits: list[Any]) -> str:
         f"{words[name]} {getattr(limit, name)}"
         for limit in limits
         for name in words
-        # Said of a value that exceeds it, and not in every line of the help text.
+        # Mentioned in errors only, to keep the help text short.
         if hasattr(limit, name) and (name, getattr(limit, name)) != ("le", LARGEST_INT)
     ]
-    noun = {int: "a whole number", float: "a finite number"}[option]
+    noun = {int: "an integer", float: "a finite number"}[option]
     return f"{noun} ({' and '.join(bounds)})" if bounds else noun

@@ -1,4 +1,4 @@
-"""The section `eval.data`: what it takes over from `data`, and the run as an evaluation sees it."""
+"""The section `eval.data`: its defaults from `data`, and the configuration of an evaluation."""
 
 import dataclasses
 import re
@@ -10,14 +10,7 @@ from mtraining_jax.config.sections import assembled
 
 
 def with_data_of_training(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Completes the section `eval.data` of a table, where there is one, from `data`.
-
-    Args:
-        table: values by section and field, not yet checked.
-
-    Returns:
-        `table`, or a copy of it with another section `eval`.
-    """
+    """Fills unset fields of `eval.data`, if present, from `data`; does not modify `table`."""
     held_out, data = table.get("eval"), table.get("data", {})
     if not isinstance(held_out, dict) or not isinstance(data, dict):
         return dict(table)
@@ -25,18 +18,13 @@ def with_data_of_training(table: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(given, dict):
         return dict(table)
     of_sources = assembled(DataConfig).owners if "source" in given else ()
-    # A batch is evaluated in the order of the data.
-    left_out = {*of_sources, "balance"}
-    taken = {name: value for name, value in data.items() if name not in left_out}
-    return {**table, "eval": {**held_out, "data": taken | given}}
+    excluded = {*of_sources, "balance"}  # evaluations do not reorder sequences
+    inherited = {name: value for name, value in data.items() if name not in excluded}
+    return {**table, "eval": {**held_out, "data": inherited | given}}
 
 
 def evaluation_of(config: Config) -> Config:
-    """The run with held-out data in place of its own: sizes, layout and batches follow from it.
-
-    Args:
-        config: of a run that evaluates.
-    """
+    """The configuration with validation data in place of training data."""
     return dataclasses.replace(
         config,
         data=config.eval.data,
@@ -46,5 +34,5 @@ def evaluation_of(config: Config) -> Config:
 
 
 def about_held_out(problem: str) -> str:
-    """A sentence about fields of `data` as one about those of `eval.data`."""
+    """Renames `data.*` to `eval.data.*` in a message."""
     return re.sub(r"(?<![\w.])data\.(?=[a-z])", "eval.data.", problem)

@@ -1,4 +1,4 @@
-"""What a checkpoint's config.json decides about the model, if `model.init_from` names one."""
+"""Model fields from the config.json of the checkpoint in `model.init_from`."""
 
 import dataclasses
 import json
@@ -15,20 +15,17 @@ from mtraining_jax.models.rope import RopeScaling, make_scaling
 def with_checkpoint(
     table: Mapping[str, Any], say: Callable[[str, str], None]
 ) -> dict[str, Any]:
-    """Completes the section `model` of a table from the checkpoint that the run starts from.
-
-    Fields named in `model.override` are left as they are: as given, or at their defaults.
+    """Fills the section `model` from config.json, except for the fields in `model.override`.
 
     Args:
-        table: values by section and field, not yet checked.
-        say: takes the name of a field and a sentence about it, for each field that is given and
-            differs from config.json.
+        table: unvalidated values by section and field; not modified.
+        say: called with a field's name and a message for each field that differs from config.json.
 
     Returns:
-        `table`, or a copy of it with another section `model`.
+        The completed table.
 
     Raises:
-        UserError: if config.json cannot be read or is of a model that is not built here.
+        UserError: config.json cannot be read or describes an unsupported model.
     """
     given = table.get("model")
     if not isinstance(given, dict) or not isinstance(given.get("init_from"), str):
@@ -39,8 +36,8 @@ def with_checkpoint(
         found = read_hf_values(folder, family if isinstance(family, str) else None)
     except UserError as error:
         raise UserError(
-            f"model.init_from = {folder}: {error}; a run that only goes on from its own checkpoint"
-            " can do without, with model.init_from = none and all sizes of the model"
+            f"model.init_from = {folder}: {error}; a run that resumes from its own checkpoint does"
+            " not need it: set model.init_from = none and all sizes of the model"
         ) from None
     model = dict(given)
     for name in (*FIXED, *FREE):
@@ -52,8 +49,8 @@ def with_checkpoint(
             way = f', or keep it with model.override = ["{name}"]' if name in FREE else ""
             say(
                 f"model.{name}",
-                f"model.{name} = {_text(model[name])}, and {Path(folder) / CONFIG_FILE} says"
-                f" {_text(_plain(found[name]))}: leave it out{way}",
+                f"model.{name} = {_text(model[name])} differs from {Path(folder) / CONFIG_FILE},"
+                f" which has {_text(_plain(found[name]))}: remove it{way}",
             )
             model[name] = _plain(found[name])
     return {**table, "model": model}
@@ -65,14 +62,14 @@ def _equal(name: str, given: Any, found: Mapping[str, Any]) -> bool:
     try:
         scaling = make_scaling(given)
     except (ValueError, TypeError):
-        return True  # a mistake in it is reported when it is checked
+        return True  # reported by validation
     context = found["max_position_embeddings"]
     both = (x if x is None else x.to_hf(context) for x in (scaling, found[name]))
     return next(both) == next(both)
 
 
 def _plain(value: Any) -> Any:
-    """A value as TOML would give it."""
+    """A value as TOML would load it."""
     if not isinstance(value, RopeScaling):
         return value
     fields = dataclasses.asdict(value)

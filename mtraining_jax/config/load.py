@@ -1,4 +1,4 @@
-"""From a TOML file and overrides to a checked `Config`."""
+"""Loads a validated `Config` from a TOML file and overrides."""
 
 import contextlib
 import copy
@@ -35,7 +35,7 @@ _COMMAND_LINE = "command line"
 
 
 def config_folder() -> Path:
-    """The folder of the named configurations: of the checkout, or of the installed package."""
+    """The folder of named configurations, in the checkout or the installed package."""
     checkout = _PACKAGE.parent
     if (checkout / "pyproject.toml").is_file() and (checkout / "configs").is_dir():
         return checkout / "configs"
@@ -43,26 +43,24 @@ def config_folder() -> Path:
 
 
 def available_configs() -> list[str]:
-    """The names that `load_config` finds without a path, sorted."""
+    """Sorted names of the configurations in `config_folder()`."""
     return sorted(path.stem for path in config_folder().glob("*.toml"))
 
 
 def load_config(
     name_or_path: str | Path, overrides: Sequence[tuple[str, str]] = ()
 ) -> Config:
-    """Reads, overrides and checks the configuration of a run.
+    """Loads and validates the configuration of a run.
 
     Args:
-        name_or_path: a name from `available_configs()`, or the path of a TOML file (anything that
-            ends in .toml or has a folder in it). A file may name another one that it is based
-            on, `base = "NAME"`; its own values win.
-        overrides: pairs of a field's dotted name and its value as text, in the grammar of TOML or,
-            where that fails, as a plain string; the last of several for one field counts.
+        name_or_path: a name from `available_configs()`, or the path of a TOML file (anything with
+            a suffix .toml or a folder). A file may inherit from another: `base = "NAME"`.
+        overrides: pairs of dotted field name and value as text, parsed as TOML or else as a plain
+            string. Later overrides win.
 
     Raises:
-        UserError: one line for each mistake: the file cannot be found or read, is not TOML, has an
-            unknown section or field, a field has a wrong type or range or is missing, or fields
-            contradict each other.
+        UserError: one line per problem: the file cannot be found, read or parsed; unknown, missing
+            or invalid fields; contradictory fields.
     """
     path = _find(str(name_or_path))
     load_own_plugins(str(name_or_path), overrides)
@@ -86,14 +84,14 @@ def load_config(
 
 
 def config_from_dict(table: Mapping[str, Any], source: str) -> Config:
-    """Checks a nested dict, as `config_to_dict` makes it, and builds its `Config`.
+    """Builds and validates a `Config` from a nested dict, the inverse of `config_to_dict`.
 
     Args:
         table: values by section and field; lists or tuples for lists.
-        source: where the values come from, named in errors.
+        source: origin of the values, for error messages.
 
     Raises:
-        UserError: as `load_config`.
+        UserError: one line per problem.
     """
     config = _build(dict(table), source, {}, [])
     validate(config)
@@ -103,16 +101,15 @@ def config_from_dict(table: Mapping[str, Any], source: str) -> Config:
 def config_of_model(
     table: Mapping[str, Any], source: str, overrides: Sequence[tuple[str, str]] = ()
 ) -> Config:
-    """Builds the configuration of a model that is used and not trained.
-
-    Each field is checked, but not whether fields fit a run of training: its data need not be here.
+    """Builds a `Config` for inference: validates single fields only, and needs no training data.
 
     Args:
-        table, source: as in `config_from_dict`.
-        overrides: as in `load_config`.
+        table: values by section and field; lists or tuples for lists.
+        source: origin of the values, for error messages.
+        overrides: pairs of dotted field name and value as text.
 
     Raises:
-        UserError: one line for each field that is unknown, missing, or has a wrong type or range.
+        UserError: one line per unknown, missing or invalid field.
     """
     table = copy.deepcopy(dict(table))
     with_overrides = copy.deepcopy(table)
@@ -136,13 +133,13 @@ def config_of_model(
 def load_own_plugins(
     name_or_path: str | None, overrides: Iterable[tuple[str, str]] = ()
 ) -> None:
-    """Loads the plug-ins that are named as `package.module:Name`, so that their fields are known.
+    """Imports plug-ins given as `package.module:Class`, so that their fields are known.
 
-    Mistakes are left for `load_config` to report.
+    `load_config` reports the errors that are ignored here.
 
     Args:
-        name_or_path: as in `load_config`; None for no file.
-        overrides: as in `load_config`.
+        name_or_path: name or path of a configuration; None for no file.
+        overrides: pairs of dotted field name and value as text.
     """
     try:
         if name_or_path is None:
@@ -159,13 +156,13 @@ def load_own_plugins(
 
 
 def parse_value(name: str, text: str) -> Any:
-    """The value that `text` gives to the field `name`.
+    """Parses the command line value of a field.
 
-    `none` is None where the field may be none; `True` and `False` may be capitalised; a field of
-    text takes any text as it stands; a list of one needs no brackets.
+    Accepts `none` for optional fields, booleans in any case, strings without quotes and lists of
+    one item without brackets.
 
     Raises:
-        UserError: if there is no field `name`, or a list is not well formed.
+        UserError: unknown field or malformed list.
     """
     fields = all_fields()
     if name not in fields:
@@ -181,7 +178,7 @@ def parse_value(name: str, text: str) -> Any:
     except (tomllib.TOMLDecodeError, RecursionError):
         if list in kinds and text.startswith("["):
             raise UserError(
-                f'{name}={text} is not a TOML list, which looks like ["one", "two"]'
+                f'{name}={text} is not a TOML list; write it like ["one", "two"]'
             ) from None
         value = text
     if not isinstance(value, str) and type(value) not in kinds and kinds & {str, list}:
@@ -190,21 +187,20 @@ def parse_value(name: str, text: str) -> Any:
 
 
 def _find(name: str) -> Path:
-    """The file that a name or a path means."""
+    """Resolves a name or path to a file."""
     path = Path(name).expanduser()
     if path.suffix == ".toml" or len(path.parts) > 1:
         return path
     names = available_configs()
     if name in names:
         path = config_folder() / f"{name}.toml"
-        # Shorter in messages.
-        near = path.is_relative_to(Path.cwd())
+        near = path.is_relative_to(Path.cwd())  # shorter in messages
         return path.relative_to(Path.cwd()) if near else path
     close = difflib.get_close_matches(name, names, 1)
-    hint = f"did you mean {close[0]}? There" if close else "there"
+    hint = f"did you mean {close[0]}? Choose" if close else "choose"
     raise UserError(
-        f'there is no configuration named "{name}"; {hint} are {", ".join(names)}, and the path of '
-        "a file must end in .toml"
+        f'unknown configuration "{name}"; {hint} one of {", ".join(names)} or pass the path of a '
+        ".toml file"
     )
 
 
@@ -221,27 +217,27 @@ def _read(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 text: byte {error.start} is not") from error
+        raise UserError(f"{path} is not UTF-8 text: invalid byte at {error.start}") from error
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise UserError(f"{path} is not valid TOML: {error}") from error
 
 
 def _put(table: dict[str, Any], name: str, value: Any) -> None:
-    """Sets a dotted field of a nested dict, making the tables on its way."""
+    """Sets a dotted field of a nested dict; creates missing tables."""
     *folders, leaf = name.split(".")
     for folder in folders:
         if table.get(folder) is None:
             table[folder] = {}
         table = table[folder]
         if not isinstance(table, dict):
-            return  # not a table, which is reported when it is built
+            return  # `_build` reports it
     table[leaf] = value
 
 
 def _build(
     table: dict[str, Any], source: str, origins: Mapping[str, str], problems: list[str]
 ) -> Config:
-    """Builds the dataclasses from the inside out; raises all problems at once."""
+    """Builds the dataclasses, innermost first; raises all problems together."""
     meant: set[str] = set()
 
     def say(name: str, problem: str) -> None:
@@ -253,7 +249,7 @@ def _build(
             registry.get(plugin)
         except UserError as error:
             say(dotted, f"{dotted}: {error}")
-    if len(problems) > before:  # their fields are not known
+    if len(problems) > before:  # the fields of these plug-ins are unknown
         raise UserError("\n".join(problems))
     table = with_data_of_training(with_checkpoint(with_new_names(table), say))
     fields = all_fields()
@@ -294,7 +290,7 @@ def _build(
     for name, section in sections().items():
         values = table.get(name, {})
         if not isinstance(values, dict):
-            say(name, f"{name} = {_shown(values)} is not a section, write [{name}]")
+            say(name, f"{name} = {_shown(values)} must be a section: write [{name}]")
             continue
         built[name] = build(name, section, values)
     if problems:
@@ -303,7 +299,7 @@ def _build(
 
 
 def _origin(name: str, origins: Mapping[str, str], source: str) -> str:
-    """Where a field's value comes from; for the fields of a table set as a whole, that table."""
+    """Origin of a field, or of the innermost table that was set as one value."""
     while name:
         if name in origins:
             return origins[name]
@@ -314,7 +310,7 @@ def _origin(name: str, origins: Mapping[str, str], source: str) -> str:
 def _own_plugins(
     table: Mapping[str, Any], within: type = Config, prefix: str = ""
 ) -> Iterable[tuple[str, str, Registry]]:
-    """The plug-ins that a table names as `package.module:Name`: dotted field, name, registry."""
+    """Plug-ins given as `package.module:Class`: dotted field, name, registry."""
     for section, info in infos(within).items():
         inner, values = section_class(info.annotation), table.get(section)
         if inner is None or not isinstance(values, Mapping):
@@ -326,18 +322,18 @@ def _own_plugins(
             yield f"{prefix}{section}.{plugins.selector}", name, plugins.registry
 
 
-# Stands for a table whose own problems have been reported already.
+# Placeholder for a table with problems that are already reported.
 _BROKEN = object()
 
 
 def _unknown(name: str, fields: Mapping[str, Field]) -> str:
-    """The sentence for a section or field that does not exist."""
+    """Error message for an unknown section or field."""
     head = name.rpartition(".")[0]
     what = "a field" if head else "a section or field"
     if name in RENAMED:
-        return f"{name} is not {what} any more; it is {RENAMED[name]} now"
+        return f"{name} was renamed to {RENAMED[name]}"
     if name in sections():
-        return f"{name} is a section; set one of its fields, as {name}.FIELD=VALUE"
+        return f"{name} is a section; set one of its fields: {name}.FIELD=VALUE"
     if not head and (close := difflib.get_close_matches(name, sections(), 1)):
         return f"{name} is not a section; did you mean {close[0]}?"
     if near := nearest(name, fields):
@@ -356,9 +352,9 @@ def _not_allowed(field: Field, value: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    """A value nearly as the user wrote it, cut to the length of a line."""
+    """A value nearly as the user wrote it, at most 80 characters."""
     try:
         text = toml_value(value)
-    except TypeError:  # TOML also has dates and times, which no field takes
+    except TypeError:  # a TOML date or time
         text = str(value)
     return text if len(text) <= 80 else text[:77] + "..."

@@ -1,4 +1,4 @@
-"""Fields that had another name before: files and checkpoints that say it still mean the same."""
+"""Former names of fields, still accepted in files and checkpoints."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,10 +10,7 @@ RENAMED = {
 
 
 def with_new_names(table: Mapping[str, Any]) -> dict[str, Any]:
-    """A table of values by section and field, with the names of today.
-
-    A field that is given by both of its names keeps the old one too, which is then unknown.
-    """
+    """Replaces former field names; a field given by both names keeps both, which is an error."""
     found = dict(table)
     for old, new in RENAMED.items():
         (section, name), (new_section, new_name) = old.split("."), new.split(".")

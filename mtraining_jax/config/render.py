@@ -1,4 +1,4 @@
-"""A configuration as TOML or as a dict, and the help text of all fields."""
+"""Serializes a configuration to TOML or a dict, and renders the help text."""
 
 import dataclasses
 import textwrap
@@ -15,10 +15,9 @@ from mtraining_jax.config.schema import Config
 
 
 def config_to_dict(config: Config) -> dict[str, Any]:
-    """Nested dicts of plain values, as JSON has them; `config_from_dict` reads them back.
+    """Nested dicts of JSON values; `config_from_dict` is the inverse.
 
-    Fields of somebody's own plug-in are left out where another is selected: who reads them back
-    may not know it.
+    Omits the fields of custom plug-ins that are not selected: the reader may not know them.
     """
 
     def plain(value: Any) -> Any:
@@ -32,7 +31,7 @@ def config_to_dict(config: Config) -> dict[str, Any]:
 
 
 def _leave_out_own(section: Any, values: dict[str, Any]) -> None:
-    """Takes fields of somebody's own plug-in, where another is selected, out of a table."""
+    """Removes the fields of custom plug-ins that are not selected."""
     owned = section.owners if hasattr(section, "plugins") else {}
     for field, owners in owned.items():
         chosen = values[section.plugins.selector]
@@ -44,10 +43,9 @@ def _leave_out_own(section: Any, values: dict[str, Any]) -> None:
 
 
 def config_to_toml(config: Config) -> str:
-    """TOML text that loads back to an equal configuration.
+    """TOML text that loads to an equal configuration.
 
-    TOML has no null: a field that is None is a comment, and None is the default of every field
-    that may be None.
+    TOML has no null: fields that are None become comments. None is always their default.
     """
     lines: list[str] = []
 
@@ -67,16 +65,11 @@ def config_to_toml(config: Config) -> str:
 
 
 def help_text(width: int = 100) -> str:
-    """Every field with what it allows, its default and its meaning.
-
-    Args:
-        width: columns of a line.
-    """
+    """Help text with the allowed values, default and description of every field."""
     lines: list[str] = []
     fields = list(all_fields().values())
     own = sections()
-    # Fields of a section that stands inside another one as well are told once.
-    told = [
+    nested = [  # sections that also appear within another section, documented once
         f"{name}.{field}."
         for name, section in own.items()
         for field, info in infos(section).items()
@@ -86,7 +79,7 @@ def help_text(width: int = 100) -> str:
         doc = (section.__doc__ or "").strip().splitlines()[0]
         lines += ["", f"[{name}] {doc}"]
         for field in fields:
-            if field.name.split(".")[0] != name or field.name.startswith(tuple(told)):
+            if field.name.split(".")[0] != name or field.name.startswith(tuple(nested)):
                 continue
             default = "required" if field.required else f"default {toml_value(field.default)}"
             lines += [f"  --{field.name}  {field.allowed}; {default}"]

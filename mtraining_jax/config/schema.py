@@ -1,8 +1,7 @@
-"""The fields of a run: their types, ranges, defaults and meaning.
+"""Configuration fields: types, ranges, defaults and help texts.
 
-Every section is a frozen dataclass, checked by pydantic when it is built: a value of another type
-or out of range is an error, never converted (a whole number is a valid real one). The docstring
-under a field is its help text.
+Every section is a frozen dataclass that pydantic validates strictly: a value of another type is an
+error, not converted (but an integer is a valid float). The docstring of a field is its help text.
 """
 
 from pathlib import Path
@@ -37,40 +36,40 @@ _STRICT = ConfigDict(
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class RunConfig:
-    """The run as a whole."""
+    """General settings of the run."""
 
     name: Text = "run"
-    """Name of the run; a configuration file that does not set it gives its own name."""
+    """Name of the run; defaults to the name of the configuration file."""
     output_dir: PathText = "runs"
-    """Folder of all runs; this one writes into OUTPUT_DIR/NAME."""
+    """Parent folder of all runs; this run writes to OUTPUT_DIR/NAME."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
-    """Seed of the parameters' random start."""
+    """Seed of the parameter initialization."""
     steps: PositiveInt = 1000
-    """Optimizer steps at which the run is complete."""
+    """Total number of optimizer steps."""
     log_every: PositiveInt = 1
-    """Steps between two lines of printed metrics."""
+    """Print metrics every N steps."""
     step_timeout_seconds: PositiveInt = 1800
-    """How long a step may take; then the run ends, as devices most likely wait for each other."""
+    """Stop the run if a step takes longer than this; most likely a device or process hangs."""
     compile_cache_dir: PathText = "auto"
-    """Folder that keeps compiled programs for the next start; never keeps nothing.
+    """Folder of JAX's persistent compilation cache; never disables it.
 
-    auto is OUTPUT_DIR/compiled on GPUs and nothing on the CPU.
+    auto uses OUTPUT_DIR/compiled on GPUs and no cache on the CPU.
     """
 
     @property
     def folder(self) -> Path:
-        """The folder this run writes into."""
+        """The folder that this run writes to."""
         return Path(self.output_dir) / self.name
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class _RopeScalingConfig:
-    """Rotary embeddings stretched to contexts longer than the model was trained on."""
+    """RoPE scaling for contexts longer than the model was trained on."""
 
     type: Literal[*ROPE_KINDS] = YarnScaling.type
-    """The method; yarn is https://arxiv.org/abs/2309.00071."""
+    """Scaling method; yarn is https://arxiv.org/abs/2309.00071."""
     factor: Annotated[float, Field(ge=1)]
-    """How many times longer the context becomes."""
+    """Ratio of the new context length to the original one."""
 
 
 RopeScalingConfig = assemble(
@@ -82,100 +81,101 @@ RopeScalingConfig = assemble(
 class ModelConfig:
     """The transformer.
 
-    With init_from, what the checkpoint's config.json says may be left out here; see override.
+    With init_from, fields that the checkpoint's config.json sets may be omitted; see override.
     """
 
     family: one_of(FAMILIES) = "qwen2"
-    """Kind of model, as config.json's model_type, or your own as package.module:Name."""
+    """Model family, as model_type in config.json, or your own as package.module:Class."""
     vocab_size: PositiveInt
-    """Number of token ids."""
+    """Vocabulary size."""
     hidden_size: PositiveInt
     """Width of the residual stream."""
     num_layers: PositiveInt
-    """Decoder layers."""
+    """Number of decoder layers."""
     num_heads: PositiveInt
-    """Query heads."""
+    """Number of query heads."""
     num_kv_heads: PositiveInt
-    """Key/value heads; must divide num_heads."""
+    """Number of key/value heads; must divide num_heads."""
     head_dim: PositiveInt
-    """Width of one head; even, and 64 or 128 for the GPU kernels."""
+    """Head dimension; even, and 64 or 128 for the GPU kernels."""
     intermediate_size: PositiveInt
-    """Width of the feed-forward layer."""
+    """Width of the feed-forward layer (MLP)."""
     max_position_embeddings: PositiveInt = 32768
-    """Longest sequence, in tokens, that the model is meant for."""
+    """Maximum sequence length of the model, in tokens."""
     rope_theta: PositiveFloat = 1e6
-    """Base of the rotary embedding's frequencies."""
+    """Base of the rotary position embedding (RoPE)."""
     rope_scaling: RopeScalingConfig | None = None
-    """Stretching of the rotary embedding; none leaves it as it is."""
+    """RoPE scaling for longer contexts; none disables it."""
     rms_norm_eps: PositiveFloat = 1e-6
-    """Added to the mean square before its root."""
+    """Epsilon of RMSNorm, added to the mean square."""
     tie_word_embeddings: bool = False
-    """Use the token embedding as the output layer too."""
+    """Share the token embedding with the output layer."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Type of activations; parameters and optimizer state are float32 always."""
+    """Type of activations; parameters and optimizer state are always float32."""
     init_from: PathText | None = None
-    """Folder of a Hugging Face checkpoint to start from; none starts from random parameters."""
+    """Folder of a Hugging Face checkpoint to start from; none initializes randomly."""
     override: TextList = ()
-    """Of init_from: fields for which this configuration counts and not the checkpoint.
+    """Fields for which this configuration wins over the checkpoint of init_from.
 
-    rope_theta, rope_scaling, max_position_embeddings, rms_norm_eps or initializer_range. Any other
-    field that differs from the checkpoint's config.json is an error.
+    Allowed: rope_theta, rope_scaling, max_position_embeddings, rms_norm_eps and initializer_range.
+    Any other field that differs from the checkpoint's config.json is an error.
     """
     remat: Literal["none", "mlp", "attention", "attention_offload", "full"] = "attention"
-    """Computed again in the backward pass, from most memory to least.
+    """What the backward pass recomputes, from most memory to least.
 
-    none: nothing; mlp: half of the MLP; attention: layers but their attention; attention_offload:
-    the same, with the layers' inputs in host memory; full: layers.
+    none: nothing; mlp: half of the MLP; attention: each layer except its attention;
+    attention_offload: the same, with layer inputs offloaded to host memory; full: entire layers.
     """
     mlp_chunk_size: PositiveInt = 16384
-    """Tokens of one device whose feed-forward activations are in memory at a time."""
+    """MLP activations are in memory for at most this many tokens per device at a time."""
     mlp_kept_chunks: NonNegativeInt = 0
-    """Of remat = "mlp": chunks whose MLP is not computed again either, as memory allows."""
+    """With remat = "mlp": number of MLP chunks to keep instead of recomputing; costs memory."""
     initializer_range: PositiveFloat = 0.02
-    """Standard deviation of random matrices at the start."""
+    """Standard deviation of randomly initialized matrices."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class SparsityConfig:
-    """Which pairs of query and key are computed."""
+    """Which query-key pairs attention computes."""
 
     kind: one_of(PATTERNS) = "sampled_rows"
-    """sampled_rows, mixed_rows, xattention, prism, exact_rows: lists of key blocks for each block
-    of queries, chosen in every forward pass; dense: all; vertical_slash: columns and diagonals for
-    each head, chosen in every forward pass; fixed: the same with budgets from a file.
+    """Sparse attention pattern; docs/attention.md describes all of them.
 
-    replay is for measuring speed with random weights, whose attention is flat: every head computes
-    random block diagonals and columns, or lists, of a density given beforehand. Nothing is chosen.
-    A pattern of your own is named package.module:Name; its fields then belong to this section.
+    sampled_rows, mixed_rows, xattention, prism and exact_rows select key blocks for each query
+    block in every forward pass. vertical_slash selects verticals and slashes for each head in every
+    forward pass; fixed does the same with budgets from a file. dense computes all pairs. replay is
+    for speed measurements with random weights, which attend almost uniformly: every head computes
+    random block diagonals and columns, or random lists, of a given density, and nothing is
+    selected. Pass your own pattern as package.module:Class; its fields then belong to this section.
     """
     block_size: PositiveInt = 128
-    """Tokens on one side of a block: of the sparse pattern and of the stripes dealt to devices."""
+    """Block size in tokens, of the sparse pattern and of the stripes assigned to devices."""
     tune: Literal["none", "mean", "min", "max"] = "none"
-    """Groups of parallel.data keep more or less of the attention's mass, so that they end together.
+    """Tune the mass fraction per data-parallel replica so that all replicas finish together.
 
-    Each takes the share (tau, or top_p of vertical_slash) by which its predicted time becomes the
-    mean, the least or the greatest of all groups' times at the configured share. Needs documents to
-    have an effect, as groups differ by these.
+    Each replica uses the fraction (tau, or top_p of vertical_slash) at which its predicted time is
+    the mean, minimum or maximum over all replicas at the configured fraction. Has an effect only
+    with documents: without them all replicas have the same work.
     """
     tune_low: Annotated[float, Field(gt=0, le=1)] = 0.85
-    """Least share of the mass that tuning may keep."""
+    """Lower limit of the tuned mass fraction."""
     tune_high: Annotated[float, Field(gt=0, le=1)] = 0.97
-    """Greatest share of the mass that tuning may keep."""
+    """Upper limit of the tuned mass fraction."""
     dense_first: NonNegativeInt = 0
-    """Steps at the start of the run, from step 1 on, that compute all pairs."""
+    """Dense warm-up: compute all pairs in the first N steps of the run."""
     dense_last: NonNegativeInt = 0
-    """Steps at the end of the run that compute all pairs, counted back from run.steps."""
+    """Dense cooldown: compute all pairs in the last N steps, counted back from run.steps."""
     dense_every: NonNegativeInt = 0
-    """One step in so many computes all pairs, those whose number is a multiple of it; 0: none."""
+    """Compute all pairs in every Nth step; 0 disables."""
 
     plugins: ClassVar[Plugins] = Plugins(PATTERNS, selector="kind")
 
     @property
     def settings(self) -> Settings:
-        """The settings of the pattern that `kind` names.
+        """Settings of the pattern that `kind` selects.
 
         Raises:
-            ValueError: beginning with the name of the field that is not possible.
+            ValueError: invalid settings; the message begins with the name of the field.
         """
         cls = PATTERNS.get(self.kind)
         return cls(**selected(self, cls))
@@ -183,173 +183,176 @@ class SparsityConfig:
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class ParallelConfig:
-    """The mesh of devices, data x nodes x devices_per_node, and how sequences spread over it."""
+    """The device mesh, data x nodes x devices_per_node, and how sequences are sharded over it."""
 
     data: PositiveInt = 1
-    """Groups of devices that each work on other sequences of the batch."""
+    """Number of data-parallel replicas; each processes different sequences of the batch."""
     nodes: PositiveInt = 1
-    """Nodes that share one sequence (the outer ring)."""
+    """Number of nodes that a sequence is sharded over (the outer ring)."""
     devices_per_node: PositiveInt = 1
-    """Devices of one node that share one sequence (the inner ring)."""
+    """Number of devices per node that a sequence is sharded over (the inner ring)."""
     layout: Literal["striped", "zigzag"] = "striped"
-    """striped deals blocks in turn, best for sparse attention; zigzag deals two chunks a device."""
+    """striped assigns blocks round-robin, best for sparse attention; zigzag two chunks a device."""
     ring: Literal["gather", "hierarchical", "flat"] = "gather"
-    """How keys travel; the results are the same.
+    """How keys and values are exchanged; the results are the same.
 
-    gather: devices of a node gather all keys of their node, while the next node's are on their
-    way (fastest as far as measured); hierarchical: around the devices of a node instead, with less
-    memory; flat: around all devices as one ring.
+    gather: all-gather the keys within a node while those of the next node arrive (fastest as far as
+    measured); hierarchical: a ring within each node instead, with less memory; flat: one ring over
+    all devices.
     """
     backend: Literal["auto", "xla", "mosaic_gpu", "triton"] = "auto"
     """Attention kernels.
 
-    auto takes mosaic_gpu on Hopper GPUs, triton on those before (compute capability 8.x, with the
+    auto selects mosaic_gpu on Hopper GPUs, triton on older ones (compute capability 8.x, with the
     extra ampere), and xla elsewhere.
     """
     fsdp: bool = False
-    """Spread parameters and optimizer state over the devices instead of copying them to each."""
+    """Shard parameters and optimizer state over the devices (FSDP) instead of replicating them."""
     cpu_devices: PositiveInt | None = None
-    """Virtual devices of the CPU in each process.
+    """Number of virtual CPU devices per process.
 
-    A number forces the CPU, even where there is a GPU; none takes the devices that JAX finds, GPUs
+    A number forces the CPU even if there is a GPU; none uses the devices that JAX finds, GPUs
     before the CPU.
     """
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class DataConfig:
-    """What the model reads; every source has fields of its own."""
+    """Training data; every source adds fields of its own."""
 
     source: one_of(SOURCES) = "python_stdlib"
-    """python_stdlib: Python's own library; tokens: token ids in .npy or .bin files.
+    """python_stdlib: Python's standard library; tokens: token ids in .npy or .bin files.
 
-    synthetic is for measuring speed: random token ids over the model's vocabulary, as frequent as
-    words are, in documents of very different lengths that repeat passages. A source of your own is
-    named package.module:Name; its fields then belong to this section.
+    synthetic is for speed measurements: random token ids over the vocabulary, with word-like
+    frequencies, in documents of very different lengths that repeat passages. Pass your own source
+    as package.module:Class; its fields then belong to this section.
     """
     tokenizer: PathText = "bytes"
-    """bytes (ids 0-255 are bytes, 256 ends a text) or the path of a tokenizer.json."""
+    """bytes (ids 0-255 are bytes, 256 ends a document) or the path of a tokenizer.json."""
     eos: NonNegativeInt | Text | None = None
-    """Token that ends each text, its id or string; none takes the tokenizer's own (bytes: 256)."""
+    """Token that ends a document, as id or string; none uses the tokenizer's own (bytes: 256)."""
     seq_len: Annotated[int, Field(ge=2)] = 4096
-    """Tokens of one sequence."""
+    """Sequence length in tokens."""
     batch_size: PositiveInt = 1
-    """Sequences in one optimizer step, over all devices and accumulation steps."""
+    """Sequences per optimizer step, over all devices and accumulation steps."""
     mode: Literal["concat", "exact", "pack"] = "concat"
-    """concat joins texts and splits every seq_len; exact keeps records of just that length.
+    """How documents become sequences.
 
-    pack puts whole texts together so that little room is left, and none sees another one.
+    concat joins documents and splits them every seq_len tokens; exact keeps only documents of
+    exactly seq_len tokens; pack puts entire documents together with little padding and masks
+    attention between them.
     """
     documents: bool = False
-    """Whether attention stays within each text, as it always does with mode pack."""
+    """Mask attention between documents; mode = "pack" always does."""
     shuffle: bool = True
-    """Read sequences in random order, another in every epoch."""
+    """Shuffle the sequences, in a new order every epoch."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
-    """Seed of that order."""
+    """Seed of the shuffle."""
     balance: Literal["none", "length", "density"] = "none"
-    """Deal the sequences of a batch to the groups of parallel.data so that their work is even.
+    """Assign the sequences of a batch to data-parallel replicas so that their work is even.
 
-    length weighs documents by their length; density also by the density that the steps before
-    measured for documents of that length. Without documents all sequences weigh the same.
+    length estimates the work from document lengths; density also uses the density that earlier
+    steps measured for documents of that length. Without documents all sequences count the same.
     """
 
     plugins: ClassVar[Plugins] = Plugins(SOURCES, selector="source")
 
     @property
     def has_documents(self) -> bool:
-        """Whether batches say where documents are, and attention stays within each."""
+        """Whether attention is masked between documents."""
         return self.documents or self.mode == "pack"
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class EvalConfig:
-    """The loss on text that is held out: not trained on."""
+    """Validation: the loss on data that is not trained on."""
 
     every_steps: NonNegativeInt = 0
-    """Steps between two evaluations, which the last step ends with too; 0 never evaluates."""
+    """Evaluate every N steps and after the last step; 0 disables."""
     batches: PositiveInt = 8
-    """Batches of each evaluation, the same every time."""
+    """Batches per evaluation, the same every time."""
     attention: Literal["same", "dense", "both"] = "same"
-    """same: with the pairs that training would choose; dense: with all pairs; both: side by side.
+    """same: with the sparse pattern of training; dense: with all pairs; both: report both losses.
 
-    A run that trains dense is evaluated once, whichever it is.
+    A run with dense attention is evaluated once in any case.
     """
     data: DataConfig | None = None
-    """What is held out: fields as in [data], and like there where they are not given.
+    """Validation data: the fields of [data], with its values as defaults.
 
-    Where eval.data.source is given, the fields of the source are not taken over.
+    If eval.data.source is set, source-specific fields do not default to those of [data].
     """
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class OptimizerConfig:
-    """AdamW, its schedule and its guards."""
+    """AdamW, its learning rate schedule, gradient clipping and skipped steps."""
 
     lr: PositiveFloat = 2e-5
-    """Highest learning rate."""
+    """Peak learning rate."""
     b1: Decay = 0.9
-    """Decay of the mean of gradients."""
+    """Decay of the first moment."""
     b2: Decay = 0.95
-    """Decay of the mean of squared gradients."""
+    """Decay of the second moment."""
     eps: PositiveFloat = 1e-8
-    """Added to the root of the mean square."""
+    """Epsilon, added to the root of the second moment."""
     weight_decay: NonNegativeFloat = 0.0
-    """Share of a parameter taken off at each step, times the learning rate."""
+    """Decoupled weight decay, multiplied by the learning rate."""
     clip_norm: NonNegativeFloat = 1.0
-    """Gradients with a larger global norm are scaled down to it; 0 leaves all as they are."""
+    """Clip the global norm of the gradient to this; 0 disables."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the rate goes from lr, after the warm-up, to final_lr_ratio * lr."""
+    """Shape of the decay from lr, after warm-up, to final_lr_ratio * lr."""
     warmup_steps: NonNegativeInt = 0
-    """Steps in which the rate rises from 0 to lr."""
+    """Steps of learning rate warm-up from 0 to lr."""
     decay_steps: PositiveInt | None = None
-    """Step, counted from the start, at which the schedule ends; none is run.steps."""
+    """Step, counted from the start of the run, at which the schedule ends; none uses run.steps."""
     final_lr_ratio: Fraction = 0.0
-    """Rate at the end of the schedule over lr."""
+    """Final learning rate as a fraction of lr."""
     accumulation_steps: PositiveInt = 1
-    """Parts of the batch whose gradients are summed one after the other, to save memory."""
+    """Gradient accumulation: micro-batches per optimizer step, to save memory."""
     trainable: TextList = ()
-    """Parameters whose name contains one of these are trained, the rest is frozen; empty is all."""
+    """Train only parameters with a name that contains one of these; empty trains all."""
     max_skipped_steps: NonNegativeInt = 10
-    """Steps with a loss or gradient that is not finite are skipped; more in a row end the run."""
+    """Steps with a non-finite loss or gradient are skipped; stop after more than N in a row."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class LossConfig:
-    """Cross entropy of the next token."""
+    """Next-token cross entropy."""
 
     chunk_size: PositiveInt = 1024
-    """Tokens of one device whose logits are in memory at a time."""
+    """Logits are in memory for at most this many tokens per device at a time."""
     weighting: Literal["token", "document"] = "token"
-    """token: the mean over all tokens; document: over documents, of the mean in each (LongAlign).
+    """token: mean over all tokens; document: mean over documents of their mean (LongAlign).
 
-    document needs data.mode = "pack" or data.documents; a document that is cut counts in pieces.
+    document needs data.mode = "pack" or data.documents; the pieces of a split document count as
+    documents.
     """
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class CheckpointConfig:
-    """When the state of the run is saved, and whether it is read back."""
+    """Saving and resuming."""
 
     every_steps: NonNegativeInt = 0
-    """Steps between two checkpoints; 0 saves at the end only."""
+    """Save a checkpoint every N steps; 0 saves only at the end."""
     last_step: bool = True
-    """Save the state of the last step as well; false saves time where only speed is measured."""
+    """Save a checkpoint after the last step; false saves time in speed measurements."""
     keep: PositiveInt = 2
-    """Newest checkpoints kept; older ones are deleted."""
+    """Number of newest checkpoints to keep; older ones are deleted."""
     resume: bool | Literal["auto"] = "auto"
-    """auto goes on from the newest checkpoint, if any; true needs one; false starts anew."""
+    """auto resumes from the newest checkpoint, if any; true requires one; false restarts."""
     async_save: bool = True
-    """Go on training while a checkpoint is written."""
+    """Continue training while a checkpoint is written."""
     export_hf: bool = False
-    """Write the trained model for Hugging Face transformers, bfloat16, into RUN_FOLDER/hf."""
+    """Export the trained model for Hugging Face transformers, in bfloat16, to RUN_FOLDER/hf."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class MetricsConfig:
-    """What is measured and where it is written."""
+    """Where metrics are written."""
 
     jsonl: bool = True
-    """Write metrics.jsonl, one line a step."""
+    """Write metrics.jsonl, one line per step."""
     tensorboard: bool = True
     """Write TensorBoard event files."""
     wandb: bool = False
@@ -358,57 +361,57 @@ class MetricsConfig:
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class AuditConfig:
-    """What the sparse pattern costs, measured while the run trains; dense runs have nothing."""
+    """Audits: the accuracy of sparse attention, measured during training; ignored in dense runs."""
 
     every_steps: NonNegativeInt = 0
-    """Steps between two audits, from step 1 on, which compare attention with dense; 0: never."""
+    """Compare attention with dense attention every N steps, from step 1; 0 disables."""
     rows: Annotated[int, Field(ge=4)] = 64
-    """Queries that are compared: a quarter of the last 64, the others from everywhere."""
+    """Queries per audit: a quarter from the last 64, the others from the entire sequence."""
     gradient_every: NonNegativeInt = 0
-    """Steps between two comparisons of all gradients with those of dense attention; 0: never."""
+    """Compare all gradients with those of dense attention every N steps; 0 disables."""
     gradient_tokens: PositiveInt | None = None
-    """First tokens of the sequences that these are computed on; none is 8192, or all if fewer."""
+    """Truncate sequences to N tokens for that comparison; none: 8192, or all if fewer."""
     masks: TextList = ()
-    """Heads, as LAYER.HEAD from 0.0 on, whose masks each audit draws into RUN_FOLDER/masks."""
+    """Heads, as LAYER.HEAD counted from 0.0; each audit draws their masks into RUN_FOLDER/masks."""
     alarm_recall: Fraction = 0.3
-    """Share of attention's mass: a head that keeps less, twice in a row, is told; 0: none is."""
+    """Warn if a head's recall stays below this for two audits; 0 disables."""
     alarm_gradient: Fraction = 0.5
-    """Cosine of gradients with those of dense attention below which that is told; 0: it is not."""
+    """Warn if the cosine with dense gradients stays below this for two audits; 0 disables."""
     alarm_gap: Fraction = 0.2
-    """Recall of the last queries over that of others, above which that is told; 1: it is not."""
+    """Warn if the recall of the last queries exceeds others by this for two audits; 1 disables."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class ProfileConfig:
-    """A trace of some steps, in the folder `profile` of the run."""
+    """Profiler trace of a few steps, written to RUN_FOLDER/profile."""
 
     start: PositiveInt | None = None
-    """First step that is traced, from 1; none traces nothing."""
+    """First traced step, counted from 1; none disables tracing."""
     steps: PositiveInt = 2
-    """Steps that are traced."""
+    """Number of traced steps."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class DistributedConfig:
-    """How the processes of a run on several machines find each other."""
+    """How the processes of a run on several machines connect."""
 
     initialize: Literal["auto", "never"] = "auto"
-    """auto joins the processes that SLURM, Kubernetes or these fields name; never runs alone."""
+    """auto joins the processes that SLURM, Kubernetes or these fields give; never joins none."""
     coordinator: Text | None = None
-    """HOST:PORT of process 0, if no scheduler gives it."""
+    """HOST:PORT of process 0, if no scheduler provides it."""
     num_processes: PositiveInt | None = None
-    """Processes of the run; goes with coordinator."""
+    """Number of processes; requires coordinator."""
     process_id: NonNegativeInt | None = None
-    """Number of this process, from 0; goes with coordinator."""
+    """Index of this process, from 0; requires coordinator."""
     timeout_seconds: PositiveInt = 300
-    """How long to wait for the other processes at the start."""
+    """How long to wait for the other processes at startup."""
     heartbeat_timeout_seconds: PositiveInt = 100
-    """When a process is not heard of for so long, the others stop instead of waiting for it."""
+    """Stop if another process sends no heartbeat for this long."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class Config(Sizes):
-    """A whole run; sizes that follow from its fields are properties of `Sizes`."""
+    """A run; derived sizes are properties of `Sizes`."""
 
     run: RunConfig = RunConfig()
     model: ModelConfig

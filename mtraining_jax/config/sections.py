@@ -1,4 +1,4 @@
-"""Sections whose fields come from plug-ins: flat, typed, declared by the plug-in that uses them."""
+"""Sections with typed fields that plug-ins declare."""
 
 import dataclasses
 import typing
@@ -16,25 +16,24 @@ STRICT = ConfigDict(
 
 
 def assemble(name: str, base: type, plugins: Mapping[str, type], selector: str) -> type:
-    """A section with the fields of `base` and then those of every plug-in, all flat.
+    """A section with the fields of `base` and of all plug-ins.
 
-    A plug-in is a dataclass; its annotations give the types, which may carry limits
-    (`mtraining_jax.limits.limited`), and the "Attributes:" of its docstring the help. A field that
-    several plug-ins have is one field. A field of one plug-in may be set while another is
-    selected: it is checked and has no effect.
+    Types and limits (`mtraining_jax.limits.limited`) come from a plug-in's annotations, help texts
+    from "Attributes:" in its docstring. Plug-ins may share a field. Fields of plug-ins that are not
+    selected are validated but have no effect.
 
     Args:
-        name: of the new class.
-        base: a section, a pydantic dataclass.
-        plugins: dataclasses by the name that selects them.
-        selector: the field of `base` that selects one, for the help.
+        name: name of the new class.
+        base: a section (pydantic dataclass).
+        plugins: dataclasses by name.
+        selector: the field of `base` that selects a plug-in, for help texts.
 
     Returns:
-        A pydantic dataclass derived from `base`. `owners` maps each added field to the names of
-        the plug-ins that have it.
+        A pydantic dataclass derived from `base`; `owners` maps each added field to the names of its
+        plug-ins.
 
     Raises:
-        TypeError: if two plug-ins disagree about the type or default of a field.
+        TypeError: two plug-ins declare a field with different types or defaults.
     """
     inherited = set(base.__pydantic_fields__)
     fields: dict[str, tuple[Any, Any, str]] = {}
@@ -60,23 +59,23 @@ def assemble(name: str, base: type, plugins: Mapping[str, type], selector: str) 
     }
     for key, (_, default, doc) in fields.items():
         help_text = f"{doc} ({selector} {', '.join(owners[key])})" if doc else ""
-        # A plug-in's field without a default cannot be required where another is selected.
+        # A plug-in's field cannot be required while another plug-in is selected.
         default = None if default is dataclasses.MISSING else default
         namespace[key] = Field(default=default, description=help_text or None)
     config = STRICT | {"use_attribute_docstrings": False}
     made = dataclass(frozen=True, kw_only=True, config=config)(type(name, (base,), namespace))
-    for key in inherited:  # docstrings under a field are read from a class's own source only
+    for key in inherited:  # pydantic reads field docstrings from the source of their class only
         made.__pydantic_fields__[key].description = base.__pydantic_fields__[key].description
     return made
 
 
 @dataclasses.dataclass(frozen=True)
 class Plugins:
-    """In a section, as its class variable `plugins`: where its further fields come from.
+    """Declares, as class variable `plugins` of a section, the plug-ins that add fields to it.
 
     Attributes:
-        registry: of the plug-ins.
-        selector: the field of the section that names one.
+        registry: the plug-ins.
+        selector: the field that selects a plug-in.
     """
 
     registry: Registry
@@ -84,7 +83,7 @@ class Plugins:
 
 
 def assembled(section: type) -> type:
-    """A section with the fields of all plug-ins known so far; itself if it has no plug-ins."""
+    """The section with the fields of all plug-ins known so far."""
     plugins = getattr(section, "plugins", None)
     if plugins is None:
         return section
@@ -100,25 +99,25 @@ _ASSEMBLED: dict[tuple[type, tuple[str, ...]], type] = {}
 
 @dataclasses.dataclass(frozen=True)
 class InWords:
-    """In the type of a field: what the field allows, in words."""
+    """Annotation of a field's type: a description of valid values."""
 
     text: str
 
 
 def one_of(registry: Registry) -> Any:
-    """The type of a field that selects a plug-in: a name, or `package.module:Name`."""
+    """The type of a field that selects a plug-in by name or as `package.module:Class`."""
 
     def check(name: str) -> str:
         registry.get(name)
         return name
 
     names = ", ".join(f'"{name}"' for name in registry.names)
-    words = InWords(f"one of {names} or your own as package.module:Name")
+    words = InWords(f"one of {names} or package.module:Class")
     return Annotated[str, AfterValidator(check), words]
 
 
 def selected(section: Any, cls: type) -> dict[str, Any]:
-    """The values of a section that a plug-in's dataclass takes, by field."""
+    """A section's values for the fields of a plug-in, by name."""
     return {field.name: getattr(section, field.name) for field in _own(cls)}
 
 

@@ -1,4 +1,4 @@
-"""Sizes that follow from a configuration, each defined once."""
+"""Sizes derived from a configuration."""
 
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Sizes:
-    """Properties of `Config`; `validate` has checked that the divisions are exact."""
+    """Derived properties of `Config`; `validate` checks that all divisions are exact."""
 
     if TYPE_CHECKING:  # the fields of `Config` that are read here
         run: RunConfig
@@ -29,17 +29,17 @@ class Sizes:
 
     @property
     def choosing(self) -> "Settings":
-        """The settings of what chooses pairs: those of `sparsity`, made for documents if data has.
+        """Settings of the sparse pattern, adapted to documents if `data.has_documents`.
 
         Raises:
-            UserError: if they cannot be.
+            UserError: the pattern does not support documents.
         """
         settings = self.sparsity.settings
         return settings.for_documents() if self.data.has_documents else settings
 
     @property
     def dense_steps(self) -> DenseSteps:
-        """Which steps compute all pairs though others do not; none where every step does."""
+        """Dense steps of a sparse run; none if the run is dense."""
         steps, sparsity = self.run.steps, self.sparsity
         if not sparsity.settings.sparse:
             return DenseSteps(steps)
@@ -49,53 +49,53 @@ class Sizes:
 
     @property
     def mesh_shape(self) -> tuple[int, int, int]:
-        """Data groups, nodes of a group, devices of a node."""
+        """Data-parallel replicas, nodes, devices per node."""
         parallel = self.parallel
         return parallel.data, parallel.nodes, parallel.devices_per_node
 
     @property
     def ranks(self) -> int:
-        """Devices that share one sequence."""
+        """Context-parallel size: devices that a sequence is sharded over."""
         return self.parallel.nodes * self.parallel.devices_per_node
 
     @property
     def devices(self) -> int:
-        """Devices of the whole run."""
+        """Devices of the run."""
         return self.parallel.data * self.ranks
 
     @property
     def batch_shape(self) -> tuple[int, int]:
-        """Sequences of one optimizer step and tokens of each."""
+        """Global batch shape: sequences, tokens per sequence."""
         return self.data.batch_size, self.data.seq_len
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of one optimizer step, over all devices and micro-batches."""
+        """Tokens per optimizer step, over all devices and micro-batches."""
         return self.data.batch_size * self.data.seq_len
 
     @property
     def row_parts(self) -> int:
-        """Parts that the rows of a batch are cut into: data groups times micro-batches."""
+        """Parts of the batch dimension: data-parallel replicas times micro-batches."""
         return self.parallel.data * self.optimizer.accumulation_steps
 
     @property
     def local_rows(self) -> int:
-        """Sequences of one micro-batch of which a device holds a part."""
+        """Sequences per micro-batch and data-parallel replica."""
         return self.data.batch_size // self.row_parts
 
     @property
     def local_seq_len(self) -> int:
-        """Tokens of one sequence on one device."""
+        """Tokens per sequence and device."""
         return self.data.seq_len // self.ranks
 
     @property
     def local_tokens(self) -> int:
-        """Tokens of one micro-batch on one device."""
+        """Tokens per micro-batch and device."""
         return self.local_rows * self.local_seq_len
 
     @property
     def gradient_tokens(self) -> int:
-        """Tokens of the shortened sequences on which gradients are compared with dense ones."""
+        """Tokens of the truncated sequences used to compare gradients with dense ones."""
         if self.audit.gradient_tokens is not None:
             return self.audit.gradient_tokens
         unit = self.sequence_unit
@@ -103,11 +103,11 @@ class Sizes:
 
     @property
     def audited_masks(self) -> list[tuple[int, int]]:
-        """Layer and head of each mask that is drawn."""
+        """Layer and head of each mask that audits draw."""
         return [tuple(map(int, text.split("."))) for text in self.audit.masks]
 
     @property
     def sequence_unit(self) -> int:
-        """What data.seq_len must be a multiple of, so that all ranks have as many whole blocks."""
+        """Divisor of data.seq_len: gives all context-parallel ranks equally many entire blocks."""
         chunks = 2 if self.parallel.layout == "zigzag" else 1  # of a rank
         return chunks * self.ranks * self.sparsity.block_size

@@ -1,4 +1,4 @@
-"""Fields that are given and have no effect, as another field switches off what reads them."""
+"""Warnings about options that have no effect because of another field."""
 
 from collections.abc import Iterable, Iterator
 
@@ -8,14 +8,14 @@ from mtraining_jax.config.validate import DENSE_STEPS
 
 
 def unread(config: Config, names: Iterable[str]) -> list[str]:
-    """A sentence for each of some fields that nothing reads.
+    """A message for each unused field.
 
-    Files set such fields on purpose, for those who change the pattern or the source. On a command
-    line they are most likely a mistake.
+    For fields set on the command line, where they are most likely a mistake. Files set unused
+    fields on purpose, as values for other patterns or sources.
 
     Args:
-        config: a checked configuration.
-        names: dotted names of the fields that were given.
+        config: a valid configuration.
+        names: dotted names of the fields that were set.
     """
     return [
         f"{name} has no effect: {reason}"
@@ -28,29 +28,29 @@ def _reasons(config: Config, name: str) -> Iterator[str]:
     section, _, field = name.rpartition(".")
     audit, optimizer, profile = config.audit, config.optimizer, config.profile
     if name.startswith("eval.") and field != "every_steps" and not config.eval.every_steps:
-        yield "eval.every_steps = 0 never evaluates"
+        yield "eval.every_steps = 0 disables evaluation"
     if section == "audit" and not audit.every_steps and not audit.gradient_every:
         if field not in ("every_steps", "gradient_every"):
-            yield "audit.every_steps = 0 and audit.gradient_every = 0 never audit"
+            yield "audit.every_steps = 0 and audit.gradient_every = 0 disable audits"
     if name == "profile.steps" and profile.start is None:
-        yield "profile.start = none traces nothing"
+        yield "profile.start = none disables tracing"
     if name in ("sparsity.tune_low", "sparsity.tune_high") and config.sparsity.tune == "none":
-        yield 'sparsity.tune = "none" keeps the share as it is'
+        yield 'sparsity.tune = "none" disables tuning'
     if name in DENSE_STEPS and not config.sparsity.settings.sparse:
         yield f"sparsity.kind = {toml_value(config.sparsity.kind)} computes all pairs in every step"
     if name in ("optimizer.final_lr_ratio", "optimizer.decay_steps"):
         if optimizer.schedule == "constant":
-            yield 'optimizer.schedule = "constant" never lowers the rate'
+            yield 'optimizer.schedule = "constant" does not decay the learning rate'
     if name == "data.balance" and config.data.balance != "none":
         if config.parallel.data == 1:
-            yield "parallel.data = 1 has one group of devices only"
+            yield "parallel.data = 1 has a single data-parallel replica"
         if not config.data.has_documents:
-            yield 'without documents (data.mode = "pack") all sequences weigh the same'
+            yield 'all sequences have the same work without documents (data.mode = "pack")'
     yield from _of_another_plugin(config, section, field)
 
 
 def _of_another_plugin(config: Config, section: str, field: str) -> Iterator[str]:
-    """Of a field that belongs to other patterns or sources than the one that is selected."""
+    """For a field of patterns or sources that are not selected."""
     holder = {
         "sparsity": config.sparsity, "data": config.data, "eval.data": config.eval.data
     }.get(section)  # fmt: skip
@@ -61,6 +61,6 @@ def _of_another_plugin(config: Config, section: str, field: str) -> Iterator[str
     chosen = getattr(holder, selector)
     if owners is not None and chosen not in owners:
         yield (
-            f"{section}.{selector} = {toml_value(chosen)} does not read it, only "
+            f"{section}.{selector} = {toml_value(chosen)} does not use it, only "
             f"{' or '.join(map(toml_value, owners))}"
         )

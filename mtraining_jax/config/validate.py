@@ -1,4 +1,4 @@
-"""Checks between fields that are valid one by one."""
+"""Checks of combinations of fields."""
 
 import re
 from collections.abc import Iterator
@@ -13,20 +13,19 @@ from mtraining_jax.models.hf.config import FREE
 from mtraining_jax.models.spec import spec_problems
 from mtraining_jax.sparsity.registry import PATTERNS
 
-# Fields that have some steps of a sparse run compute all pairs.
+# Fields that make some steps of a sparse run dense.
 DENSE_STEPS = ("sparsity.dense_first", "sparsity.dense_last", "sparsity.dense_every")
 
 
 def validate(config: Config, device_count: int | None = None) -> None:
-    """Rejects a configuration whose fields contradict each other, before any device works.
+    """Rejects a configuration with contradictory fields.
 
     Args:
         config: the configuration.
-        device_count: devices of all processes together, once that is known; None leaves out
-            the comparison with it.
+        device_count: total number of devices of all processes, if known.
 
     Raises:
-        UserError: one line for each contradiction, with the fields, their values and what is valid.
+        UserError: one line per contradiction, with the fields, their values and valid values.
     """
     problems = [
         *_run(config),
@@ -46,13 +45,13 @@ def validate(config: Config, device_count: int | None = None) -> None:
 
 
 def nearest_multiples(value: int, unit: int) -> str:
-    """The multiples of `unit` around `value`, in words: `1536 or 2048`."""
+    """The multiples of `unit` around `value` as text: `1536 or 2048`."""
     below = value // unit * unit
     return f"{below} or {below + unit}" if below else str(unit)
 
 
 def _run(config: Config) -> Iterator[str]:
-    """A name that leads out of run.output_dir, or that no file system takes."""
+    """Rejects names outside of run.output_dir or too long for file systems."""
     name, longest = config.run.name, 200
     parts = name.split("/")
     if {"", ".", ".."} & set(parts) or not name.isprintable():
@@ -78,7 +77,7 @@ def _model(config: Config) -> Iterator[str]:
         yield from _rope_scaling(model.rope_scaling)
     for name in model.override:
         if name not in FREE:
-            yield f'model.override has "{name}"; allowed are {", ".join(FREE)}'
+            yield f'model.override has unknown field "{name}"; choose from {", ".join(FREE)}'
     yield from _positions(config)
 
 
@@ -87,8 +86,8 @@ def _positions(config: Config) -> Iterator[str]:
     if config.data.seq_len > model.max_position_embeddings:
         way = ""
         if model.init_from is not None and "max_position_embeddings" not in model.override:
-            way = f', of {model.init_from}; with model.override = ["max_position_embeddings"] it'
-            way += " may be another, and so may rope_scaling"
+            way = f", given by {model.init_from}; to set another value, add it to model.override:"
+            way += ' ["max_position_embeddings"] or ["max_position_embeddings", "rope_scaling"]'
         yield (
             f"data.seq_len = {config.data.seq_len} is more than model.max_position_embeddings = "
             f"{model.max_position_embeddings}{way}"
@@ -96,14 +95,14 @@ def _positions(config: Config) -> Iterator[str]:
 
 
 def _rope_scaling(scaling: RopeScalingConfig) -> Iterator[str]:
-    """Problems of fields that only another type reads: setting one is a mistake."""
+    """Rejects fields that the selected type does not use."""
     for name, kinds in RopeScalingConfig.owners.items():
         value, default = getattr(scaling, name), infos(RopeScalingConfig)[name].default
         if scaling.type not in kinds and value != default:
             yield (
-                f"model.rope_scaling.{name} = {toml_value(value)} is read by type"
-                f" {' and '.join(kinds)}, and model.rope_scaling.type ="
-                f" {toml_value(scaling.type)}"
+                f"model.rope_scaling.{name} = {toml_value(value)} is only used by type"
+                f" {' and '.join(kinds)}, but model.rope_scaling.type ="
+                f" {toml_value(scaling.type)}; remove it"
             )
 
 
@@ -118,14 +117,14 @@ def _sequence(config: Config) -> Iterator[str]:
     if data.seq_len % unit:
         yield (
             f"data.seq_len = {data.seq_len} is not a multiple of {words} = {numbers} = {unit}; "
-            f"the nearest that is: {nearest_multiples(data.seq_len, unit)}"
+            f"use {nearest_multiples(data.seq_len, unit)}"
         )
     parts = config.row_parts
     if data.batch_size % parts:
         yield (
             f"data.batch_size = {data.batch_size} is not a multiple of parallel.data * "
             f"optimizer.accumulation_steps = {parallel.data} * "
-            f"{config.optimizer.accumulation_steps} = {parts}; the nearest that is: "
+            f"{config.optimizer.accumulation_steps} = {parts}; use "
             f"{nearest_multiples(data.batch_size, parts)}"
         )
 
@@ -134,7 +133,7 @@ def _sparsity(config: Config) -> Iterator[str]:
     try:
         settings = config.sparsity.settings
     except ValueError as error:
-        # A pattern's class names its fields as Python does.
+        # Patterns name their fields as in Python.
         yield re.sub(r"\b(\w+)=", r"sparsity.\1 = ", str(error))
         return
     if config.data.has_documents:
@@ -144,10 +143,10 @@ def _sparsity(config: Config) -> Iterator[str]:
     turns = config.ranks > 1 and (parallel.ring != "gather" or devices == 1)
     if settings.by_rows and turns and not config.data.has_documents:
         yield (
-            f'sparsity.kind = "{config.sparsity.kind}" lists key blocks for each block of queries, '
-            f'which a ring that turns keys (parallel.ring = "{parallel.ring}", '
-            f'parallel.devices_per_node = {devices}) cannot follow; parallel.ring = "gather" '
-            'over at least 2 devices of a node would do, as would sparsity.kind = "vertical_slash"'
+            f'sparsity.kind = "{config.sparsity.kind}" lists key blocks for each query block, '
+            f'which a ring that rotates keys (parallel.ring = "{parallel.ring}", '
+            f"parallel.devices_per_node = {devices}) does not support; set parallel.ring = "
+            '"gather" with at least 2 devices per node, or sparsity.kind = "vertical_slash"'
         )
     yield from _tuning(config)
     if settings.sparse:
@@ -156,14 +155,13 @@ def _sparsity(config: Config) -> Iterator[str]:
         every = getattr(config.audit, name)
         if every and not settings.chooses:
             yield (
-                f"audit.{name} = {every} measures what a chosen index keeps, and sparsity.kind = "
-                f'"{config.sparsity.kind}" computes pairs that nothing has chosen; audit.{name} = '
-                "0 would do"
+                f"audit.{name} = {every} needs a pattern that selects pairs, and sparsity.kind = "
+                f'"{config.sparsity.kind}" does not; set audit.{name} = 0'
             )
 
 
 def _dense_steps(config: Config) -> Iterator[str]:
-    """What does not go with dense steps in a sparse run."""
+    """Rejects what cannot be combined with dense steps."""
     sparsity, steps = config.sparsity, config.run.steps
     first, last = sparsity.dense_first, sparsity.dense_last
     values = {name: getattr(sparsity, name.rpartition(".")[2]) for name in DENSE_STEPS}
@@ -174,12 +172,12 @@ def _dense_steps(config: Config) -> Iterator[str]:
         ends = [x for x in (DENSE_STEPS[0], DENSE_STEPS[1]) if values[x]]
         yield (
             " + ".join(f"{name} = {values[name]}" for name in ends)
-            + f" is more than run.steps = {steps}: the steps at both ends must fit into the run"
+            + f" is more than run.steps = {steps}: dense warm-up and cooldown must fit into the run"
         )
     if not sparsity.settings.chooses:
         yield (
-            f'{given} and sparsity.kind = "{sparsity.kind}" do not go together: it measures speed '
-            "with pairs that nothing has chosen; 0 would do"
+            f'{given} cannot be combined with sparsity.kind = "{sparsity.kind}", which measures '
+            "speed and does not select pairs; set 0"
         )
     learning = []
     if sparsity.tune != "none":
@@ -188,8 +186,8 @@ def _dense_steps(config: Config) -> Iterator[str]:
         learning.append(('data.balance = "density"', 'data.balance = "length"'))
     for what, instead in learning:
         yield (
-            f"{given} and {what} do not go together: it learns densities from each step, and dense "
-            f"ones have none to learn from; {instead} would do"
+            f"{given} cannot be combined with {what}, which learns densities from every step: "
+            f"dense steps have none to learn from; set {instead}"
         )
 
 
@@ -202,11 +200,11 @@ def _audit(config: Config) -> Iterator[str]:
         sizes = model.num_layers, model.num_heads
         if not head or any(int(x) >= n for x, n in zip(head.groups(), sizes, strict=True)):
             yield (
-                f'audit.masks has "{text}": it must be LAYER.HEAD, from 0.0 to '
+                f'audit.masks has "{text}", which must be LAYER.HEAD, from 0.0 to '
                 f"{sizes[0] - 1}.{sizes[1] - 1}"
             )
     if audit.masks and not audit.every_steps:
-        yield "audit.masks are drawn by audits, and audit.every_steps = 0 asks for none"
+        yield "audit.masks needs audits, and audit.every_steps = 0 disables them"
     tokens, unit = audit.gradient_tokens, config.sequence_unit
     if tokens is None:
         return
@@ -214,8 +212,8 @@ def _audit(config: Config) -> Iterator[str]:
         yield f"audit.gradient_tokens = {tokens} is more than data.seq_len = {seq_len}"
     if tokens % unit:
         yield (
-            f"audit.gradient_tokens = {tokens} is not a multiple of {unit}, of which data.seq_len "
-            f"is one; the nearest that is: {nearest_multiples(tokens, unit)}"
+            f"audit.gradient_tokens = {tokens} is not a multiple of {unit}, as data.seq_len must "
+            f"be; use {nearest_multiples(tokens, unit)}"
         )
 
 
@@ -229,9 +227,8 @@ def _tuning(config: Config) -> Iterator[str]:
         if sparsity.kind == "vertical_slash":
             of += f' with sparsity.preset = "{sparsity.preset}"'
         yield (
-            f"{tuned} changes the share of mass that a pattern keeps, and {of} has none that it "
-            'could: sparsity.kind = "sampled_rows" would do, as would "vertical_slash" with '
-            'sparsity.preset = "safe"'
+            f"{tuned} tunes the mass fraction of a pattern, and {of} has none; set sparsity.kind = "
+            '"sampled_rows", or "vertical_slash" with sparsity.preset = "safe"'
         )
         return
     share, low, high = getattr(sparsity, kept.name), sparsity.tune_low, sparsity.tune_high
@@ -249,16 +246,16 @@ def _within_documents(config: Config) -> Iterator[str]:
     try:
         config.choosing  # noqa: B018 (raises)
     except UserError as error:
-        yield f"{documents} and {kind} do not go together: {error}"
+        yield f"{documents} cannot be combined with {kind}: {error}"
         return
     devices = parallel.devices_per_node
     turns = config.ranks > 1 and (parallel.ring != "gather" or devices == 1)
     if turns and config.choosing.by_rows:
         yield (
-            f"{documents} and {kind} list key blocks for each block of queries, which a ring that "
-            f'turns keys (parallel.ring = "{parallel.ring}", parallel.devices_per_node = '
-            f'{devices}) cannot follow; parallel.ring = "gather" over at least 2 devices of a node '
-            "would do"
+            f"{documents} with {kind} lists key blocks for each query block, which a ring that "
+            f'rotates keys (parallel.ring = "{parallel.ring}", parallel.devices_per_node = '
+            f'{devices}) does not support; set parallel.ring = "gather" with at least 2 devices '
+            "per node"
         )
 
 
@@ -276,9 +273,9 @@ def _devices(config: Config, device_count: int | None) -> Iterator[str]:
         )
     if device_count is not None:
         if asked > device_count:
-            yield f"{words}, more than the {device_count} there are"
+            yield f"{words}, but only {device_count} are available"
         return
-    # How many processes there are is known here only if the configuration says so.
+    # The number of processes is known here only if the configuration sets it.
     processes = 1 if distributed.initialize == "never" else distributed.num_processes
     if processes is not None and parallel.cpu_devices is not None:
         there = parallel.cpu_devices * processes
@@ -294,7 +291,7 @@ def _data(config: Config) -> Iterator[str]:
     if config.loss.weighting == "document" and not config.data.has_documents:
         yield (
             f'loss.weighting = "document" needs documents, and data.mode = "{config.data.mode}" '
-            'joins them; data.mode = "pack" or data.documents = true would do'
+            'joins them; set data.mode = "pack" or data.documents = true'
         )
 
 
@@ -304,27 +301,26 @@ def _held_out(config: Config) -> Iterator[str]:
         return
     if held_out.data is None:
         yield (
-            f"eval.every_steps = {held_out.every_steps} needs text that is not trained on, in "
-            "eval.data: eval.data.paths or eval.data.source"
+            f"eval.every_steps = {held_out.every_steps} needs validation data; set "
+            "eval.data.paths or eval.data.source"
         )
         return
     if selected_source(held_out.data) == selected_source(config.data):
         yield (
-            f'eval.data reads what data reads (source = "{config.data.source}"), so nothing would '
-            "be held out; set eval.data.paths or eval.data.source"
+            f'eval.data reads the training data (source = "{config.data.source}"); set '
+            "eval.data.paths or eval.data.source to validation data"
         )
         return
     if held_out.data.balance != "none":
         yield (
-            f'eval.data.balance = "{held_out.data.balance}" is not possible: evaluations take '
-            'their batches in the order of the data; eval.data.balance = "none" would do'
+            f'eval.data.balance = "{held_out.data.balance}" is not possible: evaluations read '
+            'their batches in the order of the data; set eval.data.balance = "none"'
         )
         return
     if held_out.attention != "dense" and not PATTERNS.get(config.sparsity.kind).chooses:
         yield (
-            f'eval.attention = "{held_out.attention}" computes the pairs that training would, and '
-            f'sparsity.kind = "{config.sparsity.kind}" computes pairs that nothing has chosen; '
-            'eval.attention = "dense" would do'
+            f'eval.attention = "{held_out.attention}" needs a pattern that selects pairs, and '
+            f'sparsity.kind = "{config.sparsity.kind}" does not; set eval.attention = "dense"'
         )
     evaluation = evaluation_of(config)
     problems = [*_positions(evaluation), *_sequence(evaluation), *_data(evaluation)]
@@ -349,8 +345,8 @@ def _profile(config: Config) -> Iterator[str]:
     start, steps = config.profile.start, config.profile.steps
     if start is not None and start + steps - 1 > config.run.steps:
         yield (
-            f"profile.start = {start} and profile.steps = {steps} go on to step "
-            f"{start + steps - 1}, beyond run.steps = {config.run.steps}"
+            f"profile.start = {start} and profile.steps = {steps} end at step "
+            f"{start + steps - 1}, after run.steps = {config.run.steps}"
         )
 
 
@@ -366,7 +362,7 @@ def _distributed(config: Config) -> Iterator[str]:
     if have and distributed.initialize == "never":
         yield f'distributed.initialize = "never" contradicts {", ".join(have)}'
     elif have and lack:
-        yield f"{', '.join(have)} without {', '.join(lack)}: the three go together"
+        yield f"{', '.join(have)} without {', '.join(lack)}: set all three or none"
     elif have and distributed.process_id >= distributed.num_processes:
         yield (
             f"distributed.process_id = {distributed.process_id} must be less than "
@@ -376,6 +372,6 @@ def _distributed(config: Config) -> Iterator[str]:
         host, _, port = distributed.coordinator.rpartition(":")
         if not host or not re.fullmatch("[0-9]{1,5}", port) or not 1 <= int(port) <= 65535:
             yield (
-                f'distributed.coordinator = "{distributed.coordinator}" must be HOST:PORT, as '
-                '"10.0.0.1:12345", with a port from 1 to 65535'
+                f'distributed.coordinator = "{distributed.coordinator}" must be HOST:PORT, for '
+                'example "10.0.0.1:12345", with a port from 1 to 65535'
             )
