@@ -1,7 +1,7 @@
-"""What the processes of a run tell each other before they share a device.
+"""Checks between the processes of a run before they share devices.
 
-They speak through the service by which they have found each other, as a collective would already
-need the same program on all of them.
+They use the key-value store of JAX's coordination service, because a collective would already need
+the same program on all processes.
 """
 
 import itertools
@@ -11,12 +11,12 @@ from typing import Any
 
 import jax
 import jaxlib
-from jax._src import distributed as jax_distributed  # its store of texts has no public name
+from jax._src import distributed as jax_distributed  # its key-value store has no public name
 
 from mtraining_jax.config import Config, config_to_dict
 from mtraining_jax.errors import UserError
 
-# Fields that may differ: what each process is, and where it keeps what only it reads.
+# Fields that may differ between processes.
 _OWN = ("distributed.process_id", "distributed.timeout_seconds", "run.compile_cache_dir")
 _PREFIX = "mtraining"
 _WHILE_ALL_LIVE = 7 * 24 * 3600  # seconds
@@ -24,19 +24,19 @@ _numbers = itertools.count()
 
 
 def first_does(act: Callable[[], Any], timeout: int) -> Any:
-    """Runs something on the first process, while the others wait; alone it is a call.
+    """Calls `act` on the first process while the others wait for it.
 
-    All processes call it in the same order.
+    All processes must make these calls in the same order.
 
     Args:
-        act: what to do.
-        timeout: seconds that the others wait.
+        act: the function to call.
+        timeout: seconds that the other processes wait.
 
     Returns:
-        What `act` returns on the first process, None on the others.
+        The result of `act` on the first process, None on the others.
 
     Raises:
-        UserError: on all processes, the one that `act` raised on the first.
+        UserError: on all processes, if `act` raises one on the first.
     """
     if jax.process_count() == 1:
         return act()
@@ -56,45 +56,45 @@ def first_does(act: Callable[[], Any], timeout: int) -> Any:
 
 
 def check_same_configuration(config: Config) -> None:
-    """Compares the configurations and versions of all processes with those of the first.
+    """Compares the configuration and versions of every process with those of the first one.
 
     Raises:
-        UserError: on all processes, naming each field that differs, with the first process that
+        UserError: on all processes, if they differ; names each field and the first process that
             has another value.
     """
     check_same(_told(config), config.distributed.timeout_seconds)
 
 
 def check_same_data(identity: Mapping[str, Any], section: str) -> None:
-    """Compares what all processes read, as each opens the data by itself.
+    """Checks that all processes read the same data, as each of them opens its own files.
 
-    Processes that read other files would train on batches that are of no sequence, and say nothing.
+    Otherwise the processes would silently train on batches of mismatched sequence shards.
 
     Args:
-        identity: of the loader; JSON can hold it.
-        section: of the configuration, for the sentence.
+        identity: JSON-serializable identity of the loader's data.
+        section: name of the configuration section, for the message.
 
     Raises:
-        UserError: as `check_same_configuration`.
+        UserError: on all processes, if they differ.
     """
-    # One may open its files long before another; who dies meanwhile is noticed by JAX itself.
+    # Opening files may take one process much longer; JAX notices if a process dies meanwhile.
     check_same({f"{section}: {name}": x for name, x in identity.items()}, _WHILE_ALL_LIVE)
 
 
-def check_same(told: Mapping[str, Any], timeout: int) -> None:
-    """Compares what all processes tell with what the first one does.
+def check_same(values: Mapping[str, Any], timeout: int) -> None:
+    """Compares values of all processes with those of the first one.
 
     Args:
-        told: values by name; JSON can hold them.
+        values: JSON-serializable values of this process, by name.
         timeout: seconds that processes wait for each other.
 
     Raises:
-        UserError: on all processes, with a line for each name whose values differ.
+        UserError: on all processes, with one line for each name with different values.
     """
     if jax.process_count() == 1:
         return
     key, client = f"{_PREFIX}/{next(_numbers)}", jax_distributed.global_state.client
-    own = json.loads(json.dumps(dict(told)))
+    own = json.loads(json.dumps(dict(values)))
     if jax.process_index() > 0:
         client.key_value_set(f"{key}/{jax.process_index()}", json.dumps(own))
 
@@ -111,18 +111,18 @@ def check_same(told: Mapping[str, Any], timeout: int) -> None:
 
 
 def differences(first: Mapping[str, Any], other: Mapping[str, Any], number: int) -> list[tuple]:
-    """Names and sentences of what a process has otherwise than the first one.
+    """Lists values that differ from those of the first process, with a message for each.
 
     Args:
         first, other: values by dotted name.
-        number: of the other process.
+        number: index of the other process.
     """
     return [
         (
             name,
-            f"{name} = {json.dumps(first.get(name))} in process 0 and "
-            f"{json.dumps(other.get(name))} in process {number}: all processes of a run need the "
-            "same",
+            f"{name} = {json.dumps(first.get(name))} in process 0 but "
+            f"{json.dumps(other.get(name))} in process {number}; it must be the same in all "
+            "processes of a run",
         )
         for name in sorted(first.keys() | other.keys())
         if first.get(name) != other.get(name)
@@ -130,10 +130,10 @@ def differences(first: Mapping[str, Any], other: Mapping[str, Any], number: int)
 
 
 def _told(config: Config) -> dict[str, Any]:
-    """What must be the same everywhere, by dotted name."""
+    """Returns what must be the same in all processes, by dotted name."""
     versions = {"version of jax": jax.__version__, "version of jaxlib": jaxlib.__version__}
-    told = versions | dict(_flat("", config_to_dict(config)))
-    return {name: value for name, value in told.items() if name not in _OWN}
+    values = versions | dict(_flat("", config_to_dict(config)))
+    return {name: value for name, value in values.items() if name not in _OWN}
 
 
 def _flat(prefix: str, table: Mapping[str, Any]) -> list[tuple[str, Any]]:
@@ -149,8 +149,8 @@ def _flat(prefix: str, table: Mapping[str, Any]) -> list[tuple[str, Any]]:
 def _wait_for(key: str, timeout: int) -> str:
     try:
         return jax_distributed.global_state.client.blocking_key_value_get(key, timeout * 1000)
-    except Exception as error:  # jaxlib raises its own kind
+    except Exception as error:  # jaxlib has its own exception type
         raise UserError(
-            f"another process of the run said nothing for {timeout} seconds, or has ended; its own "
-            "output says why (distributed.timeout_seconds is how long to wait at the start)"
+            f"another process of the run did not answer within {timeout} seconds, or has ended; "
+            "see its output for the reason (distributed.timeout_seconds sets the wait at startup)"
         ) from error

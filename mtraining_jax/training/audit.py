@@ -1,4 +1,4 @@
-"""A training step that measures what its sparse attention loses, while it trains as any other."""
+"""Audited training steps: they train as usual and also measure the error of sparse attention."""
 
 import dataclasses
 import functools
@@ -24,9 +24,9 @@ class StepAudit:
     """What `make_train_step` needs to audit a step.
 
     Attributes:
-        draw: from the state before the step to the rows that are measured, other ones each step.
-        attention: from rows to the attention of layers, which takes a `sink`; see
-            `attention.auditing.Audit`.
+        draw: returns the rows to measure, given the state before the step; new ones each step.
+        attention: builds the attention of the layers for some rows. That attention takes a `sink`;
+            see `attention.auditing.Audit`.
         sinks: shape of the sinks of all layers, [L, Hq, 2].
     """
 
@@ -35,11 +35,11 @@ class StepAudit:
     sinks: tuple[int, int, int]
 
     def differentiate(self, loss_of: Callable, attention_inputs: Any) -> Callable:
-        """The gradient of a loss, and besides what flows into the sinks.
+        """Builds a function that returns gradients and the cotangents of the sinks.
 
         Args:
             loss_of: (trained, frozen, batch, count, attention, attention_inputs) -> loss, stats.
-            attention_inputs: those of the step, one slice for each layer, or None.
+            attention_inputs: inputs of the step with one slice per layer, or None.
 
         Returns:
             (trained, frozen, batch, count, rows) -> (loss, stats), gradients by `trained`.
@@ -73,12 +73,12 @@ class StepAudit:
 def make_step_audit(
     config: Config, mesh: Mesh, layout: Layout, pattern: Pattern
 ) -> StepAudit | None:
-    """The audit of a run's steps; None if it asks for none, or has dense attention.
+    """Builds the audit of a run's steps; None without audits or with dense attention.
 
     Args:
-        config: of the run.
+        config: the run's configuration.
         mesh: axes ('data', 'node', 'device').
-        layout: the order of tokens.
+        layout: token order.
         pattern: from `parts.build_pattern`.
     """
     if not config.audit.every_steps or not config.sparsity.settings.sparse:
@@ -87,7 +87,7 @@ def make_step_audit(
 
     def draw(state: TrainState) -> AuditRows:
         key = jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
-        # The end of a sequence of documents is that of one of them, or padding.
+        # With documents, the end of a sequence is the end of one document, or padding.
         return AuditRows.draw(key, seq_len, count, last=not config.data.has_documents)
 
     attention = functools.partial(parts.build_attention, config, mesh, layout, pattern)

@@ -1,4 +1,4 @@
-"""Compiled programs that are kept for later starts."""
+"""The persistent compilation cache of a run."""
 
 import tempfile
 from pathlib import Path
@@ -13,13 +13,12 @@ _FOLDER_NAME = "compiled"
 
 
 def use_compile_cache(config: Config) -> None:
-    """Keeps compiled programs for later starts, where the configuration says.
+    """Turns on JAX's persistent compilation cache, in the configured folder.
 
-    On GPUs the timings by which XLA chooses among kernels are kept as well. Of several
-    processes the first writes, and all read.
+    On GPUs it also keeps XLA's autotuning results. The first process writes, all processes read.
 
     Raises:
-        UserError: if the folder cannot be written.
+        UserError: if the folder is not writable.
     """
     folder = config.run.compile_cache_dir
     if folder == "auto":
@@ -34,10 +33,11 @@ def use_compile_cache(config: Config) -> None:
             pass
     except OSError as error:
         raise UserError(
-            f"run.compile_cache_dir = {folder} cannot be written ({error.strerror})"
+            f"run.compile_cache_dir = {folder} is not writable ({error.strerror}); set it to a "
+            'writable folder, or to "never" to turn the cache off'
         ) from error
     jax.config.update("jax_compilation_cache_dir", folder)
-    # By default JAX leaves out programs that compile in less than a second, dozens at a start.
+    # By default JAX skips programs that compile in less than a second, dozens at each start.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    # Programs compiled before would otherwise have settled that there is no cache.
+    # JAX decides at the first compilation whether there is a cache, so reset that decision.
     compilation_cache.reset_cache()

@@ -1,4 +1,4 @@
-"""How the processes of a run find each other, before JAX touches a device."""
+"""Connects the processes of a run, before JAX touches a device."""
 
 import importlib.util
 import os
@@ -14,39 +14,39 @@ import jax
 from mtraining_jax.config import DistributedConfig
 from mtraining_jax.errors import UserError
 
-# Transports of collectives between processes, as they are named in errors.
+# Transports of collectives between processes, as errors name them.
 _TRANSPORTS = ("Gloo", "NCCL")
-# How SLURM says that no node of a step has more than one task.
+# SLURM_STEP_TASKS_PER_NODE if no node has more than one task.
 _ONE_TASK_A_NODE = re.compile(r"1(\(x\d+\))?(,1(\(x\d+\))?)*")
-# Seconds that a process with an error waits for others to have the same.
+# Seconds that a process with an error waits for the others to reach the same error.
 _PATIENCE = 20
-# Seconds after which a process that waits for the others at the start says so.
+# Seconds of waiting at startup after which a process prints what it waits for.
 _SAY_AFTER = 5
 
 
 def initialize(config: DistributedConfig, environment: Mapping[str, str] = os.environ) -> bool:
-    """Joins the processes of the run, if it has several.
+    """Joins the other processes of the run, if there are any.
 
-    In this order: the three fields of the configuration; the steps of SLURM (`srun`) with several
-    tasks; Open MPI (`mpirun`) with several processes; an indexed Kubernetes job. Elsewhere the
-    process runs alone.
+    Sources, in order: the three fields of the configuration; a SLURM step (`srun`) with several
+    tasks; Open MPI (`mpirun`) with several processes; an indexed Kubernetes job. Without any of
+    them, the process runs alone.
 
-    One SLURM task on a node takes all its GPUs; of several, each takes the one of its local
-    number, as do the processes of Open MPI. In the other cases every process takes the GPUs that
-    it sees.
+    A single SLURM task per node uses all GPUs of its node. With several SLURM tasks per node, or
+    with Open MPI, each process uses the GPU of its local rank. Otherwise every process uses the
+    GPUs that it sees.
 
     Args:
         config: the `distributed` section.
-        environment: variables of the process.
+        environment: environment variables of the process.
 
     Returns:
-        Whether other processes were joined: `shutdown` is then due at the end, or `leave` after
-        an error. From here on JAX ends this process with a message when another one has not been
-        heard of for `config.heartbeat_timeout_seconds`, whatever this one is waiting for.
+        Whether other processes were joined. If so, call `shutdown` at the end or `leave` after an
+        error. From here on JAX ends this process with a message if another one sends no heartbeat
+        for `config.heartbeat_timeout_seconds`.
 
     Raises:
-        UserError: if the others cannot be reached in `config.timeout_seconds`, or a scheduler's
-            variables do not make sense.
+        UserError: if the others cannot be reached within `config.timeout_seconds`, or the
+            variables of a scheduler are invalid.
     """
     if config.initialize == "never":
         return False
@@ -59,7 +59,7 @@ def initialize(config: DistributedConfig, environment: Mapping[str, str] = os.en
 
 
 def _join(how: str, arguments: dict[str, object], timeout: int) -> None:
-    # JAX aborts the process when its own time is up, so ours has to end first.
+    # JAX aborts the process at its own timeout, so our timeout must be shorter.
     failed: list[Exception] = []
 
     def initialize() -> None:
@@ -73,30 +73,30 @@ def _join(how: str, arguments: dict[str, object], timeout: int) -> None:
     thread.join(min(timeout, _SAY_AFTER))
     if thread.is_alive() and timeout > _SAY_AFTER:
         print(
-            f"waiting for the other processes of the run ({how}), at most "
-            f"distributed.timeout_seconds = {timeout} ...",
+            f"waiting up to {timeout} s (distributed.timeout_seconds) for the other processes of "
+            f"the run ({how}) ...",
             file=sys.stderr,
             flush=True,
         )
         thread.join(timeout - _SAY_AFTER)
     if thread.is_alive():
-        reason = f"no answer within distributed.timeout_seconds = {timeout}"
+        reason = f"no answer within {timeout} s (distributed.timeout_seconds)"
     elif failed:
         reason = (str(failed[0]).strip() or type(failed[0]).__name__).splitlines()[0][:200]
     else:
         return
     raise UserError(
-        f"the processes of the run ({how}) did not find each other: {reason}; check that all of "
-        "them run and that process 0 can be reached from every host"
+        f"the processes of the run ({how}) could not connect: {reason}; check that all of them "
+        "are running and that every host can reach process 0"
     ) from (failed[0] if failed else None)
 
 
 def shutdown(reason: BaseException | None = None) -> None:
-    """Leaves the other processes in good order; they wait for one another.
+    """Disconnects from the other processes; all of them wait for one another.
 
     Args:
-        reason: why the run ends early, if it does. Most reasons are those of all processes, which
-            then meet here. Where they do not, this process says its reason and ends alone.
+        reason: why the run ends early, if it does. Most reasons reach all processes, and then all
+            of them meet here. Otherwise this process prints its reason and exits alone.
     """
     if reason is None:
         jax.distributed.shutdown()
@@ -113,17 +113,17 @@ def shutdown(reason: BaseException | None = None) -> None:
 
 
 def leave(error: Exception) -> NoReturn:
-    """Ends this process at once after an error that the others do not share, and says why.
+    """Prints an error that the other processes do not share, and exits at once.
 
-    They wait for this process in a collective, so it must not wait for them as `shutdown` does.
-    They notice by themselves that it is gone. If a collective failed because another process ended,
-    one sentence says so; any other error is shown with its traceback.
+    The others wait for this process in a collective, so it must not wait for them like `shutdown`;
+    they detect its exit themselves. If a collective failed because another process ended,
+    the message says so in one sentence. Any other error is printed with its traceback.
     """
     reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
     if any(name in reason for name in _TRANSPORTS):
         print(
-            f"error: another process of the run went away while this one worked with it "
-            f"({reason}); its own output says why",
+            f"error: another process of the run ended during a collective ({reason}); see its "
+            "output for the reason",
             file=sys.stderr,
         )
     else:
@@ -141,7 +141,7 @@ def is_first() -> bool:
 def _find(
     config: DistributedConfig, environment: Mapping[str, str]
 ) -> tuple[str, dict[str, object] | None]:
-    """What says that there are other processes, and arguments of `jax.distributed.initialize`."""
+    """Returns the source of the process list, and arguments of `jax.distributed.initialize`."""
     if config.coordinator is not None:
         return f"distributed.coordinator = {config.coordinator}", dict(
             coordinator_address=config.coordinator,
@@ -149,30 +149,30 @@ def _find(
             process_id=config.process_id,
             cluster_detection_method="deactivate",
         )
-    # Set by srun for each task, and absent from a batch script around it.
+    # Set by srun for each task, and absent from a batch script.
     if "SLURM_STEP_NODELIST" in environment and _count(environment, "SLURM_NTASKS") > 1:
         return "SLURM", _slurm(environment)
     if _count(environment, "OMPI_COMM_WORLD_SIZE") > 1:
         return "Open MPI", dict(cluster_detection_method="ompi")
-    # Every pod has KUBERNETES_SERVICE_HOST; only those of an indexed job have a number.
+    # Every pod has KUBERNETES_SERVICE_HOST; only pods of an indexed job have an index.
     if "KUBERNETES_SERVICE_HOST" in environment and "JOB_COMPLETION_INDEX" in environment:
         if importlib.util.find_spec("kubernetes") is None:
             raise UserError(
-                "this pod is of an indexed Kubernetes job, and finding the others needs the "
-                "package kubernetes (jax[k8s]), which is not installed; install it, or set "
+                "this pod belongs to an indexed Kubernetes job, but the package kubernetes "
+                "(jax[k8s]) that finds the other pods is not installed; install it, or set "
                 "distributed.coordinator, distributed.num_processes and distributed.process_id, "
-                "or distributed.initialize=never to run alone"
+                "or set distributed.initialize=never to run alone"
             )
         return "Kubernetes", dict(cluster_detection_method="k8s")
     return "", None
 
 
 def _count(environment: Mapping[str, str], name: str) -> int:
-    """A number of processes; 1 without the variable."""
+    """Returns a number of processes from the environment; 1 without the variable."""
     text = environment.get(name, "1")
     if not text.isdecimal():
         raise UserError(
-            f"{name}={text} in the environment must be a number of processes; set "
+            f"environment variable {name}={text} must be a number of processes; set "
             "distributed.initialize=never to run alone"
         )
     return int(text)
@@ -181,7 +181,7 @@ def _count(environment: Mapping[str, str], name: str) -> int:
 def _slurm(environment: Mapping[str, str]) -> dict[str, object]:
     try:
         first_host = _first_host(environment["SLURM_STEP_NODELIST"])
-        # One of 4096 high ports, another for each step of each job.
+        # One of 4096 high ports, a different one for each step of each job.
         job, step = int(environment["SLURM_JOB_ID"]), int(environment.get("SLURM_STEP_ID", "0"))
         arguments = dict(
             coordinator_address=f"{first_host}:{61440 + (job + step) % 4096}",
@@ -189,19 +189,19 @@ def _slurm(environment: Mapping[str, str]) -> dict[str, object]:
             process_id=int(environment["SLURM_PROCID"]),
             cluster_detection_method="deactivate",
         )
-        # "1(x4)": one task on each of 4 nodes; "2,1": two and one; "16(x2)": sixteen on both.
+        # "1(x4)": one task on each of 4 nodes; "2,1": two and one; "16(x2)": 16 on each of two.
         if not _ONE_TASK_A_NODE.fullmatch(environment.get("SLURM_STEP_TASKS_PER_NODE", "")):
             arguments["local_device_ids"] = [int(environment["SLURM_LOCALID"])]
     except (KeyError, ValueError) as error:
         raise UserError(
-            f"SLURM's variables are not as srun sets them ({error}); start with srun, or set "
-            "distributed.initialize=never to run alone"
+            f"the SLURM variables are not as srun sets them ({error}); start the run with srun, "
+            "or set distributed.initialize=never to run alone"
         ) from error
     return arguments
 
 
 def _first_host(nodes: str) -> str:
-    """The first name of a SLURM node list, such as `node[001-004,7],login`."""
+    """Returns the first name of a SLURM node list, such as `node[001-004,7],login`."""
     name, bracket, rest = nodes.partition("[")
     if "," in name or not bracket:
         return name.partition(",")[0]

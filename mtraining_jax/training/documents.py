@@ -1,4 +1,4 @@
-"""Documents of a batch: positions that restart, and attention that stays within each."""
+"""Documents of a batch: positions that restart, and attention within each document."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -16,35 +16,35 @@ from mtraining_jax.sparsity.document_blocks import DocumentBlocks
 
 
 def attention_within(attention: Attention, batch: Mapping[str, Array]) -> Attention:
-    """The attention of a batch's layers: within its documents, if it has any.
+    """Limits the attention of a batch's layers to its documents, if it has any.
 
     Args:
         attention: from `make_attention`.
-        batch: with `documents` int32 [B, NB, 3] as in `sparsity.documents.Documents`, or without.
+        batch: may have `documents`, int32 [B, NB, 3] as in `sparsity.documents.Documents`.
     """
     if "documents" not in batch:
         return attention
-    # Looked up here, outside of the scan over layers.
+    # Computed here, outside of the scan over layers.
     documents = DocumentBlocks.from_table(batch["documents"])
     return functools.partial(attention, documents=documents)
 
 
 def reads_lengths(config: Config) -> bool:
-    """Whether a batch says how long each token's document is: where rotary positions read that."""
+    """Whether rotary positions depend on the length of each token's document."""
     scaling = ModelSpec.from_config(config.model).rope_scaling
     return config.data.has_documents and scaling is not None and scaling.switches_at is not None
 
 
 def restarting_positions(mesh: Mesh, block_size: int) -> Callable[[Array, Array], Array]:
-    """A compiled function that counts positions from the beginning of each document.
+    """Compiles a function that counts positions from the start of each document.
 
     Args:
         mesh: axes ('data', 'node', 'device').
         block_size: g.
 
     Returns:
-        From positions in the sequence, int32 [B, S] in layout order, and documents int32
-        [B, NB, 3], to positions in the document; 0 for a token of no document.
+        A function of positions in the sequence, int32 [B, S] in layout order, and documents, int32
+        [B, NB, 3]. It returns positions in the document; 0 for a token outside of documents.
     """
 
     def local(positions: Array, table: Array) -> Array:
@@ -59,10 +59,10 @@ def restarting_positions(mesh: Mesh, block_size: int) -> Callable[[Array, Array]
 
 
 def lengths_of_documents(mesh: Mesh, block_size: int) -> Callable[[Array, Array], Array]:
-    """A compiled function that says how long the document of each token is.
+    """Compiles a function that returns the document length of each token.
 
-    Its arguments are those of `restarting_positions`; the result is int32 [B, S], real tokens of
-    the document, 0 for a token of none.
+    Its arguments are those of `restarting_positions`. The result is int32 [B, S] and counts real
+    tokens; 0 for a token outside of documents.
     """
 
     def local(positions: Array, table: Array) -> Array:

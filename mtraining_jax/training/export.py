@@ -1,4 +1,4 @@
-"""The trained model as a Hugging Face checkpoint."""
+"""Exports the trained model as a Hugging Face checkpoint."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from mtraining_jax.training.state import StateBuilder, TrainState
 
 HF_NAME = "hf"
 
-# Files of a checkpoint other than its tensors: the tokenizer, and defaults for generating text.
+# Files of a checkpoint other than its tensors: tokenizer and generation defaults.
 _TOKENIZER, _TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 _GENERATION = "generation_config.json"
 _COPIED = (
@@ -30,21 +30,21 @@ _COPIED = (
 
 
 def export_state(config: Config, builder: StateBuilder, state: TrainState) -> Path:
-    """Writes a state into RUN_FOLDER/hf, in place of an older export; all processes call it.
+    """Writes a state into RUN_FOLDER/hf, replacing an older export; all processes call it.
 
-    Tensors are bfloat16. The tokenizer is the one that training used, data.tokenizer, or that of
-    model.init_from where training read token ids.
+    Tensors are bfloat16. The tokenizer is data.tokenizer, or that of model.init_from if training
+    read token ids.
 
     Args:
-        config: of the run.
-        builder: of its states.
-        state: with arrays on the devices.
+        config: the run's configuration.
+        builder: builds the run's states.
+        state: arrays on the devices.
 
     Returns:
         The folder.
 
     Raises:
-        UserError: if it cannot be written.
+        UserError: if the folder is not writable.
     """
     parameters = builder.unflatten(state.parameters)
     target = config.run.folder / HF_NAME
@@ -60,10 +60,10 @@ def export_state(config: Config, builder: StateBuilder, state: TrainState) -> Pa
 
 
 def export_checkpoint(config: Config, step: int) -> Path:
-    """Does the same with a checkpoint of the run.
+    """Exports a checkpoint of the run; see `export_state`.
 
     Raises:
-        UserError: as `export_state`, and if devices or checkpoint do not fit the configuration.
+        UserError: also if devices or checkpoint do not match the configuration.
     """
     builder = StateBuilder(config, parts.build_mesh(config))
     checkpoints = Checkpoints(
@@ -87,8 +87,8 @@ def _tokenizer_files(config: Config) -> dict[str, Path | dict[str, Any]]:
     if start is not None and _GENERATION not in found:
         found |= {k: path for k, path in _files_of(start).items() if k == _GENERATION}
     found[_TOKENIZER] = own
-    # Without it transformers takes a class by the kind of model, which may cut text otherwise than
-    # the file says.
+    # Without a class here, transformers selects one by model type, which may tokenize differently
+    # from tokenizer.json.
     plain = {"tokenizer_class": "PreTrainedTokenizerFast"}
     return {_TOKENIZER_CONFIG: plain, **found}
 
@@ -98,7 +98,7 @@ def _files_of(folder: Path) -> dict[str, Path | dict[str, Any]]:
 
 
 def _eos(config: Config) -> int | None:
-    """The token that ended the texts of training, as far as that is known."""
+    """Returns the token id that ended the training documents, if known."""
     data = config.data
     if isinstance(selected_source(data), DocumentSource) and not selected_source(data).holds_ids:
         return make_tokenizer(data.tokenizer, data.eos).eos

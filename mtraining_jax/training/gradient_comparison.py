@@ -1,8 +1,8 @@
-"""The gradient of all parameters with sparse attention against that with dense attention.
+"""Compares the gradient of all parameters under sparse and under dense attention.
 
-On the first tokens of the step's sequences, as dense attention of whole ones would take longer than
-the step. A pattern keeps a larger share of a short sequence, so this is a lower bound of what is
-lost on the whole one.
+It uses only the first tokens of the step's sequences, because dense attention over full sequences
+would take longer than the step. A pattern keeps a larger fraction of a short sequence, so the
+result is a lower bound on the gradient error of full sequences.
 """
 
 import dataclasses
@@ -25,27 +25,27 @@ from mtraining_jax.training.loss import count_labels
 from mtraining_jax.training.state import StateBuilder, TrainState
 from mtraining_jax.training.step import Batch, make_gradients
 
-# Parameters of the stacked layers, whose leading axis is that of layers.
+# Prefix of the stacked layer parameters, which have a leading layer axis.
 _LAYERS = "layers."
 
 
 def make_gradient_comparison(
     config: Config, builder: StateBuilder, mesh: Mesh, layout: Layout
 ) -> Callable[[TrainState, Batch], dict[str, Array]] | None:
-    """Compiles, at its first call, the gradients of one micro-batch twice, sparse and dense.
+    """Builds a function that computes the gradients of one micro-batch, sparse and dense.
 
     Args:
-        config: of the run.
-        builder: of its states.
+        config: the run's configuration.
+        builder: builds the run's states.
         mesh: axes ('data', 'node', 'device').
-        layout: the order of tokens of its batches.
+        layout: token order of the run's batches.
 
     Returns:
-        A function of a state, which it leaves as it is, and a batch. It gives
-        `global_gradient_cosine`, between the gradients of all trained parameters,
-        `global_gradient_ratio`, the norm of the sparse one over that of the dense one, fp32
-        scalars, and `global_gradient_cosine_per_layer` fp32 [L], where layers are trained. NaN
-        where the dense gradient is 0. None if the run does not ask for it or is dense.
+        A jitted function of a state (not donated) and a batch. It returns
+        `global_gradient_cosine`, the cosine of the two gradients of all trained parameters;
+        `global_gradient_ratio`, the norm of the sparse one over that of the dense one; and, where
+        layers are trained, `global_gradient_cosine_per_layer` fp32 [L]. NaN where the dense
+        gradient is 0. None if the run is dense or does not ask for it.
     """
     if not config.audit.gradient_every or not config.sparsity.settings.sparse:
         return None
@@ -67,7 +67,7 @@ def make_gradient_comparison(
     def compare(state: TrainState, batch: Batch) -> dict[str, Array]:
         trained, frozen = builder.split(state.parameters)
         first = {
-            # The first micro-batch of each group.
+            # The first micro-batch of each replica.
             name: x.reshape(*parts_of_group, -1, *x.shape[1:])[:, 0].reshape(-1, *x.shape[1:])
             for name, x in batch.items()
         }
@@ -85,12 +85,12 @@ def make_gradient_comparison(
 
 
 def shortened(batch: Batch, layout: Layout, short: Layout, mesh: Mesh) -> Batch:
-    """The first tokens of each sequence of a batch, in the order of a shorter layout.
+    """Cuts a batch to its first tokens, in the order of a shorter layout.
 
     Args:
-        batch: as `make_train_step` takes it.
-        layout: of the batch.
-        short: of fewer tokens in the same blocks, on as many ranks.
+        batch: a batch of `make_train_step`.
+        layout: layout of the batch.
+        short: layout of fewer tokens with the same block size and number of ranks.
         mesh: axes ('data', 'node', 'device').
     """
     places = layout.inverse()[short.permutation()]
@@ -112,7 +112,7 @@ def shortened(batch: Batch, layout: Layout, short: Layout, mesh: Mesh) -> Batch:
 
 
 def compared(own: dict[str, Array], dense: dict[str, Array]) -> dict[str, Array]:
-    """Cosine and ratio of two gradients by dotted name; see `make_gradient_comparison`."""
+    """Cosine and norm ratio of two gradients by name; see `make_gradient_comparison`."""
 
     def sums(a: dict[str, Array], b: dict[str, Array], per_layer: bool) -> Array:
         names = [name for name in a if name.startswith(_LAYERS) or not per_layer]
@@ -121,7 +121,7 @@ def compared(own: dict[str, Array], dense: dict[str, Array]) -> dict[str, Array]
 
     largest = jnp.stack([jnp.max(jnp.abs(x)) for x in dense.values()]).max()
     scale = jnp.where(largest > 0, 1 / jnp.where(largest > 0, largest, 1), 1)
-    # Squares of small numbers must not vanish.
+    # Scaled, because squares of small numbers would underflow.
     own, dense = ({name: x * scale for name, x in one.items()} for one in (own, dense))
     found = {}
     layered = any(name.startswith(_LAYERS) for name in own)

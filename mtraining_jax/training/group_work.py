@@ -1,4 +1,4 @@
-"""How even the work of the groups along the mesh axis 'data' is, and how it is made so."""
+"""Measures and balances the work of data-parallel replicas (mesh axis 'data')."""
 
 import functools
 from collections.abc import MutableMapping
@@ -18,7 +18,7 @@ from mtraining_jax.sparsity.metrics import causal_pairs
 
 
 def attention_size(config: Config) -> AttentionSize:
-    """What the time of attention depends on besides the documents, for one group of a run."""
+    """Returns what the attention time of a replica depends on, except document lengths."""
     model = config.model
     return AttentionSize(
         num_layers=model.num_layers, num_heads=model.num_heads, head_dim=model.head_dim,
@@ -28,11 +28,11 @@ def attention_size(config: Config) -> AttentionSize:
 
 
 def assumed_densities(config: Config) -> np.ndarray:
-    """The density to expect of documents by class of length, before anything is measured.
+    """Returns the expected density by length class, before any measurement.
 
     Returns:
-        float64 [K], as `Settings.expected_density` says, and 1 for documents that the pattern
-        keeps whole (`dense_below`).
+        float64 [K] from `Settings.expected_density`, and 1 for documents shorter than
+        `dense_below`, which use dense attention.
     """
     settings, block = config.choosing, config.sparsity.block_size
     blocks = 2 ** np.arange(num_classes(config.data.seq_len // block))  # of the shortest
@@ -43,7 +43,7 @@ def assumed_densities(config: Config) -> np.ndarray:
 
 
 def balance_of(config: Config) -> Balance | None:
-    """How the loader deals sequences to groups; None where it does not."""
+    """Returns how the loader distributes sequences over replicas; None without balancing."""
     data = config.data
     if data.balance == "none":
         return None
@@ -55,7 +55,7 @@ def balance_of(config: Config) -> Balance | None:
 
 
 def measures_by_length(config: Config) -> bool:
-    """Whether each step counts pairs by the length of their documents."""
+    """Whether each step counts computed pairs by document length."""
     return config.data.balance != "none" and _groups_differ(config)
 
 
@@ -72,14 +72,14 @@ def _weigh(config: Config) -> Weigh:
 
 
 class GroupWork:
-    """Follows the batches of a run, and says of each step how even its groups were.
+    """Reports for each step how balanced the replicas were.
 
-    Times are those that `mtraining_jax.latency` predicts for H200s, whatever runs here: groups meet
-    at the end of a step, so the time of one alone is not seen from outside.
+    Times are predictions of `mtraining_jax.latency` for H200s, on any hardware: replicas
+    synchronize at the end of a step, so the time of a single one cannot be measured.
 
     Args:
-        config: of a run with documents and more than one group.
-        loader: of its batches. It is told the densities that are measured.
+        config: configuration of a run with documents and more than one replica.
+        loader: loader of its batches; it receives the measured densities.
     """
 
     def __init__(self, config: Config, loader: Loader) -> None:
@@ -92,27 +92,27 @@ class GroupWork:
 
     @staticmethod
     def of(config: Config, loader: Loader) -> "GroupWork | None":
-        """Those of a run; None where all groups have the same work."""
+        """Builds it for a run; None if all replicas have equal work."""
         return GroupWork(config, loader) if _groups_differ(config) else None
 
     def begin(self) -> None:
-        """Takes note of the batch that the loader has handed out last."""
+        """Records the batch that the loader returned last."""
         pieces = self._loader.packs.pieces
         lengths = [pieces(sequence)[1] for sequence in self._loader.sequences.tolist()]
         self._under_way[self._loader.handed_out] = lengths
 
     def finish(self, metrics: MutableMapping[str, Any]) -> Record:
-        """Tells the loader what a step measured, and says how even its groups were.
+        """Passes the measurements of a step to the loader, and returns its imbalances.
 
         Args:
-            metrics: of the train step, read from the devices; pairs by length are taken out.
+            metrics: metrics of the training step, on the host; pairs by length are removed.
 
         Returns:
-            attention_imbalance_predicted, step_imbalance_predicted: the busiest group over the mean
-            of all, by the densities that were known before; where pairs are counted by length also
-            attention_imbalance and step_imbalance, by the densities of the step itself,
-            density_by_length (by class, None where there was no document); and
-            attention_ms_by_group where rates of the model's head width are known.
+            attention_imbalance_predicted and step_imbalance_predicted, the slowest replica over the
+            mean, from the densities known before the step. If pairs are counted by length, also
+            attention_imbalance and step_imbalance from the densities of the step itself, and
+            density_by_length (by class, None without documents). attention_ms_by_group if rates
+            for the model's head width are known.
         """
         step = int(metrics["step"])
         lengths = self._under_way.pop(step)
@@ -136,7 +136,7 @@ class GroupWork:
         return record
 
     def _densities(self, pairs: np.ndarray, lengths: list[np.ndarray]) -> np.ndarray:
-        """Measured density by class; NaN where there was no document."""
+        """Measured density by class; NaN without documents."""
         data, block = self._config.data, self._config.sparsity.block_size
         every = np.concatenate(lengths)
         padded = -(-every // block) * block
@@ -144,23 +144,23 @@ class GroupWork:
         causal = np.bincount(of_class, padded * (padded + 1.0) / 2, minlength=pairs.size)
         computed = pairs * data.batch_size * causal_pairs(data.seq_len)
         found = np.divide(computed, causal, out=np.full(pairs.size, np.nan), where=causal > 0)
-        return np.minimum(found, 1.0)  # the pairs are rounded
+        return np.minimum(found, 1.0)  # pair counts are rounded
 
     def _times(self, lengths: list[np.ndarray], densities: np.ndarray) -> np.ndarray:
-        """Milliseconds of attention of each group in a step, float64 [M]."""
+        """Attention milliseconds of each replica in a step, float64 [M]."""
         block = self._config.sparsity.block_size
         each = np.array([weight(own, densities, self._weigh, block) for own in lengths])
         return each.reshape(self._config.parallel.data, -1).sum(1)
 
     def imbalances(self, times: np.ndarray, suffix: str) -> Record:
-        """How even times of attention are, and of steps with it.
+        """Returns the imbalance of attention and of full steps.
 
         Args:
-            times: milliseconds of each group in a step, floats [M].
-            suffix: of the names.
+            times: attention milliseconds of each replica in a step, floats [M].
+            suffix: suffix of the metric names.
 
         Returns:
-            attention_imbalance and step_imbalance: the busiest group over the mean of all.
+            attention_imbalance and step_imbalance, the slowest replica over the mean.
         """
         groups = times.size
         whole = times + self._rest_ms

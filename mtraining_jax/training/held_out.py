@@ -1,4 +1,4 @@
-"""The loss on text that is not trained on, while a run trains."""
+"""Evaluates the validation loss during training."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -28,21 +28,21 @@ from mtraining_jax.training.step import Batch
 
 
 class HeldOut:
-    """Evaluates states of one run on the same held-out batches every time.
+    """Evaluates states of a run, always on the same validation batches.
 
-    Its data is apart from that of training, whose place it never moves. Every process takes part.
+    It has its own loader, so the position in the training data never moves. All processes call it.
 
     Attributes:
         description: one line about the data.
-        identity: of the data, as its loader says.
+        identity: identity of the data, from its loader.
 
     Args:
-        config: of a run with eval.every_steps.
-        builder: of its states.
+        config: configuration of a run with eval.every_steps.
+        builder: builds the run's states.
         mesh: axes ('data', 'node', 'device').
 
     Raises:
-        UserError: if the held-out data cannot be used, or is less than eval.batches.
+        UserError: if the validation data cannot be used, or has fewer than eval.batches batches.
     """
 
     def __init__(self, config: Config, builder: StateBuilder, mesh: Mesh) -> None:
@@ -59,9 +59,9 @@ class HeldOut:
         if wanted > loader.num_sequences:
             self.close()
             raise UserError(
-                f"eval.batches = {config.eval.batches} of eval.data.batch_size = "
-                f"{evaluation.data.batch_size} are {wanted} sequences, and eval.data has "
-                f"{loader.num_sequences} of {evaluation.data.seq_len} tokens"
+                f"eval.batches = {config.eval.batches} with eval.data.batch_size = "
+                f"{evaluation.data.batch_size} needs {wanted} sequences, but eval.data has only "
+                f"{loader.num_sequences} of {evaluation.data.seq_len} tokens; reduce eval.batches"
             )
         self._begin = self._batches.state()
         self._functions, self._programs = {}, {}
@@ -75,23 +75,23 @@ class HeldOut:
         return step % self._config.eval.every_steps == 0 or step == self._config.run.steps
 
     def compile(self, state: TrainState, devices: Iterable[jax.Device]) -> None:
-        """Compiles what `measure` runs.
+        """Compiles the programs of `measure`.
 
         Args:
-            state: with the shapes and shardings of all later ones.
-            devices: those of this process that the run is on.
+            state: a state with the shapes and shardings of all later ones.
+            devices: local devices of the run.
 
         Raises:
-            UserError: if it takes more memory than a device has left.
+            UserError: if a program needs more memory than a device has free.
         """
         self._batches.go_to(self._begin)
         batch = next(self._batches)
         for name, function in self._functions.items():
             self._programs[name] = function.lower(state.parameters, batch).compile()
-            check_memory(self._programs[name], devices, "the evaluation on held-out text")
+            check_memory(self._programs[name], devices, "the evaluation on validation data")
 
     def measure(self, state: TrainState) -> Record:
-        """Evaluates a state, which stays as it is.
+        """Evaluates a state, without changing it.
 
         Returns:
             See `held_out_record`.
@@ -110,19 +110,19 @@ class HeldOut:
         except UserError as error:
             raise UserError(about_held_out(str(error))) from error
         sums = {
-            # In fp64, so that the order of batches is no matter.
+            # In fp64, so that the order of batches does not matter.
             name: tuple(np.sum(part, axis=0, dtype=np.float64) for part in zip(*of, strict=True))
             for name, of in jax.device_get(found).items()
         }
         return held_out_record(sums, time.perf_counter() - begin)
 
     def close(self) -> None:
-        """Stops reading ahead."""
+        """Stops prefetching."""
         self._batches.close()
 
 
 def _patterns(config: Config, evaluation: Config) -> dict[str, Pattern]:
-    """The patterns to evaluate with, by the name of the loss in a record."""
+    """Returns the patterns to evaluate, by the name of their loss in a record."""
     dense = Dense(config.sparsity.block_size)
     asked = config.eval.attention if config.sparsity.settings.sparse else "same"
     own = {} if asked == "dense" else {"eval_loss": parts.build_pattern(evaluation)}
@@ -136,7 +136,7 @@ def _make_sums(
     mesh: Mesh,
     attention_inputs: Any,
 ) -> Callable[[dict[str, Array], Batch], tuple[Array, Array]]:
-    """A jitted function: parameters and a batch to fp32 sums and int32 counts by bucket."""
+    """Jits a function (parameters, batch) -> fp32 loss sums and int32 counts by position bucket."""
     buckets, fsdp = num_buckets(config.data.seq_len), config.parallel.fsdp
 
     def sums(parameters: dict[str, Array], batch: Batch) -> tuple[Array, Array]:

@@ -1,9 +1,9 @@
-"""The output layer and its cross entropy in one, a few tokens at a time.
+"""The output layer fused with its cross entropy, computed in chunks of tokens.
 
-The logits of a long sequence do not fit in memory (S = 524288, V = 151936: 297 GiB in fp32), so
-each device computes those of `chunk_size` of its tokens, takes the loss and both gradients from
-them, and drops them. Gradients are therefore formed in the forward pass, and no logits are computed
-twice.
+The logits of a long sequence do not fit in memory (S = 524288, V = 151936: 297 GiB in fp32). Each
+device therefore computes the logits of `chunk_size` of its tokens, takes the loss and both
+gradients from them, and discards them. Gradients are computed in the forward pass, so no logits are
+computed twice.
 """
 
 import functools
@@ -22,7 +22,7 @@ from mtraining_jax.parallel.mesh import ACTIVATIONS, AXES, DATA_AXIS, REPLICATED
 
 
 def count_labels(labels: Array) -> Array:
-    """The number of labels that the loss counts: int32 scalar."""
+    """Returns the number of labels that the loss counts, an int32 scalar."""
     return jnp.sum(labels != IGNORE_LABEL, dtype=jnp.int32)
 
 
@@ -36,30 +36,29 @@ def linear_cross_entropy(
     weight_spec: P = REPLICATED,
     label_weights_BS: Array | None = None,
 ) -> Array:
-    """Sum over counted labels of -log softmax(hidden @ weight.T)[label], without all logits.
+    """Sums -log softmax(hidden @ weight.T)[label] over counted labels, without the full logits.
 
-    The sum is to be divided by the number of counted labels of the whole batch (`count_labels`),
-    over all devices and accumulation steps. The reference divides by all S tokens although the
-    last one of a sequence has no label: its loss is this one times (S-1)/S.
+    Divide the sum by the number of counted labels (`count_labels`) of the whole batch, over all
+    devices and accumulation steps. The reference implementation divides by all S tokens although
+    the last one of a sequence has no label: its loss is this one times (S-1)/S.
 
-    Logits, log-softmax and the sum are fp32; the products take the dtype of `hidden_BSE`, as do
-    the logits' gradients inside them, and the gradient of the weight adds up in fp32, over
-    chunks and over devices.
+    Logits, log-softmax and the sum are fp32. Matrix products use the dtype of `hidden_BSE`, also
+    for the gradients of the logits. The gradient of the weight accumulates in fp32, over chunks
+    and over devices.
 
     Args:
         hidden_BSE: [B, S, E], fp32 or bf16.
         weight_VE: fp32 [V, E].
         labels_BS: int32 [B, S], ids below V, or `IGNORE_LABEL`.
-        chunk_size: tokens of one device whose logits exist at a time.
-        mesh: B lies over 'data' and S over ('node', 'device'), in any order; every device works
-            on its own tokens. None: everything is on one device.
-        weight_spec: how the weight and its gradient lie on the mesh.
-        label_weights_BS: fp32 [B, S], factors of the summands, which lie as labels do; None is 1
-            for each.
+        chunk_size: number of tokens per device with logits in memory at a time.
+        mesh: shards B over 'data' and S over ('node', 'device'), in any token order. Each device
+            computes its own tokens. None: everything is on one device.
+        weight_spec: sharding of the weight and its gradient.
+        label_weights_BS: fp32 [B, S], optional weights of the labels, sharded as they are.
 
     Returns:
-        fp32 scalar; differentiable in `hidden_BSE` and `weight_VE`. Inside `in_groups` it and
-        its gradients are those of the group.
+        fp32 scalar, differentiable in `hidden_BSE` and `weight_VE`. Inside `in_groups`, it and
+        its gradients are those of one replica.
 
     Raises:
         ValueError: if shapes do not fit or chunk_size is below 1.
@@ -69,7 +68,7 @@ def linear_cross_entropy(
     return _summed(hidden_BSE, weight_VE, of_labels, chunk_size, mesh, weight_spec)
 
 
-# `of_labels` are the labels and, if they have any, their weights.
+# `of_labels` are the labels and, optionally, their weights.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
 def _summed(hidden, weight, of_labels, chunk_size, mesh, weight_spec):
     return _on_mesh(hidden, weight, of_labels, chunk_size, mesh, weight_spec, with_gradients=False)
@@ -93,9 +92,9 @@ _summed.defvjp(_summed_fwd, _summed_bwd)
 
 
 def _on_mesh(hidden, weight, of_labels, chunk_size, mesh, weight_spec, with_gradients):
-    """The loss, and its gradients if asked, each device on its own tokens."""
+    """The loss, and its gradients on request; each device computes its own tokens."""
     local = functools.partial(_local, chunk_size=chunk_size, with_gradients=with_gradients)
-    weight = weight.astype(hidden.dtype)  # before it is gathered: half the bytes travel
+    weight = weight.astype(hidden.dtype)  # before the gather, which halves its traffic
     if mesh is None:
         return local(hidden, weight, of_labels)
 
@@ -120,7 +119,7 @@ def _on_mesh(hidden, weight, of_labels, chunk_size, mesh, weight_spec, with_grad
 
 
 def _local(hidden_BSE, weight_VE, of_labels, *, chunk_size, with_gradients):
-    """The same for the tokens of one device."""
+    """The same for the tokens of one device, without communication."""
     dtype, (batch, seq, width) = hidden_BSE.dtype, hidden_BSE.shape
     chunks = num_chunks(batch * seq, chunk_size)
     hidden = hidden_BSE.reshape(chunks, -1, width)

@@ -1,4 +1,4 @@
-"""Checks before a program runs whether it fits on its devices."""
+"""Checks that a program fits into device memory before it runs."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -11,18 +11,18 @@ from jax.sharding import SingleDeviceSharding
 from mtraining_jax.errors import UserError
 from mtraining_jax.platform import host_memory
 
-_WIDTH = 1 << 18  # numbers of four bytes in a row of what is allocated on trial
+_WIDTH = 1 << 18  # row length, in 4-byte numbers, of a trial allocation
 
 
 def allocate(size: int, device: Any) -> None:
-    """Takes memory of a device in one piece, and gives it back.
+    """Allocates one contiguous block of device memory, and frees it.
 
     Args:
         size: bytes.
-        device: of this process.
+        device: a local device.
 
     Raises:
-        JaxRuntimeError: if there is no such piece.
+        JaxRuntimeError: if there is no such block.
     """
     shape = -(-size // (4 * _WIDTH)), _WIDTH
     make = jax.jit(lambda: jnp.zeros(shape, jnp.uint32), out_shardings=SingleDeviceSharding(device))
@@ -33,68 +33,68 @@ def check_memory(
     program: Any, devices: Iterable[Any], what: str = "a training step", *,
     take: Callable[[int, Any], None] = allocate,
 ) -> None:
-    """Stops a run whose step would run out of memory.
+    """Stops a run if a program would run out of memory.
 
     On several GPUs such a step does not fail cleanly: one device has no memory, and the others
-    wait for it in a collective, for ever. XLA asks for a program's temporary memory in one piece,
-    so on a GPU that piece is asked for on trial: what is left may be in pieces, and other programs
-    may have taken some of it.
+    wait for it in a collective forever. XLA allocates the temporary memory of a program as one
+    block, so on a GPU the check tries to allocate that block: free memory may be fragmented, and
+    other programs may have taken some of it.
 
     Args:
         program: `jax.stages.Compiled`.
-        devices: those of this process that the program runs on. Devices of the CPU share the
-            memory of the machine; others that do not report theirs are assumed to have enough.
-        what: the program in words.
-        take: takes so many bytes of a device, and gives them back.
+        devices: local devices that the program runs on. CPU devices share the memory of the host;
+            other devices without memory statistics are assumed to have enough.
+        what: name of the program, for the message.
+        take: allocates a number of bytes on a device, and frees them.
 
     Raises:
-        UserError: if a device has less memory left than the program takes beyond its arguments, or
-            has it in pieces only.
+        UserError: if a device has less free memory than the program needs in addition to its
+            arguments, or has it only in fragments.
     """
     sizes = program.memory_analysis()
     if sizes is None:
         return
     devices = list(devices)
     needed = sizes.temp_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
-    _check_room(needed, devices, what, " besides parameters and optimizer state")
+    _check_room(needed, devices, what, " in addition to parameters and optimizer state")
     for device, left, _ in _telling(devices):
         _check_piece(sizes.temp_size_in_bytes, device, left, what, take)
 
 
 def check_state_memory(state: Any, devices: Iterable[Any]) -> None:
-    """Stops a run whose state would not fit, before it is made.
+    """Stops a run if its state would not fit, before the state is created.
 
-    A system that has no memory left ends a process without a word.
+    Otherwise the operating system may kill the process without a message.
 
     Args:
         state: a pytree of `jax.ShapeDtypeStruct` with shardings.
-        devices: those of this process, as in `check_memory`.
+        devices: local devices, as in `check_memory`.
 
     Raises:
-        UserError: if a device has less memory left than its part of the state takes.
+        UserError: if a device has less free memory than its shard of the state needs.
     """
     shards = (
         math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
         for x in jax.tree.leaves(state)
     )
-    _check_room(sum(shards), devices, "the state of the run (parameters and their moments)", "")
+    _check_room(sum(shards), devices, "the training state (parameters and Adam moments)", "")
 
 
-def _check_room(needed: int, devices: Iterable[Any], what: str, besides: str) -> None:
+def _check_room(needed: int, devices: Iterable[Any], what: str, extra: str) -> None:
     devices = list(devices)
     on_host = sum(device.platform == "cpu" for device in devices)
     if on_host * needed > host_memory():
         raise UserError(
-            f"{what} needs {_gib(needed)} on each of {on_host} devices of the CPU{besides}, and "
-            f"this machine has {_gib(host_memory())}; the same command with --dry-run says what "
-            "would make it less"
+            f"{what} needs {_gib(needed)} on each of {on_host} CPU devices{extra}, but this "
+            f"machine has {_gib(host_memory())} in total; run the same command with --dry-run to "
+            "see what reduces it"
         )
     for device, left, limit in _telling(devices):
         if needed > left:
             raise UserError(
-                f"{what} needs {_gib(needed)} on each device{besides}, but {device} has "
-                f"{_gib(left)} left of {_gib(limit)}; the same command with "
-                "--dry-run says what would make it less"
+                f"{what} needs {_gib(needed)} on each device{extra}, but {device} has only "
+                f"{_gib(left)} free of {_gib(limit)}; run the same command with --dry-run to see "
+                "what reduces it"
             )
 
 
@@ -107,15 +107,15 @@ def _check_piece(
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         raise UserError(
-            f"{what} needs {_gib(needed)} in one piece on each device, and {device} has none so "
-            f"large, of {_gib(left)} left; another program may use it, or "
-            "XLA_PYTHON_CLIENT_PREALLOCATE=false has cut its memory into pieces "
-            "(without it JAX takes its share at the start, in one)"
+            f"{what} needs {_gib(needed)} in one block on each device, but {device} has no free "
+            f"block of that size ({_gib(left)} free in total); another program may be using the "
+            "device, or XLA_PYTHON_CLIENT_PREALLOCATE=false has fragmented its memory (by default "
+            "JAX allocates one large block at startup)"
         ) from error
 
 
 def _telling(devices: Iterable[Any]) -> Iterator[tuple[Any, int, int]]:
-    """Devices that report their memory: what is left of it, and how much there is, in bytes."""
+    """Yields devices that report their memory, with their free and total bytes."""
     for device in devices:
         stats = device.memory_stats() or {}
         if "bytes_limit" in stats:

@@ -1,7 +1,7 @@
-"""AdamW over the trainable parameters, by name; its schedule and its clipping.
+"""AdamW over the trainable parameters, with its learning-rate schedule and gradient clipping.
 
-Parameters are a flat dict from dotted name ("layers.self_attn.q_proj.weight") to fp32 array: the
-master weights. Frozen parameters take no part: they have no gradient and no optimizer state.
+Parameters are a flat dict from dotted name ("layers.self_attn.q_proj.weight") to fp32 master
+weights. Frozen parameters have no gradient and no optimizer state.
 """
 
 from collections.abc import Callable, Iterable
@@ -19,12 +19,11 @@ Schedule = Callable[[Array], Array]
 
 
 def make_schedule(config: OptimizerConfig, total_steps: int) -> Schedule:
-    """The learning rate of a step.
+    """Builds the learning-rate schedule.
 
-    Step t (from 0) of a warm-up of n steps has rate lr * (t + 1) / n, so the first step does not
-    have a rate of 0. After the warm-up the rate is constant, or falls from lr to
-    final_lr_ratio * lr, which it has at step `decay_steps` and after: along a line, or half a
-    cosine.
+    Step t (from 0) of a warm-up of n steps has rate lr * (t + 1) / n, so the first rate is not 0.
+    After the warm-up the rate is constant, or decays linearly or along half a cosine from lr to
+    final_lr_ratio * lr. It reaches that at step `decay_steps` and stays there.
 
     Args:
         config: the `optimizer` section.
@@ -49,17 +48,17 @@ def make_schedule(config: OptimizerConfig, total_steps: int) -> Schedule:
 
 
 def trainable_names(names: Iterable[str], patterns: tuple[str, ...]) -> frozenset[str]:
-    """The names that contain one of the patterns; without patterns, all of them.
+    """Returns the names that contain one of the patterns; without patterns, all names.
 
     Raises:
-        UserError: naming a pattern that is in no name, and what names there are.
+        UserError: if a pattern matches no name.
     """
     names = sorted(names)
     for pattern in patterns:
         if not any(pattern in name for name in names):
             raise UserError(
-                f"optimizer.trainable has {pattern!r}, which is in the name of no parameter; "
-                f"parameters are {', '.join(names)}"
+                f"optimizer.trainable: pattern {pattern!r} matches no parameter; "
+                f"the parameters are {', '.join(names)}"
             )
     if not patterns:
         return frozenset(names)
@@ -67,10 +66,10 @@ def trainable_names(names: Iterable[str], patterns: tuple[str, ...]) -> frozense
 
 
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
-    """AdamW without its learning rate: gradients in, the step to take divided by -lr out.
+    """Builds AdamW without its learning rate: updates must be scaled by -lr.
 
-    Moments are fp32. Weight decay leaves out biases and norms. The structure of the state depends
-    on no field, so that checkpoints stay valid when fields change.
+    Moments are fp32. Biases and norms have no weight decay. The structure of the state does not
+    depend on any field, so checkpoints stay valid when fields change.
     """
 
     def decay(updates: Parameters, parameters: Parameters) -> Parameters:
@@ -90,10 +89,10 @@ def _is_vector(name: str) -> bool:
 
 
 def clip(gradients: Parameters, clip_norm: float) -> tuple[Parameters, Array]:
-    """Scales gradients so that their global norm is at most `clip_norm`; 0 leaves them.
+    """Scales gradients so that their global norm is at most `clip_norm`; 0 disables clipping.
 
     Returns:
-        The gradients and their global norm before, fp32.
+        The gradients and their global norm before clipping, fp32.
     """
     norm = optax.tree.norm(gradients)
     if not clip_norm:

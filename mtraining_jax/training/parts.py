@@ -1,4 +1,4 @@
-"""From the sections of a configuration to the parts of a run."""
+"""Builds the parts of a run from its configuration."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -27,20 +27,20 @@ from mtraining_jax.training.group_work import balance_of, measures_by_length
 
 
 def build_mesh(config: Config) -> Mesh:
-    """The mesh of the run, on the devices of all processes.
+    """Builds the mesh of the run over the devices of all processes.
 
     Raises:
-        UserError: if there are not enough devices, or processes cannot share them evenly.
+        UserError: if there are too few devices, or processes cannot share them evenly.
     """
     validate(config, jax.device_count())
     try:
         return make_mesh(*config.mesh_shape)
     except ValueError as error:
-        raise UserError(f"the sizes of the mesh under [parallel] do not fit: {error}") from None
+        raise UserError(f"the mesh sizes under [parallel] do not fit: {error}") from None
 
 
 def build_layout(config: Config) -> Layout:
-    """How sequences are dealt to the ranks of the mesh."""
+    """Builds the layout that assigns tokens to context-parallel ranks."""
     parallel = config.parallel
     return layout_for_ring(
         parallel.layout, config.data.seq_len, (parallel.nodes, parallel.devices_per_node),
@@ -49,12 +49,12 @@ def build_layout(config: Config) -> Layout:
 
 
 def build_pattern(config: Config) -> Pattern:
-    """How the pairs to compute are chosen.
+    """Builds the sparse pattern.
 
-    The arrays of a pattern that differs from layer to layer have a leading axis of layers.
+    If it differs from layer to layer, its arrays have a leading layer axis.
 
     Raises:
-        UserError: if the pattern cannot be made for this model.
+        UserError: if the pattern cannot be built for this model.
     """
     model = config.model
     sizes = ModelSizes(model.num_layers, model.num_heads, config.data.seq_len, config.run.seed)
@@ -62,7 +62,7 @@ def build_pattern(config: Config) -> Pattern:
 
 
 def layer_inputs(pattern: Pattern) -> Pattern | None:
-    """A pattern with arrays [L, ...], one slice for each layer; None if all layers are alike."""
+    """Returns the pattern if its arrays [L, ...] have a slice per layer; None if layers agree."""
     return pattern if pattern.arrays else None
 
 
@@ -73,14 +73,14 @@ def build_attention(
     pattern: Pattern,
     audit_rows: AuditRows | None = None,
 ) -> Attention:
-    """What the model's layers attend with.
+    """Builds the attention of the model's layers.
 
     Args:
-        config: of the run.
+        config: the run's configuration.
         mesh: axes ('data', 'node', 'device').
-        layout: the order of tokens.
+        layout: token order.
         pattern: from `build_pattern`.
-        audit_rows: queries on which an audit measures; None measures none.
+        audit_rows: query rows that an audit measures, if any.
 
     Returns:
         A callable for `Transformer`; its fourth argument is one layer of `layer_inputs`.
@@ -99,15 +99,15 @@ def build_attention(
 
 
 class Batches:
-    """Global batches on the devices, from a loader that reads this process's part.
+    """Iterates over global batches on the devices; each process reads its own part.
 
     Attributes:
-        loader: where they come from; its state is that of the batch handed out last.
+        loader: the source of the batches; its state is that of the batch returned last.
 
     Args:
-        config: of the run.
+        config: the run's configuration.
         mesh: axes ('data', 'node', 'device').
-        layout: the order of tokens.
+        layout: token order.
 
     Raises:
         UserError: if the data cannot be used.
@@ -128,7 +128,7 @@ class Batches:
             weighted=config.loss.weighting == "document",
             balance=balance_of(config),
         )
-        # The same in every batch, so they stay on the devices.
+        # Positions are the same in every batch, so they stay on the devices.
         positions = np.broadcast_to(permutation.astype(np.int32), self._shape)
         self._positions = jax.make_array_from_callback(
             self._shape, self._sharding, lambda index: positions[index]
@@ -143,11 +143,11 @@ class Batches:
         return self
 
     def __next__(self) -> dict[str, Array]:
-        """int32 [B, S] tokens, labels and positions, in layout order.
+        """Returns int32 [B, S] `tokens`, `labels` and `positions`, in layout order.
 
-        Where data has documents also `documents`, int32 [B, NB, 3] as the loader's, and positions
-        are those in the document; with loss.weighting = "document" fp32 [B, S] `weights`; and if
-        rotary positions read the length of a sequence, int32 [B, S] `document_lengths`.
+        Data with documents adds `documents`, int32 [B, NB, 3] as in the loader, and positions
+        restart in each document. loss.weighting = "document" adds `weights`, fp32 [B, S]. If
+        rotary positions depend on the document length, `document_lengths` is int32 [B, S].
         """
         local = next(self.loader)
         documents = local.pop("documents", None)
@@ -165,15 +165,15 @@ class Batches:
         return batch
 
     def state(self) -> dict[str, Any]:
-        """Where the data stands, for a checkpoint."""
+        """Returns the position in the data, for a checkpoint."""
         return self.loader.get_state()
 
     def go_to(self, state: dict[str, Any]) -> None:
-        """Goes to a place that `state` gave."""
+        """Restores a position from `state`."""
         self.loader.set_state(state)
 
     def close(self) -> None:
-        """Stops reading ahead."""
+        """Stops prefetching."""
         self.loader.close()
 
     def _spread(self, local: np.ndarray) -> Array:

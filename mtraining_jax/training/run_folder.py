@@ -1,4 +1,4 @@
-"""The folder of a run: whether it can be written, and what it holds already."""
+"""The output folder of a run: whether it is writable, and what it already contains."""
 
 import os
 import tempfile
@@ -12,15 +12,15 @@ CHECKPOINTS_NAME = "checkpoints"
 
 
 def checkpoint_folder(config: Config) -> Path:
-    """Where the run keeps its checkpoints."""
+    """Returns the folder of the run's checkpoints."""
     return config.run.folder / CHECKPOINTS_NAME
 
 
 def check_writable(config: Config) -> None:
-    """Stops a run that could not write its results; leaves nothing behind.
+    """Checks that the run can write its results, and leaves no file behind.
 
     Raises:
-        UserError: if the folder, or the nearest one above that exists, cannot be written.
+        UserError: if the folder, or its nearest existing parent, is not writable.
     """
     folder = config.run.folder
     there = folder.absolute()
@@ -31,35 +31,35 @@ def check_writable(config: Config) -> None:
             pass
     except OSError as error:
         raise UserError(
-            f"run.output_dir = {config.run.output_dir}: the run writes into {folder}, and {there} "
-            f"cannot be written ({error.strerror}); choose another run.output_dir"
+            f"run.output_dir = {config.run.output_dir}: the run would write into {folder}, but "
+            f"{there} is not writable ({error.strerror}); set run.output_dir to another folder"
         ) from error
 
 
 def resume_step(config: Config) -> int | None:
-    """The step of the checkpoint that the run resumes from; None to start anew.
+    """Returns the step of the checkpoint to resume from; None to start from scratch.
 
-    It may be `run.steps` or later: then nothing is left to do.
+    It may be `run.steps` or later; then the run is already complete.
 
     Raises:
-        UserError: if the configuration demands a checkpoint and there is none.
+        UserError: if checkpoint.resume is true but no checkpoint exists.
     """
     if config.checkpoint.resume is False:
         return None
     step = newest_step(checkpoint_folder(config))
     if step is None and config.checkpoint.resume is True:
         raise UserError(
-            f"checkpoint.resume = true, but {checkpoint_folder(config)} has no checkpoint; set it "
-            'to "auto" to start anew in this case'
+            f"checkpoint.resume = true, but {checkpoint_folder(config)} has no checkpoint; use "
+            'checkpoint.resume = "auto" to start from scratch in this case'
         )
     return step
 
 
 def move_aside(config: Config) -> Path | None:
-    """Renames what an earlier run of this name wrote, when a run starts anew over it.
+    """Renames the folder of an earlier run of this name, when a run starts from scratch.
 
     Returns:
-        The new folder, `NAME.1` or the next that is free; None if there was no checkpoint.
+        The new folder, `NAME.1` or the next free number; None if it had no checkpoint.
     """
     folder = config.run.folder
     if newest_step(checkpoint_folder(config)) is None:

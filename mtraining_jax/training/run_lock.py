@@ -1,4 +1,4 @@
-"""One run at a time in a folder: a file beside it that the run holds locked."""
+"""Allows one run at a time in a folder, with a lock file next to it."""
 
 import contextlib
 import fcntl
@@ -14,17 +14,17 @@ from mtraining_jax.errors import UserError
 def only_run_in(folder: Path) -> Iterator[str | None]:
     """Keeps other runs out of a folder while the block runs.
 
-    The lock is the operating system's, on OUTPUT_DIR/.NAME.lock, so it ends with the process,
-    however that ends. It also holds between hosts where the file system has locks.
+    It takes an operating system lock on OUTPUT_DIR/.NAME.lock, which is released when the process
+    ends for any reason. It also works between hosts if the file system supports locks.
 
     Args:
-        folder: of the run; need not exist.
+        folder: the run's folder; need not exist.
 
     Yields:
-        None; or, on a file system without locks, a sentence that says so.
+        None, or a note if the file system has no locks.
 
     Raises:
-        UserError: if another run holds it, or the file cannot be made.
+        UserError: if another run holds the lock, or the file is not writable.
     """
     folder = folder.absolute()
     path = folder.with_name(f".{folder.name}.lock")
@@ -32,12 +32,12 @@ def only_run_in(folder: Path) -> Iterator[str | None]:
         folder.parent.mkdir(parents=True, exist_ok=True)
         file, note = _locked(path, folder)
     except OSError as error:
-        raise UserError(f"{path} cannot be written ({error.strerror})") from error
+        raise UserError(f"{path} is not writable ({error.strerror})") from error
     try:
         yield note
     finally:
         if note is None:
-            # While it is still held: who waits for it sees that the name is gone.
+            # Unlinked while still locked, so that a waiting run sees that the name is gone.
             with contextlib.suppress(OSError):
                 path.unlink()
         os.close(file)
@@ -52,15 +52,15 @@ def _locked(path: Path, folder: Path) -> tuple[int, str | None]:
             holder = os.read(file, 200).decode(errors="replace").strip()
             os.close(file)
             raise UserError(
-                f"another run writes into {folder} ({holder or 'just starting'}); wait for it, or "
-                "choose another run.name or run.output_dir"
+                f"another run writes into {folder} ({holder or 'just starting'}); wait until it "
+                "ends, or set another run.name or run.output_dir"
             ) from None
         except OSError as error:
             return file, (
-                f"no lock: the file system of {path} has none ({error.strerror}), so a second run "
-                "in this folder would not be noticed"
+                f"warning: no lock on {path}, because its file system does not support locks "
+                f"({error.strerror}); a second run in this folder would not be detected"
             )
-        # The one that held it may have removed the name since the file was opened.
+        # The previous holder may have unlinked the name since the file was opened.
         try:
             same = os.path.samestat(os.stat(path), os.fstat(file))
         except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Shares of mass that a batch brings for its layers, in the place of the pattern's own."""
+"""Mass fractions that come with a batch and replace those of the pattern."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,12 +12,12 @@ from mtraining_jax.sparsity import Pattern
 def with_shares(
     attention: Attention, attention_inputs: Any, batch: Mapping[str, Array]
 ) -> tuple[Attention, Any]:
-    """The attention of a batch's layers, by its shares if it has any, and the layers' inputs.
+    """Applies the mass fractions of a batch, if it has any, to its attention and layer inputs.
 
     Args:
         attention: from `make_attention`.
-        attention_inputs: what each layer's pattern is, with a leading axis of layers, or None.
-        batch: with `shares` int32 [B, L] in the unit of the pattern's `KeptShare`, or without.
+        attention_inputs: the pattern with a leading layer axis, or None.
+        batch: may have `shares`, int32 [B, L] in the unit of the pattern's `KeptShare`.
     """
     if "shares" not in batch:
         return attention, attention_inputs

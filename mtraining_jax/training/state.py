@@ -1,4 +1,4 @@
-"""The state that training changes: all arrays that a checkpoint has to hold."""
+"""The training state: all arrays of a checkpoint."""
 
 import dataclasses
 from typing import Any
@@ -27,15 +27,15 @@ from mtraining_jax.training.optimizer import Parameters, make_optimizer, trainab
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """A pytree.
+    """The training state, a pytree.
 
     Attributes:
-        step: int32, steps taken so far, skipped ones included: batches read.
+        step: int32, steps taken so far, including skipped ones: the number of batches read.
         parameters: fp32 by dotted name, trained and frozen.
-        opt_state: of optax, for the trained parameters only.
-        skipped: int32, steps so far whose update was left out.
-        skipped_in_row: int32, those of them since the last update.
-        rng: uint32 [2], data of the key that random choices of a step are drawn from.
+        opt_state: Optax state of the trained parameters.
+        skipped: int32, number of skipped updates so far.
+        skipped_in_row: int32, number of skipped updates since the last applied one.
+        rng: uint32 [2], key data for the random numbers of a step.
     """
 
     step: Array
@@ -47,16 +47,16 @@ class TrainState:
 
 
 class StateBuilder:
-    """Makes states of one run, as arrays or as shapes, on its mesh.
+    """Builds training states of one run on its mesh, as arrays or as shapes.
 
     Attributes:
-        spec: the model's numbers.
-        graphdef: its structure, for `nnx.merge`.
-        optimizer: what made `TrainState.opt_state`.
-        trainable: names of the parameters that are trained.
+        spec: sizes of the model.
+        graphdef: structure of the model, for `nnx.merge`.
+        optimizer: the optimizer of `TrainState.opt_state`.
+        trainable: names of the trained parameters.
 
     Args:
-        config: of the run.
+        config: the run's configuration.
         mesh: axes ('data', 'node', 'device').
 
     Raises:
@@ -76,7 +76,7 @@ class StateBuilder:
         self.trainable = trainable_names(self._names, config.optimizer.trainable)
 
     def flatten(self, state: nnx.State) -> dict[str, Any]:
-        """The leaves of a model's state by dotted name."""
+        """Returns the leaves of a model's state by dotted name."""
         return dict(zip(self._names, jax.tree.leaves(state), strict=True))
 
     def unflatten(self, parameters: dict[str, Any]) -> nnx.State:
@@ -84,14 +84,14 @@ class StateBuilder:
         return jax.tree.unflatten(self._structure, [parameters[name] for name in self._names])
 
     def split(self, parameters: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Trained and frozen parameters."""
+        """Splits parameters into trained and frozen ones."""
         return (
             {name: x for name, x in parameters.items() if name in self.trainable},
             {name: x for name, x in parameters.items() if name not in self.trainable},
         )
 
     def shardings(self) -> TrainState:
-        """Where each array lives: a `TrainState` of `NamedSharding`."""
+        """Returns a `TrainState` of `NamedSharding`."""
         everywhere = NamedSharding(self._mesh, P())
         trained, _ = self.split(self._shapes)
         opt_state = jax.eval_shape(self.optimizer.init, trained)
@@ -110,7 +110,7 @@ class StateBuilder:
         )
 
     def abstract(self) -> TrainState:
-        """Shapes, dtypes and shardings: a `TrainState` of `jax.ShapeDtypeStruct`."""
+        """Returns a `TrainState` of `jax.ShapeDtypeStruct` with shardings."""
         shapes = jax.eval_shape(self._around, self._shapes)
         return jax.tree.map(
             lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
@@ -119,10 +119,10 @@ class StateBuilder:
         )
 
     def fresh(self) -> TrainState:
-        """The state before the first step; its values do not depend on the mesh.
+        """Builds the state before the first step; its values do not depend on the mesh.
 
         Raises:
-            UserError: if model.init_from cannot be read or is of another model.
+            UserError: if model.init_from cannot be read or does not match the model.
         """
         config = self._config
         if config.model.init_from is None:

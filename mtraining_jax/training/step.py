@@ -1,4 +1,4 @@
-"""One optimizer step, compiled: gradients over micro-batches, clip, guard, AdamW."""
+"""One compiled optimizer step: gradients over micro-batches, clipping, finite check, AdamW."""
 
 from collections.abc import Callable
 from typing import Any
@@ -37,37 +37,37 @@ def make_train_step(
     attention_inputs: Any = None,
     audit: StepAudit | None = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-    """Compiles, at its first call, one step of training.
+    """Builds one jitted training step.
 
-    The loss is the mean of -log p over all counted labels of the batch, whichever micro-batch or
-    device they are on, or the mean over its documents of their means (`loss.weighting`). Gradients
-    are summed in fp32 over `optimizer.accumulation_steps` micro-batches; within one, those of the
-    layers' matrices have the compute dtype. A step whose loss or gradient norm is not finite
-    changes no parameter and no optimizer state, and is counted.
+    The loss is the mean of -log p over all counted labels of the batch, on all micro-batches and
+    devices, or the mean over documents of their means (`loss.weighting`). Gradients are summed in
+    fp32 over `optimizer.accumulation_steps` micro-batches. Within a micro-batch, gradients of the
+    layers' matrices have the compute dtype. A step with a loss or gradient norm that is not finite
+    is skipped and counted: parameters and optimizer state stay unchanged.
 
     Args:
-        config: of the run.
-        builder: of its states.
-        attention: what the model's layers attend with; see `Transformer`.
+        config: the run's configuration.
+        builder: builds the run's states.
+        attention: attention of the model's layers; see `Transformer`.
         mesh: axes ('data', 'node', 'device').
-        attention_inputs: pytree with a leading axis of layers, one slice for each; see
-            `Transformer`.
-        audit: what the step measures besides, with its attention in place of `attention`; None
-            measures nothing.
+        attention_inputs: pytree with a leading layer axis, one slice per layer; see `Transformer`.
+        audit: optional audit; its attention replaces `attention`.
 
     Returns:
-        A function of the state, whose buffers it takes over, and of a batch: int32 [B, S] `tokens`,
-        `labels` and `positions` in layout order, and optionally `documents` int32 [B, NB, 3] as in
-        `Documents`: attention then stays within each, and positions are those within it;
-        `document_lengths` int32 [B, S], if the model's rotary positions read the length of a
-        sequence; fp32 `weights` [B, S] of labels, which the mean is taken by; and int32 `shares`
-        [B, L], which the layers keep of each sequence's mass, as in `Shards`. It gives the next
-        state and metrics, which stay on the devices until they are read: fp32 scalars `loss`,
-        `grad_norm` (before the clip) and `lr`; int32 scalars `step` (its number, from 1), `labels`
-        (counted), `skipped` (so far) and `skipped_in_row`; and `layers`, what the attention reports
-        by name, fp32 [L] each, mean over the batch; and with `shares` also `density_by_group`,
-        fp32 [M, L]. An audited step also gives `audit`, figures by name, fp32 [L, Hq] each, mean
-        over micro-batches and groups, and if asked `masks`, an index with a leading axis of layers.
+        A function (state, batch) -> (next state, metrics). It donates the state.
+
+        The batch has int32 [B, S] `tokens`, `labels` and `positions` in layout order. Optional:
+        `documents` int32 [B, NB, 3] as in `Documents` (attention stays within each document, and
+        positions restart there), `document_lengths` int32 [B, S] for models with length-dependent
+        rotary positions, `weights` fp32 [B, S] of the labels, and `shares` int32 [B, L], the mass
+        fraction that each layer keeps of each sequence, as in `Shards`.
+
+        Metrics stay on the devices until they are read: fp32 `loss`, `grad_norm` (before clipping)
+        and `lr`; int32 `step` (from 1), `labels` (counted), `skipped` (so far) and
+        `skipped_in_row`; `layers`, attention statistics by name, fp32 [L] each, mean over the
+        batch. With `shares` also `density_by_group`, fp32 [M, L]. An audited step adds `audit`,
+        figures by name, fp32 [L, Hq] each, mean over micro-batches and replicas, and optionally
+        `masks`, an index with a leading layer axis.
     """
     schedule = make_schedule(config.optimizer, config.run.steps)
     gradients_of = make_gradients(config, builder, attention, mesh, attention_inputs, audit)
@@ -75,7 +75,7 @@ def make_train_step(
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         trained, frozen = builder.split(state.parameters)
         labels = count_labels(batch["labels"])
-        # The weights of a document add up to 1.
+        # The weights of a document sum to 1.
         count = jnp.sum(batch["weights"]) if "weights" in batch else labels
         rows = () if audit is None else (audit.draw(state),)
         loss, gradients, by_group = gradients_of(trained, frozen, batch, count, *rows)
@@ -135,10 +135,10 @@ def make_gradients(
     attention_inputs: Any = None,
     audit: StepAudit | None = None,
 ):
-    """(trained, frozen, batch, count[, rows]) -> loss, gradients, stats of layers.
+    """Builds a function (trained, frozen, batch, count[, rows]) -> loss, gradients, layer stats.
 
-    `count` is what sums are divided by, over all micro-batches; `rows` are those of an audit. Stats
-    are [L, ...], and of several groups of devices [M, L, ...].
+    `count` is the divisor of the loss over all micro-batches; `rows` are the rows of an audit.
+    Stats are [L, ...], or [M, L, ...] with several replicas.
     """
     fsdp = config.parallel.fsdp
 
@@ -193,7 +193,7 @@ def make_gradients(
         trained: Parameters, frozen: Parameters, batch: Batch, count: Array, *rows: AuditRows
     ):
         loss, gradients, layers = of_group(trained, frozen, batch, count, *rows)
-        # No sum starts before all are made, or the first would have groups wait for each other.
+        # All gradients first: an early reduction would make replicas wait for each other.
         loss, gradients = all_made((loss, gradients))
         loss, gradients = lax.psum((loss, gradients), DATA_AXIS)
         return loss, gradients, jax.tree.map(lambda x: x[None], layers)
@@ -213,12 +213,12 @@ def make_gradients(
 
 
 def _over_parts(x: Array) -> Array:
-    """The mean over micro-batches or groups; of a mask, which has integers, that of the first."""
+    """Mean over micro-batches or replicas; integers (masks) are taken from the first."""
     return jnp.mean(x, axis=0) if jnp.issubdtype(x.dtype, jnp.floating) else x[0]
 
 
 def micro_batches(batch: Batch, parts: int, mesh: Mesh) -> Batch:
-    """Cuts the batch of a group, [B, ...], into micro-batches [parts, B / parts, ...]."""
+    """Splits the batch of a replica, [B, ...], into micro-batches [parts, B / parts, ...]."""
 
     def cut(name: str, x: Array) -> Array:
         spec = {"documents": DOCUMENTS, "shares": SHARES}.get(name, TOKENS)

@@ -1,8 +1,8 @@
-"""The shares of mass that let groups of devices end together: dynamic sparsity tuning.
+"""Dynamic sparsity tuning: mass fractions with which all data-parallel replicas end together.
 
-After SparseBalance (arXiv 2604.13847): an anchor is the mean, least or greatest of the groups'
-predicted times at the configured share; each group takes the share that brings it there, within
-bounds of coverage. Where the lowest share is still too slow, the group takes that one.
+After SparseBalance (arXiv 2604.13847). The anchor is the mean, minimum or maximum of the replicas'
+predicted times at the configured fraction. Each replica takes the fraction that reaches the anchor,
+within bounds. A replica that is too slow even at the lower bound takes the lower bound.
 """
 
 import dataclasses
@@ -20,10 +20,10 @@ _HALVINGS = 30
 
 @dataclasses.dataclass(frozen=True)
 class Bounds:
-    """Between which shares are tuned.
+    """Bounds of the tuned mass fraction.
 
     Attributes:
-        base: p0, the configured share.
+        base: p0, the configured fraction.
         low, high: bounds; low <= base <= high.
     """
 
@@ -34,13 +34,13 @@ class Bounds:
 
 @dataclasses.dataclass(frozen=True)
 class TunedShares:
-    """Shares of a step.
+    """Tuned mass fractions of a step.
 
     Attributes:
         shares: float64 [M, L].
-        infeasible: bool [M], groups that the lowest share leaves slower than the anchor.
-        untuned_ms: float64 [M], predicted times of attention at p0.
-        tuned_ms: float64 [M], predicted times at these shares.
+        infeasible: bool [M], replicas that are slower than the anchor even at the lower bound.
+        untuned_ms: float64 [M], predicted attention times at p0.
+        tuned_ms: float64 [M], predicted attention times at these fractions.
     """
 
     shares: np.ndarray
@@ -53,15 +53,15 @@ def tuned_shares(
     documents: Sequence[GroupDocuments], response: ShareResponse, assumed: np.ndarray,
     bounds: Bounds, anchor: str, size: AttentionSize,
 ) -> TunedShares:
-    """Shares for the groups of a step; the same on every process.
+    """Tunes the mass fractions of a step; the result is the same on every process.
 
     Args:
-        documents: of each group.
-        response: what is believed of densities.
-        assumed: float64 [K], densities at p0 by class, before anything is measured.
-        bounds: of shares.
+        documents: documents of each replica.
+        response: current estimate of densities.
+        assumed: float64 [K], densities at p0 by class, before any measurement.
+        bounds: bounds of the fraction.
         anchor: "mean", "min" or "max".
-        size: of the model.
+        size: sizes of the model's attention.
     """
     known = response.densities(assumed)
     untuned = np.array([_ms(own, known, 1.0, size) for own in documents])
@@ -75,11 +75,11 @@ def _of_group(
     documents: GroupDocuments, response: ShareResponse, known: np.ndarray, bounds: Bounds,
     target: float, size: AttentionSize,
 ) -> tuple[np.ndarray, float, bool]:
-    """Shares [L] of one group, its predicted time, and whether the lowest are still too slow."""
+    """Returns fractions [L] of one replica, its predicted time, and whether it is infeasible."""
     exponents = response.exponents
 
     def at(growth: float) -> tuple[np.ndarray, float]:
-        # ln of what the pairs of every layer grow by, as far as the bounds allow.
+        # `growth` is the log of how much the pairs of every layer grow, within the bounds.
         shares = share_at(bounds.base, growth / exponents)
         shares = np.clip(shares, bounds.low, bounds.high)
         return shares, _ms(documents, known, float(response.factor(shares, bounds.base)), size)
@@ -87,7 +87,7 @@ def _of_group(
     here, ms = at(0.0)
     if np.isclose(ms, target, rtol=1e-9, atol=0):
         return here, ms, False
-    # A little further than any layer may go, so that rounding leaves none inside of its bound.
+        # Slightly more than any layer may move, so that after rounding all reach their bounds.
     furthest = 1.01 * float(exponents.max())
     least, most = (
         furthest * float(reach(bound) - reach(bounds.base)) for bound in (bounds.low, bounds.high)

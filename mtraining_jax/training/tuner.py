@@ -1,4 +1,4 @@
-"""The share of mass that each group keeps, from step to step of a run (`sparsity.tune`)."""
+"""Tunes the mass fraction of each data-parallel replica during a run (`sparsity.tune`)."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -19,30 +19,30 @@ from mtraining_jax.training.group_work import GroupWork, assumed_densities, atte
 from mtraining_jax.training.share_response import GroupDocuments, ShareResponse
 from mtraining_jax.training.tuned_shares import Bounds, TunedShares, tuned_shares
 
-# A step's shares are chosen while the step before runs, so the one before that is known. A fixed
-# distance gives the same shares on every process and in every run.
+# The fractions of a step are computed while the previous step runs, so measurements are available
+# up to the step before that. A fixed delay makes the fractions identical on every process and run.
 DELAY = 2
 
 
 @dataclasses.dataclass(frozen=True)
 class _UnderWay:
-    """A step whose measurements are awaited."""
+    """A step with pending measurements."""
 
     documents: list[GroupDocuments]
     tuned: TunedShares
 
 
 class Tuner:
-    """Gives each batch its shares, and learns from what steps measured.
+    """Adds mass fractions to each batch, and learns from the measurements of finished steps.
 
-    Nothing is communicated: every process knows the documents of the whole batch, and the
-    densities of all groups are among the results of a step.
+    It needs no communication: every process knows the documents of the global batch, and the
+    densities of all replicas are among the metrics of a step.
 
     Args:
-        config: of a run with `sparsity.tune`.
-        loader: of its batches.
+        config: configuration of a run with `sparsity.tune`.
+        loader: loader of its batches.
         mesh: axes ('data', 'node', 'device').
-        work: of its groups; None where they all have the same.
+        work: work of the replicas; None if it is equal.
     """
 
     def __init__(
@@ -56,17 +56,17 @@ class Tuner:
         self._bounds = Bounds(base, sparsity.tune_low, sparsity.tune_high)
         self._size, self._assumed = attention_size(config), assumed_densities(config)
         start = ShareResponse.start(self._assumed.size, config.model.num_layers)
-        # What is believed after each of the last steps.
+        # Estimates after each of the last steps.
         self._after, self._newest = {0: start}, 0
         self._under_way: dict[int, _UnderWay] = {}
 
     @staticmethod
     def of(config: Config, loader: Loader, mesh: Mesh, work: GroupWork | None) -> "Tuner | None":
-        """That of a run; None where nothing is tuned."""
+        """Builds the tuner of a run; None without tuning."""
         return None if config.sparsity.tune == "none" else Tuner(config, loader, mesh, work)
 
     def add_to(self, batch: Mapping[str, Array]) -> dict[str, Array]:
-        """The batch that the loader has handed out last, with `shares`, int32 [B, L]."""
+        """Adds `shares`, int32 [B, L], to the batch that the loader returned last."""
         step, groups = self._loader.handed_out, self._config.parallel.data
         documents = self._documents()
         tuned = tuned_shares(
@@ -84,18 +84,18 @@ class Tuner:
         }
 
     def finish(self, metrics: Mapping[str, Any]) -> Record:
-        """Learns from a step, and says what was tuned in it.
+        """Learns from a finished step, and returns what was tuned in it.
 
         Args:
-            metrics: of the train step, read from the devices.
+            metrics: metrics of the training step, on the host.
 
         Returns:
-            tuned (the name of the share), tuned_by_group [M] and tuned_per_layer [L], means of
-            the shares that were kept; infeasible, the part of the groups that the lowest share
-            leaves slower than the anchor; and where groups differ, in the place of `GroupWork`'s:
-            attention_imbalance_untuned and step_imbalance_untuned, predicted for the configured
-            share; the same with _predicted, for the tuned ones; and attention_imbalance,
-            step_imbalance and attention_ms_by_group by the densities that the groups measured.
+            tuned (name of the fraction); tuned_by_group [M] and tuned_per_layer [L], mean
+            fractions; infeasible, the fraction of replicas slower than the anchor even at the lower
+            bound. If replicas differ, these replace the values of `GroupWork`:
+            attention_imbalance and step_imbalance with the suffix _untuned (predicted at the
+            configured fraction), _predicted (at the tuned fractions) and without suffix (from the
+            measured densities), and attention_ms_by_group from the measured densities.
         """
         step = int(metrics["step"])
         own = self._under_way.pop(step)
@@ -124,24 +124,24 @@ class Tuner:
         return record
 
     def state(self) -> dict[str, Any]:
-        """What is believed after each of the last steps: a small dict that JSON can hold."""
+        """Returns the estimates after the last steps, as a small JSON-serializable dict."""
         return {str(step): response.state() for step, response in self._after.items()}
 
     def go_to(self, step: int, state: dict[str, Any] | None) -> None:
-        """Goes to where the next batch is that of `step` + 1.
+        """Restores the state after `step`.
 
         Args:
-            step: the last one that is done.
-            state: from `state`, after that step; None starts anew.
+            step: the last finished step.
+            state: from `state`, after that step; None starts from scratch.
 
         Raises:
-            UserError: the state cannot be read.
+            UserError: if the state is invalid.
         """
         start = next(iter(self._after.values()))
         try:
             after = {int(at): x for at, x in (state or {}).items()}
         except (AttributeError, ValueError) as error:
-            raise UserError("the saved state of sparsity.tune is not readable") from error
+            raise UserError("the checkpoint has no valid state of sparsity.tune") from error
         self._after = {at: start.of_state(x) for at, x in sorted(after.items())} or {step: start}
         self._newest = max(self._after)
 
@@ -149,10 +149,10 @@ class Tuner:
         return self._after[max(step - DELAY, min(self._after))]
 
     def _documents(self) -> list[GroupDocuments]:
-        """Those of each group in the batch that was handed out last."""
+        """Returns the documents of each replica in the batch that was returned last."""
         config, loader = self._config, self._loader
         if loader.packs is None:
-            # Every sequence is one document, of which pairs are chosen.
+            # Every sequence is one document with sparse attention.
             rows = [np.array([config.data.seq_len])] * config.data.batch_size
             dense_below = 0
         else:
@@ -170,7 +170,7 @@ class Tuner:
     def _measured_ms(
         self, documents: list[GroupDocuments], response: ShareResponse, measured: np.ndarray
     ) -> np.ndarray:
-        """Times of attention [M] by densities [M, L] of groups; documents differ as expected."""
+        """Attention times [M] from densities [M, L] of replicas, with expected document ratios."""
         known = response.densities(self._assumed)
         chosen = response.chosen(documents, measured).mean(1)
         times = []

@@ -1,4 +1,4 @@
-"""Checkpoints: the whole state of a run, saved in the background, read back on any mesh."""
+"""Checkpoints of the full training state: saved in the background, restored on any mesh."""
 
 from mtraining_jax.training.checkpoint.store import Checkpoints, newest_step
 from mtraining_jax.training.checkpoint.weights import read_parameters, read_record

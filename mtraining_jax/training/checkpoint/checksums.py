@@ -1,4 +1,4 @@
-"""Checksums of arrays: a changed byte in a compressed array would otherwise be read as numbers."""
+"""Checksums of arrays: compressed arrays with a changed byte may still decode to numbers."""
 
 from typing import Any
 
@@ -8,14 +8,13 @@ from jax import Array, lax
 
 
 def checksums(arrays: dict[str, Any]) -> dict[str, int]:
-    """One number for each array of a tree.
+    """Computes one checksum for each array of a tree.
 
     Args:
-        arrays: a pytree of arrays with elements of 32 bits.
+        arrays: a pytree of arrays with 32-bit elements.
 
     Returns:
-        By the array's path. A number depends on the elements and their places, not on the
-        sharding.
+        Checksums by path. They depend on elements and their positions, not on the sharding.
     """
     leaves = jax.tree_util.tree_leaves_with_path(arrays)
     numbers = jax.device_get(_all_checksums([leaf for _, leaf in leaves]))
@@ -29,7 +28,7 @@ def _all_checksums(arrays: list[Array]) -> list[Array]:
 
 
 def _checksum(x: Array) -> Array:
-    """Sum over elements of bits * (2 * place + 1), mod 2^32: exact in any order of summing."""
+    """Sums bits * (2 * position + 1) over elements, mod 2^32: exact in any summation order."""
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     place = jnp.zeros(x.shape, jnp.uint32)
     for axis, size in enumerate(x.shape):

@@ -1,6 +1,6 @@
-"""Failing reads: all of them end before a failure is reported, and the report names the cause.
+"""Handles failed reads: waits until all reads have ended, then reports the cause.
 
-Only what shows damage is called damage. No message tells anyone to delete a file.
+A message says "damaged" only with evidence of damage, and no message asks to delete a file.
 """
 
 import asyncio
@@ -11,30 +11,29 @@ from pathlib import Path
 
 from mtraining_jax.errors import UserError
 
-# What shows that a file is not as it was written: names of TensorStore's errors (the last one is of
-# data that cannot be unpacked), and what parsers raise. Any other failure may be of the network, a
-# disk or a library, and the files may be whole.
+# Evidence that a file has changed: names of TensorStore errors (the last one: data that cannot be
+# decompressed) and exceptions of parsers. Any other failure may come from the network, a disk or a
+# library, while the files are intact.
 _OF_THE_FILE = ("DATA_LOSS", "OUT_OF_RANGE", "FAILED_PRECONDITION")
 _PARSERS = (json.JSONDecodeError, UnicodeDecodeError)
-# Of TensorStore, and of Orbax about a folder that lacks a whole part.
+# From TensorStore, and from Orbax for a folder without one of its items.
 _NOT_THERE = ("NOT_FOUND", "was not found in the checkpoint")
 _NO_MEMORY = ("RESOURCE_EXHAUSTED", "out of memory", "Cannot allocate memory")
-# Moved and not deleted: a backup, a repaired disk or another reader may still make use of it.
+# Move, not delete: a backup, a repaired disk or another reader may still make use of it.
 _WAY_OUT = (
-    "move it out of this folder to go on from the one before, or start anew with "
+    "move it out of this folder to resume from the previous checkpoint, or start from scratch with "
     "checkpoint.resume=false"
 )
-# Seconds that the other reads get to end after the first failure.
+# Seconds that the remaining reads get to end after the first failure.
 _PATIENCE = 60
 
 
 @contextlib.contextmanager
 def reads_end_together() -> Iterator[None]:
-    """While the block runs, event loops that are made end only when their tasks have ended.
+    """Makes event loops that are created in the block wait for their tasks before they close.
 
-    Orbax reads many arrays at once in an event loop of its own, and closes it at the first
-    failure. Each of the other reads would then fail to wake the closed loop, at any time later,
-    and Python would print a traceback for each.
+    Orbax reads many arrays at once in its own event loop, and closes it at the first failure. Each
+    remaining read would later fail to wake the closed loop, and Python would print a traceback.
     """
     make_loop = asyncio.new_event_loop
     asyncio.new_event_loop = _LoopThatWaits
@@ -51,24 +50,24 @@ class _LoopThatWaits(asyncio.SelectorEventLoop):
             done, _ = self.run_until_complete(asyncio.wait(tasks, timeout=_PATIENCE))
             for task in done:
                 if not task.cancelled():
-                    task.exception()  # looked at, or it would be printed
+                    task.exception()  # retrieved, so that Python does not print it
         super().close()
 
 
 def unreadable(path: Path, error: Exception) -> UserError:
-    """The message about a checkpoint that could not be read.
+    """Builds the message for a checkpoint that could not be read.
 
     Args:
-        path: of the checkpoint.
-        error: what was raised.
+        path: path of the checkpoint.
+        error: the exception.
     """
     causes = list(causes_of(error))
     for cause in causes:
         if isinstance(cause, MemoryError) or any(name in str(cause) for name in _NO_MEMORY):
             return UserError(
-                f"there is not enough memory to read the checkpoint {path} ({first_line(cause)})"
+                f"not enough memory to read the checkpoint {path} ({first_line(cause)})"
             )
-    # Messages that Orbax wraps around the first cause name its own objects, not the file.
+    # Exceptions that Orbax wraps around the first cause name its own objects, not the file.
     root: BaseException = error
     while root.__cause__ is not None:
         root = root.__cause__
@@ -78,22 +77,22 @@ def unreadable(path: Path, error: Exception) -> UserError:
     missing = (FileNotFoundError, NotADirectoryError)
     if any(isinstance(x, missing) or any(y in str(x) for y in _NOT_THERE) for x in causes):
         return UserError(
-            f"the checkpoint {path} lacks a file ({first_line(root)}): it is damaged, or its file "
-            f"system is not there as a whole; {_WAY_OUT}"
+            f"a file is missing from the checkpoint {path} ({first_line(root)}): it is damaged, or "
+            f"its file system is only partly available; {_WAY_OUT}"
         )
     return UserError(
-        f"the checkpoint {path} could not be read ({first_line(root)}); its files may be whole, "
-        "and the same command tries again"
+        f"the checkpoint {path} could not be read ({first_line(root)}); its files may be intact, "
+        "so run the same command again to retry"
     )
 
 
 def damaged(path: Path, reason: str) -> UserError:
-    """The message about a checkpoint whose files are not as they were written."""
+    """Builds the message for a checkpoint with files that have changed."""
     return UserError(f"the checkpoint {path} is damaged ({reason}); {_WAY_OUT}")
 
 
 def causes_of(error: BaseException) -> Iterator[BaseException]:
-    """The exception, and those that it was raised from or beside."""
+    """Yields the exception, its causes and its contexts."""
     seen: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:
@@ -103,6 +102,6 @@ def causes_of(error: BaseException) -> Iterator[BaseException]:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, cut; its kind without one."""
+    """Returns the truncated first line of an error's message, or its type name."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0][:200]

@@ -1,4 +1,4 @@
-"""Whether a checkpoint is of the model that a run trains."""
+"""Checks that a checkpoint matches the model of a run."""
 
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ from mtraining_jax.config.fields import all_fields, toml_value
 from mtraining_jax.errors import UserError
 from mtraining_jax.training.state import TrainState
 
-# Fields of the model that may change without making another model of the parameters.
+# Fields of the model that may change without changing its parameters.
 _FREE_MODEL_FIELDS = (
     "dtype", "init_from", "remat", "mlp_chunk_size", "mlp_kept_chunks", "max_position_embeddings",
     "override",
@@ -22,15 +22,14 @@ def check_same_model(
     abstract: TrainState,
     config: Config,
 ) -> None:
-    """Stops a run that would resume from a checkpoint of another model.
+    """Stops a run that would resume from the checkpoint of another model.
 
     Args:
-        path: of the checkpoint.
-        saved: its configuration. A field that is younger than the checkpoint is missing there; it
-            had its default.
-        shapes: of its parameters, by name.
+        path: path of the checkpoint.
+        saved: its configuration. It lacks fields that were added later; they had their defaults.
+        shapes: shapes of its parameters by name.
         abstract: shapes of the run's state.
-        config: of the run.
+        config: the run's configuration.
 
     Raises:
         UserError: naming the first field or parameter that differs.
@@ -43,24 +42,24 @@ def check_same_model(
         was = _with_defaults(f"{section}.{field}", saved.get(section, {}))
         now = current[section][field]
         if was != now:
-            what = "of another model" if section == "model" else "of other trained parameters"
+            what = "of another model" if section == "model" else "with other trained parameters"
             was, now = toml_value(was), toml_value(now)
             raise UserError(
-                f"{path} is a checkpoint {what}: {section}.{field} = {was} there and {now} here; "
-                f"set it to {was}, or start anew with another run.name or with "
+                f"{path} is a checkpoint {what}: it has {section}.{field} = {was}, but this run "
+                f"has {now}; set it to {was}, or start from scratch with another run.name or with "
                 "checkpoint.resume=false"
             )
     needed = {name: list(x.shape) for name, x in abstract.parameters.items()}
     for name in sorted(needed.keys() | shapes.keys()):
         if needed.get(name) != shapes.get(name):
             raise UserError(
-                f"{path} is a checkpoint of another model: parameter {name} has shape "
-                f"{shapes.get(name)} there and {needed.get(name)} here"
+                f"{path} is a checkpoint of another model: its parameter {name} has shape "
+                f"{shapes.get(name)}, but this run needs {needed.get(name)}"
             )
 
 
 def _with_defaults(name: str, saved: dict[str, Any]) -> Any:
-    """The value that a saved table gives to the field `name`."""
+    """Returns the value of the field `name` in a saved table, with defaults filled in."""
     fields = all_fields()
     default = fields[name].default
     default = list(default) if isinstance(default, tuple) else default  # as JSON has it

@@ -1,10 +1,9 @@
-"""Checkpoints: the whole state of a run, saved in the background, read back on any mesh.
+"""Checkpoints of the full training state: saved in the background, restored on any mesh.
 
-A checkpoint is the folder `checkpoints/STEP` of a run. Orbax writes it under another name and
-renames it when all of it is on disk, so a run killed while saving leaves no half checkpoint
-behind. It holds the arrays of a `TrainState` and one JSON record: configuration, place in the
-data, and a checksum of every array, since a changed byte inside a compressed array would otherwise
-be read as a number.
+A checkpoint is the folder `checkpoints/STEP` of a run. Orbax writes it under a temporary name and
+renames it when it is complete, so a killed run leaves no partial checkpoint. It contains the arrays
+of a `TrainState` and one JSON record with the configuration, the position in the data, and a
+checksum of every array.
 """
 
 import contextlib
@@ -23,11 +22,11 @@ from mtraining_jax.training.state import TrainState
 
 
 def newest_step(folder: Path) -> int | None:
-    """The step of the newest whole checkpoint under `folder`; None without one."""
+    """Returns the step of the newest complete checkpoint in `folder`; None without one."""
     if not folder.is_dir():
         return None
     names = [path.name for path in folder.iterdir() if path.is_dir()]
-    # Only what is written so: "007" or another script's digits are not folders of ours.
+    # Canonical names only: "007" or digits of another script are not checkpoints.
     steps = [int(name) for name in names if name.isdecimal() and name == str(int(name))]
     return max(steps, default=None)
 
@@ -36,14 +35,14 @@ class Checkpoints:
     """The checkpoints of one run.
 
     Args:
-        folder: where they are; made if it is not there.
-        keep: newest checkpoints kept; older ones are deleted.
-        async_save: write in the background.
+        folder: their folder, created if missing.
+        keep: number of newest checkpoints to keep; older ones are deleted.
+        async_save: whether to write in the background.
     """
 
     def __init__(self, folder: Path, *, keep: int, async_save: bool) -> None:
         self.folder = folder.absolute()
-        # Until `close`, as arrays are written in threads that outlive a call.
+        # Open until `close`, because threads that write arrays outlive a call.
         self._library = contextlib.ExitStack()
         self._library.enter_context(reads_end_together())
         self._library.enter_context(told_once())
@@ -57,17 +56,17 @@ class Checkpoints:
         )
 
     def newest(self) -> int | None:
-        """The step of the newest whole checkpoint; None without one."""
+        """Returns the step of the newest complete checkpoint; None without one."""
         return self._manager.latest_step()
 
     def save(self, step: int, state: TrainState, loader_state: Any, config: Config) -> None:
-        """Saves a checkpoint, unless there is one of this step already.
+        """Saves a checkpoint, unless this step already has one.
 
-        Returns when the arrays are copied, before they are on disk: the state may then be
-        overwritten. All processes call it together.
+        It returns when the arrays are copied, before they are on disk; the state may then be
+        donated. All processes must call it together.
 
         Raises:
-            UserError: if this or the checkpoint before could not be written.
+            UserError: if this or the previous checkpoint could not be written.
         """
         if self.newest() == step:
             return
@@ -92,17 +91,16 @@ class Checkpoints:
         """Reads a checkpoint.
 
         Args:
-            step: whose checkpoint.
-            abstract: shapes and shardings to read into; the mesh may be another than the one
-                that saved.
-            config: of this run.
+            step: step of the checkpoint.
+            abstract: shapes and shardings to restore; the mesh may differ from that of the save.
+            config: configuration of this run.
 
         Returns:
-            The state, and where the data loader stood.
+            The state, and the position of the data loader.
 
         Raises:
-            UserError: if the checkpoint cannot be read, is damaged, or is of another model or
-                other trained parameters.
+            UserError: if the checkpoint is unreadable or damaged, or has another model or other
+                trained parameters.
         """
         path = self.folder / str(step)
         record = self._read(step, record=ocp.args.JsonRestore()).record
@@ -119,18 +117,18 @@ class Checkpoints:
         return TrainState(**arrays), loader_state
 
     def _read(self, step: int, **items: Any) -> Any:
-        """Some items of a checkpoint; a UserError if they cannot be read."""
+        """Reads some items of a checkpoint; raises a UserError if that fails."""
         try:
             with reads_end_together():
                 return self._manager.restore(step, args=ocp.args.Composite(**items))
-        except Exception as error:  # Orbax raises many kinds, from parsing to I/O
+        except Exception as error:  # Orbax raises many types, for parsing and I/O
             raise unreadable(self.folder / str(step), error) from error
 
     def close(self) -> None:
-        """Waits until all that was saved is on disk.
+        """Waits until all checkpoints are on disk.
 
         Raises:
-            UserError: if it could not be written.
+            UserError: if one could not be written.
         """
         try:
             with unwritable(self.folder):

@@ -1,4 +1,4 @@
-"""The parameters of a checkpoint by themselves, for those who use a model and do not train it."""
+"""Reads only the parameters of a checkpoint, for evaluation and generation."""
 
 from pathlib import Path
 from typing import Any
@@ -14,14 +14,14 @@ _PARAMETERS = "parameters"
 
 
 def read_record(folder: Path, step: int) -> dict[str, Any]:
-    """What a checkpoint says about itself: `config`, `loader`, `shapes` and `checksums`.
+    """Reads the record of a checkpoint: `config`, `loader`, `shapes` and `checksums`.
 
     Args:
-        folder: of the run's checkpoints. Nothing in it is changed, so the run may still be going.
-        step: whose checkpoint.
+        folder: folder of the run's checkpoints. It is not changed, so the run may still be active.
+        step: step of the checkpoint.
 
     Raises:
-        UserError: if it cannot be read, or is damaged.
+        UserError: if the checkpoint is unreadable or damaged.
     """
     record = _read(folder, step, record=ocp.args.JsonRestore()).record
     for part in ("config", "shapes", "checksums"):
@@ -31,17 +31,17 @@ def read_record(folder: Path, step: int) -> dict[str, Any]:
 
 
 def read_parameters(folder: Path, step: int, abstract: dict[str, Any]) -> dict[str, Array]:
-    """Reads parameters, and nothing of the optimizer.
+    """Reads the parameters of a checkpoint, without optimizer state.
 
     Args:
         folder, step: as in `read_record`.
-        abstract: by name, `jax.ShapeDtypeStruct` with the shardings to read into.
+        abstract: `jax.ShapeDtypeStruct` with target shardings, by name.
 
     Returns:
         fp32 arrays by name.
 
     Raises:
-        UserError: if the checkpoint cannot be read, is damaged, or has other parameters.
+        UserError: if the checkpoint is unreadable or damaged, or has other parameters.
     """
     path = folder / str(step)
     record = read_record(folder, step)
@@ -49,8 +49,8 @@ def read_parameters(folder: Path, step: int, abstract: dict[str, Any]) -> dict[s
         needed = list(abstract[name].shape) if name in abstract else None
         if record["shapes"].get(name) != needed:
             raise UserError(
-                f"{path} is a checkpoint of another model: parameter {name} has shape "
-                f"{record['shapes'].get(name)} there and {needed} here"
+                f"{path} is a checkpoint of another model: its parameter {name} has shape "
+                f"{record['shapes'].get(name)}, but {needed} is needed"
             )
     wanted = {_PARAMETERS: abstract}
     how = ocp.checkpoint_utils.construct_restore_args(wanted)
@@ -64,9 +64,9 @@ def read_parameters(folder: Path, step: int, abstract: dict[str, Any]) -> dict[s
 
 def _read(folder: Path, step: int, **items: Any) -> Any:
     path = (folder / str(step)).absolute()
-    # Not a `CheckpointManager`, which clears away what a run is just writing.
+    # Not a `CheckpointManager`, which would delete what an active run is writing.
     try:
         with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader, reads_end_together():
             return reader.restore(path, args=ocp.args.Composite(**items))
-    except Exception as error:  # Orbax raises many kinds, from parsing to I/O
+    except Exception as error:  # Orbax raises many types, for parsing and I/O
         raise unreadable(folder / str(step), error) from error

@@ -1,4 +1,4 @@
-"""Failing writes: one sentence, and nothing of the library that would complain later."""
+"""Handles failed writes: one message, without extra output from Orbax or TensorStore."""
 
 import contextlib
 import logging
@@ -12,7 +12,7 @@ from typing import Any
 from mtraining_jax.errors import UserError
 from mtraining_jax.training.checkpoint.reading import causes_of, first_line
 
-# How the operating system and TensorStore say that there is no room.
+# Messages of the operating system and TensorStore for a full disk or quota.
 _NO_ROOM = ("No space left", "Disk quota exceeded", "File too large")
 
 _PATIENCE = 10  # seconds
@@ -20,12 +20,12 @@ _PATIENCE = 10  # seconds
 
 @contextlib.contextmanager
 def told_once() -> Iterator[None]:
-    """While the block runs, Orbax does not log what it raises as well, or what our loop asked it.
+    """Stops Orbax from logging errors that it also raises, and its preemption messages.
 
-    It logs each failure with its traceback, once in every thread that the failure passes through.
-    The first is raised while others are still on their way, so its threads are waited for. A write
-    of TensorStore that fails after the first one finds the event loop closed that it would tell,
-    and has Python print that instead.
+    Orbax logs each failure with its traceback, once in every thread that it passes through. The
+    first one is raised while other threads still run, so this waits for them. If a write of
+    TensorStore fails after the first one, its event loop is already closed, and Python would print
+    that.
     """
     logger = logging.getLogger("absl")
     logger.addFilter(_tells_more)
@@ -37,19 +37,19 @@ def told_once() -> Iterator[None]:
         end = time.monotonic() + _PATIENCE
         for thread in threading.enumerate():
             if type(thread).__module__.startswith("orbax."):
-                # Their own `join` raises once more what they failed by.
+                # Orbax's `join` would raise the error of the thread again.
                 threading.Thread.join(thread, max(0.0, end - time.monotonic()))
         logger.removeFilter(_tells_more)
         sys.unraisablehook = hook
 
 
 def _without_closed_loops(hook: Callable[[Any], object]) -> Callable[[Any], object]:
-    def tell(unraisable: Any) -> None:
+    def report(unraisable: Any) -> None:
         error = unraisable.exc_value
         if not (isinstance(error, RuntimeError) and str(error) == "Event loop is closed"):
             hook(unraisable)
 
-    return tell
+    return report
 
 
 def _tells_more(record: logging.LogRecord) -> bool:
@@ -60,23 +60,23 @@ def _tells_more(record: logging.LogRecord) -> bool:
 
 @contextlib.contextmanager
 def unwritable(folder: Path) -> Iterator[None]:
-    """Turns a failure to write a checkpoint into a sentence.
+    """Turns a failure to write a checkpoint into a `UserError`.
 
     Args:
-        folder: where checkpoints are.
+        folder: folder of the checkpoints.
 
     Raises:
-        UserError: if the block fails, however the library names that.
+        UserError: if the block raises any exception.
     """
     try:
         yield
-    except Exception as error:  # Orbax raises many kinds
+    except Exception as error:  # Orbax raises many types
         causes = list(causes_of(error))
-        told = next((x for x in causes if any(name in str(x) for name in _NO_ROOM)), causes[-1])
-        name = next((name for name in _NO_ROOM if name in str(told)), None)
-        reason = first_line(told) if name is None else name
-        when = "that is mended" if name is None else "there is room again"
+        cause = next((x for x in causes if any(name in str(x) for name in _NO_ROOM)), causes[-1])
+        name = next((name for name in _NO_ROOM if name in str(cause)), None)
+        reason = first_line(cause) if name is None else name
+        when = "after fixing this" if name is None else "when there is free space"
         raise UserError(
-            f"{folder}: a checkpoint cannot be written ({reason}); older ones are as they were, "
-            f"and when {when} the same command goes on from the newest"
+            f"{folder}: a checkpoint could not be written ({reason}); older ones are intact, so "
+            f"{when} run the same command again to resume from the newest one"
         ) from error

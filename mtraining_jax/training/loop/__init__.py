@@ -1,4 +1,4 @@
-"""The loop: a whole run, its steps, and what happens at each of them."""
+"""The training loop."""
 
 from mtraining_jax.training.loop.run import run
 

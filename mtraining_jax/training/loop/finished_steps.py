@@ -1,4 +1,4 @@
-"""What happens when the devices have done a step: its record is made, written and shown."""
+"""Reports finished steps: makes their records, writes and prints them."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,20 +23,20 @@ from mtraining_jax.training.tuner import Tuner
 
 
 class FinishedSteps:
-    """Waits in a thread of its own for each step, and reports it as soon as it is done.
+    """Waits for each step in a separate thread, and reports it as soon as it is finished.
 
-    Starting a step may take until the devices have nearly done it, so the loop itself would report
-    the step before too late.
+    Dispatching a step may block until the devices have almost finished it, so the training loop
+    itself would report the previous step too late.
 
     Args:
-        config: of the run.
-        devices: those of this process.
-        writers: where records go.
-        display: where to print.
-        alarms: of the run's audits.
-        watch: of steps that do not end; it is told of each that has.
-        groups: follows the groups of devices; None where they all have the same work.
-        tuner: of their shares of mass; None where nothing is tuned.
+        config: the run's configuration.
+        devices: local devices.
+        writers: destinations of records.
+        display: prints progress.
+        alarms: warnings of the run's audits.
+        watch: watchdog, notified of each finished step.
+        groups: reports the balance of replicas; None if they have equal work.
+        tuner: tunes the mass fractions of replicas; None without tuning.
     """
 
     def __init__(
@@ -55,16 +55,16 @@ class FinishedSteps:
         self._writers, self._display = writers, display
         self._alarms, self._watch = alarms, watch
         self._thread = ThreadPoolExecutor(1, "finished steps")
-        # A picture takes longer than many a step, and must not delay its report.
+        # A picture takes longer than most steps, and must not delay their report.
         self._pictures = ThreadPoolExecutor(1, "pictures")
-        self._picture: Future[None] | None = None  # that was begun last
+        self._picture: Future[None] | None = None  # the last one started
         self._history = History()
-        self._pending: Future[Record] | None = None  # of the step that was started last
+        self._pending: Future[Record] | None = None  # of the last dispatched step
         self._closed = False
         self.restart_clock()
 
     def restart_clock(self) -> None:
-        """Counts the time of the next step from now; no step may be under way."""
+        """Restarts the timer of the next step; no step may be running."""
         self._clock = time.perf_counter()
 
     def add(
@@ -74,30 +74,30 @@ class FinishedSteps:
         profiled: bool,
         evaluate: Callable[[], Record] | None = None,
     ) -> None:
-        """Takes a step that was started; returns when the one before is reported.
+        """Adds a dispatched step; returns when the previous one is reported.
 
         Args:
-            metrics: of the step, still on the devices.
-            compared: of `make_gradient_comparison`, measured before it; None if it was not.
+            metrics: metrics of the step, still on the devices.
+            compared: result of `make_gradient_comparison` before the step, if any.
             profiled: whether the step is traced.
-            evaluate: called when the step is done, for numbers that join its record; the state
-                must stay until then. None adds nothing.
+            evaluate: optional function, called when the step is finished, that returns more
+                entries for its record; the state must stay valid until then.
 
         Raises:
-            UserError: as `wait`.
+            UserError: see `wait`.
         """
         started = self._thread.submit(self._tell, metrics, compared, profiled, evaluate)
         self._wait_for_step()
         self._pending = started
 
     def wait(self) -> History:
-        """Waits until every step that was added is done and reported, and its masks drawn.
+        """Waits until all added steps are finished and reported, and their masks drawn.
 
         Returns:
-            That of all steps so far.
+            The history of all steps so far.
 
         Raises:
-            UserError: if too many steps in a row were not finite, or something cannot be written.
+            UserError: if too many consecutive steps were not finite, or a file is not writable.
         """
         self._wait_for_step()
         self._wait_for_picture()
@@ -143,7 +143,7 @@ class FinishedSteps:
         )
         record |= of_groups
         if profiled:
-            record["profiled"] = True  # and slower for it
+            record["profiled"] = True  # tracing slows the step down
         audited = "audit" in metrics or compared is not None
         if audited:
             record |= audit_record(metrics.get("audit", {}), compared or {})
@@ -158,8 +158,9 @@ class FinishedSteps:
             except OSError as error:
                 self._closed = True
                 raise UserError(
-                    f"{writer.where} cannot be written ({error.strerror or error}) at step "
-                    f"{record['step']}; the same command goes on from the newest checkpoint"
+                    f"{writer.where} is not writable ({error.strerror or error}) at step "
+                    f"{record['step']}; run the same command again to resume from the newest "
+                    "checkpoint"
                 ) from error
         step, run = record["step"], self._config.run
         measured = evaluate is not None or audited
@@ -189,7 +190,7 @@ class FinishedSteps:
         except OSError as error:
             self._closed = True
             raise UserError(
-                f"{path} cannot be written ({error.strerror or error}) at step {record['step']}"
+                f"{path} is not writable ({error.strerror or error}) at step {record['step']}"
             ) from error
 
     def _check_finite(self, metrics: dict[str, Any], record: Record) -> None:
@@ -200,7 +201,7 @@ class FinishedSteps:
         what = "gradient norm" if record["loss"] is not None else "loss"
         value = metrics["grad_norm"] if record["loss"] is not None else metrics["loss"]
         raise UserError(
-            f"the {what} is {float(value)} at step {record['step']}, and {in_row} steps in a row "
-            f"were not finite, more than optimizer.max_skipped_steps = {allowed}; a lower "
-            "optimizer.lr, a longer optimizer.warmup_steps or other data may help"
+            f"the {what} is {float(value)} at step {record['step']}: {in_row} consecutive steps "
+            f"were not finite, more than optimizer.max_skipped_steps = {allowed}; try a lower "
+            "optimizer.lr, a longer optimizer.warmup_steps or other data"
         )

@@ -1,4 +1,4 @@
-"""A window of steps under JAX's profiler."""
+"""Traces a window of steps with JAX's profiler."""
 
 from pathlib import Path
 
@@ -6,20 +6,19 @@ import jax
 
 from mtraining_jax.config import ProfileConfig
 
-# What a traced step is called in the trace.
+# Name of a step in the trace.
 STEP_NAME = "train_step"
 
 
 class ProfileWindow:
-    """Traces some steps into a folder: TensorBoard and `benchmarks/trace_summary.py` read it.
+    """Traces some steps into a folder, for TensorBoard or `benchmarks/trace_summary.py`.
 
-    The caller waits for the devices before `begin` and before `end`, so that the trace holds
-    whole steps.
+    The caller waits for the devices before `begin` and `end`, so that the trace has full steps.
 
     Args:
-        config: which steps.
-        folder: where the trace goes.
-        enabled: whether this process traces; of several, one is enough. It sees its own devices.
+        config: the `profile` section.
+        folder: folder of the trace.
+        enabled: whether this process traces its own devices; one process is enough.
     """
 
     def __init__(self, config: ProfileConfig, folder: Path, enabled: bool) -> None:
@@ -44,7 +43,7 @@ class ProfileWindow:
     def begin(self) -> None:
         """Starts tracing."""
         options = jax.profiler.ProfileOptions()
-        # The trace has room for a million events, which Python's calls would fill.
+        # The trace holds a million events, which Python calls alone would fill.
         options.python_tracer_level = 0
         options.host_tracer_level = 1
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -58,5 +57,5 @@ class ProfileWindow:
             jax.profiler.stop_trace()
 
     def step(self, number: int) -> jax.profiler.StepTraceAnnotation:
-        """A context for the dispatch of a step; it does nothing without a trace."""
+        """Returns a context for the dispatch of a step; without a trace it has no effect."""
         return jax.profiler.StepTraceAnnotation(STEP_NAME, step_num=number)

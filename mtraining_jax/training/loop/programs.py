@@ -22,13 +22,13 @@ from mtraining_jax.training.step import make_train_step
 
 @dataclasses.dataclass(frozen=True)
 class Programs:
-    """What the devices run; None for what no step of the run needs.
+    """The programs of a run; None for a program that no step needs.
 
     Attributes:
-        train_step: of `make_train_step`; audited, if every step has an audit.
-        audited_step: the same with an audit, where some steps have none.
-        dense_step: the same with all pairs, for the dense steps of a sparse run.
-        compare_gradients: of `make_gradient_comparison`.
+        train_step: from `make_train_step`; audited if every step is audited.
+        audited_step: audited training step, if only some steps are audited.
+        dense_step: training step with dense attention, for the dense steps of a sparse run.
+        compare_gradients: from `make_gradient_comparison`.
     """
 
     train_step: Callable[..., Any] | None
@@ -45,22 +45,22 @@ def make_programs(
     pattern: Pattern,
     done: int,
 ) -> Programs:
-    """What the steps that are left need, jitted and not compiled yet.
+    """Builds the programs that the remaining steps need, jitted but not compiled.
 
     Args:
-        config: of the run.
-        builder: of its states.
+        config: the run's configuration.
+        builder: builds the run's states.
         mesh: axes ('data', 'node', 'device').
-        layout: the order of tokens.
+        layout: token order.
         pattern: from `parts.build_pattern`.
-        done: steps that are taken already.
+        done: number of finished steps.
     """
     dense = config.dense_steps.count(done)
     dense_step = None
     if dense:
         attention = parts.build_attention(config, mesh, layout, Dense(pattern.block_size))
         dense_step = make_train_step(config, builder, attention, mesh)
-    if dense == config.run.steps - done:  # what audits measure is measured in sparse steps
+    if dense == config.run.steps - done:  # only sparse steps are audited
         return Programs(None, None, dense_step, None)
     inputs = parts.layer_inputs(pattern)
     attention = parts.build_attention(config, mesh, layout, pattern)
@@ -86,23 +86,23 @@ def compile_programs(
     """Compiles the programs of a run.
 
     Args:
-        programs: of `make_programs`.
+        programs: from `make_programs`.
         arguments: a state and a batch.
-        devices: those of this process that the step runs on.
-        display: where to print.
+        devices: local devices of the run.
+        display: prints progress.
 
     Returns:
-        The same, compiled.
+        The compiled programs.
 
     Raises:
-        UserError: if one of them takes more memory than a device has.
+        UserError: if a program needs more memory than a device has.
     """
     compiled = []
     for function, what in (
         (programs.train_step, "a training step"),
         (programs.audited_step, "a training step with an audit"),
-        (programs.dense_step, "a training step with all pairs"),
-        (programs.compare_gradients, "the comparison of gradients with dense ones"),
+        (programs.dense_step, "a training step with dense attention"),
+        (programs.compare_gradients, "the comparison of sparse and dense gradients"),
     ):
         if function is None:
             compiled.append(None)

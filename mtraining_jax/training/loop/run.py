@@ -1,4 +1,4 @@
-"""A whole run: checks, joining the other processes, training, and the summary at the end."""
+"""A complete run: checks, connection to other processes, training, and final summary."""
 
 import contextlib
 
@@ -18,23 +18,23 @@ from mtraining_jax.training.run_lock import only_run_in
 
 
 def run(config: Config, signals: StopSignals | None = None) -> list[Record]:
-    """Trains as the configuration says, from the newest checkpoint if there is one.
+    """Trains according to a configuration, from the newest checkpoint if there is one.
 
-    All that can be checked is checked before the first step, and the output folder before any
-    device is touched. Of several processes, the first prints and writes metrics.
+    The output folder is checked before any device is used, and everything else that can be checked
+    before the first step. With several processes, the first prints and writes metrics.
 
     Args:
-        config: a checked configuration; the platform of JAX is set already.
-        signals: those of the command, by which it is asked to stop. Without them Ctrl-C raises
-            an error at once, and of several processes SIGTERM stops all after a step.
+        config: a validated configuration; JAX's platform is already set.
+        signals: stop signals of the command. Without them Ctrl-C raises an error at once, and with
+            several processes SIGTERM stops all of them after a step.
 
     Returns:
-        The records of the steps that this call took, as in metrics.jsonl, the last 1000 at most;
-        on all processes.
+        On all processes, the records of the steps that this call took, as in metrics.jsonl; at
+        most the last 1000.
 
     Raises:
-        UserError: for anything that the user can correct, before the run or during it.
-        Stopped: after the run was asked to stop, when all is written.
+        UserError: for any error that the user can correct, before or during the run.
+        Stopped: after a stop signal, when everything is written.
     """
     run_folder.check_writable(config)
     joined = distributed.initialize(config.distributed)
@@ -65,7 +65,7 @@ def _run(
     signals: StopSignals | None,
     opened: contextlib.ExitStack,
 ) -> list[Record]:
-    """The same between joining the other processes and leaving them."""
+    """Runs what lies between joining the other processes and leaving them."""
     timeout = config.distributed.timeout_seconds
     note = first_does(lambda: opened.enter_context(only_run_in(config.run.folder)), timeout)
     if note is not None:
@@ -87,15 +87,16 @@ def _run(
     display.say(*summary(config, history, trainer.wrote()))
     if not history.finite:
         raise UserError(
-            f"none of the {history.count} steps of {config.run.name} was finite, so nothing was "
-            "learnt; a lower optimizer.lr, a longer optimizer.warmup_steps or other data may help"
+            f"all {history.count} steps of {config.run.name} had a non-finite loss or gradient, so "
+            "nothing was trained; try a lower optimizer.lr, a longer optimizer.warmup_steps or "
+            "other data"
         )
     return list(history.last)
 
 
 def _prepare_folder(config: Config, resume_from: int | None, display: Display) -> None:
-    """Makes the run's folder; moves an earlier run aside if this one starts anew."""
+    """Creates the run's folder; moves an earlier run away if this one starts from scratch."""
     aside = run_folder.move_aside(config) if resume_from is None else None
     if aside is not None:
-        display.say(f"starting anew: what the last run of this name wrote is now in {aside}")
+        display.say(f"starting from scratch; the previous run of this name is now in {aside}")
     config.run.folder.mkdir(parents=True, exist_ok=True)

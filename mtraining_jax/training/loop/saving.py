@@ -1,4 +1,4 @@
-"""When the state of a run is saved, and which checkpoint it resumes from."""
+"""Decides when to save the state of a run."""
 
 from pathlib import Path
 from typing import Any
@@ -10,10 +10,10 @@ from mtraining_jax.training.state import TrainState
 
 
 class Saving:
-    """The checkpoints of a run, as the `checkpoint` section asks for them.
+    """The checkpoints of a run, according to the `checkpoint` section.
 
     Args:
-        config: of the run.
+        config: the run's configuration.
     """
 
     def __init__(self, config: Config) -> None:
@@ -26,7 +26,7 @@ class Saving:
 
     @property
     def ever(self) -> bool:
-        """Whether the run saves its state at all."""
+        """Whether the run saves checkpoints at all."""
         return bool(self._config.checkpoint.every_steps) or self._config.checkpoint.last_step
 
     def is_due(self, step: int) -> bool:
@@ -37,27 +37,27 @@ class Saving:
         return bool(checkpoint.every_steps) and step % checkpoint.every_steps == 0
 
     def path(self, step: int) -> Path:
-        """Where the checkpoint of a step is."""
+        """Returns the folder of a step's checkpoint."""
         return self._checkpoints.folder / str(step)
 
     def newest(self) -> int | None:
-        """The step of the newest whole checkpoint; None without one."""
+        """Returns the step of the newest complete checkpoint; None without one."""
         return self._checkpoints.newest()
 
     def save(self, step: int, state: TrainState, place: Any) -> None:
         """Saves a state; see `Checkpoints.save`.
 
         Args:
-            step: its step.
-            state: with arrays on the devices.
-            place: where the data stands.
+            step: step of the state.
+            state: arrays on the devices.
+            place: position in the data.
         """
         self._checkpoints.save(step, state, place, self._config)
 
     def restore(self, step: int, abstract: TrainState) -> tuple[TrainState, Any]:
-        """Reads a state and where the data stood; see `Checkpoints.restore`."""
+        """Reads a state and its position in the data; see `Checkpoints.restore`."""
         return self._checkpoints.restore(step, abstract, self._config)
 
     def close(self) -> None:
-        """Waits until all that was saved is on disk; see `Checkpoints.close`."""
+        """Waits until all checkpoints are on disk; see `Checkpoints.close`."""
         self._checkpoints.close()

@@ -1,7 +1,7 @@
-"""A step that does not end: told while it runs, and the end of the run when it takes too long.
+"""A watchdog for steps that do not end: it warns, and later ends the run.
 
-A device that has failed alone, or a process that is somewhere else, leaves the others waiting in a
-collective. Nothing in a process that waits so comes back, not even the call that starts a step.
+If a device fails, or a process leaves the loop, the others wait in a collective. A process that
+waits there never returns, not even from the call that dispatches a step.
 """
 
 import contextlib
@@ -12,10 +12,10 @@ from collections.abc import Callable
 
 from mtraining_jax.errors import UserError
 
-# A step is told of when it takes so many times the longest one before, and no fewer seconds.
+# Warn about a step after this many times the longest earlier step, but at least these seconds.
 _TIMES, _SECONDS = 10.0, 60.0
-_FIRST = 300.0  # seconds of the first one, as kernels are loaded and devices connected
-_TICK = 10.0  # seconds after which the thread wakes up at the latest
+_FIRST = 300.0  # seconds for the first step, which loads kernels and connects devices
+_TICK = 10.0  # longest sleep of the thread, seconds
 
 
 def _slow(longest: float | None) -> float:
@@ -23,49 +23,49 @@ def _slow(longest: float | None) -> float:
 
 
 class StepWatch:
-    """Watches steps in a thread of its own. They may be started before others end.
+    """Watches steps in a separate thread. Steps may be dispatched before others end.
 
-    Time in which the whole process stood still, as a scheduler may suspend it, does not count.
+    Time in which the process was suspended, for example by a scheduler, does not count.
 
     Args:
         limit: seconds that a step may take, `run.step_timeout_seconds`.
-        tell: prints a sentence.
-        leave: ends the process with a sentence, from another thread; None only tells.
-        slow: seconds after which a step is told of, by the longest one before (None at first).
-        clock: seconds.
-        tick: seconds after which the thread wakes up at the latest.
+        report: prints a message.
+        leave: ends the process with a message, from another thread; None only prints it.
+        slow: seconds before a warning, given the longest earlier step (None for the first).
+        clock: returns seconds.
+        tick: longest sleep of the thread, seconds.
     """
 
     def __init__(
         self,
         limit: float,
-        tell: Callable[[str], None],
+        report: Callable[[str], None],
         leave: Callable[[str], None] | None,
         slow: Callable[[float | None], float] = _slow,
         *,
         clock: Callable[[], float] = time.perf_counter,
         tick: float = _TICK,
     ) -> None:
-        self._limit, self._tell, self._leave, self._slow = limit, tell, leave, slow
+        self._limit, self._report, self._leave, self._slow = limit, report, leave, slow
         self._clock, self._tick = clock, tick
         self._longest: float | None = None
-        self._steps: deque[int] = deque()  # under way
-        self._since = 0.0  # when the first of them was started, or the one before it was done
-        self._said = 0  # sentences of the first of them
+        self._steps: deque[int] = deque()  # running steps
+        self._since = 0.0  # when the first of them was dispatched, or the one before it ended
+        self._said = 0  # messages about the first of them
         self._closed = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._watch, name="step watch", daemon=True)
         self._thread.start()
 
     def begin(self, step: int) -> None:
-        """To be called before a step is started."""
+        """Must be called before a step is dispatched."""
         with self._changed:
             if not self._steps:
                 self._next()
             self._steps.append(step)
 
     def end(self) -> None:
-        """To be called when the first of the steps under way is done."""
+        """Must be called when the first running step is finished."""
         with self._changed:
             seconds = self._clock() - self._since
             self._longest = max(seconds, self._longest or 0.0)
@@ -97,7 +97,7 @@ class StepWatch:
                     self._since += asleep
 
     def _look(self) -> float:
-        """Says what is to be said; returns the seconds until there may be more."""
+        """Prints messages that are due; returns the seconds until the next one may be."""
         step, taken = self._steps[0], self._clock() - self._since
         slow = self._slow(self._longest)
         due = [(slow, self._say_slow)] if slow < self._limit else []
@@ -106,22 +106,22 @@ class StepWatch:
             if taken < seconds:
                 return seconds - taken
             self._said += 1
-            with contextlib.suppress(UserError):  # output that cannot be written stops the run soon
+            with contextlib.suppress(UserError):  # unwritable output will stop the run anyway
                 say(step, taken)
         return self._tick
 
     def _say_slow(self, step: int, taken: float) -> None:
-        before = "" if self._longest is None else f" (the longest before: {self._longest:.1f})"
-        self._tell(
-            f"step {step} has taken {taken:.0f} s so far{before}; perhaps a device or a process "
-            f"waits for another one. The run waits for {self._limit:.0f} s "
+        before = "" if self._longest is None else f" (longest before: {self._longest:.1f} s)"
+        self._report(
+            f"warning: step {step} has taken {taken:.0f} s so far{before}; a device or process may "
+            f"be waiting for another one. The run stops at {self._limit:.0f} s "
             "(run.step_timeout_seconds)"
         )
 
     def _give_up(self, step: int, taken: float) -> None:
         del taken
-        (self._leave or self._tell)(
-            f"step {step} has not ended within run.step_timeout_seconds = {self._limit:.0f}; most "
-            "likely a device or a process failed and others wait for it, and what was printed "
-            "before says why"
+        (self._leave or self._report)(
+            f"step {step} did not end within {self._limit:.0f} s (run.step_timeout_seconds); most "
+            "likely a device or process failed and the others wait for it; see the output above "
+            "for the reason"
         )

@@ -1,4 +1,4 @@
-"""The loop over the steps of a run, and the parts that it is made of."""
+"""The training loop, and the parts of a run."""
 
 import contextlib
 import functools
@@ -35,23 +35,23 @@ from mtraining_jax.training.memory_check import check_state_memory
 from mtraining_jax.training.state import StateBuilder
 from mtraining_jax.training.tuner import Tuner
 
-# In a checkpoint, beside its place in the data: what was learned of densities, what audits found.
+# Keys of a checkpoint next to the position in the data: tuner state and audit alarms.
 _TUNING, _ALARMS = "sparsity.tune", "audit.alarms"
 
 
 class Trainer:
-    """One run from its first step, or from a checkpoint, to its last.
+    """One run, from its first step or from a checkpoint to its last step.
 
-    To be used in a `with` block, which ends when all is written.
+    Use it in a `with` block, which ends when everything is written.
 
     Args:
-        config: of the run.
-        resume_from: step of the checkpoint to resume from; None to start anew.
-        display: where to print.
-        signals: by which the command is asked to stop; None without a command.
+        config: the run's configuration.
+        resume_from: step of the checkpoint to resume from; None to start from scratch.
+        display: prints progress.
+        signals: stop signals of the command; None for a call from Python.
 
     Raises:
-        UserError: if devices, data, model or checkpoint do not fit the configuration.
+        UserError: if devices, data, model or checkpoint do not match the configuration.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Trainer:
         self._config, self._display, self._signals = config, display, signals
         self._step = resume_from or 0
         self._exported: Path | None = None
-        # If something below fails, what is open is closed in the reverse order of opening.
+        # If a step below fails, what is already open is closed in reverse order.
         with contextlib.ExitStack() as opened:
             self._open_parts(resume_from, opened)
             self._opened = opened.pop_all()
@@ -108,20 +108,22 @@ class Trainer:
             if self._tuner is not None:
                 self._tuner.go_to(resume_from, place.get(_TUNING))
             self._alarms.go_to(place.get(_ALARMS))
-            display.say(f"going on from the checkpoint of step {resume_from}")
+            display.say(f"resuming from the checkpoint of step {resume_from}")
         start = config.profile.start
         if start is not None and start <= self._step:
-            display.say(f"no trace: profile.start = {start} is before the next step")
+            display.say(
+                f"warning: no trace is written: profile.start = {start} is before the next step"
+            )
         self._writers = open_writers(config, self._step) if distributed.is_first() else []
         for writer in self._writers:
             opened.callback(writer.close)
-        # Only the command is ended; whoever calls `train` may have more in the process. It watches
-        # until nothing waits for the devices.
+        # Ends the process only for the command; the caller of `train` may need it. It is closed
+        # after `FinishedSteps`, when nothing waits for the devices.
         self._watch = StepWatch(
             config.run.step_timeout_seconds, display.say, self._leave if self._signals else None
         )
         opened.callback(self._watch.close)
-        # The last to be opened and so the first to be closed: it writes.
+        # Opened last and closed first, because it writes.
         self._finished = FinishedSteps(
             config, self._devices, self._writers, display, self._alarms, self._watch,
             self._groups, self._tuner,
@@ -137,18 +139,18 @@ class Trainer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Finishes all that is being written."""
+        """Finishes all pending writes."""
         self._opened.__exit__(kind, error, trace)
 
     def train(self) -> History:
-        """Takes all steps that are left, and saves the last state.
+        """Takes all remaining steps, and saves the last state.
 
         Returns:
             The history of these steps.
 
         Raises:
-            UserError: if too many steps in a row are not finite.
-            Stopped: if the run was asked to stop; its state is saved then.
+            UserError: if too many consecutive steps are not finite.
+            Stopped: after a stop signal; the state is saved.
         """
         total = self._config.run.steps
         batch = self._next_batch()
@@ -173,7 +175,7 @@ class Trainer:
             if stopping:
                 self._finished.wait()
                 self._display.stop()
-                raise Stopped(self._where_it_goes_on("asked to stop"))
+                raise Stopped(self._where_it_goes_on("stop signal received"))
             batch = self._next_batch()
         history = self._finished.wait()
         self._display.stop()
@@ -186,17 +188,17 @@ class Trainer:
         return batch if self._tuner is None else self._tuner.add_to(batch)
 
     def _take_step(self, programs: Programs, batch: dict[str, jax.Array]) -> None:
-        """Starts the next step on the devices; returns when the one before is reported."""
+        """Dispatches the next step; returns when the previous one is reported."""
         if self._profile.begins(self._step):
             self._finished.wait()
             self._profile.begin()
             self._finished.restart_clock()
         audit, train_step, compared = self._config.audit, programs.train_step, None
-        if self._step in self._config.dense_steps:  # there is nothing to audit
+        if self._step in self._config.dense_steps:  # nothing to audit
             train_step = programs.dense_step
         else:
             if programs.compare_gradients and (self._step - 1) % audit.gradient_every == 0:
-                self._finished.wait()  # its time is not that of a step
+                self._finished.wait()  # keeps the comparison out of the step time
                 started = time.perf_counter()
                 compared = jax.device_get(programs.compare_gradients(self._state, batch))
                 compared["gradient_seconds"] = np.float64(time.perf_counter() - started)
@@ -209,7 +211,7 @@ class Trainer:
         if self._held_out is not None and self._held_out.is_due(self._step):
             evaluate = functools.partial(self._held_out.measure, self._state)
             self._finished.add(metrics, compared, self._profile.open, evaluate)
-            self._finished.wait()  # the next step takes the state over
+            self._finished.wait()  # the next step donates the state
             self._finished.restart_clock()
         else:
             self._finished.add(metrics, compared, self._profile.open)
@@ -217,11 +219,11 @@ class Trainer:
             self._finished.wait()
             self._profile.end()
             steps = f"{self._config.profile.start} to {self._step}"
-            self._display.say(f"trace of steps {steps}: {_short(self._profile.folder)}")
+            self._display.say(f"trace of steps {steps} written to {_short(self._profile.folder)}")
             self._finished.restart_clock()
 
     def _save(self) -> None:
-        # Saving waits for the devices anyway; its time is not that of a step.
+        # Saving waits for the devices anyway; keep it out of the step time.
         self._finished.wait()
         place = self._batches.state() | {_ALARMS: self._alarms.state()}
         if self._tuner is not None:
@@ -230,12 +232,12 @@ class Trainer:
         self._finished.restart_clock()
 
     def export(self) -> None:
-        """Writes the state for Hugging Face transformers, if the configuration asks for it."""
+        """Exports the state for Hugging Face transformers, if the configuration asks for it."""
         if self._config.checkpoint.export_hf:
             self._exported = export_state(self._config, self._builder, self._state)
 
     def wrote(self) -> list[str]:
-        """What this process has written, and where."""
+        """Lists the files and folders that this process has written."""
         saved = self._saving.path(self._step) if self._saving.is_due(self._step) else None
         return [
             *(writer.where for writer in self._writers),
@@ -246,12 +248,12 @@ class Trainer:
     def _asked_to_stop(self) -> bool:
         """Whether to stop after this step; the same answer on all processes."""
         if jax.process_count() > 1:
-            # JAX hands the SIGTERM of any process on, and agrees with all on a step.
+            # JAX forwards the SIGTERM of any process, and makes all of them agree on a step.
             return multihost_utils.reached_preemption_sync_point(self._step)
         return self._signals is not None and self._signals.requested
 
     def interrupted(self) -> str:
-        """What to say when the user stops the run."""
+        """Returns the message after the user interrupts the run."""
         return self._where_it_goes_on("interrupted")
 
     def _where_it_goes_on(self, what: str) -> str:
@@ -263,9 +265,10 @@ class Trainer:
     def _goes_on(self) -> str:
         newest = self._saving.newest()
         return (
-            "there is no checkpoint yet (checkpoint.every_steps), so the same command starts anew"
+            "no checkpoint was saved yet (checkpoint.every_steps), so the same command will start "
+            "from scratch"
             if newest is None
-            else f"the same command goes on from the checkpoint of step {newest}"
+            else f"run the same command again to resume from the checkpoint of step {newest}"
         )
 
 
@@ -275,7 +278,7 @@ def _count_parameters(builder: StateBuilder) -> ParameterCount:
 
 
 def _short(path: Path) -> str:
-    """A path relative to the current folder, if that is shorter."""
+    """Returns a path relative to the current folder, if it lies there."""
     try:
         return str(path.relative_to(Path.cwd()))
     except ValueError:
