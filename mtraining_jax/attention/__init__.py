@@ -1,1 +1,1 @@
-"""Sparse attention: the public call, the trainer's, and what both share."""
+"""Sparse attention: the public API and the attention function of the trainer's layers."""

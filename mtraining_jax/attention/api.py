@@ -1,4 +1,4 @@
-"""Sparse attention for any model: one call, on one device or over a mesh."""
+"""The public `sparse_attention` function, for one device or a mesh."""
 
 import functools
 
@@ -42,72 +42,75 @@ def sparse_attention(
     head_axis: Axes = None,
     ring: str = "gather",
 ) -> Array | tuple:
-    """Causal attention that computes only the pairs its pattern chooses, forward and backward.
+    """Computes causal attention over the query-key pairs that a pattern selects.
 
-    The index (which pairs) is chosen anew at every call from the queries and keys at hand, per
-    batch entry and query head, and has the same bits for every number of devices. The softmax runs
-    over the chosen pairs. Differentiable in q, k and v (no gradient flows through the choice);
-    works under `jax.jit`, `jax.vmap` over the batch, `lax.scan`, `nnx.scan` and `jax.checkpoint`.
-    A policy such as `jax.checkpoint_policies.save_only_these_names("sparse_index", "attn_out",
-    "attn_lse")` keeps what the backward pass needs, so that nothing here is computed twice.
+    The index (the set of selected pairs) is computed in every call from q and k, per sequence and
+    query head. It is bit-identical on any number of devices. The softmax runs over the selected
+    pairs. Differentiable in q, k and v; no gradient flows through the selection. Works under
+    `jax.jit`, `jax.vmap` over the batch, `lax.scan`, `nnx.scan` and `jax.checkpoint`. The policy
+    `jax.checkpoint_policies.save_only_these_names("sparse_index", "attn_out", "attn_lse")` saves
+    everything the backward pass needs, so neither selection nor attention is recomputed.
 
-    Sources: the ring is Ring Attention (arXiv 2310.01889) over stripes of blocks; each pattern
-    names its own.
+    Source: Ring Attention (arXiv 2310.01889) over stripes of blocks. Each pattern names its own
+    source.
 
     Args:
-        q: [..., S, Hq, D], bfloat16, float16 or float32, position embedding applied. Leading
-            axes, if any, are batch; over a mesh there is one.
-        k: [..., S, Hk, D] in the dtype of q, Hq a multiple of Hk (grouped-query attention).
-        v: shape and dtype of k.
-        pattern: `SampledRows(...)` or another of the package, `Dense()`, or one of your own
-            (`Pattern`); or an index, which is used as it is. S must be a multiple of its
-            `block_size` times the devices of the sequence.
-        mesh: devices that share the work, with axes of type Auto or Explicit. None: if q is
-            sharded over Explicit axes, their mesh; if axes are named, the mesh of
-            `jax.set_mesh`; else the arrays are those of one device (or of one shard, inside a
-            `jax.shard_map` of your own).
-        layout: the order of the tokens in q, k, v (and in the result). None or "contiguous": as
-            they come in the sequence. "striped" or "zigzag": dealt to the devices of the sequence
-            so that each has equal work (see `stripe`). Or a `Layout`.
-        positions: int [S], the place in the sequence of each token of q, known when tracing
-            (NumPy), instead of `layout`; on one device it may be any permutation.
-        scale: of the logits, positive; default 1/sqrt(D).
-        causal: False only with `Dense()` and an unsharded sequence; k may then have another
-            length than q.
+        q: [..., S, Hq, D] queries after position embedding; bfloat16, float16 or float32. Leading
+            axes are batch axes; with a mesh, at most one.
+        k: [..., S, Hk, D] keys, same dtype as q. Hq must be a multiple of Hk (grouped-query
+            attention).
+        v: [..., S, Hk, D] values, same dtype as k.
+        pattern: a `Pattern` (`SampledRows(...)`, `Dense()`, a custom one, ...) or an index to use
+            unchanged. S must be a multiple of `block_size` times the number of devices that shard
+            the sequence.
+        mesh: devices to run on, with axes of type Auto or Explicit. By default the mesh of q's
+            sharding if q is sharded over Explicit axes, or the mesh of `jax.set_mesh` if one of
+            the axis arguments is given; otherwise the arrays belong to a single device (or to one
+            shard inside a `jax.shard_map`).
+        layout: token order of q, k, v and the result. None or "contiguous" is sequence order.
+            "striped" and "zigzag" distribute blocks over the devices for equal work (see
+            `stripe`). A `Layout` is also accepted.
+        positions: int [S], sequence position of each token of q, as an alternative to `layout`.
+            Must be known at trace time (NumPy). On one device any permutation is allowed.
+        scale: positive scale of the logits; defaults to 1/sqrt(D).
+        causal: False requires `Dense()` and an unsharded sequence; k may then have another length
+            than q.
         backend: "mosaic_gpu" (Hopper GPU; head dim 64 or 128, 16-bit floats, block_size 128),
-            "triton" (the same on GPUs from Ampere on, with the extra ampere), "xla" (anything), or
-            None for the best that runs; on a GPU that falls back to "xla" one warning is logged.
-        valid_len: integer, tokens of every sequence that count, where those behind are padding; may
-            be traced. The choice then reads the last queries before the padding, and none of it.
-            None: all count. Results for the padding mean nothing.
-        documents: `Documents` that are packed into the sequences, of as many sequences as the
-            leading axes of q have, or of one for all; their block size is that of the pattern. A
-            query then sees its own document only, whose pairs are chosen as if it were alone;
-            documents of fewer tokens than `pattern.dense_below` keep all of theirs. A block of no
-            document gives output 0, lse -inf and gradients 0. For patterns that choose by
-            documents (`for_documents`), which all of this package do but those that are not causal,
-            and for a `BlockMaskIndex` or `DenseDocumentsIndex`, which is cut to the documents.
-        return_lse: also give the log of the softmax's denominator, differentiable.
-        return_index: also give the index, for `inspect` or for `pattern` of another call.
-        batch_axis: mesh axes of the batch, () for none. Default: those q is sharded over, where
-            its type says; else "data" if the mesh has it.
-        sequence_axes: one or two mesh axes of the sequence, slowest first, () for none. Default:
-            those q is sharded over, where its type says; else ("node", "device").
-        head_axis: mesh axes of the heads, both query and key/value. Default: those q is sharded
-            over, where its type says; else none.
-        ring: how keys and values travel, with the same result. "gather": over the second of two
-            sequence axes, or the only one, every device gathers those of all; over the first
-            (between nodes, say) they pass round in a ring. "hierarchical": a ring over the second
-            axis inside each step of the ring over the first. "flat": one ring over both axes.
+            "triton" (same inputs on Ampere or newer, needs the `ampere` extra), "xla" (any
+            device), or None for the fastest available one. A fallback to "xla" on a GPU logs one
+            warning.
+        valid_len: integer, possibly traced: number of tokens before the padding, the same for
+            every sequence. Selection then ignores padding, and patterns that probe the last
+            queries use the last valid ones. Results at padding positions are undefined. Defaults
+            to S.
+        documents: `Documents` packed into the sequences: one table per sequence, or one for all.
+            Must have the pattern's block size. Queries attend only to their own document, and
+            pairs are selected per document. Documents shorter than `pattern.dense_below` use dense
+            attention. Blocks without a document get output 0, lse -inf and zero gradients.
+            Requires a pattern that implements `for_documents` (every causal pattern of this
+            package), or a `BlockMaskIndex` or `DenseDocumentsIndex` that is then restricted to
+            the documents.
+        return_lse: also return the log-sum-exp of the logits, differentiable.
+        return_index: also return the index, for `inspect` or as `pattern` of another call.
+        batch_axis: mesh axes of the batch, () for none. Defaults to the axes in q's sharding type,
+            else "data" if the mesh has it.
+        sequence_axes: one or two mesh axes of the sequence, slowest first, () for none. Defaults
+            to the axes in q's sharding type, else ("node", "device").
+        head_axis: mesh axes of query and key/value heads. Defaults to the axes in q's sharding
+            type, else none.
+        ring: communication of keys and values; does not change the result. "gather": all-gather
+            over the last sequence axis, ring over the first of two. "hierarchical": a ring over
+            the second axis inside each step of the ring over the first. "flat": one ring over both
+            axes.
 
     Returns:
-        out, shape and dtype of q. With `return_lse` also lse, float32 [..., Hq, S], natural
-        logarithm, -inf for a row without pairs (where out is 0). With `return_index` also the
-        index, in positions of the sequence whatever the layout, arrays [B, Hq, ...] with B the
-        product of the leading axes. In this order, as a tuple.
+        out [..., S, Hq, D] in the dtype of q, or a tuple of out, lse (if `return_lse`) and index
+        (if `return_index`) in this order. lse is float32 [..., Hq, S], natural logarithm; rows
+        without pairs have out 0 and lse -inf. The index holds sequence positions, whatever the
+        layout, in arrays [B, Hq, ...] where B is the product of the batch axes.
 
     Raises:
-        ValueError: one sentence that names the argument and says what is allowed.
+        ValueError: if an argument is invalid; the message names it and what is allowed.
     """
     checks.check_arrays(q, k, v, causal)
     scale = checks.check_scale(scale, q)
@@ -145,7 +148,7 @@ def sparse_attention(
     return result if len(result) > 1 else out
 
 
-# Compiled as one when called outside `jax.jit`, and traced once for all layers of a model inside.
+# Jitted as a whole for eager calls; under `jax.jit` it is traced once for all layers of a model.
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _attend(
     way: Way, static: object, q: Array, k: Array, v: Array, arrays: list[Array],

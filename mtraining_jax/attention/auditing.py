@@ -1,8 +1,8 @@
-"""An audit of attention inside a training step: figures of the choice, of its real gradients too.
+"""Attention audit inside a training step: metrics of the index and of its real gradients.
 
-The forward pass reports `sparsity.audit.forward_figures`. What the backward pass knows, the
-gradient of attention's output, is not there yet; it reports by the cotangent of an input that
-nothing reads, the sink. So an audited step runs attention once, as every step does.
+The forward pass returns `sparsity.audit.forward_figures`. Backward-pass metrics need the gradient
+of attention's output; they are returned as the cotangent of an unused zero input, the sink. An
+audited step therefore runs attention only once.
 """
 
 import dataclasses
@@ -30,15 +30,15 @@ from pallas_kernels.names import INDEX
 class Audit:
     """What to measure in one layer; a pytree.
 
-    Attention then reports two more statistics: `audit`, a dict of the figures of
-    `forward_figures`, fp32 [Hq] each; and with `mask_heads` `masks`, the index of these heads of
-    the first sequence, with all of its rows.
+    Adds two entries to the statistics of attention: `audit`, a dict of the metrics of
+    `forward_figures` (fp32 [Hq] each), and with `mask_heads` also `masks`, the index of these
+    heads of the first sequence with all of its rows.
 
     Attributes:
-        rows: the queries that are measured.
-        sink: fp32 [Hq, 2], zeros, whose cotangent is what `gradient_figures` gives; None measures
-            no gradient.
-        mask_heads: query heads.
+        rows: the queries to measure.
+        sink: zeros, fp32 [Hq, 2]; its cotangent is the result of `gradient_figures`. None skips
+            the gradient metrics.
+        mask_heads: query heads to return masks of.
     """
 
     rows: AuditRows
@@ -50,14 +50,14 @@ def audit_shards(
     audit: Audit, q: Array, k: Array, v: Array, index: Index, shards: Shards,
     batch_axes: tuple[str, ...],
 ) -> tuple[dict[str, Array], RowAttention]:
-    """`forward_figures` on one device's shards."""
+    """Computes `forward_figures` on one device's shards."""
     return forward_figures(q, audit.rows, _keys(k, v, index, shards), batch_axes)
 
 
 def mask_of_heads(
     audit: Audit, index: Index, shards: Shards, batch_axes: tuple[str, ...]
 ) -> Index:
-    """The index of some heads of the first sequence, the same on every device."""
+    """Returns the index of some heads of the first sequence, replicated on all devices."""
     heads = list(audit.mask_heads)
     some = jax.tree.map(lambda x: x[:1, jnp.array(heads)], index)
     some = exchange.all_rows(some, shards.block_ids, shards.num_blocks, shards.axis_names)
@@ -79,25 +79,25 @@ def tap_gradient(
     index: Index,
     documents: DocumentBlocks | None,
 ) -> Array:
-    """`out` as it is; its gradient, when it comes, is measured on its way.
+    """Returns `out` unchanged and measures its gradient in the backward pass.
 
     Args:
         run: calls a function of (rows, d_out, positions, k, v, index, documents) on the shards of
             every device.
-        shards_of: from local queries and documents to where they lie.
+        shards_of: builds the `Shards` of local queries and documents.
         batch_axes: mesh axes that the batch is sharded over.
         out: [B, S, Hq, D], attention's output.
-        audit: with a sink.
-        rows: attention of the rows everywhere.
+        audit: an audit with a sink.
+        rows: exact attention of the audited rows, replicated.
         k, v: [B, S, Hk, D].
-        index: what was computed, as the shards hold it.
-        documents: of each sequence, or None.
+        index: the computed pairs, sharded as in attention.
+        documents: documents of each sequence, or None.
 
     Returns:
-        `out`. The cotangent of `audit.sink` is `gradient_figures`.
+        `out`. The cotangent of `audit.sink` is the result of `gradient_figures`.
     """
-    # Kept by the same rule as attention's own results, so that the backward pass need not attend
-    # to all keys once more.
+    # Same checkpoint name as attention's results: the backward pass must not recompute attention
+    # over all keys.
     rows = jax.tree.map(lambda x: checkpoint_name(x, INDEX), rows)
     given = lax.stop_gradient((rows, k, v)), audit.rows.everywhere, index, documents
 

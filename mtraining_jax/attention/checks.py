@@ -1,4 +1,4 @@
-"""What `sparse_attention` refuses, in sentences that name the argument."""
+"""Argument checks of `sparse_attention`."""
 
 import math
 
@@ -15,96 +15,80 @@ from pallas_kernels.index import Index
 
 
 def nearest(length: int, unit: int) -> str:
-    """In words, the multiples of `unit` next to a length that is not one."""
+    """Formats the multiples of `unit` next to a length."""
     below = length // unit * unit
     return f"{below} and {below + unit}" if below else f"{unit}"
 
 
 def check_arrays(q: Array, k: Array, v: Array, causal: bool) -> None:
-    """Checks shapes and dtypes of the inputs, without the mesh.
-
-    Raises:
-        ValueError: naming the argument.
-    """
+    """Checks shapes and dtypes of the inputs, independently of the mesh."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not hasattr(x, "ndim") or not hasattr(x, "dtype"):
             raise ValueError(
-                f"{name} is a {type(x).__name__}: an array [..., tokens, heads, dim] is needed"
+                f"{name} is a {type(x).__name__}; expected an array [..., tokens, heads, dim]"
             )
         if x.ndim < 3:
             raise ValueError(
-                f"{name} has shape {x.shape}: [batch, tokens, heads, dim] is needed, batch optional"
+                f"{name} has shape {x.shape}; expected [batch, tokens, heads, dim], batch optional"
             )
         if 0 in x.shape:
-            raise ValueError(f"{name} has shape {x.shape}: no axis may be empty")
+            raise ValueError(f"{name} has shape {x.shape}; empty axes are not supported")
         if not jnp.issubdtype(x.dtype, jnp.floating):
             raise ValueError(
-                f"{name} has dtype {x.dtype}: bfloat16, float16 or float32 is needed"
+                f"{name} has dtype {x.dtype}; it must be bfloat16, float16 or float32"
             )
         if x.dtype != q.dtype:
             raise ValueError(
-                f"{name} has dtype {x.dtype} but q {q.dtype}: they must be equal; cast one of them"
+                f"{name} has dtype {x.dtype} but q has {q.dtype}; cast one of them"
             )
     if k.shape != v.shape:
-        raise ValueError(f"v has shape {v.shape} but k {k.shape}: they must be equal")
+        raise ValueError(f"v has shape {v.shape} but k has {k.shape}; they must be equal")
     if q.shape[:-3] != k.shape[:-3]:
         raise ValueError(
-            f"k has batch axes {k.shape[:-3]} but q {q.shape[:-3]}: they must be equal"
+            f"k has batch axes {k.shape[:-3]} but q has {q.shape[:-3]}; they must be equal"
         )
     if q.shape[-1] != k.shape[-1]:
         raise ValueError(
-            f"k has head dim {k.shape[-1]} but q {q.shape[-1]}: they must be equal"
+            f"k has head dim {k.shape[-1]} but q has {q.shape[-1]}; they must be equal"
         )
     if q.shape[-2] % k.shape[-2]:
         heads, kv_heads = q.shape[-2], k.shape[-2]
         raise ValueError(
-            f"q has {heads} heads: a multiple of the {kv_heads} heads of k is needed; nearest: "
+            f"q has {heads} heads; expected a multiple of the {kv_heads} heads of k, such as "
             f"{nearest(heads, kv_heads)}"
         )
     if causal and q.shape[-3] != k.shape[-3]:
         raise ValueError(
-            f"k has {k.shape[-3]} tokens but q {q.shape[-3]}: causal attention needs as many; "
-            "lengths may differ with pattern=Dense(), causal=False"
+            f"k has {k.shape[-3]} tokens but q has {q.shape[-3]}; causal attention needs equal "
+            "lengths. For cross-attention use pattern=Dense(), causal=False"
         )
 
 
 def check_scale(scale: float | None, q: Array) -> float:
-    """The scale of the logits as a number.
-
-    Raises:
-        ValueError: if it is traced or not positive.
-    """
+    """Returns the scale of the logits as a float."""
     if scale is None:
         return q.shape[-1] ** -0.5
     if isinstance(scale, jax.core.Tracer):
         raise ValueError(
-            "scale is a traced array: it must be a number when tracing; multiply q by the array"
+            "scale is a traced array; pass a Python number, or multiply q by the array"
         )
     if not float(scale) > 0:
-        raise ValueError(f"scale={scale} must be positive")
+        raise ValueError(f"scale={scale} is not positive")
     return float(scale)
 
 
 def check_is_pattern(pattern: object) -> None:
-    """Checks that `pattern` is a pattern or an index, whatever the inputs.
-
-    Raises:
-        ValueError: if it is neither.
-    """
+    """Checks that `pattern` is a pattern or an index, whatever the inputs."""
     if not isinstance(pattern, (Pattern, Index)):
-        made = f"; {pattern.__name__}() makes one" if isinstance(pattern, type) else ""
+        made = f"; did you mean {pattern.__name__}()?" if isinstance(pattern, type) else ""
         raise ValueError(
-            f"pattern={pattern!r} must be a Pattern, such as SampledRows(tau=0.9), VerticalSlash() "
+            f"pattern={pattern!r} is not a Pattern, such as SampledRows(tau=0.9), VerticalSlash() "
             f"or Dense(), or an index{made}"
         )
 
 
 def check_pattern(pattern: object, q: Array, causal: bool) -> None:
-    """Checks that `pattern` can be used on these inputs.
-
-    Raises:
-        ValueError: naming what does not fit.
-    """
+    """Checks that `pattern` supports these inputs."""
     check_is_pattern(pattern)
     if isinstance(pattern, Index):
         _check_index(pattern, q)
@@ -114,81 +98,77 @@ def check_pattern(pattern: object, q: Array, causal: bool) -> None:
     also_not_causal = pattern.also_not_causal if isinstance(pattern, Pattern) else True
     if not causal and not also_not_causal:
         raise ValueError(
-            f"causal=False needs pattern=Dense() or AdaSpa(), not {type(pattern).__name__}, whose "
-            "pairs are causal"
+            f"causal=False is not supported by {type(pattern).__name__}; use pattern=Dense() or "
+            "AdaSpa()"
         )
     if isinstance(pattern, Index) and pattern.causal != causal:
         raise ValueError(f"pattern is an index with causal={pattern.causal}, but causal={causal}")
 
 
 def check_valid_len(valid_len: ArrayLike | None, seq_len: int, causal: bool) -> Array | None:
-    """The number of tokens before padding as int32, None if there is none.
+    """Returns the number of tokens before the padding as int32, or None.
 
-    Raises:
-        ValueError: if it is not one integer from 1 to S, as far as it is known when tracing, or if
-            tokens could see the padding.
+    The range is checked only if the value is known at trace time.
     """
     if valid_len is None:
         return None
     if not causal:
-        raise ValueError("valid_len needs causal=True: otherwise tokens see the padding")
+        raise ValueError("valid_len needs causal=True; otherwise tokens attend to the padding")
     shape, dtype = jnp.shape(valid_len), jnp.result_type(valid_len)
     if shape or not jnp.issubdtype(dtype, jnp.integer):
-        raise ValueError(f"valid_len is {dtype} {list(shape)}: one integer is needed")
+        raise ValueError(f"valid_len is {dtype} {list(shape)}; it must be a single integer")
     if not isinstance(valid_len, jax.core.Tracer) and not 1 <= int(valid_len) <= seq_len:
-        raise ValueError(f"valid_len={int(valid_len)} must be from 1 to {seq_len}, the tokens of q")
+        raise ValueError(
+            f"valid_len={int(valid_len)} is not in 1 .. {seq_len}, the number of tokens of q"
+        )
     return jnp.asarray(valid_len, jnp.int32)
 
 
 def check_documents(
     documents: Documents | None, q: Array, block_size: int, causal: bool, valid_len: object
 ) -> DocumentBlocks | None:
-    """The document of each block of q's sequences, None if each sequence is one.
-
-    Raises:
-        ValueError: if the documents are not those of such sequences, or say less than is needed.
-    """
+    """Returns the document of each block of q's sequences, or None without documents."""
     if documents is None:
         return None
     if not isinstance(documents, Documents):
         raise ValueError(
-            f"documents is a {type(documents).__name__}: make Documents, with "
+            f"documents is a {type(documents).__name__}; build it with "
             "Documents.from_segment_ids, from_cu_seqlens or from_lengths"
         )
     if not causal:
-        raise ValueError("documents need causal=True: the pairs of other attention cross them")
+        raise ValueError("documents need causal=True; non-causal pairs would cross documents")
     if valid_len is not None:
         raise ValueError(
-            "valid_len has no place beside documents, which say how many tokens of each count"
+            "valid_len cannot be combined with documents; padding is part of Documents"
         )
     if documents.block_size != block_size:
         raise ValueError(
-            f"documents have block_size={documents.block_size}, but the pattern {block_size}: they "
-            "must be equal"
+            f"documents have block_size={documents.block_size}, but the pattern has {block_size}; "
+            "they must be equal"
         )
     table, batch = documents.table, math.prod(q.shape[:-3])
-    # Under `jax.vmap` one sequence has a table without a batch.
+    # Under `jax.vmap` a single sequence may come with a table without a batch axis.
     table = table[None] if q.ndim == 3 and jnp.ndim(table) == 2 else table
     shape = jnp.shape(table)
     num_blocks = q.shape[-3] // block_size
     if len(shape) != 3 or shape[0] not in (1, batch) or shape[1:] != (num_blocks, 3):
         raise ValueError(
-            f"documents are a table {list(shape)}: [{batch}, {num_blocks}, 3] is needed, for "
-            f"{batch} sequences of {q.shape[-3]} tokens, as in q"
+            f"documents have a table of shape {list(shape)}; expected [{batch}, {num_blocks}, 3], "
+            f"for {batch} sequences of {q.shape[-3]} tokens, as in q"
         )
     return DocumentBlocks.from_table(jnp.broadcast_to(table, (batch, num_blocks, 3)))
 
 
 def _check_hashable(pattern: Pattern) -> None:
-    """A pattern without arrays is an argument of `jax.jit` that is known when tracing."""
+    """Checks that a pattern without arrays can be a static argument of `jax.jit`."""
     if pattern.arrays:
         return
     try:
         hash(pattern)
     except TypeError as error:
         raise ValueError(
-            f"pattern={type(pattern).__name__}(...) cannot be hashed ({error}): make its class a "
-            "frozen dataclass, @dataclasses.dataclass(frozen=True), with fields that can"
+            f"pattern={type(pattern).__name__}(...) cannot be hashed ({error}); make its class a "
+            "frozen dataclass, @dataclasses.dataclass(frozen=True), with hashable fields"
         ) from None
 
 
@@ -199,8 +179,7 @@ def _check_index(index: Index, q: Array) -> None:
         if have != need:
             name = jax.tree_util.keystr(path)
             raise ValueError(
-                f"pattern{name} is for [batch, heads] = {list(have)}: {list(need)} is needed, as "
-                "in q"
+                f"pattern{name} has [batch, heads] = {list(have)}; expected {list(need)}, as in q"
             )
 
 
@@ -212,8 +191,8 @@ def _check_pattern_arrays(pattern: Pattern, num_heads: int) -> None:
         if shape[:1] != (num_heads,) or len(path) != 1:
             name = jax.tree_util.keystr(path)
             raise ValueError(
-                f"pattern{name} has shape {shape}: an array with one entry for each of the "
-                f"{num_heads} query heads is needed"
+            f"pattern{name} has shape {shape}; expected an array with one entry for each of the "
+            f"{num_heads} query heads"
             )
 
 
@@ -223,11 +202,11 @@ def check_division(q: Array, k: Array, block_size: int, placement: Placement) ->
     Args:
         q: queries.
         k: keys.
-        block_size: g.
-        placement: axes of the mesh, from `find_placement`.
+        block_size: tokens per block.
+        placement: mesh axes, from `find_placement`.
 
     Raises:
-        ValueError: naming the axis, with the nearest lengths that would be right.
+        ValueError: if one of them does not divide; the message suggests valid lengths.
     """
     unit = block_size * placement.ranks
     for name, x in (("q", q), ("k", k)):
@@ -238,24 +217,24 @@ def check_division(q: Array, k: Array, block_size: int, placement: Placement) ->
                     f"{reason} x {placement.ranks} devices on sequence_axes={placement.sequence}"
                 )
             raise ValueError(
-                f"{name} has {x.shape[-3]} tokens: a multiple of {unit} ({reason}) is needed; "
-                f"nearest: {nearest(x.shape[-3], unit)}"
+                f"{name} has {x.shape[-3]} tokens; expected a multiple of {unit} ({reason}), such "
+                f"as {nearest(x.shape[-3], unit)}"
             )
     if placement.mesh is None:
         return
     if q.ndim > 4:
-        raise ValueError(f"q has shape {q.shape}: over a mesh, one batch axis at most is possible")
+        raise ValueError(f"q has shape {q.shape}; with a mesh, at most one batch axis is allowed")
     batch, devices = (q.shape[0] if q.ndim == 4 else 1), placement.size(placement.batch)
     if batch % devices:
         raise ValueError(
-            f"q has batch {batch}: a multiple of the {devices} devices on "
-            f"batch_axis={placement.batch} is needed; nearest: {nearest(batch, devices)}, or "
+            f"q has batch {batch}; expected a multiple of the {devices} devices on "
+            f"batch_axis={placement.batch}, such as {nearest(batch, devices)}. Or pass "
             "batch_axis=()"
         )
     kv_heads, devices = k.shape[-2], placement.size(placement.heads)
     if kv_heads % devices:
         raise ValueError(
-            f"k has {kv_heads} heads: a multiple of the {devices} devices on "
-            f"head_axis={placement.heads} is needed; nearest: {nearest(kv_heads, devices)}, or "
+            f"k has {kv_heads} heads; expected a multiple of the {devices} devices on "
+            f"head_axis={placement.heads}, such as {nearest(kv_heads, devices)}. Or pass "
             "head_axis=()"
         )

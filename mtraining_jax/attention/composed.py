@@ -1,4 +1,4 @@
-"""Attention over an index that no tiles say, on the shards of a sequence."""
+"""Attention over an index that cannot be expressed as tiles, on the shards of a sequence."""
 
 import jax.numpy as jnp
 from jax import Array
@@ -12,17 +12,17 @@ from pallas_kernels.index import TokenChunksIndex
 def composed_ring(
     q: Array, k: Array, v: Array, index: TokenChunksIndex, shards: Shards, **ring: object
 ) -> tuple[Array, Array]:
-    """Attention of a rank's queries to chunks of all keys; differentiable.
+    """Attention of one rank's queries to selected chunks of all keys; differentiable.
 
-    The own chunks go round in the ring. For past ones the keys and values of all ranks are
-    gathered, of all nodes too.
+    The query's own chunk is covered by the ring. For past chunks, the keys and values of all
+    ranks are gathered, across nodes too.
 
     Args:
         q: [B, n, Hq, D], this rank's queries.
         k: [B, n, Hk, D], this rank's keys.
-        v: shape of k.
+        v: [B, n, Hk, D], this rank's values.
         index: the rows of this rank's blocks.
-        shards: where they lie; on more than one rank.
+        shards: the shards of the sequence, on more than one rank.
         **ring: arguments of `ring_attention` after the index.
 
     Returns:
@@ -30,7 +30,7 @@ def composed_ring(
     """
     own = ring_attention(q, k, v, index.own(shards.block_ids), **ring)
     where = shards.block_ids, shards.num_blocks, shards.axis_names
-    # Through fp32, so that the ranks' gradients of a key are added in fp32.
+    # Via fp32, so that the ranks' gradients of a key are summed in fp32.
     keys, values = (
         exchange.all_blocks(x.astype(jnp.float32), *where).astype(x.dtype) for x in (k, v)
     )

@@ -1,4 +1,4 @@
-"""Documents from a mask, as Flax's attention modules are given one."""
+"""Documents from the attention mask of a Flax module."""
 
 import numpy as np
 
@@ -6,17 +6,17 @@ from mtraining_jax.sparsity.documents import Documents
 
 
 def documents_of(mask: np.ndarray, batch: int, block_size: int) -> Documents | None:
-    """The documents that a causal mask keeps apart.
+    """Finds the documents of a causal, block-diagonal mask.
 
     Args:
-        mask: bool [S, S], or [..., H or 1, S, S] with the batch's axes, or 1 each, before the
-            heads: True where a query sees a key. A query sees the keys from the first one of its
-            document up to itself, or none if it is padding; the same for all heads.
-        batch: B, the product of the batch's axes.
-        block_size: g.
+        mask: bool [S, S], or [..., H or 1, S, S] with the batch axes (or 1 each) before the heads;
+            True where a query sees a key. Each query must see its document up to itself, or
+            nothing if it is padding, equally for all heads.
+        batch: B, the product of the batch axes.
+        block_size: tokens per block.
 
     Returns:
-        Documents of B sequences, or of one for all. None if the mask is another one.
+        Documents of B sequences, or of one for all. None if the mask has another form.
 
     Raises:
         UserError: if a document does not begin at a multiple of the block size.
@@ -30,7 +30,7 @@ def documents_of(mask: np.ndarray, batch: int, block_size: int) -> Documents | N
     sees, first = mask.any(-1), mask.argmax(-1)
     wanted = sees[..., None] & (tokens >= first[..., None]) & (tokens <= tokens[:, None])
     begins = sees & (first == tokens)
-    # Every token's first key begins the document that goes on up to the token.
+    # The first key a token sees is the beginning of the document that extends to the token.
     last_begun = np.maximum.accumulate(np.where(begins | ~sees, tokens, 0), axis=-1)
     if (mask != wanted).any() or (sees & (first != last_begun)).any():
         return None

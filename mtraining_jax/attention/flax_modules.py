@@ -1,4 +1,4 @@
-"""Sparse attention as the `attention_fn` of Flax's own attention modules."""
+"""Sparse attention as the `attention_fn` of Flax attention modules."""
 
 import inspect
 import math
@@ -15,48 +15,50 @@ from mtraining_jax.attention.document_masks import documents_of
 from mtraining_jax.sparsity import SampledRows
 from mtraining_jax.sparsity.documents import Documents
 
-_REASON = "sparse attention computes no matrix of weights"
+_REASON = "sparse attention never materializes attention weights"
 
 
 def attention_fn(*, assume_causal_mask: bool = False, **options) -> Callable[..., Array]:
-    """A function for `attention_fn=` of Flax's attention modules.
+    """Returns a function for `attention_fn=` of Flax attention modules.
 
-    It serves `flax.nnx.MultiHeadAttention` and `flax.linen.MultiHeadDotProductAttention`
-    (`MultiHeadAttention`, `SelfAttention`). Attention is causal whatever the module is told:
-    `is_causal` may be passed or not, and no mask need be made.
+    Supports `flax.nnx.MultiHeadAttention` and `flax.linen.MultiHeadDotProductAttention`
+    (`MultiHeadAttention`, `SelfAttention`). Attention is always causal: `is_causal` is optional,
+    and no mask is needed.
 
     Args:
-        assume_causal_mask: whether a mask that is passed is promised to be the
-            causal one, and ignored. Otherwise a mask is accepted only if its values are known
-            when tracing (NumPy) and it is causal, or causal within documents that begin at
-            multiples of the pattern's block size (tokens that see nothing are padding). It is read
-            as `documents` then.
-        **options: for `sparse_attention`, without the returns: pattern, mesh, layout, ...
+        assume_causal_mask: treat any mask as the causal mask, without reading it. By default a
+            mask must be known at trace time (NumPy) and be causal, or causal within documents that
+            begin at multiples of the pattern's block size. In the latter case it is converted to
+            `documents`; tokens that see nothing are padding.
+        **options: arguments of `sparse_attention` except `return_lse` and `return_index`:
+            pattern, mesh, layout, ...
 
     Returns:
         A function `(query, key, value, *, mask=None, ...)` with the arguments of
-        `flax.nnx.dot_product_attention` and `flax.linen.dot_product_attention`. query
-        [..., S, Hq, D]; key, value [..., S, Hk, D]; result [..., S, Hq, D]. Inputs are cast to
-        `dtype`, or to their common type without it. `precision` and `force_fp32_for_softmax` are
-        accepted and change nothing: sums and softmax are fp32 anyway. It raises ValueError for
-        what sparse attention cannot do: other masks, bias, dropout in training, decoding with a
-        cache, weights for `sow_weights`, other einsums.
+        `flax.nnx.dot_product_attention` and `flax.linen.dot_product_attention`. query is
+        [..., S, Hq, D], key and value are [..., S, Hk, D], the result is [..., S, Hq, D]. Inputs
+        are cast to `dtype`, or to their common dtype. `precision` and `force_fp32_for_softmax`
+        have no effect: sums and softmax always use fp32. The function raises ValueError for
+        unsupported arguments: other masks, bias, dropout in training, decoding with a cache,
+        `sow_weights`, custom einsums.
 
     Raises:
-        ValueError: if an option is not one of these.
+        ValueError: if an option is unknown.
     """
     for name in ("return_lse", "return_index"):
         if options.get(name):
-            raise ValueError(f"{name} has no place in attention_fn: Flax expects the output alone")
+            raise ValueError(f"{name} is not supported by attention_fn: Flax expects one output")
     allowed = set(inspect.signature(sparse_attention).parameters) - {"q", "k", "v"}
     if unknown := sorted(set(options) - allowed):
-        raise ValueError(f"{unknown[0]} is not an option of attention_fn; {_listed(allowed)} are")
+        raise ValueError(
+            f"attention_fn got an unknown option {unknown[0]!r}; choose from {_listed(allowed)}"
+        )
     causal = options.get("causal", True)
     pattern = options.get("pattern", SampledRows())
     check_is_pattern(pattern)
     block_size = pattern.block_size
 
-    # Linen passes only what the signature names.
+    # Linen passes only arguments that appear in the signature.
     def attend(
         query: Array,
         key: Array,
@@ -86,8 +88,8 @@ def attention_fn(*, assume_causal_mask: bool = False, **options) -> Callable[...
             )
         if qk_attn_weights_einsum is not None or attn_weights_value_einsum is not None:
             raise ValueError(
-                "qk_attn_weights_einsum_cls and attn_weights_value_einsum_cls must be None: the "
-                "kernels have no einsum"
+                "qk_attn_weights_einsum_cls and attn_weights_value_einsum_cls must be None: sparse "
+                "attention runs in kernels without einsum"
             )
         if is_causal and not causal:
             raise ValueError("is_causal=True contradicts causal=False of attention_fn")
@@ -106,27 +108,27 @@ def _listed(names: set[str]) -> str:
 
 
 def _with_documents(options: dict, told: Documents | None) -> dict:
-    """The options with documents that a mask told, if it told any."""
+    """Adds the documents read from a mask, if any, to the options."""
     if told is None:
         return options
     if options.get("documents") is not None:
-        raise ValueError("mask keeps documents apart, and so does documents=: give one of the two")
+        raise ValueError("mask separates documents, and documents= is set too; pass one of them")
     return options | {"documents": told}
 
 
 def _documents_of_mask(
     mask: Array, query: Array, causal: bool, block_size: int
 ) -> Documents | None:
-    """Accepts a causal mask, which changes nothing, or one that is so within documents.
+    """Returns the documents of a block-diagonal causal mask, None for the plain causal mask.
 
     Raises:
-        ValueError: if the mask is another one, or its values are not known.
+        ValueError: if the mask has another form, or its values are unknown at trace time.
     """
     wanted = "None (attention is causal without it)" if causal else "None"
     if isinstance(mask, jax.core.Tracer):
         raise ValueError(
-            f"mask is a traced array: it must be {wanted}; if it is the causal mask, say so with "
-            "attention_fn(assume_causal_mask=True). Decoding with a cache is not possible"
+            f"mask is a traced array; it must be {wanted}. If it is the causal mask, use "
+            "attention_fn(assume_causal_mask=True). Decoding with a cache is not supported"
         )
     tokens = query.shape[-3]
     values = np.asarray(mask).astype(bool)
@@ -141,7 +143,7 @@ def _documents_of_mask(
         if told is not None:
             return told
     raise ValueError(
-        f"mask of shape {values.shape} masks more or less than causal attention, and than that "
-        f"within documents: it must be {wanted}; padding at the end of a sequence needs no mask, "
-        "since earlier tokens do not see it"
+        f"mask of shape {values.shape} is neither causal nor causal within documents; it must be "
+        f"{wanted}. Padding at the end of a sequence needs no mask, since earlier tokens do not "
+        "see it"
     )

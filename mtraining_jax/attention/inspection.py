@@ -1,4 +1,4 @@
-"""Looking at a sparse index: what it costs, what it keeps and how it is shaped."""
+"""Inspection of a sparse index: density, recall and pictures."""
 
 import dataclasses
 import functools
@@ -21,21 +21,20 @@ from pallas_kernels.index import Index
 
 @dataclasses.dataclass(frozen=True)
 class Inspection:
-    """What `inspect` found; NumPy arrays, by batch entry and query head.
+    """Metrics of an index, as NumPy arrays by batch entry and query head.
 
     Attributes:
         index: the index.
         seq_len: S.
         density: float [B, Hq], computed pairs over causal pairs.
         executed: float [B, Hq], pairs in the tiles that kernels execute, over causal pairs.
-        budgets: int [B, Hq] each, by name, the numbers of entries that the index lists: "columns"
-            and "diagonals" of a vertical-slash index, "blocks" of a list of blocks.
+        budgets: int [B, Hq] each, number of listed entries by kind: "columns" and "diagonals" of
+            a vertical-slash index, "blocks" of a block list.
         pairs: float [B, Hq], computed pairs.
-        recall: float [B, Hq], share of the softmax mass of exact attention that lies on computed
-            pairs, mean over the rows; None without queries and keys.
-        rows: int [R], queries that recall was measured on; None as above.
-        documents: those that the sequences are made of, within which all of this was measured;
-            None if each sequence is one.
+        recall: float [B, Hq], fraction of exact attention's softmax mass on computed pairs, mean
+            over the rows. None if no queries and keys were given.
+        rows: int [R], the query positions recall was measured on, or None.
+        documents: documents within which everything was measured, or None.
     """
 
     index: Index
@@ -49,15 +48,15 @@ class Inspection:
     documents: Documents | None = None
 
     def __str__(self) -> str:
-        """A table with one line a head."""
+        """Formats a table with one line per head."""
         lines = [
             f"{self.seq_len} tokens, blocks of {self.index.block_size}; mean density "
             f"{self.density.mean():.4f}"
         ]
         if self.recall is not None:
             lines[0] += (
-                f", recall {self.recall.mean():.4f} on {len(self.rows)} rows, that of the worst "
-                f"head {self.recall.min():.4f}"
+                f", recall {self.recall.mean():.4f} on {len(self.rows)} rows, worst head "
+                f"{self.recall.min():.4f}"
             )
         shares = {"density": self.density, "executed": self.executed}
         if self.recall is not None:
@@ -73,20 +72,21 @@ class Inspection:
     def save_picture(
         self, path: str | os.PathLike, *, heads: Sequence[int] = (0,), batch: int = 0
     ) -> None:
-        """Writes a PNG of the masks of some heads, side by side.
+        """Writes a PNG with the masks of the given heads side by side.
 
-        A pixel is a block of queries by a block of keys (or several, of a long sequence): the
-        darker, the larger the share of its pairs that is computed. The upper right, which is
-        never computed, is grey. Lines show where documents begin and end. Needs matplotlib (`pip
+        A pixel is one block of queries by one block of keys (several blocks for a long sequence);
+        darker means a larger fraction of computed pairs. The upper right triangle, which causal
+        attention never computes, is gray. Lines mark document boundaries. Needs matplotlib (`pip
         install matplotlib`).
 
         Args:
-            path: of the file, ending in .png.
+            path: file to write, ending in .png.
             heads: query heads.
-            batch: entry of the batch.
+            batch: batch entry.
 
         Raises:
-            ValueError: naming the argument.
+            ValueError: if an argument is invalid.
+            ImportError: if matplotlib is not installed.
         """
         entries, num_heads = self.density.shape
         if not str(path).endswith(".png"):
@@ -94,7 +94,7 @@ class Inspection:
         if not 0 <= batch < entries:
             raise ValueError(f"batch={batch} must be in 0 .. {entries - 1}")
         if not heads or not all(0 <= head < num_heads for head in heads):
-            raise ValueError(f"heads={list(heads)} must be some of 0 .. {num_heads - 1}")
+            raise ValueError(f"heads={list(heads)} must be one or more of 0 .. {num_heads - 1}")
         panels = []
         for head in heads:
             title = f"head {head}: density {self.density[batch, head]:.1%}"
@@ -103,7 +103,7 @@ class Inspection:
             panels.append(Panel(self.index, batch, head, title))
         borders = ()
         if self.documents is not None:
-            # A batch of one table is of all entries.
+            # A single table applies to all batch entries.
             table = np.asarray(self.documents.table)[batch % len(self.documents.table)]
             borders = np.unique(table[table[:, 2] > 0, :2]) * self.index.block_size
         draw(path, panels, self.seq_len, borders)
@@ -121,53 +121,54 @@ def inspect(
     layout: Layout | None = None,
     documents: Documents | None = None,
 ) -> Inspection:
-    """Measures an index that `sparse_attention(..., return_index=True)` gave.
+    """Measures an index returned by `sparse_attention(..., return_index=True)`.
 
-    Not for use under `jax.jit`: it needs the values of the arrays.
+    Needs concrete arrays: call it outside `jax.jit`.
 
     Args:
-        index: arrays [B, Hq, ...].
-        q: [B, S, Hq, D], the queries that the index was chosen for; with k, recall is measured.
-        k: [B, S, Hk, D], the keys.
-        seq_len: S; only needed without q, and if it cannot be read off unused entries of the index.
-        rows: how many queries recall is measured on, drawn evenly over the sequence; or their
-            positions in the sequence.
-        seed: of the draw.
-        scale: of the logits; default 1/sqrt(D).
-        layout: the order of the tokens of q and k; None for that of the sequence.
-        documents: as given to `sparse_attention`. Density is then the share of the causal pairs
-            within documents, and recall that of attention within them, of rows that are no padding.
+        index: index with arrays [B, Hq, ...].
+        q: [B, S, Hq, D] queries the index was selected for. Recall is measured if q and k are
+            given.
+        k: [B, S, Hk, D] keys.
+        seq_len: S. Needed only without q, for an index that does not store it.
+        rows: number of queries to measure recall on, sampled evenly over the sequence, or their
+            positions.
+        seed: seed of the sampling.
+        scale: scale of the logits; defaults to 1/sqrt(D).
+        layout: token order of q and k; defaults to sequence order.
+        documents: as passed to `sparse_attention`. Density and recall are then measured within
+            documents, and padding rows are ignored.
 
     Returns:
-        An `Inspection`: density, budgets, recall; `print` it, or `save_picture` of it.
+        An `Inspection` with density, budgets and recall. Use `print` or `save_picture` on it.
 
     Raises:
-        ValueError: naming the argument and what is allowed.
+        ValueError: if an argument is invalid; the message names it and what is allowed.
     """
     if not isinstance(index, Index):
         raise ValueError(
-            f"index is a {type(index).__name__}: an index is needed, as return_index=True gives it"
+            f"index is a {type(index).__name__}; pass an index, as returned with return_index=True"
         )
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((index, q, k))):
-        raise ValueError("index, q and k must not be traced: return them from jax.jit first")
+        raise ValueError("index, q and k are traced; return them from jax.jit first")
     if (q is None) != (k is None):
-        raise ValueError("q and k are needed both for recall, or neither")
+        raise ValueError("pass both q and k to measure recall, or neither")
     index = jax.tree.map(lambda x: jnp.asarray(jax.device_get(x)), index)
-    listed = {leaf.shape[:2] for leaf in jax.tree.leaves(index)}  # of a dense one: nothing
+    listed = {leaf.shape[:2] for leaf in jax.tree.leaves(index)}  # empty for a dense index
     if q is not None:
         if q.ndim != 4 or k.ndim != 4 or listed not in ({q.shape[:3:2]}, set()):
             needed = [list(shape) for shape in listed]
             raise ValueError(
-                f"q has shape {q.shape} and k {k.shape}: [batch, tokens, heads, dim] is needed, "
+                f"q has shape {q.shape} and k {k.shape}; expected [batch, tokens, heads, dim] "
                 f"with [batch, heads] = {', '.join(map(str, needed))} in q as in the index"
             )
         if seq_len not in (None, q.shape[1]):
-            raise ValueError(f"seq_len={seq_len} but q has {q.shape[1]} tokens; leave it out")
+            raise ValueError(f"seq_len={seq_len} but q has {q.shape[1]} tokens; omit seq_len")
         seq_len = q.shape[1]
     if seq_len is None:
         seq_len = index.told_length()
     if seq_len is None:
-        raise ValueError("seq_len is needed: this index does not tell the length of the sequence")
+        raise ValueError("seq_len is needed: this index does not store the sequence length")
     if seq_len < 1 or seq_len % index.block_size:
         raise ValueError(
             f"seq_len={seq_len} must be a multiple of the index's block_size={index.block_size}"
@@ -177,8 +178,8 @@ def inspect(
         num_blocks = seq_len // index.block_size
         if documents.block_size != index.block_size or documents.table.shape[1] != num_blocks:
             raise ValueError(
-                f"documents are of {documents.table.shape[1]} blocks of {documents.block_size} "
-                f"tokens, but the index of {num_blocks} of {index.block_size}"
+                f"documents have {documents.table.shape[1]} blocks of {documents.block_size} "
+                f"tokens, but the index has {num_blocks} of {index.block_size}"
             )
         blocks_of = documents.blocks()
     pairs, executed, total = jax.device_get(_counts(index, seq_len, blocks_of))
@@ -187,7 +188,7 @@ def inspect(
         positions = _rows(rows, seq_len, seed)
         order = np.arange(seq_len) if layout is None else layout.permutation()
         if len(order) != seq_len:
-            raise ValueError(f"layout has seq_len={layout.seq_len} but q {seq_len} tokens")
+            raise ValueError(f"layout has seq_len={layout.seq_len} but q has {seq_len} tokens")
         q, k = (jnp.asarray(jax.device_get(x)) for x in (q, k))
         blocks = jnp.asarray(order[:: index.block_size] // index.block_size, jnp.int32)
         found["recall"] = _recall(
@@ -196,13 +197,13 @@ def inspect(
         found["rows"] = positions
     budgets = {name: np.asarray(x) for name, x in index.budgets().items()}
     found = {name: np.asarray(x) for name, x in found.items()}
-    if q is not None:  # a dense index is the same for all heads
+    if q is not None:  # the counts of a dense index have no head axis
         of_heads = {name for name, x in found.items() if x.ndim == 2}
         found |= {name: np.broadcast_to(found[name], q.shape[:3:2]) for name in of_heads}
     return Inspection(index, seq_len, budgets=budgets, documents=documents, **found)
 
 
-# One program each, where operation by operation would compile dozens.
+# Jitted as a whole: eager execution would compile dozens of small programs.
 _recall = jax.jit(attention_recall, static_argnames="scale")
 
 
@@ -210,7 +211,7 @@ _recall = jax.jit(attention_recall, static_argnames="scale")
 def _counts(
     index: Index, seq_len: int, documents: DocumentBlocks | None
 ) -> tuple[Array, Array, float | Array]:
-    """Pairs that are computed and executed, and those that densities are shares of."""
+    """Returns computed pairs, executed pairs and the denominator of both densities."""
     total = pairs_to_share(seq_len, index.block_size, documents)
     return index.computed_pairs(seq_len), index.executed_pairs(seq_len), total
 
@@ -219,7 +220,7 @@ def _rows(rows: int | Sequence[int], seq_len: int, seed: int) -> np.ndarray:
     if isinstance(rows, int):
         if not 1 <= rows:
             raise ValueError(f"rows={rows} must be at least 1")
-        # One in each of `rows` equal parts, so that all of the sequence is sampled.
+        # One query from each of `rows` equal intervals, so that the whole sequence is covered.
         edges = np.linspace(0, seq_len, min(rows, seq_len) + 1).astype(np.int64)
         return np.random.default_rng(seed).integers(edges[:-1], edges[1:]).astype(np.int32)
     positions = np.asarray(rows)

@@ -1,4 +1,4 @@
-"""The order of tokens: dealt to the devices of a sequence, and back."""
+"""Token order of sharded sequences."""
 
 import math
 from typing import Any
@@ -30,22 +30,23 @@ def sequence_layout(
     block_size: int = 128,
     ring: str = "gather",
 ) -> Layout:
-    """The order of tokens for a ring over some axes of a mesh.
+    """Builds the token order for ring attention over some axes of a mesh.
 
     Args:
         seq_len: S.
-        mesh: has `sequence_axes`.
+        mesh: a mesh with `sequence_axes`.
         kind: "striped" (equal work for every pattern), "zigzag" (for dense attention) or
             "contiguous".
-        sequence_axes: as given to `sparse_attention`.
-        block_size: that of the pattern.
-        ring: as given to `sparse_attention`.
+        sequence_axes: as in `sparse_attention`.
+        block_size: block size of the pattern.
+        ring: as in `sparse_attention`.
 
     Returns:
         A `Layout`, for `stripe`, `unstripe` and `sparse_attention`.
 
     Raises:
-        ValueError: naming the argument; if S is not divisible, with the nearest lengths that are.
+        ValueError: if an argument is invalid, or S is not divisible; the message suggests valid
+            lengths.
     """
     axes = as_axes(sequence_axes)
     check_axes({"sequence_axes": axes}, mesh)
@@ -58,16 +59,16 @@ def sequence_layout(
 def layout_for_ring(
     kind: str, seq_len: int, axis_sizes: tuple[int, ...], block_size: int, ring: str
 ) -> Layout:
-    """The order of tokens for a ring over axes of these sizes, slowest first.
+    """Builds the token order for a ring over axes of these sizes, slowest first.
 
     Args:
         kind, seq_len, block_size, ring: as in `sequence_layout`.
-        axis_sizes: of the one or two axes of the sequence.
+        axis_sizes: sizes of the one or two axes of the sequence.
 
     Raises:
-        UserError: if S is not divisible, with the nearest lengths that are.
+        UserError: if S is not divisible; the message suggests valid lengths.
     """
-    # With a ring inside the node, neighbouring blocks go to different nodes, for equal work.
+    # With a ring inside the node, adjacent blocks go to different nodes, for equal work.
     nodes = axis_sizes[0] if ring != "flat" and len(axis_sizes) == 2 and kind == "striped" else 1
     return Layout(kind, seq_len, math.prod(axis_sizes), block_size, nodes)
 
@@ -80,11 +81,7 @@ def ring_layout(
     placement: Placement,
     ring: str,
 ) -> Layout:
-    """The layout of a sharded sequence, from `layout` or `positions`.
-
-    Raises:
-        ValueError: if they are of another sequence, pattern or mesh, or contradict one another.
-    """
+    """Returns the layout of a sharded sequence, from `layout` or `positions`."""
     positions = _known_positions(positions, seq_len)
 
     def build(kind: str, ring: str = ring) -> Layout:
@@ -100,8 +97,8 @@ def ring_layout(
             if np.array_equal(found.permutation(), positions):
                 return found
         raise ValueError(
-            f"positions are not those of the {', '.join(kinds)} layout over {placement.ranks} "
-            f"devices with block_size={block_size}; put q, k and v in such an order with stripe()"
+            f"positions match no {', '.join(kinds)} layout over {placement.ranks} devices with "
+            f"block_size={block_size}; reorder q, k and v with stripe()"
         )
     if not isinstance(layout, Layout):
         layout = build("contiguous" if layout is None else layout)
@@ -109,8 +106,8 @@ def ring_layout(
     for name, value in wanted.items():
         if getattr(layout, name) != value:
             raise ValueError(
-                f"layout has {name}={getattr(layout, name)}, but {value} is needed for q, the "
-                "pattern and sequence_axes"
+                f"layout has {name}={getattr(layout, name)}, but q, the pattern and sequence_axes "
+                f"need {value}"
             )
     _check_agreement(layout, positions)
     return layout
@@ -119,11 +116,7 @@ def ring_layout(
 def global_order(
     layout: Layout | str | None, positions: ArrayLike | None, seq_len: int
 ) -> tuple[np.ndarray, np.ndarray] | None:
-    """How to bring an unsharded sequence in order, and back; None if it is in order.
-
-    Raises:
-        ValueError: as `ring_layout`.
-    """
+    """Returns the permutation to sequence order and its inverse, or None if in order."""
     positions = _known_positions(positions, seq_len)
     if isinstance(layout, Layout):
         if layout.seq_len != seq_len:
@@ -142,18 +135,18 @@ def _known_positions(positions: ArrayLike | None, seq_len: int) -> np.ndarray | 
         return None
     if isinstance(positions, jax.core.Tracer):
         raise ValueError(
-            "positions are a traced array: they must be known when tracing, such as the NumPy "
-            "array layout.permutation(); or say the order with layout="
+            "positions are a traced array; pass values known at trace time, such as the NumPy "
+            "array layout.permutation(), or pass layout= instead"
         )
     positions = np.asarray(positions)
     if positions.shape != (seq_len,) or not np.issubdtype(positions.dtype, np.integer):
         raise ValueError(
-            f"positions are {positions.dtype} {list(positions.shape)}: integers [{seq_len}], one "
-            "for each token of q, are needed"
+            f"positions are {positions.dtype} {list(positions.shape)}; expected integers "
+            f"[{seq_len}], one for each token of q"
         )
     if not np.array_equal(np.sort(positions), np.arange(seq_len)):
         raise ValueError(
-            f"positions must hold each of 0 .. {seq_len - 1} once: the tokens of one sequence"
+            f"positions must contain each of 0 .. {seq_len - 1} exactly once"
         )
     return positions
 
@@ -161,32 +154,32 @@ def _known_positions(positions: ArrayLike | None, seq_len: int) -> np.ndarray | 
 def _check_agreement(layout: Layout, positions: np.ndarray | None) -> None:
     if positions is not None and not np.array_equal(layout.permutation(), positions):
         raise ValueError(
-            f"positions are not those of layout={layout}; give one of the two"
+            f"positions do not match layout={layout}; pass only one of them"
         )
 
 
 def stripe(x: Any, layout: Layout, axis: int = 1) -> Any:
-    """Puts the tokens of an array in the order of a layout.
+    """Reorders the tokens of an array from sequence order to a layout.
 
     Args:
         x: an array, or a pytree of arrays, with S tokens along `axis`: token ids, positions or
             activations. NumPy arrays stay NumPy arrays.
-        layout: from `sequence_layout`.
-        axis: of the tokens.
+        layout: layout from `sequence_layout`.
+        axis: the token axis.
 
     Returns:
-        The same shapes, with the sharding of x where its type says.
+        Arrays of the same shapes, with x's sharding if its type is Explicit.
 
     Raises:
-        ValueError: if the axis has another length than the layout.
+        ValueError: if the length of the axis differs from the layout's.
     """
     return _permute(x, layout, axis, layout.permutation())
 
 
 def unstripe(x: Any, layout: Layout, axis: int = 1) -> Any:
-    """Puts the tokens of an array back in the order of the sequence; undoes `stripe`.
+    """Reorders the tokens of an array from a layout to sequence order; inverse of `stripe`.
 
-    Arguments, result and errors are those of `stripe`.
+    Arguments, result and errors are the same as for `stripe`.
     """
     return _permute(x, layout, axis, layout.inverse())
 
@@ -195,8 +188,8 @@ def _permute(x, layout: Layout, axis: int, order: np.ndarray):
     def one(x):
         if not -x.ndim <= axis < x.ndim or x.shape[axis] != layout.seq_len:
             raise ValueError(
-                f"x has shape {x.shape}: {layout.seq_len} tokens, as in the layout, are needed "
-                f"along axis={axis}"
+                f"x has shape {x.shape}; the layout needs {layout.seq_len} tokens along "
+                f"axis={axis}"
             )
         if isinstance(x, np.ndarray):
             return np.take(x, order, axis=axis)

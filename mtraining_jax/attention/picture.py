@@ -1,4 +1,4 @@
-"""Pictures of sparse attention masks, one pixel for each block."""
+"""Pictures of sparse attention masks, one pixel per block."""
 
 import importlib.util
 import os
@@ -13,32 +13,29 @@ from mtraining_jax.errors import UserError
 from pallas_kernels.index import Index
 
 _MOST_PIXELS = 512
-_ROWS_AT_ONCE = 64  # of blocks: bounds memory
+_ROWS_AT_ONCE = 64  # in blocks; bounds memory
 
 
 def check_pictures(asked_for_by: str) -> None:
-    """Refuses to begin where pictures are asked for and cannot be drawn.
+    """Raises UserError if matplotlib is not installed.
 
     Args:
-        asked_for_by: what asks for them, named in the error.
-
-    Raises:
-        UserError: if matplotlib is not installed.
+        asked_for_by: the option that enables pictures, for the message.
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise UserError(
-            f"{asked_for_by} draws pictures, which need matplotlib: uv run --extra plot, or pip "
+            f"{asked_for_by} draws pictures, which needs matplotlib: uv run --extra plot, or pip "
             "install matplotlib"
         )
 
 
 def block_shares(index: Index, seq_len: int, batch: int, head: int) -> np.ndarray:
-    """Share of the causal pairs of each block that is computed.
+    """Computes the density of each block of a mask.
 
     Args:
-        index: concrete arrays.
+        index: index with concrete arrays.
         seq_len: S.
-        batch: entry of the batch.
+        batch: batch entry.
         head: query head.
 
     Returns:
@@ -47,11 +44,11 @@ def block_shares(index: Index, seq_len: int, batch: int, head: int) -> np.ndarra
     size = index.block_size
     blocks = np.arange(seq_len // size)
     shares = np.empty((blocks.size, blocks.size), np.float32)
-    # On the diagonal the key of place t is seen by the g - t rows from its own on.
+    # In a diagonal block, key t is seen by the g - t queries from position t on.
     seen_by = np.arange(size, 0, -1)
     for start in range(0, blocks.size, _ROWS_AT_ONCE):
         rows = blocks[start : start + _ROWS_AT_ONCE]
-        # All queries of a block list the same keys.
+        # All queries of a block share their keys.
         listed = jax.device_get(_computes(index, batch, head, rows * size, blocks))
         listed = np.broadcast_to(listed, (rows.size, blocks.size, size))
         shares[rows] = listed.mean(-1)
@@ -64,13 +61,13 @@ def block_shares(index: Index, seq_len: int, batch: int, head: int) -> np.ndarra
 def _computes(
     index: Index, batch: int, head: int, query_positions: Array, key_blocks: Array
 ) -> Array:
-    """What one head computes: bool [queries or 1, blocks, g or 1]."""
+    """Returns the computed pairs of one head: bool [queries or 1, blocks, g or 1]."""
     head_only = jax.tree.map(lambda x: x[batch, head][None, None], index)
     return head_only.computes(query_positions, key_blocks)[0, 0]
 
 
 class Panel(NamedTuple):
-    """One mask of a picture: an index with concrete arrays, the batch entry, the head, a title."""
+    """One mask of a picture: an index with concrete arrays, batch entry, head and title."""
 
     index: Index
     batch: int
@@ -84,12 +81,12 @@ def draw(
     seq_len: int,
     borders: Sequence[int] = (),
 ) -> None:
-    """Writes a PNG with the block shares of some heads side by side; see `Inspection`.
+    """Writes a PNG with the block densities of the panels side by side.
 
     `borders` are the tokens at which documents begin and end.
 
     Raises:
-        ImportError: if matplotlib is not installed; says how to get it.
+        ImportError: if matplotlib is not installed.
     """
     try:
         from matplotlib import colormaps
@@ -105,7 +102,7 @@ def draw(
     for i, panel in enumerate(panels):
         axes = figure.add_subplot(1, len(panels), i + 1)
         shares = _shrunk(block_shares(panel.index, seq_len, panel.batch, panel.head))
-        # Square root, so that a single column of a block of 128 can be seen.
+        # Square root, so that a single column in a block of 128 is visible.
         axes.imshow(
             np.sqrt(shares), cmap=colours, vmin=0, vmax=1, interpolation="nearest",
             extent=(0, seq_len, seq_len, 0),
@@ -122,7 +119,7 @@ def draw(
 
 
 def _shrunk(shares: np.ndarray) -> np.ndarray:
-    """Means over squares of blocks, at most `_MOST_PIXELS` a side; NaN where all of them are."""
+    """Averages squares of blocks down to at most `_MOST_PIXELS` a side; NaN if all are NaN."""
     step = -(-shares.shape[0] // _MOST_PIXELS)
     if step == 1:
         return shares

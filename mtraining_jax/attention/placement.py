@@ -1,4 +1,4 @@
-"""Where the inputs of `sparse_attention` lie: the mesh, and which of its axes shard what."""
+"""Placement of the inputs of `sparse_attention`: the mesh and the role of its axes."""
 
 import dataclasses
 import math
@@ -18,12 +18,12 @@ Axes = tuple[str, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """The axes of the mesh that shard the batch, the sequence and the heads.
+    """Mesh axes that shard the batch, the sequence and the heads.
 
     Attributes:
-        mesh: devices that share the work; None for none.
-        batch, sequence, heads: axes of the mesh, those of the sequence slowest first.
-        types: the mesh in the types of the inputs, where it is not `mesh`.
+        mesh: the mesh, or None for a single device.
+        batch, sequence, heads: names of mesh axes, those of the sequence slowest first.
+        types: the mesh in the types of the inputs, if it differs from `mesh`.
     """
 
     mesh: Mesh | AbstractMesh | None = None
@@ -33,12 +33,12 @@ class Placement:
     types: Mesh | AbstractMesh | None = None
 
     def size(self, axes: Axes) -> int:
-        """Devices on some axes."""
+        """Returns the number of devices along some axes."""
         return math.prod(self.mesh.shape[axis] for axis in axes) if axes else 1
 
     @property
     def ranks(self) -> int:
-        """W, devices that share a sequence."""
+        """Number of devices that share a sequence."""
         return self.size(self.sequence)
 
     @property
@@ -48,7 +48,7 @@ class Placement:
         return mesh if mesh is not None and AxisType.Explicit in mesh.axis_types else None
 
     def reshard(self, args: tuple, specs: tuple) -> tuple:
-        """Trees of arrays, sharded by one spec each where axes are Explicit."""
+        """Reshards trees of arrays, by one spec each, along Explicit axes."""
         if self.explicit is None:
             return args
         shardings = (NamedSharding(self.explicit, spec) for spec in specs)
@@ -58,10 +58,10 @@ class Placement:
         )
 
     def run(self, function: Callable, in_specs: tuple, out_specs: tuple, args: tuple):
-        """`function(*args)` on the shards of every device, or as it is without a mesh.
+        """Runs a function on the shards of every device, or directly without a mesh.
 
-        Explicit axes are made Auto around it and its results sharded by `out_specs`; so an axis
-        that `jax.vmap` took away may be sharded too.
+        Explicit axes are made Auto around the call, and results are sharded by `out_specs`. An
+        axis removed by `jax.vmap` may therefore be sharded too.
         """
         if self.mesh is not None and not self.explicit:
             function = map_shards(function, self.mesh, in_specs, out_specs)
@@ -78,14 +78,14 @@ class Placement:
         return function(*args)
 
     def take(self, x: Array, order: np.ndarray, axis: int = 1) -> Array:
-        """`x` with the entries of an unsharded axis in another order."""
+        """Permutes the entries of an unsharded axis."""
         return keeping_sharding(
             lambda x: jnp.take(x, order, axis=axis, unique_indices=True, mode="clip"), x
         )
 
 
 def keeping_sharding(function: Callable[[Array], Array], x: Array) -> Array:
-    """`function(x)`, which moves entries only; sharded over Explicit axes just as x is."""
+    """Applies a permutation of entries and keeps the sharding over Explicit axes."""
     sharding = jax.typeof(x).sharding
     if all(entry is None for entry in sharding.spec):
         return function(x)
@@ -99,10 +99,10 @@ def find_placement(
     sequence_axes: str | Axes | None,
     head_axis: str | Axes | None,
 ) -> Placement:
-    """The placement that the arguments of `sparse_attention`, or else the type of q, say.
+    """Resolves the placement from the arguments of `sparse_attention` and the type of q.
 
     Raises:
-        ValueError: naming the argument, the axes there are and what would be right.
+        ValueError: if an axis is missing or ambiguous; the message lists the axes of the mesh.
     """
     given = {
         "batch_axis": as_axes(batch_axis),
@@ -117,8 +117,7 @@ def find_placement(
         mesh = jax.sharding.get_abstract_mesh()
         if mesh.empty:
             raise ValueError(
-                f"mesh is not given, but {' and '.join(named)}: pass mesh=, or enter one with "
-                "jax.set_mesh"
+                f"{' and '.join(named)} but no mesh: pass mesh=, or call inside jax.set_mesh"
             )
     if mesh is None:
         types = jax.typeof(q).sharding.mesh
@@ -131,57 +130,57 @@ def find_placement(
     axes = {name: known[name] if value is None else value for name, value in given.items()}
     if axes["sequence_axes"] is None:
         raise ValueError(
-            f"sequence_axes must name the axes of the mesh that shard the sequence, out of "
-            f"{mesh.axis_names}, or be () for none: the mesh does not have the default "
-            f"{SEQUENCE_AXES}"
+            f"the mesh has axes {mesh.axis_names}, without the default sequence_axes="
+            f"{SEQUENCE_AXES}; pass sequence_axes= with the axes that shard the sequence, or () "
+            "for none"
         )
     check_axes(axes, mesh)
     return Placement(mesh, axes["batch_axis"], axes["sequence_axes"], axes["head_axis"])
 
 
 def as_axes(value: str | Axes | None) -> Axes | None:
-    """Names of axes as a tuple; None stays None."""
+    """Converts axis names to a tuple; None stays None."""
     if value is None:
         return None
     return (value,) if isinstance(value, str) else tuple(value)
 
 
 def check_axes(axes: dict[str, Axes], mesh: Mesh | AbstractMesh) -> None:
-    """Checks that a mesh has the axes, that each is used once, and that two at most are sequence's.
+    """Checks that the axes exist and are used once, and that the sequence has at most two.
 
     Raises:
-        ValueError: naming the argument and the axes there are.
+        ValueError: if not; the message names the argument and the axes of the mesh.
     """
     used: dict[str, str] = {}
     for name, value in axes.items():
         for axis in value:
             if axis not in mesh.axis_names:
                 raise ValueError(
-                    f"{name}={value} names {axis!r}, which the mesh does not have; its axes are "
-                    f"{mesh.axis_names}"
+                    f"{name}={value} names {axis!r}, which is not an axis of the mesh; its axes "
+                    f"are {mesh.axis_names}"
                 )
             if axis in used:
                 raise ValueError(
-                    f"{name}={value} names {axis!r}, which {used[axis]} names too; an axis of "
-                    "the mesh can shard one axis of q"
+                    f"{name}={value} and {used[axis]} both name {axis!r}; a mesh axis can shard "
+                    "only one axis of q"
                 )
             used[axis] = name
     if len(axes["sequence_axes"]) > 2:
         raise ValueError(
-            f"sequence_axes={axes['sequence_axes']} are {len(axes['sequence_axes'])} axes: one or "
-            "two are possible"
+            f"sequence_axes={axes['sequence_axes']} has {len(axes['sequence_axes'])} axes; one or "
+            "two are supported"
         )
 
 
 def _explicit_axes(q: Array) -> tuple[Mesh | AbstractMesh | None, dict[str, Axes] | None]:
-    """Mesh and axes that q is sharded over by its type; None if it is not."""
+    """Returns mesh and axes of q's sharding type, or None if q is not sharded."""
     sharding = jax.typeof(q).sharding
     entries = [as_axes(entry) or () for entry in sharding.spec]
     if not any(entries):
         return None, None
     if entries[-1] or any(entries[1:-3]):
         raise ValueError(
-            f"q is sharded as {sharding.spec}: only its batch, tokens and heads can be"
+            f"q is sharded as {sharding.spec}; only batch, tokens and heads can be sharded"
         )
     mesh = sharding.mesh
     if not isinstance(q, jax.core.Tracer):

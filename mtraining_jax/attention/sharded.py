@@ -1,6 +1,6 @@
-"""The one road of attention: choose an index, measure it, attend; on one device or over a mesh.
+"""Shared implementation of attention: select an index, measure it, attend.
 
-`sparse_attention` and the trainer's layers both go here.
+Used by `sparse_attention` and by the trainer's layers, on one device or a mesh.
 """
 
 import dataclasses
@@ -39,17 +39,17 @@ Stats = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """How attention runs; static.
+    """Static configuration of an attention call.
 
     Attributes:
-        placement: the mesh, and which of its axes shard what.
-        layout: the order of tokens on the ranks of a sequence; None on one device, in order.
-        ring: how keys and values travel (`ring_attention`).
-        scale: of the logits; None is 1/sqrt(D).
-        causal: whether a query sees only keys that are not ahead of it.
-        backend: of the kernels; None is the best that runs here.
+        placement: the mesh and the role of its axes.
+        layout: token order over the ranks of a sequence; None for one device in sequence order.
+        ring: communication of keys and values (`ring_attention`).
+        scale: scale of the logits; None is 1/sqrt(D).
+        causal: whether queries see only keys at or before their position.
+        backend: kernel backend; None is the fastest available one.
         statistics: whether to measure the index.
-        by_length: whether to count its pairs by the length of documents too.
+        by_length: whether to also count its pairs by document length.
     """
 
     placement: Placement
@@ -68,9 +68,9 @@ class Attended(NamedTuple):
     Attributes:
         out: [B, S, Hq, D] in the dtype of q.
         lse: fp32 [B, Hq, S], natural logarithm, -inf for empty rows.
-        index: what was computed, in positions of the sequence.
-        statistics: fp32 scalars by name, means over batch and heads; empty unless asked for. Inside
-            `in_groups` they are those of a group. An audit adds its figures and masks, see `Audit`.
+        index: computed pairs, in sequence positions.
+        statistics: fp32 scalars by name, means over batch and heads (inside `in_groups`, of each
+            data-parallel replica); empty unless requested. An `Audit` adds its metrics and masks.
         rows: exact attention of the audited rows; None without an audit.
     """
 
@@ -92,25 +92,26 @@ def attend(
     documents: DocumentBlocks | None = None,
     shares: Array | None = None,
 ) -> Attended:
-    """Attention over the pairs that a pattern chooses, or that an index lists.
+    """Computes attention over the pairs selected by a pattern or listed in an index.
 
     Args:
-        way: how it runs.
-        q: [B, S, Hq, D], in the order of `way.layout`, rotary embedding applied.
+        way: static configuration.
+        q: [B, S, Hq, D] in the order of `way.layout`, after rotary embedding.
         k, v: [B, S, Hk, D].
-        pattern: its arrays lead with the query heads, those of an index with batch and heads.
-        audit: what to measure besides, where no mesh axis shards the heads; None measures nothing.
-        valid_len: int32 scalar, tokens before the padding; see `Shards`. None: there is none.
-        documents: of each sequence, arrays [B, NB]; a query sees its own document only, whatever
-            an index lists. None: each sequence is one.
-        shares: int32 [B], as in `Shards`; None: the pattern's own.
+        pattern: a pattern with arrays [Hq, ...], or an index with arrays [B, Hq, ...].
+        audit: what to measure, or None. Not supported if a mesh axis shards the heads.
+        valid_len: int32 scalar, number of tokens before the padding; None for no padding.
+        documents: documents of each sequence, arrays [B, NB]; queries attend within their
+            document, even if the index lists other pairs. None: one document per sequence.
+        shares: int32 [B], optional per-sequence override of the pattern's mass fraction, in the
+            units of `Shards.shares`.
 
     Raises:
-        UserError: if the pattern, or this kind of index, cannot keep documents apart.
-        ValueError: if shares are given with an index, or for a pattern that keeps none.
+        UserError: if the pattern or the index type does not support documents.
+        ValueError: if shares are given with an index, or the pattern has no mass fraction.
     """
     if shares is not None and isinstance(pattern, Index):
-        raise ValueError("shares are of what a pattern keeps, and an index is given")
+        raise ValueError("shares override the mass fraction of a pattern, but pattern is an index")
     if documents is not None and isinstance(pattern, Pattern):
         pattern = pattern.for_documents()
     placement = way.placement
@@ -156,22 +157,22 @@ def attend(
 
 
 def _run(placement: Placement, in_specs: tuple, function: Callable, args: tuple) -> Any:
-    """`function` on the shards of every device, with the same results on all of them."""
+    """Runs `function` on the shards of every device; results are replicated."""
     return placement.run(function, in_specs, P(), args)
 
 
 def _cut(index: Index, documents: DocumentBlocks, rows: Array) -> Index:
-    """The pairs of a given index that do not join two documents; `rows` are those held here."""
+    """Restricts an index to pairs within documents; `rows` are the local row blocks."""
     try:
         return index.within_documents(*documents.spans(), rows)
     except NotImplementedError as error:
         raise UserError(
-            f"pattern: {error}; give a BlockMaskIndex, a DenseDocumentsIndex or a pattern"
+            f"pattern: {error}; use a BlockMaskIndex, a DenseDocumentsIndex or a pattern"
         ) from error
 
 
 def _order_of_rows(way: Way) -> np.ndarray | None:
-    """Global numbers of the blocks of all ranks, in layout order; None on one device."""
+    """Returns the global block numbers of all ranks in layout order, or None on one device."""
     if way.placement.ranks == 1:
         return None
     size = way.layout.block_size
@@ -179,15 +180,15 @@ def _order_of_rows(way: Way) -> np.ndarray | None:
 
 
 def split(pattern: Pattern | Index) -> tuple[list[Array], object]:
-    """The arrays of a pattern or index, and the rest of it (hashable)."""
+    """Splits a pattern or index into its arrays and a hashable rest."""
     leaves, treedef = jax.tree.flatten(pattern)
-    if leaves and leaves[0] is pattern:  # not a pytree: static as a whole
+    if leaves and leaves[0] is pattern:  # not a pytree: entirely static
         return [], pattern
     return leaves, treedef
 
 
 def join(static: object, arrays: list[Array]) -> Pattern | Index:
-    """Undoes `split`."""
+    """Rebuilds the pattern or index from the results of `split`."""
     return static if isinstance(static, Pattern) else jax.tree.unflatten(static, arrays)
 
 
@@ -195,14 +196,14 @@ def _local(
     way: Way, q: Array, k: Array, v: Array, pattern: Pattern | Index, audit: Audit | None,
     shards: Shards, others: tuple[str, ...],
 ) -> Attended:
-    """The same on one device's shards; `others` are the axes of other sequences and heads."""
+    """Runs `attend` on one device's shards; `others` are the axes of other sequences and heads."""
     if isinstance(pattern, Pattern):
         choice = choose(pattern, q, k, shards)
         if choice.index.by_rows != pattern.by_rows:
             raise ValueError(
-                f"{type(pattern).__name__}.by_rows={pattern.by_rows}, but it chose a "
-                f"{type(choice.index).__name__}, of which by_rows={choice.index.by_rows}: they "
-                "must be equal"
+                f"{type(pattern).__name__}.by_rows={pattern.by_rows}, but it returned a "
+                f"{type(choice.index).__name__} with by_rows={choice.index.by_rows}; "
+                "they must be equal"
             )
     elif shards.documents is not None:
         choice = Choice(_cut(pattern, shards.documents, shards.block_ids))
@@ -252,7 +253,7 @@ def _shards(
 
 
 def _measure(choice: Choice, seq_len: int, shards: Shards, by_length: bool) -> Stats:
-    """What an index computes and executes, over causal pairs, and what its pattern reports."""
+    """Measures density and executed pairs, and adds the statistics of the pattern."""
     block_size, documents = choice.index.block_size, shards.documents
     total = pairs_to_share(seq_len, block_size, documents)
     rows = exchange.rows_of(shards.block_ids, shards.axis_names)
@@ -262,7 +263,7 @@ def _measure(choice: Choice, seq_len: int, shards: Shards, by_length: bool) -> S
         **choice.statistics,
     }
     if documents is not None:
-        # As a float: of 65536 tokens and more there are too many pairs for an int32.
+        # In floating point: from 65536 tokens on, the pair count overflows an int32.
         share = documents.causal_pairs(block_size) / float(causal_pairs(seq_len))
         numbers |= {
             "document_pairs": share,
@@ -289,41 +290,43 @@ def make_attention(
     batch_axis: str = DATA_AXIS,
     sequence_axes: tuple[str, ...] = SEQUENCE_AXES,
 ) -> Callable[..., tuple[Array, Stats]]:
-    """Causal attention as the layers of a model call it.
+    """Builds the causal attention function of a model's layers.
 
     Args:
-        mesh: axes of type Auto, among them `batch_axis` and `sequence_axes`.
-        layout: the order of tokens, for as many ranks as `sequence_axes` have devices.
-        pattern: how the index is chosen.
-        ring: how keys and values travel: "hierarchical", "flat" or "gather" (`ring_attention`).
-        backend: of the kernels; None for the best that runs here.
-        scale: of the logits; default 1/sqrt(D).
-        audit_rows: queries on which the figures of `sparsity.audit` are measured; None measures
-            none. Their cost is that of so many rows of exact attention, forward and backward.
-        mask_heads: query heads whose part of the index an audit reports besides.
-        valid_len: int32 scalar, tokens of every sequence that count, where those behind are
-            padding: the choice then reads none of these. None: all count.
-        by_length: with documents, count computed pairs by the length of documents too.
+        mesh: mesh with axes of type Auto, including `batch_axis` and `sequence_axes`.
+        layout: token order, for as many ranks as `sequence_axes` have devices.
+        pattern: the default sparse pattern.
+        ring: "hierarchical", "flat" or "gather" (`ring_attention`).
+        backend: kernel backend; None for the fastest available one.
+        scale: scale of the logits; defaults to 1/sqrt(D).
+        audit_rows: queries to measure the metrics of `sparsity.audit` on, or None. They cost as
+            much as exact attention of these rows, forward and backward.
+        mask_heads: query heads with their masks included in an audit.
+        valid_len: int32 scalar, number of tokens before the padding, which selection ignores.
+            None for no padding.
+        by_length: also count computed pairs by document length.
         batch_axis: mesh axis of the batch.
         sequence_axes: mesh axes of the sequence, slowest first.
 
     Returns:
         A function `attention(q, k, v, given=None, documents=None, shares=None, sink=None) -> (out,
-        stats)` for use under `jax.jit`:
-        q [B, S, Hq, D]; k, v [B, S, Hk, D] in layout order, rotary embedding applied; B a
-        multiple of the batch axis. `given` replaces `pattern` in this call: that of a layer,
-        or an index (global, [B, Hq, ...]) to use as it is. With `documents`, `DocumentBlocks` of
-        the batch, a query sees its own document only. `shares` are as in `Shards`. out
-        [B, S, Hq, D] has the dtype of q.
-        stats are fp32 scalars, means over heads and the batch (inside `in_groups` that of the
-        group): `density`, the share of causal pairs that are computed; `executed`, pairs in the
-        tiles that kernels execute, over causal pairs;
-        with documents, whose causal pairs are then meant, `document_pairs`, their share of the
-        sequence's, and `computed_pairs` and `executed_pairs`, the same over the causal pairs of the
-        sequence, which may be averaged over sequences whose documents differ; if asked, those of
-        `pairs_by_length`; and what the pattern reports
-        itself (`Choice.statistics`). With `audit_rows` also `audit` and `masks`, and a gradient of
-        `sink`: see `Audit`.
+        stats)` for use under `jax.jit`.
+
+        Its arguments: q [B, S, Hq, D]; k, v [B, S, Hk, D] in layout order, after rotary
+        embedding; B must be a multiple of the batch axis. `given` replaces `pattern` in this call
+        with a per-layer pattern, or with a global index [B, Hq, ...] that is used unchanged.
+        `documents` are `DocumentBlocks` of the batch. `shares` are as in `Shards`. out is
+        [B, S, Hq, D] in the dtype of q.
+
+        stats are fp32 scalars, means over heads and batch (inside `in_groups`, of each
+        data-parallel replica): `density` (computed pairs over causal pairs); `executed` (pairs in
+        the tiles that kernels execute, over causal pairs); and the pattern's own statistics
+        (`Choice.statistics`). With documents, these ratios are relative to causal pairs within
+        documents. `document_pairs` is then the fraction of the sequence's causal pairs that lie
+        within documents; `computed_pairs` and `executed_pairs` are relative to all causal pairs of
+        the sequence, so they may be averaged over sequences with different documents; with
+        `by_length` the counts of `pairs_by_length` are added. With `audit_rows`, stats also has
+        `audit` and `masks`, and `sink` gets a gradient; see `Audit`.
 
     Raises:
         UserError: if `ring` is unknown.
@@ -333,8 +336,8 @@ def make_attention(
     ranks = math.prod(mesh.shape[name] for name in sequence_axes)
     if ranks != layout.num_ranks:
         raise ValueError(
-            f"the layout is for num_ranks={layout.num_ranks} but axes {sequence_axes} of the "
-            f"mesh have {ranks} devices"
+            f"layout has num_ranks={layout.num_ranks}, but the mesh axes {sequence_axes} have "
+            f"{ranks} devices"
         )
     placement = Placement(mesh, (batch_axis,), tuple(sequence_axes))
     way = Way(placement, layout, ring, scale, True, backend, True, by_length)

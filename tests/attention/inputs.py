@@ -1,4 +1,4 @@
-"""Small inputs for tests of the public attention call."""
+"""Small inputs for the tests of `sparse_attention`."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Documents packed into sequences: each as if it were alone."""
+"""Packed documents: each gives the same results as on its own."""
 
 import dataclasses
 import functools
@@ -38,21 +38,21 @@ VERTICAL_SLASH = VerticalSlash(
     max_slashes=2, local_blocks=1, dense_below=32, block_size=BLOCK,
 )
 MOBA = MoBA(chunk_size=2 * BLOCK, top_k=3, block_size=BLOCK)
-# One token, a block, a block and a token; dense and sparse ones; padding behind; no padding.
+# One token; a block; a block and a token; dense and sparse ones; with padding and without.
 LENGTHS = [[1, 8, 9, 60, 101], [120, 17, 97]]
 MOST = max(map(len, LENGTHS))
-BATCH = 1 + MOST  # of all calls on one device, so that they are one program
+BATCH = 1 + MOST  # the same for all calls on one device, so that they share one program
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def run(pattern, q, k, v, dout, dlse, documents):
-    """out, lse, index bits and gradients."""
+    """Returns out, lse, index bits and gradients."""
 
     def results(q, k, v):
         out, lse, index = sparse_attention(
             q, k, v, pattern=pattern, documents=documents, return_lse=True, return_index=True
         )
-        # A row of nothing has lse -inf, whose cotangent must not matter.
+        # An empty row has lse -inf; its cotangent must not matter.
         return (out, lse), index
 
     (out, lse), pullback, index = jax.vjp(results, q, k, v, has_aux=True)
@@ -68,13 +68,13 @@ def inputs():
 
 
 def spans(lengths):
-    """(start, padded length) of documents one after the other."""
+    """(start, padded length) of consecutive documents."""
     padded = [-(-n // BLOCK) * BLOCK for n in lengths]
     return list(zip(np.cumsum([0, *padded[:-1]]).tolist(), padded, strict=True))
 
 
 def with_each_alone(x, lengths, axis=1):
-    """A sequence, and each of its documents as a sequence of its own, from its start on."""
+    """A pack, and each of its documents as a separate sequence starting at 0."""
     x = np.asarray(x)
     whole = np.zeros((BATCH, *x.shape[1:]), x.dtype)
     whole[0] = x[0]
@@ -85,18 +85,18 @@ def with_each_alone(x, lengths, axis=1):
 
 
 def in_batch(x):
-    """Sequences, and zeros for the others of a batch."""
+    """Pads sequences with zeros to the batch size."""
     return np.concatenate([x, np.zeros((BATCH - len(x), *x.shape[1:]), x.dtype)])
 
 
 def table(lengths, batch=BATCH):
-    """Of sequences whose documents have these lengths; of others that are padding."""
+    """Documents with these lengths; the remaining sequences of the batch are padding."""
     lengths = [*lengths, *[[]] * (batch - len(lengths))]
     return Documents.from_lengths(lengths, SEQ_LEN, BLOCK)
 
 
 def check_equal_to_alone(pattern, lengths, q, k, v, dout, dlse):
-    """One pack [1, S, ...] against its documents, each in a sequence of its own."""
+    """Compares one pack [1, S, ...] with its documents as separate sequences."""
     arrays = [with_each_alone(x, lengths) for x in (q, k, v, dout)]
     arrays.append(with_each_alone(dlse, lengths, 2))
     documents = table([lengths, *[[n] for n in lengths]])
@@ -112,7 +112,7 @@ def check_equal_to_alone(pattern, lengths, q, k, v, dout, dlse):
         part = lse[0, :, start : start + size]
         np.testing.assert_allclose(part, lse[n, :, :size], rtol=1e-5, atol=1e-5)
         first, count = start // BLOCK, size // BLOCK
-        # The index bit for bit, at the document's place.
+        # The index must match bit for bit, at the document's position.
         at = bits[0, :, first : first + count]
         moved = np.zeros_like(at)
         moved[..., first : first + count] = bits[n, :, :count, :count]
@@ -132,24 +132,24 @@ def as_bool(bits, num_blocks=NUM_BLOCKS):
 
 
 @pytest.mark.parametrize("row", range(2))
-def test_a_pack_is_each_document_alone(row):
+def test_a_pack_matches_each_document_on_its_own(row):
     one = [x[row : row + 1] for x in inputs()]
     check_equal_to_alone(PATTERN, LENGTHS[row], *one)
 
 
-def test_columns_and_diagonals_of_a_document_are_its_own():
+def test_columns_and_diagonals_stay_within_their_document():
     check_equal_to_alone(VERTICAL_SLASH, LENGTHS[0], *(x[:1] for x in inputs()))
 
 
 @settings(repeatable, max_examples=5)
 @given(st.lists(st.integers(1, 80), min_size=1, max_size=MOST), st.integers(0, 1))
-def test_any_pack_is_each_document_alone(lengths, row):
+def test_any_pack_matches_each_document_on_its_own(lengths, row):
     while sum(size for _, size in spans(lengths)) > SEQ_LEN:
         lengths = lengths[:-1]
     check_equal_to_alone(PATTERN, lengths, *(x[row : row + 1] for x in inputs()))
 
 
-def test_a_document_alone_is_a_sequence_without_documents():
+def test_a_single_document_matches_a_sequence_without_documents():
     q, k, v, dout, dlse = inputs()
     start, length = 48, 101  # 13 blocks, not a power of two
     size = 104
@@ -168,7 +168,7 @@ def test_a_document_alone_is_a_sequence_without_documents():
 
 
 def same_document(documents=LENGTHS):
-    """The pairs of one document, bool [B, S, S], by the definition."""
+    """The pairs within documents, bool [B, S, S], by definition."""
     mask = np.zeros((len(documents), SEQ_LEN, SEQ_LEN), bool)
     for into, lengths in zip(mask, documents, strict=True):
         for start, size in spans(lengths):
@@ -177,20 +177,20 @@ def same_document(documents=LENGTHS):
 
 
 def run_packs(arrays, pattern=PATTERN):
-    """What one device makes of both packs, the others of the batch left out."""
+    """Results of one device for both packs, without the rest of the batch."""
     found = jax.device_get(run(pattern, *map(in_batch, arrays), table(LENGTHS)))
     return jax.tree.map(lambda x: x[: len(LENGTHS)], found)
 
 
 @functools.cache
 def packs(pattern=PATTERN):
-    """Both packs as they are."""
+    """Both packs, not split into documents."""
     return run_packs(inputs(), pattern)
 
 
 @jax.jit
 def oracle(q, k, v, mask, dout, dlse):
-    """Results over the pairs of a mask, and gradients; one program for all patterns."""
+    """Results and gradients over the pairs of a mask; one program for all patterns."""
     results, pullback = jax.vjp(lambda *qkv: reference_attention(*qkv, mask), q, k, v)
     return results, pullback((dout, dlse))
 
@@ -198,7 +198,7 @@ def oracle(q, k, v, mask, dout, dlse):
 @pytest.mark.parametrize(
     "pattern", [PATTERN, VERTICAL_SLASH, MOBA], ids=["lists", "vertical_slash", "moba"]
 )
-def test_results_are_those_of_the_oracle_over_the_pairs_of_documents(pattern):
+def test_results_match_the_oracle_over_pairs_within_documents(pattern):
     q, k, v, dout, dlse = inputs()
     out, lse, index, grads = packs(pattern)
     mask = mask_from_index(jax.tree.map(jnp.asarray, index), SEQ_LEN)
@@ -241,25 +241,25 @@ def test_an_index_is_inspected_within_documents(tmp_path):
     everything = inspect(whole, q, k, documents=table(LENGTHS, 2), rows=[3, 100, 250])
     np.testing.assert_allclose(everything.recall, 1, rtol=1e-6)  # of pairs within documents
     found.save_picture(tmp_path / "documents.png")
-    as_one = dataclasses.replace(found, documents=None)  # of the same numbers, without lines
+    as_one = dataclasses.replace(found, documents=None)  # the same numbers, without boundary lines
     as_one.save_picture(tmp_path / "one.png")
     lines, none = (image.imread(tmp_path / f"{x}.png") for x in ("documents", "one"))
     assert lines.shape == none.shape and (lines != none).any()
-    with pytest.raises(ValueError, match="documents are of 33 blocks of 8 tokens, but the index"):
+    with pytest.raises(ValueError, match="documents have 33 blocks of 8 tokens, but the index"):
         inspect(index, documents=Documents.from_lengths([[9]], 264, BLOCK))
 
 
 @pytest.mark.parametrize(
     "pattern", [PATTERN, VERTICAL_SLASH, MOBA], ids=["lists", "vertical_slash", "moba"]
 )
-def test_nothing_leaks_from_one_document_into_another(pattern):
+def test_documents_do_not_affect_each_other(pattern):
     q, k, v, dout, dlse = inputs()
     before = packs(pattern)
     start, size = spans(LENGTHS[0])[3]
     other = [x.at[0, start + 5].add(1.0) for x in (q, k, v, dout)]
     after = run_packs([*other, dlse], pattern)
     own = slice(start, start + size)
-    # With another number of columns there, those of later documents are added in other places.
+    # Another number of columns there changes the slots in which later documents' are summed.
     tolerance = 1e-5 * (pattern is VERTICAL_SLASH)
 
     def changed(x, y, axis):
@@ -276,13 +276,13 @@ def test_nothing_leaks_from_one_document_into_another(pattern):
         rows = (x != y).reshape(*x.shape[:3], -1).any((1, 3))
         rows[0, own.start // BLOCK : own.stop // BLOCK] = False
         assert not rows.any()
-    tolerance = 0.0  # the same pairs: the same bits
+    tolerance = 0.0  # the same pairs: bit-identical
     out, _, _, grads = run_packs([q, k, *other[2:], dlse], pattern)
     for x, y in zip((before[0], *before[3]), (out, *grads), strict=True):
         assert changed(x, y, 1) == 0
 
 
-def test_sequences_under_vmap_have_documents_of_their_own():
+def test_sequences_under_vmap_have_separate_documents():
     q, k, v = inputs()[:3]
     attend = functools.partial(sparse_attention, pattern=PATTERN)
     out = jax.vmap(lambda *x: attend(*x[:3], documents=x[3]))(q, k, v, table(LENGTHS, 2))
@@ -290,7 +290,7 @@ def test_sequences_under_vmap_have_documents_of_their_own():
 
 
 @pytest.mark.parametrize("pattern", [PATTERN, VERTICAL_SLASH], ids=["lists", "vertical_slash"])
-def test_two_groups_of_four_devices_give_the_same_index(pattern):
+def test_two_replicas_of_four_devices_give_the_same_index(pattern):
     mesh = make_mesh(2, 1, 4)
     layout = sequence_layout(SEQ_LEN, mesh, block_size=BLOCK, kind="zigzag")
     q, k, v = (stripe(x, layout) for x in inputs()[:3])
@@ -304,7 +304,7 @@ def test_two_groups_of_four_devices_give_the_same_index(pattern):
     np.testing.assert_allclose(unstripe(out, layout), wanted_out, rtol=2e-5, atol=2e-5)
 
 
-def test_two_groups_of_four_devices_cut_a_given_index_as_one_device_does():
+def test_two_replicas_of_four_devices_restrict_a_given_index_like_one_device():
     mesh = make_mesh(2, 1, 4)
     layout = sequence_layout(SEQ_LEN, mesh, block_size=BLOCK)
     q, k, v = inputs()[:3]
@@ -346,7 +346,7 @@ def test_eight_devices_give_the_same_index_results_and_gradients():
     np.testing.assert_allclose(unstripe(lse, layout, axis=2), wanted_lse, rtol=2e-5, atol=2e-5)
 
 
-def test_what_documents_cannot_be_used_with_is_refused():
+def test_invalid_combinations_with_documents_raise():
     q, k, v = inputs()[:3]
     call = functools.partial(sparse_attention, q, k, v)
     documents = table(LENGTHS, 2)
@@ -355,13 +355,13 @@ def test_what_documents_cannot_be_used_with_is_refused():
         (dict(pattern=Strided(block_size=BLOCK)),
          "Strided does not read packed documents yet: use sampled_rows"),
         (dict(pattern=DenseIndex(BLOCK)),
-         "pattern: a DenseIndex cannot leave out the pairs that join two documents; give a Block"),
-        (dict(valid_len=9), "valid_len has no place beside documents"),
-        (dict(documents=of_128), "documents have block_size=128, but the pattern 8"),
-        (dict(documents=[[0, 8]]), "documents is a list: make Documents, with"),
-        (dict(documents=Documents(np.zeros((3, 1, 3), int), BLOCK)), r"documents are a table \[3"),
+         "pattern: a DenseIndex cannot leave out the pairs that join two documents; use a Block"),
+        (dict(valid_len=9), "valid_len cannot be combined with documents"),
+        (dict(documents=of_128), "documents have block_size=128, but the pattern has 8"),
+        (dict(documents=[[0, 8]]), "documents is a list; build it with"),
+        (dict(documents=Documents(np.zeros((3, 1, 3), int), BLOCK)), r"a table of shape \[3"),
         (dict(documents=Documents.from_lengths([[9]], 264, BLOCK)),
-         r"documents are a table \[1, 33, 3\]: \[2, 32, 3\] is needed"),
+         r"documents have a table of shape \[1, 33, 3\]; expected \[2, 32, 3\]"),
         (dict(pattern=Dense(BLOCK), causal=False), "documents need causal=True"),
     ]:  # fmt: skip
         with pytest.raises(ValueError, match=message):

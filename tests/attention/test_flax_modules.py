@@ -1,4 +1,4 @@
-"""Flax's own attention modules with sparse attention in them."""
+"""Flax attention modules with sparse attention."""
 
 import functools
 
@@ -12,7 +12,7 @@ from mtraining_jax import Dense, Documents, attention_fn
 from tests.attention.inputs import PATTERN
 
 BATCH, TOKENS, FEATURES = 2, 64, 16
-# Dense by our kernels is what Flax computes with a causal mask.
+# Our dense kernels compute the same as Flax with a causal mask.
 DENSE = attention_fn(pattern=Dense(block_size=8))
 
 
@@ -32,33 +32,33 @@ def squares(module, x, **options):
     return jnp.square(module(x, **options)).sum()
 
 
-def test_nnx_module_computes_what_it_did_forward_and_backward():
+def test_nnx_module_matches_flax_forward_and_backward():
     theirs, ours = nnx_module(), nnx_module(attention_fn=DENSE)
     told = nnx.value_and_grad(lambda module, x: squares(module, x, is_causal=True))
     wanted = nnx.jit(told)(theirs, activations())
-    # Causal whether the module is told so or not.
+    # Causal whether or not the module sets is_causal.
     actual = nnx.jit(nnx.value_and_grad(squares))(ours, activations())
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4),
                  jax.tree.leaves(actual), jax.tree.leaves(wanted))  # fmt: skip
 
 
-def test_linen_module_computes_what_it_did_with_the_same_parameters():
+def test_linen_module_matches_flax_with_the_same_parameters():
     module = functools.partial(linen.MultiHeadDotProductAttention, num_heads=4)
     x = activations()
     params = module().init(jax.random.key(0), x)
     mask = linen.make_causal_mask(x[..., 0])
     wanted = module().apply(params, x, mask=mask)
-    for options in ({}, {"mask": np.asarray(mask)}):  # a causal mask that is known is no harm
+    for options in ({}, {"mask": np.asarray(mask)}):  # a concrete causal mask is accepted
         actual = module(attention_fn=DENSE).apply(params, x, **options)
         np.testing.assert_allclose(actual, wanted, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("batch", [1, BATCH])
-def test_a_mask_that_keeps_documents_apart_is_understood(batch):
+def test_a_block_diagonal_mask_is_converted_to_documents(batch):
     module = functools.partial(linen.MultiHeadDotProductAttention, num_heads=4)
     x = activations()
     params = module().init(jax.random.key(0), x)
-    # Another number for each document; the second sequence, if there is one, ends with padding.
+    # Distinct numbers per document; the second sequence, if there is one, ends with padding.
     segments = np.stack([np.repeat([5, 5, 7, 2], 16), np.repeat([3, 1, 0, 0], 16)])[:batch]
     mask = linen.make_causal_mask(segments) * linen.make_attention_mask(
         segments, segments, lambda a, b: (a == b) & (a > 0)
@@ -72,11 +72,11 @@ def test_a_mask_that_keeps_documents_apart_is_understood(batch):
         unaligned = np.arange(TOKENS) >= 20
         DENSE(q, q, q, mask=np.tri(TOKENS, dtype=bool) & (unaligned == unaligned[:, None]))
     both = attention_fn(pattern=Dense(8), documents=Documents.from_segment_ids(segments, 8))
-    with pytest.raises(ValueError, match="mask keeps documents apart, and so does documents="):
+    with pytest.raises(ValueError, match="mask separates documents, and documents= is set"):
         both(q, q, q, mask=np.asarray(mask))
 
 
-def test_a_mask_that_is_promised_to_be_causal_may_be_traced():
+def test_a_mask_assumed_causal_may_be_traced():
     promised = nnx_module(attention_fn=attention_fn(pattern=PATTERN, assume_causal_mask=True))
     plain = nnx_module(attention_fn=attention_fn(pattern=PATTERN))
 
@@ -88,7 +88,7 @@ def test_a_mask_that_is_promised_to_be_causal_may_be_traced():
     np.testing.assert_array_equal(with_mask, without)
 
 
-def test_nnx_scan_over_remat_layers_is_a_loop():
+def test_nnx_scan_over_remat_layers_matches_a_loop():
     @nnx.vmap(in_axes=0, out_axes=0)
     def create(rngs):
         return nnx.MultiHeadAttention(
@@ -132,37 +132,37 @@ def test_inputs_are_cast_to_the_dtype_of_the_module():
         ({"dropout_rate": 0.1}, "dropout_rate=0.1 must be 0, or deterministic=True"),
         ({"module": object()}, "sow_weights must be False"),
         ({"qk_attn_weights_einsum": jnp.einsum}, "einsum_cls must be None"),
-        ({"mask": np.ones((1, 1, TOKENS, TOKENS), bool)}, "mask of shape .1, 1, 64, 64. masks "
-                                                          "more or less than causal attention"),
-        # A window is not documents.
-        ({"mask": np.tri(TOKENS, dtype=bool) & ~np.tri(TOKENS, k=-16, dtype=bool)}, "masks more"),
-        ({"mask": np.tri(1, dtype=bool)}, "mask of shape .1, 1. masks more or less"),
+        ({"mask": np.ones((1, 1, TOKENS, TOKENS), bool)}, "mask of shape .1, 1, 64, 64. is "
+                                                           "neither causal nor causal within"),
+        # A sliding window cannot be expressed as documents.
+        ({"mask": np.tri(TOKENS, dtype=bool) & ~np.tri(TOKENS, k=-16, dtype=bool)}, "is neither"),
+        ({"mask": np.tri(1, dtype=bool)}, "mask of shape .1, 1. is neither causal nor"),
     ],
 )  # fmt: skip
-def test_what_sparse_attention_cannot_do_is_refused_by_name(options, sentence):
+def test_unsupported_arguments_raise(options, sentence):
     x = jax.ShapeDtypeStruct((BATCH, TOKENS, 2, 8), jnp.float32)
     with pytest.raises(ValueError, match=sentence):
         jax.eval_shape(functools.partial(DENSE, **options), x, x, x)
 
 
-def test_a_traced_mask_decoding_and_other_results_are_refused():
+def test_a_traced_mask_decoding_and_other_results_raise():
     x = activations()
     module = nnx_module(attention_fn=DENSE)
-    with pytest.raises(ValueError, match="mask is a traced array: .*assume_causal_mask=True"):
+    with pytest.raises(ValueError, match="mask is a traced array; .*assume_causal_mask=True"):
         nnx.jit(lambda m, x: m(x, mask=nnx.make_causal_mask(x[..., 0])))(module, x)
     decoding = nnx_module(attention_fn=DENSE, num_kv_heads=4)
     decoding.init_cache(x.shape)
-    with pytest.raises(ValueError, match="masks more or less than causal"):
+    with pytest.raises(ValueError, match="is neither causal nor causal within"):
         decoding(x[:, :1], decode=True)
-    with pytest.raises(ValueError, match="return_lse has no place in attention_fn"):
+    with pytest.raises(ValueError, match="return_lse is not supported by attention_fn"):
         attention_fn(return_lse=True)
-    with pytest.raises(ValueError, match="patern is not an option of attention_fn; .*, pattern, "):
+    with pytest.raises(ValueError, match="unknown option 'patern'; choose from .*, pattern, "):
         attention_fn(patern=DENSE)
-    with pytest.raises(ValueError, match="pattern='dense' must be a Pattern"):
+    with pytest.raises(ValueError, match="pattern='dense' is not a Pattern"):
         attention_fn(pattern="dense")
 
 
-def test_dropout_of_a_module_that_is_told_to_be_deterministic_is_no_matter():
+def test_dropout_of_a_deterministic_module_is_ignored():
     x = activations()
     module = nnx_module(attention_fn=DENSE, dropout_rate=0.5)
     assert jax.jit(lambda x: module(x, deterministic=True))(x).shape == x.shape

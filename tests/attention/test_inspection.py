@@ -1,4 +1,4 @@
-"""Looking at an index: numbers against its mask, and pictures."""
+"""`inspect`: metrics against the mask of an index, and pictures."""
 
 import functools
 import sys
@@ -27,12 +27,12 @@ def chosen():
 
 
 def listed():
-    """Lists of blocks, another for each head."""
+    """Block lists, different for each head."""
     mask = np.random.default_rng(0).random((1, HEADS, TOKENS // BLOCK, TOKENS // BLOCK)) < 0.3
     return BlockSparseIndex.from_block_mask(jnp.asarray(mask), BLOCK)
 
 
-def test_lists_of_blocks_and_dense_can_be_inspected_too(tmp_path):
+def test_block_lists_and_dense_indices_can_be_inspected(tmp_path):
     mask = np.asarray(mask_from_index(listed(), TOKENS))
     q, k, _ = (x[:1] for x in inputs())
     found = inspect(listed(), q, k, rows=8)
@@ -50,7 +50,7 @@ def test_lists_of_blocks_and_dense_can_be_inspected_too(tmp_path):
 
 
 def sparse_by_hand():
-    """Without the main diagonal, as the paper preset may give."""
+    """An index without the main diagonal, as the paper's preset may select."""
     return VerticalSlashIndex(
         slash_blocks=jnp.array([[[1, 3, 16]]], jnp.int32),
         slash_count=jnp.array([[2]], jnp.int32),
@@ -60,10 +60,10 @@ def sparse_by_hand():
     )
 
 
-def test_density_and_budgets_are_those_of_the_mask():
+def test_density_and_budgets_match_the_mask():
     index, mask = chosen()
     found = inspect(index)
-    assert found.seq_len == TOKENS  # told by the unused places
+    assert found.seq_len == TOKENS  # read from the unused slots
     np.testing.assert_allclose(found.density, mask.sum((-1, -2)) / CAUSAL.sum(), rtol=1e-6)
     np.testing.assert_array_equal(found.pairs, mask.sum((-1, -2)))
     np.testing.assert_array_equal(found.budgets["columns"], index.vertical_count)
@@ -91,7 +91,7 @@ def test_recall_is_the_softmax_mass_on_the_mask(layout):
     assert "recall" in str(found)
 
 
-def test_rows_are_drawn_evenly_and_the_same_for_a_seed():
+def test_rows_are_sampled_evenly_and_reproducibly():
     index, _ = chosen()
     q, k, _ = inputs()
     rows = [inspect(index, q, k, rows=8, seed=seed).rows for seed in (0, 0, 1)]
@@ -100,7 +100,7 @@ def test_rows_are_drawn_evenly_and_the_same_for_a_seed():
 
 
 @pytest.mark.parametrize("index", [lambda: chosen()[0], sparse_by_hand])
-def test_a_pixel_is_the_share_of_its_block(index):
+def test_a_pixel_is_the_density_of_its_block(index):
     index = index()
     mask = np.asarray(mask_from_index(index, TOKENS))[0, 0]
     blocks = TOKENS // BLOCK
@@ -114,7 +114,7 @@ def test_a_pixel_is_the_share_of_its_block(index):
     )
 
 
-def test_a_picture_is_written_and_differs_with_the_index(tmp_path):
+def test_pictures_differ_between_indices(tmp_path):
     index, _ = chosen()
     q, k, v = inputs()
     _, dense = sparse_attention(q, k, v, pattern=Dense(block_size=BLOCK), return_index=True)
@@ -124,10 +124,10 @@ def test_a_picture_is_written_and_differs_with_the_index(tmp_path):
     assert one.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     sparse_image, dense_image = (matplotlib.image.imread(path) for path in (one, other))
     assert sparse_image.shape == dense_image.shape
-    assert sparse_image.mean() > dense_image.mean()  # less ink
+    assert sparse_image.mean() > dense_image.mean()  # fewer dark pixels
 
 
-def test_long_sequences_shrink_to_a_picture(tmp_path):
+def test_long_sequences_are_downsampled(tmp_path):
     blocks = 1100
     index = VerticalSlashIndex(
         slash_blocks=jnp.array([[[0, 500]]], jnp.int32), slash_count=jnp.array([[2]], jnp.int32),
@@ -138,7 +138,7 @@ def test_long_sequences_shrink_to_a_picture(tmp_path):
     assert (tmp_path / "long.png").stat().st_size > 1000
 
 
-def test_pictures_without_matplotlib_say_what_to_install(tmp_path, monkeypatch):
+def test_pictures_without_matplotlib_name_the_package_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r"pip install matplotlib"):
         inspect(chosen()[0]).save_picture(tmp_path / "x.png")
@@ -147,9 +147,9 @@ def test_pictures_without_matplotlib_say_what_to_install(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "options", "sentence"),
     [
-        (("pattern",), {}, "index is a VerticalSlash: an index is needed"),
-        (("index", "q"), {}, "q and k are needed both for recall"),
-        (("index", "k", "q"), {}, "q has shape .*: .* as in the index"),
+        (("pattern",), {}, "index is a VerticalSlash; pass an index"),
+        (("index", "q"), {}, "pass both q and k to measure recall"),
+        (("index", "k", "q"), {}, "q has shape .*; .* as in the index"),
         (("index", "q", "k"), {"seq_len": 64}, "seq_len=64 but q has 128 tokens"),
         (("index",), {"seq_len": 100}, "seq_len=100 must be a multiple of the index's block_size"),
         (("dense",), {}, "seq_len is needed"),
@@ -158,7 +158,7 @@ def test_pictures_without_matplotlib_say_what_to_install(tmp_path, monkeypatch):
         (("index", "q", "k"), {"layout": Layout("striped", 64, 2, 8)}, "layout has seq_len=64"),
     ],
 )
-def test_what_cannot_be_inspected_is_refused_by_name(arguments, options, sentence):
+def test_invalid_arguments_raise(arguments, options, sentence):
     q, k, _ = inputs()
     there = {
         "index": chosen()[0], "q": q, "k": k, "pattern": VerticalSlash(),
@@ -173,15 +173,15 @@ def test_what_cannot_be_inspected_is_refused_by_name(arguments, options, sentenc
     [
         ("mask.pdf", {}, "must end in .png"),
         ("mask.png", {"batch": 2}, "batch=2 must be in 0 .. 1"),
-        ("mask.png", {"heads": [4]}, "heads=.4. must be some of 0 .. 3"),
-        ("mask.png", {"heads": []}, "heads=.. must be some of"),
+        ("mask.png", {"heads": [4]}, "heads=.4. must be one or more of 0 .. 3"),
+        ("mask.png", {"heads": []}, "heads=.. must be one or more of"),
     ],
 )
-def test_pictures_of_what_is_not_there_are_refused(tmp_path, path, options, sentence):
+def test_invalid_picture_arguments_raise(tmp_path, path, options, sentence):
     with pytest.raises(ValueError, match=sentence):
         inspect(chosen()[0]).save_picture(tmp_path / path, **options)
 
 
-def test_traced_indices_are_refused():
-    with pytest.raises(ValueError, match="must not be traced"):
+def test_traced_indices_raise():
+    with pytest.raises(ValueError, match="index, q and k are traced"):
         jax.eval_shape(lambda index: inspect(index).density, chosen()[0])

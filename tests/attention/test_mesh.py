@@ -1,4 +1,4 @@
-"""The public call over a mesh of the user's own: equal to one device, whatever the axes are."""
+"""`sparse_attention` over user-defined meshes: equal to one device, whatever the axes."""
 
 import functools
 
@@ -34,7 +34,7 @@ def make_mesh(shape, names, axis_type=AxisType.Auto):
 
 @functools.cache
 def alone(name="top_p"):
-    """out, lse and index of one device."""
+    """Returns out, lse and index of one device."""
     patterns = {"top_p": PATTERN, "fixed": BUDGET, "dense": Dense(block_size=BLOCK)}
     attend = functools.partial(
         sparse_attention, pattern=patterns[name], return_lse=True, return_index=True
@@ -71,8 +71,8 @@ def assert_close(actual, wanted, rtol=2e-5, atol=2e-5):
 @pytest.mark.parametrize(
     ("axis_type", "ring"), [(AxisType.Auto, "hierarchical"), (AxisType.Explicit, "gather")]
 )
-def test_batch_sequence_and_heads_over_axes_of_the_user(axis_type, ring):
-    # An axis "spare" that nothing uses, too.
+def test_batch_sequence_and_heads_over_user_axes(axis_type, ring):
+    # The mesh also has an unused axis, "spare".
     mesh = make_mesh((2, 2, 2, 1), ("rows", "outer", "inner", "spare"), axis_type)
     axes = ("outer", "inner")
     layout = sequence_layout(TOKENS, mesh, sequence_axes=axes, block_size=BLOCK)
@@ -94,19 +94,19 @@ def test_batch_sequence_and_heads_over_axes_of_the_user(axis_type, ring):
     assert_close((results, unstripe(grads, layout)), alone_with_gradients(), rtol=1e-4, atol=1e-4)
 
 
-def test_natural_order_on_one_axis_needs_no_layout_and_gives_the_same_index():
+def test_contiguous_order_on_one_axis_needs_no_layout_and_gives_the_same_index():
     mesh = make_mesh((4,), ("context",))
     attend = functools.partial(
         sparse_attention, pattern=PATTERN, mesh=mesh, sequence_axes="context", return_lse=True,
         return_index=True,
     )  # fmt: skip
-    out, lse, index = attend(*inputs())  # outside jit; arrays lie on one device
+    out, lse, index = attend(*inputs())  # eager; arrays are on one device
     wanted_out, wanted_lse, wanted_index = alone()
     assert_close((out, lse), (wanted_out, wanted_lse))
     assert jax.tree.all(jax.tree.map(np.array_equal, jax.device_get(index), wanted_index))
 
 
-def test_heads_can_be_sharded_and_budgets_follow_them():
+def test_heads_can_be_sharded_along_with_their_budgets():
     mesh = make_mesh((2, 2), ("context", "tensor"))
     attend = functools.partial(
         sparse_attention, pattern=BUDGET, mesh=mesh, sequence_axes="context", head_axis="tensor",
@@ -127,7 +127,7 @@ def test_an_index_is_reused_over_a_mesh_without_sequence_axes():
     assert_close(jax.jit(attend)(*inputs(), pattern=jax.tree.map(jnp.asarray, index)), (out, lse))
 
 
-def test_explicit_shardings_of_q_say_mesh_and_axes():
+def test_mesh_and_axes_are_taken_from_explicit_shardings_of_q():
     mesh = make_mesh((2, 4), ("rows", "context"), AxisType.Explicit)
     layout = sequence_layout(TOKENS, mesh, sequence_axes="context", block_size=BLOCK)
     place = functools.partial(jax.device_put, device=NamedSharding(mesh, P("rows", "context")))
@@ -135,10 +135,10 @@ def test_explicit_shardings_of_q_say_mesh_and_axes():
     dense = Dense(block_size=BLOCK)
 
     def attend(q, k, v):
-        # The order is said by positions, here.
+        # The order is given by positions here.
         out = sparse_attention(q, k, v, pattern=dense, positions=layout.permutation())
         assert jax.typeof(out).sharding.spec == P("rows", "context", None, None)
-        return unstripe(out, layout)  # under jit, its type keeps the sharding
+        return unstripe(out, layout)  # under jit, the type keeps the sharding
 
     with jax.set_mesh(mesh):
         out = jax.jit(attend)(*arrays)
@@ -146,7 +146,7 @@ def test_explicit_shardings_of_q_say_mesh_and_axes():
     assert_close(out, alone("dense")[0])
 
 
-def test_vmap_over_a_batch_that_is_sharded_over_an_explicit_axis():
+def test_vmap_over_a_batch_sharded_over_an_explicit_axis():
     mesh = make_mesh((2, 2), ("rows", "context"), AxisType.Explicit)
     place = functools.partial(jax.device_put, device=NamedSharding(mesh, P("rows", "context")))
     attend = functools.partial(
@@ -158,7 +158,7 @@ def test_vmap_over_a_batch_that_is_sharded_over_an_explicit_axis():
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-def test_inside_a_shard_map_of_the_user_each_shard_is_by_itself(axis_type):
+def test_inside_a_user_shard_map_each_shard_is_independent(axis_type):
     mesh = make_mesh((2,), ("rows",), axis_type)
     rows = P("rows")
     attend = functools.partial(sparse_attention, pattern=Dense(block_size=BLOCK))
@@ -169,7 +169,7 @@ def test_inside_a_shard_map_of_the_user_each_shard_is_by_itself(axis_type):
     assert_close(out, alone("dense")[0])
 
 
-def test_a_mesh_in_context_serves_axes_that_are_named():
+def test_named_axes_use_the_mesh_in_context():
     mesh = make_mesh((2, 2), ("node", "device"))
     attend = functools.partial(
         sparse_attention, pattern=Dense(block_size=BLOCK), layout="striped",
@@ -181,7 +181,7 @@ def test_a_mesh_in_context_serves_axes_that_are_named():
     assert_close(unstripe(jax.device_get(out), layout), alone("dense")[0])
 
 
-# Nothing runs on these, so no device is needed.
+# Nothing runs on these, so they need no devices.
 def abstract(shape, names):
     return AbstractMesh(shape, names, axis_types=(AxisType.Auto,) * len(names))
 
@@ -193,45 +193,45 @@ OWN = {"mesh": MESH, "batch_axis": "rows", "sequence_axes": "context"}
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"mesh": MESH}, r"sequence_axes must name the axes .* out of \('rows', 'context'\), or "
-                         r"be \(\) for none"),
-        ({**OWN, "batch_axis": "row"}, "batch_axis=..row',. names 'row', which the mesh does not "
-                                       "have; its axes are"),
-        ({**OWN, "head_axis": "context"}, "head_axis=..context',. names 'context', which "
-                                          "sequence_axes names too"),
+        ({"mesh": MESH}, r"the mesh has axes \('rows', 'context'\), without the default "
+                         r"sequence_axes=.* or \(\) for none"),
+        ({**OWN, "batch_axis": "row"}, "batch_axis=..row',. names 'row', which is not an axis of "
+                                       "the mesh; its axes are"),
+        ({**OWN, "head_axis": "context"}, "head_axis=..context',. and sequence_axes both name "
+                                          "'context'"),
         ({"mesh": abstract((1, 1, 2), ("a", "b", "c")), "sequence_axes": ("a", "b", "c")},
-         "are 3 axes: one or two"),
+         "has 3 axes; one or two"),
         ({**OWN, "batch_axis": "context", "sequence_axes": "rows"},
-         "q has batch 2: a multiple of the 4 devices on batch_axis=..context',. .* nearest: 4"),
+         "q has batch 2; .* multiple of the 4 devices on batch_axis=..context',., such as 4"),
         ({**OWN, "batch_axis": (), "head_axis": "context", "sequence_axes": "rows"},
-         "k has 2 heads: a multiple of the 4 devices on head_axis=..context',. .* nearest: 4"),
+         "k has 2 heads; .* multiple of the 4 devices on head_axis=..context',., such as 4"),
         ({**OWN, "pattern": Dense(block_size=64)},
-         "q has 128 tokens: a multiple of 256 .block_size=64 x 4 devices on "
-         "sequence_axes=..context',.. is needed; nearest: 256"),
+         "q has 128 tokens; expected a multiple of 256 .block_size=64 x 4 devices on "
+         "sequence_axes=..context',.., such as 256"),
         ({**OWN, "pattern": Dense(block_size=32), "layout": "zigzag"},
          "seq_len=128 must be a multiple of 256 for the zigzag layout"),
         ({**OWN, "layout": Layout("striped", TOKENS, 2, BLOCK)},
-         "layout has num_ranks=2, but 4 is needed"),
-        ({**OWN, "layout": Layout("striped", TOKENS, 4, 16)}, "layout has block_size=16, but 8"),
+         "layout has num_ranks=2, but q, the pattern and sequence_axes need 4"),
+        ({**OWN, "layout": Layout("striped", TOKENS, 4, 16)}, "layout has block_size=16, but .* 8"),
         ({**OWN, "positions": np.arange(TOKENS)[::-1]},
-         "positions are not those of the striped, zigzag, contiguous layout over 4 devices"),
+         "positions match no striped, zigzag, contiguous layout over 4 devices"),
         ({**OWN, "positions": np.arange(TOKENS), "layout": "striped"},
-         "positions are not those of layout="),
+         "positions do not match layout="),
         ({**OWN, "pattern": Dense(block_size=8), "causal": False},
          "causal=False needs an unsharded sequence"),
         ({**OWN, "ring": "flat", "pattern": BlockSparseIndex.from_block_mask(
             jnp.ones((2, HEADS, 16, 16), bool), BLOCK)},
-         "a BlockSparseIndex cannot be cut into: use ring='gather'"),
+         "does not support a BlockSparseIndex.* use ring='gather'"),
         ({**OWN, "ring": "round"}, "ring='round' is unknown; it must be one of hierarchical, flat"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_the_mesh_is_refused_by_name(options, sentence):
+def test_arguments_that_do_not_match_the_mesh_raise(options, sentence):
     attend = functools.partial(sparse_attention, **{"pattern": PATTERN, **options})
     with pytest.raises(ValueError, match=sentence):
         jax.eval_shape(attend, *inputs())
 
 
-def test_a_layout_for_axes_that_are_not_there_is_refused():
+def test_a_layout_over_missing_axes_raises():
     with pytest.raises(ValueError, match="sequence_axes=..node', 'device'. names 'node', which"):
         sequence_layout(TOKENS, MESH)
     with pytest.raises(ValueError, match="seq_len=100 must be a multiple of 512 .* nearest: 512"):

@@ -1,4 +1,4 @@
-"""Attention over a mesh as a model calls it: index, ring and measures together."""
+"""The trainer's attention over a mesh: index, ring and statistics together."""
 
 import functools
 
@@ -40,7 +40,7 @@ def layout_of(kind="striped"):
 
 
 def run(pattern, given=None, **options):
-    """Output in global order, and stats; without gradients, to compile less."""
+    """Returns the output in sequence order, and stats; no gradients, to compile less."""
     layout = layout_of()
     attention = make_attention(make_mesh(DATA, NODES, DEVICES), layout, pattern, **options)
     q, k, v, _ = (x[:, layout.permutation()] for x in indices.inputs())
@@ -50,7 +50,7 @@ def run(pattern, given=None, **options):
 
 @functools.cache
 def chosen(pattern_name):
-    """The index that one device chooses, and its mask."""
+    """Returns the index that one device selects, and its mask."""
     q, k, *_ = indices.inputs()
     blocks = jnp.arange(indices.NUM_BLOCKS, dtype=jnp.int32)
     pattern = {"top_p": PATTERN, "fixed": BUDGET}[pattern_name]
@@ -69,7 +69,7 @@ def check(out, stats, mask):
     assert {x.dtype for x in jax.tree.leaves(stats)} == {jnp.dtype(jnp.float32)}
 
 
-def test_the_index_is_chosen_as_on_one_device_and_recall_is_measured():
+def test_the_index_matches_one_device_and_recall_is_measured():
     mask = chosen("top_p")
     positions = jnp.array([0, 100, 200, 255], jnp.int32)
     rows = AuditRows(positions)
@@ -83,15 +83,15 @@ def test_the_index_is_chosen_as_on_one_device_and_recall_is_measured():
     recall = (weights * mask[:, :, positions]).sum(-1).mean((0, 2))
     assert 0.1 < recall.min() and recall.max() < 0.99
     np.testing.assert_allclose(stats["audit"]["recall"], recall, atol=1e-5)
-    assert "index_gap" not in stats["audit"]  # no row is of the end
+    assert "index_gap" not in stats["audit"]  # no audited row is at the end of the sequence
 
 
-def test_the_budgets_of_a_layer_are_an_argument():
+def test_per_layer_budgets_can_be_passed_as_an_argument():
     out, stats = run(BUDGET, BUDGET)
     check(out, stats, chosen("fixed"))
 
 
-def test_a_given_index_is_used_as_it_is():
+def test_a_given_index_is_used_unchanged():
     index = indices.sparse()
     out, stats = run(Dense(indices.BLOCK_SIZE), index, ring="gather")
     check(out, stats, np.asarray(mask_from_index(index, indices.SEQ_LEN)))
@@ -106,12 +106,12 @@ def test_dense_executes_whole_tiles():
     assert stats["executed"] == pytest.approx(ratio)
 
 
-def test_a_layout_for_another_number_of_ranks_is_refused():
-    with pytest.raises(ValueError, match="num_ranks=4 but axes .* have 8 devices"):
+def test_a_layout_for_another_number_of_ranks_raises():
+    with pytest.raises(ValueError, match="num_ranks=4, but the mesh axes .* have 8 devices"):
         make_attention(make_mesh(1, 2, 4), layout_of(), PATTERN)
 
 
-def test_documents_of_more_pairs_than_an_int32_holds_can_be_measured():
+def test_documents_with_more_pairs_than_an_int32_holds_are_measured():
     seq_len, block = 131072, 2048
     attention = make_attention(
         make_mesh(1, 1, 1), Layout("striped", seq_len, 1, block), SampledRows(block_size=block),
