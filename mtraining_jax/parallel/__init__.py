@@ -1,1 +1,1 @@
-"""How a sequence lies on many devices, and attention over the ring that they form."""
+"""Sequence layouts, device meshes and ring attention."""

@@ -1,19 +1,19 @@
-"""Compiler options with which XLA hides a ring's transfers."""
+"""XLA compiler options that overlap ring attention's transfers with compute."""
 
-# By default XLA runs one collective at a time. A transfer between nodes would then hide behind one
-# kernel only, as the next hop inside the node waits for it; 4 leaves room for both, and for the
-# sum of the columns.
+# By default XLA runs one collective at a time. A transfer between nodes could then overlap only one
+# kernel, because the next hop inside the node waits for it. A limit of 4 leaves room for both, and
+# for the all-reduce of the columns.
 _GPU_OPTIONS = {"xla_gpu_experimental_parallel_collective_overlap_limit": 4}
 
 
 def ring_compiler_options(platform: str) -> dict[str, int]:
-    """Options with which to compile a program that holds ring attention.
+    """Returns the compiler options for a program with ring attention.
 
     Args:
-        platform: of the devices that it will run on, as in `jax.Device.platform`.
+        platform: platform of the target devices, as in `jax.Device.platform`.
 
     Returns:
-        For `jax.jit(..., compiler_options=...)`; empty where none are needed. Without them the
-        results are the same, but a hierarchical ring waits for its transfers between nodes.
+        Options for `jax.jit(..., compiler_options=...)`; empty if none are needed. They do not
+        affect the results; without them a hierarchical ring waits for transfers between nodes.
     """
     return dict(_GPU_OPTIONS) if platform == "gpu" else {}

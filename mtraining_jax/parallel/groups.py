@@ -1,8 +1,8 @@
-"""Groups of devices that work on batches of their own, and meet only when they are asked to.
+"""Data-parallel replicas that run independently and communicate only where asked to.
 
-The axis 'data' replicates a model over groups. `in_groups` runs a function once in each group, and
-functions that are sharded inside it (`map_shards`) are sharded over the other axes only. So nothing
-inside waits for another group, unless it names 'data' itself.
+The mesh axis 'data' replicates the model. `in_groups` runs a function once per replica, and
+functions sharded inside it (`map_shards`) use the other axes only. A replica therefore never waits
+for another one unless the function uses the axis 'data' explicitly.
 """
 
 from collections.abc import Callable, Iterable
@@ -19,16 +19,16 @@ from mtraining_jax.parallel.mesh import DATA_AXIS
 def in_groups(
     function: Callable[..., Any], mesh: Mesh | AbstractMesh, in_specs: Any, out_specs: Any
 ) -> Callable[..., Any]:
-    """`function` on the share of each group; as it is where there is one group.
+    """Maps `function` over data-parallel replicas; returns it unchanged if there is only one.
 
-    Inside, arrays have the sizes of a group, and 'data' is an axis for collectives. How they lie
-    on the other axes is XLA's affair, as under `jax.jit`.
+    Inside, arrays have per-replica shapes, and 'data' is an axis for collectives. XLA decides the
+    sharding over the other axes, as under `jax.jit`.
 
     Args:
         function: from arrays to arrays.
         mesh: axes ('data', 'node', 'device'), of type Auto.
-        in_specs: for each argument a tree of specs, which name 'data' or nothing.
-        out_specs: the same of its result.
+        in_specs: a tree of specs per argument, with 'data' or no axis.
+        out_specs: a tree of specs of the result.
     """
     if mesh.shape[DATA_AXIS] == 1:
         return function
@@ -39,7 +39,7 @@ def in_groups(
 
 
 def shared_axes(axes: Iterable[str]) -> tuple[str, ...]:
-    """Those of some axes of a mesh that shard arrays here: inside `in_groups`, all but 'data'."""
+    """Drops 'data' from mesh axes inside `in_groups`; elsewhere keeps all axes."""
     taken = jax.sharding.get_abstract_mesh().manual_axes
     return tuple(axis for axis in axes if axis not in taken)
 
@@ -47,12 +47,12 @@ def shared_axes(axes: Iterable[str]) -> tuple[str, ...]:
 def map_shards(
     function: Callable[..., Any], mesh: Mesh | AbstractMesh, in_specs: Any, out_specs: Any
 ) -> Callable[..., Any]:
-    """`jax.shard_map` without checks of replication, over the axes that shard arrays here.
+    """Applies `jax.shard_map` over the axes that shard arrays here, without replication checks.
 
     Args:
         function: from shards to shards.
-        mesh: whose devices share the work.
-        in_specs, out_specs: trees of specs, as they are outside of `in_groups`.
+        mesh: the device mesh.
+        in_specs, out_specs: trees of specs, as outside `in_groups`.
     """
     axes = shared_axes(mesh.axis_names)
     if len(axes) == len(mesh.axis_names):
@@ -69,7 +69,7 @@ def map_shards(
 
 
 def constrain(x: Array, mesh: Mesh, spec: P) -> Array:
-    """`x`, told to lie as `spec` says on the axes that shard arrays here."""
+    """Constrains the sharding of `x` to `spec`, over the axes that shard arrays here."""
     context = jax.sharding.get_abstract_mesh()
     return lax.with_sharding_constraint(
         x, NamedSharding(context if context.manual_axes else mesh, _shared(spec))
@@ -77,7 +77,7 @@ def constrain(x: Array, mesh: Mesh, spec: P) -> Array:
 
 
 def _shared(spec: P) -> P:
-    """The same without axes that do not shard arrays here."""
+    """Drops the axes that do not shard arrays here from a spec."""
 
     def left(entry: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
         if entry is None:

@@ -1,7 +1,7 @@
-"""How the tokens of a sequence are dealt to the ranks of sequence parallelism.
+"""Distribution of a sequence's tokens over context-parallel ranks.
 
-The data pipeline permutes a sequence once to *layout order* (all tokens of rank 0, then all of
-rank 1, ...). Every layer then works in that order, with no exchange of tokens inside the model.
+The data pipeline permutes each sequence once into *layout order*: all tokens of rank 0, then all of
+rank 1, and so on. Layers work in that order, so the model never exchanges tokens between ranks.
 """
 
 import dataclasses
@@ -18,29 +18,31 @@ KINDS = ("striped", "zigzag", "contiguous")
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Which rank holds which blocks of g tokens, and in which order.
+    """Assignment and order of token blocks on the context-parallel ranks.
 
-    - "striped": rank r holds blocks p, p + W, p + 2W, ... with phase p (below). Every block
+    With W ranks and blocks of g tokens:
+
+    - "striped": rank r holds blocks p, p + W, p + 2W, ... with phase p (see `nodes`). Every block
       diagonal d then meets its keys at ring distance d mod W on every rank: equal work.
-    - "zigzag": the sequence is cut into 2W chunks and rank r holds chunks r and 2W-1-r. Equal
-      work for dense causal attention, not for sparse.
+    - "zigzag": the sequence is split into 2W chunks and rank r holds chunks r and 2W-1-r. Equal
+      work for dense causal attention, but not for sparse.
     - "contiguous": rank r holds the r-th of W chunks.
 
     Attributes:
         kind: "striped", "zigzag" or "contiguous".
         seq_len: S, tokens of the whole sequence.
-        num_ranks: W.
-        block_size: g, tokens of one block.
-        nodes: N, for rings of two levels (only the striped layout uses it). Rank r is device
-            r % L of node r // L, L = W/N, and its phase is device * N + node: neighbouring
-            blocks go to different nodes. At each step of the hierarchical ring all devices of
-            a node then meet diagonals of the same residue mod W, which phase = r would not
-            give; where devices gather, all meet those of the same residues. With N = 1 the
-            phase is the rank, which is what the flat ring wants.
+        num_ranks: W, the context-parallel size.
+        block_size: g, tokens per block.
+        nodes: N, for two-level rings; used by the striped layout only. Rank r is device r % L of
+            node r // L with L = W/N, and its phase is device * N + node, so adjacent blocks go to
+            different nodes. At each step of the hierarchical ring all devices of a node then
+            meet diagonals of the same residue mod W (with phase r they would not); in a gather
+            ring, all devices meet the same set of residues. With N = 1 the phase is the rank, as
+            the flat ring needs.
 
     Raises:
-        UserError: if a field is impossible, or seq_len is not a multiple of W*g (2*W*g for
-            zigzag); the sentence gives the nearest lengths that are.
+        UserError: if a field is invalid, or seq_len is not a multiple of W*g (2*W*g for zigzag);
+            the message suggests valid lengths.
     """
 
     kind: str
@@ -70,16 +72,16 @@ class Layout:
 
     @property
     def num_blocks(self) -> int:
-        """S / g, blocks of the whole sequence."""
+        """Number of blocks of the whole sequence, S / g."""
         return self.seq_len // self.block_size
 
     @property
     def local_blocks(self) -> int:
-        """Blocks of one rank."""
+        """Number of blocks per rank."""
         return self.num_blocks // self.num_ranks
 
     def segments(self, rank: int | Array) -> tuple[Segment, ...]:
-        """The local blocks of `rank`, in order. A traced rank gives traced first blocks."""
+        """Returns the local blocks of `rank` in order; their starts are traced if `rank` is."""
         count = self.local_blocks
         if self.kind == "striped":
             phase = rank % (self.num_ranks // self.nodes) * self.nodes
@@ -92,11 +94,11 @@ class Layout:
         return (Segment(rank * count, 1, count),)
 
     def block_ids(self, rank: int | Array) -> Array:
-        """Global block number of each local block of `rank`: int32 [S / (W*g)]."""
+        """Returns the global number of each local block of `rank`: int32 [S / (W*g)]."""
         return jnp.concatenate([segment.blocks() for segment in self.segments(rank)])
 
     def local_positions(self, tokens: Array, rank: int | Array) -> Array:
-        """Where global token positions lie in the shard of `rank`.
+        """Maps global token positions to positions in the shard of `rank`.
 
         Args:
             tokens: int32 of any shape, global positions; values outside [0, S) belong to no rank.
@@ -117,14 +119,14 @@ class Layout:
         return local
 
     def gathered_positions(self, tokens: Array, ranks: Array) -> Array:
-        """Where global token positions lie in the shards of several ranks, one after another.
+        """Maps global token positions to positions in the concatenated shards of several ranks.
 
         Args:
             tokens: as in `local_positions`.
             ranks: int32 [n], may be traced.
 
         Returns:
-            int32 of the shape of `tokens`: position in the concatenated shards, or -1.
+            int32 with the shape of `tokens`: position in the concatenated shards, or -1.
         """
         size = self.local_blocks * self.block_size
         found = jnp.full_like(tokens, -1)
@@ -134,7 +136,7 @@ class Layout:
         return found
 
     def permutation(self) -> np.ndarray:
-        """Global position of each token in layout order: int64 [S], `x_layout = x[permutation]`."""
+        """Returns the position of each token in layout order: int64 [S], `x_layout = x[perm]`."""
         blocks = [
             segment.first_block + segment.stride * np.arange(segment.num_blocks)
             for rank in range(self.num_ranks)
@@ -144,7 +146,7 @@ class Layout:
         return (starts[:, None] + np.arange(self.block_size)).reshape(-1)
 
     def inverse(self) -> np.ndarray:
-        """Layout index of each global position: int64 [S], `x = x_layout[inverse]`."""
+        """Returns the layout index of each position: int64 [S], `x = x_layout[inverse]`."""
         permutation = self.permutation()
         inverse = np.empty_like(permutation)
         inverse[permutation] = np.arange(permutation.size)

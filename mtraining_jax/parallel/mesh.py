@@ -1,7 +1,7 @@
-"""The device mesh, and one table of how arrays lie on it.
+"""The device mesh and the partition specs of all arrays.
 
-Three axes, always: 'data' replicates the model over batches, ('node', 'device') together shard
-the sequence. The rank of sequence parallelism is node * L + device.
+The mesh always has three axes: 'data' for data parallelism, and ('node', 'device') together for
+context parallelism. The context-parallel rank is node * L + device, with L devices per node.
 """
 
 from collections.abc import Sequence
@@ -17,10 +17,10 @@ DEVICE_AXIS = "device"
 AXES = (DATA_AXIS, NODE_AXIS, DEVICE_AXIS)
 SEQUENCE_AXES = (NODE_AXIS, DEVICE_AXIS)
 
-# Logical arrays to mesh axes. Sequence axes are in layout order (see layout.py).
+# Partition specs by logical array. Sequence axes are in layout order (see layout.py).
 TOKENS = P(DATA_AXIS, SEQUENCE_AXES)  # [B, S]: tokens, labels, positions
-DOCUMENTS = P(DATA_AXIS, None, None)  # [B, NB, 3]: the document of each block, in global order
-SHARES = P(DATA_AXIS, None)  # [B, L]: the share of mass that each layer keeps of a sequence
+DOCUMENTS = P(DATA_AXIS, None, None)  # [B, NB, 3]: document of each block, in global order
+SHARES = P(DATA_AXIS, None)  # [B, L]: mass fraction of each layer for a sequence
 ACTIVATIONS = P(DATA_AXIS, SEQUENCE_AXES, None)  # [B, S, E]
 HEADS = P(DATA_AXIS, SEQUENCE_AXES, None, None)  # [B, S, H, D]: queries, keys, values
 REPLICATED = P()
@@ -32,21 +32,21 @@ def make_mesh(
     devices_per_node: int,
     devices: Sequence[jax.Device] | None = None,
 ) -> Mesh:
-    """A mesh of shape (data, nodes, devices_per_node) with `AxisType.Auto` axes.
+    """Builds a mesh of shape (data, nodes, devices_per_node) with `AxisType.Auto` axes.
 
-    Devices are ordered by process, and within one as given. With one process per node, or several
-    that are numbered node by node, 'device' then stays inside a node and 'node' crosses nodes. If
-    fewer devices are asked for than there are, every process gives the same number.
+    Devices are ordered by process, and within a process as given. If processes are numbered node
+    by node, 'device' stays inside a node and 'node' crosses nodes. If fewer devices are requested
+    than exist, every process contributes equally many.
 
     Args:
-        data: batches computed at the same time.
-        nodes: N.
+        data: number of data-parallel replicas.
+        nodes: N, number of nodes per replica.
         devices_per_node: L.
-        devices: default `jax.devices()`.
+        devices: defaults to `jax.devices()`.
 
     Raises:
-        ValueError: if a size is below 1, more devices are asked than there are, or the devices
-            asked cannot be spread evenly over the processes.
+        ValueError: if a size is below 1, there are too few devices, or the requested number
+            cannot be split evenly over the processes.
     """
     shape = (data, nodes, devices_per_node)
     for name, size in zip(("data", "nodes", "devices_per_node"), shape, strict=True):
@@ -67,7 +67,7 @@ def make_mesh(
         smallest = min(len(own) for own in by_process.values())
         if rest or share > smallest:
             raise ValueError(
-                f"{asked}, which cannot be spread evenly over {len(by_process)} processes "
+                f"{asked}, which cannot be split evenly over {len(by_process)} processes "
                 f"(the smallest has {smallest} devices)"
             )
         by_process = {process: own[:share] for process, own in by_process.items()}

@@ -1,11 +1,10 @@
-"""One order of collectives for all virtual CPU devices of a process.
+"""A fixed order of collectives on the virtual CPU devices of a process.
 
-The devices of a process run a program on a shared pool of threads, and a collective blocks its
-thread until all devices have come. XLA's CPU runtime does not order a collective outside a loop
-against those inside, so some devices may wait in one and the rest in the other until no thread is
-left: a deadlock. The functions here order collectives by making one depend on the data of another.
-(An optimisation barrier does not help, as it has been removed by then.) Other platforms order
-collectives when they compile, and nothing is done there.
+The devices of a process share a thread pool, and a collective blocks its thread until all devices
+have joined. XLA's CPU runtime does not order a collective outside a loop relative to those inside,
+so devices may wait in different collectives until no thread is left: a deadlock. The functions here
+order collectives by adding data dependencies. (An optimization barrier does not help: it has been
+removed by then.) On other platforms, where the compiler orders collectives, they do nothing.
 """
 
 from typing import Any
@@ -16,23 +15,23 @@ from jax import Array, lax
 
 
 def after(tree: Any, token: Array) -> Any:
-    """`tree`, made to depend on `token` on CPU, so that it cannot be used before `token` exists.
+    """Makes `tree` depend on `token` on CPU, so that it cannot be used before `token` exists.
 
     Args:
         tree: arrays of any floating dtype.
-        token: a floating array, not empty.
+        token: a non-empty floating array.
     """
 
     def wait(tree, token):
         first = token.reshape(-1)[0]
-        never = (first - first) > 1  # false, also for NaN, but not to the compiler
+        never = (first - first) > 1  # always false, even for NaN, but not constant-folded
         return jax.tree.map(lambda x: jnp.where(never, jnp.zeros_like(x), x), tree)
 
     return lax.platform_dependent(tree, token, cpu=wait, default=lambda tree, _: tree)
 
 
 def all_made(tree: Any) -> Any:
-    """`tree`, of which no array can be used before all of them exist.
+    """Makes every array of a tree depend on all of them, on CPU.
 
     Args:
         tree: floating arrays.
@@ -46,17 +45,17 @@ def all_made(tree: Any) -> Any:
 
 @jax.custom_vjp
 def in_turn(weights: Any, arrays: tuple[Array, ...]) -> tuple[Any, tuple[Array, ...]]:
-    """Keeps collectives of weights apart from those that make or use some arrays.
+    """Separates collectives on weights from those that produce or use some arrays.
 
-    Weights are gathered after `arrays` are computed, and gradients of `arrays` are used after those
-    of the weights have been sent.
+    Weights are gathered after `arrays` are computed. In the backward pass, gradients of `arrays`
+    are used after the weight gradients have been sent.
 
     Args:
-        weights: tree of floating arrays, of which collectives follow.
+        weights: tree of floating arrays that collectives are applied to.
         arrays: floating arrays.
 
     Returns:
-        Both, as they are.
+        Both arguments, unchanged.
     """
     return after(weights, _all_of(arrays)), arrays
 
@@ -74,5 +73,5 @@ in_turn.defvjp(_in_turn_fwd, _in_turn_bwd)
 
 
 def _all_of(tree: Any) -> Array:
-    """A number that exists when all arrays of a tree do."""
+    """Returns a scalar that depends on all arrays of a tree."""
     return sum(x.reshape(-1)[:1].astype(jnp.float32) for x in jax.tree.leaves(tree))

@@ -1,4 +1,4 @@
-"""Reads off a compiled program which devices meet in its collectives, and whether in a loop."""
+"""Extracts from a compiled program which devices join each collective, and whether in a loop."""
 
 import dataclasses
 import re
@@ -22,26 +22,25 @@ class Meeting:
     """A collective.
 
     Attributes:
-        kind: its opcode, as "all-reduce".
-        devices: sets of those that wait for each other.
-        in_loop: whether it is in the body of a loop, or in what that calls.
+        kind: opcode, such as "all-reduce".
+        devices: sets of devices that wait for each other.
+        in_loop: whether it is in the body of a loop, directly or in a called computation.
     """
-
     kind: str
     devices: frozenset[frozenset[int]]
     in_loop: bool
 
     def joins(self, groups: int, num_devices: int) -> bool:
-        """Whether devices of two groups wait for each other, group by group in equal parts."""
+        """Whether it joins devices of different groups, for equal groups of consecutive devices."""
         size = num_devices // groups
         return any(len({device // size for device in met}) > 1 for met in self.devices)
 
 
 def meetings(compiled: str) -> list[Meeting]:
-    """All collectives of a compiled HLO module, as text.
+    """Returns all collectives of a compiled HLO module's text.
 
     Raises:
-        ValueError: if a collective does not say who takes part.
+        ValueError: if a collective does not name its participants.
     """
     lines_of = computations(compiled)
     looped: set[str] = set()

@@ -1,4 +1,4 @@
-"""Reads off a compiled program what runs while its transfers are under way."""
+"""Extracts from a scheduled program what runs during its transfers."""
 
 import dataclasses
 import re
@@ -13,10 +13,10 @@ class Transfer:
     """A collective between devices.
 
     Attributes:
-        computation: where it starts.
-        backward: whether it belongs to the gradients.
-        hidden: whether an attention kernel, or a loop of them, runs while it is under way.
-        last: whether no kernel starts after it in its computation: nothing is left to hide behind.
+        computation: the computation it starts in.
+        backward: whether it belongs to the backward pass.
+        hidden: whether an attention kernel, or a loop of them, runs during the transfer.
+        last: whether no kernel starts after it in its computation, so nothing can hide it.
     """
 
     computation: str
@@ -26,7 +26,7 @@ class Transfer:
 
 
 def transfers(scheduled: str, kinds: tuple[str, ...] = ("collective-permute",)) -> list[Transfer]:
-    """All collectives of some kinds in a scheduled HLO module, as text, in order."""
+    """Returns all collectives of some kinds in a scheduled HLO module's text, in order."""
     lines_of = computations(scheduled)
 
     def works(line: str) -> bool:
@@ -64,7 +64,7 @@ def transfers(scheduled: str, kinds: tuple[str, ...] = ("collective-permute",)) 
 
 
 def computations(text: str) -> dict[str, list[str]]:
-    """Lines of each computation, by its name."""
+    """Returns the lines of each computation by name."""
     found: dict[str, list[str]] = {}
     lines: list[str] = []
     for line in text.splitlines():

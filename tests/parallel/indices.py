@@ -1,4 +1,4 @@
-"""Sparse indices and inputs that the tests of this folder share."""
+"""Sparse indices and inputs shared by the tests of this folder."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ MAX_VERTICALS = 40
 
 
 def build(slashes, verticals):
-    """An index from nested lists [B][Hq] of block diagonals and of key tokens."""
+    """Builds an index from nested lists [B][Hq] of block diagonals and of key tokens."""
     blocks = np.full((BATCH, HEADS, NUM_BLOCKS), NUM_BLOCKS, np.int32)
     tokens = np.full((BATCH, HEADS, MAX_VERTICALS), SEQ_LEN, np.int32)
     counts = np.zeros((2, BATCH, HEADS), np.int32)
@@ -30,7 +30,7 @@ def build(slashes, verticals):
 
 
 def sparse(seed=0):
-    """2 to 20 % of the causal pairs, with every special case in some head of some entry."""
+    """An index with 2 to 20 % of the causal pairs, and every special case in some head."""
     rng = np.random.default_rng(seed)
 
     def some(count, size):
@@ -42,16 +42,16 @@ def sparse(seed=0):
         [[0, *some(5, far)], [far], [], [0, 1, 2, 8, 16, 24]],
     ]
     verticals = [
-        # inside active blocks and outside, the first and the last token
+        # inside and outside active blocks; the first and the last token
         [[0, 1, 5, 9, SEQ_LEN - 1, *some(6, SEQ_LEN)], some(12, SEQ_LEN), [], range(17, 20)],
-        # a full list; nothing but one far diagonal; nothing at all
+        # a full list; only one far diagonal; nothing at all
         [some(MAX_VERTICALS, SEQ_LEN), [], [], [SEQ_LEN // 2, *some(20, SEQ_LEN)]],
     ]
     return build(slashes, verticals)
 
 
 def dense():
-    """Every causal pair, with the capacities of `sparse`: no recompilation."""
+    """Every causal pair, with the capacities of `sparse` to avoid recompilation."""
     everything = [[range(NUM_BLOCKS)] * HEADS] * BATCH
     return build(everything, [[[]] * HEADS] * BATCH)
 
@@ -64,23 +64,23 @@ def block_mask(seed=2):
 
 
 def blocks():
-    """Lists of blocks."""
+    """Block lists."""
     return cases.lists_of_mask(block_mask(), BLOCK_SIZE)
 
 
 def bits(rows=None):
-    """The same blocks as bits; with `rows`, in that order of query blocks."""
+    """The blocks of `blocks` as bits; `rows` gives the order of query blocks."""
     mask = block_mask() if rows is None else block_mask()[:, :, rows]
     return cases.bits_of_mask(mask, BLOCK_SIZE, rows)
 
 
 def bits_and_columns(rows=None):
-    """The same, with columns of which many lie in no block that is listed.
+    """The blocks of `bits`, plus columns, many of them outside the listed blocks.
 
-    In the second sequence, a row from the sixth block on sees none before that one.
+    In the second sequence, rows from the sixth block on have no columns before that block.
     """
     tokens = np.random.default_rng(3).integers(0, SEQ_LEN, (BATCH, HEADS, MAX_VERTICALS))
-    tokens[0, 3], tokens[1, 3, 5:] = SEQ_LEN, -1  # none, and few
+    tokens[0, 3], tokens[1, 3, 5:] = SEQ_LEN, -1  # none, and only a few
     numbers = np.arange(NUM_BLOCKS) if rows is None else np.asarray(rows)
     start = np.where(numbers < 5, 0, 5) * np.arange(BATCH)[:, None, None]
 
@@ -92,13 +92,13 @@ def bits_and_columns(rows=None):
 
 
 def dense_documents():
-    """Every causal pair of documents of many lengths, with padding between and behind them."""
+    """Every causal pair of documents of many lengths, with padding between and after them."""
     size = Size(BATCH, HEADS, KV_HEADS, NUM_BLOCKS, NUM_BLOCKS, BLOCK_SIZE, DIM)
     return cases.dense_documents(size, [[13, 1, 1, -2, 9, 3, 1], [2, 29]])
 
 
 def inputs(seed=1, dtype=jnp.float32):
-    """q, k, v and the gradient of the output, in global order."""
+    """Returns q, k, v and the gradient of the output, in sequence order."""
     rng = np.random.default_rng(seed)
     return tuple(
         jnp.asarray(rng.standard_normal((BATCH, SEQ_LEN, heads, DIM)), dtype)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from mtraining_jax.parallel.layout import KINDS, Layout
 
-LONGEST = 4 * 4 * 6 * 5  # tokens of the largest of `layouts`
+LONGEST = 4 * 4 * 6 * 5  # tokens of the largest layout in `layouts`
 
 
 @st.composite
@@ -21,7 +21,7 @@ def layouts(draw):
 
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(layouts())
-def test_permutation_is_undone_by_its_inverse_and_agrees_with_the_blocks_of_ranks(layout):
+def test_permutation_matches_its_inverse_and_the_blocks_of_ranks(layout):
     permutation = layout.permutation()
     tokens = np.arange(layout.seq_len)
     assert permutation.dtype == np.int64
@@ -30,13 +30,13 @@ def test_permutation_is_undone_by_its_inverse_and_agrees_with_the_blocks_of_rank
     starts = shards[:, :: layout.block_size] // layout.block_size
     for rank in range(layout.num_ranks):
         np.testing.assert_array_equal(layout.block_ids(rank), starts[rank])
-        assert (np.diff(starts[rank]) > 0).all()  # local order is global order
+        assert (np.diff(starts[rank]) > 0).all()  # local order follows sequence order
 
 
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(layouts())
-def test_every_token_has_one_owner_and_its_local_position_points_back(layout):
-    tokens = np.arange(LONGEST + 3, dtype=np.int32)  # the same shape for all: few compilations
+def test_every_token_has_one_owner_and_its_local_position_maps_back(layout):
+    tokens = np.arange(LONGEST + 3, dtype=np.int32)  # one shape for all layouts: few compilations
     shards = layout.permutation().reshape(layout.num_ranks, -1)
     owners = np.zeros(tokens.size, int)
     for rank in range(layout.num_ranks):
@@ -47,13 +47,13 @@ def test_every_token_has_one_owner_and_its_local_position_points_back(layout):
     np.testing.assert_array_equal(owners, tokens < layout.seq_len)
 
 
-def test_striped_deals_blocks_round_robin():
+def test_striped_distributes_blocks_round_robin():
     layout = Layout("striped", 16, 4, 2)
     np.testing.assert_array_equal(layout.permutation(), [0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13,
                                                          6, 7, 14, 15])
 
 
-def test_striped_over_nodes_deals_neighbouring_blocks_to_different_nodes():
+def test_striped_over_nodes_puts_adjacent_blocks_on_different_nodes():
     layout = Layout("striped", 8, 4, 1, nodes=2)
     blocks = [layout.block_ids(rank).tolist() for rank in range(4)]
     assert blocks == [[0, 4], [2, 6], [1, 5], [3, 7]]  # ranks 0, 1: node 0
@@ -82,6 +82,6 @@ def test_a_traced_rank_gives_the_same_blocks(kind):
         (("striped", 256, 4, 64, 3), "num_ranks=4 is not a multiple of nodes=3"),
     ],
 )
-def test_impossible_layouts_are_refused_with_one_sentence(args, sentence):
+def test_invalid_layouts_raise(args, sentence):
     with pytest.raises(ValueError, match=sentence):
         Layout(*args)

@@ -10,7 +10,7 @@ from mtraining_jax.parallel import mesh as meshes
 
 @dataclasses.dataclass(frozen=True)
 class FakeDevice:
-    """Where a device lies, as `make_mesh` reads it; stands in for those of other processes."""
+    """A device as seen by `make_mesh`; replaces those of other processes."""
 
     id: int
     process_index: int
@@ -40,22 +40,22 @@ def test_nodes_follow_processes_even_if_devices_are_interleaved():
     assert [[d.process_index for d in node] for node in mesh.devices[0]] == [[0] * 3, [1] * 3]
 
 
-def test_fewer_devices_than_there_are_come_evenly_from_all_processes():
+def test_a_subset_of_devices_is_taken_evenly_from_all_processes():
     mesh = meshes.make_mesh(1, 2, 1, devices_of(0, 0, 1, 1))
     assert [d.id for d in mesh.devices.reshape(-1)] == [0, 2]
 
 
-def test_an_uneven_share_of_processes_is_refused():
-    with pytest.raises(ValueError, match="3 devices, which cannot be spread evenly over 2 proc"):
+def test_an_uneven_split_over_processes_raises():
+    with pytest.raises(ValueError, match="3 devices, which cannot be split evenly over 2 proc"):
         meshes.make_mesh(1, 1, 3, devices_of(0, 0, 1, 1))
 
 
-def test_more_devices_than_there_are_is_refused_with_both_numbers():
+def test_too_few_devices_raise_with_both_numbers():
     sentence = "^data=1 x nodes=2 x devices_per_node=8 needs 16 devices but there are 8"
     with pytest.raises(ValueError, match=sentence):
         meshes.make_mesh(1, 2, 8)
 
 
-def test_a_size_below_one_is_refused_by_name():
+def test_a_size_below_one_raises():
     with pytest.raises(ValueError, match="^nodes=0 must be at least 1"):
         meshes.make_mesh(1, 0, 8)

@@ -1,4 +1,4 @@
-"""The ring against the oracle: output and all gradients, whatever the mesh and the layout."""
+"""Ring attention against the oracle: output and all gradients, for all meshes and layouts."""
 
 import functools
 
@@ -33,7 +33,7 @@ def expected(name):
 
 
 def compile_ring(nodes, devices, kind, ring, dtype=jnp.float32, data=1, of_index=None):
-    """A function of an index -> (out, dq, dk, dv) in global order."""
+    """Returns a function of an index -> (out, dq, dk, dv) in sequence order."""
     mesh = make_mesh(data, nodes, devices)
     spread = 1 if ring == "flat" else nodes
     layout = Layout(kind, indices.SEQ_LEN, nodes * devices, indices.BLOCK_SIZE, spread)
@@ -47,7 +47,7 @@ def compile_ring(nodes, devices, kind, ring, dtype=jnp.float32, data=1, of_index
         local, mesh=mesh, in_specs=(*[HEADS] * 4, of_index or P("data")), out_specs=HEADS,
         check_vma=False,
     )
-    # Orders are changed in NumPy, as JAX would compile a program for each shape.
+    # Reordered with NumPy; JAX would compile a program for each shape.
     arrays = [np.asarray(x)[:, layout.permutation()] for x in indices.inputs(dtype=dtype)]
     compiled = jax.jit(sharded)
     return lambda index: [np.asarray(x)[:, layout.inverse()] for x in compiled(*arrays, index)]
@@ -58,7 +58,7 @@ def check(results, name):
         np.testing.assert_allclose(result, wanted, rtol=2e-5, atol=2e-5, err_msg=f"{name} {what}")
 
 
-def test_the_sparse_index_is_really_sparse():
+def test_the_sparse_index_has_the_intended_sparsity():
     mask = np.asarray(mask_from_index(indices.sparse(), indices.SEQ_LEN))
     causal_pairs = indices.SEQ_LEN * (indices.SEQ_LEN + 1) / 2
     density = mask.sum((-1, -2)) / causal_pairs
@@ -69,7 +69,7 @@ def test_the_sparse_index_is_really_sparse():
 @pytest.mark.parametrize(
     ("nodes", "devices", "kind", "ring"),
     [
-        # An axis of 4 is the shortest on which steps lie between the first and the last.
+        # 4 is the shortest axis with steps between the first and the last.
         *(
             (*mesh, "striped", "hierarchical")
             for mesh in [(1, 1), (2, 4), (4, 2)]
@@ -90,7 +90,7 @@ def test_every_mesh_layout_and_ring(nodes, devices, kind, ring):
 
 @pytest.mark.parametrize(
     ("nodes", "devices", "kind", "ring"),
-    # The second is the only zigzag that turns with steps between the first and the last.
+    # The second is the only turning zigzag with steps between the first and the last.
     [(1, 4, "striped", "gather"), (1, 4, "zigzag", "flat")],
 )
 def test_dense_documents_are_causal_within_each(nodes, devices, kind, ring):
@@ -121,7 +121,7 @@ def test_every_rank_holds_the_rows_of_its_own_blocks(nodes, devices, kind):
     check(run(indices.bits(jnp.asarray(order))), "blocks")
 
 
-def test_columns_lie_beside_the_rows_of_every_rank():
+def test_columns_are_combined_with_sharded_rows():
     nodes, devices, kind = 2, 2, "zigzag"
     layout = Layout(kind, indices.SEQ_LEN, nodes * devices, indices.BLOCK_SIZE, nodes)
     of_index = P("data", None, ("node", "device"))
@@ -145,13 +145,13 @@ def errors_of_bf16(nodes, devices, ring):
 
 
 @pytest.mark.parametrize(("mesh", "ring"), [((1, 8), "flat"), ((4, 2), "gather")])
-def test_accumulation_stays_fp32_between_the_steps_of_a_bf16_ring(mesh, ring):
-    # Rounding the running output once a step would make the error grow with the ring.
+def test_a_bf16_ring_accumulates_in_fp32_between_steps(mesh, ring):
+    # If the running output were rounded in each step, the error would grow with the ring.
     alone, many = errors_of_bf16(1, 1, "flat"), errors_of_bf16(*mesh, ring)
     assert all(x <= 1.1 * one for x, one in zip(many, alone, strict=True))
 
 
-def test_an_index_gets_no_gradient():
+def test_an_index_has_no_gradient():
     q, k, v, dout = indices.inputs()
     layout = Layout("striped", indices.SEQ_LEN, 1, indices.BLOCK_SIZE)
     attend = functools.partial(ring_attention, layout=layout, axis_names=())
@@ -164,28 +164,28 @@ def test_an_index_gets_no_gradient():
     assert {x.dtype for x in jax.tree.leaves(index_grad)} == {jax.dtypes.float0}
 
 
-BLOCKS = "ring='hierarchical' shows the keys of one rank after another, which a BlockSparseIndex"
+BLOCKS = "ring='hierarchical' does not support a BlockSparseIndex"
 
 
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"layout": Layout("striped", 512, 1, 8)}, "q has shape .*: .batch, 512, heads, dim."),
-        ({"layout": Layout("striped", 256, 1, 16)}, "block_size=8 but the layout 16"),
-        ({"layout": Layout("striped", 256, 2, 8)}, "product 1 but the layout is for num_ranks=2"),
-        ({"axis_sizes": (1,)}, "axis_sizes=.1,. must be equally long"),
+        ({"layout": Layout("striped", 512, 1, 8)}, "q has shape .*; expected .batch, 512, heads, dim."),
+        ({"layout": Layout("striped", 256, 1, 16)}, "block_size=8 but the layout has 16"),
+        ({"layout": Layout("striped", 256, 2, 8)}, "product 1, but the layout has num_ranks=2"),
+        ({"axis_sizes": (1,)}, "axis_sizes=.1,. must have the same length"),
         ({"ring": "round"}, "ring='round' is unknown; it must be one of"),
-        ({"index": lambda: DenseIndex(8, causal=False)}, "the index is not causal"),
+        ({"index": lambda: DenseIndex(8, causal=False)}, "is causal, but the index is not"),
         (
             {
                 "index": indices.blocks, "ring": "hierarchical", "axis_names": ("device",),
                 "axis_sizes": (2,), "layout": Layout("striped", 512, 2, 8),
             },
-            BLOCKS + " cannot be cut into: use ring='gather'",
+            BLOCKS + ".* use ring='gather'",
         ),
     ],
 )
-def test_what_does_not_fit_is_refused(change, sentence):
+def test_invalid_arguments_raise(change, sentence):
     q, k, v, _ = indices.inputs()
     options = {"layout": Layout("striped", 256, 1, 8), "axis_names": ()} | change
     index = options.pop("index", indices.sparse)()

@@ -1,4 +1,4 @@
-"""When things travel: read off the traced program, as numbers cannot tell it."""
+"""Order of transfers and kernels, read from the traced program; numerics cannot show it."""
 
 import collections
 import functools
@@ -25,7 +25,7 @@ def layout_of(nodes, devices, ring, kind="striped"):
 
 @functools.cache
 def traced(nodes, devices, ring, differentiate, dq_apart=False):
-    """With `dq_apart` a backward call is two kernels, as with our Hopper backend."""
+    """With `dq_apart` a backward call is two kernels, as in the mosaic_gpu backend."""
     traced_kernels.register()
     attend = functools.partial(
         ring_attention, layout=layout_of(nodes, devices, ring), ring=ring,
@@ -53,7 +53,7 @@ def inner_jaxprs(eqn):
 
 
 def walk(jaxpr, times=1):
-    """Every jaxpr inside another, with how often it runs."""
+    """Yields every nested jaxpr with its number of executions."""
     yield jaxpr, times
     for eqn in jaxpr.eqns:
         for inner in inner_jaxprs(eqn):
@@ -71,9 +71,9 @@ def is_transfer(eqn, names=("ppermute",)):
 
 
 def exposed_transfers(jaxpr, names=("ppermute",)):
-    """Transfers of one jaxpr that no kernel running at the same time could hide.
+    """Counts the transfers of one jaxpr that no concurrent kernel could hide.
 
-    A kernel can hide a transfer if neither needs what the other gives.
+    A kernel can hide a transfer if neither depends on the other.
     """
     producer, needs = {}, []
     for number, eqn in enumerate(jaxpr.eqns):
@@ -102,7 +102,7 @@ def exposed_transfers(jaxpr, names=("ppermute",)):
         (4, 2, NESTED, 5),
     ],
 )
-def test_every_transfer_has_a_kernel_to_hide_behind_but_gradients_on_their_last_hop(
+def test_every_transfer_but_the_last_hop_of_gradients_can_overlap_a_kernel(
     nodes, devices, ring, ways_home
 ):
     def exposed(differentiate):
@@ -116,8 +116,8 @@ def test_every_transfer_has_a_kernel_to_hide_behind_but_gradients_on_their_last_
 
 
 @pytest.mark.parametrize("differentiate", [False, True])
-def test_what_travels_in_the_loop_of_a_ring_is_sent_at_the_top(differentiate):
-    # The operands of a transfer are what the step began with: no equation precedes it.
+def test_transfers_in_a_ring_loop_start_at_the_top(differentiate):
+    # Operands of a transfer are inputs of the loop body: no equation precedes it.
     found = 0
     for jaxpr, _ in walk(traced(1, 8, FLAT, differentiate)):
         for eqn in jaxpr.eqns:
@@ -130,7 +130,7 @@ def test_what_travels_in_the_loop_of_a_ring_is_sent_at_the_top(differentiate):
 
 
 @pytest.mark.parametrize(("nodes", "devices", "ring"), MESHES)
-def test_no_hop_is_wasted(nodes, devices, ring):
+def test_the_number_of_hops_is_minimal(nodes, devices, ring):
     def hops(differentiate):
         return sum(
             times * sum(map(is_transfer, jaxpr.eqns))
@@ -139,9 +139,9 @@ def test_no_hop_is_wasted(nodes, devices, ring):
 
     ranks = nodes * devices
     forward, backward = hops(False), hops(True) - hops(False)
-    # Keys and values see every rank but their own.
+    # Keys and values visit every rank but their own.
     assert forward == 2 * (ranks - 1)
-    # Their gradients also go home: once around the ring, or around each ring of the hierarchy.
+    # Their gradients also travel home: once around the ring, or around each ring of the hierarchy.
     home = ranks
     if ring == NESTED:
         home = nodes * devices * (devices > 1) + nodes * (nodes > 1)
@@ -149,7 +149,7 @@ def test_no_hop_is_wasted(nodes, devices, ring):
 
 
 def collectives(nodes, devices, differentiate):
-    """How often each collective runs where devices gather."""
+    """Counts the executions of each collective in a gather ring."""
     counts = collections.Counter()
     for jaxpr, times in walk(traced(nodes, devices, GATHER, differentiate)):
         for eqn in jaxpr.eqns:
@@ -162,29 +162,29 @@ def collectives(nodes, devices, differentiate):
 def test_gathering_moves_each_shard_once_between_nodes(nodes, devices):
     forward = collectives(nodes, devices, False)
     backward = collectives(nodes, devices, True) - forward
-    # Keys and values: gathered at every node, sent on between nodes. Columns come from what
-    # was gathered; of other nodes, by one sum.
+    # Keys and values are gathered on every node and forwarded between nodes. Columns come from
+    # the gathered keys; those of other nodes from one sum.
     assert forward["all_gather"] == 2 * nodes and forward["ppermute"] == 2 * (nodes - 1)
     assert backward["all_gather"] == backward["reduce_scatter"] == 2 * nodes
     home = nodes if nodes > 1 else 0
     assert backward["ppermute"] == 2 * (nodes - 1) + 2 * home
-    # The columns' keys and values, and in the backward pass their gradients too.
+    # Keys and values of the columns; in the backward pass their gradients too.
     sums = 0 if nodes == 1 else 2
     assert forward["psum"] == sums and backward["psum"] == 2 * sums
 
 
 @pytest.mark.parametrize(("nodes", "devices"), [(1, 8), (4, 2)])
 @pytest.mark.parametrize("differentiate", [False, True])
-def test_gathering_and_the_way_home_have_kernels_to_hide_behind(nodes, devices, differentiate):
-    # The gathering: the work on the rank's own keys, or on the keys of the node before. Gradients
-    # on their way home: dq, which no transfer waits for.
+def test_the_gather_and_returning_gradients_overlap_kernels(nodes, devices, differentiate):
+    # The gather overlaps work on the rank's own keys or on the previous node's. Returning
+    # gradients overlap dq, which no transfer depends on.
     jaxpr = traced(nodes, devices, GATHER, differentiate, dq_apart=True)
     for inner, _ in walk(jaxpr):
         assert not exposed_transfers(inner, COLLECTIVES)
 
 
 @pytest.mark.parametrize("ring", [FLAT, NESTED, GATHER])
-def test_the_backward_pass_plans_nothing(ring):
+def test_the_backward_pass_reuses_the_forward_plans(ring):
     backend = traced_kernels.register()
 
     def plans(differentiate):
@@ -196,7 +196,7 @@ def test_the_backward_pass_plans_nothing(ring):
 
 
 @pytest.mark.parametrize(("nodes", "devices", "ring"), MESHES)
-def test_a_ring_shows_every_rank_all_keys_once(nodes, devices, ring):
+def test_a_ring_visits_all_keys_once(nodes, devices, ring):
     topology = RingTopology(
         layout_of(nodes, devices, ring), ("node", "device"), (nodes, devices), ring
     )

@@ -1,4 +1,4 @@
-"""Transfers of the ring hide behind attention: read off what XLA schedules for 8 H200s."""
+"""Overlap of ring transfers with attention in XLA's schedule for 8 H200s."""
 
 import importlib.util
 
@@ -22,9 +22,9 @@ SEQ_LEN, BLOCK, HEADS_Q, HEADS_KV, DIM = 16384, 128, 4, 2, 128
 
 
 def schedule(ring: str, nodes: int, recomputed: bool = False) -> str:
-    """The scheduled program of output and gradients over 8 GPUs, with a sparse index.
+    """Returns the scheduled program of output and gradients over 8 GPUs, with a sparse index.
 
-    With `recomputed` the backward pass fetches keys and values anew, as in a training step.
+    With `recomputed` the backward pass recomputes keys and values, as in a training step.
     """
     mesh = make_mesh(1, nodes, 8 // nodes, described_h200s(8))
     layout = Layout("striped", SEQ_LEN, 8, BLOCK, 1 if ring == "flat" else nodes)
@@ -55,7 +55,7 @@ def schedule(ring: str, nodes: int, recomputed: bool = False) -> str:
     )
     options = ring_compiler_options(mesh.devices.flat[0].platform)
     assert options
-    # The device of the abstract mesh decides which kernels run.
+    # The device of the abstract mesh determines the backend.
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         traced = jax.jit(both, compiler_options=options).trace(*shapes, index)
         return traced.lower(lowering_platforms=("cuda",)).compile().as_text()
@@ -68,7 +68,7 @@ needs_plugin = pytest.mark.skipif(
 
 @needs_plugin
 @pytest.mark.timeout(900)  # compiles every kernel several times
-def test_gathering_and_scattering_hide_behind_kernels():
+def test_gather_and_scatter_overlap_kernels():
     found = transfers(schedule("gather", 1, recomputed=True), ("all-gather", "reduce-scatter"))
     assert {t.backward for t in found} == {True, False}
     assert all(t.hidden for t in found)
@@ -77,17 +77,17 @@ def test_gathering_and_scattering_hide_behind_kernels():
 @needs_plugin
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("ring", "nodes", "exposed"), [("flat", 1, 1), ("hierarchical", 2, 5)])
-def test_every_transfer_hides_behind_a_kernel_but_the_last_way_home(ring, nodes, exposed):
+def test_every_transfer_but_the_last_hop_home_overlaps_a_kernel(ring, nodes, exposed):
     found = transfers(schedule(ring, nodes))
     forward = [t for t in found if not t.backward]
     assert forward and all(t.hidden for t in forward)
-    # The gradients of the last keys have a way to go when all kernels are done.
+    # The gradients of the last keys still have to travel after all kernels are done.
     late = [t for t in found if not t.hidden]
     assert len(late) <= exposed and len(late) < len(found) - len(forward)
     assert all(t.computation.startswith("main") for t in late)
 
 
-def test_a_schedule_is_read_as_it_is_written():
+def test_the_schedule_parser():
     text = """
 %body (p: (bf16[2])) -> (bf16[2]) {
   %start.1 = ((bf16[2], bf16[2]), (bf16[2], bf16[2])) collective-permute-start(%a, %b)

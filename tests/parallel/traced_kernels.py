@@ -1,6 +1,6 @@
-"""A backend whose kernels can be found in a traced program: each call is one equation.
+"""A fake backend with kernels that can be found in a traced program: one equation per call.
 
-Its results mean nothing, but every output needs all inputs, as with real kernels.
+Its results are meaningless, but every output depends on all inputs, as with real kernels.
 """
 
 import functools
@@ -15,14 +15,14 @@ KERNELS = ("forward", "backward", "backward_rows", "backward_keys")
 
 
 class TracedKernels:
-    """See `pallas_kernels.backends.Backend`.
+    """A `pallas_kernels.backends.Backend`.
 
     Args:
-        name: of the backend.
-        dq_apart: whether a backward call is two kernels, as with our Hopper backend.
+        name: backend name.
+        dq_apart: whether a backward call is two kernels, as in the mosaic_gpu backend.
 
     Attributes:
-        planned: how often a call was planned.
+        planned: number of planned calls.
     """
 
     estimate = None
@@ -60,7 +60,7 @@ class TracedKernels:
 
 
 def _kernel(name, shapes, inputs):
-    """Arrays of some shapes from one equation of that name."""
+    """Returns arrays of the given shapes from a single equation of that name."""
 
     def kernel(inputs):
         leaves = jax.tree.leaves(inputs)
@@ -73,7 +73,7 @@ def _kernel(name, shapes, inputs):
 
 @functools.cache
 def register():
-    """Makes the backends "traced" and "traced_dq_apart" known, and gives the first."""
+    """Registers the backends "traced" and "traced_dq_apart" and returns the first."""
     traced = TracedKernels("traced", dq_apart=False)
     for backend in (traced, TracedKernels("traced_dq_apart", dq_apart=True)):
         backends.register(backend, by_name_only=True)

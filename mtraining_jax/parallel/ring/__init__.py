@@ -1,8 +1,8 @@
-"""Attention over the ring of devices that share a sequence.
+"""Ring attention over the devices that share a sequence.
 
-`ring_attention` is the public call. `topology` says who meets whom at which step; `rank_plans`
-plans what the kernels of one rank compute then, and `rank_kernels` executes it. `turning_ring` and
-`gather_ring` move keys, values and gradients; `columns` fetches key columns.
+`ring_attention` is the entry point. `topology` defines which ranks meet at which step, `rank_plans`
+plans the kernel calls of one rank and `rank_kernels` runs them. `turning_ring` and `gather_ring`
+communicate keys, values and gradients; `columns` fetches key columns.
 """
 
 from mtraining_jax.parallel.ring.ring_attention import ring_attention, ring_plans

@@ -1,7 +1,7 @@
-"""Key columns of a sparse index: fetched from their owners once, gradients returned to them.
+"""Key columns of a sparse index: all-reduced once per layer, gradients returned to their owners.
 
-A column is a handful of bytes and is needed by every rank with later queries, so all columns
-together are gathered once per layer instead of going round the ring with the keys.
+Columns are few and every rank with later queries needs them, so all of them are fetched in one
+collective per layer instead of traveling around the ring with the keys.
 """
 
 from jax import Array, lax
@@ -12,16 +12,16 @@ Pair = tuple[Array, Array]
 
 
 def fetch_columns(kv: Pair, positions: Array, axis_names: tuple[str, ...]) -> Pair:
-    """The columns of an index, the same on every rank of some axes.
+    """Fetches the columns of an index to every rank of the given axes.
 
-    Every rank contributes the columns that it owns and zeros elsewhere, so the sum over ranks
-    has one term per element and is exact in any dtype.
+    Every rank contributes its own columns and zeros elsewhere. The sum over ranks has one nonzero
+    term per element and is exact in any dtype.
 
     Args:
-        kv: [B, n, Hk, D] twice, the keys and values that this rank holds.
-        positions: int32 [B, Hq, Mv], where the columns lie among them; outside [0, n) if they
-            are held elsewhere. Every column is held at one place of the axes.
-        axis_names: mesh axes over which the keys and values are spread, () if all are here.
+        kv: [B, n, Hk, D] each, this rank's keys and values.
+        positions: int32 [B, Hq, Mv], local positions of the columns; outside [0, n) for columns
+            of other ranks. Exactly one rank holds each column.
+        axis_names: mesh axes that the keys and values are sharded over, () for none.
 
     Returns:
         keys, values [B, Mv, Hq, D] in the dtype of the keys.
@@ -33,16 +33,16 @@ def fetch_columns(kv: Pair, positions: Array, axis_names: tuple[str, ...]) -> Pa
 def return_column_gradients(
     dkv: Pair, columns: Pair, positions: Array, axis_names: tuple[str, ...]
 ) -> Pair:
-    """Adds the gradients of columns, summed over some axes, to the keys and values they are of.
+    """Sums column gradients over mesh axes and adds them to the gradients of keys and values.
 
     Args:
-        dkv: fp32 [B, n, Hk, D] twice, gradients of the keys and values that this rank holds.
-        columns: fp32 [B, Mv, Hq, D] twice, from the queries of this rank.
+        dkv: fp32 [B, n, Hk, D] each, gradients of this rank's keys and values.
+        columns: fp32 [B, Mv, Hq, D] each, column gradients from this rank's queries.
         positions: as in `fetch_columns`.
         axis_names: as in `fetch_columns`.
 
     Returns:
-        dk, dv with the gradients of the columns among them added.
+        dk, dv including the gradients of the local columns.
     """
     columns = lax.psum(columns, axis_names) if axis_names else columns
     return tuple(scatter_columns(x, y, positions) for x, y in zip(dkv, columns, strict=True))

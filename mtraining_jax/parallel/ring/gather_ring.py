@@ -1,15 +1,14 @@
-"""The ring in which the devices of a node gather their keys and values.
+"""Ring attention in which the devices of a node all-gather their keys and values.
 
-With few key/value heads the keys and values of a whole node are small. One kernel call then does
-the work of a ring inside the node, and its running output and lse stay on the chip. Between nodes
-each device still sends its own shard on, which is gathered where it arrives, so that the slow links
-carry no byte twice.
+With few key/value heads, the keys and values of a whole node are small. A single kernel call
+replaces a ring inside the node and keeps its running output and lse on chip. Between nodes each
+device forwards only its own shard, which is gathered on arrival, so no byte crosses the slow links
+twice.
 
-Communication is arranged so that XLA can hide it. The node's first gathering hides behind the
-work on the rank's own shard, which needs none of it (in the striped layout, where that work is
-separate). In each outer step the next node's shard travels and is gathered while the kernel works
-on the one before. In the backward pass the gradients that a step sends home are those of the step
-before.
+XLA can hide the communication: the first gather overlaps with the work on the rank's own shard,
+which does not depend on it (in the striped layout, where that work is separate). In each outer
+step the next node's shard is sent and gathered while the kernel works on the current one. In the
+backward pass, each step sends home the gradients of the previous step.
 """
 
 import dataclasses
@@ -36,17 +35,17 @@ from pallas_kernels.index import Index, Segment
 )
 @dataclasses.dataclass(frozen=True)
 class GatherPlans:
-    """What a rank's kernels walk in both passes; a step is the work on the keys of a node.
+    """Work lists of a rank's kernels for both passes; one step covers the keys of one node.
 
     Attributes:
-        own: of the rank's own keys, where they are apart from the node's; else None.
-        first: of the first step; with columns if it is the only one.
-        later: of the other steps, stacked; None if there are none.
-        first_with_columns: of the first step, which the backward pass takes there, so that
-            gradients of columns travel behind the steps that follow. None where `first` does.
-        last_with_columns: of the last step, which the forward pass takes there, when the columns
-            of other nodes have arrived. None where `first` or `later` does.
-        column_positions: where columns lie in the node's shards, or None.
+        own: the rank's own keys, if processed separately from the node's; else None.
+        first: the first step; with columns if it is the only step.
+        later: the other steps, stacked; None if there are none.
+        first_with_columns: the first step of the backward pass with columns, so that column
+            gradients travel during the following steps. None if `first` is used instead.
+        last_with_columns: the last step of the forward pass with columns, when the columns of
+            other nodes have arrived. None if `first` or `later` is used instead.
+        column_positions: positions of columns in the node's shards, or None.
     """
 
     own: StepPlans | None
@@ -58,19 +57,19 @@ class GatherPlans:
 
     @property
     def forward_last(self) -> StepPlans:
-        """Of the last step of the forward pass."""
+        """The last step of the forward pass."""
         if self.last_with_columns is not None:
             return self.last_with_columns
         return self.first if self.later is None else step_of(self.later, -1)
 
     @property
     def backward_first(self) -> StepPlans:
-        """Of the first step of the backward pass."""
+        """The first step of the backward pass."""
         return self.first if self.first_with_columns is None else self.first_with_columns
 
 
 def plan_gathering(topology: RingTopology, index: Index, q: Array, k: Array) -> GatherPlans:
-    """Plans all steps of a ring that gathers; arguments as those of `RankPlanner`."""
+    """Plans all steps of a gather ring; arguments as in `RankPlanner`."""
     layout = topology.layout
     planner = RankPlanner(topology, index, q, k)
     own_apart = _own_apart(topology)
@@ -98,21 +97,21 @@ def plan_gathering(topology: RingTopology, index: Index, q: Array, k: Array) -> 
 def gather_forward(
     topology: RingTopology, plans: GatherPlans, q: Array, kv: Pair
 ) -> list[Pair]:
-    """Output and lse of every query segment.
+    """Computes output and lse of every query segment.
 
     Args:
-        topology: of a ring that gathers.
+        topology: a gather ring.
         plans: from `plan_gathering`.
         q: this rank's queries.
-        kv: its keys and values.
+        kv: this rank's keys and values.
     """
     node, kernels = _Node(topology), RankKernels(topology, q)
     here = node.gather(kv)
     state: State = kernels.nothing()
     if plans.own is not None:
         state = kernels.forward(plans.own, [kv], None, state, last=False)
-    # The columns are not needed before the last step. If they were fetched at once, their sum over
-    # nodes would make the first kernel wait for the gathering.
+    # Columns are not needed before the last step. Without the barrier, their sum over nodes would
+    # make the first kernel wait for the gather.
     source = lax.optimization_barrier((here, state))[0] if topology.outer_axes else here
     columns, kv = node.columns_first(plans, kv, source)
 
@@ -140,13 +139,10 @@ def gather_backward(
     topology: RingTopology, plans: GatherPlans, q: Array, kv: Pair,
     rows: tuple[Array, Array, Array],
 ) -> tuple[list[Array], Pair]:
-    """Gradients.
+    """Computes the gradients.
 
     Args:
-        topology: as in `gather_forward`, like the next three.
-        plans: those of the forward pass.
-        q: this rank's queries.
-        kv: its keys and values.
+        topology, plans, q, kv: as in `gather_forward`.
         rows: as in `RankKernels.backward`.
 
     Returns:
@@ -157,8 +153,8 @@ def gather_backward(
     dq, collected = kernels.nothing(), None
     if plans.own is not None:
         dq, own, _ = kernels.backward(plans.own, [kv], None, rows, dq)
-        # First dk and dv of the rank's own keys, which the gathering hides behind; then those that
-        # others wait for. XLA would take them the other way round.
+        # The barrier puts dk and dv of the rank's own keys first, so that the gather overlaps
+        # with them. XLA would choose the opposite order.
         here, collected = lax.optimization_barrier((here, join(own)))
     columns, kv = node.columns_first(plans, kv, here)
 
@@ -181,7 +177,7 @@ def gather_backward(
 
     def body(carry, step):
         kv, here, collected, shares, dq = carry
-        # What the step before found goes home, and on with the keys and values it is of.
+        # Send the gradients of the previous step home, together with their keys and values.
         collected = topology.shift_outer(plus(collected, node.scatter(shares)))
         kv, arriving = node.next(kv)
         dq, shares, _ = visit(step, here, dq)
@@ -201,15 +197,15 @@ def gather_backward(
 
 
 def _own_apart(topology: RingTopology) -> bool:
-    """Whether the work on a rank's own keys is separate from that on the rest of its node's.
+    """Whether the work on a rank's own keys is separate from that on the rest of its node.
 
-    Stripes are told apart by the residue of a diagonal; elsewhere they are neighbours.
+    In the striped layout the residue of a diagonal identifies it; in others it does not.
     """
     return topology.layout.kind == "striped"
 
 
 def _node_segments(topology: RingTopology, ranks: Array) -> list[Segment]:
-    """The key segments of a node, from neighbouring chunks of its devices; see `key_segments`."""
+    """Returns the key segments of a node, merged from adjacent chunks; see `key_segments`."""
     size = topology.inner_size
     return [
         Segment(jnp.min(segment.first_block), segment.stride, size * segment.num_blocks)
@@ -218,33 +214,33 @@ def _node_segments(topology: RingTopology, ranks: Array) -> list[Segment]:
 
 
 class _Node:
-    """The shards of a node as one."""
+    """The shards of a node, treated as one."""
 
     def __init__(self, topology: RingTopology):
         self.topology = topology
         self._num_segments = len(topology.layout.segments(0))
 
     def gather(self, kv: Pair) -> Pair:
-        """[B, n, Hk, D] of every device of the node, one after another along the tokens."""
+        """Concatenates [B, n, Hk, D] of all devices of the node along the tokens."""
         axes = self.topology.inner_axes
         return jax.tree.map(lambda x: lax.all_gather(x, axes, axis=1, tiled=True), kv)
 
     def scatter(self, shares: Pair) -> Pair:
-        """The sum of all devices' gradients of this device's part of what was gathered."""
+        """Reduce-scatters the gradients of the gathered arrays to this device's part."""
         axes = self.topology.inner_axes
         return jax.tree.map(
             lambda x: lax.psum_scatter(x, axes, scatter_dimension=1, tiled=True), shares
         )
 
     def next(self, kv: Pair) -> tuple[Pair, Pair]:
-        """The shard of the same device of the next node, and all shards of that node."""
+        """Returns the shard of the same device of the next node, and all shards of that node."""
         kv = self.topology.shift_outer(kv)
         return kv, self.gather(kv)
 
     def columns_first(
         self, plans: GatherPlans, kv: Pair, here: Pair
     ) -> tuple[Pair | None, Pair]:
-        """Fetches the columns; the shard to send on, held back until then where that matters."""
+        """Fetches the columns; holds back the shard to send until then where needed."""
         columns, axes = None, self.topology.outer_axes
         if plans.column_positions is not None:
             columns = fetch_columns(here, plans.column_positions, axes)
@@ -253,16 +249,16 @@ class _Node:
         return columns, after(kv, here[0] if columns is None else columns[0])
 
     def key_segments(self, here: Pair) -> list[Pair]:
-        """The key segments of a node, those of a layout with chunks in the order of the sequence.
+        """Returns the node's key segments, for layouts with chunks in sequence order.
 
-        Second segments of a zigzag are in the reverse order of the devices.
+        The second segments of a zigzag layout are in reverse order of the devices.
         """
         if self._num_segments == 1:
             return [here]
         return list(zip(*map(self._arrange, here), strict=True))
 
     def restore(self, dkv: list[Pair]) -> Pair:
-        """Gradients of the key segments, in the order of `gather`."""
+        """Reorders the gradients of key segments into the order of `gather`."""
         if len(dkv) == 1:
             return dkv[0]
         size = self.topology.inner_size

@@ -1,4 +1,4 @@
-"""The kernel calls of one rank: its queries against keys and values that come from others."""
+"""Kernel calls of one rank: its queries against keys and values of any rank."""
 
 from collections.abc import Iterable, Sequence
 
@@ -11,14 +11,14 @@ from mtraining_jax.parallel.ring.topology import RingTopology
 from pallas_kernels import ops as kernels
 
 Pair = tuple[Array, Array]
-State = list[Pair | None]  # running (output, lse) of each query segment, fp32; None: nothing yet
+State = list[Pair | None]  # running fp32 (output, lse) of each query segment; None if still empty
 
 
 class RankKernels:
-    """Executes the plans of steps on this rank's queries.
+    """Runs planned steps on this rank's queries.
 
     Args:
-        topology: of the ring.
+        topology: the ring.
         q: [B, n, Hq, D], this rank's queries.
     """
 
@@ -29,7 +29,7 @@ class RankKernels:
         self.queries = self.split(q)
 
     def nothing(self) -> list[None]:
-        """The running results before the first call."""
+        """Returns the state before the first call."""
         return [None] * self._num_segments
 
     def forward(
@@ -39,11 +39,11 @@ class RankKernels:
         """Merges attention to the keys of one step into the running results.
 
         Args:
-            plans: of the step.
+            plans: plans of the step.
             keys: keys and values of each key segment.
-            columns: those of gathered columns, where the plans have columns.
-            state: the results so far.
-            last: whether the results are final, with the output in the dtype of the queries.
+            columns: keys and values of gathered columns, if the plans have columns.
+            state: running results.
+            last: whether this call completes the results; casts the output to the query dtype.
         """
         state = list(state)
         for (i, j), plan in zip(self._pairs, plans, strict=True):
@@ -60,17 +60,16 @@ class RankKernels:
         self, plans: StepPlans, keys: Sequence[Pair], columns: Pair | None,
         rows: tuple[Array, Array, Array], dq: list,
     ) -> tuple[list, list[Pair], Pair | None]:
-        """Gradients from the keys of one step.
+        """Computes gradients from the keys of one step.
 
         Args:
-            plans: of the step.
-            keys: as in `forward`.
-            columns: as in `forward`.
+            plans: plans of the step.
+            keys, columns: as in `forward`.
             rows: gradient of the output [B, n, Hq, D]; lse and delta fp32 [B, Hq, n].
-            dq: fp32 gradients of the query segments so far, or None for nothing yet.
+            dq: accumulated fp32 gradients of the query segments; None entries if still empty.
 
         Returns:
-            dq; fp32 (dk, dv) of each key segment; gradients of columns or None.
+            dq; fp32 (dk, dv) of each key segment; column gradients or None.
         """
         dq, dkv, dcolumns = list(dq), self.nothing(), None
         dout, lse, delta = (self.split(rows[0]), *(self.split(x, 2) for x in rows[1:]))
@@ -87,19 +86,19 @@ class RankKernels:
         return dq, dkv, dcolumns
 
     def split(self, x: Array, axis: int = 1) -> list[Array]:
-        """The parts of a shard along its token axis that belong to the rank's segments."""
+        """Splits a shard along its token axis into the rank's segments."""
         return jnp.split(x, self._num_segments, axis=axis)
 
     def split_pair(self, kv: Pair) -> list[Pair]:
-        """Keys and values of each segment of a rank's shard."""
+        """Splits a shard's keys and values into segments."""
         return list(zip(*map(self.split, kv), strict=True))
 
 
 def plus(total, share):
-    """The sum of two trees of arrays, of which the first may be None for nothing yet."""
+    """Adds two trees of arrays; `total` may be None for zero."""
     return share if total is None else jax.tree.map(jnp.add, total, share)
 
 
 def join(parts: Iterable[Pair]) -> Pair:
-    """Gradients of the segments of a shard as those of the shard."""
+    """Concatenates per-segment gradients to those of the shard."""
     return tuple(jnp.concatenate(x, axis=1) for x in zip(*parts, strict=True))

@@ -12,25 +12,25 @@ from pallas_kernels.index import Index, Segment
 from pallas_kernels.plans import Plan
 from pallas_kernels.tiles import Tiles
 
-StepPlans = tuple[Plan, ...]  # of one step: a plan for each of `segment_pairs`
+StepPlans = tuple[Plan, ...]  # plans of one step, one per entry of `segment_pairs`
 
 
 def segment_pairs(layout: Layout) -> list[tuple[int, int]]:
-    """Pairs (query segment, key segment) that can have causal work for some pair of ranks.
+    """Lists pairs (query segment, key segment) with causal work on some pair of ranks.
 
-    Segment i of any rank lies before segment i + 1 of any rank, so later key segments have none.
+    Segment i of any rank precedes segment i + 1 of any rank, so later key segments have none.
     """
     count = len(layout.segments(0))
     return [(i, j) for i in range(count) for j in range(i + 1)]
 
 
 class RankPlanner:
-    """Plans what the queries of this rank compute with the keys that reach it.
+    """Plans the attention of this rank's queries to the keys it receives.
 
     Args:
-        topology: of the ring.
-        index: what is computed, in global positions; one `by_rows` holds the rows of this rank.
-        q: [B, n, Hq, D], this rank's queries; only shape and dtype are read here and below.
+        topology: the ring.
+        index: pairs to compute, in global positions; only this rank's rows if `by_rows`.
+        q: [B, n, Hq, D], this rank's queries; only shape and dtype are read, as for k.
         k: [B, n, Hk, D], this rank's keys.
     """
 
@@ -55,7 +55,7 @@ class RankPlanner:
         self.has_columns = self._tokens is not None
 
     def column_positions(self, ranks: Array) -> Array | None:
-        """Where columns lie in the shards of some ranks, int32 [n], one after another.
+        """Returns the positions of columns in the concatenated shards of `ranks`, int32 [n].
 
         Returns:
             int32 [B, Hq, Mv] as in `fetch_columns`; None if there are no columns.
@@ -65,12 +65,11 @@ class RankPlanner:
         return self._topology.layout.gathered_positions(self._tokens, ranks)
 
     def on_segments(self, keys: Sequence[Segment], with_columns: bool) -> StepPlans:
-        """The calls on the key segments of one step.
+        """Plans the calls on the key segments of one step.
 
         Args:
-            keys: as many as a rank has; first blocks may be traced.
-            with_columns: whether columns are computed too, by the first call of each query
-                segment.
+            keys: the key segments of a rank; first blocks may be traced.
+            with_columns: whether the first call of each query segment also computes columns.
         """
         return tuple(
             self._plan(
@@ -81,12 +80,12 @@ class RankPlanner:
         )
 
     def on_stripes(self, ranks: Array, with_columns: bool, skip_own: bool) -> StepPlans:
-        """The call on the keys of several ranks, one after another, in the striped layout.
+        """Plans the call on the concatenated keys of several ranks, in the striped layout.
 
         Args:
-            ranks: int32 [n], whose keys they are.
-            with_columns: whether columns are computed too.
-            skip_own: whether to leave out this rank's own keys, which are then among them.
+            ranks: int32 [n], the ranks that hold the keys.
+            with_columns: whether to also compute columns.
+            skip_own: whether to skip this rank's own keys, which are among them.
         """
         (query,), (keys,) = self._queries, self._topology.layout.segments(ranks)
         tiles = self._shards.gathered(query, keys.first_block, skip_own)
@@ -100,10 +99,10 @@ class RankPlanner:
 
 
 def step_of(plans: StepPlans, step: int) -> StepPlans:
-    """The plans of one step out of those of several, stacked along a leading axis."""
+    """Extracts one step from stacked plans."""
     return jax.tree.map(lambda x: x[step], plans)
 
 
 def steps_between(plans: StepPlans, start: int, stop: int) -> StepPlans:
-    """The plans of some consecutive steps, stacked as they were."""
+    """Extracts consecutive steps from stacked plans."""
     return jax.tree.map(lambda x: x[start:stop], plans)

@@ -1,8 +1,8 @@
-"""Ring attention: every rank keeps its queries while keys and values travel.
+"""Ring attention: queries stay on their rank while keys and values travel.
 
-The topology says which way they travel: `turning_ring` passes keys and values round one or two mesh
-axes, `gather_ring` gathers those of a node. What the kernels walk at all steps is planned before
-the first one, for both passes.
+The topology selects the communication: `turning_ring` passes keys and values around one or two mesh
+axes, `gather_ring` gathers those of a node. The kernels' work lists for all steps of both passes
+are planned before the first step.
 """
 
 import functools
@@ -47,35 +47,36 @@ def ring_attention(
     backend: str | None = None,
     return_lse: bool = False,
 ) -> Array | tuple[Array, Array]:
-    """Causal attention of a sequence that is sharded over mesh axes; differentiable.
+    """Computes causal attention of a sequence sharded over mesh axes; differentiable.
 
-    Call it inside `jax.shard_map(..., check_vma=False)`. Residuals of the backward pass carry
-    the names `attn_out` and `attn_lse` (`jax.ad_checkpoint.checkpoint_name`).
+    Call it inside `jax.shard_map(..., check_vma=False)`. The backward pass's residuals have the
+    checkpoint names `attn_out` and `attn_lse` (`jax.ad_checkpoint.checkpoint_name`).
+
+    Source: Ring Attention (arXiv 2310.01889).
 
     Args:
         q: [B, n, Hq, D], this rank's queries in layout order, n = S/W.
         k, v: [B, n, Hk, D], Hq a multiple of Hk.
-        index: what to compute, of any causal kind, in global positions. The same on every rank,
-            or if it is `by_rows`, the rows of this rank's blocks in layout order. One that lists
-            blocks needs a ring that gathers. No gradient flows to it.
-        layout: how the S tokens are dealt to the W ranks.
+        index: pairs to compute, any causal index in global positions. Replicated, or if
+            `by_rows`, the rows of this rank's blocks in layout order. Indices that list blocks
+            need ring="gather". Not differentiated.
+        layout: distribution of the S tokens over the W ranks.
         axis_names: mesh axes of the sequence, slowest first; () on one device.
-        axis_sizes: their sizes; default: those of the mesh.
-        ring: how keys and values travel, with the same result. "gather": over the second of two
-            axes, or the only one, every device gathers the keys and values of all; over the first
-            they pass round in a ring. "hierarchical": a ring over the second axis inside each step
-            of the ring over the first. "flat": one ring over both axes.
-        scale: of the logits; default 1/sqrt(D).
-        backend: of the kernels; None for the best that runs here.
-        return_lse: whether to give the log of the softmax's denominator as well.
+        axis_sizes: sizes of these axes; defaults to those of the mesh.
+        ring: communication of keys and values; does not change the result. "gather": all-gather
+            over the last axis, ring over the first of two. "hierarchical": a ring over the second
+            axis inside each step of the ring over the first. "flat": one ring over both axes.
+        scale: scale of the logits; defaults to 1/sqrt(D).
+        backend: kernel backend; None for the fastest available one.
+        return_lse: whether to also return the log-sum-exp of the logits.
 
     Returns:
-        [B, n, Hq, D] in the dtype of q. Accumulated in fp32; gradients as well. With
-        `return_lse`, a pair of it and fp32 [B, Hq, n], natural logarithm, -inf for empty rows;
-        gradients flow through both.
+        out [B, n, Hq, D] in the dtype of q; outputs and gradients are accumulated in fp32. With
+        `return_lse`, a pair of out and lse, fp32 [B, Hq, n], natural logarithm, -inf for empty
+        rows; gradients flow through both.
 
     Raises:
-        UserError: if `ring` is unknown, or cannot show keys as the index needs them.
+        UserError: if `ring` is unknown or does not support the index.
         ValueError: if shapes, layout and axes do not match.
     """
     if axis_sizes is None:
@@ -93,40 +94,39 @@ def ring_attention(
 def ring_plans(
     topology: RingTopology, index: Index, q: Array, k: Array
 ) -> GatherPlans | TurningPlans:
-    """What the kernels of this rank walk at all steps of both passes.
+    """Plans the kernels' work at all steps of both passes.
 
     Args:
-        topology: of a ring of any number of ranks.
+        topology: a ring of any number of ranks.
         index: as in `ring_attention`.
-        q: [B, n, Hq, D], this rank's queries; only shape and dtype are read.
-        k: [B, n, Hk, D], this rank's keys; likewise.
+        q: [B, n, Hq, D], this rank's queries; only shape and dtype are read, as for k.
+        k: [B, n, Hk, D], this rank's keys.
     """
     plan = plan_gathering if topology.gathers else plan_turning
     return plan(topology, index, q, k)
 
 
 def _check(topology: RingTopology, q: Array, k: Array, v: Array, index: Index) -> None:
-    """Raises ValueError (UserError where another ring would do) unless arrays and index suit."""
+    """Raises ValueError for mismatched arrays or index, UserError if another ring would work."""
     layout = topology.layout
     local_tokens = layout.seq_len // layout.num_ranks
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4 or x.shape[1] != local_tokens:
             raise ValueError(
-                f"{name} has shape {x.shape}: [batch, {local_tokens}, heads, dim] is needed, as "
+                f"{name} has shape {x.shape}; expected [batch, {local_tokens}, heads, dim], for "
                 f"seq_len={layout.seq_len} over {layout.num_ranks} ranks"
             )
     if index.block_size != layout.block_size:
         raise ValueError(
-            f"the index has block_size={index.block_size} but the layout {layout.block_size}"
+            f"the index has block_size={index.block_size} but the layout has {layout.block_size}"
         )
     if not index.causal:
-        raise ValueError("a ring computes causal attention, but the index is not causal")
+        raise ValueError("ring attention is causal, but the index is not")
     turns = layout.num_ranks > 1 and not topology.gathers
     if turns and not index.key_shards_apart:
         raise UserError(
-            f"ring={topology.ring!r} shows the keys of one rank after another, which a "
-            f"{type(index).__name__} cannot be cut into: use ring='gather', over at least two "
-            "devices of a node"
+            f"ring={topology.ring!r} does not support a {type(index).__name__}, which cannot be "
+            "split by the ranks of the keys; use ring='gather' with at least two devices per node"
         )
 
 
@@ -146,7 +146,7 @@ def _ring_fwd(topology, q, k, v, plans):
 def _ring_bwd(topology, residuals, cotangents):
     dout, dlse = cotangents
     q, k, v, plans, out, lse = residuals
-    # d lse / d logits are the softmax weights, so its cotangent joins delta in every kernel.
+    # d lse / d logits are the softmax weights, so the cotangent of lse is folded into delta.
     rows = dout, lse, delta_of(out, dout, backend=topology.backend) - dlse
     run = gather_backward if topology.gathers else turning_backward
     dq, (dk, dv) = run(topology, plans, q, (k, v), rows)

@@ -1,4 +1,4 @@
-"""Which rank's keys a rank meets at which step of the ring."""
+"""Topology of a ring: which ranks meet at which step."""
 
 import dataclasses
 
@@ -15,25 +15,25 @@ RINGS = ("hierarchical", "flat", "gather")
 
 @dataclasses.dataclass(frozen=True)
 class RingTopology:
-    """The static description of a ring; usable inside `shard_map` over `axis_names`.
+    """Static description of a ring; usable inside `shard_map` over `axis_names`.
 
-    In general two rings are nested: at each of `outer_size` steps keys and values go once round the
-    inner axis, while those of the next node are on their way over the outer one. A flat ring is the
-    case of one outer step.
+    In general two rings are nested: in each of `outer_size` steps, keys and values pass once
+    around the inner axis while those of the next node travel along the outer axis. A flat ring has
+    one outer step.
 
     Attributes:
-        layout: the layout of the sequence; `layout.num_ranks` must be the product of the sizes.
+        layout: layout of the sequence; `layout.num_ranks` must be the product of the sizes.
         axis_names: mesh axes of the sequence, slowest first.
         axis_sizes: their sizes.
-        ring: "hierarchical" is two nested rings (with one axis, one ring); "flat" is one ring over
-            all axes; "gather" is a ring over the outer axis, at each step of which the devices of
-            the inner axis gather each other's keys and values.
-        scale: of the logits; None is 1/sqrt(D).
-        backend: of the kernels; None is the best that runs here.
+        ring: "hierarchical": two nested rings (one ring with a single axis). "flat": one ring over
+            all axes. "gather": a ring over the outer axis; in each step the devices along the inner
+            axis all-gather their keys and values.
+        scale: scale of the logits; None is 1/sqrt(D).
+        backend: kernel backend; None is the fastest available one.
 
     Raises:
         UserError: if `ring` is unknown.
-        ValueError: if the sizes do not fit the names or the layout.
+        ValueError: if the sizes do not match the names or the layout.
     """
 
     layout: Layout
@@ -47,24 +47,24 @@ class RingTopology:
         check_ring(self.ring)
         if len(self.axis_names) != len(self.axis_sizes) or len(self.axis_names) > 2:
             raise ValueError(
-                f"axis_names={self.axis_names} and axis_sizes={self.axis_sizes} must be equally "
-                "long, at most 2"
+                f"axis_names={self.axis_names} and axis_sizes={self.axis_sizes} must have the "
+                "same length, at most 2"
             )
         if self.inner_size * self.outer_size != self.layout.num_ranks:
             raise ValueError(
-                f"axis_sizes={self.axis_sizes} have the product "
-                f"{self.inner_size * self.outer_size} but the layout is for "
+                f"axis_sizes={self.axis_sizes} have product "
+                f"{self.inner_size * self.outer_size}, but the layout has "
                 f"num_ranks={self.layout.num_ranks}"
             )
 
     @property
     def nested(self) -> bool:
-        """Whether the two axes have a ring each."""
+        """Whether each of two axes has its own ring."""
         return self.ring != "flat" and len(self.axis_names) == 2
 
     @property
     def gathers(self) -> bool:
-        """Whether devices gather keys and values, which takes more than one of them."""
+        """Whether devices gather keys and values, which needs more than one device."""
         return self.ring == "gather" and self.inner_size > 1
 
     @property
@@ -82,7 +82,7 @@ class RingTopology:
 
     @property
     def inner_axes(self) -> tuple[str, ...]:
-        """Mesh axes of the inner ring, or of the gathering in its place."""
+        """Mesh axes of the inner ring, or of the gather that replaces it."""
         return self.axis_names[1:] if self.nested else self.axis_names
 
     @property
@@ -91,37 +91,37 @@ class RingTopology:
         return self.axis_names[:1] if self.outer_size > 1 else ()
 
     def rank(self) -> Array | int:
-        """This device's rank (traced), 0 where there is only one."""
+        """Returns this device's rank (traced); 0 if there is only one."""
         return lax.axis_index(self.axis_names) if self.axis_names else 0
 
     def source(self, rank: Array | int, outer_step: Array | int, inner_step: Array | int):
-        """The rank whose keys `rank` holds at a step (ints, numpy or traced)."""
+        """Returns the rank that `rank`'s keys come from at a step (ints, NumPy or traced)."""
         node, device = rank // self.inner_size, rank % self.inner_size
         node = (node - outer_step) % self.outer_size
         return node * self.inner_size + (device - inner_step) % self.inner_size
 
     def node_ranks(self, rank: Array | int, outer_step: Array | int) -> Array:
-        """Int32 [inner_size]: the ranks whose keys `rank` gathers at an outer step, in order."""
+        """Returns the ranks with keys that `rank` gathers at an outer step: int32 [inner_size]."""
         node = (rank // self.inner_size - outer_step) % self.outer_size
         return node * self.inner_size + jnp.arange(self.inner_size, dtype=jnp.int32)
 
     def every_row(self, x: Array) -> Array:
-        """An array with a row for each block, [B, H, rows, ...], of all ranks.
+        """Gathers the rows of all ranks of an array [B, H, rows, ...] with one row per block.
 
         Args:
             x: the rows of this rank's blocks, in layout order.
 
         Returns:
-            The rows in the order of the sequence, the same on every rank.
+            The rows in sequence order, replicated.
         """
-        # One axis after another, the inner one first: `jax.vmap` knows no other way.
+        # One axis at a time, the inner one first: `jax.vmap` supports no other way.
         for name in reversed(self.axis_names):
             x = lax.all_gather(x, name, axis=2, tiled=True)
         size = self.layout.block_size
         return x[:, :, np.argsort(self.layout.permutation()[::size])]
 
     def shift_inner(self, tree):
-        """Sends every array of `tree` one rank on along the inner axis."""
+        """Sends every array of `tree` to the next rank along the inner axis."""
         return _shift(tree, self.inner_axes, self.inner_size)
 
     def shift_outer(self, tree):

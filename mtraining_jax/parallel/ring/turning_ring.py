@@ -1,14 +1,14 @@
-"""The rings in which keys, values and their gradients pass from rank to rank.
+"""Rings in which keys, values and their gradients pass from rank to rank.
 
-Going once round all ranks of a mesh axis is a *turn*. Communication is arranged so that XLA can
-hide it. What travels to the next step is sent on at the *top* of a step, as it arrived, before the
-kernel that uses it: no transfer waits for a kernel of its own step. In the backward pass dk and dv
-follow one step later for the same reason: the sums that a step sends are those of the step before,
-and the kernel's share is added to what arrives.
+A *turn* is one pass around all ranks of a mesh axis. XLA can hide the communication: data for the
+next step is sent at the *beginning* of a step, before the kernel that uses it, so no transfer waits
+for a kernel of its own step. For the same reason dk and dv follow one step later in the backward
+pass: a step sends the sums of the previous step, and the kernel's contribution is added to what
+arrives.
 
-By default XLA runs one collective at a time on GPUs. In a hierarchical ring a transfer between
-nodes would then hide behind one kernel only. With `ring_compiler_options` it goes on during all
-steps inside the node (as seen in the schedule that jax 0.11.2 compiles for 8 H200).
+By default XLA runs one collective at a time on GPUs, so in a hierarchical ring a transfer between
+nodes would overlap only one kernel. With `ring_compiler_options` it overlaps all steps inside the
+node (as seen in the schedule that jax 0.11.2 compiles for 8 H200).
 """
 
 import dataclasses
@@ -33,14 +33,14 @@ from pallas_kernels.index import Index
 )
 @dataclasses.dataclass(frozen=True)
 class TurningPlans:
-    """What a rank's kernels walk in both passes.
+    """Work lists of a rank's kernels for both passes.
 
     Attributes:
-        steps: of every step, without columns, with leading axes [outer size, inner size].
-        first: of the first step, with columns, which the backward pass takes there, so that their
-            gradients travel behind the steps that follow. None without columns.
-        last: of the last step, with columns, which the forward pass takes there. None without.
-        column_positions: where columns lie in this rank's shard, or None.
+        steps: every step, without columns, with leading axes [outer size, inner size].
+        first: the first step of the backward pass with columns, so that column gradients travel
+            during the following steps. None without columns.
+        last: the last step of the forward pass with columns. None without columns.
+        column_positions: positions of columns in this rank's shard, or None.
     """
 
     steps: StepPlans
@@ -50,7 +50,7 @@ class TurningPlans:
 
 
 def plan_turning(topology: RingTopology, index: Index, q: Array, k: Array) -> TurningPlans:
-    """Plans all steps of a turning ring; arguments as those of `RankPlanner`."""
+    """Plans all steps of a turning ring; arguments as in `RankPlanner`."""
     planner = RankPlanner(topology, index, q, k)
 
     def of_step(outer: Array | int, inner: Array | int, with_columns: bool = False) -> StepPlans:
@@ -72,13 +72,13 @@ def plan_turning(topology: RingTopology, index: Index, q: Array, k: Array) -> Tu
 def turning_forward(
     topology: RingTopology, plans: TurningPlans, q: Array, kv: Pair
 ) -> list[Pair]:
-    """Output and lse of every query segment, by turning keys and values.
+    """Computes output and lse of every query segment.
 
     Args:
-        topology: of a ring of several ranks that does not gather.
+        topology: a ring of several ranks that does not gather.
         plans: from `plan_turning`.
         q: this rank's queries.
-        kv: its keys and values.
+        kv: this rank's keys and values.
     """
     kernels = RankKernels(topology, q)
     columns, kv = _columns_first(topology, plans, kv)
@@ -94,7 +94,7 @@ def turning_forward(
             lambda step, kv, state, end: attend(step, kv, state, last and end),
         )
 
-    state = [_nothing_yet(x) for x in kernels.queries]  # loops carry arrays
+    state = [_nothing_yet(x) for x in kernels.queries]  # loop carries must be arrays
     return _turn(topology.outer_size, topology.shift_outer, plans.steps, kv, state, inner_turn)
 
 
@@ -102,13 +102,10 @@ def turning_backward(
     topology: RingTopology, plans: TurningPlans, q: Array, kv: Pair,
     rows: tuple[Array, Array, Array],
 ) -> tuple[list[Array], Pair]:
-    """Gradients by turning keys and values, and gradients with them.
+    """Computes the gradients, which travel with their keys and values.
 
     Args:
-        topology: as in `turning_forward`, like the next three.
-        plans: those of the forward pass.
-        q: this rank's queries.
-        kv: its keys and values.
+        topology, plans, q, kv: as in `turning_forward`.
         rows: as in `RankKernels.backward`.
 
     Returns:
@@ -143,7 +140,7 @@ def turning_backward(
 def _columns_first(
     topology: RingTopology, plans: TurningPlans, kv: Pair
 ) -> tuple[Pair | None, Pair]:
-    """Fetches the columns, and keeps the ring from starting before where that matters."""
+    """Fetches the columns; holds back the start of the ring until then where needed."""
     if plans.column_positions is None:
         return None, kv
     columns = fetch_columns(kv, plans.column_positions, topology.axis_names)
@@ -151,7 +148,7 @@ def _columns_first(
 
 
 def _nothing_yet(q: Array) -> Pair:
-    """The running output and lse of queries before the first step."""
+    """Returns the running output and lse before the first step."""
     lse = jnp.full((q.shape[0], q.shape[2], q.shape[1]), -jnp.inf, jnp.float32)
     return jnp.zeros(q.shape, jnp.float32), lse
 
@@ -159,14 +156,14 @@ def _nothing_yet(q: Array) -> Pair:
 def _turn(
     size: int, shift: Callable, steps: StepPlans, kv: Pair, state: State, visit: Callable
 ) -> State:
-    """One turn of keys and values over an axis: `size` visits, size - 1 hops.
+    """Runs one turn of keys and values over an axis: `size` visits, size - 1 hops.
 
     Args:
-        size: ranks on the axis.
-        shift: sends a tree of arrays one rank on.
+        size: number of ranks on the axis.
+        shift: sends a tree of arrays to the next rank.
         steps: plans of every visit, stacked.
-        kv: keys and values of this rank.
-        state: what visits update.
+        kv: this rank's keys and values.
+        state: state that visits update.
         visit: (plans, kv, state, whether it is the last) -> state.
     """
 
@@ -183,19 +180,16 @@ def _turn(
 def _turn_back(
     size: int, shift: Callable, steps: StepPlans, kv: Pair, dq: list, visit: Callable
 ):
-    """One turn of keys, values and the gradients that they collect.
+    """Runs one turn of keys, values and the gradients that they collect.
 
     Args:
-        size: as in `_turn`, like the next three.
-        shift: sends a tree of arrays one rank on.
-        steps: plans of every visit, stacked.
-        kv: keys and values of this rank.
+        size, shift, steps, kv: as in `_turn`.
         dq: gradients of the queries, which visits add to.
-        visit: (plans, kv, dq, whether it is the first) -> dq, this rank's share of (dk, dv) of
-            the visiting keys and values, and gradients of columns or None.
+        visit: (plans, kv, dq, whether it is the first) -> dq, this rank's contribution to (dk, dv)
+            of the visiting keys and values, and column gradients or None.
 
     Returns:
-        dq; (dk, dv) of this rank's own keys and values; gradients of columns or None.
+        dq; (dk, dv) of this rank's own keys and values; column gradients or None.
     """
     first = step_of(steps, 0)
     if size == 1:
