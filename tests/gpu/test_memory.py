@@ -45,4 +45,4 @@ def test_a_piece_that_is_not_there_is_told():
     assert done.returncode == 0, done.stderr
     first, second = done.stdout.splitlines()
     assert first == "2 fit"
-    assert second.startswith("4 refused: a training step needs ") and "in one piece" in second
+    assert second.startswith("4 refused: a training step needs ") and "in one block" in second

@@ -14,12 +14,12 @@ from mtraining_jax.config.schema import RopeScalingConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 VOCAB = 61
-# Columns and diagonals, instead of the rows of `tiny_config`.
+    # Vertical-slash, instead of the row blocks of `tiny_config`.
 VERTICAL_SLASH = {
     "kind": "vertical_slash", "last_q": 8, "min_verticals": 2, "min_slashes": 2,
     "max_verticals": 8, "max_slashes": 4,
 }  # fmt: skip
-# For heads of 16: up to 32 tokens the first divisors, then the others.
+    # For heads of 16: the short factors up to 32 tokens, the long ones above.
 LONGROPE = RopeScalingConfig(
     type="longrope", factor=4.0, original_max_position_embeddings=32, short_factor=(1.0,) * 8,
     long_factor=(2.0,) * 8,
@@ -27,11 +27,11 @@ LONGROPE = RopeScalingConfig(
 
 
 def tiny_config(folder: Path, **sections: dict) -> Config:
-    """A run of 2 layers on a mesh of 1 x 2 x 2; `sections` replace fields of theirs."""
+    """A run of 2 layers on a 1 x 2 x 2 mesh; `sections` override single fields."""
     folder.mkdir(parents=True, exist_ok=True)
     data = folder / "tokens.npy"
     if not data.exists():
-        # Each token follows from the one before, mostly: easy to learn.
+        # Each token mostly follows from the previous one, which is easy to learn.
         rng = np.random.default_rng(0)
         follows, tokens = rng.permutation(VOCAB), [0]
         for surprise in rng.random(20_000) < 0.1:
@@ -52,7 +52,7 @@ def tiny_config(folder: Path, **sections: dict) -> Config:
             "dtype": "float32",
         },
         "sparsity": {
-            "kind": "sampled_rows",  # which compiles in two thirds of the time of the default
+            "kind": "sampled_rows",  # compiles in two thirds of the time of the default
             "block_size": 8,
             "sampled_rows": 2,
             "tau": 0.6,
@@ -73,7 +73,7 @@ def tiny_config(folder: Path, **sections: dict) -> Config:
 
 
 def changed(config: Config, **sections: dict) -> Config:
-    """The configuration with other values in some fields."""
+    """Returns the configuration with some fields changed."""
     return dataclasses.replace(
         config,
         **{
@@ -88,7 +88,7 @@ def losses(records: list[dict]) -> np.ndarray:
 
 
 def written(config: Config) -> list[dict]:
-    """What metrics.jsonl says; a run that was cut off may leave a last line that is not whole."""
+    """Reads metrics.jsonl; a killed run may leave an incomplete last line."""
     lines = (config.run.folder / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines if line.endswith("}")]
 
@@ -96,7 +96,7 @@ def written(config: Config) -> list[dict]:
 def start_process(
     config: Config, folder: Path, *arguments: str, program: Path = ROOT / "train.py"
 ) -> subprocess.Popen:
-    """Starts `train.py` with this configuration; its output goes to a pipe, errors with it."""
+    """Starts `train.py` with this configuration; stdout and stderr go to one pipe."""
     path = folder / "config.toml"
     path.write_text(config_to_toml(config))
     environment = {name: value for name, value in os.environ.items() if "SLURM" not in name}
@@ -111,5 +111,5 @@ def start_process(
 
 
 def dumps(value: object) -> str:
-    """JSON, to compare nested values by."""
+    """JSON text, to compare nested values."""
     return json.dumps(value, sort_keys=True)

@@ -21,9 +21,9 @@ from tests.training.step_memo import made_once
 
 
 def use_shared_programs():
-    """Goes back to the programs of all tests, where a run has used others."""
+    """Restores the compilation cache of all tests after a run has set its own."""
     jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
-    # A run keeps its small programs too; those of other tests take longer to keep than to compile.
+    # Small programs of other tests take longer to cache than to compile.
     seconds = float(os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"])
     jax.config.update("jax_persistent_cache_min_compile_time_secs", seconds)
     compilation_cache.reset_cache()
@@ -31,7 +31,7 @@ def use_shared_programs():
 
 @pytest.fixture(scope="package", autouse=True)
 def _equal_steps_are_made_once():
-    """Runs of one process share their steps, as far as these are equal."""
+    """Shares equal training steps between the runs of one process."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(programs, "make_train_step", made_once)
         yield
@@ -39,9 +39,9 @@ def _equal_steps_are_made_once():
 
 @pytest.fixture(scope="module")
 def drawn_alone():
-    """Models are drawn on one device and then spread, as drawing compiles anew for each mesh.
+    """Initializes models on one device and then shards them; initializing compiles for each mesh.
 
-    Drawing on a mesh is in test_state.py, where values do not depend on it.
+    test_state.py initializes on a mesh, and checks that values do not depend on it.
     """
 
     def init(spec, *, seed, mesh, fsdp):
@@ -61,7 +61,7 @@ def shared(tmp_path_factory):
 
 @pytest.fixture
 def config(shared, tmp_path):
-    """A run that writes into a folder of its own."""
+    """A run with its own output folder."""
     yield tiny_config(
         shared,
         run={
@@ -76,14 +76,14 @@ def config(shared, tmp_path):
 
 @dataclasses.dataclass(frozen=True)
 class Whole:
-    """A run that has ended; its checkpoints are of steps 2 and 4."""
+    """A finished run with checkpoints of steps 2 and 4."""
 
     config: Config
     records: list[dict]
     printed: str
 
     def copy(self, name: str) -> Config:
-        """The same run once more, under another name and as far."""
+        """Copies the run under another name."""
         copy = changed(self.config, run={"name": name})
         shutil.copytree(self.config.run.folder, copy.run.folder)
         return copy
@@ -91,10 +91,10 @@ class Whole:
 
 @pytest.fixture(scope="package")
 def whole():
-    """One run on 1 x 1 x 4 devices, which several tests go on from; none writes into its folder.
+    """A run on 1 x 1 x 4 devices that several tests resume from; none writes into its folder.
 
-    The first process of pytest that needs it runs it for all. Two nodes would add a third of its
-    time; an audit over nodes is in test_step.py, a step in test_shipped_configs.py.
+    The first pytest process that needs it runs it for all. Two nodes would add a third of its time;
+    test_step.py audits over nodes, and test_shipped_configs.py takes a step over nodes.
     """
     folder = Path(os.environ["JAX_COMPILATION_CACHE_DIR"]) / "whole"
     folder.mkdir(exist_ok=True)
@@ -108,7 +108,7 @@ def whole():
     ended = folder / "records.json"
     with FileLock(folder / "lock"):
         if not ended.exists():
-            shutil.rmtree(config.run.folder, ignore_errors=True)  # of a process that failed
+            shutil.rmtree(config.run.folder, ignore_errors=True)  # from a process that failed
             printed = io.StringIO()
             with contextlib.redirect_stdout(printed):
                 records = run(config)
@@ -119,10 +119,7 @@ def whole():
 
 @pytest.fixture
 def plain_config(config):
-    """The same with dense attention on one device, for what does not depend on it.
-
-    It compiles in a third of the time.
-    """
+    """A run with dense attention on one device, which compiles in a third of the time."""
     return changed(
         config, sparsity={"kind": "dense"}, parallel={"nodes": 1, "devices_per_node": 1}
     )

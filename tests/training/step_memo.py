@@ -1,8 +1,8 @@
-"""Steps of runs that differ in nothing that a step is made of, made and traced once a process.
+"""Training steps shared by runs with equal step inputs, built and traced once per process.
 
-Most of the time of a run as small as those of tests goes to tracing and lowering a step that an
-earlier run of the process has had. What a step is made of is compared, not what it becomes; in
-test_processes.py processes that trace their own go on where others have stopped.
+Most of the time of such a small run is tracing and lowering a step that an earlier run of the
+process already had. The memo compares the inputs of a step, not the result; in test_processes.py,
+processes that trace their own steps resume where others have stopped.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ _made: OrderedDict[str, Any] = OrderedDict()
 
 
 def made_once(config, builder, attention, mesh, inputs=None, audit=None):
-    """`make_train_step`, or what it gave for an equal step: its arguments are equal too."""
+    """`make_train_step`, or its earlier result for equal arguments."""
     devices, each_layer = mesh.device_ids.tolist(), inputs is not None
     of_step = _of_step(config, audit is not None)
     key = repr((of_step, _of_attention(attention), devices, each_layer))
@@ -32,7 +32,7 @@ def made_once(config, builder, attention, mesh, inputs=None, audit=None):
 
 
 def _of_step(config: Config, audited: bool) -> tuple:
-    """What a step may read of a configuration."""
+    """Returns what a step may read from a configuration."""
     optimizer = dataclasses.replace(config.optimizer, max_skipped_steps=0)
     sparsity = dataclasses.replace(config.sparsity, dense_first=0, dense_last=0, dense_every=0)
     return (
@@ -43,7 +43,7 @@ def _of_step(config: Config, audited: bool) -> tuple:
 
 
 def _of_attention(attention: Any) -> tuple:
-    """What `make_attention` has made it of."""
+    """Returns the arguments of `make_attention`."""
     within = inspect.getclosurevars(attention).nonlocals
     pattern, (way,) = within["pattern"], within["run"].args
     arrays = [np.asarray(getattr(pattern, name)).tobytes() for name in pattern.arrays]

@@ -1,4 +1,4 @@
-"""Audits of a run: gradients against dense ones, and what is told of them."""
+"""Audits of a run: comparison with dense gradients, and alarms."""
 
 import json
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("drawn_alone")
 
 
 def test_gradients_are_compared_with_dense_ones_in_the_steps_asked_for(config):
-    """In two groups and two micro-batches, beside audits in all steps."""
+    """With two replicas and two micro-batches, in addition to audits in all steps."""
     config = changed(
         config, run={"steps": 3}, parallel={"data": 2, "nodes": 1, "devices_per_node": 1},
         data={"batch_size": 4}, optimizer={"accumulation_steps": 2},
@@ -43,7 +43,7 @@ def test_gradients_are_compared_with_dense_ones_in_the_steps_asked_for(config):
         assert 0 < record["gradient_seconds"] < 60
         layers = record["global_gradient_cosine_per_layer"]
         assert len(layers) == 2 and 0.2 < min(layers) <= max(layers) < 0.9999
-    # Told when it is so for the second time.
+    # Reported at the second occurrence in a row.
     assert records[0]["alarms"] == []
     assert "a cosine of 0." in records[2]["alarms"][0] and "on 64 tokens" in records[2]["alarms"][0]
     assert "sparsity.tau = 0.6 may be larger" in records[2]["alarms"][0]
@@ -66,7 +66,7 @@ def test_cosines_of_gradients_are_those_of_numpy():
     rng = np.random.default_rng(1)
     shapes = {"layers.mlp.weight": (3, 5, 4), "layers.norm.weight": (3, 5), "norm.weight": (5,)}
     own, dense = (
-        # As small as gradients may be: squares leave fp32.
+        # As small as gradients may be: their squares underflow in fp32.
         {name: rng.normal(size=shape).astype(np.float32) * 1e-25 for name, shape in shapes.items()}
         for _ in range(2)
     )
@@ -99,7 +99,7 @@ def figures(**changes):
     return audit_record(found, {})
 
 
-def test_a_record_tells_means_and_the_worst_head():
+def test_a_record_has_means_and_the_worst_head():
     record = figures(recall=((1, 2), 0.3), index_gap=((0, 1), np.nan))
     assert record["recall"] == pytest.approx(4.8 / 6)
     assert record["recall_worst"] == 0.3 and record["recall_worst_per_layer"] == [0.9, 0.3]
@@ -133,7 +133,7 @@ def test_an_alarm_names_layer_head_and_option_when_it_is_so_twice(config):
     assert "layer 0 head 0 has a cosine of -0.100 between" in of_gradient
     assert "layer 0 head 1 keeps 0.400 more of the mass of the last queries than" in of_gap
     assert 'sparsity.kind = "sampled_rows"' in of_gap
-    # A run that was stopped goes on counting, and tells nothing twice.
+    # A resumed run continues the count, and does not repeat an alarm.
     once, again = Alarms(config), Alarms(config)
     once.of(low)
     again.go_to(json.loads(json.dumps(once.state())))

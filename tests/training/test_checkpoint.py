@@ -1,4 +1,4 @@
-"""Reading checkpoints: what is said of a read that fails, and what it leaves behind."""
+"""Reading checkpoints: messages for failed reads, and cleanup after them."""
 
 import asyncio
 import gc
@@ -46,14 +46,14 @@ def random(shape, dtype):
     return jnp.asarray(bits.astype(dtype))
 
 
-def test_damage_is_told_in_one_sentence_with_the_first_cause(config, tmp_path, monkeypatch):
+def test_damage_is_one_message_with_the_first_cause(config, tmp_path, monkeypatch):
     reported = []
     monkeypatch.setattr(sys, "unraisablehook", lambda x: reported.append(repr(x.exc_value)))
     checkpoints = Checkpoints(tmp_path, keep=1, async_save=False)
     checkpoints.save(1, state_of(20), None, config)
     checkpoints.close()
     for path in (tmp_path / "1" / "arrays").rglob("*"):
-        if path.is_file() and path.parent.name == "d":  # the data, not what describes it
+        if path.is_file() and path.parent.name == "d":  # the data, not the metadata
             path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     sharding = SingleDeviceSharding(jax.devices()[0])
 
@@ -73,7 +73,7 @@ def test_damage_is_told_in_one_sentence_with_the_first_cause(config, tmp_path, m
     assert reported == []
 
 
-def test_reads_that_go_on_after_a_failure_find_their_loop_open():
+def test_reads_that_continue_after_a_failure_have_an_open_loop():
     failed, woken, threads = threading.Event(), [], []
 
     async def fail():
@@ -105,7 +105,7 @@ def test_reads_that_go_on_after_a_failure_find_their_loop_open():
         finally:
             threading.Timer(0.05, failed.set).start()
             loop.close()
-    threads[0].join()  # the loop may end before the thread has noted what it found
+    threads[0].join()  # the loop may end before the thread has recorded its result
     assert woken == ["open"]
 
 
@@ -117,12 +117,12 @@ def test_reads_that_go_on_after_a_failure_find_their_loop_open():
         (ValueError("UNAVAILABLE: no answer\nof the server"), "could not be read (UNAVAILABLE: no"),
         (TimeoutError("too slow"), "could not be read (too slow"),
         (RuntimeError("INTERNAL: of the library"), "could not be read (INTERNAL: of the library"),
-        (TypeError("a mistake of ours"), "could not be read (a mistake of ours"),
-        (MemoryError(), "there is not enough memory to read the checkpoint runs/7 (MemoryError)"),
+        (TypeError("a programming error"), "could not be read (a programming error"),
+        (MemoryError(), "not enough memory to read the checkpoint runs/7 (MemoryError)"),
         (RuntimeError("RESOURCE_EXHAUSTED: out"), "not enough memory to read the checkpoint"),
         (OSError(12, "Cannot allocate memory"), "not enough memory to read the checkpoint"),
-        (FileNotFoundError(2, "No such file"), "runs/7 lacks a file ([Errno 2] No such file"),
-        (KeyError('Item "record" was not found in the checkpoint.'), "runs/7 lacks a file ('Item"),
+        (FileNotFoundError(2, "No such file"), "missing from the checkpoint runs/7 ([Errno 2] No"),
+        (KeyError('Item "record" was not found in the checkpoint.'), "checkpoint runs/7 ('Item"),
         (ValueError("DATA_LOSS: checksum"), "the checkpoint runs/7 is damaged (DATA_LOSS"),
         (
             ValueError("FAILED_PRECONDITION: ZSTD_decompressStream() failed: Data corruption"),
@@ -131,17 +131,17 @@ def test_reads_that_go_on_after_a_failure_find_their_loop_open():
         (json.JSONDecodeError("Expecting value", "{", 1), "runs/7 is damaged (Expecting value"),
     ],
 )
-def test_only_what_the_files_show_is_called_damage(error, sentence):
+def test_only_evidence_of_damage_is_called_damage(error, sentence):
     outer = ValueError("while reading <bound method f>")
     outer.__cause__ = error
     for raised in (error, outer):
-        told = str(unreadable(Path("runs/7"), raised))
-        assert sentence in told and "\n" not in told
-        assert "delete" not in told
-        assert ("move it" in told) == ("damaged" in told)
+        message = str(unreadable(Path("runs/7"), raised))
+        assert sentence in message and "\n" not in message
+        assert "delete" not in message
+        assert ("move it" in message) == ("damaged" in message)
 
 
-def test_a_checkpoint_that_cannot_be_written_is_told_in_one_sentence(
+def test_a_checkpoint_that_cannot_be_written_is_one_message(
     config, tmp_path, monkeypatch, caplog, capfd
 ):
     checkpoints = Checkpoints(tmp_path, keep=2, async_save=True)
@@ -156,7 +156,7 @@ def test_a_checkpoint_that_cannot_be_written_is_told_in_one_sentence(
             checkpoints.close()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert "a checkpoint cannot be written (File too large); older ones are" in str(error.value)
+    assert "a checkpoint could not be written (File too large); older ones" in str(error.value)
     assert "\n" not in str(error.value)
     del error
     gc.collect()
@@ -164,7 +164,7 @@ def test_a_checkpoint_that_cannot_be_written_is_told_in_one_sentence(
     assert newest_step(tmp_path) == 1
 
 
-def test_what_a_thread_of_the_library_logs_late_is_not_shown(caplog):
+def test_late_logs_of_orbax_threads_are_hidden(caplog):
     class Late(threading.Thread):
         __module__ = "orbax.checkpoint.futures"
 
@@ -176,7 +176,7 @@ def test_what_a_thread_of_the_library_logs_late_is_not_shown(caplog):
 
         def join(self, timeout=None):
             super().join(timeout)
-            raise OSError("as the library's threads do")
+            raise OSError("as the threads of Orbax do")
 
     late = Late()
     with told_once():
@@ -187,7 +187,7 @@ def test_what_a_thread_of_the_library_logs_late_is_not_shown(caplog):
     assert "raised an exception" in caplog.text
 
 
-def test_a_write_that_fails_after_the_first_one_is_not_shown(monkeypatch):
+def test_later_failed_writes_are_hidden(monkeypatch):
     shown = []
     monkeypatch.setattr(sys, "unraisablehook", shown.append)
 
@@ -208,7 +208,7 @@ def test_a_checkpoint_that_is_older_than_a_field_had_its_default(config):
     del saved["model"]["rms_norm_eps"], saved["model"]["rope_scaling"], saved["optimizer"]
     check_same_model(Path("runs/7"), saved, shapes, state, config)
     other = changed(config, model={"rms_norm_eps": 1e-5})
-    with pytest.raises(UserError, match=r"model\.rms_norm_eps = 1e-06 there and 1e-05 here"):
+    with pytest.raises(UserError, match=r"has model\.rms_norm_eps = 1e-06, but this run has 1e-05"):
         check_same_model(Path("runs/7"), saved, shapes, state, other)
 
     scaled = config_to_dict(config)

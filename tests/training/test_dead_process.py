@@ -1,4 +1,4 @@
-"""When one process of a run dies, the others stop and say so."""
+"""If one process of a run dies, the others stop with a message."""
 
 import os
 import socket
@@ -15,7 +15,7 @@ from mtraining_jax.training import distributed
 ROOT = Path(__file__).resolve().parents[2]
 HEARTBEAT_TIMEOUT = 4
 
-# Works with the other process until it goes away; or, as in a collective of GPUs, waits for ever.
+# Works with the other process until that one dies; or waits forever, as in a collective of GPUs.
 PROCESS = """
 import sys, time
 import jax
@@ -50,7 +50,7 @@ except Exception as error:
 @pytest.mark.parametrize(
     ("wait", "message"),
     [
-        ("", "error: another process of the run went away while this one worked with it"),
+        ("", "error: another process of the run ended during a collective"),
         ("wait", "another task died"),
     ],
 )
@@ -77,7 +77,7 @@ def test_the_others_stop_with_a_message(wait, message):
             process.kill()
             process.communicate()
     assert survivor.returncode != 0 and message in output, output
-    assert time.monotonic() - killed < 10 * HEARTBEAT_TIMEOUT  # of a busy machine
+    assert time.monotonic() - killed < 10 * HEARTBEAT_TIMEOUT  # allows for a busy machine
     if not wait:
         assert "Traceback" not in output
 

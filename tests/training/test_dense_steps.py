@@ -15,14 +15,14 @@ ONE = {"nodes": 1, "devices_per_node": 1}
 
 @pytest.fixture
 def sparse(config):
-    """Four steps on one device, each with an audit: so a run has one sparse program."""
+    """Four steps on one device, all audited, so a run has one sparse program."""
     return changed(
         config, parallel=ONE, audit={"every_steps": 1, "rows": 16}, checkpoint={"every_steps": 2}
     )
 
 
 def checksums(config, step):
-    """Of every array of a checkpoint: parameters, moments, counters."""
+    """Checksums of every array of a checkpoint: parameters, moments, counters."""
     folder = checkpoint_folder(config) / str(step) / "record"
     return json.loads((folder / "metadata").read_text())["checksums"]
 
@@ -46,7 +46,7 @@ def test_they_are_at_both_ends_and_every_so_often(sparse, capsys):
         assert (record["density"] == 1.0) == dense and record["density"] > 0.02
         assert ("recall" in record) != dense
         executed = record["attention_flops_executed"] / record["attention_flops_dense_equivalent"]
-        # Whole tiles, so a little more than all causal pairs.
+        # Full tiles, so slightly more than all causal pairs.
         assert (1.0 <= executed < 1.1) == dense
         assert np.isfinite(record["loss"]) and record["skipped_steps"] == 0
     printed = capsys.readouterr().out
@@ -65,7 +65,7 @@ def test_a_run_that_ends_dense_is_one_of_two_commands_to_the_bit(sparse, capsys)
     assert [without_times(x) for x in records] == [without_times(x) for x in parts]
     assert checksums(one, 4) == checksums(two, 4) != checksums(one, 2)
 
-    # Stopped before its dense steps it takes the same ones, and compiles no other.
+    # A run stopped before its dense steps takes the same ones, and compiles no other program.
     shutil.rmtree(checkpoint_folder(one) / "4")
     capsys.readouterr()
     rest = run(one)
@@ -74,4 +74,4 @@ def test_a_run_that_ends_dense_is_one_of_two_commands_to_the_bit(sparse, capsys)
     assert checksums(one, 4) == checksums(two, 4)
     printed = capsys.readouterr().out
     assert printed.count("compiling ") == 1
-    assert "compiling the training step with all pairs" in printed
+    assert "compiling the training step with dense attention" in printed

@@ -17,7 +17,7 @@ SLURM = {
 
 @pytest.fixture
 def joined(monkeypatch):
-    """What JAX is asked for."""
+    """Records the calls to `jax.distributed.initialize`."""
     calls = []
     monkeypatch.setattr("jax.distributed.initialize", lambda **arguments: calls.append(arguments))
     return calls
@@ -29,7 +29,7 @@ def test_alone_without_a_scheduler_and_with_one_task(joined):
         {},
         {**SLURM, "SLURM_NTASKS": "1"},
         {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "4"},  # a batch script, outside of srun
-        {"KUBERNETES_SERVICE_HOST": "10.0.0.1"},  # a pod that is not of an indexed job
+        {"KUBERNETES_SERVICE_HOST": "10.0.0.1"},  # a pod that is not part of an indexed job
         {"OMPI_COMM_WORLD_SIZE": "1"},
     ):
         assert not distributed.initialize(config, environment)
@@ -51,7 +51,7 @@ def test_fields_come_first(joined):
     }
 
 
-def test_slurm_with_one_task_a_node_leaves_all_gpus_to_it(joined):
+def test_slurm_with_one_task_a_node_uses_all_its_gpus(joined):
     for tasks in ("1", "1,1(x3)"):
         distributed.initialize(DistributedConfig(), SLURM | {"SLURM_STEP_TASKS_PER_NODE": tasks})
         assert "local_device_ids" not in joined.pop()
@@ -86,23 +86,23 @@ def test_slurm_first_host(joined, nodes, first):
     assert joined[0]["coordinator_address"].startswith(f"{first}:")
 
 
-def test_variables_that_make_no_sense_are_named(joined):
+def test_invalid_variables_are_named(joined):
     environment = {name: value for name, value in SLURM.items() if name != "SLURM_PROCID"}
     with pytest.raises(UserError, match="SLURM_PROCID"):
         distributed.initialize(DistributedConfig(), environment)
     for name in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"):
-        with pytest.raises(UserError, match=f"{name}=many in the environment must be a number"):
+        with pytest.raises(UserError, match=f"variable {name}=many must be a number of processes"):
             distributed.initialize(DistributedConfig(), {"SLURM_STEP_NODELIST": "n", name: "many"})
     pod = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "1"}
     with pytest.raises(UserError, match="package kubernetes"):
         distributed.initialize(DistributedConfig(), pod)
 
 
-def test_failure_is_one_sentence_with_who_said_so(monkeypatch):
+def test_failure_is_one_message_with_its_source(monkeypatch):
     def fail(**arguments):
         raise RuntimeError("DEADLINE_EXCEEDED: nobody there\nand a stack trace")
 
     monkeypatch.setattr("jax.distributed.initialize", fail)
-    with pytest.raises(UserError, match=r"\(SLURM\) did not find each other: DEADLINE") as error:
+    with pytest.raises(UserError, match=r"\(SLURM\) could not connect: DEADLINE") as error:
         distributed.initialize(DistributedConfig(), SLURM)
     assert "\n" not in str(error.value)

@@ -1,4 +1,4 @@
-"""Training on packed documents: the same losses and gradients as on each document alone."""
+"""Training on packed documents: the same losses and gradients as for separate documents."""
 
 import jax
 import jax.numpy as jnp
@@ -15,14 +15,14 @@ from tests.training.common import LONGROPE, VOCAB, changed, tiny_config
 pytestmark = pytest.mark.usefixtures("drawn_alone")
 
 SEQ_LEN, BLOCK = 128, 8
-LENGTHS = [[30, 1, 57], [8, 64, 17, 20]]  # the second one has room for no more
+LENGTHS = [[30, 1, 57], [8, 64, 17, 20]]  # the second sequence is full
 SPARSE = {"kind": "sampled_rows", "tau": 0.6, "sampled_rows": 2, "dense_below": 40}
 
 
 class Run:
-    """A step on some mesh, and batches made by hand.
+    """A step on some mesh, and handmade batches.
 
-    With `weighted`, labels have weights: 1 each, so that losses are those without.
+    With `weighted`, all labels have weight 1, so losses do not change.
     """
 
     def __init__(self, folder, rows, weighted=False, **sections):
@@ -39,11 +39,11 @@ class Run:
         self._start = self.builder.fresh()
 
     def start(self):
-        """A state of its own; a step takes its argument's buffers over."""
+        """A new state, because a step donates its argument."""
         return jax.tree.map(jnp.copy, self._start)
 
     def batch(self, lengths):
-        """One with documents of these lengths; their tokens do not depend on where they lie."""
+        """A batch with documents of these lengths; their tokens do not depend on their position."""
         tokens, labels, positions = (np.zeros((len(lengths), SEQ_LEN), np.int32) for _ in range(3))
         labels -= 100
         documents = Documents.from_lengths(lengths, SEQ_LEN, BLOCK)
@@ -72,9 +72,9 @@ class Run:
 
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory):
-    # Between nodes, documents are in tests/attention/test_documents.py.
+    # Documents that cross nodes are in tests/attention/test_documents.py.
     mesh = {"nodes": 1, "devices_per_node": 2}
-    # One program for all tests; what it is compared with has no weights.
+    # One program for all tests; the reference has no weights.
     return Run(tmp_path_factory.mktemp("packed"), 2, weighted=True, parallel=mesh)
 
 
@@ -97,7 +97,7 @@ def test_a_step_on_packs_is_a_step_on_each_document_alone(packed, tmp_path):
     np.testing.assert_allclose(share, pairs / (SEQ_LEN * (SEQ_LEN + 1) / 2), rtol=1e-6)
     density = metrics["layers"]["density"]
     assert (density > 0.5).all() and (density < 0.999).all()
-    # Pairs add up, whatever shares a sequence; the means of densities do not.
+    # Pairs add up over any packing; mean densities do not.
     of_layers = metrics["layers"], wanted["layers"]
     for name in ("computed_pairs", "executed_pairs"):
         packs, documents = (x[name] * n for x, n in zip(of_layers, (2, 8), strict=True))

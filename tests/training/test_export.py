@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("drawn_alone")
 
 
 def saved_parameters(config, step):
-    """Those of a checkpoint of the run, fp32."""
+    """The fp32 parameters in a checkpoint of the run."""
     builder = StateBuilder(config, parts.build_mesh(config))
     checkpoints = Checkpoints(checkpoint_folder(config), keep=2, async_save=False)
     try:
@@ -32,7 +32,7 @@ def saved_parameters(config, step):
 
 
 def exported_parameters(config):
-    """Those that a run would start from, by the names of ours."""
+    """The exported parameters, under our names."""
     builder = StateBuilder(config, parts.build_mesh(config))
     return builder.flatten(load_hf(config.run.folder / "hf", config.model))
 
@@ -60,11 +60,11 @@ def test_a_run_exports_its_last_state_and_another_starts_from_it(plain_config, c
     assert written["torch_dtype"] == "bfloat16" and written["eos_token_id"] is None
     assert_rounded(exported_parameters(config), saved_parameters(config, 1))
 
-    # Going on replaces it.
+    # A resumed run replaces it.
     run(changed(config, run={"steps": 2}))
     assert_rounded(exported_parameters(config), saved_parameters(config, 2))
 
-    # A run that is complete is exported without a step.
+    # A complete run is exported without a step.
     shutil.rmtree(folder)
     assert run(changed(config, run={"steps": 2})) == []
     assert f"wrote      {folder}" in capsys.readouterr().out
@@ -73,7 +73,7 @@ def test_a_run_exports_its_last_state_and_another_starts_from_it(plain_config, c
         "checkpoints", "hf", "metrics.jsonl",
     ]  # fmt: skip
 
-    # Frozen parameters come out as they went in, and the tokenizer goes along.
+    # Frozen parameters and the tokenizer come out unchanged.
     start = shutil.copytree(folder, tmp_path / "start")
     (start / "tokenizer.json").write_text("{}")
     (start / "generation_config.json").write_text('{"eos_token_id": 60}')
@@ -93,7 +93,7 @@ def test_a_run_exports_its_last_state_and_another_starts_from_it(plain_config, c
         assert np.array_equal(after[name], tensor) == ("self_attn" not in name), name
 
 
-def test_the_tokenizer_of_training_goes_along_whatever_its_name(plain_config, tmp_path):
+def test_the_tokenizer_of_training_is_exported_whatever_its_name(plain_config, tmp_path):
     path = tmp_path / "words.json"
     path.write_text("{}")
     start = tmp_path / "start"
@@ -108,14 +108,14 @@ def test_the_tokenizer_of_training_goes_along_whatever_its_name(plain_config, tm
         "tokenizer_config.json": plain,
         "generation_config.json": start / "generation_config.json",
     }
-    beside = changed(own, data={"tokenizer": str(start / "tokenizer.json")})
-    assert set(_tokenizer_files(beside)) == {path.name for path in start.iterdir()}
-    assert _tokenizer_files(beside)["tokenizer_config.json"] == start / "tokenizer_config.json"
+    adjacent = changed(own, data={"tokenizer": str(start / "tokenizer.json")})
+    assert set(_tokenizer_files(adjacent)) == {path.name for path in start.iterdir()}
+    assert _tokenizer_files(adjacent)["tokenizer_config.json"] == start / "tokenizer_config.json"
     assert _tokenizer_files(plain_config) == {}
 
 
-def test_the_token_that_ended_texts_is_known(plain_config):
-    assert _eos(plain_config) is None  # token ids, of which nothing is said
+def test_the_end_token_of_documents(plain_config):
+    assert _eos(plain_config) is None  # token ids, for which it is unknown
     assert _eos(changed(plain_config, data={"eos": 7})) == 7
     text = changed(plain_config, data={"source": "text", "tokenizer": "bytes"})
     assert _eos(text) == 256

@@ -1,4 +1,4 @@
-"""Groups of devices with even work, in whole runs."""
+"""Data-parallel replicas with balanced work, in full runs."""
 
 import shutil
 
@@ -19,7 +19,7 @@ S = 128
 
 @pytest.fixture(scope="module")
 def documents(tmp_path_factory):
-    """A file of documents of one block to a whole sequence."""
+    """A file of documents, from one block up to a full sequence."""
     folder = tmp_path_factory.mktemp("documents")
     path = tiny_config(folder).data.paths[0]
     rng = np.random.default_rng(0)
@@ -32,7 +32,7 @@ def documents(tmp_path_factory):
 
 @pytest.fixture
 def packed(config, documents):
-    """As `--config tiny`, smaller: two groups of two ranks, each with two micro-batches of two."""
+    """A smaller `--config tiny`: two replicas of two ranks, each with two micro-batches of two."""
     run = config.run
     overrides = {
         "run.steps": 5, "run.output_dir": run.output_dir, "run.log_every": 1,
@@ -59,7 +59,7 @@ def test_a_balanced_and_tuned_run_trains_resumes_and_says_how_even_it_is(packed,
     assert "data.balance = density" in printed
     assert "groups     attention of the busiest 1." in printed
     assert f"imbalance {whole[0]['attention_imbalance']:.2f}  " in printed
-    # Documents of at most 3 blocks are below 40 tokens: dense. Those of 4 to 7 may be, or not.
+    # Documents of up to 3 blocks have fewer than 40 tokens: dense. Those of 4 to 7 may be dense.
     assumed = assumed_densities(config)
     assert assumed.tolist() == [1, 1, *3 * [density_of_lists(S, 0.6)]]
     for record in whole:
@@ -70,13 +70,13 @@ def test_a_balanced_and_tuned_run_trains_resumes_and_says_how_even_it_is(packed,
         assert 1 <= record["step_imbalance"] <= record["attention_imbalance"] < 1.3
         assert 1 <= record["step_imbalance_predicted"] <= record["attention_imbalance_predicted"]
         assert len(record["attention_ms_by_group"]) == 2
-        # Tuning never leaves groups less even, as predicted.
+        # By prediction, tuning never makes replicas less balanced.
         assert record["attention_imbalance_predicted"] <= record["attention_imbalance_untuned"]
         assert record["tuned"] == "tau" and len(record["tuned_per_layer"]) == 2
         assert all(0.3 <= share <= 0.8 for share in record["tuned_by_group"])
         assert record["infeasible"] in (0, 0.5, 1)
     shares = np.array([record["tuned_by_group"] for record in whole])
-    # The mean lies between both groups: where one keeps more, the other keeps less.
+    # The mean lies between both replicas: where one keeps more, the other keeps less.
     apart = shares != 0.6
     assert apart.any() and ((shares > 0.6).sum(1) == (shares < 0.6).sum(1)).all()
     assert f"tau {shares[0].min():.3f} to {shares[0].max():.3f}" in printed

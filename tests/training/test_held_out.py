@@ -1,4 +1,4 @@
-"""Held-out loss while a run trains."""
+"""Validation loss during training."""
 
 import shutil
 
@@ -20,7 +20,7 @@ from tests.training.common import VOCAB, changed, losses, written
 
 @pytest.fixture
 def held_out(plain_config, tmp_path):
-    """One device, dense, with 9 sequences of 64 held out, of which 2 batches of 3 are read."""
+    """One device, dense, with 9 validation sequences of 64; it reads 2 batches of 3."""
     path = tmp_path / "held_out.npy"
     np.save(path, np.random.default_rng(5).integers(0, VOCAB, 9 * 64).astype(np.uint16))
     data = changed(plain_config, data={"paths": (str(path),), "seq_len": 64, "batch_size": 3}).data
@@ -33,12 +33,12 @@ def test_resumed_run_evaluates_as_one_that_was_not_interrupted(held_out, capsys)
     assert [("eval_loss" in record) for record in whole] == [False, True, False, True, True]
     assert written(config) == whole
     means = whole[1]["eval_loss_by_position"]
-    counts = np.array([1, 2, 4, 8, 16, 32])  # 63 labels of a sequence
+    counts = np.array([1, 2, 4, 8, 16, 32])  # 63 labels per sequence
     assert np.average(means, weights=counts) == pytest.approx(whole[1]["eval_loss"], rel=1e-6)
     printed = capsys.readouterr().out
     assert f"held-out loss {whole[1]['eval_loss']:.4f}" in printed
     assert "tokens: 1 file, 576 tokens" in printed and "  held out   " in printed
-    # Evaluated at other steps, training goes on with the same numbers.
+    # Evaluation at other steps does not change the training metrics.
     shutil.rmtree(checkpoint_folder(config) / "5")
     rest = run(changed(config, eval={"every_steps": 5}))
     np.testing.assert_array_equal(losses(rest), losses(whole[3:]))
@@ -48,7 +48,7 @@ def test_resumed_run_evaluates_as_one_that_was_not_interrupted(held_out, capsys)
 
 
 def test_losses_are_those_of_the_model_and_dense_and_sparse_differ(config, tmp_path):
-    """Against all logits at once."""
+    """Compares with the full logits."""
     path = tmp_path / "held_out.npy"
     tokens = np.random.default_rng(5).integers(0, VOCAB, (2, 128))
     np.save(path, tokens.astype(np.uint16).ravel())
@@ -88,12 +88,12 @@ def test_losses_are_those_of_the_model_and_dense_and_sparse_differ(config, tmp_p
     assert first["eval_loss_dense_by_position"][2] == pytest.approx(third, rel=1e-5)
 
 
-def test_too_little_held_out_text_is_refused(held_out):
+def test_too_little_validation_data_is_refused(held_out):
     with pytest.raises(UserError) as error:
         run(changed(held_out, eval={"batches": 4}))
     assert str(error.value) == (
-        "eval.batches = 4 of eval.data.batch_size = 3 are 12 sequences, and eval.data has 9 of 64 "
-        "tokens"
+        "eval.batches = 4 with eval.data.batch_size = 3 needs 12 sequences, but eval.data has only "
+        "9 of 64 tokens; reduce eval.batches"
     )
     data = changed(held_out, data={"paths": ("nowhere.npy",)}).data
     with pytest.raises(UserError, match='^eval.data.paths: "nowhere.npy" does not exist'):

@@ -1,4 +1,4 @@
-"""Whole runs: what they write, and how they resume."""
+"""Full runs: what they write, and how they resume."""
 
 import shutil
 import sys
@@ -26,7 +26,7 @@ def folder_of(config, step):
 def test_a_whole_run_has_its_records_and_a_checkpoint(whole, config):
     assert newest_step(checkpoint_folder(whole.config)) == 4
     assert written(whole.config) == whole.records
-    # An audit measures, and changes nothing.
+    # Audits change nothing else.
     plain = run(changed(config, parallel={"nodes": 1, "devices_per_node": 4}))
     np.testing.assert_allclose(losses(whole.records), losses(plain), rtol=1e-6)
     assert not FIGURES.keys() & plain[0].keys()
@@ -41,15 +41,15 @@ def test_resumed_run_has_bit_identical_losses(whole, capsys):
     assert [record["step"] for record in rest] == [3, 4]
     np.testing.assert_array_equal(losses(rest), losses(whole.records[2:]))
     assert [r["grad_norm"] for r in rest] == [r["grad_norm"] for r in whole.records[2:]]
-    # The second audit in a row is told, also where a stop lies between both.
+    # The second audit in a row raises the alarm, also across a restart.
     assert len(whole.records[3]["alarms"]) == 1
     assert rest[1]["alarms"] == whole.records[3]["alarms"]
     assert [record["step"] for record in written(config)] == [1, 2, 3, 4]
-    assert "going on from the checkpoint of step 2" in capsys.readouterr().out
+    assert "resuming from the checkpoint of step 2" in capsys.readouterr().out
 
 
 def cut_off_after_3(config):
-    """As if the run had been cut off after step 3: what it wrote of it is taken back."""
+    """Takes back what the run wrote after step 3, as if it had been killed there."""
     shutil.rmtree(folder_of(config, 4))
 
 
@@ -61,9 +61,9 @@ def test_a_complete_run_does_nothing_and_one_that_starts_anew_keeps_the_old(plai
     printed = capsys.readouterr().out
     assert "test is complete" in printed and "--run.steps=8" in printed
 
-    # Anew: the same losses again, and the old results are kept.
-    anew = run(changed(config, run={"steps": 1}, checkpoint={"resume": False}))
-    np.testing.assert_array_equal(losses(anew), losses(whole[:1]))
+    # From scratch: the same losses again, and the old results are kept.
+    again = run(changed(config, run={"steps": 1}, checkpoint={"resume": False}))
+    np.testing.assert_array_equal(losses(again), losses(whole[:1]))
     assert "test.1" in capsys.readouterr().out
     assert (config.run.folder.with_name("test.1") / "checkpoints" / "4").is_dir()
     assert [record["step"] for record in written(config)] == [1]
@@ -81,13 +81,13 @@ def check_records(config, records):
         # 2 sequences, 2 layers, 2 heads of 16; 4 D forward and 10 D backward for each pair.
         dense = 2 * 2 * 2 * 14 * 16 * 128 * 129 / 2
         assert record["attention_flops_dense_equivalent"] == dense
-        # Executed tiles hold all computed pairs, and masked ones.
+        # The executed tiles hold all computed pairs, and masked ones.
         assert record["density"] < record["attention_flops_executed"] / dense < 1.1
         assert record["skipped_steps"] == 0
-        # Of a CPU neither is known.
+        # Unknown for a CPU.
         assert record["mfu"] is None and record["memory_bytes_in_use"] is None
     assert [("recall" in record) for record in records] == [True, False, False, True]
-    # Attention is nearly flat at the start: recall is near the density, and above it.
+    # Attention is nearly uniform at the start: recall is close to the density, and above it.
     assert records[0]["density"] < records[0]["recall"] < 1
     assert len(records[0]["recall_per_layer"]) == config.model.num_layers
     assert records[0]["recall_worst"] == min(records[0]["recall_worst_per_layer"])
@@ -117,21 +117,21 @@ def check_print(printed):
         assert text in printed
 
 
-def test_checkpoints_that_cannot_be_used_are_refused(plain_config, capsys):
+def test_unusable_checkpoints_are_refused(plain_config, capsys):
     config = changed(plain_config, run={"steps": 1}, checkpoint={"async_save": False})
     run(config)
     longer = changed(config, run={"steps": 2})
     before = dumps(written(config))
 
-    with pytest.raises(UserError, match=r"checkpoints/1 is a checkpoint of another model: model"
-                                        r".rope_theta = 1000000.0 there and 500.0 here"):
+    with pytest.raises(UserError, match=r"checkpoints/1 is a checkpoint of another model: it has "
+                                        r"model.rope_theta = 1000000.0, but this run has 500.0"):
         run(changed(longer, model={"rope_theta": 500.0}))
-    with pytest.raises(UserError, match="of other trained parameters: optimizer.trainable"):
+    with pytest.raises(UserError, match="with other trained parameters: it has optimizer.trainabl"):
         run(changed(longer, optimizer={"trainable": ("self_attn",)}))
     with pytest.raises(UserError, match="data.seed = 0, and this run has 7"):
         run(changed(longer, data={"seed": 7}))
 
-    # A byte of the largest array changes: Orbax would read it as numbers.
+    # A byte of the largest array changes: Orbax alone would still read it as numbers.
     arrays = folder_of(config, 1) / "arrays"
     largest = max((p for p in arrays.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
     content = bytearray(largest.read_bytes())
@@ -145,11 +145,11 @@ def test_checkpoints_that_cannot_be_used_are_refused(plain_config, capsys):
     next((folder_of(config, 1) / "record").glob("*meta*")).write_text("{")
     with pytest.raises(UserError, match="checkpoints/1 is damaged"):
         run(longer)
-    assert dumps(written(config)) == before  # nothing was begun
+    assert dumps(written(config)) == before  # no step was taken
 
 
 def test_loss_that_stays_nan_ends_the_run(config, capsys):
-    # A rate that throws the parameters out of the range of fp32 in one step.
+    # A rate that moves the parameters out of the range of fp32 in one step.
     hot = changed(
         config,
         optimizer={"lr": 1e38, "max_skipped_steps": 1},
@@ -159,7 +159,7 @@ def test_loss_that_stays_nan_ends_the_run(config, capsys):
     with pytest.raises(UserError) as error:
         run(changed(hot, run={"steps": 9}))
     assert "the loss is nan at step 3" in str(error.value)
-    assert "2 steps in a row" in str(error.value)
+    assert "2 consecutive steps were not finite" in str(error.value)
     assert "optimizer.max_skipped_steps = 1" in str(error.value)
     assert newest_step(checkpoint_folder(hot)) is None
     records = written(hot)
@@ -167,24 +167,24 @@ def test_loss_that_stays_nan_ends_the_run(config, capsys):
     assert [record["skipped_steps"] for record in records] == [0, 1, 2]
 
 
-def test_a_run_without_a_finite_step_is_no_success(plain_config):
-    # So hot that the first update already leaves fp32; the first step alone is finite.
+def test_a_run_without_a_finite_step_fails(plain_config):
+    # So large that the first update leaves the range of fp32; only the first step is finite.
     hot = changed(plain_config, run={"steps": 1}, optimizer={"lr": 1e38, "max_skipped_steps": 9})
     run(hot)
-    with pytest.raises(UserError, match="none of the 2 steps of test was finite"):
+    with pytest.raises(UserError, match="all 2 steps of test had a non-finite loss"):
         run(changed(hot, run={"steps": 3}))
 
 
-def test_metrics_that_cannot_be_written_are_told(plain_config, monkeypatch):
+def test_unwritable_metrics_are_reported(plain_config, monkeypatch):
     def write(self, record):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(JsonlWriter, "write", write)
-    with pytest.raises(UserError, match=r"metrics.jsonl cannot be written \(No space left on dev"):
+    with pytest.raises(UserError, match=r"metrics.jsonl is not writable \(No space left on dev"):
         run(changed(plain_config, run={"steps": 1}))
 
 
-def test_interrupted_run_says_how_it_goes_on(plain_config, monkeypatch):
+def test_interrupted_run_says_how_to_resume(plain_config, monkeypatch):
     config = changed(plain_config, checkpoint={"every_steps": 1})
     show = Display.step
 
@@ -200,18 +200,18 @@ def test_interrupted_run_says_how_it_goes_on(plain_config, monkeypatch):
     assert [record["step"] for record in run(config)] == [2, 3, 4]
 
 
-def test_a_step_is_told_before_the_next_is_over(plain_config, monkeypatch):
-    """Steps of long sequences take minutes, and starting one may take as long as itself."""
-    told, tell, take = threading.Semaphore(0), Display.step, Batches.__next__
+def test_a_step_is_reported_before_the_next_is_over(plain_config, monkeypatch):
+    """Steps of long sequences take minutes, and dispatching one may take as long."""
+    reported, report, take = threading.Semaphore(0), Display.step, Batches.__next__
     seen = []
 
     def step(self, record, line):
-        tell(self, record, line)
-        told.release()
+        report(self, record, line)
+        reported.release()
 
     def next_batch(self):
-        if self in seen:  # a step has been started
-            assert told.acquire(timeout=60), "the last step is not told"
+        if self in seen:  # a step has been dispatched
+            assert reported.acquire(timeout=60), "the last step is not reported"
         seen.append(self)
         return take(self)
 
@@ -220,11 +220,11 @@ def test_a_step_is_told_before_the_next_is_over(plain_config, monkeypatch):
     assert len(run(plain_config)) == len(seen) == 4
 
 
-def test_folder_that_cannot_be_written_stops_before_any_work(config, tmp_path, monkeypatch):
+def test_an_unwritable_folder_stops_before_any_work(config, tmp_path, monkeypatch):
     file = tmp_path / "file"
     file.write_text("in the way")
     monkeypatch.setattr("jax.devices", lambda *_: pytest.fail("a device was touched"))
-    with pytest.raises(UserError, match=r"run.output_dir = .*file/runs.*cannot be written"):
+    with pytest.raises(UserError, match=r"run.output_dir = .*file/runs.*is not writable"):
         run(changed(config, run={"output_dir": str(file / "runs")}))
 
 
@@ -234,12 +234,12 @@ def test_demands_that_cannot_be_met(config):
     many = changed(config, parallel={"nodes": 4, "devices_per_node": 4})
     with pytest.raises(UserError, match="16 devices, more than the 8 there are"):
         run(config_from_dict(config_to_dict(many), "a test"))
-    with pytest.raises(UserError, match="optimizer.trainable has 'self_attm'"):
+    with pytest.raises(UserError, match="pattern 'self_attm' matches no parameter"):
         run(changed(config, optimizer={"trainable": ("self_attm",)}))
     assert not checkpoint_folder(config).exists()
 
 
-def test_masks_that_cannot_be_drawn_are_told_before_any_work(config, monkeypatch):
+def test_masks_that_cannot_be_drawn_are_reported_before_any_work(config, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match="audit.masks draws pictures, which need matplotlib"):
         run(changed(config, audit={"every_steps": 1, "masks": ("0.0",)}))

@@ -21,7 +21,7 @@ def example(dtype=jnp.float32):
 
 
 def dense(hidden, weight, labels, label_weights=1):
-    """All logits at once, by another route: one-hot labels and log_softmax."""
+    """The full logits by another formula: one-hot labels and log_softmax."""
     logits = jnp.einsum("bse,ve->bsv", hidden, weight.astype(hidden.dtype), precision="highest")
     log_probabilities = jax.nn.log_softmax(logits.astype(jnp.float32))
     of_labels = jax.nn.one_hot(labels, VOCAB) * log_probabilities  # one_hot(-100) is 0

@@ -33,15 +33,15 @@ class Device:
 
 
 def nothing(size, device):
-    """Memory that is always there."""
+    """An allocation that always succeeds."""
 
 
-def test_results_in_the_place_of_arguments_take_nothing():
+def test_donated_outputs_take_no_memory():
     device = Device({"bytes_limit": 10 * GIB, "bytes_in_use": 4 * GIB})
     check_memory(program(6 * GIB, 3 * GIB, 3 * GIB), [device], take=nothing)
 
 
-def test_memory_in_pieces_is_told_before_devices_wait_for_each_other():
+def test_fragmented_memory_is_reported_before_devices_wait_for_each_other():
     asked = []
 
     def none(size, device):
@@ -49,8 +49,8 @@ def test_memory_in_pieces_is_told_before_devices_wait_for_each_other():
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating")
 
     cut = Device({"bytes_limit": 10 * GIB, "bytes_in_use": 4 * GIB})
-    told = r"5\.0 GiB in one piece .* cuda:1 has none .* 6\.0 GiB left"
-    with pytest.raises(UserError, match=told):
+    wanted = r"5\.0 GiB in one block .* cuda:1 has no free block of that size \(6\.0 GiB free"
+    with pytest.raises(UserError, match=wanted):
         check_memory(program(5 * GIB, 3 * GIB, 3 * GIB), [cut], take=none)
     assert asked == [5 * GIB]
 
@@ -61,32 +61,33 @@ def test_memory_in_pieces_is_told_before_devices_wait_for_each_other():
         check_memory(program(5 * GIB, 0, 0), [cut], take=broken)
 
 
-def test_a_trial_says_as_jax_does_that_there_is_no_memory():
+def test_a_trial_raises_the_error_of_jax_without_memory():
     device = jax.devices()[5]
     allocate(3 * 2**20 + 1, device)
     with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
         allocate(2**47, device)
 
 
-def test_says_what_is_needed_and_what_is_left():
+def test_reports_needed_and_free_memory():
     full = Device({"bytes_limit": 10 * GIB, "bytes_in_use": 5 * GIB})
-    with pytest.raises(UserError, match=r"needs 6\.0 GiB .* cuda:1 has 5\.0 GiB left of 10\.0"):
+    wanted = r"needs 6\.0 GiB .* cuda:1 has only 5\.0 GiB free of 10\.0"
+    with pytest.raises(UserError, match=wanted):
         check_memory(program(5 * GIB, 4 * GIB, 3 * GIB), [Device(None), full])
 
 
-def test_a_device_that_does_not_tell_is_not_asked():
+def test_a_device_without_memory_statistics_is_not_checked():
     check_memory(program(5 * GIB, 0, 0), [Device(None), Device({})])
 
 
-def test_devices_of_the_cpu_share_the_memory_of_the_machine(monkeypatch):
+def test_cpu_devices_share_the_memory_of_the_machine(monkeypatch):
     monkeypatch.setattr("mtraining_jax.training.memory_check.host_memory", lambda: 16 * GIB)
     devices = [Device(None, "cpu")] * 4
     check_memory(program(4 * GIB, 0, 0), devices)
-    with pytest.raises(UserError, match=r"5\.0 GiB on each of 4 devices .* machine has 16\.0 GiB"):
+    with pytest.raises(UserError, match=r"5\.0 GiB on each of 4 CPU devices .* has 16\.0 GiB"):
         check_memory(program(5 * GIB, 0, 0), devices)
 
 
-def test_a_state_is_counted_before_it_is_made(monkeypatch):
+def test_the_state_is_checked_before_it_is_created(monkeypatch):
     monkeypatch.setattr("mtraining_jax.training.memory_check.host_memory", lambda: 16 * GIB)
     mesh = jax.make_mesh((8,), ("device",), axis_types=(AxisType.Auto,))
 
@@ -95,7 +96,7 @@ def test_a_state_is_counted_before_it_is_made(monkeypatch):
         return {"w": jax.ShapeDtypeStruct((GIB,), jnp.float32, sharding=sharding)}
 
     check_state_memory(of("device"), mesh.local_devices)
-    with pytest.raises(UserError, match=r"the state .* needs 4\.0 GiB on each of 8 devices .* 16"):
+    with pytest.raises(UserError, match=r"state .* needs 4\.0 GiB on each of 8 CPU devices.* 16"):
         check_state_memory(of(None), mesh.local_devices)
 
 

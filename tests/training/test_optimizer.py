@@ -28,7 +28,7 @@ def rates(total=20, **fields):
     return np.array([float(schedule(step)) for step in range(total + 5)])
 
 
-def test_defaults_are_the_papers():
+def test_defaults_are_those_of_the_paper():
     config = OptimizerConfig()
     assert (config.lr, config.b1, config.b2, config.weight_decay, config.clip_norm) == (
         2e-5, 0.9, 0.95, 0.0, 1.0,
@@ -58,7 +58,7 @@ def test_trainable_names_by_pattern():
     assert trainable_names(NAMES, ()) == set(NAMES)
     assert trainable_names(NAMES, ("self_attn",)) == set(NAMES[1:5])
     assert trainable_names(NAMES, ("self_attn.q_proj", "self_attn.k_proj")) == set(NAMES[1:4])
-    with pytest.raises(UserError, match="'self_attention'.*no parameter.*embed_tokens.weight"):
+    with pytest.raises(UserError, match="'self_attention' matches no parameter.*embed_tokens"):
         trainable_names(NAMES, ("self_attn", "self_attention"))
 
 

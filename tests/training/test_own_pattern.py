@@ -1,4 +1,4 @@
-"""A pattern of the user's own in the trainer, as the command line starts it."""
+"""A user-defined pattern in the trainer, selected on the command line."""
 
 import numpy as np
 import pytest
@@ -44,7 +44,7 @@ def test_its_fields_are_written_only_where_it_is_selected(plain_config):
     ("option", "sentence"),
     [
         ("--sparsity.strid=3", "--sparsity.strid is not an option; did you mean --sparsity.stri"),
-        ("--sparsity.stride=0", "sparsity.stride = 0 is not allowed: it must be a whole number"),
+        ("--sparsity.stride=0", "sparsity.stride = 0 is not allowed: it must be an integer"),
     ],
 )
 def test_its_options_are_checked_as_others_are(plain_config, tmp_path, capsys, option, sentence):
@@ -54,16 +54,16 @@ def test_its_options_are_checked_as_others_are(plain_config, tmp_path, capsys, o
     assert sentence in capsys.readouterr().err
 
 
-def test_a_ring_that_cannot_take_its_lists_is_told_in_a_sentence(plain_config, tmp_path, capsys):
+def test_a_ring_that_does_not_support_its_index_is_refused(plain_config, tmp_path, capsys):
     config = changed(plain_config, parallel={"devices_per_node": 2, "ring": "flat"})
     path = tmp_path / "config.toml"
     path.write_text(config_to_toml(config))
     assert main(["--config", str(path), f"--sparsity.kind={KIND}"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: ring='flat' shows the keys") and "use ring='gather'" in line
+    assert line.startswith("error: ring='flat' does not support") and "use ring='gather'" in line
 
 
-def test_one_that_cannot_be_loaded_is_told(plain_config, tmp_path, capsys):
+def test_a_pattern_that_cannot_be_loaded_is_reported(plain_config, tmp_path, capsys):
     path = tmp_path / "config.toml"
     path.write_text(config_to_toml(plain_config))
     assert main(["--config", str(path), "--sparsity.kind=examples.nothing:Strided"]) == 2

@@ -1,4 +1,4 @@
-"""Patterns with a way of their own, each in a training step on one device."""
+"""Patterns with special code paths, each in a training step on one device."""
 
 import json
 

@@ -21,7 +21,7 @@ def test_run_killed_while_saving_goes_on_from_the_last_whole_checkpoint(
     config = changed(
         plain_config,
         run={"steps": 1000},
-        # As many as this process has: they share compiled programs.
+        # As many devices as this process has, so that they share compiled programs.
         parallel={"cpu_devices": 8},
         checkpoint={"every_steps": 1, "keep": 1000},
     )
@@ -34,7 +34,7 @@ def test_run_killed_while_saving_goes_on_from_the_last_whole_checkpoint(
         process.kill()
         output, _ = process.communicate()
     assert process.returncode == -signal.SIGKILL, output
-    assert half_written.exists()  # the kill came before it was renamed
+    assert half_written.exists()  # killed before the rename
     whole = newest_step(folder)
     half = int(half_written.name.partition(".")[0])
     assert whole is not None and half > whole
@@ -42,17 +42,17 @@ def test_run_killed_while_saving_goes_on_from_the_last_whole_checkpoint(
     last = half + 1
     config = changed(config, run={"steps": last})
     run(config)
-    assert f"going on from the checkpoint of step {whole}" in capsys.readouterr().out
+    assert f"resuming from the checkpoint of step {whole}" in capsys.readouterr().out
     assert not half_written.exists() and newest_step(folder) == last
     assert [record["step"] for record in written(config)] == list(range(1, last + 1))
 
-    # The same steps in one go, in this process.
+    # The same steps without interruption, in this process.
     expected = run(changed(config, run={"name": "whole"}, checkpoint={"every_steps": 0}))
     np.testing.assert_allclose(losses(written(config)), losses(expected), rtol=1e-6)
 
 
 def wait_for_half_checkpoint(process, folder):
-    """The folder under which a checkpoint is being written, when there is a whole one too."""
+    """Waits for a checkpoint that is being written, next to a complete one; returns its folder."""
     give_up = time.monotonic() + 240
     while time.monotonic() < give_up and process.poll() is None:
         if folder.is_dir() and (whole := newest_step(folder)) is not None:
@@ -65,9 +65,9 @@ def wait_for_half_checkpoint(process, folder):
 
 
 def test_processes_go_on_with_a_checkpoint_of_one_and_stop_together(whole, tmp_path):
-    """Two of one device with what one of four has saved, and back.
+    """Two processes of one device resume the run of one with four, and the other way round.
 
-    One of the two gets Ctrl-C, which is handed on like a scheduler's SIGTERM.
+    One of the two receives Ctrl-C, which is forwarded like a scheduler's SIGTERM.
     """
     four = changed(whole.copy("processes"), audit={"every_steps": 0, "masks": ()})
     shutil.rmtree(checkpoint_folder(four) / "4")
@@ -88,17 +88,17 @@ def test_processes_go_on_with_a_checkpoint_of_one_and_stop_together(whole, tmp_p
             process.kill()
     assert [process.returncode for process in processes] == [EXIT_STOPPED] * 2, outputs
     assert "2 cpu devices in 2 processes" in outputs[0]
-    assert "going on from the checkpoint of step 2" in outputs[0]
+    assert "resuming from the checkpoint of step 2" in outputs[0]
     assert "loss" not in outputs[1]  # the first process prints for all
     step = newest_step(checkpoint_folder(two))
     for output in outputs:
-        assert f"stopped: asked to stop at step {step}; the same command goes on" in output
+        assert f"stopped: stop signal received at step {step}; run the same command" in output
         assert "Traceback" not in output
     records = written(two)
     assert [record["step"] for record in records] == list(range(1, step + 1))
     np.testing.assert_allclose(losses(records[2:4]), losses(whole.records[2:]), rtol=2e-5)
 
-    # What two processes saved, one goes on from.
+    # One process resumes what two have saved.
     for path in checkpoint_folder(two).iterdir():
         if path.name != "4":
             shutil.rmtree(path)
@@ -108,7 +108,7 @@ def test_processes_go_on_with_a_checkpoint_of_one_and_stop_together(whole, tmp_p
 
 
 def started_together(config, folder, arguments=((), ())):
-    """Processes of one run, with further arguments for each; each has a folder of its own."""
+    """Processes of one run, with extra arguments for each; each has its own folder."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -129,7 +129,7 @@ def started_together(config, folder, arguments=((), ())):
     return processes
 
 
-def test_a_process_that_stays_alone_says_so(config, tmp_path):
+def test_a_process_without_the_others_says_so(config, tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -1,4 +1,4 @@
-"""Runs with a replayed density on synthetic data, and runs with a trace of some steps."""
+"""Runs with a replayed density on synthetic data, and runs that trace some steps."""
 
 import contextlib
 import io
@@ -19,9 +19,9 @@ from tests.training.conftest import use_shared_programs
 
 @pytest.fixture(scope="module")
 def replayed(shared):
-    """Two layers on one device, 256 blocks: enough for the sparsest head.
+    """Two layers on one device, with 256 blocks: enough for the sparsest head.
 
-    The configuration, the records of the run and what it printed.
+    Returns the configuration, the records of the run and its output.
     """
     config = tiny_config(
         shared,
@@ -47,7 +47,7 @@ def replayed(shared):
 def test_a_run_says_what_it_replays(replayed):
     config, records, printed = replayed
     assert written(config) == records
-    # 30 % over two layers, as far apart as 0.4 % and 12.7 %.
+    # 30 % over two layers, as different as 0.4 % and 12.7 %.
     expected = np.array([0.4, 12.7]) / (0.4 + 12.7) * 0.6
     for record in records:
         assert record["sparsity"] == "replayed density, not chosen"
@@ -55,7 +55,7 @@ def test_a_run_says_what_it_replays(replayed):
         found = np.sort(record["replayed_density_per_layer"])
         np.testing.assert_allclose(found, expected, rtol=0.03)
         assert found.tolist() == sorted(records[0]["replayed_density_per_layer"])
-    # What would have been chosen changes with the weights, and is not what is computed.
+    # The selected density changes with the weights; the replayed one does not.
     estimated = [record["estimated_density_per_layer"] for record in records]
     assert estimated[0] != records[0]["replayed_density_per_layer"]
     lines = [line for line in printed.splitlines() if "density" in line or "causal pairs" in line]
@@ -63,7 +63,7 @@ def test_a_run_says_what_it_replays(replayed):
     assert all("replayed density, not chosen" in line for line in lines)
 
 
-def test_rematerialisation_and_the_estimate_change_no_number(replayed):
+def test_rematerialization_and_the_estimate_change_no_number(replayed):
     config, (record, *_), _ = replayed
     assert config.model.remat == "attention" and "estimated_density_per_layer" in record
     config = changed(config, model={"remat": "full"}, sparsity={"replay_estimate": False})
@@ -84,15 +84,16 @@ def test_rematerialisation_and_the_estimate_change_no_number(replayed):
 
 
 def test_a_run_traces_its_window_and_says_when_it_is_past(plain_config, capsys):
-    """Short and dense: reading a trace takes the longer the more operations it holds."""
+    """Short and dense, because reading a trace takes longer with more operations."""
     config = changed(plain_config, run={"steps": 3}, profile={"start": 2, "steps": 2})
     records = run(config)
     assert [record.get("profiled", False) for record in records] == [False, True, True]
     folder = config.run.folder / "profile"
-    assert f"trace of steps 2 to 3: {folder}" in capsys.readouterr().out
+    assert f"trace of steps 2 to 3 written to {folder}" in capsys.readouterr().out
     (trace,) = find_traces(folder)
     assert read_trace(trace).steps == 2
 
     (record,) = run(changed(config, run={"steps": 4}, profile={"start": 3, "steps": 1}))
-    assert "no trace: profile.start = 3 is before the next step" in capsys.readouterr().out
+    sentence = "no trace is written: profile.start = 3 is before the next step"
+    assert sentence in capsys.readouterr().out
     assert "profiled" not in record and find_traces(folder) == [trace]

@@ -1,4 +1,4 @@
-"""The folder of a run, and that of compiled programs."""
+"""The folder of a run, and the compilation cache."""
 
 import jax
 
@@ -12,7 +12,7 @@ from tests.training.common import changed
 def test_a_second_start_compiles_nothing(plain_config, tmp_path):
     compiled = str(tmp_path / "compiled")
     config = changed(plain_config, run={"steps": 1, "compile_cache_dir": compiled})
-    # What an earlier test of this process has compiled would not be written to this folder.
+    # Programs that this process compiled earlier would not be written to this folder.
     jax.clear_caches()
     run(config)
 
@@ -37,14 +37,14 @@ def test_the_last_step_is_not_saved_on_request(plain_config, capsys):
 
 
 def test_nothing_is_kept_on_a_cpu_unless_asked(config, tmp_path):
-    jax.config.update("jax_compilation_cache_dir", None)  # that of all tests
+    jax.config.update("jax_compilation_cache_dir", None)  # undoes the setting of all tests
     use_compile_cache(changed(config, run={"compile_cache_dir": "auto"}))
     assert jax.config.jax_compilation_cache_dir is None
     use_compile_cache(changed(config, run={"compile_cache_dir": "never"}))
     assert jax.config.jax_compilation_cache_dir is None
 
 
-def test_programs_are_kept_beside_the_runs_on_a_gpu(config, tmp_path, monkeypatch):
+def test_programs_are_cached_next_to_the_runs_on_a_gpu(config, tmp_path, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     config = changed(config, run={"compile_cache_dir": "auto", "output_dir": str(tmp_path / "out")})
     use_compile_cache(config)

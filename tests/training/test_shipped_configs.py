@@ -1,4 +1,4 @@
-"""The configurations of published models: their sizes as they are, and slices that take a step."""
+"""Configurations of published models: their full sizes, and small versions that take a step."""
 
 import math
 
@@ -14,7 +14,7 @@ from mtraining_jax.training.step import make_train_step
 
 pytestmark = pytest.mark.usefixtures("drawn_alone")
 
-# Parameters of the published checkpoints.
+# Parameter counts of the published checkpoints.
 SIZES = {
     "qwen0_5b": 494_032_768,
     "qwen3b": 3_085_938_688,
@@ -23,10 +23,10 @@ SIZES = {
     "llama3_8b": 8_030_261_248,
 }
 CONFIGS = [name for name in available_configs() if not name.startswith("tiny")]
-# The others are the same program as one of these once their sizes are small, but for qwen7b_512k,
-# whose output layer has weights of its own as in test_step.py.
+# With small sizes, the others are the same program as one of these, except qwen7b_512k: it has an
+# untied output layer, as in test_step.py.
 OVER_NODES = "qwen3b_512k_4x8"
-# Attention and the ring are the same for all families: one device and dense attention compile in a
+# Attention and ring are the same for all families: one device and dense attention compile in a
 # third of the time.
 FAMILIES = ["qwen3_8b_1m", "llama3_8b_512k"]
 ALONE = {"parallel.devices_per_node": 1, "parallel.fsdp": False, "sparsity.kind": "dense"}
@@ -56,13 +56,13 @@ def test_sizes_are_those_of_the_published_model(name):
     assert sum(math.prod(x.shape) for x in shapes) == SIZES[size]
     model, scaling = config.model, config.model.rope_scaling
     assert config.data.seq_len == model.max_position_embeddings
-    # Llama 3.1 was stretched before: its 8192 tokens by 8 give 131072.
+    # Llama 3.1 was extended before: its 8192 tokens with factor 8 give 131072.
     stretch = scaling.factor * (2 if scaling.type == "llama3" else 1)
     assert config.data.seq_len == stretch * scaling.original_max_position_embeddings
     assert model.override == ("rope_scaling", "max_position_embeddings")
     assert config.run.name == name
     assert config.parallel.fsdp
-    # The local tokens are cut into whole chunks, on 8 devices as on 4.
+    # Local tokens are split into equal chunks, on 8 devices as on 4.
     for ranks in {config.parallel.nodes * config.parallel.devices_per_node, 4}:
         tokens = config.data.seq_len // ranks
         assert tokens % model.mlp_chunk_size == tokens % config.loss.chunk_size == 0

@@ -18,15 +18,15 @@ pytestmark = pytest.mark.usefixtures("drawn_alone")
 
 
 def untied(folder, model=None, **sections):
-    """A run whose output layer has weights of its own; the other tests tie them."""
+    """A run with an untied output layer; the other tests tie it."""
     return tiny_config(folder, model={"tie_word_embeddings": False} | (model or {}), **sections)
 
 
 class Parts:
-    """The parts of a run, without what is around the step.
+    """The parts of a run without the training loop.
 
     Attributes:
-        first_moments: of the optimizer after the first step: gradients, clipped and scaled.
+        first_moments: Adam moments after the first step: gradients, clipped and scaled.
     """
 
     def __init__(self, config):
@@ -40,7 +40,7 @@ class Parts:
         self.step = make_train_step(config, self.builder, attention, self.mesh, audit=audit)
 
     def train(self, steps):
-        """Metrics of each step, and the last state."""
+        """Returns the metrics of each step, and the last state."""
         state, found = self.builder.fresh(), []
         for _ in range(steps):
             state, metrics = self.step(state, next(self.batches))
@@ -61,7 +61,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def dense(folder):
-    """Batches of 4 in one part on 1 x 2 x 2 devices, dense."""
+    """Batches of 4 without accumulation on 1 x 2 x 2 devices, dense."""
     config = untied(folder, data={"batch_size": 4}, sparsity={"kind": "dense"})
     parts = Parts(config)
     metrics, state = parts.train(3)
@@ -88,7 +88,7 @@ def test_dense_equals_sparse_with_everything_selected(folder, dense):
     sparse, _ = Parts(config).train(3)
     np.testing.assert_array_equal(sparse[0]["layers"]["density"], [1, 1])
     np.testing.assert_array_equal(dense[1][0]["layers"]["density"], [1, 1])
-    for metrics in sparse:  # an audit finds all of dense attention
+    for metrics in sparse:  # an audit measures full recall
         np.testing.assert_allclose(metrics["audit"]["recall"], np.ones((2, 2)), rtol=1e-5)
         np.testing.assert_allclose(metrics["audit"]["output_error"], np.zeros((2, 2)), atol=1e-5)
         for name in GRADIENT_FIGURES:
@@ -98,7 +98,7 @@ def test_dense_equals_sparse_with_everything_selected(folder, dense):
 
 @pytest.fixture(scope="module")
 def groups(folder):
-    """The same batches in two micro-batches on two groups of 1 x 2 devices."""
+    """The same batches in two micro-batches on two replicas of 1 x 2 devices."""
     config = untied(
         folder,
         data={"batch_size": 4},
@@ -119,17 +119,17 @@ def test_accumulation_over_data_groups_equals_one_big_batch(dense, groups):
     for name, found in parts.first_moments.items():
         expected = dense[0].first_moments[name]
         error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
-        assert error < 1e-6 or "k_proj.bias" in name, name  # whose gradient is 0 but for rounding
+        assert error < 1e-6 or "k_proj.bias" in name, name  # its gradient is 0 except for rounding
 
 
-def test_groups_meet_once_a_step(groups):
+def test_replicas_synchronize_once_a_step(groups):
     parts, _, state = groups
     program = parts.step.lower(state, next(parts.batches)).compile()
     found = meetings(program.as_text())
     assert sum(meeting.in_loop for meeting in found) > 5
     joining = [meeting for meeting in found if meeting.joins(2, 4)]
     assert {meeting.kind for meeting in joining} == {"all-reduce"}
-    # The labels are counted before, gradients and statistics are summed behind.
+    # Labels are counted before; gradients and statistics are summed after.
     assert len(joining) == 2 and not any(meeting.in_loop for meeting in joining)
 
 
@@ -150,7 +150,7 @@ def test_micro_batches_hold_every_row_once_and_move_none(dense):
 def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(dense):
     parts, _, state = dense
     name = "layers.mlp.up_proj.weight"
-    # The step takes its argument's buffers over.
+    # The step donates its argument.
     state = jax.tree.map(jnp.copy, state)
     good = np.asarray(state.parameters[name])
     spoilt = dataclasses.replace(
@@ -168,8 +168,8 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(dense):
         strict=True,
     ):
         np.testing.assert_array_equal(old, new)
-    mended = {**after.parameters, name: jax.device_put(good, parts.builder.shardings().step)}
-    after, metrics = parts.step(dataclasses.replace(after, parameters=mended), next(parts.batches))
+    fixed = {**after.parameters, name: jax.device_put(good, parts.builder.shardings().step)}
+    after, metrics = parts.step(dataclasses.replace(after, parameters=fixed), next(parts.batches))
     assert np.isfinite(metrics["loss"])
     assert (int(metrics["skipped"]), int(metrics["skipped_in_row"])) == (1, 0)
 

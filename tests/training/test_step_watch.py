@@ -1,4 +1,4 @@
-"""A step that does not end is told, and ends the run."""
+"""A step that does not end is reported, and ends the run."""
 
 import re
 import threading
@@ -10,10 +10,10 @@ from tests.training.common import changed, start_process
 
 
 class Watched:
-    """A watch with short times, and what it said."""
+    """A watchdog with short times, and its messages."""
 
     def __init__(self, limit=60.0, slow=60.0):
-        self.told, self.left, self.heard = [], [], threading.Event()
+        self.reported, self.left, self.heard = [], [], threading.Event()
         self.longest = []
 
         def slow_after(longest):
@@ -23,7 +23,7 @@ class Watched:
         self.watch = StepWatch(limit, self._tell, self._leave, slow_after)
 
     def _tell(self, sentence):
-        self.told.append(sentence)
+        self.reported.append(sentence)
         self.heard.set()
 
     def _leave(self, sentence):
@@ -36,12 +36,12 @@ def test_a_step_that_does_not_end_ends_the_run():
     watched.watch.begin(12)
     assert watched.heard.wait(10)
     watched.watch.close()
-    assert watched.told == []
+    assert watched.reported == []
     [sentence] = watched.left
-    assert sentence.startswith("step 12 has not ended within run.step_timeout_seconds = 0")
+    assert sentence.startswith("step 12 did not end within 0 s (run.step_timeout_seconds)")
 
 
-def test_a_slow_step_is_told_once_and_may_end():
+def test_a_slow_step_is_reported_once_and_may_end():
     watched = Watched(slow=0.1)
     watched.watch.begin(3)
     assert watched.heard.wait(10)
@@ -49,9 +49,9 @@ def test_a_slow_step_is_told_once_and_may_end():
     watched.watch.end()
     watched.watch.close()
     assert watched.left == []
-    [sentence] = watched.told
-    assert re.match(r"step 3 has taken \d s so far; perhaps a device", sentence)
-    assert "waits for 60 s (run.step_timeout_seconds)" in sentence
+    [sentence] = watched.reported
+    assert re.match(r"warning: step 3 has taken \d s so far; a device", sentence)
+    assert "The run stops at 60 s (run.step_timeout_seconds)" in sentence
 
 
 def test_a_step_counts_from_the_end_of_the_one_before():
@@ -60,22 +60,22 @@ def test_a_step_counts_from_the_end_of_the_one_before():
         watched.watch.begin(step)
         if step > 1:
             time.sleep(0.3)
-            watched.watch.end()  # of the step before
+            watched.watch.end()  # of the previous step
     watched.watch.end()
-    time.sleep(1.1)  # nothing is under way
+    time.sleep(1.1)  # no step is running
     watched.watch.close()
-    assert watched.told == watched.left == []
+    assert watched.reported == watched.left == []
     assert watched.longest[0] is None and 0.2 < watched.longest[-1] < 1.0
 
 
-def test_time_in_which_the_process_stood_still_does_not_count():
+def test_time_in_which_the_process_was_suspended_does_not_count():
     left, suspended = [], [0.0]
     watch = StepWatch(
         60.0, left.append, left.append, clock=lambda: time.perf_counter() + suspended[0], tick=0.1
     )
     watch.begin(1)
     time.sleep(0.3)
-    suspended[0] = 1000.0  # as after a signal to stop and one to go on
+    suspended[0] = 1000.0  # as after SIGSTOP and SIGCONT
     time.sleep(0.5)
     assert left == []
     watch.end()
@@ -83,7 +83,7 @@ def test_time_in_which_the_process_stood_still_does_not_count():
     assert left == []
 
 
-def test_without_a_command_a_stuck_step_is_only_told():
+def test_without_a_command_a_stuck_step_is_only_reported():
     heard = threading.Event()
     watch = StepWatch(0.1, lambda sentence: heard.set(), None)
     watch.begin(1)
@@ -92,7 +92,7 @@ def test_without_a_command_a_stuck_step_is_only_told():
     watch.close()
 
 
-# The call that starts the second step does not come back, as where one of several devices failed.
+# The dispatch of the second step never returns, as if one of several devices had failed.
 HANGS = """
 import sys, threading
 from mtraining_jax import cli
@@ -116,7 +116,7 @@ sys.exit(cli.main())
 """
 
 
-def test_a_command_whose_step_hangs_ends_and_says_where_it_goes_on(plain_config, tmp_path):
+def test_a_command_with_a_stuck_step_ends_and_says_how_to_resume(plain_config, tmp_path):
     config = changed(
         plain_config, run={"steps": 3, "step_timeout_seconds": 2},
         checkpoint={"every_steps": 1, "async_save": False},
@@ -126,5 +126,5 @@ def test_a_command_whose_step_hangs_ends_and_says_where_it_goes_on(plain_config,
     output, _ = process.communicate(timeout=120)
     assert process.returncode == EXIT_STUCK, output
     last = output.splitlines()[-1]
-    assert last.startswith("stopped: step 2 has not ended within run.step_timeout_seconds = 2;")
-    assert last.endswith("; the same command goes on from the checkpoint of step 1")
+    assert last.startswith("stopped: step 2 did not end within 2 s (run.step_timeout_seconds);")
+    assert last.endswith("; run the same command again to resume from the checkpoint of step 1")

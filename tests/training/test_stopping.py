@@ -1,6 +1,6 @@
-"""Runs that are asked to stop by a signal, and those that may not start.
+"""Runs that receive a stop signal, and runs that may not start.
 
-Several processes stop together in test_processes.py.
+In test_processes.py several processes stop together.
 """
 
 import os
@@ -26,7 +26,7 @@ from tests.training.test_processes import started_together
 
 def test_before_the_first_step_a_signal_interrupts():
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(Stopped, match="SIGTERM came before the first step"), StopSignals():
+    with pytest.raises(Stopped, match="SIGTERM received before the first step"), StopSignals():
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(10)
     assert signal.getsignal(signal.SIGTERM) is before
@@ -50,7 +50,7 @@ def test_a_run_alone_saves_its_state_and_goes_on(plain_config):
 
 
 class Raise:
-    """Signals of which the one for this process comes while a step is under way."""
+    """Stop signals; the one for this process arrives while a step is running."""
 
     def __init__(self, signals, step):
         self._signals, self._left = signals, step
@@ -64,7 +64,7 @@ class Raise:
         return self._signals.requested
 
 
-# The main thread does not come back, as in a compilation or a collective.
+# The main thread does not return, as in a compilation or a collective.
 HANGS = """
 import sys, threading
 from mtraining_jax import signals
@@ -72,12 +72,12 @@ signals._PATIENCE = 0.2
 with signals.StopSignals() as own:
     if sys.argv[1] == "later":
         own.stop_after_a_step()
-    told = False
+    printed = False
     while True:
         try:
-            if not told:  # in here: the signal that answers may come at once
+            if not printed:  # inside `try`, because the signal may come at once
                 print("hangs", flush=True)
-            told = True
+            printed = True
             threading.Event().wait(60)
         except signals.Stopped:
             pass
@@ -85,7 +85,7 @@ with signals.StopSignals() as own:
 
 
 @pytest.mark.parametrize(("when", "status"), [("now", EXIT_STOPPED), ("later", 130)])
-def test_a_process_that_hangs_is_ended(when, status):
+def test_a_stuck_process_is_ended(when, status):
     process = subprocess.Popen(
         [sys.executable, "-c", HANGS, when], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         text=True,
@@ -94,7 +94,7 @@ def test_a_process_that_hangs_is_ended(when, status):
         assert process.stdout.readline() == "hangs\n"
         process.send_signal(signal.SIGINT)
         if when == "later":
-            assert "SIGINT: stopping after the step" in process.stderr.readline()
+            assert "SIGINT: stopping after the current step" in process.stderr.readline()
             process.send_signal(signal.SIGINT)
         _, error = process.communicate(timeout=60)
     finally:
@@ -109,7 +109,7 @@ def test_processes_with_different_configurations_name_the_field(plain_config, tm
     outputs = [process.communicate(timeout=120)[0] for process in processes]
     assert [process.returncode for process in processes] == [2, 2], outputs
     for output in outputs:
-        assert "error: optimizer.lr = 0.01 in process 0 and 0.5 in process 1: all" in output
+        assert "error: optimizer.lr = 0.01 in process 0 but 0.5 in process 1; it must" in output
         assert "Traceback" not in output
     assert not config.run.folder.exists()
 
@@ -117,11 +117,11 @@ def test_processes_with_different_configurations_name_the_field(plain_config, tm
 def test_differences_are_named():
     assert differences({"a": 1, "b": None}, {"a": 1, "b": None}, 3) == []
     (found,) = differences({"a": 1, "b": "x"}, {"a": 1}, 3)
-    assert found[0] == "b" and 'b = "x" in process 0 and null in process 3' in found[1]
+    assert found[0] == "b" and 'b = "x" in process 0 but null in process 3' in found[1]
 
 
 def test_processes_that_read_other_data_are_refused(monkeypatch):
-    """Both processes in turn, with a store of texts that is filled by hand."""
+    """Runs both processes one after the other, with a hand-filled key-value store."""
     texts = {}
     store = types.SimpleNamespace(
         key_value_set=texts.__setitem__, blocking_key_value_get=lambda key, _: given.pop(0)
@@ -132,13 +132,13 @@ def test_processes_that_read_other_data_are_refused(monkeypatch):
     monkeypatch.setattr("jax.process_index", lambda: 1)
     given = ["done"]
     check_same_data(own, "data")
-    ((_, told),) = texts.items()
+    ((_, sent),) = texts.items()
     monkeypatch.setattr("jax.process_index", lambda: 0)
-    given = [told]
+    given = [sent]
     check_same_data(own, "data")
     assert list(texts.values())[1:] == ["done"]
-    given = [told]
-    wanted = "^data: number of tokens = 99 in process 0 and 100 in process 1: all processes"
+    given = [sent]
+    wanted = "^data: number of tokens = 99 in process 0 but 100 in process 1; it must be the same"
     with pytest.raises(UserError, match=wanted):
         check_same_data(own | {"number of tokens": 99}, "data")
     monkeypatch.setattr("jax.process_index", lambda: 1)
@@ -156,11 +156,11 @@ def test_a_second_run_in_a_folder_is_refused(plain_config):
             run(plain_config)
         assert sorted(folder.parent.iterdir()) == before
     assert list(folder.parent.iterdir()) == []
-    with only_run_in(folder):  # it ends with its holder
+    with only_run_in(folder):  # the lock ends with its holder
         pass
 
 
-def test_a_lock_whose_holder_was_killed_is_free(tmp_path):
+def test_the_lock_of_a_killed_process_is_free(tmp_path):
     code = f"""if True:
         import os
         from pathlib import Path

@@ -1,4 +1,4 @@
-"""Which share of mass each group keeps, against worlds whose densities are known."""
+"""Tuned mass fractions of replicas, in simulations with known densities."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ ASSUMED = np.full(CLASSES, 0.15)
 
 
 class World:
-    """Densities as they are: by length, and with the share, in each layer its own way."""
+    """True densities, by length and by mass fraction, with a different response in each layer."""
 
     powers = np.array([0.5, 1.0, 2.0])
     # Of SmolLM2-135M at 32768 tokens: benchmarks/results/frontier-32768-h200-2026-11-22.md.
@@ -30,7 +30,7 @@ class World:
         return np.where(padded < DENSE_BELOW, 1.0, np.minimum(own, 1.0))
 
     def ms(self, rows, shares):
-        """Time of a group's rows, with shares [L]."""
+        """Time of a replica's rows, with fractions [L]."""
         lengths = np.concatenate(rows)
         each = [
             documents_ms(lengths, self.density(lengths, *of_layer), SIZE).sum()
@@ -39,7 +39,7 @@ class World:
         return np.mean(each)
 
     def measured(self, rows, shares):
-        """Densities [L] of a group, mean over its rows, as the devices report them."""
+        """Densities [L] of a replica, mean over its rows, as the devices report them."""
         found = []
         for of_layer in zip(shares, self.powers, strict=True):
             of_rows = []
@@ -61,7 +61,7 @@ def pack(rng, longest):
 
 
 def groups_of(rng):
-    """Rows of four groups, each with sequences of shorter or longer documents."""
+    """Rows of four replicas, each with sequences of shorter or longer documents."""
     longest = rng.permutation([6000, 12000, 20000, 30000])
     return [[pack(rng, n), pack(rng, n)] for n in longest]
 
@@ -70,8 +70,8 @@ def documents_of(rows):
     return [GroupDocuments(own, BLOCK, DENSE_BELOW) for own in rows]
 
 
-def test_groups_come_to_end_with_the_anchor_or_at_a_bound():
-    # What is assumed is wrong by up to twice, and so are the exponents.
+def test_replicas_converge_to_the_anchor_or_a_bound():
+    # The assumed densities are wrong by up to a factor of two, and so are the exponents.
     rng, world = np.random.default_rng(0), World()
     response, off = ShareResponse.start(CLASSES, LAYERS), []
     base = np.full(LAYERS, BOUNDS.base)
@@ -88,11 +88,11 @@ def test_groups_come_to_end_with_the_anchor_or_at_a_bound():
     first, last = (np.abs(np.concatenate(part)) for part in (off[:5], off[40:]))
     assert last.size > 20 and first.max() > 0.1
     assert np.sqrt((last**2).mean()) < 0.015 and np.quantile(last, 0.9) < 0.02
-    assert (np.diff(response.exponents) > 0.3).all()  # as those of the layers are
+    assert (np.diff(response.exponents) > 0.3).all()  # like the true ones of the layers
 
 
 @pytest.mark.parametrize("anchor", ["mean", "min", "max"])
-def test_a_group_takes_the_share_that_brings_it_to_the_anchor(anchor):
+def test_a_replica_takes_the_fraction_that_reaches_the_anchor(anchor):
     rng = np.random.default_rng(1)
     documents = documents_of(groups_of(rng))
     response = ShareResponse(
@@ -102,7 +102,7 @@ def test_a_group_takes_the_share_that_brings_it_to_the_anchor(anchor):
     known = response.densities(ASSUMED)
 
     def ms(own, share):
-        """By one share for all layers, of which each has a factor of its own."""
+        """Time with one fraction for all layers, each with a different factor."""
         factor = np.mean([(0.18 / (1.08 - share)) ** x for x in response.exponents])
         return documents_ms(own.lengths, own.densities(known, factor), SIZE).sum()
 
@@ -118,13 +118,13 @@ def test_a_group_takes_the_share_that_brings_it_to_the_anchor(anchor):
         if wanted in (lowest, highest):
             assert (shares == (BOUNDS.low if wanted == lowest else BOUNDS.high)).all()
         elif np.isclose(target, untuned[m]):
-            assert (shares == BOUNDS.base).all()  # to the bit
+            assert (shares == BOUNDS.base).all()  # bit-identical
         else:
             assert (np.sign(shares - BOUNDS.base) == np.sign(target - untuned[m])).all()
     assert found.infeasible.any() == (anchor != "max")
 
 
-def test_a_group_of_whole_documents_tells_nothing_and_keeps_a_bound():
+def test_a_replica_of_dense_documents_teaches_nothing_and_keeps_a_bound():
     rows = [[np.array([600, 3000])], [np.array([60000])]]
     documents = documents_of(rows)
     response = ShareResponse.start(CLASSES, LAYERS)
@@ -135,16 +135,16 @@ def test_a_group_of_whole_documents_tells_nothing_and_keeps_a_bound():
     after = response.after(documents, ASSUMED, tuned.shares, BOUNDS.base, measured)
     assert after.level[8] < 0 and not after.level[:8].any()
     np.testing.assert_array_equal(after.variance, response.variance)
-    # Nor does a step that was not finite.
+    # The same for a step that was not finite.
     assert response.after(documents, ASSUMED, tuned.shares, 0.9, measured * np.nan) is response
 
 
-def test_what_is_saved_comes_back_and_other_sizes_are_refused():
+def test_saved_state_is_restored_and_other_sizes_are_refused():
     response = ShareResponse(np.arange(3) / 7, np.arange(2) / 3, np.ones(2))
     back = ShareResponse.start(3, 2).of_state(response.state())
     for name in ("level", "covariance", "variance"):
         np.testing.assert_array_equal(getattr(back, name), getattr(response, name))
-    with pytest.raises(UserError, match="has 3 numbers of level, and this run has 4"):
+    with pytest.raises(UserError, match="has 3 values of level, but this run needs 4"):
         ShareResponse.start(4, 2).of_state(response.state())
-    with pytest.raises(UserError, match="not readable"):
+    with pytest.raises(UserError, match="no valid state of sparsity.tune"):
         response.of_state({"level": None})
