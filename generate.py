@@ -1,4 +1,4 @@
-"""Continues a text: `python generate.py --model FOLDER --prompt TEXT`; `--help` lists all."""
+"""Generates text: `python generate.py --model FOLDER --prompt TEXT`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Trains a model: `python train.py --config tiny`; `--help` lists every option."""
+"""Trains a model: `python train.py --config tiny`; `--help` lists all options."""
 
 import sys
 

@@ -1,7 +1,6 @@
 """Train language models with ultra-long contexts in JAX, with dynamic sparse attention.
 
-The names below are loaded when they are first used, so that a program that only reads a
-configuration does not load JAX.
+Public names are imported lazily, so that reading a configuration does not import JAX.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""The command of an installed package: `python -m mtraining_jax --config tiny`."""
+"""Entry point of the installed package: `python -m mtraining_jax --config tiny`."""
 
 import sys
 

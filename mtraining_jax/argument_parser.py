@@ -1,4 +1,4 @@
-"""The parser of our commands' arguments: a mistake is an exception, not the end of the process."""
+"""An argument parser that raises an exception instead of exiting the process."""
 
 import argparse
 from typing import NoReturn
@@ -7,8 +7,7 @@ from mtraining_jax.errors import UserError
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """As argparse's own, but raises a UserError that points to --help."""
+    """`argparse.ArgumentParser` with errors as `UserError`."""
 
     def error(self, message: str) -> NoReturn:
-        """Raises a UserError with the message."""
-        raise UserError(f"{message}; --help tells more")
+        raise UserError(f"{message}; see --help")

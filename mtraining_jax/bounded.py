@@ -1,7 +1,7 @@
-"""Small files from elsewhere, read up to a size: what is larger is refused, and not loaded.
+"""Reads small untrusted files with a size limit.
 
-A configuration, a tokenizer or an index that is gigabytes long, nested a million levels deep, or a
-device that never ends, would otherwise take the machine's memory before anything is checked.
+Without limits, a file of many gigabytes, deeply nested JSON or an endless device could exhaust the
+host's memory before any check.
 """
 
 import json
@@ -13,46 +13,46 @@ from typing import Any
 from mtraining_jax.errors import UserError
 
 MIB = 2**20
-# The largest that are known: 33 MB for a tokenizer.json, 20 MB for an index of shards.
+# Largest known files: 33 MB for a tokenizer.json, 20 MB for a shard index.
 LARGEST_CONFIG = 16 * MIB
 LARGEST_INDEX = 256 * MIB
 LARGEST_TOKENIZER = 256 * MIB
 
 
 def check_size(path: str | Path, limit: int) -> None:
-    """Refuses a file that is larger than its kind can be, and what is no file.
+    """Checks the type and size of a file before it is read.
 
     Raises:
-        UserError: it is.
-        OSError: it cannot be looked at.
+        UserError: it is not a regular file or exceeds `limit` bytes.
+        OSError: it cannot be accessed.
     """
-    found = os.stat(path)
-    # Of a folder the operating system has its own words.
-    if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
-        raise UserError(f"{path} is no ordinary file")
-    if found.st_size > limit:
+    info = os.stat(path)
+    # Opening a folder gives a good error message already.
+    if not stat.S_ISREG(info.st_mode) and not stat.S_ISDIR(info.st_mode):
+        raise UserError(f"{path} is not a regular file")
+    if info.st_size > limit:
         raise UserError(
-            f"{path} has {found.st_size / MIB:,.0f} MiB, and a file of its kind at most "
-            f"{limit / MIB:,.0f}"
+            f"{path} is {info.st_size / MIB:,.0f} MiB; the limit is {limit / MIB:,.0f} MiB"
         )
 
 
 def read_text(path: Path, limit: int = LARGEST_CONFIG) -> str:
-    """The UTF-8 text of a small file.
+    """Reads a small UTF-8 file.
 
     Raises:
-        UserError: as `check_size`.
-        OSError, UnicodeDecodeError: as `Path.read_text`.
+        UserError: it is not a regular file or exceeds `limit` bytes.
+        OSError: it cannot be read.
+        UnicodeDecodeError: it is not UTF-8.
     """
     check_size(path, limit)
     return path.read_text(encoding="utf-8")
 
 
 def read_json(path: Path, limit: int = LARGEST_CONFIG) -> Any:
-    """What a small JSON file holds.
+    """Reads a small JSON file.
 
     Raises:
-        UserError: as `check_size`.
+        UserError: it is not a regular file or exceeds `limit` bytes.
         OSError: it cannot be read.
         ValueError: it is not JSON, or nested too deeply.
     """
@@ -64,5 +64,5 @@ def read_json(path: Path, limit: int = LARGEST_CONFIG) -> Any:
 
 
 def is_plain_name(name: str) -> bool:
-    """Whether a name from a file is of one file beside it: no folder, no way out of its own."""
+    """Whether a file name is safe: no folders, no path traversal."""
     return name not in ("", ".", "..") and not set(name) & {"/", "\\", "\0"}

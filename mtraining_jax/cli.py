@@ -1,4 +1,4 @@
-"""The command line: arguments in, a checked configuration out, and then the run."""
+"""Command line of the trainer."""
 
 import dataclasses
 import itertools
@@ -23,18 +23,19 @@ from mtraining_jax.signals import EXIT_STOPPED, Stopped, StopSignals
 _USAGE = """\
 usage: train.py --config NAME [--SECTION.FIELD=VALUE ...]
 
-  --config NAME    the run: {names}, or the path of a TOML file
-  --dry-run[=MODE] print what the run would need (memory, FLOP, time of a step) and stop, without
-                   its devices and data. MODE compile: compile the real step for its mesh of GPUs,
-                   which need not be here; estimate: by formulas; auto (default): compile where the
-                   CUDA plugin of JAX is installed. Exit status 1 if the run does not fit
-  --dry-run-gpu=GPU  what GPUs a dry run is for: h200 (default), or a100-40gb, of which the times
-                   are a forecast
-  --print-config   print the whole configuration as TOML, after all overrides, and stop
-  --help           print this text and stop
+  --config NAME    configuration of the run: the path of a TOML file, or one of
+                   {names}
+  --dry-run[=MODE] predict memory, FLOP and step time without GPUs and data, then exit; exit
+                   status 1 if the run does not fit. MODE: compile compiles the training step for
+                   its GPU mesh, even on a machine without GPUs; estimate uses formulas; auto
+                   (default) compiles if the CUDA plugin of JAX is installed
+  --dry-run-gpu=GPU  GPU type for the dry run: h200 (default) or a100-40gb (its times are not
+                   based on measurements)
+  --print-config   print the resolved configuration as TOML and exit
+  --help           print this help and exit
 
-Every field below can be set in the file, under its [section], and on the command line, as
---section.field=value or --section.field value; the command line wins. Lists are TOML:
+Set fields in the TOML file under their [section], or on the command line as
+--section.field=value or --section.field value. The command line wins. Write lists as in TOML:
 --data.paths='["a.txt", "b.txt"]'.
 """
 
@@ -46,15 +47,15 @@ _DRY_RUN_GPU = "dry-run-gpu"
 
 @dataclasses.dataclass(frozen=True)
 class CommandLine:
-    """What the arguments ask for.
+    """Parsed arguments.
 
     Attributes:
-        config: name or path of the configuration, None if not given.
-        overrides: dotted field names and their values as text, in the order given.
-        dry_run: how to find out what the run needs, instead of running it; None runs it.
-        dry_run_gpu: name of the GPUs that a dry run is for.
-        print_config: print the configuration instead of running it.
-        help: print the help text instead of running.
+        config: name or path of the configuration, None if missing.
+        overrides: pairs of dotted field name and value as text, in order.
+        dry_run: mode of the dry run; None for a real run.
+        dry_run_gpu: name of the GPU type for a dry run.
+        print_config: print the configuration and exit.
+        help: print the help text and exit.
     """
 
     config: str | None = None
@@ -66,20 +67,17 @@ class CommandLine:
 
 
 def parse_command_line(arguments: Sequence[str]) -> CommandLine:
-    """Sorts arguments into the configuration's name, overrides and flags.
-
-    A field that is true or false may stand alone, which is true. Values are not checked here.
+    """Parses arguments without validating field values; a boolean field without value is true.
 
     Raises:
-        UserError: one line for each option that does not exist, lacks its value, has a value that
-            it does not take, or is given twice where once is allowed.
+        UserError: one line per unknown option, missing or invalid value, or repeated option.
     """
     load_own_plugins(*_named(arguments))
     fields = all_fields()
     problems: list[str] = []
     configs: list[str] = []
     overrides: list[tuple[str, str]] = []
-    alone: list[str] = []
+    positional: list[str] = []
     flags: set[str] = set()
     dry_run: str | None = None
     gpu: str | None = None
@@ -89,19 +87,19 @@ def parse_command_line(arguments: Sequence[str]) -> CommandLine:
         if argument == "-h":
             argument = "--help"
         if not argument.startswith("--"):
-            alone.append(argument)
+            positional.append(argument)
             continue
         name, equals, value = argument[2:].partition("=")
         if name in _FLAGS:
             flags.add(name)
             if equals:
-                problems.append(f"--{name} takes no value, and {argument} gives it one")
+                problems.append(f"--{name} takes no value: remove ={value}")
             continue
         if name == _DRY_RUN:
             dry_run = value if equals else "auto"
             if dry_run not in _DRY_RUN_MODES:
                 modes = ", ".join(_DRY_RUN_MODES)
-                problems.append(f"--{name}={value} is not possible; --{name} takes one of {modes}")
+                problems.append(f'unknown mode "{value}" of --{name}; choose one of {modes}')
             continue
         if not equals:
             follows = bool(rest) and not rest[0].startswith("--")
@@ -110,7 +108,7 @@ def parse_command_line(arguments: Sequence[str]) -> CommandLine:
             elif name in fields and bool in fields[name].kinds:
                 value = "true"
             elif name in fields or name in ("config", _DRY_RUN_GPU):
-                problems.append(f"--{name} needs a value, as --{name}=VALUE")
+                problems.append(f"--{name} needs a value: --{name}=VALUE")
                 continue
         if name == "config":
             configs.append(value)
@@ -118,24 +116,25 @@ def parse_command_line(arguments: Sequence[str]) -> CommandLine:
             gpu = value
             if gpu not in GPUS:
                 gpus = ", ".join(GPUS)
-                problems.append(f"--{name}={value} is not possible; --{name} takes one of {gpus}")
+                problems.append(f'unknown GPU "{value}" of --{name}; choose one of {gpus}')
         elif name in fields:
             overrides.append((name, value))
         else:
             problems.append(_unknown_option(name))
-    dashed = [text for text in alone if text.startswith("-") and _is_option(text.lstrip("-"))]
+    dashed = [text for text in positional if text[0:1] == "-" and _is_option(text.lstrip("-"))]
     if dashed:
         problems.append(f'"{dashed[0]}" begins with one dash; did you mean -{dashed[0]}?')
-    elif alone and not configs:
-        problems.append(f'"{alone[0]}" belongs to no option; did you mean --config {alone[0]}?')
-    elif alone:
+    elif positional and not configs:
+        first = positional[0]
+        problems.append(f'unexpected argument "{first}"; did you mean --config {first}?')
+    elif positional:
         problems.append(
-            f'"{alone[0]}" belongs to no option; a list is one argument, as \'["a", "b"]\''
+            f'unexpected argument "{positional[0]}"; quote a list as one: \'["a", "b"]\''
         )
     if len(configs) > 1:
         problems.append(f"--config is given {len(configs)} times: {', '.join(configs)}")
     if gpu is not None and dry_run is None:
-        problems.append(f"--{_DRY_RUN_GPU}={gpu} says what --{_DRY_RUN} is for, which is not given")
+        problems.append(f"--{_DRY_RUN_GPU}={gpu} needs --{_DRY_RUN}")
     if problems:
         raise UserError("\n".join(problems))
     return CommandLine(
@@ -149,7 +148,7 @@ def parse_command_line(arguments: Sequence[str]) -> CommandLine:
 
 
 def _named(arguments: Sequence[str]) -> tuple[str | None, list[tuple[str, str]]]:
-    """The configuration's name, and every option with its value, not checked."""
+    """The configuration's name and all dotted options with their values, unchecked."""
     options = []
     for argument, following in itertools.pairwise([*arguments, ""]):
         name, equals, value = argument[2:].partition("=")
@@ -163,12 +162,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command.
 
     Args:
-        arguments: without the program's name; None takes those of this process.
+        arguments: without the program name; None uses `sys.argv`.
 
     Returns:
-        The exit status: 0; 1 if a dry run finds that the run does not fit; 2 after a mistake that
-        the user can correct, reported on stderr; 75 if the run was stopped by a signal, and the
-        same command goes on.
+        Exit status: 0 on success; 1 if a dry run does not fit; 2 after a user error, printed to
+        stderr; 75 if a signal stopped the run, which the same command resumes.
     """
     try:
         with StopSignals() as signals:
@@ -181,7 +179,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _command(arguments: Sequence[str], signals: StopSignals) -> int:
-    """The same, which raises what ends it early."""
     command = parse_command_line(arguments)
     if command.help:
         print(_USAGE.format(names=", ".join(available_configs())))
@@ -190,7 +187,8 @@ def _command(arguments: Sequence[str], signals: StopSignals) -> int:
     if command.config is None:
         names = ", ".join(available_configs())
         raise UserError(
-            f"--config NAME is missing: {names}, or the path of a TOML file; --help tells more"
+            f"--config NAME is missing; choose one of {names} or pass the path of a TOML file; "
+            "see --help"
         )
     config = load_config(command.config, command.overrides)
     given = [name for name, _ in command.overrides]
@@ -204,7 +202,7 @@ def _command(arguments: Sequence[str], signals: StopSignals) -> int:
 
         return dry_run(config, command.dry_run, GPUS[command.dry_run_gpu])
     set_platform(config.parallel.cpu_devices)
-    # Imported only here: it imports JAX, for which the devices must be set by now.
+    # Imports JAX, so only after `set_platform`.
     from mtraining_jax.training.loop import run
 
     run(config, signals)
@@ -212,15 +210,15 @@ def _command(arguments: Sequence[str], signals: StopSignals) -> int:
 
 
 def _is_option(text: str) -> bool:
-    """Whether text without its dashes, as `run.steps=3`, is an option."""
+    """Whether text without leading dashes, e.g. `run.steps=3`, is an option."""
     name = text.partition("=")[0]
     return name in (*all_fields(), "config", _DRY_RUN, _DRY_RUN_GPU, *_FLAGS)
 
 
 def _unknown_option(name: str) -> str:
     if name in sections():
-        return f"--{name} is a section; set one of its fields, as --{name}.FIELD=VALUE"
+        return f"--{name} is a section; set one of its fields: --{name}.FIELD=VALUE"
     near = nearest(name, [*all_fields(), "config", _DRY_RUN, *_FLAGS])
     if near is None:
-        return f"--{name} is not an option; --help lists all"
-    return f"--{name} is not an option; did you mean --{near}?"
+        return f"unknown option --{name}; --help lists all options"
+    return f"unknown option --{name}; did you mean --{near}?"

@@ -1,4 +1,4 @@
-"""The command that shows packed sequences: `python -m mtraining_jax.inspect_data --help`."""
+"""Command that shows statistics of packed data: `python -m mtraining_jax.inspect_data --help`."""
 
 import sys
 from collections.abc import Sequence
@@ -14,15 +14,14 @@ from mtraining_jax.errors import UserError, print_error
 _USAGE = """\
 usage: python -m mtraining_jax.inspect_data --config NAME [options]
 
-Shows how the documents of a run's [data] lie in its sequences, with data.mode=pack or
-data.documents: their lengths, how many share a sequence, how much padding there is, and how much
-the attention of sequences differs.
+Prints how documents are packed into sequences (data.mode=pack or data.documents=true): document
+lengths, documents per sequence, padding, and how much the attention cost of sequences varies.
 
-  --config NAME    the run, as of train.py
+  --config NAME    configuration of the run, as in train.py
   --SECTION.FIELD=VALUE
-                   fields of the run, as of train.py
-  --picture FILE   draw them too (needs matplotlib)
-  --help           print this text and stop
+                   override a field, as in train.py
+  --picture FILE   also write a plot (needs matplotlib)
+  --help           print this help and exit
 """
 
 
@@ -30,10 +29,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command.
 
     Args:
-        arguments: without the program's name; None takes those of this process.
+        arguments: without the program name; None uses `sys.argv`.
 
     Returns:
-        The exit status: 0, or 2 after a mistake that the user can correct, reported on stderr.
+        Exit status: 0 on success, 2 after a user error, printed to stderr.
     """
     parser = ArgumentParser(
         prog="python -m mtraining_jax.inspect_data", allow_abbrev=False, add_help=False
@@ -47,13 +46,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         command = parse_command_line(rest)
         if command.config is None:
-            raise UserError("--config NAME is missing; --help tells more")
+            raise UserError("--config NAME is missing; see --help")
         config = load_config(command.config, command.overrides)
         data, block_size = config.data, config.sparsity.block_size
         if not data.has_documents:
             raise UserError(
-                f'data.mode = "{data.mode}" without data.documents joins documents as if they were '
-                "one: data.mode=pack packs them"
+                f'data.mode = "{data.mode}" without data.documents joins documents without packing '
+                "them; set data.mode=pack or data.documents=true"
             )
         corpus = selected_source(data).open(data, config.model.vocab_size)
         packs = packs_of(corpus, data, block_size)

@@ -1,7 +1,6 @@
-"""How long attention and matrix products take on H200s: a table of measured rates.
+"""Measured rates of attention and matrix products on the H200, and the times they imply.
 
-The dry run, the balance of groups and their reports all read it here. It takes numbers only, and
-imports neither JAX nor a configuration.
+Used by the dry run and by load balancing between data-parallel replicas. Imports no JAX.
 """
 
 import dataclasses
@@ -15,10 +14,10 @@ class KernelRates:
     """Rates of the attention kernels on one H200 at one density.
 
     Attributes:
-        density: computed over causal pairs.
-        forward, backward: executed FLOP/s. Backward counts five products for each tile, as the
-            benchmark tables do.
-        in_ring: share of these rates that eight GPUs keep which do nothing but one layer's ring.
+        density: computed pairs over causal pairs.
+        forward, backward: executed FLOP/s. Backward counts five products per tile, as in the
+            benchmark tables.
+        in_ring: fraction of these rates reached in ring attention of one layer on eight GPUs.
     """
 
     density: float
@@ -27,15 +26,15 @@ class KernelRates:
     in_ring: float
 
 
-# By head width, in order of density. Rates, one GPU:
+# By head dimension, in order of density. Rates on one GPU:
 #   0.8 %   mask A at S = 524288, benchmarks/results/attention-h200-2026-11-22-whole.md
 #   6.3 %   mask B at S = 524288, benchmarks/results/attention-h200-2026-11-21-in-step.md
 #   17 %    the same: mask B forward runs at 579, 578 and 581 TFLOP/s at 8.8, 11.9 and 17.1 % (and
 #           backward at 458, 450 and 428), S = 131072, 65536 and 32768 in the first file
 #   dense   S = 131072, benchmarks/results/{attention-h200,ring-h200x2}-2026-11-22.md
 # Ring: masks A, B and dense at S = 524288, gathered, "of one GPU's rate, same work" in
-# benchmarks/results/ring-h200x8-2026-11-22.md, of heads 128 wide; not measured for 64. At 17 % it
-# is what lies between. In whole steps other work hides this loss: a dry run counts none of it.
+# benchmarks/results/ring-h200x8-2026-11-22.md, for head dimension 128; not measured for 64. The
+# value at 17 % is interpolated. In entire steps other work hides this loss, so dry runs ignore it.
 KERNEL_RATES: dict[int, tuple[KernelRates, ...]] = {
     64: (
         KernelRates(0.008, 390e12, 347e12, 0.882),
@@ -50,44 +49,44 @@ KERNEL_RATES: dict[int, tuple[KernelRates, ...]] = {
         KernelRates(1.0, 615e12, 555e12, 0.983),
     ),
 }
-_RING = 8  # GPUs that `in_ring` is of
-# Scores a second of the kernels that sum a softmax by block: 16 of 128 queries, 16 heads of 128 and
-# 131072 tokens in 8.76 ms, benchmarks/results/choice-h200-2026-11-23.md. What they wait for is
-# exponentials, so heads of 64 are no faster.
+_RING = 8  # GPUs of the `in_ring` measurement
+# Scores per second of the kernels that sum a softmax by block: 16 of 128 queries, 16 heads of 128
+# and 131072 tokens in 8.76 ms, benchmarks/results/choice-h200-2026-11-23.md. Exponentials are the
+# bottleneck, so head dimension 64 is not faster.
 SCORES_PER_SECOND = 131072**2 / 2 * 16 * (16 / 128) / 8.76e-3
 
 # bf16 FLOP/s of a product of 8192^3: measured on one H200 with jax 0.11.2, CUDA 13.
 _MATMUL_FLOPS = 794e12
-# benchmarks/results/step-{qwen3b-512k-h200x4,others-h200x2}-2026-11-22.md: all but attention runs
-# at 0.56 of that in a model 896 wide, at 0.71 with 2048 and at 0.74 with 3584. So a very wide
-# model reaches this share of it, and half of that where its width is the other number, as its
-# norms, gates and casts then take as long as its products, which grow with the width's square.
+# benchmarks/results/step-{qwen3b-512k-h200x4,others-h200x2}-2026-11-22.md: everything except
+# attention runs at 0.56 of that at hidden_size 896, at 0.71 at 2048 and at 0.74 at 3584. Fit: very
+# wide models reach _MATMUL_SHARE, and half of it at _MATMUL_HALF_WIDTH, where norms, gates and
+# casts take as long as the matrix products, which grow with the square of the width.
 _MATMUL_SHARE = 0.87
 _MATMUL_HALF_WIDTH = 480
-# Those steps ran on two and four GPUs, and collectives that nothing hides are in the rate. A GPU
-# that has its sequences to itself waits for none. Without them the eight traces in
-# benchmarks/results/step-qwen3b-*-2026-11-22*.md, 2048 wide, run at 567 to 606 TFLOP/s, 579.5 in
-# the mean, where the share above gives 560.
+# Those steps ran on two and four GPUs, so exposed collectives are included. A GPU that holds entire
+# sequences has none. Without them the eight traces in
+# benchmarks/results/step-qwen3b-*-2026-11-22*.md, at hidden_size 2048, run at 567 to 606 TFLOP/s,
+# 579.5 on average; the share above gives 560.
 _MATMUL_SHARE_ALONE = 0.90
 
 
 def matmul_rate(hidden_size: int, ranks: int) -> float:
-    """FLOP/s of one GPU in a training step without its attention.
+    """FLOP/s of one GPU in a training step, without attention.
 
     Args:
         hidden_size: width of the model.
-        ranks: GPUs that share one sequence.
+        ranks: context-parallel size.
     """
     share = _MATMUL_SHARE if ranks > 1 else _MATMUL_SHARE_ALONE
     return _MATMUL_FLOPS * share / (1 + _MATMUL_HALF_WIDTH / hidden_size)
 
 
 def rates_at(head_dim: int, density: float | np.ndarray) -> tuple[np.ndarray, ...]:
-    """Rates of the kernels at given densities: linear between those of the table, none beyond.
+    """Kernel rates by density: linear interpolation of the table, constant outside of it.
 
     Args:
-        head_dim: D. A width that is not in the table takes the rates of the nearest one: fit for
-            comparing sequences with each other, not for a time (`KERNEL_RATES` has what is known).
+        head_dim: head dimension. Values missing in `KERNEL_RATES` use the nearest one, which is
+            good enough to compare sequences, but not to predict times.
         density: in [0, 1], of any shape.
 
     Returns:
@@ -102,11 +101,11 @@ def rates_at(head_dim: int, density: float | np.ndarray) -> tuple[np.ndarray, ..
 
 
 def kernel_seconds(head_dim: int, density: float, forward: float, backward: float) -> float:
-    """Time of the attention kernels alone on one GPU.
+    """Time of the attention kernels on one GPU.
 
     Args:
-        head_dim: D.
-        density: of the pairs they compute.
+        head_dim: head dimension.
+        density: computed pairs over causal pairs.
         forward, backward: executed FLOP of each pass.
     """
     rate_forward, rate_backward, _ = rates_at(head_dim, density)
@@ -115,15 +114,15 @@ def kernel_seconds(head_dim: int, density: float, forward: float, backward: floa
 
 @dataclasses.dataclass(frozen=True)
 class AttentionSize:
-    """What the time of attention depends on besides the documents.
+    """Sizes of the model and of the ring that determine the time of attention.
 
     Attributes:
-        num_layers: layers of the model.
+        num_layers: number of layers.
         num_heads: query heads, Hq.
-        head_dim: D.
-        ranks: GPUs that share one sequence, W.
-        block_size: g, tokens of a block, to which documents are filled up.
-        passes: forward passes of attention in a step; 2 where the backward pass repeats it.
+        head_dim: head dimension, D.
+        ranks: context-parallel size, W.
+        block_size: tokens per block; documents are padded to its multiples.
+        passes: forward passes of attention per step; 2 if the backward pass recomputes it.
     """
 
     num_layers: int
@@ -137,17 +136,17 @@ class AttentionSize:
 def documents_ms(
     lengths: np.ndarray, densities: np.ndarray, size: AttentionSize
 ) -> np.ndarray:
-    """Predicted time of attention over each document, forward and backward, in all layers.
+    """Predicted time of attention per document, forward and backward, in all layers.
 
-    ``t = layers * Hq * D * P * (4 * passes / R_f + 10 / R_b) / (W * e)``: P pairs of a head that
-    are computed, R the kernels' rates at the density, e the share of them that a ring of W keeps,
-    which falls with the logarithm of W to the one measured with 8, and is not known beyond. The
-    rest of a step is not in it, and neither is the choice of an index.
+    ``t = layers * Hq * D * P * (4 * passes / R_f + 10 / R_b) / (W * e)``, with P computed pairs per
+    head, R the kernel rates at the density, and e the fraction of them reached in a ring of W GPUs.
+    e falls with log(W) to the value measured with 8 GPUs; larger rings were not measured. Excludes
+    selection and the rest of the step.
 
     Args:
-        lengths: integers [d], real tokens of each document.
-        densities: floats [d] (or one number), computed over causal pairs.
-        size: of the model, and of the ring.
+        lengths: integers [d], tokens of each document without padding.
+        densities: floats [d] (or one number), computed pairs over causal pairs.
+        size: sizes of the model and the ring.
 
     Returns:
         Milliseconds, float64 [d].
@@ -164,5 +163,5 @@ def documents_ms(
 
 
 def pack_ms(lengths: np.ndarray, densities: np.ndarray, size: AttentionSize) -> float:
-    """Predicted milliseconds of attention over one sequence of documents: see `documents_ms`."""
+    """Predicted milliseconds of attention for one packed sequence."""
     return float(documents_ms(lengths, densities, size).sum())

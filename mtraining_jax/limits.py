@@ -1,4 +1,4 @@
-"""Limits that a field's type carries: read by the configuration, and by the class itself."""
+"""Limits in field types, enforced by the configuration and by plug-in classes."""
 
 import dataclasses
 import numbers
@@ -18,7 +18,7 @@ _KINDS = {
 
 
 def limited(kind: type, **limits: float) -> Any:
-    """A type with limits, e.g. `limited(int, ge=1)`; keywords ge, gt, le and lt."""
+    """A type with limits `ge`, `gt`, `le` or `lt`, e.g. `limited(int, ge=1)`."""
     return Annotated[kind, *(_KINDS[name](limit) for name, limit in limits.items())]
 
 
@@ -26,7 +26,7 @@ def check_limits(settings: Any) -> None:
     """Checks the fields of a dataclass against the limits in their types.
 
     Raises:
-        ValueError: naming the field, its value and what is allowed.
+        ValueError: a field exceeds its limits.
     """
     hints = typing.get_type_hints(type(settings), include_extras=True)
     for field in dataclasses.fields(settings):
@@ -57,9 +57,9 @@ def check_limits(settings: Any) -> None:
 
 
 def _check_kind(name: str, value: Any, kind: Any) -> None:
-    """A number that is to be counted or compared, and is another kind of value, e.g. "0.9"."""
+    """Rejects values of numeric fields that are not numbers, e.g. "0.9"."""
     wanted = typing.get_args(kind)[0] if typing.get_origin(kind) is Annotated else None
-    numeric = {int: (numbers.Integral, "a whole number"), float: (numbers.Real, "a number")}
+    numeric = {int: (numbers.Integral, "an integer"), float: (numbers.Real, "a number")}
     if wanted not in numeric:
         return
     abstract, words = numeric[wanted]
@@ -71,7 +71,7 @@ def check_at_most(settings: Any, name: str, cap: str) -> None:
     """Checks that one field does not exceed another.
 
     Raises:
-        ValueError: naming both.
+        ValueError: it does.
     """
     value, limit = getattr(settings, name), getattr(settings, cap)
     if value > limit:

@@ -1,15 +1,12 @@
-"""Output for nobody: a terminal that is gone, a disk that is full."""
+"""Discards output to a closed terminal or a full disk."""
 
 import os
 
 
 def write_to_nobody(*outputs: int) -> None:
-    """Sends what is written from now on, and what is still in buffers, nowhere.
+    """Redirects file descriptors (1: stdout, 2: stderr), with pending buffers, to /dev/null.
 
-    Writing to what is gone fails, at the latest when Python empties its buffers at its end.
-
-    Args:
-        outputs: file descriptors, 1 and 2 being standard output and standard error.
+    Otherwise writes fail, at the latest when Python flushes its buffers at exit.
     """
     nobody = os.open(os.devnull, os.O_WRONLY)
     for output in outputs:

@@ -1,7 +1,6 @@
-"""Plug-ins by name: those that come with the package, and those of users.
+"""Registries of plug-ins: sparse patterns, data sources and model families.
 
-Patterns, data sources and model families register here in one table each, as `module:Class`. A
-module is imported when its name is first needed. Imports no JAX.
+Modules are imported on first use. Imports no JAX.
 """
 
 import importlib
@@ -17,9 +16,9 @@ class Registry:
     """Classes by name.
 
     Args:
-        what: the kind of thing in words, for messages, e.g. "sparse pattern".
-        base: as `module:Class`, what every plug-in derives from.
-        built_in: name -> `module:Class` of those that come with the package.
+        what: kind of plug-in for error messages, e.g. "sparse pattern".
+        base: base class of all plug-ins, as `module:Class`.
+        built_in: built-in plug-ins, name -> `module:Class`.
     """
 
     def __init__(self, what: str, base: str, built_in: Mapping[str, str]) -> None:
@@ -33,39 +32,38 @@ class Registry:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names that come with the package."""
+        """Names of the built-in plug-ins."""
         return self._built_in
 
     def names_any(self, names: Iterable[str]) -> bool:
-        """Whether one of some names comes with the package."""
+        """Whether any of the names is built in."""
         return any(name in self._built_in for name in names)
 
     def get(self, name: str) -> type:
-        """The class of a name, or of `package.module:Name`, which is then known by that name.
+        """The class of a built-in name or of `package.module:Class`, which is then registered.
 
-        A module is looked for as Python does, and in the current folder.
+        Modules are also searched in the current folder.
 
         Raises:
-            UserError: if there is none, saying what names there are.
+            UserError: unknown name, failed import or wrong base class.
         """
         if name in self._loaded:
             return self._loaded[name]
         if name not in self._places and ":" not in name:
             known = ", ".join(self._built_in)
             raise UserError(
-                f'"{name}" is no {self.what}; it must be one of {known}, or your own as '
-                "package.module:Name"
+                f'unknown {self.what} "{name}"; choose one of {known} or pass package.module:Class'
             )
         found = _load(self._places.get(name, name), name, self.what)
         base = _load(self._base, name, self.what)
         if not (isinstance(found, type) and issubclass(found, base)):
-            raise UserError(f'"{name}" is no {self.what}: a class derived from {self._base} is one')
+            raise UserError(f'"{name}" is not a {self.what}: it must be a subclass of {self._base}')
         self._places.setdefault(name, name)
         self._loaded[name] = found
         return found
 
     def classes(self) -> dict[str, type]:
-        """All that are known by now, by name, in the order of registration."""
+        """All registered classes by name, in order of registration."""
         return {name: self.get(name) for name in self._places}
 
 
@@ -87,10 +85,7 @@ def _load(place: str, name: str, what: str) -> object:
 
 
 def attribute_docs(cls: type) -> dict[str, str]:
-    """What the docstrings of a class and its bases say of each attribute.
-
-    It stands in their sections "Attributes:" or "Args:".
-    """
+    """Attribute docs from "Attributes:" or "Args:" in the docstrings of a class and its bases."""
     docs: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         docs |= _own_docs(base)

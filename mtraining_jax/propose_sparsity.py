@@ -1,4 +1,4 @@
-"""The command that proposes a sparse pattern: `python -m mtraining_jax.propose_sparsity --help`."""
+"""Command that proposes a sparse pattern: `python -m mtraining_jax.propose_sparsity --help`."""
 
 import dataclasses
 import json
@@ -34,30 +34,31 @@ SETTINGS = (
 _USAGE = f"""\
 usage: python -m mtraining_jax.propose_sparsity --model FOLDER --text FILES --length L [options]
 
-Runs a model over a text, dense and then with each of some sparse patterns in every layer, and
-proposes the fastest of those that lose little. It measures the share of computed pairs, the rise of
-the loss over dense attention, and its rise on far copies: tokens that end a passage of 4 tokens
-which stood earlier, more than 256 tokens back. Nothing is trained; a model that is trained sparse
-adapts.
+Evaluates a model on text, with dense attention and with several sparse patterns, and proposes the
+fastest pattern with a small increase of the loss. Reports for each pattern the density (computed
+pairs over causal pairs), the increase of the loss over dense attention, and its increase on far
+copies: last tokens of 4-token passages that occurred earlier, more than 256 tokens back. Nothing
+is trained; a model trained with sparse attention adapts to it.
 
-  --model FOLDER      folder of a run (its newest checkpoint) or a Hugging Face checkpoint
-  --text FILES        UTF-8 text that it was not trained on: files, folders, patterns
-  --length L          tokens of a sequence, as 32K; best that of the run to come
-  --sequences N       at most so many (default 8)
-  --settings TEXTS    patterns with the options that differ, as sampled_rows,tau=0.9; default
+  --model FOLDER      run folder (uses its newest checkpoint) or Hugging Face checkpoint
+  --text FILES        UTF-8 text that the model was not trained on: files, folders or globs
+  --length L          sequence length in tokens, e.g. 32K; best the length of the planned run
+  --sequences N       maximum number of sequences (default 8)
+  --settings TEXTS    patterns with non-default options, e.g. sampled_rows,tau=0.9; default:
                       {" ".join(SETTINGS[:2])}
                       and {len(SETTINGS) - 2} more
-  --most-rise X       of the loss, in nats, that a proposal may have (default 0.01)
-  --most-copies X     of the loss on far copies (default 0.05)
-  --config NAME       run to come, as of train.py, whose step is forecast on H200s with each setting
-                      at its measured density; without it the least density counts as fastest
-  --output FILE       write all figures there as JSON
-  --tokenizer NAME    bytes, or a tokenizer.json, instead of the model's own
-  --dtype TYPE        bfloat16 or float32, what layers compute in
-  --cpu-devices N     run on N virtual devices of the CPU
+  --most-rise X       maximum increase of the loss, in nats (default 0.01)
+  --most-copies X     maximum increase of the loss on far copies, in nats (default 0.05)
+  --config NAME       planned run, as in train.py: predicts its step time on H200s with each pattern
+                      at its measured density; without it, the pattern of lowest density counts as
+                      fastest
+  --output FILE       write all results as JSON
+  --tokenizer NAME    bytes or the path of a tokenizer.json, instead of the model's own
+  --dtype TYPE        compute type: bfloat16 or float32
+  --cpu-devices N     run on N virtual CPU devices
   --parallel.FIELD=VALUE
-                      as of train.py: the mesh that the model runs on here
-  --help              print this text and stop
+                      device mesh for this evaluation, as in train.py
+  --help              print this help and exit
 """
 
 
@@ -65,11 +66,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command.
 
     Args:
-        arguments: without the program's name; None takes those of this process.
+        arguments: without the program name; None uses `sys.argv`.
 
     Returns:
-        The exit status: 0; 1 if no setting loses little enough; 2 after a mistake that the user can
-        correct, reported on stderr.
+        Exit status: 0 on success; 1 if all settings exceed the limits; 2 after a user error,
+        printed to stderr.
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:
@@ -101,7 +102,7 @@ def _run(arguments: list[str]) -> int:
     overrides = forwarded_options(rest, ("parallel",))["parallel"]
     for name in ("model", "text", "length"):
         if not getattr(own, name):
-            raise UserError(f"--{name} is missing; --help tells more")
+            raise UserError(f"--{name} is missing; see --help")
     for name in ("sequences", "cpu_devices"):
         if (value := getattr(own, name)) is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')}={value} must be at least 1")
@@ -123,7 +124,7 @@ def _run(arguments: list[str]) -> int:
 
     console = Console(highlight=False, soft_wrap=True)
     if not console.is_terminal:
-        console.width = 160  # of the table in a file
+        console.width = 160  # for the table
     loaded = load(
         own.model, attention="dense", dtype=own.dtype, tokenizer=own.tokenizer,
         overrides=[(f"parallel.{name}", value) for name, value in overrides.items()],
@@ -151,14 +152,14 @@ def _run(arguments: list[str]) -> int:
     config = configs["dense"]
     if config is not None and config.data.seq_len != length:
         console.print(
-            f"note: the forecast is of a step of {config.data.seq_len:,} tokens, with densities "
-            f"measured at {length:,}; shorter sequences keep a larger share", markup=False,
+            f"note: step times are for {config.data.seq_len:,} tokens, with densities measured at "
+            f"{length:,}; shorter sequences have a higher density", markup=False,
         )  # fmt: skip
     limits = f"--most-rise {own.most_rise} and --most-copies {own.most_copies}"
     if best is None:
-        console.print(f"none of the settings keeps {limits}: ask for denser ones", markup=False)
+        console.print(f"all settings exceed {limits}: try denser ones", markup=False)
         return 1
-    console.print(f"within {limits} this is the {_why(seconds[best.text])}:", markup=False)
+    console.print(f"{_why(seconds[best.text])} within {limits}:", markup=False)
     name, options = split_settings(best.text)
     lines = ["[sparsity]", f"kind = {toml_value(name)}"]
     chosen = settings[best.text]
@@ -171,17 +172,14 @@ def _checked(text: str) -> Settings:
     settings = parse_settings(text)
     if not settings.sparse or not settings.chooses:
         raise UserError(
-            f'--settings has "{text}": a pattern that chooses what to leave out is needed'
+            f'--settings has "{text}", which does not select pairs; use a sparse pattern, e.g. '
+            f"{SETTINGS[0]}"
         )
     return settings
 
 
 def config_with(name: str | None, text: str) -> Config | None:
-    """The run to come with a setting; None without a run.
-
-    Raises:
-        UserError: as `load_config`.
-    """
+    """The planned run with a setting; None without a run."""
     if name is None:
         return None
     kind, options = split_settings(text)
@@ -190,7 +188,7 @@ def config_with(name: str | None, text: str) -> Config | None:
 
 
 def forecast_seconds(config: Config | None, density: float) -> float | None:
-    """A step of a run on H200s at a density, as the dry run forecasts it; None if it cannot."""
+    """Predicted step time on H200s at a density, as in the dry run; None if unknown."""
     if config is None:
         return None
     from mtraining_jax.planning.cost import count_flops, rates_missing, seconds
@@ -208,7 +206,7 @@ def forecast_seconds(config: Config | None, density: float) -> float | None:
 def _table(found: "Sequence[Measured]", seconds: dict[str, float | None]) -> Table:
     timed = any(value is not None for value in seconds.values())
     table = Table("setting")
-    for name in ("density", "loss", "rise", "of far copies", *(["s a step"] if timed else [])):
+    for name in ("density", "loss", "increase", "far copies", *(["s/step"] if timed else [])):
         table.add_column(name, justify="right")
     for one in found:
         error = "" if math.isnan(one.error) or one.text == "dense" else f" ± {one.error:.4f}"
@@ -223,7 +221,7 @@ def _table(found: "Sequence[Measured]", seconds: dict[str, float | None]) -> Tab
 
 
 def _why(seconds: float | None) -> str:
-    return "least dense" if seconds is None else f"fastest, a step of {seconds:.2f} s by forecast"
+    return "lowest density" if seconds is None else f"fastest (predicted {seconds:.2f} s/step)"
 
 
 def _write(

@@ -1,4 +1,4 @@
-"""Random numbers as a function of a counter: the same on every machine and in every version."""
+"""Counter-based random numbers, identical on all machines and in all versions."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,21 +10,21 @@ _MASK = 2**64 - 1
 
 
 def mixed(x: np.ndarray) -> np.ndarray:
-    """Well mixed bits of counters, uint64: the finaliser of SplitMix64."""
+    """Hashes uint64 counters: the finalizer of SplitMix64."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
 class Stream:
-    """Random numbers of one stream, drawn one after the other.
+    """A stream of random numbers.
 
     Number i of stream s is mix(mix(seed * G + s) + (i + 1) * G) mod 2^64, where mix is the
-    finaliser of SplitMix64 and G its increment.
+    finalizer of SplitMix64 and G its increment.
 
     Args:
-        seed: any integer; it counts modulo 2^64.
-        stream: streams of one seed are independent.
+        seed: any integer, reduced modulo 2^64.
+        stream: number of the stream; streams of one seed are independent.
     """
 
     def __init__(self, seed: int, stream: int = 0):
@@ -38,7 +38,7 @@ class Stream:
         return mixed(self._start + counters * GOLDEN)
 
     def below_each(self, limits: np.ndarray) -> np.ndarray:
-        """A number below each limit: int64 [n] from limits [n], which lie from 1 to 2^32 - 1."""
+        """A number below each limit: int64 [n]; limits [n] are from 1 to 2^32 - 1."""
         limits = np.asarray(limits, np.uint64)
         high = self.bits(limits.size) >> np.uint64(32)
         return (high * limits >> np.uint64(32)).astype(np.int64)
@@ -48,11 +48,7 @@ class Stream:
         return int(self.below_each(np.array([limit]))[0])
 
     def sample(self, n: int, count: int) -> list[int]:
-        """The first numbers of a random order of 0 to n - 1 (Fisher and Yates), without making it.
-
-        Raises:
-            ValueError: count exceeds n.
-        """
+        """Draws `count` of 0 to n - 1 without replacement (Fisher-Yates, in O(count) memory)."""
         if count > n:
             raise ValueError(f"count={count} must not exceed n={n}")
         places = np.arange(count) + self.below_each(n - np.arange(count))
@@ -64,9 +60,9 @@ class Stream:
         return drawn
 
     def order(self, n: int) -> np.ndarray:
-        """A random order of 0 to n - 1: int64 [n]."""
+        """A random permutation of 0 to n - 1: int64 [n]."""
         return np.argsort(self.bits(n), kind="stable")
 
     def choose(self, items: Sequence[Any]) -> Any:
-        """One of some items."""
+        """A random item."""
         return items[self.below(len(items))]

@@ -1,9 +1,8 @@
-"""Signals that ask a run to stop, and what the command does about them.
+"""Graceful shutdown on signals.
 
-SIGTERM (of a scheduler), SIGINT (Ctrl-C) and SIGHUP (a terminal is gone) mean the same: stop, and
-lose nothing. Before the first step there is nothing to lose, and the command ends at once. From
-then on the loop looks at `StopSignals.requested` after each step. A second signal ends the process
-where it stands, but not a second SIGHUP, as shell and kernel may each send one.
+SIGTERM (preemption), SIGINT (Ctrl-C) and SIGHUP (closed terminal) stop the run after the current
+step with a checkpoint. Before the first step they stop it immediately. A second signal kills the
+process, except for SIGHUP, which shell and kernel may both send.
 """
 
 import contextlib
@@ -17,34 +16,28 @@ from typing import NoReturn, Self
 
 from mtraining_jax.nobody import write_to_nobody
 
-# EX_TEMPFAIL of sysexits.h: nothing is wrong, and the same command goes on later. Schedulers can be
-# told to start a command with this status again.
+# EX_TEMPFAIL of sysexits.h: the same command resumes the run; schedulers can requeue on it.
 EXIT_STOPPED = 75
-# A step did not end: devices or processes wait for one that failed.
+# A step hangs: devices or processes wait for a failed one.
 EXIT_STUCK = 1
-# Seconds that the command gets to clean up when it is stopped before its first step.
+# Seconds to clean up when stopped before the first step.
 _PATIENCE = 10
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _OUTPUTS = (1, 2)
 
 
 class Stopped(BaseException):
-    """The command was asked to stop; its text says where it stands.
-
-    Like `KeyboardInterrupt` not an `Exception`, since it may be raised anywhere.
-    """
+    """A signal stopped the command; like `KeyboardInterrupt`, not an `Exception`."""
 
 
 class StopSignals:
-    """Takes SIGTERM, SIGINT and SIGHUP in its `with` block; in another thread it takes nothing.
+    """Context manager that handles SIGTERM, SIGINT and SIGHUP; main thread only.
 
-    A SIGHUP that is ignored, as with nohup, stays ignored.
-
-    A second thread hears of every signal at once, also while the main thread compiles or waits in
-    a collective, and ends the process where the main thread cannot.
+    SIGHUP stays ignored if it was (nohup). A listener thread sees signals immediately, even while
+    the main thread compiles or waits in a collective, and can exit the process.
 
     Attributes:
-        requested: whether the run is to stop at the next chance.
+        requested: whether the run should stop after the current step.
     """
 
     def __init__(self) -> None:
@@ -55,19 +48,19 @@ class StopSignals:
         self._timer: threading.Timer | None = None
 
     def stop_after_a_step(self) -> None:
-        """From now on a signal sets `requested` and does not interrupt."""
+        """From now on signals set `requested` instead of interrupting."""
         self._at_once = False
 
     def stop_together(self) -> None:
-        """Says that other processes have been joined by `jax.distributed.initialize`.
+        """Call after `jax.distributed.initialize`.
 
-        JAX has then taken SIGTERM, and tells all processes of it; others are handed on as SIGTERM.
+        JAX then handles SIGTERM and notifies all processes; other signals are forwarded as SIGTERM.
         """
         self._together = True
 
     def __enter__(self) -> Self:
         self._taken = threading.current_thread() is threading.main_thread()
-        if not self._taken:  # signals are the main thread's, and it has not asked for them
+        if not self._taken:
             return self
         self._before = {
             number: handler
@@ -104,11 +97,11 @@ class StopSignals:
     def _in_main_thread(self, number: int, frame: FrameType | None) -> None:
         del frame
         if self._at_once and not self._together:
-            raise Stopped(f"{signal.Signals(number).name} came before the first step")
+            raise Stopped(f"{signal.Signals(number).name} received before the first step")
         self.requested = True
 
     def _listen(self) -> None:
-        """Runs in the second thread; Python writes the number of each signal."""
+        """Runs in the listener thread; Python writes the number of each signal to the socket."""
         while number := self._reader.recv(1):
             self._hear(number[0])
         self._reader.close()
@@ -123,30 +116,25 @@ class StopSignals:
                 return
         self._heard += 1
         if self._heard > 1:
-            leave(128 + number, f"{name} a second time: stopped where it stood")
+            leave(128 + number, f"second {name}, exited without a checkpoint")
         if self._together and number != signal.SIGTERM:
             os.kill(os.getpid(), signal.SIGTERM)
         if self._at_once and not self._together:
             self._timer = threading.Timer(
-                _PATIENCE, leave, (EXIT_STOPPED, f"{name} came before the first step")
+                _PATIENCE, leave, (EXIT_STOPPED, f"{name} received before the first step")
             )
             self._timer.daemon = True
             self._timer.start()
             return
-        with contextlib.suppress(OSError):  # of a terminal that is gone, before its signal came
+        with contextlib.suppress(OSError):  # closed terminal
             print(
-                f"{name}: stopping after the step under way; a second one stops at once",
+                f"{name}: stopping after the current step; a second one stops immediately",
                 file=sys.stderr, flush=True,
             )  # fmt: skip
 
 
 def leave(status: int, sentence: str) -> NoReturn:
-    """Ends the process without waiting for anything, from any thread.
-
-    Args:
-        status: of the process.
-        sentence: that is printed on stderr.
-    """
+    """Exits the process immediately, from any thread, with a message on stderr."""
     with contextlib.suppress(OSError):
         os.write(2, f"stopped: {sentence}\n".encode())
     os._exit(status)

@@ -1,4 +1,4 @@
-"""The command that tokenises a corpus once: `python -m mtraining_jax.tokenize --help`."""
+"""Command that pre-tokenizes a corpus: `python -m mtraining_jax.tokenize --help`."""
 
 import os
 import sys
@@ -20,23 +20,23 @@ from mtraining_jax.wording import counted
 _USAGE = """\
 usage: python -m mtraining_jax.tokenize --out FOLDER --config NAME [options]
 
-Turns the documents of a run's [data] into token files, which runs then read without a tokenizer,
-as --data.source=tokens --data.paths='["FOLDER"]'. Started again after it was stopped, it goes on.
+Pre-tokenizes the documents of a run's [data] into token files, which runs then read with
+--data.source=tokens --data.paths='["FOLDER"]'. If interrupted, the same command resumes.
 
-  --out FOLDER     where the token files go: a new folder, or that of the same command before
-  --config NAME    the run, as of train.py; data.source, its fields, data.tokenizer, data.eos and
-                   the size of the model's vocabulary are read
+  --out FOLDER     output folder for the token files: new, or from an interrupted command
+  --config NAME    configuration of the run, as in train.py; uses data.source, its fields,
+                   data.tokenizer, data.eos and model.vocab_size
   --SECTION.FIELD=VALUE
-                   fields of the run, as of train.py
-  --processes N    that tokenise (default: one a processor)
-  --help           print this text and stop
+                   override a field, as in train.py
+  --processes N    tokenizer processes (default: one per processor)
+  --help           print this help and exit
 """
 
 _SECONDS_BETWEEN_LINES = 10
 
 
 class _Progress:
-    """A bar on a terminal, a line every few seconds elsewhere; for a `with` block."""
+    """Context manager: a progress bar on a terminal, a line every few seconds elsewhere."""
 
     def __init__(self, console: Console) -> None:
         self._console, self._begin = console, time.monotonic()
@@ -46,7 +46,7 @@ class _Progress:
             self._bar = Progress(
                 BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console
             )
-            # How much there is to read is not known before it is read: the bar only moves.
+            # The total is unknown.
             self._task = self._bar.add_task("reading", total=None)
 
     def __enter__(self) -> Self:
@@ -59,10 +59,10 @@ class _Progress:
             self._bar.stop()
 
     def __call__(self, totals: Totals, read: int) -> None:
-        """Shows how far it has come; see `tokenize_corpus`."""
+        """Reports progress, as callback of `tokenize_corpus`."""
         now = time.monotonic()
         speed = read / 2**20 / max(now - self._begin, 1e-3)
-        line = f"read {read / 2**20:,.0f} MiB ({speed:,.1f} a second), written {_words(totals)}"
+        line = f"read {read / 2**20:,.0f} MiB ({speed:,.1f} MiB/s), wrote {_words(totals)}"
         if self._bar is not None:
             self._bar.update(self._task, description=line)
         elif now - self._last >= _SECONDS_BETWEEN_LINES:
@@ -74,10 +74,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command.
 
     Args:
-        arguments: without the program's name; None takes those of this process.
+        arguments: without the program name; None uses `sys.argv`.
 
     Returns:
-        The exit status: 0, or 2 after a mistake that the user can correct, reported on stderr.
+        Exit status: 0 on success, 2 after a user error, printed to stderr.
     """
     try:
         return _run(list(sys.argv[1:] if arguments is None else arguments))
@@ -97,12 +97,12 @@ def _run(arguments: list[str]) -> int:
         print(_USAGE, end="")
         return 0
     if own.out is None:
-        raise UserError("--out FOLDER is missing: where the token files go; --help tells more")
+        raise UserError("--out FOLDER, the folder for the token files, is missing; see --help")
     if own.processes < 1:
         raise UserError(f"--processes={own.processes} must be at least 1")
     command = parse_command_line(rest)
     if command.config is None:
-        raise UserError("--config NAME is missing: the run that will read the token files")
+        raise UserError("--config NAME, the run that will read the token files, is missing")
     config = load_config(command.config, command.overrides)
     console = Console(highlight=False, soft_wrap=True)
     begin = time.monotonic()
@@ -112,10 +112,10 @@ def _run(arguments: list[str]) -> int:
                 config.data, config.model.vocab_size, own.out.expanduser(), own.processes, progress
             )
     except KeyboardInterrupt:
-        raise UserError("interrupted; the same command goes on") from None
-    there = f", {counted(totals.found, 'part')} of them from before" if totals.found else ""
+        raise UserError("interrupted; the same command resumes") from None
+    resumed = f" ({totals.found:,} already there)" if totals.found else ""
     console.print(
-        f"{own.out}: {_words(totals)}{there}, in {time.monotonic() - begin:,.1f} s", markup=False
+        f"{own.out}: {_words(totals)}{resumed}, in {time.monotonic() - begin:,.1f} s", markup=False
     )
     console.print(f"train with  --data.source=tokens --data.paths='[\"{own.out}\"]'", markup=False)
     return 0

@@ -1,4 +1,4 @@
-"""Words that depend on a number."""
+"""Plural forms."""
 
 
 def counted(number: int, noun: str) -> str:

@@ -1,4 +1,4 @@
-"""The command line: what it prints, what it passes on, and its exit status."""
+"""Command line of the trainer: arguments, output and exit status."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ from mtraining_jax.platform import check_devices, set_platform
 
 @pytest.fixture
 def runs(monkeypatch) -> list[Config]:
-    """Takes the place of training and keeps the configurations it is called with."""
+    """Replaces training and records the configurations that it is called with."""
     called: list[Config] = []
     training = types.SimpleNamespace(run=lambda config, signals: called.append(config))
     monkeypatch.setitem(sys.modules, "mtraining_jax.training.loop", training)
@@ -50,22 +50,22 @@ def test_a_switch_may_stand_alone():
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["tiny"], '"tiny" belongs to no option; did you mean --config tiny?'),
+        (["tiny"], 'unexpected argument "tiny"; did you mean --config tiny?'),
         (
             ["--config", "tiny", "--data.paths", "a", "b"],
-            '"b" belongs to no option; a list is one argument, as \'["a", "b"]\'',
+            'unexpected argument "b"; quote a list as one: \'["a", "b"]\'',
         ),
-        (["--config"], "--config needs a value, as --config=VALUE"),
-        (["--run.steps", "--config"], "--run.steps needs a value, as --run.steps=VALUE"),
-        (["--confg", "tiny"], "--confg is not an option; did you mean --config?"),
-        (["--print_config"], "--print_config is not an option; did you mean --print-config?"),
-        (["--steps=3"], "--steps is not an option; did you mean --run.steps?"),
-        (["--model.layers=3"], "--model.layers is not an option; did you mean --model.num_layers?"),
-        (["--model={}"], "--model is a section; set one of its fields, as --model.FIELD=VALUE"),
-        (["--zzz"], "--zzz is not an option; --help lists all"),
+        (["--config"], "--config needs a value: --config=VALUE"),
+        (["--run.steps", "--config"], "--run.steps needs a value: --run.steps=VALUE"),
+        (["--confg", "tiny"], "unknown option --confg; did you mean --config?"),
+        (["--print_config"], "unknown option --print_config; did you mean --print-config?"),
+        (["--steps=3"], "unknown option --steps; did you mean --run.steps?"),
+        (["--model.layers=3"], "unknown option --model.layers; did you mean --model.num_layers?"),
+        (["--model={}"], "--model is a section; set one of its fields: --model.FIELD=VALUE"),
+        (["--zzz"], "unknown option --zzz; --help lists all options"),
         (["-run.steps=3"], '"-run.steps=3" begins with one dash; did you mean --run.steps=3?'),
         (["-config", "tiny"], '"-config" begins with one dash; did you mean --config?'),
-        (["--help=me"], "--help takes no value, and --help=me gives it one"),
+        (["--help=me"], "--help takes no value: remove =me"),
         (["--config=a", "--config=b"], "--config is given 2 times: a, b"),
     ],
 )
@@ -84,39 +84,39 @@ def test_it_runs_the_configuration(runs, capsys):
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["--sparsity.top_p=0.4"], 'sparsity.kind = "sampled_rows" does not read it, only'),
-        (["--data.text_field=body"], 'data.source = "python_stdlib" does not read it'),
-        (["--eval.batches=3"], "eval.every_steps = 0 never evaluates"),
-        (["--audit.rows=8"], "audit.every_steps = 0 and audit.gradient_every = 0 never audit"),
-        (["--profile.steps=3"], "profile.start = none traces nothing"),
+        (["--sparsity.top_p=0.4"], 'sparsity.kind = "sampled_rows" does not use it, only'),
+        (["--data.text_field=body"], 'data.source = "python_stdlib" does not use it'),
+        (["--eval.batches=3"], "eval.every_steps = 0 disables evaluation"),
+        (["--audit.rows=8"], "audit.every_steps = 0 and audit.gradient_every = 0 disable audits"),
+        (["--profile.steps=3"], "profile.start = none disables tracing"),
         (["--sparsity.dense_last=5", "--sparsity.kind=dense"], 'sparsity.kind = "dense" computes'),
-        (["--sparsity.tune_low=0.5"], 'sparsity.tune = "none" keeps the share as it is'),
+        (["--sparsity.tune_low=0.5"], 'sparsity.tune = "none" disables tuning'),
         (
             ["--optimizer.final_lr_ratio=0.2", "--optimizer.schedule=constant"],
-            'optimizer.schedule = "constant" never lowers the rate',
+            'optimizer.schedule = "constant" does not decay the learning rate',
         ),
-        (["--data.balance=length"], "parallel.data = 1 has one group of devices only"),
+        (["--data.balance=length"], "parallel.data = 1 has a single data-parallel replica"),
     ],
 )
-def test_an_option_without_effect_is_told(runs, capsys, arguments, reason):
+def test_note_on_an_option_without_effect(runs, capsys, arguments, reason):
     name = arguments[0][2:].partition("=")[0]
     assert main(["--config=tiny", *arguments]) == 0
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"note: {name} has no effect: {reason}") and len(runs) == 1
 
 
-def test_who_exports_a_sparse_model_is_told_of_dense_steps(runs, capsys):
+def test_note_on_exporting_a_sparse_model(runs, capsys):
     assert main(["--config=tiny", "--checkpoint.export_hf=true"]) == 0
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("note: transformers will use the exported model with dense attention")
+    assert line.startswith("note: Hugging Face transformers runs the exported model with dense att")
     assert "--sparsity.dense_last=12 " in line
-    for mended in ("dense_last=12", "dense_every=10", "kind=dense"):
-        arguments = ["--checkpoint.export_hf=true", f"--sparsity.{mended}"]
+    for fix in ("dense_last=12", "dense_every=10", "kind=dense"):
+        arguments = ["--checkpoint.export_hf=true", f"--sparsity.{fix}"]
         assert main(["--config=tiny", *arguments]) == 0
         assert capsys.readouterr().err == ""
 
 
-def test_an_option_that_is_read_is_not_told(runs, capsys):
+def test_no_note_on_an_option_with_effect(runs, capsys):
     read = ["--sparsity.tau=0.5", "--eval.every_steps=3", "--eval.batches=3", "--audit.rows=8"]
     assert main(["--config=tiny", *read, "--audit.gradient_every=2"]) == 0
     assert capsys.readouterr().err == ""
@@ -134,7 +134,7 @@ def test_help(runs, capsys):
     assert main(["--help"]) == 0
     out = capsys.readouterr().out
     assert all(name in out for name in available_configs())
-    assert "--model.num_layers  a whole number (at least 1); required" in out
+    assert "--model.num_layers  an integer (at least 1); required" in out
     assert runs == []
 
 
@@ -155,7 +155,7 @@ def test_mistakes_end_with_status_2_before_the_run(runs, capsys, arguments, line
     assert [line[:7] for line in err.splitlines()] == ["error: "] * lines
 
 
-def test_a_mistake_found_by_the_run_is_told_the_same_way(runs, capsys, monkeypatch):
+def test_a_user_error_of_the_run_is_printed_alike(runs, capsys, monkeypatch):
     def run(config, signals):
         raise UserError(f"{config.run.name} has no data")
 
@@ -164,14 +164,14 @@ def test_a_mistake_found_by_the_run_is_told_the_same_way(runs, capsys, monkeypat
     assert capsys.readouterr().err == "error: tiny has no data\n"
 
 
-def test_a_run_that_was_stopped_has_a_status_of_its_own(runs, capsys, monkeypatch):
+def test_a_stopped_run_has_exit_status_75(runs, capsys, monkeypatch):
     def run(config, signals):
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(60)
 
     monkeypatch.setattr(sys.modules["mtraining_jax.training.loop"], "run", run)
     assert main(["--config=tiny"]) == 75
-    assert capsys.readouterr().err == "stopped: SIGTERM came before the first step\n"
+    assert capsys.readouterr().err == "stopped: SIGTERM received before the first step\n"
 
 
 def test_other_errors_pass_through(runs, monkeypatch):
@@ -184,7 +184,7 @@ def test_other_errors_pass_through(runs, monkeypatch):
 
 
 def test_cpu_devices_are_set_before_jax_starts():
-    # In a process of its own: the devices of this one are fixed already.
+    # A new process, since the devices of this one are fixed already.
     code = """if True:
         import jax
         from mtraining_jax.platform import set_platform
@@ -201,10 +201,10 @@ def test_cpu_devices_are_set_before_jax_starts():
     ("error", "reason"),
     [
         (RuntimeError("Unable to initialize backend 'x'\nand more"), "Unable to initialize backe"),
-        (AssertionError(), "none of its platforms is here"),
+        (AssertionError(), "no platform is available"),
     ],
 )
-def test_a_machine_without_the_devices_that_jax_may_use_is_told(monkeypatch, error, reason):
+def test_error_if_jax_finds_no_device(monkeypatch, error, reason):
     def devices():
         raise error
 
@@ -213,18 +213,18 @@ def test_a_machine_without_the_devices_that_jax_may_use_is_told(monkeypatch, err
     with pytest.raises(UserError, match=f"{reason}.*; JAX_PLATFORMS=cuda in the environment"):
         check_devices()
     monkeypatch.delenv("JAX_PLATFORMS")
-    with pytest.raises(UserError, match="--parallel.cpu_devices=1 would run on the CPU"):
+    with pytest.raises(UserError, match="--parallel.cpu_devices=1 to run on the CPU"):
         check_devices()
 
 
-def test_programs_that_may_not_be_compiled_are_told():
+def test_error_if_jit_is_disabled():
     with jax.disable_jit(), pytest.raises(UserError, match="JAX_DISABLE_JIT is set"):
         check_devices()
 
 
-def test_gpus_give_nearly_all_of_their_memory_unless_told_otherwise(monkeypatch):
+def test_jax_uses_most_gpu_memory_by_default(monkeypatch):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
-    monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "none")  # so that it is put back
+    monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "none")  # restored after the test
     monkeypatch.delenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB")
     set_platform(None)
     assert os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.5"

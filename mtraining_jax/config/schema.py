@@ -340,7 +340,10 @@ class CheckpointConfig:
     keep: PositiveInt = 2
     """Number of newest checkpoints to keep; older ones are deleted."""
     resume: bool | Literal["auto"] = "auto"
-    """auto resumes from the newest checkpoint, if any; true requires one; false restarts."""
+    """Whether to resume from the newest checkpoint.
+
+    auto: if there is one; true: fail if there is none; false: start from scratch.
+    """
     async_save: bool = True
     """Continue training while a checkpoint is written."""
     export_hf: bool = False

@@ -128,7 +128,7 @@ def own_source(monkeypatch):
 class TestOwn(SourceContract):
     source = OWN
     bad = (
-        ({"count_to": 0}, "data.count_to = 0 is not allowed: it must be a whole number (at least"),
+        ({"count_to": 0}, "data.count_to = 0 is not allowed: it must be an integer (at least"),
         ({"count_to": VOCAB}, f"document 0: token id {VOCAB} at position {VOCAB - 1} is outside"),
     )
 
@@ -142,7 +142,7 @@ class TestOwn(SourceContract):
         assert config_from_dict(config_to_dict(config), "a dict") == config
         rows, _ = sequences(source=OWN, count_to=7, seq_len=7)
         assert rows == [list(range(1, 8))] * 8
-        assert "  --data.count_to  a whole number (at least 1); default 4\n" in help_text()
+        assert "  --data.count_to  an integer (at least 1); default 4\n" in help_text()
 
 
 @pytest.mark.usefixtures("own_source")

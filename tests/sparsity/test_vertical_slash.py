@@ -236,7 +236,7 @@ def test_no_gradient_flows_and_a_policy_can_save_the_index():
     [
         (dict(top_p=0.0), "top_p=0.0 must be above 0 and at most 1"),
         (dict(top_p="0.9"), "top_p='0.9' must be a number"),
-        (dict(last_q=4.0), "last_q=4.0 must be a whole number"),
+        (dict(last_q=4.0), "last_q=4.0 must be an integer"),
         (dict(preset="fast"), "preset='fast' must be one of safe, paper, joint"),
         (dict(least_share=0.1), "least_share=0.1 is an option of preset='joint', .* is 'safe'"),
         (dict(max_density=0.5, preset="paper"), "max_density=0.5 is an option of preset='joint'"),
