@@ -25,7 +25,7 @@ class Configs:
 
 
 # By head dim; measured on an H200, 2026-11-22, S = 131072. Whole backward passes by one kernel
-# against two, in ms, medians of three rounds in one run (docs/log/2026-11-22.md):
+# against two, in ms, medians of three rounds in one run (docs/design/backward-kernels.md):
 #   head dim 64, 14 query heads, 2 key/value heads: mask A 7.15 against 7.06, B 16.8 against 19.1
 #   head dim 128, 16 query heads, 2 key/value heads: A 14.2 against 13.1, B 37.0 against 37.0;
 #   in an earlier run dense 311 against 369
