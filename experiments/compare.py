@@ -1,4 +1,4 @@
-"""Lines of runs as paired tables, and intervals of their differences."""
+"""Pairs the measurements of arms, and computes intervals of their differences."""
 
 import functools
 from collections.abc import Iterable
@@ -7,26 +7,27 @@ from typing import NamedTuple
 
 import numpy as np
 
-from experiments import arms
-from experiments.arms import Line
+from experiments.result_lines import Line, read_lines
 from mtraining_jax.errors import UserError
 
 DRAWS = 10_000
-LONG = 2048  # where a long context begins, by predictions.md
+LONG = 2048  # "long context" begins at this position, by predictions.md
+# Results keep losses from bucket 6 (position 64) on; no table or picture shows earlier ones.
+FIRST_BUCKET = 6
 
 # By (task, length, trained, inferred), then by (seed, number).
 Scores = dict[tuple, dict[tuple, float]]
 
 
 class Losses(NamedTuple):
-    """Held-out losses of one trained arm, used with one pattern.
+    """Validation losses of one trained arm, evaluated with one pattern.
 
     Attributes:
-        seeds: of the runs, ascending.
-        means: fp64 [seeds, sequences, buckets], nats.
-        counts: [buckets], tokens.
-        last: fp64 [seeds, sequences], of the last 64 tokens.
-        density: mean.
+        seeds: seeds of the runs, ascending.
+        means: fp64 [seeds, sequences, buckets], nats; NaN before `FIRST_BUCKET`.
+        counts: [buckets], tokens; 0 before `FIRST_BUCKET`.
+        last: fp64 [seeds, sequences], loss of the last 64 tokens.
+        density: mean density.
     """
 
     seeds: tuple[int, ...]
@@ -37,7 +38,7 @@ class Losses(NamedTuple):
 
 
 class Band(NamedTuple):
-    """A mean difference with its 95 % interval, and the share of draws on its other side."""
+    """A mean difference with its 95 % interval and its two-sided p value."""
 
     mean: float
     low: float
@@ -46,25 +47,25 @@ class Band(NamedTuple):
 
 
 def read(folder: Path) -> list[Line]:
-    """All lines of a folder. Of a measurement that is there twice the first one counts.
+    """All lines of a folder. Of a repeated measurement the first one counts.
 
     Raises:
-        UserError: if there are none.
+        UserError: if there are no lines.
     """
-    lines = [line for path in sorted(folder.glob("*.jsonl")) for line in arms.read_lines(path)]
+    lines = [line for path in sorted(folder.glob("*.jsonl")) for line in read_lines(path)]
     if not lines:
-        raise UserError(f"{folder} has no lines in files *.jsonl")
+        raise UserError(f"{folder} has no results (*.jsonl)")
     return lines
 
 
 def losses_of(
     lines: Iterable[Line], tier: str
 ) -> tuple[dict[tuple[str, str], Losses], list[tuple[str, str, int]]]:
-    """Held-out losses by (trained, inferred), and what has not been measured to its end.
+    """Validation losses by (trained, inferred).
 
     Returns:
-        Of each pair the seeds that have all sequences; and (trained, inferred, seed) of those that
-        lack some, which are left out.
+        The losses of seeds with all sequences; and (trained, inferred, seed) of incomplete
+        measurements, which are skipped.
     """
     found: dict[tuple[str, str, int], dict[int, Line]] = {}
     for line in lines:
@@ -79,30 +80,38 @@ def losses_of(
         table = [[found[*pair, seed][n] for n in numbers] for seed in seeds]
         result[pair] = Losses(
             tuple(seeds),
-            np.array([[x["loss_by_position"] for x in row] for row in table]),
-            np.array(table[0][0]["tokens_by_position"]),
+            np.array([[_from_first(x, "loss_by_position", np.nan) for x in row] for row in table]),
+            np.array(_from_first(table[0][0], "tokens_by_position", 0)),
             np.array([[x["loss_of_last"] for x in row] for row in table]),
             float(np.mean([[x["density"] for x in row] for row in table])),
         )
     return result, partial
 
 
+def _from_first(line: Line, name: str, missing: float) -> list[float]:
+    """Values of all buckets, with `missing` for those that results do not keep."""
+    # Bucket k has 2^k tokens; only the last bucket may have fewer.
+    counts = line["tokens_by_position"]
+    skipped = counts[0].bit_length() - 1 if len(counts) > 1 else 0
+    return [missing] * skipped + line[name]
+
+
 def scores_of(lines: Iterable[Line], tier: str, what: str = "score") -> Scores:
-    """By (task, length, trained, inferred): scores by (seed, number); or another number."""
+    """Scores, or another field, by (task, length, trained, inferred) and then (seed, number)."""
     found: Scores = {}
     for line in lines:
         if line["what"] == "task" and line["tier"] == tier:
             key = line["task"], line["length"], line["trained"], line["inferred"]
-            found.setdefault(key, {}).setdefault((line["seed"], line["number"]), line[what])
+            found.setdefault(key, {}).setdefault((line["seed"], line["number"]), line.get(what))
     return found
 
 
 def band(differences: np.ndarray, draws: int = DRAWS, seed: int = 0) -> Band:
-    """Mean of paired differences [seeds, sequences], by a bootstrap over both together.
+    """Mean of paired differences [seeds, sequences], with a bootstrap over both axes.
 
-    p is two-sided: twice the smaller share of draws on either side of zero, at least 2 / draws.
+    p is two-sided: twice the smaller fraction of draws on either side of zero, at least 2 / draws.
     """
-    # How often each is drawn; the mean of a draw is a product of these with the table.
+    # The mean of a draw is the product of its weights with the table.
     of_seeds, of_sequences = _drawn(*differences.shape, draws, seed)
     means = np.sum(of_seeds @ differences * of_sequences, axis=1)
     low, high = np.percentile(means, [2.5, 97.5])
@@ -113,7 +122,7 @@ def band(differences: np.ndarray, draws: int = DRAWS, seed: int = 0) -> Band:
 
 @functools.lru_cache(maxsize=8)
 def _drawn(seeds: int, sequences: int, draws: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Shares of seeds [draws, seeds] and of sequences [draws, sequences]."""
+    """Weights of seeds [draws, seeds] and of sequences [draws, sequences]."""
     random = np.random.default_rng(seed)
     return tuple(
         random.multinomial(count, np.full(count, 1 / count), draws) / count
@@ -122,10 +131,10 @@ def _drawn(seeds: int, sequences: int, draws: int, seed: int) -> tuple[np.ndarra
 
 
 def paired(a: Losses, b: Losses, what: str = "means") -> np.ndarray:
-    """a - b of the seeds that both have: [seeds, sequences, buckets], or without buckets.
+    """a - b for the seeds that both have: [seeds, sequences, buckets], or without buckets.
 
     Args:
-        a, b: of one tier.
+        a, b: losses of the same tier.
         what: "means" or "last".
 
     Raises:
@@ -139,12 +148,12 @@ def paired(a: Losses, b: Losses, what: str = "means") -> np.ndarray:
 
 
 def long_mean(losses: Losses, means: np.ndarray) -> np.ndarray:
-    """The mean over tokens of the buckets from `LONG` on, [seeds, sequences]."""
-    chosen = long_buckets(losses)
-    return np.average(means[..., chosen], axis=-1, weights=losses.counts[chosen])
+    """Mean over the tokens from position `LONG` on, [seeds, sequences]."""
+    selected = long_buckets(losses)
+    return np.average(means[..., selected], axis=-1, weights=losses.counts[selected])
 
 
 def long_buckets(losses: Losses) -> np.ndarray:
-    """Numbers of the buckets from `LONG` on; the last one if there is none."""
+    """Buckets from position `LONG` on, or the last bucket of a shorter sequence."""
     first = min(LONG.bit_length() - 1, len(losses.counts) - 1)
     return np.arange(first, len(losses.counts))

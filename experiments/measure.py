@@ -1,9 +1,9 @@
-"""Measures one trained model: held-out loss by position, tasks and needles, with several patterns.
+"""Evaluates one trained model with several patterns: validation loss by position, tasks, needles.
 
     python -m experiments.measure --tier c --arm sampled_rows --seed 0
 
-`experiments.run` calls it after each arm. Appends lines to RESULTS/TIER-sSEED.jsonl; lines that are
-there are not measured again. The arm "start" is the checkpoint that tiers A and C start from.
+`experiments.run` calls it after each arm. It appends to RESULTS/TIER-sSEED.jsonl and skips what has
+been measured. The arm "start" is the checkpoint that tiers A and C start from.
 """
 
 import argparse
@@ -17,10 +17,11 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments import arms, synthetic
-from experiments.arms import Line
+from experiments import synthetic, variants
+from experiments.compare import FIRST_BUCKET
 from experiments.data import FOLDER, VOCABULARY_A
-from experiments.origin import check_same_settings, header
+from experiments.provenance import check_same_settings, header
+from experiments.result_lines import Line, append_lines, read_lines
 from mtraining_jax.config import Config
 from mtraining_jax.data.tokenizer import Tokenizer
 from mtraining_jax.errors import UserError
@@ -30,25 +31,25 @@ from mtraining_jax.models.position_buckets import means_by_bucket
 
 START = "start"
 LAST_TOKENS = 64
-# Tests take other numbers than training, whose seed is 1.
+# Differs from the seed of the training data, which is 1.
 TEST_SEED = 2**20
 SAMPLES = {"a": 64, "needle": 20}
-# Exit status when time is up: the same command goes on.
+# Exit status when the time is up and the same command would resume.
 LATER = 75
 
 Make = Callable[[Engine], Line]
 
 
 class Measurement:
-    """Lines of one trained model, appended as they come.
+    """Evaluates one trained model and appends each result to a file.
 
     Args:
-        tier, arm, seed: which model.
+        tier, arm, seed: the model.
         results: the JSONL file.
         data: folder of the tier's data.
-        deadline: by `time.monotonic`; None for none.
-        samples: of each task, pattern and length; None for the usual number.
-        lengths: of needles; None for S/4 and S.
+        deadline: in the time of `time.monotonic`; None for no limit.
+        samples: number for each task, pattern and length; None for the default.
+        lengths: needle lengths; None for S/4 and S.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class Measurement:
         self.about = {"tier": tier, "seed": seed, "trained": arm}
         self._tier, self._results, self._data, self._deadline = tier, results, data, deadline
         self._samples, self._lengths = samples, lengths
-        self._there = {self._key(line) for line in arms.read_lines(results)}
+        self._there = {self._key(line) for line in read_lines(results)}
 
     @staticmethod
     def _key(line: Line) -> tuple:
@@ -74,16 +75,16 @@ class Measurement:
         return tuple(line.get(name) for name in names)
 
     def run(self, engine: Engine, configs: dict[str, Config], jobs: int = 1) -> bool:
-        """Measures with each pattern.
+        """Evaluates the model with each pattern.
 
         Args:
-            engine: with the trained parameters.
-            configs: by the name of what the model is used with.
-            jobs: measurements that are the first of their kind are made so many at a time, as each
-                compiles its program; all others one after another.
+            engine: engine with the trained parameters.
+            configs: configurations by pattern name.
+            jobs: number of parallel measurements while programs compile. The first measurement of
+                each kind compiles its program; all others run one after another.
 
         Returns:
-            Whether all is measured; False if time was up before.
+            Whether all measurements are complete; False if the time was up.
         """
         engines = {
             inferred: engine.with_pattern(config.sparsity.settings)
@@ -104,7 +105,7 @@ class Measurement:
             if count:
                 seconds = time.monotonic() - begin
                 print(
-                    f"{self.about['trained']} used with {inferred}: {count} measurements in "
+                    f"{self.about['trained']} evaluated with {inferred}: {count} measurements in "
                     f"{seconds:.0f} s", flush=True,
                 )  # fmt: skip
         return True
@@ -113,13 +114,13 @@ class Measurement:
         return self._deadline is not None and time.monotonic() > self._deadline
 
     def _append(self, line: Line, found: Line) -> None:
-        arms.append_lines(self._results, [{**line, **found}])
+        append_lines(self._results, [{**line, **found}])
         self._there.add(self._key(line))
 
     def _measure_firsts(
         self, engines: dict[str, Engine], todo: dict[str, list[tuple[Line, Make]]], jobs: int
     ) -> None:
-        """One measurement of each program: of each pattern, task and length."""
+        """Runs the first measurement of each pattern, task and length: each compiles a program."""
         firsts: dict[tuple, tuple[Line, Make]] = {}
         for lines in todo.values():
             for line, make in lines:
@@ -134,14 +135,14 @@ class Measurement:
                 self._append(line, future.result())
 
     def _todo(self, inferred: str, config: Config) -> Iterator[tuple[Line, Make]]:
-        """What is not measured yet: a line without its results, and what makes them."""
+        """Missing measurements: key fields of a line, and a function that measures the others."""
         for wanted, make in self._wanted(inferred, config.data.seq_len):
             line = {**self.about, "inferred": inferred, **wanted}
             if self._key(line) not in self._there:
                 yield line, make
 
     def _wanted(self, inferred: str, seq_len: int) -> Iterator[tuple[Line, Make]]:
-        """The key of each line, and what makes the rest of it from an engine."""
+        """All measurements, in the form of `_todo`."""
         if self._tier == "a":
             yield from self._tasks(seq_len)
             return
@@ -152,7 +153,7 @@ class Measurement:
             yield wanted, lambda engine, row=row, kind=kinds[number]: {
                 "kind": kind, **losses(engine, np.asarray(row, np.int32)),
             }  # fmt: skip
-        if self.about["trained"] != "dense" or inferred in arms.NEEDLES_OF_DENSE:
+        if self.about["trained"] != "dense" or inferred in variants.NEEDLES_OF_DENSE:
             yield from self._needles(seq_len)
 
     def _tasks(self, seq_len: int) -> Iterator[tuple[Line, Make]]:
@@ -177,28 +178,28 @@ class Measurement:
 
 
 def losses(engine: Engine, row: np.ndarray) -> Line:
-    """Losses of one sequence, int32 [S], in nats: means by position and of the last 64 tokens.
+    """Losses in nats of one sequence, int32 [S]: means by position and over the last 64 tokens.
 
-    In one pass with the engine's pattern, as in training.
+    One forward pass with the engine's pattern, as in training.
     """
     scores, density = engine.programs.score(row[:-1], row[1:], len(row) - 1)
     found = np.asarray(scores.loss, np.float64)
     if not np.all(np.isfinite(found)):
-        raise UserError("a held-out loss is not finite")
+        raise UserError("a validation loss is not finite")
     means, counts = means_by_bucket(found)
+    first = min(FIRST_BUCKET, len(counts) - 1)
     return {
-        "loss": float(found.mean()),
-        "loss_by_position": means,
-        "tokens_by_position": counts,
+        "loss_by_position": means[first:],
+        "tokens_by_position": counts[first:],
         "loss_of_last": float(found[-LAST_TOKENS:].mean()),
         "density": density,
     }
 
 
 def recalled(engine: Engine, problem: synthetic.Problem) -> Line:
-    """The share of asked tokens of a synthetic problem that are the most likely ones.
+    """Accuracy on the answer tokens of a synthetic problem.
 
-    In one pass with the engine's pattern, as in training.
+    One forward pass with the engine's pattern, as in training.
     """
     tokens = problem.tokens
     scores, density = engine.programs.score(tokens[:-1], tokens[1:], len(tokens) - 1)
@@ -211,33 +212,32 @@ def recalled(engine: Engine, problem: synthetic.Problem) -> Line:
 
 
 def asked(engine: Engine, task: Task, wanted: Line) -> Line:
-    """A needle in text: the prompt is read with the engine's pattern, its answer takes steps."""
+    """Scores a needle: the engine's pattern reads the prompt, then each answer token is scored."""
     sample = _sample(task, wanted["length"], wanted["number"], engine.tokenizer)
     found = engine.forced(sample.prompt_ids, sample.answer_ids)
     return {
         "depth": sample.depth,
         "score": float(task.score_forced(sample, np.asarray(found.is_argmax, bool))),
-        "log_prob": float(np.asarray(found.log_probs, np.float64).sum()),
         "density": found.density,
     }
 
 
 @functools.lru_cache(maxsize=1024)
 def _sample(task: Task, length: int, number: int, tokenizer: Tokenizer) -> Sample:
-    """Made once for all patterns."""
+    # Cached: all patterns use the same sample.
     return task.sample(length, number, TEST_SEED, tokenizer)
 
 
-def load(tier: str, arm: str, seed: int, folder: Path, overrides: arms.Overrides) -> Engine:
-    """The trained model of an arm, or what tiers A and C start from; errors as of `Engine.load`."""
-    config = arms.arm_config(tier, "dense", overrides)
+def load(tier: str, arm: str, seed: int, folder: Path, overrides: variants.Overrides) -> Engine:
+    """The trained model of an arm, or of `START`; raises what `Engine.load` raises."""
+    config = variants.arm_config(tier, "dense", overrides)
     model = config.model
     if arm != START:
-        # A run over token files does not name the tokenizer to what uses its model.
+        # A run on token files does not record its tokenizer.
         tokenizer = None if tier == "a" else config.data.tokenizer
-        return Engine.load(folder / arms.run_name(tier, arm, seed), tokenizer=tokenizer)
+        return Engine.load(folder / variants.run_name(tier, arm, seed), tokenizer=tokenizer)
     if model.init_from is None:
-        raise UserError(f"tier {tier} starts from random parameters: there is no arm {START}")
+        raise UserError(f"tier {tier} starts from random parameters, so it has no arm {START}")
     changed = []
     scaling = model.rope_scaling
     if scaling is not None:
@@ -255,21 +255,21 @@ def load(tier: str, arm: str, seed: int, folder: Path, overrides: arms.Overrides
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measures; returns the exit status: 0, or 75 if time was up."""
+    """Evaluates the model; returns the exit status, 0 or 75 if the time was up."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tier", choices=arms.TIERS, required=True)
-    parser.add_argument("--arm", choices=(*arms.TIERS["c"], START), required=True)
+    parser.add_argument("--tier", choices=variants.TIERS, required=True)
+    parser.add_argument("--arm", choices=(*variants.TIERS["c"], START), required=True)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--folder", type=Path, default=FOLDER, help="of the runs")
-    parser.add_argument("--data", type=Path, help="of the tier; default FOLDER/data/TIER")
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="folder of the runs")
+    parser.add_argument("--data", type=Path, help="data of the tier; default FOLDER/data/TIER")
     parser.add_argument("--results", type=Path, help="folder; default FOLDER/results")
-    parser.add_argument("--seconds", type=float, help="stop after them")
-    parser.add_argument("--arms", help="use the dense arm with the patterns of these; default all")
-    parser.add_argument("--jobs", type=int, default=1, help="programs that compile at a time")
-    parser.add_argument("--samples", type=int, help="of each task, length and pattern")
-    parser.add_argument("--lengths", type=int, nargs="+", help="of needles")
+    parser.add_argument("--seconds", type=float, help="time limit")
+    parser.add_argument("--arms", help="patterns for the dense arm (default: of all arms)")
+    parser.add_argument("--jobs", type=int, default=1, help="parallel compilations")
+    parser.add_argument("--samples", type=int, help="samples of each task, length and pattern")
+    parser.add_argument("--lengths", type=int, nargs="+", help="needle lengths in tokens")
     parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=VALUE")
     args = parser.parse_args(argv)
     results = (args.results or args.folder / "results") / f"{args.tier}-s{args.seed}.jsonl"
@@ -280,17 +280,17 @@ def main(argv: list[str] | None = None) -> int:
             deadline=None if args.seconds is None else time.monotonic() + args.seconds,
             samples=args.samples, lengths=args.lengths and tuple(args.lengths),
         )  # fmt: skip
-        overrides = arms.split_overrides(args.set)
-        names = ["dense"] if args.arm == START else arms.inferred_with(
+        overrides = variants.split_overrides(args.set)
+        names = ["dense"] if args.arm == START else variants.inferred_with(
             args.tier, args.arm, args.arms and args.arms.split(",")
         )  # fmt: skip
-        configs = {name: arms.arm_config(args.tier, name, overrides) for name in names}
+        configs = {name: variants.arm_config(args.tier, name, overrides) for name in names}
         engine = load(args.tier, args.arm, args.seed, args.folder, overrides)
         trained = "dense" if args.arm == START else args.arm
-        own = arms.arm_config(args.tier, trained, overrides)
+        own = variants.arm_config(args.tier, trained, overrides)
         found = header(engine, own, measurement.about)
         check_same_settings(results, found)
-        arms.append_lines(results, [found])
+        append_lines(results, [found])
         return 0 if measurement.run(engine, configs, args.jobs) else LATER
     except UserError as error:
         parser.error(str(error))

@@ -1,27 +1,28 @@
-"""Pictures of a tier: loss by position, loss against time, needles by length and depth."""
+"""Plots of a tier: loss by position, loss by training time, needles by length and depth."""
 
 from pathlib import Path
 
 import numpy as np
 
-from experiments.arms import SPARSE, Line, own_pattern
-from experiments.compare import Losses, band, paired
-from experiments.rule import EQUAL
+from experiments.compare import FIRST_BUCKET, Losses, band, paired
+from experiments.decision import EQUAL
+from experiments.result_lines import Line
 from experiments.steps import seconds
+from experiments.variants import SPARSE, own_pattern
 from mtraining_jax.models.position_buckets import bucket_names
 
-# One colour an arm in all pictures; of a set that colour-blind readers can tell apart.
-_COLOURS = (
+# One color for each arm in all plots, from a color-blind safe palette.
+_COLORS = (
     "#000000", "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#999999",
     "#f0e442", "#882255",
 )  # fmt: skip
-COLOURS = dict(zip(("dense", *SPARSE), _COLOURS, strict=True))
+COLORS = dict(zip(("dense", *SPARSE), _COLORS, strict=True))
 
 
 def draw(
     lines: list[Line], tier: str, found: dict[tuple[str, str], Losses], out: Path
 ) -> list[Path]:
-    """Draws what there are lines for; returns the files."""
+    """Draws the plots that the results have data for; returns their files."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -44,9 +45,9 @@ def _seeds(losses: Losses) -> str:
 def _by_position(
     tier: str, found: dict[tuple[str, str], Losses], out: Path
 ) -> Path | None:
-    """Loss minus dense by position, with bands and the corridor of 0.5 %.
+    """Loss by position minus dense, with 95 % intervals and the ±0.5 % corridor.
 
-    One panel of models used as they were trained, one of the same models used densely.
+    One panel shows the models as trained, the other the same models with dense attention.
     """
     from matplotlib import pyplot
 
@@ -55,7 +56,7 @@ def _by_position(
     if dense is None or not own:
         return None
     figure, panels = pyplot.subplots(1, 2, figsize=(10, 4.8), sharey=True)
-    first = min(6, len(dense.counts) - 1)
+    first = min(FIRST_BUCKET, len(dense.counts) - 1)
     x = 2.0 ** np.arange(first, len(dense.counts))
     corridor = EQUAL * dense.means.mean((0, 1))[first:]
     for axes, how in zip(panels, ("as trained", "densely"), strict=True):
@@ -64,13 +65,13 @@ def _by_position(
             losses = found.get((arm, own_pattern(arm) if how == "as trained" else "dense"))
             if losses is not None:
                 label = f"{arm} ({_seeds(losses)})"
-                _curve(axes, x, paired(losses, dense)[..., first:], COLOURS[arm], label)
+                _curve(axes, x, paired(losses, dense)[..., first:], COLORS[arm], label)
         axes.axhline(0, color="black", linewidth=0.8)
         axes.set_xscale("log", base=2)
         axes.set_xticks(x, bucket_names(len(dense.counts))[first:])
         axes.set_xlabel("tokens before, from")
         axes.set_title(f"used {how}")
-    # Linear to twice the corridor, so that one arm far away does not press the others together.
+    # Linear up to twice the corridor and logarithmic beyond, for outliers.
     near = 2 * float(corridor.max())
     if max(map(abs, panels[0].get_ylim())) > 3 * near:
         panels[0].set_yscale("symlog", linthresh=near, linscale=2.5)
@@ -81,7 +82,7 @@ def _by_position(
         panels[0].minorticks_off()
     panels[0].set_ylabel("held-out loss minus dense / dense, nats")
     figure.suptitle(f"tier {tier}: trained sparse, against dense trained and used")
-    # Labels of the panel that has all curves: a model may have been measured densely alone.
+    # The dense panel has all curves; some models are evaluated with dense attention only.
     handles, labels = panels[1].get_legend_handles_labels()
     columns = 4
     rows = -(-len(labels) // columns)
@@ -90,16 +91,16 @@ def _by_position(
     return _save(figure, out / f"{tier}-loss-by-position.png")
 
 
-def _curve(axes: object, x: np.ndarray, difference: np.ndarray, colour: str, label: str) -> None:
-    """Means of differences [seeds, sequences, buckets] with their bands."""
+def _curve(axes: object, x: np.ndarray, difference: np.ndarray, color: str, label: str) -> None:
+    """Plots means and intervals of differences [seeds, sequences, buckets]."""
     bands = [band(difference[..., k]) for k in range(difference.shape[-1])]
-    axes.plot(x, [b.mean for b in bands], marker="o", color=colour, label=label)
+    axes.plot(x, [b.mean for b in bands], marker="o", color=color, label=label)
     low, high = [b.low for b in bands], [b.high for b in bands]
-    axes.fill_between(x, low, high, color=colour, alpha=0.15)
+    axes.fill_between(x, low, high, color=color, alpha=0.15)
 
 
 def _against_time(lines: list[Line], tier: str, out: Path) -> Path | None:
-    """Training loss against seconds of steps, smoothed; of runs that had the device alone."""
+    """Smoothed training loss by training time, for runs with step times."""
     from matplotlib import pyplot
 
     by_run: dict[tuple[str, int], list[Line]] = {}
@@ -120,7 +121,7 @@ def _against_time(lines: list[Line], tier: str, out: Path) -> Path | None:
         smooth = np.convolve(losses, np.full(width, 1 / width), "valid")
         label = None if arm in labelled else arm
         labelled.add(arm)
-        axes.plot(times[width - 1 :], smooth, color=COLOURS.get(arm), label=label)
+        axes.plot(times[width - 1 :], smooth, color=COLORS.get(arm), label=label)
     axes.set_xlabel("seconds of steps")
     axes.set_ylabel("training loss, nats")
     axes.set_title(f"tier {tier}")
@@ -130,7 +131,7 @@ def _against_time(lines: list[Line], tier: str, out: Path) -> Path | None:
 
 
 def _needles(lines: list[Line], tier: str, out: Path) -> Path | None:
-    """Needles by length and depth, one panel for each trained and used, one scale of colours."""
+    """Needle scores by length and depth, one panel for each (trained, inferred)."""
     from matplotlib import pyplot
 
     cells: dict[tuple[str, str], dict[tuple[int, float], list[float]]] = {}

@@ -1,9 +1,9 @@
-"""Tables and pictures of what runs left: results/*.jsonl to report.md and PNG.
+"""Writes a report of results/*.jsonl: tables (report.md) and plots (PNG).
 
     python -m experiments.report --results runs/quality/results --out runs/quality/report
 
-Differences to the dense arm are paired by seed and sequence; intervals are of 95 %, by a bootstrap
-over seeds and sequences together. The rule of predictions.md is applied and printed.
+Differences to the dense arm are paired by seed and sequence. Intervals are 95 % intervals from a
+bootstrap over seeds and sequences. The report includes the verdicts of the rule in predictions.md.
 """
 
 import argparse
@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments.arms import Line, own_pattern
 from experiments.compare import (
     LONG,
     Losses,
@@ -24,8 +23,10 @@ from experiments.compare import (
     read,
     scores_of,
 )
-from experiments.rule import EARLY, cell, task_verdicts, verdicts
+from experiments.decision import EARLY, cell, task_verdicts, verdicts
+from experiments.result_lines import Line
 from experiments.steps import count
+from experiments.variants import own_pattern
 from mtraining_jax.errors import UserError
 from mtraining_jax.models.position_buckets import bucket_names
 
@@ -33,29 +34,28 @@ from mtraining_jax.models.position_buckets import bucket_names
 def bucket_table(
     found: dict[tuple[str, str], Losses], as_trained: bool = False
 ) -> list[str]:
-    """Loss by position minus that of the dense arm used densely.
+    """Table of loss by position minus that of the dense arm with dense attention.
 
     Args:
-        found: by (trained, inferred).
-        as_trained: of models that are used with their own pattern; otherwise of all that are used
-            densely.
+        found: losses by (trained, inferred).
+        as_trained: whether models are evaluated as trained, or all with dense attention.
     """
     dense = found.get(("dense", "dense"))
     if dense is None:
         return ["The dense arm has not been measured."]
     names = bucket_names(len(dense.counts))
-    chosen = [k for k in range(len(names)) if 2**k >= min(EARLY, 2 ** (len(names) - 1))]
-    rows = [["arm", "seeds", *(f"from {names[k]}" for k in chosen), "the last 64"]]
+    selected = [k for k in range(len(names)) if 2**k >= min(EARLY, 2 ** (len(names) - 1))]
+    rows = [["arm", "seeds", *(f"from {names[k]}" for k in selected), "the last 64"]]
     d, last = dense.means.mean((0, 1)), f"{dense.last.mean():.4f}"
-    rows.append(["dense: loss", str(len(dense.seeds)), *(f"{d[k]:.4f}" for k in chosen), last])
+    rows.append(["dense: loss", str(len(dense.seeds)), *(f"{d[k]:.4f}" for k in selected), last])
     for (trained, inferred), losses in found.items():
         if trained == "dense" or inferred != (own_pattern(trained) if as_trained else "dense"):
             continue
-        if trained == "start":  # of no seed: it is one model
+        if trained == "start":  # one model for all seeds
             losses = _repeated(losses, dense.seeds)
         by_bucket = paired(losses, dense)
         seeds = "–" if trained == "start" else str(len(by_bucket))
-        cells = [cell(band(by_bucket[..., k])) for k in chosen]
+        cells = [cell(band(by_bucket[..., k])) for k in selected]
         rows.append([trained, seeds, *cells, cell(band(paired(losses, dense, "last")))])
     return markdown(rows)
 
@@ -69,9 +69,9 @@ def _repeated(losses: Losses, seeds: tuple[int, ...]) -> Losses:
 
 
 def long_table(found: dict[tuple[str, str], Losses]) -> list[str]:
-    """Each trained model and what it is used with: loss from `LONG` on, minus dense used densely.
+    """Table of each (trained, inferred): loss from position `LONG` on, and minus dense.
 
-    The mean over seeds with its interval, its share of the dense loss, and each seed's own.
+    The difference is a mean over seeds with its interval, in nats and percent, and by seed.
     """
     dense = found.get(("dense", "dense"))
     rows = [["trained", "used with", "density", "loss", "minus dense", "%", "by seed"]]
@@ -85,7 +85,7 @@ def _against_dense(pair: tuple[str, str], losses: Losses, dense: Losses | None) 
     trained, _ = pair
     if dense is not None and trained == "start":
         losses = _repeated(losses, dense.seeds)
-    # A pair may have been measured of other seeds than the dense arm.
+    # Dense may have been measured for other seeds.
     seeds = [] if dense is None else [seed for seed in losses.seeds if seed in dense.seeds]
     if not seeds or pair == ("dense", "dense"):
         return ["–"] * 3
@@ -97,7 +97,7 @@ def _against_dense(pair: tuple[str, str], losses: Losses, dense: Losses | None) 
 
 
 def task_table(scores: Scores, densities: Scores) -> list[str]:
-    """Scores of tasks, of 100, with their standard error: a row for each trained and used."""
+    """Table of task scores in percent with standard errors, a row for each (trained, inferred)."""
     columns = sorted({key[:2] for key in scores})
     pairs = list(dict.fromkeys(key[2:] for key in scores))
     named = (f"{task} {length}" for task, length in columns)
@@ -111,16 +111,16 @@ def task_table(scores: Scores, densities: Scores) -> list[str]:
                 cells.append("–")
                 continue
             error = values.std(ddof=1) / np.sqrt(values.size) if values.size > 1 else 0.0
-            # Where all samples score the same, their spread says nothing.
+            # If all samples have the same score, a standard error of zero would mislead.
             cells.append(f"{100 * values.mean():.1f}" + (f" ± {100 * error:.1f}" if error else ""))
         rows.append([*pair, *cells])
     return markdown(rows)
 
 
 def training_table(lines: Iterable[Line], tier: str) -> list[str]:
-    """Steps, seconds, density and recall of each arm's training; the first two steps left out.
+    """Table of steps, loss, step time, density and recall of each training run.
 
-    Seconds and density are of sparse steps, where an arm has others too.
+    Step times exclude the first two steps; times and densities of sparse arms exclude dense steps.
     """
     by_run: dict[tuple, list[Line]] = {}
     for line in lines:
@@ -142,13 +142,13 @@ def training_table(lines: Iterable[Line], tier: str) -> list[str]:
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> list[str]:
-    """A table; the first row is its head."""
+    """A Markdown table; the first row is its header."""
     head, *body = ("| " + " | ".join(row) + " |" for row in rows)
     return [head, "|" + " --- |" * len(rows[0]), *body]
 
 
 def write(lines: list[Line], out: Path) -> list[Path]:
-    """Writes report.md, and pictures where matplotlib is installed; returns what was written."""
+    """Writes report.md and, if matplotlib is installed, plots; returns the paths."""
     out.mkdir(parents=True, exist_ok=True)
     text, paths = ["# What training with sparse attention did", ""], [out / "report.md"]
     about = [x for x in lines if x["what"] == "run"]

@@ -1,14 +1,13 @@
-"""All arms of one tier and seed: trains and measures one after another, within a time limit.
+"""Trains and evaluates all arms of one tier and seed, one after another, within a time limit.
 
     python -m experiments.run --tier c --seed 0 --minutes 9
 
-The same command goes on where it stopped (exit status 75 says that it is to be given again). Small
-lines only are written into RESULTS/TIER-sSEED.jsonl; checkpoints stay in FOLDER. `--probe` trains
-20 steps of each arm instead, and prints densities: budgets are set by them before the first seed.
-With `--jobs 6` the programs of all arms are compiled first, six at a time: a machine that has many
-cores, and programs of no earlier run, is done much sooner. With `--no-measure` it trains alone, so
-that a second command can measure what is trained already; steps that run beside others have no
-times worth keeping, and `--shared` leaves them out.
+Exit status 75 means that the time was up: run the same command again to resume. Results go to
+RESULTS/TIER-sSEED.jsonl, checkpoints stay in FOLDER. `--probe` trains 20 steps of each arm instead
+and prints their densities, which set the budgets before the first seed. `--jobs 6` compiles the
+programs of all arms first, six at a time. With `--no-measure` it only trains; another command can
+then evaluate at the same time. `--shared` omits step times, which are not meaningful on a shared
+device.
 """
 
 import argparse
@@ -16,11 +15,12 @@ import shutil
 import sys
 from pathlib import Path
 
-from experiments import arms
+from experiments import variants
 from experiments.data import FOLDER
-from experiments.lease import GRACE_SECONDS, ROOT, Lease
 from experiments.measure import LATER, START
+from experiments.result_lines import append_lines, read_lines
 from experiments.steps import KEPT, training_lines
+from experiments.time_budget import GRACE_SECONDS, ROOT, TimeBudget
 from mtraining_jax.errors import UserError
 from mtraining_jax.training.checkpoint import newest_step
 from mtraining_jax.training.run_folder import CHECKPOINTS_NAME
@@ -32,20 +32,20 @@ _LAST_IS_DENSE = (
 
 
 def train_command(
-    tier: str, arm: str, seed: int, folder: Path, overrides: arms.Overrides,
+    tier: str, arm: str, seed: int, folder: Path, overrides: variants.Overrides,
     probe_steps: int | None = None,
 ) -> list[str]:
-    """The command that trains an arm: an ordinary train.py.
+    """The `train.py` command that trains an arm.
 
-    With `probe_steps` it takes so many steps, in a folder of its own and without a checkpoint. The
-    program is the same then, so that the run finds it compiled. Of an arm with dense steps the last
-    one is dense, and there are two at least, so that both programs are.
+    With `probe_steps` it runs only this number of steps, in a separate folder and without a
+    checkpoint. The program is the same, so this fills the compilation cache. An arm with dense
+    steps runs at least two steps, the last one dense, to compile both of its programs.
     """
-    name = arms.run_name(tier, arm, seed)
+    name = variants.run_name(tier, arm, seed)
     steps = []
     if probe_steps is not None:
         name = _probe_name(tier, arm, seed)
-        config = arms.arm_config(tier, arm, overrides)
+        config = variants.arm_config(tier, arm, overrides)
         dense = []
         if config.dense_steps.count():
             dense, probe_steps = [*_LAST_IS_DENSE], max(2, probe_steps)
@@ -53,7 +53,7 @@ def train_command(
             f"--run.steps={probe_steps}", f"--optimizer.decay_steps={config.run.steps}",
             "--checkpoint.last_step=false", "--checkpoint.resume=false", *dense,
         ]  # fmt: skip
-    path = arms.config_path(tier, arm).relative_to(ROOT)
+    path = variants.config_path(tier, arm).relative_to(ROOT)
     return [
         sys.executable, "train.py", "--config", str(path),
         *(f"--{field}={value}" for field, value in overrides),
@@ -63,76 +63,81 @@ def train_command(
 
 
 def _probe_name(tier: str, arm: str, seed: int) -> str:
-    return arms.run_name(tier, arm, seed) + "_probe"
+    return variants.run_name(tier, arm, seed) + "_probe"
 
 
-def is_trained(args: argparse.Namespace, arm: str, overrides: arms.Overrides) -> bool:
-    """Whether the arm has been trained to its last step."""
-    run = args.folder / arms.run_name(args.tier, arm, args.seed)
-    steps = arms.arm_config(args.tier, arm, overrides).run.steps
+def is_trained(args: argparse.Namespace, arm: str, overrides: variants.Overrides) -> bool:
+    """Whether the last checkpoint of the arm is that of its last step."""
+    run = args.folder / variants.run_name(args.tier, arm, args.seed)
+    steps = variants.arm_config(args.tier, arm, overrides).run.steps
     return newest_step(run / CHECKPOINTS_NAME) == steps
 
 
-def train(lease: Lease, args: argparse.Namespace, arm: str, overrides: arms.Overrides) -> bool:
-    """Trains an arm to its end; returns whether it is there."""
+def train(
+    budget: TimeBudget, args: argparse.Namespace, arm: str, overrides: variants.Overrides
+) -> bool:
+    """Trains an arm; returns whether training is complete."""
     if not is_trained(args, arm, overrides):
         command = train_command(args.tier, arm, args.seed, args.folder, overrides)
-        status = lease.start(command, args.folder)
+        status = budget.start(command, args.folder)
         if status not in (0, LATER):
-            raise UserError(f"training of {arm} ended with status {status}")
+            raise UserError(f"training {arm} failed with exit status {status}")
         if status == LATER:
             return False
     return True
 
 
-def measure(lease: Lease, args: argparse.Namespace, arm: str) -> bool:
-    """Keeps the lines of an arm's steps and measures it; returns whether all is measured."""
+def measure(budget: TimeBudget, args: argparse.Namespace, arm: str) -> bool:
+    """Adds an arm's training records to the results and evaluates it; returns whether complete."""
     if arm != START:
         about = {"tier": args.tier, "seed": args.seed, "trained": arm}
         path = args.results / f"{args.tier}-s{args.seed}.jsonl"
-        there = [x for x in arms.read_lines(path) if x["what"] == "train" and x["trained"] == arm]
-        if not there:
-            run = args.folder / arms.run_name(args.tier, arm, args.seed)
-            arms.append_lines(path, training_lines(run, about, not args.shared))
+        if not any(x["what"] == "train" and x["trained"] == arm for x in read_lines(path)):
+            run = args.folder / variants.run_name(args.tier, arm, args.seed)
+            append_lines(path, training_lines(run, about, not args.shared))
     command = [
         sys.executable, "-m", "experiments.measure", f"--tier={args.tier}", f"--arm={arm}",
         f"--seed={args.seed}", f"--folder={args.folder}", f"--results={args.results}",
-        f"--seconds={max(0, lease.left() - 2 * GRACE_SECONDS):.0f}", f"--jobs={args.jobs}",
+        f"--seconds={max(0, budget.left() - 2 * GRACE_SECONDS):.0f}", f"--jobs={args.jobs}",
         f"--arms={','.join(args.arms)}",
     ]  # fmt: skip
     command += [f"--samples={args.samples}"] if args.samples else []
     command += [f"--data={args.data}"] if args.data else []
     command += ["--lengths", *map(str, args.lengths)] if args.lengths else []
     command += ["--set", *args.set] if args.set else []
-    status = lease.start(command, args.folder)
+    status = budget.start(command, args.folder)
     if status not in (0, LATER):
-        raise UserError(f"measuring {arm} ended with status {status}")
+        raise UserError(f"evaluating {arm} failed with exit status {status}")
     return status == 0
 
 
 def take_probes(
-    lease: Lease, args: argparse.Namespace, names: list[str], overrides: arms.Overrides, steps: int
+    budget: TimeBudget,
+    args: argparse.Namespace,
+    names: list[str],
+    overrides: variants.Overrides,
+    steps: int,
 ) -> bool:
-    """Some steps of each of these arms, `args.jobs` arms at a time; returns whether all ended well.
+    """Trains a few steps of each arm, `args.jobs` at a time; returns whether all succeeded.
 
     Raises:
-        UserError: if a probe failed though there was time.
+        UserError: if a probe failed for another reason than the time limit.
     """
     commands = {}
     for arm in names:
         name = _probe_name(args.tier, arm, args.seed)
         shutil.rmtree(args.folder / name, ignore_errors=True)
         commands[name] = train_command(args.tier, arm, args.seed, args.folder, overrides, steps)
-    failed = lease.start_together(commands, args.folder, args.jobs)
-    if failed and lease.left() > 2 * GRACE_SECONDS:
+    failed = budget.start_together(commands, args.folder, args.jobs)
+    if failed and budget.left() > 2 * GRACE_SECONDS:
         logs = ", ".join(str(args.folder / f"{name}.log") for name in failed)
-        raise UserError(f"these probes failed, as the ends of their logs say: {logs}")
+        raise UserError(f"probes failed; see the end of their logs: {logs}")
     return not failed
 
 
-def probe(lease: Lease, args: argparse.Namespace, overrides: arms.Overrides) -> bool:
-    """Some steps of each arm, and their densities."""
-    if not take_probes(lease, args, args.arms, overrides, PROBE_STEPS):
+def probe(budget: TimeBudget, args: argparse.Namespace, overrides: variants.Overrides) -> bool:
+    """Trains a few steps of each arm and prints their densities."""
+    if not take_probes(budget, args, args.arms, overrides, PROBE_STEPS):
         return False
     for arm in args.arms:
         run = args.folder / _probe_name(args.tier, arm, args.seed)
@@ -145,27 +150,27 @@ def probe(lease: Lease, args: argparse.Namespace, overrides: arms.Overrides) -> 
 def parse(
     parser: argparse.ArgumentParser, argv: list[str] | None, *, minutes: float, jobs: int
 ) -> argparse.Namespace:
-    """Arguments of a parser, with those that all commands have which train and measure.
+    """Adds the options that all training commands share, and parses the command line.
 
     Args:
-        parser: with the arguments of the command itself; ends the program where one is wrong.
-        argv: as of `argparse`.
+        parser: parser with the command's own options.
+        argv: arguments; None for those of the process.
         minutes: default of `--minutes`.
         jobs: default of `--jobs`.
     """
-    parser.add_argument("--tier", choices=arms.TIERS, required=True)
+    parser.add_argument("--tier", choices=variants.TIERS, required=True)
     parser.add_argument(
-        "--minutes", type=float, default=minutes, help=f"of this call (default {minutes})"
+        "--minutes", type=float, default=minutes, help=f"time limit (default {minutes})"
     )
-    parser.add_argument("--folder", type=Path, default=FOLDER, help="of runs and data")
-    parser.add_argument("--data", type=Path, help="of measurements; default FOLDER/data/TIER")
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="folder of runs and data")
+    parser.add_argument("--data", type=Path, help="evaluation data; default FOLDER/data/TIER")
     parser.add_argument("--results", type=Path, help="default FOLDER/results")
     parser.add_argument(
-        "--jobs", type=int, default=jobs, help=f"programs that compile at a time (default {jobs})"
+        "--jobs", type=int, default=jobs, help=f"parallel compilations (default {jobs})"
     )
-    parser.add_argument("--samples", type=int, help="of each task, length and pattern")
-    parser.add_argument("--lengths", type=int, nargs="+", help="of needles")
-    parser.add_argument("--shared", action="store_true", help="others use the device: no times")
+    parser.add_argument("--samples", type=int, help="samples of each task, length and pattern")
+    parser.add_argument("--lengths", type=int, nargs="+", help="needle lengths in tokens")
+    parser.add_argument("--shared", action="store_true", help="the device is shared: omit times")
     parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=VALUE", help="for all arms")
     args = parser.parse_args(argv)
     args.results = args.results or args.folder / "results"
@@ -175,39 +180,39 @@ def parse(
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs; returns 0 when all is there, 75 if the same command is to be given again."""
+    """Runs all arms; returns 0, or 75 if the same command has to resume."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--arms", help="separated by commas; default all, dense first")
-    parser.add_argument("--probe", action="store_true", help="densities of 20 steps of each arm")
-    parser.add_argument("--no-measure", action="store_true", help="train, and measure nothing")
+    parser.add_argument("--arms", help="comma-separated; default: all, dense first")
+    parser.add_argument("--probe", action="store_true", help="print densities after 20 steps")
+    parser.add_argument("--no-measure", action="store_true", help="train only")
     args = parse(parser, argv, minutes=9, jobs=1)
-    args.arms = args.arms.split(",") if args.arms else list(arms.TIERS[args.tier])
-    lease = Lease(args.minutes)
+    args.arms = args.arms.split(",") if args.arms else list(variants.TIERS[args.tier])
+    budget = TimeBudget(args.minutes)
     try:
-        overrides = arms.split_overrides(args.set)
+        overrides = variants.split_overrides(args.set)
         if args.probe:
-            return 0 if probe(lease, args, overrides) else LATER
+            return 0 if probe(budget, args, overrides) else LATER
         left = [arm for arm in args.arms if not is_trained(args, arm, overrides)]
-        if args.jobs > 1 and len(left) > 1 and not take_probes(lease, args, left, overrides, 1):
+        if args.jobs > 1 and len(left) > 1 and not take_probes(budget, args, left, overrides, 1):
             return LATER
-        starts = arms.arm_config(args.tier, "dense", overrides).model.init_from is not None
+        starts = variants.arm_config(args.tier, "dense", overrides).model.init_from is not None
         for arm in args.arms:
-            done = train(lease, args, arm, overrides)
-            if not (done and (args.no_measure or measure(lease, args, arm))):
-                print("time is up: the same command goes on", flush=True)
+            done = train(budget, args, arm, overrides)
+            if not (done and (args.no_measure or measure(budget, args, arm))):
+                print("time is up: run the same command again to resume", flush=True)
                 return LATER
-        # Last: it tells what training did, decides nothing, and is of no seed.
-        if starts and args.seed == 0 and not (args.no_measure or measure(lease, args, START)):
+        # Last, as the decision rule does not need the untrained model. It has no seed.
+        if starts and args.seed == 0 and not (args.no_measure or measure(budget, args, START)):
             return LATER
     except UserError as error:
         parser.error(str(error))
     if args.no_measure:
-        print(f"tier {args.tier}, seed {args.seed}: all asked for is trained", flush=True)
+        print(f"tier {args.tier}, seed {args.seed}: all requested arms are trained", flush=True)
         return 0
-    print(f"all of tier {args.tier}, seed {args.seed}, is in {args.results}", flush=True)
+    print(f"tier {args.tier}, seed {args.seed}: results are complete: {args.results}", flush=True)
     return 0
 
 

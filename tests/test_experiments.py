@@ -1,4 +1,4 @@
-"""The experiments: their configurations, their tasks, what is measured, and the report."""
+"""Tests of the experiments: configurations, tasks, measurements, result files and the report."""
 
 import argparse
 import hashlib
@@ -11,20 +11,21 @@ import numpy as np
 import pytest
 
 from experiments import (
-    arms,
     compare,
     data,
+    decision,
     documents,
-    lanes,
     measure,
-    origin,
+    parallel_runs,
+    provenance,
     report,
-    rule,
+    result_lines,
     run,
     steps,
     synthetic,
+    variants,
 )
-from experiments.lease import Lease
+from experiments.time_budget import TimeBudget
 from mtraining_jax.config import load_config
 from mtraining_jax.data.tokenizer import ByteTokenizer
 from mtraining_jax.errors import UserError
@@ -42,14 +43,14 @@ SMOLLM2 = {
 
 @pytest.fixture
 def overrides(tmp_path):
-    """What stands in for the checkpoint that is not here."""
+    """Overrides that replace the checkpoint, which is not part of the repository."""
     (tmp_path / "config.json").write_text(json.dumps(SMOLLM2))
     return lambda tier: [("model.init_from", str(tmp_path))] if tier != "b" else []
 
 
-@pytest.mark.parametrize("tier", arms.TIERS)
-def test_arms_of_a_tier_differ_in_their_pattern_alone(tier, overrides):
-    configs = [arms.arm_config(tier, arm, overrides(tier)) for arm in arms.TIERS[tier]]
+@pytest.mark.parametrize("tier", variants.TIERS)
+def test_arms_of_a_tier_differ_only_in_their_pattern(tier, overrides):
+    configs = [variants.arm_config(tier, arm, overrides(tier)) for arm in variants.TIERS[tier]]
     assert len({str(config.sparsity) for config in configs}) == len(configs)
     for section in ("model", "data", "optimizer", "loss", "metrics", "parallel"):
         assert len({str(getattr(config, section)) for config in configs}) == 1
@@ -59,20 +60,18 @@ def test_arms_of_a_tier_differ_in_their_pattern_alone(tier, overrides):
     assert config.run.steps * config.data.batch_size <= sizes.rows
 
 
-@pytest.mark.parametrize(("tier", "arm"), arms.BESIDE)
-def test_what_models_are_used_with_differs_from_their_arm_in_the_pattern_alone(
-    tier, arm, overrides
-):
-    names = arm, *arms.BESIDE[tier, arm]
-    configs = [arms.arm_config(tier, name, overrides(tier)) for name in names]
+@pytest.mark.parametrize(("tier", "arm"), variants.EXTRA_PATTERNS)
+def test_extra_patterns_differ_from_their_arm_only_in_the_pattern(tier, arm, overrides):
+    names = arm, *variants.EXTRA_PATTERNS[tier, arm]
+    configs = [variants.arm_config(tier, name, overrides(tier)) for name in names]
     assert len({str(config.sparsity) for config in configs}) == len(names)
     for section in ("model", "data", "optimizer", "loss", "metrics", "parallel"):
         assert len({str(getattr(config, section)) for config in configs}) == 1
 
 
-def test_arms_with_dense_steps_differ_from_their_pattern_in_these_alone(overrides):
-    for arm, pattern in arms.MIXED.items():
-        mixed, sparse = (arms.arm_config("c", name, overrides("c")) for name in (arm, pattern))
+def test_arms_with_dense_steps_differ_from_their_pattern_only_in_these_steps(overrides):
+    for arm, pattern in variants.MIXED.items():
+        mixed, sparse = (variants.arm_config("c", name, overrides("c")) for name in (arm, pattern))
         assert mixed.dense_steps.count() == 10 and mixed.run.steps == 100
         assert mixed.sparsity.settings == sparse.sparsity.settings
         assert 100 in mixed.dense_steps and 1 not in mixed.dense_steps  # audits begin with step 1
@@ -80,13 +79,13 @@ def test_arms_with_dense_steps_differ_from_their_pattern_in_these_alone(override
         command = run.train_command("c", arm, 0, data.FOLDER, overrides("c"), 1)
         assert "--run.steps=2" in command and "--sparsity.dense_last=1" in command
         given = [x for x in command if x.startswith(("--sparsity", "--optimizer", "--run.steps"))]
-        probe = arms.arm_config("c", arm, [*overrides("c"), *arms.split_overrides(given)])
+        probe = variants.arm_config("c", arm, [*overrides("c"), *variants.split_overrides(given)])
         assert [step for step in (1, 2) if step in probe.dense_steps] == [2]
 
 
 @pytest.mark.parametrize("tier", ["a", "b", "c"])
-def test_the_window_keeps_its_budgets_whatever_the_scores(tier, overrides):
-    config = arms.arm_config(tier, "window", overrides(tier))
+def test_the_window_has_fixed_budgets(tier, overrides):
+    config = variants.arm_config(tier, "window", overrides(tier))
     model, settings = config.model, config.sparsity.settings
     sizes = ModelSizes(model.num_layers, model.num_heads, config.data.seq_len)
     budgets = settings.pattern(sizes)
@@ -94,13 +93,13 @@ def test_the_window_keeps_its_budgets_whatever_the_scores(tier, overrides):
     assert np.all(np.asarray(budgets.verticals) == settings.sink_tokens)
 
 
-def test_an_arm_that_a_tier_lacks_is_named():
-    with pytest.raises(UserError, match='"window" is none of tier c64k: dense, sampled_rows'):
-        arms.config_path("c64k", "window")
+def test_an_unknown_arm_is_rejected():
+    with pytest.raises(UserError, match='c64k has no arm "window"; choose one of dense, sampled'):
+        variants.config_path("c64k", "window")
 
 
 def answers(tokens):
-    """What each token is by what stands before it, where recall or copying decides; else -1."""
+    """The token that recall or copying predicts at each position; -1 where neither applies."""
     found, first = np.full(len(tokens), -1), tokens[0]
     half = len(tokens) // 2
     known = {}
@@ -117,7 +116,7 @@ def answers(tokens):
 
 @pytest.mark.parametrize("task", synthetic.TASKS)
 @pytest.mark.parametrize("length", [256, 2048])
-def test_what_is_asked_can_be_known_and_is_spread_as_it_should(task, length):
+def test_answers_can_be_recalled_and_lie_where_the_task_says(task, length):
     problem = synthetic.problem(task, length, 8192, seed=5)
     tokens, asked = problem
     assert np.array_equal(answers(tokens)[asked], tokens[asked])
@@ -135,7 +134,7 @@ def test_what_is_asked_can_be_known_and_is_spread_as_it_should(task, length):
     assert not np.array_equal(tokens, synthetic.problem(task, length, 8192, seed=6).tokens)
 
 
-def test_training_rows_are_those_that_were_written_down():
+def test_training_rows_match_the_recorded_digest():
     rows = [synthetic.training_row(n, 8192, data.VOCABULARY_A, seed=1) for n in range(4)]
     assert [row[0] for row in rows] == [1, 2, 3, 4]
     digest = hashlib.sha256(np.concatenate(rows).astype("<u2").tobytes()).hexdigest()
@@ -143,7 +142,7 @@ def test_training_rows_are_those_that_were_written_down():
 
 
 @pytest.mark.parametrize("wrong", [{"task": "sort"}, {"length": 255}, {"vocab_size": 130}])
-def test_an_impossible_problem_is_named(wrong):
+def test_an_invalid_problem_is_rejected(wrong):
     arguments = {"task": "copy", "length": 256, "vocab_size": 256, "seed": 0, **wrong}
     (name,) = wrong
     with pytest.raises(ValueError, match=name):
@@ -184,20 +183,56 @@ def test_text_is_cut_into_documents_of_mixed_lengths(tmp_path, capsys, overrides
     assert config.parallel.data == 2 and config.data.eos == documents.END
 
 
-def test_a_cut_off_line_is_dropped_and_replaced(tmp_path):
+def test_an_incomplete_last_line_is_ignored_and_replaced(tmp_path):
     path = tmp_path / "a.jsonl"
-    arms.append_lines(path, [{"n": 1}])
+    result_lines.append_lines(path, [{"n": 1}])
     path.write_text(path.read_text() + '{"n": 2')
-    assert arms.read_lines(path) == [{"n": 1}]
-    arms.append_lines(path, [{"n": 3}])
-    assert arms.read_lines(path) == [{"n": 1}, {"n": 3}]
+    assert result_lines.read_lines(path) == [{"n": 1}]
+    result_lines.append_lines(path, [{"n": 3}])
+    assert result_lines.read_lines(path) == [{"n": 1}, {"n": 3}]
     path.write_text('{"n": \n{"n": 3}\n')
     with pytest.raises(UserError, match="line 1 is not JSON"):
-        arms.read_lines(path)
+        result_lines.read_lines(path)
+
+
+def test_shared_fields_are_written_once_and_numbers_are_rounded(tmp_path):
+    path = tmp_path / "c-s0.jsonl"
+    step = {"what": "train", "tier": "c", "seed": 0, "trained": "dense"}
+    loss = {"what": "loss", "tier": "c", "seed": 0, "trained": "dense", "inferred": "dense"}
+    lines = [
+        {"what": "run", "tier": "c", "date": "today"},
+        {**step, "step": 1, "loss": 2.12345678, "density": 1.0, "recall": 0.9},
+        {**step, "step": 2, "loss": 2.0, "dense_step": True},
+        {**loss, "number": 0, "loss_by_position": [3.14159265, 2.0], "density": 0.25},
+    ]
+    result_lines.append_lines(path, lines)
+    # A later call continues the table; a table of other fields needs a new header.
+    result_lines.append_lines(path, [{**lines[-1], "number": 1}])
+    result_lines.append_lines(path, [{**lines[-1], "inferred": "window"}])
+    shared = '"tier":"c","seed":0,"trained":"dense"'
+    columns = '"columns":["number","density","loss_by_position"]'
+    assert path.read_text().split("\n") == [
+        '{"what":"run","tier":"c","date":"today"}',
+        f'{{"what":"train",{shared},"columns":["step","loss","density","recall","dense_step"]}}',
+        "[1,2.123457,1,0.9]",
+        "[2,2,null,null,true]",
+        f'{{"what":"loss",{shared},"inferred":"dense",{columns}}}',
+        "[0,0.25,[3.141593,2]]",
+        "[1,0.25,[3.141593,2]]",
+        f'{{"what":"loss",{shared},"inferred":"window",{columns}}}',
+        "[0,0.25,[3.141593,2]]",
+        "",
+    ]
+    lines[1]["loss"], lines[3]["loss_by_position"] = 2.123457, [3.141593, 2]
+    again = [{**lines[3], "number": 1}, {**lines[3], "inferred": "window"}]
+    assert result_lines.read_lines(path) == [*lines, *again]
+    path.write_text('{"what":"loss","columns":["number"]}\n[1,2]\n')
+    with pytest.raises(UserError, match="line 2 has 2 values; the header above it names 1 columns"):
+        result_lines.read_lines(path)
 
 
 class FakeEngine:
-    """Scores nothing with "dense" and is sure of everything else."""
+    """Predicts everything with dense attention and nothing with other patterns."""
 
     def __init__(self, kind="dense"):
         self.kind, self.programs = kind, types.SimpleNamespace(score=self.score)
@@ -212,10 +247,10 @@ class FakeEngine:
         return LabelScores(loss, right), 1.0 if self.kind == "dense" else 0.25
 
 
-def test_measuring_goes_on_where_it_stopped(tmp_path, overrides):
+def test_measuring_resumes_where_it_stopped(tmp_path, overrides):
     results = tmp_path / "a-s0.jsonl"
     configs = {
-        arm: arms.arm_config("a", arm, [*overrides("a"), ("data.seq_len", "256")])
+        arm: variants.arm_config("a", arm, [*overrides("a"), ("data.seq_len", "256")])
         for arm in ("dense", "sampled_rows")
     }
     def measured(deadline=None, jobs=1):
@@ -224,49 +259,49 @@ def test_measuring_goes_on_where_it_stopped(tmp_path, overrides):
         ).run(FakeEngine(), configs, jobs)
 
     assert not measured(deadline=0.0)
-    assert arms.read_lines(results) == []
+    assert result_lines.read_lines(results) == []
     assert measured()
-    lines = arms.read_lines(results)
+    lines = result_lines.read_lines(results)
     assert len(lines) == 2 * 2 * len(synthetic.TASKS)
     assert {x["score"] for x in lines if x["inferred"] == "dense"} == {1.0}
     assert {(x["score"], x["loss"]) for x in lines if x["inferred"] != "dense"} == {(0.0, 2.0)}
     assert measured()
-    assert arms.read_lines(results) == lines
+    assert result_lines.read_lines(results) == lines
 
-    # Those that compile go first, several at a time: other places, the same lines.
+    # Measurements that compile run first, in parallel: another order, the same lines.
     results.unlink()
     assert not measured(deadline=0.0, jobs=4)
     assert measured(jobs=4)
-    firsts = [x["number"] for x in arms.read_lines(results)[: 2 * len(synthetic.TASKS)]]
+    firsts = [x["number"] for x in result_lines.read_lines(results)[: 2 * len(synthetic.TASKS)]]
     assert firsts == [0] * len(firsts)
-    assert sorted(map(str, arms.read_lines(results))) == sorted(map(str, lines))
+    assert sorted(map(str, result_lines.read_lines(results))) == sorted(map(str, lines))
 
 
-def test_results_of_other_settings_are_not_gone_on_with(tmp_path):
+def test_results_with_other_settings_are_not_resumed(tmp_path):
     results = tmp_path / "b-s0.jsonl"
     about = {"tier": "b", "seed": 0, "trained": "dense"}
     engine = types.SimpleNamespace(loaded=types.SimpleNamespace(source="runs/b_dense_s0"))
 
     def header(steps, **other):
-        config = arms.arm_config("b", "dense", [("run.steps", steps)])
-        return origin.header(engine, config, about | other)
+        config = variants.arm_config("b", "dense", [("run.steps", steps)])
+        return provenance.header(engine, config, about | other)
 
-    arms.append_lines(results, [header("700")])
-    origin.check_same_settings(results, header("700"))
-    origin.check_same_settings(results, header("800", seed=1))
-    # Results from before there were these fields are those of a run without.
-    before = repr(arms.arm_config("b", "dense"))
+    result_lines.append_lines(results, [header("700")])
+    provenance.check_same_settings(results, header("700"))
+    provenance.check_same_settings(results, header("800", seed=1))
+    # Results that are older than these fields match runs with the defaults.
+    before = repr(variants.arm_config("b", "dense"))
     since = [f"dense_{name}=0" for name in ("first", "last", "every", "start")]
     for field in (*since, "dense_end=None", "random_share=0.0"):
         before = before.replace(f", {field}", "")
-    told = origin.header(engine, arms.arm_config("b", "dense"), about)["config"]
-    assert told == hashlib.sha256(before.encode()).hexdigest()[:16]
+    now = provenance.header(engine, variants.arm_config("b", "dense"), about)["config"]
+    assert now == hashlib.sha256(before.encode()).hexdigest()[:16]
     with pytest.raises(UserError, match="measurements of dense, seed 0, with other settings"):
-        origin.check_same_settings(results, header("800"))
+        provenance.check_same_settings(results, header("800"))
 
 
-def made_up(differences, sequences=24, seeds=3, buckets=13, spread=0.01):
-    """Lines of a tier: losses that fall with position, plus a difference of each arm."""
+def synthetic_losses(differences, sequences=24, seeds=3, buckets=13, spread=0.01):
+    """Lines of a tier: losses that fall with position, plus a difference for each arm."""
     random = np.random.default_rng(3)
     common = random.normal(0, 0.3, (seeds, sequences, 1)) + np.linspace(4, 2, buckets)
     for (trained, inferred), difference in differences.items():
@@ -282,8 +317,8 @@ def made_up(differences, sequences=24, seeds=3, buckets=13, spread=0.01):
                 }  # fmt: skip
 
 
-def test_the_report_applies_the_rule(tmp_path):
-    lines = list(made_up({
+def test_the_report_applies_the_decision_rule(tmp_path):
+    lines = list(synthetic_losses({
         ("dense", "dense"): 0.0, ("dense", "sampled_rows"): 0.05,
         ("sampled_rows", "dense"): 0.001, ("sampled_rows", "sampled_rows"): 0.01,
         ("vertical_slash", "dense"): 0.012, ("xattention", "dense"): 0.05,
@@ -302,13 +337,13 @@ def test_the_report_applies_the_rule(tmp_path):
              "loss": 4.0 - step, "step_seconds": 2.0, "density": 1.0}
         )  # fmt: skip
     path = tmp_path / "results"
-    arms.append_lines(path / "c.jsonl", lines)
+    result_lines.append_lines(path / "c.jsonl", lines)
     written = report.write(compare.read(path), tmp_path / "out")
     text = written[0].read_text()
     assert "- Valid: dense gains" in text
-    # Ten points of needles are lost, so close losses are not enough.
-    said = "not decided, needles -10.0 points; training with it helps its own"
-    assert f"`sampled_rows`: {said}" in text
+    # Needles lose ten points, so close losses are not enough.
+    verdict = "not decided, needles -10.0 points; training with it helps its own"
+    assert f"`sampled_rows`: {verdict}" in text
     assert "`vertical_slash`: not decided" in text
     assert "`xattention`: **unequal**" in text
     assert "| dense | 0 | 4 | 0.0000 | 2.000 | 1.000 | – |" in text
@@ -318,24 +353,24 @@ def test_the_report_applies_the_rule(tmp_path):
     }
 
 
-def test_an_arm_with_dense_steps_is_compared_as_used_with_the_pattern_of_its_others(tmp_path):
+def test_an_arm_with_dense_steps_is_compared_with_its_sparse_pattern(tmp_path):
     arm = "sampled_rows_dense_last"
-    lines = list(made_up({
+    lines = list(synthetic_losses({
         ("dense", "dense"): 0.0, ("dense", "sampled_rows"): 0.05, (arm, "dense"): 0.0,
         (arm, "sampled_rows"): -0.01,
     }, spread=0.004))  # fmt: skip
     found, _ = compare.losses_of(lines, "c")
-    (said,) = [line for line in rule.verdicts(found, {}) if arm in line]
+    (said,) = [line for line in decision.verdicts(found, {}) if arm in line]
     assert said.startswith(f"- `{arm}`: equal; training with it helps its own inference (-0.05")
     scores = {
         ("copy", 64, one, used): {(0, n): float(n >= lost) for n in range(100)}
         for one, used, lost in (("dense", "dense", 0), (arm, "sampled_rows", 25))
     }
-    assert f"`{arm}` -25.0 [" in rule.task_verdicts(scores)[0]
+    assert f"`{arm}` -25.0 [" in decision.task_verdicts(scores)[0]
     report.write(lines, tmp_path)
 
 
-def test_tasks_that_tell_nothing_are_dropped_and_the_others_compared():
+def test_uninformative_tasks_are_dropped():
     scores = {}
     right = {
         "copy": (0.5, 0.5, 0.5), "passkey": (1.0, 1.0, 0.97), "needle_any": (1.0, 0.25, 0.0),
@@ -344,7 +379,7 @@ def test_tasks_that_tell_nothing_are_dropped_and_the_others_compared():
         for arm, share in zip(("dense", "vertical_slash", "window"), shares, strict=True):
             own = {(seed, n): float(n < 100 * share) for seed in range(2) for n in range(100)}
             scores[task, 8192, arm, arm] = own
-    said = rule.task_verdicts(scores)
+    said = decision.task_verdicts(scores)
     assert said[0].startswith("- needle_any, 8192 tokens: dense 100.0; `vertical_slash` -75.0 [")
     assert said[0].endswith("`window` -100.0 [-100.0, -100.0].")
     assert "copy" in said[1] and "dense has not learned it" in said[1]
@@ -357,7 +392,7 @@ def test_tasks_that_tell_nothing_are_dropped_and_the_others_compared():
 def test_a_task_that_dense_has_not_learned_does_not_count_in_a_verdict(learned, word):
     arm = "sampled_rows"
     pairs = {("dense", "dense"): 0.0, (arm, "dense"): 0.0}
-    found, _ = compare.losses_of(list(made_up(pairs, spread=0.004)), "c")
+    found, _ = compare.losses_of(list(synthetic_losses(pairs, spread=0.004)), "c")
     shares = {
         ("needle", "dense"): 0.9, ("needle", arm): 0.9, ("passkey", "dense"): learned,
         ("passkey", arm): learned - 0.4,
@@ -366,26 +401,26 @@ def test_a_task_that_dense_has_not_learned_does_not_count_in_a_verdict(learned, 
         (task, 8192, trained, "dense"): {(0, n): 1.0 * (n < 100 * share) for n in range(100)}
         for (task, trained), share in shares.items()
     }
-    (said,) = [line for line in rule.verdicts(found, scores) if arm in line]
+    (said,) = [line for line in decision.verdicts(found, scores) if arm in line]
     assert said == f"- `{arm}`: {word} points."
 
 
 def test_an_arm_without_a_difference_is_equal_and_one_seed_decides_nothing():
     pairs = {("dense", "dense"): 0.0, ("xattention", "dense"): 0.0}
-    lines = list(made_up(pairs, seeds=1, spread=0.004))
+    lines = list(synthetic_losses(pairs, seeds=1, spread=0.004))
     found, partial = compare.losses_of(lines, "c")
     assert not partial
-    said = rule.verdicts(found, {})
+    said = decision.verdicts(found, {})
     assert "**Not valid**" in said[0] and "the window loses not measured" in said[0]
     assert "Of 1 seed(s), 3 are needed" in said[1]
     assert said[2] == "- `xattention`: equal (of 1 seed(s))."
 
 
-def test_what_was_not_measured_to_its_end_is_left_out_and_named(tmp_path):
+def test_incomplete_measurements_are_skipped_and_named(tmp_path):
     pairs = {("dense", "dense"): 0.0, ("window", "dense"): 0.1, ("xattention", "dense"): 0.0}
     lines = [
-        x for x in made_up(pairs, seeds=2)
-        if not (x["trained"] == "window" and x["seed"] == 1)  # a run that is still to come
+        x for x in synthetic_losses(pairs, seeds=2)
+        if not (x["trained"] == "window" and x["seed"] == 1)  # not run yet
         and not (x["trained"] == "xattention" and (x["seed"], x["number"]) == (0, 5))
     ]  # fmt: skip
     found, partial = compare.losses_of(lines, "c")
@@ -400,14 +435,29 @@ def test_what_was_not_measured_to_its_end_is_left_out_and_named(tmp_path):
     assert "Left out, as not measured to the end: xattention with dense (seed 0)." in text
 
 
-def test_each_pair_is_told_by_seed_and_as_a_share_of_the_dense_loss():
+def test_losses_may_begin_with_a_later_bucket():
+    lines = list(synthetic_losses({("dense", "dense"): 0.0}))
+    whole = compare.losses_of(lines, "c")[0]["dense", "dense"]
+    for line in lines:
+        for name in ("loss_by_position", "tokens_by_position"):
+            line[name] = line[name][6:]
+    part = compare.losses_of(lines, "c")[0]["dense", "dense"]
+    assert part.counts.tolist() == [0] * 6 + whole.counts[6:].tolist()
+    assert np.isnan(part.means[..., :6]).all()
+    np.testing.assert_array_equal(part.means[..., 6:], whole.means[..., 6:])
+    assert report.bucket_table({("dense", "dense"): part}) == report.bucket_table(
+        {("dense", "dense"): whole}
+    )
+
+
+def test_differences_are_reported_by_seed_and_in_percent_of_the_dense_loss():
     pairs = {("dense", "dense"): 0.0, ("window", "dense"): 0.1, ("start", "dense"): 1.0}
     lines = [
         x | {"seed": 3 if x["trained"] == "xattention" else x["seed"]}
-        for x in made_up(pairs | {("xattention", "xattention"): 0.2}, seeds=2, spread=0.0)
+        for x in synthetic_losses(pairs | {("xattention", "xattention"): 0.2}, seeds=2, spread=0.0)
         if (x["trained"], x["seed"]) not in (("start", 1), ("xattention", 1))
     ]
-    for x in lines:  # the same of all seeds, so that the mean is known
+    for x in lines:  # the same for all seeds, so that the mean is known
         if x["trained"] != "start":
             x["loss_by_position"] = [2.1 if x["trained"] == "window" else 2.0] * 13
     head, _, dense, window, start, other = report.long_table(compare.losses_of(lines, "c")[0])
@@ -416,28 +466,28 @@ def test_each_pair_is_told_by_seed_and_as_a_share_of_the_dense_loss():
     rest = "2.1000 | +0.1000 [+0.1000, +0.1000] | +5.00 | 0: +0.1000, 1: +0.1000 |"
     assert window == f"| window | dense | 0.200 | {rest}"
     assert start.endswith(" | – |")
-    # Of no seed that the dense arm has: a loss, and nothing to compare it with.
+    # Dense has no such seed: only the loss is reported.
     assert other == "| xattention | xattention | 0.200 | 2.0000 | – | – | – |"
     lines = [x for x in lines if x["trained"] == "window"]
     *_, alone = report.long_table(compare.losses_of(lines, "c")[0])
     assert alone == "| window | dense | 0.200 | 2.1000 | – | – | – |"
 
 
-def test_bands_have_the_width_that_the_spread_of_sequences_gives():
+def test_intervals_follow_the_spread_of_sequences_and_seeds():
     differences = np.random.default_rng(0).normal(0.5, 1.0, (1, 400))
     found = compare.band(differences)
     expected = 1.96 * differences.std() / 20
     assert found.mean == pytest.approx(differences.mean())
     assert (found.high - found.low) / 2 == pytest.approx(expected, rel=0.05)
     assert found.p == pytest.approx(2 / compare.DRAWS)
-    # Seeds that disagree count as well, however many sequences there are.
+    # Different seeds widen the interval, even with many sequences.
     apart = np.array([[-1.0], [0.0], [1.0]]) + np.zeros((3, 400))
     assert compare.band(apart).low < -0.6
 
 
-def test_steps_of_a_run_are_kept_once(tmp_path):
+def test_a_repeated_step_is_kept_once(tmp_path):
     written = [{"step": n, "loss": loss, "lr": 1.0} for n, loss in ((1, 3.0), (2, 2.0), (2, 1.0))]
-    arms.append_lines(tmp_path / "metrics.jsonl", written)
+    result_lines.append_lines(tmp_path / "metrics.jsonl", written)
     found = steps.training_lines(tmp_path, {"trained": "dense"})
     assert found == [
         {"what": "train", "trained": "dense", "step": 1, "loss": 3.0},
@@ -445,28 +495,28 @@ def test_steps_of_a_run_are_kept_once(tmp_path):
     ]
 
 
-def test_times_of_steps_that_ran_beside_others_are_left_out(tmp_path):
-    step = {"step": 1, "loss": 3.0, "step_seconds": 0.5, "tokens_per_second": 8.0}
-    arms.append_lines(tmp_path / "metrics.jsonl", [step])
+def test_step_times_on_a_shared_device_are_omitted(tmp_path):
+    step = {"step": 1, "loss": 3.0, "step_seconds": 0.5}
+    result_lines.append_lines(tmp_path / "metrics.jsonl", [step])
     (alone,) = steps.training_lines(tmp_path, {})
     (shared,) = steps.training_lines(tmp_path, {}, timed=False)
     assert alone == {"what": "train", **step}
     assert shared == {"what": "train", "step": 1, "loss": 3.0}
 
 
-def test_a_long_run_leaves_means_of_groups_of_steps(tmp_path):
+def test_a_long_run_is_reduced_to_means_over_groups_of_steps(tmp_path):
     count = 2 * steps.LINES + 1  # groups of three
     written = [{"step": n, "loss": float(n), "step_seconds": 0.5} for n in range(1, count + 1)]
     for line in written[4:5]:
         line["dense_step"] = True
     written[0]["recall"] = 0.9
-    arms.append_lines(tmp_path / "metrics.jsonl", written)
+    result_lines.append_lines(tmp_path / "metrics.jsonl", written)
     found = steps.training_lines(tmp_path, {"seed": 1})
     assert found[0] == {
         "what": "train", "seed": 1, "step": 3, "steps": 3, "loss": 2.0, "step_seconds": 0.5,
         "recall": 0.9,
     }  # fmt: skip
-    # Steps of both kinds are kept apart.
+    # Dense and sparse steps are in separate groups.
     assert [(x["step"], x["steps"], x.get("dense_step")) for x in found[1:5]] == [
         (4, 1, None), (5, 1, True), (6, 1, None), (9, 3, None),
     ]  # fmt: skip
@@ -477,44 +527,44 @@ def test_a_long_run_leaves_means_of_groups_of_steps(tmp_path):
     )
 
 
-def test_the_dense_arm_is_used_with_the_patterns_that_are_asked_for():
-    assert arms.inferred_with("c", "dense") == [*arms.ARMS, *arms.RANDOM]
+def test_the_dense_arm_is_evaluated_with_the_requested_patterns():
+    assert variants.inferred_with("c", "dense") == [*variants.ARMS, *variants.RANDOM]
     among = ["window", "sampled_rows"]
-    assert arms.inferred_with("c", "dense", among) == ["dense", "sampled_rows", "window"]
-    assert arms.inferred_with("c", "window", among) == ["dense", "window"]
-    # Arms with dense steps are used densely and with the pattern of the others.
-    for arm, pattern in arms.MIXED.items():
-        assert arms.inferred_with("c", arm) == ["dense", pattern]
-        assert arms.inferred_with("c", "dense", [arm]) == ["dense", pattern]
-    for (tier, arm), patterns in arms.BESIDE.items():
-        assert arms.inferred_with(tier, arm) == ["dense", arm, *patterns]
+    assert variants.inferred_with("c", "dense", among) == ["dense", "sampled_rows", "window"]
+    assert variants.inferred_with("c", "window", among) == ["dense", "window"]
+    # Arms with dense steps are evaluated with dense attention and their sparse pattern.
+    for arm, pattern in variants.MIXED.items():
+        assert variants.inferred_with("c", arm) == ["dense", pattern]
+        assert variants.inferred_with("c", "dense", [arm]) == ["dense", pattern]
+    for (tier, arm), patterns in variants.EXTRA_PATTERNS.items():
+        assert variants.inferred_with(tier, arm) == ["dense", arm, *patterns]
 
 
-def test_what_is_trained_can_be_left_unmeasured(tmp_path, capsys):
+def test_runs_can_be_trained_without_measuring(tmp_path, capsys):
     for arm in ("dense", "window"):
-        (tmp_path / arms.run_name("b", arm, 0) / "checkpoints" / "600").mkdir(parents=True)
+        (tmp_path / variants.run_name("b", arm, 0) / "checkpoints" / "600").mkdir(parents=True)
     about = ["--tier=b", "--arms=dense,window", f"--folder={tmp_path}"]
     assert run.main([*about, "--no-measure"]) == 0
-    assert "all asked for is trained" in capsys.readouterr().out
+    assert "all requested arms are trained" in capsys.readouterr().out
     assert not (tmp_path / "results").exists()
-    # Measuring would begin, had there been time.
+    # Measuring would start, but the time is up.
     assert run.main([*about, "--minutes=0"]) == 75
-    assert "the same command goes on" in capsys.readouterr().out
+    assert "run the same command again to resume" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("time_for", "shared"), [(9, False), (3, True)])
-def test_a_plan_is_trained_and_measured_side_by_side(time_for, shared, monkeypatch, overrides):
+def test_a_plan_is_trained_and_measured_in_parallel(time_for, shared, monkeypatch, overrides):
     trained, measured, begun = [], [], threading.Event()
 
-    def train(lease, args, arm, overrides):
+    def train(budget, args, arm, overrides):
         if len(trained) == time_for:
             return False
-        # Only where no times are kept is an arm measured while the next one is trained.
+        # Arms are measured during the next training only if step times are not kept.
         assert not (shared and trained) or begun.wait(30)
         trained.append((args.seed, arm))
         return True
 
-    def measure(lease, args, arm):
+    def measure(budget, args, arm):
         assert (args.seed, arm) in trained or arm == "start"
         begun.set()
         assert shared or len(trained) > 1
@@ -524,9 +574,10 @@ def test_a_plan_is_trained_and_measured_side_by_side(time_for, shared, monkeypat
     monkeypatch.setattr(run, "train", train)
     monkeypatch.setattr(run, "measure", measure)
     monkeypatch.setattr(run, "is_trained", lambda args, arm, _: (args.seed, arm) in trained)
-    plan = [lanes.parse_item("c", x) for x in ("0:dense,sampled_rows", "1:dense", "0:window")]
+    texts = "0:dense,sampled_rows", "1:dense", "0:window"
+    plan = [parallel_runs.parse_item("c", text) for text in texts]
     args = argparse.Namespace(tier="c", results=None, shared=shared)
-    done = lanes.Lanes(Lease(1), args, plan, overrides("c")).run()
+    done = parallel_runs.ParallelRuns(TimeBudget(1), args, plan, overrides("c")).run()
     two, three = ("dense", "sampled_rows"), ("dense", "sampled_rows", "window")
     first = [
         (0, "dense", two, shared), (0, "sampled_rows", two, shared), (1, "dense", ("dense",), True),
@@ -539,31 +590,32 @@ def test_a_plan_is_trained_and_measured_side_by_side(time_for, shared, monkeypat
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("command", [run.main, lanes.main])
-def test_a_number_of_jobs_that_is_none_is_named(command, capsys):
+@pytest.mark.parametrize("command", [run.main, parallel_runs.main])
+def test_zero_jobs_are_rejected(command, capsys):
+    plan = ["--plan", "0:dense"] if command is parallel_runs.main else []
     with pytest.raises(SystemExit):
-        command(["--tier=c", "--jobs=0", *(["--plan", "0:dense"] if command is lanes.main else [])])
+        command(["--tier=c", "--jobs=0", *plan])
     assert "--jobs must be 1 or more, not 0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["dense", "x:dense", "0:", "0:denser"])
-def test_an_impossible_item_of_a_plan_is_named(text):
-    with pytest.raises(UserError, match="--plan has items as|denser"):
-        lanes.parse_item("c", text)
+def test_an_invalid_plan_item_is_rejected(text):
+    with pytest.raises(UserError, match="--plan needs SEED:ARMS|denser"):
+        parallel_runs.parse_item("c", text)
 
 
-def test_a_lane_that_fails_ends_the_other(monkeypatch, overrides):
-    def train(lease, args, arm, overrides):
+def test_a_failed_training_stops_the_measuring(monkeypatch, overrides):
+    def train(budget, args, arm, overrides):
         raise UserError("no GPU")
 
     monkeypatch.setattr(run, "train", train)
-    plan = [lanes.parse_item("c", "0:dense")]
+    plan = [parallel_runs.parse_item("c", "0:dense")]
     with pytest.raises(UserError, match="no GPU"):
         args = argparse.Namespace(tier="c", shared=False)
-        lanes.Lanes(Lease(1), args, plan, overrides("c")).run()
+        parallel_runs.ParallelRuns(TimeBudget(1), args, plan, overrides("c")).run()
 
 
-def test_commands_run_at_the_same_time_and_those_that_fail_are_named(tmp_path):
+def test_commands_run_in_parallel_and_failures_are_named(tmp_path):
     meet = """
 import pathlib, sys, time
 mine, other = sys.argv[1:]
@@ -580,14 +632,14 @@ sys.exit(1)
         "second": [sys.executable, "-c", meet, str(b), str(a)],
         "third": [sys.executable, "-c", "raise SystemExit('no')"],
     }
-    assert Lease(5).start_together(commands, tmp_path, 2) == ["third"]
+    assert TimeBudget(5).start_together(commands, tmp_path, 2) == ["third"]
     assert (tmp_path / "first.log").read_text() == "met\n"
     assert (tmp_path / "third.log").read_text() == "no\n"
-    # Without time for them none starts.
-    assert Lease(0).start_together(commands, tmp_path, 2) == list(commands)
+    # Without time left, no command starts.
+    assert TimeBudget(0).start_together(commands, tmp_path, 2) == list(commands)
 
 
-def test_the_command_of_a_run_is_that_of_train_py():
+def test_runs_are_trained_by_train_py():
     command = run.train_command("b", "window", 2, data.FOLDER, [("run.steps", "700")], 20)
     assert command[1:4] == ["train.py", "--config", "experiments/configs/b_window.toml"]
     assert "--run.name=b_window_s2_probe" in command and "--optimizer.decay_steps=700" in command

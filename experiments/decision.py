@@ -1,19 +1,19 @@
-"""The decision rule of predictions.md, applied."""
+"""Applies the decision rule of predictions.md."""
 
 import numpy as np
 
-from experiments import arms
+from experiments import variants
 from experiments.compare import Band, Losses, Scores, band, long_buckets, long_mean, paired
 
-# What counts as equal (share of D's loss), what D has to gain in context (nats), what the window
-# has to lose, points of 100 between needles, and points that D needs in a task.
+# Limit for "equal" (fraction of the dense loss), minimum gain of dense in context (nats), minimum
+# loss of the window (fraction), limit for needles (points), minimum score of dense in a task.
 EQUAL, GAIN, WINDOW_LOSS, NEEDLES, LEARNED = 0.005, 0.2, 0.005, 5.0, 90.0
-EARLY = 256  # the bucket from which the gain in context is counted
+EARLY = 256  # the gain in context is counted from this position
 SEEDS_NEEDED = 3
 
 
 def verdicts(found: dict[tuple[str, str], Losses], scores: Scores) -> list[str]:
-    """The rule of predictions.md, a line for each arm."""
+    """The verdict for each arm, one line each."""
     dense = found.get(("dense", "dense"))
     if dense is None:
         return ["- The dense arm has not been measured: nothing can be said."]
@@ -31,7 +31,7 @@ def verdicts(found: dict[tuple[str, str], Losses], scores: Scores) -> list[str]:
     if seeds < SEEDS_NEEDED:
         lines.append(f"- **Of {seeds} seed(s), {SEEDS_NEEDED} are needed: this decides nothing.**")
     telling = {task for task in _asked_of_dense(scores) if _why_dropped(scores, task) is None}
-    for arm in arms.SPARSE:
+    for arm in variants.SPARSE:
         used_densely = found.get((arm, "dense"))
         if used_densely is None:
             continue
@@ -48,7 +48,7 @@ def verdicts(found: dict[tuple[str, str], Losses], scores: Scores) -> list[str]:
             text += f" (of {len(difference)} seed(s))"
         if needles is not None:
             text += f", needles {needles:+.1f} points"
-        pattern = arms.own_pattern(arm)
+        pattern = variants.own_pattern(arm)
         own, other = found.get((arm, pattern)), found.get(("dense", pattern))
         if own is not None and other is not None:
             helped = band(long_mean(own, paired(own, other)))
@@ -62,9 +62,9 @@ def verdicts(found: dict[tuple[str, str], Losses], scores: Scores) -> list[str]:
 
 
 def _needle_difference(scores: Scores, arm: str, telling: set[tuple]) -> float | None:
-    """Points of 100 by which an arm differs from dense in tasks asked at the end, used densely.
+    """Mean difference to dense in points, both evaluated with dense attention.
 
-    Of the tasks that tell arms apart, (task, length), as the rule drops the others.
+    Counts the tasks (task, length) in `telling` with questions at the end of the prompt.
     """
     differences = []
     for task in telling:
@@ -75,13 +75,13 @@ def _needle_difference(scores: Scores, arm: str, telling: set[tuple]) -> float |
 
 
 def _asked_of_dense(scores: Scores) -> list[tuple]:
-    """Each (task, length) that the dense arm was asked; what may fail stands first."""
+    """Each (task, length) that dense was evaluated on; needle_any, the hardest, first."""
     names = {key[:2] for key, own in scores.items() if key[2:] == ("dense", "dense") and own}
     return sorted(names, key=lambda key: (key[0] != "needle_any", key))
 
 
 def _why_dropped(scores: Scores, task: tuple) -> str | None:
-    """Why a task that the dense arm was asked tells nothing; None if it does."""
+    """The reason why the rule drops a task; None if the task counts."""
     if _level(scores, task) < LEARNED:
         return f"dense has not learned it** (below {LEARNED:.0f})."
     window = _difference(scores, task, "window")
@@ -95,7 +95,7 @@ def _level(scores: Scores, task: tuple) -> float:
 
 
 def task_verdicts(scores: Scores) -> list[str]:
-    """Which tasks tell arms apart, and how far each arm is from dense, used as trained."""
+    """For each task: why it is dropped, or each arm's difference to dense, evaluated as trained."""
     lines = []
     for task, length in _asked_of_dense(scores):
         text = f"- {task}, {length} tokens: dense {_level(scores, (task, length)):.1f}"
@@ -103,7 +103,7 @@ def task_verdicts(scores: Scores) -> list[str]:
         if dropped:
             lines.append(f"{text}. **Dropped: {dropped}")
             continue
-        for arm in arms.SPARSE:
+        for arm in variants.SPARSE:
             found = _difference(scores, (task, length), arm)
             if found is not None:
                 interval = f"{found.mean:+.1f} [{found.low:+.1f}, {found.high:+.1f}]"
@@ -113,9 +113,9 @@ def task_verdicts(scores: Scores) -> list[str]:
 
 
 def _difference(scores: Scores, task: tuple, arm: str) -> Band | None:
-    """Points by which an arm, used as trained, differs from dense; None if not measured."""
+    """Difference of an arm, evaluated as trained, to dense in points; None if not measured."""
     dense = scores.get((*task, "dense", "dense"), {})
-    own = scores.get((*task, arm, arms.own_pattern(arm)), {})
+    own = scores.get((*task, arm, variants.own_pattern(arm)), {})
     keys = sorted(set(own) & set(dense))
     seeds = sorted({seed for seed, _ in keys})
     both = set(keys)
@@ -127,5 +127,5 @@ def _difference(scores: Scores, task: tuple, arm: str) -> Band | None:
 
 
 def cell(found: Band) -> str:
-    """A difference and its interval, as text."""
+    """Formats a difference and its interval."""
     return f"{found.mean:+.4f} [{found.low:+.4f}, {found.high:+.4f}]"

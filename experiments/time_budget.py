@@ -1,4 +1,4 @@
-"""The time that a machine is lent for, and the programs that are started in it."""
+"""Runs commands within a time limit."""
 
 import os
 import subprocess
@@ -10,46 +10,46 @@ from pathlib import Path
 from experiments.measure import LATER
 
 ROOT = Path(__file__).resolve().parents[1]
-# A stopped run finishes its step and writes a checkpoint.
+# A run that receives SIGTERM finishes its step and writes a checkpoint.
 GRACE_SECONDS = 40
 
 
-class Lease:
-    """The time that is left, and the programs that are started in it.
+class TimeBudget:
+    """A time limit, and the commands that run within it.
 
     Args:
-        minutes: from now.
+        minutes: the limit, from now.
     """
 
     def __init__(self, minutes: float) -> None:
         self._end = time.monotonic() + 60 * minutes
 
     def left(self) -> float:
-        """Seconds until nothing may run any more."""
+        """Seconds left."""
         return self._end - time.monotonic()
 
     def start(self, command: list[str], folder: Path) -> int:
-        """Runs a command until it ends, or asks it to stop when only the grace is left.
+        """Runs a command to its end, or sends SIGTERM when only the grace period is left.
 
         Args:
-            command: with its arguments.
-            folder: of the runs; compiled programs are kept in it.
+            command: program and arguments.
+            folder: folder of the runs; it also holds the compilation cache.
 
         Returns:
-            Its exit status; 75 if there was no time to start it, or to end it.
+            The exit status; 75 if there was not enough time.
         """
         return self._run(command, folder, None)
 
     def start_together(self, commands: dict[str, list[str]], folder: Path, jobs: int) -> list[str]:
-        """Runs commands, several at a time, on one device; what they print goes into files.
+        """Runs commands in parallel on one device; their output goes to FOLDER/NAME.log.
 
         Args:
-            commands: by a name, which the files FOLDER/NAME.log have too.
+            commands: the commands by name.
             folder: as in `start`.
-            jobs: how many at a time.
+            jobs: number of commands that run at a time.
 
         Returns:
-            Names of those that did not end well.
+            Names of the commands that failed or had no time.
         """
         folder.mkdir(parents=True, exist_ok=True)
 
@@ -67,7 +67,7 @@ class Lease:
         environment = dict(os.environ)
         environment.setdefault("JAX_COMPILATION_CACHE_DIR", str((folder / "compiled").resolve()))
         environment.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "1")
-        if log is not None:  # others want memory of the same device
+        if log is not None:  # parallel commands share the device memory
             environment.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
         print("$", " ".join(command), flush=True)
         process = subprocess.Popen(
