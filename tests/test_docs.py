@@ -46,14 +46,6 @@ def test_a_model_can_be_called_as_the_page_on_training_says():
     assert found["logits"].shape == (1, 256, found["spec"].vocab_size)
 
 
-def test_every_entry_of_the_log_is_in_its_index():
-    log = ROOT / "docs/log"
-    index = (log / "README.md").read_text()
-    for day in log.glob("20*.md"):
-        for heading in re.findall(r"^## (.*)$", day.read_text(), flags=re.MULTILINE):
-            assert f"[{heading}]({day.name}#" in index, f"{day.name}: {heading}"
-
-
 def test_every_promise_of_the_page_on_bits_has_its_test():
     page = (ROOT / "docs/reproducibility.md").read_text()
     promises = re.findall(r"\[`(\w+)`\]\(\.\./([\w/]+\.py)\)", page)
