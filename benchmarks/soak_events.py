@@ -13,7 +13,7 @@ _MOMENTS = ("audit", "save", "compile", "step")
 
 # Lines of a run. What a signal asks for is printed as soon as the process hears of it.
 _STEP = re.compile(r"step +(\d+)/")
-_HEARD = re.compile(r"SIG(TERM|INT): stopping after the step under way")
+_HEARD = re.compile(r"SIG(TERM|INT): stopping after the current step")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Plug-ins by name, and the sections that they add fields to."""
+"""Registries of plug-ins, and the fields that plug-ins add to sections."""
 
 import dataclasses
 import sys
@@ -19,7 +19,7 @@ class Other: pass
 
 @pytest.fixture
 def registry(tmp_path, monkeypatch):
-    """In a folder with a module of one's own."""
+    """A registry with a plug-in module in the current folder."""
     (tmp_path / "own_plugins_for_tests.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -29,7 +29,7 @@ def registry(tmp_path, monkeypatch):
     sys.modules.pop("own_plugins_for_tests", None)
 
 
-def test_a_name_and_a_place_find_the_class(registry):
+def test_lookup_by_name_and_by_module(registry):
     first = registry.get("first")
     assert first.__name__ == "Mine" and registry.get("first") is first
     assert tuple(registry) == ("first",)
@@ -42,13 +42,13 @@ def test_a_name_and_a_place_find_the_class(registry):
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("second", '"second" is no thing; it must be one of first, or your own as package.module'),
+        ("second", 'unknown thing "second"; choose one of first or pass package.module:Class'),
         ("nowhere_at_all:X", "cannot be loaded as a thing: No module named 'nowhere_at_all'"),
         ("own_plugins_for_tests:Gone", "own_plugins_for_tests has no 'Gone'"),
-        ("own_plugins_for_tests:Other", "is no thing: a class derived from own_plugins_for_tests"),
+        ("own_plugins_for_tests:Other", "is not a thing: it must be a subclass of own_plugins_for"),
     ],
 )
-def test_what_cannot_be_found_is_told(registry, name, sentence):
+def test_lookup_errors(registry, name, sentence):
     with pytest.raises(UserError, match=sentence):
         registry.get(name)
     assert tuple(registry) == ("first",)
@@ -89,7 +89,7 @@ def section_of(**plugins):
     return assemble("Section", Base, plugins, "kind")
 
 
-def test_a_section_has_the_fields_of_all_with_their_help_and_limits():
+def test_a_section_has_the_fields_of_all_plugins():
     section = section_of(left=Left, right=Right)
     fields = section.__pydantic_fields__
     assert list(fields) == ["kind", "share", "size", "name"]
@@ -102,7 +102,7 @@ def test_a_section_has_the_fields_of_all_with_their_help_and_limits():
         section(shape=2.0)
 
 
-def test_plugins_that_disagree_about_a_field_are_refused():
+def test_conflicting_fields_of_plugins_are_an_error():
     @dataclasses.dataclass
     class Wrong:
         size: int = 4
@@ -111,7 +111,7 @@ def test_plugins_that_disagree_about_a_field_are_refused():
         section_of(left=Left, wrong=Wrong)
 
 
-def test_limits_are_checked_by_the_class_too():
+def test_classes_check_their_limits():
     with pytest.raises(ValueError, match="share=0.0 must be above 0 and at most 1"):
         Left(share=0.0)
     assert attribute_docs(Right) == {}

@@ -1,4 +1,4 @@
-"""Signals as a process of its own gets them."""
+"""Signals, received by a separate process."""
 
 import os
 import pty
@@ -15,7 +15,7 @@ from mtraining_jax.signals import StopSignals
 
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests may run under nohup
 stuck = sys.argv[2] == "True"
-fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # the terminal is this process's own
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # makes it the controlling terminal
 with StopSignals() as signals:
     signals.stop_after_a_step()
     print("ready", flush=True)
@@ -23,17 +23,17 @@ with StopSignals() as signals:
     while (stuck or not signals.requested) and time.monotonic() < end:
         time.sleep(0.01)
     time.sleep(0.2)
-    print("goes on", flush=True)
-    sys.stderr.write("and saves")
+    print("stopping", flush=True)
+    sys.stderr.write("saved")
 open(sys.argv[1], "w").write(str(signals.requested))
 """
 
 
 @pytest.fixture
 def waiting(tmp_path, stuck):
-    """A process that waits for a signal on a terminal, its file, and the terminal's other end.
+    """A process on a terminal that waits for a signal (or ignores it if `stuck`).
 
-    A stuck one does not mind that it is asked to stop.
+    Yields the process, the file that it writes and our end of the terminal.
     """
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
@@ -42,7 +42,7 @@ def waiting(tmp_path, stuck):
     )  # fmt: skip
     os.close(theirs)
     read = b""
-    while b"ready\r\n" not in read:  # all of it, or its writing may fail with the terminal
+    while b"ready\r\n" not in read:  # the entire line, before the terminal is closed
         read += os.read(ours, 1024)
     yield process, tmp_path / "saved", ours
     process.kill()
@@ -50,20 +50,20 @@ def waiting(tmp_path, stuck):
 
 
 @pytest.mark.parametrize("stuck", [False])
-def test_a_terminal_that_is_gone_stops_a_run_which_saves(waiting):
+def test_a_closed_terminal_stops_and_saves_a_run(waiting):
     process, saved, terminal = waiting
     os.close(terminal)
-    # A shell tells its jobs as well, which is no second wish.
+    # Shells also send SIGHUP to their jobs; it does not count as a second signal.
     process.send_signal(signal.SIGHUP)
     assert process.wait(60) == 0
     assert saved.read_text() == "True"
 
 
 @pytest.mark.parametrize("stuck", [True])
-def test_a_signal_after_it_ends_the_run_where_it_stands(waiting):
+def test_a_second_signal_kills_the_run(waiting):
     process, saved, terminal = waiting
     os.close(terminal)
-    while process.poll() is None:  # the first one may be heard before the terminal's
+    while process.poll() is None:  # the first one may arrive before that of the terminal
         process.send_signal(signal.SIGTERM)
         time.sleep(0.05)
     assert process.returncode == 128 + signal.SIGTERM

@@ -77,7 +77,7 @@ def _model(config: Config) -> Iterator[str]:
         yield from _rope_scaling(model.rope_scaling)
     for name in model.override:
         if name not in FREE:
-            yield f'model.override has unknown field "{name}"; choose from {", ".join(FREE)}'
+            yield f'model.override: "{name}" cannot be overridden; choose from {", ".join(FREE)}'
     yield from _positions(config)
 
 

@@ -1,1 +1,1 @@
-"""What a run would need: memory, FLOP and time of a step, without its devices."""
+"""Dry run: predicts memory, FLOP and step time without the devices of the run."""

@@ -1,4 +1,4 @@
-"""Compiles the training step of a run for GPUs that need not be there."""
+"""Ahead-of-time compilation of the training step for GPUs that are not present."""
 
 import dataclasses
 import importlib.util
@@ -21,12 +21,12 @@ from mtraining_jax.training.step import make_train_step
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """What the compiler says of one device's share of a step.
+    """Compiler statistics of one device's program.
 
     Attributes:
-        peak: bytes of GPU memory: arguments, results and temporaries at their fullest.
-        host: bytes of host memory for what is offloaded.
-        seconds: of tracing and compiling.
+        peak: peak bytes of GPU memory: arguments, results and temporaries.
+        host: bytes of host memory for offloaded arrays.
+        seconds: time of tracing and compiling.
     """
 
     peak: int
@@ -35,14 +35,14 @@ class Compiled:
 
 
 def missing_plugin() -> str | None:
-    """Why nothing can be compiled for a GPU here, or None if it can."""
+    """Why compiling for GPUs is impossible on this machine; None if it is possible."""
     if importlib.util.find_spec("jax_cuda13_plugin") is None:
-        return "the CUDA plugin of JAX (the extra cuda) is not installed"
+        return "the CUDA plugin of JAX (extra cuda) is not installed"
     return None
 
 
 def target_mesh(config: Config, gpu: Gpu) -> Mesh:
-    """The mesh of the run over as many GPUs as it needs; a node is a host."""
+    """The mesh of the run over virtual GPUs; a node is a host."""
     parallel = config.parallel
     hosts = parallel.data * parallel.nodes
     description = (Path(__file__).parent / gpu.target_config).read_text(encoding="utf-8")
@@ -55,10 +55,9 @@ def target_mesh(config: Config, gpu: Gpu) -> Mesh:
 
 
 def compile_step(config: Config, gpu: Gpu) -> Compiled:
-    """Compiles the real step of a run, its kernels too, for its mesh of GPUs.
+    """Compiles the training step, with its kernels, for the GPU mesh of the run.
 
-    Without a device XLA chooses among ways to compute a product without timing them, which may
-    change workspaces a little.
+    Without a device XLA cannot autotune matrix products, which may change workspaces a little.
     """
     begin = time.perf_counter()
     compiled = lower_step(config, gpu).compile()
@@ -77,11 +76,11 @@ def compile_step(config: Config, gpu: Gpu) -> Compiled:
 
 
 def lower_step(config: Config, gpu: Gpu) -> jax.stages.Lowered:
-    """The program of a run's real step, its kernels too, before it is compiled for its GPUs."""
+    """Lowers the training step, with its kernels, for the GPU mesh of the run."""
     mesh = target_mesh(config, gpu)
     layout, pattern = parts.build_layout(config), parts.build_pattern(config)
     inputs = parts.layer_inputs(pattern)
-    # The device of the abstract mesh decides which kernels run.
+    # The abstract mesh selects the kernels.
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         builder = StateBuilder(config, mesh)
         attention = parts.build_attention(config, mesh, layout, pattern)
@@ -91,7 +90,7 @@ def lower_step(config: Config, gpu: Gpu) -> jax.stages.Lowered:
 
 
 def abstract_batch(config: Config, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
-    """The batch that a step takes, as shapes and shardings."""
+    """Shapes and shardings of the batch of a step."""
     sharding = NamedSharding(mesh, TOKENS)
     batch = {
         name: jax.ShapeDtypeStruct(config.batch_shape, jnp.int32, sharding=sharding)

@@ -1,4 +1,4 @@
-"""What a training step computes, and how long that should take at measured rates."""
+"""FLOP of a training step, and its predicted time from measured rates."""
 
 import dataclasses
 
@@ -23,17 +23,17 @@ from mtraining_jax.reporting.flops import step_flops
 
 @dataclasses.dataclass(frozen=True)
 class Flops:
-    """FLOP of one step on all devices together, forward and backward.
+    """FLOP of one step on all devices, forward and backward.
 
     Attributes:
         layers: matrix products of all layers, without attention.
-        head: the output layer.
-        recomputed: products of the layers that the backward pass does again; not in `layers`.
-        attention: of the pairs that are computed.
-        attention_recomputed: the same that the backward pass does again; not in `attention`.
-        attention_dense: of all causal pairs, or all within documents, for comparison.
-        model: what MFU counts; see `reporting.flops`.
-        density: computed over causal pairs, those within documents where there are any.
+        head: output layer.
+        recomputed: rematerialized matrix products of the layers; not included in `layers`.
+        attention: attention over computed pairs.
+        attention_recomputed: rematerialized attention; not included in `attention`.
+        attention_dense: attention over all causal pairs (within documents), for comparison.
+        model: model FLOP as in MFU; see `reporting.flops`.
+        density: computed pairs over causal pairs (within documents).
     """
 
     layers: float
@@ -47,11 +47,11 @@ class Flops:
 
 
 def count_flops(config: Config, pairs: Pairs | None = None) -> Flops:
-    """The FLOP of a step, by the shapes of its products; a multiply and an add are two.
+    """Counts the FLOP of a step from the shapes of its products; a multiply-add is two FLOP.
 
     Args:
-        config: of the run.
-        pairs: of attention; None takes `planned_pairs`.
+        config: the run.
+        pairs: causal and computed pairs of attention; None uses `planned_pairs`.
     """
     pairs = planned_pairs(config) if pairs is None else pairs
     model, tokens = config.model, config.tokens_per_step
@@ -59,7 +59,7 @@ def count_flops(config: Config, pairs: Pairs | None = None) -> Flops:
     family = family_of(spec.family)
     products = family.layer_products(spec)
     forward = 2.0 * tokens * sum(products.values()) * model.num_layers
-    # One of the three products of the MLP. The backward pass does not need what the last gives.
+    # One of the three products of the MLP. The backward pass does not need the output of the last.
     third = 2.0 * tokens * products["mlp.down_proj.weight"] * model.num_layers
     again = 1 - kept_mlp_tokens(config) / config.local_tokens
     recomputed = {"none": 0.0, "mlp": 2 * third * again}.get(model.remat, forward - third)
@@ -71,7 +71,7 @@ def count_flops(config: Config, pairs: Pairs | None = None) -> Flops:
         head=6.0 * tokens * family.head_products(spec),
         recomputed=recomputed,
         attention=share * dense,
-        # 4 of its 14 FLOP a pair and width are forward.
+        # 4 of the 14 FLOP per pair and head dimension are forward.
         attention_recomputed=share * dense * 4 / 14 if model.remat == "full" else 0.0,
         attention_dense=dense,
         model=step.model,
@@ -80,16 +80,16 @@ def count_flops(config: Config, pairs: Pairs | None = None) -> Flops:
 
 
 def seconds(config: Config, gpu: Gpu, memory: Memory, flops: Flops) -> dict[str, float]:
-    """The time of a step by part; communication in the ring is taken to be hidden.
+    """Predicts the time of the parts of a step, assuming that ring communication is hidden.
 
     Args:
-        config: of the run.
-        gpu: of which each device is one; `rates_missing` must find none of its rates missing.
-        memory: of one device.
+        config: the run; `rates_missing` must return None.
+        gpu: type of all devices.
+        memory: memory of one device.
         flops: from `count_flops`.
 
     Returns:
-        Seconds by what they go to.
+        Seconds by part.
     """
     model, parallel, width = config.model, config.parallel, config.model.head_dim
     devices = config.devices
@@ -109,8 +109,8 @@ def seconds(config: Config, gpu: Gpu, memory: Memory, flops: Flops) -> dict[str,
         passes = 2 if model.remat == "full" else 1
         indices = passes * model.num_layers * config.data.batch_size * model.num_heads
         indices *= config.data.seq_len
-        # Scores are taken to be computed at the rate of a dense forward pass; those that go through
-        # a softmax, one product each, at that of their exponentials where these take longer.
+        # Assumes that scores are computed at the rate of a dense forward pass. Scores with a
+        # softmax (one product each) take as long as their exponentials if that is longer.
         settings, pairs = config.sparsity.settings, passes * flops.attention_dense / (14 * width)
         share = settings.softmax_share()
         one, others = (
@@ -120,18 +120,19 @@ def seconds(config: Config, gpu: Gpu, memory: Memory, flops: Flops) -> dict[str,
         scoring = others + max(one, share * pairs / SCORES_PER_SECOND)
         choosing = indices * gpu.index_seconds + scoring / gpu.forward_share
         if settings.takes_choosing():
-            result["choosing indices"] = choosing / devices
+            result["index selection"] = choosing / devices
         else:
             result["building work lists"] = indices * gpu.lists_seconds / devices
     if kept := kept_mlp_products(config):
         kept *= model.num_layers * config.optimizer.accumulation_steps
-        # Each is copied into the stack of all layers, and out of it: two reads and two writes.
+        # Each is copied into the stack of all layers and out of it: two reads and two writes.
         result["MLP products kept"] = 4 * kept / gpu.copy_bytes
-    # The update reads parameters, gradients and moments and writes all but the gradients.
+    # The update reads parameters, gradients and moments and writes all except the gradients.
     touched = 2 * (memory.parameters + memory.optimizer) + memory.gradients
     result["optimizer"] = touched / gpu.copy_bytes
     if parallel.fsdp:
-        # Parameters come in forward and backward, gradients leave; all in the compute dtype.
+        # All-gather of parameters in forward and backward, reduce-scatter of gradients, all in the
+        # compute dtype.
         size = 2 if model.dtype == "bfloat16" else 4
         share = memory.parameters / 4 * size
         moved = 3 * config.optimizer.accumulation_steps * share * (config.ranks - 1)
@@ -140,20 +141,21 @@ def seconds(config: Config, gpu: Gpu, memory: Memory, flops: Flops) -> dict[str,
 
 
 def rates_missing(config: Config, gpu: Gpu) -> str | None:
-    """Why the time of a step cannot be estimated, or None if it can."""
+    """Why the step time cannot be predicted; None if it can."""
     model = config.model
     if config.parallel.cpu_devices is not None:
-        return "no rates of this CPU are known"
+        return "there are no measured rates for CPUs"
     if model.dtype != "bfloat16":
-        return f"rates are known for bfloat16, and model.dtype = {model.dtype}"
+        return f"rates are known for bfloat16 only, not for model.dtype = {model.dtype}"
     if model.head_dim not in KERNEL_RATES:
         known = " and ".join(str(width) for width in KERNEL_RATES)
-        return f"rates of attention are known for heads of {known}, and model.head_dim = " + str(
-            model.head_dim
+        return (
+            f"attention rates are known for head dimensions {known}, not for model.head_dim = "
+            f"{model.head_dim}"
         )
     if config.parallel.backend not in ("auto", gpu.backend):
         return (
-            f"rates of attention are known for the backend {gpu.backend}, and parallel.backend = "
+            f"attention rates are known for the backend {gpu.backend}, not for parallel.backend = "
             f'"{config.parallel.backend}"'
         )
     return None

@@ -1,4 +1,4 @@
-"""What documents leave of the causal pairs, as far as a plan can know."""
+"""Causal and computed pairs of a planned run, from document lengths if they are known."""
 
 import dataclasses
 
@@ -14,14 +14,14 @@ from mtraining_jax.sparsity.pattern import Settings
 
 @dataclasses.dataclass(frozen=True)
 class Pairs:
-    """The causal pairs of a sequence, and how many of them a step is taken to compute.
+    """Causal pairs of a sequence and the fraction of them that a step computes.
 
     Attributes:
-        causal: pairs within documents over all causal ones of a sequence; 1 without documents.
-        density: computed over the pairs within documents.
-        why: of this density.
-        source: where `causal` is from, in a few words; empty without documents.
-        counted: whether the source was opened for it.
+        causal: causal pairs within documents over all causal pairs; 1 without documents.
+        density: computed pairs over causal pairs within documents.
+        why: explanation of `density`.
+        source: explanation of `causal`; empty without documents.
+        counted: whether the data source was opened to count.
     """
 
     causal: float
@@ -32,19 +32,19 @@ class Pairs:
 
 
 def planned_pairs(config: Config) -> Pairs:
-    """The pairs of a run: by the lengths of its documents, where its source has them at hand.
+    """The pairs of a run, from document lengths if its source knows them without reading the data.
 
-    Otherwise each sequence is taken to be one document, which is the most there can be.
+    Otherwise assumes one document per sequence, which is the upper bound.
     """
     settings = config.sparsity.settings
     density, why = settings.expected_density(config.data.seq_len)
     if not config.data.has_documents:
         return Pairs(1.0, density, why)
     if config.data.mode == "exact":
-        return Pairs(1.0, density, why, 'each sequence is one: data.mode = "exact"')
+        return Pairs(1.0, density, why, 'one document per sequence: data.mode = "exact"')
     source = selected_source(config.data)
     if not source.has_lengths(config.data):
-        unknown = f'data.source = "{config.data.source}" tells no lengths before it is read'
+        unknown = f'data.source = "{config.data.source}" knows no lengths before it is read'
         return Pairs(1.0, density, why, _assumed(unknown))
     try:
         corpus = source.open(config.data, config.model.vocab_size)
@@ -52,11 +52,11 @@ def planned_pairs(config: Config) -> Pairs:
     except UserError as error:
         return Pairs(1.0, density, why, _assumed(str(error)))
     report = report_on(packs, config.data.seq_len, config.sparsity.block_size)
-    # Patterns that choose leave short documents dense; what is replayed is cut, not chosen.
+    # Patterns that select pairs keep short documents dense; replayed indices are cut instead.
     below = getattr(settings, "dense_below", 0) if settings.chooses and settings.sparse else 0
     causal, density, short = _shares(report, settings, below)
     if below:
-        why = f"{why}; {short:.1%} of the pairs lie in documents of less than {below:,} tokens"
+        why = f"{why}; {short:.1%} of the pairs are in documents shorter than {below:,} tokens"
     seen = report.ends.size
     of = f"{seen:,} sequences" if seen == report.sequences else f"the first {seen:,} sequences"
     found = f"lengths of {report.lengths.size:,} documents in {of}"
@@ -64,7 +64,7 @@ def planned_pairs(config: Config) -> Pairs:
 
 
 def _shares(report: PackReport, settings: Settings, below: int) -> tuple[float, float, float]:
-    """Pairs within documents over causal ones; of the first, the computed and the short ones'."""
+    """Pairs within documents over causal pairs; and of these, computed and in short documents."""
     padded, which = np.unique(report.padded, return_inverse=True)
     size = padded.astype(np.float64)
     pairs = np.bincount(which) * (size * (size + 1) / 2)
@@ -76,6 +76,6 @@ def _shares(report: PackReport, settings: Settings, below: int) -> tuple[float, 
 
 def _assumed(reason: str) -> str:
     return (
-        f"ASSUMED, each sequence one document: {reason}; python -m mtraining_jax.inspect_data "
+        f"ASSUMED one document per sequence: {reason}; python -m mtraining_jax.inspect_data "
         "counts them"
     )

@@ -1,4 +1,4 @@
-"""`--dry-run`: would this run fit its GPUs, and how long would a step take."""
+"""`--dry-run`: predicts whether a run fits its GPUs, and its step time."""
 
 import dataclasses
 import os
@@ -27,37 +27,37 @@ from mtraining_jax.platform import MEMORY_FRACTION, host_memory
 from mtraining_jax.reporting.flops import audit_flops, peak_flops
 
 _GIB = 2**30
-# Ways to keep less for the backward pass, each less than the one before.
+# Values of model.remat, from most memory to least.
 _REMAT = {
     "none": "",
-    "mlp": "half of the MLP runs twice",
-    "attention": "all of a layer but attention runs twice",
-    "attention_offload": "the same, and the inputs of layers wait in the host's memory",
-    "full": "layers keep only their input, and attention runs twice too",
+    "mlp": "recompute half of the MLP",
+    "attention": "recompute layers except their attention",
+    "attention_offload": "the same, with layer inputs offloaded to host memory",
+    "full": "recompute entire layers, including attention",
 }
 
 
 def dry_run(config: Config, mode: str = "auto", gpu: Gpu = H200) -> int:
-    """Prints what a run needs, without its devices and without its data.
+    """Prints the predicted memory, FLOP and step time of a run.
 
     Args:
-        config: a checked configuration.
-        mode: "compile" compiles the real step for the mesh of GPUs; "estimate" takes formulas;
-            "auto" compiles where the CUDA plugin of JAX is installed. A run on virtual CPU devices
-            is always estimated, and so is a GPU that the compiler has no description of.
-        gpu: of which each device is one.
+        config: a valid configuration.
+        mode: "compile" compiles the training step for the GPU mesh; "estimate" uses formulas;
+            "auto" compiles if the CUDA plugin of JAX is installed. Runs on virtual CPU devices and
+            GPUs without target description are always estimated.
+        gpu: type of all devices.
 
     Returns:
-        The exit status: 0 if the run fits, 1 if it does not.
+        Exit status: 0 if the run fits, 1 if not.
 
     Raises:
-        UserError: if the configuration makes no run, or "compile" is not possible here.
+        UserError: invalid run, or "compile" is not possible on this machine.
     """
-    # No device is used, and no memory of one must be reserved.
+    # Avoids reserving memory of a GPU.
     jax.config.update("jax_platforms", "cpu")
     if config.dense_steps.count() == config.run.steps:
         config = _dense(config)
-    # A sparse and a dense step never work at the same time, so the larger one counts.
+    # Sparse and dense steps never run at the same time, so the larger one counts.
     programs = {"step": config}
     if _mixed(config):
         programs = {"sparse step": config, "dense step": _dense(config)}
@@ -65,9 +65,9 @@ def dry_run(config: Config, mode: str = "auto", gpu: Gpu = H200) -> int:
     compiled, how = None, "estimated by formulas"
     reason = missing_plugin()
     if gpu.target_config is None:
-        reason = f"there is no description of the {gpu.kind} to compile for"
+        reason = f"there is no target description of the {gpu.kind}"
     if config.parallel.cpu_devices is not None:
-        reason = "the run is for virtual devices of the CPU"
+        reason = "the run uses virtual CPU devices"
     if mode == "compile" and reason:
         raise UserError(f"--dry-run=compile is not possible: {reason}")
     if mode == "auto" and reason:
@@ -84,7 +84,7 @@ def dry_run(config: Config, mode: str = "auto", gpu: Gpu = H200) -> int:
     largest = max(memories, key=lambda what: memories[what].total)
     memory = memories[largest]
     if _mixed(config):
-        how += f"; of a {largest}, which takes the most"
+        how += f"; for a {largest}, which needs the most"
     for line in report(config, gpu, memory, how, compiled):
         print(line)
     return 0 if memory.total <= available(config, gpu) else 1
@@ -96,17 +96,16 @@ def _mixed(config: Config) -> bool:
 
 
 def _dense(config: Config) -> Config:
-    """The configuration by which the dense steps of a sparse run are planned."""
+    """The configuration of the dense steps of a sparse run."""
     return dataclasses.replace(
         config, sparsity=dataclasses.replace(config.sparsity, kind="dense")
     )
 
 
 def available(config: Config, gpu: Gpu) -> int:
-    """Bytes that a device has for a run.
+    """Bytes that a run can use per device.
 
-    Those of a GPU times the share of it that JAX takes, `XLA_PYTHON_CLIENT_MEM_FRACTION`; of a
-    virtual device of the CPU, its part of this machine's memory.
+    On GPUs limited by `XLA_PYTHON_CLIENT_MEM_FRACTION`; virtual CPU devices share host memory.
     """
     if config.parallel.cpu_devices is not None:
         return host_memory() // config.parallel.cpu_devices
@@ -114,10 +113,10 @@ def available(config: Config, gpu: Gpu) -> int:
 
 
 def memory_fraction() -> float:
-    """The share of a GPU's memory that JAX takes.
+    """The fraction of GPU memory that JAX uses.
 
     Raises:
-        UserError: if the environment gives no number between 0 and 1.
+        UserError: the environment variable is not a number above 0 and up to 1.
     """
     name = "XLA_PYTHON_CLIENT_MEM_FRACTION"
     text = os.environ.get(name, str(MEMORY_FRACTION))
@@ -133,14 +132,14 @@ def memory_fraction() -> float:
 def report(
     config: Config, gpu: Gpu, memory: Memory, how: str, compiled: Compiled | None = None
 ) -> Iterator[str]:
-    """What a dry run prints, line by line.
+    """The lines that a dry run prints.
 
     Args:
-        config: of the run.
-        gpu: of which each device is one.
-        memory: of one device.
-        how: where `memory` is from.
-        compiled: what the compiler said, if it was asked.
+        config: the run.
+        gpu: type of all devices.
+        memory: memory of one device.
+        how: how `memory` was obtained.
+        compiled: compiler statistics, if the step was compiled.
     """
     parallel, data = config.parallel, config.data
     devices = config.devices
@@ -148,19 +147,19 @@ def report(
     kind = gpu.kind if parallel.cpu_devices is None else "virtual CPU device"
     total, trained = count_parameters(config)
     pairs = planned_pairs(config)
-    read = "of the data only lengths are read" if pairs.counted else "no data is read"
+    read = "only document lengths are read" if pairs.counted else "no data is read"
     yield f"dry run of {config.run.name}: nothing is trained, {read}"
     yield f"  mesh        {shape} (data x node x device) of {devices} x {kind}"
     if parallel.cpu_devices is not None and devices > parallel.cpu_devices:
         processes = -(-devices // parallel.cpu_devices)
         yield (
-            f"  processes   {processes}, as each has parallel.cpu_devices = {parallel.cpu_devices};"
-            " one process alone would refuse to run"
+            f"  processes   {processes} required, with parallel.cpu_devices ="
+            f" {parallel.cpu_devices} each"
         )
-    yield f"  batch       {data.batch_size} x {data.seq_len:,} tokens a step"
+    yield f"  batch       {data.batch_size} x {data.seq_len:,} tokens per step"
     if pairs.source:
         share = f"{pairs.causal:.1%} of all causal pairs"
-        yield f"  documents   {share} lie within one ({pairs.source})"
+        yield f"  documents   {share} are within documents ({pairs.source})"
     if _mixed(config):
         yield f"  dense       {config.dense_steps.describe()}"
     yield f"  parameters  {total:,}" + ("" if trained == total else f", {trained:,} trained")
@@ -183,48 +182,48 @@ def report(
 def _memory_lines(
     config: Config, gpu: Gpu, memory: Memory, how: str, compiled: Compiled | None
 ) -> Iterator[str]:
-    spread = "spread over the mesh" if config.parallel.fsdp else "whole on each device"
-    rest = "the rest of the compiler's peak" if compiled else "what comes and goes in a step"
+    spread = "sharded over the mesh" if config.parallel.fsdp else "replicated on each device"
+    rest = "rest of the compiler's peak" if compiled else "temporary buffers of a step"
     rows = [
         ("parameters", memory.parameters, f"fp32, {spread}"),
-        ("gradients", memory.gradients, "fp32, of trained parameters"),
+        ("gradients", memory.gradients, "fp32, of trainable parameters"),
         ("optimizer", memory.optimizer, "fp32, two moments"),
-        ("activations kept", memory.kept, f"model.remat = {config.model.remat}"),
-        ("index buffers", memory.index, "indices, gathered columns, work lists"),
+        ("activations", memory.kept, f"kept for backward, model.remat = {config.model.remat}"),
+        ("index buffers", memory.index, "sparse indices, gathered columns, work lists"),
         ("workspace", memory.workspace, rest),
     ]
     unit, scale = ("GiB", _GIB) if memory.total >= _GIB else ("MiB", 2**20)
-    yield f"memory of one device, {unit} ({how})"
+    yield f"memory per device, {unit} ({how})"
     for name, size, note in rows:
         yield f"  {name:<17} {size / scale:8.2f}  {note}"
     free = available(config, gpu)
     if config.parallel.cpu_devices is not None:
-        of = f"its part of this machine's memory is {free / _GIB:.1f} GiB"
+        of = f"each virtual device has {free / _GIB:.1f} GiB of host memory"
     else:
         of = (
-            f"JAX takes {free / _GIB:.1f} of the GPU's {gpu.memory / _GIB:.1f} GiB"
+            f"JAX uses up to {free / _GIB:.1f} of {gpu.memory / _GIB:.1f} GiB"
             " (XLA_PYTHON_CLIENT_MEM_FRACTION)"
         )
     verdict = "fits" if memory.total <= free else "DOES NOT FIT"
     yield f"  {'total':<17} {memory.total / scale:8.2f}  {verdict}: {of}"
     host = offloaded(config) if compiled is None else compiled.host
     if host:
-        yield f"  {'host memory':<17} {host / scale:8.2f}  a device, of its host, for activations"
+        yield f"  {'host memory':<17} {host / scale:8.2f}  per device, for offloaded activations"
     if config.parallel.cpu_devices is None:
-        yield "  not counted: the CUDA context and NCCL's buffers, which lie outside of JAX's share"
+        yield "  not included: CUDA context and NCCL buffers, which are outside of JAX's limit"
 
 
 def _flop_lines(flops: Flops, pairs: Pairs, mixed: bool) -> Iterator[str]:
     every = "pairs within documents" if pairs.source else "causal pairs"
     rows = [
-        ("model", flops.layers + flops.head, "matrix products without attention"),
+        ("model", flops.layers + flops.head, "matrix products, without attention"),
         ("attention", flops.attention, f"at density {pairs.density:.1%} ({pairs.why})"),
         ("attention, dense", flops.attention_dense, f"all {every}, for comparison"),
-        ("recomputed", flops.recomputed + flops.attention_recomputed, "again in the backward pass"),
+        ("recomputed", flops.recomputed + flops.attention_recomputed, "in the backward pass"),
     ]
     unit, scale = ("PFLOP", 1e15) if flops.model >= 1e15 else ("TFLOP", 1e12)
     step = "sparse step" if mixed else "step"
-    yield f"{unit} of one {step}, forward and backward, all devices"
+    yield f"{unit} per {step}, forward and backward, all devices"
     for name, value, note in rows:
         yield f"  {name:<17} {value / scale:8.3f}  {note}"
 
@@ -236,7 +235,7 @@ def _audit_lines(config: Config, flops: Flops) -> Iterator[str]:
     step = flops.layers + flops.head + flops.attention
     step += flops.recomputed + flops.attention_recomputed
     share = audit_flops(config).share(config, step)
-    yield f"  audits add {share:.3%} of these, in the mean over steps"
+    yield f"  audits add {share:.3%} to this, averaged over steps"
 
 
 def _time_lines(
@@ -244,7 +243,7 @@ def _time_lines(
 ) -> Iterator[str]:
     missing = rates_missing(config, gpu)
     if missing:
-        yield f"time of a step: not estimated ({missing})"
+        yield f"step time: not estimated ({missing})"
         return
     parts = seconds(config, gpu, memory, flops)
     total = sum(parts.values())
@@ -252,50 +251,49 @@ def _time_lines(
     mfu = flops.model / (total * devices * peak_flops(gpu.kind))
     step = "sparse step" if _mixed(config) else "step"
     if gpu.forecast is None:
-        what = "an ESTIMATE from rates of single parts, not a measurement"
-        yield f"time of a {step}, seconds: {what}"
+        yield f"{step} time in seconds: an ESTIMATE from rates of its parts, not a measurement"
     else:
-        yield f"time of a {step}, seconds: a FORECAST from rates that were not measured:"
+        yield f"{step} time in seconds: a FORECAST from rates that were not measured:"
         yield f"  {gpu.forecast}"
     for name, value in parts.items():
         yield f"  {name:<20} {value:6.2f}"
     yield f"  {'total':<20} {total:6.2f}  {tokens / total:,.0f} tokens/s, MFU {mfu:.0%}"
-    yield "  taken for granted: the ring's communication is hidden behind its kernels"
+    yield "  assumed: ring communication is hidden behind the attention kernels"
     if config.parallel.nodes * config.parallel.data > 1:
-        yield "  and the network between nodes is as fast as the links inside one"
+        yield "  assumed: the network between nodes is as fast as the links within a node"
 
 
 def _dense_time_lines(
     config: Config, gpu: Gpu, memory: Memory, flops: Flops, pairs: Pairs
 ) -> Iterator[str]:
-    """The time of a dense step of a sparse run, and the mean of all its steps."""
+    """Times of the dense steps and the mean over all steps of a sparse run."""
     of_dense = _dense(config)
     all_pairs = count_flops(of_dense, dataclasses.replace(pairs, density=1.0))
     dense = sum(seconds(of_dense, gpu, memory, all_pairs).values())
     sparse = sum(seconds(config, gpu, memory, flops).values())
     share = config.dense_steps.count() / config.run.steps
     mean = share * dense + (1 - share) * sparse
-    yield f"  {'a dense step':<20} {dense:6.2f}  {share:.1%} of the steps"
+    yield f"  {'dense step':<20} {dense:6.2f}  {share:.1%} of the steps"
     yield f"  {'mean of all steps':<20} {mean:6.2f}  {config.tokens_per_step / mean:,.0f} tokens/s"
 
 
 def _advice(config: Config, memory: Memory, free: int, devices: int) -> Iterator[str]:
     parallel, model = config.parallel, config.model
     yield (
-        f"it is {(memory.total - free) / _GIB:.1f} GiB too much for a device; what would make it"
-        " less:"
+        f"the run exceeds the memory of a device by {(memory.total - free) / _GIB:.1f} GiB; options"
+        " that reduce it:"
     )
     states = memory.parameters + memory.optimizer
     if not parallel.fsdp and devices > 1:
         saved = states * (1 - 1 / config.ranks)
         yield f"  --parallel.fsdp=true: {saved / _GIB:.1f} GiB less for parameters and moments"
     if model.mlp_kept_chunks:
-        yield "  --model.mlp_kept_chunks=0: products of the MLP computed again for all tokens"
+        yield "  --model.mlp_kept_chunks=0: recompute the MLP for all tokens"
     else:
         for remat in list(_REMAT)[list(_REMAT).index(model.remat) + 1 :]:
             yield f"  --model.remat={remat}: {_REMAT[remat]}"
     if model.mlp_chunk_size > 4096:
-        yield f"  --model.mlp_chunk_size={model.mlp_chunk_size // 4}: less of the MLP at a time"
+        yield f"  --model.mlp_chunk_size={model.mlp_chunk_size // 4}: smaller MLP activations"
     if config.local_rows > 1:
         yield (
             "  --optimizer.accumulation_steps="
@@ -304,6 +302,6 @@ def _advice(config: Config, memory: Memory, free: int, devices: int) -> Iterator
     if config.loss.chunk_size > 256:
         yield f"  --loss.chunk_size={config.loss.chunk_size // 4}: fewer logits at a time"
     yield (
-        f"  --parallel.devices_per_node={2 * parallel.devices_per_node}: twice the devices for a"
+        f"  --parallel.devices_per_node={2 * parallel.devices_per_node}: twice as many devices per"
         f" sequence, about {memory.kept / 2 / _GIB:.1f} GiB less for activations"
     )

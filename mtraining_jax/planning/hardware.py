@@ -1,6 +1,6 @@
-"""Sizes and rates of the GPUs that a dry run estimates for, each with its source.
+"""Memory sizes and rates of GPUs for the dry run, with their sources.
 
-Those of attention and matrix products are in `mtraining_jax/latency.py`, for H200s.
+Rates of attention and matrix products on the H200 are in `mtraining_jax/latency.py`.
 """
 
 import dataclasses
@@ -8,21 +8,21 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """One GPU, by measurement unless a line says otherwise.
+    """Rates of one GPU, measured unless noted.
 
     Attributes:
-        kind: name, as JAX gives it.
-        target_config: file in this folder, for compiling without the GPU; None where there is none.
+        kind: device kind as reported by JAX.
+        target_config: target description in this folder, for compiling without the GPU.
         memory: bytes.
-        copy_bytes: bytes/s that a copy reads and writes together.
-        link_bytes: bytes/s into one GPU of an all-gather over the GPUs of a host.
-        index_seconds: of choosing one index and building the kernels' work lists, on one GPU, for
-            each query head and key.
-        lists_seconds: of building the work lists alone, where an index is given beforehand.
-        backend: of whose kernels the rates are.
-        forward_share, backward_share, matmul_share: of the rates of an H200 in
-            `mtraining_jax/latency.py`: attention kernels forward and backward, and products.
-        forecast: why its times are no more than a forecast; None for rates that were measured.
+        copy_bytes: bytes/s of a copy, reads and writes together.
+        link_bytes: bytes/s into one GPU in an all-gather over the GPUs of a host.
+        index_seconds: time of selection and building the kernels' work lists on one GPU, per query
+            head and key.
+        lists_seconds: the same without selection.
+        backend: kernel backend of the rates.
+        forward_share, backward_share, matmul_share: rates relative to the H200 rates in
+            `mtraining_jax/latency.py`: attention forward and backward, and matrix products.
+        forecast: why predicted times are only a forecast; None if the rates were measured.
     """
 
     kind: str
@@ -42,13 +42,13 @@ class Gpu:
 H200 = Gpu(
     kind="NVIDIA H200",
     target_config="h200.target_config.txtpb",
-    # device_memory_size of the target config.
+    # device_memory_size in the target description.
     memory=150_109_880_320,
     # Measured on one H200 with jax 0.11.2, CUDA 13.
     copy_bytes=4.27e12,
     # 8 H200 of one host, shards of 256 MiB.
     link_bytes=261 * 2**30,
-    # docs/log/2026-11-20.md: 0.87 ms for 16 heads and 131072 keys, caps of 4096.
+    # docs/design/exact-top-p.md: 0.87 ms for 16 heads and 131072 keys, caps of 4096.
     index_seconds=0.87e-3 / (16 * 131072),
     # benchmarks/results/attention-h200-2026-11-22-whole.md: "build" at 131072 tokens.
     lists_seconds=0.20e-3 / (16 * 131072),
@@ -57,23 +57,23 @@ H200 = Gpu(
 A100_40GB = Gpu(
     kind="NVIDIA A100-SXM4-40GB",
     target_config=None,
-    # 39.59 GiB, as CUDA reports it.
+    # 39.59 GiB as reported by CUDA.
     memory=42_505_000_000,
-    # Of the data sheet's 1555 GB/s the share that an H200 reaches of its 4.8 TB/s.
+    # Data sheet: 1555 GB/s, times the fraction that an H200 reaches of its 4.8 TB/s.
     copy_bytes=1.38e12,
-    # Likewise of 300 GB/s into a GPU, instead of 450.
+    # Data sheet: 300 GB/s into a GPU, scaled in the same way (H200: 450).
     link_bytes=174 * 2**30,
-    # By the ratio of the copies: choosing and building read and write.
+    # Scaled by copy bandwidth.
     index_seconds=0.87e-3 / (16 * 131072) * 4.27 / 1.38,
     lists_seconds=0.20e-3 / (16 * 131072) * 4.27 / 1.38,
-    # The Triton kernels at density 6.3 %: 155 and 105 TFLOP/s are hoped for, instead of 540 and
-    # 443. They would be half of the data sheet's 312, and a third.
+    # Assumed for the Triton kernels at density 6.3 %: 155 and 105 TFLOP/s, a half and a third of
+    # the data sheet's 312, instead of 540 and 443.
     forward_share=155 / 540,
     backward_share=105 / 443,
-    # Of the data sheets' rates, 312 and 989.4.
+    # Data sheets: 312 and 989.4 TFLOP/s.
     matmul_share=312 / 989.4,
     backend="triton",
-    forecast="no A100 was at hand; its kernels have run on an H200 only",
+    forecast="the kernels have not run on an A100, only on an H200",
 )
 
 GPUS = {"h200": H200, "a100-40gb": A100_40GB}

@@ -1,9 +1,8 @@
-"""Where the memory of one device goes in a training step, by formulas.
+"""Formulas for the memory of one device in a training step.
 
-Parameters, gradients and optimizer state are exact: shapes and shardings are those of the run. So
-are the activations that are kept from the forward to the backward pass. What comes and goes within
-a step is counted in arrays of the size of a layer's activations, as many as XLA keeps alive at the
-fullest point of the backward pass (see `_layer`).
+Parameters, gradients, optimizer state and activations kept for the backward pass are exact.
+Temporary buffers are estimated as multiples of a layer's activations, by the number of arrays that
+XLA keeps alive at the peak of the backward pass (see `_layer`).
 """
 
 import dataclasses
@@ -19,28 +18,30 @@ from mtraining_jax.models.token_parallel import first_chunks
 from mtraining_jax.parallel.mesh import AXES
 from mtraining_jax.training.state import StateBuilder
 
-# Arrays that live at once, as XLA arranges the step for an H200 (docs/log/2026-11-21.md):
-# [tokens, hidden_size] in a layer's backward pass, [tokens of a chunk, intermediate_size] in its
-# MLP, and [tokens, hidden_size] around the output layer.
+# Arrays alive at the same time in XLA's schedule for an H200, 2026-11-21
+# (docs/design/step-time-and-memory.md):
+# [tokens, hidden_size] in a layer's backward pass, [chunk tokens, intermediate_size] in its MLP,
+# and [tokens, hidden_size] around the output layer.
 _WIDE_ARRAYS = 13
 _MLP_ARRAYS = 6
 _HEAD_ARRAYS = 4
-# [tokens, num_heads * head_dim] for each copy of the queries that a pattern takes (MoBA): of bf16,
-# 5.8 to 6.3 in XLA's plan of attention's gradient for a CPU (docs/log/2026-11-23.md).
+# [tokens, num_heads * head_dim] per copy of the queries that a pattern makes (MoBA): with bf16, 5.8
+# to 6.3 in XLA's buffer assignment of the attention gradient for a CPU
+# (docs/design/step-time-and-memory.md).
 _COPY_ARRAYS = 6
 
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes of one device.
+    """Bytes on one device.
 
     Attributes:
-        parameters: fp32, the share that the device holds.
-        optimizer: its two moments.
-        gradients: fp32, of the trained parameters.
-        kept: activations that the backward pass needs, of all layers.
-        index: sparse indices of all layers, and the work lists of one.
-        workspace: what comes and goes within the step.
+        parameters: local shards, fp32.
+        optimizer: both moments.
+        gradients: gradients of trainable parameters, fp32.
+        kept: activations of all layers kept for the backward pass.
+        index: sparse indices of all layers and the work lists of one.
+        workspace: temporary buffers.
     """
 
     parameters: int
@@ -52,25 +53,24 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """All of it."""
         return sum(dataclasses.astuple(self))
 
     def with_total(self, total: int) -> "Memory":
-        """The same with a workspace that makes up a given total."""
+        """Adjusts the workspace to a given total."""
         rest = self.total - self.workspace
         return dataclasses.replace(self, workspace=max(0, total - rest))
 
 
 def abstract_mesh(config: Config) -> AbstractMesh:
-    """The mesh of the run without its devices."""
+    """The mesh of the run without devices."""
     return AbstractMesh(config.mesh_shape, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def estimate_memory(config: Config) -> Memory:
-    """The memory of one device in a step, without compiling anything.
+    """Estimates the memory of one device in a step without compiling.
 
     Raises:
-        UserError: if a pattern of optimizer.trainable matches no parameter.
+        UserError: an entry of optimizer.trainable matches no parameter.
     """
     builder = StateBuilder(config, abstract_mesh(config))
     state = builder.abstract()
@@ -89,7 +89,7 @@ def estimate_memory(config: Config) -> Memory:
 
 
 def offloaded(config: Config) -> int:
-    """Bytes of host memory that one device's share of a step takes."""
+    """Bytes of host memory per device for offloaded activations."""
     if config.model.remat != "attention_offload":
         return 0
     layer = config.local_tokens * config.model.hidden_size * _dtype_bytes(config)
@@ -97,7 +97,7 @@ def offloaded(config: Config) -> int:
 
 
 def count_parameters(config: Config) -> tuple[int, int]:
-    """All parameters of the model, and those that are trained."""
+    """Number of all and of trainable parameters."""
     builder = StateBuilder(config, abstract_mesh(config))
     parameters = builder.abstract().parameters
     sizes = {name: math.prod(x.shape) for name, x in parameters.items()}
@@ -105,56 +105,55 @@ def count_parameters(config: Config) -> tuple[int, int]:
 
 
 def kept_mlp_tokens(config: Config) -> int:
-    """Tokens of a micro-batch on one device whose products of the MLP are kept."""
+    """Tokens per micro-batch and device with kept MLP products."""
     model = config.model
     return first_chunks(config.local_tokens, model.mlp_chunk_size, model.mlp_kept_chunks)
 
 
 def kept_mlp_products(config: Config) -> int:
-    """Bytes of what `model.mlp_kept_chunks` keeps of one layer."""
+    """Bytes per layer that `model.mlp_kept_chunks` keeps."""
     return 2 * kept_mlp_tokens(config) * config.model.intermediate_size * _dtype_bytes(config)
 
 
 def _kept(config: Config) -> tuple[int, int]:
-    """Bytes kept from the forward to the backward pass: activations and indices."""
+    """Bytes kept for the backward pass: activations and indices."""
     model, tokens, size = config.model, config.local_tokens, _dtype_bytes(config)
     queries = model.num_heads * model.head_dim
     layer = 0
     if model.remat != "attention_offload":
-        layer += tokens * model.hidden_size * size  # the residual stream: a layer's input
+        layer += tokens * model.hidden_size * size  # layer input
     if model.remat != "full":
-        # What attention names: its output and the fp32 log of the softmax's denominator.
+        # Attention output and its fp32 logsumexp.
         layer += tokens * (queries * size + 4 * model.num_heads)
     if model.remat in ("mlp", "none"):
         keys_and_values = 2 * model.num_kv_heads * model.head_dim
-        # With the residual stream between attention and the MLP.
+        # Includes the residual stream between attention and the MLP.
         layer += tokens * (queries + keys_and_values + model.hidden_size) * size
     layer += kept_mlp_products(config)
     if model.remat == "none":
-        # The normed streams; gate, up, what comes of gate, and their product.
+        # Both norm outputs; gate, up, activated gate, and their product.
         layer += tokens * (2 * model.hidden_size + 4 * model.intermediate_size) * size
     index_layers = 1 if model.remat == "full" else model.num_layers
     return model.num_layers * layer, index_layers * index_bytes(config) + _work_lists(config)
 
 
 def index_bytes(config: Config) -> int:
-    """Bytes of one layer's index on one device: all of it, or its rows of one `by_rows`."""
+    """Bytes of one layer's index on one device; indices `by_rows` are sharded."""
     numbers, _ = _capacities(config)
     whole = 4 * config.local_rows * config.model.num_heads * numbers
     return whole // config.ranks if config.choosing.by_rows else whole
 
 
 def _work_lists(config: Config) -> int:
-    """Bytes of what the kernels of one layer read in addition to the index."""
+    """Bytes of further kernel inputs of one layer."""
     _, columns = _capacities(config)
     model, blocks = config.model, config.local_tokens // config.sparsity.block_size
-    # Keys and values of the columns, their fp32 gradients, and int32 for each block and column
-    # while keep bits are packed.
+    # Keys and values of the columns, their fp32 gradients, and int32 per block and column while
+    # keep bits are packed.
     gathered = 2 * columns * model.head_dim * (_dtype_bytes(config) + 4)
     lists = 0
     if config.choosing.by_rows:
-        # int32 for each pair of a local query block and a key block of the node, and the
-        # transpose, while a layer runs.
+        # int32 per pair of local query block and key block of the node, and the transpose.
         keys = config.data.seq_len // config.parallel.nodes // config.sparsity.block_size
         lists = 2 * 4 * blocks * model.num_heads * keys
     columns_of_layer = config.local_rows * model.num_heads * gathered
@@ -162,13 +161,13 @@ def _work_lists(config: Config) -> int:
 
 
 def _capacities(config: Config) -> tuple[int, int]:
-    """Numbers that an index of one head has room for, and columns among them."""
+    """Capacity of one head's index: entries, and columns among them."""
     num_blocks = config.data.seq_len // config.sparsity.block_size
     return config.choosing.capacities(num_blocks)
 
 
 def _layer(config: Config) -> int:
-    """Bytes of the widest point of a layer's backward pass."""
+    """Bytes at the peak of a layer's backward pass."""
     model, tokens, size = config.model, config.local_tokens, _dtype_bytes(config)
     wide = _WIDE_ARRAYS * tokens * max(model.hidden_size, model.num_heads * model.head_dim) * size
     chunk = max(min(tokens, model.mlp_chunk_size), kept_mlp_tokens(config))
@@ -179,7 +178,7 @@ def _layer(config: Config) -> int:
 
 
 def _query_copies(config: Config) -> int:
-    """Bytes of the queries' copies and of what is computed for each, in one layer."""
+    """Bytes of query copies and their intermediate results in one layer."""
     model = config.model
     copies = config.choosing.query_copies(config.data.seq_len // config.sparsity.block_size)
     queries = config.local_tokens * model.num_heads * model.head_dim * _dtype_bytes(config)
@@ -192,30 +191,30 @@ def _loss(config: Config) -> int:
     chunk = min(config.loss.chunk_size, config.local_tokens)
     logits = chunk * model.vocab_size * (4 + size)
     hidden = _HEAD_ARRAYS * config.local_tokens * model.hidden_size * size
-    # The weight in the compute dtype, and its fp32 gradient before and after a chunk.
+    # Weight in the compute dtype, and its fp32 gradient before and after a chunk.
     return logits + hidden + _head(config) * (size + 2 * 4)
 
 
 def _update(config: Config, gradients: int) -> int:
-    """Bytes of the update: old values are kept until the new ones are known to be finite."""
+    """Bytes of the update, which keeps old values until the new ones are known to be finite."""
     return gradients + 4 * _head(config)
 
 
 def _layer_parameters(config: Config) -> int:
-    """Bytes of one layer's matrices: gathered, their gradients, and the MLP's sums over chunks."""
+    """Bytes of one layer's gathered matrices, their gradients and the MLP's sums over chunks."""
     products = _products(config)
     mlp = sum(size for name, size in products.items() if name.startswith("mlp."))
     return 2 * sum(products.values()) * _dtype_bytes(config) + 2 * mlp * 4
 
 
 def _products(config: Config) -> dict[str, int]:
-    """Entries of the matrices of one layer."""
+    """Number of entries of each matrix of a layer."""
     spec = ModelSpec.from_config(config.model)
     return family_of(spec.family).layer_products(spec)
 
 
 def _head(config: Config) -> int:
-    """Entries of the output matrix."""
+    """Number of entries of the output matrix."""
     spec = ModelSpec.from_config(config.model)
     return family_of(spec.family).head_products(spec)
 
@@ -225,7 +224,7 @@ def _dtype_bytes(config: Config) -> int:
 
 
 def _bytes(tree: object) -> int:
-    """Bytes of one device's shards of a tree of `jax.ShapeDtypeStruct`."""
+    """Bytes of one device's shards."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(tree)

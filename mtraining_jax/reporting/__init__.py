@@ -1,1 +1,1 @@
-"""What a run reports: metrics, where they are written, and what it prints."""
+"""Metrics, metric writers and console output."""

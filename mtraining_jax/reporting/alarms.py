@@ -1,4 +1,4 @@
-"""Sentences about heads that the sparse pattern serves badly; a run goes on."""
+"""Warnings about heads with poor sparse attention."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,13 +12,10 @@ from mtraining_jax.reporting.record import Record
 
 
 class Alarms:
-    """Looks at the audits of a run, one after the other.
+    """Checks the audits of a run against the limits `audit.alarm_...`.
 
-    An alarm is told when a figure is beyond its limit in two audits in a row, since one audit sees
-    few rows, and again only after it was within its limit. All processes of a run see the same.
-
-    Args:
-        config: of the run; the limits are `audit.alarm_...`.
+    Warns when a metric exceeds its limit in two audits in a row, since one audit samples few rows,
+    and again only after it was within the limit. Deterministic across processes.
     """
 
     def __init__(self, config: Config) -> None:
@@ -26,14 +23,14 @@ class Alarms:
         self._in_a_row: dict[str, int] = {}
 
     def state(self) -> dict[str, int]:
-        """How many audits in a row each figure was beyond its limit: a dict that JSON can hold."""
+        """JSON-serializable state: consecutive audits beyond the limit, by metric."""
         return dict(self._in_a_row)
 
     def go_to(self, state: Mapping[str, Any] | None) -> None:
-        """Goes on from `state`, so that no stop hides an alarm or tells it again; None is anew.
+        """Restores `state`, so that resuming neither loses nor repeats a warning; None resets.
 
         Raises:
-            UserError: the state cannot be read.
+            UserError: malformed state.
         """
         try:
             self._in_a_row = {name: int(times) for name, times in (state or {}).items()}
@@ -41,40 +38,37 @@ class Alarms:
             raise UserError("the saved state of audit alarms is not readable") from error
 
     def of(self, record: Record) -> list[str]:
-        """The alarms that this audit raises.
+        """Warnings raised by this audit, each with the worst head and the option to change.
 
         Args:
-            record: with what `audit_record` gives.
-
-        Returns:
-            Sentences, each with the layer and the head that are worst and the option to change.
+            record: a step's record with `audit_record`.
         """
         audit = self._config.audit
         more = self._config.sparsity.settings.more_pairs()
         found = [
             self._of_heads(
                 record, "recall", audit.alarm_recall, np.less,
-                "keeps {value:.1%} of its attention's mass, less than audit.alarm_recall = "
+                "has a recall of {value:.1%}, less than audit.alarm_recall = "
                 f"{audit.alarm_recall}", more,
             ),
             self._of_heads(
                 record, "local_gradient_cosine", audit.alarm_gradient, np.less,
-                "has a cosine of {value:.3f} between the gradients of its queries and those of "
-                f"dense attention, less than audit.alarm_gradient = {audit.alarm_gradient}", more,
+                "has a cosine of {value:.3f} between its query gradients and those of dense "
+                f"attention, less than audit.alarm_gradient = {audit.alarm_gradient}", more,
             ),
             self._of_heads(
                 record, "index_gap", audit.alarm_gap, np.greater,
-                "keeps {value:.3f} more of the mass of the last queries than of others, above "
+                "has a recall {value:.3f} higher for the last queries than for others, more than "
                 f"audit.alarm_gap = {audit.alarm_gap}",
-                'sparsity.kind = "sampled_rows" chooses by queries from everywhere'
+                'sparsity.kind = "sampled_rows" probes queries of the entire sequence'
                 if self._config.sparsity.kind != "sampled_rows" else more,
             ),
         ]  # fmt: skip
         cosine = record.get("global_gradient_cosine")
         limit = audit.alarm_gradient
-        if cosine is not None and self._is_told("global", cosine < limit):
+        if cosine is not None and self._is_due("global", cosine < limit):
             found.append(
-                f"the gradient of all parameters has a cosine of {cosine:.3f} with that of dense "
+                f"the parameter gradient has a cosine of {cosine:.3f} with that of dense "
                 f"attention on {self._config.gradient_tokens} tokens, less than "
                 f"audit.alarm_gradient = {limit}; {more}"
             )
@@ -87,13 +81,13 @@ class Alarms:
             return None
         values = np.array(record[f"{name}_per_head"], np.float64)
         number = int(beyond(values, limit).sum())
-        if not self._is_told(name, number > 0):
+        if not self._is_due(name, number > 0):
             return None
         layer, head = worst_head(record, name)
-        others = f", and so do {number - 1} of {values.size - 1} others" if number > 1 else ""
+        others = f" (as do {number - 1} of {values.size - 1} others)" if number > 1 else ""
         what = what.format(value=values[layer, head])
         return f"layer {layer} head {head} {what}{others}; {advice}"
 
-    def _is_told(self, name: str, beyond: bool) -> bool:
+    def _is_due(self, name: str, beyond: bool) -> bool:
         self._in_a_row[name] = self._in_a_row.get(name, 0) + 1 if beyond else 0
         return self._in_a_row[name] == 2

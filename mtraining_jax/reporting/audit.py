@@ -1,4 +1,4 @@
-"""The figures of an audit as numbers of a record, and in a line of text."""
+"""Audit metrics as part of a step's record and as text."""
 
 from collections.abc import Mapping
 
@@ -20,7 +20,7 @@ def _far_from_one(x: np.ndarray) -> np.ndarray:
         return np.abs(np.log(x))
 
 
-# Figures for each layer and head, and how bad a value is.
+# Metrics per layer and head, with a function that ranks values from good to bad.
 FIGURES = {
     "recall": _small,
     "output_error": _large,
@@ -31,23 +31,23 @@ FIGURES = {
     "starved_mass": _large,
 }
 
-# Ends the names of lists of lists: for tools, too many for curves.
+# Suffix of metrics with a value per head: too many for curves.
 PER_HEAD = "_per_head"
 
 
 def audit_record(
     figures: Mapping[str, np.ndarray], compared: Mapping[str, np.ndarray]
 ) -> Record:
-    """What an audit found in numbers that JSON can hold; it joins the step's record.
+    """JSON-serializable metrics of an audit, merged into the step's record.
 
     Args:
-        figures: by name, fp32 [L, Hq] each, NaN where there was nothing to measure.
-        compared: of `make_gradient_comparison`, and gradient_seconds; empty without it.
+        figures: metrics by name, fp32 [L, Hq] each; NaN if not measured.
+        compared: from `make_gradient_comparison`, and gradient_seconds; empty without it.
 
     Returns:
-        For each figure NAME, its mean over layers and heads, NAME_per_layer, NAME_worst,
-        NAME_worst_per_layer and NAME_per_head, a list of lists of four digits. What was compared
-        keeps its names. None where there is no number.
+        For each metric NAME in `figures`: NAME (mean over layers and heads), NAME_per_layer,
+        NAME_worst, NAME_worst_per_layer and NAME_per_head (nested lists, four digits). `compared`
+        keeps its names. None replaces non-finite values.
     """
     record: Record = {}
     for name, values in figures.items():
@@ -71,7 +71,7 @@ def audit_record(
 
 
 def worst_head(record: Record, name: str) -> tuple[int, int] | None:
-    """Layer and head of the worst value of a figure; None if there is no number."""
+    """Layer and head of the worst value of a metric; None if there is none."""
     values = np.array(record[name + PER_HEAD], np.float64)
     if not np.isfinite(values).any():
         return None
@@ -80,16 +80,16 @@ def worst_head(record: Record, name: str) -> tuple[int, int] | None:
 
 
 def audit_text(record: Record) -> list[str]:
-    """What a line about a step says of its audit; nothing without one."""
+    """Parts of a step's log line about its audit, if any."""
     parts = []
     if record.get("recall") is not None:
         worst = f"worst head {record['recall_worst']:.1%}"
-        if "recall" + PER_HEAD in record:  # a pattern may report a recall of its own
+        if "recall" + PER_HEAD in record:  # a pattern may report its own recall
             worst += ", layer {} head {}".format(*worst_head(record, "recall"))
         parts.append(f"recall {record['recall']:.1%} ({worst})")
     for name, text, form in (
         ("output_error", "output error", ".1%"),
-        ("local_gradient_cosine", "gradient cosine of queries", ".3f"),
+        ("local_gradient_cosine", "query gradient cosine", ".3f"),
         ("index_gap", "index gap", ".3f"),
         ("starved_mass", "starved mass", ".2%"),
         ("global_gradient_cosine", "gradient cosine", ".4f"),

@@ -1,4 +1,4 @@
-"""What a run prints at its start."""
+"""The lines that a run prints at its start."""
 
 import dataclasses
 
@@ -14,12 +14,7 @@ from pallas_kernels import backends
 
 @dataclasses.dataclass(frozen=True)
 class ParameterCount:
-    """Numbers of a model's parameters.
-
-    Attributes:
-        total: all.
-        trained: those that the optimizer changes.
-    """
+    """Number of all (`total`) and of trainable (`trained`) parameters."""
 
     total: int
     trained: int
@@ -32,30 +27,27 @@ def banner(
     data: str,
     held_out: str | None = None,
 ) -> list[str]:
-    """One screen about what is going to run.
+    """Summarizes a run in a few lines.
 
     Args:
-        config: of the run.
-        parameters: of its model.
+        config: the run.
+        parameters: parameter counts of the model.
         mesh: axes ('data', 'node', 'device').
-        data: one line about what is read.
-        held_out: the same about what an evaluation reads; None without one.
-
-    Returns:
-        Lines.
+        data: description of the training data.
+        held_out: description of the validation data; None without evaluation.
 
     Raises:
-        UserError: as `backend_line`.
+        UserError: the configured attention backend cannot run on this machine.
     """
     model, parallel, sparsity = config.model, config.parallel, config.sparsity
     total, trained = parameters.total, parameters.trained
-    share = "" if trained == total else f", {trained / total:.1%} of them trained"
+    share = "" if trained == total else f" ({trained / total:.1%} trainable)"
     start = f", from {model.init_from}" if model.init_from else ""
     device = mesh.devices.flat[0]
     processes = jax.process_count()
     shape = " x ".join(map(str, config.mesh_shape))
     ring = f"{parallel.ring} ring"
-    batch = f"{config.data.batch_size} x {config.data.seq_len:,} tokens a step"
+    batch = f"{config.data.batch_size} x {config.data.seq_len:,} tokens per step"
     parts = config.optimizer.accumulation_steps
     rows = [
         (
@@ -66,8 +58,8 @@ def banner(
             f" vocabulary {model.vocab_size:,}, {model.dtype}",
         ),
         ("data", data),
-        *([] if held_out is None else [("held out", held_out)]),
-        ("batch", batch + (f" in {parts} parts" if parts > 1 else "")),
+        *([] if held_out is None else [("validation", held_out)]),
+        ("batch", batch + (f" in {parts} micro-batches" if parts > 1 else "")),
         (
             "mesh",
             f"{shape} (data x node x device) of"
@@ -92,24 +84,23 @@ def banner(
 
 
 def _tuning(config: Config) -> str:
-    """Which share is tuned, and to what."""
     sparsity = config.sparsity
     name = sparsity.settings.kept_share().name
-    anchors = {"mean": "mean", "min": "fastest", "max": "slowest"}
+    targets = {"mean": "mean time", "min": "fastest replica", "max": "slowest replica"}
     text = (
-        f"{name} from {sparsity.tune_low:g} to {sparsity.tune_high:g}, so that groups take as long"
-        f" as the {anchors[sparsity.tune]} of them"
+        f"{name} from {sparsity.tune_low:g} to {sparsity.tune_high:g} per data-parallel replica, to"
+        f" match the {targets[sparsity.tune]}"
     )
     if config.parallel.data == 1 or not config.data.has_documents:
-        text += "; without effect, as all groups have the same work"
+        text += "; no effect, as all replicas have the same work"
     return text
 
 
 def backend_line(config: Config) -> str:
-    """The name of the attention kernels in use, and why these.
+    """The attention backend in use, and why.
 
     Raises:
-        UserError: if the kernels that the configuration asks for cannot run here.
+        UserError: the configured backend cannot run on this machine.
     """
     model, block_size = config.model, config.sparsity.block_size
     q = jax.ShapeDtypeStruct((1, block_size, model.num_heads, model.head_dim), model.dtype)
@@ -121,7 +112,7 @@ def backend_line(config: Config) -> str:
     if reason is None:
         because = jax.devices()[0].device_kind if asked in (None, "auto") else "parallel.backend"
         return f"{name} ({because})"
-    return f"{name} ({'no Hopper GPU here' if jax.default_backend() == 'cpu' else reason})"
+    return f"{name} ({'no Hopper GPU' if jax.default_backend() == 'cpu' else reason})"
 
 
 def _count(number: int) -> str:

@@ -1,15 +1,15 @@
-"""Floating point operations of a training step, and how much of the hardware's rate they are.
+"""Floating point operations (FLOP) of a training step, and hardware peak rates for MFU.
 
-Two ways to count attention, which differ on purpose:
+Attention is counted in two ways:
 
-- *model FLOP*: what the mathematics needs. A pair of query and key takes 4 D forward (two matrix
-  products) and 8 D backward (four), for each head. MFU is their rate over the hardware's.
-- *executed FLOP*: what kernels do, as the benchmark tables count. Backward has a fifth product,
-  for the logits are computed again, so 10 D; and whole tiles count, with their masked part.
+- *Model FLOP*: required by the mathematics. Each query-key pair takes 4 D forward (two matrix
+  products) and 8 D backward (four) per head. MFU is their rate over the hardware peak.
+- *Executed FLOP*: done by the kernels, as in the benchmark tables. Backward recomputes the logits,
+  a fifth product, so 10 D; and entire tiles count, with their masked part.
 
-A parameter of a matrix takes 6 FLOP a token: 2 forward, 4 backward. The token embedding is looked
-up and not multiplied; the output layer is, even where it is the same table. Layers that are
-computed again in the backward pass (model.remat) are counted once.
+A matrix parameter takes 6 FLOP per token: 2 forward, 4 backward. The output layer counts, also with
+tied embeddings; the token embedding is a lookup and does not. Rematerialized layers (model.remat)
+count once.
 """
 
 import dataclasses
@@ -19,8 +19,8 @@ from mtraining_jax.models.families import family_of
 from mtraining_jax.models.spec import ModelSpec
 from mtraining_jax.sparsity import attention_flops, causal_pairs
 
-# Dense bf16 FLOP/s by NVIDIA's data sheets, for the names that JAX gives. SXM modules only:
-# others of the same name run slower.
+# Dense bf16 FLOP/s from NVIDIA's data sheets, by JAX device kind. SXM modules only; other variants
+# are slower.
 PEAK_BF16_FLOPS = {
     "NVIDIA A100-SXM4-40GB": 312e12,
     "NVIDIA A100-SXM4-80GB": 312e12,
@@ -31,14 +31,13 @@ PEAK_BF16_FLOPS = {
 
 @dataclasses.dataclass(frozen=True)
 class StepFlops:
-    """FLOP of one optimizer step, forward and backward, all devices together.
+    """FLOP of one optimizer step, forward and backward, on all devices.
 
     Attributes:
-        matrices: in products with parameters.
-        attention_executed: of attention, in whole tiles, five products backward.
-        attention_dense: the same if every causal pair, S (S + 1) / 2 or those of documents, were
-            computed.
-        attention_model: of attention, computed pairs only, four products backward.
+        matrices: products with parameters.
+        attention_executed: attention in entire tiles, five products backward.
+        attention_dense: the same for all causal pairs (within documents).
+        attention_model: attention over computed pairs only, four products backward.
     """
 
     matrices: float
@@ -48,31 +47,30 @@ class StepFlops:
 
     @property
     def executed(self) -> float:
-        """What the devices do."""
+        """FLOP executed by the devices."""
         return self.matrices + self.attention_executed
 
     @property
     def dense_equivalent(self) -> float:
-        """What they would do if attention were dense."""
+        """Executed FLOP with dense attention."""
         return self.matrices + self.attention_dense
 
     @property
     def model(self) -> float:
-        """What the step needs: what MFU counts."""
+        """Model FLOP, as in MFU."""
         return self.matrices + self.attention_model
 
 
 def step_flops(
     config: Config, *, density: float, executed: float, causal: float = 1.0
 ) -> StepFlops:
-    """Counts one step.
+    """Counts the FLOP of one step.
 
     Args:
-        config: of the run.
-        density: computed over causal pairs, mean over layers and heads.
-        executed: pairs in executed tiles over causal pairs, also a mean.
-        causal: causal pairs over the S (S + 1) / 2 of a whole sequence, which are fewer where it is
-            made of documents.
+        config: the run.
+        density: computed pairs over causal pairs, mean over layers and heads.
+        executed: pairs in executed tiles over causal pairs, mean over layers and heads.
+        causal: causal pairs over S (S + 1) / 2; less than 1 with documents.
     """
     model, data = config.model, config.data
     forward, backward = attention_flops(causal_pairs(data.seq_len), model.head_dim)
@@ -89,20 +87,20 @@ def step_flops(
 
 @dataclasses.dataclass(frozen=True)
 class AuditFlops:
-    """FLOP of what measures sparse attention, all devices together, each time it is measured.
+    """FLOP of one audit on all devices.
 
     Attributes:
-        rows: of an audit's rows against all keys: seven products, of which three are forward, that
-            leave no key out. Not counted: which keys are starved, which takes comparisons only.
-        gradients: of the comparison of gradients: two forward and backward passes over the first
-            tokens of a micro-batch, both counted with dense attention.
+        rows: dense attention of the audited rows: seven products, three of them forward. Finding
+            starved keys needs only comparisons, which do not count.
+        gradients: comparison of gradients: two forward and backward passes over the first tokens of
+            a micro-batch, both counted with dense attention.
     """
 
     rows: float
     gradients: float
 
     def share(self, config: Config, step: float) -> float:
-        """The mean share of a step, given the FLOP of one, over all steps of a run."""
+        """Fraction of `step` FLOP that audits add, averaged over all steps of a run."""
         audit = config.audit
         rows = self.rows / audit.every_steps if audit.every_steps else 0.0
         gradients = self.gradients / audit.gradient_every if audit.gradient_every else 0.0
@@ -110,7 +108,7 @@ class AuditFlops:
 
 
 def audit_flops(config: Config) -> AuditFlops:
-    """Counts what `config.audit` measures, asked for or not."""
+    """Counts the FLOP of audits, whether enabled or not."""
     model, data = config.model, config.data
     heads = data.batch_size * model.num_layers * model.num_heads
     short = config.gradient_tokens
@@ -125,7 +123,7 @@ def audit_flops(config: Config) -> AuditFlops:
 
 
 def matrix_parameters(config: Config) -> int:
-    """Parameters that a token is multiplied by: all matrices but the embedding's look-up."""
+    """Number of matrix parameters, without the token embedding lookup."""
     spec = ModelSpec.from_config(config.model)
     family = family_of(spec.family)
     layers = spec.num_layers * sum(family.layer_products(spec).values())
@@ -133,5 +131,5 @@ def matrix_parameters(config: Config) -> int:
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """Dense bf16 FLOP/s of one device by its data sheet; None for those not listed here."""
+    """Dense bf16 FLOP/s of one device from its data sheet; None if unknown."""
     return PEAK_BF16_FLOPS.get(device_kind)

@@ -1,4 +1,4 @@
-"""What is remembered of the steps of a run: enough for its summary, however many there were."""
+"""Bounded-memory statistics of the steps of a run, for its summary."""
 
 import math
 from collections import deque
@@ -14,23 +14,21 @@ _MEANS = (
 
 
 class History:
-    """The last records, and of all steps what takes no more memory with each.
+    """The newest records, and running statistics of all steps.
 
-    A record holds numbers of each layer, and an audit's of each head: some thousand steps of a
-    large model would take gigabytes.
+    Keeping all records would take gigabytes: they hold values per layer, and of audits per head.
 
     Attributes:
-        count: steps so far.
-        dense: those of them that computed all pairs though the run is sparse.
-        seconds: that they took.
-        first_loss: of the first step whose loss was finite; None if there was none.
+        count: number of steps.
+        dense: number of dense steps of a sparse run.
+        seconds: total time of the steps.
+        first_loss: first finite loss, if any.
         finite: whether any step had a finite loss and gradient norm.
-        held_out: the first and the last text of held-out losses; empty without any.
+        held_out: first and last validation losses as text; empty without evaluation.
         last: the newest records, at most `KEPT`.
-        losses: the newest finite ones, at most 10.
-        finite_losses: how many steps had one.
-        shares: the smallest and the largest share of mass that a group kept; none was tuned where
-            the smallest is infinite.
+        losses: the newest finite losses, at most 10.
+        finite_losses: number of steps with a finite loss.
+        shares: minimum and maximum tuned mass fraction; infinite without tuning.
     """
 
     def __init__(self) -> None:
@@ -46,14 +44,14 @@ class History:
 
     @classmethod
     def of(cls, records: Iterable[Record]) -> "History":
-        """The history of these steps."""
+        """Builds the history of some records."""
         history = cls()
         for record in records:
             history.add(record)
         return history
 
     def add(self, record: Record) -> None:
-        """Takes the record of the next step."""
+        """Adds the record of the next step."""
         self.count += 1
         self.seconds += record["step_seconds"]
         self.last.append(record)
@@ -82,9 +80,6 @@ class History:
             self._sums[name] = total + value, count + 1
 
     def mean(self, name: str) -> float | None:
-        """The mean of "density" or another number over the steps that have it; None without.
-
-        That of "density" leaves out the dense steps of a sparse run.
-        """
+        """Mean of a metric over the steps that have it, if any; "density" excludes dense steps."""
         total, count = self._sums.get(name, (0.0, 0))
         return total / count if count else None

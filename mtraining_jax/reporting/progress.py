@@ -1,4 +1,4 @@
-"""What a run prints while it trains: a bar on a terminal, lines elsewhere."""
+"""Console output during training: a progress bar on a terminal, lines elsewhere."""
 
 import contextlib
 import datetime
@@ -25,29 +25,26 @@ from mtraining_jax.reporting.record import (
 
 
 class Display:
-    """Prints for one run; silent where `enabled` is false (all processes but the first).
-
-    On a terminal a bar with the loss, the speed and the time to go stays below the lines; without
-    one, the lines carry the time to go.
+    """Prints lines, and on a terminal a progress bar with loss, speed and ETA.
 
     Args:
-        enabled: whether to print at all.
-        console: where; standard output by default.
+        enabled: whether to print at all; only process 0 does.
+        console: standard output by default.
     """
 
     def __init__(self, enabled: bool = True, console: Console | None = None) -> None:
         self._console = console or Console(highlight=False, soft_wrap=True, quiet=not enabled)
         self._bar: Progress | None = None
-        # The time to go is measured from the end of the first step, which is slow.
+        # For the ETA, which excludes the slow first step.
         self._first: tuple[int, float] | None = None
         self._total = 0
         self._held_out: str | None = None  # of the last evaluation
 
     def say(self, *lines: str) -> None:
-        """Prints lines as they are; to nobody from the moment on that a terminal is gone.
+        """Prints lines without markup; discards them once the terminal is closed.
 
         Raises:
-            UserError: if they cannot be written, to a file on a full disk for instance.
+            UserError: output cannot be written, e.g. to a full disk.
         """
         try:
             for line in lines:
@@ -57,16 +54,16 @@ class Display:
             if self._console.file is sys.stdout:
                 with contextlib.suppress(OSError, ValueError):  # no file, as in a notebook
                     write_to_nobody(sys.stdout.fileno())
-            # Its SIGHUP stops the run, and may be heard later than a line fails.
+            # The SIGHUP of a closed terminal stops the run, but may arrive after a failed write.
             if error.errno == errno.EIO and self._console.is_terminal:
                 return
             raise UserError(
-                f"the run's output cannot be written ({error.strerror}); the same command goes on "
+                f"the run's output cannot be written ({error.strerror}); the same command resumes "
                 "from the newest checkpoint"
             ) from error
 
     def start(self, step: int, total: int) -> None:
-        """Shows the bar: `step` of `total` steps are done."""
+        """Shows the bar with `step` of `total` steps done."""
         self._first = None
         self._total = total
         if not self._console.is_terminal:
@@ -83,7 +80,7 @@ class Display:
         self._bar.start()
 
     def step(self, record: Record, line: bool) -> None:
-        """Moves the bar to a step; prints its numbers if `line`."""
+        """Advances the bar; prints the step's metrics if `line`."""
         if self._first is None:
             self._first = record["step"], time.monotonic()
         if self._bar is not None:
@@ -92,7 +89,7 @@ class Display:
                 status += f"  {note}"
             self._held_out = held_out_text(record) or self._held_out
             if self._held_out is not None:
-                status += f"  held-out loss {self._held_out}"
+                status += f"  validation loss {self._held_out}"
             self._bar.update(self._task, completed=record["step"], status=status)
         if line:
             left = None if self._bar is not None else self._time_left(record["step"])
@@ -101,7 +98,7 @@ class Display:
             self.say(f"audit: {alarm}")
 
     def stop(self) -> None:
-        """Takes the bar away."""
+        """Removes the bar."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
@@ -126,7 +123,7 @@ class Display:
 
 
 def step_line(record: Record, total: int) -> str:
-    """One step in one line of text."""
+    """The log line of a step."""
     parts = [
         f"step {record['step']:>{len(str(total))}}/{total}",
         f"loss {_number(record['loss'], '.4f')}",
@@ -140,16 +137,16 @@ def step_line(record: Record, total: int) -> str:
     if (tuned := tuned_text(record)) is not None:
         parts.append(tuned)
     if (held_out := held_out_text(record)) is not None:
-        parts.append(f"held-out loss {held_out}")
+        parts.append(f"validation loss {held_out}")
     if record["skipped_steps"]:
         parts.append(f"skipped {record['skipped_steps']}")
     parts += [
         _speed(record),
         f"{record['step_seconds']:.2f} s/step",
     ]
-    if record["mfu"] is not None:  # FLOP of devices whose peak is unknown tell nothing
+    if record["mfu"] is not None:  # FLOP rates are not useful on devices of unknown peak
         parts += [
-            f"{_rate(record['tflops_per_device_executed'])} TFLOP/s a device executed",
+            f"{_rate(record['tflops_per_device_executed'])} TFLOP/s per device executed",
             f"{_rate(record['tflops_per_device_dense_equivalent'])} dense-equivalent",
             f"MFU {record['mfu']:.1%}",
         ]
@@ -160,14 +157,14 @@ def step_line(record: Record, total: int) -> str:
 
 
 def density_text(record: Record) -> str:
-    """The share of causal pairs computed, with a remark if the pairs were not chosen."""
+    """The density, with a note if pairs were not selected."""
     share = _number(density_of(record), ".1%")
     note = note_on_density(record)
     if note is None:
-        return f"density {share}" + (" (a dense step)" if record.get("dense_step") else "")
+        return f"density {share}" + (" (dense step)" if record.get("dense_step") else "")
     text = f"density {share} ({note}"
     if record.get("estimated_density") is not None:
-        text += f"; the estimate that runs as well chose {record['estimated_density']:.1%}"
+        text += f"; selection, run for timing only, had {record['estimated_density']:.1%}"
     return text + ")"
 
 
@@ -176,7 +173,7 @@ def _speed(record: Record) -> str:
 
 
 def _rate(tflops: float) -> str:
-    """Three digits: 412, 41.2, 4.12, 0.412; small models on a CPU have little."""
+    """Three significant digits: 412, 41.2, 4.12, 0.412."""
     return format(tflops, ".0f" if tflops >= 100 else ".3g")
 
 

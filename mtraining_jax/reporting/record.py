@@ -1,4 +1,4 @@
-"""One step in numbers: the record that every writer, line and summary is made from."""
+"""The record of a step: the metrics that are written, printed and summarized."""
 
 import dataclasses
 import math
@@ -11,28 +11,22 @@ import numpy as np
 from mtraining_jax.config import Config
 from mtraining_jax.reporting.flops import peak_flops, step_flops
 
-# JSONL for tools, TensorBoard and Weights & Biases for eyes: one record serves all.
 Record = dict[str, Any]
 
-# The key of a density that was given beforehand, apart from that of one that was chosen.
+# Key of the density of a pattern that does not select pairs.
 _NOT_CHOSEN = "replayed_density"
 
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes of the device of this process that has most of them in use; by JAX's allocator.
-
-    Attributes:
-        in_use: now.
-        peak: most at any time since the process started.
-    """
+    """Bytes in JAX's allocator, maximum over local devices: `in_use` now, `peak` since startup."""
 
     in_use: int
     peak: int
 
     @classmethod
     def now(cls, devices: Sequence[jax.Device]) -> "Memory | None":
-        """Asks the devices of this process; None if they do not report it, as CPUs do not."""
+        """Queries local devices; None if they do not report it (CPUs)."""
         stats = [device.memory_stats() for device in devices]
         if not stats or not all(stats):
             return None
@@ -50,39 +44,36 @@ def step_record(
     device_kind: str = "",
     memory: Memory | None = None,
 ) -> Record:
-    """One step in numbers that JSON can hold.
+    """JSON-serializable metrics of one step; non-finite values become None.
 
     Args:
-        metrics: of the train step, read from the devices.
+        metrics: from the train step, on the host.
         seconds: wall-clock time of the step.
-        config: of the run.
-        device_kind: JAX's name of the devices, for the hardware's rate.
-        memory: of this process's devices, if they tell.
+        config: the run.
+        device_kind: JAX device kind, for the peak rate.
+        memory: memory of local devices, if known.
 
     Returns:
-        step, loss, grad_norm, lr; tokens (read so far), tokens_per_second, step_seconds;
-        attention_flops_executed, attention_flops_dense_equivalent, flops_executed,
-        flops_dense_equivalent, flops_model (of the step, all devices together, see `flops`);
-        tflops_per_device_executed, tflops_per_device_dense_equivalent (10^12 FLOP/s of one
-        device); mfu (model FLOP/s over the bf16 peak of the data sheet, None for devices that
-        `flops` does not list); memory_bytes_in_use and memory_bytes_peak (None where unknown);
-        density (computed over causal pairs, of all sequences together, mean over layers) and
-        density_per_layer; with documents document_pairs, their causal pairs over those of whole
-        sequences; each
-        statistic of the pattern under its own name, mean over layers, and NAME_per_layer;
-        skipped_steps (so far); of a sparse run's dense step dense_step, True. A number that is not
-        finite is None.
-
-        A pattern that does not choose has, in place of the two densities: sparsity (what it calls
-        its density), replayed_density and replayed_density_per_layer.
+        - step, loss, grad_norm, lr, skipped_steps (so far), tokens (so far), tokens_per_second,
+          step_seconds; dense_step = True in dense steps of a sparse run.
+        - attention_flops_executed, attention_flops_dense_equivalent, flops_executed,
+          flops_dense_equivalent, flops_model: FLOP of the step on all devices, see `flops`.
+        - tflops_per_device_executed, tflops_per_device_dense_equivalent: 10^12 FLOP/s per device.
+        - mfu: model FLOP/s over the bf16 peak; None for devices not listed in `flops`.
+        - memory_bytes_in_use, memory_bytes_peak: None if unknown.
+        - density, density_per_layer: computed pairs over causal pairs of all sequences. Patterns
+          that do not select pairs have instead sparsity (the pattern's name for its density),
+          replayed_density and replayed_density_per_layer.
+        - document_pairs, with documents: causal pairs within documents over all causal pairs.
+        - Each statistic NAME of the pattern, mean over layers, and NAME_per_layer.
 
     Raises:
-        ValueError: if a statistic has the name of something else.
+        ValueError: a statistic of the pattern has a reserved name.
     """
     tokens, devices = config.tokens_per_step, config.devices
     layers = {name: [float(x) for x in values] for name, values in metrics["layers"].items()}
     if "document_pairs" in layers:
-        # Of all pairs together: the mean of sequences whose documents differ is another number.
+        # A ratio of sums, since sequences with different documents have different weights.
         for name, pairs in (("density", "computed_pairs"), ("executed", "executed_pairs")):
             both = zip(layers.pop(pairs), layers["document_pairs"], strict=True)
             layers[name] = [computed / there for computed, there in both]
@@ -119,25 +110,24 @@ def step_record(
             statistic = _by_layer(name, values)
             if taken := sorted(statistic.keys() & record.keys()):
                 raise ValueError(
-                    f"the pattern's statistic {name!r} must have another name: a record of a step "
-                    f"has {', '.join(taken)} already"
+                    f"the pattern's statistic {name!r} must be renamed: the record of a step "
+                    f"already has {', '.join(taken)}"
                 )
             record |= statistic
     return {name: _finite(value) for name, value in record.items()}
 
 
 def held_out_record(sums: Mapping[str, tuple[np.ndarray, np.ndarray]], seconds: float) -> Record:
-    """An evaluation on held-out text in numbers that JSON can hold; it joins the step's record.
+    """JSON-serializable metrics of an evaluation, merged into the step's record.
 
     Args:
-        sums: by name, `eval_loss` (with the run's own pattern) and `eval_loss_dense`: sums of
-            losses in nats, and numbers of labels, [buckets] each (`position_buckets`).
-        seconds: wall-clock time of the evaluation, which is no part of the step's.
+        sums: by name, `eval_loss` (sparse attention) and `eval_loss_dense`: sums of losses in nats
+            and numbers of labels, [buckets] each (`position_buckets`).
+        seconds: wall-clock time of the evaluation, not included in step_seconds.
 
     Returns:
-        For each name the mean over all labels, and NAME_by_position, whose number k is the mean
-        over labels at positions 2^k to 2^(k+1) - 1; eval_seconds. A number that is not finite is
-        None.
+        For each NAME the mean over all labels, and NAME_by_position: entry k is the mean over
+        positions 2^k to 2^(k+1) - 1; eval_seconds. None replaces non-finite values.
     """
     record: Record = {}
     for name, (losses, labels) in sums.items():
@@ -148,14 +138,14 @@ def held_out_record(sums: Mapping[str, tuple[np.ndarray, np.ndarray]], seconds: 
 
 
 def held_out_text(record: Record) -> str | None:
-    """The held-out losses of a record, `2.61, dense 2.58`; None if it has none."""
+    """Validation losses of a record, e.g. `2.61, dense 2.58`, if any."""
     names = {"eval_loss": "", "eval_loss_dense": "dense "}
     found = [f"{text}{_text(record[name])}" for name, text in names.items() if name in record]
     return ", ".join(found) or None
 
 
 def imbalance_text(record: Record) -> str | None:
-    """The busiest group's attention over the mean, `1.31`; None where groups do not differ."""
+    """Attention work of the slowest replica over the mean, e.g. `1.31`, if replicas differ."""
     if (measured := record.get("attention_imbalance")) is not None:
         return f"{measured:.2f}"
     predicted = record.get("attention_imbalance_predicted")
@@ -163,23 +153,23 @@ def imbalance_text(record: Record) -> str | None:
 
 
 def tuned_text(record: Record) -> str | None:
-    """The least and greatest share that a group kept, `tau 0.861 to 0.934`; None if not tuned."""
+    """Range of tuned mass fractions, e.g. `tau 0.861 to 0.934`, if tuned."""
     if "tuned" not in record:
         return None
     shares = record["tuned_by_group"]
     text = f"{record['tuned']} {min(shares):.3f} to {max(shares):.3f}"
     if record["infeasible"]:
-        text += f" (infeasible for {record['infeasible']:.0%} of groups)"
+        text += f" (infeasible for {record['infeasible']:.0%} of replicas)"
     return text
 
 
 def density_of(record: Record) -> float | None:
-    """The share of causal pairs that was computed, chosen or not; None if it is not finite."""
+    """Computed pairs over causal pairs, selected or replayed; None if not finite."""
     return record[_NOT_CHOSEN] if _NOT_CHOSEN in record else record["density"]
 
 
 def note_on_density(record: Record) -> str | None:
-    """The pattern's remark on a density that was not chosen; None if it was chosen."""
+    """Note on the density of a pattern that does not select pairs; otherwise None."""
     return record.get("sparsity")
 
 

@@ -1,4 +1,4 @@
-"""What a run prints at its end: results, and commands to continue with."""
+"""The lines that a run prints at its end: results and commands to continue with."""
 
 import os
 import shlex
@@ -14,15 +14,12 @@ from mtraining_jax.wording import counted
 
 
 def summary(config: Config, history: History, wrote: Sequence[str]) -> list[str]:
-    """Results, what was written, and how to continue.
+    """Summarizes a run in a few lines.
 
     Args:
-        config: of the run.
-        history: of the steps just taken, at least one.
-        wrote: files and folders.
-
-    Returns:
-        Lines.
+        config: the run.
+        history: statistics of the steps of this process, at least one.
+        wrote: files and folders written.
     """
     newest = history.last[-1]
     lines = [
@@ -37,33 +34,25 @@ def summary(config: Config, history: History, wrote: Sequence[str]) -> list[str]
         of_last = f" (mean of the last {len(last)} steps)" if len(last) > 1 else ""
         lines.append(f"  loss       {history.first_loss:.3f} -> {np.mean(last):.3f}{of_last}")
     if history.held_out:
-        lines.append(f"  held out   {' -> '.join(history.held_out)}")
+        lines.append(f"  validation {' -> '.join(history.held_out)}")
     lines.append(f"  attention  {_density(history)}")
     if (groups := _groups(history)) is not None:
-        lines.append(f"  groups     {groups}")
+        lines.append(f"  replicas   {groups}")
     if "tuned" in newest:
         lines.append(f"  tuned      {_tuned(history)}")
     if newest["skipped_steps"]:
-        lines.append(f"  skipped    {newest['skipped_steps']} steps that were not finite")
+        lines.append(f"  skipped    {newest['skipped_steps']} steps with non-finite values")
     lines.append(f"  wrote      {wrote[0] if wrote else 'nothing'}")
     lines += [f"             {where}" for where in wrote[1:]]
-    return [*lines, "to go on:", *_next_steps(config, config.run.steps)]
+    return [*lines, "next:", *_next_steps(config, config.run.steps)]
 
 
 def already_complete(config: Config, step: int) -> list[str]:
-    """What to say where there is nothing left to do.
-
-    Args:
-        config: of the run.
-        step: of its newest checkpoint, `run.steps` or later.
-
-    Returns:
-        Lines.
-    """
+    """Lines to print if the newest checkpoint, of `step`, is at or after `run.steps`."""
     return [
         f"{config.run.name} is complete: {config.run.folder} has a checkpoint of step {step}, and"
         f" run.steps = {config.run.steps}",
-        "to go on:",
+        "next:",
         *_next_steps(config, step),
     ]
 
@@ -71,10 +60,10 @@ def already_complete(config: Config, step: int) -> list[str]:
 def _next_steps(config: Config, done: int) -> list[str]:
     """Commands to continue with after step `done`."""
     rows = [
-        ("--checkpoint.resume=false", "start anew; this run's folder is kept under another name"),
+        ("--checkpoint.resume=false", "start from scratch; renames this run's folder to keep it"),
     ]
     if config.checkpoint.last_step:
-        rows.insert(0, (f"--run.steps={2 * done}", f"train on from step {done}"))
+        rows.insert(0, (f"--run.steps={2 * done}", f"continue training from step {done}"))
     if config.parallel.cpu_devices is not None:
         rows.append(
             (
@@ -83,11 +72,11 @@ def _next_steps(config: Config, done: int) -> list[str]:
                 "on one GPU; needs the extra cuda (uv run --extra cuda, or pip install '.[cuda]')",
             )
         )
-    if config.model.init_from is None:  # else the checkpoint says how large the model is
+    if config.model.init_from is None:  # otherwise the checkpoint sets the size
         rows.append(
             (
                 f"--run.name=larger --model.num_layers={2 * config.model.num_layers}",
-                "a larger model; every field can be set like this, and --help lists them",
+                "a larger model; all fields can be set like this, see --help",
             )
         )
     others = [name for name in available_configs() if name != config.run.name]
@@ -98,7 +87,7 @@ def _next_steps(config: Config, done: int) -> list[str]:
 
 
 def _command(options: str) -> str:
-    """The command that was given, with other options in place of those of the same name."""
+    """The current command with some options replaced."""
     names = {option.partition("=")[0] for option in options.split()}
     kept, rest = [], list(sys.argv)
     while rest:
@@ -112,10 +101,7 @@ def _command(options: str) -> str:
 
 
 def steady_steps(history: History) -> list[Record]:
-    """Records to measure speed by: without the first two, which warm up, and traced ones.
-
-    Of a sparse run with dense steps those that are sparse, as far as there are any.
-    """
+    """Records for speed statistics: excludes two warm-up steps, traced steps, and dense steps."""
     rest = _after_warm_up(history)
     return [x for x in rest if not x.get("dense_step")] or rest or [history.last[-1]]
 
@@ -139,7 +125,7 @@ def _speed(history: History) -> str:
     text = (
         f"{median('step_seconds'):.3f} s/step ({steps if history.count > 2 else 'last step'}), "
         f"{median('tokens_per_second'):,.0f}"
-        f" tokens/s, {median('tflops_per_device_executed'):.3g} TFLOP/s a device executed,"
+        f" tokens/s, {median('tflops_per_device_executed'):.3g} TFLOP/s per device executed,"
         f" {median('tflops_per_device_dense_equivalent'):.3g} dense-equivalent"
     )
     if steady[-1]["mfu"] is not None:
@@ -151,31 +137,31 @@ def _speed(history: History) -> str:
 
 
 def _dense_speed(history: History) -> str:
-    """How long the dense steps of a sparse run took."""
+    """Speed of the dense steps of a sparse run."""
     text = f"{history.dense} of the {counted(history.count, 'step')}"
     dense = [x["step_seconds"] for x in _after_warm_up(history) if x.get("dense_step")]
     return f"{text}: {np.median(dense):.3f} s/step (median of {len(dense)})" if dense else text
 
 
 def _tuned(history: History) -> str:
-    """Which shares groups kept over all steps."""
+    """Mass fractions of all replicas and steps."""
     smallest, largest = history.shares
     return (
         f"{history.last[-1]['tuned']} {smallest:.3f} to {largest:.3f}, mean "
-        f"{history.mean('tuned'):.3f}; infeasible for {history.mean('infeasible'):.1%} of groups "
+        f"{history.mean('tuned'):.3f}; infeasible for {history.mean('infeasible'):.1%} of replicas "
         "and steps"
     )
 
 
 def _groups(history: History) -> str | None:
-    """How even the groups were, mean over steps; None where groups do not differ."""
+    """Load balance between data-parallel replicas, if they differ."""
     for suffix, how in (("", "densities of each step"), ("_predicted", "predicted densities")):
         attention = history.mean(f"attention_imbalance{suffix}")
         step = history.mean(f"step_imbalance{suffix}")
         if attention is not None and step is not None:
             return (
-                f"attention of the busiest {attention:.2f} of the mean, step {step:.2f}"
-                f" (modelled, {how})"
+                f"slowest over mean: attention {attention:.2f}, step {step:.2f}"
+                f" (modeled, {how})"
             )
     return None
 
@@ -184,12 +170,12 @@ def _density(history: History) -> str:
     if history.dense == history.count:
         return f"all of the causal pairs computed, in {counted(history.dense, 'dense step')}"
     density = history.mean("density")
-    found = "an unknown share" if density is None else f"{density:.1%}"
+    found = "an unknown fraction" if density is None else f"{density:.1%}"
     text = f"{found} of the causal pairs computed"
     if history.dense:
         text += f" in the {counted(history.count - history.dense, 'sparse step')}"
     if (note := note_on_density(history.last[-1])) is not None:
         text += f"; {note}"
     if (recall := history.mean("recall")) is not None:
-        text += f", which hold {recall:.1%} of the attention's mass (recall)"
+        text += f", with {recall:.1%} of the attention mass (recall)"
     return text

@@ -13,7 +13,7 @@ from benchmarks.soak_report import Ended, memory, table, times, what_ran
 RHYTHM = Rhythm(audit=4, save=10)
 STEPS = ["compiling the training step ...\n", "compiled in 2.0 s\n"]
 STEPS += [f"step {i:2}/60  loss 2.0000  recall 91.0%\n" for i in range(1, 9)]
-HEARD = "SIGTERM: stopping after the step under way; a second one stops at once\n"
+HEARD = "SIGTERM: stopping after the current step; a second one stops immediately\n"
 
 
 def records(*steps_and_losses):
@@ -105,8 +105,8 @@ def test_the_report_says_where_events_fell_and_how_long_a_stop_took():
         "| 4 | disk, after step 55 |  | after step 59 | 2 | 9.0 | the start |",
         "| 5 | the rest |  | the end | 0 | 9.0 | step 60 |",
     ]
-    begin = ["  batch      1 x 256 tokens a step\n", "  output     runs/whole\n", *STEPS]
-    assert what_ran(begin) == ["- batch 1 x 256 tokens a step"]
+    begin = ["  batch      1 x 256 tokens per step\n", "  output     runs/whole\n", *STEPS]
+    assert what_ran(begin) == ["- batch 1 x 256 tokens per step"]
     assert times(ends) == (["- asked to stop: saved and ended in 1.0 to 2.0 s"], [])
     assert times(ends[2:]) == ([], [])
 

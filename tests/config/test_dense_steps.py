@@ -1,4 +1,4 @@
-"""Which steps of a run are dense."""
+"""Dense steps of a sparse run."""
 
 import itertools
 
@@ -9,7 +9,7 @@ from mtraining_jax.config.dense_steps import DenseSteps
 from tests.training.common import changed, tiny_config
 
 
-def test_they_are_at_both_ends_and_every_so_often():
+def test_warm_up_cooldown_and_every_nth_step():
     assert [step for step in range(1, 21) if step in DenseSteps(20, 2, 3, 5)] == [
         1, 2, 5, 10, 15, 18, 19, 20
     ]
@@ -18,7 +18,7 @@ def test_they_are_at_both_ends_and_every_so_often():
 
 
 @pytest.mark.parametrize("total", [1, 7, 12])
-def test_they_are_counted_as_they_are_found(total):
+def test_count_matches_membership(total):
     for first, last, every in itertools.product(range(4), range(4), range(5)):
         if first + last > total:
             continue
@@ -26,7 +26,7 @@ def test_they_are_counted_as_they_are_found(total):
         for after in range(total + 1):
             found = sum(step in steps for step in range(after + 1, total + 1))
             assert steps.count(after) == found, (steps, after)
-    # Without looking at each.
+    # Without iterating over all steps.
     assert DenseSteps(2**62, every=2**32).count() == 2**30
 
 
@@ -39,13 +39,13 @@ def test_they_are_counted_as_they_are_found(total):
         (DenseSteps(100, 5, 10, 20), "the first 5, the last 10 and one in 20: 19 of 100 steps"),
     ],
 )
-def test_they_are_said_in_words(steps, text):
+def test_description(steps, text):
     assert steps.describe() == text
 
 
-def test_they_follow_from_the_configuration(tmp_path):
+def test_dense_steps_of_a_configuration(tmp_path):
     fields = {"dense_first": 1, "dense_last": 2, "dense_every": 3}
     config = changed(tiny_config(tmp_path), run={"steps": 9}, sparsity=fields)
     assert config_from_dict(config_to_dict(config), "a test").dense_steps == DenseSteps(9, 1, 2, 3)
-    # Where all steps are dense, none is another than the rest.
+    # A dense run has no dense steps in this sense.
     assert changed(config, sparsity={"kind": "dense"}).dense_steps.count() == 0

@@ -1,4 +1,4 @@
-"""The section eval.data: what it takes over from data, and what is refused."""
+"""The section eval.data: its defaults and its errors."""
 
 import pytest
 
@@ -16,33 +16,33 @@ TEXT = (("eval.every_steps", "20"), ("eval.data.source", "text"), ("eval.data.pa
 
 @pytest.fixture
 def load(tmp_path):
-    """Loads the configuration tiny, without its own section eval, with overrides."""
+    """Loads the configuration tiny, without its section eval, with overrides."""
     path = tmp_path / "small.toml"
     head, _, rest = (config_folder() / "tiny.toml").read_text().partition("[eval]")
     path.write_text(head + rest[rest.index("[optimizer]") :])
     return lambda *overrides: load_config(path, overrides)
 
 
-def refusal(load, *overrides):
+def error_of(load, *overrides):
     with pytest.raises(UserError) as caught:
         load(*overrides)
     return str(caught.value).removeprefix("command line: ")
 
 
-def test_fields_that_are_not_given_are_those_of_training(load):
+def test_unset_fields_default_to_training(load):
     data = load(*TEXT, ("data.eos", "7"), ("eval.data.batch_size", "3")).eval.data
     assert (data.source, data.paths, data.batch_size) == ("text", ("held/*.py",), 3)
     assert (data.eos, data.seq_len, data.tokenizer) == (7, 2048, "bytes")
-    # Fields of the source belong to the source that is named with them.
+    # Source-specific fields are inherited only if eval.data.source is not set.
     own = ("data.source", "jsonl"), ("data.paths", "train.jsonl"), ("data.text_field", "body")
     same = load(*own, ("eval.every_steps", "1"), ("eval.data.paths", "held.jsonl")).eval.data
     assert (same.source, same.paths, same.text_field) == ("jsonl", ("held.jsonl",), "body")
     assert load(*own, *TEXT).eval.data.text_field == "text"
-    # A batch that is evaluated is not dealt to groups.
+    # Validation batches are not balanced.
     assert load(*TEXT, ("data.balance", "length")).eval.data.balance == "none"
 
 
-def test_what_is_printed_loads_back(load, tmp_path):
+def test_printed_configuration_loads_back(load, tmp_path):
     config = load(*TEXT)
     path = tmp_path / "tiny.toml"
     path.write_text(config_to_toml(config))
@@ -50,29 +50,28 @@ def test_what_is_printed_loads_back(load, tmp_path):
     assert config_from_dict(config_to_dict(config), "a dict") == config
 
 
-def test_what_cannot_be_evaluated_is_refused(load):
+def test_invalid_evaluations(load):
     on = TEXT[0]
-    assert refusal(load, on) == (
-        "eval.every_steps = 20 needs text that is not trained on, in eval.data: eval.data.paths or "
-        "eval.data.source"
+    assert error_of(load, on) == (
+        "eval.every_steps = 20 needs validation data; set eval.data.paths or eval.data.source"
     )
-    assert refusal(load, *TEXT, ("eval.data.balance", "density")) == (
-        'eval.data.balance = "density" is not possible: evaluations take their batches in the '
-        'order of the data; eval.data.balance = "none" would do'
+    assert error_of(load, *TEXT, ("eval.data.balance", "density")) == (
+        'eval.data.balance = "density" is not possible: evaluations read their batches in the '
+        'order of the data; set eval.data.balance = "none"'
     )
-    assert refusal(load, on, ("eval.data.seed", "3")) == (
-        'eval.data reads what data reads (source = "python_stdlib"), so nothing would be held out; '
-        "set eval.data.paths or eval.data.source"
+    assert error_of(load, on, ("eval.data.seed", "3")) == (
+        'eval.data reads the training data (source = "python_stdlib"); set eval.data.paths or '
+        "eval.data.source to validation data"
     )
-    said = refusal(load, *TEXT, ("eval.data.seq_len", "1000"))
-    assert said.startswith("eval.data.seq_len = 1000 is not a multiple of parallel.nodes * ")
-    said = refusal(load, *TEXT, ("eval.data.seq_len", "4096"))
-    assert said == "eval.data.seq_len = 4096 is more than model.max_position_embeddings = 2048"
-    said = refusal(load, on, ("eval.data.source", "text"))
-    assert said == 'eval.data.source = "text" needs eval.data.paths, the files to read'
+    error = error_of(load, *TEXT, ("eval.data.seq_len", "1000"))
+    assert error.startswith("eval.data.seq_len = 1000 is not a multiple of parallel.nodes * ")
+    error = error_of(load, *TEXT, ("eval.data.seq_len", "4096"))
+    assert error == "eval.data.seq_len = 4096 is more than model.max_position_embeddings = 2048"
+    error = error_of(load, on, ("eval.data.source", "text"))
+    assert error == 'eval.data.source = "text" needs eval.data.paths, the files to read'
     replayed = ("sparsity.kind", "replay"), ("sparsity.least_share", "0")
-    said = refusal(load, *TEXT, *replayed, ("audit.every_steps", "0"))
-    assert said.startswith('eval.attention = "same" computes the pairs that training would, and ')
-    said = refusal(load, on, ("eval.data.source", "no:Such"))
-    assert said.startswith('eval.data.source: "no:Such" cannot be loaded')
-    assert load(("eval.data.paths", "x")).eval.every_steps == 0  # not on: not checked
+    error = error_of(load, *TEXT, *replayed, ("audit.every_steps", "0"))
+    assert error.startswith('eval.attention = "same" needs a pattern that selects pairs, and ')
+    error = error_of(load, on, ("eval.data.source", "no:Such"))
+    assert error.startswith('eval.data.source: "no:Such" cannot be loaded')
+    assert load(("eval.data.paths", "x")).eval.every_steps == 0  # disabled, so not validated

@@ -1,4 +1,4 @@
-"""A checkpoint's config.json decides what the model is."""
+"""Model fields from a checkpoint's config.json."""
 
 import json
 import shutil
@@ -12,8 +12,8 @@ from mtraining_jax.models.hf import check_same_model
 from tests.models.common import DATA
 
 SIZES = {
-    "family": "llama", "vocab_size": 384, "hidden_size": 128, "num_layers": 2, "num_heads": 4,
-    "num_kv_heads": 2, "head_dim": 32, "intermediate_size": 192, "rope_theta": 5e5,
+    "family": "llama", "vocab_size": 384, "hidden_size": 64, "num_layers": 2, "num_heads": 4,
+    "num_kv_heads": 2, "head_dim": 16, "intermediate_size": 96, "rope_theta": 5e5,
     "max_position_embeddings": 512, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
     "initializer_range": 0.02,
 }  # fmt: skip
@@ -29,7 +29,7 @@ def checkpoint(tmp_path):
 
 @pytest.fixture
 def load(tmp_path, checkpoint):
-    """Loads a configuration with these lines in its [model]."""
+    """Loads a configuration with some lines in its [model]."""
 
     def load(model="", **overrides):
         path = tmp_path / "mine.toml"
@@ -46,7 +46,7 @@ def refusal(load, *arguments, **overrides):
     return str(caught.value)
 
 
-def test_sizes_may_be_left_out(load):
+def test_sizes_may_be_omitted(load):
     model = load().model
     assert {name: getattr(model, name) for name in SIZES} == SIZES
     scaling = model.rope_scaling
@@ -55,7 +55,7 @@ def test_sizes_may_be_left_out(load):
     )  # fmt: skip
 
 
-def test_what_is_printed_loads_back(load, tmp_path):
+def test_printed_configuration_loads_back(load, tmp_path):
     for config in (load(), load("override = ['rope_scaling', 'rope_theta']\nrope_theta = 7.0")):
         text = config_to_toml(config)
         path = tmp_path / "printed.toml"
@@ -66,52 +66,53 @@ def test_what_is_printed_loads_back(load, tmp_path):
 
 
 def test_a_wrong_rope_theta_is_an_error(load, checkpoint):
-    # This used to train on with a higher loss, without a message.
+    # Regression: training used to continue with a higher loss, without a message.
     assert refusal(load, rope_theta="1e6") == (
-        f"command line: model.rope_theta = 1000000.0, and {checkpoint}/config.json says 500000.0:"
-        ' leave it out, or keep it with model.override = ["rope_theta"]'
+        f"command line: model.rope_theta = 1000000.0 differs from {checkpoint}/config.json, which "
+        'has 500000.0: remove it, or keep it with model.override = ["rope_theta"]'
     )
     assert load(rope_theta="1e6", override="rope_theta").model.rope_theta == 1e6
     assert load(rope_theta="500_000").model.rope_theta == 5e5
 
 
-def test_every_field_that_differs_is_told(load, tmp_path):
+def test_every_field_that_differs_is_reported(load, tmp_path):
     lines = refusal(load, "num_layers = 3\nfamily = 'qwen2'\ntie_word_embeddings = true")
     lines = [line.removeprefix(f"{tmp_path}/mine.toml: ") for line in lines.splitlines()]
-    says = f"{tmp_path}/checkpoint/config.json says"
+    differs = f"differs from {tmp_path}/checkpoint/config.json, which has"
     assert set(lines) == {
-        f'model.family = "qwen2", and {says} "llama": leave it out',
-        f"model.num_layers = 3, and {says} 2: leave it out",
-        f"model.tie_word_embeddings = true, and {says} false: leave it out",
+        f'model.family = "qwen2" {differs} "llama": remove it',
+        f"model.num_layers = 3 {differs} 2: remove it",
+        f"model.tie_word_embeddings = true {differs} false: remove it",
     }
 
 
-def test_rope_scaling_is_compared_by_what_it_does(load):
+def test_rope_scaling_is_compared_by_value(load):
     same = "rope_scaling = {type = 'llama3', factor = 8, original_max_position_embeddings = 64}"
     assert load(same) == load()
     said = refusal(load, rope_scaling="none")
-    assert 'model.rope_scaling = none, and ' in said and '{"type": "llama3", "factor": 8.0' in said
+    assert "model.rope_scaling = none differs from " in said
+    assert '{"type": "llama3", "factor": 8.0' in said
     said = refusal(load, "rope_scaling = {factor = 16.0}")
     assert 'keep it with model.override = ["rope_scaling"]' in said
     wrong = refusal(load, "rope_scaling = {type = 'llama3', factor = 'x'}")
     assert "model.rope_scaling.factor" in wrong and "is not allowed" in wrong
 
 
-def test_a_longer_context_is_asked_for(load, checkpoint):
+def test_a_longer_context_needs_an_override(load, checkpoint):
     raw = json.loads((checkpoint / "config.json").read_text()) | {"max_position_embeddings": 64}
     (checkpoint / "config.json").write_text(json.dumps(raw))
     said = refusal(load)
     assert said.startswith("data.seq_len = 128 is more than model.max_position_embeddings = 64, ")
-    assert 'with model.override = ["max_position_embeddings"] it may be another' in said
+    assert 'add it to model.override: ["max_position_embeddings"] or' in said
     assert load(override="max_position_embeddings").model.max_position_embeddings == 32768
 
 
 def test_sizes_cannot_be_overridden(load):
     said = refusal(load, "num_layers = 3\noverride = ['num_layers']")
-    assert "model.num_layers = 3, and " in said
+    assert "model.num_layers = 3 differs from " in said
     said = refusal(load, "override = ['num_layers']")
     assert said == (
-        'model.override has "num_layers"; allowed are rope_theta, rope_scaling,'
+        'model.override: "num_layers" cannot be overridden; choose from rope_theta, rope_scaling,'
         " max_position_embeddings, rms_norm_eps, initializer_range"
     )
 
@@ -120,7 +121,7 @@ def test_a_folder_without_config_json(load, checkpoint):
     (checkpoint / "config.json").unlink()
     said = refusal(load)
     assert said.startswith(f"model.init_from = {checkpoint}: cannot read {checkpoint}/config.json")
-    assert "a run that only goes on from its own checkpoint can do without" in said
+    assert "a run that resumes from its own checkpoint does not need it" in said
 
 
 def test_a_model_of_an_unknown_type(load, checkpoint):
@@ -130,24 +131,24 @@ def test_a_model_of_an_unknown_type(load, checkpoint):
 
 
 class Rescaled(Llama):
-    """A family of one's own, with a model_type of its own."""
+    """A custom family with a new model_type."""
 
     model_type = "rescaled"
     architecture = "RescaledForCausalLM"
 
 
-def test_a_family_of_ones_own_reads_its_checkpoints(load, checkpoint):
+def test_a_custom_family_reads_its_checkpoints(load, checkpoint):
     raw = json.loads((checkpoint / "config.json").read_text())
     raw |= {"model_type": Rescaled.model_type, "architectures": [Rescaled.architecture]}
     (checkpoint / "config.json").write_text(json.dumps(raw))
     own = f"{__name__}:Rescaled"
     model = load(family=own).model
-    assert (model.family, model.hidden_size) == (own, 128)
+    assert (model.family, model.hidden_size) == (own, 64)
     check_same_model(model, checkpoint)
     assert "(model_type rescaled); the model types known here are" in refusal(load)
 
 
-# ---- rotary scalings of the configuration itself -----------------------------------------------
+# ---- RoPE scaling in the configuration ---------------------------------------------------------
 
 SMALL = """
 [model]
@@ -171,8 +172,8 @@ intermediate_size = 64
         ),
         (
             "{type = 'linear', factor = 8.0, beta_fast = 16.0}",
-            'model.rope_scaling.beta_fast = 16.0 is read by type yarn, and model.rope_scaling.type '
-            '= "linear"',
+            "model.rope_scaling.beta_fast = 16.0 is only used by type yarn, but "
+            'model.rope_scaling.type = "linear"; remove it',
         ),
         (
             "{type = 'longrope', factor = 8.0, original_max_position_embeddings = 512, "

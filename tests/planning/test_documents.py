@@ -1,4 +1,4 @@
-"""The plan of a run on packed documents."""
+"""Dry run with packed documents."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from mtraining_jax.training.parts import build_mesh
 from tests.training.common import LONGROPE, VERTICAL_SLASH, changed, tiny_config
 
 
-def test_a_batch_of_documents_and_where_dense_ones_lie_are_planned(tmp_path):
+def test_abstract_batch_and_index_with_documents(tmp_path):
     config = tiny_config(tmp_path, sparsity={"kind": "dense"})
     assert index_bytes(config) == 0
     config = changed(config, data={"mode": "pack", "eos": 0})
@@ -25,7 +25,7 @@ def test_a_batch_of_documents_and_where_dense_ones_lie_are_planned(tmp_path):
     found = abstract_batch(config, mesh)["documents"]
     assert found.shape == (2, 128 // 8, 3) and found.dtype == jnp.int32
     assert found.sharding == jax.NamedSharding(mesh, DOCUMENTS)
-    # Two numbers for each of 16 blocks, of 2 sequences and 2 heads, on every rank.
+    # Two numbers per block: 16 blocks, 2 sequences, 2 heads, on every rank.
     assert index_bytes(config) == 4 * 2 * 16 * 2 * 2
     assert "documents" not in abstract_batch(changed(config, data={"mode": "concat"}), mesh)
     assert "document_lengths" not in abstract_batch(config, mesh)
@@ -33,12 +33,12 @@ def test_a_batch_of_documents_and_where_dense_ones_lie_are_planned(tmp_path):
     assert abstract_batch(stretched, mesh)["document_lengths"].shape == (2, 128)
 
 
-def test_pairs_are_counted_within_documents_where_lengths_are_at_hand(tmp_path):
+def test_pairs_within_documents_are_counted_if_lengths_are_known(tmp_path):
     config = tiny_config(tmp_path, sparsity={"dense_below": 40}, data={"mode": "pack", "eos": 0})
     chosen = density_of_lists(128, config.sparsity.settings.tau)
     unknown = planned_pairs(config)
     assert (unknown.causal, unknown.density, unknown.counted) == (1.0, chosen, False)
-    assert unknown.source.startswith('ASSUMED, each sequence one document: data.source = "tokens"')
+    assert unknown.source.startswith('ASSUMED one document per sequence: data.source = "tokens"')
     path, lengths = config.data.paths[0], np.array([100, 30, 57, 60, 6])
     np.save(path, np.load(path)[: lengths.sum()])
     with open(f"{path}.lengths", "wb") as file:
@@ -46,7 +46,7 @@ def test_pairs_are_counted_within_documents_where_lengths_are_at_hand(tmp_path):
     found = planned_pairs(config)
     pairs = {n: n * (n + 1) / 2 for n in (104, 32, 64, 8)}
     total = sum(pairs[-(-n // 8) * 8] for n in lengths)
-    # 266 tokens in blocks of 8 take three sequences.
+    # The documents fill three sequences.
     assert found.causal == pytest.approx(total / (3 * 128 * 129 / 2))
     short = (pairs[32] + pairs[8]) / total
     assert found.density == pytest.approx(short + (1 - short) * chosen)
@@ -54,10 +54,10 @@ def test_pairs_are_counted_within_documents_where_lengths_are_at_hand(tmp_path):
     assert flops.attention_dense == pytest.approx(2 * 2 * 2 * 14 * 16 * total / 3)
     assert flops.attention == pytest.approx(found.density * flops.attention_dense)
     lines = "\n".join(report(config, H200, estimate_memory(config), "estimated by formulas"))
-    assert "nothing is trained, of the data only lengths are read" in lines
+    assert "nothing is trained, only document lengths are read" in lines
     assert (
-        f"documents   {found.causal:.1%} of all causal pairs lie within one (lengths of 5 documents"
-        " in 3 sequences)"
+        f"documents   {found.causal:.1%} of all causal pairs are within documents (lengths of 5 "
+        "documents in 3 sequences)"
     ) in lines
     replay = VERTICAL_SLASH | {"kind": "replay", "replay_density": 0.3}
     replayed = planned_pairs(changed(config, sparsity=replay))
@@ -66,7 +66,7 @@ def test_pairs_are_counted_within_documents_where_lengths_are_at_hand(tmp_path):
     assert "nowhere" in planned_pairs(missing).source and not planned_pairs(missing).counted
 
 
-def test_longer_documents_are_expected_to_compute_a_smaller_share(tmp_path):
+def test_expected_density_falls_with_document_length(tmp_path):
     config = tiny_config(
         tmp_path,
         model={"max_position_embeddings": 2**19},
@@ -74,13 +74,13 @@ def test_longer_documents_are_expected_to_compute_a_smaller_share(tmp_path):
         data={"mode": "pack", "eos": 0, "seq_len": 2**18},
     )
     one = planned_pairs(config)
-    assert one.density == pytest.approx((0.100 * 0.046) ** 0.5)  # half way by logarithms
+    assert one.density == pytest.approx((0.100 * 0.046) ** 0.5)  # logarithmic interpolation
     path, lengths = config.data.paths[0], np.array([2**17, 2**16, 2**16])
     np.save(path, np.ones(lengths.sum(), np.uint16))
     with open(f"{path}.lengths", "wb") as file:
         np.save(file, lengths)
     found = planned_pairs(config)
-    # Of pairs, those of the long document weigh twice as much as both others.
+    # The long document has twice as many pairs as both others together.
     assert found.density == pytest.approx((4 * 0.100 + 2 * 0.109) / 6, rel=1e-4)
     more = planned_pairs(changed(config, sparsity={"tau": 0.95}))
     assert more.density == pytest.approx(1.41 * found.density, rel=0.01)

@@ -1,4 +1,4 @@
-"""What a run needs, without running it."""
+"""Dry run: predicted memory, FLOP and step time."""
 
 import json
 import math
@@ -25,8 +25,7 @@ from mtraining_jax.training.state import StateBuilder
 from tests.training.common import changed
 
 GIB = 2**30
-# The mesh of the configuration of these tests is for the CPU; that of a run that is not.
-ON_GPUS = {"cpu_devices": None}
+ON_GPUS = {"cpu_devices": None}  # the test configuration runs on virtual CPU devices
 
 
 @pytest.mark.parametrize("name", available_configs())
@@ -36,9 +35,9 @@ def test_every_configuration_is_estimated_and_fits(name, capsys):
     config = load_config(name)
     for text in (
         f"dry run of {name}:",
-        f"{config.data.batch_size} x {config.data.seq_len:,} tokens a step",
+        f"{config.data.batch_size} x {config.data.seq_len:,} tokens per step",
         "estimated by formulas",
-        "activations kept",
+        "kept for backward",
         "attention, dense",
         "  fits: ",
     ):
@@ -46,7 +45,7 @@ def test_every_configuration_is_estimated_and_fits(name, capsys):
     assert ("not a measurement" in printed) == (config.parallel.cpu_devices is None)
 
 
-def test_audits_cost_less_than_a_hundredth_of_a_step_at_131072_tokens(capsys):
+def test_audits_cost_less_than_1_percent_of_a_step_at_131072_tokens(capsys):
     asked = ["--audit.every_steps=50", "--audit.gradient_every=500", "--data.seq_len=131072"]
     main(["--config", "qwen3b_512k", "--dry-run=estimate", *asked])
     assert "  audits add 0.0" in capsys.readouterr().out
@@ -55,12 +54,12 @@ def test_audits_cost_less_than_a_hundredth_of_a_step_at_131072_tokens(capsys):
     step = flops.layers + flops.head + flops.recomputed + flops.attention
     # 36 layers of 16 heads of 128, 64 rows: q k, p v and p' v; q k, dO v, ds k and ds' k.
     assert audit.rows == 36 * 16 * 7 * (2 * 64 * 131072 * 128)
-    assert audit.rows < 0.01 * step  # even of a step that has an audit
+    assert audit.rows < 0.01 * step  # even of an audited step
     assert audit.share(config, step) < 0.001
 
 
 def budgets(folder):
-    """A file of MInference for 2 layers of 2 heads."""
+    """An MInference file for 2 layers of 2 heads."""
     path = folder / "budgets.json"
     path.write_text(
         json.dumps([{str(head): ["vertical_and_slash", 40, 20, 1.0] for head in range(2)}] * 2)
@@ -69,8 +68,8 @@ def budgets(folder):
 
 
 @pytest.mark.parametrize("kind", ["vertical_slash", "fixed", "replay", "dense", "xattention"])
-def test_index_buffers_are_those_of_the_index(config, kind, tmp_path):
-    # Caps that fill no whole 128 columns, and a layer's budgets in place of caps.
+def test_index_bytes_match_the_index(config, kind, tmp_path):
+    # Limits that are not multiples of 128 columns, and budgets instead of limits.
     sparsity = {"kind": kind, "max_verticals": 40, "max_slashes": 120, "replay_density": 0.3}
     if kind == "fixed":
         sparsity["budget_file"] = budgets(tmp_path)
@@ -100,20 +99,20 @@ def test_index_buffers_are_those_of_the_index(config, kind, tmp_path):
 
 
 @pytest.mark.parametrize(("top_k", "copies"), [(5, 4), (12, 7)])
-def test_copies_of_the_queries_are_counted(config, top_k, copies):
+def test_query_copies_are_counted(config, top_k, copies):
     def total(top_k):
         return estimate_memory(changed(
             config, sparsity={"kind": "moba", "chunk_size": 256, "top_k": top_k},
             data={"seq_len": 2048, "batch_size": 1}, model={"max_position_embeddings": 2048},
         )).total  # fmt: skip
 
-    # Six arrays of fp32 for each copy; 2048 tokens are 8 chunks.
+    # Six fp32 arrays per copy; 2048 tokens are 8 chunks.
     queries = 4 * 2048 // config.ranks * config.model.num_heads * config.model.head_dim
     assert total(top_k) - total(1) == 6 * copies * queries
 
 
 @pytest.mark.parametrize(("fsdp", "trainable"), [(False, ()), (True, ("mlp",))])
-def test_parameters_and_moments_are_those_of_the_run(config, fsdp, trainable):
+def test_memory_of_parameters_and_moments_matches_the_run(config, fsdp, trainable):
     config = changed(config, parallel={"fsdp": fsdp}, optimizer={"trainable": trainable})
     builder = StateBuilder(config, parts.build_mesh(config))
     state = builder.fresh()
@@ -155,8 +154,8 @@ def products(jaxpr):
 @pytest.mark.parametrize(
     ("remat", "kept"), [("none", 0), ("mlp", 0), ("mlp", 3), ("attention", 0), ("full", 0)]
 )
-def test_flops_are_those_of_the_traced_products(config, remat, kept, monkeypatch):
-    # Sums of the embedding's gradient are not counted: on GPUs 512 FLOP for each token and width.
+def test_flops_match_the_traced_products(config, remat, kept, monkeypatch):
+    # The embedding's gradient sums are not counted: on GPUs 512 FLOP per token and width.
     monkeypatch.setattr(embedding, "sum_rows", embedding._add_in_order)
     model = {"remat": remat, "mlp_chunk_size": 32, "mlp_kept_chunks": kept}
     config = changed(
@@ -168,7 +167,7 @@ def test_flops_are_those_of_the_traced_products(config, remat, kept, monkeypatch
 
     def loss(state):
         model = nnx.merge(graphdef, state)
-        # Without products of its own, but in need of all three.
+        # Has no matrix products but uses all three inputs.
         hidden, _ = model(tokens, tokens, lambda q, k, v: (q * k * v, {}))
         return linear_cross_entropy(hidden, model.lm_head_weight(), tokens, chunk_size=128)
 
@@ -180,9 +179,9 @@ def test_flops_are_those_of_the_traced_products(config, remat, kept, monkeypatch
 def test_attention_is_counted_at_the_density(config):
     dense = count_flops(changed(config, sparsity={"kind": "dense"}))
     sparse = count_flops(config)
-    # 2 sequences, 2 layers, 2 heads of 16; 4 D forward and 10 D backward for each pair.
+    # 2 sequences, 2 layers, 2 heads of 16; 4 D forward and 10 D backward per pair.
     assert dense.attention == dense.attention_dense == 2 * 2 * 2 * 14 * 16 * 128 * 129 / 2
-    assert sparse.attention == pytest.approx(0.441 * dense.attention)  # of short sequences
+    assert sparse.attention == pytest.approx(0.441 * dense.attention)  # short sequences
     again = count_flops(changed(config, model={"remat": "full"}))
     assert again.attention_recomputed == pytest.approx(0.441 * dense.attention * 4 / 14)
 
@@ -204,7 +203,7 @@ def test_attention_is_counted_at_the_density(config):
         ("qwen3b_512k", 1, 131072, {"remat": "attention"}, 6.229),
     ],
 )
-def test_estimated_times_are_near_those_of_runs(name, devices, tokens, model, measured):
+def test_predicted_step_times_are_near_measured_ones(name, devices, tokens, model, measured):
     config = load_config(name, [
         ("parallel.devices_per_node", str(devices)), ("data.seq_len", str(tokens)),
         *((f"model.{field}", str(value)) for field, value in model.items()),
@@ -214,7 +213,7 @@ def test_estimated_times_are_near_those_of_runs(name, devices, tokens, model, me
     assert sum(found.values()) == pytest.approx(measured, rel=0.05), found
 
 
-def test_the_time_of_a_choice_is_near_that_of_runs():
+def test_predicted_selection_time_is_near_the_measured_one():
     config = load_config("qwen3b_512k", [
         ("parallel.devices_per_node", "1"), ("data.seq_len", "131072"),
         ("model.remat", "attention"), ("sparsity.kind", "replay"),
@@ -223,10 +222,10 @@ def test_the_time_of_a_choice_is_near_that_of_runs():
     found = seconds(config, H200, estimate_memory(config), count_flops(config))
     # benchmarks/results/step-qwen3b-131072-h200-2026-11-23.md; choice-h200-2026-11-23.md: 10.3 ms.
     assert sum(found.values()) == pytest.approx(6.482, rel=0.05), found
-    assert found["choosing indices"] == pytest.approx(36 * 10.3e-3, rel=0.1)
+    assert found["index selection"] == pytest.approx(36 * 10.3e-3, rel=0.1)
 
 
-def test_one_gpu_waits_for_no_collectives():
+def test_one_gpu_has_no_collectives():
     def products(devices):
         config = load_config("qwen3b_512k", [("parallel.devices_per_node", str(devices))])
         found = seconds(config, H200, estimate_memory(config), count_flops(config))
@@ -236,7 +235,7 @@ def test_one_gpu_waits_for_no_collectives():
     assert products(1) == pytest.approx(products(2) * 0.87 / 0.90)
 
 
-def test_where_nothing_is_chosen_only_lists_are_built():
+def test_without_selection_only_work_lists_are_built():
     def parts(estimate):
         config = load_config("qwen3b_512k", [
             ("sparsity.kind", "replay"), ("sparsity.replay_estimate", estimate),
@@ -247,16 +246,16 @@ def test_where_nothing_is_chosen_only_lists_are_built():
     chosen, given = parts("true"), parts("false")
     indices = 36 * 16 * 524288 / 8
     assert given["building work lists"] == pytest.approx(indices * H200.lists_seconds)
-    assert "choosing indices" not in given and "building work lists" not in chosen
-    assert chosen["choosing indices"] > 4 * given["building work lists"]
+    assert "index selection" not in given and "building work lists" not in chosen
+    assert chosen["index selection"] > 4 * given["building work lists"]
 
 
-def test_scores_take_what_their_products_or_exponentials_take():
+def test_score_time_is_bound_by_products_or_exponentials():
     def choosing(**sparsity):
         overrides = [(f"sparsity.{name}", str(value)) for name, value in sparsity.items()]
         config = load_config("qwen3b_512k", overrides)
         flops = count_flops(config)
-        time = seconds(config, H200, estimate_memory(config), flops)["choosing indices"]
+        time = seconds(config, H200, estimate_memory(config), flops)["index selection"]
         return time, kernel_seconds(128, 1.0, flops.attention_dense * 4 / 14, 0.0) / config.devices
 
     (few, forward), (strides, _) = (
@@ -272,7 +271,7 @@ def test_scores_take_what_their_products_or_exponentials_take():
     assert replayed - few == pytest.approx(forward / 8 + softmax / 4, rel=1e-5)
 
 
-def test_dense_steps_of_a_sparse_run_are_planned_too(capsys):
+def test_dense_steps_of_a_sparse_run_are_predicted(capsys):
     name, asked = "qwen3b_512k", [("run.steps", "100"), ("sparsity.dense_last", "25")]
     sparse, dense = load_config(name, asked), load_config(name, [("sparsity.kind", "dense")])
 
@@ -284,10 +283,10 @@ def test_dense_steps_of_a_sparse_run_are_planned_too(capsys):
     mean = 0.75 * total(sparse) + 0.25 * total(dense)
     for text in (
         "  dense       the last 25: 25 of 100 steps\n",
-        "(estimated by formulas; of a sparse step, which takes the most)",
-        "PFLOP of one sparse step,",
-        "time of a sparse step,",
-        f"  a dense step         {total(dense):6.2f}  25.0% of the steps\n",
+        "(estimated by formulas; for a sparse step, which needs the most)",
+        "PFLOP per sparse step,",
+        "sparse step time in seconds:",
+        f"  dense step           {total(dense):6.2f}  25.0% of the steps\n",
         f"  mean of all steps    {mean:6.2f}  {524288 / mean:,.0f} tokens/s\n",
     ):
         assert text in printed
@@ -298,9 +297,7 @@ def test_dense_steps_of_a_sparse_run_are_planned_too(capsys):
     assert capsys.readouterr().out == every_step
 
 
-def test_of_sparse_and_dense_steps_the_one_that_takes_more_memory_counts(
-    config, capsys, monkeypatch
-):
+def test_memory_is_that_of_the_larger_of_sparse_and_dense_steps(config, capsys, monkeypatch):
     def compiled(config, gpu):
         return Compiled(peak=(3 if config.sparsity.kind == "dense" else 2) * GIB, host=0, seconds=7)
 
@@ -311,11 +308,11 @@ def test_of_sparse_and_dense_steps_the_one_that_takes_more_memory_counts(
     printed = capsys.readouterr().out
     assert "compiling the sparse step for 4 x" in printed
     assert "compiling the dense step for 4 x" in printed
-    assert "in 14 s; of a dense step, which takes the most)" in printed
+    assert "in 14 s; for a dense step, which needs the most)" in printed
     assert "  total                 3.00  fits" in printed
 
 
-def test_a_run_that_does_not_fit_says_what_to_change(config, capsys, monkeypatch):
+def test_advice_for_a_run_that_does_not_fit(config, capsys, monkeypatch):
     large = changed(
         config,
         model={
@@ -330,7 +327,7 @@ def test_a_run_that_does_not_fit_says_what_to_change(config, capsys, monkeypatch
     assert dry_run(large, "estimate") == 1
     printed = capsys.readouterr().out
     for text in (
-        "DOES NOT FIT: JAX takes 128.6 of the GPU's 139.8 GiB",
+        "DOES NOT FIT: JAX uses up to 128.6 of 139.8 GiB",
         "--parallel.fsdp=true",
         "--model.remat=full",
         "--optimizer.accumulation_steps=2",
@@ -347,37 +344,37 @@ def test_a_run_that_does_not_fit_says_what_to_change(config, capsys, monkeypatch
 
 def test_wrong_arguments(config, capsys, monkeypatch):
     assert main(["--config=tiny", "--dry-run=maybe"]) == 2
-    message = "error: --dry-run=maybe is not possible; --dry-run takes one of auto, compile, estim"
+    message = 'error: unknown mode "maybe" of --dry-run; choose one of auto, compile, estimate'
     assert capsys.readouterr().err.startswith(message)
     assert main(["--config=tiny", "--dry-run=compile"]) == 2
-    assert "--dry-run=compile is not possible: the run is for virtual" in capsys.readouterr().err
+    assert "--dry-run=compile is not possible: the run uses virtual" in capsys.readouterr().err
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "75%")
     assert main(["--config=tiny", "--parallel.cpu_devices=none", "--dry-run=estimate"]) == 2
     assert "XLA_PYTHON_CLIENT_MEM_FRACTION=75% in the environment" in capsys.readouterr().err
     assert main(["--config=tiny", "--dry-run", "--dry-run-gpu", "v100"]) == 2
-    message = "--dry-run-gpu=v100 is not possible; --dry-run-gpu takes one of h200, a100-40gb"
+    message = 'unknown GPU "v100" of --dry-run-gpu; choose one of h200, a100-40gb'
     assert message in capsys.readouterr().err
     assert main(["--config=tiny", "--dry-run-gpu=h200"]) == 2
-    assert "says what --dry-run is for, which is not given" in capsys.readouterr().err
+    assert "--dry-run-gpu=h200 needs --dry-run" in capsys.readouterr().err
 
 
-def test_the_papers_cluster_is_forecast(capsys):
-    """32 A100-40GB: never called an estimate, as no rate of theirs was measured."""
+def test_forecast_for_the_papers_cluster(capsys):
+    """32 A100-40GB: a forecast instead of an estimate, since no rate was measured."""
     arguments = ["--config=qwen3b_512k", "--parallel.nodes=4", "--sparsity.kind=replay"]
     assert main([*arguments, "--dry-run", "--dry-run-gpu=a100-40gb"]) == 0
     printed = capsys.readouterr().out
     for text in (
         "of 32 x NVIDIA A100-SXM4-40GB",
-        "estimated by formulas: there is no description of the NVIDIA A100-SXM4-40GB",
-        "JAX takes 36.4 of the GPU's 39.6 GiB",
-        "a FORECAST from rates that were not measured:\n  no A100 was at hand",
+        "estimated by formulas: there is no target description of the NVIDIA A100-SXM4-40GB",
+        "JAX uses up to 36.4 of 39.6 GiB",
+        "a FORECAST from rates that were not measured:\n  the kernels have not run on an A100",
     ):
         assert text in printed
     assert "ESTIMATE" not in printed
     config = load_config("qwen3b_512k", [("parallel.nodes", "4"), ("sparsity.kind", "replay")])
     memory, flops = estimate_memory(config), count_flops(config)
     times = seconds(config, A100_40GB, memory, flops)
-    # Of attention 4 FLOP of 14 are forward, at 155 TFLOP/s; 10 backward, at 105.
+    # 4 of 14 FLOP of attention are forward, at 155 TFLOP/s, and 10 backward, at 105.
     attention = flops.attention / 14 * (4 / 155e12 + 10 / 105e12) / config.devices
     assert times["attention"] == pytest.approx(attention, rel=0.01)
     assert times["matrix products"] == pytest.approx(

@@ -39,7 +39,7 @@ def test_a_record_in_numbers(config):
     found = record(config, 3)
     assert found["tokens"] == 3 * 2 * 128 and found["tokens_per_second"] == 512
     assert found["density"] == 0.375 and found["density_per_layer"] == [0.25, 0.5]
-    # Two products forward, five backward, 2 FLOP for each of D numbers and each pair.
+    # Two products forward, five backward, 2 D FLOP per pair each.
     pairs = 2 * 2 * 2 * (128 * 129 // 2)  # sequences, layers, heads
     dense = 7 * 2 * 16 * pairs
     assert found["attention_flops_dense_equivalent"] == dense
@@ -48,7 +48,7 @@ def test_a_record_in_numbers(config):
     matrices = 6 * 256 * (2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48) + 32 * 61)
     assert found["flops_executed"] == matrices + dense * 0.625
     assert found["flops_dense_equivalent"] == matrices + dense
-    # One product of the five backward is a repetition: no model FLOP.
+    # One of the five backward products is a recomputation, not model FLOP.
     assert found["flops_model"] == pytest.approx(matrices + 6 * 2 * 16 * pairs * 0.375)
     # Half a second on four devices.
     assert found["tflops_per_device_executed"] == found["flops_executed"] / 2 / 1e12
@@ -56,8 +56,8 @@ def test_a_record_in_numbers(config):
     assert found["mfu"] is None and found["memory_bytes_peak"] is None
 
 
-def test_flop_of_documents_are_those_of_their_pairs(config):
-    # Of the pairs of whole sequences; the mean of the sequences' own densities is not asked for.
+def test_flop_with_documents_count_pairs_within_documents(config):
+    # The densities are ratios of summed pairs, not means over sequences.
     layers = {
         "document_pairs": [0.25, 0.25], "density": [0.9, 0.9], "executed": [0.95, 0.95],
         "computed_pairs": [0.0625, 0.125], "executed_pairs": [0.125, 0.1875],
@@ -88,7 +88,7 @@ def test_a_gpu_has_a_peak_rate_and_memory(config):
     assert Memory.now([types.SimpleNamespace(memory_stats=lambda: None)]) is None
 
 
-def test_every_line_of_a_replay_says_so(config, capsys):
+def test_all_output_of_a_replay_is_marked(config, capsys):
     config = changed(config, sparsity={"kind": "replay"})
     layers = {"estimated_density": np.array([0.9, 1.0])}
     found = record(config, 1, layers=layers)
@@ -96,7 +96,7 @@ def test_every_line_of_a_replay_says_so(config, capsys):
     assert found["replayed_density"] == 0.375 and "density" not in found
     assert found["estimated_density_per_layer"] == [0.9, 1.0]
     assert (
-        "density 37.5% (replayed density, not chosen; the estimate that runs as well chose 95.0%)"
+        "density 37.5% (replayed density, not chosen; selection, run for timing only, had 95.0%)"
         in step_line(found, 10)
     )
     assert "(replayed density, not chosen)" in step_line(record(config, 1), 10)
@@ -111,7 +111,7 @@ def test_every_line_of_a_replay_says_so(config, capsys):
     assert "replayed density, not chosen" in capsys.readouterr().out
 
 
-def test_the_summary_is_of_steady_steps(config):
+def test_the_summary_excludes_warm_up_and_traced_steps(config):
     times = [9.0, 5.0, 2.0, 1.0, 3.0, 8.0, 8.0]
     records = [record(config, i, seconds=s) for i, s in enumerate(times, 1)]
     for traced in records[5:]:
@@ -122,7 +122,7 @@ def test_the_summary_is_of_steady_steps(config):
     assert "9.000 s/step (last step)" in speed
 
 
-def test_dense_steps_of_a_sparse_run_are_told_apart(config):
+def test_dense_steps_of_a_sparse_run_are_reported_separately(config):
     config = changed(config, run={"steps": 6}, sparsity={"dense_every": 3})
     whole = {"density": np.ones(2), "executed": np.ones(2)}
     records = [
@@ -132,7 +132,7 @@ def test_dense_steps_of_a_sparse_run_are_told_apart(config):
     assert [x.get("dense_step") for x in records] == [None, None, True] * 2
     dense = records[2]
     assert dense["attention_flops_executed"] == dense["attention_flops_dense_equivalent"]
-    assert "density 100.0% (a dense step)" in step_line(dense, 6)
+    assert "density 100.0% (dense step)" in step_line(dense, 6)
     text = "\n".join(summary(config, History.of(records), []))
     assert "speed      2.000 s/step (median of 2 sparse steps after warm-up)" in text
     assert "dense      2 of the 6 steps: 8.000 s/step (median of 2)" in text
@@ -142,7 +142,7 @@ def test_dense_steps_of_a_sparse_run_are_told_apart(config):
     assert "attention  all of the causal pairs computed, in 1 dense step" in only
 
 
-def test_a_long_run_is_summed_up_from_its_last_records_and_sums(config):
+def test_summary_of_a_long_run(config):
     losses = [9.0, float("nan"), *[2.0] * KEPT, *[1.0] * 10]
     history = History()
     for i, loss in enumerate(losses, 1):
@@ -157,18 +157,18 @@ def test_a_long_run_is_summed_up_from_its_last_records_and_sums(config):
     text = "\n".join(lines)
     assert f"0.500 s/step (median of the last {KEPT} steps after warm-up)" in text
     assert "loss       9.000 -> 1.000 (mean of the last 10 steps)" in text
-    assert "held out   4.0000 -> 12.0000" in text
-    assert "hold 50.0% of the attention's mass" in text
+    assert "validation 4.0000 -> 12.0000" in text
+    assert "with 50.0% of the attention mass (recall)" in text
 
 
-def test_numbers_that_are_not_finite_are_null(config):
+def test_non_finite_numbers_are_null(config):
     found = record(config, 1, loss=float("nan"))
     assert found["loss"] is None
     assert "NaN" not in json.dumps(found)
     assert "loss not finite" in step_line(found, 10)
 
 
-def test_jsonl_of_a_run_that_was_cut_off_goes_on_where_the_checkpoint_is(config):
+def test_jsonl_of_a_killed_run_continues_from_the_checkpoint(config):
     path = config.run.folder / "metrics.jsonl"
     config = changed(config, metrics={"tensorboard": False})
     for last_step, steps in ((0, (1, 2, 3)), (2, (3, 4))):
@@ -177,7 +177,7 @@ def test_jsonl_of_a_run_that_was_cut_off_goes_on_where_the_checkpoint_is(config)
             writer.write(record(config, step, loss=10 * last_step + step))
         writer.close()
         with path.open("a") as file:
-            file.write('{"step": 5, "lo')  # cut off in the middle of a line
+            file.write('{"step": 5, "lo')  # truncated line
     assert [(r["step"], r["loss"]) for r in written(config)] == [
         (1, 1), (2, 2), (3, 23), (4, 24),
     ]  # fmt: skip
@@ -206,7 +206,7 @@ def test_tensorboard_gets_every_number(config):
     assert not any("per_head" in tag for tag in tags)
 
 
-def test_a_full_disk_is_told_once(config, monkeypatch):
+def test_a_full_disk_is_reported_once(config, monkeypatch):
     from tensorboardX.record_writer import RecordWriter
 
     def full(self):
@@ -245,7 +245,7 @@ def test_writer_that_fails_closes_the_others(config):
         open_writers(config, 0)
 
 
-def test_output_that_cannot_be_written_is_told():
+def test_error_if_output_cannot_be_written():
     class Full(io.StringIO):
         def flush(self):
             raise OSError(28, "No space left on device")
@@ -253,23 +253,23 @@ def test_output_that_cannot_be_written_is_told():
     display = Display(console=Console(file=Full()))
     with pytest.raises(UserError, match="output cannot be written .No space left on device.; the"):
         display.say("a line")
-    display.say("which nobody would see")
+    display.say("discarded")
 
 
-def test_a_terminal_that_is_gone_does_not_end_a_run_before_its_signal():
+def test_a_closed_terminal_does_not_end_a_run_before_its_signal():
     ours, theirs = pty.openpty()
     with open(theirs, "w") as file:
         display = Display(console=Console(file=file, force_terminal=True))
         display.say("first")
         assert b"first" in os.read(ours, 100)
         os.close(ours)
-        display.say("second", "third")  # fails as a write, and is no error
+        display.say("second", "third")  # a failed write without error
         display.say("fourth")
-        write_to_nobody(theirs)  # what the file still holds, as for standard output
+        write_to_nobody(theirs)  # discards buffers, as for standard output
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_display_tells_loss_and_time_left(config, terminal, capsys):
+def test_display_shows_loss_and_eta(config, terminal, capsys):
     console = Console(force_terminal=terminal, width=120, highlight=False, soft_wrap=True)
     with Display(console=console) as display:
         display.say("a [line] as it is")
@@ -296,5 +296,5 @@ def test_display_of_other_processes_is_silent(config, capsys):
 def test_statistics_of_a_pattern_are_reported_under_their_own_names(config):
     found = record(config, 1, layers={"near_share": np.array([0.25, 0.75])})
     assert found["near_share"] == 0.5 and found["near_share_per_layer"] == [0.25, 0.75]
-    with pytest.raises(ValueError, match="'loss' must have another name"):
+    with pytest.raises(ValueError, match="'loss' must be renamed"):
         record(config, 1, layers={"loss": np.array([1.0, 2.0])})

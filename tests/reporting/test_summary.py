@@ -1,4 +1,4 @@
-"""What a run says at its end."""
+"""Output at the end of a run."""
 
 import sys
 
@@ -15,13 +15,14 @@ def config(tmp_path, monkeypatch):
     return changed(tiny_config(tmp_path), run={"steps": 3})
 
 
-def test_a_checkpoint_beyond_the_last_step_is_what_a_run_goes_on_from(config):
+def test_next_steps_after_a_checkpoint_beyond_the_last_step(config):
     said = "\n".join(already_complete(config, 200))
     assert "has a checkpoint of step 200, and run.steps = 3" in said
-    assert "python train.py --config tiny --run.steps=400\n      train on from step 200" in said
+    command = "python train.py --config tiny --run.steps=400"
+    assert f"{command}\n      continue training from step 200" in said
 
 
-def test_the_size_of_a_model_from_a_checkpoint_is_not_to_be_changed(config):
+def test_no_larger_model_is_suggested_with_init_from(config):
     assert "--model.num_layers=4" in "\n".join(already_complete(config, 3))
     loaded = changed(config, model={"init_from": "somewhere"})
     assert "num_layers" not in "\n".join(already_complete(loaded, 3))

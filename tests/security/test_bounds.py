@@ -1,4 +1,4 @@
-"""Files from elsewhere: their sizes, and the names in them."""
+"""Size limits of untrusted files, and the file names in them."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from mtraining_jax.training.checkpoint import newest_step
 
 
 def sparse_file(path, size):
-    """A file of a size that takes no room."""
+    """A sparse file."""
     with path.open("wb") as file:
         file.truncate(size)
     return path
@@ -32,16 +32,16 @@ def sparse_file(path, size):
         ("tokenizer.json", bounded.LARGEST_TOKENIZER, lambda path: make_tokenizer(str(path))),
     ],
 )
-def test_small_files_that_are_large_are_not_read(tmp_path, name, limit, read):
-    with pytest.raises(UserError, match=rf"{name} has .* MiB, and a file of its kind at most"):
+def test_oversized_files_are_not_read(tmp_path, name, limit, read):
+    with pytest.raises(UserError, match=rf"{name} is .* MiB; the limit is .* MiB"):
         read(sparse_file(tmp_path / name, limit + 2**20))
 
 
 @pytest.mark.parametrize("name", ["run.toml", "config.json"])
-def test_a_pipe_is_no_file_to_wait_for(tmp_path, name):
+def test_pipes_are_rejected(tmp_path, name):
     os.mkfifo(tmp_path / name)
     read = load_config if name == "run.toml" else lambda path: read_hf_config(path.parent)
-    with pytest.raises(UserError, match="is no ordinary file"):
+    with pytest.raises(UserError, match="is not a regular file"):
         read(tmp_path / name)
 
 
@@ -64,7 +64,7 @@ def test_shards_cannot_leave_the_folder_of_their_checkpoint(tmp_path, name):
         Tensors(tmp_path)
 
 
-def test_only_folders_that_a_run_would_name_so_are_checkpoints(tmp_path):
+def test_only_folders_named_by_a_run_are_checkpoints(tmp_path):
     for name in ("12", "0012", "²", "٣", "13.orbax-checkpoint-tmp", "-14"):
         (tmp_path / name).mkdir()
     (tmp_path / "99").write_text("no folder")

@@ -121,7 +121,7 @@ def test_an_alarm_names_layer_head_and_option_when_it_is_so_twice(config):
     low = figures(recall=((1, 2), 0.25))
     assert alarms.of(figures()) == [] and alarms.of(low) == []
     assert alarms.of(low) == [
-        "layer 1 head 2 keeps 25.0% of its attention's mass, less than audit.alarm_recall = 0.3; "
+        "layer 1 head 2 has a recall of 25.0%, less than audit.alarm_recall = 0.3; "
         "sparsity.top_p = 0.9 may be larger"
     ]
     assert alarms.of(low) == []  # it is known
@@ -131,7 +131,7 @@ def test_an_alarm_names_layer_head_and_option_when_it_is_so_twice(config):
     alarms.of(gap)
     of_gradient, of_gap = alarms.of(gap)
     assert "layer 0 head 0 has a cosine of -0.100 between" in of_gradient
-    assert "layer 0 head 1 keeps 0.400 more of the mass of the last queries than" in of_gap
+    assert "layer 0 head 1 has a recall 0.400 higher for the last queries than" in of_gap
     assert 'sparsity.kind = "sampled_rows"' in of_gap
     # A resumed run continues the count, and does not repeat an alarm.
     once, again = Alarms(config), Alarms(config)

@@ -51,7 +51,7 @@ def test_they_are_at_both_ends_and_every_so_often(sparse, capsys):
         assert np.isfinite(record["loss"]) and record["skipped_steps"] == 0
     printed = capsys.readouterr().out
     assert "dense      the first, the last and one in 4: 3 of 7 steps" in printed
-    assert "(a dense step)" in printed and "3 sparse steps after warm-up" in printed
+    assert "(dense step)" in printed and "3 sparse steps after warm-up" in printed
 
 
 def test_a_run_that_ends_dense_is_one_of_two_commands_to_the_bit(sparse, capsys):

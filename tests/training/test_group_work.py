@@ -57,7 +57,7 @@ def test_a_balanced_and_tuned_run_trains_resumes_and_says_how_even_it_is(packed,
     assert whole[-1]["loss"] < whole[0]["loss"]
     printed = capsys.readouterr().out
     assert "data.balance = density" in printed
-    assert "groups     attention of the busiest 1." in printed
+    assert "replicas   slowest over mean: attention 1." in printed
     assert f"imbalance {whole[0]['attention_imbalance']:.2f}  " in printed
     # Documents of up to 3 blocks have fewer than 40 tokens: dense. Those of 4 to 7 may be dense.
     assumed = assumed_densities(config)
@@ -80,7 +80,7 @@ def test_a_balanced_and_tuned_run_trains_resumes_and_says_how_even_it_is(packed,
     apart = shares != 0.6
     assert apart.any() and ((shares > 0.6).sum(1) == (shares < 0.6).sum(1)).all()
     assert f"tau {shares[0].min():.3f} to {shares[0].max():.3f}" in printed
-    assert "tuned      tau from 0.3 to 0.8, so that groups take as long as the mean" in printed
+    assert "tuned      tau from 0.3 to 0.8 per data-parallel replica, to match the mean time" in printed
     assert f"tuned      tau {shares.min():.3f} to {shares.max():.3f}" in printed
 
     shutil.rmtree(checkpoint_folder(config) / "5")

@@ -107,7 +107,7 @@ def check_print(printed):
     for text in (
         "mtraining-jax: whole, 4 steps",
         "1 x 1 x 4 (data x node x device) of 4 cpu devices in 1 process",
-        "attention backend: xla (no Hopper GPU here)",
+        "attention backend: xla (no Hopper GPU)",
         "step 1/4  loss 4.",
         "done: 4 steps",
         "(recall)",

@@ -43,7 +43,7 @@ def test_its_fields_are_written_only_where_it_is_selected(plain_config):
 @pytest.mark.parametrize(
     ("option", "sentence"),
     [
-        ("--sparsity.strid=3", "--sparsity.strid is not an option; did you mean --sparsity.stri"),
+        ("--sparsity.strid=3", "unknown option --sparsity.strid; did you mean --sparsity.stri"),
         ("--sparsity.stride=0", "sparsity.stride = 0 is not allowed: it must be an integer"),
     ],
 )

@@ -1,6 +1,6 @@
-"""Where the records of a run are written: each kind of writer is one file.
+"""Metric writers.
 
-A new one needs its file, a switch in the `metrics` section, and a line in `registry.WRITERS`.
+A new writer needs a module, a switch in the `metrics` section and a line in `registry.WRITERS`.
 """
 
 from mtraining_jax.reporting.writers.registry import Writer, open_writers

@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON object a step."""
+"""metrics.jsonl: one JSON object per step."""
 
 import contextlib
 import json
@@ -11,36 +11,34 @@ JSONL_NAME = "metrics.jsonl"
 
 
 class JsonlWriter:
-    """Appends lines to RUN_FOLDER/metrics.jsonl; each is on disk when `write` returns.
+    """Appends lines to RUN_FOLDER/metrics.jsonl and flushes each.
 
     Args:
-        config: of the run.
-        last_step: lines about later steps are removed first.
+        config: the run.
+        last_step: lines of later steps are removed first.
     """
 
     def __init__(self, config: Config, last_step: int) -> None:
         path = config.run.folder / JSONL_NAME
         self.where = str(path)
         kept = _lines_until(path, last_step)
-        # Renamed into place, so that a run that is interrupted here loses no line.
+        # Renamed into place, so that an interruption loses no line.
         new = path.with_suffix(".new")
         new.write_text("".join(kept), encoding="utf-8")
         new.replace(path)
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, record: Record) -> None:
-        """Writes one line."""
         self._file.write(json.dumps(record, allow_nan=False) + "\n")
         self._file.flush()
 
     def close(self) -> None:
-        """Closes the file; every line is on disk already, or its failure was told."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # `write` flushes and raises errors
             self._file.close()
 
 
 def _lines_until(path: Path, last_step: int) -> list[str]:
-    """Whole lines about steps up to `last_step`; none without the file."""
+    """Complete lines of steps up to `last_step`, if the file exists."""
     lines = []
     if path.is_file():
         with path.open(encoding="utf-8", errors="replace") as file:
@@ -48,7 +46,7 @@ def _lines_until(path: Path, last_step: int) -> list[str]:
                 try:
                     step = json.loads(line)["step"]
                 except (ValueError, KeyError, TypeError, RecursionError):
-                    continue  # cut off in the middle
+                    continue  # truncated line
                 if isinstance(step, int) and step <= last_step:
                     lines.append(line)
     return lines

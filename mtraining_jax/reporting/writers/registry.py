@@ -1,4 +1,4 @@
-"""The writers there are, and which of them a configuration asks for."""
+"""Registry of metric writers."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -12,19 +12,18 @@ from mtraining_jax.reporting.writers.wandb import WandbWriter
 
 
 class Writer(Protocol):
-    """Where records go."""
+    """Interface of metric writers."""
 
     where: str
 
     def write(self, record: Record) -> None:
-        """Takes the record of one step."""
+        """Writes the record of one step."""
 
     def close(self) -> None:
-        """Returns when all records are where they belong."""
+        """Waits until all records are written."""
 
 
-# By the switch of the `metrics` section. wandb stands first: it may not be installed, and then
-# nothing must have been written.
+# By switch in the `metrics` section. wandb is first: if it is missing, nothing must be written.
 WRITERS: dict[str, Callable[[Config, int], Writer]] = {
     "wandb": WandbWriter,
     "jsonl": JsonlWriter,
@@ -33,18 +32,14 @@ WRITERS: dict[str, Callable[[Config, int], Writer]] = {
 
 
 def open_writers(config: Config, last_step: int) -> list[Writer]:
-    """The writers that the `metrics` section asks for, to be opened by one process only.
+    """Opens the writers enabled in the `metrics` section; call in one process only.
 
     Args:
-        config: of the run.
-        last_step: the step that the run resumes from; what an interrupted run has written about
-            later steps is removed.
-
-    Returns:
-        The open writers.
+        config: the run.
+        last_step: the step that the run resumes from; later records are removed.
 
     Raises:
-        UserError: if wandb is asked for and not installed, or a file cannot be written.
+        UserError: wandb is enabled but not installed, or a file cannot be written.
     """
     writers: list[Writer] = []
     try:

@@ -12,23 +12,23 @@ from mtraining_jax.reporting.audit import PER_HEAD
 from mtraining_jax.reporting.record import Record
 
 TENSORBOARD_NAME = "tensorboard"
-# Seconds between two writes to the disk: TensorBoard reads the file again every 30.
+# Seconds between flushes; TensorBoard reloads every 30.
 _PATIENCE = 10.0
 
 
 class TensorBoardWriter:
-    """One curve for each number of a record, and one for each layer of a list; alarms as text.
+    """Writes one curve per metric, or per layer for lists, and warnings as text.
 
-    tensorboardX makes the events. Its own writer is not used: it writes in a thread, where a full
-    disk ends in a traceback and not in an error of the run.
+    Uses tensorboardX to create events, but not its writer: that writes in a thread, where a full
+    disk causes a traceback instead of an error of the run.
 
     Args:
-        config: of the run.
-        last_step: points of later steps are no longer shown.
+        config: the run.
+        last_step: TensorBoard hides older points of later steps.
     """
 
     def __init__(self, config: Config, last_step: int) -> None:
-        # Not at the top: the import takes a while, and the writer may be switched off.
+        # A slow import, so only if the writer is enabled.
         from tensorboardX.proto import event_pb2
         from tensorboardX.record_writer import RecordWriter
 
@@ -45,13 +45,12 @@ class TensorBoardWriter:
         self._add(session_log=start, step=last_step + 1)
 
     def write(self, record: Record) -> None:
-        """Adds a point to each curve."""
         from tensorboardX import summary
 
         step = record["step"]
         with self._noting_failure():
             for name, value in record.items():
-                if name.endswith(PER_HEAD):  # thousands of curves
+                if name.endswith(PER_HEAD):
                     continue
                 if name == "alarms":
                     for sentence in value:
@@ -67,10 +66,10 @@ class TensorBoardWriter:
                 self._written = time.monotonic()
 
     def close(self) -> None:
-        """Writes what is left.
+        """Flushes and closes the file.
 
         Raises:
-            UserError: if it cannot be written, unless `write` has told so before.
+            UserError: the flush failed, and `write` has not raised before.
         """
         try:
             if not self._failed:
@@ -80,7 +79,7 @@ class TensorBoardWriter:
                 f"{self.where} cannot be written ({error.strerror}): its last points are missing"
             ) from error
         finally:
-            with contextlib.suppress(OSError):  # which has been told
+            with contextlib.suppress(OSError):  # already raised
                 self._file.close()
 
     def _add(self, **fields: object) -> None:

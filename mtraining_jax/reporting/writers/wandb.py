@@ -8,19 +8,16 @@ from mtraining_jax.errors import UserError
 from mtraining_jax.reporting.audit import PER_HEAD
 from mtraining_jax.reporting.record import Record
 
-# Holds the id of the run at Weights & Biases. It is moved aside with the run's folder, so a run
-# that starts anew gets an id of its own.
+# File with the W&B id of the run. A run that starts from scratch gets a new run folder and id.
 ID_NAME = "wandb_id.txt"
 
 
 class WandbWriter:
-    """Sends records to the project `mtraining-jax`, under the name of the run.
-
-    A run that resumes from a checkpoint continues there; one that starts anew is another run.
+    """Logs records to the project `mtraining-jax`; resumed runs continue their W&B run.
 
     Args:
-        config: of the run.
-        last_step: the step that the run resumes from, 0 if it starts anew.
+        config: the run.
+        last_step: the step that the run resumes from, 0 if it starts from scratch.
     """
 
     def __init__(self, config: Config, last_step: int) -> None:
@@ -37,23 +34,21 @@ class WandbWriter:
             dir=str(config.run.folder),
             config=config_to_dict(config),
             resume="allow",
-            id=_run_id(config.run.folder / ID_NAME, anew=last_step == 0),
+            id=_run_id(config.run.folder / ID_NAME, resumed=last_step > 0),
         )
         self.where = f"Weights & Biases ({self._run.url or 'offline'})"
 
     def write(self, record: Record) -> None:
-        """Sends the record."""
         record = {name: x for name, x in record.items() if not name.endswith(PER_HEAD)}
         self._run.log(record, step=record["step"])
 
     def close(self) -> None:
-        """Waits until all is sent."""
         self._run.finish()
 
 
-def _run_id(path: Path, anew: bool) -> str:
-    """The id that the run had when it began; a new one if it begins now."""
-    if not anew and path.is_file():
+def _run_id(path: Path, resumed: bool) -> str:
+    """The saved id of a resumed run; otherwise a new id."""
+    if resumed and path.is_file():
         return path.read_text(encoding="utf-8").strip()
     new = uuid.uuid4().hex
     path.write_text(new + "\n", encoding="utf-8")
