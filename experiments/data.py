@@ -1,12 +1,13 @@
-"""Token files of the experiments: tier A's from numbers, the others' from packages by checksum.
+"""Writes the token files of a tier: synthetic tasks (tier A), or text from packages (B and C).
 
     python -m experiments.data a
     python -m experiments.data c --packages PACKAGES
 
 Writes runs/quality/data/TIER: train.npy and heldout.npy (uint16 [sequences, S]), prose.txt (the
-haystack of needles, tiers B and C) and sources.json. Nothing of the texts is part of this
-repository. Held out are whole packages (Django, zstandard, regex) and, of the books, Milton and two
-plays. Training has one sequence in twenty with a needle or a passkey and its answer at the end.
+needle haystack, tiers B and C) and sources.json. Packages are pinned by version and checksum; their
+texts are not part of this repository. Validation data are three whole packages (Django, zstandard,
+regex), Milton and two plays. One training sequence in twenty ends with a needle or passkey question
+and its answer.
 """
 
 import argparse
@@ -42,22 +43,22 @@ NETWORKX = Package(
     "networkx", "3.4.2", "networkx-3.4.2-py3-none-any.whl",
     "df5d4365b724cf81b8c6a7312509d0c22386097011ad1abe274afd5e9d3bbc5f",
 )  # fmt: skip
-# Of the books, what is held out; other editions of the same plays have names that begin alike.
+# Validation plays. The names of other editions start with the same words.
 HELD_OUT_PLAYS = ("hamlet", "winters_tale")
 TRAINED_SEED, VOCABULARY_A = 1, 2048
-# One training sequence in so many holds a needle or a passkey.
+# One training sequence in this many has a needle or a passkey.
 NEEDLES_EVERY = 20
-# Files with more characters are tables or generated.
+# Longer files (characters) are tables or generated code, and are skipped.
 LONGEST_FILE = 400_000
 
 
 class Tier(NamedTuple):
-    """How much of what a tier reads.
+    """Amount of data of a tier.
 
     Attributes:
         seq_len: S.
-        rows: sequences of training.
-        held_out: sequences that are held out.
+        rows: training sequences.
+        held_out: validation sequences.
     """
 
     seq_len: int
@@ -66,7 +67,7 @@ class Tier(NamedTuple):
 
 
 TIERS = {
-    "a": Tier(8192, 2400, 0),  # its tests are made while they are asked
+    "a": Tier(8192, 2400, 0),  # its test problems are generated during evaluation
     "b": Tier(16384, 1200, 64),
     "c": Tier(32768, 400, 48),
     "c64k": Tier(65536, 200, 16),
@@ -74,10 +75,10 @@ TIERS = {
 
 
 def files_of(package: Package, folder: Path) -> Iterator[tuple[str, str]]:
-    """Names and texts of the Python, C and text files of a package, in the order of their names.
+    """Names and texts of the Python, C and text files of a package, sorted by name.
 
     Raises:
-        UserError: if the package cannot be had or is another one.
+        UserError: if the package cannot be fetched or has another checksum.
     """
     path = package.fetch(folder)
     wanted = (".py", ".c", ".h", ".txt", ".rst")
@@ -101,16 +102,16 @@ def _text(data: bytes) -> str:
 def code_stream(
     package: Package, folder: Path, tokenizer: Tokenizer, without: tuple[str, ...] = ()
 ) -> np.ndarray:
-    """All files of a package, each after a comment with its name: uint16 [n] and one end token.
+    """Tokens of all files of a package, uint16 [n], with one end token after the last file.
 
-    Files are in the order of their names, so that those of a folder, which import and repeat each
-    other, share sequences.
+    Each file follows a comment with its name. Files are sorted by name, so that related files of a
+    folder share sequences.
 
     Args:
-        package: what to read.
-        folder: that keeps packages.
-        tokenizer: of fewer than 65536 tokens.
-        without: files whose name ends so are left out.
+        package: the package.
+        folder: cache folder of packages.
+        tokenizer: tokenizer with fewer than 65536 tokens.
+        without: suffixes of file names to skip.
     """
     parts = [
         tokenizer.encode(f"# {name}\n{text}\n")
@@ -121,7 +122,7 @@ def code_stream(
 
 
 def plays(folder: Path) -> dict[str, str]:
-    """Shakespeare's texts for training by name: one edition each, without what is held out."""
+    """Shakespeare's training texts by name, one edition each, without the validation plays."""
     return {
         name: text
         for name, text in files_of(texts.SHAKESPEARE, folder)
@@ -132,7 +133,7 @@ def plays(folder: Path) -> dict[str, str]:
 
 
 def rows_of(stream: np.ndarray, seq_len: int) -> np.ndarray:
-    """A stream cut every `seq_len` tokens, without what is left over: [n, seq_len]."""
+    """Splits a stream into sequences [n, seq_len] and drops the remainder."""
     count = len(stream) // seq_len
     return stream[: count * seq_len].reshape(count, seq_len)
 
@@ -140,21 +141,20 @@ def rows_of(stream: np.ndarray, seq_len: int) -> np.ndarray:
 def needle_row(
     number: int, filler: np.ndarray, tokenizer: Tokenizer, haystack: str
 ) -> np.ndarray:
-    """A training sequence that ends with a needle's answer.
+    """A training sequence that ends with a needle or passkey prompt and its answer.
 
-    Prompt and answer are those of the tasks `needle` and `passkey` of evaluate.py, with a seed of
-    their own. They stand at the end, and what is left in front is filled.
+    Prompts are those of the tasks `needle` and `passkey` of evaluate.py, with another seed.
 
     Args:
-        number: of the row.
-        filler: uint16 [S], another sequence.
-        tokenizer: of the model.
-        haystack: a file of training text.
+        number: number of the row.
+        filler: uint16 [S], a sequence that fills the space before the prompt.
+        tokenizer: tokenizer of the model.
+        haystack: path of a file with training text.
     """
     name = ("needle", "passkey")[number % 2]
     options = {"essays": haystack} if name == "needle" else {}
     (task,) = make_tasks([name], options)
-    # Shorter ones as well: the distance is not to be always the same.
+    # Several prompt lengths, to vary the distance.
     length = len(filler) >> Stream(TRAINED_SEED, number).below(4)
     sample = task.sample(length, number, TRAINED_SEED, tokenizer)
     asked = np.concatenate([sample.prompt_ids, sample.answer_ids, [tokenizer.eos]])
@@ -165,12 +165,12 @@ def needle_row(
 def text_tier(
     tier: Tier, tokenizer: Tokenizer, packages: Path, out: Path
 ) -> tuple[np.ndarray, np.ndarray, list[str]]:
-    """Training and held-out sequences of text: uint16 [n, S] each, and the kind of each held-out.
+    """Training and validation sequences, uint16 [n, S], and the kind of each validation text.
 
-    Writes prose.txt, the held-out haystack of needles.
+    Writes prose.txt, the haystack of needles in evaluation.
 
     Raises:
-        UserError: if a package cannot be had, or there is too little text.
+        UserError: if a package cannot be fetched, or there is too little text.
     """
     trained = plays(packages)
     streams = [code_stream(x, packages, tokenizer) for x in (SYMPY, TRANSFORMERS, NETWORKX)]
@@ -179,7 +179,7 @@ def text_tier(
     )
     rows = np.concatenate([rows_of(x.astype(np.uint16), tier.seq_len) for x in streams])
     if len(rows) < tier.rows:
-        raise UserError(f"the packages have {len(rows)} sequences, and {tier.rows} are needed")
+        raise UserError(f"the packages have {len(rows)} sequences; {tier.rows} are needed")
     rows = rows[Stream(TRAINED_SEED).order(len(rows))[: tier.rows]]
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as haystack:
         haystack.write("\n".join(trained.values()))
@@ -195,15 +195,15 @@ def text_tier(
 
 
 def held_out(tier: Tier, tokenizer: Tokenizer, packages: Path) -> tuple[np.ndarray, list[str]]:
-    """Held-out sequences uint16 [n, S], and the kind of text of each.
+    """Validation sequences uint16 [n, S], and the kind of text of each.
 
-    Those of `benchmarks.texts` as far as they are long enough, and others of Django.
+    They are the texts of `benchmarks.texts`, if long enough, and further files of Django.
     """
     rows, kinds = [], []
     if tier.seq_len <= texts.SEQ_LEN:
         for text in texts.TEXTS:
             ids = tokenizer.encode(texts.read(text, packages))[: texts.SEQ_LEN]
-            # Of shorter sequences the first, so that all texts are there.
+            # Shorter sequences take the start of each text.
             rows.append(ids[: tier.seq_len].astype(np.uint16))
             kinds.append(text.kind)
     without = tuple(f"/{name}" for x in texts.TEXTS for name in x.files)
@@ -221,10 +221,10 @@ def main(argv: list[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("tier", choices=TIERS)
-    parser.add_argument("--out", type=Path, default=FOLDER / "data", help="folder of all tiers")
+    parser.add_argument("--out", type=Path, default=FOLDER / "data", help="data of all tiers")
     parser.add_argument("--tokenizer", default=str(FOLDER / "model/tokenizer.json"))
-    parser.add_argument("--packages", type=Path, default=FOLDER / "packages", help="keeps them")
-    parser.add_argument("--rows", type=int, help="other than usual, to try something")
+    parser.add_argument("--packages", type=Path, default=FOLDER / "packages", help="cache")
+    parser.add_argument("--rows", type=int, help="number of training sequences, for trials")
     args = parser.parse_args(argv)
     tier = TIERS[args.tier]
     if args.rows:

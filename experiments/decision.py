@@ -16,20 +16,20 @@ def verdicts(found: dict[tuple[str, str], Losses], scores: Scores) -> list[str]:
     """The verdict for each arm, one line each."""
     dense = found.get(("dense", "dense"))
     if dense is None:
-        return ["- The dense arm has not been measured: nothing can be said."]
+        return ["- No verdict: the dense arm has not been measured."]
     lines, seeds = [], len(dense.means)
     early = min(EARLY.bit_length() - 1, len(dense.counts) - 1)
     gain = float((dense.means[..., early] - dense.means[..., -1]).mean())
     window, loss = found.get(("window", "window")), long_mean(dense, dense.means).mean()
     lost = None if window is None else long_mean(window, paired(window, dense)).mean() / loss
     valid = gain > GAIN and lost is not None and lost > WINDOW_LOSS
-    said = "not measured" if lost is None else f"{100 * lost:+.2f} %"
+    text = "is not measured" if lost is None else f"loses {100 * lost:+.2f} %"
     lines.append(
         f"- {'Valid' if valid else '**Not valid**'}: dense gains {gain:.3f} nats in context "
-        f"(needed {GAIN}), the window loses {said} (needed {100 * WINDOW_LOSS} %)."
+        f"(required: {GAIN}), the window {text} (required: {100 * WINDOW_LOSS} %)."
     )
     if seeds < SEEDS_NEEDED:
-        lines.append(f"- **Of {seeds} seed(s), {SEEDS_NEEDED} are needed: this decides nothing.**")
+        lines.append(f"- **Not decisive: {seeds} of {SEEDS_NEEDED} required seeds.**")
     telling = {task for task in _asked_of_dense(scores) if _why_dropped(scores, task) is None}
     for arm in variants.SPARSE:
         used_densely = found.get((arm, "dense"))
@@ -45,7 +45,7 @@ def verdicts(found: dict[tuple[str, str], Losses], scores: Scores) -> list[str]:
         word = "equal" if inside else "**unequal**" if outside else "not decided"
         text = f"- `{arm}`: {word}"
         if len(difference) < SEEDS_NEEDED:
-            text += f" (of {len(difference)} seed(s))"
+            text += f" ({len(difference)} seed(s))"
         if needles is not None:
             text += f", needles {needles:+.1f} points"
         pattern = variants.own_pattern(arm)
@@ -54,8 +54,8 @@ def verdicts(found: dict[tuple[str, str], Losses], scores: Scores) -> list[str]:
             helped = band(long_mean(own, paired(own, other)))
             better = helped.mean < 0 and helped.p < 0.01
             text += (
-                f"; training with it {'helps' if better else 'is not shown to help'} its own "
-                f"inference ({cell(helped)}, p {helped.p:.2g})"
+                f"; training with the pattern {'helps' if better else 'is not shown to help'} "
+                f"inference with it ({cell(helped)}, p {helped.p:.2g})"
             )
         lines.append(text + ".")
     return lines
@@ -83,10 +83,10 @@ def _asked_of_dense(scores: Scores) -> list[tuple]:
 def _why_dropped(scores: Scores, task: tuple) -> str | None:
     """The reason why the rule drops a task; None if the task counts."""
     if _level(scores, task) < LEARNED:
-        return f"dense has not learned it** (below {LEARNED:.0f})."
+        return f"not learned by dense** (below {LEARNED:.0f})."
     window = _difference(scores, task, "window")
     if window is not None and abs(window.mean) <= NEEDLES:
-        return "a window does as well.**"
+        return "the window is as good.**"
     return None
 
 

@@ -1,10 +1,10 @@
-"""Cuts tier C's training text into documents of mixed lengths, to time groups of devices with.
+"""Cuts tier C's training text into documents of mixed lengths, to time data-parallel replicas.
 
     python -m experiments.data c
     python -m experiments.documents
 
-Writes runs/quality/data/documents.npy: uint16 [n], each document with its end token. Where a
-document ends says nothing about the text: what is real is how a model's pairs fall with the length.
+Writes runs/quality/data/documents.npy: uint16 [n], each document with its end token. Boundaries are
+random and do not follow the text; the text only makes densities by length realistic.
 """
 
 import argparse
@@ -14,14 +14,14 @@ import numpy as np
 
 from experiments.data import FOLDER
 
-# Tokens of a document: lognormal, within bounds.
+# Document lengths in tokens: lognormal, clipped to the bounds.
 MEDIAN, SIGMA, BOUNDS = 8000, 1.4, (256, 120_000)
-END, OTHER = 0, 1  # SmolLM2's end token, and what stands in its place within a document
+END, OTHER = 0, 1  # SmolLM2's end token, and its replacement within a document
 SEED = 0
 
 
 def documents_of(rows: np.ndarray) -> np.ndarray:
-    """Token ids cut into documents; what is left over at the end is dropped.
+    """Cuts token ids into documents and drops the remainder.
 
     Args:
         rows: integers [...], tokens in order.
@@ -31,7 +31,7 @@ def documents_of(rows: np.ndarray) -> np.ndarray:
     """
     ids = np.where(rows.reshape(-1) == END, OTHER, rows.reshape(-1))
     rng = np.random.default_rng(SEED)
-    # The least bound says how many are enough, whatever is drawn.
+    # Enough documents even if all have the minimum length.
     drawn = rng.lognormal(np.log(MEDIAN), SIGMA, ids.size // BOUNDS[0] + 1)
     ends = np.cumsum(np.clip(drawn.astype(int), *BOUNDS))
     ends = ends[ends < ids.size]
@@ -44,11 +44,11 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--data", type=Path, default=FOLDER / "data", help="folder of all tiers")
+    parser.add_argument("--data", type=Path, default=FOLDER / "data", help="data of all tiers")
     folder = parser.parse_args(argv).data
     source = folder / "c/train.npy"
     if not source.is_file():
-        parser.error(f"{source} is missing: python -m experiments.data c writes it")
+        parser.error(f"{source} is missing; create it with: python -m experiments.data c")
     ids = documents_of(np.load(source))
     np.save(folder / "documents.npy", ids)
     count = np.count_nonzero(ids == END)

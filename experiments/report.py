@@ -42,7 +42,7 @@ def bucket_table(
     """
     dense = found.get(("dense", "dense"))
     if dense is None:
-        return ["The dense arm has not been measured."]
+        return ["The dense arm is not measured."]
     names = bucket_names(len(dense.counts))
     selected = [k for k in range(len(names)) if 2**k >= min(EARLY, 2 ** (len(names) - 1))]
     rows = [["arm", "seeds", *(f"from {names[k]}" for k in selected), "the last 64"]]
@@ -150,7 +150,7 @@ def markdown(rows: Sequence[Sequence[str]]) -> list[str]:
 def write(lines: list[Line], out: Path) -> list[Path]:
     """Writes report.md and, if matplotlib is installed, plots; returns the paths."""
     out.mkdir(parents=True, exist_ok=True)
-    text, paths = ["# What training with sparse attention did", ""], [out / "report.md"]
+    text, paths = ["# Training with sparse attention", ""], [out / "report.md"]
     about = [x for x in lines if x["what"] == "run"]
     for device, version in sorted({(x["device"], x["jax"]) for x in about}):
         text.append(f"{device}, jax {version}.")
@@ -159,18 +159,19 @@ def write(lines: list[Line], out: Path) -> list[Path]:
         text += ["", f"## Tier {tier}", "", *training_table(lines, tier)]
         if partial:
             names = ", ".join(f"{own} with {used} (seed {seed})" for own, used, seed in partial)
-            text += ["", f"Left out, as not measured to the end: {names}."]
+            text += ["", f"Skipped, because incomplete: {names}."]
         if found:
-            text += ["", "By the rule of predictions.md:", "", *verdicts(found, scores)]
-            text += ["", "Loss minus dense, both used densely, nats:", "", *bucket_table(found)]
-            text += ["", "Loss of models used as trained, minus dense used densely, nats:", ""]
+            text += ["", "Verdicts of the rule in predictions.md:", "", *verdicts(found, scores)]
+            text += ["", "Loss minus dense, both with dense attention, nats:", ""]
+            text += bucket_table(found)
+            text += ["", "Loss of models used as trained, minus dense, nats:", ""]
             text += bucket_table(found, as_trained=True)
             text += ["", f"Mean loss from position {LONG} on, nats:", "", *long_table(found)]
         if scores:
-            text += ["", "Tasks, in points of 100 minus dense, both used as trained:", ""]
+            text += ["", "Tasks, points minus dense, both used as trained:", ""]
             text += task_verdicts(scores)
             densities = scores_of(lines, tier, "density")
-            text += ["", "Scores, of 100 (± standard error over samples):", ""]
+            text += ["", "Scores in percent (± standard error over samples):", ""]
             text += task_table(scores, densities)
         paths += _pictures(lines, tier, found, out)
     paths[0].write_text("\n".join(text) + "\n")

@@ -1,8 +1,8 @@
-"""Tier A's tasks on token ids: copy, recall asked at the end or anywhere, and a passkey.
+"""Tier A's tasks on token ids: copying, key-value recall at the end or anywhere, and a passkey.
 
-Ids of a vocabulary of V: 0 separates, 1 to 4 begin a problem of each task, up to V/2 - 1 filler,
-V/2 to 3V/4 - 1 keys, the others values. All numbers come from counters (`Stream`), so a problem is
-the same on every machine.
+Token ids of a vocabulary of size V: 0 is the separator, 1 to 4 start a problem of each task, ids up
+to V/2 - 1 are filler, V/2 to 3V/4 - 1 keys, and the others values. Random numbers are counter-based
+(`Stream`), so a problem is the same on every machine.
 """
 
 from typing import NamedTuple
@@ -13,14 +13,14 @@ from mtraining_jax.random_bits import Stream
 
 TASKS = ("copy", "needle_end", "needle_any", "passkey")
 SEPARATOR, FIRST_FILLER = 0, 1 + len(TASKS)
-# Pairs of key and value at most, in needle_end and needle_any: where few tokens are asked, recall
-# is learned late. Questions for each key of needle_any, tokens of a passkey and of the phrase
-# around it that is repeated.
+# Maximum number of key-value pairs in needle_end and needle_any (recall is learned late if there
+# are few questions), questions for each key of needle_any, tokens of a passkey, and tokens of the
+# repeated phrase around it.
 PAIRS_END, PAIRS_ANY, QUESTIONS, DIGITS, PHRASE = 32, 256, 4, 5, 16
-# The questions of needle_end lie in so many last tokens: a vertical-slash index is chosen by them.
+# The questions of needle_end lie in the last tokens, which are the probe queries of vertical-slash.
 LAST = 64
 SHORTEST = 256
-# Training mixes lengths, without which recall is learned late or never.
+# Training mixes lengths; otherwise recall is learned late or never.
 TRAINING_LENGTHS = (256, 512, 1024, 2048, 4096, 8192)
 
 
@@ -29,7 +29,7 @@ class Problem(NamedTuple):
 
     Attributes:
         tokens: int32 [L].
-        asked: bool [L], tokens that what stands before them decides: what a score counts.
+        asked: bool [L], the answer tokens, which earlier tokens determine.
     """
 
     tokens: np.ndarray
@@ -41,9 +41,9 @@ def problem(task: str, length: int, vocab_size: int, seed: int) -> Problem:
 
     Args:
         task: one of `TASKS`.
-        length: L, tokens; even, at least 256.
+        length: L in tokens; even, at least 256.
         vocab_size: V, divisible by 4, at least 256.
-        seed: of all that is random.
+        seed: random seed.
 
     Raises:
         ValueError: naming the argument, its value and what is allowed.
@@ -65,23 +65,23 @@ def problem(task: str, length: int, vocab_size: int, seed: int) -> Problem:
 
 
 def training_row(number: int, length: int, vocab_size: int, seed: int) -> np.ndarray:
-    """A sequence of training: problems of one task and one length, one after another.
+    """A training sequence: concatenated problems of one task and one length.
 
     Args:
-        number: of the row, which decides its task (in turn) and, with the seed, its length.
-        length: L, tokens.
+        number: number of the row; determines the task and, with the seed, the problem length.
+        length: L in tokens.
         vocab_size: V.
-        seed: of training; tests take another.
+        seed: seed of the training data, different from that of tests.
 
     Returns:
         int32 [L].
     """
     stream = Stream(seed, 1000 + number)
     fitting = [n for n in TRAINING_LENGTHS if length % n == 0 and n <= length]
-    own = stream.choose(fitting)
+    part = stream.choose(fitting)
     task = TASKS[number % len(TASKS)]
-    seeds = stream.bits(length // own)
-    return np.concatenate([problem(task, own, vocab_size, int(x)).tokens for x in seeds])
+    seeds = stream.bits(length // part)
+    return np.concatenate([problem(task, part, vocab_size, int(x)).tokens for x in seeds])
 
 
 def _filler(stream: Stream, count: int, vocab_size: int) -> np.ndarray:
@@ -119,7 +119,7 @@ def _end(tokens: np.ndarray, asked: np.ndarray, vocab_size: int, streams: list[S
 
 
 def _any(tokens: np.ndarray, asked: np.ndarray, vocab_size: int, streams: list[Stream]) -> None:
-    """Pairs in the first quarter, each asked for four times anywhere behind it."""
+    """Key-value pairs in the first quarter; each key is asked four times, anywhere after it."""
     quarter = len(tokens) // 4 // 2 * 2
     count = min(PAIRS_ANY, len(tokens) // 32)
     key, value = _pairs(count, vocab_size, streams)
@@ -134,7 +134,7 @@ def _any(tokens: np.ndarray, asked: np.ndarray, vocab_size: int, streams: list[S
 def _passkey(
     tokens: np.ndarray, asked: np.ndarray, vocab_size: int, streams: list[Stream]
 ) -> None:
-    """One phrase again and again, and a key of five values, asked for at the end."""
+    """A repeated phrase with one key and its five values; the question is at the end."""
     phrase = _filler(streams[0], PHRASE, vocab_size)
     tokens[1:] = np.resize(phrase, len(tokens) - 1)
     key, _ = _pairs(1, vocab_size, streams[1:])

@@ -342,7 +342,7 @@ def test_the_report_applies_the_decision_rule(tmp_path):
     text = written[0].read_text()
     assert "- Valid: dense gains" in text
     # Needles lose ten points, so close losses are not enough.
-    verdict = "not decided, needles -10.0 points; training with it helps its own"
+    verdict = "not decided, needles -10.0 points; training with the pattern helps inference"
     assert f"`sampled_rows`: {verdict}" in text
     assert "`vertical_slash`: not decided" in text
     assert "`xattention`: **unequal**" in text
@@ -361,7 +361,8 @@ def test_an_arm_with_dense_steps_is_compared_with_its_sparse_pattern(tmp_path):
     }, spread=0.004))  # fmt: skip
     found, _ = compare.losses_of(lines, "c")
     (said,) = [line for line in decision.verdicts(found, {}) if arm in line]
-    assert said.startswith(f"- `{arm}`: equal; training with it helps its own inference (-0.05")
+    assert said.startswith(f"- `{arm}`: equal; training with the pattern helps inference with it")
+    assert "(-0.05" in said
     scores = {
         ("copy", 64, one, used): {(0, n): float(n >= lost) for n in range(100)}
         for one, used, lost in (("dense", "dense", 0), (arm, "sampled_rows", 25))
@@ -382,8 +383,8 @@ def test_uninformative_tasks_are_dropped():
     said = decision.task_verdicts(scores)
     assert said[0].startswith("- needle_any, 8192 tokens: dense 100.0; `vertical_slash` -75.0 [")
     assert said[0].endswith("`window` -100.0 [-100.0, -100.0].")
-    assert "copy" in said[1] and "dense has not learned it" in said[1]
-    assert "passkey" in said[2] and "a window does as well" in said[2]
+    assert "copy" in said[1] and "not learned by dense" in said[1]
+    assert "passkey" in said[2] and "the window is as good" in said[2]
 
 
 @pytest.mark.parametrize(
@@ -411,9 +412,9 @@ def test_an_arm_without_a_difference_is_equal_and_one_seed_decides_nothing():
     found, partial = compare.losses_of(lines, "c")
     assert not partial
     said = decision.verdicts(found, {})
-    assert "**Not valid**" in said[0] and "the window loses not measured" in said[0]
-    assert "Of 1 seed(s), 3 are needed" in said[1]
-    assert said[2] == "- `xattention`: equal (of 1 seed(s))."
+    assert "**Not valid**" in said[0] and "the window is not measured" in said[0]
+    assert "Not decisive: 1 of 3 required seeds" in said[1]
+    assert said[2] == "- `xattention`: equal (1 seed(s))."
 
 
 def test_incomplete_measurements_are_skipped_and_named(tmp_path):
@@ -432,7 +433,7 @@ def test_incomplete_measurements_are_skipped_and_named(tmp_path):
     assert difference.shape == (1, 24, 13)
     assert np.abs(difference - 0.1).max() < 0.1
     text = report.write(lines, tmp_path)[0].read_text()
-    assert "Left out, as not measured to the end: xattention with dense (seed 0)." in text
+    assert "Skipped, because incomplete: xattention with dense (seed 0)." in text
 
 
 def test_losses_may_begin_with_a_later_bucket():
