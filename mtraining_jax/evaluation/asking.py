@@ -1,4 +1,4 @@
-"""One question to a model, known by an interface only, and the line of results that it gives."""
+"""Asks a model one question through the `Model` interface, and builds the line of results."""
 
 import time
 from typing import Protocol
@@ -12,17 +12,17 @@ from mtraining_jax.evaluation.results import Key, Line
 from mtraining_jax.evaluation.tasks import Document, Sample, Task
 from mtraining_jax.models.position_buckets import means_by_bucket
 
-# The index of sparse attention is chosen by the last queries; their loss is reported by itself.
+# Sparse patterns select from the last queries, so the loss of these is also reported separately.
 LAST_TOKENS = 64
 
 
 class Forced(Protocol):
-    """What an engine says about a given answer.
+    """How likely a model finds a given answer.
 
     Attributes:
-        log_probs: fp32 [n], natural logarithm of the probability of each token.
+        log_probs: fp32 [n], natural log probability of each token.
         is_argmax: bool [n], whether it is the most likely one.
-        density: computed over causal pairs in that pass, mean over layers; None if not known.
+        density: computed over causal pairs of the pass, mean over layers; None if unknown.
     """
 
     log_probs: np.ndarray
@@ -31,12 +31,12 @@ class Forced(Protocol):
 
 
 class Generated(Protocol):
-    """What an engine generates.
+    """A generated answer.
 
     Attributes:
-        text: without the prompt.
+        text: new text, without the prompt.
         prefill_seconds, decode_seconds: wall-clock times.
-        density: as of `Forced`, of the pass over the prompt.
+        density: as in `Forced`, of the prompt's pass.
     """
 
     text: str
@@ -46,38 +46,38 @@ class Generated(Protocol):
 
 
 class Model(Protocol):
-    """What tasks run on: an `Engine`, or anything like it.
+    """The interface of a model under evaluation; `Engine` implements it.
 
     Attributes:
-        tokenizer: None where a model has none.
-        max_positions: tokens of context that it is meant for.
+        tokenizer: None if the model has none.
+        max_positions: maximum context length in tokens.
     """
 
     tokenizer: Tokenizer | None
     max_positions: int
 
     def token_losses(self, tokens: np.ndarray) -> np.ndarray:
-        """int32 [S] -> fp32 [S - 1], -log p of each token but the first."""
+        """int32 [S] -> fp32 [S - 1], -log p of each token except the first."""
 
     def forced(self, prompt_ids: np.ndarray, answer_ids: np.ndarray) -> Forced:
-        """How likely an answer is, in one forward pass."""
+        """Scores an answer in one forward pass."""
 
     def generate(self, prompt_ids: np.ndarray, options: GenerateOptions) -> Generated:
-        """New tokens, one after the other."""
+        """Generates new tokens one by one."""
 
 
 def ask(key: Key, task: Task, sample: Sample | Document, model: Model, *, forced: bool) -> Line:
-    """Gives a sample to a model, and scores what it answers.
+    """Asks a model one question, and scores its answer.
 
     Args:
-        key: of the line.
-        task: which made the sample.
+        key: key of the line.
+        task: the task of the sample.
         sample: the question.
-        model: what is asked.
-        forced: score the right answer by teacher forcing, if the sample has one; else generate.
+        model: the model.
+        forced: score the right answer by teacher forcing if the sample has one; else generate.
 
     Returns:
-        The line, which JSON can hold.
+        The line, JSON-serializable.
 
     Raises:
         UserError: from the model or the task, or if a loss is not finite.
@@ -127,7 +127,7 @@ def _forced(task: Task, sample: Sample, model: Model) -> Line:
         "how": "forced",
         **_about(sample),
         "score": task.score_forced(sample, is_argmax),
-        # Of the tokens that are asked for.
+        # Only over the tokens that are asked for.
         "log_prob": float(log_probs[asked].sum()),
         "answer_tokens": len(log_probs[asked]),
         "right_tokens": int(is_argmax[asked].sum()),
@@ -152,8 +152,8 @@ def _generated(task: Task, sample: Sample, model: Model) -> Line:
 def _check_finite(numbers: np.ndarray, sample: Sample | Document) -> None:
     if not np.all(np.isfinite(numbers)):
         raise UserError(
-            f'the model gives a loss that is not finite on sample {sample.number} of task '
-            f'"{sample.task}" at length {sample.length}'
+            f'the model has a non-finite loss on sample {sample.number} of task "{sample.task}" at '
+            f"length {sample.length}"
         )
 
 

@@ -1,4 +1,4 @@
-"""The command `evaluate.py`: arguments in, results, tables and pictures out."""
+"""The command `evaluate.py`: parses arguments, and writes results, tables and pictures."""
 
 import dataclasses
 import shlex
@@ -16,57 +16,57 @@ from mtraining_jax.evaluation.tasks import GROUPS, TASKS, Task, option_docs
 _USAGE = """\
 usage: evaluate.py --model FOLDER --tasks NAMES --lengths LENGTHS [options]
 
-  --model FOLDER         folder of a run (its newest checkpoint) or a Hugging Face checkpoint
-  --second-model FOLDER  another one, on the same prompts, for a comparison of the two
-  --tasks NAMES          separated by commas or spaces, listed below; or one of the groups
+  --model FOLDER         run folder (its newest checkpoint) or Hugging Face checkpoint
+  --second-model FOLDER  another model to compare with on the same prompts
+  --tasks NAMES          task names (listed below), separated by commas or spaces; or a group:
                          {groups};
-                         or your own as package.module:Name
-  --lengths LENGTHS      tokens of prompt and answer, separated by commas: 4096,8K,1M
-  --attention WHICH      of the prompt: dense (default), sparse, or both, side by side
-  --samples N            of each task and length (default 20)
-  --depths N             depths at which needles lie in turn (--task.depths)
-  --seed N               of the samples (default 0)
-  --sparse-answers       tokens of a given answer attend sparsely too, in one pass with the prompt,
-                         as in training; otherwise they attend to all, as generated ones do
-  --generate             decode answers also where one forward pass over prompt and answer decides
-                         as well
-  --output FOLDER        of the results (default evaluations/NAME); the same command goes on where
-                         it was interrupted, and further tasks, lengths, samples join what is there
-  --report FOLDER        make tables and pictures of a folder of results again, without a model
-  --dtype TYPE           bfloat16 or float32, what layers compute in
-  --tokenizer NAME       bytes, or a tokenizer.json, instead of the model's own
-  --cpu-devices N        run on N virtual devices of the CPU
+                         or your own task as package.module:Name
+  --lengths LENGTHS      tokens of prompt and answer together, separated by commas: 4096,8K,1M
+  --attention KIND       attention of the prompt: dense (default), sparse, or both to compare them
+  --samples N            samples per task and length (default 20)
+  --depths N             number of needle depths (same as --task.depths)
+  --seed N               random seed of the samples (default 0)
+  --sparse-answers       in teacher forcing, use sparse attention for the answer too, in one pass
+                         with the prompt as in training; by default answer tokens attend to all
+                         earlier tokens, like generated ones
+  --generate             generate answers even where teacher forcing is enough to score them
+  --output FOLDER        folder of the results (default evaluations/NAME); the same command resumes
+                         an interrupted evaluation, and more tasks, lengths and samples are added
+  --report FOLDER        rebuild tables and pictures from a folder of results, without a model
+  --dtype TYPE           compute dtype: bfloat16 or float32
+  --tokenizer NAME       bytes or the path of a tokenizer.json, instead of the model's tokenizer
+  --cpu-devices N        run on N virtual CPU devices
   --sparsity.FIELD=VALUE, --parallel.FIELD=VALUE
-                         as of train.py: how sparse attention chooses; the mesh
-  --task.OPTION=VALUE    of the tasks that have it
-  --help                 print this text and stop
+                         override the sparse pattern or the mesh, as in train.py
+  --task.OPTION=VALUE    options of tasks, listed below
+  --help                 print this help and exit
 
 Tasks:"""
 
 _UNITS = {"K": 2**10, "M": 2**20}
-# Prefixes of options that are handed on.
+# Prefixes of forwarded options.
 _FORWARDED = ("sparsity", "parallel", "task")
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What the arguments ask for.
+    """The parsed arguments.
 
     Attributes:
-        models: folders by the label that results call them.
-        tasks: names, not checked.
+        models: folders by their label in the results.
+        tasks: task names, not validated.
         lengths: tokens.
         attentions: "dense", "sparse" or both.
-        samples: of each task and length.
-        seed: of the samples.
-        generate: decode answers also where teacher forcing decides.
-        sparse_answers: given answers attend sparsely too.
+        samples: number of samples per task and length.
+        seed: random seed of the samples.
+        generate: whether to generate answers even where teacher forcing is enough.
+        sparse_answers: whether given answers use sparse attention too.
         output: folder of the results.
-        options: of tasks, as text.
+        options: options of tasks, as text.
         sparsity, parallel: fields of these sections, as text.
-        dtype: what layers compute in; None leaves it to the model.
-        tokenizer: "bytes" or a tokenizer.json; None is the model's own.
-        cpu_devices: virtual CPU devices to run on; None takes the devices that JAX finds.
+        dtype: compute dtype; None uses that of the model.
+        tokenizer: "bytes" or a tokenizer.json; None uses that of the model.
+        cpu_devices: number of virtual CPU devices; None uses the devices that JAX finds.
     """
 
     models: Mapping[str, Path]
@@ -87,18 +87,18 @@ class Request:
 
 
 def parse(arguments: Sequence[str]) -> Request | Path:
-    """Checks arguments as far as it goes without tasks and models.
+    """Parses and validates arguments, as far as possible without tasks and models.
 
     Returns:
-        What to evaluate; or the folder of results to report on, where --report is given.
+        The request, or the folder of --report.
 
     Raises:
-        UserError: an option that does not exist, lacks its value or has an impossible one.
+        UserError: for an unknown option, or a missing or invalid value.
     """
     parser = ArgumentParser(prog="evaluate.py", allow_abbrev=False, add_help=False)
     for name in ("model", "second-model", "output", "tokenizer", "report"):
         parser.add_argument(f"--{name}")
-    for name in ("tasks", "lengths"):  # with commas, spaces or both between them
+    for name in ("tasks", "lengths"):  # separated by commas, spaces or both
         parser.add_argument(f"--{name}", nargs="+", default=[])
     parser.add_argument("--attention", choices=("dense", "sparse", "both"), default="dense")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"))
@@ -113,7 +113,7 @@ def parse(arguments: Sequence[str]) -> Request | Path:
     tasks, lengths = _listed(found.tasks), _listed(found.lengths)
     for name, value in (("model", found.model), ("tasks", tasks), ("lengths", lengths)):
         if not value:
-            raise UserError(f"--{name} is missing; --help tells more")
+            raise UserError(f"--{name} is missing; see --help")
     for name, least in (("samples", 1), ("seed", 0), ("cpu_devices", 1)):
         value = getattr(found, name)
         if value is not None and value < least:
@@ -125,9 +125,9 @@ def parse(arguments: Sequence[str]) -> Request | Path:
         models["second"] = Path(found.second_model).expanduser()
     for path in models.values():
         if not path.is_dir():
-            raise UserError(f"{path} is no folder: a run's folder or a Hugging Face checkpoint is")
+            raise UserError(f"{path} is not a folder; give a run folder or Hugging Face checkpoint")
     if len({path.resolve() for path in models.values()}) < len(models):
-        raise UserError(f"--second-model={found.second_model} is --model: give another one")
+            raise UserError(f"--second-model={found.second_model} is the same folder as --model")
     both = ("dense", "sparse")
     return Request(
         models=models,
@@ -154,15 +154,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command.
 
     Args:
-        arguments: without the program's name; None takes those of this process.
+        arguments: arguments without the program name; None uses those of this process.
 
     Returns:
-        The exit status: 0, or 2 after a mistake that the user can correct, reported on stderr.
+        The exit status: 0, or 2 after a user error, which is printed to stderr.
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     console = Console(highlight=False, soft_wrap=True)
     if not console.is_terminal:
-        console.width = 160  # of tables in a file
+        console.width = 160  # for tables in a file
     try:
         if {"-h", "--help"} & set(arguments):
             print(help_text(), end="")
@@ -191,7 +191,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def help_text() -> str:
-    """What `--help` prints: the usage, the tasks, and the options of tasks."""
+    """Returns the text of `--help`: usage, tasks, and options of tasks."""
     lines = [_USAGE.format(groups=", ".join(GROUPS))]
     names: dict[type[Task], list[str]] = {}
     docs: dict[str, str] = {}
@@ -220,14 +220,14 @@ def _wrapped(text: str, indent: int) -> list[str]:
 def forwarded_options(
     rest: Sequence[str], prefixes: Sequence[str]
 ) -> dict[str, dict[str, str]]:
-    """Options such as --sparsity.max_verticals=512, by prefix and field.
+    """Parses options such as --sparsity.max_verticals=512, by prefix and field.
 
     Args:
-        rest: arguments that nothing else has taken.
-        prefixes: those that there may be.
+        rest: arguments that no other option has matched.
+        prefixes: allowed prefixes.
 
     Raises:
-        UserError: one that has no known prefix or no value.
+        UserError: for an unknown prefix or a missing value.
     """
     found: dict[str, dict[str, str]] = {prefix: {} for prefix in prefixes}
     left = list(rest)
@@ -236,10 +236,10 @@ def forwarded_options(
         name, equals, value = argument.removeprefix("--").partition("=")
         prefix, dot, field = name.partition(".")
         if not argument.startswith("--") or prefix not in found or not dot or not field:
-            raise UserError(f"{argument} is not an option; --help lists all")
+            raise UserError(f"unknown option {argument}; see --help")
         if not equals:
             if not left or left[0].startswith("--"):
-                raise UserError(f"--{name} needs a value, as --{name}=VALUE")
+                raise UserError(f"--{name} needs a value: --{name}=VALUE")
             value = left.pop(0)
         found[prefix][field] = value
     return found
@@ -250,13 +250,15 @@ def _listed(texts: list[str]) -> list[str]:
 
 
 def token_count(option: str, text: str) -> int:
-    """A number of tokens that an option gives; 4K is 4096 and 1M is 1048576.
+    """Parses a number of tokens; 4K is 4096 and 1M is 1048576.
 
     Raises:
-        UserError: if it is none.
+        UserError: if it is not a number of tokens.
     """
     unit = _UNITS.get(text[-1].upper(), 1)
     digits = text[:-1] if unit > 1 else text
     if not digits.isdecimal() or int(digits) < 1:
-        raise UserError(f'{option} has "{text}", which must be a number of tokens, as 4096 or 4K')
+        raise UserError(
+            f'{option} = "{text}" must be a positive number of tokens, such as 4096 or 4K'
+        )
     return int(digits) * unit

@@ -1,4 +1,4 @@
-"""A whole evaluation: models are loaded, checked and run, one after the other."""
+"""Runs a complete evaluation: loads, checks and evaluates one model after the other."""
 
 import dataclasses
 import datetime
@@ -25,15 +25,15 @@ from mtraining_jax.training.run_folder import CHECKPOINTS_NAME
 
 
 def run(request: Request, console: Console, command: str) -> None:
-    """Evaluates all models on all tasks, and appends what is new to the folder of results.
+    """Evaluates all models on all tasks, and appends new lines to the folder of results.
 
     Args:
         request: from the command line.
-        console: where to print.
-        command: as it was given, for the report.
+        console: prints progress.
+        command: the command line, for the report.
 
     Raises:
-        UserError: for anything that the user can correct, or when it was interrupted.
+        UserError: for any error that the user can correct, or after an interruption.
     """
     plan = Plan(
         tasks=make_tasks(request.tasks, request.options),
@@ -44,7 +44,7 @@ def run(request: Request, console: Console, command: str) -> None:
     )
     names = _names(request.models)
     settings = settings_of(request, plan, names)
-    check_settings(request.output, settings)  # before minutes are spent on loading
+    check_settings(request.output, settings)  # before minutes of loading
     for label, path in request.models.items():
         check_lengths(plan.lengths, max_positions(path), names[label])
     engines = _load(request, "model", console)
@@ -59,19 +59,19 @@ def run(request: Request, console: Console, command: str) -> None:
         try:
             for label in request.models:
                 if label != "model":
-                    engines = {}  # its memory is for the next one
+                    engines = {}  # frees memory for the next model
                     engines = _load(request, label, console)
                     check(plan, engines[request.attentions[0]], names[label])
                 evaluate(plan, engines, label, results, watch)
         except KeyboardInterrupt:
             raise UserError(
-                f"interrupted after {watch.done} of {watch.total} samples; the same command goes "
-                f"on, and evaluate.py --report {request.output} shows what there is"
+                f"interrupted after {watch.done} of {watch.total} samples; run the same command "
+                f"again to resume, or evaluate.py --report {request.output} to see these results"
             ) from None
 
 
 def settings_of(request: Request, plan: Plan, names: Mapping[str, str]) -> dict[str, Any]:
-    """What lines of one folder have to have in common; see `Results`."""
+    """Returns what all lines of a folder must have in common; see `Results`."""
 
     def text(fields: Mapping[str, str]) -> str:
         return " ".join(f"{name}={value}" for name, value in sorted(fields.items()))
@@ -97,11 +97,11 @@ def settings_of(request: Request, plan: Plan, names: Mapping[str, str]) -> dict[
 
 
 def identity(folder: Path) -> dict[str, Any]:
-    """What tells a state of a model from another one in the same folder.
+    """Identifies the state of a model in a folder.
 
     Returns:
-        The newest checkpoint's step of a run; of a Hugging Face checkpoint a hash of config.json
-        and the bytes of its weights.
+        The step of a run's newest checkpoint; for a Hugging Face checkpoint a hash of config.json
+        and the size of its weights in bytes.
 
     Raises:
         UserError: if it is neither.
@@ -112,15 +112,15 @@ def identity(folder: Path) -> dict[str, Any]:
     config = folder / CONFIG_FILE
     if not config.is_file():
         raise UserError(
-            f"{folder} is neither the folder of a run, with checkpoints in {CHECKPOINTS_NAME}, nor "
-            f"a Hugging Face checkpoint, with {CONFIG_FILE}"
+            f"{folder} is not a run folder (no checkpoints in {CHECKPOINTS_NAME}) and not a "
+            f"Hugging Face checkpoint (no {CONFIG_FILE})"
         )
     size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     return {"config": hashlib.sha256(config.read_bytes()).hexdigest()[:16], "bytes": size}
 
 
 def max_positions(folder: Path) -> int:
-    """The longest context that a model is meant for, without reading its parameters.
+    """Returns the maximum context length of a model, without reading its parameters.
 
     Raises:
         UserError: if the folder's configuration cannot be read.
@@ -133,7 +133,7 @@ def max_positions(folder: Path) -> int:
 
 
 def facts(command: str) -> dict[str, str]:
-    """When and on what an evaluation runs."""
+    """Returns date, devices, versions and command of an evaluation."""
     devices = jax.devices()
     versions = [f"{name} {_version(name)}" for name in ("jax", "mtraining-jax")]
     return {
@@ -147,12 +147,12 @@ def facts(command: str) -> dict[str, str]:
 def _version(package: str) -> str:
     try:
         return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:  # a checkout that runs as it is
+    except importlib.metadata.PackageNotFoundError:  # a source checkout
         return "not installed"
 
 
 def _names(models: Mapping[str, Path]) -> dict[str, str]:
-    """Short names of folders, for tables; with the folder above where two are called the same."""
+    """Returns short folder names for tables; with the parent folder if two names are equal."""
     short = {label: path.resolve().name for label, path in models.items()}
     if len(set(short.values())) == len(short):
         return short
@@ -160,7 +160,7 @@ def _names(models: Mapping[str, Path]) -> dict[str, str]:
 
 
 def _load(request: Request, label: str, console: Console) -> dict[str, Engine]:
-    """The engines of one model by attention, over the same parameters."""
+    """Loads the engines of one model by attention kind; they share its parameters."""
     overrides = [
         (f"{section}.{field}", value)
         for section in ("sparsity", "parallel")

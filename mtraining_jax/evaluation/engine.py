@@ -1,4 +1,4 @@
-"""A model in use: losses of given tokens, and new tokens."""
+"""A model for inference: losses of given tokens, and generation."""
 
 import dataclasses
 import itertools
@@ -24,13 +24,13 @@ from mtraining_jax.sparsity import Dense, Settings
 
 
 class Forced(NamedTuple):
-    """How well a given answer follows a prompt.
+    """Scores of a given answer after a prompt.
 
     Attributes:
         log_probs: fp32 [n], log probability of each token of the answer after those before it.
         is_argmax: bool [n], whether it is the most likely one.
-        density: share of the padded sequence's causal pairs that was computed, mean over layers;
-            where an answer takes steps, of the prompt's pass.
+        density: computed over causal pairs of the padded sequence, mean over layers; of the
+            prompt's pass if the answer is scored in steps.
     """
 
     log_probs: np.ndarray
@@ -40,16 +40,15 @@ class Forced(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Generated:
-    """What came after a prompt.
+    """A generated continuation of a prompt.
 
     Attributes:
-        tokens: new ids, without the one that ended the text.
-        text: of these, without what comes from a stop text on; "" without a tokenizer.
-        stopped: "end" for a token that ends a text, "stop" for a stop text, "length" if neither
-            came within the tokens allowed.
-        prefill_seconds: from the prompt to the first new token, compilation excluded.
-        decode_seconds: of all further tokens.
-        density: of the pass over the prompt, as in `Forced`.
+        tokens: new ids, without the end token.
+        text: their text up to a stop text; "" without a tokenizer.
+        stopped: "end" (end token), "stop" (stop text) or "length" (token limit).
+        prefill_seconds: time to the first new token, without compilation.
+        decode_seconds: time for the other tokens.
+        density: of the prompt's pass, as in `Forced`.
     """
 
     tokens: tuple[int, ...]
@@ -61,19 +60,19 @@ class Generated:
 
 
 class Engine:
-    """A model on its devices, and how it attends.
+    """A model on its devices, with an attention pattern.
 
-    Prompts are padded at their end to one of few lengths. The padding is behind every token that
-    counts, so no token sees it, and a sparse pattern estimates from the last tokens that count.
-    Patterns that choose for rows of blocks let the last 128 tokens of a prompt see all of it,
-    unless their `dense_end` says otherwise (docs/quality.md).
+    Prompts are right-padded to one of few lengths. No real token attends to the padding, and
+    sparse patterns estimate from the last real tokens. In patterns that select per row of blocks,
+    the last 128 tokens of a prompt attend to all of it unless `dense_end` says otherwise
+    (docs/quality.md).
 
     Attributes:
         loaded: the model, its parameters and its tokenizer.
-        programs: what it has compiled.
+        programs: its compiled programs.
 
     Args:
-        loaded: from `mtraining_jax.evaluation.load`, or made from parts.
+        loaded: from `mtraining_jax.evaluation.load`, or built from parts.
         like: an engine with the same parameters and another pattern, to share programs with.
     """
 
@@ -93,24 +92,26 @@ class Engine:
         tokenizer: str | None = None,
         sparse_answers: bool = False,
     ) -> Self:
-        """Loads the newest checkpoint of a run, or a Hugging Face checkpoint of a known family.
+        """Loads the newest checkpoint of a run, or a Hugging Face checkpoint.
 
-        It takes the mesh of the run, if there are as many devices, else all devices as one node.
+        It uses the mesh of the run if that many devices are available, otherwise all devices as one
+        node.
 
         Args:
-            path: folder of the run, or of config.json and safetensors.
-            attention: of prompts and scored tokens: "dense", or "sparse" for the run's own pattern
-                or, in a Hugging Face folder, the default of the section `sparsity`.
-            overrides: dotted fields of sections `sparsity`, `parallel`, `model` and `loss` with
-                their values as text, which count more than those of the run.
-            dtype: "bfloat16" or "float32" to compute in. None: as the run did; for a Hugging Face
-                folder bfloat16, and float32 on a CPU.
+            path: run folder, or folder of config.json and safetensors.
+            attention: attention of prompts and scored tokens: "dense" or "sparse". "sparse" uses
+                the run's pattern, or the default of the section `sparsity` for a Hugging Face
+                checkpoint.
+            overrides: dotted fields of the sections `sparsity`, `parallel`, `model` and `loss`,
+                with values as text; they override those of the run.
+            dtype: compute dtype, "bfloat16" or "float32". None uses that of the run; for a Hugging
+                Face checkpoint bfloat16, or float32 on a CPU.
             tokenizer: "bytes" or a tokenizer.json, instead of that of the run or the folder.
-            sparse_answers: whether given answers attend sparsely too; see `forced`.
+            sparse_answers: whether given answers use sparse attention too; see `forced`.
 
         Raises:
-            UserError: if there is no model, it cannot be read or is of an unknown family, or what
-                is asked for does not fit it.
+            UserError: if the folder has no readable model of a supported family, or an argument
+                does not fit it.
         """
         return cls(
             load(
@@ -120,46 +121,46 @@ class Engine:
         )
 
     def with_pattern(self, settings: Settings) -> Self:
-        """The same parameters, attending in another way.
+        """Returns an engine with the same parameters and another pattern.
 
         Args:
-            settings: of the pattern; `Dense()` with this engine's block size for all pairs.
+            settings: pattern settings; `Dense()` with this engine's block size for dense attention.
         """
         attending = dataclasses.replace(self._network.attending, settings=settings)
         network = dataclasses.replace(self._network, attending=attending)
         return type(self)(dataclasses.replace(self.loaded, network=network), like=self)
 
     def dense(self) -> Self:
-        """The same parameters with dense attention."""
+        """Returns an engine with the same parameters and dense attention."""
         return self.with_pattern(Dense(self._network.attending.settings.block_size))
 
     @property
     def spec(self) -> ModelSpec:
-        """The numbers of the model."""
+        """Sizes of the model."""
         return self._network.spec
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer; None if neither the folder nor the caller has given one."""
+        """The tokenizer; None if neither the folder nor the caller provides one."""
         return self.loaded.tokenizer
 
     @property
     def max_positions(self) -> int:
-        """The longest context that the model is meant for, in tokens."""
+        """Maximum context length in tokens."""
         return self.spec.max_position_embeddings
 
     def token_losses(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
-        """-log p of each token but the first, given those before it.
+        """Computes -log p of each token except the first, given those before it.
 
         Args:
-            tokens: ids [S], S from 2.
+            tokens: ids [S], S >= 2.
 
         Returns:
             fp32 [S - 1], in nats.
 
         Raises:
-            UserError: if there are fewer than 2 tokens, those that are read (all but the last) are
-                more than `max_positions`, or an id is outside the vocabulary.
+            UserError: if there are fewer than 2 tokens, more than `max_positions` without the last
+                one, or an id outside the vocabulary.
         """
         ids = self._checked(tokens, least=2)
         self._check_length(len(ids) - 1, 0)
@@ -170,17 +171,17 @@ class Engine:
     ) -> Forced:
         """Scores an answer, each token given those before it.
 
-        With dense attention in one forward pass over prompt and answer. With a sparse pattern as
-        `generate` computes: the prompt is read sparsely, and each token of the answer attends to
-        all before it, step by step. So the answer has no part in what is chosen for the prompt.
-        With `sparse_answers` in one sparse pass over both, as in training.
+        Dense attention takes one forward pass over prompt and answer. A sparse pattern works as
+        in `generate`: the prompt is read sparsely, then each token of the answer attends to all
+        earlier ones, step by step, so the answer does not influence the selection for the prompt.
+        With `sparse_answers` there is one sparse pass over both, as in training.
 
         Args:
-            prompt_ids: ids [n], n from 1.
-            answer_ids: ids [m], m from 1.
+            prompt_ids: ids [n], n >= 1.
+            answer_ids: ids [m], m >= 1.
 
         Raises:
-            UserError: as `token_losses`, for both together.
+            UserError: see `token_losses`, for both together.
         """
         prompt, answer = self._checked(prompt_ids, least=1), self._checked(answer_ids, least=1)
         ids = np.concatenate([prompt, answer])
@@ -217,11 +218,11 @@ class Engine:
     ) -> Generated:
         """Continues a prompt.
 
-        The prompt is read with this engine's attention; new tokens attend to all before them.
+        The prompt uses this engine's attention; new tokens attend to all earlier tokens.
 
         Args:
-            prompt_ids: ids [n], n from 1.
-            options: None for the defaults.
+            prompt_ids: ids [n], n >= 1.
+            options: None uses the defaults.
             on_text: called with each new piece of text as soon as it is final.
 
         Raises:
@@ -230,7 +231,7 @@ class Engine:
         """
         options = GenerateOptions() if options is None else options
         if options.stop and self.tokenizer is None:
-            raise UserError(f"stop = {list(options.stop)} needs a tokenizer, and there is none")
+            raise UserError(f"stop = {list(options.stop)} needs a tokenizer; this model has none")
         ids = self._checked(prompt_ids, least=1)
         self._check_length(len(ids), options.max_new_tokens)
         total = len(ids) + options.max_new_tokens
@@ -264,15 +265,15 @@ class Engine:
         )
 
     def _checked(self, ids: Sequence[int] | np.ndarray, least: int) -> np.ndarray:
-        """int32 [n]; raises UserError for what the model cannot read."""
+        """Returns int32 [n]; raises UserError for invalid ids."""
         ids = np.asarray(ids)
         if ids.ndim != 1 or len(ids) < least:
             what = "one token" if least == 1 else f"{least} tokens"
-            raise UserError(f"the tokens have shape {list(ids.shape)}: at least {what} is needed")
+            raise UserError(f"the tokens have shape {list(ids.shape)}; at least {what} is needed")
         vocab_size = self.spec.vocab_size
         if not np.issubdtype(ids.dtype, np.integer) or ids.min() < 0 or ids.max() >= vocab_size:
             raise UserError(
-                f"the tokens go from {ids.min()} to {ids.max()}: they must be ids from 0 to "
+                f"the tokens range from {ids.min()} to {ids.max()}; they must be ids from 0 to "
                 f"{vocab_size - 1} (model.vocab_size = {vocab_size})"
             )
         return ids.astype(np.int32)
@@ -282,17 +283,17 @@ class Engine:
             more = f" and {new_tokens} new ones" if new_tokens else ""
             raise UserError(
                 f"{tokens} tokens{more} are more than the {self.max_positions} positions of the "
-                "model (model.max_position_embeddings)"
+                "model (model.max_position_embeddings); shorten the prompt or ask for fewer tokens"
             )
 
 
 def _new_tokens(
     step: Callable[[Cache, Array], Stepped], cache: Cache, token: Array, count: int
 ) -> Iterator[int]:
-    """New tokens, as they are known.
+    """Yields new tokens as they are computed.
 
-    The devices take the next step while the caller looks at a token, so they need not wait for
-    it. The step behind the last token that the caller takes is for nothing.
+    The devices compute the next step while the caller handles a token. The step after the last
+    token that the caller takes is discarded.
     """
     for number in range(count):
         following = None

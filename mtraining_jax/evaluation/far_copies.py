@@ -1,32 +1,32 @@
-"""Which tokens of a sequence repeat something that stands far back."""
+"""Finds tokens of a sequence that repeat a distant earlier passage."""
 
 import numpy as np
 
-GRAM = 4  # tokens that must stand there again
-NEAR = 256  # tokens: what stands again within them is not far
+GRAM = 4  # tokens of a repeated n-gram
+NEAR = 256  # tokens: a repetition within this distance is not far
 
 
 def far_copies(tokens: np.ndarray, gram: int = GRAM, near: int = NEAR) -> np.ndarray:
-    """Whether each token is a far copy.
+    """Returns which tokens are far copies.
 
-    A token's gram is itself with the tokens before it, `gram` in all. The token is a far copy if
-    its gram stood earlier in the sequence and the latest such place is more than `near` tokens
-    back. To predict it a model needs keys that a window of `near` tokens does not have.
+    The n-gram of a token consists of the token and those before it, `gram` in all. The token is a
+    far copy if its n-gram occurred earlier and the latest occurrence is more than `near` tokens
+    back. To predict it, a model needs keys outside of a window of `near` tokens.
 
     Args:
         tokens: integers [S].
-        gram: tokens of a gram.
+        gram: n-gram length.
         near: see above.
 
     Returns:
-        Bool [S]. The first tokens, which have no whole gram, are none.
+        Bool [S]; False for the first tokens, which have no complete n-gram.
     """
     found = np.zeros(len(tokens), bool)
     if len(tokens) < gram:
         return found
     grams = np.lib.stride_tricks.sliding_window_view(tokens, gram)
     _, kind = np.unique(grams, axis=0, return_inverse=True)
-    order = np.argsort(kind.ravel(), kind="stable")  # equal grams side by side, in their order
+    order = np.argsort(kind.ravel(), kind="stable")  # equal n-grams adjacent, in sequence order
     again = kind.ravel()[order][1:] == kind.ravel()[order][:-1]
     found[gram - 1 + order[1:]] = again & (np.diff(order) > near)
     return found

@@ -1,4 +1,4 @@
-"""Text after a prompt, in one call."""
+"""Text generation in one call."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,22 +22,21 @@ def generate(
     Args:
         model: an `Engine`, or the folder of a run or of a Hugging Face checkpoint. An engine keeps
             its parameters and programs for the next call.
-        prompt: text. The tokenizer may put a token for the start before it; no template of a chat
-            is added.
-        options: how many tokens, and how they are drawn; None is 256 at most, the most likely.
+        prompt: text. The tokenizer may prepend a start token; no chat template is applied.
+        options: None uses the defaults: greedy decoding of at most 256 tokens.
         on_text: called with each new piece of text as soon as it is final.
-        **how: a folder is loaded; as of `Engine.load`.
+        **how: arguments of `Engine.load`, if `model` is a folder.
 
     Raises:
-        UserError: if there is no tokenizer, and as `Engine.load` and `Engine.generate`.
+        UserError: if the model has no tokenizer; see also `Engine.load` and `Engine.generate`.
     """
     if not isinstance(model, Engine):
         model = Engine.load(model, **how)
     elif how:
-        raise UserError(f"{', '.join(how)}: an engine is loaded already; give its folder instead")
+        raise UserError(f"{', '.join(how)}: not allowed with a loaded engine; give its folder")
     if model.tokenizer is None:
         raise UserError(
-            f'{model.loaded.source} has no tokenizer; name one, as tokenizer="PATH/tokenizer.json"'
-            ' or tokenizer="bytes"'
+            f"{model.loaded.source} has no tokenizer; set one with "
+            'tokenizer="PATH/tokenizer.json" or tokenizer="bytes"'
         )
     return model.generate(model.tokenizer.encode_prompt(prompt), options, on_text)

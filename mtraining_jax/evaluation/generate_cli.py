@@ -1,4 +1,4 @@
-"""The command `generate.py`: a prompt in, new text out as it comes."""
+"""The command `generate.py`: continues a prompt and streams the new text."""
 
 import sys
 from collections.abc import Sequence
@@ -13,27 +13,29 @@ from mtraining_jax.platform import set_platform
 _USAGE = """\
 usage: generate.py --model FOLDER (--prompt TEXT | --prompt-file FILE) [options]
 
-  --model FOLDER        folder of a run (its newest checkpoint) or a Hugging Face checkpoint
-  --prompt TEXT         what is continued; no template of a chat is added to it
-  --prompt-file FILE    the same from a file of UTF-8 text; - is the standard input
-  --max-new-tokens N    most new tokens (default 256)
-  --temperature T       0 (default) always takes the most likely token
-  --top-p P             draw from the most likely tokens with probability P together (default 1)
-  --seed N              of the drawing (default 0)
-  --stop TEXT           end before this text; may be given several times
-  --attention WHICH     of the prompt: dense (default) or sparse; new tokens attend to all
-  --dtype TYPE          bfloat16 or float32, what layers compute in
-  --tokenizer NAME      bytes, or a tokenizer.json, instead of the model's own
-  --cpu-devices N       run on N virtual devices of the CPU
+  --model FOLDER        run folder (its newest checkpoint) or Hugging Face checkpoint
+  --prompt TEXT         text to continue; no chat template is applied
+  --prompt-file FILE    read the prompt from a UTF-8 text file; - reads standard input
+  --max-new-tokens N    maximum number of new tokens (default 256)
+  --temperature T       sampling temperature; 0 (default) is greedy decoding
+  --top-p P             nucleus sampling: sample from the most likely tokens with total
+                        probability P (default 1)
+  --seed N              random seed of sampling (default 0)
+  --stop TEXT           stop before this text; may be given several times
+  --attention KIND      attention of the prompt: dense (default) or sparse; new tokens attend to
+                        all earlier tokens
+  --dtype TYPE          compute dtype: bfloat16 or float32
+  --tokenizer NAME      bytes or the path of a tokenizer.json, instead of the model's tokenizer
+  --cpu-devices N       run on N virtual CPU devices
   --sparsity.FIELD=VALUE, --parallel.FIELD=VALUE, --model.FIELD=VALUE
-                        as of train.py: how sparse attention chooses; the mesh; the model
-  --help                print this text and stop
+                        override the sparse pattern, the mesh or the model, as in train.py
+  --help                print this help and exit
 
-The new text goes to the standard output, what else there is to say to the standard error.
+New text goes to standard output, all other messages to standard error.
 """
 
 _SECTIONS = ("sparsity", "parallel", "model")
-# Which dense attention reads too.
+# Dense attention uses it too.
 _BLOCK_SIZE = "sparsity.block_size"
 _INTERRUPTED = 130
 
@@ -42,11 +44,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command.
 
     Args:
-        arguments: without the program's name; None takes those of this process.
+        arguments: arguments without the program name; None uses those of this process.
 
     Returns:
-        The exit status: 0; 2 after a mistake that the user can correct, reported on stderr; 130
-        if interrupted.
+        The exit status: 0; 2 after a user error, which is printed to stderr; 130 if interrupted.
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:
@@ -77,22 +78,22 @@ def _run(arguments: Sequence[str]) -> None:
     found, rest = parser.parse_known_args(list(arguments))
     overrides = [_override(argument) for argument in rest]
     if found.model is None:
-        raise UserError("--model is missing; --help tells more")
+        raise UserError("--model is missing; see --help")
     if found.cpu_devices is not None and found.cpu_devices < 1:
         raise UserError(f"--cpu-devices={found.cpu_devices} must be at least 1")
     if found.top_p != 1 and found.temperature == 0:
         raise UserError(
-            f"--top-p={found.top_p:g} has no effect with --temperature=0, which takes the most "
-            "likely token; --temperature=1 would draw"
+            f"--top-p={found.top_p:g} has no effect with --temperature=0 (greedy decoding); set "
+            "--temperature=1 to sample"
         )
     of_sparse = [name for name, _ in overrides if name.startswith("sparsity.")]
     if found.attention == "dense" and (unread := set(of_sparse) - {_BLOCK_SIZE}):
         raise UserError(
-            f"--{min(unread)} has no effect with --attention=dense; --attention=sparse reads it"
+            f"--{min(unread)} has no effect with --attention=dense; add --attention=sparse"
         )
     prompt = _prompt(found.prompt, found.prompt_file)
     set_platform(found.cpu_devices)
-    # Imported only here: they import JAX, for which the devices must be set by now.
+    # Imported here, because they import JAX, which reads the number of devices when it starts.
     from mtraining_jax.evaluation.decode.sampling import GenerateOptions
     from mtraining_jax.evaluation.engine import Engine
     from mtraining_jax.evaluation.generate import generate
@@ -108,12 +109,12 @@ def _run(arguments: Sequence[str]) -> None:
         )  # fmt: skip
         if engine.tokenizer is None:
             raise UserError(
-                f"{engine.loaded.source} has no tokenizer; name one, as "
+                f"{engine.loaded.source} has no tokenizer; set one with "
                 "--tokenizer=PATH/tokenizer.json or --tokenizer=bytes"
             )
         if found.attention == "dense" and (note := engine.loaded.note_on_dense_use()) is not None:
             console.print(note, markup=False)
-        status.update("compiling, and reading the prompt ...")
+        status.update("compiling and reading the prompt ...")
 
         def say(text: str) -> None:
             status.stop()
@@ -122,36 +123,32 @@ def _run(arguments: Sequence[str]) -> None:
         result = generate(engine, prompt, options, on_text=say)
     print(flush=True)
     new = len(result.tokens)
-    rate = f", {new / result.decode_seconds:.1f} a second" if new > 1 else ""
+    rate = f" ({new / result.decode_seconds:.1f} tokens/s)" if new > 1 else ""
     console.print(
         f"prompt read in {result.prefill_seconds:.2f} s at density {result.density:.3f}; {new} new"
-        f" tokens in {result.decode_seconds:.2f} s{rate}; ended by {_ENDS[result.stopped]}"
+        f" tokens in {result.decode_seconds:.2f} s{rate}; stopped by {_ENDS[result.stopped]}"
     )
 
 
 _ENDS = {
-    "end": "the model", "stop": "a stop text", "length": "the number of tokens asked for",
+    "end": "the end token", "stop": "a stop text", "length": "--max-new-tokens",
 }  # fmt: skip
 
 
 def _override(argument: str) -> tuple[str, str]:
-    """--SECTION.FIELD=VALUE as a field and its value.
-
-    Raises:
-        UserError: if it is something else.
-    """
+    """Splits --SECTION.FIELD=VALUE into field and value; raises UserError for anything else."""
     name, equals, value = argument.removeprefix("--").partition("=")
     known = argument.startswith("--") and name.partition(".")[0] in _SECTIONS and "." in name
     if not known:
-        raise UserError(f"{argument} is not an option; --help lists all")
+        raise UserError(f"unknown option {argument}; see --help")
     if not equals:
-        raise UserError(f"--{name} needs a value, as --{name}=VALUE")
+        raise UserError(f"--{name} needs a value: --{name}=VALUE")
     return name, value
 
 
 def _prompt(text: str | None, file: str | None) -> str:
     if (text is None) == (file is None):
-        raise UserError("one of --prompt and --prompt-file is needed; --help tells more")
+        raise UserError("give either --prompt or --prompt-file; see --help")
     if text is None:
         try:
             raw = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
@@ -160,8 +157,8 @@ def _prompt(text: str | None, file: str | None) -> str:
             raise UserError(f"--prompt-file={file} cannot be read: {error.strerror}") from error
         except UnicodeDecodeError as error:
             raise UserError(
-                f"--prompt-file={file} is not UTF-8 text: byte {error.start} is not"
+                f"--prompt-file={file} is not UTF-8 text (invalid byte at offset {error.start})"
             ) from error
     if not text:
-        raise UserError("the prompt is empty: at least one token is needed to go on from")
+        raise UserError("the prompt is empty; it must have at least one token")
     return text

@@ -1,9 +1,9 @@
-"""Models of this package for lm-evaluation-harness, whose tasks then run on them.
+"""Adapter for lm-evaluation-harness, to run its tasks on models of this package.
 
 python -m mtraining_jax.evaluation.lm_eval --model mtraining_jax \
     --model_args path=FOLDER,attention=sparse --tasks hellaswag
 
-is the harness' own command with this model class added. From Python, pass a `HarnessModel` as
+is the harness command with this model class registered. From Python, pass a `HarnessModel` as
 `model` to `lm_eval.simple_evaluate`.
 """
 
@@ -29,14 +29,14 @@ except ImportError as error:
     _MISSING, TemplateLM = error, object
 
     def register_model(name: str) -> Any:
-        """Registers nothing."""
+        """Does nothing without the harness."""
         return lambda cls: cls
 
 else:
     _MISSING = None
 
-# Arguments that the harness' command gives to every model, and that mean nothing here: requests
-# run one by one, on all devices.
+# Arguments that the harness passes to every model and that have no effect here: requests run one
+# by one, on all devices.
 _NOT_READ = ("batch_size", "max_batch_size", "device")
 _MAX_NEW_TOKENS = 256  # the harness' default
 _SECTIONS = ("sparsity", "parallel", "model")
@@ -46,8 +46,8 @@ _SECTIONS = ("sparsity", "parallel", "model")
 class HarnessModel(TemplateLM):
     """A model for lm-evaluation-harness 0.4.13 or later.
 
-    A text that is longer than the model's positions is an error. The harness' own class for
-    Hugging Face models cuts the beginning off, which takes the needle out of a haystack.
+    A text longer than the model's positions is an error. The harness class for Hugging Face models
+    truncates the start instead, which may remove the needle from a haystack.
 
     Attributes:
         engine: the model.
@@ -55,12 +55,12 @@ class HarnessModel(TemplateLM):
     Args:
         engine: the model; None loads it from `path`.
         path: folder of a run or of a Hugging Face checkpoint.
-        attention, dtype, tokenizer: as of `Engine.load`.
+        attention, dtype, tokenizer: see `Engine.load`.
         **more: fields of the sections sparsity, parallel and model by dotted name.
 
     Raises:
-        UserError: if the harness is not installed, there is no tokenizer, several processes run,
-            and as of `Engine.load`.
+        UserError: if the harness is not installed, the model has no tokenizer, or several
+            processes run; see also `Engine.load`.
     """
 
     def __init__(
@@ -75,59 +75,59 @@ class HarnessModel(TemplateLM):
     ) -> None:
         if _MISSING is not None:
             raise UserError(
-                f"lm-evaluation-harness cannot be imported ({_MISSING}): install the extra eval "
+                f"cannot import lm-evaluation-harness ({_MISSING}); install the extra eval "
                 "(uv run --extra eval, or pip install lm-eval)"
             )
         super().__init__()
         if jax.process_count() > 1:
             raise UserError(
-                f"{jax.process_count()} processes run, and lm-evaluation-harness works in one: "
-                "use the devices of one host"
+                f"{jax.process_count()} processes are running, but lm-evaluation-harness supports "
+                "only one; use the devices of one host"
             )
         overrides = [(name, str(value)) for name, value in more.items() if name not in _NOT_READ]
         unknown = [name for name, _ in overrides if name.partition(".")[0] not in _SECTIONS]
         if unknown:
             raise UserError(
-                f"{unknown[0]} is no argument of this model; there are path, attention, dtype, "
-                f"tokenizer and fields of {', '.join(_SECTIONS)}, as sparsity.top_p"
+                f"unknown model argument {unknown[0]}; use path, attention, dtype, tokenizer or "
+                f"fields of {', '.join(_SECTIONS)}, such as sparsity.top_p"
             )
         if engine is None:
             if path is None:
-                raise UserError("path is missing: the folder of a run or of a checkpoint")
+                raise UserError("path is missing: give the folder of a run or of a checkpoint")
             engine = Engine.load(
                 path, attention=attention, overrides=overrides, dtype=dtype, tokenizer=tokenizer
             )
         if engine.tokenizer is None:
-            raise UserError(f"{engine.loaded.source} has no tokenizer; name one with tokenizer=")
+            raise UserError(f"{engine.loaded.source} has no tokenizer; set one with tokenizer=")
         self.engine = engine
 
     @property
     def eot_token_id(self) -> int:
-        """The token that ends a text."""
+        """The id of the end token."""
         return self.engine.tokenizer.eos
 
     @property
     def prefix_token_id(self) -> int:
-        """What a text without a context is given the context of."""
+        """The token that serves as context of a text without one."""
         start = self.engine.tokenizer.start
         return self.eot_token_id if start is None else start
 
     @property
     def max_length(self) -> int:
-        """Tokens that the model reads at most."""
+        """Maximum context length in tokens."""
         return self.engine.max_positions
 
     @property
     def tokenizer_name(self) -> str:
-        """For the harness' cache of requests."""
+        """Name for the request cache of the harness."""
         return self.engine.tokenizer.name.replace("/", "__")
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
-        """Token ids, with those that the tokenizer puts around a text unless told not to.
+        """Encodes a text, with the tokenizer's special tokens unless disabled.
 
-        Where a text begins with its start token already, that is not put there again.
+        If the text already starts with the start token, that is not added again.
         """
         tokenizer = self.engine.tokenizer
         plain = tokenizer.encode(string)
@@ -140,7 +140,7 @@ class HarnessModel(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
-        """Log probability of each continuation, and whether it is what greedy decoding gives."""
+        """Returns the log probability of each continuation, and whether it is the greedy one."""
         found = []
         for texts, context, continuation in tqdm(requests, disable=disable_tqdm, desc="scoring"):
             forced = self.engine.forced(context, continuation)
@@ -151,10 +151,10 @@ class HarnessModel(TemplateLM):
         return found
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """Log probability of whole texts.
+        """Returns the log probability of full texts.
 
-        By the harness' definition a text that is longer than the model reads is scored in windows,
-        so that each token is predicted once.
+        As the harness defines it, a text longer than the context is scored in windows, so that
+        each token is predicted once.
         """
         found = []
         for (text,) in tqdm([request.args for request in requests], disable=disable_tqdm):
@@ -169,7 +169,7 @@ class HarnessModel(TemplateLM):
         return found
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """New text behind each context, up to a stop text."""
+        """Generates text after each context, up to a stop text."""
         found = []
         for request in tqdm(requests, disable=disable_tqdm, desc="generating"):
             context, settings = request.args
@@ -181,15 +181,15 @@ class HarnessModel(TemplateLM):
 
 
 def generate_options(settings: dict[str, Any]) -> GenerateOptions:
-    """Options of generation from the harness' `generation_kwargs`.
+    """Converts `generation_kwargs` of the harness to options.
 
     Raises:
-        UserError: on one that is not supported.
+        UserError: for an unsupported one.
     """
     settings = normalize_gen_kwargs(settings, _MAX_NEW_TOKENS)
     until = handle_stop_sequences(settings.pop("until", None), eos=None)
     sampled = settings.pop("do_sample")
-    temperature = float(settings.pop("temperature", 1.0))  # as transformers has it
+    temperature = float(settings.pop("temperature", 1.0))  # default of transformers
     options = GenerateOptions(
         max_new_tokens=settings.pop("max_gen_toks"),
         temperature=temperature if sampled else 0.0,
@@ -199,8 +199,8 @@ def generate_options(settings: dict[str, Any]) -> GenerateOptions:
     )
     for name, value in settings.items():
         raise UserError(
-            f"generation_kwargs has {name} = {value!r}, which is not supported; there are until, "
-            "max_gen_toks, do_sample, temperature, top_p and seed"
+            f"generation_kwargs: {name} = {value!r} is not supported; use until, max_gen_toks, "
+            "do_sample, temperature, top_p or seed"
         )
     return options
 

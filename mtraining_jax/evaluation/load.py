@@ -1,4 +1,4 @@
-"""A model from a folder: of a run, or of a Hugging Face checkpoint."""
+"""Loads a model from the folder of a run or of a Hugging Face checkpoint."""
 
 import dataclasses
 import re
@@ -31,7 +31,7 @@ from mtraining_jax.training.run_folder import CHECKPOINTS_NAME
 AttentionKind = Literal["dense", "sparse"]
 Overrides = Sequence[tuple[str, str]]
 
-# Sections of a run's configuration that matter to a model in use.
+# Sections of a run's configuration that matter for inference.
 _SECTIONS = ("model", "sparsity", "parallel", "data", "loss")
 _GENERATION_FILE = "generation_config.json"
 _TOKENIZER_FILE = "tokenizer.json"
@@ -39,16 +39,17 @@ _TOKENIZER_FILE = "tokenizer.json"
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
-    """What was in a folder.
+    """A loaded model.
 
     Attributes:
         network: the model without its parameters.
-        state: its parameters on the mesh: matrices in the compute dtype, vectors fp32.
+        state: parameters on the mesh: matrices in the compute dtype, vectors fp32.
         tokenizer: None if the folder has none.
-        stop_ids: tokens that end a text.
-        loss_chunk_size: tokens of one device whose logits exist at a time.
-        source: the folder, and the step of a run, in words.
-        trained_sparse: of a run: its steps were sparse to the end, and none in so many dense.
+        stop_ids: ids that end a text.
+        loss_chunk_size: number of tokens per device with logits in memory at a time.
+        source: name for messages: the folder, and the step of a run.
+        trained_sparse: whether a run trained with sparse attention, without dense cooldown or
+            periodic dense steps.
     """
 
     network: Network
@@ -60,12 +61,12 @@ class Loaded:
     trained_sparse: bool = False
 
     def note_on_dense_use(self) -> str | None:
-        """A sentence for those who use a model densely that is best as it was trained."""
+        """Returns a note for dense use of a model that was trained sparse, or None."""
         if not self.trained_sparse:
             return None
         return (
-            f"note: {self.source} was trained with sparse attention, and used densely it loses a "
-            "little; --attention=sparse uses it as it was trained"
+            f"note: {self.source} was trained with sparse attention, so dense attention loses a "
+            "little quality; use --attention=sparse for best quality"
         )
 
 
@@ -78,13 +79,13 @@ def load(
     tokenizer: str | None = None,
     sparse_answers: bool = False,
 ) -> Loaded:
-    """Reads a model; arguments and errors as of `Engine.load`."""
+    """Loads a model; for arguments and errors see `Engine.load`."""
     folder = Path(folder).expanduser()
     step = newest_step(folder / CHECKPOINTS_NAME)
     if step is None and not (folder / CONFIG_FILE).is_file():
         raise UserError(
-            f"{folder} holds no model: neither {CHECKPOINTS_NAME}/STEP of a run nor {CONFIG_FILE} "
-            "of a Hugging Face checkpoint"
+            f"{folder} contains no model: neither {CHECKPOINTS_NAME}/STEP of a run nor "
+            f"{CONFIG_FILE} of a Hugging Face checkpoint"
         )
     if attention not in ("dense", "sparse"):
         raise UserError(f'attention = "{attention}" must be "dense" or "sparse"')
@@ -120,15 +121,15 @@ def load(
 
 
 def _is_sparse_to_the_end(sparsity: Mapping[str, Any]) -> bool:
-    # Checkpoints from before there were dense steps have no such fields.
+    # Older checkpoints lack these fields.
     dense_steps = sparsity.get("dense_last", 0) or sparsity.get("dense_every", 0)
     return sparsity.get("kind", "dense") != "dense" and not dense_steps
 
 
 def in_compute_dtype(state: nnx.State, spec: ModelSpec) -> nnx.State:
-    """Matrices in the dtype that layers compute in, so that they are read at half the bytes.
+    """Casts matrices to the compute dtype, to halve the bytes that are read.
 
-    Layers would cast them to it: the results are the same. The buffers of `state` are taken over.
+    Layers would cast them anyway, so results do not change. The buffers of `state` are donated.
     """
     names = parameter_names(state)
 
@@ -145,20 +146,20 @@ def in_compute_dtype(state: nnx.State, spec: ModelSpec) -> nnx.State:
 
 
 def _usual_dtype() -> str:
-    """Of a checkpoint that is not a run's: a CPU computes slowly in bfloat16."""
+    """Default dtype of a Hugging Face checkpoint: bfloat16 is slow on a CPU."""
     return "float32" if jax.default_backend() == "cpu" else "bfloat16"
 
 
 def _table_of_run(saved: Mapping[str, Any]) -> dict[str, Any]:
     table = {name: dict(saved.get(name, {})) for name in _SECTIONS}
-    # All sizes are there, and the folder that it started from may be gone.
+    # The saved sizes are complete, and the folder of the initial weights may no longer exist.
     table["model"] |= {"init_from": None, "override": []}
     table["parallel"]["cpu_devices"] = None
     return table
 
 
 def _devices(parallel: Mapping[str, Any]) -> dict[str, int]:
-    """The mesh of a run if there are as many devices, else all there are."""
+    """Returns the mesh of the run if that many devices are available, otherwise all devices."""
     there, processes = jax.device_count(), jax.process_count()
     nodes, local = parallel.get("nodes", 0), parallel.get("devices_per_node", 0)
     if nodes * local != there:
@@ -171,7 +172,7 @@ def _mesh(config: Config) -> Mesh:
     try:
         return make_mesh(1, parallel.nodes, parallel.devices_per_node)
     except ValueError as error:
-        raise UserError(f"the sizes of the mesh under [parallel] do not fit: {error}") from None
+        raise UserError(f"the mesh sizes under [parallel] do not fit: {error}") from None
 
 
 def _spec(config: Config, source: str) -> ModelSpec:
@@ -182,7 +183,7 @@ def _spec(config: Config, source: str) -> ModelSpec:
 
 
 def _settings(config: Config, attention: AttentionKind, source: str) -> Settings:
-    """Of the pattern: the configuration's own, or dense with its block size."""
+    """Returns settings of the configured pattern, or of dense attention with its block size."""
     from mtraining_jax.sparsity import Dense
 
     if attention == "dense":
@@ -190,12 +191,13 @@ def _settings(config: Config, attention: AttentionKind, source: str) -> Settings
     try:
         settings = config.sparsity.settings
     except ValueError as error:
-        # A pattern's class names its fields as Python does.
+        # A pattern class names its fields as Python does.
         raise UserError(re.sub(r"\b(\w+)=", r"sparsity.\1 = ", str(error))) from None
     if not settings.sparse:
         raise UserError(
-            f'attention = "sparse" needs a sparse pattern, and {source} was trained with '
-            f'sparsity.kind = "{config.sparsity.kind}"; name one, as --sparsity.kind=vertical_slash'
+            f'attention = "sparse" needs a sparse pattern, but {source} was trained with '
+            f'sparsity.kind = "{config.sparsity.kind}"; set one, as in '
+            "--sparsity.kind=vertical_slash"
         )
     return settings
 
@@ -215,14 +217,14 @@ def _read_run(folder: Path, step: int, spec: ModelSpec, shardings: nnx.State) ->
 def _find_tokenizer(
     folder: Path, config: Config, is_run: bool, given: str | None
 ) -> tuple[Tokenizer | None, frozenset[int]]:
-    """The tokenizer, if there is one, and the ids that end a text."""
+    """Returns the tokenizer, if any, and the ids that end a text."""
     ids = () if is_run else _end_ids(folder)
     name, eos = given, ids[0] if ids else None
     if name is None and not is_run and (folder / _TOKENIZER_FILE).is_file():
         name = str(folder / _TOKENIZER_FILE)
     if is_run:
         eos = config.data.eos
-        # Token files and random ids say nothing about a tokenizer.
+        # Token files and random ids do not name a tokenizer.
         if name is None and isinstance(selected_source(config.data), DocumentSource):
             name = config.data.tokenizer
     if name is None:
@@ -230,14 +232,14 @@ def _find_tokenizer(
     tokenizer = make_tokenizer(name, eos)
     if tokenizer.vocab_size > config.model.vocab_size:
         raise UserError(
-            f"the tokenizer {tokenizer.name} has ids up to {tokenizer.vocab_size - 1}, and the "
-            f"model in {folder} only {config.model.vocab_size} ids (model.vocab_size)"
+            f"the tokenizer {tokenizer.name} has {tokenizer.vocab_size} ids, but the model in "
+            f"{folder} has only {config.model.vocab_size} (model.vocab_size)"
         )
     return tokenizer, frozenset((*ids, tokenizer.eos))
 
 
 def _end_ids(folder: Path) -> tuple[int, ...]:
-    """`eos_token_id` of a Hugging Face folder: for generating, else of the model."""
+    """Reads `eos_token_id` from a Hugging Face folder, preferring the generation config."""
     for file in (_GENERATION_FILE, CONFIG_FILE):
         path = folder / file
         found = read_json(path).get("eos_token_id") if path.is_file() else None
@@ -245,7 +247,7 @@ def _end_ids(folder: Path) -> tuple[int, ...]:
             ids = found if isinstance(found, list) else [found]
             if not ids or not all(type(x) is int and x >= 0 for x in ids):
                 raise UserError(
-                    f"{path}: eos_token_id = {found!r} must be an id or a list of ids"
+                    f"{path}: eos_token_id = {found!r} must be an id or a non-empty list of ids"
                 )
             return tuple(ids)
     return ()

@@ -1,4 +1,4 @@
-"""What every program of an evaluation shares: a model on a mesh, and how its layers attend."""
+"""Static description of a model on a mesh, shared by all programs of an evaluation."""
 
 import dataclasses
 import functools
@@ -22,12 +22,12 @@ class Attending:
     """How layers attend; static.
 
     Attributes:
-        settings: of the pattern.
-        layout: "striped" or "zigzag", how blocks are dealt to ranks.
-        ring: how keys travel (`mtraining_jax.parallel.ring`).
-        backend: of the kernels; None is the best that runs here.
-        sparse_answers: whether tokens of a given answer attend by the pattern too, in one pass with
-            the prompt, as in training. Otherwise they attend to all, as generated ones do.
+        settings: pattern settings.
+        layout: "striped" or "zigzag", the assignment of blocks to ranks.
+        ring: ring schedule (`mtraining_jax.parallel.ring`).
+        backend: kernel backend; None selects the fastest available one.
+        sparse_answers: whether given answers use the pattern too, in one pass with the prompt as
+            in training. Otherwise answer tokens attend to all earlier tokens, like generated ones.
     """
 
     settings: Settings
@@ -42,10 +42,10 @@ class Network:
     """A model without its parameters, on a mesh; static.
 
     Attributes:
-        spec: its numbers.
+        spec: sizes of the model.
         mesh: axes ('data', 'node', 'device'), with one device along 'data'.
-        attending: how its layers attend, where whole sequences are read.
-        fsdp: whether matrices are spread over the devices, instead of a copy on each.
+        attending: attention of passes over full sequences.
+        fsdp: whether matrices are sharded over the devices instead of replicated.
     """
 
     spec: ModelSpec
@@ -55,29 +55,29 @@ class Network:
 
     @functools.cached_property
     def graphdef(self) -> nnx.GraphDef:
-        """The structure of the model that reads a sequence, its MLP some tokens at a time."""
+        """Structure of the model for sequences, with a chunked MLP."""
         return graph_definition(dataclasses.replace(self.spec, remat="full", mlp_kept_chunks=0))
 
     @functools.cached_property
     def one_token_graphdef(self) -> nnx.GraphDef:
-        """The structure of the model that reads one token."""
+        """Structure of the model for one token."""
         return graph_definition(dataclasses.replace(self.spec, remat="none", mlp_kept_chunks=0))
 
     @property
     def ranks(self) -> int:
-        """W, devices that share a sequence."""
+        """W, the number of context-parallel ranks."""
         return math.prod(self.mesh.shape[axis] for axis in SEQUENCE_AXES)
 
     @property
     def unit(self) -> int:
-        """What the length of a sequence must be a multiple of."""
+        """The divisor of padded lengths."""
         chunks = 2 if self.attending.layout == "zigzag" else 1
         return chunks * self.ranks * self.attending.settings.block_size
 
     def padded_length(self, tokens: int) -> int:
-        """The length that a sequence is padded to, so that few programs serve many lengths.
+        """Returns the padded length of a sequence, one of few so that programs can be reused.
 
-        Up to two units each multiple of the unit is one, from there on two in an octave: 2^i and
+        Up to two units every multiple is used; above that two lengths per octave, 2^i and
         3 * 2^(i-1) units.
         """
         units = max(1, -(-tokens // self.unit))
@@ -86,7 +86,7 @@ class Network:
         return self.unit * (between if power > 2 and units <= between else power)
 
     def sequence_layout(self, seq_len: int) -> Layout:
-        """How the tokens of a padded sequence lie on the ranks."""
+        """Returns the layout of a padded sequence on the ranks."""
         sizes = tuple(self.mesh.shape[axis] for axis in SEQUENCE_AXES)
         attending = self.attending
         return layout_for_ring(
@@ -94,15 +94,15 @@ class Network:
         )
 
     def pattern(self, seq_len: int, settings: Settings) -> Pattern:
-        """How pairs are chosen in a padded sequence by such settings; arrays lead with the layers.
+        """Builds the pattern for a padded sequence; its arrays have a leading layer axis.
 
         Raises:
-            UserError: if the pattern cannot be made for this model.
+            UserError: if the pattern cannot be built for this model.
         """
         return settings.pattern(ModelSizes(self.spec.num_layers, self.spec.num_heads, seq_len))
 
     def attention(self, layout: Layout, pattern: Pattern, valid_len: Array) -> Attention:
-        """What the layers attend with; `valid_len` may be traced."""
+        """Builds the attention of the layers; `valid_len` may be traced."""
         attending = self.attending
         return make_attention(
             self.mesh, layout, pattern, ring=attending.ring, backend=attending.backend,
@@ -110,6 +110,6 @@ class Network:
         )  # fmt: skip
 
     def length_like(self, tokens: int) -> int:
-        """A length that rotary positions treat as `tokens`; see `RopeScaling.length_like`."""
+        """Returns a length equivalent to `tokens` for RoPE; see `RopeScaling.length_like`."""
         scaling = self.spec.rope_scaling
         return 1 if scaling is None else scaling.length_like(tokens)

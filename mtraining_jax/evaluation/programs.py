@@ -1,4 +1,4 @@
-"""The compiled programs of a model in use, one for each padded length."""
+"""The compiled programs of a model for inference, one per padded length."""
 
 import functools
 from collections.abc import Callable, Hashable
@@ -23,24 +23,24 @@ from mtraining_jax.parallel.mesh import TOKENS
 from mtraining_jax.sparsity import Pattern
 from mtraining_jax.training.parts import layer_inputs
 
-# How new tokens are drawn: temperature, top_p and seed, as of `GenerateOptions`.
+# Sampling parameters temperature, top_p and seed, as in `GenerateOptions`.
 Drawing = tuple[np.float32, np.float32, np.uint32]
 
 
 class Programs:
-    """Compiles what is needed when it is first needed, and runs it.
+    """Compiles programs on first use, and runs them.
 
     Args:
         loaded: the model with its parameters.
-        like: programs of the same parameters with another pattern, whose steps serve here too.
+        like: programs of the same parameters with another pattern, to share decoding steps with.
     """
 
     def __init__(self, loaded: Loaded, like: Self | None = None) -> None:
         self._loaded, self._network = loaded, loaded.network
         self._compiled: dict[Hashable, Any] = {}
-        # Decoding is dense whatever the pattern, and takes longest to compile.
+        # Decoding is dense with every pattern, and takes longest to compile.
         self._steps: dict[Hashable, Any] = {} if like is None else like._steps
-        self._dealt: dict[int, tuple[Layout, Array]] = {}
+        self._layouts: dict[int, tuple[Layout, Array]] = {}
         self._patterns: dict[tuple[int, bool], Pattern] = {}
 
     def score(
@@ -51,7 +51,7 @@ class Programs:
         Args:
             ids: int32 [n].
             labels: int32 [n].
-            valid_len: tokens that a sparse pattern may estimate from.
+            valid_len: number of tokens that a sparse pattern may estimate from.
 
         Returns:
             NumPy arrays [n], and the density of the pass; see `make_score`.
@@ -74,14 +74,14 @@ class Programs:
         return jax.tree.map(lambda x: np.asarray(x)[0, order], scores), float(density)
 
     def prefill(self, ids: np.ndarray, total: int) -> Callable[[], Prompt]:
-        """Compiles the reading of a prompt.
+        """Compiles the prefill of a prompt.
 
         Args:
             ids: int32 [n].
             total: tokens of prompt and answer together.
 
         Returns:
-            A function that reads it.
+            A function that runs the prefill.
         """
         padded = self._network.padded_length(len(ids))
         layout, positions = self.deal(padded)
@@ -98,11 +98,11 @@ class Programs:
         return functools.partial(run, *arguments)
 
     def draw(self, logits: Array, kind: str, drawing: Drawing) -> Array:
-        """The first new token, int32 [1]; see `next_token`."""
+        """Samples the first new token, int32 [1]; see `next_token`."""
         return _draw(kind, logits, *drawing)
 
     def cache(self, prompt: Prompt, prompt_len: int, new_tokens: int) -> Cache:
-        """Takes over the keys and values of a prompt, and makes room for new tokens."""
+        """Builds a cache from the keys and values of a prompt (donated), with room to grow."""
         room = room_for(new_tokens, prompt.keys.shape[2] // self._network.ranks)
         count = jax.device_put(np.int32(prompt_len), NamedSharding(self._network.mesh, P()))
         keys, values = (
@@ -113,17 +113,17 @@ class Programs:
     def step(
         self, cache: Cache, token: Array, prompt_len: int, total: int, kind: str, drawing: Drawing
     ) -> Callable[[Cache, Array], Stepped]:
-        """Compiles the step from one token to the next.
+        """Compiles the decoding step.
 
         Args:
-            cache, token: of the first step; they are not read.
+            cache, token: inputs of the first step; only their shapes are used.
             prompt_len: tokens of the prompt.
             total: tokens of prompt and answer together.
-            kind: of `GenerateOptions`.
+            kind: see `GenerateOptions`.
             drawing: see `next_token`.
 
         Returns:
-            A function of cache and token, which takes over the cache.
+            A function of cache and token that donates the cache.
         """
         padded = self._network.padded_length(prompt_len)
         like, room = self._network.length_like(total), cache.keys[0].shape[2]
@@ -144,29 +144,29 @@ class Programs:
         return self._compiled[key]
 
     def pattern(self, padded: int, of_prompt: bool = False) -> Pattern:
-        """How pairs are chosen in sequences of a padded length, or where these are prompts."""
+        """Returns the pattern for a padded length, of prompts or of full sequences."""
         own = self._network.attending.settings
         settings = own.for_prompts() if of_prompt else own
-        key = padded, settings is own  # most read prompts alike, and share their arrays
+        key = padded, settings is own  # with most patterns prompts share the arrays
         if key not in self._patterns:
             self._patterns[key] = self._network.pattern(padded, settings)
         return self._patterns[key]
 
     def deal(self, padded: int) -> tuple[Layout, Array]:
-        """How sequences of a padded length lie, and positions [1, S]."""
-        if padded not in self._dealt:
+        """Returns the layout of a padded length, and positions [1, S]."""
+        if padded not in self._layouts:
             layout = self._network.sequence_layout(padded)
             positions = self.place(np.arange(padded, dtype=np.int32), layout, 0)
-            self._dealt[padded] = layout, positions
-        return self._dealt[padded]
+            self._layouts[padded] = layout, positions
+        return self._layouts[padded]
 
     def place(self, ids: np.ndarray, layout: Layout, fill: int) -> Array:
-        """int32 [n] -> [1, S] on the mesh, padded and in the order of the layout."""
+        """Pads int32 [n] to [1, S] on the mesh, in layout order."""
         padded = np.full(layout.seq_len, fill, np.int32)
         padded[: len(ids)] = ids
-        dealt = padded[layout.permutation()][None]
+        ordered = padded[layout.permutation()][None]
         sharding = NamedSharding(self._network.mesh, TOKENS)
-        return jax.make_array_from_callback(dealt.shape, sharding, lambda index: dealt[index])
+        return jax.make_array_from_callback(ordered.shape, sharding, lambda index: ordered[index])
 
 
 @functools.partial(jax.jit, static_argnums=0)

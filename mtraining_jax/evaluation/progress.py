@@ -1,4 +1,4 @@
-"""What an evaluation shows while it runs: a bar on a terminal, lines elsewhere."""
+"""Progress of an evaluation: a bar on a terminal, lines elsewhere."""
 
 from types import TracebackType
 from typing import Self
@@ -13,15 +13,15 @@ from mtraining_jax.wording import counted
 
 
 class Watch:
-    """Follows an evaluation; a `Watcher`, to be used in a `with` block.
+    """Shows the progress of an evaluation; a `Watcher` and a context manager.
 
-    A line is printed when a task and length are done, with what the samples of this call scored.
+    After each task and length, it prints the mean scores of the samples of this call.
 
     Attributes:
-        done, total: lines there are, and lines there will be.
+        done, total: finished and planned lines.
 
     Args:
-        console: where to print.
+        console: prints progress.
     """
 
     def __init__(self, console: Console) -> None:
@@ -32,11 +32,10 @@ class Watch:
         self.done = self.total = 0
 
     def start(self, total: int, done: int) -> None:
-        """As of `Watcher`."""
         self._tell_cell()
         self.total, self.done = self.total + total, self.done + done
         if done:
-            self._print(f"{done} of {total} samples are there already")
+            self._print(f"{done} of {total} samples are already evaluated")
         if self._console.is_terminal and self._bar is None:
             self._bar = Progress(
                 BarColumn(),
@@ -51,20 +50,18 @@ class Watch:
         self._update()
 
     def at(self, model: str, task: Task, length: int) -> None:
-        """As of `Watcher`."""
         self._tell_cell()
         self._cell = f"{task.name}, {length} tokens"
         self._update()
 
     def add(self, line: Line) -> None:
-        """As of `Watcher`."""
         self.done += 1
         value = line["score"] if "score" in line else line["loss"]
         self._values.setdefault(line["attention"], []).append(value)
         self._update()
 
     def stop(self) -> None:
-        """Takes the bar away."""
+        """Removes the bar."""
         self._tell_cell()
         if self._bar is not None:
             self._bar.stop()

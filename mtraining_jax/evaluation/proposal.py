@@ -1,4 +1,4 @@
-"""What settings of a sparse pattern cost a model on a text, and which of them to train with."""
+"""Measures the loss of sparse pattern settings on a text, and proposes one for training."""
 
 import dataclasses
 import math
@@ -19,15 +19,15 @@ from mtraining_jax.sparsity import Dense, Settings
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """One setting.
+    """The measurement of one setting.
 
     Attributes:
-        text: how it was asked for.
+        text: the setting as the user wrote it.
         density: computed over causal pairs, mean over layers, heads and sequences.
         loss: mean over all labels, in nats.
-        rise: that, less the loss with dense attention.
+        rise: `loss` minus the loss with dense attention.
         error: standard error of `rise` over sequences; NaN with a single one.
-        copies: the rise over far copies alone; NaN if the text has none.
+        copies: the rise over far copies only; NaN if the text has none.
     """
 
     text: str
@@ -39,22 +39,22 @@ class Measured:
 
 
 def read_sequences(loaded: Loaded, paths: Sequence[str], length: int, count: int) -> np.ndarray:
-    """The first sequences of some text files, joined and cut every `length` tokens.
+    """Reads text files, joins them, and splits them into sequences of `length` tokens.
 
     Args:
-        loaded: the model, of whose tokenizer the tokens are.
-        paths: files, folders and patterns, as of data.paths.
+        loaded: the model, for its tokenizer.
+        paths: files, folders and patterns, as in data.paths.
         length: S, tokens of a sequence.
-        count: sequences at most.
+        count: maximum number of sequences.
 
     Returns:
-        int32 [N, S], N from 1.
+        int32 [N, S], N >= 1.
 
     Raises:
-        UserError: if there is no tokenizer, a file cannot be read, or the text is too short.
+        UserError: if the model has no tokenizer, a file cannot be read, or the text is too short.
     """
     if loaded.tokenizer is None:
-        raise UserError(f"{loaded.source} has no tokenizer: name one with --tokenizer")
+        raise UserError(f"{loaded.source} has no tokenizer; set one with --tokenizer")
     found: list[np.ndarray] = []
     have = 0
     for where, text in TextFiles(paths=tuple(paths)).documents():
@@ -63,16 +63,16 @@ def read_sequences(loaded: Loaded, paths: Sequence[str], length: int, count: int
         if have >= length * count:
             break
     if have < length:
-        raise UserError(f"--text has {have:,} tokens, less than one sequence of {length:,}")
+        raise UserError(f"--text has {have:,} tokens, fewer than one sequence of {length:,}")
     whole = min(have // length, count)
     return np.concatenate(found)[: whole * length].reshape(whole, length).astype(np.int32)
 
 
 def check_length(loaded: Loaded, settings: Sequence[Settings], length: int) -> None:
-    """Checks that a model has positions for a length, and that no setting would pad it.
+    """Checks that a length fits the model's positions, and that no setting would pad it.
 
     Raises:
-        UserError: naming the length and what is possible.
+        UserError: naming the length and the limit.
     """
     most = loaded.network.spec.max_position_embeddings
     if length > most:
@@ -84,9 +84,9 @@ def check_length(loaded: Loaded, settings: Sequence[Settings], length: int) -> N
         padded = _with_settings(loaded, one).network.padded_length(length)
         if padded != length:
             raise UserError(
-                f"--length {length} would be padded to {padded} for blocks of {one.block_size} "
-                f"tokens on {loaded.network.ranks} devices, which changes densities; {padded} "
-                "would do"
+                f"--length {length} would be padded to {padded} with blocks of {one.block_size} "
+                f"tokens on {loaded.network.ranks} devices, which changes densities; use "
+                f"--length {padded}"
             )
 
 
@@ -94,18 +94,18 @@ def measure(
     loaded: Loaded, sequences: np.ndarray, settings: dict[str, Settings],
     say: Callable[[str], None] = lambda line: None,
 ) -> Iterator[Measured]:
-    """Runs a model over sequences, dense first, then with each setting in every layer.
+    """Runs a model over sequences, first dense, then with each setting in every layer.
 
-    The choice reads all tokens of a sequence, as in training.
+    The selection reads all tokens of a sequence, as in training.
 
     Args:
         loaded: the model.
         sequences: int32 [N, S].
-        settings: by how they were asked for.
-        say: called with the name of what is measured next.
+        settings: settings by their text.
+        say: called with the name of the next setting.
 
     Yields:
-        The dense model, whose rise is 0, and then each setting.
+        The dense model, with a rise of 0, and then each setting.
     """
     far = np.stack([far_copies(tokens) for tokens in sequences])[:, 1:]
     dense = None
@@ -132,16 +132,13 @@ def proposed(
     measured: Sequence[Measured], cost: Callable[[Measured], float], most_rise: float,
     most_copies: float,
 ) -> Measured | None:
-    """The cheapest setting that loses no more than is allowed.
+    """Returns the cheapest setting within the limits, or None.
 
     Args:
-        measured: of `measure`, dense or not.
-        cost: what is to be small: the time of a step, or the density.
-        most_rise: of the loss on all labels, in nats.
-        most_copies: of the loss on far copies, where there are any.
-
-    Returns:
-        None if all of them lose more.
+        measured: from `measure`, with or without dense.
+        cost: the cost to minimize: the time of a step, or the density.
+        most_rise: limit for the loss on all labels, in nats.
+        most_copies: limit for the loss on far copies, if there are any.
     """
     within = [
         one
@@ -152,7 +149,7 @@ def proposed(
 
 
 def checked_paths(paths: Sequence[str]) -> tuple[str, ...]:
-    """Paths of text with the home folder written out."""
+    """Returns paths of text with `~` expanded."""
     return tuple(str(Path(path).expanduser()) for path in paths)
 
 

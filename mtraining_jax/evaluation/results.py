@@ -1,7 +1,7 @@
-"""What an evaluation writes: one JSON line a sample, appended as soon as the sample is done.
+"""The results of an evaluation: one JSON line per sample, appended when the sample is finished.
 
-A killed evaluation loses the sample that it was at, and goes on with it when the same command runs
-again. The folder remembers what makes its lines comparable, and refuses lines of another kind.
+The same command resumes a killed evaluation at the sample that it was working on. The folder also
+stores the settings that make its lines comparable, and refuses lines with other settings.
 """
 
 import json
@@ -15,7 +15,7 @@ from mtraining_jax.errors import UserError
 
 SAMPLES_NAME = "samples.jsonl"
 SETTINGS_NAME = "settings.json"
-# One line for each time that the command ran: when, on what, with which versions.
+# One line per run of the command: date, devices and versions.
 INVOCATIONS_NAME = "invocations.jsonl"
 
 # One line of the file.
@@ -23,12 +23,12 @@ Line = dict[str, Any]
 
 
 class Key(NamedTuple):
-    """What a line is about; a folder has one line for each.
+    """The key of a line; a folder has one line per key.
 
     Attributes:
-        model: what the folder calls it, e.g. "model".
+        model: label of the model in the folder, e.g. "model".
         attention: "dense" or "sparse".
-        task, length, number: as of `Sample`.
+        task, length, number: as in `Sample`.
     """
 
     model: str
@@ -39,20 +39,20 @@ class Key(NamedTuple):
 
 
 class Results:
-    """A folder of results, open for further lines. To be used in a `with` block.
+    """A folder of results, open for new lines. Use it in a `with` block.
 
     Attributes:
-        folder: where they are.
-        settings: what all lines have in common.
+        folder: the folder.
+        settings: settings that all lines have in common.
 
     Args:
-        folder: made if it is not there.
-        settings: nested dicts of plain values. Lines of another evaluation in the folder have to
-            agree with it wherever both say something; what only one says is kept.
+        folder: created if missing.
+        settings: nested dicts of plain values. They must agree with the settings of earlier lines
+            in the folder wherever both have a value; values that only one has are kept.
 
     Raises:
-        UserError: if the folder cannot be written, is of an evaluation with other settings, or
-            holds a damaged line. Nothing is written then.
+        UserError: if the folder is not writable, has other settings, or has a damaged line.
+            Nothing is written then.
     """
 
     def __init__(self, folder: str | Path, settings: Mapping[str, Any]) -> None:
@@ -68,7 +68,7 @@ class Results:
             if self.settings != read_settings(self.folder):
                 _replace(self.folder / SETTINGS_NAME, json.dumps(self.settings, indent=1) + "\n")
         except OSError as error:
-            raise UserError(f"{self.folder}: results cannot be written: {error.strerror}") from None
+            raise UserError(f"{self.folder}: results are not writable: {error.strerror}") from None
 
     def __contains__(self, key: Key) -> bool:
         return key in self._lines
@@ -77,25 +77,25 @@ class Results:
         return self._lines[key]
 
     def add(self, line: Line) -> None:
-        """Appends the line of one sample; it is in the file when this returns.
+        """Appends the line of one sample to the file, before it returns.
 
         Raises:
-            ValueError: if a number of it is not finite, or it lacks a part of its key.
+            ValueError: if it has a number that is not finite, or lacks a part of its key.
         """
         text = json.dumps(line, allow_nan=False, ensure_ascii=False)
         self._lines[key_of(line)] = line
-        # One write: an interruption comes before it or after it.
+        # A single write, so an interruption cannot split the line.
         self._file.write(text + "\n")
         self._file.flush()
 
     def note(self, facts: Mapping[str, Any]) -> None:
-        """Writes down when and on what an evaluation ran, for the report."""
+        """Records when and on which devices the command ran, for the report."""
         with (self.folder / INVOCATIONS_NAME).open("a", encoding="utf-8") as file:
             file.write(json.dumps(facts) + "\n")
 
     @property
     def lines(self) -> list[Line]:
-        """All lines, also those of earlier evaluations in this folder."""
+        """All lines, including those of earlier evaluations in this folder."""
         return list(self._lines.values())
 
     def close(self) -> None:
@@ -115,16 +115,16 @@ class Results:
 
 
 def check_settings(folder: str | Path, settings: Mapping[str, Any]) -> None:
-    """Finds out whether `Results` would take further lines; writes nothing.
+    """Checks whether `Results` would accept new lines; writes nothing.
 
     Raises:
-        UserError: as `Results`, if not.
+        UserError: if it would not; see `Results`.
     """
     _joined(_settings_of_lines(Path(folder)), settings, Path(folder))
 
 
 def key_of(line: Line) -> Key:
-    """What a line is about.
+    """Returns the key of a line.
 
     Raises:
         ValueError: if a part is missing.
@@ -136,10 +136,10 @@ def key_of(line: Line) -> Key:
 
 
 def read_lines(folder: Path) -> Iterator[Line]:
-    """The lines of a folder; none if it has no file. A last line that was cut off is left out.
+    """Yields the complete lines of a folder; none without a file.
 
     Raises:
-        UserError: a line that is damaged.
+        UserError: if a line is damaged.
     """
     path = folder / SAMPLES_NAME
     if not path.is_file():
@@ -153,14 +153,14 @@ def read_lines(folder: Path) -> Iterator[Line]:
                 key_of(line)
             except ValueError:
                 raise UserError(
-                    f"{path}, line {number} is no result of an evaluation; take it out, and its "
-                    "sample is evaluated again"
+                    f"{path}, line {number} is not a result of an evaluation; delete the line to "
+                    "evaluate its sample again"
                 ) from None
             yield line
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """What the lines of a folder have in common; empty without a file.
+    """Returns the settings of a folder's lines; empty without a file.
 
     Raises:
         UserError: if the file is not JSON.
@@ -171,19 +171,19 @@ def read_settings(folder: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
-        raise UserError(f"{path} is not JSON; give another --output") from None
+        raise UserError(f"{path} is not JSON; use another --output") from None
     if not isinstance(found, dict):
-        raise UserError(f"{path} is not a JSON object; give another --output")
+        raise UserError(f"{path} is not a JSON object; use another --output")
     return found
 
 
 def _settings_of_lines(folder: Path) -> dict[str, Any]:
-    """The settings that lines have; those of an evaluation that ended before its first are void."""
+    """Returns the settings of existing lines; settings without any line are ignored."""
     return read_settings(folder) if any(True for _ in read_lines(folder)) else {}
 
 
 def read_invocations(folder: Path) -> list[dict[str, Any]]:
-    """What `Results.note` has written; a line that is not whole is left out."""
+    """Returns what `Results.note` has written; incomplete lines are skipped."""
     path = folder / INVOCATIONS_NAME
     found = []
     if path.is_file():
@@ -196,19 +196,19 @@ def read_invocations(folder: Path) -> list[dict[str, Any]]:
 
 
 def _joined(before: Mapping[str, Any], now: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Both together.
+    """Merges two settings.
 
     Raises:
         UserError: naming the first setting that differs.
     """
-    now = json.loads(json.dumps(now))  # tuples are lists there
+    now = json.loads(json.dumps(now))  # turns tuples into lists
     flat_before, flat_now = dict(_flat(before)), dict(_flat(now))
     for name in flat_before.keys() & flat_now.keys():
         was, asked = flat_before[name], flat_now[name]
         if was != asked:
             raise UserError(
-                f"{folder} holds results with {name} = {json.dumps(was)}, and this evaluation has "
-                f"{json.dumps(asked)}: give another --output, or the earlier value"
+                f"{folder} has results with {name} = {json.dumps(was)}, but this evaluation has "
+                f"{json.dumps(asked)}; use another --output, or the earlier value"
             )
     return {**before, **{name: _merged(before.get(name), value) for name, value in now.items()}}
 
@@ -228,7 +228,7 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def _cut_torn_line(path: Path) -> None:
-    """Takes away what follows the last whole line."""
+    """Removes an incomplete last line."""
     if not path.is_file():
         return
     content = path.read_bytes()
@@ -238,7 +238,7 @@ def _cut_torn_line(path: Path) -> None:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Writes a file that is whole at any time."""
+    """Replaces a file atomically."""
     new = path.with_name(f"{path.name}.new")
     new.write_text(text, encoding="utf-8")
     new.replace(path)

@@ -1,4 +1,4 @@
-"""Runs tasks on a model, sample by sample. Models are known by an interface only."""
+"""Runs tasks on a model, sample by sample, through the `Model` interface."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,11 +17,11 @@ class Plan:
     """What to evaluate.
 
     Attributes:
-        tasks: each on every length.
+        tasks: tasks, each evaluated at every length.
         lengths: tokens of prompt and answer together.
-        samples: of each task and length; fewer where a data set has fewer.
-        seed: of all that is random in the samples.
-        generate: decode answers also where teacher forcing decides as well.
+        samples: number of samples per task and length, limited by the data set.
+        seed: random seed of the samples.
+        generate: generate answers even where teacher forcing is enough.
     """
 
     tasks: Sequence[Task]
@@ -31,7 +31,7 @@ class Plan:
     generate: bool = False
 
     def numbers(self, task: Task, length: int, tokenizer: Tokenizer | None) -> range:
-        """The samples of a task and length."""
+        """Returns the sample numbers of a task and length."""
         there = task.count(tokenizer, length)
         return range(self.samples if there is None else min(self.samples, there))
 
@@ -41,20 +41,20 @@ class Plan:
 
 
 class Watcher(Protocol):
-    """Is told how an evaluation goes on."""
+    """Receives the progress of an evaluation."""
 
     def start(self, total: int, done: int) -> None:
-        """Called once: how many lines there will be, and how many there are already."""
+        """Called once with the number of planned and of existing lines."""
 
     def at(self, model: str, task: Task, length: int) -> None:
-        """Called when a task and length begin."""
+        """Called when a task and length start."""
 
     def add(self, line: Line) -> None:
         """Called with each new line."""
 
 
 def check_lengths(lengths: Sequence[int], max_positions: int, name: str) -> None:
-    """Raises UserError for a length beyond the positions of the model called `name`."""
+    """Raises UserError for a length beyond the positions of the model `name`."""
     for length in lengths:
         if length > max_positions:
             raise UserError(
@@ -64,7 +64,7 @@ def check_lengths(lengths: Sequence[int], max_positions: int, name: str) -> None
 
 
 def check_vocabulary(tasks: Sequence[Task], vocab_size: int, name: str) -> None:
-    """Finds tasks whose token ids a model does not have.
+    """Checks that a model has the token ids of the tasks.
 
     Raises:
         UserError: naming the task and its option.
@@ -73,49 +73,49 @@ def check_vocabulary(tasks: Sequence[Task], vocab_size: int, name: str) -> None:
         ids = getattr(task, "vocab_size", None)
         if ids is not None and ids > vocab_size:
             raise UserError(
-                f'task "{task.name}" has {ids} token ids, and {name} knows {vocab_size}: '
-                f"--task.vocab_size must be at most {vocab_size}"
+                f'task "{task.name}" has {ids} token ids, but {name} has a vocabulary of only '
+                f"{vocab_size}; --task.vocab_size must be at most {vocab_size}"
             )
 
 
 def check(plan: Plan, model: Model, name: str) -> None:
-    """Finds what cannot be evaluated, before anything runs.
+    """Checks a plan before anything runs.
 
     Args:
         plan: what to evaluate.
-        model: on which.
-        name: of it, for messages.
+        model: the model.
+        name: its name, for messages.
 
     Raises:
-        UserError: a length beyond the model's positions, a task of text for a model without a
-            tokenizer, or a plan without lengths or samples.
+        UserError: if a length exceeds the model's positions, or a text task has a model without a
+            tokenizer.
     """
     check_lengths(plan.lengths, model.max_positions, name)
     for task in plan.tasks:
         if task.needs_tokenizer and model.tokenizer is None:
             raise UserError(
-                f'task "{task.name}" is text, and {name} has no tokenizer: give --tokenizer, the '
-                "path of a tokenizer.json or bytes"
+                f'task "{task.name}" uses text, but {name} has no tokenizer; set --tokenizer to '
+                "the path of a tokenizer.json, or to bytes"
             )
 
 
 def evaluate(
     plan: Plan, models: Mapping[str, Model], label: str, results: Results, watcher: Watcher
 ) -> None:
-    """Evaluates what has no line yet, and appends a line for each sample.
+    """Evaluates samples without a result, and appends a line for each.
 
-    Samples are made once and given to all of `models`, so that their scores can be compared pair
-    by pair.
+    Samples are made once and given to all of `models`, so that their scores can be compared
+    pairwise.
 
     Args:
-        plan: what to evaluate; checked.
-        models: the same parameters by the attention they run with, "dense" or "sparse".
-        label: what results call these parameters.
-        results: where lines go.
-        watcher: is told of progress.
+        plan: a checked plan.
+        models: models with the same parameters by attention kind, "dense" or "sparse".
+        label: label of these parameters in the results.
+        results: folder of the lines.
+        watcher: receives progress.
 
     Raises:
-        UserError: from a task or a model, or if lines that are there have other prompts.
+        UserError: from a task or a model, or if existing lines have other prompts.
     """
     tokenizer = next(iter(models.values())).tokenizer
     questions = [
@@ -146,7 +146,7 @@ def evaluate(
 
 @dataclasses.dataclass(frozen=True)
 class _Question:
-    """A sample that is not made yet, and the lines that it gives."""
+    """A sample that is not yet made, and the keys of its lines."""
 
     task: Task
     length: int
@@ -155,9 +155,9 @@ class _Question:
 
 
 def _to_ask(questions: Sequence[_Question], results: Results) -> list[_Question]:
-    """Those that lack a line, and of each task and length one that has lines.
+    """Returns questions with a missing line, and one with a line per task and length.
 
-    By its prompt it is found out whether the lines that are there belong to the same data.
+    The prompt of the latter shows whether existing lines belong to the same data.
     """
     asked, compared = [], set()
     for question in questions:
@@ -173,7 +173,7 @@ def _to_ask(questions: Sequence[_Question], results: Results) -> list[_Question]
 def _samples(
     questions: Sequence[_Question], seed: int, tokenizer: Tokenizer | None
 ) -> Iterator[tuple[_Question, Sample | Document]]:
-    """Makes each sample while the model reads the one before."""
+    """Makes each sample while the model reads the previous one."""
 
     def make(question: _Question) -> Sample | Document:
         return question.task.sample(question.length, question.number, seed, tokenizer)
@@ -190,6 +190,6 @@ def _check_same_prompt(line: Line, sample: Sample | Document, results: Results) 
     if line["prompt_hash"] != sample.prompt_hash:
         raise UserError(
             f'{results.folder}: sample {sample.number} of task "{sample.task}" at length '
-            f"{sample.length} had another prompt (data, tokenizer or options have changed): give "
+            f"{sample.length} had another prompt, so data, tokenizer or options have changed; use "
             "another --output"
         )

@@ -1,4 +1,4 @@
-"""How well each token of a sequence is predicted: one forward pass, no gradients."""
+"""Scores each token of a sequence in one forward pass."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,21 +20,20 @@ from mtraining_jax.sparsity import Pattern
 def make_score(
     network: Network, layout: Layout, pattern: Pattern, length: int, chunk_size: int
 ) -> Callable[..., tuple[LabelScores, Array]]:
-    """A program that scores labels.
+    """Builds a program that scores labels.
 
     Args:
         network: the model.
-        layout: of the padded sequence.
-        pattern: how pairs are chosen.
-        length: stands for the tokens of the sequence (`Network.length_like`).
-        chunk_size: tokens of one device whose logits exist at a time.
+        layout: layout of the padded sequence.
+        pattern: sparse pattern.
+        length: length that RoPE assumes for the sequence (`Network.length_like`).
+        chunk_size: number of tokens per device with logits in memory at a time.
 
     Returns:
-        A jitted function of the state, int32 [B, S] tokens, labels and positions in the order of
-        the layout, the int32 scalar valid_len, behind which the choice reads nothing, and the
-        pattern's `layer_inputs`. It gives scores [B, S] in the same order, whole on every device,
-        and fp32, the share of the padded sequence's causal pairs that is computed, mean over
-        layers.
+        A jitted function of the state, int32 [B, S] tokens, labels and positions in layout order,
+        the int32 scalar valid_len, beyond which the selection reads nothing, and the pattern's
+        `layer_inputs`. It returns scores [B, S] in the same order, replicated, and the fp32 density
+        over causal pairs of the padded sequence, mean over layers.
     """
     mesh = network.mesh
 

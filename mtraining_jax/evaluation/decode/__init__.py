@@ -1,1 +1,1 @@
-"""Generation: a prompt is read once, and then one token at a time is added."""
+"""Text generation: prefill of a prompt, then token-by-token decoding."""

@@ -1,28 +1,28 @@
-"""Dense attention of one query to keys that lie on several ranks."""
+"""Dense attention of one query over a KV cache that is sharded over ranks."""
 
 import math
 
 import jax.numpy as jnp
 from jax import Array, lax
 
-# Tokens that one product with values adds up, if they divide the cache. A single product over a
-# long cache would have so few results that most of a GPU were idle.
+# Tokens per product with values, if they divide the cache. A single product over a long cache would
+# have so few results that most of a GPU would be idle.
 CHUNK = 512
 
 
 def attend_to_cache(
     q_BHD: Array, k_BHkSD: Array, v_BHkSD: Array, seen_S: Array, axis_names: tuple[str, ...]
 ) -> Array:
-    """Softmax over the keys of all ranks; inside `jax.shard_map`.
+    """Softmax attention over the keys of all ranks; inside `jax.shard_map`.
 
-    Each rank computes its part relative to its largest logit. The parts are brought to the
-    largest of all ranks and added up in fp32: exact attention, whatever the number of ranks.
+    Each rank computes its part relative to its largest logit. The parts are rescaled to the largest
+    logit of all ranks and summed in fp32, which is exact for any number of ranks.
 
     Args:
-        q_BHD: [B, Hq, D], the same on all ranks, rotated and unscaled.
+        q_BHD: [B, Hq, D], replicated, rotated and unscaled.
         k_BHkSD, v_BHkSD: keys and values of this rank.
-        seen_S: bool [S], which of them count. Some key counts on some rank.
-        axis_names: mesh axes that the keys are spread over.
+        seen_S: bool [S], which keys to attend to; at least one over all ranks.
+        axis_names: mesh axes that the keys are sharded over.
 
     Returns:
         fp32 [B, Hq, D].
@@ -35,7 +35,7 @@ def attend_to_cache(
     logits = jnp.einsum("bhgd,bhsd->bhgs", q, k_BHkSD, **kinds) / math.sqrt(dim)
     logits = jnp.where(seen_S, logits, -jnp.inf)
     peak = logits.max(-1)
-    # A rank may hold no key that counts.
+    # A rank may have no key to attend to.
     weights = jnp.exp(logits - jnp.where(peak == -jnp.inf, 0.0, peak)[..., None])
     total = weights.sum(-1)
     size = math.gcd(tokens, CHUNK)
@@ -44,7 +44,7 @@ def attend_to_cache(
     out = jnp.einsum("bhgcs,bhcsd->bhcgd", weights, values, **kinds).sum(2)
     if lax.axis_size(axis_names) == 1:
         return (out / total[..., None]).reshape(batch, heads, dim)
-    # One exchange a layer: for so few numbers its latency is all that counts.
+    # One exchange per layer, limited by latency for so few numbers.
     own = jnp.concatenate([out, total[..., None], peak[..., None]], axis=-1)
     parts = lax.all_gather(own, axis_names)
     out, total, peak = parts[..., :dim], parts[..., dim], parts[..., dim + 1]

@@ -1,4 +1,4 @@
-"""The keys and values that a token to come attends to."""
+"""The KV cache."""
 
 import dataclasses
 import functools
@@ -24,18 +24,18 @@ ONE_LAYER = P(None, None, SEQUENCE_AXES)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Cache:
-    """Keys, rotated, and values of a prompt and of the tokens behind it; a pytree.
+    """Rotated keys, and values, of a prompt and of new tokens; a pytree.
 
-    Each rank holds its stripes of the prompt, and behind them room for T new tokens. Every rank
-    writes these, which costs little, and only the first attends to them.
+    Each rank holds its shard of the prompt, followed by room for T new tokens. Every rank writes
+    new tokens, which is cheap, but only the first attends to them.
 
     Attributes:
-        keys, values: of each layer [B, Hk, W (S / W + T), D] in the compute dtype, tokens spread
-            over ('node', 'device'). Heads lie before tokens, so that a step reads each head's
-            keys one after another. A step reads each layer by itself: from one array for all the
-            compiler would copy them first, for every token again.
-        prompt_len: int32 scalar, tokens of the prompt; those behind are padding.
-        count: int32 scalar, new tokens.
+        keys, values: per layer [B, Hk, W (S / W + T), D] in the compute dtype, tokens sharded over
+            ('node', 'device'). Heads come before tokens, so each head's keys are contiguous. Layers
+            are separate arrays, because the compiler would copy each layer out of a stacked array
+            for every token.
+        prompt_len: int32 scalar, tokens of the prompt without padding.
+        count: int32 scalar, number of new tokens.
     """
 
     keys: tuple[Array, ...]
@@ -45,29 +45,29 @@ class Cache:
 
     @classmethod
     def specs(cls, layers: int) -> Self:
-        """How the arrays lie on a mesh: a `Cache` of `PartitionSpec`."""
+        """Returns a `Cache` of `PartitionSpec`."""
         return cls((ONE_LAYER,) * layers, (ONE_LAYER,) * layers, P(), P())
 
 
 def room_for(new_tokens: int, local_tokens: int) -> int:
-    """How many new tokens to make room for: a power of two, so that few programs serve many.
+    """Returns how many new tokens to allocate: a power of two, so that programs can be reused.
 
     Args:
-        new_tokens: how many there will be at most.
-        local_tokens: of the prompt, on one rank. A long cache is kept divisible by `CHUNK`, which
-            costs at most a 64th of it.
+        new_tokens: maximum number of new tokens.
+        local_tokens: prompt tokens per rank. A long cache stays divisible by `CHUNK`, for at most
+            a 64th more memory.
     """
     share = 1 << max(local_tokens // 64, 1).bit_length() - 1
     return max(1 << (new_tokens - 1).bit_length(), min(share, CHUNK), _LEAST_ROOM)
 
 
 def with_room(network: Network, stacked: Array, room: int) -> tuple[Array, ...]:
-    """Keys or values of a prompt, by layer and with room for new tokens.
+    """Splits keys or values of a prompt by layer, and adds room for new tokens.
 
     Args:
         network: the model.
-        stacked: [L, B, S, Hk, D], as it lies after the prompt has been read. Its buffer is given
-            up, as it takes as much memory as the result.
+        stacked: [L, B, S, Hk, D] after the prefill. It is deleted, as it takes as much memory as
+            the result.
         room: T.
 
     Returns:
@@ -93,11 +93,11 @@ def _with_room(mesh: jax.sharding.Mesh, room: int, stacked: Array) -> tuple[Arra
 def of_prompt(
     network: Network, keys: tuple[Array, ...], values: tuple[Array, ...], prompt_len: Array
 ) -> Cache:
-    """The cache when only the prompt has been read.
+    """Builds the cache after the prefill.
 
     Args:
         network: the model.
-        keys, values: of `with_room`.
+        keys, values: from `with_room`.
         prompt_len: int32 scalar.
     """
     everywhere = NamedSharding(network.mesh, P())

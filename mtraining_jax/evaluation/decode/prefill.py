@@ -1,4 +1,4 @@
-"""Reading a prompt: the training's forward pass, which also keeps keys and values."""
+"""Prefill: the forward pass of training, which also returns keys and values."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -22,13 +22,12 @@ from mtraining_jax.sparsity import Pattern
 
 
 class Prompt(NamedTuple):
-    """What is left of a prompt that has been read.
+    """The result of the prefill.
 
     Attributes:
-        logits: fp32 [B, V], of the token behind it.
-        keys, values: [L, B, S, Hk, D], S in the order of the layout and spread over the ranks.
-        density: fp32, share of the padded prompt's causal pairs that was computed, mean over
-            layers.
+        logits: fp32 [B, V], for the first new token.
+        keys, values: [L, B, S, Hk, D], S in layout order and sharded over the ranks.
+        density: fp32, computed over causal pairs of the padded prompt, mean over layers.
     """
 
     logits: Array
@@ -40,17 +39,17 @@ class Prompt(NamedTuple):
 def make_prefill(
     network: Network, layout: Layout, pattern: Pattern, length: int
 ) -> Callable[..., Prompt]:
-    """A program that reads a prompt.
+    """Builds the prefill program.
 
     Args:
         network: the model.
-        layout: of the padded prompt.
-        pattern: how pairs are chosen; the choice reads the last queries of the prompt.
-        length: stands for the tokens of the whole sequence (`Network.length_like`).
+        layout: layout of the padded prompt.
+        pattern: sparse pattern; it selects from the last queries of the prompt.
+        length: length that RoPE assumes for the full sequence (`Network.length_like`).
 
     Returns:
-        A jitted function of the state, int32 [B, S] tokens and positions in the order of the
-        layout, the int32 scalar prompt_len, and the pattern's `layer_inputs`.
+        A jitted function of the state, int32 [B, S] tokens and positions in layout order, the
+        int32 scalar prompt_len, and the pattern's `layer_inputs`.
     """
     mesh = network.mesh
 
@@ -83,13 +82,13 @@ def make_prefill(
 def _last_logits(
     network: Network, layout: Layout, hidden_BSE: Array, weight_VE: Array, prompt_len: Array
 ) -> Array:
-    """fp32 [B, V], the logits of the last token of the prompt."""
+    """Returns fp32 [B, V], the logits of the last prompt token."""
     weight_spec = lm_head_spec(network.spec, network.mesh, network.fsdp)
 
     def local(hidden_BSE: Array, weight_VE: Array, prompt_len: Array) -> Array:
         place = layout.local_positions(prompt_len - 1, lax.axis_index(SEQUENCE_AXES))
         row = lax.dynamic_index_in_dim(hidden_BSE, jnp.maximum(place, 0), 1, keepdims=False)
-        # One rank has the token; adding zeros in fp32 changes no bit.
+        # Only one rank has the token; adding zeros in fp32 is exact.
         row = lax.psum(jnp.where(place >= 0, row.astype(jnp.float32), 0), SEQUENCE_AXES)
         row = row.astype(hidden_BSE.dtype)
         weight_VE, (row,) = in_turn(weight_VE, (row,))
@@ -105,7 +104,7 @@ def _last_logits(
 
 
 def token_logits(hidden_BE: Array, weight_VE: Array) -> Array:
-    """fp32 [B, V], the output layer on one token of each sequence, in its dtype."""
+    """Applies the output layer to one token per sequence, in its dtype: fp32 [B, V]."""
     exact = lax.Precision.HIGHEST if hidden_BE.dtype == jnp.float32 else None
     return jnp.einsum(
         "be,ve->bv", hidden_BE, weight_VE, precision=exact, preferred_element_type=jnp.float32

@@ -1,4 +1,4 @@
-"""Which token comes next, and how likely a given one is."""
+"""Samples the next token, and scores a given one."""
 
 import dataclasses
 import math
@@ -12,18 +12,18 @@ from mtraining_jax.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class GenerateOptions:
-    """How a text is continued.
+    """Options of generation.
 
     Attributes:
-        max_new_tokens: most tokens that are added.
-        temperature: logits are divided by it; 0 always takes the most likely token.
-        top_p: of the most likely tokens, as many as have this share of the probability (at the
-            temperature) together are drawn from; 1 draws from all.
-        seed: of the drawing; the same seed, prompt and options give the same tokens.
-        stop: texts at which generation ends; what comes from there on is left out.
+        max_new_tokens: maximum number of new tokens.
+        temperature: divisor of the logits; 0 is greedy decoding.
+        top_p: nucleus sampling from the most likely tokens with this total probability (at the
+            temperature); 1 samples from all.
+        seed: random seed; the same seed, prompt and options give the same tokens.
+        stop: texts that end generation; they are not part of the result.
 
     Raises:
-        UserError: naming the field, its value and what is allowed.
+        UserError: for an invalid value.
     """
 
     max_new_tokens: int = 256
@@ -36,17 +36,17 @@ class GenerateOptions:
         if self.max_new_tokens < 1:
             raise UserError(f"max_new_tokens = {self.max_new_tokens} must be at least 1")
         if not 0 <= self.temperature < math.inf:
-            raise UserError(f"temperature = {self.temperature} must be a number from 0 on")
+            raise UserError(f"temperature = {self.temperature} must be a finite number >= 0")
         if not 0 < self.top_p <= 1:
             raise UserError(f"top_p = {self.top_p} must be above 0 and at most 1")
         if not 0 <= self.seed < 2**32:
             raise UserError(f"seed = {self.seed} must be from 0 to {2**32 - 1}")
         if any(not text for text in self.stop):
-            raise UserError("stop has an empty text, which would end every generation at once")
+            raise UserError("stop contains an empty text, which would match immediately")
 
     @property
     def kind(self) -> str:
-        """Which program draws: "greedy", "all" or "top_p"."""
+        """The sampling program: "greedy", "all" or "top_p"."""
         if self.temperature == 0:
             return "greedy"
         return "all" if self.top_p == 1 else "top_p"
@@ -55,14 +55,14 @@ class GenerateOptions:
 def next_token(
     logits_BV: Array, kind: str, temperature: Array, top_p: Array, seed: Array, number: Array
 ) -> Array:
-    """Draws the next token of each sequence.
+    """Samples the next token of each sequence.
 
     Args:
         logits_BV: fp32 [B, V].
-        kind: of `GenerateOptions`, static.
-        temperature, top_p: fp32 scalars, of `GenerateOptions`.
+        kind: see `GenerateOptions`, static.
+        temperature, top_p: fp32 scalars, see `GenerateOptions`.
         seed: uint32 scalar.
-        number: int32 scalar, how many tokens have been drawn before.
+        number: int32 scalar, number of tokens sampled before.
 
     Returns:
         int32 [B].
@@ -78,7 +78,7 @@ def next_token(
 
 @jax.jit
 def judge(logits_BV: Array, label_B: Array) -> tuple[Array, Array]:
-    """How likely a given next token is.
+    """Scores a given next token.
 
     Args:
         logits_BV: fp32 [B, V].
@@ -93,10 +93,10 @@ def judge(logits_BV: Array, label_B: Array) -> tuple[Array, Array]:
 
 
 def kept_tokens(logits_BV: Array, top_p: Array) -> Array:
-    """The most likely tokens that have `top_p` of the probability together, at least one.
+    """Selects the most likely tokens with a total probability of `top_p`, at least one.
 
-    The token with which the sum reaches `top_p` is kept, and so are tokens as likely as it
-    (nucleus sampling, arXiv 1904.09751).
+    It keeps the token with which the sum reaches `top_p`, and tokens that are as likely (nucleus
+    sampling, arXiv 1904.09751).
 
     Args:
         logits_BV: fp32 [B, V].

@@ -1,4 +1,4 @@
-"""One token more: its keys and values join the cache, and the next token is drawn."""
+"""One decoding step: appends a token to the cache and samples the next one."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -30,12 +30,12 @@ from mtraining_jax.parallel.ordering import in_turn
 
 
 class Stepped(NamedTuple):
-    """What a step gives.
+    """The result of a step.
 
     Attributes:
-        cache: with the token's keys and values.
-        token: int32 [B], the next one.
-        logits: fp32 [B, V], that it was drawn by.
+        cache: with the keys and values of the token.
+        token: int32 [B], the next token.
+        logits: fp32 [B, V], from which it was sampled.
     """
 
     cache: Cache
@@ -46,20 +46,20 @@ class Stepped(NamedTuple):
 def make_step(
     network: Network, layout: Layout, length: int, kind: str
 ) -> Callable[..., Stepped]:
-    """A program that reads one token and draws the next.
+    """Builds a program that reads one token and samples the next.
 
-    Attention is dense. Every rank computes the whole layer, but attends to its own part of the
-    prompt; what ranks exchange is one output a head.
+    Attention is dense. Every rank computes the full layer, but attends only to its own shard of the
+    prompt; ranks exchange one output per head.
 
     Args:
         network: the model.
-        layout: of the padded prompt in the cache.
+        layout: layout of the padded prompt in the cache.
         length: as in `make_prefill`.
-        kind: of `GenerateOptions`.
+        kind: see `GenerateOptions`.
 
     Returns:
-        A jitted function of the state, a `Cache` with room, whose buffers it takes over, the token
-        int32 [B] behind those in the cache, and the temperature, top_p and seed of `next_token`.
+        A jitted function of the state, a `Cache` with room (donated), the token int32 [B] that
+        follows those in the cache, and temperature, top_p and seed of `next_token`.
     """
     specs = Cache.specs(network.spec.num_layers)
     everywhere = NamedSharding(network.mesh, P())
@@ -79,7 +79,7 @@ def make_step(
             check_vma=False,
         )
         cache, logits = run(state, cache, token)
-        # The first token was drawn by the logits of the prompt.
+        # The first token was sampled from the logits of the prompt.
         drawn = next_token(logits, kind, temperature, top_p, seed, cache.count)
         return Stepped(cache, drawn, logits)
 
@@ -96,7 +96,7 @@ def _state_specs(network: Network, state: nnx.State) -> Any:
 def _local(
     network: Network, layout: Layout, length: int, state: nnx.State, cache: Cache, token_B: Array
 ) -> tuple[Cache, Array]:
-    """The same on one rank: the cache, and logits [B, V]."""
+    """Runs the step on one rank; returns the cache, and logits [B, V]."""
     spec, mesh, fsdp = network.spec, network.mesh, network.fsdp
     dtype = jnp.dtype(spec.dtype)
     model: Transformer = nnx.merge(network.one_token_graphdef, state)
@@ -109,7 +109,7 @@ def _local(
     graphdef, layers = nnx.split(model.layers)
     specs = layer_specs(layers, spec.parameters, mesh, fsdp)
     filled: list[tuple[Array, Array]] = []
-    # Not a loop: in one, the compiler copies each layer's weights and keys before it reads them.
+    # Unrolled: in a loop, the compiler copies each layer's weights and keys before it reads them.
     for number in range(spec.num_layers):
         parameters = jax.tree.map(lambda x, number=number: x[number], layers)
         parameters = compute_weights(parameters, dtype)
@@ -130,7 +130,7 @@ def _local(
 
 
 def _places(layout: Layout, cache: Cache) -> tuple[Array, Array]:
-    """Where a rank writes the new token, int32 scalar, and which keys it attends to, bool [S]."""
+    """Returns where a rank writes the new token, int32, and which keys it attends to, bool [S]."""
     rank = lax.axis_index(SEQUENCE_AXES)
     size = layout.block_size
     prompt = layout.block_ids(rank)[:, None] * size + jnp.arange(size, dtype=jnp.int32)

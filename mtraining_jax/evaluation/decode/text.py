@@ -1,40 +1,40 @@
-"""From tokens as they come to text that will not change any more."""
+"""Turns a stream of tokens into final text."""
 
 from collections.abc import Callable, Sequence
 
 from mtraining_jax.data.tokenizer import Tokenizer
 
-# What decoders put for bytes that are not a whole character yet.
+# Decoders return this for the bytes of an incomplete character.
 _INCOMPLETE = "\ufffd"
 
 
 class GrowingText:
-    """The text of tokens that come one by one.
+    """The text of a stream of tokens.
 
     Attributes:
-        text: of all tokens so far, without what comes from a stop text on.
-        stopped: whether a stop text has come.
+        text: text of all tokens so far, up to a stop text.
+        stopped: whether a stop text was found.
 
     Args:
         tokenizer: None leaves the text empty.
         stop: texts that end it.
-        tell: called with each piece of text that is final.
+        report: called with each piece of text that is final.
     """
 
     def __init__(
         self,
         tokenizer: Tokenizer | None,
         stop: Sequence[str],
-        tell: Callable[[str], None] | None = None,
+        report: Callable[[str], None] | None = None,
     ) -> None:
-        self._tokenizer, self._stop, self._tell = tokenizer, tuple(stop), tell
+        self._tokenizer, self._stop, self._report = tokenizer, tuple(stop), report
         self._ids: list[int] = []
-        self._told = 0
+        self._reported = 0
         self.text = ""
         self.stopped = False
 
     def add(self, token: int) -> None:
-        """Takes one token more."""
+        """Adds one token."""
         if self._tokenizer is None:
             return
         self._ids.append(token)
@@ -45,20 +45,20 @@ class GrowingText:
         self._say(settled_length(self.text, () if self.stopped else self._stop))
 
     def end(self) -> str:
-        """The whole text, when no more tokens come."""
+        """Returns the full text after the last token."""
         self._say(len(self.text))
         return self.text
 
     def _say(self, length: int) -> None:
-        if self._tell is not None and length > self._told:
-            self._tell(self.text[self._told : length])
-            self._told = length
+        if self._report is not None and length > self._reported:
+            self._report(self.text[self._reported : length])
+            self._reported = length
 
 
 def settled_length(text: str, stop: Sequence[str]) -> int:
-    """How many characters at the start of a growing text are final.
+    """Returns how many leading characters of a growing text are final.
 
-    Not final are an incomplete character at its end, and what may become a stop text.
+    An incomplete character at its end, and a possible start of a stop text, are not.
     """
     end = len(text)
     while end and text[end - 1] == _INCOMPLETE:

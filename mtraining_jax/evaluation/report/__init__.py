@@ -1,4 +1,4 @@
-"""From the lines of an evaluation to tables and pictures. Needs no model."""
+"""Builds tables and pictures from the lines of an evaluation, without a model."""
 
 from mtraining_jax.evaluation.report.write import write_report
 

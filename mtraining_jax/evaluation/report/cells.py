@@ -1,4 +1,4 @@
-"""Means of scores and losses, with what is needed to judge them."""
+"""Means of scores and losses, with their errors and counts."""
 
 import math
 from collections import defaultdict
@@ -13,12 +13,12 @@ Line = dict[str, Any]
 
 @dataclass(frozen=True)
 class Mean:
-    """A mean of some samples.
+    """A mean over samples.
 
     Attributes:
         value: the mean.
-        error: its standard error by the spread of the samples; nan for a single one.
-        count: samples.
+        error: its standard error, from the spread of the samples; NaN for a single one.
+        count: number of samples.
     """
 
     value: float
@@ -27,17 +27,17 @@ class Mean:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Mean":
-        """Of at least one value."""
+        """Computes the mean of at least one value."""
         spread = float(np.std(values, ddof=1)) if len(values) > 1 else math.nan
         return cls(float(np.mean(values)), spread / math.sqrt(len(values)), len(values))
 
 
 class Lines:
-    """The lines of a folder by what they are about.
+    """The lines of a folder, indexed by model, attention, task and length.
 
     Attributes:
-        models: labels in the order in which they appear; `attentions`, `tasks` (with a score),
-            `lengths` (ascending) likewise.
+        models, attentions, tasks: in order of appearance; `tasks` only with a score.
+        lengths: ascending.
         losses: lines of documents.
     """
 
@@ -55,7 +55,7 @@ class Lines:
             self._by_cell[cell][line["number"]] = line
 
     def cell(self, model: str, attention: str, task: str, length: int) -> dict[int, Line]:
-        """The lines of a task and length by sample number; empty if there are none."""
+        """Returns the lines of a task and length by sample number; may be empty."""
         return self._by_cell.get((model, attention, task, length), {})
 
     def score(self, model: str, attention: str, task: str, length: int) -> Mean | None:
@@ -66,9 +66,9 @@ class Lines:
     def mean_of_tasks(
         self, model: str, attention: str, length: int, tasks: Sequence[str]
     ) -> Mean | None:
-        """The plain mean over tasks; None where one of them is missing.
+        """Returns the plain mean over tasks; None if one is missing.
 
-        Its error is that of independent tasks, and its count the number of tasks.
+        Its error assumes independent tasks, and its count is the number of tasks.
         """
         found = [self.score(model, attention, task, length) for task in tasks]
         if not found or any(mean is None for mean in found):
@@ -79,10 +79,10 @@ class Lines:
     def difference(
         self, first: tuple[str, str], second: tuple[str, str], task: str, length: int
     ) -> Mean | None:
-        """The mean over samples of the first score minus the second, each of a model and attention.
+        """Returns the mean of the first score minus the second, each of a model and attention.
 
-        Both answered the same prompts, so the error is that of the differences: smaller than the
-        two errors would suggest.
+        Both answered the same prompts, so the error is that of the paired differences: smaller
+        than the two errors would suggest.
         """
         first, second = (self.cell(*way, task, length) for way in (first, second))
         both = first.keys() & second.keys()
@@ -91,7 +91,7 @@ class Lines:
         return Mean.of([first[n]["score"] - second[n]["score"] for n in sorted(both)])
 
     def densities(self, model: str, attention: str, length: int) -> list[float]:
-        """What share of causal pairs was computed in the prompts of a length."""
+        """Returns the densities of the prompts of a length."""
         return [
             line["density"]
             for line in self.scored
@@ -100,7 +100,7 @@ class Lines:
         ]
 
     def seconds(self, model: str, attention: str, length: int) -> list[float]:
-        """Seconds that samples of a length took."""
+        """Returns the seconds that samples of a length took."""
         return [
             line["seconds"]
             for line in self.scored
@@ -110,9 +110,9 @@ class Lines:
     def losses_of_documents(
         self, model: str, attention: str, length: int
     ) -> dict[int, list[float]]:
-        """By document: the mean loss in each bucket of positions, and that of its last tokens.
+        """Returns by document the mean loss per position bucket, and that of the last tokens.
 
-        Every document counts as much as another.
+        Every document has the same weight.
         """
         return {
             line["number"]: [*line["loss_by_position"], line["loss_of_last"]]

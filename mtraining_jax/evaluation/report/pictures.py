@@ -1,4 +1,4 @@
-"""The pictures of an evaluation, drawn with matplotlib (extra `plot`)."""
+"""Draws the pictures of an evaluation with matplotlib (extra `plot`)."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -14,17 +14,17 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# A score from 0 to 1 is a colour in every picture, so that they can be compared.
+# All pictures share one color scale for scores from 0 to 1, so that they can be compared.
 _COLORS = {"cmap": "viridis", "vmin": 0.0, "vmax": 1.0}
 
 
 def draw_all(lines: Lines, names: Mapping[str, str], folder: Path, caption: str) -> list[Path]:
-    """Draws every picture that the lines give.
+    """Draws all pictures for the lines.
 
     Args:
-        lines: of a folder of results.
-        names: of models, by their label.
-        folder: where the pictures go, as PNG.
+        lines: lines of a folder of results.
+        names: names of models by label.
+        folder: folder of the PNG files.
         caption: one line below each: device, date and versions.
 
     Returns:
@@ -60,7 +60,7 @@ def _if_any(name: str, figure: "Figure | bool | list") -> Iterator[tuple[str, "F
 def _figure(
     width: float, height: float, panels: int, columns: int
 ) -> tuple["Figure", list["Axes"]]:
-    # Not pyplot, which keeps every figure and may look for a display.
+    # Not pyplot, which keeps every figure and may need a display.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -74,7 +74,7 @@ def _figure(
 
 
 def _heat_maps(lines: Lines, names: Mapping[str, str]) -> Iterator[tuple[str, "Figure"]]:
-    """Tasks with a depth: length by depth, a panel for each model and attention."""
+    """For tasks with a depth: length by depth, one panel per model and attention."""
     for task in lines.tasks:
         own = [line for line in lines.scored if line["task"] == task]
         depths = sorted({line["depth"] for line in own if line["depth"] is not None})
@@ -101,7 +101,7 @@ def _heat_maps(lines: Lines, names: Mapping[str, str]) -> Iterator[tuple[str, "F
                     if found:
                         grid[i, j], most = np.mean(found), max(most, len(found))
             image = ax.imshow(grid, aspect="auto", **_COLORS)
-            ax.set_title(f"{names[model]}\n{attention}, up to {most} a cell", fontsize=8)
+            ax.set_title(f"{names[model]}\n{attention}, up to {most} samples a cell", fontsize=8)
             _grid_labels(ax, grid, [str(n) for n in lengths], [f"{d:.0%}" for d in depths])
             ax.set_xlabel("length, tokens", fontsize=8)
             ax.set_ylabel("depth of the needle", fontsize=8)
@@ -110,7 +110,7 @@ def _heat_maps(lines: Lines, names: Mapping[str, str]) -> Iterator[tuple[str, "F
 
 
 def _scores(lines: Lines, names: Mapping[str, str]) -> "Figure":
-    """Tasks by length, a panel for each model and attention."""
+    """Tasks by length, one panel per model and attention."""
     panels = [(model, attention) for model in lines.models for attention in lines.attentions]
     size = 2.2 + 0.75 * len(lines.lengths), 1.2 + 0.3 * len(lines.tasks)
     figure, axes = _figure(*size, len(panels), len(lines.attentions))
@@ -130,7 +130,7 @@ def _scores(lines: Lines, names: Mapping[str, str]) -> "Figure":
 
 
 def _trained_inferred(lines: Lines, names: Mapping[str, str]) -> "Figure":
-    """Models by attention, a panel for each length: mean over tasks."""
+    """Models by attention, one panel per length: mean over tasks."""
     figure, axes = _figure(3.2, 2.2, len(lines.lengths), min(4, len(lines.lengths)))
     for ax, length in zip(axes, lines.lengths, strict=True):
         grid = np.full((len(lines.models), len(lines.attentions)), np.nan)
@@ -142,13 +142,13 @@ def _trained_inferred(lines: Lines, names: Mapping[str, str]) -> "Figure":
         ax.imshow(grid, aspect="auto", **_COLORS)
         ax.set_title(f"{length} tokens", fontsize=8)
         _grid_labels(ax, grid, lines.attentions, [names[model] for model in lines.models])
-        ax.set_xlabel("inferred", fontsize=8)
-        ax.set_ylabel("trained", fontsize=8)
+        ax.set_xlabel("attention at inference", fontsize=8)
+        ax.set_ylabel("trained model", fontsize=8)
     return figure
 
 
 def _loss(lines: Lines, names: Mapping[str, str], length: int) -> "Figure":
-    """Loss over position, a line for each model and attention."""
+    """Loss over position, one line per model and attention."""
     figure, (ax,) = _figure(6, 3.6, 1, 1)
     for model in lines.models:
         for attention in lines.attentions:

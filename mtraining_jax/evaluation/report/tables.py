@@ -1,4 +1,4 @@
-"""The tables of an evaluation, for the terminal and for a Markdown file."""
+"""Builds the tables of an evaluation, for the terminal and for Markdown."""
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ from mtraining_jax.models.position_buckets import bucket_names
 from mtraining_jax.wording import counted
 
 _EMPTY = "–"
-# Groups of tasks whose mean is a number of its own.
+# Groups of tasks with a mean of their own.
 _BENCHMARKS = {"ruler": "RULER", "infinitebench": "InfiniteBench", "longbench": "LongBench"}
 
 
@@ -25,10 +25,10 @@ class TextTable:
 
     Attributes:
         title: one line.
-        note: what the numbers are, in a sentence or two.
+        note: one or two sentences about the numbers.
         header: names of columns.
-        rows: text of each cell; all as long as the header.
-        left: columns from the left that hold names and not numbers.
+        rows: text of each cell; rows are as long as the header.
+        left: number of leading columns that hold names, not numbers.
     """
 
     title: str
@@ -38,14 +38,14 @@ class TextTable:
     left: int
 
     def markdown(self) -> str:
-        """As Markdown, under a heading."""
+        """Returns the table as Markdown, under a heading."""
         aligned = ["---" if i < self.left else "--:" for i in range(len(self.header))]
         lines = (self.header, aligned, *self.rows)
         body = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
         return f"## {self.title}\n\n{self.note}\n\n{body}\n"
 
     def for_terminal(self) -> rich.table.Table:
-        """As a table that rich prints."""
+        """Returns the table for rich."""
         table = rich.table.Table(
             title=self.title, caption=self.note, box=rich.box.SIMPLE_HEAD, title_justify="left",
             caption_justify="left",
@@ -58,11 +58,11 @@ class TextTable:
 
 
 def tables(lines: Lines, names: Mapping[str, str]) -> Iterator[TextTable]:
-    """All tables that the lines give.
+    """Yields all tables for the lines.
 
     Args:
-        lines: of a folder.
-        names: of models, by their label.
+        lines: lines of a folder.
+        names: names of models by label.
     """
     if lines.scored:
         yield scores(lines, names)
@@ -74,7 +74,7 @@ def tables(lines: Lines, names: Mapping[str, str]) -> Iterator[TextTable]:
 
 
 def scores(lines: Lines, names: Mapping[str, str]) -> TextTable:
-    """A row for each task, model and attention, a column for each length."""
+    """One row per task, model and attention, one column per length."""
     rows: list[tuple[str, ...]] = []
 
     def row(task: str, model: str, what: str, means: list[Mean | None], signed: bool) -> None:
@@ -103,9 +103,8 @@ def scores(lines: Lines, names: Mapping[str, str]) -> TextTable:
                 row(name, names[model], attention, means, signed=False)
     return TextTable(
         "Scores",
-        "Percent, with the standard error and the number of samples (of tasks, in a mean). No "
-        "error is known where all samples scored the same. Differences are means over the same "
-        "prompts.",
+        "Percent, with standard error and number of samples (of tasks, for a mean). There is no "
+        "error if all samples have the same score. Differences are means over the same prompts.",
         ("task", "model", "attention", *map(str, lines.lengths)),
         tuple(rows),
         left=3,
@@ -113,7 +112,7 @@ def scores(lines: Lines, names: Mapping[str, str]) -> TextTable:
 
 
 def means_over(tasks: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """Tasks whose mean is shown, with a name: those of each benchmark, and all together."""
+    """Yields named groups of tasks to average: each benchmark, and all tasks together."""
     in_one = False
     for group, title in _BENCHMARKS.items():
         members = [task for task in tasks if task in GROUPS[group]]
@@ -125,7 +124,7 @@ def means_over(tasks: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
 
 
 def trained_and_inferred(lines: Lines, names: Mapping[str, str]) -> TextTable:
-    """Two models in two ways: does a model do better with the attention that it trained with?"""
+    """Two models with both kinds of attention, to compare training and inference."""
     rows = []
     name = next((name for name, tasks in means_over(lines.tasks) if tasks == lines.tasks), None)
     for length in lines.lengths:
@@ -137,9 +136,9 @@ def trained_and_inferred(lines: Lines, names: Mapping[str, str]) -> TextTable:
             cells = (percent(mean).partition(" (")[0] for mean in means)
             rows.append((str(length), names[model], *cells))
     return TextTable(
-        "Trained and inferred",
-        f"Percent, {name or lines.tasks[0]}: a row for what was trained, a column for the "
-        "attention of the prompt.",
+        "Training and inference",
+        f"Percent, {name or lines.tasks[0]}. Rows: trained model. Columns: attention of the prompt "
+        "at inference.",
         ("length", "model", *(f"{attention} inference" for attention in lines.attentions)),
         tuple(rows),
         left=2,
@@ -147,7 +146,7 @@ def trained_and_inferred(lines: Lines, names: Mapping[str, str]) -> TextTable:
 
 
 def times(lines: Lines, names: Mapping[str, str]) -> TextTable:
-    """Seconds of a sample and density, by length."""
+    """Seconds per sample and density, by length."""
     rows = []
     for length in lines.lengths:
         for model in lines.models:
@@ -161,9 +160,9 @@ def times(lines: Lines, names: Mapping[str, str]) -> TextTable:
                     rows.append((str(length), names[model], attention, median, density, count))
     return TextTable(
         "Times and density",
-        "Median seconds of a sample on this machine, answer included, making the prompt not. The "
-        "first sample of a length compiles. Density is the share of causal pairs that the prompt's "
-        "forward pass computed, mean over layers and samples.",
+        "Median seconds per sample on this machine, including the answer, not including making the "
+        "prompt. The first sample of a length compiles. Density is computed over causal pairs in "
+        "the prompt's forward pass, mean over layers and samples.",
         ("length", "model", "attention", "seconds", "density", "samples"),
         tuple(rows),
         left=3,
@@ -171,7 +170,7 @@ def times(lines: Lines, names: Mapping[str, str]) -> TextTable:
 
 
 def losses(lines: Lines, names: Mapping[str, str], length: int) -> TextTable:
-    """Loss by position: a row for each bucket, a column for each model and attention."""
+    """Loss by position: one row per bucket, one column per model and attention."""
     columns: dict[str, list[str]] = {}
     for model in lines.models:
         for attention in lines.attentions:
@@ -191,12 +190,12 @@ def losses(lines: Lines, names: Mapping[str, str], length: int) -> TextTable:
         for attention in lines.attentions
     )
     buckets = len(next(iter(columns.values()))) - 1
-    first = [*(f"from {name}" for name in bucket_names(buckets)), "the last 64"]
+    first = [*(f"from {name}" for name in bucket_names(buckets)), "last 64"]
     return TextTable(
         f"Loss by position, {length} tokens",
-        f"Nats, mean over {counted(count, 'document')}. A row has the tokens from its position to "
-        "that of the next row, whose predictions see that much context. The last row has the last "
-        "64 tokens of documents: by these the index of sparse attention is chosen.",
+        f"Nats, mean over {counted(count, 'document')}. Each row covers the tokens from its "
+        "position to that of the next row, predicted from that much context. The last row covers "
+        "the last 64 tokens of documents, from which sparse attention selects its index.",
         ("tokens", *columns),
         tuple(zip(first, *columns.values(), strict=True)),
         left=1,
@@ -204,7 +203,7 @@ def losses(lines: Lines, names: Mapping[str, str], length: int) -> TextTable:
 
 
 def settings_text(settings: Mapping[str, Any]) -> Iterator[str]:
-    """What the lines of a folder have in common, as lines of a Markdown list."""
+    """Yields the settings of a folder as items of a Markdown list."""
     for label, about in settings.get("models", {}).items():
         facts = ", ".join(f"{name} {value}" for name, value in about.items() if name != "name")
         yield f"- {label}: {about['name']}" + (f" ({facts})" if facts else "")

@@ -1,4 +1,4 @@
-"""The report on a folder of results: tables on the terminal, results.md, pictures."""
+"""Writes the report on a folder of results: terminal tables, results.md, pictures."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,8 +19,8 @@ def write_report(folder: Path, console: Console) -> list[Path]:
     """Prints the tables of a folder, and writes results.md and the pictures into it.
 
     Args:
-        folder: of `Results`.
-        console: where tables are printed.
+        folder: folder of `Results`.
+        console: prints the tables.
 
     Returns:
         The files written.
@@ -30,7 +30,7 @@ def write_report(folder: Path, console: Console) -> list[Path]:
     """
     lines, settings = Lines(read_lines(folder)), read_settings(folder)
     if not lines.models:
-        raise UserError(f"{folder} holds no results of an evaluation yet")
+        raise UserError(f"{folder} contains no evaluation results")
     about = settings.get("models", {})
     names = {label: about.get(label, {}).get("name", label) for label in lines.models}
     invocations = read_invocations(folder)
@@ -41,7 +41,8 @@ def write_report(folder: Path, console: Console) -> list[Path]:
         pictures = draw_all(lines, names, folder, _caption(invocations))
     except ImportError:
         console.print(
-            "no pictures: they need matplotlib (uv run --extra plot, or pip install matplotlib)",
+            "no pictures, because matplotlib is missing: uv run --extra plot, or pip install "
+            "matplotlib",
             markup=False,
         )
         pictures = []
@@ -61,13 +62,13 @@ def write_report(folder: Path, console: Console) -> list[Path]:
 
 
 def _on_cut_prompts(lines: Lines) -> list[str]:
-    """What a reader has to know about published prompts that did not fit a length."""
+    """Returns a note about published prompts that did not fit a length, if any."""
     cut = [line["cut_tokens"] for line in lines.scored if line["cut_tokens"]]
     if not cut:
         return []
     return [
-        f"{len(cut)} of {len(lines.scored)} prompts were too long: up to {max(cut)} tokens of "
-        "their middle were left out, as their benchmark does.\n"
+        f"{len(cut)} of {len(lines.scored)} prompts were too long; up to {max(cut)} tokens were "
+        "removed from their middle, as their benchmark does.\n"
     ]
 
 

@@ -1,4 +1,4 @@
-"""Long documents whose loss is measured by position: one forward pass serves all lengths."""
+"""The loss of long documents by position, in one forward pass per document."""
 
 import functools
 import itertools
@@ -21,12 +21,12 @@ _SUFFIXES = (".txt", ".jsonl")
 
 @dataclass(frozen=True, kw_only=True)
 class LongDocuments(Task):
-    """The loss of long documents by position; shorter ones than the length are left out.
+    """Loss of long documents by position; documents shorter than the length are skipped.
 
     Attributes:
-        documents: File, folder of .txt and .jsonl files, or glob: .jsonl has a document a line,
-            any other file is one.
-        text_field: Field of a JSON line that holds the text.
+        documents: File, folder of .txt and .jsonl files, or glob. A .jsonl file has one document
+            per line, any other file is one document.
+        text_field: Text field of a JSON line.
     """
 
     kind: ClassVar[str] = "loss"
@@ -36,7 +36,6 @@ class LongDocuments(Task):
     text_field: Text = "text"
 
     def problems(self) -> Iterator[str]:
-        """As of `Task`."""
         missing = list(super().problems())
         yield from missing
         if not missing:
@@ -44,17 +43,17 @@ class LongDocuments(Task):
                 pass
 
     def count(self, tokenizer: Tokenizer | None, length: int | None = None) -> int:
-        """As many as are long enough, or all without a length."""
+        """Returns how many documents are long enough, or all without a length."""
         if length is None:
             return sum(1 for _ in self._texts())
         return len(_long_enough(self, length, tokenizer))
 
     def sample(self, length: int, number: int, seed: int, tokenizer: Tokenizer | None) -> Document:
-        """As of `Task`: the first tokens of a document. The seed changes nothing."""
+        """Returns the first tokens of a document; the seed has no effect."""
         places = _long_enough(self, length, tokenizer)
         if number >= len(places):
             raise UserError(
-                f'length {length} is too long for sample {number} of task "{self.name}": '
+                f'length {length} is too long for sample {number} of task "{self.name}": only '
                 f"{len(places)} of {self.count(tokenizer)} documents have that many tokens"
             )
         where, text = next(itertools.islice(self._texts(), places[number], None))
@@ -62,7 +61,7 @@ class LongDocuments(Task):
         return Document(task=self.name, length=length, number=number, name=where, ids=ids)
 
     def _texts(self) -> Iterator[tuple[str, str]]:
-        """The documents, each with its place; one at a time is in memory."""
+        """Yields documents with their location, one in memory at a time."""
         for path in find_files([self.documents], _SUFFIXES, field="documents"):
             if path.suffix == ".jsonl":
                 yield from self._lines(path)
@@ -74,15 +73,15 @@ class LongDocuments(Task):
             text = record[self.text_field]
             if not isinstance(text, str):
                 raise UserError(
-                    f'documents: {where}: the field "{self.text_field}" is '
-                    f"{type(text).__name__}, not text"
+                    f'documents: {where}: the field "{self.text_field}" has type '
+                    f"{type(text).__name__}, but must be text"
                 )
             yield where, text
 
 
 @functools.lru_cache(maxsize=32)
 def _long_enough(task: LongDocuments, length: int, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Which documents have as many tokens."""
+    """Returns the indices of documents that are long enough."""
     return tuple(
         place
         for place, (_, text) in enumerate(task._texts())
@@ -91,14 +90,14 @@ def _long_enough(task: LongDocuments, length: int, tokenizer: Tokenizer) -> tupl
 
 
 def _first_ids(text: str, length: int, tokenizer: Tokenizer) -> np.ndarray | None:
-    """The first token ids of a text: int32 [length], or None if it has fewer.
+    """Returns the first token ids of a text, int32 [length]; None if it has fewer.
 
-    Of a very long text only the begin is tokenised.
+    It tokenizes only the beginning of a very long text.
     """
     characters = 8 * length
     while True:
         ids = tokenizer.encode(text[:characters])
-        # Near the cut, tokens are not those of the whole text.
+        # Near the cut, tokens may differ from those of the full text.
         if len(ids) >= length + 64 or (len(ids) >= length and characters >= len(text)):
             return np.asarray(ids[:length], np.int32)
         if characters >= len(text):

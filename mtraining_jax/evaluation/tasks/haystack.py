@@ -1,4 +1,4 @@
-"""Text to hide needles in: noise, essays that the user gives, or sentences of our own."""
+"""Text to hide needles in: noise, essays from the user, or generated sentences."""
 
 import functools
 import re
@@ -12,7 +12,7 @@ from mtraining_jax.random_bits import Stream
 # Landmark Attention's irrelevant text (Mohtashami and Jaggi, 2023), RULER's "noise".
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 
-# Adjectives, nouns and verbs at random: like prose to a tokenizer, and no sentence like another.
+# Random adjectives, nouns and verbs: like prose for a tokenizer, and no two sentences are equal.
 _PATTERNS = (
     "The {a} {n} stood behind the {m} for many years.",
     "Nobody in the {n} trade wanted to {v} another {m}.",
@@ -38,7 +38,7 @@ _PATTERNS = (
 
 
 class Sentences:
-    """A text as sentences, repeated from the start where more are wanted than there are.
+    """A text as a list of sentences, repeated as often as needed.
 
     Args:
         sentences: at least one.
@@ -48,20 +48,19 @@ class Sentences:
         self._sentences = sentences
 
     def first(self, count: int) -> list[str]:
-        """The first sentences: a list of `count`."""
+        """Returns the first `count` sentences."""
         repeats, rest = divmod(count, len(self._sentences))
         return self._sentences * repeats + self._sentences[:rest]
 
 
 class OwnSentences(Sentences):
-    """Sentences made from patterns and word lists, always the same ones, never repeated."""
+    """Sentences generated from templates and word lists, always the same and never repeated."""
 
     def __init__(self) -> None:
         super().__init__([])
         self._stream = Stream(seed=1)
 
     def first(self, count: int) -> list[str]:
-        """The first sentences: a list of `count`."""
         while len(self._sentences) < count:
             self._sentences += self._make(8192)
         return self._sentences[:count]
@@ -82,21 +81,21 @@ class OwnSentences(Sentences):
 
 @functools.lru_cache(maxsize=8)
 def essays(path: str | None) -> Sentences:
-    """The sentences of text files, or our own.
+    """Returns the sentences of text files, or generated ones.
 
     Args:
-        path: a file, a folder (searched for .txt files) or a glob; None for our own sentences.
+        path: a file, a folder (of .txt files) or a glob; None generates sentences.
 
     Raises:
-        UserError: there is no such file, or no text in it.
+        UserError: if there is no such file, or no text in it.
     """
     if path is None:
         return OwnSentences()
     text = " ".join(_read(file) for file in find_files([path], [".txt"], field="essays"))
-    # White space is collapsed, as RULER does; a sentence ends at a stop before a space.
+    # Collapse white space, as RULER does; a sentence ends at a stop before a space.
     sentences = re.split(r"(?<=[.!?]) ", " ".join(text.split()))
     if sentences == [""]:
-        raise UserError(f'essays: "{path}" holds no text')
+        raise UserError(f'essays: "{path}" contains no text')
     return Sentences(sentences)
 
 
@@ -110,13 +109,13 @@ def _read(file: Path) -> str:
 
 
 def insert_at_depth(sentences: list[str], needle: str, depth: float) -> list[str]:
-    """Sentences with a needle between two of them.
+    """Inserts a needle between two sentences.
 
     Args:
         sentences: the haystack.
         needle: a sentence.
-        depth: share of the characters that lie before it, from 0 to 1; it is moved back to the
-            next end of a sentence.
+        depth: fraction of the characters before the needle, from 0 to 1, rounded down to the end
+            of a sentence.
     """
     wanted = depth * sum(map(len, sentences))
     place = before = 0

@@ -1,4 +1,4 @@
-"""Measures that published sets share: how much of a text is another one, from 0 to 1."""
+"""Text similarity metrics of published data sets, from 0 to 1."""
 
 import difflib
 import re
@@ -15,17 +15,17 @@ _ALL_PUNCTUATION = str.maketrans("", "", string.punctuation + _CHINESE_PUNCTUATI
 
 
 def english_words(text: str) -> list[str]:
-    """Words in small letters, without punctuation and articles (SQuAD's normalisation)."""
+    """Returns lower-case words without punctuation and articles (normalization of SQuAD)."""
     return re.sub(r"\b(a|an|the)\b", " ", text.lower().translate(_PUNCTUATION)).split()
 
 
 def chinese_normalised(text: str) -> str:
-    """Text in small letters without punctuation and white space."""
+    """Returns lower-case text without punctuation and white space."""
     return "".join(text.lower().translate(_ALL_PUNCTUATION).split())
 
 
 def overlap_f1(answer: Sequence[str], reference: Sequence[str]) -> float:
-    """F1 of the words that two texts share, each counted as often as both have it."""
+    """F1 of the words that both texts contain, counted with multiplicity."""
     shared = sum((Counter(answer) & Counter(reference)).values())
     return 2 * shared / (len(answer) + len(reference)) if shared else 0.0
 
@@ -41,23 +41,23 @@ def characters_f1(answer: str, reference: str) -> float:
 
 
 def best(measure: Callable[[str, str], float], answer: str, references: Sequence[str]) -> float:
-    """The largest value over the references."""
+    """Returns the maximum over the references."""
     return max((measure(answer, reference) for reference in references), default=0.0)
 
 
 def share_of_numbers(answer: str, number: str) -> float:
-    """Which share of the numbers in an answer is the right one."""
+    """Returns the fraction of the numbers in an answer that are right."""
     found = re.findall(r"\d+", answer)
     return found.count(number) / len(found) if found else 0.0
 
 
 def first_number(answer: str) -> str:
-    """The first run of digits; empty if there is none."""
+    """Returns the first run of digits; empty if there is none."""
     found = re.search("[0-9]+", answer)
     return found.group() if found else ""
 
 
 def edit_similarity(answer: str, reference: str) -> float:
-    """Ratio of matching characters, rounded to whole per cents as fuzzywuzzy does."""
+    """Ratio of matching characters, rounded to percent as in fuzzywuzzy."""
     ratio = difflib.SequenceMatcher(None, answer, reference).ratio()
     return int(round(100 * ratio)) / 100

@@ -1,9 +1,9 @@
-"""A needle in a haystack: one number, hidden at a depth of a long text.
+"""A needle in a haystack: one number hidden at some depth of a long text.
 
-Needle and question are those of the test in MInference (Jiang et al., 2024,
-experiments/needle_in_a_haystack). Its haystack is a book of PG-19; ours is text that the user
-gives, or sentences of our own. The prompt's last words are ours: the answer follows directly, so
-that a model without instruction tuning can give it and teacher forcing decides.
+Needle and question are those of MInference (Jiang et al., 2024,
+experiments/needle_in_a_haystack). Its haystack is a book of PG-19; this one is text from the user
+or generated sentences. The last words of the prompt are new: the answer follows directly, so that
+a model without instruction tuning can give it and teacher forcing can score it.
 """
 
 from dataclasses import dataclass
@@ -25,11 +25,11 @@ CITIES = tuple(
 
 @dataclass(frozen=True, kw_only=True)
 class Needle(DepthTask):
-    """Finds the number of seven digits that a sentence in a long text gives for a city.
+    """Finds the seven-digit number that one sentence in a long text gives for a city.
 
     Attributes:
-        essays: File, folder of .txt files or glob with the text of the haystack; without it
-            sentences are made from our own word lists.
+        essays: File, folder of .txt files or glob with the text of the haystack; by default
+            sentences are generated from word lists.
     """
 
     max_new_tokens: ClassVar[int] = 32
@@ -38,12 +38,11 @@ class Needle(DepthTask):
     essays: str | None = None
 
     def problems(self):
-        """As of `Task`."""
         yield from super().problems()
         essays(self.essays)
 
     def build(self, size: int, length: int, number: int, seed: int) -> Draft:
-        """As of `SizedTask`; a piece is a sentence."""
+        """Builds a draft; a piece is a sentence."""
         stream = self.stream(length, number, seed)
         city, value = stream.choose(CITIES), str(1_000_000 + stream.below(9_000_000))
         needle = f"\nThe special magic {city} number is: {value}\n"
@@ -61,5 +60,5 @@ class Needle(DepthTask):
         )
 
     def score(self, sample: Sample, answer_text: str) -> float:
-        """1 if the number occurs in the answer."""
+        """Returns 1 if the number occurs in the answer."""
         return share_found(answer_text, sample.references)

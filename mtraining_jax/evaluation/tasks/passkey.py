@@ -1,4 +1,4 @@
-"""Passkey retrieval (Mohtashami and Jaggi, 2023, "Landmark Attention"), with its template."""
+"""Passkey retrieval with the template of Landmark Attention (Mohtashami and Jaggi, 2023)."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -11,13 +11,13 @@ from mtraining_jax.evaluation.tasks.task import Sample
 
 @dataclass(frozen=True, kw_only=True)
 class Passkey(DepthTask):
-    """Finds a key of five digits in a text of one phrase that is repeated."""
+    """Finds a five-digit key in a text that repeats one phrase."""
 
     max_new_tokens: ClassVar[int] = 16
     teacher_forced: ClassVar[bool] = True
 
     def build(self, size: int, length: int, number: int, seed: int) -> Draft:
-        """As of `SizedTask`; a piece is the phrase once."""
+        """Builds a draft; a piece is one repetition of the phrase."""
         key = 10_000 + self.stream(length, number, seed).below(90_000)
         needle = f"The pass key is {key}. Remember it. {key} is the pass key."
         depth = self.depth(number)
@@ -34,5 +34,5 @@ class Passkey(DepthTask):
         )
 
     def score(self, sample: Sample, answer_text: str) -> float:
-        """1 if the key occurs in the answer."""
+        """Returns 1 if the key occurs in the answer."""
         return share_found(answer_text, sample.references)

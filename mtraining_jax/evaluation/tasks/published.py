@@ -1,4 +1,4 @@
-"""Data sets that others have published: the user gives the files, prompts are cut to fit."""
+"""Published data sets: the user provides the files, and long prompts are truncated."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,14 +14,14 @@ from mtraining_jax.evaluation.tasks.task import Sample, Task
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedTask(Task):
-    """Records of a file, in its order: sample n is record n, whatever the seed.
+    """Records of a file in their order: sample n is record n for every seed.
 
-    A prompt that is longer than asked loses its middle, as these sets do it themselves;
-    `Sample.cut_tokens` says how much. Shorter ones stay as they are.
+    A prompt that is too long loses its middle, as in the original benchmarks; `Sample.cut_tokens`
+    has the number of removed tokens. Shorter prompts stay as they are.
 
     Attributes:
-        family: what the names of its parts begin with.
-        fields: that every record has.
+        family: prefix of the task names.
+        fields: fields that every record must have.
     """
 
     family: ClassVar[str]
@@ -29,48 +29,42 @@ class PublishedTask(Task):
 
     @property
     def part(self) -> str:
-        """Which part of the set: the task's name without its family."""
+        """The part of the set: the task's name without its family."""
         return self.name.removeprefix(f"{self.family}_")
 
     @property
     def path(self) -> Path:
-        """The file of this part, in the folder that the user gave."""
+        """The file of this part, in the user's folder."""
         return Path(getattr(self, self.needs[0])).expanduser() / f"{self.part}.jsonl"
 
     @property
     def new_tokens(self) -> int:
-        """Most tokens of an answer."""
+        """Maximum number of answer tokens."""
         raise NotImplementedError(f"{type(self).__name__}.new_tokens")
 
     def prompt(self, record: dict[str, Any]) -> str:
-        """The whole prompt of a record."""
+        """Returns the full prompt of a record."""
         raise NotImplementedError(f"{type(self).__name__}.prompt")
 
     def references(self, record: dict[str, Any]) -> tuple[str, ...]:
-        """Its gold answers."""
+        """Returns the gold answers of a record."""
         raise NotImplementedError(f"{type(self).__name__}.references")
 
     def records(self) -> tuple[dict[str, Any], ...]:
-        """All records.
-
-        Raises:
-            UserError: as of `read_records`.
-        """
+        """Returns all records; for errors see `read_records`."""
         return read_records(self.path, self.needs[0], self.fields)
 
     def problems(self) -> Iterator[str]:
-        """As of `Task`."""
         missing = list(super().problems())
         yield from missing
         if not missing:
             self.records()
 
     def count(self, tokenizer: Tokenizer | None, length: int | None = None) -> int:
-        """As many as there are records."""
+        """Returns the number of records."""
         return len(self.records())
 
     def sample(self, length: int, number: int, seed: int, tokenizer: Tokenizer | None) -> Sample:
-        """As of `Task`."""
         record = self.records()[number]
         prompt = self.prompt(record)
         ids, cut = np.asarray(tokenizer.encode(prompt), np.int32), 0

@@ -1,6 +1,6 @@
 """Multi-query associative recall over token ids (Arora et al., 2023, "Zoology").
 
-For models that were trained on it: the ids mean nothing to others.
+Only for models that were trained on it: the ids have no meaning for others.
 """
 
 from dataclasses import dataclass
@@ -14,26 +14,26 @@ from mtraining_jax.evaluation.tasks.task import Sample, Task
 from mtraining_jax.limits import check_limits, limited
 from mtraining_jax.random_bits import Stream
 
-# A label that does not count.
+# Label of tokens that are not scored.
 NOT_ASKED = -100
 
 
 def mqar(length: int, pairs: int, vocab_size: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """A sequence that pairs keys with values in its first half and asks for them in the second.
+    """Builds a sequence with key-value pairs in its first half and queries in the second.
 
-    Ids below V/2 are filler, V/2 to 3V/4 - 1 keys, the others values. Keys are different from each
-    other. Pairs lie at even positions of the first half, questions (the key, then its value) at
-    even positions of the second half.
+    Ids below V/2 are filler, ids from V/2 to 3V/4 - 1 are keys, and the others are values. All keys
+    are different. Pairs lie at even positions of the first half, and queries (a key, then its
+    value) at even positions of the second half.
 
     Args:
         length: S, tokens; divisible by 4, and S/4 at least `pairs`.
-        pairs: each is asked for once.
+        pairs: number of pairs; each is queried once.
         vocab_size: V, divisible by 4, and V/4 at least `pairs`.
-        seed: of everything.
+        seed: random seed.
 
     Returns:
-        ``(tokens, labels)``, int32 [S] each. A label stands at the asked key and is its value; the
-        others are -100.
+        ``(tokens, labels)``, int32 [S] each. The label of a queried key is its value; the others
+        are -100.
     """
     filler, keys = vocab_size // 2, vocab_size // 4
     tokens = Stream(seed, 1).below_each(np.full(length, filler))
@@ -51,14 +51,14 @@ def mqar(length: int, pairs: int, vocab_size: int, seed: int) -> tuple[np.ndarra
 
 @dataclass(frozen=True, kw_only=True)
 class AssociativeRecall(Task):
-    """Recalls the values of keys that are asked for anywhere in the second half, on token ids.
+    """Recalls the values of keys that are queried anywhere in the second half, on token ids.
 
-    The prompt is the first half. A sparse index is chosen from the prompt's last queries, before
-    any question: this shows whether it serves queries that it was not chosen for.
+    The prompt is the first half. A sparse index is selected from the prompt's last queries, before
+    any question, so this tests whether the index works for queries that it was not selected for.
 
     Attributes:
-        pairs: Pairs of key and value, each asked for once.
-        vocab_size: Ids of the task; the model must have been trained on it with as many.
+        pairs: Number of key-value pairs; each is queried once.
+        vocab_size: Number of token ids; must equal that of the model's training task.
     """
 
     needs_tokenizer: ClassVar[bool] = False
@@ -76,10 +76,10 @@ class AssociativeRecall(Task):
             )
 
     def sample(self, length: int, number: int, seed: int, tokenizer: Tokenizer | None) -> Sample:
-        """As of `Task`. A length that is not divisible by 4 is rounded down."""
+        """Makes a sample; a length that is not divisible by 4 is rounded down."""
         if length // 4 < self.pairs:
             raise UserError(
-                f'length {length} is too short for task "{self.name}": with pairs={self.pairs} it '
+                f'length {length} is too short for task "{self.name}"; with pairs={self.pairs} it '
                 f"must be at least {4 * self.pairs}"
             )
         own_seed = int(self.stream(length, number, seed).bits(1)[0])
@@ -100,9 +100,9 @@ class AssociativeRecall(Task):
         )
 
     def score_forced(self, sample: Sample, is_most_likely: np.ndarray) -> float:
-        """Share of the values that are the most likely token."""
+        """Returns the fraction of the values that are the most likely token."""
         return float(np.mean(is_most_likely[list(sample.scored)]))
 
     def score(self, sample: Sample, answer_text: str) -> float:
-        """Not possible: the questions are part of what follows the prompt."""
-        raise UserError(f'task "{self.name}" is scored by teacher forcing only, not by generation')
+        """Not supported, because the questions are part of what follows the prompt."""
+        raise UserError(f'task "{self.name}" supports teacher forcing only, not --generate')

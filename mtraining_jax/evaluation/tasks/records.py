@@ -1,4 +1,4 @@
-"""Records of published data sets: files of JSON lines, or of one JSON list."""
+"""Reads published data sets: files of JSON lines, or one JSON list."""
 
 import functools
 import json
@@ -11,15 +11,15 @@ from mtraining_jax.errors import UserError
 
 
 def read_records(path: Path, option: str, fields: tuple[str, ...]) -> tuple[dict[str, Any], ...]:
-    """Reads a file whole, once as long as it stays as it is.
+    """Reads a full file, cached until the file changes.
 
     Args:
-        path: .json is one list of objects; anything else has an object a line.
-        option: of the task, for messages.
-        fields: that every record must have.
+        path: .json is one list of objects; any other file has one object per line.
+        option: the task's option, for messages.
+        fields: fields that every record must have.
 
     Raises:
-        UserError: the file is missing, empty or malformed, or a record lacks a field.
+        UserError: if the file is missing, empty or malformed, or a record lacks a field.
     """
     try:
         state = path.stat()
@@ -41,7 +41,7 @@ def _records(
 def iterate_records(
     path: Path, option: str, fields: tuple[str, ...]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The records of a file, each with its place; arguments and errors as of `read_records`."""
+    """Yields the records of a file with their location; see `read_records`."""
     for where, record in _parsed(path, option):
         if not isinstance(record, dict):
             raise UserError(f"{option}: {where} is {type(record).__name__}, not a JSON object")

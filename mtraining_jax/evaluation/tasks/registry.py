@@ -1,4 +1,4 @@
-"""The tasks that come with the package, one line each, and how they are made from names."""
+"""The built-in tasks, and how to make tasks from names."""
 
 import dataclasses
 import typing
@@ -55,7 +55,7 @@ TASKS = Registry(
         "documents": f"{_HERE}.documents:LongDocuments",
     },
 )
-# One name for several. "ruler_generated" needs no files.
+# Groups of tasks. "ruler_generated" needs no files.
 _GENERATED = (*_NEEDLES, "ruler_vt", "ruler_cwe", "ruler_fwe")
 GROUPS: dict[str, tuple[str, ...]] = {
     "ruler": (*_GENERATED, "ruler_qa_1", "ruler_qa_2"),
@@ -69,23 +69,23 @@ def make_tasks(names: Sequence[str], options: Mapping[str, Any]) -> list[Task]:
     """Makes tasks from their names, and checks everything that can be checked before they run.
 
     Args:
-        names: of `TASKS` or `GROUPS`, or `package.module:Name` of one's own.
-        options: values by field. Each task takes those that it has. Text is turned into the
-            field's type.
+        names: names in `TASKS` or `GROUPS`, or your own task as `package.module:Name`.
+        options: values by field; text is converted to the field's type. Each task takes the
+            options that it has.
 
     Returns:
         The tasks in the order of the names, each once.
 
     Raises:
-        UserError: an unknown name or option, a bad value, or what `Task.problems` says.
+        UserError: for an unknown name or option, an invalid value, or a problem of a task.
     """
     single = dict.fromkeys(one for name in names for one in GROUPS.get(name, (name,)))
     classes = {name: TASKS.get(name) for name in single}
     known = {field.name for cls in classes.values() for field in _options(cls)}
     for option in options:
         if option not in known:
-            has = f"their options are {', '.join(sorted(known))}" if known else "they have none"
-            raise UserError(f'"{option}" is no option of the tasks {", ".join(names)}; {has}')
+            has = f"use {', '.join(sorted(known))}" if known else "they have no options"
+            raise UserError(f'unknown option "{option}" of the tasks {", ".join(names)}; {has}')
     tasks = [_make(name, cls, options) for name, cls in classes.items()]
     for task in tasks:
         for problem in task.problems():
@@ -94,7 +94,7 @@ def make_tasks(names: Sequence[str], options: Mapping[str, Any]) -> list[Task]:
 
 
 def option_docs(cls: type[Task]) -> dict[str, str]:
-    """The options of a task, each with its meaning, and its default if it has one."""
+    """Returns the options of a task with their description and default."""
     docs = attribute_docs(cls)
     return {
         field.name: docs.get(field.name, "")

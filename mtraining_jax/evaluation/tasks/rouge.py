@@ -1,4 +1,4 @@
-"""ROUGE-L of whole summaries (Lin, 2004, section 3.2), in the two forms that published sets use."""
+"""ROUGE-L of summaries (Lin, 2004, section 3.2), in the two variants of published data sets."""
 
 import re
 from collections import Counter
@@ -8,10 +8,10 @@ import numpy as np
 
 
 def rouge_l(answer: str, reference: str) -> float:
-    """F1 as of the package rouge 1.0.1, which LongBench uses.
+    """F1 as in the package rouge 1.0.1, which LongBench uses.
 
-    Sentences end at a full stop. Of the longest common subsequences of each sentence of the
-    reference with each of the answer, and of both texts, different words count once.
+    Sentences end at a full stop. It compares sets of distinct words: the union of the longest
+    common subsequences of all pairs of sentences, and the words of both texts.
 
     Returns:
         0 if either text has no sentence.
@@ -31,10 +31,10 @@ def rouge_l(answer: str, reference: str) -> float:
 
 
 def rouge_l_sum(answer: str, reference: str) -> float:
-    """F1 as of the package rouge-score 0.1.2 ("rougeLsum", no stemmer), which InfiniteBench uses.
+    """F1 as in rouge-score 0.1.2 ("rougeLsum", no stemmer), which InfiniteBench uses.
 
-    Sentences are lines, words are runs of letters and digits in small letters. Words that the
-    union of the longest common subsequences has count as often as both texts have them.
+    Sentences are lines, and words are runs of lower-case letters and digits. A word in the union of
+    the longest common subsequences counts as often as both texts have it.
     """
     answers, references = _lines(answer), _lines(reference)
     left = [Counter(word for line in side for word in line) for side in (answers, references)]
@@ -58,7 +58,7 @@ def rouge_l_sum(answer: str, reference: str) -> float:
 
 
 def _sentences_by_stop(text: str) -> list[list[str]]:
-    # Only white space between two stops is a sentence of one empty word.
+    # White space between two stops is a sentence of one empty word.
     return [part.split() or [""] for part in text.split(".") if part]
 
 
@@ -69,16 +69,16 @@ def _lines(text: str) -> list[list[str]]:
 def _common_places(
     first: Sequence[str], second: Sequence[str], *, earlier_in_first: bool
 ) -> list[int]:
-    """Places in the first text of a longest common subsequence with the second.
+    """Returns positions in the first text of a longest common subsequence with the second.
 
     Args:
         first, second: words.
-        earlier_in_first: which one is taken of several: where a step back in either text keeps
-            the length, whether to step back in the first one.
+        earlier_in_first: tie-breaking: where a step back in either text keeps the length, whether
+            to step back in the first one.
     """
     ids = {word: i for i, word in enumerate({*first, *second})}
     a, b = (np.array([ids[word] for word in text], np.int64) for text in (first, second))
-    # lengths[i, j]: of the longest common subsequence of first[:i] and second[:j].
+    # lengths[i, j]: length of the longest common subsequence of first[:i] and second[:j].
     lengths = np.zeros((a.size + 1, b.size + 1), np.int32)
     for i in range(1, a.size + 1):
         matched = np.where(b == a[i - 1], lengths[i - 1, :-1] + 1, lengths[i - 1, 1:])

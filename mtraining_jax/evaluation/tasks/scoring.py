@@ -1,4 +1,4 @@
-"""Rules by which generated answers are scored, each from 0 to 1."""
+"""RULER's rules for scoring generated answers, from 0 to 1."""
 
 import re
 
@@ -6,26 +6,23 @@ _CONTROL = re.compile(r"[\x00-\x1f]")
 
 
 def cleaned(answer: str) -> str:
-    """An answer without white space around it, and with control characters as line ends.
-
-    RULER's `postprocess_pred`.
-    """
+    """Strips an answer, and turns control characters into line ends (`postprocess_pred`)."""
     return _CONTROL.sub("\n", answer.strip()).strip()
 
 
 def share_found(answer: str, references: tuple[str, ...]) -> float:
-    """Share of the references that occur in the answer, in any case of letters.
+    """Returns the fraction of the references that occur in the answer, ignoring case.
 
-    RULER's `string_match_all`, of all its tasks but question answering.
+    RULER's `string_match_all`, for all its tasks except question answering.
     """
     answer = cleaned(answer).lower()
     return sum(reference.lower() in answer for reference in references) / len(references)
 
 
 def any_found(answer: str, references: tuple[str, ...]) -> float:
-    """1 if any reference occurs in the answer, in any case of letters.
+    """Returns 1 if any reference occurs in the answer, ignoring case.
 
-    RULER's `string_match_part`, of its question answering.
+    RULER's `string_match_part`, for question answering.
     """
     answer = cleaned(answer).lower()
     return float(any(reference.lower() in answer for reference in references))

@@ -1,4 +1,4 @@
-"""Tasks whose prompt is made to measure: a haystack of as many pieces as the length allows."""
+"""Tasks with generated prompts: a haystack of as many pieces as fit the length."""
 
 import functools
 import math
@@ -13,7 +13,7 @@ from mtraining_jax.limits import check_limits, limited
 
 @dataclass(frozen=True, kw_only=True)
 class Draft:
-    """The text of a sample, before it is known to fit; fields as of `Task.text_sample`."""
+    """The text of a sample before its length is checked; see `Task.text_sample`."""
 
     prompt: str
     references: tuple[str, ...]
@@ -24,14 +24,14 @@ class Draft:
 
 @dataclass(frozen=True, kw_only=True)
 class SizedTask(Task):
-    """Derived classes write `build`.
+    """Base class of tasks with a haystack; derived classes implement `build`.
 
-    The size of the haystack is found once for each length and tokenizer, with a sample that is
-    used for nothing else. A sample that comes out longer than that one gets a smaller haystack.
+    The haystack size is computed once per length and tokenizer, with a sample that is not used
+    otherwise. A sample that turns out longer than that one gets a smaller haystack.
 
     Attributes:
-        max_new_tokens: most tokens of an answer.
-        least_size, most_size: pieces of the smallest and of the largest haystack.
+        max_new_tokens: maximum number of answer tokens.
+        least_size, most_size: number of pieces of the smallest and largest haystack.
     """
 
     max_new_tokens: ClassVar[int]
@@ -42,21 +42,19 @@ class SizedTask(Task):
         check_limits(self)
 
     def new_tokens(self, length: int) -> int:
-        """Most tokens of an answer."""
+        """Returns the maximum number of answer tokens."""
         return self.max_new_tokens
 
     def build(self, size: int, length: int, number: int, seed: int) -> Draft:
-        """Makes the text of a sample.
+        """Builds the text of a sample.
 
         Args:
-            size: pieces of the haystack, at least `least_size`.
-            length, number, seed: as of `sample`. The number -1 is the sample that sizes are
-                measured with.
+            size: number of pieces of the haystack, at least `least_size`.
+            length, number, seed: see `sample`. The number -1 is the sample for measuring sizes.
         """
         raise NotImplementedError(f"{type(self).__name__}.build")
 
     def sample(self, length: int, number: int, seed: int, tokenizer: Tokenizer | None) -> Sample:
-        """As of `Task`."""
         size, new_tokens = _size(self, length, tokenizer), self.new_tokens(length)
         while True:
             draft = self.build(size, length, number, seed)
@@ -80,7 +78,7 @@ class SizedTask(Task):
 
 @functools.lru_cache(maxsize=256)
 def _size(task: SizedTask, length: int, tokenizer: Tokenizer) -> int:
-    """Pieces of the largest haystack that fits; the same whatever was sampled before."""
+    """Returns the size of the largest haystack that fits, independent of earlier samples."""
 
     def tokens(size: int) -> int:
         return len(tokenizer.encode(task.build(size, length, -1, 0).prompt))
@@ -94,15 +92,15 @@ def _size(task: SizedTask, length: int, tokenizer: Tokenizer) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class DepthTask(SizedTask):
-    """One needle, asked to lie at each of some depths in turn: sample n lies at depth n mod depths.
+    """One needle at evenly spaced depths: sample n has depth number n mod depths.
 
     Attributes:
-        depths: Depths at which the needle lies in turn, evenly spaced from 0 to 1; 1 puts it in
-            the middle.
+        depths: Number of needle depths, evenly spaced from 0 to 1; 1 puts the needle in the
+            middle.
     """
 
     depths: limited(int, ge=1) = 10
 
     def depth(self, number: int) -> float:
-        """Depth of a sample, from 0 to 1."""
+        """Returns the depth of a sample, from 0 to 1."""
         return number % self.depths / (self.depths - 1) if self.depths > 1 else 0.5

@@ -1,7 +1,7 @@
-"""The interface of a task: it makes samples from a seed, and scores answers to them.
+"""The interface of a task: it makes samples from a seed, and scores answers.
 
-A task is a frozen dataclass whose fields are its options, registered in `registry.py`, or a class
-of the user's own, named as `package.module:Name`. Nothing here imports JAX.
+A task is a frozen dataclass with its options as fields. It is registered in `registry.py`, or
+user-defined and named as `package.module:Name`. This module does not import JAX.
 """
 
 import hashlib
@@ -20,25 +20,25 @@ from mtraining_jax.random_bits import Stream
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One question. Task, options, length, number and seed decide everything in it.
+    """One question, determined by task, options, length, number and seed.
 
     Attributes:
         task: name of the task.
-        length: tokens that were asked for: the prompt's and `max_new_tokens` do not exceed it.
-        number: which sample of this task and length, from 0.
-        prompt: text, or token ids where a task needs no tokenizer.
-        prompt_ids: token ids of the prompt, int32 [n]. No token is added at its begin.
-        references: gold answers. How many of them count is the task's rule.
-        max_new_tokens: most tokens of an answer.
-        depth: where a needle was asked to lie, from 0 (first) to 1 (last), if the task has one.
-        answer: what teacher forcing appends to the prompt; None if only a generated answer can be
-            scored.
-        answer_ids: token ids of `answer`, int32 [m]; None with it.
-        scored: which of `answer_ids` are asked for, ascending; None for all of them. The others
-            are given, such as the colon before a value.
-        stop: an answer ends before any of these texts.
-        cut_tokens: tokens that were left out in the middle of the published prompt to make it fit.
-            0 for prompts that are made to measure.
+        length: requested tokens; prompt and `max_new_tokens` together do not exceed it.
+        number: index of the sample for this task and length, from 0.
+        prompt: text, or token ids if the task needs no tokenizer.
+        prompt_ids: token ids of the prompt, int32 [n], without a start token.
+        references: gold answers. The task decides how many of them an answer needs.
+        max_new_tokens: maximum number of answer tokens.
+        depth: depth of the needle, from 0 (first) to 1 (last), if the task has one.
+        answer: text that teacher forcing appends to the prompt; None if only generated answers can
+            be scored.
+        answer_ids: token ids of `answer`, int32 [m]; None without one.
+        scored: ascending indices of the scored `answer_ids`; None for all. The others are given,
+            such as the colon before a value.
+        stop: texts that end an answer.
+        cut_tokens: tokens removed from the middle of a published prompt to make it fit; 0 for
+            generated prompts.
     """
 
     task: str
@@ -57,7 +57,7 @@ class Sample:
 
     @property
     def prompt_hash(self) -> str:
-        """SHA-256 of the prompt in hexadecimal: of UTF-8, or of ids as little-endian int32."""
+        """Hexadecimal SHA-256 of the prompt, as UTF-8 or as little-endian int32 ids."""
         if isinstance(self.prompt, str):
             return hashlib.sha256(self.prompt.encode("utf-8")).hexdigest()
         return hashlib.sha256(self.prompt_ids.astype("<i4").tobytes()).hexdigest()
@@ -65,13 +65,13 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True)
 class Document:
-    """A long text whose loss is measured by position.
+    """A long text for the loss by position.
 
     Attributes:
         task: name of the task.
-        length: tokens that were asked for, and that it has.
-        number: which document, from 0.
-        name: where it begins, for people: a file, or a line of one.
+        length: number of tokens.
+        number: index of the document, from 0.
+        name: its location, for messages: a file, or a line of one.
         ids: token ids, int32 [length].
     """
 
@@ -83,19 +83,19 @@ class Document:
 
     @property
     def prompt_hash(self) -> str:
-        """SHA-256 of the ids as little-endian int32, in hexadecimal."""
+        """Hexadecimal SHA-256 of the ids as little-endian int32."""
         return hashlib.sha256(self.ids.astype("<i4").tobytes()).hexdigest()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What every task derives from. Fields are its options.
+    """Base class of tasks. Fields are options.
 
     Attributes:
-        name: as the user gave it; several names may share a class.
-        kind: "answer": `sample` gives a `Sample`. "loss": it gives a `Document`, and there is no
-            score.
-        needs: options without which it cannot run, e.g. a file; their default is None.
+        name: the name that the user gave; several names may share a class.
+        kind: "answer" if `sample` returns a `Sample`; "loss" if it returns a `Document`, which has
+            no score.
+        needs: required options, e.g. a file; their default is None.
         needs_tokenizer: whether prompts are text.
     """
 
@@ -109,16 +109,16 @@ class Task:
     def teacher_forced(self) -> bool:
         """Whether one forward pass over prompt and answer can decide, without generation.
 
-        It can where the right answer is one known text: a model that always takes its most likely
-        token begins with that text exactly if each token of it is the most likely one. Rules that
-        look for the text anywhere in a generated answer are looser.
+        This needs a single known answer text: greedy decoding starts with that text exactly if each
+        of its tokens is the most likely one. Rules that search for the text anywhere in a generated
+        answer are more lenient.
         """
         return False
 
     def problems(self) -> Iterator[str]:
-        """One sentence for each mistake that can be detected before anything runs.
+        """Yields a message for each problem that can be detected before anything runs.
 
-        Files are read here for the first time, so that a later `sample` finds them as they were.
+        It reads files for the first time, so that a later `sample` sees the same content.
         """
         docs = attribute_docs(type(self))
         for option in self.needs:
@@ -127,7 +127,7 @@ class Task:
                 yield f'task "{self.name}" needs --task.{option}=VALUE: {what}'
 
     def count(self, tokenizer: Tokenizer | None, length: int | None = None) -> int | None:
-        """How many different samples there are, of a length if given; None for any number."""
+        """Returns the number of different samples (of a length, if given); None if unlimited."""
         return None
 
     def sample(
@@ -136,41 +136,41 @@ class Task:
         """Makes one sample.
 
         Args:
-            length: most tokens of prompt and answer together.
-            number: which sample, from 0.
-            seed: of all that is random.
-            tokenizer: the model's; None where `needs_tokenizer` is false.
+            length: maximum number of tokens of prompt and answer together.
+            number: index of the sample, from 0.
+            seed: random seed.
+            tokenizer: the model's tokenizer; None if `needs_tokenizer` is false.
 
         Raises:
-            UserError: no sample fits the length, or a file of the task is malformed.
+            UserError: if no sample fits the length, or a file of the task is malformed.
         """
         raise NotImplementedError(f"{type(self).__name__}.sample")
 
     def score(self, sample: Sample, answer_text: str) -> float:
-        """How good a generated answer is, from 0 to 1."""
+        """Scores a generated answer, from 0 to 1."""
         raise NotImplementedError(f"{type(self).__name__}.score")
 
     def score_forced(self, sample: Sample, is_most_likely: np.ndarray) -> float:
-        """The score by teacher forcing, from 0 to 1: all tokens that are asked for, or nothing.
+        """Returns 1 by teacher forcing if all scored tokens are the most likely ones, else 0.
 
         Args:
-            sample: one of this task.
+            sample: a sample of this task.
             is_most_likely: bool [m], whether each of `sample.answer_ids` has the largest logit.
         """
         asked = is_most_likely if sample.scored is None else is_most_likely[list(sample.scored)]
         return float(np.all(asked))
 
     def stream(self, length: int, number: int, seed: int, part: int = 0) -> Stream:
-        """Random numbers for one sample: independent for each task, length, number and part."""
+        """Returns independent random numbers for each task, length, number, seed and part."""
         text = f"{self.name}/{length}/{number}/{seed}"
         mixed_seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
         return Stream(mixed_seed, part)
 
     def too_short(self, length: int, smallest: int) -> UserError:
-        """The error of a length below the smallest possible one."""
+        """Returns the error for a length below the smallest possible one."""
         return UserError(
-            f'length {length} is too short for task "{self.name}": its shortest prompt and answer '
-            f"take {smallest} tokens with this tokenizer"
+            f'length {length} is too short for task "{self.name}"; its shortest prompt and '
+            f"answer take {smallest} tokens with this tokenizer"
         )
 
     def text_sample(
@@ -189,18 +189,19 @@ class Task:
         stop: tuple[str, ...] = (),
         cut_tokens: int = 0,
     ) -> Sample:
-        """A sample of text, with the token ids of prompt and answer.
+        """Builds a text sample, with the token ids of prompt and answer.
 
         Args:
-            tokenizer: the model's.
+            tokenizer: the model's tokenizer.
             prompt: the text.
-            prompt_ids: its ids if they are known.
-            answer: the text that is asked for.
-            given: what stands between prompt and answer in teacher forcing, and is not asked for.
-            length, number, references, max_new_tokens, depth, stop, cut_tokens: as of `Sample`.
+            prompt_ids: its ids, if known.
+            answer: the text to score.
+            given: text between prompt and answer in teacher forcing, not scored.
+            length, number, references, max_new_tokens, depth, stop, cut_tokens: see `Sample`.
 
         Raises:
-            UserError: prompt and new tokens exceed the length, or so does the answer its part.
+            UserError: if prompt and new tokens exceed the length, or the answer exceeds
+                `max_new_tokens`.
         """
         if prompt_ids is None:
             prompt_ids = tokenizer.encode(prompt)
@@ -211,8 +212,8 @@ class Task:
             answer_ids = continuation_ids(tokenizer, prompt, given + answer)
             if len(answer_ids) > max_new_tokens:
                 raise UserError(
-                    f'task "{self.name}": the answer "{answer}" is {len(answer_ids)} tokens, more '
-                    f"than the {max_new_tokens} of an answer"
+                    f'task "{self.name}": the answer "{answer}" has {len(answer_ids)} tokens, more '
+                    f"than the maximum of {max_new_tokens}"
                 )
             if given:
                 asked = continuation_ids(tokenizer, prompt + given, answer)

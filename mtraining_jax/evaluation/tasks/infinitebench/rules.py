@@ -1,4 +1,4 @@
-"""InfiniteBench's rules for scores: an answer and the published label in, 0 to 1 out."""
+"""InfiniteBench's scoring rules: from an answer and a published label to a score from 0 to 1."""
 
 import re
 from collections.abc import Callable
@@ -15,27 +15,27 @@ def _listed(label: Any) -> list[Any]:
 
 
 def _spaced(answer: str, marks: str) -> str:
-    """An answer with spaces in the place of some marks."""
+    """Replaces some characters by spaces."""
     return answer.translate(str.maketrans(dict.fromkeys(marks, " ")))
 
 
 def first_number_is(answer: str, label: Any) -> float:
-    """1 if the first run of digits is the label."""
+    """Returns 1 if the first run of digits is the label."""
     return float(first_number(answer) == str(_listed(label)[0]))
 
 
 def word_is_in(answer: str, label: Any) -> float:
-    """1 if the label is a word of the answer."""
+    """Returns 1 if the label is a word of the answer."""
     return float(_listed(label)[0] in _spaced(answer, "\n:\"'.,?!{}").split())
 
 
 def name_is_in(answer: str, label: Any) -> float:
-    """1 if the first name of the label, in capitals, is a word of the answer in any case."""
+    """Returns 1 if the first name of the label, in capitals, is a word of the answer (any case)."""
     return float(_listed(label)[0] in _spaced(answer, "\n:\"'.,?!{}").upper().split())
 
 
 def last_word_is(answer: str, label: Any) -> float:
-    """1 if the last word is the label, a whole number."""
+    """Returns 1 if the last word is the label, an integer."""
     said = _spaced(answer.strip(), "\n.`'\":").split()
     try:
         return float(int(said[-1]) == int(_listed(label)[0]))
@@ -44,7 +44,7 @@ def last_word_is(answer: str, label: Any) -> float:
 
 
 def number_is(answer: str, label: Any) -> float:
-    """1 if the first number is the label, a whole number or a fraction."""
+    """Returns 1 if the first number is the label, an integer or a decimal fraction."""
     found = re.search(r"\d+\.\d+|\d+", answer)
     wanted = _listed(label)[0]
     if found is None or (isinstance(wanted, int) and "." in found.group()):
@@ -53,7 +53,7 @@ def number_is(answer: str, label: Any) -> float:
 
 
 def right_numbers_first(answer: str, label: Any) -> float:
-    """Share of the label's numbers that the answer's numbers begin with."""
+    """Returns the fraction of the label's numbers that the answer starts with, in order."""
     wanted = label[0] if isinstance(label[0], list) else label
     said = [int(number) for number in re.findall("[0-9]+", answer)]
     right = 0
@@ -65,7 +65,7 @@ def right_numbers_first(answer: str, label: Any) -> float:
 
 
 def function_is(answer: str, label: Any) -> float:
-    """1 if the answer begins with the letter of the label, or names it after "is:" and the like."""
+    """Returns 1 if the answer starts with the label's letter, or has it or the name after "is:"."""
     name, letter = label
     answer = answer.strip()
     if answer[:2] in (f"{letter}.", f"{letter}:"):
@@ -79,7 +79,7 @@ def function_is(answer: str, label: Any) -> float:
 
 
 def choice_is(answer: str, label: Any) -> float:
-    """1 if the first letter is right, or that after "answer is" or the like, or the first word."""
+    """Returns 1 if the letter is right: at the start, after "answer is" etc., or as first word."""
     answer = answer.strip()
     if not answer:
         return 0.0
@@ -96,25 +96,25 @@ def choice_is(answer: str, label: Any) -> float:
 
 
 def _after_prefix(answer: str, prefixes: tuple[str, ...], wanted: list[str]) -> float | None:
-    """Whether a wanted text follows the first of the prefixes that occurs; None if none does."""
+    """Whether a wanted text follows the first prefix that occurs; None without a prefix."""
     for prefix in prefixes:
         _, found, rest = answer.partition(prefix)
         if found:
-            # The character behind the prefix is a space.
+            # Skips the space after the prefix.
             return float(any(rest[1:].startswith(each) for each in wanted))
     return None
 
 
 def summary_overlap(answer: str, label: Any) -> float:
-    """rougeLsum, the best over the labels."""
+    """rougeLsum, the maximum over the labels."""
     return best(rouge_l_sum, answer, _listed(label))
 
 
 def best_words_f1(answer: str, label: Any) -> float:
-    """F1 of English words, the best over the labels."""
+    """F1 of English words, the maximum over the labels."""
     return best(words_f1, answer, _listed(label))
 
 
 def best_characters_f1(answer: str, label: Any) -> float:
-    """F1 of Chinese characters, the best over the labels."""
+    """F1 of Chinese characters, the maximum over the labels."""
     return best(characters_f1, answer, _listed(label))

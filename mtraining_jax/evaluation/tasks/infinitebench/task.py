@@ -1,4 +1,4 @@
-"""InfiniteBench's twelve parts, from files in their published form."""
+"""InfiniteBench's twelve parts, read from the published files."""
 
 import functools
 import json
@@ -37,7 +37,7 @@ _OF_OPTIONS = ("longbook_choice_eng", "code_debug")
 
 @dataclass(frozen=True, kw_only=True)
 class InfiniteBench(PublishedTask):
-    """Retrieval, questions, summaries, code and sums over 40,000 to 2 million tokens.
+    """Retrieval, questions, summaries, code and arithmetic over 40,000 to 2 million tokens.
 
     Attributes:
         infinitebench: Folder with the files of InfiniteBench, such as passkey.jsonl.
@@ -51,11 +51,9 @@ class InfiniteBench(PublishedTask):
 
     @property
     def new_tokens(self) -> int:
-        """As of `PublishedTask`."""
         return _PARTS[self.part].new_tokens
 
     def prompt(self, record: dict[str, Any]) -> str:
-        """As of `PublishedTask`."""
         fields = {"context": record["context"], "input": record["input"]}
         if self.part == "code_run":
             fields["func_call"] = self._found(r"func_[0-9]+\(-?[0-9]+\)", record)
@@ -70,17 +68,16 @@ class InfiniteBench(PublishedTask):
         return _templates()[self.part].format(**fields)
 
     def references(self, record: dict[str, Any]) -> tuple[str, ...]:
-        """As of `PublishedTask`."""
         label = self._label(record)
         return tuple(map(str, label)) if isinstance(label, list) else (str(label),)
 
     def score(self, sample: Sample, answer_text: str) -> float:
-        """By the rule of this part."""
+        """Scores an answer by the rule of this part."""
         label = self._label(self.records()[sample.number])
         return _PARTS[self.part].rule(answer_text, label)
 
     def _label(self, record: dict[str, Any]) -> Any:
-        """The answer as published; of options, its text and its letter."""
+        """Returns the published answer; for multiple choice, its text and its letter."""
         answer = record["answer"]
         if self.part not in _OF_OPTIONS:
             return answer
@@ -90,7 +87,7 @@ class InfiniteBench(PublishedTask):
         for letter, option in self._options(record).items():
             if option == text:
                 return [text, letter]
-        raise UserError(f'infinitebench: {self.path}: the answer "{text}" is none of the options')
+        raise UserError(f'infinitebench: {self.path}: the answer "{text}" is not an option')
 
     def _options(self, record: dict[str, Any]) -> dict[str, str]:
         options = record["options"]

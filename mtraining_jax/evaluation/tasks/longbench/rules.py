@@ -1,4 +1,4 @@
-"""LongBench's rules for scores: an answer, a reference and all classes in, 0 to 1 out."""
+"""LongBench's scoring rules: from an answer, a reference and all classes to a score of 0 to 1."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -26,21 +26,21 @@ def summary(answer: str, reference: str, classes: Sequence[str]) -> float:
 
 
 def chinese_question(answer: str, reference: str, classes: Sequence[str]) -> float:
-    """F1 of Chinese words, as jieba cuts them."""
+    """F1 of Chinese words, segmented by jieba."""
     sides = [[chinese_normalised(word) for word in _cut(text)] for text in (answer, reference)]
     return overlap_f1(*([word for word in side if word] for side in sides))
 
 
 def chinese_summary(answer: str, reference: str, classes: Sequence[str]) -> float:
-    """ROUGE-L of Chinese words, as jieba cuts them."""
+    """ROUGE-L of Chinese words, segmented by jieba."""
     return rouge_l(" ".join(_cut(answer)), " ".join(_cut(reference)))
 
 
 def classification(answer: str, reference: str, classes: Sequence[str]) -> float:
-    """1 over the number of classes that the answer names, if the right one is among them.
+    """Returns 1 over the number of classes that the answer names, if it names the right one.
 
-    Classes whose names are part of the right one's name do not count. (The original passes over
-    the class behind each one that it leaves out.)
+    Classes with a name that is part of the right one's name do not count. (The original
+    implementation skips the class after each one that it drops.)
     """
     named = [
         each for each in classes if each in answer and (each == reference or each not in reference)
@@ -49,12 +49,12 @@ def classification(answer: str, reference: str, classes: Sequence[str]) -> float
 
 
 def count(answer: str, reference: str, classes: Sequence[str]) -> float:
-    """Share of the answer's numbers that are the right one."""
+    """Returns the fraction of the answer's numbers that are right."""
     return share_of_numbers(answer, reference)
 
 
 def paragraph(answer: str, reference: str, classes: Sequence[str]) -> float:
-    """Share of the answer's numbers that are the paragraph's, in English or Chinese."""
+    """Returns the fraction of the answer's numbers that are the paragraph's number."""
     return share_of_numbers(answer, re.findall(r"(?:Paragraph |段落)(\d+)", reference)[0])
 
 
@@ -67,7 +67,7 @@ def code(answer: str, reference: str, classes: Sequence[str]) -> float:
 
 
 def _cut(text: str) -> list[str]:
-    # Optional: three of the 21 sets need it.
+    # Optional dependency: three of the 21 sets need it.
     import jieba
 
     return jieba.lcut(text, cut_all=False)

@@ -1,4 +1,4 @@
-"""LongBench's 21 data sets, from files in their published form."""
+"""LongBench's 21 data sets, read from the published files."""
 
 import functools
 import importlib.util
@@ -41,13 +41,13 @@ _PARTS = {
     "lcc": _Part(64, rules.code),
     "repobench-p": _Part(64, rules.code),
 }
-# Prompts of examples: what follows the first line is the next example.
+# Few-shot prompts: only the first line of an answer counts, the next line starts another example.
 _FIRST_LINE = ("trec", "triviaqa", "samsum", "lsht")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LongBench(PublishedTask):
-    """Questions, summaries, examples and code over 5,000 to 15,000 words.
+    """Questions, summaries, few-shot examples and code over 5,000 to 15,000 words.
 
     Attributes:
         longbench: Folder with the files of LongBench, such as hotpotqa.jsonl.
@@ -60,27 +60,23 @@ class LongBench(PublishedTask):
     longbench: str | None = None
 
     def problems(self) -> Iterator[str]:
-        """As of `Task`."""
         yield from super().problems()
         needs_jieba = (rules.chinese_question, rules.chinese_summary)
         if _PARTS[self.part].rule in needs_jieba and not importlib.util.find_spec("jieba"):
-            yield f'task "{self.name}" cuts Chinese words with jieba: pip install jieba'
+            yield f'task "{self.name}" needs jieba to segment Chinese: pip install jieba'
 
     @property
     def new_tokens(self) -> int:
-        """As of `PublishedTask`."""
         return _PARTS[self.part].new_tokens
 
     def prompt(self, record: dict[str, Any]) -> str:
-        """As of `PublishedTask`."""
         return _templates()[self.part].format(context=record["context"], input=record["input"])
 
     def references(self, record: dict[str, Any]) -> tuple[str, ...]:
-        """As of `PublishedTask`."""
         return tuple(record["answers"])
 
     def score(self, sample: Sample, answer_text: str) -> float:
-        """By the rule of this part, the best over the references."""
+        """Scores an answer by the rule of this part, the maximum over the references."""
         if self.part in _FIRST_LINE:
             answer_text = answer_text.lstrip("\n").partition("\n")[0]
         classes = self.records()[sample.number]["all_classes"] or ()

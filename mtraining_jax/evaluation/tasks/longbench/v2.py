@@ -1,4 +1,4 @@
-"""LongBench v2: questions with four choices about very long texts."""
+"""LongBench v2: multiple-choice questions about very long texts."""
 
 import re
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from mtraining_jax.evaluation.tasks.published import PublishedTask
 from mtraining_jax.evaluation.tasks.task import Sample
 
-# prompts/0shot.txt of THUDM/LongBench (MIT licence).
+# prompts/0shot.txt of THUDM/LongBench (MIT license).
 _TEMPLATE = (
     "Please read the following text and answer the question below.\n\n<text>\n{context}\n</text>"
     "\n\nWhat is the correct answer to this question: {question}\nChoices:\n(A) {choice_A}\n"
@@ -20,7 +20,7 @@ _SHOWN = ("context", "question", "choice_A", "choice_B", "choice_C", "choice_D")
 
 @dataclass(frozen=True, kw_only=True)
 class LongBenchV2(PublishedTask):
-    """Chooses one of four answers about texts of 8,000 to 2 million words.
+    """Multiple-choice questions with four options about texts of 8,000 to 2 million words.
 
     Attributes:
         longbench_v2: The file of LongBench v2, data.json.
@@ -35,19 +35,16 @@ class LongBenchV2(PublishedTask):
 
     @property
     def path(self) -> Path:
-        """The file."""
         return Path(self.longbench_v2).expanduser()
 
     def prompt(self, record: dict[str, Any]) -> str:
-        """As of `PublishedTask`."""
         return _TEMPLATE.format(**{field: record[field].strip() for field in _SHOWN})
 
     def references(self, record: dict[str, Any]) -> tuple[str, ...]:
-        """As of `PublishedTask`: a letter."""
         return (record["answer"],)
 
     def score(self, sample: Sample, answer_text: str) -> float:
-        """1 if "The correct answer is" is followed by the letter, with or without a bracket."""
+        """Returns 1 if the letter follows "The correct answer is", with or without parentheses."""
         answer = answer_text.replace("*", "")
         for pattern in (r"The correct answer is \(([A-D])\)", "The correct answer is ([A-D])"):
             found = re.search(pattern, answer)

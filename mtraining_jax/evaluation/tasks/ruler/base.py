@@ -1,4 +1,4 @@
-"""What RULER's tasks share."""
+"""Base class of RULER's tasks."""
 
 from dataclasses import dataclass
 
@@ -9,8 +9,8 @@ from mtraining_jax.evaluation.tasks.task import Sample
 
 @dataclass(frozen=True, kw_only=True)
 class RulerTask(SizedTask):
-    """A task with RULER's rule for scores."""
+    """A task with RULER's scoring rule."""
 
     def score(self, sample: Sample, answer_text: str) -> float:
-        """Share of the references that occur in the answer."""
+        """Returns the fraction of the references that occur in the answer."""
         return share_found(answer_text, sample.references)

@@ -1,4 +1,4 @@
-"""RULER's two tasks of counting words (common_words_extraction.py, freq_words_extraction.py)."""
+"""RULER's word counting tasks (common_words_extraction.py, freq_words_extraction.py)."""
 
 import functools
 from collections.abc import Iterator, Sequence
@@ -32,11 +32,11 @@ _SHORT = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class CommonWords(RulerTask):
-    """Finds the ten words that stand ten times as often as the others in a numbered list.
+    """Finds the ten words that occur ten times as often as the others in a numbered list.
 
     Attributes:
-        words: File with one word a line to draw from. Without it words come from our own lists
-            of 2,500; longer prompts also have pairs of them, joined by a hyphen.
+        words: File with one word per line. By default words come from built-in lists of 2,500;
+            longer prompts add hyphenated pairs of them.
     """
 
     max_new_tokens: ClassVar[int] = 120
@@ -46,17 +46,16 @@ class CommonWords(RulerTask):
 
     @property
     def most_size(self) -> int:
-        """As many as there are words."""
+        """The number of available words."""
         single, adjectives, nouns = _pools(self.words)
         return len(single) + len(adjectives) * len(nouns)
 
     def problems(self) -> Iterator[str]:
-        """As of `Task`."""
         yield from super().problems()
         _pools(self.words)
 
     def build(self, size: int, length: int, number: int, seed: int) -> Draft:
-        """As of `SizedTask`; a piece is a different word."""
+        """Builds a draft; a piece is a distinct word."""
         stream = self.stream(length, number, seed)
         short = length < _SHORT
         example = (20, 3, 1) if short else (40, 10, 3)
@@ -71,7 +70,7 @@ class CommonWords(RulerTask):
         )
 
     def _list(self, size: int, often: int, seldom: int, stream: Stream) -> tuple[str, list[str]]:
-        """A numbered list of different words, and those ten that stand in it often."""
+        """Returns a numbered list of words, and the ten words that occur often."""
         different = _different(self.words, size, stream)
         common, others = different[:_NUM_COMMON], different[_NUM_COMMON:]
         listed = common * often + others * seldom
@@ -80,14 +79,14 @@ class CommonWords(RulerTask):
 
 @dataclass(frozen=True, kw_only=True)
 class FrequentWords(RulerTask):
-    """Finds the three most frequent of made-up words whose counts follow a zeta distribution."""
+    """Finds the three most frequent made-up words, with counts from a zeta distribution."""
 
     max_new_tokens: ClassVar[int] = 50
-    # Fewer, and the fourth most frequent word stands no more often than the fifth.
+    # With fewer, the fourth most frequent word occurs no more often than the fifth.
     least_size: ClassVar[int] = 80
 
     def build(self, size: int, length: int, number: int, seed: int) -> Draft:
-        """As of `SizedTask`; a piece is a word of the text, but for those that round to 0."""
+        """Builds a draft; a piece is a word of the text, except for counts that round to 0."""
         stream = self.stream(length, number, seed)
         different = max((length - self.max_new_tokens) // 50, 5)
         coded = ["".join(_letters(i)) for i in stream.sample(26**6, different)]
@@ -109,7 +108,7 @@ def _numbered(items: list[str]) -> str:
 
 
 def _different(path: str | None, size: int, stream: Stream) -> list[str]:
-    """Different words in random order: single ones, and pairs only where there are not enough."""
+    """Returns distinct words in random order; pairs only where single words do not suffice."""
     single, adjectives, nouns = _pools(path)
     if size <= len(single):
         return [single[i] for i in stream.sample(len(single), size)]
@@ -121,7 +120,7 @@ def _different(path: str | None, size: int, stream: Stream) -> list[str]:
 
 @functools.lru_cache(maxsize=8)
 def _pools(path: str | None) -> tuple[Sequence[str], Sequence[str], Sequence[str]]:
-    """Single words, and adjectives and nouns to make pairs of."""
+    """Returns single words, and adjectives and nouns to build pairs from."""
     if path is None:
         lists = [words(kind) for kind in ("nouns", "adjectives", "verbs")]
         return sorted({word for each in lists for word in each}), lists[1], lists[0]

@@ -25,7 +25,7 @@ _ONE = (
     "{query} mentioned in the provided text? The special magic {kind} for {query} mentioned in the "
     "provided text is"
 )
-# Depths at which needles lie between essays: 40 evenly spaced per cents.
+# Depths of needles between essays: 40 evenly spaced percentages.
 _DEPTHS = np.round(np.linspace(0, 100, 40)).astype(int)
 
 
@@ -56,8 +56,8 @@ class RulerNeedles(RulerTask):
     """Finds the values of one or several keys that sentences in a long text give.
 
     Attributes:
-        essays: File, folder of .txt files or glob with the text of the haystack; without it
-            sentences are made from our own word lists.
+        essays: File, folder of .txt files or glob with the text of the haystack; by default
+            sentences are generated from word lists.
     """
 
     max_new_tokens: ClassVar[int] = 128
@@ -70,21 +70,20 @@ class RulerNeedles(RulerTask):
 
     @property
     def teacher_forced(self) -> bool:
-        """If one value is asked for: several may be listed in any order."""
+        """Whether a single value is asked for; several may be listed in any order."""
         return self._variant.queries * self._variant.values == 1
 
     @property
     def least_size(self) -> int:
-        """As many pieces as needles."""
+        """The number of needles."""
         return self._variant.keys * self._variant.values
 
     def problems(self) -> Iterator[str]:
-        """As of `Task`."""
         yield from super().problems()
         essays(self.essays)
 
     def build(self, size: int, length: int, number: int, seed: int) -> Draft:
-        """As of `SizedTask`; a piece is the noise once, a sentence or a needle."""
+        """Builds a draft; a piece is one repetition of the noise, a sentence or a needle."""
         variant = self._variant
         key_stream, value_stream, stream = (self.stream(length, number, seed, i) for i in range(3))
         distractors = size if variant.haystack == "needle" else 0
@@ -127,7 +126,7 @@ class RulerNeedles(RulerTask):
 
 
 def _texts(kind: str, stream: Stream, count: int) -> list[str]:
-    """Random keys or values. The first ones do not depend on the count; words are all different."""
+    """Returns random keys or values; the first do not depend on the count, words are unique."""
     if kind == "words":
         adjectives, nouns = words("adjectives"), words("nouns")
         drawn = stream.sample(len(adjectives) * len(nouns), count)
@@ -138,7 +137,7 @@ def _texts(kind: str, stream: Stream, count: int) -> list[str]:
 
 
 def _uuid(high: int, low: int) -> str:
-    """A UUID of version 4 from two numbers of 64 bits."""
+    """Builds a version 4 UUID from two 64-bit numbers."""
     digits = f"{high:016x}{low:016x}"
     variant = "89ab"[int(digits[16], 16) % 4]
     parts = (digits[:8], digits[8:12], "4" + digits[13:16], variant + digits[17:20], digits[20:])

@@ -1,4 +1,4 @@
-"""RULER's question answering (scripts/data/synthetic/qa.py), from files in their published form.
+"""RULER's question answering (scripts/data/synthetic/qa.py), from the published files.
 
 `ruler_qa_1` reads SQuAD 2.0 (dev-v2.0.json), `ruler_qa_2` HotpotQA
 (hotpot_dev_distractor_v1.json).
@@ -30,9 +30,9 @@ class Question:
 
     Attributes:
         text: the question.
-        answers: any of them is right.
-        needed: numbers of the documents that it is asked about.
-        near: numbers of documents of the same article, which distract most.
+        answers: accepted answers.
+        needed: indices of the documents that it is about.
+        near: indices of documents of the same article, the strongest distractors.
     """
 
     text: str
@@ -49,26 +49,25 @@ class QuestionAnswering(RulerTask):
 
     @property
     def path(self) -> str:
-        """The file, as the user gave it."""
+        """The path from the user."""
         return getattr(self, self.needs[0])
 
     def data(self) -> tuple[list[Question], list[str]]:
-        """Questions and documents of the file."""
+        """Returns questions and documents of the file."""
         raise NotImplementedError(f"{type(self).__name__}.data")
 
     def problems(self) -> Iterator[str]:
-        """As of `Task`."""
         missing = list(super().problems())
         yield from missing
         if not missing and not self.data()[0]:
-            yield f'{self.needs[0]}: "{self.path}" has no question that can be answered'
+            yield f'{self.needs[0]}: "{self.path}" has no answerable question'
 
     def count(self, tokenizer: Tokenizer | None, length: int | None = None) -> int:
-        """As many as the file has questions that can be answered."""
+        """Returns the number of answerable questions in the file."""
         return len(self.data()[0])
 
     def build(self, size: int, length: int, number: int, seed: int) -> Draft:
-        """As of `SizedTask`; a piece is a document."""
+        """Builds a draft; a piece is a document."""
         questions, documents = self.data()
         question = questions[max(number, 0)]
         stream = self.stream(length, number, seed)
@@ -98,16 +97,16 @@ class QuestionAnswering(RulerTask):
         )
 
     def score(self, sample: Sample, answer_text: str) -> float:
-        """1 if any reference occurs in the answer."""
+        """Returns 1 if any reference occurs in the answer."""
         return any_found(answer_text, sample.references)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Squad(QuestionAnswering):
-    """Answers a question from one of many paragraphs of Wikipedia.
+    """Answers a question from one of many Wikipedia paragraphs.
 
     Attributes:
-        squad: File of SQuAD 2.0, dev-v2.0.json; questions without an answer are left out.
+        squad: SQuAD 2.0 file, dev-v2.0.json; questions without an answer are skipped.
     """
 
     needs: ClassVar[tuple[str, ...]] = ("squad",)
@@ -115,16 +114,15 @@ class Squad(QuestionAnswering):
     squad: str | None = None
 
     def data(self) -> tuple[list[Question], list[str]]:
-        """As of `QuestionAnswering`."""
         return _squad(self.squad)
 
 
 @dataclass(frozen=True, kw_only=True)
 class HotpotQA(QuestionAnswering):
-    """Answers a question that takes two of many paragraphs of Wikipedia.
+    """Answers a question that needs two of many Wikipedia paragraphs.
 
     Attributes:
-        hotpotqa: File of HotpotQA, hotpot_dev_distractor_v1.json.
+        hotpotqa: HotpotQA file, hotpot_dev_distractor_v1.json.
     """
 
     needs: ClassVar[tuple[str, ...]] = ("hotpotqa",)
@@ -132,7 +130,6 @@ class HotpotQA(QuestionAnswering):
     hotpotqa: str | None = None
 
     def data(self) -> tuple[list[Question], list[str]]:
-        """As of `QuestionAnswering`."""
         return _hotpotqa(self.hotpotqa)
 
 
@@ -188,4 +185,4 @@ def _json(path: str, option: str) -> Any:
 
 def _malformed(path: str, option: str, form: str, error: Exception) -> UserError:
     what = f"a field {error} is missing" if isinstance(error, KeyError) else str(error)
-    return UserError(f'{option}: "{path}" does not have the form of {form}: {what}')
+    return UserError(f'{option}: "{path}" is not in the format of {form}: {what}')

@@ -15,20 +15,20 @@ _TEMPLATE = (
     "variables are assigned the value {value}, they are: "
 )
 _HOPS = 4
-# RULER's worked example is as long as fits into 500 tokens; this many pieces of noise come close to
-# that and need no tokenizer.
+# RULER's worked example is as long as fits into 500 tokens. This many pieces of noise come close,
+# and need no tokenizer.
 _EXAMPLE_SIZE = 12
 
 
 @dataclass(frozen=True, kw_only=True)
 class VariableTracking(RulerTask):
-    """Finds five variables that were assigned one value, four of them through another variable."""
+    """Finds five variables with one value, four of them assigned from another variable."""
 
     max_new_tokens: ClassVar[int] = 30
     least_size: ClassVar[int] = _HOPS + 1
 
     def build(self, size: int, length: int, number: int, seed: int) -> Draft:
-        """As of `SizedTask`; a piece is the noise once."""
+        """Builds a draft; a piece is one repetition of the noise."""
         example, known = _question(_EXAMPLE_SIZE, 3, self.stream(length, number, seed, 1))
         question, asked = _question(size, 5, self.stream(length, number, seed))
         return Draft(
@@ -38,7 +38,7 @@ class VariableTracking(RulerTask):
 
 
 def _question(size: int, letters: int, stream: Stream) -> tuple[str, list[str]]:
-    """The text of a question and the variables that answer it."""
+    """Returns the text of a question, and the variables that answer it."""
     names = [_name(i, letters) for i in stream.sample(26**letters, _HOPS + 1)]
     value = 10_000 + stream.below(89_999)
     chain = [f"VAR {names[0]} = {value}"]
@@ -51,5 +51,5 @@ def _question(size: int, letters: int, stream: Stream) -> tuple[str, list[str]]:
 
 
 def _name(index: int, letters: int) -> str:
-    """Capitals of a number to base 26."""
+    """Writes a number in base 26 with capital letters."""
     return "".join(chr(ord("A") + index // 26**i % 26) for i in range(letters))
