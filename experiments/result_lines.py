@@ -3,11 +3,10 @@
 A line is one of three things:
 
 - an object with "columns": a header. Its other fields hold for all rows below it.
-- a list: a row, the values of the columns of the header above it. `null` and what is missing at the
-  end are fields without a value.
-- an object without "columns", such as the description of a run: it stands for itself.
+- a list: a row with the values of these columns; `null` and missing values at the end are absent.
+- an object without "columns", such as the description of a run.
 
-Readers see each row as one dict (`Line`).
+Readers get a dict for each row.
 """
 
 import itertools
@@ -40,7 +39,7 @@ def read_lines(path: Path) -> list[Line]:
     """
     if not path.is_file():
         return []
-    lines, header, texts = [], {}, path.read_text().split("\n")
+    lines, header, columns, texts = [], {}, (), path.read_text().split("\n")
     for number, text in enumerate(texts, 1):
         if not text:
             continue
@@ -50,20 +49,14 @@ def read_lines(path: Path) -> list[Line]:
             if number < len(texts):
                 raise UserError(f"{path}, line {number} is not JSON") from None
             continue
-        if isinstance(value, list):
-            columns = header.get("columns", ())
-            if len(value) > len(columns):
-                raise UserError(
-                    f"{path}, line {number} has {len(value)} values; the header above it names "
-                    f"{len(columns)} columns"
-                )
-            shared = {name: x for name, x in header.items() if name != "columns"}
-            row = zip(columns, value, strict=False)
-            lines.append(shared | {name: x for name, x in row if x is not None})
-        else:
-            header = value
-            if "columns" not in value:
-                lines.append(value)
+        if isinstance(value, dict):
+            columns, header = value.pop("columns", ()), value
+            lines += [] if columns else [value]
+            continue
+        if len(value) > len(columns):
+            raise UserError(f"{path}, line {number} has more values than columns: {len(columns)}")
+        row = zip(columns, value, strict=False)
+        lines.append(header | {name: x for name, x in row if x is not None})
     return lines
 
 
@@ -73,45 +66,38 @@ def append_lines(path: Path, lines: Iterable[Line]) -> None:
     with open(path, "a+b") as file:
         file.seek(0)
         written = file.read()
-        complete = written.rfind(b"\n") + 1
-        file.truncate(complete)
-        objects = (x for x in reversed(written[:complete].splitlines()) if x[:1] != b"[")
-        last = next(objects, b"").decode()
-        for shared, group in itertools.groupby(lines, _shared):
-            for text in _texts(shared, list(group), last):
-                file.write(text.encode() + b"\n")
-                if not text.startswith("["):
-                    last = text
+        written = written[: written.rfind(b"\n") + 1]
+        file.truncate(len(written))
+        objects = (x for x in reversed(written.splitlines()) if not x.startswith(b"["))
+        for text in _texts(lines, next(objects, b"").decode()):
+            file.write(text.encode() + b"\n")
+
+
+def _texts(lines: Iterable[Line], header: str) -> Iterator[str]:
+    """The text of lines; a header is omitted if it is the last object in the file."""
+    for shared, same in itertools.groupby(lines, _shared):
+        rows, decimals = list(same), COLUMNS.get(shared.get("what"), {})
+        columns = [name for name in decimals if any(name in row for row in rows)]
+        if not columns:
+            yield from map(_text, rows)
+            header = ""
+            continue
+        new = _text(shared | {"columns": columns})
+        if new != header:
+            yield new
+        header = new
+        for row in rows:
+            values = [_rounded(row.get(name), decimals[name]) for name in columns]
+            while values and values[-1] is None:
+                values.pop()
+            yield _text(values)
 
 
 def _shared(line: Line) -> Line:
-    """The fields of a line that stand in the header."""
+    """The fields of a line that belong into its header."""
     columns = COLUMNS.get(line.get("what"), ())
     shared = {name: x for name, x in line.items() if name not in columns}
     return {"what": shared.pop("what"), **shared} if columns else shared
-
-
-def _texts(shared: Line, group: list[Line], last: str) -> Iterator[str]:
-    """Lines of the file for lines with the same shared fields.
-
-    Args:
-        shared: these fields.
-        group: the lines.
-        last: the last object in the file; not written again where it is the header of the group.
-    """
-    known = COLUMNS.get(shared.get("what"), {})
-    columns = [name for name in known if any(name in line for line in group)]
-    if not columns:
-        yield from map(_text, group)
-        return
-    header = _text(shared | {"columns": columns})
-    if header != last:
-        yield header
-    for line in group:
-        row = [_rounded(line.get(name), known[name]) for name in columns]
-        while row and row[-1] is None:
-            row.pop()
-        yield _text(row)
 
 
 def _text(value: Any) -> str:

@@ -227,7 +227,7 @@ def test_shared_fields_are_written_once_and_numbers_are_rounded(tmp_path):
     again = [{**lines[3], "number": 1}, {**lines[3], "inferred": "window"}]
     assert result_lines.read_lines(path) == [*lines, *again]
     path.write_text('{"what":"loss","columns":["number"]}\n[1,2]\n')
-    with pytest.raises(UserError, match="line 2 has 2 values; the header above it names 1 columns"):
+    with pytest.raises(UserError, match="line 2 has more values than columns: 1"):
         result_lines.read_lines(path)
 
 
