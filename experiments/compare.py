@@ -50,7 +50,7 @@ def read(folder: Path) -> list[Line]:
     """All lines of a folder. Of a repeated measurement the first one counts.
 
     Raises:
-        UserError: if there are no lines.
+        UserError: if there are none.
     """
     lines = [line for path in sorted(folder.glob("*.jsonl")) for line in read_lines(path)]
     if not lines:

@@ -104,7 +104,7 @@ def code_stream(
 ) -> np.ndarray:
     """Tokens of all files of a package, uint16 [n], with one end token after the last file.
 
-    Each file follows a comment with its name. Files are sorted by name, so that related files of a
+    A comment with its name precedes each file. Files are sorted by name, so that related files of a
     folder share sequences.
 
     Args:
@@ -138,9 +138,7 @@ def rows_of(stream: np.ndarray, seq_len: int) -> np.ndarray:
     return stream[: count * seq_len].reshape(count, seq_len)
 
 
-def needle_row(
-    number: int, filler: np.ndarray, tokenizer: Tokenizer, haystack: str
-) -> np.ndarray:
+def needle_row(number: int, filler: np.ndarray, tokenizer: Tokenizer, haystack: str) -> np.ndarray:
     """A training sequence that ends with a needle or passkey prompt and its answer.
 
     Prompts are those of the tasks `needle` and `passkey` of evaluate.py, with another seed.

@@ -53,17 +53,10 @@ class Measurement:
     """
 
     def __init__(
-        self,
-        tier: str,
-        arm: str,
-        seed: int,
-        *,
-        results: Path,
-        data: Path,
-        deadline: float | None = None,
-        samples: int | None = None,
+        self, tier: str, arm: str, seed: int, *, results: Path, data: Path,
+        deadline: float | None = None, samples: int | None = None,
         lengths: tuple[int, ...] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.about = {"tier": tier, "seed": seed, "trained": arm}
         self._tier, self._results, self._data, self._deadline = tier, results, data, deadline
         self._samples, self._lengths = samples, lengths
@@ -244,11 +237,9 @@ def load(tier: str, arm: str, seed: int, folder: Path, overrides: variants.Overr
         changed = [
             ("model.override", '["max_position_embeddings", "rope_scaling"]'),
             ("model.max_position_embeddings", str(model.max_position_embeddings)),
-            ("model.rope_scaling.type", scaling.type),
-            ("model.rope_scaling.factor", str(scaling.factor)),
-            (
-                "model.rope_scaling.original_max_position_embeddings",
-                str(scaling.original_max_position_embeddings),
+            *(
+                (f"model.rope_scaling.{name}", str(getattr(scaling, name)))
+                for name in ("type", "factor", "original_max_position_embeddings")
             ),
         ]
     return Engine.load(model.init_from, dtype=model.dtype, overrides=changed)

@@ -57,12 +57,9 @@ class ParallelRuns:
     """
 
     def __init__(
-        self,
-        budget: TimeBudget,
-        args: argparse.Namespace,
-        plan: Sequence[Item],
+        self, budget: TimeBudget, args: argparse.Namespace, plan: Sequence[Item],
         overrides: variants.Overrides,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._budget, self._args, self._plan, self._overrides = budget, args, plan, overrides
         self._trained = [{arm: threading.Event() for arm in item.arms} for item in plan]
         self._over = threading.Event()

@@ -42,9 +42,7 @@ def _seeds(losses: Losses) -> str:
     return f"{len(losses.seeds)} seed" + ("s" if len(losses.seeds) > 1 else "")
 
 
-def _by_position(
-    tier: str, found: dict[tuple[str, str], Losses], out: Path
-) -> Path | None:
+def _by_position(tier: str, found: dict[tuple[str, str], Losses], out: Path) -> Path | None:
     """Loss by position minus dense, with 95 % intervals and the ±0.5 % corridor.
 
     One panel shows the models as trained, the other the same models with dense attention.
@@ -143,9 +141,7 @@ def _needles(lines: list[Line], tier: str, out: Path) -> Path | None:
         return None
     columns = min(4, len(cells))
     rows = -(-len(cells) // columns)
-    figure, grid = pyplot.subplots(
-        rows, columns, figsize=(3 * columns, 2.4 * rows), squeeze=False
-    )
+    figure, grid = pyplot.subplots(rows, columns, figsize=(3 * columns, 2.4 * rows), squeeze=False)
     for axes in grid.flat[len(cells) :]:
         axes.axis("off")
     for axes, (pair, panel) in zip(grid.flat, cells.items(), strict=False):

@@ -31,9 +31,7 @@ from mtraining_jax.errors import UserError
 from mtraining_jax.models.position_buckets import bucket_names
 
 
-def bucket_table(
-    found: dict[tuple[str, str], Losses], as_trained: bool = False
-) -> list[str]:
+def bucket_table(found: dict[tuple[str, str], Losses], as_trained: bool = False) -> list[str]:
     """Table of loss by position minus that of the dense arm with dense attention.
 
     Args:

@@ -112,12 +112,9 @@ def measure(budget: TimeBudget, args: argparse.Namespace, arm: str) -> bool:
 
 
 def take_probes(
-    budget: TimeBudget,
-    args: argparse.Namespace,
-    names: list[str],
-    overrides: variants.Overrides,
-    steps: int,
-) -> bool:
+    budget: TimeBudget, args: argparse.Namespace, names: list[str],
+    overrides: variants.Overrides, steps: int,
+) -> bool:  # fmt: skip
     """Trains a few steps of each arm, `args.jobs` at a time; returns whether all succeeded.
 
     Raises:

@@ -131,9 +131,7 @@ def _any(tokens: np.ndarray, asked: np.ndarray, vocab_size: int, streams: list[S
     asked[places + 1] = True
 
 
-def _passkey(
-    tokens: np.ndarray, asked: np.ndarray, vocab_size: int, streams: list[Stream]
-) -> None:
+def _passkey(tokens: np.ndarray, asked: np.ndarray, vocab_size: int, streams: list[Stream]) -> None:
     """A repeated phrase with one key and its five values; the question is at the end."""
     phrase = _filler(streams[0], PHRASE, vocab_size)
     tokens[1:] = np.resize(phrase, len(tokens) - 1)

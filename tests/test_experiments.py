@@ -48,9 +48,15 @@ def overrides(tmp_path):
     return lambda tier: [("model.init_from", str(tmp_path))] if tier != "b" else []
 
 
-@pytest.mark.parametrize("tier", variants.TIERS)
-def test_arms_of_a_tier_differ_only_in_their_pattern(tier, overrides):
-    configs = [variants.arm_config(tier, arm, overrides(tier)) for arm in variants.TIERS[tier]]
+@pytest.mark.parametrize(
+    ("tier", "names"),
+    [
+        *variants.TIERS.items(),
+        *((tier, (arm, *extra)) for (tier, arm), extra in variants.EXTRA_PATTERNS.items()),
+    ],
+)
+def test_arms_and_extra_patterns_differ_only_in_the_pattern(tier, names, overrides):
+    configs = [variants.arm_config(tier, name, overrides(tier)) for name in names]
     assert len({str(config.sparsity) for config in configs}) == len(configs)
     for section in ("model", "data", "optimizer", "loss", "metrics", "parallel"):
         assert len({str(getattr(config, section)) for config in configs}) == 1
@@ -58,15 +64,6 @@ def test_arms_of_a_tier_differ_only_in_their_pattern(tier, overrides):
     assert config.data.seq_len == sizes.seq_len == config.model.max_position_embeddings
     # No sequence is read twice.
     assert config.run.steps * config.data.batch_size <= sizes.rows
-
-
-@pytest.mark.parametrize(("tier", "arm"), variants.EXTRA_PATTERNS)
-def test_extra_patterns_differ_from_their_arm_only_in_the_pattern(tier, arm, overrides):
-    names = arm, *variants.EXTRA_PATTERNS[tier, arm]
-    configs = [variants.arm_config(tier, name, overrides(tier)) for name in names]
-    assert len({str(config.sparsity) for config in configs}) == len(names)
-    for section in ("model", "data", "optimizer", "loss", "metrics", "parallel"):
-        assert len({str(getattr(config, section)) for config in configs}) == 1
 
 
 def test_arms_with_dense_steps_differ_from_their_pattern_only_in_these_steps(overrides):
@@ -197,32 +194,25 @@ def test_an_incomplete_last_line_is_ignored_and_replaced(tmp_path):
 
 def test_shared_fields_are_written_once_and_numbers_are_rounded(tmp_path):
     path = tmp_path / "c-s0.jsonl"
-    step = {"what": "train", "tier": "c", "seed": 0, "trained": "dense"}
-    loss = {"what": "loss", "tier": "c", "seed": 0, "trained": "dense", "inferred": "dense"}
+    step, loss = {"what": "train", "tier": "c"}, {"what": "loss", "tier": "c"}
     lines = [
         {"what": "run", "tier": "c", "date": "today"},
         {**step, "step": 1, "loss": 2.12345678, "density": 1.0, "recall": 0.9},
         {**step, "step": 2, "loss": 2.0, "dense_step": True},
-        {**loss, "number": 0, "loss_by_position": [3.14159265, 2.0], "density": 0.25},
+        {**loss, "inferred": "dense", "number": 0, "loss_by_position": [3.14159265, 2.0]},
     ]
     result_lines.append_lines(path, lines)
-    # A later call continues the table; a table of other fields needs a new header.
+    # A later call continues the table. Other shared fields need a new header.
     result_lines.append_lines(path, [{**lines[-1], "number": 1}])
     result_lines.append_lines(path, [{**lines[-1], "inferred": "window"}])
-    shared = '"tier":"c","seed":0,"trained":"dense"'
-    columns = '"columns":["number","density","loss_by_position"]'
-    assert path.read_text().split("\n") == [
+    header = '{"what":"loss","tier":"c","inferred":"%s","columns":["number","loss_by_position"]}'
+    assert path.read_text().splitlines() == [
         '{"what":"run","tier":"c","date":"today"}',
-        f'{{"what":"train",{shared},"columns":["step","loss","density","recall","dense_step"]}}',
-        "[1,2.123457,1,0.9]",
-        "[2,2,null,null,true]",
-        f'{{"what":"loss",{shared},"inferred":"dense",{columns}}}',
-        "[0,0.25,[3.141593,2]]",
-        "[1,0.25,[3.141593,2]]",
-        f'{{"what":"loss",{shared},"inferred":"window",{columns}}}',
-        "[0,0.25,[3.141593,2]]",
-        "",
-    ]
+        '{"what":"train","tier":"c","columns":["step","loss","density","recall","dense_step"]}',
+        "[1,2.123457,1,0.9]", "[2,2,null,null,true]",
+        header % "dense", "[0,[3.141593,2]]", "[1,[3.141593,2]]",
+        header % "window", "[0,[3.141593,2]]",
+    ]  # fmt: skip
     lines[1]["loss"], lines[3]["loss_by_position"] = 2.123457, [3.141593, 2]
     again = [{**lines[3], "number": 1}, {**lines[3], "inferred": "window"}]
     assert result_lines.read_lines(path) == [*lines, *again]
@@ -446,9 +436,8 @@ def test_losses_may_begin_with_a_later_bucket():
     assert part.counts.tolist() == [0] * 6 + whole.counts[6:].tolist()
     assert np.isnan(part.means[..., :6]).all()
     np.testing.assert_array_equal(part.means[..., 6:], whole.means[..., 6:])
-    assert report.bucket_table({("dense", "dense"): part}) == report.bucket_table(
-        {("dense", "dense"): whole}
-    )
+    tables = [report.bucket_table({("dense", "dense"): x}) for x in (part, whole)]
+    assert tables[0] == tables[1]
 
 
 def test_differences_are_reported_by_seed_and_in_percent_of_the_dense_loss():
