@@ -15,6 +15,7 @@ from mtraining_jax.evaluation.far_copies import far_copies
 from mtraining_jax.evaluation.load import Loaded
 from mtraining_jax.evaluation.programs import Programs
 from mtraining_jax.sparsity import Dense, Settings
+from mtraining_jax.wording import counted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,8 +86,8 @@ def check_length(loaded: Loaded, settings: Sequence[Settings], length: int) -> N
         if padded != length:
             raise UserError(
                 f"--length {length} would be padded to {padded} with blocks of {one.block_size} "
-                f"tokens on {loaded.network.ranks} devices, which changes densities; use "
-                f"--length {padded}"
+                f"tokens on {counted(loaded.network.ranks, 'device')}, which changes densities; "
+                f"use --length {padded}"
             )
 
 

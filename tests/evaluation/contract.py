@@ -1,4 +1,4 @@
-"""What every task that makes its samples from seeds has to fulfil: derive from `TaskContract`."""
+"""Requirements for every task with generated samples: derive from `TaskContract`."""
 
 import dataclasses
 
@@ -13,13 +13,13 @@ BYTES = ByteTokenizer()
 
 
 class TaskContract:
-    """Set `names` (of `TASKS` or `GROUPS`) and what else differs.
+    """Set `names` (from `TASKS` or `GROUPS`) and override other attributes where needed.
 
     Attributes:
         names: the tasks.
-        options: of all of them.
-        length: that all of them can do.
-        least_used: share of the length that a sample takes up.
+        options: options of all tasks.
+        length: a length that all tasks support.
+        least_used: minimum fraction of the length that a sample uses.
     """
 
     names: tuple[str, ...]
@@ -44,7 +44,7 @@ class TaskContract:
             if task.needs_tokenizer:
                 assert bytes(sample.prompt_ids.astype(np.uint8)).decode() == sample.prompt
 
-    def test_a_sample_is_always_the_same_and_like_no_other(self):
+    def test_samples_are_deterministic_and_unique(self):
         for task in self.tasks():
             sample = self.sample(task)
             again = self.sample(dataclasses.replace(task))
@@ -72,7 +72,7 @@ class TaskContract:
                 assert task.score(sample, f" {', '.join(sample.references)}.") == 1
                 assert task.score(sample, "") == task.score(sample, "nothing") == 0
 
-    def test_what_is_forced_is_what_is_asked_for(self):
+    def test_forced_tokens_are_the_answer(self):
         for task in self.tasks():
             sample = self.sample(task)
             if task.teacher_forced and task.needs_tokenizer:
@@ -80,7 +80,7 @@ class TaskContract:
                 assert bytes(ids.astype(np.uint8)).decode().strip() == sample.references[0]
                 assert bytes(sample.answer_ids.astype(np.uint8)).decode() == sample.answer
 
-    def test_a_length_that_is_too_short_is_told(self):
+    def test_a_length_that_is_too_short_is_reported(self):
         for task in self.tasks():
             with pytest.raises(UserError, match=f'length 100 is too short for task "{task.name}"'):
                 task.sample(100, 0, 0, BYTES if task.needs_tokenizer else None)

@@ -1,4 +1,4 @@
-"""A model without parameters, that reads its prompt: for tests of what is around models."""
+"""A model without parameters that reads its prompt, to test the code around models."""
 
 import dataclasses
 import re
@@ -11,16 +11,16 @@ from mtraining_jax.data.tokenizer import ByteTokenizer
 
 @dataclasses.dataclass
 class FakeModel:
-    """Answers with the number of seven digits that it sees in the last `window` bytes.
+    """Answers with the seven-digit number in the last `window` bytes, or with 0000000.
 
-    Without one it answers 0000000. The loss of a byte is 1 / its position, plus `worse`.
+    The loss of a byte is 1 / its position, plus `worse`.
     """
 
     window: int | None = None
     max_positions: int = 65536
     worse: float = 0.0
     asked: int = 0
-    stop_after: int | None = None  # questions, then Ctrl-C
+    stop_after: int | None = None  # number of questions before a Ctrl-C
     tokenizer: ByteTokenizer | None = dataclasses.field(default_factory=ByteTokenizer)
 
     def read(self, prompt_ids):

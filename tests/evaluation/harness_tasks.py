@@ -1,8 +1,8 @@
 """Two small tasks for lm-evaluation-harness, and a checkpoint with a tokenizer to run them on.
 
-`python -m tests.evaluation.harness_tasks FOLDER` runs them on the harness' own model class `hf` and
-prints its answers as JSON: those stored in tests/data/harness_hf.json. It needs torch and
-transformers, and nothing of this repository but its data.
+`python -m tests.evaluation.harness_tasks FOLDER` runs them with the harness model class `hf` and
+prints the answers as JSON, as stored in tests/data/harness_hf.json. It needs torch and
+transformers, and only the data of this repository.
 """
 
 import json
@@ -18,7 +18,7 @@ WORDS = "the grass is green and sky blue sun yellow here we go there back again"
 
 
 def prepare(folder: Path) -> Path:
-    """Copies a checkpoint and gives it a tokenizer of single bytes, as a folder for `hf` has."""
+    """Copies a checkpoint and adds a byte tokenizer, as the class `hf` needs it."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     model = folder / "model"
@@ -49,7 +49,7 @@ def tasks(folder: Path) -> list[dict]:
             {"query": text(4 + 2 * i), "choices": [text(1), text(2), text(3)], "gold": i % 3}
             for i in range(6)
         ],
-        # The last is longer than the model's 512 positions: two windows.
+        # The last text is longer than the model's 512 positions: two windows.
         "perplexity": [{"text": text(n)} for n in (3, 30, 150)],
         "generation": [{"query": text(5), "answer": text(1)} for _ in range(3)],
     }
@@ -87,7 +87,7 @@ _HOW = {
 
 
 def answers(model: object, folder: Path) -> dict[str, list]:
-    """What a model answers to every request of each task, as the harness logs it."""
+    """Returns a model's answer to every request of each task, as the harness logs it."""
     os.environ["HF_DATASETS_CACHE"] = str(folder / "cache")
     os.environ["HF_DATASETS_OFFLINE"] = os.environ["HF_HUB_OFFLINE"] = "1"
     import lm_eval
@@ -104,7 +104,7 @@ def answers(model: object, folder: Path) -> dict[str, list]:
 
 
 def main() -> None:
-    """Prints the answers of the class `hf`, and what they were made with."""
+    """Prints the answers of the class `hf`, and the versions of its packages."""
     folder = Path(sys.argv[1])
     model = prepare(folder)
     import lm_eval

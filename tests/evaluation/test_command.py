@@ -1,4 +1,4 @@
-"""The whole command on a tiny model that has learned to recall (`train_recall_model.py`)."""
+"""The full command, with a tiny model trained for recall (`train_recall_model.py`)."""
 
 import json
 from pathlib import Path
@@ -15,10 +15,10 @@ TASK = "--tasks mqar --task.pairs=4 --task.vocab_size=64 --parallel.devices_per_
 
 @pytest.fixture
 def command(tmp_path, monkeypatch, capsys):
-    """Runs the command; gives its exit status and what it printed."""
+    """Runs the command; returns its exit status and output."""
     for name in ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"):
-        monkeypatch.setenv(name, "1")  # the command sets them, and this puts them back
-    # A window of 32 tokens: one column, diagonals up to there.
+        monkeypatch.setenv(name, "1")  # the command sets these; monkeypatch restores them
+    # A window of 32 tokens: one vertical, and the slashes up to there.
     budgets = [{str(head): ["vertical_and_slash", 1, 32, 1] for head in range(2)}] * 2
     (tmp_path / "window.json").write_text(json.dumps(budgets))
     window = (
@@ -46,7 +46,7 @@ def test_dense_finds_what_a_window_does_not(command, tmp_path, monkeypatch):
         for attention in ("dense", "sparse")
     }
     assert min(scores["dense"]) == 1 and len(scores["dense"]) == 6
-    assert sum(scores["sparse"]) <= 2  # what happens to lie near its question
+    assert sum(scores["sparse"]) <= 2  # only pairs that are near their question
     assert all((line["density"] == 1) == (line["attention"] == "dense") for line in lines)
     assert "| mqar | recall_tiny | dense | 100.0 (6) |" in (
         tmp_path / "out" / "results.md"
@@ -54,15 +54,15 @@ def test_dense_finds_what_a_window_does_not(command, tmp_path, monkeypatch):
     assert (tmp_path / "out" / "scores.png").stat().st_size > 8000
     assert "sparse - dense" in printed and "note: " not in printed
 
-    # All is there: nothing runs again, and another seed is refused.
+    # Everything is evaluated: nothing runs again, and another seed is refused.
     content = (tmp_path / "out" / "samples.jsonl").read_text()
-    assert "12 of 12 samples are there" in command(
+    assert "12 of 12 samples are already evaluated" in command(
         "--lengths 128 --samples 6 --attention both --sparse-answers"
     )[1]
     status, printed = command("--lengths 128 --seed 3 --sparse-answers")
-    assert status == 2 and "holds results with seed = 0, and this evaluation has 3" in printed
+    assert status == 2 and "has results with seed = 0, but this evaluation has 3" in printed
     assert (tmp_path / "out" / "samples.jsonl").read_text() == content
-    # Who uses such a model densely alone is told.
+    # There is a note only for dense use alone.
     other = f"--lengths 128 --samples 1 --output {tmp_path / 'other'}"
     assert "note: trained sparse" in command(other)[1]
 
@@ -75,9 +75,9 @@ def test_what_does_not_fit_the_model_is_refused_and_nothing_is_written(command, 
         "(max_position_embeddings)\n"
     )
     status, printed = command("--lengths 128 --tasks needle")
-    assert status == 2 and 'error: "pairs" is no option of the tasks needle' in printed
+    assert status == 2 and 'error: unknown option "pairs" of the tasks needle' in printed
     status, printed = command("--lengths 128 --tasks mqar,needle")
-    assert status == 2 and 'task "needle" is text, and recall_tiny has no tokenizer' in printed
+    assert status == 2 and 'task "needle" uses text, but recall_tiny has no tokenizer' in printed
     status, printed = command(f"--lengths 128 --second-model {tmp_path}")
-    assert status == 2 and printed.startswith(f"error: {tmp_path} is neither the folder of a run")
+    assert status == 2 and printed.startswith(f"error: {tmp_path} is not a run folder")
     assert not (tmp_path / "out").exists()

@@ -15,7 +15,7 @@ def parsed(folder, arguments=""):
     return parse(f"{NEEDED.format(folder)} {arguments}".split())
 
 
-def test_arguments_are_sorted(tmp_path):
+def test_arguments_are_parsed(tmp_path):
     request = parsed(tmp_path)
     assert request.tasks == ("needle", "passkey") and request.lengths == (4096, 8192, 1048576)
     assert request.attentions == ("dense",) and request.samples == 20 and not request.generate
@@ -37,15 +37,15 @@ def test_arguments_are_sorted(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ("--lenghts 3", "--lenghts is not an option; --help lists all"),
-        ("--model.dtype=float32", "--model.dtype=float32 is not an option; --help lists all"),
-        ("--sparsity.kind", "--sparsity.kind needs a value, as --sparsity.kind=VALUE"),
+        ("--lenghts 3", "unknown option --lenghts; see --help"),
+        ("--model.dtype=float32", "unknown option --model.dtype=float32; see --help"),
+        ("--sparsity.kind", "--sparsity.kind needs a value: --sparsity.kind=VALUE"),
         ("--samples 0", "--samples=0 must be at least 1"),
         ("--samples many", "invalid int value: 'many'"),
         ("--attention some", "invalid choice: 'some'"),
-        ("--lengths 4x", '--lengths has "4x", which must be a number of tokens, as 4096 or 4K'),
-        ("--second-model nowhere", "nowhere is no folder"),
-        ("--second-model {0}", "is --model: give another one"),
+        ("--lengths 4x", '--lengths = "4x" must be a positive number of tokens, such as 4096'),
+        ("--second-model nowhere", "nowhere is not a folder"),
+        ("--second-model {0}", "is the same folder as --model"),
         ("--tasks ,", "--tasks is missing"),
     ],
 )
@@ -55,14 +55,14 @@ def test_mistakes_end_in_a_sentence(tmp_path, arguments, sentence):
     assert sentence in str(error.value) and "\n" not in str(error.value)
 
 
-def test_a_mistake_is_told_without_a_traceback(tmp_path, capsys):
+def test_an_error_has_no_traceback(tmp_path, capsys):
     assert main(["--report", str(tmp_path)]) == 2
-    assert capsys.readouterr().err == f"error: {tmp_path} holds no results of an evaluation yet\n"
+    assert capsys.readouterr().err == f"error: {tmp_path} contains no evaluation results\n"
     assert main(["--model", str(tmp_path)]) == 2
     assert "error: --tasks is missing" in capsys.readouterr().err
 
 
-def test_help_tells_every_task():
+def test_help_describes_every_task():
     text = help_text()
     words = text.replace(",", " ").split()
     assert all(name in words for name in TASKS.names)

@@ -1,6 +1,6 @@
-"""Reading a prompt and then one token after another, against a plain model that reads all at once.
+"""Prefill and token-by-token decoding, compared with a plain model that reads all tokens at once.
 
-One model and one text serve all tests, on one device and on eight.
+All tests share one model and one text, on one device and on eight.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from mtraining_jax.models.hf import load_hf, read_hf_config
 from mtraining_jax.models.transformer import graph_definition
 from tests.models.common import DATA, forward
 
-# The prompt ends inside a block, on every mesh.
+# The prompt ends inside a block on every mesh.
 PROMPT, NEW = 75, 8
 TEXT = np.random.default_rng(0).integers(0, 256, PROMPT + NEW).astype(np.int32)
 SPARSE = {"block_size": 8, "sampled_rows": 4, "tau": 0.5, "local_blocks": 1, "dense_end": 0}
@@ -31,7 +31,7 @@ GREEDY = np.float32(0), np.float32(1), np.uint32(0)
 
 @functools.cache
 def engine(mesh: tuple[int, int], attention: str = "dense", name: str = LLAMA, **more) -> Engine:
-    """On eight devices matrices are spread, so that each step has to gather them."""
+    """On eight devices matrices are sharded, so each step has to gather them."""
     fields = {f"sparsity.{name}": value for name, value in (SPARSE | more).items()}
     fields |= {"parallel.nodes": mesh[0], "parallel.devices_per_node": mesh[1]}
     fields |= {"parallel.fsdp": mesh == EIGHT}
@@ -49,7 +49,7 @@ def plain_logits(name: str = LLAMA, length: int = len(TEXT)) -> np.ndarray:
     return np.asarray(forward(graph_definition(spec), state, tokens, positions)[1][0])
 
 
-# Phi-3's rotary factors are others beyond 64 tokens: of the text, not of its padding to 80.
+# Phi-3 has other rotary factors beyond 64 tokens of the text; its padding to 80 does not count.
 @pytest.mark.parametrize(
     ("name", "mesh", "block_size", "prompt_len"), [(LLAMA, EIGHT, 8, PROMPT), (PHI, ONE, 40, 52)]
 )
@@ -94,11 +94,11 @@ def test_losses_are_those_of_the_plain_model():
     np.testing.assert_array_equal(forced.is_argmax, best == TEXT[PROMPT:])
 
 
-def test_a_sparse_pattern_reads_a_padded_prompt_alike_on_one_device_and_on_eight():
+def test_a_sparse_pattern_reads_a_padded_prompt_the_same_on_one_device_and_on_eight():
     one, eight = (engine(mesh, "sparse").token_losses(TEXT) for mesh in (ONE, EIGHT))
     np.testing.assert_allclose(one, eight, atol=2e-5, rtol=1e-4)
     dense = engine(EIGHT).token_losses(TEXT)
-    np.testing.assert_allclose(one[:7], dense[:7], atol=2e-5)  # a block sees itself
+    np.testing.assert_allclose(one[:7], dense[:7], atol=2e-5)  # a block attends to itself
     assert np.abs(one - dense).max() > 0.01
 
 
@@ -139,17 +139,17 @@ def test_the_end_of_a_prompt_sees_all_of_it_unless_the_settings_say_otherwise():
     without = engine(EIGHT, "sparse")
     settings = dataclasses.replace(without.loaded.network.attending.settings, dense_end=None)
     model = without.with_pattern(settings)
-    # The prompt is shorter than what counts as its end.
+    # The prompt is shorter than its dense suffix.
     found, dense = (x.forced(TEXT[:PROMPT], TEXT[PROMPT:]) for x in (model, engine(EIGHT)))
     np.testing.assert_allclose(found.log_probs, dense.log_probs, atol=2e-5, rtol=1e-4)
     sparse = without.forced(TEXT[:PROMPT], TEXT[PROMPT:])
     assert sparse.density < found.density
     assert np.abs(found.log_probs - sparse.log_probs).max() > 0.001
-    # What is no prompt is read as in training.
+    # Sequences other than prompts are read as in training.
     np.testing.assert_array_equal(model.token_losses(TEXT), without.token_losses(TEXT))
 
 
-def test_what_a_model_cannot_read_is_said_in_a_sentence():
+def test_invalid_tokens_are_reported():
     model = engine(ONE, "sparse")
     for call, message in [
         (lambda: model.token_losses([3]), "at least 2 tokens"),

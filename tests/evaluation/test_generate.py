@@ -1,4 +1,4 @@
-"""The command that continues a text, and the function behind it."""
+"""The command `generate.py`, and the function behind it."""
 
 import io
 import sys
@@ -15,7 +15,7 @@ FOLDER = str(DATA / "llama3_tiny")
 
 @pytest.fixture
 def command(monkeypatch, capsys):
-    """Runs it on one of the devices that tests have; gives status, new text and messages."""
+    """Runs the command on one of the test devices; returns status, new text and messages."""
     monkeypatch.setattr(generate_cli, "set_platform", lambda cpu_devices: None)
 
     def run(*arguments):
@@ -28,7 +28,7 @@ def command(monkeypatch, capsys):
 ON_ONE = ("--parallel.devices_per_node=1", "--sparsity.block_size=8")
 
 
-def test_a_text_goes_on(command, monkeypatch):
+def test_a_text_is_continued(command, monkeypatch):
     model = ("--model", FOLDER, "--tokenizer", "bytes", "--max-new-tokens=5", *ON_ONE)
     status, text, messages = command(*model, "--prompt", "Here we go. ")
     assert status == 0 and "5 new tokens" in messages and "density 1.000" in messages
@@ -50,18 +50,18 @@ def test_a_text_goes_on(command, monkeypatch):
     ("arguments", "message"),
     [
         ((), "--model is missing"),
-        (("--model", FOLDER), "one of --prompt and --prompt-file is needed"),
+        (("--model", FOLDER), "give either --prompt or --prompt-file"),
         (("--model", FOLDER, "--prompt="), "the prompt is empty"),
         (("--model", FOLDER, "--prompt-file=no.txt"), "--prompt-file=no.txt cannot be read: No su"),
-        (("--model", "/no/folder", "--prompt=a"), "/no/folder holds no model"),
-        (("--model", FOLDER, "--prompt=a"), "has no tokenizer; name one, as --tokenizer=PATH"),
+        (("--model", "/no/folder", "--prompt=a"), "/no/folder contains no model"),
+        (("--model", FOLDER, "--prompt=a"), "has no tokenizer; set one with --tokenizer=PATH"),
         (("--model", FOLDER, "--prompt=a", "--top-p=0.9"), "--top-p=0.9 has no effect with --temp"),
         (
             ("--model", FOLDER, "--prompt=a", "--sparsity.tau=0.5"),
             "--sparsity.tau has no effect with --attention=dense",
         ),
         (("--model", FOLDER, "--prompt=a", "--temperature=1", "--top-p=2"), "top_p = 2.0 must be"),
-        (("--model", FOLDER, "--prompt=a", "--best"), "--best is not an option"),
+        (("--model", FOLDER, "--prompt=a", "--best"), "unknown option --best"),
         (("--model", FOLDER, "--prompt=a", "--model.dtype"), "--model.dtype needs a value"),
         (("--model", FOLDER, "--prompt=a", "--seed=x"), "argument --seed: invalid int value"),
     ],

@@ -1,4 +1,4 @@
-"""Our models under lm-evaluation-harness, against its own class for Hugging Face models."""
+"""Models of this package in lm-evaluation-harness, compared with its Hugging Face class."""
 
 import importlib.util
 import json
@@ -16,7 +16,7 @@ needs_harness = pytest.mark.skipif(not INSTALLED, reason="lm-evaluation-harness 
 
 
 @pytest.mark.skipif(INSTALLED, reason="lm-evaluation-harness is installed")
-def test_without_the_harness_a_sentence_says_what_to_install():
+def test_without_the_harness_the_error_says_what_to_install():
     with pytest.raises(UserError, match="install the extra eval"):
         HarnessModel(path=str(DATA / "qwen2_tiny"))
 
@@ -58,12 +58,12 @@ def test_a_text_that_is_too_long_is_an_error(model):
 
 
 @needs_harness
-def test_arguments_and_settings_that_mean_nothing_here_are_refused(model):
+def test_unsupported_arguments_and_settings_are_refused(model):
     with pytest.raises(UserError, match="path is missing"):
         HarnessModel()
-    with pytest.raises(UserError, match="peft is no argument of this model"):
+    with pytest.raises(UserError, match="unknown model argument peft"):
         HarnessModel(engine=model.engine, peft="x")
-    with pytest.raises(UserError, match="generation_kwargs has num_beams = 4"):
+    with pytest.raises(UserError, match="generation_kwargs: num_beams = 4 is not supported"):
         generate_options({"until": ["a"], "num_beams": 4})
     options = generate_options({"until": "x", "do_sample": True, "max_new_tokens": 3})
     assert (options.stop, options.temperature, options.max_new_tokens) == (("x",), 1.0, 3)

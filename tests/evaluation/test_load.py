@@ -1,4 +1,4 @@
-"""Models from folders: of runs, and of Hugging Face checkpoints."""
+"""Loading models from folders of runs and of Hugging Face checkpoints."""
 
 import json
 import shutil
@@ -25,7 +25,7 @@ QWEN2 = DATA / "qwen2_tiny"
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """The folder of a run with a checkpoint, and the parameters in it."""
+    """The folder of a run with a checkpoint, and its parameters."""
     return saved_run(tmp_path_factory.mktemp("load"))
 
 
@@ -66,12 +66,12 @@ def test_the_newest_checkpoint_of_a_run_is_read_with_its_configuration(run):
     assert isinstance(network.attending.settings, VerticalSlash)
     assert (network.attending.settings.block_size, network.attending.settings.last_q) == (8, 8)
     assert network.spec.max_position_embeddings == 128
-    # The run had 4 devices, and here are 8.
+    # The run had 4 devices, the test has 8.
     assert network.mesh.devices.shape == (1, 1, 8)
-    assert found.tokenizer is None  # it read token ids
+    assert found.tokenizer is None  # the run read token ids
 
 
-def test_overrides_count_more_than_the_run(run):
+def test_overrides_take_precedence_over_the_run(run):
     folder, _ = run
     overrides = [
         ("sparsity.top_p", "0.5"), ("parallel.nodes", "2"), ("parallel.devices_per_node", "1"),
@@ -90,23 +90,23 @@ def test_overrides_count_more_than_the_run(run):
     assert dense.loaded.state is engine.loaded.state
 
 
-def test_who_uses_a_sparse_model_densely_is_told(run, tmp_path):
+def test_dense_use_of_a_sparse_model_has_a_note(run, tmp_path):
     folder, _ = run
     note = load(folder, attention="dense").note_on_dense_use()
     assert note == (
-        f"note: {folder}, step 3 was trained with sparse attention, and used densely it loses a "
-        "little; --attention=sparse uses it as it was trained"
+        f"note: {folder}, step 3 was trained with sparse attention, so dense attention loses a "
+        "little quality; use --attention=sparse for best quality"
     )
-    # Another pattern in use does not change how it was trained.
+    # It does not depend on the pattern in use.
     override = [("sparsity.kind", "dense")]
     assert load(folder, attention="dense", overrides=override).note_on_dense_use() == note
     for name, sparsity in {"last": {"dense_last": 1}, "dense": {"kind": "dense"}}.items():
-        mended, _ = saved_run(tmp_path / name, sparsity=sparsity)
-        assert load(mended, attention="dense").note_on_dense_use() is None
+        cooled_down, _ = saved_run(tmp_path / name, sparsity=sparsity)
+        assert load(cooled_down, attention="dense").note_on_dense_use() is None
     assert load(QWEN2, attention="dense").note_on_dense_use() is None
 
 
-def test_a_hugging_face_folder_brings_its_tokenizer_and_the_ends_of_texts(tmp_path):
+def test_a_hugging_face_folder_has_its_tokenizer_and_end_tokens(tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(QWEN2, folder)
     assert load(folder, attention="dense").tokenizer is None
@@ -118,17 +118,17 @@ def test_a_hugging_face_folder_brings_its_tokenizer_and_the_ends_of_texts(tmp_pa
     assert found.network.attending.settings == SampledRows()
 
 
-def test_what_is_wrong_is_said_in_a_sentence(run, tmp_path):
+def test_errors_are_reported(run, tmp_path):
     folder, _ = run
     other = tmp_path / "gpt2"
     other.mkdir()
     (other / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
     dense = ("sparsity.kind", "dense")
     for path, how, message in [
-        (tmp_path, {}, f"{tmp_path} holds no model: neither checkpoints/STEP of a run nor config"),
+        (tmp_path, {}, f"{tmp_path} contains no model: neither checkpoints/STEP of a run nor con"),
         (other, {}, r"model_type gpt2\); the model types known here are"),
         (folder, {"attention": "all"}, 'attention = "all" must be "dense" or "sparse"'),
-        (folder, {"overrides": [dense], "attention": "sparse"}, "needs a sparse pattern, and"),
+        (folder, {"overrides": [dense], "attention": "sparse"}, "needs a sparse pattern, but"),
         (folder, {"overrides": [("sparsity.top_p", "2")]}, "sparsity.top_p = 2 is not allowed"),
         (folder, {"overrides": [("sparsity.topp", "2")]}, "did you mean sparsity.top_p"),
         (
@@ -136,7 +136,7 @@ def test_what_is_wrong_is_said_in_a_sentence(run, tmp_path):
             "sparsity.last_q = 64",
         ),
         (folder, {"overrides": [("parallel.nodes", "9")]}, "but there are 8"),
-        (folder, {"tokenizer": "bytes"}, "has ids up to 256, and the model in .* only 61 ids"),
+        (folder, {"tokenizer": "bytes"}, "has 257 ids, but the model in .* has only 61"),
     ]:  # fmt: skip
         with pytest.raises(UserError, match=message):
             load(path, **({"attention": "dense"} | how))

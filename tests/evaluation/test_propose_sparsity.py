@@ -17,7 +17,7 @@ ALL, FEW = (f"sampled_rows,tau={tau},{BLOCKS}" for tau in (1.0, 0.1))
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    """A passage twice, other text between: the second time it is far copies."""
+    """A passage, other text, and the passage again: the second time it is a far copy."""
     rng = np.random.default_rng(0)
     folder = tmp_path_factory.mktemp("text")
     words = [bytes(rng.integers(97, 123, 150).tolist()).decode() for _ in range(8)]
@@ -47,7 +47,7 @@ def test_settings_are_measured_and_the_cheapest_that_loses_little_is_proposed(
     dense, everything, few = found["settings"]
     assert found["proposed"] == few["text"] == FEW
     assert (dense["text"], dense["density"], dense["rise"]) == ("dense", 1.0, 0.0)
-    # Attention of random weights is flat: every block has mass.
+    # Attention of random weights is uniform: every block has mass.
     assert everything["density"] == pytest.approx(1) and abs(everything["rise"]) < 1e-5
     assert few["density"] < 0.5 and abs(few["rise"]) > 1e-4 and few["error"] > 0
     assert abs(few["copies"]) > 1e-4 and few["copies"] != few["rise"]
@@ -66,7 +66,7 @@ def test_a_setting_must_be_within_both_limits():
         return one and one.text
 
     assert best(0.02, 0.01) == "few" and best(0.01, 0.1) == "some"
-    assert best(0.01, 0.05) == "many"  # without far copies the other limit decides
+    assert best(0.01, 0.05) == "many"  # without far copies only the other limit applies
     assert best(-1, 1) is None
     assert best(1, 1, lambda one: -one.density) == "many"
 
@@ -74,12 +74,12 @@ def test_a_setting_must_be_within_both_limits():
 def test_what_cannot_be_measured_is_refused_in_a_sentence(text, tmp_path, capsys):
     for options, status, reason in (
         (("--length", "2048"), 2, "--length 2048 is more than the 512 pos"),
-        (("--length", "500"), 2, "--length 500 would be padded to 512 for blocks of 16"),
+        (("--length", "500"), 2, "--length 500 would be padded to 512 with blocks of 16"),
         (("--settings", "sampled_rows,tua=0.9"), 2, '"tua=0.9" in "sampled_rows,tua=0.9" is no'),
         (("--settings", "replay"), 2, "which does not select pairs"),
         (("--config", "no_such_run"), 2, 'unknown configuration "no_such_run"'),
         (("--sequences", "0"), 2, "--sequences=0 must be at least 1"),
-        (("--sparsity.tau=1",), 2, "--sparsity.tau=1 is not an option"),
+        (("--sparsity.tau=1",), 2, "unknown option --sparsity.tau=1"),
         (("--text", str(tmp_path / "none")), 2, "none"),
     ):
         settings = () if "--settings" in options else ("--settings", ALL)
@@ -93,5 +93,5 @@ def test_a_step_is_forecast_at_the_measured_density():
     few, many = forecast_seconds(config, 0.05), forecast_seconds(config, 0.5)
     dense = forecast_seconds(config_with("qwen3b_512k", "dense"), 1.0)
     assert 0 < few < many < dense
-    # Rates of CPUs are not known.
+    # CPU rates are unknown.
     assert forecast_seconds(config_with("tiny", "dense"), 1.0) is None

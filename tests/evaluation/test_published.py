@@ -1,4 +1,4 @@
-"""Published data sets from small files in their form: prompts, cuts, scores and what is wrong."""
+"""Published data sets, from small files in their format: prompts, truncation, scores, errors."""
 
 import json
 
@@ -58,7 +58,7 @@ def test_a_part_of_infinitebench(tmp_path, part, fields, end, right, wrong):
     assert task.count(BYTES) == 1
 
 
-def test_what_parts_of_infinitebench_ask_for(tmp_path):
+def test_prompts_of_infinitebench_parts(tmp_path):
     _, sample = infinitebench(tmp_path, "math_find", input="The 2nd largest number of it")
     assert sample.prompt.startswith("What is the 2nd largest number in the following list?")
     _, sample = infinitebench(tmp_path, "code_run", input="of func_12(3).", answer=[1])
@@ -83,10 +83,10 @@ def test_options_of_infinitebench(tmp_path, answer):
     assert task.score(sample, "The error is: second one") == 1
 
 
-def test_options_that_are_wrong(tmp_path):
+def test_invalid_options(tmp_path):
     with pytest.raises(UserError, match="a record has 3 options; it must have 4"):
         infinitebench(tmp_path, "code_debug", answer="first one", options=OPTIONS[:3])
-    with pytest.raises(UserError, match='the answer "fifth" is none of the options'):
+    with pytest.raises(UserError, match='the answer "fifth" is not an option'):
         infinitebench(tmp_path, "code_debug", answer="fifth", options=OPTIONS)
 
 
@@ -127,7 +127,7 @@ def test_a_part_of_longbench(tmp_path, part, fields, answers):
         assert task.score(sample, answer) == pytest.approx(score, abs=1e-12), answer
 
 
-def test_classes_whose_names_are_part_of_the_right_one():
+def test_classes_with_a_name_that_is_part_of_the_right_one():
     classes = ["place", "other place", "food"]
     assert longbench_rules.classification("other place", "other place", classes) == 1
     assert longbench_rules.classification("other place", "place", classes) == 0.5
@@ -161,18 +161,18 @@ def test_longbench_v2(tmp_path):
         ("[]\n", "hotpotqa.jsonl, line 1 is list, not a JSON object"),
     ],
 )
-def test_files_that_are_wrong(tmp_path, content, sentence):
+def test_invalid_files(tmp_path, content, sentence):
     if content is not None:
         (tmp_path / "hotpotqa.jsonl").write_text(content)
     with pytest.raises(UserError, match=f"longbench: .*{sentence}"):
         make_tasks(["longbench_hotpotqa"], {"longbench": str(tmp_path)})
 
 
-def test_measures():
+def test_metrics():
     assert words_f1("The red, red car", "a red car") == pytest.approx(4 / 5)
     assert overlap_f1([], ["x"]) == 0
     assert edit_similarity("abcd", "abxd") == 0.75
-    # "a c" is common; of the reference's second sentence nothing is. 2 of 3, and 2 of 5 words.
+    # "a c" is common; the reference's second sentence has no match. 2 of 3, and 2 of 5 words.
     assert rouge_l("a b c.", "a c d. e f.") == pytest.approx(2 * (2 / 3) * 0.4 / (2 / 3 + 0.4))
     # By lines: "a c" and "e" are common, 3 of 5 and 3 of 5.
     assert rouge_l_sum("A b c.\nx e", "a, c d\ne f") == pytest.approx(3 / 5)
@@ -189,7 +189,7 @@ def test_documents_by_position(tmp_path):
     assert document.name.endswith("b.jsonl, line 2")
     assert document.ids.dtype == np.int32 and bytes(document.ids.astype(np.uint8)) == b"z" * 51
     assert document.prompt_hash != task.sample(51, 0, 0, BYTES).prompt_hash
-    with pytest.raises(UserError, match='too long for sample 2 of task "documents": 2 of 3 docu'):
+    with pytest.raises(UserError, match='too long for sample 2 of task "documents": only 2 of 3'):
         task.sample(200, 2, 0, BYTES)
     with pytest.raises(UserError, match='has no field "body"; it has "text"'):
         make_tasks(["documents"], {"documents": str(tmp_path), "text_field": "body"})

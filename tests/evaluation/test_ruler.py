@@ -1,4 +1,4 @@
-"""RULER's tasks: what they ask is in the prompt, and the answer is what the prompt says."""
+"""RULER's tasks: prompts contain what they ask for, and answers follow from the prompt."""
 
 import collections
 import json
@@ -12,7 +12,7 @@ from mtraining_jax.evaluation.tasks.scoring import any_found, share_found
 from tests.evaluation.contract import BYTES, TaskContract
 
 LENGTH = 8192
-# Of the prompt of sample 1 of seed 7. With another prompt, new results cannot be compared with old.
+# Of the prompt of sample 1 of seed 7. If prompts change, new results are not comparable with old.
 PROMPTS = {
     "ruler_niah_single_1": "e4ce7700401c",
     "ruler_niah_single_2": "d6903b1e6f5e",
@@ -49,14 +49,14 @@ class TestGenerated(TaskContract):
 
 
 @pytest.mark.parametrize("name", GROUPS["ruler_generated"])
-def test_a_prompt_is_that_of_earlier_results(name, samples):
+def test_a_prompt_equals_that_of_earlier_results(name, samples):
     task, sample = samples[name]
     assert sample.prompt_hash[:12] == PROMPTS[name]
     assert task.score(sample, sample.references[-1].upper()) == 1 / len(sample.references)
 
 
 @pytest.mark.parametrize("name", GROUPS["ruler_generated"][:8])
-def test_needles_say_what_is_asked_for(name, samples):
+def test_needles_contain_the_answer(name, samples):
     _, sample = samples[name]
     said = collections.defaultdict(list)
     for key, value in re.findall(r"magic \w+ for (\S+) is: (\S+)\.", sample.prompt):
@@ -165,14 +165,14 @@ def test_questions_from_files(name, option, data, tmp_path):
         assert "Title 1\nOne. Two." in sample.prompt and "Title 2\nThree." in sample.prompt
     assert task.score(sample, f"It is {sample.references[0]}.") == 1
     assert task.score(sample, "no idea") == 0
-    # More than all documents: they are repeated.
+    # More than all documents: documents repeat.
     assert task.sample(2000, 1, 0, BYTES).prompt.count("Document ") > 20
     path.write_text(json.dumps({"data": [{"paragraphs": [{}]}]}))
     other = tmp_path / "other.json"
     path.rename(other)
-    with pytest.raises(UserError, match=f"{option}: .* does not have the form of"):
+    with pytest.raises(UserError, match=f"{option}: .* is not in the format of"):
         one(name, **{option: str(other)})
-    with pytest.raises(UserError, match=f'task "{name}" needs --task.{option}=VALUE: File of'):
+    with pytest.raises(UserError, match=f'task "{name}" needs --task.{option}=VALUE: .* file, '):
         one(name)
     with pytest.raises(UserError, match=f'{option}: "gone" cannot be read'):
         one(name, **{option: "gone"})

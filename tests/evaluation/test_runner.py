@@ -1,4 +1,4 @@
-"""Evaluations around a fake model: what is written, how they go on, what is refused."""
+"""Evaluations of a fake model: what they write, how they resume, what they refuse."""
 
 import io
 import json
@@ -21,7 +21,7 @@ from tests.evaluation.fake_model import FakeModel
 
 @dataclass(frozen=True, kw_only=True)
 class Sevens(Task):
-    """A document that is one byte over and over; there are three."""
+    """A document that repeats one byte; there are three."""
 
     kind: ClassVar[str] = "loss"
 
@@ -78,7 +78,7 @@ def test_a_window_misses_what_dense_finds(tmp_path):
 
 
 @pytest.mark.parametrize("stop_after", [0, 3, 9])
-def test_a_killed_evaluation_goes_on_where_it_stopped(tmp_path, stop_after):
+def test_a_killed_evaluation_resumes_where_it_stopped(tmp_path, stop_after):
     run(tmp_path / "whole", plan(), models())
     folder = tmp_path / "cut"
     run(folder, plan(), models(stop_after=stop_after))
@@ -86,25 +86,25 @@ def test_a_killed_evaluation_goes_on_where_it_stopped(tmp_path, stop_after):
     there = len(path.read_text().splitlines())
     assert there < 20
     with path.open("a") as file:
-        file.write('{"model": "model", "attention": "den')  # torn by a kill
+        file.write('{"model": "model", "attention": "den')  # incomplete after a kill
     rest = models()
     printed = run(folder, plan(), rest)
     assert sum(model.asked for model in rest.values()) == 20 - there
-    assert ("of 20 samples are there already" in printed) == (there > 0)
+    assert ("of 20 samples are already evaluated" in printed) == (there > 0)
     assert without_times(folder) == without_times(tmp_path / "whole")
     again = models()
-    run(folder, plan(samples=6), again)  # further samples join
+    run(folder, plan(samples=6), again)  # further samples are added
     assert sum(model.asked for model in again.values()) == 4
     assert len(list(read_lines(folder))) == 24
 
 
-def test_results_of_another_kind_are_refused_and_nothing_is_written(tmp_path):
+def test_results_with_other_settings_are_refused_and_nothing_is_written(tmp_path):
     settings = {"seed": 0, "models": {"model": {"name": "a", "step": 4}}}
     run(tmp_path, plan(samples=1), models(), settings)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    with pytest.raises(UserError, match=r"holds results with models.model.step = 4, and this eval"):
+    with pytest.raises(UserError, match=r"has results with models.model.step = 4, but this evalua"):
         Results(tmp_path, {"models": {"model": {"name": "a", "step": 5}}})
-    # Another seed that the settings do not tell: the prompts do.
+    # Another seed that is not in the settings: the prompts differ.
     with pytest.raises(UserError, match='sample 0 of task "needle" at length 2048 had another'):
         run(tmp_path, plan(samples=2, seed=3), models(), settings)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
@@ -112,18 +112,18 @@ def test_results_of_another_kind_are_refused_and_nothing_is_written(tmp_path):
         assert results.settings["models"].keys() == {"model", "second"}
     path = tmp_path / "samples.jsonl"
     path.write_text('{"model": "model"}\n' + path.read_text())
-    with pytest.raises(UserError, match="line 1 is no result of an evaluation"):
+    with pytest.raises(UserError, match="line 1 is not a result of an evaluation"):
         Results(tmp_path, settings)
 
 
 def test_a_task_with_more_ids_than_the_model_is_refused():
     tasks = make_tasks(["needle", "mqar"], {"pairs": "4", "vocab_size": "64"})
     check_vocabulary(tasks, 64, "tiny")
-    with pytest.raises(UserError, match='"mqar" has 64 token ids, and tiny knows 63: --task.vocab'):
+    with pytest.raises(UserError, match='"mqar" has 64 token ids, but tiny has a vocabulary of on'):
         check_vocabulary(tasks, 63, "tiny")
 
 
-def test_settings_of_an_evaluation_without_a_line_bind_nobody(tmp_path):
+def test_settings_without_a_line_are_ignored(tmp_path):
     with Results(tmp_path, {"seed": 0}):
         pass
     with Results(tmp_path, {"seed": 1}):
@@ -134,19 +134,19 @@ def test_settings_of_an_evaluation_without_a_line_bind_nobody(tmp_path):
         read_settings(tmp_path)
 
 
-def test_what_cannot_be_evaluated_is_found_before_anything_runs():
+def test_an_impossible_plan_is_found_before_anything_runs():
     with pytest.raises(UserError, match="length 4096 is more than the 3000 positions of tiny"):
         check(plan(), FakeModel(max_positions=3000), "tiny")
-    with pytest.raises(UserError, match='task "needle" is text, and tiny has no tokenizer'):
+    with pytest.raises(UserError, match='task "needle" uses text, but tiny has no tokenizer'):
         check(plan(), FakeModel(tokenizer=None), "tiny")
     bad = FakeModel()
     bad.forced = lambda *_: type("F", (), {"log_probs": np.array([np.nan])})
-    with pytest.raises(UserError, match="a loss that is not finite on sample 0"):
+    with pytest.raises(UserError, match="a non-finite loss on sample 0"):
         evaluate(plan(), {"dense": bad}, "model", _Nothing(), _Nothing())
 
 
 class _Nothing:
-    """No results yet, and nobody who watches."""
+    """Empty results, and a watcher that does nothing."""
 
     def __contains__(self, key):
         return False
@@ -155,7 +155,7 @@ class _Nothing:
         return lambda *_: None
 
 
-def test_answers_are_decoded_where_asked(tmp_path):
+def test_answers_are_generated_on_request(tmp_path):
     run(tmp_path, plan(lengths=(2048,), samples=2, generate=True), {"dense": FakeModel()})
     (first, _) = read_lines(tmp_path)
     assert first["how"] == "generated" and first["score"] == 1
@@ -190,13 +190,13 @@ def test_a_report_has_tables_and_pictures(tmp_path):
         "- 2026-11-22, 1 x fake, 0: `test`",
     ):
         assert row in text
-    # The losses are 1, 1/2, 1/3, ... and those of the second model more by 0.5.
+    # The losses are 1, 1/2, 1/3, ...; those of the second model are larger by 0.5.
     assert "mean over 3 documents" in text
     assert "| from 2 | 0.417 | 0.417 | +0.000 | 0.917 | 0.917 | +0.000 |" in text
-    assert "from 1K" in text and "the last 64" in text and "25.0%" in text
+    assert "from 1K" in text and "| last 64" in text and "25.0%" in text
     assert "trained sparse" in console.file.getvalue()
     shutil.rmtree(folder)
-    with pytest.raises(UserError, match="holds no results of an evaluation yet"):
+    with pytest.raises(UserError, match="contains no evaluation results"):
         write_report(folder, console)
 
 

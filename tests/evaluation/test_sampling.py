@@ -16,7 +16,7 @@ def test_the_fewest_likely_tokens_with_the_probability_are_kept():
         assert found.tolist() == kept, top_p
 
 
-def test_tokens_are_drawn_by_their_probability_and_again_by_the_same_seed():
+def test_tokens_are_sampled_by_their_probability_and_reproducibly():
     many = jnp.broadcast_to(LOGITS, (4000, 4))
     draw = lambda *how: np.asarray(next_token(many, *how))  # noqa: E731
     all_ = draw("all", jnp.float32(1), jnp.float32(1), jnp.uint32(3), jnp.int32(5))
@@ -42,7 +42,7 @@ def test_tokens_are_drawn_by_their_probability_and_again_by_the_same_seed():
         ({"temperature": float("nan")}, "temperature = nan must be"),
         ({"top_p": 0.0}, "top_p = 0.0 must be above 0 and at most 1"),
         ({"seed": -1}, "seed = -1 must be from 0"),
-        ({"stop": ("a", "")}, "stop has an empty text"),
+        ({"stop": ("a", "")}, "stop contains an empty text"),
     ],
 )
 def test_impossible_options_are_refused(fields, message):
@@ -50,23 +50,23 @@ def test_impossible_options_are_refused(fields, message):
         GenerateOptions(**fields)
 
 
-def test_text_is_told_when_it_is_final():
-    told = []
-    text = GrowingText(ByteTokenizer(), ("END",), told.append)
+def test_text_is_reported_when_it_is_final():
+    reported = []
+    text = GrowingText(ByteTokenizer(), ("END",), reported.append)
     for token in "é, E so EN".encode():
         text.add(token)
-    # Half of é is no character, and EN may become END.
-    assert told[0] == "é" and "".join(told) == "é, E so "
+    # Half of é is not a character, and EN may become END.
+    assert reported[0] == "é" and "".join(reported) == "é, E so "
     for token in b"D, more":
         text.add(token)
-    assert text.stopped and text.end() == "é, E so " == "".join(told)
+    assert text.stopped and text.end() == "é, E so " == "".join(reported)
     assert settled_length("abc", ("bcd", "x")) == 1
     assert settled_length("abc", ()) == 3
 
 
-def test_without_a_stop_text_all_is_told_at_the_end():
-    told = []
-    text = GrowingText(ByteTokenizer(), ("END",), told.append)
+def test_without_a_stop_text_all_is_reported_at_the_end():
+    reported = []
+    text = GrowingText(ByteTokenizer(), ("END",), reported.append)
     for token in b"an EN":
         text.add(token)
-    assert text.end() == "an EN" == "".join(told)
+    assert text.end() == "an EN" == "".join(reported)

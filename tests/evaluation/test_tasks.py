@@ -1,4 +1,4 @@
-"""Needle, passkey and recall, and what all tasks are made with."""
+"""Needle, passkey and recall tasks, and the helpers of all tasks."""
 
 import hashlib
 
@@ -42,7 +42,7 @@ def test_a_sample_of_recall_asks_for_the_values():
     assert recall.score_forced(sample, found) == 1
     found[sample.scored[0]] = False
     assert recall.score_forced(sample, found) == 0.75
-    with pytest.raises(UserError, match="by teacher forcing only"):
+    with pytest.raises(UserError, match="supports teacher forcing only"):
         recall.score(sample, "")
 
 
@@ -80,20 +80,20 @@ def test_a_haystack_of_essays(tmp_path):
 @pytest.mark.parametrize(
     ("names", "options", "sentence"),
     [
-        (["needel"], {}, '"needel" is no task; it must be one of needle, passkey'),
-        (["mqar"], {"paris": 3}, '"paris" is no option of the tasks mqar; their options are pairs'),
+        (["needel"], {}, 'unknown task "needel"; choose one of needle, passkey'),
+        (["mqar"], {"paris": 3}, 'unknown option "paris" of the tasks mqar; use pairs'),
         (["mqar"], {"pairs": "many"}, 'option pairs = "many" of task "mqar": Input should be a'),
         (["mqar"], {"pairs": 0}, 'task "mqar": pairs=0 must be at least 1'),
         (["mqar"], {"vocab_size": 64}, "vocab_size=64 must be divisible by 4 and at least 128"),
         (["needle"], {"essays": "nowhere"}, 'essays: "nowhere" does not exist'),
     ],
 )
-def test_bad_options_are_told(names, options, sentence):
+def test_invalid_options_are_reported(names, options, sentence):
     with pytest.raises(UserError, match=sentence):
         make_tasks(names, options)
 
 
-def test_options_that_a_task_has_not_go_to_the_others():
+def test_options_apply_to_the_tasks_that_have_them():
     needle, recall = make_tasks(["needle", "mqar", "needle"], {"pairs": "5", "depths": 3})
     assert needle.depths == 3 and recall.pairs == 5
 
@@ -116,5 +116,5 @@ def test_the_ids_of_an_answer_do_not_depend_on_a_long_prompt():
     prompt = "word " * 1000 + "is"
     whole = BYTES.encode(prompt + " yes")
     np.testing.assert_array_equal(continuation_ids(BYTES, prompt, " yes"), whole[len(prompt) :])
-    with pytest.raises(UserError, match="no token ids of its own"):
+    with pytest.raises(UserError, match="no separate token ids"):
         continuation_ids(BYTES, prompt, "")

@@ -3,7 +3,7 @@
     python -m tests.evaluation.train_recall_model FOLDER
 
 Two layers of width 64 learn to recall the value of a key anywhere in the context (the task mqar
-with 64 ids). On two CPU cores it takes about two minutes.
+with 64 ids). This takes about two minutes on two CPU cores.
 """
 
 import argparse
@@ -24,13 +24,13 @@ SPEC = ModelSpec(
     intermediate_size=128, rope_theta=10000.0, max_position_embeddings=MAX_LENGTH,
     tie_word_embeddings=True, dtype="float32", remat="none", initializer_range=0.05,
 )  # fmt: skip
-# Length, sequences of a batch, steps, and whether it is the task or copying. A model that copies
-# has the heads that recall needs, and copying gives every token of the second half as a lesson.
+# Length, sequences per batch, steps, and whether to train the task or copying. A model that copies
+# has the heads that recall needs, and copying trains on every token of the second half.
 STAGES = ((64, 32, 600, "copy"), (64, 32, 500, "recall"), (256, 8, 300, "recall"))
 
 
 def copy_batch(rng, length, rows):
-    """Random tokens that repeat with another period in each row: int32 [rows, length] each."""
+    """Random tokens that repeat with a different period in each row: int32 [rows, length] each."""
     period = rng.integers(length // 8, length // 2, (rows, 1))
     tokens = np.take_along_axis(
         rng.integers(0, VOCAB, (rows, length)), np.arange(length) % period, axis=1
@@ -41,10 +41,10 @@ def copy_batch(rng, length, rows):
 
 
 def batch(rng, length, rows, pairs):
-    """Tokens and labels as of `mqar`: int32 [rows, length] each.
+    """Tokens and labels of `mqar`: int32 [rows, length] each.
 
-    Every second place of the second half has a question, so that keys are asked for several
-    times: a model learns from it sooner.
+    Every second position of the second half has a question, so keys are queried several times,
+    which speeds up learning.
     """
     filler, keys = VOCAB // 2, VOCAB // 4
     tokens = rng.integers(0, filler, (rows, length))
@@ -61,7 +61,7 @@ def batch(rng, length, rows, pairs):
 
 
 def attention(q, k, v):
-    """Exact attention, all at once."""
+    """Exact attention without blocks."""
     logits = jnp.einsum("bqhd,bkhd->bhqk", q, k) / np.sqrt(q.shape[-1])
     causal = np.tri(q.shape[1], dtype=bool)
     weights = jax.nn.softmax(jnp.where(causal, logits, -jnp.inf))
@@ -109,8 +109,8 @@ def main() -> None:
             state, moments, loss, right = step(state, moments, tokens, labels)
             if number % 100 == 0:
                 seconds = time.perf_counter() - begin
-                told = f"loss {loss:.3f}, right {right:.1%}, {seconds:.0f} s"
-                print(f"{what}, {length} tokens, step {number}: {told}", flush=True)
+                values = f"loss {loss:.3f}, right {right:.1%}, {seconds:.0f} s"
+                print(f"{what}, {length} tokens, step {number}: {values}", flush=True)
     save_hf(arguments.folder, SPEC, state, replace=True)
 
 
