@@ -1,5 +1,5 @@
-"""Data: text or token files in, batches of token ids in layout order out.
+"""Data pipeline: text or token files to batches of token ids in layout order.
 
-`source.py` is the interface of a source, `sources/` has one file for each, and `loader.py` makes
-batches. Only the loader needs JAX (through Grain), so a configuration can be checked without it.
+`source.py` defines the interface of data sources, `sources/` implements them, and `loader.py` makes
+batches. Only the loader imports JAX (through Grain).
 """

@@ -1,4 +1,4 @@
-"""What to say about data before it is read."""
+"""Hints about data, printed before it is read."""
 
 from typing import TYPE_CHECKING
 
@@ -9,15 +9,12 @@ from mtraining_jax.data.sources import selected_source
 if TYPE_CHECKING:
     from mtraining_jax.config import DataConfig
 
-# From here on it takes minutes: a tokenizer makes a few megabytes of text a second into tokens.
+# Bytes that take minutes: a tokenizer processes a few MB/s.
 LARGE = 2**28
 
 
 def slow_start(data: "DataConfig") -> str | None:
-    """A line on a corpus that every process of every run would tokenise; None if it is small.
-
-    Args:
-        data: the section.
+    """A hint to pre-tokenize a large corpus, which otherwise every process tokenizes at startup.
 
     Raises:
         UserError: the files cannot be found.
@@ -28,8 +25,8 @@ def slow_start(data: "DataConfig") -> str | None:
     size = source.size()
     if size <= LARGE:
         return None
-    what = "copies" if source.holds_ids else "tokenises"
+    what = "copies" if source.holds_ids else "tokenizes"
     return (
-        f"data.paths holds {size / 2**20:,.0f} MiB, which each process of each run {what} at its "
-        "start; once and for all does it: python -m mtraining_jax.tokenize --help"
+        f"every process of every run {what} data.paths ({size / 2**20:,.0f} MiB) at startup; to "
+        "pre-tokenize it, see python -m mtraining_jax.tokenize --help"
     )

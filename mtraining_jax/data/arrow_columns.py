@@ -1,4 +1,4 @@
-"""Documents in a column of an Arrow table: text, or lists of token ids."""
+"""Documents in a column of an Arrow table: text or lists of token ids."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -12,13 +12,13 @@ from mtraining_jax.errors import UserError
 
 
 def load_pyarrow(source: str) -> Any:
-    """The library, which is large and an extra of the package.
+    """Imports pyarrow, an optional dependency.
 
     Args:
-        source: the value of data.source that needs it.
+        source: the value of data.source that needs it, for the error message.
 
     Raises:
-        UserError: if it is not installed.
+        UserError: it is not installed.
     """
     try:
         import pyarrow
@@ -37,7 +37,7 @@ class Column:
     """The column that a source reads.
 
     Attributes:
-        name: of the column.
+        name: name of the column.
         holds_ids: whether it holds token ids instead of text.
         source: the value of data.source.
     """
@@ -52,10 +52,10 @@ class Column:
         return f'the column of data.{field} = "{self.name}"'
 
     def check(self, schema: Any, path: Path) -> None:
-        """Checks the type of the column in the schema of a file.
+        """Checks that a file's schema has the column with a valid type.
 
         Raises:
-            UserError: there is no such column, or it is of another type.
+            UserError: the column is missing or has another type.
         """
         if self.name not in schema.names:
             raise UserError(f"{path} lacks {self._shown}; it has {shown_names(schema.names)}")
@@ -71,17 +71,17 @@ class Column:
     def documents(
         self, batches: Callable[[], Iterable[Any]], path: Path
     ) -> Iterator[tuple[str, str | np.ndarray]]:
-        """Reads the rows of a file whose schema `check` has seen.
+        """Reads the rows of a file; call `check` first.
 
         Args:
-            batches: makes its record batches; what the library raises there is told in a sentence.
-            path: of the file.
+            batches: opens the record batches of the file.
+            path: the file.
 
         Yields:
-            The place of each row, counted from 0 over the file, and its text or token ids.
+            The location of each row, for messages, and its text or token ids.
 
         Raises:
-            UserError: a null, or a file that is damaged.
+            UserError: a null value or a corrupt file.
         """
         pyarrow = load_pyarrow(self.source)
         row = 0

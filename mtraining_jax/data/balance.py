@@ -1,4 +1,4 @@
-"""Which rows of a batch its sequences take, so that groups of devices have as much work each."""
+"""Orders the sequences of a batch to balance work between data-parallel replicas."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -7,34 +7,32 @@ import numpy as np
 
 from mtraining_jax.data.densities import Densities, length_classes
 
-# Predicted time of a sequence from the tokens of its documents and their densities.
+# Predicts the time of a sequence from the lengths and densities of its documents.
 Weigh = Callable[[np.ndarray, np.ndarray], float]
 
 
 def even_order(weights: np.ndarray, groups: int, parts: int = 1) -> np.ndarray:
-    """Deals sequences to groups: the heaviest first, each to the lightest group that has room.
+    """Greedy balancing: assigns the most expensive sequences first, to the least loaded replica.
 
-    All groups get equally many. Within a group the heaviest come first, so that micro-batches that
-    groups compute at the same time are alike too. An order that is as even already stays.
+    All replicas get equally many sequences, the most expensive ones first, so that micro-batches
+    computed at the same time are balanced too. Keeps the order if it is already as balanced.
 
     Args:
-        weights: floats [B] above 0, in the order of the data.
-        groups: M; they take consecutive rows of the batch.
-        parts: micro-batches of a group, which take consecutive rows of its own. M * parts divides
-            B.
+        weights: cost of each sequence, floats [B] above 0.
+        groups: number of replicas; each takes consecutive rows of the batch.
+        parts: micro-batches per replica, consecutive rows as well. groups * parts divides B.
 
     Returns:
-        int64 [B]: the number of the sequence that each row takes.
+        int64 [B]: the index of the sequence for each row.
     """
     weights = np.asarray(weights, np.float64)
     room, odd = divmod(weights.size, groups)
     if odd or room % parts:
-        raise ValueError(f"{weights.size} sequences for {groups} groups of {parts} parts")
+        raise ValueError(f"{weights.size} sequences for {groups} replicas x {parts} micro-batches")
     members: list[list[int]] = [[] for _ in range(groups)]
     loads = np.zeros(groups)
     for number in np.argsort(-weights, kind="stable").tolist():
-        # Full groups are no choice; of equal loads the first group.
-        group = int(np.argmin(loads))
+        group = int(np.argmin(loads))  # full replicas have infinite load
         members[group].append(number)
         loads[group] += weights[number]
         if len(members[group]) == room:
@@ -46,22 +44,22 @@ def even_order(weights: np.ndarray, groups: int, parts: int = 1) -> np.ndarray:
 
 
 def imbalance(weights: np.ndarray, groups: int) -> float:
-    """The heaviest group over the mean of all; groups take consecutive weights, [B] in all."""
+    """Maximum over mean load of replicas, which take consecutive entries of the weights [B]."""
     loads = np.asarray(weights, np.float64).reshape(groups, -1).sum(1)
     return float(loads.max() / loads.mean())
 
 
 @dataclasses.dataclass(frozen=True)
 class Balance:
-    """How the sequences of each global batch are dealt to groups; the same on every process.
+    """Assigns the sequences of global batches to replicas, identically on all processes.
 
     Attributes:
-        name: of the way, as `data.balance` has it.
-        groups: of devices that each work on other sequences.
-        parts: micro-batches of a group.
-        block_size: g, tokens of a block.
-        weigh: predicted time of a sequence.
-        densities: of documents by their length, as last measured; None takes all to be dense.
+        name: value of `data.balance`.
+        groups: data-parallel replicas.
+        parts: micro-batches per replica.
+        block_size: tokens per block.
+        weigh: predicts the time of a sequence.
+        densities: measured densities by document length; None assumes dense attention.
     """
 
     name: str
@@ -74,15 +72,12 @@ class Balance:
     def order(
         self, step: int, lengths: Sequence[np.ndarray], place: int | None = None
     ) -> np.ndarray:
-        """The sequence that each row of a batch takes; see `even_order`.
+        """The index of the sequence for each row of a batch, int64 [B]; see `even_order`.
 
         Args:
-            step: the batch's, from 1; waits for the densities that it needs.
-            lengths: integers [d] for each sequence of the batch, tokens of its documents.
-            place: as of `Densities.before`.
-
-        Returns:
-            int64 [B].
+            step: step of the batch, from 1; waits for the required densities.
+            lengths: document lengths in tokens, integers [d] for each sequence.
+            place: see `Densities.before`.
         """
         known = None if self.densities is None else self.densities.before(step, place)
         weights = [weight(own, known, self.weigh, self.block_size) for own in lengths]
@@ -95,10 +90,10 @@ def weight(
     """The predicted time of a sequence.
 
     Args:
-        lengths: integers [d], tokens of its documents.
-        densities: floats [K] by class of length; None takes all to be dense.
-        weigh: of the model.
-        block_size: g.
+        lengths: document lengths in tokens, integers [d].
+        densities: floats [K] by length class; None assumes dense attention.
+        weigh: predicts the time from lengths and densities.
+        block_size: tokens per block.
     """
     if densities is None:
         return weigh(lengths, np.ones(lengths.shape))

@@ -1,4 +1,4 @@
-"""Sequences of exactly `data.seq_len` tokens, cut but not yet read."""
+"""A corpus: a token stream and the positions of its sequences or documents."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -20,7 +20,7 @@ class Stream(Protocol):
     def __len__(self) -> int: ...
 
     def take(self, positions: np.ndarray) -> np.ndarray:
-        """Token ids int32 [n] at positions int64 [n], each from 0 to below ``len(self)``."""
+        """Token ids, int32 [n], at positions int64 [n] in ``range(len(self))``."""
         ...
 
 
@@ -30,12 +30,12 @@ class Corpus:
 
     Attributes:
         stream: all tokens.
-        starts: int64 [sequences] (or a range): where each sequence begins in the stream.
-        vocab_size: every id is below it.
-        tokenizer: None when the source holds token ids.
-        summary: what was found, in a few words.
-        documents: where documents are, if `data.has_documents`; sequences are then made of these,
-            and `starts` is empty. None if the source does not know.
+        starts: first position of each sequence in the stream, int64 [sequences] or a range.
+        vocab_size: all token ids are below this.
+        tokenizer: None if the source holds token ids.
+        summary: short description for the log.
+        documents: positions of documents if `data.has_documents`; sequences are then packed from
+            them and `starts` is empty. None if unknown.
     """
 
     stream: Stream
@@ -47,15 +47,15 @@ class Corpus:
 
 
 def packs_of(corpus: Corpus, data: "DataConfig", block_size: int) -> Packs:
-    """The sequences of a corpus where `data.has_documents`.
+    """Packs the documents of a corpus into sequences, if `data.has_documents`.
 
     Args:
-        corpus: what the source has found.
+        corpus: the corpus.
         data: the section.
-        block_size: g, tokens of a block of attention, of which `data.seq_len` is a multiple.
+        block_size: tokens per attention block; divides `data.seq_len`.
 
     Raises:
-        UserError: the source does not say where documents are, or there is not one sequence.
+        UserError: the source does not support documents, or they do not fill one sequence.
     """
     if data.mode == "exact":
         starts = np.asarray(corpus.starts, np.int64)
@@ -63,47 +63,47 @@ def packs_of(corpus: Corpus, data: "DataConfig", block_size: int) -> Packs:
         return PackArrays(starts, lengths, ends, block_size, data.seq_len)
     if corpus.documents is None:
         raise UserError(
-            f'data.documents = true is not possible with data.source = "{data.source}", which does '
-            "not say where documents are"
+            f'data.documents = true is not possible with data.source = "{data.source}", which has '
+            "no document boundaries"
         )
     return corpus.documents.packs(data, block_size)
 
 
 def windows(num_tokens: int, data: "DataConfig", what: str) -> range:
-    """Where sequences begin when a stream is cut every `data.seq_len` tokens.
+    """Start positions of sequences in a stream split every `data.seq_len` tokens.
 
-    Tokens at the end that do not fill a sequence are dropped.
+    Drops the last, incomplete sequence.
 
     Args:
-        num_tokens: of the stream.
+        num_tokens: length of the stream.
         data: the section.
-        what: what the stream was made of, in a few words, for the message.
+        what: description of the stream for error messages.
 
     Raises:
-        UserError: if there is not one whole sequence.
+        UserError: there is no complete sequence.
     """
     count = num_tokens // data.seq_len
     if count == 0:
         raise UserError(
             f"data.seq_len = {data.seq_len} is more than the {num_tokens} tokens of data.source = "
-            f'"{data.source}" ({what}): there is not one sequence'
+            f'"{data.source}" ({what}); use a smaller data.seq_len or more data'
         )
     return range(0, count * data.seq_len, data.seq_len)
 
 
 def check_some_exact(lengths: np.ndarray, data: "DataConfig") -> None:
-    """Checks that a document has exactly `data.seq_len` tokens.
+    """Checks that some document has exactly `data.seq_len` tokens.
 
     Args:
         lengths: int64 [documents], tokens of each.
         data: the section.
 
     Raises:
-        UserError: if none has.
+        UserError: none has.
     """
     if not np.any(lengths == data.seq_len):
-        span = f" (they have {lengths.min()} to {lengths.max()})" if lengths.size else ""
+        span = f" ({lengths.min()} to {lengths.max()} tokens)" if lengths.size else ""
         raise UserError(
             f'data.mode = "exact" keeps documents of exactly data.seq_len = {data.seq_len} tokens, '
-            f"and of {counted(lengths.shape[0], 'document')} none is{span}"
+            f"but none of {counted(lengths.shape[0], 'document')} matches{span}"
         )

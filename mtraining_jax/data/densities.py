@@ -1,4 +1,4 @@
-"""The density of documents by their length: moving averages of what finished steps measured."""
+"""Moving averages of measured density by document length."""
 
 import threading
 from typing import Any
@@ -7,20 +7,19 @@ import numpy as np
 
 from mtraining_jax.errors import UserError
 
-# Batches are read up to three steps before the step that measures what they could use: the loader
-# keeps two ahead, and a step is reported when the next one has begun. A fixed distance makes the
-# order of sequences the same on every process and in every run.
+# Steps between a measurement and its use. The loader prefetches two batches, and a step is reported
+# after the next one has started. A fixed delay makes the order of sequences deterministic.
 DELAY = 4
-# Share of an average that stays when a step is added.
+# Decay of the moving average.
 KEEP = 0.9
 
 
 def length_classes(lengths: np.ndarray, block_size: int) -> np.ndarray:
-    """The class of each document: k of 2^k to 2^(k+1) - 1 blocks, its last one counted as whole.
+    """The length class of each document: k for 2^k to 2^(k+1) - 1 blocks, rounded up.
 
     Args:
-        lengths: integers of any shape, real tokens, at least 1.
-        block_size: g.
+        lengths: tokens without padding, at least 1, integers of any shape.
+        block_size: tokens per block.
 
     Returns:
         int64, of the same shape.
@@ -30,24 +29,22 @@ def length_classes(lengths: np.ndarray, block_size: int) -> np.ndarray:
 
 
 def num_classes(num_blocks: int) -> int:
-    """Classes of documents of up to `num_blocks` blocks."""
+    """Number of length classes of documents of up to `num_blocks` blocks."""
     return num_blocks.bit_length()
 
 
 class OtherPlace(Exception):
-    """The data went to another place, or was closed, while a batch waited for a density."""
+    """The loader was repositioned or closed while a batch waited for a density."""
 
 
 class Densities:
-    """Averages by class of length, as they were after each of the last steps.
-
-    One thread may add measurements while another waits for them.
+    """Thread-safe moving averages by length class after each of the last steps.
 
     Attributes:
-        place: another number after each call of `go_to` and `close`.
+        place: a counter that `go_to` and `close` increase.
 
     Args:
-        start: floats [K] in [0, 1], by class, before anything is measured.
+        start: initial values, floats [K] in [0, 1].
     """
 
     def __init__(self, start: np.ndarray) -> None:
@@ -60,16 +57,16 @@ class Densities:
         self._after, self._first, self._newest = after, min(after), newest
 
     def before(self, step: int, place: int | None = None) -> np.ndarray:
-        """The averages [K] that the batch of a step is dealt by: those after step - `DELAY`.
+        """The averages [K] used for the batch of a step: those after step - `DELAY`.
 
         Waits until that step is added.
 
         Args:
-            step: its number.
-            place: `self.place` when it was decided to read this batch; None is now.
+            step: step of the batch.
+            place: `self.place` when the read was scheduled; None for now.
 
         Raises:
-            OtherPlace: if `go_to` or `close` was called since then.
+            OtherPlace: `go_to` or `close` was called since then.
         """
         with self._changed:
             place = self.place if place is None else place
@@ -80,16 +77,16 @@ class Densities:
             return self._after[needed]
 
     def known_before(self, step: int) -> bool:
-        """Whether `before` would not wait."""
+        """Whether `before` would return immediately."""
         with self._changed:
             return max(step - DELAY, self._first) <= self._newest
 
     def add(self, step: int, measured: np.ndarray) -> None:
-        """Takes what a step measured.
+        """Adds the measurements of the next step.
 
         Args:
-            step: its number; steps are added in order, each once.
-            measured: floats [K]; not finite where there was nothing to measure.
+            step: number of the step.
+            measured: floats [K]; not finite if not measured.
         """
         with self._changed:
             if step != self._newest + 1:
@@ -105,19 +102,19 @@ class Densities:
             self._changed.notify_all()
 
     def state(self) -> dict[str, Any]:
-        """The averages after each of the last steps: a small dict that JSON can hold."""
+        """JSON-serializable state: the averages after each of the last steps."""
         with self._changed:
             return {str(step): self._after[step].tolist() for step in sorted(self._after)}
 
     def go_to(self, step: int, state: dict[str, Any] | None) -> None:
-        """Goes to where the next batch is that of `step` + 1.
+        """Restores a state such that the next batch is that of `step` + 1.
 
         Args:
-            step: the last one whose batch was handed out.
-            state: from `state`; None starts from what is taken for granted.
+            step: step of the last batch.
+            state: from `state`; None uses the initial values.
 
         Raises:
-            UserError: the state cannot be read.
+            UserError: malformed state.
         """
         after = {step: self._start}
         if state is not None:
@@ -127,8 +124,8 @@ class Densities:
                 raise UserError("the saved densities of the data are not readable") from error
             if not after or any(x.shape != self._start.shape for x in after.values()):
                 raise UserError(
-                    "the saved densities of the data are not of as many lengths as there are, "
-                    f"{self._start.size}"
+                    "the saved densities of the data do not have the expected number of length "
+                    f"classes, {self._start.size}"
                 )
         with self._changed:
             self._begin(max(after), after)
@@ -136,7 +133,7 @@ class Densities:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Ends all waiting."""
+        """Wakes all waiting threads."""
         with self._changed:
             self.place += 1
             self._changed.notify_all()

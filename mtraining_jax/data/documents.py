@@ -1,4 +1,4 @@
-"""Sources of documents, as text or as token ids, and how documents become sequences."""
+"""Base class of sources of documents, which become sequences by `data.mode`."""
 
 from array import array
 from collections.abc import Iterator
@@ -21,22 +21,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentSource(Source):
-    """A source that gives documents one after the other.
+    """A source that yields documents.
 
-    They are turned into token ids once, at the start, and kept in a temporary file. ``concat``
-    joins them, each ended by eos, and cuts every `seq_len` tokens; ``exact`` keeps those of
-    exactly `seq_len` tokens, eos not counted, and drops the others; ``pack`` puts those together,
-    each ended by eos, that fill `seq_len` tokens best.
+    Documents are tokenized once at startup into a temporary file. ``concat`` joins documents, each
+    followed by eos, and splits them every `seq_len` tokens. ``exact`` keeps documents of exactly
+    `seq_len` tokens without eos. ``pack`` packs documents, each followed by eos.
     """
 
     modes: ClassVar[tuple[str, ...]] = ("concat", "exact", "pack")
 
     def documents(self) -> Iterator[tuple[str, str | np.ndarray]]:
-        """The documents, each with its place, for messages.
+        """Yields the documents one at a time.
 
         Yields:
-            ``(where, document)``: text, or token ids, integers [n], if `holds_ids`. Only one needs
-            to be in memory at a time.
+            ``(where, document)``: location for error messages; text, or token ids, integers [n], if
+            `holds_ids`.
         """
         raise NotImplementedError(f"{type(self).__name__}.documents")
 
@@ -46,7 +45,6 @@ class DocumentSource(Source):
         return False
 
     def problems(self, data: "DataConfig", vocab_size: int) -> Iterator[str]:
-        """As of `Source`."""
         yield from super().problems(data, vocab_size)
         if self.holds_ids:
             yield from named_eos(data)
@@ -60,11 +58,10 @@ class DocumentSource(Source):
             if isinstance(data.eos, str):
                 yield (
                     f'data.eos = "{data.eos}" must be an id: data.tokenizer = "{BYTES}" has no '
-                    "tokens with a name"
+                    "named tokens"
                 )
 
     def open(self, data: "DataConfig", vocab_size: int) -> Corpus:
-        """As of `Source`."""
         if self.holds_ids:
             tokenizer, eos, vocab_name = None, data.eos, "model.vocab_size"
         else:
@@ -73,12 +70,12 @@ class DocumentSource(Source):
             check_tokenizer(tokenizer, vocab_size)
             vocab_size = tokenizer.vocab_size
         exact = data.mode == "exact"
-        lengths = array("q")  # with eos, but in mode exact
+        lengths = array("q")  # with eos, except in mode exact
 
         def kept() -> Iterator[np.ndarray]:
             for where, document in self.documents():
                 if tokenizer is None:
-                    # Checked before they are narrowed to the stored type.
+                    # Before ids are narrowed to the stored type.
                     check_ids(document, where, vocab_size, vocab_name)
                 ids = encoded(document, where, tokenizer, None if exact else eos)
                 lengths.append(ids.shape[0])
@@ -102,7 +99,7 @@ class DocumentSource(Source):
 
 
 def named_eos(data: "DataConfig") -> Iterator[str]:
-    """The problem of an end token given by name where there is no tokenizer to look it up."""
+    """Rejects eos given as a string if there is no tokenizer."""
     if isinstance(data.eos, str):
         yield (
             f'data.eos = "{data.eos}" must be an id: data.source = "{data.source}" has no tokenizer'
@@ -110,7 +107,7 @@ def named_eos(data: "DataConfig") -> Iterator[str]:
 
 
 def check_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Checks that a model knows all ids of a tokenizer.
+    """Checks that the model's vocabulary includes all ids of a tokenizer.
 
     Raises:
         UserError: it does not.
@@ -125,17 +122,13 @@ def check_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> None:
 def encoded(
     document: str | np.ndarray, where: str, tokenizer: Tokenizer | None, eos: int | None
 ) -> np.ndarray:
-    """Token ids of a document.
+    """Token ids of a document, integers [n].
 
     Args:
-        document: text, or token ids [n] where there is no tokenizer.
-        where: its place, for messages.
-        tokenizer: of text.
-        eos: the token that ends a document; None adds none. A document of ids may have it already,
-            and an empty one is left empty.
-
-    Returns:
-        Integers [n].
+        document: text, or token ids [n] if `tokenizer` is None.
+        where: location for error messages.
+        tokenizer: tokenizer for text.
+        eos: end token to append, if any, unless the document is empty or its ids end with it.
 
     Raises:
         UserError: text that is not valid Unicode.
@@ -143,7 +136,7 @@ def encoded(
     ids = document if tokenizer is None else _ids_of(tokenizer, document, where)
     if eos is None or not ids.shape[0] or (tokenizer is None and ids[-1] == eos):
         return ids
-    # The id may not fit the type of the others, as 256 beside bytes.
+    # eos may not fit the type of the other ids, e.g. 256 and bytes.
     return np.append(ids.astype(np.int64), eos)
 
 
@@ -151,5 +144,5 @@ def _ids_of(tokenizer: Tokenizer, text: str, where: str) -> np.ndarray:
     try:
         return tokenizer.encode(text)
     except (UnicodeEncodeError, TypeError) as error:
-        # JSON can hold half of a surrogate pair, which cannot be encoded.
-        raise UserError(f"{where} holds text that is not valid Unicode") from error
+        # JSON can contain unpaired surrogates, which cannot be encoded.
+        raise UserError(f"{where} has text that is not valid Unicode") from error

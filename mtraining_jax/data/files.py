@@ -1,4 +1,4 @@
-"""From paths, folders and globs to a sorted list of files, and words about their content."""
+"""Resolves paths, folders and globs to sorted lists of files; helpers for error messages."""
 
 import glob
 from collections.abc import Iterable, Sequence
@@ -6,30 +6,26 @@ from pathlib import Path
 
 from mtraining_jax.errors import UserError
 
-# Bytes that file systems have room for.
-_LONGEST_NAME = 255
+_LONGEST_NAME = 255  # bytes, in common file systems
 
 
 def find_files(
     paths: Sequence[str], suffixes: Sequence[str], field: str = "data.paths"
 ) -> list[Path]:
-    """Lists the files that ``paths`` means, in an order that every process agrees on.
+    """Lists files in a deterministic order: the order of ``paths``, sorted within each entry.
 
-    Files come in the order of ``paths``; those of one folder or glob are sorted by name. A file
-    that two entries name is read once. Files whose name begins with a dot are found only when
-    they are named.
+    Omits duplicates, and hidden files that are not named explicitly.
 
     Args:
-        paths: files, folders (searched with their subfolders) or globs (``**`` crosses folders).
-        suffixes: of the files that a folder is searched for; empty takes every file.
-        field: where the paths come from, for messages.
+        paths: files, folders (searched recursively) or globs (``**`` crosses folders).
+        suffixes: suffixes of files in folders; empty accepts all files.
+        field: the option with the paths, for error messages.
 
     Returns:
-        The files, none of them empty. An empty file is an error, except where any file is taken:
-        an empty one that a folder or a glob found is then left out.
+        Non-empty files. Without suffixes, empty files from folders and globs are skipped.
 
     Raises:
-        UserError: a path that is missing or finds nothing, or an empty file.
+        UserError: a path that is missing or matches nothing, or an empty file.
     """
     files: dict[Path, None] = {}
     for entry in paths:
@@ -46,26 +42,26 @@ def find_files(
         if not found:
             wanted = " or ".join(f"*{suffix}" for suffix in suffixes)
             kind = f" {wanted}" if path.is_dir() and wanted else ""
-            raise UserError(f'{field}: "{entry}" holds no file{kind}')
+            raise UserError(f'{field}: "{entry}" has no file{kind}')
         for file in found:
             if file.stat().st_size > 0:
                 files[file] = None
             elif named or suffixes:
                 raise UserError(f"{field}: {file} is empty")
     if not files:
-        raise UserError(f"{field}: {', '.join(paths)} hold nothing but empty files")
+        raise UserError(f"{field}: {', '.join(paths)}: all files are empty")
     return list(files)
 
 
 def find_folders(paths: Sequence[str], field: str = "data.paths") -> list[Path]:
-    """Lists the folders that ``paths`` means, each once; those of one glob are sorted by name.
+    """Lists folders in a deterministic order, without duplicates.
 
     Args:
         paths: folders or globs (``**`` crosses folders).
-        field: where the paths come from, for messages.
+        field: the option with the paths, for error messages.
 
     Raises:
-        UserError: a path that is missing, or no folder.
+        UserError: a path that is missing or not a folder.
     """
     folders: dict[Path, None] = {}
     for entry in paths:
@@ -75,32 +71,32 @@ def find_folders(paths: Sequence[str], field: str = "data.paths") -> list[Path]:
             matches = (Path(match) for match in glob.glob(str(path), recursive=True))
             found = sorted(match for match in matches if match.is_dir())
             if not found:
-                raise UserError(f'{field}: "{entry}" finds no folder')
+                raise UserError(f'{field}: "{entry}" matches no folder')
         for folder in found:
             if not folder.exists():
                 raise UserError(f'{field}: "{entry}" does not exist')
             if not folder.is_dir():
-                raise UserError(f'{field}: "{entry}" is no folder')
+                raise UserError(f'{field}: "{entry}" is not a folder')
             folders[folder] = None
     return list(folders)
 
 
 def inside(folder: Path, name: str, told_by: Path) -> Path:
-    """A file of a folder by the name that another file tells, which must not lead out of it.
+    """Joins a folder and an untrusted file name from `told_by`, which must not leave the folder.
 
-    A link in the folder may lead elsewhere: whoever made it can read that anyway.
+    Symbolic links may: their creator has access to the target anyway.
 
     Raises:
-        UserError: an absolute name, one with "..", or a longer one than files have.
+        UserError: an absolute name, one with "..", or one that is too long.
     """
     path = Path(name)
     longest = max((len(part.encode("utf-8", "surrogatepass")) for part in path.parts), default=0)
     if longest > _LONGEST_NAME:
         raise UserError(
-            f'{told_by} names "{name[:32]}...", which is longer than the name of a file can be'
+            f'{told_by} names "{name[:32]}...", which is too long for a file name'
         )
     if not name or "\0" in name or path.is_absolute() or ".." in path.parts or "\\" in name:
-        raise UserError(f'{told_by} names "{name}", which is not a file of its folder')
+        raise UserError(f'{told_by} names "{name}", which must be a file in the same folder')
     return folder / path
 
 
@@ -115,12 +111,12 @@ def _in_folder(folder: Path, suffixes: Sequence[str]) -> list[Path]:
 
 
 def shown_names(names: Iterable[str]) -> str:
-    """Names of fields or columns, the first of them, for a message."""
+    """The first names of fields or columns, for an error message."""
     names = [f'"{name}"' for name in names]
     shown = ", ".join(names[:8]) or "no fields"
     return f"{shown} and {len(names) - 8} more" if len(names) > 8 else shown
 
 
 def first_line(error: BaseException) -> str:
-    """The message of a library's error, cut to one line without its last full stop."""
+    """The first line of an error message, without a final period."""
     return str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__

@@ -1,7 +1,7 @@
-"""Batches of token ids, in layout order, only the part that this process holds.
+"""Loads the local part of global batches of token ids, in layout order.
 
-Every process shuffles the same list of sequence numbers with the same seed, so all of them agree
-on every global batch without communication. A process reads only its rows and columns of it.
+All processes shuffle the same sequence indices with the same seed, so they agree on global batches
+without communication. Each reads only its rows and columns.
 """
 
 import functools
@@ -24,7 +24,7 @@ from mtraining_jax.errors import UserError
 if TYPE_CHECKING:
     from mtraining_jax.config import DataConfig
 
-IGNORE_LABEL = -100  # this position has no next token: the loss leaves it out
+IGNORE_LABEL = -100  # excluded from the loss
 
 Batch = dict[str, np.ndarray]
 
@@ -43,27 +43,24 @@ def build_loader(
     weighted: bool = False,
     balance: Balance | None = None,
 ) -> "Loader":
-    """Opens the data and makes the endless iterator over its batches.
+    """Opens the data and returns an endless iterator over its batches.
 
     Args:
         data: the section of the configuration.
         permutation: integers [S], layout order index -> position in the sequence.
-        vocab_size: ids that the model knows.
+        vocab_size: vocabulary size of the model.
         rows: integers [b], rows of the global batch to read; None reads all. See
             `local_rows_and_columns`.
         columns: integers [s], layout order indices to read; None reads all S.
-        block_size: g, tokens of a block of attention, of which `data.seq_len` is a multiple. Read
-            where `data.has_documents` only; a caller that gives it reads `documents` of batches.
-        weighted: give each document's labels one weight together; needs `data.has_documents`.
-        balance: how sequences are dealt to groups; None leaves them in the order of the data, as
-            do sequences that all have the same pairs. If it has densities, `measured` must be
-            called for each step, and `close` at the end, as reading ahead waits for them.
-
-    Returns:
-        The loader, at its first batch.
+        block_size: tokens per attention block; divides `data.seq_len`. Required if
+            `data.has_documents`; the caller must then use `documents` of the batches.
+        weighted: add weights that sum to 1 per document; needs `data.has_documents`.
+        balance: how to assign sequences to data-parallel replicas; None keeps the order of the
+            data. With densities, call `measured` after each step, since prefetching waits for
+            them, and `close` at the end.
 
     Raises:
-        UserError: the section or the data are not usable.
+        UserError: the section or the data are invalid.
         ValueError: the other arguments contradict the section.
     """
     if found := list(problems(data, vocab_size)):
@@ -76,49 +73,49 @@ def build_loader(
         return Loader(corpus, data, permutation, rows, columns, balance=balance)
     if block_size is None:
         raise UserError(
-            f'data.mode = "{data.mode}" with documents that do not see each other is not possible '
-            "here: this command reads sequences without a mask between documents"
+            f'data.mode = "{data.mode}" with attention masked between documents is not supported '
+            "by this command"
         )
     if data.seq_len % block_size:
-        raise ValueError(f"data.seq_len = {data.seq_len} is no multiple of {block_size}")
+        raise ValueError(f"data.seq_len = {data.seq_len} is not a multiple of {block_size}")
     corpus = selected_source(data).open(data, vocab_size)
     packed = packs_of(corpus, data, block_size), block_size
     return Loader(corpus, data, permutation, rows, columns, packed, weighted, balance)
 
 
 class Loader:
-    """Endless iterator over the local part of the global batches; `build_loader` makes it.
+    """Endless iterator over the local part of the global batches; see `build_loader`.
 
-    A batch is a dict of int32 arrays [b, s] over the local rows and columns: ``tokens``, and
-    ``labels``, the token that follows in the sequence, and `IGNORE_LABEL` at its last position (a
-    sequence predicts S - 1 tokens, as in the reference's collate function).
+    A batch is a dict of arrays over the local rows b and columns s:
 
-    Where `data.has_documents`, each document of a sequence begins at a block. ``labels`` then
-    ignore the last token of each document and padding, whose tokens are 0, and the batch has
-    ``documents`` too, int32 [b, NB, 3] over the local rows and all NB blocks of the sequence in
-    global order, the same for any columns: of the block's document the first block, one past its
-    last block, and its real tokens; NB, 0, 0 for a block of padding. If asked, there are fp32
-    [b, s] ``weights`` too: those of a document's labels are equal and add up to 1, others are 0.
+    - ``tokens``: int32 [b, s].
+    - ``labels``: int32 [b, s], next tokens; `IGNORE_LABEL` at the last position of a sequence (as
+      in MTraining's collate function).
 
-    One epoch goes through all sequences once, in a new order if shuffled; a batch may span two
-    epochs, so none is dropped.
+    With `data.has_documents`, each document begins at a block boundary and padding tokens are 0:
 
-    With a balance the sequences of a batch change places among its rows, never with those of
-    another batch.
+    - ``labels`` are also ignored at the last token of each document and in padding.
+    - ``documents``: int32 [b, NB, 3] over all NB blocks in global order: first block and end block
+      (exclusive) of the block's document, and its tokens without padding; NB, 0, 0 for padding.
+    - ``weights``, if `weighted`: fp32 [b, s], equal for the labels of a document and with sum 1;
+      otherwise 0.
+
+    An epoch visits every sequence once, in a new order if shuffled. Batches may span two epochs.
+    Balancing reorders sequences within a batch only.
 
     Attributes:
-        vocab_size: every id is below it.
-        tokenizer: what made the ids (`Tokenizer`), None when the source holds ids.
-        num_sequences: sequences an epoch.
+        vocab_size: all token ids are below this.
+        tokenizer: the tokenizer; None if the source holds token ids.
+        num_sequences: sequences per epoch.
         batch_size: rows of the global batch.
         seq_len: columns of the global batch.
-        rows: int64 [b], rows of the global batch that are read here.
-        columns: int64 [s], layout order indices that are read here.
+        rows: local rows of the global batch, int64 [b].
+        columns: local layout order indices, int64 [s].
         packs: the documents of each sequence; None without `data.has_documents`.
-        block_size: g; None likewise.
-        sequences: int64 [B], the sequence in each row of the global batch handed out last; None
-            before the first.
-        handed_out: the number of that batch, counted from 1 over the whole run.
+        block_size: tokens per block; None without `data.has_documents`.
+        sequences: sequence index of each row of the last global batch, int64 [B]; None before the
+            first.
+        handed_out: number of the last batch, counted from 1 over the entire run.
         description: one line for the log.
     """
 
@@ -147,18 +144,18 @@ class Loader:
         self.description = (
             f"{data.source}: {corpus.summary} ({by}, vocabulary {self.vocab_size:,});"
             f" {self.num_sequences:,} sequences of {self.seq_len:,} ({data.mode}), {order},"
-            f" {self.batch_size} a batch" + ("" if packed is None else f"; {self.packs.summary}")
+            f" {self.batch_size} per batch" + ("" if packed is None else f"; {self.packs.summary}")
         )
         self._balance, self.sequences, self.handed_out = None, None, 0
         if balance is not None:
             self.description += f"; data.balance = {balance.name}"
             if packed is None:
-                self.description += " leaves their order: without documents all have the same pairs"
+                self.description += " has no effect: sequences without documents have equal work"
             elif balance.groups == 1:
-                self.description += " leaves their order: there is one group of devices"
+                self.description += " has no effect with a single data-parallel replica"
             else:
                 self._balance = balance
-        # A saved place means the same data only if all of these are the same.
+        # A saved state is only valid if all of these are equal.
         self._identity = {
             "data.source": data.source,
             "data.mode": data.mode,
@@ -176,13 +173,13 @@ class Loader:
                 **self._identity,
                 "digest of the packed documents": self.packs.digest,
             }
-        if isinstance(corpus.stream, TokenStream):  # others follow from their fields
+        if isinstance(corpus.stream, TokenStream):  # other streams are determined by their fields
             self._identity[_SAMPLE] = _checksum_of_sample(corpus.stream)
         self._corpus = corpus
         positions = permutation[columns]
         self._is_last = positions == self.seq_len - 1
         following = np.minimum(positions + 1, self.seq_len - 1)
-        # Most tokens are also the label of another one; each is read once.
+        # Tokens that are also labels are read once.
         self._needed, places = np.unique(
             np.concatenate([positions, following]), return_inverse=True
         )
@@ -190,16 +187,15 @@ class Loader:
         sequences = grain.MapDataset.range(self.num_sequences)
         if data.shuffle:
             sequences = sequences.shuffle(seed=data.seed)
-        # An endless repetition has no incomplete batch to drop. Without drop_remainder Grain counts
-        # batches of one row in floating point and gets more than an index can hold.
+        # Without drop_remainder Grain counts batches of one row in floating point and exceeds the
+        # range of an index. The endless repetition has no remainder.
         self._batches = sequences.repeat().batch(data.batch_size, drop_remainder=True)
         self._open()
 
     def _open(self) -> None:
-        """Makes the iterator; what it reads knows where the densities stood then."""
         place = None if self._densities is None else self._densities.place
         batches = self._batches.map_with_index(functools.partial(self._read, place))
-        # A row may take megabytes; one thread that reads two batches ahead hides that.
+        # Rows may have megabytes; one thread that prefetches two batches hides the latency.
         self._iterator = iter(
             batches.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2))
         )
@@ -212,11 +208,11 @@ class Loader:
 
         Raises:
             UserError: a token id outside the vocabulary.
-            RuntimeError: the density of an earlier step is needed and `measured` was not called.
+            RuntimeError: `measured` was not called for an earlier step whose density is needed.
         """
         step = self.handed_out + 1
         if self._densities is not None and not self._densities.known_before(step):
-            raise RuntimeError(f"the batch of step {step} needs densities that were not told")
+            raise RuntimeError(f"the batch of step {step} needs densities: call `measured` first")
         batch = next(self._iterator)
         self.sequences, self.handed_out = batch.pop("sequences"), step
         return batch
@@ -226,43 +222,40 @@ class Loader:
         return None if self._balance is None else self._balance.densities
 
     def measured(self, step: int, densities: np.ndarray) -> None:
-        """Takes the densities of a step that is done, if batches are dealt by them.
+        """Adds the measured densities of a finished step, if batches are balanced by density.
 
         Args:
-            step: its number, which is that of its batch, counted from 1 over the whole run; all
-                are told, in order.
-            densities: floats [K] by class of length (`data.densities`), as measured on the whole
-                batch; not finite where there was no document.
+            step: number of the step, from 1; call for every step in order.
+            densities: floats [K] by length class (`data.densities`), measured on the global batch;
+                not finite for classes without documents.
         """
         if self._densities is not None:
             self._densities.add(step, densities)
 
     def densities_before(self, step: int) -> np.ndarray | None:
-        """The densities [K] that the batch of a step was dealt by; None without such."""
+        """The densities [K] used to balance the batch of a step, if any."""
         return None if self._densities is None else self._densities.before(step)
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What is the same wherever the same data is read in the same way; JSON can hold it."""
+        """JSON-serializable identity of the data and how it is read."""
         return dict(self._identity)
 
     def get_state(self) -> dict[str, Any]:
-        """Where the loader stands: a small dict that JSON can hold, the same on every process."""
+        """JSON-serializable state, identical on all processes."""
         state = {"iterator": self._iterator.get_state(), "identity": self.identity}
         if self._densities is None:
             return state
         return state | {"densities": self._densities.state()}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Goes to a saved place: the next batch is the one that would have followed it.
-
-        The place counts global batches, so it holds for any number of processes and devices.
+        """Restores a state, for any number of processes and devices.
 
         Args:
             state: from `get_state`.
 
         Raises:
-            UserError: the state was saved for other data or another batch.
+            UserError: the state was saved with other data or another batch size.
         """
         try:
             iterator, saved = state["iterator"], state["identity"]
@@ -271,34 +264,27 @@ class Loader:
             raise UserError("the saved state of the data loader is not readable") from error
         for name, value in self._identity.items():
             if name == _SAMPLE and name not in saved:
-                continue  # of a checkpoint from before samples were taken
+                continue  # checkpoints of older versions
             if saved.get(name) != value:
                 raise UserError(
-                    f"the checkpoint's data loader had {name} = {_shown(saved.get(name))}, and "
-                    f"this run has {_shown(value)}: resume with the same data, or begin a new run "
+                    f"the checkpoint's data loader had {name} = {_shown(saved.get(name))}, but "
+                    f"this run has {_shown(value)}: resume with the same data, or start a new run "
                     "with another run.name or checkpoint.resume = false"
                 )
         self.handed_out = handed_out
         if self._densities is not None:
-            # What is being read may wait for a density that no longer comes.
+            # Prefetched batches may wait for a density that is never added.
             self._densities.go_to(self.handed_out, state.get("densities"))
             self._iterator.close()
             self._open()
         self._iterator.set_state(iterator)
 
     def block(self, array: np.ndarray, index: tuple[slice, ...]) -> np.ndarray:
-        """Cuts one device's part out of a local array.
-
-        For `jax.make_array_from_callback`:
-        ``make_array_from_callback((loader.batch_size, loader.seq_len), sharding,
-        lambda index: loader.block(batch["tokens"], index))``.
+        """One device's shard of a local array, for `jax.make_array_from_callback`.
 
         Args:
             array: [b, s], from a batch of this loader.
             index: rows and columns of the global array, as slices.
-
-        Returns:
-            The values there.
 
         Raises:
             ValueError: rows or columns that this loader does not read.
@@ -308,14 +294,11 @@ class Loader:
         return array[at_rows, at_columns]
 
     def block_of_rows(self, array: np.ndarray, index: tuple[slice, ...]) -> np.ndarray:
-        """Cuts one device's part out of a local array of whole rows, as ``documents`` is.
+        """One device's shard of a local array with entire rows, e.g. ``documents``.
 
         Args:
             array: [b, ...], from a batch of this loader.
-            index: of the global array, as slices; only the rows are read.
-
-        Returns:
-            The values there.
+            index: slices of the global array; only rows are used.
 
         Raises:
             ValueError: rows that this loader does not read.
@@ -323,7 +306,7 @@ class Loader:
         return array[_local_slice("rows", self.rows, index[0], self.batch_size)]
 
     def close(self) -> None:
-        """Stops reading ahead."""
+        """Stops prefetching."""
         if self._densities is not None:
             self._densities.close()
         self._iterator.close()
@@ -357,7 +340,7 @@ class Loader:
             ids = np.zeros(places.shape, np.int32)
             ids[left > 0] = self._corpus.stream.take(places[left > 0])
             tokens[i] = ids[self._token_places]
-            # The last token of a document may be followed by another document at once.
+            # The last token of a document has no label.
             followed = left[self._token_places] > 1
             labels[i] = np.where(followed, ids[self._label_places], IGNORE_LABEL)
             if self._weighted:
@@ -370,16 +353,16 @@ class Loader:
 def local_rows_and_columns(
     sharding: Any, batch_size: int, seq_len: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Finds what the devices of this process hold of a global array [batch_size, seq_len].
+    """Rows and columns of a global array [batch_size, seq_len] on the devices of this process.
 
     Args:
-        sharding: a `jax.sharding.Sharding` of such an array.
-        batch_size: its rows.
-        seq_len: its columns.
+        sharding: a `jax.sharding.Sharding` of the array.
+        batch_size: number of rows.
+        seq_len: number of columns.
 
     Returns:
-        Ascending row numbers int64 [b] and column numbers int64 [s]. Every local shard lies in
-        their product.
+        Ascending row indices int64 [b] and column indices int64 [s]. Their product covers all local
+        shards.
     """
     held = sharding.addressable_devices_indices_map((batch_size, seq_len)).values()
     return tuple(
@@ -389,7 +372,7 @@ def local_rows_and_columns(
 
 
 def _checksum_of_sample(stream: TokenStream) -> int:
-    """One number of tokens at 64 places: another file of the same length has another."""
+    """Checksum of tokens at 64 positions, to detect another file of the same length."""
     size = len(stream)
     starts = np.arange(_SAMPLES, dtype=np.int64) * size // _SAMPLES
     places = np.unique(starts[:, None] + np.arange(_SAMPLE_LEN))
@@ -402,7 +385,7 @@ def _checked_permutation(permutation: np.ndarray, seq_len: int) -> np.ndarray:
         np.sort(permutation), np.arange(seq_len)
     ):
         raise ValueError(
-            f"permutation has shape {permutation.shape}: it must hold each position of "
+            f"permutation of shape {permutation.shape} must contain each position of "
             f"data.seq_len = {seq_len} once"
         )
     return permutation.astype(np.int64)
@@ -412,7 +395,7 @@ def _checked_indices(name: str, indices: np.ndarray | None, size: int) -> np.nda
     indices = np.arange(size) if indices is None else np.asarray(indices)
     ascending = indices.ndim == 1 and indices.size > 0 and bool(np.all(np.diff(indices) > 0))
     if not ascending or indices[0] < 0 or indices[-1] >= size:
-        raise ValueError(f"{name} must be ascending numbers from 0 to {size - 1}, at least one")
+        raise ValueError(f"{name} must be ascending indices from 0 to {size - 1}, at least one")
     return indices.astype(np.int64)
 
 
@@ -426,5 +409,4 @@ def _local_slice(name: str, held: np.ndarray, index: slice, size: int) -> slice:
 
 
 def _shown(value: Any) -> str:
-    """A value as a configuration has it."""
     return json.dumps(value)

@@ -1,9 +1,8 @@
-"""MosaicML's shard format (MDS, version 2): an index in JSON, and shards of samples with columns.
+"""Reader of MosaicML's shard format (MDS, version 2): a JSON index, and shards of samples.
 
-A shard is a uint32 number of samples n; n + 1 uint32 offsets from the beginning of the file; the
-columns once more as JSON; and the samples. A sample is the uint32 size of each column whose size
-varies, and then all columns. Everything is little-endian. Nothing that a file says is trusted: each
-size is checked before it is used.
+Layout of a shard: uint32 number of samples n; n + 1 uint32 file offsets; a copy of the columns as
+JSON; the samples. A sample has uint32 sizes of its variable-size columns, then all columns. All is
+little-endian. Files are untrusted: every size is checked before use.
 """
 
 import bz2
@@ -26,7 +25,7 @@ from mtraining_jax.errors import UserError
 INDEX = "index.json"
 # Offsets are uint32.
 _LARGEST_SHARD = 2**32 - 1
-# What the byte that names a type means; other types hold no token ids.
+# Type codes; other types cannot hold token ids.
 _DTYPES = {
     8: "u1", 9: "i1", 16: "<u2", 17: "<i2", 18: "<f2", 32: "<u4", 33: "<i4", 34: "<f4",
     64: "<u8", 65: "<i8", 66: "<f8",
@@ -39,22 +38,22 @@ _NAMES = {
 
 
 class Damaged(Exception):
-    """What is wrong with a shard; its reader adds which shard, and which sample."""
+    """A corrupt shard; the message is a predicate, the caller adds shard and sample."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """What the index says about one shard.
+    """Index entry of a shard.
 
     Attributes:
-        path: of its file, as it was before any compression.
-        names, encodings: of the columns, in the order of a sample.
-        sizes: bytes of each column, 0 if they vary.
-        samples: how many.
-        size: bytes, uncompressed.
-        hashes: of the uncompressed bytes, by algorithm.
-        packed: the compressed file, None if there is none.
-        compression: its algorithm.
+        path: uncompressed file.
+        names, encodings: columns, in the order of a sample.
+        sizes: bytes of each column, 0 if variable.
+        samples: number of samples.
+        size: uncompressed bytes.
+        hashes: hashes of the uncompressed bytes, by algorithm.
+        packed: compressed file, if any.
+        compression: compression algorithm.
     """
 
     path: Path
@@ -68,10 +67,10 @@ class Shard:
     compression: str | None
 
     def column(self, name: str, field: str) -> int:
-        """The number of a column.
+        """The index of a column.
 
         Raises:
-            UserError: there is none of the name, or it is pickled.
+            UserError: the column is missing or pickled.
         """
         if name not in self.names:
             raise UserError(
@@ -80,20 +79,17 @@ class Shard:
         number = self.names.index(name)
         if self.encodings[number].partition(":")[0] == "pkl":
             raise UserError(
-                f'{self.path}: column "{name}" is pickled, and reading it could run any program; '
-                "write it anew as ndarray or str"
+                f'{self.path}: column "{name}" is pickled, and unpickling can execute arbitrary '
+                "code; rewrite it as ndarray or str"
             )
         return number
 
 
 def read_index(path: Path) -> list[Shard]:
-    """The shards of a data set.
-
-    Args:
-        path: of its index.json.
+    """Reads the shards of a data set from its index.json.
 
     Raises:
-        UserError: the file is not readable, or says what cannot be.
+        UserError: the file is unreadable or invalid.
     """
     try:
         index = read_json(path, LARGEST_INDEX)
@@ -103,9 +99,9 @@ def read_index(path: Path) -> list[Shard]:
     except UserError:
         raise
     except KeyError as error:
-        raise UserError(f"{path} is no index of MDS shards: it lacks {error}") from error
+        raise UserError(f"{path} is not an index of MDS shards: {error} is missing") from error
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise UserError(f"{path} is no index of MDS shards ({first_line(error)})") from error
+        raise UserError(f"{path} is not an index of MDS shards ({first_line(error)})") from error
 
 
 def _shard(index: Path, entry: dict[str, Any]) -> Shard:
@@ -114,7 +110,7 @@ def _shard(index: Path, entry: dict[str, Any]) -> Shard:
     names, encodings = entry["column_names"], entry["column_encodings"]
     sizes, raw, packed = entry["column_sizes"], entry["raw_data"], entry.get("zip_data")
     if not len(names) == len(encodings) == len(sizes):
-        raise ValueError("columns have not as many names as encodings and sizes")
+        raise ValueError("columns have different numbers of names, encodings and sizes")
     compression = entry.get("compression")
     return Shard(
         path=inside(index.parent, str(raw["basename"]), index),
@@ -131,18 +127,15 @@ def _shard(index: Path, entry: dict[str, Any]) -> Shard:
 
 def _number(value: Any, largest: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= largest:
-        raise ValueError(f"{value!r} where a number from 0 to {largest} belongs")
+        raise ValueError(f"{value!r} instead of a number from 0 to {largest}")
     return value
 
 
 def load_shard(shard: Shard) -> np.ndarray:
-    """The bytes of a shard: mapped, or unpacked to memory where only the compressed file is there.
-
-    Returns:
-        uint8 [size].
+    """The bytes of a shard, uint8 [size]: memory-mapped, or decompressed if necessary.
 
     Raises:
-        UserError: there is no file, or not the one that the index means.
+        UserError: the file is missing or does not match the index.
     """
     path = shard.path
     try:
@@ -154,11 +147,11 @@ def load_shard(shard: Shard) -> np.ndarray:
             path = shard.packed
             data = _unpacked(path, shard.compression, shard.size)
         else:
-            raise Damaged("is not there")
+            raise Damaged("does not exist")
         for kind, expected in shard.hashes.items():
             if kind in hashlib.algorithms_guaranteed and not kind.startswith("shake"):
                 if hashlib.new(kind, data).hexdigest() != expected:
-                    raise Damaged(f"is damaged: its {kind} is not that of {INDEX}")
+                    raise Damaged(f"is corrupt: its {kind} does not match {INDEX}")
         return data
     except Damaged as error:
         raise UserError(f"data.paths: {path} {error}") from error
@@ -167,14 +160,14 @@ def load_shard(shard: Shard) -> np.ndarray:
 
 
 def _unpacked(path: Path, compression: str | None, size: int) -> np.ndarray:
-    """At most `size` bytes are made, however much the file would give."""
+    """Decompresses at most `size` bytes (guards against decompression bombs)."""
     if compression == "zstd":
         try:
             import zstandard
         except ImportError as error:
             raise UserError(
-                f"{path} is compressed by zstd, which needs zstandard, which is not installed: pip "
-                "install zstandard, or uv run --extra mds"
+                f"{path} is compressed with zstd and needs the package zstandard, which is not "
+                "installed: pip install zstandard, or uv run --extra mds"
             ) from error
         errors: tuple[type[Exception], ...] = (zstandard.ZstdError,)
 
@@ -186,79 +179,79 @@ def _unpacked(path: Path, compression: str | None, size: int) -> np.ndarray:
         def opened(file: Any) -> Any:
             return gzip.GzipFile(fileobj=file) if compression == "gz" else bz2.BZ2File(file)
     else:
-        raise Damaged(f'is compressed by "{compression}"; zstd, gz and bz2 can be read')
+        raise Damaged(f'is compressed with "{compression}"; supported are zstd, gz and bz2')
     try:
         with path.open("rb") as file, opened(file) as reader:
             data = bytearray()
             while len(data) <= size and (part := reader.read(min(2**24, size + 1 - len(data)))):
                 data += part
     except (EOFError, ValueError, OSError, *errors) as error:
-        raise Damaged(f"cannot be unpacked ({first_line(error)})") from error
+        raise Damaged(f"cannot be decompressed ({first_line(error)})") from error
     if len(data) != size:
-        raise Damaged(f"unpacks to {'more' if len(data) > size else 'less'} than {size} bytes")
+        raise Damaged(f"decompresses to {'more' if len(data) > size else 'less'} than {size} bytes")
     return np.frombuffer(data, np.uint8)
 
 
 def samples(shard: Shard, data: np.ndarray, columns: list[int]) -> Iterator[list[np.ndarray]]:
-    """Cuts a shard into samples.
+    """Splits a shard into samples.
 
     Args:
-        shard: what the index says.
+        shard: the index entry.
         data: uint8 [size], from `load_shard`.
-        columns: numbers of the columns that are wanted.
+        columns: indices of the columns to return.
 
     Yields:
-        The bytes of these columns, of one sample after the other.
+        The bytes of these columns for each sample.
 
     Raises:
-        Damaged: sizes that contradict each other.
+        Damaged: inconsistent sizes.
     """
     table = 4 * (shard.samples + 2)
     if data.size < table or int(data[:4].view("<u4")[0]) != shard.samples:
-        raise Damaged(f"does not begin with its {shard.samples} samples")
+        raise Damaged(f"does not have the expected {shard.samples} samples")
     offsets = data[4:table].view("<u4").astype(np.int64)
     if offsets[0] < table or offsets[-1] != data.size or (np.diff(offsets) < 0).any():
-        raise Damaged("has a table of samples that does not fit its size")
+        raise Damaged("has invalid sample offsets")
     _check_columns(shard, data[table : offsets[0]])
     varying = [number for number, size in enumerate(shard.sizes) if not size]
     for begin, end in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
         sample = data[begin:end]
         head = 4 * len(varying)
         if sample.size < head:
-            raise Damaged("is shorter than the sizes of its columns")
+            raise Damaged("is too short for the sizes of its columns")
         sizes = np.array(shard.sizes, np.int64)
         sizes[varying] = sample[:head].view("<u4")
         ends = head + np.cumsum(sizes)
         if ends[-1] != sample.size:
-            raise Damaged(f"has {sample.size} bytes, and its columns take {ends[-1]}")
+            raise Damaged(f"has {sample.size} bytes, but its columns have {ends[-1]}")
         yield [sample[ends[number] - sizes[number] : ends[number]] for number in columns]
 
 
 def _check_columns(shard: Shard, text: np.ndarray) -> None:
     try:
-        told = json.loads(text.tobytes().decode("utf-8"))
-        names, encodings = told["column_names"], told["column_encodings"]
+        header = json.loads(text.tobytes().decode("utf-8"))
+        names, encodings = header["column_names"], header["column_encodings"]
         same = tuple(names) == shard.names and tuple(encodings) == shard.encodings
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise Damaged(f"does not tell its columns ({first_line(error)})") from error
+        raise Damaged(f"has no valid list of columns ({first_line(error)})") from error
     if not same:
-        raise Damaged(f"has the columns {names} of {encodings}, which are not those of {INDEX}")
+        raise Damaged(f"has columns {names} of {encodings}, which do not match {INDEX}")
 
 
 def decoded(data: np.ndarray, encoding: str) -> np.ndarray:
-    """An array of a column.
+    """Decodes an array.
 
     Args:
         data: uint8 [n], from `samples`.
-        encoding: ``ndarray``, ``ndarray:DTYPE`` or ``ndarray:DTYPE:SHAPE``; what it leaves out
-            stands before the values.
+        encoding: ``ndarray``, ``ndarray:DTYPE`` or ``ndarray:DTYPE:SHAPE``; omitted parts are
+            stored before the values.
 
     Raises:
-        Damaged: another encoding, or bytes that do not make the array.
+        Damaged: another encoding or invalid bytes.
     """
     kind, _, rest = encoding.partition(":")
     if kind != "ndarray":
-        raise Damaged(f'has encoding "{encoding}", and not ndarray')
+        raise Damaged(f'has encoding "{encoding}" instead of ndarray')
     name, _, axes = rest.partition(":")
     at = 0
     try:
@@ -272,13 +265,13 @@ def decoded(data: np.ndarray, encoding: str) -> np.ndarray:
             ndim, item = int(data[at]) >> 2, 1 << (int(data[at]) & 3)
             shape = data[at + 1 : at + 1 + ndim * item].view(f"<u{item}").tolist()
             if len(shape) != ndim:
-                raise ValueError("it ends in its shape")
+                raise ValueError("truncated shape")
             at += 1 + ndim * item
     except (KeyError, IndexError, ValueError) as error:
-        raise Damaged(f"is no {encoding} ({first_line(error)})") from error
+        raise Damaged(f"is not a valid {encoding} ({first_line(error)})") from error
     if math.prod(shape) * dtype.itemsize != data.size - at or min(shape, default=0) < 0:
-        raise Damaged(f"is no array of shape {tuple(shape)}: it has {data.size - at} bytes")
+        raise Damaged(f"is not an array of shape {tuple(shape)}: it has {data.size - at} bytes")
     try:
         return data[at:].view(dtype).reshape(shape)
-    except ValueError as error:  # more axes, or longer ones beside an empty one, than NumPy has
-        raise Damaged(f"is no array of {len(shape)} axes ({first_line(error)})") from error
+    except ValueError as error:  # too many axes, or too large axes in an empty array
+        raise Damaged(f"is not an array of {len(shape)} axes ({first_line(error)})") from error

@@ -1,4 +1,4 @@
-"""What packed sequences look like: how long documents are, how many share one, what stays empty."""
+"""Statistics of packed sequences: document lengths, documents per sequence, padding."""
 
 import os
 from dataclasses import dataclass
@@ -8,22 +8,21 @@ import numpy as np
 from mtraining_jax.data.packs import PackArrays, Packs
 from mtraining_jax.errors import UserError
 
-# Sequences that are looked at where each is made only when it is read.
-_SAMPLED = 256
+_SAMPLED = 256  # sequences examined if a source generates them on demand
 _DRAWN = 48
 _BAR = 24
 
 
 @dataclass(frozen=True)
 class PackReport:
-    """Numbers of packed sequences; `str` makes a table of them.
+    """Statistics of packed sequences; `str` formats them as a table.
 
     Attributes:
-        sequences: how many there are; `documents_each` and `pairs` are of all or of the first ones.
-        seq_len: S.
-        block_size: g.
-        lengths: int64 [d], tokens of the documents of these sequences, in order.
-        ends: int64 [n], documents up to the end of each.
+        sequences: total number of sequences; the other fields may cover only the first ones.
+        seq_len: tokens per sequence.
+        block_size: tokens per block.
+        lengths: document lengths in tokens, in order, int64 [d].
+        ends: number of documents up to the end of each sequence, int64 [n].
     """
 
     sequences: int
@@ -34,29 +33,30 @@ class PackReport:
 
     @property
     def documents_each(self) -> np.ndarray:
-        """Documents of each sequence, int64 [n]."""
+        """Number of documents in each sequence, int64 [n]."""
         return np.diff(self.ends, prepend=0)
 
     @property
     def padded(self) -> np.ndarray:
-        """Tokens of each document with the padding of its last block, int64 [d]."""
+        """Document lengths rounded up to blocks, int64 [d]."""
         return -(-self.lengths // self.block_size) * self.block_size
 
     @property
     def waste(self) -> float:
-        """Share of all places that hold padding."""
+        """Fraction of padding."""
         return 1 - float(self.lengths.sum()) / (self.ends.size * self.seq_len)
 
     @property
     def pairs(self) -> np.ndarray:
-        """Of each sequence, the pairs of dense attention over those of one whole document: [n]."""
+        """Dense attention pairs of each sequence, relative to one full-length document, [n]."""
         sums = np.cumsum(self.padded.astype(np.float64) ** 2)[self.ends - 1]
         return np.diff(sums, prepend=0) / self.seq_len**2
 
     def buckets(self) -> list[tuple[int, int, int, int, int]]:
-        """Documents by length: from, to (excluded), documents, tokens, tokens with padding.
+        """Histogram with powers of two as bounds.
 
-        Bounds are powers of two; buckets at either end that hold no document are left out.
+        Returns:
+            Tuples of: lower bound, upper bound (exclusive), documents, tokens, tokens with padding.
         """
         kinds = np.frexp(self.lengths.astype(np.float64))[1]  # 2^(k-1) <= length < 2^k
         first = int(kinds.min())
@@ -67,17 +67,16 @@ class PackReport:
         ]
 
     def __str__(self) -> str:
-        """A table with one line a length."""
         each, pairs, seen = self.documents_each, self.pairs, self.ends.size
-        of = "" if seen == self.sequences else f" (the first {seen:,} of them)"
+        of = "" if seen == self.sequences else f" (statistics of the first {seen:,})"
         lines = [
             f"{self.sequences:,} sequences of {self.seq_len:,} tokens{of}, blocks of "
             f"{self.block_size}: {self.waste:.2%} padding",
-            f"documents of a sequence: {each.min():,} to {each.max():,}, mean {each.mean():,.1f}, "
+            f"documents per sequence: {each.min():,} to {each.max():,}, mean {each.mean():,.1f}, "
             f"median {np.median(each):,.0f}",
-            "dense attention of a sequence over that of one whole document: "
+            "dense attention cost per sequence, relative to a single full-length document: "
             f"{pairs.min():.1%} to {pairs.max():.1%}, mean {pairs.mean():.1%}",
-            f"{'tokens of a document':>24} {'documents':>12} {'of all tokens':>14} {'padding':>8}",
+            f"{'document length':>24} {'documents':>12} {'of all tokens':>14} {'padding':>8}",
         ]
         total = self.lengths.sum()
         for begin, end, documents, tokens, padded in self.buckets():
@@ -90,10 +89,10 @@ class PackReport:
         return "\n".join(lines)
 
     def draw(self, path: str | os.PathLike) -> None:
-        """Writes a picture: tokens by length of their document, and the first sequences.
+        """Plots tokens by document length, and the documents of the first sequences.
 
         Args:
-            path: of the picture, of any kind that matplotlib knows by its suffix.
+            path: output file; matplotlib selects the format by its suffix.
 
         Raises:
             UserError: matplotlib is not installed, or the file cannot be written.
@@ -102,7 +101,7 @@ class PackReport:
             from matplotlib.figure import Figure
         except ImportError as error:
             raise UserError(
-                "a picture needs matplotlib, which is not installed: pip install matplotlib, or "
+                "--picture needs matplotlib, which is not installed: pip install matplotlib, or "
                 "uv run --extra plot"
             ) from error
         figure = Figure(figsize=(10, 4), layout="constrained")
@@ -110,7 +109,7 @@ class PackReport:
         found = self.buckets()
         share = np.array([tokens for *_, tokens, _ in found]) / self.lengths.sum()
         left.bar([_short(begin) for begin, *_ in found], share)
-        left.set(xlabel="tokens of a document, at least", ylabel="share of all tokens")
+        left.set(xlabel="document length in tokens, at least", ylabel="fraction of all tokens")
         left.tick_params(axis="x", rotation=60)
         begin, colors = 0, ("tab:blue", "tab:orange")
         for number, end in enumerate(self.ends[:_DRAWN].tolist()):
@@ -135,12 +134,12 @@ class PackReport:
 
 
 def report_on(packs: Packs, seq_len: int, block_size: int) -> PackReport:
-    """Looks at packed sequences: at all, or at the first ones of a source that makes them.
+    """Statistics of packed sequences; of the first ones if they are generated on demand.
 
     Args:
         packs: at least one sequence.
-        seq_len: S.
-        block_size: g.
+        seq_len: tokens per sequence.
+        block_size: tokens per block.
     """
     if isinstance(packs, PackArrays):
         return PackReport(len(packs), seq_len, block_size, packs.lengths, packs.ends)
@@ -150,7 +149,7 @@ def report_on(packs: Packs, seq_len: int, block_size: int) -> PackReport:
 
 
 def _short(number: int) -> str:
-    """1024 as 1K; powers of two."""
+    """Formats a power of two, e.g. 1024 as 1K."""
     for unit, size in (("M", 2**20), ("K", 2**10)):
         if number >= size:
             return f"{number // size}{unit}"

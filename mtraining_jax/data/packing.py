@@ -1,51 +1,49 @@
-"""Which documents share a sequence: best fit in blocks, or one after the other."""
+"""Packing algorithms: best fit, or consecutive documents."""
 
 import numpy as np
 
-# Documents that are packed together. Packs of one window do not wait for the next one, and a
-# million documents leave few packs open.
+# Documents packed together; with a million documents, few packs remain unfilled.
 WINDOW = 2**20
-# Documents of at most this part of a pack fill what is left by longer ones.
+# Documents up to this fraction (1 / 10) of a pack are short: they fill the gaps of long ones.
 _SHORT = 10
 
 
 def best_fit(blocks: np.ndarray, capacity: int) -> np.ndarray:
-    """Packs documents by best fit: each goes where the least room is left that is enough.
+    """Best-fit packing: each document goes to the fullest pack that has room for it.
 
-    Long documents come first, the longest ahead. Short ones, of at most a tenth of a pack, follow
-    in the order given: they fill what is left of any pack, and mixed lengths keep packs alike.
-    Only long documents can waste more than a tenth of all packs, and packs of these are at most
-    11/9 of the fewest possible (best fit decreasing). Packing text so is of Ding and others (arXiv
-    2404.10830), with all documents in decreasing order.
+    Long documents are placed first, in decreasing order. Short ones (at most a tenth of a pack)
+    follow in the given order and fill the gaps; mixed lengths keep packs similar. Only long
+    documents can waste more than a tenth of all packs, and need at most 11/9 of the optimal number
+    of packs (best fit decreasing). After Ding et al. (arXiv 2404.10830), who sort all documents.
 
     Args:
-        blocks: int64 [d], blocks of each document, from 1 to `capacity`.
-        capacity: blocks of a pack.
+        blocks: number of blocks of each document, int64 [d], from 1 to `capacity`.
+        capacity: blocks per pack.
 
     Returns:
-        int64 [d]: the pack of each, from 0; no pack is empty.
+        The index of each document's pack, int64 [d]; no pack is empty.
     """
     packs = np.empty(blocks.shape, np.int64)
     is_long = blocks * _SHORT > capacity
     rooms = _Rooms(capacity)
     _place_long(np.flatnonzero(is_long), blocks, rooms, packs)
-    # One step for each document, in Python's own numbers: 2 to 3 microseconds.
+    # Python ints are fastest here: 2 to 3 microseconds per document.
     short = np.flatnonzero(~is_long)
     packs[short] = [rooms.place(size) for size in blocks[short].tolist()]
     return packs
 
 
 class _Rooms:
-    """Packs that are not full, by the blocks that are free in them."""
+    """Packs that are not full, by their number of free blocks."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._packs: dict[int, list[int]] = {}
-        self._bits = 0  # bit r: there are packs with r blocks free
+        self._bits = 0  # bit r: some pack has r free blocks
         self.opened = 0
 
     def take(self, size: int) -> tuple[int, list[int]]:
-        """The least room of at least `size`, and all packs that have it; a new pack if none."""
+        """The smallest room of at least `size`, and all packs with it; a new pack if none."""
         fitting = self._bits >> size
         if not fitting:
             self.opened += 1
@@ -55,7 +53,7 @@ class _Rooms:
         return room, self._packs.pop(room)
 
     def give(self, room: int, packs: list[int]) -> None:
-        """Puts packs back that have so much room."""
+        """Returns packs with `room` free blocks."""
         if room and packs:
             self._packs.setdefault(room, []).extend(packs)
             self._bits |= 1 << room
@@ -70,7 +68,7 @@ class _Rooms:
 
 
 def _place_long(which: np.ndarray, blocks: np.ndarray, rooms: _Rooms, packs: np.ndarray) -> None:
-    """Best fit decreasing; documents of one length at a time, as many as each pack takes."""
+    """Best fit decreasing, in groups of documents of equal length."""
     left = which[np.argsort(-blocks[which], kind="stable")].tolist()
     sizes, counts = np.unique(blocks[which], return_counts=True)
     begin = 0
@@ -89,20 +87,19 @@ def _place_long(which: np.ndarray, blocks: np.ndarray, rooms: _Rooms, packs: np.
 
 
 def packed_order(blocks: np.ndarray, capacity: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Packs any number of documents, a window at a time, and puts them in random order.
+    """Packs documents in windows; shuffles packs and the documents of each pack.
 
-    Documents lie in a pack in random order, so that the work of a ring is as even at the end of
-    packs as at their beginning; packs follow each other in random order, as best fit opens those
-    of long documents first.
+    Random document order balances the ring over all positions of a sequence. Random pack order is
+    needed because best fit opens packs with long documents first.
 
     Args:
-        blocks: int64 [d], blocks of each document, from 1 to `capacity`.
-        capacity: blocks of a pack.
-        seed: of both orders, and of the choice between documents of one length.
+        blocks: number of blocks of each document, int64 [d], from 1 to `capacity`.
+        capacity: blocks per pack.
+        seed: seed of both orders and of ties between documents of equal length.
 
     Returns:
-        ``(order, ends)``, int64 [d] and [packs]: the documents in order of packs and of their
-        places, and how many there are up to the end of each pack.
+        ``(order, ends)``, int64 [d] and [packs]: the documents in order of packs, and the number of
+        documents up to the end of each pack.
     """
     rng = np.random.default_rng([seed, 0x7061636B])
     packs = np.empty(blocks.shape, np.int64)
@@ -117,11 +114,11 @@ def packed_order(blocks: np.ndarray, capacity: int, seed: int) -> tuple[np.ndarr
 
 
 def chunked(starts: np.ndarray, lengths: np.ndarray, longest: int) -> tuple[np.ndarray, np.ndarray]:
-    """Cuts documents every `longest` tokens.
+    """Splits documents every `longest` tokens.
 
     Args:
-        starts, lengths: int64 [d], tokens; lengths are at least 1.
-        longest: tokens of a piece at most.
+        starts, lengths: documents in tokens, int64 [d]; lengths are at least 1.
+        longest: maximum tokens of a piece.
 
     Returns:
         Starts and lengths of the pieces, int64 [p] each, in the order of documents.
@@ -139,19 +136,18 @@ def chunked(starts: np.ndarray, lengths: np.ndarray, longest: int) -> tuple[np.n
 def consecutive(
     starts: np.ndarray, lengths: np.ndarray, block_size: int, capacity: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Lays documents one after the other, each from a block's beginning, and cuts every pack.
+    """Packs consecutive documents, aligned to blocks, splitting them at the ends of packs.
 
-    What goes over the end of a pack is a piece of its own in the next one. Documents at the end
-    that do not fill a pack are dropped.
+    The last, incomplete pack is dropped.
 
     Args:
-        starts, lengths: int64 [d], tokens; lengths are at least 1.
-        block_size: g, tokens of a block.
-        capacity: blocks of a pack.
+        starts, lengths: documents in tokens, int64 [d]; lengths are at least 1.
+        block_size: tokens per block.
+        capacity: blocks per pack.
 
     Returns:
-        ``(starts, lengths, ends)`` of pieces, int64 [p], [p] and [packs]: as documents, and how
-        many there are up to the end of each pack.
+        ``(starts, lengths, ends)``, int64 [p], [p] and [packs]: the pieces in tokens, and the
+        number of pieces up to the end of each pack.
     """
     blocks = -(-lengths // block_size)
     ends = np.cumsum(blocks)

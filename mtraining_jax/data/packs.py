@@ -1,4 +1,4 @@
-"""Sequences that hold several documents, each beginning at a block of attention."""
+"""Sequences packed from documents, each aligned to attention blocks."""
 
 import hashlib
 from dataclasses import dataclass
@@ -12,46 +12,41 @@ from mtraining_jax.errors import UserError
 if TYPE_CHECKING:
     from mtraining_jax.config import DataConfig
 
-# A document of one token has nothing to predict.
-_SHORTEST = 2
+_SHORTEST = 2  # a document of one token has no label
 
 
 class Packs(Protocol):
-    """Sequences of documents, at any of which reading can begin."""
+    """Random-access packed sequences."""
 
     def __len__(self) -> int: ...
 
     def pieces(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """One sequence: where its documents begin in the stream, and their tokens.
-
-        Returns:
-            int64 [d] each, in order of their places in the sequence, at least one.
-        """
+        """Starts (in the stream) and lengths of a sequence's documents, int64 [d] each, d > 0."""
         ...
 
     @property
     def summary(self) -> str:
-        """What they are, in a few words."""
+        """Short description for the log."""
         ...
 
     @property
     def digest(self) -> str:
-        """Is another one for other packs."""
+        """Content hash of the packing."""
         ...
 
 
 class Documents(Protocol):
-    """Where the documents of a stream are, and how sequences are made of them."""
+    """The documents of a stream."""
 
     def packs(self, data: "DataConfig", block_size: int) -> Packs:
-        """Makes sequences, as `data.mode` says.
+        """Packs documents into sequences according to `data.mode`.
 
         Args:
             data: the section.
-            block_size: g, tokens of a block of attention, of which `data.seq_len` is a multiple.
+            block_size: tokens per attention block; divides `data.seq_len`.
 
         Raises:
-            UserError: there is not one sequence.
+            UserError: the documents do not fill one sequence.
         """
         ...
 
@@ -61,12 +56,12 @@ class PackArrays:
     """Packs as arrays.
 
     Attributes:
-        starts: int64 [d], of all documents in the order of packs and of places.
-        lengths: int64 [d], their tokens, at least 1.
-        ends: int64 [packs], documents up to the end of each pack.
-        block_size: g.
-        seq_len: S, tokens of a pack with its padding.
-        notes: words for the summary on what was left out and cut.
+        starts: starts of all documents, in order of packs, int64 [d].
+        lengths: their lengths in tokens, at least 1, int64 [d].
+        ends: number of documents up to the end of each pack, int64 [packs].
+        block_size: tokens per block.
+        seq_len: tokens per pack, including padding.
+        notes: suffix of the summary about skipped and split documents.
     """
 
     starts: np.ndarray
@@ -80,24 +75,21 @@ class PackArrays:
         return self.ends.shape[0]
 
     def pieces(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """As of `Packs`."""
         own = slice(int(self.ends[number - 1]) if number else 0, int(self.ends[number]))
         return self.starts[own], self.lengths[own]
 
     @property
     def waste(self) -> float:
-        """Share of all places that hold padding."""
+        """Fraction of padding."""
         return 1 - float(self.lengths.sum()) / (len(self) * self.seq_len)
 
     @property
     def summary(self) -> str:
-        """As of `Packs`."""
         mean = self.starts.shape[0] / len(self)
-        return f"{mean:.1f} documents each, {self.waste:.1%} padding{self.notes}"
+        return f"{mean:.1f} documents per sequence, {self.waste:.1%} padding{self.notes}"
 
     @property
     def digest(self) -> str:
-        """As of `Packs`."""
         found = hashlib.sha256()
         for array in (self.starts, self.lengths, self.ends):
             found.update(np.ascontiguousarray(array, "<i8").data)
@@ -106,23 +98,20 @@ class PackArrays:
 
 @dataclass(frozen=True)
 class DocumentSpans:
-    """Documents that lie in a stream one after the other.
+    """Consecutive documents of a stream.
 
     Attributes:
-        starts: int64 [d], the first token of each.
-        lengths: int64 [d], tokens of each, with its end token; may be 0.
+        starts: first token of each document, int64 [d].
+        lengths: tokens of each document, with its end token, int64 [d]; may be 0.
     """
 
     starts: np.ndarray
     lengths: np.ndarray
 
     def packs(self, data: "DataConfig", block_size: int) -> PackArrays:
-        """As of `Documents`.
+        """``pack``: best fit, after splitting long documents; ``concat``: consecutive packing.
 
-        ``pack``: by `best_fit`; longer documents are cut every `data.seq_len` tokens first.
-        ``concat``: one after the other, by `consecutive`.
-
-        Documents of no token or one are left out, as they have nothing to predict.
+        Skips documents with fewer than two tokens, which have no label.
         """
         capacity = data.seq_len // block_size
         kept = self.lengths >= _SHORTEST
@@ -136,25 +125,25 @@ class DocumentSpans:
         if not ends.size:
             raise UserError(_nothing(data, self.lengths, kept, block_size))
         notes = ""
-        if left_out := int(kept.size - kept.sum()):
-            notes += f", {left_out:,} of less than {_SHORTEST} tokens left out"
+        if skipped := int(kept.size - kept.sum()):
+            notes += f", {skipped:,} with fewer than {_SHORTEST} tokens skipped"
         if longer := int((self.lengths > data.seq_len).sum()):
-            notes += f", {longer:,} longer than a sequence cut"
+            notes += f", {longer:,} longer than a sequence split"
         return PackArrays(starts, lengths, ends, block_size, data.seq_len, notes)
 
 
 def _nothing(data: "DataConfig", lengths: np.ndarray, kept: np.ndarray, block_size: int) -> str:
-    """Why there is not one sequence."""
+    """Error message if there is no sequence."""
     if not lengths.size:
-        return f'data.source = "{data.source}" has no document'
+        return f'data.source = "{data.source}" has no documents'
     found = f'the {lengths.size:,} documents of data.source = "{data.source}"'
     if not kept.any():
-        return f"{found} have less than {_SHORTEST} tokens each: there is nothing to predict"
+        return f"{found} have fewer than {_SHORTEST} tokens each: there is nothing to predict"
     filled = int(np.sum(-(-lengths[kept] // block_size))) * block_size
     return (
-        f"data.seq_len = {data.seq_len} is more than the {filled} tokens that {found} take in "
-        f'blocks of {block_size}, and data.mode = "concat" keeps whole sequences: there is not '
-        'one; data.mode = "pack" would do'
+        f"data.seq_len = {data.seq_len} is more than the {filled} tokens of {found}, padded to "
+        f'blocks of {block_size}, and data.mode = "concat" drops incomplete sequences; set '
+        'data.mode = "pack" or a smaller data.seq_len'
     )
 
 
@@ -162,16 +151,16 @@ def block_table(lengths: np.ndarray, block_size: int, num_blocks: int) -> np.nda
     """The document of each block of a sequence, in global order.
 
     Args:
-        lengths: int64 [d], tokens of its documents in order of their places.
-        block_size: g.
-        num_blocks: NB.
+        lengths: tokens of its documents in order, int64 [d].
+        block_size: tokens per block.
+        num_blocks: blocks per sequence, NB.
 
     Returns:
-        int32 [NB, 3]: of the block's document the first block, one past its last block, and its
-        real tokens; NB, 0, 0 for a block of padding.
+        int32 [NB, 3]: first block and end block (exclusive) of the block's document, and its tokens
+        without padding; NB, 0, 0 for padding blocks.
 
     Raises:
-        ValueError: they take more than NB blocks.
+        ValueError: the documents need more than NB blocks.
     """
     blocks = -(-lengths // block_size)
     ends = np.cumsum(blocks)
@@ -186,20 +175,20 @@ def block_table(lengths: np.ndarray, block_size: int, num_blocks: int) -> np.nda
 def stream_places(
     starts: np.ndarray, table: np.ndarray, positions: np.ndarray, block_size: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """From places in a sequence to places in the stream.
+    """Maps positions in a sequence to positions in the stream.
 
     Args:
-        starts: int64 [d], of the documents in order of their places.
+        starts: starts of the documents in order, int64 [d].
         table: int32 [NB, 3], from `block_table`.
-        positions: int64 [n], from 0 to below S.
-        block_size: g.
+        positions: int64 [n], from 0 to S - 1.
+        block_size: tokens per block.
 
     Returns:
-        ``(places, left)``, int64 [n] each: the place in the stream, and how many tokens of its
-        document there are from there on; 0 for padding, whose place means nothing.
+        ``(places, left)``, int64 [n] each: the position in the stream, and the remaining tokens of
+        its document from there, inclusive; 0 for padding, where the position is undefined.
     """
     block = positions // block_size
-    # Each document begins at the block that its rows of the table name.
+    # A document begins where the table names the block itself.
     number = np.cumsum(table[:, 0] == np.arange(table.shape[0])) - 1
     first, _, tokens = table[block].T.astype(np.int64)
     within = positions - first * block_size

@@ -1,8 +1,8 @@
-"""The interface of a data source: its options, the mistakes it can detect, and its tokens.
+"""The interface of data sources.
 
-A source is one file under `sources/`, registered there, or a class of the user's own, named as
-`--data.source=package.module:Name`. A configuration imports all sources, so their files import
-nothing slow at the top (no JAX, no pyarrow, no tokenizer library).
+A source is registered in `sources/__init__.py` or passed as `--data.source=package.module:Class`.
+Configurations import all sources, so their modules must not import slow packages at the top (JAX,
+pyarrow, tokenizers).
 """
 
 from collections.abc import Iterator
@@ -20,42 +20,37 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Where tokens come from: a frozen dataclass, whose fields are options of `[data]`.
+    """Base class of data sources: a frozen dataclass with options of `[data]` as fields.
 
-    Types of fields may carry limits (`mtraining_jax.field_types`); "Attributes:" of the docstring
-    is their help text. Options that all sources share (`seq_len`, `mode`, `eos`, ...) are fields
-    of the section, which every method is given.
+    Field types may have limits (`mtraining_jax.field_types`); "Attributes:" in the docstring are
+    their help texts. Shared options (`seq_len`, `mode`, `eos`, ...) are fields of the section,
+    which is passed to every method.
 
     Attributes:
-        modes: values of `data.mode` that it supports.
+        modes: supported values of `data.mode`.
     """
 
     modes: ClassVar[tuple[str, ...]] = ("concat", "exact")
 
     def problems(self, data: "DataConfig", vocab_size: int) -> Iterator[str]:
-        """One sentence for each mistake that can be detected before anything is opened.
+        """Validates the section without opening files; yields one message per problem.
 
         Args:
             data: the section.
-            vocab_size: ids that the model knows.
+            vocab_size: vocabulary size of the model.
         """
         yield from ()
 
     def has_lengths(self, data: "DataConfig") -> bool:
-        """Whether `open` finds the lengths of documents without reading or tokenising them.
-
-        Plans then open the source.
-        """
+        """Whether `open` knows document lengths without reading documents (used by dry runs)."""
         return False
 
     def open(self, data: "DataConfig", vocab_size: int) -> "Corpus":
-        """Finds the tokens and cuts them into sequences; called once, after `problems`.
-
-        Every process of a run opens the source, and all must find the same.
+        """Opens the source; called once, after `problems`, with the same result in all processes.
 
         Args:
             data: the section.
-            vocab_size: ids that the model knows; all tokens must be below it.
+            vocab_size: vocabulary size of the model; all token ids must be below it.
 
         Raises:
             UserError: the source is unreadable, malformed or too small, or does not fit the
@@ -70,26 +65,25 @@ class FileSource(Source):
 
     Attributes:
         paths: Files, folders or glob patterns to read.
-        suffixes: of the files that a folder is searched for; empty takes all that are not hidden.
+        suffixes: suffixes of files in folders; empty accepts all files that are not hidden.
     """
 
     paths: TextList = ()
     suffixes: ClassVar[tuple[str, ...]] = ()
 
     def problems(self, data: "DataConfig", vocab_size: int) -> Iterator[str]:
-        """As of `Source`."""
         if not self.paths:
             yield f'data.source = "{data.source}" needs data.paths, the files to read'
         yield from super().problems(data, vocab_size)
 
     def files(self) -> list[Path]:
-        """The files that `paths` means, in an order that every process agrees on.
+        """The files of `paths`, in a deterministic order.
 
         Raises:
-            UserError: a path that is missing or finds nothing, or an empty file.
+            UserError: a path that is missing or matches nothing, or an empty file.
         """
         return find_files(self.paths, self.suffixes)
 
     def size(self) -> int:
-        """Bytes on disk of what it reads."""
+        """Total size of the files in bytes."""
         return sum(path.stat().st_size for path in self.files())

@@ -1,4 +1,4 @@
-"""Token ids on disk as one long sequence, of which only requested positions are read."""
+"""Token ids on disk as one long sequence with random access."""
 
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -8,27 +8,26 @@ import numpy as np
 
 from mtraining_jax.errors import UserError
 
-# Streams up to this many tokens are checked whole at the start (under a second); longer ones
-# batch by batch, before the ids are handed out.
+# Streams up to this many tokens are validated at startup (under a second), longer ones per batch.
 _CHECKED_AT_START = 2**26
 _CHUNK = 2**22
 
 
 @dataclass(frozen=True)
 class Part:
-    """One file of a stream: integer ids [n], usually a memmap, and its name for messages."""
+    """One file of a stream: its name, and integer ids [n], usually memory-mapped."""
 
     name: str
     ids: np.ndarray
 
 
 class TokenStream:
-    """The parts one after the other, read at any position.
+    """Concatenation of parts with random access.
 
     Args:
-        parts: at least one, none of them empty.
-        vocab_size: every id must be from 0 to below this.
-        vocab_name: what set ``vocab_size``, for messages.
+        parts: at least one, all non-empty.
+        vocab_size: all ids must be in ``range(vocab_size)``.
+        vocab_name: origin of ``vocab_size``, for error messages.
 
     Raises:
         UserError: a token id outside the vocabulary, if the stream is short enough to check here.
@@ -48,16 +47,13 @@ class TokenStream:
         return int(self._ends[-1])
 
     def take(self, positions: np.ndarray) -> np.ndarray:
-        """Reads token ids.
+        """Reads token ids, int32 [n].
 
         Args:
-            positions: int64 [n], from 0 to below ``len(self)``, in any order.
-
-        Returns:
-            int32 [n].
+            positions: int64 [n] in ``range(len(self))``, in any order.
 
         Raises:
-            UserError: an id outside the vocabulary, with its file and place.
+            UserError: a token id outside the vocabulary.
         """
         out = np.empty(positions.shape, np.int32)
         if not positions.size:
@@ -66,7 +62,7 @@ class TokenStream:
             self._ends, (positions.min(), positions.max()), side="right"
         ).tolist()
         indices = [first]
-        if first != last:  # documents of a pack may lie in any files
+        if first != last:  # documents of a pack may be in different files
             part_of = np.searchsorted(self._ends, positions, side="right")
             indices = np.unique(part_of).tolist()
         for index in indices:
@@ -94,13 +90,13 @@ def check_ids(
 
     Args:
         ids: integers [n].
-        name: where they are from, for the message.
-        vocab_size: every id must be from 0 to below this.
-        vocab_name: what set ``vocab_size``, for the message.
-        place: from an index into `ids` to the position that the message names.
+        name: origin of the ids, for the error message.
+        vocab_size: all ids must be in ``range(vocab_size)``.
+        vocab_name: origin of ``vocab_size``, for the error message.
+        place: maps an index of `ids` to the position in the error message.
 
     Raises:
-        UserError: naming the first id outside, and its position.
+        UserError: the first id outside the vocabulary.
     """
     if not ids.size or (ids.min() >= 0 and ids.max() < vocab_size):
         return
@@ -112,20 +108,15 @@ def check_ids(
 
 
 def spill(documents: Iterable[np.ndarray], dtype: np.dtype, name: str) -> Part:
-    """Writes documents one after the other to a temporary file without a name, and maps it.
-
-    A corpus never has to fit in memory, and the system deletes the file with the process.
+    """Writes documents to an anonymous temporary file and memory-maps it.
 
     Args:
-        documents: integer ids [n] each, taken one at a time.
-        dtype: unsigned type that holds every id.
-        name: for messages.
-
-    Returns:
-        The mapped ids.
+        documents: integer ids [n] each, consumed one at a time.
+        dtype: unsigned type of the stored ids.
+        name: name of the part.
 
     Raises:
-        UserError: the temporary folder cannot hold the ids.
+        UserError: the temporary folder is full or not writable.
     """
     size = 0
     try:
@@ -137,12 +128,12 @@ def spill(documents: Iterable[np.ndarray], dtype: np.dtype, name: str) -> Part:
     except OSError as error:
         raise UserError(
             f"the temporary folder {tempfile.gettempdir()} cannot hold the token ids of {name} "
-            f"({error.strerror}); set TMPDIR to a folder with room"
+            f"({error.strerror}); set TMPDIR to a folder with enough space"
         ) from error
     return Part(name, ids)
 
 
 def chunks(ids: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """Cuts ids [n] into pieces that are read one at a time, each with where it starts."""
+    """Splits ids [n] into chunks; yields the start and the ids of each."""
     for start in range(0, ids.shape[0], _CHUNK):
         yield start, ids[start : start + _CHUNK]

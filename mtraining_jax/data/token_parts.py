@@ -1,10 +1,9 @@
-"""A folder of token files that one command writes in parts and later runs read as `tokens`.
+"""Folders of pre-tokenized parts, read by `data.source = "tokens"`.
 
 A part has three files: `part-00000.npy` (token ids, each document with its end token),
-`part-00000.npy.lengths` (tokens of each document), and `part-00000.json`, which is written last and
-says that the part is whole. `token_parts.json` says what the parts are made of, and whether all of
-them are there. Files get their names when they are complete, so a command that is stopped anywhere
-leaves nothing that looks whole and is not.
+`part-00000.npy.lengths` (tokens per document) and `part-00000.json`, written last to mark the part
+complete. `token_parts.json` describes the origin of the parts and whether all of them exist. Files
+are renamed into place, so that an interruption leaves no truncated files.
 """
 
 import json
@@ -26,12 +25,12 @@ _VERSION = 1
 
 @dataclass(frozen=True)
 class PartRecord:
-    """What a whole part holds.
+    """Content of a complete part.
 
     Attributes:
-        documents: how many, empty ones too.
-        tokens: how many, with end tokens.
-        checksum: CRC-32 of the documents before they became tokens.
+        documents: number of documents, including empty ones.
+        tokens: number of tokens, including end tokens.
+        checksum: CRC-32 of the documents before tokenization.
     """
 
     documents: int
@@ -45,14 +44,14 @@ def write_part(
     """Writes one part.
 
     Args:
-        folder: of all parts.
-        number: of this one, from 0.
+        folder: output folder.
+        number: index of the part, from 0.
         ids: unsigned integers [n].
-        lengths: integers [d], tokens of each document; their sum is n.
-        checksum: for the record.
+        lengths: tokens of each document, integers [d] with sum n.
+        checksum: checksum for the record.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: a file cannot be written.
     """
     path = _path(folder, number)
     _replace(path.with_name(path.name + LENGTHS), lambda file: np.save(file, lengths))
@@ -64,7 +63,7 @@ def write_part(
 
 
 def read_record(folder: Path, number: int) -> PartRecord | None:
-    """The record of a part; None if the part is not there, or not whole."""
+    """The record of a part; None if it is missing or incomplete."""
     path = _path(folder, number)
     try:
         record = PartRecord(**json.loads(path.with_suffix(".json").read_bytes()))
@@ -74,20 +73,20 @@ def read_record(folder: Path, number: int) -> PartRecord | None:
 
 
 def open_folder(folder: Path, identity: Mapping[str, Any]) -> None:
-    """Begins a folder of parts, or goes on with one that was begun for the same.
+    """Creates a folder of parts, or resumes one with the same identity.
 
     Args:
-        folder: made if it is not there.
-        identity: what decides the content of all parts; JSON can hold it.
+        folder: output folder, created if missing.
+        identity: JSON-serializable values that determine the content of all parts.
 
     Raises:
-        UserError: the folder holds something else.
+        UserError: the folder has other content.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not (folder / MANIFEST).exists():
             if any(not path.name.startswith(".") for path in folder.iterdir()):
-                raise UserError(f"{folder} holds other files already: name a folder of its own")
+                raise UserError(f"{folder} has other files: choose an empty folder")
             _write_manifest(folder, {"complete": False, "identity": dict(identity)})
     except OSError as error:
         raise UserError(f"{folder} cannot be written ({error.strerror})") from error
@@ -95,19 +94,19 @@ def open_folder(folder: Path, identity: Mapping[str, Any]) -> None:
     for name, value in json.loads(json.dumps(dict(identity))).items():
         if known.get(name) != value:
             raise UserError(
-                f"{folder} was begun with {name} = {json.dumps(known.get(name))}, and now it is "
-                f"{json.dumps(value)}: name another folder"
+                f"{folder} was started with {name} = {json.dumps(known.get(name))}, but now it is "
+                f"{json.dumps(value)}: choose another folder"
             )
 
 
 def mark_incomplete(folder: Path) -> None:
-    """Says that parts are being written."""
+    """Marks the folder incomplete."""
     if _manifest(folder)["complete"]:
         _write_manifest(folder, {**_manifest(folder), "complete": False})
 
 
 def close_folder(folder: Path, parts: int, totals: Mapping[str, int]) -> None:
-    """Says that all parts are there; what is left of others and of stopped commands goes away."""
+    """Marks the folder complete; deletes stale parts and temporary files."""
     for path in folder.glob(".part-*"):
         path.unlink(missing_ok=True)
     for path in folder.glob("part-*.json"):
@@ -119,15 +118,15 @@ def close_folder(folder: Path, parts: int, totals: Mapping[str, int]) -> None:
 
 
 def check_complete(folder: Path) -> None:
-    """Checks that nothing is missing from a folder of parts; any other folder passes.
+    """Checks that a folder of parts is complete; accepts any other folder.
 
     Raises:
-        UserError: the command that writes it has not ended.
+        UserError: the folder is incomplete.
     """
     if (folder / MANIFEST).is_file() and not _manifest(folder).get("complete"):
         raise UserError(
-            f"data.paths: {folder} is not complete: the command that tokenises has not ended there;"
-            " the same command goes on"
+            f"data.paths: {folder} is incomplete: mtraining_jax.tokenize has not finished; run the"
+            " same command again to resume it"
         )
 
 
@@ -152,13 +151,13 @@ def _write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
 
 
 def _replace(path: Path, write: Any) -> None:
-    """Writes a file beside its place, and moves it there when it is on disk."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    """Writes a file atomically."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with beside.open("wb") as file:
+        with temporary.open("wb") as file:
             write(file)
             file.flush()
             os.fsync(file.fileno())
-        beside.replace(path)
+        temporary.replace(path)
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)

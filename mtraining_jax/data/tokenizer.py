@@ -1,4 +1,4 @@
-"""From text to token ids: raw bytes, or a Hugging Face ``tokenizer.json``."""
+"""Tokenizers: raw bytes, or a Hugging Face ``tokenizer.json``."""
 
 import functools
 from pathlib import Path
@@ -10,37 +10,35 @@ from mtraining_jax.bounded import LARGEST_TOKENIZER, check_size, read_json
 from mtraining_jax.data.files import first_line
 from mtraining_jax.errors import UserError
 
-# End-of-document tokens of common model families; a vocabulary must have exactly one of them.
+# End tokens of common model families; a vocabulary must have exactly one of them.
 _EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|end▁of▁sentence|>")
 
-
-# The value of data.tokenizer that does not name a file.
-BYTES = "bytes"
+BYTES = "bytes"  # the value of data.tokenizer that is not a file
 
 
 class Tokenizer(Protocol):
-    """What sources need from a tokenizer."""
+    """Interface of tokenizers."""
 
     name: str  # for messages
-    vocab_size: int  # every id is below it
-    eos: int  # the id that ends a document
-    start: int | None  # the id that stands for the start of a text, if there is one
+    vocab_size: int  # all ids are below this
+    eos: int  # end-of-document token
+    start: int | None  # beginning-of-sequence token, if any
 
     def encode(self, text: str) -> np.ndarray:
-        """Token ids of a document, without its end: integers [n]."""
+        """Token ids of a document without eos, integers [n]."""
         ...
 
     def encode_prompt(self, text: str) -> np.ndarray:
-        """Token ids of a text that is to go on, with tokens that belong before it: integers [n]."""
+        """Token ids of a prompt, including prefix tokens, integers [n]."""
         ...
 
     def decode(self, ids: np.ndarray) -> str:
-        """Text of token ids, for people to read."""
+        """Text of token ids, without special tokens."""
         ...
 
 
 class ByteTokenizer:
-    """One token a UTF-8 byte (ids 0 to 255), and 256 for the end of a document."""
+    """One token per UTF-8 byte (ids 0 to 255), and 256 as end of a document."""
 
     name = BYTES
     vocab_size = 257
@@ -49,48 +47,44 @@ class ByteTokenizer:
     def __init__(self, eos: int | str | None = None):
         if isinstance(eos, str):
             raise UserError(
-                f'data.eos = "{eos}" must be an id, from 0 to 256: data.tokenizer = "bytes" has no '
-                "tokens with a name"
+                f'data.eos = "{eos}" must be an id from 0 to 256: data.tokenizer = "bytes" has no '
+                "named tokens"
             )
         self.eos = _checked_eos(256 if eos is None else eos, self.vocab_size, self.name)
 
     def encode(self, text: str) -> np.ndarray:
-        """Token ids of a document, without its end: uint8 [n]."""
         return np.frombuffer(text.encode("utf-8"), np.uint8)
 
     def encode_prompt(self, text: str) -> np.ndarray:
-        """The same as `encode`."""
         return self.encode(text)
 
     def decode(self, ids: np.ndarray) -> str:
-        """Text of token ids; ends of documents are left out."""
         ids = np.asarray(ids)
         return ids[ids < 256].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
 
 class HuggingFaceTokenizer:
-    """A ``tokenizer.json`` read by the ``tokenizers`` library.
+    """A ``tokenizer.json``, loaded with the ``tokenizers`` library.
 
-    Nothing is added to a document (no template) and nothing cut off, whatever the file asks for.
+    `encode` ignores the file's templates, truncation and padding.
 
     Args:
         path: the ``tokenizer.json``.
-        eos: id or text of the token that ends a document. None takes the one usual end token that
-        the vocabulary has.
+        eos: end token as id or string; None uses the common end token in the vocabulary.
 
     Raises:
-        UserError: the file cannot be read, or the end token is not known.
+        UserError: the file cannot be read, or the end token is unknown.
     """
 
     def __init__(self, path: str | Path, eos: int | str | None = None):
-        # Not at the top: runs on bytes or token files need not load a tokeniser library.
+        # Lazy, since runs on bytes or token files do not need it.
         from tokenizers import Tokenizer as Backend
 
         self.name = str(path)
         if not Path(path).is_file():
             raise UserError(
-                f'data.tokenizer = "{self.name}" is no file: it must be "bytes" or the path of a '
-                "tokenizer.json"
+                f'data.tokenizer = "{self.name}" is not a file: it must be "bytes" or the path of '
+                "a tokenizer.json"
             )
         check_size(path, LARGEST_TOKENIZER)
         try:
@@ -104,21 +98,19 @@ class HuggingFaceTokenizer:
         vocabulary = self._backend.get_vocab(with_added_tokens=True)
         if not vocabulary:
             raise UserError(f'data.tokenizer = "{self.name}" has an empty vocabulary')
-        # Not the number of entries: ids may have gaps.
+        # Ids may have gaps.
         self.vocab_size = max(vocabulary.values()) + 1
         self.eos = _checked_eos(_find_eos(eos, vocabulary, self.name), self.vocab_size, self.name)
 
     def encode(self, text: str) -> np.ndarray:
-        """Token ids of a document, without its end: uint32 [n]."""
         return np.asarray(self._backend.encode(text, add_special_tokens=False).ids, np.uint32)
 
     def encode_prompt(self, text: str) -> np.ndarray:
-        """Token ids with those that the file's template adds, as one for the start: uint32 [n]."""
         return np.asarray(self._backend.encode(text, add_special_tokens=True).ids, np.uint32)
 
     @functools.cached_property
     def start(self) -> int | None:
-        """`bos_token` of the tokenizer_config.json beside the file; None if it has none."""
+        """`bos_token` in the tokenizer_config.json next to the file, if any."""
         path = Path(self.name).with_name("tokenizer_config.json")
         try:
             token = read_json(path).get("bos_token")
@@ -130,23 +122,19 @@ class HuggingFaceTokenizer:
             raise UserError(f"{path} cannot be read ({first_line(error)})") from error
         token = token.get("content") if isinstance(token, dict) else token
         if token is not None and not isinstance(token, str):
-            raise UserError(f"{path} cannot be read (bos_token is no text)")
+            raise UserError(f"{path} cannot be read (bos_token is not a string)")
         return None if token is None else self._backend.token_to_id(token)
 
     def decode(self, ids: np.ndarray) -> str:
-        """Text of token ids; special tokens are left out."""
         return self._backend.decode([int(i) for i in ids])
 
 
 def make_tokenizer(name: str, eos: int | str | None = None) -> Tokenizer:
-    """Makes the tokeniser that ``data.tokenizer`` names.
+    """Creates the tokenizer for a value of ``data.tokenizer``.
 
     Args:
-        name: "bytes", or the path of a ``tokenizer.json`` (``~`` is the home folder).
-        eos: id or text of the end-of-document token; None for the tokeniser's own.
-
-    Returns:
-        The tokeniser.
+        name: "bytes" or the path of a ``tokenizer.json`` (``~`` is the home folder).
+        eos: end token as id or string; None for the tokenizer's own.
 
     Raises:
         UserError: an unreadable file or an unknown end token.
@@ -167,8 +155,8 @@ def _find_eos(eos: int | str | None, vocabulary: dict[str, int], name: str) -> i
     if len(found) != 1:
         has = f"has {' and '.join(found)}" if found else f"has none of {', '.join(_EOS_NAMES)}"
         raise UserError(
-            f'data.eos is not set, and data.tokenizer = "{name}" {has}; set data.eos to the token '
-            "that ends a document, or its id"
+            f'data.eos is not set, and data.tokenizer = "{name}" {has}; set data.eos to the end '
+            "token or its id"
         )
     return vocabulary[found[0]]
 
@@ -176,7 +164,7 @@ def _find_eos(eos: int | str | None, vocabulary: dict[str, int], name: str) -> i
 def _checked_eos(eos: int, vocab_size: int, name: str) -> int:
     if not 0 <= eos < vocab_size:
         raise UserError(
-            f"data.eos = {eos} must be from 0 to {vocab_size - 1}: those are the ids of "
-            f'data.tokenizer = "{name}"'
+            f"data.eos = {eos} must be from 0 to {vocab_size - 1}, the ids of data.tokenizer = "
+            f'"{name}"'
         )
     return eos

@@ -1,4 +1,4 @@
-"""Turns the documents of a source into token files, once, in several processes."""
+"""Pre-tokenizes the documents of a source into token files, in parallel processes."""
 
 import functools
 import multiprocessing
@@ -31,7 +31,7 @@ from mtraining_jax.errors import UserError
 if TYPE_CHECKING:
     from mtraining_jax.config import DataConfig
 
-# Bytes of documents in one part: a process holds two of them and their tokens.
+# Bytes of documents per part; a process holds two parts and their tokens.
 PART_BYTES = 2**25
 
 _Documents = list[tuple[str, str | np.ndarray]]
@@ -39,12 +39,12 @@ _Documents = list[tuple[str, str | np.ndarray]]
 
 @dataclass(frozen=True)
 class Rules:
-    """What makes tokens of a document, the same in every process.
+    """Tokenizer settings.
 
     Attributes:
         tokenizer: the value of data.tokenizer; None for documents of token ids.
-        eos: the end token, its id or name; None takes the tokenizer's own.
-        vocab_size: ids that the model knows.
+        eos: end token as id or string; None for the tokenizer's own.
+        vocab_size: vocabulary size of the model.
     """
 
     tokenizer: str | None
@@ -54,7 +54,7 @@ class Rules:
 
 @dataclass
 class Totals:
-    """What a folder of token files holds, and how much of it this call found there."""
+    """Content of a folder of token files; `found` counts the parts that already existed."""
 
     parts: int = 0
     documents: int = 0
@@ -62,7 +62,7 @@ class Totals:
     found: int = 0
 
     def add(self, record: PartRecord, found: bool) -> None:
-        """Counts a part that is whole."""
+        """Counts a complete part."""
         self.parts += 1
         self.documents += record.documents
         self.tokens += record.tokens
@@ -77,36 +77,36 @@ def tokenize_corpus(
     report: Callable[[Totals, int], None] = lambda totals, read: None,
     part_bytes: int = PART_BYTES,
 ) -> Totals:
-    """Writes the token files of a source, but for the parts that are there already.
+    """Writes the token files of a source; skips parts that already exist.
 
-    One process reads the documents, and the others turn them into tokens. The same documents make
-    the same files, whatever the number of processes and however often the call was stopped.
+    One process reads the documents, the others tokenize them. The files are deterministic, with any
+    number of processes and interruptions.
 
     Args:
-        data: the section; its source, tokenizer and eos are read.
-        vocab_size: ids that the model knows.
-        folder: of the token files.
-        processes: that tokenise.
-        report: is called with what is done, and the bytes of documents that were read.
-        part_bytes: of documents in one part, at least.
+        data: the section; uses source, tokenizer and eos.
+        vocab_size: vocabulary size of the model.
+        folder: output folder.
+        processes: number of tokenizer processes.
+        report: callback with the totals so far and the bytes of documents read.
+        part_bytes: minimum bytes of documents per part.
 
     Returns:
-        What the folder holds.
+        The content of the folder.
 
     Raises:
-        UserError: the source cannot be read, or the folder cannot be written or holds another
-            corpus; or a process was ended from outside.
+        UserError: the source cannot be read, the folder cannot be written or has another corpus, or
+            a process was killed.
     """
     if found := list(problems(data, vocab_size)):
         raise UserError("\n".join(found))
     source = selected_source(data)
     if not isinstance(source, DocumentSource):
-        raise UserError(f'data.source = "{data.source}" has no documents to tokenise')
+        raise UserError(f'data.source = "{data.source}" has no documents to tokenize')
     rules = Rules(None if source.holds_ids else data.tokenizer, data.eos, vocab_size)
-    _made(rules)  # what is wrong with the tokenizer is told here
+    _made(rules)  # reports problems of the tokenizer early
     open_folder(folder, _identity(source, data, rules, part_bytes))
     totals, read = Totals(), 0
-    # Tokenizers have threads, which a forked process would lack.
+    # Forked processes would lack the threads of the tokenizer library.
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(processes, context, initializer=_leave_interrupts_to_parent)
     running: set[Future] = set()
@@ -129,35 +129,35 @@ def tokenize_corpus(
             report(totals, read)
     except BrokenProcessPool as error:
         raise UserError(
-            "a process that tokenises was ended from outside, perhaps for lack of memory; the same "
-            "command goes on, and fewer --processes take less memory"
+            "a tokenizer process was killed, possibly out of memory; run the same command again to "
+            "resume, with fewer --processes to use less memory"
         ) from error
     except OSError as error:
         raise UserError(f"{folder} cannot be written ({error.strerror})") from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
     if totals.tokens == 0:
-        raise UserError(f'data.source = "{data.source}" has no document with a token in it')
+        raise UserError(f'data.source = "{data.source}" has no documents with tokens')
     close_folder(folder, totals.parts, {"documents": totals.documents, "tokens": totals.tokens})
     return totals
 
 
 def parts(source: DocumentSource, part_bytes: int) -> Iterator[tuple[_Documents, int, int]]:
-    """Cuts the documents of a source into parts, which depend on nothing but the documents.
+    """Splits the documents of a source into parts, deterministically.
 
     Yields:
-        The documents of a part with their places, a checksum of them, and their bytes.
+        The documents of a part with their locations, their checksum, and their bytes.
     """
     documents: _Documents = []
     checksum = size = 0
     for where, document in source.documents():
         if isinstance(document, str):
-            # Half of a surrogate pair is told where it is encoded.
+            # `encoded` reports unpaired surrogates.
             content = document.encode("utf-8", "surrogatepass")
         else:
             document = np.ascontiguousarray(document)
             content = document.data.cast("B") if document.size else b""
-        # With the length, so that text that moves over a border is noticed.
+        # Includes the length, to detect text that moves between documents.
         checksum = zlib.crc32(content, zlib.crc32(len(content).to_bytes(8, "little"), checksum))
         size += len(content)
         documents.append((where, document))
@@ -169,7 +169,7 @@ def parts(source: DocumentSource, part_bytes: int) -> Iterator[tuple[_Documents,
 
 
 def _collect(running: set[Future], totals: Totals, at_most: int) -> set[Future]:
-    """Counts parts that are done; waits until at most so many are left."""
+    """Counts finished parts; waits until at most `at_most` are running."""
     while True:
         done, running = wait(running, timeout=0)
         for future in done:
@@ -180,14 +180,14 @@ def _collect(running: set[Future], totals: Totals, at_most: int) -> set[Future]:
 
 
 def _leave_interrupts_to_parent() -> None:
-    """In another process: Ctrl-C reaches all processes, and the parent lets parts be finished."""
+    """Ignores Ctrl-C in a worker, so that the parent can wait for running parts."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _make_part(
     rules: Rules, folder: Path, number: int, documents: _Documents, checksum: int
 ) -> PartRecord:
-    """In another process: tokenises and writes one part."""
+    """Tokenizes and writes one part, in a worker process."""
     tokenizer, eos, dtype = _made(rules)
     pieces, lengths = [np.zeros(0, dtype)], []
     for where, document in documents:
@@ -204,7 +204,6 @@ def _make_part(
 @functools.cache
 def _made(rules: Rules) -> tuple[Tokenizer | None, int | None, np.dtype]:
     """The tokenizer, the end token and the type of stored ids."""
-    # Each process has one core's work to do.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     vocab_size, tokenizer, eos = rules.vocab_size, None, rules.eos
     if rules.tokenizer is not None:

@@ -170,9 +170,7 @@ def report(
     yield from _flop_lines(flops, pairs, _mixed(config))
     yield from _audit_lines(config, flops)
     yield ""
-    yield from _time_lines(config, gpu, memory, flops, devices)
-    if _mixed(config) and rates_missing(config, gpu) is None:
-        yield from _dense_time_lines(config, gpu, memory, flops, pairs)
+    yield from _time_lines(config, gpu, memory, flops, pairs)
     free = available(config, gpu)
     if memory.total > free:
         yield ""
@@ -239,7 +237,7 @@ def _audit_lines(config: Config, flops: Flops) -> Iterator[str]:
 
 
 def _time_lines(
-    config: Config, gpu: Gpu, memory: Memory, flops: Flops, devices: int
+    config: Config, gpu: Gpu, memory: Memory, flops: Flops, pairs: Pairs
 ) -> Iterator[str]:
     missing = rates_missing(config, gpu)
     if missing:
@@ -248,7 +246,7 @@ def _time_lines(
     parts = seconds(config, gpu, memory, flops)
     total = sum(parts.values())
     tokens = config.tokens_per_step
-    mfu = flops.model / (total * devices * peak_flops(gpu.kind))
+    mfu = flops.model / (total * config.devices * peak_flops(gpu.kind))
     step = "sparse step" if _mixed(config) else "step"
     if gpu.forecast is None:
         yield f"{step} time in seconds: an ESTIMATE from rates of its parts, not a measurement"
@@ -258,6 +256,8 @@ def _time_lines(
     for name, value in parts.items():
         yield f"  {name:<20} {value:6.2f}"
     yield f"  {'total':<20} {total:6.2f}  {tokens / total:,.0f} tokens/s, MFU {mfu:.0%}"
+    if _mixed(config):
+        yield from _dense_time_lines(config, gpu, memory, flops, pairs)
     yield "  assumed: ring communication is hidden behind the attention kernels"
     if config.parallel.nodes * config.parallel.data > 1:
         yield "  assumed: the network between nodes is as fast as the links within a node"

@@ -1,4 +1,4 @@
-"""Sections `[data]` from a few fields, as a configuration file would give them."""
+"""Helpers: `[data]` sections, loaders and error messages from a few fields."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ VOCAB = 257
 
 
 def section(vocab_size: int = VOCAB, **fields) -> DataConfig:
-    """The section of a run whose other sections allow any length."""
+    """A `[data]` section; the rest of the configuration allows any sequence length."""
     model = {
         "vocab_size": vocab_size, "hidden_size": 2, "num_layers": 1, "num_heads": 1,
         "num_kv_heads": 1, "head_dim": 2, "intermediate_size": 2,
@@ -27,7 +27,7 @@ def section(vocab_size: int = VOCAB, **fields) -> DataConfig:
 
 
 def loader_of(data: DataConfig, vocab_size: int = VOCAB, permutation=None, **local) -> Loader:
-    """A loader of the section, in sequence order if no permutation is given."""
+    """A loader for the section, by default in sequence order."""
     if permutation is None:
         permutation = np.arange(data.seq_len)
     return build_loader(data, permutation=permutation, vocab_size=vocab_size, **local)
@@ -42,7 +42,7 @@ def sequences(vocab_size: int = VOCAB, **fields):
 
 
 def error_of(vocab_size: int = VOCAB, block_size: int | None = None, **fields) -> str:
-    """The sentence in which checking a section, opening it and reading one batch ends."""
+    """The error message of validating and opening a section and reading one batch."""
     with pytest.raises(UserError) as caught:
         next(loader_of(section(vocab_size, **fields), vocab_size, block_size=block_size))
     message = str(caught.value)

@@ -1,4 +1,4 @@
-"""What every data source promises; each has a subclass with a tiny corpus."""
+"""Contract tests of data sources; each source has a subclass with a tiny corpus."""
 
 import dataclasses
 import itertools
@@ -16,12 +16,12 @@ MODES = ("concat", "exact", "pack")
 
 
 class SourceContract:
-    """Subclasses give `source`, `fields` and what differs.
+    """Subclasses set `source` and `fields`.
 
     Attributes:
-        source: its name.
-        modes: of `data.mode` that it supports.
-        bad: fields with one mistake in them, and words of the sentence that tells it.
+        source: name of the source.
+        modes: supported values of `data.mode`.
+        bad: pairs of invalid fields and part of the error message.
     """
 
     source: str
@@ -29,9 +29,9 @@ class SourceContract:
     bad: tuple[tuple[dict, str], ...] = ()
 
     def fields(self, folder, monkeypatch) -> dict:
-        """Fields of a corpus of at least 3 sequences of 4 tokens in every mode it supports.
+        """Fields of a corpus with at least 3 sequences of 4 tokens in every supported mode.
 
-        Its first document has 3 tokens at least.
+        Its first document has at least 3 tokens.
         """
         return {}
 
@@ -40,7 +40,7 @@ class SourceContract:
         return {"source": self.source, "eos": 0} | self.fields(tmp_path, monkeypatch)
 
     @pytest.mark.parametrize("mode", MODES)
-    def test_sequences_have_the_length_and_ids_of_the_vocabulary(self, corpus, mode):
+    def test_sequences_have_valid_length_and_ids(self, corpus, mode):
         if mode not in self.modes:
             assert f'data.mode = "{mode}" is not possible' in error_of(**corpus, mode=mode)
             return
@@ -61,7 +61,7 @@ class SourceContract:
         assert loader.description.startswith(f"{self.source}: ")
         loader.close()
 
-    def test_the_same_section_gives_the_same_batches_and_any_part_of_them(self, corpus):
+    def test_batches_are_deterministic_and_can_be_read_in_part(self, corpus):
         data = section(**corpus, shuffle=True, batch_size=2)
         permutation, columns = np.array([2, 0, 3, 1]), np.array([1, 2])
         first = loader_of(data, permutation=permutation)
@@ -71,7 +71,7 @@ class SourceContract:
                 np.testing.assert_array_equal(left[name][1:, columns], right[name])
         first.close(), again.close()
 
-    def test_it_goes_on_where_it_stood(self, corpus):
+    def test_it_resumes(self, corpus):
         data = section(**corpus, shuffle=True)
         loader = loader_of(data)
         next(loader), next(loader)
@@ -85,7 +85,7 @@ class SourceContract:
                 np.testing.assert_array_equal(left[name], right[name])
         loader.close(), resumed.close()
 
-    def test_bad_input_ends_in_a_sentence_with_its_field(self, corpus):
+    def test_errors_name_the_field(self, corpus):
         assert error_of(**corpus | {"eos": VOCAB}).startswith(
             f"data.eos = {VOCAB} is outside the vocabulary"
         )
@@ -98,8 +98,8 @@ class SourceContract:
                 f'data.paths: "{missing}" does not exist'
             )
         else:
-            sentence = error_of(**corpus | {"paths": ("a.txt",)})
-            assert sentence.startswith("data.paths has 1 entries, but data.source = ")
+            error = error_of(**corpus | {"paths": ("a.txt",)})
+            assert error.startswith("data.paths has 1 entries, but data.source = ")
         for fields, words in self.bad:
             assert words in error_of(**corpus | fields)
 

@@ -1,4 +1,4 @@
-"""Writes MDS data sets as the format says, for tests: an index and shards."""
+"""Writes MDS data sets (an index and shards) for tests."""
 
 import bz2
 import gzip
@@ -10,15 +10,15 @@ import numpy as np
 
 
 def shard_bytes(columns, samples):
-    """A shard: `columns` as (name, encoding, size or None) by name, `samples` of encoded bytes."""
+    """A shard of encoded `samples`; `columns` are sorted (name, encoding, size or None)."""
     bodies = []
     for sample in samples:
         heads = [len(sample[name]) for name, _, size in columns if size is None]
         bodies.append(struct.pack(f"<{len(heads)}I", *heads))
         bodies[-1] += b"".join(sample[name] for name, _, _ in columns)
     names, encodings, sizes = map(list, zip(*columns, strict=True))
-    told = {"column_names": names, "column_encodings": encodings, "column_sizes": sizes}
-    config = json.dumps(told | {"format": "mds", "compression": None}, sort_keys=True).encode()
+    header = {"column_names": names, "column_encodings": encodings, "column_sizes": sizes}
+    config = json.dumps(header | {"format": "mds", "compression": None}, sort_keys=True).encode()
     offsets = 4 * (len(samples) + 2) + len(config)
     table = [offsets + sum(map(len, bodies[:i])) for i in range(len(samples) + 1)]
     head = struct.pack(f"<{len(table) + 1}I", len(samples), *table)
@@ -30,7 +30,7 @@ def packers():
 
 
 def write_mds(folder, columns, shards, compression=None, hashes=(), pack=None):
-    """Writes shards of samples, and index.json; returns the paths of the shards."""
+    """Writes shards and index.json; returns the paths of the shards."""
     folder.mkdir(parents=True, exist_ok=True)
     columns, entries, paths = sorted(columns), [], []
     for number, samples in enumerate(shards):
@@ -62,12 +62,12 @@ def write_mds(folder, columns, shards, compression=None, hashes=(), pack=None):
     return paths
 
 
-def array_bytes(array, dtype_told=False, shape_told=False):
-    """An array as `ndarray` is encoded; what the column's encoding tells is left out."""
+def array_bytes(array, omit_dtype=False, omit_shape=False):
+    """Encodes an array as `ndarray`, without the parts that the column's encoding has."""
     array = np.asarray(array)
     codes = {"uint16": 16, "int32": 33, "uint32": 32, "int64": 65, "float32": 34}
-    head = b"" if dtype_told else bytes([codes[array.dtype.name]])
-    if not shape_told:
+    head = b"" if omit_dtype else bytes([codes[array.dtype.name]])
+    if not omit_shape:
         item = next(i for i in range(4) if max(array.shape) < 1 << 8 * (1 << i))
         head += bytes([array.ndim << 2 | item])
         head += np.array(array.shape, f"<u{1 << item}").tobytes()

@@ -1,4 +1,4 @@
-"""A data source of a user's own: `--data.source=tests.data.own_source:Counting`."""
+"""A custom data source: `--data.source=tests.data.own_source:Counting`."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from mtraining_jax.field_types import PositiveInt
 
 @dataclass(frozen=True, kw_only=True)
 class Counting(DocumentSource):
-    """Documents that count.
+    """Documents of consecutive numbers.
 
     Attributes:
         count_to: Last number of each document.
@@ -21,6 +21,6 @@ class Counting(DocumentSource):
     holds_ids = True
 
     def documents(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Eight of them."""
+        """Yields eight equal documents."""
         for number in range(8):
             yield f"document {number}", np.arange(1, self.count_to + 1)

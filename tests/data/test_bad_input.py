@@ -1,4 +1,4 @@
-"""Bad input ends in one sentence that names the field or the file."""
+"""Invalid input raises an error that names the field or the file."""
 
 import dataclasses
 import gzip
@@ -46,14 +46,14 @@ def test_impossible_option(text, field, value, allowed):
 
 
 @pytest.mark.parametrize("source", ["python_stdlib", "synthetic"])
-def test_paths_of_a_source_that_reads_no_files(text, source):
+def test_paths_with_a_source_without_files(text, source):
     assert error_of(source=source, paths=text["paths"]) == (
-        f'data.paths has 1 entries, but data.source = "{source}" takes none; data.source = "text" '
-        "reads files"
+        f'data.paths has 1 entries, but data.source = "{source}" does not use it; set data.source '
+        '= "text" to read text files'
     )
 
 
-def test_a_section_made_by_hand_is_checked_too(text):
+def test_build_loader_validates_the_section(text):
     data = dataclasses.replace(section(**text), paths=())
     with pytest.raises(UserError, match='data.source = "text" needs data.paths, the files'):
         build_loader(data, permutation=np.arange(4), vocab_size=257)
@@ -63,21 +63,21 @@ def test_a_section_made_by_hand_is_checked_too(text):
 def test_missing_and_empty_files(tmp_path, source):
     missing = str(tmp_path / "missing.npy")
     assert error_of(source=source, paths=(missing,)) == f'data.paths: "{missing}" does not exist'
-    sentence = f'data.paths: "{tmp_path}" holds no file'
+    error = f'data.paths: "{tmp_path}" has no file'
     wanted = {"jsonl": " *.jsonl", "parquet": " *.parquet", "tokens": " *.npy or *.bin"}
-    assert error_of(source=source, paths=(str(tmp_path),)) == sentence + wanted.get(source, "")
+    assert error_of(source=source, paths=(str(tmp_path),)) == error + wanted.get(source, "")
     assert error_of(source=source, paths=(f"{tmp_path}/*.x",)) == (
-        f'data.paths: "{tmp_path}/*.x" holds no file'
+        f'data.paths: "{tmp_path}/*.x" has no file'
     )
     empty = tmp_path / "empty.npy"
     empty.touch()
     assert error_of(source=source, paths=(str(empty),)) == f"data.paths: {empty} is empty"
 
 
-def test_nothing_but_empty_files(tmp_path):
+def test_only_empty_files(tmp_path):
     (tmp_path / "a.txt").touch()
     assert error_of(source="text", paths=(str(tmp_path),)) == (
-        f"data.paths: {tmp_path} hold nothing but empty files"
+        f"data.paths: {tmp_path}: all files are empty"
     )
 
 
@@ -85,7 +85,7 @@ def test_nothing_but_empty_files(tmp_path):
 def test_too_little_data(text, mode):
     message = error_of(**text, seq_len=11, mode=mode)
     assert "data.seq_len = 11" in message
-    assert ("there is not one sequence" if mode == "concat" else "9 to 9") in message
+    assert ("use a smaller data.seq_len" if mode == "concat" else "9 to 9") in message
 
 
 def test_too_few_tokens_in_file(tmp_path):
@@ -125,27 +125,27 @@ def test_malformed_json_line(tmp_path, line, reason):
     assert f"{path}, line 3" in message and reason in message
 
 
-def test_json_lines_as_windows_writes_them(tmp_path):
+def test_json_lines_with_bom_and_crlf(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"text": "fine"}\r\n{"text": "too"}\r\n')
     source = JsonLines(paths=(str(path),))
     assert [text for _, text in source.documents()] == ["fine", "too"]
     path.write_bytes(b"\x1f\x8b\x08\n")
     message = error_of(source="jsonl", paths=(str(path),))
-    assert message == f"data.paths: {path} is compressed by gzip: unpack it first"
+    assert message == f"data.paths: {path} is compressed with gzip: decompress it first"
 
 
 @pytest.mark.parametrize(
     "content, reason",
     [
-        (np.arange(8.0), "holds float64, not integer"),
+        (np.arange(8.0), "has float64, not integer"),
         (np.zeros((2, 2, 2), int), "has shape (2, 2, 2)"),
         (np.zeros((0, 4), int), "is empty (shape (0, 4))"),
-        (np.asfortranarray(np.zeros((4, 4), int)), "column by column"),
-        (np.array([{}, {}]), "holds object"),
+        (np.asfortranarray(np.zeros((4, 4), int)), "is in Fortran order"),
+        (np.array([{}, {}]), "has object"),
     ],
 )
-def test_npy_of_something_else(tmp_path, content, reason):
+def test_invalid_npy(tmp_path, content, reason):
     path = tmp_path / "a.npy"
     np.save(path, content)
     message = error_of(source="tokens", paths=(str(path),))
@@ -160,7 +160,7 @@ def test_truncated_npy(tmp_path, keep):
     message = error_of(source="tokens", paths=(str(path),))
     assert f"{path} is truncated" in message
     if keep == -1:
-        assert "needs 192 bytes, the file has 191" in message
+        assert "needs 192 bytes, but the file has 191" in message
 
 
 def test_truncated_bin(tmp_path):
@@ -179,15 +179,15 @@ def safetensors(size=4096):
     [
         (safetensors(), "a safetensors file of model weights"),
         (safetensors()[:33], "a safetensors file of model weights"),
-        (b"PAR1" + bytes(60), 'a Parquet file: data.source = "parquet" reads it'),
-        (b"\x93NUMPY\x01\x00" + bytes(60), "a NumPy file: give it a name that ends in .npy"),
+        (b"PAR1" + bytes(60), 'a Parquet file, which data.source = "parquet" reads'),
+        (b"\x93NUMPY\x01\x00" + bytes(60), "a NumPy file without the suffix .npy"),
         (b"PK\x03\x04" + bytes(60), "a zip archive"),
-        (gzip.compress(bytes(60), mtime=0), "compressed by gzip"),
+        (gzip.compress(bytes(60), mtime=0), "compressed with gzip"),
         (bytes(257) + b"ustar" + bytes(250), "a tar archive"),
-        (b"MMIDIDX\x00\x00" + bytes(9), "an index of a Megatron data set"),
+        (b"MMIDIDX\x00\x00" + bytes(9), "a Megatron index"),
     ],
 )
-def test_a_file_of_another_kind_is_not_read_as_token_ids(tmp_path, content, kind):
+def test_other_file_types_are_not_read_as_token_ids(tmp_path, content, kind):
     path = tmp_path / "a.bin"
     path.write_bytes(content)
     message = error_of(source="tokens", paths=(str(path),), token_dtype="uint8")
@@ -205,7 +205,7 @@ def test_id_outside_the_vocabulary(tmp_path, bad):
     )
 
 
-def test_id_outside_the_vocabulary_of_a_file_too_long_to_check_at_the_start(tmp_path):
+def test_id_outside_the_vocabulary_in_a_file_that_is_validated_per_batch(tmp_path):
     path = tmp_path / "long.bin"
     place = 2**26 + 1
     with path.open("wb") as file:
@@ -234,7 +234,7 @@ def test_tokenizer_larger_than_the_model(tmp_path, text):
 
 
 @pytest.mark.parametrize("eos, reason", [(None, "data.eos is not set"), ("</s>", "must be an id")])
-def test_exact_documents_of_a_flat_file_need_eos(tmp_path, eos, reason):
+def test_exact_documents_of_a_1d_file_need_eos(tmp_path, eos, reason):
     np.save(tmp_path / "a.npy", np.arange(5))
     message = error_of(source="tokens", paths=(str(tmp_path),), mode="exact", eos=eos)
     assert reason in message
@@ -244,8 +244,8 @@ def test_exact_finds_nothing_in_token_file(tmp_path):
     np.save(tmp_path / "a.npy", np.zeros((3, 7), int))
     message = error_of(source="tokens", paths=(str(tmp_path),), mode="exact")
     assert message == (
-        'data.mode = "exact" keeps documents of exactly data.seq_len = 4 tokens, and of 3 '
-        "documents none is (they have 7 to 7)"
+        'data.mode = "exact" keeps documents of exactly data.seq_len = 4 tokens, but none '
+        "of 3 documents matches (7 to 7 tokens)"
     )
 
 
@@ -291,10 +291,10 @@ def test_parquet_eos(tmp_path, eos, reason):
 def test_truncated_parquet(tmp_path):
     path = write_parquet(tmp_path, text=["some text"] * 100)
     path.write_bytes(path.read_bytes()[:-20])
-    assert f"{path} is not a whole Parquet file" in error_of(source="parquet", paths=(str(path),))
+    assert f"{path} is not a valid Parquet file" in error_of(source="parquet", paths=(str(path),))
 
 
-def test_damaged_parquet(tmp_path):
+def test_corrupt_parquet(tmp_path):
     path = write_parquet(tmp_path, text=[f"text {i}" for i in range(100)])
     content = bytearray(path.read_bytes())
     content[4:300] = b"\xff" * 296
@@ -316,13 +316,13 @@ def save_tokenizer(path, words):
 
 
 def test_unreadable_tokenizer(tmp_path, text):
-    def sentence(path):
+    def error(path):
         return error_of(**text, tokenizer=str(path)).removeprefix(f'data.tokenizer = "{path}" ')
 
-    assert sentence(tmp_path / "no.json").startswith('is no file: it must be "bytes" or')
+    assert error(tmp_path / "no.json").startswith('is not a file: it must be "bytes" or')
     broken = tmp_path / "broken.json"
     broken.write_text(json.dumps({"model": {}}))
-    assert sentence(broken).startswith("is not a tokenizer.json (")
+    assert error(broken).startswith("is not a tokenizer.json (")
     empty = save_tokenizer(tmp_path / "empty.json", [])
     assert "empty vocabulary" in error_of(**text, tokenizer=empty)
 
@@ -333,10 +333,10 @@ def test_unreadable_tokenizer(tmp_path, text):
         (["?"], None, "has none of <|endoftext|>"),
         (["?", "</s>", "<eos>"], None, "has </s> and <eos>; set data.eos"),
         (["?"], "<eos>", 'data.eos = "<eos>" is not a token of data.tokenizer = '),
-        (["?"], 1, "data.eos = 1 must be from 0 to 0: those are the ids of data.tokenizer"),
+        (["?"], 1, "data.eos = 1 must be from 0 to 0, the ids of data.tokenizer"),
     ],
 )
-def test_end_of_document_of_a_tokenizer(tmp_path, text, words, eos, reason):
+def test_eos_of_a_tokenizer(tmp_path, text, words, eos, reason):
     name = save_tokenizer(tmp_path / "tokenizer.json", words)
     assert reason in error_of(**text, tokenizer=name, eos=eos)
 

@@ -1,4 +1,4 @@
-"""Even groups: who gets which sequence, by what was measured, on every process and after a stop."""
+"""Load balancing of sequences between data-parallel replicas."""
 
 import itertools
 import json
@@ -19,7 +19,7 @@ START = np.array([1.0, 1.0, 0.8, 0.1])
 
 
 def best_imbalance(weights, groups):
-    """By trying every way to deal equally many to each group."""
+    """The optimum, by exhaustive search over assignments of equal size."""
     size = len(weights) // groups
 
     def heaviest(left):
@@ -43,7 +43,7 @@ def test_even_order_keeps_all_and_is_never_worse(weights, shape):
     assert sorted(order) == list(range(8)) and order.dtype == np.int64
     assert imbalance(weights[order], groups) <= imbalance(weights, groups)
     if not np.array_equal(order, np.arange(8)):
-        # The heaviest of each group come first: micro-batches of all groups are alike.
+        # Descending order in each replica, so that micro-batches are balanced too.
         assert (np.diff(weights[order].reshape(groups, -1)) <= 0).all()
 
 
@@ -52,38 +52,38 @@ def test_even_order_is_near_the_optimum(groups):
     rng = np.random.default_rng(0)
     found = []
     for _ in range(100):
-        # Packs of an order of magnitude, as the attention of mixed documents differs.
+        # Weights differ by about an order of magnitude, as with mixed documents.
         weights = rng.lognormal(0, 0.8, 8)
-        dealt = imbalance(weights[even_order(weights, groups)], groups)
-        found.append(dealt / best_imbalance(weights, groups))
+        assigned = imbalance(weights[even_order(weights, groups)], groups)
+        found.append(assigned / best_imbalance(weights, groups))
     assert min(found) >= 1 - 1e-12
     assert max(found) <= 1.12 and np.mean(found) <= 1.02
 
 
-def test_order_of_equal_weights_stays():
+def test_balanced_order_is_kept():
     assert even_order(np.ones(8), 4, 2).tolist() == list(range(8))
     assert even_order(np.arange(1.0, 9), 1, 2).tolist() == list(range(8))
-    with pytest.raises(ValueError, match="8 sequences for 2 groups of 3 parts"):
+    with pytest.raises(ValueError, match="8 sequences for 2 replicas x 3 micro-batches"):
         even_order(np.ones(8), 2, 3)
 
 
-def test_classes_of_length_are_powers_of_two_in_blocks():
+def test_length_classes_are_powers_of_two_in_blocks():
     lengths = np.array([1, 4, 5, 8, 9, 12, 13, 16, 17, 31, 32])
     assert length_classes(lengths, G).tolist() == [0, 0, 1, 1, 1, 1, 2, 2, 2, 3, 3]
     assert num_classes(S // G) == 4 and num_classes(1) == 1
 
 
-# ---- averages of what was measured ---------------------------------------------------------------
+# ---- moving averages -----------------------------------------------------------------------------
 
 
-def test_averages_are_those_of_the_definition_a_fixed_number_of_steps_late():
+def test_averages_match_their_definition_with_a_fixed_delay():
     densities, average, after = Densities(np.array([0.5, 1.0])), 0.5, [0.5]
     for step in range(1, 12):
         measured = step / 20
         average = 0.9 * average + 0.1 * measured
         after.append(average)
         assert densities.known_before(step)
-        # The second class was never seen.
+        # The second class is never measured.
         densities.add(step, np.array([measured, np.nan]))
         expected = after[max(0, step + 1 - DELAY)]
         np.testing.assert_allclose(densities.before(step + 1), [expected, 1.0], rtol=1e-12)
@@ -91,14 +91,14 @@ def test_averages_are_those_of_the_definition_a_fixed_number_of_steps_late():
         densities.add(13, np.zeros(2))
 
 
-def test_a_batch_waits_for_its_density_and_not_beyond_a_change_of_place():
+def test_a_batch_waits_for_its_density_until_the_loader_is_repositioned():
     densities, found = Densities(np.array([0.5])), []
 
     def wait(step):
         try:
             found.append(densities.before(step, place)[0])
         except OtherPlace:
-            found.append("other place")
+            found.append("repositioned")
 
     place = densities.place
     for act in (lambda: densities.add(1, np.array([0.6])), lambda: densities.go_to(0, None)):
@@ -107,14 +107,15 @@ def test_a_batch_waits_for_its_density_and_not_beyond_a_change_of_place():
         act()
         thread.join(10)
         assert not thread.is_alive()
-    assert found == [pytest.approx(0.51), "other place"]
+    assert found == [pytest.approx(0.51), "repositioned"]
     with pytest.raises(OtherPlace):
         densities.before(1, place)
 
 
 @pytest.mark.parametrize("state", [[1], {}, {"1": ["a"]}, {"1": [0.1, 0.2]}, {"x": [0.1]}])
-def test_densities_that_cannot_be_read(state):
-    with pytest.raises(UserError, match="the saved densities of the data are not"):
+def test_invalid_states_of_densities(state):
+    reasons = "(are not readable|do not have)"
+    with pytest.raises(UserError, match=f"the saved densities of the data {reasons}"):
         Densities(np.array([0.5])).go_to(1, state)
 
 
@@ -123,7 +124,7 @@ def test_densities_that_cannot_be_read(state):
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """40 packs of 32 tokens in batches of 8, of documents of 2 to 32 tokens."""
+    """40 packs of 32 tokens in batches of 8, with documents of 2 to 32 tokens."""
     folder = tmp_path_factory.mktemp("packs")
     rng = np.random.default_rng(1)
     lengths = [S if rng.random() < 0.3 else int(rng.integers(2, 25)) for _ in range(100)]
@@ -150,8 +151,8 @@ def measured_in(step):
     return np.array([1.0, np.nan, 0.9, step % 3 / 3])
 
 
-def told(loader, steps, first=1):
-    """Batches, each followed by what its step measured: another density in each step."""
+def batches_of(loader, steps, first=1):
+    """Reads batches and adds different densities after each."""
     found = []
     for step in range(first, first + steps):
         found.append(next(loader))
@@ -174,7 +175,7 @@ def lengths_of(loader):
     return lambda sequence: loader.packs.pieces(int(sequence))[1]
 
 
-def test_sequences_change_places_within_their_batch_alone(data):
+def test_sequences_are_reordered_within_a_batch_only(data):
     plain, even = balanced(data, "none"), balanced(data)
     assert even.description == plain.description + "; data.balance = length"
     gains = []
@@ -188,13 +189,15 @@ def test_sequences_change_places_within_their_batch_alone(data):
     assert min(gains) >= 1 and max(gains) > 1.1
 
 
-def test_measured_densities_decide_and_processes_agree(data):
+def test_balancing_by_measured_density_agrees_between_processes(data):
     whole = balanced(data, "density")
-    batches = told(whole, 12)
-    halves = [told(balanced(data, "density", rows=np.arange(4) + 4 * half), 12) for half in (0, 1)]
+    batches = batches_of(whole, 12)
+    halves = [
+        batches_of(balanced(data, "density", rows=np.arange(4) + 4 * half), 12) for half in (0, 1)
+    ]
     for batch, *parts in zip(batches, *halves, strict=True):
         assert_same({name: np.concatenate([x[name] for x in parts]) for name in batch}, batch)
-    # By hand: what was known four steps before.
+    # Reference: with the densities known four steps before.
     by_hand, plain = Densities(START), balanced(data, "none")
     moved = []
     for step, batch in enumerate(batches, 1):
@@ -209,12 +212,12 @@ def test_measured_densities_decide_and_processes_agree(data):
         moved.append(not np.array_equal(order, even_order(weights_of(plain), 2, 2)))
         by_hand.add(step, measured_in(step))
     plain.close()
-    assert any(moved)  # another order than lengths alone would give
+    assert any(moved)  # differs from balancing by length
 
 
 def test_a_resumed_run_reads_the_same_batches(data):
     first = balanced(data, "density")
-    expected = told(balanced(data, "density"), 12)
+    expected = batches_of(balanced(data, "density"), 12)
     begun = []
     for step in range(1, 8):
         begun.append(next(first))
@@ -223,17 +226,17 @@ def test_a_resumed_run_reads_the_same_batches(data):
     first.close()
     resumed = balanced(data, "density")
     next(resumed)
-    resumed.set_state(state)  # while batches wait for densities of the place before
+    resumed.set_state(state)  # while prefetched batches wait for densities
     assert resumed.get_state() == state
-    for left, right in zip(expected, [*begun, *told(resumed, 5, first=8)], strict=True):
+    for left, right in zip(expected, [*begun, *batches_of(resumed, 5, first=8)], strict=True):
         assert_same(left, right)
-    # A checkpoint of a run without balance says nothing of densities: they begin anew.
-    anew = balanced(data, "density")
-    anew.set_state({name: x for name, x in state.items() if name != "densities"})
-    told(anew, 2, first=8)
+    # A checkpoint without balancing has no densities: they start from their initial values.
+    fresh = balanced(data, "density")
+    fresh.set_state({name: x for name, x in state.items() if name != "densities"})
+    batches_of(fresh, 2, first=8)
 
 
-def test_densities_must_be_told(data):
+def test_error_without_measured_densities(data):
     loader = balanced(data, "density")
     for _ in range(DELAY):
         next(loader)
@@ -242,13 +245,14 @@ def test_densities_must_be_told(data):
     loader.close()
 
 
-def test_what_cannot_be_balanced_stays_and_says_so(data, tmp_path):
+def test_balancing_without_effect_is_described(data, tmp_path):
     one = balanced(data, groups=1)
-    assert one.description.endswith("data.balance = length leaves their order: there is one group "
-                                    "of devices")
+    assert one.description.endswith(
+        "data.balance = length has no effect with a single data-parallel replica"
+    )
     np.testing.assert_array_equal(next(one)["tokens"], next(balanced(data, "none"))["tokens"])
     np.save(tmp_path / "a.npy", np.arange(200, dtype=np.uint16))
     plain = section(10_000, source="tokens", paths=(str(tmp_path),), seq_len=4, batch_size=8)
     joined = balanced(plain, "density")
-    assert "leaves their order: without documents all have the same pairs" in joined.description
+    assert "has no effect: sequences without documents have equal work" in joined.description
     assert [next(joined)["tokens"][0, 0] for _ in range(6)] == [0, 32, 64, 96, 128, 160]

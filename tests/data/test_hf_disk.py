@@ -1,4 +1,4 @@
-"""Data sets of Hugging Face's `datasets` on disk, as `save_to_disk` lays them out."""
+"""Hugging Face datasets written by `save_to_disk`."""
 
 import json
 import sys
@@ -17,15 +17,15 @@ TEXTS = ["abcd", "efgh", "ijkl", "mnop", "qrst"]
 
 
 def save(folder, table, files=2, writer=pa.ipc.new_stream, **state):
-    """As `save_to_disk` does: a stream of record batches a file, and state.json."""
+    """Like `save_to_disk`: files with a stream of record batches each, and state.json."""
     folder.mkdir(parents=True, exist_ok=True)
     names = [f"data-{i:05}-of-{files:05}.arrow" for i in range(files)]
     share = -(-table.num_rows // files)
     for number, name in enumerate(names):
         with pa.OSFile(str(folder / name), "wb") as sink, writer(sink, table.schema) as out:
             out.write_table(table.slice(share * number, share), max_chunksize=2)
-    told = {"_data_files": [{"filename": name} for name in names], "_split": "train"}
-    (folder / "state.json").write_text(json.dumps(told | state))
+    content = {"_data_files": [{"filename": name} for name in names], "_split": "train"}
+    (folder / "state.json").write_text(json.dumps(content | state))
     (folder / "dataset_info.json").write_text("{}")
     return [folder / name for name in names]
 
@@ -39,7 +39,7 @@ def read(*paths, **fields):
     return list(HuggingFaceOnDisk(paths=tuple(map(str, paths)), **fields).documents())
 
 
-def sentence_of(*paths, **fields):
+def error_of(*paths, **fields):
     with pytest.raises(UserError) as caught:
         read(*paths, **fields)
     message = str(caught.value)
@@ -82,53 +82,53 @@ def test_rows_come_in_the_order_of_state_json(tmp_path, writer):
     assert ids == [list(b"last")]
 
 
-def test_folders_that_are_no_data_set(tmp_path):
-    assert f"{tmp_path} is no data set that save_to_disk wrote: it has no" in sentence_of(tmp_path)
+def test_invalid_folders(tmp_path):
+    assert f"{tmp_path} was not written by save_to_disk: it has no" in error_of(tmp_path)
     for split in ("train", "test"):
         save(tmp_path / split, table())
     (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
-    assert sentence_of(tmp_path) == (
-        f'data.paths: {tmp_path} holds several splits: "test", "train"; name the folder of one'
+    assert error_of(tmp_path) == (
+        f'data.paths: {tmp_path} has several splits, "test", "train"; use the folder of one split'
     )
     file = tmp_path / "dataset_dict.json"
-    assert sentence_of(file) == f'data.paths: "{file}" is no folder'
-    assert sentence_of(tmp_path / "x*") == f'data.paths: "{tmp_path}/x*" finds no folder'
+    assert error_of(file) == f'data.paths: "{file}" is not a folder'
+    assert error_of(tmp_path / "x*") == f'data.paths: "{tmp_path}/x*" matches no folder'
 
 
 @pytest.mark.parametrize(
     ("state", "reason"),
     [
-        ({"_data_files": [{"filename": "../a.arrow"}]}, 'names "../a.arrow", which is not a file'),
-        ({"_data_files": [{"filename": "/a.arrow"}]}, 'names "/a.arrow", which is not a file'),
-        ({"_data_files": [{"filename": "a.arrow"}]}, "names a.arrow, which is not there"),
-        ({"_data_files": []}, "names no file"),
+        ({"_data_files": [{"filename": "../a.arrow"}]}, 'names "../a.arrow", which must be a file'),
+        ({"_data_files": [{"filename": "/a.arrow"}]}, 'names "/a.arrow", which must be a file'),
+        ({"_data_files": [{"filename": "a.arrow"}]}, "lists a.arrow, which does not exist"),
+        ({"_data_files": []}, "lists no files"),
         ({"_data_files": 3}, "cannot be read ('int' object is not iterable)"),
-        ({"_indices_data_files": [{"filename": "i.arrow"}]}, "save it anew after flatten_indices"),
+        ({"_indices_data_files": [{"filename": "i.arrow"}]}, "flatten_indices() and save it again"),
     ],
 )
-def test_a_state_that_says_what_is_not_so(tmp_path, state, reason):
+def test_invalid_state_json(tmp_path, state, reason):
     save(tmp_path, table(), **state)
-    assert f"{tmp_path / 'state.json'}" in sentence_of(tmp_path)
-    assert reason in sentence_of(tmp_path)
+    assert f"{tmp_path / 'state.json'}" in error_of(tmp_path)
+    assert reason in error_of(tmp_path)
 
 
-def test_a_stream_that_was_cut_between_two_batches(tmp_path):
+def test_a_stream_truncated_between_two_batches(tmp_path):
     path, _ = save(tmp_path, table())
     whole = path.read_bytes()
     path.write_bytes(whole[:-8])
-    assert f"{path} cannot be read after row 3 (it ends before its end)" in sentence_of(tmp_path)
+    assert f"{path} cannot be read after row 3 (it is truncated)" in error_of(tmp_path)
 
 
-def test_nulls_and_a_missing_library(tmp_path, monkeypatch):
+def test_nulls_and_missing_pyarrow(tmp_path, monkeypatch):
     path, _ = save(tmp_path, pa.table({"text": pa.array(["a", None, "c"])}))
-    assert f"{path}, row 1: the column of data.text_field" in sentence_of(tmp_path)
+    assert f"{path}, row 1: the column of data.text_field" in error_of(tmp_path)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    assert 'data.source = "hf_disk" needs pyarrow' in sentence_of(tmp_path)
+    assert 'data.source = "hf_disk" needs pyarrow' in error_of(tmp_path)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(data=st.data())
-def test_a_changed_byte_gives_a_sentence_or_documents(tmp_path_factory, data):
+def test_a_corrupt_byte_raises_an_error_or_is_harmless(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("hf")
     path, _ = save(folder, table())
     content = bytearray(path.read_bytes())

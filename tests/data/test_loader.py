@@ -29,7 +29,7 @@ def loader_of(data, permutation=None, **local):
 
 
 def half(process):
-    """The rows of one of two processes that share a batch of 4."""
+    """The rows of one of two processes with a batch of 4."""
     return np.arange(2 * process, 2 * process + 2)
 
 
@@ -43,7 +43,7 @@ def assert_same(left, right):
         np.testing.assert_array_equal(left[name], right[name])
 
 
-def test_windows_follow_the_file_and_labels_the_tokens(tmp_path):
+def test_sequences_and_labels_follow_the_file(tmp_path):
     batch = next(loader_of(token_options(tmp_path, np.arange(100, 120))))
     np.testing.assert_array_equal(batch["tokens"], [np.arange(100, 108), np.arange(108, 116)])
     np.testing.assert_array_equal(batch["labels"][:, :-1], batch["tokens"][:, 1:])
@@ -53,7 +53,7 @@ def test_windows_follow_the_file_and_labels_the_tokens(tmp_path):
 
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(data=st.data())
-def test_layout_order_is_that_of_the_permutation(tmp_path_factory, data):
+def test_batches_are_in_layout_order(tmp_path_factory, data):
     seq_len = data.draw(st.integers(2, 12))
     num_tokens = data.draw(st.integers(seq_len, 60))
     permutation = np.asarray(data.draw(st.permutations(range(seq_len))))
@@ -107,7 +107,7 @@ def test_resuming_gives_the_following_batches(tmp_path, consumed):
         assert_same(left, right)
 
 
-def test_a_place_holds_for_another_split_over_processes(tmp_path):
+def test_state_is_valid_for_other_processes(tmp_path):
     options = token_options(tmp_path, np.arange(72), shuffle=True)
     loader = loader_of(options)
     take(loader, 5)
@@ -119,7 +119,7 @@ def test_a_place_holds_for_another_split_over_processes(tmp_path):
 @pytest.mark.parametrize(
     "change", [{"seq_len": 4}, {"batch_size": 1}, {"seed": 1}, {"shuffle": True}]
 )
-def test_state_of_other_data_is_refused(tmp_path, change):
+def test_state_of_other_data_is_rejected(tmp_path, change):
     ids = np.arange(72)
     state = loader_of(token_options(tmp_path, ids)).get_state()
     other = loader_of(token_options(tmp_path, ids, **change))
@@ -128,24 +128,24 @@ def test_state_of_other_data_is_refused(tmp_path, change):
         other.set_state(state)
 
 
-def test_state_of_a_grown_file_is_refused(tmp_path):
+def test_state_of_a_grown_file_is_rejected(tmp_path):
     state = loader_of(token_options(tmp_path, np.arange(72))).get_state()
     other = loader_of(token_options(tmp_path, np.arange(73)))
-    with pytest.raises(UserError, match="number of tokens = 72, and this run has 73: resume"):
+    with pytest.raises(UserError, match="number of tokens = 72, but this run has 73: resume"):
         other.set_state(state)
 
 
-def test_state_of_another_file_of_the_same_length_is_refused(tmp_path):
+def test_state_of_another_file_of_the_same_length_is_rejected(tmp_path):
     state = loader_of(token_options(tmp_path, np.arange(72))).get_state()
     other = loader_of(token_options(tmp_path, np.arange(72)[::-1]))
     with pytest.raises(UserError, match="had checksum of a sample of its tokens = .*: resume with"):
         other.set_state(state)
-    # A checkpoint from before there were samples says nothing of them.
+    # Checkpoints of older versions have no such checksum.
     name = "checksum of a sample of its tokens"
     other.set_state(state | {"identity": {k: v for k, v in state["identity"].items() if k != name}})
 
 
-def test_unreadable_state_is_refused(tmp_path):
+def test_unreadable_state_is_rejected(tmp_path):
     loader = loader_of(token_options(tmp_path, np.arange(72)))
     with pytest.raises(UserError, match="not readable"):
         loader.set_state({"next_index": 3})
@@ -183,7 +183,7 @@ def test_a_process_reads_exactly_its_rows_and_columns(tmp_path):
 
 
 class _OneProcess:
-    """What a process that owns `devices` sees of a sharding over all of them."""
+    """A sharding as seen by a process with some of the `devices`."""
 
     def __init__(self, sharding, devices):
         self.sharding, self.devices = sharding, devices
@@ -194,10 +194,10 @@ class _OneProcess:
 
 
 @pytest.mark.parametrize("axes", ["data first", "sequence first"])
-def test_processes_read_what_their_devices_hold(tmp_path, axes):
+def test_processes_read_the_shards_of_their_devices(tmp_path, axes):
     devices = np.asarray(jax.devices()[:8])
     grid = devices.reshape(2, 2, 2)
-    if axes == "sequence first":  # then each process holds both rows, and some of the columns
+    if axes == "sequence first":  # each process has both rows and a subset of columns
         grid = grid.transpose(2, 0, 1)
     mesh = Mesh(grid, ("data", "node", "device"))
     sharding = NamedSharding(mesh, PartitionSpec("data", ("node", "device")))
@@ -232,8 +232,8 @@ def test_blocks_make_a_global_array(tmp_path):
     np.testing.assert_array_equal(array, np.arange(16).reshape(2, 8)[:, ::-1])
 
 
-def test_token_files_are_not_read_beyond_the_asked_columns(tmp_path):
-    # A sparse file of 64 GiB: reading or copying it whole would not end well.
+def test_only_local_columns_of_token_files_are_read(tmp_path):
+    # A sparse file of 64 GiB, too large to read or copy entirely.
     path = tmp_path / "huge.bin"
     with path.open("wb") as file:
         file.truncate(2**36)
@@ -249,14 +249,14 @@ def test_token_files_are_not_read_beyond_the_asked_columns(tmp_path):
 @pytest.mark.parametrize(
     "arguments, match",
     [
-        ({"permutation": np.arange(7)}, "permutation has shape"),
+        ({"permutation": np.arange(7)}, "permutation of shape"),
         ({"permutation": np.zeros(8, int)}, "permutation"),
-        ({"rows": np.asarray([2])}, "rows must be ascending numbers from 0 to 1"),
-        ({"rows": np.asarray([-1, 0])}, "rows must be ascending numbers from 0 to 1"),
+        ({"rows": np.asarray([2])}, "rows must be ascending indices from 0 to 1"),
+        ({"rows": np.asarray([-1, 0])}, "rows must be ascending indices from 0 to 1"),
         ({"columns": np.asarray([3, 3])}, "columns must be ascending"),
         ({"columns": np.asarray([], int)}, "columns must be ascending"),
     ],
 )
-def test_contradicting_arguments_are_refused(tmp_path, arguments, match):
+def test_invalid_arguments_are_rejected(tmp_path, arguments, match):
     with pytest.raises(ValueError, match=match):
         loader_of(token_options(tmp_path, np.arange(64)), **arguments)

@@ -1,4 +1,4 @@
-"""MDS shards: every encoding, every compression, and files that are damaged."""
+"""MDS shards: encodings, compression and corrupt files."""
 
 import json
 import sys
@@ -21,16 +21,16 @@ def token_columns(encoding="ndarray:uint32", size=None):
     return [("domain", "str", None), ("input_ids", encoding, size), ("length", "int", 8)]
 
 
-def token_sample(ids, **told):
+def token_sample(ids, **omitted):
     return {
         "domain": "bücher".encode(),
-        "input_ids": array_bytes(ids, **told),
+        "input_ids": array_bytes(ids, **omitted),
         "length": np.int64(len(ids)).tobytes(),
     }
 
 
 def write_tokens(folder, **fields):
-    samples = [token_sample(ids, dtype_told=True) for ids in IDS]
+    samples = [token_sample(ids, omit_dtype=True) for ids in IDS]
     return write_mds(folder, token_columns(), [samples[:3], samples[3:]], **fields)
 
 
@@ -41,7 +41,7 @@ def read(folder, token_field="input_ids", **fields):
     ]
 
 
-def sentence_of(folder, **fields):
+def mds_error(folder, **fields):
     with pytest.raises(UserError) as caught:
         read(folder, **fields)
     message = str(caught.value)
@@ -55,7 +55,7 @@ class TestMds(SourceContract):
         ({"token_field": "ids"}, 'no column of data.token_field = "ids"; it has "domain", "input'),
         ({"token_field": None}, 'no column of data.text_field = "text"; it has "domain"'),
         ({"token_field": None, "text_field": "length"}, 'column "length" is int, not text'),
-        ({"token_field": "domain"}, 'sample 0 has encoding "str", and not ndarray'),
+        ({"token_field": "domain"}, 'sample 0 has encoding "str" instead of ndarray'),
         ({"eos": "</s>"}, 'data.eos = "</s>" must be an id: data.source = "mds" has no tokenizer'),
     )
 
@@ -79,12 +79,12 @@ def test_shards_are_read_in_order(tmp_path, compression):
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "int32", "uint32", "int64"])
-@pytest.mark.parametrize("told", ["", ":dtype", ":dtype:4"])
-def test_arrays_of_any_kind(tmp_path, dtype, told):
+@pytest.mark.parametrize("suffix", ["", ":dtype", ":dtype:4"])
+def test_array_encodings(tmp_path, dtype, suffix):
     ids = np.array([1, 500, 3, 4], dtype)
-    encoding = "ndarray" + told.replace("dtype", dtype)
-    sample = token_sample(ids, dtype_told="dtype" in told, shape_told="4" in told)
-    size = ids.nbytes if "4" in told else None
+    encoding = "ndarray" + suffix.replace("dtype", dtype)
+    sample = token_sample(ids, omit_dtype="dtype" in suffix, omit_shape="4" in suffix)
+    size = ids.nbytes if "4" in suffix else None
     write_mds(tmp_path, token_columns(encoding, size), [[sample, sample]])
     assert [found for _, found in read(tmp_path)] == [ids.tolist()] * 2
 
@@ -99,7 +99,7 @@ def test_long_arrays_and_text(tmp_path):
 def test_spans_are_documents(tmp_path):
     columns = [*token_columns(), ("indices", "ndarray", None)]
     spans = np.array([[0, 4], [4, 4], [5, 9]], np.uint32)
-    sample = token_sample(np.arange(1, 10, dtype=np.uint32), dtype_told=True)
+    sample = token_sample(np.arange(1, 10, dtype=np.uint32), omit_dtype=True)
     write_mds(tmp_path, columns, [[sample | {"indices": array_bytes(spans)}]])
     path = tmp_path / "shard.00000.mds"
     assert read(tmp_path) == [
@@ -114,14 +114,14 @@ def test_spans_are_documents(tmp_path):
     assert rows == [[1, 2, 3, 4, 0, 6, 7, 8]] and "3 documents, 10 tokens" in corpus.summary
     spans[2, 1] = 10
     write_mds(tmp_path, columns, [[sample | {"indices": array_bytes(spans)}]])
-    assert sentence_of(tmp_path) == (
-        f"{path}, sample 0 has 9 tokens, and its document 2 goes from 5 to 10"
+    assert mds_error(tmp_path) == (
+        f"{path}, sample 0 has 9 tokens, but its document 2 has span 5 to 10"
     )
     write_mds(tmp_path, columns, [[sample | {"indices": array_bytes(spans[0])}]])
-    assert f"{path}, sample 0 has spans of uint32 (2,), not pairs" in sentence_of(tmp_path)
+    assert f"{path}, sample 0 has spans of uint32 (2,), not pairs" in mds_error(tmp_path)
 
 
-def test_an_index_above_others_has_their_shards(tmp_path):
+def test_an_outer_index_includes_inner_ones(tmp_path):
     write_tokens(tmp_path / "train" / "0")
     write_tokens(tmp_path / "train" / "1")
     assert len(read(tmp_path / "train")) == 8
@@ -142,61 +142,61 @@ def changed_index(folder, change):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda s: s["raw_data"].update(basename="../a.mds"), 'names "../a.mds", which is not a'),
-        (lambda s: s["raw_data"].update(basename="/etc/x"), 'names "/etc/x", which is not a file'),
-        (lambda s: s["raw_data"].update(basename="no.mds"), "no.mds is not there"),
-        (lambda s: s["raw_data"].update(bytes=2**40), "1099511627776 where a number from 0 to"),
-        (lambda s: s["raw_data"].update(bytes=True), "True where a number from 0 to"),
+        (lambda s: s["raw_data"].update(basename="../a.mds"), 'names "../a.mds", which must be'),
+        (lambda s: s["raw_data"].update(basename="/etc/x"), 'names "/etc/x", which must be a fi'),
+        (lambda s: s["raw_data"].update(basename="no.mds"), "no.mds does not exist"),
+        (lambda s: s["raw_data"].update(bytes=2**40), "1099511627776 instead of a number from 0"),
+        (lambda s: s["raw_data"].update(bytes=True), "True instead of a number from 0 to"),
         (lambda s: s["raw_data"].update(bytes=9), "bytes instead of 9"),
-        (lambda s: s["raw_data"].update(hashes={"sha1": "0"}), "its sha1 is not that of index"),
-        (lambda s: s.update(samples=4), "does not begin with its 4 samples"),
-        (lambda s: s.update(samples=-1), "-1 where a number from 0 to"),
+        (lambda s: s["raw_data"].update(hashes={"sha1": "0"}), "its sha1 does not match index"),
+        (lambda s: s.update(samples=4), "does not have the expected 4 samples"),
+        (lambda s: s.update(samples=-1), "-1 instead of a number from 0 to"),
         (lambda s: s.update(format="json"), 'format "json" instead of "mds"'),
-        (lambda s: s.pop("samples"), "it lacks 'samples'"),
-        (lambda s: s.update(column_names=["input_ids"]), "not as many names as encodings"),
+        (lambda s: s.pop("samples"), "'samples' is missing"),
+        (lambda s: s.update(column_names=["input_ids"]), "columns have different numbers of names"),
         (
             lambda s: s.update(column_encodings=["str", "ndarray", "int"]),
-            "which are not those of index.json",
+            "which do not match index.json",
         ),
     ],
 )
-def test_an_index_that_says_what_is_not_so(tmp_path, change, reason):
+def test_invalid_index(tmp_path, change, reason):
     write_tokens(tmp_path)
     changed_index(tmp_path, change)
-    assert reason in sentence_of(tmp_path)
+    assert reason in mds_error(tmp_path)
 
 
-def test_pickled_columns_are_refused(tmp_path):
+def test_pickled_columns_are_rejected(tmp_path):
     columns = [("input_ids", "pkl", None), ("other", "pkl", None), ("text", "str", None)]
     sample = {"input_ids": b"cos\nsystem\n.", "other": b"", "text": b"ab"}
     write_mds(tmp_path, columns, [[sample]])
-    assert 'column "input_ids" is pickled, and reading it could run any' in sentence_of(tmp_path)
-    assert read(tmp_path, token_field=None)[0][1] == "ab"  # which does not look at the others
+    assert 'column "input_ids" is pickled, and unpickling can execute' in mds_error(tmp_path)
+    assert read(tmp_path, token_field=None)[0][1] == "ab"  # ignores other columns
 
 
 @pytest.mark.parametrize("compression", ["gz", "bz2"])
-def test_packed_shards_that_are_damaged(tmp_path, compression):
+def test_corrupt_compressed_shards(tmp_path, compression):
     path, _ = write_tokens(tmp_path, compression=compression)
     whole = path.read_bytes()
     path.write_bytes(whole[:-9])
-    assert f"{path} cannot be unpacked (" in sentence_of(tmp_path)
+    assert f"{path} cannot be decompressed (" in mds_error(tmp_path)
     path.write_bytes(packers()[compression](bytes(2**20)))  # more than the index says
-    assert f"{path} unpacks to more than " in sentence_of(tmp_path)
+    assert f"{path} decompresses to more than " in mds_error(tmp_path)
     path.write_bytes(packers()[compression](bytes(20)))
-    assert f"{path} unpacks to less than " in sentence_of(tmp_path)
+    assert f"{path} decompresses to less than " in mds_error(tmp_path)
     changed_index(tmp_path, lambda s: s.update(compression="br:11"))
-    assert 'is compressed by "br"; zstd, gz and bz2 can be read' in sentence_of(tmp_path)
+    assert 'is compressed with "br"; supported are zstd, gz and bz2' in mds_error(tmp_path)
 
 
-def test_zstd_without_its_library(tmp_path, monkeypatch):
+def test_zstd_without_zstandard(tmp_path, monkeypatch):
     write_tokens(tmp_path, compression="zstd", pack=bytes)
     monkeypatch.setitem(sys.modules, "zstandard", None)
-    assert "pip install zstandard, or uv run --extra mds" in sentence_of(tmp_path)
+    assert "pip install zstandard, or uv run --extra mds" in mds_error(tmp_path)
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(data=st.data())
-def test_a_changed_byte_gives_a_sentence_or_documents(tmp_path_factory, data):
+def test_a_corrupt_byte_raises_an_error_or_is_harmless(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("mds")
     hashes = data.draw(st.sampled_from([(), ("md5",)]))
     paths = write_tokens(
@@ -217,12 +217,12 @@ def test_a_changed_byte_gives_a_sentence_or_documents(tmp_path_factory, data):
         assert found == expected
 
 
-def test_a_damaged_sample_is_named(tmp_path):
+def test_a_corrupt_sample_is_named(tmp_path):
     path, _ = write_tokens(tmp_path)
     content = bytearray(path.read_bytes())
     second = int(np.frombuffer(content, "<u4", 1, 8)[0])
-    content[second] += 1  # of the size of its first column
+    content[second] += 1  # size of its first column
     path.write_bytes(content)
-    message = sentence_of(tmp_path)
-    assert f"{path}, sample 1 has 33 bytes, and its columns take 34" in message
+    message = mds_error(tmp_path)
+    assert f"{path}, sample 1 has 33 bytes, but its columns have 34" in message
     assert message in error_of(source="mds", paths=(str(tmp_path),), token_field="input_ids")

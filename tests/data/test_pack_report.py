@@ -1,4 +1,4 @@
-"""Numbers, table and picture of packed sequences, and the command that shows them."""
+"""Statistics of packed sequences, and the command inspect_data."""
 
 import sys
 
@@ -13,13 +13,13 @@ from mtraining_jax.inspect_data import main
 
 @pytest.fixture
 def report():
-    # Two sequences of 32 tokens in blocks of 4: 5 + 9 of 8 + 12 places, and one whole document.
+    # Two sequences of 32 tokens in blocks of 4: documents of 5 and 9 tokens, and one of 32.
     lengths = np.array([5, 9, 32])
     packs = PackArrays(np.zeros(3, np.int64), lengths, np.array([2, 3]), 4, 32)
     return report_on(packs, 32, 4)
 
 
-def test_numbers_of_packs(report):
+def test_statistics(report):
     assert report.documents_each.tolist() == [2, 1]
     assert report.padded.tolist() == [8, 12, 32]
     assert report.waste == 1 - 46 / 64
@@ -29,10 +29,10 @@ def test_numbers_of_packs(report):
     ]  # fmt: skip
 
 
-def test_the_table_has_a_line_for_each_length(report):
+def test_table(report):
     lines = str(report).splitlines()
     assert lines[0] == "2 sequences of 32 tokens, blocks of 4: 28.12% padding"
-    assert lines[1] == "documents of a sequence: 1 to 2, mean 1.5, median 2"
+    assert lines[1] == "documents per sequence: 1 to 2, mean 1.5, median 2"
     assert lines[2].endswith("20.3% to 100.0%, mean 60.2%")
     assert lines[4].split()[:6] == ["4", "to", "7", "1", "10.9%", "37.5%"]
     assert lines[6].split() == ["16", "to", "31", "0", "0.0%"]
@@ -40,14 +40,14 @@ def test_the_table_has_a_line_for_each_length(report):
     assert len(lines) == 8
 
 
-def test_a_picture(report, tmp_path, monkeypatch):
+def test_picture(report, tmp_path, monkeypatch):
     report.draw(tmp_path / "packs.png")
     assert (tmp_path / "packs.png").read_bytes().startswith(b"\x89PNG")
     for path in (tmp_path / "no" / "packs.png", tmp_path / "packs.xyz"):
         with pytest.raises(UserError, match=f"{path} cannot be written"):
             report.draw(path)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(UserError, match="a picture needs matplotlib"):
+    with pytest.raises(UserError, match="--picture needs matplotlib"):
         report.draw(tmp_path / "packs.png")
 
 
@@ -61,15 +61,16 @@ def test_the_command(tmp_path, capsys):
     ]  # fmt: skip
     assert main([*arguments, f"--picture={picture}"]) == 0
     printed = capsys.readouterr().out
-    assert printed.startswith("text: 3 documents, 1,323 tokens; 1.5 documents each, ")
+    assert printed.startswith("text: 3 documents, 1,323 tokens; 1.5 documents per sequence, ")
     assert "2 sequences of 1,024 tokens, blocks of 128: 35.40% padding" in printed
     assert printed.endswith(f"picture: {picture}\n") and picture.exists()
     synthetic = [*arguments, "--data.source=synthetic", "--data.paths=[]"]
     synthetic += ["--data.mode=concat", "--data.documents"]
     assert main(synthetic) == 0
-    assert "1,048,576 sequences of 1,024 tokens (the first 256 of them)" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "1,048,576 sequences of 1,024 tokens (statistics of the first 256)" in printed
     assert main([*arguments, "--data.mode=concat"]) == 2
-    assert "joins documents as if they were one" in capsys.readouterr().err
+    assert "joins documents without packing them" in capsys.readouterr().err
     assert main(["--picture=a.png"]) == 2 and "--config NAME is missing" in capsys.readouterr().err
     assert main(["-h"]) == 0 and "usage: python -m" in capsys.readouterr().out
 

@@ -1,4 +1,4 @@
-"""Packs: which documents share a sequence, and what batches say about them."""
+"""Packing of documents into sequences, and the resulting batches."""
 
 import itertools
 import json
@@ -17,11 +17,11 @@ from tests.data.common import VOCAB, error_of, loader_of, section
 EOS, G, S = 9, 4, 32
 
 
-# ---- which documents share a pack --------------------------------------------------------------
+# ---- packing algorithms ------------------------------------------------------------------------
 
 
 def rooms_of_naive_best_fit(blocks, capacity):
-    """One document after the other, by the definition: the blocks free in each pack, sorted."""
+    """Reference implementation: the sorted free blocks of all packs."""
     rooms = []
     long = sorted((size for size in blocks if size * 10 > capacity), reverse=True)
     for size in [*long, *(size for size in blocks if size * 10 <= capacity)]:
@@ -34,7 +34,7 @@ def rooms_of_naive_best_fit(blocks, capacity):
 
 
 def fewest_packs(blocks, capacity):
-    """By trying everything."""
+    """The optimum, by exhaustive search."""
 
     def fits(left, rooms):
         if not left:
@@ -53,7 +53,7 @@ def fewest_packs(blocks, capacity):
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(data=st.data(), capacity=st.integers(1, 60))
-def test_best_fit_is_that_of_the_definition(data, capacity):
+def test_best_fit_matches_the_reference(data, capacity):
     blocks = data.draw(st.lists(st.integers(1, capacity), min_size=1, max_size=60))
     packs = best_fit(np.array(blocks), capacity)
     filled = np.bincount(packs, blocks)
@@ -69,8 +69,8 @@ def test_best_fit_is_near_the_optimum():
     assert np.mean(ratios) <= 1.05 and np.max(ratios) <= 1.25
 
 
-def test_no_packing_of_long_and_short_documents_wastes_much():
-    # Half of the tokens in documents of 64K in the mean, half in such of 1.2K; sequences of 512K.
+def test_long_and_short_documents_have_little_padding():
+    # Half of the tokens in documents of 64K on average, half in documents of 1.2K; 512K sequences.
     rng, tokens = np.random.default_rng(0), 2**29
     short, long = (
         np.ceil(rng.lognormal(np.log(mean) - 1.1**2 / 2, 1.1, tokens // mean // 2))
@@ -82,11 +82,11 @@ def test_no_packing_of_long_and_short_documents_wastes_much():
     packs = best_fit(-(-lengths // 128), 2**12)
     assert lengths.sum() > 2**28
     assert 1 - lengths.sum() / ((packs.max() + 1) * 2**19) < 0.03
-    # Documents in decreasing order would leave 4096 of the shortest for the last pack.
+    # With decreasing order the last pack would have 4096 of the shortest documents.
     assert np.bincount(packs).max() < 1024
 
 
-def test_short_documents_never_need_a_tenth_more_than_they_fill():
+def test_short_documents_waste_at_most_a_tenth():
     rng = np.random.default_rng(0)
     for _ in range(20):
         blocks = rng.integers(1, 21, 500)
@@ -94,7 +94,7 @@ def test_short_documents_never_need_a_tenth_more_than_they_fill():
         assert packs.max() + 1 <= np.ceil(blocks.sum() / 200 * 10 / 9)
 
 
-def test_windows_are_packed_one_by_one_and_orders_are_random(monkeypatch):
+def test_windows_are_packed_separately_in_random_order(monkeypatch):
     monkeypatch.setattr(packing, "WINDOW", 50)
     blocks = np.random.default_rng(0).integers(1, 9, 120)
     order, ends = packed_order(blocks, 16, seed=3)
@@ -103,7 +103,7 @@ def test_windows_are_packed_one_by_one_and_orders_are_random(monkeypatch):
     assert all(0 < blocks[pack].sum() <= 16 for pack in packs)
     assert all(len(set(pack // 50)) == 1 for pack in packs)
     first = [pack[0] // 50 for pack in packs]
-    assert first != sorted(first)  # packs of windows are mixed
+    assert first != sorted(first)  # packs of different windows are mixed
     sizes = [blocks[pack].tolist() for pack in packs]
     assert any(size != sorted(size, reverse=True) for size in sizes)
     for seed, same in ((3, True), (4, False)):
@@ -113,7 +113,7 @@ def test_windows_are_packed_one_by_one_and_orders_are_random(monkeypatch):
 
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=12), longest=st.integers(1, 12))
-def test_long_documents_are_cut(lengths, longest):
+def test_long_documents_are_split(lengths, longest):
     lengths = np.array(lengths)
     starts = 100 * np.arange(lengths.size)
     found = list(zip(*chunked(starts, lengths, longest), strict=True))
@@ -126,8 +126,8 @@ def test_long_documents_are_cut(lengths, longest):
 
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=12), capacity=st.integers(1, 6))
-def test_consecutive_documents_are_cut_where_a_pack_ends(lengths, capacity):
-    places, packs = {}, []  # block by block: (pack, block) to a document and where it goes on
+def test_consecutive_documents_are_split_at_the_ends_of_packs(lengths, capacity):
+    places, packs = {}, []  # block to (document, offset, tokens)
     block = 0
     for number, length in enumerate(lengths):
         for at in range(0, length, G):
@@ -148,14 +148,14 @@ def test_consecutive_documents_are_cut_where_a_pack_ends(lengths, capacity):
     assert ends.tolist() == np.cumsum([len(pack) for pack in packs]).tolist()
 
 
-# ---- what batches say --------------------------------------------------------------------------
+# ---- batches -----------------------------------------------------------------------------------
 
 
 def write(folder, lengths):
-    """A file of documents that end with `EOS`, whose other tokens are all different."""
+    """Writes a file of documents that end with `EOS`; all other tokens are different."""
     ids = 10 + np.arange(sum(lengths))
     ids[np.cumsum(lengths) - 1] = EOS
-    # In place of the old one, which a loader that reads ahead may have mapped into memory.
+    # Replaces the old file atomically, since a prefetching loader may have it memory-mapped.
     np.save(folder / "new", ids.astype(np.uint16))
     (folder / "new.npy").replace(folder / "a.npy")
     return np.split(ids, np.cumsum(lengths)[:-1])
@@ -171,7 +171,7 @@ def loader(data, **local):
 
 
 def read_back(batch, num_blocks=S // G):
-    """The documents of a batch in sequence order, after checking everything that it says."""
+    """Checks a batch and returns its documents in sequence order."""
     found = []
     rows = (batch[name] for name in ("tokens", "labels", "documents"))
     for tokens, labels, table in zip(*rows, strict=True):
@@ -193,7 +193,7 @@ def read_back(batch, num_blocks=S // G):
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_packs_hold_every_document_once(tmp_path, shuffle):
+def test_packs_have_every_document_once(tmp_path, shuffle):
     lengths = [2, 3, 4, 5, 8, 31, 32, 33, 75, 2, 6, 7, 12, 20]
     documents = write(tmp_path, lengths)
     expected = [part for ids in documents for part in np.split(ids, range(S, len(ids), S))]
@@ -203,7 +203,7 @@ def test_packs_hold_every_document_once(tmp_path, shuffle):
     pieces = [ids for batch in batches for ids in read_back(batch)]
     assert sorted(map(tuple, pieces)) == sorted(map(tuple, expected))
     waste = 1 - sum(lengths) / (found.num_sequences * S)
-    assert f"{waste:.1%} padding, 2 longer than a sequence cut" in found.description
+    assert f"{waste:.1%} padding, 2 longer than a sequence split" in found.description
     assert "14 documents, 240 tokens" in found.description
 
 
@@ -212,20 +212,20 @@ def test_consecutive_documents_keep_their_order(tmp_path):
     data = packed(tmp_path, mode="concat", documents=True)
     found = loader(data)
     pieces = read_back(next(found))
-    # Blocks of 4: 2 + 3 + 10 + 1, so that the third document is cut after 3 of its 10 blocks.
+    # Blocks of 4: 2 + 3 + 10 + 1, so the third document is split after 3 of its 10 blocks.
     expected = [documents[0], documents[1], documents[2][:12], documents[2][12:], documents[3]]
     for left, right in zip(pieces, expected, strict=True):
         np.testing.assert_array_equal(left, right)
 
 
-def test_exact_documents_are_one_each(tmp_path):
+def test_exact_mode_has_one_document_per_sequence(tmp_path):
     write(tmp_path, [33, 5, 33])
     batch = next(loader(packed(tmp_path, mode="exact", documents=True)))
     assert [len(ids) for ids in read_back(batch)] == [S, S]
     assert (batch["documents"] == [0, S // G, S]).all()
 
 
-def test_any_part_of_a_batch_has_all_of_its_documents(tmp_path):
+def test_parts_of_a_batch_have_the_documents_of_entire_rows(tmp_path):
     write(tmp_path, [5, 9, 40, 3, 20, 2, 30, 11, 11, 11])
     data = packed(tmp_path, shuffle=True)
     permutation = np.random.default_rng(0).permutation(S)
@@ -249,7 +249,7 @@ def test_any_part_of_a_batch_has_all_of_its_documents(tmp_path):
         part.block_of_rows(right["documents"], (slice(None), slice(None)))
 
 
-def test_labels_of_a_document_weigh_as_much_as_those_of_any_other(tmp_path):
+def test_weights_sum_to_1_per_document(tmp_path):
     write(tmp_path, [5, 9, 40, 3, 20, 2, 30])
     batch = next(loader(packed(tmp_path), weighted=True))
     weights, table = batch["weights"], batch["documents"]
@@ -261,7 +261,7 @@ def test_labels_of_a_document_weigh_as_much_as_those_of_any_other(tmp_path):
             assert own.sum() == pytest.approx(1) and (own[: length - 1] == own[0]).all()
 
 
-def test_a_run_goes_on_where_it_stood_and_not_with_other_packs(tmp_path):
+def test_resuming_requires_the_same_packs(tmp_path):
     write(tmp_path, [5, 9, 40, 3, 20, 2, 30, 11, 11, 11])
     data = packed(tmp_path, shuffle=True, batch_size=1)
     first = loader(data)
@@ -278,19 +278,19 @@ def test_a_run_goes_on_where_it_stood_and_not_with_other_packs(tmp_path):
         loader(data).set_state(state)
 
 
-# ---- where documents are -----------------------------------------------------------------------
+# ---- document boundaries -----------------------------------------------------------------------
 
 
-def test_lengths_beside_a_token_file_are_its_documents(tmp_path):
+def test_documents_from_a_file_of_lengths(tmp_path):
     write(tmp_path, [5, 9, 3])
     with open(tmp_path / "a.npy.lengths", "wb") as file:
         np.save(file, np.array([7, 0, 10], np.uint32))
     found = loader(packed(tmp_path, eos=None, batch_size=1))
     assert sorted(map(len, read_back(next(found)))) == [7, 10]
-    assert "1 of less than 2 tokens left out" in found.description
+    assert "1 with fewer than 2 tokens skipped" in found.description
 
 
-def test_rows_of_a_table_are_documents(tmp_path):
+def test_rows_of_a_2d_file_are_documents(tmp_path):
     np.save(tmp_path / "a.npy", 10 + np.arange(12).reshape(2, 6))
     assert [len(ids) for ids in read_back(next(loader(packed(tmp_path, batch_size=1))))] == [6, 6]
 
@@ -301,10 +301,10 @@ def test_documents_of_text_end_with_eos(tmp_path):
     found = loader_of(data, block_size=G)
     pieces = sorted(ids.tolist() for ids in read_back(next(found), num_blocks=4))
     assert pieces == [[97, 98, 256], [99, 256]]
-    assert "1 of less than 2 tokens left out" in found.description
+    assert "1 with fewer than 2 tokens skipped" in found.description
 
 
-def test_synthetic_documents_lie_in_blocks(tmp_path):
+def test_synthetic_documents_are_aligned_to_blocks(tmp_path):
     fields = {"source": "synthetic", "seq_len": 2**16, "documents": True, "eos": 7}
     data = section(5000, **fields)
     found = loader_of(data, 5000, block_size=128)
@@ -320,14 +320,14 @@ def test_synthetic_documents_lie_in_blocks(tmp_path):
 @pytest.mark.parametrize(
     ("lengths", "reason"),
     [
-        (b"no file", "cannot be read as lengths of documents"),
-        (np.array([5, 9]), "the lengths of 2 documents add up to 14, and the file of tokens"),
-        (np.array([20, -3]), "document 1 has -3 tokens, which is less than 0"),
-        (np.array([17.0]), "holds float64 (1,), not a list of lengths"),
-        (np.array([{}]), "holds object (1,), not a list of lengths"),
+        (b"no file", "cannot be read as document lengths"),
+        (np.array([5, 9]), "the lengths of 2 documents sum to 14, but the token file has"),
+        (np.array([20, -3]), "document 1 has negative length -3"),
+        (np.array([17.0]), "has float64 (1,), not a list of lengths"),
+        (np.array([{}]), "has object (1,), not a list of lengths"),
     ],
 )
-def test_lengths_of_something_else(tmp_path, lengths, reason):
+def test_invalid_lengths(tmp_path, lengths, reason):
     write(tmp_path, [5, 9, 3])
     path = tmp_path / "a.npy.lengths"
     if isinstance(lengths, bytes):
@@ -340,26 +340,26 @@ def test_lengths_of_something_else(tmp_path, lengths, reason):
     assert str(path) in str(caught.value) and reason in str(caught.value)
 
 
-def test_what_cannot_be_packed(tmp_path):
+def test_packing_errors(tmp_path):
     fields = {"source": "tokens", "paths": (str(tmp_path),), "mode": "pack"}
     blank = tmp_path / "blank.jsonl"
     blank.write_text("\n")
     assert error_of(source="jsonl", paths=(str(blank),), mode="pack", block_size=G) == (
-        'data.source = "jsonl" has no document'
+        'data.source = "jsonl" has no documents'
     )
     write(tmp_path, [1, 1, 1])
     assert error_of(**fields, eos=EOS, block_size=G) == (
-        'the 3 documents of data.source = "tokens" have less than 2 tokens each: there is nothing '
-        "to predict"
+        'the 3 documents of data.source = "tokens" have fewer than 2 tokens each: there is '
+        "nothing to predict"
     )
     write(tmp_path, [5, 1])
     consecutive_ones = fields | {"seq_len": S, "eos": EOS, "mode": "concat", "documents": True}
     assert error_of(**consecutive_ones, block_size=G) == (
-        "data.seq_len = 32 is more than the 8 tokens that the 2 documents of data.source = "
-        '"tokens" take in blocks of 4, and data.mode = "concat" keeps whole sequences: there is '
-        'not one; data.mode = "pack" would do'
+        'data.seq_len = 32 is more than the 8 tokens of the 2 documents of data.source = "tokens", '
+        'padded to blocks of 4, and data.mode = "concat" drops incomplete sequences; set data.mode '
+        '= "pack" or a smaller data.seq_len'
     )
     assert 'data.eos is not set; data.mode = "pack" needs it' in error_of(**fields, block_size=G)
-    assert "this command reads sequences without a mask" in error_of(**fields, eos=EOS)
-    with pytest.raises(ValueError, match="data.seq_len = 4 is no multiple of 3"):
+    assert "is not supported by this command" in error_of(**fields, eos=EOS)
+    with pytest.raises(ValueError, match="data.seq_len = 4 is not a multiple of 3"):
         loader_of(section(**fields, eos=EOS), VOCAB, block_size=3)

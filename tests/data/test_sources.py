@@ -1,4 +1,4 @@
-"""What each source reads, and how documents become sequences."""
+"""Data sources, and how their documents become sequences."""
 
 import json
 
@@ -27,7 +27,7 @@ from tests.data.common import VOCAB, error_of, loader_of, section, sequences
 from tests.data.contract import SourceContract
 
 EOS = 256
-# Four tokens each, so that every text is a sequence in the mode exact.
+# Four tokens each, so that every text is a sequence in mode exact.
 TEXTS = ["abcd", "efgh", "ijkl", "mnop"]
 
 
@@ -38,7 +38,7 @@ def ids_of(text):
 def save_tokenizer(path, words):
     tokenizer = Tokenizer(WordLevel({word: i for i, word in words}, unk_token="?"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
-    tokenizer.enable_truncation(max_length=1)  # which must not be obeyed
+    tokenizer.enable_truncation(max_length=1)  # must be ignored
     tokenizer.save(str(path))
     return str(path)
 
@@ -65,7 +65,7 @@ class TestSynthetic(SourceContract):
 
 class TestText(SourceContract):
     source = "text"
-    bad = (({"tokenizer": "/no/file"}, 'data.tokenizer = "/no/file" is no file'),)
+    bad = (({"tokenizer": "/no/file"}, 'data.tokenizer = "/no/file" is not a file'),)
 
     def fields(self, folder, monkeypatch):
         for number, text in enumerate(TEXTS):
@@ -119,7 +119,7 @@ OWN = "tests.data.own_source:Counting"
 
 @pytest.fixture
 def own_source(monkeypatch):
-    """What one test registers is not known to the next."""
+    """Isolates the registry of sources."""
     for name in ("_places", "_loaded"):
         monkeypatch.setattr(SOURCES, name, dict(getattr(SOURCES, name)))
 
@@ -132,7 +132,7 @@ class TestOwn(SourceContract):
         ({"count_to": VOCAB}, f"document 0: token id {VOCAB} at position {VOCAB - 1} is outside"),
     )
 
-    def test_its_options_are_known_where_it_is_named(self):
+    def test_its_options_are_known_if_it_is_selected(self):
         arguments = ["--config=tiny", f"--data.source={OWN}", "--data.count_to", "7"]
         command = parse_command_line(arguments)
         config = load_config(command.config, command.overrides)
@@ -151,10 +151,10 @@ class TestOwn(SourceContract):
     [
         ("no_such_module:X", "No module named 'no_such_module'"),
         ("tests.data.own_source:Missing", "tests.data.own_source has no 'Missing'"),
-        ("tests.data.own_source:np", "is no data source"),
+        ("tests.data.own_source:np", "is not a data source"),
     ],
 )
-def test_a_name_that_is_no_source(name, reason):
+def test_invalid_source_names(name, reason):
     message = error_of(source=name)
     assert message.startswith(f'a test: data.source: "{name}" ') and reason in message
 
@@ -163,15 +163,15 @@ def test_options_of_a_source_are_unknown_without_it():
     assert error_of(count_to=3).startswith("a test: data.count_to is not a field")
 
 
-# ---- what each reads ---------------------------------------------------------------------------
+# ---- content -----------------------------------------------------------------------------------
 
 
-def test_python_stdlib_is_the_same_every_time_and_holds_no_tests():
+def test_python_stdlib_is_deterministic_and_has_no_tests():
     data = section(seq_len=4096 * 256)
     loader = loader_of(data)
     assert loader.vocab_size == 257
     assert loader.description.startswith("python_stdlib: ")
-    # Files come in order of their paths: __future__.py is the first of any Python.
+    # Files are sorted by path: __future__.py is always first.
     first = next(loader)["tokens"][0, :40]
     assert loader.tokenizer.decode(first).startswith('"""Record of phased-in incompatible')
     files = library_files()
@@ -179,7 +179,7 @@ def test_python_stdlib_is_the_same_every_time_and_holds_no_tests():
     assert not any("test" in path.parts or "tests" in path.parts for path in files)
 
 
-def test_text_joins_documents_with_eos_in_the_order_of_their_names(tmp_path):
+def test_text_files_are_joined_with_eos_in_order_of_names(tmp_path):
     (tmp_path / "b.txt").write_text("éa", encoding="utf-8")
     (tmp_path / "a.txt").write_text("xy\r\n", encoding="utf-8", newline="")
     (tmp_path / "sub").mkdir()
@@ -192,7 +192,7 @@ def test_text_joins_documents_with_eos_in_the_order_of_their_names(tmp_path):
     assert "3 documents, 11 tokens" in corpus.summary
 
 
-def test_text_takes_globs_and_reads_a_file_once(tmp_path):
+def test_text_supports_globs_and_reads_each_file_once(tmp_path):
     for name in "ba":
         (tmp_path / f"{name}.txt").write_text(name)
     (tmp_path / "c.md").write_text("c")
@@ -206,7 +206,7 @@ def test_text_takes_globs_and_reads_a_file_once(tmp_path):
     texts=st.lists(st.text(st.characters(codec="utf-8"), max_size=6), min_size=3, max_size=8),
     seq_len=st.integers(2, 5),
 )
-def test_concatenating_and_splitting_loses_only_the_rest(tmp_path_factory, texts, seq_len):
+def test_concat_drops_only_the_last_incomplete_sequence(tmp_path_factory, texts, seq_len):
     path = tmp_path_factory.mktemp("jsonl") / "a.jsonl"
     texts = [*texts, "enough"]
     path.write_text("\n".join(json.dumps({"body": t}) for t in texts) + "\n\n")
@@ -250,7 +250,7 @@ def test_parquet_tokens_end_with_eos_once(tmp_path, kind):
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32", "int32", "int64"])
-def test_flat_token_files_follow_each_other(tmp_path, dtype):
+def test_1d_token_files_are_concatenated(tmp_path, dtype):
     np.arange(6, dtype=dtype).tofile(tmp_path / "a.bin")
     np.save(tmp_path / "b.npy", np.arange(6, 13, dtype=np.int64))
     rows, corpus = sequences(
@@ -260,7 +260,7 @@ def test_flat_token_files_follow_each_other(tmp_path, dtype):
     assert corpus.summary == "2 files, 13 tokens"
 
 
-def test_table_rows_are_documents(tmp_path):
+def test_rows_of_2d_files_are_documents(tmp_path):
     table = np.arange(12, dtype=np.uint32).reshape(3, 4)
     np.save(tmp_path / "a.npy", table)
     fields = {"source": "tokens", "paths": (str(tmp_path),), "vocab_size": 12}
@@ -269,7 +269,7 @@ def test_table_rows_are_documents(tmp_path):
         assert rows == table.tolist() and "joined" not in corpus.summary
     rows, corpus = sequences(mode="concat", seq_len=6, **fields)
     assert rows == table.reshape(2, 6).tolist()
-    # That sequences go across rows is not what everybody expects of a table.
+    # The summary mentions that sequences cross rows, which may be unexpected.
     assert corpus.summary == "1 file with rows of 4 joined, 12 tokens"
 
 

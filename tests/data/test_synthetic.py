@@ -1,4 +1,4 @@
-"""Token ids without a file: what they look like, and that any part of them can be had alone."""
+"""Synthetic token ids: their statistics, and random access."""
 
 import json
 
@@ -32,7 +32,7 @@ def test_ids_follow_zipfs_law_and_stay_in_the_vocabulary():
     counts = np.bincount(tokens.reshape(-1), minlength=VOCAB)
     assert tokens.dtype == np.int32 and counts.size == VOCAB
     eos = counts[-1]
-    # The frequency of id r goes as 1 / (r + 2.7): twenty times less of ids a hundred times higher.
+    # The frequency of id r is proportional to 1 / (r + 2.7).
     shares = 1 / (np.arange(VOCAB - 1) + 2.7)
     expected = shares / shares.sum() * (tokens.size - eos)
     for low, high in ((0, 10), (10, 100), (100, 1000), (1000, VOCAB - 1)):
@@ -41,16 +41,16 @@ def test_ids_follow_zipfs_law_and_stay_in_the_vocabulary():
 
 def test_documents_have_heavy_tailed_lengths():
     tokens = first_tokens(batch_size=32, eos=7)
-    assert tokens.max() == VOCAB - 1  # not an end here
+    assert tokens.max() == VOCAB - 1  # an ordinary token, since eos is 7
     lengths = np.concatenate([np.diff(np.flatnonzero(row == 7)) for row in tokens])
     assert 300 < lengths.size < 1000
-    # Lognormal: median 2048, mean 3.1 times that; sequences cut the longest off.
+    # Lognormal: median 2048, mean 3.1 times that; sequences truncate the longest.
     assert 1500 < np.median(lengths) < 2500
     assert lengths.mean() > 2 * np.median(lengths)
     assert lengths.max() > 16 * np.median(lengths) and lengths.min() < 200
 
 
-def test_lengths_are_those_of_the_text_without_making_it():
+def test_document_lengths_match_the_tokens():
     stream = SyntheticStream(SEQ_LEN, VOCAB, 7, seed=3)
     for sequence in (0, 5):
         tokens = stream.take(sequence * SEQ_LEN + np.arange(SEQ_LEN))
@@ -61,7 +61,7 @@ def test_lengths_are_those_of_the_text_without_making_it():
 
 def test_passages_are_repeated_at_long_distances():
     tokens = first_tokens()[0].astype(np.int64)
-    # Sixteen tokens that stood in the same order before: chance alone gives practically none.
+    # Repeated 16-token sequences, which practically never occur by chance.
     runs = np.lib.stride_tricks.sliding_window_view(tokens, 16)
     _, first, inverse = np.unique(runs, axis=0, return_index=True, return_inverse=True)
     distance = np.arange(runs.shape[0]) - first[inverse.reshape(-1)]
@@ -71,16 +71,16 @@ def test_passages_are_repeated_at_long_distances():
     assert distance.max() > SEQ_LEN / 2
 
 
-def test_seeds_and_sequences_differ_and_nothing_else():
+def test_tokens_depend_on_seed_and_sequence_only():
     tokens = first_tokens(batch_size=2, shuffle=False)
     np.testing.assert_array_equal(tokens, first_tokens(batch_size=2, shuffle=False))
     other = first_tokens(batch_size=2, shuffle=False, seed=1)
     for left, right in ((tokens[0], tokens[1]), (tokens[0], other[0])):
-        # As often alike as two independent draws are: sum of squared shares.
+        # As often equal as two independent draws.
         assert 0 < (left == right).mean() < 0.05
 
 
-def test_a_process_gets_its_part_of_the_same_batch_and_goes_on_where_it_stood():
+def test_processes_read_their_part_and_resume():
     rng = np.random.default_rng(0)
     permutation = rng.permutation(SEQ_LEN)
     columns = np.sort(rng.choice(SEQ_LEN, SEQ_LEN // 8, replace=False))
@@ -99,16 +99,16 @@ def test_a_process_gets_its_part_of_the_same_batch_and_goes_on_where_it_stood():
     part.close()
 
 
-def test_what_cannot_be_is_refused():
-    def sentence(**fields):
+def test_errors():
+    def error(**fields):
         return error_of(**{"source": "synthetic"} | fields)
 
-    assert sentence(mode="exact") == (
+    assert error(mode="exact") == (
         'data.mode = "exact" is not possible with data.source = "synthetic": it must be "concat"'
     )
-    assert sentence(eos=VOCAB, vocab_size=VOCAB) == (
+    assert error(eos=VOCAB, vocab_size=VOCAB) == (
         "data.eos = 5000 is outside the vocabulary: model.vocab_size = 5000"
     )
-    assert sentence(eos="<eos>").startswith('data.eos = "<eos>" must be an id')
-    assert sentence(vocab_size=1).startswith("model.vocab_size = 1 must be at least 2")
+    assert error(eos="<eos>").startswith('data.eos = "<eos>" must be an id')
+    assert error(vocab_size=1).startswith("model.vocab_size = 1 must be at least 2")
     assert set(np.unique(first_tokens(vocab_size=2))) == {0, 1}

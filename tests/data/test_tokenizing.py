@@ -1,4 +1,4 @@
-"""A corpus that is tokenised once: the same tokens, in any number of processes, after any stop."""
+"""Pre-tokenizing a corpus: deterministic, with any number of processes and interruptions."""
 
 import json
 import multiprocessing
@@ -41,7 +41,7 @@ def written(folder):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """Token files of the corpus, by two processes."""
+    """Token files of the corpus, written by two processes."""
     folder = tmp_path_factory.mktemp("whole")
     data = written(folder)
     run(data, folder / "out", processes=2)
@@ -60,7 +60,7 @@ def times(folder):
     return {path.name: path.stat().st_mtime_ns for path in folder.glob("part-*")}
 
 
-def test_parts_depend_on_documents_alone(corpus):
+def test_parts_depend_on_documents_only(corpus):
     found = list(parts(selected_source(corpus), PART))
     assert [text for documents, _, _ in found for _, text in documents] == TEXTS
     assert all(size >= PART for _, _, size in found[:-1]) and len(found) > 3
@@ -68,7 +68,7 @@ def test_parts_depend_on_documents_alone(corpus):
     assert again == [checksum for _, checksum, _ in found]
 
 
-def test_token_files_are_what_a_run_would_read(corpus, whole, tmp_path):
+def test_token_files_match_the_tokens_of_a_run(corpus, whole, tmp_path):
     totals = run(corpus, tmp_path / "one")
     tokens = sum(len(text) + 1 for text in TEXTS if text)
     assert (totals.documents, totals.tokens, totals.found) == (len(TEXTS), tokens, 0)
@@ -89,9 +89,9 @@ def test_token_files_are_what_a_run_would_read(corpus, whole, tmp_path):
         np.testing.assert_array_equal(batches[0][name], batches[1][name])
 
 
-def test_documents_of_ids_are_stored_too(tmp_path):
+def test_documents_of_token_ids(tmp_path):
     np.save(tmp_path / "a.npy", np.arange(4))
-    with pytest.raises(UserError, match='data.source = "tokens" has no documents to tokenise'):
+    with pytest.raises(UserError, match='data.source = "tokens" has no documents to tokenize'):
         run(section(source="tokens", paths=(str(tmp_path / "a.npy"),)), tmp_path / "out")
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"ids": [[1, 2], [], [3, 0], [4]]}), path)
@@ -103,7 +103,7 @@ def test_documents_of_ids_are_stored_too(tmp_path):
     assert (totals.documents, totals.tokens) == (4, 7)
 
 
-def test_a_killed_command_goes_on(corpus, whole, tmp_path):
+def test_a_killed_command_resumes(corpus, whole, tmp_path):
     folder, script = tmp_path / "killed", tmp_path / "script.py"
     script.write_text(
         "if __name__ == '__main__':\n"
@@ -130,9 +130,9 @@ def test_a_killed_command_goes_on(corpus, whole, tmp_path):
         process.wait()
     records = sorted(path.name for path in folder.glob("part-*.json"))
     assert 2 <= len(records) < len(list(whole.glob("part-*.json")))
-    with pytest.raises(UserError, match="is not complete: the command that tokenises has not end"):
+    with pytest.raises(UserError, match="is incomplete: mtraining_jax.tokenize has not finished"):
         TokenFiles(paths=(str(folder),)).open(section(), VOCAB)
-    # What a stop at the worst moment leaves: a part without its record, and a file half written.
+    # The worst interruption: a part without its record, and a truncated file.
     (folder / records[-1]).unlink()
     (folder / records[-1].replace("json", "npy")).write_bytes(b"half")
     (folder / ".part-00009.npy.1").write_bytes(b"half")
@@ -142,7 +142,7 @@ def test_a_killed_command_goes_on(corpus, whole, tmp_path):
     assert parts_of(folder) == parts_of(whole) and not list(folder.glob(".*"))
 
 
-def test_a_second_call_does_nothing_but_for_what_changed(corpus, tmp_path):
+def test_a_second_call_rewrites_only_changed_parts(corpus, tmp_path):
     folder = tmp_path / "out"
     first = run(corpus, folder)
     before = times(folder)
@@ -157,36 +157,36 @@ def test_a_second_call_does_nothing_but_for_what_changed(corpus, tmp_path):
     assert sequences(source="tokens", paths=(str(folder),), seq_len=8)[0] == expected
 
 
-def test_a_folder_of_something_else_is_refused(corpus, tmp_path):
+def test_a_folder_with_other_content_is_rejected(corpus, tmp_path):
     folder = tmp_path / "out"
     run(corpus, folder)
     other = section(source="jsonl", paths=corpus.paths, eos=7)
-    with pytest.raises(UserError, match=r"was begun with data.eos = 256, and now it is 7: name an"):
+    with pytest.raises(UserError, match=r"was started with data.eos = 256, but now it is 7"):
         run(other, folder)
-    with pytest.raises(UserError, match="holds other files already: name a folder of its own"):
+    with pytest.raises(UserError, match="has other files: choose an empty folder"):
         run(corpus, tmp_path)
     (folder / "token_parts.json").write_text("{}")
     with pytest.raises(UserError, match=r"token_parts.json cannot be read \('version'\)"):
         run(corpus, folder)
 
 
-def test_a_process_that_is_killed_is_told(corpus, tmp_path):
+def test_error_if_a_process_is_killed(corpus, tmp_path):
     def kill(totals, read):
         for child in multiprocessing.active_children():
             child.kill()
 
-    with pytest.raises(UserError, match="was ended from outside, perhaps for lack of memory"):
+    with pytest.raises(UserError, match="a tokenizer process was killed, possibly out of memory"):
         run(corpus, tmp_path / "out", report=kill)
 
 
-def test_bad_documents_end_in_the_sentence_of_their_place(tmp_path):
+def test_errors_locate_invalid_documents(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "fine"}\n{"text": "\\ud800"}\n')
     data = section(source="jsonl", paths=(str(path),))
-    with pytest.raises(UserError, match="line 2 holds text that is not valid Unicode"):
+    with pytest.raises(UserError, match="line 2 has text that is not valid Unicode"):
         run(data, tmp_path / "out")
     path.write_text('{"text": ""}\n')
-    with pytest.raises(UserError, match="has no document with a token in it"):
+    with pytest.raises(UserError, match="has no documents with tokens"):
         run(data, tmp_path / "empty")
 
 
@@ -199,31 +199,31 @@ def test_the_command(corpus, tmp_path, capsys):
     assert f"--data.source=tokens --data.paths='[\"{out}\"]'" in printed
     assert "tokens in 1 part" in printed
     for bad, words in (
-        ([], "--out FOLDER is missing"),
-        ([f"--out={out}"], "--config NAME is missing"),
+        ([], "--out FOLDER, the folder for the token files, is missing"),
+        ([f"--out={out}"], "--config NAME, the run that will read the token files, is"),
         ([f"--out={out}", "--processes=0", *arguments], "--processes=0 must be at least 1"),
-        ([f"--out={out}", "--processes=x"], "invalid int value: 'x'; --help tells more"),
-        ([f"--out={out}", "--data.path=a"], "--data.path is not an option"),
+        ([f"--out={out}", "--processes=x"], "invalid int value: 'x'; see --help"),
+        ([f"--out={out}", "--data.path=a"], "unknown option --data.path"),
     ):
         assert main(bad) == 2 and words in capsys.readouterr().err
     assert main(["--help"]) == 0 and "usage: python -m" in capsys.readouterr().out
 
 
-def test_a_large_corpus_is_told_before_it_is_read(corpus, monkeypatch):
+def test_hint_for_a_large_corpus(corpus, monkeypatch):
     assert slow_start(corpus) is None and slow_start(section()) is None
     monkeypatch.setattr(advice, "LARGE", 100)
     line = slow_start(corpus)
-    assert line.startswith("data.paths holds 0 MiB, which each process of each run tokenises at")
+    assert line.startswith("every process of every run tokenizes data.paths (0 MiB) at startup")
     assert "python -m mtraining_jax.tokenize" in line
 
 
-def test_a_run_says_so_before_it_reads(tmp_path, monkeypatch, capsys):
+def test_a_run_prints_the_hint_first(tmp_path, monkeypatch, capsys):
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"text": "x" * 100}))
     data = {"source": "jsonl", "paths": [str(path)]}
     config = tiny_config(tmp_path, data=data, model={"vocab_size": VOCAB})
-    for large, said in ((2**20, False), (10, True)):
+    for large, printed in ((2**20, False), (10, True)):
         monkeypatch.setattr(advice, "LARGE", large)
-        with pytest.raises(UserError, match="there is not one sequence"):
+        with pytest.raises(UserError, match="data.seq_len = 128 is more than the 101 tokens"):
             training.run(config)
-        assert ("python -m mtraining_jax.tokenize" in capsys.readouterr().out) == said
+        assert ("python -m mtraining_jax.tokenize" in capsys.readouterr().out) == printed

@@ -9,7 +9,7 @@ GIB = 2**30
 
 @pytest.fixture
 def no_gigabytes():
-    """More than one further GiB is an error, and not the end of the machine."""
+    """Limits further allocations to one GiB, so that excess raises an error."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     before = resource.getrlimit(resource.RLIMIT_AS)
     limit = pages * os.sysconf("SC_PAGE_SIZE") + GIB
@@ -20,5 +20,5 @@ def no_gigabytes():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """One for all files: each is written over the one before."""
+    """A shared folder; files are overwritten."""
     return tmp_path_factory.mktemp("fuzz")

@@ -1,4 +1,4 @@
-"""How tests damage files, and what may come of it: what the tests of this folder share."""
+"""Fuzzing helpers: corrupt files, and the allowed outcomes of reading them."""
 
 import os
 from collections.abc import Callable
@@ -13,12 +13,12 @@ FUZZ = settings(
     max_examples=EXAMPLES,
     derandomize="MTRAINING_FUZZ" not in os.environ,
     database=None,
-    # A reader that takes ten seconds over a kilobyte hangs.
+    # Ten seconds for a kilobyte count as a hang.
     deadline=10_000,
     suppress_health_check=list(HealthCheck),
 )
 
-# Anything that JSON can hold, with numbers that arithmetic stumbles over.
+# Arbitrary JSON values, with numeric edge cases.
 ODD = st.sampled_from([0, -1, 1, 2**31, 2**63, 2**64, -(2**63), 1e308, 1e-320, 0.5, 10**400])
 SCALAR = st.none() | st.booleans() | ODD | st.text(max_size=8) | st.floats()
 ANYTHING = st.recursive(
@@ -29,7 +29,7 @@ ANYTHING = st.recursive(
 
 
 def damaged(whole: bytes) -> st.SearchStrategy[bytes]:
-    """A file with some bytes changed, left out or put in; or cut; or something else."""
+    """Strategy: bytes changed, removed or inserted; truncated; or random content."""
     place = st.integers(0, len(whole))
     change = st.tuples(place, st.integers(0, 8), st.binary(max_size=8))
 
@@ -47,7 +47,7 @@ def damaged(whole: bytes) -> st.SearchStrategy[bytes]:
 
 
 def otherwise(table: object) -> st.SearchStrategy[object]:
-    """A JSON value in which one or two parts are replaced or left out."""
+    """Strategy: a JSON value with one or two parts replaced."""
     places = []
 
     def collect(value, path):

@@ -1,4 +1,4 @@
-"""What our own sources may not do: run what a file says."""
+"""The source code must not execute code from files."""
 
 import ast
 from pathlib import Path
@@ -16,18 +16,18 @@ SOURCES = sorted(
                     "benchmarks/**/*.py", "experiments/**/*.py", "tests/**/*.py", "*.py")
     for path in ROOT.glob(pattern)
 )  # fmt: skip
-# What has to: each by its file, with all that is found there.
+# Exceptions by file, with all findings.
 ALLOWED = {
-    # Runs the example that a page of ours shows.
+    # Runs an example of the documentation.
     "tests/test_docs.py": ["exec(...)"],
-    # Writes the array that readers have to refuse.
+    # Writes an array that readers must reject.
     "tests/security/test_sources.py": ["allow_pickle"],
 }
-# Modules that run what a file says when they read it.
+# Modules that execute code while reading files.
 UNSAFE = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 UNSAFE_CALLS = {"eval", "exec", "compile", "__import__"}
 UNSAFE_METHODS = {"read_pickle", "to_pickle"}
-# Functions that import by name; and how many arguments numpy.load takes before allow_pickle.
+# Functions that import by name; number of arguments of numpy.load before allow_pickle.
 IMPORTERS, PLACES = {"import_module", "importorskip"}, 2
 
 
@@ -62,7 +62,7 @@ def problems(tree: ast.AST) -> list[str]:
     return found
 
 
-def test_no_source_reads_what_could_run_a_program():
+def test_no_source_can_execute_code_from_files():
     assert len(SOURCES) > 400
     assert {path.relative_to(ROOT).parts[0] for path in SOURCES} >= {"tests", "experiments"}
     found = {
@@ -80,11 +80,11 @@ def test_no_source_reads_what_could_run_a_program():
         "np.load(x, None, True)", "pandas.read_pickle(x)", "importlib.import_module('dill.source')",
     ],
 )  # fmt: skip
-def test_the_test_finds_them(text):
+def test_unsafe_code_is_found(text):
     assert problems(ast.parse(text))
 
 
-def test_pickled_arrays_are_refused(tmp_path):
+def test_pickled_arrays_are_rejected(tmp_path):
     class Runs:
         def __reduce__(self):
             return Path.touch, (tmp_path / "was_run",)

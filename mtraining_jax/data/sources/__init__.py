@@ -1,4 +1,4 @@
-"""The sources that come with the package, one line each, and how one is chosen."""
+"""Registry of built-in data sources."""
 
 from collections.abc import Iterator
 from dataclasses import fields
@@ -27,22 +27,17 @@ SOURCES = Registry(
 
 
 def selected_source(data: "DataConfig") -> "Source":
-    """The source that `data.source` names, with its fields of the section.
+    """The source that `data.source` selects, with its options.
 
     Raises:
-        UserError: if there is no such source.
+        UserError: unknown source.
     """
     cls = SOURCES.get(data.source)
     return cls(**{field.name: getattr(data, field.name) for field in fields(cls) if field.init})
 
 
 def problems(data: "DataConfig", vocab_size: int) -> Iterator[str]:
-    """One sentence for each mistake of the section that can be detected before opening anything.
-
-    Args:
-        data: the section.
-        vocab_size: ids that the model knows.
-    """
+    """Validates the section without opening files; yields one message per problem."""
     source = selected_source(data)
     if data.mode not in source.modes:
         allowed = " or ".join(f'"{mode}"' for mode in source.modes)
@@ -52,8 +47,8 @@ def problems(data: "DataConfig", vocab_size: int) -> Iterator[str]:
         )
     if data.paths and not hasattr(source, "paths"):
         yield (
-            f'data.paths has {len(data.paths)} entries, but data.source = "{data.source}" takes '
-            'none; data.source = "text" reads files'
+            f'data.paths has {len(data.paths)} entries, but data.source = "{data.source}" does not '
+            'use it; set data.source = "text" to read text files'
         )
     yield from source.problems(data, vocab_size)
     if isinstance(data.eos, int) and data.eos >= vocab_size:

@@ -1,4 +1,4 @@
-"""JSON lines: one document a line."""
+"""JSON lines, one document per line."""
 
 import codecs
 import json
@@ -16,17 +16,16 @@ from mtraining_jax.field_types import Text
 
 @dataclass(frozen=True, kw_only=True)
 class JsonLines(FileSource, DocumentSource):
-    """Files of one JSON object a line. Blank lines are passed over.
+    """Files with one JSON object per line; skips blank lines.
 
     Attributes:
-        text_field: Field of a JSONL line, or column of a table, that holds the text.
+        text_field: JSONL field or table column with the text.
     """
 
     text_field: Text = "text"
     suffixes: ClassVar[tuple[str, ...]] = (".jsonl",)
 
     def documents(self) -> Iterator[tuple[str, str]]:
-        """As of `DocumentSource`."""
         for path in self.files():
             try:
                 lines = path.open("rb")
@@ -35,7 +34,7 @@ class JsonLines(FileSource, DocumentSource):
             with lines:
                 for number, line in enumerate(lines, 1):
                     if number == 1:
-                        line = line.removeprefix(codecs.BOM_UTF8)  # as Windows writes
+                        line = line.removeprefix(codecs.BOM_UTF8)
                         _check_not_packed(line, path)
                     if line.strip():
                         where = f"{path}, line {number}"
@@ -64,11 +63,11 @@ class JsonLines(FileSource, DocumentSource):
 def _check_not_packed(line: bytes, path: Path) -> None:
     for name, magic in (("gzip", b"\x1f\x8b"), ("zstd", b"\x28\xb5\x2f\xfd")):
         if line.startswith(magic):
-            raise UserError(f"data.paths: {path} is compressed by {name}: unpack it first")
+            raise UserError(f"data.paths: {path} is compressed with {name}: decompress it first")
 
 
 def _reason(error: Exception) -> str:
-    """Why a line is not JSON; its number in the file is told beside this."""
+    """Why a line is not valid JSON, without its line number."""
     match error:
         case json.JSONDecodeError():
             return f"{error.msg}: character {error.pos + 1}"
@@ -78,6 +77,6 @@ def _reason(error: Exception) -> str:
 
 
 def _kind(value: Any) -> str:
-    """What JSON calls a value."""
+    """The JSON type of a value."""
     kinds = {dict: "an object", list: "an array", bool: "true or false", type(None): "null"}
     return kinds.get(type(value), "text" if isinstance(value, str) else "a number")

@@ -1,4 +1,4 @@
-"""Shards of MosaicML's streaming format (MDS), read without its library."""
+"""MosaicML streaming (MDS) shards, read without the streaming library."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,13 +24,13 @@ from mtraining_jax.field_types import Text
 
 @dataclass(frozen=True, kw_only=True)
 class MosaicShards(FileSource, DocumentSource):
-    """Folders with an index.json and its shards. One document a sample, or several.
+    """Folders with an index.json and its shards; a sample has one or several documents.
 
     Attributes:
-        text_field: Field of a JSONL line, or column of a table, that holds the text.
-        token_field: Column of a table that holds token ids, read instead of text_field.
-        span_field: Column of an MDS shard that tells where the documents of a sample begin and end,
-            as pairs of numbers of tokens; without it a sample is one document.
+        text_field: JSONL field or table column with the text.
+        token_field: Table column with token ids, used instead of text_field.
+        span_field: MDS column with the documents of a sample, as pairs of begin and end in tokens;
+            without it a sample is one document.
     """
 
     text_field: Text = "text"
@@ -39,23 +39,21 @@ class MosaicShards(FileSource, DocumentSource):
 
     @property
     def holds_ids(self) -> bool:
-        """As of `DocumentSource`."""
         return self.token_field is not None
 
     def files(self) -> list[Path]:
-        """The index of each data set; one below another is part of that one."""
+        """The outermost index.json files."""
         found = [path for path in find_files(self.paths, (INDEX,)) if path.name == INDEX]
         if not found:
-            raise UserError(f"data.paths: {', '.join(self.paths)} is no {INDEX}, and no folder")
+            raise UserError(f"data.paths: {', '.join(self.paths)} must be {INDEX} or a folder")
         folders = {path.parent for path in found}
         return [path for path in found if not folders.intersection(path.parent.parents)]
 
     def size(self) -> int:
-        """As of `FileSource`, uncompressed."""
+        """Uncompressed size in bytes."""
         return sum(shard.size for index in self.files() for shard in read_index(index))
 
     def documents(self) -> Iterator[tuple[str, str | np.ndarray]]:
-        """As of `DocumentSource`."""
         for index in self.files():
             for shard in read_index(index):
                 yield from self._of_shard(shard)
@@ -69,7 +67,7 @@ class MosaicShards(FileSource, DocumentSource):
         if not self.holds_ids and encodings != ["str"]:
             raise UserError(
                 f'{shard.path}: column "{self.text_field}" is {encodings[0]}, not text; '
-                "data.token_field reads token ids"
+                "use data.token_field for token ids"
             )
         where = f"data.paths: {shard.path}"
         try:
@@ -92,16 +90,16 @@ def _spans(
     """The documents of one sample."""
     ids = decoded(parts[0], encodings[0])
     if ids.dtype.kind not in "iu" or ids.ndim != 1:
-        raise Damaged(f"holds {ids.dtype} of shape {ids.shape}, not a list of token ids")
+        raise Damaged(f"has {ids.dtype} of shape {ids.shape}, not a list of token ids")
     if len(parts) == 1:
         yield where, ids
         return
     spans = decoded(parts[1], encodings[1])
     if spans.dtype.kind not in "iu" or spans.ndim != 2 or spans.shape[1] != 2:
-        raise Damaged(f"has spans of {spans.dtype} {spans.shape}, not pairs of whole numbers")
+        raise Damaged(f"has spans of {spans.dtype} {spans.shape}, not pairs of integers")
     for number, (begin, end) in enumerate(spans.tolist()):
         if not 0 <= begin <= end <= ids.size:
             raise Damaged(
-                f"has {ids.size} tokens, and its document {number} goes from {begin} to {end}"
+                f"has {ids.size} tokens, but its document {number} has span {begin} to {end}"
             )
         yield f"{where}, document {number}", ids[begin:end]

@@ -1,4 +1,4 @@
-"""Parquet files: a column of text, or of token ids. One document a row."""
+"""Parquet files with a column of text or token ids, one document per row."""
 
 import functools
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from mtraining_jax.data.source import FileSource
 from mtraining_jax.errors import UserError
 from mtraining_jax.field_types import Text
 
-# A row may be a sequence of half a million tokens; 16 of them are 64 MB as int64.
+# 16 rows of half a million tokens are 64 MB as int64.
 _ROWS_AT_ONCE = 16
 
 
@@ -24,8 +24,8 @@ class Parquet(FileSource, DocumentSource):
     """Parquet files (needs the extra parquet).
 
     Attributes:
-        text_field: Field of a JSONL line, or column of a table, that holds the text.
-        token_field: Column of a table that holds token ids, read instead of text_field.
+        text_field: JSONL field or table column with the text.
+        token_field: Table column with token ids, used instead of text_field.
     """
 
     text_field: Text = "text"
@@ -34,11 +34,9 @@ class Parquet(FileSource, DocumentSource):
 
     @property
     def holds_ids(self) -> bool:
-        """As of `DocumentSource`."""
         return self.token_field is not None
 
     def documents(self) -> Iterator[tuple[str, str | np.ndarray]]:
-        """As of `DocumentSource`."""
         column = Column(self.token_field or self.text_field, self.holds_ids, "parquet")
         for path in self.files():
             with _opened(path) as file:
@@ -51,9 +49,9 @@ def _opened(path: Path) -> Any:
     pyarrow = load_pyarrow("parquet")
     try:
         file = pyarrow.parquet.ParquetFile(path)
-        file.schema_arrow.names  # noqa: B018 - which are decoded only here
+        file.schema_arrow.names  # noqa: B018 - decoded here, may raise UnicodeDecodeError
         return file
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise UserError(
-            f"data.paths: {path} is not a whole Parquet file ({first_line(error)})"
+            f"data.paths: {path} is not a valid Parquet file ({first_line(error)})"
         ) from error

@@ -1,4 +1,4 @@
-"""Python's own library: text that every machine has."""
+"""Python's standard library as training text, without a download."""
 
 import os
 import sysconfig
@@ -10,16 +10,15 @@ from pathlib import Path
 from mtraining_jax.data.documents import DocumentSource
 from mtraining_jax.errors import UserError
 
-# Tests hold broken encodings on purpose and are missing from many distributions.
+# Tests have invalid encodings on purpose and are missing in many distributions.
 _SKIPPED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class PythonStdlib(DocumentSource):
-    """Sources of the running Python's standard library: one document a file."""
+    """Source files of Python's standard library, one document per file."""
 
     def documents(self) -> Iterator[tuple[str, str]]:
-        """As of `DocumentSource`; each file is read in the encoding that it declares."""
         for path in library_files():
             try:
                 with tokenize.open(path) as file:
@@ -30,13 +29,10 @@ class PythonStdlib(DocumentSource):
 
 
 def library_files() -> list[Path]:
-    """Lists the ``.py`` files of the standard library, sorted by module path.
-
-    Returns:
-        The files, without tests, installed packages and the build settings of this machine.
+    """The ``.py`` files of the standard library, without tests and machine-specific files, sorted.
 
     Raises:
-        UserError: this Python came without sources.
+        UserError: Python is installed without source files.
     """
     root = Path(sysconfig.get_path("stdlib"))
     files = []
@@ -49,6 +45,7 @@ def library_files() -> list[Path]:
         ]
     if not files:
         raise UserError(
-            f'data.source = "python_stdlib" finds no .py files under {root}; "text" reads others'
+            f'data.source = "python_stdlib": there are no .py files in {root}; use data.source = '
+            '"text"'
         )
     return sorted(files, key=lambda path: path.parts)

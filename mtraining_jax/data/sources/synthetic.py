@@ -1,7 +1,7 @@
-"""Token ids without any file, for benchmarks: documents with the structure of real ones.
+"""Synthetic token ids for benchmarks, with realistic document structure.
 
-Every token is a function of the seed and its position alone, so a process makes only the tokens
-that it holds, and a run can resume at any place.
+Every token is a function of the seed and its position, so processes generate only their tokens, and
+runs can resume anywhere.
 """
 
 from collections.abc import Iterator
@@ -19,39 +19,37 @@ from mtraining_jax.random_bits import GOLDEN, mixed
 if TYPE_CHECKING:
     from mtraining_jax.config import DataConfig
 
-# Sequences before the source repeats itself: more than any benchmark reads.
+# Sequences per epoch: more than any benchmark reads.
 NUM_SEQUENCES = 2**20
 
-# Documents: lognormal lengths of this median, in tokens. Their mean is 3 times, the longest of a
-# thousand 100 times as long.
+# Lognormal document lengths in tokens. The mean is 3 times the median, the longest of a thousand
+# documents 100 times.
 _MEDIAN_DOCUMENT, _DOCUMENT_SIGMA = 2048, 1.5
-# Passages: exponential lengths of this mean, in tokens, and the share that repeats an earlier one.
+# Exponential passage lengths in tokens, and the fraction of passages that repeat an earlier one.
 _MEAN_PASSAGE, _REPEATED = 256, 0.3
-# The table that turns uniform random numbers into Zipf distributed ids.
+# Size of the table from uniform random numbers to Zipf-distributed ids.
 _TABLE_BITS = 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Synthetic(Source):
-    """Random token ids over the vocabulary. Documents vary in length: there is no mode `exact`."""
+    """Random token ids over the vocabulary; mode `exact` is not supported."""
 
     modes: ClassVar[tuple[str, ...]] = ("concat",)
 
     def problems(self, data: "DataConfig", vocab_size: int) -> Iterator[str]:
-        """As of `Source`."""
         yield from named_eos(data)
         if vocab_size < 2:
             yield (
-                f"model.vocab_size = {vocab_size} must be at least 2: an eos and another id, for "
-                'data.source = "synthetic"'
+                f"model.vocab_size = {vocab_size} must be at least 2 for data.source = "
+                '"synthetic": eos and another id'
             )
 
     def has_lengths(self, data: "DataConfig") -> bool:
-        """As of `Source`: they are drawn."""
         return True
 
     def open(self, data: "DataConfig", vocab_size: int) -> Corpus:
-        """As of `Source`. If data.eos is not set, the last id of the vocabulary ends documents."""
+        """If data.eos is not set, the last id of the vocabulary ends documents."""
         eos = vocab_size - 1 if data.eos is None else data.eos
         stream = SyntheticStream(data.seq_len, vocab_size, eos, data.seed)
         starts = range(0, len(stream), data.seq_len)
@@ -62,12 +60,12 @@ class Synthetic(Source):
 
 @dataclass(frozen=True)
 class _Outline:
-    """What one sequence is made of; int64 arrays.
+    """Structure of one sequence, as int64 arrays.
 
     Attributes:
-        document_ends: ascending, last position of each document but the one that is cut off.
-        starts: ascending, first position of each passage.
-        contents: the content of each passage: its own number, or that of the passage it repeats.
+        document_ends: last position of each document except the truncated last one, ascending.
+        starts: first position of each passage, ascending.
+        contents: content id of each passage: its index, or that of the passage it repeats.
     """
 
     document_ends: np.ndarray
@@ -78,16 +76,15 @@ class _Outline:
 class SyntheticStream:
     """Random token ids of `NUM_SEQUENCES` sequences.
 
-    Ids have the frequencies of words (Zipf's law, by id). Documents of lognormal length end with
-    `eos`, which occurs nowhere else; the last document of each sequence is cut off. Every third
-    passage repeats an earlier one of its sequence, at any distance, so that attention has something
-    to find and a model something to learn.
+    Ids follow Zipf's law. Documents have lognormal lengths and end with `eos`, which occurs nowhere
+    else; the last document of a sequence is truncated. About every third passage repeats an earlier
+    one of its sequence, at any distance, so that models have something to learn.
 
     Args:
-        seq_len: S, tokens of a sequence.
-        vocab_size: every id is below it; at least 2.
-        eos: the id that ends a document.
-        seed: of everything.
+        seq_len: tokens per sequence.
+        vocab_size: vocabulary size, at least 2.
+        eos: end-of-document token.
+        seed: random seed.
     """
 
     def __init__(self, seq_len: int, vocab_size: int, eos: int, seed: int):
@@ -98,14 +95,7 @@ class SyntheticStream:
         return NUM_SEQUENCES * self._seq_len
 
     def take(self, positions: np.ndarray) -> np.ndarray:
-        """Makes token ids.
-
-        Args:
-            positions: int64 [n], from 0 to below ``len(self)``, in any order.
-
-        Returns:
-            int32 [n].
-        """
+        """Token ids, int32 [n], at positions int64 [n] in ``range(len(self))``, in any order."""
         out = np.empty(positions.shape, np.int32)
         if not positions.size:
             return out
@@ -118,7 +108,7 @@ class SyntheticStream:
         return out
 
     def document_lengths(self, sequence: int) -> np.ndarray:
-        """Tokens of the documents of one sequence, int64 [d]; the last one is cut off."""
+        """Document lengths of one sequence, int64 [d]; the last document is truncated."""
         ends = self._draw_document_ends(self._rng(sequence)) + 1
         return np.diff(ends, prepend=0, append=self._seq_len)
 
@@ -136,7 +126,7 @@ class SyntheticStream:
         return np.random.default_rng([self._seed, sequence])
 
     def _draw_document_ends(self, rng: np.random.Generator) -> np.ndarray:
-        """The first that is drawn of an outline: lengths of documents need no more."""
+        """Drawn first, so that document lengths need no further random numbers."""
         mean = _MEDIAN_DOCUMENT * np.exp(_DOCUMENT_SIGMA**2 / 2)
 
         def documents(number: int) -> np.ndarray:
@@ -160,22 +150,21 @@ class SyntheticStream:
 
 @dataclass(frozen=True)
 class SyntheticDocuments:
-    """The documents of a stream, laid into sequences as each sequence is read.
+    """The documents of a synthetic stream, packed on demand.
 
-    Each sequence holds documents of its own sequence of the stream, each from a block's beginning;
-    those that go over its end are cut or left out.
+    Each sequence has the documents of one sequence of the stream, aligned to blocks; documents
+    beyond its end are split or dropped.
     """
 
     stream: SyntheticStream
 
     def packs(self, data: "DataConfig", block_size: int) -> "SyntheticPacks":
-        """As of `Documents`."""
         return SyntheticPacks(self.stream, data.seq_len, block_size)
 
 
 @dataclass(frozen=True)
 class SyntheticPacks:
-    """As `Packs`: sequences of random documents."""
+    """Packed sequences of random documents."""
 
     stream: SyntheticStream
     seq_len: int
@@ -185,7 +174,6 @@ class SyntheticPacks:
         return NUM_SEQUENCES
 
     def pieces(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """As of `Packs`."""
         lengths = self.stream.document_lengths(number)
         starts = number * self.seq_len + np.cumsum(lengths) - lengths
         starts, lengths, ends = consecutive(
@@ -195,17 +183,15 @@ class SyntheticPacks:
 
     @property
     def summary(self) -> str:
-        """As of `Packs`."""
-        return "documents from a block's beginning each"
+        return "documents aligned to blocks"
 
     @property
     def digest(self) -> str:
-        """As of `Packs`; all else is in the fields of the section."""
-        return "synthetic"
+        return "synthetic"  # the fields of the section determine the packing
 
 
 def _ends(lengths, mean: float, total: int) -> np.ndarray:
-    """Running sums below `total` of random lengths, each rounded up; ascending int64."""
+    """Cumulative sums below `total` of random lengths, rounded up, ascending int64."""
     found, end = [], 0
     while end < total:
         sums = end + np.cumsum(np.ceil(lengths(int(total / mean) + 16)).astype(np.int64))
@@ -216,9 +202,9 @@ def _ends(lengths, mean: float, total: int) -> np.ndarray:
 
 
 def _zipf_table(vocab_size: int, eos: int) -> np.ndarray:
-    """Ids at evenly spaced quantiles, int32 [2^20]: id r with a share of 1 / (r + 2.7), no eos.
+    """Ids at evenly spaced quantiles, int32 [2^20], without eos.
 
-    The shift is Mandelbrot's, for the words of English.
+    The Zipf-Mandelbrot law for English words: probability of id r proportional to 1 / (r + 2.7).
     """
     shares = 1 / (np.arange(vocab_size - 1) + 2.7)
     sums = np.cumsum(shares)

@@ -10,10 +10,9 @@ from mtraining_jax.errors import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class TextFiles(FileSource, DocumentSource):
-    """Text files, byte for byte: one document per file. Of folders all files are read."""
+    """UTF-8 text files, one document per file; folders may have files with any suffix."""
 
     def documents(self) -> Iterator[tuple[str, str]]:
-        """As of `DocumentSource`."""
         for path in self.files():
             try:
                 text = path.read_bytes().decode("utf-8")

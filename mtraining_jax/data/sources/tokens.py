@@ -1,4 +1,4 @@
-"""Token ids in .npy and raw .bin files, mapped and never read whole."""
+"""Memory-mapped token ids in .npy and raw .bin files."""
 
 import math
 from collections.abc import Iterator
@@ -21,23 +21,22 @@ from mtraining_jax.wording import counted
 if TYPE_CHECKING:
     from mtraining_jax.config import DataConfig
 
-# Bytes that other kinds of files have, and their offset. Each is long enough that token ids do not
-# match it by chance.
+# Offset and magic bytes of other file types, long enough not to match token ids by chance.
 _OTHER_FILES = (
-    (0, b"PAR1", 'a Parquet file: data.source = "parquet" reads it'),
-    (0, b"\x93NUMPY", "a NumPy file: give it a name that ends in .npy"),
+    (0, b"PAR1", 'a Parquet file, which data.source = "parquet" reads'),
+    (0, b"\x93NUMPY", "a NumPy file without the suffix .npy"),
     (0, b"PK\x03\x04", "a zip archive (.npz, .pt)"),
-    (0, b"\x1f\x8b\x08\x00", "compressed by gzip"),
-    (0, b"\x1f\x8b\x08\x08", "compressed by gzip"),
-    (0, b"\x28\xb5\x2f\xfd", "compressed by zstd"),
-    (0, b"\xfd7zXZ\x00", "compressed by xz"),
+    (0, b"\x1f\x8b\x08\x00", "compressed with gzip"),
+    (0, b"\x1f\x8b\x08\x08", "compressed with gzip"),
+    (0, b"\x28\xb5\x2f\xfd", "compressed with zstd"),
+    (0, b"\xfd7zXZ\x00", "compressed with xz"),
     (0, b"\x89HDF\r\n\x1a\n", "an HDF5 file"),
     (0, b"ARROW1\x00\x00", "an Arrow file"),
     (0, b"GGUF", "a GGUF file of model weights"),
-    (0, b"MMIDIDX\x00\x00", "an index of a Megatron data set: its ids are in the .bin beside it"),
+    (0, b"MMIDIDX\x00\x00", "a Megatron index: the token ids are in the .bin file next to it"),
     (257, b"ustar", "a tar archive"),
 )
-# A safetensors file begins with the length of its header, uint64, and the header, JSON.
+# A safetensors file begins with the size of its JSON header, uint64.
 _SAFETENSORS = 8, b'{"'
 
 
@@ -45,13 +44,12 @@ _SAFETENSORS = 8, b'{"'
 class TokenFiles(FileSource):
     """Token ids in ``.npy`` files (integers, 1-D or 2-D) or raw ``.bin`` files.
 
-    In ``concat`` mode files are joined and cut as they are: no eos is added. In ``exact`` mode a
-    document is what stands between two eos of a flat file, or a row of a 2-D one. Documents of
-    their own, in mode ``pack`` or with `data.documents`, are these with their eos, or as long as
-    the file of lengths says that lies beside (`a.npy.lengths` for `a.npy`).
+    Documents are the rows of 2-D files. In 1-D files they are given by an optional file of lengths
+    (`a.npy.lengths` for `a.npy`) or else end at eos. Mode ``concat`` joins files without adding
+    eos; ``exact`` ignores files of lengths and does not count eos.
 
     Attributes:
-        token_dtype: Type of the ids in a .bin file, little-endian (a .npy file names its own).
+        token_dtype: Type of token ids in .bin files, little-endian (.npy files store their own).
     """
 
     modes: ClassVar[tuple[str, ...]] = ("concat", "exact", "pack")
@@ -59,23 +57,22 @@ class TokenFiles(FileSource):
     suffixes: ClassVar[tuple[str, ...]] = (".npy", ".bin")
 
     def problems(self, data: "DataConfig", vocab_size: int) -> Iterator[str]:
-        """As of `Source`."""
         yield from super().problems(data, vocab_size)
-        if data.mode == "exact" or data.has_documents:  # these look for the ends of documents
+        if data.mode == "exact" or data.has_documents:  # documents end at eos
             yield from named_eos(data)
 
     def has_lengths(self, data: "DataConfig") -> bool:
-        """As of `Source`: if every file has lengths beside it, or is a table."""
+        """True if all files are 2-D or have a file of lengths."""
         try:
             files = [open_token_file(path, self.token_dtype) for path in self.files()]
         except UserError:
-            return True  # `open` says what is wrong
+            return True  # `open` reports the error
         return all(
             file.row_len is not None or Path(file.part.name + LENGTHS).is_file() for file in files
         )
 
     def open(self, data: "DataConfig", vocab_size: int) -> Corpus:
-        """As of `Source`. Reads no tokens, except to find documents that no file tells."""
+        """Reads no tokens, except to find documents without lengths."""
         paths = self.files()
         for folder in dict.fromkeys(path.parent for path in paths):
             check_complete(folder)
@@ -87,7 +84,7 @@ class TokenFiles(FileSource):
             spans = spans_of(files, data)
             what += f", {counted(spans.lengths.shape[0], 'document')}"
         elif data.mode == "concat":
-            # To be told: a row that is a sequence is one in either mode, others are cut anew.
+            # Reported, since rows of other lengths than a sequence are joined and split.
             rows = {file.row_len for file in files} - {None, data.seq_len}
             if rows:
                 what += f" with rows of {' or '.join(f'{n:,}' for n in sorted(rows))} joined"
@@ -101,14 +98,14 @@ class TokenFiles(FileSource):
 
 @dataclass(frozen=True)
 class TokenFile:
-    """A token file: ids [n], and the length of its rows when it is a table."""
+    """A token file: ids [n], and the row length of 2-D files."""
 
     part: Part
     row_len: int | None
 
 
 def _exact(files: list[TokenFile], data: "DataConfig") -> tuple[np.ndarray, np.ndarray]:
-    """Lengths of all documents, and where those of `data.seq_len` begin: int64 each."""
+    """Lengths of all documents, and starts of those with `data.seq_len` tokens, int64."""
     all_starts, all_lengths, offset = [], [], 0
     for file in files:
         ids = file.part.ids
@@ -126,11 +123,10 @@ def _exact(files: list[TokenFile], data: "DataConfig") -> tuple[np.ndarray, np.n
 
 
 def spans_of(files: list[TokenFile], data: "DataConfig") -> DocumentSpans:
-    """Finds the documents of all files, each with its end token, as places in their stream.
+    """Finds the documents of all files, with their end tokens, as positions in the stream.
 
     Raises:
-        UserError: a flat file without lengths where data.eos is not set, or lengths that are not
-            those of their file.
+        UserError: data.eos is not set for a 1-D file without lengths, or lengths do not match.
     """
     all_lengths = []
     for file in files:
@@ -143,7 +139,7 @@ def spans_of(files: list[TokenFile], data: "DataConfig") -> DocumentSpans:
             eos = _needed_eos(file, data)
             found = [start + np.flatnonzero(part == eos) for start, part in chunks(file.part.ids)]
             ends = np.concatenate(found).astype(np.int64) + 1
-            if not ends.size or ends[-1] != size:  # the last document may lack its end
+            if not ends.size or ends[-1] != size:  # the last document may lack eos
                 ends = np.append(ends, size)
             lengths = np.diff(ends, prepend=0)
         all_lengths.append(lengths)
@@ -152,66 +148,64 @@ def spans_of(files: list[TokenFile], data: "DataConfig") -> DocumentSpans:
 
 
 def read_lengths(path: Path, size: int) -> np.ndarray:
-    """Reads the tokens of each document of a token file, in NumPy's format.
+    """Reads a file of document lengths (NumPy format).
 
     Args:
         path: the file of lengths.
-        size: tokens of the token file.
+        size: tokens in the token file.
 
     Returns:
-        Integers [d], their sum is `size`.
+        Integers [d] with sum `size`.
 
     Raises:
-        UserError: it holds something else.
+        UserError: the file is invalid.
     """
     try:
         shape, dtype, offset = _npy_header(path)
         integers = dtype.kind in "iu" and len(shape) == 1
-        # Before memory is taken for as much as the header says.
+        # Before allocating the size in an untrusted header.
         if integers and path.stat().st_size < offset + shape[0] * dtype.itemsize:
             raise ValueError("it is shorter than its header says")
         lengths = np.fromfile(path, dtype, shape[0], offset=offset) if integers else None
     except (ValueError, OSError) as error:  # a UserError is a ValueError
         raise UserError(
-            f"{path} cannot be read as lengths of documents ({first_line(error)}); move it away, "
-            "and documents are what stands between two data.eos"
+            f"{path} cannot be read as document lengths ({first_line(error)}); without this file "
+            "documents end at data.eos"
         ) from error
     if lengths is None:
-        raise UserError(f"{path} holds {dtype} {shape}, not a list of lengths")
+        raise UserError(f"{path} has {dtype} {shape}, not a list of lengths")
     if lengths.size and lengths.min() < 0:
         bad = int(np.argmin(lengths))
-        raise UserError(f"{path}: document {bad} has {lengths[bad]:,} tokens, which is less than 0")
+        raise UserError(f"{path}: document {bad} has negative length {lengths[bad]:,}")
     total = int(lengths.sum(dtype=np.int64))
     if total != size:
         raise UserError(
-            f"{path}: the lengths of {lengths.size:,} documents add up to {total:,}, and the file "
-            f"of tokens beside it has {size:,}"
+            f"{path}: the lengths of {lengths.size:,} documents sum to {total:,}, but the token "
+            f"file has {size:,} tokens"
         )
     return lengths
 
 
 def _needed_eos(file: TokenFile, data: "DataConfig") -> int:
-    """data.eos, without which documents of a flat file cannot be found."""
+    """data.eos, required to find the documents of a 1-D file."""
     if data.eos is None:
         why = f'data.mode = "{data.mode}"' if data.mode != "concat" else "data.documents = true"
         raise UserError(
-            f"data.eos is not set; {why} needs it, an id, to find the documents of "
-            f"{file.part.name}, which is flat"
+            f"data.eos is not set; {why} needs it to find the documents of {file.part.name}, "
+            "which is 1-D: set it to the id of the end token"
         )
     return data.eos
 
 
 def documents_between(ids: np.ndarray, eos: int) -> tuple[np.ndarray, np.ndarray]:
-    """Finds the documents of a flat file: what stands between two ends.
-
-    Reads the ids once, a few at a time.
+    """Finds the non-empty documents of a 1-D file.
 
     Args:
-        ids: integers [n].
-        eos: the id that ends a document; the last document may lack it.
+        ids: integers [n], read in chunks.
+        eos: end token; the last document may lack it.
 
     Returns:
-        Starts and lengths of the documents that are not empty, without their ends: int64 [d] each.
+        Starts and lengths of the documents without eos, int64 [d] each.
     """
     found = [start + np.flatnonzero(chunk == eos) for start, chunk in chunks(ids)]
     ends = np.concatenate([*found, [ids.shape[0]]]).astype(np.int64)
@@ -221,17 +215,14 @@ def documents_between(ids: np.ndarray, eos: int) -> tuple[np.ndarray, np.ndarray
 
 
 def open_token_file(path: Path, token_dtype: str) -> TokenFile:
-    """Maps a ``.npy`` file (1-D or 2-D, integers) or a raw ``.bin`` file; reads no token yet.
+    """Memory-maps a ``.npy`` file (1-D or 2-D integers) or a raw file.
 
     Args:
-        path: the file, not empty; anything not called ``.npy`` is raw.
-        token_dtype: numpy name of the integers of a raw file, little-endian.
-
-    Returns:
-        The mapped file. The rows of a 2-D array follow each other.
+        path: the file, not empty; anything without suffix ``.npy`` is raw.
+        token_dtype: NumPy type of the ids in raw files, little-endian.
 
     Raises:
-        UserError: a truncated file, or one that holds something else.
+        UserError: the file is truncated or has another type.
     """
     size = path.stat().st_size
     if path.suffix != ".npy":
@@ -240,16 +231,16 @@ def open_token_file(path: Path, token_dtype: str) -> TokenFile:
         if size % dtype.itemsize:
             raise UserError(
                 f"data.paths: {path} is truncated or not of data.token_dtype = "
-                f'"{token_dtype}": its {size} bytes are no multiple of {dtype.itemsize}'
+                f'"{token_dtype}": its {size} bytes are not a multiple of {dtype.itemsize}'
             )
         return TokenFile(Part(str(path), _mapped(path, dtype, 0, size // dtype.itemsize)), None)
     shape, dtype, offset = _npy_header(path)
     if dtype.kind not in "iu":
-        raise UserError(f"data.paths: {path} holds {dtype}, not integer token ids")
+        raise UserError(f"data.paths: {path} has {dtype}, not integer token ids")
     if len(shape) not in (1, 2):
         raise UserError(
-            f"data.paths: {path} has shape {shape}; token ids are 1-D, or 2-D with one document a "
-            "row"
+            f"data.paths: {path} has shape {shape}; token ids must be 1-D, or 2-D with one "
+            "document per row"
         )
     count = math.prod(shape)
     if count == 0:
@@ -257,15 +248,15 @@ def open_token_file(path: Path, token_dtype: str) -> TokenFile:
     whole = offset + count * dtype.itemsize
     if size < whole:
         raise UserError(
-            f"data.paths: {path} is truncated: shape {shape} of {dtype} needs {whole} bytes, the "
-            f"file has {size}"
+            f"data.paths: {path} is truncated: shape {shape} of {dtype} needs {whole} bytes, but "
+            f"the file has {size}"
         )
     ids = _mapped(path, dtype, offset, count)
     return TokenFile(Part(str(path), ids), shape[1] if len(shape) == 2 else None)
 
 
 def _check_raw(path: Path, size: int) -> None:
-    """Refuses a file of another kind, which would otherwise be read as token ids."""
+    """Rejects files of other types, which would otherwise be read as token ids."""
     try:
         with path.open("rb") as file:
             head = file.read(512)
@@ -303,13 +294,13 @@ def _npy_header(path: Path) -> tuple[tuple[int, ...], np.dtype, int]:
             if any(size < 0 for size in shape):
                 raise ValueError(f"shape {shape}")
             offset = file.tell()
-    except Exception as error:  # NumPy parses the header as Python, and raises what that raises
+    except Exception as error:  # NumPy parses the header as Python, which may raise anything
         raise UserError(
-            f"data.paths: {path} is truncated or no .npy file ({first_line(error)})"
+            f"data.paths: {path} is truncated or not a .npy file ({first_line(error)})"
         ) from error
     if fortran and len(shape) == 2:
         raise UserError(
-            f"data.paths: {path} is stored column by column (Fortran order); save it with "
-            "numpy.ascontiguousarray so that a document lies together"
+            f"data.paths: {path} is in Fortran order; convert it with numpy.ascontiguousarray and "
+            "save it again"
         )
     return shape, dtype, offset
