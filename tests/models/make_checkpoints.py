@@ -1,0 +1,107 @@
+"""Makes the small checkpoints of tests/data with transformers, and their golden outputs.
+
+`python tests/models/make_checkpoints.py FOLDER [NAME ...]` writes one folder per checkpoint:
+config.json and model.safetensors as transformers saves them, and golden.npz with its outputs in
+fp32 on a CPU. It needs torch and transformers, and nothing of this repository.
+"""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, Phi3Config, Qwen2Config, Qwen3Config
+
+EVERY = 3  # the golden logits are those of every third position
+SEED = 8
+SIZES = {
+    "vocab_size": 384, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
+    "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
+}  # fmt: skip
+# Factors of longrope, one per frequency: head_dim / 2.
+SHORT, LONG = [1 + 0.1 * i for i in range(8)], [1 + 1.25 * i for i in range(8)]
+QWEN2 = SIZES | {
+    "num_hidden_layers": 3, "tie_word_embeddings": True,
+    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+ATTENTION, MLP = "model.layers.0.self_attn.", "model.layers.1.mlp."
+# Configuration, and the tensors with golden gradients.
+CHECKPOINTS = {
+    "qwen2_tiny": (
+        Qwen2Config(**QWEN2, rope_parameters={"rope_type": "default", "rope_theta": 1e6}),
+        (ATTENTION + "q_proj.bias", "model.layers.2.mlp.down_proj.weight"),
+    ),
+    "qwen2_tiny_yarn": (
+        Qwen2Config(
+            **QWEN2 | {"max_position_embeddings": 256},
+            rope_parameters={
+                "rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+        ),
+        (ATTENTION + "q_proj.bias", "model.layers.2.mlp.down_proj.weight"),
+    ),
+    "qwen3_tiny": (
+        Qwen3Config(
+            **SIZES, head_dim=32, tie_word_embeddings=True,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        ),
+        (ATTENTION + "q_proj.weight", ATTENTION + "k_norm.weight", MLP + "down_proj.weight"),
+    ),
+    "llama3_tiny": (
+        LlamaConfig(
+            **SIZES, tie_word_embeddings=False,
+            rope_parameters={
+                "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+            },
+        ),
+        (ATTENTION + "q_proj.weight", MLP + "down_proj.weight"),
+    ),
+    "phi3_tiny_longrope": (
+        Phi3Config(
+            **SIZES, tie_word_embeddings=False, original_max_position_embeddings=64,
+            rope_parameters={
+                "rope_type": "longrope", "rope_theta": 1e4, "short_factor": SHORT,
+                "long_factor": LONG, "original_max_position_embeddings": 64,
+                "partial_rotary_factor": 1.0,
+            },
+        ),
+        (ATTENTION + "qkv_proj.weight", MLP + "gate_up_proj.weight"),
+    ),
+}  # fmt: skip
+
+
+def make(name: str, folder: Path) -> None:
+    """Writes one checkpoint and its golden outputs."""
+    config, gradients = CHECKPOINTS[name]
+    torch.manual_seed(SEED)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for parameter_name, parameter in parameters.items():
+            # Large enough that every part of the network matters to the output.
+            if parameter_name.endswith("norm.weight"):
+                parameter.copy_(1 + 0.2 * torch.randn_like(parameter))
+            else:
+                scale = 0.4 if parameter_name.endswith("bias") else 0.11
+                parameter.copy_(scale * torch.randn_like(parameter))
+    # 144 tokens: longer than the 64 to which YaRN and longrope refer.
+    tokens = torch.randint(0, config.vocab_size, (2, 144))
+    result = model(tokens, labels=tokens)
+    result.loss.backward()
+    model.save_pretrained(folder / name)
+    (folder / name / "generation_config.json").unlink(missing_ok=True)
+    np.savez_compressed(
+        folder / name / "golden.npz",
+        input_ids=tokens.numpy().astype(np.int32),
+        logits=result.logits.detach().numpy()[:, ::EVERY],
+        loss=result.loss.detach().numpy(),
+        **{f"grad:{x}": parameters[x].grad.numpy() for x in gradients},
+    )
+
+
+if __name__ == "__main__":
+    for checkpoint in sys.argv[2:] or CHECKPOINTS:
+        make(checkpoint, Path(sys.argv[1]))
