@@ -44,7 +44,7 @@ def test_settings_are_written_as_names_and_options():
     for text in known((*BASELINES, *ROWS, *FIELD)):
         parse(text, SIZES)
     for text, reason in (
-        ("windows", '"windows" is no sparse pattern'),
+        ("windows", 'unknown sparse pattern "windows"; choose one of'),
         ("window,block=3", '"block=3" in "window,block=3" is no option'),
         ("window,blocks=0", '"window,blocks=0": blocks=0 must be at least 1'),
     ):
@@ -83,7 +83,7 @@ def test_a_summary_tells_copies_kinds_and_the_worst_head():
 
 def test_a_model_in_steps_is_the_same_model():
     model = read_model(TINY, 128, "float32")
-    tokens = np.random.default_rng(0).integers(0, 384, 128)
+    tokens = np.random.default_rng(0).integers(0, 288, 128)
 
     def attend(q, k, v):
         return attention(q, k, v, DenseIndex(128))
@@ -105,7 +105,7 @@ def test_a_model_in_steps_is_the_same_model():
 def test_a_run_writes_each_setting_as_soon_as_it_is_measured(tmp_path, capsys):
     texts = tmp_path / "texts"
     texts.mkdir()
-    tokens = np.random.default_rng(1).integers(0, 384, (4, 512))
+    tokens = np.random.default_rng(1).integers(0, 288, (4, 512))
     np.save(texts / "tokens.npy", tokens.astype(np.int32))
     kinds = [{"kind": kind} for kind in ("C", "C", "prose", "prose")]
     (texts / "sources.json").write_text(json.dumps(kinds))

@@ -299,7 +299,7 @@ def test_any_object_with_the_fields_is_a_config():
         ({"dtype": "float16"}, 'dtype = "float16" is not one of bfloat16, float32'),
         ({"mlp_kept_chunks": -1}, "mlp_kept_chunks = -1 must not be negative"),
         ({"mlp_kept_chunks": 1}, 'mlp_kept_chunks = 1 needs remat = "mlp", and it is "none"'),
-        ({"family": "gpt9"}, 'is no model family; it must be one of qwen2, qwen3, llama, phi3'),
+        ({"family": "gpt9"}, 'unknown model family "gpt9"; choose one of qwen2, qwen3, llama'),
         ({"remat": "some"}, 'remat = "some" is not one of none, mlp, attention, attention_off'),
     ],
 )
