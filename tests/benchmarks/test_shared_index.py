@@ -57,7 +57,7 @@ def test_a_row_maps_heads_on_the_first_text_and_measures_on_the_others():
 
 
 def test_a_run_prints_a_table(tmp_path, capsys):
-    tokens = np.random.default_rng(0).integers(0, 384, (2, 256)).astype(np.int32)
+    tokens = np.random.default_rng(0).integers(0, 288, (2, 256)).astype(np.int32)
     np.save(tmp_path / "tokens.npy", tokens)
     options = ["--model", str(TINY), "--texts", str(tmp_path), "--seq-len=256", "--every=1"]
     text = shared_index.main([*options, "--rows=8", "--out", str(tmp_path / "found.md")])

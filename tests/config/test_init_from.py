@@ -12,8 +12,8 @@ from mtraining_jax.models.hf import check_same_model
 from tests.models.common import DATA
 
 SIZES = {
-    "family": "llama", "vocab_size": 384, "hidden_size": 64, "num_layers": 2, "num_heads": 4,
-    "num_kv_heads": 2, "head_dim": 16, "intermediate_size": 96, "rope_theta": 5e5,
+    "family": "llama", "vocab_size": 288, "hidden_size": 32, "num_layers": 2, "num_heads": 4,
+    "num_kv_heads": 2, "head_dim": 16, "intermediate_size": 64, "rope_theta": 5e5,
     "max_position_embeddings": 512, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
     "initializer_range": 0.02,
 }  # fmt: skip
@@ -143,7 +143,7 @@ def test_a_custom_family_reads_its_checkpoints(load, checkpoint):
     (checkpoint / "config.json").write_text(json.dumps(raw))
     own = f"{__name__}:Rescaled"
     model = load(family=own).model
-    assert (model.family, model.hidden_size) == (own, 64)
+    assert (model.family, model.hidden_size) == (own, 32)
     check_same_model(model, checkpoint)
     assert "(model_type rescaled); the model types known here are" in refusal(load)
 

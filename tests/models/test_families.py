@@ -130,13 +130,13 @@ def test_llama_3_1_in_the_older_spelling(tmp_path):
 
 @pytest.mark.parametrize("kind", ["longrope", "su"])
 def test_phi_3_in_the_older_spelling(tmp_path, kind):
-    lists = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    lists = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
     folder = write(
         tmp_path, "phi3_tiny_longrope", rope_parameters=None, rope_scaling=lists | {"type": kind},
         max_position_embeddings=131072, original_max_position_embeddings=4096,
         sliding_window=262144,
     )  # fmt: skip
-    expected = LongRopeScaling(32.0, 4096, None, (1.0,) * 8, (2.0,) * 8)
+    expected = LongRopeScaling(32.0, 4096, None, (1.0,) * 4, (2.0,) * 4)
     assert read_hf_config(folder).rope_scaling == expected
 
 
@@ -184,7 +184,7 @@ def test_heads_that_config_json_leaves_out(tmp_path):
     assert read_hf_config(write(tmp_path, "qwen3_tiny", head_dim=None)).head_dim == 128
     folder = write(tmp_path, "llama3_tiny", num_key_value_heads=None, head_dim=None)
     spec = read_hf_config(folder)
-    assert (spec.num_kv_heads, spec.head_dim) == (4, 16)
+    assert (spec.num_kv_heads, spec.head_dim) == (4, 8)
 
 
 def test_the_architecture_alone_tells_the_family(tmp_path):

@@ -70,8 +70,8 @@ def test_checkpoint_is_read_onto_another_mesh_bit_by_bit(tmp_path):
 @pytest.mark.parametrize("fsdp", [False, True])
 def test_fresh_state_from_a_hugging_face_checkpoint(tmp_path, fsdp):
     model = {
-        "vocab_size": 384, "hidden_size": 64, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2,
-        "head_dim": 16, "intermediate_size": 96, "max_position_embeddings": 512,
+        "vocab_size": 288, "hidden_size": 32, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2,
+        "head_dim": 8, "intermediate_size": 64, "max_position_embeddings": 512,
         "tie_word_embeddings": True,
         "init_from": str(HF_FOLDER),
     }  # fmt: skip
