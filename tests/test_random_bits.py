@@ -1,4 +1,4 @@
-"""The stream of random numbers, against vectors computed with another implementation."""
+"""Random streams, against values computed with another implementation."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ def test_numbers_below_a_limit():
     assert drawn == [6560382, 4122198, 6097115, 1660202]
 
 
-def test_a_sample_has_no_number_twice():
+def test_samples_are_without_replacement():
     drawn = Stream(3, 9).sample(50, 50)
     assert sorted(drawn) == list(range(50)) and drawn != list(range(50))
     assert Stream(3, 9).sample(50, 7) == drawn[:7]
@@ -29,7 +29,7 @@ def test_a_sample_has_no_number_twice():
         Stream(0).sample(3, 4)
 
 
-def test_every_order_is_as_likely():
+def test_orders_are_uniform():
     for method in (lambda stream: stream.sample(4, 4), lambda stream: stream.order(4)):
         counts = np.zeros((4, 4))
         for seed in range(2000):

@@ -1,9 +1,9 @@
-"""Sizes that follow from a configuration."""
+"""Derived sizes of a configuration."""
 
 from mtraining_jax.config import load_config
 
 
-def test_sizes_by_hand():
+def test_derived_sizes():
     config = load_config(
         "tiny",
         [
@@ -21,6 +21,6 @@ def test_sizes_by_hand():
     assert config.sequence_unit == 6 * 32
 
 
-def test_zigzag_deals_two_chunks_to_a_rank():
+def test_zigzag_has_two_chunks_per_rank():
     config = load_config("tiny", [("parallel.layout", "zigzag")])
     assert config.sequence_unit == 2 * 8 * 32

@@ -1,6 +1,6 @@
-"""The formulas of a dry run against the compiler, where it can compile for GPUs.
+"""Memory formulas of the dry run against the compiler.
 
-A GPU is not needed, but JAX's CUDA plugin is; a minute or two for each mesh.
+Needs JAX's CUDA plugin but no GPU; takes a minute or two per mesh.
 """
 
 import pytest
@@ -15,7 +15,7 @@ from tests.training.common import changed
 @pytest.mark.skipif(missing_plugin() is not None, reason=str(missing_plugin()))
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("devices", "kept_chunks"), [(4, 0), (8, 0), (8, 2)])
-def test_memory_is_what_the_compiler_reserves(devices, kept_chunks):
+def test_memory_matches_the_compiler(devices, kept_chunks):
     config = changed(
         load_config("qwen3b_512k"), parallel={"devices_per_node": devices},
         model={"mlp_kept_chunks": kept_chunks},

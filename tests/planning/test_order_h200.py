@@ -1,7 +1,7 @@
-"""No sum of a training step depends on the order in which a GPU happens to add.
+"""Training steps are deterministic on GPUs: no float scatter adds with atomics.
 
-Of what XLA makes, scatters are what adds by atomics: those that may meet a place twice. Integers
-are the same in any order.
+In XLA's programs only scatters with repeated indices add in arbitrary order; integer sums do not
+depend on it.
 """
 
 import json
@@ -37,7 +37,7 @@ SCATTER = re.compile(
     ("kind", "options"),
     [(kind, options) for kind in PATTERNS for options in OPTIONS.get(kind, [{}])],
 )
-def test_no_scatter_adds_in_any_order(kind, options, tmp_path):
+def test_no_scatter_adds_floats_in_arbitrary_order(kind, options, tmp_path):
     budgets = tmp_path / "budgets.json"
     budgets.write_text(json.dumps([[["vertical_and_slash", 100, 500, 1.0]] * 4] * 2))
     fields = SIZES | {"sparsity.kind": kind}

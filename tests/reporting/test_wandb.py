@@ -1,4 +1,4 @@
-"""Weights & Biases, without its package."""
+"""Weights & Biases, with a fake package."""
 
 import sys
 import types
@@ -19,11 +19,11 @@ def started(monkeypatch):
     return found
 
 
-def test_a_run_that_goes_on_is_the_same_run_and_one_that_starts_anew_another(tmp_path, started):
+def test_a_resumed_run_keeps_its_id_and_a_new_run_gets_another(tmp_path, started):
     config = tiny_config(tmp_path)
     config.run.folder.mkdir(parents=True)
     for last_step in (0, 4, 0):
         WandbWriter(config, last_step)
-    first, on, anew = (given["id"] for given in started)
-    assert first == on != anew
+    first, resumed, restarted = (given["id"] for given in started)
+    assert first == resumed != restarted
     assert all(given["name"] == "test" for given in started)

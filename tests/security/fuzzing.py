@@ -84,8 +84,8 @@ def otherwise(table: object) -> st.SearchStrategy[object]:
     return st.lists(change, min_size=1, max_size=2).map(apply)
 
 
-def told(read: Callable[[], object]) -> object:
-    """What a reader gives, or None after a sentence; any other end is a failure."""
+def result_of(read: Callable[[], object]) -> object:
+    """Result of a reader, or None after a UserError; any other exception is a failure."""
     try:
         return read()
     except UserError as error:

@@ -1,7 +1,7 @@
-"""Damaged and hostile files: each reader gives a sentence or what a file holds, and nothing else.
+"""Corrupt and hostile files: each reader returns the content or raises a UserError.
 
-`MTRAINING_FUZZ=1000` tries as many files for each reader; by default 40, the same in every run.
-Files of documents have tests of their own, in test_fuzz_documents.py.
+`MTRAINING_FUZZ=1000` sets the number of files per reader (default: 40, the same in every run).
+See also test_fuzz_documents.py.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from mtraining_jax.models.hf import read_hf_config
 from mtraining_jax.models.hf.read import Tensors
 from mtraining_jax.reporting.writers.jsonl import _lines_until
 from mtraining_jax.sparsity.fixed_budget import load_budgets
-from tests.security.fuzzing import FUZZ, damaged, otherwise, told
+from tests.security.fuzzing import FUZZ, damaged, otherwise, result_of
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.usefixtures("no_gigabytes")
@@ -44,14 +44,14 @@ def read_tensors(folder):
     with Tensors(folder) as tensors:
         for name in tensors.files:
             found = tensors.open(name)
-            found.get_shape(), found.get_dtype()  # noqa: B018 - as `load_hf` asks before reading
+            found.get_shape(), found.get_dtype()  # noqa: B018 - like `load_hf`
 
 
 @FUZZ
 @given(content=damaged(TENSORS))
 def test_safetensors(folder, content):
     (folder / "model.safetensors").write_bytes(content)
-    told(lambda: read_tensors(folder))
+    result_of(lambda: read_tensors(folder))
 
 
 HEADER = json.loads(TENSORS[8 : 8 + int.from_bytes(TENSORS[:8], "little")])
@@ -63,7 +63,7 @@ def test_headers_of_safetensors(folder, header, length):
     text = json.dumps(header).encode()
     size = len(text) if length is None else length
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", size) + text + bytes(32))
-    told(lambda: read_tensors(folder))
+    result_of(lambda: read_tensors(folder))
 
 
 INDEX = {"metadata": {"total_size": 32}, "weight_map": {"a.weight": "one.safetensors", "b": "one"}}
@@ -76,7 +76,7 @@ def test_indices_of_shards(tmp_path_factory, folder, index):
     home.mkdir(exist_ok=True)
     (home / "one.safetensors").write_bytes(TENSORS)
     (home / "model.safetensors.index.json").write_text(json.dumps(index))
-    told(lambda: read_tensors(home))
+    result_of(lambda: read_tensors(home))
 
 
 CONFIGS = {
@@ -90,14 +90,14 @@ CONFIGS = {
 @given(data=st.data())
 def test_config_json(folder, name, data):
     (folder / "config.json").write_text(json.dumps(data.draw(otherwise(CONFIGS[name]))))
-    told(lambda: read_hf_config(folder))
+    result_of(lambda: read_hf_config(folder))
 
 
 @FUZZ
 @given(content=damaged((ROOT / "configs/tiny.toml").read_bytes()))
 def test_toml(folder, content):
     (folder / "run.toml").write_bytes(content)
-    told(lambda: load_config(folder / "run.toml"))
+    result_of(lambda: load_config(folder / "run.toml"))
 
 
 @FUZZ
@@ -105,8 +105,8 @@ def test_toml(folder, content):
 def test_configurations(data):
     table = json.loads(json.dumps(config_to_dict(load_config("tiny"))))
     changed = data.draw(otherwise(table))
-    if isinstance(changed, dict):  # as TOML and the record of a checkpoint give it
-        told(lambda: config_from_dict(changed, "a test"))
+    if isinstance(changed, dict):  # always a dict from TOML and checkpoints
+        result_of(lambda: config_from_dict(changed, "a test"))
 
 
 def npy(array: np.ndarray, path: Path) -> bytes:
@@ -120,11 +120,11 @@ def test_npy(folder, data):
     whole = npy(np.arange(24, dtype=np.uint16).reshape(4, 6), folder / "whole.npy")
     path = folder / "tokens.npy"
     path.write_bytes(data.draw(damaged(whole)))
-    found = told(lambda: open_token_file(path, "uint16"))
-    if found is not None:  # all of it lies in the file
+    found = result_of(lambda: open_token_file(path, "uint16"))
+    if found is not None:  # entirely within the file
         assert found.part.ids.nbytes <= path.stat().st_size
         int(found.part.ids.astype(np.int64).sum())
-    told(lambda: read_lengths(path, 24))
+    result_of(lambda: read_lengths(path, 24))
 
 
 @FUZZ
@@ -138,10 +138,10 @@ def test_headers_of_npy(folder, shape, kind, fortran):
     text = header.encode().ljust(117) + b"\n"
     path = folder / "tokens.npy"
     path.write_bytes(b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text + bytes(48))
-    found = told(lambda: open_token_file(path, "uint16"))
+    found = result_of(lambda: open_token_file(path, "uint16"))
     if found is not None:
         assert found.part.ids.nbytes <= path.stat().st_size
-    told(lambda: read_lengths(path, 24))
+    result_of(lambda: read_lengths(path, 24))
 
 
 TOKENIZER = {
@@ -154,14 +154,14 @@ TOKENIZER = {
 
 
 @FUZZ
-@given(table=otherwise(TOKENIZER), beside=otherwise({"bos_token": {"content": "a"}}))
-def test_tokenizers(folder, table, beside):
+@given(table=otherwise(TOKENIZER), settings=otherwise({"bos_token": {"content": "a"}}))
+def test_tokenizers(folder, table, settings):
     (folder / "tokenizer.json").write_text(json.dumps(table))
-    (folder / "tokenizer_config.json").write_text(json.dumps(beside))
-    found = told(lambda: make_tokenizer(str(folder / "tokenizer.json")))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    found = result_of(lambda: make_tokenizer(str(folder / "tokenizer.json")))
     if found is not None:
-        told(lambda: found.encode("a b"))
-        told(lambda: found.start)
+        result_of(lambda: found.encode("a b"))
+        result_of(lambda: found.start)
 
 
 BUDGETS = [{"0": ["vertical_and_slash", 8, 4, 0.5], "1": ["block_sparse", 8, 4, 1]}]
@@ -171,7 +171,7 @@ BUDGETS = [{"0": ["vertical_and_slash", 8, 4, 0.5], "1": ["block_sparse", 8, 4, 
 @given(table=otherwise(BUDGETS))
 def test_budgets(folder, table):
     (folder / "budgets.json").write_text(json.dumps(table))
-    found = told(lambda: load_budgets(folder / "budgets.json"))
+    found = result_of(lambda: load_budgets(folder / "budgets.json"))
     if found is not None:
         assert found.verticals.min() >= 0 and found.verticals.dtype == np.int32
 

@@ -1,6 +1,6 @@
-"""Damaged and hostile files of documents: MDS shards, Arrow and Parquet files.
+"""Corrupt and hostile files of documents: MDS shards, Arrow and Parquet files.
 
-As in test_fuzz.py, `MTRAINING_FUZZ=1000` tries as many files for each reader.
+`MTRAINING_FUZZ=1000` sets the number of files per reader.
 """
 
 import json
@@ -19,7 +19,7 @@ from mtraining_jax.data.sources.hf_disk import HuggingFaceOnDisk
 from mtraining_jax.data.sources.mds import MosaicShards
 from mtraining_jax.data.sources.parquet import Parquet
 from tests.data.mds_writer import array_bytes, packers, write_mds
-from tests.security.fuzzing import FUZZ, damaged, otherwise, told
+from tests.security.fuzzing import FUZZ, damaged, otherwise, result_of
 
 pytestmark = pytest.mark.usefixtures("no_gigabytes")
 
@@ -30,7 +30,7 @@ BOTH = [{}, {"token_field": "input_ids"}]
 
 
 def read(source):
-    """All of its documents, each looked at to its end."""
+    """Reads all documents entirely."""
     found = []
     for where, document in source.documents():
         assert where
@@ -59,14 +59,13 @@ ARROW = {
 
 @pytest.fixture(scope="module", autouse=True)
 def library_is_loaded(tmp_path_factory):
-    """Its threads and its pool of memory take address space when it is used first."""
+    """Starts threads and memory pool of pyarrow, which take address space on first use."""
     path = tmp_path_factory.mktemp("first") / "a.parquet"
     pq.write_table(TABLE, path)
     assert read(Parquet(paths=(str(path),))) == TEXTS
 
 
-# What a part that zstd has packed begins with.
-ZSTD = b"\x28\xb5\x2f\xfd"
+ZSTD = b"\x28\xb5\x2f\xfd"  # magic bytes of a compressed buffer
 
 
 def save(folder, content, state=None):
@@ -80,7 +79,7 @@ STATE = {"_data_files": [{"filename": "data.arrow"}], "_indices_data_files": Non
 
 @pytest.mark.parametrize("fields", BOTH)
 @pytest.mark.parametrize("kind", ARROW)
-def test_whole_arrow_files_are_read(folder, kind, fields):
+def test_valid_arrow_files(folder, kind, fields):
     save(folder / "hf", ARROW[kind])
     assert read(HuggingFaceOnDisk(paths=(str(folder / "hf"),), **fields)) == expected(fields)
 
@@ -90,15 +89,15 @@ def test_whole_arrow_files_are_read(folder, kind, fields):
 @given(data=st.data(), fields=st.sampled_from(BOTH))
 def test_arrow_files(folder, kind, data, fields):
     save(folder / "hf", data.draw(damaged(ARROW[kind])))
-    told(lambda: read(HuggingFaceOnDisk(paths=(str(folder / "hf"),), **fields)))
+    result_of(lambda: read(HuggingFaceOnDisk(paths=(str(folder / "hf"),), **fields)))
 
 
-# Counts, lengths and offsets of the format are little-endian numbers of 4 or 8 bytes.
+# Counts, lengths and offsets are little-endian numbers of 4 or 8 bytes.
 LARGE = st.sampled_from([0, 1, 2**16, 2**30, 2**31 - 1, 2**32 - 1, 2**40, 2**62, 2**63, 2**64 - 1])
 
 
 def with_numbers(whole: bytes) -> st.SearchStrategy[bytes]:
-    """A file in which some numbers, at places that the format aligns, are others."""
+    """Strategy: some aligned numbers of the file are replaced."""
     change = st.tuples(st.integers(0, len(whole) // 4 - 2), LARGE, st.sampled_from([4, 8]))
 
     def apply(changes):
@@ -115,29 +114,29 @@ def with_numbers(whole: bytes) -> st.SearchStrategy[bytes]:
 @given(data=st.data(), fields=st.sampled_from(BOTH))
 def test_numbers_in_arrow_files(folder, kind, data, fields):
     save(folder / "hf", data.draw(with_numbers(ARROW[kind])))
-    told(lambda: read(HuggingFaceOnDisk(paths=(str(folder / "hf"),), **fields)))
+    result_of(lambda: read(HuggingFaceOnDisk(paths=(str(folder / "hf"),), **fields)))
 
 
 @pytest.mark.parametrize("writer", [pa.ipc.new_stream, pa.ipc.new_file])
-def test_columns_that_are_not_asked_for_are_not_unpacked(folder, writer):
+def test_other_columns_are_not_decompressed(folder, writer):
     batch = pa.record_batch({"other": [[7] * 5000], "text": ["abcd"]})
     sink = pa.BufferOutputStream()
     options = pa.ipc.IpcWriteOptions(compression="zstd")
     with writer(sink, batch.schema, options=options) as out:
         out.write_batch(batch)
     whole = sink.getvalue().to_pybytes()
-    packed = whole.index(ZSTD)  # the first part is of the first column
+    packed = whole.index(ZSTD)  # the first buffer is of the first column
     save(folder / "hf", whole[:packed] + bytes(4) + whole[packed + 4 :])
     assert read(HuggingFaceOnDisk(paths=(str(folder / "hf"),))) == ["abcd"]
     other = HuggingFaceOnDisk(paths=(str(folder / "hf"),), token_field="other")
-    assert told(lambda: read(other)) is None
+    assert result_of(lambda: read(other)) is None
 
 
 @FUZZ
 @given(state=otherwise(STATE))
 def test_states_of_data_sets(folder, state):
     save(folder / "hf", ARROW["stream"], state)
-    found = told(lambda: read(HuggingFaceOnDisk(paths=(str(folder / "hf"),))))
+    found = result_of(lambda: read(HuggingFaceOnDisk(paths=(str(folder / "hf"),))))
     assert found in (None, TEXTS)
 
 
@@ -153,7 +152,7 @@ def parquet(request, tmp_path_factory):
 def test_parquet(folder, parquet, data, fields):
     path = folder / "a.parquet"
     path.write_bytes(data.draw(damaged(parquet) | with_numbers(parquet)))
-    told(lambda: read(Parquet(paths=(str(path),), **fields)))
+    result_of(lambda: read(Parquet(paths=(str(path),), **fields)))
 
 
 PACKERS = packers() | {"zstd": zstandard.ZstdCompressor().compress}
@@ -166,7 +165,7 @@ SAMPLES = [
 
 @pytest.fixture(scope="module", params=[None, "gz", "bz2", "zstd"])
 def shard(request, tmp_path_factory):
-    """A data set of one shard: its folder, index, the path of the shard and its bytes."""
+    """A data set with one shard: folder, index, path and bytes of the shard."""
     home = tmp_path_factory.mktemp("mds")
     packing = request.param
     (path,) = write_mds(home, COLUMNS, [SAMPLES], packing, pack=PACKERS.get(packing))
@@ -174,7 +173,7 @@ def shard(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize("fields", BOTH)
-def test_whole_shards_are_read(shard, fields):
+def test_valid_shards(shard, fields):
     home, index, path, whole = shard
     (home / "index.json").write_text(json.dumps(index))
     path.write_bytes(whole)
@@ -189,9 +188,9 @@ def test_mds_shards(shard, data, fields):
     path.write_bytes(content)
     entry = index["shards"][0]
     size = len(content) if path.suffix == ".mds" else data.draw(LARGE | st.just(len(whole)))
-    told_size = {"raw_data": entry["raw_data"] | {"bytes": size}}
-    (home / "index.json").write_text(json.dumps({"version": 2, "shards": [entry | told_size]}))
-    told(lambda: read(MosaicShards(paths=(str(home),), **fields)))
+    new_size = {"raw_data": entry["raw_data"] | {"bytes": size}}
+    (home / "index.json").write_text(json.dumps({"version": 2, "shards": [entry | new_size]}))
+    result_of(lambda: read(MosaicShards(paths=(str(home),), **fields)))
 
 
 @FUZZ
@@ -200,14 +199,14 @@ def test_indices_of_mds(shard, data, fields):
     home, index, path, whole = shard
     path.write_bytes(whole)
     (home / "index.json").write_text(json.dumps(data.draw(otherwise(index))))
-    told(lambda: read(MosaicShards(paths=(str(home),), **fields)))
+    result_of(lambda: read(MosaicShards(paths=(str(home),), **fields)))
 
 
 @pytest.mark.parametrize("packing", PACKERS)
-def test_what_unpacks_to_gigabytes_is_not_unpacked(folder, packing):
-    many = PACKERS[packing](bytes(2**26)) * 64  # one packed part after another: 4 GiB
+def test_decompression_bombs_are_rejected(folder, packing):
+    many = PACKERS[packing](bytes(2**26)) * 64  # concatenated compressed parts: 4 GiB
     (path,) = write_mds(folder / packing, COLUMNS, [SAMPLES], packing, pack=lambda _: many)
-    assert told(lambda: read(MosaicShards(paths=(str(path.parent),)))) is None
+    assert result_of(lambda: read(MosaicShards(paths=(str(path.parent),)))) is None
 
 
 AXES = st.lists(st.sampled_from(["1", "2", "0", "-1", " ", str(2**40)]), max_size=4) | st.integers(
