@@ -1,7 +1,7 @@
 """Language models in Flax NNX, and their Hugging Face checkpoints.
 
-The names below are loaded when they are first used: families, rotary frequencies and config.json
-are read by a configuration, which loads no JAX.
+Names are imported on first use, because configurations need families, rotary frequencies and
+config.json without importing JAX.
 """
 
 import importlib

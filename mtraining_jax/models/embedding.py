@@ -1,9 +1,8 @@
-"""Rows of a table by number, with a gradient that has the same bits every time on GPUs, too.
+"""Embedding lookup with a deterministic gradient, also on GPUs.
 
-The gradient adds up the rows of all tokens that share a number. XLA does that by atomic additions
-on GPUs, in the order in which thread blocks happen to come, and fp32 sums depend on the order: two
-runs of one program may then differ. Here tokens are sorted, and sums are products with matrices of
-zeros and ones.
+The gradient sums the rows of all tokens with the same id. On GPUs, XLA uses atomic additions in the
+order in which thread blocks arrive, and fp32 sums depend on the order, so two runs of one program
+may differ. Here tokens are sorted, and sums are products with 0/1 matrices.
 """
 
 import functools
@@ -12,21 +11,21 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-# Tokens whose sums are one matrix product: more products of each token, fewer sums to carry on.
+# Tokens per matrix product: larger blocks need more products per token, but fewer carried sums.
 BLOCK = 256
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def look_up(table_VE: Array, tokens: Array, dtype: jnp.dtype) -> Array:
-    """Rows of a table.
+    """Looks up rows of a table.
 
     Args:
         table_VE: fp32 [V, E].
-        tokens: int32 [...], numbers below V.
-        dtype: of the result.
+        tokens: int32 [...], ids below V.
+        dtype: dtype of the result.
 
     Returns:
-        [..., E]; differentiable in `table_VE`, whose gradient is summed in fp32.
+        [..., E]; differentiable in `table_VE`, with a gradient summed in fp32.
     """
     return jnp.take(table_VE, tokens, axis=0).astype(dtype)
 
@@ -38,7 +37,7 @@ def _forward(table_VE: Array, tokens: Array, dtype: jnp.dtype) -> tuple[Array, t
 def _backward(dtype: jnp.dtype, kept: tuple[Array, int], d_rows: Array) -> tuple[Array, None]:
     tokens, size = kept
     d_rows, tokens = d_rows.reshape(-1, d_rows.shape[-1]), tokens.reshape(-1)
-    # A CPU adds in the order of tokens anyway.
+    # A CPU adds in token order anyway.
     add = functools.partial(_add_in_order, size=size)
     ordered = functools.partial(sum_rows, size=size)
     return lax.platform_dependent(d_rows, tokens, cpu=add, default=ordered), None
@@ -53,19 +52,19 @@ def _add_in_order(rows_NE: Array, numbers: Array, size: int) -> Array:
 
 
 def sum_rows(rows_NE: Array, numbers: Array, size: int) -> Array:
-    """The sums of rows that share a number, in an order that follows from the numbers alone.
+    """Sums rows with equal ids, in an order that depends only on the ids.
 
-    Rows are sorted by number and cut into blocks. In a block a product with the matrix that says
-    which rows share a number gives all sums. A number that goes on in later blocks has a sum in
-    each: they are added up where it ends, by one more product, and each sum is written once.
+    Rows are sorted by id and split into blocks. In each block, one product with the 0/1 matrix of
+    equal ids gives all sums. An id that continues in later blocks has a sum in each of them; one
+    more product adds these up where the id ends. Each sum is written once.
 
     Args:
         rows_NE: [N, E], fp32, bf16 or fp16.
-        numbers: int32 [N], from 0; rows whose number is `size` or more are left out.
+        numbers: ids, int32 [N], from 0; rows with an id of `size` or more are ignored.
         size: V.
 
     Returns:
-        fp32 [V, E], 0 where there is no row.
+        fp32 [V, E], 0 for ids without rows.
     """
     exact = lax.Precision.HIGHEST
     numbers = jnp.pad(numbers, (0, -len(numbers) % BLOCK), constant_values=size)
@@ -80,12 +79,12 @@ def sum_rows(rows_NE: Array, numbers: Array, size: int) -> Array:
     )  # fmt: skip
     block = jnp.arange(len(numbers))
     first, last = numbers[:, 0], numbers[:, -1]
-    begun = (block < block[:, None]) & (last == first[:, None])  # [block, an earlier one]
+    begun = (block < block[:, None]) & (last == first[:, None])  # [block, earlier block]
     carried = jnp.dot(begun.astype(jnp.float32), sums[:, -1], precision=exact)
     sums += jnp.where((numbers == first[:, None])[..., None], carried[:, None], 0)
     flat = numbers.reshape(-1)
     ends = jnp.append(flat[1:] != flat[:-1], True) & (flat < size)
-    # Sums that are not written have numbers of their own too, beyond the table.
+    # Sums that are not written get unique indices beyond the table.
     places = jnp.where(ends, flat, size + jnp.arange(len(flat)))
     sums = sums.reshape(len(flat), -1)
     zeros = jnp.zeros((size, sums.shape[1]), jnp.float32)

@@ -1,8 +1,7 @@
-"""How well each token predicts its label: the output layer, a few tokens at a time, no gradients.
+"""Scores the label of each token with a chunked output layer, without gradients.
 
-What a loss on a long sequence needs and what its memory allows: the logits of all tokens do not fit
-(see `training/loss.py`, which forms gradients as well), so those of `chunk_size` tokens of a device
-exist at a time.
+The logits of all tokens of a long sequence do not fit in memory, so only those of `chunk_size`
+tokens per device exist at a time. `training/loss.py` also computes gradients.
 """
 
 import functools
@@ -20,12 +19,12 @@ from mtraining_jax.parallel.mesh import REPLICATED
 
 
 class LabelScores(NamedTuple):
-    """How well tokens predict their labels.
+    """Scores of the labels of tokens.
 
     Attributes:
         loss: fp32 [B, S], -log softmax(logits)[label] in nats; 0 where a label is ignored.
-        is_argmax: bool [B, S], whether the label has the highest logit (of equal ones the first
-            counts), so that greedy decoding would give it; False where a label is ignored.
+        is_argmax: bool [B, S], whether the label has the highest logit (the first one among equal
+            logits), as in greedy decoding; False where a label is ignored.
     """
 
     loss: Array
@@ -37,10 +36,10 @@ class ChunkScores(NamedTuple):
 
     Attributes:
         logits: fp32 [C, V].
-        lse: fp32 [C], log of the sum of exponentials.
-        counted: bool [C], whether a label is not ignored.
-        labels: int32 [C], 0 in place of ignored ones.
-        loss: fp32 [C], 0 where a label is ignored.
+        lse: fp32 [C], log-sum-exp of the logits.
+        counted: bool [C], whether the label is not ignored.
+        labels: int32 [C], 0 for ignored ones.
+        loss: fp32 [C], 0 for ignored ones.
     """
 
     logits: Array
@@ -51,7 +50,7 @@ class ChunkScores(NamedTuple):
 
 
 def score_chunk(hidden_CE: Array, weight_VE: Array, labels_C: Array) -> ChunkScores:
-    """Logits and losses of C tokens, all in memory at once.
+    """Computes logits and losses of C tokens, all in memory at once.
 
     Args:
         hidden_CE: [C, E], fp32 or bf16.
@@ -82,25 +81,25 @@ def label_scores(
     mesh: Mesh | None = None,
     weight_spec: P = REPLICATED,
 ) -> LabelScores:
-    """The loss of every token by itself, without all logits and without gradients.
+    """Computes the loss of every token, without the full logits and without gradients.
 
     Args:
         hidden_BSE: [B, S, E], fp32 or bf16.
-        weight_VE: fp32 [V, E]; the product takes the dtype of `hidden_BSE` and gives fp32.
+        weight_VE: fp32 [V, E]; the product uses the dtype of `hidden_BSE` and returns fp32.
         labels_BS: int32 [B, S], ids below V, or `IGNORE_LABEL`.
-        chunk_size: tokens of one device whose logits exist at a time.
-        mesh: B lies over 'data' and S over ('node', 'device'), in any order; every device works
-            on its own tokens. None: everything is on one device.
-        weight_spec: how the weight lies on the mesh.
+        chunk_size: number of tokens per device with logits in memory at a time.
+        mesh: shards B over 'data' and S over ('node', 'device'), in any token order. Each device
+            computes its own tokens. None: everything is on one device.
+        weight_spec: sharding of the weight.
 
     Returns:
-        Scores in the order of the tokens, spread as they are.
+        Scores in the order and with the sharding of the tokens.
 
     Raises:
         ValueError: if shapes do not fit or chunk_size is below 1.
     """
     check_output_layer(hidden_BSE, weight_VE, labels_BS, chunk_size)
-    # Cast before it is gathered: half the bytes travel.
+    # Cast before the gather, which halves its traffic.
     return on_own_tokens(
         functools.partial(_local, chunk_size=chunk_size),
         weight_VE.astype(hidden_BSE.dtype),
@@ -127,7 +126,7 @@ def check_output_layer(
 def _local(
     weight_VE: Array, hidden_BSE: Array, labels_BS: Array, *, chunk_size: int
 ) -> LabelScores:
-    """The same for the tokens of one device."""
+    """The same for the tokens of one device, without communication."""
     batch, seq, width = hidden_BSE.shape
     chunks = num_chunks(batch * seq, chunk_size)
 

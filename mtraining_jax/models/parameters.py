@@ -1,7 +1,6 @@
-"""A model's parameters as a table: shape, names of axes and initial values of each.
+"""A model's parameters as a table of shapes, axis names and initial values.
 
-Everything that depends on shapes follows from it: what the decoder draws, where parameters live,
-FLOPs and memory. Imports no JAX.
+Initialization, sharding, FLOPs and memory all follow from it. Does not import JAX.
 """
 
 import dataclasses
@@ -9,7 +8,7 @@ import math
 from collections.abc import Mapping
 from typing import Self
 
-LAYERS = "layers."  # what names of the layers' parameters begin with
+LAYERS = "layers."  # name prefix of layer parameters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,9 +16,9 @@ class Parameter:
     """One parameter, fp32.
 
     Attributes:
-        shape: of the whole array. Parameters of the layers are stacked on a leading axis.
-        axes: name of each axis, which decides where it may be cut; see `sharding.FSDP_AXES`.
-        stddev: standard deviation of the initial normal values; None sets all entries to `value`.
+        shape: shape of the full array. Layer parameters are stacked on a leading axis.
+        axes: name of each axis, for sharding; see `sharding.FSDP_AXES`.
+        stddev: standard deviation of the normal initialization; None sets all entries to `value`.
         value: see `stddev`.
     """
 
@@ -34,13 +33,13 @@ class Parameter:
         return math.prod(self.shape)
 
     def stacked(self, layers: int) -> Self:
-        """That of all layers together."""
+        """Returns the stacked parameter of all layers."""
         return dataclasses.replace(
             self, shape=(layers, *self.shape), axes=("layers", *self.axes)
         )
 
     def of_layer(self) -> Self:
-        """That of one layer: the inverse of `stacked`."""
+        """Returns the parameter of one layer: the inverse of `stacked`."""
         return dataclasses.replace(self, shape=self.shape[1:], axes=self.axes[1:])
 
 
@@ -48,7 +47,7 @@ Table = Mapping[str, Parameter]
 
 
 def under(table: Table, prefix: str) -> dict[str, Parameter]:
-    """The parameters whose names begin with `prefix` and a dot, by the rest of their names."""
+    """Returns the parameters with the prefix `prefix` and a dot, which is removed."""
     start = f"{prefix}."
     return {
         name.removeprefix(start): parameter
@@ -58,13 +57,13 @@ def under(table: Table, prefix: str) -> dict[str, Parameter]:
 
 
 def one_layer(table: Table) -> dict[str, Parameter]:
-    """The parameters of one layer, by their names in it, e.g. "mlp.up_proj.weight"."""
+    """Returns the parameters of one layer by their name in it, e.g. "mlp.up_proj.weight"."""
     layers = under(table, LAYERS.removesuffix("."))
     return {name: parameter.of_layer() for name, parameter in layers.items()}
 
 
 def matrix(rows: int, columns: int, axes: tuple[str, str], stddev: float) -> Parameter:
-    """A matrix [out, in], drawn from a normal distribution."""
+    """A matrix [out, in] with normal initialization."""
     return Parameter((rows, columns), axes, stddev=stddev)
 
 

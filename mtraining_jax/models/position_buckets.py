@@ -1,10 +1,8 @@
-"""Losses by how much context a prediction has, in buckets [2^k, 2^(k+1)).
+"""Losses by context length, in buckets [2^k, 2^(k+1)).
 
-A token at position p (from 0) has p tokens before it, so the first token has no loss and bucket k
-has the tokens at positions 2^k to 2^(k+1) - 1. One long forward pass serves all lengths: bucket k
-says what a prediction is worth with that much context.
+A token at position p (from 0) has p tokens before it, so the first token has no loss, and bucket k
+has the tokens at positions 2^k to 2^(k+1) - 1. One long forward pass covers all context lengths.
 """
-
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -13,7 +11,7 @@ from mtraining_jax.data.loader import IGNORE_LABEL
 
 
 def num_buckets(seq_len: int) -> int:
-    """How many buckets the tokens of a sequence fill; the last one may be filled in part.
+    """Returns the number of buckets of a sequence; the last one may be partly filled.
 
     Raises:
         ValueError: if the sequence is too short to predict anything.
@@ -24,25 +22,25 @@ def num_buckets(seq_len: int) -> int:
 
 
 def bucket_names(count: int) -> list[str]:
-    """The first positions of buckets 0 to `count` - 1, for people: 1, 2, 4, ... 512, 1K, ..."""
+    """Returns the first positions of buckets 0 to `count` - 1 as text: 1, 2, 4, ... 512, 1K, ..."""
     return [_short(2**k) for k in range(count)]
 
 
 def sums_by_bucket(
     losses_BS: Array, labels_BS: Array, positions_BS: Array, buckets: int
 ) -> tuple[Array, Array]:
-    """Sums of losses and numbers of counted labels in each bucket; for use under `jax.jit`.
+    """Sums losses and counts labels in each bucket; for use under `jax.jit`.
 
     Args:
         losses_BS: fp32 [B, S], 0 where a label is ignored; in any order along S.
         labels_BS: int32 [B, S]; `IGNORE_LABEL` does not count.
-        positions_BS: int32 [B, S], of the tokens that predict, whose labels are one further.
-        buckets: of `num_buckets`.
+        positions_BS: int32 [B, S], of the predicting tokens; their labels are one position later.
+        buckets: from `num_buckets`.
 
     Returns:
-        fp32 [buckets] sums, in nats, and int32 [buckets] numbers of labels.
+        fp32 [buckets] sums, in nats, and int32 [buckets] label counts.
     """
-    # floor(log2(position of the label)), exactly.
+    # Exactly floor(log2(position of the label)).
     bucket_BS = 31 - lax.clz((positions_BS + 1).astype(jnp.int32))
     counted_BS = labels_BS != IGNORE_LABEL
     inside_KBS = bucket_BS == jnp.arange(buckets, dtype=jnp.int32)[:, None, None]
@@ -51,13 +49,13 @@ def sums_by_bucket(
 
 
 def means_by_bucket(losses: np.ndarray) -> tuple[list[float], list[int]]:
-    """Mean losses of one sequence in order, and how many tokens each bucket has.
+    """Returns mean losses of one sequence and token counts, per bucket.
 
     Args:
-        losses: fp32 [S - 1], of the tokens at positions 1 to S - 1, as `Engine.token_losses` gives.
+        losses: fp32 [S - 1], of the tokens at positions 1 to S - 1, from `Engine.token_losses`.
 
     Returns:
-        Means in nats, and numbers of tokens, one for each bucket.
+        Means in nats, and numbers of tokens.
     """
     edges = [2**k - 1 for k in range(num_buckets(len(losses) + 1))]
     parts = np.split(losses.astype(np.float64), edges[1:])

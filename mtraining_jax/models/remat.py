@@ -1,14 +1,13 @@
-"""What is kept for the backward pass, and what it computes again.
+"""Rematerialization policies: what a layer saves for the backward pass.
 
-Of each layer:
-- "none": everything is kept.
-- "mlp": its input, queries, keys, values, attention's output, log-sum-exp and sparse index, and
-  the residual stream after attention are kept. Norms and the first two products of the MLP run
-  again, except for the first `mlp_kept_chunks` chunks of tokens.
-- "attention": as "mlp" without queries, keys, values and the stream after attention. All products
-  of the layer but the last of the MLP run again; attention and the choice of its index do not.
-- "attention_offload": as "attention", with the layer's input kept in the host's pinned memory.
-- "full": its input is kept; everything else runs again.
+- "none": saves everything.
+- "mlp": saves the layer input, queries, keys, values, attention output, log-sum-exp, sparse index,
+  and the residual stream after attention. Recomputes norms and the first two products of the MLP,
+  except for the first `mlp_kept_chunks` chunks of tokens.
+- "attention": like "mlp" without queries, keys, values and the stream after attention. Recomputes
+  all products except the last one of the MLP; attention and index selection are not recomputed.
+- "attention_offload": like "attention", with the layer input in pinned host memory.
+- "full": saves the layer input; recomputes everything else.
 """
 
 from collections.abc import Callable
@@ -20,13 +19,13 @@ from jax.ad_checkpoint import checkpoint_policies
 from mtraining_jax.models.swiglu import MLP_PRODUCTS
 from pallas_kernels.names import SAVED_NAMES
 
-# Names of what a layer may keep, in addition to attention's: its input; queries, keys and values;
-# the residual stream between attention and the MLP.
+# Names of saved values, in addition to attention's: layer input; queries, keys and values; residual
+# stream between attention and MLP.
 RESIDUAL, HEADS, MIDDLE = "residual", "heads", "middle"
 
 
 def rematerialised(layer: Callable[..., Any], kind: str) -> Callable[..., Any]:
-    """`layer`, the body of a scan, so that its backward pass keeps what `kind` says."""
+    """Wraps `layer`, the body of a scan, so that it saves what the policy `kind` says."""
     if kind == "none":
         return layer
     policies = {

@@ -1,8 +1,8 @@
-"""Rotary positions on the devices, exact enough for millions of tokens.
+"""Rotary position embeddings (RoPE), exact enough for millions of tokens.
 
-The angle of position p and frequency f is p * f. In one fp32 product it is wrong by up to
+The angle of position p and frequency f is p * f. One fp32 product has an error of up to
 p * 2**-24 radians: 0.06 at a million tokens. Here p and f are split so that every large product
-is exact, and the angle stays within 2e-4 radians up to 2**22 tokens.
+is exact, which keeps the error within 2e-4 radians up to 2**22 tokens.
 """
 
 import jax.numpy as jnp
@@ -12,19 +12,19 @@ from jax import Array
 from mtraining_jax.models.rope import rope_frequencies
 from mtraining_jax.models.spec import ModelSpec
 
-_LOW_BITS = 11  # p = high + low, low < 2**11; times 12 bits of f both products fit 24 bits.
+_LOW_BITS = 11  # p = high + low, low < 2**11: with 12 bits of f, both products fit 24 bits.
 
 
 def rope_tables(
     positions: Array, spec: ModelSpec, length: int | Array | None = None
 ) -> tuple[Array, Array]:
-    """Cosines and sines, both times the factor that the scaling puts on them.
+    """Computes cosines and sines, multiplied by the factor of the scaling.
 
     Args:
         positions: int32 [S] or [B, S], global token positions, in any order, below 2**22.
         spec: the model.
-        length: tokens of the whole sequence, which some scalings read; None is S. Int32 [B, S]
-            where tokens are of several sequences, those of each token's.
+        length: sequence length, for length-dependent scalings; None is S. Int32 [B, S] if tokens
+            belong to several sequences.
 
     Returns:
         cos and sin, fp32 [1 or B, S, 1, D/2], ready to broadcast over heads.
@@ -36,7 +36,7 @@ def rope_tables(
     elif scaling is None or scaling.switches_at is None:
         (head, tail), factor = _split_frequencies(spec, 1)
     else:
-        # What scales cosines and sines is the same for both.
+        # The factor on cosines and sines is the same for both.
         short, factor = _split_frequencies(spec, scaling.switches_at)
         long, _ = _split_frequencies(spec, scaling.switches_at + 1)
         longer = (length > scaling.switches_at)[:, :, None, None]
@@ -54,7 +54,7 @@ def rope_tables(
 
 
 def _split_frequencies(spec: ModelSpec, length: int) -> tuple[tuple[Array, Array], float]:
-    """Frequencies in two parts fp32 [D/2], the first of 12 bits; and the factor on cos and sin."""
+    """Returns frequencies as the sum of two fp32 [D/2], the first with 12 bits, and the factor."""
     frequencies, factor = rope_frequencies(
         spec.head_dim, spec.rope_theta, spec.rope_scaling,
         context=spec.max_position_embeddings, length=length,
@@ -66,7 +66,7 @@ def _split_frequencies(spec: ModelSpec, length: int) -> tuple[tuple[Array, Array
 
 
 def apply_rope(x_BSHD: Array, cos: Array, sin: Array) -> Array:
-    """Turns dimension i against dimension i + D/2 (the Hugging Face order), computing in fp32.
+    """Rotates dimension i against i + D/2 (the Hugging Face order), in fp32.
 
     Args:
         x_BSHD: queries or keys [B, S, H, D].
@@ -74,7 +74,7 @@ def apply_rope(x_BSHD: Array, cos: Array, sin: Array) -> Array:
         sin: the same shape.
 
     Returns:
-        An array of the shape and dtype of `x_BSHD`.
+        An array with the shape and dtype of `x_BSHD`.
     """
     first, second = jnp.split(x_BSHD.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

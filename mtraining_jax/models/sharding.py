@@ -1,6 +1,6 @@
-"""Where parameters live: one table from logical axes to mesh axes.
+"""Sharding of parameters: one table from logical axes to mesh axes.
 
-The table of activations is in `mtraining_jax.parallel.mesh`.
+The table for activations is in `mtraining_jax.parallel.mesh`.
 """
 
 import math
@@ -14,9 +14,9 @@ from mtraining_jax.models.parameters import LAYERS, Parameter, Table
 from mtraining_jax.models.spec import ModelSpec
 from mtraining_jax.parallel.mesh import SEQUENCE_AXES
 
-# Mesh axes that fully sharded data parallelism (FSDP) cuts a logical axis over; None is
-# replicated. The first axis of a parameter that divides is cut: leading axes gather without a
-# transpose. Vectors are too small to be worth a gather of their own.
+# Mesh axes that fully sharded data parallelism (FSDP) shards a logical axis over; None replicates
+# it. The first divisible axis of a parameter is sharded, because leading axes gather without a
+# transpose. Vectors are too small to be worth a gather.
 FSDP_AXES: dict[str, tuple[str, ...] | None] = {
     "layers": None,
     "vector": None,
@@ -29,12 +29,12 @@ FSDP_AXES: dict[str, tuple[str, ...] | None] = {
 
 
 def parameter_spec(parameter: Parameter, mesh: Mesh, fsdp: bool) -> PartitionSpec:
-    """The partition of one parameter.
+    """Returns the partition of one parameter.
 
     Args:
-        parameter: its shape and the names of its axes.
-        mesh: as `mtraining_jax.parallel.mesh.make_mesh` makes it.
-        fsdp: cut the first axis that divides; otherwise replicate.
+        parameter: its shape and axis names.
+        mesh: from `mtraining_jax.parallel.mesh.make_mesh`.
+        fsdp: shard the first divisible axis; otherwise replicate.
     """
     if not fsdp:
         return PartitionSpec()
@@ -49,7 +49,7 @@ def parameter_spec(parameter: Parameter, mesh: Mesh, fsdp: bool) -> PartitionSpe
 
 
 def parameter_names(state: Any) -> Any:
-    """The dotted name of every parameter, e.g. "layers.self_attn.q_proj.weight".
+    """Returns the dotted name of every parameter, e.g. "layers.self_attn.q_proj.weight".
 
     Args:
         state: `nnx.State` or pure dict of a model.
@@ -61,13 +61,13 @@ def parameter_names(state: Any) -> Any:
 
 
 def state_shardings(state: nnx.State, table: Table, mesh: Mesh, fsdp: bool) -> nnx.State:
-    """The sharding of every parameter.
+    """Returns the sharding of every parameter.
 
     Args:
-        state: of a `Transformer`, arrays or `jax.ShapeDtypeStruct`.
+        state: state of a `Transformer`, arrays or `jax.ShapeDtypeStruct`.
         table: its parameters by dotted name.
         mesh: axes ('data', 'node', 'device'), of type Auto.
-        fsdp: cut matrices over ('node', 'device') where they divide; otherwise replicate all.
+        fsdp: shard divisible matrices over ('node', 'device'); otherwise replicate everything.
 
     Returns:
         A state of the same structure with `NamedSharding` leaves.
@@ -79,13 +79,13 @@ def state_shardings(state: nnx.State, table: Table, mesh: Mesh, fsdp: bool) -> n
 
 
 def layer_specs(layers: nnx.State, table: Table, mesh: Mesh, fsdp: bool) -> nnx.State:
-    """How the parameters of one layer lie, without the leading axis of layers.
+    """Returns the partitions of one layer's parameters, without the leading layer axis.
 
     Args:
         layers: state of the stacked layers, [L, ...].
         table: all parameters by dotted name.
         mesh: axes ('data', 'node', 'device').
-        fsdp: as for `state_shardings`.
+        fsdp: see `state_shardings`.
 
     Returns:
         A state of the same structure with `PartitionSpec` leaves.
@@ -97,7 +97,7 @@ def layer_specs(layers: nnx.State, table: Table, mesh: Mesh, fsdp: bool) -> nnx.
 
 
 def lm_head_spec(spec: ModelSpec, mesh: Mesh, fsdp: bool) -> PartitionSpec:
-    """The partition of the output matrix [V, E]: the embedding's when tied."""
+    """Returns the partition of the output matrix [V, E]: that of the embedding if tied."""
     name = "embed_tokens.weight" if spec.tie_word_embeddings else "lm_head.weight"
     return parameter_spec(spec.parameters[name], mesh, fsdp)
 

@@ -1,4 +1,4 @@
-"""The numbers that define a model: static, hashable, checked once. Imports no JAX."""
+"""The sizes of a model: static, hashable and validated. Does not import JAX."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -26,7 +26,7 @@ _POSITIVE = (
 
 @dataclasses.dataclass(frozen=True)
 class ModelSpec:
-    """A decoder.
+    """The sizes of a decoder.
 
     Attributes:
         vocab_size: rows of the embedding, V.
@@ -36,18 +36,18 @@ class ModelSpec:
         num_kv_heads: key and value heads, Hk; divides Hq.
         head_dim: width of a head, D; even.
         intermediate_size: width of the gated MLP.
-        family: the kind of decoder; a name of `models.families`.
+        family: decoder family; a name of `models.families`.
         rope_theta: base of the rotary frequencies.
-        rope_scaling: how they are stretched, or None for plain RoPE.
-        max_position_embeddings: tokens of context the model is meant for.
+        rope_scaling: scaling of the rotary frequencies, or None for plain RoPE.
+        max_position_embeddings: context length of the model in tokens.
         rms_norm_eps: added to the mean square.
-        tie_word_embeddings: the embedding is also the output matrix.
-        dtype: what layers compute in; parameters are always fp32.
+        tie_word_embeddings: whether the embedding is also the output matrix.
+        dtype: compute dtype of the layers; parameters are always fp32.
         remat: what the backward pass recomputes; see `remat.py`.
-        mlp_chunk_size: tokens of one device whose intermediate activations exist at a time; not
-            read with remat "none".
-        mlp_kept_chunks: how many such chunks keep their first two products with remat "mlp".
-        initializer_range: standard deviation of freshly drawn matrices.
+        mlp_chunk_size: tokens per device with intermediate activations in memory at a time; not
+            used with remat "none".
+        mlp_kept_chunks: number of such chunks that save their first two products with remat "mlp".
+        initializer_range: standard deviation of initial matrices.
     """
 
     vocab_size: int
@@ -75,7 +75,7 @@ class ModelSpec:
                 raise ValueError(f"{name} = {getattr(self, name)} must be positive")
         for name, allowed in (("dtype", COMPUTE_DTYPES), ("remat", REMAT_POLICIES)):
             if (value := getattr(self, name)) not in allowed:
-                raise ValueError(f'{name} = "{value}" is not one of {", ".join(allowed)}')
+                raise ValueError(f'{name} = "{value}" must be one of {", ".join(allowed)}')
         if self.mlp_kept_chunks < 0:
             raise ValueError(f"mlp_kept_chunks = {self.mlp_kept_chunks} must not be negative")
         family_of(self.family)
@@ -84,12 +84,12 @@ class ModelSpec:
 
     @classmethod
     def from_config(cls, config: Any) -> Self:
-        """Takes the fields from any object or mapping that has them; the rest keep defaults.
+        """Takes the fields from any object or mapping; missing ones keep their defaults.
 
         `head_dim` of None is hidden_size / num_heads.
 
         Raises:
-            ValueError: if a field without a default is missing or a value is impossible.
+            ValueError: if a field without a default is missing or a value is invalid.
         """
         if isinstance(config, cls):
             return config
@@ -116,22 +116,22 @@ class ModelSpec:
 
 
 def spec_problems(values: Any, prefix: str = "") -> Iterator[str]:
-    """Which fields contradict each other, in sentences.
+    """Yields messages for fields that contradict each other.
 
     Args:
-        values: any object with the fields of `ModelSpec`, each valid by itself.
-        prefix: put before the name of each field.
+        values: any object with the fields of `ModelSpec`, each of them valid.
+        prefix: prefix of field names in messages.
     """
     if values.num_heads % values.num_kv_heads:
         yield (
-            f"{prefix}num_heads = {values.num_heads} is not a multiple of {prefix}num_kv_heads = "
-            f"{values.num_kv_heads}: each key/value head serves as many query heads"
+            f"{prefix}num_heads = {values.num_heads} must be a multiple of {prefix}num_kv_heads = "
+            f"{values.num_kv_heads}, because each key/value head serves as many query heads"
         )
     if values.head_dim % 2:
-        yield f"{prefix}head_dim = {values.head_dim} must be even: rotary embeddings turn pairs"
+        yield f"{prefix}head_dim = {values.head_dim} must be even, because RoPE rotates pairs"
     if values.mlp_kept_chunks and values.remat != "mlp":
         yield (
-            f'{prefix}mlp_kept_chunks = {values.mlp_kept_chunks} needs {prefix}remat = "mlp", and '
+            f'{prefix}mlp_kept_chunks = {values.mlp_kept_chunks} needs {prefix}remat = "mlp", but '
             f'it is "{values.remat}"'
         )
     if (scaling := values.rope_scaling) is not None:

@@ -1,7 +1,7 @@
-"""The gated MLP, some tokens at a time.
+"""The gated MLP, in chunks of tokens.
 
-For a whole shard of a long sequence, what lies between the two products is several times larger
-than the residual stream: 2.7 GiB an array for 131072 tokens of Qwen2.5-3B.
+For the full shard of a long sequence, the activations between the two products are several times
+larger than the residual stream: 2.7 GiB per array for 131072 tokens of Qwen2.5-3B.
 """
 
 import functools
@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from mtraining_jax.models.token_parallel import first_chunks, num_chunks
 
-# Name of the products with gate and up, for a policy that keeps them.
+# Name of the gate and up products, for a policy that saves them.
 MLP_PRODUCTS = "mlp_products"
 
 
@@ -28,16 +28,16 @@ def chunked_swiglu(
 ) -> Array:
     """down(silu(gate(x)) * up(x)), for at most `chunk_size` tokens at a time.
 
-    The backward pass keeps x and computes the products with gate and up again, except those of the
-    first `kept_chunks` chunks, which it keeps under the name `MLP_PRODUCTS`. Gradients of weights
-    add up over chunks in fp32.
+    The backward pass saves x and recomputes the gate and up products, except for the first
+    `kept_chunks` chunks: it saves their products under the name `MLP_PRODUCTS`. Gradients of
+    weights accumulate over chunks in fp32.
 
     Args:
         x_TE: [T, E].
         gate_FE, up_FE: [F, E] in the dtype of x.
         down_EF: [E, F] in the dtype of x.
-        chunk_size: tokens whose [F] activations exist at a time.
-        kept_chunks: chunks, all at a time, whose products are kept; as many as there are at most.
+        chunk_size: tokens with [F] activations in memory at a time.
+        kept_chunks: number of chunks with saved products, computed together; at most all chunks.
 
     Returns:
         [T, E] in the dtype of x.
@@ -73,8 +73,8 @@ def _backward(chunk_size, kept_chunks, residuals, d_out_TE):
         if products is None:
             products = _dot("ce,fe->cf", x_CE, gate_FE), _dot("ce,fe->cf", x_CE, up_FE)
         products = *products, _dot("ce,ef->cf", d_out_CE, down_EF)
-        # The barrier has XLA make the next three arrays in one pass over these, behind any kind
-        # of product.
+        # The barrier makes XLA compute the next three arrays in one pass over these, after any
+        # kind of product.
         products = lax.optimization_barrier(products)
         gate_CF, up_CF, d_hidden_CF = (x.astype(jnp.float32) for x in products)
         sigmoid_CF = jax.nn.sigmoid(gate_CF)
@@ -109,7 +109,7 @@ chunked_swiglu.defvjp(_forward, _backward)
 
 
 def _parts(x_TE: Array, chunk_size: int, kept_chunks: int) -> tuple[Array, Array]:
-    """[T, E] -> the tokens of the first chunks [K, E], and the other chunks [n, C, E]."""
+    """Splits [T, E] into the tokens of the first chunks [K, E] and the other chunks [n, C, E]."""
     tokens, width = x_TE.shape
     kept = first_chunks(tokens, chunk_size, kept_chunks)
     rest_shape = -1, tokens // num_chunks(tokens, chunk_size), width
@@ -117,15 +117,15 @@ def _parts(x_TE: Array, chunk_size: int, kept_chunks: int) -> tuple[Array, Array
 
 
 def _dot(equation: str, a: Array, b: Array) -> Array:
-    """A product in the dtype of a. Hardware adds up in fp32 either way.
+    """A product in the dtype of a; the hardware accumulates in fp32 either way.
 
-    Asked for fp32 and a cast, XLA writes fp32 to memory: twice the bytes.
+    With an fp32 result and a cast, XLA would write fp32 to memory: twice the bytes.
     """
     exact = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return jnp.einsum(equation, a, b, precision=exact)
 
 
 def _dot32(equation: str, a: Array, b: Array) -> Array:
-    """A product in fp32."""
+    """A product with an fp32 result."""
     exact = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return jnp.einsum(equation, a, b, precision=exact, preferred_element_type=jnp.float32)

@@ -1,8 +1,8 @@
-"""Work on each device's own tokens, with weights that are spread over the devices.
+"""Per-device computation on local tokens, with weights that are sharded over the devices.
 
-This is fully sharded data parallelism (FSDP), written out so that it costs no more than it must:
-each weight is gathered once per pass in the dtype it is used in, and its gradient leaves by one
-reduce-scatter, however many chunks of tokens the work in between has.
+This is an explicit form of fully sharded data parallelism (FSDP) with minimal traffic: each weight
+is gathered once per pass in its compute dtype, and its gradient needs one reduce-scatter, for any
+number of token chunks.
 """
 
 from collections.abc import Callable
@@ -25,18 +25,18 @@ def on_own_tokens(
     specs: Any,
     mesh: Mesh | None,
 ) -> Any:
-    """`function(weights, *arrays)` on every device, for the tokens that it holds.
+    """Computes `function(weights, *arrays)` on every device, for its local tokens.
 
     Args:
-        function: from whole weights and local arrays to local arrays.
-        weights: pytree of arrays, in the dtype that `function` wants.
+        function: maps full weights and local arrays to local arrays.
+        weights: pytree of arrays, in the compute dtype of `function`.
         arrays: [B, S, ...] each, B over 'data' and S over ('node', 'device').
-        specs: how each of `weights` lies: a tree of `PartitionSpec` with at most one axis cut,
+        specs: shardings of `weights`: a tree of `PartitionSpec` with at most one sharded axis,
             over ('node', 'device').
         mesh: axes ('data', 'node', 'device'); None: everything is on one device.
 
     Returns:
-        Arrays [B, S, ...], spread as `arrays` are.
+        Arrays [B, S, ...], sharded like `arrays`.
     """
     if mesh is None:
         return function(weights, *arrays)
@@ -51,9 +51,9 @@ def on_own_tokens(
 
 
 def gather(shard: Array, spec: PartitionSpec) -> Array:
-    """The whole of an array that `spec` cuts; inside `shard_map`.
+    """Gathers an array that `spec` shards; inside `shard_map`.
 
-    The gradient flows back by a reduce-scatter, in the dtype of `shard`.
+    Its gradient is a reduce-scatter in the dtype of `shard`.
     """
     cut = cut_axis(spec)
     if cut is None:
@@ -62,7 +62,7 @@ def gather(shard: Array, spec: PartitionSpec) -> Array:
 
 
 def reduce_scatter(whole: Array, spec: PartitionSpec) -> Array:
-    """The sum of `whole` over the mesh axes of `spec`, cut as it says; inside `shard_map`."""
+    """Sums `whole` over the mesh axes of `spec` and shards it; inside `shard_map`."""
     cut = cut_axis(spec)
     if cut is None:
         return whole
@@ -70,12 +70,12 @@ def reduce_scatter(whole: Array, spec: PartitionSpec) -> Array:
 
 
 def cut_axis(spec: PartitionSpec) -> int | None:
-    """The axis of an array that `spec` cuts, None if it is whole everywhere."""
+    """Returns the axis of an array that `spec` shards; None if it is replicated."""
     return next((axis for axis, names in enumerate(spec) if names is not None), None)
 
 
 def num_chunks(tokens: int, chunk_size: int) -> int:
-    """The fewest equal chunks of `tokens` that have at most `chunk_size` each."""
+    """Returns the smallest number of equal chunks of at most `chunk_size` tokens."""
     count = -(-tokens // chunk_size)
     while tokens % count:
         count += 1
@@ -83,11 +83,11 @@ def num_chunks(tokens: int, chunk_size: int) -> int:
 
 
 def first_chunks(tokens: int, chunk_size: int, chunks: int) -> int:
-    """How many tokens the first `chunks` of `num_chunks` have; all of them if there are fewer."""
+    """Returns how many tokens the first `chunks` of `num_chunks` have; at most all."""
     count = num_chunks(tokens, chunk_size)
     return min(chunks, count) * (tokens // count)
 
 
 def compute_weights(weights: Any, dtype: jnp.dtype) -> Any:
-    """Matrices in the compute dtype, so that half the bytes travel; vectors stay fp32."""
+    """Casts matrices to the compute dtype, which halves gather traffic; vectors stay fp32."""
     return jax.tree.map(lambda w: w.astype(dtype) if w.ndim > 1 else w, weights)

@@ -1,9 +1,8 @@
-"""A decoder in Flax NNX, for every family, with attention as an argument.
+"""A decoder in Flax NNX for all families, with attention as an argument.
 
-Which parameters there are, their shapes and their start come from the family's table; a part that
-the table does not list is left out. Modules and parameters carry the names of Hugging Face's
-checkpoints (a matrix is [out, in]), except that the layers are stacked on a leading axis and run
-in one `lax.scan`.
+Parameters, their shapes and their initialization come from the family's table; parts that the table
+does not list are omitted. Modules and parameters have the names of Hugging Face checkpoints (a
+matrix is [out, in]), except that layers are stacked on a leading axis and run in one `lax.scan`.
 """
 
 import functools
@@ -28,12 +27,12 @@ from mtraining_jax.models.token_parallel import compute_weights, on_own_tokens
 
 # (q_BSHD, k_BSHkD, v_BSHkD[, inputs of the layer]) -> (out_BSHD, fp32 scalars or trees by name)
 Attention = Callable[..., tuple[Array, dict[str, Any]]]
-# (k_BSHkD, v_BSHkD) -> what to keep of a layer's keys and values, a pytree
+# (k_BSHkD, v_BSHkD) -> what to save of a layer's keys and values, a pytree
 Keep = Callable[[Array, Array], Any]
 
 
 def draw(parameter: Parameter, rngs: nnx.Rngs) -> nnx.Param:
-    """A parameter as it starts, fp32."""
+    """Initializes a parameter, fp32."""
     if parameter.stddev is None:
         return nnx.Param(jnp.full(parameter.shape, parameter.value, jnp.float32))
     normal = jax.random.normal(rngs.params(), parameter.shape, jnp.float32)
@@ -53,7 +52,7 @@ class Linear(nnx.Module):
         y = jnp.einsum("...i,oi->...o", x, weight, precision=_precision(x.dtype))
         if self.bias is None:
             return y
-        # Added in fp32, so that the bias' gradient is summed over tokens in fp32.
+        # Added in fp32, so that the bias gradient is summed over tokens in fp32.
         return (y.astype(jnp.float32) + self.bias[...]).astype(x.dtype)
 
 
@@ -72,14 +71,14 @@ class RMSNorm(nnx.Module):
 
 
 class Embed(nnx.Module):
-    """Rows of a table. weight fp32 [V, E]."""
+    """An embedding table. weight fp32 [V, E]."""
 
     def __init__(self, table: Table, rngs: nnx.Rngs) -> None:
         self.weight = draw(table["weight"], rngs)
 
 
 class SelfAttention(nnx.Module):
-    """Projections and rotary positions around an attention that the caller chooses."""
+    """Projections and RoPE around an attention that the caller provides."""
 
     def __init__(self, spec: ModelSpec, table: Table, rngs: nnx.Rngs) -> None:
         self.head_dim = spec.head_dim
@@ -91,7 +90,7 @@ class SelfAttention(nnx.Module):
         self.k_norm = _norm_if_any(under(table, "k_norm"), spec, rngs)
 
     def project(self, x_BSE: Array, cos: Array, sin: Array) -> tuple[Array, Array, Array]:
-        """[B, S, E] -> turned queries [B, S, Hq, D] and keys, and values [B, S, Hk, D]."""
+        """[B, S, E] -> rotated queries [B, S, Hq, D] and keys, and values [B, S, Hk, D]."""
         split = (*x_BSE.shape[:2], -1, self.head_dim)
 
         def turned(projection: Linear, norm: RMSNorm | None) -> Array:
@@ -113,7 +112,7 @@ class MLP(nnx.Module):
         self.gate_proj = Linear(under(table, "gate_proj"), rngs)
         self.up_proj = Linear(under(table, "up_proj"), rngs)
         self.down_proj = Linear(under(table, "down_proj"), rngs)
-        # Without rematerialisation nothing is computed twice, at the price of memory.
+        # Without rematerialization everything is saved, which needs no chunks but more memory.
         self.chunk_size = None if spec.remat == "none" else spec.mlp_chunk_size
         self.kept_chunks = spec.mlp_kept_chunks
 
@@ -129,9 +128,9 @@ class MLP(nnx.Module):
 
 
 class DecoderLayer(nnx.Module):
-    """Attention and MLP, each on the normed residual stream and added to it.
+    """A pre-norm decoder layer, in two halves around attention.
 
-    In two halves: attention lies between them, and sees more than one device's tokens.
+    Attention lies between the halves, because it reads the tokens of several devices.
     """
 
     def __init__(self, spec: ModelSpec, table: Table, rngs: nnx.Rngs) -> None:
@@ -148,13 +147,13 @@ class DecoderLayer(nnx.Module):
         return self.self_attn.project(self.input_layernorm(x_BSE), cos, sin)
 
     def after_attention(self, x_BSE: Array, out_BSHD: Array) -> Array:
-        """The residual stream before attention and what attention gave -> [B, S, E]."""
+        """Residual stream before attention, and attention output -> [B, S, E]."""
         x_BSE = checkpoint_name(x_BSE + self.self_attn.join(out_BSHD), MIDDLE)
         return x_BSE + self.mlp(self.post_attention_layernorm(x_BSE))
 
 
 class Transformer(nnx.Module):
-    """A causal language model. Parameters fp32; `spec.dtype` is what layers compute in.
+    """A causal language model with fp32 parameters and the compute dtype `spec.dtype`.
 
     Args:
         config: a `ModelSpec`, or any object or mapping with its fields.
@@ -192,23 +191,23 @@ class Transformer(nnx.Module):
 
         Args:
             tokens: int32 [B, S], in any order along S.
-            positions: int32 [S] or [B, S], global positions of these tokens: they travel with a
-                permuted sequence. Only rotary positions read them; the mask is `attention`'s.
-            attention: `(q_BSHD, k_BSHkD, v_BSHkD) -> (out_BSHD, stats)`, on the order of
-                `tokens`, already rotated and unscaled; stats is a dict of fp32 scalars or trees of
-                arrays, through which no gradient flows. Under `remat="attention"` it is run again
-                in the backward pass unless it names what it needs there, by `checkpoint_name`, as
-                one of `pallas_kernels.names.SAVED_NAMES`.
-            attention_inputs: pytree whose leaves have a leading layer axis [L, ...]; when given,
-                its slice of the layer is the fourth argument of `attention`.
-            mesh: with axes ('data', 'node', 'device') of type Auto. Every device then works on
-                its own tokens, [B over data, S over (node, device), E]. None: on one device.
-            fsdp: whether parameters lie as `param_shardings(..., fsdp=True)` says. A layer's are
-                then gathered in the compute dtype just before use, and again in the backward
-                pass, from where their gradients leave by reduce-scatter.
-            length: tokens of the whole sequence where they are not S, because of padding or
-                because more will follow; or int32 [B, S], of each token's document where several
-                are packed into a sequence. Some rotary scalings read it.
+            positions: int32 [S] or [B, S], global positions of these tokens, in the same order.
+                Only RoPE uses them; `attention` has its own mask.
+            attention: `(q_BSHD, k_BSHkD, v_BSHkD) -> (out_BSHD, stats)`, in the order of
+                `tokens`, rotated and unscaled. `stats` is a dict of fp32 scalars or trees of
+                arrays, without gradients. With `remat="attention"` it is recomputed in the backward
+                pass unless it names the values it needs there, by `checkpoint_name`, as one of
+                `pallas_kernels.names.SAVED_NAMES`.
+            attention_inputs: optional pytree with a leading layer axis [L, ...]; the slice of a
+                layer is the fourth argument of `attention`.
+            mesh: axes ('data', 'node', 'device') of type Auto. Each device computes its own tokens,
+                [B over data, S over (node, device), E]. None: everything is on one device.
+            fsdp: whether parameters are sharded as in `param_shardings(..., fsdp=True)`. Those of a
+                layer are gathered in the compute dtype just before use, and again in the backward
+                pass, where gradients are reduce-scattered.
+            length: sequence length if it is not S, because of padding or future tokens; or int32
+                [B, S], the length of each token's document in packed sequences. Some RoPE scalings
+                use it.
 
         Returns:
             hidden [B, S, E] in the compute dtype, after the final norm, and the stats stacked
@@ -232,15 +231,15 @@ class Transformer(nnx.Module):
         fsdp: bool = False,
         length: int | Array | None = None,
     ) -> tuple[Array, dict[str, Array], Any]:
-        """Runs all layers, and keeps something of the keys and values of each.
+        """Runs all layers, and saves something of the keys and values of each.
 
         Args:
-            tokens, positions, attention, attention_inputs, mesh, fsdp, length: as in `__call__`.
-            keep: from the keys, rotated, and values of a layer, in the compute dtype and as they
-                are spread over the mesh, to what is kept of them; None keeps nothing.
+            tokens, positions, attention, attention_inputs, mesh, fsdp, length: see `__call__`.
+            keep: maps the rotated keys and the values of a layer, in the compute dtype and sharded
+                over the mesh, to what is saved of them; None saves nothing.
 
         Returns:
-            Both results of `__call__`, and what was kept, stacked over layers.
+            Both results of `__call__`, and the saved values, stacked over layers.
         """
         dtype = jnp.dtype(self.spec.dtype)
         positions = jnp.broadcast_to(positions, tokens.shape)
@@ -284,12 +283,12 @@ class Transformer(nnx.Module):
         )  # fmt: skip
 
     def lm_head_weight(self) -> Array:
-        """The output matrix, fp32 [V, E]: the embedding when tied."""
+        """The output matrix, fp32 [V, E]: the embedding if tied."""
         table = self.embed_tokens if self.lm_head is None else self.lm_head
         return table.weight[...]
 
     def logits(self, hidden_BSE: Array) -> Array:
-        """fp32 [B, S, V], all at once: for short sequences."""
+        """Full logits, fp32 [B, S, V]; for short sequences."""
         weight_VE = self.lm_head_weight().astype(hidden_BSE.dtype)
         return jnp.einsum(
             "bse,ve->bsv",
@@ -301,18 +300,18 @@ class Transformer(nnx.Module):
 
 
 def graph_definition(config: Any) -> nnx.GraphDef:
-    """The structure of a model, static and hashable, without computing anything."""
+    """Returns the static, hashable structure of a model, without computing anything."""
     return _abstract(ModelSpec.from_config(config))[0]
 
 
 def abstract_state(config: Any) -> nnx.State:
-    """The state of a model as `jax.ShapeDtypeStruct`, without computing anything."""
+    """Returns the state of a model as `jax.ShapeDtypeStruct`, without computing anything."""
     _, state = _abstract(ModelSpec.from_config(config))
-    return jax.tree.map(lambda x: x, state)  # a copy of its own: states can be changed
+    return jax.tree.map(lambda x: x, state)  # a copy, because states are mutable
 
 
 def param_shardings(config: Any, mesh: Mesh, fsdp: bool) -> nnx.State:
-    """The `NamedSharding` of every parameter; see `sharding.state_shardings`."""
+    """Returns the `NamedSharding` of every parameter; see `sharding.state_shardings`."""
     spec = ModelSpec.from_config(config)
     return state_shardings(abstract_state(spec), spec.parameters, mesh, fsdp)
 
@@ -320,12 +319,12 @@ def param_shardings(config: Any, mesh: Mesh, fsdp: bool) -> nnx.State:
 def init_model(
     config: Any, *, seed: int | Array, mesh: Mesh | None = None, fsdp: bool = False
 ) -> tuple[nnx.GraphDef, nnx.State]:
-    """Draws a model, each device only its own shards; the values do not depend on the mesh.
+    """Initializes a model, each device only its shards; the values do not depend on the mesh.
 
     Args:
         config: a `ModelSpec`, or any object or mapping with its fields.
         seed: an integer or a `jax.random.key`.
-        mesh: where to put it; None is the default device.
+        mesh: target mesh; None is the default device.
         fsdp: see `param_shardings`.
 
     Returns:
@@ -337,7 +336,7 @@ def init_model(
 
 @functools.lru_cache(maxsize=8)
 def _drawing(spec: ModelSpec, mesh: Mesh | None, fsdp: bool) -> Callable[[int | Array], nnx.State]:
-    """The program of `init_model`, once for all models that are drawn alike."""
+    """Builds the program of `init_model`, cached for equal models."""
 
     def draw_all(seed: int | Array) -> nnx.State:
         is_key = jnp.issubdtype(jnp.result_type(seed), jax.dtypes.prng_key)
@@ -350,12 +349,12 @@ def _drawing(spec: ModelSpec, mesh: Mesh | None, fsdp: bool) -> Callable[[int | 
 
 @functools.lru_cache(maxsize=32)
 def _abstract(spec: ModelSpec) -> tuple[nnx.GraphDef, nnx.State]:
-    """Traced once: the parts of a run ask for it several times."""
+    """Traces a model; cached, because several parts of a run need it."""
     return nnx.split(nnx.eval_shape(lambda: Transformer(spec, rngs=nnx.Rngs(0))))
 
 
 def _as_statistic(value: Any) -> Array:
-    """fp32, but for integers: bits of a mask stay what they are."""
+    """Casts floating-point values to fp32; integers, such as the bits of a mask, stay unchanged."""
     value = jnp.asarray(value)
     floating = jnp.issubdtype(value.dtype, jnp.floating)
     return value.astype(jnp.float32) if floating else value
@@ -366,5 +365,5 @@ def _norm_if_any(table: Table, spec: ModelSpec, rngs: nnx.Rngs) -> RMSNorm | Non
 
 
 def _precision(dtype: jnp.dtype) -> jax.lax.Precision | None:
-    """fp32 means fp32: without this, GPUs multiply fp32 matrices in TF32."""
+    """Full fp32 products for fp32 inputs: by default, GPUs use TF32."""
     return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None

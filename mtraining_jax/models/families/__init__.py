@@ -1,6 +1,6 @@
-"""Model families: one file each, registered here by the model_type of Hugging Face.
+"""Model families, one file each, registered by the model_type of Hugging Face.
 
-Imports no JAX.
+Does not import JAX.
 """
 
 from mtraining_jax.models.families.family import Family
@@ -21,10 +21,10 @@ FAMILIES = Registry(
 
 
 def family_of(name: str) -> Family:
-    """The family of a model_type, or of `package.module:Name`.
+    """Returns the family of a model_type, or of `package.module:Name`.
 
     Raises:
-        UserError: if there is none, saying which there are.
+        UserError: if it is unknown.
     """
     return FAMILIES.get(name)()
 

@@ -1,4 +1,4 @@
-"""The interface of a model family, with what most decoders share as its defaults."""
+"""The interface of a model family, with defaults that most decoders share."""
 
 import json
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from mtraining_jax.models.rope import ROPE_KINDS, RopeScaling
 if TYPE_CHECKING:
     from mtraining_jax.models.spec import ModelSpec
 
-# Our names of the sizes, and those of config.json.
+# Names of sizes here, and in config.json.
 SIZES = {
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
@@ -22,20 +22,20 @@ SIZES = {
 
 
 class Family:
-    """A decoder of pre-normed layers: attention with rotary positions, then a SwiGLU MLP.
+    """A pre-norm decoder: attention with RoPE, then a SwiGLU MLP.
 
-    A subclass says what differs. The decoder (`models.transformer`) has what the table of
-    parameters lists: a bias where there is `q_proj.bias`, a norm of queries where there is
+    Subclasses define the differences. The decoder (`models.transformer`) follows the table of
+    parameters: it has a bias if there is a `q_proj.bias`, and a query norm if there is a
     `q_norm.weight`.
 
     Attributes:
         model_type: as in config.json.
-        architecture: of a causal language model, as in config.json.
-        title: the name that people know.
-        defaults: what transformers assumes when config.json does not say.
+        architecture: name of the causal language model, as in config.json.
+        title: display name.
+        defaults: defaults of transformers for fields missing in config.json.
         fixed: fields of config.json that must have these values, or be absent.
-        fused: tensors of a checkpoint's layer that hold several of our parameters, one below the
-            other, by their name in the layer.
+        fused: tensors of a checkpoint layer that stack several parameters, by their name in the
+            layer.
     """
 
     model_type: ClassVar[str]
@@ -54,7 +54,7 @@ class Family:
     # ---- parameters
 
     def layer(self, spec: "ModelSpec") -> dict[str, Parameter]:
-        """The parameters of one layer by their names in it; a matrix is [out, in]."""
+        """Returns the parameters of one layer by their name in it; a matrix is [out, in]."""
         hidden, inner, std = spec.hidden_size, spec.intermediate_size, spec.initializer_range
         queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         return {
@@ -70,7 +70,7 @@ class Family:
         }
 
     def parameters(self, spec: "ModelSpec") -> Table:
-        """All parameters by dotted name, those of the layers stacked."""
+        """Returns all parameters by dotted name, with stacked layers."""
         table = matrix(
             spec.vocab_size, spec.hidden_size, ("vocab", "embed"), spec.initializer_range
         )
@@ -83,18 +83,18 @@ class Family:
         return found
 
     def layer_products(self, spec: "ModelSpec") -> dict[str, int]:
-        """Multiplications for one token with each matrix of a layer, by its name there."""
+        """Returns the multiplications per token with each matrix of a layer, by name."""
         layer = one_layer(self.parameters(spec))
         return {name: x.size for name, x in layer.items() if len(x.shape) == 2}
 
     def head_products(self, spec: "ModelSpec") -> int:
-        """Multiplications for one token with the output matrix, tied or not."""
+        """Returns the multiplications per token with the output matrix, tied or not."""
         return spec.vocab_size * spec.hidden_size
 
     # ---- Hugging Face
 
     def layer_tensors(self, spec: "ModelSpec") -> dict[str, tuple[str, ...]]:
-        """The tensors of one layer of a checkpoint, and the parameters that each holds."""
+        """Returns the tensors of a checkpoint layer, with the parameters in each of them."""
         names = {name: (name,) for name in self.layer(spec)}
         for tensor, parts in self.fused.items():
             for part in parts:
@@ -103,18 +103,18 @@ class Family:
         return names
 
     def read_config(self, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """The fields of `ModelSpec` that a config.json decides.
+        """Reads the fields of `ModelSpec` that config.json determines.
 
         Args:
-            raw: its contents.
+            raw: contents of config.json.
 
         Raises:
-            ValueError: if a size is missing or something is asked for that is not supported.
+            ValueError: if a size is missing or a value is unsupported.
         """
         for name, needed in self.fixed.items():
             if raw.get(name, needed) != needed:
                 raise ValueError(
-                    f"{name}={_json(raw[name])} is unsupported; allowed is {_json(needed)}"
+                    f"{name}={_json(raw[name])} is unsupported; it must be {_json(needed)}"
                 )
         values: dict[str, Any] = {"family": self.model_type}
         for ours, theirs in SIZES.items():
@@ -129,25 +129,25 @@ class Family:
         values["rope_theta"] = float(values["rope_theta"])
         partial = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
         if partial not in (None, 1.0):
-            raise ValueError(f"partial_rotary_factor={partial} is unsupported; allowed is 1.0")
+            raise ValueError(f"partial_rotary_factor={partial} is unsupported; it must be 1.0")
         values["rope_scaling"] = _scaling(rope, values["max_position_embeddings"])
         return values
 
     def head_dim(self, raw: Mapping[str, Any], values: Mapping[str, Any]) -> int:
-        """The width of a head, which config.json may leave out."""
+        """Returns the width of a head, which config.json may omit."""
         if raw.get("head_dim") is not None:
             return _whole_number(raw, "head_dim")
         return values["hidden_size"] // values["num_heads"]
 
     def rope_parameters(self, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """The rope section of a config.json of transformers 5, or of 4."""
+        """Returns the RoPE section of a config.json of transformers 4 or 5."""
         rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
         if not isinstance(rope, dict):
             raise ValueError(f"rope_parameters={rope!r} must be an object")
         return rope
 
     def write_config(self, spec: "ModelSpec") -> dict[str, Any]:
-        """The contents of config.json, readable by transformers 4 and 5: `read_config` inverted."""
+        """Writes config.json for transformers 4 and 5: the inverse of `read_config`."""
         scaling = spec.rope_scaling
         scaled = None if scaling is None else scaling.to_hf(spec.max_position_embeddings)
         return {
@@ -166,7 +166,7 @@ class Family:
 
 
 def with_defaults(raw: Mapping[str, Any], **defaults: Any) -> dict[str, Any]:
-    """`raw` with values for fields that it lacks or has as null."""
+    """Returns `raw` with defaults for fields that are missing or null."""
     return defaults | {name: value for name, value in raw.items() if value is not None}
 
 
@@ -176,7 +176,7 @@ def _scaling(rope: Mapping[str, Any], context: int) -> RopeScaling | None:
         return None
     if kind not in ROPE_KINDS:
         known = ", ".join(["default", *ROPE_KINDS])
-        raise ValueError(f'rope type "{kind}" is unsupported; allowed are {known}')
+        raise ValueError(f'rope type "{kind}" is unsupported; it must be one of {known}')
     return ROPE_KINDS[kind].from_hf(rope, context)
 
 
@@ -184,7 +184,7 @@ def _whole_number(raw: Mapping[str, Any], name: str) -> int:
     value = raw.get(name)
     if isinstance(value, bool) or not isinstance(value, int):
         found = f"{name} is missing" if value is None else f"{name}={value!r}"
-        raise ValueError(f"{found}; an integer is needed")
+        raise ValueError(f"{found}; it must be an integer")
     return value
 
 

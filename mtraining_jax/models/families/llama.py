@@ -1,4 +1,4 @@
-"""Llama 2 and 3, and models of the same kind such as SmolLM2: no biases, no norms on heads."""
+"""Llama 2 and 3, and similar models such as SmolLM2: no biases, no norms on heads."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,6 +16,6 @@ class Llama(Family):
     fixed = Family.fixed | {"attention_bias": False, "mlp_bias": False}
 
     def read_config(self, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Family.read_config`; without key/value heads there are as many as query heads."""
+        """See `Family.read_config`; by default there are as many key/value as query heads."""
         heads = raw.get("num_attention_heads")
         return super().read_config(with_defaults(raw, num_key_value_heads=heads))

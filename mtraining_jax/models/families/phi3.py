@@ -1,8 +1,8 @@
 """Phi-3: fused projections in its checkpoints, and LongRoPE.
 
-A checkpoint has queries, keys and values in one matrix, gate and up in another. Here they are
-separate parameters, so that the sharded layers and the chunked MLP work unchanged. A round trip has
-the same bits.
+A checkpoint has one matrix for queries, keys and values, and one for gate and up. Here they are
+separate parameters, so that sharded layers and the chunked MLP work unchanged. A round trip is
+bit-identical.
 """
 
 from collections.abc import Mapping
@@ -31,32 +31,32 @@ class Phi3(Family):
     }  # fmt: skip
 
     def read_config(self, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Family.read_config`. A window must not be shorter than the context."""
+        """See `Family.read_config`. A sliding window must not be shorter than the context."""
         heads = raw.get("num_attention_heads")
         values = super().read_config(with_defaults(raw, num_key_value_heads=heads))
         window, context = raw.get("sliding_window"), values["max_position_embeddings"]
         if window is not None and window < context:
             raise ValueError(
-                f"sliding_window={window} is unsupported; allowed are null and at least"
+                f"sliding_window={window} is unsupported; it must be null or at least"
                 f" max_position_embeddings={context}"
             )
         return values
 
     def rope_parameters(self, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Family.rope_parameters`; the original context may stand outside of them."""
+        """See `Family.rope_parameters`; the original context may be outside of them."""
         rope = dict(super().rope_parameters(raw))
         name = "original_max_position_embeddings"
         if rope and rope.get(name) is None and raw.get(name) is not None:
             rope[name] = raw[name]
-        if (rope.get("rope_type") or rope.get("type")) == "su":  # its name in early checkpoints
+        if (rope.get("rope_type") or rope.get("type")) == "su":  # the name in early checkpoints
             rope["rope_type"] = "longrope"
         return rope
 
     def write_config(self, spec: "ModelSpec") -> dict[str, Any]:
         """See `Family.write_config`.
 
-        transformers 4 takes three rope fields and no more; the factor on cos and sin then follows
-        from the two context lengths. Where that would be another, the file is for transformers 5.
+        transformers 4 accepts exactly three RoPE fields, and derives the factor on cos and sin from
+        the two context lengths. If the factor differs, the file is for transformers 5 only.
         """
         raw = super().write_config(spec)
         raw["rope_parameters"]["partial_rotary_factor"] = 1.0

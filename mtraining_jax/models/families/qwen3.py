@@ -1,4 +1,4 @@
-"""Qwen3, dense: norms on queries and keys, and a head width that is set by itself."""
+"""Qwen3 (dense): norms on queries and keys, and an independent head width."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Qwen3(Family):
-    """See `Family`. Each head of queries and keys is normed before it is rotated."""
+    """See `Family`. Each query and key head is normalized before it is rotated."""
 
     model_type = "qwen3"
     architecture = "Qwen3ForCausalLM"
@@ -23,5 +23,5 @@ class Qwen3(Family):
         return super().layer(spec) | norms
 
     def head_dim(self, raw: Mapping[str, Any], values: Mapping[str, Any]) -> int:
-        """See `Family.head_dim`; 128 where config.json does not say."""
+        """See `Family.head_dim`; 128 if config.json omits it."""
         return super().head_dim(with_defaults(raw, head_dim=128), values)

@@ -1,6 +1,6 @@
-"""Hugging Face checkpoints: config.json and safetensors, in and out.
+"""Reads and writes Hugging Face checkpoints: config.json and safetensors.
 
-The names below are loaded when they are first used: a configuration reads config.json, without JAX.
+Names are imported on first use, because configurations read config.json without importing JAX.
 """
 
 import importlib

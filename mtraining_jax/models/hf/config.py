@@ -1,4 +1,4 @@
-"""config.json of a Hugging Face checkpoint. Imports no JAX."""
+"""config.json of a Hugging Face checkpoint. Does not import JAX."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,8 +12,8 @@ from mtraining_jax.models.spec import ModelSpec
 
 CONFIG_FILE = "config.json"
 
-# Fields of `ModelSpec` that config.json decides because they determine the parameters, and fields
-# in which a model may differ from its checkpoint on purpose.
+# Fields of `ModelSpec` that config.json fixes because they determine the parameters, and fields in
+# which a model may intentionally differ from its checkpoint.
 FIXED = ("family", *SIZES, "head_dim", "tie_word_embeddings")
 FREE = (
     "rope_theta",
@@ -27,16 +27,16 @@ FREE = (
 def read_hf_config(directory: str | Path, **overrides: Any) -> ModelSpec:
     """Reads the model of a checkpoint.
 
-    Both spellings are understood: `rope_theta` with `rope_scaling` (transformers 4) and
-    `rope_parameters` (transformers 5).
+    Supports `rope_theta` with `rope_scaling` (transformers 4) and `rope_parameters`
+    (transformers 5).
 
     Args:
-        directory: holds config.json.
-        **overrides: fields of `ModelSpec` that config.json does not decide, such as `dtype` and
+        directory: folder of config.json.
+        **overrides: fields of `ModelSpec` that config.json does not determine, such as `dtype` and
             `remat`.
 
     Raises:
-        UserError: if the file is missing or damaged, or asks for something unsupported.
+        UserError: if the file is missing or damaged, or has an unsupported value.
     """
     values = read_hf_values(directory, overrides.get("family"))
     try:
@@ -46,15 +46,15 @@ def read_hf_config(directory: str | Path, **overrides: Any) -> ModelSpec:
 
 
 def read_hf_values(directory: str | Path, own_family: str | None = None) -> dict[str, Any]:
-    """The fields of `ModelSpec` that a checkpoint decides: `FIXED` and `FREE`.
+    """Reads the fields of `ModelSpec` that a checkpoint determines: `FIXED` and `FREE`.
 
     Args:
-        directory: holds config.json.
-        own_family: one of the user's own, as package.module:Name, which reads checkpoints of its
-            model_type; any other name is not read here.
+        directory: folder of config.json.
+        own_family: a user-defined family, as package.module:Name, for checkpoints of its
+            model_type; any other name is ignored.
 
     Raises:
-        UserError: as `read_hf_config`.
+        UserError: see `read_hf_config`.
     """
     path = Path(directory) / CONFIG_FILE
     raw = read_json(path)
@@ -69,38 +69,38 @@ def read_hf_values(directory: str | Path, own_family: str | None = None) -> dict
     if own is None and (not isinstance(kind, str) or kind not in FAMILIES.names):
         known = ", ".join(sorted(FAMILIES.names))
         raise UserError(
-            f"{path} describes {architecture or 'a model'} (model_type {kind}); the model types"
-            f" known here are {known}"
+            f"{path} describes an unsupported model, {architecture or 'without architecture'} "
+            f"(model_type {kind}); supported model types are {known}"
         )
     family = family_of(kind) if own is None else own
     if architecture not in (None, family.architecture):
         raise UserError(
-            f"{path} describes {architecture}; of model_type {kind} only {family.architecture} is"
-            " supported"
+            f"{path} describes {architecture}, but of model_type {kind} only {family.architecture}"
+            " is supported"
         )
     if raw.get("quantization_config"):
-        raise UserError(f"{path}: quantization_config is unsupported; start from full weights")
+        raise UserError(f"{path}: quantization_config is not supported; use unquantized weights")
     try:
         values = family.read_config(raw)
         return values if own is None else values | {"family": own_family}
     except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
-        # Of another type than its place needs: arithmetic with it fails in many ways.
+        # A value of the wrong type may fail in arithmetic in many ways.
         raise UserError(f"{path}: {error}") from None
 
 
 def hf_config(spec: ModelSpec, dtype: str) -> dict[str, Any]:
-    """The contents of config.json, readable by transformers 4 and 5."""
+    """Returns the contents of config.json, for transformers 4 and 5."""
     theirs = family_of(spec.family).write_config(spec)
     return dict(sorted((theirs | {"torch_dtype": dtype, "dtype": dtype}).items()))
 
 
 def check_same_model(config: Any, directory: str | Path, override: Sequence[str] = ()) -> None:
-    """Refuses a checkpoint of another model.
+    """Checks that a checkpoint matches the model.
 
     Args:
         config: a `ModelSpec`, or any object or mapping with its fields.
-        directory: holds config.json.
-        override: fields that may differ, of `FREE`.
+        directory: folder of config.json.
+        override: fields of `FREE` that may differ.
 
     Raises:
         UserError: naming the first field that differs.
@@ -116,21 +116,21 @@ def check_same_model(config: Any, directory: str | Path, override: Sequence[str]
     for name in (*FIXED, *FREE):
         if name not in override and value(ours, name) != value(theirs, name):
             raise UserError(
-                f"{Path(directory) / CONFIG_FILE} is of another model: "
-                f"{SIZES.get(name, name)} = {value(theirs, name)} there, "
-                f"{name} = {value(ours, name)} here"
+                f"{Path(directory) / CONFIG_FILE} is of another model: it has "
+                f"{SIZES.get(name, name)} = {value(theirs, name)}, but the configuration has "
+                f"{name} = {value(ours, name)}"
             )
 
 
 def read_json(path: Path, limit: int = bounded.LARGEST_CONFIG) -> dict[str, Any]:
-    """Reads a file that holds one JSON object.
+    """Reads a file with one JSON object.
 
     Args:
-        path: of the file.
-        limit: bytes that it may have.
+        path: path of the file.
+        limit: maximum size in bytes.
 
     Raises:
-        UserError: if it does not, or cannot be read.
+        UserError: if the file is invalid, too large or unreadable.
     """
     try:
         raw = bounded.read_json(path, limit)
@@ -141,5 +141,5 @@ def read_json(path: Path, limit: int = bounded.LARGEST_CONFIG) -> dict[str, Any]
     except ValueError as error:
         raise UserError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(raw, dict):
-        raise UserError(f"{path} must hold a JSON object, not a {type(raw).__name__}")
+        raise UserError(f"{path} must contain a JSON object, not a {type(raw).__name__}")
     return raw

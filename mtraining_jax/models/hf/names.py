@@ -1,4 +1,4 @@
-"""The tensors of a Hugging Face checkpoint, and which of our parameters each holds."""
+"""The tensors of a Hugging Face checkpoint, and the parameters in each of them."""
 
 import dataclasses
 
@@ -9,15 +9,14 @@ from mtraining_jax.models.spec import ModelSpec
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """What a tensor holds of one parameter.
+    """The part of a tensor that belongs to one parameter.
 
     Attributes:
         parameter: its dotted name, e.g. "layers.mlp.up_proj.weight".
-        layer: of a stacked parameter; None for others.
-        first_row: of the tensor, where the part begins.
-        shape: of the part, which differs from that of the tensor in the number of rows.
+        layer: layer of a stacked parameter; None for others.
+        first_row: first row of the part in the tensor.
+        shape: shape of the part; it differs from that of the tensor in the number of rows.
     """
-
     parameter: str
     layer: int | None
     first_row: int
@@ -29,9 +28,9 @@ class CheckpointTensor:
     """One tensor.
 
     Attributes:
-        name: in the checkpoint.
-        shape: as it should be.
-        parts: what it holds, one part below the other.
+        name: name in the checkpoint.
+        shape: expected shape.
+        parts: its parts, stacked by rows.
     """
 
     name: str
@@ -40,7 +39,7 @@ class CheckpointTensor:
 
 
 def checkpoint_tensors(spec: ModelSpec) -> list[CheckpointTensor]:
-    """All tensors of a checkpoint, in the order in which the model uses them."""
+    """Returns all tensors of a checkpoint, in the order in which the model uses them."""
     table = spec.parameters
 
     def tensor(name: str, parameters: tuple[str, ...], layer: int | None) -> CheckpointTensor:
@@ -64,6 +63,6 @@ def checkpoint_tensors(spec: ModelSpec) -> list[CheckpointTensor]:
 
 
 def is_redundant(tensor: str, spec: ModelSpec) -> bool:
-    """Whether a tensor may be ignored: rotary tables, and the copy of a tied embedding."""
+    """Whether a tensor can be ignored: rotary tables, and the copy of a tied embedding."""
     tied_copy = spec.tie_word_embeddings and tensor == "lm_head.weight"
     return tied_copy or tensor.endswith("rotary_emb.inv_freq")

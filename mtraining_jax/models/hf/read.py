@@ -1,4 +1,4 @@
-"""Safetensors into a sharded state: each device's slices are read, and nothing else."""
+"""Reads safetensors into a sharded state; each device reads only its slices."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -35,23 +35,23 @@ def load_hf(
 ) -> nnx.State:
     """Reads a checkpoint into the stacked fp32 state of a `Transformer`.
 
-    All names, shapes and dtypes are checked, from the files' headers, before any tensor is read.
-    In a run of several processes each reads only the slices that its devices hold.
+    Names, shapes and dtypes are checked from the file headers before any tensor is read. With
+    several processes, each reads only the slices of its devices.
 
     Args:
-        directory: config.json with model.safetensors, or with the shards that
-            model.safetensors.index.json lists. Tensors of F32, BF16 or F16.
-        config: the model to fill: a `ModelSpec`, or any object or mapping with its fields.
-        shardings: as `param_shardings` makes them; None is the default device.
+        directory: folder of config.json and either model.safetensors or the shards listed in
+            model.safetensors.index.json. Tensors are F32, BF16 or F16.
+        config: the model: a `ModelSpec`, or any object or mapping with its fields.
+        shardings: from `param_shardings`; None is the default device.
         override: fields of `config.FREE` in which `config` may differ from the checkpoint's
-            config.json, to extend a context for instance.
+            config.json, for example to extend a context.
 
     Returns:
-        The state; join it with that of `graph_definition`.
+        The state; `nnx.merge` joins it with `graph_definition`.
 
     Raises:
-        UserError: if a file is missing or damaged, a tensor is missing, unknown, misshapen or of
-            another dtype, or the checkpoint is of another model.
+        UserError: if a file is missing or damaged; a tensor is missing, unknown, or has another
+            shape or dtype; or the checkpoint is of another model.
     """
     spec = ModelSpec.from_config(config)
     check_same_model(spec, directory, override)
@@ -71,20 +71,20 @@ def load_hf(
 
 @dataclasses.dataclass(frozen=True)
 class _Source:
-    """Where one parameter is, or one layer of a stacked one: rows of a tensor."""
+    """Location of a parameter, or of one layer of a stacked one: rows of a tensor."""
 
     tensor: Any
     first_row: int
     layer: int | None
 
     def read(self, rows: slice, rest: tuple[slice, ...]) -> np.ndarray:
-        """Some of it; only this is read."""
+        """Reads only these slices."""
         rows = slice(rows.start + self.first_row, rows.stop + self.first_row)
         return self.tensor[(rows, *rest)]
 
 
 class Tensors:
-    """The tensors of a checkpoint by name, read lazily. A context manager: it holds open files.
+    """The tensors of a checkpoint by name, read lazily. A context manager, because files are open.
 
     Raises:
         UserError: if a file is missing or damaged.
@@ -108,11 +108,11 @@ class Tensors:
 
     @property
     def files(self) -> Mapping[str, Path]:
-        """The file that holds each tensor."""
+        """The file of each tensor."""
         return self._files
 
     def open(self, name: str) -> Any:
-        """The lazy slice object of one tensor."""
+        """Returns the lazy slice object of one tensor."""
         return self._handle(self._files[name]).get_slice(name)
 
     def _find_files(self) -> dict[str, Path]:
@@ -120,7 +120,7 @@ class Tensors:
         if single.exists():
             return dict.fromkeys(self._handle(single).keys(), single)
         if not index.exists():
-            raise UserError(f"{self.directory} holds neither {SINGLE_FILE} nor {INDEX_FILE}")
+            raise UserError(f"{self.directory} has neither {SINGLE_FILE} nor {INDEX_FILE}")
         weight_map = read_json(index, LARGEST_INDEX).get("weight_map")
         if not isinstance(weight_map, dict):
             raise UserError(f'{index} has no "weight_map"')
@@ -131,11 +131,11 @@ class Tensors:
             files[name] = self.directory / file
         for path in sorted(set(files.values())):
             if not path.exists():
-                raise UserError(f"{path} is missing, though {INDEX_FILE} lists it")
+                raise UserError(f"{path} is missing, but {INDEX_FILE} lists it")
             inside = set(self._handle(path).keys())
             for name, file in files.items():
                 if file == path and name not in inside:
-                    raise UserError(f"{path} lacks tensor {name}, which {INDEX_FILE} places there")
+                    raise UserError(f"{path} lacks tensor {name}, but {INDEX_FILE} lists it there")
         return files
 
     def _handle(self, path: Path) -> Any:
@@ -150,7 +150,7 @@ class Tensors:
 
 
 def _check_tensors(tensors: Tensors, spec: ModelSpec) -> dict[str, list[_Source]]:
-    """The sources of every parameter, of a stacked one in the order of its layers."""
+    """Returns the sources of every parameter, in layer order for stacked ones."""
     expected = checkpoint_tensors(spec)
     sources: dict[str, list[_Source]] = {}
     for tensor in expected:
@@ -165,8 +165,8 @@ def _check_tensors(tensors: Tensors, spec: ModelSpec) -> dict[str, list[_Source]
             )
         if found.get_dtype() not in _DTYPES:
             raise UserError(
-                f"{tensors.files[name]}: tensor {name} is {found.get_dtype()}; "
-                f"allowed are {', '.join(_DTYPES)}"
+                f"{tensors.files[name]}: tensor {name} has dtype {found.get_dtype()}; "
+                f"it must be one of {', '.join(_DTYPES)}"
             )
         for part in tensor.parts:
             source = _Source(found, part.first_row, part.layer)
@@ -174,14 +174,14 @@ def _check_tensors(tensors: Tensors, spec: ModelSpec) -> dict[str, list[_Source]
     names = {tensor.name for tensor in expected}
     for name, path in tensors.files.items():
         if name not in names and not is_redundant(name, spec):
-            raise UserError(f"{path}: tensor {name} has no place in this model")
+            raise UserError(f"{path}: tensor {name} does not belong to this model")
     return sources
 
 
 def _load_parameter(
     sources: Sequence[_Source], shape: tuple[int, ...], sharding: Sharding
 ) -> Array:
-    # Devices that hold the same slice share one reading.
+    # Devices with the same slice share one read.
     seen: dict[tuple[tuple[int, int, int], ...], np.ndarray] = {}
 
     def read(index: tuple[slice, ...]) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Writes a state as a Hugging Face checkpoint, which appears complete or not at all."""
+"""Writes a state as a Hugging Face checkpoint, which appears only when complete."""
 
 import dataclasses
 import functools
@@ -27,7 +27,7 @@ from mtraining_jax.models.hf.read import INDEX_FILE, SINGLE_FILE
 from mtraining_jax.models.sharding import parameter_names
 from mtraining_jax.models.spec import COMPUTE_DTYPES, ModelSpec
 
-# Without a word on these transformers takes numbers of its own, which a vocabulary may not have.
+# If these are missing, transformers assumes ids that the vocabulary may not have.
 _UNKNOWN_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
 
@@ -43,37 +43,37 @@ def save_hf(
     like: str | Path | None = None,
     eos: int | None = None,
 ) -> Path:
-    """Writes config.json and safetensors that transformers loads.
+    """Writes config.json and safetensors for transformers.
 
-    Tensors are gathered one at a time, so no host holds more of them than one file's worth. In a
-    run of several processes all call this, and the first one writes. Files go to a hidden folder
-    next to `directory`, which takes its name when everything is on disk.
+    Tensors are gathered one at a time, so a host holds at most the tensors of one file. All
+    processes of a run must call this; the first one writes. Files go to a hidden folder next to
+    `directory`, which is renamed when everything is on disk.
 
     Args:
-        directory: to be made; must not exist yet, or be empty.
+        directory: target folder; must not exist, or be empty.
         config: a `ModelSpec`, or any object or mapping with its fields.
-        state: of a `Transformer` (`nnx.State` or pure dict), arrays with any sharding.
-        dtype: of the tensors written, "bfloat16" or "float32".
-        max_shard_bytes: a file ends before it would grow beyond this; a larger tensor has a file
-            of its own. One file alone is named model.safetensors and has no index.
-        copied: further files by name, such as those of a tokenizer: a file that is copied, or
-            what a JSON file holds.
+        state: state of a `Transformer` (`nnx.State` or pure dict), arrays with any sharding.
+        dtype: dtype of the written tensors, "bfloat16" or "float32".
+        max_shard_bytes: maximum size of a file; a larger tensor gets its own file. A single file is
+            named model.safetensors and has no index.
+        copied: extra files by name, such as those of a tokenizer: a file to copy, or the contents
+            of a JSON file.
         replace: replace an older folder, which is deleted when the new one is complete.
-        like: folder of the checkpoint that the model began with, whose config.json gives the
-            fields that no `ModelSpec` has, such as the ids of special tokens.
-        eos: id of the token that ends a text, where `like` names none; None leaves that open.
+        like: folder of the checkpoint that the model started from; its config.json provides fields
+            that are not in `ModelSpec`, such as the ids of special tokens.
+        eos: id of the end token, if `like` has none; None leaves it unset.
 
     Returns:
         The folder.
 
     Raises:
-        UserError: if the folder is in use or cannot be written, or an argument is out of range.
-            Nothing is left behind.
+        UserError: if the folder is in use or not writable, or an argument is invalid. No files are
+            left behind.
     """
     spec = ModelSpec.from_config(config)
     directory = Path(directory)
     if dtype not in COMPUTE_DTYPES:
-        raise UserError(f'dtype="{dtype}" is not one of {", ".join(COMPUTE_DTYPES)}')
+        raise UserError(f'dtype="{dtype}" must be one of {", ".join(COMPUTE_DTYPES)}')
     if max_shard_bytes < 1:
         raise UserError(f"max_shard_bytes={max_shard_bytes} must be positive")
 
@@ -112,14 +112,14 @@ def save_hf(
 
 @dataclasses.dataclass(frozen=True)
 class _Tensor:
-    """One tensor of the checkpoint: parameters, or layers of stacked ones, one below the other."""
+    """One tensor of the checkpoint: parameters, or layers of stacked ones, concatenated by rows."""
 
     name: str
     parts: tuple[tuple[Array, int | None], ...]
     size: int  # bytes in the file
 
     def gather(self, dtype: str, *, keep: bool) -> np.ndarray | None:
-        """The tensor on the host, if it is to be kept there; a collective operation."""
+        """Returns the tensor on the host, if it is kept there; a collective operation."""
         values = [_gather(parameter, layer, dtype) for parameter, layer in self.parts]
         if not keep:
             return None
@@ -128,7 +128,7 @@ class _Tensor:
 
 
 def _gather(parameter: Array, layer: int | None, dtype: str) -> Array:
-    """A parameter or a layer of it, whole, on a device of every process."""
+    """Gathers a parameter or a layer of it to a device of every process."""
     sharding = getattr(parameter, "sharding", None)
     whole = None
     if isinstance(sharding, NamedSharding):
@@ -147,7 +147,7 @@ def _whole(x: Array, layer: int | None, *, dtype: str, sharding: Sharding | None
 def _plan(
     state: Any, spec: ModelSpec, dtype: jnp.dtype, max_shard_bytes: int
 ) -> list[list[_Tensor]]:
-    """Deals the tensors to files, in the order in which the model uses them."""
+    """Assigns tensors to files, in the order in which the model uses them."""
     parameters = dict(
         zip(jax.tree.leaves(parameter_names(state)), jax.tree.leaves(state), strict=True)
     )
@@ -165,7 +165,7 @@ def _plan(
 
 
 class _Folder:
-    """A folder under a temporary name, until it is published."""
+    """A folder with a temporary name until it is published."""
 
     def __init__(self, target: Path, replace: bool) -> None:
         self.target, self.replace = target, replace
@@ -176,14 +176,14 @@ class _Folder:
             not self.target.is_dir() or any(self.target.iterdir())
         )
         if in_use and not (self.replace and self.target.is_dir()):
-            raise UserError(f"{self.target} exists and is not an empty folder; name another one")
+            raise UserError(f"{self.target} exists and is not an empty folder; use another folder")
         self.temporary.parent.mkdir(parents=True, exist_ok=True)
         self.temporary.mkdir()
 
     def write_tensors(self, file: str, tensors: dict[str, np.ndarray]) -> None:
         path = self.temporary / file
         save_file(tensors, path, metadata={"format": "pt"})
-        # The library makes files that only their owner reads.
+        # safetensors creates files that only their owner can read.
         path.chmod(0o666 & ~_umask())
         _flush(path)
 
@@ -202,7 +202,7 @@ class _Folder:
     def publish(self) -> None:
         _flush(self.temporary)
         if self.replace and self.target.exists():
-            # A folder that is not empty cannot be replaced by renaming, so it is moved away first.
+            # Renaming cannot replace a folder that is not empty, so it is moved away first.
             old = self.temporary.with_suffix(".old")
             self.target.rename(old)
             self.temporary.rename(self.target)
@@ -212,14 +212,14 @@ class _Folder:
         _flush(self.target.absolute().parent)
 
     def discard(self) -> None:
-        """Removes what was not published."""
+        """Removes the folder if it was not published."""
         shutil.rmtree(self.temporary, ignore_errors=True)
 
 
 def _together(folder: _Folder | None, step: Callable[..., None], *arguments: Any) -> None:
-    """Runs a step on the process that has the folder, and raises its failure on every process.
+    """Runs a step on the process that has the folder, and raises its error on every process.
 
-    Without this, one process would stop at a full disk and the others would wait for it for ever.
+    Otherwise one process would stop at a full disk, and the others would wait for it forever.
     """
     problem = ""
     if folder is not None:

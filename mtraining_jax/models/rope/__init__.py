@@ -1,7 +1,7 @@
-"""Rotary frequencies: plain, and in every way of stretching them to a longer context.
+"""Rotary frequencies, plain or scaled to a longer context.
 
-Imports no JAX, so that a configuration can be checked without it. A way of stretching is a class
-in a file of its own, and is registered in `ROPE_KINDS`. `mtraining_jax.models.rotary` applies them.
+Does not import JAX, so that configurations can be checked without it. Each scaling is a class in
+its own file, registered in `ROPE_KINDS`. `mtraining_jax.models.rotary` applies them.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from mtraining_jax.models.rope.llama3 import Llama3Scaling
 from mtraining_jax.models.rope.longrope import LongRopeScaling
 from mtraining_jax.models.rope.yarn import YarnScaling
 
-# By the name that config.json calls `rope_type`.
+# By `rope_type` in config.json.
 ROPE_KINDS: Mapping[str, type[RopeScaling]] = {
     kind.type: kind for kind in (YarnScaling, LinearScaling, Llama3Scaling, LongRopeScaling)
 }
@@ -41,14 +41,14 @@ def rope_frequencies(
     context: int,
     length: int,
 ) -> tuple[np.ndarray, float]:
-    """Angles per token of each pair of dimensions.
+    """Computes the rotary frequency of each pair of dimensions.
 
     Args:
         head_dim: width of a head, D.
         theta: base of the frequencies.
-        scaling: how they are stretched; None leaves them plain.
-        context: tokens that the model is meant for.
-        length: tokens of the sequence at hand.
+        scaling: scaling of the frequencies; None leaves them plain.
+        context: context length of the model in tokens.
+        length: length of the sequence in tokens.
 
     Returns:
         Frequencies float64 [D/2] in radians per token, and the factor on cos and sin.
@@ -60,22 +60,22 @@ def rope_frequencies(
 
 
 def make_scaling(values: Any) -> RopeScaling | None:
-    """The scaling that a mapping, or any object with these attributes, describes.
+    """Builds the scaling that a mapping, or any object with these attributes, describes.
 
     Args:
-        values: `type` (or `rope_type`) names the kind, yarn if absent; other fields are those of
-            its class. None, and a `RopeScaling`, are returned as they are. A field that is None
-            has its default.
+        values: `type` (or `rope_type`) selects the class, yarn by default; other fields are those
+            of the class. None, and a `RopeScaling`, are returned unchanged. A field of None has its
+            default.
 
     Raises:
-        ValueError: if the kind is unknown, `factor` is missing or a value is impossible.
+        ValueError: if the type is unknown, `factor` is missing or a value is invalid.
     """
     if values is None or isinstance(values, RopeScaling):
         return values
     get = values.get if isinstance(values, Mapping) else lambda name: getattr(values, name, None)
     name = get("type") or get("rope_type") or YarnScaling.type
     if name not in ROPE_KINDS:
-        raise ValueError(f'type = "{name}" is unknown; it must be one of {", ".join(ROPE_KINDS)}')
+        raise ValueError(f'unknown type "{name}"; choose one of {", ".join(ROPE_KINDS)}')
     kind = ROPE_KINDS[name]
     found = {field.name: get(field.name) for field in dataclasses.fields(kind)}
     if found["factor"] is None:

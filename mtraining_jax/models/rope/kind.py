@@ -1,4 +1,4 @@
-"""The interface of a way to stretch rotary positions."""
+"""The interface of a RoPE scaling."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Self
 import numpy as np
 from pydantic import BeforeValidator
 
-# TOML and JSON have lists; a tuple can be hashed.
+# TOML and JSON have lists, but tuples are hashable.
 FloatList = Annotated[
     tuple[float, ...], BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)
 ]
@@ -15,10 +15,10 @@ FloatList = Annotated[
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
-    """Rotary frequencies for contexts longer than the model was trained on.
+    """Rotary frequencies for contexts longer than those of the original training.
 
     Attributes:
-        factor: how many times longer the context becomes.
+        factor: ratio of the new to the original context length.
     """
 
     type: ClassVar[str]
@@ -31,12 +31,12 @@ class RopeScaling:
 
     @classmethod
     def problems(cls, values: Any, prefix: str, head_dim: int | None) -> Iterator[str]:
-        """What is wrong with values for this kind, in sentences.
+        """Yields messages for invalid values.
 
         Args:
             values: any object with the fields of this class.
-            prefix: put before the name of each field.
-            head_dim: width of a head, if that is known.
+            prefix: prefix of field names in messages.
+            head_dim: width of a head, if known.
         """
         del head_dim
         if values.factor < 1:
@@ -45,13 +45,13 @@ class RopeScaling:
     def stretch(
         self, plain: np.ndarray, *, theta: float, context: int, length: int
     ) -> tuple[np.ndarray, float]:
-        """The stretched frequencies.
+        """Scales frequencies.
 
         Args:
             plain: float64 [D/2], radians per token.
             theta: their base.
-            context: tokens that the model is meant for.
-            length: tokens of the sequence at hand.
+            context: context length of the model in tokens.
+            length: length of the sequence in tokens.
 
         Returns:
             Frequencies float64 [D/2], and the factor on cos and sin.
@@ -60,14 +60,11 @@ class RopeScaling:
 
     @property
     def switches_at(self) -> int | None:
-        """Tokens up to which sequences are stretched in one way, and longer ones in another.
-
-        None: the length of a sequence does not matter.
-        """
+        """Length in tokens above which sequences are scaled differently; None if there is none."""
         return None
 
     def length_like(self, length: int) -> int:
-        """A length that stretches as `length` does, the same for all that stretch alike.
+        """Returns a length that scales like `length`, equal for all lengths that scale the same.
 
         Programs can then be shared by sequences of many lengths.
         """
@@ -78,14 +75,14 @@ class RopeScaling:
 
     @classmethod
     def from_hf(cls, rope: Mapping[str, Any], context: int) -> Self:
-        """Reads the rope parameters of a config.json.
+        """Reads the RoPE parameters of a config.json.
 
         Args:
             rope: `rope_parameters`, or `rope_scaling` of older files.
-            context: tokens that the model is meant for.
+            context: context length of the model in tokens.
 
         Raises:
-            ValueError: if `factor` is missing or a value is impossible.
+            ValueError: if `factor` is missing or a value is invalid.
         """
         del context
         names = [field.name for field in dataclasses.fields(cls)]
@@ -95,7 +92,7 @@ class RopeScaling:
         return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
 
     def to_hf(self, context: int) -> dict[str, Any]:
-        """The inverse of `from_hf`: every field that is set."""
+        """Returns every field that is set: the inverse of `from_hf`."""
         del context
         fields = {"rope_type": self.type}
         for name, value in dataclasses.asdict(self).items():
@@ -105,10 +102,10 @@ class RopeScaling:
 
 
 def original_problems(values: Any, prefix: str, *, needed: bool) -> Iterator[str]:
-    """What is wrong with `original_max_position_embeddings`, in sentences."""
+    """Yields messages for an invalid `original_max_position_embeddings`."""
     original = values.original_max_position_embeddings
     name = f"{prefix}original_max_position_embeddings"
     if original is None and needed:
-        yield f"{name} is missing: tokens of context that the model was trained on"
+        yield f"{name} is missing; it is the context length of the original training, in tokens"
     if original is not None and original < 1:
         yield f"{name} = {original} must be positive"

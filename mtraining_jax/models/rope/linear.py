@@ -1,4 +1,4 @@
-"""Position interpolation: all frequencies divided alike."""
+"""Position interpolation: divides all frequencies by one factor."""
 
 import dataclasses
 from typing import ClassVar

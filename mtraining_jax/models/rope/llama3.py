@@ -12,15 +12,15 @@ from mtraining_jax.models.rope.kind import RopeScaling, original_problems
 
 @dataclasses.dataclass(frozen=True)
 class Llama3Scaling(RopeScaling):
-    """Slow frequencies divided by `factor`, fast ones kept, a blend between.
+    """Divides low frequencies by `factor`, keeps high ones, and interpolates in between.
 
     Attributes:
-        factor: how many times longer the context becomes.
-        original_max_position_embeddings: tokens of context before it was stretched.
-        low_freq_factor: dimensions that turn less often than this over the original context are
+        factor: ratio of the new to the original context length.
+        original_max_position_embeddings: original context length in tokens.
+        low_freq_factor: dimensions with fewer rotations than this over the original context are
             divided by factor.
-        high_freq_factor: dimensions that turn more often than this over the original context are
-            kept as they are.
+        high_freq_factor: dimensions with more rotations than this over the original context are
+            kept.
     """
 
     type: ClassVar[str] = "llama3"

@@ -12,16 +12,16 @@ from mtraining_jax.models.rope.kind import FloatList, RopeScaling, original_prob
 
 @dataclasses.dataclass(frozen=True)
 class LongRopeScaling(RopeScaling):
-    """LongRoPE (arXiv:2402.13753): every frequency is divided by a factor of its own.
+    """LongRoPE (arXiv:2402.13753): divides every frequency by its own factor.
 
     Attributes:
-        factor: how many times longer the context becomes.
-        original_max_position_embeddings: tokens of context before it was stretched.
-        attention_factor: scale of the cosines and sines; none is sqrt(1 + ln(factor) /
+        factor: ratio of the new to the original context length.
+        original_max_position_embeddings: original context length in tokens.
+        attention_factor: scale of cosines and sines; none is sqrt(1 + ln(factor) /
             ln(original_max_position_embeddings)).
-        short_factor: divisors for sequences of up to the original context, one for each pair of
+        short_factor: divisors for sequences up to the original context, one per pair of
             dimensions.
-        long_factor: the same for longer sequences.
+        long_factor: divisors for longer sequences, one per pair of dimensions.
     """
 
     type: ClassVar[str] = "longrope"
@@ -40,19 +40,19 @@ class LongRopeScaling(RopeScaling):
         for name in ("short_factor", "long_factor"):
             factors = getattr(values, name)
             if not factors:
-                yield f"{prefix}{name} is missing: a number for each pair of dimensions of a head"
+                yield f"{prefix}{name} is missing: it needs a number per pair of head dimensions"
             elif min(factors) <= 0:
                 yield f"{prefix}{name} has {min(factors)}; all must be positive"
             elif head_dim is not None and len(factors) != head_dim // 2:
                 yield (
-                    f"{prefix}{name} has {len(factors)} entries, and a head of {head_dim} has"
+                    f"{prefix}{name} has {len(factors)} entries, but a head of {head_dim} has"
                     f" {head_dim // 2} pairs of dimensions"
                 )
 
     def stretch(
         self, plain: np.ndarray, *, theta: float, context: int, length: int
     ) -> tuple[np.ndarray, float]:
-        """See `RopeScaling.stretch`. The length of the sequence decides which factors divide."""
+        """See `RopeScaling.stretch`. The sequence length selects the divisors."""
         del theta, context
         original = self.original_max_position_embeddings
         divisors = self.long_factor if length > original else self.short_factor
@@ -68,7 +68,7 @@ class LongRopeScaling(RopeScaling):
 
     @classmethod
     def from_hf(cls, rope: Mapping[str, Any], context: int) -> Self:
-        """See `RopeScaling.from_hf`; without `factor` the two context lengths give it."""
+        """See `RopeScaling.from_hf`; a missing `factor` follows from the two context lengths."""
         original = rope.get("original_max_position_embeddings")
         if rope.get("factor") is None and original:
             rope = {**rope, "factor": max(1.0, context / original)}

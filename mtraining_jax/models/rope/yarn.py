@@ -1,4 +1,4 @@
-"""YaRN: slow frequencies divided, fast ones kept, a ramp over the dimensions between."""
+"""YaRN: divides low frequencies, keeps high ones, with a ramp over the dimensions in between."""
 
 import dataclasses
 import math
@@ -15,16 +15,15 @@ class YarnScaling(RopeScaling):
     """YaRN (arXiv:2309.00071).
 
     Attributes:
-        factor: how many times longer the context becomes.
-        original_max_position_embeddings: tokens of context before it was stretched; none reads
+        factor: ratio of the new to the original context length.
+        original_max_position_embeddings: original context length in tokens; none uses
             max_position_embeddings instead, as transformers 4.48 did even when the field was
-            there. The two readings give different frequencies.
-        beta_fast: dimensions that turn more often than this over the original context are kept as
-            they are.
-        beta_slow: dimensions that turn less often than this over the original context are divided
+            present. The two interpretations give different frequencies.
+        beta_fast: dimensions with more rotations than this over the original context are kept.
+        beta_slow: dimensions with fewer rotations than this over the original context are divided
             by factor.
-        attention_factor: scale of the cosines and sines; none is 0.1 ln(factor) + 1.
-        truncate: round the bounds of the transition to whole dimensions.
+        attention_factor: scale of cosines and sines; none is 0.1 ln(factor) + 1.
+        truncate: round the limits of the transition to whole dimensions.
     """
 
     type: ClassVar[str] = "yarn"
@@ -50,13 +49,13 @@ class YarnScaling(RopeScaling):
     def stretch(
         self, plain: np.ndarray, *, theta: float, context: int, length: int
     ) -> tuple[np.ndarray, float]:
-        """See `RopeScaling.stretch`; the ramp is that of section 3.2."""
+        """See `RopeScaling.stretch`; the ramp follows section 3.2."""
         del length
         dim = 2 * len(plain)
         original = self.original_max_position_embeddings or context
 
         def dimension_turning(rotations: float) -> float:
-            """The (fractional) pair that turns `rotations` times over the original context."""
+            """Returns the (fractional) pair with this many rotations over the original context."""
             turns_of_first = original / (2 * math.pi)
             return dim * math.log(turns_of_first / rotations) / (2 * math.log(theta))
 
@@ -64,7 +63,7 @@ class YarnScaling(RopeScaling):
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, dim - 1)
-        # A range without width is a step.
+        # An empty range becomes a step.
         ramp = np.clip((np.arange(dim // 2) - low) / max(high - low, 1e-3), 0.0, 1.0)
         frequencies = plain * (1 - ramp) + plain / self.factor * ramp
         scale = self.attention_factor
@@ -81,7 +80,7 @@ class YarnScaling(RopeScaling):
         return super().from_hf(rope, context)
 
     def to_hf(self, context: int) -> dict[str, Any]:
-        """See `RopeScaling.to_hf`; the original context is always told."""
+        """See `RopeScaling.to_hf`; always includes the original context."""
         fields = super().to_hf(context)
         fields.setdefault("original_max_position_embeddings", context)
         if self.truncate:  # older versions of transformers do not know the field
