@@ -1,7 +1,6 @@
-"""How a sparse index is chosen, what it costs and what it keeps.
+"""Sparse patterns: selection of the index, and its metrics.
 
-Patterns are loaded with this package and import no JAX; the functions on arrays are loaded when
-they are first used.
+Importing this package loads the patterns but not JAX; functions on arrays are loaded on first use.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""AdaSpa: key blocks by their exact mass, for models that denoise without a causal mask."""
+"""AdaSpa: key blocks by exact attention mass, for non-causal denoising models."""
 
 import dataclasses
 from typing import TYPE_CHECKING
@@ -9,40 +9,40 @@ from mtraining_jax.sparsity.pattern import Choice, Pattern, Shards
 if TYPE_CHECKING:
     from jax import Array
 
-# A head that keeps more than this share of its mass at the given sparsity can give some away.
+# A head that keeps more than this fraction of its mass at the given sparsity can be made sparser.
 _ENOUGH = 0.8
 
 
 @dataclasses.dataclass(frozen=True)
 class AdaSpa(Pattern):
-    """Per head and block of queries, the key blocks of largest exact attention mass; not causal.
+    """Per head and query block, the key blocks with the largest exact attention mass; not causal.
 
-    The mass of a block is the sum of the softmax of all queries of the row over all keys. Every
-    row of blocks of a head keeps equally many. With s = `sparsity`, let n be the number of heads
-    that keep more than 0.8 of their mass at s, at most half of them: the n that keep most get
-    sparsity (1 + s) / 2, the n that keep least (3 s - 1) / 2, the others s. The mean stays. Of
-    equal masses the smaller block or head comes first.
+    The mass of a block is the sum of the softmax of all queries of the row over all keys. All rows
+    of blocks of a head keep the same number of blocks. With s = `sparsity`, let n be the number of
+    heads that keep more than 0.8 of their mass at s, at most half of them. The n heads that keep
+    most get sparsity (1 + s) / 2, the n that keep least get (3 s - 1) / 2, the others s, so the
+    mean is unchanged. Ties go to the smaller block or head.
 
-    A search costs half of a dense forward pass, so it pays where its index is used again: the
-    steps of a denoiser share one input, and neighbouring ones attend alike. Search at some steps
-    with `return_index=True`, and give the index to the steps between as their pattern
-    (`examples/dit_adaspa.py`). For `sparse_attention(..., causal=False)` on one device.
+    A search costs half of a dense forward pass, so reuse its index: the steps of a denoiser share
+    one input, and adjacent steps attend similarly. Search at some steps with `return_index=True`
+    and pass the index as pattern in the steps between (`examples/dit_adaspa.py`). For
+    `sparse_attention(..., causal=False)` on one device.
 
-    Source: AdaSpa (arXiv 2502.21079). There a search takes two passes, of which a log-sum-exp kept
-    from an earlier step saves the first. Here one pass gives exact masses of the step itself, by
-    the log-sum-exp of each block, so nothing is kept. What the paper leaves open: n is at most
-    half of the heads.
+    Source: AdaSpa (arXiv 2502.21079). Its search takes two passes, and saves the first by reusing
+    the log-sum-exp of an earlier step. Here one pass computes the exact masses of the step itself
+    from the log-sum-exp of each block, so nothing is stored. The limit of n to half of the heads is
+    not specified in the paper.
 
     Attributes:
-        sparsity: s, share of the key blocks that a row leaves out, from 1/3 so that no head gets
-            less than nothing.
-        adaptive: whether heads differ as above; otherwise all have sparsity s.
-        first_blocks: first key blocks, which are always kept and count among the others: text.
-        last_blocks: last key blocks, likewise.
-        block_size: g, tokens on a side of a block.
+        sparsity: Fraction of key blocks that each row skips (s). At least 1/3, so that no head
+            gets a negative sparsity.
+        adaptive: Vary the sparsity of heads as described above; false uses s for all heads.
+        first_blocks: Number of first key blocks (text) that are always kept, within the budget.
+        last_blocks: Number of last key blocks that are always kept, within the budget.
+        block_size: Block size in tokens (g).
 
     Raises:
-        ValueError: naming the field, its value and what is allowed.
+        ValueError: if a field is invalid; the message names it.
     """
 
     also_not_causal = True
@@ -57,17 +57,13 @@ class AdaSpa(Pattern):
         check_limits(self)
 
     def choose(self, q: "Array", k: "Array", shards: Shards) -> Choice:
-        """Chooses lists for all rows, and reports the share of the mass that they keep, `recall`.
-
-        Raises:
-            ValueError: if attention is causal, or the sequence is sharded.
-        """
+        """Selects lists for all rows and reports the fraction of mass kept as `recall`."""
         from pallas_kernels.index import BlockSparseIndex
 
         if shards.causal or shards.axis_names:
             raise ValueError(
-                "AdaSpa needs causal=False and a sequence on one device; for causal attention "
-                "ExactRows chooses by the same masses"
+                "AdaSpa needs causal=False and a sequence on one device; for causal attention use "
+                "ExactRows, which selects by the same masses"
             )
         masses = exact_masses(q, k, shards, self.block_size)
         kept = self.kept(masses)
@@ -75,7 +71,7 @@ class AdaSpa(Pattern):
         return Choice(index, {"recall": recall(masses, kept)})
 
     def kept(self, masses: "Array") -> "Array":
-        """The key blocks that each row of blocks keeps: bool [B, Hq, NB, NB].
+        """Returns the key blocks that each row of blocks keeps: bool [B, Hq, NB, NB].
 
         Args:
             masses: fp32 [B, Hq, NB, NB], from `exact_masses`.
@@ -95,13 +91,13 @@ class AdaSpa(Pattern):
             return kept
         shares = recall(masses, kept)
         able = jnp.minimum((shares > _ENOUGH).sum(-1, keepdims=True), num_heads // 2)
-        # The rank of each head, the one that keeps most first.
+        # Rank of each head, by descending mass kept.
         rank = jnp.argsort(jnp.argsort(-shares, axis=-1, stable=True), axis=-1)
         of_heads = jnp.where(rank < able, few, jnp.where(rank >= num_heads - able, many, middle))
         return self._largest(masses, of_heads[..., None])
 
     def _largest(self, masses: "Array", count: "Array") -> "Array":
-        """The blocks of largest mass of each row, forced ones first."""
+        """Returns the blocks of largest mass of each row, forced ones first."""
         import jax.numpy as jnp
 
         from mtraining_jax.sparsity import select
@@ -113,33 +109,30 @@ class AdaSpa(Pattern):
         return select.kept_entries(keys, select.Rule(minimum=0, maximum=count))[0][..., 0]
 
     def describe(self) -> str:
-        """Its name and sparsity."""
-        return f"AdaSpa, {self.sparsity:g} of the blocks left out"
+        return f"AdaSpa, {100 * self.sparsity:g} % of the key blocks skipped"
 
     def expected_density(self, tokens: int) -> tuple[float, str]:
-        """1 - s."""
-        return 1 - self.sparsity, "the share that it keeps"
+        return 1 - self.sparsity, "1 - sparsity"
 
     def scoring_share(self) -> float:
-        """One of a forward pass's two products."""
+        # One of the two products of a forward pass.
         return 0.5
 
     def softmax_share(self) -> float:
-        """All of them."""
         return 1.0
 
 
 def exact_masses(q: "Array", k: "Array", shards: Shards, block_size: int) -> "Array":
-    """Softmax mass that each block of queries gives to each key block, mean over its queries.
+    """Computes the mean softmax mass that each query block gives to each key block.
 
     Args:
         q: [B, S, Hq, D].
         k: [B, S, Hk, D].
-        shards: of the whole sequence on one device; its `scale` and `backend` are read.
-        block_size: g.
+        shards: the whole sequence on one device; only `scale` and `backend` are read.
+        block_size: tokens per block (g).
 
     Returns:
-        fp32 [B, Hq, S/g, S/g], multiples of 2^-30; a row adds up to 1, up to rounding.
+        fp32 [B, Hq, S/g, S/g], multiples of 2^-30; rows sum to 1 up to rounding.
     """
     import jax.numpy as jnp
 
@@ -156,11 +149,11 @@ def exact_masses(q: "Array", k: "Array", shards: Shards, block_size: int) -> "Ar
 
 
 def recall(masses: "Array", kept: "Array") -> "Array":
-    """Share of the mass that lies on kept blocks: fp32 [B, Hq].
+    """Returns the fraction of mass on kept blocks: fp32 [B, Hq].
 
     Args:
         masses: fp32 [B, Hq, NB, NB], from `exact_masses`.
-        kept: bool, like them.
+        kept: bool [B, Hq, NB, NB].
     """
     import jax.numpy as jnp
 

@@ -1,8 +1,8 @@
-"""What a choice of pairs costs: figures for each head, measured on some rows while a model trains.
+"""Per-head metrics of a selection, measured on sampled rows during training.
 
-All of them compare attention over the computed pairs with exact attention of the same queries, keys
-and values. They are sums over rows and sequences before they are divided, so a row counts by what
-it adds to the output or to the gradient.
+All metrics compare attention over the computed pairs with exact attention of the same queries, keys
+and values. Sums run over rows and sequences before they are divided, so rows are weighted by their
+contribution to the output or gradient.
 """
 
 from collections.abc import Sequence
@@ -20,18 +20,17 @@ from mtraining_jax.sparsity.row_attention import (
 )
 from mtraining_jax.sparsity.starved_keys import starved_keys
 
-# The last queries, by whose attention several patterns choose for all others.
+# The last queries, which several patterns use as probe queries for the whole sequence.
 LAST = 64
 GRADIENT_FIGURES = ("local_gradient_cosine", "local_gradient_ratio")
 
 
 class AuditRows(NamedTuple):
-    """The rows that are measured; the same on every rank.
+    """The rows to measure, identical on every rank.
 
     Attributes:
-        everywhere: int32 [R], positions drawn from the whole sequence.
-        last: int32 [R'], positions among the last queries, of which only `index_gap` is told; None
-            tells none.
+        everywhere: int32 [R], positions sampled from the whole sequence.
+        last: int32 [R'], positions among the last queries, used for `index_gap` only, or None.
     """
 
     everywhere: Array
@@ -39,7 +38,7 @@ class AuditRows(NamedTuple):
 
     @classmethod
     def draw(cls, key: Array, seq_len: int, count: int, *, last: bool) -> "AuditRows":
-        """Draws `count` rows, without repetition; a quarter from the last 64 queries if `last`."""
+        """Samples `count` rows without repetition, a quarter from the last 64 queries if `last`."""
         of_last, of_all = jax.random.split(key)
         near = min(LAST, seq_len)
         few = min(count // 4, near) if last else 0
@@ -53,26 +52,24 @@ class AuditRows(NamedTuple):
 def forward_figures(
     q_BnHD: Array, rows: AuditRows, keys: Keys, batch_axes: Sequence[str] = ()
 ) -> tuple[dict[str, Array], RowAttention]:
-    """What attention's output loses. No gradient flows through it.
+    """Computes the error of attention's output. No gradient flows through it.
 
-    - `recall`: share of the softmax mass of exact attention on computed pairs, mean over rows.
-    - `output_error`: sqrt(sum |o' - o|^2 / sum |o|^2), o' the output over computed pairs.
-    - `index_gap`: recall of the last rows less that of the rows everywhere that lie in the second
-      half of the sequence: earlier ones keep more, as they see less. Without last rows it is not
-      told.
-    - `starved_keys`: share of the keys that no later block of queries computes.
-    - `starved_mass`: share of a row's mass that lies on such keys of earlier blocks, mean over
-      rows.
+    - `recall`: fraction of exact attention's softmax mass on computed pairs, mean over rows.
+    - `output_error`: sqrt(sum |o' - o|^2 / sum |o|^2), with o' the output over computed pairs.
+    - `index_gap`: recall of the last rows minus that of the rows everywhere in the second half of
+      the sequence (earlier rows see fewer keys and keep more). Only with last rows.
+    - `starved_keys`: fraction of keys that no later query block computes.
+    - `starved_mass`: fraction of a row's mass on such keys of earlier blocks, mean over rows.
 
     Args:
         q_BnHD: [B, n, Hq, D], local queries.
-        rows: which are measured. Rows of padding do not count.
+        rows: rows to measure. Padding rows are ignored.
         keys: keys, values and index.
         batch_axes: mesh axes that the batch is sharded over.
 
     Returns:
-        fp32 [Hq] each, the same on every device; NaN where no row counts. And attention of the
-        rows everywhere, for `gradient_figures`.
+        fp32 [Hq] each, replicated; NaN if there is no valid row. And attention of the rows
+        everywhere, for `gradient_figures`.
     """
     q_BnHD, k, v = lax.stop_gradient((q_BnHD, keys.k, keys.v))
     keys = keys._replace(k=k, v=v)
@@ -120,23 +117,22 @@ def gradient_figures(
     keys: Keys,
     batch_axes: Sequence[str] = (),
 ) -> Array:
-    """What the gradient of queries loses in this layer, given the gradient of attention's output.
+    """Computes the error of this layer's query gradients, given the gradient of the output.
 
-    The cosine between the gradients of all measured queries through exact attention and through
-    the computed pairs, and the norm of the latter over that of the former.
+    Returns the cosine between the gradients of all measured queries through exact attention and
+    through the computed pairs, and the norm of the latter over that of the former.
 
     Args:
-        found: of `forward_figures`.
-        d_out_BnHD: [B, n, Hq, D], local: the gradient of the loss by attention's output.
+        found: attention of the rows, from `forward_figures`.
+        d_out_BnHD: [B, n, Hq, D], local gradient of the loss with respect to the output.
         positions: int32 [R], the rows everywhere.
-        keys: as given there.
-        batch_axes: as given there.
+        keys, batch_axes: as in `forward_figures`.
 
     Returns:
-        fp32 [Hq, 2], as `GRADIENT_FIGURES` names them; NaN where exact attention has no gradient.
+        fp32 [Hq, 2], in the order of `GRADIENT_FIGURES`; NaN if exact attention has no gradient.
     """
     d_rows = keys.rows(d_out_BnHD, positions)
-    # Only the direction and a ratio are told, and squares of small numbers must not vanish.
+    # Only a direction and a ratio are needed; rescale so that squares do not underflow.
     largest = jnp.max(jnp.abs(d_rows)).astype(jnp.float32)
     largest = lax.pmax(largest, tuple(batch_axes)) if batch_axes else largest
     scaled = d_rows.astype(jnp.float32) / jnp.where(largest > 0, largest, 1)
@@ -148,7 +144,7 @@ def gradient_figures(
     )
     dot, of_full, of_kept = _over_batch(sums, batch_axes)
     norms = jnp.sqrt(of_full), jnp.sqrt(of_kept)
-    # Through a single pair no gradient flows, and nothing of the direction is kept.
+    # A single pair has zero gradient, so nothing of the direction is kept.
     cosine = jnp.where(of_kept > 0, dot / jnp.where(of_kept > 0, norms[0] * norms[1], 1), 0)
     cosine = jnp.where(of_full > 0, cosine, jnp.nan)
     return jnp.stack([cosine, norms[1] / norms[0]], -1)
@@ -159,6 +155,6 @@ def _over_batch(sums, batch_axes: Sequence[str]):
 
 
 def _first_rows(found: RowAttention, count: int) -> RowAttention:
-    """Attention of the first rows alone."""
+    """Returns attention of the first rows only."""
     q = found.q[:, :count]
     return RowAttention(q, *(x[:, :, :count] for x in found[1:]))

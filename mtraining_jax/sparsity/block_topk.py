@@ -1,4 +1,4 @@
-"""A fixed number of key blocks for each block of queries, by products of means."""
+"""Block top-k: a fixed number of key blocks per query block, by products of means."""
 
 import dataclasses
 from typing import TYPE_CHECKING
@@ -12,25 +12,26 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class BlockTopK(Pattern):
-    """Per head and block of queries, the key blocks whose means have the largest products with it.
+    """Per head and query block, the key blocks with the largest products of block means.
 
-    Each block of queries keeps its own key block and the `top_blocks` - 1 best of those before it,
-    by the product of the mean query with the mean key. Means are rounded to the dtype of q and k,
-    products are fp32. Of equal products the earlier block comes first.
+    Each query block keeps its own key block and the best `top_blocks` - 1 earlier ones, by the
+    product of mean query and mean key. Means are rounded to the dtype of q and k, products are
+    fp32. Ties go to the earlier block.
 
-    This is what MoBA's rule (`MoBA`) becomes where all queries of a block choose together, and
-    what MInference (arXiv 2407.02490) calls block-sparse, with blocks of 64 and 100 of them, where
-    not even the own one is certain. Neither publication's quality tells that of this pattern.
+    This is MoBA's rule (`MoBA`) with a joint selection for all queries of a block. MInference
+    (arXiv 2407.02490) calls it block-sparse, with 100 blocks of 64 tokens and without always
+    keeping the query's own block. The quality reported in either publication does not apply to this
+    pattern.
 
-    Causality: which blocks are computed depends on all queries of the row, so a query can be
-    influenced by the up to `block_size` - 1 tokens of its own block that come after it.
+    Causality: the selection depends on all queries of a block, so a query can be influenced by up
+    to `block_size` - 1 later tokens of its own block.
 
     Attributes:
-        top_blocks: key blocks of each block of queries at most, its own among them.
-        block_size: g, tokens on a side of a block.
+        top_blocks: Maximum number of key blocks per query block, including its own.
+        block_size: Block size in tokens (g).
 
     Raises:
-        ValueError: naming the field, its value and what is allowed.
+        ValueError: if a field is invalid; the message names it.
     """
 
     by_rows = True
@@ -43,15 +44,13 @@ class BlockTopK(Pattern):
 
     @property
     def dense_below(self) -> int:
-        """Documents of fewer tokens than this, padding included, have all of their pairs."""
+        """Documents shorter than this, including padding, are dense in any case."""
         return self.top_blocks * self.block_size + 1
 
     def more_pairs(self) -> str:
-        """The field that more pairs follow from."""
-        return f"sparsity.top_blocks = {self.top_blocks} may be larger"
+        return f"increase sparsity.top_blocks = {self.top_blocks}"
 
     def choose(self, q: "Array", k: "Array", shards: Shards) -> Choice:
-        """Chooses the local rows."""
         from mtraining_jax.sparsity.checks import check_choice
         from mtraining_jax.sparsity.chunk_gate import chosen_blocks
         from pallas_kernels.index import BlockMaskIndex
@@ -59,28 +58,25 @@ class BlockTopK(Pattern):
         check_choice(q, k, shards, self.block_size)
         most = min(self.top_blocks, shards.num_blocks)
         bits = chosen_blocks(q, k, shards, most)
-        if shards.documents is not None:  # blocks of none compute nothing
+        if shards.documents is not None:  # blocks without a document compute nothing
             bits &= shards.documents.causal_blocks(shards.block_ids, shards.num_blocks)
         return Choice(BlockMaskIndex(bits, shards.num_blocks, self.block_size))
 
     def for_documents(self) -> "BlockTopK":
-        """The pattern itself: each block of queries chooses in its own document."""
         return self
 
     def describe(self) -> str:
-        """The number of blocks."""
-        return f"{self.top_blocks} key blocks of each block of queries, by their means"
+        return f"block top-k, {self.top_blocks} key blocks per query block, scored by block means"
 
     def expected_density(self, tokens: int) -> tuple[float, str]:
-        """Counted, as it depends on the length alone."""
         rows = -(-tokens // self.block_size)
         tiles = sum(min(row, self.top_blocks - 1) + 0.5 for row in range(rows))
-        return tiles / (rows * rows / 2), "counted: it depends on the length alone"
+        return tiles / (rows * rows / 2), "exact: it depends only on the length"
 
     def scoring_share(self) -> float:
-        """1/g^2, of one of two products."""
+        # 1/g^2, for one of two products.
         return 0.5 / self.block_size**2
 
     def capacities(self, num_blocks: int) -> tuple[int, int]:
-        """A bit for each block; ranks share them."""
+        # One bit per block; ranks share the rows.
         return num_blocks * -(-num_blocks // 32), 0

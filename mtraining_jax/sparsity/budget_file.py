@@ -1,4 +1,4 @@
-"""Files of fixed budgets, as MInference publishes them (arXiv 2407.02490)."""
+"""Files with fixed budgets in the format of MInference (arXiv 2407.02490)."""
 
 import os
 from pathlib import Path
@@ -6,22 +6,21 @@ from pathlib import Path
 from mtraining_jax.bounded import read_json
 from mtraining_jax.errors import UserError
 
-# Type, and two numbers whose meaning depends on it: columns and diagonals of vertical_and_slash.
+# Type and two numbers; for vertical_and_slash the number of verticals and of slashes.
 Head = tuple[str, int, int]
 
 
 def read_heads(path: str | os.PathLike) -> list[list[Head]]:
-    """Reads a MInference file.
+    """Reads a MInference budget file.
 
-    The file is a JSON list with one entry a layer: an object from head number to
-    `[type, verticals, slashes, score]`, or a list of these. Scores are not used.
+    The file is a JSON list with one entry per layer: an object from head number to
+    `[type, verticals, slashes, score]`, or a list of these. Scores are ignored.
 
     Returns:
-        For each layer, and each of its heads, the type and the two numbers. All layers have
-        equally many heads.
+        Type and two numbers of each head of each layer. All layers have the same number of heads.
 
     Raises:
-        UserError: if the file cannot be read, or naming the layer and head that is wrong.
+        UserError: if the file cannot be read or is malformed; the message names layer and head.
     """
     try:
         layers = read_json(Path(path).expanduser())
@@ -30,7 +29,7 @@ def read_heads(path: str | os.PathLike) -> list[list[Head]]:
     except ValueError as error:
         raise UserError(f"budget file {path} is not JSON: {error}") from error
     if not isinstance(layers, list) or not layers:
-        raise UserError(f"budget file {path} must be a list with one entry a layer")
+        raise UserError(f"budget file {path} must be a JSON list with one entry per layer")
     rows = [_read_layer(layer, f"budget file {path}, layer {i}") for i, layer in enumerate(layers)]
     for i, row in enumerate(rows):
         if len(row) != len(rows[0]):
@@ -48,7 +47,7 @@ def _read_layer(layer, where: str) -> list[Head]:
             raise UserError(f"{where} has {len(layer)} heads but none numbered {missing[0]}")
         layer = [layer[name] for name in names]
     if not isinstance(layer, list) or not layer:
-        raise UserError(f"{where} must be an object or a list with one entry a head")
+        raise UserError(f"{where} must be an object or a list with one entry per head")
     return [_read_head(entry, f"{where}, head {head}") for head, entry in enumerate(layer)]
 
 
@@ -58,10 +57,10 @@ def _read_head(entry, where: str) -> Head:
     kind, budgets = entry[0], entry[1:3]
     if any(isinstance(budget, list) for budget in budgets):
         raise UserError(
-            f"{where} holds [top_p, cap] pairs, not fixed budgets; use kind 'vertical_slash' with "
-            "top_p, max_verticals and max_slashes for these"
+            f"{where} holds [top_p, cap] pairs instead of fixed budgets; use kind vertical_slash "
+            "with top_p, max_verticals and max_slashes for these"
         )
     for budget in budgets:
         if isinstance(budget, bool) or not isinstance(budget, int) or not 0 <= budget < 2**31:
-            raise UserError(f"{where} has budget {budget!r}; it must be a whole number, 0 or more")
+            raise UserError(f"{where} has budget {budget!r}; it must be an integer, at least 0")
     return str(kind), budgets[0], budgets[1]

@@ -1,4 +1,4 @@
-"""Computed pairs by the length of their documents, from a layer's index to numbers of a batch."""
+"""Computed pairs by document length, from a layer's index to numbers of a batch."""
 
 from collections.abc import MutableMapping
 from typing import Any
@@ -13,29 +13,29 @@ from mtraining_jax.sparsity.metrics import causal_pairs
 from pallas_kernels.index import Index, Rows
 
 _NAME = "pairs_of_length_class_"
-# Pairs of rows are summed in two parts of an integer, so that sums are exact and below 2^31, and
-# all of them at once, as ranks would wait for each other in each sum.
+# Pair counts of rows are summed as two integer parts, so that sums are exact and below 2^31, in a
+# single collective for all classes.
 _PART = 14
 
 
 def pairs_by_length(
     index: Index, rows: Rows, documents: DocumentBlocks, seq_len: int
 ) -> dict[str, Array]:
-    """Pairs that are computed in documents of each class of length, over those of a sequence.
+    """Counts the computed pairs in documents of each length class, relative to the sequence.
 
     Class k has the documents of 2^k to 2^(k+1) - 1 blocks (`data.densities.length_classes`).
 
     Args:
-        index: of the sequences, with this rank's rows.
-        rows: where these lie.
-        documents: of each sequence, [B, NB].
+        index: index with this rank's rows.
+        rows: positions of these rows.
+        documents: documents of each sequence, [B, NB].
         seq_len: S.
 
     Returns:
-        fp32 [B, Hq] by a name for each class: shares of S (S + 1) / 2.
+        fp32 [B, Hq] per class, by name: computed pairs over S (S + 1) / 2.
 
     Raises:
-        UserError: if the index cannot tell the pairs of its rows.
+        UserError: if the index cannot count the pairs of its rows.
     """
     pairs = index.pairs_of_rows(rows)
     if pairs is None:

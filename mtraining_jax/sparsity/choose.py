@@ -1,4 +1,4 @@
-"""One choice of an index, on one device or on shards of a sequence."""
+"""Selection of an index, on one device or on the shards of a sequence."""
 
 from collections.abc import Sequence
 
@@ -12,27 +12,28 @@ from pallas_kernels.index import Index
 
 
 def choose(pattern: Pattern, q: Array, k: Array, shards: Shards) -> Choice:
-    """What a pattern chooses; no gradient flows through it, and its index carries `names.INDEX`.
+    """Selects an index with a pattern; no gradient flows through it.
 
-    A rematerialisation policy that saves this name makes the recomputation reuse the index.
+    The index has the checkpoint name `names.INDEX`. A rematerialization policy that saves this name
+    avoids a second selection.
 
     Args:
-        pattern: any.
-        q: [B, n, Hq, D], local queries, rotary embedding applied.
+        pattern: any pattern.
+        q: [B, n, Hq, D], local queries, after rotary embedding.
         k: [B, n, Hk, D], local keys.
-        shards: where they lie in the sequence.
+        shards: the shards of the sequence.
 
     Raises:
-        ValueError: if `shards.shares` are for a pattern that keeps no share of mass.
-        TypeError: if the pattern returns something else.
+        ValueError: if `shards.shares` are given for a pattern without a mass fraction.
+        TypeError: if the pattern does not return a `Choice`.
     """
     if shards.shares is not None and pattern.kept_share() is None:
-        raise ValueError(f"{type(pattern).__name__} keeps no share of mass that could be given")
+        raise ValueError(f"{type(pattern).__name__} has no mass fraction to override with shares")
     choice = pattern.choose(*lax.stop_gradient((q, k)), shards)
     if not isinstance(choice, Choice):
         raise TypeError(
-            f"{type(pattern).__name__}.choose returned {type(choice).__name__}: "
-            "Choice(index, statistics) is needed"
+            f"{type(pattern).__name__}.choose returned {type(choice).__name__}; "
+            "it must return Choice(index, statistics)"
         )
     leaves, structure = jax.tree.flatten(choice.index)
     leaves = [checkpoint_name(lax.stop_gradient(leaf), names.INDEX) for leaf in leaves]
@@ -50,6 +51,6 @@ def choose_index(
     scale: float | None = None,
     backend: str | None = None,
 ) -> Index:
-    """The index that a pattern chooses; the arguments are those of `choose` and `Shards`."""
+    """Selects an index; the arguments are those of `choose` and `Shards`."""
     shards = Shards(block_ids, num_blocks, tuple(axis_names), scale, backend)
     return choose(pattern, q, k, shards).index

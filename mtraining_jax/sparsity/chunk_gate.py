@@ -1,7 +1,7 @@
-"""Which chunks of keys each query chooses, by products with their means.
+"""MoBA's gate: selection of key chunks per query, by products with chunk means.
 
-Bits do not depend on the number of ranks: means are sums in a written-out order, and products have
-shapes that depend on the whole sequence alone (see `estimate.py`).
+Results are bit-identical for any number of ranks: means are sums in a fixed order, and shapes of
+products depend only on the whole sequence (see `estimate.py`).
 """
 
 import jax
@@ -15,15 +15,15 @@ from pallas_kernels.index.token_chunks import chunk_starts, chunks_of
 
 
 def chosen_chunks(q: Array, k: Array, shards: Shards, chunk_blocks: int, most: int) -> Array:
-    """The own chunk of each query and the best of those before it.
+    """Selects each query's own chunk and the best earlier chunks.
 
     Args:
         q: [B, n, Hq, D], local queries.
         k: [B, n, Hk, D], local keys.
-        shards: where they lie. With documents, the chunks of each begin with it, and a query
-            chooses in its own.
-        chunk_blocks: blocks of a chunk.
-        most: chunks that a query chooses at most, its own among them; no more than there are.
+        shards: the shards of the sequence. With documents, chunks start at document boundaries,
+            and queries select chunks of their own document.
+        chunk_blocks: blocks per chunk.
+        most: maximum number of chunks per query, including its own; at most the number of chunks.
 
     Returns:
         uint32 [B, Hq, n/g, g, ceil(NC/32)], bits as in `TokenChunksIndex`.
@@ -37,22 +37,23 @@ def chosen_chunks(q: Array, k: Array, shards: Shards, chunk_blocks: int, most: i
 
 
 def chosen_blocks(q: Array, k: Array, shards: Shards, most: int) -> Array:
-    """The own block of each local block of queries and the best before it, by their means.
+    """Selects each query block's own key block and the best earlier ones, by block means.
 
     Args:
         q: [B, n, Hq, D], local queries.
         k: [B, n, Hk, D], local keys.
-        shards: where they lie; padding is left out of means. With documents, a block chooses in its
-            own.
-        most: blocks that are chosen at most, the own one among them; no more than there are.
+        shards: the shards of the sequence; means ignore padding. With documents, query blocks
+            select blocks of their own document.
+        most: maximum number of blocks per query block, including its own; at most the number of
+            blocks.
 
     Returns:
-        uint32 [B, Hq, n/g, ceil(NB/32)], bits as in `BlockMaskIndex`; those of a block of no
-        document mean nothing.
+        uint32 [B, Hq, n/g, ceil(NB/32)], bits as in `BlockMaskIndex`; undefined for blocks without
+        a document.
     """
     ends = shards.ends(shards.block_ids, q.shape[1] // shards.block_ids.shape[0])
     means = pooling.block_means(q, shards.block_ids, ends).astype(q.dtype)
-    rows = means.transpose(0, 2, 1, 3)  # a token for each block
+    rows = means.transpose(0, 2, 1, 3)  # one token per block
     first = shards.first_blocks(shards.block_ids)
     own = shards.block_ids[None]
     return _chosen(rows, chunk_means(k, shards, 1, ends), shards, own, most, first)[..., 0, :]
@@ -62,10 +63,10 @@ def _chosen(
     q: Array, means: Array, shards: Shards, own_chunks: Array, most: int,
     first_chunks: Array | None = None,
 ) -> Array:
-    """As `chosen_chunks`, from the means [B, Hk, NC, D], with blocks of any size.
+    """Selects chunks by means [B, Hk, NC, D], with blocks of any size.
 
-    The own chunk of those of a block is `own_chunks`, int32 [B or 1, n/g], -1 for blocks that
-    choose nothing. They choose no chunk before `first_chunks`, int32 [B, n/g]; None for 0.
+    `own_chunks`, int32 [B or 1, n/g], is the own chunk of the queries of a block, -1 for blocks
+    that select nothing. No chunk before `first_chunks`, int32 [B, n/g] or None for 0, is selected.
     """
     batch, kv_heads, num_chunks, dim = means.shape
     num_local = shards.block_ids.shape[0]
@@ -107,11 +108,11 @@ def _chosen(
 def chunk_means(
     k: Array, shards: Shards, chunk_blocks: int, ends: Array | None = None
 ) -> Array:
-    """Means of the keys of all chunks in their dtype: [B, Hk, NC, D], replicated.
+    """Computes the mean key of every chunk in the keys' dtype: [B, Hk, NC, D], replicated.
 
-    Chunks are numbered as in `TokenChunksIndex`. That of a last chunk which is not whole means
-    nothing: no query has it before its own. So does that of one with padding in it, but for a chunk
-    of one block and with `ends`.
+    Chunks are numbered as in `TokenChunksIndex`. The mean of an incomplete last chunk is undefined:
+    no query has it before its own. So are means of chunks with padding, except chunks of one block
+    with `ends`.
     """
     means = pooling.block_means(k, shards.block_ids, ends).transpose(0, 2, 1, 3)
     means = exchange.all_blocks(
@@ -131,9 +132,9 @@ def chunk_means(
 
 
 def _best(gate: Array, count: int, words: int) -> Array:
-    """The largest entries of the last axis as bits: fp32 [..., NC] to uint32 [..., words].
+    """Marks the largest entries of the last axis as bits: fp32 [..., NC] to uint32 [..., words].
 
-    Entries -inf do not count. Of equal entries the first comes first, as `top_k` promises.
+    Entries of -inf are ignored. Ties go to the first entry, as guaranteed by `top_k`.
     """
     if count == 0:
         return jnp.zeros((*gate.shape[:-1], words), jnp.uint32)

@@ -1,4 +1,4 @@
-"""The pattern that keeps every pair, computed by the same kernels."""
+"""Dense attention, computed by the same kernels."""
 
 import dataclasses
 from typing import TYPE_CHECKING
@@ -15,10 +15,10 @@ class Dense(Pattern):
     """Every causal pair; with `causal=False` every pair.
 
     Attributes:
-        block_size: tokens on a side of a block.
+        block_size: Block size in tokens (g).
 
     Raises:
-        ValueError: naming the field, its value and what is allowed.
+        ValueError: if a field is invalid; the message names it.
     """
 
     also_not_causal = True
@@ -30,33 +30,29 @@ class Dense(Pattern):
         check_limits(self)
 
     def choose(self, q: "Array", k: "Array", shards: Shards) -> Choice:
-        """Chooses every pair."""
         from pallas_kernels.index import DenseIndex
 
         return Choice(DenseIndex(self.block_size, shards.causal))
 
     def for_documents(self) -> "DenseDocuments":
-        """Every causal pair within each document."""
         return DenseDocuments(self.block_size)
 
     def describe(self) -> str:
         return "dense"
 
     def expected_density(self, tokens: int) -> tuple[float, str]:
-        """All of the pairs."""
         return 1.0, "dense"
 
     def capacities(self, num_blocks: int) -> tuple[int, int]:
-        """Nothing is kept."""
         return 0, 0
 
 
 @dataclasses.dataclass(frozen=True)
 class DenseDocuments(Pattern):
-    """Every causal pair within each document: what `Dense` is where documents are packed.
+    """Every causal pair within each document: `Dense` for packed sequences.
 
     Attributes:
-        block_size: tokens on a side of a block.
+        block_size: Block size in tokens (g).
     """
 
     sparse = False
@@ -64,7 +60,6 @@ class DenseDocuments(Pattern):
     block_size: int = 128
 
     def choose(self, q: "Array", k: "Array", shards: Shards) -> Choice:
-        """Chooses every pair within each document."""
         import jax.numpy as jnp
 
         from pallas_kernels.index import DenseDocumentsIndex
@@ -80,9 +75,8 @@ class DenseDocuments(Pattern):
         return "dense within documents"
 
     def expected_density(self, tokens: int) -> tuple[float, str]:
-        """All pairs of the documents."""
         return 1.0, "dense, if each sequence is one document"
 
     def capacities(self, num_blocks: int) -> tuple[int, int]:
-        """Where the document of each block begins and ends."""
+        # Beginning and end of each block's document.
         return 2 * num_blocks, 0

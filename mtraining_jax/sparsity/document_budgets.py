@@ -1,4 +1,4 @@
-"""Budgets of columns and diagonals where documents are packed: for each document of a pack."""
+"""Fixed budgets of verticals and slashes for packed documents."""
 
 import dataclasses
 from typing import TYPE_CHECKING
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class _ByBudgets(DocumentLastQueries):
-    """What both have in common: their `rule` says what of scores is kept."""
+    """Common base: `rule` defines what is kept."""
 
     def kept(
         self, by_distance: "Array", heads: "Array", spans: "Spans", most_columns: "Array",
@@ -30,16 +30,15 @@ class _ByBudgets(DocumentLastQueries):
 
 @dataclasses.dataclass(frozen=True)
 class DocumentFixedBudget(_ByBudgets, FixedBudget):
-    """What `FixedBudget` is where documents are packed: budgets are those of each document."""
+    """`FixedBudget` for packed sequences; the budgets apply to each document."""
 
     def least_columns(self) -> int:
-        """The sinks."""
+        # The sinks.
         return min(self.sink_tokens, self.max_verticals)
 
     def scores(
         self, q_last: "Array", k: "Array", slots: "DocumentSlots", shards: Shards
     ) -> tuple:
-        """Sums of raw logits."""
         from mtraining_jax.sparsity import document_slots
 
         return document_slots.logit_scores(q_last, k, slots, shards)
@@ -47,15 +46,15 @@ class DocumentFixedBudget(_ByBudgets, FixedBudget):
 
 @dataclasses.dataclass(frozen=True)
 class DocumentMInference(_ByBudgets, MInference):
-    """What `MInference` is where documents are packed: budgets are those of each document."""
+    """`MInference` for packed sequences; the budgets apply to each document."""
 
     def least_columns(self) -> int:
-        """The most sinks of any head."""
+        # The largest number of sinks of any head.
         return min(self.max_sinks, self.max_verticals)
 
 
 class _OfDocuments:
-    """What both kinds of files do where documents are packed."""
+    """Common part of both file formats for packed sequences."""
 
     by_rows = True
 
@@ -63,7 +62,7 @@ class _OfDocuments:
         return self
 
     def capacities(self, num_blocks: int) -> tuple[int, int]:
-        """Those of the pattern, for the largest budgets of any layer."""
+        # Those of the pattern with the largest budgets of any layer.
         return self._budgets().capacities(num_blocks)
 
     def _budgets(self) -> Pattern:
@@ -72,9 +71,9 @@ class _OfDocuments:
 
 @dataclasses.dataclass(frozen=True)
 class DocumentBudgetFile(_OfDocuments, BudgetFile):
-    """What `BudgetFile` is where documents are packed."""
+    """`BudgetFile` for packed sequences."""
 
 
 @dataclasses.dataclass(frozen=True)
 class DocumentMInferenceFile(_OfDocuments, MInferenceFile):
-    """What `MInferenceFile` is where documents are packed."""
+    """`MInferenceFile` for packed sequences."""

@@ -1,8 +1,8 @@
-"""Choosing columns and diagonals for each document of a pack, over all ranks.
+"""Selection of columns and diagonals for each document of a pack, over all ranks.
 
-The steps are those of `last_queries`, with each document in the place of the sequence. What is kept
-is written down by blocks of the pack, since no two documents share one: columns as marks of the
-tokens, and diagonal d of a document at the d-th of its blocks.
+The steps are those of `last_queries`, applied per document instead of per sequence. Since documents
+do not share blocks, results are stored by blocks of the pack: columns as marked tokens, and
+diagonal d of a document at its d-th block.
 """
 
 import dataclasses
@@ -24,21 +24,21 @@ from pallas_kernels.index import bits as sets
 def choose(
     q: Array, k: Array, shards: Shards, slots: DocumentSlots, pattern: DocumentLastQueries
 ) -> tuple[BlockMaskIndex, Array]:
-    """Chooses for the documents in slots; dense documents keep all of their pairs.
+    """Selects for the documents in slots; dense documents keep all of their pairs.
 
     Args:
-        q: [B, n, Hq, D], local queries, rotary embedding applied.
+        q: [B, n, Hq, D], local queries, after rotary embedding.
         k: [B, n, Hk, D], local keys in the same dtype; Hk divides Hq.
-        shards: where they lie, with documents.
-        slots: of these documents.
-        pattern: what is kept.
+        shards: the shards of the sequence, with documents.
+        slots: slots of these documents.
+        pattern: the pattern.
 
     Returns:
-        The index, this rank's rows; and fp32 [B, Hq], the share of the documents in slots for
-        which `last_queries.choose` counts the head.
+        The index with this rank's rows; and fp32 [B, Hq], the fraction of documents in slots for
+        which the second result of `last_queries.choose` is 1.
 
     Raises:
-        ValueError: naming what does not fit.
+        ValueError: if the inputs are invalid.
     """
     check_choice(q, k, shards, pattern.block_size)
     batch, heads = q.shape[0], q.shape[2]
@@ -47,7 +47,7 @@ def choose(
     (vertical, own, tails), head = exchange.to_heads(
         scores, shards.block_ids, shards.num_blocks, shards.axis_names
     )
-    # No tail reaches another document: a diagonal is held by a key that the last query sees.
+    # Tails never reach another document: the key that holds a diagonal is seen by the last query.
     slash = estimate.join_diagonals(own, tails)
     entries = exchange.entries_of(batch, heads, shards.axis_names)
     shares = None if shards.shares is None else shards.shares[entries]
@@ -66,20 +66,20 @@ def _kept(
     vertical: Array, slash: Array, heads: Array, entries: Array, slots: DocumentSlots,
     pattern: DocumentLastQueries, shares: Array | None,
 ) -> tuple[Array, Array, Array]:
-    """What each row of (batch entry, head) keeps of its documents, all of them in one pass.
+    """Selects for each row (batch entry, head) and all of its documents in one pass.
 
     Args:
         vertical: int32 or fp32 [R, NB, g], scores of columns.
-        slash: like that, scores of diagonals by the key that the last query sees there.
+        slash: int32 or fp32 [R, NB, g], scores of diagonals, at the key that the last query sees.
         heads: int32 [R], the query heads.
         entries: int32 [R], the batch entries.
         slots: the documents.
-        pattern: what is kept.
-        shares: int32 [R], as of `Shards`, or None.
+        pattern: the pattern.
+        shares: int32 [R], as in `Shards`, or None.
 
     Returns:
-        Columns bool [R, NB, g]; bool [R, NB], diagonals d at block d of their document; int32 [R],
-        how many documents `last_queries.choose` counts.
+        Columns bool [R, NB, g]; bool [R, NB], diagonal d at block d of its document; int32 [R], sum
+        over documents of the second result of `last_queries.choose`.
     """
     spans = PackedSpans(*(x[entries] for x in slots))
     most = pattern.most_columns(spans.length, vertical.shape[-2])
@@ -90,19 +90,19 @@ def _kept(
 
 
 def by_distance(vertical: Array, slash: Array, spans: PackedSpans) -> Array:
-    """Scores of columns by their tokens, and of diagonals by their distances, of each document.
+    """Orders the scores of each document: columns by token, diagonals by distance.
 
     Args:
         vertical: int32 or fp32 [R, NB, g], scores of columns.
-        slash: like that, scores of diagonals by the key that the last query sees there.
+        slash: int32 or fp32 [R, NB, g], scores of diagonals, at the key that the last query sees.
         spans: the documents; the last query is that of their last token.
 
     Returns:
-        [2, R, NB, g], distance i of a document at its token i; 0 behind its tokens.
+        [2, R, NB, g], distance i of a document at its token i; 0 after its tokens.
     """
     num_blocks, size = vertical.shape[-2:]
     start, tokens = spans.start * size, spans.spread(spans.tokens)
-    # Distance i is held by the i-th token before the last one.
+    # Distance i is stored at the i-th token before the last one.
     distance = spans.entries(size)
     held_by = jnp.clip((start + tokens - 1)[..., None] - distance, 0, num_blocks * size - 1)
     slash = jnp.take_along_axis(
@@ -115,19 +115,19 @@ def by_distance(vertical: Array, slash: Array, spans: PackedSpans) -> Array:
 def _index(
     marks: Array, diagonals: Array, shards: Shards, pattern: DocumentLastQueries
 ) -> BlockMaskIndex:
-    """This rank's rows.
+    """Builds the index with this rank's rows.
 
     Args:
         marks: uint32 [B, Hq, NB * ceil(g/32)], columns.
         diagonals: uint32 [B, Hq, ceil(NB/32)], diagonals at blocks of their documents.
-        shards: where the rows lie.
-        pattern: for what is static.
+        shards: the shards of the sequence.
+        pattern: the pattern, for its static fields.
     """
     rows, num_blocks, own = shards.block_ids, shards.num_blocks, shards.documents
     blocks = jnp.arange(num_blocks, dtype=jnp.int32)
     first = own.of(rows).first  # [B, n]
     listed = sets.unpack(diagonals, num_blocks) | own.dense[:, None]
-    # Row r sees key block c if diagonal r - c of its document is kept, at block first + r - c.
+    # Row r sees key block c if diagonal r - c of its document, at block first + r - c, is kept.
     place = jnp.clip(first[..., None] + rows[:, None] - blocks, 0, num_blocks - 1)
     seen = jax.vmap(lambda kept, place: kept[:, place])(listed, place)  # [B, Hq, n, NB]
     bits = sets.pack(seen) & own.causal_blocks(rows, num_blocks)

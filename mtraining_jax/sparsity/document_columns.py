@@ -1,7 +1,7 @@
-"""Key columns beside lists of blocks, for each document of a pack: `row_columns` in many places.
+"""Key columns in addition to block lists, for each document of a pack; see `row_columns`.
 
-Each document has as many columns as a sequence of its own would have. Its key blocks are looked at
-by its own queries alone, so all documents together cost as much as one sequence.
+Each document has as many columns as a separate sequence would. Its key blocks are scored only by
+its own queries, so all documents together cost as much as one sequence.
 """
 
 import dataclasses
@@ -20,19 +20,19 @@ def heaviest_columns(
     q: Array, k: Array, shards: Shards, slots: DocumentSlots, block_size: int, count: int,
     rule: RowRule,
 ) -> Array:
-    """The columns that `row_columns.heaviest_columns` finds, of each document in a slot.
+    """Applies `row_columns.heaviest_columns` to each document in a slot.
 
     Args:
         q: [B, n, Hq, D], local queries.
-        k: [B, S, Hk, D], all keys, in the order of the sequence.
-        shards: where the queries lie.
+        k: [B, S, Hk, D], all keys, in sequence order.
+        shards: the shards of the sequence.
         slots: the documents.
-        block_size: g.
-        count: C, most columns of a head in a document.
-        rule: says which blocks are forced, whose keys need no columns.
+        block_size: tokens per block (g).
+        count: C, maximum number of columns of a head in a document.
+        rule: defines the forced blocks, which need no columns.
 
     Returns:
-        int32 [B, Hq, E, C], global positions, ascending, padded with S. The same on all ranks.
+        int32 [B, Hq, E, C], global positions, ascending, padded with S; replicated.
     """
     batch, heads, num_blocks = q.shape[0], q.shape[2], shards.num_blocks
     num_slots, seq_len = slots.first.shape[1], num_blocks * block_size
@@ -46,7 +46,7 @@ def heaviest_columns(
     scale = shards.scale_for(q.shape[-1])
 
     def look(body, k: Array, slot: Array, place: Array, entry: Array) -> tuple[Array, ...]:
-        """A body of `estimate.map_logits` on one block of keys."""
+        """Applies a body of `estimate.map_logits` to one block of keys."""
         seen_by = jnp.where(slot < num_slots, places[entry, slot] - place * block_size, -1)
         one = jnp.zeros(1, jnp.int32)
         rows = rows_of(entry, jnp.minimum(slot, num_slots - 1))
@@ -84,16 +84,16 @@ def masses_without(
     rows: Array, k: Array, places: Array, tokens: Array, slots: DocumentSlots, shards: Shards,
     block_size: int, *, like: Array,
 ) -> tuple[Array, Array]:
-    """As `row_columns.masses_without`, where a row of blocks has the columns of its document.
+    """Variant of `row_columns.masses_without` with separate columns for each document.
 
     Args:
         rows: [B, Hq, n, r, D], r queries of each of n local blocks.
-        k: [B, S, Hk, D], all keys, in the order of the sequence.
-        places: int32 [B, n, r], their positions; -1 for a query that looks at nothing.
-        tokens: int32 [B, Hq, E, C], the columns of each document; S for padding.
+        k: [B, S, Hk, D], all keys, in sequence order.
+        places: int32 [B, n, r], positions of the queries; -1 for queries without keys.
+        tokens: int32 [B, Hq, E, C], columns of each document; S for padding.
         slots: the documents.
-        shards: where the queries lie.
-        block_size: g.
+        shards: the shards of the sequence.
+        block_size: tokens per block (g).
         like: [B, n, Hq, D], the queries of the attention.
     """
     batch, heads, num_slots, count = tokens.shape
@@ -105,10 +105,10 @@ def masses_without(
     own = own.swapaxes(1, 2)
 
     def logits(rows: Array, start: Array, size: int) -> Array:
-        """Of some local blocks: [B, Hq, size, r, D] to [B, Hq, size, r, C].
+        """Computes logits of some local blocks: [B, Hq, size, r, D] to [B, Hq, size, r, C].
 
-        Keys are gathered for these blocks alone: those of all slots, most of which may be empty,
-        would be gathered for nothing.
+        Gathers keys for these blocks only. Most slots may be empty, so gathering the keys of all
+        slots would be wasteful.
         """
         of_rows = lax.dynamic_slice_in_dim(places_in_keys, start, size, axis=2)
         keys = flat.at[of_rows].get(mode="promise_in_bounds")  # [B, Hq, size, C, D]
@@ -120,7 +120,7 @@ def masses_without(
 
     steps, size = row_columns.steps_of(rows, count, shards.num_blocks)
     padding = steps * size - slot.shape[1]
-    # One number for an index: XLA fuses such a gather. Padding may read any key: it is not seen.
+    # A single flat index lets XLA fuse the gather. Padding may read any key: it is masked.
     flat, (_, length, kv_heads, _) = k.reshape(-1, k.shape[-1]), k.shape
     at = jnp.arange(batch, dtype=jnp.int32)[:, None, None, None] * length + own % length
     kv_head = jnp.arange(heads, dtype=jnp.int32)[:, None, None] // (heads // kv_heads)

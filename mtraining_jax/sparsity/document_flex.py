@@ -1,8 +1,8 @@
-"""FlexPrefill's choice for each document of a pack, over all ranks.
+"""FlexPrefill's selection for each document of a pack, over all ranks.
 
-The steps are those of `flex_steps`, with each document in the place of the sequence: its last
-queries, its key blocks, one kind of head and one cut for each. What is kept of columns and of
-diagonals is written down by blocks of the pack, diagonal d of a document at the d-th of its blocks.
+The steps are those of `flex_steps`, applied per document instead of per sequence: its last queries,
+its key blocks, one head type and one cut each. Selected columns and diagonals are stored by blocks
+of the pack, diagonal d of a document at its d-th block.
 """
 
 import dataclasses
@@ -21,22 +21,22 @@ from mtraining_jax.sparsity.spans import PackedSpans
 def last_attention(
     q_last: Array, k: Array, slots: DocumentSlots, shards: Shards, gamma: float
 ) -> flex_steps.LastAttention:
-    """Masses of columns and diagonals of each document by its last queries.
+    """Computes masses of columns and diagonals of each document from its last queries.
 
     Args:
-        q_last: [B, E, Hq, g, D], as `document_slots.last_queries` gives them.
+        q_last: [B, E, Hq, g, D], from `document_slots.last_queries`.
         k: [B, n, Hk, D], local keys.
         slots: the documents, of at least g tokens each.
-        shards: where the keys lie.
-        gamma: share of the mass up to which tokens are counted.
+        shards: the shards of the sequence.
+        gamma: fraction of the mass up to which tokens are counted.
 
     Returns:
-        As `flex_steps.counted`.
+        The result of `flex_steps.counted`.
     """
     batch, _, heads, size, _ = q_last.shape
     passes = flex_steps.passes_of(size)
     count = size // passes
-    # A pass has the queries before an earlier end of each document.
+    # Each pass has the queries before an earlier end of each document.
     tokens = [jnp.maximum(slots.tokens - i * count, 0) for i in range(passes)]
     parts = []
     for number, ends in enumerate(tokens):
@@ -58,21 +58,18 @@ def last_attention(
 def distances(
     q_last: Array, k: Array, slots: DocumentSlots, shards: Shards, block_masses: Array
 ) -> Array:
-    """As `flex_steps.distances`, of each document: fp32 [B, Hq, E].
+    """Variant of `flex_steps.distances` for each document: fp32 [B, Hq, E].
 
     Args:
-        q_last: as in `last_attention`, like the next three.
-        k: see there.
-        slots: see there.
-        shards: see there.
-        block_masses: int32 [B, Hq, NB], the masses of key blocks by their documents' last queries.
+        q_last, k, slots, shards: as in `last_attention`.
+        block_masses: int32 [B, Hq, NB], masses of key blocks by their documents' last queries.
     """
     size, dim = q_last.shape[-2:]
     means = estimate.ordered_sum(q_last.astype(jnp.float32)) / jnp.float32(size)  # [B, E, Hq, D]
     held = jnp.minimum(slots.of_block, slots.first.shape[1] - 1)
     own = jax.vmap(lambda means, slot: means[slot])(means, held)  # [B, NB, Hq, D]
     keys = flex_steps.key_means(k, shards).swapaxes(1, 2)  # [B, NB, Hk, D]
-    # Each block is a product of its own, of the last queries of its document alone.
+    # Each block is a separate product, with the last queries of its document only.
     logits = lax.dot_general(
         own.reshape(*keys.shape[:3], -1, dim), keys, (((4,), (3,)), ((0, 1, 2), (0, 1, 2))),
         precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32,
@@ -90,17 +87,17 @@ def distances(
 def kept_blocks(
     found: flex_steps.LastAttention, counts: Array, slots: DocumentSlots, shards: Shards
 ) -> Array:
-    """The blocks on the columns and diagonals of largest mass, of each document.
+    """Returns the blocks on each document's columns and diagonals of largest mass.
 
     Args:
-        found: of `last_attention`.
-        counts: int32 [2, B, Hq, E], how many blocks of columns and diagonals; at least 1.
+        found: from `last_attention`.
+        counts: int32 [2, B, Hq, E], number of column blocks and of diagonals; at least 1.
         slots: the documents.
-        shards: where the rows lie.
+        shards: the shards of the sequence.
 
     Returns:
-        bool [B, Hq, n, NB], of the local rows. Rows of no slot, and blocks of other documents than
-        the row's, have any.
+        bool [B, Hq, n, NB] of the local rows; undefined for rows without a slot and for blocks of
+        other documents than the row's.
     """
     _, batch, heads, num_blocks = found.masses.shape
     spans = of_heads(slots, heads)
@@ -108,7 +105,7 @@ def kept_blocks(
     kept = flex_steps.largest(*flat, spans).reshape(found.masses.shape)
     columns, diagonals = kept
     rows, blocks = shards.block_ids, jnp.arange(num_blocks, dtype=jnp.int32)
-    # Row r sees key block c if diagonal r - c of its document is kept, at block first + r - c.
+    # Row r sees key block c if diagonal r - c of its document, at block first + r - c, is kept.
     first = shards.documents.of(rows).first[..., None]
     place = jnp.clip(first + rows[:, None] - blocks, 0, num_blocks - 1)
     on_diagonals = jax.vmap(lambda kept, place: kept[:, place])(diagonals, place)
@@ -116,5 +113,5 @@ def kept_blocks(
 
 
 def of_heads(slots: DocumentSlots, heads: int) -> PackedSpans:
-    """The documents of rows b * Hq + h."""
+    """Returns the documents of rows b * Hq + h."""
     return PackedSpans(*(jnp.repeat(x, heads, axis=0) for x in slots))

@@ -1,4 +1,4 @@
-"""Replayed density where documents are packed: the same pairs, but those between documents."""
+"""Replayed density for packed documents: the same pairs, restricted to documents."""
 
 import dataclasses
 from typing import TYPE_CHECKING
@@ -12,16 +12,16 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class DocumentReplaySettings(ReplaySettings):
-    """What `ReplaySettings` are where documents are packed into sequences.
+    """`ReplaySettings` for packed sequences.
 
-    Diagonals, columns and lists are drawn for the whole sequence and cut to its documents. So the
-    density within a document is that of a window of its length, which is higher for short ones:
-    a few diagonals near the main one are in every head. What was computed is reported.
+    Diagonals, columns and lists are drawn for the whole sequence and restricted to its documents.
+    The density within a document is therefore that of a window of its length, which is higher for
+    short documents: every head has a few diagonals near the main one. The actual density is
+    reported.
     """
 
     @property
     def by_rows(self) -> bool:
-        """True: what a row computes depends on its document."""
         return True
 
     def for_documents(self) -> "DocumentReplaySettings":
@@ -31,13 +31,13 @@ class DocumentReplaySettings(ReplaySettings):
         return super().pattern(model).for_documents()
 
     def capacities(self, num_blocks: int) -> tuple[int, int]:
-        """Those of the pattern that is replayed, for documents."""
+        # Those of the replayed pattern, for documents.
         return self._like().for_documents().capacities(num_blocks)
 
 
 @dataclasses.dataclass(frozen=True)
 class DocumentReplay(Replay):
-    """The index of every head of `Replay`, cut to documents, as bits and marked columns."""
+    """The index of every head of `Replay`, restricted to documents, as bits and marked columns."""
 
     by_rows = True
 
@@ -45,9 +45,9 @@ class DocumentReplay(Replay):
         return self
 
     def choose(self, q: "Array", k: "Array", shards: Shards) -> Choice:
-        """The replayed index, and the density of the one that `estimate` chooses.
+        """Returns the replayed index, and the density of the one selected by `estimate`.
 
-        It is made to depend on the chosen one as in `Replay.choose`.
+        The replayed index depends on the selected one as in `Replay.choose`.
         """
         import jax.numpy as jnp
 
@@ -62,7 +62,7 @@ class DocumentReplay(Replay):
             held = rows_of(rows, shards.axis_names)
             share = density(chosen, num_blocks * self.block_size, held, documents)
             statistics["estimated_density"] = share.mean(dtype=jnp.float32)
-            # A number of blocks is 0 or more, which the compiler does not know.
+            # A count is at least 0, which the compiler does not know.
             never = chosen.budgets()["blocks"] < 0
         leaves = (getattr(self, name)[None] for name in self.arrays)
         drawn = VerticalSlashIndex(*leaves, block_size=self.block_size)

@@ -1,4 +1,4 @@
-"""Sampled rows with columns where documents are packed: columns of each document."""
+"""Sampled rows with columns for packed documents."""
 
 import dataclasses
 from typing import TYPE_CHECKING
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class DocumentSampledRows(SampledRows):
-    """What `SampledRows` with columns is where documents are packed into sequences.
+    """`SampledRows` with columns, for packed sequences.
 
-    Each document of at least `dense_below` tokens has up to `columns` key columns of its own, found
-    by its own queries and seen by its own rows. There is room for those of as many documents as
-    may be that long, which kernels gather.
+    Each document of at least `dense_below` tokens has up to `columns` key columns, found by its own
+    queries and seen by its own rows. The capacity covers as many documents as may have that length;
+    kernels gather all of it.
     """
 
     def index(self, q: "Array", k: "Array", shards: Shards) -> "BlockMaskIndex":
@@ -46,12 +46,12 @@ class DocumentSampledRows(SampledRows):
         return self
 
     def capacities(self, num_blocks: int) -> tuple[int, int]:
-        """Those of `SampledRows`, a number for each row, and columns of many documents."""
+        # Those of `SampledRows`, a number per row, and the columns of many documents.
         return super().capacities(num_blocks)[0] + num_blocks, self._room(num_blocks)
 
     def _room(self, num_blocks: int) -> int:
         return min(self._slots(num_blocks) * self.columns, num_blocks * self.block_size)
 
     def _slots(self, num_blocks: int) -> int:
-        """Documents of a sequence that can be as long as `dense_below`; at least 1."""
+        """Maximum number of documents of `dense_below` tokens in a sequence, at least 1."""
         return max(num_blocks // max(-(-self.dense_below // self.block_size), 1), 1)

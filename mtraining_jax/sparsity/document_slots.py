@@ -1,9 +1,8 @@
-"""The documents of a pack that are chosen for, numbered; and their last queries' scores of keys.
+"""Numbered slots for the non-dense documents of a pack, and their last queries' scores of keys.
 
-Documents do not overlap, so the scores of all of them cost what those of one sequence do: each key
-block is looked at by the last queries of its own document alone. The rules of `estimate.py` hold:
-products block by block in chunks that depend on the length of the sequence alone, and sums of
-integers.
+Each key block is scored only by the last queries of its own document, so all documents together
+cost as much as one sequence. The rules of `estimate.py` apply: products per block in chunks that
+depend only on the sequence length, and integer sums.
 """
 
 from collections.abc import Callable
@@ -20,14 +19,14 @@ from pallas_kernels import backends
 
 
 class DocumentSlots(NamedTuple):
-    """The documents of each sequence that are not dense, in their order.
+    """The non-dense documents of each sequence, in order.
 
     Attributes:
-        of_block: int32 [B, NB], the slot of each block's document; E for a block of a dense
-            document or of none.
-        first: int32 [B, E], the first block of the document; NB for an empty slot.
-        blocks: int32 [B, E], its blocks; 0 for an empty slot.
-        tokens: int32 [B, E], its real tokens, which come first; 0 for an empty slot.
+        of_block: int32 [B, NB], slot of each block's document; E for blocks of a dense document or
+            of none.
+        first: int32 [B, E], first block of the document; NB for an empty slot.
+        blocks: int32 [B, E], number of blocks; 0 for an empty slot.
+        tokens: int32 [B, E], number of real tokens, which come first; 0 for an empty slot.
     """
 
     of_block: Array
@@ -37,11 +36,11 @@ class DocumentSlots(NamedTuple):
 
     @classmethod
     def of(cls, documents: DocumentBlocks, slots: int) -> "DocumentSlots":
-        """Those of some documents.
+        """Assigns slots to documents.
 
         Args:
-            documents: of whole sequences.
-            slots: E, at least as many as any sequence has documents that are not dense.
+            documents: documents of whole sequences.
+            slots: E, at least the number of non-dense documents of any sequence.
         """
         batch, num_blocks = documents.first.shape
         numbers = jnp.arange(num_blocks, dtype=jnp.int32)
@@ -59,18 +58,18 @@ class DocumentSlots(NamedTuple):
         )
 
     def count(self) -> Array:
-        """Int32 [B], documents in slots."""
+        """Returns the number of documents in slots: int32 [B]."""
         return (self.tokens > 0).sum(-1, dtype=jnp.int32)
 
 
 def last_queries(q: Array, slots: DocumentSlots, shards: Shards, count: int) -> Array:
-    """The last real queries of each document, the same on all ranks.
+    """Gathers the last real queries of each document, replicated.
 
     Args:
         q: [B, n, Hq, D], local queries.
         slots: the documents.
-        shards: where the queries lie.
-        count: u, queries of a document. Where it has fewer, the first ones are any.
+        shards: the shards of the sequence.
+        count: u, queries per document. In shorter documents the first ones are arbitrary.
 
     Returns:
         [B, E, Hq, u, D].
@@ -83,12 +82,12 @@ def last_queries(q: Array, slots: DocumentSlots, shards: Shards, count: int) -> 
 
 
 def queries_at(q: Array, positions: Array, shards: Shards) -> Array:
-    """Some queries of each document, the same on all ranks.
+    """Gathers queries at the given positions of each document, replicated.
 
     Args:
         q: [B, n, Hq, D], local queries.
-        positions: int32 [B, E, u], global ones.
-        shards: where the queries lie.
+        positions: int32 [B, E, u], global positions.
+        shards: the shards of the sequence.
 
     Returns:
         [B, E, Hq, u, D].
@@ -105,11 +104,12 @@ def queries_at(q: Array, positions: Array, shards: Shards) -> Array:
 def queries_of(
     q: Array, positions: Array, shards: Shards
 ) -> Callable[[Array, Array], Array]:
-    """What `queries_at` gives, one document at a time.
+    """Returns the result of `queries_at` as a function, evaluated one document at a time.
 
     Returns:
-        A function of a batch entry and a slot: [Hq, u, D]. On one device it reads the queries where
-        they lie, as those of all slots, most of which may be empty, take as much room as q or more.
+        A function of batch entry and slot to [Hq, u, D]. On one device it reads the queries in
+        place: those of all slots, most of them possibly empty, would need at least as much memory
+        as q.
     """
     if shards.axis_names:
         every = queries_at(q, positions, shards)
@@ -123,20 +123,20 @@ def queries_of(
 def softmax_scores(
     q_last: Array, k: Array, slots: DocumentSlots, shards: Shards
 ) -> tuple[Array, Array, Array]:
-    """As `estimate.softmax_scores`, of each document by its own last queries over its own keys.
+    """Variant of `estimate.softmax_scores` per document, with its own last queries and keys.
 
-    Where the backend has kernels for the estimate, each block of keys is a sequence for them, with
-    the queries of its document and the end that this has as counted from the block.
+    If the backend has kernels for the estimate, each key block is passed as a sequence, with the
+    queries of its document and the document's end relative to the block.
 
     Args:
-        q_last: [B, E, Hq, u, D], as `last_queries` gives them.
+        q_last: [B, E, Hq, u, D], from `last_queries`.
         k: [B, n, Hk, D], local keys.
         slots: the documents.
-        shards: where the keys lie.
+        shards: the shards of the sequence.
 
     Returns:
         (columns, own, tails), int32 [B, Hq, n/g, g], [B, Hq, n/g, g] and [B, Hq, n/g, u-1]; 2^30 is
-        all the mass of a document. 0 in blocks of no slot.
+        the total mass of a document. 0 in blocks without a slot.
     """
     block_size = k.shape[1] // shards.block_ids.shape[0]
     kernels = backends.estimate_kernels(shards.backend, q_last[:, 0], block_size)
@@ -156,7 +156,7 @@ def softmax_scores(
     peak, normaliser = joined(
         block_peak, block_total, blocks.slot, num_slots, scale, shards.axis_names
     )
-    normaliser = jnp.where(normaliser > 0, normaliser, 1.0)  # of queries that there are not
+    normaliser = jnp.where(normaliser > 0, normaliser, 1.0)  # of nonexistent queries
 
     def masses(k: Array, slot: Array, place: Array, entry: Array) -> tuple[Array, ...]:
         own = peak[entry, slot][None], normaliser[entry, slot][None]
@@ -168,7 +168,7 @@ def softmax_scores(
 def _by_kernels(
     kernels: backends.Estimate, q_last: Array, k: Array, slots: DocumentSlots, shards: Shards
 ) -> tuple[Array, Array, Array]:
-    """`softmax_scores` by a backend's kernels."""
+    """Computes `softmax_scores` with a backend's kernels."""
     batch, num_slots, heads, num_queries, dim = q_last.shape
     num_local = shards.block_ids.shape[0]
     slot, place = OwnBlocks(k, slots, shards).places
@@ -190,7 +190,7 @@ def _by_kernels(
     peak, normaliser = joined(
         block_peak, block_total, slot, num_slots, scale, shards.axis_names
     )
-    normaliser = jnp.where(normaliser > 0, normaliser, 1.0)  # of queries that there are not
+    normaliser = jnp.where(normaliser > 0, normaliser, 1.0)  # of nonexistent queries
     to_mean_mass = estimate.MASS_ONE // num_queries / normaliser
     of_sets = (x[:, :-1].reshape(-1, heads, num_queries) for x in (peak, to_mean_mass))
     columns, own, beyond = kernels.block_masses(sets, *where, *of_sets, **options)
@@ -203,17 +203,17 @@ def _by_kernels(
 def logit_scores(
     q_last: Array, k: Array, slots: DocumentSlots, shards: Shards
 ) -> tuple[Array, Array, Array]:
-    """As `estimate.logit_scores`, of each document by its own last queries over its own keys.
+    """Variant of `estimate.logit_scores` per document, with its own last queries and keys.
 
     Args:
-        q_last: [B, E, Hq, u, D], as `last_queries` gives them.
+        q_last: [B, E, Hq, u, D], from `last_queries`.
         k: [B, n, Hk, D], local keys.
         slots: the documents.
-        shards: where the keys lie.
+        shards: the shards of the sequence.
 
     Returns:
-        (columns, own, tails), fp32, of the shapes that `softmax_scores` gives. Diagonals are 0 in
-        blocks of no slot, and columns -inf.
+        (columns, own, tails), fp32, shaped as in `softmax_scores`. In blocks without a slot
+        diagonals are 0 and columns -inf.
     """
 
     def sums(k: Array, slot: Array, place: Array, entry: Array) -> tuple[Array, ...]:
@@ -228,9 +228,9 @@ def logit_scores(
 
 
 def _end(slots: DocumentSlots, slot: Array, place: Array, entry: Array, block_size: int) -> Array:
-    """Where the document of a block ends, counted from the block, as arguments of `OwnBlocks.map`.
+    """Returns the end of a block's document relative to the block; arguments as in `OwnBlocks.map`.
 
-    0 for no document: queries before such an end see nothing of the block.
+    0 without a document: queries before that end see nothing of the block.
     """
     num_slots = slots.first.shape[1]
     end = slots.tokens[entry, jnp.minimum(slot, num_slots - 1)] - place * block_size
@@ -238,7 +238,7 @@ def _end(slots: DocumentSlots, slot: Array, place: Array, entry: Array, block_si
 
 
 def _of_one(found: tuple[Array, ...]) -> tuple[Array, ...]:
-    """[1, Hq, 1, ...], of one block of one batch entry, to [Hq, ...]."""
+    """Drops the batch and block axes of a single block: [1, Hq, 1, ...] to [Hq, ...]."""
     return tuple(x[0, :, 0] for x in found)
 
 
@@ -246,19 +246,18 @@ def joined(
     block_peak: Array, block_total: Array, slot: Array, num_slots: int, scale: float,
     axis_names: exchange.AxisNames,
 ) -> tuple[Array, Array]:
-    """Peaks and sums of terms over all blocks of a document, of those of each block.
+    """Combines per-block peaks and sums over all blocks of each document.
 
     Args:
-        block_peak: fp32 [B, n, Hq, u], of the local blocks.
-        block_total: like that, sums of terms relative to the peak.
-        slot: int32 [B, n], of each block; E for none.
+        block_peak: fp32 [B, n, Hq, u], peaks of the local blocks.
+        block_total: fp32 [B, n, Hq, u], sums of terms relative to the peak.
+        slot: int32 [B, n], slot of each block; E for none.
         num_slots: E.
-        scale: of the logits.
+        scale: scale of the logits.
         axis_names: mesh axes that blocks are sharded over.
 
     Returns:
-        fp32 [B, E + 1, Hq, u] twice, the same on all ranks; the last slot collects what belongs to
-        none.
+        Two fp32 [B, E + 1, Hq, u], replicated; the last slot collects blocks without a document.
     """
     batch, _, heads, num_queries = block_peak.shape
     into = jnp.arange(batch)[:, None], slot
@@ -274,10 +273,10 @@ def joined(
 
 
 class OwnBlocks:
-    """Each local block of keys, to be looked at by queries of its own document.
+    """The local key blocks, each to be processed with queries of its own document.
 
     Attributes:
-        slot: int32 [B, n], the slot of each block's document; E for none.
+        slot: int32 [B, n], slot of each block's document; E for none.
     """
 
     def __init__(self, k: Array, slots: DocumentSlots, shards: Shards) -> None:
@@ -290,14 +289,14 @@ class OwnBlocks:
 
     @property
     def places(self) -> tuple[Array, Array]:
-        """Int32 [B, n] twice: the slot of each block, and its number in its document."""
+        """Returns the slot of each block and its number in its document: int32 [B, n] each."""
         return self.slot, self._place
 
     def map(self, of_block: Callable[..., tuple[Array, ...]]) -> tuple[Array, ...]:
-        """Results [B, n, Hq, ...] of a function of one block.
+        """Maps a function over single blocks; returns [B, n, Hq, ...].
 
-        Its arguments are the keys [g, Hk, D], the slot, the number of the block in its document,
-        and the batch entry; it gives arrays [Hq, ...]. Those of a block of no slot mean nothing.
+        Its arguments are keys [g, Hk, D], slot, block number in the document, and batch entry; it
+        returns arrays [Hq, ...]. Results of blocks without a slot are undefined.
         """
         batch, num_local = self.slot.shape
         padding = -num_local % self._chunk

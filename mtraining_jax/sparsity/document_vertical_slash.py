@@ -1,4 +1,4 @@
-"""Vertical-slash where documents are packed: columns and diagonals for each of them."""
+"""Vertical-slash for packed documents: verticals and slashes per document."""
 
 import dataclasses
 from typing import TYPE_CHECKING
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class DocumentVerticalSlash(DocumentLastQueries, VerticalSlash):
-    """What `VerticalSlash` is where documents are packed into sequences.
+    """`VerticalSlash` for packed sequences.
 
-    The preset paper reports `saved_heads`, the share of documents and heads that would have been
+    With the preset paper, `saved_heads` is the fraction of documents and heads that would have been
     left without any column.
     """
 
     def least_columns(self) -> int:
-        """Sinks and the least number (safe), sinks (joint), or a single one (paper)."""
+        # Sinks and the minimum (safe), sinks (joint), or a single column (paper).
         if self.preset == "paper":
             return min(1, self.max_verticals)
         least = self.min_verticals if self.preset == "safe" else 0
@@ -34,5 +34,4 @@ class DocumentVerticalSlash(DocumentLastQueries, VerticalSlash):
         return VerticalSlash.kept(self, by_distance, heads, spans, most_columns, shares)
 
     def statistics(self, saved: "Array") -> dict[str, "Array"]:
-        """Saved heads, with the preset paper."""
         return {"saved_heads": saved} if self.preset == "paper" else {}

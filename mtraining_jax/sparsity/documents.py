@@ -1,4 +1,4 @@
-"""Documents that are packed into sequences: where each one lies."""
+"""Documents packed into sequences."""
 
 import dataclasses
 import functools
@@ -18,19 +18,18 @@ from mtraining_jax.sparsity.document_blocks import DocumentBlocks
 )
 @dataclasses.dataclass(frozen=True)
 class Documents:
-    """Where the documents of each sequence lie; a query sees its own document only.
+    """Document boundaries of packed sequences; queries attend only to their own document.
 
-    A document begins at a multiple of the block size, and its last block may end in padding, of
-    which its tokens see nothing: it comes behind them. Blocks of no document are padding: their
-    rows compute nothing. A pytree, so it may be an argument of a function under `jax.jit`. The
-    constructors check what they are given; `Documents(table, block_size)` checks nothing, for
-    tables that a program makes.
+    A document begins at a multiple of the block size. Its last block may end with padding, which
+    its tokens never see because it comes after them. Blocks without a document are padding and
+    compute nothing. A pytree, so it can be an argument of a jitted function. The class methods
+    validate their input; `Documents(table, block_size)` does not, for tables built by a program.
 
     Attributes:
-        table: int32 [B, NB, 3], for each block, in the order of the sequence whatever its layout:
-            the first block of its document, one past the last block, and the document's real
-            tokens; (NB, 0, 0) for a block of no document.
-        block_size: g, tokens of a block (static).
+        table: int32 [B, NB, 3], one row per block in sequence order, whatever the layout: first
+            block of its document, one past the last block, and the document's number of real
+            tokens; (NB, 0, 0) for a block without a document.
+        block_size: g, tokens per block (static).
     """
 
     table: Array | np.ndarray
@@ -40,15 +39,15 @@ class Documents:
     def from_lengths(
         cls, lengths: Sequence[Sequence[int]], seq_len: int, block_size: int = 128
     ) -> "Documents":
-        """Documents one after the other, each padded to whole blocks; padding behind the last.
+        """Packs documents one after another, each padded to whole blocks; pads the end.
 
         Args:
             lengths: real tokens of each document of each sequence.
             seq_len: S, a multiple of the block size.
-            block_size: g.
+            block_size: tokens per block (g).
 
         Raises:
-            UserError: if a document has no token, or documents are longer than the sequence.
+            UserError: if a document is empty, or the documents do not fit into the sequence.
         """
         _check_sizes(seq_len, block_size)
         rows = []
@@ -66,20 +65,20 @@ class Documents:
         block_size: int = 128,
         lengths: ArrayLike | Sequence[ArrayLike] | None = None,
     ) -> "Documents":
-        """Documents by the places where they begin.
+        """Builds documents from cumulative lengths.
 
         Args:
-            cu_seqlens: integers [M + 1], 0 first: where each document begins, and where the last
-                one ends; or one such array for each sequence. All but the last are multiples of
+            cu_seqlens: integers [M + 1], starting with 0: start of each document, and end of the
+                last one; or one such array per sequence. All but the last entry are multiples of
                 the block size.
             seq_len: S, a multiple of the block size.
-            block_size: g.
-            lengths: integers [M], real tokens of each document, as documents of other lengths
-                than whole blocks leave padding behind them; or one such array for each sequence.
-                None: they are the distances of `cu_seqlens`.
+            block_size: tokens per block (g).
+            lengths: integers [M], real tokens of each document, if documents are padded to whole
+                blocks; or one such array per sequence. Defaults to the differences of
+                `cu_seqlens`.
 
         Raises:
-            UserError: naming the first boundary that is wrong.
+            UserError: if a boundary is invalid; the message names the first one.
         """
         _check_sizes(seq_len, block_size)
         one = np.ndim(cu_seqlens[0]) == 0
@@ -87,30 +86,30 @@ class Documents:
         real = [None] * len(many) if lengths is None else [lengths] if one else list(lengths)
         if len(real) != len(many):
             raise UserError(
-                f"lengths are of {len(real)} sequences but cu_seqlens of {len(many)}: one for "
-                "each is needed"
+                f"lengths has {len(real)} sequences but cu_seqlens has {len(many)}; pass one array "
+                "of each per sequence"
             )
         rows = []
         for row, (offsets, own) in enumerate(zip(many, real, strict=True)):
             offsets = _integers("cu_seqlens", offsets)
             if offsets.size < 1 or offsets[0] != 0:
                 raise UserError(
-                    f"cu_seqlens of sequence {row} begin with {offsets[:1].tolist()}: 0, where "
-                    "the first document begins, must come first"
+                    f"cu_seqlens of sequence {row} begins with {offsets[:1].tolist()}; the first "
+                    "entry must be 0"
                 )
             distances = np.diff(offsets)
             if distances.size and distances.min() < 1:
                 bad = int(np.argmin(distances > 0))
                 raise UserError(
                     f"cu_seqlens[{bad + 1}] = {offsets[bad + 1]} of sequence {row} must be above "
-                    f"cu_seqlens[{bad}] = {offsets[bad]}: they ascend, and no document is empty"
+                    f"cu_seqlens[{bad}] = {offsets[bad]}; entries ascend, and no document is empty"
                 )
             own = distances if own is None else _integers("lengths", own)
             if own.shape != distances.shape or (own > distances).any():
                 raise UserError(
-                    f"lengths of sequence {row} are {own.tolist()}: one for each of the "
-                    f"{distances.size} documents, and at most {distances.tolist()}, the distances "
-                    "of cu_seqlens"
+                    f"lengths of sequence {row} are {own.tolist()}; expected one for each of the "
+                    f"{distances.size} documents, at most {distances.tolist()}, the differences of "
+                    "cu_seqlens"
                 )
             name = f"cu_seqlens of sequence {row}"
             rows.append(_spans(offsets[:-1], own, seq_len, block_size, name))
@@ -118,17 +117,16 @@ class Documents:
 
     @classmethod
     def from_segment_ids(cls, segment_ids: ArrayLike, block_size: int = 128) -> "Documents":
-        """Documents by a number for each token.
+        """Builds documents from a document number for each token.
 
         Args:
-            segment_ids: integers [B, S] or [S], in the order of the sequence and known when
-                tracing: equal for the tokens of one document, different for different documents,
-                0 for padding. A document is a run of tokens; it begins at a multiple of the block
-                size.
-            block_size: g.
+            segment_ids: integers [B, S] or [S], in sequence order, known at trace time: equal
+                within a document, distinct for different documents, 0 for padding. The tokens of a
+                document are contiguous and begin at a multiple of the block size.
+            block_size: tokens per block (g).
 
         Raises:
-            UserError: naming the first token that is wrong.
+            UserError: if a token is invalid; the message names the first one.
         """
         ids = _integers("segment_ids", segment_ids, axes=(1, 2))
         ids = ids[None] if ids.ndim == 1 else ids
@@ -137,11 +135,11 @@ class Documents:
         if (ids < 0).any():
             row, token = np.argwhere(ids < 0)[0]
             raise UserError(
-                f"segment_ids[{row}, {token}] = {ids[row, token]} is negative: documents have "
-                "numbers from 1 on, and padding has 0"
+                f"segment_ids[{row}, {token}] = {ids[row, token]} is negative; number documents "
+                "from 1, and use 0 for padding"
             )
         for row, own in enumerate(ids):
-            # Where a run begins, and where the last one ends.
+            # Starts of runs, and the end of the last one.
             edges = np.flatnonzero(np.diff(own, prepend=own[0] - 1, append=own[-1] + 1))
             starts, lengths = edges[:-1], np.diff(edges)
             real = own[starts] != 0
@@ -150,8 +148,8 @@ class Documents:
             if names.size < starts.size:
                 again = int(np.setdiff1d(np.arange(starts.size), first_time)[0])
                 raise UserError(
-                    f"segment_ids[{row}, {starts[again]}] = {own[starts[again]]} has come before: "
-                    "the tokens of a document are one run"
+                    f"segment_ids[{row}, {starts[again]}] = {own[starts[again]]} appears a second "
+                    "time; the tokens of a document must be contiguous"
                 )
             name = f"segment_ids of sequence {row}"
             rows.append(_spans(starts, lengths, seq_len, block_size, name))
@@ -169,20 +167,20 @@ class Documents:
         return cls(table, block_size)
 
     def blocks(self) -> DocumentBlocks:
-        """The same by fields, for use on the device."""
+        """Returns the table by fields, for use on the device."""
         return DocumentBlocks.from_table(jax.numpy.asarray(self.table))
 
 
 def _integers(name: str, x: ArrayLike, axes: tuple[int, ...] = (1,)) -> np.ndarray:
     if isinstance(x, jax.core.Tracer):
         raise UserError(
-            f"{name} is a traced array: it must be known when tracing; make Documents outside of "
-            "jax.jit and pass them as an argument"
+            f"{name} is a traced array; its values must be known at trace time. Build Documents "
+            "outside of jax.jit and pass them as an argument"
         )
     x = np.asarray(x)
     if x.ndim not in axes or not (np.issubdtype(x.dtype, np.integer) or not x.size):
         wanted = " or ".join("1 axis" if n == 1 else f"{n} axes" for n in axes)
-        raise UserError(f"{name} is {x.dtype} {list(x.shape)}: integers of {wanted} are needed")
+        raise UserError(f"{name} is {x.dtype} {list(x.shape)}; expected integers with {wanted}")
     return x.astype(np.int64)
 
 
@@ -196,10 +194,10 @@ def _check_sizes(seq_len: int, block_size: int) -> None:
 def _spans(
     starts: np.ndarray, lengths: np.ndarray, seq_len: int, block_size: int, name: str
 ) -> np.ndarray:
-    """First block, one past the last block, and real tokens of each document, int32 [M, 3].
+    """Returns first block, one past the last block, and real tokens per document: int32 [M, 3].
 
     Raises:
-        UserError: naming the first document that cannot be.
+        UserError: if a document is invalid; the message names the first one.
     """
     if (lengths < 1).any():
         bad = int(np.argmax(lengths < 1))
@@ -216,7 +214,7 @@ def _spans(
     if starts.size and (starts + lengths).max() > seq_len:
         bad = int(np.argmax(starts + lengths > seq_len))
         raise UserError(
-            f"{name}: document {bad} ends at token {starts[bad] + lengths[bad]}, behind the "
+            f"{name}: document {bad} ends at token {starts[bad] + lengths[bad]}, beyond the "
             f"{seq_len} tokens of the sequence"
         )
     ends = -(-(starts + lengths) // block_size)

@@ -1,18 +1,18 @@
-"""Scores of key columns and diagonals, estimated from the last queries of the sequence.
+"""Scores of key columns and diagonals, estimated with the last queries of a sequence.
 
-The scores must have the same bits for every number of ranks, or ranks and runs would disagree about
-the index. Three rules ensure that:
+The scores must be bit-identical for any number of ranks; otherwise ranks and runs would disagree
+about the index. Three rules ensure this:
 
-- Logits are computed key block by key block, batched in chunks whose shape depends on the length
-  of the sequence alone: the compiler sees the same matrix products whatever the rank count.
+- Logits are computed per key block, batched in chunks with a shape that depends only on the
+  sequence length: the compiler sees the same matrix products for any number of ranks.
 - Floats are only combined elementwise or by a maximum. A multiplication never feeds an addition,
-  so that contraction to a fused multiply-add cannot change a bit.
+  so contraction to a fused multiply-add cannot change a bit.
 - Sums are integer sums (fixed point), exact in any order. The raw logits of fixed budgets, which
-  have no known range, are added in a written-out order instead.
+  have no known range, are summed in a fixed order instead.
 
-Where a backend has kernels for the estimate, two of them replace the first rule and the sums within
-a block: their code is the same for every block, and so is its order of additions. Sums over blocks
-are exact there too.
+If the backend has kernels for the estimate, two kernels replace the first rule and the sums within
+a block: their code and order of additions are the same for every block. Sums over blocks are exact
+there too.
 """
 
 import dataclasses
@@ -25,12 +25,12 @@ from mtraining_jax.sparsity import exchange
 from mtraining_jax.sparsity.exchange import AxisNames
 from pallas_kernels.backends import Estimate, estimate_kernels
 
-# Fixed point of a probability and of a mass: one is 2^30. A sum of masses that add up to one stays
-# below 2^31 even if each of 2^23 terms is rounded up.
+# Fixed-point one of a probability or mass is 2^30. A sum of masses with total one stays below 2^31
+# even if each of 2^23 terms is rounded up.
 MASS_BITS = 30
 MASS_ONE = 1 << MASS_BITS
 
-# The softmax normaliser is summed in two limbs: multiples of 2^-8, and the rest in 2^-24.
+# The softmax normalizer is summed in two limbs: multiples of 2^-8, and the rest in 2^-24.
 _HIGH_BITS = 8
 _LOW_BITS = 16
 MAX_BLOCKS = 1 << (31 - _LOW_BITS)
@@ -50,25 +50,25 @@ def softmax_scores(
     backend: str | None = None,
     valid_len: Array | None = None,
 ) -> tuple[Array, Array, Array]:
-    """Mean attention mass of every local key column, and of diagonals within local blocks.
+    """Computes the mean attention mass of local key columns, and of diagonals in local blocks.
 
     The softmax of the last queries runs over all keys of all ranks.
 
     Args:
-        q_BHuD: [B, Hq, last_q, D], the last queries (the same on all ranks).
+        q_BHuD: [B, Hq, last_q, D], the last queries, replicated.
         k_BnHD: [B, n, Hk, D], local keys; Hq is a multiple of Hk.
-        scale: of the logits, positive.
+        scale: positive scale of the logits.
         block_ids: int32 [n/g], global number of each local block.
         num_blocks: NB.
         axis_names: mesh axes the sequence is sharded over.
-        backend: of the kernels; None for the best that runs here. Where it has none for this
-            estimate (`pallas_kernels.backends.Estimate`), the estimate runs in XLA.
-        valid_len: int32 scalar, where the last queries end, as in `Shards`; None is the end of
-            the sequence.
+        backend: kernel backend; None for the fastest available one. If it has no kernels for this
+            estimate (`pallas_kernels.backends.Estimate`), XLA computes it.
+        valid_len: int32 scalar, end of the last queries, as in `Shards`; None is the end of the
+            sequence.
 
     Returns:
-        (columns, own, tails), int32 [B, Hq, n/g, g], [B, Hq, n/g, g] and [B, Hq, n/g, last_q-1];
-        2^30 is all the mass of a head; the columns of the whole sequence add up to it, up to
+        (columns, own, tails), int32 [B, Hq, n/g, g], [B, Hq, n/g, g] and [B, Hq, n/g, last_q-1].
+        2^30 is the total mass of a head; the columns of the whole sequence sum to it, up to
         rounding. The diagonals are complete after `join_diagonals`.
     """
     where = dict(
@@ -80,8 +80,8 @@ def softmax_scores(
         tiles = XlaTiles(q_BHuD, k_BnHD, **where)
     else:
         tiles = _KernelTiles(q_BHuD, k_BnHD, kernels, **where)
-    # Two passes over the logits cost less than keeping them: at 128K tokens and 16 heads they
-    # would take half a gigabyte. The results are [B, Hq, n/g, last_q].
+    # Two passes over the logits are cheaper than storing them: at 128K tokens and 16 heads they
+    # would need half a gigabyte. The results are [B, Hq, n/g, last_q].
     block_peak, block_total = tiles.statistics()
     peak = exchange.maximum(block_peak.max(2), axis_names)
     weight = relative_exp(block_peak, peak[:, :, None], scale)
@@ -93,10 +93,9 @@ def softmax_scores(
 
 
 def to_limbs(weight: Array, total: Array) -> tuple[Array, Array]:
-    """Products of weights <= 1 and totals as integers, high and low, to be added in any order.
+    """Splits products of weights <= 1 and totals into two integer limbs, summable in any order.
 
-    The sum over a row of products must stay below `MAX_TOKENS`, and there must be at most
-    `MAX_BLOCKS` of them.
+    The products of a row must sum to less than `MAX_TOKENS`, with at most `MAX_BLOCKS` terms.
     """
     in_high_units = weight * (total * 2.0**_HIGH_BITS)
     low = lax.rem(in_high_units, jnp.ones_like(in_high_units)) * 2.0**_LOW_BITS
@@ -104,7 +103,7 @@ def to_limbs(weight: Array, total: Array) -> tuple[Array, Array]:
 
 
 def from_limbs(high: Array, low: Array) -> Array:
-    """fp32 sums of products, from the sums of both of their limbs."""
+    """Returns the fp32 sum of products from the sums of both limbs."""
     high, low = high.astype(jnp.float32), low.astype(jnp.float32)
     # The product is exact (a power of two), so contraction cannot change this sum.
     return (high + low * 2.0**-_LOW_BITS) * 2.0**-_HIGH_BITS
@@ -112,7 +111,7 @@ def from_limbs(high: Array, low: Array) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class _KernelTiles:
-    """Tiles of logits by a backend's kernels: a tile's terms are always summed in one order."""
+    """Tiles of logits computed by a backend's kernels, with a fixed order of additions."""
 
     q: Array
     k: Array
@@ -141,7 +140,7 @@ class _KernelTiles:
 
 @dataclasses.dataclass(frozen=True)
 class XlaTiles:
-    """Tiles of logits on any platform."""
+    """Tiles of logits computed by XLA, on any platform."""
 
     q: Array
     k: Array
@@ -153,16 +152,16 @@ class XlaTiles:
 
     @property
     def _logits(self) -> tuple:
-        """Arguments of `map_logits` after the body."""
+        """Returns the arguments of `map_logits` after the body."""
         seq_len = self.num_blocks * (self.k.shape[1] // self.block_ids.shape[0])
         end = seq_len if self.valid_len is None else self.valid_len
         positions = last_positions(self.q.shape[2], end)
         return self.q, positions, self.k, self.block_ids, self.num_blocks
 
     def statistics(self) -> tuple[Array, Array]:
-        """Per block and query, fp32 [B, Hq, n/g, u]: peak, and sum of exp((x - peak) * scale)."""
+        """Returns peak and sum of exp((x - peak) * scale): fp32 [B, Hq, n/g, u] each."""
         block_size = self.k.shape[1] // self.block_ids.shape[0]
-        # So that a block sum of terms <= 1 stays within 2^30.
+        # Keeps a block's sum of terms <= 1 within 2^30.
         term_one = float(1 << (MASS_BITS - (block_size - 1).bit_length()))
 
         def body(logits, _):
@@ -174,11 +173,11 @@ class XlaTiles:
         return peak, total.astype(jnp.float32) * (1 / term_one)
 
     def masses(self, peak: Array, normaliser: Array) -> tuple[Array, Array, Array]:
-        """Mean masses of columns and diagonals, from the peaks and normalisers [B, Hq, u].
+        """Computes mean masses of columns and diagonals, from peaks and normalizers [B, Hq, u].
 
         Returns:
             int32 (columns [B, Hq, n/g, g], diagonals [B, Hq, n/g, g], tails [B, Hq, n/g, u-1]);
-            the tails are what the diagonals of the next block's first keys get from this block.
+            tails are this block's contributions to the diagonals of the next block's first keys.
         """
         last_q = self.q.shape[2]
         to_mass = MASS_ONE / normaliser
@@ -201,20 +200,20 @@ def logit_scores(
     num_blocks: int,
     valid_len: Array | None = None,
 ) -> tuple[Array, Array, Array]:
-    """Sums of raw logits over columns, and diagonals of blocks, without softmax or scale.
+    """Sums raw logits over columns, and over diagonals of blocks, without softmax or scale.
 
-    A column that not all of the last queries see has score -inf, as in the reference. The scale
-    is left out because it does not change the order.
+    Columns not seen by all of the last queries get -inf, as in the reference implementation. The
+    scale is omitted because it does not change the order.
 
     Args:
-        q_BHuD: [B, Hq, last_q, D], the last queries (the same on all ranks).
+        q_BHuD: [B, Hq, last_q, D], the last queries, replicated.
         k_BnHD: [B, n, Hk, D], local keys.
         block_ids: int32 [n/g], global number of each local block.
         num_blocks: NB.
         valid_len: as in `softmax_scores`.
 
     Returns:
-        (columns, own, tails), fp32, of the shapes that `softmax_scores` gives.
+        (columns, own, tails), fp32, shaped as in `softmax_scores`.
     """
     block_size = k_BnHD.shape[1] // block_ids.shape[0]
 
@@ -229,15 +228,15 @@ def logit_scores(
 
 
 def join_diagonals(own: Array, tails: Array) -> Array:
-    """Adds to the diagonals of every block what those of the block before carry over.
+    """Adds the contributions of the previous block to the diagonals of every block.
 
-    A diagonal s is held by the key that the last query sees at distance s: token V-1-s if that
+    Diagonal s is stored at the key that the last query sees at distance s: token V-1-s if that
     query is the last of V tokens.
 
     Args:
-        own: [..., NB, g], what the queries see of a diagonal in the block that holds it.
-        tails: [..., NB, last_q - 1], what they see in each block of the diagonals that the first
-            keys of the next one hold.
+        own: [..., NB, g], contributions within the block that stores the diagonal.
+        tails: [..., NB, last_q - 1], contributions of each block to diagonals stored at the first
+            keys of the next one.
 
     Returns:
         [..., NB, g].
@@ -248,7 +247,7 @@ def join_diagonals(own: Array, tails: Array) -> Array:
 
 
 def last_positions(count: int, end: int | Array) -> Array:
-    """int32 [count], the last positions before `end`; negative where there are fewer tokens."""
+    """Returns the last positions before `end`, int32 [count]; negative if there are too few."""
     return end + jnp.arange(-count, 0, dtype=jnp.int32)
 
 
@@ -261,16 +260,16 @@ def map_logits(
     num_blocks: int,
     chunk: int | None = None,
 ) -> tuple[Array, ...]:
-    """Applies `body` to the raw causal logits of every local block, a chunk of blocks at a time.
+    """Applies `body` to the raw causal logits of every local block, in chunks of blocks.
 
     Args:
-        body: maps logits fp32 [C, B, Hq, u, g] (-inf where the key is ahead of the query), and
-            the global numbers of the chunk's blocks, int32 [C], to a tuple of arrays
-            [C, B, Hq, ...]. Blocks numbered NB are padding, ahead of every query.
+        body: maps logits fp32 [C, B, Hq, u, g] (-inf for keys after the query) and the global
+            numbers of the chunk's blocks, int32 [C], to a tuple of arrays [C, B, Hq, ...]. Blocks
+            numbered NB are padding, after every query.
         q_BHuD: [B, Hq, u, D], some queries.
         query_positions: int32 [u], their global positions.
         k_BnHD: [B, n, Hk, D], local keys.
-        block_ids: int32 [n/g].
+        block_ids: int32 [n/g], global number of each local block.
         num_blocks: NB.
         chunk: C, the same for any number of ranks; None for a sixteenth of the sequence, at most 64
             blocks.
@@ -282,16 +281,16 @@ def map_logits(
     num_heads, num_queries = q_BHuD.shape[1:3]
     num_local = block_ids.shape[0]
     block_size = k_BnHD.shape[1] // num_local
-    # A function of the length alone. About 16 steps at 128K tokens on one device; a rank that
-    # holds less than a chunk computes padding, which is cheap.
+    # Depends only on the length: about 16 steps at 128K tokens on one device. A rank with less
+    # than a chunk computes padding, which is cheap.
     if chunk is None:
         chunk = min(max(num_blocks // 16, 1), 64)
     steps = -(-num_local // chunk)
     padding = steps * chunk - num_local
     ids = jnp.pad(block_ids, (0, padding), constant_values=num_blocks)
     k = jnp.pad(k_BnHD, ((0, 0), (0, padding * block_size), (0, 0), (0, 0)))
-    # The blocks are a batch dimension of the product, so each block is a product of its own and
-    # its bits cannot depend on its place in the chunk.
+    # Blocks are a batch dimension, so each block is a separate product and its bits cannot depend
+    # on its position in the chunk.
     q = q_BHuD.reshape(1, batch, kv_heads, -1, head_dim)
     q = jnp.broadcast_to(q, (chunk, *q.shape[1:]))
     # bf16 products are exact in fp32; only fp32 inputs need the slower passes.
@@ -326,13 +325,13 @@ def _skew(x: Array) -> Array:
     lead = x.shape[:-2]
     x = jnp.flip(x, -2)
     x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, rows)])
-    # Read with one column less, each row starts one place further right than the row before.
+    # With one column less, each row starts one position further right than the previous one.
     x = x.reshape(*lead, rows * (columns + rows))[..., : rows * (columns + rows - 1)]
     return x.reshape(*lead, rows, columns + rows - 1)
 
 
 def _mean_of_rows(mass: Array, count: int) -> Array:
-    """floor(sum over rows / count) of fixed-point masses int32 [..., u, g], without overflow."""
+    """Returns floor(sum over rows / count) of masses int32 [..., u, g], without overflow."""
     high = (mass >> _LIMB_BITS).sum(-2, dtype=jnp.int32)
     low = (mass & ((1 << _LIMB_BITS) - 1)).sum(-2, dtype=jnp.int32)
     rest = (high % count << _LIMB_BITS) + low
@@ -340,7 +339,7 @@ def _mean_of_rows(mass: Array, count: int) -> Array:
 
 
 def ordered_sum(x: Array) -> Array:
-    """Sum over the rows of [..., u, g] by halving, so that the order of additions is fixed."""
+    """Sums the rows of [..., u, g] by halving, in a fixed order of additions."""
     while x.shape[-2] > 1:
         half = x.shape[-2] // 2
         odd = x[..., 2 * half :, :]
@@ -353,10 +352,10 @@ def _round(x: Array) -> Array:
 
 
 def relative_exp(x: Array, peak: Array, scale: float) -> Array:
-    """exp((x - peak) * scale) for x <= peak; 0 where x is -inf, also if the peak is.
+    """Returns exp((x - peak) * scale) for x <= peak; 0 where x is -inf, even if the peak is.
 
-    The minimum does not change the value; it stands between the product and the additions inside
-    exp, which could be contracted otherwise.
+    The minimum does not change the value; it separates the product from the additions inside exp,
+    which could be contracted otherwise.
     """
     peak = jnp.where(peak == -jnp.inf, 0.0, peak)
     return jnp.exp(jnp.minimum((x - peak) * scale, 0.0))

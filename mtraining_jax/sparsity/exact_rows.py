@@ -1,4 +1,4 @@
-"""Key blocks by their exact attention mass: the best that a choice of blocks by mass can do."""
+"""Key blocks by exact attention mass: an upper bound for selection of blocks by mass."""
 
 import dataclasses
 from typing import TYPE_CHECKING
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class ExactRows(RowPattern):
-    """Key blocks by the exact softmax of all queries of each block over all keys, their mean.
+    """Key blocks by the exact mean softmax mass of all queries of each block over all keys.
 
-    A yardstick for cheaper scores. It costs half of a dense forward pass (the products of queries
-    and keys), so it pays in training only where forward and backward save more than that.
+    A reference for cheaper scores. It costs half of a dense forward pass (the products of queries
+    and keys), so it pays off in training only if forward and backward save more than that.
 
     Raises:
-        ValueError: naming the field, its value and what is allowed.
+        ValueError: if a field is invalid; the message names it.
     """
 
     def scores(self, q: "Array", k: "Array", shards: Shards) -> "Array":
@@ -27,13 +27,11 @@ class ExactRows(RowPattern):
         return exact_masses(q, k, shards, self.block_size, self.block_size)
 
     def scoring_share(self) -> float:
-        """One of a forward pass's two products."""
+        # One of the two products of a forward pass.
         return 0.5
 
     def softmax_share(self) -> float:
-        """All of them."""
         return 1.0
 
     def describe(self) -> str:
-        """What is exact, and tau."""
-        return f"exact mass of each block, {self.rule_in_words()}"
+        return f"exact rows: exact mass of each key block, {self.rule_in_words()}"

@@ -1,4 +1,4 @@
-"""Exact exchanges between ranks: nothing here rounds, so nothing depends on the rank count."""
+"""Exact collectives: nothing rounds, so results do not depend on the number of ranks."""
 
 import functools
 from collections.abc import Sequence
@@ -14,17 +14,17 @@ AxisNames = Sequence[str]
 
 
 def exact_sum(tree, axis_names: AxisNames):
-    """Sum over ranks of integers, or of floats of which one rank alone holds a non-zero."""
+    """Sums integers over ranks, or floats that are nonzero on a single rank only."""
     return lax.psum(tree, tuple(axis_names)) if axis_names else tree
 
 
 def maximum(x: Array, axis_names: AxisNames) -> Array:
-    """Elementwise maximum over ranks."""
+    """Takes the elementwise maximum over ranks."""
     return lax.pmax(x, tuple(axis_names)) if axis_names else x
 
 
 def local_index(block_ids: Array, num_blocks: int) -> Array:
-    """int32 [NB]: where block b sits among `block_ids` (of ids below NB), or -1."""
+    """Returns the index of each block among `block_ids` (of ids below NB), or -1: int32 [NB]."""
     places = jnp.arange(block_ids.shape[0], dtype=jnp.int32)
     return jnp.full(num_blocks, -1, jnp.int32).at[block_ids].set(places, mode="drop")
 
@@ -32,7 +32,7 @@ def local_index(block_ids: Array, num_blocks: int) -> Array:
 def gather_rows(
     x_BnHD: Array, positions: Array, block_ids: Array, num_blocks: int, axis_names: AxisNames
 ) -> Array:
-    """Rows of a sequence-sharded array at global positions, replicated on every rank.
+    """Gathers rows of a sequence-sharded array at global positions, replicated.
 
     Args:
         x_BnHD: [B, n, H, D], the local blocks.
@@ -53,7 +53,7 @@ def gather_rows(
 
 
 def rows_of(block_ids: Array, axis_names: AxisNames) -> Rows:
-    """Where the rows of an index `by_rows` lie, for what counts over all of them.
+    """Returns the positions of the rows of a `by_rows` index, for reductions over all rows.
 
     Args:
         block_ids: int32 [n/g], global number of each local block.
@@ -65,13 +65,13 @@ def rows_of(block_ids: Array, axis_names: AxisNames) -> Rows:
 def all_blocks(
     x_BnHD: Array, block_ids: Array, num_blocks: int, axis_names: AxisNames
 ) -> Array:
-    """A sequence-sharded array with the blocks of all ranks, in the order of the sequence.
+    """Gathers the blocks of a sequence-sharded array from all ranks, in sequence order.
 
     Args:
         x_BnHD: [B, n, H, D], the local blocks.
         block_ids: int32 [n/g], global number of each local block.
         num_blocks: NB, blocks of the whole sequence.
-        axis_names: mesh axes the sequence is sharded over; () if all blocks are here.
+        axis_names: mesh axes the sequence is sharded over; () if all blocks are local.
 
     Returns:
         [B, S, H, D], replicated.
@@ -85,13 +85,13 @@ def all_blocks(
 
 
 def all_rows(index: Index, block_ids: Array, num_blocks: int, axis_names: AxisNames) -> Index:
-    """An index with all of its rows here, in the order of the sequence; replicated.
+    """Gathers all rows of an index, in sequence order; replicated.
 
     Args:
-        index: of any kind.
+        index: any index.
         block_ids: int32 [n/g], global number of each local block.
         num_blocks: NB, blocks of the whole sequence.
-        axis_names: mesh axes the sequence is sharded over; () if all rows are here and in order.
+        axis_names: mesh axes the sequence is sharded over; () if all rows are local and in order.
     """
     if not index.by_rows or not axis_names:
         return index
@@ -105,9 +105,10 @@ def all_rows(index: Index, block_ids: Array, num_blocks: int, axis_names: AxisNa
 def to_heads(
     parts: Sequence[Array], block_ids: Array, num_blocks: int, axis_names: AxisNames
 ) -> tuple[list[Array], Array]:
-    """Deals whole sequences of some heads to every rank, in one all-to-all.
+    """Redistributes sequence shards so that each rank has whole sequences of some heads.
 
-    Work on single heads then needs no further exchange, and each rank does its share of it.
+    A single all-to-all. Work on single heads then needs no further communication and is split
+    over the ranks.
 
     Args:
         parts: arrays [B, Hq, n/g, w] of 32-bit numbers, of the local blocks.
@@ -117,8 +118,8 @@ def to_heads(
 
     Returns:
         (whole, heads): arrays [R, NB, w] with blocks in global order, where R = ceil(B*Hq / ranks)
-        rows b*Hq + h, of which rank r has those from r*R on; and int32 [R], the head h of each.
-        Where ranks do not divide B*Hq, the first rows are repeated after the last.
+        rows b*Hq + h start at r*R on rank r; and int32 [R], the head h of each row. If ranks do not
+        divide B*Hq, the first rows are repeated after the last.
     """
     batch, heads, num_local = parts[0].shape[:3]
     rows = batch * heads
@@ -143,7 +144,7 @@ def to_heads(
 
 
 def entries_of(batch: int, heads: int, axis_names: AxisNames) -> Array:
-    """Int32 [R], the batch entry of each row that `to_heads` deals to this rank."""
+    """Returns the batch entry of each row that `to_heads` assigns to this rank: int32 [R]."""
     rows = batch * heads
     row = jnp.arange(rows, dtype=jnp.int32)
     if axis_names:
@@ -154,10 +155,10 @@ def entries_of(batch: int, heads: int, axis_names: AxisNames) -> Array:
 
 
 def from_heads(x: Array, batch: int, heads: int, axis_names: AxisNames) -> Array:
-    """Gathers, on every rank, the results for the rows that `to_heads` dealt to each.
+    """Gathers the results for the rows of `to_heads`, replicated.
 
     Args:
-        x: [R, T].
+        x: [R, T], results of this rank's rows.
         batch: B.
         heads: Hq.
         axis_names: mesh axes the sequence is sharded over.

@@ -1,4 +1,4 @@
-"""Fixed budgets for each layer and head, as MInference files give them (arXiv 2407.02490)."""
+"""Fixed budgets per layer and head, from MInference files (arXiv 2407.02490)."""
 
 import dataclasses
 import os
@@ -20,25 +20,25 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class FixedBudget(Pattern):
-    """Fixed numbers of columns and diagonals for each head.
+    """A fixed number of verticals and slashes for each head.
 
-    A pytree: the budgets are data, so a stack of layers [L, Hq] can be scanned over and each
-    layer sees its own row; the caps are static and shared by all layers.
+    A pytree: budgets are data, so layers can be stacked as [L, Hq] and scanned over; the caps are
+    static and shared by all layers.
 
     Attributes:
-        verticals: int32 [Hq], columns kept by each head.
-        slashes: int32 [Hq], diagonals kept by each head.
-        max_verticals: static cap, at least the largest entry of `verticals`.
-        max_slashes: static cap, at least the largest entry of `slashes`.
-        last_q: number of queries, at the end of the sequence, whose logits are the estimate.
-        block_size: g, tokens on a side of a block; `last_q` must not exceed it.
-        sink_tokens: the first columns rank above all others.
-        sliding_window: the nearest diagonals rank above all others.
-        dense_below: documents of fewer tokens than this, padding included, keep all of their pairs
-            where several are packed into a sequence. Without documents it has no effect.
+        verticals: int32 [Hq], number of columns kept by each head.
+        slashes: int32 [Hq], number of diagonals kept by each head.
+        max_verticals: Static cap, at least the largest entry of `verticals`.
+        max_slashes: Static cap, at least the largest entry of `slashes`.
+        last_q: Number of probe queries at the end of the sequence; at most `block_size`.
+        block_size: Block size in tokens (g).
+        sink_tokens: Number of first columns that rank above all others.
+        sliding_window: Number of nearest diagonals that rank above all others.
+        dense_below: Documents shorter than this, including padding, use dense attention. Has no
+            effect without documents.
 
     Raises:
-        ValueError: naming the field, its value and what is allowed.
+        ValueError: if a field is invalid; the message names it.
     """
 
     arrays = ("verticals", "slashes")
@@ -63,7 +63,7 @@ class FixedBudget(Pattern):
         check_at_most(self, "last_q", "block_size")
 
     def choose(self, q: "Array", k: "Array", shards: Shards) -> Choice:
-        """Keeps as many columns and diagonals of the largest sums of logits as the budgets say."""
+        """Keeps the columns and diagonals with the largest sums of logits, up to the budgets."""
         from mtraining_jax.sparsity import last_queries
         from mtraining_jax.sparsity.checks import check_heads
 
@@ -71,11 +71,10 @@ class FixedBudget(Pattern):
         return Choice(last_queries.choose(q, k, shards, self, self.rule())[0])
 
     def rule(self) -> "Rule":
-        """What of the sums is kept."""
         return _Rule(self)
 
     def for_documents(self) -> "FixedBudget":
-        """As many columns and diagonals for each document."""
+        """Returns the variant with these budgets for each document."""
         from mtraining_jax.sparsity.document_budgets import DocumentFixedBudget
         from mtraining_jax.sparsity.document_last_queries import for_documents
 
@@ -87,16 +86,17 @@ class BudgetFile(Settings):
     """Budgets of all layers of a model, from a file.
 
     Attributes:
-        budget_file: MInference JSON file with a budget for each layer and head; needed.
-        last_q: queries at the end of the sequence that estimate the pattern; at most block_size.
-        sink_tokens: first tokens of the sequence, which rank above all other columns.
-        sliding_window: nearest diagonals that rank above all others, in tokens of distance.
-        block_size: tokens on a side of a block.
-        dense_below: documents of fewer tokens than this, padding included, keep all of their pairs
-            where several are packed into a sequence. Without documents it has no effect.
+        budget_file: MInference JSON file with a budget for each layer and head; required.
+        last_q: Number of probe queries at the end of the sequence; at most block_size.
+        sink_tokens: Number of first tokens that are always kept as verticals.
+        sliding_window: Number of nearest slashes (token distances) that are always kept, within the
+            budget.
+        block_size: Block size in tokens (g).
+        dense_below: Documents shorter than this, including padding, use dense attention. Has no
+            effect without documents.
 
     Raises:
-        ValueError: naming the field, its value and what is allowed.
+        ValueError: if a field is invalid; the message names it.
     """
 
     budget_file: str | None = None
@@ -111,26 +111,26 @@ class BudgetFile(Settings):
         check_at_most(self, "last_q", "block_size")
         if not self.budget_file:
             raise ValueError(
-                "budget_file=none is not enough: budgets are read from a MInference file"
+                "budget_file=none is not allowed; set it to a MInference JSON file"
             )
 
     def pattern(self, model: ModelSizes) -> Pattern:
-        """Budgets [L, Hq], to be scanned over.
+        """Returns the budgets of all layers, [L, Hq].
 
         Raises:
-            UserError: if the file cannot be read, or is of another model.
+            UserError: if the file cannot be read or does not match the model.
         """
         budgets = self._budgets()
         found, needed = budgets.verticals.shape, (model.num_layers, model.num_heads)
         if found != needed:
             raise UserError(
-                f"budget file {self.budget_file} has {found[0]} layers of {found[1]} heads, and "
-                f"the model has {needed[0]} of {needed[1]}"
+                f"budget file {self.budget_file} has {found[0]} layers of {found[1]} heads, but "
+                f"the model has {needed[0]} layers of {needed[1]} heads"
             )
         return budgets
 
     def for_documents(self) -> "BudgetFile":
-        """As many columns and diagonals for each document."""
+        """Returns the variant with these budgets for each document."""
         from mtraining_jax.sparsity.document_budgets import DocumentBudgetFile
         from mtraining_jax.sparsity.document_last_queries import for_documents
 
@@ -143,15 +143,13 @@ class BudgetFile(Settings):
         )  # fmt: skip
 
     def describe(self) -> str:
-        """Where the budgets are from."""
-        return f"vertical-slash with the budgets of {self.budget_file}"
+        return f"vertical-slash with fixed budgets from {self.budget_file}"
 
     def more_pairs(self) -> str:
-        """The field that more pairs follow from."""
-        return f"the budgets of sparsity.budget_file = {self.budget_file} may be larger"
+        return f"increase the budgets in sparsity.budget_file = {self.budget_file}"
 
     def capacities(self, num_blocks: int) -> tuple[int, int]:
-        """Those of the largest budgets of any layer."""
+        # Those of the largest budgets of any layer.
         from mtraining_jax.sparsity.vertical_slash import index_capacities
 
         columns, diagonals = index_capacities(self._budgets(), num_blocks)
@@ -160,12 +158,12 @@ class BudgetFile(Settings):
 
 @dataclasses.dataclass(frozen=True)
 class _Rule:
-    """The rule for `last_queries.choose`: scores, how many to keep, and what is always kept."""
+    """Rule of `last_queries.choose`: scores, counts, and what is always kept."""
 
     pattern: FixedBudget
 
     def scores(self, q_last: "Array", k: "Array", shards: Shards, scale: float) -> tuple:
-        """Sums of raw logits; a scale would not change their order."""
+        """Returns sums of raw logits; a scale would not change their order."""
         from mtraining_jax.sparsity import estimate
 
         del scale
@@ -175,7 +173,7 @@ class _Rule:
         )  # fmt: skip
 
     def keys(self, by_distance: "Array", heads: "Array", spans: "Spans") -> tuple:
-        """Keys in the order of the sums; what is always kept ranks above all."""
+        """Returns keys in the order of the sums; entries that are always kept rank first."""
         import jax.numpy as jnp
 
         from mtraining_jax.sparsity import last_queries, select
@@ -183,7 +181,7 @@ class _Rule:
         pattern = self.pattern
         numbers = spans.entries(by_distance.shape[-1])
         forced = jnp.stack([numbers < pattern.sink_tokens, numbers < pattern.sliding_window])
-        # Rows of one sequence each have the same numbers; those of several have their own.
+        # Rows with a single sequence share these numbers; rows with several have one set each.
         forced = forced.reshape(2, -1, *numbers.shape[-2:])
         scores = jnp.where(forced, jnp.inf, by_distance)
         tokens = spans.spread(jnp.asarray(spans.tokens))[..., None]
@@ -194,7 +192,7 @@ class _Rule:
         return keys, select.Rule(minimum=0, maximum=budgets.astype(jnp.int32))
 
     def nearest(self, slash_count: "Array", spans: "Spans") -> int:
-        """The main block diagonal."""
+        # The main block diagonal.
         return 1
 
 
@@ -203,15 +201,15 @@ class FixedBudgets:
     """Budgets of all layers of a model.
 
     Attributes:
-        verticals: int32 [L, Hq], columns kept by each head of each layer.
-        slashes: int32 [L, Hq], diagonals kept.
+        verticals: int32 [L, Hq], number of columns kept by each head of each layer.
+        slashes: int32 [L, Hq], number of diagonals kept.
     """
 
     verticals: np.ndarray
     slashes: np.ndarray
 
     def pattern(self, **settings: int) -> FixedBudget:
-        """The pattern of all layers, to be scanned over or indexed by layer (`jax.tree.map`).
+        """Returns the pattern of all layers, to scan over or index by layer (`jax.tree.map`).
 
         Its arrays are [L, Hq]; `choose_index` takes one layer's row, [Hq]. The caps are the
         largest budgets of any layer.
@@ -231,11 +229,14 @@ class FixedBudgets:
 def load_budgets(path: str | os.PathLike) -> FixedBudgets:
     """Reads budgets from a MInference file (`budget_file.read_heads`).
 
-    Types and scores are not used: every head is treated as vertical-slash, as the reference of
-    arXiv 2510.18830 does. The kind `minference` reads the types.
+    Types and scores are ignored: every head is treated as vertical-slash, as in the reference
+    implementation of arXiv 2510.18830. The kind `minference` reads the types.
+
+    Args:
+        path: JSON file.
 
     Raises:
-        UserError: if the file cannot be read, or naming the layer and head that is wrong.
+        UserError: if the file cannot be read or is malformed; the message names layer and head.
     """
     table = np.array(
         [[head[1:] for head in layer] for layer in read_heads(path)], np.int32

@@ -1,6 +1,6 @@
 """FlexPrefill's cut: the largest entries of all rows of a sequence together, over all ranks.
 
-Entries are integers, and so are their sums: the cut has the same bits on any number of ranks.
+Entries and sums are integers, so the cut is bit-identical for any number of ranks.
 """
 
 from typing import NamedTuple
@@ -20,24 +20,24 @@ _LIMB = 16
 
 
 def largest_within(mass: Array, gamma: float, num_rows: int | Array, rows: "Rows") -> Array:
-    """The largest entries of each sequence, while they together stay within a share of all.
+    """Marks the largest entries of each sequence whose sum stays within a fraction of the total.
 
     Args:
         mass: uint32 [B, Hq, n, NB], entries of the local rows, 2^30 in each row; below 2^31.
-        gamma: share of the sum of all entries that is kept; multiples of 2^-15.
+        gamma: fraction of the total to keep; multiples of 2^-15.
         num_rows: int32, broadcasts with [B, Hq, E]: rows of each sequence.
-        rows: which sequences the local rows belong to.
+        rows: the sequences that the local rows belong to.
 
     Returns:
-        bool [B, Hq, n, NB]. The entry that crosses the share is left out; of equal ones the earlier
-        row comes first, and in a row the earlier entry. Rows of no sequence have any.
+        bool [B, Hq, n, NB]. The entry that crosses the limit is dropped; ties go to the earlier row
+        and within a row to the earlier entry. Undefined for rows of no sequence.
     """
     # gamma * num_rows * 2^30 in limbs of 16 bits: below 2^46.
     target = round(gamma * (1 << _GAMMA_BITS)) * jnp.asarray(num_rows, jnp.uint32)
     high, low = target >> 1, (target & 1) << (_LIMB - 1)
 
     def sums(candidates: Array) -> tuple[Array, Array, Array]:
-        """For candidates uint32 [B, Hq, E]: limbs of the sum of all that reach it, and which do."""
+        """Sums the entries that reach candidates uint32 [B, Hq, E]; returns limbs and the mask."""
         reached = mass >= rows.spread(candidates)[..., None]
         of_rows = jnp.where(reached, mass, 0).sum(-1, dtype=jnp.uint32)
         limbs = of_rows >> _LIMB, of_rows & ((1 << _LIMB) - 1)
@@ -49,8 +49,8 @@ def largest_within(mass: Array, gamma: float, num_rows: int | Array, rows: "Rows
     def within(upper: Array, lower: Array) -> Array:
         return (upper < high) | ((upper == high) & (lower <= low))
 
-    # The least mass above which all entries together are within the target, bit by bit: all
-    # entries that reach `too_low` are too much, or it is 0.
+    # Searches bit by bit for the smallest mass above which all entries are within the target: all
+    # entries that reach `too_low` exceed it, or it is 0.
     def narrow(step: Array, too_low: Array) -> Array:
         candidate = too_low + (jnp.uint32(1) << (30 - step).astype(jnp.uint32))
         upper, lower, _ = sums(candidate)
@@ -60,7 +60,7 @@ def largest_within(mass: Array, gamma: float, num_rows: int | Array, rows: "Rows
     cut = lax.fori_loop(0, 31, narrow, none)
     upper, lower, above = sums(cut + 1)
     equal = (mass == rows.spread(cut)[..., None]) & (rows.spread(cut) > 0)[..., None]
-    # How many entries of the cut itself stay within: those left in limbs, divided exactly.
+    # Number of entries equal to the cut that fit into the rest, by exact division in limbs.
     missing = _difference(high, low, upper, lower)
     room = _quotient(*missing, jnp.maximum(cut, 1))
     before = rows.before(equal.sum(-1, dtype=jnp.int32))
@@ -72,9 +72,8 @@ class Rows(NamedTuple):
     """The sequences that rows of blocks belong to.
 
     Attributes:
-        shards: where the local rows lie.
-        slots: the documents, E of them in each entry of the batch; None if each sequence is one,
-            and E is 1.
+        shards: the shards of the sequence.
+        slots: the documents, E in each batch entry; None for one sequence per batch entry (E is 1).
     """
 
     shards: Shards
@@ -86,21 +85,21 @@ class Rows(NamedTuple):
         return 1 if self.slots is None else self.slots.first.shape[1]
 
     def spread(self, x: Array) -> Array:
-        """What the sequence of each row has, of [B, Hq, E]: broadcasts with [B, Hq, n]."""
+        """Looks up [B, Hq, E] for the sequence of each row: broadcasts with [B, Hq, n]."""
         if self.slots is None:
             return x
         held = jnp.minimum(self._slot, self.sequences - 1)
         return jax.vmap(lambda own, slot: own[:, slot])(x, held)
 
     def local_sums(self, x: Array) -> Array:
-        """Sums of integers [B, Hq, n] over the local rows of each sequence: [B, Hq, E]."""
+        """Sums integers [B, Hq, n] over the local rows of each sequence: [B, Hq, E]."""
         if self.slots is None:
             return x.sum(-1, keepdims=True, dtype=x.dtype)
         zeros = jnp.zeros((x.shape[1], self.sequences), x.dtype)
         return jax.vmap(lambda own, slot: zeros.at[:, slot].add(own, mode="drop"))(x, self._slot)
 
     def before(self, x: Array) -> Array:
-        """Sums of int32 [B, Hq, n] over the earlier rows of the same sequence, on all ranks."""
+        """Sums int32 [B, Hq, n] over the earlier rows of the same sequence, on all ranks."""
         ids = self.shards.block_ids
         everywhere = jnp.zeros((*x.shape[:2], self.shards.num_blocks), jnp.int32)
         everywhere = exchange.exact_sum(
@@ -115,20 +114,20 @@ class Rows(NamedTuple):
 
     @property
     def _slot(self) -> Array:
-        """Int32 [B, n], of each local row; E for a row of none."""
+        """Slot of each local row: int32 [B, n]; E for a row without one."""
         return self.slots.of_block[:, self.shards.block_ids]
 
 
 def _difference(high: Array, low: Array, upper: Array, lower: Array) -> tuple[Array, Array]:
-    """(high, low) - (upper, lower) in limbs of 16 bits, at least 0."""
+    """Returns max(0, (high, low) - (upper, lower)) in limbs of 16 bits."""
     borrow = (low < lower).astype(jnp.uint32)
     return high - upper - borrow, low + (borrow << _LIMB) - lower
 
 
 def _quotient(high: Array, low: Array, by: Array) -> Array:
-    """(high * 2^16 + low) // by, at most 2^30, as int32; `by` uint32 in 1 .. 2^31 - 1.
+    """Returns (high * 2^16 + low) // by, at most 2^30, as int32; `by` uint32 in 1 .. 2^31 - 1.
 
-    By long division, a bit at a time: 64-bit integers are not at hand.
+    Long division bit by bit, since 64-bit integers are not available.
     """
     most = jnp.uint32(1 << 30)
 

@@ -1,4 +1,4 @@
-"""FlexPrefill: for each head, columns and diagonals of blocks, or lists by pooled queries."""
+"""FlexPrefill: per head, blocks on columns and diagonals, or lists by pooled queries."""
 
 import dataclasses
 from typing import TYPE_CHECKING
@@ -13,45 +13,47 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class FlexPrefill(Pattern):
-    """Per head, either whole blocks of columns and of diagonals, or lists by pooled attention.
+    """Per head, either whole blocks of columns and diagonals, or lists by pooled attention.
 
-    P is the attention of the last `block_size` queries. Of the columns' masses, and of the
-    diagonals', as many tokens are counted, largest first, as stay within `gamma`, and one more: n.
-    The n // g + 1 key blocks of largest mass, and as many block diagonals, are kept, between
-    `min_budget` and `max_budget` tokens of each, the first block and the main diagonal among them.
+    P is the attention of the last `block_size` queries. Among the masses of columns, and of
+    diagonals, n is the number of largest tokens that stay within `gamma`, plus one. The n // g + 1
+    key blocks of largest mass and the same number of block diagonals are kept, between
+    `min_budget` and `max_budget` tokens each, always including the first block and the main
+    diagonal.
 
     A head is *query-aware* if the Jensen-Shannon distance (the root of the divergence, natural
     logarithm) between softmax(mean of the last queries . means of key blocks) and P's mass of key
     blocks is below `js_threshold`. It keeps `min_budget` of columns and diagonals, and the largest
-    entries of all rows of softmax(means of query blocks . means of key blocks), taken together,
-    while their sum stays within `gamma` of all: the entry that crosses it is dropped. Its rows are
-    therefore unequally long.
+    entries of all rows of softmax(means of query blocks . means of key blocks) together, while
+    their sum stays within `gamma` of the total; the entry that crosses it is dropped. Its rows
+    therefore have different lengths.
 
-    Sequences of at most max(2 `block_size`, `min_budget`) tokens are dense. Of equal masses the
-    earlier block, the nearer diagonal or the earlier row comes first.
+    Sequences of at most max(2 `block_size`, `min_budget`) tokens are dense. Ties go to the earlier
+    block, the nearer diagonal or the earlier row.
 
-    Where documents are packed, each that is not dense is a sequence: its last real queries decide,
-    a head may be of another kind in each, and has a cut for each.
+    In packed sequences each non-dense document is treated as a sequence, with its own probe
+    queries, head types and cuts.
 
-    Causality: the last queries of the sequence decide for all others; the cut of a query-aware
-    head is one for the whole sequence.
+    Causality: the last queries of the sequence determine the selection for all others; a
+    query-aware head has one cut for the whole sequence.
 
-    Source: FlexPrefill (arXiv 2502.20766) as its reference implementation counts. Where that
-    pools and scales in 16 bits, means and masses are fp32 and multiples of 2^-30 here; a mass of
-    0 adds nothing to the distance, where the reference gets NaN, which makes the head no
-    query-aware one; and n is divided by `block_size` where it has 128.
+    Source: FlexPrefill (arXiv 2502.20766), following its reference implementation. Differences: the
+    reference pools and scales in 16 bits, here means and masses are fp32 and multiples of 2^-30; a
+    mass of 0 adds nothing to the distance, while the reference gets NaN and therefore a head that
+    is not query-aware; n is divided by `block_size`, in the reference by 128.
 
     Attributes:
-        gamma: share of the mass that is kept; multiples of 2^-15 for query-aware heads.
-        js_threshold: the reference's tau. 0 makes no head query-aware.
-        min_budget: fewest tokens of columns and of diagonals.
-        max_budget: most; None for no limit.
-        dense_below: documents of fewer tokens than this, padding included, keep all of their pairs
-            where several are packed into a sequence. Without documents it has no effect.
-        block_size: g, tokens on a side of a block.
+        gamma: Attention mass to keep, as a fraction; rounded to 2^-15 for query-aware heads.
+        js_threshold: Jensen-Shannon distance below which a head is query-aware (tau of the
+            reference implementation); 0 disables query-aware heads.
+        min_budget: Minimum number of tokens kept as columns, and as diagonals.
+        max_budget: Maximum number of tokens kept as columns, and as diagonals; none for no limit.
+        dense_below: Documents shorter than this, including padding, use dense attention. Has no
+            effect without documents.
+        block_size: Block size in tokens (g).
 
     Raises:
-        ValueError: naming the field, its value and what is allowed.
+        ValueError: if a field is invalid; the message names it.
     """
 
     by_rows = True
@@ -67,15 +69,14 @@ class FlexPrefill(Pattern):
         check_limits(self)
         if self.max_budget is not None and self.max_budget < self.min_budget:
             raise ValueError(
-                f"max_budget={self.max_budget} must not be below min_budget={self.min_budget}"
+                f"max_budget={self.max_budget} must be at least min_budget={self.min_budget}"
             )
 
     def more_pairs(self) -> str:
-        """The field that more pairs follow from."""
-        return f"sparsity.gamma = {self.gamma} may be larger"
+        return f"increase sparsity.gamma = {self.gamma}"
 
     def choose(self, q: "Array", k: "Array", shards: Shards) -> Choice:
-        """Chooses lists, and reports the share of query-aware heads as `query_aware`."""
+        """Selects lists, and reports the fraction of query-aware heads as `query_aware`."""
         import jax.numpy as jnp
 
         from mtraining_jax.sparsity import flex_steps
@@ -108,7 +109,7 @@ class FlexPrefill(Pattern):
         return Choice(index, {"query_aware": aware.astype(jnp.float32)})
 
     def _choose_for_documents(self, q: "Array", k: "Array", shards: Shards) -> Choice:
-        """The same for each document, the dense ones left out of `query_aware`."""
+        """Selects lists per document; dense documents do not count in `query_aware`."""
         import jax.numpy as jnp
 
         from mtraining_jax.sparsity import document_flex, document_slots, flex_steps
@@ -138,11 +139,10 @@ class FlexPrefill(Pattern):
         return Choice(index, {"query_aware": share})
 
     def for_documents(self) -> "FlexPrefill":
-        """The pattern itself: each document has columns, diagonals and a cut of its own."""
         return self
 
     def _counts(self, tokens: "Array", aware: "Array", num_blocks: "int | Array") -> "Array":
-        """How many blocks of columns and of diagonals are kept, of sequences of some blocks."""
+        """Returns the number of column blocks and of diagonals to keep per sequence."""
         import jax.numpy as jnp
 
         least, most = self._blocks(self.min_budget), num_blocks
@@ -152,24 +152,23 @@ class FlexPrefill(Pattern):
         return jnp.where(aware, least, counts)
 
     def _dense_blocks(self) -> int:
-        """A sequence of no more blocks than this is dense."""
+        """Sequences of at most this many blocks are dense."""
         return max(2, self._blocks(self.min_budget))
 
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
 
     def describe(self) -> str:
-        """Its name, gamma and threshold."""
         return f"FlexPrefill, gamma {self.gamma:g}, query-aware below {self.js_threshold:g}"
 
     def expected_density(self, tokens: int) -> tuple[float, str]:
-        """That of other lists: the mean of a run of arXiv 2502.20766's settings is not known."""
-        return density_of_lists(tokens), "assumed: that of lists which each row of blocks chooses"
+        # No published mean density of arXiv 2502.20766's settings is known.
+        return density_of_lists(tokens), "assumed: as for patterns with lists per row of blocks"
 
     def scoring_share(self) -> float:
-        """1/g^2: one product for each pair of blocks; the last queries are few."""
+        # 1/g^2: one product per pair of blocks; the last queries are few.
         return 1 / self.block_size**2 if self.js_threshold else 0.0
 
     def capacities(self, num_blocks: int) -> tuple[int, int]:
-        """A bit for each block; ranks share them."""
+        # One bit per block; ranks share the rows.
         return num_blocks * -(-num_blocks // 32), 0

@@ -1,7 +1,7 @@
-"""The steps of FlexPrefill's choice over all ranks, with the same bits on any number of them.
+"""The steps of FlexPrefill's selection over all ranks, bit-identical for any number of ranks.
 
-Sums are sums of integers, and what floats decide is computed elementwise or by products whose
-shapes depend on the whole sequence alone (see `estimate.py`).
+Sums are integer sums. Floats that affect the selection are computed elementwise, or by products
+with shapes that depend only on the whole sequence (see `estimate.py`).
 """
 
 from typing import NamedTuple
@@ -15,17 +15,18 @@ from mtraining_jax.sparsity.flex_cut import Rows, largest_within
 from mtraining_jax.sparsity.pattern import Shards
 from mtraining_jax.sparsity.spans import OneSpan, Spans
 
-# Queries of one pass of the estimate: what its kernels compute.
+# Queries per pass of the estimate: what its kernels support.
 _QUERIES = 64
-_DISTANCE_BITS = 28  # terms of the divergence: a few, each below 1, add up within 2^31
+_DISTANCE_BITS = 28  # the few terms of the divergence, each below 1, sum to less than 2^31
 
 
 class LastAttention(NamedTuple):
-    """What the last queries see, over the whole sequence and replicated.
+    """Attention of the last queries over the whole sequence, replicated.
 
     Attributes:
-        tokens: int32 [2, B, Hq], largest columns and diagonals (by token) within gamma, and one.
-        masses: int32 [2, B, Hq, NB], 2^30 in all, of key blocks and of distances by block.
+        tokens: int32 [2, B, Hq], number of largest columns and diagonals (by token) within gamma,
+            plus one.
+        masses: int32 [2, B, Hq, NB], masses of key blocks and of block distances; total 2^30.
     """
 
     tokens: Array
@@ -33,9 +34,9 @@ class LastAttention(NamedTuple):
 
 
 def passes_of(block_size: int) -> int:
-    """Passes of the estimate, as large as the kernels take.
+    """Returns the number of passes of the estimate, with as many queries as kernels support.
 
-    The mean of equal shares is the mean of all.
+    Passes have equal sizes, so the mean of their means is the overall mean.
     """
     return block_size // _QUERIES if block_size % _QUERIES == 0 else 1
 
@@ -43,14 +44,14 @@ def passes_of(block_size: int) -> int:
 def last_attention(
     q: Array, k: Array, shards: Shards, block_size: int, gamma: float
 ) -> LastAttention:
-    """Masses of columns and diagonals by the last `block_size` queries.
+    """Computes masses of columns and diagonals from the last `block_size` queries.
 
     Args:
         q: [B, n, Hq, D], local queries.
         k: [B, n, Hk, D], local keys.
-        shards: where they lie.
-        block_size: g.
-        gamma: share of the mass up to which tokens are counted.
+        shards: the shards of the sequence.
+        block_size: tokens per block (g).
+        gamma: fraction of the mass up to which tokens are counted.
     """
     where = dict(block_ids=shards.block_ids, num_blocks=shards.num_blocks)
     seq_len = shards.num_blocks * block_size
@@ -70,7 +71,7 @@ def last_attention(
     sums = []
     for number, last in enumerate(ends):
         columns, own, tails = whole[3 * number : 3 * number + 3]
-        # Token V-1-s holds diagonal s; behind the flip and the roll, diagonal s is entry s.
+        # Token V-1-s stores diagonal s; after flip and roll, diagonal s is entry s.
         slash = jnp.flip(estimate.join_diagonals(own, tails), axis=(-2, -1))
         flat = jnp.roll(slash.reshape(slash.shape[0], -1), last - seq_len, 1)
         sums.append(jnp.stack([columns, flat.reshape(slash.shape)]) // passes)
@@ -84,14 +85,14 @@ def counted(
     masses: Array, gamma: float, spans: Spans, sizes: tuple[int, int],
     axis_names: exchange.AxisNames,
 ) -> LastAttention:
-    """What all ranks get to know of the masses that each has of some heads.
+    """Collects results on all ranks from masses that are distributed by heads.
 
     Args:
         masses: int32 [2, R, NB, g], of columns and of diagonals in order of distance.
-        gamma: share of the mass up to which tokens are counted.
-        spans: the sequences; where a row is one, E is 1 in the result.
+        gamma: fraction of the mass up to which tokens are counted.
+        spans: the sequences; if rows are single sequences, E is 1 in the result.
         sizes: B and Hq.
-        axis_names: mesh axes that the heads are dealt over.
+        axis_names: mesh axes that the heads are distributed over.
 
     Returns:
         `LastAttention`, with tokens [2, B, Hq, E].
@@ -114,16 +115,15 @@ def counted(
 
 
 def largest(masses: Array, counts: Array, spans: Spans | None = None) -> Array:
-    """Marks the blocks of largest mass of each sequence, its first block before all others.
+    """Marks the blocks of largest mass of each sequence; its first block ranks first.
 
     Args:
         masses: int32 [..., NB], below 2^31.
-        counts: int32, how many of each sequence; at least 1.
+        counts: int32, number of blocks per sequence; at least 1.
         spans: the sequences; None if each row is one.
 
     Returns:
-        bool [..., NB]. Of equal masses the smaller number comes first. Of blocks of no sequence,
-        anything is marked.
+        bool [..., NB]. Ties go to the smaller number. Undefined for blocks of no sequence.
     """
     spans = OneSpan(masses.shape[-1], 0) if spans is None else spans
     keys = jnp.where(spans.blocks == 0, jnp.uint32(1 << 31), masses.astype(jnp.uint32))
@@ -132,13 +132,13 @@ def largest(masses: Array, counts: Array, spans: Spans | None = None) -> Array:
 
 
 def distances(q: Array, k: Array, shards: Shards, block_masses: Array) -> Array:
-    """Jensen-Shannon distances between pooled attention of the last queries and their own.
+    """Computes Jensen-Shannon distances between pooled and actual attention of the last queries.
 
     Args:
         q: [B, n, Hq, D], local queries.
         k: [B, n, Hk, D], local keys.
-        shards: where they lie.
-        block_masses: int32 [B, Hq, NB], 2^30 in all, the masses of key blocks by the last queries.
+        shards: the shards of the sequence.
+        block_masses: int32 [B, Hq, NB], masses of key blocks by the last queries; total 2^30.
 
     Returns:
         fp32 [B, Hq], from 0 to sqrt(ln 2), replicated.
@@ -169,19 +169,19 @@ def distances(q: Array, k: Array, shards: Shards, block_masses: Array) -> Array:
 def pooled_lists(
     q: Array, k: Array, shards: Shards, gamma: float, slots: DocumentSlots | None = None
 ) -> Array:
-    """The largest entries of pooled attention, of all rows together, while within gamma of all.
+    """Marks the largest entries of pooled attention over all rows, within gamma of the total.
 
     Args:
         q: [B, n, Hq, D], local queries.
         k: [B, n, Hk, D], local keys.
-        shards: where they lie.
-        gamma: share of the number of rows, which is the sum of all entries.
-        slots: the documents that are sequences of their own, with `shards.documents`; None if each
-            sequence is one.
+        shards: the shards of the sequence.
+        gamma: fraction of the number of rows, which is the sum of all entries.
+        slots: documents that are treated as sequences, with `shards.documents`; None if each batch
+            entry is one sequence.
 
     Returns:
-        bool [B, Hq, n/g, NB], of the local rows; rows of no slot, and blocks of other documents
-        than the row's, have any.
+        bool [B, Hq, n/g, NB] of the local rows; undefined for rows without a slot and for blocks of
+        other documents than the row's.
     """
     size, places = q.shape[1] // shards.block_ids.shape[0], shards.block_ids
     ends = shards.ends(places, size)
@@ -192,7 +192,7 @@ def pooled_lists(
     shares = row_scores.block_masses(
         queries[:, :, :, None], keys[:, :, :, None], places[..., None],
         shards.first_blocks(shards.block_ids),
-        scale=shards.scale_for(q.shape[3]), like=q, backend="xla",  # a product for 128^2 pairs
+        scale=shards.scale_for(q.shape[3]), like=q, backend="xla",  # one product per 128^2 pairs
     )
     mass = jnp.round(shares * estimate.MASS_ONE).astype(jnp.uint32)
     if slots is not None:
@@ -205,7 +205,7 @@ def pooled_lists(
 
 
 def key_means(k: Array, shards: Shards) -> Array:
-    """Means over the tokens of all key blocks: fp32 [B, Hk, NB, D], replicated."""
+    """Computes the mean key of every key block: fp32 [B, Hk, NB, D], replicated."""
     ends = shards.ends(shards.block_ids, k.shape[1] // shards.block_ids.shape[0])
     means = pooling.block_means(k, shards.block_ids, ends).transpose(0, 2, 1, 3)
     where = shards.block_ids, shards.num_blocks, shards.axis_names
@@ -213,11 +213,11 @@ def key_means(k: Array, shards: Shards) -> Array:
 
 
 def distance(terms: Array, block_masses: Array, spans: Spans) -> Array:
-    """Jensen-Shannon distances of two distributions over the blocks of each sequence.
+    """Computes Jensen-Shannon distances of two distributions over the blocks of each sequence.
 
     Args:
-        terms: fp32 [..., R, NB], from 0 to 1, proportional to the first.
-        block_masses: int32 like `terms`, proportional to the second.
+        terms: fp32 [..., R, NB], from 0 to 1, proportional to the first distribution.
+        block_masses: int32 [..., R, NB], proportional to the second.
         spans: the sequences.
 
     Returns:
@@ -229,17 +229,17 @@ def distance(terms: Array, block_masses: Array, spans: Spans) -> Array:
 
 
 def _shares(x: Array, spans: Spans) -> Array:
-    """Numbers, each at most 1, over their sum in a sequence, which is one of integers."""
+    """Normalizes numbers of at most 1 by their sum over a sequence, an integer sum."""
     length = spans.total(jnp.ones_like(x, jnp.int32))
     one = jnp.int32(1) << (lax.clz(jnp.maximum(length - 1, 0)) - 2)
-    one = one.astype(jnp.float32)  # the sum of so many numbers stays within 2^30
+    one = one.astype(jnp.float32)  # keeps the sum of all terms within 2^30
     whole = spans.total(jnp.round(x * spans.spread(one)).astype(jnp.int32))
     total = jnp.maximum(whole.astype(jnp.float32) * (1 / one), 1e-30)
     return x / spans.spread(total)
 
 
 def _distance(p: Array, q: Array, spans: Spans) -> Array:
-    """`distance` of shares."""
+    """Computes `distance` from normalized distributions."""
 
     def terms(x: Array, y: Array) -> Array:
         ratio = jnp.where(x > 0, 2 * x / jnp.maximum(x + y, 1e-30), 1.0)

@@ -1,4 +1,4 @@
-"""Bits that look random and follow from a place alone: the same on every rank and machine."""
+"""Pseudorandom bits as a function of position: the same on every rank and machine."""
 
 from typing import TYPE_CHECKING
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def mixed(x: "Array") -> "Array":
-    """uint32 of which every bit depends on all bits of x: multiplications and shifts in turn."""
+    """Hashes uint32 so that every output bit depends on all input bits."""
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         x = (x ^ (x >> shift)) * np.uint32(factor)
     return x ^ (x >> 16)

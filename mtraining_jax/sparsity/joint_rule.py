@@ -1,17 +1,17 @@
-"""Which columns and block diagonals a head keeps, chosen together by their mass for each pair.
+"""Joint selection of columns and block diagonals, by mass gained per computed pair.
 
-Both are scored by the same queries, so both hold the same mass twice: a column of mass x looks like
-x / u at each of u distances, and a diagonal like as much in each of u columns. Here neither is
-counted where the other explains it:
+Columns and diagonals are scored with the same queries, so a naive sum counts mass twice: a column
+of mass x adds x / u at each of u distances, and a diagonal adds the same in each of u columns. Mass
+that the other kind explains is therefore subtracted:
 
-- A column counts with its *excess*: its mass less what the diagonals through it would give it.
-- A block diagonal counts with the mass at its distances, less what kept columns give these.
+- A column counts with its *excess*: its mass minus what its diagonals would give it.
+- A block diagonal counts with the mass at its distances minus what kept columns give these.
 
-A block diagonal is a block in each row of blocks, and a column 1/g of one. So one *price* decides
-about both: the mass that a row of blocks must gain for each block that it computes. The share of
-rows in which kept diagonals hold a column already takes as much of its gain as of its cost.
+A block diagonal costs one block in each row of blocks, a column 1/g of a block. A single *price*
+therefore decides about both: the mass that a row of blocks must gain for each computed block. The
+fraction of rows in which kept diagonals already cover a column reduces its gain and cost alike.
 
-All arithmetic is that of integers; 2^30 is all the mass of a head.
+All arithmetic uses integers; 2^30 is the total mass of a head.
 """
 
 import dataclasses
@@ -26,26 +26,26 @@ from mtraining_jax.sparsity.spans import Spans
 _MASS_BITS = 30
 _SHARE_BITS = 15
 _FORCED = 1 << 31
-# Prices are tried from all the mass downwards, each 2 % below the one before if the least one is
-# a single unit of mass, and closer together otherwise.
+# Candidate prices descend from the total mass: 2 % steps if the lowest price is a single unit of
+# mass, smaller steps otherwise.
 _PRICES = 1024
 
 
 @dataclasses.dataclass(frozen=True)
 class JointRule:
-    """Prices are lowered until the mass suffices, or the next one would cost too much.
+    """Lowers the price until the mass suffices, or the next price would exceed the density limit.
 
     Attributes:
-        top_p: share of the scoring queries' mass that is enough; a multiple of 2^-15.
-        least_share: the least price, as a share of the mass.
-        max_density: most pairs, as a share of the causal ones, counted in half blocks; a row's own
-            block is one of them. A multiple of 2^-15. What is forced may exceed it.
-        max_verticals: most columns; a number, or int32 for each sequence.
-        sink_tokens: first columns, which are forced.
-        local_blocks: nearest block diagonals, which are forced; at least 1.
-        last_q: u, the scoring queries.
-        local_share: share of the pairs of `max_density` that a window with the sinks may take. The
-            widest that does is forced as well; a multiple of 2^-15.
+        top_p: fraction of the probe queries' mass to keep; a multiple of 2^-15.
+        least_share: lowest price, as a fraction of the mass.
+        max_density: maximum density, counted in half blocks including the row's own block. A
+            multiple of 2^-15. Forced entries may exceed it.
+        max_verticals: maximum number of columns; a number, or int32 per sequence.
+        sink_tokens: number of first columns, which are forced.
+        local_blocks: number of nearest block diagonals, which are forced; at least 1.
+        last_q: u, number of probe queries.
+        local_share: fraction of `max_density` for a local window including the sinks. The widest
+            window within this limit is forced too; a multiple of 2^-15.
     """
 
     top_p: float
@@ -58,7 +58,7 @@ class JointRule:
     local_share: float = 0.0
 
     def prices(self) -> np.ndarray:
-        """int32 [n], descending, without repeats."""
+        """Returns the candidate prices: int32 [n], descending, unique."""
         one = 1 << _MASS_BITS
         least = max(round(self.least_share * one), 1)
         prices = np.unique(np.round(np.geomspace(least, one, _PRICES)).astype(np.int32))
@@ -68,25 +68,25 @@ class JointRule:
 def kept_together(
     columns: Array, diagonals: Array, spans: Spans, rule: JointRule
 ) -> tuple[Array, Array]:
-    """The columns and block diagonals that heads keep, of each sequence.
+    """Selects columns and block diagonals for each head and sequence.
 
-    At equal cost the result never holds less of the scoring queries' mass than a window of the
-    nearest block diagonals with the sinks: where it would, the window is kept instead.
+    At equal cost the result never holds less of the probe queries' mass than a window of the
+    nearest block diagonals with the sinks: otherwise the window is kept instead.
 
     Args:
         columns: int32 [R, NB, g], mass of the columns.
         diagonals: int32 [R, NB, g], mass at each token distance.
-        spans: the sequences; the scoring queries are the last of the tokens that count.
-        rule: what to keep.
+        spans: the sequences; the probe queries are the last valid tokens.
+        rule: the rule.
 
     Returns:
-        bool [R, NB, g] and bool [R, NB]; of blocks of no sequence, anything.
+        bool [R, NB, g] and bool [R, NB]; undefined for blocks of no sequence.
     """
     choice = _Choice(columns, diagonals, spans, rule)
     prices = jnp.asarray(rule.prices())
 
     def narrow(_, state: tuple[Array, Array]) -> tuple[Array, Array]:
-        low, high = state  # nothing below `low` ends the search; `high` does, or is the last price
+        low, high = state  # the search does not end before `low`; it ends at `high` or the last one
         middle = (low + high) // 2
         ends = choice.ends(choice.at(prices[middle]))
         return jnp.where(ends, low, middle + 1), jnp.where(ends, middle, high)
@@ -97,16 +97,16 @@ def kept_together(
     _, found = lax.fori_loop(0, rounds, narrow, (low, high))
     kept = choice.at(prices[found])
     before = choice.at(prices[jnp.maximum(found - 1, 0)])
-    # What costs too much is not kept, though at a lower price mass would suffice.
+    # A selection that exceeds the density limit is rejected, even if a lower price has enough mass.
     return choice.or_window(choice.where(choice.cost(kept) > choice.most, before, kept))
 
 
 class _Choice:
-    """What is kept at a price, and what it costs and holds, of each sequence.
+    """Selection at a given price, with its cost and mass, for each sequence.
 
     Attributes:
-        most: int32, most half blocks.
-        enough: int32, the mass that suffices.
+        most: int32, maximum cost in half blocks.
+        enough: int32, sufficient mass.
     """
 
     def __init__(self, columns: Array, diagonals: Array, spans: Spans, rule: JointRule) -> None:
@@ -115,7 +115,7 @@ class _Choice:
         self._numbers = spans.blocks
         self._tokens = spans.spread(jnp.asarray(spans.tokens, jnp.int32))
         used = (jnp.asarray(spans.tokens, jnp.int32) + size - 1) // size
-        self._used = spans.spread(used)  # blocks of tokens that count
+        self._used = spans.spread(used)  # blocks with valid tokens
         self._places = spans.entries(size)
         seen = self._places < self._tokens[..., None]
         self._sinks = seen & (self._places < rule.sink_tokens)
@@ -134,7 +134,7 @@ class _Choice:
         self.enough = _share(spans.total(self._block_mass()), rule.top_p)
 
     def at(self, price: Array) -> tuple[Array, Array]:
-        """Columns bool [R, NB, g] and diagonals bool [R, NB] at a price int32 of each sequence."""
+        """Selects at an int32 price per sequence: bool [R, NB, g] and bool [R, NB]."""
         price = self._spans.spread(price)
         of_column = -(-price // self._size)[..., None]
         columns = self._sinks | (self._candidates & (self._excess >= of_column))
@@ -144,19 +144,19 @@ class _Choice:
         return columns, self._nearest | ((mass >= price) & there)
 
     def ends(self, kept: tuple[Array, Array]) -> Array:
-        """Whether the search ends there, bool: enough mass, or too many pairs."""
+        """Whether the search ends: enough mass, or too many pairs (bool)."""
         return (self.held(kept) >= self.enough) | (self.cost(kept) > self.most)
 
     def cost(self, kept: tuple[Array, Array]) -> Array:
-        """Half blocks, rounded up, int32; what both hold counts once.
+        """Returns the cost in half blocks, rounded up, int32; overlaps count once.
 
-        The main block diagonal, which is always kept, has half a block in each row of blocks.
+        The main block diagonal, which is always kept, costs half a block per row of blocks.
         """
         columns, diagonals = kept
         lengths = jnp.maximum(self._used - self._numbers, 0)
         counted = jnp.where(self._numbers < self._used, 1, 0)
         halves = self._spans.total(jnp.where(diagonals, 2 * lengths, 0) - counted)
-        # For a column in block b: rows of blocks from b on in which no diagonal holds it.
+        # For a column in block b: number of rows of blocks from b on not covered by a diagonal.
         free = self._spans.up_to((~diagonals).astype(jnp.int32))
         free = self._spans.at(free, jnp.maximum(lengths - 1, 0))
         free = jnp.where(lengths > 0, free, 0)
@@ -164,16 +164,16 @@ class _Choice:
         return halves + self._in_halves(self._spans.total(whole), self._spans.total(rest))
 
     def held(self, kept: tuple[Array, Array]) -> Array:
-        """The scoring queries' mass, int32, in what is kept; what both hold counts once."""
+        """Returns the probe queries' mass in the selection, int32; overlaps count once."""
         columns, diagonals = kept
         by_column = jnp.where(columns, self._columns, 0).sum(-1, dtype=jnp.int32)
-        distance = self._used - 1 - self._numbers  # from the last block that counts
+        distance = self._used - 1 - self._numbers  # from the last block with valid tokens
         last = self._spans.at(diagonals, jnp.maximum(distance, 0))
         held = (distance >= 0) & last
         return self._spans.total(jnp.where(held, self._block_mass(), by_column))
 
     def or_window(self, kept: tuple[Array, Array]) -> tuple[Array, Array]:
-        """The widest window that costs no more, with the sinks, where it holds more."""
+        """Replaces the selection by the widest window of at most equal cost, if it holds more."""
         shape, spans = self._mass.shape, self._spans
         width = self._width_within(self.cost(kept))
         window = (
@@ -184,10 +184,10 @@ class _Choice:
         return self.where(better, window, kept)
 
     def _width_within(self, most: Array) -> Array:
-        """Block diagonals of the widest window that, with the sinks, costs no more half blocks."""
+        """Returns the diagonals of the widest window that, with the sinks, fits into `most`."""
         spans, size = self._spans, self._size
         lengths = jnp.maximum(self._used - self._numbers, 0)
-        # Of a window of w + 1 diagonals, which leaves the last of the rows of a block's columns.
+        # For a window of w + 1 diagonals, which leaves the last rows of a block's columns.
         sinks = jnp.arange(-(-self._rule.sink_tokens // size), dtype=jnp.int32)
         left = jnp.maximum(self._used[..., None] - sinks, 0)
         free = jnp.maximum(left - 1 - self._numbers[..., None], 0)
@@ -202,25 +202,25 @@ class _Choice:
     def where(
         self, first: Array, x: tuple[Array, Array], y: tuple[Array, Array]
     ) -> tuple[Array, Array]:
-        """The kept of `x` for the sequences that are marked, bool, else of `y`."""
+        """Selects `x` for marked sequences (bool), else `y`."""
         first = self._spans.spread(first)
         return jnp.where(first[..., None], x[0], y[0]), jnp.where(first, x[1], y[1])
 
     def _parts(self, entries: Array) -> tuple[Array, Array]:
-        """Pairs (column, row of blocks) as whole blocks and the rest, to be added up."""
+        """Splits pairs (column, row of blocks) into whole blocks and a rest, for summation."""
         return entries // self._size, entries % self._size
 
     def _in_halves(self, whole: Array, rest: Array) -> Array:
-        """Half blocks of sums of `_parts`, rounded up."""
+        """Converts sums of `_parts` to half blocks, rounded up."""
         return 2 * whole - (-2 * rest // self._size)
 
     def _block_mass(self) -> Array:
         return self._columns.sum(-1, dtype=jnp.int32)
 
     def _mean_over_queries(self, x: Array) -> Array:
-        """What columns give to distances, or distances to columns: int32 [R, NB, g] like x.
+        """Maps column mass to distances, or distance mass to columns: int32 [R, NB, g].
 
-        Entry i is the mean over the scoring queries, at positions p, of x at p - i, rounded down.
+        Entry i is the mean over the probe queries' positions p of x at p - i, rounded down.
         """
         end = self._tokens[..., None] - self._places
         start = jnp.maximum(end - self._rule.last_q, 0)
@@ -229,9 +229,9 @@ class _Choice:
         return total // self._rule.last_q
 
     def _on_blocks(self, x: Array) -> Array:
-        """Masses int32 [R, NB] on block diagonals, of masses [R, NB, g] at token distances.
+        """Sums masses [R, NB, g] at token distances to block diagonals: int32 [R, NB].
 
-        Distance d g + t lies on block diagonal d for g - t of the g queries of a block, and on the
+        Distance d g + t is on block diagonal d for g - t of the g queries of a block, and on the
         next one for the others.
         """
         place = jnp.arange(self._size, dtype=jnp.int32)
@@ -241,7 +241,7 @@ class _Choice:
 
 
 def _share(total: int | Array, share: float) -> Array:
-    """floor(share * total) of totals below 2^31, without overflow."""
+    """Returns floor(share * total) for totals below 2^31, without overflow."""
     total = jnp.asarray(total, jnp.int32)
     share = round(share * (1 << _SHARE_BITS))
     high, low = total >> _SHARE_BITS, total & ((1 << _SHARE_BITS) - 1)

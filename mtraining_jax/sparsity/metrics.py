@@ -1,4 +1,4 @@
-"""What a sparse index costs and what it keeps."""
+"""Density and recall of a sparse index."""
 
 from collections.abc import Sequence
 
@@ -11,23 +11,23 @@ from pallas_kernels.index import Index, Rows
 
 
 def causal_pairs(seq_len: int) -> int:
-    """Number of pairs of dense causal attention."""
+    """Returns the number of pairs of dense causal attention."""
     return seq_len * (seq_len + 1) // 2
 
 
 def pairs_to_share(
     seq_len: int, block_size: int, documents: DocumentBlocks | None = None
 ) -> float | Array:
-    """The causal pairs that densities are shares of: those of the sequence, or of its documents.
+    """Returns the number of causal pairs in the sequence, or in its documents: the denominator.
 
     Args:
         seq_len: S.
-        block_size: g.
-        documents: of each sequence, or None if each is one.
+        block_size: tokens per block (g).
+        documents: documents of each sequence, or None.
 
     Returns:
-        A number, or float [B, 1] with documents: pairs of a query and a key of one document,
-        padding within its blocks included; at least 1.
+        A number; with documents, float [B, 1]: pairs within documents, including padding within
+        their blocks; at least 1.
     """
     if documents is None:
         return float(causal_pairs(seq_len))
@@ -37,17 +37,16 @@ def pairs_to_share(
 def density(
     index: Index, seq_len: int, rows: Rows | None = None, documents: DocumentBlocks | None = None
 ) -> Array:
-    """Share of the causal pairs that a causal index computes.
+    """Returns the density of a causal index: computed pairs over causal pairs.
 
     Args:
-        index: of any kind.
+        index: any causal index.
         seq_len: S, a multiple of the index's block size.
         rows: as in `Index.computed_pairs`.
-        documents: of each sequence, of whose causal pairs it is then the share; None if each
-            sequence is one.
+        documents: if given, density is relative to causal pairs within documents.
 
     Returns:
-        Float [B, Hq] in [0, 1], or [1, 1] where all heads compute the same pairs.
+        float [B, Hq] in [0, 1], or [1, 1] if all heads compute the same pairs.
     """
     pairs = pairs_to_share(seq_len, index.block_size, documents)
     return index.computed_pairs(seq_len, rows) / pairs
@@ -56,7 +55,7 @@ def density(
 def attention_flops(
     pairs: float | Array, head_dim: int
 ) -> tuple[float | Array, float | Array]:
-    """FLOP of the two (forward) and five (backward) matrix products over some pairs of one head.
+    """Returns the FLOP of attention's two (forward) and five (backward) products of one head.
 
     Args:
         pairs: number or array of pairs: computed, executed or causal.
@@ -79,25 +78,25 @@ def attention_recall(
     scale: float | None = None,
     documents: DocumentBlocks | None = None,
 ) -> Array:
-    """Softmax mass, of some query rows, that lies on pairs the index computes.
+    """Returns the softmax mass of the given query rows on pairs that the index computes.
 
-    To be called like `choose_index`, with the same shards. No gradient flows through it.
+    Takes the same shards as `choose_index`. No gradient flows through it.
 
     Args:
         q_BnHD: [B, n, Hq, D], local queries.
         k_BnHkD: [B, n, Hk, D], local keys.
-        index: causal, of any kind; one `by_rows` holds the rows of the local blocks (all rows, in
-            order, on one device).
-        positions: int32 [R], global positions of the rows, the same on every rank.
+        index: any causal index; a `by_rows` index has the rows of the local blocks (on one device,
+            all rows in order).
+        positions: int32 [R], global positions of the rows, replicated.
         block_ids: int32 [n/g], global number of each local block.
         axis_names: mesh axes the sequence is sharded over.
-        scale: of the logits; 1/sqrt(D) when None.
-        documents: of each sequence, or None if each is one. Exact attention is then that within
-            the row's document, and rows of padding do not count.
+        scale: scale of the logits; None is 1/sqrt(D).
+        documents: documents of each sequence, or None. Exact attention then stays within the row's
+            document, and padding rows are ignored.
 
     Returns:
-        fp32 [B, Hq] in [0, 1], mean over the rows, replicated. 1 is exact dense attention, and
-        what a sequence has of which no row counts.
+        fp32 [B, Hq] in [0, 1], mean over the rows, replicated. 1 for dense attention, and for
+        sequences without valid rows.
 
     Raises:
         ValueError: if the index is not causal.

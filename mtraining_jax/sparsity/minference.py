@@ -1,4 +1,4 @@
-"""MInference's fixed patterns: a type and two budgets for each head, found offline."""
+"""MInference's fixed patterns: a type and two budgets per head, found offline."""
 
 import dataclasses
 from typing import TYPE_CHECKING
@@ -16,39 +16,39 @@ if TYPE_CHECKING:
     from mtraining_jax.sparsity.last_queries import Rule
     from mtraining_jax.sparsity.spans import Spans
 
-# The least columns and diagonals of a vertical-slash head in the reference implementation.
+# Minimum columns and diagonals of a vertical-slash head in the reference implementation.
 _LEAST_COLUMNS, _LEAST_DIAGONALS = 30, 50
-# What MInference's own search writes for a head whose best type was block_sparse.
+# What MInference's search writes for a head with best type block_sparse.
 _SWAPPED = "vertical_and_slash", 1000, 6096
 
 
 @dataclasses.dataclass(frozen=True)
 class MInference(Pattern):
-    """Per head, given numbers of the columns and diagonals with most softmax mass.
+    """Per head, a fixed number of the columns and diagonals with most softmax mass.
 
-    The mass is that of the last `last_q` queries. Forced columns and diagonals count within the
-    numbers and come first. Of equal masses the smaller position or distance comes first. A
-    diagonal acts through the block diagonals that it touches, and the main one is always on.
+    The mass is that of the last `last_q` queries. Forced columns and diagonals come first and count
+    toward the budgets. Ties go to the smaller position or distance. A diagonal selects the block
+    diagonals that it touches; the main one is always selected.
 
-    Causality: the last queries of the sequence decide for all others.
+    Causality: the last queries of the sequence determine the selection for all others.
 
-    Source: MInference (arXiv 2407.02490). Its reference rounds masses to the model's dtype before
-    it sorts them; these are whole multiples of 2^-30.
+    Source: MInference (arXiv 2407.02490). Its reference implementation rounds masses to the model's
+    dtype before sorting; here they are multiples of 2^-30.
 
-    A pytree: its arrays are data, so a stack of layers [L, Hq] can be scanned over.
+    A pytree: its arrays are data, so layers can be stacked as [L, Hq] and scanned over.
 
     Attributes:
-        verticals: int32 [Hq], columns kept by each head.
-        slashes: int32 [Hq], diagonals kept by each head.
-        sinks: int32 [Hq], first columns, which are forced.
-        windows: int32 [Hq], nearest diagonals, which are forced.
-        max_verticals: static cap, at least the largest entry of `verticals`.
-        max_slashes: static cap, at least the largest entry of `slashes`.
-        max_sinks: static cap, at least the largest entry of `sinks`.
-        last_q: queries at the end of the sequence whose attention is the estimate.
-        block_size: g, tokens on a side of a block; `last_q` must not exceed it.
-        dense_below: documents of fewer tokens than this, padding included, keep all of their pairs
-            where several are packed into a sequence. Without documents it has no effect.
+        verticals: int32 [Hq], number of columns kept by each head.
+        slashes: int32 [Hq], number of diagonals kept by each head.
+        sinks: int32 [Hq], number of first columns, which are forced.
+        windows: int32 [Hq], number of nearest diagonals, which are forced.
+        max_verticals: Static cap, at least the largest entry of `verticals`.
+        max_slashes: Static cap, at least the largest entry of `slashes`.
+        max_sinks: Static cap, at least the largest entry of `sinks`.
+        last_q: Number of probe queries at the end of the sequence; at most `block_size`.
+        block_size: Block size in tokens (g).
+        dense_below: Documents shorter than this, including padding, use dense attention. Has no
+            effect without documents.
     """
 
     arrays = ("verticals", "slashes", "sinks", "windows")
@@ -65,11 +65,7 @@ class MInference(Pattern):
     dense_below: int = 8192
 
     def choose(self, q: "Array", k: "Array", shards: Shards) -> Choice:
-        """Keeps as many columns and diagonals as the budgets say.
-
-        Raises:
-            ValueError: if the budgets are of another number of heads.
-        """
+        """Keeps the columns and diagonals of largest mass, up to the budgets."""
         from mtraining_jax.sparsity import last_queries
         from mtraining_jax.sparsity.checks import check_heads
 
@@ -77,11 +73,10 @@ class MInference(Pattern):
         return Choice(last_queries.choose(q, k, shards, self, self.rule())[0])
 
     def rule(self) -> "Rule":
-        """What of the masses is kept."""
         return _Rule(self)
 
     def for_documents(self) -> "MInference":
-        """As many columns and diagonals for each document."""
+        """Returns the variant with these budgets for each document."""
         from mtraining_jax.sparsity.document_budgets import DocumentMInference
         from mtraining_jax.sparsity.document_last_queries import for_documents
 
@@ -90,25 +85,25 @@ class MInference(Pattern):
 
 @dataclasses.dataclass(frozen=True)
 class MInferenceFile(BudgetFile):
-    """MInference's patterns of all layers of a model, from one of its published files.
+    """MInference's patterns for all layers of a model, from one of its published files.
 
     Heads of type `vertical_and_slash` keep max(first number, 30) columns and max(second, 50)
-    diagonals, those of type `stream_llm` the first tokens and the nearest ones. Other types are
-    refused, but for `block_sparse`, which `swap_block_sparse` replaces.
+    diagonals; heads of type `stream_llm` keep the first tokens and the nearest ones. Other types
+    are rejected, except `block_sparse` with `swap_block_sparse`.
 
     Attributes:
-        swap_block_sparse: whether a head of type `block_sparse`, which no published file has, is
-            given 1000 columns and 6096 diagonals, as MInference's own search does. Otherwise it
-            is refused.
+        swap_block_sparse: Give heads of type block_sparse 1000 verticals and 6096 slashes, as
+            MInference's search does. Otherwise such heads, which no published file has, are
+            rejected.
 
     Raises:
-        ValueError: naming the field, its value and what is allowed.
+        ValueError: if a field is invalid; the message names it.
     """
 
     swap_block_sparse: bool = False
 
     def for_documents(self) -> "MInferenceFile":
-        """As many columns and diagonals for each document."""
+        """Returns the variant with these budgets for each document."""
         from mtraining_jax.sparsity.document_budgets import DocumentMInferenceFile
         from mtraining_jax.sparsity.document_last_queries import for_documents
 
@@ -131,7 +126,7 @@ class MInferenceFile(BudgetFile):
     def _numbers(
         self, head: tuple[str, int, int], layer: int, number: int
     ) -> tuple[int, int, int, int]:
-        """Columns, diagonals, forced columns and forced diagonals of one head."""
+        """Returns columns, diagonals, forced columns and forced diagonals of one head."""
         if head[0] == "block_sparse" and self.swap_block_sparse:
             head = _SWAPPED
         kind, first, second = head
@@ -141,29 +136,28 @@ class MInferenceFile(BudgetFile):
         if kind == "stream_llm":
             return first, second, first, second
         advice = (
-            "; swap_block_sparse=true gives such heads 1000 columns and 6096 diagonals, as "
+            "; set swap_block_sparse=true to give such heads 1000 columns and 6096 diagonals, as "
             "MInference's search does"
             if kind == "block_sparse"
             else ""
         )
         raise UserError(
-            f"budget file {self.budget_file}, layer {layer}, head {number} is of type {kind!r}; it "
+            f"budget file {self.budget_file}, layer {layer}, head {number} has type {kind!r}; it "
             f"must be 'vertical_and_slash' or 'stream_llm'{advice}"
         )
 
     def describe(self) -> str:
-        """Where the budgets are from."""
-        return f"MInference with the budgets of {self.budget_file}"
+        return f"MInference with budgets from {self.budget_file}"
 
 
 @dataclasses.dataclass(frozen=True)
 class _Rule:
-    """The rule for `last_queries.choose`."""
+    """Rule of `last_queries.choose`."""
 
     pattern: MInference
 
     def scores(self, q_last: "Array", k: "Array", shards: Shards, scale: float) -> tuple:
-        """Mean softmax masses."""
+        """Returns mean softmax masses."""
         from mtraining_jax.sparsity import estimate
 
         return estimate.softmax_scores(
@@ -172,7 +166,7 @@ class _Rule:
         )  # fmt: skip
 
     def keys(self, by_distance: "Array", heads: "Array", spans: "Spans") -> tuple:
-        """Masses plus one, with the highest bit set for what is forced, and 0 for padding."""
+        """Returns masses plus one, with the highest bit set if forced, and 0 for padding."""
         import jax.numpy as jnp
 
         from mtraining_jax.sparsity import last_queries, select
@@ -191,5 +185,5 @@ class _Rule:
         return keys, select.Rule(minimum=0, maximum=budgets.astype(jnp.int32))
 
     def nearest(self, slash_count: "Array", spans: "Spans") -> int:
-        """The main block diagonal."""
+        # The main block diagonal.
         return 1

@@ -1,4 +1,4 @@
-"""Key blocks by two cheap scores: antidiagonals of all queries, and some queries exactly."""
+"""Key blocks by two cheap scores: antidiagonals of all queries, and exact sampled queries."""
 
 import dataclasses
 from typing import TYPE_CHECKING
@@ -15,15 +15,14 @@ if TYPE_CHECKING:
 class MixedRows(XAttention):
     """Key blocks by the mean of the scores of `XAttention` and `SampledRows`.
 
-    Antidiagonals look at every query, but blur what a single pair of tokens is to each other;
-    sampled queries are exact, and miss what the others look at. It costs 1/(2 s) + r / (2 g) of a
-    dense forward pass.
+    Antidiagonals cover every query but blur individual pairs of tokens; sampled queries are exact
+    but miss what the others attend to. Costs 1/(2 s) + r / (2 g) of a dense forward pass.
 
     Attributes:
-        sampled_rows: r, queries of each block that are looked at; at most `block_size`.
+        sampled_rows: Number of probe queries per query block (r); at most block_size.
 
     Raises:
-        ValueError: naming the field, its value and what is allowed.
+        ValueError: if a field is invalid; the message names it.
     """
 
     sampled_rows: limited(int, ge=1) = 16
@@ -40,16 +39,14 @@ class MixedRows(XAttention):
         return strides * 0.5 + exact_masses(q, k, shards, self.block_size, self.sampled_rows) * 0.5
 
     def scoring_share(self) -> float:
-        """1/(2 s) + r / (2 g)."""
         return super().scoring_share() + self.sampled_rows / (2 * self.block_size)
 
     def softmax_share(self) -> float:
-        """r / g; the sums along antidiagonals are few."""
+        # r / g; the sums along antidiagonals are few.
         return self.sampled_rows / self.block_size
 
     def describe(self) -> str:
-        """Stride, rows and tau."""
         return (
-            f"XAttention of stride {self.stride} and exact attention of {self.sampled_rows} "
-            f"queries of each block, {self.rule_in_words()}"
+            f"mixed rows: XAttention with stride {self.stride} and {self.sampled_rows} probe "
+            f"queries per block, {self.rule_in_words()}"
         )

@@ -1,4 +1,4 @@
-"""MoBA: each single query chooses chunks of keys by their means."""
+"""MoBA: each query selects chunks of keys by their means."""
 
 import dataclasses
 from typing import TYPE_CHECKING
@@ -12,34 +12,32 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class MoBA(Pattern):
-    """Per token and head, the chunks of keys whose means have the largest products with the query.
+    """Per token and head, the key chunks with the largest products of query and mean key.
 
-    A query sees its own chunk up to itself, and of the chunks that lie wholly before its own the
-    `top_k` - 1 whose mean key has the largest product with it: all of them where there are fewer.
-    Means are rounded to the dtype of the keys; products are fp32. Of equal products the earlier
-    chunk comes first.
+    A query sees its own chunk up to itself, and the `top_k` - 1 complete earlier chunks whose mean
+    key has the largest product with it, or all of them if there are fewer. Means are rounded to the
+    dtype of the keys; products are fp32. Ties go to the earlier chunk.
 
-    The pairs are exact. No tile of 128 queries has one list, so the queries that see a chunk are
-    gathered and computed together (`pallas_kernels.composed`): this takes `top_k` - 1 copies of
-    the queries and of the output, in memory and, with the keys of all ranks, in the ring, which
-    must be "gather".
+    The pairs are exact. A tile of 128 queries has no common list, so the queries that see a chunk
+    are gathered and computed together (`pallas_kernels.composed`). This needs memory for
+    `top_k` - 1 copies of the queries and of the output, and for the keys of all ranks, and requires
+    ring="gather".
 
-    Where documents are packed, the chunks of each begin with it, and a query chooses among those of
-    its own document: what it would choose were the document alone. A document of at most `top_k`
-    chunks is so dense.
+    In packed sequences, chunks start at document boundaries and queries select chunks of their own
+    document, as for the document on its own. Documents of at most `top_k` chunks are dense.
 
-    Causality: strict. What a query sees depends on itself and on keys before its own chunk.
+    Causality: strict. The selection of a query depends on itself and on keys before its own chunk.
 
-    Source: MoBA (arXiv 2502.13189); the defaults are those of its published code. Its authors
-    train with it, and keep the last layers dense.
+    Source: MoBA (arXiv 2502.13189), with the defaults of its published code. Its authors train with
+    it, and keep the last layers dense.
 
     Attributes:
-        chunk_size: tokens of a chunk; a multiple of `block_size`.
-        top_k: chunks that a query sees at most, its own among them.
-        block_size: g, tokens on a side of a block of the kernels.
+        chunk_size: Chunk size in tokens; a multiple of block_size.
+        top_k: Maximum number of chunks per query, including its own.
+        block_size: Block size of the kernels in tokens (g).
 
     Raises:
-        ValueError: naming the field, its value and what is allowed.
+        ValueError: if a field is invalid; the message names it.
     """
 
     by_rows = True
@@ -57,15 +55,13 @@ class MoBA(Pattern):
 
     @property
     def dense_below(self) -> int:
-        """Documents of fewer tokens than this, padding included, have all of their pairs."""
+        """Documents shorter than this, including padding, are dense in any case."""
         return self.top_k * self.chunk_size + 1
 
     def more_pairs(self) -> str:
-        """The field that more pairs follow from."""
-        return f"sparsity.top_k = {self.top_k} may be larger"
+        return f"increase sparsity.top_k = {self.top_k}"
 
     def choose(self, q: "Array", k: "Array", shards: Shards) -> Choice:
-        """Chooses chunks for each local query."""
         import jax.numpy as jnp
 
         from mtraining_jax.sparsity.checks import check_choice
@@ -85,19 +81,16 @@ class MoBA(Pattern):
         return Choice(index)
 
     def for_documents(self) -> "MoBA":
-        """The pattern itself: each query chooses in its own document."""
         return self
 
     def describe(self) -> str:
-        """Its name and sizes."""
-        return f"MoBA, {self.top_k} chunks of {self.chunk_size} tokens for each token"
+        return f"MoBA, {self.top_k} chunks of {self.chunk_size} tokens per query"
 
     def expected_density(self, tokens: int) -> tuple[float, str]:
-        """Counted, as it depends on the length alone."""
-        return self.density(tokens), "counted: it depends on the length alone"
+        return self.density(tokens), "exact: it depends only on the length"
 
     def density(self, seq_len: int) -> float:
-        """Share of the causal pairs that is computed, whatever the queries are."""
+        """Returns the density, which does not depend on the queries."""
         size, pairs = self.chunk_size, 0
         for chunk in range(-(-seq_len // size)):
             tokens = min(size, seq_len - chunk * size)
@@ -105,15 +98,15 @@ class MoBA(Pattern):
         return pairs / (seq_len * (seq_len + 1) // 2)
 
     def scoring_share(self) -> float:
-        """One product for each query and chunk, of two for each pair."""
+        # One product per query and chunk, of two per pair.
         return 1 / self.chunk_size
 
     def capacities(self, num_blocks: int) -> tuple[int, int]:
-        """A bit for each query and chunk, and a number for each row of blocks; ranks share them."""
+        # One bit per query and chunk, and a number per row of blocks; ranks share the rows.
         chunks = -(-num_blocks * self.block_size // self.chunk_size)
         return num_blocks * (self.block_size * -(-chunks // 32) + 1), 0
 
     def query_copies(self, num_blocks: int) -> int:
-        """One for each chunk that a query sees in addition to its own."""
+        # One for each chunk that a query sees in addition to its own.
         chunks = -(-num_blocks * self.block_size // self.chunk_size)
         return min(self.top_k, chunks) - 1

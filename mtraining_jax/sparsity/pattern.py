@@ -1,6 +1,6 @@
-"""The interface of a sparse pattern: its settings, a choice of pairs, and how it describes itself.
+"""The interface of sparse patterns: settings, selection of pairs, and description.
 
-A pattern is one file. It is registered in `registry.py`, or named as `package.module:Name`; see
+A pattern is one file, registered in `registry.py` or referenced as `package.module:Class`; see
 `examples/strided_pattern.py` for a complete one. This file imports no JAX, so that a configuration
 can be read and checked before JAX is loaded.
 """
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class ModelSizes:
-    """What a pattern may need to know of the model before it can choose.
+    """Properties of the model and run that a pattern may depend on.
 
     Attributes:
         num_layers: L.
         num_heads: query heads, Hq.
         seq_len: S, tokens.
-        seed: of the run, for what is drawn at random.
+        seed: seed of the run, for random patterns.
     """
 
     num_layers: int
@@ -40,24 +40,23 @@ class ModelSizes:
 
 @dataclasses.dataclass(frozen=True)
 class Shards:
-    """Where a choice is made: on one device, or inside `jax.shard_map` on shards of a sequence.
+    """The shards of a sequence in a selection, on one device or inside `jax.shard_map`.
 
     Attributes:
-        block_ids: int32 [n/g], global number of each local block of g tokens; every block of the
-            sequence is on one rank.
+        block_ids: int32 [n/g], global number of each local block of g tokens; each block of the
+            sequence is on exactly one rank.
         num_blocks: NB, blocks of the whole sequence.
         axis_names: mesh axes that the sequence is sharded over; () on one device.
-        scale: of the logits; None is 1/sqrt(D).
-        backend: of kernels that a choice may use; None is the best that runs here.
-        causal: whether a query sees only keys that are not ahead of it.
-        valid_len: int32 scalar, tokens of the sequence that count; those behind are padding. May
-            be traced. A pattern that reads the last queries reads the last of these, and its
-            choice must not depend on what the padding holds. None is the whole sequence.
-        documents: of each of these sequences (batch entries), in which a query sees its own
-            document only, and which is to be chosen as if it were alone; then `valid_len` is None.
-            None: each sequence is one.
-        shares: int32 [B], the share of the mass that each sequence keeps, in the place of the
-            pattern's own, in the unit of its `KeptShare`. May be traced. None: the pattern's own.
+        scale: scale of the logits; None is 1/sqrt(D).
+        backend: kernel backend a selection may use; None is the fastest available one.
+        causal: whether queries see only keys at or before their position.
+        valid_len: int32 scalar, number of tokens before the padding; may be traced. Patterns that
+            probe the last queries use the last valid ones and must ignore padding. None is the
+            whole sequence.
+        documents: documents of each batch entry, or None. Queries see their own document only, and
+            each document gets the same selection as on its own; `valid_len` is then None.
+        shares: int32 [B], optional per-sequence override of the pattern's mass fraction, in the
+            units of its `KeptShare`; may be traced.
     """
 
     block_ids: "Array"
@@ -71,16 +70,16 @@ class Shards:
     shares: "Array | None" = None
 
     def ends(self, blocks: "Array", block_size: int) -> "Array | None":
-        """Where the tokens end that a choice may read, of the document or sequence of some blocks.
+        """Returns where readable tokens end, for the document or sequence of each given block.
 
         Args:
             blocks: int32 [n], global numbers.
-            block_size: g.
+            block_size: tokens per block (g).
 
         Returns:
             int32 [B or 1, n], global positions, one past the last token; before the document's
-            first one where nothing is to be read, as the document is dense or there is none. None
-            where all tokens count.
+            first token if nothing is to be read (dense or no document). None if all tokens are
+            valid.
         """
         import jax.numpy as jnp
 
@@ -92,24 +91,24 @@ class Shards:
         return jnp.broadcast_to(self.valid_len, (1, blocks.shape[0]))
 
     def first_blocks(self, blocks: "Array") -> "Array | None":
-        """The first block of the document of each of some blocks int32 [n]: int32 [B, n].
+        """Returns the first block of the document of each given block int32 [n]: int32 [B, n].
 
-        NB for a block of no document; None where each sequence is one document.
+        NB for a block without a document; None without documents.
         """
         return None if self.documents is None else self.documents.of(blocks).first
 
     def scale_for(self, head_dim: int) -> float:
-        """The scale of the logits as a number."""
+        """Returns the scale of the logits as a float."""
         return 1.0 / math.sqrt(head_dim) if self.scale is None else self.scale
 
 
 class KeptShare(NamedTuple):
-    """The share of the estimated mass that a pattern keeps, and that can be tuned while it runs.
+    """A pattern's mass fraction, which can be tuned during a run.
 
-    A larger share keeps all pairs that a smaller one keeps, and perhaps more.
+    Monotone: raising it never drops a pair.
 
     Attributes:
-        name: the field that says it.
+        name: name of the field.
         bits: it is rounded to multiples of 2^-bits; at most 30.
     """
 
@@ -118,13 +117,13 @@ class KeptShare(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """What a pattern chose.
+    """The result of a selection.
 
     Attributes:
-        index: the pairs to compute, of any kind (`pallas_kernels.index.Index`). The same on every
-            rank, or if the pattern is `by_rows`, the rows of this rank's blocks.
-        statistics: further numbers to report for each layer, by name: fp32 scalars, or arrays
-            whose mean is reported.
+        index: pairs to compute, any `pallas_kernels.index.Index`. Replicated, or if the pattern is
+            `by_rows`, the rows of this rank's blocks.
+        statistics: additional per-layer numbers to report, by name: fp32 scalars, or arrays that
+            are averaged.
     """
 
     index: "Index"
@@ -132,17 +131,17 @@ class Choice(NamedTuple):
 
 
 class Settings:
-    """The fields of the section `[sparsity]` that one kind reads: a frozen dataclass.
+    """The fields of the section `[sparsity]` for one kind of pattern: a frozen dataclass.
 
-    Types of fields may carry limits (`mtraining_jax.limits.limited`), and "Attributes:" of the
-    docstring is their help text. A ValueError of the class begins with the name of the field.
+    Field types may carry limits (`mtraining_jax.limits.limited`); "Attributes:" of the docstring is
+    their help text. The message of a ValueError begins with the name of the field.
 
     Attributes:
-        block_size: g, tokens on a side of a block.
-        chooses: whether pairs are chosen by queries and keys; otherwise recall is not measured,
+        block_size: Block size in tokens (g).
+        chooses: whether pairs are selected by queries and keys; otherwise recall is not measured,
             and densities are reported under another name.
-        density_name: name of the share of computed pairs in what a run prints.
-        sparse: whether any pair may be left out.
+        density_name: name of the density in what a run prints.
+        sparse: whether pairs may be skipped at all.
         by_rows: whether its indices are `by_rows`: each rank of a sequence holds its own rows.
     """
 
@@ -153,121 +152,120 @@ class Settings:
     density_name: ClassVar[str] = "density"
 
     def pattern(self, model: ModelSizes) -> "Pattern":
-        """The pattern for a model.
+        """Returns the pattern for a model.
 
-        Arrays of a pattern that differs from layer to layer have a leading axis of layers here.
+        Arrays that differ between layers have a leading layer axis.
 
         Raises:
-            UserError: if what the settings name cannot be read, or does not fit the model.
+            UserError: if a file cannot be read, or the settings do not fit the model.
         """
         raise NotImplementedError(f"{type(self).__name__}.pattern")
 
     def for_documents(self) -> "Settings":
-        """What chooses where sequences are made of documents, and reads `Shards.documents`.
+        """Returns the variant for packed documents, which reads `Shards.documents`.
 
         Raises:
-            UserError: if the pattern does not keep documents apart, which is the default.
+            UserError: if the pattern does not support packed documents, the default.
         """
         raise UserError(
-            f"{type(self).__name__} does not read packed documents yet: use sampled_rows, "
-            "vertical_slash, or dense"
+            f"{type(self).__name__} does not support packed documents; use sampled_rows, "
+            "vertical_slash or dense"
         )
 
     def for_prompts(self) -> "Settings":
-        """What reads a prompt, which ends with what is asked; the default is the settings alike."""
+        """Returns the variant for prompts, with the question at the end; unchanged by default."""
         return self
 
     def kept_share(self) -> KeptShare | None:
-        """The share of mass that `Shards.shares` may replace; None if there is no such share."""
+        """The mass fraction that `Shards.shares` may override, or None."""
         return None
 
     def describe(self) -> str:
-        """A few words about the pattern, for the start of a run."""
+        """Describes the pattern in a few words, for the banner of a run."""
         return type(self).__name__
 
     def expected_density(self, tokens: int) -> tuple[float, str]:
-        """The share of causal pairs to expect before anything is chosen, and the reason for it.
+        """Returns the density to expect before any selection, and its justification.
 
         Args:
-            tokens: of a sequence, or of a document that chooses as if it were alone.
+            tokens: length of a sequence, or of a document, which selects independently.
         """
         why = "assumed by length, as measured with SmolLM2-135M and, at 512K, by the paper"
         return density_of_vertical_slash(tokens), why
 
     def takes_choosing(self) -> bool:
-        """Whether a step chooses an index, used or not. For estimates of time."""
+        """Whether a step selects an index, used or not. For time estimates."""
         return self.chooses
 
     def scoring_share(self) -> float:
-        """FLOP of scoring pairs for a choice, over those of a dense forward pass of attention.
+        """Selection cost: FLOP of scoring pairs over those of a dense forward pass of attention.
 
-        For estimates of time. 0 where a choice looks at a fixed number of queries.
+        For time estimates. 0 if a selection probes a fixed number of queries.
         """
         return 0.0
 
     def softmax_share(self) -> float:
-        """The share of all pairs whose scores go through a softmax before anything is chosen.
+        """Fraction of all pairs whose scores go through a softmax during selection.
 
-        For estimates of time: many exponentials take longer than the products that they are of.
+        For time estimates: exponentials may take longer than the matrix products.
         """
         return 0.0
 
     def more_pairs(self) -> str:
-        """Which field to change for more pairs, and with them more of attention's mass."""
-        return "other settings under [sparsity] may keep more pairs"
+        """Advice on which field to change to keep more pairs, and so more attention mass."""
+        return "change the settings in [sparsity] to keep more pairs"
 
     def capacities(self, num_blocks: int) -> tuple[int, int]:
-        """How many int32 numbers an index of one head has room for, and how many are columns.
+        """Returns the int32 numbers an index stores per head, and how many of them are columns.
 
-        For estimates of memory. Columns are keys that are gathered for each head. The default is
-        that of a `BlockSparseIndex` with room for every block.
+        For memory estimates. Columns are keys gathered per head. The default is a
+        `BlockSparseIndex` with room for every block.
         """
         return 2 * num_blocks * (num_blocks + 1), 0
 
     def query_copies(self, num_blocks: int) -> int:
-        """How many copies of all queries and outputs a layer takes, for estimates of memory."""
+        """Number of copies of all queries and outputs that a layer needs, for memory estimates."""
         del num_blocks
         return 0
 
 
 class Pattern(Settings):
-    """A way to choose which pairs attention computes.
+    """Selects the pairs that attention computes.
 
-    A frozen dataclass, static under `jax.jit`. A pattern with arrays names them in `arrays` and is
-    then a pytree. Each array has the query heads as its leading axis; a pattern for all layers of
-    a model has the layers before them.
+    A frozen dataclass, static under `jax.jit`. A pattern with arrays lists them in `arrays` and is
+    then a pytree. Each array has query heads as its leading axis; a pattern for all layers of a
+    model has a layer axis before that.
 
     Attributes:
         arrays: names of the fields that are arrays.
-        also_not_causal: whether `choose` works where keys may be ahead of queries.
+        also_not_causal: whether `choose` supports non-causal attention.
     """
 
     arrays: ClassVar[tuple[str, ...]] = ()
     also_not_causal: ClassVar[bool] = False
 
     def __new__(cls, *_args, **_fields):
-        """Registers a pattern with arrays as a pytree before the first one is made."""
+        """Registers a pattern with arrays as a pytree when its first instance is created."""
         if cls.arrays:
             _register(cls)
         return super().__new__(cls)
 
     def pattern(self, model: ModelSizes) -> "Pattern":
-        """The pattern itself, which fits any model."""
         return self
 
     def choose(self, q: "Array", k: "Array", shards: Shards) -> Choice:
-        """Chooses the pairs to compute, per batch entry and query head.
+        """Selects the pairs to compute, per batch entry and query head.
 
         Called by `choose.choose`, inside `jax.shard_map` on the shards of a sequence or on one
-        device. All ranks must get the same index, or their rows of it, whatever their number.
+        device. All ranks must get the same index, or their own rows of it, for any number of ranks.
 
         Args:
-            q: [B, n, Hq, D], local queries, rotary embedding applied.
+            q: [B, n, Hq, D], local queries, after rotary embedding.
             k: [B, n, Hk, D], local keys in the same dtype; Hk divides Hq.
-            shards: where they lie in the sequence.
+            shards: the shards of the sequence.
         """
         raise NotImplementedError(
-            f"{type(self).__name__} has no choose(self, q, k, shards), which every pattern needs"
+            f"{type(self).__name__} must implement choose(self, q, k, shards)"
         )
 
 

@@ -1,6 +1,6 @@
-"""Means over blocks, with the same bits on any number of ranks.
+"""Means over blocks, bit-identical for any number of ranks.
 
-Additions stand in a written-out order, and no product feeds one (see `estimate.py`).
+Additions have a fixed order, and no product feeds an addition (see `estimate.py`).
 """
 
 import jax.numpy as jnp
@@ -10,13 +10,13 @@ from mtraining_jax.sparsity.estimate import ordered_sum
 
 
 def block_means(x_BnHD: Array, block_ids: Array, ends: Array | None) -> Array:
-    """Means over the tokens of each block.
+    """Computes the mean over the tokens of each block.
 
     Args:
         x_BnHD: [B, n, H, D], tokens of some blocks.
         block_ids: int32 [n/g], global number of each block.
         ends: int32 [B or 1, n/g], position where the padding of a block's document or sequence
-            begins, which is left out; None for no padding.
+            begins, which is ignored; None for no padding.
 
     Returns:
         fp32 [B, H, n/g, D]; 0 for a block of padding.
@@ -33,25 +33,25 @@ def block_means(x_BnHD: Array, block_ids: Array, ends: Array | None) -> Array:
 
 
 def energy_share(x: Array, band: Array) -> Array:
-    """Norm of some numbers of vectors over the norm of all of them.
+    """Returns the norm of the components in a band over the norm of whole vectors.
 
     Args:
         x: fp32 [..., n, D].
-        band: bool [D], the numbers.
+        band: bool [D], components of the band.
 
     Returns:
-        fp32 [..., n]; 1 where all numbers are 0.
+        fp32 [..., n]; 1 for zero vectors.
     """
     return _share(*_energies(x, band))
 
 
 def energy_share_up_to_each(x: Array, band: Array, first: Array | None) -> Array:
-    """As `energy_share`, with vectors first_i .. i of a sequence taken together for vector i.
+    """Variant of `energy_share` that combines vectors first_i .. i of a sequence for vector i.
 
     Args:
         x: fp32 [B, H, n, D].
-        band: bool [D], the numbers.
-        first: int32 [B, n], first_i, one for all vectors of a run; None for 0.
+        band: bool [D], components of the band.
+        first: int32 [B, n], first_i, equal within a run of vectors; None for 0.
     """
     if first is not None:
         first = first[:, None]
@@ -59,8 +59,8 @@ def energy_share_up_to_each(x: Array, band: Array, first: Array | None) -> Array
 
 
 def _energies(x: Array, band: Array) -> tuple[Array, Array]:
-    """Squared norms [..., n] of some numbers of vectors, and of all of them."""
-    # The minimum keeps the squares from being contracted with the additions.
+    """Returns squared norms [..., n] of the components in the band, and of whole vectors."""
+    # The minimum prevents contraction of the squares with the additions.
     squares = jnp.minimum(x * x, jnp.finfo(jnp.float32).max)
     some, every = (
         ordered_sum(y[..., None])[..., 0] for y in (jnp.where(band, squares, 0.0), squares)
@@ -73,7 +73,7 @@ def _share(some: Array, every: Array) -> Array:
 
 
 def _running_sum(x: Array, first: Array | None) -> Array:
-    """Sums over first .. i of the last axis, in steps of 1, 2, 4, ...; the bits of a run alone."""
+    """Sums first .. i of the last axis in steps of 1, 2, 4, ...; bits as for the run on its own."""
     step = 1
     places = jnp.arange(x.shape[-1], dtype=jnp.int32)
     while step < x.shape[-1]:

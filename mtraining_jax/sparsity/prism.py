@@ -1,4 +1,4 @@
-"""Prism: key blocks by pooled queries and keys, high and low rotary frequencies apart."""
+"""Prism: key blocks by pooled queries and keys, in a high and a low rotary frequency band."""
 
 import dataclasses
 from typing import TYPE_CHECKING
@@ -9,27 +9,29 @@ from mtraining_jax.sparsity.row_pattern import RowPattern
 if TYPE_CHECKING:
     from jax import Array
 
-# Shares of the rotary pairs, of which the first turn fastest: 64 and 96 of 128 numbers.
+# Fractions of the rotary pairs, highest frequencies first: 64 and 96 of 128 components.
 _HIGH, _LOW = 1 / 2, 3 / 4
 
 
 @dataclasses.dataclass(frozen=True)
 class Prism(RowPattern):
-    """Key blocks by the attention of means over blocks, in two bands of rotary frequencies.
+    """Key blocks by the attention of block means, in two bands of rotary frequencies.
 
-    Means over a block lose what turns fast within it. So blocks are chosen twice, by the first half
-    of the rotary pairs and by the last three quarters, and what either keeps is computed. With X_z
-    the means of band z, of d_z numbers, a row's weights are softmax(Q_z K_z^T / (t_z sqrt(d_z))),
-    t_z = sqrt(d_z / D) rms(Q_z) rms(K_z) / (rms(Q) rms(K)), which gives both bands the logits'
-    size that all numbers together have. It costs about 1/`block_size`^2 of a dense forward pass.
+    Means over a block lose what rotates fast within it. Blocks are therefore selected twice, by the
+    first half of the rotary pairs and by the last three quarters, and the union is computed. With
+    X_z the means of band z, of d_z components, the weights of a row are
+    softmax(Q_z K_z^T / (t_z sqrt(d_z))) with
+    t_z = sqrt(d_z / D) rms(Q_z) rms(K_z) / (rms(Q) rms(K)), which scales the logits of each band to
+    those of all components together. Costs about 1/`block_size`^2 of a dense forward pass.
 
-    Source: Prism (arXiv 2602.08426), written from the paper. There rms is over the whole sequence;
-    here it is over the row's own queries and over the keys up to them, so that no later token
-    decides. There the two bands have thresholds of their own; here `tau` is that of both. Rotary
-    embeddings must turn number i of a head with number i + D/2, as those of Hugging Face do.
+    Source: Prism (arXiv 2602.08426), written from the paper. Differences: the paper's rms is over
+    the whole sequence; here it is over the row's own queries and over the keys up to them, so that
+    no later token affects the selection. The paper has separate thresholds for the two bands; here
+    `tau` is used for both. Rotary embeddings must rotate component i of a head with component
+    i + D/2, as in Hugging Face models.
 
     Raises:
-        ValueError: naming the field, its value and what is allowed.
+        ValueError: if a field is invalid; the message names it.
     """
 
     def keep(self, q: "Array", k: "Array", shards: Shards) -> "Array":
@@ -43,7 +45,7 @@ class Prism(RowPattern):
         return high | low
 
     def bands(self, q: "Array", k: "Array", shards: Shards) -> tuple["Array", "Array"]:
-        """The weights of the high band and of the low one, as `RowPattern.scores`."""
+        """Returns the weights of the high and the low band, in the form of `RowPattern.scores`."""
         import jax.numpy as jnp
 
         from mtraining_jax.sparsity import pooling, row_scores
@@ -64,7 +66,7 @@ class Prism(RowPattern):
             of_queries = pooling.energy_share(queries, band)
             of_keys = pooling.energy_share_up_to_each(keys, band, first)[:, :, shards.block_ids]
             shares = of_queries * jnp.repeat(of_keys, groups, axis=1)
-            # The temperature takes sqrt(d_z) away again: it is in the shares.
+            # The temperature already contains sqrt(d_z), through the shares.
             rows = jnp.where(band, queries, 0.0) / jnp.maximum(shares, 1e-30)[..., None]
             found.append(
                 row_scores.block_masses(
@@ -75,9 +77,8 @@ class Prism(RowPattern):
         return tuple(found)
 
     def scoring_share(self) -> float:
-        """1/g^2: one product of two bands for each pair of blocks."""
+        # 1/g^2: one product of two bands per pair of blocks.
         return 1 / self.block_size**2
 
     def describe(self) -> str:
-        """Its name and tau."""
-        return f"Prism, {self.rule_in_words()}, in each of two bands"
+        return f"Prism, {self.rule_in_words()}, in each of two frequency bands"

@@ -1,4 +1,4 @@
-"""The patterns that come with the package: one line each."""
+"""The built-in patterns, one line each."""
 
 from mtraining_jax.plugins import Registry
 

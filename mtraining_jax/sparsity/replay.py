@@ -1,9 +1,9 @@
-"""Replayed density: random indices of a density given beforehand, for measuring speed.
+"""Replayed density: random indices of a given density, for speed measurements.
 
-Random weights have flat attention, of which top-p rightly keeps everything: a step of such a model
-says nothing about the speed of a trained one. A replay computes as many pairs as a trained model
-would, on block diagonals and columns drawn at random, or on lists of blocks (`replay_lists.py`).
-It does not choose what matters.
+With random weights attention is nearly uniform and top-p keeps everything, so a step says nothing
+about the speed of a trained model. A replay computes as many pairs as a trained model would, on
+random block diagonals and columns, or on random block lists (`replay_lists.py`). It does not select
+what matters.
 """
 
 import dataclasses
@@ -26,17 +26,17 @@ from mtraining_jax.sparsity.vertical_slash import (
 if TYPE_CHECKING:
     from jax import Array
 
-# Sparsity per layer as arXiv 2510.18830 measured it at 512K tokens: mean 93.7 %, lowest 87.3 %,
-# highest 99.6 %. Which layer had which is not reported.
+# Sparsity per layer as measured by arXiv 2510.18830 at 512K tokens: mean 93.7 %, lowest 87.3 %,
+# highest 99.6 %. The assignment to layers is not reported.
 _MEAN, _LOWEST_LAYER, _HIGHEST_LAYER = 0.063, 0.004, 0.127
-# Heads of a layer spread evenly over this range, times the density of the layer.
+# Heads of a layer are spread evenly over this range, times the density of the layer.
 _LOWEST_HEAD, _HIGHEST_HEAD = 0.5, 1.5
-# Mask B of the benchmarks: block diagonals 0..7 and far ones, 6 % in all, and 3000 columns.
+# Mask B of the benchmarks: block diagonals 0..7 and distant ones, 6 % in total, and 3000 columns.
 _NEAR = 8
 _COLUMNS_AT_MEAN = 3000
-# Columns compute at most this share of a head's pairs. Mask B has 24 % at 131072 tokens.
+# Columns compute at most this fraction of a head's pairs. Mask B has 24 % at 131072 tokens.
 _MOST_IN_COLUMNS = 0.25
-# The nearest diagonals take at most this share, so that every head has far ones.
+# The nearest diagonals take at most this fraction, so that every head has distant ones.
 _MOST_NEAR = 0.5
 
 
@@ -45,17 +45,18 @@ _DENSITY_NAME = "replayed density, not chosen"
 
 @dataclasses.dataclass(frozen=True)
 class ReplaySettings(VerticalSlashSettings):
-    """A density to replay; the other fields are those of the estimate that runs with it.
+    """A density to replay; the other fields configure the estimate that runs with it.
 
     Attributes:
-        replay_of: the kind of pattern whose indices are replayed, which is also what chooses where
-            `replay_estimate` asks for that: block diagonals and columns of vertical_slash, or
-            lists for each row of blocks of one of the others.
-        replay_density: share of the causal pairs computed, mean over layers. Layers spread from
-            0.06 to 2 times it, as the paper's do: 0.4 % to 12.7 % around 6.3 %.
-        replay_estimate: also choose an index in every layer, so that a step includes that time.
-        tau, sink_blocks, least_share, dense_start, dense_end: of the pattern of lists that chooses.
-        random_share, dense_below, stride, sampled_rows, columns: likewise.
+        replay_of: Pattern to replay: block diagonals and columns of vertical_slash, or random
+            lists per row of blocks of one of the others. With `replay_estimate` this pattern also
+            selects.
+        replay_density: Density to replay, mean over layers. Layers spread from 0.06 to 2 times
+            this value, as in the MTraining paper: 0.4 % to 12.7 % around 6.3 %.
+        replay_estimate: Also select an index in every layer, so that a step includes selection
+            cost.
+        tau, sink_blocks, least_share, dense_start, dense_end: As in the replayed list pattern.
+        random_share, dense_below, stride, sampled_rows, columns: As in the replayed list pattern.
     """
 
     chooses = False
@@ -79,11 +80,10 @@ class ReplaySettings(VerticalSlashSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._like()  # refuses what the pattern refuses
+        self._like()  # validates the fields of the replayed pattern
 
     @property
     def by_rows(self) -> bool:
-        """Whether lists for each row of blocks are replayed."""
         return self._lists
 
     @property
@@ -91,17 +91,17 @@ class ReplaySettings(VerticalSlashSettings):
         return self.replay_of != "vertical_slash"
 
     def _like(self) -> Pattern:
-        """The pattern that is replayed, with the fields of it that are here."""
+        """Returns the replayed pattern, with its fields from these settings."""
         from mtraining_jax.sparsity.registry import PATTERNS
 
         cls = PATTERNS.get(self.replay_of)
         return cls(**{field.name: getattr(self, field.name) for field in dataclasses.fields(cls)})
 
     def pattern(self, model: ModelSizes) -> Pattern:
-        """Indices of all layers, drawn by the run's seed.
+        """Draws the indices of all layers with the run's seed.
 
         Raises:
-            UserError: as `make_replay` and `make_replay_lists`.
+            UserError: if the density cannot be replayed with these settings.
         """
         if self._lists:
             return make_replay_lists(
@@ -124,54 +124,49 @@ class ReplaySettings(VerticalSlashSettings):
         )
 
     def for_documents(self) -> "ReplaySettings":
-        """The same pairs, but those between documents."""
+        """Returns the same pairs, restricted to documents."""
         from mtraining_jax.sparsity.document_replay import DocumentReplaySettings
 
         fields = dataclasses.fields(self)
         return DocumentReplaySettings(**{field.name: getattr(self, field.name) for field in fields})
 
     def describe(self) -> str:
-        """Says that nothing is chosen, and what is computed instead."""
-        also = ", with the time of choosing an index" if self.replay_estimate else ""
+        also = ", plus selection cost" if self.replay_estimate else ""
         what = "lists for each row of blocks" if self._lists else "block diagonals and columns"
         return (
             f"{_DENSITY_NAME}: {self.replay_density:.1%} of the causal pairs, random {what}{also}"
         )
 
     def takes_choosing(self) -> bool:
-        """Where `replay_estimate` asks for it."""
         return self.replay_estimate
 
     def scoring_share(self) -> float:
-        """That of the pattern that also chooses."""
         return self._like().scoring_share() if self.replay_estimate else 0.0
 
     def softmax_share(self) -> float:
         return self._like().softmax_share() if self.replay_estimate else 0.0
 
     def capacities(self, num_blocks: int) -> tuple[int, int]:
-        """Those of the pattern that is replayed."""
         return self._like().capacities(num_blocks)
 
     def expected_density(self, tokens: int) -> tuple[float, str]:
-        """The density that is replayed."""
         return self.replay_density, _DENSITY_NAME
 
 
 @dataclasses.dataclass(frozen=True)
 class Replay(Pattern):
-    """The index of every head, given beforehand and the same for all batches; a pytree.
+    """A fixed index for every head, the same for all batches; a pytree.
 
-    A stack of layers, each array with a leading axis [L], can be scanned over.
+    Layers can be stacked, each array with a leading axis [L], and scanned over.
 
     Attributes:
         slash_blocks: int32 [Hq, max_slash_blocks], as in `VerticalSlashIndex`, like the next three.
         slash_count: int32 [Hq].
         vertical_tokens: int32 [Hq, max_verticals].
         vertical_count: int32 [Hq].
-        estimate: also choose an index by this pattern before the replayed one is used, so that
-            a step takes as long as one that chooses; None leaves that out.
-        block_size: g, tokens on a side of a block.
+        estimate: pattern that selects an index before the replayed one is used, so that a step
+            includes selection cost; None to skip.
+        block_size: g, tokens per block.
     """
 
     arrays = ("slash_blocks", "slash_count", "vertical_tokens", "vertical_count")
@@ -186,18 +181,18 @@ class Replay(Pattern):
     block_size: int
 
     def for_documents(self) -> "Replay":
-        """The same pairs, but those between documents."""
+        """Returns the same pairs, restricted to documents."""
         from mtraining_jax.sparsity.document_replay import DocumentReplay
 
         fields = dataclasses.fields(self)
         return DocumentReplay(**{field.name: getattr(self, field.name) for field in fields})
 
     def choose(self, q: "Array", k: "Array", shards: Shards) -> Choice:
-        """The replayed index, and the density of the one that `estimate` chooses.
+        """Returns the replayed index, and the density of the one selected by `estimate`.
 
-        The replayed index is made to depend on the chosen one, in a way that changes none of its
-        values and that no compiler can remove. Attention then starts when the choice is made, as
-        it does where the choice is used.
+        The replayed index depends on the selected one, in a way that changes none of its values and
+        that no compiler can remove. Attention therefore starts after the selection, as if the
+        selection were used.
         """
         import jax
         import jax.numpy as jnp
@@ -211,7 +206,7 @@ class Replay(Pattern):
             chosen = self.estimate.choose(q, k, shards).index
             share = density(chosen, shards.num_blocks * self.block_size)
             statistics["estimated_density"] = share.mean(dtype=jnp.float32)
-            # Every number of an index is 0 or more, which the compiler does not know.
+            # All entries of an index are at least 0, which the compiler does not know.
             lowest = (_lowest(x, shape) for x in jax.tree.leaves(chosen))
             none = jnp.minimum(functools.reduce(jnp.minimum, lowest), 0)
 
@@ -224,21 +219,21 @@ class Replay(Pattern):
 
 
 def _lowest(x: "Array", shape: tuple[int, int]) -> "Array":
-    """The smallest number of each batch entry and head of an array [B, Hq, ...]: [B, Hq]."""
+    """Returns the minimum per batch entry and head of an array [B, Hq, ...]: [B, Hq]."""
     return x.reshape(*shape, -1).min(-1, initial=0)
 
 
 def layer_densities(num_layers: int, mean: float) -> np.ndarray:
-    """Densities of the layers of a model, ascending: fp64 [L].
+    """Returns the densities of a model's layers, ascending: fp64 [L].
 
-    The mean is `mean`; from three layers on the lowest and highest are those of the paper times
-    mean / 6.3 %. Those between are not reported; here they follow a power of evenly spaced places.
+    Their mean is `mean`. From three layers on, the lowest and highest are those of the paper times
+    mean / 6.3 %. Those between are not reported; here they follow a power of evenly spaced steps.
     """
     if num_layers == 1:
         return np.array([mean])
     low, high = _LOWEST_LAYER / _MEAN, _HIGHEST_LAYER / _MEAN
     places = np.linspace(0, 1, num_layers)
-    few, many = 0.1, 10.0  # the exponent lies between; a higher one gives a lower mean
+    few, many = 0.1, 10.0  # bounds of the exponent; a higher one gives a lower mean
     for _ in range(60):
         power = (few + many) / 2
         if (low + (high - low) * places**power).mean() > 1:
@@ -262,21 +257,21 @@ def make_replay(
     """Draws the indices of all layers, the same on every machine.
 
     Args:
-        density: mean over layers and heads of computed over causal pairs.
+        density: mean density over layers and heads.
         num_layers: L.
         num_heads: Hq.
         seq_len: S, a multiple of the block size.
-        like: its caps give the capacities, so that kernels and lists have the shapes that they
-            have where an index is chosen. Also what is chosen by, if `estimate`.
-        estimate: see `Replay.estimate`.
-        seed: of the drawing.
+        like: pattern whose caps give the capacities, so that kernels and lists have the same shapes
+            as with selection. Also selects, if `estimate`.
+        estimate: whether to also select an index, see `Replay.estimate`.
+        seed: random seed.
 
     Returns:
-        A pattern of int32 arrays [L, Hq, ...] on the host. In each layer the heads' densities
+        A pattern of int32 arrays [L, Hq, ...] on the host. In each layer the heads' densities are
         spread evenly from 0.5 to 1.5 of the layer's, in random order.
 
     Raises:
-        UserError: if a head is so sparse or dense that no index of these sizes has its density.
+        UserError: if no index of these sizes has the density of some head.
     """
     num_blocks = seq_len // like.block_size
     rng = np.random.default_rng(seed)
@@ -291,7 +286,7 @@ def make_replay(
     if most > most_slashes:
         raise UserError(
             f"sparsity.replay_density = {density:g} needs {most} block diagonals in its densest "
-            f"head, and sparsity.max_slashes = {like.max_slashes} leaves room for {most_slashes}"
+            f"head, but sparsity.max_slashes = {like.max_slashes} has room for {most_slashes}"
         )
 
     def padded(lists: Sequence[np.ndarray], capacity: int, fill: int) -> np.ndarray:
@@ -317,28 +312,28 @@ def make_replay(
 def _targets(
     rng: np.random.Generator, mean: float, num_layers: int, num_heads: int
 ) -> np.ndarray:
-    """Densities of all heads, fp64 [L, Hq], layers and heads in random order."""
+    """Returns the densities of all heads, fp64 [L, Hq], layers and heads in random order."""
     layers = rng.permutation(layer_densities(num_layers, mean))
     spread = np.linspace(_LOWEST_HEAD, _HIGHEST_HEAD, num_heads) if num_heads > 1 else np.ones(1)
     return np.stack([layer * rng.permutation(spread) for layer in layers])
 
 
 def _check(targets: np.ndarray, density: float, num_blocks: int, seq_len: int) -> None:
-    """Checks that a head has two block diagonals' worth of pairs: the main one and some more."""
+    """Checks that each head has pairs for two block diagonals: the main one and another."""
     least = 2 / num_blocks
     if targets.min() < least:
         raise UserError(
-            f"sparsity.replay_density = {density:g} asks for {targets.min():.3%} of the causal "
-            f"pairs in its sparsest head, and two of the {num_blocks} block diagonals of "
-            f"data.seq_len = {seq_len} are {least:.3%}; a longer sequence, smaller blocks "
-            "(sparsity.block_size) or a higher density would do"
+            f"sparsity.replay_density = {density:g} gives {targets.min():.3%} of the causal pairs "
+            f"to its sparsest head, fewer than two of the {num_blocks} block diagonals of "
+            f"data.seq_len = {seq_len} ({least:.3%}); use a longer sequence, smaller blocks "
+            "(sparsity.block_size) or a higher density"
         )
 
 
 def _draw(
     rng: np.random.Generator, density: float, num_blocks: int, block_size: int, max_verticals: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Block diagonals and columns of a head, ascending, that compute `density` of the pairs."""
+    """Draws a head's block diagonals and columns, ascending, with the given density."""
     seq_len = num_blocks * block_size
     number = min(
         round(_COLUMNS_AT_MEAN * density / _MEAN),
@@ -346,18 +341,18 @@ def _draw(
         max_verticals,
     )
     columns = np.sort(rng.choice(seq_len, number, replace=False))
-    # Counted in blocks of pairs. The main diagonal lacks those above it.
+    # Counted in blocks of pairs. The main diagonal has no pairs above it.
     budget = density * (seq_len + 1) * seq_len / 2 / block_size**2
-    below = num_blocks - 1 - columns // block_size  # blocks of queries below a column's own
+    below = num_blocks - 1 - columns // block_size  # query blocks after a column's own
     in_columns = below.sum() / block_size * (1 - density)
     near = int(np.clip(_MOST_NEAR * budget // num_blocks, 1, _NEAR))
-    lengths = num_blocks - np.arange(num_blocks)  # of diagonals
+    lengths = num_blocks - np.arange(num_blocks)  # lengths of the diagonals
     budget += num_blocks * (block_size - 1) / 2 / block_size
     room = budget - in_columns - lengths[:near].sum()
     far = rng.permutation(np.arange(near, num_blocks))
     active = np.arange(num_blocks) < near
     active[far[: np.searchsorted(np.cumsum(lengths[far]), room, side="right")]] = True
-    # Less than one diagonal is missing: take the one whose length is closest to that, if any.
+    # Less than one diagonal is missing: take the one with the closest length, if any.
     in_columns = np.cumsum(~active)[below].sum() / block_size
     missing = budget - in_columns - lengths[active].sum()
     rest = np.flatnonzero(~active)

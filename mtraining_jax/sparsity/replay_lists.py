@@ -1,4 +1,4 @@
-"""Replayed lists of key blocks: random ones of a density given beforehand, for measuring speed."""
+"""Replayed block lists: random key blocks of a given density, for speed measurements."""
 
 import dataclasses
 from typing import TYPE_CHECKING
@@ -15,22 +15,22 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class ReplayLists(Pattern):
-    """For each row of blocks a random list of key blocks, the same for all batches; a pytree.
+    """A random list of key blocks per row of blocks, the same for all batches; a pytree.
 
     The first block and the nearest ones are always listed, every other causal block with the
-    head's probability. Which ones is a hash of the head's salt and the block's place: a rank makes
-    the rows of its own blocks, and nothing but two numbers a head is kept. The listed blocks lie
-    everywhere alike; those of a real model lie closer together. Where documents are packed, each
-    has its own first block, and blocks of other documents are not listed.
+    head's probability, by a hash of the head's salt and the block's position. A rank computes the
+    rows of its own blocks, and only two numbers per head are stored. Listed blocks are distributed
+    uniformly; those of a trained model are more clustered. In packed sequences, each document has
+    its own first block, and blocks of other documents are not listed.
 
     Attributes:
         thresholds: uint32 [Hq], the probability of a block that is not forced, in 2^-32.
-        salts: uint32 [Hq], drawn by the run's seed.
-        estimate: also choose an index by this pattern before the replayed one is used, so that a
-            step takes as long as one that chooses; None leaves that out.
-        sink_blocks: first blocks, always listed.
-        local_blocks: nearest blocks, always listed, a row's own among them.
-        block_size: g, tokens on a side of a block.
+        salts: uint32 [Hq], drawn with the run's seed.
+        estimate: pattern that selects an index before the replayed one is used, so that a step
+            includes selection cost; None to skip.
+        sink_blocks: number of first blocks, always listed.
+        local_blocks: number of nearest blocks, always listed, including a row's own.
+        block_size: g, tokens per block.
     """
 
     arrays = ("thresholds", "salts")
@@ -45,14 +45,13 @@ class ReplayLists(Pattern):
     block_size: int
 
     def for_documents(self) -> "ReplayLists":
-        """The pattern itself."""
         return self
 
     def choose(self, q: "Array", k: "Array", shards: Shards) -> Choice:
-        """The replayed lists, and the density of the index that `estimate` chooses.
+        """Returns the replayed lists, and the density of the index selected by `estimate`.
 
-        The lists are made to depend on the chosen index, in a way that changes none of their bits
-        and that no compiler can remove: attention starts when the choice is made.
+        The lists depend on the selected index, in a way that changes none of their bits and that no
+        compiler can remove: attention starts after the selection.
         """
         import jax.numpy as jnp
 
@@ -70,7 +69,7 @@ class ReplayLists(Pattern):
             rows = rows_of(shards.block_ids, shards.axis_names)
             share = density(chosen, num_blocks * self.block_size, rows, shards.documents)
             statistics["estimated_density"] = share.mean(dtype=jnp.float32)
-            # A number of blocks is 0 or more, which the compiler does not know.
+            # A count is at least 0, which the compiler does not know.
             never = chosen.budgets()["blocks"] < 0
         rows, blocks = shards.block_ids[:, None], jnp.arange(num_blocks, dtype=jnp.int32)
         sinks, documents = blocks < self.sink_blocks, shards.documents
@@ -91,38 +90,37 @@ class ReplayLists(Pattern):
 def probabilities(
     targets: np.ndarray, num_blocks: int, block_size: int, sink_blocks: int, local_blocks: int
 ) -> np.ndarray:
-    """The probability of a block that is not forced, for each head.
+    """Returns the probability of a block that is not forced, for each head.
 
-    Heads that should be sparser than what is forced get that and no more; the others are then made
-    a little sparser, so that the mean density stays.
+    Heads with a target below the density of forced blocks get only these; the others are made
+    slightly sparser, so that the mean density is unchanged.
 
     Args:
-        targets: fp64 [n], densities of computed over causal pairs, in the mean over drawings.
+        targets: fp64 [n], expected density of each head.
         num_blocks: NB.
-        block_size: g.
-        sink_blocks: as in `ReplayLists`, like `local_blocks`.
-        local_blocks: see there.
+        block_size: tokens per block (g).
+        sink_blocks, local_blocks: as in `ReplayLists`.
 
     Returns:
         fp64 [n], in [0, 1].
 
     Raises:
-        UserError: if what is forced is more than the mean.
+        UserError: if the forced blocks exceed the mean.
     """
     rows = np.arange(num_blocks)
-    # Key blocks before a row's own that are forced: nearest ones, and sinks that are not near.
+    # Forced key blocks before a row's own: nearest ones, and sinks that are not near.
     near = np.minimum(rows, local_blocks - 1)
     forced = near + np.minimum(sink_blocks, rows - near)
     seq_len = num_blocks * block_size
     causal = seq_len * (seq_len + 1) / 2
-    # A row's own block lacks the pairs above the diagonal.
+    # A row's own block has no pairs above the diagonal.
     least = (num_blocks * block_size * (block_size + 1) / 2 + forced.sum() * block_size**2) / causal
     if targets.mean() < least:
         raise UserError(
-            f"sparsity.replay_density = {targets.mean():g} is less than the blocks that are always "
-            f"listed, {least:.3%} of the causal pairs (sparsity.sink_blocks = {sink_blocks}, "
-            f"sparsity.local_blocks = {local_blocks}, data.seq_len = {seq_len}); a longer "
-            "sequence, smaller blocks (sparsity.block_size) or a higher density would do"
+            f"sparsity.replay_density = {targets.mean():g} is below the density of the blocks that "
+            f"are always listed, {least:.3%} (sparsity.sink_blocks = {sink_blocks}, "
+            f"sparsity.local_blocks = {local_blocks}, data.seq_len = {seq_len}); use a longer "
+            "sequence, smaller blocks (sparsity.block_size) or a higher density"
         )
     low, high = 0.0, 1.0
     for _ in range(60):
@@ -139,22 +137,20 @@ def make_replay_lists(
     targets: np.ndarray, *, num_blocks: int, block_size: int, sink_blocks: int,
     local_blocks: int, estimate: Pattern | None, seed: int,
 ) -> ReplayLists:
-    """Lists of all layers, the same on every machine.
+    """Draws the lists of all layers, the same on every machine.
 
     Args:
         targets: fp64 [L, Hq], the density of each head.
         num_blocks: NB.
-        block_size: g.
-        sink_blocks: as in `ReplayLists`, like the next two.
-        local_blocks: see there.
-        estimate: see there.
-        seed: of the drawing.
+        block_size: tokens per block (g).
+        sink_blocks, local_blocks, estimate: as in `ReplayLists`.
+        seed: random seed.
 
     Returns:
         A pattern of arrays [L, Hq] on the host.
 
     Raises:
-        UserError: as `probabilities`.
+        UserError: if the forced blocks exceed the mean density.
     """
     sizes = num_blocks, block_size, sink_blocks, local_blocks
     shares = probabilities(targets.reshape(-1), *sizes)

@@ -1,7 +1,7 @@
-"""Exact attention of some query rows, over all keys and over those that an index computes.
+"""Exact attention of sampled query rows, over all keys and over the keys in an index.
 
-One pass over the keys of each rank, a chunk of blocks at a time, and sums over ranks: the oracle
-by which a choice is measured while a model trains.
+One pass over the keys of each rank, in chunks of blocks, and sums over ranks. Serves as the
+reference for measuring a selection during training.
 """
 
 import math
@@ -19,17 +19,17 @@ from pallas_kernels.index import Index
 
 
 class Keys(NamedTuple):
-    """The keys that rows are measured against, and which of them count.
+    """Keys that rows are measured against, and the index.
 
     Attributes:
         k: [B, n, Hk, D], local keys.
-        v: [B, n, Hk, D], local values; None where no output is asked for.
-        index: causal, with all of its rows here, in the order of the sequence.
+        v: [B, n, Hk, D], local values; None if no output is needed.
+        index: a causal index with all of its rows, in sequence order.
         block_ids: int32 [n/g], global number of each local block.
         num_blocks: NB, blocks of the whole sequence.
         axis_names: mesh axes the sequence is sharded over.
-        scale: of the logits.
-        documents: of each sequence, or None if each is one.
+        scale: scale of the logits.
+        documents: documents of each sequence, or None.
     """
 
     k: Array
@@ -47,7 +47,7 @@ class Keys(NamedTuple):
         axis_names: Sequence[str] = (), scale: float | None = None,
         documents: DocumentBlocks | None = None,
     ) -> "Keys":
-        """From local shards, and an index that holds the local rows if it is `by_rows`.
+        """Builds it from local shards; a `by_rows` index has the local rows.
 
         Raises:
             ValueError: if the index is not causal.
@@ -65,11 +65,11 @@ class Keys(NamedTuple):
 
     @property
     def block_size(self) -> int:
-        """g."""
+        """Tokens per block (g)."""
         return self.index.block_size
 
     def rows(self, x_BnHD: Array, positions: Array) -> Array:
-        """Rows of an array sharded as the keys are: [B, R, H, D], the same on every rank."""
+        """Gathers rows of an array sharded like the keys: [B, R, H, D], replicated."""
         return exchange.gather_rows(
             x_BnHD, positions, self.block_ids, self.num_blocks, self.axis_names
         )
@@ -79,7 +79,7 @@ class Keys(NamedTuple):
         return lax.psum(tree, self.axis_names) if self.axis_names else tree
 
     def counts(self, positions: Array) -> Array:
-        """Bool [B or 1, 1, R]: whether a row is a token and not padding."""
+        """Whether each row is a real token: bool [B or 1, 1, R]."""
         if self.documents is None:
             return jnp.ones((1, 1, positions.shape[0]), bool)
         of_rows = self.documents.of(positions // self.block_size)
@@ -87,16 +87,16 @@ class Keys(NamedTuple):
 
 
 class RowAttention(NamedTuple):
-    """Attention of some rows; equal on every rank.
+    """Attention of some rows, replicated.
 
     Attributes:
         q: [B, R, Hq, D].
         peak: fp32 [B, Hq, R], the largest raw logit.
         total: fp32 [B, Hq, R], sum of exp((logit - peak) * scale) over all keys that a row sees.
-        kept: fp32 [B, Hq, R], the same over computed pairs.
-        marked: fp32 [B, Hq, R], the same over marked keys of earlier blocks; None without marks.
+        kept: fp32 [B, Hq, R], the same sum over computed pairs.
+        marked: fp32 [B, Hq, R], the same sum over marked keys of earlier blocks, or None.
         out: fp32 [B, Hq, R, D], output of exact attention; None without values.
-        out_kept: fp32 [B, Hq, R, D], output over computed pairs alone; 0 for a row without any.
+        out_kept: fp32 [B, Hq, R, D], output over computed pairs only; 0 for a row without any.
     """
 
     q: Array
@@ -108,20 +108,20 @@ class RowAttention(NamedTuple):
     out_kept: Array | None = None
 
     def share(self, part: Array) -> Array:
-        """A sum over all of the row's mass; 1 for a row that sees nothing."""
+        """Returns a sum as a fraction of the row's mass; 1 for a row that sees nothing."""
         return jnp.where(self.total > 0, part / jnp.where(self.total > 0, self.total, 1), 1)
 
 
 def attend_rows(
     q_BRHD: Array, positions: Array, keys: Keys, marks_BHn: Array | None = None
 ) -> RowAttention:
-    """Exact attention of some rows, and that over the pairs an index computes.
+    """Computes exact attention of some rows, and attention over the pairs in an index.
 
     Args:
-        q_BRHD: [B, R, Hq, D], queries, the same on every rank.
+        q_BRHD: [B, R, Hq, D], queries, replicated.
         positions: int32 [R], their global positions.
-        keys: what they are measured against.
-        marks_BHn: bool [B, Hq, n], marks of local keys, of which the mass is summed apart.
+        keys: keys and index.
+        marks_BHn: bool [B, Hq, n], marked local keys; their mass is summed separately.
     """
     batch, num_rows, num_heads, width = q_BRHD.shape
     zero = jnp.zeros((batch, num_heads, num_rows), jnp.float32)
@@ -166,16 +166,16 @@ def attend_rows(
 def query_gradients(
     rows: RowAttention, d_out_BRHD: Array, positions: Array, keys: Keys
 ) -> tuple[Array, Array]:
-    """The gradient of each row's query, through exact attention and through the kept pairs.
+    """Computes each row's query gradient through exact attention and through the kept pairs.
 
-    dq = scale * sum over keys j of p_j (dO . v_j - dO . o) k_j, with p and o of the one or the
-    other.
+    dq = scale * sum over keys j of p_j (dO . v_j - dO . o) k_j, with p and o of the respective
+    attention.
 
     Args:
-        rows: of `attend_rows`, with outputs.
+        rows: result of `attend_rows`, with outputs.
         d_out_BRHD: [B, R, Hq, D], the gradient of each row's output.
-        positions: int32 [R].
-        keys: as given there.
+        positions: int32 [R], as in `attend_rows`.
+        keys: as in `attend_rows`.
 
     Returns:
         fp32 [B, Hq, R, D] each.
@@ -201,14 +201,14 @@ def query_gradients(
 
 
 def _over_chunks(step: Callable, start, keys: Keys):
-    """Carries `step(carry, chunk)` over the local blocks, some at a time."""
+    """Carries `step(carry, chunk)` over chunks of local blocks."""
     size = keys.block_size
     num_local = keys.block_ids.shape[0]
     count = min(max(keys.num_blocks // 16, 1), 64, num_local)
     steps = -(-num_local // count)
     def body(carry, i):
-        # The last chunk begins earlier where it would end behind the last block: what it then
-        # meets again is taken to be ahead of every query.
+        # The last chunk starts early enough to end with the last block; blocks that it repeats are
+        # treated as after every query.
         first = jnp.minimum(i * count, num_local - count)
         again = jnp.arange(count) < i * count - first
         chosen = jnp.where(
@@ -220,7 +220,7 @@ def _over_chunks(step: Callable, start, keys: Keys):
 
 
 class _Chunk(NamedTuple):
-    """Some local blocks: where they begin, and their global numbers [C]."""
+    """A chunk of local blocks: first block, and global numbers [C]."""
 
     keys: Keys
     start: Array
@@ -232,14 +232,14 @@ class _Chunk(NamedTuple):
 
     @property
     def blocks(self) -> Array:
-        """int32 [C g], the block of each key."""
+        """The block of each key: int32 [C g]."""
         return jnp.repeat(self.ids, self.keys.block_size)
 
     def take(self, x: Array, axis: int = 1) -> Array:
         return lax.dynamic_slice_in_dim(x, self.start, self.tokens, axis)
 
     def products(self, x_BRHD: Array, y_BnHkD: Array) -> Array:
-        """Of rows with local keys or values: fp32 [B, Hq, R, C g]."""
+        """Multiplies rows with local keys or values: fp32 [B, Hq, R, C g]."""
         batch, num_rows, num_heads, width = x_BRHD.shape
         y = self.take(y_BnHkD)
         x = x_BRHD.reshape(batch, num_rows, y.shape[2], -1, width)
@@ -249,7 +249,7 @@ class _Chunk(NamedTuple):
         return found.reshape(batch, num_heads, num_rows, -1)
 
     def weighted(self, weights_BHRt: Array, y_BnHkD: Array) -> Array:
-        """Sums of local keys or values by weights, rounded to their dtype: fp32 [B, Hq, R, D]."""
+        """Sums local keys or values with weights, rounded to their dtype: fp32 [B, Hq, R, D]."""
         y = self.take(y_BnHkD)
         batch, num_heads, num_rows, tokens = weights_BHRt.shape
         weights = weights_BHRt.astype(y.dtype).reshape(batch, y.shape[2], -1, num_rows, tokens)
@@ -260,7 +260,7 @@ class _Chunk(NamedTuple):
         return found.reshape(batch, num_heads, num_rows, -1)
 
     def logits(self, q_BRHD: Array, positions: Array) -> Array:
-        """Raw logits, -inf where a row does not see a key."""
+        """Computes raw logits, -inf where a row does not see a key."""
         size = self.keys.block_size
         places = (self.ids[:, None] * size + jnp.arange(size)).reshape(-1)
         seen = (places <= positions[:, None])[None]
@@ -270,7 +270,7 @@ class _Chunk(NamedTuple):
         return jnp.where(seen[:, None], self.products(q_BRHD, self.keys.k), -jnp.inf)
 
     def listed(self, positions: Array, num_heads: int) -> Array:
-        """Which pairs the index lists: bool [B, Hq, R, C g]."""
+        """Whether the index lists each pair: bool [B, Hq, R, C g]."""
         listed = self.keys.index.computes(positions, self.ids)
         shape = self.keys.k.shape[0], num_heads, positions.shape[0], self.ids.shape[0]
         listed = jnp.broadcast_to(listed, (*shape, self.keys.block_size))
@@ -278,5 +278,5 @@ class _Chunk(NamedTuple):
 
 
 def _precision(x: Array) -> jax.lax.Precision | None:
-    """bf16 products are exact in fp32; only fp32 inputs need the slower passes."""
+    """Selects the product precision: bf16 is exact in fp32, only fp32 needs the slower passes."""
     return lax.Precision.HIGHEST if x.dtype == jnp.float32 else None

@@ -1,6 +1,6 @@
-"""Key columns beside lists of blocks, and what they leave of a row's mass.
+"""Key columns in addition to block lists, and the row mass that they leave.
 
-The scores keep to the rules of `estimate.py`, so they have the same bits on any number of ranks.
+Scores follow the rules of `estimate.py`, so they are bit-identical for any number of ranks.
 """
 
 from collections.abc import Callable
@@ -14,11 +14,11 @@ from mtraining_jax.sparsity.row_rule import RowRule
 from mtraining_jax.sparsity.sampled_rows import by_blocks
 from pallas_kernels.tiles import gather_columns
 
-# Queries, evenly spread over the sequence, that say which columns are the heaviest.
+# Probe queries for columns, evenly spaced over the sequence.
 _QUERIES = 128
-# Each step is a few kernels, which on a GPU take a few microseconds however little they compute: so
-# there are few steps. Of several ranks each computes one at least, and no more than this part of
-# what one device does.
+# A step launches a few kernels, which take a few microseconds on a GPU however small they are: so
+# there are few steps. With several ranks each computes at least one step, and at most this fraction
+# of one device's work.
 _LEAST_STEPS = 4
 _STEP_BYTES = 1 << 27  # of logits or gathered keys in memory at a time
 
@@ -26,19 +26,18 @@ _STEP_BYTES = 1 << 27  # of logits or gathered keys in memory at a time
 def heaviest_columns(
     q: Array, k: Array, shards: Shards, block_size: int, count: int, rule: RowRule
 ) -> Array:
-    """The keys that some queries all over the sequence give most mass to, in blocks not forced.
+    """Selects the keys outside forced blocks with the most mass from evenly spaced probe queries.
 
     Args:
         q: [B, n, Hq, D], local queries.
-        k: [B, S, Hk, D], all keys, in the order of the sequence.
-        shards: where the queries lie.
-        block_size: g.
-        count: C, most columns of a head.
-        rule: says which blocks are forced, whose keys need no columns.
+        k: [B, S, Hk, D], all keys, in sequence order.
+        shards: the shards of the sequence.
+        block_size: tokens per block (g).
+        count: C, maximum number of columns of a head.
+        rule: defines the forced blocks, which need no columns.
 
     Returns:
-        int32 [B, Hq, C], ascending, padded with S: columns that hold nothing are not kept. The same
-        on all ranks.
+        int32 [B, Hq, C], ascending, padded with S, replicated. Columns without mass are dropped.
     """
     num_blocks = shards.num_blocks
     seq_len = num_blocks * block_size
@@ -55,10 +54,10 @@ def heaviest_columns(
 
 
 def spread_places(seq_len: int, end: int | Array) -> Array:
-    """Places of queries that are evenly spread over sequences: int32 [u], or [..., u].
+    """Returns evenly spaced query positions: int32 [u], or [..., u].
 
     Args:
-        seq_len: S, of which there are at most as many.
+        seq_len: S, an upper limit for u.
         end: tokens of the sequence; a number, or int32 [..., 1].
     """
     queries = min(_QUERIES, seq_len)
@@ -67,7 +66,7 @@ def spread_places(seq_len: int, end: int | Array) -> Array:
 
 
 def in_block(logits: Array, scale: float) -> tuple[Array, Array]:
-    """The peak of logits [..., u, g] of a block, and the sum of its terms: fp32 [..., u] twice."""
+    """Returns peak and sum of terms of a block's logits [..., u, g]: fp32 [..., u] each."""
     term_one = float(1 << (estimate.MASS_BITS - (logits.shape[-1] - 1).bit_length()))
     peak = logits.max(-1)
     terms = estimate.relative_exp(logits, peak[..., None], scale)
@@ -78,14 +77,14 @@ def in_block(logits: Array, scale: float) -> tuple[Array, Array]:
 def of_keys(
     logits: Array, counts: Array, peak: Array, total: Array, scale: float
 ) -> Array:
-    """Mass int32 [C, B, Hq, g] of the keys of C blocks; 2^30 is all of it.
+    """Computes the mass of the keys of C blocks: int32 [C, B, Hq, g]; the total is 2^30.
 
     Args:
         logits: fp32 [C, B, Hq, u, g].
-        counts: bool [C, u], whether a query's mass in a block counts.
-        peak: fp32 [B, Hq, u], of all keys that the query sees.
-        total: like `peak`, the sum of terms relative to it; 0 for a query that sees nothing.
-        scale: of the logits.
+        counts: bool [C, u], whether to count a query's mass in a block.
+        peak: fp32 [B, Hq, u], peak over all keys that the query sees.
+        total: fp32 [B, Hq, u], sum of terms relative to the peak; 0 for queries without keys.
+        scale: scale of the logits.
     """
     to_mass = float(estimate.MASS_ONE // logits.shape[-2]) / jnp.where(total > 0, total, 1.0)
     terms = estimate.relative_exp(logits, peak[..., None], scale)
@@ -96,7 +95,7 @@ def of_keys(
 def _far_masses(
     rows: Array, positions: Array, k: Array, num_blocks: int, rule: RowRule, scale: float
 ) -> Array:
-    """Mass int32 [B, Hq, NB, g] that rows [B, Hq, u, D] give to keys; 2^30 is all of it."""
+    """Computes the mass that rows [B, Hq, u, D] give to keys: int32 [B, Hq, NB, g]; total 2^30."""
     block_size = k.shape[1] // num_blocks
     every = jnp.arange(num_blocks, dtype=jnp.int32)
     of_one = 4 * rows.shape[0] * rows.shape[1] * rows.shape[2] * block_size
@@ -121,20 +120,20 @@ def masses_without(
     rows: Array, k: Array, places: Array, tokens: Array, shards: Shards, block_size: int, *,
     like: Array,
 ) -> tuple[Array, Array]:
-    """Mass that rows of queries give to key blocks, and what they give to columns.
+    """Splits the mass of query rows between key blocks and columns.
 
     Args:
         rows: [B, Hq, n, r, D], r queries of each of n local blocks.
-        k: [B, S, Hk, D], all keys, in the order of the sequence.
-        places: int32 [B or 1, n, r], their positions; -1 for a query that looks at nothing.
+        k: [B, S, Hk, D], all keys, in sequence order.
+        places: int32 [B or 1, n, r], positions of the queries; -1 for queries without keys.
         tokens: int32 [B, Hq, C], the columns; S for padding.
-        shards: where the queries lie.
-        block_size: g.
+        shards: the shards of the sequence.
+        block_size: tokens per block (g).
         like: [B, n, Hq, D], the queries of the attention.
 
     Returns:
-        fp32 [B, Hq, n, NB] without the columns' mass, and fp32 [B, Hq, n], the columns'; together
-        what `row_scores.block_masses` gives.
+        fp32 [B, Hq, n, NB], mass of key blocks without columns, and fp32 [B, Hq, n], mass of the
+        columns. Their sum is the result of `row_scores.block_masses`.
     """
     keys = gather_columns(k, tokens).swapaxes(1, 2)  # [B, Hq, C, D]
     precision = lax.Precision.HIGHEST if keys.dtype == jnp.float32 else None
@@ -155,18 +154,13 @@ def left_over(
     logits: Callable[[Array, Array, int], Array], shards: Shards, block_size: int, *,
     like: Array, first_blocks: Array | None = None,
 ) -> tuple[Array, Array]:
-    """As `masses_without`, whatever the columns of a row of blocks are.
+    """Generalization of `masses_without` to different columns for each row of blocks.
 
     Args:
-        rows: see there, like the next two.
-        k: see there.
-        places: see there.
+        rows, k, places, shards, block_size, like: as in `masses_without`.
         tokens: int32 [B, Hq, n or 1, C], the columns of each row of blocks; S for padding.
-        logits: of rows [B, Hq, size, r, D], those of `size` local blocks from a given one on, with
-            their columns: fp32 [B, Hq, size, r, C].
-        shards: where the queries lie.
-        block_size: g.
-        like: as in `masses_without`.
+        logits: computes logits of rows [B, Hq, size, r, D] with their columns, for `size` local
+            blocks from a given one on: fp32 [B, Hq, size, r, C].
         first_blocks: int32 [B, n], the first block that each row of blocks sees; None for 0.
     """
     masses, levels = row_scores.block_masses(
@@ -185,11 +179,11 @@ def left_over(
 
 
 def steps_of(rows: Array, num_columns: int, num_blocks: int) -> tuple[int, int]:
-    """Steps, and rows of blocks of each: as many whatever a rank's share of them is.
+    """Returns the number of steps, and of rows of blocks per step, for any number of ranks.
 
     Args:
         rows: [B, Hq, n, r, D], r queries of each of n local blocks.
-        num_columns: C, of a row of blocks.
+        num_columns: C, columns per row of blocks.
         num_blocks: NB, of the whole sequence.
     """
     batch, heads, num_local, num_rows, dim = rows.shape
@@ -199,7 +193,7 @@ def steps_of(rows: Array, num_columns: int, num_blocks: int) -> tuple[int, int]:
 
 
 def _rows_at_once(num_blocks: int, bytes_of_one: int) -> int:
-    """Blocks of one step: a function of the whole sequence alone."""
+    """Returns the number of blocks per step, as a function of the whole sequence only."""
     return max(min(-(-num_blocks // _LEAST_STEPS), _STEP_BYTES // max(bytes_of_one, 1)), 1)
 
 
@@ -207,10 +201,7 @@ def _column_masses(
     rows: Array, places: Array, levels: Array, tokens: Array,
     logits: Callable[[Array, Array, int], Array], shards: Shards,
 ) -> Array:
-    """Mass int32 [B, Hq, n, C] of columns; 2^30 is all of a row of blocks.
-
-    Some rows of blocks at a time.
-    """
+    """Computes column masses, some rows of blocks at a time: int32 [B, Hq, n, C]; total 2^30."""
     batch, heads, num_local, num_rows, dim = rows.shape
     steps, chunk = steps_of(rows, tokens.shape[3], shards.num_blocks)
     padding = steps * chunk - num_local

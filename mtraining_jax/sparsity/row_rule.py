@@ -1,8 +1,8 @@
-"""Which key blocks each block of queries keeps: the heaviest, until their share is reached.
+"""Rule for the key blocks of each query block: the heaviest, until a mass fraction is reached.
 
-The rule is applied to each row of blocks by itself, so a rank needs no other for its own rows. It
-computes in integers from the first step on, so the choice has the same bits on any number of ranks
-if the scores have.
+The rule applies to each row of blocks independently, so ranks need no communication for their rows.
+It computes in integers throughout, so the selection is bit-identical for any number of ranks if the
+scores are.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from mtraining_jax.sparsity.document_blocks import DocumentBlocks
 from mtraining_jax.sparsity.hashing import mixed
 from pallas_kernels.index import bits as sets
 
-# The mass of a row is close to 2^30 in all, and below 2^31 however it is rounded.
+# The mass of a row is about 2^30 in total, and below 2^31 however it is rounded.
 _MASS_BITS = 30
 TAU_BITS = 15
 _DIGIT_BITS = 4
@@ -24,23 +24,23 @@ _ROUNDS = 8  # of `_DIGIT_BITS`: masses are below 2^31
 
 @dataclasses.dataclass(frozen=True)
 class RowRule:
-    """Key blocks are kept, heaviest first, while the sum before them is below a share of the row's.
+    """Keeps key blocks, heaviest first, while the sum before them is below a fraction of the row's.
 
-    The entry that reaches the share is kept. Forced blocks are kept whatever they hold and count
-    first. Of equal blocks the one with the smaller number is kept first. Blocks that hold less than
-    a least share of the row are left out even if `tau` is not reached without them: with `tau` 1
-    that alone decides, and rows and heads with much mass in few blocks get few.
+    The block that reaches the fraction is kept. Forced blocks are always kept and count first. Ties
+    go to the smaller block number. Blocks below the minimum block mass are skipped even if `tau` is
+    not reached. With `tau` 1 only the minimum matters, and rows and heads with concentrated mass
+    keep few blocks.
 
     Attributes:
-        tau: share of the row's mass, in (0, 1]; rounded to a multiple of 2^-15. With 1 every block
-            of any mass is kept. Or for each sequence, int32 [B] in units of 2^-15.
-        sink_blocks: first blocks of the row's document, which are forced.
-        local_blocks: nearest blocks, a row's own among them, which are forced; at least 1.
-        least_share: share of the row's mass that a block needs to be kept, unless it is forced.
-        dense_start: rows at the start of the document, of which all blocks are forced.
-        random_share: share of the blocks left out by all this that is kept all the same, in [0, 1).
-            Which ones is a hash of the head and of the places of row and block in their document.
-        dense_rows: bool [B or 1, n], rows of which all blocks are forced; None for no others.
+        tau: fraction of the row's mass, in (0, 1], rounded to a multiple of 2^-15; with 1 every
+            block of nonzero mass is kept. Or per sequence, int32 [B] in units of 2^-15.
+        sink_blocks: number of first blocks of the row's document, which are forced.
+        local_blocks: number of nearest blocks, which are forced, including a row's own; at least 1.
+        least_share: minimum block mass, as a fraction of the row's, for blocks that are not forced.
+        dense_start: number of rows at the start of the document with all blocks forced.
+        random_share: probability of keeping a block that was not selected, in [0, 1), by a hash of
+            the head and of the positions of row and block in their document.
+        dense_rows: bool [B or 1, n], rows with all blocks forced; None for no others.
     """
 
     tau: float | Array
@@ -56,17 +56,16 @@ def kept_blocks(
     scores: Array, rows: Array, rule: RowRule, documents: DocumentBlocks | None = None,
     beside: Array | None = None,
 ) -> Array:
-    """The key blocks that each row of blocks keeps.
+    """Selects the key blocks of each row of blocks.
 
     Args:
-        scores: fp32 [B, Hq, n, NB], at least 0; entries ahead of a row's own block do not count,
-            nor do NaNs.
+        scores: fp32 [B, Hq, n, NB], at least 0; blocks after a row's own and NaNs are ignored.
         rows: int32 [n], the global block number of each row.
-        rule: what to keep.
-        documents: of each sequence, or None if each is one. A row keeps blocks of its own document
-            alone, all of them up to its own if that is dense; a row of no document keeps none.
-        beside: fp32 [B, Hq, n], at least 0: mass of each row, in the unit of the scores, that is
-            kept beside its blocks and is none of theirs. None for nothing.
+        rule: the rule.
+        documents: documents of each sequence, or None. Rows keep blocks of their own document only,
+            all of them up to their own if it is dense; rows without a document keep none.
+        beside: fp32 [B, Hq, n], at least 0: mass of each row that is kept in addition to its
+            blocks, in the unit of the scores. None for nothing.
 
     Returns:
         uint32 [B, Hq, n, ceil(NB/32)], bits as in `BlockMaskIndex`.
@@ -105,7 +104,7 @@ def kept_blocks(
     threshold = _find_threshold(free, target - before)
     heavier = free > threshold[..., None]
     above = before + jnp.where(heavier, free, 0).sum(-1, dtype=jnp.uint32).astype(jnp.int32)
-    # Entry k of the equal ones is kept while above + k * threshold < target.
+    # Entry k of equal ones is kept while above + k * threshold < target.
     each = jnp.clip(threshold, 1, jnp.iinfo(jnp.int32).max).astype(jnp.int32)
     equal_kept = -(-(target - above) // each)
     least = max(round(rule.least_share * (1 << _MASS_BITS)), 1)
@@ -118,16 +117,16 @@ def kept_blocks(
 
 
 def _drawn(rows: Array, numbers: Array, heads: int, share: float) -> Array:
-    """Whether a hash of its place draws each block: bool [..., Hq, n, NB].
+    """Whether the hash of its position draws each block: bool [..., Hq, n, NB].
 
-    It knows nothing of the scores: where a layer is computed again for its gradients, scores that
-    differ in their last bit draw the same blocks.
+    Independent of the scores: if a layer is rematerialized, scores that differ in their last bit
+    draw the same blocks.
 
     Args:
-        rows: int32 [..., n, 1], of the document.
-        numbers: int32 [..., NB], likewise.
+        rows: int32 [..., n, 1], positions in the document.
+        numbers: int32 [..., NB], positions in the document.
         heads: Hq.
-        share: how many of the blocks.
+        share: probability of each block.
     """
     salts = mixed(jnp.arange(1, heads + 1, dtype=jnp.uint32))[:, None, None]
     places = (rows.astype(jnp.uint32) << 16) ^ numbers.astype(jnp.uint32)
@@ -135,18 +134,18 @@ def _drawn(rows: Array, numbers: Array, heads: int, share: float) -> Array:
 
 
 def whole_masses(scores: Array, length: Array | None = None) -> Array:
-    """Scores of rows as integers that add up to about 2^30.
+    """Converts scores of rows to integers with a sum of about 2^30.
 
     Args:
         scores: fp32 [..., n], at least 0.
-        length: int32, broadcasts to [..., 1]: how many of the n scores may be above 0; None for
-            all. The masses have the bits that these scores have alone.
+        length: int32, broadcasts to [..., 1]: how many of the n scores may be nonzero; None for
+            all. The result is bit-identical to that of these scores alone.
 
     Returns:
-        int32 [..., n]; all 0 where all scores are.
+        int32 [..., n]; all 0 if all scores are.
     """
-    # Coarsely first, by the largest of each row, for a total whose order of additions means
-    # nothing; then by that total.
+    # First coarsely, relative to the row's maximum, for a total that does not depend on the order
+    # of additions; then relative to that total.
     if length is None:
         coarse_one = float(1 << (_MASS_BITS - (scores.shape[-1] - 1).bit_length()))
     else:
@@ -161,20 +160,20 @@ def whole_masses(scores: Array, length: Array | None = None) -> Array:
 
 
 def _share(total: Array, tau: int | Array) -> Array:
-    """ceil(2^-15 tau * total) of totals int32 below 2^31, without overflow."""
+    """Returns ceil(2^-15 tau * total) for int32 totals below 2^31, without overflow."""
     high, low = total >> TAU_BITS, total & ((1 << TAU_BITS) - 1)
     return high * tau + -(-(low * tau) >> TAU_BITS)
 
 
 def _find_threshold(mass: Array, missing: Array) -> Array:
-    """The largest mass of which all entries that reach it add up to what is missing.
+    """Returns the largest mass such that all entries reaching it sum to at least `missing`.
 
-    Entries above it are all kept, those below it are not. It is found digit by digit: each round
-    adds up what reaches a few candidates.
+    Entries above it are kept, entries below it are not. Searched digit by digit: each round sums
+    the entries that reach a few candidates.
 
     Args:
         mass: uint32 [..., n]; the sum of a row is below 2^31.
-        missing: int32 [...], no more than the sum of the row.
+        missing: int32 [...], at most the sum of the row.
 
     Returns:
         uint32 [...]; above every mass if nothing is missing.
@@ -191,9 +190,9 @@ def _find_threshold(mass: Array, missing: Array) -> Array:
 
 
 def _sums_from(mass: Array, candidates: Array) -> Array:
-    """Sums uint32 [..., c] of the masses uint32 [..., n] that reach each candidate [..., c].
+    """Sums the masses uint32 [..., n] that reach each candidate [..., c]: uint32 [..., c].
 
-    One pass over the masses: with an axis of candidates XLA would read them once for each.
+    One pass over the masses; with a candidate axis XLA would read them once per candidate.
     """
     zero = jnp.zeros((), jnp.uint32)
     parts = tuple(
@@ -208,12 +207,12 @@ def _sums_from(mass: Array, candidates: Array) -> Array:
 
 
 def first_of(words: Array, most: Array) -> Array:
-    """The first `most` int32 [...] numbers of sets uint32 [..., w], as such sets."""
+    """Returns the subsets with the first `most` int32 [...] numbers of sets uint32 [..., w]."""
     number = sets.count_before(words)[..., None] + _rank_in_word(words)
     return words & sets.pack((number < most[..., None, None]).reshape(*words.shape[:-1], -1))
 
 
 def _rank_in_word(words: Array) -> Array:
-    """For each place of each word, how many set bits lie below it: int32 [..., w, 32]."""
+    """Returns how many set bits precede each bit position: int32 [..., w, 32]."""
     below = (jnp.uint32(1) << jnp.arange(sets.WORD, dtype=jnp.uint32)) - 1
     return lax.population_count(words[..., None] & below).astype(jnp.int32)

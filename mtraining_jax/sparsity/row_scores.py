@@ -1,9 +1,8 @@
-"""The softmax mass that rows of queries give to each key block.
+"""Softmax mass that rows of queries give to each key block.
 
-All keys are in the order of the sequence, and a row of blocks is scored from its own queries alone.
-Its scores have the same bits on any number of ranks by the rules of `estimate.py`: the shape of a
-product depends on the whole sequence alone, floats are combined elementwise or by a maximum, and
-sums are sums of integers.
+All keys are in sequence order, and a row of blocks is scored from its own queries only. Scores are
+bit-identical for any number of ranks by the rules of `estimate.py`: product shapes depend only on
+the whole sequence, floats are combined elementwise or by a maximum, and sums are integer sums.
 """
 
 import jax.numpy as jnp
@@ -12,11 +11,11 @@ from jax import Array, lax
 from mtraining_jax.sparsity import estimate
 from pallas_kernels import backends
 
-# Logits that are in memory at a time, fp32. More take no less time; fewer would leave products of
-# a few rows.
+# Bytes of fp32 logits in memory at a time. Larger values are not faster; smaller ones would leave
+# products with few rows.
 _LOGIT_BYTES = 1 << 28
-# A step has no more rows of blocks than this part of the sequence, so that a rank that holds a
-# small share of it computes little padding.
+# A step has at most this fraction of the sequence's rows of blocks, so that a rank with a small
+# shard computes little padding.
 _MOST_STEPS = 64
 
 
@@ -31,24 +30,23 @@ def block_masses(
     backend: str | None,
     levels: bool = False,
 ) -> Array | tuple[Array, Array]:
-    """Softmax mass that rows of queries give to each key block, mean over the rows of a block.
+    """Computes the mean softmax mass that the rows of a block give to each key block.
 
     Args:
         rows: [B, Hq, n, r, E], r rows of each of n local query blocks.
-        keys: [B, Hk, NB, c, E], c rows of each key block of the sequence, in its order.
+        keys: [B, Hk, NB, c, E], c rows of each key block of the sequence, in order.
         places: int32 [n, r] or [B or 1, n, r]: a row sees key row j of block b iff b * c + j <= its
-            place; one with the place -1 sees nothing and adds nothing.
-        first_blocks: int32 [B, n], before which the rows of a block see no key block; None for 0.
-        scale: of the logits, positive.
-        like: [B, n, Hq, D], the queries of the attention, by which a backend is chosen.
-        backend: its name, or None for the best that runs here. Where it has no kernels for this
+            entry here; rows with -1 see nothing and contribute nothing.
+        first_blocks: int32 [B, n], first key block that the rows of a block see; None for 0.
+        scale: positive scale of the logits.
+        like: [B, n, Hq, D], the queries of the attention, which determine the backend.
+        backend: its name, or None for the fastest available one. If it has no kernels for this
             (`pallas_kernels.backends.BlockScores`), XLA computes it.
-        levels: whether to give the level of each row as well: the product q k that would have the
-            weight 1.
+        levels: whether to also return the level of each row: the product q k with weight 1.
 
     Returns:
-        fp32 [B, Hq, n, NB], multiples of 2^-30; a row adds up to the share of its r rows that see
-        anything, up to rounding. With `levels`, a pair of it and fp32 [B, Hq, n, r].
+        fp32 [B, Hq, n, NB], multiples of 2^-30; a row sums to the fraction of its r rows that see
+        any key, up to rounding. With `levels`, a pair of it and fp32 [B, Hq, n, r].
     """
     places = places[None] if places.ndim == 2 else places
     block_size = like.shape[1] // rows.shape[2]
@@ -60,12 +58,12 @@ def block_masses(
 
 
 def without_padding(x: Array, block_ids: Array, ends: Array) -> Array:
-    """Tokens [B, n, H, D] of some blocks, with zeros where their positions reach a block's end.
+    """Zeroes tokens [B, n, H, D] of blocks at positions from a block's end on.
 
     Args:
         x: [B, n, H, D].
         block_ids: int32 [n/g], global number of each block.
-        ends: int32 [B or 1, n/g], as `Shards.ends` gives them.
+        ends: int32 [B or 1, n/g], from `Shards.ends`.
     """
     size = x.shape[1] // block_ids.shape[0]
     positions = block_ids[:, None] * size + jnp.arange(size, dtype=jnp.int32)
@@ -74,7 +72,7 @@ def without_padding(x: Array, block_ids: Array, ends: Array) -> Array:
 
 
 def rows_at_once(batch: int, heads: int, num_rows: int, num_blocks: int, num_keys: int) -> int:
-    """Rows of blocks of one step: a function of the whole sequence, not of a rank's share.
+    """Returns the rows of blocks per step, as a function of the whole sequence, not of the shard.
 
     Args:
         batch: B.
@@ -90,7 +88,7 @@ def rows_at_once(batch: int, heads: int, num_rows: int, num_blocks: int, num_key
 def _by_xla(
     rows: Array, keys: Array, places: Array, first_blocks: Array | None, scale: float
 ) -> tuple[Array, Array]:
-    """As `block_masses` with levels, some rows of blocks at a time."""
+    """Computes `block_masses` with levels in XLA, some rows of blocks at a time."""
     batch, heads, num_local, num_rows, dim = rows.shape
     kv_heads, num_blocks, num_keys = keys.shape[1:4]
     chunk = rows_at_once(batch, heads, num_rows, num_blocks, num_keys)
@@ -127,12 +125,12 @@ def _by_xla(
 
 
 def _masses(logits: Array, scale: float) -> tuple[Array, Array]:
-    """Mean over rows of the softmax of logits [..., r, NB, c], summed by block: fp32 [..., NB].
+    """Returns the mean softmax mass by block of logits [..., r, NB, c]: fp32 [..., NB].
 
-    And the levels of the rows, fp32 [..., r].
+    Also returns the levels of the rows, fp32 [..., r].
     """
     num_rows, _, num_keys = logits.shape[-3:]
-    # So that the sum of a block's terms, each at most one, stays within 2^30.
+    # Keeps the sum of a block's terms, each at most one, within 2^30.
     term_one = float(1 << (estimate.MASS_BITS - (num_keys - 1).bit_length()))
     block_peak = logits.max(-1)
     terms = estimate.relative_exp(logits, block_peak[..., None], scale)
@@ -142,9 +140,9 @@ def _masses(logits: Array, scale: float) -> tuple[Array, Array]:
     weight = estimate.relative_exp(block_peak, peak, scale)
     limbs = estimate.to_limbs(weight, in_block)
     total = estimate.from_limbs(*(x.sum(-1, keepdims=True, dtype=jnp.int32) for x in limbs))
-    total = jnp.where(total > 0, total, 1.0)  # of a row that sees nothing
+    total = jnp.where(total > 0, total, 1.0)  # for rows without keys
     one = float(estimate.MASS_ONE // num_rows)
     mass = jnp.round(weight * in_block / total * one).astype(jnp.int32).sum(-2, dtype=jnp.int32)
-    # The maximum stands between a product and an addition, which could be contracted otherwise.
+    # The maximum separates a product from an addition, which could be contracted otherwise.
     above = jnp.maximum(jnp.log(total) * (1 / scale), 0.0)
     return mass.astype(jnp.float32) * (1 / estimate.MASS_ONE), (peak + above)[..., 0]

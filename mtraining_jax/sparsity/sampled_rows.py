@@ -1,4 +1,4 @@
-"""Key blocks by the exact attention of some rows of each block of queries."""
+"""Key blocks by the exact attention of probe queries in each query block."""
 
 import dataclasses
 from typing import TYPE_CHECKING
@@ -15,23 +15,24 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class SampledRows(RowPattern):
-    """Key blocks by the exact softmax of some queries of each block over all keys, their mean.
+    """Key blocks by the exact mean softmax mass of probe queries in each block, over all keys.
 
-    With r queries of a block of g, those at the places (i+1) g / r - 1, rounded down: evenly
-    spread, the last one of the block among them. It costs r / (2 g) of a dense forward pass. What
-    only other queries look at, it misses. Where padding follows inside a block, g is the number of
-    its real queries: the last rows of a prompt are those that look for its answer.
+    The r probe queries of a block of g are at offsets (i+1) g / r - 1, rounded down: evenly spaced,
+    including the last query. Costs r / (2 g) of a dense forward pass. Keys that only other queries
+    attend to are missed. If padding follows within a block, g is its number of real queries, so
+    that the last queries of a prompt, which look for its answer, are included.
 
-    Lists of blocks spend a whole block on a single key. With `columns`, the keys that most of 128
-    queries all over the sequence look at, far from themselves, are seen by all later queries
-    whether their blocks are listed or not, and lists are chosen by the mass that these keys leave.
+    A block list spends a whole block on a single important key. With `columns`, the distant keys
+    with the most mass from 128 probe queries over the whole sequence are visible to all later
+    queries, and block lists are selected by the remaining mass.
 
     Attributes:
-        sampled_rows: r, queries of each block that are looked at; at most `block_size`.
-        columns: most key columns of a head, beside the lists. Multiples of 128 cost kernels least.
+        sampled_rows: Number of probe queries per query block (r); at most block_size.
+        columns: Maximum number of key columns per head, in addition to the block lists; 0
+            disables. Multiples of 128 are most efficient.
 
     Raises:
-        ValueError: naming the field, its value and what is allowed.
+        ValueError: if a field is invalid; the message names it.
     """
 
     sampled_rows: limited(int, ge=1) = 16
@@ -62,7 +63,6 @@ class SampledRows(RowPattern):
         return index.with_columns(tokens, shards.block_ids)
 
     def for_documents(self) -> "SampledRows":
-        """The pattern itself; with columns, those of each document."""
         if not self.columns:
             return self
         from mtraining_jax.sparsity.document_sampled_rows import DocumentSampledRows
@@ -71,11 +71,10 @@ class SampledRows(RowPattern):
         return DocumentSampledRows(**{field.name: getattr(self, field.name) for field in fields})
 
     def scoring_share(self) -> float:
-        """r / (2 g)."""
+        # r / (2 g)
         return self.sampled_rows / (2 * self.block_size)
 
     def softmax_share(self) -> float:
-        """r / g."""
         return self.sampled_rows / self.block_size
 
     def capacities(self, num_blocks: int) -> tuple[int, int]:
@@ -84,10 +83,9 @@ class SampledRows(RowPattern):
         return numbers + marks, min(self.columns, num_blocks * self.block_size)
 
     def describe(self) -> str:
-        """How many rows, tau, and how many columns."""
-        beside = f", and {self.columns} columns" if self.columns else ""
+        beside = f", up to {self.columns} columns per head" if self.columns else ""
         return (
-            f"exact attention of {self.sampled_rows} queries of each block, "
+            f"sampled rows: {self.sampled_rows} probe queries per block, "
             f"{self.rule_in_words()}{beside}"
         )
 
@@ -95,16 +93,16 @@ class SampledRows(RowPattern):
 def exact_masses(
     q: "Array", k: "Array", shards: Shards, block_size: int, sampled: int
 ) -> "Array":
-    """Softmax mass that some queries of each block give to key blocks, their mean.
+    """Computes the mean softmax mass that probe queries of each block give to key blocks.
 
     Args:
         q: [B, n, Hq, D], local queries.
-        k: [B, S, Hk, D], all keys, in the order of the sequence.
-        shards: where the queries lie.
-        block_size: g.
-        sampled: r, how many of the g queries of a block, evenly spread, the last one among them.
-            Of a block that ends with padding, its real queries are counted as g; if they are fewer
-            than r, some count several times.
+        k: [B, S, Hk, D], all keys, in sequence order.
+        shards: the shards of the sequence.
+        block_size: tokens per block (g).
+        sampled: r, number of probe queries per block, evenly spaced, including the last one. In a
+            block that ends with padding only real queries are used; with fewer than r, some count
+            several times.
 
     Returns:
         fp32 [B, Hq, n/g, NB].
@@ -121,11 +119,11 @@ def exact_masses(
 def samples(
     q: "Array", shards: Shards, block_size: int, sampled: int
 ) -> "tuple[Array, Array]":
-    """Some queries of each block; the arguments are those of `exact_masses`.
+    """Gathers the probe queries of each block; arguments as in `exact_masses`.
 
     Returns:
         The queries [B, Hq, n/g, r, D], and int32 [B or 1, n/g, r], their global positions; -1 for
-        one that looks at nothing.
+        queries without keys.
     """
     import jax.numpy as jnp
 
@@ -134,7 +132,7 @@ def samples(
     real, ends = block_size, shards.ends(shards.block_ids, block_size)
     if ends is not None:
         real = jnp.clip(ends[..., None] - first, 0, block_size)
-    # [B or 1, n/g, r]; -1 where a block has no real query, or fewer than r.
+    # [B or 1, n/g, r]; -1 if a block has no real query, or fewer than r.
     within = jnp.broadcast_to(
         numbers * real // sampled - 1, (1 if ends is None else len(ends), len(first), sampled)
     )
@@ -145,6 +143,6 @@ def samples(
 
 
 def by_blocks(x: "Array", block_size: int) -> "Array":
-    """[B, n, H, D] as [B, H, n/g, g, D]."""
+    """Reshapes [B, n, H, D] to [B, H, n/g, g, D]."""
     x = x.reshape(x.shape[0], -1, block_size, *x.shape[2:])
     return x.transpose(0, 3, 1, 2, 4)

@@ -1,6 +1,6 @@
-"""Choosing the largest of many keys, in exact integer arithmetic.
+"""Selection of the largest of many keys, in exact integer arithmetic.
 
-The order is total: key descending, then place ascending. Instead of sorting, the key of the last
+The order is total: key descending, then position ascending. Instead of sorting, the key of the last
 entry kept is searched digit by digit: each round counts the keys at and above a few candidate
 thresholds.
 """
@@ -27,9 +27,9 @@ class Rule:
     against the leading dimensions of the keys.
 
     Attributes:
-        minimum: int32, least number of entries.
-        maximum: int32, most entries; exceeds no number of keys.
-        mass_target: a number, or int32 that may be traced; None for none.
+        minimum: int32, minimum number of entries.
+        maximum: int32, maximum number of entries; at most the number of keys.
+        mass_target: a number, or int32 that may be traced; None for no target.
         mass_mask: uint32 bits of a key that are its mass. Keys with a bit above the mask rank
             above all others, whatever their mass.
         keep_crossing: whether the entry that makes the sum reach the target is kept.
@@ -45,16 +45,16 @@ class Rule:
 def kept_entries(
     keys: Array, rule: Rule, spans: Spans | None = None
 ) -> tuple[Array, Array]:
-    """Marks the entries that a rule keeps, of each sequence.
+    """Marks the entries that a rule keeps in each sequence.
 
     Args:
         keys: uint32 [..., NB, g]; entries are numbered block after block.
-        rule: what to keep.
-        spans: the sequences; None if each row is one. Their tokens do not matter here.
+        rule: the rule.
+        spans: the sequences; None if each row is one. Their `tokens` are not used here.
 
     Returns:
         (kept, count): bool [..., NB, g], and int32, the number of entries kept of each sequence.
-        Of blocks of no sequence, anything is marked.
+        Undefined for blocks of no sequence.
     """
     spans = OneSpan(keys.shape[-2], 0) if spans is None else spans
     threshold, ties_kept = _find_threshold(keys, rule, spans)
@@ -65,12 +65,12 @@ def kept_entries(
 
 
 def ascending_entries(kept: Array, capacity: int, fill: int) -> Array:
-    """Numbers of the kept entries in ascending order.
+    """Lists the numbers of the kept entries in ascending order.
 
     Args:
         kept: bool [..., NB, g] from `kept_entries`.
         capacity: length of the list; at least the number of entries kept.
-        fill: value beyond the end; above every number.
+        fill: padding value; above every number.
 
     Returns:
         int32 [..., capacity].
@@ -80,12 +80,12 @@ def ascending_entries(kept: Array, capacity: int, fill: int) -> Array:
 
 
 def placed(places: Array, capacity: int, fill: int) -> Array:
-    """Numbers of entries in a list, each at its place.
+    """Scatters the numbers of entries to their slots in a list.
 
     Args:
-        places: int32 [..., NB, g], different ones; from `capacity` on for entries that have none.
+        places: int32 [..., NB, g], unique slots; at least `capacity` for entries without one.
         capacity: length of the list.
-        fill: where there is no entry.
+        fill: padding value.
 
     Returns:
         int32 [..., capacity].
@@ -109,10 +109,10 @@ def float_keys(x: Array) -> Array:
 
 
 def _find_threshold(keys: Array, rule: Rule, spans: Spans) -> tuple[Array, Array]:
-    """Key of the last entry kept, and how many entries with that key are kept.
+    """Finds the key of the last entry kept, and how many entries with that key are kept.
 
     Entries above the threshold are all kept. The second result may exceed the number of entries
-    there are.
+    with that key.
 
     Returns:
         (uint32, int32), for each sequence in `keys` [..., NB, g].
@@ -134,8 +134,8 @@ def _find_threshold(keys: Array, rule: Rule, spans: Spans) -> tuple[Array, Array
         return reached | (count >= maximum[..., None])
 
     def narrow(step, state):
-        # The threshold lies in [base, base + 16^(rounds - step)); `count` and `mass` are those of
-        # the keys above that range.
+        # The threshold is in [base, base + 16^(rounds - step)); `count` and `mass` are those of the
+        # keys above that range.
         base, count, mass = state
         shift = jnp.uint32((rounds - 1 - step) * _DIGIT_BITS)
         candidates = base[..., None] + (digits << shift)
@@ -154,7 +154,7 @@ def _find_threshold(keys: Array, rule: Rule, spans: Spans) -> tuple[Array, Array
         return threshold, room
     missing = rule.mass_target - mass
     each = (threshold & mask).astype(jnp.int32)
-    # Of equal entries, the first that brings the sum to the target is number ceil(missing/each).
+    # Of equal entries, the first that makes the sum reach the target is number ceil(missing/each).
     crossing = -(-missing // jnp.maximum(each, 1))
     by_mass = jnp.where(each == 0, room, crossing if rule.keep_crossing else crossing - 1)
     by_mass = jnp.where(missing > 0, by_mass, 0)
@@ -164,15 +164,15 @@ def _find_threshold(keys: Array, rule: Rule, spans: Spans) -> tuple[Array, Array
 def _sums_from(
     keys: Array, masses: Array, candidates: Array, spans: Spans
 ) -> tuple[Array, Array]:
-    """How many keys of each sequence reach each candidate, and the sum of their masses.
+    """Counts the keys of each sequence that reach each candidate, and sums their masses.
 
-    One pass over the keys, all sums at once. With an axis of candidates instead, XLA reads the keys
-    once for each, or writes all comparisons to memory where the keys exceed the L2 cache: 250 MB a
-    round for 524288 keys of 16 heads.
+    One pass over the keys for all sums. With a candidate axis instead, XLA reads the keys once per
+    candidate, or writes all comparisons to memory if the keys exceed the L2 cache: 250 MB a round
+    for 524288 keys of 16 heads.
 
     Args:
         keys: uint32 [..., NB, g].
-        masses: int32 like `keys`.
+        masses: int32 [..., NB, g].
         candidates: uint32 [..., c], for each sequence.
         spans: the sequences.
 
@@ -188,12 +188,12 @@ def _sums_from(
 
 
 def _pick(x: Array, place: Array) -> Array:
-    """The entry of each row of x [..., n] at its place [...]."""
+    """Takes the entry at index `place` [...] of each row of x [..., n]."""
     return jnp.take_along_axis(x, place[..., None], axis=-1)[..., 0]
 
 
 def numbered(marked: Array, spans: Spans) -> Array:
-    """Like `marked` bool [..., NB, g]: how many earlier entries of the same sequence are marked."""
+    """Counts the earlier marked entries of the same sequence, for each of bool [..., NB, g]."""
     within = jnp.cumsum(marked, axis=-1, dtype=jnp.int32)
     blocks = spans.up_to(within[..., -1])
     return (blocks - within[..., -1])[..., None] + within - marked

@@ -1,4 +1,4 @@
-"""Settings of a pattern in one word of a command line: its name, and options that differ."""
+"""Pattern settings in one command-line word: the name and options that differ from defaults."""
 
 import ast
 import dataclasses
@@ -10,15 +10,14 @@ from mtraining_jax.sparsity.registry import PATTERNS
 
 
 def parse_settings(text: str, others: Mapping[str, type[Settings]] | None = None) -> Settings:
-    """The settings that a text such as "vertical_slash,top_p=0.8" names.
+    """Parses settings such as "vertical_slash,top_p=0.8".
 
     Args:
-        text: the name of a pattern, or package.module:Name; then its options, each as
-            ",name=value".
-        others: patterns that are not registered, by name.
+        text: the name of a pattern, or package.module:Class, followed by options ",name=value".
+        others: additional patterns by name.
 
     Raises:
-        UserError: if there is no such pattern or option, or a value is not allowed.
+        UserError: if the pattern or an option is unknown, or a value is invalid.
     """
     name, options = split_settings(text)
     kind: type[Settings] = (others or {}).get(name) or PATTERNS.get(name)
@@ -26,8 +25,8 @@ def parse_settings(text: str, others: Mapping[str, type[Settings]] | None = None
     for key, value in options.items():
         if key not in fields or not value:
             raise UserError(
-                f'"{key}{"=" if value else ""}{value}" in "{text}" is no option: those of {name} '
-                f"are {', '.join(fields)}, each as name=value"
+                f'"{key}{"=" if value else ""}{value}" in "{text}" is not an option of {name}; '
+                f"choose from {', '.join(fields)}, written as name=value"
             )
     try:
         return kind(**{key: _value(value) for key, value in options.items()})
@@ -36,7 +35,7 @@ def parse_settings(text: str, others: Mapping[str, type[Settings]] | None = None
 
 
 def split_settings(text: str) -> tuple[str, dict[str, str]]:
-    """The name, and the options as text; an option without a value has an empty one."""
+    """Splits off the name; returns options as text, empty if an option has no value."""
     name, *given = text.split(",")
     options = {}
     for option in given:

@@ -1,8 +1,8 @@
-"""The sequences whose entries are selected: one in a row of blocks, or several one after another.
+"""Sequences in which entries are selected: one per row, or several packed in a row.
 
-Columns and diagonals are selected for each sequence. A pack holds several, its documents, and one
-pass over its blocks serves all of them: sums run over the blocks of each, and limits are looked up
-for each block. Documents are whole blocks, so no block has entries of two.
+Columns and diagonals are selected per sequence. A pack holds several, its documents, which one pass
+over its blocks processes together: sums run over the blocks of each sequence, and limits are looked
+up per block. Documents consist of whole blocks, so no block has entries of two.
 """
 
 import dataclasses
@@ -13,14 +13,14 @@ from jax import Array, lax
 
 
 class Spans(Protocol):
-    """Where sequences lie in arrays of blocks [..., NB] and of entries [..., NB, g].
+    """Positions of sequences in arrays of blocks [..., NB] and of entries [..., NB, g].
 
-    Leading axes end in R, the rows. A result for each sequence is [..., R] where a row is one, and
-    [..., R, E] where it may hold E. Each sequence numbers its own blocks from 0.
+    Leading axes end in R, the rows. A result per sequence is [..., R] if rows are single sequences,
+    and [..., R, E] if they may hold E. Each sequence numbers its own blocks from 0.
 
     Attributes:
-        tokens: tokens that count, V, of each sequence; those behind are padding. A number or int32
-            scalar where a row is one sequence, else int32 [R, E].
+        tokens: number of valid tokens V of each sequence, before padding. A number or int32 scalar
+            if rows are single sequences, else int32 [R, E].
         blocks: int32 [NB] or [R, NB], the number of each block.
     """
 
@@ -28,38 +28,38 @@ class Spans(Protocol):
     blocks: Array
 
     def entries(self, size: int) -> Array:
-        """Int32 [NB, g] or [R, NB, g]: the number of each entry, from 0, for g entries a block."""
+        """Numbers the entries from 0, with g per block: int32 [NB, g] or [R, NB, g]."""
 
     def per_row(self, x: Array) -> Array:
-        """Numbers [..., R] or [..., 1], which all sequences of a row have, beside `tokens`."""
+        """Reshapes per-row numbers [..., R] or [..., 1] to broadcast with `tokens`."""
 
     def spread(self, x: Array) -> Array:
-        """For each block what its sequence has: broadcasts with [..., R, NB]."""
+        """Looks up per-sequence values for each block: broadcasts with [..., R, NB]."""
 
     def sums(self, parts: tuple[Array, ...]) -> tuple[Array, ...]:
-        """Sums of int32 [..., R, NB, g] over the entries of each sequence, all in one pass."""
+        """Sums int32 [..., R, NB, g] over the entries of each sequence, all arrays in one pass."""
 
     def total(self, x: Array) -> Array:
-        """Sums of int32 [..., R, NB] over the blocks of each sequence."""
+        """Sums int32 [..., R, NB] over the blocks of each sequence."""
 
     def up_to(self, x: Array) -> Array:
-        """Sums of int32 [..., R, NB] over the blocks of the same sequence up to each, with it."""
+        """Sums int32 [..., R, NB] over the blocks of the same sequence up to and including each."""
 
     def from_previous(self, x: Array) -> Array:
-        """What [..., R, NB] the block before has; 0 or False for the first of a sequence."""
+        """Returns the previous block's entry of [..., R, NB]; 0 or False for the first block."""
 
     def at(self, x: Array, blocks: Array) -> Array:
-        """What [R, NB] a block of the same sequence has, given its number, int32 [NB] or [R, NB].
+        """Returns entries of [R, NB] at block numbers of the same sequence, int32 [NB] or [R, NB].
 
-        Of numbers outside of the sequence, anything.
+        Undefined for numbers outside of the sequence.
         """
 
     def of_first(self, x: Array, counts: Array) -> Array:
-        """Sums of the first entries of the same sequence.
+        """Sums the first entries of the same sequence.
 
         Args:
             x: int32 [R, NB, g].
-            counts: int32 [NB, g] or [R, NB, g], of how many; from 0 to those of the sequence.
+            counts: int32 [NB, g] or [R, NB, g], number of entries to sum.
 
         Returns:
             int32 [R, NB, g].
@@ -68,7 +68,7 @@ class Spans(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class OneSpan:
-    """Each row is one sequence: `Spans`."""
+    """`Spans` with one sequence per row."""
 
     num_blocks: int
     tokens: int | Array
@@ -108,17 +108,16 @@ class OneSpan:
 
 @dataclasses.dataclass(frozen=True)
 class PackedSpans:
-    """Several sequences of whole blocks in each row, in any places: `Spans`.
+    """`Spans` with several sequences of whole blocks per row, at any position.
 
-    Sums are differences of sums over the whole row. These may wrap around, which their differences
-    do not show: those of one sequence fit in int32.
+    Sums are differences of sums over the whole row. These may wrap around, but their differences
+    are correct: those of one sequence fit in int32.
 
     Attributes:
-        of_block: int32 [R, NB], which sequence each block is of; E for a block of none, of which
-            results mean nothing.
-        first: int32 [R, E], the first block; NB where there is no such sequence.
-        length: int32 [R, E], its blocks; 0 where there is none.
-        tokens: int32 [R, E]; 0 where there is none.
+        of_block: int32 [R, NB], the sequence of each block; E for none, with undefined results.
+        first: int32 [R, E], the first block; NB for an empty slot.
+        length: int32 [R, E], number of blocks; 0 for an empty slot.
+        tokens: int32 [R, E], number of tokens; 0 for an empty slot.
     """
 
     of_block: Array
@@ -128,12 +127,12 @@ class PackedSpans:
 
     @property
     def inside(self) -> Array:
-        """Bool [R, NB]: whether a block is of any sequence."""
+        """Whether a block belongs to any sequence: bool [R, NB]."""
         return self.of_block < self.first.shape[-1]
 
     @property
     def start(self) -> Array:
-        """Int32 [R, NB]: the first block of the sequence of each."""
+        """The first block of each block's sequence: int32 [R, NB]."""
         return self.spread(self.first)
 
     @property
@@ -153,7 +152,7 @@ class PackedSpans:
         return _take(x, jnp.broadcast_to(place, (*lead, place.shape[-1])))
 
     def sums(self, parts: tuple[Array, ...]) -> tuple[Array, ...]:
-        # One running sum of all parts: one for each would be hundreds of kernels in a search.
+        # One running sum for all parts; separate ones would be hundreds of kernels in a search.
         return tuple(self.total(jnp.stack(_sums(parts, 1))))
 
     def total(self, x: Array) -> Array:
@@ -183,7 +182,7 @@ class PackedSpans:
 
 
 def _sums(parts: tuple[Array, ...], axes: int) -> tuple[Array, ...]:
-    """Sums of int32 arrays over the last axes, in one pass over what they are made of."""
+    """Sums int32 arrays over the last axes, fused with their computation."""
 
     def add(x: tuple[Array, ...], y: tuple[Array, ...]) -> tuple[Array, ...]:
         return tuple(a + b for a, b in zip(x, y, strict=True))
@@ -193,14 +192,14 @@ def _sums(parts: tuple[Array, ...], axes: int) -> tuple[Array, ...]:
 
 
 def _running(x: Array) -> Array:
-    """Sums of the first 0, 1, ... entries of rows int32 [R, NB, g]: [R, NB * g + 1]."""
+    """Returns the sums of the first 0, 1, ... entries of rows int32 [R, NB, g]: [R, NB * g + 1]."""
     within = jnp.cumsum(x, axis=-1, dtype=jnp.int32)
     blocks = jnp.cumsum(within[..., -1], axis=-1, dtype=jnp.int32) - within[..., -1]
     return _shifted((blocks[..., None] + within).reshape(x.shape[0], -1))
 
 
 def _shifted(x: Array) -> Array:
-    """[..., n] behind a zero: [..., n + 1]."""
+    """Prepends a zero: [..., n] to [..., n + 1]."""
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(1, 0)])
 
 

@@ -1,26 +1,26 @@
-"""Keys that no later block of queries computes."""
+"""Keys that no later query block computes."""
 
 import jax.numpy as jnp
 from jax import Array, lax
 
 from mtraining_jax.sparsity.row_attention import Keys
 
-_QUERY_BLOCKS = 256  # looked at together: bounds memory
+_QUERY_BLOCKS = 256  # processed together; bounds memory
 _KEY_BLOCKS = 64
 
 
 def starved_keys(keys: Keys, num_heads: int) -> tuple[Array, Array]:
-    """Which local keys no later block of queries computes, though some block could.
+    """Finds local keys that no later query block computes, although one could.
 
-    A block of queries is asked for its last query: of most kinds of index all of its queries
-    compute the same keys. A key's own block does not count, as every pattern keeps it.
+    Checks the last query of each block: in most index types all queries of a block compute the same
+    keys. A key's own block is ignored, since every pattern keeps it.
 
     Args:
         keys: local keys and the index.
         num_heads: Hq.
 
     Returns:
-        (starved, could): bool [B, Hq, n], and bool [B or 1, 1, n], keys that are no padding and
+        (starved, could): bool [B, Hq, n], and bool [B or 1, 1, n], keys that are not padding and
         have a later block in their document.
     """
     size, num_blocks = keys.block_size, keys.num_blocks
@@ -29,7 +29,7 @@ def starved_keys(keys: Keys, num_heads: int) -> tuple[Array, Array]:
     depth = min(_QUERY_BLOCKS, num_blocks)
 
     def of_keys(i):
-        # The last chunk begins earlier where it would end behind the last block.
+        # The last chunk starts early enough to end with the last block.
         ids = lax.dynamic_slice_in_dim(
             keys.block_ids, jnp.minimum(i * width, num_local - width), width
         )
@@ -56,7 +56,7 @@ def starved_keys(keys: Keys, num_heads: int) -> tuple[Array, Array]:
 
 
 def _could(keys: Keys) -> Array:
-    """Keys that a later block may compute: bool [B or 1, 1, n]."""
+    """Returns the keys that a later block may compute: bool [B or 1, 1, n]."""
     size = keys.block_size
     places = (keys.block_ids[:, None] * size + jnp.arange(size)).reshape(-1)
     if keys.documents is None:

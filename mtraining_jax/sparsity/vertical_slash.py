@@ -1,4 +1,4 @@
-"""Dynamic vertical-slash: the columns and diagonals that hold most of the attention's mass."""
+"""Dynamic vertical-slash: the columns and diagonals with most of the attention mass."""
 
 import dataclasses
 from typing import TYPE_CHECKING, Literal
@@ -11,12 +11,12 @@ if TYPE_CHECKING:
 
     from mtraining_jax.sparsity.spans import Spans
 
-COLUMN_MULTIPLE = 128  # to which the room for columns is rounded up
+COLUMN_MULTIPLE = 128  # the column capacity is rounded up to a multiple of this
 
 
 @dataclasses.dataclass(frozen=True)
 class VerticalSlashSettings(Settings):
-    """The fields of `VerticalSlash`, which describes them."""
+    """The fields of `VerticalSlash`, documented there."""
 
     top_p: limited(float, gt=0, le=1) = 0.90
     max_verticals: limited(int, ge=0) = 4096
@@ -42,71 +42,71 @@ class VerticalSlashSettings(Settings):
             check_at_most(self, "min_slashes", "max_slashes")
 
     def more_pairs(self) -> str:
-        """The field that more pairs follow from."""
-        return f"sparsity.top_p = {self.top_p} may be larger"
+        return f"increase sparsity.top_p = {self.top_p}"
 
     def expected_density(self, tokens: int) -> tuple[float, str]:
-        """An assumption by length, which `max_density` limits."""
         density, why = super().expected_density(tokens)
         return min(density, self.max_density), why
 
     def capacities(self, num_blocks: int) -> tuple[int, int]:
-        """Numbers and columns that an index of one head has room for."""
         columns, diagonals = index_capacities(self, num_blocks)
         return diagonals + columns + 2, columns
 
 
 @dataclasses.dataclass(frozen=True)
 class VerticalSlash(VerticalSlashSettings, Pattern):
-    """Top-p choice: per head, the largest columns and diagonals until their mass reaches p.
+    """Top-p selection: per head, the heaviest columns and diagonals until their mass reaches p.
 
-    Two presets take columns and diagonals apart, and differ in what happens at the edges:
+    Two presets select columns and diagonals separately, and differ at the edges:
 
-    - ``safe``: the entry that crosses p is kept, the first `sink_tokens` columns and the nearest
-      `local_blocks` block diagonals are always kept, and so is a minimum number of columns and
-      diagonals. No row of the attention matrix is ever empty.
-    - ``paper``: as the reference implementation counts. The entry that crosses p is dropped, and
-      nothing is forced, with two exceptions. One it has too: its padding of a slash list that is
-      not full switches the main block diagonal on. With a full list nothing is forced, and rows
-      may be empty. The other is ours: a head whose first column crosses p by itself keeps that
-      column. The reference leaves such a head without any, which costs more than a nat of loss.
+    - ``safe``: the entry that crosses p is kept, and the first `sink_tokens` columns, the nearest
+      `local_blocks` block diagonals and a minimum number of columns and diagonals are always kept.
+      No row of the attention matrix is ever empty.
+    - ``paper``: counts as the reference implementation. The entry that crosses p is dropped, and
+      nothing is forced, with two exceptions. First, as in the reference, the padding of a slash
+      list that is not full selects the main block diagonal. With a full list nothing is forced, and
+      rows may be empty. Second, unlike the reference, a head whose first column alone crosses p
+      keeps that column. The reference leaves such a head without columns, which costs more than a
+      nat of loss.
 
-    The third takes them together (`joint_rule`):
+    The third preset selects them jointly (`joint_rule`):
 
-    - ``joint``: columns and block diagonals by the mass that they gain for each pair that they
-      cost, until what both hold together reaches p. What is forced is as in ``safe``, but for the
-      minimum numbers.
+    - ``joint``: columns and block diagonals by the mass that they gain per computed pair, until
+      their joint mass reaches p. The same entries are forced as in ``safe``, except for the minimum
+      numbers.
+
+    Source: MTraining (arXiv 2510.18830), vertical-slash.
 
     Attributes:
-        top_p: share of the estimated attention mass to keep, of columns and of diagonals each; of
-            both together (of the presets, joint).
-        max_verticals: most columns kept for one head, tokens.
-        max_slashes: most diagonals kept for one head, tokens (safe, paper). Each acts through at
-            most two block diagonals.
-        preset: safe always keeps sinks, local blocks and minimum budgets; paper only what top_p
-            keeps; joint counts columns and diagonals together.
-        last_q: queries, at the end of the sequence, whose attention is the estimate; at most
-            block_size.
-        block_size: g, tokens on a side of a block.
-        sink_tokens: first columns that are always kept (safe, joint).
-        local_blocks: nearest block diagonals that are always kept (safe, joint).
-        min_verticals: fewest columns kept for one head (safe). One tile of columns is nearly free.
-        min_slashes: fewest diagonals kept for one head (safe). Small, since each scattered
-            diagonal may cost two block diagonals.
-        least_share: share of the mass that a block of pairs must gain in its row of blocks to be
-            kept, even if top_p is not reached without it (joint). With top_p 1 this alone decides,
-            and heads with much mass in few pairs get few. 0 asks for nothing.
-        max_density: most pairs of a head, over the causal ones (joint). What is forced may exceed
-            it.
-        local_share: share of the pairs of max_density that the nearest block diagonals take before
-            all else (joint): as many of them as fit in with the sinks, where these are more than
-            local_blocks. With 1 nothing else fits but what is less than one diagonal.
-        dense_below: documents of fewer tokens than this, padding included, keep all of their pairs
-            where several are packed into a sequence: choosing would save little there. Without
-            documents it has no effect.
+        top_p: Attention mass to keep, as a fraction of the estimated mass: of verticals and of
+            slashes separately (presets safe, paper) or of both together (joint).
+        max_verticals: Maximum number of verticals (key columns) per head.
+        max_slashes: Maximum number of slashes (diagonals) per head (presets safe, paper). Each
+            selects at most two block diagonals.
+        preset: safe always keeps sinks, local blocks and minimum budgets; paper keeps only what
+            top_p selects; joint selects verticals and slashes together.
+        last_q: Number of probe queries at the end of the sequence; at most block_size.
+        block_size: Block size in tokens (g).
+        sink_tokens: Number of first tokens that are always kept as verticals (presets safe, joint).
+        local_blocks: Number of nearest key blocks (block diagonals) that are always kept, including
+            the query's own (vertical_slash: presets safe, joint).
+        min_verticals: Minimum number of verticals per head (preset safe). One tile of columns is
+            nearly free.
+        min_slashes: Minimum number of slashes per head (preset safe). Small, since each isolated
+            slash may cost two block diagonals.
+        least_share: Minimum block mass, as a fraction of the row's mass: blocks below it are
+            skipped even if tau or top_p is not reached (vertical_slash: preset joint). With tau or
+            top_p 1 it is the only criterion, and heads with concentrated mass keep few blocks; 0
+            disables.
+        max_density: Maximum density of a head (preset joint). Forced pairs may exceed it.
+        local_share: Fraction of max_density reserved for a local window (preset joint): as many
+            nearest block diagonals as fit together with the sinks, if more than local_blocks. With
+            1 the rest has room for less than one diagonal.
+        dense_below: Documents shorter than this, including padding, use dense attention, since
+            selection would save little. Has no effect without documents.
 
     Raises:
-        ValueError: naming the field, its value and what is allowed.
+        ValueError: if a field is invalid; the message names it.
     """
 
     dense_below: limited(int, ge=0) = 8192
@@ -117,18 +117,19 @@ class VerticalSlash(VerticalSlashSettings, Pattern):
             if self.preset != "joint" and getattr(self, name) != unused:
                 raise ValueError(
                     f"{name}={getattr(self, name)} is an option of preset='joint', but preset is "
-                    f"{self.preset!r}; {name}={unused:g} leaves it out"
+                    f"{self.preset!r}; set preset='joint' or {name}={unused:g}"
                 )
         if self.local_share and self.max_density == 1:
             raise ValueError(
-                f"local_share={self.local_share} is a share of max_density, which is 1: set it too"
+                f"local_share={self.local_share} is a fraction of max_density, which is 1; set "
+                "max_density below 1"
             )
 
     def choose(self, q: "Array", k: "Array", shards: Shards) -> Choice:
-        """Chooses by the softmax mass of the last queries (arXiv 2510.18830, vertical-slash).
+        """Selects by the softmax mass of the last queries (arXiv 2510.18830, vertical-slash).
 
-        The preset paper reports `saved_heads`, the share of heads that would have been left
-        without any column.
+        The preset paper reports `saved_heads`, the fraction of heads that would have been left
+        without columns.
         """
         from mtraining_jax.sparsity import last_queries
 
@@ -143,11 +144,10 @@ class VerticalSlash(VerticalSlashSettings, Pattern):
         return Choice(index, {"saved_heads": saved} if self.preset == "paper" else {})
 
     def kept_share(self) -> KeptShare | None:
-        """`top_p`, of the preset safe: with the others a larger share may leave pairs out."""
+        """`top_p` with the preset safe; with the others a larger fraction may drop pairs."""
         return KeptShare("top_p", 30) if self.preset == "safe" else None
 
     def for_documents(self) -> "VerticalSlash":
-        """Columns and diagonals for each document."""
         from mtraining_jax.sparsity.document_last_queries import for_documents
         from mtraining_jax.sparsity.document_vertical_slash import DocumentVerticalSlash
 
@@ -157,14 +157,14 @@ class VerticalSlash(VerticalSlashSettings, Pattern):
         self, by_distance: "Array", heads: "Array", spans: "Spans", most_columns: "Array",
         shares: "Array | None" = None,
     ) -> tuple:
-        """What is kept of scores, `last_queries.Kept`.
+        """Selects by scores; returns `last_queries.Kept`.
 
         Args:
             by_distance: int32 [2, R, NB, g], as in `last_queries.Rule.keys`.
-            heads: int32 [R], see there.
+            heads: int32 [R], the query head of each row.
             spans: the sequences.
-            most_columns: int32 [R, E], at most `max_verticals`: most of each sequence.
-            shares: int32 [R], as of `Shards`, in the place of `top_p`.
+            most_columns: int32 [R, E], column limit of each sequence, at most `max_verticals`.
+            shares: int32 [R], as in `Shards`, overrides `top_p`.
         """
         from mtraining_jax.sparsity import last_queries
 
@@ -176,7 +176,7 @@ class VerticalSlash(VerticalSlashSettings, Pattern):
     def _together(
         self, by_distance: "Array", spans: "Spans", most_columns: "Array | None" = None
     ) -> tuple:
-        """What `last_queries.choose` asks of a rule for columns and diagonals at once."""
+        """Joint selection of columns and diagonals, for `last_queries.choose`."""
         import jax.numpy as jnp
 
         from mtraining_jax.sparsity.joint_rule import JointRule, kept_together
@@ -190,15 +190,14 @@ class VerticalSlash(VerticalSlashSettings, Pattern):
         return columns, diagonals, none
 
     def describe(self) -> str:
-        """Kind, top-p and preset, and what else limits the preset joint."""
-        also = f", at least {self.least_share:g} for a block" if self.least_share else ""
-        also += f", at most {self.max_density:g} of the pairs" if self.max_density < 1 else ""
-        also += f", {self.local_share:g} of them the nearest" if self.local_share else ""
+        also = f", minimum block mass {100 * self.least_share:g} %" if self.least_share else ""
+        also += f", maximum density {100 * self.max_density:g} %" if self.max_density < 1 else ""
+        also += f", {100 * self.local_share:g} % of it local" if self.local_share else ""
         return f"dynamic vertical-slash, top-p {self.top_p:g} ({self.preset}{also})"
 
 
 def index_capacities(settings: Settings, num_blocks: int) -> tuple[int, int]:
-    """Columns and block diagonals that an index has room for.
+    """Returns the capacity of an index for columns and block diagonals.
 
     Args:
         settings: with `max_verticals`, `max_slashes` and, if block diagonals are forced,
@@ -218,13 +217,13 @@ def index_capacities(settings: Settings, num_blocks: int) -> tuple[int, int]:
 
 @dataclasses.dataclass(frozen=True)
 class _Rule:
-    """What `last_queries.choose` asks: scores, what of them to keep, and what is forced."""
+    """Rule of `last_queries.choose`: scores, what to keep, and what is forced."""
 
     settings: VerticalSlash
-    shares: "Array | None" = None  # int32 [R], in the place of `top_p`
+    shares: "Array | None" = None  # int32 [R], overrides `top_p`
 
     def scores(self, q_last: "Array", k: "Array", shards: Shards, scale: float) -> tuple:
-        """Mean softmax masses."""
+        """Returns mean softmax masses."""
         from mtraining_jax.sparsity import estimate
 
         return estimate.softmax_scores(
@@ -233,7 +232,7 @@ class _Rule:
         )  # fmt: skip
 
     def keys(self, by_distance: "Array", heads: "Array", spans: "Spans") -> tuple:
-        """Keys whose low 30 bits are the mass, with bit 30 set for what is forced."""
+        """Returns keys with the mass in the low 30 bits; bit 30 is set if forced."""
         import jax.numpy as jnp
 
         from mtraining_jax.sparsity import estimate, last_queries, select
@@ -241,13 +240,13 @@ class _Rule:
         del heads  # all have the same settings
         settings, keys = self.settings, by_distance
         safe = settings.preset == "safe"
-        # One unit less than all the mass, to leave bit 30 for the forced entries.
+        # One unit less than the total mass, which leaves bit 30 to forced entries.
         keys = jnp.minimum(keys, estimate.MASS_ONE - 1).astype(jnp.uint32)
         if safe:
             sinks = spans.spread(jnp.minimum(settings.sink_tokens, spans.tokens))
             forced = spans.entries(keys.shape[-1]) < sinks[..., None]
             keys = keys.at[0].add(jnp.where(forced, jnp.uint32(estimate.MASS_ONE), 0))
-        # Without any column a head is ruined: a model of 270 heads lost 0.7 to 1.7 nats by three.
+        # A head without columns is ruined: a model of 270 heads lost 0.7 to 1.7 nats from three.
         minimum = min(1, settings.max_verticals), 0
         if safe:
             minimum = max(settings.min_verticals, settings.sink_tokens), settings.min_slashes
@@ -265,11 +264,11 @@ class _Rule:
         )
 
     def nearest(self, slash_count: "Array", spans: "Spans") -> "int | Array":
-        """How many block diagonals, from the main one on, are forced."""
+        """Returns how many nearest block diagonals are forced."""
         import jax.numpy as jnp
 
         settings = self.settings
         if settings.preset == "safe":
             return settings.local_blocks
-        # The reference pads short lists with -1, which acts on the main block diagonal.
+        # The reference implementation pads short lists with -1, which selects the main diagonal.
         return (slash_count < jnp.minimum(settings.max_slashes, spans.tokens)).astype(jnp.int32)

@@ -13,21 +13,21 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class XAttention(RowPattern):
-    """Key blocks by the attention of strides of tokens, each the sum of an antidiagonal.
+    """Key blocks by the attention of strides of tokens, each scored by an antidiagonal sum.
 
-    With s = `stride`, the logit of stride a of queries and stride b of keys is the mean over i < s
-    of q[a s + s-1-i] . k[b s + i] / sqrt(D), for b <= a. A softmax runs over b; a block's score is
-    the sum over its strides. It costs 1/(2 s) of a dense forward pass, and looks at every query.
+    With s = `stride`, the logit of query stride a and key stride b is the mean over i < s of
+    q[a s + s-1-i] . k[b s + i] / sqrt(D), for b <= a. A softmax runs over b; a block's score is the
+    sum over its strides. Costs 1/(2 s) of a dense forward pass, and covers every query.
 
-    Source: XAttention (arXiv 2503.16428). Where its reference implementation rounds scores to
-    bf16, these stay fp32; equal scores are kept in order of position.
+    Source: XAttention (arXiv 2503.16428). Its reference implementation rounds scores to bf16; here
+    they stay fp32, and ties go to the smaller position.
 
     Attributes:
-        stride: s, tokens of an antidiagonal; `block_size` must be a multiple of it. 4, 8 and 16
-            are of use: a larger stride is cheaper and coarser.
+        stride: Antidiagonal stride in tokens (s); must divide block_size. Useful values are 4, 8
+            and 16: larger is cheaper and coarser.
 
     Raises:
-        ValueError: naming the field, its value and what is allowed.
+        ValueError: if a field is invalid; the message names it.
     """
 
     stride: limited(int, ge=1) = 8
@@ -48,7 +48,7 @@ class XAttention(RowPattern):
 
         places = shards.block_ids[:, None] * per_block + jnp.arange(per_block, dtype=jnp.int32)
         ends = shards.ends(shards.block_ids, self.block_size)
-        if ends is not None:  # padding adds nothing to a stride that it ends
+        if ends is not None:  # padding adds nothing to the stride it completes
             every = jnp.arange(shards.num_blocks, dtype=jnp.int32)
             q = row_scores.without_padding(q, shards.block_ids, ends)
             k = row_scores.without_padding(k, every, shards.ends(every, self.block_size))
@@ -68,9 +68,7 @@ class XAttention(RowPattern):
         )
 
     def scoring_share(self) -> float:
-        """1/(2 s)."""
         return 1 / (2 * self.stride)
 
     def describe(self) -> str:
-        """Its name, stride and tau."""
         return f"XAttention, stride {self.stride}, {self.rule_in_words()}"

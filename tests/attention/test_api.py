@@ -176,19 +176,19 @@ def test_permuted_tokens_attend_to_the_same_tokens():
 def test_a_layout_for_many_devices_is_accepted_on_one():
     (_, (out, _)), *_ = expected()
     layout = Layout("striped", TOKENS, 4, BLOCK)
-    dealt = [stripe(x, layout) for x in inputs()]
+    striped = [stripe(x, layout) for x in inputs()]
     attend = functools.partial(sparse_attention, pattern=PATTERN, layout=layout)
-    actual = jax.jit(attend)(*dealt)
+    actual = jax.jit(attend)(*striped)
     np.testing.assert_allclose(unstripe(actual, layout), out, **CLOSE)
 
 
 def test_stripe_reorders_any_tree_and_unstripe_undoes_it():
     layout = Layout("striped", 8, 2, 2)
     tree = {"tokens": np.arange(8)[None], "x": jnp.arange(8.0)[None, :, None]}
-    dealt = stripe(tree, layout)
-    assert dealt["tokens"].tolist() == [[0, 1, 4, 5, 2, 3, 6, 7]]
-    assert isinstance(dealt["tokens"], np.ndarray) and isinstance(dealt["x"], jax.Array)
-    assert jax.tree.all(jax.tree.map(np.array_equal, unstripe(dealt, layout), tree))
+    striped = stripe(tree, layout)
+    assert striped["tokens"].tolist() == [[0, 1, 4, 5, 2, 3, 6, 7]]
+    assert isinstance(striped["tokens"], np.ndarray) and isinstance(striped["x"], jax.Array)
+    assert jax.tree.all(jax.tree.map(np.array_equal, unstripe(striped, layout), tree))
     assert stripe(np.arange(8), layout, axis=0).tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
     with pytest.raises(ValueError, match=r"x has shape \(1, 8\); .* 8 tokens.*axis=0"):
         stripe(tree["tokens"], layout, axis=0)
@@ -265,8 +265,8 @@ def test_an_incomplete_pattern_class_raises():
         block_size: int = 8
 
     for pattern, kind, sentence in (
-        (Mistaken(), TypeError, "Mistaken.choose returned NoneType: Choice.* is needed"),
-        (Unfinished(), NotImplementedError, r"Unfinished has no choose\(self, q, k, shards\)"),
+        (Mistaken(), TypeError, "Mistaken.choose returned NoneType; it must return Choice"),
+        (Unfinished(), NotImplementedError, r"Unfinished must implement choose\(self"),
     ):
         with pytest.raises(kind, match=sentence):
             jax.eval_shape(functools.partial(sparse_attention, pattern=pattern), *shaped())

@@ -353,7 +353,7 @@ def test_invalid_combinations_with_documents_raise():
     of_128 = Documents.from_lengths([[100]], SEQ_LEN)
     for options, message in [
         (dict(pattern=Strided(block_size=BLOCK)),
-         "Strided does not read packed documents yet: use sampled_rows"),
+         "Strided does not support packed documents; use sampled_rows"),
         (dict(pattern=DenseIndex(BLOCK)),
          "pattern: a DenseIndex cannot leave out the pairs that join two documents; use a Block"),
         (dict(valid_len=9), "valid_len cannot be combined with documents"),

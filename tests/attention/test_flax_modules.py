@@ -34,8 +34,8 @@ def squares(module, x, **options):
 
 def test_nnx_module_matches_flax_forward_and_backward():
     theirs, ours = nnx_module(), nnx_module(attention_fn=DENSE)
-    told = nnx.value_and_grad(lambda module, x: squares(module, x, is_causal=True))
-    wanted = nnx.jit(told)(theirs, activations())
+    reference = nnx.value_and_grad(lambda module, x: squares(module, x, is_causal=True))
+    wanted = nnx.jit(reference)(theirs, activations())
     # Causal whether or not the module sets is_causal.
     actual = nnx.jit(nnx.value_and_grad(squares))(ours, activations())
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4),

@@ -1,19 +1,19 @@
-"""The figures of an audit in plain NumPy, fp64, one head and one row at a time."""
+"""Audit metrics in plain NumPy, fp64, one head and one row at a time."""
 
 import numpy as np
 
 
 def figures(q, k, v, d_out, mask, rows, last, block_size, scale, lengths=None):
-    """All figures of one layer.
+    """Computes all metrics of one layer.
 
     Args:
         q: [B, S, Hq, D]; k, v: [B, S, Hk, D]; d_out: [B, S, Hq, D].
-        mask: bool [B, Hq, S, S], pairs that are computed.
-        rows: positions of the rows drawn from everywhere; last: of those from the end.
-        block_size: g.
-        scale: of the logits.
-        lengths: tokens of the documents of each sequence, each from a block of its own on; None
-            if each sequence is one.
+        mask: bool [B, Hq, S, S], computed pairs.
+        rows: positions of the rows sampled everywhere; last: of those from the end.
+        block_size: tokens per block (g).
+        scale: scale of the logits.
+        lengths: tokens of the documents of each sequence, each starting at a new block; None
+            without documents.
 
     Returns:
         fp64 [Hq] each, by name.
@@ -35,7 +35,7 @@ def figures(q, k, v, d_out, mask, rows, last, block_size, scale, lengths=None):
             keys, values = k[b, :, h // group], v[b, :, h // group]
             real = visible[b].diagonal()
             beyond = visible[b] & (block[:, None] > block)  # pairs of different blocks
-            # A later block sees a key although some of its last rows may be padding.
+            # A later block sees a key even if some of its last rows are padding.
             could = (same_document(seq_len, block_size, lengths and lengths[b]) & (
                 block[:, None] > block)).any(0) & real
             kept_later = (mask[b, h] & same_document(
@@ -90,7 +90,7 @@ def same_document(seq_len, block_size, lengths):
 
 
 def seen(seq_len, block_size, lengths):
-    """Bool [S, S]: what exact attention of a real token sees; nothing for a row of padding."""
+    """Bool [S, S]: what exact attention of a real token sees; nothing for padding rows."""
     real = np.ones(seq_len, bool)
     if lengths is not None:
         real, start = np.zeros(seq_len, bool), 0

@@ -1,4 +1,4 @@
-"""What every pattern must do, as a class that each pattern's test derives from."""
+"""Requirements for every pattern, as a base class of each pattern's test."""
 
 import dataclasses
 import functools
@@ -23,7 +23,7 @@ AXES = ("node", "device")
 
 
 def total(attend):
-    """A number that depends on every output of attention, what else it returns, and gradients."""
+    """A scalar that depends on all outputs of attention; with auxiliary results and gradients."""
 
     def value(q, k, v):
         out, more = attend(q, k, v)
@@ -34,21 +34,21 @@ def total(attend):
 
 @jax.jit
 def oracle(q, k, v, mask):
-    """`total` of attention over the pairs of a mask; compiled once for all patterns."""
+    """`total` of attention over the pairs of a mask; one compilation for all patterns."""
     (value, _), gradients = total(lambda *qkv: reference_attention(*qkv, mask))(q, k, v)
     return value, gradients
 
 
 @functools.cache
 def first_layer(settings):
-    """The pattern of the first layer."""
+    """Returns the pattern of the first layer."""
     pattern = settings.pattern(ModelSizes(LAYERS, HEADS, SEQ_LEN))
     return jax.tree.map(lambda x: x[0], pattern) if pattern.arrays else pattern
 
 
 @functools.cache
 def chosen_by(settings):
-    """The index that one device chooses, and the pairs it computes. Compiled once."""
+    """Returns the index selected on one device, and its computed pairs. Cached."""
     choose = functools.partial(
         choose_index, block_ids=jnp.arange(NUM_BLOCKS), num_blocks=NUM_BLOCKS
     )
@@ -63,7 +63,7 @@ def chosen_by(settings):
 
 @functools.cache
 def attended_by(settings):
-    """The same of attention that chooses it, and `total` of that attention. Compiled once."""
+    """Returns the same from attention that selects it, and `total` of that attention. Cached."""
     q, k = queries_and_keys()
 
     def attend(q, k, v):
@@ -76,27 +76,26 @@ def attended_by(settings):
 
 @functools.cache
 def queries_and_keys():
-    """What all patterns choose for."""
+    """The common inputs of all patterns."""
     return inputs.random(0, 2, SEQ_LEN, HEADS, KV_HEADS, DIM)
 
 
 class ChoiceContract:
-    """What is asked of a choice; for patterns that choose as another one of the package does."""
+    """Requirements for a selection; for patterns that reuse the attention of another pattern."""
 
     settings: Settings
-    # Whether each token sees something for certain.
+    # Whether every token is guaranteed to see something.
     rows_may_be_empty = False
 
     @property
     def pattern(self) -> Pattern:
-        """That of the first layer."""
         return first_layer(self.settings)
 
     def chosen(self):
-        """The index that one device chooses, and the pairs that it computes."""
+        """The index selected on one device, and its computed pairs."""
         return chosen_by(self.settings)
 
-    def test_the_settings_say_what_they_are(self):
+    def test_the_settings_describe_themselves(self):
         cls = type(self.settings)
         assert set(cls.__dict__.get("__annotations__", {})) <= set(attribute_docs(cls))
         assert isinstance(self.settings.describe(), str) and self.settings.describe()
@@ -105,7 +104,7 @@ class ChoiceContract:
             assert 0 < share <= 1 and why
         assert hash(self.settings) == hash(dataclasses.replace(self.settings))
 
-    def test_the_index_is_the_same_on_eight_ranks_and_computes_what_it_says(self):
+    def test_the_index_is_the_same_on_eight_ranks_and_computes_its_pairs(self):
         (q, k), (expected, pairs) = queries_and_keys(), self.chosen()
         assert isinstance(expected, Index) and expected.block_size == BLOCK
         layout = Layout("striped", SEQ_LEN, 8, BLOCK, 2)
@@ -114,7 +113,7 @@ class ChoiceContract:
             shards = layout.block_ids(jax.lax.axis_index(AXES))
             where = dict(block_ids=shards, num_blocks=NUM_BLOCKS, axis_names=AXES)
             index = choose_index(q, k, self.pattern, **where)
-            return jax.tree.map(lambda x: x[None], index)  # what every rank has got
+            return jax.tree.map(lambda x: x[None], index)  # the index of every rank
 
         run = jax.shard_map(
             local, mesh=make_mesh(1, 2, 4), in_specs=P("data", AXES), out_specs=P(AXES, "data"),
@@ -123,7 +122,7 @@ class ChoiceContract:
         order = layout.permutation()
         found = jax.jit(run)(q[:, order], k[:, order])
         assert expected.by_rows == self.pattern.by_rows
-        if expected.by_rows:  # the rows of one rank after another
+        if expected.by_rows:  # the rows of all ranks, concatenated
             rows = np.argsort(order[::BLOCK] // BLOCK)
             found = jax.tree.map(
                 lambda x: np.concatenate(list(np.asarray(x)), axis=2)[:, :, rows], found
@@ -136,7 +135,7 @@ class ChoiceContract:
         if not self.rows_may_be_empty:
             assert mask.any(-1).all()
 
-    def test_an_index_has_the_room_that_memory_is_estimated_by(self):
+    def test_an_index_has_the_capacity_assumed_by_memory_estimates(self):
         index, _ = self.chosen()
         numbers, columns = self.settings.capacities(NUM_BLOCKS)
         room = sum(np.prod(leaf.shape[2:], dtype=int) for leaf in jax.tree.leaves(index))
@@ -144,13 +143,13 @@ class ChoiceContract:
 
 
 class PatternContract(ChoiceContract):
-    """Derive from it and give the settings; blocks of `BLOCK` tokens."""
+    """Subclasses provide the settings, with blocks of `BLOCK` tokens."""
 
     def chosen(self):
-        """Of attention: the index that it returns."""
+        """The index returned by attention, and its computed pairs."""
         return attended_by(self.settings)[:2]
 
-    def test_attention_computes_the_pairs_and_no_gradient_comes_through_the_choice(self):
+    def test_attention_computes_the_pairs_and_the_selection_has_no_gradient(self):
         q, k = queries_and_keys()
         index, _, found = attended_by(self.settings)
         mask = jnp.broadcast_to(mask_from_index(index, SEQ_LEN), (2, HEADS, SEQ_LEN, SEQ_LEN))

@@ -1,4 +1,4 @@
-"""The joint rule for one head in plain integers, from its definition: every pair is counted."""
+"""The joint rule for one head in plain integers, by its definition: every pair is counted."""
 
 from math import ceil
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 def on_blocks(masses, size):
-    """Masses of block diagonals, of masses at token distances."""
+    """Sums masses at token distances to block diagonals."""
     result = [0] * (len(masses) // size + 1)
     for s, mass in enumerate(map(int, masses)):
         d, place = divmod(s, size)
@@ -26,7 +26,7 @@ def mean_over_queries(masses, tokens, last_q):
 
 
 def mask(kept, tokens, size):
-    """Rows of blocks x tokens: what is computed, by whole blocks and by columns."""
+    """Rows of blocks x tokens: computed pairs, by whole blocks and by columns."""
     columns, diagonals = kept
     used = -(-tokens // size)
     rows, keys = np.arange(used)[:, None], np.arange(used * size) // size
@@ -43,13 +43,13 @@ def cost(kept, tokens, size):
 
 
 def held(kept, scores, tokens, size):
-    """Mass of the scoring queries, as of the last row of blocks."""
+    """Mass of the probe queries, as seen by the last row of blocks."""
     last = np.logical_or(*mask(kept, tokens, size))[-1]
     return sum(int(x) for x in scores[: last.size][last])
 
 
 def keep(columns, diagonals, tokens, size, rule):
-    """(columns, block diagonals) as sets, of int masses [S] each, of which `tokens` count."""
+    """Returns (columns, block diagonals) as sets, from int masses [S] each with valid `tokens`."""
     shadow = mean_over_queries(diagonals, tokens, rule.last_q)
     excess = [max(int(x) - y, 0) for x, y in zip(columns, shadow, strict=True)]
     excess = [x if j < tokens else 0 for j, x in enumerate(excess)]
@@ -91,7 +91,7 @@ def keep(columns, diagonals, tokens, size, rule):
 
 
 def widest_window(most, tokens, size, sinks):
-    """The widest window with the sinks that costs no more; None if there is none."""
+    """Returns the widest window with the sinks within the cost, or None."""
     fitting = None
     for width in range(1, -(-tokens // size) + 1):
         window = sinks, set(range(width))
@@ -100,5 +100,5 @@ def widest_window(most, tokens, size, sinks):
 
 
 def floor_share(total, share):
-    """floor(share * total), the share a multiple of 2^-15."""
+    """Returns floor(share * total) for shares that are multiples of 2^-15."""
     return total * round(share * 2**15) // 2**15

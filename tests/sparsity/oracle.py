@@ -1,10 +1,10 @@
-"""Brute force in numpy: dense attention in fp64, and selection by sorting."""
+"""Brute force in NumPy: dense attention in fp64, and selection by sorting."""
 
 import numpy as np
 
 
 def last_logits(q, k, last_q, scale):
-    """Causal logits fp64 [B, Hq, last_q, S] of the last queries; -inf ahead of the query."""
+    """Causal logits fp64 [B, Hq, last_q, S] of the last queries; -inf after the query."""
     group = q.shape[2] // k.shape[2]
     q = np.asarray(q, np.float64)[:, -last_q:]
     k = np.repeat(np.asarray(k, np.float64), group, axis=2)
@@ -34,12 +34,12 @@ def diagonal_sums(x):
 
 
 def descending(scores, forced=()):
-    """Entries in the order they are chosen: forced first, then score, then number."""
+    """Entries in order of selection: forced first, then by score, then by number."""
     return sorted(range(len(scores)), key=lambda i: (i not in forced, -int(scores[i]), i))
 
 
 def top_p(scores, target, *, minimum, maximum, keep_crossing, forced=()):
-    """Set of entries kept of integer scores [n], one at a time as the definition says."""
+    """Set of entries kept of integer scores [n], added one at a time by definition."""
     kept, mass = [], 0
     for entry in descending(scores, forced):
         score = int(scores[entry])
@@ -52,14 +52,14 @@ def top_p(scores, target, *, minimum, maximum, keep_crossing, forced=()):
 
 
 def block_diagonals(slashes, block_size, num_blocks):
-    """Block diagonals that hold a pair at one of the token distances."""
+    """Block diagonals that contain a pair at one of the token distances."""
     near = {s // block_size for s in slashes}
     far = {-(-s // block_size) for s in slashes}
     return {d for d in near | far if d < num_blocks}
 
 
 def entries(padded, count):
-    """The listed entries, after checking that they ascend and that padding lies above them."""
+    """The listed entries, after checking that they ascend and that padding is above them."""
     listed = np.asarray(padded)[: int(count)].tolist()
     assert listed == sorted(set(listed))
     assert all(value > max(listed, default=-1) for value in np.asarray(padded)[int(count) :])
@@ -67,7 +67,7 @@ def entries(padded, count):
 
 
 def mask(diagonals, verticals, seq_len, block_size):
-    """The pairs that are computed, bool [S, S]."""
+    """The computed pairs, bool [S, S]."""
     q, k = np.arange(seq_len)[:, None], np.arange(seq_len)[None, :]
     by_block = np.isin(q // block_size - k // block_size, list(diagonals))
     return (k <= q) & (by_block | np.isin(k, list(verticals)))

@@ -1,4 +1,4 @@
-"""AdaSpa's masses, levels and lists against their definitions, and attention over them."""
+"""AdaSpa's masses, sparsity levels and lists against their definitions, and its attention."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ PATTERN = AdaSpa(0.6, first_blocks=1, last_blocks=1, block_size=BLOCK)
 
 
 def sharp_and_flat():
-    """Heads of different sharpness: the first ones keep more of their mass in few blocks."""
+    """Heads of different sharpness: the first ones concentrate more mass in few blocks."""
     q, k = inputs.random(0, 2, SEQ_LEN, HEADS, 2, DIM)
     return q * jnp.array([9.0, 6.0, 0.2, 0.1, 1.0, 0.5])[:, None], k
 
@@ -43,13 +43,13 @@ def definition(masses):
     found = []
     for number, head in enumerate(masses):
         place = order.index(number)
-        # (1 + s) / 2 and (3 s - 1) / 2 of 20 blocks left out.
+        # (1 + s) / 2 and (3 s - 1) / 2 of 20 blocks skipped.
         count = 4 if place < able else 12 if place >= HEADS - able else 8
         found.append(largest(head, count))
     return np.array(found)
 
 
-def test_masses_and_lists_are_those_of_the_definition():
+def test_masses_and_lists_match_the_definition():
     q, k = sharp_and_flat()
     masses, index = jax.jit(
         lambda q, k: (exact_masses(q, k, SHARDS, BLOCK), PATTERN.choose(q, k, SHARDS).index)
@@ -64,7 +64,7 @@ def test_masses_and_lists_are_those_of_the_definition():
         np.testing.assert_array_equal(found[b], wanted)
 
 
-def test_attention_over_an_index_that_is_used_again_is_that_of_its_pairs():
+def test_attention_with_a_reused_index_covers_its_pairs():
     q, k = inputs.random(1, 2, SEQ_LEN, HEADS, 2, DIM)
     v = jnp.roll(k, 1, axis=1)
     out, index = sparse_attention(q, k, v, pattern=PATTERN, causal=False, return_index=True)
@@ -74,7 +74,7 @@ def test_attention_over_an_index_that_is_used_again_is_that_of_its_pairs():
     np.testing.assert_array_equal(out, again)
 
 
-def test_without_levels_every_row_keeps_equally_many_and_recall_is_their_mass():
+def test_without_levels_all_rows_keep_equally_many_and_recall_is_their_mass():
     masses = np.random.default_rng(0).random((1, 4, NUM_BLOCKS, NUM_BLOCKS), np.float32)
     pattern = AdaSpa(0.75, adaptive=False, block_size=BLOCK)
 
@@ -89,9 +89,9 @@ def test_without_levels_every_row_keeps_equally_many_and_recall_is_their_mass():
     np.testing.assert_allclose(share, wanted, rtol=1e-6)
 
 
-def test_causal_attention_and_sizes_that_do_not_fit_are_refused():
+def test_causal_attention_and_invalid_sizes_raise():
     q, k = inputs.random(0, 1, 64, 2, 1, DIM)
-    with pytest.raises(ValueError, match="AdaSpa needs causal=False and .* ExactRows chooses by"):
+    with pytest.raises(ValueError, match="AdaSpa needs causal=False and .* use ExactRows"):
         sparse_attention(q, k, k, pattern=AdaSpa(block_size=16))
     with pytest.raises(ValueError, match="sparsity=0.2 must be at least 0.333"):
         AdaSpa(sparsity=0.2)

@@ -1,4 +1,4 @@
-"""The figures of an audit against their definitions in NumPy, on one device and over a mesh."""
+"""Audit metrics against their definitions in NumPy, on one device and over a mesh."""
 
 import functools
 
@@ -39,7 +39,7 @@ def arrays(dtype=jnp.float32):
         jax.random.normal(jax.random.key(seed), (BATCH, SEQ_LEN, heads, DIM), dtype)
         for seed, heads in ((7, KV_HEADS), (8, HEADS))
     )
-    # As small as gradients of a long sequence are: squares leave fp32.
+    # As small as gradients of a long sequence: squares underflow in fp32.
     return q, k, v, d_out * 1e-22
 
 
@@ -72,7 +72,7 @@ def close(found, expected, **tolerance):
         np.testing.assert_allclose(found[name], values, **tolerance, err_msg=name)
 
 
-def test_figures_are_those_of_the_definitions():
+def test_metrics_match_their_definitions():
     found, index = on_one_device()
     mask = np.asarray(mask_from_index(index, SEQ_LEN))
     expected = oracle.figures(*arrays(), mask, *ROWS, BLOCK, SCALE)
@@ -83,7 +83,7 @@ def test_figures_are_those_of_the_definitions():
     assert 0 < expected["starved_keys"].max() < 1
 
 
-def test_figures_are_the_same_over_a_mesh():
+def test_metrics_are_the_same_over_a_mesh():
     layout = Layout("striped", SEQ_LEN, 2, BLOCK, 1)
     order, axes = layout.permutation(), ("node", "device")
     tokens = P("data", axes)
@@ -101,7 +101,7 @@ def test_figures_are_the_same_over_a_mesh():
     )
 
 
-def test_figures_within_documents_are_those_of_each_alone():
+def test_metrics_within_documents_match_each_document_on_its_own():
     lengths = [[33, 21], [16, 40]]  # 5 and 3 blocks, 2 and 5; then padding
     documents = Documents.from_lengths(lengths, SEQ_LEN, BLOCK).blocks()
     rng = np.random.default_rng(3)
@@ -114,13 +114,13 @@ def test_figures_within_documents_are_those_of_each_alone():
     inputs_ = arrays()
     found = jax.jit(lambda *args: measure(*args, where))(*inputs_, index)
     expected = oracle.figures(*inputs_, wide, *ROWS, BLOCK, SCALE, lengths)
-    # The last rows are padding of both sequences.
+    # The last rows are padding in both sequences.
     assert np.isnan(found.pop("index_gap")).all() and np.isnan(expected.pop("index_gap")).all()
     close(found, expected, rtol=2e-5, atol=2e-6)
     assert expected["starved_mass"].min() > 0.01
 
 
-def test_keys_are_looked_at_in_chunks(monkeypatch):
+def test_keys_are_processed_in_chunks(monkeypatch):
     q, k, *_ = arrays()
     index = on_one_device()[1]
     keys = Keys.of(k, None, index, block_ids=jnp.arange(NUM_BLOCKS))
@@ -131,7 +131,7 @@ def test_keys_are_looked_at_in_chunks(monkeypatch):
         np.testing.assert_array_equal(some, expected)
 
 
-def test_rows_are_drawn_from_everywhere_and_from_the_end():
+def test_rows_are_sampled_everywhere_and_at_the_end():
     rows = AuditRows.draw(jax.random.key(0), 1000, 64, last=True)
     assert rows.everywhere.shape == (48,) and rows.last.shape == (16,)
     assert np.unique(rows.everywhere).size == 48 and np.unique(rows.last).size == 16

@@ -30,25 +30,25 @@ def test_reads_objects_and_lists(tmp_path):
     ("content", "message"),
     [
         ("{", "is not JSON"),
-        ("[]", "must be a list with one entry a layer"),
-        ('{"0": []}', "must be a list with one entry a layer"),
-        ("[[]]", "layer 0 must be an object or a list with one entry a head"),
+        ("[]", "must be a JSON list with one entry per layer"),
+        ('{"0": []}', "must be a JSON list with one entry per layer"),
+        ("[[]]", "layer 0 must be an object or a list with one entry per head"),
         ([{"0": HEAD}, {"0": HEAD, "2": HEAD}], "layer 1 has 2 heads but none numbered 1"),
         ([{"0": HEAD}, {"0": HEAD, "1": HEAD}], "layer 1 has 2 heads but layer 0 has 1"),
         ([[HEAD], [HEAD[:2]]], r"layer 1, head 0 is \['vertical_and_slash', 1000\]; it must be"),
-        ([[["flex", [0.9, 4096], [0.9, 4096], 1]]], "head 0 holds .* use kind 'vertical_slash'"),
-        ([[["fixed", -1, 5, 1]]], "head 0 has budget -1; it must be a whole number, 0 or more"),
+        ([[["flex", [0.9, 4096], [0.9, 4096], 1]]], "head 0 holds .* use kind vertical_slash"),
+        ([[["fixed", -1, 5, 1]]], "head 0 has budget -1; it must be an integer, at least 0"),
         ([[["fixed", 1, 5.5, 1]]], "head 0 has budget 5.5"),
         ([[["fixed", True, 5, 1]]], "head 0 has budget True"),
     ],
 )
-def test_a_bad_file_is_named(tmp_path, content, message):
+def test_an_error_names_the_file(tmp_path, content, message):
     path = tmp_path / "budgets.json"
     path.write_text(content if isinstance(content, str) else json.dumps(content))
     with pytest.raises(UserError, match=f"budget file {path}.*{message}"):
         load_budgets(path)
 
 
-def test_a_missing_file_is_named(tmp_path):
+def test_a_missing_file_raises(tmp_path):
     with pytest.raises(UserError, match="absent.json cannot be read: No such file"):
         load_budgets(tmp_path / "absent.json")

@@ -1,4 +1,4 @@
-"""Pairs by the length of documents: against a loop, on one device and over ranks."""
+"""Pairs by document length: against a loop, on one device and over ranks."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ G, NB, LENGTHS = 4, 16, [[3, 21, 9, 24], [64]]
 
 
 def pairs_in_a_loop(mask):
-    """Shares of a sequence's pairs, [K, B, Hq], from the mask of blocks."""
+    """Fractions of a sequence's pairs, [K, B, Hq], from the mask of blocks."""
     found = np.zeros((num_classes(NB), *mask.shape[:2]))
     for b, own in enumerate(LENGTHS):
         first = 0
@@ -48,11 +48,11 @@ def test_pairs_by_length_on_one_device_and_over_ranks():
     stripes = jnp.arange(NB).reshape(-1, 4).T
     total = lambda x: jax.lax.psum(x, "ranks")  # noqa: E731
     ranks = jax.jit(jax.vmap(lambda rows: of(rows, total), axis_name="ranks"))(stripes)
-    for found in ranks:  # to the bit: integers are added
+    for found in ranks:  # bit-identical: integer sums
         np.testing.assert_array_equal(found, alone)
 
 
-def test_pairs_that_no_int32_holds():
+def test_pair_counts_may_exceed_an_int32():
     seq_len, size = 131072, 2048
     documents = Documents.from_lengths([[seq_len // 4, seq_len // 2]], seq_len, size).blocks()
 
@@ -72,14 +72,14 @@ def test_pairs_that_no_int32_holds():
     )
 
 
-def test_numbers_of_a_step_are_taken_out_by_class():
+def test_statistics_are_extracted_by_class():
     layers = {f"pairs_of_length_class_{k}": np.array([k, k + 2.0]) for k in (10, 2, 0, 1)}
     layers["density"] = np.ones(2)
     assert take_pairs_by_length(layers).tolist() == [1, 2, 3, 11]
     assert list(layers) == ["density"] and take_pairs_by_length(layers) is None
 
 
-def test_an_index_that_cannot_tell_is_refused():
+def test_an_index_without_row_counts_raises():
     documents = Documents.from_lengths(LENGTHS, NB * G, G).blocks()
     rows = Rows(jnp.arange(NB), lambda x: x)
     with pytest.raises(UserError, match='cannot be measured with a DenseIndex: data.balance = "le'):

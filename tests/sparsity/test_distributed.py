@@ -1,4 +1,4 @@
-"""The index does not depend on how many ranks choose it, nor on how blocks are dealt to them."""
+"""The index is independent of the number of ranks and of the assignment of blocks to them."""
 
 import functools
 import re
@@ -53,20 +53,20 @@ def on_one_device(seed, dtype):
     ("data", "nodes", "devices", "kind", "dtype"),
     [
         (1, 2, 1, "zigzag", jnp.float32),
-        # The eight rows of all heads do not come out even.
+        # The eight rows of all heads do not divide evenly.
         (1, 1, 5, "contiguous", jnp.float32),
         (2, 2, 2, "striped", jnp.bfloat16),
         # Eight ranks of five blocks: an odd number, so chunks of two are padded.
         (1, 2, 4, "striped", jnp.float32),
     ],
 )
-def test_same_bits_as_on_one_device(data, nodes, devices, kind, dtype):
+def test_bit_identical_to_one_device(data, nodes, devices, kind, dtype):
     layout = Layout(kind, SEQ_LEN, nodes * devices, BLOCK, nodes)
     shards = P("data", AXES)
 
     def local(q, k):
         indices, recall = choose_all(q, k, layout.block_ids(jax.lax.axis_index(AXES)), AXES)
-        # What every rank has got, to see that they agree.
+        # The results of every rank, to check that they agree.
         return jax.tree.map(lambda x: x[None], (indices, recall))
 
     run = jax.jit(
@@ -101,10 +101,10 @@ def test_the_cases_are_not_trivial():
 
 
 @pytest.mark.parametrize(("name", "softmax"), [("safe", 3), ("fixed", 0)])
-def test_ranks_exchange_a_fixed_number_of_times(name, softmax):
-    """For the last queries and the softmax, to deal the heads and to spread the lists.
+def test_the_number_of_collectives_is_fixed(name, softmax):
+    """For the last queries and the softmax, to distribute heads and to gather the lists.
 
-    The softmax takes a maximum and two sums, which XLA makes one on a GPU.
+    The softmax needs a maximum and two sums, which XLA combines on a GPU.
     """
     layout = Layout("striped", SEQ_LEN, 8, BLOCK)
 

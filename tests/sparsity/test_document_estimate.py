@@ -1,4 +1,4 @@
-"""The estimate for packed documents by kernels, in Pallas' GPU interpreter, against XLA's."""
+"""The estimate for packed documents by kernels, in Pallas' GPU interpreter, against XLA."""
 
 import functools
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ from tests.pallas_kernels.quick_pallas import quicken_callbacks
 
 
 def test_kernels_score_each_block_by_its_own_document(monkeypatch):
-    """A document of one and a half blocks, one that is shorter than its queries, and padding."""
+    """A document of one and a half blocks, one shorter than its queries, and padding."""
     quicken_callbacks(monkeypatch)
     rng, blocks, size, heads = np.random.default_rng(0), 4, 128, 2
     q = jnp.asarray(rng.normal(size=(1, blocks * size, heads, 64)), jnp.bfloat16)

@@ -1,4 +1,4 @@
-"""Patterns by last queries choose in a pack what they choose for a document alone, on any ranks."""
+"""Patterns with probe queries select the same in a pack as for single documents, on any ranks."""
 
 import functools
 import json
@@ -18,8 +18,8 @@ from tests.sparsity import inputs
 
 BLOCK, NUM_BLOCKS, DIM = 16, 16, 16
 SEQ_LEN = BLOCK * NUM_BLOCKS
-# A token and a block, which are dense; fewer tokens than queries in the last block, a whole block
-# at the end, and padding behind. In the other sequence one document only, with padding in it.
+# A token and a block, which are dense; fewer tokens than queries in the last block; a whole block
+# at the end; then padding. The other sequence has a single document that ends with padding.
 LENGTHS = [[1, 16, 66, 64, 40], [247]]
 ANY = dict(last_q=8, block_size=BLOCK, dense_below=3 * BLOCK)
 OPTIONS = dict(**ANY, sink_tokens=2, local_blocks=1)
@@ -30,7 +30,7 @@ def numbers(*of_heads):
     return np.array(of_heads, np.int32)
 
 
-# Of a head without columns and of one without diagonals; the last keeps every column.
+# A head without columns and one without diagonals; the last keeps every column.
 BUDGETS = numbers(0, 9, 20, SEQ_LEN), numbers(3, 0, 25, 2)
 FORCED = dict(sinks=numbers(2, 2, 20, 0), windows=numbers(2, 0, 3, 0))
 PATTERNS = {
@@ -49,7 +49,7 @@ PATTERNS = {
         *BUDGETS, **FORCED, max_verticals=SEQ_LEN, max_slashes=25, max_sinks=20, **ANY
     ),
 }
-# Of 256 tokens at 2 columns a block: a document of 5 blocks has room for 10.
+# With 256 tokens and 2 columns per block, a document of 5 blocks has room for 10.
 CAPPED = {
     "top-p": VerticalSlash(top_p=1.0, max_verticals=16, **FEW, **OPTIONS),
     "budgets": FixedBudget(
@@ -67,7 +67,7 @@ def spans(lengths):
 
 @functools.cache
 def arrays():
-    """Queries and keys of large logits, so that few keys hold much."""
+    """Queries and keys with large logits, so that few keys hold most of the mass."""
     q, k = inputs.random(0, len(LENGTHS), SEQ_LEN, 4, 2, DIM)
     return 3 * q, k
 
@@ -90,7 +90,7 @@ def pack(name):
 
 
 @pytest.mark.parametrize("name", PATTERNS)
-def test_a_pack_chooses_what_each_document_chooses_alone(name):
+def test_a_pack_selects_the_same_as_each_document_on_its_own(name):
     found, saved = index_mask(pack(name).index, SEQ_LEN), []
     wanted = np.zeros_like(found)
     noise = np.asarray(jax.random.normal(jax.random.key(1), (SEQ_LEN, 1, 1)) * 5)
@@ -119,7 +119,7 @@ def test_a_pack_chooses_what_each_document_chooses_alone(name):
 
 
 @pytest.mark.parametrize("name", CAPPED)
-def test_documents_share_the_room_for_columns_by_their_lengths(name):
+def test_documents_share_the_column_capacity_by_length(name):
     # Each of its last queries sees the last key it can: all columns have mass, so caps decide.
     index = pack(name).index
     marks = index.column_marks[..., 0][..., None] >> np.arange(BLOCK) & 1
@@ -131,11 +131,11 @@ def test_documents_share_the_room_for_columns_by_their_lengths(name):
     assert index.max_columns == 128
     capacity = CAPPED[name].for_documents().capacities
     assert capacity(NUM_BLOCKS)[1] == 128
-    # 512 blocks: room for 32 columns in all, and at least 4 of each of 170 documents.
+    # 512 blocks: room for 32 columns in total, but at least 4 for each of 170 documents.
     assert capacity(512)[1] == 768
 
 
-def test_the_room_for_columns_has_at_least_what_each_document_is_given():
+def test_the_column_capacity_covers_the_budgets_of_each_document():
     assert VerticalSlash().for_documents().capacities(4096)[1] == 8192 + 64 * 128
     room = dict(max_verticals=1000, max_slashes=0, block_size=128)
     budgets = MInference(*BUDGETS, **FORCED, **room, max_sinks=20).for_documents()
@@ -144,7 +144,7 @@ def test_the_room_for_columns_has_at_least_what_each_document_is_given():
 
 
 @pytest.mark.parametrize("kind", [BudgetFile, MInferenceFile])
-def test_files_of_budgets_give_the_pattern_for_documents(kind, tmp_path):
+def test_budget_files_give_the_pattern_for_documents(kind, tmp_path):
     path = tmp_path / "budgets.json"
     path.write_text(json.dumps([[["stream_llm", 40, 5, 1.0], ["vertical_and_slash", 60, 7, 1.0]]]))
     settings, model = kind(str(path), dense_below=2048, sink_tokens=9), ModelSizes(1, 2, 8192)
@@ -152,7 +152,7 @@ def test_files_of_budgets_give_the_pattern_for_documents(kind, tmp_path):
     assert packed.by_rows and packed.dense_below == 2048
     found, wanted = packed.pattern(model), settings.pattern(model).for_documents()
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
-    # 64 blocks: 120 columns by lengths, and those of sinks of 4 documents; at most 60 of each.
+    # 64 blocks: 120 columns by length, and the sinks of 4 documents; at most 60 of each.
     sinks = 9 if kind is BudgetFile else 40
     assert packed.capacities(64)[1] == -(-min(120 + 4 * sinks, 240) // 128) * 128
     assert packed.capacities(64) == found.capacities(64)
@@ -161,7 +161,7 @@ def test_files_of_budgets_give_the_pattern_for_documents(kind, tmp_path):
 @pytest.mark.parametrize(
     ("name", "ranks"), [("paper", 2), ("paper", 4), ("paper", 8), ("fixed", 4)]
 )
-def test_ranks_choose_the_rows_of_one(name, ranks):
+def test_ranks_select_the_same_rows_as_one_device(name, ranks):
     pattern, layout = PATTERNS[name], Layout("striped", SEQ_LEN, ranks, BLOCK)
     rows = np.stack([layout.block_ids(rank) for rank in range(ranks)]).astype(np.int32)
     documents = Documents.from_lengths(LENGTHS, SEQ_LEN, BLOCK)
@@ -170,13 +170,13 @@ def test_ranks_choose_the_rows_of_one(name, ranks):
         shards = Shards(block_ids, NUM_BLOCKS, ("rank",), documents=documents.blocks())
         return pattern.for_documents().choose(q, k, shards)
 
-    # Dealt in NumPy, as JAX would compile each step for each number of ranks.
+    # Distributed with NumPy; JAX would compile each step for each number of ranks.
     blocks = [
         np.asarray(x).reshape(len(LENGTHS), NUM_BLOCKS, BLOCK, *x.shape[2:]) for x in arrays()
     ]
-    dealt = [np.moveaxis(x[:, rows], 1, 0) for x in blocks]
-    dealt = [x.reshape(ranks, len(LENGTHS), -1, *x.shape[4:]) for x in dealt]
-    many, one = jax.jit(jax.vmap(on_rank, axis_name="rank"))(*dealt, rows), pack(name)
+    sharded = [np.moveaxis(x[:, rows], 1, 0) for x in blocks]
+    sharded = [x.reshape(ranks, len(LENGTHS), -1, *x.shape[4:]) for x in sharded]
+    many, one = jax.jit(jax.vmap(on_rank, axis_name="rank"))(*sharded, rows), pack(name)
     for field in ("bits", "column_marks", "column_start"):
         found, wanted = (np.asarray(getattr(x.index, field)) for x in (many, one))
         np.testing.assert_array_equal(np.moveaxis(found, 0, 3)[:, :, range(rows.shape[1])],

@@ -1,4 +1,4 @@
-"""Documents: from what users have, and looked up for each block."""
+"""`Documents`: constructors, and per-block lookup."""
 
 import jax
 import numpy as np
@@ -8,7 +8,7 @@ from mtraining_jax.sparsity.documents import Documents
 from pallas_kernels.index import bits as sets
 
 BLOCK, SEQ_LEN, NUM_BLOCKS = 8, 96, 12
-# Two sequences: padding in the middle of documents' blocks and behind the last; none at all.
+# Two sequences: padding within documents' blocks and after the last document; no padding.
 IDS = np.zeros((2, SEQ_LEN), np.int32)
 IDS[0, :1], IDS[0, 8:25], IDS[0, 40:48] = 7, 3, 9
 IDS[1] = 1
@@ -18,12 +18,12 @@ TABLE = [
 ]  # fmt: skip
 
 
-def test_documents_are_read_from_what_users_have():
+def test_documents_from_all_input_formats():
     found = Documents.from_segment_ids(IDS, BLOCK)
     np.testing.assert_array_equal(found.table, TABLE)
     offsets, lengths = [[0, 8, 40, 48], [0, 96]], [[1, 17, 8], [96]]
     by_offsets = Documents.from_cu_seqlens(offsets, SEQ_LEN, BLOCK, lengths)
-    # Blocks of padding between two documents are no part of the first one.
+    # Padding blocks between two documents do not belong to the first one.
     np.testing.assert_array_equal(by_offsets.table, TABLE)
     whole = Documents.from_cu_seqlens(np.array([0, 8, 32, 95]), SEQ_LEN, BLOCK)
     wanted = [(0, 1, 8), *[(1, 4, 24)] * 3, *[(4, 12, 63)] * 8]
@@ -39,8 +39,8 @@ def test_documents_are_read_from_what_users_have():
         (lambda: Documents.from_segment_ids([1] * 9 + [2] * 7, 8),
          r"segment_ids of sequence 0: document 1 begins at token 9, .* nearest: 8 and 16"),
         (lambda: Documents.from_segment_ids([1] * 8 + [2] * 8 + [1] * 8, 8),
-         r"segment_ids\[0, 16\] = 1 has come before"),
-        (lambda: Documents.from_segment_ids([1] * 8 + [0] * 8 + [1] * 8, 8), "has come before"),
+         r"segment_ids\[0, 16\] = 1 appears a second time"),
+        (lambda: Documents.from_segment_ids([1] * 8 + [0] * 8 + [1] * 8, 8), "a second time"),
         (lambda: Documents.from_segment_ids([1] * 9, 8), "seq_len=9 must be a multiple"),
         (lambda: Documents.from_segment_ids(np.ones(8), 8), r"segment_ids is float64 \[8\]"),
         (lambda: jax.jit(lambda x: Documents.from_segment_ids(x, 8).table)(np.ones(8, int)),
@@ -48,16 +48,16 @@ def test_documents_are_read_from_what_users_have():
         (lambda: Documents.from_cu_seqlens([0, 16, 8], 24, 8),
          r"cu_seqlens\[2\] = 8 of sequence 0 must be above cu_seqlens\[1\] = 16"),
         (lambda: Documents.from_cu_seqlens([0, 8, 8], 24, 8), r"cu_seqlens\[2\] = 8"),
-        (lambda: Documents.from_cu_seqlens([8, 16], 24, 8), r"begin with \[8\]: 0, where"),
+        (lambda: Documents.from_cu_seqlens([8, 16], 24, 8), r"begins with \[8\]; the first entry"),
         (lambda: Documents.from_cu_seqlens([0, 12, 24], 24, 8),
          "document 1 begins at token 12, which must be a multiple of block_size=8"),
         (lambda: Documents.from_cu_seqlens([0, 8, 32], 24, 8),
-         "document 1 ends at token 32, behind the 24 tokens"),
+         "document 1 ends at token 32, beyond the 24 tokens"),
         (lambda: Documents.from_cu_seqlens([0, 8], 24, 8, [9]), r"lengths of sequence 0 are \[9\]"),
-        (lambda: Documents.from_cu_seqlens([[0, 8]], 24, 8, [[8], [8]]), "lengths are of 2 seq"),
+        (lambda: Documents.from_cu_seqlens([[0, 8]], 24, 8, [[8], [8]]), "lengths has 2 sequences"),
         (lambda: Documents.from_segment_ids([[1] * 8 + [-1] * 8], 8),
-         r"segment_ids\[0, 8\] = -1 is negative: .* padding has 0"),
-        (lambda: Documents.from_lengths([8, 8], 24, 8), r"lengths\[0\] is int64 \[\]: .* 1 axis"),
+         r"segment_ids\[0, 8\] = -1 is negative; .* 0 for padding"),
+        (lambda: Documents.from_lengths([8, 8], 24, 8), r"lengths\[0\] is int64 \[\]; .* 1 axis"),
         (lambda: Documents.from_lengths([[8.5]], 24, 8), r"lengths\[0\] is float64 \[1\]"),
         (lambda: Documents.from_lengths([[8]], 24, 0), "block_size=0 must be at least 1"),
         (lambda: Documents.from_lengths([[8]], 25, 8), "seq_len=25 must be a multiple of block"),
@@ -65,12 +65,12 @@ def test_documents_are_read_from_what_users_have():
         (lambda: Documents.from_lengths([[8, 17]], 24, 8), "document 1 ends at token 25"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_documents_is_refused(make, message):
+def test_invalid_documents_raise(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 
 
-def test_each_block_knows_its_document():
+def test_the_document_of_each_block():
     found = Documents.from_segment_ids(IDS, BLOCK).blocks()
     first = [0, 1, 1, 1, 12, 5, 12, 12, 12, 12, 12, 12]
     np.testing.assert_array_equal(found.first, [first, [0] * 12])

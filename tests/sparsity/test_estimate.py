@@ -31,7 +31,7 @@ def last(q, last_q):
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_masses_are_those_of_dense_attention(shape):
+def test_masses_match_dense_attention(shape):
     q, k = make(shape)
     seq_len, head_dim, block_size, last_q = shape[1], shape[4], shape[5], shape[6]
     num_blocks = seq_len // block_size
@@ -50,7 +50,7 @@ def test_masses_are_those_of_dense_attention(shape):
     probability = oracle.softmax(oracle.last_logits(q, k, last_q, scale)) / last_q
     flat = (*vertical.shape[:2], seq_len)
     vertical, slash = (np.asarray(x).reshape(flat) / 2.0**30 for x in (vertical, slash))
-    # fp32 logits of size 10 carry errors of 1e-6, and so do masses, relative to their size.
+    # fp32 logits of size 10 have errors of 1e-6, and so do masses, relative to their size.
     tolerance = dict(rtol=2e-5, atol=3 * 2.0**-30)
     np.testing.assert_allclose(vertical, probability.sum(2), **tolerance)
     np.testing.assert_allclose(slash[..., ::-1], oracle.diagonal_sums(probability), **tolerance)
@@ -72,7 +72,7 @@ def test_a_far_peak_leaves_no_mass_elsewhere_and_nothing_overflows():
     np.testing.assert_array_equal(slash.reshape(-1)[::-1], expected)
 
 
-def test_logit_sums_skip_what_the_causal_mask_hides():
+def test_logit_sums_skip_masked_pairs():
     shape = SHAPES[0]
     q, k = make(shape)
     last_q, num_blocks = shape[6], shape[1] // shape[5]
@@ -88,7 +88,7 @@ def test_logit_sums_skip_what_the_causal_mask_hides():
     assert np.isneginf(np.asarray(vertical).reshape(flat)[..., 1 - last_q :]).all()
 
 
-# last_q, dtype, backend, and how many Hopper kernels the choice lowers to on an H200.
+# last_q, dtype, backend, and the number of Hopper kernels in the selection's H200 program.
 ON_HOPPER = [
     (64, jnp.bfloat16, None, 2),
     (64, jnp.float16, "mosaic_gpu", 2),
@@ -98,7 +98,7 @@ ON_HOPPER = [
 
 
 @pytest.mark.parametrize(("last_q", "dtype", "backend", "count"), ON_HOPPER)
-def test_the_kernels_run_where_they_can(last_q, dtype, backend, count):
+def test_kernels_run_where_supported(last_q, dtype, backend, count):
     q = jax.ShapeDtypeStruct((1, 1024, 4, 64), dtype)
     k = jax.ShapeDtypeStruct((1, 1024, 2, 64), dtype)
     pattern = VerticalSlash(last_q=last_q)
@@ -113,7 +113,7 @@ def test_the_kernels_run_where_they_can(last_q, dtype, backend, count):
     assert lowered.as_text().count("@mosaic_gpu_v2(") == count
 
 
-def test_the_kernels_cannot_be_asked_for_on_a_cpu():
+def test_requesting_kernels_on_a_cpu_raises():
     q = k = jnp.zeros((1, 128, 1, 64), jnp.bfloat16)
     with pytest.raises(ValueError, match="backend='mosaic_gpu' cannot run here"):
         choose_index(

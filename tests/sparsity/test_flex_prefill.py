@@ -14,7 +14,7 @@ from mtraining_jax.sparsity.flex_cut import _quotient
 from tests.sparsity import inputs, oracle
 
 GAMMA, BUDGET, DIM = 0.5, 3, 16
-CLOSE = 2e-6  # of masses: what rounding may put in either order
+CLOSE = 2e-6  # mass differences whose order rounding may change
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -81,7 +81,7 @@ def pooled_lists(weights):
 
 
 def check_head(found, aware, q, k, size, threshold):
-    """Of one head in one sequence of any length: bool [NB, NB] and its kind, by the definition."""
+    """Checks one head of one sequence, bool [NB, NB] and its kind, against the definition."""
     _, mass = steps_one_to_three(q, k, size, False)
     apart = distance(q, k, size, mass)
     assert abs(apart - threshold) > 1e-3 and aware in (None, apart < threshold)
@@ -97,7 +97,7 @@ def check_head(found, aware, q, k, size, threshold):
     return apart < threshold
 
 
-# Of packs, with two passes of the estimate for a block.
+# For packs, with two passes of the estimate per block.
 SIZE, NUM_BLOCKS, THRESHOLD = 128, 16, 0.0945
 
 
@@ -109,7 +109,7 @@ PACK = pattern_of(SIZE, THRESHOLD)
 
 
 @pytest.mark.parametrize(("size", "num_blocks", "threshold"), [(16, 24, 0.1), (SIZE, 6, THRESHOLD)])
-def test_both_kinds_of_heads_are_those_of_the_definition(size, num_blocks, threshold):
+def test_both_kinds_of_heads_match_the_definition(size, num_blocks, threshold):
     q, k = inputs.random(0, 2, size * num_blocks, 4, 2, DIM)
     found, aware = jax.device_get(chosen(pattern_of(size, threshold), q, k))
     q, k = np.asarray(q, np.float64), np.asarray(k, np.float64)
@@ -118,7 +118,7 @@ def test_both_kinds_of_heads_are_those_of_the_definition(size, num_blocks, thres
     assert set(np.ravel(aware)) == {0.0, 1.0}
 
 
-# One of the documents is dense, and the last block of another is not whole.
+# One of the documents is dense, and the last block of another is incomplete.
 LENGTHS = [[768, 130, 768], [1142]]
 SPANS = [[(0, 6), (6, 8), (8, 14)], [(0, 9)]]
 DOCUMENTS = Documents.from_lengths(LENGTHS, NUM_BLOCKS * SIZE, SIZE)
@@ -129,7 +129,7 @@ def pack():
     return inputs.random(0, 2, NUM_BLOCKS * SIZE, 4, 2, DIM)
 
 
-def test_each_document_of_a_pack_has_the_blocks_of_the_definition():
+def test_each_document_of_a_pack_matches_the_definition():
     found, shares = jax.device_get(chosen(PACK, *pack(), documents=DOCUMENTS))
     q, k = (np.asarray(x, np.float64) for x in pack())
     kinds = np.zeros((2, 4, 3))
@@ -146,11 +146,11 @@ def test_each_document_of_a_pack_has_the_blocks_of_the_definition():
             kinds[b, h, n] = check_head(found[b, h, own, own], None, *one, SIZE, THRESHOLD)
         assert not found[b, h][outside].any()
     np.testing.assert_allclose(shares, kinds.sum(-1) / [[2], [1]])
-    # Heads of both kinds, and one that is of another kind in each document.
+    # Heads of both kinds, and one of a different kind in each document.
     assert set(np.ravel(shares)) == {0.0, 0.5, 1.0}
 
 
-def test_a_document_has_the_blocks_it_has_as_a_sequence_and_no_other_changes_them():
+def test_a_document_matches_a_single_sequence_and_others_do_not_affect_it():
     found, _ = chosen(PACK, *pack(), documents=DOCUMENTS)
     whole = [(first * SIZE, end * SIZE) for first, end in (SPANS[0][0], SPANS[0][2])]
     alone = [jnp.stack([x[0, start:end] for start, end in whole]) for x in pack()]
@@ -166,7 +166,7 @@ def test_a_document_has_the_blocks_it_has_as_a_sequence_and_no_other_changes_the
     np.testing.assert_array_equal(found, again)
 
 
-def test_eight_ranks_choose_in_documents_what_one_device_does():
+def test_eight_ranks_select_in_documents_the_same_as_one_device():
     ranks = 8
     layout = Layout("striped", NUM_BLOCKS * SIZE, ranks, SIZE)
     rows = np.stack([layout.block_ids(rank) for rank in range(ranks)]).astype(np.int32)
@@ -177,8 +177,8 @@ def test_eight_ranks_choose_in_documents_what_one_device_does():
         return choice.index.bits, choice.statistics["query_aware"]
 
     blocks = [x.reshape(2, NUM_BLOCKS, SIZE, *x.shape[2:])[:, rows] for x in pack()]
-    dealt = [jnp.moveaxis(x, 1, 0).reshape(ranks, 2, -1, *x.shape[4:]) for x in blocks]
-    bits, shares = jax.device_get(jax.jit(jax.vmap(on_rank, axis_name="rank"))(*dealt, rows))
+    sharded = [jnp.moveaxis(x, 1, 0).reshape(ranks, 2, -1, *x.shape[4:]) for x in blocks]
+    bits, shares = jax.device_get(jax.jit(jax.vmap(on_rank, axis_name="rank"))(*sharded, rows))
     found = bits >> np.arange(NUM_BLOCKS, dtype=np.uint32) & 1 > 0
     wanted, share = jax.device_get(chosen(PACK, *pack(), documents=DOCUMENTS))
     np.testing.assert_array_equal(np.moveaxis(found, 0, 2), wanted[:, :, rows])
@@ -215,6 +215,6 @@ def test_long_division_is_exact():
     np.testing.assert_array_equal(found, np.minimum(total // by, 2**30))
 
 
-def test_budgets_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match="max_budget=5 must not be below min_budget=512"):
+def test_invalid_budgets_raise():
+    with pytest.raises(ValueError, match="max_budget=5 must be at least min_budget=512"):
         FlexPrefill(max_budget=5)

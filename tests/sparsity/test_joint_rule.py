@@ -20,7 +20,7 @@ RULES = {
     "density": JointRule(1.0, 0.0, 0.5, **COMMON),
     "half of it the nearest": JointRule(1.0, 0.0, 0.7, **COMMON, local_share=0.5),
     "no limit": JointRule(1.0, 0.0, 1.0, **COMMON | dict(max_verticals=TOKENS)),
-    # What is forced costs more.
+    # Forced entries exceed the limit.
     "nothing but what is forced": JointRule(0.9, 0.0, 0.01, **COMMON | dict(local_blocks=3)),
 }
 
@@ -31,7 +31,7 @@ def run(columns, diagonals, tokens, rule):
 
 
 def scores():
-    """Few distinct masses make ties; others hold nearly all in one place."""
+    """Few distinct masses create ties; others concentrate nearly all mass in one entry."""
     masses = st.one_of(st.integers(0, 3), st.integers(0, 2**30 // TOKENS))
     return arrays(np.int32, (2, 1, BLOCKS, SIZE), elements=masses)
 
@@ -45,7 +45,7 @@ def assert_follows(by_distance, tokens, rule):
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_keeps_what_counting_every_pair_keeps(name):
+def test_matches_counting_every_pair(name):
     @settings(max_examples=40, deadline=None, derandomize=True, database=None)
     @given(scores(), st.sampled_from([TOKENS, TOKENS - 2, TOKENS - 4, 9, 2]))
     def check(by_distance, tokens):
@@ -83,7 +83,7 @@ def test_a_column_is_kept_as_a_column_and_a_diagonal_as_a_diagonal():
     assert columns == {0, 1} and diagonals >= {0, 2, 5}
 
 
-def test_it_holds_no_less_than_a_window_that_costs_as_much():
+def test_holds_at_least_the_mass_of_a_window_of_equal_cost():
     rng = np.random.default_rng(0)
     replaced = 0
     for seed in range(40):

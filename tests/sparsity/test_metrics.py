@@ -28,7 +28,7 @@ def index_of(diagonals, verticals, num_blocks=NUM_BLOCKS, size=SIZE):
 
 
 @pytest.mark.parametrize(("diagonals", "verticals"), [({0, 3}, {1, 2, 30}), (set(), set())])
-def test_density_is_the_share_of_causal_pairs(diagonals, verticals):
+def test_density_is_the_fraction_of_causal_pairs(diagonals, verticals):
     mask = oracle.mask(diagonals, verticals, SEQ_LEN, SIZE)
     density = jax.jit(sparsity.density, static_argnums=1)(index_of(diagonals, verticals), SEQ_LEN)
     share = mask.sum() / sparsity.causal_pairs(SEQ_LEN)
@@ -40,19 +40,19 @@ def test_all_pairs_have_density_one():
 
 
 def test_flops_count_the_matrix_products():
-    # Scores and output forward; scores, dv, dp, dq and dk backward; 2 D FLOP a pair each.
+    # Scores and output forward; scores, dv, dp, dq and dk backward; 2 D FLOP per pair each.
     assert sparsity.attention_flops(10, 64) == (2 * 2 * 64 * 10, 5 * 2 * 64 * 10)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_recall_is_the_share_of_softmax_mass_on_the_mask(dtype):
+def test_recall_is_the_fraction_of_softmax_mass_on_the_mask(dtype):
     seq_len, size, heads = 320, 16, 4
     num_blocks = seq_len // size
     q, k = inputs.random(0, 2, seq_len, heads, 2, 32, dtype)
     rng = np.random.default_rng(0)
     diagonals = [[{0, 1}, {3, 7, 19}], [set(), set(range(num_blocks))]]
     verticals = [[{0, 1, 2, 300}, set(rng.choice(seq_len, 30).tolist())], [{0, 319}, set()]]
-    # Heads 2 and 3 get what heads 0 and 1 of the other batch entry have.
+    # Heads 2 and 3 get the sets of heads 0 and 1 of the other batch entry.
     diagonals = [a + b for a, b in zip(diagonals, diagonals[::-1], strict=True)]
     verticals = [a + b for a, b in zip(verticals, verticals[::-1], strict=True)]
     rows = np.array([0, 5, 16, 33, 100, 257, 319])
@@ -64,7 +64,7 @@ def test_recall_is_the_share_of_softmax_mass_on_the_mask(dtype):
         lambda *leaves: jnp.concatenate(leaves, 0),
         *[jax.tree.map(lambda *leaves: jnp.concatenate(leaves, 1), *row) for row in indices],
     )
-    # The same pairs as lists of blocks, where there are no columns; and all pairs.
+    # The same pairs as block lists, without columns; and all pairs.
     mask = jnp.array([[oracle.mask(d, (), num_blocks, 1) for d in row] for row in diagonals])
     cases = {
         "diagonals and columns": (index, verticals),
@@ -84,7 +84,7 @@ def test_recall_is_the_share_of_softmax_mass_on_the_mask(dtype):
         np.testing.assert_allclose(recall, expected, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
-def test_recall_of_what_is_not_causal_is_refused():
+def test_recall_of_a_non_causal_index_raises():
     q, k = inputs.random(0, 1, 32, 2, 1, 16, jnp.float32)
     with pytest.raises(ValueError, match="the index is not causal"):
         sparsity.attention_recall(

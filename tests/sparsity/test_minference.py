@@ -1,4 +1,4 @@
-"""MInference's files, and the choice of their budgets against its definition."""
+"""MInference's files, and selection by their budgets against its definition."""
 
 import json
 
@@ -16,7 +16,7 @@ SEQ_LEN, BLOCK, LAST_Q, SINKS, WINDOW = 512, 16, 16, 3, 5
 NUM_BLOCKS = SEQ_LEN // BLOCK
 LAYER = [
     ["vertical_and_slash", 60, 80, 0.9],
-    ["vertical_and_slash", 0, 0, 1.0],  # 30 and 50 at least
+    ["vertical_and_slash", 0, 0, 1.0],  # raised to 30 and 50
     ["stream_llm", 10, 40, 1.0],
 ]
 
@@ -35,7 +35,7 @@ def largest(scores, count, forced):
     return set(order[:count])
 
 
-def test_each_head_keeps_what_its_type_says(tmp_path):
+def test_each_head_follows_its_type(tmp_path):
     of_file = settings(tmp_path / "budgets.json", LAYER)
     pattern = of_file.pattern(ModelSizes(2, 3, SEQ_LEN))
     first = jax.tree.map(lambda x: x[0], pattern)
@@ -52,7 +52,7 @@ def test_each_head_keeps_what_its_type_says(tmp_path):
         for h, (verticals, sinks, slashes, window) in enumerate(expected):
             wanted = largest(np.round(columns[b, h], 8), verticals, sinks)
             found = oracle.entries(index.vertical_tokens[b, h], index.vertical_count[b, h])
-            # Of masses that rounding may put in either order, either may be kept.
+            # Masses that rounding may reorder may be kept either way.
             cut = min(columns[b, h][list(wanted)])
             either = {i for i in range(SEQ_LEN) if abs(columns[b, h, i] - cut) < 1e-6 * cut}
             assert len(found) == verticals and set(found) ^ wanted <= either
@@ -62,10 +62,10 @@ def test_each_head_keeps_what_its_type_says(tmp_path):
             assert set(found) == wanted
 
 
-def test_a_type_that_is_not_known_is_refused_and_block_sparse_can_be_swapped(tmp_path):
+def test_an_unknown_type_raises_and_block_sparse_can_be_swapped(tmp_path):
     model = ModelSizes(2, 1, SEQ_LEN)
     blocks = settings(tmp_path / "blocks.json", [["block_sparse", 100, 0, 1.0]])
-    with pytest.raises(UserError, match="layer 0, head 0 is of type 'block_sparse'; .*swap_block"):
+    with pytest.raises(UserError, match="layer 0, head 0 has type 'block_sparse'; .*swap_block"):
         blocks.pattern(model)
     swapped = settings(
         tmp_path / "blocks.json", [["block_sparse", 100, 0, 1.0]], swap_block_sparse=True
@@ -73,8 +73,8 @@ def test_a_type_that_is_not_known_is_refused_and_block_sparse_can_be_swapped(tmp
     np.testing.assert_array_equal(swapped.verticals, [[1000]] * 2)
     np.testing.assert_array_equal(swapped.slashes, [[6096]] * 2)
     other = settings(tmp_path / "other.json", [["poly", 100, 0, 1.0]], swap_block_sparse=True)
-    with pytest.raises(UserError, match="head 0 is of type 'poly'; it must be 'vertical_and_sla"):
+    with pytest.raises(UserError, match="head 0 has type 'poly'; it must be 'vertical_and_sla"):
         other.pattern(model)
-    with pytest.raises(UserError, match="has 2 layers of 1 heads, and the model has 3 of 1"):
+    with pytest.raises(UserError, match="has 2 layers of 1 heads, but the model has 3 layers of 1"):
         blocks = settings(tmp_path / "few.json", [["stream_llm", 1, 2]])
         blocks.pattern(ModelSizes(3, 1, SEQ_LEN))

@@ -1,4 +1,4 @@
-"""MoBA's choice for each token against its definition, and attention over it on a ring."""
+"""MoBA's selection for each token against its definition, and its attention on a ring."""
 
 import functools
 
@@ -15,12 +15,12 @@ from mtraining_jax.sparsity.documents import Documents
 from pallas_kernels.reference import mask_from_index, reference_attention
 from tests.sparsity import inputs
 
-SEQ_LEN, BLOCK, CHUNK, TOP_K, DIM = 176, 8, 32, 3, 16  # the last chunk is half a one
+SEQ_LEN, BLOCK, CHUNK, TOP_K, DIM = 176, 8, 32, 3, 16  # the last chunk is half full
 PATTERN = MoBA(CHUNK, TOP_K, BLOCK)
 
 
-# Documents that begin within the chunks of the sequence, one of five chunks, of which a query sees
-# some; one token; padding behind. In the other sequence one document only.
+# Documents that begin within the chunks of the sequence, one with five chunks (a query sees only
+# some); one token; then padding. The other sequence has a single document.
 LENGTHS = [[9, 140, 1], [SEQ_LEN - 3]]
 SPANS = [[(0, 16), (16, 160), (160, 168)], [(0, SEQ_LEN)]]
 DOCUMENTS = Documents.from_lengths(LENGTHS, SEQ_LEN, BLOCK)
@@ -46,9 +46,9 @@ def wanted(q, k):
     return seen
 
 
-def test_each_token_chooses_as_the_definition_says():
+def test_each_token_selects_by_the_definition():
     q, k = inputs.random(0, 2, SEQ_LEN, 4, 2, DIM)
-    # Two chunks of equal means, of which the first is taken.
+    # Two chunks with equal means: the first is selected.
     k = k.at[:, 64:96].set(k[:, 32:64])
     index = chosen(q, k)
     mask = np.asarray(mask_from_index(index, SEQ_LEN))
@@ -61,7 +61,7 @@ def test_each_token_chooses_as_the_definition_says():
     np.testing.assert_allclose(found, PATTERN.density(SEQ_LEN), rtol=1e-6)
 
 
-def test_documents_choose_among_chunks_that_begin_with_each():
+def test_documents_select_among_chunks_that_begin_with_each():
     q, k = inputs.random(0, 2, SEQ_LEN, 4, 2, DIM)
     index = chosen(q, k, DOCUMENTS)
     expected, causal = np.zeros((2, 4, SEQ_LEN, SEQ_LEN), bool), np.tri(SEQ_LEN, dtype=bool)
@@ -92,7 +92,7 @@ def test_documents_choose_among_chunks_that_begin_with_each():
     np.testing.assert_array_equal(index.executed_pairs(SEQ_LEN), tiles * BLOCK**2)
 
 
-def test_eleven_ranks_choose_in_documents_what_one_device_does():
+def test_eleven_ranks_select_in_documents_the_same_as_one_device():
     ranks = 11
     q, k = inputs.random(0, 2, SEQ_LEN, 4, 2, DIM)
     layout = Layout("striped", SEQ_LEN, ranks, BLOCK)
@@ -105,8 +105,8 @@ def test_eleven_ranks_choose_in_documents_what_one_device_does():
         return index, index.computed_pairs(SEQ_LEN, held), index.pairs_of_rows(held)
 
     blocks = [x.reshape(2, -1, BLOCK, *x.shape[2:])[:, rows] for x in (q, k)]
-    dealt = [jnp.moveaxis(x, 1, 0).reshape(ranks, 2, -1, *x.shape[4:]) for x in blocks]
-    found, pairs, of_rows = jax.jit(jax.vmap(on_rank, axis_name="rank"))(*dealt, rows)
+    sharded = [jnp.moveaxis(x, 1, 0).reshape(ranks, 2, -1, *x.shape[4:]) for x in blocks]
+    found, pairs, of_rows = jax.jit(jax.vmap(on_rank, axis_name="rank"))(*sharded, rows)
     one = chosen(q, k, DOCUMENTS)
     wanted = one.chosen, one.first, one.pairs_of_rows()
     for got, want in zip((found.chosen, found.first, of_rows), wanted, strict=True):
@@ -141,7 +141,7 @@ def test_no_token_is_influenced_by_later_ones():
 @pytest.mark.parametrize(
     ("nodes", "lengths"), [(2, None), (1, [[9, 77, 1], [24, 50]])], ids=["one", "documents"]
 )
-def test_a_ring_computes_what_one_device_does(nodes, lengths):
+def test_a_ring_matches_one_device(nodes, lengths):
     seq_len = 128
     documents = lengths and Documents.from_lengths(lengths, seq_len, BLOCK)
     q, k = inputs.random(3, 2, seq_len, 4, 2, DIM)
@@ -153,7 +153,7 @@ def test_a_ring_computes_what_one_device_does(nodes, lengths):
         out, lse = sparse_attention(
             q, k, v, pattern=PATTERN, documents=documents, return_lse=True, **where
         )
-        # Rows of padding see nothing: their lse is -inf.
+        # Padding rows see nothing: their lse is -inf.
         return jnp.sin(out).sum() + jnp.cos(jnp.maximum(lse, -9)).sum(), (out, lse)
 
     def oracle(q, k, v):
@@ -162,8 +162,8 @@ def test_a_ring_computes_what_one_device_does(nodes, lengths):
         return jnp.sin(out).sum() + jnp.cos(jnp.maximum(lse, -9)).sum(), (out, lse)
 
     run = functools.partial(jax.value_and_grad, argnums=(0, 1, 2), has_aux=True)
-    dealt = [stripe(x, layout) for x in (q, k, v)]
-    found = jax.jit(run(functools.partial(total, mesh=mesh, layout=layout)))(*dealt)
+    sharded = [stripe(x, layout) for x in (q, k, v)]
+    found = jax.jit(run(functools.partial(total, mesh=mesh, layout=layout)))(*sharded)
     (_, (out, lse)), grads = jax.jit(run(oracle))(q, k, v)
     (_, (found_out, found_lse)), found_grads = found
     np.testing.assert_allclose(found_lse, stripe(lse, layout, axis=2), atol=1e-5)
@@ -171,7 +171,7 @@ def test_a_ring_computes_what_one_device_does(nodes, lengths):
         np.testing.assert_allclose(got, stripe(want, layout), atol=1e-4)
 
 
-def test_blocks_are_chosen_by_means_of_queries_and_keys():
+def test_blocks_are_selected_by_means_of_queries_and_keys():
     num_blocks, most = SEQ_LEN // BLOCK, 4
     q, k = inputs.random(5, 2, SEQ_LEN, 4, 2, DIM)
     rows = jnp.arange(num_blocks)
@@ -192,7 +192,7 @@ def test_blocks_are_chosen_by_means_of_queries_and_keys():
             assert set(np.flatnonzero(found[b, h, row])) == {row, *best}
 
 
-def test_padding_at_the_end_changes_no_block_that_counts():
+def test_padding_at_the_end_changes_no_valid_block():
     q, k = inputs.random(6, 1, SEQ_LEN, 2, 1, DIM)
     valid, rows = 83, jnp.arange(SEQ_LEN // BLOCK)  # three tokens of block 10
 
@@ -205,11 +205,11 @@ def test_padding_at_the_end_changes_no_block_that_counts():
     np.testing.assert_array_equal(lists(q, k), lists(*other))
 
 
-def test_sequences_of_at_most_as_many_chunks_are_dense():
+def test_sequences_of_at_most_top_k_chunks_are_dense():
     most = PATTERN.dense_below - 1
     assert PATTERN.density(most) == 1 > PATTERN.density(most + BLOCK)
 
 
-def test_sizes_that_do_not_fit_are_refused():
+def test_invalid_sizes_raise():
     with pytest.raises(ValueError, match="chunk_size=100 must be a multiple of block_size=128"):
         MoBA(chunk_size=100)

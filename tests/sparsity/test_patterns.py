@@ -1,4 +1,4 @@
-"""Every pattern that comes with the package, and that of the example, keeps the contract."""
+"""Every built-in pattern, and that of the example, fulfills the contract."""
 
 import json
 
@@ -86,7 +86,7 @@ class TestMoBA(PatternContract):
     settings = MoBA(chunk_size=2 * BLOCK, top_k=3, block_size=BLOCK)
 
 
-# The next ones score differently, and go the road of XAttention from there on.
+# The following differ in their scores only and share the rest with XAttention.
 class TestSampledRows(ChoiceContract):
     settings = SampledRows(tau=0.6, sampled_rows=3, block_size=BLOCK)
 

@@ -1,4 +1,4 @@
-"""Replayed density: as dense as promised, and with all the work of choosing an index."""
+"""Replayed density: the requested density, including the cost of selecting an index."""
 
 import dataclasses
 import functools
@@ -36,7 +36,7 @@ SMALL_LEN = 256
 
 
 def densities(replay, seq_len):
-    """Of every layer and head."""
+    """Densities of every layer and head."""
     index = VerticalSlashIndex(
         replay.slash_blocks, replay.slash_count, replay.vertical_tokens, replay.vertical_count,
         replay.block_size,
@@ -55,7 +55,7 @@ def drawn(seq_len=524288, num_layers=36, num_heads=16, **options):
     "seq_len, num_layers, num_heads",
     [(131072, 24, 14), (524288, 36, 16), (2097152, 36, 16), (524288, 2, 4), (524288, 1, 1)],
 )
-def test_the_density_is_as_promised(seq_len, num_layers, num_heads):
+def test_the_density_is_as_requested(seq_len, num_layers, num_heads):
     found = densities(drawn(seq_len, num_layers, num_heads), seq_len)
     layers = found.mean(1)
     assert found.mean() == pytest.approx(0.063, rel=0.005)
@@ -64,7 +64,7 @@ def test_the_density_is_as_promised(seq_len, num_layers, num_heads):
         assert layers.min() == pytest.approx(0.004, rel=0.02)
         assert layers.max() == pytest.approx(0.127, rel=0.02)
         assert 0.03 < layers.std() < 0.045
-        assert not (np.diff(layers) > 0).all()  # in no order
+        assert not (np.diff(layers) > 0).all()  # in random order
     if num_heads > 1:
         spread = found / layers[:, None]
         np.testing.assert_allclose(spread.min(1), 0.5, rtol=0.05)
@@ -93,7 +93,7 @@ def test_every_head_has_near_and_far_diagonals_and_few_columns():
     assert 2850 < replay.vertical_count[typical].mean() < 3150
 
 
-def test_the_seed_makes_the_drawing_and_capacities_are_those_of_a_choice():
+def test_the_seed_determines_the_indices_and_capacities_match_selection():
     replay, same, other = drawn(num_layers=3), drawn(num_layers=3), drawn(num_layers=3, seed=1)
     assert len(jax.tree.leaves(replay)) == 4
     for left, right, third in zip(*map(jax.tree.leaves, (replay, same, other)), strict=True):
@@ -107,19 +107,19 @@ def test_the_seed_makes_the_drawing_and_capacities_are_those_of_a_choice():
     assert replay.vertical_tokens.shape[1:] == chosen.vertical_tokens.shape[1:]
 
 
-def test_a_density_that_no_index_has_is_refused():
+def test_an_impossible_density_raises():
     with pytest.raises(UserError) as error:
         drawn(65536)
     assert str(error.value).startswith(
-        "sparsity.replay_density = 0.063 asks for 0.200% of the causal pairs in its sparsest head, "
-        "and two of the 512 block diagonals of data.seq_len = 65536 are 0.391%; "
+        "sparsity.replay_density = 0.063 gives 0.200% of the causal pairs to its sparsest head, "
+        "fewer than two of the 512 block diagonals of data.seq_len = 65536 (0.391%); "
     )
     few = dataclasses.replace(LIKE, max_slashes=200)
-    with pytest.raises(UserError, match="sparsity.max_slashes = 200 leaves room for 402"):
+    with pytest.raises(UserError, match="sparsity.max_slashes = 200 has room for 402"):
         drawn(like=few)
 
 
-def test_lists_have_their_density_and_are_forced_where_they_must_be():
+def test_lists_have_their_density_and_forced_blocks():
     settings = ReplaySettings(
         replay_of="sampled_rows", replay_density=0.3, replay_estimate=False, block_size=8,
         last_q=8, sampled_rows=2, sink_blocks=2,
@@ -140,7 +140,7 @@ def test_lists_have_their_density_and_are_forced_where_they_must_be():
     layers = np.array(layers)
     assert layers.mean() == pytest.approx(0.3, rel=0.02)
     assert layers[0].mean() != pytest.approx(layers[1].mean(), rel=0.2)
-    with pytest.raises(UserError, match="0.15 is less than the blocks that are always listed, 42"):
+    with pytest.raises(UserError, match="0.15 is below the density of the blocks that are always"):
         dataclasses.replace(settings, replay_density=0.15, sink_blocks=60).pattern(
             ModelSizes(num_layers=1, num_heads=1, seq_len=2048)
         )
@@ -167,19 +167,19 @@ def compiled(estimate):
     return program.as_text(), out[:, layout.inverse()], stats
 
 
-def test_the_replayed_index_is_computed_and_the_estimate_is_not_left_out():
+def test_the_replayed_index_is_computed_and_the_estimate_is_not_removed():
     layer = layer_of(True)
     with_text, with_out, with_stats = compiled(True)
     without_text, without_out, without_stats = compiled(False)
 
-    # What is computed is the replayed index.
+    # The replayed index is computed.
     index = VerticalSlashIndex(*(x[None] for x in jax.tree.leaves(layer)), layer.block_size)
     expected, _ = reference_attention(*inputs(), mask_from_index(index, SMALL_LEN))
     np.testing.assert_allclose(with_out, expected, rtol=2e-5, atol=2e-5)
     np.testing.assert_array_equal(with_out, without_out)
     assert with_stats["density"] == without_stats["density"]
 
-    # What is reported as estimated is what would have been chosen.
+    # The reported estimate is that of the selected index.
     q, k, _ = inputs()
     choose = functools.partial(choose_index, block_ids=jnp.arange(32), num_blocks=32)
     chosen = jax.jit(choose, static_argnums=2)(q, k, SMALL)
@@ -188,12 +188,12 @@ def test_the_replayed_index_is_computed_and_the_estimate_is_not_left_out():
     assert share != pytest.approx(float(with_stats["density"]), rel=0.05)
     assert "estimated_density" not in without_stats
 
-    # The ranks agree on scores and on the selection by sums over all of them.
+    # Ranks exchange scores and the selection in sums over all ranks.
     sums = "all-reduce("
     assert with_text.count(sums) > without_text.count(sums)
 
 
-def test_attention_waits_for_the_choice_even_where_nobody_reads_it():
+def test_attention_waits_for_the_selection_even_if_unused():
     layer = layer_of(True)
     q, k, _ = inputs()
 
@@ -207,7 +207,7 @@ def test_attention_waits_for_the_choice_even_where_nobody_reads_it():
     np.testing.assert_array_equal(found.vertical_count[0], layer.vertical_count)
 
 
-def test_a_pack_replays_what_lies_within_its_documents():
+def test_a_pack_replays_the_pairs_within_its_documents():
     settings = ReplaySettings(
         replay_of="sampled_rows", replay_density=0.3, block_size=8, last_q=8, sampled_rows=2,
         dense_below=64, replay_estimate=False,
@@ -234,7 +234,7 @@ def test_a_pack_replays_what_lies_within_its_documents():
     found, share = choose(q, k, columns, lists, packed=True)
     whole = choose(q, k, columns, lists, packed=False)
     within = np.zeros((SMALL_LEN, SMALL_LEN), bool)
-    of_first = np.zeros_like(within)  # the first block, which lists always hold
+    of_first = np.zeros_like(within)  # the first block, which lists always include
     for start, end in [(0, 104), (104, 112), (112, 208)]:
         within[start:end, start:end] = True
         of_first[start:end, start : start + 8] = True

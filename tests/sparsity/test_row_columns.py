@@ -1,4 +1,4 @@
-"""Columns beside lists, against softmax in fp64."""
+"""Columns in addition to block lists, against softmax in fp64."""
 
 import jax
 import jax.numpy as jnp
@@ -51,16 +51,16 @@ def test_the_columns_are_the_heaviest_far_keys(heads, valid_len):
         assert mass[tokens].min() > others.max() - 1e-4
 
 
-def test_fewer_keys_than_columns_leave_padding(heads):
+def test_too_few_keys_leave_padding(heads):
     q, k = heads
     tokens = np.asarray(heaviest(q, k, 4 * SIZE))
     assert set(tokens[0, 0].tolist()) <= {*range(SIZE, 2 * SIZE), SEQ_LEN}
     assert (tokens[0, :, -1] == SEQ_LEN).all()
 
 
-def test_columns_take_their_mass_out_of_their_blocks(heads):
+def test_column_mass_is_excluded_from_block_mass(heads):
     q, k = heads
-    blocks = np.array([6, 1, 31, 0], np.int32)  # a rank's, in any order
+    blocks = np.array([6, 1, 31, 0], np.int32)  # blocks of a rank, in any order
     tokens = np.array([[3, 8, 60, 61, SEQ_LEN], [0] + [SEQ_LEN] * 4, [SEQ_LEN] * 5], np.int32)
     own = q.reshape(1, NUM_BLOCKS, SIZE, HEADS, DIM)[:, blocks].reshape(1, -1, HEADS, DIM)
 
@@ -84,7 +84,7 @@ def test_columns_take_their_mass_out_of_their_blocks(heads):
             np.testing.assert_allclose(left[0, head, i], expected, atol=3e-6)
 
 
-def test_a_document_has_the_columns_of_a_sequence_of_its_own(heads):
+def test_a_document_has_the_columns_of_a_separate_sequence(heads):
     pattern = SampledRows(
         tau=0.6, sampled_rows=4, columns=COLUMNS, local_blocks=1, dense_below=40, block_size=SIZE
     )
@@ -111,5 +111,5 @@ def test_a_document_has_the_columns_of_a_sequence_of_its_own(heads):
             wanted[:, :, own, own] = index_mask(alone, SEQ_LEN)[:, :, :size, :size]
             assert wanted[:, :, own, own].mean() < 0.4
     np.testing.assert_array_equal(found, wanted)
-    # Room for the columns of six documents of five blocks, and marks and a number for each row.
+    # Room for the columns of six documents of five blocks; marks and a number per row.
     assert pattern.for_documents().capacities(NUM_BLOCKS) == (NUM_BLOCKS * 3, 6 * COLUMNS)

@@ -1,4 +1,4 @@
-"""Every pattern of rows chooses in a pack what it chooses for each document alone."""
+"""Every row pattern selects the same in a pack as for each document on its own."""
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,7 @@ PATTERNS = {
 
 
 def sequences():
-    """The pack, and each document in a sequence of its own, behind it what must not matter."""
+    """The pack, and each document as a separate sequence followed by data that must not matter."""
     q, k = inputs.random(0, 1, SEQ_LEN, 2, 1, DIM)
     noise = jax.random.normal(jax.random.key(1), (len(LENGTHS), SEQ_LEN, 1, DIM)) * 5
 
@@ -53,7 +53,7 @@ def as_bool(bits):
     return np.asarray(bits)[..., numbers // 32] >> (numbers % 32) & 1 > 0
 
 
-def test_a_pack_chooses_what_each_document_chooses_alone():
+def test_a_pack_selects_the_same_as_each_document_on_its_own():
     q, k, documents = sequences()
 
     @jax.jit
@@ -77,7 +77,7 @@ def test_a_pack_chooses_what_each_document_chooses_alone():
                 assert bits[n, :, :size, 0].all(), name  # the document's first block
             if name == "mixed":
                 assert bits[n, :, : min(size, 2)].sum() == 2 * [1, 3][size > 1]  # of both heads
-            if name == "antidiagonals":  # the last 7 of 33, 70 and 16 tokens lie in two blocks
+            if name == "antidiagonals":  # the last 7 of 33, 70 and 16 tokens are in two blocks
                 last = bits[n, :, max(size - 2, 0) : size].sum((1, 2))
                 assert (last == size + max(size - 1, 0)).all()
             if name == "columns":
@@ -87,10 +87,10 @@ def test_a_pack_chooses_what_each_document_chooses_alone():
                 np.testing.assert_array_equal(index.column_start[0, :, own], start)
                 assert not np.asarray(index.column_marks[n, :, size:]).any()
         np.testing.assert_array_equal(bits[0], wanted, name)
-        assert not wanted.sum((1, 2)).max() == 6 + 15 + 1, name  # some were left out
+        assert not wanted.sum((1, 2)).max() == 6 + 15 + 1, name  # some blocks were skipped
 
 
-def test_densities_and_recall_are_those_within_documents():
+def test_densities_and_recall_are_relative_to_documents():
     q, k, documents = sequences()
     blocks = documents.blocks()
     shards = Shards(jnp.arange(NUM_BLOCKS), NUM_BLOCKS, documents=blocks)
@@ -115,6 +115,6 @@ def test_densities_and_recall_are_those_within_documents():
             start = max(x for x in STARTS if x * BLOCK <= row) * BLOCK
             weights = np.exp(k[start : row + 1, 0] @ q[row, h] / DIM**0.5)
             on = bits[h, row // BLOCK, np.arange(start, row + 1) // BLOCK]
-            if row != 120:  # behind the second document's 70 tokens
+            if row != 120:  # after the second document's 70 tokens
                 kept.append(weights[on].sum() / weights.sum())
         np.testing.assert_allclose(recall[0, h], np.mean(kept), rtol=1e-5)

@@ -1,4 +1,4 @@
-"""The rule of row patterns, one row at a time by its definition."""
+"""The rule of row patterns, by its definition for one row at a time."""
 
 import dataclasses
 
@@ -10,7 +10,7 @@ import pytest
 from mtraining_jax.sparsity.row_rule import RowRule, kept_blocks, whole_masses
 from pallas_kernels.index import bits as sets
 
-# Words that are full, and one that the end of the sequence cuts.
+# Full words, and one cut by the end of the sequence.
 NUM_BLOCKS = 40
 ROWS = np.array([0, 1, 5, 31, 32, 38, 39])
 
@@ -30,7 +30,7 @@ def masses_of(scores):
 
 
 def scores_of(seed):
-    """Heads of noise, of equal blocks, of one huge block, of nothing; NaN ahead of the diagonal."""
+    """Heads of noise, equal blocks, one huge block, and zeros; NaN after the diagonal."""
     rng = np.random.default_rng(seed)
     scores = rng.random((2, 4, ROWS.size, NUM_BLOCKS)).astype(np.float32) ** 6
     scores[:, 1] = rng.integers(0, 3, scores[:, 1].shape)
@@ -46,7 +46,7 @@ def scores_of(seed):
         (0.5, 1, 1, 0.0, 32),
     ],
 )  # fmt: skip
-def test_blocks_are_kept_as_the_rule_says(tau, sinks, local, least, start):
+def test_blocks_are_kept_by_the_definition(tau, sinks, local, least, start):
     scores = scores_of(0)
     rule = RowRule(tau, sinks, local, least, start)
     bits = jax.jit(kept_blocks, static_argnums=2)(scores, jnp.asarray(ROWS, jnp.int32), rule)
@@ -66,7 +66,7 @@ def test_blocks_are_kept_as_the_rule_says(tau, sinks, local, least, start):
         assert not found[b, h, i, row + 1 :].any()
 
 
-def test_some_of_the_others_are_kept_at_random():
+def test_some_other_blocks_are_kept_at_random():
     scores = np.random.default_rng(4).random((2, 8, ROWS.size, NUM_BLOCKS)).astype(np.float32) ** 6
     rows, rule = jnp.asarray(ROWS, jnp.int32), RowRule(0.5, 1, 2)
     keep = jax.jit(kept_blocks, static_argnums=2)
@@ -82,18 +82,18 @@ def test_some_of_the_others_are_kept_at_random():
     assert not (chosen & ~some).any() and not (some & ~more).any()
     left = causal & ~chosen
     for found, share in ((some, 0.25), (more, 0.75)):
-        # About 1000 blocks that are left out, each of two sequences alike.
+        # About 1000 skipped blocks, the same in each of two sequences.
         assert (found & left)[0].sum() / left[0].sum() == pytest.approx(share, abs=0.06)
-    # Places decide and scores do not: what is drawn for one sequence is drawn for another.
+    # Drawn by position, not score: both sequences draw the same blocks.
     both = left[0] & left[1]
     assert both.any() and (some[0] == some[1])[both].all()
-    # Heads and rows draw blocks of their own.
+    # Heads and rows draw different blocks.
     drawn = kept(0.25, np.zeros_like(scores))[0]
     assert len({drawn[h].tobytes() for h in range(8)}) == 8
     assert (drawn[:, -1, :32] != drawn[:, -2, :32]).any(-1).all()
 
 
-def test_what_is_kept_beside_the_blocks_counts_first():
+def test_mass_kept_in_addition_to_blocks_counts_first():
     scores = np.nan_to_num(scores_of(2))
     beside = np.random.default_rng(3).random(scores.shape[:3]).astype(np.float32) * 3
     rule = RowRule(0.8, 1, 2)
@@ -109,11 +109,11 @@ def test_what_is_kept_beside_the_blocks_counts_first():
         np.testing.assert_array_equal(found[b, h, i, : row + 1], wanted[1:])
 
 
-def test_masses_are_shares_of_the_row_in_whole_numbers():
+def test_masses_are_integer_fractions_of_the_row():
     scores = np.nan_to_num(scores_of(1)).astype(np.float64)
     masses = np.asarray(masses_of(scores.astype(np.float32))).astype(int)
     total = scores.sum(-1, keepdims=True)
     shares = scores / np.where(total > 0, total, 1)
-    # The total that they are shares of is known to a part in 2^20 or so.
+    # The total in the denominator is known to about one part in 2^20.
     np.testing.assert_allclose(masses / 2**30, shares, rtol=1e-5, atol=1e-9)
     assert masses.sum(-1).max() < 2**31 and (masses[0, 3] == 0).all()

@@ -49,9 +49,9 @@ def wanted(pattern, q, k):
         MixedRows(stride=4, sampled_rows=3, block_size=BLOCK),
     ],
 )
-def test_scores_are_those_of_the_definition(pattern):
+def test_scores_match_the_definition(pattern):
     q, k = inputs.random(0, 2, SEQ_LEN, 3, 1, DIM)
-    rows = jnp.array([6, 1, 3], jnp.int32)  # a rank's, in any order
+    rows = jnp.array([6, 1, 3], jnp.int32)  # rows of a rank, in any order
     own = q.reshape(2, NUM_BLOCKS, BLOCK, 3, DIM)[:, rows].reshape(2, -1, 3, DIM)
     shards = Shards(rows, NUM_BLOCKS)
     found = np.asarray(jax.jit(lambda q, k: pattern.scores(q, k, shards))(own, k))
@@ -62,7 +62,7 @@ def test_scores_are_those_of_the_definition(pattern):
     np.testing.assert_allclose(found.sum(-1), 1, atol=1e-5)
 
 
-def test_a_row_scores_alike_whatever_else_is_on_its_rank():
+def test_the_scores_of_a_row_are_independent_of_other_rows_on_its_rank():
     num_blocks, size = 128, 8  # two rows of blocks at a time
     assert rows_at_once(1, 2, 1, num_blocks, 1) == 2
     q, k = inputs.random(0, 1, num_blocks * size, 2, 1, DIM, jnp.bfloat16)
@@ -71,14 +71,14 @@ def test_a_row_scores_alike_whatever_else_is_on_its_rank():
     def scores(q, k, rows):
         return XAttention(stride=8, block_size=size).scores(q, k, Shards(rows, num_blocks))
 
-    rows = np.arange(1, num_blocks, 4)[:-1]  # 31: the last step has one and padding
+    rows = np.arange(1, num_blocks, 4)[:-1]  # 31: the last step has one row and padding
     own = q.reshape(1, num_blocks, size, 2, DIM)[:, rows].reshape(1, -1, 2, DIM)
     whole = scores(q, k, jnp.arange(num_blocks))
     np.testing.assert_array_equal(scores(own, k, jnp.asarray(rows)), whole[:, :, rows])
 
 
 def prism(q, k):
-    """Prism's weights of one head with rms over the row and over the keys up to it."""
+    """Prism's weights of one head, with rms over the row and over the keys up to it."""
     q, k = (x.reshape(NUM_BLOCKS, BLOCK, DIM).mean(1) for x in (q, k))
     half = DIM // 2
     bands = np.arange(half) < half / 2, np.arange(half) >= half / 4
@@ -99,7 +99,7 @@ def prism(q, k):
     return found
 
 
-def test_the_two_bands_of_prism_are_those_of_the_definition():
+def test_the_two_bands_of_prism_match_the_definition():
     q, k = inputs.random(0, 2, SEQ_LEN, 3, 1, DIM)
     shards = Shards(jnp.arange(NUM_BLOCKS), NUM_BLOCKS)
     bands = jax.jit(lambda q, k: Prism(block_size=BLOCK).bands(q, k, shards))(q, k)
@@ -128,7 +128,7 @@ def test_padding_at_the_end_changes_no_score(pattern):
     assert (found[:, :, 5, :6] > 0).all() and (found[:, :, 6:] == 0).all()
 
 
-def test_the_samples_of_a_block_that_ends_with_padding_are_real_queries():
+def test_the_samples_of_a_block_with_padding_are_real_queries():
     q, k = inputs.random(0, 1, SEQ_LEN, 1, 1, DIM)
     pattern = SampledRows(sampled_rows=3, block_size=BLOCK)
 
@@ -145,7 +145,7 @@ def test_the_samples_of_a_block_that_ends_with_padding_are_real_queries():
         np.testing.assert_allclose(found / found.sum(), wanted.mean(0), atol=2e-6)
 
 
-def test_settings_that_do_not_fit_are_refused():
+def test_invalid_settings_raise():
     with pytest.raises(ValueError, match="stride=5 must divide block_size=128"):
         XAttention(stride=5)
     with pytest.raises(ValueError, match="sampled_rows=129 must not exceed block_size=128"):

@@ -32,7 +32,7 @@ def run(keys, minimum, maximum, target, with_mass, keep_crossing):
 
 @settings(max_examples=150, deadline=None)
 @given(
-    # Few distinct scores make many ties; the last range makes keys above bit 30 and zeros.
+    # Few distinct scores create many ties; the last range gives keys above bit 30 and zeros.
     scores=st.one_of(
         st.lists(st.integers(0, 3), min_size=TOKENS, max_size=TOKENS),
         st.lists(st.integers(0, FORCED // TOKENS), min_size=TOKENS, max_size=TOKENS),
@@ -45,7 +45,7 @@ def run(keys, minimum, maximum, target, with_mass, keep_crossing):
 )
 @example([1] * TOKENS, 0, 0, TOKENS, 0.5, True)
 @example([0] * TOKENS, 5, 0, TOKENS, 1.0, False)
-def test_keeps_what_taking_one_by_one_keeps(
+def test_matches_adding_entries_one_by_one(
     scores, num_forced, minimum, maximum, share, keep_crossing
 ):
     target = max(1, round(sum(scores) * share))
@@ -88,8 +88,8 @@ def test_nan_ranks_lowest():
     assert (np.asarray(keys)[[0, 2]] < np.asarray(keys)[[1, 3]]).all()
 
 
-# In each of two rows: which sequence a block is of (2: of none), where sequences begin, their
-# lengths; the second row has one only.
+# For each of two rows: the sequence of each block (2: none), where sequences begin, their lengths;
+# the second row has only one.
 PACKED = [
     [[2, 0, 0, 1, 1, 1], [0, 0, 0, 0, 2, 2]], [[1, 3], [0, BLOCKS]], [[2, 3], [4, 0]]
 ]  # fmt: skip
@@ -104,7 +104,7 @@ def run_packed(keys, minimum, maximum, target, with_mass, keep_crossing):
     return select.kept_entries(keys, rule, spans)
 
 
-def test_sequences_of_a_row_keep_what_each_keeps_alone():
+def test_sequences_of_a_row_select_independently():
     rng = np.random.default_rng(0)
     for case in range(60):
         most = (2, 9, 2**22)[case % 3]

@@ -1,4 +1,4 @@
-"""A share of mass that is given for each sequence, in the place of the pattern's own."""
+"""Per-sequence overrides of the pattern's mass fraction."""
 
 import functools
 
@@ -26,7 +26,7 @@ SLASH = VerticalSlash(
     top_p=0.5, max_verticals=SEQ_LEN, last_q=8, sink_tokens=1, min_verticals=2, min_slashes=1,
     **OPTIONS,
 )  # fmt: skip
-# Of documents and of whole sequences, and a share that both roundings of a row's rule meet.
+# For documents and whole sequences, with a value hit by both roundings of a row's rule.
 PATTERNS = {
     "rows": (SampledRows(tau=0.55, sampled_rows=2, **OPTIONS), True),
     "slashes": (SLASH, True),
@@ -46,7 +46,7 @@ def arrays():
 
 @functools.cache
 def untuned(name):
-    """What the pattern keeps by its own share, on one device: bool [B, Hq, S, S]."""
+    """The pairs kept by the pattern's own fraction, on one device: bool [B, Hq, S, S]."""
     pattern, packed = PATTERNS[name]
 
     @jax.jit
@@ -60,7 +60,7 @@ def untuned(name):
 
 @functools.cache
 def tuned(name):
-    """A jitted function of shares int32 [B], on ranks, to the index of rank 0."""
+    """A jitted function from shares int32 [B], on ranks, to the index of rank 0."""
     pattern, packed = PATTERNS[name]
     layout = Layout("striped", SEQ_LEN, RANKS, BLOCK, 2)
 
@@ -88,7 +88,7 @@ def tuned(name):
 
 
 @pytest.mark.parametrize("name", PATTERNS)
-def test_its_own_share_gives_the_same_bits_and_a_larger_one_more_pairs(name):
+def test_the_pattern_own_fraction_is_bit_identical_and_a_larger_one_keeps_more(name):
     keep, run = tuned(name)
     own = getattr(PATTERNS[name][0], PATTERNS[name][0].kept_share().name)
     np.testing.assert_array_equal(keep([own, own]), untuned(name))
@@ -97,12 +97,12 @@ def test_its_own_share_gives_the_same_bits_and_a_larger_one_more_pairs(name):
     assert pairs == sorted(set(pairs))
     for less, more in zip(found[:-1], found[1:], strict=True):
         assert not (less & ~more).any()
-        np.testing.assert_array_equal(less[1], more[1])  # the other sequence keeps its own
+        np.testing.assert_array_equal(less[1], more[1])  # the other sequence is unchanged
     assert run._cache_size() == 1
 
 
-def test_a_pattern_that_keeps_no_share_takes_none():
+def test_a_pattern_without_mass_fraction_raises():
     joint = VerticalSlash(preset="joint")
     shards = Shards(jnp.arange(2), 2, shares=jnp.zeros(1, jnp.int32))
-    with pytest.raises(ValueError, match="VerticalSlash keeps no share of mass"):
+    with pytest.raises(ValueError, match="VerticalSlash has no mass fraction"):
         choose(joint, *(jnp.zeros((1, 256, 1, 16)),) * 2, shards)

@@ -73,7 +73,7 @@ CASES = {
 }
 
 
-def test_columns_and_diagonals_together_are_what_counting_every_pair_keeps():
+def test_the_joint_preset_matches_counting_every_pair():
     pattern = VerticalSlash(
         0.9, 40, preset="joint", **SMALL, sink_tokens=4, least_share=0.01, max_density=0.3
     )
@@ -87,7 +87,7 @@ def test_columns_and_diagonals_together_are_what_counting_every_pair_keeps():
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_chooses_what_brute_force_chooses(case):
+def test_matches_brute_force(case):
     shape, pattern = CASES[case]
     safe = pattern.preset == "safe"
     seq_len, size = shape[1], pattern.block_size
@@ -132,8 +132,8 @@ def test_one_sink_with_nearly_all_mass():
     common = dict(block_size=32, last_q=last_q, max_slashes=128)
     q, k = inputs.one_sink(seq_len, token=5)
     index = choose(q, k, VerticalSlash(preset="paper", **common))
-    # The sink crosses p by itself. The reference drops it, and the diagonals through it (distances
-    # S-37 .. S-6, one is dropped) serve the last rows only: here it is kept, and counted.
+    # The sink alone crosses p. The reference drops it, and the diagonals through it (distances
+    # S-37 .. S-6, minus one) serve only the last rows; here it is kept and counted.
     diagonals, verticals = listed(index, 0, 0)
     assert verticals == [5]
     assert diagonals == [0, 30, 31]
@@ -175,7 +175,7 @@ def budget(verticals, slashes, **settings):
     return FixedBudget(*arrays, **SMALL, **settings)
 
 
-def test_fixed_budgets_keep_that_many_of_the_largest_logit_sums():
+def test_fixed_budgets_keep_the_largest_logit_sums():
     layers = budget([[0, 3, 20, 96], [7, 500, 64, 1]], [[0, 5, 80, 30], [12, 1, 9, 600]])
     q, k = inputs.random(3, 2, 512, 4, 2, 32)
 
@@ -202,7 +202,7 @@ def test_fixed_budgets_keep_that_many_of_the_largest_logit_sums():
             assert listed(index, *at) == (sorted(diagonals), sorted(verticals.tolist()))
 
 
-def test_no_gradient_flows_and_a_policy_can_save_the_index():
+def test_the_index_has_no_gradient_and_can_be_saved_by_a_policy():
     pattern = VerticalSlash(0.7, 40, 20, **SMALL, min_verticals=30)
     q, k = inputs.random(0, 1, 256, 2, 1, 16)
     policy = jax.checkpoint_policies.save_only_these_names(names.INDEX)
@@ -241,7 +241,7 @@ def test_no_gradient_flows_and_a_policy_can_save_the_index():
         (dict(least_share=0.1), "least_share=0.1 is an option of preset='joint', .* is 'safe'"),
         (dict(max_density=0.5, preset="paper"), "max_density=0.5 is an option of preset='joint'"),
         (dict(local_share=0.5), "local_share=0.5 is an option of preset='joint', .* is 'safe'"),
-        (dict(local_share=0.5, preset="joint"), "local_share=0.5 is a share of max_density, which"),
+        (dict(local_share=0.5, preset="joint"), "local_share=0.5 is a fraction of max_density, wh"),
         (dict(max_density=0.0, preset="joint"), "max_density=0.0 must be above 0 and at most 1"),
         (dict(max_verticals=20, preset="joint"), "sink_tokens=30 must not exceed"),
         (dict(last_q=129), "last_q=129 must not exceed block_size=128"),
@@ -251,12 +251,12 @@ def test_no_gradient_flows_and_a_policy_can_save_the_index():
         (dict(local_blocks=0), "local_blocks=0 must be at least 1"),
     ],
 )
-def test_impossible_settings_are_named(settings, message):
+def test_invalid_settings_raise(settings, message):
     with pytest.raises(ValueError, match=message):
         VerticalSlash(**settings)
 
 
-def test_arguments_that_do_not_fit_are_named():
+def test_invalid_arguments_raise():
     q, k = jnp.zeros((1, 64, 4, 16)), jnp.zeros((1, 64, 2, 16))
     pattern = VerticalSlash(**SMALL)
 
@@ -267,9 +267,9 @@ def test_arguments_that_do_not_fit_are_named():
     for settings, message in [
         (dict(k=k[:, :32]), r"q \(1, 64, 4, 16\) and k \(1, 32, 2, 16\) must be"),
         (dict(k=k.astype(jnp.bfloat16)), "q is float32 but k is bfloat16"),
-        (dict(q=q[:, :, :3]), "3 query heads cannot be shared evenly by 2"),
-        (dict(pattern=VerticalSlash(block_size=32, last_q=8)), "64 local tokens do not make"),
-        (dict(num_blocks=1 << 20), "num_blocks=1048576 of block_size=16 are too many"),
+        (dict(q=q[:, :, :3]), "3 query heads are not a multiple of 2"),
+        (dict(pattern=VerticalSlash(block_size=32, last_q=8)), "64 local tokens do not match"),
+        (dict(num_blocks=1 << 20), "num_blocks=1048576 of block_size=16 exceeds the limit"),
         (dict(pattern=budget([1, 2], [1, 2])), r"verticals has shape \(2,\), but there are 4"),
         (dict(scale=-1.0), "scale=-1.0 must be positive"),
     ]:

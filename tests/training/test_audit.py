@@ -46,7 +46,7 @@ def test_gradients_are_compared_with_dense_ones_in_the_steps_asked_for(config):
     # Reported at the second occurrence in a row.
     assert records[0]["alarms"] == []
     assert "a cosine of 0." in records[2]["alarms"][0] and "on 64 tokens" in records[2]["alarms"][0]
-    assert "sparsity.tau = 0.6 may be larger" in records[2]["alarms"][0]
+    assert "increase sparsity.tau = 0.6" in records[2]["alarms"][0]
     assert written(config) == records
 
 
@@ -122,7 +122,7 @@ def test_an_alarm_names_layer_head_and_option_when_it_is_so_twice(config):
     assert alarms.of(figures()) == [] and alarms.of(low) == []
     assert alarms.of(low) == [
         "layer 1 head 2 has a recall of 25.0%, less than audit.alarm_recall = 0.3; "
-        "sparsity.top_p = 0.9 may be larger"
+        "increase sparsity.top_p = 0.9"
     ]
     assert alarms.of(low) == []  # it is known
     assert alarms.of(figures()) == [] and alarms.of(low) == []
