@@ -127,7 +127,7 @@ def test_a_folder_without_config_json(load, checkpoint):
 def test_a_model_of_an_unknown_type(load, checkpoint):
     (checkpoint / "config.json").write_text('{"model_type": "mamba"}')
     said = refusal(load)
-    assert "(model_type mamba); the model types known here are llama, phi3, qwen2, qwen3" in said
+    assert "(model_type mamba); supported model types are llama, phi3, qwen2, qwen3" in said
 
 
 class Rescaled(Llama):
@@ -145,7 +145,7 @@ def test_a_custom_family_reads_its_checkpoints(load, checkpoint):
     model = load(family=own).model
     assert (model.family, model.hidden_size) == (own, 32)
     check_same_model(model, checkpoint)
-    assert "(model_type rescaled); the model types known here are" in refusal(load)
+    assert "(model_type rescaled); supported model types are" in refusal(load)
 
 
 # ---- RoPE scaling in the configuration ---------------------------------------------------------
@@ -167,8 +167,8 @@ intermediate_size = 64
     [
         (
             "{type = 'llama3', factor = 8.0}",
-            "model.rope_scaling.original_max_position_embeddings is missing: tokens of context "
-            "that the model was trained on",
+            "model.rope_scaling.original_max_position_embeddings is missing; it is the context "
+            "length of the original training, in tokens",
         ),
         (
             "{type = 'linear', factor = 8.0, beta_fast = 16.0}",
@@ -178,7 +178,7 @@ intermediate_size = 64
         (
             "{type = 'longrope', factor = 8.0, original_max_position_embeddings = 512, "
             "short_factor = [1, 1, 1, 1], long_factor = [1, 2, 3]}",
-            "model.rope_scaling.long_factor has 3 entries, and a head of 8 has 4 pairs of "
+            "model.rope_scaling.long_factor has 3 entries, but a head of 8 has 4 pairs of "
             "dimensions",
         ),
     ],

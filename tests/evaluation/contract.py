@@ -44,7 +44,7 @@ class TaskContract:
             if task.needs_tokenizer:
                 assert bytes(sample.prompt_ids.astype(np.uint8)).decode() == sample.prompt
 
-    def test_samples_are_deterministic_and_unique(self):
+    def test_a_sample_is_always_the_same_and_like_no_other(self):
         for task in self.tasks():
             sample = self.sample(task)
             again = self.sample(dataclasses.replace(task))

@@ -126,7 +126,7 @@ def test_errors_are_reported(run, tmp_path):
     dense = ("sparsity.kind", "dense")
     for path, how, message in [
         (tmp_path, {}, f"{tmp_path} contains no model: neither checkpoints/STEP of a run nor con"),
-        (other, {}, r"model_type gpt2\); the model types known here are"),
+        (other, {}, r"model_type gpt2\); supported model types are"),
         (folder, {"attention": "all"}, 'attention = "all" must be "dense" or "sparse"'),
         (folder, {"overrides": [dense], "attention": "sparse"}, "needs a sparse pattern, but"),
         (folder, {"overrides": [("sparsity.top_p", "2")]}, "sparsity.top_p = 2 is not allowed"),

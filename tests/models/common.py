@@ -25,7 +25,7 @@ def tiny_spec(**changes) -> ModelSpec:
         "tie_word_embeddings": True,
         "dtype": "float32",
         "remat": "none",
-        # Large enough that every part of the network matters to the output.
+        # Large enough that every part of the network affects the output.
         "initializer_range": 0.2,
     }
     return ModelSpec(**(values | changes))
@@ -58,7 +58,7 @@ def forward(graphdef, state, tokens, positions):
 def drawn(spec: ModelSpec):
     """Graph definition and state from seed 0, compiled once for all tests of a process.
 
-    Models that only compute otherwise have the same state.
+    Models that differ only in their computation share a state.
     """
     plain = dataclasses.replace(spec, dtype="float32", remat="none", mlp_kept_chunks=0)
     return graph_definition(spec), _state(plain)
@@ -70,7 +70,7 @@ def _state(spec: ModelSpec):
 
 
 def equations(jaxpr):
-    """All equations, those of inner jaxprs included."""
+    """All equations, including those of inner jaxprs."""
     for eqn in jaxpr.eqns:
         yield eqn
         for value in eqn.params.values():

@@ -1,4 +1,4 @@
-"""What every family must do: one class of tests, which each family subclasses."""
+"""Requirements for every family: a class of tests that each family subclasses."""
 
 import json
 
@@ -31,11 +31,11 @@ EVERY = 4  # the golden logits are those of every fourth position
 
 
 class FamilyContract:
-    """Against transformers in fp32: the golden file holds its outputs on the same weights.
+    """Comparison with transformers in fp32: the golden file has its outputs on the same weights.
 
     Attributes:
         family: a name of `models.families`.
-        checkpoint: folder of a small checkpoint, with golden.npz, among the other test data.
+        checkpoint: folder of a small checkpoint with golden.npz, in the test data.
         gradients: tensors with golden gradients.
     """
 
@@ -66,7 +66,7 @@ class FamilyContract:
     @pytest.fixture(scope="class")
     @classmethod
     def outcome(cls, spec, state, golden):
-        """Loss, logits and gradients; the one compilation."""
+        """Loss, logits and gradients, in one compilation."""
         graphdef = graph_definition(spec)
 
         @jax.jit
@@ -111,7 +111,7 @@ class FamilyContract:
     def test_config_json_needs_nothing_of_the_old_one(self, spec, state, tmp_path):
         out = save_hf(tmp_path / "out", spec, state, dtype="float32")
         assert read_hf_config(out, dtype="float32", remat="none") == spec
-        # Left out, these would be numbers of transformers' own, such as 32000.
+        # Without these fields, transformers would use its own numbers, such as 32000.
         written = json.loads((out / "config.json").read_text())
         assert written["pad_token_id"] is None and written["eos_token_id"] is None
 
@@ -155,7 +155,7 @@ def by_name(state):
 
 
 def assert_contains(whole, part):
-    """Every entry of `part` is in `whole`, in tables within tables too."""
+    """Checks that every entry of `part` is in `whole`, also in nested tables."""
     for key, value in part.items():
         if isinstance(value, dict):
             assert_contains(whole[key], value)
@@ -164,7 +164,7 @@ def assert_contains(whole, part):
 
 
 def products(jaxpr):
-    """Multiplications for one token with the matrices of a traced program."""
+    """Multiplications per token with the matrices of a traced program."""
     return sum(weights_of(e) for e in equations(jaxpr) if e.primitive.name == "dot_general")
 
 

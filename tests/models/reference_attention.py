@@ -1,4 +1,4 @@
-"""Plain dense attention with a mask made from positions: the yardstick for short sequences."""
+"""Plain dense attention with a mask from positions: the reference for short sequences."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ def dense_attention(positions: Array) -> Attention:
     """Causal attention over tokens in any order, fp32, with all S x S scores in memory.
 
     Args:
-        positions: int32 [S] or [B, S]; a query sees keys whose position is not above its own.
+        positions: int32 [S] or [B, S]; a query attends to keys at its own position or before.
 
     Returns:
         A callable for `Transformer`: q [B, S, Hq, D], k and v [B, S, Hk, D] -> out [B, S, Hq, D] in

@@ -1,4 +1,4 @@
-"""Looking rows up, and the sums of their gradients."""
+"""Embedding lookup, and the sums of its gradient."""
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ def drawn(count: int, numbers: str) -> np.ndarray:
 
 @pytest.mark.parametrize("count", [1, BLOCK - 1, BLOCK, 3 * BLOCK + 5])
 @pytest.mark.parametrize("numbers", ["any", "one in most places", "one", "some beyond"])
-def test_rows_with_the_same_number_are_added(count, numbers):
+def test_rows_with_the_same_id_are_added(count, numbers):
     numbers = drawn(count, numbers)
     rows = np.random.default_rng(0).normal(size=(count, WIDTH)).astype(np.float32)
     expected = np.zeros((SIZE, WIDTH))
@@ -33,7 +33,7 @@ def test_rows_with_the_same_number_are_added(count, numbers):
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_half_precision_adds_up_in_fp32(dtype):
+def test_half_precision_accumulates_in_fp32(dtype):
     numbers = drawn(5 * BLOCK, "one in most places")
     rows = jnp.asarray(np.random.default_rng(1).normal(size=(len(numbers), WIDTH)), dtype)
     expected = np.zeros((SIZE, WIDTH))
@@ -56,11 +56,11 @@ def test_the_gradient_of_a_lookup_is_that_of_plain_indexing():
         for look in (lambda table: look_up(table, tokens, jnp.float32), lambda table: table[tokens])
     )
     assert ours[0] == plain[0]
-    np.testing.assert_array_equal(ours[1], plain[1])  # on a CPU the same additions
+    np.testing.assert_array_equal(ours[1], plain[1])  # the same additions on a CPU
 
 
 def test_on_gpus_no_sum_depends_on_the_order_of_atomic_additions():
-    """A scatter that adds and may meet a place twice is atomic there, and its order is any."""
+    """A scatter-add that may meet an index twice is atomic on GPUs, in any order."""
 
     def gradient(table, tokens):
         return jax.grad(lambda table: look_up(table, tokens, jnp.bfloat16).sum())(table)

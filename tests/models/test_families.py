@@ -1,4 +1,4 @@
-"""The families, each against a checkpoint of transformers 5.24."""
+"""The families, each compared with a checkpoint of transformers 5.24."""
 
 import json
 
@@ -58,8 +58,8 @@ class TestPhi3(FamilyContract):
         "model.layers.1.mlp.gate_up_proj.weight",
     )
 
-    def test_documents_of_a_pack_turn_as_each_does_alone(self, spec, state):
-        lengths, size = [60, 100, 13], 20  # up to 64 tokens short factors divide, then long ones
+    def test_packed_documents_rotate_like_separate_ones(self, spec, state):
+        lengths, size = [60, 100, 13], 20  # short factors up to 64 tokens, then long ones
         total = sum(-(-n // size) * size for n in lengths)
         documents = Documents.from_lengths([lengths], total, size)
         first, _, tokens_of = np.moveaxis(documents.table, -1, 0).repeat(size, axis=2)
@@ -80,7 +80,7 @@ class TestPhi3(FamilyContract):
             _, alone = forward(graphdef, state, tokens[:, own], jnp.arange(n, dtype=jnp.int32))
             np.testing.assert_allclose(found[:, own], alone, atol=2e-5)
             start += -(-n // size) * size
-        # That the length of the sequence decided would show.
+        # A dependence on the length of the sequence would show here.
         assert np.abs(packed(state, None) - found)[:, :60].max() > 1e-2
 
 
@@ -94,7 +94,7 @@ def test_every_family_has_its_contract():
 
 
 def write(folder, name=None, **changes):
-    """A config.json: of a fixture, or from nothing, with changes."""
+    """Writes a config.json, from a fixture or from nothing, with changes."""
     raw = {} if name is None else json.loads((DATA / name / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(raw | changes))
     return folder
@@ -141,8 +141,8 @@ def test_phi_3_in_the_older_spelling(tmp_path, kind):
 
 
 @pytest.mark.parametrize(("context", "fields"), [(512, 3), (1024, 5)])
-def test_phi_3_is_written_so_that_its_factor_is_read_back(tmp_path, context, fields):
-    # 512 / 64 is the checkpoint's own factor, which need not be told.
+def test_phi_3_is_written_so_that_its_factor_can_be_read(tmp_path, context, fields):
+    # 512 / 64 is the checkpoint's own factor, which need not be written.
     spec = read_hf_config(DATA / "phi3_tiny_longrope", max_position_embeddings=context)
     raw = hf_config(spec, "float32")
     assert len(raw["rope_scaling"]) == fields
@@ -154,38 +154,38 @@ def test_phi_3_is_written_so_that_its_factor_is_read_back(tmp_path, context, fie
     ("name", "changes", "message"),
     [
         ("llama3_tiny", {"attention_bias": True}, "attention_bias=true is unsupported"),
-        ("llama3_tiny", {"mlp_bias": True}, "mlp_bias=true is unsupported; allowed is false"),
+        ("llama3_tiny", {"mlp_bias": True}, "mlp_bias=true is unsupported; it must be false"),
         ("qwen3_tiny", {"attention_bias": True}, "attention_bias=true is unsupported"),
         (
             "phi3_tiny_longrope", {"sliding_window": 128},
-            "sliding_window=128 is unsupported; allowed are null and at least max_position",
+            "sliding_window=128 is unsupported; it must be null or at least max_position",
         ),
         (
             "phi3_tiny_longrope", {"partial_rotary_factor": 0.75, "rope_parameters": None},
-            "partial_rotary_factor=0.75 is unsupported; allowed is 1.0",
+            "partial_rotary_factor=0.75 is unsupported; it must be 1.0",
         ),
         (
             "llama3_tiny", {"model_type": "mamba", "architectures": ["MambaForCausalLM"]},
-            r"describes MambaForCausalLM \(model_type mamba\); the model types known here are"
+            r"unsupported model, MambaForCausalLM \(model_type mamba\); supported model types are"
             " llama, phi3, qwen2, qwen3",
         ),
         (
             "llama3_tiny", {"model_type": None, "architectures": None},
-            r"describes a model \(model_type None\); the model types known",
+            r"unsupported model, without architecture \(model_type None\); supported model types",
         ),
     ],
 )  # fmt: skip
-def test_what_a_family_lacks_is_refused(tmp_path, name, changes, message):
+def test_unsupported_features_are_refused(tmp_path, name, changes, message):
     with pytest.raises(UserError, match=message):
         read_hf_config(write(tmp_path, name, **changes))
 
 
-def test_heads_that_config_json_leaves_out(tmp_path):
+def test_a_missing_head_width_in_config_json(tmp_path):
     assert read_hf_config(write(tmp_path, "qwen3_tiny", head_dim=None)).head_dim == 128
     folder = write(tmp_path, "llama3_tiny", num_key_value_heads=None, head_dim=None)
     spec = read_hf_config(folder)
     assert (spec.num_kv_heads, spec.head_dim) == (4, 8)
 
 
-def test_the_architecture_alone_tells_the_family(tmp_path):
+def test_the_architecture_alone_determines_the_family(tmp_path):
     assert read_hf_config(write(tmp_path, "llama3_tiny", model_type=None)).family == "llama"

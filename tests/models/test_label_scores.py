@@ -23,7 +23,7 @@ def example():
     weight = rng.normal(size=(VOCAB, WIDTH)).astype(np.float32)
     logits = (hidden.astype(np.float64) @ weight.T.astype(np.float64))
     labels = rng.integers(0, VOCAB, (BATCH, SEQ)).astype(np.int32)
-    labels[0, ::3] = logits[0, ::3].argmax(-1)  # some that are predicted
+    labels[0, ::3] = logits[0, ::3].argmax(-1)  # some predicted labels
     labels[:, -1] = IGNORE_LABEL
     labels[1, :9] = IGNORE_LABEL
     lse = np.log(np.exp(logits).sum(-1))
@@ -37,7 +37,7 @@ def test_losses_of_tokens_and_sums_by_position(chunk_size, on_mesh):
     hidden, weight, labels, losses, is_argmax = example()
     mesh = make_mesh(2, 2, 2) if on_mesh else None
     spread = {"mesh": mesh, "weight_spec": P(None, SEQUENCE_AXES)} if on_mesh else {}
-    order = np.random.default_rng(1).permutation(SEQ)  # as a layout deals tokens
+    order = np.random.default_rng(1).permutation(SEQ)  # as in a layout
     positions = np.broadcast_to(order.astype(np.int32), labels.shape)
 
     @jax.jit
@@ -51,7 +51,7 @@ def test_losses_of_tokens_and_sums_by_position(chunk_size, on_mesh):
     np.testing.assert_array_equal(scores.is_argmax, is_argmax[:, order])
     assert 8 < int(np.sum(scores.is_argmax)) < 40
     for k in range(5):
-        # The token that predicts position p stands at p - 1.
+        # The token that predicts position p is at p - 1.
         inside = slice(2**k - 1, 2 ** (k + 1) - 1)
         assert counts[k] == np.sum(labels[:, inside] >= 0)
         np.testing.assert_allclose(sums[k], losses[:, inside].sum(), rtol=1e-5)

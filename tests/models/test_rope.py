@@ -16,8 +16,8 @@ def frequencies(scaling=None, head_dim=128, theta=1e6, context=32768, length=409
 
 
 @pytest.mark.parametrize(("original", "first", "last"), [(32768, 23, 40), (None, 36, 53)])
-def test_the_two_readings_of_yarn(original, first, last):
-    # Qwen2.5-3B at 512K: the field decides which dimensions are blended; without it the range
+def test_the_two_interpretations_of_yarn(original, first, last):
+    # Qwen2.5-3B at 512K: the field determines which dimensions are blended; without it the range
     # follows from max_position_embeddings.
     plain, _ = frequencies()
     scaling = YarnScaling(factor=16.0, original_max_position_embeddings=original)
@@ -34,7 +34,7 @@ def test_yarn_without_truncation_starts_between_dimensions():
     scaled, _ = frequencies(YarnScaling(16.0, 32768, truncate=False))
     kept = np.isclose(scaled, plain, rtol=1e-12).sum()
     divided = np.isclose(scaled, plain / 16, rtol=1e-12).sum()
-    # Border dimensions 23.59... and 39.65: 0..23 are kept, 40..63 divided.
+    # Limits of the ramp are 23.59... and 39.65: dimensions 0..23 are kept, 40..63 divided.
     assert (kept, divided) == (24, 24)
 
 
@@ -50,8 +50,8 @@ def test_linear_divides_all_alike():
     assert factor == 1.0
 
 
-def test_llama3_keeps_fast_and_divides_slow_dimensions():
-    # Llama 3.1: 8192 tokens stretched 8 times.
+def test_llama3_keeps_high_and_divides_low_frequencies():
+    # Llama 3.1: 8192 tokens scaled by 8.
     plain, _ = frequencies(theta=5e5)
     scaled, factor = frequencies(Llama3Scaling(8.0, 8192), theta=5e5)
     assert factor == 1.0
@@ -113,7 +113,7 @@ LISTS = {"short_factor": [1.0, 1.0], "long_factor": [1.0, 2.0]}
     [
         ({"original_max_position_embeddings": 64}, "factor is missing"),
         ({"factor": 0.5}, "at least 1"),
-        ({"factor": 2.0, "type": "dynamic"}, "must be one of yarn, linear, llama3, longrope"),
+        ({"factor": 2.0, "type": "dynamic"}, "choose one of yarn, linear, llama3, longrope"),
         ({"factor": 2.0, "beta_fast": 1, "beta_slow": 2}, "beta_fast = 1"),
         ({"factor": 2.0, "beta_slow": 0}, "beta_slow = 0 must be positive"),
         ({"factor": 2.0, "original_max_position_embeddings": -1}, "must be positive"),
@@ -125,7 +125,7 @@ LISTS = {"short_factor": [1.0, 1.0], "long_factor": [1.0, 2.0]}
         ),
         (
             {"factor": 2.0, "rope_type": "longrope", "original_max_position_embeddings": 64},
-            "short_factor is missing: a number for each pair",
+            "short_factor is missing: it needs a number per pair",
         ),
         (
             {"factor": 2.0, "type": "longrope", **LISTS, "long_factor": [0.0, 1.0],
@@ -134,18 +134,18 @@ LISTS = {"short_factor": [1.0, 1.0], "long_factor": [1.0, 2.0]}
         ),
     ],
 )  # fmt: skip
-def test_impossible_scaling_is_refused(values, message):
+def test_invalid_scaling_is_refused(values, message):
     with pytest.raises(ValueError, match=message):
         make_scaling(values)
 
 
-def test_factors_are_as_many_as_pairs():
+def test_there_is_one_factor_per_pair():
     values = {"type": "longrope", "factor": 2.0, "original_max_position_embeddings": 64, **LISTS}
-    with pytest.raises(ValueError, match="short_factor has 2 entries, and a head of 8 has 4 pairs"):
+    with pytest.raises(ValueError, match="short_factor has 2 entries, but a head of 8 has 4 pairs"):
         tiny_spec(rope_scaling=make_scaling(values))
 
 
-def test_tokens_of_documents_turn_as_in_sequences_of_their_length():
+def test_tokens_of_documents_rotate_as_in_sequences_of_their_length():
     scaling = LongRopeScaling(4.0, 64, None, (2.0,) * 4, (3.0,) * 4)
     spec = tiny_spec(rope_scaling=scaling)
     lengths = np.repeat(np.array([[64, 65, 3]], np.int32), [4, 4, 2], axis=1)
@@ -156,7 +156,7 @@ def test_tokens_of_documents_turn_as_in_sequences_of_their_length():
         wanted = rope_tables(positions[:, own], spec, length)
         for x, y in zip(found, wanted, strict=True):
             np.testing.assert_array_equal(x[:, own], y)
-    # Where the length does not matter, lengths do not.
+    # Without a dependence on the length, lengths have no effect.
     plain = tiny_spec()
     for x, y in zip(
         rope_tables(positions, plain, lengths), rope_tables(positions, plain), strict=True

@@ -22,7 +22,7 @@ from tests.models.common import (
 RANKS = ("node", "device")
 
 
-def test_fsdp_cuts_the_first_axis_that_divides():
+def test_fsdp_shards_the_first_divisible_axis():
     spec = tiny_spec(vocab_size=63, num_kv_heads=1, num_heads=3, head_dim=4)
     shardings = nnx.to_pure_dict(param_shardings(spec, make_mesh(1, 2, 4), fsdp=True))
     # 63 rows do not divide by 8, 32 columns do.
@@ -36,7 +36,7 @@ def test_fsdp_cuts_the_first_axis_that_divides():
     assert shardings["norm"]["weight"].spec == P()
 
 
-def test_fsdp_leaves_whole_what_does_not_divide():
+def test_fsdp_replicates_what_does_not_divide():
     spec = tiny_spec(hidden_size=30, intermediate_size=42, vocab_size=63, num_heads=2, head_dim=6)
     shardings = param_shardings(spec, make_mesh(1, 2, 4), fsdp=True)
     assert {sharding.spec for sharding in jax.tree.leaves(shardings)} == {P()}
@@ -106,8 +106,8 @@ def test_loss_and_gradients_do_not_depend_on_the_mesh(fsdp):
 COLLECTIVES = {"all_gather", "reduce_scatter", "psum", "all_to_all", "ppermute"}
 
 
-def test_a_layers_weights_are_gathered_once_a_pass_and_not_in_chunks():
-    # 64 tokens a device in 4 chunks.
+def test_layer_weights_are_gathered_once_a_pass_and_not_per_chunk():
+    # 64 tokens per device in 4 chunks.
     spec = tiny_spec(remat="attention", mlp_chunk_size=16)
     mesh = make_mesh(1, 2, 2)
     graphdef, tokens = drawn(spec)[0], some_tokens(spec, (1, 256))
@@ -131,6 +131,6 @@ def test_a_layers_weights_are_gathered_once_a_pass_and_not_in_chunks():
         assert [eqn.params["length"] for eqn in chunks] == [4]
         in_chunks = {eqn.primitive.name for eqn in equations(chunks[0].params["jaxpr"].jaxpr)}
         assert "dot_general" in in_chunks and not in_chunks & COLLECTIVES
-    # 7 matrices; the backward pass needs them all again, and gives each a gradient.
+    # 7 matrices; the backward pass gathers them again, and computes a gradient for each.
     assert [count["all_gather"] for count in found] == [7, 7]
     assert [count["reduce_scatter"] for count in found] == [0, 7]

@@ -1,4 +1,4 @@
-"""The model around the real attention: index and ring inside `shard_map`."""
+"""The model with real sparse attention: index and ring inside `shard_map`."""
 
 import collections
 
@@ -60,9 +60,9 @@ def traces():
     return result
 
 
-def test_remat_by_name_runs_neither_index_nor_ring_again(traces):
+def test_remat_by_name_recomputes_neither_index_nor_ring(traces):
     def counts(remat):
-        # Transfers of the ring, the ordering and the sums of the index, the kernels' softmax.
+        # Transfers of the ring, ordering and sums of the index, and the kernels' softmax.
         names = collections.Counter(e.primitive.name for e in equations(traces[remat].jaxpr))
         return {word: names[word] for word in WORDS}
 
@@ -73,6 +73,6 @@ def test_remat_by_name_runs_neither_index_nor_ring_again(traces):
     assert counts("mlp") == kept
     assert without_sorts("attention") == without_sorts("none")
     assert all(count > counts("none")[word] > 0 for word, count in full.items())
-    # The tiles of an index are sorted too. That runs again, rather than keep lists of all layers;
-    # the sorts that choose the index do not.
+    # Sorts of index tiles are recomputed, because keeping the lists of all layers takes memory; the
+    # sorts that select the index are not.
     assert counts("none")["sort"] <= kept["sort"] < full["sort"]

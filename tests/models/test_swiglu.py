@@ -41,7 +41,7 @@ def test_chunks_change_neither_result_nor_gradients(chunk_size, kept_chunks):
         np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-5)
 
 
-def test_bf16_gradients_of_weights_add_up_in_fp32_over_chunks():
+def test_bf16_weight_gradients_accumulate_in_fp32_over_chunks():
     arguments = example(jnp.bfloat16)
     exact = with_gradients(whole, [x.astype(jnp.float32) for x in arguments])
     actual = with_gradients(lambda *x: chunked_swiglu(*x, 1), arguments)

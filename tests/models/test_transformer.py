@@ -33,7 +33,7 @@ def named_attention(q, k, v):
 
 
 def named_attention_forward(q, k, v):
-    """Linear causal attention that names what its backward pass needs, as real kernels do."""
+    """Linear causal attention that names what its backward pass needs, like the real kernels."""
     index = checkpoint_name(jnp.arange(q.shape[1], dtype=jnp.int32), "sparse_index")
     mask = index[:, None] >= index[None]
     k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
@@ -92,9 +92,9 @@ def test_remat_policies_give_equal_gradients():
         assert_states_close(other_gradients, gradients, tolerance=1e-5)
 
 
-def test_in_bfloat16_what_is_kept_changes_no_bit():
-    # XLA may leave out a rounding to bf16 between two operations that it fuses, but not where the
-    # value is kept. Told not to, it computes the same whatever a policy keeps.
+def test_in_bfloat16_remat_is_bit_identical():
+    # XLA may skip a rounding to bf16 between two fused operations, but not where a value is saved.
+    # With this option off, the result does not depend on what a policy saves.
     tokens = some_tokens(tiny_spec())
     _, state = drawn(tiny_spec())
 
@@ -110,18 +110,18 @@ def test_in_bfloat16_what_is_kept_changes_no_bit():
 
 
 @pytest.mark.parametrize(
-    # Products with parameters, of one layer: 7 forward, 14 backward, and those that run again.
+    # Products with the parameters of one layer: 7 forward, 14 backward, and the recomputed ones.
     ("remat", "kept_chunks", "attentions", "products"),
     [
         ("none", 0, 1, 21),
-        ("mlp", 1, 1, 21),  # of one
+        ("mlp", 1, 1, 21),  # all chunks saved
         ("mlp", 0, 1, 23),
         ("attention", 0, 1, 27),
         ("attention_offload", 0, 1, 27),
         ("full", 0, 2, 27),
     ],
 )
-def test_only_what_the_policy_does_not_keep_runs_again(remat, kept_chunks, attentions, products):
+def test_only_unsaved_values_are_recomputed(remat, kept_chunks, attentions, products):
     spec = tiny_spec(remat=remat, mlp_kept_chunks=kept_chunks)
     traced = trace(spec, abstract_state(spec), some_tokens(spec), attend_by_name)
     assert str(traced.jaxpr).count(" erf ") == attentions
@@ -216,7 +216,7 @@ def test_bfloat16_computes_near_float32_and_keeps_float32_parameters():
 
 
 def test_the_gradient_of_a_frequent_token_adds_in_float32():
-    # A sum of 1024 equal terms in bf16 would stop growing at 256 of them.
+    # A bf16 sum of 1024 equal terms would stop growing at 256 of them.
     spec = tiny_spec(dtype="bfloat16", tie_word_embeddings=False)
     graphdef, state = drawn(spec)
     tokens = jnp.full((1, 1024), 5, jnp.int32)
@@ -255,11 +255,11 @@ def test_parameters_are_named_as_in_hugging_face(tied):
         "layers.self_attn.q_proj.bias",
         "layers.self_attn.q_proj.weight",
     ]
-    # The same of a pure dict, which some tools prefer.
+    # The same for a pure dict, which some tools prefer.
     assert jax.tree.leaves(parameter_names(nnx.to_pure_dict(state))) == flat
 
 
-# Names of the states that checkpoints hold: they must not change.
+# Names in the states of checkpoints: they must not change.
 QWEN2 = (
     "embed_tokens.weight", "norm.weight", "lm_head.weight",
     *(f"layers.self_attn.{part}_proj.{kind}" for part in "qkv" for kind in ("weight", "bias")),
@@ -269,7 +269,7 @@ QWEN2 = (
 )  # fmt: skip
 
 
-def test_layers_are_drawn_apart_with_the_stated_deviation():
+def test_layers_are_drawn_independently_with_the_given_deviation():
     _, state = drawn(tiny_spec())
     weight = np.asarray(nnx.to_pure_dict(state)["layers"]["mlp"]["up_proj"]["weight"])
     assert not np.array_equal(weight[0], weight[1])
@@ -293,21 +293,21 @@ def test_any_object_with_the_fields_is_a_config():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_heads": 3}, "num_heads = 3 is not a multiple of num_kv_heads = 2"),
+        ({"num_heads": 3}, "num_heads = 3 must be a multiple of num_kv_heads = 2"),
         ({"head_dim": 7}, "head_dim = 7 must be even"),
         ({"num_layers": 0}, "num_layers = 0 must be positive"),
-        ({"dtype": "float16"}, 'dtype = "float16" is not one of bfloat16, float32'),
+        ({"dtype": "float16"}, 'dtype = "float16" must be one of bfloat16, float32'),
         ({"mlp_kept_chunks": -1}, "mlp_kept_chunks = -1 must not be negative"),
-        ({"mlp_kept_chunks": 1}, 'mlp_kept_chunks = 1 needs remat = "mlp", and it is "none"'),
+        ({"mlp_kept_chunks": 1}, 'mlp_kept_chunks = 1 needs remat = "mlp", but it is "none"'),
         ({"family": "gpt9"}, 'unknown model family "gpt9"; choose one of qwen2, qwen3, llama'),
-        ({"remat": "some"}, 'remat = "some" is not one of none, mlp, attention, attention_off'),
+        ({"remat": "some"}, 'remat = "some" must be one of none, mlp, attention, attention_off'),
     ],
 )
-def test_an_impossible_model_is_refused(changes, message):
+def test_an_invalid_model_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         tiny_spec(**changes)
 
 
-def test_a_config_that_lacks_a_field_is_refused():
+def test_a_config_without_a_required_field_is_refused():
     with pytest.raises(ValueError, match="vocab_size is missing"):
         ModelSpec.from_config({"hidden_size": 8})
