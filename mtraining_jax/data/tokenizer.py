@@ -103,10 +103,21 @@ class HuggingFaceTokenizer:
         self.eos = _checked_eos(_find_eos(eos, vocabulary, self.name), self.vocab_size, self.name)
 
     def encode(self, text: str) -> np.ndarray:
-        return np.asarray(self._backend.encode(text, add_special_tokens=False).ids, np.uint32)
+        return self._encode(text, add_special_tokens=False)
 
     def encode_prompt(self, text: str) -> np.ndarray:
-        return np.asarray(self._backend.encode(text, add_special_tokens=True).ids, np.uint32)
+        return self._encode(text, add_special_tokens=True)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> np.ndarray:
+        try:
+            encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
+        except (UnicodeEncodeError, TypeError):  # invalid text
+            raise
+        except Exception as error:  # the library raises bare Exception, e.g. without unknown token
+            raise UserError(
+                f'data.tokenizer = "{self.name}" cannot encode text ({first_line(error)})'
+            ) from error
+        return np.asarray(encoding.ids, np.uint32)
 
     @functools.cached_property
     def start(self) -> int | None:

@@ -325,6 +325,10 @@ def test_unreadable_tokenizer(tmp_path, text):
     assert error(broken).startswith("is not a tokenizer.json (")
     empty = save_tokenizer(tmp_path / "empty.json", [])
     assert "empty vocabulary" in error_of(**text, tokenizer=empty)
+    no_unknown = save_tokenizer(tmp_path / "no_unknown.json", ["a", "</s>"])
+    assert error_of(**text, tokenizer=no_unknown).startswith(
+        f'data.tokenizer = "{no_unknown}" cannot encode text (WordLevel error'
+    )
 
 
 @pytest.mark.parametrize(
