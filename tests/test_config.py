@@ -451,16 +451,16 @@ def test_wrong_overrides(minimal):
         ),
         (
             {"model__num_heads": "5"},
-            "model.num_heads = 5 is not a multiple of model.num_kv_heads = 2: each key/value head "
-            "serves as many query heads",
+            "model.num_heads = 5 must be a multiple of model.num_kv_heads = 2, because each "
+            "key/value head serves as many query heads",
         ),
         (
             {"model__mlp_kept_chunks": "2", "model__remat": "full"},
-            'model.mlp_kept_chunks = 2 needs model.remat = "mlp", and it is "full"',
+            'model.mlp_kept_chunks = 2 needs model.remat = "mlp", but it is "full"',
         ),
         (
             {"model__head_dim": "7"},
-            "model.head_dim = 7 must be even: rotary embeddings turn pairs",
+            "model.head_dim = 7 must be even, because RoPE rotates pairs",
         ),
         (
             {"model__max_position_embeddings": "1024"},
@@ -477,7 +477,7 @@ def test_wrong_overrides(minimal):
         ),
         (
             {"sparsity__kind": "fixed"},
-            "sparsity.budget_file = none is not enough: budgets are read from a MInference file",
+            "sparsity.budget_file = none is not allowed; set it to a MInference JSON file",
         ),
         (
             {"sparsity__min_verticals": "200", "sparsity__max_verticals": "100"},
@@ -538,7 +538,7 @@ def test_wrong_overrides(minimal):
         (
             {"sparsity__kind": "replay", "sparsity__least_share": "0.04"},
             "sparsity.least_share = 0.04 is an option of sparsity.preset = 'joint', but preset is "
-            "'safe'; sparsity.least_share = 0 leaves it out",
+            "'safe'; set sparsity.preset = 'joint' or sparsity.least_share = 0",
         ),
         (
             {"profile__start": "1000", "profile__steps": "2"},
@@ -561,13 +561,13 @@ def test_wrong_overrides(minimal):
         ({"data__source": "jsonl"}, 'data.source = "jsonl" needs data.paths, the files to read'),
         (
             {"data__paths": "a.txt"},
-            'data.paths has 1 entries, but data.source = "python_stdlib" takes none; '
-            'data.source = "text" reads files',
+            'data.paths has 1 entries, but data.source = "python_stdlib" does not use it; '
+            'set data.source = "text" to read text files',
         ),
         (
             {"data__source": "synthetic", "data__paths": "a.txt"},
-            'data.paths has 1 entries, but data.source = "synthetic" takes none; '
-            'data.source = "text" reads files',
+            'data.paths has 1 entries, but data.source = "synthetic" does not use it; '
+            'set data.source = "text" to read text files',
         ),
         (
             {"data__source": "synthetic", "data__mode": "exact"},
@@ -584,7 +584,7 @@ def test_wrong_overrides(minimal):
         ),
         (
             {"data__eos": "</s>"},
-            'data.eos = "</s>" must be an id: data.tokenizer = "bytes" has no tokens with a name',
+            'data.eos = "</s>" must be an id: data.tokenizer = "bytes" has no named tokens',
         ),
         (
             {"data__eos": "300"},

@@ -83,7 +83,6 @@ def help_text(width: int = 100) -> str:
                 continue
             default = "required" if field.required else f"default {toml_value(field.default)}"
             lines += [f"  --{field.name}  {field.allowed}; {default}"]
-            lines += textwrap.wrap(
-                field.doc, width, initial_indent=" " * 6, subsequent_indent=" " * 6
-            )
+            doc = " ".join(field.doc.split())
+            lines += textwrap.wrap(doc, width, initial_indent=" " * 6, subsequent_indent=" " * 6)
     return "\n".join(lines[1:]) + "\n"

@@ -139,7 +139,7 @@ class SparsityConfig:
     """Which query-key pairs attention computes."""
 
     kind: one_of(PATTERNS) = "sampled_rows"
-    """Sparse attention pattern; docs/attention.md describes all of them.
+    """Sparse attention pattern; docs/patterns.md describes all of them.
 
     sampled_rows, mixed_rows, xattention, prism and exact_rows select key blocks for each query
     block in every forward pass. vertical_slash selects verticals and slashes for each head in every

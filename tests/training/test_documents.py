@@ -167,8 +167,8 @@ def test_batches_of_the_loader_say_where_documents_are_and_count_positions_in_th
 def test_patterns_and_rings_that_cannot_keep_documents_apart_are_refused(tmp_path):
     for sections, message in [
         (dict(sparsity={"kind": "examples.strided_pattern:Strided"}),
-         'data.mode = "pack" cannot be combined with sparsity.kind = "examples.strided_pattern:Strided": '
-         "Strided does not read"),
+         'data.mode = "pack" cannot be combined with sparsity.kind = '
+         '"examples.strided_pattern:Strided": Strided does not read'),
         (dict(parallel={"ring": "flat"}),
          'data.mode = "pack" with sparsity.kind = "sampled_rows" lists key blocks for each'),
     ]:  # fmt: skip

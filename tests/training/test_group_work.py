@@ -80,7 +80,8 @@ def test_a_balanced_and_tuned_run_trains_resumes_and_says_how_even_it_is(packed,
     apart = shares != 0.6
     assert apart.any() and ((shares > 0.6).sum(1) == (shares < 0.6).sum(1)).all()
     assert f"tau {shares[0].min():.3f} to {shares[0].max():.3f}" in printed
-    assert "tuned      tau from 0.3 to 0.8 per data-parallel replica, to match the mean time" in printed
+    tuned = "tuned      tau from 0.3 to 0.8 per data-parallel replica, to match the mean time"
+    assert tuned in printed
     assert f"tuned      tau {shares.min():.3f} to {shares.max():.3f}" in printed
 
     shutil.rmtree(checkpoint_folder(config) / "5")
