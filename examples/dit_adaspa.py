@@ -1,15 +1,15 @@
-r"""A small diffusion transformer that denoises with AdaSpa's sparse attention, beside dense.
+r"""A small diffusion transformer that denoises with AdaSpa's sparse attention, compared with dense.
 
     python examples/dit_adaspa.py
     python examples/dit_adaspa.py --grid 43 40 64 --heads 24 --head-dim 128 --layers 2 --block 128 \
         --dtype bfloat16 --train 0 --steps 12 --search 2 6
 
-It learns to make films of moving spots (flow matching: the model says which way noise lies), then
-denoises some. The first steps are dense. At the steps of `--search` each layer looks for the blocks
-that hold most mass, and uses its index again until the next search. Each line tells the time of a
-step and of a dense one on the same input, the share of the exact attention's mass that the index
-keeps, and how far the output is from that of dense attention. Runs in a minute on a CPU; the second
-command is for one GPU: 110080 tokens.
+It learns to generate videos of moving spots (flow matching: the model predicts the direction of the
+noise), then denoises one. The first steps are dense. At the steps of `--search`, each layer selects
+the blocks with most attention mass, and reuses this index until the next search. Each line reports
+the time of a step and of a dense step on the same input, the recall of the index, and the relative
+error of the output compared with dense attention. It takes a minute on a CPU; the second command is
+for one GPU: 110080 tokens.
 """
 
 import argparse
@@ -33,45 +33,45 @@ from mtraining_jax import AdaSpa, Dense, Shards, sparse_attention
 from mtraining_jax.sparsity.adaspa import exact_masses, recall
 
 CHANNELS = 4
-ROPE_BASE = 100.0  # a film has few places on a side
+ROPE_BASE = 100.0  # a video has few positions per axis
 
 # (layer, q [B, S, H, D], k, v) -> [B, S, H, D]
 Attend = Callable[[int, Array, Array, Array], Array]
 
 
 class Layer(nnx.Module):
-    """Attention and an MLP, each scaled and shifted by the time of denoising."""
+    """Attention and an MLP, each scaled and shifted by the denoising time."""
 
     def __init__(self, heads: int, head_dim: int, dtype: jnp.dtype, rngs: nnx.Rngs):
         size = heads * head_dim
         linear = lambda n, m: nnx.Linear(n, m, dtype=dtype, use_bias=False, rngs=rngs)  # noqa: E731
         self.q, self.k, self.v = linear(size, size), linear(size, size), linear(size, size)
-        # A token looks at its like from the start, so that attention is not flat before training.
+        # Tokens attend to similar ones from the start, so attention is not uniform before training.
         self.k.kernel[...] = self.q.kernel[...]
         self.out, self.up, self.down = (
             linear(size, size), linear(size, 4 * size), linear(4 * size, size)
         )
         self.norm = nnx.RMSNorm(size, use_scale=False, dtype=dtype, rngs=rngs)
-        # Logits up to 4 sqrt(head_dim): each head can be as sharp as those of trained models.
+        # Logits up to 4 sqrt(head_dim): a head can be as sharp as in trained models.
         self.head_norm = nnx.RMSNorm(
             head_dim, scale_init=nnx.initializers.constant(2.0), dtype=dtype, rngs=rngs
         )
         self.of_time = linear(size, 4 * size)
         self.heads = heads
 
-    def __call__(self, x: Array, at: Array, turn: tuple, number: int, attend: Attend) -> Array:
+    def __call__(self, x: Array, at: Array, phases: tuple, number: int, attend: Attend) -> Array:
         """Tokens [B, S, size] and time [B, size] to tokens."""
         scale, shift, scale_mlp, shift_mlp = jnp.split(self.of_time(at)[:, None], 4, axis=-1)
         y = self.norm(x) * (1 + scale) + shift
         q, k, v = (f(y).reshape(*y.shape[:2], self.heads, -1) for f in (self.q, self.k, self.v))
-        q, k = (rotated(self.head_norm(z), turn) for z in (q, k))
+        q, k = (rotated(self.head_norm(z), phases) for z in (q, k))
         x = x + self.out(attend(number, q, k, v).reshape(x.shape))
         y = self.norm(x) * (1 + scale_mlp) + shift_mlp
         return x + self.down(nnx.gelu(self.up(y)))
 
 
 class Denoiser(nnx.Module):
-    """A diffusion transformer over the places of a film."""
+    """A diffusion transformer over the positions of a video."""
 
     def __init__(self, layers: int, heads: int, head_dim: int, dtype: jnp.dtype, rngs: nnx.Rngs):
         size = heads * head_dim
@@ -81,18 +81,18 @@ class Denoiser(nnx.Module):
         self.norm = nnx.RMSNorm(size, dtype=dtype, rngs=rngs)
         self.leave = nnx.Linear(size, CHANNELS, dtype=dtype, rngs=rngs)
 
-    def __call__(self, x: Array, at: Array, turn: tuple, attend: Attend) -> Array:
-        """Films fp32 [B, S, channels] at times [B], 1 is noise, to the direction of the noise."""
+    def __call__(self, x: Array, at: Array, phases: tuple, attend: Attend) -> Array:
+        """Videos fp32 [B, S, channels] at times [B] (1 is noise) to the direction of the noise."""
         waves = at[:, None] * 2.0 ** jnp.arange(CHANNELS)
         at = nnx.silu(self.time(jnp.concatenate([jnp.sin(waves), jnp.cos(waves)], axis=-1)))
         x = self.enter(x)
         for number, layer in enumerate(self.layers):
-            x = layer(x, at, turn, number, attend)
+            x = layer(x, at, phases, number, attend)
         return self.leave(self.norm(x)).astype(jnp.float32)
 
 
 def rotary(grid: tuple[int, ...], head_dim: int) -> tuple[Array, Array]:
-    """Cosines and sines [S, head_dim / 2] of the three places of each token."""
+    """Cosines and sines [S, head_dim / 2] for the three coordinates of each token."""
     places = np.stack(np.meshgrid(*(np.arange(n) for n in grid), indexing="ij"), -1).reshape(-1, 3)
     angles = []
     for axis, pairs in enumerate(np.diff([0, *(head_dim // 2 * (i + 1) // 3 for i in range(3))])):
@@ -101,15 +101,15 @@ def rotary(grid: tuple[int, ...], head_dim: int) -> tuple[Array, Array]:
     return jnp.asarray(np.cos(angles), jnp.float32), jnp.asarray(np.sin(angles), jnp.float32)
 
 
-def rotated(x: Array, turn: tuple[Array, Array]) -> Array:
-    """Heads [B, S, H, D] turned by their places."""
-    cos, sin = (y[:, None] for y in turn)
+def rotated(x: Array, phases: tuple[Array, Array]) -> Array:
+    """Rotates heads [B, S, H, D] by their positions."""
+    cos, sin = (y[:, None] for y in phases)
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
 def films(key: Array, count: int, grid: tuple[int, ...]) -> Array:
-    """Spots of random colour and size on straight ways: fp32 [count, S, channels]."""
+    """Spots of random color and size that move in straight lines: fp32 [count, S, channels]."""
     keys = jax.random.split(key, 4)
     start = jax.random.uniform(keys[0], (count, 1, 2))
     speed = jax.random.uniform(keys[1], (count, 1, 2), minval=-0.5, maxval=0.5)
@@ -121,9 +121,9 @@ def films(key: Array, count: int, grid: tuple[int, ...]) -> Array:
 
 
 class Runner:
-    """The programs of a model: dense steps, steps that search, and steps that use an index."""
+    """Compiled steps of a model: dense, with a search, and with a reused index."""
 
-    def __init__(self, model: Denoiser, turn: tuple, pattern: AdaSpa):
+    def __init__(self, model: Denoiser, phases: tuple, pattern: AdaSpa):
         size = pattern.block_size
         dense = Dense(size)
 
@@ -140,16 +140,16 @@ class Runner:
                 indices.append(index)
                 return out
 
-            return model(x, at, turn, attend), indices
+            return model(x, at, phases, attend), indices
 
         def reuse(model: Denoiser, x: Array, at: Array, indices: list) -> Array:
             return model(
-                x, at, turn,
+                x, at, phases,
                 lambda i, q, k, v: sparse_attention(q, k, v, pattern=indices[i], causal=False),
             )
 
         def audit(model: Denoiser, x: Array, at: Array, indices: list) -> Array:
-            """The least recall of any head, and the mean."""
+            """Minimum recall over heads, and mean recall."""
             shares = []
 
             def attend(i: int, q: Array, k: Array, v: Array) -> Array:
@@ -159,7 +159,7 @@ class Runner:
                 shares.append(recall(masses, kept))
                 return sparse_attention(q, k, v, pattern=indices[i], causal=False)
 
-            model(x, at, turn, attend)
+            model(x, at, phases, attend)
             return jnp.stack([jnp.stack(shares).min(), jnp.stack(shares).mean()])
 
         def train(model: Denoiser, optimizer: nnx.Optimizer, key: Array, grid: tuple) -> Array:
@@ -169,7 +169,7 @@ class Runner:
             mixed = film + at[:, None, None] * (noise - film)
 
             def loss(model: Denoiser) -> Array:
-                found = model(mixed, at, turn, attend_dense)
+                found = model(mixed, at, phases, attend_dense)
                 return ((found - (noise - film)) ** 2).mean()
 
             value, gradients = nnx.value_and_grad(loss)(model)
@@ -177,12 +177,12 @@ class Runner:
             return value
 
         self.model = model
-        self.dense = nnx.jit(lambda model, x, at: model(x, at, turn, attend_dense))
+        self.dense = nnx.jit(lambda model, x, at: model(x, at, phases, attend_dense))
         self.search, self.reuse, self.audit = nnx.jit(search), nnx.jit(reuse), nnx.jit(audit)
         self.train = nnx.jit(train, static_argnums=3)
 
     def timed(self, run: Callable, *arguments: object) -> tuple:
-        """What a program gives, and its time in ms; its first call is not timed."""
+        """Returns the result of a program, and its time in ms without the first call."""
         jax.block_until_ready(run(self.model, *arguments))
         start = time.perf_counter()
         found = jax.block_until_ready(run(self.model, *arguments))
@@ -190,7 +190,7 @@ class Runner:
 
 
 def denoise(runner: Runner, noise: Array, steps: int, search: list[int]) -> Array:
-    """Denoises films, prints a line a step, and returns them."""
+    """Denoises videos, prints one line per step, and returns them."""
     x, indices = noise, None
     print(f"{'step':>4} {'kind':>6} {'ms':>9} {'dense ms':>9} {'recall':>7} {'worst':>6} error")
     for step in range(steps):
@@ -217,20 +217,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--grid", type=int, nargs=3, default=(8, 8, 8), help="frames, rows, places")
+    parser.add_argument("--grid", type=int, nargs=3, default=(8, 8, 8), help="frames, rows, width")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--head-dim", type=int, default=24, help="even")
-    parser.add_argument("--block", type=int, default=32, help="tokens on a side of a block")
+    parser.add_argument("--block", type=int, default=32, help="block size in tokens")
     parser.add_argument("--sparsity", type=float, default=0.8)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--train", type=int, default=60, help="steps of training")
-    parser.add_argument("--steps", type=int, default=16, help="of denoising")
-    parser.add_argument("--search", type=int, nargs="+", default=[3, 9], help="steps that search")
+    parser.add_argument("--train", type=int, default=60, help="training steps")
+    parser.add_argument("--steps", type=int, default=16, help="denoising steps")
+    parser.add_argument("--search", type=int, nargs="+", default=[3, 9], help="steps with a search")
     args = parser.parse_args()
     grid, tokens = tuple(args.grid), math.prod(args.grid)
     if tokens % args.block:
-        parser.error(f"--grid has {tokens} places, which are no multiple of --block {args.block}")
+        parser.error(f"--grid has {tokens} tokens; it must be a multiple of --block {args.block}")
     model = Denoiser(args.layers, args.heads, args.head_dim, jnp.dtype(args.dtype), nnx.Rngs(0))
     pattern = AdaSpa(args.sparsity, block_size=args.block)
     runner = Runner(model, rotary(grid, args.head_dim), pattern)
@@ -247,7 +247,7 @@ def main() -> None:
         at = jnp.full(1, 1 - step / args.steps)
         dense = dense - runner.dense(model, dense, at) / args.steps
     apart = float(jnp.linalg.norm(found - dense) / jnp.linalg.norm(dense))
-    print(f"the film that it made differs from that of dense attention by {apart:.4f} (relative)")
+    print(f"relative difference between the generated video and dense attention: {apart:.4f}")
 
 
 if __name__ == "__main__":

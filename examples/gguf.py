@@ -1,8 +1,8 @@
-"""Reads GGUF files, in which llama.cpp keeps weights and tokenizers, into NumPy arrays.
+"""Reads GGUF files, the format of llama.cpp for weights and tokenizers, into NumPy arrays.
 
-The format is described by ggml's docs/gguf.md: a header with metadata, a table of tensors, and
-their data. Three kinds of tensors are understood: F32, and two that are quantised in blocks of 32
-numbers. Q8_0 is a scale and 32 int8, Q4_1 a scale, a minimum and 32 numbers of 4 bits.
+ggml's docs/gguf.md describes the format: a header with metadata, a table of tensors, and their
+data. This supports three tensor types: F32, and two types that are quantized in blocks of 32
+numbers. Q8_0 has a scale and 32 int8; Q4_1 has a scale, a minimum and 32 numbers of 4 bits.
 """
 
 import math
@@ -19,16 +19,16 @@ _SCALARS = {
     0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"
 }  # fmt: skip
 _STRING, _LIST = 8, 9
-_BLOCK = 32  # numbers that are quantised together
+_BLOCK = 32  # numbers per quantization block
 
 
 class Gguf(NamedTuple):
-    """What a file holds.
+    """The contents of a file.
 
     Attributes:
-        metadata: by name: numbers, strings, and lists of them.
+        metadata: numbers, strings, and lists of them, by name.
         tensors: fp32 by name. The last axis is the one that GGUF lists first, as in NumPy and in
-            Hugging Face's checkpoints: a matrix is [out, in].
+            Hugging Face checkpoints: a matrix is [out, in].
     """
 
     metadata: dict[str, Any]
@@ -54,7 +54,7 @@ def _q4_1(raw: np.ndarray) -> np.ndarray:
     return (scale[:, None] * numbers + least[:, None]).reshape(-1)
 
 
-# Number of the kind -> bytes of a block, numbers of a block, and how to read them.
+# Type id -> bytes per block, numbers per block, and decoder.
 _KINDS: dict[int, tuple[int, int, Callable[[np.ndarray], np.ndarray]]] = {
     0: (4, 1, _f32),
     3: (4 + _BLOCK // 2, _BLOCK, _q4_1),
@@ -63,13 +63,13 @@ _KINDS: dict[int, tuple[int, int, Callable[[np.ndarray], np.ndarray]]] = {
 
 
 def read_gguf(path: str | Path) -> Gguf:
-    """Reads a whole file.
+    """Reads a complete file.
 
     Args:
         path: a GGUF file of version 2 or 3, little-endian.
 
     Raises:
-        UserError: if it cannot be read, is no GGUF file, is truncated, or has a tensor of a kind
+        UserError: if it is unreadable, truncated or not a GGUF file, or has a tensor of a type
             other than F32, Q8_0 and Q4_1.
     """
     try:
@@ -79,22 +79,22 @@ def read_gguf(path: str | Path) -> Gguf:
     try:
         return reader.read()
     except (struct.error, KeyError, ValueError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not a GGUF file that can be read: {error}") from None
+        raise UserError(f"{path} is not a supported GGUF file: {error}") from None
 
 
 class _Reader:
-    """A place in a file."""
+    """A position in a file."""
 
     def __init__(self, raw: np.ndarray) -> None:
         self.raw, self.place = raw, 0
 
     def read(self) -> Gguf:
         if self.raw[:4].tobytes() != b"GGUF":
-            raise ValueError("it does not begin with GGUF")
+            raise ValueError("it does not start with GGUF")
         self.place = 4
         version = self.scalar("I")
         if version not in (2, 3):
-            raise ValueError(f"its version is {version}; 2 and 3 are known")
+            raise ValueError(f"its version is {version}, but only 2 and 3 are supported")
         num_tensors, num_metadata = self.scalar("Q"), self.scalar("Q")
         metadata = {}
         for _ in range(num_metadata):
@@ -129,7 +129,7 @@ class _Reader:
             kind, size = self.scalar("I"), self.scalar("Q")
             return [self.value(kind) for _ in range(size)]
         if kind not in _SCALARS:
-            raise ValueError(f"its metadata has a value of kind {kind}, which is not known")
+            raise ValueError(f"its metadata has a value of unknown type {kind}")
         return self.scalar(_SCALARS[kind])
 
     def entry(self) -> tuple[str, tuple[int, ...], int, int]:
@@ -139,7 +139,7 @@ class _Reader:
 
     def tensor(self, name: str, shape: tuple[int, ...], kind: int, start: int) -> np.ndarray:
         if kind not in _KINDS:
-            raise ValueError(f"tensor {name} is of kind {kind}; F32, Q4_1 and Q8_0 are known")
+            raise ValueError(f"tensor {name} has type {kind}; supported are F32, Q4_1 and Q8_0")
         block_bytes, block_numbers, decode = _KINDS[kind]
         size = math.prod(shape) // block_numbers * block_bytes
         raw = self.raw[start : start + size]

@@ -2,7 +2,7 @@
 
     python examples/linen_attention.py
 
-The one line that changes is `attention_fn=`. Runs anywhere, in seconds on a CPU.
+Only the line with `attention_fn=` differs from dense attention. It takes seconds on a CPU.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from mtraining_jax import SampledRows, attention_fn
 
 VOCABULARY, TOKENS, FEATURES = 32, 256, 32
 
-# Small enough for 256 tokens. For long sequences the default, SampledRows(), is what to use.
+# Small enough for 256 tokens. For long sequences use the default, SampledRows().
 PATTERN = SampledRows(block_size=32, tau=0.5)
 
 
@@ -52,7 +52,7 @@ def train_step(params, state, tokens: jax.Array):
 
 
 def batch(step: int) -> jax.Array:
-    """Counting up by 1, 2 or 3 from a random token, int32 [2, S + 1]."""
+    """Sequences that count up by 1, 2 or 3 from a random token, int32 [2, S + 1]."""
     start, stride = jax.random.split(jax.random.key(step))
     start = jax.random.randint(start, (2, 1), 0, VOCABULARY)
     stride = jax.random.randint(stride, (2, 1), 1, 4)

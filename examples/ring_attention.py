@@ -1,9 +1,9 @@
-"""A ring over 8 devices inside a jit of your own, with your own mesh and axis names.
+"""Ring attention over 8 devices inside your own jit, with your own mesh and axis names.
 
     python examples/ring_attention.py
 
-Needs 8 devices; on a machine without accelerators it makes 8 virtual ones of the CPU, and so it
-does anywhere with JAX_PLATFORMS=cpu. Compares output and gradients with those of one device.
+It needs 8 devices; on a machine without accelerators, or with JAX_PLATFORMS=cpu, it creates 8
+virtual CPU devices. It compares output and gradients with those of one device.
 """
 
 import os
@@ -17,9 +17,9 @@ from jax.sharding import PartitionSpec as P
 from mtraining_jax import SampledRows, sequence_layout, sparse_attention, stripe, unstripe
 
 BATCH, TOKENS, FEATURES, HEADS, KV_HEADS, HEAD_DIM = 1, 512, 32, 4, 2, 16
-SEQUENCE_AXES = ("hosts", "chips")  # slowest first: "chips" turns inside each step of "hosts"
+SEQUENCE_AXES = ("hosts", "chips")  # slowest first: "chips" is the inner ring
 
-# Small enough for 512 tokens. For long sequences the default, SampledRows(), is what to use.
+# Small enough for 512 tokens. For long sequences use the default, SampledRows().
 PATTERN = SampledRows(block_size=16, tau=0.5)
 
 
@@ -45,14 +45,14 @@ def inputs() -> np.ndarray:
 
 
 def layer(params: dict[str, jax.Array], x: jax.Array, **options) -> jax.Array:
-    """A layer of your own: [B, S, E] to [B, S, E]."""
+    """Your own layer: [B, S, E] to [B, S, E]."""
     q, k, v = (jnp.einsum("bse,ehd->bshd", x, params[name]) for name in "qkv")
     attended = sparse_attention(q, k, v, pattern=PATTERN, **options)
     return x + jnp.einsum("bshd,hde->bse", attended, params["out"])
 
 
 def output_and_gradients(params: dict[str, jax.Array], x: jax.Array, **options):
-    """Output of the layer, and gradients of a loss that sums over all tokens."""
+    """Output of the layer, and gradients of a loss over all tokens."""
 
     def loss(params, x):
         out = layer(params, x, **options)
@@ -68,7 +68,7 @@ def on_one_device():
 
 
 def on_a_ring(mesh: Mesh):
-    """The same, from 8 devices; the input is dealt to them once, and the output collected."""
+    """The same on 8 devices; the input is sharded once, and the output gathered."""
     layout = sequence_layout(
         TOKENS, mesh, sequence_axes=SEQUENCE_AXES, block_size=PATTERN.block_size
     )
@@ -88,7 +88,7 @@ def on_a_ring(mesh: Mesh):
 
 
 def main() -> float:
-    """Runs both and prints how far they are apart, at most."""
+    """Runs both, and prints and returns the largest difference."""
     mesh = jax.make_mesh((2, 4), SEQUENCE_AXES, axis_types=(AxisType.Auto,) * 2)
     alone, ring = jax.device_get((on_one_device(), on_a_ring(mesh)))
     apart = 0.0
@@ -101,8 +101,8 @@ def main() -> float:
 
 
 if __name__ == "__main__":
-    # Before JAX looks for devices; both count only where the CPU is what it finds. The threads let
-    # virtual devices wait for one another on a machine with few processors.
+    # Must come before JAX looks for devices; both apply only to CPUs. With enough threads, virtual
+    # devices can wait for one another on a machine with few cores.
     os.environ.setdefault("NPROC", "32")
     jax.config.update("jax_num_cpu_devices", 8)
     main()

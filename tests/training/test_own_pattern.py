@@ -28,7 +28,7 @@ def test_it_trains_over_a_ring_by_its_place_and_its_options(plain_config, tmp_pa
     pairs = tiles * size**2 + blocks * size * (size + 1) // 2
     share = pairs / (config.data.seq_len * (config.data.seq_len + 1) // 2)
     assert records[0]["density"] == pytest.approx(share)
-    assert "a window of 2 blocks and every block in 3 before it" in capsys.readouterr().out
+    assert "a window of 2 blocks and one block in 3 before it" in capsys.readouterr().out
 
 
 def test_its_fields_are_written_only_where_it_is_selected(plain_config):
