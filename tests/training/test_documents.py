@@ -168,7 +168,7 @@ def test_patterns_and_rings_that_cannot_keep_documents_apart_are_refused(tmp_pat
     for sections, message in [
         (dict(sparsity={"kind": "examples.strided_pattern:Strided"}),
          'data.mode = "pack" cannot be combined with sparsity.kind = '
-         '"examples.strided_pattern:Strided": Strided does not read'),
+         '"examples.strided_pattern:Strided": Strided does not support'),
         (dict(parallel={"ring": "flat"}),
          'data.mode = "pack" with sparsity.kind = "sampled_rows" lists key blocks for each'),
     ]:  # fmt: skip
