@@ -116,7 +116,7 @@ class StopSignals:
                 return
         self._heard += 1
         if self._heard > 1:
-            leave(128 + number, f"second {name}, exited without a checkpoint")
+            leave(128 + number, f"{name} received twice, exited immediately")
         if self._together and number != signal.SIGTERM:
             os.kill(os.getpid(), signal.SIGTERM)
         if self._at_once and not self._together:
