@@ -1,104 +1,164 @@
-"""Draws the tables of a training step and of attention as one picture, for the README.
+"""Draws the README's picture: time of a training sequence against its length, and learned masks.
 
-    python benchmarks/plot_results.py STEPS.md ATTENTION.md PICTURE.png
+    python -m benchmarks.plot_results docs/images/results.png --model SMOLLM2_FOLDER
 
-STEPS.md has the traces of a sparse and of a dense step, in this order; ATTENTION.md is the table of
-`benchmarks/attention.py`. Needs matplotlib: the extra "plot".
+The times are those of the table of training steps in docs/benchmarks.md. The masks are what
+`SampledRows` selects in some heads of a checkpoint (`python -m examples.smollm2 SMOLLM2_FOLDER`)
+on 8192 tokens of Python's standard library. Needs matplotlib: the extra "plot".
 """
 
 import argparse
+import re
 from pathlib import Path
+from typing import NamedTuple
 
-SEQ_LEN = 131072  # of the attention table
-BARS = (  # (mask, who) in the table, and the name in the picture
-    ("D", "cuDNN", "dense, cuDNN"),
-    ("D", "ours", "dense, ours"),
-    ("F", "FlexAttention", "6 % as blocks, FlexAttention"),
-    ("F", "ours", "6 % as blocks, ours"),
-    ("B", "ours", "9 %, verticals and slashes, ours"),
-)
-COLORS = {"attention": "#c44e52", "all else": "#e3b7a0", "ours": "#c44e52", "other": "#8c8c8c"}
+import numpy as np
 
-
-def rows(text: str, *starts: str) -> list[list[str]]:
-    """Cells of the lines of markdown tables whose first cells are these."""
-    cells = [[x.strip() for x in line.strip("|").split("|")] for line in text.splitlines()]
-    return [row for row in cells if tuple(row[: len(starts)]) == starts]
+PAGE = Path(__file__).parent.parent / "docs" / "benchmarks.md"
+MASK_TOKENS = 8192
+HEADS = ((1, 1), (5, 3), (7, 7), (11, 4), (17, 3), (26, 0))  # (layer, head) of SmolLM2-135M
+COLORS = {"dense": "#8c8c8c", "sparse": "#c44e52"}
+MARKERS = {"Qwen2.5-3B": "o", "SmolLM2-135M": "s"}
 
 
-def step_times(text: str) -> list[tuple[float, float]]:
-    """Seconds of attention and of all else, of the sparse and of the dense trace.
+class Step(NamedTuple):
+    """A measured training step.
+
+    Attributes:
+        model: name.
+        tokens: of a sequence.
+        attention: "dense" or "sparse".
+        gpu_seconds: GPU time per sequence.
+        seconds: of the step, as the table has it.
+        source: path of the table that it comes from, relative to the page.
+    """
+
+    model: str
+    tokens: int
+    attention: str
+    gpu_seconds: float
+    seconds: str
+    source: str
+
+
+def read_steps(page: str) -> list[Step]:
+    """The rows of the table of training steps.
+
+    Args:
+        page: markdown of docs/benchmarks.md.
 
     Raises:
-        ValueError: if there are not two traces.
+        ValueError: if it has no such row.
     """
-    steps = [float(row[1]) / 1e3 for row in rows(text, "step") if len(row) > 4]
-    attention = [float(row[1]) / 1e3 for row in rows(text, "attention kernels")]
-    if not len(steps) == len(attention) == 2:
-        raise ValueError(f"{len(steps)} traces of a step, where a sparse and a dense one belong")
-    return [(a, s - a) for a, s in zip(attention, steps, strict=True)]
+    steps = []
+    for line in page.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == 8 and cells[2] in COLORS:
+            model, tokens, attention, _, gpus, sequences, seconds, source = cells
+            link = re.search(r"\]\((\S+)\)", source)
+            if link is None:
+                raise ValueError(f"no link to a table in {line!r}")
+            time = float(seconds.removesuffix(" s")) * int(gpus) / int(sequences)
+            steps.append(Step(model, int(tokens), attention, time, seconds, link[1]))
+    if not steps:
+        raise ValueError("no row of a dense or sparse training step")
+    return steps
 
 
-def attention_times(text: str) -> list[tuple[str, float]]:
-    """Name and ms of a layer's forward and backward, choosing and building included.
+def learned_masks(folder: Path) -> list[tuple[str, np.ndarray]]:
+    """Title and selected blocks, bool [blocks, blocks], of some heads of a checkpoint."""
+    import jax.numpy as jnp
+    from jax import Array
+    from tokenizers import Tokenizer
 
-    Raises:
-        ValueError: if a row is missing.
-    """
-    found = []
-    for mask, who, name in BARS:
-        of_bar = rows(text, str(SEQ_LEN), "16/2, 128", mask, who)
-        if len(of_bar) != 1:
-            raise ValueError(f"{len(of_bar)} rows of mask {mask} by {who} at {SEQ_LEN} tokens")
-        found.append((name, float(of_bar[0][8])))
-    return found
+    from benchmarks.frontier_model import SteppedModel, read_model
+    from mtraining_jax import SampledRows, sparse_attention
+
+    library = Path(argparse.__file__).parent
+    text = "\n".join(path.read_text(errors="replace") for path in sorted(library.glob("a*.py")))
+    tokens = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids[:MASK_TOKENS]
+    model = SteppedModel(read_model(folder, MASK_TOKENS, "float32"), MASK_TOKENS)
+    rows, blocks = jnp.arange(127, MASK_TOKENS, 128), jnp.arange(MASK_TOKENS // 128)
+    masks = []
+
+    def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
+        out, index = sparse_attention(q, k, v, pattern=SampledRows(), return_index=True)
+        for head in (head for number, head in HEADS if number == layer):
+            mask = np.asarray(index.computes(rows, blocks))[0, head, ..., -1]
+            density = mask.sum() / np.tri(len(mask)).sum()
+            masks.append((f"layer {layer}, head {head}: {density:.0%}", mask))
+        return out
+
+    model.losses(np.asarray(tokens), attend)
+    return masks
 
 
-def draw(steps: list[tuple[float, float]], layer: list[tuple[str, float]], path: Path) -> None:
-    """Writes the picture."""
+def draw(steps: list[Step], masks: list[tuple[str, np.ndarray]], path: Path) -> None:
+    """Writes the picture; without masks the strip is omitted."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 2.6), layout="constrained")
-    left, right = figure.subplots(1, 2, width_ratios=[2, 3])
-    names = ["sparse, 6 %", "dense"]
-    starts = [0.0] * len(names)
-    for part, values in zip(("attention", "all else"), zip(*steps, strict=True), strict=True):
-        left.barh(names, values, left=starts, color=COLORS[part], label=part)
-        starts = [a + b for a, b in zip(starts, values, strict=True)]
-    for name, total in zip(names, starts, strict=True):
-        left.text(total, name, f" {total:.1f} s", va="center")
-    left.set_xlim(0, 1.2 * max(starts))
-    left.set_title("A training step of Qwen2.5-3B\n524288 tokens, eight H200", fontsize=10)
-    left.legend(frameon=False, loc="lower right", bbox_to_anchor=(1.0, 0.02), fontsize=9)
-    for name, ms in layer[::-1]:
-        color = COLORS["ours" if name.endswith("ours") else "other"]
-        right.barh([name], [ms], color=color)
-        right.text(ms, name, f" {ms:.0f} ms", va="center")
-    right.set_xlim(0, 1.15 * max(ms for _, ms in layer))
-    right.set_title(
-        f"Attention of a layer, forward and backward\n{SEQ_LEN} tokens, one H200", fontsize=10
-    )
-    for axes in (left, right):
-        axes.set_xticks([])
-        axes.spines[["top", "right", "bottom"]].set_visible(False)
+    figure = Figure(figsize=(9, 5.6 if masks else 4), layout="constrained")
+    rows = figure.add_gridspec(2 if masks else 1, 1, height_ratios=[3, 1.15] if masks else [1])
+    axes = figure.add_subplot(rows[0])
+    for model in dict.fromkeys(step.model for step in steps):
+        times = {
+            kind: {s.tokens: s.gpu_seconds for s in steps if (s.model, s.attention) == (model, kind)}
+            for kind in COLORS
+        }
+        for kind, points in times.items():
+            axes.plot(
+                list(points), list(points.values()), color=COLORS[kind], marker=MARKERS[model],
+                linewidth=2, label=f"{model}, {kind} attention",
+            )  # fmt: skip
+        for tokens in sorted(set(times["dense"]) & set(times["sparse"])):
+            low, high = times["sparse"][tokens], times["dense"][tokens]
+            axes.annotate(
+                f" {high / low:.1f} x", (tokens, (low * high) ** 0.5), color="#444444", fontsize=9
+            )
+            axes.plot([tokens, tokens], [low, high], color="#bbbbbb", linewidth=0.8, zorder=0)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    lengths = [2**power for power in range(15, 22)]
+    axes.set_xticks(lengths, [f"{n >> 10}K" if n < 1 << 20 else f"{n >> 20}M" for n in lengths])
+    axes.minorticks_off()
+    axes.set_xlabel("context length (tokens)")
+    axes.set_ylabel("GPU seconds per sequence")
+    axes.set_title("Time of a training step, forward, backward and optimizer (H200)", fontsize=11)
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False, fontsize=9)
+    axes.spines[["top", "right"]].set_visible(False)
+    if masks:
+        strip = rows[1].subgridspec(1, len(masks))
+        for column, (title, mask) in enumerate(masks):
+            one = figure.add_subplot(strip[column])
+            shown = np.where(np.tri(len(mask), dtype=bool), np.where(mask, 2, 1), 0)
+            one.imshow(shown, cmap=_mask_colors(), vmin=0, vmax=2, interpolation="nearest")
+            one.set_title(title, fontsize=7.5)
+            one.set_xticks([])
+            one.set_yticks([])
     figure.savefig(path, dpi=110)
 
 
+def _mask_colors() -> object:
+    from matplotlib.colors import ListedColormap
+
+    return ListedColormap(["#ffffff", "#f0e3df", COLORS["sparse"]])
+
+
 def main(argv: list[str] | None = None) -> None:
-    """Reads the tables and writes the picture."""
+    """Reads the page and the checkpoint, and writes the picture."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name in ("steps", "attention", "picture"):
-        parser.add_argument(name, type=Path)
+    parser.add_argument("picture", type=Path)
+    parser.add_argument("--model", type=Path, help="SmolLM2 folder; without it no masks are drawn")
+    parser.add_argument("--page", type=Path, default=PAGE, help="markdown with the table of steps")
     args = parser.parse_args(argv)
-    times = []
-    for path, read in ((args.steps, step_times), (args.attention, attention_times)):
-        if not path.is_file():
-            parser.error(f"{path}: no such file")
-        try:
-            times.append(read(path.read_text()))
-        except ValueError as error:
-            parser.error(f"{path}: {error}")
-    draw(*times, args.picture)
+    if not args.page.is_file():
+        parser.error(f"{args.page}: no such file")
+    try:
+        steps = read_steps(args.page.read_text())
+    except ValueError as error:
+        parser.error(f"{args.page}: {error}")
+    draw(steps, learned_masks(args.model) if args.model else [], args.picture)
 
 
 if __name__ == "__main__":

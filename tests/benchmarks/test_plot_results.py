@@ -1,69 +1,48 @@
-"""The picture of the README: what it reads from the tables, and that it is drawn."""
+"""The README's picture: what it reads from the page on benchmarks, and that it is drawn."""
 
+import numpy as np
 import pytest
 
 from benchmarks import plot_results
 
-STEPS = """
-| | a step | tokens/s |
-|---|---|---|
-| sparse | 9.94 s | 52,738 |
-
-| kind | mean | largest | share | exposed | events |
-|---|---|---|---|---|---|
-| attention kernels | 4000.00 | 4100.00 | 40.0% |  | 324 |
-| step | 10000.00 | 10000.50 | 100.0% |  |  |
-
-| attention kernels | 60000.00 | 60000.00 | 90.0% |  | 180 |
-| step | 66000.00 | 66000.00 | 100.0% |  |  |
-"""
+PAGE = plot_results.PAGE.read_text()
 
 
-def attention(mask, who, total, seq_len=131072):
-    return f"| {seq_len} | 16/2, 128 | {mask} | {who} | 1.0 | – | 1.0 | 2.0 | {total} | x |\n"
+def test_times_are_gpu_seconds_per_sequence():
+    steps = {(s.model, s.tokens, s.attention): s.gpu_seconds for s in plot_results.read_steps(PAGE)}
+    assert steps["Qwen2.5-3B", 524288, "dense"] == pytest.approx(33.74 * 8)
+    assert steps["SmolLM2-135M", 32768, "sparse"] == pytest.approx(0.68 / 4)
 
 
-def tables(tmp_path):
-    text = attention("D", "ours", 7.0, seq_len=65536)
-    for total, (mask, who, _) in enumerate(plot_results.BARS, start=1):
-        text += attention(mask, who, float(total))
-    paths = tmp_path / "steps.md", tmp_path / "attention.md"
-    for path, content in zip(paths, (STEPS, text), strict=True):
-        path.write_text(content)
-    return paths
-
-
-def test_times_are_those_of_the_tables(tmp_path):
-    steps, layer = (path.read_text() for path in tables(tmp_path))
-    assert plot_results.step_times(steps) == [(4.0, 6.0), (60.0, 6.0)]
-    found = plot_results.attention_times(layer)
-    assert [ms for _, ms in found] == [1.0, 2.0, 3.0, 4.0, 5.0]
-    assert found[0][0] == "dense, cuDNN"
+def test_every_time_is_in_the_table_it_links_to():
+    for step in plot_results.read_steps(PAGE):
+        name, _, _ = step.source.partition("#")
+        table = (plot_results.PAGE.parent / name).read_text()
+        assert step.seconds.removesuffix(" s") in table, step
 
 
 def test_a_picture_is_drawn(tmp_path):
     pytest.importorskip("matplotlib")
     picture = tmp_path / "results.png"
-    plot_results.main([*map(str, tables(tmp_path)), str(picture)])
+    plot_results.main([str(picture)])
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    mask = ("layer 0, head 0: 50%", np.eye(8, dtype=bool))
+    plot_results.draw(plot_results.read_steps(PAGE), [mask], picture)
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
-    ("name", "cut", "message"),
+    ("page", "message"),
     [
-        ("steps.md", None, "steps.md: no such file"),
-        ("steps.md", "| step | 66000", "steps.md: 1 traces of a step, where a sparse and a dense"),
-        ("attention.md", "| FlexAttention |", "attention.md: 0 rows of mask F by FlexAttention"),
+        (None, "no such file"),
+        ("# Benchmarks", "no row of a dense or sparse training step"),
+        ("| M | 32768 | dense | 1 | 1 | 4 | 1.54 s | quality |", "no link to a table"),
     ],
 )
-def test_a_table_without_what_is_drawn_is_named(tmp_path, capsys, name, cut, message):
-    paths = tables(tmp_path)
-    changed = tmp_path / name
-    if cut is None:
-        changed.unlink()
-    else:
-        lines = changed.read_text().splitlines(keepends=True)
-        changed.write_text("".join(line for line in lines if cut not in line))
+def test_a_page_without_its_table_is_an_error(tmp_path, capsys, page, message):
+    path = tmp_path / "page.md"
+    if page is not None:
+        path.write_text(page)
     with pytest.raises(SystemExit):
-        plot_results.main([*map(str, paths), str(tmp_path / "y.png")])
-    assert message in capsys.readouterr().err and not (tmp_path / "y.png").exists()
+        plot_results.main([str(tmp_path / "x.png"), "--page", str(path)])
+    assert message in capsys.readouterr().err and not (tmp_path / "x.png").exists()
