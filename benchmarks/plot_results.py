@@ -101,8 +101,9 @@ def draw(steps: list[Step], masks: list[tuple[str, np.ndarray]], path: Path) -> 
     rows = figure.add_gridspec(2 if masks else 1, 1, height_ratios=[3, 1.15] if masks else [1])
     axes = figure.add_subplot(rows[0])
     for model in dict.fromkeys(step.model for step in steps):
+        of_model = [step for step in steps if step.model == model]
         times = {
-            kind: {s.tokens: s.gpu_seconds for s in steps if (s.model, s.attention) == (model, kind)}
+            kind: {step.tokens: step.gpu_seconds for step in of_model if step.attention == kind}
             for kind in COLORS
         }
         for kind, points in times.items():
