@@ -36,8 +36,8 @@ def test_resumed_run_evaluates_as_one_that_was_not_interrupted(held_out, capsys)
     counts = np.array([1, 2, 4, 8, 16, 32])  # 63 labels per sequence
     assert np.average(means, weights=counts) == pytest.approx(whole[1]["eval_loss"], rel=1e-6)
     printed = capsys.readouterr().out
-    assert f"held-out loss {whole[1]['eval_loss']:.4f}" in printed
-    assert "tokens: 1 file, 576 tokens" in printed and "  held out   " in printed
+    assert f"validation loss {whole[1]['eval_loss']:.4f}" in printed
+    assert "tokens: 1 file, 576 tokens" in printed and "  validation " in printed
     # Evaluation at other steps does not change the training metrics.
     shutil.rmtree(checkpoint_folder(config) / "5")
     rest = run(changed(config, eval={"every_steps": 5}))

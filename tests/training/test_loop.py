@@ -128,7 +128,7 @@ def test_unusable_checkpoints_are_refused(plain_config, capsys):
         run(changed(longer, model={"rope_theta": 500.0}))
     with pytest.raises(UserError, match="with other trained parameters: it has optimizer.trainabl"):
         run(changed(longer, optimizer={"trainable": ("self_attn",)}))
-    with pytest.raises(UserError, match="data.seed = 0, and this run has 7"):
+    with pytest.raises(UserError, match="data.seed = 0, but this run has 7"):
         run(changed(longer, data={"seed": 7}))
 
     # A byte of the largest array changes: Orbax alone would still read it as numbers.
@@ -232,7 +232,7 @@ def test_demands_that_cannot_be_met(config):
     with pytest.raises(UserError, match="checkpoint.resume = true, but .* has no checkpoint"):
         run(changed(config, checkpoint={"resume": True}))
     many = changed(config, parallel={"nodes": 4, "devices_per_node": 4})
-    with pytest.raises(UserError, match="16 devices, more than the 8 there are"):
+    with pytest.raises(UserError, match="16 devices, but only 8 are available"):
         run(config_from_dict(config_to_dict(many), "a test"))
     with pytest.raises(UserError, match="pattern 'self_attm' matches no parameter"):
         run(changed(config, optimizer={"trainable": ("self_attm",)}))
@@ -241,7 +241,7 @@ def test_demands_that_cannot_be_met(config):
 
 def test_masks_that_cannot_be_drawn_are_reported_before_any_work(config, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UserError, match="audit.masks draws pictures, which need matplotlib"):
+    with pytest.raises(UserError, match="audit.masks draws pictures, which needs matplotlib"):
         run(changed(config, audit={"every_steps": 1, "masks": ("0.0",)}))
 
 
