@@ -1,4 +1,4 @@
-"""Sparse attention kernels: arrays in, arrays out. Knows no model, no mesh, no config."""
+"""Sparse attention kernels on plain arrays, independent of models, meshes and configurations."""
 
 from pallas_kernels.gradients import Gradients
 from pallas_kernels.index import (

@@ -1,4 +1,4 @@
-"""Shape checks of kernel calls, before anything is traced into a kernel."""
+"""Shape checks of kernel calls, before tracing."""
 
 import jax.numpy as jnp
 from jax import Array
@@ -11,41 +11,41 @@ _BLOCK_SIZE = 128
 
 
 def unsupported_operands(q: Array, block_size: int | None) -> str | None:
-    """Why kernels for GPUs take no such operands, or None; arguments as `Backend.unsupported`."""
+    """Why GPU kernels do not support the operands, or None; arguments as in `unsupported`."""
     if jnp.dtype(q.dtype) not in [jnp.dtype(d) for d in _DTYPES]:
-        return f"dtype {q.dtype} (bfloat16 or float16 is needed)"
+        return f"dtype {q.dtype} (must be bfloat16 or float16)"
     if q.shape[-1] not in _HEAD_DIMS:
-        return f"head dim {q.shape[-1]} (64 or 128 is needed)"
+        return f"head dim {q.shape[-1]} (must be 64 or 128)"
     if block_size not in (None, _BLOCK_SIZE):
-        return f"block_size {block_size} (128 is needed)"
+        return f"block_size {block_size} (must be 128)"
     return None
 
 
 def check_plan(q: Array, k: Array, tiles: Tiles | None, columns: Columns | None) -> None:
-    """Checks the arguments of `plan`; shapes as documented there.
+    """Checks the arguments of `plan`.
 
     Raises:
-        ValueError: naming the argument, its shape and what it must be.
+        ValueError: if a shape is invalid; the message names the argument.
     """
     for name, x in (("q", q), ("k", k)):
         if len(x.shape) != 4:
-            raise ValueError(f"{name} has shape {x.shape}: [batch, tokens, heads, dim] is needed")
+            raise ValueError(f"{name} has shape {x.shape}; expected [batch, tokens, heads, dim]")
     if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         raise ValueError(
-            f"q has shape {q.shape} and k {k.shape}: batch and head dim must be equal"
+            f"q has shape {q.shape} and k {k.shape}; batch and head dim must be equal"
         )
     if q.shape[2] % k.shape[2]:
         raise ValueError(
-            f"q has {q.shape[2]} heads and k {k.shape[2]}: query heads must be a multiple of "
-            "key/value heads"
+            f"q has {q.shape[2]} heads and k has {k.shape[2]}; the number of query heads must be a "
+            "multiple of the number of key/value heads"
         )
     if tiles is None and columns is None:
-        raise ValueError("neither tiles nor columns given: there is nothing to compute")
+        raise ValueError("there is nothing to compute: pass tiles, columns or both")
     g = (tiles if tiles is not None else columns).block_size
     for name, x in (("q", q), ("k", k)):
         if x.shape[1] % g:
             raise ValueError(
-                f"{name} has {x.shape[1]} tokens: a multiple of block_size={g} is needed"
+                f"{name} has {x.shape[1]} tokens; expected a multiple of block_size={g}"
             )
     (batch, num_queries, heads, _), num_keys = q.shape, k.shape[1]
     if tiles is not None:
@@ -53,6 +53,6 @@ def check_plan(q: Array, k: Array, tiles: Tiles | None, columns: Columns | None)
     if columns is not None:
         if columns.block_size != g:
             raise ValueError(
-                f"columns.block_size={columns.block_size} is not that of the tiles, {g}"
+                f"columns.block_size={columns.block_size} differs from the tiles' block_size={g}"
             )
         columns.check(batch, heads, num_queries // g)

@@ -1,9 +1,9 @@
-"""Attention of single queries to chunks of keys, put together from calls over other indices.
+"""Attention of single queries to chunks of keys, composed from calls over other indices.
 
-The queries that see a chunk are gathered and sorted by chunk. Each tile of `block_size` of them
-then sees one chunk whole, which block lists can say. The parts of a query are added up by their
-shares of its softmax, as MoBA (arXiv 2502.13189) does: exactly, but for the rounding of each part
-to the dtype of q.
+The queries that see a chunk are gathered and sorted by chunk. Each tile of `block_size` queries
+then sees a single whole chunk, which block lists can express. The partial results of a query are
+combined by their softmax weights, as in MoBA (arXiv 2502.13189). This is exact except for rounding
+each partial result to the dtype of q.
 """
 
 import functools
@@ -24,14 +24,14 @@ Pair = tuple[Array, Array]
 
 
 class Gathered(NamedTuple):
-    """Where the copies of queries lie that see past chunks.
+    """Slots of the gathered copies of queries that see past chunks.
 
     Attributes:
-        tokens: int32 [B, Hq, P], the query of each place; any where `live` is False.
+        tokens: int32 [B, Hq, P], the query of each slot; arbitrary where `live` is False.
         live: bool [B, Hq, P].
-        places: int32 [B, Hq, n, T], where the copies of each query lie; any where it has fewer.
-        counts: int32 [B, Hq, n], how many it has.
-        index: of places and all keys, not causal.
+        places: int32 [B, Hq, n, T], slots of the copies of each query; arbitrary if it has fewer.
+        counts: int32 [B, Hq, n], number of copies.
+        index: a non-causal index of slots and all keys.
     """
 
     tokens: Array
@@ -47,18 +47,20 @@ def chunk_attention(
 ) -> Pair:
     """Attention of queries to their own chunk and to past ones; differentiable.
 
-    Copies of queries are made anew in the backward pass; nothing of their size is kept.
+    Copies of queries are gathered again in the backward pass instead of being saved.
+
+    Source: MoBA (arXiv 2502.13189).
 
     Args:
         q: [B, n, Hq, D], some queries.
-        k: [B, S, Hk, D], all keys, in the order of the sequence.
-        v: shape of k.
-        index: which chunks each of these queries sees.
+        k: [B, S, Hk, D], all keys, in sequence order.
+        v: [B, S, Hk, D], all values.
+        index: chunks that each of these queries sees.
         rows: int32 [n/g], global number of each block of queries.
         own: attention to the own chunk, [B, n, Hq, D] and lse fp32 [B, Hq, n]; gradients flow to
             both.
-        scale: of the logits; default 1/sqrt(D).
-        backend: of the kernels; None for the best that runs here.
+        scale: scale of the logits; defaults to 1/sqrt(D).
+        backend: kernel backend; None for the fastest available one.
 
     Returns:
         out [B, n, Hq, D] in the dtype of q; lse fp32 [B, Hq, n].
@@ -85,7 +87,7 @@ def _with_past_fwd(scale, backend, q, k, v, index, rows, own):
         jnp.where(slot < where.counts, _at(where.places[..., slot], lse), -jnp.inf)
         for slot in slots
     ]
-    # A query of no document sees nothing: its parts are -inf, and so must be their sum.
+    # A query without a document sees nothing: its parts are -inf, and so must be their sum.
     peak = functools.reduce(jnp.maximum, found, lse_own)
     peak = jnp.where(peak == -jnp.inf, 0.0, peak)
     weight = jnp.exp(lse_own - peak)
@@ -103,24 +105,24 @@ def _with_past_fwd(scale, backend, q, k, v, index, rows, own):
 def _with_past_bwd(scale, backend, residuals, cotangents):
     dout, dlse = cotangents
     q, k, v, index, rows, (out_own, lse_own), out, lse = residuals
-    # d lse / d logits are the softmax weights, so its cotangent joins delta.
+    # d lse / d logits are the softmax weights, so the cotangent of lse is folded into delta.
     delta = ops.delta_of(out, dout, backend=backend) - dlse
     where = gather_queries(index, rows)
     copies = _take(q, where.tokens)
     live_BnH = jnp.swapaxes(where.live, 1, 2)[..., None]
-    # With this lse the weights of a place without a copy are 0, and so is all it adds.
+    # With this lse, slots without a copy get weight 0 and contribute nothing.
     grads = ops.backward(
         copies, k, v, jnp.where(live_BnH, _take(dout, where.tokens), 0),
         jnp.where(where.live, _at(where.tokens, lse), 1e30),
         jnp.where(where.live, _at(where.tokens, delta), 0.0),
         _plan(copies, k, where, backend), scale=scale, dq_dtype=q.dtype,
     )  # fmt: skip
-    # A query's copies one after another: a scatter would add them in any order on a GPU.
+    # Sums a query's copies one by one; a scatter on a GPU would add them in arbitrary order.
     dq = jnp.zeros(q.shape, jnp.float32)
     for slot in range(index.most - 1):
         copy = _take(grads.dq, where.places[..., slot]).astype(jnp.float32)
         dq += jnp.where(jnp.swapaxes(slot < where.counts, 1, 2)[..., None], copy, 0.0)
-    # Of out = sum of w_i out_i with w_i = exp(lse_i - lse), the part of the own chunk.
+    # The own chunk's part of out = sum of w_i out_i with w_i = exp(lse_i - lse).
     weight = jnp.where(lse > -jnp.inf, jnp.exp(lse_own - lse), 0.0)
     own = _times(dout, weight), weight * (ops.delta_of(out_own, dout, backend=backend) - delta)
     return (
@@ -138,10 +140,10 @@ def _plan(copies: Array, k: Array, where: Gathered, backend: str | None) -> Plan
 
 
 def gather_queries(index: TokenChunksIndex, rows: Array) -> Gathered:
-    """Sorts queries by the past chunks that they see, in whole tiles for each chunk.
+    """Sorts queries by the past chunks that they see, in whole tiles per chunk.
 
     Args:
-        index: of some queries.
+        index: chunks of some queries.
         rows: int32 [n/g], global number of each block of queries.
     """
     size, slots, num_chunks = index.block_size, index.most - 1, index.num_chunks
@@ -152,7 +154,7 @@ def gather_queries(index: TokenChunksIndex, rows: Array) -> Gathered:
     lists, counts = sets.listed(words, slots)
     valid = jnp.arange(slots, dtype=jnp.int32) < counts[..., None]
     chunks = jnp.where(valid, lists, num_chunks).reshape(batch, heads, -1)
-    # Entries in the order of their chunks, those of one chunk in the order of queries.
+    # Entries in order of chunk, then of query.
     numbers = jnp.broadcast_to(jnp.arange(chunks.shape[-1], dtype=jnp.int32), chunks.shape)
     _, order = lax.sort((chunks, numbers), dimension=-1, num_keys=1, is_stable=True)
     marked = sets.unpack(words, num_chunks)
@@ -160,11 +162,11 @@ def gather_queries(index: TokenChunksIndex, rows: Array) -> Gathered:
     start = jnp.cumsum(of_chunk, -1, dtype=jnp.int32) - of_chunk
     tiles = -(-of_chunk // size)
     first_tile = jnp.cumsum(tiles, -1, dtype=jnp.int32) - tiles
-    # Room for all copies, and for a tile of each chunk that is not full.
+    # Room for all copies, and for one partially filled tile per chunk.
     num_tiles = -(-count * slots // size) + num_chunks
     numbers_of_tiles = jnp.arange(num_tiles, dtype=jnp.int32)
     begun = (first_tile[..., None, :] <= numbers_of_tiles[:, None]).sum(-1, dtype=jnp.int32)
-    # The last chunk that has begun: those without queries begin where the next one does.
+    # The last chunk that has begun: chunks without queries begin where the next one does.
     chunk_of_tile = begun - 1
     at = _at(chunk_of_tile, tiles)
     tile_in_chunk = numbers_of_tiles - _at(chunk_of_tile, first_tile)
@@ -174,7 +176,7 @@ def gather_queries(index: TokenChunksIndex, rows: Array) -> Gathered:
     entry = jnp.where(live, place + _at(chunk_of_tile, start)[..., None], 0)
     entry = entry.reshape(batch, heads, -1)
     tokens = _at(entry, order) // slots
-    # And back: where an entry lies.
+    # The inverse: the slot of each entry.
     sorted_place = jnp.put_along_axis(
         jnp.zeros_like(order), order, numbers, axis=-1, inplace=False
     )
@@ -191,24 +193,14 @@ def _lists(
     index: TokenChunksIndex, starts: Array, chunk_of_tile: Array, used: Array, first_tile: Array,
     tiles: Array, most_tiles: int,
 ) -> BlockSparseIndex:
-    """The key blocks of each tile of copies, and the tiles of each key block.
-
-    Args:
-        index: of the queries.
-        starts: int32 [B or 1, 1, NC], the first block of each chunk that they may see, else NB.
-        chunk_of_tile: int32 [B, Hq, tiles of all chunks].
-        used: bool like that.
-        first_tile: int32 [B, Hq, NC], of each chunk.
-        tiles: int32 [B, Hq, NC], how many each chunk has.
-        most_tiles: of a chunk.
-    """
+    """Builds the key blocks of each tile of copies, and the tiles of each key block."""
     width, num_blocks = index.chunk_blocks, index.num_blocks
     starts = jnp.broadcast_to(starts, tiles.shape)
     keys = _at(chunk_of_tile, starts)[..., None] + jnp.arange(width, dtype=jnp.int32)
     keys = jnp.minimum(keys, num_blocks - 1)
     slots = jnp.arange(most_tiles, dtype=jnp.int32)
     queries = jnp.minimum(first_tile[..., None] + slots, chunk_of_tile.shape[-1] - 1)
-    # The chunk of a block has the number block // width, or the one before if it begins within.
+    # The chunk of a block is number block // width, or the previous one if that begins within.
     blocks = jnp.arange(num_blocks, dtype=jnp.int32)
     near = jnp.broadcast_to(blocks // width, (*tiles.shape[:2], num_blocks))
     chunk = near - (_at(near, starts) > blocks)
@@ -229,7 +221,7 @@ def _at(places: Array, x: Array) -> Array:
 
 
 def _take(x_BnHD: Array, tokens: Array) -> Array:
-    """Rows [B, p, H, D] of an array [B, n, H, D] at places int32 [B, H, p] of each head."""
+    """Gathers rows [B, p, H, D] of an array [B, n, H, D] at indices int32 [B, H, p] per head."""
     places = jnp.swapaxes(tokens, 1, 2)[..., None]
     return jnp.take_along_axis(x_BnHD, places, axis=1, mode="promise_in_bounds")
 

@@ -1,4 +1,4 @@
-"""What a backward kernel call returns."""
+"""Results of a backward kernel call."""
 
 from typing import NamedTuple
 
@@ -9,13 +9,12 @@ from pallas_kernels.tiles import Columns, scatter_columns
 
 
 class Gradients(NamedTuple):
-    """Gradients of one kernel call; None where the call had no such input.
+    """Gradients of one kernel call; None for inputs that the call did not have.
 
     Attributes:
-        dq: [B, nq, Hq, D], fp32 unless asked otherwise.
-        dk, dv: [B, nk, Hk, D], summed over the query heads of a group; fp32 unless asked
-            otherwise.
-        dk_columns, dv_columns: fp32 [B, Mv, Hq, D]; None where dk and dv hold them.
+        dq: [B, nq, Hq, D], fp32 by default.
+        dk, dv: [B, nk, Hk, D], summed over the query heads of a group; fp32 by default.
+        dk_columns, dv_columns: fp32 [B, Mv, Hq, D]; None if included in dk and dv.
     """
 
     dq: Array
@@ -29,7 +28,7 @@ def whole_keys(
     dk: Array, dv: Array, dk_columns: Array | None, dv_columns: Array | None,
     columns: Columns | None, dtype: jnp.dtype,
 ) -> tuple[Array, Array]:
-    """dk and dv in a dtype, with the gradients of gathered columns added where they came from."""
+    """Returns dk and dv in a dtype, including the gradients of gathered columns."""
     if columns is not None:
         dk = scatter_columns(dk, dk_columns, columns.tokens)
         dv = scatter_columns(dv, dv_columns, columns.tokens)

@@ -1,7 +1,7 @@
-"""Softmax masses of key blocks from scores of key blocks, which a kernel gives.
+"""Softmax masses of key blocks, from a kernel's scores of key blocks.
 
-Everything here is XLA, the same for all kernels. A row's results come from integers and elementwise
-steps alone, so their bits depend on nothing but the row, its place and the keys that it sees.
+Everything here runs in XLA, for all kernels alike. All reductions are integer sums, so a row's
+result depends only on that row, its position and the keys it attends to.
 """
 
 import math
@@ -15,35 +15,36 @@ LOG2E = math.log2(math.e)
 _HIGH_BITS = 17
 _LOW_BITS = 13
 _MASS_BITS = 30
-_SCORE_BYTES = 1 << 29  # of scores in memory at a time; twice that where it saves time
-_CLEARLY = 1.02  # how many times less time is worth the memory
+_SCORE_BYTES = 1 << 29  # of scores in memory at a time; up to twice that if clearly faster
+_CLEARLY = 1.02  # speedup that justifies the additional memory
 _DTYPES = (jnp.bfloat16, jnp.float16)
 
-# A kernel: rows [B, Hq, R, E], keys [B, Hk, C, E], places int32 [B or 1, R] and starts int32 [B, R]
-# or None (in which case places may be [1, R]) in; scores fp32 [B, Hq, NB or more, R] and peak fp32
-# [B, Hq, R] out. A score is the base-2 logarithm of the sum of exp(scale q k) over a block's keys
-# that a row sees: -inf where it sees none of them, or anything if no row of its tile does. The peak
-# is the largest product of scale, q, k and log2(e) that a row sees, -inf if it sees none.
+# A kernel. Inputs: rows [B, Hq, R, E], keys [B, Hk, C, E], places int32 [B or 1, R] and starts
+# int32 [B, R] or None (in which case places may be [1, R]). Outputs: scores fp32 [B, Hq, NB or
+# more, R] and peak fp32 [B, Hq, R]. A score is the base-2 logarithm of the sum of exp(scale q k)
+# over the keys of a block that a row sees: -inf if it sees none of them, or arbitrary if no row of
+# its tile does. The peak is the largest product of scale, q, k and log2(e) that a row sees, else
+# -inf.
 Score = Callable[[Array, Array, Array, Array | None], tuple[Array, Array]]
 
 
 def unsupported_by_kernel(q: Array, k: Array, *, depth: int, width: int) -> str | None:
-    """`BlockScores.unsupported` of a kernel.
+    """Implements `BlockScores.unsupported` for a kernel.
 
     Args:
         q, k: as in `BlockScores.unsupported`.
-        depth: numbers of a row that the kernel multiplies at a time.
-        width: keys that it takes at a time.
+        depth: components of a row that the kernel multiplies at a time.
+        width: keys that it processes at a time.
     """
     columns, length = k.shape[3:]
     if q.dtype not in _DTYPES or k.dtype != q.dtype:
-        return f"dtypes {q.dtype} and {k.dtype} (bfloat16 or float16 is needed)"
+        return f"dtypes {q.dtype} and {k.dtype} (must both be bfloat16 or float16)"
     if length % depth:
-        return f"rows of {length} numbers (multiples of {depth} are needed)"
+        return f"rows of {length} components (must be a multiple of {depth})"
     if columns % 8 or width % columns:
-        return f"{columns} rows of keys in a block (8, 16, 32, 64 or 128 are needed)"
+        return f"{columns} rows of keys per block (must be 8, 16, 32, 64 or 128)"
     if k.shape[2] > _MOST_BLOCKS:
-        return f"{k.shape[2]} blocks of keys (at most {_MOST_BLOCKS} are possible)"
+        return f"{k.shape[2]} blocks of keys (must be at most {_MOST_BLOCKS})"
     return None
 
 
@@ -51,18 +52,18 @@ def masses_from_scores(
     score: Score, q: Array, k: Array, places: Array, first_blocks: Array | None, *,
     scale: float, levels: bool, tile_rows: int, width: int, programs: int,
 ) -> Array | tuple[Array, Array]:
-    """`BlockScores.block_masses` by a kernel; masses are multiples of 2^-30.
+    """Implements `BlockScores.block_masses` with a kernel; masses are multiples of 2^-30.
 
     Args:
         score: the kernel.
         q, k, places, first_blocks, scale, levels: as in `BlockScores.block_masses`.
-        tile_rows: rows that the kernel takes at a time; it gets a multiple of them.
-        width: keys that it takes at a time; likewise.
-        programs: how many tiles of rows, of one head each, it works on at the same time.
+        tile_rows: rows that the kernel processes at a time; it gets a multiple of these.
+        width: keys that it processes at a time; it gets a multiple of these.
+        programs: number of row tiles, of one head each, that it processes concurrently.
     """
     batch, heads, num_local, num_rows, length = q.shape
     num_blocks, columns = k.shape[2:4]
-    # As many rows of blocks at a time as make whole tiles of rows.
+    # The number of rows of blocks that make up whole row tiles.
     whole = tile_rows // math.gcd(tile_rows, num_rows)
     of_one = 4 * batch * heads * num_rows * num_blocks
     items = batch * heads * (whole * num_rows // tile_rows)
@@ -105,27 +106,27 @@ def masses_from_scores(
     )
     if not levels:
         return masses
-    # The minimum keeps the product from being contracted with a sum that it goes into.
+    # The minimum prevents contraction of the product with a sum that it feeds.
     largest = float(jnp.finfo(jnp.float32).max)
     return masses, jnp.minimum(of_rows * (1 / (scale * LOG2E)), largest)
 
 
 def parts_at_once(count: int, items: int, programs: int, room: float) -> int:
-    """How many parts of a causal sequence are best scored in one step.
+    """Returns how many parts of a causal sequence to score per step.
 
-    A step's items are dealt in turns, those that see most first, so its time is that of the program
-    that has the first item of each turn. A step with a few items more than there are programs takes
-    nearly twice as long as one with a few less.
+    Items are assigned round-robin, longest first, so a step takes as long as the program that
+    receives the first item of each round. A step with slightly more items than programs takes
+    nearly twice as long as one with slightly fewer.
 
     Args:
-        count: parts that the sequence is cut into; part i sees i + 1 parts.
-        items: of each part.
-        programs: that work at the same time.
-        room: parts that memory is meant for; at least 1 is taken, and up to twice as many where
-            they take clearly less time.
+        count: parts that the sequence is split into; part i sees i + 1 parts.
+        items: items per part.
+        programs: number of concurrent programs.
+        room: number of parts that fit in memory; at least 1 is used, and up to twice as many if
+            clearly faster.
 
     Returns:
-        The number that takes the least time in all, and of equal ones the largest.
+        The number with the least total time; the largest one in case of ties.
     """
 
     def seconds(size: int) -> int:
@@ -145,20 +146,10 @@ def parts_at_once(count: int, items: int, programs: int, room: float) -> int:
 def _masses(
     scores: Array, peak: Array, places: Array, starts: Array | None, columns: int, num_rows: int
 ) -> tuple[Array, Array]:
-    """Mean over the rows of a block of their softmax over key blocks.
+    """Computes the mean over the rows of a block of their softmax over key blocks.
 
-    Sums are sums of integers, whose order means nothing.
-
-    Args:
-        scores: fp32 [B, H, NB, R], as the kernel gives them.
-        peak: fp32 [B, H, R].
-        places: int32 [B or 1, R].
-        starts: int32 [B, R], or None, as the kernel takes them.
-        columns: c, of one key block.
-        num_rows: r, rows of one block of queries.
-
-    Returns:
-        fp32 [B, H, R / r, NB]; and fp32 [B, H, R], base-2 logarithms of the rows' whole sums.
+    Sums are integer sums, which do not depend on the order. Returns fp32 [B, H, R / r, NB], and the
+    base-2 logarithms of the rows' total sums, fp32 [B, H, R].
     """
     num_blocks = scores.shape[2]
     block_starts = jnp.arange(num_blocks, dtype=jnp.int32)[:, None] * columns
@@ -174,7 +165,7 @@ def _masses(
     high, low = (x.sum(2, dtype=jnp.int32).astype(jnp.float32) for x in (high, low))
     # The product is exact (a power of two), so contraction cannot change this sum.
     total = (high + low * 2.0**-_LOW_BITS) * 2.0**-_HIGH_BITS
-    total = jnp.where(total > 0, total, 1.0)[:, :, None]  # of a row that sees nothing
+    total = jnp.where(total > 0, total, 1.0)[:, :, None]  # for rows without keys
     shares = jnp.round(weights / total * float((1 << _MASS_BITS) // num_rows)).astype(jnp.int32)
     of_blocks = shares.reshape(*shares.shape[:3], -1, num_rows).sum(-1, dtype=jnp.int32)
     masses = jnp.swapaxes(of_blocks.astype(jnp.float32) * 2.0**-_MASS_BITS, 2, 3)

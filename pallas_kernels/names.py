@@ -1,4 +1,4 @@
-"""Names of what a rematerialisation policy can keep (`jax.ad_checkpoint.checkpoint_name`)."""
+"""Checkpoint names for rematerialization policies (`jax.ad_checkpoint.checkpoint_name`)."""
 
 OUTPUT = "attn_out"
 LSE = "attn_lse"

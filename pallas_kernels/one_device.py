@@ -1,4 +1,4 @@
-"""Sparse attention over arrays of one device, differentiable."""
+"""Differentiable sparse attention over arrays of one device."""
 
 import functools
 
@@ -25,30 +25,30 @@ def attention(
     backend: str | None = None,
     return_lse: bool = False,
 ) -> Array | Pair:
-    """Attention restricted to the pairs of an index, on one device; differentiable.
+    """Computes attention over the pairs of an index, on one device; differentiable.
 
     Args:
         q: [B, Sq, Hq, D]; Sq a multiple of `index.block_size`.
-        k: [B, Sk, Hk, D], Sk a multiple of `index.block_size`, Hq a multiple of Hk.
-        v: shape of k.
-        index: no gradient flows to it. Its class says which pairs are computed.
-        scale: of the logits; default 1/sqrt(D).
+        k: [B, Sk, Hk, D]; Sk a multiple of `index.block_size`, Hq a multiple of Hk.
+        v: [B, Sk, Hk, D].
+        index: computed pairs, as defined by its class. Not differentiated.
+        scale: scale of the logits; defaults to 1/sqrt(D).
         backend: as in `plan`.
-        return_lse: whether to give the log of the softmax's denominator as well.
+        return_lse: whether to also return the log-sum-exp of the logits.
 
     Returns:
-        [B, Sq, Hq, D] in the dtype of q. With `return_lse`, a pair of it and fp32 [B, Hq, Sq],
-        natural logarithm, -inf for empty rows; gradients flow through both.
+        out [B, Sq, Hq, D] in the dtype of q. With `return_lse`, a pair of out and lse, fp32
+        [B, Hq, Sq], natural logarithm, -inf for empty rows; gradients flow through both.
 
     Raises:
-        ValueError: on shapes that do not fit, or a backend that cannot run here.
+        ValueError: if shapes are invalid, or the backend cannot run here.
     """
     if k.shape != v.shape:
-        raise ValueError(f"k has shape {k.shape} and v {v.shape}: they must be equal")
+        raise ValueError(f"k has shape {k.shape} and v has {v.shape}; they must be equal")
     if index.causal and q.shape[1] != k.shape[1]:
         raise ValueError(
-            f"q has {q.shape[1]} tokens and k {k.shape[1]}: causal attention needs as many queries "
-            "as keys"
+            f"q has {q.shape[1]} tokens and k has {k.shape[1]}; causal attention needs equal "
+            "lengths"
         )
     if index.composed:
         rows = jnp.arange(q.shape[1] // index.block_size, dtype=jnp.int32)
@@ -76,9 +76,9 @@ def _attention_fwd(scale, q, k, v, plan):
 def _attention_bwd(scale, residuals, cotangents):
     dout, dlse = cotangents
     q, k, v, plan, out, lse = residuals
-    # d lse / d logits are the softmax weights, so its cotangent joins delta in every kernel.
+    # d lse / d logits are the softmax weights, so the cotangent of lse is folded into delta.
     delta = backends.named(plan.backend).delta_of(out, dout) - dlse
-    # Columns are gathered again: kept, they would take memory until here.
+    # Columns are gathered again; saving them would take memory until here.
     grads = backward(
         q, k, v, dout, lse, delta, plan, _column_kv(k, v, plan), scale=scale, dq_dtype=q.dtype,
         key_dtype=k.dtype,

@@ -1,4 +1,4 @@
-"""Calls of kernels over arrays of one device: plan once, then execute forward and backward."""
+"""Kernel calls over arrays of one device: plan once, then run forward and backward."""
 
 import jax
 import jax.numpy as jnp
@@ -23,19 +23,22 @@ def plan(
     whole: bool = False,
     backend: str | None = None,
 ) -> Plan:
-    """What the kernels of a call walk, for `forward` and `backward`.
+    """Plans the kernels' work for `forward` and `backward`.
 
     Args:
-        q: [B, nq, Hq, D], nq a multiple of the block size; only shape and dtype are read.
-        k: [B, nk, Hk, D], nk a multiple of the block size, Hq a multiple of Hk; likewise.
-        tiles: which (query block, key block) tiles to compute; None for none.
-        columns: which gathered columns to compute as well; None for none.
-        whole: whether one call of `backward` gives the whole gradients (its `key_dtype`). A
-            backend may choose its kernels by it.
-        backend: name of a backend; None or "auto" for the best that runs here.
+        q: [B, nq, Hq, D], nq a multiple of the block size; only shape and dtype are read, as for k.
+        k: [B, nk, Hk, D], nk a multiple of the block size, Hq a multiple of Hk.
+        tiles: (query block, key block) tiles to compute, or None.
+        columns: gathered columns to compute as well, or None.
+        whole: whether a single call of `backward` returns complete gradients (its `key_dtype`).
+            Backends may select kernels by it.
+        backend: name of a backend; None or "auto" for the fastest available one.
+
+    Returns:
+        A `Plan`.
 
     Raises:
-        ValueError: on shapes that do not fit, or a backend that cannot run here.
+        ValueError: if shapes are invalid, or the backend cannot run here.
     """
     check_plan(q, k, tiles, columns)
     block_size = (tiles if tiles is not None else columns).block_size
@@ -63,31 +66,31 @@ def forward(
     out_dtype: jnp.dtype | None = None,
     beside_transfers: bool = False,
 ) -> Pair:
-    """Attention of one shard of queries to one shard of keys and to gathered columns.
+    """Computes attention of one shard of queries to one shard of keys and to gathered columns.
 
-    One softmax runs over the union of the tiles and columns of the plan. Not differentiable by
-    itself: `backward` gives the gradients.
+    One softmax runs over the union of the plan's tiles and columns. Not differentiable: use
+    `backward` for the gradients.
 
     Args:
         q: [B, nq, Hq, D].
         k: [B, nk, Hk, D].
-        v: shape of k.
+        v: [B, nk, Hk, D].
         plan: from `plan`.
-        column_kv: keys and values of the columns, [B, Mv, Hq, D]; None where the plan has none.
-        scale: of the logits; default 1/sqrt(D).
-        init: a running result to merge with: output fp32 [B, nq, Hq, D], normalised, and its
-            lse fp32 [B, Hq, nq] (-inf where nothing was computed yet).
-        out_dtype: default fp32 with `init`, else that of q.
-        beside_transfers: whether collectives run at the same time. They take some of a GPU's
-            multiprocessors for a while; the work is then cut into smaller parts, which the others
-            take over, at the price of starting more thread blocks.
+        column_kv: keys and values of the columns, [B, Mv, Hq, D] each; None if the plan has none.
+        scale: scale of the logits; defaults to 1/sqrt(D).
+        init: a running result to merge with: normalized output, fp32 [B, nq, Hq, D], and its lse,
+            fp32 [B, Hq, nq] (-inf where nothing was computed yet).
+        out_dtype: dtype of the output; defaults to fp32 with `init`, else that of q.
+        beside_transfers: whether collectives run concurrently. They occupy some of a GPU's
+            multiprocessors for a while; the work is then split into smaller parts that the others
+            can take over, at the cost of starting more thread blocks.
 
     Returns:
-        out [B, nq, Hq, D]; lse fp32 [B, Hq, nq], natural logarithm. A row with nothing to
-        compute has output 0 and lse -inf.
+        out [B, nq, Hq, D]; lse fp32 [B, Hq, nq], natural logarithm. Rows with nothing to compute
+        have output 0 and lse -inf.
 
     Raises:
-        ValueError: on arrays that the plan is not for.
+        ValueError: if the arrays do not match the plan.
     """
     plan.check(q, k, v, column_kv)
     if init is not None:
@@ -116,24 +119,21 @@ def backward(
     key_dtype: jnp.dtype | None = None,
     beside_transfers: bool = False,
 ) -> Gradients:
-    """Gradients of `forward`'s share of an attention output.
+    """Computes the gradients of `forward`'s contribution to an attention output.
 
     With the row's final lse and delta, the contributions of several calls (ring steps) add up.
 
     Args:
-        q: as in `forward`.
-        k: as in `forward`.
-        v: as in `forward`.
+        q, k, v: as in `forward`.
         dout: [B, nq, Hq, D], gradient of the final output.
         lse: fp32 [B, Hq, nq], over everything the row attended to.
         delta: fp32 [B, Hq, nq], sum over D of dout * final output (`delta_of`).
-        plan: that of `forward`.
-        column_kv: as in `forward`.
-        scale: as in `forward`.
-        dq_dtype: of dq; fp32 where the contributions of several calls are added.
-        key_dtype: where one call gives the whole gradients, the dtype of dk and dv, which then
-            hold the gradients of the columns as well; their tokens must be positions in k. None
-            keeps them apart, in fp32.
+        plan: the plan used in `forward`.
+        column_kv, scale: as in `forward`.
+        dq_dtype: dtype of dq; fp32 if the contributions of several calls are added.
+        key_dtype: dtype of dk and dv if this call returns complete gradients. They then include
+            the gradients of the columns, whose tokens must be positions in k. None keeps them
+            separate, in fp32.
         beside_transfers: as in `forward`.
 
     Returns:
@@ -142,11 +142,11 @@ def backward(
         with `key_dtype`).
 
     Raises:
-        ValueError: on arrays that the plan is not for, or `key_dtype` without tiles.
+        ValueError: if the arrays do not match the plan, or `key_dtype` is given without tiles.
     """
     plan.check(q, k, v, column_kv)
     if key_dtype is not None and not plan.has_tiles:
-        raise ValueError("key_dtype needs tiles: without them there are no dk and dv")
+        raise ValueError("key_dtype needs tiles; without them there are no dk and dv")
     row_stats = (q.shape[0], q.shape[2], q.shape[1])
     check_shape("dout", dout, q.shape)
     check_shape("lse", lse, row_stats)
@@ -160,23 +160,23 @@ def backward(
 
 
 def delta_of(out: Array, dout: Array, *, backend: str | None = None) -> Array:
-    """Sum over D of out * dout, in fp32: what `backward` needs of every row.
+    """Computes delta, the sum over D of out * dout in fp32, which `backward` needs for every row.
 
     Args:
         out: [B, n, H, D], the final output.
-        dout: its gradient, same shape.
+        dout: [B, n, H, D], its gradient.
         backend: as in `plan`.
 
     Returns:
-        fp32 [B, H, n]. With kernels for GPUs a row's sum has the same bits in every program.
+        fp32 [B, H, n]. With GPU kernels a row's sum is bit-identical in every program.
 
     Raises:
-        ValueError: on shapes that differ, or a backend that cannot run here.
+        ValueError: if the shapes differ, or the backend cannot run here.
     """
     check_shape("dout", dout, out.shape)
     return backends.resolve(backend, dout, None).delta_of(out, dout)
 
 
 def scale_of(scale: float | None, q: Array) -> float:
-    """The scale of the logits of queries [..., D] as a number; None is 1/sqrt(D)."""
+    """Returns the scale of the logits of queries [..., D] as a float; None is 1/sqrt(D)."""
     return q.shape[-1] ** -0.5 if scale is None else scale

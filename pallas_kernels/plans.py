@@ -1,4 +1,4 @@
-"""What kernels walk, made once for a forward and its backward pass."""
+"""Plans of kernel calls, made once for a forward and its backward pass."""
 
 import dataclasses
 import functools
@@ -22,11 +22,11 @@ class Plan:
     A pytree: it passes through `jax.jit`, `lax.scan` and `custom_vjp` as an argument.
 
     Attributes:
-        work: what the kernels of the backend walk, a pytree of its own.
-        columns: the gathered columns that are computed as well, or None.
-        backend: name of the backend that made it and will execute it (static).
+        work: work lists of the backend's kernels, a pytree.
+        columns: the gathered columns to compute as well, or None.
+        backend: name of the backend that made it and will run it (static).
         block_size: g (static).
-        has_tiles: whether there are tiles, else columns alone (static).
+        has_tiles: whether there are tiles, or only columns (static).
         query_shape: [B, nq, Hq, D] (static).
         key_shape: [B, nk, Hk, D] (static).
     """
@@ -42,7 +42,7 @@ class Plan:
     def check(
         self, q: Array, k: Array, v: Array, column_kv: tuple[Array, Array] | None
     ) -> None:
-        """Raises ValueError, naming the argument, unless the arrays are what was planned for."""
+        """Raises ValueError if the arrays do not match the plan; the message names the argument."""
         for name, x, shape in (
             ("q", q, self.query_shape), ("k", k, self.key_shape), ("v", v, self.key_shape)
         ):
@@ -50,10 +50,10 @@ class Plan:
                 raise ValueError(f"{name} has shape {x.shape}, but the plan is for {shape}")
         if (column_kv is None) != (self.columns is None):
             given, planned = ("no", "with") if column_kv is None else ("a", "without")
-            raise ValueError(f"{given} column_kv is given, but the plan is one {planned} columns")
+            raise ValueError(f"{given} column_kv was passed to a plan {planned} columns")
         if column_kv is not None:
             batch, _, heads, dim = self.query_shape
             shape = (batch, self.columns.tokens.shape[-1], heads, dim)
             for name, x in zip(("keys", "values"), column_kv, strict=True):
                 if x.shape != shape:
-                    raise ValueError(f"column_kv: {name} have shape {x.shape}: {shape} is needed")
+                    raise ValueError(f"column_kv: {name} have shape {x.shape}; expected {shape}")

@@ -1,6 +1,6 @@
-"""The oracle: attention with an explicit S x S mask, differentiated by JAX itself.
+"""The oracle: attention with an explicit S x S mask, differentiated by JAX.
 
-Slow and plain on purpose. Every backend is tested against it.
+Slow and simple on purpose. Every backend is tested against it.
 """
 
 import functools
@@ -12,10 +12,10 @@ from jax import Array, lax
 from pallas_kernels.index import Index
 
 
-# One program for each kind of index: called outside one, every operation is compiled by itself.
+# Jitted as a whole for each index type: in eager mode every operation is compiled separately.
 @functools.partial(jax.jit, static_argnames="seq_len")
 def mask_from_index(index: Index, seq_len: int) -> Array:
-    """The pairs that an index computes, as bool [B, Hq, S, S] (query, key); dense [1, 1, S, S]."""
+    """Returns the pairs of an index as bool [B, Hq, S, S] (query, key); dense [1, 1, S, S]."""
     position, blocks = jnp.arange(seq_len), jnp.arange(seq_len // index.block_size)
     listed = index.computes(position, blocks)
     heads = listed.shape[:2]
@@ -27,14 +27,14 @@ def mask_from_index(index: Index, seq_len: int) -> Array:
 def reference_attention(
     q: Array, k: Array, v: Array, mask: Array, scale: float | None = None
 ) -> tuple[Array, Array]:
-    """softmax(scale * q k^T, over the pairs of `mask`) v, in fp32 (fp64 for fp64 inputs).
+    """Computes softmax(scale * q k^T, over the pairs of `mask`) v, in fp32 (fp64 for fp64 inputs).
 
     Args:
         q: [B, Sq, Hq, D].
         k: [B, Sk, Hk, D] with Hq a multiple of Hk.
-        v: shape of k.
-        mask: bool [B, Hq, Sq, Sk]. A row without any pair gives output 0 and lse -inf.
-        scale: default 1/sqrt(D).
+        v: [B, Sk, Hk, D].
+        mask: bool [B, Hq, Sq, Sk]. Rows without pairs have output 0 and lse -inf.
+        scale: scale of the logits; defaults to 1/sqrt(D).
 
     Returns:
         out [B, Sq, Hq, D] and lse [B, Hq, Sq] (natural log), in the accumulation type.
@@ -47,7 +47,7 @@ def reference_attention(
     highest = lax.Precision.HIGHEST
     logits = scale * jnp.einsum("bqhd,bkhd->bhqk", q.astype(dtype), k, precision=highest)
     empty = ~mask.any(-1)
-    # An empty row is given one finite logit and zero weight, so that no NaN enters gradients.
+    # Empty rows get one finite logit and zero weight, so that no NaN enters gradients.
     logits = jnp.where(mask, logits, -jnp.inf)
     logits = jnp.where(empty[..., None], 0.0, logits)
     peak = lax.stop_gradient(logits.max(-1, keepdims=True))

@@ -1,8 +1,8 @@
 """Sparse indices: which (query, key) pairs of an attention matrix are computed.
 
-All kinds are pytrees, so they pass through `jax.jit`, `shard_map` and `lax.scan`. Capacities
-(array shapes) are static, counts are data: one compilation serves every step, and the time a
-kernel takes follows the counts.
+All indices are pytrees, so they pass through `jax.jit`, `shard_map` and `lax.scan`. Capacities
+(array shapes) are static, counts are data: one compilation serves every step, and kernel time
+depends on the counts.
 """
 
 from pallas_kernels.index.block_mask import BlockMaskIndex

@@ -1,6 +1,7 @@
-"""Sets of block numbers as words of bits: bit b % 32 of word b // 32 says that b is in the set.
+"""Bit sets of block numbers: bit b % 32 of word b // 32 says whether b is in the set.
 
-Everything here is gathers, sums and elementwise operations, which XLA fuses: no sort, no scatter.
+All functions use only gathers, sums and elementwise operations, which XLA fuses: no sort and no
+scatter.
 """
 
 import jax.numpy as jnp
@@ -10,12 +11,12 @@ WORD = 32
 
 
 def words_for(size: int) -> int:
-    """Words that hold `size` bits."""
+    """Returns the number of words that hold `size` bits."""
     return -(-size // WORD)
 
 
 def pack(marked: Array) -> Array:
-    """Bool [..., n] as words uint32 [..., ceil(n/32)]; bits past n are 0."""
+    """Packs bool [..., n] into words uint32 [..., ceil(n/32)]; bits past n are 0."""
     size = marked.shape[-1]
     words = words_for(size)
     marked = jnp.pad(marked, [(0, 0)] * (marked.ndim - 1) + [(0, words * WORD - size)])
@@ -24,7 +25,7 @@ def pack(marked: Array) -> Array:
 
 
 def unpack(words: Array, size: int) -> Array:
-    """The first `size` bits of words uint32 [..., w], as bool [..., size]."""
+    """Unpacks the first `size` bits of words uint32 [..., w] to bool [..., size]."""
     bits = (words[..., None] >> _places()) & 1
     return bits.reshape(*words.shape[:-1], -1)[..., :size].astype(bool)
 
@@ -32,16 +33,16 @@ def unpack(words: Array, size: int) -> Array:
 def contains(words: Array, numbers: Array) -> Array:
     """Whether each number int32 [n] is in the sets uint32 [..., w]: bool [..., n].
 
-    Numbers at and past 32 w are in none.
+    False for numbers from 32 w on.
     """
     word = jnp.take(words, numbers // WORD, axis=-1, mode="fill", fill_value=0)
     return ((word >> (numbers % WORD).astype(jnp.uint32)) & 1).astype(bool)
 
 
 def single(numbers: Array, words: int) -> Array:
-    """The sets of one number each: int32 [..., n] to uint32 [..., n, words].
+    """Builds sets with one number each: int32 [..., n] to uint32 [..., n, words].
 
-    No number below 0 is in any.
+    Negative numbers give empty sets.
     """
     bit = jnp.uint32(1) << (numbers % WORD).astype(jnp.uint32)
     here = jnp.arange(words, dtype=jnp.int32) == (numbers // WORD)[..., None]
@@ -49,11 +50,11 @@ def single(numbers: Array, words: int) -> Array:
 
 
 def ranges(first: Array, last: Array, size: int) -> Array:
-    """Sets of all numbers from one to another, both included; empty if the first is the greater.
+    """Builds sets of inclusive ranges; empty if first > last.
 
     Args:
         first, last: int32, of shapes that broadcast to [...].
-        size: n, numbers that there are.
+        size: n, limit of the numbers.
 
     Returns:
         uint32 [..., ceil(n/32)].
@@ -63,22 +64,22 @@ def ranges(first: Array, last: Array, size: int) -> Array:
 
 
 def count(words: Array) -> Array:
-    """How many numbers are in each set: uint32 [..., w] to int32 [...]."""
+    """Counts the numbers in each set: uint32 [..., w] to int32 [...]."""
     return lax.population_count(words).astype(jnp.int32).sum(-1, dtype=jnp.int32)
 
 
 def count_before(words: Array) -> Array:
-    """For each word, how many numbers lie in the words before it: int32 [..., w]."""
+    """Counts the numbers in the words before each word: int32 [..., w]."""
     each = lax.population_count(words).astype(jnp.int32)
     return jnp.cumsum(each, axis=-1, dtype=jnp.int32) - each
 
 
 def transpose(words: Array, size: int) -> Array:
-    """The sets of rows that hold each number.
+    """Returns, for each number, the set of rows that contain it.
 
     Args:
         words: uint32 [..., rows, w].
-        size: n, numbers that there are.
+        size: n, limit of the numbers.
 
     Returns:
         uint32 [..., n, ceil(rows/32)].
@@ -92,20 +93,20 @@ def transpose(words: Array, size: int) -> Array:
 
 
 def listed(words: Array, size: int) -> tuple[Array, Array]:
-    """The numbers of each set, ascending.
+    """Lists the numbers of each set in ascending order.
 
-    Slot j of a list finds the word that holds number j of the set by a binary search of the
-    counts before each word, and its bit by halving the word.
+    Slot j of a list finds its word by binary search in the counts before each word, and its bit by
+    bisecting the word.
 
     Args:
         words: uint32 [..., w].
-        size: room of a list.
+        size: capacity of a list.
 
     Returns:
         Lists int32 [..., size], padded with any number below 32 w; counts int32 [...].
     """
     width = words.shape[-1]
-    # Flat arrays: a gather with one number for an index is fused with what follows it.
+    # Flat arrays: a gather with a single index is fused with its consumers.
     before, flat = count_before(words).reshape(-1), words.reshape(-1)
     rows = flat.size // width
     start = width * jnp.arange(rows, dtype=jnp.int32)[:, None]
@@ -126,12 +127,12 @@ def listed(words: Array, size: int) -> tuple[Array, Array]:
 
 
 def _halves(size: int) -> list[int]:
-    """Steps of a binary search among `size` places: powers of two, the largest first."""
+    """Returns the steps of a binary search among `size` entries: descending powers of two."""
     return [1 << i for i in reversed(range((size - 1).bit_length()))]
 
 
 def _at(x: Array, numbers: Array) -> Array:
-    """The entries of an array [n] at numbers that are known to be in it."""
+    """Gathers entries of an array [n] at in-bounds indices."""
     return x.at[numbers].get(mode="promise_in_bounds")
 
 

@@ -1,4 +1,4 @@
-"""One bit for each block of queries and keys, and key columns beside them."""
+"""One bit per pair of query block and key block, and optional key columns."""
 
 import dataclasses
 import functools
@@ -24,27 +24,26 @@ from pallas_kernels.tiles.protocol import check_shape
 )
 @dataclasses.dataclass(frozen=True)
 class BlockMaskIndex(Index):
-    """Which key blocks each block of queries sees, as bits: small enough to be kept.
+    """Key blocks of each query block as bits, compact enough to be saved for the backward pass.
 
     A pair (q, k) is computed iff k <= q and either the bit of key block k//g is set in the row of
-    q//g or key k is one of the columns, in a block from the row's `column_start` on. It is a union:
-    a pair that is in both counts once. No bit above the diagonal is set. There is no capacity that
-    a row could exceed. Lists for kernels are made from the bits when they are needed, and take 32
-    times the room each.
+    q//g, or key k is a column in a block from the row's `column_start` on. It is a union: a pair
+    that is in both counts once. No bit above the diagonal is set. Rows have no capacity limit.
+    Lists for kernels are built from the bits on demand, and take 32 times the memory each.
 
-    Rows are those of the whole sequence, in its order; in a ring each rank holds its own
-    (`Index.by_rows`). So columns are marked in the row of the block that they lie in.
+    Rows cover the whole sequence in order; in a ring each rank holds its own (`Index.by_rows`).
+    Columns are therefore marked in the row of the block that contains them.
 
     Attributes:
-        bits: uint32 [B, Hq, rows, ceil(NB/32)]; bit b % 32 of word b // 32 is key block b, counted
-            in the whole sequence. Bits from NB on are 0.
+        bits: uint32 [B, Hq, rows, ceil(NB/32)]; bit b % 32 of word b // 32 is key block b of the
+            whole sequence. Bits from NB on are 0.
         num_blocks: NB, blocks of the whole sequence (static).
         block_size: g (static).
-        column_marks: uint32 [B, Hq, rows, ceil(g/32)]; bit t % 32 of word t // 32 says that token t
-            of the row's own block is a column. None: there are no columns.
-        max_columns: most columns of a head (static).
-        column_start: int32 [B, Hq, rows], the first block whose columns a row sees, as that of its
-            document where several are packed into a sequence; at most the row itself if its block
+        column_marks: uint32 [B, Hq, rows, ceil(g/32)]; bit t % 32 of word t // 32 says whether
+            token t of the row's own block is a column. None: no columns.
+        max_columns: maximum number of columns of a head (static).
+        column_start: int32 [B, Hq, rows], first block with columns that a row sees, such as the
+            first block of its document in packed sequences; at most the row itself if its block
             has columns. None: a row sees all columns before it.
     """
 
@@ -57,17 +56,17 @@ class BlockMaskIndex(Index):
 
     causal = True
     by_rows: ClassVar[bool] = True
-    key_shards_apart: ClassVar[bool] = False  # a list may lie in the keys of any one rank
+    key_shards_apart: ClassVar[bool] = False  # a list may refer to the keys of any single rank
 
     @classmethod
     def from_block_mask(
         cls, mask: Array, block_size: int, rows: Array | None = None
     ) -> "BlockMaskIndex":
-        """The index of a boolean block mask.
+        """Builds the index from a boolean block mask.
 
         Args:
             mask: bool [B, Hq, rows, NB]; blocks above the diagonal are dropped.
-            block_size: g.
+            block_size: tokens per block (g).
             rows: int32 [rows], global block number of each row; None for 0, 1, ...
         """
         if rows is None:
@@ -77,11 +76,11 @@ class BlockMaskIndex(Index):
         return cls(sets.pack(mask & seen), num_blocks, block_size)
 
     def with_columns(self, tokens: Array, rows: Array | None = None) -> "BlockMaskIndex":
-        """This index with columns instead of those it has, which every later row sees.
+        """Returns a copy with these columns, which every later row sees, instead of its own.
 
         Args:
             tokens: int32 [B, Hq, C], C >= 1, global positions in any order; those outside of the
-                sequence are padding. C is the room that kernels are given (`max_columns`).
+                sequence are padding. C is the kernels' capacity (`max_columns`).
             rows: int32 [rows], global block number of each row; None for 0, 1, ...
         """
         seq_len = self.told_length()
@@ -94,9 +93,9 @@ class BlockMaskIndex(Index):
         )
 
     def columns_from(self, start: Array) -> "BlockMaskIndex":
-        """This index, where a row sees no column of blocks before `start`, int32 [B, Hq, rows].
+        """Returns a copy whose rows see no column before block `start`, int32 [B, Hq, rows].
 
-        Where the index has a start already, the later of both counts.
+        If the index already has a start, the later of both applies.
         """
         if self.column_marks is None:
             return self
@@ -108,7 +107,7 @@ class BlockMaskIndex(Index):
     def within_documents(
         self, first: Array, end: Array, rows: Array | None = None
     ) -> "BlockMaskIndex":
-        del end  # no bit lies above the diagonal, so none in a later document
+        del end  # no bit is set above the diagonal, so none in a later document
         rows = jnp.arange(self.num_blocks, dtype=jnp.int32) if rows is None else rows
         first = first[:, None, rows]
         own = sets.ranges(first, rows, self.num_blocks)
@@ -199,14 +198,13 @@ class BlockMaskIndex(Index):
         )
 
     def budgets(self) -> dict[str, Array]:
-        """Blocks of each head, and columns where it has any."""
+        """Number of blocks of each head, and of columns if it has any."""
         blocks = {"blocks": sets.count(self.bits).sum(-1, dtype=jnp.int32)}
         if self.column_marks is None:
             return blocks
         return blocks | {"columns": sets.count(self.column_marks).sum(-1, dtype=jnp.int32)}
 
     def told_length(self) -> int:
-        """The length of the sequence."""
         return self.num_blocks * self.block_size
 
     def _check(self, batch: int, num_heads: int, rows: int, num_blocks: int) -> None:
@@ -223,10 +221,10 @@ class BlockMaskIndex(Index):
             check_shape("index.column_start", self.column_start, (batch, num_heads, rows))
 
     def _tiles(self, seq_len: int, rows: Rows | None) -> tuple[Array, Array]:
-        """Int32 [B, Hq] twice: blocks that are set, and those of them that are a row's own."""
+        """Counts set blocks, and those of them that are a row's own: int32 [B, Hq] each."""
         if seq_len != self.told_length():
             raise ValueError(
-                f"seq_len={seq_len} but the index is of {self.told_length()} tokens"
+                f"seq_len={seq_len}, but the index has {self.told_length()} tokens"
             )
         tiles = sets.count(self.bits).sum(-1, dtype=jnp.int32)
         cut = self._own_listed(rows).sum(-1, dtype=jnp.int32)
@@ -235,17 +233,11 @@ class BlockMaskIndex(Index):
     def _beside_blocks(
         self, rows: Rows | None, by_row: bool = False
     ) -> tuple[Array, Array, Array]:
-        """What columns add to the blocks that are set; integers that cannot overflow.
+        """Counts what columns add to the set blocks, in integers that cannot overflow.
 
-        Args:
-            rows: as in `computed_pairs`.
-            by_row: gives each row's own numbers, [B, Hq, rows], of those that are held here.
-
-        Returns:
-            below: int32 [B, Hq], (column, row of blocks) pairs of a column and a later row of
-                blocks that sees the column and does not list its block.
-            own: int32 [B, Hq], token pairs of a column in its own block, where that is not set.
-            in_own: int32 [B, Hq], columns whose own block is not set.
+        Returns int32 [B, Hq] each, or [B, Hq, rows] with `by_row`: pairs of a column and a later
+        row of blocks that sees it without listing its block; token pairs of columns in their own
+        blocks that are not set; columns in own blocks that are not set.
         """
         numbers, marks = self._numbers(rows), self._marked()
         of_row = marks.sum(-1, dtype=jnp.int32)
@@ -268,12 +260,12 @@ class BlockMaskIndex(Index):
         return added if rows is None else rows.total(added)
 
     def _own_listed(self, rows: Rows | None) -> Array:
-        """Bool [B, Hq, rows]: whether a row lists its own block."""
+        """Whether a row lists its own block: bool [B, Hq, rows]."""
         own = sets.single(self._numbers(rows), self.bits.shape[-1])
         return ((self.bits & own) != 0).any(-1)
 
     def _numbers(self, rows: Rows | None) -> Array:
-        """Int32 [rows]: global block number of each row."""
+        """Global block number of each row: int32 [rows]."""
         return jnp.arange(self.bits.shape[-2], dtype=jnp.int32) if rows is None else rows.blocks
 
     def _marked(self) -> Array:

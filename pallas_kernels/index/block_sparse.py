@@ -22,11 +22,11 @@ from pallas_kernels.tiles.protocol import check_shape
 )
 @dataclasses.dataclass(frozen=True)
 class BlockSparseIndex(Index):
-    """Lists of key blocks per query block, with their transpose, for patterns of any shape.
+    """Lists of key blocks per query block and their transpose, for patterns of any shape.
 
     A pair (q, k) is computed iff `k//g` is listed for `q//g` and (`k <= q` or not `causal`).
     A block is listed at most once per row; lists are ascending. With `causal`, no listed block
-    lies wholly above the diagonal. Entries at and beyond a count are padding of any value.
+    is entirely above the diagonal. Entries from a count on are arbitrary padding.
 
     Attributes:
         key_blocks: int32 [B, Hq, Sq/g, max_row], key blocks of each query block.
@@ -45,7 +45,7 @@ class BlockSparseIndex(Index):
     block_size: int
     causal: bool = True
 
-    key_shards_apart: ClassVar[bool] = False  # a list may lie in the keys of any one rank
+    key_shards_apart: ClassVar[bool] = False  # a list may refer to the keys of any single rank
 
     @classmethod
     def from_block_mask(
@@ -54,9 +54,9 @@ class BlockSparseIndex(Index):
         """Builds the lists and their transpose from a boolean block mask.
 
         Args:
-            mask: bool [B, Hq, Sq/g, Sk/g]; blocks wholly above the diagonal are dropped when
+            mask: bool [B, Hq, Sq/g, Sk/g]; blocks entirely above the diagonal are dropped if
                 `causal`.
-            block_size: g.
+            block_size: tokens per block (g).
             causal: whether pairs with k > q are excluded.
         """
         if causal:
@@ -103,23 +103,23 @@ class BlockSparseIndex(Index):
         )
 
     def budgets(self) -> dict[str, Array]:
-        """Blocks of each head."""
+        """Number of blocks of each head."""
         return {"blocks": self.key_count.sum(-1, dtype=jnp.int32)}
 
     def told_length(self) -> int:
-        """The queries that there are lists for."""
+        """Length of the sequence, from the number of lists."""
         return self.key_count.shape[-1] * self.block_size
 
     def _tiles(self, seq_len: int) -> Array:
-        """Int32 [B, Hq]: blocks that are listed."""
+        """Counts the listed blocks: int32 [B, Hq]."""
         of_lists = self.told_length()
         if seq_len != of_lists:
-            raise ValueError(f"seq_len={seq_len} but the index lists blocks of {of_lists} queries")
+            raise ValueError(f"seq_len={seq_len}, but the index has lists for {of_lists} queries")
         return self.key_count.sum(-1, dtype=jnp.int32)
 
 
 def _compact(mask: Array) -> tuple[Array, Array]:
-    """Positions of the true entries of the last axis, ascending, padded with its length."""
+    """Lists the positions of true entries of the last axis, ascending, padded with its length."""
     size = mask.shape[-1]
     positions = jnp.where(mask, jnp.arange(size, dtype=jnp.int32), size)
     return jnp.sort(positions, axis=-1), mask.sum(-1, dtype=jnp.int32)

@@ -17,11 +17,11 @@ from pallas_kernels.tiles import DiagonalTiles
 )
 @dataclasses.dataclass(frozen=True)
 class DenseIndex(Index):
-    """All causal pairs, or all pairs, of every batch entry and head. It holds no arrays.
+    """All causal pairs, or all pairs, of every batch entry and head. It has no arrays.
 
     Attributes:
-        block_size: g, tokens on one side of a block (static).
-        causal: whether pairs with k > q are left out (static).
+        block_size: g, tokens per block (static).
+        causal: whether pairs with k > q are excluded (static).
     """
 
     block_size: int
@@ -53,7 +53,7 @@ class DenseIndex(Index):
         return ToeplitzShards.every(batch, num_heads, stride, num_blocks, self.block_size)
 
     def active_diagonals(self, num_blocks: int) -> Array:
-        """Bool [1, 1, num_blocks]: whether block diagonal d is computed, which all are."""
+        """Whether each block diagonal is computed: bool [1, 1, num_blocks], all True."""
         return jnp.ones((1, 1, num_blocks), bool)
 
 

@@ -1,4 +1,4 @@
-"""The index of all pairs within documents that are packed into sequences."""
+"""The index of all causal pairs within packed documents."""
 
 import dataclasses
 import functools
@@ -19,17 +19,17 @@ from pallas_kernels.tiles.protocol import check_shape
 )
 @dataclasses.dataclass(frozen=True)
 class DenseDocumentsIndex(Index):
-    """All causal pairs of each document: what `DenseIndex` is where documents are packed.
+    """All causal pairs of each document: `DenseIndex` for packed sequences.
 
-    A pair (q, k) is computed iff k <= q and both lie in one document. Documents are whole blocks,
-    one after another, with padding between and behind them or none. Kernels walk them as they walk
-    dense attention: no lists are made.
+    A pair (q, k) is computed iff k <= q and both are in one document. Documents consist of whole
+    blocks, one after another, optionally with padding in between and at the end. Kernels process
+    them like dense attention, without lists.
 
     Attributes:
-        first: int32 [B, Hq, NB], for each block of the sequence the first block of its document;
-            NB for a block of none, which computes nothing. The same for all heads, which it has so
-            that it is dealt to devices with them.
-        end: int32 [B, Hq, NB], one past the last block of the document; 0 for a block of none.
+        first: int32 [B, Hq, NB], first block of each block's document; NB for a block without one,
+            which computes nothing. Equal for all heads; the head axis exists so that it is sharded
+            like other arrays.
+        end: int32 [B, Hq, NB], one past the last block of the document; 0 without a document.
         block_size: g (static).
     """
 
@@ -86,21 +86,20 @@ class DenseDocumentsIndex(Index):
         return DocumentShards(every, self.first[:, :1], self.end[:, :1])
 
     def told_length(self) -> int:
-        """The length of the sequence."""
         return self.first.shape[-1] * self.block_size
 
     def _tiles(self, blocks: Array | None = None) -> Array:
-        """Int32 [B, Hq, n]: the key blocks that some rows of blocks see; None for all rows."""
+        """Counts the key blocks seen by rows of blocks: int32 [B, Hq, n]; None for all rows."""
         if blocks is None:
             blocks = jnp.arange(self.first.shape[-1], dtype=jnp.int32)
         return jnp.maximum(blocks + 1 - self.first[:, :, blocks], 0)
 
     def _counts(self, seq_len: int) -> tuple[Array, Array]:
-        """Int32 [B, Hq] twice: tiles, and those of them on the diagonal."""
+        """Counts tiles, and those of them on the diagonal: int32 [B, Hq] each."""
         check_whole_blocks(seq_len, self.block_size)
         if seq_len != self.told_length():
             raise ValueError(
-                f"seq_len={seq_len} but the index is of {self.told_length()} tokens"
+                f"seq_len={seq_len}, but the index has {self.told_length()} tokens"
             )
         tiles = self._tiles()
         return tiles.sum(-1, dtype=jnp.int32), (tiles > 0).sum(-1, dtype=jnp.int32)
@@ -108,7 +107,7 @@ class DenseDocumentsIndex(Index):
 
 @dataclasses.dataclass(frozen=True)
 class DocumentShards(ShardTiles):
-    """All block diagonals, of which each block walks those within its document.
+    """All block diagonals, each block restricted to its document.
 
     Attributes:
         every: all diagonals of the sequence.
@@ -134,12 +133,12 @@ class DocumentShards(ShardTiles):
         return dataclasses.replace(tiles, first_keys=first, end_queries=end)
 
     def _first_keys(self, query: Segment, start: int | Array) -> Array:
-        """The first keys that rows see, by their place among those that begin with `start`."""
+        """Returns the first keys that rows see, as positions among those starting at `start`."""
         first = self.first[..., query.blocks()]
         if jnp.ndim(start):
             first = first[:, :, None]
         return -((start - first) // self.every.stride)
 
     def _end_queries(self, start: int | Array, blocks: Array) -> Array:
-        """One past the last rows that see key blocks, by their place from `start` on."""
+        """Returns one past the last rows that see key blocks, as positions from `start` on."""
         return -((start - self.end[..., blocks]) // self.every.stride)

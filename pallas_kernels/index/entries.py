@@ -1,4 +1,4 @@
-"""Lists of which the first `count` entries count and the rest are padding."""
+"""Lists with valid entries before a count, and padding after."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -6,12 +6,12 @@ from jax import Array
 
 
 def live(entries: Array, count: Array) -> Array:
-    """Bool of the shape of `entries` [..., M], true at the first `count` [...] of them."""
+    """Marks the first `count` [...] entries of each list [..., M]."""
     return jnp.arange(entries.shape[-1], dtype=jnp.int32) < count[..., None]
 
 
 def marked(entries: Array, count: Array, size: int) -> Array:
-    """Bool [..., size], true at the first `count` [...] of the entries int32 [..., M]."""
+    """Converts the first `count` [...] entries int32 [..., M] to a mask, bool [..., size]."""
     entries = jnp.where(live(entries, count), entries, size)
     leading = np.ogrid[tuple(slice(n) for n in count.shape)]
     table = jnp.zeros((*count.shape, size), bool)
@@ -21,15 +21,15 @@ def marked(entries: Array, count: Array, size: int) -> Array:
 
 
 def contains(entries: Array, count: Array, values: Array) -> Array:
-    """Whether each value is among the entries that count.
+    """Whether each value is among the valid entries.
 
     Args:
-        entries: int32 [..., M], of which the first `count` are ascending.
+        entries: int32 [..., M], with the first `count` ascending.
         count: int32 [...].
         values: int32 [n], or [..., n] with leading dimensions that broadcast with those of count.
 
     Returns:
-        Bool [..., n].
+        bool [..., n].
     """
     if entries.shape[-1] == 0:
         return jnp.zeros((*count.shape, values.shape[-1]), bool)

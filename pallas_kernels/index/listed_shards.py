@@ -14,7 +14,7 @@ _NOT_HERE = -1
 
 @dataclasses.dataclass(frozen=True)
 class ListedShards(ShardTiles):
-    """Lists of global blocks, of which each pair of shards takes its rows and its entries.
+    """Lists of global blocks; each pair of shards uses its own rows and entries.
 
     Attributes:
         key_blocks: int32 [B, Hq, NB, M], key blocks of each query block.
@@ -48,14 +48,7 @@ class ListedShards(ShardTiles):
         return self._tiles(query, blocks, jnp.repeat(taken, size), diagonal)
 
     def _tiles(self, query: Segment, keys: Array, taken: Array, diagonal: Array) -> ListedTiles:
-        """The tiles of queries in a segment and some key blocks.
-
-        Args:
-            query: the queries.
-            keys: int32 [nk], global numbers of the key blocks.
-            taken: bool [nk], which of them count.
-            diagonal: int32 [], the masked offset.
-        """
+        """Builds the tiles of a query segment and the key blocks marked in `taken`."""
         num_blocks, queries = self.key_count.shape[-1], query.blocks()
         rows = jnp.arange(query.num_blocks, dtype=jnp.int32)
         local_query = jnp.full(num_blocks, _NOT_HERE, jnp.int32).at[queries].set(rows)
@@ -66,7 +59,7 @@ class ListedShards(ShardTiles):
             rows - diagonal,
         )
         counts = jnp.where(taken, self.query_count[:, :, keys], 0)
-        # A key block's masked query block is its first: none before it sees the key block.
+        # A key block's masked query block comes first: no earlier one sees the key block.
         query_blocks, query_count = _here(
             self.query_blocks[:, :, keys], counts, local_query, queries.size
         )
@@ -78,17 +71,11 @@ class ListedShards(ShardTiles):
 def _here(
     lists: Array, count: Array, local: Array, size: int, last: Array | None = None
 ) -> tuple[Array, Array]:
-    """The entries of lists that lie in a shard, by their local numbers, ascending.
+    """Extracts the list entries in a shard, as ascending local numbers.
 
-    Args:
-        lists: int32 [B, Hq, n, M], global blocks.
-        count: int32 [B, Hq, n].
-        local: int32 [NB], the local number of each global block, `_NOT_HERE` for those elsewhere.
-        size: blocks of the shard; a list names none twice, so that is room enough.
-        last: int32 [n], the local number that goes behind all others, if it is listed.
-
-    Returns:
-        Lists int32 [B, Hq, n, at least 1], padded with the largest number there is; counts.
+    `local` is the local number of each global block, `_NOT_HERE` for those elsewhere. `size`, the
+    blocks of the shard, is sufficient capacity, since a list has no duplicates. `last` is moved to
+    the end of its list. Lists are padded with the largest integer.
     """
     past = jnp.iinfo(jnp.int32).max
     found = jnp.where(live(lists, count), local[jnp.clip(lists, 0, local.size - 1)], _NOT_HERE)
@@ -100,6 +87,6 @@ def _here(
     if last is not None:
         order = jnp.where(order == past - 1, last[:, None], order)
     order = order[..., :size]
-    if order.shape[-1] == 0:  # kernels get a dead entry
+    if order.shape[-1] == 0:  # kernels need at least one (invalid) entry
         order = jnp.full((*order.shape[:-1], 1), past, jnp.int32)
     return order, here.sum(-1, dtype=jnp.int32)

@@ -12,7 +12,7 @@ from pallas_kernels.tiles import NO_DIAGONAL, ListedTiles
 
 @dataclasses.dataclass(frozen=True)
 class MaskShards(ShardTiles):
-    """Rows of bits, of which each pair of shards takes its rows and its key blocks.
+    """Rows of bits; each pair of shards uses its own rows and key blocks.
 
     Attributes:
         bits: uint32 [B, Hq, n, ceil(NB/32)], as in `BlockMaskIndex`.
@@ -29,7 +29,7 @@ class MaskShards(ShardTiles):
     def pair(self, query: Segment, key: Segment) -> ListedTiles:
         lag = jnp.asarray(query.first_block - key.first_block, jnp.int32)
         diagonal = jnp.where(lag % query.stride == 0, -(lag // query.stride), NO_DIAGONAL)
-        # Keys ascend, and none behind the masked one is listed: it is the last of its list.
+        # Keys ascend, and none after the masked one is listed: it is the last of its list.
         words = sets.pack(sets.contains(self.rows_of(query), key.blocks()))
         return tiles_of(words, key.num_blocks, diagonal, self.block_size)
 
@@ -48,11 +48,11 @@ class MaskShards(ShardTiles):
         return tiles_of(sets.pack(words), blocks.size, diagonal, self.block_size, last)
 
     def rows_of(self, query: Segment, of: Array | None = None) -> Array:
-        """The bits of a segment's queries; or of another array [B, Hq, n, ...], what is theirs."""
+        """Selects the rows of a segment, of the bits or of an array [B, Hq, n, ...]."""
         of = self.bits if of is None else of
         if self.rows is None:
             return of[:, :, query.blocks()]
-        if self.rows.shape[0] == query.num_blocks:  # the rank has no other segment
+        if self.rows.shape[0] == query.num_blocks:  # the rank has a single segment
             return of
         places = jnp.arange(self.rows.shape[0], dtype=jnp.int32)
         where = jnp.zeros(self.num_blocks, jnp.int32).at[self.rows].set(places)
@@ -62,15 +62,15 @@ class MaskShards(ShardTiles):
 def tiles_of(
     words: Array, num_keys: int, diagonal: Array, block_size: int, last: Array | None = None
 ) -> ListedTiles:
-    """The lists of rows of bits, and their transpose.
+    """Builds the lists of rows of bits, and their transpose.
 
     Args:
-        words: uint32 [B, Hq, n, ceil(num_keys/32)], of key blocks by their place in the call.
+        words: uint32 [B, Hq, n, ceil(num_keys/32)], key blocks by position in the call.
         num_keys: key blocks of the call.
         diagonal: int32 [], the masked offset.
-        block_size: g.
-        last: int32 [n], the key block that goes behind all others of its list where it is listed,
-            or -1; None where ascending lists have the masked one last.
+        block_size: tokens per block (g).
+        last: int32 [n], the key block to move to the end of its list, if listed, or -1; None if
+            ascending lists already end with the masked one.
     """
     columns, column_count = sets.listed(sets.transpose(words, num_keys), words.shape[-2])
     if last is None:

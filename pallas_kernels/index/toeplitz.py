@@ -1,8 +1,9 @@
 """Block diagonals of shards.
 
-Query block i of a segment with first block a is global block a + s*i, key block j of one with
-first block c is c + s*j, s the stride. Block diagonal d lies in the pair iff d = a - c modulo s, as
-local offset i - j = (d - (a - c)) / s. So one sort by residue serves all pairs.
+With stride s, query block i of a segment with first block a is global block a + s*i, and key block
+j of a segment with first block c is c + s*j. Block diagonal d occurs in the pair iff d = a - c
+modulo s, at local offset i - j = (d - (a - c)) / s. Sorting once by residue is enough for every
+shard pair.
 """
 
 import dataclasses
@@ -23,11 +24,10 @@ class ToeplitzShards(ShardTiles):
         diagonals: int32 [B, Hq, M], M >= 1, sorted by (d mod stride, d); entries past the last
             bound are padding.
         bounds: int32 [B, Hq, stride + 1]; residue x is at bounds[x] .. bounds[x + 1] - 1.
-        stride: of all segments.
+        stride: stride of all segments.
         block_size: g.
-        dense: whether all diagonals are there.
+        dense: whether all diagonals are present.
     """
-
     diagonals: Array
     bounds: Array
     stride: int
@@ -38,7 +38,7 @@ class ToeplitzShards(ShardTiles):
     def every(
         cls, batch: int, num_heads: int, stride: int, num_blocks: int, block_size: int
     ) -> "ToeplitzShards":
-        """All diagonals of a sequence of `num_blocks` blocks."""
+        """Builds all diagonals of a sequence of `num_blocks` blocks."""
         diagonals = np.arange(num_blocks, dtype=np.int32).reshape(-1, stride).T.reshape(-1)
         bounds = np.arange(stride + 1, dtype=np.int32) * (num_blocks // stride)
         lists = (jnp.broadcast_to(x, (batch, num_heads, x.size)) for x in (diagonals, bounds))
@@ -48,15 +48,15 @@ class ToeplitzShards(ShardTiles):
     def listed(
         cls, diagonals: Array, count: Array, stride: int, num_blocks: int, block_size: int
     ) -> "ToeplitzShards":
-        """Some diagonals.
+        """Builds it from a list of diagonals.
 
         Args:
-            diagonals: int32 [B, Hq, M], M >= 1, ascending; entries at and beyond the count are
-                padding of any value.
+            diagonals: int32 [B, Hq, M], M >= 1, ascending; entries from the count on are arbitrary
+                padding.
             count: int32 [B, Hq].
-            stride: of all segments.
-            num_blocks: of the sequence.
-            block_size: g.
+            stride: stride of all segments.
+            num_blocks: blocks of the sequence.
+            block_size: tokens per block (g).
         """
         if stride == 1:
             bounds = jnp.stack([jnp.zeros_like(count), count], axis=-1)
@@ -81,9 +81,9 @@ class ToeplitzShards(ShardTiles):
         stride, count = self.stride, keys.shape[0]
         lags = jnp.asarray(query.first_block, jnp.int32) - keys
         residues = lags % stride
-        # Nearest first. The queries' own segment, and with it the causal diagonal, has residue 0.
+        # Nearest first. The queries' own segment, with the causal diagonal, has residue 0.
         order = jnp.argsort(residues).astype(jnp.int32)
-        # The segment that each diagonal meets, and how far away it is.
+        # The segment that each diagonal meets, and its distance.
         number = jnp.zeros(stride, jnp.int32).at[residues].set(jnp.arange(count, dtype=jnp.int32))
         lag = jnp.zeros(stride, jnp.int32).at[residues].set(lags)
         residue = self.diagonals % stride
@@ -97,6 +97,6 @@ class ToeplitzShards(ShardTiles):
         )
 
     def _runs(self, residues: Array) -> tuple[Array, Array]:
-        """Where the diagonals of some residues begin and end: int32 [B, Hq, n] twice."""
+        """Returns beginning and end of the diagonals of some residues: int32 [B, Hq, n] each."""
         start = jnp.take(self.bounds, residues, axis=-1, mode="clip")
         return start, jnp.take(self.bounds, residues + 1, axis=-1, mode="clip")

@@ -1,4 +1,4 @@
-"""Chunks of keys for each single query: what block lists cannot say."""
+"""Key chunks for each single query, which block lists cannot express."""
 
 import dataclasses
 import functools
@@ -20,27 +20,27 @@ from pallas_kernels.tiles.protocol import check_shape
 )
 @dataclasses.dataclass(frozen=True)
 class TokenChunksIndex(Index):
-    """Which chunks of keys each query sees, as bits.
+    """Key chunks of each query, as bits.
 
-    A pair (q, k) is computed iff k <= q and the chunk of key k is chosen by query q. Every query
-    has chosen its own chunk, and none behind it. No list of tiles says that: neighbouring queries
-    choose differently. `composed.chunk_attention` computes it by calls over other indices.
+    A pair (q, k) is computed iff k <= q and query q selects the chunk of key k. Every query selects
+    its own chunk, and no later one. Tiles cannot express this, since adjacent queries differ;
+    `composed.chunk_attention` computes it with calls over other indices.
 
-    Where documents are packed into the sequence, the chunks of each begin with it, and a query
-    chooses among those of its own document. A chunk has the number `first block // chunk_blocks`.
-    Chunks that lie whole in a document have different numbers, as each begins at least
-    `chunk_blocks` blocks behind the one before; without documents they are 0, 1, ...
+    In packed sequences, chunks start at document boundaries, and queries select chunks of their own
+    document. A chunk has number `first block // chunk_blocks`. Complete chunks of a document have
+    unique numbers, since each begins at least `chunk_blocks` blocks after the previous one; without
+    documents the numbers are 0, 1, ...
 
     Attributes:
         chosen: uint32 [B, Hq, rows, g, ceil(NC/32)]; bit c of the words of query i of a row of
-            blocks: whether it sees chunk c. NC = ceil(NB / `chunk_blocks`).
+            blocks says whether it sees chunk c. NC = ceil(NB / `chunk_blocks`).
         num_blocks: NB, blocks of the whole sequence (static).
-        chunk_blocks: blocks of a chunk (static).
-        most: chunks that a query chooses at most, its own among them (static).
+        chunk_blocks: blocks per chunk (static).
+        most: maximum number of chunks per query, including its own (static).
         block_size: g (static).
-        first: int32 [B, Hq, rows], the first block of each row's document; NB for a row of no
-            document, whose queries choose nothing. The same for all heads, which it has so that it
-            is dealt to devices with them. None: each sequence is one document.
+        first: int32 [B, Hq, rows], first block of each row's document; NB for a row without one,
+            which selects nothing. Equal for all heads; the head axis exists so that it is sharded
+            like other arrays. None: no documents.
     """
 
     chosen: Array
@@ -57,11 +57,11 @@ class TokenChunksIndex(Index):
 
     @property
     def num_chunks(self) -> int:
-        """NC."""
+        """Number of chunks, NC."""
         return -(-self.num_blocks // self.chunk_blocks)
 
     def past(self, rows: Array) -> Array:
-        """The chunks that each query sees whole: `chosen` without its own, like it.
+        """Returns the chunks that each query sees in full: `chosen` without its own.
 
         Args:
             rows: int32 [rows], global block number of each row.
@@ -70,7 +70,7 @@ class TokenChunksIndex(Index):
         return self.chosen & ~own[..., None, :]
 
     def starts(self, rows: Array) -> Array:
-        """As `chunk_starts`, of the chunks that any of these rows may see as a past one.
+        """Applies `chunk_starts` to the chunks that any of these rows may see as past chunks.
 
         Args:
             rows: as in `past`.
@@ -82,7 +82,7 @@ class TokenChunksIndex(Index):
         return chunk_starts(first, rows, self.num_blocks, self.chunk_blocks)
 
     def own(self, rows: Array) -> BlockMaskIndex:
-        """The causal pairs within each query's own chunk.
+        """Returns the causal pairs within each query's own chunk.
 
         Args:
             rows: as in `past`.
@@ -134,14 +134,10 @@ class TokenChunksIndex(Index):
     def on_one_device(
         self, batch: int, num_queries: int, num_heads: int, num_keys: int
     ) -> NoReturn:
-        """There are no tiles of it.
-
-        Raises:
-            ValueError: always.
-        """
+        """Raises ValueError: it has no tiles."""
         raise ValueError(
-            "an index of chunks for each token has no tiles of its own: it runs by "
-            "pallas_kernels.attention or sparse_attention, not by plan, forward and backward"
+            "a TokenChunksIndex cannot be expressed as tiles; use pallas_kernels.attention or "
+            "sparse_attention instead of plan, forward and backward"
         )
 
     def shards(
@@ -150,15 +146,14 @@ class TokenChunksIndex(Index):
         self.on_one_device(batch, 0, num_heads, 0)
 
     def budgets(self) -> dict[str, Array]:
-        """Chunks of all queries of each head, and how many key blocks that is for a query."""
+        """Number of chunks of all queries of each head, and their key blocks per query."""
         return {"chunks": sets.count(self.chosen).sum((-2, -1), dtype=jnp.int32)}
 
     def told_length(self) -> int:
-        """The length of the sequence."""
         return self.num_blocks * self.block_size
 
     def check(self, batch: int, num_heads: int, rows: int) -> None:
-        """Raises ValueError unless its arrays suit a call."""
+        """Raises ValueError if the shapes do not match a call."""
         words = sets.words_for(self.num_chunks)
         check_shape(
             "index.chosen", self.chosen, (batch, num_heads, rows, self.block_size, words)
@@ -168,21 +163,21 @@ class TokenChunksIndex(Index):
 
     def _check_length(self, seq_len: int) -> None:
         if seq_len != self.told_length():
-            raise ValueError(f"seq_len={seq_len} but the index is of {self.told_length()} tokens")
+            raise ValueError(f"seq_len={seq_len}, but the index has {self.told_length()} tokens")
 
     def _numbers(self, rows: Rows | None) -> Array:
-        """Int32 [rows]: global block number of each row."""
+        """Global block number of each row: int32 [rows]."""
         return jnp.arange(self.chosen.shape[2], dtype=jnp.int32) if rows is None else rows.blocks
 
     def _past_counts(self, rows: Rows | None) -> Array:
-        """Int32 [B, Hq, NC]: queries held here that see each chunk as a past one."""
+        """Counts the local queries that see each chunk as a past one: int32 [B, Hq, NC]."""
         marked = sets.unpack(self.past(self._numbers(rows)), self.num_chunks)
         return marked.sum((2, 3), dtype=jnp.int32)
 
     def _own_tiles(self, rows: Rows | None) -> tuple[Array, Array]:
-        """Int32 [B, Hq] or [] twice: blocks that rows see whole in their own chunks, and in part.
+        """Counts blocks of own chunks that rows see in full, and in part: int32 [B, Hq] or [] each.
 
-        Of all rows: where each sequence is one document, their number is known beforehand.
+        Covers all rows; without documents the counts are static.
         """
         if self.first is None:
             every = jnp.arange(self.num_blocks, dtype=jnp.int32)
@@ -191,7 +186,7 @@ class TokenChunksIndex(Index):
         return tiles if rows is None else rows.total(tiles)
 
     def _own_tiles_of(self, numbers: Array) -> tuple[Array, Array]:
-        """The same of single rows, int32 [..., n]; 0 for a row of no document."""
+        """Counts the same for single rows, int32 [..., n]; 0 for a row without a document."""
         if self.first is None:
             return numbers % self.chunk_blocks, jnp.ones_like(numbers)
         inside = self.first < self.num_blocks
@@ -200,13 +195,13 @@ class TokenChunksIndex(Index):
 
 
 def chunks_of(first: Array | None, blocks: Array, chunk_blocks: int) -> Array:
-    """The number of the chunk that each block lies in; see `TokenChunksIndex`.
+    """Returns the chunk number of each block; see `TokenChunksIndex`.
 
     Args:
-        first: int32, broadcasts with `blocks`: the first block of its document, from which on
-            `blocks` lie; None where each sequence is one document.
+        first: int32, broadcasts with `blocks`: first block of the document, at or before `blocks`;
+            None without documents.
         blocks: int32, global block numbers.
-        chunk_blocks: blocks of a chunk.
+        chunk_blocks: blocks per chunk.
     """
     return (blocks if first is None else blocks - first % chunk_blocks) // chunk_blocks
 
@@ -214,17 +209,17 @@ def chunks_of(first: Array | None, blocks: Array, chunk_blocks: int) -> Array:
 def chunk_starts(
     first: Array | None, rows: Array, num_blocks: int, chunk_blocks: int
 ) -> Array:
-    """The first block of each chunk that lies whole before a row of its document.
+    """Returns the first block of each chunk that is complete before a row of its document.
 
     Args:
-        first: int32 [..., n], the first block of each row's document, NB for none; None where each
-            sequence is one document.
+        first: int32 [..., n], first block of each row's document, NB for none; None without
+            documents.
         rows: int32 [n], global block numbers.
         num_blocks: NB.
-        chunk_blocks: blocks of a chunk.
+        chunk_blocks: blocks per chunk.
 
     Returns:
-        int32 [..., NC], or [1, 1, NC] without `first`; NB for a chunk that lies before none.
+        int32 [..., NC], or [1, 1, NC] without `first`; NB for a chunk that precedes no row.
     """
     numbers = jnp.arange(-(-num_blocks // chunk_blocks), dtype=jnp.int32)
     if first is None:

@@ -32,12 +32,12 @@ class VerticalSlashIndex(Index):
 
     Attributes:
         slash_blocks: int32 [B, Hq, max_slash_blocks], block-diagonal distances, ascending;
-            entries at and beyond the count are padding (any value >= S/g).
+            entries from the count on are padding (any value >= S/g).
         slash_count: int32 [B, Hq].
         vertical_tokens: int32 [B, Hq, max_verticals], global key positions, ascending; entries
-            at and beyond the count are padding (S or more).
+            from the count on are padding (S or more).
         vertical_count: int32 [B, Hq].
-        block_size: g, tokens on one side of a block (static).
+        block_size: g, tokens per block (static).
     """
 
     slash_blocks: Array
@@ -108,11 +108,11 @@ class VerticalSlashIndex(Index):
         return Columns.from_index(self, query.blocks(), num_blocks)
 
     def budgets(self) -> dict[str, Array]:
-        """Key columns and block diagonals of each head."""
+        """Number of key columns and block diagonals of each head."""
         return {"columns": self.vertical_count, "diagonals": self.slash_count}
 
     def told_length(self) -> int | None:
-        """What the padding of a chosen index holds: S, or NB among the diagonals."""
+        """Reads S from the padding of a selected index: S, or NB in the list of diagonals."""
         told = set()
         for entries, count, unit in (
             (self.vertical_tokens, self.vertical_count, 1),
@@ -123,17 +123,17 @@ class VerticalSlashIndex(Index):
         return told.pop() if len(told) == 1 else None
 
     def active_diagonals(self, num_blocks: int) -> Array:
-        """Bool [B, Hq, num_blocks]: whether block diagonal d is computed."""
+        """Whether each block diagonal is computed: bool [B, Hq, num_blocks]."""
         return marked(self.slash_blocks, self.slash_count, num_blocks)
 
     def _counts(self, seq_len: int) -> tuple[Array, Array, Array, Array]:
-        """Counts that all measures are made of; integers that cannot overflow.
+        """Returns the counts that all measures are built from, as integers that cannot overflow.
 
         Returns:
-            main: int32 [B, Hq], 1 if the main block diagonal is on.
+            main: int32 [B, Hq], 1 if the main block diagonal is active.
             far_tiles: int32 [B, Hq], blocks on the other active diagonals.
             blocks_below: int32 [B, Hq, Mv], for each column, query blocks below its own that no
-                active diagonal computes; 0 at padding.
+                active diagonal computes; 0 for padding.
             own_rows: int32 [B, Hq, Mv], rows of its own block that the column adds.
         """
         size = self.block_size
@@ -142,7 +142,7 @@ class VerticalSlashIndex(Index):
         active = self.active_diagonals(num_blocks)
         far = active.at[..., 0].set(False)
         far_tiles = jnp.where(far, num_blocks - jnp.arange(num_blocks), 0).sum(-1, dtype=jnp.int32)
-        # Entry i: inactive diagonals among 1..i.
+        # Entry i: number of inactive diagonals among 1..i.
         inactive = (~active).at[..., 0].set(False)
         inactive_up_to = jnp.cumsum(inactive, axis=-1, dtype=jnp.int32)
         valid = live(self.vertical_tokens, self.vertical_count)

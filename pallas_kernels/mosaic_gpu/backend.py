@@ -1,4 +1,4 @@
-"""The Hopper backend behind the contract of `pallas_kernels.backends`."""
+"""The Hopper implementation of `pallas_kernels.backends.Backend`."""
 
 import dataclasses
 import functools
@@ -28,7 +28,7 @@ from pallas_kernels.work.fused_work import FusedWork, fused_work
 from pallas_kernels.work.key_work import KeyWork, key_work
 from pallas_kernels.work.query_work import QueryWork, query_work
 
-_PARTS_BESIDE_TRANSFERS = 8  # thread blocks for each multiprocessor
+_PARTS_BESIDE_TRANSFERS = 8  # thread blocks per multiprocessor
 _INTERPRETED_MULTIPROCESSORS = 2
 
 
@@ -37,12 +37,12 @@ _INTERPRETED_MULTIPROCESSORS = 2
 )
 @dataclasses.dataclass(frozen=True)
 class HopperWork:
-    """What the kernels of both passes walk.
+    """Work lists of the kernels of both passes.
 
     Attributes:
-        queries: of the forward kernel, and of the one for dq.
-        keys: of the kernel for dk and dv, or of the one for all gradients: its class says which of
-            them run.
+        queries: work of the forward kernel and of the one for dq.
+        keys: work of the kernel for dk and dv, or of the fused backward kernel: its class
+            determines which of them run.
     """
 
     queries: QueryWork
@@ -54,10 +54,10 @@ class MosaicGpu:
     """Kernels for Hopper GPUs, written in Pallas.
 
     Attributes:
-        name: in the registry.
+        name: name in the registry.
         interpret: False, or parameters of Pallas' GPU interpreter, which runs on any machine.
-        configs: of the kernels; None for those of `configs.py`.
-        one_backward_kernel: whether one kernel computes all gradients, wherever it can; None for
+        configs: kernel configurations; None for those of `configs.py`.
+        one_backward_kernel: whether to use the fused backward kernel wherever possible; None for
             where it is fastest (`_fused_config`).
     """
 
@@ -106,13 +106,9 @@ class MosaicGpu:
         column_kv: tuple[Array, Array] | None, *, scale: float, dq_dtype: jnp.dtype,
         key_dtype: jnp.dtype | None, beside_transfers: bool,
     ) -> Gradients:
-        """See `Backend.backward`.
-
-        The kernel for all gradients ignores `beside_transfers`: it has a thread block for each item
-        of work anyway.
-        """
+        """Ignores `beside_transfers` in the fused kernel, which has one thread block per item."""
         dout = dout.astype(q.dtype)
-        base = jnp.where(lse > -jnp.inf, lse / -scale, -jnp.inf)  # what logits start from
+        base = jnp.where(lse > -jnp.inf, lse / -scale, -jnp.inf)  # initial value of the logits
         if isinstance(plan.work.keys, FusedWork):
             return self._one_kernel(
                 q, k, v, dout, base, -delta, plan, column_kv, scale=scale, dq_dtype=dq_dtype,
@@ -127,7 +123,7 @@ class MosaicGpu:
         if whole:
             dk, dv = _whole_keys(keys, of_columns, plan.columns, key_dtype)
             of_columns = None
-            # First these, then dq: what they come from in fp32, one array, fits in dq's memory.
+            # These come first, then dq: their fp32 source, a single array, fits in dq's memory.
             q, dk, dv = lax.optimization_barrier((q, dk, dv))
         else:
             dk, dv = keys
@@ -142,7 +138,7 @@ class MosaicGpu:
 
     def delta_of(self, out: Array, dout: Array) -> Array:
         rows = out.shape[1]
-        padding = ((0, 0), (0, -rows % ROWS), (0, 0), (0, 0))  # of length 0 for blocks of 128
+        padding = ((0, 0), (0, -rows % ROWS), (0, 0), (0, 0))  # zero for blocks of 128
         out, dout = jnp.pad(out, padding), jnp.pad(dout, padding)
         return delta_kernel(out, dout, interpret=self.interpret)[..., :rows]
 
@@ -151,10 +147,10 @@ class MosaicGpu:
         plan: Plan, column_kv: tuple[Array, Array] | None, *, scale: float, dq_dtype: jnp.dtype,
         key_dtype: jnp.dtype | None,
     ) -> Gradients:
-        """All gradients from one kernel."""
+        """Computes all gradients with the fused kernel."""
 
-        # `jax.vmap` runs one entry after another: arrays that a kernel adds to in place
-        # (`jax.new_ref`) cannot be mapped over.
+        # `jax.vmap` runs entries one by one: arrays that a kernel updates in place (`jax.new_ref`)
+        # cannot be mapped over.
         @jax.custom_batching.sequential_vmap
         def fused(q, k, v, dout, base, minus_delta, work, columns):
             dq = jnp.zeros(q.shape, jnp.float32)
@@ -173,14 +169,14 @@ class MosaicGpu:
     def _fused_config(
         self, q: Array, tiles: Tiles | None, whole: bool
     ) -> FusedConfig | None:
-        """The configuration of the fused backward kernel where it runs, else None.
+        """Returns the configuration of the fused backward kernel, or None if it is not used.
 
-        It runs over dense diagonals, and over others where a call gives whole gradients (`whole`)
-        and dq in fp32, which it holds in addition, is as small as the head dim's configuration
-        asks. On part of a ring's keys the lists of sparse diagonals are short, and what an item
-        does before and after them weighs too much. Lists of blocks have no order of additions to
-        dq that it could follow. Nor have documents in the keys of several ranks: of those at the
-        same place a row may see some and not the others, and which ones differs from row to row.
+        It is used for dense diagonals, and for sparse ones if a call returns complete gradients
+        (`whole`) and dq in fp32, which it needs in addition, is within the limit of the head dim's
+        configuration. On part of a ring's keys the lists of sparse diagonals are short, and the
+        fixed cost of an item weighs too much. Block lists have no order of additions to dq that it
+        could follow. Neither have documents in the keys of several ranks: a row may see some of the
+        blocks at the same position and not the others, differently from row to row.
         """
         configs = self._configs(q)
         if tiles is None or tiles.listed or self.one_backward_kernel is False:
@@ -195,11 +191,11 @@ class MosaicGpu:
         return self.configs or configs_for(q.shape[-1])
 
     def _thread_blocks(self, beside_transfers: bool) -> int:
-        """Thread blocks of the persistent kernels: one for each multiprocessor.
+        """Returns the thread blocks of persistent kernels: one per multiprocessor.
 
-        A collective that runs at the same time keeps some multiprocessors from starting theirs,
-        whose fixed share of the work would then come late. With more blocks the hardware starts
-        each where there is room.
+        A concurrent collective keeps some multiprocessors from starting theirs, so their fixed
+        share of the work would finish late. With more blocks the hardware starts each where there
+        is room.
         """
         return self._multiprocessors() * (_PARTS_BESIDE_TRANSFERS if beside_transfers else 1)
 
@@ -214,7 +210,7 @@ def _gathered(plan: Plan, column_kv: tuple[Array, Array] | None) -> GatheredColu
 def _whole_keys(
     keys: Array, of_columns: Array | None, columns: Columns | None, dtype: jnp.dtype
 ) -> tuple[Array, Array]:
-    """`whole_keys` of dk and dv in one array [2, B, ...]: a batch twice as large."""
+    """Applies `whole_keys` to dk and dv in one array [2, B, ...]: a batch twice as large."""
     pair = keys.reshape(-1, *keys.shape[2:])
     if columns is not None:
         of_columns = of_columns.reshape(-1, *of_columns.shape[2:])

@@ -14,7 +14,7 @@ _INTERPRETED_MULTIPROCESSORS = 2
 
 
 class HopperBlockScores:
-    """The kernels behind the contract of `pallas_kernels.backends.BlockScores`."""
+    """The Hopper implementation of `pallas_kernels.backends.BlockScores`."""
 
     def __init__(
         self,
@@ -34,7 +34,6 @@ class HopperBlockScores:
         self, q: Array, k: Array, places: Array, first_blocks: Array | None = None, *,
         scale: float, levels: bool = False,
     ) -> Array | tuple[Array, Array]:
-        """See `BlockScores.block_masses`; masses are multiples of 2^-30."""
         if q.shape[-1] <= short_block_scores.MOST_LENGTH:
             kernel, config = short_block_scores.short_block_scores_kernel, self._short
             tile_rows = short_block_scores.TILE_ROWS

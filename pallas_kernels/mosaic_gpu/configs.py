@@ -10,11 +10,11 @@ from pallas_kernels.mosaic_gpu.kernels.forward import ForwardConfig
 
 @dataclasses.dataclass(frozen=True)
 class Configs:
-    """One configuration for each kernel.
+    """One configuration per kernel.
 
-    With `fused` one kernel computes all gradients of dense attention, and on one device those of
-    sparse attention whose dq in fp32 has at most `fused_sparse_bytes`: it holds that dq beside
-    the results. See `MosaicGpu`.
+    With `fused`, a single kernel computes all gradients of dense attention, and on one device those
+    of sparse attention with at most `fused_sparse_bytes` of dq in fp32, which it needs in addition
+    to the results. See `MosaicGpu`.
     """
 
     forward: ForwardConfig
@@ -43,5 +43,5 @@ CONFIGS = {
 
 
 def configs_for(head_dim: int) -> Configs:
-    """The tuned configuration for a head dim (64 or 128)."""
+    """Returns the tuned configuration for a head dim (64 or 128)."""
     return CONFIGS[head_dim]

@@ -1,4 +1,4 @@
-"""The GPU that kernels are compiled for: the one that is there, or one that is described."""
+"""The GPU that kernels are compiled for: the local one, or a described one."""
 
 import jax
 
@@ -8,8 +8,8 @@ _HOPPER = 9  # major compute capability
 def no_hopper_gpu() -> str | None:
     """Why the Hopper kernels cannot run here, or None if they can.
 
-    Inside `jax.sharding.use_abstract_mesh` with a device, that device decides: programs can be
-    compiled for a GPU on a machine that has none.
+    Inside `jax.sharding.use_abstract_mesh` with a device, that device is the target: programs can
+    be compiled for a GPU on a machine without one.
     """
     abstract = jax.sharding.get_abstract_mesh().abstract_device
     if abstract is not None:
@@ -26,7 +26,7 @@ def no_hopper_gpu() -> str | None:
 
 
 def multiprocessors() -> int:
-    """Multiprocessors of the GPU that is compiled for."""
+    """Returns the number of multiprocessors of the target GPU."""
     abstract = jax.sharding.get_abstract_mesh().abstract_device
     if abstract is not None and abstract.num_cores:
         return abstract.num_cores

@@ -1,7 +1,7 @@
 """The products of one step of the fused backward kernel, by one compute warpgroup.
 
 dQ of a step needs dS of both warpgroups. It is computed one step late, so that the warpgroups need
-not be at the same point: one uses the tensor cores while the other computes exponentials.
+not be in sync: one uses the tensor cores while the other computes exponentials.
 """
 
 import dataclasses
@@ -27,14 +27,14 @@ from pallas_kernels.mosaic_gpu.masks import KeyMask, add_bias
 
 @dataclasses.dataclass(frozen=True)
 class FusedConfig:
-    """Tuning of the fused backward kernel, and of the order of its work."""
+    """Tuning of the fused backward kernel and of its work order."""
 
     stages: int = 2  # steps of queries in flight
-    retire_dk: bool = False  # dK is awaited before the next step begins
-    early_shift: bool = False  # the shift of the logits is loaded before they are awaited
+    retire_dk: bool = False  # wait for dK before the next step begins
+    early_shift: bool = False  # load the shift of the logits before waiting for them
     ds_from_memory: bool = True  # dK reads dS from shared memory, not from registers
-    item_heads: int | None = None  # query heads of an item: see `fused_work`
-    waves: bool = False  # sequences alternate after as many items as there are multiprocessors
+    item_heads: int | None = None  # query heads per item: see `fused_work`
+    waves: bool = False  # alternate sequences after as many items as there are multiprocessors
     compute_registers: int = 240
     memory_registers: int = 24
 
@@ -43,11 +43,11 @@ class FusedSteps:
     """The steps of one compute warpgroup, which owns half of a thread block's keys.
 
     Args:
-        smem, bars: of the kernel.
-        warpgroup: number of this one.
+        smem, bars: shared memory and barriers of the kernel.
+        warpgroup: number of this warpgroup.
         config: tuning.
-        scale: of the logits.
-        queries: of one step.
+        scale: scale of the logits.
+        queries: queries per step.
         interpreted: whether Pallas' interpreter runs the kernel.
     """
 
@@ -85,25 +85,24 @@ class FusedSteps:
             self._finish_previous(self._previous_dq(end), end)
 
     def drain(self, end: Array) -> None:
-        """Awaits that the last dq of `end` steps has left shared memory."""
+        """Waits until the last dq of `end` steps has left shared memory."""
         await_last([self.bars["dq_free"]], end, ADDING_WARPS)
 
     def _step(self, step: Array, mask: KeyMask, dk_ref: Any, dv_ref: Any) -> Array:
-        """Adds the gradients from the queries of a step, and dq of the one before."""
+        """Adds the gradients from the queries of a step, and dq of the previous step."""
         config, smem, slot = self.config, self.smem, lax.rem(step, self.config.stages)
         q_tile, dout_tile = smem["q"].at[slot], smem["dout"].at[slot]
         pl.when(step > 0)(lambda: self._await_ds(step - 1))
 
         def body(dq_acc: Any, s_acc: Any, dp_acc: Any) -> None:
-            # At the first step this reads uninitialised memory, and the result is not used.
+            # The first step reads uninitialized memory here; the result is not used.
             plgpu.wgmma(dq_acc, *self._dq_operands(lax.rem(step + 1, 2), self._own()))
             plgpu.barrier_wait(self.bars["full"].at[slot])
             plgpu.wgmma(s_acc, smem["k"].at[self._own()], q_tile.T)
             shift = self._load("shift", slot) if config.early_shift else None
-            # S is under way while dq of the step before is awaited and stored.
+            # S is in flight while dq of the previous step is awaited and stored.
             self._finish_previous(plgpu.wgmma_accumulator_load(dq_acc, wait_n=1), step)
-            # The accumulator starts from -delta, which would otherwise be subtracted element by
-            # element.
+            # The accumulator starts from -delta, which would otherwise be subtracted per element.
             dp_acc[...] = self._columns(self._load("minus_delta", slot))
             plgpu.wgmma(dp_acc, smem["v"].at[self._own()], dout_tile.T)
             p = self._weights(plgpu.wgmma_accumulator_load(s_acc, wait_n=1), mask, slot, shift)
@@ -122,7 +121,7 @@ class FusedSteps:
         return step + 1
 
     def _interpreted_step(self, step: Array, mask: KeyMask, dk_ref: Any, dv_ref: Any) -> Array:
-        """The same in what the interpreter knows: no accumulators across products."""
+        """Runs a step with interpreter operations only: no accumulators across products."""
         smem, slot = self.smem, lax.rem(step, self.config.stages)
         q_tile, dout_tile = smem["q"].at[slot], smem["dout"].at[slot]
         own = self._own()
@@ -151,15 +150,15 @@ class FusedSteps:
         return step + 1
 
     def _own(self) -> Any:
-        """The keys of this warpgroup, and the columns or rows of dq.
+        """Returns the keys of this warpgroup, and the columns or rows of dq.
 
-        The compiler must not know that it is the same at every step: it would keep all addresses
-        that follow from it in registers.
+        The compiler must not know that they are the same in every step: it would keep all derived
+        addresses in registers.
         """
         return pl.ds(lax.optimization_barrier(self.warpgroup) * ROWS, ROWS)
 
     def _load(self, name: str, slot: Array) -> Array:
-        """What belongs to each query of a step."""
+        """Loads the per-query values of a step."""
         return plgpu.load(self.smem[name].at[slot], layout=COLUMN_LAYOUT)
 
     def _columns(self, values: Array) -> Array:
@@ -168,7 +167,7 @@ class FusedSteps:
     def _weights(
         self, logits: Array, mask: KeyMask, slot: Array, shift: Array | None = None
     ) -> Array:
-        """P: softmax weights, by the final lse of each query."""
+        """Computes P: softmax weights from the final lse of each query."""
         logits, bias = mask.apply(logits)
         shift = self._load("shift", slot) if shift is None else shift
         logits = logits * (self.scale * LOG2E) + self._columns(shift)
@@ -183,9 +182,9 @@ class FusedSteps:
         plgpu.barrier_wait(self.bars["ds_full"].at[lax.rem(step, 2)])
 
     def _dq_operands(self, slot: Array, own: Any) -> tuple[Any, Any]:
-        """dS of all keys, and K, for the share of dq that this warpgroup computes."""
+        """Returns dS of all keys, and K, for the part of dq that this warpgroup computes."""
         ds = self.smem["ds"].at[slot]
-        if self.head_dim == 128:  # a half of the columns
+        if self.head_dim == 128:  # half of the columns
             return ds.T, self.smem["k"].at[:, own]
         return ds.at[:, own].T, self.smem["k"]
 
@@ -194,7 +193,7 @@ class FusedSteps:
         return product(a, b, (ROWS, ROWS))
 
     def _finish_previous(self, dq: Array, step: Array) -> None:
-        """With dq of the step before, all of its products are done."""
+        """Once dq of the previous step is done, all of that step's products are."""
 
         @pl.when(step > 0)
         def _() -> None:
@@ -203,7 +202,7 @@ class FusedSteps:
             self._stage_dq(dq, step - 1)
 
     def _stage_dq(self, dq: Array, step: Array) -> None:
-        """Hands the dq of a step to the adding side."""
+        """Passes the dq of a step to the adding warps."""
         slot = lax.rem(step, ADDING_WARPS)
 
         @pl.when(step >= ADDING_WARPS)

@@ -1,4 +1,4 @@
-"""What thread blocks of the fused backward kernel add to in global memory, in turns."""
+"""Ordered additions to global memory by the thread blocks of the fused backward kernel."""
 
 from typing import Any
 
@@ -10,8 +10,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.mosaic_gpu.fused_walk import FusedWalk
 from pallas_kernels.mosaic_gpu.turn_counters import await_turn, end_turn
 
-# Warps that add dq in turns, each with its own shared memory: while one waits until its sums are
-# visible to all, and passes the turn on, the other adds.
+# Warps that alternate in adding dq, each with its own shared memory: while one waits until its sums
+# are visible to all and passes the turn on, the other adds.
 ADDING_WARPS = 2
 
 
@@ -19,16 +19,16 @@ def add_queries(
     walk: FusedWalk, target: Any, counters: Any, smem: dict[str, Any], bars: dict[str, Any],
     number: Array | None,
 ) -> None:
-    """Adds dq of the steps of an item when it is their turn; one warp runs it.
+    """Adds dq of an item's steps, each at its turn; run by one warp.
 
     Args:
-        walk: of the item.
+        walk: walk of the item.
         target: fp32 dq [B, nq, Hq, D].
-        counters: int32 [B, Hq, steps of all queries, 1], the turns that are over.
-        smem, bars: of the kernel.
-        number: of the warp, which takes the steps that leave it as their remainder. None in
-            Pallas' interpreter: all steps. Items run one after another there: it must be their
-            turn already, else NaN is added.
+        counters: int32 [B, Hq, steps of all queries, 1], number of completed turns.
+        smem, bars: shared memory and barriers of the kernel.
+        number: number of the warp, which handles the steps with this remainder. None in Pallas'
+            interpreter: all steps. Items run one after another there, so it must already be their
+            turn; otherwise NaN is added.
     """
     batch = walk.it.batch
 
@@ -69,15 +69,15 @@ def add_keys(
     targets: tuple[Any, Any], gradients: tuple[Array, Array], staging: Any, counter: Any | None,
     turn: Array, interpreted: bool,
 ) -> None:
-    """Adds dk and dv to what the items before left: other heads with the same keys.
+    """Adds dk and dv to those of earlier items: other heads with the same keys.
 
     Args:
         targets: fp32 rows [64, D] of dk and dv; the first turn overwrites them.
         gradients: fp32 [64, D] to add to them.
-        staging: shared memory [64, D] fp32 that nothing else uses now.
-        counter: int32 [1], the turns that are over; None if there is one turn only.
-        turn: of this item.
-        interpreted: whether Pallas' interpreter runs the kernel: items come in order there.
+        staging: unused shared memory, fp32 [64, D].
+        counter: int32 [1], number of completed turns; None if there is only one turn.
+        turn: turn of this item.
+        interpreted: whether Pallas' interpreter runs the kernel, where items run in order.
     """
     taken = counter is not None and not interpreted
     if taken:

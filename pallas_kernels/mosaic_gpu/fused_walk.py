@@ -1,4 +1,4 @@
-"""What an item of the fused backward kernel visits, in order: query blocks, steps and masks."""
+"""Traversal of one item of the fused backward kernel: query blocks, steps and masks, in order."""
 
 import dataclasses
 from collections.abc import Callable
@@ -29,15 +29,15 @@ _WORDS = ROWS // WORD
 
 
 class FusedWalk:
-    """The walk of one item: by query blocks for what is copied, by steps for what is computed.
+    """The traversal of one item: by query blocks for copies, by steps for computation.
 
     Args:
         refs: operands of the kernel.
         it: the item.
-        work: the list that it comes from.
-        num_query_blocks: of the call.
-        queries: of one step.
-        has_columns: whether items of columns are in the list.
+        work: the work list.
+        num_query_blocks: query blocks of the call.
+        queries: queries per step.
+        has_columns: whether the list has items of columns.
     """
 
     def __init__(
@@ -48,11 +48,11 @@ class FusedWalk:
         self.num_query_blocks, self.queries = num_query_blocks, queries
         self.parts = TILE // queries
         self.has_columns = has_columns
-        # Once: the kernel asks in many places.
+        # Computed once, since the kernel needs them in many places.
         self.columns, self.blocks = it.columns, it.blocks
 
     def _entry(self, first: Array, last: Array, n: Array) -> Array:
-        """The n-th list entry that an item visits."""
+        """Returns the n-th list entry that an item visits."""
         return jnp.where(self.it.sign > 0, first + n, last - 1 - n)
 
     def row_blocks(self, visit: Callable[..., Any], carry: Any) -> Any:
@@ -87,9 +87,9 @@ class FusedWalk:
         return lax.cond(self.columns, over_rows, over_heads, carry)
 
     def steps(self, warpgroup: Array, run_step: Callable[[Array, KeyMask], Array]) -> Array:
-        """Calls run_step(step, mask), which returns the next step; returns how many there were.
+        """Calls run_step(step, mask), which returns the next step; returns the number of steps.
 
-        Steps come in runs of tiles that share a kind of mask.
+        Steps are grouped in runs of tiles with the same kind of mask.
         """
         it, refs, has_columns = self.it, self.refs, self.has_columns
         parts, queries, num_query_blocks = self.parts, self.queries, self.num_query_blocks
@@ -125,7 +125,7 @@ class FusedWalk:
                 after = jnp.where(self.columns, 0, after)
 
             def first_query(n: Array) -> Array:
-                """Position of the first query, in the count of `key_positions`."""
+                """Returns the position of the first query, relative to `key_positions`."""
 
                 def of_block() -> Array:
                     offset = refs["lists"][it.batch, head, self._entry(first, last, n)]
@@ -151,7 +151,7 @@ class FusedWalk:
                 return lax.fori_loop(start * parts, stop * parts, one_step, step)
 
             def phase(f: Array, step: Array) -> Array:
-                """Twice: what lies before the masked tiles and they, then the rest."""
+                """Runs twice: up to and including the masked tiles, then the rest."""
                 start = jnp.where(f == 0, 0, before + masked)
                 stop = jnp.where(f == 0, before, before + masked + after)
                 step = run(start, stop, step, causal=False)

@@ -1,7 +1,7 @@
-"""Pieces that kernels do differently in Pallas' GPU interpreter than on a GPU.
+"""Kernel operations that differ in Pallas' GPU interpreter.
 
-The interpreter knows products with operands in shared memory only, no accumulator that starts from
-a value or lives across products, and no asynchrony. Everything else of a kernel is the same code.
+The interpreter supports only products with operands in shared memory, no accumulators that start
+from a value or persist across products, and no asynchrony. The rest of a kernel is the same code.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ AddProduct = Callable[[str, Array, Any], None]
 def product_plus(
     base: Callable[[], Array], a: Any, b: Any, shape: tuple[int, int], interpreted: bool
 ) -> Array:
-    """base + a b, with the base as the accumulator's first value."""
+    """Computes base + a b, with the base as initial value of the accumulator."""
     acc = plgpu.ACC(shape, jnp.float32)
 
     def run(ref: Any) -> Array:
@@ -41,7 +41,7 @@ def accumulate_keys(
     """Runs the steps of a compute warpgroup with accumulators for dk and dv.
 
     Returns:
-        dk, dv [64, D] fp32, and what `run` returns.
+        dk, dv [64, D] fp32, and the result of `run`.
     """
     shape = ROWS, smem["k"].shape[-1]
     if interpreted:
@@ -66,7 +66,7 @@ def accumulate_keys(
 
 
 def key_scratch(queries: int, head_dim: int, dtype: Any) -> dict[str, Any]:
-    """Shared memory for what registers hold on a GPU: weights, dk and dv."""
+    """Shared memory for values that are in registers on a GPU: weights, dk and dv."""
     smem = {"p": tiled((WARPGROUPS, ROWS, queries), dtype)}
     for name in ("dk", "dv"):
         smem[name] = plgpu.SMEM((WARPGROUPS, ROWS, head_dim), jnp.float32)
@@ -80,20 +80,20 @@ class Accumulator:
         self._ref = ref
 
     def start(self, value: Array) -> None:
-        """Begins with a value instead of 0."""
+        """Starts from a value instead of 0."""
         self._ref[...] = value
 
     def add(self, a: Any, b: Any) -> None:
-        """Begins to add a product: of a tile in shared memory, or of values, and a tile."""
+        """Starts adding a product of a tile in shared memory, or of values, and a tile."""
         plgpu.wgmma(self._ref, a, b)
 
     def value(self, younger: int) -> Array:
-        """The sum, once all but the `younger` youngest products of the warpgroup are done."""
+        """Returns the sum once all but the `younger` latest products of the warpgroup are done."""
         return plgpu.wgmma_accumulator_load(self._ref, wait_n=younger)
 
 
 class _Value:
-    """The same in the interpreter, where products are done at once."""
+    """The accumulator of the interpreter, where products complete immediately."""
 
     def __init__(self, shape: tuple[int, int], staging: Any):
         self._sum, self._shape, self._staging = jnp.zeros(shape, jnp.float32), shape, staging
@@ -119,8 +119,8 @@ def with_accumulators(
     """Calls `body` with accumulators of some shapes, which it must not carry through loops.
 
     Args:
-        body: what to call.
-        shapes: of the accumulators, which start from 0.
+        body: function to call.
+        shapes: shapes of the accumulators, which start from 0.
         interpreted: whether Pallas' interpreter runs the kernel.
         staging: in the interpreter, shared memory for operands that are values.
     """
@@ -131,7 +131,7 @@ def with_accumulators(
 
 
 def add_product(acc: Array, a: Array, b: Any, *, interpreted: bool, staging: Any) -> Array:
-    """acc + a b, awaited; arguments as in `with_accumulators`."""
+    """Computes acc + a b and waits for it; arguments as in `with_accumulators`."""
     if interpreted:
         total = _Value(acc.shape, staging)
         total.add(a, b)

@@ -1,4 +1,4 @@
-"""The copying side of the row kernels: keys and values of an item through shared memory."""
+"""The copy side of the row kernels: keys and values of an item through shared memory."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ from pallas_kernels.work.items import QueryItem
 
 
 def stream_barriers(stages: int, has_columns: bool) -> dict[str, Any]:
-    """Barriers of a ring of `stages` slots for keys (with their bias) and one for values."""
+    """Barriers of two rings with `stages` slots, for keys (with their bias) and for values."""
     full = plgpu.Barrier(num_barriers=stages)
     free = plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages)
     bars = {"k_full": full, "v_full": full, "k_free": free, "v_free": free}
@@ -40,9 +40,9 @@ def stream_memory(
 
 
 class Producer:
-    """The copying side: streams the keys and values of items through shared memory.
+    """The copy side: streams the keys and values of items through shared memory.
 
-    With `lag`, values follow keys one step behind: the order in which the forward kernel uses
+    With `lag`, values are loaded one step after keys, the order in which the forward kernel uses
     them. Each completion of a barrier is awaited, the last ones by `drain`.
     """
 
@@ -75,7 +75,7 @@ class Producer:
             self._load("v", step + s, tile("v", number, kv_head))
 
         def load_run(number: Array | int, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-            """Loads the blocks of a run, of which the first is the item's step `begin`."""
+            """Loads the blocks of a run that begins at step `begin` of the item."""
             begin, previous = carry
             first, count = walk.run(it, number)
 
@@ -86,7 +86,7 @@ class Producer:
                     pl.when(begin + s > 0)(lambda: load_values(begin + s - 1, previous))
                 else:
                     load_values(begin + s, number)
-                # The next list entry is read ahead: its latency hides behind the waits.
+                # The next list entry is prefetched: the waits hide its latency.
                 following = walk.listed_block(it, first + lax.min(s + 1, count - 1))
                 return number, following
 
@@ -112,10 +112,10 @@ class Producer:
                 return keep_words(refs["keep"], it, it.block, it.column_tile(s) * words, words)
 
             def load_columns(s: Array, words: list[Array]) -> list[Array]:
-                # The next tile's words are read ahead, to hide the latency.
+                # The next tile's words are prefetched, to hide the latency.
                 following = read_words(lax.min(s + 1, walked - 1))
                 self._load("k", step + it.tiles + s, tile("kc", it.column_tile(s), it.head))
-                # The slot of the keys is free, and with it that of their bias.
+                # The keys' slot is free, and with it the slot of their bias.
                 slot = lax.rem(step + it.tiles + s, self.stages)
                 index = lax.iota(jnp.int32, TILE)
                 self.smem["bias"][slot] = keep_bias(words, index)
@@ -135,5 +135,5 @@ class Producer:
         return step + it.steps
 
     def drain(self, steps: Array) -> None:
-        """Awaits the release of the last slots."""
+        """Waits for the release of the last slots."""
         await_last((self.bars["k_free"], self.bars["v_free"]), steps, self.stages)

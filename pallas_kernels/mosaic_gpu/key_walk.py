@@ -1,4 +1,4 @@
-"""What an item of the kernel for dk and dv visits: query blocks, steps and masks."""
+"""Traversal of an item of the kernel for dk and dv: query blocks, steps and masks."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,23 +19,23 @@ from pallas_kernels.mosaic_gpu.masks import (
 from pallas_kernels.work.items import KeyItem
 from pallas_kernels.work.key_work import PARTS, KeyWork
 
-_WORDS = ROWS // WORD  # of the keep mask, for the keys of a warpgroup
+_WORDS = ROWS // WORD  # words of the keep mask for the keys of a warpgroup
 
-# Calls of run_step(step, mask) add the gradients from the queries of a step.
+# run_step(step, mask) adds the gradients from the queries of a step.
 RunStep = Callable[[Array, KeyMask], None]
 
 
 class KeyWalk:
-    """The walk of one item: by query blocks for what is copied, by steps for what is computed.
+    """The traversal of one item: by query blocks for copies, by steps for computation.
 
     Args:
         refs: operands of the kernel.
         it: the item.
-        work: the list that it comes from.
-        group: query heads of a key/value head.
-        num_query_blocks: of the call.
-        queries: of one step.
-        has_columns: whether items of columns are in the list.
+        work: the work list.
+        group: query heads per key/value head.
+        num_query_blocks: query blocks of the call.
+        queries: queries per step.
+        has_columns: whether the list has items of columns.
     """
 
     def __init__(
@@ -44,13 +44,13 @@ class KeyWalk:
     ):
         self.refs, self.it, self.listed, self.group = refs, it, work.listed, group
         self.queries = queries
-        self.end_row = it.sign if work.ends else num_query_blocks  # of columns
+        self.end_row = it.sign if work.ends else num_query_blocks  # for columns
         self.parts = TILE // queries
         self.has_columns = has_columns
         self.has_parts = work.heavy is not None
 
     def load_all(self, stream: Any) -> Array:
-        """Loads the keys and the queries of all steps; returns how many there were.
+        """Loads the keys and the queries of all steps; returns the number of steps.
 
         Args:
             stream: a `QueryStream`.
@@ -62,7 +62,7 @@ class KeyWalk:
         )
 
     def run_all(self, warpgroup: Array, run_step: RunStep) -> Array:
-        """Runs all steps; returns how many there were."""
+        """Runs all steps; returns their number."""
         if not self.has_columns:
             return self._run_block(warpgroup, run_step)
         return lax.cond(
@@ -72,7 +72,7 @@ class KeyWalk:
         )
 
     def _query_block(self, head: Array, s: Array) -> Array:
-        """Query block of entry s of a head's list."""
+        """Returns the query block of entry s of a head's list."""
         it, lists = self.it, self.refs["lists"]
         if self.listed:
             return lists[it.batch, head, it.block, s]
@@ -93,21 +93,21 @@ class KeyWalk:
         return lax.fori_loop(0, self.group, member, jnp.int32(0))
 
     def _part_of(self, first: Array, last: Array) -> tuple[Array, Array]:
-        """The entries of a list that the item walks: all of them unless it is a part."""
+        """Returns the list entries of the item: all of them unless it is a part."""
         it, count = self.it, last - first
         start = first + lax.div(count * it.first_row, PARTS)
         stop = first + lax.div(count * (it.first_row + 1), PARTS)
         return jnp.where(it.part, start, first), jnp.where(it.part, stop, last)
 
     def _load_block(self, stream: Any) -> Array:
-        """`load_all` of a block of keys."""
+        """Implements `load_all` for a block of keys."""
         it = self.it
         stream.load_keys(it.batch, it.block, it.head)
 
         def visit(head: Array, first: Array, last: Array, step: Array) -> Array:
             def entry(s: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
                 number, step = carry
-                # The next entry is read ahead, to hide the latency.
+                # The next entry is prefetched, to hide the latency.
                 following = self._query_block(head, lax.min(s + 1, last - 1))
                 return following, stream.load_block(it.batch, head, number, step)
 
@@ -119,10 +119,10 @@ class KeyWalk:
         return self._over_heads(visit)
 
     def _load_columns(self, stream: Any) -> Array:
-        """`load_all` of a tile of columns.
+        """Implements `load_all` for a tile of columns.
 
-        From the last query block back: all tiles of a head's columns start together there and
-        read the same queries, which the L2 cache then serves.
+        Runs from the last query block backwards: all column tiles of a head start there together
+        and read the same queries, which the L2 cache then serves.
         """
         it, count = self.it, self.end_row
         stream.load_keys(it.batch, it.block, it.head, "c")
@@ -133,12 +133,12 @@ class KeyWalk:
         return lax.fori_loop(0, count - it.first_row, entry, jnp.int32(0))
 
     def _run_block(self, warpgroup: Array, run_step: RunStep) -> Array:
-        """`run_all` of a block of keys: only a list's first entry can be the diagonal."""
+        """Implements `run_all` for a block of keys: only a list's first entry can be diagonal."""
         keys = key_numbers() + warpgroup * ROWS
 
         def visit(head: Array, first: Array, last: Array, step: Array) -> Array:
             def masked(s: Array, step: Array) -> Array:
-                # Any first entry is compared: a branch would double the code, and the comparison
+                # Every first entry is compared: a branch would double the code, and the comparison
                 # is hidden by the products.
                 offset = self._query_block(head, s) - self.it.block
                 shift = diagonal_shift(offset, self.refs["diagonal"][0])
@@ -156,7 +156,7 @@ class KeyWalk:
         return self._over_heads(visit)
 
     def _run_columns(self, warpgroup: Array, run_step: RunStep) -> Array:
-        """`run_all` of a tile of columns."""
+        """Implements `run_all` for a tile of columns."""
         it, refs, count = self.it, self.refs, self.end_row
         rows = pl.ds(it.block * TILE + warpgroup * ROWS, ROWS)
         tokens = plgpu.load(
@@ -171,7 +171,7 @@ class KeyWalk:
         def entry(n: Array, carry: tuple[Array, list[Array]], causal: bool):
             step, words = carry
             row_block = count - 1 - n
-            # The next block's words are read ahead, to hide the latency.
+            # The next block's words are prefetched, to hide the latency.
             following = read(lax.max(row_block - 1, 0))
             bias = keep_bias(words, numbers)
             first_query = refs["query_blocks"][row_block] * TILE if causal else 0
@@ -191,7 +191,7 @@ class KeyWalk:
     def _parts(
         self, step: Array, run_step: RunStep, mask: Callable[[int], KeyMask]
     ) -> Array:
-        """Runs the steps of a query block; the next one."""
+        """Runs the steps of a query block; returns the next step."""
         for part in range(self.parts):
             run_step(step + part, mask(part))
         return step + self.parts

@@ -1,8 +1,8 @@
-"""Masks of tiles: one set for all kernels.
+"""Tile masks, shared by all kernels.
 
-Logits lie in registers, [queries, keys] in the kernels that own queries and [keys, queries] in
-those that own keys. Two things exclude a pair. By causality: the tile lies on the masked diagonal,
-or holds columns, which have positions of their own. By the keep bits of gathered columns: these
+Logits are in registers, [queries, keys] in kernels that own queries and [keys, queries] in kernels
+that own keys. A pair may be excluded for two reasons. Causality: the tile is on the masked
+diagonal, or holds columns, which have their own positions. Keep bits of gathered columns: these
 become an additive mask, `keep_bias`, 0 or -inf for each key.
 """
 
@@ -29,9 +29,9 @@ from pallas_kernels.work.items import KeyItem, QueryItem
 
 
 def diagonal_shift(offset: Array, diagonal: Array) -> Array:
-    """How much later the queries of a tile lie than those of a masked one with the same keys.
+    """Returns how much later a tile's queries are than those of a masked tile with the same keys.
 
-    Far enough that every query passes, unless the tile's offset is the masked one.
+    Large enough that every query passes, unless the tile's offset is the masked one.
     """
     return jnp.where(offset == diagonal, 0, TILE)
 
@@ -39,12 +39,12 @@ def diagonal_shift(offset: Array, diagonal: Array) -> Array:
 def keep_words(
     keep: Any, it: QueryItem | KeyItem, row_block: Array, first_word: Array | int, count: int
 ) -> list[Array]:
-    """Words of the keep mask of a query block, from global memory; each holds 32 columns' bits."""
+    """Loads words of the keep mask of a query block from global memory, 32 columns' bits each."""
     return [keep[it.batch, it.head, row_block, first_word + word] for word in range(count)]
 
 
 def keep_bias(words: list[Array], index: Array) -> Array:
-    """0 where bit `index` of the concatenated 32-bit words is on, else -inf."""
+    """Returns 0 where bit `index` of the concatenated 32-bit words is set, else -inf."""
     word = jnp.zeros_like(index)
     for part, bits in enumerate(words):
         word = jnp.where(index >= WORD * part, bits, word)
@@ -53,48 +53,46 @@ def keep_bias(words: list[Array], index: Array) -> Array:
 
 
 class QueryMask:
-    """Keeps every logit [queries, keys] of a tile; its subclasses do not.
+    """Keeps every logit [queries, keys] of a tile; subclasses mask some.
 
-    `prepare` reads what the mask needs from global memory; called before the products are
-    awaited, it hides the latency. `await_bias` and `bias` give what the logits' accumulator
-    starts from. `apply` returns logits [64, n] with -inf where excluded; they belong to keys
+    `prepare` reads what the mask needs from global memory; calling it before waiting for the
+    products hides the latency. `await_bias` and `bias` give the initial value of the logits'
+    accumulator. `apply` returns logits [64, n] with -inf where excluded; they belong to keys
     `column`, `column` + 1, ... of the tile (static).
     """
 
     def prepare(self, s: Array) -> Any:
-        """What `apply` needs for step s."""
+        """Returns what `apply` needs for step s."""
         del s
 
     def await_bias(self, bars: dict[str, Any], slot: Array) -> None:
         """Waits until the bias of a slot can be read."""
 
     def bias(self, smem: dict[str, Any], slot: Array, column: int, width: int) -> Array | None:
-        """Additive mask [64, width] of a slot, or None for nothing."""
+        """Returns the additive mask [64, width] of a slot, or None for nothing."""
         del smem, slot, column, width
         return None
 
     def apply(self, prepared: Any, logits: Array, column: int = 0) -> Array:
-        """Masked logits."""
         del prepared, column
         return logits
 
 
 @dataclasses.dataclass(frozen=True)
 class DiagonalMask(QueryMask):
-    """Masks a tile that may lie on the causal diagonal; leaves any other as it is."""
+    """Masks a tile that may be on the causal diagonal; leaves others unchanged."""
 
     walk: Any  # the `QueryWalk` of the kernel
     it: QueryItem
     warpgroup: Array
 
     def prepare(self, s: Array) -> Array:
-        """The first row of this warpgroup, shifted so far that every row passes off-diagonal."""
+        """Returns the first row of this warpgroup, shifted so that all rows pass off-diagonal."""
         offset = self.it.block - self.walk.key_block(self.it, s)
         shift = diagonal_shift(offset, self.walk.refs["diagonal"][0])
         return self.warpgroup * ROWS + shift
 
     def apply(self, prepared: Array, logits: Array, column: int = 0) -> Array:
-        """Masked logits."""
         passes = iota(logits, 0) + (prepared - column) >= iota(logits, 1)
         return jnp.where(passes, logits, -jnp.inf)
 
@@ -103,7 +101,7 @@ class DiagonalMask(QueryMask):
 class ColumnMask(QueryMask):
     """Masks a tile of gathered columns by its keep bits and, with `causal`, by position.
 
-    The copying side expands the bits into a bias in shared memory.
+    The copy side expands the bits into a bias in shared memory.
     """
 
     walk: Any  # the `QueryWalk` of the kernel
@@ -112,20 +110,17 @@ class ColumnMask(QueryMask):
     causal: bool
 
     def prepare(self, s: Array) -> Array:
-        """The number of the tile among the column tiles."""
+        """Returns the index of the tile among the column tiles."""
         return self.it.column_tile(s - self.it.tiles)
 
     def await_bias(self, bars: dict[str, Any], slot: Array) -> None:
-        """Waits until the bias of a slot can be read."""
         plgpu.barrier_wait(bars["bias_full"].at[slot])
 
     def bias(self, smem: dict[str, Any], slot: Array, column: int, width: int) -> Array:
-        """Additive mask [64, width] of a slot."""
         values = plgpu.load(smem["bias"].at[slot, pl.ds(column, width)], layout=COLUMN_LAYOUT)
         return lax.broadcast_in_dim(values, (ROWS, width), [1])
 
     def apply(self, prepared: Array, logits: Array, column: int = 0) -> Array:
-        """Masked logits."""
         if not self.causal:
             return logits
         refs, it, width = self.walk.refs, self.it, logits.shape[1]
@@ -144,9 +139,9 @@ class KeyMask:
     """Masks logits [keys, queries] of a step.
 
     Attributes:
-        keys: int32 [64], a position for each key, by rows; None where causality excludes nothing.
-        first_query: position of the first query of the step, counted as those of the keys are.
-        bias: gives an additive mask by key; None for nothing.
+        keys: int32 [64], the position of each key, by rows; None if causality excludes nothing.
+        first_query: position of the first query of the step, relative to the same origin.
+        bias: returns an additive mask by key; None for nothing.
     """
 
     keys: Array | None = None
@@ -154,9 +149,9 @@ class KeyMask:
     bias: Callable[[], Array] | None = None
 
     def apply(self, logits: Array) -> tuple[Array, Array | None]:
-        """Logits with -inf where the query lies before the key, and the additive mask.
+        """Returns logits with -inf where the query precedes the key, and the additive mask.
 
-        Added to scaled logits (`add_bias`), it costs nothing.
+        Added to scaled logits (`add_bias`), the additive mask is free.
         """
         if self.keys is not None:
             limit = rows_to_tile(self.keys - self.first_query, logits)
@@ -165,10 +160,10 @@ class KeyMask:
 
 
 def add_bias(logits: Array, bias: Array | None) -> Array:
-    """Scaled logits [keys, queries] with an additive mask by key."""
+    """Adds a per-key mask to scaled logits [keys, queries]."""
     return logits if bias is None else logits + rows_to_tile(bias, logits)
 
 
 def key_numbers() -> Array:
-    """Int32 [64], the numbers of a warpgroup's keys, by rows."""
+    """Returns the numbers of a warpgroup's keys, by rows: int32 [64]."""
     return plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW_LAYOUT)

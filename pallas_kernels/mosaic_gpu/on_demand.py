@@ -1,4 +1,4 @@
-"""The Hopper backend before its kernels are needed: importing Pallas Mosaic GPU takes seconds."""
+"""Lazy import of the Hopper backend: importing Pallas Mosaic GPU takes seconds."""
 
 import functools
 from typing import Any
@@ -12,7 +12,7 @@ from pallas_kernels.mosaic_gpu import device
 class MosaicGpuOnDemand:
     """`MosaicGpu()`, imported by the first call that runs on a Hopper GPU.
 
-    Processes without one need not wait for it. What a call needs before that, it has itself.
+    Other processes avoid the import. Everything a call needs before that is implemented here.
     """
 
     name = "mosaic_gpu"

@@ -1,6 +1,6 @@
-"""Streams queries through shared memory, for the backward kernels whose thread blocks own keys.
+"""Streams queries through shared memory, for backward kernels with thread blocks that own keys.
 
-A step needs some of a block's queries, the gradients of their outputs and two numbers a row.
+A step needs some of a block's queries, the gradients of their outputs and two numbers per row.
 """
 
 from collections.abc import Sequence
@@ -15,16 +15,16 @@ from pallas_kernels.mosaic_gpu.common import TILE, WARPGROUPS, await_last, tiled
 
 
 class QueryStream:
-    """The copying side: keys and values once, then the queries of each step.
+    """The copy side: keys and values once, then the queries of each step.
 
     Each completion of a barrier is awaited, the last ones by `drain`.
 
     Args:
-        refs, smem, bars: of the kernel; memory and barriers as `key_memory` and `key_barriers`
-            give them.
+        refs, smem, bars: refs, shared memory (`key_memory`) and barriers (`key_barriers`) of the
+            kernel.
         stages: steps in flight.
-        queries: of one step.
-        rows: names of the operands with a number a row, [B, Hq, nq].
+        queries: queries per step.
+        rows: names of the operands with one number per row, [B, Hq, nq].
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class QueryStream:
         self.stages, self.queries, self.rows = stages, queries, rows
 
     def load_keys(self, batch: Array, block: Array, head: Array, suffix: str = "") -> None:
-        """Loads 128 keys and values of the operands k and v, or of kc and vc by their suffix."""
+        """Loads 128 keys and values of the operands k and v, or kc and vc with the suffix."""
         keys = pl.ds(block * TILE, TILE)
         for name in ("k", "v"):
             plgpu.copy_gmem_to_smem(
@@ -44,7 +44,7 @@ class QueryStream:
             )
 
     def load_block(self, batch: Array, head: Array, row_block: Array, step: Array) -> Array:
-        """Loads the steps of a query block, the first of which has number `step`; the next one."""
+        """Loads the steps of a query block from number `step` on; returns the next step."""
         parts = TILE // self.queries
         for part in range(parts):
             slot = lax.rem(step + part, self.stages)
@@ -64,7 +64,7 @@ class QueryStream:
         plgpu.copy_gmem_to_smem(source, self.smem[name].at[slot], self.bars["full"].at[slot])
 
     def drain(self, steps: Array) -> None:
-        """Awaits the release of the last slots, after `steps` steps."""
+        """Waits for the release of the last slots, after `steps` steps."""
         await_last([self.bars["free"]], steps, self.stages)
 
 

@@ -1,8 +1,8 @@
-"""What the kernels that own queries, forward and dq, walk: key blocks, columns and masks.
+"""Traversal of the kernels that own queries, forward and dq: key blocks, columns and masks.
 
-Such a kernel takes one block of 128 queries of one head (an item of the work list), split over
-two compute warpgroups of 64 rows, and walks its list of key blocks, then its tiles of gathered
-columns. A third warpgroup only issues copies.
+Such a kernel processes one block of 128 queries of one head (an item of the work list), split over
+two compute warpgroups of 64 rows: its list of key blocks, then its tiles of gathered columns. A
+third warpgroup only issues copies.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from pallas_kernels.work.query_work import QueryWork
 
 
 def operand_names(work: QueryWork, columns: GatheredColumns | None) -> list[str]:
-    """Names of the operands of `operands`, in order."""
+    """Returns the names of `operands`, in order."""
     names = ["items", "lists", "diagonal"]
     if work.run_first is not None:
         names += ["run_first", "run_last"]
@@ -24,7 +24,7 @@ def operand_names(work: QueryWork, columns: GatheredColumns | None) -> list[str]
 
 
 def operands(work: QueryWork, columns: GatheredColumns | None) -> list[Array]:
-    """The arrays that say what to walk, as kernel operands."""
+    """Returns the arrays of the work list as kernel operands."""
     arrays = [work.items, work.lists, work.diagonal]
     if work.run_first is not None:
         arrays += [work.run_first, work.run_last]
@@ -32,32 +32,32 @@ def operands(work: QueryWork, columns: GatheredColumns | None) -> list[Array]:
 
 
 class QueryWalk:
-    """What the work list says of the tiles of an item."""
+    """Reads the tiles of an item from the work list."""
 
     def __init__(self, refs: dict[str, Any], work: QueryWork, has_columns: bool):
         self.refs = refs
         self.listed = work.listed
         self.runs = None if work.run_first is None else work.run_first.shape[2]
         self.has_columns = has_columns
-        # All but the last field, unless it says something.
+        # All but the last field, unless it is used.
         self.fields = len(QueryItem._fields) - (not work.skips_columns)
 
     def item(self, n: Array) -> QueryItem:
-        """The n-th item of the work list."""
+        """Returns the n-th item of the work list."""
         return read(QueryItem, self.refs["items"], n, self.fields)
 
     def key_block(self, it: QueryItem, s: Array) -> Array:
-        """Key block of list entry s of an item, counted from its first one."""
+        """Returns the key block of list entry s of an item, relative to its first one."""
         return self.listed_block(it, it.first + s)
 
     def listed_block(self, it: QueryItem, entry: Array) -> Array:
-        """Key block of an entry of the list that an item walks."""
+        """Returns the key block of an entry of an item's list."""
         if self.listed:
             return self.refs["lists"][it.batch, it.head, it.block, entry]
         return it.block - self.refs["lists"][it.batch, it.head, entry]
 
     def run(self, it: QueryItem, number: Array) -> tuple[Array, Array]:
-        """First list entry and number of entries of a run of an item."""
+        """Returns first list entry and number of entries of a run of an item."""
         if self.runs is None:
             return it.first, it.tiles
         at = it.batch, it.head, number, it.block
@@ -65,7 +65,7 @@ class QueryWalk:
         return first, self.refs["run_last"][at] - first
 
     def segments(self, it: QueryItem, warpgroup: Array) -> list[tuple[Array, Array, QueryMask]]:
-        """Runs of tiles that share a mask: (first step, one past the last, mask)."""
+        """Returns runs of tiles that share a mask: (first step, one past the last, mask)."""
         one = lax.min(1, it.tiles)
         diagonal = DiagonalMask(self, it, warpgroup)
         parts = [(0, one, diagonal), (one, it.tiles, QueryMask())]
@@ -79,7 +79,7 @@ class QueryWalk:
         return parts
 
     def first_masks(self, it: QueryItem, warpgroup: Array) -> list[QueryMask]:
-        """Masks that suit the first tile of any item: as a listed block, as columns."""
+        """Returns masks for the first tile of any item: as a listed block, as columns."""
         masks: list[QueryMask] = [DiagonalMask(self, it, warpgroup)]
         if self.has_columns:
             masks.append(ColumnMask(self, it, warpgroup, causal=True))

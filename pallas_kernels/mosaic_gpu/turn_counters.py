@@ -1,4 +1,4 @@
-"""Counters in global memory by which thread blocks take turns."""
+"""Counters in global memory that order thread blocks."""
 
 from typing import Any
 
@@ -8,10 +8,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 
 def await_turn(counter: Any, turn: Array, warp: bool = True) -> None:
-    """Waits until the counter int32 [1] has come to a turn.
+    """Waits until the counter int32 [1] has reached a turn.
 
-    What the thread blocks of earlier turns wrote before `end_turn` can then be read. Called by a
-    whole warp, or with `warp` false by a whole warpgroup.
+    Afterward, everything written by the thread blocks of earlier turns before `end_turn` is
+    visible. Called by a whole warp, or with `warp` false by a whole warpgroup.
     """
     scope = _scope(warp)
 
@@ -32,7 +32,7 @@ def end_turn(counter: Any, warp: bool = True) -> None:
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
     def signal(_, ref):
         if not warp:
-            mgpu.warpgroup_barrier()  # all of the warpgroup has written
+            mgpu.warpgroup_barrier()  # the whole warpgroup has written
         semaphore = mgpu.SemaphoreRef(mgpu.memref_ptr(ref))
         semaphore.signal(1, predicate=mgpu.single_thread_predicate(scope), memory_scope="gpu")
 

@@ -1,4 +1,4 @@
-"""What one kernel call computes: tiles of blocks, and gathered key columns."""
+"""The work of one kernel call: tiles of blocks, and gathered key columns."""
 
 from pallas_kernels.tiles.columns import (
     COLUMN_TILE,

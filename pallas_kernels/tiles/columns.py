@@ -1,7 +1,7 @@
-"""Gathered key columns: which of them each query block sees, and how they are fetched.
+"""Gathered key columns: which query block sees which of them, and how they are fetched.
 
-The keys and values of columns are not in `Columns` but in a pair of arrays [B, Mv, Hq, D]: which
-queries see a column is decided once per layer, while keys and values are fetched in each pass.
+The keys and values of columns are not stored in `Columns` but as a pair of arrays [B, Mv, Hq, D]:
+visibility is computed once per layer, while keys and values are fetched in each pass.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ COLUMN_TILE = 128
 )
 @dataclasses.dataclass(frozen=True)
 class Columns:
-    """Key columns, per batch entry and query head, as one shard of queries sees them.
+    """Key columns, per batch entry and query head, as seen by one shard of queries.
 
     Query token t of local block i computes column c iff `keep` bit (i, c) is set and
     tokens[c] <= position of t.
@@ -38,17 +38,17 @@ class Columns:
             a multiple of 128.
         count: int32 [B, Hq].
         keep: uint32 [B, Hq, num_query_blocks, Mv // 32]; bit c % 32 of word c // 32. A bit is
-            off where the column lies in an active block (it is counted there), in a later
-            block than the queries, or in another document.
+            off if the column is in an active block (which computes it), in a later block than the
+            queries, or in another document.
         limit: int32 [B, Hq, num_query_blocks], one past the last column with its bit on.
         query_blocks: int32 [num_query_blocks], global block number of each local query block,
             ascending.
         block_size: g (static).
-        first: int32 [B, Hq, num_query_blocks], the first column with its bit on; 0 where none is.
-            None where columns of earlier blocks are seen by all queries: walks begin with the
+        first: int32 [B, Hq, num_query_blocks], the first column with its bit on; 0 if none is.
+            None if all queries see the columns of earlier blocks: kernels then start with the
             first one.
         ends: int32 [B, Hq, Mv // 128], for each tile of columns one past the last query block with
-            a bit of it on; 0 where none is. None with `first`: walks end with the last one.
+            one of its bits on; 0 if none is. None with `first`: kernels then end with the last one.
     """
 
     tokens: Array
@@ -86,17 +86,17 @@ class Columns:
         cls, covered: Array, tokens: Array, query_blocks: Array, num_blocks: int, block_size: int,
         apart: bool = False,
     ) -> "Columns":
-        """Columns beside the tiles of one shard of queries.
+        """Builds the columns in addition to the tiles of one shard of queries.
 
         Args:
-            covered: bool [B, Hq, n, Mv], whether a query block computes the block that a column
-                lies in, or does not see the column; of later blocks, anything.
-            tokens: as in `Columns`, with room for whole tiles (`padded_columns`).
+            covered: bool [B, Hq, n, Mv], whether a query block computes the block that contains a
+                column, or does not see the column; arbitrary for later blocks.
+            tokens: as in `Columns`, with capacity for whole tiles (`padded_columns`).
             query_blocks: int32 [n], global block number of each local query block.
             num_blocks: S / g, blocks of the whole sequence.
-            block_size: g.
-            apart: whether query blocks see runs of columns of their own, as where documents are
-                packed, so that walks should skip the others (`first`, `ends`).
+            block_size: tokens per block (g).
+            apart: whether query blocks see separate runs of columns, as in packed documents, so
+                that kernels should skip the others (`first`, `ends`).
         """
         seen = tokens[:, :, None] // block_size <= query_blocks[:, None]
         keep = seen & ~covered
@@ -115,12 +115,12 @@ class Columns:
         return dataclasses.replace(found, first=first, ends=ends)
 
     def check(self, batch: int, heads: int, num_query_blocks: int) -> None:
-        """Raises ValueError, naming the field, unless the shapes suit a call."""
+        """Raises ValueError if the shapes do not match a call; the message names the field."""
         capacity = self.tokens.shape[-1]
         if capacity == 0 or capacity % COLUMN_TILE:
             raise ValueError(
-                f"columns.tokens has {capacity} columns: a positive multiple of {COLUMN_TILE} is "
-                "needed"
+                f"columns.tokens has {capacity} columns; expected a positive multiple of "
+                f"{COLUMN_TILE}"
             )
         check_shape("columns.tokens", self.tokens, (batch, heads, capacity))
         shape = batch, heads, num_query_blocks
@@ -133,16 +133,16 @@ class Columns:
 
 
 def pad_columns(index: "VerticalSlashIndex") -> Array:
-    """`index.vertical_tokens` as `padded_columns`."""
+    """Returns `index.vertical_tokens` padded as in `padded_columns`."""
     return padded_columns(index.vertical_tokens, index.vertical_count)
 
 
 def padded_columns(tokens: Array, count: Array) -> Array:
-    """Columns with room for whole tiles of them, as in `Columns.tokens`.
+    """Pads columns to whole tiles, as in `Columns.tokens`.
 
     Args:
-        tokens: int32 [B, Hq, C], of which the first `count` int32 [B, Hq] are ascending.
-        count: see there.
+        tokens: int32 [B, Hq, C], with the first `count` ascending.
+        count: int32 [B, Hq].
 
     Returns:
         int32 [B, Hq, C rounded up to `COLUMN_TILE`], padded past every query.
@@ -155,7 +155,7 @@ def padded_columns(tokens: Array, count: Array) -> Array:
 
 
 def gather_columns(x: Array, tokens: Array) -> Array:
-    """Columns of keys or values for each query head.
+    """Gathers columns of keys or values for each query head.
 
     Args:
         x: [B, S, Hk, D].
@@ -167,17 +167,17 @@ def gather_columns(x: Array, tokens: Array) -> Array:
     group = tokens.shape[1] // x.shape[2]
     heads = np.arange(tokens.shape[1], dtype=np.int32) // group
     batch = np.arange(x.shape[0], dtype=np.int32)
-    # Negative positions do not wrap around: "fill" applies to them as well.
+    # Negative positions do not wrap around: "fill" applies to them too.
     return x.at[
         batch[:, None, None], tokens.swapaxes(1, 2), heads[None, None, :]
     ].get(mode="fill", fill_value=0, wrap_negative_indices=False)
 
 
 def scatter_columns(target: Array, columns: Array, tokens: Array) -> Array:
-    """Adds gradients of gathered columns to the keys or values they came from.
+    """Adds gradients of gathered columns to those of the keys or values they came from.
 
-    Query heads of a group are added one after another, each with unique positions, so the sum
-    has one order and the same inputs give the same bits on every platform.
+    Query heads of a group are added one after another, each with unique positions, so the sum has
+    a fixed order and is bit-identical on every platform.
 
     Args:
         target: fp32 [B, S, Hk, D].
@@ -188,7 +188,7 @@ def scatter_columns(target: Array, columns: Array, tokens: Array) -> Array:
     group = tokens.shape[1] // num_kv_heads
     heads = np.arange(num_kv_heads, dtype=np.int32)
     batch = np.arange(target.shape[0], dtype=np.int32)
-    # Dropped positions get distinct values past the end: unique_indices must hold for them too.
+    # Dropped positions get distinct values past the end, as unique_indices requires.
     slots = jnp.arange(tokens.shape[-1], dtype=jnp.int32)
     outside = (tokens < 0) | (tokens >= target.shape[1])
     tokens = jnp.where(outside, target.shape[1] + slots, tokens)

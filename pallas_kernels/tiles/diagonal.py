@@ -29,23 +29,22 @@ if TYPE_CHECKING:
 class DiagonalTiles(Tiles):
     """Block diagonals of a (query shard, key shard) pair, per batch entry and query head.
 
-    Local query block i computes local key block i - o for every live offset o for which that
-    block exists and lies in the same document. Tiles with o == `diagonal` lie on the causal
-    diagonal and are masked by element (row >= column); every other tile is computed whole.
+    Local query block i computes local key block i - o for every valid offset o for which that
+    block exists and is in the same document. Tiles with o == `diagonal` are on the causal
+    diagonal and masked per element (row >= column); all other tiles are computed in full.
 
     Attributes:
-        offsets: int32 [B, Hq, M], M >= 1, ascending within the live range, any value outside.
-        start: int32 [B, Hq], first live entry of `offsets`.
-        stop: int32 [B, Hq], one past the last live entry.
-        diagonal: int32 [], the masked offset, or `NO_DIAGONAL`. No live offset is lower: such
-            tiles would lie wholly in the future of their queries.
+        offsets: int32 [B, Hq, M], M >= 1, ascending within the valid range, arbitrary outside.
+        start: int32 [B, Hq], first valid entry of `offsets`.
+        stop: int32 [B, Hq], one past the last valid entry.
+        diagonal: int32 [], the masked offset, or `NO_DIAGONAL`. No valid offset is lower: such
+            tiles would be entirely in the future of their queries.
         block_size: g (static).
-        dense: whether all tiles of the shard pair are live that causality and documents allow
-            (static).
+        dense: whether all tiles allowed by causality and documents are valid (static).
         first_keys: int32 [B, 1, nq], the first local key block of each query block's document,
-            which may lie outside of the shard. None: every key block is in all queries' document.
+            possibly outside of the shard. None: all key blocks are in all queries' document.
         end_queries: int32 [B, 1, nk], one past the last local query block of each key block's
-            document; where a query block sees several key blocks, it is the same for all of them.
+            document; if a query block sees several key blocks, it is the same for all of them.
             None with `first_keys`.
     """
 
@@ -63,9 +62,9 @@ class DiagonalTiles(Tiles):
 
     @classmethod
     def from_index(cls, index: "VerticalSlashIndex") -> "DiagonalTiles":
-        """The tiles of an index when one shard holds the whole sequence in its own order."""
+        """Builds the tiles of an index if one shard holds the whole sequence in order."""
         offsets = index.slash_blocks
-        if offsets.shape[-1] == 0:  # an index of verticals alone: kernels get one dead entry
+        if offsets.shape[-1] == 0:  # only verticals: kernels need at least one (invalid) entry
             offsets = jnp.zeros((*offsets.shape[:-1], 1), jnp.int32)
         return cls(
             offsets=offsets,
@@ -80,7 +79,7 @@ class DiagonalTiles(Tiles):
         cls, batch: int, num_heads: int, num_query_blocks: int, num_key_blocks: int,
         block_size: int, causal: bool,
     ) -> "DiagonalTiles":
-        """Every tile (non-causal), or every tile on and below the diagonal (causal)."""
+        """Builds all tiles (non-causal), or all tiles on and below the diagonal (causal)."""
         first = 0 if causal else 1 - num_key_blocks
         offsets = jnp.arange(first, num_query_blocks, dtype=jnp.int32)
         shape = (batch, num_heads)
@@ -130,26 +129,26 @@ class DiagonalTiles(Tiles):
 )
 @dataclasses.dataclass(frozen=True)
 class SegmentedDiagonals(Tiles):
-    """Block diagonals of one query shard over several key shards that lie one after another.
+    """Block diagonals of one query shard over several consecutive key shards.
 
-    What `DiagonalTiles` is to one key shard, for keys gathered from several ranks. The key blocks
-    are `num_segments` segments of equal length. A run of offsets belongs to one segment: query
-    block i computes key block i - o for every offset o of a run for which that block lies in the
-    run's segment. A kernel walks one segment after another, so that neighbouring query blocks
-    read neighbouring key blocks at any time.
+    Generalizes `DiagonalTiles` to keys gathered from several ranks. The key blocks form
+    `num_segments` segments of equal length. A run of offsets belongs to one segment: query block i
+    computes key block i - o for every offset o of a run for which that block is in the run's
+    segment. Kernels process one segment after another, so that adjacent query blocks read adjacent
+    key blocks at any time.
 
     Attributes:
-        offsets: int32 [B, Hq, M], M >= 1, ascending within each run, any value outside of runs.
+        offsets: int32 [B, Hq, M], M >= 1, ascending within each run, arbitrary outside of runs.
         start: int32 [B, Hq, R], first entry of each run in `offsets`.
         stop: int32 [B, Hq, R], one past the last entry of each run.
-        segment: int32 [R], the segment of each run; no two are equal.
-        diagonal: int32 [], the offset whose tiles are masked by element, or `NO_DIAGONAL`. It is
-            the lowest of the first run, and in no other.
-        num_segments: of the keys (static).
+        segment: int32 [R], the segment of each run; unique.
+        diagonal: int32 [], the offset of the tiles masked per element, or `NO_DIAGONAL`. It is the
+            lowest of the first run, and in no other.
+        num_segments: segments of the keys (static).
         block_size: g (static).
-        dense: whether all tiles of these segments are live that causality allows (static).
+        dense: whether all tiles of these segments allowed by causality are valid (static).
         first_keys: int32 [B, 1, R, nq], for each run and query block the first key block of its
-            document, counted within the run's segment; it may lie outside. None: every key block is
+            document, relative to the run's segment and possibly outside. None: all key blocks are
             in all queries' document.
         end_queries: int32 [B, 1, R, nk / num_segments], for each run and key block of its segment
             one past the last local query block of its document. None with `first_keys`.
@@ -203,8 +202,8 @@ class SegmentedDiagonals(Tiles):
         check_lists("tiles.offsets", self.offsets, shape)
         if num_key_blocks % self.num_segments:
             raise ValueError(
-                f"k has {num_key_blocks * self.block_size} tokens: a multiple of num_segments="
-                f"{self.num_segments} x block_size={self.block_size} is needed"
+                f"k has {num_key_blocks * self.block_size} tokens; expected a multiple of "
+                f"num_segments={self.num_segments} x block_size={self.block_size}"
             )
         if self.first_keys is not None:
             runs, size = self.segment.shape[0], num_key_blocks // self.num_segments
@@ -212,17 +211,17 @@ class SegmentedDiagonals(Tiles):
             check_shape("tiles.end_queries", self.end_queries, (batch, 1, runs, size))
 
     def _within(self, size: int) -> Array:
-        """Int32 [B, Hq, R, M]: the offsets as counted within the segment of each run."""
+        """Returns the offsets relative to the segment of each run: int32 [B, Hq, R, M]."""
         return self.offsets[:, :, None, :] + (self.segment * size)[:, None]
 
 
 def _farthest(rows: Array, first_keys: Array | None) -> Array:
-    """The farthest offset of each query block to a key block of a shard and of its document."""
+    """Returns each query block's farthest offset to a key block of the shard and its document."""
     return rows if first_keys is None else jnp.minimum(rows, rows - first_keys)
 
 
 def _last(num_query_blocks: int, end_queries: Array | None) -> int | Array:
-    """The last query block that may see each key block."""
+    """Returns the last query block that may see each key block."""
     last = num_query_blocks - 1
     return last if end_queries is None else jnp.minimum(last, end_queries - 1)
 
@@ -230,16 +229,9 @@ def _last(num_query_blocks: int, end_queries: Array | None) -> int | Array:
 def _between(
     offsets: Array, start: Array, stop: Array, low: Array, high: Array
 ) -> tuple[Array, Array]:
-    """The live entries with low <= offset <= high, for each element of low and high.
+    """Finds the valid entries with low <= offset <= high, for each element of low and high.
 
-    Args:
-        offsets: int32 [..., M], ascending from `start` to `stop` - 1.
-        start, stop: int32 [...].
-        low: int32 [n].
-        high: int32 [n], or [..., n] whose leading dimensions broadcast with those of `offsets`.
-
-    Returns:
-        first, last: int32 [..., n]; entries first..last-1 apply.
+    Returns first, last: int32 [..., n]; entries first..last-1 apply.
     """
     slots = jnp.arange(offsets.shape[-1], dtype=jnp.int32)
     live = (slots >= start[..., None]) & (slots < stop[..., None])
@@ -250,13 +242,13 @@ def _between(
 
 
 def count_below(entries: Array, bounds: Array) -> Array:
-    """How many entries are less than each bound.
+    """Counts the entries that are less than each bound.
 
-    One pass over all pairs: a binary search takes fewer comparisons and many small kernels.
+    One pass over all pairs: a binary search needs fewer comparisons but many small kernels.
 
     Args:
         entries: int32 [..., M].
-        bounds: int32 [n], or [..., n] whose leading dimensions broadcast with those of entries.
+        bounds: int32 [n], or [..., n] with leading dimensions that broadcast with those of entries.
 
     Returns:
         int32 [..., n].

@@ -1,4 +1,4 @@
-"""Lists of any shape: tiles of one shard of queries and the keys of one call."""
+"""Block lists of any shape: tiles of one shard of queries and the keys of one call."""
 
 import dataclasses
 import functools
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 class ListedTiles(Tiles):
     """A list of key blocks for each query block, and the transpose.
 
-    Blocks are numbered within the queries and the keys of the call, which may be those of several
-    ranks, one after another.
+    Blocks are numbered within the queries and keys of the call, which may be concatenated from
+    several ranks.
 
     Attributes:
-        key_blocks: int32 [B, Hq, nq, M], M >= 1, key blocks of each query block, ascending, but
-            the masked one, where it is listed, comes last. Entries at and beyond a count are
-            padding of any value.
+        key_blocks: int32 [B, Hq, nq, M], M >= 1, key blocks of each query block, ascending, except
+            that the masked one, if listed, comes last. Entries from a count on are arbitrary
+            padding.
         key_count: int32 [B, Hq, nq].
         query_blocks: int32 [B, Hq, nk, M'], M' >= 1, query blocks of each key block, ascending.
             The masked one is the first: by causality no earlier one sees the key block.
@@ -51,9 +51,9 @@ class ListedTiles(Tiles):
 
     @classmethod
     def from_index(cls, index: "BlockSparseIndex") -> "ListedTiles":
-        """The tiles of an index when one shard holds the whole sequence in its own order."""
+        """Builds the tiles of an index if one shard holds the whole sequence in order."""
         diagonal = jnp.int32(0) if index.causal else jnp.asarray(NO_DIAGONAL)
-        # Ascending lists have it that way: no key block of a row lies behind the masked one.
+        # Ascending lists already have this order: no key block of a row follows the masked one.
         return cls(
             _at_least_one(index.key_blocks), index.key_count, _at_least_one(index.query_blocks),
             index.query_count, diagonal, index.block_size,
@@ -85,7 +85,7 @@ class ListedTiles(Tiles):
 
 
 def _at_least_one(lists: Array) -> Array:
-    """Lists with room for an entry: kernels get a dead one."""
+    """Ensures at least one (invalid) entry per list, as kernels require."""
     if lists.shape[-1]:
         return lists
     return jnp.zeros((*lists.shape[:-1], 1), jnp.int32)

@@ -1,4 +1,4 @@
-"""Kernels for GPUs without Hopper's instructions, written in Triton and called by jax-triton.
+"""Kernels for GPUs older than Hopper, written in Triton and called with jax-triton.
 
-Only `kernels` imports Triton, when a kernel is first called: it comes with the extra `ampere`.
+Only `kernels` imports Triton, when a kernel is first called: it needs the `ampere` extra.
 """

@@ -1,4 +1,4 @@
-"""The Triton backend behind the contract of `pallas_kernels.backends`."""
+"""The Triton implementation of `pallas_kernels.backends.Backend`."""
 
 import dataclasses
 import functools
@@ -31,11 +31,11 @@ _DELTA = Config(rows=64, keys=0, warps=4, stages=1)
 )
 @dataclasses.dataclass(frozen=True)
 class TritonWork:
-    """What the kernels of both passes walk.
+    """Work lists of the kernels of both passes.
 
     Attributes:
-        queries: of the forward kernel, and of the one for dq.
-        keys: of those for dk and dv, items of columns first.
+        queries: work of the forward kernel and of the one for dq.
+        keys: work of the kernels for dk and dv, items of columns first.
     """
 
     queries: QueryWork
@@ -44,13 +44,13 @@ class TritonWork:
 
 @dataclasses.dataclass(frozen=True)
 class Triton:
-    """Kernels for GPUs from Ampere on, written in Triton.
+    """Kernels for Ampere and newer GPUs, written in Triton.
 
     Attributes:
-        name: in the registry.
-        run: runs a call of a kernel; None for jax-triton on a GPU.
-        capability: compute capability of the GPU whose configurations to take, as 80 for 8.0; None
-            for that of the GPU that is compiled for.
+        name: name in the registry.
+        run: runs a kernel call; None for jax-triton on a GPU.
+        capability: compute capability to take the configurations of, such as 80 for 8.0; None for
+            that of the target GPU.
     """
 
     name: str = "triton"
@@ -73,7 +73,7 @@ class Triton:
     def plan(
         self, q: Array, k: Array, tiles: Tiles | None, columns: Columns | None, *, whole: bool
     ) -> TritonWork:
-        """See `Backend.plan`; the same kernels run whether gradients are `whole` or not."""
+        """Ignores `whole`: the same kernels run in both cases."""
         del whole
         sizes = q.shape[0], q.shape[2], q.shape[1] // BLOCK, k.shape[1] // BLOCK, k.shape[2]
         return TritonWork(query_work(tiles, columns, *sizes), key_work(tiles, columns, *sizes))
@@ -83,7 +83,7 @@ class Triton:
         scale: float, init: tuple[Array, Array] | None, out_dtype: jnp.dtype,
         beside_transfers: bool,
     ) -> tuple[Array, Array]:
-        """See `Backend.forward`; every item has thread blocks of its own, whatever runs beside."""
+        """Ignores `beside_transfers`: every item has its own thread blocks."""
         del beside_transfers
         from pallas_kernels.triton.kernels.forward import attention_forward
 
@@ -105,13 +105,13 @@ class Triton:
         column_kv: tuple[Array, Array] | None, *, scale: float, dq_dtype: jnp.dtype,
         key_dtype: jnp.dtype | None, beside_transfers: bool,
     ) -> Gradients:
-        """See `Backend.backward`; every item has thread blocks of its own."""
+        """Ignores `beside_transfers`: every item has its own thread blocks."""
         del beside_transfers
         from pallas_kernels.triton.kernels.dq import attention_dq
 
         rows = {
             "dout": dout.astype(q.dtype),
-            # What a logit in base 2 is lowered by: an empty row then has no weights.
+            # Subtracted from base-2 logits: an empty row then has no weights.
             "shift": jnp.where(lse > -jnp.inf, lse * LOG2E, jnp.inf),
             "delta": delta,
         }
@@ -123,7 +123,7 @@ class Triton:
         if key_dtype is not None:
             keys = whole_keys(*keys, *of_columns, plan.columns, key_dtype)
             of_columns = None, None
-            # First these, then dq: their sums in fp32 fit in dq's memory.
+            # These come first, then dq: their fp32 sums fit in dq's memory.
             q, keys = lax.optimization_barrier((q, keys))
         found = self._over_queries(
             attention_dq, self._configs(q).dq, q, k, v, plan, column_kv, arrays=rows,
@@ -149,7 +149,7 @@ class Triton:
         outputs: dict[str, jax.ShapeDtypeStruct], numbers: dict[str, float],
         constants: dict[str, bool],
     ) -> dict[str, Array]:
-        """Runs a kernel that walks keys: the work, columns and sizes are the same for all."""
+        """Runs a kernel that iterates over keys, with the common work, columns and sizes."""
         work = plan.work.queries
         call = Call(
             kernel,
@@ -179,7 +179,7 @@ class Triton:
         self, q: Array, k: Array, v: Array, plan: Plan, rows: dict[str, Array],
         scales: dict[str, float],
     ) -> tuple[Array, Array]:
-        """dk and dv of blocks of keys, fp32."""
+        """Computes dk and dv of key blocks, fp32."""
         from pallas_kernels.triton.kernels.dkdv import attention_dkdv
 
         work, config = plan.work.keys, self._configs(q).dkdv
@@ -223,7 +223,7 @@ class Triton:
         self, q: Array, plan: Plan, column_kv: tuple[Array, Array], rows: dict[str, Array],
         scales: dict[str, float],
     ) -> tuple[Array, Array]:
-        """dk and dv of gathered columns, fp32."""
+        """Computes dk and dv of gathered columns, fp32."""
         from pallas_kernels.triton.kernels.dkdv import attention_dkdv_columns
 
         config, count = self._configs(q).dkdv, _column_items(plan.columns, q)
@@ -258,7 +258,7 @@ class Triton:
 def _columns(
     columns: Columns | None, column_kv: tuple[Array, Array] | None
 ) -> dict[str, Array | None]:
-    """The arrays of gathered columns as kernels take them."""
+    """Returns the arrays of gathered columns as kernel arguments."""
     names = "k_columns", "v_columns", "keep", "tokens", "query_blocks"
     if columns is None:
         return dict.fromkeys(names)
@@ -268,10 +268,10 @@ def _columns(
 
 
 def _count(columns: Columns | None) -> int:
-    """Columns of a head."""
+    """Returns the number of columns of a head."""
     return 0 if columns is None else columns.tokens.shape[-1]
 
 
 def _column_items(columns: Columns | None, q: Array) -> int:
-    """Items of columns; they stand at the start of the list."""
+    """Returns the number of column items; they are at the start of the list."""
     return q.shape[0] * q.shape[2] * _count(columns) // COLUMN_TILE

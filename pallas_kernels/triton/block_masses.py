@@ -12,18 +12,18 @@ from pallas_kernels.triton.call import Call, run_on_gpu
 from pallas_kernels.triton.configs import Config
 
 _DEPTH = 64
-# Chosen as those of configs.py: by what the compiler reports for sm_80.
+# Selected like those of configs.py: by what the compiler reports for sm_80.
 SCORES = Config(rows=64, keys=128, warps=4, stages=3)
-# Two for each multiprocessor of an A100, as shared memory has room for with heads of 64; not timed.
+# Two per multiprocessor of an A100, the limit of shared memory with head dim 64; not timed.
 _PROGRAMS = 216
 
 
 @dataclasses.dataclass(frozen=True)
 class TritonBlockScores:
-    """The kernel behind the contract of `pallas_kernels.backends.BlockScores`.
+    """The Triton implementation of `pallas_kernels.backends.BlockScores`.
 
     Attributes:
-        run: runs a call of a kernel; None for jax-triton on a GPU.
+        run: runs a kernel call; None for jax-triton on a GPU.
     """
 
     run: Callable[[Call], dict[str, Array]] | None = None
@@ -35,7 +35,6 @@ class TritonBlockScores:
         self, q: Array, k: Array, places: Array, first_blocks: Array | None = None, *,
         scale: float, levels: bool = False,
     ) -> Array | tuple[Array, Array]:
-        """See `BlockScores.block_masses`; masses are multiples of 2^-30."""
         columns = k.shape[3]
 
         def score(
@@ -51,7 +50,7 @@ class TritonBlockScores:
     def _scores(
         self, q: Array, k: Array, places: Array, starts: Array | None, scale: float, columns: int
     ) -> tuple[Array, Array]:
-        """`pallas_kernels.masses.Score` by the kernel."""
+        """Implements `pallas_kernels.masses.Score` with the kernel."""
         from pallas_kernels.triton.kernels.block_scores import block_scores
 
         batch, heads, num_rows, length = q.shape

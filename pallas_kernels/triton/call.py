@@ -1,6 +1,6 @@
-"""A call of a Triton kernel, as data, and how a GPU runs it.
+"""Triton kernel calls as data, and their execution on a GPU.
 
-A test runs the same calls in Triton's interpreter, or only compiles them.
+Tests run the same calls in Triton's interpreter, or only compile them.
 """
 
 import dataclasses
@@ -12,23 +12,23 @@ from jax import Array, lax
 from pallas_kernels.triton import device
 from pallas_kernels.triton.configs import Config
 
-# Of the compiler. A product and a sum of fp32 become one instruction, as in XLA: what happens where
-# nothing is said changes in Triton 3.10. And the assembler is that of JAX's CUDA, which may know no
-# version of PTX as new as Triton's own does.
+# Compiler options. A product and a sum of fp32 are fused to one instruction, as in XLA; the default
+# changes in Triton 3.10. The assembler is that of JAX's CUDA, which may not support PTX versions as
+# new as Triton's.
 OPTIONS = {"enable_fp_fusion": True, "ptx_version": 87}
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A kernel and what it is called with; names are those of its parameters.
+    """A kernel and its arguments, by parameter name.
 
     Attributes:
-        kernel: a function of `triton.jit`.
-        arrays: that it reads; None for those that it does not.
-        outputs: shapes of the arrays that it writes.
-        numbers: that do not change the code.
-        constants: that do.
-        grid: programs, one, two or three numbers.
+        kernel: a `triton.jit` function.
+        arrays: input arrays; None for unused ones.
+        outputs: shapes of the output arrays.
+        numbers: scalar arguments that do not change the code.
+        constants: compile-time constants.
+        grid: number of programs, in one, two or three dimensions.
         config: warps and stages.
     """
 
@@ -42,18 +42,18 @@ class Call:
 
 
 def run_on_gpu(call: Call, capability: int | None = None) -> dict[str, Array]:
-    """The outputs of a call, on the GPU that is compiled for.
+    """Runs a call on the target GPU and returns its outputs.
 
     Args:
-        call: of which all but the configuration's tile sizes is used here.
-        capability: compute capability to write code for, as 80 for 8.0; None for that of the GPU.
+        call: the call; tile sizes of its configuration are not used here.
+        capability: compute capability to compile for, such as 80 for 8.0; None for that of the GPU.
     """
     import jax_triton
 
     absent = {name: None for name, x in call.arrays.items() if x is None}
     names = [name for name in call.arrays if name not in absent]
 
-    # `jax.vmap` runs one entry after another: jax-triton's calls cannot be mapped over.
+    # `jax.vmap` runs entries one by one: jax-triton's calls cannot be mapped over.
     @jax.custom_batching.sequential_vmap
     def run(*arrays: Array) -> list[Array]:
         results = jax_triton.triton_call(
@@ -63,8 +63,8 @@ def run_on_gpu(call: Call, capability: int | None = None) -> dict[str, Array]:
             num_stages=call.config.stages, backend_options=OPTIONS,
             compute_capability=capability or device.capability(),
         )  # fmt: skip
-        # Where a scan stacks results, XLA may otherwise run a copy of the kernel that writes into
-        # the stack beside the one whose results are used.
+        # If a scan stacks the results, XLA may otherwise run a copy of the kernel that writes into
+        # the stack, in addition to the one that produces the results.
         return lax.optimization_barrier(results)
 
     results = run(*(call.arrays[name] for name in names))

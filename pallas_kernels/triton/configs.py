@@ -1,6 +1,6 @@
-"""Tile configurations of the Triton kernels, as data: nothing is tuned while a program runs.
+"""Tile configurations of the Triton kernels, as data: nothing is tuned at run time.
 
-Processes that each measured by their own clock could choose different ones, and get other bits.
+Processes that each tuned by their own timings could use different ones and differ in bits.
 """
 
 import dataclasses
@@ -8,12 +8,12 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Of one kernel.
+    """Configuration of one kernel.
 
     Attributes:
-        rows: queries of a tile.
-        keys: of a tile.
-        warps: of a thread block.
+        rows: queries per tile.
+        keys: keys per tile.
+        warps: warps per thread block.
         stages: tiles in flight.
     """
 
@@ -25,12 +25,12 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class Configs:
-    """One configuration for each kernel; that for dk and dv serves blocks and columns.
+    """One configuration per kernel; the one for dk and dv is used for blocks and columns.
 
     Attributes:
-        forward, dq, dkdv: of the kernels.
-        forward_documents: of the forward kernel with packed documents, whose comparisons take
-            registers; None for that without them.
+        forward, dq, dkdv: configurations of these kernels.
+        forward_documents: configuration of the forward kernel with packed documents, whose
+            comparisons need registers; None to use `forward`.
     """
 
     forward: Config
@@ -39,12 +39,12 @@ class Configs:
     forward_documents: Config | None = None
 
 
-# By head dim. For 128 the fastest of those that benchmarks/tune_triton.py timed with the code of an
-# A100 on an H200, as no A100 was at hand (benchmarks/results/tune-triton-h200-2026-11-23.md), among
-# those that spill nearly nothing. With packed documents the fastest forward kernel spills 156
-# bytes, and another one runs. For 64, and for documents, chosen from what the compiler reports for
-# sm_80 and not yet by time: no spills, copies that run two tiles ahead. Tests in
-# tests/pallas_kernels/test_triton_compiled.py hold that none spills.
+# By head dim. For 128 the fastest of those that benchmarks/tune_triton.py timed with A100 code on
+# an H200, since no A100 was available (benchmarks/results/tune-triton-h200-2026-11-23.md), among
+# those with almost no spills. With packed documents the fastest forward kernel spills 156 bytes, so
+# another one is used. For 64, and for documents, selected by what the compiler reports for sm_80
+# and not yet timed: no spills, copies that run two tiles ahead.
+# tests/pallas_kernels/test_triton_compiled.py checks that none spills.
 AMPERE = {
     64: Configs(
         Config(128, 64, 4, 3), Config(64, 64, 4, 3), Config(64, 64, 4, 3),
@@ -56,13 +56,13 @@ AMPERE = {
     ),
 }  # fmt: skip
 # An A100 gives a thread block 163 KiB of shared memory. GPUs of compute capability 8.6 and 8.9 give
-# 99, too little for that dq, and their code of that forward kernel spills 60 bytes.
+# 99, too little for that dq configuration, and that forward kernel spills 60 bytes there.
 LESS_MEMORY = {
     64: AMPERE[64],
     128: Configs(Config(128, 64, 8, 3), Config(64, 32, 4, 3), Config(64, 64, 4, 2)),
 }
 _WITH_LESS_MEMORY = 86, 89
-# For Hopper GPUs, where these kernels run if asked for by name. For 128 the fastest of those timed
+# For Hopper GPUs, where these kernels run if requested by name. For 128 the fastest of those timed
 # there; for 64 by what the compiler reports.
 HOPPER = {
     64: Configs(Config(128, 128, 8, 3), Config(128, 64, 8, 3), Config(64, 128, 8, 3)),
@@ -71,12 +71,12 @@ HOPPER = {
 
 
 def table_for(capability: int) -> dict[int, Configs]:
-    """The configurations by head dim for a compute capability, as 80 for 8.0."""
+    """Returns the configurations by head dim for a compute capability, such as 80 for 8.0."""
     if capability in _WITH_LESS_MEMORY:
         return LESS_MEMORY
     return AMPERE if capability < 90 else HOPPER
 
 
 def configs_for(capability: int, head_dim: int) -> Configs:
-    """The configurations for a compute capability, as 80 for 8.0, and a head dim (64 or 128)."""
+    """Returns the configurations for a compute capability (80 for 8.0) and head dim (64 or 128)."""
     return table_for(capability)[head_dim]

@@ -1,4 +1,4 @@
-"""The GPU that Triton kernels are compiled for, and whether they can run."""
+"""The target GPU of Triton kernels, and whether they can run."""
 
 import functools
 import types
@@ -12,10 +12,10 @@ _HOPPER = 90
 
 
 def capability() -> int | None:
-    """Compute capability of the NVIDIA GPU that is compiled for, as 80 for 8.0; None for none.
+    """Returns the compute capability of the target NVIDIA GPU, such as 80 for 8.0, or None.
 
-    Inside `jax.sharding.use_abstract_mesh` with a device, that device decides. One that does not
-    say what it has is taken for a Hopper GPU, as it is by the Hopper kernels.
+    Inside `jax.sharding.use_abstract_mesh` with a device, that device is the target. If it does not
+    report a capability, it is assumed to be a Hopper GPU, as by the Hopper kernels.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is None and jax.default_backend() == "gpu":
@@ -27,7 +27,7 @@ def capability() -> int | None:
 
 
 def before_hopper() -> bool:
-    """Whether it is a GPU that these kernels are made for: compute capability 8.x."""
+    """Whether the target is a GPU these kernels are made for: compute capability 8.x."""
     found = capability()
     return found is not None and _OLDEST <= found < _HOPPER
 
@@ -38,10 +38,10 @@ def cannot_run() -> str | None:
     if found is None:
         return f"no NVIDIA GPU (platform {jax.default_backend()})"
     if found < _OLDEST:
-        return f"compute capability {found / 10} (8.0 or later is needed)"
+        return f"compute capability {found / 10} (must be 8.0 or later)"
     if find_spec("jax_triton") is None:
         return (
-            "Triton kernels need the extra ampere: uv sync --extra ampere, or pip install "
+            "Triton kernels need the ampere extra: uv sync --extra ampere, or pip install "
             "'.[ampere]' in a checkout"
         )
     return unfit_triton()
@@ -49,10 +49,10 @@ def cannot_run() -> str | None:
 
 @functools.cache
 def unfit_triton() -> str | None:
-    """Why jax-triton cannot use the Triton that is installed, or None if it can.
+    """Why jax-triton cannot use the installed Triton, or None if it can.
 
-    Where jax-triton cannot import Triton's NVIDIA backend, as that of too old a Triton, it says
-    nothing and puts empty classes in its place, on which every kernel fails.
+    If jax-triton cannot import Triton's NVIDIA backend, for example because Triton is too old, it
+    silently replaces it by empty classes on which every kernel fails.
     """
     try:
         from jax_triton import triton_lib
@@ -74,7 +74,7 @@ def _version(package: str) -> str:
 
 
 def _wanted() -> str:
-    """What jax-triton says that it needs, as triton>=3.7."""
+    """Returns jax-triton's declared requirement, such as triton>=3.7."""
     try:
         needed = metadata.requires("jax-triton") or []
     except metadata.PackageNotFoundError:

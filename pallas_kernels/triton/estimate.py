@@ -14,16 +14,16 @@ from pallas_kernels.triton.configs import Config
 
 NUM_QUERIES = 64
 _BLOCK = 128
-# Of both kernels; chosen as those of configs.py, by what the compiler reports for sm_80.
+# For both kernels; selected like those of configs.py, by what the compiler reports for sm_80.
 CONFIG = Config(rows=NUM_QUERIES, keys=_BLOCK, warps=4, stages=3)
 
 
 @dataclasses.dataclass(frozen=True)
 class TritonEstimate:
-    """The kernels behind the contract of `pallas_kernels.backends.Estimate`.
+    """The Triton implementation of `pallas_kernels.backends.Estimate`.
 
     Attributes:
-        run: runs a call of a kernel; None for jax-triton on a GPU.
+        run: runs a kernel call; None for jax-triton on a GPU.
     """
 
     run: Callable[[Call], dict[str, Array]] | None = None
@@ -31,7 +31,7 @@ class TritonEstimate:
     def unsupported(self, q: Array) -> str | None:
         if q.shape[2] == NUM_QUERIES:
             return None
-        return f"{q.shape[2]} last queries ({NUM_QUERIES} are needed)"
+        return f"{q.shape[2]} last queries (must be {NUM_QUERIES})"
 
     def block_statistics(
         self, q: Array, k: Array, block_ids: Array, num_blocks: int, *, scale: float,
@@ -59,7 +59,7 @@ class TritonEstimate:
         self, kernel: Any, arrays: dict[str, Array], names: tuple[str, ...],
         shape: tuple[int, ...], scale: float,
     ) -> tuple[Array, ...]:
-        """Runs a kernel with a program for each key block and key/value head; its outputs."""
+        """Runs a kernel with one program per key block and key/value head; returns its outputs."""
         q, k = arrays["q"], arrays["k"]
         call = Call(
             kernel, arrays, dict.fromkeys(names, jax.ShapeDtypeStruct(shape, jnp.float32)),
@@ -77,7 +77,7 @@ class TritonEstimate:
 def _places(
     k: Array, block_ids: Array, num_blocks: int, valid_len: Array | None, queries: Array | None
 ) -> dict[str, Array]:
-    """Where the queries of each block lie, and which these are, as kernels take them."""
+    """Returns the positions of each block's queries, and their query set, as kernel arguments."""
     batch = k.shape[0]
     end = jnp.asarray(num_blocks * _BLOCK if valid_len is None else valid_len)
     shifts = end.reshape(-1, 1) - NUM_QUERIES - block_ids * _BLOCK

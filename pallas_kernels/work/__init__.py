@@ -1,1 +1,1 @@
-"""The lists that GPU kernels walk: which thread block does what, and in which order."""
+"""Work lists of GPU kernels: the assignment of work to thread blocks, and its order."""

@@ -1,27 +1,28 @@
-"""The work list of the fused backward kernel, and the order in which it adds up dq.
+"""The work list of the fused backward kernel, and the order in which it sums dq.
 
-Many items add to the dq of one query block, and floating point sums depend on their order, so
-each addition has a turn. Turns follow the list of items: an item only ever waits for items
-before it. Where items of neighbouring key blocks start together, the turns of a query block also
-come up one step after another, and items hardly wait:
+Many items add to the dq of one query block, and floating-point sums depend on their order, so each
+addition has a turn. Turns follow the list of items: an item only ever waits for items before it. If
+items of adjacent key blocks start together, the turns of a query block also come up one step after
+another, and items hardly wait:
 
 - Rising: key blocks from the last to the first, the rows of each from the first to the last. Row
-  block i meets its own key block at that item's first step, the one before it at that item's
-  second step, and so on.
-- Falling: the mirror image, key blocks from the first to the last, the rows of each from the
-  last to the first.
+  block i meets its own key block at that item's first step, the previous one at that item's second
+  step, and so on.
+- Falling: the mirror image, key blocks from the first to the last, the rows of each from the last
+  to the first.
 
 Causal items of a rising sequence get longer, those of a falling one shorter. Sequences alternate,
 so that items end together: the last ones are short, and pairs of a rising and a falling item have
 the same length.
 
-Documents that are shorter than a wave rise in falling sequences too. The items of one start
-together, and falling they would all begin with its last row: each would wait for the one before,
-for up to half of its time. So their key blocks change places, the last one first.
+Documents shorter than a wave rise in falling sequences too. The items of such a document start
+together; falling, all of them would begin with its last row, and each would wait for the previous
+one for up to half of its time. The order of their key blocks is therefore reversed, the last one
+first.
 
-Tiles of columns go before all key blocks at every query block, and walk from the last query block
-to the first. Where there are columns all sequences rise, one wave of every head after another: the
-few items that run at the same time as columns then need query blocks that the columns have passed.
+Column tiles come before all key blocks at every query block, and run from the last query block to
+the first. If there are columns, all sequences rise, one wave of every head after another: the few
+items that run concurrently with columns then need query blocks that the columns have passed.
 """
 
 import dataclasses
@@ -45,17 +46,16 @@ from pallas_kernels.work.lists import walked_lists
 )
 @dataclasses.dataclass(frozen=True)
 class FusedWork:
-    """What the fused backward kernel walks, in the order in which its items must start.
+    """Work list of the fused backward kernel, in the order in which its items must start.
 
     Attributes:
-        items: int32 [n, 8], of `KeyItem`.
+        items: int32 [n, 8], rows of `KeyItem`.
         lists: int32 [B, Hq, M], offsets: the query block is the key block + offset.
         first, last: int32 [B, Hq, nk], the range of offsets of each key block.
-        diagonal: int32 [1], the offset whose tiles are masked by element.
-        turns: int32 [B, Hq, nq] and
-        ranks: int32 [B, Hq, M]: entry s of the offsets has turn `turns` + sign * `ranks` at a
-            query block. Column tile t has turn t.
-        heads: query heads that an item of key blocks walks, one after another (static).
+        diagonal: int32 [1], the offset of the tiles that are masked per element.
+        turns, ranks: int32 [B, Hq, nq] and [B, Hq, M]: entry s of the offsets has turn `turns` +
+            sign * `ranks` at a query block. Column tile t has turn t.
+        heads: query heads that an item of key blocks processes, one after another (static).
     """
 
     items: Array
@@ -73,18 +73,18 @@ def fused_work(
     batch: int, heads: int, num_query_blocks: int, num_key_blocks: int, kv_heads: int, *,
     item_heads: int | None = None, wave: int = 0,
 ) -> FusedWork:
-    """Column tiles first, then key blocks.
+    """Builds the work list: column tiles first, then key blocks.
 
     Args:
         tiles: diagonals.
         columns: columns.
         batch, heads, num_query_blocks, num_key_blocks, kv_heads: sizes.
-        item_heads: query heads of one item of key blocks, at most: as many as divide the group
-            evenly. None for the whole group; fewer make more and shorter items, whose dk and dv
-            must be added up in memory.
-        wave: items of a sequence that start before as many of the next one; 0 for all.
-            With the number of multiprocessors, and lengths as in a causal mask, items of one wave
-            stay in step and walk the same rows at the same time.
+        item_heads: maximum number of query heads per item of key blocks; reduced to a divisor of
+            the group size. None for the whole group. Fewer heads give more and shorter items, whose
+            dk and dv must be added in memory.
+        wave: items of a sequence that start before as many of the next one; 0 for all. With the
+            number of multiprocessors, and lengths as in a causal mask, items of a wave stay in step
+            and process the same rows at the same time.
     """
     group = heads // kv_heads
     step = max(n for n in range(1, group + 1) if group % n == 0 and n <= (item_heads or group))
@@ -107,7 +107,7 @@ def fused_work(
             batch, heads, num_key_blocks, group, step, wave, alternate=columns is None,
             segments=tiles.num_segments,
         )
-        falls = jnp.asarray(falling)[..., None]  # of rows
+        falls = jnp.asarray(falling)[..., None]  # per row
         items = jnp.asarray(items)
         if tiles.first_keys is not None:
             items, falls = _turn_short_documents(
@@ -124,19 +124,12 @@ def fused_work(
 def _turn_short_documents(
     tiles: DiagonalTiles, items: Array, falling: Array, wave: int, sharing: int
 ) -> tuple[Array, Array]:
-    """Lets the short documents of falling sequences rise.
+    """Makes the documents of falling sequences that are shorter than `wave` items rise.
 
-    Args:
-        tiles: with documents.
-        items: int32 [n, 8] of key blocks.
-        falling: bool [B, Hq, 1], which heads have falling sequences.
-        wave: items of a sequence that start together; a shorter document is short.
-        sharing: items that have the same keys.
-
-    Returns:
-        The items, and whether rows are walked falling, bool [B, Hq, nq].
+    `sharing` is the number of items with the same keys. Returns the items, and whether rows are
+    processed falling, bool [B, Hq, nq].
     """
-    end = tiles.end_queries[:, 0]  # the same for all key blocks of a document
+    end = tiles.end_queries[:, 0]  # equal for all key blocks of a document
     batch, num_blocks = end.shape
     places = jnp.arange(num_blocks, dtype=jnp.int32)
     edge = end[:, 1:] != end[:, :-1]
@@ -150,7 +143,7 @@ def _turn_short_documents(
     at = of.batch, of.block
     rises = short[at] & (of.sign < 0)
     block = jnp.where(rises, start[at] + last[at] - of.block, of.block)
-    # Items with the same keys add to dk and dv in the order of the list, which is another now.
+    # Items with the same keys add to dk and dv in list order, which has changed now.
     heads = items.shape[0] // (batch * num_blocks)
     at = of.batch, of.head // (falling.shape[1] // heads), block
     number = jnp.arange(items.shape[0], dtype=jnp.int32)
@@ -167,14 +160,14 @@ def _turn_short_documents(
 def _ranks(
     tiles: DiagonalTiles | SegmentedDiagonals, num_query_blocks: int, num_key_blocks: int
 ) -> tuple[Array, Array, Array]:
-    """Numbers live offsets as a rising sequence comes to them at a query block.
+    """Numbers valid offsets in the order of a rising sequence at a query block.
 
-    Offsets count within the segment of their keys here: nearer keys first, of equal ones those of
-    the lower segment.
+    Offsets count within the segment of their keys here: nearer keys first; ties go to the lower
+    segment.
 
     Returns:
-        int32 [B, Hq, M], the number of each live offset; int32 [B, Hq, nq] twice, the first
-        number whose key block exists at a query block, and the first one past those.
+        int32 [B, Hq, M], the number of each valid offset; int32 [B, Hq, nq] twice, the first number
+        with an existing key block at a query block, and one past the last.
     """
     first, last = tiles.row_ranges(num_query_blocks, num_key_blocks)
     slots = jnp.arange(tiles.offsets.shape[-1], dtype=jnp.int32)
@@ -196,11 +189,11 @@ def _key_items(
     batch: int, heads: int, num_key_blocks: int, group: int, step: int, wave: int, *,
     alternate: bool, segments: int,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Items of key blocks [n, 8] of `step` heads, and which heads have falling sequences [B, Hq].
+    """Lists items of key blocks [n, 8] of `step` heads, and marks falling heads [B, Hq].
 
-    Sequences take turns after each wave: in pairs of a rising and a falling one with `alternate`,
-    else all of them, rising. Blocks at the same place of several segments, which see nearly the
-    same queries, come side by side.
+    Sequences alternate after each wave: in pairs of a rising and a falling one with `alternate`,
+    otherwise all of them, rising. Blocks at the same position of several segments, which see nearly
+    the same queries, are adjacent.
     """
     wave = wave or num_key_blocks
     sequences = [(b, h) for b in range(batch) for h in range(0, heads, step)]
@@ -223,7 +216,7 @@ def _key_items(
         of.block[:], of.sign[:] = blocks, -1 if falls else 1
         items.append(part)
     items = np.concatenate(items)
-    # Items with the same keys add to dk and dv in the order of the list.
+    # Items with the same keys add to dk and dv in list order.
     of = KeyItem(*items.T)
     same = (of.batch * (heads // group) + of.head // group) * num_key_blocks + of.block
     order = np.argsort(same, kind="stable")

@@ -1,4 +1,4 @@
-"""What the kernel for dk and dv walks, and in which order."""
+"""Work list of the kernel for dk and dv, and its order."""
 
 import dataclasses
 import functools
@@ -18,11 +18,11 @@ from pallas_kernels.work.items import (
 )
 from pallas_kernels.work.lists import walked_lists
 
-# Of lists, the key blocks that most query blocks see are cut into `PARTS` items each: one block of
-# `_HEAVY_SHARE`, and no more than `_MOST_HEAVY`. Every query block sees the first keys: as one item
-# they would take longer than all else does on many multiprocessors.
+# In block lists, the key blocks seen by most query blocks are split into `PARTS` items each: one
+# block of `_HEAVY_SHARE`, and at most `_MOST_HEAVY`. Every query block sees the first keys: as a
+# single item they would take longer than everything else on a GPU with many multiprocessors.
 PARTS = 8
-_BLOCK = 128  # keys of a block
+_BLOCK = 128  # keys per block
 _MOST_HEAVY = 16
 _HEAVY_SHARE = 16
 
@@ -34,18 +34,18 @@ _HEAVY_SHARE = 16
 )
 @dataclasses.dataclass(frozen=True)
 class KeyWork:
-    """What the kernel for dk and dv walks: key blocks and tiles of gathered columns.
+    """Work list of the kernel for dk and dv: key blocks and tiles of gathered columns.
 
     Attributes:
-        items: int32 [n, 8], of `KeyItem`.
+        items: int32 [n, 8], rows of `KeyItem`.
         lists: int32; offsets [B, Hq, M] or query blocks [B, Hq, nk, M], as in `QueryWork`.
         first, last: int32 [B, Hq, nk], the range of list entries of each key block.
         diagonal: int32 [1].
-        heavy: int32 [B, Hk, M], key blocks that items of `PARTS` parts each are for; None where
-            there are none.
+        heavy: int32 [B, Hk, M], key blocks that are split into `PARTS` items each; None if there
+            are none.
         listed: static.
-        ends: whether items of columns say with which query block they end (`KeyItem.sign`; static).
-            A kernel that goes on to the last one does more work for the same results.
+        ends: whether items of columns store the query block they end with (`KeyItem.sign`; static).
+            A kernel that continues to the last one does more work for the same results.
     """
 
     items: Array
@@ -62,7 +62,7 @@ def key_work(
     tiles: Tiles | None, columns: Columns | None, batch: int, heads: int,
     num_query_blocks: int, num_key_blocks: int, kv_heads: int,
 ) -> KeyWork:
-    """Items for each (batch, key/value head, key block) and each (batch, head, column tile)."""
+    """Builds items for each (batch, key/value head, key block) and (batch, head, column tile)."""
     group = heads // kv_heads
     shape = (batch, heads, num_key_blocks)
     lists, diagonal, listed, first, last = walked_lists(
@@ -70,7 +70,7 @@ def key_work(
     )
     pieces, heavy = [], None
     if columns is not None:
-        # A tile of columns may see every query block, far more than a block of keys does.
+        # A column tile may be seen by every query block, far more than a key block.
         pieces.append(column_items(columns, num_query_blocks))
     if tiles is not None:
         items = _items(KEY_BLOCKS, jnp.zeros((batch, kv_heads, num_key_blocks), jnp.int32))
@@ -89,7 +89,7 @@ def key_work(
 
 
 def _parts_of(heavy: Array) -> Array:
-    """Items [B, Hk, M * PARTS, 8] of key blocks [B, Hk, M], the parts of a block together."""
+    """Splits key blocks [B, Hk, M] into items [B, Hk, M * PARTS, 8], those of a block together."""
     shape = (*heavy.shape, PARTS)
 
     def iota(axis: int) -> Array:
@@ -101,7 +101,7 @@ def _parts_of(heavy: Array) -> Array:
 
 
 def join_parts(heavy: Array, keys: Array, parts: Array) -> Array:
-    """Gradients of keys, those of the blocks that were cut into parts from the sums of these.
+    """Replaces the gradients of split blocks by the sums of their parts.
 
     Args:
         heavy: as in `KeyWork`.
@@ -112,7 +112,7 @@ def join_parts(heavy: Array, keys: Array, parts: Array) -> Array:
     head_dim = keys.shape[-1]
     blocks = keys.reshape(-1, batch, keys.shape[-3] // _BLOCK, _BLOCK, kv_heads, head_dim)
     sums = parts.reshape(-1, batch, count, PARTS, _BLOCK, kv_heads, head_dim).sum(3)
-    # Axes of an index that are apart from each other lead: [B, Hk, M, pairs, 128, D].
+    # Separated advanced indices put their axes first: [B, Hk, M, pairs, 128, D].
     sums = sums.transpose(1, 4, 2, 0, 3, 5)
     entry, head = jnp.arange(batch)[:, None, None], jnp.arange(kv_heads)[:, None]
     blocks = blocks.at[:, entry, heavy, :, head].set(sums, unique_indices=True)
@@ -120,12 +120,12 @@ def join_parts(heavy: Array, keys: Array, parts: Array) -> Array:
 
 
 def column_items(columns: Columns, num_query_blocks: int) -> Array:
-    """Items [n, 8] of the tiles of columns, one head's after another's, the earliest first."""
+    """Returns the items [n, 8] of column tiles, head by head, the earliest tile first."""
     g = columns.block_size
     tokens = columns.tokens.reshape(*columns.tokens.shape[:2], -1, COLUMN_TILE)
     slots = jnp.arange(tokens.shape[2] * COLUMN_TILE, dtype=jnp.int32)
     live = (slots < columns.count[..., None]).reshape(tokens.shape)
-    # The last live token of a tile; a tile without any is not walked at all.
+    # The last valid token of a tile; a tile without any is not processed at all.
     latest = jnp.max(jnp.where(live, tokens, -1), axis=-1)
 
     rows = columns.query_blocks
@@ -141,7 +141,7 @@ def column_items(columns: Columns, num_query_blocks: int) -> Array:
 def _items(
     kind: int, first_row: Array, full_row: Array | int = 0, sign: Array | int = 0
 ) -> Array:
-    """Items [B, heads, blocks, 8] of one kind."""
+    """Builds items [B, heads, blocks, 8] of one kind."""
 
     def iota(axis: int) -> Array:
         return jax.lax.broadcasted_iota(jnp.int32, first_row.shape, axis)

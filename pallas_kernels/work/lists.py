@@ -1,4 +1,4 @@
-"""The lists of tiles as kernels read them."""
+"""Tile lists in the form that kernels read."""
 
 import jax.numpy as jnp
 from jax import Array
@@ -9,12 +9,12 @@ from pallas_kernels.tiles import NO_DIAGONAL, Tiles
 def walked_lists(
     tiles: Tiles | None, shape: tuple[int, int, int], others: int, own_queries: bool
 ) -> tuple[Array, Array, bool, Array, Array]:
-    """What the own blocks [B, Hq, n] of a kernel meet among `others` blocks of the other side.
+    """Returns what own blocks [B, Hq, n] of a kernel meet among `others` blocks of the other side.
 
     Returns:
         The lists, the masked offset [1], whether the lists hold block numbers, and the range
-        first .. last - 1 of entries of each own block, int32 [B, Hq, n]; of each run and own
-        block, [B, Hq, R, n], where a block of queries walks several.
+        first .. last - 1 of entries of each own block, int32 [B, Hq, n]; or of each run and own
+        block, [B, Hq, R, n], if query blocks have several runs.
     """
     if tiles is None:
         zero = jnp.zeros(shape, jnp.int32)

@@ -1,9 +1,9 @@
-"""What the forward kernel and the one for dq walk, and in which order.
+"""Work list of the forward kernel and the one for dq, and its order.
 
-The order has two aims. All multiprocessors should be busy to the end, so items are sorted by work,
-short ones last. And items that run at the same time should read the same tiles: neighbouring blocks
-of the heads that share keys run in step, so that at any time they read a window of neighbouring
-tiles that the L2 cache keeps.
+The order has two goals. All multiprocessors should be busy until the end, so items are sorted by
+work, short ones last. And concurrent items should read the same tiles: adjacent blocks of the heads
+that share keys run in step, so that at any time they read a window of adjacent tiles that the L2
+cache keeps.
 """
 
 import dataclasses
@@ -18,9 +18,9 @@ from pallas_kernels.tiles import COLUMN_TILE, Columns, Tiles, count_below
 from pallas_kernels.work.items import ITEM_FIELDS, QueryItem, column_of, pack
 from pallas_kernels.work.lists import walked_lists
 
-# From this number of query blocks on, the keys of one head are walked after those of another: all
-# heads' together would not stay in the L2 cache. 256 blocks of keys and values take 8 (head dim 64)
-# or 16 MiB.
+# From this number of query blocks on, the keys of one head are processed after those of another:
+# those of all heads together would not stay in the L2 cache. 256 blocks of keys and values take 8
+# (head dim 64) or 16 MiB.
 LONG = 256
 
 
@@ -31,19 +31,19 @@ LONG = 256
 )
 @dataclasses.dataclass(frozen=True)
 class QueryWork:
-    """What the forward kernel and the one for dq walk.
+    """Work list of the forward kernel and the one for dq.
 
     Attributes:
-        items: int32 [n, 8], of `QueryItem`.
+        items: int32 [n, 8], rows of `QueryItem`.
         lists: int32; offsets [B, Hq, M] (`listed` false: the key block is the query block -
             offset) or key blocks [B, Hq, n, M] (`listed` true).
-        diagonal: int32 [1], the offset whose tiles are masked by element.
+        diagonal: int32 [1], the offset of the tiles that are masked per element.
         run_first, run_last: int32 [B, Hq, R, n]: with `SegmentedDiagonals`, the entries of each
-            run that an own block walks, one run after another; else None.
+            run of an own block, one run after another; else None.
         listed: static.
-        skips_columns: whether an item may begin with a later tile of columns than the first
-            (`QueryItem.first_column_tile`; static). A kernel that begins with the first one all the
-            same does more work for the same results.
+        skips_columns: whether an item may begin with a later column tile than the first
+            (`QueryItem.first_column_tile`; static). A kernel that begins with the first one anyway
+            does more work for the same results.
     """
 
     items: Array
@@ -59,7 +59,7 @@ def query_work(
     tiles: Tiles | None, columns: Columns | None, batch: int, heads: int,
     num_query_blocks: int, num_key_blocks: int, kv_heads: int,
 ) -> QueryWork:
-    """One item per (batch, head, query block): the key blocks and columns it attends to."""
+    """Builds one item per (batch, head, query block): its key blocks and columns."""
     shape = (batch, heads, num_query_blocks)
     lists, diagonal, listed, first, last = walked_lists(
         tiles, shape, num_key_blocks, own_queries=True
@@ -69,7 +69,7 @@ def query_work(
     if first.ndim == 4:
         runs, lengths = (first, last), count
         count = lengths.sum(2)
-        # The first entry of the first run that has any.
+        # The first entry of the first nonempty run.
         run = jnp.argmax(lengths > 0, axis=2, keepdims=True)
         first = jnp.take_along_axis(first, run, axis=2)[:, :, 0]
     column_tiles = past_tiles = jnp.zeros(shape, jnp.int32)
@@ -77,19 +77,19 @@ def query_work(
     if columns is not None:
         column_tiles = (columns.limit + COLUMN_TILE - 1) // COLUMN_TILE
         past = past_columns(columns)
-        # Where the main block diagonal is active no column of the queries' own block is kept.
+        # If the main block diagonal is active, no column of the queries' own block is kept.
         all_past = columns.limit <= past
         past_tiles = jnp.where(all_past, column_tiles, past // COLUMN_TILE)
         if columns.first is not None:
             first_column_tile = columns.first // COLUMN_TILE
-            # All kept columns may lie in the queries' own block.
+            # All kept columns may be in the queries' own block.
             past_tiles = jnp.maximum(past_tiles, first_column_tile)
     items = _row_items(first, count, column_tiles, past_tiles, first_column_tile, kv_heads)
     return QueryWork(items, lists, diagonal, *runs, listed, first_column_tile is not None)
 
 
 def past_columns(columns: Columns) -> Array:
-    """Int32 [B, Hq, num_query_blocks]: leading columns that lie before the whole query block."""
+    """Counts leading columns before the whole query block: int32 [B, Hq, num_query_blocks]."""
     starts = columns.query_blocks * columns.block_size
     return count_below(columns.tokens, starts)
 
@@ -98,12 +98,12 @@ def _row_items(
     first: Array, tiles: Array, column_tiles: Array, past_tiles: Array,
     first_column_tile: Array | None, kv_heads: int,
 ) -> Array:
-    """Items [n, 8] in order of work.
+    """Returns the items [n, 8] in order of work.
 
-    Over long sequences all items that read one key/value head come before those that read the next.
-    The items of the last head begin with the longest, those of the head before with the shortest,
+    In long sequences all items that read one key/value head come before those that read the next.
+    The items of the last head begin with the longest, those of the previous head with the shortest,
     and so on. Items on both sides of a change of head are then equally long, and the list ends with
-    short ones. Of equal items later blocks come first, the heads of a block next to each other.
+    short ones. Ties go to later blocks, with the heads of a block next to each other.
     """
     batch, heads, blocks = first.shape
 
@@ -125,11 +125,11 @@ def _row_items(
 
 
 def share(block: Array, num_items: int, num_blocks: int) -> tuple[Array, Callable[[Array], Array]]:
-    """The items of one of `num_blocks` thread blocks: how many, and the number of its nth one.
+    """Returns how many items one of `num_blocks` thread blocks has, and the index of its nth one.
 
-    Of the first `num_blocks` items block 0 takes the first one, of the next as many the last one,
-    and so on in turn. From a list in order of work, ascending or descending, all blocks then get
-    the same amount and go through it in step: what they read at the same time lies close together.
+    Of the first `num_blocks` items block 0 gets the first one, of the next group the last one, and
+    so on, alternating. For a list in order of work, ascending or descending, all blocks then get
+    the same amount and advance in step: what they read at the same time is close together.
     """
     rounds, rest = divmod(num_items, num_blocks)
 

@@ -1,4 +1,4 @@
-"""The XLA backend behind the contract of `pallas_kernels.backends`."""
+"""The XLA implementation of `pallas_kernels.backends.Backend`."""
 
 import jax.numpy as jnp
 from jax import Array
@@ -11,7 +11,7 @@ from pallas_kernels.xla.walk import XlaWork, xla_work
 
 
 class Xla:
-    """Runs everything everywhere."""
+    """Runs every call on every platform."""
 
     name = "xla"
     estimate = None
@@ -24,7 +24,7 @@ class Xla:
     def plan(
         self, q: Array, k: Array, tiles: Tiles | None, columns: Columns | None, *, whole: bool
     ) -> XlaWork:
-        """See `Backend.plan`; both passes always run the same way."""
+        """Ignores `whole`: both passes always run the same way."""
         del columns, whole
         return xla_work(tiles, q.shape[1], k.shape[1])
 

@@ -27,7 +27,7 @@ def backward(
     column_kv: tuple[Array, Array] | None, *, scale: float, dq_dtype: jnp.dtype,
     key_dtype: jnp.dtype | None,
 ) -> Gradients:
-    """See `pallas_kernels.ops.backward`."""
+    """Implements `pallas_kernels.ops.backward`."""
     g, walks, columns = plan.block_size, plan.work, plan.columns
     rows = _Rows(
         to_blocks(q, g),
@@ -50,7 +50,7 @@ def backward(
 
 
 class _Rows(NamedTuple):
-    """What the backward pass needs of the queries, [B, Hq, nQ, g(, D)]."""
+    """Inputs of the backward pass per query, [B, Hq, nQ, g(, D)]."""
 
     q: Array
     dout: Array
@@ -101,7 +101,7 @@ def _backward_rows(
 def _backward_keys(
     rows: _Rows, k_blocks: Array, v_blocks: Array, walk: Walk, scale: float
 ) -> tuple[Array, Array]:
-    """dk, dv by walking, for each key block, the query blocks that see it."""
+    """Computes dk, dv by iterating, for each key block, over the query blocks that see it."""
     batch, heads, _, g, dim = rows.q.shape
     kv_heads, num_columns = k_blocks.shape[1:3]
     chunk = chunk_of(num_columns)
@@ -132,7 +132,7 @@ def _backward_keys(
 def _backward_columns(
     rows: _Rows, columns: Columns, column_kv: tuple[Array, Array], scale: float
 ) -> tuple[Array, Array]:
-    """Gradients of gathered columns, [B, Mv, Hq, D], by walking all query blocks."""
+    """Computes gradients of gathered columns, [B, Mv, Hq, D], iterating over all query blocks."""
     batch, heads, num_rows, _, dim = rows.q.shape
     chunk = chunk_of(num_rows)
 
@@ -165,7 +165,7 @@ def _backward_columns(
 def _probabilities(
     rows: _Rows, keys: Array, values: Array, mask: Array, scale: float
 ) -> tuple[Array, Array]:
-    """P and dS = scale * P * (dP - delta) of a tile."""
+    """Computes P and dS = scale * P * (dP - delta) of a tile."""
     seen = rows.lse > -jnp.inf
     p = jnp.exp(logits_of(rows.q, keys, scale) - finite(rows.lse)[..., None])
     p = jnp.where(mask & seen[..., None], p, 0.0)

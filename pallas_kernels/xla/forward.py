@@ -32,7 +32,7 @@ def forward(
     q: Array, k: Array, v: Array, plan: Plan, column_kv: tuple[Array, Array] | None, *,
     scale: float, init: tuple[Array, Array] | None, out_dtype: jnp.dtype,
 ) -> tuple[Array, Array]:
-    """See `pallas_kernels.ops.forward`."""
+    """Implements `pallas_kernels.ops.forward`."""
     g, walk, columns = plan.block_size, plan.work.rows, plan.columns
     q_blocks = to_blocks(q, g)  # [B, Hq, nQ, g, D]
     k_blocks, v_blocks = to_blocks(k, g), to_blocks(v, g)

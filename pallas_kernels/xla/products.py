@@ -1,4 +1,4 @@
-"""Products and block arithmetic that the passes of the XLA backend share."""
+"""Products and block operations shared by the passes of the XLA backend."""
 
 import math
 from collections.abc import Callable
@@ -13,14 +13,14 @@ ROWS_PER_CHUNK = 16  # bounds memory: chunk * g * g floats per head
 
 
 def chunk_of(blocks: int) -> int:
-    """Own blocks taken at a time."""
+    """Returns the number of own blocks to process at a time."""
     return math.gcd(blocks, ROWS_PER_CHUNK)
 
 
 def map_starts(step: Callable[[Array], Any], stop: int, size: int) -> Any:
-    """step(start) for each start in 0, size, ... below `stop`, results stacked along a new axis.
+    """Stacks step(start) for start in 0, size, ... below `stop` along a new axis.
 
-    A single step is no loop: its program is smaller.
+    A single step is not a loop, which makes its program smaller.
     """
     starts = np.arange(0, stop, size, dtype=np.int32)
     if starts.size == 1:
@@ -29,13 +29,13 @@ def map_starts(step: Callable[[Array], Any], stop: int, size: int) -> Any:
 
 
 def logits_of(q: Array, keys: Array, scale: float) -> Array:
-    """scale * q k^T of a tile, fp32 [B, Hq, rows, g, keys]."""
+    """Computes scale * q k^T of a tile, fp32 [B, Hq, rows, g, keys]."""
     keys = jnp.broadcast_to(keys, (*q.shape[:3], *keys.shape[3:]))
     return scale * dot("bhiqd,bhikd->bhiqk", q, keys)
 
 
 def dot(equation: str, a: Array, b: Array) -> Array:
-    """An einsum that accumulates in fp32; fp32 operands are multiplied as fp32, not tf32."""
+    """Computes an einsum with fp32 accumulation; fp32 operands use fp32 products, not tf32."""
     dtype = jnp.promote_types(a.dtype, b.dtype)
     precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
     return jnp.einsum(
@@ -50,11 +50,11 @@ def finite(x: Array) -> Array:
 
 
 def take_blocks(blocks: Array, numbers: Array, num_heads: int) -> Array:
-    """Blocks [B, Hk, n, ...] at numbers [B, Hq, rows] in 0 .. n - 1 -> [B, Hq, rows, ...]."""
+    """Gathers blocks [B, Hk, n, ...] at in-range numbers [B, Hq, rows] -> [B, Hq, rows, ...]."""
     group = num_heads // blocks.shape[1]
     batch = np.arange(blocks.shape[0], dtype=np.int32)[:, None, None]
     heads = (np.arange(num_heads, dtype=np.int32) // group)[None, :, None]
-    # The numbers exist: nothing wraps around, and no result is masked.
+    # The numbers are in bounds: nothing wraps around, and no result is masked.
     return blocks.at[batch, heads, numbers].get(
         mode="promise_in_bounds", wrap_negative_indices=False
     )
@@ -73,17 +73,17 @@ def from_blocks(x: Array) -> Array:
 
 
 def of_rows(x: Array, rows: Array) -> Array:
-    """The entries [B, Hq, rows, ...] of neighbouring blocks of [B, Hq, n, ...]."""
+    """Slices the entries [B, Hq, rows, ...] of adjacent blocks of [B, Hq, n, ...]."""
     return slice_from(x, rows[0], rows.size, axis=2)
 
 
 def slice_from(x: Array, start: Array, size: int, axis: int) -> Array:
-    """`size` neighbouring entries along an axis; a negative start is no place from the end."""
+    """Slices `size` adjacent entries along an axis; a negative start does not wrap around."""
     return lax.dynamic_slice_in_dim(x, start, size, axis, allow_negative_indices=False)
 
 
 def entry(x: Array, number: Array | int, axis: int) -> Array:
-    """One entry along an axis, which goes away; a negative number is none from the end."""
+    """Returns one entry along an axis, without the axis; a negative number does not wrap around."""
     return lax.dynamic_index_in_dim(
         x, number, axis, keepdims=False, allow_negative_indices=False
     )

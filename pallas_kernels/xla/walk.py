@@ -1,4 +1,4 @@
-"""What the passes of the XLA backend walk: blocks of the other side, and tiles of columns."""
+"""Traversal of the XLA backend's passes: blocks of the other side, and tiles of columns."""
 
 import dataclasses
 import functools
@@ -24,12 +24,11 @@ class Walk:
 
     Attributes:
         entries: int32; offsets [B, Hq, M], or blocks of the other side [B, Hq, n, M] (`listed`).
-        first, last: int32 [B, Hq, R, n], the ranges of entries of each own block, one after
-            another.
-        diagonal: int32 [], the offset of the tiles that are masked by element.
+        first, last: int32 [B, Hq, R, n], the consecutive ranges of entries of each own block.
+        diagonal: int32 [], the offset of the tiles that are masked per element.
         listed: static.
         of_queries: whether own blocks are query blocks, else key blocks (static).
-        num_others: blocks of the other side (static).
+        num_others: number of blocks of the other side (static).
         block_size: g (static).
     """
 
@@ -44,7 +43,7 @@ class Walk:
 
     @classmethod
     def of_rows(cls, tiles: Tiles, num_rows: int, num_columns: int) -> "Walk":
-        """The key blocks of query blocks."""
+        """Builds the walk over the key blocks of query blocks."""
         first, last = tiles.row_ranges(num_rows, num_columns)
         if first.ndim == 3:
             first, last = first[:, :, None], last[:, :, None]
@@ -55,7 +54,7 @@ class Walk:
 
     @classmethod
     def of_columns(cls, tiles: Tiles, num_rows: int, num_columns: int) -> "Walk":
-        """The query blocks of key blocks."""
+        """Builds the walk over the query blocks of key blocks."""
         first, last = tiles.column_ranges(num_rows, num_columns)
         return cls(
             tiles.column_entries, first[:, :, None], last[:, :, None], tiles.diagonal,
@@ -63,12 +62,12 @@ class Walk:
         )
 
     def fold(self, own: Array, step: Callable, state: Any) -> Any:
-        """step(other block [B, Hq, n], mask [B, Hq, n, g|1, g|1], state) over all entries.
+        """Folds step(other block [B, Hq, n], mask [B, Hq, n, g|1, g|1], state) over all entries.
 
         Args:
-            own: int32 [n], neighbouring own blocks.
-            step: what to do with a tile of each own block; blocks are clipped to exist.
-            state: of the first step.
+            own: int32 [n], adjacent own blocks.
+            step: processes one tile of each own block; block numbers are clipped to be valid.
+            state: initial state.
         """
 
         def run(number: Array | int, state: Any) -> Any:
@@ -84,7 +83,7 @@ class Walk:
     def _fold_range(
         self, first: Array, last: Array, own: Array, step: Callable, state: Any
     ) -> Any:
-        """`fold` over one range of each own block."""
+        """Folds over one range of each own block."""
         some = last > first
         lowest = jnp.min(jnp.where(some, first, jnp.iinfo(jnp.int32).max))
         square = self.block_size, self.block_size
@@ -103,7 +102,7 @@ class Walk:
         return lax.fori_loop(jnp.where(some.any(), lowest, 0), stop, visit, state)
 
     def _at(self, own: Array, slot: Array) -> tuple[Array, Array]:
-        """Block of the other side at a slot of each own block, and the offset of the tile."""
+        """Returns the other side's block at a slot of each own block, and the tile's offset."""
         sign = 1 if self.of_queries else -1
         if self.listed:
             block = entry(of_rows(self.entries, own), slot, -1)
@@ -124,7 +123,7 @@ class XlaWork:
 
 
 def xla_work(tiles: Tiles | None, num_queries: int, num_keys: int) -> XlaWork:
-    """What both passes walk over some tokens."""
+    """Builds the walks of both passes over some tokens."""
     if tiles is None:
         return XlaWork(None, None)
     num_rows, num_columns = num_queries // tiles.block_size, num_keys // tiles.block_size
@@ -136,7 +135,7 @@ def xla_work(tiles: Tiles | None, num_queries: int, num_keys: int) -> XlaWork:
 def column_tile(
     columns: Columns, column_kv: tuple[Array, Array], tile: Array, rows: Array
 ) -> tuple[Array, Array, Array]:
-    """Keys, values [B, Hq, 1, T, D] and mask [B, Hq, rows, g, T] of one tile of columns."""
+    """Returns keys, values [B, Hq, 1, T, D] and mask [B, Hq, rows, g, T] of one column tile."""
     start = tile * COLUMN_TILE
     keys, values = (
         slice_from(x, start, COLUMN_TILE, axis=1).swapaxes(1, 2)[:, :, None]
@@ -156,7 +155,7 @@ def column_tile(
 
 
 def column_tiles(columns: Columns, rows: Array) -> tuple[Array | int, Array]:
-    """The first tile of columns that some query blocks may see, and one past the last."""
+    """Returns the first column tile that some query blocks may see, and one past the last."""
     limits = of_rows(columns.limit, rows)
     end = (jnp.max(limits, initial=0) + COLUMN_TILE - 1) // COLUMN_TILE
     if columns.first is None:

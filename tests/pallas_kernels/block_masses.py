@@ -1,4 +1,4 @@
-"""What kernels that score key blocks must give, against NumPy."""
+"""Checks of kernels that score key blocks, against NumPy."""
 
 import functools
 
@@ -10,7 +10,7 @@ from pallas_kernels.backends import BlockScores
 
 
 def expected(q, k, places, scale, first_blocks=None):
-    """[B, Hq, n, NB], in fp64."""
+    """Expected masses [B, Hq, n, NB], in fp64."""
     group = q.shape[1] // k.shape[1]
     q, k = (np.asarray(x, np.float64) for x in (q, np.repeat(k, group, axis=1)))
     logits = np.einsum("bhnre,bhmce->bhnrmc", q, k) * scale
@@ -24,7 +24,7 @@ def expected(q, k, places, scale, first_blocks=None):
 
 
 def levels_of(q, k, places, scale):
-    """The products that would have weight 1, [B, Hq, n, r] in fp64."""
+    """The products with weight 1, [B, Hq, n, r] in fp64."""
     group = q.shape[1] // k.shape[1]
     q, k = (np.asarray(x, np.float64) for x in (q, np.repeat(k, group, axis=1)))
     k = k.reshape(*k.shape[:2], -1, k.shape[-1])
@@ -39,15 +39,15 @@ def levels_of(q, k, places, scale):
 def check_masses(
     kernels: BlockScores, blocks: int, rows: int, columns: int, length: int, first: int
 ) -> None:
-    """Masses and levels of a softmax.
+    """Checks masses and levels of a softmax.
 
     Args:
-        kernels: to check.
-        blocks: of queries.
-        rows: of each.
-        columns: rows of a key block.
-        length: of a row.
-        first: the number of the first query block.
+        kernels: kernels to check.
+        blocks: number of query blocks.
+        rows: rows per query block.
+        columns: rows per key block.
+        length: length of a row.
+        first: number of the first query block.
     """
     rng = np.random.default_rng(0)
     num_blocks = first + blocks
@@ -64,17 +64,17 @@ def check_masses(
     np.testing.assert_allclose(found, wanted, rtol=2e-4, atol=1e-7)
     seen = np.broadcast_to(places >= 0, levels.shape)
     np.testing.assert_allclose(levels[seen], of_rows[seen], rtol=1e-5, atol=1e-4)
-    assert (np.asarray(found)[:, :, :, -1][:, :, : blocks - 1] == 0).all()  # ahead of the rows
+    assert (np.asarray(found)[:, :, :, -1][:, :, : blocks - 1] == 0).all()  # after the rows
     assert kernels.unsupported(q, k) is None
 
 
 def check_masses_of_documents(kernels: BlockScores) -> None:
-    """Rows that see keys from a block on, and the bits of a document alone."""
+    """Checks rows that see keys from a block on, bit-identical to the document on its own."""
     rng = np.random.default_rng(1)
     blocks, rows, columns, length = 16, 16, 128, 64
     q = jnp.asarray(rng.normal(size=(2, 1, blocks, rows, length)) * 3, jnp.bfloat16)
     k = jnp.asarray(rng.normal(size=(2, 1, blocks, columns, length)), jnp.bfloat16)
-    # Documents that begin in the middle of a tile of columns, and some that share a tile of rows.
+    # Documents that begin in the middle of a column tile, and some that share a row tile.
     starts = [0, 1, 7, 8, 9], [0, 5, 12]
     first = np.stack([np.repeat(x, np.diff([*x, blocks])) for x in starts])
     places = np.arange(blocks)[:, None] * columns + (np.arange(rows) + 1) * columns // rows - 1
@@ -86,7 +86,7 @@ def check_masses_of_documents(kernels: BlockScores) -> None:
     found = masses(q, k, jnp.asarray(places, jnp.int32), jnp.asarray(first, jnp.int32))
     wanted = expected(q, k, places, length**-0.5, first)
     np.testing.assert_allclose(found, wanted, rtol=2e-4, atol=1e-7)
-    # A document alone: the same bits.
+    # A document on its own is bit-identical.
     own = (places[1:, 5:12] - 5 * columns).clip(-1).astype(np.int32)
     alone = masses(q[1:, :, 5:12], k[1:, :, 5:12], own)
     np.testing.assert_array_equal(np.asarray(found)[1:, :, 5:12, 5:12], alone)

@@ -1,6 +1,6 @@
-"""Masks of indices and tiles in plain numpy, straight from their definitions.
+"""Masks of indices and tiles in plain NumPy, directly from their definitions.
 
-Written without the package's own helpers, so that a mistake there cannot hide here.
+Independent of the package's helpers, so that their mistakes show.
 """
 
 import numpy as np
@@ -54,7 +54,7 @@ def index_mask(index: Index, seq_len: int) -> np.ndarray:
 
 
 def _bits(words, size: int) -> np.ndarray:
-    """Bool [..., size] of words uint32 [..., w]."""
+    """Unpacks words uint32 [..., w] to bool [..., size]."""
     number = np.arange(size)
     return np.asarray(words)[..., number // 32] >> (number % 32) & 1 > 0
 
@@ -91,7 +91,7 @@ def tile_mask(tiles: DiagonalTiles, num_rows: int, num_columns: int) -> np.ndarr
 
 
 def expand(blocks: np.ndarray, block_size: int) -> np.ndarray:
-    """A mask of blocks as a mask of pairs."""
+    """Expands a mask of blocks to a mask of pairs."""
     return blocks.repeat(block_size, axis=-2).repeat(block_size, axis=-1)
 
 

@@ -1,7 +1,7 @@
-"""Seeded inputs for kernel tests: really sparse indices with every awkward shape of row.
+"""Seeded inputs for kernel tests: sparse indices with every difficult shape of row.
 
-Each (batch entry, query head) takes the next of `KINDS`, so one array and one compilation cover
-many cases at once.
+Each (batch entry, query head) uses the next of `KINDS`, so one array and one compilation cover many
+cases.
 """
 
 import dataclasses
@@ -43,12 +43,12 @@ class Size:
         return self.key_blocks * self.block_size
 
 
-# What one head gets: (rng, number of blocks, block size, capacities) -> diagonals, verticals.
+# Generates one head: (rng, number of blocks, block size, capacities) -> diagonals, verticals.
 Kind = Callable[[np.random.Generator, int, int, int, int], tuple[list[int], list[int]]]
 
 
 def _near_and_far(rng, blocks, g, max_slashes, max_verticals):
-    """The main diagonal, far ones, and verticals inside and outside their blocks."""
+    """The main diagonal, distant ones, and verticals inside and outside their blocks."""
     far = _some(rng, range(1, blocks), max(max_slashes - 2, 0))
     return [0, *far], _some(rng, range(blocks * g), max_verticals - 3)
 
@@ -60,7 +60,7 @@ def _far_only(rng, blocks, g, max_slashes, max_verticals):
 
 
 def _verticals_only(rng, blocks, g, max_slashes, max_verticals):
-    """No diagonal at all: every causal mask comes from positions. Row 0 is empty."""
+    """No diagonals: every causal mask comes from positions. Row 0 is empty."""
     return [], _some(rng, range(1, blocks * g), max_verticals - 1)
 
 
@@ -75,7 +75,7 @@ def _full_capacity(rng, blocks, g, max_slashes, max_verticals):
 
 
 def _crowded_block(rng, blocks, g, max_slashes, max_verticals):
-    """Verticals side by side in one block and over its edge, half of them in active blocks."""
+    """Adjacent verticals in one block and across its edge, half of them in active blocks."""
     start = int(rng.integers(blocks // 2)) * g + g // 2
     return [0, 1], list(range(start, start + min(g, max_verticals - 1)))
 
@@ -98,7 +98,7 @@ KINDS: tuple[Kind, ...] = (
 def every_diagonal(
     batch: int, heads: int, seq_len: int, block_size: int
 ) -> VerticalSlashIndex:
-    """All block diagonals listed: the pairs of a causal `DenseIndex`, by another road."""
+    """All block diagonals listed: the same pairs as a causal `DenseIndex`."""
     blocks = seq_len // block_size
     return VerticalSlashIndex(
         slash_blocks=jnp.broadcast_to(jnp.arange(blocks, dtype=jnp.int32), (batch, heads, blocks)),
@@ -113,14 +113,14 @@ def vertical_slash(
     rng: np.random.Generator, size: Size, *, max_slashes: int, max_verticals: int,
     garbage: np.random.Generator | None = None,
 ) -> VerticalSlashIndex:
-    """A random index whose heads take the kinds of `KINDS` in turn, from a random one on.
+    """A random index with heads that cycle through `KINDS`, from a random one on.
 
     Args:
-        rng: of the index.
-        size: of the problem; query and key lengths are equal.
+        rng: generator of the index.
+        size: size of the problem; query and key lengths are equal.
         max_slashes: capacity, at least 3.
         max_verticals: capacity, at least 4.
-        garbage: fills the padding with anything at all; None fills it as documented.
+        garbage: fills the padding with arbitrary values; None fills it as documented.
     """
     blocks, g = size.key_blocks, size.block_size
     slashes = _padding(garbage, (size.batch, size.heads, max_slashes), blocks)
@@ -141,7 +141,7 @@ def vertical_slash(
 
 @functools.partial(jax.jit, static_argnames="size")
 def tiles_and_columns(index: Index, size: Size) -> tuple[Tiles, Columns | None]:
-    """What work lists are built from: an index as tiles and columns, by one program."""
+    """Converts an index to tiles and columns, the input of work lists, in one program."""
     return index.on_one_device(size.batch, size.seq_len, size.heads, size.seq_len)
 
 
@@ -172,9 +172,9 @@ def block_mask_with_columns(
 ) -> BlockMaskIndex:
     """Random blocks as bits, as in `block_sparse`, with columns; the last head has none.
 
-    In every other head, beginning with the first, the second half of the rows sees its own columns
-    only. In the first all tokens are columns if there is room, and the last row lists all blocks
-    but its own.
+    In every other head, starting with the first, the second half of the rows sees only its own
+    columns. In the first head all tokens are columns if there is room, and the last row lists all
+    blocks but its own.
     """
     shape = (size.batch, size.heads, size.key_blocks, size.key_blocks)
     mask = rng.random(shape) < rng.uniform(0.05, 0.3, (size.batch, size.heads, 1, 1))
@@ -208,7 +208,7 @@ def documents_of_columns(size: Size, *, documents: int) -> BlockMaskIndex:
     return _bits_and_columns(mask, tokens, first, size.block_size)
 
 
-# Programs of many small operations are compiled as one.
+# Programs of many small operations, compiled as a whole.
 lists_of_mask = jax.jit(BlockSparseIndex.from_block_mask, static_argnums=(1, 2))
 bits_of_mask = jax.jit(BlockMaskIndex.from_block_mask, static_argnums=1)
 
@@ -221,9 +221,9 @@ def _bits_and_columns(mask, tokens, start, block_size) -> BlockMaskIndex:
 
 
 def dense_documents(size: Size, lengths: list[list[int]]) -> DenseDocumentsIndex:
-    """Documents of some blocks each, one after another, of each batch entry; padding behind them.
+    """Consecutive documents of the given lengths in blocks, for each batch entry, then padding.
 
-    A length below 0 is as much padding.
+    A negative length is padding.
     """
     first = np.full((size.batch, size.heads, size.key_blocks), size.key_blocks, np.int32)
     end = np.zeros_like(first)
@@ -240,7 +240,7 @@ def diagonal_tiles(
     rng: np.random.Generator, size: Size, *, capacity: int, diagonal: int,
     garbage: np.random.Generator | None = None,
 ) -> DiagonalTiles:
-    """Random local offsets, of either sign, in the middle of longer lists, as a ring step has.
+    """Random local offsets of either sign, in the middle of longer lists, as in a ring step.
 
     Offsets start at `diagonal`, which most heads have; some meet no block of the shard pair.
     """
@@ -261,7 +261,7 @@ def diagonal_tiles(
 
 
 def qkv_dout(rng: np.random.Generator, size: Size, dtype: str) -> list[jnp.ndarray]:
-    """Normal q, k, v and output gradient; heads differ in how peaked their softmax is."""
+    """Normal q, k, v and output gradient; heads differ in the sharpness of their softmax."""
     queries = (size.batch, size.query_blocks * size.block_size, size.heads, size.dim)
     keys = (size.batch, size.key_blocks * size.block_size, size.kv_heads, size.dim)
     arrays = [rng.standard_normal(shape) for shape in (queries, keys, keys, queries)]
@@ -270,10 +270,10 @@ def qkv_dout(rng: np.random.Generator, size: Size, dtype: str) -> list[jnp.ndarr
 
 
 def counting(rng: np.random.Generator, size: Size, dtype: str) -> list[jnp.ndarray]:
-    """Integer q, k, v, dout with every logit exactly 0, so that sums count pairs exactly.
+    """Integer q, k, v, dout with all logits exactly 0, so that sums count pairs exactly.
 
-    q lives in the first half of the head dimensions and k in the second. Values are small
-    enough to be exact in bf16 and fp16, and their sums in fp32.
+    q uses the first half of the head dimensions and k the second. Values are small enough to be
+    exact in bf16 and fp16, and their sums in fp32.
     """
     queries = (size.batch, size.query_blocks * size.block_size, size.heads, size.dim)
     keys = (size.batch, size.key_blocks * size.block_size, size.kv_heads, size.dim)
@@ -284,7 +284,7 @@ def counting(rng: np.random.Generator, size: Size, dtype: str) -> list[jnp.ndarr
 
 
 def _of_dtype(x: np.ndarray, dtype: str) -> jnp.ndarray:
-    """Converted in NumPy, as JAX would compile it for each shape."""
+    """Converts with NumPy; JAX would compile it for each shape."""
     return jnp.asarray(x.astype(jnp.dtype(dtype)))
 
 

@@ -1,9 +1,9 @@
-"""What every attention backend must do, as one test class against the oracle.
+"""Requirements for every attention backend, as one test class against the oracle.
 
-A test module subclasses `AttentionContract`, sets the knobs, and pytest runs all of it. Two kinds
-of test work together. Comparisons with the oracle on normal inputs measure accuracy. Counting
-tests make every logit 0 and every value a small integer: whatever the dtype, the results are then
-sums of integers, exact to the last pair, and one key too many or too few shows.
+Test modules subclass `AttentionContract` and set its parameters. Two kinds of tests complement each
+other. Comparisons with the oracle on normal inputs measure accuracy. Counting tests use logits of 0
+and small integer values: in any dtype, the results are then exact sums of integers, and a single
+missing or additional key shows.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ from tests.pallas_kernels.expected import (
     exact_sums,
     oracle,
 )
-from tests.pallas_kernels.striped import collect, deal, seen_by, segmented_step, striped_step
+from tests.pallas_kernels.striped import collect, seen_by, segmented_step, split, striped_step
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "out_dtype", "backend"))
@@ -57,7 +57,7 @@ def backward(
 
 
 class AttentionContract:
-    """Subclass as `Test...` and set `backend`; the other knobs scale the problems."""
+    """Subclass as `Test...` and set `backend`; the other attributes scale the problems."""
 
     backend: str
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")  # the first is the main one
@@ -73,7 +73,7 @@ class AttentionContract:
     max_verticals: int = 16
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Turns the knobs into parameters of the tests that ask for them."""
+        """Turns the attributes into parameters of the tests that use them."""
         knobs = {
             "dtype": self.dtypes,
             "other_dim": self.other_dims,
@@ -84,7 +84,7 @@ class AttentionContract:
             if name in metafunc.fixturenames:
                 metafunc.parametrize(name, values)
 
-    # Every pair counts, and counts once.
+    # Every pair is counted exactly once.
 
     def test_vertical_slash_counts_each_pair_once(self, group: int) -> None:
         heads, kv_heads = self.group_heads[group]
@@ -109,7 +109,7 @@ class AttentionContract:
         self._count(rng, size, tiles, brute_force.block_sparse_mask(index))
 
     def test_listed_blocks_of_gathered_keys_count_each_pair_once(self) -> None:
-        """Queries of one of two ranks, keys of both: the masked tiles lie where the data says."""
+        """Queries of one of two ranks, keys of both: the positions of masked tiles are data."""
         rng, size, ranks, rank = np.random.default_rng(32), self._size(), 2, 1
         index = cases.block_sparse(rng, size, causal=True, garbage=np.random.default_rng(0))
         mask = brute_force.block_sparse_mask(index)
@@ -130,8 +130,7 @@ class AttentionContract:
             self._count(rng, dataclasses.replace(size, query_blocks=local), tiles, pairs)
 
     def test_listed_blocks_and_columns_count_each_pair_once(self) -> None:
-        """Columns inside and outside of listed blocks, in own blocks that are not listed, in none.
-        """
+        """Columns inside and outside of listed blocks, in unlisted own blocks, and no columns."""
         rng, size = np.random.default_rng(33), self._size()
         index = cases.block_mask_with_columns(rng, size, max_columns=size.seq_len)
         tile_mask = brute_force.index_mask(
@@ -141,11 +140,11 @@ class AttentionContract:
         assert column_pairs.any() and (tile_mask & column_pairs.any(2, keepdims=True)).any()
         if size.seq_len >= 2 * COLUMN_TILE:
             columns = cases.tiles_and_columns(index, size)[1]
-            assert int(columns.first.max()) >= COLUMN_TILE  # walks begin with a later tile
+            assert int(columns.first.max()) >= COLUMN_TILE  # kernels start with a later tile
         self._count(rng, size, index, tile_mask, column_pairs)
 
     def test_columns_of_documents_count_each_pair_once(self) -> None:
-        """Every token is a column of its document alone, so later ones begin with a later tile."""
+        """Every token is a column of its document only, so later ones start at a later tile."""
         rng, size = np.random.default_rng(34), self._size()
         index = cases.documents_of_columns(size, documents=min(3, size.key_blocks))
         columns = cases.tiles_and_columns(index, size)[1]
@@ -212,15 +211,15 @@ class AttentionContract:
         self._compare_gradients(_value_and_vjp(attention, q, k, v, dout), expected, q.dtype)
 
     def test_large_logits_stay_accurate(self) -> None:
-        """Logits of several hundred: rows are all but one-hot, nothing overflows."""
+        """Logits of several hundred: rows are nearly one-hot, and nothing overflows."""
         rng, size = np.random.default_rng(5), self._size()
         q, k, v, dout = cases.qkv_dout(rng, size, self.dtypes[0])
         q = (q.astype(jnp.float32) * 100).astype(q.dtype)
         index = self._index(rng, size)
         actual = self._vertical_slash(q, k, v, index, dout)
         expected = oracle(q, k, v, dout, brute_force.index_mask(index, size.seq_len))
-        # A logit, even a small one, is rounded at the size of the products it sums, and its
-        # exponential is off by as much.
+        # A logit is rounded relative to the size of the products that it sums, and the error of its
+        # exponential is as large.
         norms = (np.linalg.norm(np.asarray(x, np.float32), axis=-1).max() for x in (q, k))
         rounding = float(np.prod(list(norms))) * size.dim**-0.5 * FP32_EPS
         compare("out", actual["out"], expected["out"], q.dtype, rounding)
@@ -228,10 +227,10 @@ class AttentionContract:
         for name, x in actual.items():
             assert np.isfinite(np.asarray(x, np.float32)).all(), f"{name} is not finite"
 
-    # Running results and the ring.
+    # Running results and ring attention.
 
     def test_running_result_is_merged(self) -> None:
-        """Two halves of the lists, one after the other, give the whole, empty rows too."""
+        """Two halves of the lists, one after the other, give the whole result; also empty rows."""
         rng, size = np.random.default_rng(6), self._unequal(wide=False)
         q, k, v, _ = cases.qkv_dout(rng, size, self.dtypes[0])
         whole = cases.diagonal_tiles(rng, size, capacity=8, diagonal=-1)
@@ -264,13 +263,13 @@ class AttentionContract:
             assert (np.asarray(getattr(grads, name)) == 0).all(), name
 
     def test_striped_ring_steps_add_up_to_the_whole(self) -> None:
-        """Two ranks, by hand: verticals first, then each shard of keys; gradients summed."""
+        """Two ranks, emulated: verticals first, then each shard of keys; gradients are summed."""
         rng, size, ranks = np.random.default_rng(8), self._size(), 2
         q, k, v, dout = cases.qkv_dout(rng, size, self.dtypes[0])
         index, scale = self._index(rng, size), 0.3
         expected = oracle(q, k, v, dout, brute_force.index_mask(index, size.seq_len), scale)
         _, columns, column_kv = resolve_index(index, k, v)
-        q_of, k_of, v_of, dout_of = (deal(x, ranks, size) for x in (q, k, v, dout))
+        q_of, k_of, v_of, dout_of = (split(x, ranks, size) for x in (q, k, v, dout))
         blocks = size.key_blocks
         run = functools.partial(self._forward, scale=scale)
         outs, lses = [], []
@@ -318,13 +317,13 @@ class AttentionContract:
             compare(name, x, expected[name], q.dtype)
 
     def test_keys_of_several_ranks_in_one_call(self) -> None:
-        """Two ranks of keys one after another, not in the order of the sequence."""
+        """Keys of two ranks, concatenated but not in sequence order."""
         rng, size, ranks, sources = np.random.default_rng(8), self._size(), 2, [1, 0]
         q, k, v, dout = cases.qkv_dout(rng, size, self.dtypes[0])
         index, scale = self._index(rng, size), 0.3
         expected = oracle(q, k, v, dout, brute_force.index_mask(index, size.seq_len), scale)
         _, columns, column_kv = resolve_index(index, k, v)
-        q_of, k_of, v_of, dout_of = (deal(x, ranks, size) for x in (q, k, v, dout))
+        q_of, k_of, v_of, dout_of = (split(x, ranks, size) for x in (q, k, v, dout))
         keys, values = (np.concatenate([x[s] for s in sources], axis=1) for x in (k_of, v_of))
         blocks = size.key_blocks
         outs, lses, dqs, dkvs, of_columns = [], [], [], [], [0.0, 0.0]
@@ -365,12 +364,12 @@ class AttentionContract:
             results.append(self._vertical_slash(q, k, v, index, dout))
         assert_same_bits(*results)
 
-    def test_same_inputs_give_the_same_bits(self) -> None:
+    def test_results_are_deterministic(self) -> None:
         rng, size = np.random.default_rng(12), self._size()
         q, k, v, dout = cases.qkv_dout(rng, size, self.dtypes[0])
         index = self._index(rng, size)
         first = self._vertical_slash(q, k, v, index, dout)
-        # Freed arrays of NaN: memory that a kernel allocates and forgets to write shows.
+        # Freed NaN arrays: memory that a kernel allocates but does not write becomes visible.
         poison = [jnp.full((*q.shape, n), jnp.nan) for n in (1, 1, 2, 2)]
         jax.block_until_ready(poison)
         del poison
@@ -407,7 +406,7 @@ class AttentionContract:
             self._vertical_slash(q, k, v, index, dout), expected, q.dtype
         )
 
-    # How the tests above are made.
+    # Helpers of the tests above.
 
     def _size(self) -> Size:
         return Size(
@@ -493,7 +492,7 @@ _scatter_columns = jax.jit(pallas_kernels.scatter_columns)
 
 @functools.partial(jax.jit, static_argnames=("of_index", "backend"))
 def _both_passes(q, k, v, dout, delta, pattern, *, of_index, backend):
-    """Counts with tiles, or with an index: out, lse, gradients at lse 0, and the columns."""
+    """Counts with tiles or an index: out, lse, gradients at lse 0, and columns."""
     tiles, columns, column_kv = resolve_index(pattern, k, v) if of_index else (pattern, None, None)
     plan = pallas_kernels.plan(q, k, tiles, columns, backend=backend)
     out, lse = pallas_kernels.forward(
@@ -524,7 +523,7 @@ def _vjp(attention, q, k, v, dout) -> dict[str, Array]:
 
 
 def _columns_of(pairs: np.ndarray, columns: Columns) -> np.ndarray:
-    """A mask of (query, key) pairs as one of (query, gathered column); padding is off."""
+    """Converts a mask of (query, key) pairs to (query, gathered column); padding is off."""
     tokens, seq_len = np.asarray(columns.tokens), pairs.shape[-1]
     at = np.minimum(tokens, seq_len - 1)[:, :, None, :]
     return np.take_along_axis(pairs, at, axis=-1) & (tokens < seq_len)[:, :, None, :]

@@ -1,4 +1,4 @@
-"""Problems and GPUs described by shapes alone: what programs are lowered and compiled for."""
+"""Problems and GPUs described by shapes only, for lowering and compiling."""
 
 import dataclasses
 
@@ -14,7 +14,7 @@ from pallas_kernels import (
     VerticalSlashIndex,
 )
 
-B, NQ, NK, HQ, HK, G = 2, 1024, 512, 6, 2, 128  # lengths differ in a ring step
+B, NQ, NK, HQ, HK, G = 2, 1024, 512, 6, 2, 128  # unequal lengths, as in a ring step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +72,7 @@ def tiles_of(kind: str):
 
 
 def columns_of(dim: int, dtype: str):
-    """Columns as a shard of half the query blocks of a sequence sees them, and their keys."""
+    """Columns as seen by a shard of half the query blocks of a sequence, and their keys."""
 
     def build(index):
         blocks = 2 * jnp.arange(NQ // G, dtype=jnp.int32)

@@ -1,4 +1,4 @@
-"""What kernels that score key blocks by the last queries must give, against NumPy."""
+"""Checks of kernels that score key blocks by the last queries, against NumPy."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ TILE, ROWS = 128, 64
 
 
 def _logits(q, k, block_ids, end):
-    """Causal logits fp64 [B, Hq, n, 64, 128], -inf ahead of the query."""
+    """Causal logits fp64 [B, Hq, n, 64, 128], -inf after the query."""
     q, k = np.asarray(q, np.float64), np.asarray(k, np.float64)
     k = np.repeat(k, q.shape[1] // k.shape[2], axis=2)
     k = k.reshape(k.shape[0], len(block_ids), TILE, *k.shape[2:])
@@ -24,15 +24,15 @@ def check_sums(
     kernels: Estimate, heads: int, kv_heads: int, valid_len: int | None, *, dim: int = 64,
     dtype: str = "bfloat16",
 ) -> None:
-    """Statistics and masses of three blocks of a sequence of six.
+    """Checks statistics and masses of three blocks in a sequence of six.
 
     Args:
-        kernels: to check.
-        heads: of queries.
-        kv_heads: of keys.
-        valid_len: where the last queries end; None for the end of the sequence.
-        dim: of a head.
-        dtype: of queries and keys.
+        kernels: kernels to check.
+        heads: query heads.
+        kv_heads: key heads.
+        valid_len: end of the last queries; None for the end of the sequence.
+        dim: head dim.
+        dtype: dtype of queries and keys.
     """
     rng = np.random.default_rng(heads)
     block_ids, num_blocks, scale = np.array([5, 0, 3], np.int32), 6, 1.6 / dim**0.5
@@ -43,9 +43,9 @@ def check_sums(
     logits = _logits(q, k, block_ids, valid_len or num_blocks * TILE)
 
     peak, total = kernels.block_statistics(q, k, block_ids, num_blocks, **run)
-    lowest = np.float64(np.finfo(np.float32).min)  # instead of -inf, where nothing is seen
+    lowest = np.float64(np.finfo(np.float32).min)  # instead of -inf, where nothing is visible
     expected = np.maximum(logits.max(-1), lowest)
-    # A peak near zero is a sum of products of either sign, whose rounding is not relative to it.
+    # A peak near zero sums products of either sign, with rounding errors larger than the peak.
     np.testing.assert_allclose(peak, expected, rtol=1e-5, atol=2e-6)
     terms = np.exp((logits - expected[..., None]) * scale)
     np.testing.assert_allclose(total, terms.sum(-1), rtol=1e-4)
@@ -64,9 +64,9 @@ def check_sums(
 
 
 def check_sets_of_queries(kernels: Estimate) -> None:
-    """Blocks as sequences of one block, with queries and ends of their own.
+    """Checks blocks as sequences of one block, with separate queries and ends.
 
-    They must have the bits of calls for one set of queries.
+    The results must be bit-identical to calls with one query set.
     """
     rng, heads, ends, of = np.random.default_rng(7), 2, [40, 128, 300], [1, 1, 0]
     q = jnp.asarray(rng.normal(size=(2, heads, ROWS, 64)), jnp.bfloat16)
@@ -90,7 +90,7 @@ def check_sets_of_queries(kernels: Estimate) -> None:
 
 
 def check_each_block_is_alone(kernels: Estimate) -> None:
-    """The bits of a block do not depend on which blocks are beside it, nor on their order."""
+    """Checks that a block's result is bit-identical whatever the other blocks and their order."""
     rng, num_blocks = np.random.default_rng(8), 4
     q = jnp.asarray(rng.normal(size=(2, 2, ROWS, 64)), jnp.float16)
     k = jnp.asarray(rng.normal(size=(2, num_blocks * TILE, 1, 64)), jnp.float16)

@@ -1,4 +1,4 @@
-"""What a kernel call should give, and how close to it counts as right."""
+"""Expected results of kernel calls, and their tolerances."""
 
 import dataclasses
 import itertools
@@ -16,10 +16,10 @@ FP32_EPS = float(jnp.finfo(jnp.float32).eps)
 
 @dataclasses.dataclass(frozen=True)
 class Expected:
-    """A result of the oracle, and for each element how large the terms of its sum are."""
+    """A result of the oracle, with the size of the terms of each element's sum."""
 
     value: Array
-    size: Array  # root of the sum of the squared terms, before they cancel
+    size: Array  # root of the sum of the squared terms, before cancellation
 
 
 jax.tree_util.register_dataclass(Expected)
@@ -36,7 +36,7 @@ def oracle(
 
 @jax.jit
 def _oracle(q, k, v, dout, mask, scale, tiny) -> dict[str, Expected | Array]:
-    """As `oracle`, of fp32 inputs; `tiny` is where P and dS stop rounding any finer."""
+    """Computes `oracle` for fp32 inputs; `tiny` bounds the rounding of P and dS from below."""
     out, vjp, lse = jax.vjp(
         lambda q, k, v: reference_attention(q, k, v, mask, scale), q, k, v, has_aux=True
     )
@@ -48,7 +48,7 @@ def _oracle(q, k, v, dout, mask, scale, tiny) -> dict[str, Expected | Array]:
     p = jnp.where(mask, jnp.exp(logits - lse[..., None]), 0.0)
     dp = jnp.einsum("bqhd,bkhd->bhqk", dout, values)
     delta = pallas_kernels.delta_of(out, dout)
-    # delta sums terms that may cancel, of an output that was rounded.
+    # delta sums terms that may cancel, with an output that was rounded.
     delta_squared = delta**2 + pallas_kernels.delta_of(out**2, dout**2)
     p_squared = jnp.where(mask, jnp.maximum(p, tiny) ** 2, 0.0)
     ds_squared = (scale * p) ** 2 * (dp**2 + delta_squared[..., None])
@@ -74,13 +74,11 @@ def exact_sums(
     q: Array, k: Array, v: Array, dout: Array, delta: Array, tile_mask: np.ndarray,
     column_kv: tuple[Array, Array] | None = None, column_mask: np.ndarray | None = None,
 ) -> dict[str, np.ndarray | None]:
-    """What counting inputs give: P = 1 on every pair and dS = dP - delta, all integers.
+    """The results for counting inputs: P = 1 on every pair and dS = dP - delta, all integers.
 
     Args:
-        q: [B, nq, Hq, D].
-        k: [B, nk, Hk, D].
-        v: shape of k.
-        dout: shape of q.
+        q, dout: [B, nq, Hq, D].
+        k, v: [B, nk, Hk, D].
         delta: [B, Hq, nq].
         tile_mask: bool [B, Hq, nq, nk], the pairs of the tiles.
         column_kv: keys and values of gathered columns.
@@ -117,11 +115,11 @@ def exact_sums(
 def compare(
     name: str, actual: Array, expected: Expected, dtype: jnp.dtype, more: float = 0.0
 ) -> None:
-    """Compares [B, n, H, D] element by element, relative to the terms that make it up.
+    """Compares [B, n, H, D] per element, relative to the terms of its sum.
 
     Inputs are exact. P, dS and the result are rounded to `dtype`, by at most eps / 2 each and
-    independently, and sums are in fp32: the error of an element is a fraction of eps times its
-    size in the mean, and some sigmas in the worst of many. `more` is added to eps.
+    independently, and sums are in fp32: the mean error of an element is a fraction of eps times its
+    size, and the largest of many is some sigmas. `more` is added to eps.
     """
     info = jnp.finfo(dtype)
     eps = max(float(info.eps), 16 * FP32_EPS) + more
@@ -143,7 +141,7 @@ def compare(
 
 
 def compare_lse(actual: Array, expected: Array, more: float = 0.0) -> None:
-    """The same tolerance for every dtype: logits sum exact products in fp32. `more` adds to it."""
+    """Uses one tolerance for all dtypes: logits sum exact products in fp32. `more` adds to it."""
     actual, expected = (np.asarray(x, np.float64) for x in (actual, expected))
     np.testing.assert_allclose(actual, expected, rtol=2e-6, atol=2e-5 + more, err_msg="lse")
 

@@ -1,4 +1,4 @@
-"""Lowering and compiling for a Hopper GPU on a machine that has none."""
+"""Lowering and compiling for a Hopper GPU on a machine without one."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Hopper backends that tests name: both kinds of backward kernels, on a GPU or interpreted."""
+"""Hopper backends used by tests: both kinds of backward kernels, on a GPU or interpreted."""
 
 from typing import Any
 
@@ -7,6 +7,6 @@ from pallas_kernels.mosaic_gpu.backend import MosaicGpu
 
 
 def registered(name: str, **options: Any) -> str:
-    """Registers a Hopper backend with options of `MosaicGpu`, chosen by name only; the name."""
+    """Registers a Hopper backend with options of `MosaicGpu`, by name only; returns the name."""
     backends.register(MosaicGpu(name, **options), by_name_only=True)
     return name

@@ -3,8 +3,8 @@
     python tests/pallas_kernels/hopper_ptx.py                 # all problems: 3 minutes on one core
     python tests/pallas_kernels/hopper_ptx.py lists-64 ring-128
 
-It needs the CUDA plugin of JAX. The problems are those of `tests/gpu/small_problems.py`; what is
-printed is the table of `proxy_fences.py`. The exit status is 1 if a store is not fenced.
+Needs the CUDA plugin of JAX. The problems are those of `tests/gpu/small_problems.py`; prints the
+table of `proxy_fences.py`. The exit status is 1 if a store is not fenced.
 """
 
 import os
@@ -23,7 +23,7 @@ _MARK = "// compiled: "
 
 
 def main(names: Sequence[str]) -> int:
-    """Prints what the kernels of some problems have, or of all."""
+    """Prints the fences in the kernels of the given problems, or of all."""
     if names[:1] == ["--compile"]:
         _compile(names[1:])
         return 0
@@ -33,9 +33,9 @@ def main(names: Sequence[str]) -> int:
 
 
 def compiled(names: Sequence[str] = ()) -> dict[str, str]:
-    """PTX of the kernels of each problem, compiled in a process of its own."""
+    """Returns the PTX of the kernels of each problem, compiled in a separate process."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "MOSAIC_GPU_DUMP_PTX": "1"}
-    environment.pop("JAX_COMPILATION_CACHE_DIR", None)  # or nothing is compiled
+    environment.pop("JAX_COMPILATION_CACHE_DIR", None)  # otherwise nothing is compiled
     done = subprocess.run(
         [sys.executable, str(Path(__file__).resolve()), "--compile", *names],
         stdout=subprocess.PIPE, text=True, check=True, cwd=ROOT, env=environment,
@@ -45,7 +45,7 @@ def compiled(names: Sequence[str] = ()) -> dict[str, str]:
 
 
 def _compile(names: Sequence[str]) -> None:
-    """Compiles problems; Mosaic GPU prints their PTX, and this the name behind it."""
+    """Compiles problems; Mosaic GPU prints their PTX, followed by the problem's name."""
     import jax
     import numpy as np
     from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -66,7 +66,7 @@ def _compile(names: Sequence[str]) -> None:
             continue
         values = described(jax.tree.map(np.asarray, problem.inputs()))
         for step in problem.steps:
-            # The device of the abstract mesh decides which kernels run.
+            # The device of the abstract mesh determines the backend.
             with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
                 program = small_problems.jitted(step, problem.backend)
                 results = jax.eval_shape(program, values)

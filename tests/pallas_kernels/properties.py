@@ -1,4 +1,4 @@
-"""How the property tests of this folder run: the same examples every time, nothing on disk."""
+"""Settings of property tests: the same examples every time, nothing on disk."""
 
 from hypothesis import settings
 

@@ -1,16 +1,16 @@
-"""Reads off PTX whether stores to shared memory are fenced before asynchronous units read them.
+"""Checks in PTX that stores to shared memory are fenced before asynchronous units read them.
 
-Threads write shared memory through one proxy, bulk copies and wgmma read and write it through
-another. Between the two a thread that wrote needs `fence.proxy.async`, and then a barrier with
-whoever starts the copy or the product. No tool of compute-sanitizer (2026.4) reports a missing
-fence (`store-unfenced` of `tests/gpu/barriers.cu`), and results may well be right without it.
+Threads write shared memory through one proxy; bulk copies and wgmma access it through another.
+In between, a thread that wrote needs `fence.proxy.async`, and then a barrier with whoever starts
+the copy or product. No tool of compute-sanitizer (2026.4) reports a missing fence
+(`store-unfenced` of `tests/gpu/barriers.cu`), and results may be correct without it.
 
-What is checked is a thread's way through a kernel: on no path may it come to a barrier, a bulk
-copy or a product between a store and the next fence, nor to a copy or a product between that fence
-and the next barrier of its warpgroup or thread block. Left out are stores to memory that no
-asynchronous unit touches: to a variable of its own, or below all addresses that such units are
-given. There, numbers of unknown size are taken for indices that are not negative. Not checked:
-memory that threads have read and a copy overwrites, which only barriers order, and global memory.
+The check follows all paths of a thread through a kernel: between a store and the next fence there
+may be no barrier, bulk copy or product, and between that fence and the next barrier of its
+warpgroup or thread block no copy or product. Stores to memory that no asynchronous unit accesses
+are exempt: to a separate variable, or below all addresses passed to such units. For this, numbers
+of unknown size are assumed to be nonnegative indices. Not checked: memory that threads have read
+and a copy overwrites, which only barriers order, and global memory.
 """
 
 import dataclasses
@@ -34,23 +34,23 @@ _PRODUCT = re.compile(r"wgmma\.mma_async")
 _FENCE = re.compile(r"fence\.proxy\.async")
 _MEETING = re.compile(r"(bar|barrier)\.(?!warp)")
 _RELEASE = re.compile(r"(bar|barrier)\.|mbarrier\.arrive")
-# Of other GPUs, or not in our kernels: nothing is known of them here.
+# For other GPUs, or not used in our kernels: the checker does not support them.
 _UNKNOWN = re.compile(r"call|brx|(st|red)\.async|st\.bulk|tcgen|multimem")
 
 
 @dataclasses.dataclass(frozen=True)
 class Fences:
-    """What a kernel has of each, and what is wrong.
+    """Counts and errors of a kernel.
 
     Attributes:
-        kernel: its name, without the ending that Pallas gives it.
-        stores: instructions by which threads store to shared memory.
-        fences: between the proxies.
-        copies: bulk copies out of shared memory, also those that add.
+        kernel: its name, without the suffix added by Pallas.
+        stores: instructions with which threads store to shared memory.
+        fences: fences between the proxies.
+        copies: bulk copies out of shared memory, including those that add.
         products: wgmma instructions.
-        apart: stores without a fence, to memory that no asynchronous unit touches.
-        unfenced: stores that come to a barrier, a copy or a product without one.
-        unmet: stores that are fenced, but come to a copy or a product without a barrier.
+        apart: stores without a fence, to memory that no asynchronous unit accesses.
+        unfenced: stores that reach a barrier, copy or product without a fence.
+        unmet: stores that are fenced, but reach a copy or product without a barrier.
     """
 
     kernel: str
@@ -64,7 +64,7 @@ class Fences:
 
 
 def read(ptx: str) -> list[Fences]:
-    """What every kernel of some PTX has, in order."""
+    """Analyzes every kernel in some PTX, in order."""
     starts = [match.start() for match in _ENTRY.finditer(ptx)]
     return [_Kernel(ptx[a:b]).fences() for a, b in zip(starts, [*starts[1:], None], strict=True)]
 
@@ -80,7 +80,7 @@ class _Instruction(NamedTuple):
 
 
 class _Range(NamedTuple):
-    """Numbers from low to high, behind the beginning of a variable in shared memory if any."""
+    """Numbers from low to high, relative to a shared memory variable if there is one."""
 
     variable: str | None
     low: float
@@ -125,12 +125,12 @@ class _Kernel:
         )  # fmt: skip
 
     def _along_paths(self, stores: list[int]) -> tuple[set[int], set[int]]:
-        """Stores that are handed over without a fence, and without a barrier behind the fence.
+        """Returns stores that are passed on without a fence, and without a barrier after the fence.
 
-        Sets of stores are the bits of a number.
+        Sets of stores are bits of an integer.
         """
         bits = {i: 1 << n for n, i in enumerate(stores)}
-        before = {0: (0, 0)}  # an instruction: stores to be fenced, to be met by a barrier
+        before = {0: (0, 0)}  # per instruction: stores that need a fence, or a barrier
         unfenced = unmet = 0
         todo = [0]
         while todo:
@@ -159,7 +159,7 @@ class _Kernel:
     def _next(self, i: int) -> Iterator[int]:
         x = self.code[i]
         ends = x.guard is None and x.name.split(".")[0] in ("ret", "exit", "trap")
-        # Labels of inline assembly are of loops that wait: their end comes next.
+        # Labels of inline assembly belong to wait loops: continue after their end.
         jumps = x.name.startswith("bra") and x.operands.startswith("$")
         if jumps:
             yield self.labels[x.operands]
@@ -174,7 +174,7 @@ class _Kernel:
         return any(place.variable for place in self._places(_addresses(x)[0]))
 
     def _touched(self, x: _Instruction) -> Iterator[_Range]:
-        """Where the asynchronous unit that an instruction starts reads or writes shared memory."""
+        """Yields the shared memory ranges accessed by an instruction's asynchronous unit."""
         if _COPY_IN.match(x.name):
             yield from self._places(_addresses(x)[0])
         elif _COPY_OUT.match(x.name):
@@ -192,7 +192,7 @@ class _Kernel:
         return place.high < min(others, default=math.inf)
 
     def _places(self, operand: str) -> list[_Range]:
-        """The addresses in shared memory from which an operand is made; one unknown if none."""
+        """Returns the shared memory addresses an operand is derived from; unknown if none."""
         found, todo, seen = [], [operand], set()
         while todo:
             name = todo.pop()
@@ -209,7 +209,7 @@ class _Kernel:
         return found or [_ANY]
 
     def _value(self, operand: str, within: frozenset[str] = frozenset()) -> _Range:
-        """What is known of an operand: a register, a number, a variable, or a sum of two."""
+        """Returns the range of an operand: a register, number, variable, or sum of two."""
         operand = operand.strip()
         if "+" in operand:
             first, _, second = operand.partition("+")
@@ -233,7 +233,7 @@ class _Kernel:
         return self.known[operand]
 
     def _result(self, x: _Instruction, within: frozenset[str]) -> _Range:
-        """What an instruction makes of its operands, as far as addresses are made so."""
+        """Returns the result range of an instruction, as far as used for addresses."""
         kind = x.name.split(".")[0]
         parts = _parts(x.operands)[1:]
         if kind not in ("mov", "cvt", "cvta", "shfl", "add", "sub", "mul", "mad", "shl", "shr",
@@ -267,7 +267,7 @@ class _Kernel:
         return _ANY
 
     def _slots(self, parts: list[str]) -> int | None:
-        """n, if a difference is a remainder of n, a power of two: x - ((x + (x < 0)) & -n)."""
+        """Returns n if a difference is a remainder of a power of two: x - ((x + (x < 0)) & -n)."""
         for x in self.definitions.get(parts[1], ()):
             mask = _parts(x.operands)[-1]
             if x.name.startswith("and") and re.fullmatch(r"-\d+", mask):
@@ -290,7 +290,7 @@ def _is_asynchronous(x: _Instruction) -> bool:
 
 
 def _addresses(x: _Instruction) -> list[str]:
-    """The operands in brackets, without the coordinates of tensor maps."""
+    """Returns the operands in brackets, without the coordinates of tensor maps."""
     return [inner.partition(",")[0] for inner in re.findall(r"\[([^\]]*)\]", x.operands)]
 
 
@@ -316,7 +316,7 @@ def _either(a: _Range, b: _Range) -> _Range:
 
 
 def table(rows: Iterable[tuple[str, Fences]]) -> list[str]:
-    """What kernels have, by problem, as Markdown; problems with the same kernel share a row."""
+    """Formats the counts by problem as Markdown; problems with the same kernel share a row."""
     problems: dict[Fences, list[str]] = {}
     for problem, found in rows:
         if problem not in problems.setdefault(found, []):

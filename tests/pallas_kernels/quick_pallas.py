@@ -1,4 +1,4 @@
-"""Parts of Pallas that take most of its time in tests, done in quicker ways with equal results."""
+"""Faster replacements, with equal results, for the slowest parts of Pallas in tests."""
 
 import dataclasses
 import io
@@ -13,7 +13,7 @@ from jaxlib.mlir import ir
 
 
 def quicken_callbacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter's, thousands for each kernel: each argument goes through a device."""
+    """Speeds up the interpreter's callbacks, thousands per kernel: avoids device round trips."""
     to_int = shared_memory._to_int
 
     def call(*args, callback, **_):
@@ -27,7 +27,7 @@ def quicken_callbacks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def quicken_lowering(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layouts are found by trying, hundreds of times for each kernel."""
+    """Speeds up layout inference, which tries hundreds of assignments per kernel."""
     _number_once(monkeypatch)
     _reduce_what_changed(monkeypatch)
     _hash_once(monkeypatch, constraints.Variable)
@@ -37,12 +37,12 @@ def quicken_lowering(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _number_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Variables of layouts are sorted by name, and for each name the whole kernel is numbered."""
+    """Numbers a kernel once, instead of for each name when sorting layout variables."""
     in_order = constraints.compute_transitively_equal_vars
     slow_name, numbers, sorts = layout_inference.ValueSite.__str__, [], []
 
     def name(self):
-        if not sorts:  # a kernel that has changed is numbered anew
+        if not sorts:  # a changed kernel is numbered again
             return slow_name(self)
         if not numbers:
             root = self.operation.operation
@@ -69,9 +69,9 @@ def _number_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _reduce_what_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each layout that is found or tried has all constraints reduced, most of which it is not in.
+    """Reduces only constraints that a new layout affects, instead of all.
 
-    One that was reduced, and has no variable that is assigned since, would come out as it is.
+    Constraints that were reduced before and have no newly assigned variable do not change.
     """
     reduce = constraints.reduce_constraint
 
@@ -87,7 +87,7 @@ def _reduce_what_changed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _variables(expression):
-    """The variables of a constraint or of an expression."""
+    """Returns the variables of a constraint or expression."""
     if isinstance(expression, constraints.Variable):
         yield expression
     elif not isinstance(expression, constraints.Constant):
@@ -98,7 +98,7 @@ def _variables(expression):
 
 
 def _hash_once(monkeypatch: pytest.MonkeyPatch, kind: type) -> None:
-    """The hash of a frozen dataclass asks all that is in it, each time."""
+    """Caches the hash of a frozen dataclass, which otherwise covers all of its contents."""
     slow_hash = kind.__hash__
 
     def hash_of(self):
@@ -111,7 +111,7 @@ def _hash_once(monkeypatch: pytest.MonkeyPatch, kind: type) -> None:
 
 
 def _read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A layout is read off each operand of each operation, and there are few."""
+    """Caches parsed layouts: every operand has one, but few are distinct."""
     read, known = layouts.from_layout_attr, {}
 
     def layout(attribute):
@@ -124,7 +124,7 @@ def _read_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _look_up_unknowns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the end each variable is looked for in the list of all."""
+    """Uses a set for the final lookup of variables in the list of all."""
     find = layout_inference.find_assignments_for
 
     def found(unknowns, *args, **options):

@@ -1,4 +1,4 @@
-"""A striped ring on one device, by hand: rank r of R holds global blocks r, r + R, ..."""
+"""An emulated striped ring on one device: rank r of R holds global blocks r, r + R, ..."""
 
 import functools
 
@@ -22,9 +22,9 @@ def striped_step(
 ) -> DiagonalTiles:
     """The tiles of one striped ring step: queries of `rank`, keys of `source`.
 
-    Local block j of rank r is global block j * ranks + r, so block diagonal d meets the pair iff
-    d = rank - source (mod ranks), as local offset (d - (rank - source)) / ranks. Every list holds
-    all diagonals, sorted by residue; start and stop pick the step's.
+    Local block j of rank r is global block j * ranks + r, so block diagonal d occurs in the pair
+    iff d = rank - source (mod ranks), at local offset (d - (rank - source)) / ranks. Every list
+    holds all diagonals, sorted by residue; start and stop select the step's.
     """
     slashes, count = np.array(index.slash_blocks), np.asarray(index.slash_count)
     start, stop = np.zeros_like(count), np.zeros_like(count)
@@ -44,10 +44,10 @@ def striped_step(
 def segmented_step(
     index: VerticalSlashIndex, rank: int, sources: list[int], ranks: int, segment_blocks: int
 ) -> SegmentedDiagonals:
-    """Queries of `rank` against the keys of several ranks one after another, as one list.
+    """Queries of `rank` against the concatenated keys of several ranks, as one list.
 
-    A run holds the offsets of `striped_step` for one source, counted in the concatenated keys.
-    Runs go by how near their keys are, and the lists have no room to spare between them.
+    A run holds the offsets of `striped_step` for one source, relative to the concatenated keys.
+    Runs are ordered by the distance of their keys, without gaps in the lists.
     """
     order = sorted(range(len(sources)), key=lambda n: (rank - sources[n]) % ranks)
     steps = [striped_step(index, rank, sources[n], ranks) for n in order]
@@ -70,21 +70,21 @@ def segmented_step(
 
 @functools.partial(jax.jit, static_argnames=("ranks", "num_blocks"))
 def seen_by(rank: int, index: VerticalSlashIndex, ranks: int, num_blocks: int) -> Columns:
-    """The columns as the striped queries of a rank see them."""
+    """The columns as seen by the striped queries of a rank."""
     blocks = rank + jnp.arange(0, num_blocks, ranks, dtype=jnp.int32)
     return Columns.from_index(index, blocks, num_blocks)
 
 
-# In NumPy, as JAX would compile each step for each shape.
-def deal(x: Array, ranks: int, size: Size) -> list[np.ndarray]:
-    """[B, S, ...] in stripes of one block: rank r gets blocks r, r + ranks, ..."""
+# With NumPy; JAX would compile each step for each shape.
+def split(x: Array, ranks: int, size: Size) -> list[np.ndarray]:
+    """Splits [B, S, ...] into stripes of one block: rank r gets blocks r, r + ranks, ..."""
     x = np.asarray(x)
     blocks = x.reshape(x.shape[0], -1, ranks, size.block_size, *x.shape[2:])
     return [blocks[:, :, r].reshape(x.shape[0], -1, *x.shape[2:]) for r in range(ranks)]
 
 
 def collect(shards: list[Array], size: Size) -> np.ndarray:
-    """Undoes `deal`."""
+    """The inverse of `split`."""
     shards = [np.asarray(x) for x in shards]
     batch, rest = shards[0].shape[0], shards[0].shape[2:]
     blocks = [x.reshape(batch, -1, 1, size.block_size, *rest) for x in shards]

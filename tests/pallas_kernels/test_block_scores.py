@@ -17,25 +17,25 @@ WATCHED = HopperBlockScores(plgpu.InterpretGPUParams(detect_races=True))
     ("blocks", "rows", "columns", "length", "first"),
     [(24, 16, 16, 256, 0), (3, 128, 128, 64, 1), (16, 12, 64, 64, 2)],
 )
-def test_masses_are_those_of_a_softmax(blocks, rows, columns, length, first):
+def test_masses_match_a_softmax(blocks, rows, columns, length, first):
     check_masses(WATCHED, blocks, rows, columns, length, first)
 
 
-def test_rows_see_no_block_before_the_first_one_of_their_document():
+def test_rows_see_no_block_before_their_document():
     check_masses_of_documents(WATCHED)
 
 
 @pytest.mark.parametrize(
     ("length", "columns", "dtype", "reason"),
-    [(64, 16, "float32", "dtypes float32"), (80, 16, "bfloat16", "rows of 80 numbers"),
-     (64, 4, "float16", "4 rows of keys in a block")],
+    [(64, 16, "float32", "dtypes float32"), (80, 16, "bfloat16", "rows of 80 components"),
+     (64, 4, "float16", "4 rows of keys per block")],
 )  # fmt: skip
-def test_what_the_kernel_cannot_do_is_said(length, columns, dtype, reason):
+def test_unsupported_inputs_are_explained(length, columns, dtype, reason):
     x = jnp.zeros((1, 1, 2, columns, length), dtype)
     assert WATCHED.unsupported(x, x).startswith(reason)
 
 
-def test_kernels_that_cannot_run_are_left_to_xla_and_said_once(caplog):
+def test_unsupported_inputs_fall_back_to_xla_with_one_message(caplog):
     backend = registered("cannot score", interpret=plgpu.InterpretGPUParams())
     x = jnp.zeros((1, 128, 1, 64), jnp.bfloat16)
     rows = jnp.zeros((1, 1, 1, 4, 80), jnp.bfloat16)
@@ -43,4 +43,4 @@ def test_kernels_that_cannot_run_are_left_to_xla_and_said_once(caplog):
         for _ in range(2):
             assert backends.block_score_kernels(backend, x, 128, rows, rows) is None
     (record,) = caplog.records
-    assert record.message.endswith("XLA backend: rows of 80 numbers (multiples of 64 are needed)")
+    assert record.message.endswith("XLA backend: rows of 80 components (must be a multiple of 64)")

@@ -1,4 +1,4 @@
-"""What XLA makes of sparse attention on an H200: memory, and how often kernels run."""
+"""Compiled sparse attention on an H200: memory, and the number of kernel calls."""
 
 import dataclasses
 import importlib.util
@@ -39,12 +39,12 @@ def _index(mesh, heads: int, seq_len: int, max_verticals: int) -> VerticalSlashI
 
 
 def _compile(mesh, f, *args):
-    # The device of the abstract mesh decides which kernels run.
+    # The device of the abstract mesh determines the backend.
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         return jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).compile()
 
 
-def test_output_and_gradients_at_512k_tokens_take_little_beside_themselves(h200):
+def test_output_and_gradients_at_512k_tokens_need_little_extra_memory(h200):
     seq_len, heads = 524288, 16
     q, k = (_shape(h200, 1, seq_len, n, 128) for n in (heads, 2))
 
@@ -53,7 +53,7 @@ def test_output_and_gradients_at_512k_tokens_take_little_beside_themselves(h200)
         return out, *vjp(dout)
 
     compiled = _compile(h200, both, q, k, k, q, _index(h200, heads, seq_len, 4096))
-    # dk and dv alone are 1.07 GB in fp32: they lie where dq is written later.
+    # dk and dv in fp32 are 1.07 GB: they use the memory of dq, which is written later.
     assert compiled.memory_analysis().temp_size_in_bytes < 0.2e9
 
 
@@ -61,10 +61,10 @@ def test_output_and_gradients_at_512k_tokens_take_little_beside_themselves(h200)
     ("fused_sparse_bytes", "backward"),
     [(2**31, ("attention_backward",)), (0, ("attention_dkdv", "attention_dq"))],
 )
-def test_every_kernel_runs_once_in_layers_that_keep_its_results(
+def test_every_kernel_runs_once_in_layers_that_save_its_results(
     h200, monkeypatch, fused_sparse_bytes, backward
 ):
-    """A scan stacks what the backward pass needs, and the model uses the same output."""
+    """A scan stacks the residuals of the backward pass, and the model uses the same output."""
     layers, seq_len, heads, dim = 3, 1024, 2, 64
     config = dataclasses.replace(CONFIGS[dim], fused_sparse_bytes=fused_sparse_bytes)
     monkeypatch.setitem(CONFIGS, dim, config)
@@ -92,7 +92,7 @@ def _gradients(q, k, v, dout):
 
 @pytest.mark.parametrize("around", ["scan", "vmap"])
 def test_the_kernel_that_adds_to_dq_in_place_is_not_fused_with_slices(h200, around):
-    """A fusion loses that dq and its counters are written in place: gradients would be wrong."""
+    """A fusion would ignore that dq and its counters are written in place: wrong gradients."""
     batch, seq_len, heads, dim = 3, 1024, 2, 64
     stacked = _shape(h200, batch, 1, seq_len, heads, dim)
 

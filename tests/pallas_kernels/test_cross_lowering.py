@@ -1,7 +1,7 @@
-"""The Hopper kernels lowered for an H200 on a machine that has no GPU.
+"""The Hopper kernels lowered for an H200 on a machine without a GPU.
 
-Lowering runs everything of Pallas up to MLIR: shapes, dtypes, layouts, transforms and barriers of
-every shipped configuration are checked, the machine code is not.
+Lowering runs all of Pallas up to MLIR: it checks shapes, dtypes, layouts, transforms and barriers
+of every shipped configuration, but not the machine code.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ from tests.pallas_kernels.described import (
 
 
 def _kernels(f, *args) -> int:
-    """Lowers f for an H200; the number of Mosaic GPU kernels it calls."""
+    """Lowers f for an H200; returns the number of Mosaic GPU kernels that it calls."""
     with target(H200):
         lowered = jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",))
     found = []
@@ -50,7 +50,7 @@ def _kernels(f, *args) -> int:
             found.append(ir.StringAttr(operation.attributes["call_target_name"]).value)
         return ir.WalkResult.ADVANCE
 
-    lowered.compiler_ir().operation.walk(visit)  # the text is long: it holds the kernels
+    lowered.compiler_ir().operation.walk(visit)  # the text is long: it contains the kernels
     return sum(name.startswith("mosaic_gpu") for name in found)
 
 
@@ -70,8 +70,8 @@ PROBLEMS = [
 ]
 
 
-# Another dtype is another word in the same code, and tiles are walked alike for all head dims: the
-# wide one shows its own configuration with each kind of lists; with diagonals further below.
+# Another dtype only changes a word in the same code, and tiles are processed alike for all head
+# dims: the larger one tests its configuration with each kind of list; diagonals are tested below.
 OF_DIMS = [(64, *problem) for problem in PROBLEMS]
 OF_DIMS += [(128, "listed", False, "bfloat16", False), (128, "segments", True, "bfloat16", True)]
 
@@ -95,7 +95,7 @@ def test_both_passes_lower(dim, kind, has_columns, dtype, running):
     assert _kernels(both, q, k, v, row, row, tiles_of(kind), columns, init) == 3
 
 
-# Few, as each takes seconds: what the fused kernel takes, and every reason not to take it.
+# Few, since each takes seconds: a case for the fused kernel, and each reason not to use it.
 @pytest.mark.parametrize(
     ("dim", "kind", "has_columns", "dq_dtype"),
     [
@@ -132,9 +132,9 @@ def test_one_backward_kernel_over_dense_diagonals(dim, kind, has_columns, dq_dty
 
 
 def test_dense_attention_with_gradients_lowers():
-    """Three kernels, delta's included; `jax.vmap` runs the last one entry after another.
+    """Three kernels, including delta's; `jax.vmap` runs the last one for one entry at a time.
 
-    Without it they are lowered from the benchmark's parts.
+    Cases without vmap are lowered in parts in the tests above.
     """
     q, k, v = qkv(64, "bfloat16", nk=NQ)
 
@@ -148,9 +148,9 @@ def test_dense_attention_with_gradients_lowers():
 
 @pytest.mark.parametrize(("dim", "large"), [(64, False), (128, True)])
 def test_attention_with_gradients_lowers(dim, large, monkeypatch):
-    """One device, from the index on: kernels chosen without being named.
+    """One device, starting from the index, with automatic selection of kernels.
 
-    Forward, delta and one kernel for all gradients, two where dq in fp32 would be too large.
+    Forward, delta and one kernel for all gradients; two if dq in fp32 would be too large.
     """
     q, k, v = qkv(dim, "bfloat16", nk=NQ)
     config = dataclasses.replace(CONFIGS[dim], fused_sparse_bytes=q.size * 4 - large)
@@ -163,7 +163,7 @@ def test_attention_with_gradients_lowers(dim, large, monkeypatch):
     assert _kernels(jax.grad(loss, argnums=(0, 1, 2)), q, k, v, index()) == (4 if large else 3)
 
 
-def test_the_hopper_kernels_are_chosen_for_a_hopper_gpu():
+def test_hopper_gpus_use_the_hopper_kernels():
     q = jnp.zeros((1, G, 1, 64), jnp.bfloat16)
     with target(H200):
         for choice in (None, "auto", "mosaic_gpu"):
@@ -175,7 +175,7 @@ def test_the_hopper_kernels_are_chosen_for_a_hopper_gpu():
             assert backends.resolve(None, x, block_size).name == "xla"
 
 
-def test_other_machines_get_the_portable_backend():
+def test_other_machines_use_the_portable_backend():
     q = jnp.zeros((1, G, 1, 64), jnp.bfloat16)
     found = backends.describe(None, q, G)
     assert found == backends.Description("xla", "no GPU (platform cpu)")
@@ -186,8 +186,8 @@ def test_other_machines_get_the_portable_backend():
 
 
 @pytest.mark.parametrize("installed", [False, True])
-def test_gpus_before_hopper_get_triton_where_it_is_installed(installed, monkeypatch, caplog):
-    """One line says what is missing; where nothing is, none."""
+def test_gpus_before_hopper_use_triton_if_installed(installed, monkeypatch, caplog):
+    """One line reports what is missing, if anything."""
     monkeypatch.setattr(device, "find_spec", lambda name: installed or None)
     monkeypatch.setattr(device, "unfit_triton", lambda: None)
     backends._say_once.cache_clear()
@@ -199,11 +199,11 @@ def test_gpus_before_hopper_get_triton_where_it_is_installed(installed, monkeypa
         if not installed:
             with pytest.raises(ValueError, match="backend='triton' cannot run here: .*ampere"):
                 backends.resolve("triton", q, G)
-    missing = "Triton kernels need the extra ampere: uv sync --extra ampere, or pip install"
+    missing = "Triton kernels need the ampere extra: uv sync --extra ampere, or pip install"
     assert [missing in line for line in caplog.messages] == ([False] if installed else [True])
 
 
-def test_triton_runs_on_other_gpus_by_name_alone(monkeypatch):
+def test_triton_runs_on_other_gpus_only_by_name(monkeypatch):
     monkeypatch.setattr(device, "find_spec", lambda name: True)
     monkeypatch.setattr(device, "unfit_triton", lambda: None)
     q = jnp.zeros((1, G, 1, 64), jnp.bfloat16)
@@ -212,7 +212,7 @@ def test_triton_runs_on_other_gpus_by_name_alone(monkeypatch):
         assert backends.resolve("triton", q, G).name == "triton"
         with pytest.raises(ValueError, match="backend='triton' cannot run here: head dim 80"):
             backends.resolve("triton", jnp.zeros((1, G, 1, 80), jnp.bfloat16), G)
-    needed = r"compute capability 7.5 \(8.0 or later is needed\)"
+    needed = r"compute capability 7.5 \(must be 8.0 or later\)"
     with target(gpu("Tesla T4", "7.5")), pytest.raises(ValueError, match=needed):
         backends.resolve("triton", q, G)
     with pytest.raises(ValueError, match="backend='triton' cannot run here: no NVIDIA GPU"):
@@ -220,7 +220,7 @@ def test_triton_runs_on_other_gpus_by_name_alone(monkeypatch):
 
 
 class _Packages:
-    """Installed packages as `importlib.metadata` tells of them: an old Triton, or none."""
+    """Installed packages as reported by `importlib.metadata`: an old Triton, or none."""
 
     PackageNotFoundError = KeyError
 
@@ -247,7 +247,7 @@ OLD = {"triton": "3.6.0", "jax-triton": "0.4.1", "jax-triton-needs": "3.7"}
         (types.ModuleType("triton.backends.nvidia.compiler"), {}, None),
     ],
 )  # fmt: skip
-def test_a_triton_that_jax_triton_cannot_use_is_named(backend, versions, reason, monkeypatch):
+def test_an_incompatible_triton_is_named(backend, versions, reason, monkeypatch):
     """jax-triton puts an empty namespace where Triton's NVIDIA backend cannot be imported."""
     library = types.SimpleNamespace(triton_lib=types.SimpleNamespace(cb=backend))
     monkeypatch.setitem(sys.modules, "jax_triton", library if backend else None)
@@ -267,7 +267,7 @@ def test_a_triton_that_jax_triton_cannot_use_is_named(backend, versions, reason,
         device.unfit_triton.cache_clear()
 
 
-def test_asking_by_name_where_it_cannot_run_says_why():
+def test_requesting_an_unavailable_backend_explains_why():
     q = jnp.zeros((1, G, 1, 64), jnp.bfloat16)
 
     def ask(q, block_size=G):

@@ -16,7 +16,7 @@ from tests.pallas_kernels.hopper import hopper
 
 @pytest.fixture
 def kernels():
-    """The kernels with interpreter parameters; looks for races at the end."""
+    """The kernels with interpreter parameters; checks for races at the end."""
     run = dict(multiprocessors=2, interpret=plgpu.InterpretGPUParams(detect_races=True))
     yield SimpleNamespace(
         block_statistics=functools.partial(estimate.block_statistics, **run),
@@ -28,14 +28,14 @@ def kernels():
         interpreter.reset_gpu_interpret_mode_state()
 
 
-# An even group, and an odd one whose last pair of heads is not full. In the second case the last
-# queries are before padding, so that one block is ahead of all of them and one of some.
+# A group of even size, and one of odd size with an incomplete last pair of heads. In the second
+# case the last queries precede padding: one block is after all of them and one after some.
 @pytest.mark.parametrize(("heads", "kv_heads", "valid_len"), [(2, 1, None), (3, 1, 430)])
 def test_matches_brute_force(heads, kv_heads, valid_len, kernels):
     check_sums(kernels, heads, kv_heads, valid_len)
 
 
-def test_each_block_may_have_queries_and_an_end_of_its_own(kernels):
+def test_each_block_may_have_separate_queries_and_ends(kernels):
     check_sets_of_queries(kernels)
 
 

@@ -1,4 +1,4 @@
-"""The work list of the fused backward kernel, walked in numpy as the kernel walks it."""
+"""The work list of the fused backward kernel, traversed in NumPy like in the kernel."""
 
 import collections
 import dataclasses
@@ -56,7 +56,7 @@ def _one_segment(mask: str, size: Size) -> tuple[DiagonalTiles, Columns | None]:
 
 
 def _documents(mask: str, size: Size) -> tuple[DiagonalTiles, None, np.ndarray]:
-    """Of one device, or of the queries and keys of two among three ranks."""
+    """Documents on one device, or queries and keys of two among three ranks."""
     ranks = 1 if mask == "documents" else 3
     blocks = size.key_blocks * ranks
     whole = dataclasses.replace(size, query_blocks=blocks, key_blocks=blocks, block_size=1)
@@ -98,7 +98,7 @@ def _segments(size: Size) -> tuple[SegmentedDiagonals, np.ndarray]:
 
 
 def _walk(work: FusedWork, num_query_blocks: int) -> dict:
-    """What is added to the dq of each (batch, head, row), in launch order: turn, item, other."""
+    """Additions to the dq of each (batch, head, row), in launch order: turn, item, other."""
     added = collections.defaultdict(list)
     for n, item in enumerate(work.items):
         it = KeyItem(*(int(x) for x in item))
@@ -116,8 +116,8 @@ def _walk(work: FusedWork, num_query_blocks: int) -> dict:
     return added
 
 
-def test_documents_in_the_keys_of_several_ranks_take_two_kernels():
-    """Of blocks 3, 4 and 5, which lie at the same place of three ranks, row 6 sees the last two."""
+def test_documents_in_the_keys_of_several_ranks_use_two_kernels():
+    """Of blocks 3, 4 and 5, at the same position of three ranks, row 6 sees the last two."""
     size = Size(1, 2, 1, 12, 12, G, dim=64)
     index = cases.dense_documents(size, [[4, 8]])
 
@@ -137,11 +137,11 @@ def test_documents_in_the_keys_of_several_ranks_take_two_kernels():
     assert isinstance(jax.eval_shape(plan, k, k, alone, None).keys, FusedWork)
 
 
-def test_one_document_is_walked_as_a_sequence_without_documents():
+def test_a_single_document_is_processed_like_a_sequence_without_documents():
     size = Size(1, 4, 2, 12, 12, G, dim=64)
     indices = DenseIndex(G), cases.dense_documents(size, [[12]])
     shapes = [jax.ShapeDtypeStruct((1, 12 * G, heads, 64), "bfloat16") for heads in (4, 2)]
-    backend = MosaicGpu("one document", interpret=True)  # of two multiprocessors: short waves
+    backend = MosaicGpu("one document", interpret=True)  # two multiprocessors: short waves
 
     @jax.jit
     def plan(index):
@@ -177,7 +177,7 @@ def test_turns_follow_the_list_and_every_tile_has_one(mask):
 
 
 def _column_tiles(columns: Columns | None) -> dict:
-    """The tiles of columns that each row may see, by the positions of their live tokens."""
+    """The column tiles that each row may see, by the positions of their valid tokens."""
     seen = collections.defaultdict(set)
     if columns is None:
         return seen

@@ -1,4 +1,4 @@
-"""How many rows of blocks are scored at a time: by count, and that bits do not depend on it."""
+"""Rows of blocks scored per step: the best number, and bit-identical results for all numbers."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ TILE_ROWS, ROWS, COLUMNS, LENGTH = 8, 4, 8, 16
 
 
 def walked(count, items, programs, size):
-    """Time by walking: each program does its items one after another, steps wait for all."""
+    """Simulated time: each program runs its items one after another, steps wait for all."""
     time = 0
     for begin in range(0, count, size):
         end = min(begin + size, count)
@@ -25,29 +25,29 @@ def walked(count, items, programs, size):
     ("count", "items", "programs", "room"),
     [(32, 9, 132, 14.2), (40, 3, 5, 7.0), (7, 1, 132, 0.4), (64, 32, 132, 2.0)],
 )
-def test_a_step_has_the_number_of_parts_that_takes_the_least_time(count, items, programs, room):
+def test_the_number_of_parts_per_step_takes_the_least_time(count, items, programs, room):
     def best(most):
         return min(walked(count, items, programs, size) for size in range(1, max(1, int(most)) + 1))
 
     size = parts_at_once(count, items, programs, room)
     time = walked(count, items, programs, size)
     assert 1 <= size <= max(1, 2 * room)
-    # More memory than is meant for it is taken where it saves time, and only there.
+    # Additional memory is used only where it saves time.
     assert time <= 1.02 * best(2 * room)
     if size > max(1, int(room)):
         assert 1.02 * time < best(room)
 
 
-def test_a_few_items_more_than_there_are_programs_are_left_to_another_step():
-    # 9 heads, 132 thread blocks: 14 parts are 126 items, 15 would be 135 and take two turns.
+def test_excess_items_are_left_to_another_step():
+    # 9 heads, 132 thread blocks: 14 parts are 126 items, 15 would be 135 and need two rounds.
     assert parts_at_once(256, 9, 132, 7.2) == 14
     assert walked(256, 9, 132, 15) > 1.7 * walked(256, 9, 132, 14)
-    # All that there is, if there is room.
+    # Everything, if there is room.
     assert parts_at_once(16, 9, 132, 1000.0) == 16
 
 
 def score(q, k, places, starts):
-    """Scores of whole blocks by XLA, as kernels give them."""
+    """Scores of whole blocks by XLA, in the form of a kernel."""
     group = q.shape[1] // k.shape[1]
     products = jnp.einsum("bhre,bhce->bhrc", q, jnp.repeat(k, group, axis=1)).astype(jnp.float32)
     numbers = jnp.arange(k.shape[2])
@@ -62,7 +62,7 @@ def score(q, k, places, starts):
 
 
 @pytest.mark.parametrize("documents", [False, True])
-def test_masses_have_the_same_bits_in_however_many_steps(documents, monkeypatch):
+def test_masses_are_bit_identical_for_any_number_of_steps(documents, monkeypatch):
     blocks, heads = 22, 2
     rng = np.random.default_rng(0)
     q = jnp.asarray(rng.normal(size=(1, heads, blocks, ROWS, LENGTH)), jnp.bfloat16)
@@ -85,7 +85,7 @@ def test_masses_have_the_same_bits_in_however_many_steps(documents, monkeypatch)
         ))(q, k, places, first)  # fmt: skip
 
     whole, parts = found(100), found(4)
-    # 11 tiles of rows: at once, and so many at a time that the last step has some too many.
+    # 11 row tiles: all at once, and a number at which the last step has some padding.
     assert steps[0] == 11 and 1 < steps[1] < 11 and 11 % steps[1]
     for a, b in zip(whole, parts, strict=True):
         np.testing.assert_array_equal(a, b)

@@ -1,4 +1,4 @@
-"""The Hopper kernels in Pallas' GPU interpreter: tiny shapes, every copy and barrier watched."""
+"""The Hopper kernels in Pallas' GPU interpreter: tiny shapes, every copy and barrier checked."""
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ UNWATCHED = plgpu.InterpretGPUParams(detect_races=False)
 
 @pytest.fixture
 def races():
-    """What the interpreter found out about races, for a test to ask; forgotten after it."""
+    """The interpreter's race detection result, reset after the test."""
     yield interpreter.get_races
     interpreter.reset_gpu_interpret_mode_state()
 
@@ -41,13 +41,13 @@ class _Interpreted(AttentionContract):
 
     @pytest.fixture(autouse=True)
     def _find_races(self, races):
-        """Looks for races at the end."""
+        """Checks for races at the end."""
         yield
         if self.detect_races:
             assert not races().races_found
 
 
-# A tile takes tens of milliseconds, so only the tests that reach most of the kernels' code run.
+# A tile takes tens of milliseconds, so only the tests that cover most of the kernels' code run.
 class TestInterpreted(_Interpreted):
     backend = registered(
         "interpreted", interpret=WATCHED, one_backward_kernel=False
@@ -60,7 +60,7 @@ class TestInterpreted(_Interpreted):
 
 
 class TestWideHeadsInterpreted(_Interpreted):
-    """The other head dim, and lists; races are looked for above."""
+    """The other head dim, and lists; races are checked above."""
 
     dim = 128
     backend = registered("interpreted, unwatched", interpret=UNWATCHED, one_backward_kernel=False)
@@ -73,13 +73,13 @@ class TestWideHeadsInterpreted(_Interpreted):
 
 
 class TestOneBackwardKernelInterpreted(_Interpreted):
-    """Items come one after another here; one whose turn it is not leaves NaN."""
+    """Items run one after another here; an item that runs before its turn leaves NaN."""
 
     backend = registered(
         "interpreted, one backward kernel", interpret=UNWATCHED, one_backward_kernel=True
     )
     kept = ("test_vertical_slash_matches_oracle", "test_keys_of_several_ranks_in_one_call")
-    # The interpreter does not know of turns: whatever two items add to is a race for it.
+    # The interpreter ignores turns: it reports additions of two items as a race.
     detect_races = False
 
 
@@ -91,7 +91,7 @@ del _class
 
 
 def test_one_backward_kernel_has_no_races_within_an_item(races):
-    """One tile of keys, seen by two blocks of queries: no other item adds to what it adds to."""
+    """One tile of keys, seen by two blocks of queries: no other item adds to the same memory."""
     size = Size(1, 1, 1, query_blocks=2, key_blocks=1, block_size=128, dim=DIM)
     q, k, v, dout = cases.qkv_dout(np.random.default_rng(0), size, "bfloat16")
     tiles = DiagonalTiles.full(1, 1, 2, 1, 128, causal=True)
@@ -102,8 +102,8 @@ def test_one_backward_kernel_has_no_races_within_an_item(races):
     assert not races().races_found
 
 
-def test_a_key_block_that_every_row_lists_is_cut_into_parts():
-    """The gradients of 16 key blocks, the first of which all 16 query blocks see."""
+def test_a_key_block_listed_by_every_row_is_split_into_parts():
+    """The gradients of 16 key blocks, the first one seen by all 16 query blocks."""
     size = Size(1, 1, 1, query_blocks=16, key_blocks=16, block_size=128, dim=DIM)
     rng = np.random.default_rng(1)
     q, k, v, dout = cases.qkv_dout(rng, size, "bfloat16")
@@ -128,7 +128,7 @@ def test_a_key_block_that_every_row_lists_is_cut_into_parts():
     ("dim", "dtypes"), [(64, ("bfloat16",) * 2), (128, ("float32", "float16"))]
 )
 def test_delta_kernel(dim, dtypes, races):
-    """Rows that fill no tile of the kernel, too."""
+    """Includes rows that do not fill a tile of the kernel."""
     rng = np.random.default_rng(dim)
     out, dout = (rng.standard_normal((2, 96, 3, dim)).astype(dtype) for dtype in dtypes)
     delta = MosaicGpu(interpret=WATCHED).delta_of(jnp.asarray(out), jnp.asarray(dout))

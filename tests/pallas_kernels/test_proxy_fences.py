@@ -1,6 +1,6 @@
 """Stores to shared memory are fenced before bulk copies and products read them.
 
-No tool of compute-sanitizer sees that they are not.
+No tool of compute-sanitizer reports missing fences.
 """
 
 import importlib.util
@@ -14,7 +14,7 @@ from tests.pallas_kernels import hopper_ptx, proxy_fences
 from tests.pallas_kernels.proxy_fences import Fences
 
 BARRIERS = hopper_ptx.ROOT / "tests/gpu/barriers.cu"
-# The fewest problems that have every kernel; `hopper_ptx.py` takes all of them.
+# The smallest set of problems with every kernel; `hopper_ptx.py` runs all of them.
 PROBLEMS = ("columns-fused-64", "lists-64", "estimate-64", "sampled-rows-64", "strided-rows-64")
 FENCE = re.compile(r"fence\.proxy\.async[\w.:]*;")
 
@@ -65,13 +65,13 @@ def _read(*body: str) -> Fences:
     [
         ((STORE, FENCED, MEET, COPY), ""),
         ((STORE, MEET, COPY), "unfenced"),
-        ((STORE, MEET, FENCED, COPY), "unfenced unmet"),  # only of the thread that copies
+        ((STORE, MEET, FENCED, COPY), "unfenced unmet"),  # only by the thread that copies
         ((STORE, FENCED, COPY), "unmet"),
         ((STORE, SOME_FENCED, MEET, COPY), "unfenced"),
         ((STORE, BRANCH, FENCED, LABEL, MEET, COPY), "unfenced"),
         ((STORE, FENCED, BRANCH, MEET, LABEL, COPY), "unmet"),
         ((LABEL, STORE, FENCED, MEET, COPY, BRANCH), ""),
-        ((STORE, FENCED, LABEL, MEET, COPY, STORE, BRANCH), "unfenced"),  # of the next turn
+        ((STORE, FENCED, LABEL, MEET, COPY, STORE, BRANCH), "unfenced"),  # in the next iteration
         ((STORE, WAIT, FENCED, MEET, COPY), ""),
         ((STORE, "mbarrier.arrive.release.cta.shared::cta.b64 _, [%r2], 1;", COPY), "unfenced"),
         ((STORE, FENCED, MEET, PRODUCT), ""),
@@ -80,9 +80,9 @@ def _read(*body: str) -> Fences:
         ((STORE.replace("[%r4+4096]", "[%rd4]").replace(".shared", ".global"), MEET, COPY), ""),
         (("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%r4+4096], {%r1, %r1};", MEET, COPY),
          "unfenced"),
-        (("st.shared.b32 [%r4], %r1;", MEET, COPY), ""),  # below all that is copied
+        (("st.shared.b32 [%r4], %r1;", MEET, COPY), ""),  # below everything copied
         (("st.shared.b32 [%r4], %r1;", MEET, COPY, PRODUCT), "unfenced"),  # at its beginning
-        (("st.shared.b32 [%r4+8], %r1;", MEET, COPY), "unfenced"),  # of 1024 threads: reaches 4096
+        (("st.shared.b32 [%r4+8], %r1;", MEET, COPY), "unfenced"),  # 1024 threads reach 4096
     ],
 )  # fmt: skip
 def test_a_store_without_a_fence_is_found(body, wrong):
@@ -92,20 +92,20 @@ def test_a_store_without_a_fence_is_found(body, wrong):
 
 
 @pytest.mark.parametrize("line", ["st.async.shared::cluster.b32 [%r4], %r1, [%r2];", ".what 3\n"])
-def test_what_is_not_known_is_refused(line):
+def test_unknown_instructions_raise(line):
     with pytest.raises(NotImplementedError, match=f"small: {re.escape(line[:8])}"):
         _read(line, STORE)
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
-def test_of_the_small_kernels_the_unfenced_one_is_found(tmp_path):
+def test_the_unfenced_small_kernel_is_found(tmp_path):
     path = tmp_path / "barriers.ptx"
     command = ["nvcc", "-arch=sm_90a", "-std=c++17", "-ptx", "-o", str(path), str(BARRIERS)]
     subprocess.run(command, check=True)
     found = proxy_fences.read(path.read_text())
     assert len(found) == 8 and not any(x.unmet for x in found)
     (wrong,) = (x for x in found if x.unfenced)
-    # Of the template's arguments: bulk_store, but not fences.
+    # Template arguments: bulk_store, but not fences.
     assert "ELb1ELb1ELb0EE" in wrong.kernel and wrong.copies == 1 and wrong.fences == 0
 
 
@@ -113,7 +113,7 @@ def test_of_the_small_kernels_the_unfenced_one_is_found(tmp_path):
     importlib.util.find_spec("jax_cuda13_plugin") is None, reason="needs the CUDA plugin of JAX"
 )
 def test_every_store_of_the_hopper_kernels_is_fenced():
-    """And would be found if any of the fences were not there."""
+    """And the check finds the removal of any fence."""
     from tests.gpu import small_problems
 
     kernels = {name for problem in small_problems.problems() for name in problem.kernels}
@@ -123,7 +123,7 @@ def test_every_store_of_the_hopper_kernels_is_fenced():
     assert {x.kernel for x in found} == kernels
     assert not [x for x in found if x.unfenced or x.unmet]
     assert all(x.fences for x in found if x.copies)
-    # The bias of gathered columns, which no copy and no product reads.
+    # The bias of gathered columns, which no copy or product reads.
     assert {x.kernel for x in found if x.apart} == {"attention_forward"}
     without = 0
     for text in ptx.values():
@@ -132,7 +132,7 @@ def test_every_store_of_the_hopper_kernels_is_fenced():
             end = text.find(".visible .entry", fence.end())
             kernel = text[begin : fence.start()] + text[fence.end() : end]
             (x,) = proxy_fences.read(kernel)
-            if x.kernel != "estimate_index":  # its second one follows reads alone
+            if x.kernel != "estimate_index":  # its second fence only follows reads
                 assert x.unfenced
                 without += 1
     assert without >= 9

@@ -1,4 +1,4 @@
-"""The order of the row kernels' items, and how they are dealt out to thread blocks."""
+"""The order of the row kernels' items, and their assignment to thread blocks."""
 
 import dataclasses
 import functools
@@ -66,7 +66,7 @@ def test_items_of_a_short_sequence_descend_in_work(dense):
 
 
 @pytest.mark.parametrize("dense", [True, False])
-def test_items_of_a_long_sequence_come_by_key_head_and_ascend_and_descend_in_turn(dense):
+def test_items_of_a_long_sequence_are_grouped_by_key_head_in_alternating_order(dense):
     size, items = _items(LONG, dense)
     parts = size.batch * size.kv_heads
     group = size.heads // size.kv_heads
@@ -78,16 +78,16 @@ def test_items_of_a_long_sequence_come_by_key_head_and_ascend_and_descend_in_tur
 
 
 @pytest.mark.parametrize(("num_items", "num_blocks"), [(1, 1), (5, 5), (7, 3), (8, 3), (96, 10)])
-def test_every_item_is_dealt_to_one_block(num_items, num_blocks):
-    dealt = []
+def test_every_item_is_assigned_to_one_block(num_items, num_blocks):
+    assigned = []
     for block in range(num_blocks):
         count, number = share(jnp.int32(block), num_items, num_blocks)
-        dealt += [int(number(jnp.int32(n))) for n in range(int(count))]
-    assert sorted(dealt) == list(range(num_items))
+        assigned += [int(number(jnp.int32(n))) for n in range(int(count))]
+    assert sorted(assigned) == list(range(num_items))
 
 
 @pytest.mark.parametrize("blocks", [24, LONG])
-def test_thread_blocks_get_the_same_work_and_go_through_it_in_step(blocks):
+def test_thread_blocks_get_equal_work_and_advance_in_step(blocks):
     _, items = _items(blocks)
     work, num_blocks = _work(items), 20
     ends = []
@@ -101,7 +101,7 @@ def test_thread_blocks_get_the_same_work_and_go_through_it_in_step(blocks):
     assert max(total) <= 1.01 * np.mean(total)
 
 
-def test_tiles_of_columns_of_other_documents_are_not_walked():
+def test_column_tiles_of_other_documents_are_skipped():
     blocks, documents = 32, 8
     size = Size(1, 2, 1, blocks, blocks, block_size=128, dim=8)
     index = cases.documents_of_columns(size, documents=documents)
@@ -133,8 +133,8 @@ def test_tiles_of_columns_of_other_documents_are_not_walked():
         own = np.flatnonzero(kept[head, :, tile])
         assert first <= full <= end
         assert not own.size or first <= own[0] and end == own[-1] + 1
-    # Of all columns in 4 blocks of each of 8 documents: 1 + 2 + 3 + 4 tiles in each of them, where
-    # all earlier ones were walked; of every third one 1.33 tiles a document.
+    # All columns in 4 blocks of each of 8 documents: 1 + 2 + 3 + 4 tiles in each, instead of all
+    # earlier ones; of every third column 1.33 tiles per document.
     before, after = ((x.column_tiles - x.first_column_tile) for x in (walked(whole)[0], rows))
     first_head = rows.head == 0
     assert after[first_head].sum() == 8 * 10 - 1  # the first row lists its own block

@@ -1,4 +1,4 @@
-"""The oracle against a loop over rows in fp64 numpy, and its masks against their definitions."""
+"""The oracle against a loop over rows in fp64 NumPy, and its masks against their definitions."""
 
 import jax
 import jax.numpy as jnp
@@ -123,14 +123,14 @@ def test_mask_of_block_sparse_index(causal):
     np.testing.assert_array_equal(mask_from_index(index, SIZE.seq_len), expected)
 
 
-def test_generated_indices_are_sparse_and_awkward():
-    """The cases test what they claim: most heads are sparse, some rows and heads are empty."""
+def test_generated_indices_are_sparse_and_have_edge_cases():
+    """Most heads are sparse; some rows and heads are empty."""
     size = Size(2, 8, 2, query_blocks=24, key_blocks=24, block_size=8, dim=8)
     index = cases.vertical_slash(
         np.random.default_rng(6), size, max_slashes=4, max_verticals=16
     )
     mask = brute_force.index_mask(index, size.seq_len)
-    density = 2 * mask.mean((2, 3))  # of the causal half
+    density = 2 * mask.mean((2, 3))  # relative to the causal half
     assert 0.02 < np.median(density) < 0.2
     assert density.max() < 0.4
     assert (density == 0).any()

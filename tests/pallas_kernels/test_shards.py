@@ -1,4 +1,4 @@
-"""The tiles of pairs of shards, of every kind of index, against its mask."""
+"""The tiles of pairs of shards, for every type of index, against its mask."""
 
 import dataclasses
 import functools
@@ -23,7 +23,7 @@ SIZE, BATCH, HEADS, NUM_BLOCKS, RANKS = 4, 2, 2, 16, 4
 
 
 def vertical_slash(room=NUM_BLOCKS):
-    """Diagonals only: some, none, all and the farthest."""
+    """Diagonals only: some, none, all and the most distant."""
     rows = [[0, 1, 5, 8, 9, 15], [], range(NUM_BLOCKS), [15]]
     if not room:
         rows = [[]] * 4
@@ -94,7 +94,7 @@ def visits(tiles, num_rows, num_columns, by_rows):
             computed[at] += 1
             if own - other == (1 if by_rows else -1) * tiles.diagonal:
                 masked[at] += 1
-                # Kernels look for it there: at the end of a query block's own list, else first.
+                # Where kernels expect it: at the end of a query block's own list, else first.
                 at_end = tiles.listed and by_rows
                 assert slot == (last[b, h, run, own] - 1 if at_end else first[b, h, run, own])
     return computed, masked
@@ -107,7 +107,7 @@ def segments_of(kind):
         return [Segment(rank, RANKS, count) for rank in range(RANKS)]
     if kind == "zigzag":
         return [Segment(first, 1, count // 2) for first in range(0, NUM_BLOCKS, count // 2)]
-    # Chunks of ranks against those of nodes of two.
+    # Chunks of ranks against those of nodes with two ranks.
     return [Segment(first, 1, count) for first in range(0, NUM_BLOCKS, count)]
 
 
@@ -119,11 +119,11 @@ def prepared(index, stride):
     ("name", "kind"),
     [
         (name, kind) for name in INDICES for kind in ("striped", "zigzag", "contiguous")
-        # The ring's tests have zigzags of bits.
+        # Zigzags of bits are covered by the tests of the ring.
         if (name, kind) != ("bits", "zigzag")
     ],
 )
-def test_tiles_of_all_pairs_of_segments_are_those_of_the_index(name, kind):
+def test_tiles_of_all_pairs_of_segments_match_the_index(name, kind):
     index, segments = INDICES[name](), segments_of(kind)
     stride = segments[0].stride
     keys = segments
@@ -131,7 +131,7 @@ def test_tiles_of_all_pairs_of_segments_are_those_of_the_index(name, kind):
         keys = [Segment(x.first_block, 1, 2 * x.num_blocks) for x in segments[::2]]
 
     @jax.jit
-    def pair_of(index, query_block, key_block):  # one program, as ranks of a ring have
+    def pair_of(index, query_block, key_block):  # one program, as for the ranks of a ring
         query = segments[0]._replace(first_block=query_block)
         key = keys[0]._replace(first_block=key_block)
         return prepared(index, stride).pair(query, key)
@@ -153,9 +153,9 @@ def test_tiles_of_all_pairs_of_segments_are_those_of_the_index(name, kind):
 
 @pytest.mark.parametrize("skip_own", [False, True])
 @pytest.mark.parametrize("name", INDICES)
-def test_tiles_of_stripes_one_after_another_are_those_of_the_index(name, skip_own):
+def test_tiles_of_concatenated_stripes_match_the_index(name, skip_own):
     index, segments = INDICES[name](), segments_of("striped")
-    ranks = jnp.array([2, 0, 3])  # of rank 0's keys, not of rank 1's
+    ranks = jnp.array([2, 0, 3])  # includes the keys of rank 0, not of rank 1
 
     @jax.jit
     def tiles_of(rank):
@@ -184,7 +184,7 @@ def test_tiles_of_stripes_one_after_another_are_those_of_the_index(name, skip_ow
         assert skip_own == (tiles.diagonal == NO_DIAGONAL) or rank == 1
 
 
-def test_lists_of_a_shard_have_no_more_room_than_it_has_blocks():
+def test_lists_of_a_shard_have_at_most_its_number_of_blocks():
     segments = segments_of("striped")
     pair = jax.jit(lambda index: prepared(index, RANKS).pair(segments[1], segments[0]))
     tiles = pair(block_sparse())
@@ -194,16 +194,16 @@ def test_lists_of_a_shard_have_no_more_room_than_it_has_blocks():
 @pytest.mark.parametrize(
     ("index", "sentence"),
     [
-        (vertical_slash, "index.slash_count has shape .2, 2.: .3, 2. is needed"),
-        (block_sparse, "index.key_count has shape .2, 2, 16.: .3, 2, 16. is needed"),
+        (vertical_slash, "index.slash_count has shape .2, 2.; expected .3, 2."),
+        (block_sparse, "index.key_count has shape .2, 2, 16.; expected .3, 2, 16."),
     ],
 )
-def test_an_index_of_another_batch_is_refused(index, sentence):
+def test_an_index_of_another_batch_raises(index, sentence):
     with pytest.raises(ValueError, match=sentence):
         index().shards(3, HEADS, 1, NUM_BLOCKS)
 
 
-def test_columns_are_known_where_there_is_room_for_them():
+def test_columns_exist_if_there_is_capacity_for_them():
     index = vertical_slash()
     assert index.column_tokens() is None and index.columns(Segment(0, 1, 4), NUM_BLOCKS) is None
     for other in (DenseIndex(SIZE), block_sparse()):

@@ -40,7 +40,7 @@ def _tiles(seed: int, rows: int, columns: int) -> DiagonalTiles:
 
 @repeatable
 @given(seeds, shard_lengths)
-def test_ranges_are_the_live_offsets_that_meet_a_block(seed, lengths):
+def test_ranges_are_the_valid_offsets_that_meet_a_block(seed, lengths):
     rows, columns = lengths
     tiles = _tiles(seed, rows, columns)
     blocks = brute_force.tile_blocks(tiles, rows, columns)
@@ -58,7 +58,7 @@ def test_ranges_are_the_live_offsets_that_meet_a_block(seed, lengths):
 
 @repeatable
 @given(seeds, st.sampled_from([(4, 4, 2), (5, 2, 3), (2, 5, 1), (3, 4, 4)]))
-def test_ranges_of_runs_are_those_of_their_segments_alone(seed, lengths):
+def test_ranges_of_runs_match_single_segments(seed, lengths):
     rows, columns, segments = lengths
     parts = [_tiles(seed + n, rows, columns) for n in range(segments)]
     order = np.random.default_rng(seed).permutation(segments)[: max(segments - 1, 1)]
@@ -86,7 +86,7 @@ def test_ranges_of_runs_are_those_of_their_segments_alone(seed, lengths):
 
 
 def _same_entries(ranges, wanted):
-    """The same ranges, up to where empty ones lie."""
+    """Whether ranges are equal, ignoring the position of empty ones."""
     some = wanted[1] > wanted[0]
     np.testing.assert_array_equal(ranges[1] > ranges[0], some)
     for a, b in zip(ranges, wanted, strict=True):
@@ -125,7 +125,7 @@ def test_diagonals_of_an_index_are_marked(seed):
 
 @repeatable
 @given(seeds, st.sampled_from([(1, 0), (2, 0), (2, 1), (4, 3)]))
-def test_columns_and_tiles_share_out_the_pairs_of_an_index(seed, stripe):
+def test_columns_and_tiles_partition_the_pairs_of_an_index(seed, stripe):
     """Kept, causal columns are exactly the pairs that no tile computes; ranks stripe queries."""
     ranks, rank = stripe
     index = _index(seed)
@@ -154,7 +154,7 @@ def test_columns_and_tiles_share_out_the_pairs_of_an_index(seed, stripe):
         np.testing.assert_array_equal(pairs, left[b, h, positions])
 
 
-def test_padded_columns_lie_past_every_query():
+def test_padded_columns_are_past_every_query():
     index = _index(0)
     tokens, count = np.asarray(pad_columns(index)), np.asarray(index.vertical_count)
     assert tokens.shape == (1, 8, COLUMN_TILE) and tokens.dtype == np.int32
@@ -186,7 +186,7 @@ def test_gather_takes_the_column_of_each_query_heads_group(seed):
 def test_scatter_is_the_transpose_of_gather(seed):
     rng = np.random.default_rng(seed)
     tokens = _positions(rng, 10)
-    # Integers, so that the order of the sum over a group does not show.
+    # Integers, so that the order of the sum over a group does not matter.
     target = rng.integers(-9, 9, (2, 10, 3, 4)).astype(np.float32)
     columns = rng.integers(-9, 9, (2, 5, 6, 4)).astype(np.float32)
     expected = target.copy()

@@ -26,7 +26,7 @@ from tests.pallas_kernels.estimate import (
 )
 
 if importlib.util.find_spec("jax_triton") is None:
-    pytest.skip("needs the extra ampere", allow_module_level=True)
+    pytest.skip("needs the ampere extra", allow_module_level=True)
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("set TRITON_INTERPRET=1 to run Triton's interpreter", allow_module_level=True)
 
@@ -54,8 +54,8 @@ class TestInterpreted(AttentionContract):
     max_verticals = 16
 
 
-def test_a_key_block_that_every_row_lists_is_cut_into_parts():
-    """The gradients of 16 key blocks, the first of which all 16 query blocks see."""
+def test_a_key_block_listed_by_every_row_is_split_into_parts():
+    """The gradients of 16 key blocks, the first one seen by all 16 query blocks."""
     size = Size(1, 1, 1, query_blocks=16, key_blocks=16, block_size=128, dim=64)
     rng = np.random.default_rng(1)
     q, k, v, dout = cases.qkv_dout(rng, size, "bfloat16")
@@ -79,7 +79,7 @@ def test_a_key_block_that_every_row_lists_is_cut_into_parts():
     ("dim", "dtypes"), [(64, ("bfloat16",) * 2), (128, ("float32", "float16"))]
 )
 def test_delta_kernel(dim, dtypes):
-    """Rows that fill no tile of the kernel, too."""
+    """Includes rows that do not fill a tile of the kernel."""
     rng = np.random.default_rng(dim)
     out, dout = (rng.standard_normal((2, 96, 3, dim)).astype(dtype) for dtype in dtypes)
     delta = backends.named(INTERPRETED).delta_of(jnp.asarray(out), jnp.asarray(dout))
@@ -92,9 +92,9 @@ LONG, HEADS, DIM = 2**20 + 256, 32, 64  # an array [1, LONG, HEADS, DIM] has ove
 
 
 def _at_the_end_of_long_arrays(call: Call) -> dict[str, jax.Array]:
-    """Runs a call over one block as one over the last block of `LONG` tokens.
+    """Runs a call over one block as a call over the last block of `LONG` tokens.
 
-    What lies before is untouched memory of zeros, which takes no room.
+    Everything before it is untouched zero memory, which takes no space.
     """
 
     def lengthened(name: str, x: np.ndarray) -> np.ndarray:
@@ -132,7 +132,7 @@ def _at_the_end_of_long_arrays(call: Call) -> dict[str, jax.Array]:
 
 
 def test_arrays_of_more_than_2_to_the_31_elements():
-    """The last block of a million tokens gives the bits of the block alone."""
+    """The last block of a million tokens is bit-identical to the block on its own."""
     long = "interpreted triton, long arrays"
     backends.register(
         Triton(long, run=_at_the_end_of_long_arrays, capability=80), by_name_only=True
@@ -159,28 +159,28 @@ SCORES = TritonBlockScores(run_interpreted)
     ("blocks", "rows", "columns", "length", "first"),
     [(24, 16, 16, 256, 0), (3, 128, 128, 64, 1), (16, 12, 64, 64, 2)],
 )
-def test_masses_are_those_of_a_softmax(blocks, rows, columns, length, first):
+def test_masses_match_a_softmax(blocks, rows, columns, length, first):
     check_masses(SCORES, blocks, rows, columns, length, first)
 
 
-def test_rows_see_no_block_before_the_first_one_of_their_document():
+def test_rows_see_no_block_before_their_document():
     check_masses_of_documents(SCORES)
 
 
 ESTIMATE = TritonEstimate(run_interpreted)
 
 
-# Groups of one, three and five heads. Where the last queries stand before padding, one block is
-# ahead of all of them and one of some.
+# Groups of one, three and five heads. If the last queries precede padding, one block is after all
+# of them and one after some.
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "valid_len", "dim", "dtype"),
     [(2, 2, None, 128, "bfloat16"), (6, 2, 430, 64, "float16"), (5, 1, 430, 128, "bfloat16")],
 )
-def test_sums_of_the_last_queries_are_those_of_a_softmax(heads, kv_heads, valid_len, dim, dtype):
+def test_sums_of_the_last_queries_match_a_softmax(heads, kv_heads, valid_len, dim, dtype):
     check_sums(ESTIMATE, heads, kv_heads, valid_len, dim=dim, dtype=dtype)
 
 
-def test_each_block_may_have_last_queries_and_an_end_of_its_own():
+def test_each_block_may_have_separate_last_queries_and_ends():
     check_sets_of_queries(ESTIMATE)
 
 
@@ -188,8 +188,8 @@ def test_the_last_queries_score_each_block_alone():
     check_each_block_is_alone(ESTIMATE)
 
 
-def test_blocks_of_a_query_that_sees_nothing_add_nothing():
-    """Whatever the peak is: of a set of queries that stands for none it is -inf."""
+def test_a_query_that_sees_nothing_contributes_nothing():
+    """Whatever its peak: in an unused query set it is -inf."""
     q, k = (jnp.ones(x, jnp.float16) for x in ((1, 1, NUM_QUERIES, 64), (1, 128, 1, 64)))
     for peak in (-jnp.inf, 0.0, 1e30):
         found = ESTIMATE.block_masses(
@@ -200,12 +200,12 @@ def test_blocks_of_a_query_that_sees_nothing_add_nothing():
             np.testing.assert_array_equal(x, 0)
 
 
-def test_another_number_of_last_queries_is_left_to_xla():
-    assert ESTIMATE.unsupported(jnp.zeros((1, 1, 32, 64))) == "32 last queries (64 are needed)"
+def test_another_number_of_last_queries_falls_back_to_xla():
+    assert ESTIMATE.unsupported(jnp.zeros((1, 1, 32, 64))) == "32 last queries (must be 64)"
     assert ESTIMATE.unsupported(jnp.zeros((1, 1, NUM_QUERIES, 64))) is None
 
 
-def test_the_last_block_of_more_than_2_to_the_31_elements_is_scored_as_alone(monkeypatch):
+def test_the_last_block_of_more_than_2_to_the_31_elements_is_scored_correctly(monkeypatch):
     last = LONG // 128 - 1
 
     def at_the_end(call: Call) -> dict[str, jax.Array]:
@@ -218,7 +218,7 @@ def test_the_last_block_of_more_than_2_to_the_31_elements_is_scored_as_alone(mon
             name: np.zeros((*x.shape[:2], last + 1, x.shape[3]), x.dtype)
             for name, x in call.outputs.items()
         }
-        with monkeypatch.context() as patch:  # only the programs of the last block run
+        with monkeypatch.context() as patch:  # run only the programs of the last block
             for name, at in (("grid_dim", last + 1), ("grid_idx", last)):
                 patch.setattr(
                     InterpreterBuilder, f"set_{name}",
@@ -235,7 +235,7 @@ def test_the_last_block_of_more_than_2_to_the_31_elements_is_scored_as_alone(mon
     results = []
     for kernels in (ESTIMATE, TritonEstimate(at_the_end)):
         where = q, k, jnp.zeros(1, jnp.int32), 1
-        run = dict(scale=0.1, valid_len=jnp.int32(200))  # so that diagonals go on behind the block
+        run = dict(scale=0.1, valid_len=jnp.int32(200))  # so that diagonals extend past the block
         masses = kernels.block_masses(*where, row, row, **run)
         results.append([*kernels.block_statistics(*where, **run), *masses])
     for alone, long in zip(*results, strict=True):

@@ -1,4 +1,4 @@
-"""The Triton kernels compiled for GPUs on a machine that has none: code, memory and registers."""
+"""The Triton kernels compiled for GPUs on a machine without one: code, memory and registers."""
 
 import functools
 import importlib.util
@@ -35,9 +35,9 @@ from tests.pallas_kernels.described import (
 )
 
 if importlib.util.find_spec("jax_triton") is None:
-    pytest.skip("needs the extra ampere", allow_module_level=True)
+    pytest.skip("needs the ampere extra", allow_module_level=True)
 if os.environ.get("TRITON_INTERPRET") == "1":
-    pytest.skip("Triton compiles nothing with TRITON_INTERPRET=1", allow_module_level=True)
+    pytest.skip("Triton does not compile with TRITON_INTERPRET=1", allow_module_level=True)
 
 from tests.pallas_kernels.triton_compiled import (  # noqa: E402
     Compiled,
@@ -46,7 +46,7 @@ from tests.pallas_kernels.triton_compiled import (  # noqa: E402
     compile_call,
 )
 
-SHARED_BYTES = {80: 163 * 1024, 86: 99 * 1024}  # that a thread block can have
+SHARED_BYTES = {80: 163 * 1024, 86: 99 * 1024}  # limit per thread block
 SPILLED_BYTES = 32
 
 
@@ -78,7 +78,7 @@ def test_kernels_before_hopper(capability, dim, kind):
 
 @pytest.mark.parametrize(("length", "columns"), [(64, 64), (128, 128), (1024, 16)])
 def test_the_kernel_that_scores_key_blocks_for_an_a100(length, columns):
-    """Rows of tokens of both head dims, and of strides of 8 tokens."""
+    """Rows of tokens with both head dims, and of strides of 8 tokens."""
     calls = []
 
     def record(call):
@@ -133,7 +133,7 @@ def test_the_kernels_that_score_by_the_last_queries(capability, dim):
 
 
 def test_ranks_score_by_the_last_queries_with_the_same_code():
-    """One block and all of them: Triton makes other code of counts that 16 divides, and of 1."""
+    """One block and all: Triton specializes code for counts divisible by 16, and for 1."""
     for one, every in zip(_estimate_calls(64, 1), _estimate_calls(64, 1024), strict=True):
         assert one.kernel is every.kernel and one.config == every.config
         assert one.constants == every.constants and one.numbers == every.numbers
@@ -166,7 +166,7 @@ def test_the_default_pattern_scores_and_attends_by_kernels_on_an_a100():
 )
 @pytest.mark.parametrize("mapped", [False, True])
 def test_attention_with_gradients_lowers_for_an_a100(mapped):
-    """Chosen without being named: forward, delta, dk and dv of blocks and of columns, dq."""
+    """Automatically selected: forward, delta, dk and dv of blocks and of columns, dq."""
     q, k, v = qkv(64, "bfloat16", nk=NQ)
 
     def loss(q, k, v, index):
@@ -182,8 +182,8 @@ def test_attention_with_gradients_lowers_for_an_a100(mapped):
 
 
 @pytest.mark.parametrize("kernel", tune_triton.KERNELS)
-def test_the_tuner_runs_one_kernel_with_the_sizes_that_it_tries(kernel):
-    """Of all that is traced, the compiler keeps what the results need."""
+def test_the_tuner_runs_one_kernel_with_the_given_sizes(kernel):
+    """Of everything traced, the compiler keeps only what the results need."""
     q, k, v = qkv(64, "bfloat16", nk=NQ)
     row = shaped(B, HQ, NQ, dtype="float32")
     columns, column_kv = columns_of(64, "bfloat16")
@@ -208,7 +208,7 @@ def test_the_tuner_runs_one_kernel_with_the_sizes_that_it_tries(kernel):
 
 
 def _calls(jaxpr):
-    """Calls of Triton kernels in a jaxpr and those inside it."""
+    """Calls of Triton kernels in a jaxpr and its inner jaxprs."""
     for equation in jaxpr.eqns:
         if equation.primitive.name == "triton_kernel_call":
             yield equation
@@ -222,8 +222,8 @@ def _calls(jaxpr):
 @pytest.mark.skipif(
     importlib.util.find_spec("jax_cuda13_plugin") is None, reason="needs the CUDA plugin of JAX"
 )
-def test_the_code_of_an_a100_is_assembled_for_the_gpu_that_is_there(monkeypatch):
-    """The kernels of `--also triton_sm80` in the benchmark of attention, and those beside them."""
+def test_a100_code_is_assembled_for_the_local_gpu(monkeypatch):
+    """The kernels of `--also triton_sm80` in the attention benchmark, and those with them."""
     from jax_triton import triton_lib
 
     jaxlib, found = triton_lib.triton_kernel_call_lib, []

@@ -49,14 +49,14 @@ def test_the_search_for_such_arrays_finds_them_in_the_oracle():
     assert max(int(np.prod(shape)) for shape in _shapes(jaxpr.jaxpr)) >= 256**2
 
 
-def test_temporary_memory_is_less_than_a_byte_for_each_pair(compiled_at_4096):
+def test_temporary_memory_is_less_than_a_byte_per_pair(compiled_at_4096):
     seq_len, _, compiled = compiled_at_4096
     temporary = compiled.memory_analysis().temp_size_in_bytes
     assert 0 < temporary < seq_len**2
 
 
 def _shapes(jaxpr):
-    """Shapes of every value in a jaxpr and the jaxprs inside it."""
+    """Shapes of every value in a jaxpr and its inner jaxprs."""
     for equation in jaxpr.eqns:
         yield from (x.aval.shape for x in (*equation.invars, *equation.outvars))
         for inner in jax.tree.leaves(

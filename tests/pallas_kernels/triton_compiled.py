@@ -1,4 +1,4 @@
-"""What Triton and NVIDIA's assembler make of a kernel call, on a machine that has no GPU."""
+"""Compiles kernel calls with Triton and NVIDIA's assembler, on a machine without a GPU."""
 
 import functools
 import re
@@ -22,14 +22,14 @@ _TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i3
 
 
 class Compiled(NamedTuple):
-    """A kernel for one kind of GPU.
+    """A kernel compiled for one kind of GPU.
 
     Attributes:
-        name: of the kernel.
+        name: kernel name.
         ptx: its code.
-        shared_bytes: of shared memory of a thread block.
-        registers: of a thread.
-        spilled_bytes: that a thread stores because registers do not suffice.
+        shared_bytes: shared memory per thread block.
+        registers: registers per thread.
+        spilled_bytes: register spills per thread.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Compiled(NamedTuple):
 
 
 def compile_call(call: Call, capability: int) -> Compiled:
-    """A call compiled for a compute capability, as 80 for 8.0."""
+    """Compiles a call for a compute capability, such as 80 for 8.0."""
     operands = call.arrays | call.outputs
     signature, constants, attributes = {}, dict(call.constants), {}
     for place, name in enumerate(call.kernel.arg_names):
@@ -64,7 +64,7 @@ def compile_call(call: Call, capability: int) -> Compiled:
 
 
 def assemble(ptx: str, gpu: str) -> str:
-    """What Triton's assembler says of some code for a GPU, as sm_80."""
+    """Returns the output of Triton's assembler for a GPU, such as sm_80."""
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
         file.flush()
@@ -77,10 +77,10 @@ class Problem(NamedTuple):
     """Sizes and kinds of a call of both passes.
 
     Attributes:
-        tiles: of the call, of shapes alone; None for none.
-        columns: likewise.
+        tiles: shapes of the tiles; None for none.
+        columns: shapes of the columns; None for none.
         dim: head dim.
-        dtype: of queries and keys.
+        dtype: dtype of queries and keys.
         running: whether results are fp32 and added to running ones.
     """
 
@@ -95,7 +95,7 @@ def calls_of(
     problem: Problem, capability: int, *, batch: int, heads: int, kv_heads: int,
     query_length: int, key_length: int,
 ) -> list[Call]:
-    """The kernel calls of a forward and a backward pass, on arrays of shapes alone."""
+    """Returns the kernel calls of a forward and a backward pass, on arrays of shapes only."""
     calls = []
 
     def record(call: Call) -> dict[str, Array]:

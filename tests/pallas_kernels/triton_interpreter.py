@@ -1,12 +1,11 @@
 """Triton kernels in Triton's interpreter, called from JAX programs on a CPU.
 
-jax-triton calls kernels on GPUs only, and the interpreter takes tensors of torch. So a kernel call
-becomes a callback to the host, with NumPy arrays that answer the questions that the interpreter
-asks of tensors. What it runs is the code of the kernels, in one program after another; memory,
-warps and instructions are those of the host.
+jax-triton calls kernels on GPUs only, and the interpreter expects torch tensors. A kernel call
+therefore becomes a host callback, with NumPy arrays that implement the tensor methods used by the
+interpreter. It runs the kernels' code, one program after another; memory, warps and instructions
+are those of the host.
 
-The variable TRITON_INTERPRET must be 1 before Triton is imported: it decides what `triton.jit`
-makes of a function.
+TRITON_INTERPRET must be 1 before Triton is imported: it determines the result of `triton.jit`.
 """
 
 import threading
@@ -25,7 +24,7 @@ _one_at_a_time = threading.Lock()  # the interpreter has one state
 
 
 def run_interpreted(call: Call) -> dict[str, jax.Array]:
-    """The outputs of a call; what a kernel does not write is NaN."""
+    """Returns the outputs of a call; entries that a kernel does not write are NaN."""
     given = {name: x for name, x in call.arrays.items() if x is not None}
 
     def on_host(*arrays: np.ndarray) -> list[np.ndarray]:
@@ -43,11 +42,11 @@ def run_interpreted(call: Call) -> dict[str, jax.Array]:
 def interpret(
     call: Call, inputs: dict[str, np.ndarray], outputs: dict[str, np.ndarray]
 ) -> None:
-    """Runs a call's kernel on arrays of the host, writing the outputs in place.
+    """Runs a call's kernel on host arrays, writing the outputs in place.
 
     Args:
-        call: of which the kernel, the numbers, the constants and the grid are used.
-        inputs: those of the call's arrays that are there.
+        call: its kernel, numbers, constants and grid are used.
+        inputs: the call's arrays that are not None.
         outputs: all outputs.
     """
     absent = {name: None for name, x in call.arrays.items() if x is None}
@@ -57,7 +56,7 @@ def interpret(
 
 
 class _Tensor:
-    """A NumPy array as the interpreter wants tensors: on the host already, and its own storage."""
+    """A NumPy array with the tensor interface of the interpreter: on the host, own storage."""
 
     def __init__(self, array: np.ndarray):
         self.array, self.dtype = array, array.dtype
@@ -92,10 +91,10 @@ class _Tensor:
 
 
 def _with_bf16() -> None:
-    """Gives the interpreter arithmetic in bf16, which GPUs have.
+    """Adds bf16 arithmetic to the interpreter.
 
-    Triton 3.9 multiplies matrices of bf16 as if their bits were integers, and rounds to bf16 by
-    cutting bits off.
+    Triton 3.9 multiplies bf16 matrices as if their bits were integers, and truncates when
+    converting to bf16.
     """
     builder, bf16 = InterpreterBuilder, np.dtype(ml_dtypes.bfloat16)
     cast, dot = builder.cast_impl, builder.create_dot

@@ -1,1 +1,1 @@
-"""The Hopper kernels, one a file."""
+"""The Hopper kernels, one per file."""

@@ -1,11 +1,11 @@
-"""Hopper kernel for the attention of rows of queries, one number for each block of keys.
+"""Hopper kernel that scores key blocks for rows of queries.
 
-It is half of a forward pass: products of queries and keys, and the logarithm of their exponentials'
-sum over each block of keys. Rows may be joined from several queries (XAttention's antidiagonals,
-arXiv 2503.16428): they are fewer then, and their products longer.
+It is half of a forward pass: products of queries and keys, and the logarithm of the sum of their
+exponentials over each block of keys. Rows may be concatenated from several queries (XAttention's
+antidiagonals, arXiv 2503.16428), which gives fewer rows with longer products.
 
-A number is a function of one row and one block alone, computed by the same instructions in the same
-order, so it has the same bits however rows are dealt to ranks.
+A score depends on one row and one block only and is computed by the same instructions in the same
+order, so it is bit-identical for any distribution of rows over ranks.
 """
 
 import dataclasses
@@ -30,14 +30,14 @@ from pallas_kernels.mosaic_gpu.common import (
 from pallas_kernels.mosaic_gpu.kernels.row_tiles import RowTiles
 
 TILE_ROWS = WARPGROUPS * ROWS
-DEPTH = 64  # numbers of a row and a column in one part of their product
+DEPTH = 64  # components of a row and a column in one part of their product
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockScoresConfig:
     """Tuning of the kernel."""
 
-    width: int = 256  # columns of one tile
+    width: int = 256  # columns per tile
     stages: int = 4  # parts of rows and columns in flight
     compute_registers: int = 232
     memory_registers: int = 40
@@ -50,20 +50,20 @@ def block_scores_kernel(
     """Runs the kernel.
 
     Args:
-        q: [B, Hq, R, E] bf16 or fp16: rows; R a multiple of `TILE_ROWS`, E one of `DEPTH`.
+        q: [B, Hq, R, E] bf16 or fp16: rows; R a multiple of `TILE_ROWS`, E of `DEPTH`.
         k: [B, Hk, C, E]: columns, C a multiple of `config.width`.
         places: int32 [B or 1, R], the last column that each row sees; -1 for none.
-        starts: int32 [B, R], the first column that each row sees, a block's first one, where some
-            row does not begin with column 0; None where all do. `places` are then [B, R].
-        scale: of the products, positive.
-        block_columns: c, columns of one block of keys, a multiple of 8 that divides `config.width`.
+        starts: int32 [B, R], the first column that each row sees, at the start of a block; None if
+            all rows start at column 0. With `starts`, `places` are [B, R].
+        scale: positive scale of the products.
+        block_columns: c, columns per key block, a multiple of 8 that divides `config.width`.
         config: tuning.
         num_blocks: persistent thread blocks (multiprocessors of the device).
         interpret: False, or parameters of the Pallas GPU interpreter.
 
     Returns:
         scores fp32 [B, Hq, C / c, R], base-2 logarithm of the sum of exp(scale q k) over a block's
-        columns that a row sees: -inf where it sees none of them, or anything if no row of its tile
+        columns that a row sees: -inf if it sees none of them, or arbitrary if no row of its tile
         does. peak fp32 [B, Hq, R], the largest product of scale, q, k and log2(e) that a row sees,
         -inf if it sees none.
     """
@@ -138,7 +138,7 @@ def block_scores_kernel(
                         mine = smem["q"].at[slot, pl.ds(warpgroup * ROWS, ROWS)]
                         plgpu.wgmma(acc, mine, smem["k"].at[slot].T)
                         plgpu.wgmma_wait(1)
-                        # Only this part is in flight: the memory of the one before is free.
+                        # Only this part is in flight: the memory of the previous one is free.
                         before = lax.rem(first + i + stages - 1, stages)
                         pl.when(i > 0)(lambda: plgpu.barrier_arrive(bars["free"].at[before]))
 

@@ -1,7 +1,7 @@
-"""The Hopper kernel for delta, the sum of output x its gradient that every row's backward needs.
+"""Hopper kernel for delta, the sum of output x its gradient that every row's backward needs.
 
-XLA sums a row in an order that depends on the program around it, so the sums, and the gradients
-computed from them, differ in the last bits between programs. Here the order is always the same.
+XLA sums a row in an order that depends on the surrounding program, so the sums, and gradients
+computed from them, differ in the last bits between programs. Here the order is fixed.
 """
 
 from typing import Any
@@ -16,11 +16,11 @@ from pallas_kernels.mosaic_gpu.common import COMPILER_PARAMS, ROWS
 
 
 def delta_kernel(out: Array, dout: Array, *, interpret: Any = False) -> Array:
-    """Sum over D of out * dout, in fp32.
+    """Sums out * dout over D, in fp32.
 
     Args:
         out: [B, n, H, D]; n a multiple of 64, D of 32.
-        dout: shape of out. Products of bf16 or fp16 numbers are exact.
+        dout: [B, n, H, D]. Products of bf16 or fp16 numbers are exact.
         interpret: False, or parameters of the Pallas GPU interpreter.
 
     Returns:
@@ -30,10 +30,10 @@ def delta_kernel(out: Array, dout: Array, *, interpret: Any = False) -> Array:
 
     def attention_delta(out_ref: Any, dout_ref: Any, delta_ref: Any) -> None:
         b, tile = lax.axis_index("batch"), lax.axis_index("tile")
-        # Thread blocks side by side read neighbours in memory: all heads of some rows.
+        # Adjacent thread blocks read adjacent memory: all heads of some rows.
         of_tile, head = pl.ds(lax.div(tile, heads) * ROWS, ROWS), lax.rem(tile, heads)
         x, y = (
-            # Four lanes read 64 bytes of a row at once, 16 each.
+            # Four lanes together read 64 bytes of a row, 16 each.
             plgpu.load(
                 ref.at[b, of_tile, head], layout=plgpu.Layout.WGMMA_UPCAST_4X, optimized=False
             ).astype(jnp.float32)

@@ -1,9 +1,8 @@
 """Hopper backward kernel for keys and values: dk and dv of blocks and of gathered columns.
 
-A thread block owns 128 keys, 64 for each compute warpgroup, and walks the query blocks that
-see them, for every query head of the group in turn, 64 queries a step. The gradients of its
-keys stay in registers from the first query to the last, so nothing is added in global memory
-and the sum has one order.
+A thread block owns 128 keys, 64 per compute warpgroup, and iterates over the query blocks that see
+them, one query head of the group after another, 64 queries per step. The gradients of its keys stay
+in registers throughout, so nothing is added in global memory and the order of the sum is fixed.
 """
 
 import dataclasses
@@ -38,7 +37,7 @@ from pallas_kernels.mosaic_gpu.query_stream import QueryStream, key_barriers, ke
 from pallas_kernels.work.items import KeyItem, read
 from pallas_kernels.work.key_work import PARTS, KeyWork, join_parts
 
-_STEP = 64  # queries of one step
+_STEP = 64  # queries per step
 _ROW_OPERANDS = ("base", "minus_delta")
 
 
@@ -65,10 +64,10 @@ def dkdv_kernel(
         minus_delta: fp32 [B, Hq, nq].
         work: from `key_work`.
         columns: the columns that `work` refers to.
-        scale: of the logits.
+        scale: scale of the logits.
         config: tuning.
         interpret: False, or parameters of the Pallas GPU interpreter.
-        one_array: whether dk and dv come as an array [2, ...] instead of two.
+        one_array: whether to return dk and dv as an array [2, ...] instead of two.
 
     Returns:
         fp32 dk, dv [B, nk, Hk, D], summed over the query heads of a group, and dk, dv of the
@@ -96,8 +95,8 @@ def dkdv_kernel(
         smem, bars = refs["smem"], refs["bars"]
         warpgroup = lax.axis_index("wg")
 
-        # One item a thread block: items differ so much in length that the hardware's own
-        # scheduling, longest first, balances better than any fixed share.
+        # One item per thread block: items differ so much in length that the hardware's scheduling,
+        # longest first, balances better than any fixed assignment.
         it = read(KeyItem, refs["items"], lax.axis_index("block"))
         walk = KeyWalk(
             refs, it, work, group=group, num_query_blocks=q.shape[1] // TILE, queries=_STEP,
@@ -168,7 +167,7 @@ def dkdv_kernel(
 class _Steps:
     """The steps of one compute warpgroup, which owns half of a thread block's keys.
 
-    A step's last products run under the first ones of the next step.
+    A step's last products overlap with the first ones of the next step.
     """
 
     smem: dict[str, Any]
@@ -179,7 +178,7 @@ class _Steps:
     interpreted: bool
 
     def release(self, step: Array) -> None:
-        """Frees the queries of a step, if there is such a step."""
+        """Frees the queries of a step, if it exists."""
 
         @pl.when(step >= 0)
         def _() -> None:
@@ -190,8 +189,8 @@ class _Steps:
 
         Args:
             add: adds the product of [64 keys, queries] and [queries, D] to "dk" or "dv".
-            step: its number.
-            mask: of its logits.
+            step: number of the step.
+            mask: mask of its logits.
         """
         smem, slot = self.smem, lax.rem(step, self.stages)
         own = pl.ds(self.warpgroup * ROWS, ROWS)
@@ -203,13 +202,13 @@ class _Steps:
             return lax.broadcast_in_dim(values, (ROWS, _STEP), [1])
 
         def product_from(name: str, keys: Any, tile: Any) -> Array:
-            """The accumulator starts from what the columns would otherwise have subtracted."""
+            """Starts the accumulator from values that would otherwise be subtracted per element."""
             return product_plus(
                 lambda: columns(name), keys, tile.T, (ROWS, _STEP), self.interpreted
             )
 
         logits = product_from("base", smem["k"].at[own], q_tile)
-        # The products of the step before are older than this one's.
+        # The products of the previous step are older than this one's.
         self.release(step - 1)
         logits, bias = mask.apply(logits)
         p = jnp.exp2(add_bias(logits * self.log2_scale, bias))

@@ -26,7 +26,7 @@ from pallas_kernels.mosaic_gpu.key_stream import Producer, stream_barriers, stre
 from pallas_kernels.mosaic_gpu.query_walk import QueryWalk, operand_names, operands
 from pallas_kernels.work.query_work import QueryWork, share
 
-_KEYS = 64  # keys taken at a time: two accumulators of a whole tile would not fit
+_KEYS = 64  # keys per part: two accumulators of a whole tile would not fit
 _PARTS = TILE // _KEYS
 
 
@@ -53,8 +53,8 @@ def dq_kernel(
         delta: fp32 [B, Hq, nq].
         work: from `query_work`.
         columns: the columns that `work` refers to.
-        scale: of the logits.
-        out_dtype: of dq.
+        scale: scale of the logits.
+        out_dtype: dtype of dq.
         config: tuning.
         num_blocks: persistent thread blocks.
         interpret: False, or parameters of the Pallas GPU interpreter.
@@ -119,8 +119,8 @@ def dq_kernel(
                 delta = load_rows(refs["delta"].at[it.batch, it.head, rows])
                 plgpu.barrier_wait(bars["q_full"])
                 plgpu.barrier_wait(bars["dout_full"])
-                # In registers dO is read from shared memory once, not for every tile. For the
-                # queries as well there is no room.
+                # With dO in registers it is read from shared memory once, not per tile. There is
+                # no room for the queries as well.
                 dout_operand = dout_tile
                 if not interpreted:
                     dout_operand = plgpu.load(
@@ -132,10 +132,10 @@ def dq_kernel(
                     plgpu.barrier_arrive(bars["k_free"].at[lax.rem(step + s, stages)])
 
                 def gradient(part, s, slot, mask, prepared):
-                    """dS of some keys of a tile, in the operand dtype.
+                    """Computes dS of some keys of a tile, in the operand dtype.
 
-                    The accumulator of dP starts from -delta, which the rows would otherwise
-                    subtract element by element. S is shifted by -lse where it is scaled.
+                    The accumulator of dP starts from -delta, which would otherwise be subtracted
+                    per element. S is shifted by -lse when it is scaled.
                     """
                     keys = pl.ds(part * _KEYS, _KEYS)
                     k_tile, v_tile = smem["k"].at[slot, keys], smem["v"].at[slot, keys]
@@ -152,11 +152,11 @@ def dq_kernel(
                         else:
                             logits = plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
                             if part == 0:
-                                # The products of the tile before are older than this one.
+                                # The products of the previous tile are older than this one.
                                 pl.when(s > 0)(lambda: release(s - 1))
                         logits = mask.apply(prepared, logits, part * _KEYS)
                         logits = logits * log2_scale + rows_to_tile(shift, zero)
-                        # Added after scaling, the mask of columns costs nothing.
+                        # Added after scaling, the column mask is free.
                         bias = mask.bias(smem, slot, part * _KEYS, _KEYS)
                         p = jnp.exp2(logits if bias is None else logits + bias)
                         if not interpreted:
@@ -178,7 +178,7 @@ def dq_kernel(
                         if part == _PARTS - 1:
                             plgpu.barrier_arrive(bars["v_free"].at[slot])
                         dq = product(dq, ds, smem["k"].at[slot, pl.ds(part * _KEYS, _KEYS)])
-                    if interpreted:  # awaits each product
+                    if interpreted:  # waits for each product
                         release(s)
                     return dq
 

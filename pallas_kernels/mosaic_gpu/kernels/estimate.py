@@ -1,8 +1,8 @@
 """Hopper kernels that score key blocks by the attention of the last queries of a sequence.
 
-A tile is one key block and one query head: logits [64, 128]. Its results are functions of that
-head's queries and that block's keys alone, computed by the same instructions in the same order
-wherever the block lies, so they are the same bits however blocks are dealt to ranks.
+A tile is one key block and one query head: logits [64, 128]. Its results depend only on that head's
+queries and that block's keys and are computed by the same instructions in the same order, so they
+are bit-identical for any distribution of blocks over ranks.
 """
 
 from collections.abc import Callable
@@ -28,10 +28,10 @@ from pallas_kernels.mosaic_gpu.common import (
 NUM_QUERIES = ROWS
 
 _STAGES = 2  # key blocks in flight
-_MOST_HEADS = 2  # query heads, one compute warpgroup each, that share a key block
+_MOST_HEADS = 2  # query heads that share a key block, one compute warpgroup each
 _HALF = TILE // 2
-_PITCH = TILE + ROWS + 8  # so that the rows of a store fall into different banks
-# Layouts are stated here: inferring them fails for the pitch of the scratch memory.
+_PITCH = TILE + ROWS + 8  # so that the rows of a store use different banks
+# Explicit layouts: inferring them fails for the pitch of the scratch memory.
 _COMPILER_PARAMS = plgpu.CompilerParams(
     approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0,
     lowering_semantics=plgpu.LoweringSemantics.Lane,
@@ -45,31 +45,31 @@ def block_statistics(
     valid_len: Array | None = None, queries: Array | None = None,
     multiprocessors: int | None = None, interpret: Any = False,
 ) -> tuple[Array, Array]:
-    """Peak and normaliser of every (key block, query), for a softmax over all blocks.
+    """Computes peak and normalizer of every (key block, query), for a softmax over all blocks.
 
     Args:
         q: [B, Hq, 64, D] bf16 or fp16, D 64 or 128: the last queries of the sequence; with
-            `queries`, any number of sets of queries.
+            `queries`, any number of query sets.
         k: [B, n, Hk, D], local keys; n a multiple of 128, Hq a multiple of Hk.
         block_ids: int32 [n/128], global number of each local block of 128 keys.
         num_blocks: NB, blocks of the whole sequence.
-        scale: of the logits.
-        valid_len: int32 scalar or [B], the position behind the last query; None is NB * 128.
-        queries: int32 [B], which set of queries scores the keys of an entry; None for its own.
-        multiprocessors: how many the work is spread over; those of the device when None.
+        scale: scale of the logits.
+        valid_len: int32 scalar or [B], one past the last query's position; None is NB * 128.
+        queries: int32 [B], the query set that scores the keys of a batch entry; None for its own.
+        multiprocessors: number of multiprocessors to use; None for those of the device.
         interpret: False, or parameters of the Pallas GPU interpreter.
 
     Returns:
-        (peak, total) fp32 [B, Hq, n/128, 64]: the largest causal logit (not scaled), and the sum
-        of exp((logit - peak) * scale). Where a query sees no key of a block, the lowest finite
-        number and 0.
+        (peak, total) fp32 [B, Hq, n/128, 64]: the largest causal logit (unscaled), and the sum
+        of exp((logit - peak) * scale). If a query sees no key of a block, the lowest finite number
+        and 0.
     """
     log2_scale = scale * LOG2E
 
     def tile(refs: dict[str, Any], at: tuple, logits: list[Array], _: tuple) -> None:
         (x,) = logits
         peak = x.max(axis=1)
-        if valid_len is not None:  # or -inf - -inf below, of blocks ahead of a query
+        if valid_len is not None:  # avoids -inf - -inf below, for blocks after a query
             peak = jnp.maximum(peak, _LOWEST)
         terms = jnp.exp2((x - rows_to_tile(peak, x)) * log2_scale)
         refs["peak"].at[at][...] = peak
@@ -89,28 +89,21 @@ def block_masses(
     scale: float, valid_len: Array | None = None, queries: Array | None = None,
     multiprocessors: int | None = None, interpret: Any = False,
 ) -> tuple[Array, Array, Array]:
-    """Sums of softmax weights over the columns and diagonals of every tile.
+    """Sums softmax weights over the columns and diagonals of every tile.
 
     The weight of a pair is exp((logit - peak) * scale) * to_mass.
 
     Args:
-        q: as in `block_statistics`, like the other arguments that both have.
-        k: [B, n, Hk, D].
-        block_ids: int32 [n/128].
-        num_blocks: NB.
+        q, k, block_ids, num_blocks, scale, valid_len: as in `block_statistics`.
         peak: fp32 [B, Hq, 64], largest logit of each query over the whole sequence; with `queries`,
-            of each set of them.
-        to_mass: fp32, like `peak`.
-        scale: of the logits.
-        valid_len: as in `block_statistics`.
-        queries: as in `block_statistics`.
-        multiprocessors: how many the work is spread over; those of the device when None.
-        interpret: False, or parameters of the Pallas GPU interpreter.
+            one row per query set.
+        to_mass: fp32, same shape as `peak`.
+        queries, multiprocessors, interpret: as in `block_statistics`.
 
     Returns:
         (columns, own, beyond), fp32 [B, Hq, n/128, 128] each. Entry t of `own` is the diagonal
-        on which the last query sees key t of this block, entry t of `beyond` that on which it
-        sees key t of the next block (zero from 63 on, where none of this block's keys lie).
+        on which the last query sees key t of this block, entry t of `beyond` the one on which it
+        sees key t of the next block (zero from 63 on, where it has none of this block's keys).
     """
     log2_scale = scale * LOG2E
 
@@ -119,13 +112,13 @@ def block_masses(
         scratch = refs["scratch"]
         # Key j is in column 64 + j of the scratch, and for row u on diagonal j + 63 - u. The
         # first columns repeat the last keys, so that the 128 columns from u + 1 on hold each
-        # key of row u once, and entry t of these belongs to diagonal t or t + 128.
+        # key of row u once; entry t of these belongs to diagonal t or t + 128.
         for x, places in zip(logits, ((ROWS,), (0, ROWS + _HALF)), strict=True):
             weights = jnp.exp2((x - rows_to_tile(peak, x)) * log2_scale)
             weights = weights * rows_to_tile(to_mass, x)
             for place in places:
                 scratch[:, pl.ds(place, _HALF)] = weights
-        plgpu.commit_smem()  # all of the warpgroup has written
+        plgpu.commit_smem()  # the whole warpgroup has written
         slot = plgpu.layout_cast(lax.iota(jnp.int32, TILE), _LINE)
         column = own = beyond = plgpu.layout_cast(jnp.zeros(TILE, jnp.float32), _LINE)
         for u in range(ROWS):
@@ -134,7 +127,7 @@ def block_masses(
             is_own = slot >= ROWS - 1 - u
             own += jnp.where(is_own, skewed, 0.0)
             beyond += jnp.where(is_own, 0.0, skewed)
-        plgpu.commit_smem()  # all of the warpgroup has read
+        plgpu.commit_smem()  # the whole warpgroup has read
         for name, x in (("columns", column), ("own", own), ("beyond", beyond)):
             refs[name].at[at][...] = x
 
@@ -156,8 +149,8 @@ def _over_tiles(
 ) -> tuple[Array, ...]:
     """Calls `tile(refs, (batch, head, block), logits, rows)` for every tile.
 
-    The logits come as causal pieces [64, width], fp32; `rows` are values per query of a head;
-    each compute warpgroup has its own share of `scratch`, whose first dimension is dropped.
+    The logits are causal pieces [64, width], fp32; `rows` are values per query of a head; each
+    compute warpgroup has its own part of `scratch`, whose first dimension is dropped.
     """
     _, num_heads, _, head_dim = q.shape
     batch, kv_heads, num_local = k.shape[0], k.shape[2], block_ids.shape[0]
@@ -168,7 +161,7 @@ def _over_tiles(
     multiprocessors = multiprocessors or device.multiprocessors()
     share = min(max(multiprocessors // columns, 1), num_local)
     end = num_blocks * TILE if valid_len is None else valid_len
-    # Of each block: how far the first of the last queries lies behind its first key.
+    # For each block: distance from its first key to the first of the last queries.
     own_ends = jnp.ndim(end) > 0
     end = jnp.asarray(end)[:, None] if own_ends else end
     shifts = (end - ROWS - block_ids * TILE).astype(jnp.int32)
@@ -187,7 +180,7 @@ def _over_tiles(
 
         def memory_warpgroup() -> None:
             for i in range(heads):
-                # Of an odd group the last warpgroup may be left without a head.
+                # In a group of odd size the last warpgroup may have no head.
                 head = kv_head * group + lax.min(first_member + i, group - 1)
                 plgpu.copy_gmem_to_smem(refs["q"].at[own, head], smem["q"].at[i], bars["q_full"])
 
@@ -266,7 +259,7 @@ def _product(a: Any, b: Any, width: int) -> Array:
 
 
 class HopperEstimate:
-    """These kernels behind the contract of `pallas_kernels.backends.Estimate`."""
+    """The Hopper implementation of `pallas_kernels.backends.Estimate`."""
 
     block_statistics = staticmethod(block_statistics)
     block_masses = staticmethod(block_masses)
@@ -274,4 +267,4 @@ class HopperEstimate:
     def unsupported(self, q: Array) -> str | None:
         if q.shape[2] == NUM_QUERIES:
             return None
-        return f"{q.shape[2]} last queries ({NUM_QUERIES} are needed)"
+        return f"{q.shape[2]} last queries (must be {NUM_QUERIES})"

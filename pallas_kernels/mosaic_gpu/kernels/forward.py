@@ -38,7 +38,7 @@ class ForwardConfig:
 
     stages: int = 2  # key and value tiles in flight
     query_slots: int = 2  # query blocks in shared memory; 2 prefetches the next item's
-    keys_late: bool = False  # the next tile's keys are awaited after the softmax, not before QK
+    keys_late: bool = False  # wait for the next tile's keys after the softmax, not before QK
     compute_registers: int = 240
     memory_registers: int = 24
 
@@ -56,8 +56,8 @@ def forward_kernel(
         work: from `query_work`.
         columns: the columns that `work` refers to.
         init: running output fp32 [B, nq, Hq, D] and lse fp32 [B, Hq, nq] to merge with.
-        scale: of the logits.
-        out_dtype: of the output.
+        scale: scale of the logits.
+        out_dtype: dtype of the output.
         config: tuning.
         num_blocks: persistent thread blocks (multiprocessors of the device).
         interpret: False, or parameters of the Pallas GPU interpreter.
@@ -131,7 +131,7 @@ def forward_kernel(
                         refs["out0"].at[it.batch, rows, it.head],
                         layout=plgpu.Layout.WGMMA, optimized=False,
                     )
-                    # Shared out to the eight partial sums of a row.
+                    # Split over the eight partial sums of a row.
                     total = jnp.where(peak > -jnp.inf, 1 / EDGE, 0.0)
                     state = acc, peak, rows_to_tile(total, partial_sums(0.0))
                 plgpu.barrier_wait(bars["q_full"].at[slot])
@@ -161,8 +161,8 @@ def forward_kernel(
                 refs["lse"].at[it.batch, it.head, rows][...] = lse
                 target = refs["out"].at[it.batch, rows, it.head]
                 if out_dtype == dtype:
-                    # The queries of this warpgroup are no longer needed: their place in
-                    # shared memory carries the output.
+                    # The queries of this warpgroup are no longer needed: their shared memory is
+                    # reused for the output.
                     q_tile[...] = acc.astype(dtype)
                     plgpu.commit_smem()
                     plgpu.copy_smem_to_gmem(q_tile, target)
@@ -199,7 +199,7 @@ def forward_kernel(
 class _Tiles:
     """The steps of one item in one compute warpgroup; state is (acc, peak, total).
 
-    `total` holds eight partial sums of each row, [64, 8]: only the end of an item adds them up.
+    `total` holds eight partial sums per row, [64, 8], which are added at the end of an item.
     """
 
     step: Array  # tiles before this item, since the start of the kernel
@@ -223,11 +223,11 @@ class _Tiles:
         return lax.rem(self.step + s, self.stages)
 
     def following(self, slot):
-        """The slot after a slot."""
+        """Returns the next slot."""
         return jnp.where(slot == self.stages - 1, 0, slot + 1)
 
     def softmax(self, logits, peak, total):
-        """Unnormalised weights, the new peak and totals, and the decay of what was before."""
+        """Returns unnormalized weights, new peak and totals, and the decay of earlier sums."""
         new_peak = jnp.maximum(peak, fold(jnp.maximum, logits).max(axis=1))
         base = jnp.where(new_peak > -jnp.inf, new_peak, 0.0) * self.log2_scale
         decay = jnp.exp2(peak * self.log2_scale - base)
@@ -235,7 +235,7 @@ class _Tiles:
         return weights, new_peak, total * rows_to_tile(decay, total) + fold(jnp.add, weights), decay
 
     def logits(self, s, mask):
-        """Masked QK of tile s, whose keys are then released."""
+        """Computes masked QK of tile s, and releases its keys."""
         slot = self.slot(s)
         prepared = mask.prepare(s)
         plgpu.barrier_wait(self.bars["k_full"].at[slot])
@@ -253,7 +253,7 @@ class _Tiles:
         return mask.apply(prepared, logits)
 
     def add_values(self, acc, weights, slot):
-        """Adds PV of the tile in a slot, which is then released."""
+        """Adds PV of the tile in a slot, and releases it."""
         plgpu.barrier_wait(self.bars["v_full"].at[slot])
         acc = add_product(
             acc, weights, self.smem["v"].at[slot], interpreted=self.interpreted,
@@ -263,10 +263,10 @@ class _Tiles:
         return acc
 
     def overlapped(self, segments, it, first_masks, state):
-        """All tiles, with QK of tile s and PV of tile s - 1 under the softmax of tile s.
+        """Runs all tiles, with QK of tile s and PV of tile s - 1 during the softmax of tile s.
 
-        The first QK and the last PV stand outside the loops. `first_masks` are the masks that
-        the first tile may need: as a listed block, and as a tile of columns.
+        The first QK and the last PV are outside the loops. `first_masks` are the masks that the
+        first tile may need: as a listed block, and as a tile of columns.
         """
         if len(first_masks) == 1:
             state = self.first_step(state, first_masks[0])
@@ -289,13 +289,13 @@ class _Tiles:
         return self.add_values(acc, weights, slot), peak, total
 
     def first_step(self, state, mask):
-        """QK and softmax of tile 0."""
+        """Runs QK and softmax of tile 0."""
         acc, peak, total = state
         weights, peak, total, decay = self.softmax(self.logits(0, mask), peak, total)
         return acc * rows_to_tile(decay, acc), peak, total, weights.astype(self.dtype)
 
     def await_keys(self, s, slot):
-        """Waits for the keys of tile s in its slot, if there is such a tile."""
+        """Waits for the keys of tile s in its slot, if the tile exists."""
 
         @pl.when(s < self.steps)
         def _():
@@ -319,7 +319,7 @@ class _Tiles:
             pv.add(weights, self.smem["v"].at[previous])
             logits = qk.value(younger=1)
             plgpu.barrier_arrive(self.bars["k_free"].at[slot])
-            # The barriers keep the compiler from moving arithmetic across the waits.
+            # Barriers keep the compiler from moving arithmetic across the waits.
             logits = lax.optimization_barrier(logits)
             logits = mask.apply(prepared, logits)
             parts = lax.optimization_barrier(self.softmax(logits, peak, total))

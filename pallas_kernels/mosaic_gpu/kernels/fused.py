@@ -1,8 +1,8 @@
-"""Hopper backward kernel for all gradients at once: dq, dk and dv from five products a tile.
+"""Hopper backward kernel for all gradients at once: dq, dk and dv from five products per tile.
 
-A thread block owns 128 keys, 64 for each compute warpgroup, keeps their dk and dv in registers
-and walks the queries that see them. What a step adds to dq leaves through shared memory and is
-added up in global memory, in the order of `work.fused_work`: the same bits every time.
+A thread block owns 128 keys, 64 per compute warpgroup, keeps their dk and dv in registers and
+iterates over the queries that see them. Contributions to dq pass through shared memory and are
+added in global memory in the order of `work.fused_work`, so the results are deterministic.
 """
 
 from typing import Any
@@ -35,7 +35,7 @@ _ROW_OPERANDS = ("shift", "minus_delta")
 
 
 def step_queries(head_dim: int) -> int:
-    """Queries of one step: as many as shared memory and registers hold."""
+    """Returns the queries per step: as many as fit in shared memory and registers."""
     return 64 * 128 // head_dim
 
 
@@ -51,10 +51,10 @@ def fused_kernel(
         k, v: [B, nk, Hk, D].
         base: fp32 [B, Hq, nq], -lse / scale of the rows' final lse; -inf for empty rows.
         minus_delta: fp32 [B, Hq, nq].
-        dq: fp32 [B, nq, Hq, D], what dq is added to; in place where XLA can.
+        dq: fp32 [B, nq, Hq, D], initial value of dq; updated in place if XLA can.
         work: from `fused_work`.
         columns: the columns that `work` refers to.
-        scale: of the logits.
+        scale: scale of the logits.
         config: tuning.
         interpret: False, or parameters of the Pallas GPU interpreter.
 
@@ -81,7 +81,7 @@ def fused_kernel(
         refs = dict(zip(names, arguments, strict=True))
         smem, bars = refs["smem"], refs["bars"]
         warpgroup = lax.axis_index("wg")
-        # One item a thread block: the hardware starts them in order, the next where one ends.
+        # One item per thread block: the hardware starts them in order as others finish.
         it = read(KeyItem, refs["items"], lax.axis_index("block"))
         kv_head = lax.div(it.head, group)
         walk = FusedWalk(
@@ -133,7 +133,7 @@ def fused_kernel(
             steps.drain(end)
             rows = pl.ds(it.block * TILE + warpgroup * ROWS, ROWS)
             gradients = dk * scale, dv
-            staging = smem["dq"].at[warpgroup, pl.ds(0, ROWS)]  # drained: nothing leaves it now
+            staging = smem["dq"].at[warpgroup, pl.ds(0, ROWS)]  # drained: no copy reads it now
 
             def store_columns():
                 targets = (refs[name].at[it.batch, rows, it.head] for name in ("dkc", "dvc"))
@@ -180,14 +180,14 @@ def fused_kernel(
     if has_columns:
         arrays += columns.operands
         outputs += [jax.ShapeDtypeStruct(columns.k.shape, jnp.float32)] * 2
-    # The interpreter knows no warps: loading and storing are a warpgroup each there.
+    # The interpreter has no warps: loading and storing use one warpgroup each.
     run = launch(
         attention_backward, outputs, [smem, bars], work.items.shape[0], interpret,
         memory_warpgroups=2 if interpreted else 1,
     )
-    # Slices of stacked arrays, before the kernel or behind it (in a `lax.scan` over layers, say),
+    # Slices of stacked arrays before or after the kernel (for example in a `lax.scan` over layers)
     # must stay outside of it: XLA's fusion of a kernel with slices ("dynamic-slice-fusion", jaxlib
-    # 0.11.2) loses that dq and the counters are written in place, and gradients come out wrong.
+    # 0.11.2) ignores that dq and the counters are written in place, and gives wrong gradients.
     results = run(*lax.optimization_barrier(arrays))
     columns = results[2:] if has_columns else (None, None)
     return lax.optimization_barrier(jax.freeze(dq_ref)), *results[:2], *columns

@@ -1,4 +1,4 @@
-"""Tiles of rows and the columns that they see, as the kernels for block scores walk them."""
+"""Tiles of rows and their visible columns, as traversed by the block score kernels."""
 
 from typing import Any
 
@@ -10,19 +10,19 @@ from pallas_kernels.mosaic_gpu.common import ROW_LAYOUT, fold, iota, rows_to_til
 
 
 class RowTiles:
-    """Which tiles of columns a kernel walks for each tile of rows, and where masks are needed.
+    """Column tiles to process for each row tile, and where masks are needed.
 
     Args:
         places: int32 [B or 1, R], the last column that each row sees; -1 for none.
-        starts: int32 [B, R], the first one, or None where every row begins with column 0.
+        starts: int32 [B, R], the first one, or None if all rows start at column 0.
         num_heads: Hq.
         batch: B.
-        rows: of a tile; they divide R.
-        width: columns of a tile.
+        rows: rows per tile; divides R.
+        width: columns per tile.
 
     Attributes:
-        inputs: arrays that the kernel gets, by name.
-        items: tiles of rows of all heads and batch entries.
+        inputs: arrays that the kernel needs, by name.
+        items: number of row tiles of all heads and batch entries.
     """
 
     def __init__(
@@ -33,8 +33,8 @@ class RowTiles:
         self._one_for_all, self._from_zero = places.shape[0] == 1, starts is None
         self.items = self._pairs * self._row_tiles
         of_tiles = places.reshape(-1, self._row_tiles, rows)
-        # Tiles of columns that any row of a tile sees end at `tiles`; those before `whole` end
-        # where every row sees them.
+        # Column tiles seen by any row of a tile end at `tiles`; those before `whole` end where
+        # every row sees them.
         self.inputs = {
             "places": places, "tiles": of_tiles.max(axis=2) // width + 1,
             "whole": (of_tiles.min(axis=2) + 1) // width,
@@ -46,7 +46,7 @@ class RowTiles:
             self.inputs |= begin | {"starts": starts}
 
     def item(self, refs: dict[str, Any], number: Array) -> tuple[Array, Array, Array]:
-        """Batch entry, head and tile of rows; those that see most columns come first."""
+        """Returns batch entry, head and row tile; tiles that see most columns come first."""
         pair = lax.rem(number, self._pairs)
         row_tile = self._row_tiles - 1 - lax.div(number, self._pairs)
         b = lax.div(pair, self._heads)
@@ -55,12 +55,12 @@ class RowTiles:
         return b, lax.rem(pair, self._heads), row_tile
 
     def columns(self, refs: dict[str, Any], b: Array, row_tile: Array) -> tuple[Array, Array]:
-        """The first tile of columns that a tile of rows sees, and one past the last."""
+        """Returns the first column tile that a row tile sees, and one past the last."""
         tiles = self._at(refs, "tiles", b, row_tile)
         return jnp.int32(0) if self._from_zero else self._at(refs, "first", b, row_tile), tiles
 
     def seen(self, refs: dict[str, Any], b: Array, rows: Any) -> list[Array]:
-        """The last column of each of some rows, and the first one if it is not 0 for all."""
+        """Returns the last visible column of some rows, and the first one if it may not be 0."""
         own = 0 if self._one_for_all else b
         names = ["places"] if self._from_zero else ["places", "starts"]
         return [
@@ -73,18 +73,18 @@ class RowTiles:
         logits: Array, rows: Any, seen: list[Array], peak: Array, *, block_columns: int,
         log2_scale: float,
     ) -> Array:
-        """Writes the scores of some rows and the blocks of one tile of columns.
+        """Writes the scores of some rows and the blocks of one column tile.
 
         Args:
-            refs: of the kernel; scores go to "scores", [B, Hq, blocks, R].
-            b, head, row_tile: see `item`.
-            j: the tile of columns.
+            refs: refs of the kernel; scores go to "scores", [B, Hq, blocks, R].
+            b, head, row_tile: from `item`.
+            j: the column tile.
             logits: fp32 [64, width], products of rows and columns.
-            rows: of R, these 64.
-            seen: of these, from `seen`.
+            rows: indices of these 64 rows in R.
+            seen: from `seen`, for these rows.
             peak: fp32 [64], the largest scaled logit so far.
-            block_columns: c, columns of a block, a divisor of the width.
-            log2_scale: of the logits, times log2(e).
+            block_columns: c, columns per block, a divisor of the width.
+            log2_scale: scale of the logits, times log2(e).
 
         Returns:
             fp32 [64], the largest scaled logit including this tile.
@@ -105,15 +105,7 @@ class RowTiles:
         self, refs: dict[str, Any], b: Array, row_tile: Array, j: Array, of_blocks: list[Array],
         seen: list[Array],
     ) -> list[Array]:
-        """Scores of a tile of columns, -inf where a row does not see a column.
-
-        Args:
-            refs: of the kernel.
-            b, row_tile: see `item`.
-            j: the tile of columns.
-            of_blocks: its scores, [64, c] for each block of columns.
-            seen: of their rows, from `seen`.
-        """
+        """Masks the scores of a column tile with -inf where a row does not see a column."""
         cut = j >= self._at(refs, "whole", b, row_tile)
         if not self._from_zero:
             cut |= j < self._at(refs, "whole_from", b, row_tile)
@@ -135,18 +127,10 @@ class RowTiles:
 
 
 def _from_starts(starts: Array, places: Array, tiles: Array, width: int) -> dict[str, Array]:
-    """Where the tiles of columns begin that the tiles of rows see, and an order of these.
+    """Computes the first visible column tile of each row tile, and an order of row tiles.
 
-    Args:
-        starts: int32 [B, T, rows], the first column that each row sees.
-        places: as starts; the last one, -1 for none.
-        tiles: int32 [B, T], where the tiles of columns end.
-        width: columns of a tile.
-
-    Returns:
-        int32 [B, T] each: `first`, the first tile that any row sees; `whole_from`, the first one
-        of which every row sees the beginning; `order`, the tiles of rows, those with the most
-        tiles of columns last.
+    Returns int32 [B, T] each: `first`, the first tile that any row sees; `whole_from`, the first
+    one with a beginning seen by every row; `order`, row tiles with the most column tiles last.
     """
     lowest = jnp.where(places >= 0, starts, jnp.iinfo(jnp.int32).max).min(axis=2)
     first = jnp.minimum(lowest // width, tiles)

@@ -1,12 +1,13 @@
-"""Hopper kernel for the attention of short rows of queries, one number for each block of keys.
+"""Hopper kernel that scores key blocks for short rows of queries.
 
-The numbers of `block_scores.py` for rows as short as a head is wide. Their products take no longer
-than their exponentials, and those of one warp wait for each other longer than they compute. So
-there are four warpgroups, twice as many as elsewhere, with tiles half as wide: some compute
-exponentials while others multiply. Rows stay in shared memory.
+Computes the scores of `block_scores.py` for rows no longer than a head dimension. Products then
+take no longer than the exponentials, and those of one warp spend more time waiting for each other
+than computing. The kernel therefore uses four compute warpgroups, twice as many as elsewhere, with
+tiles of half the width: some compute exponentials while others multiply. Rows stay in shared
+memory.
 
-A number is a function of one row and one block alone, computed by the same instructions in the same
-order, so it has the same bits however rows are dealt to ranks.
+A score depends on one row and one block only and is computed by the same instructions in the same
+order, so it is bit-identical for any distribution of rows over ranks.
 """
 
 import dataclasses
@@ -29,20 +30,20 @@ from pallas_kernels.mosaic_gpu.common import (
 )
 from pallas_kernels.mosaic_gpu.kernels.row_tiles import RowTiles
 
-WARPGROUPS = 4  # that compute
+WARPGROUPS = 4  # compute warpgroups
 TILE_ROWS = WARPGROUPS * ROWS
-MOST_LENGTH = 128  # numbers of a row
+MOST_LENGTH = 128  # components of a row
 
 
 @dataclasses.dataclass(frozen=True)
 class ShortBlockScoresConfig:
     """Tuning of the kernel.
 
-    Registers of all warpgroups together may not exceed what 640 threads begin with (96 each), else
-    none ever gets more.
+    The registers of all warpgroups may not exceed the initial allocation of 640 threads (96 each);
+    otherwise no warpgroup ever gets more.
     """
 
-    width: int = 128  # columns of one tile
+    width: int = 128  # columns per tile
     stages: int = 4  # tiles of columns in flight
     compute_registers: int = 104
     memory_registers: int = 40
@@ -58,15 +59,15 @@ def short_block_scores_kernel(
         q: [B, Hq, R, E] bf16 or fp16: rows; R a multiple of `TILE_ROWS`, E of 64, at most
             `MOST_LENGTH`.
         k: [B, Hk, C, E]: columns, C a multiple of `config.width`.
-        places, starts: as of `block_scores_kernel`.
-        scale: of the products, positive.
-        block_columns: c, columns of one block of keys, a multiple of 8 that divides `config.width`.
+        places, starts: as in `block_scores_kernel`.
+        scale: positive scale of the products.
+        block_columns: c, columns per key block, a multiple of 8 that divides `config.width`.
         config: tuning.
         num_blocks: persistent thread blocks (multiprocessors of the device).
         interpret: False, or parameters of the Pallas GPU interpreter.
 
     Returns:
-        As `block_scores_kernel`.
+        The results of `block_scores_kernel`.
     """
     batch, num_heads, num_rows, length = q.shape
     group, width, stages = num_heads // k.shape[1], config.width, config.stages

@@ -1,1 +1,1 @@
-"""The Triton kernels, one file each. Importing one needs the extra `ampere`."""
+"""The Triton kernels, one per file. Importing one needs the `ampere` extra."""

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 _WHOLE = tl.constexpr(128)  # longest rows that are multiplied at once
-_DEPTH = tl.constexpr(64)  # of longer ones, numbers that are multiplied at a time
+_DEPTH = tl.constexpr(64)  # components of longer rows that are multiplied at a time
 
 
 @triton.jit
@@ -22,14 +22,14 @@ def block_scores(
         k: [B, KV_HEADS, num_keys, LENGTH].
         places: int32 [B, num_rows], or [1, num_rows] with ONE_FOR_ALL: the last key that each row
             sees, -1 for none.
-        starts: int32 [B, num_rows], the first one, read with HAS_STARTS.
+        starts: int32 [B, num_rows], the first one; read with HAS_STARTS.
         scores: fp32 [B, HEADS, num_keys / COLUMNS, num_rows], written: the base-2 logarithm of the
-            sum of exp2(log2_scale q k) over a block's keys that a row sees, -inf for none; nothing
-            where no row of the program sees a key of the KEYS around.
+            sum of exp2(log2_scale q k) over a block's keys that a row sees, -inf for none. Not
+            written where no row of the program sees any of the KEYS keys around.
         peak: fp32 [B, HEADS, num_rows], written: the largest log2_scale q k of a row, or -inf.
-        COLUMNS: keys of a block, a power of two that divides KEYS.
+        COLUMNS: keys per block, a power of two that divides KEYS.
     """
-    # Later rows see more: they come first.
+    # Later rows see more keys, so they come first.
     tile, head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)
     rows = tile * ROWS + tl.arange(0, ROWS)

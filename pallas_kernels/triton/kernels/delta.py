@@ -1,6 +1,6 @@
 """Triton kernel for delta, the sum of output x its gradient that every row's backward needs.
 
-The order of the sum is always the same; XLA's depends on the program around it.
+The order of the sum is fixed; XLA's depends on the surrounding program.
 """
 
 import triton
@@ -13,7 +13,7 @@ from pallas_kernels.triton.kernels.tiles import offsets, rows_of
 def attention_delta(
     out, dout, delta, length, HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
-    """Sum over DIM of out * dout in fp32, of ROWS rows of one head.
+    """Sums out * dout over DIM in fp32, for ROWS rows of one head.
 
     Args:
         out, dout: [B, length, HEADS, DIM], any floating dtypes.

@@ -1,8 +1,8 @@
 """Triton backward kernels for keys and values: dk and dv of blocks and of gathered columns.
 
-A program owns some keys and walks the query blocks that see them, for every query head of the
-group in turn. Gradients stay in registers from the first query to the last: nothing is added in
-global memory, and the sum has one order.
+A program owns some keys and iterates over the query blocks that see them, one query head of the
+group after another. Gradients stay in registers throughout, so nothing is added in global memory
+and the order of the sum is fixed.
 """
 
 import triton
@@ -25,14 +25,14 @@ def attention_dkdv(
 
     Args:
         q, k, v, dout, shift, delta: as in the kernel for dq.
-        items: of `KeyWork`, those of blocks and of parts of blocks.
-        lists, diagonal: of `KeyWork`.
+        items: from `KeyWork`, items of blocks and of parts of blocks.
+        lists, diagonal: from `KeyWork`.
         first_entries, last_entries: its `first` and `last`.
         dk, dv: fp32 [B, key_length, KV_HEADS, DIM], written for items of blocks.
         dk_parts, dv_parts: fp32 [B, parts_length, KV_HEADS, DIM], written for items of parts.
-        capacity: entries of each list.
-        PARTS: how many parts such a block has; 0 where no item is a part.
-        ROWS: queries of one step.
+        capacity: entries per list.
+        PARTS: number of parts of such a block; 0 if no item is a part.
+        ROWS: queries per step.
     """
     program = tl.program_id(0)
     n, piece = program // (BLOCK // KEYS), program % (BLOCK // KEYS)
@@ -77,12 +77,12 @@ def attention_dkdv(
                 dout_head + at * (HEADS * DIM), shift_head + at, delta_head + at, query_offsets,
                 numbers, inside + passing + tl.arange(0, ROWS), log2_scale, ROWS, True,
             )  # fmt: skip
-        queries = block  # of an empty list, anything
+        queries = block  # arbitrary for an empty list
         if one < last:
             queries = _query_block(entries, one, block, LISTED)
         for s in range(one * SPLIT, last * SPLIT):
             at = queries.to(tl.int64) * BLOCK + (s - s // SPLIT * SPLIT) * ROWS
-            # Read ahead: else the copies of queries, which wait for it, would begin too late.
+            # Prefetched; otherwise the copies of queries, which depend on it, would start too late.
             following = tl.minimum((s + 1) // SPLIT, last - 1)
             queries = _query_block(entries, following, block, LISTED)
             dk_acc, dv_acc = _step(
@@ -114,9 +114,9 @@ def attention_dkdv_columns(
     Args:
         q, dout, shift, delta, k_columns, v_columns, keep, tokens, query_blocks: as in the kernel
             for dq.
-        items: of `KeyWork`, those of columns.
+        items: from `KeyWork`, items of columns.
         dk, dv: fp32 [B, num_columns, HEADS, DIM], written.
-        ROWS: queries of one step.
+        ROWS: queries per step.
     """
     program = tl.program_id(0)
     n, piece = program // (BLOCK // KEYS), program % (BLOCK // KEYS)
@@ -139,7 +139,7 @@ def attention_dkdv_columns(
     dout_head = rows_of(dout, batch, 0, query_length, head, HEADS, DIM)
     shift_head, delta_head = shift + head_at * query_length, delta + head_at * query_length
     of_head, words = tokens + head_at * num_columns, num_columns // WORD
-    # From the last queries back: all tiles of a head's columns start together there and read the
+    # From the last queries backwards: all column tiles of a head start there together and read the
     # same queries, which the L2 cache then serves.
     for s in range(0, (blocks - field(items, n, 4)) * SPLIT):
         entry = s // SPLIT
@@ -158,7 +158,7 @@ def attention_dkdv_columns(
 
 @triton.jit
 def _store(dk, dv, dk_tile, dv_tile, batch, row, length, head, HEADS: tl.constexpr):
-    """Writes gradients of consecutive keys of a head, the first of them `row`."""
+    """Writes gradients of consecutive keys of a head, starting at `row`."""
     KEYS: tl.constexpr = dk_tile.shape[0]
     DIM: tl.constexpr = dk_tile.shape[1]
     at = offsets(KEYS, HEADS, DIM)
@@ -168,7 +168,7 @@ def _store(dk, dv, dk_tile, dv_tile, batch, row, length, head, HEADS: tl.constex
 
 @triton.jit
 def _query_block(entries, entry, block, LISTED: tl.constexpr):
-    """The query block of an entry of the list that a block of keys walks."""
+    """Returns the query block of an entry of a key block's list."""
     value = tl.load(entries + entry)
     if not LISTED:
         value = block + value
@@ -180,13 +180,7 @@ def _step(
     dk, dv, k_tile, v_tile, q, dout, shift, delta, query_offsets, limits, positions, log2_scale,
     ROWS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Adds the gradients from ROWS queries.
-
-    Args:
-        q, dout, shift, delta: where those of the step start.
-        limits: MASKED: each key's first position that sees it.
-        positions: of the queries.
-    """
+    """Adds the gradients from ROWS queries; MASKED hides keys from positions below `limits`."""
     q_tile, dout_tile = tl.load(q + query_offsets), tl.load(dout + query_offsets)
     rows = tl.arange(0, ROWS)
     row_shift, row_delta = tl.load(shift + rows), tl.load(delta + rows)

@@ -33,9 +33,9 @@ def attention_dq(
         shift: fp32 [B, HEADS, query_length], the rows' final lse in base 2; inf for empty rows.
         delta: fp32 [B, HEADS, query_length].
         dq: [B, query_length, HEADS, DIM], written.
-        scale: of the logits.
+        scale: scale of the logits.
         log2_scale: scale times log2(e).
-        capacity: entries of each list.
+        capacity: entries per list.
     """
     program = tl.program_id(0)
     n, part = program // (BLOCK // ROWS), program % (BLOCK // ROWS)
@@ -61,7 +61,7 @@ def attention_dq(
         entries = lists + head_at * capacity
         if LISTED:
             entries = lists + (head_at * blocks + block) * capacity
-        # The one tile that may lie on the diagonal: the last of a list, the first of offsets.
+        # The only tile that may be on the diagonal: the last of a list, the first of offsets.
         last = first + count
         masked = first
         if LISTED:
@@ -90,7 +90,7 @@ def attention_dq(
             for run in range(RUNS):
                 at = (head_at * RUNS + run) * blocks + block
                 start, stop = tl.load(run_first + at), tl.load(run_last + at)
-                # The first entry of the first run that has any was the masked one.
+                # The first entry of the first nonempty run was the masked one.
                 start += tl.where(start == first, one, 0)
                 acc = _run(
                     acc, q_tile, dout_tile, k_head, v_head, row_shift, row_delta, entries, start,
@@ -122,15 +122,15 @@ def _run(
     rows, log2_scale,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, LISTED: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Entries start .. stop - 1 of a list, whose tiles are computed whole."""
+    """Processes entries start .. stop - 1 of a list, with unmasked tiles."""
     SPLIT: tl.constexpr = BLOCK // KEYS
     key_offsets = offsets(KEYS, KV_HEADS, DIM)
-    keys = block  # of an empty list, anything
+    keys = block  # arbitrary for an empty list
     if start < stop:
         keys = key_block(entries, start, block, LISTED)
     for s in range(start * SPLIT, stop * SPLIT):
         at = (keys.to(tl.int64) * BLOCK + (s - s // SPLIT * SPLIT) * KEYS) * (KV_HEADS * DIM)
-        # Read ahead: else the copies of keys, which wait for it, would begin too late.
+        # Prefetched; otherwise the copies of keys, which depend on it, would start too late.
         following = tl.minimum((s + 1) // SPLIT, stop - 1)
         keys = key_block(entries, following, block, LISTED)
         k_tile = tl.load(k_head + at + key_offsets)

@@ -1,20 +1,20 @@
 """Triton kernels that score key blocks by the attention of the last queries of a sequence.
 
-A tile is one key block and one query head. A program takes a block for all heads that share its
-keys. Nothing but pointers and constants leads to what it computes, no count of blocks: the code is
-the same for any number of ranks, and so are the bits of a tile.
+A tile is one key block and one query head. A program processes one block for all heads that share
+its keys. The code depends only on pointers and constants, not on the number of blocks, so it is the
+same for any number of ranks, and a tile is bit-identical.
 """
 
 import triton
 import triton.language as tl
 
-_WIDTH = tl.constexpr(32)  # of a warp
-_LOWEST = tl.constexpr(-3.4028234663852886e38)  # of the finite numbers of fp32
+_WIDTH = tl.constexpr(32)  # warp width
+_LOWEST = tl.constexpr(-3.4028234663852886e38)  # lowest finite fp32 number
 
 
 @triton.jit
 def _keys_of(k, HEADS: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr):
-    """The batch entry, the key/value head and the block of a program, and its keys [KEYS, DIM]."""
+    """Returns a program's batch entry, key/value head and block, and its keys [KEYS, DIM]."""
     batch, head = (tl.program_id(0) // HEADS).to(tl.int64), tl.program_id(0) % HEADS
     block, blocks = tl.program_id(1), tl.num_programs(1)
     first = (batch * blocks + block) * (KEYS * HEADS * DIM) + head * DIM
@@ -30,16 +30,16 @@ def estimate_statistics(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Peak and normaliser of each query of a tile.
+    """Computes peak and normalizer of each query of a tile.
 
     Args:
         q: [sets, HEADS, ROWS, DIM], bf16 or fp16.
         k: [B, n * KEYS, KV_HEADS, DIM], n programs along the second axis of the grid.
-        shifts: int32 [B, n], how far the first query lies behind the first key of a block.
-        queries: int32 [B], the set of queries that scores the keys of an entry.
-        peak: fp32 [B, HEADS, n, ROWS], written: the largest q k of the keys that a query sees, the
-            lowest finite number where it sees none.
-        total: fp32 like it, written: the sum of exp2(log2_scale (q k - peak)).
+        shifts: int32 [B, n], distance from the first key of a block to the first query.
+        queries: int32 [B], the query set that scores the keys of a batch entry.
+        peak: fp32 [B, HEADS, n, ROWS], written: the largest q k of the keys that a query sees, or
+            the lowest finite number if it sees none.
+        total: fp32 [B, HEADS, n, ROWS], written: the sum of exp2(log2_scale (q k - peak)).
     """
     batch, kv_head, block, keys = _keys_of(k, KV_HEADS, DIM, KEYS)
     blocks = tl.num_programs(1)
@@ -67,17 +67,17 @@ def estimate_masses(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Sums of the weights of a tile over its columns and over its diagonals.
+    """Sums the weights of a tile over its columns and over its diagonals.
 
     Args:
-        q, k, shifts, queries: as `estimate_statistics` has them.
+        q, k, shifts, queries: as in `estimate_statistics`.
         peak: fp32 [sets, HEADS, ROWS], the largest q k of each query over the whole sequence.
-        to_mass: fp32 like it; a weight is exp2(log2_scale (q k - peak)) to_mass.
-        columns: fp32 [B, HEADS, n, KEYS], written, of each key.
-        own_diagonals: fp32 like it, written: entry t is the diagonal on which the last query sees
-            key t.
-        beyond: fp32 like it, written: entry t is the one on which the last query sees key t of the
-            next block.
+        to_mass: fp32 [sets, HEADS, ROWS]; a weight is exp2(log2_scale (q k - peak)) to_mass.
+        columns: fp32 [B, HEADS, n, KEYS], written: sum for each key.
+        own_diagonals: fp32 [B, HEADS, n, KEYS], written: entry t is the diagonal on which the last
+            query sees key t.
+        beyond: fp32 [B, HEADS, n, KEYS], written: entry t is the one on which the last query sees
+            key t of the next block.
         ROWS, KEYS: powers of two, at least 32.
     """
     batch, kv_head, block, keys = _keys_of(k, KV_HEADS, DIM, KEYS)
@@ -86,10 +86,10 @@ def estimate_masses(
     rows, slots = tl.arange(0, ROWS), tl.arange(0, KEYS)
     seen = rows[None, :] + shift >= slots[:, None]
     offsets = rows[:, None] * DIM + tl.arange(0, DIM)[None, :]
-    # Key j and row u lie on diagonal j + ROWS - 1 - u: the weights of a row belong `distance` slots
-    # further on. Here a row is turned within parts of a warp's width alone, for which lanes
-    # exchange each weight once. What is left is a number of whole parts, `carried`; those with the
-    # same number are added up over rows first, and only their sums are moved.
+    # Key j and row u are on diagonal j + ROWS - 1 - u, so the weights of a row move `distance`
+    # slots further on. Here a row is rotated only within parts of a warp's width, for which lanes
+    # exchange each weight once. The rest is a number of whole parts, `carried`; rows with the same
+    # number are summed first, and only their sums are moved.
     PARTS: tl.constexpr = KEYS // _WIDTH
     distance, place = ROWS - 1 - rows[:, None, None], tl.arange(0, _WIDTH)[None, None, :]
     turned = tl.broadcast_to((place - distance + ROWS) % _WIDTH, [ROWS, PARTS, _WIDTH])
@@ -102,10 +102,10 @@ def estimate_masses(
         q_tile = tl.load(q + row_at * (ROWS * DIM) + offsets)
         row_peak = tl.load(peak + row_at * ROWS + rows)
         row_to_mass = tl.load(to_mass + row_at * ROWS + rows)
-        # Keys are the rows of the product: sums over queries then take fewer exchanges of lanes.
+        # Keys are the rows of the product: sums over queries then need fewer lane exchanges.
         logits = tl.dot(keys, tl.trans(q_tile))
         weights = tl.exp2((logits - row_peak[None, :]) * log2_scale) * row_to_mass[None, :]
-        # Weights are masked, not logits: a query that sees nothing may have any peak.
+        # Masks weights instead of logits: the peak of a query that sees nothing is arbitrary.
         weights = tl.where(seen, weights, 0.0)
         skewed = tl.reshape(tl.trans(weights), [ROWS, PARTS, _WIDTH])
         skewed = tl.gather(skewed, turned, 2)

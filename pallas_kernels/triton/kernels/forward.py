@@ -32,14 +32,15 @@ def attention_forward(
     Args:
         q: [B, query_length, HEADS, DIM], bf16 or fp16.
         k, v: [B, key_length, KV_HEADS, DIM].
-        items, lists, diagonal, run_first, run_last: of `QueryWork`; runs are read if RUNS > 0.
-        k_columns, v_columns: [B, num_columns, HEADS, DIM], read with HAS_COLUMNS as the next three.
-        keep, tokens, query_blocks: of `Columns`, keep as int32.
-        init_out, init_lse: a running result to merge with, read with HAS_INIT.
+        items, lists, diagonal, run_first, run_last: from `QueryWork`; runs are read if RUNS > 0.
+        k_columns, v_columns: [B, num_columns, HEADS, DIM]; read with HAS_COLUMNS, as the next
+            three.
+        keep, tokens, query_blocks: from `Columns`, keep as int32.
+        init_out, init_lse: a running result to merge with; read with HAS_INIT.
         out: [B, query_length, HEADS, DIM], written.
         lse: fp32 [B, HEADS, query_length], written; natural logarithm.
         log2_scale: scale of the logits times log2(e).
-        capacity: entries of each list.
+        capacity: entries per list.
     """
     program = tl.program_id(0)
     n, part = program // (BLOCK // ROWS), program % (BLOCK // ROWS)
@@ -72,7 +73,7 @@ def attention_forward(
         entries = lists + head_at * capacity
         if LISTED:
             entries = lists + (head_at * blocks + block) * capacity
-        # The one tile that may lie on the diagonal: the last of a list, the first of offsets.
+        # The only tile that may be on the diagonal: the last of a list, the first of offsets.
         last = first + count
         masked = first
         if LISTED:
@@ -100,7 +101,7 @@ def attention_forward(
             for run in range(RUNS):
                 at = (head_at * RUNS + run) * blocks + block
                 start, stop = tl.load(run_first + at), tl.load(run_last + at)
-                # The first entry of the first run that has any was the masked one.
+                # The first entry of the first nonempty run was the masked one.
                 start += tl.where(start == first, one, 0)
                 acc, peak, total = _run(
                     acc, peak, total, q_tile, k_head, v_head, entries, start, stop, block, rows,
@@ -134,15 +135,15 @@ def _run(
     acc, peak, total, q_tile, k_head, v_head, entries, start, stop, block, rows, log2_scale,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, LISTED: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Entries start .. stop - 1 of a list, whose tiles are computed whole."""
+    """Processes entries start .. stop - 1 of a list, with unmasked tiles."""
     SPLIT: tl.constexpr = BLOCK // KEYS
     key_offsets = offsets(KEYS, KV_HEADS, DIM)
-    keys = block  # of an empty list, anything
+    keys = block  # arbitrary for an empty list
     if start < stop:
         keys = key_block(entries, start, block, LISTED)
     for s in range(start * SPLIT, stop * SPLIT):
         at = (keys.to(tl.int64) * BLOCK + (s - s // SPLIT * SPLIT) * KEYS) * (KV_HEADS * DIM)
-        # Read ahead: else the copies of keys, which wait for it, would begin too late.
+        # Prefetched; otherwise the copies of keys, which depend on it, would start too late.
         following = tl.minimum((s + 1) // SPLIT, stop - 1)
         keys = key_block(entries, following, block, LISTED)
         k_tile = tl.load(k_head + at + key_offsets)
@@ -157,12 +158,7 @@ def _run(
 def _step(
     acc, peak, total, q_tile, k_tile, v_tile, positions, limits, log2_scale, MASKED: tl.constexpr
 ):  # fmt: skip
-    """Adds some keys to a running softmax, whose peak is one of logits in base 2.
-
-    Args:
-        positions: of the rows.
-        limits: MASKED: each key's first position that sees it.
-    """
+    """Adds keys to a running base-2 softmax; MASKED hides keys from positions below `limits`."""
     logits = tl.dot(q_tile, tl.trans(k_tile))
     if MASKED:
         logits = tl.where(positions[:, None] >= limits[None, :], logits, float("-inf"))

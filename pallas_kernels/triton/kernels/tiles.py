@@ -1,4 +1,4 @@
-"""Pieces that the Triton kernels share: items, addresses and masks of tiles.
+"""Common parts of the Triton kernels: items, addresses and tile masks.
 
 Every array of queries or keys is [B, n, heads, D] and contiguous. Offsets of batch entries and
 blocks are 64-bit: at a million tokens an array has more than 2^31 elements. Offsets within a block
@@ -10,31 +10,31 @@ import triton.language as tl
 
 BLOCK = tl.constexpr(128)  # g: rows of a query block and keys of a tile
 ITEM_FIELDS = tl.constexpr(8)  # as in `pallas_kernels.work.items`
-WORD = tl.constexpr(32)  # columns of one word of the keep mask
-PAST = tl.constexpr(2147483647)  # a position behind every query
+WORD = tl.constexpr(32)  # columns per word of the keep mask
+PAST = tl.constexpr(2147483647)  # a position after every query
 
 
 @triton.jit
 def field(items, n, column: tl.constexpr):
-    """A field of the n-th item of a list."""
+    """Returns a field of the n-th item of a list."""
     return tl.load(items + n.to(tl.int64) * ITEM_FIELDS + column)
 
 
 @triton.jit
 def rows_of(array, batch, row, length, head, HEADS: tl.constexpr, DIM: tl.constexpr):
-    """Where row `row` of a head starts in an array [B, length, HEADS, DIM]."""
+    """Returns the address of row `row` of a head in an array [B, length, HEADS, DIM]."""
     return array + ((batch.to(tl.int64) * length + row) * HEADS + head) * DIM
 
 
 @triton.jit
 def offsets(ROWS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr):
-    """Offsets [ROWS, DIM] of the elements of consecutive rows of a head."""
+    """Returns the offsets [ROWS, DIM] of the elements of consecutive rows of a head."""
     return tl.arange(0, ROWS)[:, None] * (HEADS * DIM) + tl.arange(0, DIM)[None, :]
 
 
 @triton.jit
 def key_block(entries, entry, block, LISTED: tl.constexpr):
-    """The key block of an entry of the list that a block of queries walks."""
+    """Returns the key block of an entry of a query block's list."""
     value = tl.load(entries + entry)
     if not LISTED:
         value = block - value
@@ -43,13 +43,13 @@ def key_block(entries, entry, block, LISTED: tl.constexpr):
 
 @triton.jit
 def seen_from(tokens, keep, first, KEYS: tl.constexpr):
-    """The first position that sees each of some columns; `PAST` where the keep bit is off.
+    """Returns the first position that sees each column; `PAST` if the keep bit is off.
 
     Args:
         tokens: positions of a head's columns.
         keep: words of the keep mask of a query block.
         first: number of the first column.
-        KEYS: how many columns.
+        KEYS: number of columns.
     """
     numbers = first + tl.arange(0, KEYS)
     words = tl.load(keep + numbers // WORD)
