@@ -1,4 +1,4 @@
-"""Imports run one way: who stands lower knows nothing of who stands higher."""
+"""Imports follow the layers: lower packages do not import higher ones."""
 
 import ast
 import functools
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# From the lowest to the highest; packages of one line do not import each other.
+# From lowest to highest; packages on one line do not import each other.
 LAYERS = [
     {"pallas_kernels"},
     {"mtraining_jax.sparsity", "mtraining_jax.parallel"},
@@ -20,13 +20,13 @@ LAYERS = [
     {"mtraining_jax.planning", "mtraining_jax.evaluation"},
     {"mtraining_jax.cli"},
 ]
-# What a configuration is made of declares itself in these, without JAX.
+# Packages with the declarations that configurations consist of, importable without JAX.
 DECLARED_IN = ("mtraining_jax.sparsity", "mtraining_jax.data", "mtraining_jax.models")
 
 
 @functools.cache
 def modules() -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """Every module of both packages, and what it imports; parsed once for all tests."""
+    """Every module of both packages and its imports; parsed once for all tests."""
     found = []
     for package in ("pallas_kernels", "mtraining_jax"):
         for path in sorted((ROOT / package).rglob("*.py")):
@@ -45,7 +45,7 @@ def imported(tree: ast.Module) -> Iterator[str]:
 
 
 def layer(module: str) -> tuple[int, str] | None:
-    """Its number, and the package that it belongs to; None for what stands below all."""
+    """Returns the layer's number and its package; None for modules below all layers."""
     for number, packages in enumerate(LAYERS):
         for package in packages:
             if module == package or module.startswith(f"{package}."):
@@ -53,7 +53,7 @@ def layer(module: str) -> tuple[int, str] | None:
     return None
 
 
-def test_nobody_imports_from_above_or_beside():
+def test_no_imports_from_the_same_or_a_higher_layer():
     wrong = []
     for name, imports in modules():
         own = layer(name)
@@ -64,7 +64,7 @@ def test_nobody_imports_from_above_or_beside():
     assert not wrong
 
 
-def test_kernels_know_no_model_mesh_or_configuration():
+def test_kernels_import_no_model_mesh_or_configuration():
     wrong = [
         f"{name} imports {other}"
         for name, imports in modules()
@@ -75,7 +75,7 @@ def test_kernels_know_no_model_mesh_or_configuration():
     assert not wrong
 
 
-def test_a_configuration_imports_declarations_alone():
+def test_a_configuration_imports_only_declarations():
     wrong = [
         f"{name} imports {other}"
         for name, imports in modules()
@@ -86,7 +86,7 @@ def test_a_configuration_imports_declarations_alone():
     assert not wrong
 
 
-def test_no_backend_is_known_outside_of_the_kernels():
+def test_backends_are_not_imported_outside_of_the_kernels():
     backends = tuple(f"pallas_kernels.{name}" for name in ("mosaic_gpu", "triton", "xla"))
     wrong = [
         f"{name} imports {other}"
@@ -99,9 +99,9 @@ def test_no_backend_is_known_outside_of_the_kernels():
 
 
 def test_modules_can_be_imported_in_another_order():
-    # The kernels in Triton import it; all others do without the extra.
+    # The Triton kernels import triton; all other modules work without the extra.
     triton = importlib.util.find_spec("triton") is not None
     names = [n for n, _ in modules() if triton or not n.startswith("pallas_kernels.triton.kernels")]
-    # Backwards: nearly always in another order than that in which they import each other.
+    # Reversed: nearly always another order than that of the normal imports.
     code = f"import importlib; [importlib.import_module(n) for n in {names[::-1]!r}]"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True)

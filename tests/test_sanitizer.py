@@ -1,6 +1,6 @@
-"""The runner of compute-sanitizer, with a program that only prints what the tool would.
+"""The compute-sanitizer runner, with a fake tool that prints recorded output.
 
-And what counts repetitions with other bits.
+And the counter of repetitions with different bits.
 """
 
 import argparse
@@ -23,7 +23,7 @@ RACE = """\
 =========
 ========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)
 """
-# Version 2026.4 counts launches that it is asked to name.
+# Version 2026.4 counts the launches that it is asked to list.
 LAUNCHED = """\
 ========= COMPUTE-SANITIZER
 ========= Kernel launch: forward_mosaic_gpu_kernel
@@ -43,19 +43,19 @@ KERNELS = Path(__file__).parents[1] / "pallas_kernels" / "mosaic_gpu" / "kernels
         (LAUNCHED.replace("1 error", "2 errors"), "", sanitizer.FOUND, "2 reports", ""),
         (RACE, "", sanitizer.FOUND, "1 reports", "Error: Race reported between Write access"),
         (RACE, "", None, "timed out after 1 reports", "Error: Race"),
-        (CLEAN, "other bits in dq\n", 1, "exit status 1", "other bits in dq"),
+        (CLEAN, "different bits in dq\n", 1, "exit status 1", "different bits in dq"),
         ("", "Segmentation fault\n\n", 139, "no result", "Segmentation fault"),
         ("========= COMPUTE-SANITIZER\n========= Error: Device not supported.\n", "", 1,
          "no result", "Error: Device not supported."),
     ],
 )  # fmt: skip
-def test_a_log_is_read(log, output, status, verdict, report):
+def test_logs_are_parsed(log, output, status, verdict, report):
     found = sanitizer.read(log, output, status, 1.0)
     assert found.verdict == verdict
     assert found.report.startswith(report) and bool(found.report) == bool(report)
 
 
-def test_only_reports_of_wrong_kernels_are_as_they_should_be():
+def test_only_reports_of_incorrect_small_kernels_are_expected():
     clean, race = Result("clean", "", 2.0), Result("1 reports", "Error: Race", 3.0)
     wrong = sanitize.WRONG_BARRIERS[0]
     results = {
@@ -91,7 +91,7 @@ def fake_sanitizer(folder: Path, log: str, version: str = "2025.3.1.0") -> str:
     return str(path)
 
 
-def test_a_run_that_hangs_is_ended_and_its_reports_are_kept(tmp_path):
+def test_a_hanging_run_is_terminated_and_its_reports_are_kept(tmp_path):
     binary = fake_sanitizer(tmp_path, RACE)
     args = argparse.Namespace(out=tmp_path, sanitizer=binary, timeout=1.0)
     program = [sys.executable, "-c", "import time; time.sleep(60)"]
@@ -103,7 +103,7 @@ def test_a_run_that_hangs_is_ended_and_its_reports_are_kept(tmp_path):
 def test_problems_run_alone_and_then_under_each_tool(
     tmp_path, capsys, monkeypatch, log, status, said
 ):
-    # What a worker would do: store results, then find them there.
+    # Emulates a worker: stores results, then expects them.
     program = "import pathlib, sys; p = pathlib.Path('stored'); " + (
         "sys.exit(not p.exists()) if '--expect' in sys.argv else p.touch()"
     )
@@ -115,12 +115,12 @@ def test_problems_run_alone_and_then_under_each_tool(
     assert sanitize.main([f"--out={tmp_path / 'out'}", f"--sanitizer={binary}"]) == status
     output = capsys.readouterr().out
     assert "1 of 1 problems right alone" in output
-    # Of five tools this version lacks one.
+    # This version lacks one of the five tools.
     (row,) = [line for line in output.splitlines() if line.startswith("| lists-64")]
     assert row.count(said) == 4
 
 
-def test_options_that_a_version_does_not_know_are_left_out(tmp_path):
+def test_options_that_a_version_does_not_know_are_omitted(tmp_path):
     binary = fake_sanitizer(tmp_path, CLEAN)
     command = sanitizer.command(binary, "memcheck", ["program"], tmp_path / "log", 3, "kernel")
     assert command == [
@@ -133,10 +133,10 @@ def test_options_that_a_version_does_not_know_are_left_out(tmp_path):
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [(["--sanitizer=/nowhere/at/all"], "is no compute-sanitizer"),
-     (["--problems", "lists-65"], "no problem is called lists-65")],
+    [(["--sanitizer=/nowhere/at/all"], "is not compute-sanitizer"),
+     (["--problems", "lists-65"], "unknown problem lists-65")],
 )  # fmt: skip
-def test_a_mistake_is_one_sentence(tmp_path, capsys, monkeypatch, options, said):
+def test_an_invalid_option_is_one_sentence(tmp_path, capsys, monkeypatch, options, said):
     monkeypatch.setattr(sanitize, "_names", lambda: ["lists-64"])
     assert sanitize.main([f"--out={tmp_path / 'out'}", *options]) == 2
     error = capsys.readouterr().err
@@ -144,7 +144,7 @@ def test_a_mistake_is_one_sentence(tmp_path, capsys, monkeypatch, options, said)
 
 
 def test_every_hopper_kernel_is_in_a_problem():
-    """The kernels of all files, by the functions that Pallas names them after."""
+    """Checks the kernels of all files, by the functions that Pallas names them after."""
     from tests.gpu import small_problems
 
     reached = {name for problem in small_problems.problems() for name in problem.kernels}
@@ -156,8 +156,8 @@ def test_every_hopper_kernel_is_in_a_problem():
     assert len(written) >= 8 and reached == written
 
 
-def test_a_repetition_with_another_bit_is_counted():
-    """In one of two steps; -0 is another bit than 0, and a NaN the same as itself."""
+def test_a_repetition_with_a_different_bit_is_counted():
+    """In one of two steps; -0 differs from 0, and NaNs are equal."""
     counts = {"before": 0, "second": 0}
 
     def before():
@@ -174,7 +174,7 @@ def test_a_repetition_with_another_bit_is_counted():
     assert counts == {"before": 20, "second": 10}
 
 
-def test_a_problem_that_did_not_run_to_its_end_is_said():
+def test_an_incomplete_problem_is_reported():
     ran = ["problem lists-64 2000 0 3.25", "problem lists-128 2000 4 3.5"]
     lines = ["a warning", *ran, "a last word"]
     rows, bad = repeat.table(lines, ["lists-64", "lists-128", "dense-64"], 2000)

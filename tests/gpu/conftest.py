@@ -1,4 +1,4 @@
-"""Tests of this folder need a Hopper GPU; elsewhere each skips and says so."""
+"""Tests of this folder need a Hopper GPU and are skipped elsewhere."""
 
 import os
 
@@ -12,9 +12,9 @@ def _why_not() -> str | None:
         return "set MTRAINING_TEST_GPU=1 to run the tests that need a GPU"
     device = jax.devices()[0]
     if device.platform != "gpu":
-        return f"needs a GPU, and JAX found only the platform {device.platform!r}"
+        return f"needs a GPU, but JAX found only platform {device.platform!r}"
     if (capability := str(device.compute_capability)) != "9.0":
-        return f"needs a Hopper GPU (compute capability 9.0), this one has {capability}"
+        return f"needs a Hopper GPU (compute capability 9.0), but this one has {capability}"
     return None
 
 

@@ -1,4 +1,4 @@
-"""What the estimate must give on a GPU, by the kernels of any backend that has some."""
+"""Checks of the estimate on a GPU, for any backend with kernels for it."""
 
 import functools
 
@@ -32,26 +32,26 @@ def _scores(q, k, backend, valid_len=None):
 
 
 def check_scores(backend: str, shape: tuple) -> None:
-    """Scores of columns and diagonals are those of XLA.
+    """Compares scores of columns and diagonals with XLA.
 
     Args:
-        backend: by its name.
+        backend: name of the backend.
         shape: one of `SHAPES`.
     """
     q, k = inputs.random(0, *shape)
     for got, want in zip(_scores(q, k, backend), _scores(q, k, "xla"), strict=True):
         got, want = (np.asarray(x, np.float64) / 2**30 for x in (got, want))
-        # Units of 2^-30. XLA rounds every term (half a unit on average over the queries) and
-        # then the mean down (one), the kernels only the mean (half a unit). A diagonal is put
-        # together from two such parts.
+        # Units of 2^-30. XLA rounds every term (half a unit on average over the queries) and then
+        # the mean down (one), the kernels only the mean (half a unit). A diagonal is the sum of two
+        # such parts.
         np.testing.assert_allclose(got, want, rtol=3e-5, atol=4 * 2.0**-30)
         np.testing.assert_allclose(got.sum((2, 3)), 1, rtol=1e-4)
 
 
 def check_scores_before_padding(backend: str, valid_len: int) -> None:
-    """The same where the last queries stand before padding; `valid_len` of 4096 tokens count."""
+    """Compares scores if the last queries precede padding; `valid_len` of 4096 tokens are valid."""
     q, k = inputs.random(3, *SHAPES[1])
-    k = k.at[:, valid_len:].mul(100)  # which would take all the mass
+    k = k.at[:, valid_len:].mul(100)  # would attract all the mass
     found = (_scores(q, k, name, jnp.int32(valid_len)) for name in (backend, "xla"))
     for got, want in zip(*found, strict=True):
         got, want = (np.asarray(x, np.float64) / 2**30 for x in (got, want))
@@ -61,7 +61,7 @@ def check_scores_before_padding(backend: str, valid_len: int) -> None:
 
 
 def check_bits_of_ranks(backend: str, shape: tuple) -> None:
-    """Tiles have the same bits on every rank of every layout."""
+    """Checks that tiles are bit-identical on every rank of every layout."""
     q, k = inputs.random(1, *shape)
     num_blocks = shape[1] // BLOCK
     settings = dict(num_blocks=num_blocks, scale=shape[4] ** -0.5)
@@ -87,7 +87,7 @@ def check_bits_of_ranks(backend: str, shape: tuple) -> None:
 
 
 def check_order_of_blocks(backend: str) -> None:
-    """The chosen index does not depend on the order of blocks."""
+    """Checks that the selected index does not depend on the order of blocks."""
     q, k = inputs.random(2, *SHAPES[0])
     seq_len = SHAPES[0][1]
     layout = Layout("zigzag", seq_len, 8, BLOCK)

@@ -1,14 +1,14 @@
-"""Thousands of repetitions of every Hopper kernel must give the same bits, whatever else runs.
+"""Checks that every Hopper kernel is deterministic over thousands of runs, whatever else runs.
 
     python tests/gpu/repeat.py                    # one Hopper GPU, 16 cores, about two minutes
     python tests/gpu/repeat.py --times 200 --problems lists-64 dense-fused-128
 
 The problems are those of `small_problems.py`, over 2048 tokens, on so few multiprocessors that each
-thread block goes through several items. Several processes run at the same time and take the GPU
-from each other in the middle of kernels, and one multiplies matrices at random intervals. Before
-each step all shared memory is overwritten by NaN, and so is, where the allocator gives the same
-memory again, what lies between; results are by NaN and another number in turn. Prints a table; the
-exit status is 1 if a bit differed or not all repetitions ran.
+thread block processes several items. Several processes run concurrently and preempt each other in
+the middle of kernels, and one multiplies matrices at random intervals. Before each step all shared
+memory is overwritten with NaN, and so is any memory that the allocator reuses in between; results
+are allocated over NaN and another number, alternating. Prints a table; the exit status is 1 if a
+bit differed or a repetition did not run.
 """
 
 import argparse
@@ -30,8 +30,8 @@ BLOCKS = 16  # of 128 tokens
 MULTIPROCESSORS = 24
 _MEMORY_ROWS = 440  # of 512 bytes: nearly all shared memory of a multiprocessor
 _ROWS_AT_ONCE = 8
-_THREAD_BLOCKS = 264  # more than there are multiprocessors, each with room for one of them
-_PROBLEM = "problem "  # begins a line of a worker
+_THREAD_BLOCKS = 264  # more than the number of multiprocessors, each with room for one
+_PROBLEM = "problem "  # prefix of a worker's result lines
 
 Values = dict[str, Any]
 
@@ -40,9 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit status."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--times", type=int, default=2000)
-    parser.add_argument("--problems", nargs="+", help="only these, as `sanitize.py --list` prints")
-    parser.add_argument("--jobs", type=int, default=10, help="processes at the same time")
-    parser.add_argument("--timeout", type=float, default=240, help="seconds for each process")
+    parser.add_argument("--problems", nargs="+", help="names, as printed by sanitize.py --list")
+    parser.add_argument("--jobs", type=int, default=10, help="number of concurrent processes")
+    parser.add_argument("--timeout", type=float, default=240, help="seconds per process")
     parser.add_argument("--worker", nargs="+", metavar="PROBLEM", help=argparse.SUPPRESS)
     parser.add_argument("--load", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = _names()
     chosen = args.problems or names
     if unknown := sorted(set(chosen) - set(names)):
-        print(f"error: --problems: no problem is called {', '.join(unknown)}", file=sys.stderr)
+        print(f"error: --problems: unknown problem {', '.join(unknown)}", file=sys.stderr)
         return 2
     load = subprocess.Popen(_command("--load"), env=_environment())
     try:
@@ -70,24 +70,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows, bad = table(lines, chosen, args.times)
     print("\n".join(rows))
     if not disturbed:
-        print("the process that multiplies matrices had ended")
+        print("the process that multiplies matrices exited early")
     return 1 if bad or not disturbed else 0
 
 
 def table(lines: Sequence[str], names: Sequence[str], times: int) -> tuple[list[str], list[str]]:
-    """The table of what workers printed, and the names of problems that are not as they should be.
+    """Formats the output of workers as a table; also returns the names of failed problems.
 
     Args:
-        lines: of all workers.
-        names: of the problems that were to run.
-        times: how often.
+        lines: output of all workers.
+        names: problems that were to run.
+        times: number of repetitions.
     """
     found = {}
     for line in lines:
         if line.startswith(_PROBLEM):
             _, name, ran, different, seconds = line.split()
             found[name] = int(ran), int(different), float(seconds)
-    rows = ["| problem | repetitions | with other bits | seconds |", "|---|---|---|---|"]
+    rows = ["| problem | repetitions | different bits | seconds |", "|---|---|---|---|"]
     bad = []
     for name in names:
         ran, different, seconds = found.get(name, (0, 0, 0.0))
@@ -101,11 +101,11 @@ def table(lines: Sequence[str], names: Sequence[str], times: int) -> tuple[list[
 
 
 def work(names: Sequence[str], times: int) -> int:
-    """Repeats some problems; prints a line for each.
+    """Repeats some problems and prints a line for each.
 
     Args:
-        names: of the problems.
-        times: how often each one runs.
+        names: problems to run.
+        times: number of repetitions of each.
     """
     import jax
     import numpy as np
@@ -136,12 +136,12 @@ def count_differences(
     calls: Sequence[Callable[[Values], Values]], inputs: Values, times: int,
     before: Callable[[], Any] = lambda: None,
 ) -> int:
-    """How many repetitions gave a bit that the first one did not.
+    """Returns how many repetitions differed in a bit from the first one.
 
     Args:
-        calls: steps, one after another; each gets the inputs and the results so far.
+        calls: steps, run in order; each gets the inputs and the results so far.
         inputs: arrays by name.
-        times: repetitions.
+        times: number of repetitions.
         before: called before each step.
     """
     import jax
@@ -169,9 +169,9 @@ def count_differences(
 
 
 def _call(step: Callable, values: Values, backend: str) -> Callable[[Values], Values]:
-    """A step whose results lie where NaN lay before, or every other time 3.
+    """Compiles a step with results allocated over NaN, or every other time over 3.
 
-    By turns, so that a number that is never written has other bits the next time.
+    They alternate, so that a number that is never written differs between runs.
     """
     import jax
     import jax.numpy as jnp
@@ -185,7 +185,7 @@ def _call(step: Callable, values: Values, backend: str) -> Callable[[Values], Va
         lambda odd: jax.tree.map(functools.partial(spoilt, odd), shapes), static_argnums=0
     )
     odd = itertools.cycle((True, False))
-    # Results take the memory of the first argument, which is given away.
+    # Results use the memory of the first argument, which is donated.
     program = jax.jit(
         lambda _, values: step(values, backend), donate_argnums=0, keep_unused=True
     ).lower(shapes, values).compile()  # fmt: skip
@@ -193,7 +193,7 @@ def _call(step: Callable, values: Values, backend: str) -> Callable[[Values], Va
     spoil_between = jax.jit(lambda: jnp.full(max(between // 4, 1), jnp.nan, jnp.float32))
 
     def call(values: Values) -> Values:
-        spoil_between()  # and freed at once
+        spoil_between()  # freed immediately
         return program(spoil(next(odd)), values)
 
     return call
@@ -227,7 +227,7 @@ def overwrite_shared_memory() -> Any:
 
 
 def _multiply_matrices() -> int:
-    """Multiplies matrices of several sizes at random intervals until it is ended."""
+    """Multiplies matrices of several sizes at random intervals until terminated."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -235,7 +235,7 @@ def _multiply_matrices() -> int:
     rng = np.random.default_rng()
     sizes = [jnp.ones((n, n), jnp.bfloat16) for n in (256, 1024, 2048, 4096)]
     product = jax.jit(lambda x: x @ x)
-    while os.getppid() != 1:  # the parent is there
+    while os.getppid() != 1:  # the parent is alive
         for _ in range(rng.integers(1, 20)):
             product(sizes[rng.integers(len(sizes))]).block_until_ready()
         time.sleep(rng.uniform(0, 3e-3))
@@ -243,7 +243,7 @@ def _multiply_matrices() -> int:
 
 
 def _run(names: Sequence[str], times: int, timeout: float) -> str:
-    """What a worker printed, also one that was ended for want of time."""
+    """Returns the output of a worker, even if it was terminated at the timeout."""
     command = _command(f"--times={times}", "--worker", *names)
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=_environment()
@@ -253,7 +253,7 @@ def _run(names: Sequence[str], times: int, timeout: float) -> str:
     except subprocess.TimeoutExpired:
         process.kill()
         output, _ = process.communicate()
-        output += f"\n{', '.join(names)}: ended after {timeout:.0f} s"
+        output += f"\n{', '.join(names)}: terminated after {timeout:.0f} s"
     return output
 
 
@@ -262,7 +262,7 @@ def _command(*arguments: str) -> list[str]:
 
 
 def _environment() -> dict[str, str]:
-    # Memory that is freed must be given again: by the usual allocator, which grows as needed.
+    # Freed memory must be reused: needs the default allocator, growing on demand.
     return os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 
 

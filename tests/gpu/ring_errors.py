@@ -1,4 +1,4 @@
-"""How far off a ring's output and gradients are, against the oracle and one GPU."""
+"""Errors of a ring's output and gradients, compared with the oracle and a single GPU."""
 
 import functools
 import os
@@ -14,25 +14,25 @@ from tests.gpu.ring_problem import SIZE, Ring
 from tests.pallas_kernels.expected import Expected, compare, oracle
 
 NAMES = ("out", "dq", "dk", "dv")
-# Those of one program, and others, of which each has one of its own.
+# Those that share one program, and others that have one each.
 INDICES = {"sparse": ring_problem.sparse_index, "dense": ring_problem.dense_index}
 LISTS = {"blocks": ring_problem.block_index}
 ROWS = {"columns": ring_problem.mask_index}
 
 
 def own_device() -> jax.Device:
-    """The GPU on which this process does what needs one: each of pytest-xdist takes another."""
+    """The GPU for this process's single-GPU work; every pytest-xdist worker uses another."""
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     return jax.devices()[worker % jax.device_count()]
 
 
 def assert_right(case: str, found: dict[str, np.ndarray], name: str) -> None:
-    """Right to the rounding of bf16, and at most 1.1 times as far off as one GPU is.
+    """Checks bf16 accuracy, and errors of at most 1.1 times those of a single GPU.
 
     Args:
-        case: for the printed line.
-        found: some of `NAMES`, in global order.
-        name: of the index, one of `INDICES`, `LISTS` or `ROWS`.
+        case: label of the printed line.
+        found: some of `NAMES`, in sequence order.
+        name: name of the index, in `INDICES`, `LISTS` or `ROWS`.
     """
     for what in found:
         compare(what, found[what], _expected(name)[what], jnp.bfloat16)
@@ -40,10 +40,10 @@ def assert_right(case: str, found: dict[str, np.ndarray], name: str) -> None:
 
 
 def assert_as_exact_as_one(case: str, found: dict[str, np.ndarray], name: str) -> None:
-    """The second half of `assert_right`."""
+    """Checks errors of at most 1.1 times those of a single GPU."""
     one = _errors_of_one(name)
     ratios = {what: error / one[what] for what, error in _errors(found, name).items()}
-    print(f"error over that of one GPU, {case}, {name}:", ratios)
+    print(f"error relative to one GPU, {case}, {name}:", ratios)
     assert max(ratios.values()) <= 1.1, ratios
 
 
@@ -58,7 +58,7 @@ def _errors(found: dict[str, np.ndarray], name: str) -> dict[str, float]:
 
 @functools.cache
 def _errors_of_one(name: str) -> dict[str, float]:
-    """Those of one GPU on an index."""
+    """Errors of a single GPU with an index."""
     ring, compiled = _one("sparse" if name in INDICES else name)
     arrays = compiled(*ring.arrays(), ring.replicated(_index(name)))
     return _errors(dict(zip(NAMES, map(np.asarray, arrays), strict=True)), name)
@@ -76,7 +76,7 @@ def _index(name: str) -> Index:
 
 @functools.cache
 def _expected(name: str) -> dict[str, Expected]:
-    """The oracle's results, one query head after another: 4 GB a process instead of 14."""
+    """The oracle's results, one query head at a time: 4 GB per process instead of 14."""
     heads = [_expected_of_head(name, head) for head in range(SIZE.heads)]
     results = {}
     for what in NAMES:
@@ -99,7 +99,7 @@ def _expected_of_head(name: str, head: int) -> dict[str, Expected]:
         return jax.device_get(_oracle(*parts, index))
 
 
-# XLA would try many kernels for each of the products, for two minutes.
+# XLA would otherwise try many kernels for each product, for two minutes.
 @functools.partial(jax.jit, compiler_options={"xla_gpu_autotune_level": 0})
 def _oracle(q, k, v, dout, index) -> dict[str, Expected]:
     result = oracle(q, k, v, dout, mask_from_index(index, SIZE.seq_len))

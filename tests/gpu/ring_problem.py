@@ -1,8 +1,8 @@
-"""What the tests of the ring compute; as a script, one process of several that compute it.
+"""The problem of the ring tests; as a script, one of several processes that compute it.
 
     python -m tests.gpu.ring_problem COORDINATOR NUM_PROCESSES PROCESS_ID FOLDER
 
-Process i takes the i-th GPU and writes its shard of the output to FOLDER/i.npy.
+Process i uses the i-th GPU and writes its shard of the output to FOLDER/i.npy.
 """
 
 import functools
@@ -33,18 +33,18 @@ PATTERN = VerticalSlash(0.5, 4096, 100, block_size=SIZE.block_size)
 
 @functools.cache
 def inputs() -> list[np.ndarray]:
-    """Bf16 q, k, v and output gradient in global order."""
+    """bf16 q, k, v and output gradient in sequence order."""
     return [np.asarray(x) for x in cases.qkv_dout(np.random.default_rng(SEED), SIZE, "bfloat16")]
 
 
 def estimate_inputs() -> list[np.ndarray]:
-    """q and k of large logits: few columns hold half of the mass, and not as many in each head."""
+    """q and k with large logits: a few columns, differently many per head, hold half the mass."""
     q, k = inputs()[:2]
     return [4 * q, k]
 
 
 def sparse_index() -> VerticalSlashIndex:
-    """Every kind of head, empty and crowded ones among them."""
+    """Every kind of head, including empty and crowded ones."""
     rng = np.random.default_rng(SEED + 1)
     return cases.vertical_slash(
         rng, SIZE, max_slashes=SIZE.key_blocks, max_verticals=MAX_VERTICALS, garbage=rng
@@ -65,7 +65,7 @@ def block_index() -> BlockSparseIndex:
 
 
 def mask_index() -> BlockMaskIndex:
-    """The blocks of `block_mask` as bits, with columns: of heads one has those alone, one none."""
+    """The blocks of `block_mask` as bits, with columns: one head has only those, one has none."""
     tokens = np.random.default_rng(SEED + 3).integers(
         0, SIZE.seq_len, (SIZE.batch, SIZE.heads, MAX_VERTICALS)
     )
@@ -85,7 +85,7 @@ def dense_index() -> VerticalSlashIndex:
 
 
 class Ring:
-    """Attention of one mesh, layout and ring."""
+    """Attention with one mesh, layout and ring."""
 
     def __init__(self, layout: str, ring: str, nodes: int, devices: list[jax.Device]):
         """Uses all the devices, as `nodes` nodes."""
@@ -113,7 +113,7 @@ class Ring:
         return self._lower(both, 4, index)
 
     def arrays(self) -> list[jax.Array]:
-        """q, k, v and dout in layout order, of which each process holds its part."""
+        """q, k, v and dout in layout order; each process holds its part."""
         order = self.layout.permutation()
         parts = [functools.partial(_part, x, order) for x in inputs()]
         return [
@@ -155,7 +155,7 @@ def _main(coordinator: str, num_processes: int, process_id: int, folder: Path) -
     forward = ring.lower_forward(index).compile()
     out = forward(*ring.arrays()[:3], ring.replicated(index))
     (shard,) = out.addressable_shards
-    # As bytes: NumPy's files know no bf16.
+    # As bytes, since NumPy files do not support bf16.
     np.save(folder / f"{process_id}.npy", np.asarray(shard.data).view(np.uint16))
     jax.distributed.shutdown()
 

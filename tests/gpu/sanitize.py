@@ -1,18 +1,18 @@
-"""Runs every Hopper kernel under every tool of compute-sanitizer, and prints what each one found.
+"""Runs every Hopper kernel under every tool of compute-sanitizer, and prints their reports.
 
     python tests/gpu/sanitize.py --out /tmp/sanitized                 # one Hopper GPU, 16 cores
     python tests/gpu/sanitize.py --out /tmp/sanitized --sanitizer PATH --tools racecheck
 
-First each problem of `small_problems.py` runs alone, in a process of its own: it compiles, compares
-its results with the XLA backend's, and stores them. Then it runs once under each tool, with the
-compiled programs, on two multiprocessors, so that each thread block goes through several items.
-Its results must have the stored bits. Kernels of `barriers.cu`, right and wrong ones, run under the
-same tools (nvcc must be there), and tell what reports are worth. Newer versions of
-compute-sanitizer know more of what Hopper's barriers and bulk copies order (2026.1 and 2026.3
-removed false reports), so prefer one.
+First each problem of `small_problems.py` runs without a tool, in a separate process: it compiles,
+compares its results with those of the XLA backend, and stores them. Then it runs once under each
+tool, with the compiled programs, on two multiprocessors, so that each thread block processes
+several items. Its results must be bit-identical to the stored ones. The correct and incorrect
+kernels of `barriers.cu` run under the same tools (this needs nvcc), to judge the value of reports.
+Newer versions of compute-sanitizer know more of the order imposed by Hopper's barriers and bulk
+copies (2026.1 and 2026.3 removed false reports), so prefer one.
 
-Logs stay in the folder. The exit status is 1 if anything was reported of a Hopper kernel, or if a
-run gave no result.
+Logs are kept in the folder. The exit status is 1 if a Hopper kernel was reported, or a run gave no
+result.
 """
 
 import argparse
@@ -35,13 +35,13 @@ from tests.gpu.sanitizer import Result  # noqa: E402
 BARRIERS = ("threads", "bulk", "tensor", "store")
 WRONG_BARRIERS = ("threads-unwaited", "bulk-unwaited", "tensor-unwaited", "store-unfenced")
 MULTIPROCESSORS = 2
-# A tool that takes all that a bulk copy writes for never written (2026.4): of small kernels only.
+# A tool that treats writes of bulk copies as uninitialized (2026.4): small kernels only.
 _BLIND = ("initcheck-shared",)
 _ENVIRONMENT = {
-    # Every array has an allocation of its own, so that its bounds are seen.
+    # Every array has a separate allocation, so that its bounds are checked.
     "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
     "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",
-    # One kernel after another, and none that are only timed.
+    # One kernel at a time, and no autotuning runs.
     "XLA_FLAGS": "--xla_gpu_autotune_level=0 --xla_gpu_enable_command_buffer=",
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
@@ -53,14 +53,14 @@ Run = tuple[str, str]  # tool and problem
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit status."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=Path, required=True, help="a folder for programs and logs")
+    parser.add_argument("--out", type=Path, required=True, help="folder for programs and logs")
     parser.add_argument("--sanitizer", default=shutil.which("compute-sanitizer"))
     parser.add_argument("--tools", nargs="+", choices=sanitizer.TOOLS, default=sanitizer.TOOLS)
-    parser.add_argument("--problems", nargs="+", help="only these, as --list prints them")
-    parser.add_argument("--jobs", type=int, default=12, help="processes at the same time")
-    parser.add_argument("--timeout", type=float, default=150, help="seconds for each run")
+    parser.add_argument("--problems", nargs="+", help="names, as printed by --list")
+    parser.add_argument("--jobs", type=int, default=12, help="number of concurrent processes")
+    parser.add_argument("--timeout", type=float, default=150, help="seconds per run")
     parser.add_argument("--deadline", type=float, default=540, help="seconds for all runs")
-    parser.add_argument("--list", action="store_true", help="names of all problems")
+    parser.add_argument("--list", action="store_true", help="print the names of all problems")
     parser.add_argument("--worker", metavar="PROBLEM", help=argparse.SUPPRESS)
     parser.add_argument("--expect", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
@@ -72,10 +72,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     chosen = args.problems or names
     if unknown := sorted(set(chosen) - set(names)):
-        print(f"error: --problems: no problem is called {', '.join(unknown)}", file=sys.stderr)
+        print(f"error: --problems: unknown problem {', '.join(unknown)}", file=sys.stderr)
         return 2
     if not args.sanitizer or not sanitizer.version(args.sanitizer):
-        print(f"error: --sanitizer={args.sanitizer} is no compute-sanitizer", file=sys.stderr)
+        print(f"error: --sanitizer={args.sanitizer} is not compute-sanitizer", file=sys.stderr)
         return 2
     args.out.mkdir(parents=True, exist_ok=True)
     print(f"compute-sanitizer {sanitizer.version(args.sanitizer)}", flush=True)
@@ -86,9 +86,9 @@ def work(name: str, out: Path, expect: bool) -> int:
     """Runs one problem; the exit status is 1 if its results are wrong.
 
     Args:
-        name: of the problem.
-        out: the folder of programs and results.
-        expect: whether stored results are there, with whose bits to compare.
+        name: name of the problem.
+        out: folder of programs and results.
+        expect: whether to compare with stored results, bit by bit.
     """
     import jax
     import numpy as np
@@ -113,7 +113,7 @@ def work(name: str, out: Path, expect: bool) -> int:
     if expect:
         with np.load(path) as stored:
             different = [key for key in raw if not np.array_equal(raw[key], stored[key])]
-        print(f"other bits in {', '.join(different)}" if different else "the same bits")
+        print(f"different bits in {', '.join(different)}" if different else "bit-identical")
         return min(len(different), 1)
     calls = " ".join(line for text in texts for line in text.splitlines() if "mosaic_gpu" in line)
     if missing := [kernel for kernel in problem.kernels if f"/{kernel}/" not in calls]:
@@ -126,14 +126,14 @@ def work(name: str, out: Path, expect: bool) -> int:
 
 
 def table(tools: Iterable[str], results: dict[Run, Result]) -> list[str]:
-    """What each tool found in each problem, as Markdown."""
+    """Formats the reports of each tool for each problem as Markdown."""
     tools, rows = list(tools), []
     for problem in dict.fromkeys(name for _, name in results):
         cells = [results.get((tool, problem)) for tool in tools]
         verdicts = ["not run" if r is None else f"{r.verdict} ({r.seconds:.0f} s)" for r in cells]
         rows.append(f"| {problem} | {' | '.join(verdicts)} |")
     head = [f"| problem | {' | '.join(tools)} |", "|---" * (len(tools) + 1) + "|"]
-    seen = {}  # the first report of each kind, with where it came from
+    seen = {}  # the first report of each kind, with its sources
     for (tool, problem), result in results.items():
         if result.report:
             seen.setdefault(result.report, []).append(f"{tool} of {problem}")
@@ -142,7 +142,7 @@ def table(tools: Iterable[str], results: dict[Run, Result]) -> list[str]:
 
 
 def failed(results: dict[Run, Result]) -> list[Run]:
-    """The runs of Hopper kernels that gave something else than they should."""
+    """Returns the runs of Hopper kernels with unexpected results."""
     barriers = (*BARRIERS, *WRONG_BARRIERS)
     return [
         (tool, name)
@@ -152,7 +152,7 @@ def failed(results: dict[Run, Result]) -> list[Run]:
 
 
 def worth(tools: Iterable[str], results: dict[Run, Result]) -> list[str]:
-    """What each tool said of the small kernels that are known to be right or wrong."""
+    """Lists each tool's reports on the small kernels that are known to be right or wrong."""
     lines = []
     for tool in tools:
         clean = {name: r.verdict == "clean" for (by, name), r in results.items() if by == tool}
@@ -166,7 +166,7 @@ def worth(tools: Iterable[str], results: dict[Run, Result]) -> list[str]:
 
 
 def _run_all(args: argparse.Namespace, names: Sequence[str]) -> int:
-    """Prepares the problems, watches them, and prints the table."""
+    """Prepares the problems, runs them under the tools, and prints the table."""
     give_up = time.monotonic() + args.deadline
     programs = {name: [*_worker(name, args.out)] for name in names}
     prepared = _in_parallel(args.jobs, {
@@ -192,14 +192,14 @@ def _run_all(args: argparse.Namespace, names: Sequence[str]) -> int:
     print("\n".join([*table(tools, results), "", *worth(tools, results)]), flush=True)
     bad = failed(results)
     missing = len(jobs) - len(results)
-    print(f"\n{len(results) - len(bad)} runs as they should be, {len(bad)} not, {missing} not made")
+    print(f"\n{len(results) - len(bad)} runs as expected, {len(bad)} not, {missing} skipped")
     return 1 if wrong or bad or missing else 0
 
 
 def _watch(
     args: argparse.Namespace, tool: str, name: str, program: list[str], number: int, give_up: float
 ) -> Result | None:
-    """One run under a tool; None if there is no time left for it."""
+    """Runs a program under a tool; returns None if there is no time left for it."""
     if time.monotonic() > give_up:
         return None
     log, output = (args.out / f"{tool}-{name}.{end}" for end in ("log", "txt"))
@@ -215,7 +215,7 @@ def _watch(
 
 
 def _run(command: list[str], output: Path, until: float) -> tuple[int | None, float]:
-    """Exit status, or None at the time limit, and seconds; what it prints goes into a file."""
+    """Returns the exit status (None at the time limit) and seconds; redirects output to a file."""
     begin = time.monotonic()
     environment = os.environ | _ENVIRONMENT | {
         "JAX_COMPILATION_CACHE_DIR": str(output.parent / "compiled"),
@@ -228,7 +228,7 @@ def _run(command: list[str], output: Path, until: float) -> tuple[int | None, fl
             status = process.wait(max(1.0, until - begin))
         except subprocess.TimeoutExpired:
             status = None
-            os.killpg(process.pid, 9)  # the tool and what it watches
+            os.killpg(process.pid, 9)  # the tool and the program under it
             process.wait()
     return status, time.monotonic() - begin
 
@@ -244,7 +244,7 @@ def _worker(name: str, out: Path) -> list[str]:
 
 
 def _names() -> list[str]:
-    """Of all problems; asked of a process of its own, so that this one never loads JAX."""
+    """Returns the names of all problems, from a separate process, so that this one has no JAX."""
     code = "from tests.gpu.small_problems import problems; print(*(p.name for p in problems()))"
     done = subprocess.run(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True, cwd=ROOT,
@@ -254,7 +254,7 @@ def _names() -> list[str]:
 
 
 def _barriers(out: Path) -> dict[str, list[str]]:
-    """Programs of the small kernels, by name; none without nvcc."""
+    """Returns the programs of the small kernels by name; none without nvcc."""
     compiler = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
     source, binary = Path(__file__).with_name("barriers.cu"), out / "barriers"
     command = [compiler, "-arch=sm_90a", "-std=c++17", "-o", str(binary), str(source)]

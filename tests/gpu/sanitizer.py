@@ -1,4 +1,4 @@
-"""compute-sanitizer's command lines, and what its logs say."""
+"""compute-sanitizer's command lines and logs."""
 
 import dataclasses
 import functools
@@ -6,43 +6,43 @@ import re
 import subprocess
 from pathlib import Path
 
-# A tool, or one with another address space. Those that take longest come first.
+# Tools, possibly with an address space, the slowest first.
 TOOLS = ("racecheck", "memcheck", "synccheck", "initcheck", "initcheck-shared")
-# Only our kernels are watched: Pallas gives all of theirs this ending.
+# Only our kernels are checked: Pallas adds this suffix to all of them.
 KERNELS = "mosaic_gpu_kernel"
-FOUND = 9  # exit status of a run in which the tool found something
-_PORTS = 49152, 64  # of the first run, and how many each one has for itself
-# Options of the tools. Versions differ, so an option that a version does not know is left out.
+FOUND = 9  # exit status of a run with reports
+_PORTS = 49152, 64  # first port, and ports reserved per run
+# Options of the tools. Options that a version does not know are omitted.
 _OPTIONS = {
     "memcheck": (("--check-tensor-ops", "yes"),),
     "racecheck": (
         ("--racecheck-num-workers", "2"),
-        # Hangs are reported as such, with the barrier, instead of by our time limit.
+        # Reports hangs, with the barrier, before our time limit.
         ("--racecheck-deadlock-timeout", "60000"),
     ),
     "synccheck": (),
-    # A copy to the host reads what bulk copies wrote, which not every version sees as written.
+    # A copy to the host reads what bulk copies wrote, which not every version recognizes.
     "initcheck": (("--check-api-memory-access", "no"),),
     "initcheck-shared": (
         ("--check-api-memory-access", "no"), ("--initcheck-address-space", "shared"),
     ),
 }  # fmt: skip
-# A line of each launch, which some versions (2026.4) count as errors.
+# A line of each launch, which some versions (2026.4) count as an error.
 _LAUNCH = re.compile(r"^=+\s+Grid:", re.MULTILINE)
 _SUMMARY = re.compile(r"^=+ (?:RACECHECK|ERROR) SUMMARY: (\d+) ", re.MULTILINE)
 _LINE = re.compile(r"^=+ ?(.*)$", re.MULTILINE)
-# Lines of a log that are no report.
+# Lines of a log that are not reports.
 _QUIET = re.compile(r"COMPUTE-SANITIZER|SUMMARY|Kernel launch|^Launch|^\s*$|^\s")
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What one run under a tool gave.
+    """Result of one run under a tool.
 
     Attributes:
-        verdict: `clean`, `4 reports`, `timed out`, `no result`, or what else went wrong.
+        verdict: `clean`, `4 reports`, `timed out`, `no result`, or another failure.
         report: the first report, on one line; empty without one.
-        seconds: that the run took.
+        seconds: duration of the run.
     """
 
     verdict: str
@@ -60,15 +60,15 @@ def version(binary: str) -> str:
 def command(
     binary: str, tool: str, program: list[str], log: Path, number: int, kernels: str | None
 ) -> list[str]:
-    """The command line of one run.
+    """Builds the command line of one run.
 
     Args:
         binary: compute-sanitizer.
         tool: one of `TOOLS`.
-        program: to watch, with its arguments.
+        program: program to check, with its arguments.
         log: file for the tool's reports.
-        number: of the run; runs at the same time need different ones.
-        kernels: part of the names of the kernels that are watched; None for all kernels.
+        number: number of the run; concurrent runs need different ones.
+        kernels: part of the names of the kernels to check; None for all kernels.
     """
     first, each = _PORTS
     options = [
@@ -82,7 +82,7 @@ def command(
         options.append(("--kernel-name", f"kns={kernels}"))
     known = _output(binary, "--help")
     flags = [part for name, value in options if name in known for part in (name, value)]
-    if "--dump-kernel-launches" in known:  # so that a log shows which kernels were watched
+    if "--dump-kernel-launches" in known:  # so that the log shows the checked kernels
         flags.append("--dump-kernel-launches")
     return [binary, "--tool", tool.partition("-")[0], *flags, *program]
 
@@ -93,13 +93,13 @@ def supports(binary: str, tool: str) -> bool:
 
 
 def read(log: str, output: str, status: int | None, seconds: float) -> Result:
-    """What a run gave.
+    """Parses the output of a run.
 
     Args:
-        log: of the tool.
-        output: of the program.
-        status: of the run; None where it was ended at its time limit.
-        seconds: that it took.
+        log: log of the tool.
+        output: output of the program.
+        status: exit status; None if terminated at the time limit.
+        seconds: duration of the run.
     """
     reports = [line for line in _LINE.findall(log) if not _QUIET.search(line)]
     report = ""
@@ -131,7 +131,7 @@ def _last(output: str) -> str:
 
 @functools.cache
 def _output(binary: str, option: str) -> str:
-    """What a program prints for an option; nothing if there is no such program."""
+    """Returns the output of a program for an option; empty if the program does not exist."""
     try:
         done = subprocess.run([binary, option], capture_output=True, text=True, check=False)
     except OSError:

@@ -1,9 +1,9 @@
-"""The smallest calls that reach every path of the Hopper kernels.
+"""The smallest calls that cover every path of the Hopper kernels.
 
 `sanitize.py` runs them under compute-sanitizer, `repeat.py` thousands of times. A problem is a few
-steps, each one compiled program; between two of them results go through the host. So a tool that
-does not see what a bulk copy writes takes no result for memory that was never written, and memory
-that a kernel forgets to write shows.
+steps, each one compiled program; between steps, results pass through the host. Tools that do not
+track the writes of bulk copies therefore do not report results as uninitialized, and memory that a
+kernel does not write becomes visible.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from pallas_kernels.mosaic_gpu.backend import MosaicGpu
 from tests.pallas_kernels import cases
 from tests.pallas_kernels.cases import Size
 from tests.pallas_kernels.contract import resolve_index
-from tests.pallas_kernels.striped import deal, seen_by, segmented_step
+from tests.pallas_kernels.striped import seen_by, segmented_step, split
 
 HOPPER = {kind: f"mosaic_gpu, {kind}" for kind in ("two backward kernels", "one backward kernel")}
 DTYPES = {64: "float16", 128: "bfloat16"}
@@ -31,19 +31,19 @@ BLOCK = 128
 LAST_QUERIES = 64
 
 Values = dict[str, Any]
-Step = Callable[[Values, str], Values]  # what is there, the backend's name -> what is new
+Step = Callable[[Values, str], Values]  # existing values, backend name -> new values
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """A problem of one head dim.
+    """A problem with one head dim.
 
     Attributes:
-        name: on the command line and in tables.
+        name: name on the command line and in tables.
         kernels: the Hopper kernels that it must run, by their names in compiled programs.
-        inputs: makes what the steps read, a pytree of host arrays by name.
-        steps: functions to compile; each gets all that is there so far and the backend's name.
-        backend: of the Hopper kernels.
+        inputs: creates the inputs of the steps, a pytree of host arrays by name.
+        steps: functions to compile; each gets all existing values and the backend's name.
+        backend: backend of the Hopper kernels.
     """
 
     name: str
@@ -54,17 +54,17 @@ class Problem:
 
 
 def register_backends() -> None:
-    """Makes the backends of problems known by name."""
+    """Registers the backends of the problems by name."""
     for kind, name in HOPPER.items():
         one = kind.startswith("one")
         backends.register(MosaicGpu(name, one_backward_kernel=one), by_name_only=True)
 
 
 def problems(blocks: int = 4) -> list[Problem]:
-    """All problems.
+    """Returns all problems.
 
     Args:
-        blocks: of 128 tokens in a sequence, an even number of at least 4.
+        blocks: number of 128-token blocks per sequence, even and at least 4.
     """
     register_backends()
     return [problem for dim in DIMS for problem in _of_head_dim(dim, blocks)]
@@ -73,11 +73,11 @@ def problems(blocks: int = 4) -> list[Problem]:
 def run(
     problem: Problem, backend: str, programs: Callable[[Step, Values, str], Callable] | None = None
 ) -> Values:
-    """Every result of a problem, as host arrays.
+    """Computes every result of a problem, as host arrays.
 
     Args:
-        problem: to run.
-        backend: its name.
+        problem: problem to run.
+        backend: its backend's name.
         programs: compiles a step for values; None for `jax.jit`.
     """
     programs = programs or (lambda step, values, backend: jitted(step, backend))
@@ -92,7 +92,7 @@ def run(
 
 
 def jitted(step: Step, backend: str) -> Callable[[Values], Values]:
-    """A step as a program that is named like it, whichever problem it belongs to."""
+    """Jits a step as a program with the step's name, whichever problem it belongs to."""
 
     def program(values: Values) -> Values:
         return step(values, backend)
@@ -101,12 +101,12 @@ def jitted(step: Step, backend: str) -> Callable[[Values], Values]:
 
 
 def close(a: Any, b: Any) -> bool:
-    """Whether results of two backends agree up to some roundings of 8 or 11 bits."""
+    """Whether results of two backends agree up to a few roundings of 8 or 11 bits."""
     return jax.tree.all(jax.tree.map(_close, a, b))
 
 
 def same_bits(a: Any, b: Any) -> bool:
-    """Whether results have the same bits; a NaN is equal to itself."""
+    """Whether results are bit-identical; NaNs are equal."""
     return jax.tree.all(
         jax.tree.map(lambda x, y: x.dtype == y.dtype and x.tobytes() == y.tobytes(), a, b)
     )
@@ -140,7 +140,7 @@ def _of_head_dim(dim: int, blocks: int) -> list[Problem]:
         )  # fmt: skip
 
     def vertical_slash() -> Any:
-        # A generator whose heads are full, crowded, empty, and with far corners.
+        # A generator with full, crowded and empty heads, and distant corners.
         return cases.vertical_slash(
             np.random.default_rng(3), size, max_slashes=3, max_verticals=150, garbage=rng()
         )
@@ -223,15 +223,15 @@ def _backward(x: Values, backend: str) -> Values:
 
 
 def _ring_inputs(rng: np.random.Generator, size: Size, index: Any) -> Values:
-    """One of two ranks, with the keys of both one after another, and its columns."""
+    """One of two ranks, with the concatenated keys of both, and its columns."""
     rank, ranks, sources = 1, 2, [1, 0]
     q, k, v, dout = cases.qkv_dout(rng, size, DTYPES[size.dim])
     _, _, column_kv = resolve_index(index, k, v)
     keys, values = (
-        jnp.concatenate([deal(x, ranks, size)[s] for s in sources], axis=1) for x in (k, v)
+        jnp.concatenate([split(x, ranks, size)[s] for s in sources], axis=1) for x in (k, v)
     )
     return {
-        "q": deal(q, ranks, size)[rank], "dout": deal(dout, ranks, size)[rank],
+        "q": split(q, ranks, size)[rank], "dout": split(dout, ranks, size)[rank],
         "k": keys, "v": values, "column_kv": column_kv,
         "columns": seen_by(rank, index, ranks, size.key_blocks),
         "tiles": segmented_step(index, rank, sources, ranks, size.key_blocks // ranks),
@@ -239,7 +239,7 @@ def _ring_inputs(rng: np.random.Generator, size: Size, index: Any) -> Values:
 
 
 def _ring_forward(x: Values, backend: str) -> Values:
-    """Columns first, then tiles on top of them, beside transfers."""
+    """Columns first, then tiles on top of them, concurrent with transfers."""
     q, k, v = (x[name] for name in ("q", "k", "v"))
     plan = pallas_kernels.plan(q, k, None, x["columns"], backend=backend)
     running = pallas_kernels.forward(q, k, v, plan, x["column_kv"], out_dtype="float32")
@@ -297,7 +297,7 @@ def _scores_inputs(
 
 def _scores(x: Values, backend: str) -> Values:
     rows = x["rows"]
-    # What decides on a backend: queries in blocks of 128 tokens.
+    # Determines the backend: queries in blocks of 128 tokens.
     like = jax.ShapeDtypeStruct((1, rows.shape[2] * BLOCK, rows.shape[1], 64), rows.dtype)
     masses, levels = row_scores.block_masses(
         rows, x["keys"], x["places"], x.get("first"), scale=rows.shape[-1] ** -0.5, like=like,

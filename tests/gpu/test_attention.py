@@ -1,4 +1,4 @@
-"""The Hopper kernels: the shared contract at real sizes, then longer and more."""
+"""The Hopper kernels: the shared contract at real sizes, then longer sequences."""
 
 import functools
 
@@ -20,7 +20,7 @@ LONG = 65536  # tokens
 
 
 class TestMosaicGpu(AttentionContract):
-    """With two backward kernels; `test_fused_backward.py` has the same for one."""
+    """With two backward kernels; `test_fused_backward.py` tests the fused one."""
 
     backend = registered("mosaic_gpu, two backward kernels", one_backward_kernel=False)
     dtypes = ("bfloat16", "float16")
@@ -50,7 +50,7 @@ def _long(dim: int) -> tuple[np.random.Generator, Size, VerticalSlashIndex]:
 
 @pytest.mark.parametrize("dim", [64, 128])
 def test_counts_the_same_pairs_as_xla_at_64k_tokens(dim):
-    """All sums are of integers, so two right backends agree to the bit."""
+    """All sums are integers, so two correct backends are bit-identical."""
     rng, size, index = _long(dim)
     q, k, v, dout = cases.counting(rng, size, "bfloat16")
     tiles, columns, column_kv = resolve_index(index, k, v)
@@ -68,8 +68,8 @@ def test_counts_the_same_pairs_as_xla_at_64k_tokens(dim):
 
 
 @pytest.mark.parametrize("dim", [64, 128])
-def test_errors_at_64k_tokens_are_those_of_xla(dim):
-    """Against XLA in fp32, the error of each head is at most 1.5 times that of XLA in bf16."""
+def test_errors_at_64k_tokens_match_xla(dim):
+    """Compared with XLA in fp32, each head's error is at most 1.5 times that of XLA in bf16."""
     rng, size, index = _long(dim)
     inputs = cases.qkv_dout(rng, size, "bfloat16")
     exact = _value_and_gradients(
@@ -103,7 +103,7 @@ def test_matches_the_oracle_at_8k_tokens(dim, heads, dtype):
         compare(name, x, expected[name], x.dtype)
 
 
-def test_vmap_gives_the_bits_of_one_call_after_another():
+def test_vmap_is_bit_identical_to_separate_calls():
     rng = np.random.default_rng(0)
     size = Size(3, 4, 2, query_blocks=8, key_blocks=8, block_size=128, dim=64)
     index = cases.vertical_slash(rng, size, max_slashes=3, max_verticals=150, garbage=rng)
@@ -120,7 +120,7 @@ def test_vmap_gives_the_bits_of_one_call_after_another():
 
 @pytest.mark.parametrize("dim", [64, 128])
 def test_a_hundred_random_masks(dim):
-    """Against the oracle, in memory full of NaN, and twice with the same bits."""
+    """Compared with the oracle, in memory full of NaN, and bit-identical twice."""
     rng = np.random.default_rng(1000 + dim)
     size = Size(1, 8, 2, query_blocks=16, key_blocks=16, block_size=128, dim=dim)
     mask_of = jax.jit(mask_from_index, static_argnums=1)
@@ -139,7 +139,7 @@ def test_a_hundred_random_masks(dim):
 
 
 def _fill_free_memory_with_nan(like: list[jax.ShapeDtypeStruct]) -> None:
-    """Frees arrays of NaN of the given and of other sizes, which the next results will reuse."""
+    """Frees NaN arrays of the given and other sizes, which the next results will reuse."""
     dtypes = [x.dtype for x in like] + [jnp.float32] * len(like)
     poison = [jnp.full(x.shape, jnp.nan, d) for x, d in zip(2 * like, dtypes, strict=True)]
     poison.append(jnp.full(2**26, jnp.nan, jnp.float32))

@@ -1,4 +1,4 @@
-"""An audited step with the Hopper kernels: it trains as a plain one, and measures as XLA does."""
+"""An audited step with the Hopper kernels: trains like a plain one, and measures like XLA."""
 
 import functools
 
@@ -15,10 +15,10 @@ from tests.gpu.test_step import SMALL
 
 @functools.cache
 def first_step(backend, audited, **changes):
-    """Loss, gradient norm and the figures of the first step."""
+    """Loss, gradient norm and metrics of the first step."""
     fields = SMALL | {
         "data.source": "synthetic", "parallel.devices_per_node": 1, "parallel.backend": backend,
-        # Random weights have flat attention, of which a larger share would keep nearly all.
+        # With random weights attention is flat: a larger fraction would keep nearly everything.
         "sparsity.tau": 0.3, "audit.every_steps": int(audited), **changes,
     }  # fmt: skip
     config = load_config("qwen3b_512k", [(name, str(value)) for name, value in fields.items()])
@@ -37,17 +37,17 @@ def first_step(backend, audited, **changes):
 
 def test_an_audited_step_trains_as_a_plain_one():
     plain, audited = (first_step("mosaic_gpu", audited) for audited in (False, True))
-    # bf16 keeps 8 bits, and another program may round elsewhere.
+    # bf16 keeps 8 bits, and another program may round at other places.
     np.testing.assert_allclose(audited["loss"], plain["loss"], rtol=2e-3)
     np.testing.assert_allclose(audited["grad_norm"], plain["grad_norm"], rtol=2e-2)
     assert "audit" not in plain
 
 
-def test_figures_are_those_of_the_reference_backend():
+def test_metrics_match_the_reference_backend():
     kernels, reference = (first_step(name, True)["audit"] for name in ("mosaic_gpu", "xla"))
     assert kernels.keys() == reference.keys()
     for name, values in reference.items():
-        # Kernels and XLA sum scores in another order, and of blocks of nearly equal mass others may
-        # be chosen.
+        # Kernels and XLA sum scores in different orders, which may change the selection among
+        # blocks of nearly equal mass.
         np.testing.assert_allclose(kernels[name], values, atol=0.05, err_msg=name)
     assert 0.1 < reference["recall"].min() <= reference["recall"].max() < 0.9

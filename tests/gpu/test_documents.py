@@ -1,4 +1,4 @@
-"""Packed documents by the Hopper kernels: against the oracle, alone, and on eight ranks."""
+"""Packed documents with the Hopper kernels: against the oracle, alone, and on eight ranks."""
 
 import dataclasses
 import functools
@@ -30,7 +30,7 @@ from tests.pallas_kernels.expected import compare, compare_lse, oracle
 
 BLOCK, NUM_BLOCKS, BACKEND = 128, 32, "mosaic_gpu"
 SIZE = Size(1, 4, 2, NUM_BLOCKS, NUM_BLOCKS, block_size=BLOCK, dim=128)
-# One token, a block, a block and a token, short and long ones, at odd blocks; padding behind.
+# One token, a block, a block and a token, short and long ones, at odd blocks; then padding.
 LENGTHS = [1, 128, 129, 600, 1700, 900]
 DENSE_BELOW = 1000
 PATTERNS = [
@@ -57,7 +57,7 @@ EVERY = [*PATTERNS, *VERTICAL_SLASH, *BUDGETS]
 
 @functools.cache
 def inputs():
-    """q, k, v and dout; of large logits, so that few blocks hold much."""
+    """q, k, v and dout with large logits, so that few blocks hold most of the mass."""
     q, k, v, dout = cases.qkv_dout(np.random.default_rng(0), SIZE, "bfloat16")
     return 4 * q, k, v, dout
 
@@ -68,7 +68,7 @@ def spans():
 
 
 def blocks_of(index):
-    """Bool [Hq, NB, NB]: the blocks that rows of the only sequence see, columns apart."""
+    """Bool [Hq, NB, NB]: the blocks that rows of the only sequence see, without columns."""
     if isinstance(index, BlockMaskIndex):
         index = dataclasses.replace(index, column_marks=None)
     every = jnp.arange(NUM_BLOCKS)
@@ -77,7 +77,7 @@ def blocks_of(index):
 
 @functools.partial(jax.jit, static_argnums=0)
 def run(number, q, k, v, dout, documents):
-    """Of a pattern of `EVERY`; those with arrays could not be static arguments themselves."""
+    """Runs a pattern of `EVERY`; patterns with arrays could not be static arguments."""
     pattern = EVERY[number]
 
     def results(q, k, v):
@@ -105,7 +105,7 @@ def name(number):
 
 
 @pytest.mark.parametrize("number", range(len(EVERY)), ids=name)
-def test_a_pack_is_right_and_chooses_as_each_document_alone(number):
+def test_a_pack_is_correct_and_selects_the_same_as_each_document_alone(number):
     with jax.default_device(own_device()):
         q, k, v, dout = inputs()
         documents = Documents.from_lengths([LENGTHS], SIZE.seq_len, BLOCK)
@@ -129,7 +129,7 @@ def test_a_pack_is_right_and_chooses_as_each_document_alone(number):
             tokens, to = slice(start * BLOCK, (start + size) * BLOCK), size * BLOCK
             pairs[:, :, tokens, tokens] = computed[:, :, :to, :to]
         np.testing.assert_array_equal(bits, wanted)
-        np.testing.assert_array_equal(mask, pairs)  # columns too
+        np.testing.assert_array_equal(mask, pairs)  # including columns
         whole = sum(size * (size + 1) // 2 for _, size in spans())
         assert isinstance(EVERY[number], Dense) == (bits.sum((1, 2)) == whole).all()
 
@@ -137,7 +137,7 @@ def test_a_pack_is_right_and_chooses_as_each_document_alone(number):
 @pytest.mark.parametrize(
     "number", [0, *(len(PATTERNS) - n for n in (2, 1, 0)), len(EVERY) - 2], ids=name
 )
-def test_eight_ranks_choose_the_rows_of_one(number):
+def test_eight_ranks_select_the_rows_of_one(number):
     layout = Layout("striped", SIZE.seq_len, 8, BLOCK)
     rows = np.stack([layout.block_ids(rank) for rank in range(8)]).astype(np.int32)
     with jax.default_device(own_device()):
@@ -152,9 +152,9 @@ def test_eight_ranks_choose_the_rows_of_one(number):
             return EVERY[number].for_documents().choose(q, k, shards).index
 
         blocks = [x.reshape(1, NUM_BLOCKS, BLOCK, *x.shape[2:]) for x in (q, k)]
-        dealt = [jnp.moveaxis(x[:, rows], 1, 0) for x in blocks]
-        dealt = [x.reshape(8, 1, -1, *x.shape[4:]) for x in dealt]
-        many = jax.jit(jax.vmap(on_rank, axis_name="device"))(*dealt, rows)
+        per_rank = [jnp.moveaxis(x[:, rows], 1, 0) for x in blocks]
+        per_rank = [x.reshape(8, 1, -1, *x.shape[4:]) for x in per_rank]
+        many = jax.jit(jax.vmap(on_rank, axis_name="device"))(*per_rank, rows)
         for found, whole in zip(jax.tree.leaves(many), one, strict=True):
             for rank in range(8):
                 np.testing.assert_array_equal(found[rank], np.asarray(whole)[:, :, rows[rank]])

@@ -1,4 +1,4 @@
-"""The gradient of a lookup on a GPU: the same bits every time."""
+"""Determinism of the gradient of an embedding lookup on a GPU."""
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +9,8 @@ from mtraining_jax.models.embedding import look_up
 TOKENS, SIZE, WIDTH = 65536, 512, 256
 
 
-def test_a_gradient_has_the_same_bits_a_hundred_times():
-    # Numbers of very different size: their sum depends on the order, also in half precision.
+def test_a_gradient_is_bit_identical_a_hundred_times():
+    # Numbers of very different magnitude: their sum depends on the order, even in half precision.
     rng = np.random.default_rng(0)
     tokens = jnp.asarray(np.minimum(rng.geometric(0.01, TOKENS), SIZE) - 1, jnp.int32)
     weights = jnp.asarray(

@@ -1,4 +1,4 @@
-"""The estimate on a Hopper GPU: kernels against XLA, and bits that no layout changes."""
+"""The estimate on a Hopper GPU: kernels against XLA, and bit-identical in all layouts."""
 
 import pytest
 
@@ -9,17 +9,17 @@ BACKEND = "mosaic_gpu"
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_scores_are_those_of_xla(shape):
+def test_scores_match_xla(shape):
     estimate_checks.check_scores(BACKEND, shape)
 
 
 @pytest.mark.parametrize("valid_len", [3000, 3072])  # of 4096, inside a block and at its end
-def test_scores_before_padding_are_those_of_xla(valid_len):
+def test_scores_before_padding_match_xla(valid_len):
     estimate_checks.check_scores_before_padding(BACKEND, valid_len)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_tiles_have_the_same_bits_on_every_rank_of_every_layout(shape):
+def test_tiles_are_bit_identical_on_every_rank_of_every_layout(shape):
     estimate_checks.check_bits_of_ranks(BACKEND, shape)
 
 

@@ -1,4 +1,4 @@
-"""Patterns of other publications on a GPU: what they choose there, and attention over it."""
+"""Patterns of other publications on a GPU: their selection there, and its attention."""
 
 import functools
 
@@ -37,7 +37,7 @@ def problem():
 
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=lambda pattern: type(pattern).__name__)
-def test_output_and_gradients_are_those_of_the_chosen_pairs(pattern):
+def test_output_and_gradients_match_the_selected_pairs(pattern):
     causal = not isinstance(pattern, AdaSpa)
     q, k, v, dout = problem()
 
@@ -70,8 +70,8 @@ def test_output_and_gradients_are_those_of_the_chosen_pairs(pattern):
 @pytest.mark.parametrize(
     "pattern", [*PATTERNS[:3], VerticalSlash(0.8)], ids=lambda pattern: type(pattern).__name__
 )
-def test_kernels_choose_what_xla_chooses(pattern):
-    """But for blocks whose masses lie at a cut; their sums are added in another order."""
+def test_kernels_select_the_same_as_xla(pattern):
+    """Except for blocks with masses at a cut, since sums have another order."""
     q, k, *_ = problem()
 
     @functools.partial(jax.jit, static_argnums=2)

@@ -1,4 +1,4 @@
-"""One kernel for the whole backward pass: the shared contract, and the same bits every time."""
+"""One kernel for the whole backward pass: the shared contract, and determinism."""
 
 import functools
 
@@ -37,7 +37,7 @@ class TestHeadDim128(_Contract):
     dim = 128
 
 
-def test_vmap_gives_the_bits_of_one_call_after_another():
+def test_vmap_is_bit_identical_to_separate_calls():
     size = Size(3, 4, 2, query_blocks=8, key_blocks=8, block_size=128, dim=64)
     q, k, v, dout = cases.qkv_dout(np.random.default_rng(0), size, "bfloat16")
 
@@ -57,11 +57,11 @@ def test_vmap_gives_the_bits_of_one_call_after_another():
 
 
 @pytest.mark.parametrize("around", ["vmap", "scan"])
-def test_stacked_fp32_gradients_have_the_bits_of_one_call_after_another(around):
+def test_stacked_fp32_gradients_are_bit_identical_to_separate_calls(around):
     size = Size(3, 4, 2, query_blocks=8, key_blocks=8, block_size=128, dim=64)
     q, k, v, dout = cases.qkv_dout(np.random.default_rng(0), size, "bfloat16")
     tiles = DiagonalTiles.full(1, 4, 8, 8, 128, causal=True)
-    # The kernel's own fp32 gradients, which nothing converts between the kernel and the stack.
+    # The kernel's fp32 gradients, with no conversion between the kernel and the stack.
     attention = functools.partial(forward, tiles=tiles, backend="mosaic_gpu")
     one_by_one = [slice(entry, entry + 1) for entry in range(3)]
     out, lse = zip(*(attention(q[one], k[one], v[:1]) for one in one_by_one), strict=True)
@@ -89,7 +89,7 @@ def test_stacked_fp32_gradients_have_the_bits_of_one_call_after_another(around):
 
 
 @pytest.mark.parametrize(("dim", "heads"), [(64, 14), (128, 16)])
-def test_five_runs_over_8k_tokens_give_the_same_bits(dim, heads):
+def test_five_runs_over_8k_tokens_are_bit_identical(dim, heads):
     size = Size(1, heads, 2, query_blocks=64, key_blocks=64, block_size=128, dim=dim)
     q, k, v, dout = cases.qkv_dout(np.random.default_rng(dim), size, "bfloat16")
     tiles = DiagonalTiles.full(1, heads, 64, 64, 128, causal=True)

@@ -1,4 +1,4 @@
-"""Prompts and new tokens on a GPU, against the same model in fp32."""
+"""Prompts and generated tokens on a GPU, against the same model in fp32."""
 
 import dataclasses
 import functools
@@ -16,7 +16,7 @@ from mtraining_jax.sparsity import Dense, VerticalSlash
 PROMPT, NEW = 1900, 8  # padded to 2048
 TEXT = np.random.default_rng(0).integers(0, 1000, PROMPT + NEW).astype(np.int32)
 SPARSE = VerticalSlash(0.5, 256, 8, min_verticals=64, min_slashes=4, local_blocks=1)
-# A random model, sharp enough for a pattern to choose.
+# A random model with sharp attention, so that a pattern can select.
 SPEC = ModelSpec(
     vocab_size=1000, hidden_size=512, num_layers=3, num_heads=8, num_kv_heads=2, head_dim=64,
     intermediate_size=1024, initializer_range=0.08, max_position_embeddings=4096,
@@ -39,12 +39,12 @@ def in_fp32() -> np.ndarray:
 
 
 def off(log_probs: np.ndarray) -> float:
-    """Root of the mean squared difference from fp32."""
+    """Root mean square difference from fp32."""
     return float(np.sqrt(np.mean((log_probs - in_fp32()) ** 2)))
 
 
 def decoded(engine: Engine) -> tuple[np.ndarray, float]:
-    """Log-probabilities of the text's last tokens, one by one, and the prompt's density."""
+    """Log-probabilities of the text's last tokens, one at a time, and the prompt's density."""
     programs, drawing = engine.programs, (np.float32(0), np.float32(1), np.uint32(0))
     prompt = programs.prefill(TEXT[:PROMPT], len(TEXT))()
     logits = [np.asarray(prompt.logits[0])]
@@ -60,9 +60,9 @@ def decoded(engine: Engine) -> tuple[np.ndarray, float]:
     return log_probs[np.arange(NEW), TEXT[PROMPT:]], density
 
 
-def test_decoded_and_given_answers_round_as_xla_does():
-    # Rounding to bfloat16 moves log-probabilities by some hundredths; a wrong place in the cache,
-    # a wrong position or a missing key by as much as they differ from each other.
+def test_generated_and_given_answers_have_the_rounding_errors_of_xla():
+    # bfloat16 rounding changes log-probabilities by a few hundredths; a wrong cache slot, a wrong
+    # position or a missing key by as much as they differ from each other.
     engine = dense("bfloat16", "mosaic_gpu")
     one_by_one, density = decoded(engine)
     at_once = engine.forced(TEXT[:PROMPT], TEXT[PROMPT:])
@@ -74,10 +74,10 @@ def test_decoded_and_given_answers_round_as_xla_does():
     assert density == at_once.density == 1
 
 
-def test_an_answer_after_a_sparse_prompt_is_scored_as_it_would_be_generated():
+def test_an_answer_after_a_sparse_prompt_is_scored_as_if_generated():
     engine = dense("bfloat16", "mosaic_gpu").with_pattern(SPARSE)
     one_by_one, density = decoded(engine)
     forced = engine.forced(TEXT[:PROMPT], TEXT[PROMPT:])
     assert forced.density == density < 0.8
     np.testing.assert_allclose(forced.log_probs, one_by_one, atol=1e-3)
-    assert np.abs(forced.log_probs - in_fp32()).max() > 0.1  # the prompt was read sparsely
+    assert np.abs(forced.log_probs - in_fp32()).max() > 0.1  # the prompt used sparse attention

@@ -1,6 +1,6 @@
-"""What a run exports, as transformers reads it: the same logits as ours.
+"""Exported models in transformers: the same logits as ours.
 
-Needs torch and transformers as well as a GPU; both run in fp32, transformers on the CPU.
+Needs torch, transformers and a GPU; both sides run in fp32, transformers on the CPU.
 """
 
 import jax
@@ -46,7 +46,7 @@ def assert_same_logits(folder, spec):
     np.testing.assert_allclose(ours, theirs, atol=1e-4 * np.abs(ours).max())
 
 
-def test_transformers_reads_what_a_run_exports(tmp_path):
+def test_transformers_loads_an_exported_run(tmp_path):
     config = tiny_config(
         tmp_path,
         run={"steps": 3},
@@ -65,13 +65,13 @@ SCALINGS = {
     "qwen2": YarnScaling(4.0, 32),
     "qwen3": LinearScaling(2.0),
     "llama": Llama3Scaling(4.0, 32),
-    # For heads of 8. The sequence is longer than 32 tokens, so the second list counts.
+    # For head dim 8. The sequence is longer than 32 tokens, so the second list applies.
     "phi3": LongRopeScaling(4.0, 32, None, (1.0, 1.1, 1.2, 1.3), (1.0, 2.0, 3.0, 4.0)),
 }
 
 
 @pytest.mark.parametrize("family", FAMILIES.names)
-def test_transformers_reads_several_files_of_every_family(family, tmp_path):
+def test_transformers_loads_sharded_files_of_every_family(family, tmp_path):
     spec = tiny_spec(
         family=family,
         tie_word_embeddings=False,

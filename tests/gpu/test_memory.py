@@ -1,4 +1,4 @@
-"""Memory of a GPU that is left in pieces is found before a step runs."""
+"""Fragmented GPU memory is detected before a step runs."""
 
 import os
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Two sevenths of the memory stay in use, in the middle: two and three sevenths are left beside it.
+# Two sevenths of the memory stay in use, in the middle: two and three sevenths remain around it.
 PROGRAM = """
 import types
 
@@ -36,7 +36,7 @@ for sevenths in (2, 4):
 """
 
 
-def test_a_piece_that_is_not_there_is_told():
+def test_insufficient_contiguous_memory_is_reported():
     few = {"XLA_PYTHON_CLIENT_PREALLOCATE": "true", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.05"}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], cwd=ROOT, env=os.environ | few, text=True,

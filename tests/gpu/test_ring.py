@@ -1,6 +1,6 @@
-"""The ring on all GPUs of the host: as on one, whatever the layout, the ring and the processes.
+"""The ring on all GPUs of the host: the same as on one, for all layouts, rings and processes.
 
-Most of the time is tracing. With a process for each test the whole takes as long as the longest:
+Most of the time is tracing. With one process per test the total time is that of the longest test:
 
     export MTRAINING_TEST_GPU=1 XLA_PYTHON_CLIENT_PREALLOCATE=false
     python -m pytest tests/gpu/test_ring.py -n 8
@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def rings() -> dict[str, tuple[str, str, int]]:
-    """Layout, ring and nodes of every case that the host has GPUs for."""
+    """Layout, ring and nodes of every case that the host has enough GPUs for."""
     count = jax.device_count()
     found = {
         "zigzag flat": ("zigzag", "flat", 1),
@@ -51,12 +51,12 @@ CASES = (
     "striped flat", "striped hierarchical", "striped gather", "striped gather in nodes",
     "zigzag flat", "zigzag hierarchical", "zigzag gather",
 )
-# Programs of their own: the ring's case and the index.
+# Cases with separate programs: the ring's case and the index.
 OTHER_INDICES = {
     "dense index": ("striped flat", lambda: DenseIndex(SIZE.block_size)),
     "block lists": ("striped gather", ring_problem.block_index),
 }
-# A zigzag has three kernel calls where stripes have one: tracing its gradients takes a minute.
+# A zigzag has three kernel calls per stripe call: tracing its gradients takes a minute.
 FORWARD_ONLY = ("zigzag hierarchical", "zigzag gather")
 
 
@@ -72,7 +72,7 @@ def several(_hopper_missing) -> int:
 
 @pytest.fixture(scope="module")
 def processes(several, tmp_path_factory):
-    """One process a GPU, started before this one compiles the same ring."""
+    """One process per GPU, started before this one compiles the same ring."""
     if several % 2:
         yield None
         return
@@ -103,7 +103,7 @@ def processes(several, tmp_path_factory):
 
 @functools.cache
 def program(case: str):
-    """The ring of a case and its compiled program, with tests of other cases not compiled."""
+    """The ring of a case and its compiled program; other cases are not compiled."""
     case, index = OTHER_INDICES.get(case, (case, ring_problem.sparse_index))
     ring = Ring(*rings()[case], jax.devices())
     lower = ring.lower_forward if case in FORWARD_ONLY else ring.lower_both
@@ -111,7 +111,7 @@ def program(case: str):
 
 
 def results(case: str, index) -> dict[str, np.ndarray]:
-    """Out and, of programs that have them, dq, dk and dv in global order."""
+    """out and, if the program has them, dq, dk and dv in sequence order."""
     ring, compiled = program(case)
     inputs = ring.arrays()[: len(compiled.in_avals[0]) - 1]
     arrays = jax.tree.leaves(compiled(*inputs, ring.replicated(index)))
@@ -120,10 +120,10 @@ def results(case: str, index) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_output_and_gradients_are_those_of_one_gpu(case):
+def test_output_and_gradients_match_one_gpu(case):
     if case not in rings():
         pytest.skip(f"{case} needs more than {jax.device_count()} GPUs")
-    for name, index in INDICES.items():  # one test: with a process for each, each compiles once
+    for name, index in INDICES.items():  # one test: with a process per test, each compiles once
         found = results(case, index())
         assert len(found) == (1 if case in FORWARD_ONLY else 4)
         assert_right(case, found, name)
@@ -134,19 +134,19 @@ def test_a_dense_index_is_dense():
     assert_as_exact_as_one("dense index", found, "dense")
 
 
-def test_block_lists_over_gathered_keys_are_those_of_one_gpu():
+def test_block_lists_over_gathered_keys_match_one_gpu():
     found = results("block lists", ring_problem.block_index())
     assert_right("block lists", found, "blocks")
 
 
-def test_results_have_the_same_bits_twice():
+def test_results_are_bit_identical_twice():
     index = ring_problem.sparse_index()
     first, second = (results("striped hierarchical", index) for _ in range(2))
     for what in NAMES:
         assert first[what].tobytes() == second[what].tobytes(), what
 
 
-def test_a_process_for_each_gpu_gives_the_bits_of_one_process(processes):
+def test_one_process_per_gpu_is_bit_identical_to_a_single_process(processes):
     if processes is None:
         pytest.skip(f"two nodes cannot share {jax.device_count()} GPUs")
     folder, started = processes
@@ -162,7 +162,7 @@ def test_a_process_for_each_gpu_gives_the_bits_of_one_process(processes):
 
 
 def chosen(layout: Layout, devices: list[jax.Device]):
-    """The index that the devices choose together."""
+    """The index that the devices select together."""
     mesh = make_mesh(1, 1, len(devices), devices)
 
     def choose(q, k):
@@ -176,12 +176,12 @@ def chosen(layout: Layout, devices: list[jax.Device]):
         jax.shard_map(choose, mesh=mesh, in_specs=(HEADS, HEADS), out_specs=P(), check_vma=False)
     )
     order = layout.permutation()
-    dealt = (x[:, order] for x in ring_problem.estimate_inputs())
-    return sharded(*(jax.device_put(x, NamedSharding(mesh, HEADS)) for x in dealt))
+    per_rank = (x[:, order] for x in ring_problem.estimate_inputs())
+    return sharded(*(jax.device_put(x, NamedSharding(mesh, HEADS)) for x in per_rank))
 
 
 @pytest.mark.parametrize("layout", ["striped", "zigzag"])
-def test_all_gpus_choose_the_bits_of_one(layout):
+def test_selection_on_all_gpus_is_bit_identical_to_one(layout):
     devices = jax.devices()
     one = chosen(Layout("striped", SIZE.seq_len, 1, SIZE.block_size), devices[:1])
     assert len(set(np.asarray(one.vertical_count).ravel().tolist())) > 1  # heads differ

@@ -1,8 +1,8 @@
-"""What eight ranks compute, on one GPU: their kernel calls, one after another.
+"""The computation of eight ranks on one GPU: their kernel calls, one after another.
 
-A `jax.vmap` with the names of the mesh's axes stands in for the mesh: every collective, every
-rank's work list and every kernel call is there, and the arithmetic is that of eight GPUs except for
-the order in which a sum over ranks adds up. It cannot show when anything is transferred.
+A `jax.vmap` with the names of the mesh's axes emulates the mesh: it includes every collective,
+every rank's work list and every kernel call, and the arithmetic is that of eight GPUs except for
+the order of sums over ranks. It cannot show when data is transferred.
 """
 
 import functools
@@ -31,12 +31,12 @@ CASES = [
 
 
 @pytest.mark.parametrize(("kind", "ring", "nodes"), CASES)
-def test_output_and_gradients_of_eight_ranks_are_those_of_one(kind, ring, nodes):
+def test_output_and_gradients_of_eight_ranks_match_one(kind, ring, nodes):
     check(kind, ring, nodes, INDICES)
 
 
 @pytest.mark.parametrize(("kind", "nodes"), [("striped", 1), ("striped", 2), ("zigzag", 1)])
-def test_block_lists_of_eight_ranks_give_what_those_of_one_do(kind, nodes):
+def test_block_lists_of_eight_ranks_match_one(kind, nodes):
     check(kind, "gather", nodes, LISTS)
 
 
@@ -58,7 +58,7 @@ def check(kind, ring, nodes, indices):
         on_all = jax.vmap(on_all, in_axes=(0, 0, 0, 0, None), axis_name=name)
     order, inverse = layout.permutation(), layout.inverse()
 
-    def deal(x):  # [B, S, H, D] -> [*axes, B, n, H, D]
+    def split(x):  # [B, S, H, D] -> [*axes, B, n, H, D]
         x = x[:, order].reshape(SIZE.batch, *axes.values(), -1, *x.shape[2:])
         return jax.device_put(np.moveaxis(x, 0, len(axes)), own_device())
 
@@ -69,13 +69,13 @@ def check(kind, ring, nodes, indices):
     run = jax.jit(on_all)
     for name, index in indices.items():
         with jax.default_device(own_device()):
-            arrays = run(*map(deal, ring_problem.inputs()), index())
+            arrays = run(*map(split, ring_problem.inputs()), index())
         found = dict(zip(NAMES, map(collect, arrays), strict=True))
         assert_right(f"{RANKS} ranks on one, {kind} {ring} in {nodes}", found, name)
 
 
 @pytest.mark.parametrize("kind", ["striped", "zigzag"])
-def test_eight_ranks_choose_the_bits_of_one(kind):
+def test_selection_of_eight_ranks_is_bit_identical_to_one(kind):
     choose = functools.partial(
         choose_index, pattern=ring_problem.PATTERN, num_blocks=SIZE.key_blocks,
         backend=ring_problem.BACKEND,
@@ -84,15 +84,15 @@ def test_eight_ranks_choose_the_bits_of_one(kind):
     layout = Layout(kind, SIZE.seq_len, RANKS, SIZE.block_size)
     ids = np.stack([layout.block_ids(rank) for rank in range(RANKS)]).astype(np.int32)
     blocks = [x.reshape(SIZE.batch, SIZE.key_blocks, SIZE.block_size, *x.shape[2:]) for x in (q, k)]
-    dealt = [np.moveaxis(x[:, ids], 1, 0) for x in blocks]
-    dealt = [x.reshape(RANKS, SIZE.batch, -1, *x.shape[4:]) for x in dealt]
+    per_rank = [np.moveaxis(x[:, ids], 1, 0) for x in blocks]
+    per_rank = [x.reshape(RANKS, SIZE.batch, -1, *x.shape[4:]) for x in per_rank]
 
     def on_rank(q, k, block_ids):
         return choose(q, k, block_ids=block_ids, axis_names=("device",))
 
     with jax.default_device(own_device()):
         one = jax.jit(choose)(q, k, block_ids=np.arange(SIZE.key_blocks, dtype=np.int32))
-        many = jax.jit(jax.vmap(on_rank, axis_name="device"))(*dealt, ids)
+        many = jax.jit(jax.vmap(on_rank, axis_name="device"))(*per_rank, ids)
     assert len(set(np.asarray(one.vertical_count).ravel().tolist())) > 1  # heads differ
     for x, y in zip(jax.tree.leaves(many), jax.tree.leaves(one), strict=True):
         for rank in range(RANKS):

@@ -1,6 +1,6 @@
-"""Lists for each row of blocks: what eight ranks choose and compute, on one GPU.
+"""Lists per row of blocks: selection and computation of eight ranks, on one GPU.
 
-As in `test_ring_on_one.py`, a `jax.vmap` with the names of the mesh's axes stands in for the mesh.
+As in `test_ring_on_one.py`, a `jax.vmap` with the names of the mesh's axes emulates the mesh.
 """
 
 import functools
@@ -30,7 +30,7 @@ def rows_of_ranks(layout):
 
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=lambda pattern: pattern.describe())
-def test_eight_ranks_choose_the_rows_of_one(pattern):
+def test_eight_ranks_select_the_rows_of_one(pattern):
     choose = functools.partial(
         choose_index, pattern=pattern, num_blocks=SIZE.key_blocks, backend=ring_problem.BACKEND
     )
@@ -50,16 +50,16 @@ def test_eight_ranks_choose_the_rows_of_one(pattern):
             ids = rows_of_ranks(layout)
             shape = SIZE.batch, SIZE.key_blocks, SIZE.block_size
             blocks = [x.reshape(*shape, *x.shape[2:]) for x in (q, k)]
-            dealt = [np.moveaxis(x[:, ids], 1, 0) for x in blocks]
-            dealt = [x.reshape(RANKS, SIZE.batch, -1, *x.shape[4:]) for x in dealt]
-            for found, whole in zip(many(*dealt, ids), one, strict=True):
+            sharded = [np.moveaxis(x[:, ids], 1, 0) for x in blocks]
+            sharded = [x.reshape(RANKS, SIZE.batch, -1, *x.shape[4:]) for x in sharded]
+            for found, whole in zip(many(*sharded, ids), one, strict=True):
                 for rank in range(RANKS):
                     np.testing.assert_array_equal(found[rank], whole[:, :, ids[rank]])
 
 
 @pytest.mark.parametrize("columns", [False, True])
 @pytest.mark.parametrize(("kind", "nodes"), [("striped", 1), ("striped", 2), ("zigzag", 1)])
-def test_rows_of_eight_ranks_give_what_lists_of_one_do(kind, nodes, columns):
+def test_rows_of_eight_ranks_match_the_lists_of_one(kind, nodes, columns):
     layout = Layout(kind, SIZE.seq_len, RANKS, SIZE.block_size, nodes)
     axes = {"node": nodes, "device": RANKS // nodes} if nodes > 1 else {"device": RANKS}
     attend = functools.partial(
@@ -80,7 +80,7 @@ def test_rows_of_eight_ranks_give_what_lists_of_one_do(kind, nodes, columns):
         on_all = jax.vmap(on_all, axis_name=name)
     order, inverse = layout.permutation(), layout.inverse()
 
-    def deal(x, axis=1):  # [B, S, ...] -> [*axes, B, n, ...]
+    def split(x, axis=1):  # [B, S, ...] -> [*axes, B, n, ...]
         x = np.moveaxis(np.asarray(x), axis, 0)
         x = np.moveaxis(x.reshape(*axes.values(), -1, *x.shape[1:]), len(axes), len(axes) + axis)
         return jax.device_put(x, own_device())
@@ -91,9 +91,9 @@ def test_rows_of_eight_ranks_give_what_lists_of_one_do(kind, nodes, columns):
 
     rows = rows_of_ranks(layout).reshape(-1)
     with jax.default_device(own_device()):
-        inputs = [deal(x[:, order]) for x in ring_problem.inputs()]
-        dealt = jax.tree.map(lambda x: deal(np.asarray(x)[:, :, rows], 2), index)
-        arrays = jax.jit(on_all)(*inputs, dealt)
+        inputs = [split(x[:, order]) for x in ring_problem.inputs()]
+        sharded = jax.tree.map(lambda x: split(np.asarray(x)[:, :, rows], 2), index)
+        arrays = jax.jit(on_all)(*inputs, sharded)
     found = dict(zip(NAMES, map(collect, arrays), strict=True))
     name = "columns" if columns else "blocks"
     assert_right(f"rows and {name} of {RANKS} ranks on one, {kind} in {nodes}", found, name)

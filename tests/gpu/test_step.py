@@ -1,4 +1,4 @@
-"""Training steps with the Hopper kernels: one GPU against several, and what the policies keep."""
+"""Training steps with the Hopper kernels: one GPU against several, and remat policies."""
 
 import jax
 import numpy as np
@@ -21,8 +21,8 @@ SMALL = {
 def train(name, **changes):
     """Loss, gradient norm and mean density of 3 steps.
 
-    Every rounding to bf16 is made. By itself XLA leaves out some between operations that it fuses,
-    and others where a policy keeps the value between them: losses then differ by 1e-3.
+    Every rounding to bf16 is kept. By default XLA omits some between operations that it fuses, and
+    others if a policy saves the value between them: losses then differ by 1e-3.
     """
     fields = SMALL | {field.replace("__", "."): value for field, value in changes.items()}
     config = load_config(name, [(field, str(value)) for field, value in fields.items()])
@@ -52,18 +52,18 @@ def one_gpu(_hopper_missing):
 
 
 @pytest.mark.parametrize("devices", [2, 4, 8])
-def test_sharded_steps_equal_those_of_one_gpu(one_gpu, devices):
+def test_sharded_steps_match_one_gpu(one_gpu, devices):
     if jax.device_count() < devices:
-        pytest.skip(f"{devices} GPUs are needed, {jax.device_count()} are here")
+        pytest.skip(f"needs {devices} GPUs, found {jax.device_count()}")
     found = train("qwen3b_512k_dense", parallel__devices_per_node=devices)
-    # bf16 keeps 8 bits; products of other shapes round otherwise.
+    # bf16 keeps 8 bits; products of other shapes round differently.
     np.testing.assert_allclose(found[:, 0], one_gpu[:, 0], rtol=2e-3)
     np.testing.assert_allclose(found[:, 1], one_gpu[:, 1], rtol=2e-2)
     assert one_gpu[0, 0] - one_gpu[-1, 0] > 0.05  # it learns, so that steps differ
 
 
 @pytest.mark.parametrize("remat", ["none", "attention", "attention_offload", "full"])
-def test_what_is_kept_does_not_change_the_steps(one_gpu, remat):
+def test_remat_policies_do_not_change_the_steps(one_gpu, remat):
     found = train("qwen3b_512k_dense", parallel__devices_per_node=1, model__remat=remat)
     # The forward pass is the same program; "none" has other formulas in the MLP's backward pass.
     np.testing.assert_allclose(found[0, 0], one_gpu[0, 0], rtol=1e-5)
@@ -71,7 +71,7 @@ def test_what_is_kept_does_not_change_the_steps(one_gpu, remat):
     np.testing.assert_allclose(found[:, 1], one_gpu[:, 1], rtol=5e-3 if remat == "none" else 2e-3)
 
 
-def test_a_replayed_density_is_the_one_asked_for():
+def test_a_replayed_density_is_the_requested_one():
     found = train(
         "qwen3b_512k",
         parallel__devices_per_node=min(4, jax.device_count()),
@@ -83,7 +83,7 @@ def test_a_replayed_density_is_the_one_asked_for():
     assert np.all(np.isfinite(found)) and found[-1, 0] < found[0, 0]
 
 
-def test_an_index_that_is_chosen_at_each_step_trains_as_dense_where_it_keeps_all(one_gpu):
+def test_selection_at_each_step_trains_like_dense_if_it_keeps_everything(one_gpu):
     found = train(
         "qwen3b_512k",
         parallel__devices_per_node=1,
@@ -97,13 +97,13 @@ def test_an_index_that_is_chosen_at_each_step_trains_as_dense_where_it_keeps_all
     assert found[-1, 0] < found[0, 0]
 
 
-def test_an_index_that_leaves_pairs_out_at_each_step_learns_nearly_as_dense_does(one_gpu):
+def test_selection_that_skips_pairs_learns_nearly_like_dense(one_gpu):
     found = train(
         "qwen3b_512k",
         parallel__devices_per_node=1,
         sparsity__kind="vertical_slash",
         sparsity__top_p=0.9,
-        # Attention of random weights is flat: without these limits every diagonal is kept.
+        # With random weights attention is flat: without these limits every diagonal is kept.
         sparsity__max_verticals=1024,
         sparsity__max_slashes=16,
     )
@@ -113,9 +113,9 @@ def test_an_index_that_leaves_pairs_out_at_each_step_learns_nearly_as_dense_does
 
 
 @pytest.mark.parametrize("devices", [1, 2, 4])
-def test_lists_of_rows_train_as_dense_where_they_keep_all(one_gpu, devices):
+def test_lists_of_rows_train_like_dense_if_they_keep_everything(one_gpu, devices):
     if jax.device_count() < devices:
-        pytest.skip(f"{devices} GPUs are needed, {jax.device_count()} are here")
+        pytest.skip(f"needs {devices} GPUs, found {jax.device_count()}")
     found = train(
         "qwen3b_512k",
         parallel__devices_per_node=devices,

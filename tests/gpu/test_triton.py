@@ -1,4 +1,4 @@
-"""The Triton kernels through jax-triton, native on the GPU that is there: the shared contract."""
+"""The Triton kernels through jax-triton, native on the local GPU: the shared contract."""
 
 import importlib.util
 import os
@@ -10,12 +10,12 @@ from tests.gpu import estimate_checks
 from tests.pallas_kernels.contract import AttentionContract
 
 if importlib.util.find_spec("jax_triton") is None:
-    pytest.skip("needs the extra ampere", allow_module_level=True)
+    pytest.skip("needs the ampere extra", allow_module_level=True)
 
 
 @pytest.fixture(autouse=True)
 def _needs_hopper() -> None:
-    """Unlike the other tests of this folder these need no Hopper GPU, but any that Triton knows."""
+    """Unlike the other tests of this folder, these run on any GPU that Triton supports."""
     if os.environ.get("MTRAINING_TEST_GPU") != "1":
         pytest.skip("set MTRAINING_TEST_GPU=1 to run the tests that need a GPU")
     if reason := device.cannot_run():
@@ -42,19 +42,19 @@ class TestHeadDim128(_Contract):
 
 
 @pytest.mark.parametrize("shape", estimate_checks.SHAPES, ids=str)
-def test_scores_by_the_last_queries_are_those_of_xla(shape):
+def test_scores_by_the_last_queries_match_xla(shape):
     estimate_checks.check_scores("triton", shape)
 
 
 @pytest.mark.parametrize("valid_len", [3000, 3072])  # of 4096, inside a block and at its end
-def test_scores_before_padding_are_those_of_xla(valid_len):
+def test_scores_before_padding_match_xla(valid_len):
     estimate_checks.check_scores_before_padding("triton", valid_len)
 
 
 @pytest.mark.parametrize("shape", estimate_checks.SHAPES, ids=str)
-def test_tiles_have_the_same_bits_on_every_rank_of_every_layout(shape):
+def test_tiles_are_bit_identical_on_every_rank_of_every_layout(shape):
     estimate_checks.check_bits_of_ranks("triton", shape)
 
 
-def test_the_chosen_index_does_not_depend_on_the_order_of_blocks():
+def test_the_selected_index_does_not_depend_on_the_order_of_blocks():
     estimate_checks.check_order_of_blocks("triton")
