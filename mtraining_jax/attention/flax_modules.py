@@ -119,11 +119,7 @@ def _with_documents(options: dict, told: Documents | None) -> dict:
 def _documents_of_mask(
     mask: Array, query: Array, causal: bool, block_size: int
 ) -> Documents | None:
-    """Returns the documents of a block-diagonal causal mask, None for the plain causal mask.
-
-    Raises:
-        ValueError: if the mask has another form, or its values are unknown at trace time.
-    """
+    """Returns the documents of a block-diagonal causal mask, None for the plain causal mask."""
     wanted = "None (attention is causal without it)" if causal else "None"
     if isinstance(mask, jax.core.Tracer):
         raise ValueError(

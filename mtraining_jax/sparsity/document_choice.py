@@ -68,18 +68,8 @@ def _kept(
 ) -> tuple[Array, Array, Array]:
     """Selects for each row (batch entry, head) and all of its documents in one pass.
 
-    Args:
-        vertical: int32 or fp32 [R, NB, g], scores of columns.
-        slash: int32 or fp32 [R, NB, g], scores of diagonals, at the key that the last query sees.
-        heads: int32 [R], the query heads.
-        entries: int32 [R], the batch entries.
-        slots: the documents.
-        pattern: the pattern.
-        shares: int32 [R], as in `Shards`, or None.
-
-    Returns:
-        Columns bool [R, NB, g]; bool [R, NB], diagonal d at block d of its document; int32 [R], sum
-        over documents of the second result of `last_queries.choose`.
+    Returns columns bool [R, NB, g]; bool [R, NB], diagonal d at block d of its document; and
+    int32 [R], the sum over documents of the second result of `last_queries.choose`.
     """
     spans = PackedSpans(*(x[entries] for x in slots))
     most = pattern.most_columns(spans.length, vertical.shape[-2])
@@ -115,14 +105,7 @@ def by_distance(vertical: Array, slash: Array, spans: PackedSpans) -> Array:
 def _index(
     marks: Array, diagonals: Array, shards: Shards, pattern: DocumentLastQueries
 ) -> BlockMaskIndex:
-    """Builds the index with this rank's rows.
-
-    Args:
-        marks: uint32 [B, Hq, NB * ceil(g/32)], columns.
-        diagonals: uint32 [B, Hq, ceil(NB/32)], diagonals at blocks of their documents.
-        shards: the shards of the sequence.
-        pattern: the pattern, for its static fields.
-    """
+    """Builds this rank's index from columns uint32 [B, Hq, NB * ceil(g/32)] and diagonals."""
     rows, num_blocks, own = shards.block_ids, shards.num_blocks, shards.documents
     blocks = jnp.arange(num_blocks, dtype=jnp.int32)
     first = own.of(rows).first  # [B, n]

@@ -23,9 +23,7 @@ def heaviest_columns(
     """Applies `row_columns.heaviest_columns` to each document in a slot.
 
     Args:
-        q: [B, n, Hq, D], local queries.
-        k: [B, S, Hk, D], all keys, in sequence order.
-        shards: the shards of the sequence.
+        q, k, shards: as in `RowPattern.scores`.
         slots: the documents.
         block_size: tokens per block (g).
         count: C, maximum number of columns of a head in a document.

@@ -194,11 +194,7 @@ def _check_sizes(seq_len: int, block_size: int) -> None:
 def _spans(
     starts: np.ndarray, lengths: np.ndarray, seq_len: int, block_size: int, name: str
 ) -> np.ndarray:
-    """Returns first block, one past the last block, and real tokens per document: int32 [M, 3].
-
-    Raises:
-        UserError: if a document is invalid; the message names the first one.
-    """
+    """Returns first block, one past the last block, and real tokens per document: int32 [M, 3]."""
     if (lengths < 1).any():
         bad = int(np.argmax(lengths < 1))
         raise UserError(

@@ -47,9 +47,7 @@ def last_attention(
     """Computes masses of columns and diagonals from the last `block_size` queries.
 
     Args:
-        q: [B, n, Hq, D], local queries.
-        k: [B, n, Hk, D], local keys.
-        shards: the shards of the sequence.
+        q, k, shards: as in `Pattern.choose`.
         block_size: tokens per block (g).
         gamma: fraction of the mass up to which tokens are counted.
     """
@@ -135,9 +133,7 @@ def distances(q: Array, k: Array, shards: Shards, block_masses: Array) -> Array:
     """Computes Jensen-Shannon distances between pooled and actual attention of the last queries.
 
     Args:
-        q: [B, n, Hq, D], local queries.
-        k: [B, n, Hk, D], local keys.
-        shards: the shards of the sequence.
+        q, k, shards: as in `Pattern.choose`.
         block_masses: int32 [B, Hq, NB], masses of key blocks by the last queries; total 2^30.
 
     Returns:
@@ -172,9 +168,7 @@ def pooled_lists(
     """Marks the largest entries of pooled attention over all rows, within gamma of the total.
 
     Args:
-        q: [B, n, Hq, D], local queries.
-        k: [B, n, Hk, D], local keys.
-        shards: the shards of the sequence.
+        q, k, shards: as in `Pattern.choose`.
         gamma: fraction of the number of rows, which is the sum of all entries.
         slots: documents that are treated as sequences, with `shards.documents`; None if each batch
             entry is one sequence.

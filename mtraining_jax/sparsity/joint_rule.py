@@ -102,12 +102,7 @@ def kept_together(
 
 
 class _Choice:
-    """Selection at a given price, with its cost and mass, for each sequence.
-
-    Attributes:
-        most: int32, maximum cost in half blocks.
-        enough: int32, sufficient mass.
-    """
+    """Selection at a given price, with its cost (half blocks) and mass, for each sequence."""
 
     def __init__(self, columns: Array, diagonals: Array, spans: Spans, rule: JointRule) -> None:
         _, num_blocks, size = columns.shape

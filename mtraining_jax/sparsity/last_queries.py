@@ -172,12 +172,7 @@ def each_kind(
 
 
 def _lists(kept: Kept, settings: Settings) -> Array:
-    """Converts a selection to the lists of an index.
-
-    Returns:
-        [R, max_slash_blocks + max_verticals + 1]: block diagonals padded with NB, columns padded
-        with S, and the second result of `choose`.
-    """
+    """Lists block diagonals (padded with NB), columns (padded with S) and the third entry."""
     columns, diagonals, saved = kept
     num_blocks, size = columns.shape[-2:]
     max_verticals, max_slash_blocks = index_capacities(settings, num_blocks)

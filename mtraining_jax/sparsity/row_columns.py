@@ -29,9 +29,7 @@ def heaviest_columns(
     """Selects the keys outside forced blocks with the most mass from evenly spaced probe queries.
 
     Args:
-        q: [B, n, Hq, D], local queries.
-        k: [B, S, Hk, D], all keys, in sequence order.
-        shards: the shards of the sequence.
+        q, k, shards: as in `RowPattern.scores`.
         block_size: tokens per block (g).
         count: C, maximum number of columns of a head.
         rule: defines the forced blocks, which need no columns.

@@ -121,12 +121,6 @@ def _drawn(rows: Array, numbers: Array, heads: int, share: float) -> Array:
 
     Independent of the scores: if a layer is rematerialized, scores that differ in their last bit
     draw the same blocks.
-
-    Args:
-        rows: int32 [..., n, 1], positions in the document.
-        numbers: int32 [..., NB], positions in the document.
-        heads: Hq.
-        share: probability of each block.
     """
     salts = mixed(jnp.arange(1, heads + 1, dtype=jnp.uint32))[:, None, None]
     places = (rows.astype(jnp.uint32) << 16) ^ numbers.astype(jnp.uint32)
@@ -169,14 +163,7 @@ def _find_threshold(mass: Array, missing: Array) -> Array:
     """Returns the largest mass such that all entries reaching it sum to at least `missing`.
 
     Entries above it are kept, entries below it are not. Searched digit by digit: each round sums
-    the entries that reach a few candidates.
-
-    Args:
-        mass: uint32 [..., n]; the sum of a row is below 2^31.
-        missing: int32 [...], at most the sum of the row.
-
-    Returns:
-        uint32 [...]; above every mass if nothing is missing.
+    the entries that reach a few candidates. If nothing is missing, it is above every mass.
     """
     digits = jnp.arange(1, 1 << _DIGIT_BITS, dtype=jnp.uint32)
 

@@ -96,9 +96,7 @@ def exact_masses(
     """Computes the mean softmax mass that probe queries of each block give to key blocks.
 
     Args:
-        q: [B, n, Hq, D], local queries.
-        k: [B, S, Hk, D], all keys, in sequence order.
-        shards: the shards of the sequence.
+        q, k, shards: as in `RowPattern.scores`.
         block_size: tokens per block (g).
         sampled: r, number of probe queries per block, evenly spaced, including the last one. In a
             block that ends with padding only real queries are used; with fewer than r, some count

@@ -111,11 +111,7 @@ def float_keys(x: Array) -> Array:
 def _find_threshold(keys: Array, rule: Rule, spans: Spans) -> tuple[Array, Array]:
     """Finds the key of the last entry kept, and how many entries with that key are kept.
 
-    Entries above the threshold are all kept. The second result may exceed the number of entries
-    with that key.
-
-    Returns:
-        (uint32, int32), for each sequence in `keys` [..., NB, g].
+    Entries above that key are all kept. The count may exceed the number of entries with the key.
     """
     lead = jax.eval_shape(spans.total, jax.ShapeDtypeStruct(keys.shape[:-1], jnp.int32)).shape
     rounds = KEY_BITS // _DIGIT_BITS
@@ -169,15 +165,6 @@ def _sums_from(
     One pass over the keys for all sums. With a candidate axis instead, XLA reads the keys once per
     candidate, or writes all comparisons to memory if the keys exceed the L2 cache: 250 MB a round
     for 524288 keys of 16 heads.
-
-    Args:
-        keys: uint32 [..., NB, g].
-        masses: int32 [..., NB, g].
-        candidates: uint32 [..., c], for each sequence.
-        spans: the sequences.
-
-    Returns:
-        (int32 [..., c], int32 [..., c]), for each sequence.
     """
     parts = []
     for i in range(candidates.shape[-1]):

@@ -156,16 +156,7 @@ def _nothing_yet(q: Array) -> Pair:
 def _turn(
     size: int, shift: Callable, steps: StepPlans, kv: Pair, state: State, visit: Callable
 ) -> State:
-    """Runs one turn of keys and values over an axis: `size` visits, size - 1 hops.
-
-    Args:
-        size: number of ranks on the axis.
-        shift: sends a tree of arrays to the next rank.
-        steps: plans of every visit, stacked.
-        kv: this rank's keys and values.
-        state: state that visits update.
-        visit: (plans, kv, state, whether it is the last) -> state.
-    """
+    """Runs one turn over an axis: `size` calls visit(plans, kv, state, last) and size - 1 hops."""
 
     def body(carry, step):
         kv, state = carry
@@ -182,14 +173,8 @@ def _turn_back(
 ):
     """Runs one turn of keys, values and the gradients that they collect.
 
-    Args:
-        size, shift, steps, kv: as in `_turn`.
-        dq: gradients of the queries, which visits add to.
-        visit: (plans, kv, dq, whether it is the first) -> dq, this rank's contribution to (dk, dv)
-            of the visiting keys and values, and column gradients or None.
-
-    Returns:
-        dq; (dk, dv) of this rank's own keys and values; column gradients or None.
+    `visit` maps (plans, kv, dq, first) to dq, this rank's contribution to (dk, dv) of the visiting
+    keys and values, and column gradients or None. Returns the same for this rank's own keys.
     """
     first = step_of(steps, 0)
     if size == 1:
