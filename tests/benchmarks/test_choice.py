@@ -12,7 +12,8 @@ def test_a_table_tells_the_time_of_every_part(tmp_path):
     text = choice.main([*TINY, "--patterns", "prism,tau=1.0", "--out", str(tmp_path / "found.md")])
     assert (tmp_path / "found.md").read_text() == text + "\n"
     cells = text.splitlines()[-1].strip("| ").split(" | ")
-    assert cells[:2] == ["512", "Prism, 1 of each row of blocks, in each of two bands"]
+    mass = "100 % of attention mass per row of blocks"
+    assert cells[:2] == ["512", f"Prism, {mass}, in each of two frequency bands"]
     assert all(float(x) > 0 for x in (cells[2], *cells[4:7])) and cells[7] == "1.000"
     assert cells[3] == "–"
 
