@@ -1,13 +1,13 @@
-// Small kernels that hand numbers over in shared memory, by the means of the Hopper kernels, some of
-// them wrong: what compute-sanitizer says of them tells what its word on others is worth.
+// Small kernels that pass numbers through shared memory like the Hopper kernels, some of them
+// incorrect: they show how far reports of compute-sanitizer can be trusted.
 //
 //     nvcc -arch=sm_90a -o barriers barriers.cu && ./barriers bulk
 //
-// A producing warpgroup fills a ring of two slots, a consuming one adds up what other threads, or a
-// bulk copy, wrote there. Right: `threads` (each thread stores one number), `bulk` and `tensor` (a
-// bulk copy by address, and by tensor map), `store` (the sums leave by a bulk copy, after a proxy
-// fence). Wrong: the same with `-unwaited` (the consumer does not wait), and `store-unfenced`.
-// Prints whether the sums are right; the wrong ones may well be right by luck.
+// A producer warpgroup fills a ring of two slots, a consumer sums what other threads, or a bulk copy,
+// wrote there. Correct: `threads` (each thread stores one number), `bulk` and `tensor` (a bulk copy by
+// address, and by tensor map), `store` (the sums leave by a bulk copy, after a proxy fence).
+// Incorrect: the same with `-unwaited` (the consumer does not wait), and `store-unfenced`.
+// Prints whether the sums are right; incorrect kernels may get them right by chance.
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -20,7 +20,7 @@ constexpr int TILE = 128, SLOTS = 2, STEPS = 9;
 
 __device__ uint32_t address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
 
-// Waits for 2 seconds at most: a wrong kernel may wait for what never comes, and hold up the GPU.
+// Waits at most 2 seconds: an incorrect kernel may wait forever and block the GPU.
 __device__ bool wait(uint64_t* barrier, uint32_t parity) {
   uint64_t begin, now;
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(begin));
@@ -57,7 +57,7 @@ __global__ void barriers_mosaic_gpu_kernel(
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
-  if (threadIdx.x >= TILE) {  // the producing warpgroup
+  if (threadIdx.x >= TILE) {  // the producer warpgroup
     for (int step = 0; step < STEPS; ++step) {
       const int slot = step % SLOTS;
       if (step >= SLOTS && !wait(&free_[slot], (step / SLOTS - 1) % 2)) return;
