@@ -190,7 +190,7 @@ class Settings:
         Args:
             tokens: length of a sequence, or of a document, which selects independently.
         """
-        why = "assumed by length, as measured with SmolLM2-135M and, at 512K, by the paper"
+        why = "assumed by length, as measured with SmolLM2-135M and, at 512K, by MTraining"
         return density_of_vertical_slash(tokens), why
 
     def takes_choosing(self) -> bool:
