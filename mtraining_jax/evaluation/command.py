@@ -112,7 +112,7 @@ def identity(folder: Path) -> dict[str, Any]:
     config = folder / CONFIG_FILE
     if not config.is_file():
         raise UserError(
-            f"{folder} is not a run folder (no checkpoints in {CHECKPOINTS_NAME}) and not a "
+            f"{folder} is not a run folder (no {CHECKPOINTS_NAME}/STEP) and not a "
             f"Hugging Face checkpoint (no {CONFIG_FILE})"
         )
     size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))

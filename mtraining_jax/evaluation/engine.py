@@ -21,6 +21,7 @@ from mtraining_jax.evaluation.load import AttentionKind, Loaded, Overrides, load
 from mtraining_jax.evaluation.programs import Programs
 from mtraining_jax.models.spec import ModelSpec
 from mtraining_jax.sparsity import Dense, Settings
+from mtraining_jax.wording import counted
 
 
 class Forced(NamedTuple):
@@ -282,8 +283,9 @@ class Engine:
         if tokens + new_tokens > self.max_positions:
             more = f" and {new_tokens} new ones" if new_tokens else ""
             raise UserError(
-                f"{tokens} tokens{more} are more than the {self.max_positions} positions of the "
-                "model (model.max_position_embeddings); shorten the prompt or ask for fewer tokens"
+                f"{counted(tokens, 'token')}{more} are more than the {self.max_positions} positions of "
+                "the model (model.max_position_embeddings); shorten the prompt or ask for fewer "
+                "tokens"
             )
 
 

@@ -195,9 +195,8 @@ def _settings(config: Config, attention: AttentionKind, source: str) -> Settings
         raise UserError(re.sub(r"\b(\w+)=", r"sparsity.\1 = ", str(error))) from None
     if not settings.sparse:
         raise UserError(
-            f'attention = "sparse" needs a sparse pattern, but {source} was trained with '
-            f'sparsity.kind = "{config.sparsity.kind}"; set one, as in '
-            "--sparsity.kind=vertical_slash"
+            f'attention = "sparse" needs a sparse pattern, but {source} has sparsity.kind = '
+            f'"{config.sparsity.kind}"; set one, as in --sparsity.kind=vertical_slash'
         )
     return settings
 

@@ -160,9 +160,9 @@ def times(lines: Lines, names: Mapping[str, str]) -> TextTable:
                     rows.append((str(length), names[model], attention, median, density, count))
     return TextTable(
         "Times and density",
-        "Median seconds per sample on this machine, including the answer, not including making the "
-        "prompt. The first sample of a length compiles. Density is computed over causal pairs in "
-        "the prompt's forward pass, mean over layers and samples.",
+        "Median seconds per sample on this machine, including the answer but not the making of the "
+        "prompt. The first sample of a length compiles. Density is computed over causal pairs in the "
+        "prompt's forward pass, mean over layers and samples.",
         ("length", "model", "attention", "seconds", "density", "samples"),
         tuple(rows),
         left=3,
