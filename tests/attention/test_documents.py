@@ -355,7 +355,7 @@ def test_invalid_combinations_with_documents_raise():
         (dict(pattern=Strided(block_size=BLOCK)),
          "Strided does not support packed documents; use sampled_rows"),
         (dict(pattern=DenseIndex(BLOCK)),
-         "pattern: a DenseIndex cannot leave out the pairs that join two documents; use a Block"),
+         "pattern: a DenseIndex cannot be restricted to pairs within documents; use a Block"),
         (dict(valid_len=9), "valid_len cannot be combined with documents"),
         (dict(documents=of_128), "documents have block_size=128, but the pattern has 8"),
         (dict(documents=[[0, 8]]), "documents is a list; build it with"),
