@@ -283,9 +283,9 @@ class Engine:
         if tokens + new_tokens > self.max_positions:
             more = f" and {new_tokens} new ones" if new_tokens else ""
             raise UserError(
-                f"{counted(tokens, 'token')}{more} are more than the {self.max_positions} positions of "
-                "the model (model.max_position_embeddings); shorten the prompt or ask for fewer "
-                "tokens"
+                f"{counted(tokens, 'token')}{more} are more than the {self.max_positions} "
+                "positions of the model (model.max_position_embeddings); shorten the prompt or ask "
+                "for fewer tokens"
             )
 
 

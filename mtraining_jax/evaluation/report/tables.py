@@ -161,8 +161,8 @@ def times(lines: Lines, names: Mapping[str, str]) -> TextTable:
     return TextTable(
         "Times and density",
         "Median seconds per sample on this machine, including the answer but not the making of the "
-        "prompt. The first sample of a length compiles. Density is computed over causal pairs in the "
-        "prompt's forward pass, mean over layers and samples.",
+        "prompt. The first sample of a length compiles. Density is computed over causal pairs in "
+        "the prompt's forward pass, mean over layers and samples.",
         ("length", "model", "attention", "seconds", "density", "samples"),
         tuple(rows),
         left=3,
