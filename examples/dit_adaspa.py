@@ -49,7 +49,9 @@ class Layer(nnx.Module):
         # Tokens attend to similar ones from the start, so attention is not uniform before training.
         self.k.kernel[...] = self.q.kernel[...]
         self.out, self.up, self.down = (
-            linear(size, size), linear(size, 4 * size), linear(4 * size, size)
+            linear(size, size),
+            linear(size, 4 * size),
+            linear(4 * size, size),
         )
         self.norm = nnx.RMSNorm(size, use_scale=False, dtype=dtype, rngs=rngs)
         # Logits up to 4 sqrt(head_dim): a head can be as sharp as in trained models.
@@ -144,7 +146,9 @@ class Runner:
 
         def reuse(model: Denoiser, x: Array, at: Array, indices: list) -> Array:
             return model(
-                x, at, phases,
+                x,
+                at,
+                phases,
                 lambda i, q, k, v: sparse_attention(q, k, v, pattern=indices[i], causal=False),
             )
 

@@ -28,8 +28,7 @@ class Model(nn.Module):
         """Tokens int32 [B, S] to logits [B, S, vocabulary]."""
         x = nn.Embed(VOCABULARY, FEATURES)(tokens)
         attention = nn.MultiHeadDotProductAttention(
-            num_heads=4,
-            attention_fn=attention_fn(pattern=PATTERN),
+            num_heads=4, attention_fn=attention_fn(pattern=PATTERN)
         )
         return nn.Dense(VOCABULARY)(x + attention(nn.RMSNorm()(x)))
 

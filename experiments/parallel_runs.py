@@ -57,9 +57,12 @@ class ParallelRuns:
     """
 
     def __init__(
-        self, budget: TimeBudget, args: argparse.Namespace, plan: Sequence[Item],
+        self,
+        budget: TimeBudget,
+        args: argparse.Namespace,
+        plan: Sequence[Item],
         overrides: variants.Overrides,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._budget, self._args, self._plan, self._overrides = budget, args, plan, overrides
         self._trained = [{arm: threading.Event() for arm in item.arms} for item in plan]
         self._over = threading.Event()

@@ -131,11 +131,17 @@ def training_table(lines: Iterable[Line], tier: str) -> list[str]:
         seconds = [x["step_seconds"] for x in own[2:] if "step_seconds" in x]
         recall = [x["recall"] for x in steps if x.get("recall") is not None]
         density = [x["density"] for x in own[-len(last) :] if x.get("density") is not None]
-        rows.append([
-            arm, str(seed), str(count(steps)), f"{np.mean([x['loss'] for x in last]):.4f}",
-            f"{np.median(seconds):.3f}" if seconds else "–",
-            f"{np.mean(density):.3f}" if density else "–", f"{recall[-1]:.3f}" if recall else "–",
-        ])  # fmt: skip
+        rows.append(
+            [
+                arm,
+                str(seed),
+                str(count(steps)),
+                f"{np.mean([x['loss'] for x in last]):.4f}",
+                f"{np.median(seconds):.3f}" if seconds else "–",
+                f"{np.mean(density):.3f}" if density else "–",
+                f"{recall[-1]:.3f}" if recall else "–",
+            ]
+        )
     return markdown(rows)
 
 

@@ -32,7 +32,11 @@ _LAST_IS_DENSE = (
 
 
 def train_command(
-    tier: str, arm: str, seed: int, folder: Path, overrides: variants.Overrides,
+    tier: str,
+    arm: str,
+    seed: int,
+    folder: Path,
+    overrides: variants.Overrides,
     probe_steps: int | None = None,
 ) -> list[str]:
     """The `train.py` command that trains an arm.
@@ -50,16 +54,25 @@ def train_command(
         if config.dense_steps.count():
             dense, probe_steps = [*_LAST_IS_DENSE], max(2, probe_steps)
         steps = [
-            f"--run.steps={probe_steps}", f"--optimizer.decay_steps={config.run.steps}",
-            "--checkpoint.last_step=false", "--checkpoint.resume=false", *dense,
-        ]  # fmt: skip
+            f"--run.steps={probe_steps}",
+            f"--optimizer.decay_steps={config.run.steps}",
+            "--checkpoint.last_step=false",
+            "--checkpoint.resume=false",
+            *dense,
+        ]
     path = variants.config_path(tier, arm).relative_to(ROOT)
     return [
-        sys.executable, "train.py", "--config", str(path),
+        sys.executable,
+        "train.py",
+        "--config",
+        str(path),
         *(f"--{field}={value}" for field, value in overrides),
-        f"--run.name={name}", f"--run.output_dir={folder}", f"--run.seed={seed}",
-        f"--data.seed={seed}", *steps,
-    ]  # fmt: skip
+        f"--run.name={name}",
+        f"--run.output_dir={folder}",
+        f"--run.seed={seed}",
+        f"--data.seed={seed}",
+        *steps,
+    ]
 
 
 def _probe_name(tier: str, arm: str, seed: int) -> str:
@@ -96,11 +109,18 @@ def measure(budget: TimeBudget, args: argparse.Namespace, arm: str) -> bool:
             run = args.folder / variants.run_name(args.tier, arm, args.seed)
             append_lines(path, training_lines(run, about, not args.shared))
     command = [
-        sys.executable, "-m", "experiments.measure", f"--tier={args.tier}", f"--arm={arm}",
-        f"--seed={args.seed}", f"--folder={args.folder}", f"--results={args.results}",
-        f"--seconds={max(0, budget.left() - 2 * GRACE_SECONDS):.0f}", f"--jobs={args.jobs}",
+        sys.executable,
+        "-m",
+        "experiments.measure",
+        f"--tier={args.tier}",
+        f"--arm={arm}",
+        f"--seed={args.seed}",
+        f"--folder={args.folder}",
+        f"--results={args.results}",
+        f"--seconds={max(0, budget.left() - 2 * GRACE_SECONDS):.0f}",
+        f"--jobs={args.jobs}",
         f"--arms={','.join(args.arms)}",
-    ]  # fmt: skip
+    ]
     command += [f"--samples={args.samples}"] if args.samples else []
     command += [f"--data={args.data}"] if args.data else []
     command += ["--lengths", *map(str, args.lengths)] if args.lengths else []

@@ -71,9 +71,12 @@ class TimeBudget:
             environment.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
         print("$", " ".join(command), flush=True)
         process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=log,
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdout=log,
             stderr=None if log is None else subprocess.STDOUT,
-        )  # fmt: skip
+        )
         try:
             return process.wait(self.left() - GRACE_SECONDS)
         except subprocess.TimeoutExpired:

@@ -133,9 +133,7 @@ class AttentionSize:
     passes: int = 1
 
 
-def documents_ms(
-    lengths: np.ndarray, densities: np.ndarray, size: AttentionSize
-) -> np.ndarray:
+def documents_ms(lengths: np.ndarray, densities: np.ndarray, size: AttentionSize) -> np.ndarray:
     """Predicted time of attention per document, forward and backward, in all layers.
 
     ``t = layers * Hq * D * P * (4 * passes / R_f + 10 / R_b) / (W * e)``, with P computed pairs per

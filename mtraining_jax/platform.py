@@ -56,9 +56,7 @@ def check_devices() -> None:
     import jax
 
     if jax.config.jax_disable_jit:
-        raise UserError(
-            "JAX_DISABLE_JIT is set, but training requires compilation: unset it"
-        )
+        raise UserError("JAX_DISABLE_JIT is set, but training requires compilation: unset it")
     try:
         jax.devices()
     except (RuntimeError, AssertionError) as error:

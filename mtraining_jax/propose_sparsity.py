@@ -126,17 +126,20 @@ def _run(arguments: list[str]) -> int:
     if not console.is_terminal:
         console.width = 160  # for the table
     loaded = load(
-        own.model, attention="dense", dtype=own.dtype, tokenizer=own.tokenizer,
+        own.model,
+        attention="dense",
+        dtype=own.dtype,
+        tokenizer=own.tokenizer,
         overrides=[(f"parallel.{name}", value) for name, value in overrides.items()],
-    )  # fmt: skip
+    )
     check_length(loaded, list(settings.values()), length)
     sequences = read_sequences(loaded, checked_paths(own.text), length, own.sequences)
-    console.print(
-        f"{loaded.source}: {len(sequences)} sequences of {length:,} tokens", markup=False
-    )
+    console.print(f"{loaded.source}: {len(sequences)} sequences of {length:,} tokens", markup=False)
     found = list(
         measure(
-            loaded, sequences, settings,
+            loaded,
+            sequences,
+            settings,
             lambda text: console.print(f"measuring {text} ...", markup=False),
         )
     )
@@ -144,8 +147,9 @@ def _run(arguments: list[str]) -> int:
     best = proposed(
         found[1:],
         lambda one: one.density if seconds[one.text] is None else seconds[one.text],
-        own.most_rise, own.most_copies,
-    )  # fmt: skip
+        own.most_rise,
+        own.most_copies,
+    )
     console.print(_table(found, seconds))
     if own.output is not None:
         _write(Path(own.output), own, length, sequences.shape[0], found, seconds, best)
@@ -153,8 +157,9 @@ def _run(arguments: list[str]) -> int:
     if config is not None and config.data.seq_len != length:
         console.print(
             f"note: step times are for {config.data.seq_len:,} tokens, with densities measured at "
-            f"{length:,}; shorter sequences have a higher density", markup=False,
-        )  # fmt: skip
+            f"{length:,}; shorter sequences have a higher density",
+            markup=False,
+        )
     limits = f"--most-rise {own.most_rise} and --most-copies {own.most_copies}"
     if best is None:
         console.print(f"all settings exceed {limits}: try denser ones", markup=False)
@@ -211,9 +216,11 @@ def _table(found: "Sequence[Measured]", seconds: dict[str, float | None]) -> Tab
     for one in found:
         error = "" if math.isnan(one.error) or one.text == "dense" else f" ± {one.error:.4f}"
         cells = [
-            f"{one.density:.1%}", f"{one.loss:.4f}", f"{one.rise:+.4f}{error}",
+            f"{one.density:.1%}",
+            f"{one.loss:.4f}",
+            f"{one.rise:+.4f}{error}",
             "none" if math.isnan(one.copies) else f"{one.copies:+.4f}",
-        ]  # fmt: skip
+        ]
         if timed:
             cells.append(f"{seconds[one.text]:.2f}")
         table.add_row(one.text, *cells)
@@ -225,17 +232,27 @@ def _why(seconds: float | None) -> str:
 
 
 def _write(
-    path: Path, own: object, length: int, sequences: int, found: "Sequence[Measured]",
-    seconds: dict[str, float | None], best: "Measured | None",
+    path: Path,
+    own: object,
+    length: int,
+    sequences: int,
+    found: "Sequence[Measured]",
+    seconds: dict[str, float | None],
+    best: "Measured | None",
 ) -> None:
     rows = [dataclasses.asdict(one) | {"step_seconds": seconds[one.text]} for one in found]
     for row in rows:
         row |= {key: None for key, x in row.items() if isinstance(x, float) and math.isnan(x)}
     result = {
-        "model": own.model, "text": own.text, "length": length, "sequences": sequences,
-        "most_rise": own.most_rise, "most_copies": own.most_copies, "settings": rows,
+        "model": own.model,
+        "text": own.text,
+        "length": length,
+        "sequences": sequences,
+        "most_rise": own.most_rise,
+        "most_copies": own.most_copies,
+        "settings": rows,
         "proposed": None if best is None else best.text,
-    }  # fmt: skip
+    }
     try:
         path.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     except OSError as error:

@@ -129,8 +129,9 @@ class StopSignals:
         with contextlib.suppress(OSError):  # closed terminal
             print(
                 f"{name}: stopping after the current step; a second one stops immediately",
-                file=sys.stderr, flush=True,
-            )  # fmt: skip
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 def leave(status: int, sentence: str) -> NoReturn:

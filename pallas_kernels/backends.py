@@ -30,14 +30,30 @@ class Estimate(Protocol):
         """Why the kernels do not support last queries q [B, Hq, last_q, D], or None."""
 
     def block_statistics(
-        self, q: Array, k: Array, block_ids: Array, num_blocks: int, *, scale: float,
-        valid_len: Array | None = None, queries: Array | None = None,
+        self,
+        q: Array,
+        k: Array,
+        block_ids: Array,
+        num_blocks: int,
+        *,
+        scale: float,
+        valid_len: Array | None = None,
+        queries: Array | None = None,
     ) -> tuple[Array, Array]:
         """Implements `pallas_kernels.mosaic_gpu.kernels.estimate.block_statistics`."""
 
     def block_masses(
-        self, q: Array, k: Array, block_ids: Array, num_blocks: int, peak: Array, to_mass: Array,
-        *, scale: float, valid_len: Array | None = None, queries: Array | None = None,
+        self,
+        q: Array,
+        k: Array,
+        block_ids: Array,
+        num_blocks: int,
+        peak: Array,
+        to_mass: Array,
+        *,
+        scale: float,
+        valid_len: Array | None = None,
+        queries: Array | None = None,
     ) -> tuple[Array, Array, Array]:
         """Implements `pallas_kernels.mosaic_gpu.kernels.estimate.block_masses`."""
 
@@ -49,8 +65,14 @@ class BlockScores(Protocol):
         """Why the kernels do not support queries and keys of these shapes and dtypes, or None."""
 
     def block_masses(
-        self, q: Array, k: Array, places: Array, first_blocks: Array | None = None, *,
-        scale: float, levels: bool = False,
+        self,
+        q: Array,
+        k: Array,
+        places: Array,
+        first_blocks: Array | None = None,
+        *,
+        scale: float,
+        levels: bool = False,
     ) -> Array | tuple[Array, Array]:
         """Computes the softmax mass of each key block, mean over the rows of a query block.
 
@@ -103,15 +125,35 @@ class Backend(Protocol):
         """Returns `Plan.work`, a pytree; arguments as in `pallas_kernels.ops.plan`."""
 
     def forward(
-        self, q: Array, k: Array, v: Array, plan: Plan, column_kv: tuple[Array, Array] | None, *,
-        scale: float, init: tuple[Array, Array] | None, out_dtype: Any, beside_transfers: bool,
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        plan: Plan,
+        column_kv: tuple[Array, Array] | None,
+        *,
+        scale: float,
+        init: tuple[Array, Array] | None,
+        out_dtype: Any,
+        beside_transfers: bool,
     ) -> tuple[Array, Array]:
         """Implements `pallas_kernels.ops.forward`."""
 
     def backward(
-        self, q: Array, k: Array, v: Array, dout: Array, lse: Array, delta: Array, plan: Plan,
-        column_kv: tuple[Array, Array] | None, *, scale: float, dq_dtype: Any,
-        key_dtype: Any | None, beside_transfers: bool,
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        dout: Array,
+        lse: Array,
+        delta: Array,
+        plan: Plan,
+        column_kv: tuple[Array, Array] | None,
+        *,
+        scale: float,
+        dq_dtype: Any,
+        key_dtype: Any | None,
+        beside_transfers: bool,
     ) -> Gradients:
         """Implements `pallas_kernels.ops.backward`."""
 

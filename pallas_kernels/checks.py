@@ -31,9 +31,7 @@ def check_plan(q: Array, k: Array, tiles: Tiles | None, columns: Columns | None)
         if len(x.shape) != 4:
             raise ValueError(f"{name} has shape {x.shape}; expected [batch, tokens, heads, dim]")
     if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
-        raise ValueError(
-            f"q has shape {q.shape} and k {k.shape}; batch and head dim must be equal"
-        )
+        raise ValueError(f"q has shape {q.shape} and k {k.shape}; batch and head dim must be equal")
     if q.shape[2] % k.shape[2]:
         raise ValueError(
             f"q has {q.shape[2]} heads and k has {k.shape[2]}; the number of query heads must be a "

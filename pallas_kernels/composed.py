@@ -42,8 +42,15 @@ class Gathered(NamedTuple):
 
 
 def chunk_attention(
-    q: Array, k: Array, v: Array, index: TokenChunksIndex, rows: Array, own: Pair, *,
-    scale: float | None = None, backend: str | None = None,
+    q: Array,
+    k: Array,
+    v: Array,
+    index: TokenChunksIndex,
+    rows: Array,
+    own: Pair,
+    *,
+    scale: float | None = None,
+    backend: str | None = None,
 ) -> Pair:
     """Attention of queries to their own chunk and to past ones; differentiable.
 
@@ -112,11 +119,16 @@ def _with_past_bwd(scale, backend, residuals, cotangents):
     live_BnH = jnp.swapaxes(where.live, 1, 2)[..., None]
     # With this lse, slots without a copy get weight 0 and contribute nothing.
     grads = ops.backward(
-        copies, k, v, jnp.where(live_BnH, _take(dout, where.tokens), 0),
+        copies,
+        k,
+        v,
+        jnp.where(live_BnH, _take(dout, where.tokens), 0),
         jnp.where(where.live, _at(where.tokens, lse), 1e30),
         jnp.where(where.live, _at(where.tokens, delta), 0.0),
-        _plan(copies, k, where, backend), scale=scale, dq_dtype=q.dtype,
-    )  # fmt: skip
+        _plan(copies, k, where, backend),
+        scale=scale,
+        dq_dtype=q.dtype,
+    )
     # Sums a query's copies one by one; a scatter on a GPU would add them in arbitrary order.
     dq = jnp.zeros(q.shape, jnp.float32)
     for slot in range(index.most - 1):
@@ -126,9 +138,13 @@ def _with_past_bwd(scale, backend, residuals, cotangents):
     weight = jnp.where(lse > -jnp.inf, jnp.exp(lse_own - lse), 0.0)
     own = _times(dout, weight), weight * (ops.delta_of(out_own, dout, backend=backend) - delta)
     return (
-        dq.astype(q.dtype), grads.dk.astype(k.dtype), grads.dv.astype(v.dtype), None, None,
+        dq.astype(q.dtype),
+        grads.dk.astype(k.dtype),
+        grads.dv.astype(v.dtype),
+        None,
+        None,
         (own[0].astype(out_own.dtype), own[1]),
-    )  # fmt: skip
+    )
 
 
 _with_past.defvjp(_with_past_fwd, _with_past_bwd)
@@ -177,21 +193,27 @@ def gather_queries(index: TokenChunksIndex, rows: Array) -> Gathered:
     entry = entry.reshape(batch, heads, -1)
     tokens = _at(entry, order) // slots
     # The inverse: the slot of each entry.
-    sorted_place = jnp.put_along_axis(
-        jnp.zeros_like(order), order, numbers, axis=-1, inplace=False
-    )
+    sorted_place = jnp.put_along_axis(jnp.zeros_like(order), order, numbers, axis=-1, inplace=False)
     safe = jnp.minimum(chunks, num_chunks - 1)
     places = _at(safe, first_tile) * size + sorted_place - _at(safe, start)
     places = jnp.clip(places, 0, num_tiles * size - 1)
     return Gathered(
-        tokens, live.reshape(batch, heads, -1), places.reshape(batch, heads, count, slots),
-        counts, _lists(index, index.starts(rows), chunk_of_tile, used, first_tile, tiles, blocks),
-    )  # fmt: skip
+        tokens,
+        live.reshape(batch, heads, -1),
+        places.reshape(batch, heads, count, slots),
+        counts,
+        _lists(index, index.starts(rows), chunk_of_tile, used, first_tile, tiles, blocks),
+    )
 
 
 def _lists(
-    index: TokenChunksIndex, starts: Array, chunk_of_tile: Array, used: Array, first_tile: Array,
-    tiles: Array, most_tiles: int,
+    index: TokenChunksIndex,
+    starts: Array,
+    chunk_of_tile: Array,
+    used: Array,
+    first_tile: Array,
+    tiles: Array,
+    most_tiles: int,
 ) -> BlockSparseIndex:
     """Builds the key blocks of each tile of copies, and the tiles of each key block."""
     width, num_blocks = index.chunk_blocks, index.num_blocks

@@ -25,8 +25,12 @@ class Gradients(NamedTuple):
 
 
 def whole_keys(
-    dk: Array, dv: Array, dk_columns: Array | None, dv_columns: Array | None,
-    columns: Columns | None, dtype: jnp.dtype,
+    dk: Array,
+    dv: Array,
+    dk_columns: Array | None,
+    dv_columns: Array | None,
+    columns: Columns | None,
+    dtype: jnp.dtype,
 ) -> tuple[Array, Array]:
     """Returns dk and dv in a dtype, including the gradients of gathered columns."""
     if columns is not None:

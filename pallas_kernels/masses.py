@@ -49,8 +49,17 @@ def unsupported_by_kernel(q: Array, k: Array, *, depth: int, width: int) -> str 
 
 
 def masses_from_scores(
-    score: Score, q: Array, k: Array, places: Array, first_blocks: Array | None, *,
-    scale: float, levels: bool, tile_rows: int, width: int, programs: int,
+    score: Score,
+    q: Array,
+    k: Array,
+    places: Array,
+    first_blocks: Array | None,
+    *,
+    scale: float,
+    levels: bool,
+    tile_rows: int,
+    width: int,
+    programs: int,
 ) -> Array | tuple[Array, Array]:
     """Implements `BlockScores.block_masses` with a kernel; masses are multiples of 2^-30.
 
@@ -91,9 +100,7 @@ def masses_from_scores(
             size = chunk * num_rows
             begin = lax.dynamic_slice_in_dim(starts, i * size, size, axis=1)
         scores, peak = score(own.reshape(batch, heads, -1, length), k, seen, begin)
-        masses, of_rows = _masses(
-            scores[:, :, :num_blocks], peak, seen, begin, columns, num_rows
-        )
+        masses, of_rows = _masses(scores[:, :, :num_blocks], peak, seen, begin, columns, num_rows)
         return masses, of_rows.reshape(batch, heads, chunk, num_rows)
 
     if steps == 1:

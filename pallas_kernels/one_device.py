@@ -80,7 +80,16 @@ def _attention_bwd(scale, residuals, cotangents):
     delta = backends.named(plan.backend).delta_of(out, dout) - dlse
     # Columns are gathered again; saving them would take memory until here.
     grads = backward(
-        q, k, v, dout, lse, delta, plan, _column_kv(k, v, plan), scale=scale, dq_dtype=q.dtype,
+        q,
+        k,
+        v,
+        dout,
+        lse,
+        delta,
+        plan,
+        _column_kv(k, v, plan),
+        scale=scale,
+        dq_dtype=q.dtype,
         key_dtype=k.dtype,
     )
     return grads.dq, grads.dk, grads.dv, None

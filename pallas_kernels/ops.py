@@ -99,8 +99,15 @@ def forward(
     if out_dtype is None:
         out_dtype = q.dtype if init is None else jnp.float32
     return backends.named(plan.backend).forward(
-        q, k, v, plan, column_kv, scale=scale_of(scale, q), init=init,
-        out_dtype=jnp.dtype(out_dtype), beside_transfers=beside_transfers,
+        q,
+        k,
+        v,
+        plan,
+        column_kv,
+        scale=scale_of(scale, q),
+        init=init,
+        out_dtype=jnp.dtype(out_dtype),
+        beside_transfers=beside_transfers,
     )
 
 
@@ -152,7 +159,15 @@ def backward(
     check_shape("lse", lse, row_stats)
     check_shape("delta", delta, row_stats)
     return backends.named(plan.backend).backward(
-        q, k, v, dout, lse, delta, plan, column_kv, scale=scale_of(scale, q),
+        q,
+        k,
+        v,
+        dout,
+        lse,
+        delta,
+        plan,
+        column_kv,
+        scale=scale_of(scale, q),
         dq_dtype=jnp.dtype(dq_dtype),
         key_dtype=None if key_dtype is None else jnp.dtype(key_dtype),
         beside_transfers=beside_transfers,

@@ -39,12 +39,12 @@ class Plan:
     query_shape: tuple[int, ...]
     key_shape: tuple[int, ...]
 
-    def check(
-        self, q: Array, k: Array, v: Array, column_kv: tuple[Array, Array] | None
-    ) -> None:
+    def check(self, q: Array, k: Array, v: Array, column_kv: tuple[Array, Array] | None) -> None:
         """Raises ValueError if the arrays do not match the plan; the message names the argument."""
         for name, x, shape in (
-            ("q", q, self.query_shape), ("k", k, self.key_shape), ("v", v, self.key_shape)
+            ("q", q, self.query_shape),
+            ("k", k, self.key_shape),
+            ("v", v, self.key_shape),
         ):
             if x.shape != shape:
                 raise ValueError(f"{name} has shape {x.shape}, but the plan is for {shape}")

@@ -31,11 +31,7 @@ def test_arguments():
         ["--run.steps", "3", "--config=tiny", "--data.paths=a=b", "--optimizer.lr", "-1", "-h"]
     )
     assert command.config == "tiny"
-    assert command.overrides == (
-        ("run.steps", "3"),
-        ("data.paths", "a=b"),
-        ("optimizer.lr", "-1"),
-    )
+    assert command.overrides == (("run.steps", "3"), ("data.paths", "a=b"), ("optimizer.lr", "-1"))
     assert command.help and not command.print_config
 
 

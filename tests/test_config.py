@@ -134,9 +134,7 @@ def test_a_name_is_not_the_name_of_a_file(tmp_path, monkeypatch):
     assert line.startswith('unknown configuration "configs"; choose one of ')
     monkeypatch.chdir(tmp_path)
     (line,) = messages("tiny.toml")
-    assert line == (
-        "the configuration file tiny.toml does not exist; did you mean --config tiny?"
-    )
+    assert line == ("the configuration file tiny.toml does not exist; did you mean --config tiny?")
 
 
 def test_missing_file_suggests_the_nearest(tmp_path, minimal):
@@ -458,10 +456,7 @@ def test_wrong_overrides(minimal):
             {"model__mlp_kept_chunks": "2", "model__remat": "full"},
             'model.mlp_kept_chunks = 2 needs model.remat = "mlp", but it is "full"',
         ),
-        (
-            {"model__head_dim": "7"},
-            "model.head_dim = 7 must be even, because RoPE rotates pairs",
-        ),
+        ({"model__head_dim": "7"}, "model.head_dim = 7 must be even, because RoPE rotates pairs"),
         (
             {"model__max_position_embeddings": "1024"},
             "data.seq_len = 4096 is more than model.max_position_embeddings = 1024",
@@ -586,10 +581,7 @@ def test_wrong_overrides(minimal):
             {"data__eos": "</s>"},
             'data.eos = "</s>" must be an id: data.tokenizer = "bytes" has no named tokens',
         ),
-        (
-            {"data__eos": "300"},
-            "data.eos = 300 is outside the vocabulary: model.vocab_size = 300",
-        ),
+        ({"data__eos": "300"}, "data.eos = 300 is outside the vocabulary: model.vocab_size = 300"),
         (
             {"optimizer__schedule": "linear", "optimizer__warmup_steps": "1001"},
             "optimizer.warmup_steps = 1001 is more than run.steps = 1000, where the schedule ends",

@@ -17,8 +17,11 @@ def run_alone(name):
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     result = subprocess.run(
         [sys.executable, "-W", "error", ROOT / "examples" / name],
-        env=environment, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert result.returncode == 0, result.stderr
     return result.stdout
 
@@ -45,8 +48,11 @@ def test_a_flax_module_with_sparse_attention_learns(name, run):
 
 
 def test_the_ring_of_a_user_equals_one_device():
-    found = dict(re.findall(r"(\w+): largest difference .* ([\d.e+-]+) \(relative\)",
-                            run_alone("ring_attention.py")))  # fmt: skip
+    found = dict(
+        re.findall(
+            r"(\w+): largest difference .* ([\d.e+-]+) \(relative\)", run_alone("ring_attention.py")
+        )
+    )
     assert set(found) == {"output", "gradients"}
     assert all(float(difference) < 1e-5 for difference in found.values())
 

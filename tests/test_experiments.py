@@ -209,10 +209,14 @@ def test_shared_fields_are_written_once_and_numbers_are_rounded(tmp_path):
     assert path.read_text().splitlines() == [
         '{"what":"run","tier":"c","date":"today"}',
         '{"what":"train","tier":"c","columns":["step","loss","density","recall","dense_step"]}',
-        "[1,2.123457,1,0.9]", "[2,2,null,null,true]",
-        header % "dense", "[0,[3.141593,2]]", "[1,[3.141593,2]]",
-        header % "window", "[0,[3.141593,2]]",
-    ]  # fmt: skip
+        "[1,2.123457,1,0.9]",
+        "[2,2,null,null,true]",
+        header % "dense",
+        "[0,[3.141593,2]]",
+        "[1,[3.141593,2]]",
+        header % "window",
+        "[0,[3.141593,2]]",
+    ]
     lines[1]["loss"], lines[3]["loss_by_position"] = 2.123457, [3.141593, 2]
     again = [{**lines[3], "number": 1}, {**lines[3], "inferred": "window"}]
     assert result_lines.read_lines(path) == [*lines, *again]
@@ -243,6 +247,7 @@ def test_measuring_resumes_where_it_stopped(tmp_path, overrides):
         arm: variants.arm_config("a", arm, [*overrides("a"), ("data.seq_len", "256")])
         for arm in ("dense", "sampled_rows")
     }
+
     def measured(deadline=None, jobs=1):
         return measure.Measurement(
             "a", "dense", 0, results=results, data=tmp_path, deadline=deadline, samples=2
@@ -299,33 +304,65 @@ def synthetic_losses(differences, sequences=24, seeds=3, buckets=13, spread=0.01
         for seed in range(seeds):
             for number in range(sequences):
                 yield {
-                    "what": "loss", "tier": "c", "seed": seed, "number": number,
-                    "trained": trained, "inferred": inferred,
+                    "what": "loss",
+                    "tier": "c",
+                    "seed": seed,
+                    "number": number,
+                    "trained": trained,
+                    "inferred": inferred,
                     "loss_by_position": own[seed, number].tolist(),
                     "tokens_by_position": [2**k for k in range(buckets)],
-                    "loss_of_last": float(own[seed, number, -1]), "density": 0.2,
-                }  # fmt: skip
+                    "loss_of_last": float(own[seed, number, -1]),
+                    "density": 0.2,
+                }
 
 
 def test_the_report_applies_the_decision_rule(tmp_path):
-    lines = list(synthetic_losses({
-        ("dense", "dense"): 0.0, ("dense", "sampled_rows"): 0.05,
-        ("sampled_rows", "dense"): 0.001, ("sampled_rows", "sampled_rows"): 0.01,
-        ("vertical_slash", "dense"): 0.012, ("xattention", "dense"): 0.05,
-        ("window", "dense"): 0.05, ("window", "window"): 0.1,
-    }, spread=0.03))  # fmt: skip
+    lines = list(
+        synthetic_losses(
+            {
+                ("dense", "dense"): 0.0,
+                ("dense", "sampled_rows"): 0.05,
+                ("sampled_rows", "dense"): 0.001,
+                ("sampled_rows", "sampled_rows"): 0.01,
+                ("vertical_slash", "dense"): 0.012,
+                ("xattention", "dense"): 0.05,
+                ("window", "dense"): 0.05,
+                ("window", "window"): 0.1,
+            },
+            spread=0.03,
+        )
+    )
     for n, arm in enumerate(("dense", "sampled_rows")):
         lines += [
-            {"what": "task", "tier": "c", "seed": 0, "trained": arm, "inferred": "dense",
-             "task": "needle", "length": 8192, "number": i, "depth": i / 9, "score": float(i >= n),
-             "density": 0.5}
+            {
+                "what": "task",
+                "tier": "c",
+                "seed": 0,
+                "trained": arm,
+                "inferred": "dense",
+                "task": "needle",
+                "length": 8192,
+                "number": i,
+                "depth": i / 9,
+                "score": float(i >= n),
+                "density": 0.5,
+            }
             for i in range(10)
-        ]  # fmt: skip
+        ]
     for step in range(1, 5):
         lines.append(
-            {"what": "train", "tier": "c", "seed": 0, "trained": "dense", "step": step,
-             "loss": 4.0 - step, "step_seconds": 2.0, "density": 1.0}
-        )  # fmt: skip
+            {
+                "what": "train",
+                "tier": "c",
+                "seed": 0,
+                "trained": "dense",
+                "step": step,
+                "loss": 4.0 - step,
+                "step_seconds": 2.0,
+                "density": 1.0,
+            }
+        )
     path = tmp_path / "results"
     result_lines.append_lines(path / "c.jsonl", lines)
     written = report.write(compare.read(path), tmp_path / "out")
@@ -339,16 +376,25 @@ def test_the_report_applies_the_decision_rule(tmp_path):
     assert "| dense | 0 | 4 | 0.0000 | 2.000 | 1.000 | – |" in text
     assert "| sampled_rows | dense | 0.500 | 90.0 ± 10.0 |" in text
     assert {x.name for x in written[1:]} <= {
-        "c-loss-by-position.png", "c-loss-by-time.png", "c-needles.png"
+        "c-loss-by-position.png",
+        "c-loss-by-time.png",
+        "c-needles.png",
     }
 
 
 def test_an_arm_with_dense_steps_is_compared_with_its_sparse_pattern(tmp_path):
     arm = "sampled_rows_dense_last"
-    lines = list(synthetic_losses({
-        ("dense", "dense"): 0.0, ("dense", "sampled_rows"): 0.05, (arm, "dense"): 0.0,
-        (arm, "sampled_rows"): -0.01,
-    }, spread=0.004))  # fmt: skip
+    lines = list(
+        synthetic_losses(
+            {
+                ("dense", "dense"): 0.0,
+                ("dense", "sampled_rows"): 0.05,
+                (arm, "dense"): 0.0,
+                (arm, "sampled_rows"): -0.01,
+            },
+            spread=0.004,
+        )
+    )
     found, _ = compare.losses_of(lines, "c")
     (said,) = [line for line in decision.verdicts(found, {}) if arm in line]
     assert said.startswith(f"- `{arm}`: equal; training with the pattern helps inference with it")
@@ -363,9 +409,7 @@ def test_an_arm_with_dense_steps_is_compared_with_its_sparse_pattern(tmp_path):
 
 def test_uninformative_tasks_are_dropped():
     scores = {}
-    right = {
-        "copy": (0.5, 0.5, 0.5), "passkey": (1.0, 1.0, 0.97), "needle_any": (1.0, 0.25, 0.0),
-    }  # fmt: skip
+    right = {"copy": (0.5, 0.5, 0.5), "passkey": (1.0, 1.0, 0.97), "needle_any": (1.0, 0.25, 0.0)}
     for task, shares in right.items():
         for arm, share in zip(("dense", "vertical_slash", "window"), shares, strict=True):
             own = {(seed, n): float(n < 100 * share) for seed in range(2) for n in range(100)}
@@ -385,9 +429,11 @@ def test_a_task_that_dense_has_not_learned_does_not_count_in_a_verdict(learned, 
     pairs = {("dense", "dense"): 0.0, (arm, "dense"): 0.0}
     found, _ = compare.losses_of(list(synthetic_losses(pairs, spread=0.004)), "c")
     shares = {
-        ("needle", "dense"): 0.9, ("needle", arm): 0.9, ("passkey", "dense"): learned,
+        ("needle", "dense"): 0.9,
+        ("needle", arm): 0.9,
+        ("passkey", "dense"): learned,
         ("passkey", arm): learned - 0.4,
-    }  # fmt: skip
+    }
     scores = {
         (task, 8192, trained, "dense"): {(0, n): 1.0 * (n < 100 * share) for n in range(100)}
         for (task, trained), share in shares.items()
@@ -410,15 +456,18 @@ def test_an_arm_without_a_difference_is_equal_and_one_seed_decides_nothing():
 def test_incomplete_measurements_are_skipped_and_named(tmp_path):
     pairs = {("dense", "dense"): 0.0, ("window", "dense"): 0.1, ("xattention", "dense"): 0.0}
     lines = [
-        x for x in synthetic_losses(pairs, seeds=2)
+        x
+        for x in synthetic_losses(pairs, seeds=2)
         if not (x["trained"] == "window" and x["seed"] == 1)  # not run yet
         and not (x["trained"] == "xattention" and (x["seed"], x["number"]) == (0, 5))
-    ]  # fmt: skip
+    ]
     found, partial = compare.losses_of(lines, "c")
     assert partial == [("xattention", "dense", 0)]
     assert {pair: x.seeds for pair, x in found.items()} == {
-        ("dense", "dense"): (0, 1), ("window", "dense"): (0,), ("xattention", "dense"): (1,),
-    }  # fmt: skip
+        ("dense", "dense"): (0, 1),
+        ("window", "dense"): (0,),
+        ("xattention", "dense"): (1,),
+    }
     difference = compare.paired(found["window", "dense"], found["dense", "dense"])
     assert difference.shape == (1, 24, 13)
     assert np.abs(difference - 0.1).max() < 0.1
@@ -503,13 +552,21 @@ def test_a_long_run_is_reduced_to_means_over_groups_of_steps(tmp_path):
     result_lines.append_lines(tmp_path / "metrics.jsonl", written)
     found = steps.training_lines(tmp_path, {"seed": 1})
     assert found[0] == {
-        "what": "train", "seed": 1, "step": 3, "steps": 3, "loss": 2.0, "step_seconds": 0.5,
+        "what": "train",
+        "seed": 1,
+        "step": 3,
+        "steps": 3,
+        "loss": 2.0,
+        "step_seconds": 0.5,
         "recall": 0.9,
-    }  # fmt: skip
+    }
     # Dense and sparse steps are in separate groups.
     assert [(x["step"], x["steps"], x.get("dense_step")) for x in found[1:5]] == [
-        (4, 1, None), (5, 1, True), (6, 1, None), (9, 3, None),
-    ]  # fmt: skip
+        (4, 1, None),
+        (5, 1, True),
+        (6, 1, None),
+        (9, 3, None),
+    ]
     assert steps.count(found) == count == found[-1]["step"]
     assert steps.seconds(found).tolist() == [0.5 * x["step"] for x in found]
     assert np.average([x["loss"] for x in found], weights=[x["steps"] for x in found]) == (
@@ -570,14 +627,19 @@ def test_a_plan_is_trained_and_measured_in_parallel(time_for, shared, monkeypatc
     done = parallel_runs.ParallelRuns(TimeBudget(1), args, plan, overrides("c")).run()
     two, three = ("dense", "sampled_rows"), ("dense", "sampled_rows", "window")
     first = [
-        (0, "dense", two, shared), (0, "sampled_rows", two, shared), (1, "dense", ("dense",), True),
-    ]  # fmt: skip
+        (0, "dense", two, shared),
+        (0, "sampled_rows", two, shared),
+        (1, "dense", ("dense",), True),
+    ]
     if time_for == 3:
         assert not done and measured == first
         return
     assert done and measured == [
-        *first, (0, "window", three, True), (0, "dense", three, True), (0, "start", two, False),
-    ]  # fmt: skip
+        *first,
+        (0, "window", three, True),
+        (0, "dense", three, True),
+        (0, "start", two, False),
+    ]
 
 
 @pytest.mark.parametrize("command", [run.main, parallel_runs.main])

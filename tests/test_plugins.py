@@ -23,9 +23,7 @@ def registry(tmp_path, monkeypatch):
     (tmp_path / "own_plugins_for_tests.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    yield Registry(
-        "thing", "own_plugins_for_tests:Base", {"first": "own_plugins_for_tests:Mine"}
-    )
+    yield Registry("thing", "own_plugins_for_tests:Base", {"first": "own_plugins_for_tests:Mine"})
     sys.modules.pop("own_plugins_for_tests", None)
 
 

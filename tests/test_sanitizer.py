@@ -59,9 +59,11 @@ def test_only_reports_of_incorrect_small_kernels_are_expected():
     clean, race = Result("clean", "", 2.0), Result("1 reports", "Error: Race", 3.0)
     wrong = sanitize.WRONG_BARRIERS[0]
     results = {
-        ("racecheck", "lists-64"): race, ("memcheck", "lists-64"): clean,
-        ("racecheck", wrong): race, ("racecheck", "dense-64"): Result("timed out", "", 9.0),
-    }  # fmt: skip
+        ("racecheck", "lists-64"): race,
+        ("memcheck", "lists-64"): clean,
+        ("racecheck", wrong): race,
+        ("racecheck", "dense-64"): Result("timed out", "", 9.0),
+    }
     assert sanitize.failed(results) == [("racecheck", "lists-64"), ("racecheck", "dense-64")]
     lines = sanitize.table(("racecheck", "memcheck"), results)
     assert "| lists-64 | 1 reports (3 s) | clean (2 s) |" in lines
@@ -124,9 +126,17 @@ def test_options_that_a_version_does_not_know_are_omitted(tmp_path):
     binary = fake_sanitizer(tmp_path, CLEAN)
     command = sanitizer.command(binary, "memcheck", ["program"], tmp_path / "log", 3, "kernel")
     assert command == [
-        binary, "--tool", "memcheck", "--target-processes", "application-only", "--log-file",
-        str(tmp_path / "log"), "--kernel-name", "kns=kernel", "program",
-    ]  # fmt: skip
+        binary,
+        "--tool",
+        "memcheck",
+        "--target-processes",
+        "application-only",
+        "--log-file",
+        str(tmp_path / "log"),
+        "--kernel-name",
+        "kns=kernel",
+        "program",
+    ]
     assert not sanitizer.supports(binary, "initcheck-shared")
     assert sanitizer.version(binary) == "2025.3.1.0"
 
@@ -180,7 +190,8 @@ def test_an_incomplete_problem_is_reported():
     rows, bad = repeat.table(lines, ["lists-64", "lists-128", "dense-64"], 2000)
     assert bad == ["lists-128", "dense-64"]
     assert rows[2:5] == [
-        "| lists-64 | 2000 | 0 | 3.2 |", "| lists-128 | 2000 | 4 | 3.5 |",
+        "| lists-64 | 2000 | 0 | 3.2 |",
+        "| lists-128 | 2000 | 4 | 3.5 |",
         "| dense-64 | 0 | 0 | 0.0 |",
-    ]  # fmt: skip
+    ]
     assert rows[-1] == "a last word"

@@ -37,9 +37,12 @@ def waiting(tmp_path, stuck):
     """
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
-        [sys.executable, "-c", WAITS, str(tmp_path / "saved"), str(stuck)], stdin=theirs,
-        stdout=theirs, stderr=theirs, start_new_session=True,
-    )  # fmt: skip
+        [sys.executable, "-c", WAITS, str(tmp_path / "saved"), str(stuck)],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+    )
     os.close(theirs)
     read = b""
     while b"ready\r\n" not in read:  # the entire line, before the terminal is closed

@@ -48,8 +48,11 @@ def value(x):
     if isinstance(x, int):
         return struct.pack("<II", 4, x)
     items = [value(item) for item in x]
-    return struct.pack("<I", 9) + items[0][:4] + struct.pack("<Q", len(x)) + b"".join(
-        item[4:] for item in items
+    return (
+        struct.pack("<I", 9)
+        + items[0][:4]
+        + struct.pack("<Q", len(x))
+        + b"".join(item[4:] for item in items)
     )
 
 
@@ -83,13 +86,18 @@ def made(tmp_path_factory):
     """The file, and its expected tensors."""
     rng, keys = np.random.default_rng(0), KV_HEADS * WIDTH // HEADS
     shapes = {
-        "token_embd": (8, (len(TOKENS), WIDTH)), "output_norm": (0, (WIDTH,)),
-        "blk.0.attn_norm": (0, (WIDTH,)), "blk.0.ffn_norm": (0, (WIDTH,)),
-        "blk.0.attn_q": (3, (WIDTH, WIDTH)), "blk.0.attn_k": (3, (keys, WIDTH)),
-        "blk.0.attn_v": (3, (keys, WIDTH)), "blk.0.attn_output": (3, (WIDTH, WIDTH)),
-        "blk.0.ffn_gate": (3, (INNER, WIDTH)), "blk.0.ffn_up": (3, (INNER, WIDTH)),
+        "token_embd": (8, (len(TOKENS), WIDTH)),
+        "output_norm": (0, (WIDTH,)),
+        "blk.0.attn_norm": (0, (WIDTH,)),
+        "blk.0.ffn_norm": (0, (WIDTH,)),
+        "blk.0.attn_q": (3, (WIDTH, WIDTH)),
+        "blk.0.attn_k": (3, (keys, WIDTH)),
+        "blk.0.attn_v": (3, (keys, WIDTH)),
+        "blk.0.attn_output": (3, (WIDTH, WIDTH)),
+        "blk.0.ffn_gate": (3, (INNER, WIDTH)),
+        "blk.0.ffn_up": (3, (INNER, WIDTH)),
         "blk.0.ffn_down": (3, (WIDTH, INNER)),
-    }  # fmt: skip
+    }
     table, data, tensors = b"", b"", {}
     for name, (kind, shape) in shapes.items():
         raw, numbers = KINDS[kind](rng, int(np.prod(shape)))
@@ -149,10 +157,11 @@ def test_unreadable_files_are_refused_with_a_message(made, tmp_path, capsys):
     path, _ = made
     whole = path.read_bytes()
     for content, reason in (
-        (b"PK", "does not start with GGUF"), (whole[:-40], "truncated in tensor blk.0.ffn_down"),
+        (b"PK", "does not start with GGUF"),
+        (whole[:-40], "truncated in tensor blk.0.ffn_down"),
         (whole.replace(b"smollm", b"qwen-2"), "it must be .'gpt2', 'smollm'"),
         (whole.replace(b"blk.0.ffn_up", b"blk.0.ffn_on"), "lacks 'blk.0.ffn_up.weight'"),
-    ):  # fmt: skip
+    ):
         bad = tmp_path / "bad.gguf"
         bad.write_bytes(content)
         with pytest.raises(UserError, match=reason):

@@ -151,8 +151,14 @@ def sparse_attention(
 # Jitted as a whole for eager calls; under `jax.jit` it is traced once for all layers of a model.
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _attend(
-    way: Way, static: object, q: Array, k: Array, v: Array, arrays: list[Array],
-    valid_len: Array | None, documents: DocumentBlocks | None,
+    way: Way,
+    static: object,
+    q: Array,
+    k: Array,
+    v: Array,
+    arrays: list[Array],
+    valid_len: Array | None,
+    documents: DocumentBlocks | None,
 ) -> Attended:
     pattern = join(static, arrays)
     return attend(way, q, k, v, pattern, valid_len=valid_len, documents=documents)

@@ -47,16 +47,19 @@ class Audit:
 
 
 def audit_shards(
-    audit: Audit, q: Array, k: Array, v: Array, index: Index, shards: Shards,
+    audit: Audit,
+    q: Array,
+    k: Array,
+    v: Array,
+    index: Index,
+    shards: Shards,
     batch_axes: tuple[str, ...],
 ) -> tuple[dict[str, Array], RowAttention]:
     """Computes `forward_figures` on one device's shards."""
     return forward_figures(q, audit.rows, _keys(k, v, index, shards), batch_axes)
 
 
-def mask_of_heads(
-    audit: Audit, index: Index, shards: Shards, batch_axes: tuple[str, ...]
-) -> Index:
+def mask_of_heads(audit: Audit, index: Index, shards: Shards, batch_axes: tuple[str, ...]) -> Index:
     """Returns the index of some heads of the first sequence, replicated on all devices."""
     heads = list(audit.mask_heads)
     some = jax.tree.map(lambda x: x[:1, jnp.array(heads)], index)
@@ -132,6 +135,11 @@ _tapped.defvjp(_tapped_forward, _tapped_backward)
 
 def _keys(k: Array, v: Array, index: Index, shards: Shards) -> Keys:
     return Keys.of(
-        k, v, index, block_ids=shards.block_ids, axis_names=shards.axis_names, scale=shards.scale,
+        k,
+        v,
+        index,
+        block_ids=shards.block_ids,
+        axis_names=shards.axis_names,
+        scale=shards.scale,
         documents=shards.documents,
     )

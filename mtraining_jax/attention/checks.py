@@ -34,13 +34,9 @@ def check_arrays(q: Array, k: Array, v: Array, causal: bool) -> None:
         if 0 in x.shape:
             raise ValueError(f"{name} has shape {x.shape}; empty axes are not supported")
         if not jnp.issubdtype(x.dtype, jnp.floating):
-            raise ValueError(
-                f"{name} has dtype {x.dtype}; it must be bfloat16, float16 or float32"
-            )
+            raise ValueError(f"{name} has dtype {x.dtype}; it must be bfloat16, float16 or float32")
         if x.dtype != q.dtype:
-            raise ValueError(
-                f"{name} has dtype {x.dtype} but q has {q.dtype}; cast one of them"
-            )
+            raise ValueError(f"{name} has dtype {x.dtype} but q has {q.dtype}; cast one of them")
     if k.shape != v.shape:
         raise ValueError(f"v has shape {v.shape} but k has {k.shape}; they must be equal")
     if q.shape[:-3] != k.shape[:-3]:
@@ -191,8 +187,8 @@ def _check_pattern_arrays(pattern: Pattern, num_heads: int) -> None:
         if shape[:1] != (num_heads,) or len(path) != 1:
             name = jax.tree_util.keystr(path)
             raise ValueError(
-            f"pattern{name} has shape {shape}; expected an array with one entry for each of the "
-            f"{num_heads} query heads"
+                f"pattern{name} has shape {shape}; expected one entry for each of the "
+                f"{num_heads} query heads"
             )
 
 

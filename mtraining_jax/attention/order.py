@@ -9,13 +9,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
-from mtraining_jax.attention.placement import (
-    Axes,
-    Placement,
-    as_axes,
-    check_axes,
-    keeping_sharding,
-)
+from mtraining_jax.attention.placement import Axes, Placement, as_axes, check_axes, keeping_sharding
 from mtraining_jax.parallel.layout import KINDS, Layout
 from mtraining_jax.parallel.mesh import SEQUENCE_AXES
 from mtraining_jax.parallel.ring import check_ring
@@ -86,8 +80,12 @@ def ring_layout(
 
     def build(kind: str, ring: str = ring) -> Layout:
         return sequence_layout(
-            seq_len, placement.mesh, kind=kind, sequence_axes=placement.sequence,
-            block_size=block_size, ring=ring,
+            seq_len,
+            placement.mesh,
+            kind=kind,
+            sequence_axes=placement.sequence,
+            block_size=block_size,
+            ring=ring,
         )
 
     if layout is None and positions is not None:
@@ -145,17 +143,13 @@ def _known_positions(positions: ArrayLike | None, seq_len: int) -> np.ndarray | 
             f"[{seq_len}], one for each token of q"
         )
     if not np.array_equal(np.sort(positions), np.arange(seq_len)):
-        raise ValueError(
-            f"positions must contain each of 0 .. {seq_len - 1} exactly once"
-        )
+        raise ValueError(f"positions must contain each of 0 .. {seq_len - 1} exactly once")
     return positions
 
 
 def _check_agreement(layout: Layout, positions: np.ndarray | None) -> None:
     if positions is not None and not np.array_equal(layout.permutation(), positions):
-        raise ValueError(
-            f"positions do not match layout={layout}; pass only one of them"
-        )
+        raise ValueError(f"positions do not match layout={layout}; pass only one of them")
 
 
 def stripe(x: Any, layout: Layout, axis: int = 1) -> Any:
@@ -188,8 +182,7 @@ def _permute(x, layout: Layout, axis: int, order: np.ndarray):
     def one(x):
         if not -x.ndim <= axis < x.ndim or x.shape[axis] != layout.seq_len:
             raise ValueError(
-                f"x has shape {x.shape}; the layout needs {layout.seq_len} tokens along "
-                f"axis={axis}"
+                f"x has shape {x.shape}; the layout needs {layout.seq_len} tokens along axis={axis}"
             )
         if isinstance(x, np.ndarray):
             return np.take(x, order, axis=axis)

@@ -76,10 +76,7 @@ class Panel(NamedTuple):
 
 
 def draw(
-    path: str | os.PathLike,
-    panels: Sequence[Panel],
-    seq_len: int,
-    borders: Sequence[int] = (),
+    path: str | os.PathLike, panels: Sequence[Panel], seq_len: int, borders: Sequence[int] = ()
 ) -> None:
     """Writes a PNG with the block densities of the panels side by side.
 
@@ -93,9 +90,7 @@ def draw(
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError(
-            "pictures need matplotlib: pip install matplotlib"
-        ) from error
+        raise ImportError("pictures need matplotlib: pip install matplotlib") from error
     figure = Figure(figsize=(0.6 + 3.2 * len(panels), 3.6), dpi=100, layout="constrained")
     FigureCanvasAgg(figure)
     colours = colormaps["Blues"].with_extremes(bad="0.93")
@@ -104,7 +99,11 @@ def draw(
         shares = _shrunk(block_shares(panel.index, seq_len, panel.batch, panel.head))
         # Square root, so that a single column in a block of 128 is visible.
         axes.imshow(
-            np.sqrt(shares), cmap=colours, vmin=0, vmax=1, interpolation="nearest",
+            np.sqrt(shares),
+            cmap=colours,
+            vmin=0,
+            vmax=1,
+            interpolation="nearest",
             extent=(0, seq_len, seq_len, 0),
         )
         for place in borders:

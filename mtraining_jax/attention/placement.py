@@ -71,7 +71,8 @@ class Placement:
                     function, in_specs=in_specs, out_specs=out_specs, check_vma=False
                 )
             shardings = jax.tree.map(
-                lambda spec: NamedSharding(self.explicit, spec), out_specs,
+                lambda spec: NamedSharding(self.explicit, spec),
+                out_specs,
                 is_leaf=lambda x: isinstance(x, PartitionSpec),
             )
             function = jax.sharding.auto_axes(function, out_sharding=shardings)

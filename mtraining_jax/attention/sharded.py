@@ -130,8 +130,14 @@ def attend(
         arrays = [placement.take(x, order, axis=2) for x in arrays]
 
     def local(
-        q: Array, k: Array, v: Array, arrays: list[Array], audit: Audit | None,
-        valid_len: Array | None, documents: DocumentBlocks | None, shares: Array | None,
+        q: Array,
+        k: Array,
+        v: Array,
+        arrays: list[Array],
+        audit: Audit | None,
+        valid_len: Array | None,
+        documents: DocumentBlocks | None,
+        shares: Array | None,
     ) -> Attended:
         shards = _shards(way, q, pattern.block_size, valid_len, documents, shares)
         return _local(way, q, k, v, join(static, arrays), audit, shards, others)
@@ -146,8 +152,16 @@ def attend(
             _shards, way, block_size=found.index.block_size, valid_len=None, shares=None
         )
         out = tap_gradient(
-            functools.partial(_run, placement, specs), shards_of, others, found.out,
-            audit, found.rows, k, v, found.index, documents,
+            functools.partial(_run, placement, specs),
+            shards_of,
+            others,
+            found.out,
+            audit,
+            found.rows,
+            k,
+            v,
+            found.index,
+            documents,
         )
         found = found._replace(out=out)
     if order is None:
@@ -193,8 +207,14 @@ def join(static: object, arrays: list[Array]) -> Pattern | Index:
 
 
 def _local(
-    way: Way, q: Array, k: Array, v: Array, pattern: Pattern | Index, audit: Audit | None,
-    shards: Shards, others: tuple[str, ...],
+    way: Way,
+    q: Array,
+    k: Array,
+    v: Array,
+    pattern: Pattern | Index,
+    audit: Audit | None,
+    shards: Shards,
+    others: tuple[str, ...],
 ) -> Attended:
     """Runs `attend` on one device's shards; `others` are the axes of other sequences and heads."""
     if isinstance(pattern, Pattern):
@@ -237,8 +257,12 @@ def _local(
 
 
 def _shards(
-    way: Way, q: Array, block_size: int, valid_len: Array | None,
-    documents: DocumentBlocks | None, shares: Array | None,
+    way: Way,
+    q: Array,
+    block_size: int,
+    valid_len: Array | None,
+    documents: DocumentBlocks | None,
+    shares: Array | None,
 ) -> Shards:
     axes = way.placement.sequence if way.placement.ranks > 1 else ()
     if axes:
@@ -247,7 +271,14 @@ def _shards(
         num_blocks = q.shape[1] // block_size
         block_ids = jnp.arange(num_blocks, dtype=jnp.int32)
     return Shards(
-        block_ids, num_blocks, axes, way.scale, way.backend, way.causal, valid_len, documents,
+        block_ids,
+        num_blocks,
+        axes,
+        way.scale,
+        way.backend,
+        way.causal,
+        valid_len,
+        documents,
         shares,
     )
 

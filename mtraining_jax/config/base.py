@@ -32,10 +32,7 @@ def read_with_base(
 
 
 def _read(
-    path: Path,
-    read: Callable[[Path], Table],
-    find: Callable[[str], Path],
-    before: tuple[Path, ...],
+    path: Path, read: Callable[[Path], Table], find: Callable[[str], Path], before: tuple[Path, ...]
 ) -> tuple[Table, dict[str, str]]:
     table = read(path)
     if "base" not in table:

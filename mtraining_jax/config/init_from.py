@@ -12,9 +12,7 @@ from mtraining_jax.models.hf.config import CONFIG_FILE, FIXED, FREE, read_hf_val
 from mtraining_jax.models.rope import RopeScaling, make_scaling
 
 
-def with_checkpoint(
-    table: Mapping[str, Any], say: Callable[[str, str], None]
-) -> dict[str, Any]:
+def with_checkpoint(table: Mapping[str, Any], say: Callable[[str, str], None]) -> dict[str, Any]:
     """Fills the section `model` from config.json, except for the fields in `model.override`.
 
     Args:

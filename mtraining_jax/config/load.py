@@ -47,9 +47,7 @@ def available_configs() -> list[str]:
     return sorted(path.stem for path in config_folder().glob("*.toml"))
 
 
-def load_config(
-    name_or_path: str | Path, overrides: Sequence[tuple[str, str]] = ()
-) -> Config:
+def load_config(name_or_path: str | Path, overrides: Sequence[tuple[str, str]] = ()) -> Config:
     """Loads and validates the configuration of a run.
 
     Args:
@@ -130,9 +128,7 @@ def config_of_model(
     return _build(table, source, origins, problems)
 
 
-def load_own_plugins(
-    name_or_path: str | None, overrides: Iterable[tuple[str, str]] = ()
-) -> None:
+def load_own_plugins(name_or_path: str | None, overrides: Iterable[tuple[str, str]] = ()) -> None:
     """Imports plug-ins given as `package.module:Class`, so that their fields are known.
 
     `load_config` reports the errors that are ignored here.

@@ -3,10 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-RENAMED = {
-    "metrics.recall_every": "audit.every_steps",
-    "metrics.recall_rows": "audit.rows",
-}
+RENAMED = {"metrics.recall_every": "audit.every_steps", "metrics.recall_rows": "audit.rows"}
 
 
 def with_new_names(table: Mapping[str, Any]) -> dict[str, Any]:

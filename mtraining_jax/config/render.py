@@ -4,13 +4,7 @@ import dataclasses
 import textwrap
 from typing import Any
 
-from mtraining_jax.config.fields import (
-    all_fields,
-    infos,
-    section_class,
-    sections,
-    toml_value,
-)
+from mtraining_jax.config.fields import all_fields, infos, section_class, sections, toml_value
 from mtraining_jax.config.schema import Config
 
 

@@ -10,9 +10,7 @@ from pydantic.dataclasses import dataclass
 
 from mtraining_jax.plugins import Registry, attribute_docs
 
-STRICT = ConfigDict(
-    strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
-)
+STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 def assemble(name: str, base: type, plugins: Mapping[str, type], selector: str) -> type:

@@ -43,9 +43,7 @@ class Sizes:
         steps, sparsity = self.run.steps, self.sparsity
         if not sparsity.settings.sparse:
             return DenseSteps(steps)
-        return DenseSteps(
-            steps, sparsity.dense_first, sparsity.dense_last, sparsity.dense_every
-        )
+        return DenseSteps(steps, sparsity.dense_first, sparsity.dense_last, sparsity.dense_every)
 
     @property
     def mesh_shape(self) -> tuple[int, int, int]:

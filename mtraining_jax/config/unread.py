@@ -51,9 +51,9 @@ def _reasons(config: Config, name: str) -> Iterator[str]:
 
 def _of_another_plugin(config: Config, section: str, field: str) -> Iterator[str]:
     """For a field of patterns or sources that are not selected."""
-    holder = {
-        "sparsity": config.sparsity, "data": config.data, "eval.data": config.eval.data
-    }.get(section)  # fmt: skip
+    holder = {"sparsity": config.sparsity, "data": config.data, "eval.data": config.eval.data}.get(
+        section
+    )
     if holder is None:
         return
     owners = type(holder).owners.get(field)

@@ -92,9 +92,7 @@ def inside(folder: Path, name: str, told_by: Path) -> Path:
     path = Path(name)
     longest = max((len(part.encode("utf-8", "surrogatepass")) for part in path.parts), default=0)
     if longest > _LONGEST_NAME:
-        raise UserError(
-            f'{told_by} names "{name[:32]}...", which is too long for a file name'
-        )
+        raise UserError(f'{told_by} names "{name[:32]}...", which is too long for a file name')
     if not name or "\0" in name or path.is_absolute() or ".." in path.parts or "\\" in name:
         raise UserError(f'{told_by} names "{name}", which must be a file in the same folder')
     return folder / path

@@ -123,9 +123,12 @@ class PackReport:
             right.broken_barh(spans, (number - 0.45, 0.9), facecolors=turns)
             begin = end
         right.set(
-            xlim=(0, self.seq_len), xlabel="position", ylabel="sequence", facecolor="lightgray",
+            xlim=(0, self.seq_len),
+            xlabel="position",
+            ylabel="sequence",
+            facecolor="lightgray",
             title="documents of the first sequences; gray: padding",
-        )  # fmt: skip
+        )
         right.invert_yaxis()
         try:
             figure.savefig(path, dpi=120)

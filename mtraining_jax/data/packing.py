@@ -127,10 +127,7 @@ def chunked(starts: np.ndarray, lengths: np.ndarray, longest: int) -> tuple[np.n
     ends = np.cumsum(pieces)
     within = np.arange(ends[-1] if ends.size else 0) - np.repeat(ends - pieces, pieces)
     cut = within * longest
-    return (
-        np.repeat(starts, pieces) + cut,
-        np.minimum(np.repeat(lengths, pieces) - cut, longest),
-    )
+    return (np.repeat(starts, pieces) + cut, np.minimum(np.repeat(lengths, pieces) - cut, longest))
 
 
 def consecutive(

@@ -155,5 +155,3 @@ def _check_finite(numbers: np.ndarray, sample: Sample | Document) -> None:
             f'the model has a non-finite loss on sample {sample.number} of task "{sample.task}" at '
             f"length {sample.length}"
         )
-
-

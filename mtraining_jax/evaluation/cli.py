@@ -127,7 +127,7 @@ def parse(arguments: Sequence[str]) -> Request | Path:
         if not path.is_dir():
             raise UserError(f"{path} is not a folder; give a run folder or Hugging Face checkpoint")
     if len({path.resolve() for path in models.values()}) < len(models):
-            raise UserError(f"--second-model={found.second_model} is the same folder as --model")
+        raise UserError(f"--second-model={found.second_model} is the same folder as --model")
     both = ("dense", "sparse")
     return Request(
         models=models,
@@ -217,9 +217,7 @@ def _wrapped(text: str, indent: int) -> list[str]:
     )
 
 
-def forwarded_options(
-    rest: Sequence[str], prefixes: Sequence[str]
-) -> dict[str, dict[str, str]]:
+def forwarded_options(rest: Sequence[str], prefixes: Sequence[str]) -> dict[str, dict[str, str]]:
     """Parses options such as --sparsity.max_verticals=512, by prefix and field.
 
     Args:

@@ -51,10 +51,7 @@ def run(request: Request, console: Console, command: str) -> None:
     check(plan, engines[request.attentions[0]], names["model"])
     vocab_size = engines[request.attentions[0]].spec.vocab_size
     check_vocabulary(plan.tasks, vocab_size, names["model"])
-    with (
-        Results(request.output, settings) as results,
-        Watch(console) as watch,
-    ):
+    with Results(request.output, settings) as results, Watch(console) as watch:
         results.note(facts(command))
         try:
             for label in request.models:

@@ -116,9 +116,13 @@ class Engine:
         """
         return cls(
             load(
-                path, attention=attention, overrides=overrides, dtype=dtype, tokenizer=tokenizer,
+                path,
+                attention=attention,
+                overrides=overrides,
+                dtype=dtype,
+                tokenizer=tokenizer,
                 sparse_answers=sparse_answers,
-            )  # fmt: skip
+            )
         )
 
     def with_pattern(self, settings: Settings) -> Self:
@@ -237,8 +241,10 @@ class Engine:
         self._check_length(len(ids), options.max_new_tokens)
         total = len(ids) + options.max_new_tokens
         drawing = (
-            np.float32(options.temperature), np.float32(options.top_p), np.uint32(options.seed),
-        )  # fmt: skip
+            np.float32(options.temperature),
+            np.float32(options.top_p),
+            np.uint32(options.seed),
+        )
         read = self.programs.prefill(ids, total)
         begin = time.perf_counter()
         prompt = read()

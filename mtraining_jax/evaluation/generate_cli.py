@@ -68,9 +68,12 @@ def _run(arguments: Sequence[str]) -> None:
     for name in ("model", "prompt", "prompt-file", "tokenizer"):
         parser.add_argument(f"--{name}")
     for name, kind, default in (
-        ("max-new-tokens", int, 256), ("temperature", float, 0.0), ("top-p", float, 1.0),
-        ("seed", int, 0), ("cpu-devices", int, None),
-    ):  # fmt: skip
+        ("max-new-tokens", int, 256),
+        ("temperature", float, 0.0),
+        ("top-p", float, 1.0),
+        ("seed", int, 0),
+        ("cpu-devices", int, None),
+    ):
         parser.add_argument(f"--{name}", type=kind, default=default)
     parser.add_argument("--stop", action="append", default=[])
     parser.add_argument("--attention", choices=("dense", "sparse"), default="dense")
@@ -104,9 +107,12 @@ def _run(arguments: Sequence[str]) -> None:
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     with console.status(f"loading {found.model} ...") as status:
         engine = Engine.load(
-            found.model, attention=found.attention, overrides=overrides, dtype=found.dtype,
+            found.model,
+            attention=found.attention,
+            overrides=overrides,
+            dtype=found.dtype,
             tokenizer=found.tokenizer,
-        )  # fmt: skip
+        )
         if engine.tokenizer is None:
             raise UserError(
                 f"{engine.loaded.source} has no tokenizer; set one with "

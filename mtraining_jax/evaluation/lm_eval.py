@@ -159,9 +159,11 @@ class HarnessModel(TemplateLM):
         found = []
         for (text,) in tqdm([request.args for request in requests], disable=disable_tqdm):
             windows = harness_utils.get_rolling_token_windows(
-                token_list=self.tok_encode(text), prefix_token=self.prefix_token_id,
-                max_seq_len=self.max_length, context_len=1,
-            )  # fmt: skip
+                token_list=self.tok_encode(text),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
+                context_len=1,
+            )
             pairs = [(None, *harness_utils.make_disjoint_window(window)) for window in windows]
             answers = self._loglikelihood_tokens(pairs, disable_tqdm=True)
             found.append(sum(log_prob for log_prob, _ in answers))

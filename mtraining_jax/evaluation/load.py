@@ -104,9 +104,12 @@ def load(
     config = config_of_model(table, source, overrides)
     spec, mesh = _spec(config, source), _mesh(config)
     attending = Attending(
-        _settings(config, attention, source), config.parallel.layout, config.parallel.ring,
-        None if config.parallel.backend == "auto" else config.parallel.backend, sparse_answers,
-    )  # fmt: skip
+        _settings(config, attention, source),
+        config.parallel.layout,
+        config.parallel.ring,
+        None if config.parallel.backend == "auto" else config.parallel.backend,
+        sparse_answers,
+    )
     network = Network(spec, mesh, attending, config.parallel.fsdp)
     found, stop_ids = _find_tokenizer(folder, config, step is not None, tokenizer)
     shardings = param_shardings(spec, mesh, network.fsdp)
@@ -115,9 +118,7 @@ def load(
     else:
         state = _read_run(folder / CHECKPOINTS_NAME, step, spec, shardings)
     state = in_compute_dtype(state, spec)
-    return Loaded(
-        network, state, found, stop_ids, config.loss.chunk_size, source, trained_sparse
-    )
+    return Loaded(network, state, found, stop_ids, config.loss.chunk_size, source, trained_sparse)
 
 
 def _is_sparse_to_the_end(sparsity: Mapping[str, Any]) -> bool:
@@ -139,9 +140,10 @@ def in_compute_dtype(state: nnx.State, spec: ModelSpec) -> nnx.State:
 
     shardings = jax.tree.map(lambda x: x.sharding, state)
     run = jax.jit(
-        lambda state: jax.tree.map(cast, names, state), out_shardings=shardings,
+        lambda state: jax.tree.map(cast, names, state),
+        out_shardings=shardings,
         donate_argnums=0 if spec.dtype == "float32" else (),
-    )  # fmt: skip
+    )
     return run(state)
 
 

@@ -105,9 +105,13 @@ class Network:
         """Builds the attention of the layers; `valid_len` may be traced."""
         attending = self.attending
         return make_attention(
-            self.mesh, layout, pattern, ring=attending.ring, backend=attending.backend,
+            self.mesh,
+            layout,
+            pattern,
+            ring=attending.ring,
+            backend=attending.backend,
             valid_len=valid_len,
-        )  # fmt: skip
+        )
 
     def length_like(self, tokens: int) -> int:
         """Returns a length equivalent to `tokens` for RoPE; see `RopeScaling.length_like`."""

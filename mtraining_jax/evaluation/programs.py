@@ -61,14 +61,23 @@ class Programs:
         pattern = self.pattern(padded)
         like = self._network.length_like(length)
         arguments = (
-            self._loaded.state, self.place(ids, layout, 0),
-            self.place(labels, layout, IGNORE_LABEL), positions, np.int32(valid_len),
+            self._loaded.state,
+            self.place(ids, layout, 0),
+            self.place(labels, layout, IGNORE_LABEL),
+            positions,
+            np.int32(valid_len),
             layer_inputs(pattern),
-        )  # fmt: skip
+        )
         run = self._program(
-            ("score", padded, like), arguments, make_score, self._network, layout, pattern, like,
+            ("score", padded, like),
+            arguments,
+            make_score,
+            self._network,
+            layout,
+            pattern,
+            like,
             self._loaded.loss_chunk_size,
-        )  # fmt: skip
+        )
         order = layout.inverse()[:length]
         scores, density = run(*arguments)
         return jax.tree.map(lambda x: np.asarray(x)[0, order], scores), float(density)
@@ -88,13 +97,15 @@ class Programs:
         pattern = self.pattern(padded, of_prompt=True)
         like = self._network.length_like(total)
         arguments = (
-            self._loaded.state, self.place(ids, layout, 0), positions, np.int32(len(ids)),
+            self._loaded.state,
+            self.place(ids, layout, 0),
+            positions,
+            np.int32(len(ids)),
             layer_inputs(pattern),
-        )  # fmt: skip
+        )
         run = self._program(
-            ("prefill", padded, like), arguments, make_prefill, self._network, layout, pattern,
-            like,
-        )  # fmt: skip
+            ("prefill", padded, like), arguments, make_prefill, self._network, layout, pattern, like
+        )
         return functools.partial(run, *arguments)
 
     def draw(self, logits: Array, kind: str, drawing: Drawing) -> Array:
@@ -170,7 +181,5 @@ class Programs:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _draw(
-    kind: str, logits: Array, temperature: Array, top_p: Array, seed: Array
-) -> Array:
+def _draw(kind: str, logits: Array, temperature: Array, top_p: Array, seed: Array) -> Array:
     return next_token(logits, kind, temperature, top_p, seed, np.int32(0))

@@ -92,7 +92,9 @@ def check_length(loaded: Loaded, settings: Sequence[Settings], length: int) -> N
 
 
 def measure(
-    loaded: Loaded, sequences: np.ndarray, settings: dict[str, Settings],
+    loaded: Loaded,
+    sequences: np.ndarray,
+    settings: dict[str, Settings],
     say: Callable[[str], None] = lambda line: None,
 ) -> Iterator[Measured]:
     """Runs a model over sequences, first dense, then with each setting in every layer.
@@ -124,13 +126,19 @@ def measure(
         dense = found if dense is None else dense
         rises = found - dense
         yield Measured(
-            text, float(np.mean(densities)), float(found.mean()), float(rises.mean()),
-            _standard_error(rises.mean(1)), float(rises[far].mean()) if far.any() else math.nan,
-        )  # fmt: skip
+            text,
+            float(np.mean(densities)),
+            float(found.mean()),
+            float(rises.mean()),
+            _standard_error(rises.mean(1)),
+            float(rises[far].mean()) if far.any() else math.nan,
+        )
 
 
 def proposed(
-    measured: Sequence[Measured], cost: Callable[[Measured], float], most_rise: float,
+    measured: Sequence[Measured],
+    cost: Callable[[Measured], float],
+    most_rise: float,
     most_copies: float,
 ) -> Measured | None:
     """Returns the cheapest setting within the limits, or None.

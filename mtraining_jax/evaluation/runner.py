@@ -119,13 +119,16 @@ def evaluate(
     """
     tokenizer = next(iter(models.values())).tokenizer
     questions = [
-        _Question(task, length, number, [
-            Key(label, attention, task.name, length, number) for attention in models
-        ])
+        _Question(
+            task,
+            length,
+            number,
+            [Key(label, attention, task.name, length, number) for attention in models],
+        )
         for task in plan.tasks
         for length in plan.lengths
         for number in plan.numbers(task, length, tokenizer)
-    ]  # fmt: skip
+    ]
     wanted = [key for question in questions for key in question.keys]
     watcher.start(len(wanted), sum(key in results for key in wanted))
     at = None

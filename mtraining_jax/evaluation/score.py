@@ -38,7 +38,11 @@ def make_score(
     mesh = network.mesh
 
     def score(
-        state: nnx.State, tokens: Array, labels: Array, positions: Array, valid_len: Array,
+        state: nnx.State,
+        tokens: Array,
+        labels: Array,
+        positions: Array,
+        valid_len: Array,
         inputs: Any,
     ) -> tuple[LabelScores, Array]:
         model = nnx.merge(network.graphdef, state)

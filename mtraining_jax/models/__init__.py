@@ -8,12 +8,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mtraining_jax.models.rope import (
-        LinearScaling,
-        Llama3Scaling,
-        LongRopeScaling,
-        YarnScaling,
-    )
+    from mtraining_jax.models.rope import LinearScaling, Llama3Scaling, LongRopeScaling, YarnScaling
     from mtraining_jax.models.sharding import parameter_names
     from mtraining_jax.models.spec import ModelSpec
     from mtraining_jax.models.transformer import (

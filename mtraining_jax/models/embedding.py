@@ -74,9 +74,12 @@ def sum_rows(rows_NE: Array, numbers: Array, size: int) -> Array:
     rows = rows.reshape(*numbers.shape, -1)
     shared = (numbers[:, :, None] == numbers[:, None, :]).astype(rows.dtype)
     sums = jnp.einsum(
-        "btu,bue->bte", shared, rows, preferred_element_type=jnp.float32,
+        "btu,bue->bte",
+        shared,
+        rows,
+        preferred_element_type=jnp.float32,
         precision=exact if rows.dtype == jnp.float32 else None,
-    )  # fmt: skip
+    )
     block = jnp.arange(len(numbers))
     first, last = numbers[:, 0], numbers[:, -1]
     begun = (block < block[:, None]) & (last == first[:, None])  # [block, earlier block]

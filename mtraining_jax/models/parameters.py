@@ -34,9 +34,7 @@ class Parameter:
 
     def stacked(self, layers: int) -> Self:
         """Returns the stacked parameter of all layers."""
-        return dataclasses.replace(
-            self, shape=(layers, *self.shape), axes=("layers", *self.axes)
-        )
+        return dataclasses.replace(self, shape=(layers, *self.shape), axes=("layers", *self.axes))
 
     def of_layer(self) -> Self:
         """Returns the parameter of one layer: the inverse of `stacked`."""

@@ -3,6 +3,7 @@
 A token at position p (from 0) has p tokens before it, so the first token has no loss, and bucket k
 has the tokens at positions 2^k to 2^(k+1) - 1. One long forward pass covers all context lengths.
 """
+
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax

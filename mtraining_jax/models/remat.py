@@ -31,9 +31,7 @@ def rematerialised(layer: Callable[..., Any], kind: str) -> Callable[..., Any]:
     policies = {
         "full": checkpoint_policies.nothing_saveable,
         "attention": checkpoint_policies.save_only_these_names(*SAVED_NAMES),
-        "mlp": checkpoint_policies.save_only_these_names(
-            *SAVED_NAMES, HEADS, MIDDLE, MLP_PRODUCTS
-        ),
+        "mlp": checkpoint_policies.save_only_these_names(*SAVED_NAMES, HEADS, MIDDLE, MLP_PRODUCTS),
         "attention_offload": checkpoint_policies.save_and_offload_only_these_names(
             names_which_can_be_saved=list(SAVED_NAMES),
             names_which_can_be_offloaded=[RESIDUAL],

@@ -56,9 +56,12 @@ def rope_tables(
 def _split_frequencies(spec: ModelSpec, length: int) -> tuple[tuple[Array, Array], float]:
     """Returns frequencies as the sum of two fp32 [D/2], the first with 12 bits, and the factor."""
     frequencies, factor = rope_frequencies(
-        spec.head_dim, spec.rope_theta, spec.rope_scaling,
-        context=spec.max_position_embeddings, length=length,
-    )  # fmt: skip
+        spec.head_dim,
+        spec.rope_theta,
+        spec.rope_scaling,
+        context=spec.max_position_embeddings,
+        length=length,
+    )
     mantissa, exponent = np.frexp(frequencies)
     head = np.ldexp(np.round(np.ldexp(mantissa, 12)), exponent - 12)
     tail = jnp.asarray(frequencies - head, jnp.float32)

@@ -19,12 +19,7 @@ MLP_PRODUCTS = "mlp_products"
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def chunked_swiglu(
-    x_TE: Array,
-    gate_FE: Array,
-    up_FE: Array,
-    down_EF: Array,
-    chunk_size: int,
-    kept_chunks: int = 0,
+    x_TE: Array, gate_FE: Array, up_FE: Array, down_EF: Array, chunk_size: int, kept_chunks: int = 0
 ) -> Array:
     """down(silu(gate(x)) * up(x)), for at most `chunk_size` tokens at a time.
 

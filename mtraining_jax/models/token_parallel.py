@@ -19,11 +19,7 @@ from mtraining_jax.parallel.ordering import in_turn
 
 
 def on_own_tokens(
-    function: Callable[..., Any],
-    weights: Any,
-    *arrays: Array,
-    specs: Any,
-    mesh: Mesh | None,
+    function: Callable[..., Any], weights: Any, *arrays: Array, specs: Any, mesh: Mesh | None
 ) -> Any:
     """Computes `function(weights, *arrays)` on every device, for its local tokens.
 

@@ -140,9 +140,7 @@ class DecoderLayer(nnx.Module):
         self.post_attention_layernorm = RMSNorm(under(table, "post_attention_layernorm"), eps, rngs)
         self.mlp = MLP(spec, under(table, "mlp"), rngs)
 
-    def before_attention(
-        self, x_BSE: Array, cos: Array, sin: Array
-    ) -> tuple[Array, Array, Array]:
+    def before_attention(self, x_BSE: Array, cos: Array, sin: Array) -> tuple[Array, Array, Array]:
         """[B, S, E] -> queries, keys and values; see `SelfAttention.project`."""
         return self.self_attn.project(self.input_layernorm(x_BSE), cos, sin)
 
@@ -214,8 +212,14 @@ class Transformer(nnx.Module):
             over layers, [L, ...] each.
         """
         hidden_BSE, stats, _ = self.keeping(
-            tokens, positions, attention, None, attention_inputs=attention_inputs, mesh=mesh,
-            fsdp=fsdp, length=length,
+            tokens,
+            positions,
+            attention,
+            None,
+            attention_inputs=attention_inputs,
+            mesh=mesh,
+            fsdp=fsdp,
+            length=length,
         )
         return hidden_BSE, stats
 
@@ -279,8 +283,11 @@ class Transformer(nnx.Module):
         spec = mesh and parameter_spec(self.spec.parameters["embed_tokens.weight"], mesh, fsdp)
         return on_own_tokens(
             lambda table_VE, tokens: look_up(table_VE, tokens, jnp.dtype(self.spec.dtype)),
-            table_VE, tokens, specs=spec, mesh=mesh,
-        )  # fmt: skip
+            table_VE,
+            tokens,
+            specs=spec,
+            mesh=mesh,
+        )
 
     def lm_head_weight(self) -> Array:
         """The output matrix, fp32 [V, E]: the embedding if tied."""

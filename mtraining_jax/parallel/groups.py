@@ -33,9 +33,13 @@ def in_groups(
     if mesh.shape[DATA_AXIS] == 1:
         return function
     return jax.shard_map(
-        function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names={DATA_AXIS},
+        function,
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        axis_names={DATA_AXIS},
         check_vma=False,
-    )  # fmt: skip
+    )
 
 
 def shared_axes(axes: Iterable[str]) -> tuple[str, ...]:

@@ -27,10 +27,7 @@ REPLICATED = P()
 
 
 def make_mesh(
-    data: int,
-    nodes: int,
-    devices_per_node: int,
-    devices: Sequence[jax.Device] | None = None,
+    data: int, nodes: int, devices_per_node: int, devices: Sequence[jax.Device] | None = None
 ) -> Mesh:
     """Builds a mesh of shape (data, nodes, devices_per_node) with `AxisType.Auto` axes.
 

@@ -3,21 +3,12 @@
 import dataclasses
 
 from mtraining_jax.config import Config
-from mtraining_jax.latency import (
-    KERNEL_RATES,
-    SCORES_PER_SECOND,
-    kernel_seconds,
-    matmul_rate,
-)
+from mtraining_jax.latency import KERNEL_RATES, SCORES_PER_SECOND, kernel_seconds, matmul_rate
 from mtraining_jax.models.families import family_of
 from mtraining_jax.models.spec import ModelSpec
 from mtraining_jax.planning.documents import Pairs, planned_pairs
 from mtraining_jax.planning.hardware import Gpu
-from mtraining_jax.planning.memory import (
-    Memory,
-    kept_mlp_products,
-    kept_mlp_tokens,
-)
+from mtraining_jax.planning.memory import Memory, kept_mlp_products, kept_mlp_tokens
 from mtraining_jax.reporting.flops import step_flops
 
 
@@ -96,15 +87,14 @@ def seconds(config: Config, gpu: Gpu, memory: Memory, flops: Flops) -> dict[str,
     dense = not config.sparsity.settings.sparse
     forward = flops.attention * 4 / 14 + flops.attention_recomputed
     attention = kernel_seconds(
-        width, flops.density, forward / gpu.forward_share,
+        width,
+        flops.density,
+        forward / gpu.forward_share,
         flops.attention * 10 / 14 / gpu.backward_share,
     )
     matmul = matmul_rate(model.hidden_size, config.ranks) * gpu.matmul_share
     products = flops.layers + flops.head + flops.recomputed
-    result = {
-        "attention": attention / devices,
-        "matrix products": products / (devices * matmul),
-    }
+    result = {"attention": attention / devices, "matrix products": products / (devices * matmul)}
     if not dense:
         passes = 2 if model.remat == "full" else 1
         indices = passes * model.num_layers * config.data.batch_size * model.num_heads

@@ -47,23 +47,35 @@ class Alarms:
         more = self._config.sparsity.settings.more_pairs()
         found = [
             self._of_heads(
-                record, "recall", audit.alarm_recall, np.less,
+                record,
+                "recall",
+                audit.alarm_recall,
+                np.less,
                 "has a recall of {value:.1%}, less than audit.alarm_recall = "
-                f"{audit.alarm_recall}", more,
+                f"{audit.alarm_recall}",
+                more,
             ),
             self._of_heads(
-                record, "local_gradient_cosine", audit.alarm_gradient, np.less,
+                record,
+                "local_gradient_cosine",
+                audit.alarm_gradient,
+                np.less,
                 "has a cosine of {value:.3f} between its query gradients and those of dense "
-                f"attention, less than audit.alarm_gradient = {audit.alarm_gradient}", more,
+                f"attention, less than audit.alarm_gradient = {audit.alarm_gradient}",
+                more,
             ),
             self._of_heads(
-                record, "index_gap", audit.alarm_gap, np.greater,
+                record,
+                "index_gap",
+                audit.alarm_gap,
+                np.greater,
                 "has a recall {value:.3f} higher for the last queries than for others, more than "
                 f"audit.alarm_gap = {audit.alarm_gap}",
                 'sparsity.kind = "sampled_rows" probes queries of the entire sequence'
-                if self._config.sparsity.kind != "sampled_rows" else more,
+                if self._config.sparsity.kind != "sampled_rows"
+                else more,
             ),
-        ]  # fmt: skip
+        ]
         cosine = record.get("global_gradient_cosine")
         limit = audit.alarm_gradient
         if cosine is not None and self._is_due("global", cosine < limit):

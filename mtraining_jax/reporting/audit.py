@@ -35,9 +35,7 @@ FIGURES = {
 PER_HEAD = "_per_head"
 
 
-def audit_record(
-    figures: Mapping[str, np.ndarray], compared: Mapping[str, np.ndarray]
-) -> Record:
+def audit_record(figures: Mapping[str, np.ndarray], compared: Mapping[str, np.ndarray]) -> Record:
     """JSON-serializable metrics of an audit, merged into the step's record.
 
     Args:

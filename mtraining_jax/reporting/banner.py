@@ -21,11 +21,7 @@ class ParameterCount:
 
 
 def banner(
-    config: Config,
-    parameters: ParameterCount,
-    mesh: Mesh,
-    data: str,
-    held_out: str | None = None,
+    config: Config, parameters: ParameterCount, mesh: Mesh, data: str, held_out: str | None = None
 ) -> list[str]:
     """Summarizes a run in a few lines.
 

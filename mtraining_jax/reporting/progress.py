@@ -140,10 +140,7 @@ def step_line(record: Record, total: int) -> str:
         parts.append(f"validation loss {held_out}")
     if record["skipped_steps"]:
         parts.append(f"skipped {record['skipped_steps']}")
-    parts += [
-        _speed(record),
-        f"{record['step_seconds']:.2f} s/step",
-    ]
+    parts += [_speed(record), f"{record['step_seconds']:.2f} s/step"]
     if record["mfu"] is not None:  # FLOP rates are not useful on devices of unknown peak
         parts += [
             f"{_rate(record['tflops_per_device_executed'])} TFLOP/s per device executed",

@@ -78,9 +78,11 @@ def step_record(
             both = zip(layers.pop(pairs), layers["document_pairs"], strict=True)
             layers[name] = [computed / there for computed, there in both]
     flops = step_flops(
-        config, density=_mean(layers["density"]), executed=_mean(layers["executed"]),
+        config,
+        density=_mean(layers["density"]),
+        executed=_mean(layers["executed"]),
         causal=_mean(layers.get("document_pairs", [1.0])),
-    )  # fmt: skip
+    )
     peak = peak_flops(device_kind)
     record = {
         "step": int(metrics["step"]),

@@ -60,7 +60,7 @@ def already_complete(config: Config, step: int) -> list[str]:
 def _next_steps(config: Config, done: int) -> list[str]:
     """Commands to continue with after step `done`."""
     rows = [
-        ("--checkpoint.resume=false", "start from scratch; renames this run's folder to keep it"),
+        ("--checkpoint.resume=false", "start from scratch; renames this run's folder to keep it")
     ]
     if config.checkpoint.last_step:
         rows.insert(0, (f"--run.steps={2 * done}", f"continue training from step {done}"))
@@ -159,10 +159,7 @@ def _groups(history: History) -> str | None:
         attention = history.mean(f"attention_imbalance{suffix}")
         step = history.mean(f"step_imbalance{suffix}")
         if attention is not None and step is not None:
-            return (
-                f"slowest over mean: attention {attention:.2f}, step {step:.2f}"
-                f" (modeled, {how})"
-            )
+            return f"slowest over mean: attention {attention:.2f}, step {step:.2f} (modeled, {how})"
     return None
 
 

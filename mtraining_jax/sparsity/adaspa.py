@@ -81,9 +81,7 @@ class AdaSpa(Pattern):
         num_heads, num_blocks = masses.shape[1], masses.shape[-1]
         counts = [
             max(round((1 - level) * num_blocks), 1, self.first_blocks + self.last_blocks)
-            for level in (
-                (1 + self.sparsity) / 2, self.sparsity, (3 * self.sparsity - 1) / 2
-            )
+            for level in ((1 + self.sparsity) / 2, self.sparsity, (3 * self.sparsity - 1) / 2)
         ]
         few, middle, many = (jnp.int32(min(count, num_blocks)) for count in counts)
         kept = self._largest(masses, middle)
@@ -143,7 +141,11 @@ def exact_masses(q: "Array", k: "Array", shards: Shards, block_size: int) -> "Ar
 
     places = jnp.full((q.shape[1] // block_size, block_size), k.shape[1] - 1, jnp.int32)
     return row_scores.block_masses(
-        blocks(q), blocks(k), places, scale=shards.scale_for(q.shape[-1]), like=q,
+        blocks(q),
+        blocks(k),
+        places,
+        scale=shards.scale_for(q.shape[-1]),
+        like=q,
         backend=shards.backend,
     )
 

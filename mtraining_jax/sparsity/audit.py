@@ -12,12 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from mtraining_jax.sparsity.row_attention import (
-    Keys,
-    RowAttention,
-    attend_rows,
-    query_gradients,
-)
+from mtraining_jax.sparsity.row_attention import Keys, RowAttention, attend_rows, query_gradients
 from mtraining_jax.sparsity.starved_keys import starved_keys
 
 # The last queries, which several patterns use as probe queries for the whole sequence.

@@ -60,7 +60,11 @@ def chosen_blocks(q: Array, k: Array, shards: Shards, most: int) -> Array:
 
 
 def _chosen(
-    q: Array, means: Array, shards: Shards, own_chunks: Array, most: int,
+    q: Array,
+    means: Array,
+    shards: Shards,
+    own_chunks: Array,
+    most: int,
     first_chunks: Array | None = None,
 ) -> Array:
     """Selects chunks by means [B, Hk, NC, D], with blocks of any size.
@@ -88,9 +92,11 @@ def _chosen(
         own = lax.dynamic_slice_in_dim(blocks, i * at_once, at_once)
         chunk = lax.dynamic_slice_in_dim(own_chunks, i * at_once, at_once, axis=1)
         gate = lax.dot_general(
-            own.transpose(1, 2, 0, 3, 4).reshape(batch, kv_heads, -1, dim), means,
+            own.transpose(1, 2, 0, 3, 4).reshape(batch, kv_heads, -1, dim),
+            means,
             (((3,), (3,)), ((0, 1), (0, 1))),
-            precision=precision, preferred_element_type=jnp.float32,
+            precision=precision,
+            preferred_element_type=jnp.float32,
         ).reshape(batch, heads, at_once, size, num_chunks)
         numbers = jnp.arange(num_chunks, dtype=jnp.int32)
         past = numbers < chunk[:, None, :, None, None]
@@ -105,9 +111,7 @@ def _chosen(
     return found[:, :, :num_local]
 
 
-def chunk_means(
-    k: Array, shards: Shards, chunk_blocks: int, ends: Array | None = None
-) -> Array:
+def chunk_means(k: Array, shards: Shards, chunk_blocks: int, ends: Array | None = None) -> Array:
     """Computes the mean key of every chunk in the keys' dtype: [B, Hk, NC, D], replicated.
 
     Chunks are numbered as in `TokenChunksIndex`. The mean of an incomplete last chunk is undefined:

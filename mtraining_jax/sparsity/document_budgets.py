@@ -19,7 +19,11 @@ class _ByBudgets(DocumentLastQueries):
     """Common base: `rule` defines what is kept."""
 
     def kept(
-        self, by_distance: "Array", heads: "Array", spans: "Spans", most_columns: "Array",
+        self,
+        by_distance: "Array",
+        heads: "Array",
+        spans: "Spans",
+        most_columns: "Array",
         shares: "Array | None" = None,
     ) -> tuple:
         from mtraining_jax.sparsity import last_queries
@@ -36,9 +40,7 @@ class DocumentFixedBudget(_ByBudgets, FixedBudget):
         # The sinks.
         return min(self.sink_tokens, self.max_verticals)
 
-    def scores(
-        self, q_last: "Array", k: "Array", slots: "DocumentSlots", shards: Shards
-    ) -> tuple:
+    def scores(self, q_last: "Array", k: "Array", slots: "DocumentSlots", shards: Shards) -> tuple:
         from mtraining_jax.sparsity import document_slots
 
         return document_slots.logit_scores(q_last, k, slots, shards)

@@ -63,8 +63,13 @@ def choose(
 
 
 def _kept(
-    vertical: Array, slash: Array, heads: Array, entries: Array, slots: DocumentSlots,
-    pattern: DocumentLastQueries, shares: Array | None,
+    vertical: Array,
+    slash: Array,
+    heads: Array,
+    entries: Array,
+    slots: DocumentSlots,
+    pattern: DocumentLastQueries,
+    shares: Array | None,
 ) -> tuple[Array, Array, Array]:
     """Selects for each row (batch entry, head) and all of its documents in one pass.
 

@@ -17,7 +17,12 @@ from mtraining_jax.sparsity.spans import PackedSpans
 
 
 def heaviest_columns(
-    q: Array, k: Array, shards: Shards, slots: DocumentSlots, block_size: int, count: int,
+    q: Array,
+    k: Array,
+    shards: Shards,
+    slots: DocumentSlots,
+    block_size: int,
+    count: int,
     rule: RowRule,
 ) -> Array:
     """Applies `row_columns.heaviest_columns` to each document in a slot.
@@ -79,8 +84,15 @@ def heaviest_columns(
 
 
 def masses_without(
-    rows: Array, k: Array, places: Array, tokens: Array, slots: DocumentSlots, shards: Shards,
-    block_size: int, *, like: Array,
+    rows: Array,
+    k: Array,
+    places: Array,
+    tokens: Array,
+    slots: DocumentSlots,
+    shards: Shards,
+    block_size: int,
+    *,
+    like: Array,
 ) -> tuple[Array, Array]:
     """Variant of `row_columns.masses_without` with separate columns for each document.
 
@@ -112,8 +124,11 @@ def masses_without(
         keys = flat.at[of_rows].get(mode="promise_in_bounds")  # [B, Hq, size, C, D]
         precision = lax.Precision.HIGHEST if k.dtype == jnp.float32 else None
         return lax.dot_general(
-            rows, keys, (((4,), (4,)), ((0, 1, 2), (0, 1, 2))),
-            precision=precision, preferred_element_type=jnp.float32,
+            rows,
+            keys,
+            (((4,), (4,)), ((0, 1, 2), (0, 1, 2))),
+            precision=precision,
+            preferred_element_type=jnp.float32,
         )
 
     steps, size = row_columns.steps_of(rows, count, shards.num_blocks)
@@ -124,6 +139,13 @@ def masses_without(
     kv_head = jnp.arange(heads, dtype=jnp.int32)[:, None, None] // (heads // kv_heads)
     places_in_keys = jnp.pad(at * kv_heads + kv_head, ((0, 0), (0, 0), (0, padding), (0, 0)))
     return row_columns.left_over(
-        rows, k, places, own, logits, shards, block_size, like=like,
+        rows,
+        k,
+        places,
+        own,
+        logits,
+        shards,
+        block_size,
+        like=like,
         first_blocks=shards.first_blocks(shards.block_ids),
     )

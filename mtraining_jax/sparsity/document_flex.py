@@ -70,10 +70,17 @@ def distances(
     own = jax.vmap(lambda means, slot: means[slot])(means, held)  # [B, NB, Hq, D]
     keys = flex_steps.key_means(k, shards).swapaxes(1, 2)  # [B, NB, Hk, D]
     # Each block is a separate product, with the last queries of its document only.
-    logits = lax.dot_general(
-        own.reshape(*keys.shape[:3], -1, dim), keys, (((4,), (3,)), ((0, 1, 2), (0, 1, 2))),
-        precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32,
-    ).reshape(*own.shape[:3]).swapaxes(1, 2)  # fmt: skip
+    logits = (
+        lax.dot_general(
+            own.reshape(*keys.shape[:3], -1, dim),
+            keys,
+            (((4,), (3,)), ((0, 1, 2), (0, 1, 2))),
+            precision=lax.Precision.HIGHEST,
+            preferred_element_type=jnp.float32,
+        )
+        .reshape(*own.shape[:3])
+        .swapaxes(1, 2)
+    )
     rows = logits.reshape(-1, logits.shape[-1])
     spans = of_heads(slots, logits.shape[1])
     lowest = jnp.full((rows.shape[0], slots.first.shape[1] + 1), -jnp.inf)

@@ -35,7 +35,11 @@ class DocumentLastQueries(Pattern):
         raise NotImplementedError(f"{type(self).__name__}.least_columns")
 
     def kept(
-        self, by_distance: "Array", heads: "Array", spans: "Spans", most_columns: "Array",
+        self,
+        by_distance: "Array",
+        heads: "Array",
+        spans: "Spans",
+        most_columns: "Array",
         shares: "Array | None" = None,
     ) -> tuple:
         """Selects by scores; returns `last_queries.Kept`.
@@ -49,9 +53,7 @@ class DocumentLastQueries(Pattern):
         """
         raise NotImplementedError(f"{type(self).__name__}.kept")
 
-    def scores(
-        self, q_last: "Array", k: "Array", slots: "DocumentSlots", shards: Shards
-    ) -> tuple:
+    def scores(self, q_last: "Array", k: "Array", slots: "DocumentSlots", shards: Shards) -> tuple:
         """Scores local columns and diagonals; by softmax mass unless overridden.
 
         Args:

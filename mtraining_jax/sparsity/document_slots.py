@@ -53,8 +53,10 @@ class DocumentSlots(NamedTuple):
             return jnp.full((batch, slots), empty, jnp.int32).at[into].set(x, mode="drop")
 
         return cls(
-            jnp.where(sparse, slot, slots), collect(documents.first, num_blocks),
-            collect(documents.length, 0), collect(documents.tokens, 0),
+            jnp.where(sparse, slot, slots),
+            collect(documents.first, num_blocks),
+            collect(documents.length, 0),
+            collect(documents.tokens, 0),
         )
 
     def count(self) -> Array:
@@ -101,9 +103,7 @@ def queries_at(q: Array, positions: Array, shards: Shards) -> Array:
     return rows.reshape(*positions.shape, *q.shape[2:]).transpose(0, 1, 3, 2, 4)
 
 
-def queries_of(
-    q: Array, positions: Array, shards: Shards
-) -> Callable[[Array, Array], Array]:
+def queries_of(q: Array, positions: Array, shards: Shards) -> Callable[[Array, Array], Array]:
     """Returns the result of `queries_at` as a function, evaluated one document at a time.
 
     Returns:
@@ -148,8 +148,12 @@ def softmax_scores(
     def tile(k: Array, slot: Array, place: Array, entry: Array) -> estimate.XlaTiles:
         end = _end(slots, slot, place, entry, k.shape[0])
         return estimate.XlaTiles(
-            q_last[entry, slot][None], k[None], scale=scale, block_ids=jnp.zeros(1, jnp.int32),
-            num_blocks=1, valid_len=end,
+            q_last[entry, slot][None],
+            k[None],
+            scale=scale,
+            block_ids=jnp.zeros(1, jnp.int32),
+            num_blocks=1,
+            valid_len=end,
         )
 
     block_peak, block_total = blocks.map(lambda *block: _of_one(tile(*block).statistics()))
@@ -187,17 +191,13 @@ def _by_kernels(
         return x.reshape(batch, num_local, *x[:, :, 0].shape[1:])
 
     block_peak, block_total = map(by_block, kernels.block_statistics(sets, *where, **options))
-    peak, normaliser = joined(
-        block_peak, block_total, slot, num_slots, scale, shards.axis_names
-    )
+    peak, normaliser = joined(block_peak, block_total, slot, num_slots, scale, shards.axis_names)
     normaliser = jnp.where(normaliser > 0, normaliser, 1.0)  # of nonexistent queries
     to_mean_mass = estimate.MASS_ONE // num_queries / normaliser
     of_sets = (x[:, :-1].reshape(-1, heads, num_queries) for x in (peak, to_mean_mass))
     columns, own, beyond = kernels.block_masses(sets, *where, *of_sets, **options)
     found = columns, own, beyond[..., : num_queries - 1]
-    return tuple(
-        jnp.round(by_block(x)).astype(jnp.int32).swapaxes(1, 2) for x in found
-    )
+    return tuple(jnp.round(by_block(x)).astype(jnp.int32).swapaxes(1, 2) for x in found)
 
 
 def logit_scores(
@@ -219,7 +219,10 @@ def logit_scores(
     def sums(k: Array, slot: Array, place: Array, entry: Array) -> tuple[Array, ...]:
         end = _end(slots, slot, place, entry, k.shape[0])
         found = estimate.logit_scores(
-            q_last[entry, slot][None], k[None], block_ids=jnp.zeros(1, jnp.int32), num_blocks=1,
+            q_last[entry, slot][None],
+            k[None],
+            block_ids=jnp.zeros(1, jnp.int32),
+            num_blocks=1,
             valid_len=end,
         )
         return _of_one(found)
@@ -243,7 +246,11 @@ def _of_one(found: tuple[Array, ...]) -> tuple[Array, ...]:
 
 
 def joined(
-    block_peak: Array, block_total: Array, slot: Array, num_slots: int, scale: float,
+    block_peak: Array,
+    block_total: Array,
+    slot: Array,
+    num_slots: int,
+    scale: float,
     axis_names: exchange.AxisNames,
 ) -> tuple[Array, Array]:
     """Combines per-block peaks and sums over all blocks of each document.
@@ -305,7 +312,5 @@ class OwnBlocks:
             for x in (self._k, self.slot, self._place)
         )
         entries = jnp.arange(batch)
-        found = lax.map(
-            lambda x: jax.vmap(of_block)(*x, entries), blocks, batch_size=self._chunk
-        )
+        found = lax.map(lambda x: jax.vmap(of_block)(*x, entries), blocks, batch_size=self._chunk)
         return tuple(x[:num_local].swapaxes(0, 1) for x in found)

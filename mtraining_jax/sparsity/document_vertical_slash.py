@@ -28,7 +28,11 @@ class DocumentVerticalSlash(DocumentLastQueries, VerticalSlash):
         return max(least, self.sink_tokens)
 
     def kept(
-        self, by_distance: "Array", heads: "Array", spans: "Spans", most_columns: "Array",
+        self,
+        by_distance: "Array",
+        heads: "Array",
+        spans: "Spans",
+        most_columns: "Array",
         shares: "Array | None" = None,
     ) -> tuple:
         return VerticalSlash.kept(self, by_distance, heads, spans, most_columns, shares)

@@ -156,9 +156,7 @@ class Documents:
         return cls._from_rows(rows, seq_len, block_size)
 
     @classmethod
-    def _from_rows(
-        cls, rows: list[np.ndarray], seq_len: int, block_size: int
-    ) -> "Documents":
+    def _from_rows(cls, rows: list[np.ndarray], seq_len: int, block_size: int) -> "Documents":
         table = np.zeros((len(rows), seq_len // block_size, 3), np.int32)
         table[..., 0] = seq_len // block_size
         for into, row in zip(table, rows, strict=True):

@@ -71,9 +71,7 @@ def softmax_scores(
         2^30 is the total mass of a head; the columns of the whole sequence sum to it, up to
         rounding. The diagonals are complete after `join_diagonals`.
     """
-    where = dict(
-        scale=scale, block_ids=block_ids, num_blocks=num_blocks, valid_len=valid_len
-    )
+    where = dict(scale=scale, block_ids=block_ids, num_blocks=num_blocks, valid_len=valid_len)
     block_size = k_BnHD.shape[1] // block_ids.shape[0]
     kernels = estimate_kernels(backend, q_BHuD, block_size)
     if kernels is None:
@@ -124,7 +122,11 @@ class _KernelTiles:
 
     def statistics(self) -> tuple[Array, Array]:
         return self.kernels.block_statistics(
-            self.q, self.k, self.block_ids, self.num_blocks, scale=self.scale,
+            self.q,
+            self.k,
+            self.block_ids,
+            self.num_blocks,
+            scale=self.scale,
             valid_len=self.valid_len,
         )
 
@@ -132,8 +134,14 @@ class _KernelTiles:
         num_queries = self.q.shape[2]
         to_mean_mass = MASS_ONE // num_queries / normaliser
         columns, own, beyond = self.kernels.block_masses(
-            self.q, self.k, self.block_ids, self.num_blocks, peak, to_mean_mass,
-            scale=self.scale, valid_len=self.valid_len,
+            self.q,
+            self.k,
+            self.block_ids,
+            self.num_blocks,
+            peak,
+            to_mean_mass,
+            scale=self.scale,
+            valid_len=self.valid_len,
         )
         return _round(columns), _round(own), _round(beyond[..., : num_queries - 1])
 

@@ -62,9 +62,7 @@ def rows_of(block_ids: Array, axis_names: AxisNames) -> Rows:
     return Rows(block_ids, functools.partial(exact_sum, axis_names=axis_names))
 
 
-def all_blocks(
-    x_BnHD: Array, block_ids: Array, num_blocks: int, axis_names: AxisNames
-) -> Array:
+def all_blocks(x_BnHD: Array, block_ids: Array, num_blocks: int, axis_names: AxisNames) -> Array:
     """Gathers the blocks of a sequence-sharded array from all ranks, in sequence order.
 
     Args:
@@ -97,9 +95,7 @@ def all_rows(index: Index, block_ids: Array, num_blocks: int, axis_names: AxisNa
         return index
     axes = tuple(axis_names)
     order = local_index(lax.all_gather(block_ids, axes, tiled=True), num_blocks)
-    return jax.tree.map(
-        lambda x: lax.all_gather(x, axes, axis=2, tiled=True)[:, :, order], index
-    )
+    return jax.tree.map(lambda x: lax.all_gather(x, axes, axis=2, tiled=True)[:, :, order], index)
 
 
 def to_heads(

@@ -55,9 +55,14 @@ class FixedBudget(Pattern):
 
     def __post_init__(self) -> None:
         for name, least in (
-            ("block_size", 1), ("last_q", 1), ("max_verticals", 0), ("max_slashes", 0),
-            ("sink_tokens", 0), ("sliding_window", 0), ("dense_below", 0),
-        ):  # fmt: skip
+            ("block_size", 1),
+            ("last_q", 1),
+            ("max_verticals", 0),
+            ("max_slashes", 0),
+            ("sink_tokens", 0),
+            ("sliding_window", 0),
+            ("dense_below", 0),
+        ):
             if getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
         check_at_most(self, "last_q", "block_size")
@@ -110,9 +115,7 @@ class BudgetFile(Settings):
         check_limits(self)
         check_at_most(self, "last_q", "block_size")
         if not self.budget_file:
-            raise ValueError(
-                "budget_file=none is not allowed; set it to a MInference JSON file"
-            )
+            raise ValueError("budget_file=none is not allowed; set it to a MInference JSON file")
 
     def pattern(self, model: ModelSizes) -> Pattern:
         """Returns the budgets of all layers, [L, Hq].
@@ -138,9 +141,12 @@ class BudgetFile(Settings):
 
     def _budgets(self) -> Pattern:
         return load_budgets(self.budget_file).pattern(
-            last_q=self.last_q, block_size=self.block_size, sink_tokens=self.sink_tokens,
-            sliding_window=self.sliding_window, dense_below=self.dense_below,
-        )  # fmt: skip
+            last_q=self.last_q,
+            block_size=self.block_size,
+            sink_tokens=self.sink_tokens,
+            sliding_window=self.sliding_window,
+            dense_below=self.dense_below,
+        )
 
     def describe(self) -> str:
         return f"vertical-slash with fixed budgets from {self.budget_file}"
@@ -168,9 +174,12 @@ class _Rule:
 
         del scale
         return estimate.logit_scores(
-            q_last, k, block_ids=shards.block_ids, num_blocks=shards.num_blocks,
+            q_last,
+            k,
+            block_ids=shards.block_ids,
+            num_blocks=shards.num_blocks,
             valid_len=shards.valid_len,
-        )  # fmt: skip
+        )
 
     def keys(self, by_distance: "Array", heads: "Array", spans: "Spans") -> tuple:
         """Returns keys in the order of the sums; entries that are always kept rank first."""
@@ -238,7 +247,5 @@ def load_budgets(path: str | os.PathLike) -> FixedBudgets:
     Raises:
         UserError: if the file cannot be read or is malformed; the message names layer and head.
     """
-    table = np.array(
-        [[head[1:] for head in layer] for layer in read_heads(path)], np.int32
-    )
+    table = np.array([[head[1:] for head in layer] for layer in read_heads(path)], np.int32)
     return FixedBudgets(verticals=table[..., 0], slashes=table[..., 1])

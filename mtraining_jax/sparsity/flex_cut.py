@@ -102,9 +102,7 @@ class Rows(NamedTuple):
         """Sums int32 [B, Hq, n] over the earlier rows of the same sequence, on all ranks."""
         ids = self.shards.block_ids
         everywhere = jnp.zeros((*x.shape[:2], self.shards.num_blocks), jnp.int32)
-        everywhere = exchange.exact_sum(
-            everywhere.at[..., ids].set(x), self.shards.axis_names
-        )
+        everywhere = exchange.exact_sum(everywhere.at[..., ids].set(x), self.shards.axis_names)
         running = jnp.cumsum(everywhere, -1, dtype=jnp.int32) - everywhere
         if self.slots is None:
             return running[..., ids]

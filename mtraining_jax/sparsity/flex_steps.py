@@ -62,8 +62,13 @@ def last_attention(
         positions = estimate.last_positions(count, last)
         q_last = exchange.gather_rows(q, positions, **where, axis_names=shards.axis_names)
         parts += estimate.softmax_scores(
-            q_last.transpose(0, 2, 1, 3), k, scale=shards.scale_for(q.shape[3]),
-            backend=shards.backend, axis_names=shards.axis_names, valid_len=last, **where,
+            q_last.transpose(0, 2, 1, 3),
+            k,
+            scale=shards.scale_for(q.shape[3]),
+            backend=shards.backend,
+            axis_names=shards.axis_names,
+            valid_len=last,
+            **where,
         )
     whole, _ = exchange.to_heads(parts, **where, axis_names=shards.axis_names)
     sums = []
@@ -80,7 +85,10 @@ def last_attention(
 
 
 def counted(
-    masses: Array, gamma: float, spans: Spans, sizes: tuple[int, int],
+    masses: Array,
+    gamma: float,
+    spans: Spans,
+    sizes: tuple[int, int],
     axis_names: exchange.AxisNames,
 ) -> LastAttention:
     """Collects results on all ranks from masses that are distributed by heads.
@@ -151,14 +159,15 @@ def distances(q: Array, k: Array, shards: Shards, block_masses: Array) -> Array:
     keys = key_means(k, shards)
     batch, kv_heads, num_blocks, dim = keys.shape
     logits = lax.dot_general(
-        mean.reshape(batch, kv_heads, -1, dim), keys, (((3,), (3,)), ((0, 1), (0, 1))),
-        precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32,
+        mean.reshape(batch, kv_heads, -1, dim),
+        keys,
+        (((3,), (3,)), ((0, 1), (0, 1))),
+        precision=lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
     ).reshape(batch, -1, num_blocks)
     exists = jnp.arange(num_blocks, dtype=jnp.int32) * size < end
     logits = jnp.where(exists, logits, -jnp.inf)
-    terms = estimate.relative_exp(
-        logits, logits.max(-1, keepdims=True), shards.scale_for(dim)
-    )
+    terms = estimate.relative_exp(logits, logits.max(-1, keepdims=True), shards.scale_for(dim))
     return distance(terms, block_masses, OneSpan(num_blocks, end))
 
 
@@ -184,9 +193,13 @@ def pooled_lists(
     queries = pooling.block_means(q, shards.block_ids, ends)
     keys = key_means(k, shards)
     shares = row_scores.block_masses(
-        queries[:, :, :, None], keys[:, :, :, None], places[..., None],
+        queries[:, :, :, None],
+        keys[:, :, :, None],
+        places[..., None],
         shards.first_blocks(shards.block_ids),
-        scale=shards.scale_for(q.shape[3]), like=q, backend="xla",  # one product per 128^2 pairs
+        scale=shards.scale_for(q.shape[3]),
+        like=q,
+        backend="xla",  # one product per 128^2 pairs
     )
     mass = jnp.round(shares * estimate.MASS_ONE).astype(jnp.uint32)
     if slots is not None:

@@ -38,9 +38,7 @@ class Rule(Protocol):
             scale: scale of the logits.
         """
 
-    def keys(
-        self, by_distance: Array, heads: Array, spans: Spans
-    ) -> tuple[Array, select.Rule]:
+    def keys(self, by_distance: Array, heads: Array, spans: Spans) -> tuple[Array, select.Rule]:
         """Returns selection keys, and how many of the largest to keep.
 
         Args:
@@ -64,7 +62,11 @@ class Rule(Protocol):
 
 
 def choose(
-    q: Array, k: Array, shards: Shards, settings: Settings, rule: Rule,
+    q: Array,
+    k: Array,
+    shards: Shards,
+    settings: Settings,
+    rule: Rule,
     together: Callable[[Array, Spans], Kept] | None = None,
 ) -> tuple[VerticalSlashIndex, Array]:
     """Selects columns and block diagonals per batch entry and query head.
@@ -105,9 +107,7 @@ def choose(
     scores = rule.scores(q_last.transpose(0, 2, 1, 3), k, shards, scale)
     # From here on a rank has whole sequences of some heads. A search over all ranks would need a
     # collective for every digit of a score.
-    (vertical, own, tails), heads = exchange.to_heads(
-        scores, **where, axis_names=shards.axis_names
-    )
+    (vertical, own, tails), heads = exchange.to_heads(scores, **where, axis_names=shards.axis_names)
     slash = estimate.join_diagonals(own, tails)
     # Reverses diagonals, so that both are in ascending order of distance.
     slash = jnp.flip(slash, axis=(-2, -1))
@@ -140,8 +140,7 @@ def per_kind(values: Sequence[int], spans: Spans) -> Array:
 
 
 def each_kind(
-    rule: Rule, by_distance: Array, heads: Array, spans: Spans,
-    most_columns: Array | None = None,
+    rule: Rule, by_distance: Array, heads: Array, spans: Spans, most_columns: Array | None = None
 ) -> Kept:
     """Selects the largest column keys, and the block diagonals of the largest diagonal keys.
 

@@ -52,9 +52,7 @@ def density(
     return index.computed_pairs(seq_len, rows) / pairs
 
 
-def attention_flops(
-    pairs: float | Array, head_dim: int
-) -> tuple[float | Array, float | Array]:
+def attention_flops(pairs: float | Array, head_dim: int) -> tuple[float | Array, float | Array]:
     """Returns the FLOP of attention's two (forward) and five (backward) products of one head.
 
     Args:
@@ -104,8 +102,7 @@ def attention_recall(
     q, k = lax.stop_gradient((q_BnHD, k_BnHkD))
     positions = jnp.asarray(positions, jnp.int32)
     keys = Keys.of(
-        k, None, index, block_ids=block_ids, axis_names=axis_names, scale=scale,
-        documents=documents,
+        k, None, index, block_ids=block_ids, axis_names=axis_names, scale=scale, documents=documents
     )
     rows = attend_rows(keys.rows(q, positions), positions, keys)
     counts = keys.counts(positions)

@@ -119,9 +119,17 @@ class MInferenceFile(BudgetFile):
         )
         verticals, slashes, sinks, windows = np.moveaxis(table, -1, 0)
         return MInference(
-            verticals, slashes, sinks, windows, int(verticals.max()), int(slashes.max()),
-            int(sinks.max()), self.last_q, self.block_size, self.dense_below,
-        )  # fmt: skip
+            verticals,
+            slashes,
+            sinks,
+            windows,
+            int(verticals.max()),
+            int(slashes.max()),
+            int(sinks.max()),
+            self.last_q,
+            self.block_size,
+            self.dense_below,
+        )
 
     def _numbers(
         self, head: tuple[str, int, int], layer: int, number: int
@@ -161,9 +169,15 @@ class _Rule:
         from mtraining_jax.sparsity import estimate
 
         return estimate.softmax_scores(
-            q_last, k, scale=scale, backend=shards.backend, axis_names=shards.axis_names,
-            block_ids=shards.block_ids, num_blocks=shards.num_blocks, valid_len=shards.valid_len,
-        )  # fmt: skip
+            q_last,
+            k,
+            scale=scale,
+            backend=shards.backend,
+            axis_names=shards.axis_names,
+            block_ids=shards.block_ids,
+            num_blocks=shards.num_blocks,
+            valid_len=shards.valid_len,
+        )
 
     def keys(self, by_distance: "Array", heads: "Array", spans: "Spans") -> tuple:
         """Returns masses plus one, with the highest bit set if forced, and 0 for padding."""

@@ -70,8 +70,13 @@ class Prism(RowPattern):
             rows = jnp.where(band, queries, 0.0) / jnp.maximum(shares, 1e-30)[..., None]
             found.append(
                 row_scores.block_masses(
-                    rows[:, :, :, None], keys[:, :, :, None], places[..., None], own_first,
-                    scale=shards.scale_for(head_dim), like=q, backend=shards.backend,
+                    rows[:, :, :, None],
+                    keys[:, :, :, None],
+                    places[..., None],
+                    own_first,
+                    scale=shards.scale_for(head_dim),
+                    like=q,
+                    backend=shards.backend,
                 )
             )
         return tuple(found)

@@ -106,12 +106,17 @@ class ReplaySettings(VerticalSlashSettings):
         if self._lists:
             return make_replay_lists(
                 _targets(
-                    np.random.default_rng(model.seed), self.replay_density, model.num_layers,
+                    np.random.default_rng(model.seed),
+                    self.replay_density,
+                    model.num_layers,
                     model.num_heads,
                 ),
-                num_blocks=model.seq_len // self.block_size, block_size=self.block_size,
-                sink_blocks=self.sink_blocks, local_blocks=self.local_blocks,
-                estimate=self._like() if self.replay_estimate else None, seed=model.seed,
+                num_blocks=model.seq_len // self.block_size,
+                block_size=self.block_size,
+                sink_blocks=self.sink_blocks,
+                local_blocks=self.local_blocks,
+                estimate=self._like() if self.replay_estimate else None,
+                seed=model.seed,
             )
         return make_replay(
             density=self.replay_density,
@@ -309,9 +314,7 @@ def make_replay(
     )
 
 
-def _targets(
-    rng: np.random.Generator, mean: float, num_layers: int, num_heads: int
-) -> np.ndarray:
+def _targets(rng: np.random.Generator, mean: float, num_layers: int, num_heads: int) -> np.ndarray:
     """Returns the densities of all heads, fp64 [L, Hq], layers and heads in random order."""
     layers = rng.permutation(layer_densities(num_layers, mean))
     spread = np.linspace(_LOWEST_HEAD, _HIGHEST_HEAD, num_heads) if num_heads > 1 else np.ones(1)

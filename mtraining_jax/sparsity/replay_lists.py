@@ -134,8 +134,14 @@ def probabilities(
 
 
 def make_replay_lists(
-    targets: np.ndarray, *, num_blocks: int, block_size: int, sink_blocks: int,
-    local_blocks: int, estimate: Pattern | None, seed: int,
+    targets: np.ndarray,
+    *,
+    num_blocks: int,
+    block_size: int,
+    sink_blocks: int,
+    local_blocks: int,
+    estimate: Pattern | None,
+    seed: int,
 ) -> ReplayLists:
     """Draws the lists of all layers, the same on every machine.
 
@@ -157,7 +163,10 @@ def make_replay_lists(
     thresholds = np.minimum(np.round(shares * 2.0**32), 2.0**32 - 1)
     salts = np.random.default_rng(seed).integers(2**32, size=targets.shape, dtype=np.uint32)
     return ReplayLists(
-        thresholds=thresholds.astype(np.uint32).reshape(targets.shape), salts=salts,
-        estimate=estimate, sink_blocks=sink_blocks, local_blocks=local_blocks,
+        thresholds=thresholds.astype(np.uint32).reshape(targets.shape),
+        salts=salts,
+        estimate=estimate,
+        sink_blocks=sink_blocks,
+        local_blocks=local_blocks,
         block_size=block_size,
     )

@@ -43,8 +43,14 @@ class Keys(NamedTuple):
 
     @classmethod
     def of(
-        cls, k: Array, v: Array | None, index: Index, *, block_ids: Array,
-        axis_names: Sequence[str] = (), scale: float | None = None,
+        cls,
+        k: Array,
+        v: Array | None,
+        index: Index,
+        *,
+        block_ids: Array,
+        axis_names: Sequence[str] = (),
+        scale: float | None = None,
         documents: DocumentBlocks | None = None,
     ) -> "Keys":
         """Builds it from local shards; a `by_rows` index has the local rows.
@@ -155,8 +161,7 @@ def attend_rows(
     (total, kept, *marked), outs = keys.total((sums, outs))
     if outs:
         outs = tuple(
-            o / jnp.where(s > 0, s, 1)[..., None]
-            for o, s in zip(outs, (total, kept), strict=True)
+            o / jnp.where(s > 0, s, 1)[..., None] for o, s in zip(outs, (total, kept), strict=True)
         )
     return RowAttention(
         q_BRHD, whole, total, kept, marked[0] if marked else None, *(outs or (None, None))
@@ -206,6 +211,7 @@ def _over_chunks(step: Callable, start, keys: Keys):
     num_local = keys.block_ids.shape[0]
     count = min(max(keys.num_blocks // 16, 1), 64, num_local)
     steps = -(-num_local // count)
+
     def body(carry, i):
         # The last chunk starts early enough to end with the last block; blocks that it repeats are
         # treated as after every query.
@@ -254,7 +260,10 @@ class _Chunk(NamedTuple):
         batch, num_heads, num_rows, tokens = weights_BHRt.shape
         weights = weights_BHRt.astype(y.dtype).reshape(batch, y.shape[2], -1, num_rows, tokens)
         found = jnp.einsum(
-            "bkgrt,btkd->bkgrd", weights, y, precision=_precision(y),
+            "bkgrt,btkd->bkgrd",
+            weights,
+            y,
+            precision=_precision(y),
             preferred_element_type=jnp.float32,
         )
         return found.reshape(batch, num_heads, num_rows, -1)

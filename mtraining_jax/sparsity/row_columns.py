@@ -72,9 +72,7 @@ def in_block(logits: Array, scale: float) -> tuple[Array, Array]:
     return peak, total.astype(jnp.float32) * (1 / term_one)
 
 
-def of_keys(
-    logits: Array, counts: Array, peak: Array, total: Array, scale: float
-) -> Array:
+def of_keys(logits: Array, counts: Array, peak: Array, total: Array, scale: float) -> Array:
     """Computes the mass of the keys of C blocks: int32 [C, B, Hq, g]; the total is 2^30.
 
     Args:
@@ -115,7 +113,13 @@ def _far_masses(
 
 
 def masses_without(
-    rows: Array, k: Array, places: Array, tokens: Array, shards: Shards, block_size: int, *,
+    rows: Array,
+    k: Array,
+    places: Array,
+    tokens: Array,
+    shards: Shards,
+    block_size: int,
+    *,
     like: Array,
 ) -> tuple[Array, Array]:
     """Splits the mass of query rows between key blocks and columns.
@@ -140,17 +144,27 @@ def masses_without(
         del start, size  # all rows of blocks have the same columns
         batch, heads, *_, dim = rows.shape
         return lax.dot_general(
-            rows.reshape(batch, heads, -1, dim), keys, (((3,), (3,)), ((0, 1), (0, 1))),
-            precision=precision, preferred_element_type=jnp.float32,
+            rows.reshape(batch, heads, -1, dim),
+            keys,
+            (((3,), (3,)), ((0, 1), (0, 1))),
+            precision=precision,
+            preferred_element_type=jnp.float32,
         ).reshape(*rows.shape[:-1], -1)
 
     return left_over(rows, k, places, tokens[:, :, None], logits, shards, block_size, like=like)
 
 
 def left_over(
-    rows: Array, k: Array, places: Array, tokens: Array,
-    logits: Callable[[Array, Array, int], Array], shards: Shards, block_size: int, *,
-    like: Array, first_blocks: Array | None = None,
+    rows: Array,
+    k: Array,
+    places: Array,
+    tokens: Array,
+    logits: Callable[[Array, Array, int], Array],
+    shards: Shards,
+    block_size: int,
+    *,
+    like: Array,
+    first_blocks: Array | None = None,
 ) -> tuple[Array, Array]:
     """Generalization of `masses_without` to different columns for each row of blocks.
 
@@ -162,8 +176,14 @@ def left_over(
         first_blocks: int32 [B, n], the first block that each row of blocks sees; None for 0.
     """
     masses, levels = row_scores.block_masses(
-        rows, by_blocks(k, block_size), places, first_blocks,
-        scale=shards.scale_for(rows.shape[-1]), like=like, backend=shards.backend, levels=True,
+        rows,
+        by_blocks(k, block_size),
+        places,
+        first_blocks,
+        scale=shards.scale_for(rows.shape[-1]),
+        like=like,
+        backend=shards.backend,
+        levels=True,
     )
     of_columns = _column_masses(rows, places, levels, tokens, logits, shards)
     batch, heads, num_local, _ = of_columns.shape
@@ -196,8 +216,12 @@ def _rows_at_once(num_blocks: int, bytes_of_one: int) -> int:
 
 
 def _column_masses(
-    rows: Array, places: Array, levels: Array, tokens: Array,
-    logits: Callable[[Array, Array, int], Array], shards: Shards,
+    rows: Array,
+    places: Array,
+    levels: Array,
+    tokens: Array,
+    logits: Callable[[Array, Array, int], Array],
+    shards: Shards,
 ) -> Array:
     """Computes column masses, some rows of blocks at a time: int32 [B, Hq, n, C]; total 2^30."""
     batch, heads, num_local, num_rows, dim = rows.shape

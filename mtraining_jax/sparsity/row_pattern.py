@@ -106,10 +106,14 @@ class RowPattern(Pattern):
         from mtraining_jax.sparsity.row_rule import RowRule
 
         return RowRule(
-            self.tau if shards.shares is None else shards.shares, self.sink_blocks,
-            self.local_blocks, self.least_share, -(-self.dense_start // self.block_size),
-            self.random_share, self._rows_at_end(shards) if self.dense_end else None,
-        )  # fmt: skip
+            self.tau if shards.shares is None else shards.shares,
+            self.sink_blocks,
+            self.local_blocks,
+            self.least_share,
+            -(-self.dense_start // self.block_size),
+            self.random_share,
+            self._rows_at_end(shards) if self.dense_end else None,
+        )
 
     def _rows_at_end(self, shards: Shards) -> "Array":
         """Whether each local row of blocks overlaps the dense suffix: bool [B or 1, n].

@@ -53,7 +53,10 @@ class RowRule:
 
 
 def kept_blocks(
-    scores: Array, rows: Array, rule: RowRule, documents: DocumentBlocks | None = None,
+    scores: Array,
+    rows: Array,
+    rule: RowRule,
+    documents: DocumentBlocks | None = None,
     beside: Array | None = None,
 ) -> Array:
     """Selects the key blocks of each row of blocks.

@@ -110,8 +110,11 @@ def _by_xla(
             first = lax.dynamic_slice_in_dim(first_keys, i * chunk, chunk, axis=1)
             seen &= key_numbers >= first[:, :, None, None]
         logits = lax.dot_general(
-            own.reshape(batch, kv_heads, -1, dim), keys, (((3,), (3,)), ((0, 1), (0, 1))),
-            precision=precision, preferred_element_type=jnp.float32,
+            own.reshape(batch, kv_heads, -1, dim),
+            keys,
+            (((3,), (3,)), ((0, 1), (0, 1))),
+            precision=precision,
+            preferred_element_type=jnp.float32,
         ).reshape(batch, heads, chunk, num_rows, num_blocks * num_keys)
         logits = jnp.where(seen[:, None], logits, -jnp.inf)
         return _masses(logits.reshape(*logits.shape[:-1], num_blocks, num_keys), scale)

@@ -90,9 +90,7 @@ class SampledRows(RowPattern):
         )
 
 
-def exact_masses(
-    q: "Array", k: "Array", shards: Shards, block_size: int, sampled: int
-) -> "Array":
+def exact_masses(q: "Array", k: "Array", shards: Shards, block_size: int, sampled: int) -> "Array":
     """Computes the mean softmax mass that probe queries of each block give to key blocks.
 
     Args:
@@ -109,14 +107,17 @@ def exact_masses(
 
     rows, places = samples(q, shards, block_size, sampled)
     return row_scores.block_masses(
-        rows, by_blocks(k, block_size), places, shards.first_blocks(shards.block_ids),
-        scale=shards.scale_for(q.shape[-1]), like=q, backend=shards.backend,
+        rows,
+        by_blocks(k, block_size),
+        places,
+        shards.first_blocks(shards.block_ids),
+        scale=shards.scale_for(q.shape[-1]),
+        like=q,
+        backend=shards.backend,
     )
 
 
-def samples(
-    q: "Array", shards: Shards, block_size: int, sampled: int
-) -> "tuple[Array, Array]":
+def samples(q: "Array", shards: Shards, block_size: int, sampled: int) -> "tuple[Array, Array]":
     """Gathers the probe queries of each block; arguments as in `exact_masses`.
 
     Returns:

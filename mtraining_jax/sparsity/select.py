@@ -42,9 +42,7 @@ class Rule:
     keep_crossing: bool = True
 
 
-def kept_entries(
-    keys: Array, rule: Rule, spans: Spans | None = None
-) -> tuple[Array, Array]:
+def kept_entries(keys: Array, rule: Rule, spans: Spans | None = None) -> tuple[Array, Array]:
     """Marks the entries that a rule keeps in each sequence.
 
     Args:
@@ -157,9 +155,7 @@ def _find_threshold(keys: Array, rule: Rule, spans: Spans) -> tuple[Array, Array
     return threshold, jnp.clip(jnp.maximum(by_mass, minimum - count), 0, room)
 
 
-def _sums_from(
-    keys: Array, masses: Array, candidates: Array, spans: Spans
-) -> tuple[Array, Array]:
+def _sums_from(keys: Array, masses: Array, candidates: Array, spans: Spans) -> tuple[Array, Array]:
     """Counts the keys of each sequence that reach each candidate, and sums their masses.
 
     One pass over the keys for all sums. With a candidate axis instead, XLA reads the keys once per

@@ -154,7 +154,11 @@ class VerticalSlash(VerticalSlashSettings, Pattern):
         return for_documents(self, DocumentVerticalSlash)
 
     def kept(
-        self, by_distance: "Array", heads: "Array", spans: "Spans", most_columns: "Array",
+        self,
+        by_distance: "Array",
+        heads: "Array",
+        spans: "Spans",
+        most_columns: "Array",
         shares: "Array | None" = None,
     ) -> tuple:
         """Selects by scores; returns `last_queries.Kept`.
@@ -227,9 +231,15 @@ class _Rule:
         from mtraining_jax.sparsity import estimate
 
         return estimate.softmax_scores(
-            q_last, k, scale=scale, backend=shards.backend, axis_names=shards.axis_names,
-            block_ids=shards.block_ids, num_blocks=shards.num_blocks, valid_len=shards.valid_len,
-        )  # fmt: skip
+            q_last,
+            k,
+            scale=scale,
+            backend=shards.backend,
+            axis_names=shards.axis_names,
+            block_ids=shards.block_ids,
+            num_blocks=shards.num_blocks,
+            valid_len=shards.valid_len,
+        )
 
     def keys(self, by_distance: "Array", heads: "Array", spans: "Spans") -> tuple:
         """Returns keys with the mass in the low 30 bits; bit 30 is set if forced."""

@@ -35,9 +35,7 @@ class XAttention(RowPattern):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.block_size % self.stride:
-            raise ValueError(
-                f"stride={self.stride} must divide block_size={self.block_size}"
-            )
+            raise ValueError(f"stride={self.stride} must divide block_size={self.block_size}")
 
     def scores(self, q: "Array", k: "Array", shards: Shards) -> "Array":
         import jax.numpy as jnp
@@ -63,8 +61,13 @@ class XAttention(RowPattern):
         backwards = q.reshape(q.shape[0], -1, size, *q.shape[2:])[:, :, ::-1].reshape(q.shape)
         scale = shards.scale_for(q.shape[-1])
         return row_scores.block_masses(
-            strides(backwards), strides(k), places, shards.first_blocks(shards.block_ids),
-            scale=scale / size, like=q, backend=shards.backend,
+            strides(backwards),
+            strides(k),
+            places,
+            shards.first_blocks(shards.block_ids),
+            scale=scale / size,
+            like=q,
+            backend=shards.backend,
         )
 
     def scoring_share(self) -> float:

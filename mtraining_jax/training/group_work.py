@@ -21,10 +21,13 @@ def attention_size(config: Config) -> AttentionSize:
     """Returns what the attention time of a replica depends on, except document lengths."""
     model = config.model
     return AttentionSize(
-        num_layers=model.num_layers, num_heads=model.num_heads, head_dim=model.head_dim,
-        ranks=config.ranks, block_size=config.sparsity.block_size,
+        num_layers=model.num_layers,
+        num_heads=model.num_heads,
+        head_dim=model.head_dim,
+        ranks=config.ranks,
+        block_size=config.sparsity.block_size,
         passes=2 if model.remat == "full" else 1,
-    )  # fmt: skip
+    )
 
 
 def assumed_densities(config: Config) -> np.ndarray:
@@ -48,10 +51,13 @@ def balance_of(config: Config) -> Balance | None:
     if data.balance == "none":
         return None
     return Balance(
-        name=data.balance, groups=config.parallel.data, parts=config.optimizer.accumulation_steps,
-        block_size=config.sparsity.block_size, weigh=_weigh(config),
+        name=data.balance,
+        groups=config.parallel.data,
+        parts=config.optimizer.accumulation_steps,
+        block_size=config.sparsity.block_size,
+        weigh=_weigh(config),
         densities=Densities(assumed_densities(config)) if _by_density(config) else None,
-    )  # fmt: skip
+    )
 
 
 def measures_by_length(config: Config) -> bool:

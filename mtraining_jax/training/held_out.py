@@ -130,11 +130,7 @@ def _patterns(config: Config, evaluation: Config) -> dict[str, Pattern]:
 
 
 def _make_sums(
-    config: Config,
-    builder: StateBuilder,
-    attention: Attention,
-    mesh: Mesh,
-    attention_inputs: Any,
+    config: Config, builder: StateBuilder, attention: Attention, mesh: Mesh, attention_inputs: Any
 ) -> Callable[[dict[str, Array], Batch], tuple[Array, Array]]:
     """Jits a function (parameters, batch) -> fp32 loss sums and int32 counts by position bucket."""
     buckets, fsdp = num_buckets(config.data.seq_len), config.parallel.fsdp

@@ -30,7 +30,10 @@ def allocate(size: int, device: Any) -> None:
 
 
 def check_memory(
-    program: Any, devices: Iterable[Any], what: str = "a training step", *,
+    program: Any,
+    devices: Iterable[Any],
+    what: str = "a training step",
+    *,
     take: Callable[[int, Any], None] = allocate,
 ) -> None:
     """Stops a run if a program would run out of memory.

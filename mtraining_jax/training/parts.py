@@ -43,9 +43,12 @@ def build_layout(config: Config) -> Layout:
     """Builds the layout that assigns tokens to context-parallel ranks."""
     parallel = config.parallel
     return layout_for_ring(
-        parallel.layout, config.data.seq_len, (parallel.nodes, parallel.devices_per_node),
-        config.sparsity.block_size, parallel.ring,
-    )  # fmt: skip
+        parallel.layout,
+        config.data.seq_len,
+        (parallel.nodes, parallel.devices_per_node),
+        config.sparsity.block_size,
+        parallel.ring,
+    )
 
 
 def build_pattern(config: Config) -> Pattern:
@@ -155,7 +158,8 @@ class Batches:
         if documents is None:
             return batch | {"positions": self._positions}
         table = jax.make_array_from_callback(
-            (self._shape[0], *documents.shape[1:]), self._of_documents,
+            (self._shape[0], *documents.shape[1:]),
+            self._of_documents,
             lambda index: self.loader.block_of_rows(documents, index),
         )
         positions = self._restart(self._positions, table)

@@ -119,8 +119,12 @@ class ShareResponse:
         return np.where(known & (of_them > 0), of_them, np.nan)
 
     def after(
-        self, documents: Sequence[GroupDocuments], assumed: np.ndarray, shares: np.ndarray,
-        base: float, measured: np.ndarray,
+        self,
+        documents: Sequence[GroupDocuments],
+        assumed: np.ndarray,
+        shares: np.ndarray,
+        base: float,
+        measured: np.ndarray,
     ) -> Self:
         """Returns the estimate after one more step.
 

@@ -143,8 +143,12 @@ def make_gradients(
     fsdp = config.parallel.fsdp
 
     def loss_of(
-        trained: Parameters, frozen: Parameters, batch: Batch, count: Array,
-        attention: Attention = attention, attention_inputs: Any = attention_inputs,
+        trained: Parameters,
+        frozen: Parameters,
+        batch: Batch,
+        count: Array,
+        attention: Attention = attention,
+        attention_inputs: Any = attention_inputs,
     ):
         model = nnx.merge(builder.graphdef, builder.unflatten({**trained, **frozen}))
         attend, inputs = with_shares(attention_within(attention, batch), attention_inputs, batch)

@@ -50,8 +50,12 @@ class TunedShares:
 
 
 def tuned_shares(
-    documents: Sequence[GroupDocuments], response: ShareResponse, assumed: np.ndarray,
-    bounds: Bounds, anchor: str, size: AttentionSize,
+    documents: Sequence[GroupDocuments],
+    response: ShareResponse,
+    assumed: np.ndarray,
+    bounds: Bounds,
+    anchor: str,
+    size: AttentionSize,
 ) -> TunedShares:
     """Tunes the mass fractions of a step; the result is the same on every process.
 
@@ -72,8 +76,12 @@ def tuned_shares(
 
 
 def _of_group(
-    documents: GroupDocuments, response: ShareResponse, known: np.ndarray, bounds: Bounds,
-    target: float, size: AttentionSize,
+    documents: GroupDocuments,
+    response: ShareResponse,
+    known: np.ndarray,
+    bounds: Bounds,
+    target: float,
+    size: AttentionSize,
 ) -> tuple[np.ndarray, float, bool]:
     """Returns fractions [L] of one replica, its predicted time, and whether it is infeasible."""
     exponents = response.exponents
@@ -104,7 +112,5 @@ def _of_group(
     return *at(least), False
 
 
-def _ms(
-    documents: GroupDocuments, known: np.ndarray, factor: float, size: AttentionSize
-) -> float:
+def _ms(documents: GroupDocuments, known: np.ndarray, factor: float, size: AttentionSize) -> float:
     return pack_ms(documents.lengths, documents.densities(known, factor), size)

@@ -45,9 +45,7 @@ class Tuner:
         work: work of the replicas; None if it is equal.
     """
 
-    def __init__(
-        self, config: Config, loader: Loader, mesh: Mesh, work: GroupWork | None
-    ) -> None:
+    def __init__(self, config: Config, loader: Loader, mesh: Mesh, work: GroupWork | None) -> None:
         sparsity = config.sparsity
         self._config, self._loader, self._work = config, loader, work
         self._sharding = NamedSharding(mesh, SHARES)
@@ -70,8 +68,12 @@ class Tuner:
         step, groups = self._loader.handed_out, self._config.parallel.data
         documents = self._documents()
         tuned = tuned_shares(
-            documents, self._known_before(step), self._assumed, self._bounds,
-            self._config.sparsity.tune, self._size,
+            documents,
+            self._known_before(step),
+            self._assumed,
+            self._bounds,
+            self._config.sparsity.tune,
+            self._size,
         )
         self._under_way[step] = _UnderWay(documents, tuned)
         rows = self._config.data.batch_size // groups
@@ -118,7 +120,8 @@ class Tuner:
             own.documents, self._assumed, tuned.shares, self._bounds.base, measured
         )
         self._after = {
-            **{past: x for past, x in self._after.items() if past > step - DELAY - 1}, step: after
+            **{past: x for past, x in self._after.items() if past > step - DELAY - 1},
+            step: after,
         }
         self._newest = step
         return record
@@ -161,9 +164,7 @@ class Tuner:
         groups = config.parallel.data
         each = len(rows) // groups
         return [
-            GroupDocuments(
-                rows[m * each : (m + 1) * each], config.sparsity.block_size, dense_below
-            )
+            GroupDocuments(rows[m * each : (m + 1) * each], config.sparsity.block_size, dense_below)
             for m in range(groups)
         ]
 

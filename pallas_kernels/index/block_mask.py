@@ -19,7 +19,8 @@ from pallas_kernels.tiles.protocol import check_shape
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["bits", "column_marks", "column_start"],
+    jax.tree_util.register_dataclass,
+    data_fields=["bits", "column_marks", "column_start"],
     meta_fields=["num_blocks", "block_size", "max_columns"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -177,7 +178,10 @@ class BlockMaskIndex(Index):
         return padded_columns(tokens, count)
 
     def columns(
-        self, query: Segment, num_blocks: int, tokens: Array | None = None,
+        self,
+        query: Segment,
+        num_blocks: int,
+        tokens: Array | None = None,
         rows: Array | None = None,
     ) -> Columns | None:
         if self.column_marks is None:
@@ -193,9 +197,7 @@ class BlockMaskIndex(Index):
             start = shards.rows_of(query, self.column_start)
             left_out |= blocks[:, :, None] < start[..., None]
         apart = self.column_start is not None
-        return Columns.beside(
-            left_out, tokens, query.blocks(), num_blocks, self.block_size, apart
-        )
+        return Columns.beside(left_out, tokens, query.blocks(), num_blocks, self.block_size, apart)
 
     def budgets(self) -> dict[str, Array]:
         """Number of blocks of each head, and of columns if it has any."""
@@ -223,16 +225,12 @@ class BlockMaskIndex(Index):
     def _tiles(self, seq_len: int, rows: Rows | None) -> tuple[Array, Array]:
         """Counts set blocks, and those of them that are a row's own: int32 [B, Hq] each."""
         if seq_len != self.told_length():
-            raise ValueError(
-                f"seq_len={seq_len}, but the index has {self.told_length()} tokens"
-            )
+            raise ValueError(f"seq_len={seq_len}, but the index has {self.told_length()} tokens")
         tiles = sets.count(self.bits).sum(-1, dtype=jnp.int32)
         cut = self._own_listed(rows).sum(-1, dtype=jnp.int32)
         return (tiles, cut) if rows is None else (rows.total(tiles), rows.total(cut))
 
-    def _beside_blocks(
-        self, rows: Rows | None, by_row: bool = False
-    ) -> tuple[Array, Array, Array]:
+    def _beside_blocks(self, rows: Rows | None, by_row: bool = False) -> tuple[Array, Array, Array]:
         """Counts what columns add to the set blocks, in integers that cannot overflow.
 
         Returns int32 [B, Hq] each, or [B, Hq, rows] with `by_row`: pairs of a column and a later

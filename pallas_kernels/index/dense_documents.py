@@ -98,9 +98,7 @@ class DenseDocumentsIndex(Index):
         """Counts tiles, and those of them on the diagonal: int32 [B, Hq] each."""
         check_whole_blocks(seq_len, self.block_size)
         if seq_len != self.told_length():
-            raise ValueError(
-                f"seq_len={seq_len}, but the index has {self.told_length()} tokens"
-            )
+            raise ValueError(f"seq_len={seq_len}, but the index has {self.told_length()} tokens")
         tiles = self._tiles()
         return tiles.sum(-1, dtype=jnp.int32), (tiles > 0).sum(-1, dtype=jnp.int32)
 

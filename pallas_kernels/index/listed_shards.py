@@ -55,7 +55,10 @@ class ListedShards(ShardTiles):
         columns = jnp.where(taken, jnp.arange(keys.size, dtype=jnp.int32), _NOT_HERE)
         local_key = jnp.full(num_blocks, _NOT_HERE, jnp.int32).at[keys].set(columns)
         key_blocks, key_count = _here(
-            self.key_blocks[:, :, queries], self.key_count[:, :, queries], local_key, keys.size,
+            self.key_blocks[:, :, queries],
+            self.key_count[:, :, queries],
+            local_key,
+            keys.size,
             rows - diagonal,
         )
         counts = jnp.where(taken, self.query_count[:, :, keys], 0)

@@ -82,6 +82,4 @@ def tiles_of(
     slots = jnp.arange(num_keys, dtype=jnp.int32)
     at_end = listed[..., None] & (slots == others[..., None])
     rows = jnp.where(at_end, last[:, None], rows)
-    return ListedTiles(
-        rows, others + listed, columns, column_count, diagonal, block_size
-    )
+    return ListedTiles(rows, others + listed, columns, column_count, diagonal, block_size)

@@ -145,7 +145,10 @@ class Index(abc.ABC):
         return None
 
     def columns(
-        self, query: "Segment", num_blocks: int, tokens: Array | None = None,
+        self,
+        query: "Segment",
+        num_blocks: int,
+        tokens: Array | None = None,
         rows: Array | None = None,
     ) -> "Columns | None":
         """Returns the gathered columns as seen by the queries of one segment, or None.

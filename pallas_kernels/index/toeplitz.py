@@ -28,6 +28,7 @@ class ToeplitzShards(ShardTiles):
         block_size: g.
         dense: whether all diagonals are present.
     """
+
     diagonals: Array
     bounds: Array
     stride: int

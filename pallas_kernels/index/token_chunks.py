@@ -15,7 +15,8 @@ from pallas_kernels.tiles.protocol import check_shape
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["chosen", "first"],
+    jax.tree_util.register_dataclass,
+    data_fields=["chosen", "first"],
     meta_fields=["num_blocks", "chunk_blocks", "most", "block_size"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -155,9 +156,7 @@ class TokenChunksIndex(Index):
     def check(self, batch: int, num_heads: int, rows: int) -> None:
         """Raises ValueError if the shapes do not match a call."""
         words = sets.words_for(self.num_chunks)
-        check_shape(
-            "index.chosen", self.chosen, (batch, num_heads, rows, self.block_size, words)
-        )
+        check_shape("index.chosen", self.chosen, (batch, num_heads, rows, self.block_size, words))
         if self.first is not None:
             check_shape("index.first", self.first, (batch, num_heads, rows))
 
@@ -206,9 +205,7 @@ def chunks_of(first: Array | None, blocks: Array, chunk_blocks: int) -> Array:
     return (blocks if first is None else blocks - first % chunk_blocks) // chunk_blocks
 
 
-def chunk_starts(
-    first: Array | None, rows: Array, num_blocks: int, chunk_blocks: int
-) -> Array:
+def chunk_starts(first: Array | None, rows: Array, num_blocks: int, chunk_blocks: int) -> Array:
     """Returns the first block of each chunk that is complete before a row of its document.
 
     Args:

@@ -100,7 +100,10 @@ class VerticalSlashIndex(Index):
         return pad_columns(self) if self.vertical_tokens.shape[-1] else None
 
     def columns(
-        self, query: Segment, num_blocks: int, tokens: Array | None = None,
+        self,
+        query: Segment,
+        num_blocks: int,
+        tokens: Array | None = None,
         rows: Array | None = None,
     ) -> Columns | None:
         if self.vertical_tokens.shape[-1] == 0:

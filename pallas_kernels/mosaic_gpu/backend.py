@@ -83,42 +83,91 @@ class MosaicGpu:
         if config is None:
             return HopperWork(queries, key_work(tiles, columns, *sizes))
         work = fused_work(
-            tiles, columns, *sizes, item_heads=config.item_heads,
+            tiles,
+            columns,
+            *sizes,
+            item_heads=config.item_heads,
             wave=self._multiprocessors() if config.waves else 0,
         )
         return HopperWork(queries, work)
 
     def forward(
-        self, q: Array, k: Array, v: Array, plan: Plan, column_kv: tuple[Array, Array] | None, *,
-        scale: float, init: tuple[Array, Array] | None, out_dtype: jnp.dtype,
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        plan: Plan,
+        column_kv: tuple[Array, Array] | None,
+        *,
+        scale: float,
+        init: tuple[Array, Array] | None,
+        out_dtype: jnp.dtype,
         beside_transfers: bool,
     ) -> tuple[Array, Array]:
         if init is not None:
             init = tuple(x.astype(jnp.float32) for x in init)
         return forward_kernel(
-            q, k, v, plan.work.queries, _gathered(plan, column_kv), init, scale=scale,
-            out_dtype=out_dtype, config=self._configs(q).forward,
-            num_blocks=self._thread_blocks(beside_transfers), interpret=self.interpret,
+            q,
+            k,
+            v,
+            plan.work.queries,
+            _gathered(plan, column_kv),
+            init,
+            scale=scale,
+            out_dtype=out_dtype,
+            config=self._configs(q).forward,
+            num_blocks=self._thread_blocks(beside_transfers),
+            interpret=self.interpret,
         )
 
     def backward(
-        self, q: Array, k: Array, v: Array, dout: Array, lse: Array, delta: Array, plan: Plan,
-        column_kv: tuple[Array, Array] | None, *, scale: float, dq_dtype: jnp.dtype,
-        key_dtype: jnp.dtype | None, beside_transfers: bool,
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        dout: Array,
+        lse: Array,
+        delta: Array,
+        plan: Plan,
+        column_kv: tuple[Array, Array] | None,
+        *,
+        scale: float,
+        dq_dtype: jnp.dtype,
+        key_dtype: jnp.dtype | None,
+        beside_transfers: bool,
     ) -> Gradients:
         """Ignores `beside_transfers` in the fused kernel, which has one thread block per item."""
         dout = dout.astype(q.dtype)
         base = jnp.where(lse > -jnp.inf, lse / -scale, -jnp.inf)  # initial value of the logits
         if isinstance(plan.work.keys, FusedWork):
             return self._one_kernel(
-                q, k, v, dout, base, -delta, plan, column_kv, scale=scale, dq_dtype=dq_dtype,
+                q,
+                k,
+                v,
+                dout,
+                base,
+                -delta,
+                plan,
+                column_kv,
+                scale=scale,
+                dq_dtype=dq_dtype,
                 key_dtype=key_dtype,
             )
         configs, whole = self._configs(q), key_dtype is not None
         columns = _gathered(plan, column_kv)
         keys, of_columns = dkdv_kernel(
-            q, k, v, dout, base, -delta, plan.work.keys, columns, scale=scale,
-            config=configs.dkdv, interpret=self.interpret, one_array=whole,
+            q,
+            k,
+            v,
+            dout,
+            base,
+            -delta,
+            plan.work.keys,
+            columns,
+            scale=scale,
+            config=configs.dkdv,
+            interpret=self.interpret,
+            one_array=whole,
         )
         if whole:
             dk, dv = _whole_keys(keys, of_columns, plan.columns, key_dtype)
@@ -128,9 +177,19 @@ class MosaicGpu:
         else:
             dk, dv = keys
         dq = dq_kernel(
-            q, k, v, dout, base, delta, plan.work.queries, columns, scale=scale,
-            out_dtype=dq_dtype, config=configs.dq,
-            num_blocks=self._thread_blocks(beside_transfers), interpret=self.interpret,
+            q,
+            k,
+            v,
+            dout,
+            base,
+            delta,
+            plan.work.queries,
+            columns,
+            scale=scale,
+            out_dtype=dq_dtype,
+            config=configs.dq,
+            num_blocks=self._thread_blocks(beside_transfers),
+            interpret=self.interpret,
         )
         if not plan.has_tiles:
             dk = dv = None
@@ -143,8 +202,18 @@ class MosaicGpu:
         return delta_kernel(out, dout, interpret=self.interpret)[..., :rows]
 
     def _one_kernel(
-        self, q: Array, k: Array, v: Array, dout: Array, base: Array, minus_delta: Array,
-        plan: Plan, column_kv: tuple[Array, Array] | None, *, scale: float, dq_dtype: jnp.dtype,
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        dout: Array,
+        base: Array,
+        minus_delta: Array,
+        plan: Plan,
+        column_kv: tuple[Array, Array] | None,
+        *,
+        scale: float,
+        dq_dtype: jnp.dtype,
         key_dtype: jnp.dtype | None,
     ) -> Gradients:
         """Computes all gradients with the fused kernel."""
@@ -155,8 +224,18 @@ class MosaicGpu:
         def fused(q, k, v, dout, base, minus_delta, work, columns):
             dq = jnp.zeros(q.shape, jnp.float32)
             return fused_kernel(
-                q, k, v, dout, base, minus_delta, dq, work, columns, scale=scale,
-                config=self._configs(q).fused, interpret=self.interpret,
+                q,
+                k,
+                v,
+                dout,
+                base,
+                minus_delta,
+                dq,
+                work,
+                columns,
+                scale=scale,
+                config=self._configs(q).fused,
+                interpret=self.interpret,
             )
 
         dq, *of_keys = fused(
@@ -166,9 +245,7 @@ class MosaicGpu:
             of_keys = *whole_keys(*of_keys, plan.columns, key_dtype), None, None
         return Gradients(dq.astype(dq_dtype), *of_keys)
 
-    def _fused_config(
-        self, q: Array, tiles: Tiles | None, whole: bool
-    ) -> FusedConfig | None:
+    def _fused_config(self, q: Array, tiles: Tiles | None, whole: bool) -> FusedConfig | None:
         """Returns the configuration of the fused backward kernel, or None if it is not used.
 
         It is used for dense diagonals, and for sparse ones if a call returns complete gradients

@@ -31,8 +31,14 @@ class HopperBlockScores:
         return unsupported_by_kernel(q, k, depth=DEPTH, width=width)
 
     def block_masses(
-        self, q: Array, k: Array, places: Array, first_blocks: Array | None = None, *,
-        scale: float, levels: bool = False,
+        self,
+        q: Array,
+        k: Array,
+        places: Array,
+        first_blocks: Array | None = None,
+        *,
+        scale: float,
+        levels: bool = False,
     ) -> Array | tuple[Array, Array]:
         if q.shape[-1] <= short_block_scores.MOST_LENGTH:
             kernel, config = short_block_scores.short_block_scores_kernel, self._short
@@ -45,13 +51,28 @@ class HopperBlockScores:
             rows: Array, keys: Array, seen: Array, begin: Array | None
         ) -> tuple[Array, Array]:
             return kernel(
-                rows, keys, seen, begin, scale=scale, block_columns=k.shape[3], config=config,
-                num_blocks=self._multiprocessors(), interpret=self._interpret,
+                rows,
+                keys,
+                seen,
+                begin,
+                scale=scale,
+                block_columns=k.shape[3],
+                config=config,
+                num_blocks=self._multiprocessors(),
+                interpret=self._interpret,
             )
 
         return masses_from_scores(
-            score, q, k, places, first_blocks, scale=scale, levels=levels, tile_rows=tile_rows,
-            width=config.width, programs=self._multiprocessors(),
+            score,
+            q,
+            k,
+            places,
+            first_blocks,
+            scale=scale,
+            levels=levels,
+            tile_rows=tile_rows,
+            width=config.width,
+            programs=self._multiprocessors(),
         )
 
     def _multiprocessors(self) -> int:

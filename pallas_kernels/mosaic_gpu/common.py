@@ -61,8 +61,13 @@ def await_last(barriers: Sequence[Any], steps: Array, slots: int) -> None:
 
 
 def launch(
-    kernel: Callable[..., None], out_type: Any, scratch: list[Any], num_blocks: int,
-    interpret: Any, warpgroups: int = WARPGROUPS, memory_warpgroups: int = 1,
+    kernel: Callable[..., None],
+    out_type: Any,
+    scratch: list[Any],
+    num_blocks: int,
+    interpret: Any,
+    warpgroups: int = WARPGROUPS,
+    memory_warpgroups: int = 1,
 ) -> Callable[..., Any]:
     """Builds a kernel over thread blocks (axis "block") of compute and copy warpgroups ("wg").
 

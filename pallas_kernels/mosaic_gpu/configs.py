@@ -31,12 +31,16 @@ class Configs:
 #   in an earlier run dense 311 against 369
 CONFIGS = {
     64: Configs(
-        ForwardConfig(keys_late=True), DqConfig(), DkdvConfig(),
+        ForwardConfig(keys_late=True),
+        DqConfig(),
+        DkdvConfig(),
         FusedConfig(ds_from_memory=False, retire_dk=True, item_heads=1, waves=True),
         fused_sparse_bytes=2**31,
     ),
     128: Configs(
-        ForwardConfig(), DqConfig(), DkdvConfig(),
+        ForwardConfig(),
+        DqConfig(),
+        DkdvConfig(),
         FusedConfig(early_shift=True, item_heads=1, waves=True),
     ),
 }

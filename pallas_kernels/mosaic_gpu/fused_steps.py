@@ -13,13 +13,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic_gpu.common import (
-    COLUMN_LAYOUT,
-    LOG2E,
-    ROWS,
-    await_last,
-    product,
-)
+from pallas_kernels.mosaic_gpu.common import COLUMN_LAYOUT, LOG2E, ROWS, await_last, product
 from pallas_kernels.mosaic_gpu.fused_sums import ADDING_WARPS
 from pallas_kernels.mosaic_gpu.interpreter import product_plus
 from pallas_kernels.mosaic_gpu.masks import KeyMask, add_bias
@@ -52,8 +46,15 @@ class FusedSteps:
     """
 
     def __init__(
-        self, smem: dict[str, Any], bars: dict[str, Any], warpgroup: Array, config: FusedConfig,
-        *, scale: float, queries: int, interpreted: bool,
+        self,
+        smem: dict[str, Any],
+        bars: dict[str, Any],
+        warpgroup: Array,
+        config: FusedConfig,
+        *,
+        scale: float,
+        queries: int,
+        interpreted: bool,
     ):
         self.smem, self.bars, self.warpgroup, self.config = smem, bars, warpgroup, config
         self.scale, self.interpreted = scale, interpreted
@@ -141,8 +142,11 @@ class FusedSteps:
         p = self._weights(product(smem["k"].at[own], q_tile.T, self.shape), mask, slot)
         accumulate(dv_ref, p.astype(self.dtype), dout_tile)
         dp = product_plus(
-            lambda: self._columns(self._load("minus_delta", slot)), smem["v"].at[own],
-            dout_tile.T, self.shape, interpreted=True,
+            lambda: self._columns(self._load("minus_delta", slot)),
+            smem["v"].at[own],
+            dout_tile.T,
+            self.shape,
+            interpreted=True,
         )
         ds = (p * dp).astype(self.dtype)
         accumulate(dk_ref, ds, q_tile)

@@ -16,7 +16,11 @@ ADDING_WARPS = 2
 
 
 def add_queries(
-    walk: FusedWalk, target: Any, counters: Any, smem: dict[str, Any], bars: dict[str, Any],
+    walk: FusedWalk,
+    target: Any,
+    counters: Any,
+    smem: dict[str, Any],
+    bars: dict[str, Any],
     number: Array | None,
 ) -> None:
     """Adds dq of an item's steps, each at its turn; run by one warp.
@@ -66,8 +70,12 @@ def add_queries(
 
 
 def add_keys(
-    targets: tuple[Any, Any], gradients: tuple[Array, Array], staging: Any, counter: Any | None,
-    turn: Array, interpreted: bool,
+    targets: tuple[Any, Any],
+    gradients: tuple[Array, Array],
+    staging: Any,
+    counter: Any | None,
+    turn: Array,
+    interpreted: bool,
 ) -> None:
     """Adds dk and dv to those of earlier items: other heads with the same keys.
 

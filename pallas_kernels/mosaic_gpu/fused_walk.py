@@ -9,12 +9,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic_gpu.common import (
-    ROW_LAYOUT,
-    ROWS,
-    TILE,
-    WORD,
-)
+from pallas_kernels.mosaic_gpu.common import ROW_LAYOUT, ROWS, TILE, WORD
 from pallas_kernels.mosaic_gpu.masks import (
     KeyMask,
     diagonal_shift,
@@ -41,8 +36,14 @@ class FusedWalk:
     """
 
     def __init__(
-        self, refs: dict[str, Any], it: KeyItem, work: FusedWork, *,
-        num_query_blocks: int, queries: int, has_columns: bool,
+        self,
+        refs: dict[str, Any],
+        it: KeyItem,
+        work: FusedWork,
+        *,
+        num_query_blocks: int,
+        queries: int,
+        has_columns: bool,
     ):
         self.refs, self.it, self.heads = refs, it, work.heads
         self.num_query_blocks, self.queries = num_query_blocks, queries
@@ -100,7 +101,8 @@ class FusedWalk:
             first = jnp.where(self.columns, it.block, 0) * TILE + warpgroup * ROWS
             tokens = plgpu.load(
                 refs["tokens"].at[it.batch, it.head, pl.ds(first, ROWS)],
-                layout=ROW_LAYOUT, optimized=False,
+                layout=ROW_LAYOUT,
+                optimized=False,
             )
             key_positions += self.columns.astype(jnp.int32) * (tokens - key_positions)
 

@@ -35,8 +35,7 @@ def product_plus(
 
 
 def accumulate_keys(
-    smem: dict[str, Any], warpgroup: Array, interpreted: bool,
-    run: Callable[[AddProduct], Array],
+    smem: dict[str, Any], warpgroup: Array, interpreted: bool, run: Callable[[AddProduct], Array]
 ) -> tuple[Array, Array, Array]:
     """Runs the steps of a compute warpgroup with accumulators for dk and dv.
 

@@ -7,13 +7,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic_gpu.common import (
-    TILE,
-    WARPGROUPS,
-    WORD,
-    await_last,
-    tiled,
-)
+from pallas_kernels.mosaic_gpu.common import TILE, WARPGROUPS, WORD, await_last, tiled
 from pallas_kernels.mosaic_gpu.masks import keep_bias, keep_words
 from pallas_kernels.mosaic_gpu.query_walk import QueryWalk
 from pallas_kernels.work.items import QueryItem
@@ -29,9 +23,7 @@ def stream_barriers(stages: int, has_columns: bool) -> dict[str, Any]:
     return bars
 
 
-def stream_memory(
-    stages: int, head_dim: int, dtype: Any, has_columns: bool
-) -> dict[str, Any]:
+def stream_memory(stages: int, head_dim: int, dtype: Any, has_columns: bool) -> dict[str, Any]:
     """Shared memory of the two rings."""
     smem = {name: tiled((stages, TILE, head_dim), dtype) for name in ("k", "v")}
     if has_columns:
@@ -101,7 +93,6 @@ class Producer:
         if self.lag:
             pl.when(it.tiles > 0)(lambda: load_values(it.tiles - 1, last))
         if walk.has_columns:
-
             walked = it.from_first(it.column_tiles)
 
             def load_column_values(s: Array) -> None:

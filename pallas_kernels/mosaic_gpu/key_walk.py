@@ -39,8 +39,15 @@ class KeyWalk:
     """
 
     def __init__(
-        self, refs: dict[str, Any], it: KeyItem, work: KeyWork, *, group: int,
-        num_query_blocks: int, queries: int, has_columns: bool,
+        self,
+        refs: dict[str, Any],
+        it: KeyItem,
+        work: KeyWork,
+        *,
+        group: int,
+        num_query_blocks: int,
+        queries: int,
+        has_columns: bool,
     ):
         self.refs, self.it, self.listed, self.group = refs, it, work.listed, group
         self.queries = queries
@@ -188,9 +195,7 @@ class KeyWalk:
         carry = lax.fori_loop(0, full, lambda n, carry: entry(n, carry, False), carry)
         return lax.fori_loop(full, every, lambda n, carry: entry(n, carry, True), carry)[0]
 
-    def _parts(
-        self, step: Array, run_step: RunStep, mask: Callable[[int], KeyMask]
-    ) -> Array:
+    def _parts(self, step: Array, run_step: RunStep, mask: Callable[[int], KeyMask]) -> Array:
         """Runs the steps of a query block; returns the next step."""
         for part in range(self.parts):
             run_step(step + part, mask(part))

@@ -28,8 +28,14 @@ class QueryStream:
     """
 
     def __init__(
-        self, refs: dict[str, Any], smem: dict[str, Any], bars: dict[str, Any], *, stages: int,
-        queries: int, rows: Sequence[str],
+        self,
+        refs: dict[str, Any],
+        smem: dict[str, Any],
+        bars: dict[str, Any],
+        *,
+        stages: int,
+        queries: int,
+        rows: Sequence[str],
     ):
         self.refs, self.smem, self.bars = refs, smem, bars
         self.stages, self.queries, self.rows = stages, queries, rows
@@ -39,7 +45,8 @@ class QueryStream:
         keys = pl.ds(block * TILE, TILE)
         for name in ("k", "v"):
             plgpu.copy_gmem_to_smem(
-                self.refs[name + suffix].at[batch, keys, head], self.smem[name],
+                self.refs[name + suffix].at[batch, keys, head],
+                self.smem[name],
                 self.bars["keys_full"],
             )
 

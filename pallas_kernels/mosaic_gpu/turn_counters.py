@@ -18,9 +18,7 @@ def await_turn(counter: Any, turn: Array, warp: bool = True) -> None:
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT))
     def wait(_, ref, value):
         semaphore = mgpu.SemaphoreRef(mgpu.memref_ptr(ref))
-        semaphore.wait(
-            value.registers.item(), decrement=False, scope=scope, memory_scope="gpu"
-        )
+        semaphore.wait(value.registers.item(), decrement=False, scope=scope, memory_scope="gpu")
 
     wait(counter, turn)
 

@@ -83,7 +83,12 @@ class Columns:
 
     @classmethod
     def beside(
-        cls, covered: Array, tokens: Array, query_blocks: Array, num_blocks: int, block_size: int,
+        cls,
+        covered: Array,
+        tokens: Array,
+        query_blocks: Array,
+        num_blocks: int,
+        block_size: int,
         apart: bool = False,
     ) -> "Columns":
         """Builds the columns in addition to the tiles of one shard of queries.
@@ -168,9 +173,9 @@ def gather_columns(x: Array, tokens: Array) -> Array:
     heads = np.arange(tokens.shape[1], dtype=np.int32) // group
     batch = np.arange(x.shape[0], dtype=np.int32)
     # Negative positions do not wrap around: "fill" applies to them too.
-    return x.at[
-        batch[:, None, None], tokens.swapaxes(1, 2), heads[None, None, :]
-    ].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+    return x.at[batch[:, None, None], tokens.swapaxes(1, 2), heads[None, None, :]].get(
+        mode="fill", fill_value=0, wrap_negative_indices=False
+    )
 
 
 def scatter_columns(target: Array, columns: Array, tokens: Array) -> Array:
@@ -198,7 +203,6 @@ def scatter_columns(target: Array, columns: Array, tokens: Array) -> Array:
         target = target.at[
             batch[:, None, None], tokens[:, :, member].swapaxes(1, 2), heads[None, None, :]
         ].add(
-            columns[:, :, :, member], mode="drop", unique_indices=True,
-            wrap_negative_indices=False,
+            columns[:, :, :, member], mode="drop", unique_indices=True, wrap_negative_indices=False
         )
     return target

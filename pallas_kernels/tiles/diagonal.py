@@ -76,8 +76,13 @@ class DiagonalTiles(Tiles):
 
     @classmethod
     def full(
-        cls, batch: int, num_heads: int, num_query_blocks: int, num_key_blocks: int,
-        block_size: int, causal: bool,
+        cls,
+        batch: int,
+        num_heads: int,
+        num_query_blocks: int,
+        num_key_blocks: int,
+        block_size: int,
+        causal: bool,
     ) -> "DiagonalTiles":
         """Builds all tiles (non-causal), or all tiles on and below the diagonal (causal)."""
         first = 0 if causal else 1 - num_key_blocks
@@ -122,9 +127,7 @@ class DiagonalTiles(Tiles):
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=[
-        "offsets", "start", "stop", "segment", "diagonal", "first_keys", "end_queries"
-    ],
+    data_fields=["offsets", "start", "stop", "segment", "diagonal", "first_keys", "end_queries"],
     meta_fields=["num_segments", "block_size", "dense"],
 )
 @dataclasses.dataclass(frozen=True)

@@ -55,8 +55,12 @@ class ListedTiles(Tiles):
         diagonal = jnp.int32(0) if index.causal else jnp.asarray(NO_DIAGONAL)
         # Ascending lists already have this order: no key block of a row follows the masked one.
         return cls(
-            _at_least_one(index.key_blocks), index.key_count, _at_least_one(index.query_blocks),
-            index.query_count, diagonal, index.block_size,
+            _at_least_one(index.key_blocks),
+            index.key_count,
+            _at_least_one(index.query_blocks),
+            index.query_count,
+            diagonal,
+            index.block_size,
         )
 
     @property

@@ -79,8 +79,16 @@ class Triton:
         return TritonWork(query_work(tiles, columns, *sizes), key_work(tiles, columns, *sizes))
 
     def forward(
-        self, q: Array, k: Array, v: Array, plan: Plan, column_kv: tuple[Array, Array] | None, *,
-        scale: float, init: tuple[Array, Array] | None, out_dtype: jnp.dtype,
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        plan: Plan,
+        column_kv: tuple[Array, Array] | None,
+        *,
+        scale: float,
+        init: tuple[Array, Array] | None,
+        out_dtype: jnp.dtype,
         beside_transfers: bool,
     ) -> tuple[Array, Array]:
         """Ignores `beside_transfers`: every item has its own thread blocks."""
@@ -89,7 +97,13 @@ class Triton:
 
         out0, lse0 = (None, None) if init is None else (x.astype(jnp.float32) for x in init)
         found = self._over_queries(
-            attention_forward, self._forward_config(q, plan), q, k, v, plan, column_kv,
+            attention_forward,
+            self._forward_config(q, plan),
+            q,
+            k,
+            v,
+            plan,
+            column_kv,
             arrays={"init_out": out0, "init_lse": lse0},
             outputs={
                 "out": jax.ShapeDtypeStruct(q.shape, out_dtype),
@@ -101,9 +115,20 @@ class Triton:
         return found["out"], found["lse"]
 
     def backward(
-        self, q: Array, k: Array, v: Array, dout: Array, lse: Array, delta: Array, plan: Plan,
-        column_kv: tuple[Array, Array] | None, *, scale: float, dq_dtype: jnp.dtype,
-        key_dtype: jnp.dtype | None, beside_transfers: bool,
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        dout: Array,
+        lse: Array,
+        delta: Array,
+        plan: Plan,
+        column_kv: tuple[Array, Array] | None,
+        *,
+        scale: float,
+        dq_dtype: jnp.dtype,
+        key_dtype: jnp.dtype | None,
+        beside_transfers: bool,
     ) -> Gradients:
         """Ignores `beside_transfers`: every item has its own thread blocks."""
         del beside_transfers
@@ -126,8 +151,17 @@ class Triton:
             # These come first, then dq: their fp32 sums fit in dq's memory.
             q, keys = lax.optimization_barrier((q, keys))
         found = self._over_queries(
-            attention_dq, self._configs(q).dq, q, k, v, plan, column_kv, arrays=rows,
-            outputs={"dq": jax.ShapeDtypeStruct(q.shape, dq_dtype)}, numbers=scales, constants={},
+            attention_dq,
+            self._configs(q).dq,
+            q,
+            k,
+            v,
+            plan,
+            column_kv,
+            arrays=rows,
+            outputs={"dq": jax.ShapeDtypeStruct(q.shape, dq_dtype)},
+            numbers=scales,
+            constants={},
         )
         return Gradients(found["dq"], *keys, *of_columns)
 
@@ -136,17 +170,29 @@ class Triton:
 
         batch, length, heads, dim = out.shape
         call = Call(
-            attention_delta, {"out": out, "dout": dout},
+            attention_delta,
+            {"out": out, "dout": dout},
             {"delta": jax.ShapeDtypeStruct((batch, heads, length), jnp.float32)},
-            {"length": length}, {"HEADS": heads, "DIM": dim, "ROWS": _DELTA.rows},
-            (-(-length // _DELTA.rows) * heads, batch), _DELTA,
-        )  # fmt: skip
+            {"length": length},
+            {"HEADS": heads, "DIM": dim, "ROWS": _DELTA.rows},
+            (-(-length // _DELTA.rows) * heads, batch),
+            _DELTA,
+        )
         return self._run(call)["delta"]
 
     def _over_queries(
-        self, kernel: Any, config: Config, q: Array, k: Array, v: Array, plan: Plan,
-        column_kv: tuple[Array, Array] | None, *, arrays: dict[str, Array | None],
-        outputs: dict[str, jax.ShapeDtypeStruct], numbers: dict[str, float],
+        self,
+        kernel: Any,
+        config: Config,
+        q: Array,
+        k: Array,
+        v: Array,
+        plan: Plan,
+        column_kv: tuple[Array, Array] | None,
+        *,
+        arrays: dict[str, Array | None],
+        outputs: dict[str, jax.ShapeDtypeStruct],
+        numbers: dict[str, float],
         constants: dict[str, bool],
     ) -> dict[str, Array]:
         """Runs a kernel that iterates over keys, with the common work, columns and sizes."""
@@ -154,29 +200,49 @@ class Triton:
         call = Call(
             kernel,
             {
-                "q": q, "k": k, "v": v, "items": work.items, "lists": work.lists,
-                "diagonal": work.diagonal, "run_first": work.run_first, "run_last": work.run_last,
-                **_columns(plan.columns, column_kv), **arrays,
+                "q": q,
+                "k": k,
+                "v": v,
+                "items": work.items,
+                "lists": work.lists,
+                "diagonal": work.diagonal,
+                "run_first": work.run_first,
+                "run_last": work.run_last,
+                **_columns(plan.columns, column_kv),
+                **arrays,
             },
             outputs,
             {
-                **numbers, "query_length": q.shape[1], "key_length": k.shape[1],
-                "capacity": work.lists.shape[-1], "num_columns": _count(plan.columns),
+                **numbers,
+                "query_length": q.shape[1],
+                "key_length": k.shape[1],
+                "capacity": work.lists.shape[-1],
+                "num_columns": _count(plan.columns),
             },
             {
-                **constants, "HEADS": q.shape[2], "KV_HEADS": k.shape[2], "DIM": q.shape[3],
+                **constants,
+                "HEADS": q.shape[2],
+                "KV_HEADS": k.shape[2],
+                "DIM": q.shape[3],
                 "LISTED": work.listed,
                 "RUNS": 0 if work.run_first is None else work.run_first.shape[2],
-                "HAS_TILES": plan.has_tiles, "HAS_COLUMNS": plan.columns is not None,
-                "ROWS": config.rows, "KEYS": config.keys,
+                "HAS_TILES": plan.has_tiles,
+                "HAS_COLUMNS": plan.columns is not None,
+                "ROWS": config.rows,
+                "KEYS": config.keys,
             },
             (work.items.shape[0] * (BLOCK // config.rows),),
             config,
-        )  # fmt: skip
+        )
         return self._run(call)
 
     def _of_blocks(
-        self, q: Array, k: Array, v: Array, plan: Plan, rows: dict[str, Array],
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        plan: Plan,
+        rows: dict[str, Array],
         scales: dict[str, float],
     ) -> tuple[Array, Array]:
         """Computes dk and dv of key blocks, fp32."""
@@ -195,23 +261,37 @@ class Triton:
         call = Call(
             attention_dkdv,
             {
-                "q": q, "k": k, "v": v, **rows, "items": items, "lists": work.lists,
-                "diagonal": work.diagonal, "first_entries": work.first,
-                "last_entries": work.last, **absent,
+                "q": q,
+                "k": k,
+                "v": v,
+                **rows,
+                "items": items,
+                "lists": work.lists,
+                "diagonal": work.diagonal,
+                "first_entries": work.first,
+                "last_entries": work.last,
+                **absent,
             },
             outputs,
             {
-                **scales, "query_length": q.shape[1], "key_length": k.shape[1],
-                "capacity": work.lists.shape[-1], "parts_length": in_parts,
+                **scales,
+                "query_length": q.shape[1],
+                "key_length": k.shape[1],
+                "capacity": work.lists.shape[-1],
+                "parts_length": in_parts,
             },
             {
-                "HEADS": q.shape[2], "KV_HEADS": k.shape[2], "DIM": q.shape[3],
-                "LISTED": work.listed, "PARTS": 0 if work.heavy is None else PARTS,
-                "ROWS": config.rows, "KEYS": config.keys,
+                "HEADS": q.shape[2],
+                "KV_HEADS": k.shape[2],
+                "DIM": q.shape[3],
+                "LISTED": work.listed,
+                "PARTS": 0 if work.heavy is None else PARTS,
+                "ROWS": config.rows,
+                "KEYS": config.keys,
             },
             (items.shape[0] * (BLOCK // config.keys),),
             config,
-        )  # fmt: skip
+        )
         found = self._run(call)
         if work.heavy is None:
             return found["dk"], found["dv"]
@@ -220,7 +300,11 @@ class Triton:
         )
 
     def _of_columns(
-        self, q: Array, plan: Plan, column_kv: tuple[Array, Array], rows: dict[str, Array],
+        self,
+        q: Array,
+        plan: Plan,
+        column_kv: tuple[Array, Array],
+        rows: dict[str, Array],
         scales: dict[str, float],
     ) -> tuple[Array, Array]:
         """Computes dk and dv of gathered columns, fp32."""
@@ -231,7 +315,9 @@ class Triton:
         call = Call(
             attention_dkdv_columns,
             {
-                "q": q, **rows, "items": plan.work.keys.items[:count],
+                "q": q,
+                **rows,
+                "items": plan.work.keys.items[:count],
                 **_columns(plan.columns, column_kv),
             },
             {"dk": like, "dv": like},
@@ -239,7 +325,7 @@ class Triton:
             {"HEADS": q.shape[2], "DIM": q.shape[3], "ROWS": config.rows, "KEYS": config.keys},
             (count * (BLOCK // config.keys),),
             config,
-        )  # fmt: skip
+        )
         found = self._run(call)
         return found["dk"], found["dv"]
 

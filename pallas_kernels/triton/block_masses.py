@@ -32,8 +32,14 @@ class TritonBlockScores:
         return unsupported_by_kernel(q, k, depth=_DEPTH, width=SCORES.keys)
 
     def block_masses(
-        self, q: Array, k: Array, places: Array, first_blocks: Array | None = None, *,
-        scale: float, levels: bool = False,
+        self,
+        q: Array,
+        k: Array,
+        places: Array,
+        first_blocks: Array | None = None,
+        *,
+        scale: float,
+        levels: bool = False,
     ) -> Array | tuple[Array, Array]:
         columns = k.shape[3]
 
@@ -43,8 +49,16 @@ class TritonBlockScores:
             return self._scores(rows, keys, seen, begin, scale, columns)
 
         return masses_from_scores(
-            score, q, k, places, first_blocks, scale=scale, levels=levels, tile_rows=SCORES.rows,
-            width=SCORES.keys, programs=_PROGRAMS,
+            score,
+            q,
+            k,
+            places,
+            first_blocks,
+            scale=scale,
+            levels=levels,
+            tile_rows=SCORES.rows,
+            width=SCORES.keys,
+            programs=_PROGRAMS,
         )
 
     def _scores(
@@ -57,18 +71,25 @@ class TritonBlockScores:
         kv_heads, num_keys = k.shape[1:3]
         shape = batch, heads, num_keys // columns, num_rows
         call = Call(
-            block_scores, {"q": q, "k": k, "places": places, "starts": starts},
+            block_scores,
+            {"q": q, "k": k, "places": places, "starts": starts},
             {
                 "scores": jax.ShapeDtypeStruct(shape, jnp.float32),
                 "peak": jax.ShapeDtypeStruct((batch, heads, num_rows), jnp.float32),
             },
             {"log2_scale": float(scale) * LOG2E, "num_rows": num_rows, "num_keys": num_keys},
             {
-                "HEADS": heads, "KV_HEADS": kv_heads, "LENGTH": length, "COLUMNS": columns,
-                "ONE_FOR_ALL": places.shape[0] == 1, "HAS_STARTS": starts is not None,
-                "ROWS": SCORES.rows, "KEYS": SCORES.keys,
+                "HEADS": heads,
+                "KV_HEADS": kv_heads,
+                "LENGTH": length,
+                "COLUMNS": columns,
+                "ONE_FOR_ALL": places.shape[0] == 1,
+                "HAS_STARTS": starts is not None,
+                "ROWS": SCORES.rows,
+                "KEYS": SCORES.keys,
             },
-            (num_rows // SCORES.rows, heads, batch), SCORES,
-        )  # fmt: skip
+            (num_rows // SCORES.rows, heads, batch),
+            SCORES,
+        )
         found = (self.run or run_on_gpu)(call)
         return found["scores"], found["peak"]

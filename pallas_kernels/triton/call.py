@@ -57,12 +57,19 @@ def run_on_gpu(call: Call, capability: int | None = None) -> dict[str, Array]:
     @jax.custom_batching.sequential_vmap
     def run(*arrays: Array) -> list[Array]:
         results = jax_triton.triton_call(
-            **dict(zip(names, arrays, strict=True)), **absent, **call.numbers, **call.constants,
-            kernel=call.kernel, out_type=list(call.outputs.values()), grid=call.grid,
-            name=call.kernel.fn.__name__, num_warps=call.config.warps,
-            num_stages=call.config.stages, backend_options=OPTIONS,
+            **dict(zip(names, arrays, strict=True)),
+            **absent,
+            **call.numbers,
+            **call.constants,
+            kernel=call.kernel,
+            out_type=list(call.outputs.values()),
+            grid=call.grid,
+            name=call.kernel.fn.__name__,
+            num_warps=call.config.warps,
+            num_stages=call.config.stages,
+            backend_options=OPTIONS,
             compute_capability=capability or device.capability(),
-        )  # fmt: skip
+        )
         # If a scan stacks the results, XLA may otherwise run a copy of the kernel that writes into
         # the stack, in addition to the one that produces the results.
         return lax.optimization_barrier(results)

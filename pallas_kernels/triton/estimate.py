@@ -34,8 +34,15 @@ class TritonEstimate:
         return f"{q.shape[2]} last queries (must be {NUM_QUERIES})"
 
     def block_statistics(
-        self, q: Array, k: Array, block_ids: Array, num_blocks: int, *, scale: float,
-        valid_len: Array | None = None, queries: Array | None = None,
+        self,
+        q: Array,
+        k: Array,
+        block_ids: Array,
+        num_blocks: int,
+        *,
+        scale: float,
+        valid_len: Array | None = None,
+        queries: Array | None = None,
     ) -> tuple[Array, Array]:
         from pallas_kernels.triton.kernels.estimate import estimate_statistics
 
@@ -44,8 +51,17 @@ class TritonEstimate:
         return self._over_blocks(estimate_statistics, arrays, ("peak", "total"), shape, scale)
 
     def block_masses(
-        self, q: Array, k: Array, block_ids: Array, num_blocks: int, peak: Array, to_mass: Array,
-        *, scale: float, valid_len: Array | None = None, queries: Array | None = None,
+        self,
+        q: Array,
+        k: Array,
+        block_ids: Array,
+        num_blocks: int,
+        peak: Array,
+        to_mass: Array,
+        *,
+        scale: float,
+        valid_len: Array | None = None,
+        queries: Array | None = None,
     ) -> tuple[Array, Array, Array]:
         from pallas_kernels.triton.kernels.estimate import estimate_masses
 
@@ -56,20 +72,30 @@ class TritonEstimate:
         return self._over_blocks(estimate_masses, arrays, names, shape, scale)
 
     def _over_blocks(
-        self, kernel: Any, arrays: dict[str, Array], names: tuple[str, ...],
-        shape: tuple[int, ...], scale: float,
+        self,
+        kernel: Any,
+        arrays: dict[str, Array],
+        names: tuple[str, ...],
+        shape: tuple[int, ...],
+        scale: float,
     ) -> tuple[Array, ...]:
         """Runs a kernel with one program per key block and key/value head; returns its outputs."""
         q, k = arrays["q"], arrays["k"]
         call = Call(
-            kernel, arrays, dict.fromkeys(names, jax.ShapeDtypeStruct(shape, jnp.float32)),
+            kernel,
+            arrays,
+            dict.fromkeys(names, jax.ShapeDtypeStruct(shape, jnp.float32)),
             {"log2_scale": float(scale) * LOG2E},
             {
-                "HEADS": q.shape[1], "KV_HEADS": k.shape[2], "DIM": q.shape[3],
-                "ROWS": CONFIG.rows, "KEYS": CONFIG.keys,
+                "HEADS": q.shape[1],
+                "KV_HEADS": k.shape[2],
+                "DIM": q.shape[3],
+                "ROWS": CONFIG.rows,
+                "KEYS": CONFIG.keys,
             },
-            (k.shape[0] * k.shape[2], shape[2]), CONFIG,
-        )  # fmt: skip
+            (k.shape[0] * k.shape[2], shape[2]),
+            CONFIG,
+        )
         found = (self.run or run_on_gpu)(call)
         return tuple(found[name] for name in names)
 

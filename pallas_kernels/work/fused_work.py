@@ -69,9 +69,16 @@ class FusedWork:
 
 
 def fused_work(
-    tiles: DiagonalTiles | SegmentedDiagonals | None, columns: Columns | None,
-    batch: int, heads: int, num_query_blocks: int, num_key_blocks: int, kv_heads: int, *,
-    item_heads: int | None = None, wave: int = 0,
+    tiles: DiagonalTiles | SegmentedDiagonals | None,
+    columns: Columns | None,
+    batch: int,
+    heads: int,
+    num_query_blocks: int,
+    num_key_blocks: int,
+    kv_heads: int,
+    *,
+    item_heads: int | None = None,
+    wave: int = 0,
 ) -> FusedWork:
     """Builds the work list: column tiles first, then key blocks.
 
@@ -98,13 +105,17 @@ def fused_work(
         parts.append(items)
         first_rows = items[:, column_of(KeyItem, "first_row")].reshape(batch, heads, -1)
         rows = jnp.arange(num_query_blocks, dtype=jnp.int32)
-        column_turns = jnp.sum(
-            first_rows[..., None] <= rows, axis=2, dtype=jnp.int32
-        )
+        column_turns = jnp.sum(first_rows[..., None] <= rows, axis=2, dtype=jnp.int32)
     turns, ranks = column_turns, jnp.zeros_like(lists)
     if tiles is not None:
         items, falling = _key_items(
-            batch, heads, num_key_blocks, group, step, wave, alternate=columns is None,
+            batch,
+            heads,
+            num_key_blocks,
+            group,
+            step,
+            wave,
+            alternate=columns is None,
             segments=tiles.num_segments,
         )
         falls = jnp.asarray(falling)[..., None]  # per row
@@ -116,9 +127,7 @@ def fused_work(
         parts.append(items)
         ranks, below, until = _ranks(tiles, num_query_blocks, num_key_blocks)
         turns += jnp.where(falls, until - 1, -below)
-    return FusedWork(
-        jnp.concatenate(parts), lists, first, last, diagonal, turns, ranks, step
-    )
+    return FusedWork(jnp.concatenate(parts), lists, first, last, diagonal, turns, ranks, step)
 
 
 def _turn_short_documents(
@@ -186,8 +195,15 @@ def _ranks(
 
 
 def _key_items(
-    batch: int, heads: int, num_key_blocks: int, group: int, step: int, wave: int, *,
-    alternate: bool, segments: int,
+    batch: int,
+    heads: int,
+    num_key_blocks: int,
+    group: int,
+    step: int,
+    wave: int,
+    *,
+    alternate: bool,
+    segments: int,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Lists items of key blocks [n, 8] of `step` heads, and marks falling heads [B, Hq].
 

@@ -8,14 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.tiles import COLUMN_TILE, Columns, Tiles, count_below
-from pallas_kernels.work.items import (
-    ITEM_FIELDS,
-    KEY_BLOCKS,
-    KEY_COLUMNS,
-    KEY_PARTS,
-    KeyItem,
-    pack,
-)
+from pallas_kernels.work.items import ITEM_FIELDS, KEY_BLOCKS, KEY_COLUMNS, KEY_PARTS, KeyItem, pack
 from pallas_kernels.work.lists import walked_lists
 
 # In block lists, the key blocks seen by most query blocks are split into `PARTS` items each: one
@@ -59,8 +52,13 @@ class KeyWork:
 
 
 def key_work(
-    tiles: Tiles | None, columns: Columns | None, batch: int, heads: int,
-    num_query_blocks: int, num_key_blocks: int, kv_heads: int,
+    tiles: Tiles | None,
+    columns: Columns | None,
+    batch: int,
+    heads: int,
+    num_query_blocks: int,
+    num_key_blocks: int,
+    kv_heads: int,
 ) -> KeyWork:
     """Builds items for each (batch, key/value head, key block) and (batch, head, column tile)."""
     group = heads // kv_heads
@@ -138,9 +136,7 @@ def column_items(columns: Columns, num_query_blocks: int) -> Array:
     return _items(KEY_COLUMNS, first_row, full_row, ends).reshape(-1, ITEM_FIELDS)
 
 
-def _items(
-    kind: int, first_row: Array, full_row: Array | int = 0, sign: Array | int = 0
-) -> Array:
+def _items(kind: int, first_row: Array, full_row: Array | int = 0, sign: Array | int = 0) -> Array:
     """Builds items [B, heads, blocks, 8] of one kind."""
 
     def iota(axis: int) -> Array:

@@ -56,8 +56,13 @@ class QueryWork:
 
 
 def query_work(
-    tiles: Tiles | None, columns: Columns | None, batch: int, heads: int,
-    num_query_blocks: int, num_key_blocks: int, kv_heads: int,
+    tiles: Tiles | None,
+    columns: Columns | None,
+    batch: int,
+    heads: int,
+    num_query_blocks: int,
+    num_key_blocks: int,
+    kv_heads: int,
 ) -> QueryWork:
     """Builds one item per (batch, head, query block): its key blocks and columns."""
     shape = (batch, heads, num_query_blocks)
@@ -95,8 +100,12 @@ def past_columns(columns: Columns) -> Array:
 
 
 def _row_items(
-    first: Array, tiles: Array, column_tiles: Array, past_tiles: Array,
-    first_column_tile: Array | None, kv_heads: int,
+    first: Array,
+    tiles: Array,
+    column_tiles: Array,
+    past_tiles: Array,
+    first_column_tile: Array | None,
+    kv_heads: int,
 ) -> Array:
     """Returns the items [n, 8] in order of work.
 

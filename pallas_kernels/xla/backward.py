@@ -23,8 +23,17 @@ from pallas_kernels.xla.walk import Walk, column_tile, column_tiles
 
 
 def backward(
-    q: Array, k: Array, v: Array, dout: Array, lse: Array, delta: Array, plan: Plan,
-    column_kv: tuple[Array, Array] | None, *, scale: float, dq_dtype: jnp.dtype,
+    q: Array,
+    k: Array,
+    v: Array,
+    dout: Array,
+    lse: Array,
+    delta: Array,
+    plan: Plan,
+    column_kv: tuple[Array, Array] | None,
+    *,
+    scale: float,
+    dq_dtype: jnp.dtype,
     key_dtype: jnp.dtype | None,
 ) -> Gradients:
     """Implements `pallas_kernels.ops.backward`."""
@@ -66,8 +75,13 @@ class _Rows(NamedTuple):
 
 
 def _backward_rows(
-    rows: _Rows, k_blocks: Array, v_blocks: Array, walk: Walk | None, columns: Columns | None,
-    column_kv: tuple[Array, Array] | None, scale: float,
+    rows: _Rows,
+    k_blocks: Array,
+    v_blocks: Array,
+    walk: Walk | None,
+    columns: Columns | None,
+    column_kv: tuple[Array, Array] | None,
+    scale: float,
 ) -> Array:
     batch, heads, num_rows, g, dim = rows.q.shape
     chunk = chunk_of(num_rows)
@@ -112,9 +126,7 @@ def _backward_keys(
         own = jnp.broadcast_to(numbers, (batch, heads, chunk))
         keys, values = (take_blocks(x, own, heads) for x in (k_blocks, v_blocks))
 
-        def tile_step(
-            block: Array, mask: Array, carry: tuple[Array, Array]
-        ) -> tuple[Array, Array]:
+        def tile_step(block: Array, mask: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
             part = rows.take(block)
             p, ds = _probabilities(part, keys, values, mask, scale)
             dv = dot("bhiqk,bhiqd->bhikd", p.astype(values.dtype), part.dout)
@@ -157,9 +169,7 @@ def _backward_columns(
     num_tiles = columns.tokens.shape[-1] // COLUMN_TILE
     dk, dv = map_starts(tile_dkv, num_tiles, 1)
     # [tiles, B, Hq, T, D] -> [B, tiles * T, Hq, D]
-    return tuple(
-        jnp.transpose(x, (1, 0, 3, 2, 4)).reshape(batch, -1, heads, dim) for x in (dk, dv)
-    )
+    return tuple(jnp.transpose(x, (1, 0, 3, 2, 4)).reshape(batch, -1, heads, dim) for x in (dk, dv))
 
 
 def _probabilities(

@@ -29,8 +29,15 @@ class _State(NamedTuple):
 
 
 def forward(
-    q: Array, k: Array, v: Array, plan: Plan, column_kv: tuple[Array, Array] | None, *,
-    scale: float, init: tuple[Array, Array] | None, out_dtype: jnp.dtype,
+    q: Array,
+    k: Array,
+    v: Array,
+    plan: Plan,
+    column_kv: tuple[Array, Array] | None,
+    *,
+    scale: float,
+    init: tuple[Array, Array] | None,
+    out_dtype: jnp.dtype,
 ) -> tuple[Array, Array]:
     """Implements `pallas_kernels.ops.forward`."""
     g, walk, columns = plan.block_size, plan.work.rows, plan.columns
@@ -85,6 +92,4 @@ def _accumulate(state: _State, logits: Array, mask: Array, values: Array) -> _St
     decay = jnp.exp(state.peak - finite(peak))
     values = jnp.broadcast_to(values, (*weights.shape[:3], *values.shape[3:]))
     acc = dot("bhiqk,bhikd->bhiqd", weights.astype(values.dtype), values)
-    return _State(
-        peak, state.total * decay + weights.sum(-1), state.acc * decay[..., None] + acc
-    )
+    return _State(peak, state.total * decay + weights.sum(-1), state.acc * decay[..., None] + acc)

@@ -39,7 +39,10 @@ def dot(equation: str, a: Array, b: Array) -> Array:
     dtype = jnp.promote_types(a.dtype, b.dtype)
     precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
     return jnp.einsum(
-        equation, a.astype(dtype), b.astype(dtype), precision=precision,
+        equation,
+        a.astype(dtype),
+        b.astype(dtype),
+        precision=precision,
         preferred_element_type=jnp.float32,
     )
 
@@ -84,6 +87,4 @@ def slice_from(x: Array, start: Array, size: int, axis: int) -> Array:
 
 def entry(x: Array, number: Array | int, axis: int) -> Array:
     """Returns one entry along an axis, without the axis; a negative number does not wrap around."""
-    return lax.dynamic_index_in_dim(
-        x, number, axis, keepdims=False, allow_negative_indices=False
-    )
+    return lax.dynamic_index_in_dim(x, number, axis, keepdims=False, allow_negative_indices=False)

@@ -48,7 +48,13 @@ class Walk:
         if first.ndim == 3:
             first, last = first[:, :, None], last[:, :, None]
         return cls(
-            tiles.row_entries, first, last, tiles.diagonal, tiles.listed, True, num_columns,
+            tiles.row_entries,
+            first,
+            last,
+            tiles.diagonal,
+            tiles.listed,
+            True,
+            num_columns,
             tiles.block_size,
         )
 
@@ -57,8 +63,14 @@ class Walk:
         """Builds the walk over the query blocks of key blocks."""
         first, last = tiles.column_ranges(num_rows, num_columns)
         return cls(
-            tiles.column_entries, first[:, :, None], last[:, :, None], tiles.diagonal,
-            tiles.listed, False, num_rows, tiles.block_size,
+            tiles.column_entries,
+            first[:, :, None],
+            last[:, :, None],
+            tiles.diagonal,
+            tiles.listed,
+            False,
+            num_rows,
+            tiles.block_size,
         )
 
     def fold(self, own: Array, step: Callable, state: Any) -> Any:
@@ -71,18 +83,13 @@ class Walk:
         """
 
         def run(number: Array | int, state: Any) -> Any:
-            first, last = (
-                of_rows(entry(x, number, 2), own)
-                for x in (self.first, self.last)
-            )
+            first, last = (of_rows(entry(x, number, 2), own) for x in (self.first, self.last))
             return self._fold_range(first, last, own, step, state)
 
         runs = self.first.shape[2]
         return run(0, state) if runs == 1 else lax.fori_loop(0, runs, run, state)
 
-    def _fold_range(
-        self, first: Array, last: Array, own: Array, step: Callable, state: Any
-    ) -> Any:
+    def _fold_range(self, first: Array, last: Array, own: Array, step: Callable, state: Any) -> Any:
         """Folds over one range of each own block."""
         some = last > first
         lowest = jnp.min(jnp.where(some, first, jnp.iinfo(jnp.int32).max))
@@ -138,8 +145,7 @@ def column_tile(
     """Returns keys, values [B, Hq, 1, T, D] and mask [B, Hq, rows, g, T] of one column tile."""
     start = tile * COLUMN_TILE
     keys, values = (
-        slice_from(x, start, COLUMN_TILE, axis=1).swapaxes(1, 2)[:, :, None]
-        for x in column_kv
+        slice_from(x, start, COLUMN_TILE, axis=1).swapaxes(1, 2)[:, :, None] for x in column_kv
     )
     words = slice_from(
         of_rows(columns.keep, rows), tile * (COLUMN_TILE // 32), COLUMN_TILE // 32, axis=-1

@@ -45,8 +45,9 @@ def expected():
 
 def test_output_lse_and_all_gradients_match_the_oracle():
     actual, oracle, index, mask = expected()
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4),
-                 actual, oracle)  # fmt: skip
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), actual, oracle
+    )
     assert actual[1][0].dtype == jnp.float32 and actual[1][1].dtype == jnp.float32
     causal = TOKENS * (TOKENS + 1) / 2
     assert 0.05 < mask.sum() / causal / mask[:, :, 0, 0].size < 0.8
@@ -68,11 +69,13 @@ def test_vmap_over_the_batch_matches_the_batch_in_both_orders():
     each, (out_each, lse_each) = jax.jit(jax.vmap(loss(attend)))(*inputs())
     np.testing.assert_allclose(out_each, out, **CLOSE)
     np.testing.assert_allclose(lse_each, lse, **CLOSE)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4),
-                 each, gradients)  # fmt: skip
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), each, gradients
+    )
     whole, _ = jax.jit(loss(jax.vmap(attend)))(*inputs())
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4),
-                 whole, gradients)  # fmt: skip
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), whole, gradients
+    )
 
 
 def test_extra_batch_axes_are_kept():
@@ -102,8 +105,9 @@ def test_layers_under_scan_and_remat_with_a_policy_match_a_plain_loop():
         return x.var()
 
     actual, wanted = (jax.jit(jax.value_and_grad(f))(weights, x) for f in (scanned, loop))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
-                 actual, wanted)  # fmt: skip
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), actual, wanted
+    )
     # Saved residuals are not recomputed: no second selection of an index.
     kept = str(jax.make_jaxpr(jax.grad(scanned))(weights, x)).count("name=sparse_index")
     everything = jax.checkpoint_policies.nothing_saveable
@@ -136,10 +140,15 @@ def test_a_block_sparse_index_is_accepted_as_pattern():
 
 def test_fixed_budgets_keep_the_given_number_of_columns():
     budget = FixedBudget(
-        verticals=np.array([0, 5, 20, 9], np.int32), slashes=np.array([30, 3, 0, 12], np.int32),
-        max_verticals=24, max_slashes=32, last_q=BLOCK, block_size=BLOCK,
-        sink_tokens=2, sliding_window=4,
-    )  # fmt: skip
+        verticals=np.array([0, 5, 20, 9], np.int32),
+        slashes=np.array([30, 3, 0, 12], np.int32),
+        max_verticals=24,
+        max_slashes=32,
+        last_q=BLOCK,
+        block_size=BLOCK,
+        sink_tokens=2,
+        sliding_window=4,
+    )
     attend = functools.partial(sparse_attention, return_index=True)
     out, index = jax.jit(attend)(*inputs(), pattern=budget)
     assert (index.vertical_count == budget.verticals).all()
@@ -152,9 +161,7 @@ def test_non_causal_dense_attention_allows_another_key_length():
     dense = Dense(block_size=BLOCK)
     attend = functools.partial(sparse_attention, pattern=dense)
     out = jax.jit(functools.partial(attend, causal=False))(q[:, :BLOCK], k, v)
-    wanted, _ = reference_attention(
-        q[:, :BLOCK], k, v, jnp.ones((2, HEADS, BLOCK, TOKENS), bool)
-    )
+    wanted, _ = reference_attention(q[:, :BLOCK], k, v, jnp.ones((2, HEADS, BLOCK, TOKENS), bool))
     np.testing.assert_allclose(out, wanted, **CLOSE)
     _, index = jax.jit(functools.partial(attend, return_index=True))(q, k, v)
     assert (mask_from_index(index, TOKENS) == np.tri(TOKENS, dtype=bool)).all()

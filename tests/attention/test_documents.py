@@ -34,8 +34,16 @@ SEQ_LEN, BLOCK = indices.SEQ_LEN, indices.BLOCK_SIZE
 NUM_BLOCKS = SEQ_LEN // BLOCK
 PATTERN = SampledRows(tau=0.6, sampled_rows=2, dense_below=32, block_size=BLOCK)
 VERTICAL_SLASH = VerticalSlash(
-    top_p=0.5, last_q=4, sink_tokens=2, min_verticals=4, max_verticals=SEQ_LEN, min_slashes=1,
-    max_slashes=2, local_blocks=1, dense_below=32, block_size=BLOCK,
+    top_p=0.5,
+    last_q=4,
+    sink_tokens=2,
+    min_verticals=4,
+    max_verticals=SEQ_LEN,
+    min_slashes=1,
+    max_slashes=2,
+    local_blocks=1,
+    dense_below=32,
+    block_size=BLOCK,
 )
 MOBA = MoBA(chunk_size=2 * BLOCK, top_k=3, block_size=BLOCK)
 # One token; a block; a block and a token; dense and sparse ones; with padding and without.
@@ -295,7 +303,13 @@ def test_two_replicas_of_four_devices_give_the_same_index(pattern):
     layout = sequence_layout(SEQ_LEN, mesh, block_size=BLOCK, kind="zigzag")
     q, k, v = (stripe(x, layout) for x in inputs()[:3])
     out, index = sparse_attention(
-        q, k, v, pattern=pattern, mesh=mesh, layout=layout, documents=table(LENGTHS, 2),
+        q,
+        k,
+        v,
+        pattern=pattern,
+        mesh=mesh,
+        layout=layout,
+        documents=table(LENGTHS, 2),
         return_index=True,
     )
     wanted_out, _, wanted, _ = packs(pattern)
@@ -309,7 +323,9 @@ def test_two_replicas_of_four_devices_restrict_a_given_index_like_one_device():
     layout = sequence_layout(SEQ_LEN, mesh, block_size=BLOCK)
     q, k, v = inputs()[:3]
     call = functools.partial(
-        sparse_attention, pattern=indices.bits_and_columns(), documents=table(LENGTHS, 2),
+        sparse_attention,
+        pattern=indices.bits_and_columns(),
+        documents=table(LENGTHS, 2),
         return_index=True,
     )
     wanted_out, wanted = call(q, k, v)
@@ -328,8 +344,15 @@ def test_eight_devices_give_the_same_index_results_and_gradients():
     def over_mesh(q, k, v, dout, dlse, documents):
         def results(q, k, v):
             out, lse, index = sparse_attention(
-                q, k, v, pattern=PATTERN, mesh=mesh, layout=layout, documents=documents,
-                return_lse=True, return_index=True,
+                q,
+                k,
+                v,
+                pattern=PATTERN,
+                mesh=mesh,
+                layout=layout,
+                documents=documents,
+                return_lse=True,
+                return_index=True,
             )
             return (out, lse), index
 
@@ -352,17 +375,23 @@ def test_invalid_combinations_with_documents_raise():
     documents = table(LENGTHS, 2)
     of_128 = Documents.from_lengths([[100]], SEQ_LEN)
     for options, message in [
-        (dict(pattern=Strided(block_size=BLOCK)),
-         "Strided does not support packed documents; use sampled_rows"),
-        (dict(pattern=DenseIndex(BLOCK)),
-         "pattern: a DenseIndex cannot be restricted to pairs within documents; use a Block"),
+        (
+            dict(pattern=Strided(block_size=BLOCK)),
+            "Strided does not support packed documents; use sampled_rows",
+        ),
+        (
+            dict(pattern=DenseIndex(BLOCK)),
+            "pattern: a DenseIndex cannot be restricted to pairs within documents; use a Block",
+        ),
         (dict(valid_len=9), "valid_len cannot be combined with documents"),
         (dict(documents=of_128), "documents have block_size=128, but the pattern has 8"),
         (dict(documents=[[0, 8]]), "documents is a list; build it with"),
         (dict(documents=Documents(np.zeros((3, 1, 3), int), BLOCK)), r"a table of shape \[3"),
-        (dict(documents=Documents.from_lengths([[9]], 264, BLOCK)),
-         r"documents have a table of shape \[1, 33, 3\]; expected \[2, 32, 3\]"),
+        (
+            dict(documents=Documents.from_lengths([[9]], 264, BLOCK)),
+            r"documents have a table of shape \[1, 33, 3\]; expected \[2, 32, 3\]",
+        ),
         (dict(pattern=Dense(BLOCK), causal=False), "documents need causal=True"),
-    ]:  # fmt: skip
+    ]:
         with pytest.raises(ValueError, match=message):
             call(**dict(pattern=PATTERN, documents=documents) | options)

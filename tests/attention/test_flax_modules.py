@@ -23,9 +23,12 @@ def activations():
 
 def nnx_module(**options):
     return nnx.MultiHeadAttention(
-        num_heads=4, in_features=FEATURES, decode=False, rngs=nnx.Rngs(0),
+        num_heads=4,
+        in_features=FEATURES,
+        decode=False,
+        rngs=nnx.Rngs(0),
         **{"num_kv_heads": 2, **options},
-    )  # fmt: skip
+    )
 
 
 def squares(module, x, **options):
@@ -38,8 +41,11 @@ def test_nnx_module_matches_flax_forward_and_backward():
     wanted = nnx.jit(reference)(theirs, activations())
     # Causal whether or not the module sets is_causal.
     actual = nnx.jit(nnx.value_and_grad(squares))(ours, activations())
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4),
-                 jax.tree.leaves(actual), jax.tree.leaves(wanted))  # fmt: skip
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4),
+        jax.tree.leaves(actual),
+        jax.tree.leaves(wanted),
+    )
 
 
 def test_linen_module_matches_flax_with_the_same_parameters():
@@ -92,9 +98,13 @@ def test_nnx_scan_over_remat_layers_matches_a_loop():
     @nnx.vmap(in_axes=0, out_axes=0)
     def create(rngs):
         return nnx.MultiHeadAttention(
-            num_heads=2, in_features=FEATURES, decode=False, keep_rngs=False, rngs=rngs,
+            num_heads=2,
+            in_features=FEATURES,
+            decode=False,
+            keep_rngs=False,
+            rngs=rngs,
             attention_fn=attention_fn(pattern=PATTERN),
-        )  # fmt: skip
+        )
 
     layers = create(nnx.Rngs(0).split(2))
 
@@ -112,10 +122,14 @@ def test_nnx_scan_over_remat_layers_matches_a_loop():
             x = x + nnx.merge(graphdef, jax.tree.map(lambda a, i=i: a[i], state))(x)
         return x.var()
 
-    actual, wanted = (nnx.jit(nnx.value_and_grad(f))(layers, activations())
-                      for f in (scanned, loop))  # fmt: skip
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
-                 jax.tree.leaves(actual), jax.tree.leaves(wanted))  # fmt: skip
+    actual, wanted = (
+        nnx.jit(nnx.value_and_grad(f))(layers, activations()) for f in (scanned, loop)
+    )
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
+        jax.tree.leaves(actual),
+        jax.tree.leaves(wanted),
+    )
 
 
 def test_inputs_are_cast_to_the_dtype_of_the_module():

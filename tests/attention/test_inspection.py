@@ -104,9 +104,7 @@ def test_a_pixel_is_the_density_of_its_block(index):
     index = index()
     mask = np.asarray(mask_from_index(index, TOKENS))[0, 0]
     blocks = TOKENS // BLOCK
-    counts, possible = (
-        x.reshape(blocks, BLOCK, blocks, BLOCK).sum((1, 3)) for x in (mask, CAUSAL)
-    )
+    counts, possible = (x.reshape(blocks, BLOCK, blocks, BLOCK).sum((1, 3)) for x in (mask, CAUSAL))
     shares = block_shares(index, TOKENS, 0, 0)
     assert (np.isnan(shares) == (possible == 0)).all()
     np.testing.assert_allclose(
@@ -130,10 +128,12 @@ def test_pictures_differ_between_indices(tmp_path):
 def test_long_sequences_are_downsampled(tmp_path):
     blocks = 1100
     index = VerticalSlashIndex(
-        slash_blocks=jnp.array([[[0, 500]]], jnp.int32), slash_count=jnp.array([[2]], jnp.int32),
-        vertical_tokens=jnp.array([[[5]]], jnp.int32), vertical_count=jnp.array([[1]], jnp.int32),
+        slash_blocks=jnp.array([[[0, 500]]], jnp.int32),
+        slash_count=jnp.array([[2]], jnp.int32),
+        vertical_tokens=jnp.array([[[5]]], jnp.int32),
+        vertical_count=jnp.array([[1]], jnp.int32),
         block_size=128,
-    )  # fmt: skip
+    )
     inspect(index, seq_len=128 * blocks).save_picture(tmp_path / "long.png")
     assert (tmp_path / "long.png").stat().st_size > 1000
 
@@ -161,9 +161,12 @@ def test_pictures_without_matplotlib_name_the_package_to_install(tmp_path, monke
 def test_invalid_arguments_raise(arguments, options, sentence):
     q, k, _ = inputs()
     there = {
-        "index": chosen()[0], "q": q, "k": k, "pattern": VerticalSlash(),
+        "index": chosen()[0],
+        "q": q,
+        "k": k,
+        "pattern": VerticalSlash(),
         "dense": DenseIndex(BLOCK),
-    }  # fmt: skip
+    }
     with pytest.raises(ValueError, match=sentence):
         inspect(*(there[name] for name in arguments), **options)
 

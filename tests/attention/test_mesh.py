@@ -64,8 +64,9 @@ def alone_with_gradients():
 def assert_close(actual, wanted, rtol=2e-5, atol=2e-5):
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=atol),
-        jax.device_get(actual), wanted,
-    )  # fmt: skip
+        jax.device_get(actual),
+        wanted,
+    )
 
 
 @pytest.mark.parametrize(
@@ -77,9 +78,15 @@ def test_batch_sequence_and_heads_over_user_axes(axis_type, ring):
     axes = ("outer", "inner")
     layout = sequence_layout(TOKENS, mesh, sequence_axes=axes, block_size=BLOCK)
     attend = functools.partial(
-        sparse_attention, pattern=PATTERN, mesh=mesh, layout=layout, batch_axis="rows",
-        sequence_axes=axes, ring=ring, return_lse=True,
-    )  # fmt: skip
+        sparse_attention,
+        pattern=PATTERN,
+        mesh=mesh,
+        layout=layout,
+        batch_axis="rows",
+        sequence_axes=axes,
+        ring=ring,
+        return_lse=True,
+    )
     place = functools.partial(jax.device_put, device=NamedSharding(mesh, P("rows", axes)))
     q, k, v, dout = (place(stripe(x, layout)) for x in (*inputs(), cotangents()[0]))
     dlse = jax.device_put(
@@ -97,9 +104,13 @@ def test_batch_sequence_and_heads_over_user_axes(axis_type, ring):
 def test_contiguous_order_on_one_axis_needs_no_layout_and_gives_the_same_index():
     mesh = make_mesh((4,), ("context",))
     attend = functools.partial(
-        sparse_attention, pattern=PATTERN, mesh=mesh, sequence_axes="context", return_lse=True,
+        sparse_attention,
+        pattern=PATTERN,
+        mesh=mesh,
+        sequence_axes="context",
+        return_lse=True,
         return_index=True,
-    )  # fmt: skip
+    )
     out, lse, index = attend(*inputs())  # eager; arrays are on one device
     wanted_out, wanted_lse, wanted_index = alone()
     assert_close((out, lse), (wanted_out, wanted_lse))
@@ -109,9 +120,14 @@ def test_contiguous_order_on_one_axis_needs_no_layout_and_gives_the_same_index()
 def test_heads_can_be_sharded_along_with_their_budgets():
     mesh = make_mesh((2, 2), ("context", "tensor"))
     attend = functools.partial(
-        sparse_attention, pattern=BUDGET, mesh=mesh, sequence_axes="context", head_axis="tensor",
-        return_lse=True, return_index=True,
-    )  # fmt: skip
+        sparse_attention,
+        pattern=BUDGET,
+        mesh=mesh,
+        sequence_axes="context",
+        head_axis="tensor",
+        return_lse=True,
+        return_index=True,
+    )
     out, lse, index = jax.jit(attend)(*inputs())
     wanted = alone("fixed")
     assert_close((out, lse), wanted[:2])
@@ -172,9 +188,11 @@ def test_inside_a_user_shard_map_each_shard_is_independent(axis_type):
 def test_named_axes_use_the_mesh_in_context():
     mesh = make_mesh((2, 2), ("node", "device"))
     attend = functools.partial(
-        sparse_attention, pattern=Dense(block_size=BLOCK), layout="striped",
+        sparse_attention,
+        pattern=Dense(block_size=BLOCK),
+        layout="striped",
         sequence_axes=("node", "device"),
-    )  # fmt: skip
+    )
     layout = Layout("striped", TOKENS, 4, BLOCK, nodes=2)
     with jax.set_mesh(mesh):
         out = jax.jit(attend)(*(stripe(x, layout) for x in inputs()))

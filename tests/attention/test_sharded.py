@@ -10,13 +10,7 @@ import pytest
 from mtraining_jax.attention.sharded import make_attention
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import make_mesh
-from mtraining_jax.sparsity import (
-    Dense,
-    FixedBudget,
-    SampledRows,
-    VerticalSlash,
-    choose_index,
-)
+from mtraining_jax.sparsity import Dense, FixedBudget, SampledRows, VerticalSlash, choose_index
 from mtraining_jax.sparsity.audit import AuditRows
 from mtraining_jax.sparsity.documents import Documents
 from pallas_kernels.reference import mask_from_index, reference_attention
@@ -24,8 +18,15 @@ from tests.parallel import indices
 
 NODES, DEVICES, DATA = 2, 2, 2
 PATTERN = VerticalSlash(
-    top_p=0.4, max_verticals=24, max_slashes=12, last_q=8, block_size=indices.BLOCK_SIZE,
-    sink_tokens=2, local_blocks=1, min_verticals=4, min_slashes=2,
+    top_p=0.4,
+    max_verticals=24,
+    max_slashes=12,
+    last_q=8,
+    block_size=indices.BLOCK_SIZE,
+    sink_tokens=2,
+    local_blocks=1,
+    min_verticals=4,
+    min_slashes=2,
 )
 BUDGET = FixedBudget(
     verticals=np.array([0, 5, 20, 9], np.int32), slashes=np.array([30, 3, 0, 12], np.int32),
@@ -54,8 +55,9 @@ def chosen(pattern_name):
     q, k, *_ = indices.inputs()
     blocks = jnp.arange(indices.NUM_BLOCKS, dtype=jnp.int32)
     pattern = {"top_p": PATTERN, "fixed": BUDGET}[pattern_name]
-    index = jax.jit(lambda q, k: choose_index(
-        q, k, pattern, block_ids=blocks, num_blocks=indices.NUM_BLOCKS))(q, k)
+    index = jax.jit(
+        lambda q, k: choose_index(q, k, pattern, block_ids=blocks, num_blocks=indices.NUM_BLOCKS)
+    )(q, k)
     return np.asarray(mask_from_index(index, indices.SEQ_LEN))
 
 
@@ -114,9 +116,11 @@ def test_a_layout_for_another_number_of_ranks_raises():
 def test_documents_with_more_pairs_than_an_int32_holds_are_measured():
     seq_len, block = 131072, 2048
     attention = make_attention(
-        make_mesh(1, 1, 1), Layout("striped", seq_len, 1, block), SampledRows(block_size=block),
+        make_mesh(1, 1, 1),
+        Layout("striped", seq_len, 1, block),
+        SampledRows(block_size=block),
         by_length=True,
-    )  # fmt: skip
+    )
     documents = Documents.from_lengths([[seq_len // 2]], seq_len, block).blocks()
     q = jax.ShapeDtypeStruct((1, seq_len, 1, 8), jnp.float32)
     out, stats = jax.eval_shape(functools.partial(attention, documents=documents), q, q, q)

@@ -11,7 +11,14 @@ from tests.training.common import changed, tiny_config
 
 def test_warm_up_cooldown_and_every_nth_step():
     assert [step for step in range(1, 21) if step in DenseSteps(20, 2, 3, 5)] == [
-        1, 2, 5, 10, 15, 18, 19, 20
+        1,
+        2,
+        5,
+        10,
+        15,
+        18,
+        19,
+        20,
     ]
     assert not any(step in DenseSteps(20) for step in range(1, 21))
     assert all(step in DenseSteps(20, every=1) for step in range(1, 21))

@@ -51,8 +51,10 @@ def test_sizes_may_be_omitted(load):
     assert {name: getattr(model, name) for name in SIZES} == SIZES
     scaling = model.rope_scaling
     assert (scaling.type, scaling.factor, scaling.original_max_position_embeddings) == (
-        "llama3", 8.0, 64,
-    )  # fmt: skip
+        "llama3",
+        8.0,
+        64,
+    )
 
 
 def test_printed_configuration_loads_back(load, tmp_path):

@@ -7,11 +7,16 @@ def test_derived_sizes():
     config = load_config(
         "tiny",
         [
-            ("parallel.data", "2"), ("parallel.nodes", "2"), ("parallel.devices_per_node", "3"),
-            ("parallel.cpu_devices", "12"), ("data.seq_len", "1536"), ("data.batch_size", "24"),
-            ("optimizer.accumulation_steps", "4"), ("sparsity.block_size", "32"),
+            ("parallel.data", "2"),
+            ("parallel.nodes", "2"),
+            ("parallel.devices_per_node", "3"),
+            ("parallel.cpu_devices", "12"),
+            ("data.seq_len", "1536"),
+            ("data.batch_size", "24"),
+            ("optimizer.accumulation_steps", "4"),
+            ("sparsity.block_size", "32"),
         ],
-    )  # fmt: skip
+    )
     assert config.mesh_shape == (2, 2, 3)
     assert (config.ranks, config.devices) == (6, 12)
     assert config.batch_shape == (24, 1536)

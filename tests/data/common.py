@@ -14,10 +14,15 @@ VOCAB = 257
 def section(vocab_size: int = VOCAB, **fields) -> DataConfig:
     """A `[data]` section; the rest of the configuration allows any sequence length."""
     model = {
-        "vocab_size": vocab_size, "hidden_size": 2, "num_layers": 1, "num_heads": 1,
-        "num_kv_heads": 1, "head_dim": 2, "intermediate_size": 2,
+        "vocab_size": vocab_size,
+        "hidden_size": 2,
+        "num_layers": 1,
+        "num_heads": 1,
+        "num_kv_heads": 1,
+        "head_dim": 2,
+        "intermediate_size": 2,
         "max_position_embeddings": 2**31 - 1,
-    }  # fmt: skip
+    }
     table = {
         "model": model,
         "sparsity": {"kind": "dense", "block_size": 1},

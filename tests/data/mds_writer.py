@@ -51,12 +51,21 @@ def write_mds(folder, columns, shards, compression=None, hashes=(), pack=None):
             path.write_bytes(content)
             packed = {"basename": path.name, "bytes": len(content), "hashes": {}}
         names, encodings, sizes = map(list, zip(*columns, strict=True))
-        entries.append({
-            "version": 2, "format": "mds", "samples": len(samples), "size_limit": 2**26,
-            "column_names": names, "column_encodings": encodings, "column_sizes": sizes,
-            "compression": compression and f"{compression}:7", "hashes": list(hashes),
-            "raw_data": raw, "zip_data": packed,
-        })  # fmt: skip
+        entries.append(
+            {
+                "version": 2,
+                "format": "mds",
+                "samples": len(samples),
+                "size_limit": 2**26,
+                "column_names": names,
+                "column_encodings": encodings,
+                "column_sizes": sizes,
+                "compression": compression and f"{compression}:7",
+                "hashes": list(hashes),
+                "raw_data": raw,
+                "zip_data": packed,
+            }
+        )
         paths.append(path)
     (folder / "index.json").write_text(json.dumps({"version": 2, "shards": entries}))
     return paths

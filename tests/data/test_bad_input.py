@@ -212,9 +212,7 @@ def test_id_outside_the_vocabulary_in_a_file_that_is_validated_per_batch(tmp_pat
         file.truncate(2 * (2**26 + 4))
         file.seek(2 * place)
         file.write(np.uint16(300).tobytes())
-    loader = loader_of(
-        section(source="tokens", paths=(str(path),)), permutation=np.arange(4)[::-1]
-    )
+    loader = loader_of(section(source="tokens", paths=(str(path),)), permutation=np.arange(4)[::-1])
     next(loader)
     state = loader.get_state()
     state["iterator"] = {"next_index": 2**24}

@@ -132,9 +132,15 @@ def data(tmp_path_factory):
     ids[np.cumsum(lengths) - 1] = EOS
     np.save(folder / "a.npy", ids.astype(np.uint16))
     return section(
-        10_000, source="tokens", paths=(str(folder),), mode="pack", eos=EOS, seq_len=S,
-        batch_size=B, shuffle=True,
-    )  # fmt: skip
+        10_000,
+        source="tokens",
+        paths=(str(folder),),
+        mode="pack",
+        eos=EOS,
+        seq_len=S,
+        batch_size=B,
+        shuffle=True,
+    )
 
 
 def squares(lengths, densities):

@@ -75,8 +75,11 @@ def test_rows_come_in_the_order_of_state_json(tmp_path, writer):
     found = read(tmp_path / "b", tmp_path / "a")
     assert [text for _, text in found] == [*TEXTS, "last"]
     assert [where for where, _ in found[:4]] == [
-        f"{first}, row 0", f"{first}, row 1", f"{first}, row 2", f"{second}, row 0",
-    ]  # fmt: skip
+        f"{first}, row 0",
+        f"{first}, row 1",
+        f"{first}, row 2",
+        f"{second}, row 0",
+    ]
     assert [text for _, text in read(tmp_path / "*")] == ["last", *TEXTS]
     ids = [ids.tolist() for _, ids in read(tmp_path / "a", token_field="input_ids")]
     assert ids == [list(b"last")]

@@ -238,9 +238,14 @@ def test_only_local_columns_of_token_files_are_read(tmp_path):
     with path.open("wb") as file:
         file.truncate(2**36)
     options = section(
-        VOCAB, source="tokens", paths=(str(path),), token_dtype="uint32", seq_len=2**14,
-        batch_size=4, shuffle=True,
-    )  # fmt: skip
+        VOCAB,
+        source="tokens",
+        paths=(str(path),),
+        token_dtype="uint32",
+        seq_len=2**14,
+        batch_size=4,
+        shuffle=True,
+    )
     loader = loader_of(options, rows=np.asarray([1]), columns=np.arange(0, 16))
     assert loader.num_sequences == 2**20
     assert next(loader)["tokens"].shape == (1, 16)

@@ -25,8 +25,11 @@ def test_statistics(report):
     assert report.waste == 1 - 46 / 64
     assert report.pairs.tolist() == [(8**2 + 12**2) / 32**2, 1]
     assert report.buckets() == [
-        (4, 8, 1, 5, 8), (8, 16, 1, 9, 12), (16, 32, 0, 0, 0), (32, 64, 1, 32, 32),
-    ]  # fmt: skip
+        (4, 8, 1, 5, 8),
+        (8, 16, 1, 9, 12),
+        (16, 32, 0, 0, 0),
+        (32, 64, 1, 32, 32),
+    ]
 
 
 def test_table(report):
@@ -56,9 +59,13 @@ def test_the_command(tmp_path, capsys):
         (tmp_path / f"{number}.txt").write_text("x" * length)
     picture = tmp_path / "packs.png"
     arguments = [
-        "--config=tiny", "--data.source=text", f"--data.paths=['{tmp_path}/*.txt']",
-        "--data.mode=pack", "--data.seq_len=1024", "--sparsity.block_size=128",
-    ]  # fmt: skip
+        "--config=tiny",
+        "--data.source=text",
+        f"--data.paths=['{tmp_path}/*.txt']",
+        "--data.mode=pack",
+        "--data.seq_len=1024",
+        "--sparsity.block_size=128",
+    ]
     assert main([*arguments, f"--picture={picture}"]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("text: 3 documents, 1,323 tokens; 1.5 documents per sequence, ")

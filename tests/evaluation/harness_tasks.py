@@ -57,12 +57,15 @@ def tasks(folder: Path) -> list[dict]:
     for name, documents in rows.items():
         file = folder / f"{name}.jsonl"
         file.write_text("".join(json.dumps(row) + "\n" for row in documents))
-        found.append({
-            "task": f"tiny_{name}",
-            "dataset_path": "json",
-            "dataset_kwargs": {"data_files": {"test": str(file)}},
-            "test_split": "test",
-        } | _HOW[name])
+        found.append(
+            {
+                "task": f"tiny_{name}",
+                "dataset_path": "json",
+                "dataset_kwargs": {"data_files": {"test": str(file)}},
+                "test_split": "test",
+            }
+            | _HOW[name]
+        )
     return found
 
 
@@ -94,9 +97,12 @@ def answers(model: object, folder: Path) -> dict[str, list]:
     from lm_eval.tasks import TaskManager
 
     found = lm_eval.simple_evaluate(
-        model=model, tasks=tasks(folder), task_manager=TaskManager(include_defaults=False),
-        bootstrap_iters=0, log_samples=True,
-    )  # fmt: skip
+        model=model,
+        tasks=tasks(folder),
+        task_manager=TaskManager(include_defaults=False),
+        bootstrap_iters=0,
+        log_samples=True,
+    )
     return {
         name: [sample["filtered_resps"] for sample in samples]
         for name, samples in found["samples"].items()
@@ -114,9 +120,10 @@ def main() -> None:
 
     hf = HFLM(str(model), device="cpu", dtype="float32", batch_size=1)
     made_with = {
-        "lm_eval": lm_eval.__version__, "torch": torch.__version__,
+        "lm_eval": lm_eval.__version__,
+        "torch": torch.__version__,
         "transformers": transformers.__version__,
-    }  # fmt: skip
+    }
     print(json.dumps({"made_with": made_with, "answers": answers(hf, folder)}, indent=1))
 
 

@@ -48,17 +48,19 @@ def test_dense_finds_what_a_window_does_not(command, tmp_path, monkeypatch):
     assert min(scores["dense"]) == 1 and len(scores["dense"]) == 6
     assert sum(scores["sparse"]) <= 2  # only pairs that are near their question
     assert all((line["density"] == 1) == (line["attention"] == "dense") for line in lines)
-    assert "| mqar | recall_tiny | dense | 100.0 (6) |" in (
-        tmp_path / "out" / "results.md"
-    ).read_text()
+    assert (
+        "| mqar | recall_tiny | dense | 100.0 (6) |"
+        in (tmp_path / "out" / "results.md").read_text()
+    )
     assert (tmp_path / "out" / "scores.png").stat().st_size > 8000
     assert "sparse - dense" in printed and "note: " not in printed
 
     # Everything is evaluated: nothing runs again, and another seed is refused.
     content = (tmp_path / "out" / "samples.jsonl").read_text()
-    assert "12 of 12 samples are already evaluated" in command(
-        "--lengths 128 --samples 6 --attention both --sparse-answers"
-    )[1]
+    assert (
+        "12 of 12 samples are already evaluated"
+        in command("--lengths 128 --samples 6 --attention both --sparse-answers")[1]
+    )
     status, printed = command("--lengths 128 --seed 3 --sparse-answers")
     assert status == 2 and "has results with seed = 0, but this evaluation has 3" in printed
     assert (tmp_path / "out" / "samples.jsonl").read_text() == content

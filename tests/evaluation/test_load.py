@@ -74,9 +74,12 @@ def test_the_newest_checkpoint_of_a_run_is_read_with_its_configuration(run):
 def test_overrides_take_precedence_over_the_run(run):
     folder, _ = run
     overrides = [
-        ("sparsity.top_p", "0.5"), ("parallel.nodes", "2"), ("parallel.devices_per_node", "1"),
-        ("parallel.layout", "zigzag"), ("parallel.fsdp", "true"),
-    ]  # fmt: skip
+        ("sparsity.top_p", "0.5"),
+        ("parallel.nodes", "2"),
+        ("parallel.devices_per_node", "1"),
+        ("parallel.layout", "zigzag"),
+        ("parallel.fsdp", "true"),
+    ]
     engine = Engine.load(folder, attention="sparse", overrides=overrides)
     network = engine.loaded.network
     assert network.attending.settings.top_p == 0.5
@@ -132,11 +135,12 @@ def test_errors_are_reported(run, tmp_path):
         (folder, {"overrides": [("sparsity.top_p", "2")]}, "sparsity.top_p = 2 is not allowed"),
         (folder, {"overrides": [("sparsity.topp", "2")]}, "did you mean sparsity.top_p"),
         (
-            folder, {"overrides": [("sparsity.last_q", "64")], "attention": "sparse"},
+            folder,
+            {"overrides": [("sparsity.last_q", "64")], "attention": "sparse"},
             "sparsity.last_q = 64",
         ),
         (folder, {"overrides": [("parallel.nodes", "9")]}, "but there are 8"),
         (folder, {"tokenizer": "bytes"}, "has 257 ids, but the model in .* has only 61"),
-    ]:  # fmt: skip
+    ]:
         with pytest.raises(UserError, match=message):
             load(path, **({"attention": "dense"} | how))

@@ -28,10 +28,21 @@ def text(tmp_path_factory):
 
 
 def propose(text, *options):
-    return main([
-        "--model", str(MODEL), "--text", str(text), "--tokenizer", "bytes", "--length", "512",
-        "--parallel.devices_per_node=1", "--parallel.nodes=1", *options,
-    ])  # fmt: skip
+    return main(
+        [
+            "--model",
+            str(MODEL),
+            "--text",
+            str(text),
+            "--tokenizer",
+            "bytes",
+            "--length",
+            "512",
+            "--parallel.devices_per_node=1",
+            "--parallel.nodes=1",
+            *options,
+        ]
+    )
 
 
 def test_settings_are_measured_and_the_cheapest_that_loses_little_is_proposed(
@@ -57,9 +68,10 @@ def test_settings_are_measured_and_the_cheapest_that_loses_little_is_proposed(
 
 def test_a_setting_must_be_within_both_limits():
     found = [
-        Measured("few", 0.1, 2.0, 0.02, 0.001, 0.01), Measured("some", 0.2, 2.0, 0.0, 0.001, 0.09),
+        Measured("few", 0.1, 2.0, 0.02, 0.001, 0.01),
+        Measured("some", 0.2, 2.0, 0.0, 0.001, 0.09),
         Measured("many", 0.4, 2.0, 0.0, 0.001, math.nan),
-    ]  # fmt: skip
+    ]
 
     def best(rise, copies, cost=lambda one: one.density):
         one = proposed(found, cost, rise, copies)

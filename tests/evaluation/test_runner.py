@@ -174,9 +174,13 @@ def test_a_report_has_tables_and_pictures(tmp_path):
     console = Console(file=io.StringIO(), width=200)
     written = write_report(folder, console)
     assert [path.name for path in written] == [
-        "results.md", "depths-needle.png", "scores.png", "trained-inferred.png", "loss-2048.png",
+        "results.md",
+        "depths-needle.png",
+        "scores.png",
+        "trained-inferred.png",
+        "loss-2048.png",
         "loss-4096.png",
-    ]  # fmt: skip
+    ]
     for path in written[1:]:
         assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 8000
     text = written[0].read_text()

@@ -12,10 +12,7 @@ from pallas_kernels import backends
 from tests.sparsity import inputs
 
 # batch, seq_len, q heads, kv heads, head_dim, dtype
-SHAPES = [
-    (1, 16384, 16, 2, 128, jnp.bfloat16),
-    (2, 4096, 7, 1, 64, jnp.float16),
-]
+SHAPES = [(1, 16384, 16, 2, 128, jnp.bfloat16), (2, 4096, 7, 1, 64, jnp.float16)]
 BLOCK, LAST_Q = 128, 64
 
 
@@ -25,8 +22,14 @@ def _scores(q, k, backend, valid_len=None):
     end = q.shape[1] if valid_len is None else valid_len
     last = jax.lax.dynamic_slice_in_dim(q, end - LAST_Q, LAST_Q, 1).transpose(0, 2, 1, 3)
     columns, *diagonals = estimate.softmax_scores(
-        last, k, scale=q.shape[3] ** -0.5, block_ids=jnp.arange(num_blocks),
-        num_blocks=num_blocks, axis_names=(), backend=backend, valid_len=valid_len,
+        last,
+        k,
+        scale=q.shape[3] ** -0.5,
+        block_ids=jnp.arange(num_blocks),
+        num_blocks=num_blocks,
+        axis_names=(),
+        backend=backend,
+        valid_len=valid_len,
     )
     return columns, estimate.join_diagonals(*diagonals)
 

@@ -133,7 +133,9 @@ def work(names: Sequence[str], times: int) -> int:
 
 
 def count_differences(
-    calls: Sequence[Callable[[Values], Values]], inputs: Values, times: int,
+    calls: Sequence[Callable[[Values], Values]],
+    inputs: Values,
+    times: int,
     before: Callable[[], Any] = lambda: None,
 ) -> int:
     """Returns how many repetitions differed in a bit from the first one.
@@ -186,9 +188,11 @@ def _call(step: Callable, values: Values, backend: str) -> Callable[[Values], Va
     )
     odd = itertools.cycle((True, False))
     # Results use the memory of the first argument, which is donated.
-    program = jax.jit(
-        lambda _, values: step(values, backend), donate_argnums=0, keep_unused=True
-    ).lower(shapes, values).compile()  # fmt: skip
+    program = (
+        jax.jit(lambda _, values: step(values, backend), donate_argnums=0, keep_unused=True)
+        .lower(shapes, values)
+        .compile()
+    )
     between = program.memory_analysis().temp_size_in_bytes
     spoil_between = jax.jit(lambda: jnp.full(max(between // 4, 1), jnp.nan, jnp.float32))
 

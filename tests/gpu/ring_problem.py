@@ -79,7 +79,10 @@ def dense_index() -> VerticalSlashIndex:
     every = cases.every_diagonal(SIZE.batch, SIZE.heads, SIZE.seq_len, SIZE.block_size)
     tokens = jnp.full((SIZE.batch, SIZE.heads, MAX_VERTICALS), SIZE.seq_len, jnp.int32)
     return VerticalSlashIndex(
-        every.slash_blocks, every.slash_count, tokens, jnp.zeros_like(every.vertical_count),
+        every.slash_blocks,
+        every.slash_count,
+        tokens,
+        jnp.zeros_like(every.vertical_count),
         SIZE.block_size,
     )
 
@@ -147,8 +150,12 @@ def _part(x: np.ndarray, order: np.ndarray, at: tuple[slice, ...]) -> np.ndarray
 
 def _main(coordinator: str, num_processes: int, process_id: int, folder: Path) -> None:
     jax.distributed.initialize(
-        coordinator, num_processes, process_id, local_device_ids=[process_id],
-        initialization_timeout=60, heartbeat_timeout_seconds=30,
+        coordinator,
+        num_processes,
+        process_id,
+        local_device_ids=[process_id],
+        initialization_timeout=60,
+        heartbeat_timeout_seconds=30,
     )
     ring = Ring("striped", "hierarchical", 2, jax.devices())
     index = sparse_index()

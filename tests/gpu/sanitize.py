@@ -169,10 +169,13 @@ def _run_all(args: argparse.Namespace, names: Sequence[str]) -> int:
     """Prepares the problems, runs them under the tools, and prints the table."""
     give_up = time.monotonic() + args.deadline
     programs = {name: [*_worker(name, args.out)] for name in names}
-    prepared = _in_parallel(args.jobs, {
-        name: functools.partial(_run, programs[name], args.out / f"{name}.txt", give_up)
-        for name in names
-    })  # fmt: skip
+    prepared = _in_parallel(
+        args.jobs,
+        {
+            name: functools.partial(_run, programs[name], args.out / f"{name}.txt", give_up)
+            for name in names
+        },
+    )
     wrong = [name for name, (status, _) in prepared.items() if status != 0]
     for name in wrong:
         print(f"{name} alone: {_tail(args.out / f'{name}.txt')}", flush=True)
@@ -203,9 +206,7 @@ def _watch(
     if time.monotonic() > give_up:
         return None
     log, output = (args.out / f"{tool}-{name}.{end}" for end in ("log", "txt"))
-    command = sanitizer.command(
-        args.sanitizer, tool, program, log, number, sanitizer.KERNELS
-    )
+    command = sanitizer.command(args.sanitizer, tool, program, log, number, sanitizer.KERNELS)
     limit = min(give_up + 20, time.monotonic() + args.timeout)
     status, seconds = _run(command, output, limit)
     texts = (path.read_text(errors="replace") if path.exists() else "" for path in (log, output))
@@ -217,9 +218,9 @@ def _watch(
 def _run(command: list[str], output: Path, until: float) -> tuple[int | None, float]:
     """Returns the exit status (None at the time limit) and seconds; redirects output to a file."""
     begin = time.monotonic()
-    environment = os.environ | _ENVIRONMENT | {
-        "JAX_COMPILATION_CACHE_DIR": str(output.parent / "compiled"),
-    }
+    environment = (
+        os.environ | _ENVIRONMENT | {"JAX_COMPILATION_CACHE_DIR": str(output.parent / "compiled")}
+    )
     with output.open("w") as file:
         process = subprocess.Popen(
             command, stdout=file, stderr=subprocess.STDOUT, env=environment, start_new_session=True
@@ -247,9 +248,13 @@ def _names() -> list[str]:
     """Returns the names of all problems, from a separate process, so that this one has no JAX."""
     code = "from tests.gpu.small_problems import problems; print(*(p.name for p in problems()))"
     done = subprocess.run(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True, cwd=ROOT,
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        cwd=ROOT,
         env=os.environ | {"JAX_PLATFORMS": "cpu"},
-    )  # fmt: skip
+    )
     return done.stdout.split()
 
 

@@ -73,11 +73,15 @@ def command(
     first, each = _PORTS
     options = [
         # With child processes the tool crashed (version 2025.3.1).
-        ("--target-processes", "application-only"), ("--error-exitcode", str(FOUND)),
-        ("--launch-timeout", "120"), ("--port", str(first + each * (number % 200))),
-        ("--show-backtrace", "no"), ("--print-limit", "50"), ("--log-file", str(log)),
+        ("--target-processes", "application-only"),
+        ("--error-exitcode", str(FOUND)),
+        ("--launch-timeout", "120"),
+        ("--port", str(first + each * (number % 200))),
+        ("--show-backtrace", "no"),
+        ("--print-limit", "50"),
+        ("--log-file", str(log)),
         *_OPTIONS[tool],
-    ]  # fmt: skip
+    ]
     if kernels is not None:
         options.append(("--kernel-name", f"kns={kernels}"))
     known = _output(binary, "--help")

@@ -135,9 +135,12 @@ def _of_head_dim(dim: int, blocks: int) -> list[Problem]:
             return values | {"index": index()} | {name: make() for name, make in more.items()}
 
         return Problem(
-            f"{kind}-{dim}", fused if backend == one else separate, inputs,
-            (_forward, _backward), backend,
-        )  # fmt: skip
+            f"{kind}-{dim}",
+            fused if backend == one else separate,
+            inputs,
+            (_forward, _backward),
+            backend,
+        )
 
     def vertical_slash() -> Any:
         # A generator with full, crowded and empty heads, and distant corners.
@@ -162,31 +165,40 @@ def _of_head_dim(dim: int, blocks: int) -> list[Problem]:
         attention("lists", lists, two),
         attention(
             "lists-columns",
-            lambda: cases.block_mask_with_columns(rng(), size, max_columns=size.seq_len), two,
+            lambda: cases.block_mask_with_columns(rng(), size, max_columns=size.seq_len),
+            two,
             running=running,
         ),
-        attention(
-            "documents", lambda: cases.documents_of_columns(size, documents=2), two
+        attention("documents", lambda: cases.documents_of_columns(size, documents=2), two),
+        Problem(
+            f"ring-{dim}",
+            separate,
+            lambda: _ring_inputs(rng(), size, vertical_slash()),
+            (_ring_forward, _ring_backward),
+            two,
         ),
         Problem(
-            f"ring-{dim}", separate, lambda: _ring_inputs(rng(), size, vertical_slash()),
-            (_ring_forward, _ring_backward), two,
+            f"estimate-{dim}",
+            ("estimate_index",),
+            lambda: _estimate_inputs(rng(), size),
+            (_estimate,),
+            two,
         ),
         Problem(
-            f"estimate-{dim}", ("estimate_index",), lambda: _estimate_inputs(rng(), size),
-            (_estimate,), two,
-        ),
-        Problem(
-            f"sampled-rows-{dim}", ("short_block_scores",),
+            f"sampled-rows-{dim}",
+            ("short_block_scores",),
             lambda: _scores_inputs(rng(), 2 * blocks, 16, BLOCK, dim, documents=True),
-            (_scores,), two,
+            (_scores,),
+            two,
         ),
         Problem(
-            f"strided-rows-{dim}", ("block_scores",),
+            f"strided-rows-{dim}",
+            ("block_scores",),
             lambda: _scores_inputs(rng(), 10 * blocks, 8, 8, 8 * dim, documents=False),
-            (_scores,), two,
+            (_scores,),
+            two,
         ),
-    ]  # fmt: skip
+    ]
 
 
 def _dense(size: Size) -> DiagonalTiles:
@@ -231,11 +243,14 @@ def _ring_inputs(rng: np.random.Generator, size: Size, index: Any) -> Values:
         jnp.concatenate([split(x, ranks, size)[s] for s in sources], axis=1) for x in (k, v)
     )
     return {
-        "q": split(q, ranks, size)[rank], "dout": split(dout, ranks, size)[rank],
-        "k": keys, "v": values, "column_kv": column_kv,
+        "q": split(q, ranks, size)[rank],
+        "dout": split(dout, ranks, size)[rank],
+        "k": keys,
+        "v": values,
+        "column_kv": column_kv,
         "columns": seen_by(rank, index, ranks, size.key_blocks),
         "tiles": segmented_step(index, rank, sources, ranks, size.key_blocks // ranks),
-    }  # fmt: skip
+    }
 
 
 def _ring_forward(x: Values, backend: str) -> Values:
@@ -253,7 +268,8 @@ def _ring_backward(x: Values, backend: str) -> Values:
     delta = pallas_kernels.delta_of(x["out"].astype(dout.dtype), dout, backend=backend)
     results: Values = {"delta": delta}
     for name, tiles, columns, kv in (
-        ("columns", None, x["columns"], x["column_kv"]), ("tiles", x["tiles"], None, None)
+        ("columns", None, x["columns"], x["column_kv"]),
+        ("tiles", x["tiles"], None, None),
     ):
         plan = pallas_kernels.plan(q, k, tiles, columns, backend=backend)
         grads = pallas_kernels.backward(q, k, v, dout, x["lse"], delta, plan, kv)
@@ -271,8 +287,13 @@ def _estimate(x: Values, backend: str) -> Values:
     last, k = x["last"], x["k"]
     blocks = k.shape[1] // BLOCK
     columns, *diagonals = estimate.softmax_scores(
-        last, k, scale=last.shape[3] ** -0.5, block_ids=jnp.arange(blocks), num_blocks=blocks,
-        axis_names=(), backend=backend,
+        last,
+        k,
+        scale=last.shape[3] ** -0.5,
+        block_ids=jnp.arange(blocks),
+        num_blocks=blocks,
+        axis_names=(),
+        backend=backend,
     )
     return {"columns": columns, "diagonals": estimate.join_diagonals(*diagonals)}
 
@@ -300,8 +321,14 @@ def _scores(x: Values, backend: str) -> Values:
     # Determines the backend: queries in blocks of 128 tokens.
     like = jax.ShapeDtypeStruct((1, rows.shape[2] * BLOCK, rows.shape[1], 64), rows.dtype)
     masses, levels = row_scores.block_masses(
-        rows, x["keys"], x["places"], x.get("first"), scale=rows.shape[-1] ** -0.5, like=like,
-        backend=backend, levels=True,
+        rows,
+        x["keys"],
+        x["places"],
+        x.get("first"),
+        scale=rows.shape[-1] ** -0.5,
+        like=like,
+        backend=backend,
+        levels=True,
     )
     seen = jnp.asarray(x["places"])[:, None] >= 0
     return {"masses": masses, "levels": jnp.where(seen, levels, 0.0)}

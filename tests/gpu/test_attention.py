@@ -59,9 +59,7 @@ def test_counts_the_same_pairs_as_xla_at_64k_tokens(dim):
     for name in ("mosaic_gpu", "xla"):
         options = {"scale": 1.0, "backend": name}
         _, lse[name] = forward(q, k, v, tiles, columns, column_kv, **options)
-        grads[name] = backward(
-            q, k, v, dout, zeros, zeros, tiles, columns, column_kv, **options
-        )
+        grads[name] = backward(q, k, v, dout, zeros, zeros, tiles, columns, column_kv, **options)
     np.testing.assert_allclose(*lse.values(), rtol=2e-6)
     for name, x in grads["mosaic_gpu"]._asdict().items():
         np.testing.assert_array_equal(x, getattr(grads["xla"], name), err_msg=name)
@@ -72,9 +70,7 @@ def test_errors_at_64k_tokens_match_xla(dim):
     """Compared with XLA in fp32, each head's error is at most 1.5 times that of XLA in bf16."""
     rng, size, index = _long(dim)
     inputs = cases.qkv_dout(rng, size, "bfloat16")
-    exact = _value_and_gradients(
-        *(x.astype(jnp.float32) for x in inputs), index, backend="xla"
-    )
+    exact = _value_and_gradients(*(x.astype(jnp.float32) for x in inputs), index, backend="xla")
 
     def errors(backend: str) -> dict[str, np.ndarray]:
         results = _value_and_gradients(*inputs, index, backend=backend)

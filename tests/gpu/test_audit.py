@@ -17,19 +17,21 @@ from tests.gpu.test_step import SMALL
 def first_step(backend, audited, **changes):
     """Loss, gradient norm and metrics of the first step."""
     fields = SMALL | {
-        "data.source": "synthetic", "parallel.devices_per_node": 1, "parallel.backend": backend,
+        "data.source": "synthetic",
+        "parallel.devices_per_node": 1,
+        "parallel.backend": backend,
         # With random weights attention is flat: a larger fraction would keep nearly everything.
-        "sparsity.tau": 0.3, "audit.every_steps": int(audited), **changes,
-    }  # fmt: skip
+        "sparsity.tau": 0.3,
+        "audit.every_steps": int(audited),
+        **changes,
+    }
     config = load_config("qwen3b_512k", [(name, str(value)) for name, value in fields.items()])
     mesh, layout = parts.build_mesh(config), parts.build_layout(config)
     pattern = parts.build_pattern(config)
     batches, builder = parts.Batches(config, mesh, layout), StateBuilder(config, mesh)
     attention = parts.build_attention(config, mesh, layout, pattern)
     audit = make_step_audit(config, mesh, layout, pattern)
-    step = make_train_step(
-        config, builder, attention, mesh, parts.layer_inputs(pattern), audit
-    )
+    step = make_train_step(config, builder, attention, mesh, parts.layer_inputs(pattern), audit)
     _, metrics = step(builder.fresh(), next(batches))
     batches.close()
     return jax.device_get(metrics)

@@ -82,7 +82,13 @@ def run(number, q, k, v, dout, documents):
 
     def results(q, k, v):
         out, lse, index = sparse_attention(
-            q, k, v, pattern=pattern, documents=documents, backend=BACKEND, return_lse=True,
+            q,
+            k,
+            v,
+            pattern=pattern,
+            documents=documents,
+            backend=BACKEND,
+            return_lse=True,
             return_index=True,
         )
         return out, (lse, index)

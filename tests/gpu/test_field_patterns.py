@@ -8,14 +8,7 @@ import numpy as np
 import pytest
 
 from mtraining_jax import sparse_attention
-from mtraining_jax.sparsity import (
-    AdaSpa,
-    BlockTopK,
-    FlexPrefill,
-    MoBA,
-    Shards,
-    VerticalSlash,
-)
+from mtraining_jax.sparsity import AdaSpa, BlockTopK, FlexPrefill, MoBA, Shards, VerticalSlash
 from pallas_kernels.reference import mask_from_index, reference_attention
 from tests.gpu.ring_errors import own_device
 from tests.sparsity import inputs

@@ -65,9 +65,7 @@ def test_stacked_fp32_gradients_are_bit_identical_to_separate_calls(around):
     attention = functools.partial(forward, tiles=tiles, backend="mosaic_gpu")
     one_by_one = [slice(entry, entry + 1) for entry in range(3)]
     out, lse = zip(*(attention(q[one], k[one], v[:1]) for one in one_by_one), strict=True)
-    delta = [
-        pallas_kernels.delta_of(o, dout[one]) for o, one in zip(out, one_by_one, strict=True)
-    ]
+    delta = [pallas_kernels.delta_of(o, dout[one]) for o, one in zip(out, one_by_one, strict=True)]
 
     def gradients(q, k, v, dout, lse, delta):
         return backward(q, k, v, dout, lse, delta, tiles, scale=0.125, backend=FUSED)

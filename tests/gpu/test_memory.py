@@ -39,9 +39,13 @@ for sevenths in (2, 4):
 def test_insufficient_contiguous_memory_is_reported():
     few = {"XLA_PYTHON_CLIENT_PREALLOCATE": "true", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.05"}
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], cwd=ROOT, env=os.environ | few, text=True,
-        capture_output=True, timeout=120,
-    )  # fmt: skip
+        [sys.executable, "-c", PROGRAM],
+        cwd=ROOT,
+        env=os.environ | few,
+        text=True,
+        capture_output=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr
     first, second = done.stdout.splitlines()
     assert first == "2 fit"

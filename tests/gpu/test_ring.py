@@ -48,8 +48,13 @@ def rings() -> dict[str, tuple[str, str, int]]:
 
 
 CASES = (
-    "striped flat", "striped hierarchical", "striped gather", "striped gather in nodes",
-    "zigzag flat", "zigzag hierarchical", "zigzag gather",
+    "striped flat",
+    "striped hierarchical",
+    "striped gather",
+    "striped gather in nodes",
+    "zigzag flat",
+    "zigzag hierarchical",
+    "zigzag gather",
 )
 # Cases with separate programs: the ring's case and the index.
 OTHER_INDICES = {
@@ -85,10 +90,18 @@ def processes(several, tmp_path_factory):
     started = [
         subprocess.Popen(
             [
-                sys.executable, "-m", "tests.gpu.ring_problem", coordinator, str(several),
-                str(number), str(folder),
+                sys.executable,
+                "-m",
+                "tests.gpu.ring_problem",
+                coordinator,
+                str(several),
+                str(number),
+                str(folder),
             ],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=ROOT,
             env=environment,
         )
         for number in range(several)
@@ -167,8 +180,12 @@ def chosen(layout: Layout, devices: list[jax.Device]):
 
     def choose(q, k):
         return choose_index(
-            q, k, ring_problem.PATTERN, block_ids=layout.block_ids(lax.axis_index(SEQUENCE_AXES)),
-            num_blocks=layout.num_blocks, axis_names=SEQUENCE_AXES,
+            q,
+            k,
+            ring_problem.PATTERN,
+            block_ids=layout.block_ids(lax.axis_index(SEQUENCE_AXES)),
+            num_blocks=layout.num_blocks,
+            axis_names=SEQUENCE_AXES,
             backend=ring_problem.BACKEND,
         )
 

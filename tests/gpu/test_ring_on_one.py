@@ -45,8 +45,12 @@ def check(kind, ring, nodes, indices):
     layout = Layout(kind, SIZE.seq_len, RANKS, SIZE.block_size, 1 if ring == "flat" else nodes)
     axes = {"node": nodes, "device": RANKS // nodes} if nodes > 1 else {"device": RANKS}
     attend = functools.partial(
-        ring_attention, layout=layout, axis_names=tuple(axes), axis_sizes=tuple(axes.values()),
-        ring=ring, backend=ring_problem.BACKEND,
+        ring_attention,
+        layout=layout,
+        axis_names=tuple(axes),
+        axis_sizes=tuple(axes.values()),
+        ring=ring,
+        backend=ring_problem.BACKEND,
     )
 
     def on_rank(q, k, v, dout, index):
@@ -77,7 +81,9 @@ def check(kind, ring, nodes, indices):
 @pytest.mark.parametrize("kind", ["striped", "zigzag"])
 def test_selection_of_eight_ranks_is_bit_identical_to_one(kind):
     choose = functools.partial(
-        choose_index, pattern=ring_problem.PATTERN, num_blocks=SIZE.key_blocks,
+        choose_index,
+        pattern=ring_problem.PATTERN,
+        num_blocks=SIZE.key_blocks,
         backend=ring_problem.BACKEND,
     )
     q, k = ring_problem.estimate_inputs()

@@ -63,8 +63,12 @@ def test_rows_of_eight_ranks_match_the_lists_of_one(kind, nodes, columns):
     layout = Layout(kind, SIZE.seq_len, RANKS, SIZE.block_size, nodes)
     axes = {"node": nodes, "device": RANKS // nodes} if nodes > 1 else {"device": RANKS}
     attend = functools.partial(
-        ring_attention, layout=layout, axis_names=tuple(axes), axis_sizes=tuple(axes.values()),
-        ring="gather", backend=ring_problem.BACKEND,
+        ring_attention,
+        layout=layout,
+        axis_names=tuple(axes),
+        axis_sizes=tuple(axes.values()),
+        ring="gather",
+        backend=ring_problem.BACKEND,
     )
 
     index = ring_problem.mask_index()

@@ -21,10 +21,7 @@ from tests.models.family_contract import FamilyContract
 class TestQwen2(FamilyContract):
     family = "qwen2"
     checkpoint = "qwen2_tiny"
-    gradients = (
-        "model.layers.0.self_attn.q_proj.bias",
-        "model.layers.2.mlp.down_proj.weight",
-    )
+    gradients = ("model.layers.0.self_attn.q_proj.bias", "model.layers.2.mlp.down_proj.weight")
 
 
 class TestQwen2WithYarn(TestQwen2):
@@ -44,10 +41,7 @@ class TestQwen3(FamilyContract):
 class TestLlama(FamilyContract):
     family = "llama"
     checkpoint = "llama3_tiny"
-    gradients = (
-        "model.layers.0.self_attn.q_proj.weight",
-        "model.layers.1.mlp.down_proj.weight",
-    )
+    gradients = ("model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.down_proj.weight")
 
 
 class TestPhi3(FamilyContract):
@@ -84,7 +78,6 @@ class TestPhi3(FamilyContract):
         assert np.abs(packed(state, None) - found)[:, :60].max() > 1e-2
 
 
-
 def test_every_family_has_its_contract():
     tested = {cls.family for cls in FamilyContract.__subclasses__()}
     assert tested == set(FAMILIES.names)
@@ -103,14 +96,33 @@ def write(folder, name=None, **changes):
 def test_smollm2_is_a_llama(tmp_path):
     # The fields of SmolLM2-135M.
     folder = write(
-        tmp_path, architectures=["LlamaForCausalLM"], attention_bias=False, attention_dropout=0.0,
-        bos_token_id=0, eos_token_id=0, hidden_act="silu", hidden_size=576,
-        initializer_range=0.041666666666666664, intermediate_size=1536, is_llama_config=True,
-        max_position_embeddings=8192, mlp_bias=False, model_type="llama", num_attention_heads=9,
-        num_hidden_layers=30, num_key_value_heads=3, pretraining_tp=1, rms_norm_eps=1e-05,
-        rope_interleaved=False, rope_scaling=None, rope_theta=100000, tie_word_embeddings=True,
-        torch_dtype="bfloat16", use_cache=True, vocab_size=49152,
-    )  # fmt: skip
+        tmp_path,
+        architectures=["LlamaForCausalLM"],
+        attention_bias=False,
+        attention_dropout=0.0,
+        bos_token_id=0,
+        eos_token_id=0,
+        hidden_act="silu",
+        hidden_size=576,
+        initializer_range=0.041666666666666664,
+        intermediate_size=1536,
+        is_llama_config=True,
+        max_position_embeddings=8192,
+        mlp_bias=False,
+        model_type="llama",
+        num_attention_heads=9,
+        num_hidden_layers=30,
+        num_key_value_heads=3,
+        pretraining_tp=1,
+        rms_norm_eps=1e-05,
+        rope_interleaved=False,
+        rope_scaling=None,
+        rope_theta=100000,
+        tie_word_embeddings=True,
+        torch_dtype="bfloat16",
+        use_cache=True,
+        vocab_size=49152,
+    )
     spec = read_hf_config(folder)
     assert (spec.family, spec.head_dim, spec.rope_theta) == ("llama", 64, 100000.0)
     assert spec.rope_scaling is None and spec.tie_word_embeddings
@@ -119,12 +131,18 @@ def test_smollm2_is_a_llama(tmp_path):
 
 def test_llama_3_1_in_the_older_spelling(tmp_path):
     folder = write(
-        tmp_path, "llama3_tiny", rope_parameters=None, rope_theta=5e5,
+        tmp_path,
+        "llama3_tiny",
+        rope_parameters=None,
+        rope_theta=5e5,
         rope_scaling={
-            "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192, "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
         },
-    )  # fmt: skip
+    )
     assert read_hf_config(folder).rope_scaling == Llama3Scaling(8.0, 8192)
 
 
@@ -132,10 +150,14 @@ def test_llama_3_1_in_the_older_spelling(tmp_path):
 def test_phi_3_in_the_older_spelling(tmp_path, kind):
     lists = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
     folder = write(
-        tmp_path, "phi3_tiny_longrope", rope_parameters=None, rope_scaling=lists | {"type": kind},
-        max_position_embeddings=131072, original_max_position_embeddings=4096,
+        tmp_path,
+        "phi3_tiny_longrope",
+        rope_parameters=None,
+        rope_scaling=lists | {"type": kind},
+        max_position_embeddings=131072,
+        original_max_position_embeddings=4096,
         sliding_window=262144,
-    )  # fmt: skip
+    )
     expected = LongRopeScaling(32.0, 4096, None, (1.0,) * 4, (2.0,) * 4)
     assert read_hf_config(folder).rope_scaling == expected
 

@@ -21,7 +21,7 @@ def example():
     rng = np.random.default_rng(0)
     hidden = rng.normal(size=(BATCH, SEQ, WIDTH)).astype(np.float32)
     weight = rng.normal(size=(VOCAB, WIDTH)).astype(np.float32)
-    logits = (hidden.astype(np.float64) @ weight.T.astype(np.float64))
+    logits = hidden.astype(np.float64) @ weight.T.astype(np.float64)
     labels = rng.integers(0, VOCAB, (BATCH, SEQ)).astype(np.int32)
     labels[0, ::3] = logits[0, ::3].argmax(-1)  # some predicted labels
     labels[:, -1] = IGNORE_LABEL

@@ -66,9 +66,7 @@ def test_the_same_model_is_drawn_on_every_mesh():
 
 def test_a_key_draws_the_same_as_its_seed():
     assert_states_close(
-        init_model(tiny_spec(), seed=jax.random.key(0))[1],
-        drawn(tiny_spec())[1],
-        tolerance=0,
+        init_model(tiny_spec(), seed=jax.random.key(0))[1], drawn(tiny_spec())[1], tolerance=0
     )
 
 

@@ -127,7 +127,9 @@ def test_only_unsaved_values_are_recomputed(remat, kept_chunks, attentions, prod
     assert str(traced.jaxpr).count(" erf ") == attentions
     layers = [eqn for eqn in traced.jaxpr.eqns if eqn.primitive.name == "scan"]
     found = [
-        eqn for layer in layers for eqn in equations(layer.params["jaxpr"].jaxpr)
+        eqn
+        for layer in layers
+        for eqn in equations(layer.params["jaxpr"].jaxpr)
         if eqn.primitive.name == "dot_general"
         and {len(x.aval.shape) for x in eqn.invars} <= {2, 3}  # attention's have 4
     ]

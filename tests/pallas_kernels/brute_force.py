@@ -42,7 +42,8 @@ def index_mask(index: Index, seq_len: int) -> np.ndarray:
     g = index.block_size
     slashes, slash_count = np.asarray(index.slash_blocks), np.asarray(index.slash_count)
     verticals, vertical_count = (
-        np.asarray(index.vertical_tokens), np.asarray(index.vertical_count)
+        np.asarray(index.vertical_tokens),
+        np.asarray(index.vertical_count),
     )
     block = np.arange(seq_len // g)
     distance = block[:, None] - block[None, :]

@@ -69,9 +69,7 @@ def _diagonals_only(rng, blocks, g, max_slashes, max_verticals):
 
 
 def _full_capacity(rng, blocks, g, max_slashes, max_verticals):
-    return (
-        _some(rng, range(blocks), max_slashes), _some(rng, range(blocks * g), max_verticals)
-    )
+    return (_some(rng, range(blocks), max_slashes), _some(rng, range(blocks * g), max_verticals))
 
 
 def _crowded_block(rng, blocks, g, max_slashes, max_verticals):
@@ -90,14 +88,18 @@ def _corners(rng, blocks, g, max_slashes, max_verticals):
 
 
 KINDS: tuple[Kind, ...] = (
-    _near_and_far, _far_only, _verticals_only, _full_capacity, _crowded_block, _nothing,
-    _corners, _diagonals_only,
+    _near_and_far,
+    _far_only,
+    _verticals_only,
+    _full_capacity,
+    _crowded_block,
+    _nothing,
+    _corners,
+    _diagonals_only,
 )
 
 
-def every_diagonal(
-    batch: int, heads: int, seq_len: int, block_size: int
-) -> VerticalSlashIndex:
+def every_diagonal(batch: int, heads: int, seq_len: int, block_size: int) -> VerticalSlashIndex:
     """All block diagonals listed: the same pairs as a causal `DenseIndex`."""
     blocks = seq_len // block_size
     return VerticalSlashIndex(
@@ -110,7 +112,11 @@ def every_diagonal(
 
 
 def vertical_slash(
-    rng: np.random.Generator, size: Size, *, max_slashes: int, max_verticals: int,
+    rng: np.random.Generator,
+    size: Size,
+    *,
+    max_slashes: int,
+    max_verticals: int,
     garbage: np.random.Generator | None = None,
 ) -> VerticalSlashIndex:
     """A random index with heads that cycle through `KINDS`, from a random one on.
@@ -134,8 +140,11 @@ def vertical_slash(
         slashes[at][: len(diagonals)] = sorted(diagonals)
         verticals[at][: len(tokens)] = sorted(tokens)
     return VerticalSlashIndex(
-        jnp.asarray(slashes), jnp.asarray(slash_count), jnp.asarray(verticals),
-        jnp.asarray(vertical_count), g,
+        jnp.asarray(slashes),
+        jnp.asarray(slash_count),
+        jnp.asarray(verticals),
+        jnp.asarray(vertical_count),
+        g,
     )
 
 
@@ -146,7 +155,10 @@ def tiles_and_columns(index: Index, size: Size) -> tuple[Tiles, Columns | None]:
 
 
 def block_sparse(
-    rng: np.random.Generator, size: Size, *, causal: bool,
+    rng: np.random.Generator,
+    size: Size,
+    *,
+    causal: bool,
     garbage: np.random.Generator | None = None,
 ) -> BlockSparseIndex:
     """Random block lists: ragged rows, empty rows and columns, one full row, one empty head."""
@@ -237,7 +249,11 @@ def dense_documents(size: Size, lengths: list[list[int]]) -> DenseDocumentsIndex
 
 
 def diagonal_tiles(
-    rng: np.random.Generator, size: Size, *, capacity: int, diagonal: int,
+    rng: np.random.Generator,
+    size: Size,
+    *,
+    capacity: int,
+    diagonal: int,
     garbage: np.random.Generator | None = None,
 ) -> DiagonalTiles:
     """Random local offsets of either sign, in the middle of longer lists, as in a ring step.
@@ -255,7 +271,10 @@ def diagonal_tiles(
         stop[at] += len(live)
         offsets[at][start[at] : stop[at]] = sorted(live)
     return DiagonalTiles(
-        jnp.asarray(offsets), jnp.asarray(start), jnp.asarray(stop), jnp.int32(diagonal),
+        jnp.asarray(offsets),
+        jnp.asarray(start),
+        jnp.asarray(stop),
+        jnp.int32(diagonal),
         size.block_size,
     )
 
@@ -294,9 +313,7 @@ def _some(rng: np.random.Generator, values: range, count: int) -> list[int]:
     return [int(x) for x in rng.choice(np.asarray(values), count, replace=False)]
 
 
-def _padding(
-    garbage: np.random.Generator | None, shape: tuple[int, ...], past: int
-) -> np.ndarray:
+def _padding(garbage: np.random.Generator | None, shape: tuple[int, ...], past: int) -> np.ndarray:
     if garbage is None:
         return np.full(shape, past, np.int32)
     awkward = np.asarray([_INT32.min, -1, 0, 1, past - 1, past, past + 1, _INT32.max], np.int32)

@@ -193,9 +193,7 @@ class AttentionContract:
         q, k, v, dout = cases.qkv_dout(rng, size, self.dtypes[0])
         mask = np.ones((q.shape[1], k.shape[1]), bool)
         every = DenseIndex(size.block_size, causal=False)
-        dense = functools.partial(
-            pallas_kernels.attention, index=every, backend=self.backend
-        )
+        dense = functools.partial(pallas_kernels.attention, index=every, backend=self.backend)
         expected = oracle(q, k, v, dout, _of_heads(mask, size))
         self._compare_gradients(_value_and_vjp(dense, q, k, v, dout), expected, q.dtype)
 
@@ -204,9 +202,7 @@ class AttentionContract:
         q, k, v, dout = cases.qkv_dout(rng, size, self.dtypes[0])
         index = cases.block_sparse(rng, size, causal=True)
         mask = brute_force.block_sparse_mask(index)
-        attention = functools.partial(
-            pallas_kernels.attention, index=index, backend=self.backend
-        )
+        attention = functools.partial(pallas_kernels.attention, index=index, backend=self.backend)
         expected = oracle(q, k, v, dout, mask)
         self._compare_gradients(_value_and_vjp(attention, q, k, v, dout), expected, q.dtype)
 
@@ -275,14 +271,17 @@ class AttentionContract:
         outs, lses = [], []
         for rank in range(ranks):
             out, lse = run(
-                q_of[rank], k_of[rank], v_of[rank], None, seen_by(rank, index, ranks, blocks),
-                column_kv, out_dtype="float32",
+                q_of[rank],
+                k_of[rank],
+                v_of[rank],
+                None,
+                seen_by(rank, index, ranks, blocks),
+                column_kv,
+                out_dtype="float32",
             )
             for source in range(ranks):
                 tiles = striped_step(index, rank, source, ranks)
-                out, lse = run(
-                    q_of[rank], k_of[source], v_of[source], tiles, init=(out, lse)
-                )
+                out, lse = run(q_of[rank], k_of[source], v_of[source], tiles, init=(out, lse))
             outs.append(out)
             lses.append(lse)
         compare("out", collect(outs, size), expected["out"], q.dtype)
@@ -294,10 +293,17 @@ class AttentionContract:
         of_columns = [0.0, 0.0]
         for rank in range(ranks):
             row = (dout_of[rank], lses[rank], pallas_kernels.delta_of(outs[rank], dout_of[rank]))
-            own = jax.device_get(run(
-                q_of[rank], k_of[rank], v_of[rank], *row, None,
-                seen_by(rank, index, ranks, blocks), column_kv,
-            ))
+            own = jax.device_get(
+                run(
+                    q_of[rank],
+                    k_of[rank],
+                    v_of[rank],
+                    *row,
+                    None,
+                    seen_by(rank, index, ranks, blocks),
+                    column_kv,
+                )
+            )
             assert own.dk is None and own.dv is None
             of_columns = [of_columns[0] + own.dk_columns, of_columns[1] + own.dv_columns]
             dq = own.dq
@@ -332,8 +338,15 @@ class AttentionContract:
             seen = seen_by(rank, index, ranks, blocks), column_kv
             out, lse = self._forward(q_of[rank], keys, values, tiles, *seen, scale=scale)
             grads = backward(
-                q_of[rank], keys, values, dout_of[rank], lse,
-                pallas_kernels.delta_of(out, dout_of[rank]), tiles, *seen, scale=scale,
+                q_of[rank],
+                keys,
+                values,
+                dout_of[rank],
+                lse,
+                pallas_kernels.delta_of(out, dout_of[rank]),
+                tiles,
+                *seen,
+                scale=scale,
                 backend=self.backend,
             )
             grads = jax.device_get(grads)
@@ -402,9 +415,7 @@ class AttentionContract:
                 index, vertical_tokens=index.vertical_tokens[..., :0], vertical_count=none
             )
         expected = oracle(q, k, v, dout, brute_force.index_mask(index, size.seq_len))
-        self._compare_gradients(
-            self._vertical_slash(q, k, v, index, dout), expected, q.dtype
-        )
+        self._compare_gradients(self._vertical_slash(q, k, v, index, dout), expected, q.dtype)
 
     # Helpers of the tests above.
 
@@ -417,9 +428,7 @@ class AttentionContract:
         half = self.num_blocks // 2
         lengths = (half, half + 2) if wide else (half + 2, half)
         query_blocks, key_blocks = lengths
-        return dataclasses.replace(
-            self._size(), query_blocks=query_blocks, key_blocks=key_blocks
-        )
+        return dataclasses.replace(self._size(), query_blocks=query_blocks, key_blocks=key_blocks)
 
     def _index(self, rng: np.random.Generator, size: Size, **options) -> VerticalSlashIndex:
         capacity = {"max_slashes": self.max_slashes, "max_verticals": self.max_verticals}
@@ -462,8 +471,13 @@ class AttentionContract:
         self._count(rng, size, index, tile_mask, column_pairs, dtype=dtype)
 
     def _count(
-        self, rng, size: Size, pattern, tile_mask: np.ndarray,
-        column_pairs: np.ndarray | None = None, dtype: str | None = None,
+        self,
+        rng,
+        size: Size,
+        pattern,
+        tile_mask: np.ndarray,
+        column_pairs: np.ndarray | None = None,
+        dtype: str | None = None,
     ) -> None:
         """Compares forward and backward with exact sums over the pairs of the masks."""
         q, k, v, dout = cases.counting(rng, size, dtype or self.dtypes[0])
@@ -495,9 +509,7 @@ def _both_passes(q, k, v, dout, delta, pattern, *, of_index, backend):
     """Counts with tiles or an index: out, lse, gradients at lse 0, and columns."""
     tiles, columns, column_kv = resolve_index(pattern, k, v) if of_index else (pattern, None, None)
     plan = pallas_kernels.plan(q, k, tiles, columns, backend=backend)
-    out, lse = pallas_kernels.forward(
-        q, k, v, plan, column_kv, scale=1.0, out_dtype="float32"
-    )
+    out, lse = pallas_kernels.forward(q, k, v, plan, column_kv, scale=1.0, out_dtype="float32")
     grads = pallas_kernels.backward(
         q, k, v, dout, jnp.zeros_like(lse), delta, plan, column_kv, scale=1.0
     )

@@ -23,9 +23,7 @@ class Gpu(AbstractDevice):
 
 
 def gpu(kind: str, capability: str, num_cores: int = 1) -> Gpu:
-    return Gpu(
-        device_kind=kind, platform="gpu", num_cores=num_cores, compute_capability=capability
-    )
+    return Gpu(device_kind=kind, platform="gpu", num_cores=num_cores, compute_capability=capability)
 
 
 H200 = gpu("NVIDIA H200", "9.0", 132)
@@ -50,9 +48,7 @@ def qkv(dim: int, dtype: str, nk: int = NK) -> tuple[jax.ShapeDtypeStruct, ...]:
 
 
 def index() -> VerticalSlashIndex:
-    return VerticalSlashIndex(
-        int32(B, HQ, 5), int32(B, HQ), int32(B, HQ, 200), int32(B, HQ), G
-    )
+    return VerticalSlashIndex(int32(B, HQ, 5), int32(B, HQ), int32(B, HQ, 200), int32(B, HQ), G)
 
 
 def tiles_of(kind: str):
@@ -66,8 +62,12 @@ def tiles_of(kind: str):
         return SegmentedDiagonals(*lists, 4, G, dense="dense" in kind)
     rows, columns = NQ // G, NK // G
     return ListedTiles(
-        int32(B, HQ, rows, columns), int32(B, HQ, rows),
-        int32(B, HQ, columns, rows), int32(B, HQ, columns), int32(), G,
+        int32(B, HQ, rows, columns),
+        int32(B, HQ, rows),
+        int32(B, HQ, columns, rows),
+        int32(B, HQ, columns),
+        int32(),
+        G,
     )
 
 

@@ -21,7 +21,12 @@ def _logits(q, k, block_ids, end):
 
 
 def check_sums(
-    kernels: Estimate, heads: int, kv_heads: int, valid_len: int | None, *, dim: int = 64,
+    kernels: Estimate,
+    heads: int,
+    kv_heads: int,
+    valid_len: int | None,
+    *,
+    dim: int = 64,
     dtype: str = "bfloat16",
 ) -> None:
     """Checks statistics and masses of three blocks in a sequence of six.

@@ -71,8 +71,14 @@ def _oracle(q, k, v, dout, mask, scale, tiny) -> dict[str, Expected | Array]:
 
 
 def exact_sums(
-    q: Array, k: Array, v: Array, dout: Array, delta: Array, tile_mask: np.ndarray,
-    column_kv: tuple[Array, Array] | None = None, column_mask: np.ndarray | None = None,
+    q: Array,
+    k: Array,
+    v: Array,
+    dout: Array,
+    delta: Array,
+    tile_mask: np.ndarray,
+    column_kv: tuple[Array, Array] | None = None,
+    column_mask: np.ndarray | None = None,
 ) -> dict[str, np.ndarray | None]:
     """The results for counting inputs: P = 1 on every pair and dS = dP - delta, all integers.
 
@@ -90,8 +96,13 @@ def exact_sums(
     q, k, v, dout, delta = (np.asarray(x, np.float32) for x in (q, k, v, dout, delta))
     group = q.shape[2] // k.shape[2]
     result = {
-        "count": np.zeros(delta.shape), "sum": np.zeros_like(q), "dq": np.zeros_like(q),
-        "dk": np.zeros_like(k), "dv": np.zeros_like(v), "dk_columns": None, "dv_columns": None,
+        "count": np.zeros(delta.shape),
+        "sum": np.zeros_like(q),
+        "dq": np.zeros_like(q),
+        "dk": np.zeros_like(k),
+        "dv": np.zeros_like(v),
+        "dk_columns": None,
+        "dv_columns": None,
     }
     shares = [(k, v, tile_mask, "dk", "dv", group)]
     if column_kv is not None:

@@ -10,9 +10,7 @@ _TARGET = Path(__file__).resolve().parents[2] / "mtraining_jax/planning/h200.tar
 def hopper():
     """A context in which programs are traced for an H200."""
     device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
-    return jax.sharding.use_abstract_mesh(
-        jax.sharding.AbstractMesh((), (), abstract_device=device)
-    )
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
 
 
 def described_h200s(count: int) -> list:

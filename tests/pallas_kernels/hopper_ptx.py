@@ -38,8 +38,12 @@ def compiled(names: Sequence[str] = ()) -> dict[str, str]:
     environment.pop("JAX_COMPILATION_CACHE_DIR", None)  # otherwise nothing is compiled
     done = subprocess.run(
         [sys.executable, str(Path(__file__).resolve()), "--compile", *names],
-        stdout=subprocess.PIPE, text=True, check=True, cwd=ROOT, env=environment,
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        cwd=ROOT,
+        env=environment,
+    )
     parts = re.split(rf"^{_MARK}(.*)\n", done.stdout, flags=re.MULTILINE)
     return dict(zip(parts[1::2], parts[:-1:2], strict=True))
 

@@ -120,9 +120,12 @@ class _Kernel:
         apart = {i for i in unfenced if self._is_apart(i, touched)}
         count = {kind: sum(bool(kind.match(x.name)) for x in self.code) for kind in _KINDS}
         return Fences(
-            self.name, len(stores), *count.values(), len(apart),
+            self.name,
+            len(stores),
+            *count.values(),
+            len(apart),
             *(tuple(self.code[i].text for i in sorted(x)) for x in (unfenced - apart, unmet)),
-        )  # fmt: skip
+        )
 
     def _along_paths(self, stores: list[int]) -> tuple[set[int], set[int]]:
         """Returns stores that are passed on without a fence, and without a barrier after the fence.
@@ -154,7 +157,7 @@ class _Kernel:
                 if joined != known:
                     before[after] = joined
                     todo.append(after)
-        return *({i for i, bit in bits.items() if bit & found} for found in (unfenced, unmet)),
+        return (*({i for i, bit in bits.items() if bit & found} for found in (unfenced, unmet)),)
 
     def _next(self, i: int) -> Iterator[int]:
         x = self.code[i]
@@ -203,7 +206,9 @@ class _Kernel:
             for register in set(_REGISTER.findall(name)) - seen:
                 seen.add(register)
                 todo += [
-                    part for x in self.definitions.get(register, ()) if not x.name.startswith("ld")
+                    part
+                    for x in self.definitions.get(register, ())
+                    if not x.name.startswith("ld")
                     for part in _parts(x.operands)[1:]
                 ]
         return found or [_ANY]
@@ -236,8 +241,23 @@ class _Kernel:
         """Returns the result range of an instruction, as far as used for addresses."""
         kind = x.name.split(".")[0]
         parts = _parts(x.operands)[1:]
-        if kind not in ("mov", "cvt", "cvta", "shfl", "add", "sub", "mul", "mad", "shl", "shr",
-                        "and", "or", "xor", "bfe", "selp"):  # fmt: skip
+        if kind not in (
+            "mov",
+            "cvt",
+            "cvta",
+            "shfl",
+            "add",
+            "sub",
+            "mul",
+            "mad",
+            "shl",
+            "shr",
+            "and",
+            "or",
+            "xor",
+            "bfe",
+            "selp",
+        ):
             return _ANY
         if kind == "sub" and (slots := self._slots(parts)):
             return _Range(None, 0, slots - 1)
@@ -326,8 +346,6 @@ def table(rows: Iterable[tuple[str, Fences]]) -> list[str]:
         f"|---|---|{'--:|' * 7}",
     ]
     for x, names in sorted(problems.items(), key=lambda item: item[0].kernel):
-        numbers = (
-            x.stores, x.fences, x.copies, x.products, x.apart, len(x.unfenced), len(x.unmet)
-        )
+        numbers = (x.stores, x.fences, x.copies, x.products, x.apart, len(x.unfenced), len(x.unmet))
         lines.append(f"| {x.kernel} | {', '.join(names)} | {' | '.join(map(str, numbers))} |")
     return lines

@@ -7,19 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from pallas_kernels import (
-    Columns,
-    DiagonalTiles,
-    SegmentedDiagonals,
-    VerticalSlashIndex,
-)
+from pallas_kernels import Columns, DiagonalTiles, SegmentedDiagonals, VerticalSlashIndex
 from pallas_kernels.tiles import NO_DIAGONAL
 from tests.pallas_kernels.cases import Size
 
 
-def striped_step(
-    index: VerticalSlashIndex, rank: int, source: int, ranks: int
-) -> DiagonalTiles:
+def striped_step(index: VerticalSlashIndex, rank: int, source: int, ranks: int) -> DiagonalTiles:
     """The tiles of one striped ring step: queries of `rank`, keys of `source`.
 
     Local block j of rank r is global block j * ranks + r, so block diagonal d occurs in the pair
@@ -36,8 +29,11 @@ def striped_step(
         stop[at] = start[at] + residues.count(shift % ranks)
         slashes[at][: count[at]] = live
     return DiagonalTiles(
-        jnp.asarray((slashes - shift) // ranks, jnp.int32), jnp.asarray(start),
-        jnp.asarray(stop), jnp.int32(0 if rank == source else NO_DIAGONAL), index.block_size,
+        jnp.asarray((slashes - shift) // ranks, jnp.int32),
+        jnp.asarray(start),
+        jnp.asarray(stop),
+        jnp.int32(0 if rank == source else NO_DIAGONAL),
+        index.block_size,
     )
 
 
@@ -63,8 +59,11 @@ def segmented_step(
             end += live.size
     diagonal = -sources.index(rank) * segment_blocks if rank in sources else NO_DIAGONAL
     return SegmentedDiagonals(
-        *map(jnp.asarray, (offsets, start, stop)), jnp.asarray(order, jnp.int32),
-        jnp.int32(diagonal), len(sources), index.block_size,
+        *map(jnp.asarray, (offsets, start, stop)),
+        jnp.asarray(order, jnp.int32),
+        jnp.int32(diagonal),
+        len(sources),
+        index.block_size,
     )
 
 

@@ -34,8 +34,11 @@ def _tiles(**changes) -> DiagonalTiles:
 
 def _columns():
     index = VerticalSlashIndex(
-        jnp.zeros((B, HQ, 1), jnp.int32), jnp.zeros((B, HQ), jnp.int32),
-        jnp.full((B, HQ, 3), 5, jnp.int32), jnp.ones((B, HQ), jnp.int32), G,
+        jnp.zeros((B, HQ, 1), jnp.int32),
+        jnp.zeros((B, HQ), jnp.int32),
+        jnp.full((B, HQ, 3), 5, jnp.int32),
+        jnp.ones((B, HQ), jnp.int32),
+        G,
     )
     return Columns.from_index(index, jnp.arange(S // G), S // G)
 
@@ -67,7 +70,9 @@ def test_an_unavailable_backend_is_an_error_only_if_requested_by_name():
             functools.partial(
                 pallas_kernels.attention, index=DenseIndex(128), backend="mosaic_gpu"
             ),
-            q, k, v,
+            q,
+            k,
+            v,
         )
     jax.eval_shape(functools.partial(pallas_kernels.attention, index=DenseIndex(128)), q, k, v)
 
@@ -79,7 +84,9 @@ def test_output_dtype_follows_the_queries_the_running_result_or_the_caller():
             lambda q, k, v: pallas_kernels.forward(
                 q, k, v, pallas_kernels.plan(q, k, _tiles()), **options
             ),
-            q, k, v,
+            q,
+            k,
+            v,
         )
         assert lse.dtype == jnp.float32
         return out.dtype
@@ -119,10 +126,7 @@ def _listed() -> ListedTiles:
             lambda: {"tiles": _listed(), "q": _zeros(B, 2 * S, HQ, D)},
             r"tiles.key_count has shape \(1, 4, 4\); expected \(1, 4, 8\)",
         ),
-        (
-            lambda: {"tiles": _listed(), "k": _zeros(B, G, HK, D)},
-            "tiles.query_count has shape",
-        ),
+        (lambda: {"tiles": _listed(), "k": _zeros(B, G, HK, D)}, "tiles.query_count has shape"),
         (
             lambda: {"columns": dataclasses.replace(_columns(), block_size=4)},
             "columns.block_size=4 differs from the tiles' block_size=8",
@@ -182,9 +186,7 @@ def test_invalid_running_results_and_gradients_name_the_argument():
     columns = pallas_kernels.plan(q, k, None, _columns())
     column_kv = 2 * (_zeros(B, 128, HQ, D),)
     with pytest.raises(ValueError, match="key_dtype needs tiles"):
-        pallas_kernels.backward(
-            q, k, v, q, stats, stats, columns, column_kv, key_dtype=q.dtype
-        )
+        pallas_kernels.backward(q, k, v, q, stats, stats, columns, column_kv, key_dtype=q.dtype)
 
 
 def test_invalid_indices_name_the_argument():

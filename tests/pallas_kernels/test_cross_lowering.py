@@ -15,10 +15,7 @@ import pytest
 from jaxlib.mlir import ir
 
 import pallas_kernels
-from pallas_kernels import (
-    DenseIndex,
-    backends,
-)
+from pallas_kernels import DenseIndex, backends
 from pallas_kernels.mosaic_gpu.configs import CONFIGS
 from pallas_kernels.triton import device
 from pallas_kernels.work.fused_work import FusedWork
@@ -170,7 +167,9 @@ def test_hopper_gpus_use_the_hopper_kernels():
             assert backends.resolve(choice, q, G).name == "mosaic_gpu"
         assert backends.resolve("xla", q, G).name == "xla"
         for x, block_size in (
-            (q.astype(jnp.float32), G), (jnp.zeros((1, G, 1, 80), jnp.bfloat16), G), (q, 64)
+            (q.astype(jnp.float32), G),
+            (jnp.zeros((1, G, 1, 80), jnp.bfloat16), G),
+            (q, 64),
         ):
             assert backends.resolve(None, x, block_size).name == "xla"
 

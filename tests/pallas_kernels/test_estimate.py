@@ -51,11 +51,10 @@ def test_lowers_for_a_hopper_gpu(group, dim, dtype):
     row = jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)
     run = dict(scale=0.1, valid_len=jnp.int32(1000) if group == 5 else None)
     with hopper():
-        for kernel, more in (
-            (estimate.block_statistics, ()),
-            (estimate.block_masses, (row, row)),
-        ):
-            lowered = jax.jit(functools.partial(kernel, num_blocks=num_blocks, **run)).trace(
-                q, k, ids, **dict(zip(("peak", "to_mass"), more, strict=False))
-            ).lower(lowering_platforms=("cuda",))
+        for kernel, more in ((estimate.block_statistics, ()), (estimate.block_masses, (row, row))):
+            lowered = (
+                jax.jit(functools.partial(kernel, num_blocks=num_blocks, **run))
+                .trace(q, k, ids, **dict(zip(("peak", "to_mass"), more, strict=False)))
+                .lower(lowering_platforms=("cuda",))
+            )
             assert "mosaic_gpu" in lowered.as_text()

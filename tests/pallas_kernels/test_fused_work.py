@@ -22,8 +22,15 @@ from tests.pallas_kernels.cases import Size
 
 G = 128
 MASKS = (
-    "random with columns", "random", "shards", "causal", "full", "segments",
-    "segments with columns", "documents", "documents of shards",
+    "random with columns",
+    "random",
+    "shards",
+    "causal",
+    "full",
+    "segments",
+    "segments with columns",
+    "documents",
+    "documents of shards",
 )
 SEGMENTS = 3
 
@@ -48,7 +55,8 @@ def _one_segment(mask: str, size: Size) -> tuple[DiagonalTiles, Columns | None]:
     if mask in ("causal", "full"):
         lengths = size.query_blocks, size.key_blocks
         return (
-            DiagonalTiles.full(size.batch, size.heads, *lengths, G, causal=mask == "causal"), None
+            DiagonalTiles.full(size.batch, size.heads, *lengths, G, causal=mask == "causal"),
+            None,
         )
     index = cases.vertical_slash(rng, size, max_slashes=4, max_verticals=200, garbage=rng)
     tiles, columns = cases.tiles_and_columns(index, size)
@@ -79,9 +87,7 @@ def _segments(size: Size) -> tuple[SegmentedDiagonals, np.ndarray]:
     columns = size.key_blocks // SEGMENTS
     part = dataclasses.replace(size, key_blocks=columns)
     rng, order = np.random.default_rng(size.heads), [2, 0]
-    parts = [
-        cases.diagonal_tiles(rng, part, capacity=8, diagonal=-2, garbage=rng) for _ in order
-    ]
+    parts = [cases.diagonal_tiles(rng, part, capacity=8, diagonal=-2, garbage=rng) for _ in order]
     blocks = np.zeros((size.batch, size.heads, size.query_blocks, size.key_blocks), bool)
     for n, tiles in zip(order, parts, strict=True):
         seen = brute_force.tile_blocks(tiles, size.query_blocks, columns)
@@ -92,7 +98,10 @@ def _segments(size: Size) -> tuple[SegmentedDiagonals, np.ndarray]:
         ),
         np.stack([p.start + 8 * r for r, p in enumerate(parts)], axis=-1),
         np.stack([p.stop + 8 * r for r, p in enumerate(parts)], axis=-1),
-        np.array(order, np.int32), NO_DIAGONAL, SEGMENTS, G,
+        np.array(order, np.int32),
+        NO_DIAGONAL,
+        SEGMENTS,
+        G,
     )
     return jax.tree.map(jnp.asarray, tiles), blocks
 
@@ -197,9 +206,7 @@ def test_items_of_the_same_keys_add_in_launch_order():
     documents, _ = cases.tiles_and_columns(index, size)
     ways = itertools.product((every, documents), ((None, 1), (1, 3), (2, 3)), (0, 4))
     for tiles, (item_heads, items), wave in ways:
-        work = fused_work(
-            tiles, None, 2, heads, 9, 9, kv_heads, item_heads=item_heads, wave=wave
-        )
+        work = fused_work(tiles, None, 2, heads, 9, 9, kv_heads, item_heads=item_heads, wave=wave)
         turns = collections.defaultdict(list)
         for item in np.asarray(work.items):
             it = KeyItem(*item)

@@ -28,9 +28,7 @@ from_block_mask = jax.jit(
 
 @repeatable
 @given(
-    st.sampled_from([(4, 4), (3, 6), (6, 3)]).flatmap(
-        lambda shape: arrays(bool, (1, 2, *shape))
-    ),
+    st.sampled_from([(4, 4), (3, 6), (6, 3)]).flatmap(lambda shape: arrays(bool, (1, 2, *shape))),
     st.booleans(),
 )
 def test_block_lists_and_their_transpose_describe_the_mask(mask, causal):
@@ -63,9 +61,12 @@ def vertical_slash_of(diagonals, verticals, garbage):
         return jnp.array([[x + [capacity] * (capacity - len(x)) for x in rows]], jnp.int32)
 
     return VerticalSlashIndex(
-        padded(diagonals, NUM_BLOCKS), jnp.array([[len(diagonals), 0]], jnp.int32),
-        padded(verticals, SEQ_LEN), jnp.array([[len(verticals), 0]], jnp.int32), SIZE,
-    )  # fmt: skip
+        padded(diagonals, NUM_BLOCKS),
+        jnp.array([[len(diagonals), 0]], jnp.int32),
+        padded(verticals, SEQ_LEN),
+        jnp.array([[len(verticals), 0]], jnp.int32),
+        SIZE,
+    )
 
 
 @functools.partial(jax.jit, static_argnames="seq_len")
@@ -123,8 +124,9 @@ def test_block_lists_match_the_mask(mask, causal, padding):
 @jax.jit
 def lists_of_bits(mask):
     index = BlockMaskIndex.from_block_mask(mask, SIZE)
-    return index, index.on_one_device(*mask.shape[:1], mask.shape[-1] * SIZE, mask.shape[1],
-                                      mask.shape[-1] * SIZE)[0]  # fmt: skip
+    return index, index.on_one_device(
+        *mask.shape[:1], mask.shape[-1] * SIZE, mask.shape[1], mask.shape[-1] * SIZE
+    )[0]
 
 
 def test_bits_store_the_mask_and_their_lists_match_it():

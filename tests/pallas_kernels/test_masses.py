@@ -79,10 +79,20 @@ def test_masses_are_bit_identical_for_any_number_of_steps(documents, monkeypatch
             steps.append(rows.shape[2] // TILE_ROWS)
             return score(rows, *others)
 
-        return jax.jit(lambda q, k, places, first: masses_from_scores(
-            counted, q, k, places, first, scale=1.0, levels=True, tile_rows=TILE_ROWS,
-            width=COLUMNS, programs=4,
-        ))(q, k, places, first)  # fmt: skip
+        return jax.jit(
+            lambda q, k, places, first: masses_from_scores(
+                counted,
+                q,
+                k,
+                places,
+                first,
+                scale=1.0,
+                levels=True,
+                tile_rows=TILE_ROWS,
+                width=COLUMNS,
+                programs=4,
+            )
+        )(q, k, places, first)
 
     whole, parts = found(100), found(4)
     # 11 row tiles: all at once, and a number at which the last step has some padding.

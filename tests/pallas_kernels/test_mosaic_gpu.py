@@ -49,9 +49,7 @@ class _Interpreted(AttentionContract):
 
 # A tile takes tens of milliseconds, so only the tests that cover most of the kernels' code run.
 class TestInterpreted(_Interpreted):
-    backend = registered(
-        "interpreted", interpret=WATCHED, one_backward_kernel=False
-    )
+    backend = registered("interpreted", interpret=WATCHED, one_backward_kernel=False)
     kept = (
         "test_vertical_slash_matches_oracle",
         "test_running_result_is_merged",

@@ -115,13 +115,19 @@ def test_column_tiles_of_other_documents_are_skipped():
 
     rows, keys, *skips = walked(columns)
     assert all(skips) and not any(walked(whole)[2:])
-    kept = np.unpackbits(
-        np.asarray(columns.keep).view(np.uint8), axis=-1, bitorder="little"
-    ).reshape(2, blocks, -1, COLUMN_TILE).any(-1)
+    kept = (
+        np.unpackbits(np.asarray(columns.keep).view(np.uint8), axis=-1, bitorder="little")
+        .reshape(2, blocks, -1, COLUMN_TILE)
+        .any(-1)
+    )
     for head, row, first, end, past in zip(
-        rows.head, rows.block, rows.first_column_tile, rows.column_tiles, rows.past_tiles,
+        rows.head,
+        rows.block,
+        rows.first_column_tile,
+        rows.column_tiles,
+        rows.past_tiles,
         strict=True,
-    ):  # fmt: skip
+    ):
         own = np.flatnonzero(kept[head, row])
         assert (first, end) == (own[0], own[-1] + 1) if own.size else first == end == 0
         assert first <= past <= end
@@ -129,7 +135,7 @@ def test_column_tiles_of_other_documents_are_skipped():
     for head, tile, first, full, end in zip(
         *(x[of_columns] for x in (keys.head, keys.block, keys.first_row, keys.full_row, keys.sign)),
         strict=True,
-    ):  # fmt: skip
+    ):
         own = np.flatnonzero(kept[head, :, tile])
         assert first <= full <= end
         assert not own.size or first <= own[0] and end == own[-1] + 1

@@ -15,7 +15,10 @@ SIZE = Size(batch=2, heads=4, kv_heads=2, query_blocks=6, key_blocks=6, block_si
 @pytest.fixture(scope="module")
 def index():
     return cases.vertical_slash(
-        np.random.default_rng(0), SIZE, max_slashes=3, max_verticals=5,
+        np.random.default_rng(0),
+        SIZE,
+        max_slashes=3,
+        max_verticals=5,
         garbage=np.random.default_rng(1),
     )
 
@@ -126,9 +129,7 @@ def test_mask_of_block_sparse_index(causal):
 def test_generated_indices_are_sparse_and_have_edge_cases():
     """Most heads are sparse; some rows and heads are empty."""
     size = Size(2, 8, 2, query_blocks=24, key_blocks=24, block_size=8, dim=8)
-    index = cases.vertical_slash(
-        np.random.default_rng(6), size, max_slashes=4, max_verticals=16
-    )
+    index = cases.vertical_slash(np.random.default_rng(6), size, max_slashes=4, max_verticals=16)
     mask = brute_force.index_mask(index, size.seq_len)
     density = 2 * mask.mean((2, 3))  # relative to the causal half
     assert 0.02 < np.median(density) < 0.2

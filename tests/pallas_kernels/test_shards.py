@@ -9,12 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.index import (
-    BlockMaskIndex,
-    DenseIndex,
-    Segment,
-    VerticalSlashIndex,
-)
+from pallas_kernels.index import BlockMaskIndex, DenseIndex, Segment, VerticalSlashIndex
 from pallas_kernels.tiles import NO_DIAGONAL
 from tests.pallas_kernels import cases
 from tests.pallas_kernels.cases import Size
@@ -31,8 +26,10 @@ def vertical_slash(room=NUM_BLOCKS):
     return VerticalSlashIndex(
         jnp.array(table, jnp.int32).reshape(BATCH, HEADS, room),
         jnp.array([len(row) for row in rows], jnp.int32).reshape(BATCH, HEADS),
-        jnp.zeros((BATCH, HEADS, 0), jnp.int32), jnp.zeros((BATCH, HEADS), jnp.int32), SIZE,
-    )  # fmt: skip
+        jnp.zeros((BATCH, HEADS, 0), jnp.int32),
+        jnp.zeros((BATCH, HEADS), jnp.int32),
+        SIZE,
+    )
 
 
 def block_mask():
@@ -118,7 +115,9 @@ def prepared(index, stride):
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        (name, kind) for name in INDICES for kind in ("striped", "zigzag", "contiguous")
+        (name, kind)
+        for name in INDICES
+        for kind in ("striped", "zigzag", "contiguous")
         # Zigzags of bits are covered by the tests of the ring.
         if (name, kind) != ("bits", "zigzag")
     ],

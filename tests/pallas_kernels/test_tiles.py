@@ -67,8 +67,11 @@ def test_ranges_of_runs_match_single_segments(seed, lengths):
         jnp.concatenate([parts[n].offsets - n * columns for n in order], axis=-1),
         jnp.stack([parts[n].start + r * capacity for r, n in enumerate(order)], axis=-1),
         jnp.stack([parts[n].stop + r * capacity for r, n in enumerate(order)], axis=-1),
-        jnp.asarray(order, jnp.int32), jnp.int32(NO_DIAGONAL), segments, 4,
-    )  # fmt: skip
+        jnp.asarray(order, jnp.int32),
+        jnp.int32(NO_DIAGONAL),
+        segments,
+        4,
+    )
     first, last = (np.asarray(x) for x in run_ranges(tiles, rows, segments * columns))
     for run, n in enumerate(order):
         wanted = [np.asarray(x) + run * capacity for x in row_ranges(parts[n], rows, columns)]
@@ -137,8 +140,11 @@ def test_columns_and_tiles_partition_the_pairs_of_an_index(seed, stripe):
     bits = (words[..., None] >> np.arange(32, dtype=np.uint32)) & 1
     keep = bits.reshape(*words.shape[:-1], COLUMN_TILE).astype(bool)
     no_verticals = VerticalSlashIndex(
-        index.slash_blocks, index.slash_count, index.vertical_tokens[..., :0],
-        jnp.zeros_like(index.vertical_count), index.block_size,
+        index.slash_blocks,
+        index.slash_count,
+        index.vertical_tokens[..., :0],
+        jnp.zeros_like(index.vertical_count),
+        index.block_size,
     )
     whole = brute_force.index_mask(index, 32)
     left = whole & ~brute_force.index_mask(no_verticals, 32)

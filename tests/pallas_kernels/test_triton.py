@@ -30,11 +30,7 @@ if importlib.util.find_spec("jax_triton") is None:
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("set TRITON_INTERPRET=1 to run Triton's interpreter", allow_module_level=True)
 
-from tests.pallas_kernels.triton_interpreter import (  # noqa: E402
-    InterpreterBuilder,
-    interpret,
-    run_interpreted,
-)
+from tests.pallas_kernels.triton_interpreter import InterpreterBuilder, interpret, run_interpreted  # noqa: E402
 
 INTERPRETED = "interpreted triton"
 backends.register(Triton(INTERPRETED, run=run_interpreted, capability=80), by_name_only=True)
@@ -193,8 +189,14 @@ def test_a_query_that_sees_nothing_contributes_nothing():
     q, k = (jnp.ones(x, jnp.float16) for x in ((1, 1, NUM_QUERIES, 64), (1, 128, 1, 64)))
     for peak in (-jnp.inf, 0.0, 1e30):
         found = ESTIMATE.block_masses(
-            q, k, jnp.zeros(1, jnp.int32), 1, jnp.full(q.shape[:3], peak),
-            jnp.ones(q.shape[:3]), scale=1.0, valid_len=jnp.int32(0),
+            q,
+            k,
+            jnp.zeros(1, jnp.int32),
+            1,
+            jnp.full(q.shape[:3], peak),
+            jnp.ones(q.shape[:3]),
+            scale=1.0,
+            valid_len=jnp.int32(0),
         )
         for x in found:
             np.testing.assert_array_equal(x, 0)
@@ -221,7 +223,8 @@ def test_the_last_block_of_more_than_2_to_the_31_elements_is_scored_correctly(mo
         with monkeypatch.context() as patch:  # run only the programs of the last block
             for name, at in (("grid_dim", last + 1), ("grid_idx", last)):
                 patch.setattr(
-                    InterpreterBuilder, f"set_{name}",
+                    InterpreterBuilder,
+                    f"set_{name}",
                     lambda self, x, _, z, name=name, at=at: setattr(self, name, (x, at, z)),
                 )
             interpret(call, inputs | {"k": long, "shifts": shifts}, outputs)

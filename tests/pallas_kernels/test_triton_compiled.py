@@ -39,12 +39,7 @@ if importlib.util.find_spec("jax_triton") is None:
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("Triton does not compile with TRITON_INTERPRET=1", allow_module_level=True)
 
-from tests.pallas_kernels.triton_compiled import (  # noqa: E402
-    Compiled,
-    Problem,
-    calls_of,
-    compile_call,
-)
+from tests.pallas_kernels.triton_compiled import Compiled, Problem, calls_of, compile_call  # noqa: E402
 
 SHARED_BYTES = {80: 163 * 1024, 86: 99 * 1024}  # limit per thread block
 SPILLED_BYTES = 32
@@ -64,9 +59,12 @@ def test_kernels_before_hopper(capability, dim, kind):
     columns, _ = columns_of(dim, "bfloat16")
     kernels = _compiled(Problem(tiles_of(kind), columns, dim, running=True), capability)
     assert kernels.keys() == {
-        "attention_forward", "attention_dq", "attention_dkdv", "attention_dkdv_columns",
+        "attention_forward",
+        "attention_dq",
+        "attention_dkdv",
+        "attention_dkdv_columns",
         "attention_delta",
-    }  # fmt: skip
+    }
     for name, kernel in kernels.items():
         assert kernel.shared_bytes <= SHARED_BYTES[capability], name
         assert kernel.spilled_bytes <= SPILLED_BYTES, name
@@ -87,9 +85,11 @@ def test_the_kernel_that_scores_key_blocks_for_an_a100(length, columns):
 
     blocks = 16
     args = (
-        shaped(1, HQ, blocks, 16, length), shaped(1, HK, blocks, columns, length),
-        shaped(1, blocks, 16, dtype=jnp.int32), shaped(1, blocks, dtype=jnp.int32),
-    )  # fmt: skip
+        shaped(1, HQ, blocks, 16, length),
+        shaped(1, HK, blocks, columns, length),
+        shaped(1, blocks, 16, dtype=jnp.int32),
+        shaped(1, blocks, dtype=jnp.int32),
+    )
     scores = TritonBlockScores(record)
     assert scores.unsupported(*args[:2]) is None
     jax.eval_shape(functools.partial(scores.block_masses, scale=0.1), *args)
@@ -108,9 +108,10 @@ def _estimate_calls(dim: int, blocks: int) -> list[Call]:
 
     kernels, row = TritonEstimate(record), shaped(B, HQ, NUM_QUERIES, dtype="float32")
     where = (
-        shaped(B, HQ, NUM_QUERIES, dim), shaped(B, blocks * G, HK, dim),
+        shaped(B, HQ, NUM_QUERIES, dim),
+        shaped(B, blocks * G, HK, dim),
         shaped(blocks, dtype=jnp.int32),
-    )  # fmt: skip
+    )
     settings = dict(num_blocks=1024, scale=0.1)
     jax.eval_shape(functools.partial(kernels.block_statistics, **settings), *where)
     jax.eval_shape(
@@ -190,14 +191,18 @@ def test_the_tuner_runs_one_kernel_with_the_given_sizes(kernel):
     with target(A100):
         found = tune_triton.candidates(kernel, 64, "triton")
         plan = jax.eval_shape(
-            functools.partial(pallas_kernels.plan, backend="triton"), q, k,
-            tiles_of("diagonals"), None,
+            functools.partial(pallas_kernels.plan, backend="triton"),
+            q,
+            k,
+            tiles_of("diagonals"),
+            None,
         )
         with tune_triton.with_config(kernel, 64, found[-1], "triton"):
             traced = jax.jit(tune_triton.program(kernel)).trace(q, k, v, q, row, row, plan, None)
     name = {"forward": "attention_forward", "dq": "attention_dq", "dkdv": "attention_dkdv"}[kernel]
     grids = [
-        math.prod(call.params["grid"]) for call in _calls(traced.jaxpr.jaxpr)
+        math.prod(call.params["grid"])
+        for call in _calls(traced.jaxpr.jaxpr)
         if call.params["name"] == name
     ]
     config, items = found[-1], B * HQ * NQ // 128

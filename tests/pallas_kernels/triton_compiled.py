@@ -57,10 +57,12 @@ def compile_call(call: Call, capability: int) -> Compiled:
     kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     report = assemble(kernel.asm["ptx"], f"sm_{capability}{'a' if capability >= 90 else ''}")
     return Compiled(
-        call.kernel.fn.__name__, kernel.asm["ptx"], kernel.metadata.shared,
+        call.kernel.fn.__name__,
+        kernel.asm["ptx"],
+        kernel.metadata.shared,
         int(re.search(r"Used (\d+) registers", report)[1]),
         int(re.search(r"(\d+) bytes spill stores", report)[1]),
-    )  # fmt: skip
+    )
 
 
 def assemble(ptx: str, gpu: str) -> str:
@@ -92,8 +94,14 @@ class Problem(NamedTuple):
 
 
 def calls_of(
-    problem: Problem, capability: int, *, batch: int, heads: int, kv_heads: int,
-    query_length: int, key_length: int,
+    problem: Problem,
+    capability: int,
+    *,
+    batch: int,
+    heads: int,
+    kv_heads: int,
+    query_length: int,
+    key_length: int,
 ) -> list[Call]:
     """Returns the kernel calls of a forward and a backward pass, on arrays of shapes only."""
     calls = []
@@ -121,9 +129,7 @@ def calls_of(
         out, lse = pallas_kernels.forward(q, k, k, plan, column_kv, init=init)
         delta = pallas_kernels.delta_of(out, q, backend=name)
         dq_dtype = jnp.float32 if problem.running else q.dtype
-        return pallas_kernels.backward(
-            q, k, k, q, lse, delta, plan, column_kv, dq_dtype=dq_dtype
-        )
+        return pallas_kernels.backward(q, k, k, q, lse, delta, plan, column_kv, dq_dtype=dq_dtype)
 
     jax.eval_shape(both, q, k, out0, row, problem.tiles, problem.columns, column_kv)
     return calls

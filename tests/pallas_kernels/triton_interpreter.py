@@ -39,9 +39,7 @@ def run_interpreted(call: Call) -> dict[str, jax.Array]:
     return dict(zip(call.outputs, results, strict=True))
 
 
-def interpret(
-    call: Call, inputs: dict[str, np.ndarray], outputs: dict[str, np.ndarray]
-) -> None:
+def interpret(call: Call, inputs: dict[str, np.ndarray], outputs: dict[str, np.ndarray]) -> None:
     """Runs a call's kernel on host arrays, writing the outputs in place.
 
     Args:

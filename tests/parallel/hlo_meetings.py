@@ -26,6 +26,7 @@ class Meeting:
         devices: sets of devices that wait for each other.
         in_loop: whether it is in the body of a loop, directly or in a called computation.
     """
+
     kind: str
     devices: frozenset[frozenset[int]]
     in_loop: bool

@@ -48,9 +48,11 @@ def transfers(scheduled: str, kinds: tuple[str, ...] = ("collective-permute",)) 
             if opcode[1].endswith("-start"):
                 started = line.split(" = ")[0].strip().lstrip("%")
                 end = next(
-                    j for j, later in enumerate(lines[i:], i)
+                    j
+                    for j, later in enumerate(lines[i:], i)
                     if (done := _OPCODE.search(later))
-                    and done[1].endswith("-done") and done[2] == started
+                    and done[1].endswith("-done")
+                    and done[2] == started
                 )
             found.append(
                 Transfer(

@@ -49,8 +49,9 @@ def test_every_token_has_one_owner_and_its_local_position_maps_back(layout):
 
 def test_striped_distributes_blocks_round_robin():
     layout = Layout("striped", 16, 4, 2)
-    np.testing.assert_array_equal(layout.permutation(), [0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13,
-                                                         6, 7, 14, 15])
+    np.testing.assert_array_equal(
+        layout.permutation(), [0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15]
+    )
 
 
 def test_striped_over_nodes_puts_adjacent_blocks_on_different_nodes():

@@ -44,7 +44,10 @@ def compile_ring(nodes, devices, kind, ring, dtype=jnp.float32, data=1, of_index
         return out, *vjp(dout)
 
     sharded = jax.shard_map(
-        local, mesh=mesh, in_specs=(*[HEADS] * 4, of_index or P("data")), out_specs=HEADS,
+        local,
+        mesh=mesh,
+        in_specs=(*[HEADS] * 4, of_index or P("data")),
+        out_specs=HEADS,
         check_vma=False,
     )
     # Reordered with NumPy; JAX would compile a program for each shape.
@@ -70,10 +73,7 @@ def test_the_sparse_index_has_the_intended_sparsity():
     ("nodes", "devices", "kind", "ring"),
     [
         # 4 is the shortest axis with steps between the first and the last.
-        *(
-            (*mesh, "striped", "hierarchical")
-            for mesh in [(1, 1), (2, 4), (4, 2)]
-        ),
+        *((*mesh, "striped", "hierarchical") for mesh in [(1, 1), (2, 4), (4, 2)]),
         (4, 2, "striped", "gather"),
         (2, 4, "striped", "flat"),
         (2, 2, "zigzag", "hierarchical"),
@@ -102,17 +102,12 @@ def test_a_dense_index_is_dense_causal():
     check(run(DenseIndex(indices.BLOCK_SIZE)), "dense")
 
 
-@pytest.mark.parametrize(
-    ("nodes", "devices", "kind"),
-    [(1, 4, "striped"), (4, 2, "contiguous")],
-)
+@pytest.mark.parametrize(("nodes", "devices", "kind"), [(1, 4, "striped"), (4, 2, "contiguous")])
 def test_block_lists_over_gathered_keys(nodes, devices, kind):
     check(compile_ring(nodes, devices, kind, "gather")(indices.blocks()), "blocks")
 
 
-@pytest.mark.parametrize(
-    ("nodes", "devices", "kind"), [(2, 4, "striped"), (1, 4, "zigzag")]
-)
+@pytest.mark.parametrize(("nodes", "devices", "kind"), [(2, 4, "striped"), (1, 4, "zigzag")])
 def test_every_rank_holds_the_rows_of_its_own_blocks(nodes, devices, kind):
     layout = Layout(kind, indices.SEQ_LEN, nodes * devices, indices.BLOCK_SIZE, nodes)
     of_index = P("data", None, ("node", "device"))
@@ -178,8 +173,11 @@ BLOCKS = "ring='hierarchical' does not support a BlockSparseIndex"
         ({"index": lambda: DenseIndex(8, causal=False)}, "is causal, but the index is not"),
         (
             {
-                "index": indices.blocks, "ring": "hierarchical", "axis_names": ("device",),
-                "axis_sizes": (2,), "layout": Layout("striped", 512, 2, 8),
+                "index": indices.blocks,
+                "ring": "hierarchical",
+                "axis_names": ("device",),
+                "axis_sizes": (2,),
+                "layout": Layout("striped", 512, 2, 8),
             },
             BLOCKS + ".* use ring='gather'",
         ),

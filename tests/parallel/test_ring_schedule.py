@@ -28,7 +28,9 @@ def traced(nodes, devices, ring, differentiate, dq_apart=False):
     """With `dq_apart` a backward call is two kernels, as in the mosaic_gpu backend."""
     traced_kernels.register()
     attend = functools.partial(
-        ring_attention, layout=layout_of(nodes, devices, ring), ring=ring,
+        ring_attention,
+        layout=layout_of(nodes, devices, ring),
+        ring=ring,
         backend="traced_dq_apart" if dq_apart else "traced",
     )
 
@@ -38,8 +40,11 @@ def traced(nodes, devices, ring, differentiate, dq_apart=False):
         return jax.vjp(lambda q, k, v: attend(q, k, v, index), q, k, v)[1](dout)
 
     sharded = jax.shard_map(
-        local, mesh=make_mesh(1, nodes, devices), in_specs=(*[HEADS] * 4, P("data")),
-        out_specs=HEADS, check_vma=False,
+        local,
+        mesh=make_mesh(1, nodes, devices),
+        in_specs=(*[HEADS] * 4, P("data")),
+        out_specs=HEADS,
+        check_vma=False,
     )
     return jax.make_jaxpr(sharded)(*indices.inputs(), indices.sparse()).jaxpr
 

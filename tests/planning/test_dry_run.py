@@ -74,9 +74,11 @@ def test_index_bytes_match_the_index(config, kind, tmp_path):
     if kind == "fixed":
         sparsity["budget_file"] = budgets(tmp_path)
     config = changed(
-        config, sparsity=sparsity, data={"seq_len": 2048, "batch_size": 1},
+        config,
+        sparsity=sparsity,
+        data={"seq_len": 2048, "batch_size": 1},
         model={"max_position_embeddings": 2048},
-    )  # fmt: skip
+    )
     model, block_size = config.model, config.sparsity.block_size
     num_blocks = config.data.seq_len // block_size
     pattern = parts.build_pattern(config)
@@ -101,10 +103,14 @@ def test_index_bytes_match_the_index(config, kind, tmp_path):
 @pytest.mark.parametrize(("top_k", "copies"), [(5, 4), (12, 7)])
 def test_query_copies_are_counted(config, top_k, copies):
     def total(top_k):
-        return estimate_memory(changed(
-            config, sparsity={"kind": "moba", "chunk_size": 256, "top_k": top_k},
-            data={"seq_len": 2048, "batch_size": 1}, model={"max_position_embeddings": 2048},
-        )).total  # fmt: skip
+        return estimate_memory(
+            changed(
+                config,
+                sparsity={"kind": "moba", "chunk_size": 256, "top_k": top_k},
+                data={"seq_len": 2048, "batch_size": 1},
+                model={"max_position_embeddings": 2048},
+            )
+        ).total
 
     # Six fp32 arrays per copy; 2048 tokens are 8 chunks.
     queries = 4 * 2048 // config.ranks * config.model.num_heads * config.model.head_dim
@@ -139,8 +145,10 @@ def products(jaxpr):
         if eqn.primitive.name == "dot_general":
             (contracted, _), _ = eqn.params["dimension_numbers"]
             lhs = eqn.invars[0].aval.shape
-            total += 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(
-                lhs[axis] for axis in contracted
+            total += (
+                2
+                * math.prod(eqn.outvars[0].aval.shape)
+                * math.prod(lhs[axis] for axis in contracted)
             )
         times = eqn.params.get("length", 1) if eqn.primitive.name == "scan" else 1
         for value in eqn.params.values():
@@ -159,7 +167,10 @@ def test_flops_match_the_traced_products(config, remat, kept, monkeypatch):
     monkeypatch.setattr(embedding, "sum_rows", embedding._add_in_order)
     model = {"remat": remat, "mlp_chunk_size": 32, "mlp_kept_chunks": kept}
     config = changed(
-        config, model=model, loss={"chunk_size": 128}, data={"batch_size": 1},
+        config,
+        model=model,
+        loss={"chunk_size": 128},
+        data={"batch_size": 1},
         parallel={"data": 1, "nodes": 1, "devices_per_node": 1},
     )
     graphdef, state = graph_definition(config.model), abstract_state(config.model)
@@ -204,21 +215,30 @@ def test_attention_is_counted_at_the_density(config):
     ],
 )
 def test_predicted_step_times_are_near_measured_ones(name, devices, tokens, model, measured):
-    config = load_config(name, [
-        ("parallel.devices_per_node", str(devices)), ("data.seq_len", str(tokens)),
-        *((f"model.{field}", str(value)) for field, value in model.items()),
-        *([] if "dense" in name else [("sparsity.kind", "replay")]),
-    ])
+    config = load_config(
+        name,
+        [
+            ("parallel.devices_per_node", str(devices)),
+            ("data.seq_len", str(tokens)),
+            *((f"model.{field}", str(value)) for field, value in model.items()),
+            *([] if "dense" in name else [("sparsity.kind", "replay")]),
+        ],
+    )
     found = seconds(config, H200, estimate_memory(config), count_flops(config))
     assert sum(found.values()) == pytest.approx(measured, rel=0.05), found
 
 
 def test_predicted_selection_time_is_near_the_measured_one():
-    config = load_config("qwen3b_512k", [
-        ("parallel.devices_per_node", "1"), ("data.seq_len", "131072"),
-        ("model.remat", "attention"), ("sparsity.kind", "replay"),
-        ("sparsity.replay_of", "sampled_rows"),
-    ])  # fmt: skip
+    config = load_config(
+        "qwen3b_512k",
+        [
+            ("parallel.devices_per_node", "1"),
+            ("data.seq_len", "131072"),
+            ("model.remat", "attention"),
+            ("sparsity.kind", "replay"),
+            ("sparsity.replay_of", "sampled_rows"),
+        ],
+    )
     found = seconds(config, H200, estimate_memory(config), count_flops(config))
     # benchmarks/results/step-qwen3b-131072-h200-2026-11-23.md; choice-h200-2026-11-23.md: 10.3 ms.
     assert sum(found.values()) == pytest.approx(6.482, rel=0.05), found
@@ -237,10 +257,14 @@ def test_one_gpu_has_no_collectives():
 
 def test_without_selection_only_work_lists_are_built():
     def parts(estimate):
-        config = load_config("qwen3b_512k", [
-            ("sparsity.kind", "replay"), ("sparsity.replay_estimate", estimate),
-            ("sparsity.replay_of", "xattention"),
-        ])
+        config = load_config(
+            "qwen3b_512k",
+            [
+                ("sparsity.kind", "replay"),
+                ("sparsity.replay_estimate", estimate),
+                ("sparsity.replay_of", "xattention"),
+            ],
+        )
         return seconds(config, H200, estimate_memory(config), count_flops(config))
 
     chosen, given = parts("true"), parts("false")
@@ -259,10 +283,12 @@ def test_score_time_is_bound_by_products_or_exponentials():
         return time, kernel_seconds(128, 1.0, flops.attention_dense * 4 / 14, 0.0) / config.devices
 
     (few, forward), (strides, _) = (
-        choosing(kind="vertical_slash"), choosing(kind="xattention", stride=4)
-    )  # fmt: skip
-    (exact, _), (replayed, _) = choosing(kind="exact_rows"), choosing(
-        kind="replay", replay_of="mixed_rows", stride=4, sampled_rows=32
+        choosing(kind="vertical_slash"),
+        choosing(kind="xattention", stride=4),
+    )
+    (exact, _), (replayed, _) = (
+        choosing(kind="exact_rows"),
+        choosing(kind="replay", replay_of="mixed_rows", stride=4, sampled_rows=32),
     )
     softmax = 36 * 16 * 524288**2 / 2 / SCORES_PER_SECOND / 8
     assert strides - few == pytest.approx(forward / 8)
@@ -316,14 +342,19 @@ def test_advice_for_a_run_that_does_not_fit(config, capsys, monkeypatch):
     large = changed(
         config,
         model={
-            "hidden_size": 8192, "num_layers": 80, "num_heads": 64, "num_kv_heads": 8,
-            "head_dim": 128, "intermediate_size": 28672, "max_position_embeddings": 2**20,
+            "hidden_size": 8192,
+            "num_layers": 80,
+            "num_heads": 64,
+            "num_kv_heads": 8,
+            "head_dim": 128,
+            "intermediate_size": 28672,
+            "max_position_embeddings": 2**20,
             "dtype": "bfloat16",
         },
         sparsity={"block_size": 128},
         data={"seq_len": 2**20},
         parallel=ON_GPUS,
-    )  # fmt: skip
+    )
     assert dry_run(large, "estimate") == 1
     printed = capsys.readouterr().out
     for text in (

@@ -17,7 +17,8 @@ from tests.training.common import changed
 @pytest.mark.parametrize(("devices", "kept_chunks"), [(4, 0), (8, 0), (8, 2)])
 def test_memory_matches_the_compiler(devices, kept_chunks):
     config = changed(
-        load_config("qwen3b_512k"), parallel={"devices_per_node": devices},
+        load_config("qwen3b_512k"),
+        parallel={"devices_per_node": devices},
         model={"mlp_kept_chunks": kept_chunks},
     )
     compiled = compile_step(config, H200)

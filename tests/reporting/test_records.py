@@ -30,8 +30,13 @@ def config(tmp_path):
 def record(config, step, loss=2.0, seconds=0.5, layers=(), **device):
     layers = {"density": np.array([0.25, 0.5]), "executed": np.array([0.5, 0.75]), **dict(layers)}
     metrics = {
-        "step": step, "loss": loss, "grad_norm": 1.0, "lr": 1e-3, "skipped": 1, "layers": layers,
-    }  # fmt: skip
+        "step": step,
+        "loss": loss,
+        "grad_norm": 1.0,
+        "lr": 1e-3,
+        "skipped": 1,
+        "layers": layers,
+    }
     return step_record(metrics, seconds, config, **device)
 
 
@@ -59,9 +64,12 @@ def test_a_record_in_numbers(config):
 def test_flop_with_documents_count_pairs_within_documents(config):
     # The densities are ratios of summed pairs, not means over sequences.
     layers = {
-        "document_pairs": [0.25, 0.25], "density": [0.9, 0.9], "executed": [0.95, 0.95],
-        "computed_pairs": [0.0625, 0.125], "executed_pairs": [0.125, 0.1875],
-    }  # fmt: skip
+        "document_pairs": [0.25, 0.25],
+        "density": [0.9, 0.9],
+        "executed": [0.95, 0.95],
+        "computed_pairs": [0.0625, 0.125],
+        "executed_pairs": [0.125, 0.1875],
+    }
     whole, packed = record(config, 3), record(config, 3, layers=layers)
     assert "computed_pairs" not in packed and "executed_pairs" not in packed
     for name in ("executed", "dense_equivalent"):
@@ -74,12 +82,17 @@ def test_flop_with_documents_count_pairs_within_documents(config):
 
 
 def test_a_gpu_has_a_peak_rate_and_memory(config):
-    memory = Memory.now([
-        types.SimpleNamespace(
-            memory_stats=lambda i=i: {"bytes_in_use": i << 30, "peak_bytes_in_use": (9 - i) << 30}
-        )
-        for i in (1, 3, 2)
-    ])  # fmt: skip
+    memory = Memory.now(
+        [
+            types.SimpleNamespace(
+                memory_stats=lambda i=i: {
+                    "bytes_in_use": i << 30,
+                    "peak_bytes_in_use": (9 - i) << 30,
+                }
+            )
+            for i in (1, 3, 2)
+        ]
+    )
     assert memory == Memory(in_use=3 << 30, peak=8 << 30)
     found = record(config, 1, device_kind="NVIDIA H200", memory=memory)
     assert found["mfu"] == pytest.approx(found["flops_model"] / 0.5 / 4 / 989.4e12)
@@ -178,9 +191,7 @@ def test_jsonl_of_a_killed_run_continues_from_the_checkpoint(config):
         writer.close()
         with path.open("a") as file:
             file.write('{"step": 5, "lo')  # truncated line
-    assert [(r["step"], r["loss"]) for r in written(config)] == [
-        (1, 1), (2, 2), (3, 23), (4, 24),
-    ]  # fmt: skip
+    assert [(r["step"], r["loss"]) for r in written(config)] == [(1, 1), (2, 2), (3, 23), (4, 24)]
 
 
 def test_tensorboard_gets_every_number(config):

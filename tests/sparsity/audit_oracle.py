@@ -22,10 +22,18 @@ def figures(q, k, v, d_out, mask, rows, last, block_size, scale, lengths=None):
     batch, seq_len, heads, _ = q.shape
     group = heads // k.shape[2]
     visible = np.stack([seen(seq_len, block_size, lengths and lengths[b]) for b in range(batch)])
-    found = {name: np.zeros(heads) for name in (
-        "recall", "output_error", "index_gap", "starved_keys", "starved_mass",
-        "local_gradient_cosine", "local_gradient_ratio",
-    )}  # fmt: skip
+    found = {
+        name: np.zeros(heads)
+        for name in (
+            "recall",
+            "output_error",
+            "index_gap",
+            "starved_keys",
+            "starved_mass",
+            "local_gradient_cosine",
+            "local_gradient_ratio",
+        )
+    }
     block = np.arange(seq_len) // block_size
     for h in range(heads):
         recalls, recalls_late, recalls_last, masses = [], [], [], []
@@ -36,10 +44,15 @@ def figures(q, k, v, d_out, mask, rows, last, block_size, scale, lengths=None):
             real = visible[b].diagonal()
             beyond = visible[b] & (block[:, None] > block)  # pairs of different blocks
             # A later block sees a key even if some of its last rows are padding.
-            could = (same_document(seq_len, block_size, lengths and lengths[b]) & (
-                block[:, None] > block)).any(0) & real
-            kept_later = (mask[b, h] & same_document(
-                seq_len, block_size, lengths and lengths[b]) & (block[:, None] > block)).any(0)
+            could = (
+                same_document(seq_len, block_size, lengths and lengths[b])
+                & (block[:, None] > block)
+            ).any(0) & real
+            kept_later = (
+                mask[b, h]
+                & same_document(seq_len, block_size, lengths and lengths[b])
+                & (block[:, None] > block)
+            ).any(0)
             starved = could & ~kept_later
             starved_count += starved.sum()
             key_count += could.sum()

@@ -116,7 +116,10 @@ class ChoiceContract:
             return jax.tree.map(lambda x: x[None], index)  # the index of every rank
 
         run = jax.shard_map(
-            local, mesh=make_mesh(1, 2, 4), in_specs=P("data", AXES), out_specs=P(AXES, "data"),
+            local,
+            mesh=make_mesh(1, 2, 4),
+            in_specs=P("data", AXES),
+            out_specs=P(AXES, "data"),
             check_vma=False,
         )
         order = layout.permutation()

@@ -20,9 +20,7 @@ def mean_over_queries(masses, tokens, last_q):
     """Entry i: the mean over the last queries, at p, of the masses at p - i, rounded down."""
     masses = list(map(int, masses))
     queries = [p for p in range(tokens - last_q, tokens) if p >= 0]
-    return [
-        sum(masses[p - i] for p in queries if p >= i) // last_q for i in range(len(masses))
-    ]
+    return [sum(masses[p - i] for p in queries if p >= i) // last_q for i in range(len(masses))]
 
 
 def mask(kept, tokens, size):

@@ -28,8 +28,15 @@ BATCH, HEADS, KV_HEADS, DIM, BLOCK, NUM_BLOCKS = 2, 4, 2, 16, 8, 10
 SEQ_LEN, SCALE = BLOCK * NUM_BLOCKS, 0.7
 ROWS = AuditRows(np.array([0, 9, 30, 31, 47, 60, 77], np.int32), np.array([70, 79], np.int32))
 PATTERN = VerticalSlash(
-    top_p=0.5, max_verticals=16, max_slashes=4, last_q=8, block_size=BLOCK, sink_tokens=1,
-    local_blocks=1, min_verticals=2, min_slashes=1,
+    top_p=0.5,
+    max_verticals=16,
+    max_slashes=4,
+    last_q=8,
+    block_size=BLOCK,
+    sink_tokens=1,
+    local_blocks=1,
+    min_verticals=2,
+    min_slashes=1,
 )
 
 
@@ -96,9 +103,7 @@ def test_metrics_are_the_same_over_a_mesh():
     run = jax.shard_map(
         local, mesh=make_mesh(2, 1, 2), in_specs=(tokens,) * 4, out_specs=P(), check_vma=False
     )
-    close(
-        jax.jit(run)(*(x[:, order] for x in arrays())), on_one_device()[0], rtol=2e-5, atol=2e-6
-    )
+    close(jax.jit(run)(*(x[:, order] for x in arrays())), on_one_device()[0], rtol=2e-5, atol=2e-6)
 
 
 def test_metrics_within_documents_match_each_document_on_its_own():

@@ -114,7 +114,10 @@ def test_the_number_of_collectives_is_fixed(name, softmax):
         return choose_index(q, k, PATTERNS[name], **where)
 
     run = jax.shard_map(
-        local, mesh=make_mesh(1, 2, 4), in_specs=P("data", AXES), out_specs=P("data"),
+        local,
+        mesh=make_mesh(1, 2, 4),
+        in_specs=P("data", AXES),
+        out_specs=P("data"),
         check_vma=False,
     )
     (q, k), _ = on_one_device(0, jnp.float32)

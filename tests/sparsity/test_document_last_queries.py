@@ -39,7 +39,11 @@ PATTERNS = {
         top_p=0.5, preset="paper", max_slashes=2, max_verticals=SEQ_LEN, **OPTIONS
     ),
     "joint": VerticalSlash(
-        top_p=0.9, preset="joint", max_density=0.6, local_share=0.7, max_verticals=SEQ_LEN,
+        top_p=0.9,
+        preset="joint",
+        max_density=0.6,
+        local_share=0.7,
+        max_verticals=SEQ_LEN,
         **OPTIONS,
     ),
     "fixed": FixedBudget(
@@ -53,8 +57,13 @@ PATTERNS = {
 CAPPED = {
     "top-p": VerticalSlash(top_p=1.0, max_verticals=16, **FEW, **OPTIONS),
     "budgets": FixedBudget(
-        numbers(16, 16, 16, 16), numbers(0, 0, 0, 0), max_verticals=16, max_slashes=0,
-        sink_tokens=4, sliding_window=0, **ANY,
+        numbers(16, 16, 16, 16),
+        numbers(0, 0, 0, 0),
+        max_verticals=16,
+        max_slashes=0,
+        sink_tokens=4,
+        sliding_window=0,
+        **ANY,
     ),
 }
 EVERY = PATTERNS | CAPPED
@@ -77,9 +86,7 @@ def choose(name, q, k, documents=None, valid_len=None):
     pattern = EVERY[name]
     if documents is not None:
         pattern, documents = pattern.for_documents(), documents.blocks()
-    shards = Shards(
-        jnp.arange(NUM_BLOCKS), NUM_BLOCKS, valid_len=valid_len, documents=documents
-    )
+    shards = Shards(jnp.arange(NUM_BLOCKS), NUM_BLOCKS, valid_len=valid_len, documents=documents)
     return pattern.choose(q, k, shards)
 
 
@@ -179,8 +186,11 @@ def test_ranks_select_the_same_rows_as_one_device(name, ranks):
     many, one = jax.jit(jax.vmap(on_rank, axis_name="rank"))(*sharded, rows), pack(name)
     for field in ("bits", "column_marks", "column_start"):
         found, wanted = (np.asarray(getattr(x.index, field)) for x in (many, one))
-        np.testing.assert_array_equal(np.moveaxis(found, 0, 3)[:, :, range(rows.shape[1])],
-                                      np.moveaxis(wanted[:, :, rows], 2, 3), field)
+        np.testing.assert_array_equal(
+            np.moveaxis(found, 0, 3)[:, :, range(rows.shape[1])],
+            np.moveaxis(wanted[:, :, rows], 2, 3),
+            field,
+        )
     for statistic, shares in many.statistics.items():
         for share in shares:
             np.testing.assert_array_equal(share, one.statistics[statistic])

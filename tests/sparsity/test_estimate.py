@@ -104,9 +104,7 @@ def test_kernels_run_where_supported(last_q, dtype, backend, count):
     pattern = VerticalSlash(last_q=last_q)
 
     def choose(q, k):
-        return choose_index(
-            q, k, pattern, block_ids=jnp.arange(8), num_blocks=8, backend=backend
-        )
+        return choose_index(q, k, pattern, block_ids=jnp.arange(8), num_blocks=8, backend=backend)
 
     with hopper():
         lowered = jax.jit(choose).trace(q, k).lower(lowering_platforms=("cuda",))

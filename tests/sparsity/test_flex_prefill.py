@@ -21,9 +21,7 @@ CLOSE = 2e-6  # mass differences whose order rounding may change
 def chosen(pattern, q, k, valid_len=None, documents=None):
     num_blocks = q.shape[1] // pattern.block_size
     documents = None if documents is None else documents.blocks()
-    shards = Shards(
-        jnp.arange(num_blocks), num_blocks, valid_len=valid_len, documents=documents
-    )
+    shards = Shards(jnp.arange(num_blocks), num_blocks, valid_len=valid_len, documents=documents)
     choice = pattern.choose(q, k, shards)
     mask = choice.index.computes(
         jnp.arange(num_blocks) * pattern.block_size, jnp.arange(num_blocks)
@@ -159,9 +157,14 @@ def test_a_document_matches_a_single_sequence_and_others_do_not_affect_it():
         np.testing.assert_array_equal(found[0, :, own, own], row)
     # The dense document between these two, and padding.
     other = [
-        x.at[0, whole[0][1] : whole[1][0]].multiply(-3.0).at[0, whole[1][1] :].set(9.0)
-        .at[1, LENGTHS[1][0] :].set(-9.0) for x in pack()
-    ]  # fmt: skip
+        x.at[0, whole[0][1] : whole[1][0]]
+        .multiply(-3.0)
+        .at[0, whole[1][1] :]
+        .set(9.0)
+        .at[1, LENGTHS[1][0] :]
+        .set(-9.0)
+        for x in pack()
+    ]
     again, _ = chosen(PACK, *other, documents=DOCUMENTS)
     np.testing.assert_array_equal(found, again)
 

@@ -24,9 +24,13 @@ LAYER = [
 def settings(path, heads, **options):
     path.write_text(json.dumps([heads, heads]))
     return MInferenceFile(
-        str(path), last_q=LAST_Q, sink_tokens=SINKS, sliding_window=WINDOW, block_size=BLOCK,
+        str(path),
+        last_q=LAST_Q,
+        sink_tokens=SINKS,
+        sliding_window=WINDOW,
+        block_size=BLOCK,
         **options,
-    )  # fmt: skip
+    )
 
 
 def largest(scores, count, forced):

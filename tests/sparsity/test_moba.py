@@ -121,8 +121,7 @@ def test_no_token_of_a_pack_is_influenced_by_later_ones_or_other_documents():
     at = start + 101  # in the middle of a chunk
     other = chosen(*(x.at[0, at:end].multiply(-3.0) for x in (q, k)), DOCUMENTS)
     first, second = (
-        np.asarray(x.chosen).reshape(2, 4, SEQ_LEN, -1)
-        for x in (chosen(q, k, DOCUMENTS), other)
+        np.asarray(x.chosen).reshape(2, 4, SEQ_LEN, -1) for x in (chosen(q, k, DOCUMENTS), other)
     )
     changed = (first != second).any((0, 1, 3))
     assert changed[at:end].any() and not changed[:at].any() and not changed[end:].any()

@@ -43,9 +43,7 @@ class TestPaper(PatternContract):
 
 
 class TestJoint(PatternContract):
-    settings = VerticalSlash(
-        top_p=0.6, preset="joint", max_density=0.4, local_share=0.6, **SMALL
-    )
+    settings = VerticalSlash(top_p=0.6, preset="joint", max_density=0.4, local_share=0.6, **SMALL)
 
 
 class TestReplay(PatternContract):
@@ -63,8 +61,9 @@ class TestFixed(PatternContract):
         path = tmp_path_factory.mktemp("budgets") / "budgets.json"
         heads = [["vertical_and_slash", 5 * head, 3 + head, 1.0] for head in range(HEADS)]
         path.write_text(json.dumps([heads] * LAYERS))
-        cls.settings = BudgetFile(str(path), last_q=8, sink_tokens=2, sliding_window=4,
-                                  block_size=BLOCK)  # fmt: skip
+        cls.settings = BudgetFile(
+            str(path), last_q=8, sink_tokens=2, sliding_window=4, block_size=BLOCK
+        )
 
 
 class TestMInference(ChoiceContract):
@@ -74,8 +73,9 @@ class TestMInference(ChoiceContract):
         path = tmp_path_factory.mktemp("budgets") / "budgets.json"
         heads = [["vertical_and_slash", 40, 60, 1.0]] * 2 + [["stream_llm", 10, 20, 1.0]] * 2
         path.write_text(json.dumps([heads] * LAYERS))
-        cls.settings = MInferenceFile(str(path), last_q=8, sink_tokens=2, sliding_window=4,
-                                      block_size=BLOCK)  # fmt: skip
+        cls.settings = MInferenceFile(
+            str(path), last_q=8, sink_tokens=2, sliding_window=4, block_size=BLOCK
+        )
 
 
 class TestXAttention(PatternContract):
@@ -126,7 +126,18 @@ class TestOwn(PatternContract):
 
 def test_every_registered_pattern_is_tested_here():
     tested = {
-        Dense, VerticalSlash, ReplaySettings, BudgetFile, XAttention, SampledRows, ExactRows,
-        MixedRows, Prism, MInferenceFile, FlexPrefill, MoBA, BlockTopK,
+        Dense,
+        VerticalSlash,
+        ReplaySettings,
+        BudgetFile,
+        XAttention,
+        SampledRows,
+        ExactRows,
+        MixedRows,
+        Prism,
+        MInferenceFile,
+        FlexPrefill,
+        MoBA,
+        BlockTopK,
     }
     assert {PATTERNS.get(name) for name in PATTERNS.names} == tested

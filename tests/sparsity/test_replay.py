@@ -38,17 +38,18 @@ SMALL_LEN = 256
 def densities(replay, seq_len):
     """Densities of every layer and head."""
     index = VerticalSlashIndex(
-        replay.slash_blocks, replay.slash_count, replay.vertical_tokens, replay.vertical_count,
+        replay.slash_blocks,
+        replay.slash_count,
+        replay.vertical_tokens,
+        replay.vertical_count,
         replay.block_size,
-    )  # fmt: skip
+    )
     return np.asarray(jax.jit(density, static_argnums=1)(index, seq_len))
 
 
 def drawn(seq_len=524288, num_layers=36, num_heads=16, **options):
     options = {"density": 0.063, "like": LIKE, "estimate": True, "seed": 0} | options
-    return make_replay(
-        seq_len=seq_len, num_layers=num_layers, num_heads=num_heads, **options
-    )
+    return make_replay(seq_len=seq_len, num_layers=num_layers, num_heads=num_heads, **options)
 
 
 @pytest.mark.parametrize(
@@ -121,8 +122,13 @@ def test_an_impossible_density_raises():
 
 def test_lists_have_their_density_and_forced_blocks():
     settings = ReplaySettings(
-        replay_of="sampled_rows", replay_density=0.3, replay_estimate=False, block_size=8,
-        last_q=8, sampled_rows=2, sink_blocks=2,
+        replay_of="sampled_rows",
+        replay_density=0.3,
+        replay_estimate=False,
+        block_size=8,
+        last_q=8,
+        sampled_rows=2,
+        sink_blocks=2,
     )
     assert settings.by_rows and "lists for each row" in settings.describe()
     whole = settings.pattern(ModelSizes(num_layers=2, num_heads=4, seq_len=2048))
@@ -209,8 +215,13 @@ def test_attention_waits_for_the_selection_even_if_unused():
 
 def test_a_pack_replays_the_pairs_within_its_documents():
     settings = ReplaySettings(
-        replay_of="sampled_rows", replay_density=0.3, block_size=8, last_q=8, sampled_rows=2,
-        dense_below=64, replay_estimate=False,
+        replay_of="sampled_rows",
+        replay_density=0.3,
+        block_size=8,
+        last_q=8,
+        sampled_rows=2,
+        dense_below=64,
+        replay_estimate=False,
     )
     lists = settings.for_documents().pattern(ModelSizes(1, 4, SMALL_LEN))
     lists = jax.tree.map(lambda x: jnp.asarray(x[0]), lists)

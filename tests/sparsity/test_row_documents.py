@@ -98,9 +98,7 @@ def test_densities_and_recall_are_relative_to_documents():
     @jax.jit
     def measure(q, k, rows):
         index = PATTERNS["sampled"].choose(q, k, shards).index
-        found = attention_recall(
-            q, k, index, rows, block_ids=shards.block_ids, documents=blocks
-        )
+        found = attention_recall(q, k, index, rows, block_ids=shards.block_ids, documents=blocks)
         return index.bits, density(index, SEQ_LEN, documents=blocks), found
 
     rows = np.array([2, 30, 50, 100, 120, 130, 150, 190])

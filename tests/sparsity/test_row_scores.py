@@ -44,7 +44,8 @@ def wanted(pattern, q, k):
 @pytest.mark.parametrize(
     "pattern",
     [
-        XAttention(stride=4, block_size=BLOCK), ExactRows(block_size=BLOCK),
+        XAttention(stride=4, block_size=BLOCK),
+        ExactRows(block_size=BLOCK),
         SampledRows(sampled_rows=3, block_size=BLOCK),
         MixedRows(stride=4, sampled_rows=3, block_size=BLOCK),
     ],

@@ -71,10 +71,15 @@ def tuned(name):
         index = choose(pattern.for_documents() if packed else pattern, q, k, shards).index
         return jax.tree.map(lambda x: x[None], all_rows(index, own, NUM_BLOCKS, AXES))
 
-    run = jax.jit(jax.shard_map(
-        local, mesh=make_mesh(1, 2, 2), in_specs=(P("data", AXES), P("data", AXES), P(), P()),
-        out_specs=P(AXES), check_vma=False,
-    ))  # fmt: skip
+    run = jax.jit(
+        jax.shard_map(
+            local,
+            mesh=make_mesh(1, 2, 2),
+            in_specs=(P("data", AXES), P("data", AXES), P(), P()),
+            out_specs=P(AXES),
+            check_vma=False,
+        )
+    )
     order = layout.permutation()
     q, k = (x[:, order] for x in arrays())
 

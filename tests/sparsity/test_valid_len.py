@@ -73,7 +73,11 @@ def test_a_prompt_may_end_inside_a_block(heads):
     columns, diagonals = mass.sum(2), oracle.diagonal_sums(mass)
     for head in range(HEADS):
         verticals = oracle.top_p(
-            columns[0, head], 0.7 * 2**30, minimum=12, maximum=128, keep_crossing=True,
+            columns[0, head],
+            0.7 * 2**30,
+            minimum=12,
+            maximum=128,
+            keep_crossing=True,
             forced=range(12),
         )
         slashes = oracle.top_p(
@@ -121,9 +125,11 @@ def test_attention_accepts_the_number_of_valid_tokens(heads):
     )
     jax.tree.map(np.testing.assert_array_equal, run(q, k, 300), expected)
     for wrong, message in [
-        (0, "valid_len=0 is not in 1 .. 512"), (513, "valid_len=513 is not in 1 .. 512"),
-        (3.0, r"valid_len is float32 \[\]; .* integer"), ([3], r"int32 \[1\]; .* integer"),
-    ]:  # fmt: skip
+        (0, "valid_len=0 is not in 1 .. 512"),
+        (513, "valid_len=513 is not in 1 .. 512"),
+        (3.0, r"valid_len is float32 \[\]; .* integer"),
+        ([3], r"int32 \[1\]; .* integer"),
+    ]:
         with pytest.raises(ValueError, match=message):
             sparse_attention(q, k, k, pattern=PATTERNS["safe"], valid_len=np.asarray(wrong))
     with pytest.raises(ValueError, match="valid_len needs causal=True"):

@@ -58,10 +58,7 @@ CASES = {
         (1, 512, 2, 1, 16),
         VerticalSlash(0.95, 48, 10, **SMALL, min_verticals=40, min_slashes=9, local_blocks=3),
     ),
-    "safe, p = 1": (
-        (1, 256, 1, 1, 16),
-        VerticalSlash(1.0, **SMALL),
-    ),
+    "safe, p = 1": ((1, 256, 1, 1, 16), VerticalSlash(1.0, **SMALL)),
     "paper": (
         (2, 512, 6, 2, 32),
         VerticalSlash(top_p=0.6, preset="paper", block_size=32, last_q=20),

@@ -14,14 +14,17 @@ from mtraining_jax.config.schema import RopeScalingConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 VOCAB = 61
-    # Vertical-slash, instead of the row blocks of `tiny_config`.
+# Vertical-slash, instead of the row blocks of `tiny_config`.
 VERTICAL_SLASH = {
     "kind": "vertical_slash", "last_q": 8, "min_verticals": 2, "min_slashes": 2,
     "max_verticals": 8, "max_slashes": 4,
 }  # fmt: skip
-    # For heads of 16: the short factors up to 32 tokens, the long ones above.
+# For heads of 16: the short factors up to 32 tokens, the long ones above.
 LONGROPE = RopeScalingConfig(
-    type="longrope", factor=4.0, original_max_position_embeddings=32, short_factor=(1.0,) * 8,
+    type="longrope",
+    factor=4.0,
+    original_max_position_embeddings=32,
+    short_factor=(1.0,) * 8,
     long_factor=(2.0,) * 8,
 )
 
@@ -60,13 +63,11 @@ def tiny_config(folder: Path, **sections: dict) -> Config:
             "local_blocks": 1,
         },
         "parallel": {"nodes": 2, "devices_per_node": 2},
-        "data": {
-            "source": "tokens", "paths": [str(data)], "seq_len": 128, "batch_size": 2,
-        },
+        "data": {"source": "tokens", "paths": [str(data)], "seq_len": 128, "batch_size": 2},
         "optimizer": {"lr": 1e-2},
         "loss": {"chunk_size": 24},
         "metrics": {"tensorboard": False},
-    }  # fmt: skip
+    }
     for section, fields in sections.items():
         table[section] = table.get(section, {}) | fields
     return config_from_dict(table, "a test")

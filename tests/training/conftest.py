@@ -120,6 +120,4 @@ def whole():
 @pytest.fixture
 def plain_config(config):
     """A run with dense attention on one device, which compiles in a third of the time."""
-    return changed(
-        config, sparsity={"kind": "dense"}, parallel={"nodes": 1, "devices_per_node": 1}
-    )
+    return changed(config, sparsity={"kind": "dense"}, parallel={"nodes": 1, "devices_per_node": 1})

@@ -36,10 +36,16 @@ def _of_step(config: Config, audited: bool) -> tuple:
     optimizer = dataclasses.replace(config.optimizer, max_skipped_steps=0)
     sparsity = dataclasses.replace(config.sparsity, dense_first=0, dense_last=0, dense_every=0)
     return (
-        config.run.seed, optimizer.schedule != "constant" and config.run.steps,
-        dataclasses.replace(config.model, init_from=None), config.parallel, config.data,
-        optimizer, config.loss, sparsity, audited and config.audit,
-    )  # fmt: skip
+        config.run.seed,
+        optimizer.schedule != "constant" and config.run.steps,
+        dataclasses.replace(config.model, init_from=None),
+        config.parallel,
+        config.data,
+        optimizer,
+        config.loss,
+        sparsity,
+        audited and config.audit,
+    )
 
 
 def _of_attention(attention: Any) -> tuple:

@@ -23,14 +23,21 @@ pytestmark = pytest.mark.usefixtures("drawn_alone")
 def test_gradients_are_compared_with_dense_ones_in_the_steps_asked_for(config):
     """With two replicas and two micro-batches, in addition to audits in all steps."""
     config = changed(
-        config, run={"steps": 3}, parallel={"data": 2, "nodes": 1, "devices_per_node": 1},
-        data={"batch_size": 4}, optimizer={"accumulation_steps": 2},
+        config,
+        run={"steps": 3},
+        parallel={"data": 2, "nodes": 1, "devices_per_node": 1},
+        data={"batch_size": 4},
+        optimizer={"accumulation_steps": 2},
         audit={
-            "gradient_every": 2, "gradient_tokens": 64, "alarm_gradient": 1.0,
-            "every_steps": 1, "rows": 16, "masks": ("0.1",),
+            "gradient_every": 2,
+            "gradient_tokens": 64,
+            "alarm_gradient": 1.0,
+            "every_steps": 1,
+            "rows": 16,
+            "masks": ("0.1",),
         },
         checkpoint={"last_step": False},
-    )  # fmt: skip
+    )
     records = run(config)
     assert ["global_gradient_cosine" in record for record in records] == [True, False, True]
     assert ["recall" in record for record in records] == [True, True, True]
@@ -91,9 +98,10 @@ def test_cosines_of_gradients_are_those_of_numpy():
 
 def figures(**changes):
     found = {
-        "recall": np.full((2, 3), 0.9), "local_gradient_cosine": np.full((2, 3), 0.95),
+        "recall": np.full((2, 3), 0.9),
+        "local_gradient_cosine": np.full((2, 3), 0.95),
         "index_gap": np.full((2, 3), 0.01),
-    }  # fmt: skip
+    }
     for name, (place, value) in changes.items():
         found[name][place] = value
     return audit_record(found, {})

@@ -61,7 +61,10 @@ def test_the_others_stop_with_a_message(wait, message):
     survivor, victim = processes = [
         subprocess.Popen(
             [sys.executable, "-c", PROCESS, str(port), str(n), str(HEARTBEAT_TIMEOUT), wait],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=ROOT,
             env=os.environ | {"PYTHONPATH": str(ROOT)},
         )
         for n in range(2)

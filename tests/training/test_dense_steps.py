@@ -29,17 +29,24 @@ def checksums(config, step):
 
 def without_times(record):
     return {
-        name: value for name, value in record.items()
+        name: value
+        for name, value in record.items()
         if not name.startswith(("tokens_per", "tflops", "eval_seconds"))
         and name not in ("step_seconds", "dense_step")
-    }  # fmt: skip
+    }
 
 
 def test_they_are_at_both_ends_and_every_so_often(sparse, capsys):
     fields = {"dense_first": 1, "dense_last": 1, "dense_every": 4}
     records = run(changed(sparse, run={"steps": 7}, sparsity=fields))
     assert [record.get("dense_step", False) for record in records] == [
-        True, False, False, True, False, False, True
+        True,
+        False,
+        False,
+        True,
+        False,
+        False,
+        True,
     ]
     for record in records:
         dense = "dense_step" in record

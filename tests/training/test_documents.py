@@ -28,9 +28,11 @@ class Run:
     def __init__(self, folder, rows, weighted=False, **sections):
         self.weighted = weighted
         self.config = tiny_config(
-            folder, data={"batch_size": rows, "mode": "pack", "shuffle": False},
-            sparsity=SPARSE | sections.pop("sparsity", {}), **sections,
-        )  # fmt: skip
+            folder,
+            data={"batch_size": rows, "mode": "pack", "shuffle": False},
+            sparsity=SPARSE | sections.pop("sparsity", {}),
+            **sections,
+        )
         self.mesh, self.layout = parts.build_mesh(self.config), parts.build_layout(self.config)
         self.builder = StateBuilder(self.config, self.mesh)
         pattern = parts.build_pattern(self.config)
@@ -81,9 +83,11 @@ def packed(tmp_path_factory):
 def test_a_step_on_packs_is_a_step_on_each_document_alone(packed, tmp_path):
     metrics, parameters = packed.first(LENGTHS)
     alone = Run(
-        tmp_path, 8, parallel={"data": 2, "nodes": 1, "devices_per_node": 1},
+        tmp_path,
+        8,
+        parallel={"data": 2, "nodes": 1, "devices_per_node": 1},
         optimizer={"accumulation_steps": 2},
-    )  # fmt: skip
+    )
     each = [[n] for own in LENGTHS for n in own]
     wanted, expected = alone.first([*each, []])
     assert metrics["labels"] == wanted["labels"] == sum(n - 1 for (n,) in each)
@@ -166,12 +170,16 @@ def test_batches_of_the_loader_say_where_documents_are_and_count_positions_in_th
 
 def test_patterns_and_rings_that_cannot_keep_documents_apart_are_refused(tmp_path):
     for sections, message in [
-        (dict(sparsity={"kind": "examples.strided_pattern:Strided"}),
-         'data.mode = "pack" cannot be combined with sparsity.kind = '
-         '"examples.strided_pattern:Strided": Strided does not support'),
-        (dict(parallel={"ring": "flat"}),
-         'data.mode = "pack" with sparsity.kind = "sampled_rows" lists key blocks for each'),
-    ]:  # fmt: skip
+        (
+            dict(sparsity={"kind": "examples.strided_pattern:Strided"}),
+            'data.mode = "pack" cannot be combined with sparsity.kind = '
+            '"examples.strided_pattern:Strided": Strided does not support',
+        ),
+        (
+            dict(parallel={"ring": "flat"}),
+            'data.mode = "pack" with sparsity.kind = "sampled_rows" lists key blocks for each',
+        ),
+    ]:
         with pytest.raises(UserError, match=message):
             Run(tmp_path, 2, **sections)
     with pytest.raises(UserError, match='loss.weighting = "document" needs documents, and data.mo'):

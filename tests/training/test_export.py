@@ -70,8 +70,10 @@ def test_a_run_exports_its_last_state_and_another_starts_from_it(plain_config, c
     assert f"wrote      {folder}" in capsys.readouterr().out
     assert_rounded(exported_parameters(config), saved_parameters(config, 2))
     assert sorted(path.name for path in config.run.folder.iterdir()) == [
-        "checkpoints", "hf", "metrics.jsonl",
-    ]  # fmt: skip
+        "checkpoints",
+        "hf",
+        "metrics.jsonl",
+    ]
 
     # Frozen parameters and the tokenizer come out unchanged.
     start = shutil.copytree(folder, tmp_path / "start")
@@ -82,8 +84,11 @@ def test_a_run_exports_its_last_state_and_another_starts_from_it(plain_config, c
     run(tuned)
     out = tuned.run.folder / "hf"
     assert sorted(path.name for path in out.iterdir()) == [
-        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
-    ]  # fmt: skip
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
     assert (out / "generation_config.json").read_text() == '{"eos_token_id": 60}'
     assert read_hf_config(out) == read_hf_config(start)
     before, after = (load_file(path / "model.safetensors") for path in (start, out))

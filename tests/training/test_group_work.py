@@ -35,19 +35,37 @@ def packed(config, documents):
     """A smaller `--config tiny`: two replicas of two ranks, each with two micro-batches of two."""
     run = config.run
     overrides = {
-        "run.steps": 5, "run.output_dir": run.output_dir, "run.log_every": 1,
-        "run.compile_cache_dir": run.compile_cache_dir, "parallel.data": 2, "parallel.nodes": 1,
+        "run.steps": 5,
+        "run.output_dir": run.output_dir,
+        "run.log_every": 1,
+        "run.compile_cache_dir": run.compile_cache_dir,
+        "parallel.data": 2,
+        "parallel.nodes": 1,
         "parallel.devices_per_node": 2,
-        "data.source": "tokens", "data.paths": f'["{documents}"]', "data.mode": "pack",
-        "data.seq_len": S, "data.batch_size": 8, "data.balance": "density",
-        "optimizer.accumulation_steps": 2, "sparsity.block_size": 8, "sparsity.sampled_rows": 2,
-        "sparsity.tau": 0.6, "sparsity.least_share": 0.0, "sparsity.dense_below": 40,
-        "sparsity.tune": "mean", "sparsity.tune_low": 0.3, "sparsity.tune_high": 0.8,
-        "model.hidden_size": 32, "model.intermediate_size": 48, "model.vocab_size": VOCAB,
+        "data.source": "tokens",
+        "data.paths": f'["{documents}"]',
+        "data.mode": "pack",
+        "data.seq_len": S,
+        "data.batch_size": 8,
+        "data.balance": "density",
+        "optimizer.accumulation_steps": 2,
+        "sparsity.block_size": 8,
+        "sparsity.sampled_rows": 2,
+        "sparsity.tau": 0.6,
+        "sparsity.least_share": 0.0,
+        "sparsity.dense_below": 40,
+        "sparsity.tune": "mean",
+        "sparsity.tune_low": 0.3,
+        "sparsity.tune_high": 0.8,
+        "model.hidden_size": 32,
+        "model.intermediate_size": 48,
+        "model.vocab_size": VOCAB,
         "checkpoint.every_steps": 3,
-        "audit.every_steps": 0, "optimizer.schedule": "constant",
-        "optimizer.warmup_steps": 0, "metrics.tensorboard": "false",
-    }  # fmt: skip
+        "audit.every_steps": 0,
+        "optimizer.schedule": "constant",
+        "optimizer.warmup_steps": 0,
+        "metrics.tensorboard": "false",
+    }
     return load_config("tiny", [(name, str(value)) for name, value in overrides.items()])
 
 
@@ -94,9 +112,12 @@ def test_a_balanced_and_tuned_run_trains_resumes_and_says_how_even_it_is(packed,
 
 def test_a_dense_step_is_predicted_to_be_dense(packed):
     config = changed(
-        packed, run={"steps": 1}, data={"balance": "length", "batch_size": 4},
-        sparsity={"tune": "none", "dense_first": 1}, optimizer={"accumulation_steps": 1},
-    )  # fmt: skip
+        packed,
+        run={"steps": 1},
+        data={"balance": "length", "batch_size": 4},
+        sparsity={"tune": "none", "dense_first": 1},
+        optimizer={"accumulation_steps": 1},
+    )
     (record,) = run(config)
     assert record["dense_step"] and record["density"] == pytest.approx(1, abs=1e-6)
     assert record["density_by_length"][4] == pytest.approx(1, abs=1e-6)

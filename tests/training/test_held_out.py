@@ -105,8 +105,10 @@ def test_a_record_of_an_evaluation():
     sums = {"eval_loss": (np.array([2.0, 6.0, 0.0]), np.array([1, 2, 0]))}
     found = held_out_record(sums, 1.5)
     assert found == {
-        "eval_loss": 8 / 3, "eval_loss_by_position": [2.0, 3.0, None], "eval_seconds": 1.5,
-    }  # fmt: skip
+        "eval_loss": 8 / 3,
+        "eval_loss_by_position": [2.0, 3.0, None],
+        "eval_seconds": 1.5,
+    }
     assert held_out_text(found) == "2.6667"
     assert held_out_text({"eval_loss_dense": 1.0}) == "dense 1.0000"
     assert held_out_text(found | {"eval_loss_dense": None}) == "2.6667, dense not finite"

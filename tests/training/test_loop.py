@@ -99,7 +99,8 @@ def check_records(config, records):
         assert np.ptp(heads) > 0 or name.startswith("starved"), name
     assert records[0]["local_gradient_cosine"] < 1 and 0 < records[0]["output_error"]
     assert sorted(path.name for path in (config.run.folder / "masks").iterdir()) == [
-        "step_0000001.png", "step_0000004.png"
+        "step_0000001.png",
+        "step_0000004.png",
     ]
 
 
@@ -123,8 +124,11 @@ def test_unusable_checkpoints_are_refused(plain_config, capsys):
     longer = changed(config, run={"steps": 2})
     before = dumps(written(config))
 
-    with pytest.raises(UserError, match=r"checkpoints/1 is a checkpoint of another model: it has "
-                                        r"model.rope_theta = 1000000.0, but this run has 500.0"):
+    with pytest.raises(
+        UserError,
+        match=r"checkpoints/1 is a checkpoint of another model: it has "
+        r"model.rope_theta = 1000000.0, but this run has 500.0",
+    ):
         run(changed(longer, model={"rope_theta": 500.0}))
     with pytest.raises(UserError, match="with other trained parameters: it has optimizer.trainabl"):
         run(changed(longer, optimizer={"trainable": ("self_attn",)}))

@@ -5,12 +5,7 @@ import pytest
 
 from mtraining_jax.config import OptimizerConfig
 from mtraining_jax.errors import UserError
-from mtraining_jax.training.optimizer import (
-    clip,
-    make_optimizer,
-    make_schedule,
-    trainable_names,
-)
+from mtraining_jax.training.optimizer import clip, make_optimizer, make_schedule, trainable_names
 
 NAMES = (
     "embed_tokens.weight",
@@ -31,8 +26,12 @@ def rates(total=20, **fields):
 def test_defaults_are_those_of_the_paper():
     config = OptimizerConfig()
     assert (config.lr, config.b1, config.b2, config.weight_decay, config.clip_norm) == (
-        2e-5, 0.9, 0.95, 0.0, 1.0,
-    )  # fmt: skip
+        2e-5,
+        0.9,
+        0.95,
+        0.0,
+        1.0,
+    )
     np.testing.assert_allclose(rates(), 2e-5, rtol=1e-6)
 
 
@@ -40,9 +39,7 @@ def test_warm_up_rises_from_its_first_step():
     np.testing.assert_allclose(rates(lr=1.0, warmup_steps=4)[:6], [0.25, 0.5, 0.75, 1, 1, 1])
 
 
-@pytest.mark.parametrize(
-    "kind, middle", [("linear", 0.2 + 0.8 * 0.5), ("cosine", 0.2 + 0.8 * 0.5)]
-)
+@pytest.mark.parametrize("kind, middle", [("linear", 0.2 + 0.8 * 0.5), ("cosine", 0.2 + 0.8 * 0.5)])
 def test_decay_ends_at_its_ratio(kind, middle):
     r = rates(lr=2.0, warmup_steps=4, schedule=kind, final_lr_ratio=0.2)
     np.testing.assert_allclose(r[[3, 12, 20, 24]], 2 * np.array([1, middle, 0.2, 0.2]), rtol=1e-6)

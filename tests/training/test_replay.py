@@ -26,17 +26,21 @@ def replayed(shared):
     config = tiny_config(
         shared,
         run={
-            "name": "replay", "steps": 2,
+            "name": "replay",
+            "steps": 2,
             "compile_cache_dir": os.environ["JAX_COMPILATION_CACHE_DIR"],
         },
         model={"max_position_embeddings": 1024},
         sparsity={
-            "kind": "replay", "replay_density": 0.3, "block_size": 4, "last_q": 4,
+            "kind": "replay",
+            "replay_density": 0.3,
+            "block_size": 4,
+            "last_q": 4,
             "max_slashes": 128,
         },
         parallel={"nodes": 1, "devices_per_node": 1},
         data={"source": "synthetic", "paths": (), "seq_len": 1024, "batch_size": 1},
-    )  # fmt: skip
+    )
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         records = run(config)

@@ -43,9 +43,15 @@ TINY = {
 
 def test_all_are_here():
     assert set(CONFIGS) >= {
-        "qwen0_5b_512k", "qwen3b_512k", "qwen3b_512k_dense", "qwen3b_512k_4x8", "qwen7b_512k",
-        "qwen3b_2m", "qwen3_8b_1m", "llama3_8b_512k",
-    }  # fmt: skip
+        "qwen0_5b_512k",
+        "qwen3b_512k",
+        "qwen3b_512k_dense",
+        "qwen3b_512k_4x8",
+        "qwen7b_512k",
+        "qwen3b_2m",
+        "qwen3_8b_1m",
+        "llama3_8b_512k",
+    }
 
 
 @pytest.mark.parametrize("name", CONFIGS)

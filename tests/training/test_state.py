@@ -28,9 +28,7 @@ def assert_equal(one, other):
 def test_fresh_state_does_not_depend_on_the_mesh(tmp_path):
     config = tiny_config(tmp_path)
     one = builder_of(config).fresh()
-    sharded = changed(
-        config, parallel={"data": 2, "nodes": 1, "devices_per_node": 4, "fsdp": True}
-    )
+    sharded = changed(config, parallel={"data": 2, "nodes": 1, "devices_per_node": 4, "fsdp": True})
     assert_equal(one, builder_of(sharded).fresh())
     other = builder_of(changed(config, run={"seed": 1})).fresh()
     name = "layers.mlp.up_proj.weight"
@@ -70,11 +68,17 @@ def test_checkpoint_is_read_onto_another_mesh_bit_by_bit(tmp_path):
 @pytest.mark.parametrize("fsdp", [False, True])
 def test_fresh_state_from_a_hugging_face_checkpoint(tmp_path, fsdp):
     model = {
-        "vocab_size": 288, "hidden_size": 32, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2,
-        "head_dim": 8, "intermediate_size": 64, "max_position_embeddings": 512,
+        "vocab_size": 288,
+        "hidden_size": 32,
+        "num_layers": 3,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "intermediate_size": 64,
+        "max_position_embeddings": 512,
         "tie_word_embeddings": True,
         "init_from": str(HF_FOLDER),
-    }  # fmt: skip
+    }
     config = tiny_config(
         tmp_path, model=model, parallel={"nodes": 2, "devices_per_node": 2, "fsdp": fsdp}
     )

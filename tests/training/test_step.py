@@ -79,9 +79,12 @@ def test_loss_falls_and_metrics_are_complete(dense):
 
 def test_dense_equals_sparse_with_everything_selected(folder, dense):
     everything = VERTICAL_SLASH | {
-        "top_p": 1.0, "max_verticals": 128, "max_slashes": 128, "min_slashes": 128,
+        "top_p": 1.0,
+        "max_verticals": 128,
+        "max_slashes": 128,
+        "min_slashes": 128,
         "min_verticals": 128,
-    }  # fmt: skip
+    }
     config = untied(
         folder, data={"batch_size": 4}, sparsity=everything, audit={"every_steps": 1, "rows": 16}
     )

@@ -118,9 +118,10 @@ sys.exit(cli.main())
 
 def test_a_command_with_a_stuck_step_ends_and_says_how_to_resume(plain_config, tmp_path):
     config = changed(
-        plain_config, run={"steps": 3, "step_timeout_seconds": 2},
+        plain_config,
+        run={"steps": 3, "step_timeout_seconds": 2},
         checkpoint={"every_steps": 1, "async_save": False},
-    )  # fmt: skip
+    )
     (program := tmp_path / "hangs.py").write_text(HANGS)
     process = start_process(config, tmp_path, program=program)
     output, _ = process.communicate(timeout=120)

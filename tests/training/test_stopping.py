@@ -87,9 +87,11 @@ with signals.StopSignals() as own:
 @pytest.mark.parametrize(("when", "status"), [("now", EXIT_STOPPED), ("later", 130)])
 def test_a_stuck_process_is_ended(when, status):
     process = subprocess.Popen(
-        [sys.executable, "-c", HANGS, when], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        [sys.executable, "-c", HANGS, when],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-    )  # fmt: skip
+    )
     try:
         assert process.stdout.readline() == "hangs\n"
         process.send_signal(signal.SIGINT)

@@ -72,9 +72,7 @@ def _data_files(folder: Path) -> list[Path]:
             raise UserError(
                 f"data.paths: {folder} has several splits, {splits}; use the folder of one split"
             )
-        raise UserError(
-            f"data.paths: {folder} was not written by save_to_disk: it has no {_STATE}"
-        )
+        raise UserError(f"data.paths: {folder} was not written by save_to_disk: it has no {_STATE}")
     try:
         state = read_json(path)
         names = [str(entry["filename"]) for entry in state["_data_files"]]

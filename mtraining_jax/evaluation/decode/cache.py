@@ -85,9 +85,12 @@ def _with_room(mesh: jax.sharding.Mesh, room: int, stacked: Array) -> tuple[Arra
         return tuple(jnp.pad(layer.swapaxes(1, 2), padding) for layer in stacked)
 
     return jax.shard_map(
-        local, mesh=mesh, in_specs=STACKED, out_specs=(ONE_LAYER,) * stacked.shape[0],
+        local,
+        mesh=mesh,
+        in_specs=STACKED,
+        out_specs=(ONE_LAYER,) * stacked.shape[0],
         check_vma=False,
-    )(stacked)  # fmt: skip
+    )(stacked)
 
 
 def of_prompt(

@@ -16,12 +16,7 @@ from mtraining_jax.evaluation.decode.prefill import token_logits
 from mtraining_jax.evaluation.decode.sampling import next_token
 from mtraining_jax.evaluation.network import Network
 from mtraining_jax.models.rotary import rope_tables
-from mtraining_jax.models.sharding import (
-    layer_specs,
-    lm_head_spec,
-    parameter_spec,
-    state_shardings,
-)
+from mtraining_jax.models.sharding import layer_specs, lm_head_spec, parameter_spec, state_shardings
 from mtraining_jax.models.token_parallel import compute_weights, gather
 from mtraining_jax.models.transformer import Transformer
 from mtraining_jax.parallel.layout import Layout
@@ -43,9 +38,7 @@ class Stepped(NamedTuple):
     logits: Array
 
 
-def make_step(
-    network: Network, layout: Layout, length: int, kind: str
-) -> Callable[..., Stepped]:
+def make_step(network: Network, layout: Layout, length: int, kind: str) -> Callable[..., Stepped]:
     """Builds a program that reads one token and samples the next.
 
     Attention is dense. Every rank computes the full layer, but attends only to its own shard of the
@@ -64,9 +57,8 @@ def make_step(
     specs = Cache.specs(network.spec.num_layers)
     everywhere = NamedSharding(network.mesh, P())
     in_cache = jax.tree.map(
-        lambda spec: NamedSharding(network.mesh, spec), specs,
-        is_leaf=lambda x: isinstance(x, P),
-    )  # fmt: skip
+        lambda spec: NamedSharding(network.mesh, spec), specs, is_leaf=lambda x: isinstance(x, P)
+    )
 
     def step(
         state: nnx.State, cache: Cache, token: Array, temperature: Array, top_p: Array, seed: Array
@@ -83,9 +75,7 @@ def make_step(
         drawn = next_token(logits, kind, temperature, top_p, seed, cache.count)
         return Stepped(cache, drawn, logits)
 
-    return jax.jit(
-        step, donate_argnums=1, out_shardings=Stepped(in_cache, everywhere, everywhere)
-    )
+    return jax.jit(step, donate_argnums=1, out_shardings=Stepped(in_cache, everywhere, everywhere))
 
 
 def _state_specs(network: Network, state: nnx.State) -> Any:

@@ -38,11 +38,13 @@ def draw_all(lines: Lines, names: Mapping[str, str], folder: Path, caption: str)
         *_if_any("scores.png", lines.scored and _scores(lines, names)),
         *_if_any(
             "trained-inferred.png",
-            len(lines.models) > 1 and len(lines.attentions) > 1 and lines.scored
+            len(lines.models) > 1
+            and len(lines.attentions) > 1
+            and lines.scored
             and _trained_inferred(lines, names),
         ),
         *((f"loss-{length}.png", _loss(lines, names, length)) for length in lines.document_lengths),
-    ]  # fmt: skip
+    ]
     written = []
     for name, figure in figures:
         figure.text(0.01, -0.03, caption, fontsize=7, color="0.35")
@@ -159,7 +161,12 @@ def _loss(lines: Lines, names: Mapping[str, str], length: int) -> "Figure":
             values = [mean.value for mean in means]
             errors = np.nan_to_num([mean.error for mean in means])
             ax.errorbar(
-                range(len(means)), values, errors, capsize=2, marker="o", markersize=3,
+                range(len(means)),
+                values,
+                errors,
+                capsize=2,
+                marker="o",
+                markersize=3,
                 linestyle="-" if attention == "dense" else "--",
                 label=f"{names[model]}, {attention}",
             )

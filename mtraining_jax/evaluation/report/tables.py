@@ -47,9 +47,12 @@ class TextTable:
     def for_terminal(self) -> rich.table.Table:
         """Returns the table for rich."""
         table = rich.table.Table(
-            title=self.title, caption=self.note, box=rich.box.SIMPLE_HEAD, title_justify="left",
+            title=self.title,
+            caption=self.note,
+            box=rich.box.SIMPLE_HEAD,
+            title_justify="left",
             caption_justify="left",
-        )  # fmt: skip
+        )
         for i, name in enumerate(self.header):
             table.add_column(name, justify="left" if i < self.left else "right", no_wrap=True)
         for row in self.rows:

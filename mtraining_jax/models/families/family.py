@@ -160,9 +160,11 @@ class Family:
             **{name: getattr(spec, name) for name in self.defaults},
             "rope_scaling": scaled,
             "rope_parameters": {
-                "rope_type": "default", **(scaled or {}), "rope_theta": spec.rope_theta
+                "rope_type": "default",
+                **(scaled or {}),
+                "rope_theta": spec.rope_theta,
             },
-        }  # fmt: skip
+        }
 
 
 def with_defaults(raw: Mapping[str, Any], **defaults: Any) -> dict[str, Any]:

@@ -25,10 +25,12 @@ class Phi3(Family):
     fixed = Family.fixed | {"attention_bias": False, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
     fused = {
         "self_attn.qkv_proj.weight": (
-            "self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight",
+            "self_attn.q_proj.weight",
+            "self_attn.k_proj.weight",
+            "self_attn.v_proj.weight",
         ),
         "mlp.gate_up_proj.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
-    }  # fmt: skip
+    }
 
     def read_config(self, raw: Mapping[str, Any]) -> dict[str, Any]:
         """See `Family.read_config`. A sliding window must not be shorter than the context."""

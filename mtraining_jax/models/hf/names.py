@@ -17,6 +17,7 @@ class Part:
         first_row: first row of the part in the tensor.
         shape: shape of the part; it differs from that of the tensor in the number of rows.
     """
+
     parameter: str
     layer: int | None
     first_row: int

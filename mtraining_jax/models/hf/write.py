@@ -172,9 +172,7 @@ class _Folder:
         self.temporary = target.absolute().parent / f".{target.name}.tmp-{os.getpid()}"
 
     def make(self) -> None:
-        in_use = self.target.exists() and (
-            not self.target.is_dir() or any(self.target.iterdir())
-        )
+        in_use = self.target.exists() and (not self.target.is_dir() or any(self.target.iterdir()))
         if in_use and not (self.replace and self.target.is_dir()):
             raise UserError(f"{self.target} exists and is not an empty folder; use another folder")
         self.temporary.parent.mkdir(parents=True, exist_ok=True)

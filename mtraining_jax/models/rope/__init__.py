@@ -34,12 +34,7 @@ __all__ = [
 
 
 def rope_frequencies(
-    head_dim: int,
-    theta: float,
-    scaling: RopeScaling | None,
-    *,
-    context: int,
-    length: int,
+    head_dim: int, theta: float, scaling: RopeScaling | None, *, context: int, length: int
 ) -> tuple[np.ndarray, float]:
     """Computes the rotary frequency of each pair of dimensions.
 

@@ -29,7 +29,12 @@ from pallas_kernels.index import Index, Segment
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=[
-        "own", "first", "later", "first_with_columns", "last_with_columns", "column_positions"
+        "own",
+        "first",
+        "later",
+        "first_with_columns",
+        "last_with_columns",
+        "column_positions",
     ],
     meta_fields=[],
 )
@@ -94,9 +99,7 @@ def plan_gathering(topology: RingTopology, index: Index, q: Array, k: Array) -> 
     return GatherPlans(own, of_node(0, False), later, first, last, positions)
 
 
-def gather_forward(
-    topology: RingTopology, plans: GatherPlans, q: Array, kv: Pair
-) -> list[Pair]:
+def gather_forward(topology: RingTopology, plans: GatherPlans, q: Array, kv: Pair) -> list[Pair]:
     """Computes output and lse of every query segment.
 
     Args:
@@ -136,8 +139,7 @@ def gather_forward(
 
 
 def gather_backward(
-    topology: RingTopology, plans: GatherPlans, q: Array, kv: Pair,
-    rows: tuple[Array, Array, Array],
+    topology: RingTopology, plans: GatherPlans, q: Array, kv: Pair, rows: tuple[Array, Array, Array]
 ) -> tuple[list[Array], Pair]:
     """Computes the gradients.
 
@@ -237,9 +239,7 @@ class _Node:
         kv = self.topology.shift_outer(kv)
         return kv, self.gather(kv)
 
-    def columns_first(
-        self, plans: GatherPlans, kv: Pair, here: Pair
-    ) -> tuple[Pair | None, Pair]:
+    def columns_first(self, plans: GatherPlans, kv: Pair, here: Pair) -> tuple[Pair | None, Pair]:
         """Fetches the columns; holds back the shard to send until then where needed."""
         columns, axes = None, self.topology.outer_axes
         if plans.column_positions is not None:

@@ -33,8 +33,7 @@ class RankKernels:
         return [None] * self._num_segments
 
     def forward(
-        self, plans: StepPlans, keys: Sequence[Pair], columns: Pair | None, state: State,
-        last: bool,
+        self, plans: StepPlans, keys: Sequence[Pair], columns: Pair | None, state: State, last: bool
     ) -> State:
         """Merges attention to the keys of one step into the running results.
 
@@ -49,16 +48,24 @@ class RankKernels:
         for (i, j), plan in zip(self._pairs, plans, strict=True):
             final = last and i == j  # no later segment has work
             state[i] = kernels.forward(
-                self.queries[i], *keys[j], plan, columns if plan.columns is not None else None,
-                scale=self._scale, init=state[i],
+                self.queries[i],
+                *keys[j],
+                plan,
+                columns if plan.columns is not None else None,
+                scale=self._scale,
+                init=state[i],
                 out_dtype=self.queries[i].dtype if final else jnp.float32,
                 beside_transfers=True,
             )
         return state
 
     def backward(
-        self, plans: StepPlans, keys: Sequence[Pair], columns: Pair | None,
-        rows: tuple[Array, Array, Array], dq: list,
+        self,
+        plans: StepPlans,
+        keys: Sequence[Pair],
+        columns: Pair | None,
+        rows: tuple[Array, Array, Array],
+        dq: list,
     ) -> tuple[list, list[Pair], Pair | None]:
         """Computes gradients from the keys of one step.
 
@@ -75,9 +82,15 @@ class RankKernels:
         dout, lse, delta = (self.split(rows[0]), *(self.split(x, 2) for x in rows[1:]))
         for (i, j), plan in zip(self._pairs, plans, strict=True):
             grads = kernels.backward(
-                self.queries[i], *keys[j], dout[i], lse[i], delta[i], plan,
+                self.queries[i],
+                *keys[j],
+                dout[i],
+                lse[i],
+                delta[i],
+                plan,
                 columns if plan.columns is not None else None,
-                scale=self._scale, beside_transfers=True,
+                scale=self._scale,
+                beside_transfers=True,
             )
             dq[i] = plus(dq[i], grads.dq)
             dkv[j] = plus(dkv[j], (grads.dk, grads.dv))

@@ -73,7 +73,8 @@ class RankPlanner:
         """
         return tuple(
             self._plan(
-                self._shards.pair(self._queries[i], keys[j]), keys[j].num_blocks,
+                self._shards.pair(self._queries[i], keys[j]),
+                keys[j].num_blocks,
                 self._columns[i] if with_columns and j == 0 else None,
             )
             for i, j in segment_pairs(self._topology.layout)

@@ -84,9 +84,7 @@ def ring_attention(
     topology = RingTopology(layout, tuple(axis_names), tuple(axis_sizes), ring, scale, backend)
     _check(topology, q, k, v, index)
     if layout.num_ranks == 1:
-        return attention(
-            q, k, v, index, scale=scale, backend=backend, return_lse=return_lse
-        )
+        return attention(q, k, v, index, scale=scale, backend=backend, return_lse=return_lse)
     result = _ring(topology, q, k, v, ring_plans(topology, index, q, k))
     return result if return_lse else result[0]
 

@@ -29,7 +29,8 @@ from pallas_kernels.index import Index
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["steps", "first", "last", "column_positions"], meta_fields=[],
+    data_fields=["steps", "first", "last", "column_positions"],
+    meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)
 class TurningPlans:
@@ -69,9 +70,7 @@ def plan_turning(topology: RingTopology, index: Index, q: Array, k: Array) -> Tu
     return TurningPlans(steps, first, last, positions)
 
 
-def turning_forward(
-    topology: RingTopology, plans: TurningPlans, q: Array, kv: Pair
-) -> list[Pair]:
+def turning_forward(topology: RingTopology, plans: TurningPlans, q: Array, kv: Pair) -> list[Pair]:
     """Computes output and lse of every query segment.
 
     Args:
@@ -90,7 +89,11 @@ def turning_forward(
 
     def inner_turn(steps: StepPlans, kv: Pair, state: State, last: bool) -> State:
         return _turn(
-            topology.inner_size, topology.shift_inner, steps, kv, state,
+            topology.inner_size,
+            topology.shift_inner,
+            steps,
+            kv,
+            state,
             lambda step, kv, state, end: attend(step, kv, state, last and end),
         )
 
@@ -99,7 +102,10 @@ def turning_forward(
 
 
 def turning_backward(
-    topology: RingTopology, plans: TurningPlans, q: Array, kv: Pair,
+    topology: RingTopology,
+    plans: TurningPlans,
+    q: Array,
+    kv: Pair,
     rows: tuple[Array, Array, Array],
 ) -> tuple[list[Array], Pair]:
     """Computes the gradients, which travel with their keys and values.
@@ -122,7 +128,11 @@ def turning_backward(
 
     def inner_turn(steps: StepPlans, kv: Pair, dq: list, first: bool):
         return _turn_back(
-            topology.inner_size, topology.shift_inner, steps, kv, dq,
+            topology.inner_size,
+            topology.shift_inner,
+            steps,
+            kv,
+            dq,
             lambda step, kv, dq, begin: differentiate(step, kv, dq, first and begin),
         )
 
@@ -131,9 +141,7 @@ def turning_backward(
     )
     if dcolumns is not None:
         dcolumns = after(dcolumns, dkv[0])
-        dkv = return_column_gradients(
-            dkv, dcolumns, plans.column_positions, topology.axis_names
-        )
+        dkv = return_column_gradients(dkv, dcolumns, plans.column_positions, topology.axis_names)
     return dq, dkv
 
 
@@ -168,9 +176,7 @@ def _turn(
     return visit(step_of(steps, size - 1), kv, state, True)
 
 
-def _turn_back(
-    size: int, shift: Callable, steps: StepPlans, kv: Pair, dq: list, visit: Callable
-):
+def _turn_back(size: int, shift: Callable, steps: StepPlans, kv: Pair, dq: list, visit: Callable):
     """Runs one turn of keys, values and the gradients that they collect.
 
     `visit` maps (plans, kv, dq, first) to dq, this rank's contribution to (dk, dv) of the visiting

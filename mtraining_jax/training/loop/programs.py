@@ -38,12 +38,7 @@ class Programs:
 
 
 def make_programs(
-    config: Config,
-    builder: StateBuilder,
-    mesh: Mesh,
-    layout: Layout,
-    pattern: Pattern,
-    done: int,
+    config: Config, builder: StateBuilder, mesh: Mesh, layout: Layout, pattern: Pattern, done: int
 ) -> Programs:
     """Builds the programs that the remaining steps need, jitted but not compiled.
 
@@ -68,20 +63,15 @@ def make_programs(
     audited = audit and make_train_step(config, builder, attention, mesh, inputs, audit)
     always = audited is not None and config.audit.every_steps == 1
     return Programs(
-        train_step=audited if always else make_train_step(
-            config, builder, attention, mesh, inputs
-        ),
+        train_step=audited if always else make_train_step(config, builder, attention, mesh, inputs),
         audited_step=None if always else audited,
         dense_step=dense_step,
         compare_gradients=make_gradient_comparison(config, builder, mesh, layout),
-    )  # fmt: skip
+    )
 
 
 def compile_programs(
-    programs: Programs,
-    arguments: tuple[Any, Any],
-    devices: Iterable[jax.Device],
-    display: Display,
+    programs: Programs, arguments: tuple[Any, Any], devices: Iterable[jax.Device], display: Display
 ) -> Programs:
     """Compiles the programs of a run.
 

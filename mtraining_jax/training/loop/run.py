@@ -60,10 +60,7 @@ def run(config: Config, signals: StopSignals | None = None) -> list[Record]:
 
 
 def _run(
-    config: Config,
-    display: Display,
-    signals: StopSignals | None,
-    opened: contextlib.ExitStack,
+    config: Config, display: Display, signals: StopSignals | None, opened: contextlib.ExitStack
 ) -> list[Record]:
     """Runs what lies between joining the other processes and leaving them."""
     timeout = config.distributed.timeout_seconds

@@ -125,9 +125,15 @@ class Trainer:
         opened.callback(self._watch.close)
         # Opened last and closed first, because it writes.
         self._finished = FinishedSteps(
-            config, self._devices, self._writers, display, self._alarms, self._watch,
-            self._groups, self._tuner,
-        )  # fmt: skip
+            config,
+            self._devices,
+            self._writers,
+            display,
+            self._alarms,
+            self._watch,
+            self._groups,
+            self._tuner,
+        )
         opened.callback(self._finished.close)
 
     def __enter__(self) -> Self:

@@ -44,8 +44,16 @@ class BlockScoresConfig:
 
 
 def block_scores_kernel(
-    q: Array, k: Array, places: Array, starts: Array | None = None, *, scale: float,
-    block_columns: int, config: BlockScoresConfig, num_blocks: int, interpret: Any = False,
+    q: Array,
+    k: Array,
+    places: Array,
+    starts: Array | None = None,
+    *,
+    scale: float,
+    block_columns: int,
+    config: BlockScoresConfig,
+    num_blocks: int,
+    interpret: Any = False,
 ) -> tuple[Array, Array]:
     """Runs the kernel.
 
@@ -122,9 +130,18 @@ def block_scores_kernel(
                 def score(j: Array, peak: Array) -> Array:
                     logits = products(done + (j - first) * parts)
                     return walk.score(
-                        refs, b, head, row_tile, j, logits, rows, seen, peak,
-                        block_columns=block_columns, log2_scale=log2_scale,
-                    )  # fmt: skip
+                        refs,
+                        b,
+                        head,
+                        row_tile,
+                        j,
+                        logits,
+                        rows,
+                        seen,
+                        peak,
+                        block_columns=block_columns,
+                        log2_scale=log2_scale,
+                    )
 
                 peak = lax.fori_loop(first, tiles, score, full((ROWS,), -jnp.inf, ROW_LAYOUT))
                 refs["peak"].at[b, head, rows][...] = peak

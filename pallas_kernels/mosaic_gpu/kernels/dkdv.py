@@ -51,8 +51,18 @@ class DkdvConfig:
 
 
 def dkdv_kernel(
-    q: Array, k: Array, v: Array, dout: Array, base: Array, minus_delta: Array, work: KeyWork,
-    columns: GatheredColumns | None, *, scale: float, config: DkdvConfig, interpret: Any = False,
+    q: Array,
+    k: Array,
+    v: Array,
+    dout: Array,
+    base: Array,
+    minus_delta: Array,
+    work: KeyWork,
+    columns: GatheredColumns | None,
+    *,
+    scale: float,
+    config: DkdvConfig,
+    interpret: Any = False,
     one_array: bool = False,
 ) -> tuple[Array | tuple[Array, Array], Array | tuple[Array, Array] | None]:
     """Runs the kernel: dv = P^T dO, dk = scale * dS^T Q with dS = P * (dP - delta).
@@ -99,15 +109,18 @@ def dkdv_kernel(
         # longest first, balances better than any fixed assignment.
         it = read(KeyItem, refs["items"], lax.axis_index("block"))
         walk = KeyWalk(
-            refs, it, work, group=group, num_query_blocks=q.shape[1] // TILE, queries=_STEP,
+            refs,
+            it,
+            work,
+            group=group,
+            num_query_blocks=q.shape[1] // TILE,
+            queries=_STEP,
             has_columns=has_columns,
         )
 
         def memory_warpgroup():
             plgpu.set_max_registers(config.memory_registers, action="decrease")
-            stream = QueryStream(
-                refs, smem, bars, stages=stages, queries=_STEP, rows=_ROW_OPERANDS
-            )
+            stream = QueryStream(refs, smem, bars, stages=stages, queries=_STEP, rows=_ROW_OPERANDS)
             stream.drain(walk.load_all(stream))
 
         def compute_warpgroup():
@@ -115,7 +128,9 @@ def dkdv_kernel(
             steps = _Steps(smem, bars, warpgroup, stages, scale * LOG2E, interpreted)
             plgpu.barrier_wait(bars["keys_full"])
             dk, dv, end = accumulate_keys(
-                smem, warpgroup, interpreted,
+                smem,
+                warpgroup,
+                interpreted,
                 lambda add: walk.run_all(warpgroup, functools.partial(steps.run, add)),
             )
             steps.release(end - 1)

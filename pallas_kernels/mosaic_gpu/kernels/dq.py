@@ -40,9 +40,20 @@ class DqConfig:
 
 
 def dq_kernel(
-    q: Array, k: Array, v: Array, dout: Array, base: Array, delta: Array, work: QueryWork,
-    columns: GatheredColumns | None, *, scale: float, out_dtype: jnp.dtype,
-    config: DqConfig, num_blocks: int, interpret: Any = False,
+    q: Array,
+    k: Array,
+    v: Array,
+    dout: Array,
+    base: Array,
+    delta: Array,
+    work: QueryWork,
+    columns: GatheredColumns | None,
+    *,
+    scale: float,
+    out_dtype: jnp.dtype,
+    config: DqConfig,
+    num_blocks: int,
+    interpret: Any = False,
 ) -> Array:
     """Runs the kernel: dS = P * (dP - delta), dq = scale * dS K.
 
@@ -123,9 +134,7 @@ def dq_kernel(
                 # no room for the queries as well.
                 dout_operand = dout_tile
                 if not interpreted:
-                    dout_operand = plgpu.load(
-                        dout_tile, layout=plgpu.Layout.WGMMA, optimized=False
-                    )
+                    dout_operand = plgpu.load(dout_tile, layout=plgpu.Layout.WGMMA, optimized=False)
 
                 def release(s):
                     """Frees the keys of a tile of this item."""
@@ -197,6 +206,7 @@ def dq_kernel(
                     return dq + pl.run_scoped(product, plgpu.ACC(dq.shape, jnp.float32))
 
                 segments = walk.segments(it, warpgroup)
+
                 def walk_tiles(dq, product):
                     for start, stop, mask in segments:
                         body = functools.partial(tile, mask=mask, product=product)

@@ -15,15 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic_gpu import device
-from pallas_kernels.mosaic_gpu.common import (
-    LOG2E,
-    ROWS,
-    TILE,
-    iota,
-    load_rows,
-    rows_to_tile,
-    tiled,
-)
+from pallas_kernels.mosaic_gpu.common import LOG2E, ROWS, TILE, iota, load_rows, rows_to_tile, tiled
 
 NUM_QUERIES = ROWS
 
@@ -33,7 +25,9 @@ _HALF = TILE // 2
 _PITCH = TILE + ROWS + 8  # so that the rows of a store use different banks
 # Explicit layouts: inferring them fails for the pitch of the scratch memory.
 _COMPILER_PARAMS = plgpu.CompilerParams(
-    approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0,
+    approx_math=True,
+    unsafe_no_auto_barriers=True,
+    reduction_scratch_bytes=0,
     lowering_semantics=plgpu.LoweringSemantics.Lane,
 )
 _LOWEST = float(jnp.finfo(jnp.float32).min)
@@ -41,9 +35,16 @@ _LINE = plgpu.Layout.WG_STRIDED((TILE,), 1)
 
 
 def block_statistics(
-    q: Array, k: Array, block_ids: Array, num_blocks: int, *, scale: float,
-    valid_len: Array | None = None, queries: Array | None = None,
-    multiprocessors: int | None = None, interpret: Any = False,
+    q: Array,
+    k: Array,
+    block_ids: Array,
+    num_blocks: int,
+    *,
+    scale: float,
+    valid_len: Array | None = None,
+    queries: Array | None = None,
+    multiprocessors: int | None = None,
+    interpret: Any = False,
 ) -> tuple[Array, Array]:
     """Computes peak and normalizer of every (key block, query), for a softmax over all blocks.
 
@@ -78,16 +79,35 @@ def block_statistics(
     sizes = k.shape[0], q.shape[1], block_ids.shape[0], ROWS
     shape = jax.ShapeDtypeStruct(sizes, jnp.float32)
     return _over_tiles(
-        tile, q, k, block_ids, num_blocks, rows={}, outputs={"peak": shape, "total": shape},
-        scratch={}, width=TILE, valid_len=valid_len, queries=queries,
-        multiprocessors=multiprocessors, interpret=interpret,
+        tile,
+        q,
+        k,
+        block_ids,
+        num_blocks,
+        rows={},
+        outputs={"peak": shape, "total": shape},
+        scratch={},
+        width=TILE,
+        valid_len=valid_len,
+        queries=queries,
+        multiprocessors=multiprocessors,
+        interpret=interpret,
     )
 
 
 def block_masses(
-    q: Array, k: Array, block_ids: Array, num_blocks: int, peak: Array, to_mass: Array, *,
-    scale: float, valid_len: Array | None = None, queries: Array | None = None,
-    multiprocessors: int | None = None, interpret: Any = False,
+    q: Array,
+    k: Array,
+    block_ids: Array,
+    num_blocks: int,
+    peak: Array,
+    to_mass: Array,
+    *,
+    scale: float,
+    valid_len: Array | None = None,
+    queries: Array | None = None,
+    multiprocessors: int | None = None,
+    interpret: Any = False,
 ) -> tuple[Array, Array, Array]:
     """Sums softmax weights over the columns and diagonals of every tile.
 
@@ -134,18 +154,37 @@ def block_masses(
     sizes = k.shape[0], q.shape[1], block_ids.shape[0], TILE
     shape = jax.ShapeDtypeStruct(sizes, jnp.float32)
     return _over_tiles(
-        tile, q, k, block_ids, num_blocks, rows={"peak": peak, "to_mass": to_mass},
+        tile,
+        q,
+        k,
+        block_ids,
+        num_blocks,
+        rows={"peak": peak, "to_mass": to_mass},
         outputs={"columns": shape, "own": shape, "beyond": shape},
         scratch={"scratch": plgpu.SMEM((_MOST_HEADS, ROWS, _PITCH), jnp.float32)},
-        width=_HALF, valid_len=valid_len, queries=queries, multiprocessors=multiprocessors,
+        width=_HALF,
+        valid_len=valid_len,
+        queries=queries,
+        multiprocessors=multiprocessors,
         interpret=interpret,
     )
 
 
 def _over_tiles(
-    tile: Callable, q: Array, k: Array, block_ids: Array, num_blocks: int, *,
-    rows: dict[str, Array], outputs: dict[str, Any], scratch: dict[str, Any], width: int,
-    valid_len: Array | None, queries: Array | None, multiprocessors: int | None, interpret: Any,
+    tile: Callable,
+    q: Array,
+    k: Array,
+    block_ids: Array,
+    num_blocks: int,
+    *,
+    rows: dict[str, Array],
+    outputs: dict[str, Any],
+    scratch: dict[str, Any],
+    width: int,
+    valid_len: Array | None,
+    queries: Array | None,
+    multiprocessors: int | None,
+    interpret: Any,
 ) -> tuple[Array, ...]:
     """Calls `tile(refs, (batch, head, block), logits, rows)` for every tile.
 

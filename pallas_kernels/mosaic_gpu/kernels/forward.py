@@ -44,9 +44,18 @@ class ForwardConfig:
 
 
 def forward_kernel(
-    q: Array, k: Array, v: Array, work: QueryWork, columns: GatheredColumns | None,
-    init: tuple[Array, Array] | None, *, scale: float, out_dtype: jnp.dtype,
-    config: ForwardConfig, num_blocks: int, interpret: Any = False,
+    q: Array,
+    k: Array,
+    v: Array,
+    work: QueryWork,
+    columns: GatheredColumns | None,
+    init: tuple[Array, Array] | None,
+    *,
+    scale: float,
+    out_dtype: jnp.dtype,
+    config: ForwardConfig,
+    num_blocks: int,
+    interpret: Any = False,
 ) -> tuple[Array, Array]:
     """Runs the kernel.
 
@@ -102,7 +111,8 @@ def forward_kernel(
 
                 rows = pl.ds(it.block * TILE, TILE)
                 plgpu.copy_gmem_to_smem(
-                    refs["q"].at[it.batch, rows, it.head], smem["q"].at[slot],
+                    refs["q"].at[it.batch, rows, it.head],
+                    smem["q"].at[slot],
                     bars["q_full"].at[slot],
                 )
                 return producer.load_item(it, group, step)
@@ -129,7 +139,8 @@ def forward_kernel(
                     peak = load_rows(refs["lse0"].at[it.batch, it.head, rows]) / scale
                     acc = plgpu.load(
                         refs["out0"].at[it.batch, rows, it.head],
-                        layout=plgpu.Layout.WGMMA, optimized=False,
+                        layout=plgpu.Layout.WGMMA,
+                        optimized=False,
                     )
                     # Split over the eight partial sums of a row.
                     total = jnp.where(peak > -jnp.inf, 1 / EDGE, 0.0)
@@ -137,8 +148,17 @@ def forward_kernel(
                 plgpu.barrier_wait(bars["q_full"].at[slot])
                 segments = walk.segments(it, warpgroup)
                 tiles = _Tiles(
-                    step, it.steps, stages, config.keys_late, smem, bars, q_tile, log2_scale,
-                    dtype, interpreted, smem["p"].at[warpgroup] if interpreted else None,
+                    step,
+                    it.steps,
+                    stages,
+                    config.keys_late,
+                    smem,
+                    bars,
+                    q_tile,
+                    log2_scale,
+                    dtype,
+                    interpreted,
+                    smem["p"].at[warpgroup] if interpreted else None,
                 )
                 first = walk.first_masks(it, warpgroup)
                 state = lax.cond(
@@ -215,9 +235,7 @@ class _Tiles:
     staging: Any  # in the interpreter, shared memory for the weights
 
     def with_accumulators(self, body, *shapes):
-        return with_accumulators(
-            body, *shapes, interpreted=self.interpreted, staging=self.staging
-        )
+        return with_accumulators(body, *shapes, interpreted=self.interpreted, staging=self.staging)
 
     def slot(self, s):
         return lax.rem(self.step + s, self.stages)
@@ -256,7 +274,10 @@ class _Tiles:
         """Adds PV of the tile in a slot, and releases it."""
         plgpu.barrier_wait(self.bars["v_full"].at[slot])
         acc = add_product(
-            acc, weights, self.smem["v"].at[slot], interpreted=self.interpreted,
+            acc,
+            weights,
+            self.smem["v"].at[slot],
+            interpreted=self.interpreted,
             staging=self.staging,
         )
         plgpu.barrier_arrive(self.bars["v_free"].at[slot])
@@ -330,8 +351,6 @@ class _Tiles:
             plgpu.barrier_arrive(self.bars["v_free"].at[previous])
             return lax.optimization_barrier(new_acc), *parts
 
-        acc, weights, peak, total, decay = self.with_accumulators(
-            body, (ROWS, TILE), acc.shape
-        )
+        acc, weights, peak, total, decay = self.with_accumulators(body, (ROWS, TILE), acc.shape)
         acc = acc * rows_to_tile(decay, acc)
         return acc, peak, total, weights.astype(self.dtype), slot, following

@@ -40,9 +40,19 @@ def step_queries(head_dim: int) -> int:
 
 
 def fused_kernel(
-    q: Array, k: Array, v: Array, dout: Array, base: Array, minus_delta: Array, dq: Array,
-    work: FusedWork, columns: GatheredColumns | None, *, scale: float,
-    config: FusedConfig, interpret: Any = False,
+    q: Array,
+    k: Array,
+    v: Array,
+    dout: Array,
+    base: Array,
+    minus_delta: Array,
+    dq: Array,
+    work: FusedWork,
+    columns: GatheredColumns | None,
+    *,
+    scale: float,
+    config: FusedConfig,
+    interpret: Any = False,
 ) -> tuple[Array, Array | None, Array | None, Array | None, Array | None]:
     """Runs the kernel: dv = P^T dO, dS = P * (dP - delta), dk = scale dS^T Q, dq += scale dS K.
 
@@ -85,7 +95,11 @@ def fused_kernel(
         it = read(KeyItem, refs["items"], lax.axis_index("block"))
         kv_head = lax.div(it.head, group)
         walk = FusedWalk(
-            refs, it, work, num_query_blocks=q.shape[1] // TILE, queries=queries,
+            refs,
+            it,
+            work,
+            num_query_blocks=q.shape[1] // TILE,
+            queries=queries,
             has_columns=has_columns,
         )
 
@@ -124,8 +138,7 @@ def fused_kernel(
         def compute_warpgroup():
             plgpu.set_max_registers(config.compute_registers, action="increase")
             steps = FusedSteps(
-                smem, bars, warpgroup, config, scale=scale, queries=queries,
-                interpreted=interpreted,
+                smem, bars, warpgroup, config, scale=scale, queries=queries, interpreted=interpreted
             )
             plgpu.barrier_wait(bars["keys_full"])
             dk, dv, end = steps.run(lambda run_step: walk.steps(warpgroup, run_step))
@@ -164,7 +177,8 @@ def fused_kernel(
     smem |= {
         "ds": tiled((2, TILE, queries), q.dtype),
         "dq": plgpu.SMEM(
-            (ADDING_WARPS, queries, head_dim), jnp.float32,
+            (ADDING_WARPS, queries, head_dim),
+            jnp.float32,
             transforms=(plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128)),
         ),
     }
@@ -182,7 +196,11 @@ def fused_kernel(
         outputs += [jax.ShapeDtypeStruct(columns.k.shape, jnp.float32)] * 2
     # The interpreter has no warps: loading and storing use one warpgroup each.
     run = launch(
-        attention_backward, outputs, [smem, bars], work.items.shape[0], interpret,
+        attention_backward,
+        outputs,
+        [smem, bars],
+        work.items.shape[0],
+        interpret,
         memory_warpgroups=2 if interpreted else 1,
     )
     # Slices of stacked arrays before or after the kernel (for example in a `lax.scan` over layers)

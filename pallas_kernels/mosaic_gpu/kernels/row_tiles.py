@@ -36,9 +36,10 @@ class RowTiles:
         # Column tiles seen by any row of a tile end at `tiles`; those before `whole` end where
         # every row sees them.
         self.inputs = {
-            "places": places, "tiles": of_tiles.max(axis=2) // width + 1,
+            "places": places,
+            "tiles": of_tiles.max(axis=2) // width + 1,
             "whole": (of_tiles.min(axis=2) + 1) // width,
-        }  # fmt: skip
+        }
         if starts is not None:
             begin = _from_starts(
                 starts.reshape(of_tiles.shape), of_tiles, self.inputs["tiles"], width
@@ -69,8 +70,18 @@ class RowTiles:
         ]
 
     def score(
-        self, refs: dict[str, Any], b: Array, head: Array, row_tile: Array, j: Array,
-        logits: Array, rows: Any, seen: list[Array], peak: Array, *, block_columns: int,
+        self,
+        refs: dict[str, Any],
+        b: Array,
+        head: Array,
+        row_tile: Array,
+        j: Array,
+        logits: Array,
+        rows: Any,
+        seen: list[Array],
+        peak: Array,
+        *,
+        block_columns: int,
         log2_scale: float,
     ) -> Array:
         """Writes the scores of some rows and the blocks of one column tile.
@@ -102,7 +113,12 @@ class RowTiles:
         return peak
 
     def _masked(
-        self, refs: dict[str, Any], b: Array, row_tile: Array, j: Array, of_blocks: list[Array],
+        self,
+        refs: dict[str, Any],
+        b: Array,
+        row_tile: Array,
+        j: Array,
+        of_blocks: list[Array],
         seen: list[Array],
     ) -> list[Array]:
         """Masks the scores of a column tile with -inf where a row does not see a column."""

@@ -50,8 +50,16 @@ class ShortBlockScoresConfig:
 
 
 def short_block_scores_kernel(
-    q: Array, k: Array, places: Array, starts: Array | None = None, *, scale: float,
-    block_columns: int, config: ShortBlockScoresConfig, num_blocks: int, interpret: Any = False,
+    q: Array,
+    k: Array,
+    places: Array,
+    starts: Array | None = None,
+    *,
+    scale: float,
+    block_columns: int,
+    config: ShortBlockScoresConfig,
+    num_blocks: int,
+    interpret: Any = False,
 ) -> tuple[Array, Array]:
     """Runs the kernel.
 
@@ -92,9 +100,7 @@ def short_block_scores_kernel(
                 b, head, row_tile = item(n)
                 rows = pl.ds(row_tile * TILE_ROWS, TILE_ROWS)
                 pl.when(n > 0)(lambda: plgpu.barrier_wait(bars["rows_free"]))
-                plgpu.copy_gmem_to_smem(
-                    refs["q"].at[b, head, rows], smem["q"], bars["rows_full"]
-                )
+                plgpu.copy_gmem_to_smem(refs["q"].at[b, head, rows], smem["q"], bars["rows_full"])
                 (first, tiles), kv_head = walk.columns(refs, b, row_tile), lax.div(head, group)
 
                 def load(j: Array, _: None) -> None:
@@ -124,9 +130,18 @@ def short_block_scores_kernel(
                 def score(j: Array, peak: Array) -> Array:
                     logits = product(lax.rem(done + j - first, stages))
                     return walk.score(
-                        refs, b, head, row_tile, j, logits, rows, seen, peak,
-                        block_columns=block_columns, log2_scale=log2_scale,
-                    )  # fmt: skip
+                        refs,
+                        b,
+                        head,
+                        row_tile,
+                        j,
+                        logits,
+                        rows,
+                        seen,
+                        peak,
+                        block_columns=block_columns,
+                        log2_scale=log2_scale,
+                    )
 
                 peak = lax.fori_loop(first, tiles, score, full((ROWS,), -jnp.inf, ROW_LAYOUT))
                 plgpu.barrier_arrive(bars["rows_free"])
@@ -150,10 +165,7 @@ def short_block_scores_kernel(
         pl.when(warpgroup == WARPGROUPS)(memory_warpgroup)
         pl.when(warpgroup < WARPGROUPS)(compute_warpgroup)
 
-    smem = {
-        "q": tiled((TILE_ROWS, length), q.dtype),
-        "k": tiled((stages, width, length), k.dtype),
-    }
+    smem = {"q": tiled((TILE_ROWS, length), q.dtype), "k": tiled((stages, width, length), k.dtype)}
     bars = {
         "rows_full": plgpu.Barrier(),
         "rows_free": plgpu.Barrier(num_arrivals=WARPGROUPS),

@@ -73,10 +73,21 @@ def attention_dkdv(
             passing = tl.where(queries - block == tl.load(diagonal), 0, BLOCK)
             at = queries.to(tl.int64) * BLOCK + inside
             dk_acc, dv_acc = _step(
-                dk_acc, dv_acc, k_tile, v_tile, q_head + at * (HEADS * DIM),
-                dout_head + at * (HEADS * DIM), shift_head + at, delta_head + at, query_offsets,
-                numbers, inside + passing + tl.arange(0, ROWS), log2_scale, ROWS, True,
-            )  # fmt: skip
+                dk_acc,
+                dv_acc,
+                k_tile,
+                v_tile,
+                q_head + at * (HEADS * DIM),
+                dout_head + at * (HEADS * DIM),
+                shift_head + at,
+                delta_head + at,
+                query_offsets,
+                numbers,
+                inside + passing + tl.arange(0, ROWS),
+                log2_scale,
+                ROWS,
+                True,
+            )
         queries = block  # arbitrary for an empty list
         if one < last:
             queries = _query_block(entries, one, block, LISTED)
@@ -86,10 +97,21 @@ def attention_dkdv(
             following = tl.minimum((s + 1) // SPLIT, last - 1)
             queries = _query_block(entries, following, block, LISTED)
             dk_acc, dv_acc = _step(
-                dk_acc, dv_acc, k_tile, v_tile, q_head + at * (HEADS * DIM),
-                dout_head + at * (HEADS * DIM), shift_head + at, delta_head + at, query_offsets,
-                numbers, numbers, log2_scale, ROWS, False,
-            )  # fmt: skip
+                dk_acc,
+                dv_acc,
+                k_tile,
+                v_tile,
+                q_head + at * (HEADS * DIM),
+                dout_head + at * (HEADS * DIM),
+                shift_head + at,
+                delta_head + at,
+                query_offsets,
+                numbers,
+                numbers,
+                log2_scale,
+                ROWS,
+                False,
+            )
 
     if PARTS == 0:
         _store(dk, dv, dk_acc * scale, dv_acc, batch, row, key_length, kv_head, KV_HEADS)
@@ -124,12 +146,8 @@ def attention_dkdv_columns(
     column = field(items, n, 3) * BLOCK + piece * KEYS
     head_at = batch.to(tl.int64) * HEADS + head
     key_offsets = offsets(KEYS, HEADS, DIM)
-    k_tile = tl.load(
-        rows_of(k_columns, batch, column, num_columns, head, HEADS, DIM) + key_offsets
-    )
-    v_tile = tl.load(
-        rows_of(v_columns, batch, column, num_columns, head, HEADS, DIM) + key_offsets
-    )
+    k_tile = tl.load(rows_of(k_columns, batch, column, num_columns, head, HEADS, DIM) + key_offsets)
+    v_tile = tl.load(rows_of(v_columns, batch, column, num_columns, head, HEADS, DIM) + key_offsets)
     dk_acc, dv_acc = tl.zeros([KEYS, DIM], tl.float32), tl.zeros([KEYS, DIM], tl.float32)
 
     SPLIT: tl.constexpr = BLOCK // ROWS
@@ -148,10 +166,21 @@ def attention_dkdv_columns(
         limits = seen_from(of_head, keep + (head_at * blocks + queries) * words, column, KEYS)
         positions = tl.load(query_blocks + queries) * BLOCK + inside + tl.arange(0, ROWS)
         dk_acc, dv_acc = _step(
-            dk_acc, dv_acc, k_tile, v_tile, q_head + at * (HEADS * DIM),
-            dout_head + at * (HEADS * DIM), shift_head + at, delta_head + at, query_offsets,
-            limits, positions, log2_scale, ROWS, True,
-        )  # fmt: skip
+            dk_acc,
+            dv_acc,
+            k_tile,
+            v_tile,
+            q_head + at * (HEADS * DIM),
+            dout_head + at * (HEADS * DIM),
+            shift_head + at,
+            delta_head + at,
+            query_offsets,
+            limits,
+            positions,
+            log2_scale,
+            ROWS,
+            True,
+        )
 
     _store(dk, dv, dk_acc * scale, dv_acc, batch, column, num_columns, head, HEADS)
 

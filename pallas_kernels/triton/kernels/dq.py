@@ -75,17 +75,41 @@ def attention_dq(
             v_tile = tl.load(v_head + at + key_offsets)
             limits = s * KEYS + tl.arange(0, KEYS) - passing
             acc = _step(
-                acc, q_tile, dout_tile, k_tile, v_tile, row_shift, row_delta, rows, limits,
-                log2_scale, True,
-            )  # fmt: skip
+                acc,
+                q_tile,
+                dout_tile,
+                k_tile,
+                v_tile,
+                row_shift,
+                row_delta,
+                rows,
+                limits,
+                log2_scale,
+                True,
+            )
         if RUNS == 0:
             start, stop = first, last - one
             if not LISTED:
                 start, stop = first + one, last
             acc = _run(
-                acc, q_tile, dout_tile, k_head, v_head, row_shift, row_delta, entries, start,
-                stop, block, rows, log2_scale, KV_HEADS, DIM, LISTED, KEYS,
-            )  # fmt: skip
+                acc,
+                q_tile,
+                dout_tile,
+                k_head,
+                v_head,
+                row_shift,
+                row_delta,
+                entries,
+                start,
+                stop,
+                block,
+                rows,
+                log2_scale,
+                KV_HEADS,
+                DIM,
+                LISTED,
+                KEYS,
+            )
         else:
             for run in range(RUNS):
                 at = (head_at * RUNS + run) * blocks + block
@@ -93,9 +117,24 @@ def attention_dq(
                 # The first entry of the first nonempty run was the masked one.
                 start += tl.where(start == first, one, 0)
                 acc = _run(
-                    acc, q_tile, dout_tile, k_head, v_head, row_shift, row_delta, entries, start,
-                    stop, block, rows, log2_scale, KV_HEADS, DIM, LISTED, KEYS,
-                )  # fmt: skip
+                    acc,
+                    q_tile,
+                    dout_tile,
+                    k_head,
+                    v_head,
+                    row_shift,
+                    row_delta,
+                    entries,
+                    start,
+                    stop,
+                    block,
+                    rows,
+                    log2_scale,
+                    KV_HEADS,
+                    DIM,
+                    LISTED,
+                    KEYS,
+                )
     if HAS_COLUMNS:
         column_offsets = offsets(KEYS, HEADS, DIM)
         of_head = tokens + head_at * num_columns
@@ -108,9 +147,18 @@ def attention_dq(
             v_tile = tl.load(at + column_offsets)
             limits = seen_from(of_head, of_block, s * KEYS, KEYS)
             acc = _step(
-                acc, q_tile, dout_tile, k_tile, v_tile, row_shift, row_delta, positions, limits,
-                log2_scale, True,
-            )  # fmt: skip
+                acc,
+                q_tile,
+                dout_tile,
+                k_tile,
+                v_tile,
+                row_shift,
+                row_delta,
+                positions,
+                limits,
+                log2_scale,
+                True,
+            )
 
     target = rows_of(dq, batch, row, query_length, head, HEADS, DIM)
     tl.store(target + query_offsets, (acc * scale).to(dq.dtype.element_ty))
@@ -136,9 +184,18 @@ def _run(
         k_tile = tl.load(k_head + at + key_offsets)
         v_tile = tl.load(v_head + at + key_offsets)
         acc = _step(
-            acc, q_tile, dout_tile, k_tile, v_tile, row_shift, row_delta, rows, rows,
-            log2_scale, False,
-        )  # fmt: skip
+            acc,
+            q_tile,
+            dout_tile,
+            k_tile,
+            v_tile,
+            row_shift,
+            row_delta,
+            rows,
+            rows,
+            log2_scale,
+            False,
+        )
     return acc
 
 

@@ -56,9 +56,7 @@ def attention_forward(
     if HAS_INIT:
         peak = tl.load(init_lse + row_stats) * _LOG2E
         total = tl.where(peak > float("-inf"), 1.0, 0.0)
-        acc = tl.load(
-            rows_of(init_out, batch, row, query_length, head, HEADS, DIM) + query_offsets
-        )
+        acc = tl.load(rows_of(init_out, batch, row, query_length, head, HEADS, DIM) + query_offsets)
     else:
         peak = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
@@ -94,9 +92,23 @@ def attention_forward(
             if not LISTED:
                 start, stop = first + one, last
             acc, peak, total = _run(
-                acc, peak, total, q_tile, k_head, v_head, entries, start, stop, block, rows,
-                log2_scale, KV_HEADS, DIM, LISTED, KEYS,
-            )  # fmt: skip
+                acc,
+                peak,
+                total,
+                q_tile,
+                k_head,
+                v_head,
+                entries,
+                start,
+                stop,
+                block,
+                rows,
+                log2_scale,
+                KV_HEADS,
+                DIM,
+                LISTED,
+                KEYS,
+            )
         else:
             for run in range(RUNS):
                 at = (head_at * RUNS + run) * blocks + block
@@ -104,9 +116,23 @@ def attention_forward(
                 # The first entry of the first nonempty run was the masked one.
                 start += tl.where(start == first, one, 0)
                 acc, peak, total = _run(
-                    acc, peak, total, q_tile, k_head, v_head, entries, start, stop, block, rows,
-                    log2_scale, KV_HEADS, DIM, LISTED, KEYS,
-                )  # fmt: skip
+                    acc,
+                    peak,
+                    total,
+                    q_tile,
+                    k_head,
+                    v_head,
+                    entries,
+                    start,
+                    stop,
+                    block,
+                    rows,
+                    log2_scale,
+                    KV_HEADS,
+                    DIM,
+                    LISTED,
+                    KEYS,
+                )
     if HAS_COLUMNS:
         column_offsets = offsets(KEYS, HEADS, DIM)
         of_head = tokens + head_at * num_columns

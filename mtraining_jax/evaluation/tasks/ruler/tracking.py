@@ -31,10 +31,7 @@ class VariableTracking(RulerTask):
         """Builds a draft; a piece is one repetition of the noise."""
         example, known = _question(_EXAMPLE_SIZE, 3, self.stream(length, number, seed, 1))
         question, asked = _question(size, 5, self.stream(length, number, seed))
-        return Draft(
-            prompt=f"{example} {' '.join(known)}\n\n{question}",
-            references=tuple(asked),
-        )
+        return Draft(prompt=f"{example} {' '.join(known)}\n\n{question}", references=tuple(asked))
 
 
 def _question(size: int, letters: int, stream: Stream) -> tuple[str, list[str]]:
