@@ -30,10 +30,10 @@ from mtraining_jax.evaluation.engine import Engine
 from mtraining_jax.evaluation.load import Loaded, in_compute_dtype
 from mtraining_jax.evaluation.network import Attending, Network
 from mtraining_jax.evaluation.programs import Programs
+from mtraining_jax.jax_platform import set_platform
 from mtraining_jax.models import ModelSpec, init_model, parameter_names
 from mtraining_jax.parallel.compiler import ring_compiler_options
 from mtraining_jax.parallel.mesh import make_mesh
-from mtraining_jax.platform import set_platform
 from mtraining_jax.training.parts import layer_inputs
 
 _COLUMNS = (

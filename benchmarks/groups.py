@@ -38,7 +38,7 @@ from benchmarks.group_steps import ORDERS, Found, chosen_batches, dealt_batches,
 from benchmarks.group_times import Groups
 from mtraining_jax.config import Config, load_config
 from mtraining_jax.errors import UserError
-from mtraining_jax.platform import set_platform
+from mtraining_jax.jax_platform import set_platform
 from mtraining_jax.training import parts
 
 # Unless told otherwise: a cut model, so that many steps take little time.

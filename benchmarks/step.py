@@ -26,9 +26,9 @@ from jax.sharding import Mesh, NamedSharding
 
 from benchmarks import trace_summary
 from mtraining_jax.config import Config, load_config
+from mtraining_jax.jax_platform import set_platform
 from mtraining_jax.models.transformer import Attention
 from mtraining_jax.parallel.mesh import TOKENS
-from mtraining_jax.platform import set_platform
 from mtraining_jax.reporting.flops import peak_flops, step_flops
 from mtraining_jax.training import parts
 from mtraining_jax.training.state import StateBuilder

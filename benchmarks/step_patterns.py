@@ -33,7 +33,7 @@ from jax.sharding import Mesh
 from benchmarks.report import setting
 from mtraining_jax.config import Config, load_config
 from mtraining_jax.errors import UserError
-from mtraining_jax.platform import set_platform
+from mtraining_jax.jax_platform import set_platform
 from mtraining_jax.sparsity.setting_text import split_settings
 from mtraining_jax.training import parts
 from mtraining_jax.training.state import StateBuilder

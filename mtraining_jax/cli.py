@@ -16,8 +16,8 @@ from mtraining_jax.config.advice import advice
 from mtraining_jax.config.fields import all_fields, nearest, sections
 from mtraining_jax.config.unread import unread
 from mtraining_jax.errors import UserError, print_error
+from mtraining_jax.jax_platform import set_platform
 from mtraining_jax.planning.hardware import GPUS
-from mtraining_jax.platform import set_platform
 from mtraining_jax.signals import EXIT_STOPPED, Stopped, StopSignals
 
 _USAGE = """\

@@ -110,7 +110,7 @@ def _run(arguments: list[str]) -> int:
     settings = {text: _checked(text) for text in dict.fromkeys(own.settings)}
     configs = {text: config_with(own.config, text) for text in ("dense", *settings)}
 
-    from mtraining_jax.platform import set_platform
+    from mtraining_jax.jax_platform import set_platform
 
     set_platform(own.cpu_devices)
     from mtraining_jax.evaluation.load import load

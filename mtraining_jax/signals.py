@@ -14,8 +14,6 @@ import threading
 from types import FrameType, TracebackType
 from typing import NoReturn, Self
 
-from mtraining_jax.nobody import write_to_nobody
-
 # EX_TEMPFAIL of sysexits.h: the same command resumes the run; schedulers can requeue on it.
 EXIT_STOPPED = 75
 # A step hangs: devices or processes wait for a failed one.
@@ -111,7 +109,7 @@ class StopSignals:
             return
         name = signal.Signals(number).name
         if number == signal.SIGHUP:
-            write_to_nobody(*self._terminals)
+            redirect_to_devnull(*self._terminals)
             if self._heard:
                 return
         self._heard += 1
@@ -139,3 +137,11 @@ def leave(status: int, sentence: str) -> NoReturn:
     with contextlib.suppress(OSError):
         os.write(2, f"stopped: {sentence}\n".encode())
     os._exit(status)
+
+
+def redirect_to_devnull(*outputs: int) -> None:
+    """Redirects file descriptors to /dev/null, e.g. those of a closed terminal."""
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    for output in outputs:
+        os.dup2(devnull, output)
+    os.close(devnull)

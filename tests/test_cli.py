@@ -13,7 +13,7 @@ import pytest
 from mtraining_jax.cli import main, parse_command_line
 from mtraining_jax.config import Config, available_configs, load_config
 from mtraining_jax.errors import UserError
-from mtraining_jax.platform import check_devices, set_platform
+from mtraining_jax.jax_platform import check_devices, set_platform
 
 
 @pytest.fixture
@@ -183,7 +183,7 @@ def test_cpu_devices_are_set_before_jax_starts():
     # A new process, since the devices of this one are fixed already.
     code = """if True:
         import jax
-        from mtraining_jax.platform import set_platform
+        from mtraining_jax.jax_platform import set_platform
         set_platform(3)
         print(jax.default_backend(), jax.device_count())
     """

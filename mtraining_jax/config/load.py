@@ -10,7 +10,6 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from mtraining_jax.bounded import read_text
 from mtraining_jax.config.base import read_with_base
 from mtraining_jax.config.fields import (
     Field,
@@ -28,6 +27,7 @@ from mtraining_jax.config.schema import Config
 from mtraining_jax.config.validate import validate
 from mtraining_jax.errors import UserError
 from mtraining_jax.field_types import LARGEST_INT
+from mtraining_jax.file_limits import read_text
 from mtraining_jax.plugins import Registry
 
 _PACKAGE = Path(__file__).resolve().parents[1]

@@ -28,5 +28,5 @@ def slow_start(data: "DataConfig") -> str | None:
     what = "copies" if source.holds_ids else "tokenizes"
     return (
         f"every process of every run {what} data.paths ({size / 2**20:,.0f} MiB) at startup; to "
-        "pre-tokenize it, see python -m mtraining_jax.tokenize --help"
+        "pre-tokenize it, see python -m mtraining_jax.tokenize_corpus --help"
     )

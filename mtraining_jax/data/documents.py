@@ -13,7 +13,7 @@ from mtraining_jax.data.source import Source
 from mtraining_jax.data.stream import TokenStream, check_ids, spill
 from mtraining_jax.data.tokenizer import BYTES, ByteTokenizer, Tokenizer, make_tokenizer
 from mtraining_jax.errors import UserError
-from mtraining_jax.wording import counted
+from mtraining_jax.text import counted
 
 if TYPE_CHECKING:
     from mtraining_jax.config import DataConfig

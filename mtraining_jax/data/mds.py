@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from mtraining_jax.bounded import LARGEST_INDEX, read_json
 from mtraining_jax.data.files import first_line, inside, shown_names
 from mtraining_jax.errors import UserError
+from mtraining_jax.file_limits import LARGEST_INDEX, read_json
 
 INDEX = "index.json"
 # Offsets are uint32.

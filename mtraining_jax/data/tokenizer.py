@@ -6,9 +6,9 @@ from typing import Protocol
 
 import numpy as np
 
-from mtraining_jax.bounded import LARGEST_TOKENIZER, check_size, read_json
 from mtraining_jax.data.files import first_line
 from mtraining_jax.errors import UserError
+from mtraining_jax.file_limits import LARGEST_TOKENIZER, check_size, read_json
 
 # End tokens of common model families; a vocabulary must have exactly one of them.
 _EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|end▁of▁sentence|>")

@@ -175,7 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             from mtraining_jax.evaluation.command import run
             from mtraining_jax.evaluation.report import write_report
-            from mtraining_jax.platform import set_platform
+            from mtraining_jax.jax_platform import set_platform
 
             set_platform(request.cpu_devices)
             run(request, console, command=shlex.join(["evaluate.py", *arguments]))

@@ -21,7 +21,7 @@ from mtraining_jax.evaluation.load import AttentionKind, Loaded, Overrides, load
 from mtraining_jax.evaluation.programs import Programs
 from mtraining_jax.models.spec import ModelSpec
 from mtraining_jax.sparsity import Dense, Settings
-from mtraining_jax.wording import counted
+from mtraining_jax.text import counted
 
 
 class Forced(NamedTuple):

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from mtraining_jax.argument_parser import ArgumentParser
 from mtraining_jax.errors import UserError, print_error
-from mtraining_jax.platform import set_platform
+from mtraining_jax.jax_platform import set_platform
 
 _USAGE = """\
 usage: generate.py --model FOLDER (--prompt TEXT | --prompt-file FILE) [options]

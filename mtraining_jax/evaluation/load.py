@@ -17,13 +17,13 @@ from mtraining_jax.data.sources import selected_source
 from mtraining_jax.data.tokenizer import Tokenizer, make_tokenizer
 from mtraining_jax.errors import UserError
 from mtraining_jax.evaluation.network import Attending, Network
+from mtraining_jax.jax_platform import check_devices
 from mtraining_jax.models import abstract_state, param_shardings, parameter_names
 from mtraining_jax.models.hf import load_hf
 from mtraining_jax.models.hf.config import CONFIG_FILE, read_json
 from mtraining_jax.models.parameters import LAYERS
 from mtraining_jax.models.spec import ModelSpec
 from mtraining_jax.parallel.mesh import make_mesh
-from mtraining_jax.platform import check_devices
 from mtraining_jax.sparsity import Settings
 from mtraining_jax.training.checkpoint import newest_step, read_parameters, read_record
 from mtraining_jax.training.run_folder import CHECKPOINTS_NAME

@@ -15,7 +15,7 @@ from mtraining_jax.evaluation.far_copies import far_copies
 from mtraining_jax.evaluation.load import Loaded
 from mtraining_jax.evaluation.programs import Programs
 from mtraining_jax.sparsity import Dense, Settings
-from mtraining_jax.wording import counted
+from mtraining_jax.text import counted
 
 
 @dataclasses.dataclass(frozen=True)

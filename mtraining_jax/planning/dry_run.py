@@ -8,12 +8,12 @@ import jax
 
 from mtraining_jax.config import Config
 from mtraining_jax.errors import UserError
+from mtraining_jax.jax_platform import MEMORY_FRACTION, host_memory
 from mtraining_jax.planning.compiled import Compiled, compile_step, missing_plugin
 from mtraining_jax.planning.cost import Flops, count_flops, rates_missing, seconds
 from mtraining_jax.planning.documents import Pairs, planned_pairs
 from mtraining_jax.planning.hardware import H200, Gpu
 from mtraining_jax.planning.memory import Memory, count_parameters, estimate_memory, offloaded
-from mtraining_jax.platform import MEMORY_FRACTION, host_memory
 from mtraining_jax.reporting.flops import audit_flops, peak_flops
 
 _GIB = 2**30

@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 from mtraining_jax.config import Config
 from mtraining_jax.errors import UserError
 from mtraining_jax.models.families import family_of
-from mtraining_jax.wording import counted
+from mtraining_jax.text import counted
 from pallas_kernels import backends
 
 

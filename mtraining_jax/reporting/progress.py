@@ -12,7 +12,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from mtraining_jax.errors import UserError
-from mtraining_jax.nobody import write_to_nobody
 from mtraining_jax.reporting.audit import audit_text
 from mtraining_jax.reporting.record import (
     Record,
@@ -22,6 +21,7 @@ from mtraining_jax.reporting.record import (
     note_on_density,
     tuned_text,
 )
+from mtraining_jax.signals import redirect_to_devnull
 
 
 class Display:
@@ -53,7 +53,7 @@ class Display:
             self._console.quiet = True
             if self._console.file is sys.stdout:
                 with contextlib.suppress(OSError, ValueError):  # no file, as in a notebook
-                    write_to_nobody(sys.stdout.fileno())
+                    redirect_to_devnull(sys.stdout.fileno())
             # The SIGHUP of a closed terminal stops the run, but may arrive after a failed write.
             if error.errno == errno.EIO and self._console.is_terminal:
                 return

@@ -3,8 +3,8 @@
 import os
 from pathlib import Path
 
-from mtraining_jax.bounded import read_json
 from mtraining_jax.errors import UserError
+from mtraining_jax.file_limits import read_json
 
 # Type and two numbers; for vertical_and_slash the number of verticals and of slashes.
 Head = tuple[str, int, int]

@@ -19,7 +19,7 @@ from mtraining_jax.data.sources import selected_source
 from mtraining_jax.data.sources.tokens import TokenFiles
 from mtraining_jax.data.tokenizing import parts, tokenize_corpus
 from mtraining_jax.errors import UserError
-from mtraining_jax.tokenize import main
+from mtraining_jax.tokenize_corpus import main
 from mtraining_jax.training import loop as training
 from tests.data.common import VOCAB, loader_of, section, sequences
 from tests.training.common import tiny_config
@@ -130,7 +130,9 @@ def test_a_killed_command_resumes(corpus, whole, tmp_path):
         process.wait()
     records = sorted(path.name for path in folder.glob("part-*.json"))
     assert 2 <= len(records) < len(list(whole.glob("part-*.json")))
-    with pytest.raises(UserError, match="is incomplete: mtraining_jax.tokenize has not finished"):
+    with pytest.raises(
+        UserError, match="is incomplete: mtraining_jax.tokenize_corpus has not finished"
+    ):
         TokenFiles(paths=(str(folder),)).open(section(), VOCAB)
     # The worst interruption: a part without its record, and a truncated file.
     (folder / records[-1]).unlink()
@@ -214,7 +216,7 @@ def test_hint_for_a_large_corpus(corpus, monkeypatch):
     monkeypatch.setattr(advice, "LARGE", 100)
     line = slow_start(corpus)
     assert line.startswith("every process of every run tokenizes data.paths (0 MiB) at startup")
-    assert "python -m mtraining_jax.tokenize" in line
+    assert "python -m mtraining_jax.tokenize_corpus" in line
 
 
 def test_a_run_prints_the_hint_first(tmp_path, monkeypatch, capsys):
@@ -226,4 +228,4 @@ def test_a_run_prints_the_hint_first(tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(advice, "LARGE", large)
         with pytest.raises(UserError, match="data.seq_len = 128 is more than the 101 tokens"):
             training.run(config)
-        assert ("python -m mtraining_jax.tokenize" in capsys.readouterr().out) == printed
+        assert ("python -m mtraining_jax.tokenize_corpus" in capsys.readouterr().out) == printed

@@ -10,13 +10,13 @@ import pytest
 from rich.console import Console
 
 from mtraining_jax.errors import UserError
-from mtraining_jax.nobody import write_to_nobody
 from mtraining_jax.reporting.audit import audit_record
 from mtraining_jax.reporting.history import KEPT, History
 from mtraining_jax.reporting.progress import Display, step_line
 from mtraining_jax.reporting.record import Memory, step_record
 from mtraining_jax.reporting.summary import summary
 from mtraining_jax.reporting.writers import open_writers, tensorboard
+from mtraining_jax.signals import redirect_to_devnull
 from tests.training.common import VERTICAL_SLASH, changed, tiny_config, written
 
 
@@ -276,7 +276,7 @@ def test_a_closed_terminal_does_not_end_a_run_before_its_signal():
         os.close(ours)
         display.say("second", "third")  # a failed write without error
         display.say("fourth")
-        write_to_nobody(theirs)  # discards buffers, as for standard output
+        redirect_to_devnull(theirs)  # discards buffers, as for standard output
 
 
 @pytest.mark.parametrize("terminal", [False, True])

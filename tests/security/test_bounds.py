@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from mtraining_jax import bounded
+from mtraining_jax import file_limits
 from mtraining_jax.config import load_config
 from mtraining_jax.data.tokenizer import make_tokenizer
 from mtraining_jax.errors import UserError
@@ -25,11 +25,11 @@ def sparse_file(path, size):
 @pytest.mark.parametrize(
     ("name", "limit", "read"),
     [
-        ("run.toml", bounded.LARGEST_CONFIG, load_config),
-        ("config.json", bounded.LARGEST_CONFIG, lambda path: read_hf_config(path.parent)),
-        ("budgets.json", bounded.LARGEST_CONFIG, load_budgets),
-        ("model.safetensors.index.json", bounded.LARGEST_INDEX, lambda p: Tensors(p.parent)),
-        ("tokenizer.json", bounded.LARGEST_TOKENIZER, lambda path: make_tokenizer(str(path))),
+        ("run.toml", file_limits.LARGEST_CONFIG, load_config),
+        ("config.json", file_limits.LARGEST_CONFIG, lambda path: read_hf_config(path.parent)),
+        ("budgets.json", file_limits.LARGEST_CONFIG, load_budgets),
+        ("model.safetensors.index.json", file_limits.LARGEST_INDEX, lambda p: Tensors(p.parent)),
+        ("tokenizer.json", file_limits.LARGEST_TOKENIZER, lambda path: make_tokenizer(str(path))),
     ],
 )
 def test_oversized_files_are_not_read(tmp_path, name, limit, read):

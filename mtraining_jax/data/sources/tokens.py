@@ -16,7 +16,7 @@ from mtraining_jax.data.source import FileSource
 from mtraining_jax.data.stream import Part, TokenStream, chunks
 from mtraining_jax.data.token_parts import LENGTHS, check_complete
 from mtraining_jax.errors import UserError
-from mtraining_jax.wording import counted
+from mtraining_jax.text import counted
 
 if TYPE_CHECKING:
     from mtraining_jax.config import DataConfig

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mtraining_jax import bounded
+from mtraining_jax import file_limits
 from mtraining_jax.errors import UserError
 from mtraining_jax.models.families import FAMILIES, family_of
 from mtraining_jax.models.families.family import SIZES
@@ -122,7 +122,7 @@ def check_same_model(config: Any, directory: str | Path, override: Sequence[str]
             )
 
 
-def read_json(path: Path, limit: int = bounded.LARGEST_CONFIG) -> dict[str, Any]:
+def read_json(path: Path, limit: int = file_limits.LARGEST_CONFIG) -> dict[str, Any]:
     """Reads a file with one JSON object.
 
     Args:
@@ -133,7 +133,7 @@ def read_json(path: Path, limit: int = bounded.LARGEST_CONFIG) -> dict[str, Any]
         UserError: if the file is invalid, too large or unreadable.
     """
     try:
-        raw = bounded.read_json(path, limit)
+        raw = file_limits.read_json(path, limit)
     except UserError:
         raise
     except OSError as error:

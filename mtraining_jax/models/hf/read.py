@@ -13,8 +13,8 @@ from jax import Array
 from jax.sharding import Sharding, SingleDeviceSharding
 from safetensors import SafetensorError, safe_open
 
-from mtraining_jax.bounded import LARGEST_INDEX, is_plain_name
 from mtraining_jax.errors import UserError
+from mtraining_jax.file_limits import LARGEST_INDEX, is_plain_name
 from mtraining_jax.models.hf.config import check_same_model, read_json
 from mtraining_jax.models.hf.names import checkpoint_tensors, is_redundant
 from mtraining_jax.models.sharding import parameter_names

@@ -4,7 +4,7 @@ import contextlib
 
 from mtraining_jax.config import Config
 from mtraining_jax.errors import UserError
-from mtraining_jax.platform import check_devices
+from mtraining_jax.jax_platform import check_devices
 from mtraining_jax.reporting.progress import Display
 from mtraining_jax.reporting.record import Record
 from mtraining_jax.reporting.summary import already_complete, summary

@@ -1,4 +1,4 @@
-"""Command that pre-tokenizes a corpus: `python -m mtraining_jax.tokenize --help`."""
+"""Command that pre-tokenizes a corpus: `python -m mtraining_jax.tokenize_corpus --help`."""
 
 import os
 import sys
@@ -15,10 +15,10 @@ from mtraining_jax.cli import parse_command_line
 from mtraining_jax.config import load_config
 from mtraining_jax.data.tokenizing import Totals, tokenize_corpus
 from mtraining_jax.errors import UserError, print_error
-from mtraining_jax.wording import counted
+from mtraining_jax.text import counted
 
 _USAGE = """\
-usage: python -m mtraining_jax.tokenize --out FOLDER --config NAME [options]
+usage: python -m mtraining_jax.tokenize_corpus --out FOLDER --config NAME [options]
 
 Pre-tokenizes the documents of a run's [data] into token files, which runs then read with
 --data.source=tokens --data.paths='["FOLDER"]'. If interrupted, the same command resumes.
@@ -87,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(arguments: list[str]) -> int:
     parser = ArgumentParser(
-        prog="python -m mtraining_jax.tokenize", allow_abbrev=False, add_help=False
+        prog="python -m mtraining_jax.tokenize_corpus", allow_abbrev=False, add_help=False
     )
     parser.add_argument("--out", type=Path)
     parser.add_argument("--processes", type=int, default=_processors())
