@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import jax
 
-from benchmarks.cases import Row
-from benchmarks.goals import ERROR_RATIO, progress
+from benchmarks.kernels.cases import Row
+from benchmarks.kernels.goals import ERROR_RATIO, progress
 
 _COLUMNS = (
     "S", "heads, D", "mask", "who", "density (blocks + columns)", "choose + build ms", "fwd ms",

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks.trace_summary import find_traces, read_trace
+from benchmarks.step.trace_summary import find_traces, read_trace
 from mtraining_jax.training import parts
 from mtraining_jax.training.loop import run
 from mtraining_jax.training.state import StateBuilder
