@@ -34,7 +34,7 @@ from mtraining_jax.jax_platform import set_platform
 from mtraining_jax.models import ModelSpec, init_model, parameter_names
 from mtraining_jax.parallel.compiler import ring_compiler_options
 from mtraining_jax.parallel.mesh import make_mesh
-from mtraining_jax.training.parts import layer_inputs
+from mtraining_jax.training.build import layer_inputs
 
 _COLUMNS = (
     "pattern", "density", "training's forward s", "prefill s", "rate over training's",

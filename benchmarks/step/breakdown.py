@@ -30,7 +30,13 @@ from mtraining_jax.jax_platform import set_platform
 from mtraining_jax.models.transformer import Attention
 from mtraining_jax.parallel.mesh import TOKENS
 from mtraining_jax.reporting.flops import peak_flops, step_flops
-from mtraining_jax.training import parts
+from mtraining_jax.training.build import (
+    build_attention,
+    build_layout,
+    build_mesh,
+    build_pattern,
+    layer_inputs,
+)
 from mtraining_jax.training.state import StateBuilder
 from mtraining_jax.training.step import make_train_step
 from pallas_kernels.names import SAVED_NAMES
@@ -102,12 +108,12 @@ def time_step(
         trace: folder for a profile of one more step, whose longest kernels are printed; None for
             no profile.
     """
-    layout, pattern = parts.build_layout(config), parts.build_pattern(config)
+    layout, pattern = build_layout(config), build_pattern(config)
     attention: Attention = stand_in
     if with_attention:
-        attention = parts.build_attention(config, mesh, layout, pattern)
+        attention = build_attention(config, mesh, layout, pattern)
     builder = StateBuilder(config, mesh)
-    inputs = parts.layer_inputs(pattern)
+    inputs = layer_inputs(pattern)
     batch = _batch(config, mesh, layout.permutation())
     begin = time.perf_counter()
     step = make_train_step(config, builder, attention, mesh, inputs)
@@ -233,7 +239,7 @@ def main() -> None:
     pairs = [tuple(text.removeprefix("--").split("=", 1)) for text in overrides]
     config = load_config(arguments.config, pairs)
     set_platform(config.parallel.cpu_devices)
-    mesh = parts.build_mesh(config)
+    mesh = build_mesh(config)
     kind = mesh.devices.flat[0].device_kind
     model = config.model
     print(

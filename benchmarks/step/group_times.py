@@ -19,7 +19,8 @@ from benchmarks.timing import median_ms
 from mtraining_jax.config import Config
 from mtraining_jax.data.loader import IGNORE_LABEL
 from mtraining_jax.data.packs import block_table
-from mtraining_jax.training import parts
+from mtraining_jax.training.build import build_attention, build_layout, build_pattern
+from mtraining_jax.training.device_batches import DeviceBatches
 from mtraining_jax.training.documents import attention_within, restarting_positions
 from mtraining_jax.training.state import StateBuilder, TrainState
 
@@ -109,7 +110,7 @@ class Groups:
         return block_table(pack.lengths, balance.BLOCK, num_blocks)
 
     def _batch(self, packs: Sequence[Pack], units: np.ndarray) -> dict[str, Array]:
-        """A group's batch as `parts.Batches` would give it, of random tokens."""
+        """A group's batch as `Batches` would give it, of random tokens."""
         tables = np.stack([self._table(pack) for pack in packs])
         first, _, tokens = np.repeat(tables, balance.BLOCK, axis=1).transpose(2, 0, 1)
         places = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
@@ -126,8 +127,8 @@ class Groups:
 
 def _attention_alone(config: Config, mesh: Mesh) -> Callable[..., tuple[Array, ...]]:
     """(q, k, v, dout, table, shares) -> gradients: one layer's attention, compiled."""
-    layout, pattern = parts.build_layout(config), parts.build_pattern(config)
-    attention = parts.build_attention(config, mesh, layout, pattern)
+    layout, pattern = build_layout(config), build_pattern(config)
+    attention = build_attention(config, mesh, layout, pattern)
 
     @jax.jit
     def alone(

@@ -35,7 +35,14 @@ from mtraining_jax.config import Config, load_config
 from mtraining_jax.errors import UserError
 from mtraining_jax.jax_platform import set_platform
 from mtraining_jax.sparsity.setting_text import split_settings
-from mtraining_jax.training import parts
+from mtraining_jax.training.build import (
+    build_attention,
+    build_layout,
+    build_mesh,
+    build_pattern,
+    layer_inputs,
+)
+from mtraining_jax.training.device_batches import DeviceBatches
 from mtraining_jax.training.state import StateBuilder
 from mtraining_jax.training.step import make_train_step
 
@@ -89,11 +96,11 @@ class Step:
     def __init__(
         self, config: Config, mesh: Mesh, batch: dict[str, Array], whole: Config | None = None
     ) -> None:
-        layout, pattern = parts.build_layout(config), parts.build_pattern(config)
-        attention = parts.build_attention(whole or config, mesh, layout, pattern)
+        layout, pattern = build_layout(config), build_pattern(config)
+        attention = build_attention(whole or config, mesh, layout, pattern)
         builder = StateBuilder(config, mesh)
         begin = time.perf_counter()
-        step = make_train_step(config, builder, attention, mesh, parts.layer_inputs(pattern))
+        step = make_train_step(config, builder, attention, mesh, layer_inputs(pattern))
         self._compiled = step.lower(builder.abstract(), batch).compile()
         self._compile_seconds = time.perf_counter() - begin
 
@@ -122,7 +129,7 @@ def measure(
     config: Config, configs: dict[str, Config], mesh: Mesh, steps: int, compilers: int
 ) -> Iterator[tuple[str, Steps | Exception]]:
     """Steps of each of `configs`, which differ from `config` in their pattern only."""
-    batches = parts.Batches(config, mesh, parts.build_layout(config))
+    batches = DeviceBatches(config, mesh, build_layout(config))
     first = [next(batches) for _ in range(steps)]
     batches.close()
     builder = StateBuilder(config, mesh)
@@ -163,7 +170,7 @@ def main(argv: list[str] | None = None) -> None:
 def _run(args: argparse.Namespace, pairs: list[tuple[str, str]]) -> list[str]:
     base = load_config(args.config, [*pairs, ("sparsity.kind", "dense")])
     set_platform(base.parallel.cpu_devices)
-    mesh = parts.build_mesh(base)
+    mesh = build_mesh(base)
     with tempfile.TemporaryDirectory() as folder:
         budgets = Path(folder) / "budgets.json"
         model = base.model

@@ -39,7 +39,7 @@ from benchmarks.step.group_times import Groups
 from mtraining_jax.config import Config, load_config
 from mtraining_jax.errors import UserError
 from mtraining_jax.jax_platform import set_platform
-from mtraining_jax.training import parts
+from mtraining_jax.training.build import build_mesh
 
 # Unless told otherwise: a cut model, so that many steps take little time.
 _SMALL = {"data.seq_len": 131072, "model.num_layers": 6, "model.vocab_size": 32768}
@@ -61,7 +61,7 @@ def report(args: argparse.Namespace, run: Setting, config: Config) -> Iterator[s
             how: [Found.of(predicted(step, run)) for step in steps] for how, steps in dealt.items()
         })
         return
-    mesh = parts.build_mesh(run.config)
+    mesh = build_mesh(run.config)
     yield from introduction(args, run)
     print("compiling two training steps ...", file=sys.stderr, flush=True)
     begin = time.perf_counter()

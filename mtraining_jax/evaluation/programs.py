@@ -21,7 +21,7 @@ from mtraining_jax.models.label_scores import LabelScores
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import TOKENS
 from mtraining_jax.sparsity import Pattern
-from mtraining_jax.training.parts import layer_inputs
+from mtraining_jax.training.build import layer_inputs
 
 # Sampling parameters temperature, top_p and seed, as in `GenerateOptions`.
 Drawing = tuple[np.float32, np.float32, np.uint32]

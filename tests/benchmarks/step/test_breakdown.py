@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.step.breakdown import Timing, rows_of, stand_in, time_step
 from mtraining_jax.config import load_config
-from mtraining_jax.training import parts
+from mtraining_jax.training.build import build_mesh
 
 GIB = 2**30
 
@@ -33,7 +33,7 @@ def test_steps_without_attention_are_timed():
         "data.seq_len": 128, "model.num_layers": 1, "model.intermediate_size": 64,
     }  # fmt: skip
     config = load_config("tiny", [(field, str(value)) for field, value in tiny.items()])
-    timing = time_step(config, parts.build_mesh(config), with_attention=False, steps=1)
+    timing = time_step(config, build_mesh(config), with_attention=False, steps=1)
     assert timing.seconds > 0 and timing.compile_seconds > 0 and timing.peak_bytes > 0
     assert timing.density is None and timing.executed is None
 

@@ -10,11 +10,11 @@ from flax import nnx
 
 from mtraining_jax.errors import UserError
 from mtraining_jax.reporting.record import held_out_record, held_out_text
-from mtraining_jax.training import parts
-from mtraining_jax.training.held_out import HeldOut
+from mtraining_jax.training.build import build_mesh
 from mtraining_jax.training.loop import run
 from mtraining_jax.training.run_folder import checkpoint_folder
 from mtraining_jax.training.state import StateBuilder
+from mtraining_jax.training.validation import Evaluator
 from tests.training.common import VOCAB, changed, losses, written
 
 
@@ -55,10 +55,10 @@ def test_losses_are_those_of_the_model_and_dense_and_sparse_differ(config, tmp_p
     data = changed(config, data={"paths": (str(path),), "batch_size": 1, "shuffle": False}).data
     asked = {"every_steps": 1, "batches": 2, "attention": "both", "data": data}
     config = changed(config, parallel={"nodes": 1, "devices_per_node": 1}, eval=asked)
-    mesh = parts.build_mesh(config)
+    mesh = build_mesh(config)
     builder = StateBuilder(config, mesh)
     state = builder.fresh()
-    evaluation = HeldOut(config, builder, mesh)
+    evaluation = Evaluator(config, builder, mesh)
     evaluation.compile(state, mesh.local_devices)
     first, again = evaluation.measure(state), evaluation.measure(state)
     evaluation.close()

@@ -5,7 +5,7 @@ import threading
 import time
 
 from mtraining_jax.signals import EXIT_STUCK
-from mtraining_jax.training.loop.step_watch import StepWatch
+from mtraining_jax.training.loop.watchdog import HangWatchdog
 from tests.training.common import changed, start_process
 
 
@@ -20,7 +20,7 @@ class Watched:
             self.longest.append(longest)
             return slow
 
-        self.watch = StepWatch(limit, self._tell, self._leave, slow_after)
+        self.watch = HangWatchdog(limit, self._tell, self._leave, slow_after)
 
     def _tell(self, sentence):
         self.reported.append(sentence)
@@ -70,7 +70,7 @@ def test_a_step_counts_from_the_end_of_the_one_before():
 
 def test_time_in_which_the_process_was_suspended_does_not_count():
     left, suspended = [], [0.0]
-    watch = StepWatch(
+    watch = HangWatchdog(
         60.0, left.append, left.append, clock=lambda: time.perf_counter() + suspended[0], tick=0.1
     )
     watch.begin(1)
@@ -85,7 +85,7 @@ def test_time_in_which_the_process_was_suspended_does_not_count():
 
 def test_without_a_command_a_stuck_step_is_only_reported():
     heard = threading.Event()
-    watch = StepWatch(0.1, lambda sentence: heard.set(), None)
+    watch = HangWatchdog(0.1, lambda sentence: heard.set(), None)
     watch.begin(1)
     assert heard.wait(10)
     watch.end()

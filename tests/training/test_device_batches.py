@@ -1,14 +1,16 @@
 import jax
 import numpy as np
 
-from mtraining_jax.training import parts
+from mtraining_jax.parallel.mesh import TOKENS
+from mtraining_jax.training.build import build_layout, build_mesh
+from mtraining_jax.training.device_batches import DeviceBatches
 from tests.training.common import tiny_config
 
 
 def test_batches_are_in_layout_order_and_positions_stay_on_the_devices(tmp_path):
     config = tiny_config(tmp_path, data={"shuffle": False})
-    mesh, layout = parts.build_mesh(config), parts.build_layout(config)
-    batches = parts.Batches(config, mesh, layout)
+    mesh, layout = build_mesh(config), build_layout(config)
+    batches = DeviceBatches(config, mesh, layout)
     first, second = next(batches), next(batches)
     batches.close()
     order = layout.permutation()
@@ -21,6 +23,6 @@ def test_batches_are_in_layout_order_and_positions_stay_on_the_devices(tmp_path)
         np.testing.assert_array_equal(batch["labels"], labels[:, order])
         np.testing.assert_array_equal(batch["positions"], [order, order])
         for array in batch.values():
-            assert array.sharding == jax.NamedSharding(mesh, parts.TOKENS)
+            assert array.sharding == jax.NamedSharding(mesh, TOKENS)
             assert array.dtype == np.int32
     assert first["positions"] is second["positions"]  # not sent again

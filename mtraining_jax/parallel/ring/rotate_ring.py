@@ -19,9 +19,15 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from mtraining_jax.parallel.ordering import after
+from mtraining_jax.parallel.ordering import depend_on
 from mtraining_jax.parallel.ring.columns import fetch_columns, return_column_gradients
-from mtraining_jax.parallel.ring.rank_kernels import Pair, RankKernels, State, join, plus
+from mtraining_jax.parallel.ring.rank_kernels import (
+    Pair,
+    RankKernels,
+    State,
+    accumulate,
+    join_segments,
+)
 from mtraining_jax.parallel.ring.rank_plans import RankPlanner, StepPlans, step_of, steps_between
 from mtraining_jax.parallel.ring.topology import RingTopology
 from pallas_kernels.index import Index
@@ -33,7 +39,7 @@ from pallas_kernels.index import Index
     meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)
-class TurningPlans:
+class RotationPlans:
     """Work lists of a rank's kernels for both passes.
 
     Attributes:
@@ -50,7 +56,7 @@ class TurningPlans:
     column_positions: Array | None
 
 
-def plan_turning(topology: RingTopology, index: Index, q: Array, k: Array) -> TurningPlans:
+def plan_rotation(topology: RingTopology, index: Index, q: Array, k: Array) -> RotationPlans:
     """Plans all steps of a turning ring; arguments as in `RankPlanner`."""
     planner = RankPlanner(topology, index, q, k)
 
@@ -67,15 +73,15 @@ def plan_turning(topology: RingTopology, index: Index, q: Array, k: Array) -> Tu
         first = of_step(0, 0, True)
         last = of_step(topology.outer_size - 1, topology.inner_size - 1, True)
     positions = planner.column_positions(jnp.asarray(planner.rank)[None])
-    return TurningPlans(steps, first, last, positions)
+    return RotationPlans(steps, first, last, positions)
 
 
-def turning_forward(topology: RingTopology, plans: TurningPlans, q: Array, kv: Pair) -> list[Pair]:
+def rotate_forward(topology: RingTopology, plans: RotationPlans, q: Array, kv: Pair) -> list[Pair]:
     """Computes output and lse of every query segment.
 
     Args:
         topology: a ring of several ranks that does not gather.
-        plans: from `plan_turning`.
+        plans: from `plan_rotation`.
         q: this rank's queries.
         kv: this rank's keys and values.
     """
@@ -85,10 +91,10 @@ def turning_forward(topology: RingTopology, plans: TurningPlans, q: Array, kv: P
     def attend(step: StepPlans, kv: Pair, state: State, last: bool) -> State:
         if last and plans.last is not None:
             step = plans.last
-        return kernels.forward(step, kernels.split_pair(kv), columns, state, last)
+        return kernels.forward(step, kernels.split_segment_pairs(kv), columns, state, last)
 
-    def inner_turn(steps: StepPlans, kv: Pair, state: State, last: bool) -> State:
-        return _turn(
+    def rotate_inner(steps: StepPlans, kv: Pair, state: State, last: bool) -> State:
+        return _rotate(
             topology.inner_size,
             topology.shift_inner,
             steps,
@@ -97,13 +103,13 @@ def turning_forward(topology: RingTopology, plans: TurningPlans, q: Array, kv: P
             lambda step, kv, state, end: attend(step, kv, state, last and end),
         )
 
-    state = [_nothing_yet(x) for x in kernels.queries]  # loop carries must be arrays
-    return _turn(topology.outer_size, topology.shift_outer, plans.steps, kv, state, inner_turn)
+    state = [_empty_state(x) for x in kernels.queries]  # loop carries must be arrays
+    return _rotate(topology.outer_size, topology.shift_outer, plans.steps, kv, state, rotate_inner)
 
 
-def turning_backward(
+def rotate_backward(
     topology: RingTopology,
-    plans: TurningPlans,
+    plans: RotationPlans,
     q: Array,
     kv: Pair,
     rows: tuple[Array, Array, Array],
@@ -111,7 +117,7 @@ def turning_backward(
     """Computes the gradients, which travel with their keys and values.
 
     Args:
-        topology, plans, q, kv: as in `turning_forward`.
+        topology, plans, q, kv: as in `rotate_forward`.
         rows: as in `RankKernels.backward`.
 
     Returns:
@@ -123,11 +129,13 @@ def turning_backward(
     def differentiate(step: StepPlans, kv: Pair, dq: list, first: bool):
         if first and plans.first is not None:
             step = plans.first
-        dq, dkv, dcolumns = kernels.backward(step, kernels.split_pair(kv), columns, rows, dq)
-        return dq, join(dkv), dcolumns
+        dq, dkv, dcolumns = kernels.backward(
+            step, kernels.split_segment_pairs(kv), columns, rows, dq
+        )
+        return dq, join_segments(dkv), dcolumns
 
-    def inner_turn(steps: StepPlans, kv: Pair, dq: list, first: bool):
-        return _turn_back(
+    def rotate_inner(steps: StepPlans, kv: Pair, dq: list, first: bool):
+        return _rotate_back(
             topology.inner_size,
             topology.shift_inner,
             steps,
@@ -136,32 +144,37 @@ def turning_backward(
             lambda step, kv, dq, begin: differentiate(step, kv, dq, first and begin),
         )
 
-    dq, dkv, dcolumns = _turn_back(
-        topology.outer_size, topology.shift_outer, plans.steps, kv, kernels.nothing(), inner_turn
+    dq, dkv, dcolumns = _rotate_back(
+        topology.outer_size,
+        topology.shift_outer,
+        plans.steps,
+        kv,
+        kernels.empty_state(),
+        rotate_inner,
     )
     if dcolumns is not None:
-        dcolumns = after(dcolumns, dkv[0])
+        dcolumns = depend_on(dcolumns, dkv[0])
         dkv = return_column_gradients(dkv, dcolumns, plans.column_positions, topology.axis_names)
     return dq, dkv
 
 
 def _columns_first(
-    topology: RingTopology, plans: TurningPlans, kv: Pair
+    topology: RingTopology, plans: RotationPlans, kv: Pair
 ) -> tuple[Pair | None, Pair]:
     """Fetches the columns; holds back the start of the ring until then where needed."""
     if plans.column_positions is None:
         return None, kv
     columns = fetch_columns(kv, plans.column_positions, topology.axis_names)
-    return columns, after(kv, columns[0])
+    return columns, depend_on(kv, columns[0])
 
 
-def _nothing_yet(q: Array) -> Pair:
+def _empty_state(q: Array) -> Pair:
     """Returns the running output and lse before the first step."""
     lse = jnp.full((q.shape[0], q.shape[2], q.shape[1]), -jnp.inf, jnp.float32)
     return jnp.zeros(q.shape, jnp.float32), lse
 
 
-def _turn(
+def _rotate(
     size: int, shift: Callable, steps: StepPlans, kv: Pair, state: State, visit: Callable
 ) -> State:
     """Runs one turn over an axis: `size` calls visit(plans, kv, state, last) and size - 1 hops."""
@@ -176,7 +189,7 @@ def _turn(
     return visit(step_of(steps, size - 1), kv, state, True)
 
 
-def _turn_back(size: int, shift: Callable, steps: StepPlans, kv: Pair, dq: list, visit: Callable):
+def _rotate_back(size: int, shift: Callable, steps: StepPlans, kv: Pair, dq: list, visit: Callable):
     """Runs one turn of keys, values and the gradients that they collect.
 
     `visit` maps (plans, kv, dq, first) to dq, this rank's contribution to (dk, dv) of the visiting
@@ -192,11 +205,11 @@ def _turn_back(size: int, shift: Callable, steps: StepPlans, kv: Pair, dq: list,
         kv, dkv, dq = carry
         arriving, collected = shift((kv, dkv))
         dq, share, _ = visit(step, kv, dq, False)
-        return (arriving, plus(collected, share), dq), None
+        return (arriving, accumulate(collected, share), dq), None
 
     kv, dkv, dq = arriving, dkv, dq
     if size > 2:
         (kv, dkv, dq), _ = lax.scan(body, (kv, dkv, dq), steps_between(steps, 1, size - 1))
     collected = shift(dkv)
     dq, share, _ = visit(step_of(steps, size - 1), kv, dq, False)
-    return dq, shift(plus(collected, share)), columns
+    return dq, shift(accumulate(collected, share)), columns

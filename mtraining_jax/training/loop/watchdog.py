@@ -22,7 +22,7 @@ def _slow(longest: float | None) -> float:
     return _FIRST if longest is None else max(_SECONDS, _TIMES * longest)
 
 
-class StepWatch:
+class HangWatchdog:
     """Watches steps in a separate thread. Steps may be dispatched before others end.
 
     Time in which the process was suspended, for example by a scheduler, does not count.
@@ -100,8 +100,8 @@ class StepWatch:
         """Prints messages that are due; returns the seconds until the next one may be."""
         step, taken = self._steps[0], self._clock() - self._since
         slow = self._slow(self._longest)
-        due = [(slow, self._say_slow)] if slow < self._limit else []
-        due.append((self._limit, self._give_up))
+        due = [(slow, self._warn)] if slow < self._limit else []
+        due.append((self._limit, self._abort))
         for seconds, say in due[self._said :]:
             if taken < seconds:
                 return seconds - taken
@@ -110,7 +110,7 @@ class StepWatch:
                 say(step, taken)
         return self._tick
 
-    def _say_slow(self, step: int, taken: float) -> None:
+    def _warn(self, step: int, taken: float) -> None:
         before = "" if self._longest is None else f" (longest before: {self._longest:.1f} s)"
         self._report(
             f"warning: step {step} has taken {taken:.0f} s so far{before}; a device or process may "
@@ -118,7 +118,7 @@ class StepWatch:
             "(run.step_timeout_seconds)"
         )
 
-    def _give_up(self, step: int, taken: float) -> None:
+    def _abort(self, step: int, taken: float) -> None:
         del taken
         (self._leave or self._report)(
             f"step {step} did not end within {self._limit:.0f} s (run.step_timeout_seconds); most "

@@ -20,14 +20,15 @@ from mtraining_jax.models.sharding import lm_head_spec
 from mtraining_jax.models.transformer import Attention
 from mtraining_jax.reporting.record import Record, held_out_record
 from mtraining_jax.sparsity import Dense, Pattern
-from mtraining_jax.training import parts
+from mtraining_jax.training.build import build_attention, build_layout, build_pattern, layer_inputs
+from mtraining_jax.training.device_batches import DeviceBatches
 from mtraining_jax.training.documents import attention_within
 from mtraining_jax.training.memory_check import check_memory
 from mtraining_jax.training.state import StateBuilder, TrainState
 from mtraining_jax.training.step import Batch
 
 
-class HeldOut:
+class Evaluator:
     """Evaluates states of a run, always on the same validation batches.
 
     It has its own loader, so the position in the training data never moves. All processes call it.
@@ -48,9 +49,9 @@ class HeldOut:
     def __init__(self, config: Config, builder: StateBuilder, mesh: Mesh) -> None:
         self._config = config
         evaluation = evaluation_of(config)
-        layout = parts.build_layout(evaluation)
+        layout = build_layout(evaluation)
         try:
-            self._batches = parts.Batches(evaluation, mesh, layout)
+            self._batches = DeviceBatches(evaluation, mesh, layout)
         except UserError as error:
             raise UserError(about_held_out(str(error))) from error
         loader = self._batches.loader
@@ -66,8 +67,8 @@ class HeldOut:
         self._begin = self._batches.state()
         self._functions, self._programs = {}, {}
         for name, pattern in _patterns(config, evaluation).items():
-            attention = parts.build_attention(evaluation, mesh, layout, pattern)
-            inputs = parts.layer_inputs(pattern)
+            attention = build_attention(evaluation, mesh, layout, pattern)
+            inputs = layer_inputs(pattern)
             self._functions[name] = _make_sums(evaluation, builder, attention, mesh, inputs)
 
     def is_due(self, step: int) -> bool:
@@ -125,7 +126,7 @@ def _patterns(config: Config, evaluation: Config) -> dict[str, Pattern]:
     """Returns the patterns to evaluate, by the name of their loss in a record."""
     dense = Dense(config.sparsity.block_size)
     asked = config.eval.attention if config.sparsity.settings.sparse else "same"
-    own = {} if asked == "dense" else {"eval_loss": parts.build_pattern(evaluation)}
+    own = {} if asked == "dense" else {"eval_loss": build_pattern(evaluation)}
     return own if asked == "same" else {**own, "eval_loss_dense": dense}
 
 
