@@ -1,29 +1,26 @@
-"""Times attention, ours and its peers', and prints one markdown table.
+"""Times attention kernels and baselines on one GPU and prints a markdown table.
 
     python -m benchmarks.kernels.attention --seq-len 131072 --masks A B D F --head-dim 128
 
-Peers need a GPU: cuDNN; with torch, its flash attention and FlexAttention; and with --reference
-the Triton kernels of MTraining's authors, in a checkout of theirs. A peer that cannot run here is
-left out, and the output says why. Every shape and kind of mask has its own process. The processes
+The baselines need a GPU: cuDNN; the flash attention and FlexAttention of torch, if installed; and
+with --reference the Triton kernels of MTraining's authors, in a checkout of theirs. The output
+names those that could not run. Each shape and kind of mask has its own process. The processes
 compile at the same time and then measure one after another.
 """
 
 import argparse
 import dataclasses
 import json
-import os
-import secrets
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # leaves memory for torch
 import jax
 import numpy as np
 
-from benchmarks import report, workers
-from benchmarks.kernels import triton_sm80 as ampere_code
+from benchmarks import workers
+from benchmarks.kernels import attention_table as tables
+from benchmarks.kernels import triton_sm80
 from benchmarks.kernels.cases import Case, Row, Shape
 from benchmarks.kernels.errors import relative_errors
 from benchmarks.kernels.masks import BLOCK, Work, block_mask, slash_mask
@@ -34,18 +31,16 @@ from benchmarks.kernels.peers.peer import (
     flex_peer,
     reference_peer,
 )
-from benchmarks.kernels.programs import Ours, random_inputs
-
-HEADS = {128: (16, 2), 64: (14, 2)}  # query and key/value heads by head dim
-LONGEST_DENSE = 131072
-_START = time.perf_counter()
+from benchmarks.kernels.programs import HEADS, Attention, random_inputs
+from benchmarks.options import BACKENDS, make_parser
+from benchmarks.timing import log
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
     """What one process measures: masks (letters) that share the programs of a shape and kind.
 
-    With `also` it is another backend than the one whose rows are called ours.
+    With `also` it runs that backend, in rows named after it.
     """
 
     shape: Shape
@@ -55,7 +50,7 @@ class Problem:
 
     @property
     def name(self) -> str:
-        """A name for progress lines."""
+        """For progress lines."""
         name = f"{self.kind} S={self.shape.seq_len} D={self.shape.dim}"
         return f"{name} {self.also}" if self.also else name
 
@@ -63,12 +58,13 @@ class Problem:
 def main(argv: list[str] | None = None) -> str:
     """Runs the benchmark and returns its markdown."""
     args = _parse(argv)
+    workers.share_device()
     if args.problem:
         _work(args)
         return ""
     on_gpu = jax.default_backend() == "gpu"
     flex_shape = Shape(args.flex_seq_len, *HEADS[128], 128)
-    peers = _peers(args, flex_shape) if on_gpu else []
+    peers = _start_peers(args, flex_shape) if on_gpu else []
     try:
         return _run(args, on_gpu, flex_shape, peers)
     finally:
@@ -76,68 +72,72 @@ def main(argv: list[str] | None = None) -> str:
             peer.close()
 
 
-def _peers(args, flex_shape: Shape) -> list[TorchPeer]:
-    """Those in torch, which begin to compile."""
-    found, shapes = [], [Shape(n, *HEADS[d], d) for n in args.seq_len for d in args.head_dim]
+def _start_peers(args, flex_shape: Shape) -> list[TorchPeer]:
+    """Starts the baselines in torch, which begin to compile."""
+    shapes = [Shape(n, *HEADS[d], d) for n in args.seq_len for d in args.head_dim]
     dense = [shape for shape in shapes if shape.seq_len <= args.longest_dense]
+    common = args.seed, args.repeats
+    peers = []
     if "F" in args.masks and flex_shape in shapes:
         mask = block_mask(_rng(args.seed, "F", flex_shape), flex_shape.heads, flex_shape.seq_len)
-        found.append(flex_peer(args.torch_python, flex_shape, mask, args.seed, args.repeats))
+        peers.append(flex_peer(args.torch_python, flex_shape, mask, *common))
     if "D" in args.masks and dense:
-        found.append(flash_peer(args.torch_python, dense, args.seed, args.repeats))
+        peers.append(flash_peer(args.torch_python, dense, *common))
     problems = [(s, m) for m in "DAB" if m in args.masks for s in (dense if m == "D" else shapes)]
     if args.reference is not None and problems:
         masks = [slash_mask(m, _rng(args.seed, m, s), s.heads, s.seq_len) for s, m in problems]
-        found.append(
-            reference_peer(
-                args.torch_python, args.reference, problems, masks, args.seed, args.repeats
-            )
-        )
-    return found
+        peers.append(reference_peer(args.torch_python, args.reference, problems, masks, *common))
+    return peers
 
 
 def _run(args, on_gpu: bool, flex_shape: Shape, peers: list[TorchPeer]) -> str:
     rows: list[Row] = []
+    errors: dict[int, dict] = {}
     failures = ["no reference (no --reference)"] if on_gpu and args.reference is None else []
 
+    def save() -> str:
+        """Writes the results so far: an aborted run keeps its first rows."""
+        torch = "; ".join([*(peer.ready[1] for peer in peers), *failures]) or None
+        text = tables.header(args.seed, args.repeats, torch) + tables.table(rows)
+        if errors:
+            text += "\n" + tables.error_table(errors, args.error_seq_len)
+        if args.out is not None:
+            args.out.write_text(text)
+        return text
+
+    def receive(row: Row) -> None:
+        rows.append(row)
+        log(tables.line(row))
+        save()
+
     def idle() -> bool:
-        """Waits until torch's kernels are compiled: some are tried out on the GPU meanwhile."""
+        """Waits until torch has compiled, as it tries some kernels on the GPU meanwhile."""
         return all(peer.ready is not None for peer in peers)
 
-    def torch() -> str | None:
-        return "; ".join([*(peer.ready[1] for peer in peers), *failures]) or None
-
-    def tell(row: Row) -> None:
-        rows.append(row)
-        _say(report.line(row))
-        _save(args, rows, {}, torch())
-
     problems = _plan(args, on_gpu, flex_shape)
-    _say(f"{len(problems)} problems")
-    jobs = [(problem.name, _options(args, problem)) for problem in problems]
+    log(f"{len(problems)} problems")
     workers.measure(
-        "benchmarks.kernels.attention", jobs, args.workers, lambda values: tell(_row(values)),
-        _say, idle,
+        "benchmarks.kernels.attention", [(x.name, _options(args, x)) for x in problems],
+        args.workers, lambda values: receive(_row(values)), log, idle,
     )
     for peer in peers:
         running, text = peer.ready
-        _say(text)
+        log(text)
         try:
             for row in peer.measure() if running else ():
-                tell(row)
+                receive(row)
         except PeerError as error:
             failures.append(f"FAILED: {error}")
-            _say(failures[-1])
-    errors = {}
+            log(failures[-1])
     for dim in args.head_dim if args.error_seq_len else ():
         masks = tuple(m for m in ("D", "A", "B") if m in args.masks)
         errors[dim] = relative_errors(
-            Ours(args.backend), args.seed + dim, args.error_seq_len, *HEADS[dim], dim,
+            Attention(args.backend), args.seed + dim, args.error_seq_len, *HEADS[dim], dim,
             masks=masks, cudnn=on_gpu,
         )
-        _say(f"errors D={dim}: {errors[dim]}")
-        _save(args, rows, errors, torch())
-    return _save(args, rows, errors, torch())
+        log(f"errors D={dim}: {errors[dim]}")
+        save()
+    return save()
 
 
 def _plan(args, on_gpu: bool, flex_shape: Shape) -> list[Problem]:
@@ -156,16 +156,16 @@ def _plan(args, on_gpu: bool, flex_shape: Shape) -> list[Problem]:
 
 
 def _work(args) -> None:
-    """A process of its own for one problem: compiles, waits for its turn, measures."""
+    """A worker: compiles one problem, waits for its turn, measures."""
     values = json.loads(args.problem)
     problem = Problem(**values | {"shape": Shape(**values["shape"])})
     shape = problem.shape
-    if problem.also == ampere_code.NAME:
-        ampere_code.register()
+    if problem.also == triton_sm80.NAME:
+        triton_sm80.register()
     with ThreadPoolExecutor(8) as pool:
-        case = Case(pool, shape, problem.kind, Ours(problem.also or args.backend))
+        case = Case(pool, shape, problem.kind, Attention(problem.also or args.backend))
         case.wait()
-    _say(f"compiled {problem.name}")
+    log(f"compiled {problem.name}")
     if not workers.my_turn():
         return
     key = jax.random.fold_in(jax.random.key(args.seed), shape.seq_len + shape.dim)
@@ -178,77 +178,52 @@ def _work(args) -> None:
 
 
 def _options(args, problem: Problem) -> list[str]:
-    """Of the worker that does one problem."""
     options = [f"--problem={json.dumps(dataclasses.asdict(problem))}", f"--seed={args.seed}"]
     options += [f"--backend={args.backend}"] if args.backend else []
     return [*options, f"--repeats={args.repeats}"]
 
 
 def _row(values: dict) -> Row:
-    """What a worker sent."""
+    """The row that a worker sent."""
     work = values["work"] and Work(**values["work"])
     return Row(**values | {"shape": Shape(**values["shape"]), "work": work})
-
-
-def _save(args, rows: list[Row], errors: dict, torch: str | None) -> str:
-    """Writes what there is so far: a run that is cut short has its first rows."""
-    text = report.header(args.seed, args.repeats, torch) + report.table(rows)
-    if errors:
-        text += "\n" + report.error_table(errors, args.error_seq_len)
-    if args.out is not None:
-        args.out.write_text(text)
-    return text
 
 
 def _rng(seed: int, mask: str, shape: Shape) -> np.random.Generator:
     return np.random.default_rng([seed, ord(mask), shape.seq_len, shape.dim])
 
 
-def _say(text: str) -> None:
-    print(f"[{time.perf_counter() - _START:6.1f} s] {text}", file=sys.stderr, flush=True)
-
-
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--seq-len", type=int, nargs="+", default=[32768, 65536, 131072, 524288], metavar="S"
-    )
+    parser = make_parser(__doc__, "repeats", "seed", "backend", "workers", "out", "problem")
+    lengths = [32768, 65536, 131072, 524288]
+    parser.add_argument("--seq-len", type=int, nargs="+", default=lengths, metavar="S")
     parser.add_argument("--masks", nargs="+", choices="ABDF", default=list("ABDF"))
     parser.add_argument("--head-dim", type=int, nargs="+", choices=HEADS, default=list(HEADS))
-    parser.add_argument("--longest-dense", type=int, default=LONGEST_DENSE, metavar="S")
+    parser.add_argument(
+        "--longest-dense", type=int, default=131072, metavar="S", help="longest dense problem"
+    )
     parser.add_argument("--flex-seq-len", type=int, default=131072, metavar="S", help="of mask F")
     parser.add_argument(
-        "--error-seq-len", type=int, default=8192, metavar="S", help="0 leaves errors out"
+        "--error-seq-len", type=int, default=8192, metavar="S",
+        help="length of the comparison with fp32; 0 skips it",
     )
-    parser.add_argument("--repeats", type=int, default=10, help="a time is the median of so many")
-    parser.add_argument("--seed", type=int, help="of masks and inputs; default: a fresh one")
-    backends = ["xla", "mosaic_gpu", "triton"]
-    parser.add_argument("--backend", choices=backends, help="default: the best here")
     parser.add_argument(
-        "--also", nargs="+", choices=[*backends, ampere_code.NAME], default=[],
-        help="backends to time in the same run, in rows of their own; triton_sm80: the code of an "
-        "A100 on this GPU",
+        "--also", nargs="+", choices=[*BACKENDS, triton_sm80.NAME], default=[],
+        help=f"further backends, in their own rows; {triton_sm80.NAME}: A100 code on this GPU",
     )
     parser.add_argument(
         "--torch-python", default=sys.executable, metavar="PYTHON",
-        help="that has torch; default: this one",
+        help="a Python that has torch; default: this one",
     )
     parser.add_argument(
         "--reference", type=Path, metavar="DIR",
-        help="a checkout of microsoft/MInference, branch wenxuan/mtrain, whose kernels are timed",
+        help="checkout of microsoft/MInference, branch wenxuan/mtrain; times its kernels",
     )
     parser.add_argument("--quick", action="store_true", help="one short problem of each kind")
-    parser.add_argument(
-        "--workers", type=int, default=max((os.cpu_count() or 2) // 2, 1),
-        help="processes that compile at the same time",
-    )
-    parser.add_argument("--out", type=Path, metavar="FILE.md", help="where the table goes as well")
-    parser.add_argument("--problem", help=argparse.SUPPRESS)  # of a worker
     args = parser.parse_args(argv)
     if args.quick:
         args.seq_len, args.flex_seq_len = [min(args.seq_len)], min(args.seq_len)
         args.head_dim, args.repeats = args.head_dim[:1], min(args.repeats, 3)
-    args.seed = secrets.randbits(31) if args.seed is None else args.seed
     for name in ("seq_len", "flex_seq_len", "error_seq_len"):
         value = getattr(args, name)
         for length in value if isinstance(value, list) else [value]:

@@ -1,4 +1,4 @@
-"""The problems of the attention benchmark: compiled once, then timed one after another."""
+"""Problems of the attention benchmark: compiled once, then timed one after another."""
 
 import dataclasses
 import functools
@@ -14,7 +14,7 @@ from benchmarks.kernels.masks import BLOCK, Work, block_mask, causal_tiles, dens
 from benchmarks.timing import median_ms
 from pallas_kernels import BlockSparseIndex
 
-Say = Callable[[str], None]
+OWN = "mtraining-jax"  # the kernels of this repository, in the column "kernels"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,29 +27,35 @@ class Shape:
     dim: int
 
     def abstract(self) -> list[jax.ShapeDtypeStruct]:
-        """The shapes of q, k, v and dout."""
+        """Shapes of q, k, v and dout."""
         heads = (self.heads, self.kv_heads, self.kv_heads, self.heads)
         return [jax.ShapeDtypeStruct((1, self.seq_len, n, self.dim), "bfloat16") for n in heads]
 
 
 @dataclasses.dataclass
 class Row:
-    """A line of the table; times in ms, memory in bytes, None where nothing was measured."""
+    """A row of the table: times in ms and memory in bytes, None where nothing was measured.
+
+    Attributes:
+        work: None for dense causal attention, counted as half of S x S.
+        temp: memory of the whole step beyond inputs and outputs, from the compiler.
+        peak: the same from the device's allocator.
+    """
 
     shape: Shape
     mask: str
     who: str
-    work: Work | None = None  # None: dense causal, counted as half of S x S
-    choose: float | None = None
+    work: Work | None = None
+    select: float | None = None
     build: float | None = None
     forward: float | None = None
     backward: float | None = None
     total: float | None = None
-    temp: int | None = None  # of the whole step, beyond inputs and outputs, by the compiler
-    peak: int | None = None  # the same, by the device's allocator
+    temp: int | None = None
+    peak: int | None = None
 
     def density(self) -> tuple[float, float]:
-        """Share of the causal blocks, and of columns, that is executed."""
+        """Executed blocks and columns over the causal blocks."""
         if self.work is None:
             return 1.0, 0.0
         every = causal_tiles(self.shape.heads, self.shape.seq_len)
@@ -73,10 +79,12 @@ class Case:
         pool: compiles; tracing and lowering happen at once.
         shape: of the problem.
         kind: "slash" (masks A and B share every program), "dense", "blocks" or "cudnn".
-        ours: for all but cuDNN.
+        kernels: for all kinds but "cudnn".
     """
 
-    def __init__(self, pool: ThreadPoolExecutor, shape: Shape, kind: str, ours: programs.Ours):
+    def __init__(
+        self, pool: ThreadPoolExecutor, shape: Shape, kind: str, kernels: programs.Attention
+    ):
         self.shape, self.kind = shape, kind
         q, k, v, dout = shape.abstract()
         self._programs: dict[str, Future] = {}
@@ -91,27 +99,22 @@ class Case:
             add("backward", programs.cudnn_backward, vjp, dout)
             return
         if kind == "slash":
-            choose = functools.partial(programs.choose, backend=ours.backend)
-            index = add("choose", choose, q, k)
+            select = functools.partial(programs.select, backend=kernels.backend)
+            index = add("select", select, q, k)
+        elif kind == "blocks":
+            blocks = shape.seq_len // BLOCK
+            mask = jax.ShapeDtypeStruct((1, shape.heads, blocks, blocks), bool)
+            index = jax.eval_shape(_from_blocks, mask)
         else:
-            index = self._abstract_index()
+            index = None
         self._index = index
-        built = add("build", ours.build, q, k, v, index)
-        out, lse = add("forward", ours.forward, q, k, v, built)
-        add("backward", ours.backward, q, k, v, dout, out, lse, built)
-        add("together", ours.together, q, k, v, dout, index)
-
-    def _abstract_index(self) -> Any:
-        if self.kind == "blocks":
-            blocks = self.shape.seq_len // BLOCK
-            mask = jax.ShapeDtypeStruct((1, self.shape.heads, blocks, blocks), bool)
-            return jax.eval_shape(
-                lambda mask: BlockSparseIndex.from_block_mask(mask, BLOCK), mask
-            )
-        return None
+        built = add("build", kernels.build, q, k, v, index)
+        out, lse = add("forward", kernels.forward, q, k, v, built)
+        add("backward", kernels.backward, q, k, v, dout, out, lse, built)
+        add("together", kernels.together, q, k, v, dout, index)
 
     def wait(self) -> None:
-        """Until all programs are compiled."""
+        """Waits until all programs are compiled."""
         for future in self._programs.values():
             future.result()
 
@@ -125,14 +128,14 @@ class Case:
             return self._measure_cudnn(inputs, repeats)
         q, k, v, dout = inputs
         index, work = self._pattern(mask, rng)
-        row = Row(self.shape, mask, "ours", work)
+        row = Row(self.shape, mask, OWN, work)
         together = self.program("together")
         row.temp = together.memory_analysis().temp_size_in_bytes
         row.peak = _peak(lambda: together(q, k, v, dout, index))
         built = self.program("build")(q, k, v, index)
         out, lse = self.program("forward")(q, k, v, built)
         if self.kind == "slash":
-            row.choose = median_ms(lambda: self.program("choose")(q, k), repeats)
+            row.select = median_ms(lambda: self.program("select")(q, k), repeats)
         row.build = median_ms(lambda: self.program("build")(q, k, v, index), repeats)
         row.forward = median_ms(lambda: self.program("forward")(q, k, v, built), repeats)
         row.backward = median_ms(
@@ -145,8 +148,7 @@ class Case:
         heads, seq_len = self.shape.heads, self.shape.seq_len
         if self.kind == "blocks":
             blocks = block_mask(rng, heads, seq_len)
-            build = jax.jit(lambda mask: BlockSparseIndex.from_block_mask(mask, BLOCK))
-            return build(blocks[None]), Work(int(blocks.sum()))
+            return jax.jit(_from_blocks)(blocks[None]), Work(int(blocks.sum()))
         pattern = slash_mask(mask, rng, heads, seq_len)
         if self.kind == "dense":
             return None, pattern.work()
@@ -168,10 +170,14 @@ class Case:
         return row
 
 
-def _peak(run: Callable[[], Any]) -> int | None:
-    """Device memory of a first run beyond what was there before and its results, in bytes.
+def _from_blocks(mask: jax.Array) -> BlockSparseIndex:
+    return BlockSparseIndex.from_block_mask(mask, BLOCK)
 
-    None where the device does not tell, or where something before took more.
+
+def _peak(run: Callable[[], Any]) -> int | None:
+    """Device memory of a first run beyond its results and what was in use before, in bytes.
+
+    None where the device does not report it, or where something before took more.
     """
     device = jax.devices()[0]
     before = device.memory_stats()

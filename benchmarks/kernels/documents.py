@@ -1,22 +1,17 @@
-"""Times attention and the choice of lists on packed documents, and prints a markdown table.
+"""Times attention and selection on packed documents, and prints a markdown table.
 
-    python -m benchmarks.kernels.documents [--seq-len 131072]
-        [--share 0.15] [--columns 3000] [--attend KIND ...] [--choose PATTERN ...]
-        [--packs COUNT ...] [--backend auto] [--out FILE.md]
+    python -m benchmarks.kernels.documents --seq-len 131072
 
-A pair of a query and a key should take as long in a pack as in a sequence that is one document. The
-first line of each kind is that sequence without documents; rates of the others are compared with
-it. Lists are random, as scores of random queries and keys are flat: each row keeps its document's
-first block, its two nearest, and of the others a share. Columns are random too, and seen within
-their document. Programs are compiled once for each kind, whatever the documents; the three options
-of lists name what to time where all of it takes too long.
+A query-key pair should take as long in a pack as in a sequence of one document. The first line of
+each kind is such a sequence; the others are compared with it. Lists are random, because scores of
+random queries and keys are flat: each row keeps the first block of its document, the two nearest
+blocks, and a fraction of the others (--share). Columns are random too, and seen within their
+document. Programs are compiled once per kind, for any documents.
 """
 
 import argparse
 import functools
 from collections.abc import Callable
-from pathlib import Path
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +19,9 @@ import numpy as np
 from jax import Array
 
 from benchmarks.kernels.masks import BLOCK, Work
-from benchmarks.kernels.programs import Ours, random_inputs
-from benchmarks.report import setting
+from benchmarks.kernels.programs import Attention, random_inputs
+from benchmarks.options import make_parser
+from benchmarks.report import Page, setting, table_head, table_line
 from benchmarks.timing import median_ms
 from mtraining_jax.sparsity import FlexPrefill, MoBA, Pattern, SampledRows, Shards, VerticalSlash
 from mtraining_jax.sparsity.document_blocks import DocumentBlocks
@@ -33,22 +29,23 @@ from mtraining_jax.sparsity.documents import Documents
 from pallas_kernels import BlockMaskIndex, DenseDocumentsIndex, DenseIndex, Index
 
 _COLUMNS = (
-    "pack", "documents", "pairs", "density", "forward ms", "TFLOP/s", "of one", "backward ms",
-    "TFLOP/s", "of one",
+    "pack", "documents", "pairs", "density", "forward ms", "TFLOP/s", "ratio", "backward ms",
+    "TFLOP/s", "ratio",
 )  # fmt: skip
-_CHOSEN: dict[str, Callable[[int], Pattern]] = {
+_SELECTION_COLUMNS = "pack", "selection ms", "ratio", "with short documents dense ms"
+_KINDS = "dense", "lists", "lists_and_columns"
+# By name: the pattern, with documents of fewer tokens dense.
+_PATTERNS: dict[str, Callable[[int], Pattern]] = {
     "sampled_rows": lambda below: SampledRows(dense_below=below),
     "sampled_rows_and_128_columns": lambda below: SampledRows(columns=128, dense_below=below),
     "vertical_slash": lambda below: VerticalSlash(dense_below=below),
     "flex_prefill": lambda below: FlexPrefill(dense_below=below),
-    "moba": lambda below: MoBA(),  # which knows no such limit
+    "moba": lambda below: MoBA(),  # has no such limit
 }
-_CHOICE = "pack", "choose ms", "of one", "with short ones dense ms"
-_KINDS = "dense", "lists", "lists_and_columns"
 
 
 def packs(seq_len: int) -> dict[str, list[int]]:
-    """Lengths of documents that fill a sequence, by a name; those of `mixed` are no whole blocks.
+    """Lengths of documents that fill a sequence, by a name; "mixed" ones are not whole blocks.
 
     Args:
         seq_len: S, a multiple of 8 blocks.
@@ -67,56 +64,49 @@ def main(argv: list[str] | None = None) -> str:
     args = _parse(argv)
     key = jax.random.key(args.seed)
     inputs = random_inputs(key, args.seq_len, args.heads, args.kv_heads, args.head_dim)
-    lines = [
+    cases = {"no documents": None} | {
+        name: lengths for name, lengths in packs(args.seq_len).items()
+        if args.packs is None or name.split()[0] in args.packs
+    }
+    page = Page(args.out)
+    page.add(
         f"# Packed documents on {jax.devices()[0].device_kind}",
         "",
         f"{setting()}. {args.seq_len} tokens, {args.heads} query and {args.kv_heads} key/value "
         f"heads of {args.head_dim}, bf16, batch 1, random inputs, seed {args.seed}, medians of "
-        f"{args.repeats}, backend {args.backend}.",
+        f"{args.repeats}, backend {args.backend or 'auto'}.",
         "",
-        "TFLOP/s: executed tiles, 4 D FLOP a pair forward and 10 D backward. *Of one*: this rate "
-        "over that of the first line of its kind.",
+        "TFLOP/s: executed tiles, 4 D FLOP a pair forward and 10 D backward. Ratio: of this rate, "
+        "or time of selection, to that of the first line of its kind.",
         "",
-        *_header(_COLUMNS),
-    ]
-
-    def tell(cells: tuple) -> None:
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
-        print(lines[-1], flush=True)
-        if args.out is not None:
-            args.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-    chosen = {"no documents": None} | {
-        name: lengths for name, lengths in packs(args.seq_len).items()
-        if args.packs is None or name.split()[0] in args.packs
-    }
-    programs = _Programs.of(args)
+        *table_head(_COLUMNS),
+    )
+    measure = _attention(args, inputs)
     for kind in args.attend:
         first = None
-        for name, lengths in chosen.items():
-            index = _index(args, kind, lengths)
-            rates, cells = _attention(args, programs, inputs, index)
+        for name, lengths in cases.items():
+            rates, cells = measure(_index(args, kind, lengths))
             first = first or rates
             ratios = [f"{rate / one:.2f}" for rate, one in zip(rates, first, strict=True)]
             count = 1 if lengths is None else len(lengths)
-            cells = count, *cells[:4], ratios[0], *cells[4:], ratios[1]
-            tell((f"{kind.replace('_', ' ')}, {name}", *cells))
-    lines += ["", "Choosing, from queries and keys to bits:", "", *_header(_CHOICE)]
+            cells = str(count), *cells[:4], ratios[0], *cells[4:], ratios[1]
+            page.add(table_line([f"{kind.replace('_', ' ')}, {name}", *cells]))
+    page.add(
+        "", "Selection, from queries and keys to bits:", "", *table_head(_SELECTION_COLUMNS)
+    )
     for kind in args.choose:
-        every, long = (_choice(args, _CHOSEN[kind](x).for_documents()) for x in (BLOCK, 8192))
-        first = _choice(args, _CHOSEN[kind](BLOCK))(inputs, None)
-        for name, lengths in chosen.items():
+        all_sparse, short_dense = (
+            _selection(args, _PATTERNS[kind](below).for_documents()) for below in (BLOCK, 8192)
+        )
+        first = _selection(args, _PATTERNS[kind](BLOCK))(inputs, None)
+        for name, lengths in cases.items():
             times = first, first
             if lengths is not None:
                 documents = _documents(args.seq_len, lengths)
-                times = every(inputs, documents), long(inputs, documents)
+                times = all_sparse(inputs, documents), short_dense(inputs, documents)
             cells = f"{times[0]:.2f}", f"{times[0] / first:.2f}", f"{times[1]:.2f}"
-            tell((f"{kind}, {name}", *cells))
-    return "\n".join(lines)
-
-
-def _header(columns: tuple[str, ...]) -> list[str]:
-    return ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
+            page.add(table_line([f"{kind}, {name}", *cells]))
+    return page.text
 
 
 def _documents(seq_len: int, lengths: list[int]) -> DocumentBlocks:
@@ -124,7 +114,7 @@ def _documents(seq_len: int, lengths: list[int]) -> DocumentBlocks:
 
 
 def _index(args, kind: str, lengths: list[int] | None) -> Index:
-    """Dense within documents, or random lists, or these and columns; None for no documents."""
+    """Dense within documents, random lists, or lists and columns; lengths None: no documents."""
     if kind == "dense":
         if lengths is None:
             return DenseIndex(BLOCK)
@@ -148,87 +138,72 @@ def _index(args, kind: str, lengths: list[int] | None) -> Index:
     return index if lengths is None else index.columns_from(jnp.asarray(first))
 
 
-class _Programs(NamedTuple):
-    """What is timed and what it is compared with, compiled once for arguments of equal shapes."""
-
-    build: Callable
-    forward: Callable
-    backward: Callable
-    pairs: Callable
-
-    @classmethod
-    def of(cls, args) -> "_Programs":
-        ours = Ours(None if args.backend == "auto" else args.backend)
-
-        def pairs(index: Index) -> tuple[Array, Array]:
-            return index.executed_pairs(args.seq_len), index.computed_pairs(args.seq_len)
-
-        return cls(*map(jax.jit, (ours.build, ours.forward, ours.backward, pairs)))
-
-
-def _attention(
-    args, programs: _Programs, inputs: list[Array], index: Index
-) -> tuple[list[float], list[str]]:
-    """Rates of both passes in TFLOP/s, and cells: pairs, density, times and rates."""
-    _, forward, backward, _ = programs
+def _attention(args, inputs: list[Array]) -> Callable[[Index], tuple[list[float], list[str]]]:
+    """Returns a function that times an index: rates of both passes, and cells of the table."""
+    kernels = Attention(args.backend)
+    build, forward, backward = map(jax.jit, (kernels.build, kernels.forward, kernels.backward))
+    count = jax.jit(
+        lambda index: (index.executed_pairs(args.seq_len), index.computed_pairs(args.seq_len))
+    )
     q, k, v, dout = inputs
-    built = programs.build(q, k, v, index)
-    out, lse = forward(q, k, v, built)
-    times = [
-        median_ms(functools.partial(forward, q, k, v, built), args.repeats),
-        median_ms(functools.partial(backward, q, k, v, dout, out, lse, built), args.repeats),
-    ]
-    executed, computed = (float(np.mean(x)) for x in programs.pairs(index))
-    pairs = executed * args.heads
-    flops = Work(round(pairs / BLOCK**2)).flops(args.head_dim)
-    rates = [flops / times[0] / 1e9, 2.5 * flops / times[1] / 1e9]
-    share = computed / (args.seq_len * (args.seq_len + 1) / 2)
-    return rates, [
-        f"{pairs:.2e}", f"{share:.4f}", f"{times[0]:.3f}", f"{rates[0]:.0f}", f"{times[1]:.3f}",
-        f"{rates[1]:.0f}",
-    ]  # fmt: skip
+
+    def measure(index: Index) -> tuple[list[float], list[str]]:
+        built = build(q, k, v, index)
+        out, lse = forward(q, k, v, built)
+        times = [
+            median_ms(functools.partial(forward, q, k, v, built), args.repeats),
+            median_ms(functools.partial(backward, q, k, v, dout, out, lse, built), args.repeats),
+        ]
+        executed, computed = (float(np.mean(x)) for x in count(index))
+        pairs = executed * args.heads
+        flops = Work(round(pairs / BLOCK**2)).flops(args.head_dim)
+        rates = [flops / times[0] / 1e9, 2.5 * flops / times[1] / 1e9]
+        density = computed / (args.seq_len * (args.seq_len + 1) / 2)
+        return rates, [
+            f"{pairs:.2e}", f"{density:.4f}", f"{times[0]:.3f}", f"{rates[0]:.0f}",
+            f"{times[1]:.3f}", f"{rates[1]:.0f}",
+        ]
+
+    return measure
 
 
-def _choice(args, pattern: Pattern) -> Callable[[list[Array], DocumentBlocks | None], float]:
-    """A function of inputs and documents that times the choice, in milliseconds."""
+def _selection(args, pattern: Pattern) -> Callable[[list[Array], DocumentBlocks | None], float]:
+    """Returns a function of inputs and documents that times selection, in ms."""
     num_blocks = args.seq_len // BLOCK
-    backend = None if args.backend == "auto" else args.backend
 
     @jax.jit
-    def choose(q: Array, k: Array, documents: DocumentBlocks | None) -> Index:
+    def select(q: Array, k: Array, documents: DocumentBlocks | None) -> Index:
         blocks = jnp.arange(num_blocks, dtype=jnp.int32)
-        shards = Shards(blocks, num_blocks, backend=backend, documents=documents)
+        shards = Shards(blocks, num_blocks, backend=args.backend, documents=documents)
         return pattern.choose(q, k, shards).index
 
-    def timed(inputs: list[Array], documents: DocumentBlocks | None) -> float:
-        return median_ms(functools.partial(choose, *inputs[:2], documents), args.repeats)
-
-    return timed
+    return lambda inputs, documents: median_ms(
+        functools.partial(select, *inputs[:2], documents), args.repeats
+    )
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--seq-len", type=int, default=131072)
-    parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--kv-heads", type=int, default=2)
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--share", type=float, default=0.15)
-    parser.add_argument("--columns", type=int, default=3000)
-    parser.add_argument("--attend", nargs="*", choices=_KINDS, default=list(_KINDS))
-    parser.add_argument("--choose", nargs="*", choices=_CHOSEN, default=list(_CHOSEN))
-    parser.add_argument(
-        "--packs", nargs="*", metavar="COUNT", help="of how many documents: 1, 8, 64 or mixed"
+    parser = make_parser(
+        __doc__, "heads", "kv-heads", "head-dim", "backend", "repeats", "seed", "out"
     )
-    parser.add_argument("--backend", default="auto")
-    parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--seq-len", type=int, default=131072)
+    parser.add_argument("--share", type=float, default=0.15, help="fraction of distant blocks")
+    parser.add_argument("--columns", type=int, default=3000, help="columns of each head")
+    parser.add_argument(
+        "--attend", nargs="*", choices=_KINDS, default=list(_KINDS), help="attention to time"
+    )
+    parser.add_argument(
+        "--choose", nargs="*", choices=_PATTERNS, default=list(_PATTERNS), help="patterns to time"
+    )
+    parser.add_argument(
+        "--packs", nargs="*", metavar="COUNT", help="of 1, 8, 64 or mixed documents"
+    )
     args = parser.parse_args(argv)
     if args.seq_len % (8 * BLOCK):
         parser.error(f"--seq-len={args.seq_len} must be a multiple of {8 * BLOCK}")
     known = [name.split()[0] for name in packs(args.seq_len)]
     if unknown := [x for x in args.packs or () if x not in known]:
-        parser.error(f"--packs={unknown[0]} is none of {', '.join(known)}")
+        parser.error(f"--packs={unknown[0]} is not one of {', '.join(known)}")
     return args
 
 

@@ -1,4 +1,4 @@
-"""Errors of attention against fp32, ours on every mask and cuDNN's on the dense one."""
+"""Errors against fp32: mtraining-jax on every mask, and cuDNN on the dense one."""
 
 from collections.abc import Callable
 
@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from benchmarks.kernels.cases import OWN
 from benchmarks.kernels.masks import BLOCK, slash_mask
-from benchmarks.kernels.programs import Ours, cudnn_attention, random_inputs
+from benchmarks.kernels.programs import Attention, cudnn_attention, random_inputs
 from pallas_kernels import DenseIndex
 from pallas_kernels.reference import mask_from_index, reference_attention
 
@@ -16,13 +17,13 @@ NAMES = ("out", "dq", "dk", "dv")
 
 
 def relative_errors(
-    ours: Ours, seed: int, seq_len: int, heads: int, kv_heads: int, dim: int, *,
+    kernels: Attention, seed: int, seq_len: int, heads: int, kv_heads: int, dim: int, *,
     masks: tuple[str, ...], cudnn: bool,
 ) -> dict[tuple[str, str], dict[str, float]]:
-    """Norm of the error over norm of the reference of out, dq, dk, dv.
+    """Norm of the error over the norm of the reference, of out, dq, dk and dv.
 
     Returns:
-        A dict from (mask, "ours" or "cuDNN").
+        A dict from (mask, kernels).
     """
     rng = np.random.default_rng(seed)
     q, k, v, dout = random_inputs(jax.random.key(seed), seq_len, heads, kv_heads, dim)
@@ -34,9 +35,9 @@ def relative_errors(
         else:
             index = slash_mask(name, rng, heads, seq_len).index(seq_len // BLOCK, 4096)
         expected = _reference(q, k, v, dout, index)
-        actual = jax.jit(_with_gradients(lambda q, k, v, index=index: ours.attention(
+        actual = jax.jit(_with_gradients(lambda q, k, v, index=index: kernels.attention(
             q, k, v, index)))(q, k, v, dout)
-        result[name, "ours"] = compare(actual, expected)
+        result[name, OWN] = compare(actual, expected)
         if name == "D" and cudnn:
             actual = jax.jit(_with_gradients(cudnn_attention))(q, k, v, dout)
             result[name, "cuDNN"] = compare(actual, expected)
@@ -59,11 +60,11 @@ def _reference(q, k, v, dout, index) -> list[Array]:
     kv_heads, group = k.shape[2], q.shape[2] // k.shape[2]
     parts = []
     for head in range(kv_heads):
-        mine = slice(head * group, (head + 1) * group)
-        of_heads = jax.tree.map(lambda x, mine=mine: x[:, mine], index)
-        mask = mask_from_index(of_heads, q.shape[1])
+        queries = slice(head * group, (head + 1) * group)
+        index_of_head = jax.tree.map(lambda x, queries=queries: x[:, queries], index)
+        mask = mask_from_index(index_of_head, q.shape[1])
         part = _with_gradients(lambda q, k, v, mask=mask: reference_attention(q, k, v, mask)[0])
-        inputs = (q[:, :, mine], k[:, :, head, None], v[:, :, head, None], dout[:, :, mine])
+        inputs = (q[:, :, queries], k[:, :, head, None], v[:, :, head, None], dout[:, :, queries])
         parts.append(part(*(x.astype(jnp.float32) for x in inputs)))
     return [jnp.concatenate(x, axis=2) for x in zip(*parts, strict=True)]
 

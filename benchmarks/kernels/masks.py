@@ -1,4 +1,4 @@
-"""Masks to measure attention with: which blocks and columns each query head computes."""
+"""Masks for timing attention: which blocks and columns each query head computes."""
 
 import dataclasses
 
@@ -8,12 +8,12 @@ import numpy as np
 from pallas_kernels import VerticalSlashIndex
 
 BLOCK = 128
-_NEAR = 8  # block diagonals next to the main one that every mask has
+_NEAR = 8  # nearest block diagonals, which every mask has
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What a kernel executes, summed over query heads.
+    """Work that a kernel executes, summed over query heads.
 
     Attributes:
         tiles: blocks of 128 x 128 pairs.
@@ -24,26 +24,26 @@ class Work:
     bars: int = 0
 
     def flops(self, head_dim: int) -> float:
-        """Of a forward pass: QK and PV of everything executed, masked elements included."""
+        """Forward pass: QK and PV of everything executed, including masked elements."""
         return 4.0 * head_dim * (BLOCK * BLOCK * self.tiles + BLOCK * self.bars)
 
 
 @dataclasses.dataclass(frozen=True)
 class SlashMask:
-    """Block diagonals and key columns of each query head, of a sequence of `num_blocks` blocks."""
+    """Block diagonals and key columns of each query head, in a sequence of `num_blocks` blocks."""
 
     num_blocks: int
     diagonals: tuple[np.ndarray, ...]
     verticals: tuple[np.ndarray, ...]
 
     def index(self, max_slashes: int, max_verticals: int) -> VerticalSlashIndex:
-        """As an index of batch 1 with the given capacities."""
+        """Returns an index of batch 1 with the given capacities."""
         diagonals, slash_count = _padded(self.diagonals, max_slashes, self.num_blocks)
         verticals, count = _padded(self.verticals, max_verticals, self.num_blocks * BLOCK)
         return VerticalSlashIndex(diagonals, slash_count, verticals, count, BLOCK)
 
     def work(self) -> Work:
-        """A column counts for every block of queries that sees it in no active block."""
+        """Counts a column once for every block of queries that sees it in no active block."""
         tiles = bars = 0
         for diagonals, verticals in zip(self.diagonals, self.verticals, strict=True):
             tiles += int((self.num_blocks - diagonals).sum())
@@ -53,10 +53,10 @@ class SlashMask:
 
 
 def slash_mask(name: str, rng: np.random.Generator, heads: int, seq_len: int) -> SlashMask:
-    """Mask A, B or D.
+    """Returns mask A, B or D.
 
-    A: block diagonals 0..7 and 8 random far ones, 1000 random columns. B: 6 % of the block
-    diagonals (0..7 and random far ones), 3000 random columns. D: every block diagonal.
+    A: block diagonals 0..7 and 8 random distant ones, 1000 random columns. B: 6 % of the block
+    diagonals (0..7 and random distant ones), 3000 random columns. D: every block diagonal.
 
     Raises:
         ValueError: if there is no such mask, or the sequence is too short for it.
@@ -82,10 +82,10 @@ def slash_mask(name: str, rng: np.random.Generator, heads: int, seq_len: int) ->
 def block_mask(
     rng: np.random.Generator, heads: int, seq_len: int, density: float = 0.064
 ) -> np.ndarray:
-    """A mask of whole blocks, bool [heads, S/128, S/128]: block diagonals and block columns.
+    """Returns mask F: whole blocks, bool [heads, S/128, S/128].
 
-    Each head has diagonals 0..7, and as many random far diagonals as random columns, so many
-    that about `density` of the blocks on and below the diagonal is computed.
+    Each head has diagonals 0..7, and equally many random distant diagonals and random block
+    columns, for about `density` of the blocks on and below the diagonal.
     """
     num_blocks = seq_len // BLOCK
     more = max(round(density * num_blocks) - 2 * _NEAR, 2)  # each has half a diagonal's blocks
@@ -105,12 +105,12 @@ def causal_tiles(heads: int, seq_len: int) -> int:
 
 
 def dense_flops(heads: int, seq_len: int, head_dim: int) -> float:
-    """Of a causal forward pass, half of S x S pairs: the convention of published rates."""
+    """Causal forward pass, counted as half of S x S pairs, the convention of published rates."""
     return 4.0 * head_dim * heads * seq_len**2 / 2
 
 
-def _padded(lists, capacity: int, past: int):
-    padded = np.full((1, len(lists), capacity), past, np.int32)
+def _padded(lists, capacity: int, padding: int):
+    padded = np.full((1, len(lists), capacity), padding, np.int32)
     for head, values in enumerate(lists):
         padded[0, head, : len(values)] = values
     return jnp.asarray(padded), jnp.asarray([[len(x) for x in lists]], jnp.int32)

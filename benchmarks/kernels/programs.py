@@ -1,4 +1,4 @@
-"""The programs that the attention benchmark compiles and times: ours and cuDNN's."""
+"""Programs that the attention benchmark compiles and times: mtraining-jax and cuDNN."""
 
 import functools
 from typing import Any
@@ -10,15 +10,14 @@ from jax import Array
 import pallas_kernels
 from benchmarks.kernels.masks import BLOCK
 from mtraining_jax.sparsity import VerticalSlash, choose_index
-from pallas_kernels import DenseIndex, Plan, VerticalSlashIndex
-from pallas_kernels import Index as AnyIndex
+from pallas_kernels import DenseIndex, Index, Plan, VerticalSlashIndex
 
+HEADS = {128: (16, 2), 64: (14, 2)}  # query and key/value heads by head dim
 PATTERN = VerticalSlash(top_p=0.9, max_verticals=4096, max_slashes=4096)
-Index = AnyIndex | None  # None: dense causal
 
 
-def choose(q: Array, k: Array, backend: str | None = None) -> VerticalSlashIndex:
-    """Chooses an index as a training step does."""
+def select(q: Array, k: Array, backend: str | None = None) -> VerticalSlashIndex:
+    """Selects an index as a training step does."""
     num_blocks = q.shape[1] // BLOCK
     block_ids = jnp.arange(num_blocks, dtype=jnp.int32)
     return choose_index(
@@ -26,16 +25,19 @@ def choose(q: Array, k: Array, backend: str | None = None) -> VerticalSlashIndex
     )
 
 
-class Ours:
-    """One attention call of ours in parts: build, forward, backward."""
+class Attention:
+    """One attention call of mtraining-jax in parts: build, forward, backward.
+
+    An index of None is dense causal attention.
+    """
 
     def __init__(self, backend: str | None):
-        """Runs on a backend of `pallas_kernels`; None is the best one here."""
+        """Uses a backend of `pallas_kernels`; None is the best one here."""
         self.backend = backend
 
-    def build(self, q: Array, k: Array, v: Array, index: Index) -> tuple[Plan, Any]:
+    def build(self, q: Array, k: Array, v: Array, index: Index | None) -> tuple[Plan, Any]:
         """Everything that the kernels of both passes read, other than q, k, v and dout."""
-        tiles, columns = _given(index).on_one_device(*q.shape[:3], k.shape[1])
+        tiles, columns = _or_dense(index).on_one_device(*q.shape[:3], k.shape[1])
         plan = pallas_kernels.plan(q, k, tiles, columns, whole=True, backend=self.backend)
         if columns is None:
             return plan, None
@@ -48,43 +50,43 @@ class Ours:
     def backward(
         self, q: Array, k: Array, v: Array, dout: Array, out: Array, lse: Array, built: Any
     ) -> tuple[Array, Array, Array]:
-        """Gradients of q, k and v in their dtype, those of columns added where they belong."""
+        """Gradients of q, k and v in their dtype, with those of gathered columns added."""
         delta = pallas_kernels.delta_of(out, dout, backend=self.backend)
         grads = pallas_kernels.backward(
             q, k, v, dout, lse, delta, *built, dq_dtype=q.dtype, key_dtype=k.dtype
         )
         return grads.dq, grads.dk, grads.dv
 
-    def attention(self, q: Array, k: Array, v: Array, index: Index) -> Array:
+    def attention(self, q: Array, k: Array, v: Array, index: Index | None) -> Array:
         """The whole call, through the public function."""
-        return pallas_kernels.attention(q, k, v, _given(index), backend=self.backend)
+        return pallas_kernels.attention(q, k, v, _or_dense(index), backend=self.backend)
 
-    def together(self, q: Array, k: Array, v: Array, dout: Array, index: Index) -> Any:
-        """What a layer does in a training step: choose an index, then output and gradients.
+    def together(self, q: Array, k: Array, v: Array, dout: Array, index: Index | None) -> Any:
+        """What a layer does in a training step: select an index, then output and gradients.
 
-        The chosen index is only returned; `index` is computed, so that its density is known.
+        The selected index is only returned; `index` is computed, so that its density is known.
         """
-        chosen = choose(q, k, self.backend) if isinstance(index, VerticalSlashIndex) else None
+        selected = select(q, k, self.backend) if isinstance(index, VerticalSlashIndex) else None
         out, vjp = jax.vjp(lambda q, k, v: self.attention(q, k, v, index), q, k, v)
-        return chosen, out, *vjp(dout)
+        return selected, out, *vjp(dout)
 
 
-def _given(index: Index) -> Index:
+def _or_dense(index: Index | None) -> Index:
     return DenseIndex(BLOCK) if index is None else index
 
 
 def cudnn_attention(q: Array, k: Array, v: Array) -> Array:
-    """cuDNN's causal attention."""
+    """The causal attention of cuDNN."""
     return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
 
 
 def cudnn_forward(q: Array, k: Array, v: Array) -> Any:
-    """cuDNN's causal attention: the output, and the function that gives gradients."""
+    """The causal attention of cuDNN: the output, and the function that computes gradients."""
     return jax.vjp(cudnn_attention, q, k, v)
 
 
 def cudnn_backward(vjp: Any, dout: Array) -> tuple[Array, Array, Array]:
-    """Gradients of q, k, v from what `cudnn_forward` gave."""
+    """Gradients of q, k, v with the function that `cudnn_forward` returned."""
     return vjp(dout)
 
 

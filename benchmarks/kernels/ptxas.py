@@ -1,4 +1,4 @@
-"""What ptxas says about kernels as they are compiled."""
+"""Reports of ptxas on kernels as they are compiled."""
 
 import contextlib
 import dataclasses
@@ -8,9 +8,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
-
-# Read when a kernel is compiled.
-os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +20,8 @@ class Usage:
 
 
 def compiled_with_usage(compile_: Callable[[], Any]) -> tuple[Any, list[Usage]]:
-    """Calls `compile_`; also returns what ptxas reported, one item for each kernel."""
+    """Calls `compile_`; also returns what ptxas reported, one item per kernel."""
+    os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"  # read when a kernel is compiled
     with tempfile.TemporaryFile("w+") as log:
         with _output_to(log.fileno()):
             result = compile_()
@@ -41,7 +39,7 @@ def compiled_with_usage(compile_: Callable[[], Any]) -> tuple[Any, list[Usage]]:
 
 @contextlib.contextmanager
 def _output_to(target: int) -> Iterator[None]:
-    """Redirects standard output and error, also those of compiled code, to a file descriptor."""
+    """Redirects standard output and error, including those of C++ code, to a file descriptor."""
     sys.stdout.flush()
     sys.stderr.flush()
     saved = [(n, os.dup(n)) for n in (1, 2)]

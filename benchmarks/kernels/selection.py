@@ -1,26 +1,24 @@
-"""Times choices of an index, part by part, and prints a markdown table.
+"""Times the selection of an index, part by part, and prints a markdown table.
 
     python -m benchmarks.kernels.selection --seq-len 131072 --patterns xattention,stride=8 prism
 
-Patterns are those that list blocks for each row of blocks, and vertical_slash, of which the scores
-by the last queries are timed. `--backend triton_sm80` runs the code of an A100 on a later GPU.
-
-Queries and keys are random, of which every score is flat: so no density of a model can be read off
-here, and none is needed, as the time of a choice does not follow it.
+Patterns are those that list blocks for each row of blocks, and vertical_slash. `--backend
+triton_sm80` runs A100 code on a later GPU. Inputs are random, so all scores are flat: densities say
+nothing about a model. They do not matter here, because the time of a selection does not depend on
+them.
 """
 
-import argparse
 import functools
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from benchmarks.kernels import triton_sm80 as ampere_code
+from benchmarks.kernels import triton_sm80
+from benchmarks.options import BACKENDS, make_parser
 from benchmarks.quality.patterns import parse
-from benchmarks.report import setting
+from benchmarks.report import Page, setting, table_head, table_line
 from benchmarks.timing import median_ms
 from mtraining_jax.errors import UserError
 from mtraining_jax.sparsity import ModelSizes, Shards, VerticalSlash, choose_index, estimate
@@ -34,46 +32,45 @@ PATTERNS = (
     "sampled_rows,sampled_rows=16", "sampled_rows,sampled_rows=32", "prism",
 )  # fmt: skip
 _COLUMNS = (
-    "S", "pattern", "choose ms", "of it the last queries", "of it the rule", "lists ms",
-    "work lists ms", "density",
+    "S", "pattern", "selection ms", "probe queries ms", "rule ms", "lists ms", "work lists ms",
+    "density",
 )  # fmt: skip
+_ABOUT = """\
+selection: scores and rule, from queries and keys to an index; probe queries: scores of columns \
+and diagonals with the last queries; rule: from given scores to bits; lists: from bits to the \
+lists of both passes; work lists: what the kernels walk, from these lists. One program of all \
+parts can be faster than their sum."""
 
 
 def main(argv: list[str] | None = None) -> str:
     """Runs the benchmark and returns its markdown."""
     args = _parse(argv)
-    if args.backend == ampere_code.NAME:
-        ampere_code.register()
-    lines = [
-        f"# Choosing on {jax.devices()[0].device_kind}",
+    if args.backend == triton_sm80.NAME:
+        triton_sm80.register()
+    page = Page(args.out)
+    page.add(
+        f"# Selection on {jax.devices()[0].device_kind}",
         "",
         f"{setting()}. {args.heads} query and {args.kv_heads} key/value heads of {args.head_dim}, "
         f"bf16, batch 1, random inputs, seed {args.seed}, medians of {args.repeats}, backend "
-        f"{args.backend}.",
+        f"{args.backend or 'auto'}.",
         "",
-        "choose: scores and rule, from queries and keys to an index; the last queries: their "
-        "scores of columns and diagonals; the rule: from given scores to bits; lists: from bits "
-        "to the lists of both passes; work lists: what the kernels walk, from these lists. They "
-        "add up but for what a program of all of them fuses.",
+        _ABOUT,
         "",
-        "| " + " | ".join(_COLUMNS) + " |",
-        "|" + " --- |" * len(_COLUMNS),
-    ]
+        *table_head(_COLUMNS),
+    )
     for seq_len in args.seq_len:
         for text in args.patterns:
-            lines.append(_line(args, seq_len, text))
-            print(lines[-1], flush=True)
-            if args.out is not None:
-                args.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return "\n".join(lines)
+            page.add(table_line(_cells(args, seq_len, text)))
+    return page.text
 
 
-def _line(args, seq_len: int, text: str) -> str:
+def _cells(args, seq_len: int, text: str) -> list[str]:
     """Times one pattern at one length."""
     pattern = parse(text, ModelSizes(1, args.heads, seq_len))
     if not isinstance(pattern, RowPattern | VerticalSlash):
         raise UserError(
-            f'"{text}" does not choose lists of blocks for each row of blocks, and is not '
+            f'"{text}" does not select lists of blocks for each row of blocks, and is not '
             "vertical_slash"
         )
     num_blocks = seq_len // pattern.block_size
@@ -85,7 +82,7 @@ def _line(args, seq_len: int, text: str) -> str:
     )
 
     @jax.jit
-    def choose(q: Array, k: Array) -> Index:
+    def select(q: Array, k: Array) -> Index:
         return choose_index(
             q, k, pattern, block_ids=blocks, num_blocks=num_blocks, backend=args.backend
         )
@@ -93,18 +90,17 @@ def _line(args, seq_len: int, text: str) -> str:
     def time(function, *arguments) -> str:
         return f"{median_ms(functools.partial(function, *arguments), args.repeats):.2f}"
 
-    index = choose(q, k)
+    index = select(q, k)
     if isinstance(pattern, RowPattern):
-        parts = _parts_of_lists(args, pattern, q, k, index, time)
+        parts = ["–", *_row_parts(args, pattern, q, k, index, time)]
     else:
-        parts = _parts_of_last_queries(args, pattern, q, k, time)
-    share = float(np.mean(index.computed_pairs(seq_len))) / (seq_len * (seq_len + 1) / 2)
-    cells = str(seq_len), pattern.describe(), time(choose, q, k), *parts, f"{share:.3f}"
-    return "| " + " | ".join(cells) + " |"
+        parts = [_probe_queries(args, pattern, q, k, time), "–", "–", "–"]
+    density = float(np.mean(index.computed_pairs(seq_len))) / (seq_len * (seq_len + 1) / 2)
+    return [str(seq_len), pattern.describe(), time(select, q, k), *parts, f"{density:.3f}"]
 
 
-def _parts_of_lists(args, pattern: RowPattern, q, k, index, time) -> tuple[str, ...]:
-    """Cells behind the whole choice, of a pattern that lists blocks for each row of blocks."""
+def _row_parts(args, pattern: RowPattern, q, k, index, time) -> list[str]:
+    """Times of rule, lists and work lists."""
     seq_len, num_blocks = q.shape[1], q.shape[1] // pattern.block_size
     blocks = jnp.arange(num_blocks, dtype=jnp.int32)
 
@@ -120,14 +116,13 @@ def _parts_of_lists(args, pattern: RowPattern, q, k, index, time) -> tuple[str, 
     def work(tiles):
         return plan(q, k, tiles, whole=True, backend=args.backend)
 
-    tiles = lists(index)
     shape = 1, args.heads, num_blocks, num_blocks
     scores = jnp.asarray(np.random.default_rng(args.seed).random(shape, np.float32))
-    return "–", time(rule, scores), time(lists, index), time(work, tiles)
+    return [time(rule, scores), time(lists, index), time(work, lists(index))]
 
 
-def _parts_of_last_queries(args, pattern: VerticalSlash, q, k, time) -> tuple[str, ...]:
-    """The same of vertical-slash: the scores alone, by kernels of the backend or by XLA."""
+def _probe_queries(args, pattern: VerticalSlash, q, k, time) -> str:
+    """Time of the scores alone, by kernels of the backend or by XLA."""
     blocks = jnp.arange(q.shape[1] // pattern.block_size, dtype=jnp.int32)
 
     @jax.jit
@@ -137,20 +132,16 @@ def _parts_of_last_queries(args, pattern: VerticalSlash, q, k, time) -> tuple[st
             block_ids=blocks, num_blocks=blocks.shape[0], axis_names=(), backend=args.backend,
         )
 
-    return time(scores, q, k), "–", "–", "–"
+    return time(scores, q, k)
 
 
-def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--seq-len", type=int, nargs="+", default=[32768, 131072])
-    parser.add_argument("--patterns", nargs="+", default=list(PATTERNS))
-    parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--kv-heads", type=int, default=2)
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--backend", default="auto")
-    parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path)
+def _parse(argv: list[str] | None):
+    parser = make_parser(__doc__, "heads", "kv-heads", "head-dim", "repeats", "seed", "out")
+    parser.add_argument("--seq-len", type=int, nargs="+", default=[32768, 131072], metavar="S")
+    parser.add_argument("--patterns", nargs="+", default=list(PATTERNS), metavar="NAME,OPTION=...")
+    parser.add_argument(
+        "--backend", choices=[*BACKENDS, triton_sm80.NAME], help="default: the best one here"
+    )
     return parser.parse_args(argv)
 
 

@@ -1,8 +1,8 @@
-"""The Triton kernels with the code that an A100 runs, on a later GPU.
+"""Backend `triton_sm80`: the Triton kernels with the code of an A100, on a later GPU.
 
-A GPU's assembler takes PTX that was written for an earlier one. So the very instructions of an A100
-(products of warps with both operands in registers, asynchronous copies of 16 bytes) can run on a
-Hopper GPU. What differs there: how fast they are, clocks, memory and caches.
+The assembler of a GPU accepts PTX for an earlier one. So the very instructions of an A100 (warp
+products with both operands in registers, asynchronous copies of 16 bytes) can run on a Hopper GPU.
+Their speed, clocks, memory and caches differ there.
 """
 
 import functools
@@ -15,11 +15,11 @@ from pallas_kernels.triton.call import run_on_gpu
 
 NAME = "triton_sm80"
 _AMPERE = 80
-_CAPABILITY = 6  # of the arguments of jaxlib's TritonKernel
+_CAPABILITY = 6  # position in the arguments of jaxlib's TritonKernel
 
 
 def register() -> str:
-    """Makes the backend known, by name only; its name. Needs the extra `ampere`."""
+    """Registers the backend, selected by name only, and returns the name; needs `ampere`."""
     from jax_triton import triton_lib
 
     if not isinstance(triton_lib.triton_kernel_call_lib, _ForThisGpu):
@@ -30,7 +30,7 @@ def register() -> str:
 
 
 class _ForThisGpu:
-    """jaxlib's library for Triton kernels, which assembles those for sm_80 for the GPU here."""
+    """The library of jaxlib for Triton kernels; assembles sm_80 code for the GPU of this host."""
 
     def __init__(self, library: Any):
         self._library = library
@@ -39,7 +39,6 @@ class _ForThisGpu:
         return getattr(self._library, name)
 
     def TritonKernel(self, *args: Any) -> Any:  # noqa: N802
-        """As jaxlib's, with the capability of the GPU that is compiled for."""
         if args[_CAPABILITY] == _AMPERE:
             args = *args[:_CAPABILITY], device.capability(), *args[_CAPABILITY + 1 :]
         return self._library.TritonKernel(*args)

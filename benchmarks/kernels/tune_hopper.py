@@ -1,11 +1,10 @@
-"""Tries configurations of the Hopper attention kernels; the best belong in configs.py.
+"""Times configurations of the Hopper attention kernels; the best belong in configs.py.
 
     python -m benchmarks.kernels.tune_hopper [--kernel ...] [--head-dim ...] [--masks ...]
 
-Configurations that need more shared memory than there is are left out when they are lowered, those
-that spill many registers when they are compiled; the rest is timed. With --target-config (the
-text of a GPU's XLA target config) nothing is timed and no GPU is needed, only JAX with CUDA: the
-table then says what fits and what spills.
+Configurations that need too much shared memory or spill many registers are not timed. With
+--target-config (the text of a GPU's XLA target config) nothing is timed, and JAX with CUDA is
+enough: the table then shows what fits and what spills.
 """
 
 import argparse
@@ -14,40 +13,39 @@ import dataclasses
 import functools
 import itertools
 import os
-import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks import ptxas  # first: it sets what a compilation prints
-
-import jax  # isort: skip
+import jax
 import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 import pallas_kernels
+from benchmarks.kernels import ptxas
 from benchmarks.kernels.cases import Shape
 from benchmarks.kernels.masks import slash_mask
-from benchmarks.kernels.programs import Ours, random_inputs
+from benchmarks.kernels.programs import HEADS, Attention, random_inputs
+from benchmarks.options import make_parser
+from benchmarks.report import table_head, table_line
 from benchmarks.timing import median_ms
-from pallas_kernels import DenseIndex, backends
+from pallas_kernels import backends
 from pallas_kernels.mosaic_gpu.backend import MosaicGpu
 from pallas_kernels.mosaic_gpu.configs import CONFIGS
 
-HEADS = {128: (16, 2), 64: (14, 2)}
 GRID = {  # kernel: field of its configuration: values to try
     "forward": {
         "stages": (2, 3, 4), "query_slots": (1, 2), "keys_late": (False, True),
     },
     "dq": {"stages": (2, 3, 4)},
     "dkdv": {"stages": (2, 3, 4)},
-    "fused": {  # one kernel for what `dq` and `dkdv` compute together
+    "fused": {  # one kernel for the gradients of `dq` and `dkdv` together
         "stages": (2, 3), "ds_from_memory": (True, False), "early_shift": (True, False),
         "item_heads": (1, 4), "waves": (True, False),
     },
 }
-OURS = Ours("mosaic_gpu")
+SHIPPED = Attention("mosaic_gpu")
 
 
 def main() -> None:
@@ -67,14 +65,14 @@ def _tune(kernel: str, shape: Shape, mask: str, sharding, args: argparse.Namespa
             shape.seq_len // 128, 4096
         )
     print(f"\n{kernel}, D = {shape.dim}, mask {mask}, S = {shape.seq_len}, seed {args.seed}\n")
-    print("| configuration | registers | spilled bytes | ms |\n| --- | --- | --- | --- |")
+    print(*table_head(("configuration", "registers", "spilled bytes", "ms")), sep="\n")
     timed = sharding is None
     problem = _problem(shape, index, args.seed) if timed else _abstract(shape, sharding)
     shipped = getattr(CONFIGS[shape.dim], kernel)
     best, best_ms = None, float("inf")
     for config in _configs(kernel, shipped):
-        # What is walked may follow from the configuration; it is made before anything is timed.
-        planned = functools.partial(_plan, backend=_backend(kernel, shape.dim, config))
+        # The plan may depend on the configuration; it is built before anything is timed.
+        planned = Attention(_backend(kernel, shape.dim, config)).build
         if timed:
             built = jax.jit(planned)(*problem[:3], index)
         else:
@@ -82,14 +80,13 @@ def _tune(kernel: str, shape: Shape, mask: str, sharding, args: argparse.Namespa
         arguments = (*problem, *built)
         cells, program = _compile(kernel, shape.dim, config, arguments, args.max_spilled)
         if program is not None and timed:
-            ms = median_ms(
-                lambda program=program, arguments=arguments: program(*arguments), args.repeats
-            )
+            ms = median_ms(functools.partial(program, *arguments), args.repeats)
             cells[-1] = f"{ms:.3f}"
             if ms < best_ms:
                 best, best_ms = config, ms
-        name = _named(config) + (" (in configs.py)" if config == shipped else "")
-        print("| " + " | ".join([name, *cells]) + " |", flush=True)
+        name = ", ".join(f"{name}={value}" for name, value in dataclasses.asdict(config).items())
+        name += " (in configs.py)" * (config == shipped)
+        print(table_line([name, *cells]), flush=True)
     if best is not None:
         print(f"\nFastest, {best_ms:.3f} ms: {best}")
 
@@ -101,14 +98,10 @@ def _configs(kernel: str, shipped: Any) -> Iterator[Any]:
         yield dataclasses.replace(shipped, **dict(zip(grid, values, strict=True)))
 
 
-def _named(config: Any) -> str:
-    return ", ".join(f"{name}={value}" for name, value in dataclasses.asdict(config).items())
-
-
 def _compile(
     kernel: str, dim: int, config: Any, problem: tuple, max_spilled: int
 ) -> tuple[list[str], Any]:
-    """Cells for registers, spills and time, and the program unless it was left out."""
+    """Cells for registers, spills and time, and the program; None if it is not to be timed."""
     try:
         lowered = jax.jit(_program(kernel, dim, config)).trace(*problem).lower(
             lowering_platforms=("cuda",)
@@ -130,7 +123,7 @@ def _compile(
 
 
 def _program(kernel: str, dim: int, config: Any):
-    """A function of a problem that runs one kernel; unused others are dropped by the compiler."""
+    """Returns a function that runs one kernel; the compiler drops kernels of unused results."""
     backend = _backend(kernel, dim, config)
 
     def run(q, k, v, dout, lse, delta, plan, column_kv):
@@ -146,24 +139,19 @@ def _program(kernel: str, dim: int, config: Any):
 
 
 def _backend(kernel: str, dim: int, config: Any) -> str:
-    """Registers the Hopper backend with a configuration of one kernel; the name."""
+    """Registers the Hopper backend with a configuration of one kernel, and returns its name."""
     configs = dataclasses.replace(CONFIGS[dim], **{kernel: config})
     tuned = MosaicGpu("tuned", configs=configs, one_backward_kernel=kernel == "fused")
     backends.register(tuned, by_name_only=True)
     return tuned.name
 
 
-def _plan(q, k, v, index, backend: str) -> tuple:
-    """What the kernels of a backend walk, and the columns' keys and values."""
-    return Ours(backend).build(q, k, v, DenseIndex(128) if index is None else index)
-
-
 def _problem(shape: Shape, index: Any, seed: int) -> tuple:
-    """Random inputs, and what the forward pass gave."""
+    """Random inputs, and lse and delta of the forward pass."""
     key = jax.random.key(seed)
     q, k, v, dout = random_inputs(key, shape.seq_len, shape.heads, shape.kv_heads, shape.dim)
-    built = jax.jit(OURS.build)(q, k, v, index)
-    out, lse = jax.jit(OURS.forward)(q, k, v, built)
+    built = jax.jit(SHIPPED.build)(q, k, v, index)
+    out, lse = jax.jit(SHIPPED.forward)(q, k, v, built)
     delta = jax.jit(pallas_kernels.delta_of)(out, dout)
     return q, k, v, dout, lse, delta
 
@@ -182,7 +170,7 @@ def _sharded(tree: Any, sharding: NamedSharding) -> Any:
 
 @contextlib.contextmanager
 def _target(target_config: Path | None) -> Iterator[NamedSharding | None]:
-    """Compiles for a described H200 instead of the GPU that is there."""
+    """Compiles for a described H200 instead of the GPU of this host."""
     if target_config is None:
         yield None
         return
@@ -198,16 +186,14 @@ def _target(target_config: Path | None) -> Iterator[NamedSharding | None]:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__, "repeats", "seed")
     parser.add_argument("--kernel", nargs="+", choices=GRID, default=list(GRID))
     parser.add_argument("--head-dim", type=int, nargs="+", choices=HEADS, default=list(HEADS))
     parser.add_argument("--masks", nargs="+", choices="ABD", default=["B", "D"])
     parser.add_argument("--seq-len", type=int, default=131072, metavar="S")
-    parser.add_argument("--repeats", type=int, default=10, help="a time is the median of so many")
     parser.add_argument(
         "--max-spilled", type=int, default=256, metavar="BYTES", help="more is not timed"
     )
-    parser.add_argument("--seed", type=int, default=secrets.randbits(31), help="of masks, inputs")
     parser.add_argument("--target-config", type=Path, metavar="FILE", help="compile only")
     args = parser.parse_args()
     if args.target_config is not None:

@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 
 import pallas_kernels
-from benchmarks.kernels.programs import Ours
+from benchmarks.kernels.programs import Attention
 from benchmarks.quality.frontier_report import PARTS
 from benchmarks.quality.stepped_model import SteppedModel
 from benchmarks.ring.balance import ring_balance
@@ -76,12 +76,12 @@ class Programs:
     """
 
     def __init__(self, backend: str | None, seq_len: int, recall_rows: np.ndarray) -> None:
-        ours = Ours(backend)
+        kernels = Attention(backend)
         self.attention = jax.jit(
             lambda q, k, v, index: pallas_kernels.attention(q, k, v, index, backend=backend)
         )
         self.build, self.forward, self.backward = map(
-            jax.jit, (ours.build, ours.forward, ours.backward)
+            jax.jit, (kernels.build, kernels.forward, kernels.backward)
         )
         # An index that no tiles say has no plan: its passes are those of the whole call.
         self.whole_forward = jax.jit(

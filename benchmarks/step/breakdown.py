@@ -174,7 +174,9 @@ def rows_of(
     peak = peak_flops(kind)
     devices = config.devices
     seconds = {
-        (depth, part): timings[depth, part].seconds for depth in depths for part in (True, False)
+        (depth, part): timings[depth, part].seconds
+        for depth in depths
+        for part in (True, False)
         if (depth, part) in timings
     }
     whole = config.model.num_layers
@@ -204,7 +206,9 @@ def rows_of(
             attention = full - rest
             rate = flops.attention_executed / devices / attention
             cells += [
-                _seconds(attention), f"{rate / 1e12:.0f}", f"{timing.density:.4f}",
+                _seconds(attention),
+                f"{rate / 1e12:.0f}",
+                f"{timing.density:.4f}",
                 f"{config.tokens_per_step / full:,.0f}",
                 f"{flops.model / devices / full / peak:.1%}" if peak else "–",
             ]
@@ -222,8 +226,17 @@ def _seconds(value: float | None) -> str:
 
 
 _COLUMNS = (
-    "layers", "step s", "outside attention s", "TFLOP/s", "MFU", "attention s (difference)",
-    "executed TFLOP/s", "density", "tokens/s", "MFU of the step", "peak GiB (compiler)",
+    "layers",
+    "step s",
+    "outside attention s",
+    "TFLOP/s",
+    "MFU",
+    "attention s (difference)",
+    "executed TFLOP/s",
+    "density",
+    "tokens/s",
+    "MFU of the step",
+    "peak GiB (compiler)",
 )
 
 

@@ -20,7 +20,6 @@ from mtraining_jax.config import Config
 from mtraining_jax.data.loader import IGNORE_LABEL
 from mtraining_jax.data.packs import block_table
 from mtraining_jax.training.build import build_attention, build_layout, build_pattern
-from mtraining_jax.training.device_batches import DeviceBatches
 from mtraining_jax.training.documents import attention_within, restarting_positions
 from mtraining_jax.training.state import StateBuilder, TrainState
 

@@ -57,9 +57,12 @@ def report(args: argparse.Namespace, run: Setting, config: Config) -> Iterator[s
     batches = chosen_batches(run, args.seed, args.batches, args.start, args.documents)
     dealt = dealt_batches(*batches, run)
     if args.predict:
-        yield from forecasts({
-            how: [Found.of(predicted(step, run)) for step in steps] for how, steps in dealt.items()
-        })
+        yield from forecasts(
+            {
+                how: [Found.of(predicted(step, run)) for step in steps]
+                for how, steps in dealt.items()
+            }
+        )
         return
     mesh = build_mesh(run.config)
     yield from introduction(args, run)
@@ -83,8 +86,7 @@ def report(args: argparse.Namespace, run: Setting, config: Config) -> Iterator[s
                 plain = groups.measure(step, counting=False)
                 costs.append([plain.step_ms.sum() / 1e3, real.step_ms.sum() / 1e3])
     means = {
-        how: [Found.mean(side) for side in zip(*pairs, strict=True)]
-        for how, pairs in found.items()
+        how: [Found.mean(side) for side in zip(*pairs, strict=True)] for how, pairs in found.items()
     }
     for how, both in means.items():
         yield row("mean", how, both, means["none"], is_comparable())

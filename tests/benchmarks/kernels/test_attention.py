@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from benchmarks import report, workers
-from benchmarks.kernels import attention, goals
-from benchmarks.kernels.cases import Row, Shape
+from benchmarks import workers
+from benchmarks.kernels import attention
+from benchmarks.kernels.attention_table import error_table
+from benchmarks.kernels.cases import OWN, Row, Shape
 from benchmarks.kernels.errors import relative_errors
 from benchmarks.kernels.masks import BLOCK, SlashMask, Work, block_mask, causal_tiles, slash_mask
-from benchmarks.kernels.programs import Ours, choose
+from benchmarks.kernels.programs import Attention, select
 from pallas_kernels import BlockSparseIndex
 from pallas_kernels.mosaic_gpu import backend as hopper
 from tests.pallas_kernels.quick_pallas import quicken_lowering
@@ -59,7 +60,7 @@ def test_too_short_a_sequence_for_a_mask_is_named():
 
 def test_rates_and_densities_of_a_row():
     work = Work(tiles=causal_tiles(16, 131072) // 10, bars=0)
-    row = Row(WIDE, "B", "ours", work, forward=10.0, backward=25.0)
+    row = Row(WIDE, "B", OWN, work, forward=10.0, backward=25.0)
     assert row.density() == (pytest.approx(0.1), 0.0)
     for which in ("forward", "backward"):  # as fast per operation, 2.5 times as many
         executed, dense = row.rates(which)
@@ -68,26 +69,12 @@ def test_rates_and_densities_of_a_row():
     assert row.rates("forward") == pytest.approx(row.rates("backward"))
 
 
-def test_progress_is_at_least_1_exactly_where_a_goal_is_met():
-    dense = Row(WIDE, "D", "ours", Work(causal_tiles(16, 131072)), forward=70.0, backward=180.0)
-    cudnn = Row(WIDE, "D", "cuDNN", forward=77.0, backward=171.0)
-    sparse = Row(
-        WIDE, "A", "ours", Work(1000), choose=1.0, build=1.0, forward=8.6, backward=12.5
-    )
-    rows = [dense, cudnn, sparse]
-    assert goals.progress(dense, rows) == ["fwd >= 1.05 cuDNN: 1.05", "bwd >= 1.0 cuDNN: 0.95"]
-    assert goals.progress(sparse, rows) == ["fwd <= 4.3 ms: 0.50", "bwd <= 12.5 ms: 1.00"]
-    assert goals.progress(cudnn, rows) == []
-    for name in ("fwd", "bwd"):
-        assert name in report.table(rows)
-
-
 @pytest.mark.parametrize(("dim", "kind"), [(64, "slash"), (128, "blocks"), (128, "dense")])
 def test_parts_lower_for_a_hopper_gpu_with_lists_built_beforehand(dim, kind, monkeypatch):
     """Building takes no attention kernel, forward one, backward delta's and one or two more."""
     quicken_lowering(monkeypatch)
     device = AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
-    ours, shape = Ours(None), Shape(2048, 4, 2, dim)
+    kernels, shape = Attention(None), Shape(2048, 4, 2, dim)
     q, k, v, dout = shape.abstract()
 
     def lower(f, *args):
@@ -97,18 +84,18 @@ def test_parts_lower_for_a_hopper_gpu_with_lists_built_beforehand(dim, kind, mon
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
         index = None
         if kind == "slash":
-            index = jax.eval_shape(choose, q, k)
+            index = jax.eval_shape(select, q, k)
         elif kind == "blocks":
             mask = jax.ShapeDtypeStruct((1, 4, 16, 16), bool)
             index = jax.eval_shape(lambda m: BlockSparseIndex.from_block_mask(m, BLOCK), mask)
-        built, kernels = lower(ours.build, q, k, v, index)
-        assert kernels == 0
+        built, count = lower(kernels.build, q, k, v, index)
+        assert count == 0
         for name in ("query_work", "key_work", "fused_work"):
             monkeypatch.setattr(hopper, name, lambda *_, **__: pytest.fail("planned again"))
-        (out, lse), kernels = lower(ours.forward, q, k, v, built)
-        assert kernels == 1
-        _, kernels = lower(ours.backward, q, k, v, dout, out, lse, built)
-        assert kernels == (3 if kind == "blocks" else 2)
+        (out, lse), count = lower(kernels.forward, q, k, v, built)
+        assert count == 1
+        _, count = lower(kernels.backward, q, k, v, dout, out, lse, built)
+        assert count == (3 if kind == "blocks" else 2)
 
 
 def rows_of(text):
@@ -126,29 +113,29 @@ def test_a_run_on_cpu_gives_a_table(tmp_path, monkeypatch):
     ])
     assert out.read_text() == text and "seed 7" in text
     names, rows = rows_of(text)
-    assert names == [["A", "ours"]]
+    assert names == [["A", OWN]]
     assert float(rows[0][9]) > 0  # total ms
 
 
 def test_other_backends_have_workers_and_rows_of_their_own(monkeypatch):
-    """Workers in this process, and in the place of programs what tells the backend."""
+    """Workers in this process, with times that depend on the backend only."""
     times, sent = {"triton": 30.0, "xla": 20.0}, []
 
     class Case:
-        def __init__(self, pool, shape, kind, ours):
-            self.shape, self.kind, self.backend = shape, kind, ours.backend
+        def __init__(self, pool, shape, kind, kernels):
+            self.shape, self.kind, self.backend = shape, kind, kernels.backend
 
         def wait(self):
             assert self.kind == "slash"
 
         def measure(self, inputs, mask, rng, repeats):
             assert repeats == 1
-            return Row(self.shape, mask, "ours", forward=times[self.backend])
+            return Row(self.shape, mask, OWN, forward=times[self.backend])
 
-    def measure(script, jobs, at_once, tell, say, allowed):
+    def measure(module, jobs, at_once, receive, log, allowed):
         for _, options in jobs:
             assert attention.main(options) == ""
-            tell(json.loads(sent.pop()))
+            receive(json.loads(sent.pop()))
 
     monkeypatch.setattr(workers, "send", lambda value: sent.append(json.dumps(value)))
     monkeypatch.setattr(workers, "my_turn", lambda: True)
@@ -160,21 +147,32 @@ def test_other_backends_have_workers_and_rows_of_their_own(monkeypatch):
         "--seq-len", "2048", "--masks", "A", "--head-dim", "16", "--repeats", "1",
         "--error-seq-len", "0", "--backend", "triton", "--also", "xla",
     ]))
-    assert names == [["A", "ours"], ["A", "xla"]]
+    assert names == [["A", OWN], ["A", "xla"]]
     assert [float(cells[7].split()[0]) for cells in rows] == [30, 20]
 
 
 def test_errors_are_those_of_rounding_and_show_a_wrong_result():
-    class Wrong(Ours):
+    class Wrong(Attention):
         def attention(self, q, k, v, index):
             return super().attention(q, k, v, index) * 1.25
 
-    def errors(ours):
-        found = relative_errors(ours, 3, 512, 2, 1, 64, masks=("D",), cudnn=False)
-        return list(found["D", "ours"].values())
+    def errors(kernels):
+        found = relative_errors(kernels, 3, 512, 2, 1, 64, masks=("D",), cudnn=False)
+        return list(found["D", OWN].values())
 
-    assert all(1e-4 < x < 5e-3 for x in errors(Ours("xla")))
+    assert all(1e-4 < x < 5e-3 for x in errors(Attention("xla")))
     assert errors(Wrong("xla")) == pytest.approx([0.25] * 4, rel=0.05)
+
+
+def test_errors_are_compared_with_cudnn_on_the_dense_mask():
+    found = {
+        ("D", OWN): {"out": 1e-3, "dq": 3e-3}, ("D", "cuDNN"): {"out": 1e-3, "dq": 2e-3},
+    }  # fmt: skip
+    lines = error_table({128: found}, 8192).splitlines()
+    assert lines[-2:] == [
+        f"| 128 | D | {OWN} | 1.000e-03 | 3.000e-03 | 1.500 |",
+        "| 128 | D | cuDNN | 1.000e-03 | 2.000e-03 | – |",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,13 @@
 import dataclasses
 import functools
 
-from benchmarks.kernels import documents as packs
-from benchmarks.kernels import masks, programs
+from benchmarks.kernels import documents, masks, programs
 from benchmarks.kernels.masks import BLOCK
 from mtraining_jax.sparsity.documents import Documents
 
 
 def test_packs_fill_a_sequence():
-    found = packs.packs(64 * BLOCK)
+    found = documents.packs(64 * BLOCK)
     assert list(found) == ["1 x 8192", "8 x 1024", "64 x 128", "mixed"]
     for lengths in found.values():
         ends = Documents.from_lengths([lengths], 64 * BLOCK, BLOCK).table[0, :, 1]
@@ -19,17 +18,17 @@ def test_packs_fill_a_sequence():
 
 def test_every_pack_is_timed(tmp_path, monkeypatch):
     # Blocks of half the size: unoptimised programs run in a quarter of the time.
-    block, whole = BLOCK // 2, packs._CHOSEN["vertical_slash"]
-    for module in (masks, packs, programs):
+    block, whole = BLOCK // 2, documents._PATTERNS["vertical_slash"]
+    for module in (masks, documents, programs):
         monkeypatch.setattr(module, "BLOCK", block)
     smaller = functools.partial(dataclasses.replace, block_size=block)
-    monkeypatch.setitem(packs._CHOSEN, "vertical_slash", lambda below: smaller(whole(below)))
+    monkeypatch.setitem(documents._PATTERNS, "vertical_slash", lambda below: smaller(whole(below)))
     seq_len, out = 8 * block, tmp_path / "found.md"
-    monkeypatch.setattr(packs, "packs", lambda _: {"a pack": [100, 150], "b": [9]})
+    monkeypatch.setattr(documents, "packs", lambda _: {"a pack": [100, 150], "b": [9]})
     options = ["--heads", "1", "--kv-heads", "1", "--head-dim", "16", "--repeats", "1"]
     options += ["--columns=100", "--choose", "vertical_slash", "--packs=a"]
-    text = packs.main([f"--seq-len={seq_len}", *options, f"--out={out}"])
-    assert out.read_text() == text + "\n"
+    text = documents.main([f"--seq-len={seq_len}", *options, f"--out={out}"])
+    assert out.read_text() == text
     rows = [x.strip("| ").split(" | ") for x in text.splitlines() if x.startswith("| ")]
     rows = {row[0]: row[1:] for row in rows if row[0] not in ("---", "pack")}
     names = ["no documents", "a pack"]
