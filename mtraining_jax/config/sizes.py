@@ -1,5 +1,6 @@
 """Sizes derived from a configuration."""
 
+import functools
 from typing import TYPE_CHECKING
 
 from mtraining_jax.config.dense_steps import DenseSteps
@@ -27,7 +28,7 @@ class Sizes:
         sparsity: SparsityConfig
         audit: AuditConfig
 
-    @property
+    @functools.cached_property
     def choosing(self) -> "Settings":
         """Settings of the sparse pattern, adapted to documents if `data.has_documents`.
 
@@ -102,7 +103,8 @@ class Sizes:
     @property
     def audited_masks(self) -> list[tuple[int, int]]:
         """Layer and head of each mask that audits draw."""
-        return [tuple(map(int, text.split("."))) for text in self.audit.masks]
+        pairs = (text.split(".") for text in self.audit.masks)
+        return [(int(layer), int(head)) for layer, head in pairs]
 
     @property
     def sequence_unit(self) -> int:
