@@ -8,7 +8,7 @@ import numpy as np
 
 from mtraining_jax.data.files import first_line
 from mtraining_jax.errors import UserError
-from mtraining_jax.file_limits import LARGEST_TOKENIZER, check_size, read_json
+from mtraining_jax.file_limits import LARGEST_TOKENIZER, absence, check_size, read_json
 
 # End tokens of common model families; a vocabulary must have exactly one of them.
 _EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|end▁of▁sentence|>")
@@ -81,10 +81,13 @@ class HuggingFaceTokenizer:
         from tokenizers import Tokenizer as Backend
 
         self.name = str(path)
+        if (inside := Path(path) / "tokenizer.json").is_file():
+            raise UserError(f'data.tokenizer = "{self.name}" is a folder; use "{inside}"')
         if not Path(path).is_file():
+            why = absence(path) or "is not a file"
             raise UserError(
-                f'data.tokenizer = "{self.name}" is not a file: it must be "bytes" or the path of '
-                "a tokenizer.json"
+                f'data.tokenizer = "{self.name}" {why}; it must be "bytes" or the path of a '
+                "tokenizer.json"
             )
         check_size(path, LARGEST_TOKENIZER)
         try:

@@ -218,7 +218,7 @@ def open_token_file(path: Path, token_dtype: str) -> TokenFile:
     """Memory-maps a ``.npy`` file (1-D or 2-D integers) or a raw file.
 
     Args:
-        path: the file, not empty; anything without suffix ``.npy`` is raw.
+        path: the file, not empty: ``.npy``, or ``.bin`` for raw ids.
         token_dtype: NumPy type of the ids in raw files, little-endian.
 
     Raises:
@@ -226,7 +226,7 @@ def open_token_file(path: Path, token_dtype: str) -> TokenFile:
     """
     size = path.stat().st_size
     if path.suffix != ".npy":
-        _check_raw(path, size)
+        _check_raw(path)
         dtype = np.dtype(token_dtype).newbyteorder("<")
         if size % dtype.itemsize:
             raise UserError(
@@ -255,7 +255,7 @@ def open_token_file(path: Path, token_dtype: str) -> TokenFile:
     return TokenFile(Part(str(path), ids), shape[1] if len(shape) == 2 else None)
 
 
-def _check_raw(path: Path, size: int) -> None:
+def _check_raw(path: Path) -> None:
     """Rejects files of other types, which would otherwise be read as token ids."""
     try:
         with path.open("rb") as file:
@@ -270,6 +270,11 @@ def _check_raw(path: Path, size: int) -> None:
         raise UserError(
             f'data.paths: {path} is {found[0]}; data.source = "tokens" reads .npy files and raw '
             "token ids"
+        )
+    if path.suffix != ".bin":
+        raise UserError(
+            f"data.paths: {path} has neither the suffix .npy nor .bin; data.source = "
+            '"tokens" reads NumPy files and raw token ids'
         )
 
 
