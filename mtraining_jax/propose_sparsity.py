@@ -18,6 +18,7 @@ from mtraining_jax.errors import UserError, print_error
 from mtraining_jax.evaluation.cli import forwarded_options, token_count
 from mtraining_jax.sparsity import Settings
 from mtraining_jax.sparsity.setting_text import parse_settings, split_settings
+from mtraining_jax.text import print_text
 
 if TYPE_CHECKING:
     from mtraining_jax.evaluation.proposal import Measured
@@ -75,8 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:
         if {"-h", "--help"} & set(arguments):
-            print(_USAGE, end="")
-            return 0
+            return print_text(_USAGE)
         return _run(arguments)
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
