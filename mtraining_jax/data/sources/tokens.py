@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import numpy as np
 
 from mtraining_jax.data.corpus import Corpus, check_some_exact, windows
-from mtraining_jax.data.documents import named_eos
+from mtraining_jax.data.documents import eos_id, named_eos
 from mtraining_jax.data.files import first_line
 from mtraining_jax.data.packs import DocumentSpans
 from mtraining_jax.data.source import FileSource
@@ -85,7 +85,7 @@ class TokenFiles(FileSource):
             what += f", {counted(spans.lengths.shape[0], 'document')}"
         elif data.mode == "concat":
             # Reported, since rows of other lengths than a sequence are joined and split.
-            rows = {file.row_len for file in files} - {None, data.seq_len}
+            rows = {file.row_len for file in files if file.row_len is not None} - {data.seq_len}
             if rows:
                 what += f" with rows of {' or '.join(f'{n:,}' for n in sorted(rows))} joined"
             starts = windows(len(stream), data, what)
@@ -188,13 +188,14 @@ def read_lengths(path: Path, size: int) -> np.ndarray:
 
 def _needed_eos(file: TokenFile, data: "DataConfig") -> int:
     """data.eos, required to find the documents of a 1-D file."""
-    if data.eos is None:
+    eos = eos_id(data)
+    if eos is None:
         why = f'data.mode = "{data.mode}"' if data.mode != "concat" else "data.documents = true"
         raise UserError(
             f"data.eos is not set; {why} needs it to find the documents of {file.part.name}, "
             "which is 1-D: set it to the id of the end token"
         )
-    return data.eos
+    return eos
 
 
 def documents_between(ids: np.ndarray, eos: int) -> tuple[np.ndarray, np.ndarray]:
