@@ -57,11 +57,11 @@ def make_prefill(
         state: nnx.State, tokens: Array, positions: Array, prompt_len: Array, inputs: Any
     ) -> Prompt:
         model = nnx.merge(network.graphdef, state)
-        hidden, statistics, (keys, values) = model.keeping(
+        hidden, statistics, (keys, values) = model.forward(
             tokens,
             positions,
             network.attention(layout, pattern, prompt_len),
-            lambda k, v: (k, v),
+            capture_kv=lambda k, v: (k, v),
             attention_inputs=inputs,
             mesh=mesh,
             fsdp=network.fsdp,
