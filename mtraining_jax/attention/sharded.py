@@ -221,7 +221,8 @@ def _attend_on_shard(
 ) -> AttentionOutput:
     """Attention on one device's shards; `others` are the axes of other sequences and heads."""
     if isinstance(pattern, Pattern):
-        choice = choose(pattern, q, k, shards)
+        with jax.named_scope("selection"):
+            choice = choose(pattern, q, k, shards)
         if choice.index.by_rows != pattern.by_rows:
             raise ValueError(
                 f"{type(pattern).__name__}.by_rows={pattern.by_rows}, but it returned a "

@@ -144,7 +144,8 @@ class DecoderLayer(nnx.Module):
 
     def after_attention(self, x_BSE: Array, out_BSHD: Array) -> Array:
         x_BSE = checkpoint_name(x_BSE + self.self_attn.merge_heads(out_BSHD), POST_ATTENTION)
-        return x_BSE + self.mlp(self.post_attention_layernorm(x_BSE))
+        with jax.named_scope("mlp"):
+            return x_BSE + self.mlp(self.post_attention_layernorm(x_BSE))
 
 
 class Transformer(nnx.Module):
@@ -262,10 +263,12 @@ class Transformer(nnx.Module):
             parameters, layer_inputs = inputs
             parameters = compute_weights(parameters, dtype)
             x_BSE = checkpoint_name(x_BSE, RESIDUAL)
-            qkv = run_half_layer(DecoderLayer.before_attention, parameters, x_BSE, cos, sin)
+            with jax.named_scope("attention_inputs"):
+                qkv = run_half_layer(DecoderLayer.before_attention, parameters, x_BSE, cos, sin)
             qkv = checkpoint_name(qkv, QKV)
             extra = () if attention_inputs is None else (layer_inputs,)
-            out_BSHD, stats = attention(*qkv, *extra)
+            with jax.named_scope("attention"):
+                out_BSHD, stats = attention(*qkv, *extra)
             x_BSE = run_half_layer(DecoderLayer.after_attention, parameters, x_BSE, out_BSHD)
             stats = jax.lax.stop_gradient(jax.tree.map(_as_statistic, stats))
             return x_BSE, (stats, None if capture_kv is None else capture_kv(*qkv[1:]))
@@ -274,6 +277,7 @@ class Transformer(nnx.Module):
         x_BSE, (stats, captured) = jax.lax.scan(body, x_BSE, (layers, attention_inputs))
         return self.norm(x_BSE), stats, captured
 
+    @jax.named_scope("embedding")
     def _embed(self, tokens: Array, mesh: Mesh | None, fsdp: bool) -> Array:
         table_VE = self.embed_tokens.weight[...]
         spec = mesh and parameter_spec(self.spec.parameters["embed_tokens.weight"], mesh, fsdp)
