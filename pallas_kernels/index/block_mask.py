@@ -86,7 +86,7 @@ class BlockMaskIndex(Index):
         )
 
     def columns_from(self, start: Array) -> "BlockMaskIndex":
-        """Returns a copy without columns before blocks `start` (int32 [B, Hq, rows]) of each row."""
+        """Returns a copy without columns before each row's `start`, int32 [B, Hq, rows]."""
         if self.column_marks is None:
             return self
         start = jnp.broadcast_to(start, self.bits.shape[:-1]).astype(jnp.int32)

@@ -26,7 +26,7 @@ class DenseDocumentsIndex(Index):
 
     Attributes:
         first: int32 [B, Hq, NB], first block of each block's document; NB for a block without one,
-            which computes nothing. Equal for all heads, whose axis allows sharding.
+            which computes nothing. Equal for all heads; has their axis to be sharded.
         end: int32 [B, Hq, NB], one past the last block of the document; 0 without a document.
         block_size: g (static).
     """

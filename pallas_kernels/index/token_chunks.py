@@ -38,7 +38,7 @@ class TokenChunksIndex(Index):
         most: maximum number of chunks per query, including its own (static).
         block_size: g (static).
         first: int32 [B, Hq, rows], first block of each row's document, or NB if it has none. Equal
-            for all heads, whose axis allows sharding. None: no documents.
+            for all heads; has their axis to be sharded. None: no documents.
     """
 
     chosen: Array
