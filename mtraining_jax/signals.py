@@ -120,12 +120,14 @@ class StopSignals:
                 return
         self._heard += 1
         if self._heard > 1:
-            leave(128 + number, f"{name} received twice, exited immediately")
+            exit_immediately(128 + number, f"{name} received twice, exited immediately")
         if self._notify_jax is not None:
             self._notify_jax(signal.SIGTERM)
         if self._at_once and not self._together:
             self._timer = threading.Timer(
-                _PATIENCE, leave, (EXIT_STOPPED, f"{name} received before the first step")
+                _PATIENCE,
+                exit_immediately,
+                (EXIT_STOPPED, f"{name} received before the first step"),
             )
             self._timer.daemon = True
             self._timer.start()
@@ -138,7 +140,7 @@ class StopSignals:
             )
 
 
-def leave(status: int, sentence: str) -> NoReturn:
+def exit_immediately(status: int, sentence: str) -> NoReturn:
     """Exits the process immediately, from any thread, with a message on stderr."""
     with contextlib.suppress(OSError):
         os.write(2, f"stopped: {sentence}\n".encode())

@@ -1,8 +1,7 @@
 """Formulas for the memory of one device in a training step.
 
-Parameters, gradients, optimizer state and activations kept for the backward pass are exact.
 Temporary buffers are estimated as multiples of a layer's activations, by the number of arrays that
-XLA keeps alive at the peak of the backward pass (see `_layer`).
+XLA keeps alive at the peak of the backward pass (see `_layer`); all else is exact.
 """
 
 import dataclasses

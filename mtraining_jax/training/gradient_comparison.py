@@ -34,18 +34,12 @@ def make_gradient_comparison(
 ) -> Callable[[TrainState, Batch], dict[str, Array]] | None:
     """Builds a function that computes the gradients of one micro-batch, sparse and dense.
 
-    Args:
-        config: the run's configuration.
-        builder: builds the run's states.
-        mesh: axes ('data', 'node', 'device').
-        layout: token order of the run's batches.
-
     Returns:
-        A jitted function of a state (not donated) and a batch. It returns
-        `global_gradient_cosine`, the cosine of the two gradients of all trained parameters;
-        `global_gradient_ratio`, the norm of the sparse one over that of the dense one; and, where
-        layers are trained, `global_gradient_cosine_per_layer` fp32 [L]. NaN where the dense
-        gradient is 0. None if the run is dense or does not ask for it.
+        A jitted function of a state (not donated) and a batch, or None if the run is dense or does
+        not ask for it. The function returns `global_gradient_cosine`, the cosine of the two
+        gradients of all trained parameters; `global_gradient_ratio`, the norm of the sparse one
+        over that of the dense one; and, where layers are trained,
+        `global_gradient_cosine_per_layer` fp32 [L]. NaN where the dense gradient is 0.
     """
     if not config.audit.gradient_every or not config.sparsity.settings.sparse:
         return None

@@ -105,15 +105,11 @@ class GroupWork:
     def finish(self, metrics: MutableMapping[str, Any]) -> Record:
         """Passes the measurements of a step to the loader, and returns its imbalances.
 
-        Args:
-            metrics: metrics of the training step, on the host; pairs by length are removed.
-
-        Returns:
-            attention_imbalance_predicted and step_imbalance_predicted, the slowest replica over the
-            mean, from the densities known before the step. If pairs are counted by length, also
-            attention_imbalance and step_imbalance from the densities of the step itself, and
-            density_by_length (by class, None without documents). attention_ms_by_group if rates
-            for the model's head width are known.
+        Removes pairs by length from `metrics`. Returns attention_imbalance_predicted and
+        step_imbalance_predicted, the slowest replica over the mean, from the densities known before
+        the step. If pairs are counted by length, also attention_imbalance and step_imbalance from
+        the densities of the step itself, and density_by_length (None without documents).
+        Includes attention_ms_by_group if rates for the model's head width are known.
         """
         step = int(metrics["step"])
         lengths = self._under_way.pop(step)

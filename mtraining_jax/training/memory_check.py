@@ -33,18 +33,14 @@ def check_memory(
     On several GPUs such a step does not fail cleanly: one device has no memory, and the others
     wait for it in a collective forever. XLA allocates the temporary memory of a program as one
     block, so on a GPU the check tries to allocate that block: free memory may be fragmented, and
-    other programs may have taken some of it.
+    other programs may have taken some of it. CPU devices share the memory of the host; other
+    devices without memory statistics are assumed to have enough.
 
     Args:
         program: `jax.stages.Compiled`.
-        devices: local devices that the program runs on. CPU devices share the memory of the host;
-            other devices without memory statistics are assumed to have enough.
+        devices: local devices that the program runs on.
         what: name of the program, for the message.
         take: allocates a number of bytes on a device, and frees them.
-
-    Raises:
-        UserError: if a device has less free memory than the program needs in addition to its
-            arguments, or has it only in fragments.
     """
     sizes = program.memory_analysis()
     if sizes is None:

@@ -51,7 +51,7 @@ def resume_step(config: Config) -> int | None:
 
 
 def wait_for_resume_step(config: Config, step: int | None, seconds: float) -> int | None:
-    """Waits until this process sees the resume step of process 0; returns the step that it sees.
+    """Waits until this process sees the resume step of process 0; returns the one it sees.
 
     Network file systems may show a new checkpoint to other hosts only after a minute.
     """

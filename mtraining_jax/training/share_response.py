@@ -32,15 +32,12 @@ def share_at(base: float, further: np.ndarray) -> np.ndarray:
 class GroupDocuments:
     """The documents of one data-parallel replica in a step.
 
+    Documents with fewer tokens than `dense_below`, including padding, use dense attention.
+
     Attributes:
         lengths: int64 [d], real tokens.
         whole: bool [d], documents with dense attention.
         of_class: int64 [d], length class.
-
-    Args:
-        rows: token counts of the documents, integers [d] for each sequence.
-        block_size: g.
-        dense_below: documents with fewer tokens, including padding, use dense attention.
     """
 
     def __init__(self, rows: Sequence[np.ndarray], block_size: int, dense_below: int) -> None:
@@ -170,7 +167,7 @@ class ShareResponse:
         return {name: x.tolist() for name, x in dataclasses.asdict(self).items()}
 
     def of_state(self, state: dict[str, Any]) -> Self:
-        """Restores the result of `state`; raises a UserError if its sizes are not those of `self`."""
+        """Restores the result of `state`; raises a UserError if sizes differ from these."""
         try:
             found = {name: np.array(state[name], np.float64) for name in self.state()}
         except (KeyError, TypeError, ValueError) as error:

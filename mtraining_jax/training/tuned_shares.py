@@ -54,13 +54,8 @@ def tuned_shares(
 ) -> TunedShares:
     """Tunes the mass fractions of a step; the result is the same on every process.
 
-    Args:
-        documents: documents of each replica.
-        response: current estimate of densities.
-        assumed: float64 [K], densities at p0 by class, before any measurement.
-        bounds: bounds of the fraction.
-        anchor: "mean", "min" or "max".
-        size: sizes of the model's attention.
+    `assumed` are densities at p0 by class before any measurement, float64 [K]; `anchor` is "mean",
+    "min" or "max".
     """
     known = response.densities(assumed)
     untuned = np.array([_ms(own, known, 1.0, size) for own in documents])

@@ -86,16 +86,11 @@ class Tuner:
     def finish(self, metrics: Mapping[str, Any]) -> Record:
         """Learns from a finished step, and returns what was tuned in it.
 
-        Args:
-            metrics: metrics of the training step, on the host.
-
-        Returns:
-            tuned (name of the fraction); tuned_by_group [M] and tuned_per_layer [L], mean
-            fractions; infeasible, the fraction of replicas slower than the anchor even at the lower
-            bound. If replicas differ, these replace the values of `GroupWork`:
-            attention_imbalance and step_imbalance with the suffix _untuned (predicted at the
-            configured fraction), _predicted (at the tuned fractions) and without suffix (from the
-            measured densities), and attention_ms_by_group from the measured densities.
+        Returns tuned (name of the fraction); tuned_by_group [M] and tuned_per_layer [L], mean
+        fractions; infeasible, the fraction of replicas slower than the anchor even at the lower
+        bound. If replicas differ, these replace values of `GroupWork`: both imbalances with the
+        suffix _untuned (predicted at the configured fraction), _predicted (at the tuned fractions)
+        and without suffix (from the measured densities), and attention_ms_by_group.
         """
         step = int(metrics["step"])
         own = self._under_way.pop(step)

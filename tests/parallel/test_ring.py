@@ -90,7 +90,7 @@ def test_every_mesh_layout_and_ring(nodes, devices, kind, ring):
 
 @pytest.mark.parametrize(
     ("nodes", "devices", "kind", "ring"),
-    # The second is the only turning zigzag with steps between the first and the last.
+    # The second is the only rotating zigzag with steps between the first and the last.
     [(1, 4, "striped", "gather"), (1, 4, "zigzag", "flat")],
 )
 def test_dense_documents_are_causal_within_each(nodes, devices, kind, ring):

@@ -46,14 +46,12 @@ from pallas_kernels.index import Index, Segment
 class GatherPlans:
     """Work lists of a rank's kernels for both passes; one step covers the keys of one node.
 
+    Columns are gathered by the last forward step and returned by the first backward step; these
+    have plans with columns (`first_with_columns`, `last_with_columns`) unless there is one step.
+
     Attributes:
         own: the rank's own keys, if processed separately from the node's; else None.
-        first: the first step; with columns if it is the only step.
-        later: the other steps, stacked; None if there are none.
-        first_with_columns: the first step of the backward pass with columns, so that column
-            gradients travel during the following steps. None if `first` is used instead.
-        last_with_columns: the last step of the forward pass with columns, when the columns of
-            other nodes have arrived. None if `first` or `later` is used instead.
+        later: the steps after the first, stacked; None if there are none.
         column_positions: positions of columns in the node's shards, or None.
     """
 

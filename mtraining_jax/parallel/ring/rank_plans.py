@@ -28,11 +28,8 @@ def segment_pairs(layout: Layout) -> list[tuple[int, int]]:
 class RankPlanner:
     """Plans the attention of this rank's queries to the keys it receives.
 
-    Args:
-        topology: the ring.
-        index: pairs to compute, in global positions; only this rank's rows if `by_rows`.
-        q: [B, n, Hq, D], this rank's queries; only shape and dtype are read, as for k.
-        k: [B, n, Hk, D], this rank's keys.
+    Only shapes and dtypes of q and k are read. The index has global positions; if `by_rows`, only
+    this rank's rows.
     """
 
     def __init__(self, topology: RingTopology, index: Index, q: Array, k: Array):

@@ -36,9 +36,7 @@ class RotationPlans:
 
     Attributes:
         steps: every step, without columns, with leading axes [outer size, inner size].
-        first: the first step of the backward pass with columns, so that column gradients travel
-            during the following steps. None without columns.
-        last: the last step of the forward pass with columns. None without columns.
+        first, last: first backward and last forward step, with columns; None without columns.
         column_positions: positions of columns in this rank's shard, or None.
     """
 
@@ -49,7 +47,7 @@ class RotationPlans:
 
 
 def plan_rotation(topology: RingTopology, index: Index, q: Array, k: Array) -> RotationPlans:
-    """Plans all steps of a turning ring; arguments as in `RankPlanner`."""
+    """Plans all steps of a rotating ring; arguments as in `RankPlanner`."""
     planner = RankPlanner(topology, index, q, k)
 
     def of_step(outer: Array | int, inner: Array | int, with_columns: bool = False) -> StepPlans:
@@ -173,8 +171,8 @@ def _rotate(
 def _rotate_back(size: int, shift: Callable, steps: StepPlans, kv: Pair, dq: list, visit: Callable):
     """Runs one turn of keys, values and the gradients that they collect.
 
-    `visit` maps (plans, kv, dq, first) to dq, this rank's contribution to (dk, dv) of the visiting
-    keys and values, and column gradients or None. Returns the same for this rank's own keys.
+    `visit` maps (plans, kv, dq, first) to dq, this rank's (dk, dv) of the visiting keys and values,
+    and column gradients or None. Returns the same for this rank's own keys.
     """
     first = step_of(steps, 0)
     if size == 1:

@@ -18,22 +18,16 @@ class RingTopology:
     """Static description of a ring; usable inside `shard_map` over `axis_names`.
 
     In general two rings are nested: in each of `outer_size` steps, keys and values pass once
-    around the inner axis while those of the next node travel along the outer axis. A flat ring has
-    one outer step.
+    around the inner axis while those of the next node travel along the outer axis.
 
     Attributes:
         layout: layout of the sequence; `layout.num_ranks` must be the product of the sizes.
-        axis_names: mesh axes of the sequence, slowest first.
-        axis_sizes: their sizes.
+        axis_names, axis_sizes: mesh axes of the sequence, slowest first.
         ring: "hierarchical": two nested rings (one ring with a single axis). "flat": one ring over
             all axes. "gather": a ring over the outer axis; in each step the devices along the inner
             axis all-gather their keys and values.
         scale: scale of the logits; None is 1/sqrt(D).
         backend: kernel backend; None is the fastest available one.
-
-    Raises:
-        UserError: if `ring` is unknown.
-        ValueError: if the sizes do not match the names or the layout.
     """
 
     layout: Layout

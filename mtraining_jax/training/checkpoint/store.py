@@ -32,13 +32,7 @@ def newest_step(folder: Path) -> int | None:
 
 
 class Checkpoints:
-    """The checkpoints of one run.
-
-    Args:
-        folder: their folder, created if missing.
-        keep: number of newest checkpoints to keep; older ones are deleted.
-        async_save: whether to write in the background.
-    """
+    """The checkpoints of one run in `folder`, which keeps the newest `keep` of them."""
 
     def __init__(self, folder: Path, *, keep: int, async_save: bool) -> None:
         self.folder = folder.absolute()

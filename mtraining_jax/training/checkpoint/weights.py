@@ -17,9 +17,7 @@ _PARAMETERS = "parameters"
 def read_record(folder: Path, step: int) -> dict[str, Any]:
     """Reads the record of a checkpoint: `config`, `loader`, `shapes` and `checksums`.
 
-    Args:
-        folder: folder of the run's checkpoints. It is not changed, so the run may still be active.
-        step: step of the checkpoint.
+    The folder of the checkpoints is not changed, so the run may still be active.
 
     Raises:
         UserError: if the checkpoint is unreadable or damaged.

@@ -24,8 +24,8 @@ from mtraining_jax.training.run_lock import only_run_in
 def run(config: Config, signals: StopSignals | None = None) -> list[Record]:
     """Trains according to a configuration, from the newest checkpoint if there is one.
 
-    The output folder is checked before any device is used, and everything else that can be checked
-    before the first step. With several processes, the first prints and writes metrics.
+    Everything that can be checked is checked before the first step. With several processes, the
+    first prints and writes metrics.
 
     Args:
         config: a validated configuration; JAX's platform is already set.
@@ -33,8 +33,7 @@ def run(config: Config, signals: StopSignals | None = None) -> list[Record]:
             several processes SIGTERM stops all of them after a step.
 
     Returns:
-        On all processes, the records of the steps that this call took, as in metrics.jsonl; at
-        most the last 1000.
+        On all processes, the records of at most the last 1000 steps of this call.
 
     Raises:
         UserError: for any error that the user can correct, before or during the run.

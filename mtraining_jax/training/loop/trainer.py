@@ -21,7 +21,7 @@ from mtraining_jax.reporting.banner import ParameterCount, banner
 from mtraining_jax.reporting.history import History
 from mtraining_jax.reporting.progress import Display
 from mtraining_jax.reporting.writers import open_writers
-from mtraining_jax.signals import EXIT_STUCK, Stopped, StopSignals, leave
+from mtraining_jax.signals import EXIT_STUCK, Stopped, StopSignals, exit_immediately
 from mtraining_jax.training import distributed
 from mtraining_jax.training.agreement import check_same_data
 from mtraining_jax.training.build import build_layout, build_mesh, build_pattern
@@ -273,7 +273,7 @@ class Trainer:
         return f"{what} at step {self._step}; {self._way_to_resume()}"
 
     def _leave(self, sentence: str) -> None:
-        leave(EXIT_STUCK, f"{sentence}; {self._way_to_resume()}")
+        exit_immediately(EXIT_STUCK, f"{sentence}; {self._way_to_resume()}")
 
     def _way_to_resume(self) -> str:
         newest = self._newest_checkpoint()

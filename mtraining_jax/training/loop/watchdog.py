@@ -42,10 +42,8 @@ class HangWatchdog:
         limit: seconds that a step or block may take, `run.step_timeout_seconds`.
         report: prints a message.
         leave: ends the process with a message, from another thread; None only prints it.
-        slow: seconds before a warning, given the longest earlier step (None for the first step
-            and for other work).
-        clock: returns seconds.
-        tick: longest sleep of the thread, seconds.
+        slow: seconds before a warning, given the longest earlier step; None for other work.
+        clock, tick: a function that returns seconds; longest sleep of the thread in seconds.
     """
 
     def __init__(
