@@ -71,9 +71,8 @@ def fused_work(
 
     `item_heads` is the maximum number of query heads per item of key blocks (a divisor of the group
     size is used), None for the whole group. Fewer heads give more and shorter items, and their
-    dk and dv must be added in memory. After `wave` items of a sequence come as many of the next one (0:
-    all); with the number of multiprocessors, items of a wave process the same rows at the same
-    time.
+    dk and dv must be added in memory. After `wave` items of a sequence come as many of the next one
+    (0: all); with the number of multiprocessors, items of a wave process the same rows at once.
     """
     group = heads // kv_heads
     step = max(n for n in range(1, group + 1) if group % n == 0 and n <= (item_heads or group))
