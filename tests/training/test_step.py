@@ -1,4 +1,5 @@
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -63,11 +64,22 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def dense(folder):
-    """DeviceBatches of 4 without accumulation on 1 x 2 x 2 devices, dense."""
+    """Batches of 4 without accumulation on 1 x 2 x 2 devices, dense."""
     config = untied(folder, data={"batch_size": 4}, sparsity={"kind": "dense"})
     parts = Parts(config)
     metrics, state = parts.train(3)
     return parts, metrics, state
+
+
+def test_the_parts_of_a_step_have_names_in_traces(tmp_path):
+    config = tiny_config(tmp_path)
+    parts = Parts(config)
+    state = parts.builder.abstract()
+    text = parts.step.lower(state, next(parts.batches)).as_text(debug_info=True)
+    parts.batches.close()
+    scopes = set(re.findall(r"\w+", " ".join(re.findall(r'loc\("([^"]*)"', text))))
+    names = {"embedding", "attention_inputs", "attention", "selection", "mlp", "loss", "optimizer"}
+    assert names | {"ring_plans", "ring_forward", "ring_backward"} <= scopes
 
 
 def test_loss_falls_and_metrics_are_complete(dense):
