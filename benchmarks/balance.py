@@ -84,7 +84,7 @@ class Setting:
     @property
     def dense_below(self) -> int:
         """Tokens of a document, padding included, from which on pairs are chosen."""
-        return self.config.choosing.dense_below
+        return self.config.sparsity.settings.dense_below
 
     @functools.cached_property
     def rest_ms(self) -> float:

@@ -52,6 +52,7 @@ class DrawnLists(Pattern):
     """
 
     by_rows = True
+    reads_documents = True
     chooses = False
     density_name = "drawn density"
 
@@ -63,10 +64,6 @@ class DrawnLists(Pattern):
     def __post_init__(self) -> None:
         check_limits(self)
 
-    def for_documents(self) -> "DrawnLists":
-        """The pattern itself."""
-        return self
-
     def kept_share(self) -> KeptShare:
         """`tau`."""
         return KeptShare("tau", _SHARE_BITS)
@@ -75,7 +72,7 @@ class DrawnLists(Pattern):
         """That of a document of 32768 tokens."""
         return balance.DENSITY, f"drawn by length; {balance.DENSITY:g} at {balance.AT} tokens"
 
-    def capacities(self, num_blocks: int) -> tuple[int, int]:
+    def capacities(self, num_blocks: int, documents: bool = False) -> tuple[int, int]:
         """A bit for each block."""
         return num_blocks * -(-num_blocks // 32), 0
 

@@ -107,7 +107,7 @@ def main(argv: list[str] | None = None) -> str:
             tell((f"{kind.replace('_', ' ')}, {name}", *cells))
     lines += ["", "Choosing, from queries and keys to bits:", "", *_header(_CHOICE)]
     for kind in args.choose:
-        every, long = (_choice(args, _CHOSEN[kind](x).for_documents()) for x in (BLOCK, 8192))
+        every, long = (_choice(args, _CHOSEN[kind](x)) for x in (BLOCK, 8192))
         first = _choice(args, _CHOSEN[kind](BLOCK))(inputs, None)
         for name, lengths in chosen.items():
             times = first, first

@@ -112,20 +112,19 @@ def attend(
     """
     if shares is not None and isinstance(pattern, Index):
         raise ValueError("shares override the mass fraction of a pattern, but pattern is an index")
-    if documents is not None and isinstance(pattern, Pattern):
-        pattern = pattern.for_documents()
     placement = way.placement
     others = shared_axes((*placement.batch, *placement.heads))
     arrays, static = split(pattern)
     heads = P(placement.batch, placement.sequence, placement.heads)
     per_head = P(placement.batch, placement.heads)
     rows = P(placement.batch, placement.heads, placement.sequence)
-    of_index = rows if pattern.by_rows else per_head
+    by_rows = _by_rows(pattern, documents)
+    of_index = rows if by_rows else per_head
     array_spec = of_index if isinstance(pattern, Index) else P(placement.heads)
     of_batch = P(placement.batch)
     in_specs = heads, heads, heads, array_spec, P(), P(), of_batch, of_batch
     out_specs = Attended(heads, rows, of_index, P(), of_batch)
-    order = _order_of_rows(way) if pattern.by_rows else None
+    order = _order_of_rows(way) if by_rows else None
     if order is not None and isinstance(pattern, Index):
         arrays = [placement.take(x, order, axis=2) for x in arrays]
 
@@ -168,6 +167,12 @@ def attend(
         return found
     back = functools.partial(placement.take, order=np.argsort(order), axis=2)
     return found._replace(index=jax.tree.map(back, found.index))
+
+
+def _by_rows(pattern: Pattern | Index, documents: DocumentBlocks | None) -> bool:
+    if isinstance(pattern, Index):
+        return pattern.by_rows
+    return pattern.row_sharded(documents is not None)
 
 
 def _run(placement: Placement, in_specs: tuple, function: Callable, args: tuple) -> Any:
@@ -219,9 +224,10 @@ def _local(
     """Runs `attend` on one device's shards; `others` are the axes of other sequences and heads."""
     if isinstance(pattern, Pattern):
         choice = choose(pattern, q, k, shards)
-        if choice.index.by_rows != pattern.by_rows:
+        by_rows = _by_rows(pattern, shards.documents)
+        if choice.index.by_rows != by_rows:
             raise ValueError(
-                f"{type(pattern).__name__}.by_rows={pattern.by_rows}, but it returned a "
+                f"{type(pattern).__name__}.by_rows={by_rows}, but it returned a "
                 f"{type(choice.index).__name__} with by_rows={choice.index.by_rows}; "
                 "they must be equal"
             )

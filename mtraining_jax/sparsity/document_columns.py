@@ -9,8 +9,8 @@ import dataclasses
 import jax.numpy as jnp
 from jax import Array, lax
 
-from mtraining_jax.sparsity import document_slots, estimate, row_columns, select
-from mtraining_jax.sparsity.document_slots import DocumentSlots, OwnBlocks
+from mtraining_jax.sparsity import document_scores, estimate, row_columns, select
+from mtraining_jax.sparsity.document_scores import OwnBlocks
 from mtraining_jax.sparsity.pattern import Shards
 from mtraining_jax.sparsity.row_rule import RowRule
 from mtraining_jax.sparsity.spans import PackedSpans
@@ -20,7 +20,7 @@ def heaviest_columns(
     q: Array,
     k: Array,
     shards: Shards,
-    slots: DocumentSlots,
+    slots: PackedSpans,
     block_size: int,
     count: int,
     rule: RowRule,
@@ -38,10 +38,10 @@ def heaviest_columns(
         int32 [B, Hq, E, C], global positions, ascending, padded with S; replicated.
     """
     batch, heads, num_blocks = q.shape[0], q.shape[2], shards.num_blocks
-    num_slots, seq_len = slots.first.shape[1], num_blocks * block_size
+    num_slots, seq_len = slots.slots, num_blocks * block_size
     places = row_columns.spread_places(seq_len, slots.tokens[..., None])  # [B, E, u]
     positions = slots.first[..., None] * block_size + places
-    rows_of = document_slots.queries_of(q, jnp.clip(positions, 0, seq_len - 1), shards)
+    rows_of = document_scores.queries_of(q, jnp.clip(positions, 0, seq_len - 1), shards)
     every = dataclasses.replace(
         shards, block_ids=jnp.arange(num_blocks, dtype=jnp.int32), axis_names=()
     )
@@ -59,7 +59,7 @@ def heaviest_columns(
     def statistics(*of_block: Array) -> tuple[Array, ...]:
         return look(lambda logits, _: row_columns.in_block(logits, scale), *of_block)
 
-    peak, total = document_slots.joined(*blocks.map(statistics), blocks.slot, num_slots, scale, ())
+    peak, total = document_scores.joined(*blocks.map(statistics), blocks.slot, num_slots, scale, ())
 
     def masses(k: Array, slot: Array, place: Array, entry: Array) -> tuple[Array, ...]:
         distance = places[entry, slot] // block_size - place
@@ -72,7 +72,7 @@ def heaviest_columns(
         return look(of_keys, k, slot, place, entry)
 
     mass = blocks.map(masses)[0].swapaxes(1, 2).reshape(batch * heads, num_blocks, block_size)
-    spans = PackedSpans(*(jnp.repeat(x, heads, axis=0) for x in slots))
+    spans = slots.repeat(heads)
     kept, _ = select.kept_entries(
         mass.astype(jnp.uint32), select.Rule(0, jnp.full_like(spans.tokens, count)), spans
     )
@@ -88,7 +88,7 @@ def masses_without(
     k: Array,
     places: Array,
     tokens: Array,
-    slots: DocumentSlots,
+    slots: PackedSpans,
     shards: Shards,
     block_size: int,
     *,

@@ -11,20 +11,20 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from mtraining_jax.sparsity import document_slots, estimate, exchange, flex_steps
-from mtraining_jax.sparsity.document_choice import by_distance
-from mtraining_jax.sparsity.document_slots import DocumentSlots
+from mtraining_jax.sparsity import document_scores, estimate, exchange, flex_steps
+from mtraining_jax.sparsity.document_scores import by_distance
+from mtraining_jax.sparsity.last_queries import on_diagonals
 from mtraining_jax.sparsity.pattern import Shards
 from mtraining_jax.sparsity.spans import PackedSpans
 
 
 def last_attention(
-    q_last: Array, k: Array, slots: DocumentSlots, shards: Shards, gamma: float
+    q_last: Array, k: Array, slots: PackedSpans, shards: Shards, gamma: float
 ) -> flex_steps.LastAttention:
     """Computes masses of columns and diagonals of each document from its last queries.
 
     Args:
-        q_last: [B, E, Hq, g, D], from `document_slots.last_queries`.
+        q_last: [B, E, Hq, g, D], from `document_scores.last_queries`.
         k: [B, n, Hk, D], local keys.
         slots: the documents, of at least g tokens each.
         shards: the shards of the sequence.
@@ -41,11 +41,13 @@ def last_attention(
     parts = []
     for number, ends in enumerate(tokens):
         own = q_last[:, :, :, size - (number + 1) * count : size - number * count]
-        parts += document_slots.softmax_scores(own, k, slots._replace(tokens=ends), shards)
+        parts += document_scores.softmax_scores(
+            own, k, dataclasses.replace(slots, tokens=ends), shards
+        )
     where = shards.block_ids, shards.num_blocks, shards.axis_names
     whole, _ = exchange.to_heads(parts, *where)
     entries = exchange.entries_of(batch, heads, shards.axis_names)
-    spans = PackedSpans(*(x[entries] for x in slots))
+    spans = slots.rows(entries)
     masses = 0
     for number, ends in enumerate(tokens):
         columns, own, tails = whole[3 * number : 3 * number + 3]
@@ -56,7 +58,7 @@ def last_attention(
 
 
 def distances(
-    q_last: Array, k: Array, slots: DocumentSlots, shards: Shards, block_masses: Array
+    q_last: Array, k: Array, slots: PackedSpans, shards: Shards, block_masses: Array
 ) -> Array:
     """Variant of `flex_steps.distances` for each document: fp32 [B, Hq, E].
 
@@ -66,7 +68,7 @@ def distances(
     """
     size, dim = q_last.shape[-2:]
     means = estimate.ordered_sum(q_last.astype(jnp.float32)) / jnp.float32(size)  # [B, E, Hq, D]
-    held = jnp.minimum(slots.of_block, slots.first.shape[1] - 1)
+    held = jnp.minimum(slots.of_block, slots.slots - 1)
     own = jax.vmap(lambda means, slot: means[slot])(means, held)  # [B, NB, Hq, D]
     keys = flex_steps.key_means(k, shards).swapaxes(1, 2)  # [B, NB, Hk, D]
     # Each block is a separate product, with the last queries of its document only.
@@ -82,8 +84,8 @@ def distances(
         .swapaxes(1, 2)
     )
     rows = logits.reshape(-1, logits.shape[-1])
-    spans = of_heads(slots, logits.shape[1])
-    lowest = jnp.full((rows.shape[0], slots.first.shape[1] + 1), -jnp.inf)
+    spans = slots.repeat(logits.shape[1])
+    lowest = jnp.full((rows.shape[0], slots.slots + 1), -jnp.inf)
     row = jnp.arange(rows.shape[0], dtype=jnp.int32)[:, None]
     peaks = spans.spread(lowest.at[row, spans.of_block].max(rows)[:, :-1])
     terms = estimate.relative_exp(rows, peaks, shards.scale_for(dim))
@@ -92,7 +94,7 @@ def distances(
 
 
 def kept_blocks(
-    found: flex_steps.LastAttention, counts: Array, slots: DocumentSlots, shards: Shards
+    found: flex_steps.LastAttention, counts: Array, slots: PackedSpans, shards: Shards
 ) -> Array:
     """Returns the blocks on each document's columns and diagonals of largest mass.
 
@@ -107,18 +109,9 @@ def kept_blocks(
         other documents than the row's.
     """
     _, batch, heads, num_blocks = found.masses.shape
-    spans = of_heads(slots, heads)
+    spans = slots.repeat(heads)
     flat = found.masses.reshape(2, -1, num_blocks), counts.reshape(2, batch * heads, -1)
     kept = flex_steps.largest(*flat, spans).reshape(found.masses.shape)
     columns, diagonals = kept
-    rows, blocks = shards.block_ids, jnp.arange(num_blocks, dtype=jnp.int32)
-    # Row r sees key block c if diagonal r - c of its document, at block first + r - c, is kept.
-    first = shards.documents.of(rows).first[..., None]
-    place = jnp.clip(first + rows[:, None] - blocks, 0, num_blocks - 1)
-    on_diagonals = jax.vmap(lambda kept, place: kept[:, place])(diagonals, place)
-    return columns[:, :, None] | on_diagonals
-
-
-def of_heads(slots: DocumentSlots, heads: int) -> PackedSpans:
-    """Returns the documents of rows b * Hq + h."""
-    return PackedSpans(*(jnp.repeat(x, heads, axis=0) for x in slots))
+    first = shards.first_blocks(shards.block_ids)
+    return columns[:, :, None] | on_diagonals(diagonals, first, shards.block_ids)

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from mtraining_jax.sparsity import exchange
-from mtraining_jax.sparsity.document_slots import DocumentSlots
 from mtraining_jax.sparsity.pattern import Shards
 from mtraining_jax.sparsity.row_rule import first_of
+from mtraining_jax.sparsity.spans import PackedSpans
 from pallas_kernels.index import bits as sets
 
 _GAMMA_BITS = 15
@@ -77,12 +77,12 @@ class Rows(NamedTuple):
     """
 
     shards: Shards
-    slots: DocumentSlots | None
+    slots: PackedSpans | None
 
     @property
     def sequences(self) -> int:
         """E."""
-        return 1 if self.slots is None else self.slots.first.shape[1]
+        return 1 if self.slots is None else self.slots.slots
 
     def spread(self, x: Array) -> Array:
         """Looks up [B, Hq, E] for the sequence of each row: broadcasts with [B, Hq, n]."""

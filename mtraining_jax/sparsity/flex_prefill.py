@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from mtraining_jax.limits import check_limits, limited
 from mtraining_jax.sparsity.assumed_density import density_of_lists
-from mtraining_jax.sparsity.pattern import Choice, Pattern, Shards
+from mtraining_jax.sparsity.pattern import Choice, Pattern, Shards, blocks_of, most_documents
 
 if TYPE_CHECKING:
     from jax import Array
@@ -57,6 +57,7 @@ class FlexPrefill(Pattern):
     """
 
     by_rows = True
+    reads_documents = True
 
     gamma: limited(float, gt=0, le=1) = 0.9
     js_threshold: limited(float, ge=0, le=1) = 0.1
@@ -112,21 +113,22 @@ class FlexPrefill(Pattern):
         """Selects lists per document; dense documents do not count in `query_aware`."""
         import jax.numpy as jnp
 
-        from mtraining_jax.sparsity import document_flex, document_slots, flex_steps
+        from mtraining_jax.sparsity import document_flex, document_scores, flex_steps
         from mtraining_jax.sparsity.flex_cut import Rows
+        from mtraining_jax.sparsity.spans import PackedSpans
         from pallas_kernels.index import BlockMaskIndex
 
         least = max(self._blocks(self.dense_below), self._dense_blocks() + 1)
         documents = shards.documents.dense_below(least)
         shards = dataclasses.replace(shards, documents=documents)
-        slots = document_slots.DocumentSlots.of(documents, max(shards.num_blocks // least, 1))
-        q_last = document_slots.last_queries(q, slots, shards, self.block_size)
+        slots = PackedSpans.of(documents, most_documents(shards.num_blocks, least))
+        q_last = document_scores.last_queries(q, slots, shards, self.block_size)
         found = document_flex.last_attention(q_last, k, slots, shards, self.gamma)
         aware = jnp.zeros(found.tokens.shape[1:], bool)  # [B, Hq, E]
         if self.js_threshold:
             distance = document_flex.distances(q_last, k, slots, shards, found.masses[0])
             aware = distance < self.js_threshold
-        counts = self._counts(found.tokens, aware, slots.blocks[:, None])
+        counts = self._counts(found.tokens, aware, slots.length[:, None])
         listed = document_flex.kept_blocks(found, counts, slots, shards)
         if self.js_threshold:
             pooled = flex_steps.pooled_lists(q, k, shards, self.gamma, slots)
@@ -137,9 +139,6 @@ class FlexPrefill(Pattern):
         aware = (aware & (slots.tokens > 0)[:, None]).sum(-1, dtype=jnp.int32)
         share = aware.astype(jnp.float32) / jnp.maximum(slots.count(), 1)[:, None]
         return Choice(index, {"query_aware": share})
-
-    def for_documents(self) -> "FlexPrefill":
-        return self
 
     def _counts(self, tokens: "Array", aware: "Array", num_blocks: "int | Array") -> "Array":
         """Returns the number of column blocks and of diagonals to keep per sequence."""
@@ -156,7 +155,7 @@ class FlexPrefill(Pattern):
         return max(2, self._blocks(self.min_budget))
 
     def _blocks(self, tokens: int) -> int:
-        return -(-tokens // self.block_size)
+        return blocks_of(tokens, self.block_size)
 
     def describe(self) -> str:
         return f"FlexPrefill, gamma {self.gamma:g}, query-aware below {self.js_threshold:g}"
@@ -169,6 +168,6 @@ class FlexPrefill(Pattern):
         # 1/g^2: one product per pair of blocks; the last queries are few.
         return 1 / self.block_size**2 if self.js_threshold else 0.0
 
-    def capacities(self, num_blocks: int) -> tuple[int, int]:
+    def capacities(self, num_blocks: int, documents: bool = False) -> tuple[int, int]:
         # One bit per block; ranks share the rows.
         return num_blocks * -(-num_blocks // 32), 0

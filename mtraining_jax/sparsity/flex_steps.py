@@ -10,10 +10,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from mtraining_jax.sparsity import estimate, exchange, pooling, row_scores, select
-from mtraining_jax.sparsity.document_slots import DocumentSlots
 from mtraining_jax.sparsity.flex_cut import Rows, largest_within
 from mtraining_jax.sparsity.pattern import Shards
-from mtraining_jax.sparsity.spans import OneSpan, Spans
+from mtraining_jax.sparsity.spans import OneSpan, PackedSpans, Spans
 
 # Queries per pass of the estimate: what its kernels support.
 _QUERIES = 64
@@ -172,7 +171,7 @@ def distances(q: Array, k: Array, shards: Shards, block_masses: Array) -> Array:
 
 
 def pooled_lists(
-    q: Array, k: Array, shards: Shards, gamma: float, slots: DocumentSlots | None = None
+    q: Array, k: Array, shards: Shards, gamma: float, slots: PackedSpans | None = None
 ) -> Array:
     """Marks the largest entries of pooled attention over all rows, within gamma of the total.
 
@@ -203,7 +202,7 @@ def pooled_lists(
     )
     mass = jnp.round(shares * estimate.MASS_ONE).astype(jnp.uint32)
     if slots is not None:
-        num_rows = slots.blocks[:, None]
+        num_rows = slots.length[:, None]
     elif shards.valid_len is None:
         num_rows = shards.num_blocks
     else:

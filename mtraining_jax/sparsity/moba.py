@@ -41,6 +41,7 @@ class MoBA(Pattern):
     """
 
     by_rows = True
+    reads_documents = True
 
     chunk_size: limited(int, ge=1) = 4096
     top_k: limited(int, ge=1) = 12
@@ -80,9 +81,6 @@ class MoBA(Pattern):
             index = dataclasses.replace(index, first=first)
         return Choice(index)
 
-    def for_documents(self) -> "MoBA":
-        return self
-
     def describe(self) -> str:
         return f"MoBA, {self.top_k} chunks of {self.chunk_size} tokens per query"
 
@@ -101,7 +99,7 @@ class MoBA(Pattern):
         # One product per query and chunk, of two per pair.
         return 1 / self.chunk_size
 
-    def capacities(self, num_blocks: int) -> tuple[int, int]:
+    def capacities(self, num_blocks: int, documents: bool = False) -> tuple[int, int]:
         # One bit per query and chunk, and a number per row of blocks; ranks share the rows.
         chunks = -(-num_blocks * self.block_size // self.chunk_size)
         return num_blocks * (self.block_size * -(-chunks // 32) + 1), 0

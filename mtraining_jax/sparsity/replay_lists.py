@@ -12,6 +12,8 @@ from mtraining_jax.sparsity.pattern import Choice, Pattern, Shards
 if TYPE_CHECKING:
     from jax import Array
 
+    from pallas_kernels.index import Index
+
 
 @dataclasses.dataclass(frozen=True)
 class ReplayLists(Pattern):
@@ -35,6 +37,7 @@ class ReplayLists(Pattern):
 
     arrays = ("thresholds", "salts")
     by_rows = True
+    reads_documents = True
     chooses = False
 
     thresholds: "Array"
@@ -44,9 +47,6 @@ class ReplayLists(Pattern):
     local_blocks: int
     block_size: int
 
-    def for_documents(self) -> "ReplayLists":
-        return self
-
     def choose(self, q: "Array", k: "Array", shards: Shards) -> Choice:
         """Returns the replayed lists, and the density of the index selected by `estimate`.
 
@@ -55,22 +55,14 @@ class ReplayLists(Pattern):
         """
         import jax.numpy as jnp
 
-        from mtraining_jax.sparsity.exchange import rows_of
-        from mtraining_jax.sparsity.metrics import density
         from pallas_kernels.index import BlockMaskIndex
 
-        batch, num_blocks = q.shape[0], shards.num_blocks
-        statistics, never = {}, jnp.zeros((batch, q.shape[2]), bool)
+        num_blocks = shards.num_blocks
+        statistics, never = {}, jnp.zeros((q.shape[0], q.shape[2]), bool)
         if self.estimate is not None:
-            estimate = self.estimate
-            if shards.documents is not None:
-                estimate = estimate.for_documents()
-            chosen = estimate.choose(q, k, shards).index
-            rows = rows_of(shards.block_ids, shards.axis_names)
-            share = density(chosen, num_blocks * self.block_size, rows, shards.documents)
-            statistics["estimated_density"] = share.mean(dtype=jnp.float32)
+            selected, statistics = estimated(self.estimate, q, k, shards)
             # A count is at least 0, which the compiler does not know.
-            never = chosen.budgets()["blocks"] < 0
+            never = selected.budgets()["blocks"] < 0
         rows, blocks = shards.block_ids[:, None], jnp.arange(num_blocks, dtype=jnp.int32)
         sinks, documents = blocks < self.sink_blocks, shards.documents
         if documents is not None:
@@ -85,6 +77,21 @@ class ReplayLists(Pattern):
             own = documents.causal_blocks(shards.block_ids, num_blocks)
             index = dataclasses.replace(index, bits=index.bits & own)
         return Choice(index, statistics)
+
+
+def estimated(
+    pattern: Pattern, q: "Array", k: "Array", shards: Shards
+) -> "tuple[Index, dict[str, Array]]":
+    """Selects an index, and returns it with the statistic of its density."""
+    import jax.numpy as jnp
+
+    from mtraining_jax.sparsity.exchange import rows_of
+    from mtraining_jax.sparsity.metrics import density
+
+    index = pattern.choose(q, k, shards).index
+    rows = rows_of(shards.block_ids, shards.axis_names)
+    share = density(index, shards.num_blocks * index.block_size, rows, shards.documents)
+    return index, {"estimated_density": share.mean(dtype=jnp.float32)}
 
 
 def probabilities(

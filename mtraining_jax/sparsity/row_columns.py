@@ -11,7 +11,6 @@ from jax import Array, lax
 from mtraining_jax.sparsity import estimate, exchange, row_scores, select
 from mtraining_jax.sparsity.pattern import Shards
 from mtraining_jax.sparsity.row_rule import RowRule
-from mtraining_jax.sparsity.sampled_rows import by_blocks
 from pallas_kernels.tiles import gather_columns
 
 # Probe queries for columns, evenly spaced over the sequence.
@@ -177,7 +176,7 @@ def left_over(
     """
     masses, levels = row_scores.block_masses(
         rows,
-        by_blocks(k, block_size),
+        row_scores.by_blocks(k, block_size),
         places,
         first_blocks,
         scale=shards.scale_for(rows.shape[-1]),

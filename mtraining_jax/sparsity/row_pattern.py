@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from mtraining_jax.limits import check_limits, limited
 from mtraining_jax.sparsity.assumed_density import density_of_lists
-from mtraining_jax.sparsity.pattern import Choice, KeptShare, Pattern, Shards
+from mtraining_jax.sparsity.pattern import Choice, KeptShare, Pattern, Shards, blocks_of
 
 if TYPE_CHECKING:
     from jax import Array
@@ -53,6 +53,7 @@ class RowPattern(Pattern):
     """
 
     by_rows = True
+    reads_documents = True
 
     tau: limited(float, gt=0, le=1) = 0.9
     sink_blocks: limited(int, ge=0) = 1
@@ -110,7 +111,7 @@ class RowPattern(Pattern):
             self.sink_blocks,
             self.local_blocks,
             self.least_share,
-            -(-self.dense_start // self.block_size),
+            blocks_of(self.dense_start, self.block_size),
             self.random_share,
             self._rows_at_end(shards) if self.dense_end else None,
         )
@@ -142,9 +143,8 @@ class RowPattern(Pattern):
 
         check_choice(q, k, shards, self.block_size)
         if shards.documents is not None:
-            # A document of fewer blocks than this has fewer tokens than `dense_below`.
-            least = -(-self.dense_below // self.block_size)
-            shards = dataclasses.replace(shards, documents=shards.documents.dense_below(least))
+            documents = shards.documents.dense_below(self._least_blocks())
+            shards = dataclasses.replace(shards, documents=documents)
         where = shards.block_ids, shards.num_blocks, shards.axis_names
         return Choice(self.index(q, exchange.all_blocks(k, *where), shards))
 
@@ -154,8 +154,8 @@ class RowPattern(Pattern):
 
         return BlockMaskIndex(self.keep(q, k, shards), shards.num_blocks, self.block_size)
 
-    def for_documents(self) -> "RowPattern":
-        return self
+    def _least_blocks(self) -> int:
+        return blocks_of(self.dense_below, self.block_size)
 
     def rule_in_words(self) -> str:
         """Describes the rule, for `describe`."""
@@ -170,6 +170,6 @@ class RowPattern(Pattern):
         drawn = self.random_share * (1 - chosen)
         return chosen + drawn, "assumed by length, as measured with SmolLM2-135M"
 
-    def capacities(self, num_blocks: int) -> tuple[int, int]:
+    def capacities(self, num_blocks: int, documents: bool = False) -> tuple[int, int]:
         # One bit per block; ranks share the rows.
         return num_blocks * -(-num_blocks // 32), 0

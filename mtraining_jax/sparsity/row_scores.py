@@ -57,6 +57,12 @@ def block_masses(
     return found if levels else found[0]
 
 
+def by_blocks(x: Array, block_size: int) -> Array:
+    """Reshapes [B, n, H, D] to [B, H, n/g, g, D]."""
+    x = x.reshape(x.shape[0], -1, block_size, *x.shape[2:])
+    return x.transpose(0, 3, 1, 2, 4)
+
+
 def without_padding(x: Array, block_ids: Array, ends: Array) -> Array:
     """Zeroes tokens [B, n, H, D] of blocks at positions from a block's end on.
 

@@ -11,6 +11,8 @@ from typing import Protocol
 import jax.numpy as jnp
 from jax import Array, lax
 
+from mtraining_jax.sparsity.document_blocks import DocumentBlocks
+
 
 class Spans(Protocol):
     """Positions of sequences in arrays of blocks [..., NB] and of entries [..., NB, g].
@@ -125,10 +127,55 @@ class PackedSpans:
     length: Array
     tokens: Array
 
+    @classmethod
+    def of(cls, documents: DocumentBlocks, slots: int) -> "PackedSpans":
+        """Returns the non-dense documents of each batch entry (R is B), in order.
+
+        Args:
+            documents: documents of whole sequences.
+            slots: E, at least the number of non-dense documents of any sequence.
+        """
+        batch, num_blocks = documents.first.shape
+        numbers = jnp.arange(num_blocks, dtype=jnp.int32)
+        sparse = (documents.length > 0) & ~documents.dense
+        begins = sparse & (documents.first == numbers)
+        slot = jnp.cumsum(begins, axis=-1, dtype=jnp.int32) - 1
+        into = jnp.arange(batch)[:, None], jnp.where(begins, slot, slots)
+
+        def collect(x: Array, empty: int) -> Array:
+            return jnp.full((batch, slots), empty, jnp.int32).at[into].set(x, mode="drop")
+
+        return cls(
+            jnp.where(sparse, slot, slots),
+            collect(documents.first, num_blocks),
+            collect(documents.length, 0),
+            collect(documents.tokens, 0),
+        )
+
+    @property
+    def slots(self) -> int:
+        """E."""
+        return self.first.shape[-1]
+
+    def count(self) -> Array:
+        """Counts the sequences of each row: int32 [R]."""
+        return (self.tokens > 0).sum(-1, dtype=jnp.int32)
+
+    def rows(self, rows: Array) -> "PackedSpans":
+        """Returns the given rows, int32 [n]."""
+        return PackedSpans(
+            *(x[rows] for x in (self.of_block, self.first, self.length, self.tokens))
+        )
+
+    def repeat(self, heads: int) -> "PackedSpans":
+        """Returns each row `heads` times: rows b * Hq + h from batch entries b."""
+        parts = self.of_block, self.first, self.length, self.tokens
+        return PackedSpans(*(jnp.repeat(x, heads, axis=0) for x in parts))
+
     @property
     def inside(self) -> Array:
         """Whether a block belongs to any sequence: bool [R, NB]."""
-        return self.of_block < self.first.shape[-1]
+        return self.of_block < self.slots
 
     @property
     def start(self) -> Array:
@@ -146,7 +193,7 @@ class PackedSpans:
         return x[..., None]
 
     def spread(self, x: Array) -> Array:
-        place = jnp.minimum(self.of_block, self.first.shape[-1] - 1)
+        place = jnp.minimum(self.of_block, self.slots - 1)
         lead = jnp.broadcast_shapes(x.shape[:-1], place.shape[:-1])
         x = jnp.broadcast_to(x, (*lead, x.shape[-1]))
         return _take(x, jnp.broadcast_to(place, (*lead, place.shape[-1])))

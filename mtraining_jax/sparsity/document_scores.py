@@ -1,4 +1,4 @@
-"""Numbered slots for the non-dense documents of a pack, and their last queries' scores of keys.
+"""Scores of keys by the last queries of their own documents.
 
 Each key block is scored only by the last queries of its own document, so all documents together
 cost as much as one sequence. The rules of `estimate.py` apply: products per block in chunks that
@@ -6,65 +6,18 @@ depend only on the sequence length, and integer sums.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from mtraining_jax.sparsity import estimate, exchange
-from mtraining_jax.sparsity.document_blocks import DocumentBlocks
 from mtraining_jax.sparsity.pattern import Shards
+from mtraining_jax.sparsity.spans import PackedSpans
 from pallas_kernels import backends
 
 
-class DocumentSlots(NamedTuple):
-    """The non-dense documents of each sequence, in order.
-
-    Attributes:
-        of_block: int32 [B, NB], slot of each block's document; E for blocks of a dense document or
-            of none.
-        first: int32 [B, E], first block of the document; NB for an empty slot.
-        blocks: int32 [B, E], number of blocks; 0 for an empty slot.
-        tokens: int32 [B, E], number of real tokens, which come first; 0 for an empty slot.
-    """
-
-    of_block: Array
-    first: Array
-    blocks: Array
-    tokens: Array
-
-    @classmethod
-    def of(cls, documents: DocumentBlocks, slots: int) -> "DocumentSlots":
-        """Assigns slots to documents.
-
-        Args:
-            documents: documents of whole sequences.
-            slots: E, at least the number of non-dense documents of any sequence.
-        """
-        batch, num_blocks = documents.first.shape
-        numbers = jnp.arange(num_blocks, dtype=jnp.int32)
-        sparse = (documents.length > 0) & ~documents.dense
-        begins = sparse & (documents.first == numbers)
-        slot = jnp.cumsum(begins, axis=-1, dtype=jnp.int32) - 1
-        into = jnp.arange(batch)[:, None], jnp.where(begins, slot, slots)
-
-        def collect(x: Array, empty: int) -> Array:
-            return jnp.full((batch, slots), empty, jnp.int32).at[into].set(x, mode="drop")
-
-        return cls(
-            jnp.where(sparse, slot, slots),
-            collect(documents.first, num_blocks),
-            collect(documents.length, 0),
-            collect(documents.tokens, 0),
-        )
-
-    def count(self) -> Array:
-        """Returns the number of documents in slots: int32 [B]."""
-        return (self.tokens > 0).sum(-1, dtype=jnp.int32)
-
-
-def last_queries(q: Array, slots: DocumentSlots, shards: Shards, count: int) -> Array:
+def last_queries(q: Array, slots: PackedSpans, shards: Shards, count: int) -> Array:
     """Gathers the last real queries of each document, replicated.
 
     Args:
@@ -121,7 +74,7 @@ def queries_of(q: Array, positions: Array, shards: Shards) -> Callable[[Array, A
 
 
 def softmax_scores(
-    q_last: Array, k: Array, slots: DocumentSlots, shards: Shards
+    q_last: Array, k: Array, slots: PackedSpans, shards: Shards
 ) -> tuple[Array, Array, Array]:
     """Variant of `estimate.softmax_scores` per document, with its own last queries and keys.
 
@@ -170,7 +123,7 @@ def softmax_scores(
 
 
 def _by_kernels(
-    kernels: backends.Estimate, q_last: Array, k: Array, slots: DocumentSlots, shards: Shards
+    kernels: backends.Estimate, q_last: Array, k: Array, slots: PackedSpans, shards: Shards
 ) -> tuple[Array, Array, Array]:
     """Computes `softmax_scores` with a backend's kernels."""
     batch, num_slots, heads, num_queries, dim = q_last.shape
@@ -201,7 +154,7 @@ def _by_kernels(
 
 
 def logit_scores(
-    q_last: Array, k: Array, slots: DocumentSlots, shards: Shards
+    q_last: Array, k: Array, slots: PackedSpans, shards: Shards
 ) -> tuple[Array, Array, Array]:
     """Variant of `estimate.logit_scores` per document, with its own last queries and keys.
 
@@ -230,14 +183,37 @@ def logit_scores(
     return tuple(x.swapaxes(1, 2) for x in OwnBlocks(k, slots, shards).map(sums))
 
 
-def _end(slots: DocumentSlots, slot: Array, place: Array, entry: Array, block_size: int) -> Array:
+def _end(slots: PackedSpans, slot: Array, place: Array, entry: Array, block_size: int) -> Array:
     """Returns the end of a block's document relative to the block; arguments as in `OwnBlocks.map`.
 
     0 without a document: queries before that end see nothing of the block.
     """
-    num_slots = slots.first.shape[1]
+    num_slots = slots.slots
     end = slots.tokens[entry, jnp.minimum(slot, num_slots - 1)] - place * block_size
     return jnp.where(slot < num_slots, end, 0)
+
+
+def by_distance(vertical: Array, slash: Array, spans: PackedSpans) -> Array:
+    """Orders the scores of each document: columns by token, diagonals by distance.
+
+    Args:
+        vertical: int32 or fp32 [R, NB, g], scores of columns.
+        slash: int32 or fp32 [R, NB, g], scores of diagonals, at the key that the last query sees.
+        spans: the documents; the last query is that of their last token.
+
+    Returns:
+        [2, R, NB, g], distance i of a document at its token i; 0 after its tokens.
+    """
+    num_blocks, size = vertical.shape[-2:]
+    start, tokens = spans.start * size, spans.spread(spans.tokens)
+    # Distance i is stored at the i-th token before the last one.
+    distance = spans.entries(size)
+    held_by = jnp.clip((start + tokens - 1)[..., None] - distance, 0, num_blocks * size - 1)
+    slash = jnp.take_along_axis(
+        slash.reshape(len(slash), -1), held_by.reshape(len(slash), -1), axis=1
+    ).reshape(slash.shape)
+    there = spans.inside[..., None] & (distance < tokens[..., None])
+    return jnp.where(there, jnp.stack([vertical, slash]), 0)
 
 
 def _of_one(found: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -286,8 +262,8 @@ class OwnBlocks:
         slot: int32 [B, n], slot of each block's document; E for none.
     """
 
-    def __init__(self, k: Array, slots: DocumentSlots, shards: Shards) -> None:
-        num_local, num_slots = shards.block_ids.shape[0], slots.first.shape[1]
+    def __init__(self, k: Array, slots: PackedSpans, shards: Shards) -> None:
+        num_local, num_slots = shards.block_ids.shape[0], slots.slots
         self._chunk = min(max(shards.num_blocks // 16, 1), 64)
         self._k = k.reshape(k.shape[0], num_local, -1, *k.shape[2:])
         self.slot = slots.of_block[:, shards.block_ids]
