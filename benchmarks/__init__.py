@@ -1,1 +1,14 @@
-"""Scripts that measure, one question each, and the tables they printed."""
+"""Benchmarks, one question per script: run each as `python -m benchmarks.NAME`.
+
+- `kernels.attention`, `kernels.documents`: attention kernels against cuDNN and torch, and on packs.
+- `kernels.selection`: cost of selecting an index.
+- `kernels.tune_hopper`, `kernels.tune_triton`: configurations of the kernels.
+- `ring.attention`, `ring.model`: ring attention, measured and modeled for several hosts.
+- `step.breakdown`, `step.patterns`, `step.trace_summary`: time of a training step.
+- `step.replicas`: balance of data-parallel replicas, modeled and measured.
+- `quality.frontier`: loss against density on a pretrained model; `quality.texts` makes its texts.
+- `quality.evaluate`: time of a prompt and of each generated token.
+- `soak`: a run that is killed again and again, against an uninterrupted one.
+
+`results` holds the tables, named by subject, device and date.
+"""

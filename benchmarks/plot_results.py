@@ -71,7 +71,7 @@ def learned_masks(folder: Path) -> list[tuple[str, np.ndarray]]:
     from jax import Array
     from tokenizers import Tokenizer
 
-    from benchmarks.frontier_model import SteppedModel, read_model
+    from benchmarks.quality.stepped_model import SteppedModel, read_model
     from mtraining_jax import SampledRows, sparse_attention
 
     library = Path(argparse.__file__).parent

@@ -2,6 +2,7 @@
 
 import math
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,12 @@ from typing import Any
 import jax
 
 _BURST_SECONDS = 0.02
+_START = time.perf_counter()
+
+
+def log(text: str) -> None:
+    """Prints a line of progress to stderr, with the seconds since the start."""
+    print(f"[{time.perf_counter() - _START:6.1f} s] {text}", file=sys.stderr, flush=True)
 
 
 def median_ms(run: Callable[[], Any], repeats: int = 10) -> float:
@@ -20,7 +27,7 @@ def median_ms(run: Callable[[], Any], repeats: int = 10) -> float:
     jax.block_until_ready(run())
     once = _seconds(run, 1)
     burst = min(50, math.ceil(_BURST_SECONDS / once))
-    found = [once] if burst == 1 else []  # long enough to be a repeat
+    found = [once] if burst == 1 else []  # long enough to count as a repeat
     while len(found) < repeats:
         found.append(_seconds(run, burst))
     return 1e3 * statistics.median(found)

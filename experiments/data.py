@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks import texts
+from benchmarks.quality import texts
 from examples.packages import Package
 from experiments.synthetic import training_row
 from mtraining_jax.data.tokenizer import Tokenizer, make_tokenizer
@@ -195,7 +195,7 @@ def text_tier(
 def held_out(tier: Tier, tokenizer: Tokenizer, packages: Path) -> tuple[np.ndarray, list[str]]:
     """Validation sequences uint16 [n, S], and the kind of text of each.
 
-    They are the texts of `benchmarks.texts`, if long enough, and further files of Django.
+    They are the texts of `benchmarks.quality.texts`, if long enough, and further files of Django.
     """
     rows, kinds = [], []
     if tier.seq_len <= texts.SEQ_LEN:

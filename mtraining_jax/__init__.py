@@ -4,9 +4,11 @@ Public names are imported lazily, so that reading a configuration does not impor
 """
 
 import importlib
+import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    __version__: str
     from mtraining_jax.attention.api import sparse_attention
     from mtraining_jax.attention.flax_modules import attention_fn
     from mtraining_jax.attention.inspection import Inspection, inspect
@@ -87,6 +89,7 @@ __all__ = [
     "Shards",
     "VerticalSlash",
     "XAttention",
+    "__version__",
     "attention_fn",
     "generate",
     "inspect",
@@ -99,9 +102,18 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return _version()
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("mtraining-jax")
+    except importlib.metadata.PackageNotFoundError:  # a checkout that is not installed
+        return "unknown"
 
 
 def __dir__() -> list[str]:

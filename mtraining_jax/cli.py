@@ -5,6 +5,7 @@ import itertools
 import sys
 from collections.abc import Sequence
 
+from mtraining_jax import __version__
 from mtraining_jax.config import (
     available_configs,
     config_to_toml,
@@ -19,6 +20,7 @@ from mtraining_jax.errors import UserError, print_error
 from mtraining_jax.jax_platform import set_platform
 from mtraining_jax.planning.hardware import GPUS
 from mtraining_jax.signals import EXIT_STOPPED, Stopped, StopSignals
+from mtraining_jax.text import print_text
 
 _USAGE = """\
 usage: train.py --config NAME [--SECTION.FIELD=VALUE ...]
@@ -32,6 +34,7 @@ usage: train.py --config NAME [--SECTION.FIELD=VALUE ...]
   --dry-run-gpu=GPU  GPU type for the dry run: h200 (default) or a100-40gb (its times are not
                    based on measurements)
   --print-config   print the resolved configuration as TOML and exit
+  --version        print the version and exit
   --help           print this help and exit
 
 Set fields in the TOML file under their [section], or on the command line as
@@ -39,7 +42,7 @@ Set fields in the TOML file under their [section], or on the command line as
 --data.paths='["a.txt", "b.txt"]'.
 """
 
-_FLAGS = ("print-config", "help")
+_FLAGS = ("print-config", "version", "help")
 _DRY_RUN = "dry-run"
 _DRY_RUN_MODES = ("auto", "compile", "estimate")
 _DRY_RUN_GPU = "dry-run-gpu"
@@ -55,6 +58,7 @@ class CommandLine:
         dry_run: mode of the dry run; None for a real run.
         dry_run_gpu: name of the GPU type for a dry run.
         print_config: print the configuration and exit.
+        version: print the version and exit.
         help: print the help text and exit.
     """
 
@@ -63,6 +67,7 @@ class CommandLine:
     dry_run: str | None = None
     dry_run_gpu: str = "h200"
     print_config: bool = False
+    version: bool = False
     help: bool = False
 
 
@@ -143,6 +148,7 @@ def parse_command_line(arguments: Sequence[str]) -> CommandLine:
         dry_run=dry_run,
         dry_run_gpu=gpu or CommandLine.dry_run_gpu,
         print_config="print-config" in flags,
+        version="version" in flags,
         help="help" in flags,
     )
 
@@ -181,9 +187,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _command(arguments: Sequence[str], signals: StopSignals) -> int:
     command = parse_command_line(arguments)
     if command.help:
-        print(_USAGE.format(names=", ".join(available_configs())))
-        print(help_text(), end="")
-        return 0
+        usage = _USAGE.format(names=", ".join(available_configs()))
+        return print_text(f"{usage}\n{help_text()}")
+    if command.version:
+        return print_text(f"mtraining-jax {__version__}\n")
     if command.config is None:
         names = ", ".join(available_configs())
         raise UserError(
@@ -195,8 +202,7 @@ def _command(arguments: Sequence[str], signals: StopSignals) -> int:
     for sentence in [*unread(config, given), *advice(config)]:
         print(f"note: {sentence}", file=sys.stderr)
     if command.print_config:
-        print(config_to_toml(config), end="")
-        return 0
+        return print_text(config_to_toml(config))
     if command.dry_run is not None:
         from mtraining_jax.planning.dry_run import dry_run
 

@@ -6,6 +6,7 @@ host's memory before any check.
 
 import json
 import os
+import re
 import stat
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,25 @@ MIB = 2**20
 LARGEST_CONFIG = 16 * MIB
 LARGEST_INDEX = 256 * MIB
 LARGEST_TOKENIZER = 256 * MIB
+
+
+def absence(name: str | Path) -> str | None:
+    """Why a path is not a regular file or folder, as a predicate: "does not exist"; else None."""
+    path = Path(name).expanduser()
+    if path.is_file() or path.is_dir():
+        return None
+    if is_url(str(name)):
+        return "is a URL, but only local paths are supported: download it or mount its file system"
+    if path.is_symlink() and not path.exists():
+        return f"is a link to {os.readlink(path)}, which does not exist"
+    if path.exists():
+        return "is not a regular file"
+    return "does not exist"
+
+
+def is_url(name: str) -> bool:
+    """Whether a name begins with a scheme, e.g. `gs://`; also as a `Path`, with one slash."""
+    return re.match("[a-zA-Z][a-zA-Z0-9+.-]+:/", name) is not None
 
 
 def check_size(path: str | Path, limit: int) -> None:

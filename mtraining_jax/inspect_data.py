@@ -10,6 +10,7 @@ from mtraining_jax.data.corpus import packs_of
 from mtraining_jax.data.pack_report import report_on
 from mtraining_jax.data.sources import selected_source
 from mtraining_jax.errors import UserError, print_error
+from mtraining_jax.text import print_text
 
 _USAGE = """\
 usage: python -m mtraining_jax.inspect_data --config NAME [options]
@@ -42,8 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         own, rest = parser.parse_known_args(sys.argv[1:] if arguments is None else arguments)
         if own.help:
-            print(_USAGE, end="")
-            return 0
+            return print_text(_USAGE)
         command = parse_command_line(rest)
         if command.config is None:
             raise UserError("--config NAME is missing; see --help")

@@ -5,6 +5,7 @@ Used by the dry run and by load balancing between data-parallel replicas. Import
 
 import dataclasses
 import math
+from typing import Any
 
 import numpy as np
 
@@ -81,7 +82,7 @@ def matmul_rate(hidden_size: int, ranks: int) -> float:
     return _MATMUL_FLOPS * share / (1 + _MATMUL_HALF_WIDTH / hidden_size)
 
 
-def rates_at(head_dim: int, density: float | np.ndarray) -> tuple[np.ndarray, ...]:
+def rates_at(head_dim: int, density: float | np.ndarray) -> tuple[Any, ...]:
     """Kernel rates by density: linear interpolation of the table, constant outside of it.
 
     Args:

@@ -1,4 +1,7 @@
-"""Limits in field types, enforced by the configuration and by plug-in classes."""
+"""Limits of fields and sequences, enforced by the configuration and by plug-in classes.
+
+Other limits are written in place: `Annotated[float, Ge(0), Lt(1)]`.
+"""
 
 import dataclasses
 import numbers
@@ -7,6 +10,31 @@ import typing
 from typing import Annotated, Any
 
 import annotated_types
+from annotated_types import Ge, Gt, Le, Lt
+
+__all__ = [
+    "Ge",
+    "Gt",
+    "Le",
+    "Lt",
+    "NonNegativeInt",
+    "PositiveFraction",
+    "PositiveInt",
+    "UnitFraction",
+    "check_at_most",
+    "check_limits",
+    "limited",
+]
+
+PositiveInt = Annotated[int, Ge(1)]
+NonNegativeInt = Annotated[int, Ge(0)]
+UnitFraction = Annotated[float, Ge(0), Le(1)]
+PositiveFraction = Annotated[float, Gt(0), Le(1)]
+
+# Longest sequences: rotary embeddings are exact below 2^22 positions (models/rotary.py), and
+# selections sum fixed-point masses of at most 2^15 blocks in 32 bits (sparsity/estimate.py).
+MAX_POSITIONS = 2**22
+MAX_BLOCKS = 2**15
 
 _WORDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 _KINDS = {
@@ -18,7 +46,7 @@ _KINDS = {
 
 
 def limited(kind: type, **limits: float) -> Any:
-    """A type with limits `ge`, `gt`, `le` or `lt`, e.g. `limited(int, ge=1)`."""
+    """Former spelling of `Annotated[kind, ...]`, which type checkers do not understand."""
     return Annotated[kind, *(_KINDS[name](limit) for name, limit in limits.items())]
 
 

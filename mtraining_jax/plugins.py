@@ -8,6 +8,7 @@ import inspect
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from mtraining_jax.errors import UserError
 
@@ -39,10 +40,10 @@ class Registry:
         """Whether any of the names is built in."""
         return any(name in self._built_in for name in names)
 
-    def get(self, name: str) -> type:
+    def get(self, name: str) -> Any:
         """The class of a built-in name or of `package.module:Class`, which is then registered.
 
-        Modules are also searched in the current folder.
+        The module of the latter may also be in the current folder.
 
         Raises:
             UserError: unknown name, failed import or wrong base class.
@@ -54,6 +55,8 @@ class Registry:
             raise UserError(
                 f'unknown {self.what} "{name}"; choose one of {known} or pass package.module:Class'
             )
+        if name not in self._places and (here := str(Path.cwd())) not in sys.path:
+            sys.path.append(here)
         found = _load(self._places.get(name, name), name, self.what)
         base = _load(self._base, name, self.what)
         if not (isinstance(found, type) and issubclass(found, base)):
@@ -62,16 +65,18 @@ class Registry:
         self._loaded[name] = found
         return found
 
+    def remove(self, name: str) -> None:
+        """Forgets a plug-in that is not built in."""
+        self._loaded.pop(name, None)
+        self._places.pop(name, None)
+
     def classes(self) -> dict[str, type]:
         """All registered classes by name, in order of registration."""
         return {name: self.get(name) for name in self._places}
 
 
-def _load(place: str, name: str, what: str) -> object:
+def _load(place: str, name: str, what: str) -> Any:
     module_name, _, attribute = place.partition(":")
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.append(here)
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:

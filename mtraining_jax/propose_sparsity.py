@@ -1,5 +1,6 @@
 """Command that proposes a sparse pattern: `python -m mtraining_jax.propose_sparsity --help`."""
 
+import argparse
 import dataclasses
 import json
 import math
@@ -18,6 +19,7 @@ from mtraining_jax.errors import UserError, print_error
 from mtraining_jax.evaluation.cli import forwarded_options, token_count
 from mtraining_jax.sparsity import Settings
 from mtraining_jax.sparsity.setting_text import parse_settings, split_settings
+from mtraining_jax.text import print_text
 
 if TYPE_CHECKING:
     from mtraining_jax.evaluation.proposal import Measured
@@ -75,8 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:
         if {"-h", "--help"} & set(arguments):
-            print(_USAGE, end="")
-            return 0
+            return print_text(_USAGE)
         return _run(arguments)
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
@@ -144,12 +145,12 @@ def _run(arguments: list[str]) -> int:
         )
     )
     seconds = {one.text: forecast_seconds(configs[one.text], one.density) for one in found}
-    best = proposed(
-        found[1:],
-        lambda one: one.density if seconds[one.text] is None else seconds[one.text],
-        own.most_rise,
-        own.most_copies,
-    )
+
+    def cost(one: "Measured") -> float:
+        predicted = seconds[one.text]
+        return one.density if predicted is None else predicted
+
+    best = proposed(found[1:], cost, own.most_rise, own.most_copies)
     console.print(_table(found, seconds))
     if own.output is not None:
         _write(Path(own.output), own, length, sequences.shape[0], found, seconds, best)
@@ -233,7 +234,7 @@ def _why(seconds: float | None) -> str:
 
 def _write(
     path: Path,
-    own: object,
+    own: argparse.Namespace,
     length: int,
     sequences: int,
     found: "Sequence[Measured]",

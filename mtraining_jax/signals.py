@@ -6,11 +6,13 @@ process, except for SIGHUP, which shell and kernel may both send.
 """
 
 import contextlib
+import ctypes
 import os
 import signal
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import NoReturn, Self
 
@@ -42,6 +44,8 @@ class StopSignals:
         self.requested = False
         self._at_once = True
         self._together = False
+        self._taken = False
+        self._notify_jax: Callable[[int], None] | None = None
         self._heard = 0
         self._timer: threading.Timer | None = None
 
@@ -50,11 +54,15 @@ class StopSignals:
         self._at_once = False
 
     def stop_together(self) -> None:
-        """Call after `jax.distributed.initialize`.
+        """Call after `jax.distributed.initialize`, which takes over SIGTERM.
 
-        JAX then handles SIGTERM and notifies all processes; other signals are forwarded as SIGTERM.
+        JAX's handler makes all processes stop after the same step, but ignores further signals.
+        So SIGTERM is handled here again, and the first signal of any kind is passed on to JAX.
         """
         self._together = True
+        if self._taken and (handler := _c_handler(signal.SIGTERM)) != self._own_c_handler:
+            self._notify_jax = ctypes.CFUNCTYPE(None, ctypes.c_int)(handler)
+            signal.signal(signal.SIGTERM, self._in_main_thread)
 
     def __enter__(self) -> Self:
         self._taken = threading.current_thread() is threading.main_thread()
@@ -71,6 +79,7 @@ class StopSignals:
         self._writer.setblocking(False)
         for number in self._before:
             signal.signal(number, self._in_main_thread)
+        self._own_c_handler = _c_handler(signal.SIGTERM)
         self._wakeup = signal.set_wakeup_fd(self._writer.fileno())
         self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)
         self._thread.start()
@@ -115,8 +124,8 @@ class StopSignals:
         self._heard += 1
         if self._heard > 1:
             leave(128 + number, f"{name} received twice, exited immediately")
-        if self._together and number != signal.SIGTERM:
-            os.kill(os.getpid(), signal.SIGTERM)
+        if self._notify_jax is not None:
+            self._notify_jax(signal.SIGTERM)
         if self._at_once and not self._together:
             self._timer = threading.Timer(
                 _PATIENCE, leave, (EXIT_STOPPED, f"{name} received before the first step")
@@ -137,6 +146,13 @@ def leave(status: int, sentence: str) -> NoReturn:
     with contextlib.suppress(OSError):
         os.write(2, f"stopped: {sentence}\n".encode())
     os._exit(status)
+
+
+def _c_handler(number: int) -> int:
+    """Returns the address of the C function that handles a signal."""
+    action = (ctypes.c_void_p * 32)()  # struct sigaction: the handler, then mask and flags
+    ctypes.CDLL(None).sigaction(number, None, action)
+    return action[0] or 0
 
 
 def redirect_to_devnull(*outputs: int) -> None:

@@ -15,7 +15,7 @@ from mtraining_jax.cli import parse_command_line
 from mtraining_jax.config import load_config
 from mtraining_jax.data.tokenizing import Totals, tokenize_corpus
 from mtraining_jax.errors import UserError, print_error
-from mtraining_jax.text import counted
+from mtraining_jax.text import counted, print_text
 
 _USAGE = """\
 usage: python -m mtraining_jax.tokenize_corpus --out FOLDER --config NAME [options]
@@ -94,8 +94,7 @@ def _run(arguments: list[str]) -> int:
     parser.add_argument("--help", "-h", action="store_true")
     own, rest = parser.parse_known_args(arguments)
     if own.help:
-        print(_USAGE, end="")
-        return 0
+        return print_text(_USAGE)
     if own.out is None:
         raise UserError("--out FOLDER, the folder for the token files, is missing; see --help")
     if own.processes < 1:

@@ -19,7 +19,6 @@ from pallas_kernels.tiles import (
     ListedTiles,
     SegmentedDiagonals,
     gather_columns,
-    pad_columns,
     scatter_columns,
 )
 
@@ -42,7 +41,6 @@ __all__ = [
     "delta_of",
     "forward",
     "gather_columns",
-    "pad_columns",
     "plan",
     "scatter_columns",
 ]

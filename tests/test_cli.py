@@ -5,15 +5,20 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 import types
+from pathlib import Path
 
 import jax
 import pytest
 
+import mtraining_jax
 from mtraining_jax.cli import main, parse_command_line
 from mtraining_jax.config import Config, available_configs, load_config
 from mtraining_jax.errors import UserError
 from mtraining_jax.jax_platform import check_devices, set_platform
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture
@@ -124,6 +129,26 @@ def test_print_config(runs, capsys, tmp_path):
     path.write_text(capsys.readouterr().out, encoding="utf-8")
     assert load_config(path) == load_config("tiny", [("run.steps", "123")])
     assert runs == []
+
+
+def test_version(runs, capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"mtraining-jax {mtraining_jax.__version__}\n"
+    pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert mtraining_jax.__version__ == pyproject["project"]["version"]
+    assert runs == []
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux")
+@pytest.mark.parametrize("option", ["--help", "--config=tiny --print-config"])
+def test_output_that_cannot_be_written(option):
+    command = f"{sys.executable} -m mtraining_jax {option}"
+    result = subprocess.run(
+        f"{command} | head -c 1; {command} > /dev/full",
+        shell=True, cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+    assert len(result.stdout) == 1 and result.returncode == 2
+    assert result.stderr == "error: the output cannot be written (No space left on device)\n"
 
 
 def test_help(runs, capsys):

@@ -1,6 +1,7 @@
 """Configuration: files, overrides, round trips and error messages."""
 
 import dataclasses
+import os
 import re
 import subprocess
 import sys
@@ -27,7 +28,8 @@ from mtraining_jax.config import (
 )
 from mtraining_jax.config.fields import all_fields
 from mtraining_jax.errors import UserError
-from mtraining_jax.sparsity import PATTERNS
+from mtraining_jax.limits import MAX_BLOCKS, MAX_POSITIONS
+from mtraining_jax.sparsity import PATTERNS, estimate
 
 MODEL = """
 [model]
@@ -156,6 +158,38 @@ def test_malformed_toml_names_the_line(write):
     assert line.startswith(f"{path} is not valid TOML: ") and "line 3" in line
 
 
+def test_a_byte_order_mark_is_accepted(tmp_path):
+    path = tmp_path / "windows.toml"
+    path.write_text(MODEL, encoding="utf-8-sig")
+    assert load_config(path).model.hidden_size == 32
+
+
+def test_numbers_of_too_many_digits(minimal, write):
+    digits = "9" * 5000  # Python converts at most 4300
+    assert messages(minimal, run__steps=f"0x{digits}") == [
+        "command line: run.steps = a number of too many digits is not allowed: it must be an "
+        "integer (at least 1), at most 9007199254740991"
+    ]
+    (line,) = messages(minimal, run__steps=digits)
+    assert line.startswith('command line: run.steps = "9999') and len(line) < 200
+    path = write(f"[run]\nsteps = {digits}\n")
+    assert messages(path) == [f"{path} has a number of too many digits"]
+
+
+def test_paths_that_are_not_local_files(tmp_path):
+    link = tmp_path / "link.toml"
+    link.symlink_to("nowhere.toml")
+    assert messages(link) == [
+        f"the configuration file {link} is a link to nowhere.toml, which does not exist"
+    ]
+    os.mkfifo(tmp_path / "fifo.toml")
+    assert messages(tmp_path / "fifo.toml") == [f"{tmp_path / 'fifo.toml'} is not a regular file"]
+    (line,) = messages("gs://bucket/run.toml")
+    assert " is a URL, but only local paths are supported: " in line
+    (line,) = messages("tiny", model__init_from="hf://org/model")
+    assert line.startswith("model.init_from = hf://org/model is a URL, but only local paths are ")
+
+
 def test_text_that_is_not_utf8(tmp_path):
     path = tmp_path / "latin.toml"
     path.write_bytes(b"# caf\xe9\n")
@@ -280,7 +314,11 @@ def test_missing_fields(write):
     path = write("[run]\nsteps = 3\n")
     required = [n for n, field in all_fields().items() if n.count(".") == 1 and field.required]
     assert messages(path) == [
-        f"{path}: {name} is missing: it must be an integer (at least 1)" for name in required
+        f'{path}: {", ".join(required)} are missing; set them, or inherit them with base = "NAME"'
+    ]
+    path = write(MODEL.replace("num_layers = 2\n", ""))
+    assert messages(path) == [
+        f"{path}: model.num_layers is missing: it must be an integer (at least 1)"
     ]
 
 
@@ -363,6 +401,7 @@ def test_integers_are_valid_floats(write):
     [
         ("run.steps", "7", 7),
         ("run.steps", "1_000", 1000),
+        ("run.steps", "1e3", 1000),
         ("run.name", "plain text", "plain text"),
         ("run.name", '"quoted"', "quoted"),
         ("run.name", "123", "123"),
@@ -657,6 +696,38 @@ def test_wrong_overrides(minimal):
 )
 def test_contradictions(columns, overrides, sentence):
     assert messages(columns, **overrides) == [sentence]
+
+
+@pytest.mark.parametrize("kind", ["dense", "sampled_rows", "vertical_slash"])
+def test_longest_sequence(kind, minimal):
+    fields = {"sparsity__kind": kind, "model__max_position_embeddings": str(2**24)}
+    override(minimal, data__seq_len=str(MAX_POSITIONS), **fields)
+    assert messages(minimal, data__seq_len=str(2 * MAX_POSITIONS), **fields) == [
+        "data.seq_len = 8388608 is more than the supported 4194304 tokens, up to which rotary "
+        "position embeddings are exact"
+    ]
+    fields |= {"data__seq_len": str(MAX_POSITIONS), "sparsity__block_size": "64"}
+    if kind == "dense":
+        assert override(minimal, **fields).data.seq_len == MAX_POSITIONS
+    else:
+        assert messages(minimal, **fields) == [
+            "data.seq_len = 4194304 is more than the supported 2097152 tokens, 32768 blocks of "
+            "sparsity.block_size = 64"
+        ]
+    assert MAX_BLOCKS == estimate.MAX_BLOCKS and MAX_POSITIONS <= estimate.MAX_TOKENS
+
+
+def test_output_to_a_url(minimal):
+    assert messages(minimal, run__output_dir="gs://bucket/runs") == [
+        'run.output_dir = "gs://bucket/runs" is a URL, but runs are written to a local folder or '
+        "a mounted file system"
+    ]
+
+
+def test_settings_are_built_once(minimal):
+    config = load_config(minimal)
+    assert config.sparsity.settings is config.sparsity.settings
+    assert dataclasses.replace(config.sparsity, tau=0.5).settings.tau == 0.5
 
 
 def test_valid_combinations(columns):

@@ -1,13 +1,16 @@
 """Registries of plug-ins, and the fields that plug-ins add to sections."""
 
 import dataclasses
+import re
 import sys
+from typing import Annotated
 
 import pytest
 
+from mtraining_jax.cli import main
 from mtraining_jax.config.sections import STRICT, assemble
 from mtraining_jax.errors import UserError
-from mtraining_jax.limits import check_limits, limited
+from mtraining_jax.limits import Ge, PositiveFraction, PositiveInt, check_limits, limited
 from mtraining_jax.plugins import Registry, attribute_docs
 
 OWN = """
@@ -22,7 +25,7 @@ def registry(tmp_path, monkeypatch):
     """A registry with a plug-in module in the current folder."""
     (tmp_path / "own_plugins_for_tests.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
     yield Registry("thing", "own_plugins_for_tests:Base", {"first": "own_plugins_for_tests:Mine"})
     sys.modules.pop("own_plugins_for_tests", None)
 
@@ -62,7 +65,7 @@ class Left:
         size: how large.
     """
 
-    share: limited(float, gt=0, le=1) = 0.5
+    share: PositiveFraction = 0.5
     size: int = 3
 
     def __post_init__(self):
@@ -105,11 +108,44 @@ def test_conflicting_fields_of_plugins_are_an_error():
     class Wrong:
         size: int = 4
 
-    with pytest.raises(TypeError, match="wrong declares size: .*= 4, and left .*= 3"):
+    sentence = (
+        '"wrong" cannot declare the field size: int = 4, because left declares it as int = 3; '
+        "rename it, or use the same type and default"
+    )
+    with pytest.raises(UserError, match=re.escape(sentence)):
         section_of(left=Left, wrong=Wrong)
+
+
+def test_a_conflicting_plugin_is_reported_and_forgotten(tmp_path, monkeypatch, capsys):
+    (tmp_path / "conflicting_pattern.py").write_text(
+        "import dataclasses\n"
+        "from mtraining_jax.sparsity.pattern import Settings\n"
+        "@dataclasses.dataclass(frozen=True)\n"
+        "class Strided(Settings):\n"
+        "    tau: int = 3\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    name = "conflicting_pattern:Strided"
+    assert main(["--config", "tiny", f"--sparsity.kind={name}", "--print-config"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f'error: "{name}" cannot declare the field tau: int = 3, because ')
+    assert main(["--config", "tiny", "--print-config"]) == 0
+
+
+def test_only_own_plugins_search_the_current_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    registry = Registry("thing", "collections:OrderedDict", {"first": "collections:OrderedDict"})
+    registry.get("first")
+    assert str(tmp_path) not in sys.path
 
 
 def test_classes_check_their_limits():
     with pytest.raises(ValueError, match="share=0.0 must be above 0 and at most 1"):
         Left(share=0.0)
     assert attribute_docs(Right) == {}
+
+
+def test_types_have_limits():
+    assert limited(int, ge=1) == PositiveInt == Annotated[int, Ge(1)]

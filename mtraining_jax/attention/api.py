@@ -10,7 +10,13 @@ from jax.typing import ArrayLike
 from mtraining_jax.attention import checks
 from mtraining_jax.attention.order import global_order, ring_layout
 from mtraining_jax.attention.placement import find_placement
-from mtraining_jax.attention.sharded import Attended, Way, attend, join, split
+from mtraining_jax.attention.sharded import (
+    AttentionOutput,
+    AttentionSpec,
+    attend,
+    combine,
+    partition,
+)
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.ring import check_ring
 from mtraining_jax.sparsity import Pattern, SampledRows
@@ -127,23 +133,23 @@ def sparse_attention(
             f"causal=False needs an unsharded sequence, but sequence_axes={placement.sequence} "
             f"have {ranks} devices; use sequence_axes=()"
         )
-    dealt, order = None, None
+    shard_layout, order = None, None
     if ranks > 1:
-        dealt = ring_layout(layout, positions, seq_len, block_size, placement, ring)
+        shard_layout = ring_layout(layout, positions, seq_len, block_size, placement, ring)
     else:
         order = global_order(layout, positions, seq_len)
-    lead = q.shape[:-3]
+    batch_shape = q.shape[:-3]
     q, k, v = (x.reshape(-1, *x.shape[-3:]) if x.ndim != 4 else x for x in (q, k, v))
     if order is not None:
         q, k, v = (placement.take(x, order[0]) for x in (q, k, v))
-    way = Way(placement, dealt, ring, scale, causal, backend)
-    arrays, static = split(pattern)
-    found = _attend(way, static, q, k, v, arrays, valid_len, blocks)
-    out, lse, index = found.out, found.lse, found.index
+    spec = AttentionSpec(placement, shard_layout, ring, scale, causal, backend)
+    arrays, static = partition(pattern)
+    output = _attend(spec, static, q, k, v, arrays, valid_len, blocks)
+    out, lse, index = output.out, output.lse, output.index
     if order is not None:
         out, lse = placement.take(out, order[1]), placement.take(lse, order[1], axis=2)
-    if len(lead) != 1:
-        out, lse = (x.reshape(*lead, *x.shape[1:]) for x in (out, lse))
+    if len(batch_shape) != 1:
+        out, lse = (x.reshape(*batch_shape, *x.shape[1:]) for x in (out, lse))
     result = (out, *((lse,) if return_lse else ()), *((index,) if return_index else ()))
     return result if len(result) > 1 else out
 
@@ -151,7 +157,7 @@ def sparse_attention(
 # Jitted as a whole for eager calls; under `jax.jit` it is traced once for all layers of a model.
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _attend(
-    way: Way,
+    spec: AttentionSpec,
     static: object,
     q: Array,
     k: Array,
@@ -159,6 +165,6 @@ def _attend(
     arrays: list[Array],
     valid_len: Array | None,
     documents: DocumentBlocks | None,
-) -> Attended:
-    pattern = join(static, arrays)
-    return attend(way, q, k, v, pattern, valid_len=valid_len, documents=documents)
+) -> AttentionOutput:
+    pattern = combine(static, arrays)
+    return attend(spec, q, k, v, pattern, valid_len=valid_len, documents=documents)

@@ -1,7 +1,7 @@
 """Attention audit inside a training step: metrics of the index and of its real gradients.
 
 The forward pass returns `sparsity.audit.forward_figures`. Backward-pass metrics need the gradient
-of attention's output; they are returned as the cotangent of an unused zero input, the sink. An
+of attention's output; they are returned as the cotangent of an unused zero input, `grad_tap`. An
 audited step therefore runs attention only once.
 """
 
@@ -24,7 +24,7 @@ from pallas_kernels.names import INDEX
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["rows", "sink"], meta_fields=["mask_heads"]
+    jax.tree_util.register_dataclass, data_fields=["rows", "grad_tap"], meta_fields=["mask_heads"]
 )
 @dataclasses.dataclass(frozen=True)
 class Audit:
@@ -36,13 +36,13 @@ class Audit:
 
     Attributes:
         rows: the queries to measure.
-        sink: zeros, fp32 [Hq, 2]; its cotangent is the result of `gradient_figures`. None skips
+        grad_tap: zeros, fp32 [Hq, 2]; its cotangent is the result of `gradient_figures`. None skips
             the gradient metrics.
         mask_heads: query heads to return masks of.
     """
 
     rows: AuditRows
-    sink: Array | None = None
+    grad_tap: Array | None = None
     mask_heads: tuple[int, ...] = ()
 
 
@@ -60,14 +60,14 @@ def audit_shards(
 
 
 def mask_of_heads(audit: Audit, index: Index, shards: Shards, batch_axes: tuple[str, ...]) -> Index:
-    """Returns the index of some heads of the first sequence, replicated on all devices."""
-    heads = list(audit.mask_heads)
-    some = jax.tree.map(lambda x: x[:1, jnp.array(heads)], index)
-    some = exchange.all_rows(some, shards.block_ids, shards.num_blocks, shards.axis_names)
+    """Returns the index of `audit.mask_heads` of the first sequence, replicated on all devices."""
+    heads = jnp.array(list(audit.mask_heads))
+    masks = jax.tree.map(lambda x: x[:1, heads], index)
+    masks = exchange.all_rows(masks, shards.block_ids, shards.num_blocks, shards.axis_names)
     if not batch_axes:
-        return some
+        return masks
     first = lax.axis_index(batch_axes) == 0
-    return jax.tree.map(lambda x: lax.psum(jnp.where(first, x, 0), batch_axes), some)
+    return jax.tree.map(lambda x: lax.psum(jnp.where(first, x, 0), batch_axes), masks)
 
 
 def tap_gradient(
@@ -84,50 +84,49 @@ def tap_gradient(
 ) -> Array:
     """Returns `out` unchanged and measures its gradient in the backward pass.
 
+    The cotangent of `audit.grad_tap` is the result of `gradient_figures`.
+
     Args:
         run: calls a function of (rows, d_out, positions, k, v, index, documents) on the shards of
             every device.
         shards_of: builds the `Shards` of local queries and documents.
         batch_axes: mesh axes that the batch is sharded over.
         out: [B, S, Hq, D], attention's output.
-        audit: an audit with a sink.
+        audit: an audit with a `grad_tap`.
         rows: exact attention of the audited rows, replicated.
         k, v: [B, S, Hk, D].
         index: the computed pairs, sharded as in attention.
         documents: documents of each sequence, or None.
-
-    Returns:
-        `out`. The cotangent of `audit.sink` is the result of `gradient_figures`.
     """
     # Same checkpoint name as attention's results: the backward pass must not recompute attention
     # over all keys.
     rows = jax.tree.map(lambda x: checkpoint_name(x, INDEX), rows)
-    given = lax.stop_gradient((rows, k, v)), audit.rows.everywhere, index, documents
+    residuals = lax.stop_gradient((rows, k, v)), audit.rows.everywhere, index, documents
 
-    def measure(given: tuple, d_out: Array) -> Array:
-        (rows, k, v), positions, index, documents = given
+    def measure(residuals: tuple, d_out: Array) -> Array:
+        (rows, k, v), positions, index, documents = residuals
 
-        def local(rows, d_out, positions, k, v, index, documents):
+        def measure_shard(rows, d_out, positions, k, v, index, documents):
             shards = shards_of(d_out, documents=documents)
             keys = _keys(k, v, index, shards)
             return gradient_figures(rows, d_out, positions, keys, batch_axes)
 
-        return run(local, (rows, d_out, positions, k, v, index, documents))
+        return run(measure_shard, (rows, d_out, positions, k, v, index, documents))
 
-    return _tapped(measure, out, audit.sink, given)
+    return _tapped(measure, out, audit.grad_tap, residuals)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _tapped(measure: Callable, out: Array, sink: Array, given: tuple) -> Array:
+def _tapped(measure: Callable, out: Array, grad_tap: Array | None, residuals: tuple) -> Array:
     return out
 
 
-def _tapped_forward(measure: Callable, out: Array, sink: Array, given: tuple):
-    return out, given
+def _tapped_forward(measure: Callable, out: Array, grad_tap: Array | None, residuals: tuple):
+    return out, residuals
 
 
-def _tapped_backward(measure: Callable, given: tuple, d_out: Array):
-    return d_out, measure(given, d_out), None
+def _tapped_backward(measure: Callable, residuals: tuple, d_out: Array):
+    return d_out, measure(residuals, d_out), None
 
 
 _tapped.defvjp(_tapped_forward, _tapped_backward)

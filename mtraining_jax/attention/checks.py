@@ -1,10 +1,12 @@
 """Argument checks of `sparse_attention`."""
 
 import math
+from typing import cast
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from mtraining_jax.attention.placement import Placement
@@ -33,7 +35,7 @@ def check_arrays(q: Array, k: Array, v: Array, causal: bool) -> None:
             )
         if 0 in x.shape:
             raise ValueError(f"{name} has shape {x.shape}; empty axes are not supported")
-        if not jnp.issubdtype(x.dtype, jnp.floating):
+        if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize < 2:  # float8 and less
             raise ValueError(f"{name} has dtype {x.dtype}; it must be bfloat16, float16 or float32")
         if x.dtype != q.dtype:
             raise ValueError(f"{name} has dtype {x.dtype} but q has {q.dtype}; cast one of them")
@@ -64,7 +66,7 @@ def check_scale(scale: float | None, q: Array) -> float:
     """Returns the scale of the logits as a float."""
     if scale is None:
         return q.shape[-1] ** -0.5
-    if isinstance(scale, jax.core.Tracer):
+    if isinstance(scale, Tracer):
         raise ValueError(
             "scale is a traced array; pass a Python number, or multiply q by the array"
         )
@@ -73,19 +75,20 @@ def check_scale(scale: float | None, q: Array) -> float:
     return float(scale)
 
 
-def check_is_pattern(pattern: object) -> None:
-    """Checks that `pattern` is a pattern or an index, whatever the inputs."""
+def check_is_pattern(pattern: object) -> Pattern | Index:
+    """Returns `pattern` if it is a pattern or an index, whatever the inputs."""
     if not isinstance(pattern, (Pattern, Index)):
         made = f"; did you mean {pattern.__name__}()?" if isinstance(pattern, type) else ""
         raise ValueError(
             f"pattern={pattern!r} is not a Pattern, such as SampledRows(tau=0.9), VerticalSlash() "
             f"or Dense(), or an index{made}"
         )
+    return pattern
 
 
 def check_pattern(pattern: object, q: Array, causal: bool) -> None:
     """Checks that `pattern` supports these inputs."""
-    check_is_pattern(pattern)
+    pattern = check_is_pattern(pattern)
     if isinstance(pattern, Index):
         _check_index(pattern, q)
     else:
@@ -113,9 +116,9 @@ def check_valid_len(valid_len: ArrayLike | None, seq_len: int, causal: bool) -> 
     shape, dtype = jnp.shape(valid_len), jnp.result_type(valid_len)
     if shape or not jnp.issubdtype(dtype, jnp.integer):
         raise ValueError(f"valid_len is {dtype} {list(shape)}; it must be a single integer")
-    if not isinstance(valid_len, jax.core.Tracer) and not 1 <= int(valid_len) <= seq_len:
+    if not isinstance(valid_len, Tracer) and not 1 <= int(cast(int, valid_len)) <= seq_len:
         raise ValueError(
-            f"valid_len={int(valid_len)} is not in 1 .. {seq_len}, the number of tokens of q"
+            f"valid_len={valid_len} is not in 1 .. {seq_len}, the number of tokens of q"
         )
     return jnp.asarray(valid_len, jnp.int32)
 
@@ -193,17 +196,7 @@ def _check_pattern_arrays(pattern: Pattern, num_heads: int) -> None:
 
 
 def check_division(q: Array, k: Array, block_size: int, placement: Placement) -> None:
-    """Checks that blocks divide the tokens, and devices the blocks, the batch and the heads.
-
-    Args:
-        q: queries.
-        k: keys.
-        block_size: tokens per block.
-        placement: mesh axes, from `find_placement`.
-
-    Raises:
-        ValueError: if one of them does not divide; the message suggests valid lengths.
-    """
+    """Checks that blocks divide the tokens, and devices the blocks, the batch and the heads."""
     unit = block_size * placement.ranks
     for name, x in (("q", q), ("k", k)):
         if x.shape[-3] % unit or not x.shape[-3]:

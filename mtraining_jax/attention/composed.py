@@ -1,16 +1,20 @@
 """Attention over an index that cannot be expressed as tiles, on the shards of a sequence."""
 
+import functools
+from collections.abc import Callable
+from typing import cast
+
+import jax
 import jax.numpy as jnp
 from jax import Array
 
-from mtraining_jax.parallel.ring import ring_attention
 from mtraining_jax.sparsity import Shards, exchange
 from pallas_kernels.composed import chunk_attention
 from pallas_kernels.index import TokenChunksIndex
 
 
 def composed_ring(
-    q: Array, k: Array, v: Array, index: TokenChunksIndex, shards: Shards, **ring: object
+    ring: functools.partial, q: Array, k: Array, v: Array, index: TokenChunksIndex, shards: Shards
 ) -> tuple[Array, Array]:
     """Attention of one rank's queries to selected chunks of all keys; differentiable.
 
@@ -18,21 +22,55 @@ def composed_ring(
     ranks are gathered, across nodes too.
 
     Args:
+        ring: `ring_attention` with all arguments after the index, and `return_lse`.
         q: [B, n, Hq, D], this rank's queries.
-        k: [B, n, Hk, D], this rank's keys.
-        v: [B, n, Hk, D], this rank's values.
+        k, v: [B, n, Hk, D], this rank's keys and values.
         index: the rows of this rank's blocks.
         shards: the shards of the sequence, on more than one rank.
-        **ring: arguments of `ring_attention` after the index.
 
     Returns:
         out [B, n, Hq, D] in the dtype of q; lse fp32 [B, Hq, n].
     """
-    own = ring_attention(q, k, v, index.own(shards.block_ids), **ring)
-    where = shards.block_ids, shards.num_blocks, shards.axis_names
-    # Via fp32, so that the ranks' gradients of a key are summed in fp32.
-    keys, values = (
-        exchange.all_blocks(x.astype(jnp.float32), *where).astype(x.dtype) for x in (k, v)
+    own = ring(q, k, v, index.own(shards.block_ids))
+    where = shards.num_blocks, shards.axis_names
+    keys, values = (cast(Array, _all_blocks(*where, x, shards.block_ids)) for x in (k, v))
+    return chunk_attention(
+        q,
+        keys,
+        values,
+        index,
+        shards.block_ids,
+        own,
+        scale=ring.keywords["scale"],
+        backend=ring.keywords["backend"],
     )
-    options = {name: ring[name] for name in ("scale", "backend")}
-    return chunk_attention(q, keys, values, index, shards.block_ids, own, **options)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _all_blocks(
+    num_blocks: int, axis_names: tuple[str, ...], x_BnHD: Array, block_ids: Array
+) -> Array:
+    """`exchange.all_blocks`, with gradients of the ranks summed in fp32."""
+    return exchange.all_blocks(x_BnHD, block_ids, num_blocks, axis_names)
+
+
+def _all_blocks_forward(
+    num_blocks: int, axis_names: tuple[str, ...], x_BnHD: Array, block_ids: Array
+) -> tuple[Array, Array]:
+    return exchange.all_blocks(x_BnHD, block_ids, num_blocks, axis_names), block_ids
+
+
+def _all_blocks_backward(
+    num_blocks: int, axis_names: tuple[str, ...], block_ids: Array, d_all: Array
+) -> tuple[Array, None]:
+    batch, seq_len, *heads = d_all.shape
+    local_tokens = block_ids.size * seq_len // num_blocks
+    local = jax.ShapeDtypeStruct((batch, local_tokens, *heads), jnp.float32)
+    gather: Callable[[Array], Array] = functools.partial(
+        exchange.all_blocks, block_ids=block_ids, num_blocks=num_blocks, axis_names=axis_names
+    )
+    (d_local,) = jax.linear_transpose(gather, local)(d_all.astype(jnp.float32))
+    return d_local.astype(d_all.dtype), None
+
+
+_all_blocks.defvjp(_all_blocks_forward, _all_blocks_backward)

@@ -4,14 +4,42 @@ import numpy as np
 
 from mtraining_jax.sparsity.documents import Documents
 
+_MOST_ENTRIES = 1 << 22  # of a mask, read at a time
 
-def documents_of(mask: np.ndarray, batch: int, block_size: int) -> Documents | None:
+
+def key_ranges(mask: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+    """Returns the range of keys that each query sees, without a copy of the mask.
+
+    Args:
+        mask: [..., S, S]; not zero where a query sees a key.
+
+    Returns:
+        First key and end, int64 [..., S] each, equal for a query that sees nothing. None if a query
+        skips keys in its range.
+    """
+    tokens = mask.shape[-1]
+    first, end = (np.empty(mask.shape[:-1], np.int64) for _ in range(2))
+    step = max(1, _MOST_ENTRIES * mask.shape[-2] // max(1, mask.size))
+    for start in range(0, mask.shape[-2], step):
+        rows = slice(start, start + step)
+        seen = mask[..., rows, :].astype(bool, copy=False)
+        first[..., rows] = seen.argmax(-1)
+        last = tokens - seen[..., ::-1].argmax(-1)
+        end[..., rows] = np.where(seen.any(-1), last, first[..., rows])
+        if (np.count_nonzero(seen, axis=-1) != end[..., rows] - first[..., rows]).any():
+            return None
+    return first, end
+
+
+def documents_of(
+    first: np.ndarray, end: np.ndarray, batch: int, block_size: int
+) -> Documents | None:
     """Finds the documents of a causal, block-diagonal mask.
 
     Args:
-        mask: bool [S, S], or [..., H or 1, S, S] with the batch axes (or 1 each) before the heads;
-            True where a query sees a key. Each query must see its document up to itself, or
-            nothing if it is padding, equally for all heads.
+        first, end: [S], or [..., H or 1, S] with the batch axes (or 1 each) before the heads, from
+            `key_ranges`. Each query must see its document up to itself, or nothing if it is
+            padding, equally for all heads.
         batch: B, the product of the batch axes.
         block_size: tokens per block.
 
@@ -21,17 +49,20 @@ def documents_of(mask: np.ndarray, batch: int, block_size: int) -> Documents | N
     Raises:
         UserError: if a document does not begin at a multiple of the block size.
     """
-    mask = mask.reshape(-1, 1, *mask.shape) if mask.ndim == 2 else mask
-    mask = mask.reshape(-1, *mask.shape[-3:])
-    if mask.shape[0] not in (1, batch) or (mask != mask[:, :1]).any():
+    if first.ndim == 1:
+        first, end = first[None], end[None]
+    first, end = (x.reshape(-1, *x.shape[-2:]) for x in (first, end))
+    if first.shape[0] not in (1, batch):
         return None
-    mask = mask[:, 0]
-    tokens = np.arange(mask.shape[-1])
-    sees, first = mask.any(-1), mask.argmax(-1)
-    wanted = sees[..., None] & (tokens >= first[..., None]) & (tokens <= tokens[:, None])
+    if (first != first[:, :1]).any() or (end != end[:, :1]).any():
+        return None
+    first, end = first[:, 0], end[:, 0]
+    tokens = np.arange(first.shape[-1])
+    sees = end > first
     begins = sees & (first == tokens)
-    # The first key a token sees is the beginning of the document that extends to the token.
-    last_begun = np.maximum.accumulate(np.where(begins | ~sees, tokens, 0), axis=-1)
-    if (mask != wanted).any() or (sees & (first != last_begun)).any():
+    # The first key a token sees begins its document, and lies after all padding before the token.
+    earliest = np.where(begins, tokens, np.where(sees, 0, tokens + 1))
+    last_begun = np.maximum.accumulate(earliest, axis=-1)
+    if (sees & ((end != tokens + 1) | (first != last_begun))).any():
         return None
     return Documents.from_segment_ids(np.where(sees, begins.cumsum(-1), 0), block_size)

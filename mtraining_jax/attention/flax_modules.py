@@ -3,15 +3,16 @@
 import inspect
 import math
 from collections.abc import Callable
+from typing import cast
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.core import Tracer
 
 from mtraining_jax.attention.api import sparse_attention
 from mtraining_jax.attention.checks import check_is_pattern
-from mtraining_jax.attention.document_masks import documents_of
+from mtraining_jax.attention.document_masks import documents_of, key_ranges
 from mtraining_jax.sparsity import SampledRows
 from mtraining_jax.sparsity.documents import Documents
 
@@ -93,12 +94,19 @@ def attention_fn(*, assume_causal_mask: bool = False, **options) -> Callable[...
             )
         if is_causal and not causal:
             raise ValueError("is_causal=True contradicts causal=False of attention_fn")
-        told = None
+        if causal and query.shape[-3] != key.shape[-3]:
+            raise ValueError(
+                f"query has {query.shape[-3]} tokens but key has {key.shape[-3]}: attention_fn "
+                "does not support decoding with a cache (decode=True); use "
+                "flax.nnx.dot_product_attention for it"
+            )
+        from_mask = None
         if mask is not None and not (assume_causal_mask and causal):
-            told = _documents_of_mask(mask, query, causal, block_size)
+            from_mask = _documents_of_mask(mask, query, causal, block_size)
         common = jnp.result_type(query, key, value) if dtype is None else dtype
         query, key, value = (x.astype(common) for x in (query, key, value))
-        return sparse_attention(query, key, value, **_with_documents(options, told))
+        out = sparse_attention(query, key, value, **_with_documents(options, from_mask))
+        return cast(Array, out)  # a tuple only with return_lse or return_index
 
     return attend
 
@@ -107,13 +115,12 @@ def _listed(names: set[str]) -> str:
     return ", ".join(sorted(names - {"return_lse", "return_index"}))
 
 
-def _with_documents(options: dict, told: Documents | None) -> dict:
-    """Adds the documents read from a mask, if any, to the options."""
-    if told is None:
+def _with_documents(options: dict, from_mask: Documents | None) -> dict:
+    if from_mask is None:
         return options
     if options.get("documents") is not None:
         raise ValueError("mask separates documents, and documents= is set too; pass one of them")
-    return options | {"documents": told}
+    return options | {"documents": from_mask}
 
 
 def _documents_of_mask(
@@ -121,25 +128,24 @@ def _documents_of_mask(
 ) -> Documents | None:
     """Returns the documents of a block-diagonal causal mask, None for the plain causal mask."""
     wanted = "None (attention is causal without it)" if causal else "None"
-    if isinstance(mask, jax.core.Tracer):
+    if isinstance(mask, Tracer):
         raise ValueError(
             f"mask is a traced array; it must be {wanted}. If it is the causal mask, use "
-            "attention_fn(assume_causal_mask=True). Decoding with a cache is not supported"
+            "attention_fn(assume_causal_mask=True)"
         )
     tokens = query.shape[-3]
-    values = np.asarray(mask).astype(bool)
-    expected = np.ones((tokens, tokens), bool)
-    if causal:
-        expected = np.tril(expected)
-    if values.shape[-2:] == expected.shape:
-        if (values == expected).all():
+    mask_array = np.asarray(mask)
+    ranges = key_ranges(mask_array) if mask_array.shape[-2:] == (tokens, tokens) else None
+    if ranges is not None:
+        first, end = ranges
+        if (first == 0).all() and (end == (np.arange(1, tokens + 1) if causal else tokens)).all():
             return None
         batch = math.prod(query.shape[:-3])
-        told = documents_of(values, batch, block_size) if causal else None
-        if told is not None:
-            return told
+        documents = documents_of(first, end, batch, block_size) if causal else None
+        if documents is not None:
+            return documents
     raise ValueError(
-        f"mask of shape {values.shape} is neither causal nor causal within documents; it must be "
-        f"{wanted}. Padding at the end of a sequence needs no mask, since earlier tokens do not "
+        f"mask of shape {mask_array.shape} is neither causal nor causal within documents; it must "
+        f"be {wanted}. Padding at the end of a sequence needs no mask, since earlier tokens do not "
         "see it"
     )

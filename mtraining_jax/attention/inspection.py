@@ -4,24 +4,29 @@ import dataclasses
 import functools
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.core import Tracer
 
-from mtraining_jax.attention.picture import Panel, draw
+from mtraining_jax.attention.picture import Panel, block_shares, draw, of_one_head
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.sparsity import attention_recall
 from mtraining_jax.sparsity.document_blocks import DocumentBlocks
 from mtraining_jax.sparsity.documents import Documents
 from mtraining_jax.sparsity.metrics import pairs_to_share
 from pallas_kernels.index import Index
+from pallas_kernels.reference import mask_from_index
 
 
 @dataclasses.dataclass(frozen=True)
 class Inspection:
     """Metrics of an index, as NumPy arrays by batch entry and query head.
+
+    `token_mask` and `block_mask` return the pairs themselves.
 
     Attributes:
         index: the index.
@@ -53,7 +58,7 @@ class Inspection:
             f"{self.seq_len} tokens, blocks of {self.index.block_size}; mean density "
             f"{self.density.mean():.4f}"
         ]
-        if self.recall is not None:
+        if self.recall is not None and self.rows is not None:
             lines[0] += (
                 f", recall {self.recall.mean():.4f} on {len(self.rows)} rows, worst head "
                 f"{self.recall.min():.4f}"
@@ -68,6 +73,26 @@ class Inspection:
             cells += [f"{x[b, h]:9.4f}" for x in shares.values()]
             lines.append("  ".join(cells))
         return "\n".join(lines)
+
+    def token_mask(self, batch: int = 0, head: int = 0) -> np.ndarray:
+        """Returns the computed pairs of one head: bool [S, S], queries by keys.
+
+        Takes S^2 bytes; use `block_mask` for long sequences.
+        """
+        self._check_head(batch, head)
+        return np.asarray(mask_from_index(of_one_head(self.index, batch, head), self.seq_len))[0, 0]
+
+    def block_mask(self, batch: int = 0, head: int = 0) -> np.ndarray:
+        """Returns the blocks of one head with a computed pair: bool [S/g, S/g], queries by keys."""
+        self._check_head(batch, head)
+        return np.nan_to_num(block_shares(self.index, self.seq_len, batch, head)) > 0
+
+    def _check_head(self, batch: int, head: int) -> None:
+        for name, value, size in zip(
+            ("batch", "head"), (batch, head), self.density.shape, strict=True
+        ):
+            if not 0 <= value < size:
+                raise ValueError(f"{name}={value} must be in 0 .. {size - 1}")
 
     def save_picture(
         self, path: str | os.PathLike, *, heads: Sequence[int] = (0,), batch: int = 0
@@ -101,11 +126,11 @@ class Inspection:
             if self.recall is not None:
                 title += f"\nrecall {self.recall[batch, head]:.1%}"
             panels.append(Panel(self.index, batch, head, title))
-        borders = ()
+        borders: Sequence[int] = ()
         if self.documents is not None:
             # A single table applies to all batch entries.
             table = np.asarray(self.documents.table)[batch % len(self.documents.table)]
-            borders = np.unique(table[table[:, 2] > 0, :2]) * self.index.block_size
+            borders = (np.unique(table[table[:, 2] > 0, :2]) * self.index.block_size).tolist()
         draw(path, panels, self.seq_len, borders)
 
 
@@ -149,13 +174,13 @@ def inspect(
         raise ValueError(
             f"index is a {type(index).__name__}; pass an index, as returned with return_index=True"
         )
-    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((index, q, k))):
+    if any(isinstance(x, Tracer) for x in jax.tree.leaves((index, q, k))):
         raise ValueError("index, q and k are traced; return them from jax.jit first")
     if (q is None) != (k is None):
         raise ValueError("pass both q and k to measure recall, or neither")
     index = jax.tree.map(lambda x: jnp.asarray(jax.device_get(x)), index)
     listed = {leaf.shape[:2] for leaf in jax.tree.leaves(index)}  # empty for a dense index
-    if q is not None:
+    if q is not None and k is not None:
         if q.ndim != 4 or k.ndim != 4 or listed not in ({q.shape[:3:2]}, set()):
             needed = [list(shape) for shape in listed]
             raise ValueError(
@@ -183,12 +208,12 @@ def inspect(
             )
         blocks_of = documents.blocks()
     pairs, executed, total = jax.device_get(_counts(index, seq_len, blocks_of))
-    found = {"density": pairs / total, "executed": executed / total, "pairs": pairs}
-    if q is not None:
+    found: dict[str, Any] = {"density": pairs / total, "executed": executed / total, "pairs": pairs}
+    if q is not None and k is not None:
         positions = _rows(rows, seq_len, seed)
-        order = np.arange(seq_len) if layout is None else layout.permutation()
-        if len(order) != seq_len:
+        if layout is not None and layout.seq_len != seq_len:
             raise ValueError(f"layout has seq_len={layout.seq_len} but q has {seq_len} tokens")
+        order = np.arange(seq_len) if layout is None else layout.permutation()
         q, k = (jnp.asarray(jax.device_get(x)) for x in (q, k))
         blocks = jnp.asarray(order[:: index.block_size] // index.block_size, jnp.int32)
         found["recall"] = _recall(

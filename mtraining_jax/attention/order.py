@@ -6,7 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax import Array
+from jax.core import Tracer
+from jax.sharding import AbstractMesh, Mesh
 from jax.typing import ArrayLike
 
 from mtraining_jax.attention.placement import Axes, Placement, as_axes, check_axes, keeping_sharding
@@ -17,7 +19,7 @@ from mtraining_jax.parallel.ring import check_ring
 
 def sequence_layout(
     seq_len: int,
-    mesh: Mesh,
+    mesh: Mesh | AbstractMesh,
     *,
     kind: str = "striped",
     sequence_axes: str | Axes = SEQUENCE_AXES,
@@ -46,18 +48,14 @@ def sequence_layout(
     check_axes({"sequence_axes": axes}, mesh)
     check_ring(ring)
     placement = Placement(mesh, sequence=axes)
-    sizes = tuple(placement.mesh.shape[axis] for axis in axes)
+    sizes = tuple(placement.size((axis,)) for axis in axes)
     return layout_for_ring(kind, seq_len, sizes, block_size, ring)
 
 
 def layout_for_ring(
     kind: str, seq_len: int, axis_sizes: tuple[int, ...], block_size: int, ring: str
 ) -> Layout:
-    """Builds the token order for a ring over axes of these sizes, slowest first.
-
-    Args:
-        kind, seq_len, block_size, ring: as in `sequence_layout`.
-        axis_sizes: sizes of the one or two axes of the sequence.
+    """Builds the token order for a ring over one or two axes of these sizes, slowest first.
 
     Raises:
         UserError: if S is not divisible; the message suggests valid lengths.
@@ -76,24 +74,25 @@ def ring_layout(
     ring: str,
 ) -> Layout:
     """Returns the layout of a sharded sequence, from `layout` or `positions`."""
-    positions = _known_positions(positions, seq_len)
+    assert placement.mesh is not None  # only a mesh has several ranks
+    mesh, order = placement.mesh, _known_positions(positions, seq_len)
 
     def build(kind: str, ring: str = ring) -> Layout:
         return sequence_layout(
             seq_len,
-            placement.mesh,
+            mesh,
             kind=kind,
             sequence_axes=placement.sequence,
             block_size=block_size,
             ring=ring,
         )
 
-    if layout is None and positions is not None:
+    if layout is None and order is not None:
         units = placement.ranks * block_size
         kinds = [kind for kind in KINDS if kind != "zigzag" or seq_len % (2 * units) == 0]
-        for found in (build(kind, way) for kind in kinds for way in (ring, "flat")):
-            if np.array_equal(found.permutation(), positions):
-                return found
+        for candidate in (build(kind, each) for kind in kinds for each in (ring, "flat")):
+            if np.array_equal(candidate.permutation(), order):
+                return candidate
         raise ValueError(
             f"positions match no {', '.join(kinds)} layout over {placement.ranks} devices with "
             f"block_size={block_size}; reorder q, k and v with stripe()"
@@ -107,7 +106,7 @@ def ring_layout(
                 f"layout has {name}={getattr(layout, name)}, but q, the pattern and sequence_axes "
                 f"need {value}"
             )
-    _check_agreement(layout, positions)
+    _check_agreement(layout, order)
     return layout
 
 
@@ -115,23 +114,23 @@ def global_order(
     layout: Layout | str | None, positions: ArrayLike | None, seq_len: int
 ) -> tuple[np.ndarray, np.ndarray] | None:
     """Returns the permutation to sequence order and its inverse, or None if in order."""
-    positions = _known_positions(positions, seq_len)
+    order = _known_positions(positions, seq_len)
     if isinstance(layout, Layout):
         if layout.seq_len != seq_len:
             raise ValueError(f"layout has seq_len={layout.seq_len}, but q has {seq_len} tokens")
-        _check_agreement(layout, positions)
-        positions = layout.permutation()
+        _check_agreement(layout, order)
+        order = layout.permutation()
     elif layout is not None and layout not in KINDS:
         raise ValueError(f"layout={layout!r} must be one of {', '.join(KINDS)}, or a Layout")
-    if positions is None or np.array_equal(positions, np.arange(seq_len)):
+    if order is None or np.array_equal(order, np.arange(seq_len)):
         return None
-    return np.argsort(positions), positions
+    return np.argsort(order), order
 
 
 def _known_positions(positions: ArrayLike | None, seq_len: int) -> np.ndarray | None:
     if positions is None:
         return None
-    if isinstance(positions, jax.core.Tracer):
+    if isinstance(positions, Tracer):
         raise ValueError(
             "positions are a traced array; pass values known at trace time, such as the NumPy "
             "array layout.permutation(), or pass layout= instead"
@@ -171,15 +170,12 @@ def stripe(x: Any, layout: Layout, axis: int = 1) -> Any:
 
 
 def unstripe(x: Any, layout: Layout, axis: int = 1) -> Any:
-    """Reorders the tokens of an array from a layout to sequence order; inverse of `stripe`.
-
-    Arguments, result and errors are the same as for `stripe`.
-    """
+    """Reorders the tokens of an array from a layout to sequence order; inverse of `stripe`."""
     return _permute(x, layout, axis, layout.inverse())
 
 
-def _permute(x, layout: Layout, axis: int, order: np.ndarray):
-    def one(x):
+def _permute(x: Any, layout: Layout, axis: int, order: np.ndarray) -> Any:
+    def permute_one(x: Array | np.ndarray) -> Array | np.ndarray:
         if not -x.ndim <= axis < x.ndim or x.shape[axis] != layout.seq_len:
             raise ValueError(
                 f"x has shape {x.shape}; the layout needs {layout.seq_len} tokens along axis={axis}"
@@ -190,4 +186,4 @@ def _permute(x, layout: Layout, axis: int, order: np.ndarray):
             lambda x: jnp.take(x, order, axis=axis, unique_indices=True, mode="clip"), x
         )
 
-    return jax.tree.map(one, x)
+    return jax.tree.map(permute_one, x)

@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array
 
 from mtraining_jax.errors import UserError
-from pallas_kernels.index import Index
+from pallas_kernels.index import Index, TokenChunksIndex
 
 _MOST_PIXELS = 512
 _ROWS_AT_ONCE = 64  # in blocks; bounds memory
@@ -30,40 +30,40 @@ def check_pictures(asked_for_by: str) -> None:
 
 
 def block_shares(index: Index, seq_len: int, batch: int, head: int) -> np.ndarray:
-    """Computes the density of each block of a mask.
-
-    Args:
-        index: index with concrete arrays.
-        seq_len: S.
-        batch: batch entry.
-        head: query head.
+    """Computes the density of each block of one head's mask; the index has concrete arrays.
 
     Returns:
         fp32 [S/g, S/g], queries by keys; NaN above the diagonal.
     """
     size = index.block_size
     blocks = np.arange(seq_len // size)
-    shares = np.empty((blocks.size, blocks.size), np.float32)
-    # In a diagonal block, key t is seen by the g - t queries from position t on.
-    seen_by = np.arange(size, 0, -1)
+    shares = np.zeros((blocks.size, blocks.size), np.float32)
+    one_head = of_one_head(index, batch, head)
+    # All queries of a block share their keys, except where each token selects its own.
+    queries = range(size) if isinstance(index, TokenChunksIndex) else range(1)
     for start in range(0, blocks.size, _ROWS_AT_ONCE):
         rows = blocks[start : start + _ROWS_AT_ONCE]
-        # All queries of a block share their keys.
-        listed = jax.device_get(_computes(index, batch, head, rows * size, blocks))
-        listed = np.broadcast_to(listed, (rows.size, blocks.size, size))
-        shares[rows] = listed.mean(-1)
-        shares[rows, rows] = listed[np.arange(rows.size), rows] @ seen_by / seen_by.sum()
+        for query in queries:
+            listed = jax.device_get(_computes(one_head, rows * size + query, blocks))
+            listed = np.broadcast_to(listed, (rows.size, blocks.size, size))
+            shares[rows] += listed.mean(-1) / len(queries)
+        # In the diagonal block of such a query, key t is seen by the g - t queries from t on.
+        if len(queries) == 1:
+            seen_by = np.arange(size, 0, -1)
+            shares[rows, rows] = listed[np.arange(rows.size), rows] @ seen_by / seen_by.sum()
     shares[np.triu_indices(blocks.size, 1)] = np.nan
     return shares
 
 
+def of_one_head(index: Index, batch: int, head: int) -> Index:
+    """Returns the index of one head, with arrays [1, 1, ...]."""
+    return jax.tree.map(lambda x: x[batch, head][None, None], index)
+
+
 @jax.jit
-def _computes(
-    index: Index, batch: int, head: int, query_positions: Array, key_blocks: Array
-) -> Array:
-    """Returns the computed pairs of one head: bool [queries or 1, blocks, g or 1]."""
-    head_only = jax.tree.map(lambda x: x[batch, head][None, None], index)
-    return head_only.computes(query_positions, key_blocks)[0, 0]
+def _computes(index: Index, query_positions: Array, key_blocks: Array) -> Array:
+    """Returns the computed pairs of a single head: bool [queries or 1, blocks, g or 1]."""
+    return index.computes(query_positions, key_blocks)[0, 0]
 
 
 class Panel(NamedTuple):
@@ -93,22 +93,22 @@ def draw(
         raise ImportError("pictures need matplotlib: pip install matplotlib") from error
     figure = Figure(figsize=(0.6 + 3.2 * len(panels), 3.6), dpi=100, layout="constrained")
     FigureCanvasAgg(figure)
-    colours = colormaps["Blues"].with_extremes(bad="0.93")
+    colors = colormaps["Blues"].with_extremes(bad="0.93")
     for i, panel in enumerate(panels):
         axes = figure.add_subplot(1, len(panels), i + 1)
         shares = _shrunk(block_shares(panel.index, seq_len, panel.batch, panel.head))
         # Square root, so that a single column in a block of 128 is visible.
         axes.imshow(
             np.sqrt(shares),
-            cmap=colours,
+            cmap=colors,
             vmin=0,
             vmax=1,
             interpolation="nearest",
             extent=(0, seq_len, seq_len, 0),
         )
-        for place in borders:
-            axes.axhline(place, color="0.6", linewidth=0.4)
-            axes.axvline(place, color="0.6", linewidth=0.4)
+        for border in borders:
+            axes.axhline(border, color="0.6", linewidth=0.4)
+            axes.axvline(border, color="0.6", linewidth=0.4)
         axes.set_title(panel.title, fontsize=9)
         axes.set_xlabel("key", fontsize=9)
         if i == 0:
@@ -126,7 +126,7 @@ def _shrunk(shares: np.ndarray) -> np.ndarray:
     padded = np.full((side * step, side * step), np.nan, np.float32)
     padded[: shares.shape[0], : shares.shape[1]] = shares
     squares = padded.reshape(side, step, side, step)
-    there = ~np.isnan(squares)
-    count = there.sum((1, 3))
-    total = np.where(there, squares, 0).sum((1, 3))
+    valid = ~np.isnan(squares)
+    count = valid.sum((1, 3))
+    total = np.where(valid, squares, 0).sum((1, 3))
     return np.where(count > 0, total / np.maximum(count, 1), np.nan)

@@ -3,11 +3,13 @@
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import Any, cast, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from mtraining_jax.parallel.groups import map_shards
@@ -34,7 +36,9 @@ class Placement:
 
     def size(self, axes: Axes) -> int:
         """Returns the number of devices along some axes."""
-        return math.prod(self.mesh.shape[axis] for axis in axes) if axes else 1
+        if self.mesh is None or not axes:
+            return 1
+        return math.prod(self.mesh.shape[axis] for axis in axes)
 
     @property
     def ranks(self) -> int:
@@ -57,7 +61,7 @@ class Placement:
             for arg, sharding in zip(args, shardings, strict=True)
         )
 
-    def run(self, function: Callable, in_specs: tuple, out_specs: tuple, args: tuple):
+    def run(self, function: Callable, in_specs: tuple, out_specs: Any, args: tuple) -> Any:
         """Runs a function on the shards of every device, or directly without a mesh.
 
         Explicit axes are made Auto around the call, and results are sharded by `out_specs`. An
@@ -65,13 +69,13 @@ class Placement:
         """
         if self.mesh is not None and not self.explicit:
             function = map_shards(function, self.mesh, in_specs, out_specs)
-        if self.explicit:
+        if explicit := self.explicit:
             if self.mesh is not None:
                 function = jax.shard_map(
                     function, in_specs=in_specs, out_specs=out_specs, check_vma=False
                 )
             shardings = jax.tree.map(
-                lambda spec: NamedSharding(self.explicit, spec),
+                lambda spec: NamedSharding(explicit, spec),
                 out_specs,
                 is_leaf=lambda x: isinstance(x, PartitionSpec),
             )
@@ -90,7 +94,7 @@ def keeping_sharding(function: Callable[[Array], Array], x: Array) -> Array:
     sharding = jax.typeof(x).sharding
     if all(entry is None for entry in sharding.spec):
         return function(x)
-    return jax.sharding.auto_axes(function, out_sharding=sharding)(x)
+    return cast(Array, jax.sharding.auto_axes(function, out_sharding=sharding)(x))
 
 
 def find_placement(
@@ -100,11 +104,7 @@ def find_placement(
     sequence_axes: str | Axes | None,
     head_axis: str | Axes | None,
 ) -> Placement:
-    """Resolves the placement from the arguments of `sparse_attention` and the type of q.
-
-    Raises:
-        ValueError: if an axis is missing or ambiguous; the message lists the axes of the mesh.
-    """
+    """Resolves the placement from the arguments of `sparse_attention` and the type of q."""
     given = {
         "batch_axis": as_axes(batch_axis),
         "sequence_axes": as_axes(sequence_axes),
@@ -128,8 +128,9 @@ def find_placement(
         "sequence_axes": SEQUENCE_AXES if set(SEQUENCE_AXES) <= set(mesh.axis_names) else None,
         "head_axis": (),
     }
-    axes = {name: known[name] if value is None else value for name, value in given.items()}
-    if axes["sequence_axes"] is None:
+    found = {name: known[name] if value is None else value for name, value in given.items()}
+    axes = {name: value for name, value in found.items() if value is not None}
+    if "sequence_axes" not in axes:
         raise ValueError(
             f"the mesh has axes {mesh.axis_names}, without the default sequence_axes="
             f"{SEQUENCE_AXES}; pass sequence_axes= with the axes that shard the sequence, or () "
@@ -139,6 +140,10 @@ def find_placement(
     return Placement(mesh, axes["batch_axis"], axes["sequence_axes"], axes["head_axis"])
 
 
+@overload
+def as_axes(value: str | Axes) -> Axes: ...
+@overload
+def as_axes(value: str | Axes | None) -> Axes | None: ...
 def as_axes(value: str | Axes | None) -> Axes | None:
     """Converts axis names to a tuple; None stays None."""
     if value is None:
@@ -147,11 +152,7 @@ def as_axes(value: str | Axes | None) -> Axes | None:
 
 
 def check_axes(axes: dict[str, Axes], mesh: Mesh | AbstractMesh) -> None:
-    """Checks that the axes exist and are used once, and that the sequence has at most two.
-
-    Raises:
-        ValueError: if not; the message names the argument and the axes of the mesh.
-    """
+    """Checks that the axes exist and are used once, and that the sequence has at most two."""
     used: dict[str, str] = {}
     for name, value in axes.items():
         for axis in value:
@@ -184,8 +185,8 @@ def _explicit_axes(q: Array) -> tuple[Mesh | AbstractMesh | None, dict[str, Axes
             f"q is sharded as {sharding.spec}; only batch, tokens and heads can be sharded"
         )
     mesh = sharding.mesh
-    if not isinstance(q, jax.core.Tracer):
-        mesh = q.sharding.mesh
+    if not isinstance(q, Tracer):
+        mesh = cast(NamedSharding, q.sharding).mesh
     return mesh, {
         "batch_axis": entries[0] if q.ndim > 3 else (),
         "sequence_axes": entries[-3],

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -32,13 +32,13 @@ from mtraining_jax.sparsity.document_blocks import DocumentBlocks
 from mtraining_jax.sparsity.metrics import causal_pairs, density, pairs_to_share
 from mtraining_jax.sparsity.row_attention import RowAttention
 from pallas_kernels import attention
-from pallas_kernels.index import Index
+from pallas_kernels.index import Index, TokenChunksIndex
 
 Stats = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class Way:
+class AttentionSpec:
     """Static configuration of an attention call.
 
     Attributes:
@@ -62,7 +62,7 @@ class Way:
     by_length: bool = False
 
 
-class Attended(NamedTuple):
+class AttentionOutput(NamedTuple):
     """The results of attention.
 
     Attributes:
@@ -82,7 +82,7 @@ class Attended(NamedTuple):
 
 
 def attend(
-    way: Way,
+    spec: AttentionSpec,
     q: Array,
     k: Array,
     v: Array,
@@ -91,12 +91,12 @@ def attend(
     valid_len: Array | None = None,
     documents: DocumentBlocks | None = None,
     shares: Array | None = None,
-) -> Attended:
+) -> AttentionOutput:
     """Computes attention over the pairs selected by a pattern or listed in an index.
 
     Args:
-        way: static configuration.
-        q: [B, S, Hq, D] in the order of `way.layout`, after rotary embedding.
+        spec: static configuration.
+        q: [B, S, Hq, D] in the order of `spec.layout`, after rotary embedding.
         k, v: [B, S, Hk, D].
         pattern: a pattern with arrays [Hq, ...], or an index with arrays [B, Hq, ...].
         audit: what to measure, or None. Not supported if a mesh axis shards the heads.
@@ -112,9 +112,9 @@ def attend(
     """
     if shares is not None and isinstance(pattern, Index):
         raise ValueError("shares override the mass fraction of a pattern, but pattern is an index")
-    placement = way.placement
+    placement = spec.placement
     others = shared_axes((*placement.batch, *placement.heads))
-    arrays, static = split(pattern)
+    arrays, static = partition(pattern)
     heads = P(placement.batch, placement.sequence, placement.heads)
     per_head = P(placement.batch, placement.heads)
     rows = P(placement.batch, placement.heads, placement.sequence)
@@ -123,12 +123,12 @@ def attend(
     array_spec = of_index if isinstance(pattern, Index) else P(placement.heads)
     of_batch = P(placement.batch)
     in_specs = heads, heads, heads, array_spec, P(), P(), of_batch, of_batch
-    out_specs = Attended(heads, rows, of_index, P(), of_batch)
-    order = _order_of_rows(way) if by_rows else None
+    out_specs = AttentionOutput(*cast(Any, (heads, rows, of_index, P(), of_batch)))
+    order = _order_of_rows(spec) if by_rows else None
     if order is not None and isinstance(pattern, Index):
         arrays = [placement.take(x, order, axis=2) for x in arrays]
 
-    def local(
+    def attend_on_shard(
         q: Array,
         k: Array,
         v: Array,
@@ -137,36 +137,36 @@ def attend(
         valid_len: Array | None,
         documents: DocumentBlocks | None,
         shares: Array | None,
-    ) -> Attended:
-        shards = _shards(way, q, pattern.block_size, valid_len, documents, shares)
-        return _local(way, q, k, v, join(static, arrays), audit, shards, others)
+    ) -> AttentionOutput:
+        shards = _shards(spec, q, pattern.block_size, valid_len, documents, shares)
+        return _attend_on_shard(spec, q, k, v, combine(static, arrays), audit, shards, others)
 
-    rows_alone = audit and dataclasses.replace(audit, sink=None)
-    args = (q, k, v, arrays, rows_alone, valid_len, documents, shares)
+    forward_audit = audit and dataclasses.replace(audit, grad_tap=None)
+    args = (q, k, v, arrays, forward_audit, valid_len, documents, shares)
     args = placement.reshard(args, in_specs)
-    found = placement.run(local, in_specs, out_specs, args)
-    if audit is not None and audit.sink is not None:
+    output = placement.run(attend_on_shard, in_specs, out_specs, args)
+    if audit is not None and audit.grad_tap is not None:
         specs = (P(placement.batch), heads, P(), heads, heads, of_index, P(placement.batch))
         shards_of = functools.partial(
-            _shards, way, block_size=found.index.block_size, valid_len=None, shares=None
+            _shards, spec, block_size=output.index.block_size, valid_len=None, shares=None
         )
         out = tap_gradient(
             functools.partial(_run, placement, specs),
             shards_of,
             others,
-            found.out,
+            output.out,
             audit,
-            found.rows,
+            output.rows,
             k,
             v,
-            found.index,
+            output.index,
             documents,
         )
-        found = found._replace(out=out)
+        output = output._replace(out=out)
     if order is None:
-        return found
+        return output
     back = functools.partial(placement.take, order=np.argsort(order), axis=2)
-    return found._replace(index=jax.tree.map(back, found.index))
+    return output._replace(index=jax.tree.map(back, output.index))
 
 
 def _by_rows(pattern: Pattern | Index, documents: DocumentBlocks | None) -> bool:
@@ -180,7 +180,7 @@ def _run(placement: Placement, in_specs: tuple, function: Callable, args: tuple)
     return placement.run(function, in_specs, P(), args)
 
 
-def _cut(index: Index, documents: DocumentBlocks, rows: Array) -> Index:
+def _within_documents(index: Index, documents: DocumentBlocks, rows: Array) -> Index:
     """Restricts an index to pairs within documents; `rows` are the local row blocks."""
     try:
         return index.within_documents(*documents.spans(), rows)
@@ -190,15 +190,15 @@ def _cut(index: Index, documents: DocumentBlocks, rows: Array) -> Index:
         ) from error
 
 
-def _order_of_rows(way: Way) -> np.ndarray | None:
+def _order_of_rows(spec: AttentionSpec) -> np.ndarray | None:
     """Returns the global block numbers of all ranks in layout order, or None on one device."""
-    if way.placement.ranks == 1:
+    if spec.layout is None or spec.placement.ranks == 1:
         return None
-    size = way.layout.block_size
-    return way.layout.permutation()[::size] // size
+    size = spec.layout.block_size
+    return spec.layout.permutation()[::size] // size
 
 
-def split(pattern: Pattern | Index) -> tuple[list[Array], object]:
+def partition(pattern: Pattern | Index) -> tuple[list[Array], object]:
     """Splits a pattern or index into its arrays and a hashable rest."""
     leaves, treedef = jax.tree.flatten(pattern)
     if leaves and leaves[0] is pattern:  # not a pytree: entirely static
@@ -206,13 +206,15 @@ def split(pattern: Pattern | Index) -> tuple[list[Array], object]:
     return leaves, treedef
 
 
-def join(static: object, arrays: list[Array]) -> Pattern | Index:
-    """Rebuilds the pattern or index from the results of `split`."""
-    return static if isinstance(static, Pattern) else jax.tree.unflatten(static, arrays)
+def combine(static: object, arrays: list[Array]) -> Pattern | Index:
+    """Rebuilds the pattern or index from the results of `partition`."""
+    if isinstance(static, Pattern):
+        return static
+    return jax.tree.unflatten(cast(Any, static), arrays)
 
 
-def _local(
-    way: Way,
+def _attend_on_shard(
+    spec: AttentionSpec,
     q: Array,
     k: Array,
     v: Array,
@@ -220,8 +222,8 @@ def _local(
     audit: Audit | None,
     shards: Shards,
     others: tuple[str, ...],
-) -> Attended:
-    """Runs `attend` on one device's shards; `others` are the axes of other sequences and heads."""
+) -> AttentionOutput:
+    """Attention on one device's shards; `others` are the axes of other sequences and heads."""
     if isinstance(pattern, Pattern):
         choice = choose(pattern, q, k, shards)
         by_rows = _by_rows(pattern, shards.documents)
@@ -232,14 +234,14 @@ def _local(
                 "they must be equal"
             )
     elif shards.documents is not None:
-        choice = Choice(_cut(pattern, shards.documents, shards.block_ids))
+        choice = Choice(_within_documents(pattern, shards.documents, shards.block_ids))
     else:
         choice = Choice(pattern)
     index = choice.index
     statistics: Stats = {}
-    if way.statistics:
+    if spec.statistics:
         seq_len = shards.num_blocks * pattern.block_size
-        statistics = _measure(choice, seq_len, shards, way.by_length)
+        statistics = _measure(choice, seq_len, shards, spec.by_length)
         statistics = lax.pmean(statistics, others) if others else statistics
         statistics = lax.stop_gradient(statistics)
     rows = None
@@ -247,32 +249,39 @@ def _local(
         statistics["audit"], rows = audit_shards(audit, q, k, v, index, shards, others)
         if audit.mask_heads:
             statistics["masks"] = mask_of_heads(audit, index, shards, others)
-    options = dict(scale=way.scale, backend=way.backend, return_lse=True)
-    if shards.axis_names:
-        sizes = tuple(way.placement.mesh.shape[axis] for axis in shards.axis_names)
-        options |= dict(
-            layout=way.layout, axis_names=shards.axis_names, axis_sizes=sizes, ring=way.ring
+    if spec.layout is None or not shards.axis_names:
+        out, lse = attention(
+            q, k, v, index, scale=spec.scale, backend=spec.backend, return_lse=True
         )
-        if index.composed:
-            out, lse = composed_ring(q, k, v, index, shards, **options)
-        else:
-            out, lse = ring_attention(q, k, v, index, **options)
     else:
-        out, lse = attention(q, k, v, index, **options)
-    return Attended(out, lse, index, statistics, rows)
+        ring = functools.partial(
+            ring_attention,
+            layout=spec.layout,
+            axis_names=shards.axis_names,
+            axis_sizes=tuple(spec.placement.size((axis,)) for axis in shards.axis_names),
+            ring=spec.ring,
+            scale=spec.scale,
+            backend=spec.backend,
+            return_lse=True,
+        )
+        if isinstance(index, TokenChunksIndex):
+            out, lse = composed_ring(ring, q, k, v, index, shards)
+        else:
+            out, lse = ring(q, k, v, index)
+    return AttentionOutput(out, lse, index, statistics, rows)
 
 
 def _shards(
-    way: Way,
+    spec: AttentionSpec,
     q: Array,
     block_size: int,
     valid_len: Array | None,
     documents: DocumentBlocks | None,
     shares: Array | None,
 ) -> Shards:
-    axes = way.placement.sequence if way.placement.ranks > 1 else ()
-    if axes:
-        num_blocks, block_ids = way.layout.num_blocks, way.layout.block_ids(lax.axis_index(axes))
+    axes = spec.placement.sequence if spec.placement.ranks > 1 else ()
+    if axes and spec.layout is not None:
+        num_blocks, block_ids = spec.layout.num_blocks, spec.layout.block_ids(lax.axis_index(axes))
     else:
         num_blocks = q.shape[1] // block_size
         block_ids = jnp.arange(num_blocks, dtype=jnp.int32)
@@ -280,9 +289,9 @@ def _shards(
         block_ids,
         num_blocks,
         axes,
-        way.scale,
-        way.backend,
-        way.causal,
+        spec.scale,
+        spec.backend,
+        spec.causal,
         valid_len,
         documents,
         shares,
@@ -377,8 +386,8 @@ def make_attention(
             f"{ranks} devices"
         )
     placement = Placement(mesh, (batch_axis,), tuple(sequence_axes))
-    way = Way(placement, layout, ring, scale, True, backend, True, by_length)
-    run = functools.partial(attend, way, valid_len=valid_len)
+    spec = AttentionSpec(placement, layout, ring, scale, True, backend, True, by_length)
+    run = functools.partial(attend, spec, valid_len=valid_len)
 
     def attention(
         q: Array,
@@ -390,8 +399,8 @@ def make_attention(
         sink: Array | None = None,
     ) -> tuple[Array, Stats]:
         audit = None if audit_rows is None else Audit(audit_rows, sink, tuple(mask_heads))
-        chosen_by = pattern if given is None else given
-        found = run(q, k, v, chosen_by, audit=audit, documents=documents, shares=shares)
-        return found.out, found.statistics
+        selected_by = pattern if given is None else given
+        output = run(q, k, v, selected_by, audit=audit, documents=documents, shares=shares)
+        return output.out, output.statistics
 
     return attention

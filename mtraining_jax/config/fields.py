@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic.fields import FieldInfo
 
 from mtraining_jax.config.schema import Config
-from mtraining_jax.config.sections import InWords, assembled
+from mtraining_jax.config.sections import Described, assembled
 from mtraining_jax.field_types import LARGEST_INT
 
 
@@ -37,7 +37,7 @@ class Field:
     doc: str
 
 
-def section_class(annotation: Any) -> type | None:
+def section_class(annotation: Any) -> Any:
     """The assembled section of an annotation `Section` or `Section | None`; otherwise None."""
     for option in (annotation, *typing.get_args(annotation)):
         if dataclasses.is_dataclass(option):
@@ -45,7 +45,7 @@ def section_class(annotation: Any) -> type | None:
     return None
 
 
-def infos(section: type) -> dict[str, FieldInfo]:
+def infos(section: Any) -> dict[str, FieldInfo]:
     """Pydantic's field descriptions of a section, by name."""
     return section.__pydantic_fields__
 
@@ -167,7 +167,7 @@ def _option_in_words(option: Any, limits: list[Any]) -> str:
         return "a list of non-empty strings" if of_text else "a list of finite numbers"
     if dataclasses.is_dataclass(option):
         return f"a table of {', '.join(infos(assembled(option)))}"
-    if words := [limit.text for limit in limits if isinstance(limit, InWords)]:
+    if words := [limit.text for limit in limits if isinstance(limit, Described)]:
         return words[0]
     if option is str:
         return "a non-empty string"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mtraining_jax.errors import UserError
+from mtraining_jax.file_limits import absence, is_url
 from mtraining_jax.models.hf.config import CONFIG_FILE, FIXED, FREE, read_hf_values
 from mtraining_jax.models.rope import RopeScaling, make_scaling
 
@@ -29,6 +30,8 @@ def with_checkpoint(table: Mapping[str, Any], say: Callable[[str, str], None]) -
     if not isinstance(given, dict) or not isinstance(given.get("init_from"), str):
         return dict(table)
     folder, override = os.path.expanduser(given["init_from"]), given.get("override") or ()
+    if is_url(folder):
+        raise UserError(f"model.init_from = {folder} {absence(folder)}")
     try:
         family = given.get("family")
         found = read_hf_values(folder, family if isinstance(family, str) else None)

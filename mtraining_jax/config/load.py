@@ -27,7 +27,7 @@ from mtraining_jax.config.schema import Config
 from mtraining_jax.config.validate import validate
 from mtraining_jax.errors import UserError
 from mtraining_jax.field_types import LARGEST_INT
-from mtraining_jax.file_limits import read_text
+from mtraining_jax.file_limits import absence, read_text
 from mtraining_jax.plugins import Registry
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -171,7 +171,7 @@ def parse_value(name: str, text: str) -> Any:
     try:
         table = tomllib.loads(f"value = {text}")
         value = table["value"] if len(table) == 1 else text
-    except (tomllib.TOMLDecodeError, RecursionError):
+    except (ValueError, RecursionError):
         if list in kinds and text.startswith("["):
             raise UserError(
                 f'{name}={text} is not a TOML list; write it like ["one", "two"]'
@@ -179,6 +179,8 @@ def parse_value(name: str, text: str) -> Any:
         value = text
     if not isinstance(value, str) and type(value) not in kinds and kinds & {str, list}:
         value = text
+    if isinstance(value, float) and value.is_integer() and int in kinds and float not in kinds:
+        value = int(value)  # 1e6
     return [value] if list in kinds and isinstance(value, str) else value
 
 
@@ -202,20 +204,26 @@ def _find(name: str) -> Path:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(read_text(path))
+        text = read_text(path)
+    except UserError:
+        raise
     except FileNotFoundError:
-        others = [str(other) for other in path.parent.glob("*.toml")]
+        others = [str(other) for other in path.parent.glob("*.toml") if other.is_file()]
         close = difflib.get_close_matches(str(path), others, 1)
         if path.stem in available_configs():
             close = [f"--config {path.stem}"]
         hint = f"; did you mean {close[0]}?" if close else ""
-        raise UserError(f"the configuration file {path} does not exist{hint}") from None
+        raise UserError(f"the configuration file {path} {absence(path)}{hint}") from None
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 text: invalid byte at {error.start}") from error
+    try:
+        return tomllib.loads(text.removeprefix("\ufeff"))  # byte-order mark
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise UserError(f"{path} is not valid TOML: {error}") from error
+    except ValueError as error:  # Python limits the digits of a number
+        raise UserError(f"{path} has a number of too many digits") from error
 
 
 def _put(table: dict[str, Any], name: str, value: Any) -> None:
@@ -235,9 +243,11 @@ def _build(
 ) -> Config:
     """Builds the dataclasses, innermost first; raises all problems together."""
     meant: set[str] = set()
+    inherited: set[str] = set()  # fields of eval.data that are reported as those of data
 
     def say(name: str, problem: str) -> None:
-        problems.append(f"{_origin(name, origins, source)}: {problem}")
+        if name not in inherited:
+            problems.append(f"{_origin(name, origins, source)}: {problem}")
 
     before = len(problems)
     for dotted, plugin, registry in _own_plugins(table):
@@ -247,7 +257,9 @@ def _build(
             say(dotted, f"{dotted}: {error}")
     if len(problems) > before:  # the fields of these plug-ins are unknown
         raise UserError("\n".join(problems))
-    table = with_data_of_training(with_checkpoint(with_new_names(table), say))
+    table = with_checkpoint(with_new_names(table), say)
+    table, filled = with_data_of_training(table)
+    inherited |= filled
     fields = all_fields()
 
     def unknown(name: str) -> None:
@@ -270,13 +282,19 @@ def _build(
         try:
             return section(**built)
         except ValidationError as error:
+            missing = []
             for loc in dict.fromkeys(str(e["loc"][0]) for e in error.errors()):
                 field = fields[f"{prefix}.{loc}"]
                 if loc not in built:
-                    if field.name not in meant:
-                        say(field.name, f"{field.name} is missing: it must be {field.allowed}")
+                    missing += [field] if field.name not in meant else []
                 elif built[loc] is not _BROKEN:
                     say(field.name, _not_allowed(field, built[loc]))
+            if len(missing) == 1:
+                (field,) = missing
+                say(field.name, f"{field.name} is missing: it must be {field.allowed}")
+            elif missing:
+                names = ", ".join(field.name for field in missing)
+                say(prefix, f'{names} are missing; set them, or inherit them with base = "NAME"')
             return _BROKEN
 
     for name in table:
@@ -313,7 +331,9 @@ def _own_plugins(
             continue
         yield from _own_plugins(values, inner, f"{prefix}{section}.")
         plugins = getattr(inner, "plugins", None)
-        name = plugins and values.get(plugins.selector)
+        if plugins is None:
+            continue
+        name = values.get(plugins.selector)
         if isinstance(name, str) and ":" in name:
             yield f"{prefix}{section}.{plugins.selector}", name, plugins.registry
 
@@ -353,4 +373,6 @@ def _shown(value: Any) -> str:
         text = toml_value(value)
     except TypeError:  # a TOML date or time
         text = str(value)
+    except ValueError:  # Python limits the digits of a number
+        return "a number of too many digits"
     return text if len(text) <= 80 else text[:77] + "..."

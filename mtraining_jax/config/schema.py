@@ -4,13 +4,23 @@ Every section is a frozen dataclass that pydantic validates strictly: a value of
 error, not converted (but an integer is a valid float). The docstring of a field is its help text.
 """
 
+import functools
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from mtraining_jax.config.sections import Plugins, assemble, assembled, one_of, selected
+from mtraining_jax.config.sections import (
+    STRICT,
+    Plugins,
+    assembled,
+    key_of,
+    one_of,
+    selected,
+    with_fields_of,
+)
 from mtraining_jax.config.sizes import Sizes
 from mtraining_jax.data.sources import SOURCES
 from mtraining_jax.field_types import (
@@ -29,12 +39,13 @@ from mtraining_jax.models.rope import ROPE_KINDS, YarnScaling
 from mtraining_jax.sparsity.pattern import Settings
 from mtraining_jax.sparsity.registry import PATTERNS
 
-_STRICT = ConfigDict(
-    strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
-)
+_Family = Annotated[str, one_of(FAMILIES)]
+_Pattern = Annotated[str, one_of(PATTERNS)]
+_Source = Annotated[str, one_of(SOURCES)]
+_RopeKind = Annotated[str, key_of(ROPE_KINDS)]
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class RunConfig:
     """General settings of the run."""
 
@@ -62,29 +73,27 @@ class RunConfig:
         return Path(self.output_dir) / self.name
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
-class _RopeScalingConfig:
+@with_fields_of(ROPE_KINDS, "model.rope_scaling.type")
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class RopeScalingConfig:
     """RoPE scaling for contexts longer than the model was trained on."""
 
-    type: Literal[*ROPE_KINDS] = YarnScaling.type
+    type: _RopeKind = YarnScaling.type
     """Scaling method; yarn is https://arxiv.org/abs/2309.00071."""
     factor: Annotated[float, Field(ge=1)]
     """Ratio of the new context length to the original one."""
 
-
-RopeScalingConfig = assemble(
-    "RopeScalingConfig", _RopeScalingConfig, ROPE_KINDS, "model.rope_scaling.type"
-)
+    owners: ClassVar[Mapping[str, list[str]]] = {}  # added fields: the types that use them
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class ModelConfig:
     """The transformer.
 
     With init_from, fields that the checkpoint's config.json sets may be omitted; see override.
     """
 
-    family: one_of(FAMILIES) = "qwen2"
+    family: _Family = "qwen2"
     """Model family, as model_type in config.json, or your own as package.module:Class."""
     vocab_size: PositiveInt
     """Vocabulary size."""
@@ -134,11 +143,11 @@ class ModelConfig:
     """Standard deviation of randomly initialized matrices."""
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class SparsityConfig:
     """Which query-key pairs attention computes."""
 
-    kind: one_of(PATTERNS) = "sampled_rows"
+    kind: _Pattern = "sampled_rows"
     """Sparse attention pattern; docs/patterns.md describes all of them.
 
     sampled_rows, mixed_rows, xattention, prism and exact_rows select key blocks for each query
@@ -170,7 +179,7 @@ class SparsityConfig:
 
     plugins: ClassVar[Plugins] = Plugins(PATTERNS, selector="kind")
 
-    @property
+    @functools.cached_property
     def settings(self) -> Settings:
         """Settings of the pattern that `kind` selects.
 
@@ -181,7 +190,7 @@ class SparsityConfig:
         return cls(**selected(self, cls))
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class ParallelConfig:
     """The device mesh, data x nodes x devices_per_node, and how sequences are sharded over it."""
 
@@ -216,11 +225,11 @@ class ParallelConfig:
     """
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class DataConfig:
     """Training data; every source adds fields of its own."""
 
-    source: one_of(SOURCES) = "python_stdlib"
+    source: _Source = "python_stdlib"
     """python_stdlib: Python's standard library; tokens: token ids in .npy or .bin files.
 
     synthetic is for speed measurements: random token ids over the vocabulary, with word-like
@@ -263,7 +272,7 @@ class DataConfig:
         return self.documents or self.mode == "pack"
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class EvalConfig:
     """Validation: the loss on data that is not trained on."""
 
@@ -283,7 +292,7 @@ class EvalConfig:
     """
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class OptimizerConfig:
     """AdamW, its learning rate schedule, gradient clipping and skipped steps."""
 
@@ -315,7 +324,7 @@ class OptimizerConfig:
     """Steps with a non-finite loss or gradient are skipped; stop after more than N in a row."""
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class LossConfig:
     """Next-token cross entropy."""
 
@@ -329,7 +338,7 @@ class LossConfig:
     """
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class CheckpointConfig:
     """Saving and resuming."""
 
@@ -350,7 +359,7 @@ class CheckpointConfig:
     """Export the trained model for Hugging Face transformers, in bfloat16, to RUN_FOLDER/hf."""
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class MetricsConfig:
     """Where metrics are written."""
 
@@ -362,7 +371,7 @@ class MetricsConfig:
     """Send metrics to Weights & Biases (needs the extra wandb)."""
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class AuditConfig:
     """Audits: the accuracy of sparse attention, measured during training; ignored in dense runs."""
 
@@ -384,7 +393,7 @@ class AuditConfig:
     """Warn if the recall of the last queries exceeds others by this for two audits; 1 disables."""
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class ProfileConfig:
     """Profiler trace of a few steps, written to RUN_FOLDER/profile."""
 
@@ -394,7 +403,7 @@ class ProfileConfig:
     """Number of traced steps."""
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class DistributedConfig:
     """How the processes of a run on several machines connect."""
 
@@ -412,7 +421,7 @@ class DistributedConfig:
     """Stop if another process sends no heartbeat for this long."""
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class Config(Sizes):
     """A run; derived sizes are properties of `Sizes`."""
 

@@ -91,7 +91,8 @@ class Sizes:
     @property
     def audited_masks(self) -> list[tuple[int, int]]:
         """Layer and head of each mask that audits draw."""
-        return [tuple(map(int, text.split("."))) for text in self.audit.masks]
+        pairs = (text.split(".") for text in self.audit.masks)
+        return [(int(layer), int(head)) for layer, head in pairs]
 
     @property
     def sequence_unit(self) -> int:

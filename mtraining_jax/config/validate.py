@@ -9,6 +9,8 @@ from mtraining_jax.config.schema import Config, RopeScalingConfig
 from mtraining_jax.data.sources import problems as data_problems
 from mtraining_jax.data.sources import selected_source
 from mtraining_jax.errors import UserError
+from mtraining_jax.file_limits import is_url
+from mtraining_jax.limits import MAX_BLOCKS, MAX_POSITIONS
 from mtraining_jax.models.hf.config import FREE
 from mtraining_jax.models.spec import spec_problems
 from mtraining_jax.sparsity.registry import PATTERNS
@@ -27,6 +29,9 @@ def validate(config: Config, device_count: int | None = None) -> None:
     Raises:
         UserError: one line per contradiction, with the fields, their values and valid values.
     """
+    # Problems of values that eval.data has from data.
+    common = {*_positions(config), *_sequence(config), *_data(config)}
+    common = set(map(about_held_out, common))
     problems = [
         *_run(config),
         *_model(config),
@@ -35,7 +40,7 @@ def validate(config: Config, device_count: int | None = None) -> None:
         *_audit(config),
         *_devices(config, device_count),
         *_data(config),
-        *_held_out(config),
+        *(problem for problem in _held_out(config) if problem not in common),
         *_optimizer(config),
         *_profile(config),
         *_distributed(config),
@@ -51,7 +56,11 @@ def nearest_multiples(value: int, unit: int) -> str:
 
 
 def _run(config: Config) -> Iterator[str]:
-    """Rejects names outside of run.output_dir or too long for file systems."""
+    if is_url(config.run.output_dir):
+        yield (
+            f"run.output_dir = {toml_value(config.run.output_dir)} is a URL, but runs are written "
+            "to a local folder or a mounted file system"
+        )
     name, longest = config.run.name, 200
     parts = name.split("/")
     if {"", ".", ".."} & set(parts) or not name.isprintable():
@@ -119,6 +128,13 @@ def _sequence(config: Config) -> Iterator[str]:
             f"data.seq_len = {data.seq_len} is not a multiple of {words} = {numbers} = {unit}; "
             f"use {nearest_multiples(data.seq_len, unit)}"
         )
+    most, why = MAX_POSITIONS, "up to which rotary position embeddings are exact"
+    pattern = PATTERNS.get(config.sparsity.kind)
+    if pattern.sparse and pattern.chooses and MAX_BLOCKS * block < most:
+        most = MAX_BLOCKS * block
+        why = f"{MAX_BLOCKS} blocks of sparsity.block_size = {block}"
+    if data.seq_len > most:
+        yield f"data.seq_len = {data.seq_len} is more than the supported {most} tokens, {why}"
     parts = config.row_parts
     if data.batch_size % parts:
         yield (
@@ -198,7 +214,7 @@ def _audit(config: Config) -> Iterator[str]:
     for text in audit.masks:
         head = re.fullmatch("([0-9]{1,9})[.]([0-9]{1,9})", text)
         sizes = model.num_layers, model.num_heads
-        if not head or any(int(x) >= n for x, n in zip(head.groups(), sizes, strict=True)):
+        if head is None or any(int(x) >= n for x, n in zip(head.groups(), sizes, strict=True)):
             yield (
                 f'audit.masks has "{text}", which must be LAYER.HEAD, from 0.0 to '
                 f"{sizes[0] - 1}.{sizes[1] - 1}"
@@ -225,7 +241,7 @@ def _tuning(config: Config) -> Iterator[str]:
     if kept is None:
         of = f'sparsity.kind = "{sparsity.kind}"'
         if sparsity.kind == "vertical_slash":
-            of += f' with sparsity.preset = "{sparsity.preset}"'
+            of += f' with sparsity.preset = "{getattr(sparsity, "preset", None)}"'
         yield (
             f"{tuned} tunes the mass fraction of a pattern, and {of} has none; set sparsity.kind = "
             '"sampled_rows", or "vertical_slash" with sparsity.preset = "safe"'
@@ -357,16 +373,17 @@ def _distributed(config: Config) -> Iterator[str]:
         "distributed.num_processes": distributed.num_processes,
         "distributed.process_id": distributed.process_id,
     }
+    process, processes = distributed.process_id, distributed.num_processes
     have = [name for name, value in given.items() if value is not None]
     lack = [name for name, value in given.items() if value is None]
     if have and distributed.initialize == "never":
         yield f'distributed.initialize = "never" contradicts {", ".join(have)}'
     elif have and lack:
         yield f"{', '.join(have)} without {', '.join(lack)}: set all three or none"
-    elif have and distributed.process_id >= distributed.num_processes:
+    elif process is not None and processes is not None and process >= processes:
         yield (
-            f"distributed.process_id = {distributed.process_id} must be less than "
-            f"distributed.num_processes = {distributed.num_processes}"
+            f"distributed.process_id = {process} must be less than "
+            f"distributed.num_processes = {processes}"
         )
     if distributed.coordinator:
         host, _, port = distributed.coordinator.rpartition(":")

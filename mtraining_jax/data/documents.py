@@ -3,7 +3,7 @@
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -63,7 +63,7 @@ class DocumentSource(Source):
 
     def open(self, data: "DataConfig", vocab_size: int) -> Corpus:
         if self.holds_ids:
-            tokenizer, eos, vocab_name = None, data.eos, "model.vocab_size"
+            tokenizer, eos, vocab_name = None, eos_id(data), "model.vocab_size"
         else:
             tokenizer = make_tokenizer(data.tokenizer, data.eos)
             eos, vocab_name = tokenizer.eos, f"the tokenizer {tokenizer.name}"
@@ -76,7 +76,7 @@ class DocumentSource(Source):
             for where, document in self.documents():
                 if tokenizer is None:
                     # Before ids are narrowed to the stored type.
-                    check_ids(document, where, vocab_size, vocab_name)
+                    check_ids(np.asarray(document), where, vocab_size, vocab_name)
                 ids = encoded(document, where, tokenizer, None if exact else eos)
                 lengths.append(ids.shape[0])
                 if not exact or ids.shape[0] == data.seq_len:
@@ -106,6 +106,11 @@ def named_eos(data: "DataConfig") -> Iterator[str]:
         )
 
 
+def eos_id(data: "DataConfig") -> int | None:
+    """data.eos of a source of token ids, where `named_eos` rejects strings."""
+    return data.eos if isinstance(data.eos, int) else None
+
+
 def check_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> None:
     """Checks that the model's vocabulary includes all ids of a tokenizer.
 
@@ -133,14 +138,14 @@ def encoded(
     Raises:
         UserError: text that is not valid Unicode.
     """
-    ids = document if tokenizer is None else _ids_of(tokenizer, document, where)
+    ids = np.asarray(document) if tokenizer is None else _ids_of(tokenizer, document, where)
     if eos is None or not ids.shape[0] or (tokenizer is None and ids[-1] == eos):
         return ids
     # eos may not fit the type of the other ids, e.g. 256 and bytes.
     return np.append(ids.astype(np.int64), eos)
 
 
-def _ids_of(tokenizer: Tokenizer, text: str, where: str) -> np.ndarray:
+def _ids_of(tokenizer: Tokenizer, text: Any, where: str) -> np.ndarray:
     try:
         return tokenizer.encode(text)
     except (UnicodeEncodeError, TypeError) as error:

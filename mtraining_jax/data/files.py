@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from mtraining_jax.errors import UserError
+from mtraining_jax.file_limits import absence, is_url
 
 _LONGEST_NAME = 255  # bytes, in common file systems
 
@@ -34,11 +35,11 @@ def find_files(
             found, named = [path], True
         elif path.is_dir():
             found, named = _in_folder(path, suffixes), False
-        elif glob.has_magic(entry):
+        elif glob.has_magic(entry) and not is_url(entry):
             matches = (Path(m) for m in glob.glob(str(path), recursive=True))
             found, named = sorted(m for m in matches if m.is_file()), False
         else:
-            raise UserError(f'{field}: "{entry}" does not exist')
+            raise UserError(f'{field}: "{entry}" {absence(entry)}')
         if not found:
             wanted = " or ".join(f"*{suffix}" for suffix in suffixes)
             kind = f" {wanted}" if path.is_dir() and wanted else ""
@@ -67,14 +68,14 @@ def find_folders(paths: Sequence[str], field: str = "data.paths") -> list[Path]:
     for entry in paths:
         path = Path(entry).expanduser()
         found = [path]
-        if not path.exists() and glob.has_magic(entry):
+        if not path.exists() and glob.has_magic(entry) and not is_url(entry):
             matches = (Path(match) for match in glob.glob(str(path), recursive=True))
             found = sorted(match for match in matches if match.is_dir())
             if not found:
                 raise UserError(f'{field}: "{entry}" matches no folder')
         for folder in found:
             if not folder.exists():
-                raise UserError(f'{field}: "{entry}" does not exist')
+                raise UserError(f'{field}: "{entry}" {absence(entry)}')
             if not folder.is_dir():
                 raise UserError(f'{field}: "{entry}" is not a folder')
             folders[folder] = None

@@ -132,9 +132,10 @@ class Loader:
     ):
         self.vocab_size = corpus.vocab_size
         self.tokenizer = corpus.tokenizer
+        self._packed = packed
         self.packs, self.block_size = packed or (None, None)
         self._weighted = weighted
-        self.num_sequences = len(corpus.starts if packed is None else self.packs)
+        self.num_sequences = len(corpus.starts if packed is None else packed[0])
         self.batch_size = data.batch_size
         self.seq_len = data.seq_len
         self.rows = rows
@@ -144,7 +145,7 @@ class Loader:
         self.description = (
             f"{data.source}: {corpus.summary} ({by}, vocabulary {self.vocab_size:,});"
             f" {self.num_sequences:,} sequences of {self.seq_len:,} ({data.mode}), {order},"
-            f" {self.batch_size} per batch" + ("" if packed is None else f"; {self.packs.summary}")
+            f" {self.batch_size} per batch" + ("" if packed is None else f"; {packed[0].summary}")
         )
         self._balance, self.sequences, self.handed_out = None, None, 0
         if balance is not None:
@@ -171,7 +172,7 @@ class Loader:
                 "data.documents": True,
                 "block size": self.block_size,
                 **self._identity,
-                "digest of the packed documents": self.packs.digest,
+                "digest of the packed documents": packed[0].digest,
             }
         if isinstance(corpus.stream, TokenStream):  # other streams are determined by their fields
             self._identity[_SAMPLE] = _checksum_of_sample(corpus.stream)
@@ -312,7 +313,7 @@ class Loader:
         self._iterator.close()
 
     def _read(self, place: int | None, number: int, sequences: np.ndarray) -> Batch:
-        if self._balance is not None:
+        if self._balance is not None and self.packs is not None:
             lengths = [self.packs.pieces(sequence)[1] for sequence in sequences.tolist()]
             sequences = sequences[self._balance.order(number + 1, lengths, place)]
         return {**self._read_rows(sequences), "sequences": sequences}
@@ -320,8 +321,8 @@ class Loader:
     def _read_rows(self, sequences: np.ndarray) -> Batch:
         shape = (self.rows.shape[0], self.columns.shape[0])
         tokens, labels = np.empty(shape, np.int32), np.empty(shape, np.int32)
-        if self.packs is not None:
-            return self._read_documents(sequences, tokens, labels)
+        if self._packed is not None:
+            return self._read_documents(*self._packed, sequences, tokens, labels)
         for i, sequence in enumerate(sequences[self.rows].tolist()):
             start = int(self._corpus.starts[sequence])
             ids = self._corpus.stream.take(start + self._needed)
@@ -329,14 +330,21 @@ class Loader:
             labels[i, self._is_last] = IGNORE_LABEL
         return {"tokens": tokens, "labels": labels}
 
-    def _read_documents(self, sequences: np.ndarray, tokens: np.ndarray, labels: np.ndarray):
-        num_blocks = self.seq_len // self.block_size
+    def _read_documents(
+        self,
+        packs: Packs,
+        block_size: int,
+        sequences: np.ndarray,
+        tokens: np.ndarray,
+        labels: np.ndarray,
+    ) -> Batch:
+        num_blocks = self.seq_len // block_size
         documents = np.empty((self.rows.shape[0], num_blocks, 3), np.int32)
         weights = np.zeros(labels.shape, np.float32)
         for i, sequence in enumerate(sequences[self.rows].tolist()):
-            starts, lengths = self.packs.pieces(sequence)
-            documents[i] = table = block_table(lengths, self.block_size, num_blocks)
-            places, left = stream_places(starts, table, self._needed, self.block_size)
+            starts, lengths = packs.pieces(sequence)
+            documents[i] = table = block_table(lengths, block_size, num_blocks)
+            places, left = stream_places(starts, table, self._needed, block_size)
             ids = np.zeros(places.shape, np.int32)
             ids[left > 0] = self._corpus.stream.take(places[left > 0])
             tokens[i] = ids[self._token_places]
@@ -344,7 +352,7 @@ class Loader:
             followed = left[self._token_places] > 1
             labels[i] = np.where(followed, ids[self._label_places], IGNORE_LABEL)
             if self._weighted:
-                block = self._needed[self._token_places] // self.block_size
+                block = self._needed[self._token_places] // block_size
                 weights[i, followed] = 1 / (table[block[followed], 2] - 1)
         batch = {"tokens": tokens, "labels": labels, "documents": documents}
         return batch | {"weights": weights} if self._weighted else batch
@@ -365,10 +373,11 @@ def local_rows_and_columns(
         shards.
     """
     held = sharding.addressable_devices_indices_map((batch_size, seq_len)).values()
-    return tuple(
+    rows, columns = (
         np.unique(np.concatenate([np.arange(size)[index[axis]] for index in held]))
         for axis, size in enumerate((batch_size, seq_len))
     )
+    return rows, columns
 
 
 def _checksum_of_sample(stream: TokenStream) -> int:

@@ -60,10 +60,12 @@ class PackReport:
         """
         kinds = np.frexp(self.lengths.astype(np.float64))[1]  # 2^(k-1) <= length < 2^k
         first = int(kinds.min())
-        sums = [np.bincount(kinds - first, of) for of in (None, self.lengths, self.padded)]
+        count, tokens, padded = (
+            np.bincount(kinds - first, of) for of in (None, self.lengths, self.padded)
+        )
         return [
-            (2 ** (first + i - 1), 2 ** (first + i), *(int(of[i]) for of in sums))
-            for i in range(sums[0].size)
+            (2 ** (first + i - 1), 2 ** (first + i), int(count[i]), int(tokens[i]), int(padded[i]))
+            for i in range(count.size)
         ]
 
     def __str__(self) -> str:

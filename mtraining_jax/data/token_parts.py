@@ -125,8 +125,8 @@ def check_complete(folder: Path) -> None:
     """
     if (folder / MANIFEST).is_file() and not _manifest(folder).get("complete"):
         raise UserError(
-            f"data.paths: {folder} is incomplete: mtraining_jax.tokenize_corpus has not finished; run the"
-            " same command again to resume it"
+            f"data.paths: {folder} is incomplete: mtraining_jax.tokenize_corpus has not finished; "
+            "run the same command again to resume it"
         )
 
 

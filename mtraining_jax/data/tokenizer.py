@@ -8,7 +8,7 @@ import numpy as np
 
 from mtraining_jax.data.files import first_line
 from mtraining_jax.errors import UserError
-from mtraining_jax.file_limits import LARGEST_TOKENIZER, check_size, read_json
+from mtraining_jax.file_limits import LARGEST_TOKENIZER, absence, check_size, read_json
 
 # End tokens of common model families; a vocabulary must have exactly one of them.
 _EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|end▁of▁sentence|>")
@@ -22,7 +22,11 @@ class Tokenizer(Protocol):
     name: str  # for messages
     vocab_size: int  # all ids are below this
     eos: int  # end-of-document token
-    start: int | None  # beginning-of-sequence token, if any
+
+    @property
+    def start(self) -> int | None:
+        """Beginning-of-sequence token, if any."""
+        ...
 
     def encode(self, text: str) -> np.ndarray:
         """Token ids of a document without eos, integers [n]."""
@@ -40,9 +44,9 @@ class Tokenizer(Protocol):
 class ByteTokenizer:
     """One token per UTF-8 byte (ids 0 to 255), and 256 as end of a document."""
 
-    name = BYTES
-    vocab_size = 257
-    start = None
+    name: str = BYTES
+    vocab_size: int = 257
+    start: int | None = None
 
     def __init__(self, eos: int | str | None = None):
         if isinstance(eos, str):
@@ -81,10 +85,13 @@ class HuggingFaceTokenizer:
         from tokenizers import Tokenizer as Backend
 
         self.name = str(path)
+        if (inside := Path(path) / "tokenizer.json").is_file():
+            raise UserError(f'data.tokenizer = "{self.name}" is a folder; use "{inside}"')
         if not Path(path).is_file():
+            why = absence(path) or "is not a file"
             raise UserError(
-                f'data.tokenizer = "{self.name}" is not a file: it must be "bytes" or the path of '
-                "a tokenizer.json"
+                f'data.tokenizer = "{self.name}" {why}; it must be "bytes" or the path of a '
+                "tokenizer.json"
             )
         check_size(path, LARGEST_TOKENIZER)
         try:
@@ -119,8 +126,12 @@ class HuggingFaceTokenizer:
             ) from error
         return np.asarray(encoding.ids, np.uint32)
 
-    @functools.cached_property
+    @property
     def start(self) -> int | None:
+        return self._start
+
+    @functools.cached_property
+    def _start(self) -> int | None:
         """`bos_token` in the tokenizer_config.json next to the file, if any."""
         path = Path(self.name).with_name("tokenizer_config.json")
         try:

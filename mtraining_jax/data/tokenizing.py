@@ -192,7 +192,7 @@ def _make_part(
     pieces, lengths = [np.zeros(0, dtype)], []
     for where, document in documents:
         if tokenizer is None:
-            check_ids(document, where, rules.vocab_size, "model.vocab_size")
+            check_ids(np.asarray(document), where, rules.vocab_size, "model.vocab_size")
         ids = encoded(document, where, tokenizer, eos)
         pieces.append(ids.astype(dtype))
         lengths.append(ids.shape[0])
@@ -205,7 +205,8 @@ def _make_part(
 def _made(rules: Rules) -> tuple[Tokenizer | None, int | None, np.dtype]:
     """The tokenizer, the end token and the type of stored ids."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    vocab_size, tokenizer, eos = rules.vocab_size, None, rules.eos
+    vocab_size, tokenizer = rules.vocab_size, None
+    eos = rules.eos if isinstance(rules.eos, int) else None  # `named_eos` rejects strings
     if rules.tokenizer is not None:
         tokenizer = make_tokenizer(rules.tokenizer, rules.eos)
         check_tokenizer(tokenizer, vocab_size)
@@ -218,7 +219,7 @@ def _identity(
 ) -> Mapping[str, Any]:
     tokenizer, eos, dtype = _made(rules)
     digest = None
-    if tokenizer is not None and rules.tokenizer != BYTES:
+    if rules.tokenizer not in (None, BYTES):
         digest = zlib.crc32(Path(rules.tokenizer).expanduser().read_bytes())
     return {
         "data.source": data.source,

@@ -10,7 +10,6 @@ from jax import Array
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from mtraining_jax.data.loader import IGNORE_LABEL
 from mtraining_jax.evaluation.decode.cache import Cache, of_prompt, room_for, with_room
 from mtraining_jax.evaluation.decode.prefill import Prompt, make_prefill
 from mtraining_jax.evaluation.decode.sampling import next_token
@@ -18,10 +17,11 @@ from mtraining_jax.evaluation.decode.step import Stepped, make_step
 from mtraining_jax.evaluation.load import Loaded
 from mtraining_jax.evaluation.score import make_score
 from mtraining_jax.models.label_scores import LabelScores
+from mtraining_jax.models.labels import IGNORE_LABEL
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import TOKENS
 from mtraining_jax.sparsity import Pattern
-from mtraining_jax.training.parts import layer_inputs
+from mtraining_jax.training.build import layer_inputs
 
 # Sampling parameters temperature, top_p and seed, as in `GenerateOptions`.
 Drawing = tuple[np.float32, np.float32, np.uint32]

@@ -13,7 +13,7 @@ from jax import Array, lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from mtraining_jax.data.loader import IGNORE_LABEL
+from mtraining_jax.models.labels import IGNORE_LABEL
 from mtraining_jax.models.token_parallel import num_chunks, on_own_tokens
 from mtraining_jax.parallel.mesh import REPLICATED
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from mtraining_jax.data.loader import IGNORE_LABEL
+from mtraining_jax.models.labels import IGNORE_LABEL
 
 
 def num_buckets(seq_len: int) -> int:

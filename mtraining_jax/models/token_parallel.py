@@ -15,7 +15,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from mtraining_jax.parallel.groups import map_shards
 from mtraining_jax.parallel.mesh import TOKENS
-from mtraining_jax.parallel.ordering import in_turn
+from mtraining_jax.parallel.ordering import serialize_collectives
 
 
 def on_own_tokens(
@@ -39,7 +39,7 @@ def on_own_tokens(
 
     def local(weights: Any, *arrays: Array) -> Any:
         if all(jnp.issubdtype(x.dtype, jnp.floating) for x in arrays):
-            weights, arrays = in_turn(weights, arrays)
+            weights, arrays = serialize_collectives(weights, arrays)
         return function(jax.tree.map(gather, weights, specs), *arrays)
 
     in_specs = specs, *[TOKENS] * len(arrays)

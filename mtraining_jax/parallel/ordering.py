@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 
-def after(tree: Any, token: Array) -> Any:
+def depend_on(tree: Any, token: Array) -> Any:
     """Makes `tree` depend on `token` on CPU, so that it cannot be used before `token` exists.
 
     Args:
@@ -30,7 +30,7 @@ def after(tree: Any, token: Array) -> Any:
     return lax.platform_dependent(tree, token, cpu=wait, default=lambda tree, _: tree)
 
 
-def all_made(tree: Any) -> Any:
+def join(tree: Any) -> Any:
     """Makes every array of a tree depend on all of them, on CPU.
 
     Args:
@@ -38,13 +38,13 @@ def all_made(tree: Any) -> Any:
     """
 
     def on_cpu(tree: Any) -> Any:
-        return after(tree, _all_of(tree))
+        return depend_on(tree, _all_of(tree))
 
     return lax.platform_dependent(tree, cpu=on_cpu, default=lax.optimization_barrier)
 
 
 @jax.custom_vjp
-def in_turn(weights: Any, arrays: tuple[Array, ...]) -> tuple[Any, tuple[Array, ...]]:
+def serialize_collectives(weights: Any, arrays: tuple[Array, ...]) -> tuple[Any, tuple[Array, ...]]:
     """Separates collectives on weights from those that produce or use some arrays.
 
     Weights are gathered after `arrays` are computed. In the backward pass, gradients of `arrays`
@@ -57,19 +57,19 @@ def in_turn(weights: Any, arrays: tuple[Array, ...]) -> tuple[Any, tuple[Array, 
     Returns:
         Both arguments, unchanged.
     """
-    return after(weights, _all_of(arrays)), arrays
+    return depend_on(weights, _all_of(arrays)), arrays
 
 
-def _in_turn_fwd(weights, arrays):
-    return in_turn(weights, arrays), None
+def _serialize_fwd(weights, arrays):
+    return serialize_collectives(weights, arrays), None
 
 
-def _in_turn_bwd(_, gradients):
+def _serialize_bwd(_, gradients):
     d_weights, d_arrays = gradients
-    return d_weights, after(d_arrays, _all_of(d_weights))
+    return d_weights, depend_on(d_arrays, _all_of(d_weights))
 
 
-in_turn.defvjp(_in_turn_fwd, _in_turn_bwd)
+serialize_collectives.defvjp(_serialize_fwd, _serialize_bwd)
 
 
 def _all_of(tree: Any) -> Array:

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from mtraining_jax.config import Config
 from mtraining_jax.parallel.mesh import DOCUMENTS, SHARES, TOKENS, make_mesh
 from mtraining_jax.planning.hardware import Gpu
-from mtraining_jax.training import parts
+from mtraining_jax.training.build import build_attention, build_layout, build_pattern, layer_inputs
 from mtraining_jax.training.documents import reads_lengths
 from mtraining_jax.training.state import StateBuilder
 from mtraining_jax.training.step import make_train_step
@@ -78,12 +78,12 @@ def compile_step(config: Config, gpu: Gpu) -> Compiled:
 def lower_step(config: Config, gpu: Gpu) -> jax.stages.Lowered:
     """Lowers the training step, with its kernels, for the GPU mesh of the run."""
     mesh = target_mesh(config, gpu)
-    layout, pattern = parts.build_layout(config), parts.build_pattern(config)
-    inputs = parts.layer_inputs(pattern)
+    layout, pattern = build_layout(config), build_pattern(config)
+    inputs = layer_inputs(pattern)
     # The abstract mesh selects the kernels.
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         builder = StateBuilder(config, mesh)
-        attention = parts.build_attention(config, mesh, layout, pattern)
+        attention = build_attention(config, mesh, layout, pattern)
         step = make_train_step(config, builder, attention, mesh, inputs)
         traced = step.trace(builder.abstract(), abstract_batch(config, mesh))
         return traced.lower(lowering_platforms=("cuda",))

@@ -93,9 +93,10 @@ class Alarms:
             return None
         values = np.array(record[f"{name}_per_head"], np.float64)
         number = int(beyond(values, limit).sum())
-        if not self._is_due(name, number > 0):
+        due, worst = self._is_due(name, number > 0), worst_head(record, name)
+        if not due or worst is None:
             return None
-        layer, head = worst_head(record, name)
+        layer, head = worst
         others = f" (as do {number - 1} of {values.size - 1} others)" if number > 1 else ""
         what = what.format(value=values[layer, head])
         return f"layer {layer} head {head} {what}{others}; {advice}"

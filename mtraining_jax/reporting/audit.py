@@ -1,6 +1,7 @@
 """Audit metrics as part of a step's record and as text."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -82,8 +83,9 @@ def audit_text(record: Record) -> list[str]:
     parts = []
     if record.get("recall") is not None:
         worst = f"worst head {record['recall_worst']:.1%}"
-        if "recall" + PER_HEAD in record:  # a pattern may report its own recall
-            worst += ", layer {} head {}".format(*worst_head(record, "recall"))
+        # A pattern may report its own recall, without heads.
+        if "recall" + PER_HEAD in record and (at := worst_head(record, "recall")) is not None:
+            worst += f", layer {at[0]} head {at[1]}"
         parts.append(f"recall {record['recall']:.1%} ({worst})")
     for name, text, form in (
         ("output_error", "output error", ".1%"),
@@ -97,7 +99,7 @@ def audit_text(record: Record) -> list[str]:
     return parts
 
 
-def _number(value: float, digits: int = 0) -> float | None:
+def _number(value: Any, digits: int = 0) -> float | None:
     value = float(value)
     if not np.isfinite(value):
         return None

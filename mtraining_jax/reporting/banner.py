@@ -1,6 +1,7 @@
 """The lines that a run prints at its start."""
 
 import dataclasses
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -81,7 +82,8 @@ def banner(
 
 def _tuning(config: Config) -> str:
     sparsity = config.sparsity
-    name = sparsity.settings.kept_share().name
+    kept = sparsity.settings.kept_share()
+    name = "" if kept is None else kept.name
     targets = {"mean": "mean time", "min": "fastest replica", "max": "slowest replica"}
     text = (
         f"{name} from {sparsity.tune_low:g} to {sparsity.tune_high:g} per data-parallel replica, to"
@@ -99,7 +101,7 @@ def backend_line(config: Config) -> str:
         UserError: the configured backend cannot run on this machine.
     """
     model, block_size = config.model, config.sparsity.block_size
-    q = jax.ShapeDtypeStruct((1, block_size, model.num_heads, model.head_dim), model.dtype)
+    q: Any = jax.ShapeDtypeStruct((1, block_size, model.num_heads, model.head_dim), model.dtype)
     asked = config.parallel.backend
     try:
         name, reason = backends.describe(asked, q, block_size)

@@ -73,8 +73,8 @@ def step_flops(
         causal: causal pairs over S (S + 1) / 2; less than 1 with documents.
     """
     model, data = config.model, config.data
-    forward, backward = attention_flops(causal_pairs(data.seq_len), model.head_dim)
-    heads = data.batch_size * model.num_layers * model.num_heads
+    forward, backward = map(float, attention_flops(causal_pairs(data.seq_len), model.head_dim))
+    heads: float = data.batch_size * model.num_layers * model.num_heads
     heads *= causal
     dense = heads * (forward + backward)
     return StepFlops(
@@ -113,7 +113,7 @@ def audit_flops(config: Config) -> AuditFlops:
     heads = data.batch_size * model.num_layers * model.num_heads
     short = config.gradient_tokens
     share = short / data.seq_len / config.optimizer.accumulation_steps
-    dense = sum(attention_flops(causal_pairs(short), model.head_dim))
+    dense = sum(map(float, attention_flops(causal_pairs(short), model.head_dim)))
     attention = heads / config.optimizer.accumulation_steps * dense
     matrices = 6.0 * matrix_parameters(config) * config.tokens_per_step * share
     return AuditFlops(

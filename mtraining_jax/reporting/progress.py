@@ -115,6 +115,8 @@ class Display:
         self.stop()
 
     def _time_left(self, step: int) -> datetime.timedelta | None:
+        if self._first is None:
+            return None
         first, begin = self._first
         if step in (first, self._total):
             return None

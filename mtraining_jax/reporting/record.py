@@ -25,7 +25,10 @@ class Memory:
     peak: int
 
     @classmethod
-    def now(cls, devices: Sequence[jax.Device]) -> "Memory | None":
+    def now(
+        cls,
+        devices: Sequence[jax.Device],  # pyright: ignore[reportInvalidTypeForm]
+    ) -> "Memory | None":
         """Queries local devices; None if they do not report it (CPUs)."""
         stats = [device.memory_stats() for device in devices]
         if not stats or not all(stats):

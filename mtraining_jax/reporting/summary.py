@@ -89,6 +89,8 @@ def _next_steps(config: Config, done: int) -> list[str]:
 def _command(options: str) -> str:
     """The current command with some options replaced."""
     names = {option.partition("=")[0] for option in options.split()}
+    if "--run.steps" in names:
+        names.add("--checkpoint.resume")  # false would start from scratch
     kept, rest = [], list(sys.argv)
     while rest:
         argument = rest.pop(0)
@@ -122,6 +124,8 @@ def _speed(history: History) -> str:
     if history.dense:
         kind = "dense " if steady[-1].get("dense_step") else "sparse "
     steps = f"median of {which}{len(steady)} {kind}steps after warm-up"
+    if len(steady) == 1:
+        steps = f"one {kind}step after warm-up"
     text = (
         f"{median('step_seconds'):.3f} s/step ({steps if history.count > 2 else 'last step'}), "
         f"{median('tokens_per_second'):,.0f}"
@@ -140,7 +144,8 @@ def _dense_speed(history: History) -> str:
     """Speed of the dense steps of a sparse run."""
     text = f"{history.dense} of the {counted(history.count, 'step')}"
     dense = [x["step_seconds"] for x in _after_warm_up(history) if x.get("dense_step")]
-    return f"{text}: {np.median(dense):.3f} s/step (median of {len(dense)})" if dense else text
+    of = f" (median of {len(dense)})" if len(dense) > 1 else ""
+    return f"{text}: {np.median(dense):.3f} s/step{of}" if dense else text
 
 
 def _tuned(history: History) -> str:

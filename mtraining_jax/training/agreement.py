@@ -23,7 +23,7 @@ _WHILE_ALL_LIVE = 7 * 24 * 3600  # seconds
 _numbers = itertools.count()
 
 
-def first_does(act: Callable[[], Any], timeout: int) -> Any:
+def run_on_process_0(act: Callable[[], Any], timeout: int) -> Any:
     """Calls `act` on the first process while the others wait for it.
 
     All processes must make these calls in the same order.
@@ -62,7 +62,7 @@ def check_same_configuration(config: Config) -> None:
         UserError: on all processes, if they differ; names each field and the first process that
             has another value.
     """
-    check_same(_told(config), config.distributed.timeout_seconds)
+    assert_same_on_all_processes(_told(config), config.distributed.timeout_seconds)
 
 
 def check_same_data(identity: Mapping[str, Any], section: str) -> None:
@@ -78,10 +78,12 @@ def check_same_data(identity: Mapping[str, Any], section: str) -> None:
         UserError: on all processes, if they differ.
     """
     # Opening files may take one process much longer; JAX notices if a process dies meanwhile.
-    check_same({f"{section}: {name}": x for name, x in identity.items()}, _WHILE_ALL_LIVE)
+    assert_same_on_all_processes(
+        {f"{section}: {name}": x for name, x in identity.items()}, _WHILE_ALL_LIVE
+    )
 
 
-def check_same(values: Mapping[str, Any], timeout: int) -> None:
+def assert_same_on_all_processes(values: Mapping[str, Any], timeout: int) -> None:
     """Compares values of all processes with those of the first one.
 
     Args:
@@ -107,7 +109,7 @@ def check_same(values: Mapping[str, Any], timeout: int) -> None:
         if found:
             raise UserError("\n".join(found.values()))
 
-    first_does(compare, timeout)
+    run_on_process_0(compare, timeout)
 
 
 def differences(first: Mapping[str, Any], other: Mapping[str, Any], number: int) -> list[tuple]:

@@ -15,7 +15,7 @@ from mtraining_jax.models.transformer import Attention
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.sparsity import Pattern
 from mtraining_jax.sparsity.audit import GRADIENT_FIGURES, AuditRows
-from mtraining_jax.training import parts
+from mtraining_jax.training.build import build_attention
 from mtraining_jax.training.state import TrainState
 
 
@@ -79,7 +79,7 @@ def make_step_audit(
         config: the run's configuration.
         mesh: axes ('data', 'node', 'device').
         layout: token order.
-        pattern: from `parts.build_pattern`.
+        pattern: from `build_pattern`.
     """
     if not config.audit.every_steps or not config.sparsity.settings.sparse:
         return None
@@ -90,6 +90,6 @@ def make_step_audit(
         # With documents, the end of a sequence is the end of one document, or padding.
         return AuditRows.draw(key, seq_len, count, last=not config.data.has_documents)
 
-    attention = functools.partial(parts.build_attention, config, mesh, layout, pattern)
+    attention = functools.partial(build_attention, config, mesh, layout, pattern)
     sinks = (config.model.num_layers, config.model.num_heads, len(GRADIENT_FIGURES))
     return StepAudit(draw, attention, sinks)

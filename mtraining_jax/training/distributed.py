@@ -40,7 +40,7 @@ def initialize(config: DistributedConfig, environment: Mapping[str, str] = os.en
         environment: environment variables of the process.
 
     Returns:
-        Whether other processes were joined. If so, call `shutdown` at the end or `leave` after an
+        Whether other processes were joined. If so, call `shutdown` at the end or `abort` after an
         error. From here on JAX ends this process with a message if another one sends no heartbeat
         for `config.heartbeat_timeout_seconds`.
 
@@ -112,7 +112,7 @@ def shutdown(reason: BaseException | None = None) -> None:
         os._exit(2)
 
 
-def leave(error: Exception) -> NoReturn:
+def abort(error: Exception) -> NoReturn:
     """Prints an error that the other processes do not share, and exits at once.
 
     The others wait for this process in a collective, so it must not wait for them like `shutdown`;

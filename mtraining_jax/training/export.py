@@ -8,7 +8,8 @@ from mtraining_jax.data.documents import DocumentSource
 from mtraining_jax.data.sources import selected_source
 from mtraining_jax.data.tokenizer import BYTES, make_tokenizer
 from mtraining_jax.models.hf import save_hf
-from mtraining_jax.training import parts, run_folder
+from mtraining_jax.training import run_folder
+from mtraining_jax.training.build import build_mesh
 from mtraining_jax.training.checkpoint import Checkpoints
 from mtraining_jax.training.state import StateBuilder, TrainState
 
@@ -65,7 +66,7 @@ def export_checkpoint(config: Config, step: int) -> Path:
     Raises:
         UserError: also if devices or checkpoint do not match the configuration.
     """
-    builder = StateBuilder(config, parts.build_mesh(config))
+    builder = StateBuilder(config, build_mesh(config))
     checkpoints = Checkpoints(
         run_folder.checkpoint_folder(config), keep=config.checkpoint.keep, async_save=False
     )

@@ -20,7 +20,7 @@ from mtraining_jax.config import Config
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import DOCUMENTS, TOKENS
 from mtraining_jax.sparsity import Dense
-from mtraining_jax.training import parts
+from mtraining_jax.training.build import build_attention, build_layout, build_pattern, layer_inputs
 from mtraining_jax.training.loss import count_labels
 from mtraining_jax.training.state import StateBuilder, TrainState
 from mtraining_jax.training.step import Batch, make_gradients
@@ -54,12 +54,12 @@ def make_gradient_comparison(
         data=dataclasses.replace(config.data, seq_len=config.gradient_tokens),
         optimizer=dataclasses.replace(config.optimizer, accumulation_steps=1),
     )
-    its_layout = parts.build_layout(short)
-    sparse = parts.build_pattern(short)
+    its_layout = build_layout(short)
+    sparse = build_pattern(short)
 
     def gradients_with(pattern: Any) -> Callable:
-        attention = parts.build_attention(short, mesh, its_layout, pattern)
-        return make_gradients(short, builder, attention, mesh, parts.layer_inputs(pattern))
+        attention = build_attention(short, mesh, its_layout, pattern)
+        return make_gradients(short, builder, attention, mesh, layer_inputs(pattern))
 
     functions = [gradients_with(pattern) for pattern in (sparse, Dense(sparse.block_size))]
     parts_of_group = config.parallel.data, config.optimizer.accumulation_steps

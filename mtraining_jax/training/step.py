@@ -16,7 +16,7 @@ from mtraining_jax.models.transformer import Attention
 from mtraining_jax.parallel.compiler import ring_compiler_options
 from mtraining_jax.parallel.groups import constrain, in_groups
 from mtraining_jax.parallel.mesh import DATA_AXIS, DOCUMENTS, SHARES, TOKENS
-from mtraining_jax.parallel.ordering import all_made
+from mtraining_jax.parallel.ordering import join
 from mtraining_jax.sparsity.audit import AuditRows
 from mtraining_jax.training.audit import StepAudit
 from mtraining_jax.training.documents import attention_within
@@ -198,7 +198,7 @@ def make_gradients(
     ):
         loss, gradients, layers = of_group(trained, frozen, batch, count, *rows)
         # All gradients first: an early reduction would make replicas wait for each other.
-        loss, gradients = all_made((loss, gradients))
+        loss, gradients = join((loss, gradients))
         loss, gradients = lax.psum((loss, gradients), DATA_AXIS)
         return loss, gradients, jax.tree.map(lambda x: x[None], layers)
 

@@ -11,8 +11,8 @@ from jax import Array
 from pallas_kernels.index.entries import contains, live
 from pallas_kernels.index.listed_shards import ListedShards
 from pallas_kernels.index.protocol import Index, Rows
-from pallas_kernels.tiles import ListedTiles
-from pallas_kernels.tiles.protocol import check_shape
+from pallas_kernels.tiles import NO_DIAGONAL, ListedTiles
+from pallas_kernels.tiles.protocol import at_least_one, check_shape
 
 
 @functools.partial(
@@ -90,7 +90,20 @@ class BlockSparseIndex(Index):
     def on_one_device(
         self, batch: int, num_queries: int, num_heads: int, num_keys: int
     ) -> tuple[ListedTiles, None]:
-        return ListedTiles.from_index(self), None
+        return self.tiles(), None
+
+    def tiles(self) -> ListedTiles:
+        """Returns the tiles of the whole sequence in order, on one device."""
+        # Ascending lists already have the order of `ListedTiles`: no key block of a row follows
+        # the masked one.
+        return ListedTiles(
+            at_least_one(self.key_blocks),
+            self.key_count,
+            at_least_one(self.query_blocks),
+            self.query_count,
+            jnp.int32(0) if self.causal else jnp.asarray(NO_DIAGONAL),
+            self.block_size,
+        )
 
     def shards(
         self, batch: int, num_heads: int, stride: int, num_blocks: int, rows: Array | None = None

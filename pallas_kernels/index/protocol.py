@@ -2,13 +2,12 @@
 
 import abc
 from collections.abc import Callable
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 from jax import Array
 
-if TYPE_CHECKING:
-    from pallas_kernels.index.shards import Segment, ShardTiles
-    from pallas_kernels.tiles import Columns, Tiles
+from pallas_kernels.index.shards import Segment, ShardTiles
+from pallas_kernels.tiles import Columns, Tiles
 
 
 class Rows(NamedTuple):
@@ -103,7 +102,7 @@ class Index(abc.ABC):
     @abc.abstractmethod
     def on_one_device(
         self, batch: int, num_queries: int, num_heads: int, num_keys: int
-    ) -> "tuple[Tiles, Columns | None]":
+    ) -> tuple[Tiles, Columns | None]:
         """Returns what kernels compute if one device holds the whole sequence in order.
 
         Args:
@@ -119,7 +118,7 @@ class Index(abc.ABC):
     @abc.abstractmethod
     def shards(
         self, batch: int, num_heads: int, stride: int, num_blocks: int, rows: Array | None = None
-    ) -> "ShardTiles":
+    ) -> ShardTiles:
         """Returns the tiles for queries and keys sharded over the sequence; causal indices only.
 
         Args:
@@ -146,11 +145,11 @@ class Index(abc.ABC):
 
     def columns(
         self,
-        query: "Segment",
+        query: Segment,
         num_blocks: int,
         tokens: Array | None = None,
         rows: Array | None = None,
-    ) -> "Columns | None":
+    ) -> Columns | None:
         """Returns the gathered columns as seen by the queries of one segment, or None.
 
         Args:

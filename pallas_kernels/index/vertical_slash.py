@@ -13,8 +13,8 @@ from pallas_kernels.index.entries import contains, live, marked
 from pallas_kernels.index.protocol import Index, Rows, check_whole_blocks
 from pallas_kernels.index.shards import Segment
 from pallas_kernels.index.toeplitz import ToeplitzShards
-from pallas_kernels.tiles import Columns, DiagonalTiles, pad_columns
-from pallas_kernels.tiles.protocol import check_shape
+from pallas_kernels.tiles import Columns, DiagonalTiles, padded_columns
+from pallas_kernels.tiles.protocol import at_least_one, check_shape
 
 
 @functools.partial(
@@ -84,20 +84,28 @@ class VerticalSlashIndex(Index):
         check_shape("index.slash_count", self.slash_count, (batch, num_heads))
         check_shape("index.vertical_count", self.vertical_count, (batch, num_heads))
         num_blocks = num_queries // self.block_size
-        whole = Segment(0, 1, num_blocks)
-        return DiagonalTiles.from_index(self), self.columns(whole, num_blocks)
+        tiles = DiagonalTiles(
+            offsets=at_least_one(self.slash_blocks),
+            start=jnp.zeros_like(self.slash_count),
+            stop=self.slash_count,
+            diagonal=jnp.int32(0),
+            block_size=self.block_size,
+        )
+        return tiles, self.columns(Segment(0, 1, num_blocks), num_blocks)
 
     def shards(
         self, batch: int, num_heads: int, stride: int, num_blocks: int, rows: Array | None = None
     ) -> ToeplitzShards:
         check_shape("index.slash_count", self.slash_count, (batch, num_heads))
-        diagonals = DiagonalTiles.from_index(self).offsets  # at least one entry
+        diagonals = at_least_one(self.slash_blocks)
         return ToeplitzShards.listed(
             diagonals, self.slash_count, stride, num_blocks, self.block_size
         )
 
     def column_tokens(self, every_row: Callable[[Array], Array] | None = None) -> Array | None:
-        return pad_columns(self) if self.vertical_tokens.shape[-1] else None
+        if self.vertical_tokens.shape[-1] == 0:
+            return None
+        return padded_columns(self.vertical_tokens, self.vertical_count)
 
     def columns(
         self,
@@ -106,9 +114,17 @@ class VerticalSlashIndex(Index):
         tokens: Array | None = None,
         rows: Array | None = None,
     ) -> Columns | None:
-        if self.vertical_tokens.shape[-1] == 0:
+        tokens = self.column_tokens()
+        if tokens is None:
             return None
-        return Columns.from_index(self, query.blocks(), num_blocks)
+        query_blocks = query.blocks()
+        active = self.active_diagonals(num_blocks)
+        column_blocks = jnp.minimum(tokens // self.block_size, num_blocks)
+        distance = query_blocks[:, None] - column_blocks[..., None, :]  # [B, Hq, n, Mv]
+        covered = jnp.take_along_axis(
+            active[:, :, None, :], jnp.maximum(distance, 0), axis=-1, mode="clip"
+        )
+        return Columns.beside(covered, tokens, query_blocks, num_blocks, self.block_size)
 
     def budgets(self) -> dict[str, Array]:
         """Number of key columns and block diagonals of each head."""

@@ -4,7 +4,6 @@ from pallas_kernels.tiles.columns import (
     COLUMN_TILE,
     Columns,
     gather_columns,
-    pad_columns,
     padded_columns,
     scatter_columns,
 )
@@ -22,7 +21,6 @@ __all__ = [
     "Tiles",
     "count_below",
     "gather_columns",
-    "pad_columns",
     "padded_columns",
     "scatter_columns",
 ]

@@ -6,7 +6,6 @@ visibility is computed once per layer, while keys and values are fetched in each
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +13,6 @@ import numpy as np
 from jax import Array
 
 from pallas_kernels.tiles.protocol import check_shape
-
-if TYPE_CHECKING:
-    from pallas_kernels.index import VerticalSlashIndex
 
 COLUMN_TILE = 128
 
@@ -59,27 +55,6 @@ class Columns:
     block_size: int
     first: Array | None = None
     ends: Array | None = None
-
-    @classmethod
-    def from_index(
-        cls, index: "VerticalSlashIndex", query_blocks: Array, num_blocks: int
-    ) -> "Columns":
-        """Resolves the verticals of an index for one shard of queries.
-
-        Args:
-            index: the global index.
-            query_blocks: int32 [n], global block number of each local query block.
-            num_blocks: S / g, blocks of the whole sequence.
-        """
-        g = index.block_size
-        tokens = pad_columns(index)
-        active = index.active_diagonals(num_blocks)
-        column_blocks = jnp.minimum(tokens // g, num_blocks)
-        distance = query_blocks[:, None] - column_blocks[..., None, :]  # [B, Hq, n, Mv]
-        covered = jnp.take_along_axis(
-            active[:, :, None, :], jnp.maximum(distance, 0), axis=-1, mode="clip"
-        )
-        return cls.beside(covered, tokens, query_blocks, num_blocks, g)
 
     @classmethod
     def beside(
@@ -135,11 +110,6 @@ class Columns:
         if self.first is not None:
             check_shape("columns.first", self.first, shape)
             check_shape("columns.ends", self.ends, (batch, heads, capacity // COLUMN_TILE))
-
-
-def pad_columns(index: "VerticalSlashIndex") -> Array:
-    """Returns `index.vertical_tokens` padded as in `padded_columns`."""
-    return padded_columns(index.vertical_tokens, index.vertical_count)
 
 
 def padded_columns(tokens: Array, count: Array) -> Array:

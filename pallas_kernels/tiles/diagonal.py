@@ -8,16 +8,13 @@ the problem stays Toeplitz, and one short list per head describes it.
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.tiles.protocol import NO_DIAGONAL, Tiles, check_lists, check_shape
-
-if TYPE_CHECKING:
-    from pallas_kernels.index import VerticalSlashIndex
 
 
 @functools.partial(
@@ -59,20 +56,6 @@ class DiagonalTiles(Tiles):
 
     listed: ClassVar[bool] = False
     num_segments: ClassVar[int] = 1
-
-    @classmethod
-    def from_index(cls, index: "VerticalSlashIndex") -> "DiagonalTiles":
-        """Builds the tiles of an index if one shard holds the whole sequence in order."""
-        offsets = index.slash_blocks
-        if offsets.shape[-1] == 0:  # only verticals: kernels need at least one (invalid) entry
-            offsets = jnp.zeros((*offsets.shape[:-1], 1), jnp.int32)
-        return cls(
-            offsets=offsets,
-            start=jnp.zeros_like(index.slash_count),
-            stop=index.slash_count,
-            diagonal=jnp.int32(0),
-            block_size=index.block_size,
-        )
 
     @classmethod
     def full(

@@ -2,16 +2,13 @@
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.tiles.protocol import NO_DIAGONAL, Tiles, check_lists, check_shape
-
-if TYPE_CHECKING:
-    from pallas_kernels.index import BlockSparseIndex
+from pallas_kernels.tiles.protocol import Tiles, check_lists, check_shape
 
 
 @functools.partial(
@@ -49,20 +46,6 @@ class ListedTiles(Tiles):
     dense: ClassVar[bool] = False
     num_segments: ClassVar[int] = 1
 
-    @classmethod
-    def from_index(cls, index: "BlockSparseIndex") -> "ListedTiles":
-        """Builds the tiles of an index if one shard holds the whole sequence in order."""
-        diagonal = jnp.int32(0) if index.causal else jnp.asarray(NO_DIAGONAL)
-        # Ascending lists already have this order: no key block of a row follows the masked one.
-        return cls(
-            _at_least_one(index.key_blocks),
-            index.key_count,
-            _at_least_one(index.query_blocks),
-            index.query_count,
-            diagonal,
-            index.block_size,
-        )
-
     @property
     def row_entries(self) -> Array:
         return self.key_blocks
@@ -86,10 +69,3 @@ class ListedTiles(Tiles):
         ):
             check_shape(f"tiles.{own}_count", count, (batch, heads, number))
             check_lists(f"tiles.{own}_blocks", lists, (batch, heads, number))
-
-
-def _at_least_one(lists: Array) -> Array:
-    """Ensures at least one (invalid) entry per list, as kernels require."""
-    if lists.shape[-1]:
-        return lists
-    return jnp.zeros((*lists.shape[:-1], 1), jnp.int32)

@@ -2,6 +2,7 @@
 
 import abc
 
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
@@ -67,6 +68,11 @@ class Tiles(abc.ABC):
     @abc.abstractmethod
     def check(self, batch: int, heads: int, num_query_blocks: int, num_key_blocks: int) -> None:
         """Raises ValueError if the shapes do not match a call; the message names the field."""
+
+
+def at_least_one(lists: Array) -> Array:
+    """Appends an invalid entry to lists without capacity; kernels need at least one entry."""
+    return lists if lists.shape[-1] else jnp.zeros((*lists.shape[:-1], 1), jnp.int32)
 
 
 def check_shape(name: str, x: Array, shape: tuple[int, ...]) -> None:

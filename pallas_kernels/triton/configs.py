@@ -39,8 +39,8 @@ class Configs:
     forward_documents: Config | None = None
 
 
-# By head dim. For 128 the fastest of those that benchmarks/tune_triton.py timed with A100 code on
-# an H200, since no A100 was available (benchmarks/results/tune-triton-h200-2026-11-23.md), among
+# By head dim. For 128 the fastest of those that benchmarks.kernels.tune_triton timed with A100 code
+# on an H200, as no A100 was available (benchmarks/results/tune-triton-h200-2026-11-23.md), among
 # those with almost no spills. With packed documents the fastest forward kernel spills 156 bytes, so
 # another one is used. For 64, and for documents, selected by what the compiler reports for sm_80
 # and not yet timed: no spills, copies that run two tiles ahead.

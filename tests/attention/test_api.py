@@ -237,6 +237,7 @@ class Mistaken(mtraining_jax.Pattern):
         (shaped((64, 8)), {}, r"q has shape \(64, 8\); expected \[batch, tokens, heads, dim\]"),
         (shaped((2, 64, 3, 8)), {}, "q has 3 heads; .* multiple of the 2 heads of k.* 2 and 4"),
         (shaped(dtype=jnp.int32), {}, "q has dtype int32; it must be bfloat16, float16 or float32"),
+        (shaped(dtype=jnp.float8_e4m3fn), {}, "q has dtype float8_e4m3fn; it must be bfloat16"),
         (shaped(k_dtype=jnp.bfloat16), {}, "k has dtype bfloat16 but q has float32"),
         (shaped(v=(2, TOKENS, KV_HEADS, 16)), {}, "v has shape .* but k has"),
         (shaped(k=(2, TOKENS, KV_HEADS, 16)), {}, "k has head dim 16 but q has 8"),
@@ -257,7 +258,7 @@ class Mistaken(mtraining_jax.Pattern):
         (shaped(), {"backend": "mosaic_gpu"}, "backend='mosaic_gpu' cannot run here: no GPU"),
         (shaped(), {"sequence_axes": "x"}, "sequence_axes=..x',. but no mesh: pass mesh="),
         (shaped(), {"pattern": FixedBudget(np.zeros(3, int), np.zeros(3, int), 8, 8)},
-          r"pattern.verticals has shape \(3,\); expected .* one entry for each of the 4 query"),
+          r"pattern.verticals has shape \(3,\); expected one entry for each of the 4 query"),
     ],
 )  # fmt: skip
 def test_invalid_arguments_raise(arrays, options, sentence):
@@ -336,7 +337,7 @@ def test_importing_the_package_does_not_load_jax_until_a_name_is_used():
         "assert 'jax.experimental.pallas.mosaic_gpu' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
-    for name in mtraining_jax.__all__:
+    for name in set(mtraining_jax.__all__) - {"__version__"}:
         assert getattr(mtraining_jax, name).__name__ == name
     with pytest.raises(AttributeError, match="no attribute 'dense'"):
         mtraining_jax.dense  # noqa: B018

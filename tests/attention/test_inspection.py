@@ -9,7 +9,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from mtraining_jax import Dense, Layout, VerticalSlash, inspect, sparse_attention, stripe
+from mtraining_jax import Dense, Layout, MoBA, VerticalSlash, inspect, sparse_attention, stripe
 from mtraining_jax.attention.picture import block_shares
 from pallas_kernels.index import BlockSparseIndex, DenseIndex, VerticalSlashIndex
 from pallas_kernels.reference import mask_from_index
@@ -99,7 +99,31 @@ def test_rows_are_sampled_evenly_and_reproducibly():
     assert (rows[0] // (TOKENS // 8) == np.arange(8)).all()
 
 
-@pytest.mark.parametrize("index", [lambda: chosen()[0], sparse_by_hand])
+def token_chunks():
+    """A selection of MoBA, where each token has its own keys."""
+    q, k, v = inputs()
+    pattern = MoBA(chunk_size=2 * BLOCK, top_k=3, block_size=BLOCK)
+    return jax.jit(functools.partial(sparse_attention, pattern=pattern, return_index=True))(
+        q, k, v
+    )[1]
+
+
+@pytest.mark.parametrize("index", [lambda: chosen()[0], sparse_by_hand, listed, token_chunks])
+def test_masks_of_tokens_and_blocks(index):
+    index = index()
+    wanted = np.asarray(mask_from_index(index, TOKENS))
+    found = inspect(index, seq_len=TOKENS)
+    batch, head = (size - 1 for size in wanted.shape[:2])
+    mask = found.token_mask(batch, head)
+    assert mask.dtype == bool
+    np.testing.assert_array_equal(mask, wanted[batch, head])
+    blocks = mask.reshape(TOKENS // BLOCK, BLOCK, -1, BLOCK).any((1, 3))
+    np.testing.assert_array_equal(found.block_mask(batch, head), blocks)
+    with pytest.raises(ValueError, match=f"head={head + 1} must be in 0 .. {head}"):
+        found.block_mask(head=head + 1)
+
+
+@pytest.mark.parametrize("index", [lambda: chosen()[0], sparse_by_hand, token_chunks])
 def test_a_pixel_is_the_density_of_its_block(index):
     index = index()
     mask = np.asarray(mask_from_index(index, TOKENS))[0, 0]

@@ -50,6 +50,17 @@ def test_printed_configuration_loads_back(load, tmp_path):
     assert config_from_dict(config_to_dict(config), "a dict") == config
 
 
+def test_inherited_problems_are_reported_once(load):
+    own = TEXT[0], ("eval.data.paths", "held/*.py"), ("data.source", "text"), ("data.paths", "x")
+    assert error_of(load, *own, ("data.eos", "-1")) == (
+        "data.eos = -1 is not allowed: it must be an integer (at least 0) or a non-empty string or "
+        "none"
+    )
+    assert len(error_of(load, *own, ("data.shufle", "1")).splitlines()) == 1
+    lines = error_of(load, *own, ("data.seq_len", "1000")).splitlines()
+    assert [line.split(" = ")[0] for line in lines] == ["data.seq_len"]
+
+
 def test_invalid_evaluations(load):
     on = TEXT[0]
     assert error_of(load, on) == (

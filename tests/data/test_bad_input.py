@@ -3,6 +3,7 @@
 import dataclasses
 import gzip
 import json
+import os
 import sys
 
 import numpy as np
@@ -68,6 +69,19 @@ def test_missing_and_empty_files(tmp_path, source):
     assert error_of(source=source, paths=(str(tmp_path),)) == error + wanted.get(source, "")
     assert error_of(source=source, paths=(f"{tmp_path}/*.x",)) == (
         f'data.paths: "{tmp_path}/*.x" has no file'
+    )
+    url = "s3://bucket/*.npy"
+    assert error_of(source=source, paths=(url,)) == (
+        f'data.paths: "{url}" is a URL, but only local paths are supported: download it or mount '
+        "its file system"
+    )
+    fifo, link = tmp_path / "fifo.npy", tmp_path / "link.npy"
+    os.mkfifo(fifo), link.symlink_to("gone.npy")
+    assert error_of(source=source, paths=(str(fifo),)) == (
+        f'data.paths: "{fifo}" is not a regular file'
+    )
+    assert error_of(source=source, paths=(str(link),)) == (
+        f'data.paths: "{link}" is a link to gone.npy, which does not exist'
     )
     empty = tmp_path / "empty.npy"
     empty.touch()
@@ -168,6 +182,15 @@ def test_truncated_bin(tmp_path):
     path.write_bytes(b"12345")
     message = error_of(source="tokens", paths=(str(path),))
     assert f'{path} is truncated or not of data.token_dtype = "uint16": its 5 bytes' in message
+
+
+def test_only_known_suffixes_are_read_as_token_ids(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("text of an even size")
+    assert error_of(source="tokens", paths=(str(path),)) == (
+        f'data.paths: {path} has neither the suffix .npy nor .bin; data.source = "tokens" reads '
+        "NumPy files and raw token ids"
+    )
 
 
 def safetensors(size=4096):
@@ -317,7 +340,11 @@ def test_unreadable_tokenizer(tmp_path, text):
     def error(path):
         return error_of(**text, tokenizer=str(path)).removeprefix(f'data.tokenizer = "{path}" ')
 
-    assert error(tmp_path / "no.json").startswith('is not a file: it must be "bytes" or')
+    assert error(tmp_path / "no.json").startswith('does not exist; it must be "bytes" or')
+    assert error(tmp_path).startswith('is not a file; it must be "bytes" or')
+    (tmp_path / "model").mkdir()
+    inside = save_tokenizer(tmp_path / "model" / "tokenizer.json", ["?", "</s>"])
+    assert error(tmp_path / "model") == f'is a folder; use "{inside}"'
     broken = tmp_path / "broken.json"
     broken.write_text(json.dumps({"model": {}}))
     assert error(broken).startswith("is not a tokenizer.json (")

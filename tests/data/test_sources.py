@@ -65,7 +65,7 @@ class TestSynthetic(SourceContract):
 
 class TestText(SourceContract):
     source = "text"
-    bad = (({"tokenizer": "/no/file"}, 'data.tokenizer = "/no/file" is not a file'),)
+    bad = (({"tokenizer": "/no/file"}, 'data.tokenizer = "/no/file" does not exist'),)
 
     def fields(self, folder, monkeypatch):
         for number, text in enumerate(TEXTS):

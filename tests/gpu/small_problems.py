@@ -149,7 +149,7 @@ def _of_head_dim(dim: int, blocks: int) -> list[Problem]:
         )
 
     def lists() -> Any:
-        return ListedTiles.from_index(cases.block_sparse(rng(), size, causal=True, garbage=rng()))
+        return cases.block_sparse(rng(), size, causal=True, garbage=rng()).tiles()
 
     def running() -> Any:
         normal = rng().standard_normal

@@ -6,8 +6,15 @@ import jax
 import numpy as np
 
 from mtraining_jax.config import load_config
-from mtraining_jax.training import parts
 from mtraining_jax.training.audit import make_step_audit
+from mtraining_jax.training.build import (
+    build_attention,
+    build_layout,
+    build_mesh,
+    build_pattern,
+    layer_inputs,
+)
+from mtraining_jax.training.device_batches import DeviceBatches
 from mtraining_jax.training.state import StateBuilder
 from mtraining_jax.training.step import make_train_step
 from tests.gpu.test_step import SMALL
@@ -26,12 +33,12 @@ def first_step(backend, audited, **changes):
         **changes,
     }
     config = load_config("qwen3b_512k", [(name, str(value)) for name, value in fields.items()])
-    mesh, layout = parts.build_mesh(config), parts.build_layout(config)
-    pattern = parts.build_pattern(config)
-    batches, builder = parts.Batches(config, mesh, layout), StateBuilder(config, mesh)
-    attention = parts.build_attention(config, mesh, layout, pattern)
+    mesh, layout = build_mesh(config), build_layout(config)
+    pattern = build_pattern(config)
+    batches, builder = DeviceBatches(config, mesh, layout), StateBuilder(config, mesh)
+    attention = build_attention(config, mesh, layout, pattern)
     audit = make_step_audit(config, mesh, layout, pattern)
-    step = make_train_step(config, builder, attention, mesh, parts.layer_inputs(pattern), audit)
+    step = make_train_step(config, builder, attention, mesh, layer_inputs(pattern), audit)
     _, metrics = step(builder.fresh(), next(batches))
     batches.close()
     return jax.device_get(metrics)

@@ -6,7 +6,14 @@ import pytest
 
 from mtraining_jax.config import load_config
 from mtraining_jax.parallel.compiler import ring_compiler_options
-from mtraining_jax.training import parts
+from mtraining_jax.training.build import (
+    build_attention,
+    build_layout,
+    build_mesh,
+    build_pattern,
+    layer_inputs,
+)
+from mtraining_jax.training.device_batches import DeviceBatches
 from mtraining_jax.training.state import StateBuilder
 from mtraining_jax.training.step import make_train_step
 
@@ -26,11 +33,11 @@ def train(name, **changes):
     """
     fields = SMALL | {field.replace("__", "."): value for field, value in changes.items()}
     config = load_config(name, [(field, str(value)) for field, value in fields.items()])
-    mesh, layout = parts.build_mesh(config), parts.build_layout(config)
-    pattern = parts.build_pattern(config)
-    batches, builder = parts.Batches(config, mesh, layout), StateBuilder(config, mesh)
-    attention = parts.build_attention(config, mesh, layout, pattern)
-    step = make_train_step(config, builder, attention, mesh, parts.layer_inputs(pattern))
+    mesh, layout = build_mesh(config), build_layout(config)
+    pattern = build_pattern(config)
+    batches, builder = DeviceBatches(config, mesh, layout), StateBuilder(config, mesh)
+    attention = build_attention(config, mesh, layout, pattern)
+    step = make_train_step(config, builder, attention, mesh, layer_inputs(pattern))
     state, found = builder.fresh(), []
     options = ring_compiler_options("gpu") | {"xla_allow_excess_precision": False}
     batch = next(batches)

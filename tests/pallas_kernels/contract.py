@@ -16,14 +16,7 @@ import pytest
 from jax import Array
 
 import pallas_kernels
-from pallas_kernels import (
-    BlockMaskIndex,
-    Columns,
-    DenseIndex,
-    Gradients,
-    ListedTiles,
-    VerticalSlashIndex,
-)
+from pallas_kernels import BlockMaskIndex, Columns, DenseIndex, Gradients, VerticalSlashIndex
 from pallas_kernels.index import Segment
 from pallas_kernels.tiles import COLUMN_TILE, NO_DIAGONAL, Tiles
 from tests.pallas_kernels import brute_force, cases
@@ -105,7 +98,7 @@ class AttentionContract:
         if not causal:
             size = dataclasses.replace(size, query_blocks=size.key_blocks // 2)
         index = cases.block_sparse(rng, size, causal=causal, garbage=np.random.default_rng(0))
-        tiles = ListedTiles.from_index(index)
+        tiles = index.tiles()
         self._count(rng, size, tiles, brute_force.block_sparse_mask(index))
 
     def test_listed_blocks_of_gathered_keys_count_each_pair_once(self) -> None:

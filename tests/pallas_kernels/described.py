@@ -6,13 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from pallas_kernels import (
-    Columns,
-    DiagonalTiles,
-    ListedTiles,
-    SegmentedDiagonals,
-    VerticalSlashIndex,
-)
+from pallas_kernels import DiagonalTiles, ListedTiles, SegmentedDiagonals, VerticalSlashIndex
+from pallas_kernels.index import Segment
 
 B, NQ, NK, HQ, HK, G = 2, 1024, 512, 6, 2, 128  # unequal lengths, as in a ring step
 
@@ -75,7 +70,6 @@ def columns_of(dim: int, dtype: str):
     """Columns as seen by a shard of half the query blocks of a sequence, and their keys."""
 
     def build(index):
-        blocks = 2 * jnp.arange(NQ // G, dtype=jnp.int32)
-        return Columns.from_index(index, blocks, 2 * NQ // G)
+        return index.columns(Segment(0, 2, NQ // G), 2 * NQ // G)
 
     return jax.eval_shape(build, index()), 2 * (shaped(B, 256, HQ, dim, dtype=dtype),)

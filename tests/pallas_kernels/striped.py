@@ -8,6 +8,7 @@ import numpy as np
 from jax import Array
 
 from pallas_kernels import Columns, DiagonalTiles, SegmentedDiagonals, VerticalSlashIndex
+from pallas_kernels.index import Segment
 from pallas_kernels.tiles import NO_DIAGONAL
 from tests.pallas_kernels.cases import Size
 
@@ -70,8 +71,7 @@ def segmented_step(
 @functools.partial(jax.jit, static_argnames=("ranks", "num_blocks"))
 def seen_by(rank: int, index: VerticalSlashIndex, ranks: int, num_blocks: int) -> Columns:
     """The columns as seen by the striped queries of a rank."""
-    blocks = rank + jnp.arange(0, num_blocks, ranks, dtype=jnp.int32)
-    return Columns.from_index(index, blocks, num_blocks)
+    return index.columns(Segment(rank, ranks, num_blocks // ranks), num_blocks)
 
 
 # With NumPy; JAX would compile each step for each shape.

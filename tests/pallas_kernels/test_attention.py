@@ -11,12 +11,12 @@ import pytest
 import pallas_kernels
 from pallas_kernels import (
     BlockSparseIndex,
-    Columns,
     DenseIndex,
     DiagonalTiles,
     ListedTiles,
     VerticalSlashIndex,
 )
+from pallas_kernels.index import Segment
 from tests.pallas_kernels import cases
 
 B, S, HQ, HK, D, G = 1, 32, 4, 2, 8, 8
@@ -40,7 +40,7 @@ def _columns():
         jnp.ones((B, HQ), jnp.int32),
         G,
     )
-    return Columns.from_index(index, jnp.arange(S // G), S // G)
+    return index.columns(Segment(0, 1, S // G), S // G)
 
 
 def test_delta_sums_over_the_head_dim_in_fp32():
@@ -104,7 +104,7 @@ def _zeros(*shape):
 
 def _listed() -> ListedTiles:
     mask = jnp.ones((B, HQ, S // G, S // G), bool)
-    return ListedTiles.from_index(BlockSparseIndex.from_block_mask(mask, G))
+    return BlockSparseIndex.from_block_mask(mask, G).tiles()
 
 
 @pytest.mark.parametrize(

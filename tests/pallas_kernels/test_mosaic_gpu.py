@@ -8,7 +8,7 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import pallas_kernels
-from pallas_kernels import DiagonalTiles, ListedTiles
+from pallas_kernels import DiagonalTiles
 from pallas_kernels.mosaic_gpu.backend import MosaicGpu
 from tests.pallas_kernels import cases
 from tests.pallas_kernels.cases import Size
@@ -107,7 +107,7 @@ def test_a_key_block_listed_by_every_row_is_split_into_parts():
     q, k, v, dout = cases.qkv_dout(rng, size, "bfloat16")
     mask = np.zeros((1, 1, 16, 16), bool)
     mask[:, :, :, 0] = mask[:, :, [3, 7], 1] = mask[:, :, 9, 9] = True
-    tiles = ListedTiles.from_index(cases.lists_of_mask(mask, 128))
+    tiles = cases.lists_of_mask(mask, 128).tiles()
     unwatched = MosaicGpu("parts", interpret=UNWATCHED)
     plan = jax.jit(lambda *args: unwatched.plan(*args, None, whole=True))
     assert plan(q, k, tiles).keys.heavy.tolist() == [[[0]]]

@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,9 +13,9 @@ from pallas_kernels import (
     SegmentedDiagonals,
     VerticalSlashIndex,
     gather_columns,
-    pad_columns,
     scatter_columns,
 )
+from pallas_kernels.index import Segment
 from pallas_kernels.tiles import COLUMN_TILE, NO_DIAGONAL
 from tests.pallas_kernels import brute_force, cases
 from tests.pallas_kernels.cases import Size
@@ -23,12 +25,16 @@ row_ranges = jax.jit(DiagonalTiles.row_ranges, static_argnums=(1, 2))
 column_ranges = jax.jit(DiagonalTiles.column_ranges, static_argnums=(1, 2))
 run_ranges = jax.jit(SegmentedDiagonals.row_ranges, static_argnums=(1, 2))
 run_columns = jax.jit(SegmentedDiagonals.column_ranges, static_argnums=(1, 2))
-resolve_columns = jax.jit(Columns.from_index, static_argnames="num_blocks")
 gather = jax.jit(gather_columns)
 scatter = jax.jit(scatter_columns)
 
 seeds = st.integers(0, 2**32 - 1)
 shard_lengths = st.sampled_from([(4, 4), (5, 2), (2, 5), (1, 3)])
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def columns_of(index: VerticalSlashIndex, rank: int, ranks: int, num_blocks: int) -> Columns | None:
+    return index.columns(Segment(rank, ranks, num_blocks // ranks), num_blocks)
 
 
 def _tiles(seed: int, rows: int, columns: int) -> DiagonalTiles:
@@ -133,7 +139,7 @@ def test_columns_and_tiles_partition_the_pairs_of_an_index(seed, stripe):
     ranks, rank = stripe
     index = _index(seed)
     query_blocks = jnp.arange(rank, 8, ranks, dtype=jnp.int32)
-    columns = resolve_columns(index, query_blocks, num_blocks=8)
+    columns = columns_of(index, rank, ranks, 8)
     tokens, count = np.asarray(columns.tokens), np.asarray(index.vertical_count)
     words = np.asarray(columns.keep)
     assert words.dtype == np.uint32 and words.shape == (1, 8, 8 // ranks, COLUMN_TILE // 32)
@@ -162,7 +168,7 @@ def test_columns_and_tiles_partition_the_pairs_of_an_index(seed, stripe):
 
 def test_padded_columns_are_past_every_query():
     index = _index(0)
-    tokens, count = np.asarray(pad_columns(index)), np.asarray(index.vertical_count)
+    tokens, count = np.asarray(index.column_tokens()), np.asarray(index.vertical_count)
     assert tokens.shape == (1, 8, COLUMN_TILE) and tokens.dtype == np.int32
     padding = np.arange(COLUMN_TILE) >= count[..., None]
     assert (tokens[padding] == np.iinfo(np.int32).max).all()

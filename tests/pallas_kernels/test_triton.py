@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import pallas_kernels
-from pallas_kernels import BlockSparseIndex, DiagonalTiles, ListedTiles, backends
+from pallas_kernels import BlockSparseIndex, DiagonalTiles, backends
 from pallas_kernels.triton.backend import Triton
 from pallas_kernels.triton.block_masses import TritonBlockScores
 from pallas_kernels.triton.call import Call
@@ -57,7 +57,7 @@ def test_a_key_block_listed_by_every_row_is_split_into_parts():
     q, k, v, dout = cases.qkv_dout(rng, size, "bfloat16")
     mask = np.zeros((1, 1, 16, 16), bool)
     mask[:, :, :, 0] = mask[:, :, [3, 7], 1] = mask[:, :, 9, 9] = True
-    tiles = ListedTiles.from_index(BlockSparseIndex.from_block_mask(jnp.asarray(mask), 128))
+    tiles = BlockSparseIndex.from_block_mask(jnp.asarray(mask), 128).tiles()
     plan = pallas_kernels.plan(q, k, tiles, backend=INTERPRETED)
     assert plan.work.keys.heavy.tolist() == [[[0]]]
     out, lse = forward(q, k, v, tiles, backend="xla")

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import pallas_kernels
-from benchmarks import ampere_code, tune_triton
+from benchmarks.kernels import triton_sm80, tune_triton
 from mtraining_jax import VerticalSlash, sparse_attention
 from pallas_kernels import DenseIndex
 from pallas_kernels.triton.block_masses import TritonBlockScores
@@ -243,7 +243,7 @@ def test_a100_code_is_assembled_for_the_local_gpu(monkeypatch):
 
     monkeypatch.setattr(triton_lib, "triton_kernel_call_lib", Recorded())
     q, k, v = qkv(64, "bfloat16", nk=NQ)
-    for name in ("triton", ampere_code.register()):
+    for name in ("triton", triton_sm80.register()):
         attention = functools.partial(pallas_kernels.attention, index=DenseIndex(G), backend=name)
         with target(H200):
             jax.jit(attention).trace(q, k, v).lower(lowering_platforms=("cuda",))

@@ -13,7 +13,7 @@ from mtraining_jax.planning.dry_run import report
 from mtraining_jax.planning.hardware import H200
 from mtraining_jax.planning.memory import estimate_memory, index_bytes
 from mtraining_jax.sparsity.assumed_density import density_of_lists
-from mtraining_jax.training.parts import build_mesh
+from mtraining_jax.training.build import build_mesh
 from tests.training.common import LONGROPE, VERTICAL_SLASH, changed, tiny_config
 
 

@@ -19,7 +19,7 @@ from mtraining_jax.planning.hardware import A100_40GB, H200
 from mtraining_jax.planning.memory import count_parameters, estimate_memory, index_bytes
 from mtraining_jax.reporting.flops import audit_flops
 from mtraining_jax.sparsity import choose_index
-from mtraining_jax.training import parts
+from mtraining_jax.training.build import build_mesh, build_pattern
 from mtraining_jax.training.loss import linear_cross_entropy
 from mtraining_jax.training.state import StateBuilder
 from tests.training.common import changed
@@ -81,7 +81,7 @@ def test_index_bytes_match_the_index(config, kind, tmp_path):
     )
     model, block_size = config.model, config.sparsity.block_size
     num_blocks = config.data.seq_len // block_size
-    pattern = parts.build_pattern(config)
+    pattern = build_pattern(config)
     if pattern.arrays:
         pattern = jax.tree.map(lambda array: array[0], pattern)
 
@@ -120,7 +120,7 @@ def test_query_copies_are_counted(config, top_k, copies):
 @pytest.mark.parametrize(("fsdp", "trainable"), [(False, ()), (True, ("mlp",))])
 def test_memory_of_parameters_and_moments_matches_the_run(config, fsdp, trainable):
     config = changed(config, parallel={"fsdp": fsdp}, optimizer={"trainable": trainable})
-    builder = StateBuilder(config, parts.build_mesh(config))
+    builder = StateBuilder(config, build_mesh(config))
     state = builder.fresh()
     device = jax.devices()[0]
 

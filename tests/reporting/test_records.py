@@ -133,6 +133,8 @@ def test_the_summary_excludes_warm_up_and_traced_steps(config):
     assert "2.000 s/step (median of 3 steps after warm-up), 128 tokens/s" in speed
     (speed,) = [line for line in summary(config, History.of(records[:1]), []) if "speed" in line]
     assert "9.000 s/step (last step)" in speed
+    (speed,) = [line for line in summary(config, History.of(records[:3]), []) if "speed" in line]
+    assert "2.000 s/step (one step after warm-up)" in speed
 
 
 def test_dense_steps_of_a_sparse_run_are_reported_separately(config):

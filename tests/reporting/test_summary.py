@@ -22,6 +22,15 @@ def test_next_steps_after_a_checkpoint_beyond_the_last_step(config):
     assert f"{command}\n      continue training from step 200" in said
 
 
+def test_training_continues_without_starting_from_scratch(config, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train.py", "--config=tiny", "--checkpoint.resume=false"])
+    lines = already_complete(config, 3)
+    (command,) = [line for line in lines if "continue training" in line]
+    assert "python train.py --config=tiny --run.steps=6\n" in command
+    (command,) = [line for line in lines if "start from scratch" in line]
+    assert command.count("--checkpoint.resume=false") == 1
+
+
 def test_no_larger_model_is_suggested_with_init_from(config):
     assert "--model.num_layers=4" in "\n".join(already_complete(config, 3))
     loaded = changed(config, model={"init_from": "somewhere"})

@@ -43,7 +43,7 @@ try:
             if wait == "wait":
                 time.sleep(300)
 except Exception as error:
-    distributed.leave(error)
+    distributed.abort(error)
 """
 
 
@@ -91,7 +91,7 @@ def test_an_error_of_this_process_alone_ends_it_with_its_traceback(monkeypatch, 
 
     monkeypatch.setattr(os, "_exit", leave_python)
     with pytest.raises(SystemExit) as left:
-        distributed.leave(RuntimeError("out of ideas"))
+        distributed.abort(RuntimeError("out of ideas"))
     assert left.value.code == 1
     assert "RuntimeError: out of ideas" in capsys.readouterr().err
 

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 from mtraining_jax.errors import UserError
+from mtraining_jax.parallel.mesh import DOCUMENTS, TOKENS
 from mtraining_jax.sparsity.documents import Documents
-from mtraining_jax.training import parts
+from mtraining_jax.training.build import build_attention, build_layout, build_mesh, build_pattern
+from mtraining_jax.training.device_batches import DeviceBatches
 from mtraining_jax.training.state import StateBuilder
 from mtraining_jax.training.step import make_train_step
 from tests.training.common import LONGROPE, VOCAB, changed, tiny_config
@@ -33,10 +35,10 @@ class Run:
             sparsity=SPARSE | sections.pop("sparsity", {}),
             **sections,
         )
-        self.mesh, self.layout = parts.build_mesh(self.config), parts.build_layout(self.config)
+        self.mesh, self.layout = build_mesh(self.config), build_layout(self.config)
         self.builder = StateBuilder(self.config, self.mesh)
-        pattern = parts.build_pattern(self.config)
-        attention = parts.build_attention(self.config, self.mesh, self.layout, pattern)
+        pattern = build_pattern(self.config)
+        attention = build_attention(self.config, self.mesh, self.layout, pattern)
         self.step = make_train_step(self.config, self.builder, attention, self.mesh)
         self._start = self.builder.fresh()
 
@@ -58,12 +60,12 @@ class Run:
                 size = -(-n // BLOCK) * BLOCK
                 positions[row, start : start + size] = np.arange(size)
                 start += size
-        order, tokens_at = self.layout.permutation(), jax.NamedSharding(self.mesh, parts.TOKENS)
+        order, tokens_at = self.layout.permutation(), jax.NamedSharding(self.mesh, TOKENS)
         arrays = dict(tokens=tokens, labels=labels, positions=positions)
         if self.weighted:
             arrays["weights"] = np.where(labels == -100, 0, 1).astype(np.float32)
         batch = {name: jax.device_put(x[:, order], tokens_at) for name, x in arrays.items()}
-        at = jax.NamedSharding(self.mesh, parts.DOCUMENTS)
+        at = jax.NamedSharding(self.mesh, DOCUMENTS)
         return batch | {"documents": jax.device_put(documents.table, at)}
 
     def first(self, lengths):
@@ -137,7 +139,7 @@ def test_batches_of_the_loader_say_where_documents_are_and_count_positions_in_th
     np.save(path, ids)
     with open(f"{path}.lengths", "wb") as file:
         np.save(file, lengths)
-    batches = parts.Batches(packed.config, packed.mesh, packed.layout)
+    batches = DeviceBatches(packed.config, packed.mesh, packed.layout)
     batch = next(batches)
     batches.close()
     found = {name: np.asarray(x) for name, x in batch.items()}
@@ -151,7 +153,7 @@ def test_batches_of_the_loader_say_where_documents_are_and_count_positions_in_th
     following = np.roll(tokens, -1, axis=1)
     np.testing.assert_array_equal(labels[counted], following[counted])
     weighted = changed(packed.config, loss={"weighting": "document"})
-    batches = parts.Batches(weighted, packed.mesh, packed.layout)
+    batches = DeviceBatches(weighted, packed.mesh, packed.layout)
     by_document = next(batches)
     batches.close()
     state, metrics = packed.step(packed.start(), by_document)
@@ -160,7 +162,7 @@ def test_batches_of_the_loader_say_where_documents_are_and_count_positions_in_th
     np.testing.assert_allclose(weights[:, back][counted], 1 / (tokens_of[counted] - 1))
     assert (weights > 0).sum() == counted.sum()
     assert "document_lengths" not in batch
-    batches = parts.Batches(
+    batches = DeviceBatches(
         changed(packed.config, model={"rope_scaling": LONGROPE}), packed.mesh, packed.layout
     )
     found = np.asarray(next(batches)["document_lengths"])
@@ -183,4 +185,4 @@ def test_patterns_and_rings_that_cannot_keep_documents_apart_are_refused(tmp_pat
         with pytest.raises(UserError, match=message):
             Run(tmp_path, 2, **sections)
     with pytest.raises(UserError, match='loss.weighting = "document" needs documents, and data.mo'):
-        parts.build_mesh(tiny_config(tmp_path, loss={"weighting": "document"}))
+        build_mesh(tiny_config(tmp_path, loss={"weighting": "document"}))

@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from mtraining_jax.models.hf import load_hf, read_hf_config
-from mtraining_jax.training import parts
+from mtraining_jax.training.build import build_mesh
 from mtraining_jax.training.checkpoint import Checkpoints
 from mtraining_jax.training.export import _eos, _tokenizer_files
 from mtraining_jax.training.loop import run
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("drawn_alone")
 
 def saved_parameters(config, step):
     """The fp32 parameters in a checkpoint of the run."""
-    builder = StateBuilder(config, parts.build_mesh(config))
+    builder = StateBuilder(config, build_mesh(config))
     checkpoints = Checkpoints(checkpoint_folder(config), keep=2, async_save=False)
     try:
         state, _ = checkpoints.restore(step, builder.abstract(), config)
@@ -33,7 +33,7 @@ def saved_parameters(config, step):
 
 def exported_parameters(config):
     """The exported parameters, under our names."""
-    builder = StateBuilder(config, parts.build_mesh(config))
+    builder = StateBuilder(config, build_mesh(config))
     return builder.flatten(load_hf(config.run.folder / "hf", config.model))
 
 

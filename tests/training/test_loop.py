@@ -13,8 +13,8 @@ from mtraining_jax.reporting.audit import FIGURES
 from mtraining_jax.reporting.progress import Display
 from mtraining_jax.reporting.writers.jsonl import JsonlWriter
 from mtraining_jax.training.checkpoint import newest_step
+from mtraining_jax.training.device_batches import DeviceBatches
 from mtraining_jax.training.loop import run
-from mtraining_jax.training.parts import Batches
 from mtraining_jax.training.run_folder import checkpoint_folder
 from tests.training.common import changed, dumps, losses, written
 
@@ -206,7 +206,7 @@ def test_interrupted_run_says_how_to_resume(plain_config, monkeypatch):
 
 def test_a_step_is_reported_before_the_next_is_over(plain_config, monkeypatch):
     """Steps of long sequences take minutes, and dispatching one may take as long."""
-    reported, report, take = threading.Semaphore(0), Display.step, Batches.__next__
+    reported, report, take = threading.Semaphore(0), Display.step, DeviceBatches.__next__
     seen = []
 
     def step(self, record, line):
@@ -220,7 +220,7 @@ def test_a_step_is_reported_before_the_next_is_over(plain_config, monkeypatch):
         return take(self)
 
     monkeypatch.setattr(Display, "step", step)
-    monkeypatch.setattr(Batches, "__next__", next_batch)
+    monkeypatch.setattr(DeviceBatches, "__next__", next_batch)
     assert len(run(plain_config)) == len(seen) == 4
 
 

@@ -8,8 +8,15 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks.trace_summary import find_traces, read_trace
-from mtraining_jax.training import parts
+from benchmarks.step.trace_summary import find_traces, read_trace
+from mtraining_jax.training.build import (
+    build_attention,
+    build_layout,
+    build_mesh,
+    build_pattern,
+    layer_inputs,
+)
+from mtraining_jax.training.device_batches import DeviceBatches
 from mtraining_jax.training.loop import run
 from mtraining_jax.training.state import StateBuilder
 from mtraining_jax.training.step import make_train_step
@@ -71,11 +78,11 @@ def test_rematerialization_and_the_estimate_change_no_number(replayed):
     config, (record, *_), _ = replayed
     assert config.model.remat == "attention" and "estimated_density_per_layer" in record
     config = changed(config, model={"remat": "full"}, sparsity={"replay_estimate": False})
-    mesh, layout = parts.build_mesh(config), parts.build_layout(config)
-    builder, batches = StateBuilder(config, mesh), parts.Batches(config, mesh, layout)
-    pattern = parts.build_pattern(config)
-    attention = parts.build_attention(config, mesh, layout, pattern)
-    step = make_train_step(config, builder, attention, mesh, parts.layer_inputs(pattern))
+    mesh, layout = build_mesh(config), build_layout(config)
+    builder, batches = StateBuilder(config, mesh), DeviceBatches(config, mesh, layout)
+    pattern = build_pattern(config)
+    attention = build_attention(config, mesh, layout, pattern)
+    step = make_train_step(config, builder, attention, mesh, layer_inputs(pattern))
     _, metrics = step(builder.fresh(), next(batches))
     batches.close()
     metrics = jax.device_get(metrics)

@@ -8,7 +8,8 @@ import pytest
 
 from mtraining_jax.config import available_configs, load_config
 from mtraining_jax.models import abstract_state
-from mtraining_jax.training import parts
+from mtraining_jax.training.build import build_attention, build_layout, build_mesh, build_pattern
+from mtraining_jax.training.device_batches import DeviceBatches
 from mtraining_jax.training.state import StateBuilder
 from mtraining_jax.training.step import make_train_step
 
@@ -78,9 +79,9 @@ def test_sizes_are_those_of_the_published_model(name):
 def test_two_tiny_layers_take_a_step(name):
     tiny = TINY | ({"parallel.nodes": 2} if name == OVER_NODES else ALONE)
     config = load_config(name, [(field, str(value)) for field, value in tiny.items()])
-    mesh, layout = parts.build_mesh(config), parts.build_layout(config)
-    batches, builder = parts.Batches(config, mesh, layout), StateBuilder(config, mesh)
-    attention = parts.build_attention(config, mesh, layout, parts.build_pattern(config))
+    mesh, layout = build_mesh(config), build_layout(config)
+    batches, builder = DeviceBatches(config, mesh, layout), StateBuilder(config, mesh)
+    attention = build_attention(config, mesh, layout, build_pattern(config))
     step = make_train_step(config, builder, attention, mesh)
     state, batch = builder.fresh(), next(batches)
     batches.close()

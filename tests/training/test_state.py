@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from mtraining_jax.training import parts
+from mtraining_jax.training.build import build_mesh
 from mtraining_jax.training.checkpoint import Checkpoints, newest_step
 from mtraining_jax.training.state import StateBuilder
 from tests.training.common import changed, tiny_config
@@ -17,7 +17,7 @@ HF_FOLDER = Path(__file__).resolve().parents[1] / "data" / "qwen2_tiny"
 
 
 def builder_of(config):
-    return StateBuilder(config, parts.build_mesh(config))
+    return StateBuilder(config, build_mesh(config))
 
 
 def assert_equal(one, other):

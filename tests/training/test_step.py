@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 
 from mtraining_jax.parallel.groups import in_groups
+from mtraining_jax.parallel.mesh import TOKENS
 from mtraining_jax.sparsity.audit import GRADIENT_FIGURES
-from mtraining_jax.training import parts
 from mtraining_jax.training.audit import make_step_audit
+from mtraining_jax.training.build import build_attention, build_layout, build_mesh, build_pattern
+from mtraining_jax.training.device_batches import DeviceBatches
 from mtraining_jax.training.state import StateBuilder
 from mtraining_jax.training.step import make_train_step, micro_batches
 from tests.parallel.hlo_meetings import meetings
@@ -30,12 +32,12 @@ class Parts:
     """
 
     def __init__(self, config):
-        self.mesh = parts.build_mesh(config)
-        layout = parts.build_layout(config)
-        self.batches = parts.Batches(config, self.mesh, layout)
+        self.mesh = build_mesh(config)
+        layout = build_layout(config)
+        self.batches = DeviceBatches(config, self.mesh, layout)
         self.builder = StateBuilder(config, self.mesh)
-        pattern = parts.build_pattern(config)
-        attention = parts.build_attention(config, self.mesh, layout, pattern)
+        pattern = build_pattern(config)
+        attention = build_attention(config, self.mesh, layout, pattern)
         audit = make_step_audit(config, self.mesh, layout, pattern)
         self.step = make_train_step(config, self.builder, attention, self.mesh, audit=audit)
 
@@ -61,7 +63,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def dense(folder):
-    """Batches of 4 without accumulation on 1 x 2 x 2 devices, dense."""
+    """DeviceBatches of 4 without accumulation on 1 x 2 x 2 devices, dense."""
     config = untied(folder, data={"batch_size": 4}, sparsity={"kind": "dense"})
     parts = Parts(config)
     metrics, state = parts.train(3)
@@ -138,7 +140,7 @@ def test_replicas_synchronize_once_a_step(groups):
 
 def test_micro_batches_hold_every_row_once_and_move_none(dense):
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:8]).reshape(2, 2, 2), dense[0].mesh.axis_names)
-    sharding = jax.NamedSharding(mesh, parts.TOKENS)
+    sharding = jax.NamedSharding(mesh, TOKENS)
     rows = jax.device_put(jnp.arange(8 * 16).reshape(8, 16), sharding)
 
     def own(x):

@@ -45,9 +45,10 @@ def problems(data: "DataConfig", vocab_size: int) -> Iterator[str]:
             f'data.mode = "{data.mode}" is not possible with data.source = "{data.source}": it '
             f"must be {allowed}"
         )
-    if data.paths and not hasattr(source, "paths"):
+    paths = getattr(data, "paths", ())  # a field that sources declare
+    if paths and not hasattr(source, "paths"):
         yield (
-            f'data.paths has {len(data.paths)} entries, but data.source = "{data.source}" does not '
+            f'data.paths has {len(paths)} entries, but data.source = "{data.source}" does not '
             'use it; set data.source = "text" to read text files'
         )
     yield from source.problems(data, vocab_size)

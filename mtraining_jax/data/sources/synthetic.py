@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from mtraining_jax.data.corpus import Corpus
-from mtraining_jax.data.documents import named_eos
+from mtraining_jax.data.documents import eos_id, named_eos
 from mtraining_jax.data.packing import consecutive
 from mtraining_jax.data.source import Source
 from mtraining_jax.random_bits import GOLDEN, mixed
@@ -50,7 +50,8 @@ class Synthetic(Source):
 
     def open(self, data: "DataConfig", vocab_size: int) -> Corpus:
         """If data.eos is not set, the last id of the vocabulary ends documents."""
-        eos = vocab_size - 1 if data.eos is None else data.eos
+        eos = eos_id(data)
+        eos = vocab_size - 1 if eos is None else eos
         stream = SyntheticStream(data.seq_len, vocab_size, eos, data.seed)
         starts = range(0, len(stream), data.seq_len)
         documents = SyntheticDocuments(stream) if data.has_documents else None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import numpy as np
 
 from mtraining_jax.data.corpus import Corpus, check_some_exact, windows
-from mtraining_jax.data.documents import named_eos
+from mtraining_jax.data.documents import eos_id, named_eos
 from mtraining_jax.data.files import first_line
 from mtraining_jax.data.packs import DocumentSpans
 from mtraining_jax.data.source import FileSource
@@ -85,7 +85,7 @@ class TokenFiles(FileSource):
             what += f", {counted(spans.lengths.shape[0], 'document')}"
         elif data.mode == "concat":
             # Reported, since rows of other lengths than a sequence are joined and split.
-            rows = {file.row_len for file in files} - {None, data.seq_len}
+            rows = {file.row_len for file in files if file.row_len is not None} - {data.seq_len}
             if rows:
                 what += f" with rows of {' or '.join(f'{n:,}' for n in sorted(rows))} joined"
             starts = windows(len(stream), data, what)
@@ -188,13 +188,14 @@ def read_lengths(path: Path, size: int) -> np.ndarray:
 
 def _needed_eos(file: TokenFile, data: "DataConfig") -> int:
     """data.eos, required to find the documents of a 1-D file."""
-    if data.eos is None:
+    eos = eos_id(data)
+    if eos is None:
         why = f'data.mode = "{data.mode}"' if data.mode != "concat" else "data.documents = true"
         raise UserError(
             f"data.eos is not set; {why} needs it to find the documents of {file.part.name}, "
             "which is 1-D: set it to the id of the end token"
         )
-    return data.eos
+    return eos
 
 
 def documents_between(ids: np.ndarray, eos: int) -> tuple[np.ndarray, np.ndarray]:
@@ -218,7 +219,7 @@ def open_token_file(path: Path, token_dtype: str) -> TokenFile:
     """Memory-maps a ``.npy`` file (1-D or 2-D integers) or a raw file.
 
     Args:
-        path: the file, not empty; anything without suffix ``.npy`` is raw.
+        path: the file, not empty: ``.npy``, or ``.bin`` for raw ids.
         token_dtype: NumPy type of the ids in raw files, little-endian.
 
     Raises:
@@ -226,7 +227,7 @@ def open_token_file(path: Path, token_dtype: str) -> TokenFile:
     """
     size = path.stat().st_size
     if path.suffix != ".npy":
-        _check_raw(path, size)
+        _check_raw(path)
         dtype = np.dtype(token_dtype).newbyteorder("<")
         if size % dtype.itemsize:
             raise UserError(
@@ -255,7 +256,7 @@ def open_token_file(path: Path, token_dtype: str) -> TokenFile:
     return TokenFile(Part(str(path), ids), shape[1] if len(shape) == 2 else None)
 
 
-def _check_raw(path: Path, size: int) -> None:
+def _check_raw(path: Path) -> None:
     """Rejects files of other types, which would otherwise be read as token ids."""
     try:
         with path.open("rb") as file:
@@ -270,6 +271,11 @@ def _check_raw(path: Path, size: int) -> None:
         raise UserError(
             f'data.paths: {path} is {found[0]}; data.source = "tokens" reads .npy files and raw '
             "token ids"
+        )
+    if path.suffix != ".bin":
+        raise UserError(
+            f"data.paths: {path} has neither the suffix .npy nor .bin; data.source = "
+            '"tokens" reads NumPy files and raw token ids'
         )
 
 

@@ -17,7 +17,7 @@ from mtraining_jax.models.token_parallel import gather
 from mtraining_jax.parallel.compiler import ring_compiler_options
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import ACTIVATIONS, SEQUENCE_AXES
-from mtraining_jax.parallel.ordering import in_turn
+from mtraining_jax.parallel.ordering import serialize_collectives
 from mtraining_jax.sparsity import Pattern
 
 
@@ -91,7 +91,7 @@ def _last_logits(
         # Only one rank has the token; adding zeros in fp32 is exact.
         row = lax.psum(jnp.where(place >= 0, row.astype(jnp.float32), 0), SEQUENCE_AXES)
         row = row.astype(hidden_BSE.dtype)
-        weight_VE, (row,) = in_turn(weight_VE, (row,))
+        weight_VE, (row,) = serialize_collectives(weight_VE, (row,))
         return token_logits(row, gather(weight_VE, weight_spec))
 
     return jax.shard_map(

@@ -21,7 +21,7 @@ from mtraining_jax.models.token_parallel import compute_weights, gather
 from mtraining_jax.models.transformer import Transformer
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import SEQUENCE_AXES
-from mtraining_jax.parallel.ordering import in_turn
+from mtraining_jax.parallel.ordering import serialize_collectives
 
 
 class Stepped(NamedTuple):
@@ -103,7 +103,7 @@ def _local(
     for number in range(spec.num_layers):
         parameters = jax.tree.map(lambda x, number=number: x[number], layers)
         parameters = compute_weights(parameters, dtype)
-        parameters, (x_B1E,) = in_turn(parameters, (x_B1E,))
+        parameters, (x_B1E,) = serialize_collectives(parameters, (x_B1E,))
         layer = nnx.merge(graphdef, jax.tree.map(gather, parameters, specs))
         q, *new = layer.before_attention(x_B1E, cos, sin)
         keys, values = (
@@ -114,7 +114,9 @@ def _local(
         out_BHD = attend_to_cache(q[:, 0], keys, values, seen, SEQUENCE_AXES)
         x_B1E = layer.after_attention(x_B1E, out_BHD.astype(dtype)[:, None])
     hidden_BE = model.norm(x_B1E)[:, 0]
-    weight_VE, (hidden_BE,) = in_turn(model.lm_head_weight().astype(dtype), (hidden_BE,))
+    weight_VE, (hidden_BE,) = serialize_collectives(
+        model.lm_head_weight().astype(dtype), (hidden_BE,)
+    )
     logits = token_logits(hidden_BE, gather(weight_VE, lm_head_spec(spec, mesh, fsdp)))
     return Cache(*zip(*filled, strict=True), cache.prompt_len, cache.count + 1), logits
 

@@ -1,7 +1,7 @@
 """Ring attention over the devices that share a sequence.
 
 `ring_attention` is the entry point. `topology` defines which ranks meet at which step, `rank_plans`
-plans the kernel calls of one rank and `rank_kernels` runs them. `turning_ring` and `gather_ring`
+plans the kernel calls of one rank and `rank_kernels` runs them. `rotate_ring` and `gather_ring`
 communicate keys, values and gradients; `columns` fetches key columns.
 """
 

@@ -18,9 +18,15 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from mtraining_jax.parallel.ordering import after
+from mtraining_jax.parallel.ordering import depend_on
 from mtraining_jax.parallel.ring.columns import fetch_columns, return_column_gradients
-from mtraining_jax.parallel.ring.rank_kernels import Pair, RankKernels, State, join, plus
+from mtraining_jax.parallel.ring.rank_kernels import (
+    Pair,
+    RankKernels,
+    State,
+    accumulate,
+    join_segments,
+)
 from mtraining_jax.parallel.ring.rank_plans import RankPlanner, StepPlans, step_of, steps_between
 from mtraining_jax.parallel.ring.topology import RingTopology
 from pallas_kernels.index import Index, Segment
@@ -110,7 +116,7 @@ def gather_forward(topology: RingTopology, plans: GatherPlans, q: Array, kv: Pai
     """
     node, kernels = _Node(topology), RankKernels(topology, q)
     here = node.gather(kv)
-    state: State = kernels.nothing()
+    state: State = kernels.empty_state()
     if plans.own is not None:
         state = kernels.forward(plans.own, [kv], None, state, last=False)
     # Columns are not needed before the last step. Without the barrier, their sum over nodes would
@@ -152,12 +158,12 @@ def gather_backward(
     """
     node, kernels = _Node(topology), RankKernels(topology, q)
     here = node.gather(kv)
-    dq, collected = kernels.nothing(), None
+    dq, collected = kernels.empty_state(), None
     if plans.own is not None:
         dq, own, _ = kernels.backward(plans.own, [kv], None, rows, dq)
         # The barrier puts dk and dv of the rank's own keys first, so that the gather overlaps
         # with them. XLA would choose the opposite order.
-        here, collected = lax.optimization_barrier((here, join(own)))
+        here, collected = lax.optimization_barrier((here, join_segments(own)))
     columns, kv = node.columns_first(plans, kv, here)
 
     def visit(step: StepPlans, here: Pair, dq: list):
@@ -170,17 +176,17 @@ def gather_backward(
     dq, shares, dcolumns = visit(plans.backward_first, here, dq)
     if dcolumns is not None:
         if topology.outer_axes:
-            dcolumns = after(dcolumns, shares[0])
+            dcolumns = depend_on(dcolumns, shares[0])
         shares = return_column_gradients(
             shares, dcolumns, plans.column_positions, topology.outer_axes
         )
     if plans.later is None:
-        return dq, plus(collected, node.scatter(shares))
+        return dq, accumulate(collected, node.scatter(shares))
 
     def body(carry, step):
         kv, here, collected, shares, dq = carry
         # Send the gradients of the previous step home, together with their keys and values.
-        collected = topology.shift_outer(plus(collected, node.scatter(shares)))
+        collected = topology.shift_outer(accumulate(collected, node.scatter(shares)))
         kv, arriving = node.next(kv)
         dq, shares, _ = visit(step, here, dq)
         return (kv, arriving, collected, shares, dq), None
@@ -193,9 +199,9 @@ def gather_backward(
         (kv, here, collected, shares, dq), _ = lax.scan(
             body, (kv, here, collected, shares, dq), steps_between(plans.later, 0, between)
         )
-    collected = topology.shift_outer(plus(collected, node.scatter(shares)))
+    collected = topology.shift_outer(accumulate(collected, node.scatter(shares)))
     dq, shares, _ = visit(step_of(plans.later, -1), here, dq)
-    return dq, topology.shift_outer(plus(collected, node.scatter(shares)))
+    return dq, topology.shift_outer(accumulate(collected, node.scatter(shares)))
 
 
 def _own_apart(topology: RingTopology) -> bool:
@@ -246,7 +252,7 @@ class _Node:
             columns = fetch_columns(here, plans.column_positions, axes)
         if not axes:
             return columns, kv
-        return columns, after(kv, here[0] if columns is None else columns[0])
+        return columns, depend_on(kv, here[0] if columns is None else columns[0])
 
     def key_segments(self, here: Pair) -> list[Pair]:
         """Returns the node's key segments, for layouts with chunks in sequence order.

@@ -28,7 +28,7 @@ class RankKernels:
         self._num_segments = len(topology.layout.segments(0))
         self.queries = self.split(q)
 
-    def nothing(self) -> list[None]:
+    def empty_state(self) -> list[None]:
         """Returns the state before the first call."""
         return [None] * self._num_segments
 
@@ -78,7 +78,7 @@ class RankKernels:
         Returns:
             dq; fp32 (dk, dv) of each key segment; column gradients or None.
         """
-        dq, dkv, dcolumns = list(dq), self.nothing(), None
+        dq, dkv, dcolumns = list(dq), self.empty_state(), None
         dout, lse, delta = (self.split(rows[0]), *(self.split(x, 2) for x in rows[1:]))
         for (i, j), plan in zip(self._pairs, plans, strict=True):
             grads = kernels.backward(
@@ -92,26 +92,26 @@ class RankKernels:
                 scale=self._scale,
                 beside_transfers=True,
             )
-            dq[i] = plus(dq[i], grads.dq)
-            dkv[j] = plus(dkv[j], (grads.dk, grads.dv))
+            dq[i] = accumulate(dq[i], grads.dq)
+            dkv[j] = accumulate(dkv[j], (grads.dk, grads.dv))
             if plan.columns is not None:
-                dcolumns = plus(dcolumns, (grads.dk_columns, grads.dv_columns))
+                dcolumns = accumulate(dcolumns, (grads.dk_columns, grads.dv_columns))
         return dq, dkv, dcolumns
 
     def split(self, x: Array, axis: int = 1) -> list[Array]:
         """Splits a shard along its token axis into the rank's segments."""
         return jnp.split(x, self._num_segments, axis=axis)
 
-    def split_pair(self, kv: Pair) -> list[Pair]:
+    def split_segment_pairs(self, kv: Pair) -> list[Pair]:
         """Splits a shard's keys and values into segments."""
         return list(zip(*map(self.split, kv), strict=True))
 
 
-def plus(total, share):
+def accumulate(total, share):
     """Adds two trees of arrays; `total` may be None for zero."""
     return share if total is None else jax.tree.map(jnp.add, total, share)
 
 
-def join(parts: Iterable[Pair]) -> Pair:
+def join_segments(parts: Iterable[Pair]) -> Pair:
     """Concatenates per-segment gradients to those of the shard."""
     return tuple(jnp.concatenate(x, axis=1) for x in zip(*parts, strict=True))

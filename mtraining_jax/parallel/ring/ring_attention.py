@@ -1,6 +1,6 @@
 """Ring attention: queries stay on their rank while keys and values travel.
 
-The topology selects the communication: `turning_ring` passes keys and values around one or two mesh
+The topology selects the communication: `rotate_ring` passes keys and values around one or two mesh
 axes, `gather_ring` gathers those of a node. The kernels' work lists for all steps of both passes
 are planned before the first step.
 """
@@ -20,13 +20,13 @@ from mtraining_jax.parallel.ring.gather_ring import (
     gather_forward,
     plan_gathering,
 )
-from mtraining_jax.parallel.ring.topology import RingTopology
-from mtraining_jax.parallel.ring.turning_ring import (
-    TurningPlans,
-    plan_turning,
-    turning_backward,
-    turning_forward,
+from mtraining_jax.parallel.ring.rotate_ring import (
+    RotationPlans,
+    plan_rotation,
+    rotate_backward,
+    rotate_forward,
 )
+from mtraining_jax.parallel.ring.topology import RingTopology
 from pallas_kernels import names
 from pallas_kernels.index import Index
 from pallas_kernels.one_device import attention
@@ -91,7 +91,7 @@ def ring_attention(
 
 def ring_plans(
     topology: RingTopology, index: Index, q: Array, k: Array
-) -> GatherPlans | TurningPlans:
+) -> GatherPlans | RotationPlans:
     """Plans the kernels' work at all steps of both passes.
 
     Args:
@@ -100,7 +100,7 @@ def ring_plans(
         q: [B, n, Hq, D], this rank's queries; only shape and dtype are read, as for k.
         k: [B, n, Hk, D], this rank's keys.
     """
-    plan = plan_gathering if topology.gathers else plan_turning
+    plan = plan_gathering if topology.gathers else plan_rotation
     return plan(topology, index, q, k)
 
 
@@ -134,7 +134,7 @@ def _ring(topology, q, k, v, plans):
 
 
 def _ring_fwd(topology, q, k, v, plans):
-    run = gather_forward if topology.gathers else turning_forward
+    run = gather_forward if topology.gathers else rotate_forward
     outs, lses = zip(*run(topology, plans, q, (k, v)), strict=True)
     out, lse = jnp.concatenate(outs, axis=1), jnp.concatenate(lses, axis=2)
     out, lse = checkpoint_name(out, names.OUTPUT), checkpoint_name(lse, names.LSE)
@@ -146,7 +146,7 @@ def _ring_bwd(topology, residuals, cotangents):
     q, k, v, plans, out, lse = residuals
     # d lse / d logits are the softmax weights, so the cotangent of lse is folded into delta.
     rows = dout, lse, delta_of(out, dout, backend=topology.backend) - dlse
-    run = gather_backward if topology.gathers else turning_backward
+    run = gather_backward if topology.gathers else rotate_backward
     dq, (dk, dv) = run(topology, plans, q, (k, v), rows)
     dq = jnp.concatenate(dq, axis=1)
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None

@@ -5,6 +5,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
+from typing import Any
 
 from mtraining_jax.config import Config
 from mtraining_jax.errors import UserError
@@ -29,13 +30,15 @@ class TensorBoardWriter:
 
     def __init__(self, config: Config, last_step: int) -> None:
         # A slow import, so only if the writer is enabled.
-        from tensorboardX.proto import event_pb2
+        # Generated at import, so without type information.
+        from tensorboardX.proto import event_pb2 as generated
         from tensorboardX.record_writer import RecordWriter
 
         folder = config.run.folder / TENSORBOARD_NAME
         self.where = str(folder)
         folder.mkdir(parents=True, exist_ok=True)
         name = f"events.out.tfevents.{time.time_ns() // 10**9}.{socket.gethostname()}.{os.getpid()}"
+        event_pb2: Any = generated
         self._event = event_pb2.Event
         self._file = RecordWriter(str(folder / name))
         self._failed = False

@@ -28,7 +28,7 @@ class WandbWriter:
                 "metrics.wandb = true needs the package wandb, which is not installed: pip install "
                 "wandb, or uv run --extra wandb, or set metrics.wandb=false"
             ) from error
-        self._run = wandb.init(
+        self._run = wandb.init(  # pyright: ignore[reportAttributeAccessIssue]
             project="mtraining-jax",
             name=config.run.name,
             dir=str(config.run.folder),

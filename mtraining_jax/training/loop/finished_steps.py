@@ -18,7 +18,7 @@ from mtraining_jax.reporting.progress import Display
 from mtraining_jax.reporting.record import Memory, Record, step_record
 from mtraining_jax.reporting.writers import Writer
 from mtraining_jax.training.group_work import GroupWork
-from mtraining_jax.training.loop.step_watch import StepWatch
+from mtraining_jax.training.loop.watchdog import HangWatchdog
 from mtraining_jax.training.tuner import Tuner
 
 
@@ -46,7 +46,7 @@ class FinishedSteps:
         writers: Sequence[Writer],
         display: Display,
         alarms: Alarms,
-        watch: StepWatch,
+        watch: HangWatchdog,
         groups: GroupWork | None = None,
         tuner: Tuner | None = None,
     ) -> None:

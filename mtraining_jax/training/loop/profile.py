@@ -11,7 +11,7 @@ STEP_NAME = "train_step"
 
 
 class ProfileWindow:
-    """Traces some steps into a folder, for TensorBoard or `benchmarks/trace_summary.py`.
+    """Traces some steps into a folder, for TensorBoard or `benchmarks.step.trace_summary`.
 
     The caller waits for the devices before `begin` and `end`, so that the trace has full steps.
 

@@ -12,8 +12,8 @@ from mtraining_jax.config import Config
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.reporting.progress import Display
 from mtraining_jax.sparsity import Dense, Pattern
-from mtraining_jax.training import parts
 from mtraining_jax.training.audit import make_step_audit
+from mtraining_jax.training.build import build_attention, layer_inputs
 from mtraining_jax.training.gradient_comparison import make_gradient_comparison
 from mtraining_jax.training.memory_check import check_memory
 from mtraining_jax.training.state import StateBuilder
@@ -47,18 +47,18 @@ def make_programs(
         builder: builds the run's states.
         mesh: axes ('data', 'node', 'device').
         layout: token order.
-        pattern: from `parts.build_pattern`.
+        pattern: from `build_pattern`.
         done: number of finished steps.
     """
     dense = config.dense_steps.count(done)
     dense_step = None
     if dense:
-        attention = parts.build_attention(config, mesh, layout, Dense(pattern.block_size))
+        attention = build_attention(config, mesh, layout, Dense(pattern.block_size))
         dense_step = make_train_step(config, builder, attention, mesh)
     if dense == config.run.steps - done:  # only sparse steps are audited
         return Programs(None, None, dense_step, None)
-    inputs = parts.layer_inputs(pattern)
-    attention = parts.build_attention(config, mesh, layout, pattern)
+    inputs = layer_inputs(pattern)
+    attention = build_attention(config, mesh, layout, pattern)
     audit = make_step_audit(config, mesh, layout, pattern)
     audited = audit and make_train_step(config, builder, attention, mesh, inputs, audit)
     always = audited is not None and config.audit.every_steps == 1

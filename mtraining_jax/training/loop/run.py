@@ -10,7 +10,7 @@ from mtraining_jax.reporting.record import Record
 from mtraining_jax.reporting.summary import already_complete, summary
 from mtraining_jax.signals import Stopped, StopSignals
 from mtraining_jax.training import distributed, run_folder
-from mtraining_jax.training.agreement import check_same_configuration, first_does
+from mtraining_jax.training.agreement import check_same_configuration, run_on_process_0
 from mtraining_jax.training.compile_cache import use_compile_cache
 from mtraining_jax.training.export import export_checkpoint
 from mtraining_jax.training.loop.trainer import Trainer
@@ -52,7 +52,7 @@ def run(config: Config, signals: StopSignals | None = None) -> list[Record]:
         raise
     except Exception as error:
         if joined:
-            distributed.leave(error)
+            distributed.abort(error)
         raise
     if joined:
         distributed.shutdown()
@@ -64,7 +64,7 @@ def _run(
 ) -> list[Record]:
     """Runs what lies between joining the other processes and leaving them."""
     timeout = config.distributed.timeout_seconds
-    note = first_does(lambda: opened.enter_context(only_run_in(config.run.folder)), timeout)
+    note = run_on_process_0(lambda: opened.enter_context(only_run_in(config.run.folder)), timeout)
     if note is not None:
         display.say(note)
     resume_from = run_folder.resume_step(config)
@@ -74,7 +74,7 @@ def _run(
             display.say(f"  wrote      {export_checkpoint(config, resume_from)}")
         return []
     use_compile_cache(config)
-    first_does(lambda: _prepare_folder(config, resume_from, display), timeout)
+    run_on_process_0(lambda: _prepare_folder(config, resume_from, display), timeout)
     with Trainer(config, resume_from, display, signals) as trainer:
         try:
             history = trainer.train()

@@ -21,19 +21,21 @@ from mtraining_jax.reporting.history import History
 from mtraining_jax.reporting.progress import Display
 from mtraining_jax.reporting.writers import open_writers
 from mtraining_jax.signals import EXIT_STUCK, Stopped, StopSignals, leave
-from mtraining_jax.training import distributed, parts
+from mtraining_jax.training import distributed
 from mtraining_jax.training.agreement import check_same_data
+from mtraining_jax.training.build import build_layout, build_mesh, build_pattern
+from mtraining_jax.training.device_batches import DeviceBatches
 from mtraining_jax.training.export import export_state
 from mtraining_jax.training.group_work import GroupWork
-from mtraining_jax.training.held_out import HeldOut
 from mtraining_jax.training.loop.finished_steps import FinishedSteps
 from mtraining_jax.training.loop.profile import ProfileWindow
 from mtraining_jax.training.loop.programs import Programs, compile_programs, make_programs
 from mtraining_jax.training.loop.saving import Saving
-from mtraining_jax.training.loop.step_watch import StepWatch
+from mtraining_jax.training.loop.watchdog import HangWatchdog
 from mtraining_jax.training.memory_check import check_state_memory
 from mtraining_jax.training.state import StateBuilder
 from mtraining_jax.training.tuner import Tuner
+from mtraining_jax.training.validation import Evaluator
 
 # Keys of a checkpoint next to the position in the data: tuner state and audit alarms.
 _TUNING, _ALARMS = "sparsity.tune", "audit.alarms"
@@ -73,17 +75,17 @@ class Trainer:
         config, display = self._config, self._display
         if config.audit.masks:
             check_pictures("audit.masks")
-        mesh, layout = parts.build_mesh(config), parts.build_layout(config)
-        pattern = parts.build_pattern(config)
+        mesh, layout = build_mesh(config), build_layout(config)
+        pattern = build_pattern(config)
         if (advice := slow_start(config.data)) is not None:
             display.say(advice)
-        self._batches = parts.Batches(config, mesh, layout)
+        self._batches = DeviceBatches(config, mesh, layout)
         opened.callback(self._batches.close)
         check_same_data(self._batches.loader.identity, "data")
         self._builder = builder = StateBuilder(config, mesh)
         self._programs = make_programs(config, builder, mesh, layout, pattern, self._step)
         self._devices = mesh.local_devices
-        self._held_out = HeldOut(config, builder, mesh) if config.eval.every_steps else None
+        self._held_out = Evaluator(config, builder, mesh) if config.eval.every_steps else None
         if self._held_out is not None:
             opened.callback(self._held_out.close)
             check_same_data(self._held_out.identity, "eval.data")
@@ -119,7 +121,7 @@ class Trainer:
             opened.callback(writer.close)
         # Ends the process only for the command; the caller of `train` may need it. It is closed
         # after `FinishedSteps`, when nothing waits for the devices.
-        self._watch = StepWatch(
+        self._watch = HangWatchdog(
             config.run.step_timeout_seconds, display.say, self._leave if self._signals else None
         )
         opened.callback(self._watch.close)

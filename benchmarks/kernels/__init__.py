@@ -1,0 +1,1 @@
+"""Kernels of one GPU: attention, selection, and tuning."""

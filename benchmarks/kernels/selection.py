@@ -1,0 +1,152 @@
+"""Times the selection of an index, part by part, and prints a markdown table.
+
+    python -m benchmarks.kernels.selection --seq-len 131072 --patterns xattention,stride=8 prism
+
+Patterns are those that list blocks for each row of blocks, and vertical_slash. `--backend
+triton_sm80` runs A100 code on a later GPU. Inputs are random, so all scores are flat: densities say
+nothing about a model. They do not matter here, because the time of a selection does not depend on
+them.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from benchmarks.kernels import triton_sm80
+from benchmarks.options import BACKENDS, make_parser
+from benchmarks.quality.patterns import parse
+from benchmarks.report import Page, setting, table_head, table_line
+from benchmarks.timing import median_ms
+from mtraining_jax.errors import UserError
+from mtraining_jax.sparsity import ModelSizes, Shards, VerticalSlash, choose_index, estimate
+from mtraining_jax.sparsity.row_pattern import RowPattern
+from mtraining_jax.sparsity.row_rule import kept_blocks
+from pallas_kernels import plan
+from pallas_kernels.index import BlockMaskIndex, Index
+
+PATTERNS = (
+    "xattention,stride=16", "xattention,stride=8", "xattention,stride=4",
+    "sampled_rows,sampled_rows=16", "sampled_rows,sampled_rows=32", "prism",
+)  # fmt: skip
+_COLUMNS = (
+    "S", "pattern", "selection ms", "probe queries ms", "rule ms", "lists ms", "work lists ms",
+    "density",
+)  # fmt: skip
+_ABOUT = """\
+selection: scores and rule, from queries and keys to an index; probe queries: scores of columns \
+and diagonals with the last queries; rule: from given scores to bits; lists: from bits to the \
+lists of both passes; work lists: what the kernels walk, from these lists. One program of all \
+parts can be faster than their sum."""
+
+
+def main(argv: list[str] | None = None) -> str:
+    """Runs the benchmark and returns its markdown."""
+    args = _parse(argv)
+    if args.backend == triton_sm80.NAME:
+        triton_sm80.register()
+    page = Page(args.out)
+    page.add(
+        f"# Selection on {jax.devices()[0].device_kind}",
+        "",
+        f"{setting()}. {args.heads} query and {args.kv_heads} key/value heads of {args.head_dim}, "
+        f"bf16, batch 1, random inputs, seed {args.seed}, medians of {args.repeats}, backend "
+        f"{args.backend or 'auto'}.",
+        "",
+        _ABOUT,
+        "",
+        *table_head(_COLUMNS),
+    )
+    for seq_len in args.seq_len:
+        for text in args.patterns:
+            page.add(table_line(_cells(args, seq_len, text)))
+    return page.text
+
+
+def _cells(args, seq_len: int, text: str) -> list[str]:
+    """Times one pattern at one length."""
+    pattern = parse(text, ModelSizes(1, args.heads, seq_len))
+    if not isinstance(pattern, RowPattern | VerticalSlash):
+        raise UserError(
+            f'"{text}" does not select lists of blocks for each row of blocks, and is not '
+            "vertical_slash"
+        )
+    num_blocks = seq_len // pattern.block_size
+    blocks = jnp.arange(num_blocks, dtype=jnp.int32)
+    rng = np.random.default_rng(args.seed)
+    q, k = (
+        jnp.asarray(rng.standard_normal((1, seq_len, n, args.head_dim), np.float32), jnp.bfloat16)
+        for n in (args.heads, args.kv_heads)
+    )
+
+    @jax.jit
+    def select(q: Array, k: Array) -> Index:
+        return choose_index(
+            q, k, pattern, block_ids=blocks, num_blocks=num_blocks, backend=args.backend
+        )
+
+    def time(function, *arguments) -> str:
+        return f"{median_ms(functools.partial(function, *arguments), args.repeats):.2f}"
+
+    index = select(q, k)
+    if isinstance(pattern, RowPattern):
+        parts = ["–", *_row_parts(args, pattern, q, k, index, time)]
+    else:
+        parts = [_probe_queries(args, pattern, q, k, time), "–", "–", "–"]
+    density = float(np.mean(index.computed_pairs(seq_len))) / (seq_len * (seq_len + 1) / 2)
+    return [str(seq_len), pattern.describe(), time(select, q, k), *parts, f"{density:.3f}"]
+
+
+def _row_parts(args, pattern: RowPattern, q, k, index, time) -> list[str]:
+    """Times of rule, lists and work lists."""
+    seq_len, num_blocks = q.shape[1], q.shape[1] // pattern.block_size
+    blocks = jnp.arange(num_blocks, dtype=jnp.int32)
+
+    @jax.jit
+    def rule(scores: Array) -> Array:
+        return kept_blocks(scores, blocks, pattern.rule(Shards(blocks, num_blocks)))
+
+    @jax.jit
+    def lists(index: BlockMaskIndex):
+        return index.on_one_device(1, seq_len, args.heads, seq_len)[0]
+
+    @jax.jit
+    def work(tiles):
+        return plan(q, k, tiles, whole=True, backend=args.backend)
+
+    shape = 1, args.heads, num_blocks, num_blocks
+    scores = jnp.asarray(np.random.default_rng(args.seed).random(shape, np.float32))
+    return [time(rule, scores), time(lists, index), time(work, lists(index))]
+
+
+def _probe_queries(args, pattern: VerticalSlash, q, k, time) -> str:
+    """Time of the scores alone, by kernels of the backend or by XLA."""
+    blocks = jnp.arange(q.shape[1] // pattern.block_size, dtype=jnp.int32)
+
+    @jax.jit
+    def scores(q: Array, k: Array) -> tuple[Array, ...]:
+        return estimate.softmax_scores(
+            q[:, -pattern.last_q :].swapaxes(1, 2), k, scale=args.head_dim**-0.5,
+            block_ids=blocks, num_blocks=blocks.shape[0], axis_names=(), backend=args.backend,
+        )
+
+    return time(scores, q, k)
+
+
+def _parse(argv: list[str] | None):
+    parser = make_parser(__doc__, "heads", "kv-heads", "head-dim", "repeats", "seed", "out")
+    parser.add_argument("--seq-len", type=int, nargs="+", default=[32768, 131072], metavar="S")
+    parser.add_argument("--patterns", nargs="+", default=list(PATTERNS), metavar="NAME,OPTION=...")
+    parser.add_argument(
+        "--backend", choices=[*BACKENDS, triton_sm80.NAME], help="default: the best one here"
+    )
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UserError as error:
+        raise SystemExit(f"error: {error}") from None

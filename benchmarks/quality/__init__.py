@@ -1,0 +1,1 @@
+"""Loss and recall of sparse attention on pretrained models, and generation speed."""

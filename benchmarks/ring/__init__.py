@@ -1,0 +1,1 @@
+"""Ring attention over the GPUs of one or more hosts."""

@@ -1,0 +1,223 @@
+"""Computes the time of a layer's ring attention on networks that are not at hand; prints a table.
+
+    python -m benchmarks.ring.model [--rows RING.json] [--nodes 4] [--devices 8]
+
+The input is measured times of kernels, of the rings of one host and of the index, and the given
+rates of the links. Two things that overlap take as long as the slower one; the order is that in
+which `mtraining_jax.parallel` sends and computes. Without `--rows` the table has only the figures
+of the paper (arXiv 2510.18830), which the model reproduces.
+"""
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+
+from benchmarks.ring.cases import Row
+from benchmarks.ring.programs import Problem
+
+INFINIBAND = 25.0  # GB/s in one direction for each GPU, as in the paper
+FP32_OVER_BF16 = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One pass of a ring, by its parts, in ms.
+
+    Attributes:
+        compute: kernels on one arrived shard.
+        inner: sending one shard of keys and values on inside a node.
+        outer: sending it to another node.
+    """
+
+    compute: float
+    inner: float
+    outer: float
+
+
+def flat_forward(step: Step, nodes: int, devices: int) -> float:
+    """Flat ring: a hop hides behind a step, and the slowest link sets the pace."""
+    ranks = nodes * devices
+    return _turn(ranks, step.compute, step.outer if nodes > 1 else step.inner)
+
+
+def hierarchical_forward(step: Step, nodes: int, devices: int) -> float:
+    """Hierarchical ring: a hop between nodes hides behind all the steps inside the node."""
+    return _turn(nodes, _turn(devices, step.compute, step.inner), step.outer)
+
+
+def gather_forward(step: Step, nodes: int, devices: int) -> float:
+    """Gather ring: a node gathers its shards, the first time behind work on a rank's own shard."""
+    gather = (devices - 1) * step.inner
+    arrival = step.outer + gather
+    own, rest = max(step.compute, gather), (devices - 1) * step.compute
+    if nodes == 1:
+        return own + rest
+    whole = devices * step.compute
+    return own + max(rest, arrival) + (nodes - 2) * max(whole, arrival) + whole
+
+
+def flat_backward(step: Step, nodes: int, devices: int) -> float:
+    """As forward; gradients travel one step later and need a last hop to their owner."""
+    ranks = nodes * devices
+    return _turn_back(ranks, step.compute, step.outer if nodes > 1 else step.inner)
+
+
+def hierarchical_backward(step: Step, nodes: int, devices: int) -> float:
+    """Steps inside a node end with its gradients at their owners; then they go to the next node."""
+    return _turn_back(nodes, _turn_back(devices, step.compute, step.inner), step.outer)
+
+
+def gather_backward(step: Step, nodes: int, devices: int) -> float:
+    """A node's gradients are summed and scattered, then sent to the next node one step later."""
+    gather = (devices - 1) * step.inner
+    arrival = step.outer + gather
+    home = FP32_OVER_BF16 * gather + (FP32_OVER_BF16 * step.outer if nodes > 1 else 0)
+    own, rest = max(step.compute, gather), (devices - 1) * step.compute
+    if nodes == 1:
+        return own + rest + home
+    whole = devices * step.compute
+    between = (nodes - 2) * max(whole, arrival + home)
+    return own + max(rest, arrival) + between + max(whole, home) + home
+
+
+RINGS = {
+    "flat": (flat_forward, flat_backward),
+    "hierarchical": (hierarchical_forward, hierarchical_backward),
+    "gather": (gather_forward, gather_backward),
+}
+
+
+def _turn(size: int, visit: float, hop: float) -> float:
+    """`size` steps; a hop runs during each of them except the last."""
+    return (size - 1) * max(visit, hop) + visit
+
+
+def _turn_back(size: int, visit: float, hop: float) -> float:
+    """As `_turn`, with fp32 gradients that travel one step later and need a last hop."""
+    if size == 1:
+        return visit
+    gradients = FP32_OVER_BF16 * hop
+    between = (size - 2) * max(visit, hop + gradients)
+    return max(visit, hop) + between + max(visit, gradients) + gradients
+
+
+def hop_ms(seq_len: int, ranks: int, kv_heads: int, dim: int, gb_per_s: float, latency: float):
+    """Time to send a rank's keys and values in bf16; latency in ms."""
+    return latency + 2 * 2 * seq_len / ranks * kv_heads * dim / gb_per_s / 1e6
+
+
+def paper_ms(ring: str) -> float:
+    """Forward attention of a layer at 512K tokens on 4 x 8 A100, from the paper's own figures.
+
+    Index 1.13 ms and 2.08 ms of the host, then steps of 0.51 ms; a hop takes 0.13 ms inside a
+    node and 0.98 ms between nodes.
+    """
+    return 1.13 + 2.08 + RINGS[ring][0](Step(compute=0.51, inner=0.13, outer=0.98), 4, 8)
+
+
+def model(
+    rows: dict[str, Row], nodes: int, devices: int, args: argparse.Namespace
+) -> dict[str, list[float]]:
+    """Times in ms of forward, backward and both with index, by ring, from its measured rows.
+
+    A rank's kernels take the time of the rows without communication, times the rank's share of the
+    work. The index takes the time that was measured, although each rank has fewer keys to look at.
+    What a ring took on one host beyond its kernels (transfers, partial results between steps,
+    launches) is added unchanged, since what a GPU sends and carries does not depend on the number
+    of GPUs. If the rate of the inner link is given, the time of that link is used instead.
+    """
+    ranks = nodes * devices
+    kernels = min(filter(_silent, rows.values()), key=_silent)
+    found = {}
+    for ring, row in rows.items():
+        given = args.inner_gb_s is not None
+        without = row if given else kernels
+        shape = (row.problem.seq_len, ranks, row.problem.kv_heads, row.problem.dim)
+        inner = hop_ms(*shape, args.inner_gb_s, args.latency_ms) if given else 0.0
+        outer = hop_ms(*shape, args.outer_gb_s, args.latency_ms)
+        times = []
+        for of, measured, pure in zip(
+            RINGS[ring], (row.forward, row.backward), _passes(without), strict=True
+        ):
+            beyond = 0.0 if given else max(measured - pure, 0.0)
+            visit = (pure * row.problem.gpus / ranks + beyond) / ranks
+            times.append(of(Step(visit, inner, outer), nodes, devices))
+        found[ring] = [*times, sum(times) + (row.choose or 0)]
+    return found
+
+
+def _silent(row: Row) -> float | None:
+    """Times of forward and backward without communication, in ms."""
+    return (row.silent or row.local) if row.problem.gpus > 1 else row.both
+
+
+def _passes(row: Row) -> tuple[float, float]:
+    """`_silent`, split into forward and backward by their shares in the ring."""
+    forward = _silent(row) * row.forward / row.both
+    return forward, _silent(row) - forward
+
+
+def main(argv: list[str] | None = None) -> str:
+    """Returns the markdown."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=Path, metavar="FILE.json", help="of the ring benchmark")
+    parser.add_argument("--nodes", type=int, default=4)
+    parser.add_argument("--devices", type=int, default=8, help="of a node")
+    parser.add_argument(
+        "--inner-gb-s", type=float, help="per GPU, one way; default: as on the host of the rows"
+    )
+    parser.add_argument("--outer-gb-s", type=float, default=INFINIBAND, help="per GPU, one way")
+    parser.add_argument("--latency-ms", type=float, default=0.02, help="of a hop")
+    args = parser.parse_args(argv)
+    lines = [
+        "Paper (512K tokens, 4 x 8 A100), forward with index, from its own figures per step: "
+        + ", ".join(f"{ring} {paper_ms(ring):.2f} ms" for ring in RINGS)
+        + "; it reports 34.10 flat and 19.53 hierarchical, and has no gather.",
+    ]
+    if args.rows:
+        inside = "as measured" if args.inner_gb_s is None else f"{args.inner_gb_s:g} GB/s"
+        lines += [
+            "",
+            f"Modelled, not measured: {args.nodes} x {args.devices} GPUs, {inside} inside a node, "
+            f"{args.outer_gb_s:g} GB/s between, {args.latency_ms:g} ms a hop; kernels and index "
+            "as measured.",
+            "",
+            "| S | mask | ring | measured on | fwd ms | bwd ms | all with index ms |",
+            "|" + " --- |" * 7,
+        ]
+        for (seq_len, mask, _), rows in _rows(args.rows).items():
+            for ring, times in model(rows, args.nodes, args.devices, args).items():
+                p = rows[ring].problem
+                cells = [seq_len, mask, ring, f"{p.nodes} x {p.gpus // p.nodes} GPUs, {p.ring}"]
+                cells += [f"{ms:.2f}" for ms in times]
+                lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _rows(path: Path) -> dict[tuple[int, str, int], dict[str, Row]]:
+    """The striped row to use for each ring on many nodes, by length, mask and number of GPUs.
+
+    Where the hierarchical ring was not measured, the flat one stands for it. One GPU has no ring;
+    its row stands for all of them.
+    """
+    groups: dict[tuple[int, str, int], list[Row]] = {}
+    for x in json.loads(path.read_text()):
+        row = Row(**x | {"problem": Problem(**x["problem"])})
+        p = row.problem
+        if p.layout == "striped" and _silent(row):
+            groups.setdefault((p.seq_len, row.mask, p.gpus), []).append(row)
+    found: dict[tuple[int, str, int], dict[str, Row]] = {}
+    for key, rows in groups.items():
+        rows.sort(key=lambda row: row.problem.nodes)
+        by_ring = {row.problem.ring: row for row in rows}
+        if "flat" in by_ring:
+            by_ring.setdefault("hierarchical", by_ring["flat"])
+        if key[2] == 1:
+            by_ring = dict.fromkeys(RINGS, rows[0])
+        found[key] = {ring: by_ring[ring] for ring in RINGS if ring in by_ring}
+    return found
+
+
+if __name__ == "__main__":
+    print(main())

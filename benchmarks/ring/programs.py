@@ -1,0 +1,279 @@
+"""The programs that the ring benchmark compiles and times."""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+from benchmarks.kernels.masks import BLOCK
+from benchmarks.kernels.programs import PATTERN
+from mtraining_jax.attention.sharded import make_attention
+from mtraining_jax.parallel.layout import Layout
+from mtraining_jax.parallel.mesh import DATA_AXIS, HEADS, SEQUENCE_AXES, make_mesh
+from mtraining_jax.parallel.ring import RingTopology, ring_attention, ring_plans
+from mtraining_jax.parallel.ring.columns import fetch_columns
+from mtraining_jax.sparsity import Dense, choose_index
+from pallas_kernels.index import DenseIndex, Index, VerticalSlashIndex
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One cell of the benchmark: batch 1, bf16.
+
+    Attributes:
+        seq_len: S.
+        layout: kind of the layout.
+        ring: one of `RINGS`.
+        gpus: W, ranks of the ring.
+        nodes: N of the mesh, `gpus` / N devices each.
+        sparse: whether an index is given (masks A and B), else dense causal.
+        heads, kv_heads, dim: of the attention.
+        backend: of the kernels; None is the best that runs here.
+    """
+
+    seq_len: int
+    layout: str
+    ring: str
+    gpus: int
+    nodes: int
+    sparse: bool
+    heads: int = 16
+    kv_heads: int = 2
+    dim: int = 128
+    backend: str | None = None
+
+    @property
+    def name(self) -> str:
+        """For progress lines."""
+        kind = "sparse" if self.sparse else "dense"
+        mesh = f"{self.nodes}x{self.gpus // self.nodes}"
+        return f"{kind} S={self.seq_len} {self.layout} {self.ring} {mesh}"
+
+    def ring_layout(self) -> Layout:
+        """The layout that suits the ring."""
+        nodes = 1 if self.ring == "flat" else self.nodes
+        return Layout(self.layout, self.seq_len, self.gpus, BLOCK, nodes)
+
+    def topology(self) -> RingTopology:
+        """Who meets whom."""
+        sizes = (self.nodes, self.gpus // self.nodes)
+        return RingTopology(
+            self.ring_layout(), SEQUENCE_AXES, sizes, self.ring, backend=self.backend
+        )
+
+
+class RingPrograms:
+    """Functions of one problem, to be traced; `shapes` gives what to trace them with."""
+
+    def __init__(self, problem: Problem, devices: list[jax.Device]):
+        """Uses the first `problem.gpus` of the devices."""
+        self.problem = problem
+        self.mesh: Mesh = make_mesh(
+            1, problem.nodes, problem.gpus // problem.nodes, devices[: problem.gpus]
+        )
+        self.layout = problem.ring_layout()
+        self._attention = make_attention(
+            self.mesh, self.layout, Dense(BLOCK), ring=problem.ring, backend=problem.backend
+        )
+
+    def forward(self, q: Array, k: Array, v: Array, index: Any) -> Array:
+        """The output, on all ranks."""
+        return self._attention(q, k, v, index)[0]
+
+    def both(self, q: Array, k: Array, v: Array, dout: Array, index: Any) -> tuple[Array, ...]:
+        """Output and gradients, on all ranks."""
+        out, vjp = jax.vjp(lambda q, k, v: self.forward(q, k, v, index), q, k, v)
+        return out, *vjp(dout)
+
+    def local(
+        self, q: Array, k: Array, v: Array, dout: Array, index: Any, rank: Array
+    ) -> tuple[Array, ...]:
+        """What one rank computes, on one device: arrays of one shard; see `without_collectives`."""
+        topology = self.problem.topology()
+
+        def attend(q, k, v):
+            return ring_attention(
+                q, k, v, index, layout=self.layout, axis_names=topology.axis_names,
+                axis_sizes=topology.axis_sizes, ring=topology.ring, backend=topology.backend,
+            )
+
+        with without_collectives(dict(self.mesh.shape), rank):
+            out, vjp = jax.vjp(attend, q, k, v)
+            return out, *vjp(dout)
+
+    def silent(self, q: Array, k: Array, v: Array, dout: Array, index: Any) -> tuple[Array, ...]:
+        """`both` on all ranks at once, but nothing travels; see `without_collectives`."""
+        with without_collectives(dict(self.mesh.shape)):
+            return self.both(q, k, v, dout, index)
+
+    def choose(self, q: Array, k: Array) -> VerticalSlashIndex:
+        """Chooses an index over all ranks, as a training step does."""
+
+        def on_rank(q: Array, k: Array) -> VerticalSlashIndex:
+            return choose_index(
+                q, k, PATTERN, block_ids=self.layout.block_ids(lax.axis_index(SEQUENCE_AXES)),
+                num_blocks=self.layout.num_blocks, axis_names=SEQUENCE_AXES,
+                backend=self.problem.backend,
+            )
+
+        return jax.shard_map(
+            on_rank, mesh=self.mesh, in_specs=(HEADS, HEADS), out_specs=P(DATA_AXIS),
+            check_vma=False,
+        )(q, k)
+
+    def build(self, q: Array, k: Array, v: Array, index: Index, rank: Array) -> Any:
+        """Everything that one rank's kernels read, except the shards, at all steps of both passes.
+
+        Plans, and columns of the rank's own keys; nothing is sent or received.
+        """
+        topology = self.problem.topology()
+        with without_collectives(dict(self.mesh.shape), rank):
+            plans = ring_plans(topology, index, q, k)
+            tokens = index.column_tokens(topology.every_row)
+        if tokens is None:
+            return plans, None
+        return plans, fetch_columns((k, v), self.layout.local_positions(tokens, rank), ())
+
+    def shapes(self) -> "Shapes":
+        """Abstract arguments of the programs."""
+        return Shapes(self)
+
+    @functools.cached_property
+    def abstract_index(self) -> VerticalSlashIndex:
+        """What `choose` gives, traced once."""
+        q, k, *_ = self.shapes().sharded()
+        return jax.eval_shape(self.choose, q, k)
+
+    def random_inputs(self, seed: int) -> list[Array]:
+        """Normal q, k, v and dout, drawn where they lie. In layout order as well as in any."""
+        shapes = self.shapes().sharded()
+        draw = jax.jit(
+            lambda key: [
+                jax.random.normal(k, x.shape, x.dtype)
+                for k, x in zip(jax.random.split(key, 4), shapes, strict=True)
+            ],
+            out_shardings=[x.sharding for x in shapes],
+        )
+        return draw(jax.random.key(seed))
+
+
+class Shapes:
+    """Abstract arguments of `RingPrograms`, with their shardings."""
+
+    def __init__(self, programs: RingPrograms):
+        self._programs, self._problem = programs, programs.problem
+        self._one = SingleDeviceSharding(programs.mesh.devices.flat[0])
+        self._everywhere = NamedSharding(programs.mesh, P())
+
+    def sharded(self) -> list[jax.ShapeDtypeStruct]:
+        """q, k, v, dout over all ranks."""
+        return self._heads(self._problem.seq_len, NamedSharding(self._programs.mesh, HEADS))
+
+    def shard(self) -> list[jax.ShapeDtypeStruct]:
+        """q, k, v, dout of one rank, on the first device."""
+        return self._heads(self._problem.seq_len // self._problem.gpus, self._one)
+
+    def index(self, one: bool = False) -> Index:
+        """The index on all ranks, or on the first device."""
+        if not self._problem.sparse:
+            return DenseIndex(BLOCK)
+        sharding = self._one if one else self._everywhere
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+            self._programs.abstract_index,
+        )
+
+    def rank(self) -> jax.ShapeDtypeStruct:
+        """Number of a rank, on the first device."""
+        return jax.ShapeDtypeStruct((), jnp.int32, sharding=self._one)
+
+    def _heads(self, tokens: int, sharding: Any) -> list[jax.ShapeDtypeStruct]:
+        problem = self._problem
+        heads = (problem.heads, problem.kv_heads, problem.kv_heads, problem.heads)
+        return [
+            jax.ShapeDtypeStruct((1, tokens, n, problem.dim), jnp.bfloat16, sharding=sharding)
+            for n in heads
+        ]
+
+
+@contextlib.contextmanager
+def without_collectives(axis_sizes: dict[str, int], rank: Array | None = None) -> Iterator[None]:
+    """Programs traced meanwhile keep to their own rank: what they would receive is their own.
+
+    A permute gives what was sent, a sum its own term, a gather as many copies of its own part, a
+    scattered sum this rank's part of its own term. Shapes, kernels and work lists, which depend
+    on the index alone, are those of the real program; results are not. Keys of columns that other
+    ranks own are zeros.
+
+    Args:
+        axis_sizes: of the mesh. Collectives over other names are left alone.
+        rank: this rank, outside of a `shard_map`; None inside of one.
+    """
+
+    def names_of(axis_name: Any) -> tuple[Any, ...]:
+        return tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
+
+    def ours(axis_name: Any) -> bool:
+        return all(name in axis_sizes for name in names_of(axis_name))
+
+    def size(axis_name: Any) -> int:
+        return int(np.prod([axis_sizes[name] for name in names_of(axis_name)]))
+
+    def patched(name: str, stand_in: Callable[..., Any]) -> Callable[..., Any]:
+        original = getattr(lax, name)
+
+        @functools.wraps(original)
+        def call(x: Any, axis_name: Any, *args: Any, **options: Any) -> Any:
+            if not ours(axis_name):
+                return original(x, axis_name, *args, **options)
+            # The barrier keeps the compiler from seeing that nothing changes.
+            x = lax.optimization_barrier(x)
+            return jax.tree.map(lambda x: stand_in(x, axis_name, *args, **options), x)
+
+        return call
+
+    def same(x: Array, axis_name: Any, *_: Any, **__: Any) -> Array:
+        return x
+
+    def gather(x: Array, axis_name: Any, *, axis: int = 0, tiled: bool = False, **_: Any) -> Array:
+        parts = [x] * size(axis_name)
+        return jnp.concatenate(parts, axis) if tiled else jnp.stack(parts, axis)
+
+    def scatter(
+        x: Array, axis_name: Any, *, scatter_dimension: int = 0, tiled: bool = False, **_: Any
+    ) -> Array:
+        count = size(axis_name)
+        part = lax.slice_in_dim(x, 0, x.shape[scatter_dimension] // count, axis=scatter_dimension)
+        return part if tiled else lax.squeeze(part, (scatter_dimension,))
+
+    stand_ins = {
+        "ppermute": same, "psum": same, "pmax": same, "pmin": same, "pmean": same,
+        "all_gather": gather, "psum_scatter": scatter,
+    }
+    patches = {name: patched(name, stand_in) for name, stand_in in stand_ins.items()}
+    if rank is not None:
+        real_index = lax.axis_index
+
+        def axis_index(axis_name: Any) -> Array:
+            if not ours(axis_name):
+                return real_index(axis_name)
+            below, result = 1, jnp.int32(0)
+            names = list(axis_sizes)
+            for name in reversed(names_of(axis_name)):
+                inner = int(np.prod([axis_sizes[n] for n in names[names.index(name) + 1 :]]))
+                result = result + rank // inner % axis_sizes[name] * below
+                below *= axis_sizes[name]
+            return result
+
+        patches["axis_index"] = axis_index
+    with mock.patch.multiple(lax, **patches):
+        yield

@@ -1,0 +1,1 @@
+"""Soak test of interrupted training runs."""

@@ -1,0 +1,208 @@
+"""Two runs at the same time: one that is left alone, and one that is ended again and again."""
+
+import re
+import shutil
+import threading
+import time
+from pathlib import Path
+
+from benchmarks.soak.data import make_data
+from benchmarks.soak.events import Event, Rhythm, step_under_way, where_it_fell
+from benchmarks.soak.process import Soaked, half_saved
+from benchmarks.soak.report import (
+    NAMES,
+    Ended,
+    differences,
+    leftovers,
+    memory,
+    table,
+    times,
+    what_ran,
+)
+from mtraining_jax.errors import UserError
+
+# An audit takes milliseconds: one that was over too soon is tried again.
+_TRIES = 5
+_SECONDS_BETWEEN_NEWS = 15
+
+
+class SoakedPair:
+    """Both runs, and what happened.
+
+    Args:
+        out: folder with the data and a configuration for each run; everything goes in there.
+        steps: of each run.
+        rhythm: of their audits and saves.
+        minutes: after which both are killed, and what is there is compared.
+
+    Attributes:
+        failures: sentences about what is not as it should be.
+    """
+
+    def __init__(self, out: Path, steps: int, rhythm: Rhythm, minutes: float) -> None:
+        self._out, self._steps, self._rhythm = out, steps, rhythm
+        self._whole, self._stopped = (Soaked(out, x, rhythm) for x in NAMES)
+        self._begin, self._seconds = time.monotonic(), 60 * minutes
+        self._ends: list[Ended] = []
+        self._in_time, self._done = True, threading.Event()
+        self.failures: list[str] = []
+
+    def run(self, events: list[Event], in_turn: bool) -> None:
+        """Trains both, and lets the events happen to one of them.
+
+        Args:
+            events: in order.
+            in_turn: whether one starts when the other is done.
+
+        Raises:
+            UserError: the first one ended before its first checkpoint.
+        """
+        news = threading.Thread(target=self._tell_news, daemon=True)
+        news.start()
+        self._whole.start()
+        try:
+            # The first checkpoint is written: all programs are compiled, and kept.
+            while self._whole.process.poll() is None and (in_turn or self._whole.newest() is None):
+                time.sleep(0.1)
+            if self._whole.newest() is None and self._in_time:
+                status, said = self._whole.wait(), "".join(self._whole.lines())
+                raise UserError(
+                    f"the run ended with status {status} before its first checkpoint:\n{said}"
+                )
+            for event in events:
+                self._let_happen(event)
+            if self._in_time:
+                self._rest()
+            self._check("the uninterrupted run", self._whole, self._whole.wait(), (0,))
+        finally:
+            for run in (self._whole, self._stopped):
+                run.stop_for_good()
+            self._done.set()
+            news.join()
+
+    def _say(self, line: str) -> None:
+        print(f"[{time.monotonic() - self._begin:4.0f} s] {line}", flush=True)
+
+    def _tell_news(self) -> None:
+        while not self._done.wait(_SECONDS_BETWEEN_NEWS):
+            reached = max(self._stopped.step, self._stopped.newest() or 0)
+            self._say(
+                f"uninterrupted: step {self._whole.step} of {self._steps}; the other one: "
+                f"step {reached}, {len(self._ends)} processes ended"
+            )
+            if time.monotonic() > self._begin + self._seconds:
+                self._in_time = False
+                self._whole.stop_for_good()
+                self._stopped.stop_for_good()
+                return
+
+    def _let_happen(self, event: Event) -> None:
+        for _ in range(_TRIES):
+            if not self._in_time:
+                return
+            begin = time.monotonic()
+            self._replace_data(event) if event.kind == "data" else self._end(event, begin)
+            end = self._ends[-1]
+            self._say(end.row(len(self._ends)))
+            if not end.missed:
+                return
+        if self._in_time:
+            self.failures.append(f"{event}: missed {_TRIES} times")
+
+    def _end(self, event: Event, begin: float) -> None:
+        """Lets an event happen, and checks how the process took it."""
+        run = self._stopped
+        run.start()
+        if event.kind == "disk":
+            run.wait_for(Event("step", 1, None, 0))
+            # The metrics so far fit, a checkpoint does not.
+            run.limit_files(max(64 * 1024, 2 * run.metrics_size()))
+        else:
+            run.wait_for(event)
+        saving = event.kind == "save" and half_saved(run.checkpoints)
+        if event.signal is not None and run.process.poll() is None:
+            begin = time.monotonic()
+            run.process.send_signal(event.signal)
+        status = run.wait()
+        # A process that was through before its moment came is as good.
+        allowed = (event.status, 0) if event.signal is not None else (event.status,)
+        self._check(str(event), run, status, allowed)
+        under_way = step_under_way(run.lines())
+        missed = status != 0 and {
+            "audit": under_way is None or not self._rhythm.audits(under_way),
+            "save": not saving,
+            "compile": under_way is not None,
+        }.get(event.kind, False)
+        fell = where_it_fell(run.lines(), self._rhythm) + (", while it saved" if saving else "")
+        if event.kind == "disk" and under_way is not None:
+            fell = f"after step {under_way - 1}"
+        self._add(event, fell, missed, status, time.monotonic() - begin)
+
+    def _replace_data(self, event: Event) -> None:
+        """Kills the run, and checks that it does not go on with other data."""
+        run, begin = self._stopped, time.monotonic()
+        kept = run.data.with_name("kept.npy")
+        shutil.copy(run.data, kept)
+        run.start()
+        run.wait_for(event)
+        make_data(run.data, 100_000, seed=1)
+        run.process.kill()
+        run.wait()
+        fell = where_it_fell(run.lines(), self._rhythm)
+        run.start()
+        status = run.wait()
+        kept.replace(run.data)
+        self._check(str(event), run, status, (event.status,))
+        self._add(event, f"{fell}; and the next start", False, status, time.monotonic() - begin)
+
+    def _rest(self) -> None:
+        begin = time.monotonic()
+        self._stopped.start()
+        status = self._stopped.wait()
+        self._check("the last start", self._stopped, status, (0,))
+        fell = "the end" if status == 0 else where_it_fell(self._stopped.lines(), self._rhythm)
+        self._add(None, fell, False, status, time.monotonic() - begin)
+
+    def _add(
+        self, event: Event | None, fell: str, missed: bool, status: int, seconds: float
+    ) -> None:
+        half = half_saved(self._stopped.checkpoints)
+        newest = self._stopped.newest()
+        self._ends.append(Ended(event, fell, missed, status, seconds, newest, half))
+
+    def _check(self, what: str, run: Soaked, status: int, allowed: tuple[int, ...]) -> None:
+        if not self._in_time:
+            return
+        text = "".join(run.lines())
+        if status not in allowed:
+            self.failures.append(f"{what} ended with status {status}\n{text[-1500:]}")
+        found = re.search("Traceback|DEBUG:", text)
+        if found is not None:
+            self.failures.append(f"{what} printed a traceback\n{text[found.start() :][:4000]}")
+
+    def report(self, picture: Path) -> list[str]:
+        """Compares both runs; adds to `failures`.
+
+        Args:
+            picture: file for the picture of memory.
+
+        Returns:
+            Lines of Markdown.
+        """
+        runs, lines = self._out / "runs", []
+        if not self._in_time:
+            self.failures.append(f"not done in {self._seconds / 60:g} minutes")
+        parts = [differences(runs, whole=self._in_time), times(self._ends)]
+        if self._in_time:
+            parts.append(leftovers(runs))
+        parts.append(memory(self._whole, self._stopped, self._steps, picture))
+        for found, wrong in parts:
+            lines += found
+            self.failures += wrong
+        wrong = "\n".join(["WRONG:", *(f"- {x}" for x in self.failures)])
+        return [
+            f"{self._steps} steps twice, {time.monotonic() - self._begin:.0f} s; saved every "
+            f"{self._rhythm.save} steps, audited every {self._rhythm.audit}.",
+            "", *what_ran(self._whole.lines()), "", *table(self._ends), "", *lines, "",
+            wrong if self.failures else "All is as it should be.",
+        ]  # fmt: skip

@@ -1,0 +1,322 @@
+"""Where the time of a training step goes on GPUs, from a trace of JAX's profiler.
+
+    python train.py --config qwen3b_512k --profile.start=6 --profile.steps=2
+    python -m benchmarks.step.trace_summary runs/qwen3b_512k/profile
+
+Reads the `.trace.json.gz` of the newest trace in a folder and, for each GPU, the events of its
+streams. Time in which several kinds of event run at once counts once for each of these kinds. The
+first table gives, for one step, the mean over the GPUs and the largest value of any GPU:
+
+- time: at least one event of this kind is running;
+- exposed (collectives and copies only): the part of this time in which no attention kernel, matrix
+  product or other kernel runs;
+- idle: nothing runs, between the first and the last event of the trace.
+
+A second table lists the kernels that take longest. Kernels from Pallas are listed with the XLA
+operation that launched them, since several may have the same name. A third table lists exposed
+collectives and copies with the compute kernel that runs next, which most likely waits for them.
+Needs nothing but Python.
+"""
+
+import argparse
+import bisect
+import collections
+import dataclasses
+import gzip
+import json
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+ATTENTION, GEMM, COLLECTIVE, COPY, OTHER = (
+    "attention kernels", "matrix products", "collectives", "copies and memset", "other kernels",
+)  # fmt: skip
+KINDS = (ATTENTION, GEMM, OTHER, COLLECTIVE, COPY)
+_COMPUTE = (ATTENTION, GEMM, OTHER)
+
+# Searched for in a kernel's name in this order; the first match decides.
+_NAMES = (
+    (COLLECTIVE, r"nccl|memcpyp2p|memcpy p2p|all_?reduce_kernel|nvshmem"),
+    (ATTENTION, r"mosaic_gpu|attention_(forward|delta|dq|dkdv)"),
+    (GEMM, r"gemm|nvjet|cutlass|cublas|xmma"),
+    (COPY, r"^memcpy|^memset|copy"),
+)
+# Operations of XLA whose kernels do not say what they are.
+_COLLECTIVE_OPS = ("all-reduce", "all-gather", "reduce-scatter", "collective-", "all-to-all")
+
+_STEP = "train_step"  # what mtraining_jax.training.loop.profile calls a step
+
+Interval = tuple[float, float]  # microseconds
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """One event on a stream of a GPU.
+
+    Attributes:
+        name: of the kernel.
+        kind: one of `KINDS`.
+        start, end: microseconds.
+        operation: of XLA that launched it, "" if not known.
+    """
+
+    name: str
+    kind: str
+    start: float
+    end: float
+    operation: str = ""
+
+    @property
+    def launched(self) -> str:
+        """The name, with the operation in parentheses."""
+        return f"{self.name} ({self.operation})" if self.operation else self.name
+
+
+@dataclasses.dataclass(frozen=True)
+class Trace:
+    """What streams of GPUs did.
+
+    Attributes:
+        steps: training steps in the trace, 0 if none is marked.
+        gpus: events by the name of the GPU.
+    """
+
+    steps: int
+    gpus: dict[str, list[Event]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """Times of one GPU over the whole trace, microseconds.
+
+    Attributes:
+        window: from the start of the first event to the end of the last.
+        busy: with an event of this kind under way, by kind.
+        exposed: of this, with no compute kernel under way; collectives and copies only.
+        idle: with nothing under way.
+    """
+
+    window: float
+    busy: dict[str, float]
+    exposed: dict[str, float]
+    idle: float
+
+
+def kind_of(name: str, operation: str = "") -> str:
+    """The kind of a kernel, by its name and by the XLA operation that launched it, if known."""
+    if operation.startswith(_COLLECTIVE_OPS):
+        return COLLECTIVE
+    for kind, pattern in _NAMES:
+        if re.search(pattern, name.lower()):
+            return kind
+    return OTHER
+
+
+def find_traces(path: Path) -> list[Path]:
+    """The files of the newest trace under a folder, one a process; or the file itself.
+
+    Raises:
+        FileNotFoundError: if there is none.
+    """
+    if path.is_file():
+        return [path]
+    files = sorted(path.rglob("*.trace.json.gz"))
+    if not files:
+        raise FileNotFoundError(f"no *.trace.json.gz under {path}")
+    newest = max(file.parent.name for file in files)  # named by their time
+    return [file for file in files if file.parent.name == newest]
+
+
+def read_trace(path: Path) -> Trace:
+    """Reads one file.
+
+    Raises:
+        ValueError: if it is damaged, or no trace.
+    """
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") as file:
+            events = json.load(file)["traceEvents"]
+    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not a whole trace ({error})") from error
+    processes: dict[int, str] = {}
+    threads: dict[tuple[int, int], str] = {}
+    for event in events:
+        if event.get("ph") == "M" and event.get("name") == "process_name":
+            processes[event["pid"]] = event["args"]["name"]
+        elif event.get("ph") == "M" and event.get("name") == "thread_name":
+            threads[event["pid"], event["tid"]] = event["args"]["name"]
+    gpus: dict[str, list[Event]] = collections.defaultdict(list)
+    steps = set()
+    for event in events:
+        if event.get("ph") != "X":
+            continue
+        name, arguments = event.get("name", ""), event.get("args") or {}
+        if name == _STEP and "step_num" in arguments:
+            steps.add(arguments["step_num"])
+        process = processes.get(event["pid"], "")
+        lane = threads.get((event["pid"], event.get("tid")), "")
+        if "/device:GPU:" not in process or not lane.startswith("Stream"):
+            continue
+        start, duration = float(event["ts"]), float(event.get("dur", 0))
+        operation = str(arguments.get("hlo_op", ""))
+        kind = kind_of(name, operation)
+        gpus[process].append(Event(name, kind, start, start + duration, operation))
+    return Trace(len(steps), dict(gpus))
+
+
+def summarize(events: Sequence[Event]) -> Summary:
+    """The times of one GPU."""
+    unions = {kind: _union((e.start, e.end) for e in events if e.kind == kind) for kind in KINDS}
+    everything = _union(x for union in unions.values() for x in union)
+    compute = _union(x for kind in _COMPUTE for x in unions[kind])
+    window = everything[-1][1] - everything[0][0]
+    return Summary(
+        window=window,
+        busy={kind: _length(unions[kind]) for kind in KINDS},
+        exposed={kind: _length(_minus(unions[kind], compute)) for kind in (COLLECTIVE, COPY)},
+        idle=window - _length(everything),
+    )
+
+
+def exposures(events: Sequence[Event]) -> collections.Counter[tuple[str, str, str]]:
+    """Microseconds in which a transfer runs and no compute does, on one GPU.
+
+    By name and kind of the transfer and by name of the compute kernel that starts next, "" where
+    there is none. What several transfers leave exposed at once counts in each.
+    """
+    kernels = sorted((e.start, e.launched) for e in events if e.kind in _COMPUTE)
+    compute = _union((e.start, e.end) for e in events if e.kind in _COMPUTE)
+    starts = [start for start, _ in kernels]
+    found = collections.Counter()
+    for event in events:
+        if event.kind in _COMPUTE:
+            continue
+        for start, end in _minus([(event.start, event.end)], compute):
+            after = bisect.bisect_left(starts, end)
+            following = kernels[after][1] if after < len(kernels) else ""
+            found[event.launched, event.kind, following] += end - start
+    return found
+
+
+def report(gpus: dict[str, list[Event]], steps: int, top: int) -> list[str]:
+    """The three tables; lines.
+
+    Args:
+        gpus: events of each GPU.
+        steps: in the trace; times are divided by it.
+        top: lines of the second table and of the third.
+    """
+    summaries = [summarize(events) for events in gpus.values()]
+    mean_window = sum(x.window for x in summaries) / len(summaries)
+
+    def row(name: str, times: Sequence[float], launches: float | None, exposed=None) -> str:
+        mean = sum(times) / len(times)
+        cells = [f"{mean / steps / 1e3:.2f}", f"{max(times) / steps / 1e3:.2f}"]
+        cells.append(f"{mean / mean_window:.1%}")
+        cells.append("" if exposed is None else f"{sum(exposed) / len(exposed) / steps / 1e3:.2f}")
+        cells.append("" if launches is None else f"{launches:.0f}")
+        return f"| {name} | " + " | ".join(cells) + " |"
+
+    lines = [
+        f"{steps} steps on {len(gpus)} GPUs; times of one step in ms",
+        "",
+        "| kind | mean | largest | share | exposed | events |",
+        "|---|---|---|---|---|---|",
+    ]
+    for kind in KINDS:
+        count = sum(e.kind == kind for events in gpus.values() for e in events)
+        exposed = None
+        if kind not in _COMPUTE:
+            exposed = [x.exposed[kind] for x in summaries]
+        times = [x.busy[kind] for x in summaries]
+        lines.append(row(kind, times, count / steps / len(gpus), exposed))
+    lines.append(row("idle", [x.idle for x in summaries], None))
+    lines.append(row("step", [x.window for x in summaries], None))
+    lines += ["", "| kernel | kind | mean ms | share | events |", "|---|---|---|---|---|"]
+    times, counts = collections.Counter(), collections.Counter()
+    for event in (e for events in gpus.values() for e in events):
+        key = event.launched if event.kind == ATTENTION else event.name, event.kind
+        times[key] += event.end - event.start
+        counts[key] += 1
+    for (name, kind), time in times.most_common(top):
+        mean, launches = time / len(gpus), counts[name, kind] / steps / len(gpus)
+        lines.append(
+            f"| {_short(name)} | {kind} | {mean / steps / 1e3:.2f} | {mean / mean_window:.1%} |"
+            f" {launches:.0f} |"
+        )
+    exposed = sum((exposures(events) for events in gpus.values()), collections.Counter())
+    lines += ["", "| exposed | kind | before | mean ms | share |", "|---|---|---|---|---|"]
+    for (name, kind, following), time in exposed.most_common(top):
+        mean = time / len(gpus)
+        lines.append(
+            f"| {_short(name)} | {kind} | {_short(following)} | {mean / steps / 1e3:.2f} |"
+            f" {mean / mean_window:.1%} |"
+        )
+    return lines
+
+
+def _short(name: str) -> str:
+    """Shortens a name so that it fits the table; the operation at its end stays."""
+    return name if len(name) <= 80 else f"{name[:48]}...{name[-29:]}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints the tables; returns 2, with a sentence on stderr, if there is nothing to print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("path", type=Path, help="folder of a trace, or a .trace.json.gz")
+    parser.add_argument("--steps", type=int, help="steps in the trace; default: as it is marked")
+    parser.add_argument("--top", type=int, default=20, help="kernels listed one by one")
+    options = parser.parse_args(arguments)
+    gpus: dict[str, list[Event]] = {}
+    steps = 0
+    try:
+        files = find_traces(options.path)
+        for file in files:
+            trace = read_trace(file)
+            steps = max(steps, trace.steps)
+            host = f"{file.name.removesuffix('.trace.json.gz')} " if len(files) > 1 else ""
+            gpus |= {host + name: events for name, events in trace.gpus.items()}
+    except (FileNotFoundError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    steps = options.steps or steps
+    if not gpus or not steps:
+        lacks = "no events on streams of a GPU" if not gpus else "no marked step; give --steps"
+        print(f"error: {options.path} has {lacks}", file=sys.stderr)
+        return 2
+    print("\n".join(report(gpus, steps, options.top)))
+    return 0
+
+
+def _union(intervals: Iterable[Interval]) -> list[Interval]:
+    """Disjoint ascending intervals with the same union."""
+    merged: list[list[float]] = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1][1] = max(merged[-1][1], end)
+        else:
+            merged.append([start, end])
+    return [(start, end) for start, end in merged]
+
+
+def _length(intervals: Iterable[Interval]) -> float:
+    return sum(end - start for start, end in intervals)
+
+
+def _minus(intervals: Iterable[Interval], union: Sequence[Interval]) -> Iterable[Interval]:
+    """The parts of the intervals that lie outside a union."""
+    for start, end in intervals:
+        for i in range(bisect.bisect_right(union, start, key=lambda x: x[1]), len(union)):
+            begin, until = union[i]
+            if begin >= end:
+                break
+            if begin > start:
+                yield start, begin
+            start = until
+        if start < end:
+            yield start, end
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,90 @@
+"""Builds the parts of a run from its configuration."""
+
+import jax
+from jax.sharding import Mesh
+
+from mtraining_jax.attention.order import layout_for_ring
+from mtraining_jax.attention.sharded import make_attention
+from mtraining_jax.config import Config, validate
+from mtraining_jax.errors import UserError
+from mtraining_jax.models.transformer import Attention
+from mtraining_jax.parallel.layout import Layout
+from mtraining_jax.parallel.mesh import make_mesh
+from mtraining_jax.sparsity import ModelSizes, Pattern
+from mtraining_jax.sparsity.audit import AuditRows
+from mtraining_jax.training.group_work import measures_by_length
+
+
+def build_mesh(config: Config) -> Mesh:
+    """Builds the mesh of the run over the devices of all processes.
+
+    Raises:
+        UserError: if there are too few devices, or processes cannot share them evenly.
+    """
+    validate(config, jax.device_count())
+    try:
+        return make_mesh(*config.mesh_shape)
+    except ValueError as error:
+        raise UserError(f"the mesh sizes under [parallel] do not fit: {error}") from None
+
+
+def build_layout(config: Config) -> Layout:
+    """Builds the layout that assigns tokens to context-parallel ranks."""
+    parallel = config.parallel
+    return layout_for_ring(
+        parallel.layout,
+        config.data.seq_len,
+        (parallel.nodes, parallel.devices_per_node),
+        config.sparsity.block_size,
+        parallel.ring,
+    )
+
+
+def build_pattern(config: Config) -> Pattern:
+    """Builds the sparse pattern.
+
+    If it differs from layer to layer, its arrays have a leading layer axis.
+
+    Raises:
+        UserError: if the pattern cannot be built for this model.
+    """
+    model = config.model
+    sizes = ModelSizes(model.num_layers, model.num_heads, config.data.seq_len, config.run.seed)
+    return config.sparsity.settings.pattern(sizes)
+
+
+def layer_inputs(pattern: Pattern) -> Pattern | None:
+    """Returns the pattern if its arrays [L, ...] have a slice per layer; None if layers agree."""
+    return pattern if pattern.arrays else None
+
+
+def build_attention(
+    config: Config,
+    mesh: Mesh,
+    layout: Layout,
+    pattern: Pattern,
+    audit_rows: AuditRows | None = None,
+) -> Attention:
+    """Builds the attention of the model's layers.
+
+    Args:
+        config: the run's configuration.
+        mesh: axes ('data', 'node', 'device').
+        layout: token order.
+        pattern: from `build_pattern`.
+        audit_rows: query rows that an audit measures, if any.
+
+    Returns:
+        A callable for `Transformer`; its fourth argument is one layer of `layer_inputs`.
+    """
+    parallel = config.parallel
+    return make_attention(
+        mesh,
+        layout,
+        pattern,
+        ring=parallel.ring,
+        backend=None if parallel.backend == "auto" else parallel.backend,
+        audit_rows=audit_rows,
+        mask_heads=tuple(sorted({head for _, head in config.audited_masks})),
+        by_length=measures_by_length(config),
+    )

@@ -1,0 +1,160 @@
+"""Evaluates the validation loss during training."""
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax import Array
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from mtraining_jax.config import Config
+from mtraining_jax.config.held_out import about_held_out, evaluation_of
+from mtraining_jax.errors import UserError
+from mtraining_jax.models.label_scores import label_scores
+from mtraining_jax.models.position_buckets import num_buckets, sums_by_bucket
+from mtraining_jax.models.sharding import lm_head_spec
+from mtraining_jax.models.transformer import Attention
+from mtraining_jax.reporting.record import Record, held_out_record
+from mtraining_jax.sparsity import Dense, Pattern
+from mtraining_jax.training.build import build_attention, build_layout, build_pattern, layer_inputs
+from mtraining_jax.training.device_batches import DeviceBatches
+from mtraining_jax.training.documents import attention_within
+from mtraining_jax.training.memory_check import check_memory
+from mtraining_jax.training.state import StateBuilder, TrainState
+from mtraining_jax.training.step import Batch
+
+
+class Evaluator:
+    """Evaluates states of a run, always on the same validation batches.
+
+    It has its own loader, so the position in the training data never moves. All processes call it.
+
+    Attributes:
+        description: one line about the data.
+        identity: identity of the data, from its loader.
+
+    Args:
+        config: configuration of a run with eval.every_steps.
+        builder: builds the run's states.
+        mesh: axes ('data', 'node', 'device').
+
+    Raises:
+        UserError: if the validation data cannot be used, or has fewer than eval.batches batches.
+    """
+
+    def __init__(self, config: Config, builder: StateBuilder, mesh: Mesh) -> None:
+        self._config = config
+        evaluation = evaluation_of(config)
+        layout = build_layout(evaluation)
+        try:
+            self._batches = DeviceBatches(evaluation, mesh, layout)
+        except UserError as error:
+            raise UserError(about_held_out(str(error))) from error
+        loader = self._batches.loader
+        self.description, self.identity = loader.description, loader.identity
+        wanted = config.eval.batches * evaluation.data.batch_size
+        if wanted > loader.num_sequences:
+            self.close()
+            raise UserError(
+                f"eval.batches = {config.eval.batches} with eval.data.batch_size = "
+                f"{evaluation.data.batch_size} needs {wanted} sequences, but eval.data has only "
+                f"{loader.num_sequences} of {evaluation.data.seq_len} tokens; reduce eval.batches"
+            )
+        self._begin = self._batches.state()
+        self._functions, self._programs = {}, {}
+        for name, pattern in _patterns(config, evaluation).items():
+            attention = build_attention(evaluation, mesh, layout, pattern)
+            inputs = layer_inputs(pattern)
+            self._functions[name] = _make_sums(evaluation, builder, attention, mesh, inputs)
+
+    def is_due(self, step: int) -> bool:
+        """Whether the state after this step is evaluated."""
+        return step % self._config.eval.every_steps == 0 or step == self._config.run.steps
+
+    def compile(self, state: TrainState, devices: Iterable[jax.Device]) -> None:
+        """Compiles the programs of `measure`.
+
+        Args:
+            state: a state with the shapes and shardings of all later ones.
+            devices: local devices of the run.
+
+        Raises:
+            UserError: if a program needs more memory than a device has free.
+        """
+        self._batches.go_to(self._begin)
+        batch = next(self._batches)
+        for name, function in self._functions.items():
+            self._programs[name] = function.lower(state.parameters, batch).compile()
+            check_memory(self._programs[name], devices, "the evaluation on validation data")
+
+    def measure(self, state: TrainState) -> Record:
+        """Evaluates a state, without changing it.
+
+        Returns:
+            See `held_out_record`.
+
+        Raises:
+            UserError: if a batch cannot be read.
+        """
+        begin = time.perf_counter()
+        self._batches.go_to(self._begin)
+        found: dict[str, list[Any]] = {name: [] for name in self._programs}
+        try:
+            for _ in range(self._config.eval.batches):
+                batch = next(self._batches)
+                for name, program in self._programs.items():
+                    found[name].append(program(state.parameters, batch))
+        except UserError as error:
+            raise UserError(about_held_out(str(error))) from error
+        sums = {
+            # In fp64, so that the order of batches does not matter.
+            name: tuple(np.sum(part, axis=0, dtype=np.float64) for part in zip(*of, strict=True))
+            for name, of in jax.device_get(found).items()
+        }
+        return held_out_record(sums, time.perf_counter() - begin)
+
+    def close(self) -> None:
+        """Stops prefetching."""
+        self._batches.close()
+
+
+def _patterns(config: Config, evaluation: Config) -> dict[str, Pattern]:
+    """Returns the patterns to evaluate, by the name of their loss in a record."""
+    dense = Dense(config.sparsity.block_size)
+    asked = config.eval.attention if config.sparsity.settings.sparse else "same"
+    own = {} if asked == "dense" else {"eval_loss": build_pattern(evaluation)}
+    return own if asked == "same" else {**own, "eval_loss_dense": dense}
+
+
+def _make_sums(
+    config: Config, builder: StateBuilder, attention: Attention, mesh: Mesh, attention_inputs: Any
+) -> Callable[[dict[str, Array], Batch], tuple[Array, Array]]:
+    """Jits a function (parameters, batch) -> fp32 loss sums and int32 counts by position bucket."""
+    buckets, fsdp = num_buckets(config.data.seq_len), config.parallel.fsdp
+
+    def sums(parameters: dict[str, Array], batch: Batch) -> tuple[Array, Array]:
+        model = nnx.merge(builder.graphdef, builder.unflatten(parameters))
+        hidden, _ = model(
+            batch["tokens"],
+            batch["positions"],
+            attention_within(attention, batch),
+            attention_inputs=attention_inputs,
+            mesh=mesh,
+            fsdp=fsdp,
+            length=batch.get("document_lengths"),
+        )
+        scores = label_scores(
+            hidden,
+            model.lm_head_weight(),
+            batch["labels"],
+            chunk_size=config.loss.chunk_size,
+            mesh=mesh,
+            weight_spec=lm_head_spec(builder.spec, mesh, fsdp),
+        )
+        return sums_by_bucket(scores.loss, batch["labels"], batch["positions"], buckets)
+
+    return jax.jit(sums, out_shardings=NamedSharding(mesh, P()))

@@ -1,0 +1,190 @@
+"""The attention benchmark: what it counts, what it compiles, and a run on a tiny problem."""
+
+import itertools
+import json
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
+
+from benchmarks import workers
+from benchmarks.kernels import attention
+from benchmarks.kernels.attention_table import error_table
+from benchmarks.kernels.cases import OWN, Row, Shape
+from benchmarks.kernels.errors import relative_errors
+from benchmarks.kernels.masks import BLOCK, SlashMask, Work, block_mask, causal_tiles, slash_mask
+from benchmarks.kernels.programs import Attention, select
+from pallas_kernels import BlockSparseIndex
+from pallas_kernels.mosaic_gpu import backend as hopper
+from tests.pallas_kernels.quick_pallas import quicken_lowering
+
+WIDE = Shape(131072, 16, 2, 128)
+
+
+@pytest.mark.parametrize("name", "ABD")
+def test_work_counts_every_executed_tile_and_column_once(name):
+    mask = slash_mask(name, np.random.default_rng(0), heads=2, seq_len=4096)
+    tiles = bars = 0
+    for diagonals, verticals in zip(mask.diagonals, mask.verticals, strict=True):
+        for i, d in itertools.product(range(mask.num_blocks), diagonals):
+            tiles += d <= i
+        for i, token in itertools.product(range(mask.num_blocks), verticals):
+            distance = i - token // BLOCK
+            bars += distance >= 0 and distance not in diagonals
+    assert mask.work() == Work(tiles, bars)
+
+
+def test_masks_have_the_density_they_are_known_by():
+    rng = np.random.default_rng(1)
+    every = causal_tiles(16, 131072)
+    for name, density, columns in (("A", 0.022, 500), ("B", 0.067, 1410), ("D", 1.0, 0)):
+        work = slash_mask(name, rng, 16, 131072).work()
+        assert work.tiles / every == pytest.approx(density, rel=0.1)
+        assert work.bars / (16 * 1024) == pytest.approx(columns, rel=0.05)
+    assert block_mask(rng, 16, 131072).sum() / every == pytest.approx(0.064, rel=0.1)
+
+
+def test_an_index_holds_its_mask():
+    mask = SlashMask(4, (np.array([0, 2]),), (np.array([5, 300]),))
+    index = mask.index(max_slashes=3, max_verticals=4)
+    assert index.slash_blocks.tolist() == [[[0, 2, 4]]] and index.slash_count.tolist() == [[2]]
+    assert index.vertical_tokens.tolist() == [[[5, 300, 512, 512]]]
+    assert index.vertical_count.tolist() == [[2]]
+
+
+def test_too_short_a_sequence_for_a_mask_is_named():
+    with pytest.raises(ValueError, match="seq_len=2048 is too short for mask B"):
+        slash_mask("B", np.random.default_rng(0), 2, 2048)
+
+
+def test_rates_and_densities_of_a_row():
+    work = Work(tiles=causal_tiles(16, 131072) // 10, bars=0)
+    row = Row(WIDE, "B", OWN, work, forward=10.0, backward=25.0)
+    assert row.density() == (pytest.approx(0.1), 0.0)
+    for which in ("forward", "backward"):  # as fast per operation, 2.5 times as many
+        executed, dense = row.rates(which)
+        assert dense == pytest.approx(4 * 128 * 16 * 131072**2 / 2 / 10e-3 / 1e12)
+        assert executed / dense == pytest.approx(0.1, rel=1e-2)
+    assert row.rates("forward") == pytest.approx(row.rates("backward"))
+
+
+@pytest.mark.parametrize(("dim", "kind"), [(64, "slash"), (128, "blocks"), (128, "dense")])
+def test_parts_lower_for_a_hopper_gpu_with_lists_built_beforehand(dim, kind, monkeypatch):
+    """Building takes no attention kernel, forward one, backward delta's and one or two more."""
+    quicken_lowering(monkeypatch)
+    device = AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
+    kernels, shape = Attention(None), Shape(2048, 4, 2, dim)
+    q, k, v, dout = shape.abstract()
+
+    def lower(f, *args):
+        lowered = jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",))
+        return lowered.out_info, lowered.as_text().count("custom_call @mosaic_gpu")
+
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        index = None
+        if kind == "slash":
+            index = jax.eval_shape(select, q, k)
+        elif kind == "blocks":
+            mask = jax.ShapeDtypeStruct((1, 4, 16, 16), bool)
+            index = jax.eval_shape(lambda m: BlockSparseIndex.from_block_mask(m, BLOCK), mask)
+        built, count = lower(kernels.build, q, k, v, index)
+        assert count == 0
+        for name in ("query_work", "key_work", "fused_work"):
+            monkeypatch.setattr(hopper, name, lambda *_, **__: pytest.fail("planned again"))
+        (out, lse), count = lower(kernels.forward, q, k, v, built)
+        assert count == 1
+        _, count = lower(kernels.backward, q, k, v, dout, out, lse, built)
+        assert count == (3 if kind == "blocks" else 2)
+
+
+def rows_of(text):
+    rows = [line.split("|") for line in text.splitlines() if line.startswith("| 2048 |")]
+    return [[x.strip() for x in cells[3:5]] for cells in rows], rows
+
+
+def test_a_run_on_cpu_gives_a_table(tmp_path, monkeypatch):
+    # A head so small that its worker runs unoptimised programs in little time; others have groups.
+    monkeypatch.setitem(attention.HEADS, 16, (1, 1))
+    out = tmp_path / "table.md"
+    text = attention.main([
+        "--seq-len", "2048", "--masks", "A", "--head-dim", "16", "--repeats", "1",
+        "--error-seq-len", "0", "--backend", "xla", "--out", str(out), "--seed", "7",
+    ])
+    assert out.read_text() == text and "seed 7" in text
+    names, rows = rows_of(text)
+    assert names == [["A", OWN]]
+    assert float(rows[0][9]) > 0  # total ms
+
+
+def test_other_backends_have_workers_and_rows_of_their_own(monkeypatch):
+    """Workers in this process, with times that depend on the backend only."""
+    times, sent = {"triton": 30.0, "xla": 20.0}, []
+
+    class Case:
+        def __init__(self, pool, shape, kind, kernels):
+            self.shape, self.kind, self.backend = shape, kind, kernels.backend
+
+        def wait(self):
+            assert self.kind == "slash"
+
+        def measure(self, inputs, mask, rng, repeats):
+            assert repeats == 1
+            return Row(self.shape, mask, OWN, forward=times[self.backend])
+
+    def measure(module, jobs, at_once, receive, log, allowed):
+        for _, options in jobs:
+            assert attention.main(options) == ""
+            receive(json.loads(sent.pop()))
+
+    monkeypatch.setattr(workers, "send", lambda value: sent.append(json.dumps(value)))
+    monkeypatch.setattr(workers, "my_turn", lambda: True)
+    monkeypatch.setattr(workers, "measure", measure)
+    monkeypatch.setattr(attention, "Case", Case)
+    monkeypatch.setattr(attention, "random_inputs", lambda *_: [])
+    monkeypatch.setitem(attention.HEADS, 16, (1, 1))
+    names, rows = rows_of(attention.main([
+        "--seq-len", "2048", "--masks", "A", "--head-dim", "16", "--repeats", "1",
+        "--error-seq-len", "0", "--backend", "triton", "--also", "xla",
+    ]))
+    assert names == [["A", OWN], ["A", "xla"]]
+    assert [float(cells[7].split()[0]) for cells in rows] == [30, 20]
+
+
+def test_errors_are_those_of_rounding_and_show_a_wrong_result():
+    class Wrong(Attention):
+        def attention(self, q, k, v, index):
+            return super().attention(q, k, v, index) * 1.25
+
+    def errors(kernels):
+        found = relative_errors(kernels, 3, 512, 2, 1, 64, masks=("D",), cudnn=False)
+        return list(found["D", OWN].values())
+
+    assert all(1e-4 < x < 5e-3 for x in errors(Attention("xla")))
+    assert errors(Wrong("xla")) == pytest.approx([0.25] * 4, rel=0.05)
+
+
+def test_errors_are_compared_with_cudnn_on_the_dense_mask():
+    found = {
+        ("D", OWN): {"out": 1e-3, "dq": 3e-3}, ("D", "cuDNN"): {"out": 1e-3, "dq": 2e-3},
+    }  # fmt: skip
+    lines = error_table({128: found}, 8192).splitlines()
+    assert lines[-2:] == [
+        f"| 128 | D | {OWN} | 1.000e-03 | 3.000e-03 | 1.500 |",
+        "| 128 | D | cuDNN | 1.000e-03 | 2.000e-03 | – |",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--seq-len", "1000"], "--seq-len: 1000 is not a multiple of 2048"),
+        (["--seq-len", "2048"], "--masks: B needs at least 4096 tokens"),
+        (["--repeats", "0"], "--repeats: 0 is not positive"),
+        (["--workers", "0"], "--workers: 0 is not positive"),
+    ],
+)
+def test_bad_options_are_named(options, message, capsys):
+    with pytest.raises(SystemExit):
+        attention.main(options)
+    assert message in capsys.readouterr().err

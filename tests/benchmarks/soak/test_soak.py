@@ -1,0 +1,148 @@
+import os
+import signal
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from benchmarks.soak.__main__ import main
+from benchmarks.soak.checks import different_steps, first_difference, left_behind, per_step
+from benchmarks.soak.events import Event, Rhythm, draw_events, step_under_way, where_it_fell
+from benchmarks.soak.report import Ended, memory, table, times, what_ran
+
+RHYTHM = Rhythm(audit=4, save=10)
+STEPS = ["compiling the training step ...\n", "compiled in 2.0 s\n"]
+STEPS += [f"step {i:2}/60  loss 2.0000  recall 91.0%\n" for i in range(1, 9)]
+HEARD = "SIGTERM: stopping after the current step; a second one stops immediately\n"
+
+
+def records(*steps_and_losses):
+    return [{"step": s, "loss": x, "grad_norm": 1.0} for s, x in steps_and_losses]
+
+
+def test_a_step_that_is_missing_doubled_or_of_other_bits_is_found():
+    whole = records((1, 2.0), (2, 1.5), (3, 1.25))
+    assert different_steps(whole, whole) == []
+    other = records((1, 2.0), (2, np.nextafter(1.5, 2)), (3, 1.25))
+    assert different_steps(whole, other) == [2]
+    said = first_difference(whole, other, 2)
+    assert said.startswith("step 2: loss ") and said.endswith(" instead of 1.5")
+    assert different_steps(whole, records((1, 2.0), (3, 1.25))) == [2]
+    doubled = records((1, 2.0), (2, 1.5), (2, 1.5), (3, 1.25))
+    assert different_steps(whole, doubled) == [2]
+    assert first_difference(whole, doubled, 2) == "step 2 was written 2 times instead of 1"
+
+
+def test_an_audit_that_found_something_else_is_found():
+    whole = [{"step": 1, "loss": 2.0, "grad_norm": 1.0, "recall": 0.75, "step_seconds": 1.0}]
+    assert different_steps(whole, [whole[0] | {"step_seconds": 2.0}]) == []
+    other = [whole[0] | {"recall": 0.5}]
+    assert first_difference(whole, other, 1) == "step 1: recall 0.5 instead of 0.75"
+
+
+def test_files_that_do_not_belong_there_are_found(tmp_path):
+    (tmp_path / "run" / "checkpoints" / "12").mkdir(parents=True)
+    (tmp_path / "run" / "metrics.jsonl").touch()
+    assert left_behind(tmp_path, {"run"}) == []
+    (tmp_path / ".run.lock").touch()
+    (tmp_path / "run" / "metrics.new").touch()
+    (tmp_path / "run" / "checkpoints" / "13.orbax-checkpoint-tmp").mkdir()
+    assert left_behind(tmp_path, {"run"}) == [
+        ".run.lock", "run/checkpoints/13.orbax-checkpoint-tmp", "run/metrics.new",
+    ]  # fmt: skip
+
+
+def test_the_slope_of_memory_is_that_of_what_is_warm_and_stays():
+    samples = [(step, 1000 * min(step, 10) + 7 * step) for step in range(90)]
+    assert per_step(samples) == pytest.approx(7)
+    passing = np.random.default_rng(0).integers(1, 2**27, size=90) * (np.arange(90) % 3 > 0)
+    up_and_down = [(s, size + int(x)) for (s, size), x in zip(samples, passing, strict=True)]
+    assert per_step(up_and_down) == pytest.approx(7, rel=0.05)
+    assert per_step([]) == per_step(samples[:1]) == 0.0
+
+
+@pytest.mark.parametrize("stops", [4, 10])
+def test_every_moment_and_signal_is_drawn(stops):
+    events = draw_events(2000, stops, np.random.default_rng(0))
+    kinds = [event.kind for event in events]
+    assert set(kinds) == {"audit", "step", "save", "compile", "disk", "data"}
+    assert kinds.count("disk") == kinds.count("data") == 1 and len(kinds) == stops + 2
+    signals = {event.signal for event in events if event.signal is not None}
+    assert signals == {signal.SIGKILL, signal.SIGTERM, signal.SIGINT}
+    assert [event.after for event in events] == sorted(event.after for event in events)
+
+
+def test_where_a_signal_fell_is_read_from_what_the_run_printed():
+    killed = STEPS  # SIGKILL leaves no word: the last report is the end
+    assert step_under_way(killed) == 9
+    assert where_it_fell(killed, RHYTHM) == "step 9, audited"
+    heard = [*STEPS[:-2], HEARD, *STEPS[-2:], "stopped: asked to stop at step 8\n"]
+    assert step_under_way(heard) == 7
+    assert where_it_fell(heard, RHYTHM) == "step 7"
+    assert where_it_fell(STEPS[:2], RHYTHM) == "its first step"
+    assert where_it_fell(STEPS[:1], RHYTHM) == "compiling"
+    assert where_it_fell([], RHYTHM) == "its start"
+    assert step_under_way(STEPS[:2]) is None
+
+
+def test_no_audit_is_waited_for_behind_a_save():
+    assert [step for step in range(1, 29) if RHYTHM.audit_follows(step)] == [4, 8, 12, 16, 24, 28]
+
+
+def test_the_report_says_where_events_fell_and_how_long_a_stop_took():
+    asked = Event("audit", 40, signal.SIGTERM, 75)
+    ends = [
+        Ended(asked, "step 46", True, 75, 1.04, 46, False),
+        Ended(asked, "step 49, audited", False, 75, 2.0, 50, False),
+        Ended(Event("step", 52, signal.SIGKILL, -9), "step 5", False, -9, 0.0, 50, True),
+        Ended(Event("disk", 55, None, 2), "after step 59", False, 2, 9.0, None, False),
+        Ended(None, "the end", False, 0, 9.0, 60, False),
+    ]
+    assert table(ends)[2:] == [
+        "| 1 | audit, after step 40 | SIGTERM | step 46 (missed) | 75 | 1.0 | step 46 |",
+        "| 2 | audit, after step 40 | SIGTERM | step 49, audited | 75 | 2.0 | step 50 |",
+        "| 3 | step, after step 52 | SIGKILL | step 5 | -9 | 0.0 | step 50, another half written |",
+        "| 4 | disk, after step 55 |  | after step 59 | 2 | 9.0 | the start |",
+        "| 5 | the rest |  | the end | 0 | 9.0 | step 60 |",
+    ]
+    begin = ["  batch      1 x 256 tokens per step\n", "  output     runs/whole\n", *STEPS]
+    assert what_ran(begin) == ["- batch 1 x 256 tokens per step"]
+    assert times(ends) == (["- asked to stop: saved and ended in 1.0 to 2.0 s"], [])
+    assert times(ends[2:]) == ([], [])
+
+
+def test_memory_that_grows_is_told_and_drawn(tmp_path):
+    samples = [(0.2 * i, 2 * i, 2**30 + 2**20 * i) for i in range(600)]
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(
+            f'{{"step": {i}, "memory_bytes_in_use": {10**8 + 4096 * i}, "memory_bytes_peak": '
+            f'{2**28}}}\n'
+            for i in range(1, 1200)
+        )
+    )
+    run = SimpleNamespace(memory=samples, checkpoints=tmp_path / "checkpoints")
+    lines, wrong = memory(run, run, 1200, tmp_path / "soak.png")
+    assert wrong == ["memory of the process grows", "memory of the device grows"]
+    assert lines[0].startswith("- memory of the process: +512.00 KiB a step")
+    assert lines[1] == "- memory of the device: +4096.0 bytes a step, at most 256 MiB"
+    assert (tmp_path / "soak.png").stat().st_size > 2000
+
+
+def test_a_run_that_cannot_start_is_told_at_once(tmp_path, capsys):
+    assert main([f"--out={tmp_path / 'soak'}", "--cpu", "--kind=nothing"]) == 1
+    output = capsys.readouterr()
+    assert output.err.startswith("error: the run ended with status 2 before its first checkpoint:")
+    assert 'sparsity.kind = "nothing"' in output.err
+    assert output.out == ""  # no event was tried
+
+
+@pytest.mark.skipif(
+    os.environ.get("MTRAINING_TEST_SOAK") != "1", reason="takes minutes: MTRAINING_TEST_SOAK=1"
+)
+def test_a_small_run_that_is_ended_six_times_once_in_an_audit(tmp_path, capsys):
+    assert main([f"--out={tmp_path / 'soak'}", "--cpu"]) == 0
+    assert "All is as it should be." in capsys.readouterr().out
+    report = (tmp_path / "soak" / "REPORT.md").read_text()
+    in_audit = [x for x in report.splitlines() if "| audit, " in x and "(missed)" not in x]
+    assert len(in_audit) == 1 and ", audited | -9 |" in in_audit[0]
+    assert "differ to the bit from those of the uninterrupted run: 0 of 60 (15 audited)" in report

@@ -1,0 +1,20 @@
+"""A worker that sends when it started and measured, or fails on request."""
+
+import sys
+import time
+
+from benchmarks import workers
+
+if __name__ == "__main__":
+    name, how = sys.argv[1:]
+    started = time.time()
+    print("noise")
+    if how == "dies early":
+        sys.exit("no")
+    if workers.my_turn():
+        turn = time.time()
+        workers.send([name, started, turn])
+        if how == "dies late":
+            sys.exit("no")
+        time.sleep(0.05)
+        workers.send({"end": time.time()})

@@ -1,0 +1,28 @@
+import jax
+import numpy as np
+
+from mtraining_jax.parallel.mesh import TOKENS
+from mtraining_jax.training.build import build_layout, build_mesh
+from mtraining_jax.training.device_batches import DeviceBatches
+from tests.training.common import tiny_config
+
+
+def test_batches_are_in_layout_order_and_positions_stay_on_the_devices(tmp_path):
+    config = tiny_config(tmp_path, data={"shuffle": False})
+    mesh, layout = build_mesh(config), build_layout(config)
+    batches = DeviceBatches(config, mesh, layout)
+    first, second = next(batches), next(batches)
+    batches.close()
+    order = layout.permutation()
+    assert sorted(order) == list(range(128)) and list(order) != list(range(128))
+    tokens = np.load(tmp_path / "tokens.npy").astype(np.int32)
+    for batch, begin in ((first, 0), (second, 256)):
+        rows = tokens[begin : begin + 256].reshape(2, 128)
+        np.testing.assert_array_equal(batch["tokens"], rows[:, order])
+        labels = np.concatenate([rows[:, 1:], np.full((2, 1), -100)], axis=1)
+        np.testing.assert_array_equal(batch["labels"], labels[:, order])
+        np.testing.assert_array_equal(batch["positions"], [order, order])
+        for array in batch.values():
+            assert array.sharding == jax.NamedSharding(mesh, TOKENS)
+            assert array.dtype == np.int32
+    assert first["positions"] is second["positions"]  # not sent again

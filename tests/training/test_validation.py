@@ -1,0 +1,115 @@
+"""Validation loss during training."""
+
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from mtraining_jax.errors import UserError
+from mtraining_jax.reporting.record import held_out_record, held_out_text
+from mtraining_jax.training.build import build_mesh
+from mtraining_jax.training.loop import run
+from mtraining_jax.training.run_folder import checkpoint_folder
+from mtraining_jax.training.state import StateBuilder
+from mtraining_jax.training.validation import Evaluator
+from tests.training.common import VOCAB, changed, losses, written
+
+
+@pytest.fixture
+def held_out(plain_config, tmp_path):
+    """One device, dense, with 9 validation sequences of 64; it reads 2 batches of 3."""
+    path = tmp_path / "held_out.npy"
+    np.save(path, np.random.default_rng(5).integers(0, VOCAB, 9 * 64).astype(np.uint16))
+    data = changed(plain_config, data={"paths": (str(path),), "seq_len": 64, "batch_size": 3}).data
+    return changed(plain_config, eval={"every_steps": 2, "batches": 2, "data": data})
+
+
+def test_resumed_run_evaluates_as_one_that_was_not_interrupted(held_out, capsys):
+    config = changed(held_out, run={"steps": 5}, checkpoint={"every_steps": 3})
+    whole = run(config)
+    assert [("eval_loss" in record) for record in whole] == [False, True, False, True, True]
+    assert written(config) == whole
+    means = whole[1]["eval_loss_by_position"]
+    counts = np.array([1, 2, 4, 8, 16, 32])  # 63 labels per sequence
+    assert np.average(means, weights=counts) == pytest.approx(whole[1]["eval_loss"], rel=1e-6)
+    printed = capsys.readouterr().out
+    assert f"validation loss {whole[1]['eval_loss']:.4f}" in printed
+    assert "tokens: 1 file, 576 tokens" in printed and "  validation " in printed
+    # Evaluation at other steps does not change the training metrics.
+    shutil.rmtree(checkpoint_folder(config) / "5")
+    rest = run(changed(config, eval={"every_steps": 5}))
+    np.testing.assert_array_equal(losses(rest), losses(whole[3:]))
+    assert "eval_loss" not in rest[0]
+    for name in ("eval_loss", "eval_loss_by_position"):
+        assert rest[1][name] == whole[4][name]
+
+
+def test_losses_are_those_of_the_model_and_dense_and_sparse_differ(config, tmp_path):
+    """Compares with the full logits."""
+    path = tmp_path / "held_out.npy"
+    tokens = np.random.default_rng(5).integers(0, VOCAB, (2, 128))
+    np.save(path, tokens.astype(np.uint16).ravel())
+    data = changed(config, data={"paths": (str(path),), "batch_size": 1, "shuffle": False}).data
+    asked = {"every_steps": 1, "batches": 2, "attention": "both", "data": data}
+    config = changed(config, parallel={"nodes": 1, "devices_per_node": 1}, eval=asked)
+    mesh = build_mesh(config)
+    builder = StateBuilder(config, mesh)
+    state = builder.fresh()
+    evaluation = Evaluator(config, builder, mesh)
+    evaluation.compile(state, mesh.local_devices)
+    first, again = evaluation.measure(state), evaluation.measure(state)
+    evaluation.close()
+    names = {"eval_loss", "eval_loss_dense"}
+    assert {name for name in first if name in names} == names
+    assert all(first[name] == again[name] for name in first if name != "eval_seconds")
+    assert first["eval_loss"] != first["eval_loss_dense"]
+
+    def attention(q, k, v):
+        k, v = (jnp.repeat(x, 2, axis=2) for x in (k, v))
+        logits = jnp.einsum("bqhd,bkhd->bhqk", q, k) / np.sqrt(q.shape[-1])
+        weights = jax.nn.softmax(jnp.where(np.tri(128, dtype=bool), logits, -jnp.inf))
+        return jnp.einsum("bhqk,bkhd->bqhd", weights, v), {}
+
+    one = jax.device_put(state.parameters, jax.devices()[0])
+
+    @jax.jit
+    def log_probabilities(parameters):
+        model = nnx.merge(builder.graphdef, builder.unflatten(parameters))
+        hidden, _ = model(jnp.asarray(tokens), jnp.arange(128), attention)
+        return jax.nn.log_softmax(model.logits(hidden))[:, :-1]
+
+    found = log_probabilities(one)
+    expected = -np.take_along_axis(np.asarray(found), tokens[:, 1:, None], -1)[..., 0]
+    assert first["eval_loss_dense"] == pytest.approx(expected.mean(), rel=1e-5)
+    third = expected[:, 3:7].mean()  # labels at positions 4 to 7
+    assert first["eval_loss_dense_by_position"][2] == pytest.approx(third, rel=1e-5)
+
+
+def test_too_little_validation_data_is_refused(held_out):
+    with pytest.raises(UserError) as error:
+        run(changed(held_out, eval={"batches": 4}))
+    assert str(error.value) == (
+        "eval.batches = 4 with eval.data.batch_size = 3 needs 12 sequences, but eval.data has only "
+        "9 of 64 tokens; reduce eval.batches"
+    )
+    data = changed(held_out, data={"paths": ("nowhere.npy",)}).data
+    with pytest.raises(UserError, match='^eval.data.paths: "nowhere.npy" does not exist'):
+        run(changed(held_out, eval={"data": data}))
+    assert not (held_out.run.folder / "metrics.jsonl").exists()
+
+
+def test_a_record_of_an_evaluation():
+    sums = {"eval_loss": (np.array([2.0, 6.0, 0.0]), np.array([1, 2, 0]))}
+    found = held_out_record(sums, 1.5)
+    assert found == {
+        "eval_loss": 8 / 3,
+        "eval_loss_by_position": [2.0, 3.0, None],
+        "eval_seconds": 1.5,
+    }
+    assert held_out_text(found) == "2.6667"
+    assert held_out_text({"eval_loss_dense": 1.0}) == "dense 1.0000"
+    assert held_out_text(found | {"eval_loss_dense": None}) == "2.6667, dense not finite"
+    assert held_out_text({"loss": 1.0}) is None
