@@ -3,7 +3,7 @@
 import dataclasses
 from typing import TYPE_CHECKING
 
-from mtraining_jax.limits import check_limits, limited
+from mtraining_jax.limits import PositiveInt, check_limits
 from mtraining_jax.sparsity.pattern import Choice, Pattern, Shards
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ class Dense(Pattern):
     reads_documents = True
     sparse = False
 
-    block_size: limited(int, ge=1) = 128
+    block_size: PositiveInt = 128
 
     def __post_init__(self) -> None:
         check_limits(self)

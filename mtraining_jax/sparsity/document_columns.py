@@ -5,6 +5,7 @@ its own queries, so all documents together cost as much as one sequence.
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -48,7 +49,9 @@ def heaviest_columns(
     blocks = OwnBlocks(k, slots, every)
     scale = shards.scale_for(q.shape[-1])
 
-    def look(body, k: Array, slot: Array, place: Array, entry: Array) -> tuple[Array, ...]:
+    def look(
+        body: Callable, k: Array, slot: Array, place: Array, entry: Array
+    ) -> tuple[Array, ...]:
         """Applies a body of `estimate.map_logits` to one block of keys."""
         seen_by = jnp.where(slot < num_slots, places[entry, slot] - place * block_size, -1)
         one = jnp.zeros(1, jnp.int32)
@@ -56,10 +59,11 @@ def heaviest_columns(
         found = estimate.map_logits(body, rows[None], seen_by, k[None], one, 1)
         return tuple(x[0, :, 0] for x in found)
 
-    def statistics(*of_block: Array) -> tuple[Array, ...]:
-        return look(lambda logits, _: row_columns.in_block(logits, scale), *of_block)
+    def statistics(k: Array, slot: Array, place: Array, entry: Array) -> tuple[Array, ...]:
+        return look(lambda logits, _: row_columns.in_block(logits, scale), k, slot, place, entry)
 
-    peak, total = document_scores.joined(*blocks.map(statistics), blocks.slot, num_slots, scale, ())
+    block_peak, block_total = blocks.map(statistics)
+    peak, total = document_scores.joined(block_peak, block_total, blocks.slot, num_slots, scale, ())
 
     def masses(k: Array, slot: Array, place: Array, entry: Array) -> tuple[Array, ...]:
         distance = places[entry, slot] // block_size - place

@@ -6,6 +6,7 @@ depend only on the sequence length, and integer sums.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -119,7 +120,7 @@ def softmax_scores(
         own = peak[entry, slot][None], normaliser[entry, slot][None]
         return _of_one(tile(k, slot, place, entry).masses(*own))
 
-    return tuple(x.swapaxes(1, 2) for x in blocks.map(masses))
+    return _by_head(blocks.map(masses))
 
 
 def _by_kernels(
@@ -136,7 +137,7 @@ def _by_kernels(
     blocks = k.reshape(batch * num_local, -1, *k.shape[2:])
     where = blocks, jnp.zeros(1, jnp.int32), 1
     scale = shards.scale_for(dim)
-    options = dict(
+    options: dict[str, Any] = dict(
         scale=scale, valid_len=end.reshape(-1), queries=(entry * num_slots + held).reshape(-1)
     )
 
@@ -150,7 +151,7 @@ def _by_kernels(
     of_sets = (x[:, :-1].reshape(-1, heads, num_queries) for x in (peak, to_mean_mass))
     columns, own, beyond = kernels.block_masses(sets, *where, *of_sets, **options)
     found = columns, own, beyond[..., : num_queries - 1]
-    return tuple(jnp.round(by_block(x)).astype(jnp.int32).swapaxes(1, 2) for x in found)
+    return _by_head(tuple(jnp.round(by_block(x)).astype(jnp.int32) for x in found))
 
 
 def logit_scores(
@@ -180,7 +181,7 @@ def logit_scores(
         )
         return _of_one(found)
 
-    return tuple(x.swapaxes(1, 2) for x in OwnBlocks(k, slots, shards).map(sums))
+    return _by_head(OwnBlocks(k, slots, shards).map(sums))
 
 
 def _end(slots: PackedSpans, slot: Array, place: Array, entry: Array, block_size: int) -> Array:
@@ -216,6 +217,12 @@ def by_distance(vertical: Array, slash: Array, spans: PackedSpans) -> Array:
     return jnp.where(there, jnp.stack([vertical, slash]), 0)
 
 
+def _by_head(found: tuple[Array, ...]) -> tuple[Array, Array, Array]:
+    """Moves heads before blocks: [B, n, Hq, ...] to [B, Hq, n, ...]."""
+    columns, own, tails = (x.swapaxes(1, 2) for x in found)
+    return columns, own, tails
+
+
 def _of_one(found: tuple[Array, ...]) -> tuple[Array, ...]:
     """Drops the batch and block axes of a single block: [1, Hq, 1, ...] to [Hq, ...]."""
     return tuple(x[0, :, 0] for x in found)
@@ -245,7 +252,7 @@ def joined(
     batch, _, heads, num_queries = block_peak.shape
     into = jnp.arange(batch)[:, None], slot
 
-    def by_slot(start: Array) -> Array:
+    def by_slot(start: Array) -> Any:
         return jnp.broadcast_to(start, (batch, num_slots + 1, heads, num_queries)).at[into]
 
     peak = by_slot(jnp.float32(-jnp.inf)).max(block_peak)

@@ -17,6 +17,7 @@ there too.
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -71,7 +72,9 @@ def softmax_scores(
         2^30 is the total mass of a head; the columns of the whole sequence sum to it, up to
         rounding. The diagonals are complete after `join_diagonals`.
     """
-    where = dict(scale=scale, block_ids=block_ids, num_blocks=num_blocks, valid_len=valid_len)
+    where: dict[str, Any] = dict(
+        scale=scale, block_ids=block_ids, num_blocks=num_blocks, valid_len=valid_len
+    )
     block_size = k_BnHD.shape[1] // block_ids.shape[0]
     kernels = estimate_kernels(backend, q_BHuD, block_size)
     if kernels is None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mtraining_jax.errors import UserError
-from mtraining_jax.limits import check_at_most, check_limits, limited
+from mtraining_jax.limits import NonNegativeInt, PositiveInt, check_at_most, check_limits
 from mtraining_jax.sparsity.budget_file import read_heads
 from mtraining_jax.sparsity.pattern import ModelSizes, Settings
 from mtraining_jax.sparsity.probe_pattern import ProbePattern
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 class BudgetPattern(ProbePattern):
     """Common base of patterns with a number of columns and of diagonals for each head."""
 
-    verticals: "Array"
-    slashes: "Array"
+    verticals: "Array | np.ndarray"
+    slashes: "Array | np.ndarray"
 
     def rule(self, heads: "Array", spans: "Spans") -> "select.Rule":
         """Returns the rule that keeps as many entries as the budgets of int32 [R] heads."""
@@ -63,8 +63,8 @@ class FixedBudget(BudgetPattern):
     arrays = ("verticals", "slashes")
     by_logits = True
 
-    verticals: "Array"
-    slashes: "Array"
+    verticals: "Array | np.ndarray"
+    slashes: "Array | np.ndarray"
     max_verticals: int
     max_slashes: int
     last_q: int = 64
@@ -130,11 +130,11 @@ class BudgetFile(Settings):
     reads_documents = True
 
     budget_file: str | None = None
-    last_q: limited(int, ge=1) = 64
-    sink_tokens: limited(int, ge=0) = 30
-    sliding_window: limited(int, ge=0) = 100
-    block_size: limited(int, ge=1) = 128
-    dense_below: limited(int, ge=0) = 8192
+    last_q: PositiveInt = 64
+    sink_tokens: NonNegativeInt = 30
+    sliding_window: NonNegativeInt = 100
+    block_size: PositiveInt = 128
+    dense_below: NonNegativeInt = 8192
 
     def __post_init__(self) -> None:
         check_limits(self)
@@ -161,7 +161,7 @@ class BudgetFile(Settings):
         return documents
 
     def _budgets(self) -> BudgetPattern:
-        return load_budgets(self.budget_file).pattern(
+        return load_budgets(str(self.budget_file)).pattern(
             last_q=self.last_q,
             block_size=self.block_size,
             sink_tokens=self.sink_tokens,

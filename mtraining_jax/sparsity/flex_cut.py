@@ -113,6 +113,7 @@ class Rows(NamedTuple):
     @property
     def _slot(self) -> Array:
         """Slot of each local row: int32 [B, n]; E for a row without one."""
+        assert self.slots is not None
         return self.slots.of_block[:, self.shards.block_ids]
 
 

@@ -52,10 +52,10 @@ class MInference(BudgetPattern):
 
     arrays = ("verticals", "slashes", "sinks", "windows")
 
-    verticals: "Array"
-    slashes: "Array"
-    sinks: "Array"
-    windows: "Array"
+    verticals: "Array | np.ndarray"
+    slashes: "Array | np.ndarray"
+    sinks: "Array | np.ndarray"
+    windows: "Array | np.ndarray"
     max_verticals: int
     max_slashes: int
     max_sinks: int
@@ -106,7 +106,7 @@ class MInferenceFile(BudgetFile):
         table = np.array(
             [
                 [self._numbers(head, layer, number) for number, head in enumerate(heads)]
-                for layer, heads in enumerate(read_heads(self.budget_file))
+                for layer, heads in enumerate(read_heads(str(self.budget_file)))
             ],
             np.int32,
         )

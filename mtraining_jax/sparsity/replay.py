@@ -9,12 +9,21 @@ what matters.
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
 
 from mtraining_jax.errors import UserError
-from mtraining_jax.limits import limited
+from mtraining_jax.limits import (
+    Ge,
+    Gt,
+    Le,
+    Lt,
+    NonNegativeInt,
+    PositiveFraction,
+    PositiveInt,
+    UnitFraction,
+)
 from mtraining_jax.sparsity.pattern import Choice, ModelSizes, Pattern, Shards
 from mtraining_jax.sparsity.replay_lists import estimated, make_replay_lists
 from mtraining_jax.sparsity.vertical_slash import VerticalSlash, VerticalSlashSettings
@@ -66,18 +75,18 @@ class ReplaySettings(VerticalSlashSettings):
     replay_of: Literal[
         "vertical_slash", "xattention", "sampled_rows", "mixed_rows", "prism", "exact_rows"
     ] = "vertical_slash"
-    replay_density: limited(float, gt=0, le=0.3) = 0.063
+    replay_density: Annotated[float, Gt(0), Le(0.3)] = 0.063
     replay_estimate: bool = True
-    tau: limited(float, gt=0, le=1) = 0.9
-    sink_blocks: limited(int, ge=0) = 1
-    least_share: limited(float, ge=0, le=1) = 0.0
-    dense_start: limited(int, ge=0) = 0
-    dense_end: limited(int, ge=0) | None = None
-    random_share: limited(float, ge=0, lt=1) = 0.0
-    dense_below: limited(int, ge=0) = 8192
-    stride: limited(int, ge=1) = 8
-    sampled_rows: limited(int, ge=1) = 16
-    columns: limited(int, ge=0) = 0
+    tau: PositiveFraction = 0.9
+    sink_blocks: NonNegativeInt = 1
+    least_share: UnitFraction = 0.0
+    dense_start: NonNegativeInt = 0
+    dense_end: NonNegativeInt | None = None
+    random_share: Annotated[float, Ge(0), Lt(1)] = 0.0
+    dense_below: NonNegativeInt = 8192
+    stride: PositiveInt = 8
+    sampled_rows: PositiveInt = 16
+    columns: NonNegativeInt = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -118,12 +127,14 @@ class ReplaySettings(VerticalSlashSettings):
                 estimate=self._like() if self.replay_estimate else None,
                 seed=model.seed,
             )
+        like = self._like()
+        assert isinstance(like, VerticalSlash)
         return make_replay(
             density=self.replay_density,
             num_layers=model.num_layers,
             num_heads=model.num_heads,
             seq_len=model.seq_len,
-            like=self._like(),
+            like=like,
             estimate=self.replay_estimate,
             seed=model.seed,
         )
@@ -172,10 +183,10 @@ class Replay(Pattern):
     chooses = False
     density_name = _DENSITY_NAME
 
-    slash_blocks: "Array"
-    slash_count: "Array"
-    vertical_tokens: "Array"
-    vertical_count: "Array"
+    slash_blocks: "Array | np.ndarray"
+    slash_count: "Array | np.ndarray"
+    vertical_tokens: "Array | np.ndarray"
+    vertical_count: "Array | np.ndarray"
     estimate: Pattern | None
     block_size: int
 
@@ -238,7 +249,7 @@ class Replay(Pattern):
         return Choice(index.within_documents(*documents.spans(), rows), statistics)
 
 
-def _lowest(x: "Array", shape: tuple[int, int]) -> "Array":
+def _lowest(x: "Array", shape: tuple[int, ...]) -> "Array":
     """Returns the minimum per batch entry and head of an array [B, Hq, ...]: [B, Hq]."""
     return x.reshape(*shape, -1).min(-1, initial=0)
 

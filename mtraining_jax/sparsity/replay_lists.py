@@ -40,8 +40,8 @@ class ReplayLists(Pattern):
     reads_documents = True
     chooses = False
 
-    thresholds: "Array"
-    salts: "Array"
+    thresholds: "Array | np.ndarray"
+    salts: "Array | np.ndarray"
     estimate: Pattern | None
     sink_blocks: int
     local_blocks: int

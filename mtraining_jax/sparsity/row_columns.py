@@ -174,7 +174,7 @@ def left_over(
             blocks from a given one on: fp32 [B, Hq, size, r, C].
         first_blocks: int32 [B, n], the first block that each row of blocks sees; None for 0.
     """
-    masses, levels = row_scores.block_masses(
+    masses, levels = row_scores.block_masses_and_levels(
         rows,
         row_scores.by_blocks(k, block_size),
         places,
@@ -182,7 +182,6 @@ def left_over(
         scale=shards.scale_for(rows.shape[-1]),
         like=like,
         backend=shards.backend,
-        levels=True,
     )
     of_columns = _column_masses(rows, places, levels, tokens, logits, shards)
     batch, heads, num_local, _ = of_columns.shape

@@ -1,9 +1,17 @@
 """Common base of patterns that select the key blocks with most mass for each row of blocks."""
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from mtraining_jax.limits import check_limits, limited
+from mtraining_jax.limits import (
+    Ge,
+    Lt,
+    NonNegativeInt,
+    PositiveFraction,
+    PositiveInt,
+    UnitFraction,
+    check_limits,
+)
 from mtraining_jax.sparsity.assumed_density import density_of_lists
 from mtraining_jax.sparsity.pattern import Choice, KeptShare, Pattern, Shards, blocks_of
 
@@ -55,15 +63,15 @@ class RowPattern(Pattern):
     by_rows = True
     reads_documents = True
 
-    tau: limited(float, gt=0, le=1) = 0.9
-    sink_blocks: limited(int, ge=0) = 1
-    local_blocks: limited(int, ge=1) = 2
-    least_share: limited(float, ge=0, le=1) = 0.0
-    dense_start: limited(int, ge=0) = 0
-    dense_end: limited(int, ge=0) | None = None
-    random_share: limited(float, ge=0, lt=1) = 0.0
-    dense_below: limited(int, ge=0) = 8192
-    block_size: limited(int, ge=1) = 128
+    tau: PositiveFraction = 0.9
+    sink_blocks: NonNegativeInt = 1
+    local_blocks: PositiveInt = 2
+    least_share: UnitFraction = 0.0
+    dense_start: NonNegativeInt = 0
+    dense_end: NonNegativeInt | None = None
+    random_share: Annotated[float, Ge(0), Lt(1)] = 0.0
+    dense_below: NonNegativeInt = 8192
+    block_size: PositiveInt = 128
 
     def __post_init__(self) -> None:
         check_limits(self)
@@ -125,7 +133,7 @@ class RowPattern(Pattern):
         if ends is None:
             ends = shards.num_blocks * size
         first = shards.block_ids[None] * size
-        return (first < ends) & (first + size > ends - self.dense_end)
+        return (first < ends) & (first + size > ends - (self.dense_end or 0))
 
     def for_prompts(self) -> "RowPattern":
         """Returns the variant with a dense suffix, unless `dense_end` is set."""

@@ -5,6 +5,8 @@ bit-identical for any number of ranks by the rules of `estimate.py`: product sha
 the whole sequence, floats are combined elementwise or by a maximum, and sums are integer sums.
 """
 
+from typing import Any
+
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -28,8 +30,7 @@ def block_masses(
     scale: float,
     like: Array,
     backend: str | None,
-    levels: bool = False,
-) -> Array | tuple[Array, Array]:
+) -> Array:
     """Computes the mean softmax mass that the rows of a block give to each key block.
 
     Args:
@@ -42,19 +43,41 @@ def block_masses(
         like: [B, n, Hq, D], the queries of the attention, which determine the backend.
         backend: its name, or None for the fastest available one. If it has no kernels for this
             (`pallas_kernels.backends.BlockScores`), XLA computes it.
-        levels: whether to also return the level of each row: the product q k with weight 1.
 
     Returns:
         fp32 [B, Hq, n, NB], multiples of 2^-30; a row sums to the fraction of its r rows that see
-        any key, up to rounding. With `levels`, a pair of it and fp32 [B, Hq, n, r].
+        any key, up to rounding.
     """
     places = places[None] if places.ndim == 2 else places
+    kernels = _kernels(rows, keys, like, backend)
+    if kernels is None:
+        return _by_xla(rows, keys, places, first_blocks, scale)[0]
+    return kernels.block_masses(rows, keys, places, first_blocks, scale=scale, levels=False)
+
+
+def block_masses_and_levels(
+    rows: Array,
+    keys: Array,
+    places: Array,
+    first_blocks: Array | None = None,
+    *,
+    scale: float,
+    like: Array,
+    backend: str | None,
+) -> tuple[Array, Array]:
+    """Returns `block_masses`, and the levels of rows: the product q k with weight 1.
+
+    Levels are fp32 [B, Hq, n, r]. `places` is int32 [B or 1, n, r].
+    """
+    kernels = _kernels(rows, keys, like, backend)
+    if kernels is None:
+        return _by_xla(rows, keys, places, first_blocks, scale)
+    return kernels.block_masses(rows, keys, places, first_blocks, scale=scale, levels=True)
+
+
+def _kernels(rows: Array, keys: Array, like: Array, backend: str | None) -> Any:
     block_size = like.shape[1] // rows.shape[2]
-    kernels = backends.block_score_kernels(backend, like, block_size, rows, keys)
-    if kernels is not None:
-        return kernels.block_masses(rows, keys, places, first_blocks, scale=scale, levels=levels)
-    found = _by_xla(rows, keys, places, first_blocks, scale)
-    return found if levels else found[0]
+    return backends.block_score_kernels(backend, like, block_size, rows, keys)
 
 
 def by_blocks(x: Array, block_size: int) -> Array:

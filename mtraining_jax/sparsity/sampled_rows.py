@@ -3,7 +3,7 @@
 import dataclasses
 from typing import TYPE_CHECKING
 
-from mtraining_jax.limits import check_at_most, limited
+from mtraining_jax.limits import NonNegativeInt, PositiveInt, check_at_most
 from mtraining_jax.sparsity.pattern import Shards, most_documents
 from mtraining_jax.sparsity.row_pattern import RowPattern
 
@@ -35,8 +35,8 @@ class SampledRows(RowPattern):
         ValueError: if a field is invalid; the message names it.
     """
 
-    sampled_rows: limited(int, ge=1) = 16
-    columns: limited(int, ge=0) = 0
+    sampled_rows: PositiveInt = 16
+    columns: NonNegativeInt = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()

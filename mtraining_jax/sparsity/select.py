@@ -54,12 +54,12 @@ def kept_entries(keys: Array, rule: Rule, spans: Spans | None = None) -> tuple[A
         (kept, count): bool [..., NB, g], and int32, the number of entries kept of each sequence.
         Undefined for blocks of no sequence.
     """
-    spans = OneSpan(keys.shape[-2], 0) if spans is None else spans
-    threshold, ties_kept = _find_threshold(keys, rule, spans)
-    least = spans.spread(threshold)[..., None]
+    own: Spans = OneSpan(keys.shape[-2], 0) if spans is None else spans
+    threshold, ties_kept = _find_threshold(keys, rule, own)
+    least = own.spread(threshold)[..., None]
     above, tied = keys > least, keys == least
-    kept = above | (tied & (numbered(tied, spans) < spans.spread(ties_kept)[..., None]))
-    return kept, spans.sums((kept.astype(jnp.int32),))[0]
+    kept = above | (tied & (numbered(tied, own) < own.spread(ties_kept)[..., None]))
+    return kept, own.sums((kept.astype(jnp.int32),))[0]
 
 
 def ascending_entries(kept: Array, capacity: int, fill: int) -> Array:

@@ -19,53 +19,53 @@ class Spans(Protocol):
 
     Leading axes end in R, the rows. A result per sequence is [..., R] if rows are single sequences,
     and [..., R, E] if they may hold E. Each sequence numbers its own blocks from 0.
-
-    Attributes:
-        tokens: number of valid tokens V of each sequence, before padding. A number or int32 scalar
-            if rows are single sequences, else int32 [R, E].
-        blocks: int32 [NB] or [R, NB], the number of each block.
     """
 
-    tokens: int | Array
-    blocks: Array
+    @property
+    def tokens(self) -> int | Array:
+        """Valid tokens of each sequence: a number or int32 scalar if rows are single sequences."""
+        ...
+
+    @property
+    def blocks(self) -> Array:
+        """The number of each block: int32 [NB] or [R, NB]."""
+        ...
 
     def entries(self, size: int) -> Array:
         """Numbers the entries from 0, with g per block: int32 [NB, g] or [R, NB, g]."""
+        ...
 
     def per_row(self, x: Array) -> Array:
         """Reshapes per-row numbers [..., R] or [..., 1] to broadcast with `tokens`."""
+        ...
 
     def spread(self, x: Array) -> Array:
         """Looks up per-sequence values for each block: broadcasts with [..., R, NB]."""
+        ...
 
     def sums(self, parts: tuple[Array, ...]) -> tuple[Array, ...]:
         """Sums int32 [..., R, NB, g] over the entries of each sequence, all arrays in one pass."""
+        ...
 
     def total(self, x: Array) -> Array:
         """Sums int32 [..., R, NB] over the blocks of each sequence."""
+        ...
 
     def up_to(self, x: Array) -> Array:
         """Sums int32 [..., R, NB] over the blocks of the same sequence up to and including each."""
+        ...
 
     def from_previous(self, x: Array) -> Array:
         """Returns the previous block's entry of [..., R, NB]; 0 or False for the first block."""
+        ...
 
     def at(self, x: Array, blocks: Array) -> Array:
-        """Returns entries of [R, NB] at block numbers of the same sequence, int32 [NB] or [R, NB].
-
-        Undefined for numbers outside of the sequence.
-        """
+        """Returns entries of [R, NB] at block numbers, int32 [NB] or [R, NB], of the sequence."""
+        ...
 
     def of_first(self, x: Array, counts: Array) -> Array:
-        """Sums the first entries of the same sequence.
-
-        Args:
-            x: int32 [R, NB, g].
-            counts: int32 [NB, g] or [R, NB, g], number of entries to sum.
-
-        Returns:
-            int32 [R, NB, g].
-        """
+        """Sums the first `counts`, int32 [NB, g] or [R, NB, g], entries of x, int32 [R, NB, g]."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)

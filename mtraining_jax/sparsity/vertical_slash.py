@@ -3,7 +3,14 @@
 import dataclasses
 from typing import TYPE_CHECKING, Literal
 
-from mtraining_jax.limits import check_at_most, check_limits, limited
+from mtraining_jax.limits import (
+    NonNegativeInt,
+    PositiveFraction,
+    PositiveInt,
+    UnitFraction,
+    check_at_most,
+    check_limits,
+)
 from mtraining_jax.sparsity.pattern import KeptShare, Settings
 from mtraining_jax.sparsity.probe_pattern import ProbePattern
 
@@ -19,19 +26,19 @@ if TYPE_CHECKING:
 class VerticalSlashSettings(Settings):
     """The fields of `VerticalSlash`, documented there."""
 
-    top_p: limited(float, gt=0, le=1) = 0.90
-    max_verticals: limited(int, ge=0) = 4096
-    max_slashes: limited(int, ge=0) = 4096
+    top_p: PositiveFraction = 0.90
+    max_verticals: NonNegativeInt = 4096
+    max_slashes: NonNegativeInt = 4096
     preset: Literal["safe", "paper", "joint"] = "safe"
-    last_q: limited(int, ge=1) = 64
-    block_size: limited(int, ge=1) = 128
-    sink_tokens: limited(int, ge=0) = 30
-    local_blocks: limited(int, ge=1) = 2
-    min_verticals: limited(int, ge=0) = 128
-    min_slashes: limited(int, ge=0) = 16
-    least_share: limited(float, ge=0, le=1) = 0.0
-    max_density: limited(float, gt=0, le=1) = 1.0
-    local_share: limited(float, ge=0, le=1) = 0.0
+    last_q: PositiveInt = 64
+    block_size: PositiveInt = 128
+    sink_tokens: NonNegativeInt = 30
+    local_blocks: PositiveInt = 2
+    min_verticals: NonNegativeInt = 128
+    min_slashes: NonNegativeInt = 16
+    least_share: UnitFraction = 0.0
+    max_density: PositiveFraction = 1.0
+    local_share: UnitFraction = 0.0
 
     def __post_init__(self) -> None:
         check_limits(self)
@@ -106,7 +113,7 @@ class VerticalSlash(VerticalSlashSettings, ProbePattern):
         ValueError: if a field is invalid; the message names it.
     """
 
-    dense_below: limited(int, ge=0) = 8192
+    dense_below: NonNegativeInt = 8192
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -180,7 +187,8 @@ class VerticalSlash(VerticalSlashSettings, ProbePattern):
         rule = JointRule(**{name: getattr(self, name) for name in names})
         if most_columns is not None:
             rule = dataclasses.replace(rule, max_verticals=most_columns)
-        columns, diagonals = kept_together(*probed.by_distance, probed.spans, rule)
+        by_columns, by_diagonals = probed.by_distance
+        columns, diagonals = kept_together(by_columns, by_diagonals, probed.spans, rule)
         none = probed.spans.total(jnp.zeros(diagonals.shape, jnp.int32))
         return Kept(columns, diagonals, none)
 
