@@ -71,11 +71,6 @@ class AdaSpa(Pattern):
         return Choice(index, {"recall": recall(masses, kept)})
 
     def kept(self, masses: "Array") -> "Array":
-        """Returns the key blocks that each row of blocks keeps: bool [B, Hq, NB, NB].
-
-        Args:
-            masses: fp32 [B, Hq, NB, NB], from `exact_masses`.
-        """
         import jax.numpy as jnp
 
         num_heads, num_blocks = masses.shape[1], masses.shape[-1]

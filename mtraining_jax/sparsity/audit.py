@@ -120,7 +120,7 @@ def gradient_figures(
 
     Args:
         found: attention of the rows, from `forward_figures`.
-        d_out_BnHD: [B, n, Hq, D], local gradient of the loss with respect to the output.
+        d_out_BnHD: local gradient of the loss with respect to the output.
         positions: int32 [R], the rows everywhere.
         keys, batch_axes: as in `forward_figures`.
 

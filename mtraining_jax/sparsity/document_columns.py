@@ -26,7 +26,7 @@ def heaviest_columns(
     count: int,
     rule: RowRule,
 ) -> Array:
-    """Applies `row_columns.heaviest_columns` to each document in a slot.
+    """Selects up to `count` columns of each document, int32 [B, Hq, E, C], as in `row_columns`.
 
     Args:
         q, k, shards: as in `RowPattern.scores`.
@@ -34,9 +34,6 @@ def heaviest_columns(
         block_size: tokens per block (g).
         count: C, maximum number of columns of a head in a document.
         rule: defines the forced blocks, which need no columns.
-
-    Returns:
-        int32 [B, Hq, E, C], global positions, ascending, padded with S; replicated.
     """
     batch, heads, num_blocks = q.shape[0], q.shape[2], shards.num_blocks
     num_slots, seq_len = slots.slots, num_blocks * block_size
@@ -98,18 +95,7 @@ def masses_without(
     *,
     like: Array,
 ) -> tuple[Array, Array]:
-    """Variant of `row_columns.masses_without` with separate columns for each document.
-
-    Args:
-        rows: [B, Hq, n, r, D], r queries of each of n local blocks.
-        k: [B, S, Hk, D], all keys, in sequence order.
-        places: int32 [B, n, r], positions of the queries; -1 for queries without keys.
-        tokens: int32 [B, Hq, E, C], columns of each document; S for padding.
-        slots: the documents.
-        shards: the shards of the sequence.
-        block_size: tokens per block (g).
-        like: [B, n, Hq, D], the queries of the attention.
-    """
+    """Variant of `row_columns.masses_without` with columns [B, Hq, E, C] for each document."""
     batch, heads, num_slots, count = tokens.shape
     slot = slots.of_block[:, shards.block_ids]  # [B, n]
     held = jnp.minimum(slot, num_slots - 1)
@@ -121,8 +107,7 @@ def masses_without(
     def logits(rows: Array, start: Array, size: int) -> Array:
         """Computes logits of some local blocks: [B, Hq, size, r, D] to [B, Hq, size, r, C].
 
-        Gathers keys for these blocks only. Most slots may be empty, so gathering the keys of all
-        slots would be wasteful.
+        Gathers keys for these blocks only: most slots may be empty.
         """
         of_rows = lax.dynamic_slice_in_dim(places_in_keys, start, size, axis=2)
         keys = flat.at[of_rows].get(mode="promise_in_bounds")  # [B, Hq, size, C, D]

@@ -19,16 +19,9 @@ from pallas_kernels import backends
 
 
 def last_queries(q: Array, slots: PackedSpans, shards: Shards, count: int) -> Array:
-    """Gathers the last real queries of each document, replicated.
+    """Gathers the last `count` real queries of each document: [B, E, Hq, u, D], replicated.
 
-    Args:
-        q: [B, n, Hq, D], local queries.
-        slots: the documents.
-        shards: the shards of the sequence.
-        count: u, queries per document. In shorter documents the first ones are arbitrary.
-
-    Returns:
-        [B, E, Hq, u, D].
+    In shorter documents the first ones are arbitrary.
     """
     block_size = q.shape[1] // shards.block_ids.shape[0]
     ends = slots.first * block_size + slots.tokens
@@ -38,16 +31,7 @@ def last_queries(q: Array, slots: PackedSpans, shards: Shards, count: int) -> Ar
 
 
 def queries_at(q: Array, positions: Array, shards: Shards) -> Array:
-    """Gathers queries at the given positions of each document, replicated.
-
-    Args:
-        q: [B, n, Hq, D], local queries.
-        positions: int32 [B, E, u], global positions.
-        shards: the shards of the sequence.
-
-    Returns:
-        [B, E, Hq, u, D].
-    """
+    """Gathers queries at positions int32 [B, E, u]: [B, E, Hq, u, D], replicated."""
 
     def gather(x: Array, own: Array) -> Array:
         where = shards.block_ids, shards.num_blocks, shards.axis_names
@@ -58,12 +42,10 @@ def queries_at(q: Array, positions: Array, shards: Shards) -> Array:
 
 
 def queries_of(q: Array, positions: Array, shards: Shards) -> Callable[[Array, Array], Array]:
-    """Returns the result of `queries_at` as a function, evaluated one document at a time.
+    """Returns `queries_at` as a function of batch entry and slot to [Hq, u, D].
 
-    Returns:
-        A function of batch entry and slot to [Hq, u, D]. On one device it reads the queries in
-        place: those of all slots, most of them possibly empty, would need at least as much memory
-        as q.
+    On one device it reads the queries in place: those of all slots, most of them possibly empty,
+    would need at least as much memory as q.
     """
     if shards.axis_names:
         every = queries_at(q, positions, shards)
@@ -84,13 +66,11 @@ def softmax_scores(
 
     Args:
         q_last: [B, E, Hq, u, D], from `last_queries`.
-        k: [B, n, Hk, D], local keys.
+        k, shards: as in `Pattern.choose`.
         slots: the documents.
-        shards: the shards of the sequence.
 
     Returns:
-        (columns, own, tails), int32 [B, Hq, n/g, g], [B, Hq, n/g, g] and [B, Hq, n/g, u-1]; 2^30 is
-        the total mass of a document. 0 in blocks without a slot.
+        (columns, own, tails) as in `estimate.softmax_scores`; 0 in blocks without a slot.
     """
     block_size = k.shape[1] // shards.block_ids.shape[0]
     kernels = backends.estimate_kernels(shards.backend, q_last[:, 0], block_size)
@@ -157,17 +137,9 @@ def _by_kernels(
 def logit_scores(
     q_last: Array, k: Array, slots: PackedSpans, shards: Shards
 ) -> tuple[Array, Array, Array]:
-    """Variant of `estimate.logit_scores` per document, with its own last queries and keys.
+    """Variant of `estimate.logit_scores` per document; arguments as in `softmax_scores`.
 
-    Args:
-        q_last: [B, E, Hq, u, D], from `last_queries`.
-        k: [B, n, Hk, D], local keys.
-        slots: the documents.
-        shards: the shards of the sequence.
-
-    Returns:
-        (columns, own, tails), fp32, shaped as in `softmax_scores`. In blocks without a slot
-        diagonals are 0 and columns -inf.
+    In blocks without a slot diagonals are 0 and columns -inf.
     """
 
     def sums(k: Array, slot: Array, place: Array, entry: Array) -> tuple[Array, ...]:
@@ -185,10 +157,7 @@ def logit_scores(
 
 
 def _end(slots: PackedSpans, slot: Array, place: Array, entry: Array, block_size: int) -> Array:
-    """Returns the end of a block's document relative to the block; arguments as in `OwnBlocks.map`.
-
-    0 without a document: queries before that end see nothing of the block.
-    """
+    """Returns the end of a block's document relative to the block; 0 without a document."""
     num_slots = slots.slots
     end = slots.tokens[entry, jnp.minimum(slot, num_slots - 1)] - place * block_size
     return jnp.where(slot < num_slots, end, 0)
@@ -239,8 +208,7 @@ def joined(
     """Combines per-block peaks and sums over all blocks of each document.
 
     Args:
-        block_peak: fp32 [B, n, Hq, u], peaks of the local blocks.
-        block_total: fp32 [B, n, Hq, u], sums of terms relative to the peak.
+        block_peak, block_total: fp32 [B, n, Hq, u], as from `estimate.XlaTiles.statistics`.
         slot: int32 [B, n], slot of each block; E for none.
         num_slots: E.
         scale: scale of the logits.

@@ -195,11 +195,8 @@ class FixedBudgets:
     def pattern(self, **settings: int) -> FixedBudget:
         """Returns the pattern of all layers, to scan over or index by layer (`jax.tree.map`).
 
-        Its arrays are [L, Hq]; `choose_index` takes one layer's row, [Hq]. The caps are the
-        largest budgets of any layer.
-
-        Args:
-            **settings: other fields of `FixedBudget`, such as last_q and block_size.
+        Its arrays are [L, Hq]; `choose_index` takes one layer's row, [Hq]. The caps are the largest
+        budgets of any layer. `settings` are other fields of `FixedBudget`, such as last_q.
         """
         return FixedBudget(
             verticals=self.verticals,

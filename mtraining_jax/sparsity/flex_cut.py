@@ -69,12 +69,7 @@ def largest_within(mass: Array, gamma: float, num_rows: int | Array, rows: "Rows
 
 
 class Rows(NamedTuple):
-    """The sequences that rows of blocks belong to.
-
-    Attributes:
-        shards: the shards of the sequence.
-        slots: the documents, E in each batch entry; None for one sequence per batch entry (E is 1).
-    """
+    """The sequences that rows of blocks belong to: documents, or one (E is 1) without slots."""
 
     shards: Shards
     slots: PackedSpans | None

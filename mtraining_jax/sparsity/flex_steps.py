@@ -147,15 +147,9 @@ def _counted(
 
 
 def largest(masses: Array, counts: Array, spans: Spans | None = None) -> Array:
-    """Marks the blocks of largest mass of each sequence; its first block ranks first.
+    """Marks the `counts` blocks of largest mass, int32 [..., NB], of each sequence: bool.
 
-    Args:
-        masses: int32 [..., NB], below 2^31.
-        counts: int32, number of blocks per sequence; at least 1.
-        spans: the sequences; None if each row is one.
-
-    Returns:
-        bool [..., NB]. Ties go to the smaller number. Undefined for blocks of no sequence.
+    Its first block ranks first; ties go to the smaller number. Undefined for blocks of no sequence.
     """
     own: Spans = OneSpan(masses.shape[-1], 0) if spans is None else spans
     keys = jnp.where(own.blocks == 0, jnp.uint32(1 << 31), masses.astype(jnp.uint32))
@@ -168,14 +162,8 @@ def kept_blocks(
 ) -> Array:
     """Returns the blocks on the columns and diagonals of largest mass: bool [B, Hq, n, NB].
 
-    Args:
-        found: from `last_attention`.
-        counts: int32, like `found.tokens` or `found.tokens[0]`, number of column blocks and of
-            diagonals; at least 1.
-        shards, slots: as in `last_attention`.
-
-    Returns:
-        The local rows; undefined for rows without a slot and for blocks of other documents.
+    `counts`, int32 like `found.tokens`, are the numbers of column blocks and of diagonals, at least
+    1. Undefined for rows without a slot and for blocks of other documents.
     """
     rows, masses = shards.block_ids, found.masses
     if slots is None:
@@ -195,12 +183,7 @@ def distances(
 ) -> Array:
     """Computes Jensen-Shannon distances between pooled and actual attention of the last queries.
 
-    Args:
-        q, k, shards, slots: as in `last_attention`.
-        found: from `last_attention`.
-
-    Returns:
-        fp32 [B, Hq], or [B, Hq, E] with slots, from 0 to sqrt(ln 2), replicated.
+    Returns fp32 [B, Hq], or [B, Hq, E] with slots, from 0 to sqrt(ln 2), replicated.
     """
     size, dim = q.shape[1] // shards.block_ids.shape[0], q.shape[-1]
     keys = key_means(k, shards)
@@ -255,15 +238,8 @@ def pooled_lists(
 ) -> Array:
     """Marks the largest entries of pooled attention over all rows, within gamma of the total.
 
-    Args:
-        q, k, shards: as in `Pattern.choose`.
-        gamma: fraction of the number of rows, which is the sum of all entries.
-        slots: documents that are treated as sequences, with `shards.documents`; None if each batch
-            entry is one sequence.
-
-    Returns:
-        bool [B, Hq, n/g, NB] of the local rows; undefined for rows without a slot and for blocks of
-        other documents than the row's.
+    Returns bool [B, Hq, n/g, NB] of the local rows; undefined for rows without a slot and for
+    blocks of other documents than the row's.
     """
     size, places = q.shape[1] // shards.block_ids.shape[0], shards.block_ids
     ends = shards.ends(places, size)
@@ -301,13 +277,8 @@ def key_means(k: Array, shards: Shards) -> Array:
 def distance(terms: Array, block_masses: Array, spans: Spans) -> Array:
     """Computes Jensen-Shannon distances of two distributions over the blocks of each sequence.
 
-    Args:
-        terms: fp32 [..., R, NB], from 0 to 1, proportional to the first distribution.
-        block_masses: int32 [..., R, NB], proportional to the second.
-        spans: the sequences.
-
-    Returns:
-        fp32 for each sequence: the root of the divergence, natural logarithm.
+    They are given as fp32 [..., R, NB] from 0 to 1, and int32 of total 2^30, up to a factor.
+    Returns fp32 for each sequence: the root of the divergence, natural logarithm.
     """
     return _distance(
         _shares(terms, spans), _shares(block_masses.astype(jnp.float32) * 2.0**-30, spans), spans

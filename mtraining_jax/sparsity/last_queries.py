@@ -58,14 +58,13 @@ class Kept(NamedTuple):
 
 
 def probe(q: Array, k: Array, shards: Shards, last_q: int, by_logits: bool) -> Probed:
-    """Scores columns and diagonals of whole sequences.
+    """Scores columns and diagonals of whole sequences, by the queries before any padding.
 
-    Before `shards.valid_len`, if there is padding. With fewer than `last_q` valid tokens, all
-    queries are used.
+    With fewer than `last_q` valid tokens, all queries are used. Backends may differ in a score's
+    last bits, so a run should use a single one.
 
     Args:
-        q, k, shards: as in `Pattern.choose`. Backends may differ in a score's last bits, so a run
-            should use a single one.
+        q, k, shards: as in `Pattern.choose`.
         last_q: number of probe queries.
         by_logits: whether scores are sums of raw logits, else mean softmax masses.
     """
@@ -107,12 +106,7 @@ def probe(q: Array, k: Array, shards: Shards, last_q: int, by_logits: bool) -> P
 def probe_documents(
     q: Array, k: Array, shards: Shards, slots: PackedSpans, last_q: int, by_logits: bool
 ) -> Probed:
-    """Scores columns and diagonals of each document in `slots` with its own last queries.
-
-    Args:
-        q, k, shards, last_q, by_logits: as in `probe`.
-        slots: the documents of each batch entry.
-    """
+    """Variant of `probe` for each document in `slots`, with its own last queries."""
     q_last = document_scores.last_queries(q, slots, shards, last_q)
     score = document_scores.logit_scores if by_logits else document_scores.softmax_scores
     (vertical, own, tails), heads = exchange.to_heads(
@@ -146,11 +140,8 @@ def each_kind(
 ) -> Kept:
     """Selects the largest column keys, and the block diagonals of the largest diagonal keys.
 
-    Args:
-        keys, rule: as from `ProbePattern.keys`.
-        nearest: `ProbePattern.nearest`.
-        spans: the sequences.
-        most_columns: int32 [R, E], additional column limits for each sequence.
+    `keys` and `rule` are from `ProbePattern.keys`. `most_columns`, int32 [R, E], are additional
+    column limits for each sequence.
     """
     if most_columns is not None:
         maximum = jnp.asarray(rule.maximum).at[0].min(most_columns)
@@ -246,10 +237,8 @@ def marks(
 def on_diagonals(diagonals: Array, first: Array, rows: Array) -> Array:
     """Returns the blocks that rows see on the diagonals of their documents: bool [B, Hq, n, NB].
 
-    Args:
-        diagonals: bool [B, Hq, NB], diagonal d of a document at its d-th block.
-        first: int32 [B, n], first block of each row's document.
-        rows: int32 [n], the rows of blocks.
+    Diagonal d of a document is at its d-th block of `diagonals`, bool [B, Hq, NB]; `first`, int32
+    [B, n], is the first block of each row's document.
     """
     num_blocks = diagonals.shape[-1]
     blocks = jnp.arange(num_blocks, dtype=jnp.int32)

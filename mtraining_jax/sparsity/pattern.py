@@ -79,8 +79,7 @@ class Shards:
 
         Returns:
             int32 [B or 1, n], global positions, one past the last token; before the document's
-            first token if nothing is to be read (dense or no document). None if all tokens are
-            valid.
+            first token if nothing is to be read (dense or no document). None if all are valid.
         """
         import jax.numpy as jnp
 
@@ -99,7 +98,6 @@ class Shards:
         return None if self.documents is None else self.documents.of(blocks).first
 
     def scale_for(self, head_dim: int) -> float:
-        """Returns the scale of the logits as a float."""
         return 1.0 / math.sqrt(head_dim) if self.scale is None else self.scale
 
 
@@ -229,12 +227,8 @@ class Settings:
     def capacities(self, num_blocks: int, documents: bool = False) -> tuple[int, int]:
         """Returns the int32 numbers an index stores per head, and how many of them are columns.
 
-        For memory estimates. Columns are keys gathered per head. The default is a
-        `BlockSparseIndex` with room for every block.
-
-        Args:
-            num_blocks: NB, blocks of a sequence.
-            documents: whether sequences hold packed documents.
+        For memory estimates, of sequences of NB blocks with or without packed documents. Columns
+        are keys gathered per head. The default is a `BlockSparseIndex` with room for every block.
         """
         del documents
         return 2 * num_blocks * (num_blocks + 1), 0

@@ -50,8 +50,7 @@ class ReplayLists(Pattern):
     def choose(self, q: "Array", k: "Array", shards: Shards) -> Choice:
         """Returns the replayed lists, and the density of the index selected by `estimate`.
 
-        The lists depend on the selected index, in a way that changes none of their bits and that no
-        compiler can remove: attention starts after the selection.
+        The lists depend on the selected index as in `Replay.choose`.
         """
         import jax.numpy as jnp
 
@@ -97,19 +96,10 @@ def estimated(
 def probabilities(
     targets: np.ndarray, num_blocks: int, block_size: int, sink_blocks: int, local_blocks: int
 ) -> np.ndarray:
-    """Returns the probability of a block that is not forced, for each head.
+    """Returns the probability of a block that is not forced, fp64 [n], for targets fp64 [n].
 
     Heads with a target below the density of forced blocks get only these; the others are made
     slightly sparser, so that the mean density is unchanged.
-
-    Args:
-        targets: fp64 [n], expected density of each head.
-        num_blocks: NB.
-        block_size: tokens per block (g).
-        sink_blocks, local_blocks: as in `ReplayLists`.
-
-    Returns:
-        fp64 [n], in [0, 1].
 
     Raises:
         UserError: if the forced blocks exceed the mean.
@@ -152,15 +142,7 @@ def make_replay_lists(
 ) -> ReplayLists:
     """Draws the lists of all layers, the same on every machine.
 
-    Args:
-        targets: fp64 [L, Hq], the density of each head.
-        num_blocks: NB.
-        block_size: tokens per block (g).
-        sink_blocks, local_blocks, estimate: as in `ReplayLists`.
-        seed: random seed.
-
-    Returns:
-        A pattern of arrays [L, Hq] on the host.
+    Returns a pattern of arrays [L, Hq] on the host, for the density of each head, fp64 [L, Hq].
 
     Raises:
         UserError: if the forced blocks exceed the mean density.

@@ -124,10 +124,10 @@ def attend_rows(
     """Computes exact attention of some rows, and attention over the pairs in an index.
 
     Args:
-        q_BRHD: [B, R, Hq, D], queries, replicated.
-        positions: int32 [R], their global positions.
+        q_BRHD: queries, replicated, at global positions int32 [R].
+        positions: of the queries.
         keys: keys and index.
-        marks_BHn: bool [B, Hq, n], marked local keys; their mass is summed separately.
+        marks_BHn: marked local keys; their mass is summed separately.
     """
     batch, num_rows, num_heads, width = q_BRHD.shape
     v = keys.v
@@ -180,9 +180,8 @@ def query_gradients(
 
     Args:
         rows: result of `attend_rows`, with outputs.
-        d_out_BRHD: [B, R, Hq, D], the gradient of each row's output.
-        positions: int32 [R], as in `attend_rows`.
-        keys: as in `attend_rows`.
+        d_out_BRHD: the gradient of each row's output.
+        positions, keys: as in `attend_rows`.
 
     Returns:
         fp32 [B, Hq, R, D] each.

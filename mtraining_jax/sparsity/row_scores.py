@@ -87,13 +87,7 @@ def by_blocks(x: Array, block_size: int) -> Array:
 
 
 def without_padding(x: Array, block_ids: Array, ends: Array) -> Array:
-    """Zeroes tokens [B, n, H, D] of blocks at positions from a block's end on.
-
-    Args:
-        x: [B, n, H, D].
-        block_ids: int32 [n/g], global number of each block.
-        ends: int32 [B or 1, n/g], from `Shards.ends`.
-    """
+    """Zeroes tokens [B, n, H, D] of blocks at positions from `ends`, as in `Shards.ends`, on."""
     size = x.shape[1] // block_ids.shape[0]
     positions = block_ids[:, None] * size + jnp.arange(size, dtype=jnp.int32)
     counts = positions < ends[..., None]
@@ -103,12 +97,7 @@ def without_padding(x: Array, block_ids: Array, ends: Array) -> Array:
 def rows_at_once(batch: int, heads: int, num_rows: int, num_blocks: int, num_keys: int) -> int:
     """Returns the rows of blocks per step, as a function of the whole sequence, not of the shard.
 
-    Args:
-        batch: B.
-        heads: Hq.
-        num_rows: r, rows of queries of each block.
-        num_blocks: NB.
-        num_keys: c, rows of keys of each block.
+    `num_rows` and `num_keys` are rows of queries and of keys of each block.
     """
     of_one = 4 * batch * heads * num_rows * num_blocks * num_keys
     return max(min(_LOGIT_BYTES // of_one, num_blocks // _MOST_STEPS), 1)

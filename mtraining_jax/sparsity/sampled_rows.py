@@ -146,11 +146,9 @@ def exact_masses(q: "Array", k: "Array", shards: Shards, block_size: int, sample
 
 
 def samples(q: "Array", shards: Shards, block_size: int, sampled: int) -> "tuple[Array, Array]":
-    """Gathers the probe queries of each block; arguments as in `exact_masses`.
+    """Gathers the probe queries of each block: [B, Hq, n/g, r, D]; arguments as in `exact_masses`.
 
-    Returns:
-        The queries [B, Hq, n/g, r, D], and int32 [B or 1, n/g, r], their global positions; -1 for
-        queries without keys.
+    Also returns int32 [B or 1, n/g, r], their global positions; -1 for queries without keys.
     """
     import jax.numpy as jnp
 

@@ -131,9 +131,7 @@ class PackedSpans:
     def of(cls, documents: DocumentBlocks, slots: int) -> "PackedSpans":
         """Returns the non-dense documents of each batch entry (R is B), in order.
 
-        Args:
-            documents: documents of whole sequences.
-            slots: E, at least the number of non-dense documents of any sequence.
+        There must be at most `slots` (E) of them in any sequence.
         """
         batch, num_blocks = documents.first.shape
         numbers = jnp.arange(num_blocks, dtype=jnp.int32)
