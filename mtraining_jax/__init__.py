@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from mtraining_jax.attention.flax_modules import attention_fn
     from mtraining_jax.attention.inspection import Inspection, inspect
     from mtraining_jax.attention.order import sequence_layout, stripe, unstripe
-    from mtraining_jax.evaluation.decode.sampling import GenerateOptions
+    from mtraining_jax.evaluation.decode.options import GenerateOptions
     from mtraining_jax.evaluation.engine import Engine
     from mtraining_jax.evaluation.generate import generate
     from mtraining_jax.parallel.layout import Layout
@@ -47,7 +47,7 @@ _HOMES = {
     "ExactRows": "sparsity",
     "FixedBudget": "sparsity",
     "FlexPrefill": "sparsity",
-    "GenerateOptions": "evaluation.decode.sampling",
+    "GenerateOptions": "evaluation.decode.options",
     "Inspection": "attention.inspection",
     "Layout": "parallel.layout",
     "MixedRows": "sparsity",

@@ -50,17 +50,7 @@ _DRY_RUN_GPU = "dry-run-gpu"
 
 @dataclasses.dataclass(frozen=True)
 class CommandLine:
-    """Parsed arguments.
-
-    Attributes:
-        config: name or path of the configuration, None if missing.
-        overrides: pairs of dotted field name and value as text, in order.
-        dry_run: mode of the dry run; None for a real run.
-        dry_run_gpu: name of the GPU type for a dry run.
-        print_config: print the configuration and exit.
-        version: print the version and exit.
-        help: print the help text and exit.
-    """
+    """Parsed arguments; `overrides` are pairs of dotted field name and value as text, in order."""
 
     config: str | None = None
     overrides: tuple[tuple[str, str], ...] = ()
@@ -165,10 +155,7 @@ def _named(arguments: Sequence[str]) -> tuple[str | None, list[tuple[str, str]]]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command.
-
-    Args:
-        arguments: without the program name; None uses `sys.argv`.
+    """Runs the command; `arguments` without the program name, None for `sys.argv`.
 
     Returns:
         Exit status: 0 on success; 1 if a dry run does not fit; 2 after a user error, printed to

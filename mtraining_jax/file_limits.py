@@ -40,12 +40,7 @@ def is_url(name: str) -> bool:
 
 
 def check_size(path: str | Path, limit: int) -> None:
-    """Checks the type and size of a file before it is read.
-
-    Raises:
-        UserError: it is not a regular file or exceeds `limit` bytes.
-        OSError: it cannot be accessed.
-    """
+    """Checks the type and size of a file before it is read."""
     info = os.stat(path)
     # Opening a folder gives a good error message already.
     if not stat.S_ISREG(info.st_mode) and not stat.S_ISDIR(info.st_mode):
@@ -57,25 +52,13 @@ def check_size(path: str | Path, limit: int) -> None:
 
 
 def read_text(path: Path, limit: int = LARGEST_CONFIG) -> str:
-    """Reads a small UTF-8 file.
-
-    Raises:
-        UserError: it is not a regular file or exceeds `limit` bytes.
-        OSError: it cannot be read.
-        UnicodeDecodeError: it is not UTF-8.
-    """
+    """Reads a small UTF-8 file; a file of another type or beyond `limit` bytes is a `UserError`."""
     check_size(path, limit)
     return path.read_text(encoding="utf-8")
 
 
 def read_json(path: Path, limit: int = LARGEST_CONFIG) -> Any:
-    """Reads a small JSON file.
-
-    Raises:
-        UserError: it is not a regular file or exceeds `limit` bytes.
-        OSError: it cannot be read.
-        ValueError: it is not JSON, or nested too deeply.
-    """
+    """Reads a small JSON file, see `read_text`; invalid JSON is a `ValueError`."""
     text = read_text(path, limit)
     try:
         return json.loads(text)

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from mtraining_jax.argument_parser import ArgumentParser
 from mtraining_jax.cli import parse_command_line
@@ -24,6 +25,7 @@ lengths, documents per sequence, padding, and how much the attention cost of seq
   --picture FILE   also write a plot (needs matplotlib)
   --help           print this help and exit
 """
+_PICTURE_TYPES = (".png", ".pdf", ".svg", ".jpg")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,6 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command = parse_command_line(rest)
         if command.config is None:
             raise UserError("--config NAME is missing; see --help")
+        if own.picture is not None:
+            _check_picture(Path(own.picture))
         config = load_config(command.config, command.overrides)
         data, block_size = config.data, config.sparsity.block_size
         if not data.has_documents:
@@ -67,6 +71,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         return print_error(error)
     return 0
+
+
+def _check_picture(path: Path) -> None:
+    """Raises UserError if the picture cannot be written, before the data is packed."""
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise UserError(f"--picture={path} must be a file in an existing folder")
+    if path.suffix.lower() not in _PICTURE_TYPES:
+        raise UserError(f"--picture={path} must end in one of {', '.join(_PICTURE_TYPES)}")
 
 
 if __name__ == "__main__":

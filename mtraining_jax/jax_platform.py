@@ -48,11 +48,7 @@ def set_platform(cpu_devices: int | None) -> None:
 
 
 def check_devices() -> None:
-    """Starts JAX on the devices of this machine.
-
-    Raises:
-        UserError: there is no usable device, or JAX_DISABLE_JIT is set.
-    """
+    """Starts JAX on the devices of this machine."""
     import jax
 
     if jax.config.jax_disable_jit:

@@ -72,12 +72,7 @@ _MATMUL_SHARE_ALONE = 0.90
 
 
 def matmul_rate(hidden_size: int, ranks: int) -> float:
-    """FLOP/s of one GPU in a training step, without attention.
-
-    Args:
-        hidden_size: width of the model.
-        ranks: context-parallel size.
-    """
+    """FLOP/s of one GPU in a training step, without attention."""
     share = _MATMUL_SHARE if ranks > 1 else _MATMUL_SHARE_ALONE
     return _MATMUL_FLOPS * share / (1 + _MATMUL_HALF_WIDTH / hidden_size)
 
@@ -102,13 +97,7 @@ def rates_at(head_dim: int, density: float | np.ndarray) -> tuple[Any, ...]:
 
 
 def kernel_seconds(head_dim: int, density: float, forward: float, backward: float) -> float:
-    """Time of the attention kernels on one GPU.
-
-    Args:
-        head_dim: head dimension.
-        density: computed pairs over causal pairs.
-        forward, backward: executed FLOP of each pass.
-    """
+    """Time of the attention kernels on one GPU, from the executed FLOP of each pass."""
     rate_forward, rate_backward, _ = rates_at(head_dim, density)
     return float(forward / rate_forward + backward / rate_backward)
 
@@ -118,9 +107,6 @@ class AttentionSize:
     """Sizes of the model and of the ring that determine the time of attention.
 
     Attributes:
-        num_layers: number of layers.
-        num_heads: query heads, Hq.
-        head_dim: head dimension, D.
         ranks: context-parallel size, W.
         block_size: tokens per block; documents are padded to its multiples.
         passes: forward passes of attention per step; 2 if the backward pass recomputes it.
@@ -145,7 +131,6 @@ def documents_ms(lengths: np.ndarray, densities: np.ndarray, size: AttentionSize
     Args:
         lengths: integers [d], tokens of each document without padding.
         densities: floats [d] (or one number), computed pairs over causal pairs.
-        size: sizes of the model and the ring.
 
     Returns:
         Milliseconds, float64 [d].

@@ -96,11 +96,7 @@ def _check_kind(name: str, value: Any, kind: Any) -> None:
 
 
 def check_at_most(settings: Any, name: str, cap: str) -> None:
-    """Checks that one field does not exceed another.
-
-    Raises:
-        ValueError: it does.
-    """
+    """Checks that one field does not exceed another."""
     value, limit = getattr(settings, name), getattr(settings, cap)
     if value > limit:
         raise ValueError(f"{name}={value} must not exceed {cap}={limit}")

@@ -67,12 +67,8 @@ is trained; a model trained with sparse attention adapts to it.
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command.
 
-    Args:
-        arguments: without the program name; None uses `sys.argv`.
-
     Returns:
-        Exit status: 0 on success; 1 if all settings exceed the limits; 2 after a user error,
-        printed to stderr.
+        Exit status: 0 on success; 1 if all settings exceed the limits; 2 after a user error.
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:

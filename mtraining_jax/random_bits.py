@@ -24,7 +24,6 @@ class Stream:
 
     Args:
         seed: any integer, reduced modulo 2^64.
-        stream: number of the stream; streams of one seed are independent.
     """
 
     def __init__(self, seed: int, stream: int = 0):

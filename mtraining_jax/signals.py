@@ -35,9 +35,6 @@ class StopSignals:
 
     SIGHUP stays ignored if it was (nohup). A listener thread sees signals immediately, even while
     the main thread compiles or waits in a collective, and can exit the process.
-
-    Attributes:
-        requested: whether the run should stop after the current step.
     """
 
     def __init__(self) -> None:

@@ -71,14 +71,7 @@ class _Progress:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command.
-
-    Args:
-        arguments: without the program name; None uses `sys.argv`.
-
-    Returns:
-        Exit status: 0 on success, 2 after a user error, printed to stderr.
-    """
+    """Runs the command and returns its exit status: 0, or 2 after a user error."""
     try:
         return _run(list(sys.argv[1:] if arguments is None else arguments))
     except UserError as error:

@@ -1,17 +1,18 @@
 """Selection of the backend for a kernel call.
 
-Each backend reports what it supports. Backends are kept in a registry, best one first; code outside
-`pallas_kernels` refers to them by name only.
+Backends are kept in a registry, best one first; code outside `pallas_kernels` refers to them by
+name only.
 """
 
 import functools
 import logging
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeGuard, cast
 
 import jax
 from jax import Array
 
+from pallas_kernels.checks import Shaped
 from pallas_kernels.gradients import Gradients
 from pallas_kernels.mosaic_gpu.on_demand import MosaicGpuOnDemand
 from pallas_kernels.plans import Plan
@@ -26,8 +27,9 @@ _log = logging.getLogger(__name__)
 class Estimate(Protocol):
     """Optional kernels that score key blocks by the attention of the last queries."""
 
-    def unsupported(self, q: Array) -> str | None:
+    def unsupported(self, q: Shaped) -> str | None:
         """Why the kernels do not support last queries q [B, Hq, last_q, D], or None."""
+        ...
 
     def block_statistics(
         self,
@@ -41,6 +43,7 @@ class Estimate(Protocol):
         queries: Array | None = None,
     ) -> tuple[Array, Array]:
         """Implements `pallas_kernels.mosaic_gpu.kernels.estimate.block_statistics`."""
+        ...
 
     def block_masses(
         self,
@@ -56,13 +59,15 @@ class Estimate(Protocol):
         queries: Array | None = None,
     ) -> tuple[Array, Array, Array]:
         """Implements `pallas_kernels.mosaic_gpu.kernels.estimate.block_masses`."""
+        ...
 
 
 class BlockScores(Protocol):
     """Optional kernels that score key blocks by the softmax mass of rows of queries."""
 
-    def unsupported(self, q: Array, k: Array) -> str | None:
-        """Why the kernels do not support queries and keys of these shapes and dtypes, or None."""
+    def unsupported(self, q: Shaped, k: Shaped) -> str | None:
+        """Why the kernels do not support these shapes and dtypes, or None."""
+        ...
 
     def block_masses(
         self,
@@ -76,14 +81,12 @@ class BlockScores(Protocol):
     ) -> Array | tuple[Array, Array]:
         """Computes the softmax mass of each key block, mean over the rows of a query block.
 
-        The result of a row must be bit-identical whatever the other rows of the call and the number
-        of its first block, so that the selection is the same on any number of ranks, and in a pack
-        the same as for a single document.
+        The result of a row must not depend on the other rows of the call or on the number of its
+        first block: selection is then the same on any number of ranks and in any pack.
 
         Args:
             q: [B, Hq, n, r, E], r rows of each of n query blocks.
-            k: [B, Hk, NB, c, E], c rows of each key block, in sequence order; Hq is a multiple of
-                Hk.
+            k: [B, Hk, NB, c, E], c rows of each key block, in sequence order.
             places: int32 [B or 1, n, r]: a query row sees key row j of block b iff b * c + j <= its
                 entry here; a row with -1 sees nothing and contributes nothing.
             first_blocks: int32 [B, n], first key block that the rows of a query block see; None for
@@ -96,33 +99,33 @@ class BlockScores(Protocol):
             fp32 [B, Hq, n, NB]; a row sums to the fraction of its r rows that see any key, up to
             rounding. With `levels`, a pair of it and fp32 [B, Hq, n, r].
         """
+        ...
 
 
 class Backend(Protocol):
-    """Implementation of the functions of `pallas_kernels.ops`.
+    """Implementation of the functions of `pallas_kernels.ops`, under a name to select it by."""
 
-    Attributes:
-        name: name to select it by.
-        estimate: kernels for selection by the last queries, or None.
-        block_scores: kernels that score key blocks for rows of queries, or None.
-    """
+    @property
+    def name(self) -> str: ...
 
-    name: str
-    estimate: Estimate | None
-    block_scores: BlockScores | None
+    @property
+    def estimate(self) -> Estimate | None: ...
 
-    def unsupported(self, q: Array, block_size: int | None) -> str | None:
+    @property
+    def block_scores(self) -> BlockScores | None: ...
+
+    def unsupported(self, q: Shaped, block_size: int | None) -> str | None:
         """Why a call is not supported here, or None if it is.
 
-        Args:
-            q: queries or an output; dtype and head dim are checked.
-            block_size: tokens per block (g); None for calls without blocks.
+        `block_size` is None for calls without blocks.
         """
+        ...
 
     def plan(
-        self, q: Array, k: Array, tiles: Tiles | None, columns: Columns | None, *, whole: bool
+        self, q: Shaped, k: Shaped, tiles: Tiles | None, columns: Columns | None, *, whole: bool
     ) -> Any:
-        """Returns `Plan.work`, a pytree; arguments as in `pallas_kernels.ops.plan`."""
+        """Returns `Plan.work`, a pytree."""
+        ...
 
     def forward(
         self,
@@ -136,8 +139,7 @@ class Backend(Protocol):
         init: tuple[Array, Array] | None,
         out_dtype: Any,
         beside_transfers: bool,
-    ) -> tuple[Array, Array]:
-        """Implements `pallas_kernels.ops.forward`."""
+    ) -> tuple[Array, Array]: ...
 
     def backward(
         self,
@@ -154,26 +156,22 @@ class Backend(Protocol):
         dq_dtype: Any,
         key_dtype: Any | None,
         beside_transfers: bool,
-    ) -> Gradients:
-        """Implements `pallas_kernels.ops.backward`."""
+    ) -> Gradients: ...
 
-    def delta_of(self, out: Array, dout: Array) -> Array:
-        """Implements `pallas_kernels.ops.delta_of`."""
+    def delta_of(self, out: Array, dout: Array) -> Array: ...
 
 
 class Description(NamedTuple):
-    """The backend of a call, and why the ones before it in the registry are not used.
-
-    Attributes:
-        name: name of the backend.
-        reason: why no better one is used; None if it is the best one or was requested by name.
-    """
+    """The backend of a call, and why no better one is used (None if there is no better one)."""
 
     name: str
     reason: str | None
 
 
 _PORTABLE = "xla"
+# How much slower XLA selects an index than the kernels, where both were timed.
+_ESTIMATE_COST = "several times slower"
+_BLOCK_SCORES_COST = "an order of magnitude slower"
 _registered: dict[str, Backend] = {}
 _chosen_by_name_only: set[str] = set()
 _chosen_where: dict[str, Callable[[], bool]] = {}
@@ -182,10 +180,10 @@ _chosen_where: dict[str, Callable[[], bool]] = {}
 def register(
     backend: Backend, *, by_name_only: bool = False, where: Callable[[], bool] | None = None
 ) -> None:
-    """Adds a backend at the end of the registry.
+    """Adds a backend at the end of the registry, or replaces the one of the same name.
 
     Args:
-        backend: the backend; replaces one of the same name.
+        backend: the backend.
         by_name_only: whether it is used only if requested by name.
         where: whether it is a candidate for the compilation target, unless requested by name; None
             for everywhere.
@@ -203,22 +201,19 @@ def names() -> tuple[str, ...]:
 
 
 def named(name: str) -> Backend:
-    """Returns a backend by name.
-
-    Raises:
-        ValueError: if there is no such backend.
-    """
+    """Returns a backend by name; raises ValueError if there is none."""
     if name not in _registered:
         raise ValueError(f"unknown backend={name!r}; choose from {', '.join(names())}")
     return _registered[name]
 
 
-def resolve(name: str | None, q: Array, block_size: int | None = None) -> Backend:
+def resolve(name: str | None, q: Shaped, block_size: int | None = None) -> Backend:
     """Selects the backend of a call; logs once if it falls back to XLA.
 
     Args:
         name: name of a backend; None or "auto" for the fastest available one.
-        q, block_size: as in `Backend.unsupported`.
+        q: queries or an output; only dtype and head dim are read.
+        block_size: tokens per block (g); None for calls without blocks.
 
     Raises:
         ValueError: if the name is unknown, or the backend does not support the call here.
@@ -229,9 +224,9 @@ def resolve(name: str | None, q: Array, block_size: int | None = None) -> Backen
     return named(found)
 
 
-def describe(name: str | None, q: Array, block_size: int | None = None) -> Description:
-    """Returns the backend of a call and why no better one is used; arguments as in `resolve`."""
-    if name not in (None, "auto"):
+def describe(name: str | None, q: Shaped, block_size: int | None = None) -> Description:
+    """Returns the backend of a call and why no better one is used; see `resolve`."""
+    if _by_name(name):
         reason = named(name).unsupported(q, block_size)
         if reason is not None:
             raise ValueError(f"backend={name!r} cannot run here: {reason}")
@@ -247,7 +242,7 @@ def describe(name: str | None, q: Array, block_size: int | None = None) -> Descr
     raise ValueError(f"no backend can run here: {'; '.join(reasons)}")
 
 
-def estimate_kernels(name: str | None, q: Array, block_size: int) -> Estimate | None:
+def estimate_kernels(name: str | None, q: Shaped, block_size: int) -> Estimate | None:
     """Returns the kernels that select by the last queries; None if XLA computes them.
 
     Args:
@@ -256,13 +251,16 @@ def estimate_kernels(name: str | None, q: Array, block_size: int) -> Estimate | 
         block_size: tokens per block (g).
 
     Raises:
-        ValueError: as in `resolve`.
+        ValueError: as in `resolve`, or if the backend has kernels, is requested by name and does
+            not support these queries.
     """
-    return _if_supported(resolve(name, q, block_size).estimate, q)
+    kernels = resolve(name, q, block_size).estimate
+    reason = None if kernels is None else kernels.unsupported(q)
+    return kernels if reason is None else _left_to_xla(name, reason, _ESTIMATE_COST)
 
 
 def block_score_kernels(
-    name: str | None, q: Array, block_size: int, rows: Array, keys: Array
+    name: str | None, q: Shaped, block_size: int, rows: Shaped, keys: Shaped
 ) -> BlockScores | None:
     """Returns the kernels that score key blocks for rows of queries; None if XLA computes them.
 
@@ -270,28 +268,33 @@ def block_score_kernels(
         name: as in `resolve`.
         q: the queries of the attention, as in `resolve`.
         block_size: tokens per block (g).
-        rows: rows of queries to score for, as in `BlockScores.block_masses`.
-        keys: keys, as in `BlockScores.block_masses`.
+        rows, keys: `q` and `k` of `BlockScores.block_masses`.
 
     Raises:
-        ValueError: as in `resolve`.
+        ValueError: as in `resolve`, or if the backend has kernels, is requested by name and does
+            not support these rows and keys.
     """
-    return _if_supported(resolve(name, q, block_size).block_scores, rows, keys)
+    kernels = resolve(name, q, block_size).block_scores
+    reason = None if kernels is None else kernels.unsupported(rows, keys)
+    return kernels if reason is None else _left_to_xla(name, reason, _BLOCK_SCORES_COST)
 
 
-def _if_supported[Kernels: (Estimate, BlockScores)](
-    kernels: Kernels | None, *arrays: Array
-) -> Kernels | None:
-    """Returns a backend's kernels if they support the arrays; otherwise logs the reason once."""
-    reason = None if kernels is None else kernels.unsupported(*arrays)
-    if reason is None:
-        return kernels
-    _say_left_to_xla(reason)
-    return None
+def _left_to_xla(name: str | None, reason: str, cost: str) -> None:
+    """Logs once that XLA selects the index; raises ValueError if kernels were requested by name."""
+    if _by_name(name):
+        raise ValueError(
+            f'backend={name!r} has no kernel for this index selection: {reason}; backend="auto" '
+            f"leaves the selection to XLA, which is {cost}"
+        )
+    _say_once(
+        f"index selection runs on the portable XLA backend, which is {cost} and writes its logits "
+        f"to memory in fp32: {reason}",
+        _level(),
+    )
 
 
-def _say_left_to_xla(reason: str) -> None:
-    _say_once(f"index selection runs on the portable XLA backend: {reason}", _level())
+def _by_name(name: str | None) -> TypeGuard[str]:
+    return name not in (None, "auto")
 
 
 def _level() -> int:
@@ -306,6 +309,7 @@ def _say_once(message: str, level: int) -> None:
     _log.log(level, message)
 
 
-register(MosaicGpuOnDemand())
+# The class looks up most attributes in the backend that it imports.
+register(cast(Backend, MosaicGpuOnDemand()))
 register(Triton(), where=triton_device.before_hopper)
 register(Xla())

@@ -1,28 +1,31 @@
 """Shape checks of kernel calls, before tracing."""
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.tiles import Columns, Tiles
 
+Shaped = Array | jax.ShapeDtypeStruct  # where only shape and dtype are read
+
 _HEAD_DIMS = (64, 128)
 _DTYPES = (jnp.bfloat16, jnp.float16)
-_BLOCK_SIZE = 128
+BLOCK_SIZE = 128
 
 
-def unsupported_operands(q: Array, block_size: int | None) -> str | None:
-    """Why GPU kernels do not support the operands, or None; arguments as in `unsupported`."""
+def unsupported_operands(q: Shaped, block_size: int | None) -> str | None:
+    """Implements the part of `Backend.unsupported` that all GPU kernels share."""
     if jnp.dtype(q.dtype) not in [jnp.dtype(d) for d in _DTYPES]:
         return f"dtype {q.dtype} (must be bfloat16 or float16)"
     if q.shape[-1] not in _HEAD_DIMS:
         return f"head dim {q.shape[-1]} (must be 64 or 128)"
-    if block_size not in (None, _BLOCK_SIZE):
+    if block_size not in (None, BLOCK_SIZE):
         return f"block_size {block_size} (must be 128)"
     return None
 
 
-def check_plan(q: Array, k: Array, tiles: Tiles | None, columns: Columns | None) -> None:
-    """Checks the arguments of `plan`.
+def check_plan(q: Shaped, k: Shaped, tiles: Tiles | None, columns: Columns | None) -> int:
+    """Checks the arguments of `plan`; returns the block size.
 
     Raises:
         ValueError: if a shape is invalid; the message names the argument.
@@ -37,9 +40,10 @@ def check_plan(q: Array, k: Array, tiles: Tiles | None, columns: Columns | None)
             f"q has {q.shape[2]} heads and k has {k.shape[2]}; the number of query heads must be a "
             "multiple of the number of key/value heads"
         )
-    if tiles is None and columns is None:
+    blocks = columns if tiles is None else tiles
+    if blocks is None:
         raise ValueError("there is nothing to compute: pass tiles, columns or both")
-    g = (tiles if tiles is not None else columns).block_size
+    g = blocks.block_size
     for name, x in (("q", q), ("k", k)):
         if x.shape[1] % g:
             raise ValueError(
@@ -54,3 +58,4 @@ def check_plan(q: Array, k: Array, tiles: Tiles | None, columns: Columns | None)
                 f"columns.block_size={columns.block_size} differs from the tiles' block_size={g}"
             )
         columns.check(batch, heads, num_queries // g)
+    return g

@@ -130,6 +130,7 @@ def _with_past_bwd(scale, backend, residuals, cotangents):
         dq_dtype=q.dtype,
     )
     # Sums a query's copies one by one; a scatter on a GPU would add them in arbitrary order.
+    assert grads.dk is not None and grads.dv is not None  # the plan has tiles
     dq = jnp.zeros(q.shape, jnp.float32)
     for slot in range(index.most - 1):
         copy = _take(grads.dq, where.places[..., slot]).astype(jnp.float32)
@@ -151,8 +152,7 @@ _with_past.defvjp(_with_past_fwd, _with_past_bwd)
 
 
 def _plan(copies: Array, k: Array, where: Gathered, backend: str | None) -> Plan:
-    tiles, _ = where.index.on_one_device(*copies.shape[:3], k.shape[1])
-    return ops.plan(copies, k, tiles, backend=backend)
+    return ops.plan(copies, k, where.index.tiles(), backend=backend)
 
 
 def gather_queries(index: TokenChunksIndex, rows: Array) -> Gathered:

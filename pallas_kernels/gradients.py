@@ -25,15 +25,17 @@ class Gradients(NamedTuple):
 
 
 def whole_keys(
-    dk: Array,
-    dv: Array,
+    dk: Array | None,
+    dv: Array | None,
     dk_columns: Array | None,
     dv_columns: Array | None,
     columns: Columns | None,
     dtype: jnp.dtype,
 ) -> tuple[Array, Array]:
     """Returns dk and dv in a dtype, including the gradients of gathered columns."""
+    assert dk is not None and dv is not None, "without tiles there are no dk and dv"
     if columns is not None:
+        assert dk_columns is not None and dv_columns is not None
         dk = scatter_columns(dk, dk_columns, columns.tokens)
         dv = scatter_columns(dv, dv_columns, columns.tokens)
     return dk.astype(dtype), dv.astype(dtype)

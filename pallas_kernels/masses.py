@@ -10,6 +10,8 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_kernels.checks import BLOCK_SIZE, Shaped
+
 _MOST_BLOCKS = 1 << 13  # more would overflow the sums of `_HIGH_BITS`
 LOG2E = math.log2(math.e)
 _HIGH_BITS = 17
@@ -28,7 +30,7 @@ _DTYPES = (jnp.bfloat16, jnp.float16)
 Score = Callable[[Array, Array, Array, Array | None], tuple[Array, Array]]
 
 
-def unsupported_by_kernel(q: Array, k: Array, *, depth: int, width: int) -> str | None:
+def unsupported_by_kernel(q: Shaped, k: Shaped, *, depth: int, width: int) -> str | None:
     """Implements `BlockScores.unsupported` for a kernel.
 
     Args:
@@ -44,7 +46,8 @@ def unsupported_by_kernel(q: Array, k: Array, *, depth: int, width: int) -> str 
     if columns % 8 or width % columns:
         return f"{columns} rows of keys per block (must be 8, 16, 32, 64 or 128)"
     if k.shape[2] > _MOST_BLOCKS:
-        return f"{k.shape[2]} blocks of keys (must be at most {_MOST_BLOCKS})"
+        most = f"{_MOST_BLOCKS}, which is {_MOST_BLOCKS * BLOCK_SIZE} tokens"
+        return f"{k.shape[2]} blocks of keys (must be at most {most})"
     return None
 
 
@@ -95,9 +98,8 @@ def masses_from_scores(
         own = lax.dynamic_slice_in_dim(q, i * chunk, chunk, axis=2)
         seen = lax.dynamic_slice_in_dim(places, i * chunk, chunk, axis=1)
         seen = seen.reshape(places.shape[0], -1)
-        begin = starts
-        if begin is not None:
-            size = chunk * num_rows
+        begin, size = None, chunk * num_rows
+        if starts is not None:
             begin = lax.dynamic_slice_in_dim(starts, i * size, size, axis=1)
         scores, peak = score(own.reshape(batch, heads, -1, length), k, seen, begin)
         masses, of_rows = _masses(scores[:, :, :num_blocks], peak, seen, begin, columns, num_rows)

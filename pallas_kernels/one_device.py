@@ -9,7 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels import backends, names
 from pallas_kernels.composed import chunk_attention
-from pallas_kernels.index import Index
+from pallas_kernels.index import Index, TokenChunksIndex
 from pallas_kernels.ops import Pair, backward, forward, plan, scale_of
 from pallas_kernels.plans import Plan
 from pallas_kernels.tiles import gather_columns
@@ -50,16 +50,21 @@ def attention(
             f"q has {q.shape[1]} tokens and k has {k.shape[1]}; causal attention needs equal "
             "lengths"
         )
-    if index.composed:
-        rows = jnp.arange(q.shape[1] // index.block_size, dtype=jnp.int32)
-        options = dict(scale=scale, backend=backend)
-        own = attention(q, k, v, index.own(rows), return_lse=True, **options)
-        result = chunk_attention(q, k, v, index, rows, own, **options)
-        return result if return_lse else result[0]
-    tiles, columns = index.on_one_device(*q.shape[:3], k.shape[1])
+    out, lse = _with_lse(q, k, v, index, scale, backend)
+    return (out, lse) if return_lse else out
+
+
+def _with_lse(
+    q: Array, k: Array, v: Array, index: Index, scale: float | None, backend: str | None
+) -> Pair:
+    batch, num_queries, num_heads, _ = q.shape
+    if isinstance(index, TokenChunksIndex):
+        rows = jnp.arange(num_queries // index.block_size, dtype=jnp.int32)
+        own = _with_lse(q, k, v, index.own(rows), scale, backend)
+        return chunk_attention(q, k, v, index, rows, own, scale=scale, backend=backend)
+    tiles, columns = index.on_one_device(batch, num_queries, num_heads, k.shape[1])
     planned = plan(q, k, tiles, columns, whole=True, backend=backend)
-    result = _attention(scale_of(scale, q), q, k, v, planned)
-    return result if return_lse else result[0]
+    return _attention(scale_of(scale, q), q, k, v, planned)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -101,4 +106,5 @@ _attention.defvjp(_attention_fwd, _attention_bwd)
 def _column_kv(k: Array, v: Array, plan: Plan) -> Pair | None:
     if plan.columns is None:
         return None
-    return tuple(gather_columns(x, plan.columns.tokens) for x in (k, v))
+    tokens = plan.columns.tokens
+    return gather_columns(k, tokens), gather_columns(v, tokens)

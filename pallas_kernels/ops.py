@@ -1,11 +1,10 @@
 """Kernel calls over arrays of one device: plan once, then run forward and backward."""
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels import backends
-from pallas_kernels.checks import check_plan
+from pallas_kernels.checks import Shaped, check_plan
 from pallas_kernels.gradients import Gradients
 from pallas_kernels.plans import Plan
 from pallas_kernels.tiles import Columns, Tiles
@@ -15,8 +14,8 @@ Pair = tuple[Array, Array]
 
 
 def plan(
-    q: Array | jax.ShapeDtypeStruct,
-    k: Array | jax.ShapeDtypeStruct,
+    q: Shaped,
+    k: Shaped,
     tiles: Tiles | None,
     columns: Columns | None = None,
     *,
@@ -40,8 +39,7 @@ def plan(
     Raises:
         ValueError: if shapes are invalid, or the backend cannot run here.
     """
-    check_plan(q, k, tiles, columns)
-    block_size = (tiles if tiles is not None else columns).block_size
+    block_size = check_plan(q, k, tiles, columns)
     runs = backends.resolve(backend, q, block_size)
     return Plan(
         work=runs.plan(q, k, tiles, columns, whole=whole),

@@ -51,7 +51,7 @@ class Plan:
         if (column_kv is None) != (self.columns is None):
             given, planned = ("no", "with") if column_kv is None else ("a", "without")
             raise ValueError(f"{given} column_kv was passed to a plan {planned} columns")
-        if column_kv is not None:
+        if column_kv is not None and self.columns is not None:
             batch, _, heads, dim = self.query_shape
             shape = (batch, self.columns.tokens.shape[-1], heads, dim)
             for name, x in zip(("keys", "values"), column_kv, strict=True):

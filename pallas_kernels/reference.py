@@ -40,12 +40,12 @@ def reference_attention(
         out [B, Sq, Hq, D] and lse [B, Hq, Sq] (natural log), in the accumulation type.
     """
     dtype = jnp.promote_types(q.dtype, jnp.float32)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    factor: float = q.shape[-1] ** -0.5 if scale is None else scale
     group = q.shape[2] // k.shape[2]
     k = jnp.repeat(k.astype(dtype), group, axis=2)
     v = jnp.repeat(v.astype(dtype), group, axis=2)
     highest = lax.Precision.HIGHEST
-    logits = scale * jnp.einsum("bqhd,bkhd->bhqk", q.astype(dtype), k, precision=highest)
+    logits = factor * jnp.einsum("bqhd,bkhd->bhqk", q.astype(dtype), k, precision=highest)
     empty = ~mask.any(-1)
     # Empty rows get one finite logit and zero weight, so that no NaN enters gradients.
     logits = jnp.where(mask, logits, -jnp.inf)

@@ -1,5 +1,6 @@
 """Command line of the trainer: arguments, output and exit status."""
 
+import importlib
 import os
 import signal
 import subprocess
@@ -137,6 +138,12 @@ def test_version(runs, capsys):
     pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert mtraining_jax.__version__ == pyproject["project"]["version"]
     assert runs == []
+
+
+@pytest.mark.parametrize("module", ["evaluation.cli", "evaluation.generate_cli"])
+def test_version_of_other_commands(module, capsys):
+    assert importlib.import_module(f"mtraining_jax.{module}").main(["--version"]) == 0
+    assert capsys.readouterr().out == f"mtraining-jax {mtraining_jax.__version__}\n"
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux")

@@ -1,18 +1,16 @@
-"""Times of reading a prompt and of each new token, with random weights.
+r"""Times reading a prompt and generating tokens, with random weights, and prints a markdown table.
 
-python -m benchmarks.quality.evaluate --config qwen3b_512k --length 131072 --pattern dense replay
+    python -m benchmarks.quality.evaluate --config qwen3b_512k --length 131072 \
+        --pattern dense replay
 
-Reading a prompt is set against the forward pass of training over as many tokens, both without the
-output layer on all of them. A new token is set against the time in which its device could read all
-weights and its part of the cache, at --bandwidth.
-
-Random weights attend to everything alike, so that a chosen index would be nearly dense: the
-pattern `replay` computes a density given beforehand, and chooses an index too. Any field of the
-configuration can be set, as --parallel.devices_per_node=8; for a run without a GPU,
---config tiny --length 2048 --pattern dense vertical_slash.
+Reading a prompt is compared with the forward pass of training over as many tokens, both without the
+output layer on all of them. A new token is compared with the time in which its device could read
+all weights and its part of the cache, at --bandwidth. Random weights have flat attention, so that
+a selected index would be nearly dense: the pattern `replay` computes a given density, and selects
+an index too. Any configuration field can be set, as --parallel.devices_per_node=8; a run without a
+GPU: --config tiny --length 2048 --pattern dense vertical_slash.
 """
 
-import argparse
 import dataclasses
 import statistics
 import time
@@ -25,6 +23,8 @@ import numpy as np
 from flax import nnx
 from jax import Array
 
+from benchmarks.options import make_parser, overrides
+from benchmarks.report import table_head, table_line
 from mtraining_jax.config import Config, load_config
 from mtraining_jax.evaluation.engine import Engine
 from mtraining_jax.evaluation.load import Loaded, in_compute_dtype
@@ -38,20 +38,20 @@ from mtraining_jax.training.build import layer_inputs
 
 _COLUMNS = (
     "pattern", "density", "training's forward s", "prefill s", "rate over training's",
-    "prompt tokens/s", "ms a new token", "ms to read weights and cache", "times that",
+    "prompt tokens/s", "ms per new token", "ms to read weights and cache", "ratio",
     "peak GiB of prefill (compiler)",
 )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """Of one pattern.
+    """Results of one pattern.
 
     Attributes:
         density: computed over causal pairs, mean over layers.
         forward, prefill, token: seconds, medians.
-        peak_bytes: memory of one device in the prefill, as the compiler reserves it; 0 where it
-            does not say, as of a program from JAX's cache.
+        peak_bytes: memory of one device in the prefill, as the compiler reserves it; 0 if it does
+            not say, as for a program from JAX's cache.
     """
 
     density: float
@@ -64,18 +64,17 @@ class Timing:
 def bytes_of_a_token(
     spec: ModelSpec, parameters: dict[str, tuple[int, int]], context: int, ranks: int, width: int
 ) -> int:
-    """What one device reads for one new token.
+    """Bytes that one device reads for one new token.
+
+    That is all weights (the embedding only if it is also the output layer), and the keys and values
+    of the context on the device.
 
     Args:
         spec: the model.
-        parameters: by name, how many numbers and bytes a number.
+        parameters: size and bytes per element, by name.
         context: tokens in the cache.
         ranks: devices that share the cache.
-        width: bytes of a number in the cache.
-
-    Returns:
-        Bytes of all weights, of the embedding only if it is the output layer too, and of keys and
-        values of the context that lie on the device.
+        width: bytes per element of the cache.
     """
     untied = not spec.tie_word_embeddings
     weights = sum(
@@ -87,7 +86,7 @@ def bytes_of_a_token(
 
 
 def row_of(name: str, timing: Timing, length: int, ideal: float) -> list[str]:
-    """The cells of one pattern; `ideal` are the seconds in which a token's bytes can be read."""
+    """The cells of one pattern; `ideal` is the time to read the bytes of a token, in seconds."""
     return [
         name, f"{timing.density:.3f}", f"{timing.forward:.3f}", f"{timing.prefill:.3f}",
         f"{timing.forward / timing.prefill:.1%}", f"{length / timing.prefill:,.0f}",
@@ -97,16 +96,16 @@ def row_of(name: str, timing: Timing, length: int, ideal: float) -> list[str]:
 
 
 def time_pattern(
-    loaded: Loaded, length: int, repeats: int, tokens: int, say: Callable[[str], None]
+    loaded: Loaded, length: int, repeats: int, tokens: int, log: Callable[[str], None]
 ) -> Timing:
     """Compiles and times everything with one pattern.
 
     Args:
         loaded: the model.
         length: tokens of the prompt.
-        repeats: of each measurement, after one to warm up.
-        tokens: new tokens of each measurement of these.
-        say: told what has been measured.
+        repeats: runs per median, after one to warm up.
+        tokens: new tokens per run.
+        log: called with each result.
     """
     programs = Programs(loaded)
     rng = np.random.default_rng(0)
@@ -117,10 +116,10 @@ def time_pattern(
     forward = _forward(loaded, programs, ids)
     forward_seconds = statistics.median(_seconds(forward, repeats))
     del forward
-    say(f"training's forward: {forward_seconds:.3f} s")
+    log(f"training's forward: {forward_seconds:.3f} s")
     read = programs.prefill(ids, total)
     prefill_seconds = statistics.median(_seconds(read, repeats))
-    say(f"prefill: {prefill_seconds:.3f} s")
+    log(f"prefill: {prefill_seconds:.3f} s")
 
     prompt = read()
     density = float(prompt.density)
@@ -129,19 +128,19 @@ def time_pattern(
     step = programs.step(cache, token, length, total, "greedy", drawing)
 
     def several() -> Array:
-        nonlocal cache, token  # a step takes over the cache
+        nonlocal cache, token  # a step donates the cache
         for _ in range(tokens):
             cache, token, _ = step(cache, token)
         return token
 
     token_seconds = statistics.median(_seconds(several, repeats)) / tokens
-    say(f"a new token: {1e3 * token_seconds:.2f} ms")
+    log(f"a new token: {1e3 * token_seconds:.2f} ms")
     peak = read.func.memory_analysis().peak_memory_in_bytes
     return Timing(density, forward_seconds, prefill_seconds, token_seconds, peak)
 
 
 def _forward(loaded: Loaded, programs: Programs, ids: np.ndarray) -> Callable[[], Array]:
-    """The model as training runs it, up to what goes into the output layer."""
+    """The model as in training, up to the input of the output layer."""
     network = loaded.network
     layout, positions = programs.deal(len(ids))
     pattern = programs.pattern(len(ids))
@@ -184,57 +183,50 @@ def _load(config: Config) -> Loaded:
 
 def main() -> None:
     """Prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__, "repeats")
     parser.add_argument("--config", required=True)
     parser.add_argument("--length", type=int, default=131072, help="tokens of the prompt")
     parser.add_argument("--pattern", nargs="+", default=["dense", "replay"])
-    parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--tokens", type=int, default=16, help="new tokens a measurement")
-    parser.add_argument("--bandwidth", type=float, default=4.0, help="TB/s, what memory can do")
-    arguments, overrides = parser.parse_known_args()
-    pairs = [tuple(text.removeprefix("--").split("=", 1)) for text in overrides]
-    # A prompt is read whole, in one sequence.
-    pairs += [("parallel.data", "1"), ("data.seq_len", str(arguments.length))]
-    pairs += [("audit.every_steps", "0")]  # there is no training to measure
+    parser.add_argument("--tokens", type=int, default=16, help="new tokens per run")
+    parser.add_argument("--bandwidth", type=float, default=4.0, help="of the memory, TB/s")
+    args, fields = parser.parse_known_args()
+    pairs = overrides(fields)
+    # One sequence with the whole prompt, and no training to audit.
+    pairs += [("parallel.data", "1"), ("data.seq_len", str(args.length))]
+    pairs += [("audit.every_steps", "0")]
     configs = {
-        name: load_config(arguments.config, [*pairs, ("sparsity.kind", name)])
-        for name in arguments.pattern
+        name: load_config(args.config, [*pairs, ("sparsity.kind", name)]) for name in args.pattern
     }
-    config = configs[arguments.pattern[0]]
+    config = configs[args.pattern[0]]
     set_platform(config.parallel.cpu_devices)
     loaded = _load(config)
     network = loaded.network
-    state = jax.tree.leaves(loaded.state)
-    sizes = {name: (x.size, x.dtype.itemsize) for name, x in _named(loaded).items()}
-    context = arguments.length + (arguments.repeats + 1) * arguments.tokens // 2
+    weights = dict(zip(
+        jax.tree.leaves(parameter_names(loaded.state)), jax.tree.leaves(loaded.state), strict=True
+    ))  # fmt: skip
+    sizes = {name: (x.size, x.dtype.itemsize) for name, x in weights.items()}
+    context = args.length + (args.repeats + 1) * args.tokens // 2
     width = jnp.dtype(network.spec.dtype).itemsize
     read = bytes_of_a_token(network.spec, sizes, context, network.ranks, width)
-    ideal = read / (arguments.bandwidth * 1e12)
+    ideal = read / (args.bandwidth * 1e12)
     device = network.mesh.devices.flat[0].device_kind
     print(
-        f"{config.run.name}: {arguments.length} tokens on {network.ranks} x {device}, jax "
-        f"{jax.__version__}, {network.spec.dtype}, {sum(x.size for x in state) / 1e9:.2f} billion "
-        f"parameters with random values; medians of {arguments.repeats}; {read / 1e9:.2f} GB are "
-        f"read for a new token on each device, at {arguments.bandwidth:g} TB/s in "
-        f"{1e3 * ideal:.2f} ms",
+        f"{config.run.name}: {args.length} tokens on {network.ranks} x {device}, jax "
+        f"{jax.__version__}, {network.spec.dtype}, "
+        f"{sum(x.size for x in weights.values()) / 1e9:.2f} billion random parameters; medians of "
+        f"{args.repeats}; each device reads {read / 1e9:.2f} GB per new token, which takes "
+        f"{1e3 * ideal:.2f} ms at {args.bandwidth:g} TB/s",
         flush=True,
     )
     rows = []
     for name, config in configs.items():
         engine = Engine(loaded).with_pattern(config.sparsity.settings)
         timing = time_pattern(
-            engine.loaded, arguments.length, arguments.repeats, arguments.tokens,
+            engine.loaded, args.length, args.repeats, args.tokens,
             lambda text, name=name: print(f"{name}: {text}", flush=True),
         )  # fmt: skip
-        rows.append(row_of(name, timing, arguments.length, ideal))
-    print("| " + " | ".join(_COLUMNS) + " |\n|" + " --- |" * len(_COLUMNS))
-    for cells in rows:
-        print("| " + " | ".join(cells) + " |")
-
-
-def _named(loaded: Loaded) -> dict[str, Array]:
-    names = jax.tree.leaves(parameter_names(loaded.state))
-    return dict(zip(names, jax.tree.leaves(loaded.state), strict=True))
+        rows.append(row_of(name, timing, args.length, ideal))
+    print(*table_head(_COLUMNS), *map(table_line, rows), sep="\n")
 
 
 if __name__ == "__main__":

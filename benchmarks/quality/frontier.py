@@ -1,4 +1,4 @@
-r"""What sparse patterns lose on a real model, and what they save.
+r"""Measures the loss that sparse patterns cost a pretrained model, and the time that they save.
 
     python -m examples.smollm2 MODEL
     python -m benchmarks.quality.texts --tokenizer MODEL/tokenizer.json --out TEXTS
@@ -6,20 +6,19 @@ r"""What sparse patterns lose on a real model, and what they save.
     python -m benchmarks.quality.frontier --model MODEL --texts TEXTS --out RESULT --quick \
         --patterns xattention,stride=8,tau=0.9 my.module:Mine,option=3
 
-Runs a pretrained model on long texts with sparse attention in every layer, once with each setting
-of each pattern, and compares the losses with those of dense attention, on all tokens and on far
-copies (`evaluation/far_copies.py`). Then times the choice of an index, forward and backward on the
-queries, keys and values of real layers, against dense attention in the same run. Beyond the context
-of the model positions are stretched by YaRN.
+Runs the model on long texts with sparse attention in every layer, once per setting of a pattern,
+and compares the losses with those of dense attention, on all tokens and on far copies
+(`evaluation/far_copies.py`). Then times selection, forward and backward on the queries, keys and
+values of real layers, against dense attention in the same run. YaRN stretches the context of the
+model if needed.
 
-Writes RESULT.jsonl, a line a setting as soon as it is measured, RESULT.md and RESULT.png.
-`python -m benchmarks.quality.frontier_report` draws several such files as one.
+Writes RESULT.jsonl, with a line per setting as soon as it is measured, RESULT.md and RESULT.png.
+`python -m benchmarks.quality.frontier_report` joins several such files.
 """
 
 import argparse
 import json
 import sys
-import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -28,22 +27,23 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import report
+from benchmarks.options import make_parser
 from benchmarks.quality import frontier_report
 from benchmarks.quality.measure import (
-    Chooser,
     Programs,
+    Selector,
     baseline,
     measure_losses,
     measure_times,
     summary,
 )
-from benchmarks.quality.patterns import BASELINES, FIELD, QUICK, ROWS, known, parse
+from benchmarks.quality.patterns import BASELINES, FIELD, QUICK, ROWS, parse
 from benchmarks.quality.stepped_model import Attend, SteppedModel, read_model
+from benchmarks.timing import log
 from mtraining_jax.errors import UserError
 from mtraining_jax.sparsity import Dense, ModelSizes, Pattern
 from pallas_kernels import DenseIndex
 
-_START = time.perf_counter()
 _TIMED = 4  # layers, spread over the model
 
 
@@ -58,8 +58,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _run(args: argparse.Namespace) -> None:
-    on_gpu = jax.default_backend() == "gpu"
-    dtype = args.dtype or ("bfloat16" if on_gpu else "float32")
+    dtype = args.dtype or ("bfloat16" if jax.default_backend() == "gpu" else "float32")
     texts, kinds = _read_texts(args)
     model = SteppedModel(read_model(args.model, args.seq_len, dtype), args.seq_len)
     spec, rng = model.spec, np.random.default_rng(args.seed)
@@ -74,11 +73,11 @@ def _run(args: argparse.Namespace) -> None:
     programs = Programs(args.backend, args.seq_len, rows)
     with ThreadPoolExecutor(args.compilers) as pool:
         compiling = {
-            text: pool.submit(Chooser, pattern, q, k, args.backend)
+            text: pool.submit(Selector, pattern, q, k, args.backend)
             for text, pattern in ({"dense": Dense()} | patterns).items()
         }
         losses = _dense_losses(model, programs, texts)
-        # All are awaited: compiling tries kernels out on the device, which times would show.
+        # Wait for all: compiling tries kernels on the device, which would disturb the times.
         _wait(compiling)
     numbers = sorted({int((i + 0.5) * spec.num_layers / _TIMED) for i in range(_TIMED)})
     # Each from another text, so that all kinds of text are timed.
@@ -97,30 +96,30 @@ def _run(args: argparse.Namespace) -> None:
         "times": measure_times(programs, dense, *timed) if args.times else None,
     }  # fmt: skip
     record = frontier_report.Record(args.out, start)
-    _say(f"dense: {frontier_report.dense_line(start)}")
+    log(f"dense: {frontier_report.dense_line(start)}")
     failed = []
     for text, pattern in patterns.items():
         try:
-            chooser = compiling[text].result()
-            found = summary(measure_losses(model, programs, chooser, texts), losses, texts, kinds)
-            times = measure_times(programs, chooser, *timed) if args.times else None
-        except Exception as error:  # of a pattern under trial: the others are not lost with it
+            selector = compiling[text].result()
+            found = summary(measure_losses(model, programs, selector, texts), losses, texts, kinds)
+            times = measure_times(programs, selector, *timed) if args.times else None
+        except Exception as error:  # a failing pattern must not stop the others
             failed.append(text)
             record.fail(text, error)
-            _say(f"{text}: FAILED: {type(error).__name__}: {error}")
+            log(f"{text}: FAILED: {type(error).__name__}: {error}")
             continue
         row = {"pattern": text, "what": pattern.describe(), **found, "times": times}
         record.add(row)
-        _say(frontier_report.line(row, start))
+        log(frontier_report.line(row, start))
     record.draw()
     if failed:
         sys.exit(f"error: {len(failed)} of {len(patterns)} settings failed: {'; '.join(failed)}")
 
 
-def _wait(compiling: dict[str, Future[Chooser]]) -> None:
+def _wait(compiling: dict[str, Future[Selector]]) -> None:
     for text, future in compiling.items():
         if future.exception() is None:
-            _say(f"compiled the choice of {text} in {future.result().compile_seconds:.1f} s")
+            log(f"compiled the selection of {text} in {future.result().compile_seconds:.1f} s")
 
 
 def _dense_attend(programs: Programs) -> Attend:
@@ -133,21 +132,18 @@ def _dense_losses(model: SteppedModel, programs: Programs, texts: np.ndarray) ->
     losses = []
     for number, tokens in enumerate(texts):
         losses.append(jax.device_get(model.losses(tokens, attend)))
-        _say(f"dense loss of sequence {number + 1} of {len(texts)}: {losses[-1].mean():.3f}")
+        log(f"dense loss of sequence {number + 1} of {len(texts)}: {losses[-1].mean():.3f}")
     return np.stack(losses)
 
 
 def _selected(args: argparse.Namespace) -> list[str]:
     if args.patterns:
         return list(dict.fromkeys(args.patterns))
-    return known(QUICK if args.quick else (*BASELINES, *ROWS, *FIELD))
+    return list(QUICK if args.quick else (*BASELINES, *ROWS, *FIELD))
 
 
 def _read_texts(args: argparse.Namespace) -> tuple[np.ndarray, list[str]]:
-    """Integers [N, S], and the kind of each.
-
-    Every n-th text, so that fewer sequences are of as many kinds.
-    """
+    """Tokens, integers [N, S], and the kind of each text; evenly spaced to cover all kinds."""
     try:
         tokens = np.load(args.texts / "tokens.npy")
         sources = json.loads((args.texts / "sources.json").read_text())
@@ -158,8 +154,8 @@ def _read_texts(args: argparse.Namespace) -> tuple[np.ndarray, list[str]]:
         raise UserError(f"--sequences {args.sequences} must be from 1 to {len(tokens)}")
     if args.seq_len > tokens.shape[1]:
         raise UserError(f"--seq-len {args.seq_len} is more than the {tokens.shape[1]} of the texts")
-    chosen = np.linspace(0, len(tokens), args.sequences, endpoint=False).astype(int)
-    return tokens[chosen, : args.seq_len], [sources[i]["kind"] for i in chosen]
+    selected = np.linspace(0, len(tokens), args.sequences, endpoint=False).astype(int)
+    return tokens[selected, : args.seq_len], [sources[i]["kind"] for i in selected]
 
 
 def _check_blocks(patterns: dict[str, Pattern], seq_len: int) -> None:
@@ -171,35 +167,27 @@ def _check_blocks(patterns: dict[str, Pattern], seq_len: int) -> None:
             )
 
 
-def _say(text: str) -> None:
-    print(f"[{time.perf_counter() - _START:6.1f} s] {text}", file=sys.stderr, flush=True)
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__, "backend", "repeats", "seed")
     parser.add_argument("--model", type=Path, required=True, help="a Hugging Face folder")
-    parser.add_argument("--texts", type=Path, required=True, help="from benchmarks.quality.texts")
     parser.add_argument(
-        "--out", type=Path, required=True, metavar="RESULT", help="without an ending"
+        "--texts", type=Path, required=True, help="folder from benchmarks.quality.texts"
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="RESULT", help="path without a suffix"
     )
     parser.add_argument("--seq-len", type=int, default=32768, metavar="S")
-    parser.add_argument("--sequences", type=int, default=16, help="how many texts")
+    parser.add_argument("--sequences", type=int, default=16, help="number of texts")
     parser.add_argument(
-        "--patterns", nargs="+", metavar="NAME,OPTION=VALUE", help="default: all of interest"
+        "--patterns", nargs="+", metavar="NAME,OPTION=VALUE", help="default: a list of all kinds"
     )
-    parser.add_argument("--quick", action="store_true", help="few settings, if none are given")
-    parser.add_argument("--repeats", type=int, default=10, help="a time is the median of so many")
+    parser.add_argument("--quick", action="store_true", help="a short list of patterns by default")
     parser.add_argument(
         "--no-times", dest="times", action="store_false", help="losses and recall only"
     )
     parser.add_argument("--recall-rows", type=int, default=128, help="queries for recall")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], help="default: by the device")
-    backends = ["xla", "mosaic_gpu", "triton"]
-    parser.add_argument("--backend", choices=backends, help="default: the best here")
     parser.add_argument("--compilers", type=int, default=4, help="programs compiled at a time")
-    parser.add_argument("--seed", type=int, default=0, help="of sampled queries and gradients")
     return parser
 
 

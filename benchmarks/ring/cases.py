@@ -1,9 +1,9 @@
-"""One problem of the ring benchmark: compiled ahead of time, then timed mask by mask."""
+"""Problems of the ring benchmark: compiled ahead of time, then timed mask by mask."""
 
 import dataclasses
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.kernels.masks import BLOCK, SlashMask, slash_mask
-from benchmarks.ring.balance import ring_balance
+from benchmarks.ring import balance
 from benchmarks.ring.programs import Problem, RingPrograms
 from benchmarks.timing import median_ms
 from mtraining_jax.parallel.compiler import ring_compiler_options
@@ -26,25 +26,25 @@ MEASURES = ("index", "silent", "local")
 
 @dataclasses.dataclass
 class Row:
-    """A line of the table; times in ms, medians, None where nothing was measured.
+    """A row of the table; times are medians in ms, None where nothing was measured.
 
     Attributes:
         problem: what was computed.
         mask: "A", "B" or "D" (dense causal).
-        repeats: number of runs that a median is taken over.
+        repeats: runs per median.
         flops: executed in a forward pass, over all ranks.
         forward: output.
-        both: output and gradients, one program, index given.
-        step: choosing an index and `both`, one after another.
-        choose: the index, over all ranks.
+        both: output and gradients in one program, for a given index.
+        step: selection and then `both`.
+        choose: selection over all ranks.
         build: columns and plans of one rank for all steps of both passes, on one GPU.
         silent: `both` on all ranks without communication.
         local: `both` of the busiest rank on one GPU, without communication.
-        temp: bytes a GPU beyond arguments and results of `both`, as the compiler reserves them.
-        peak: bytes a GPU in use at most so far, as the allocator saw it.
-        layer_balance: executed tiles of the busiest rank over the mean, in the whole layer.
-        step_balance: tiles on the path of waits over those of the mean rank.
-        worst_step: busiest over mean of the most uneven step.
+        temp: bytes per GPU beyond arguments and results of `both`, from the compiler.
+        peak: largest number of bytes in use on a GPU so far, from the allocator.
+        layer_balance: `balance.layer_imbalance`.
+        step_balance: `balance.step_imbalance`.
+        worst_step: largest of `balance.imbalance_of_steps`.
     """
 
     problem: Problem
@@ -64,19 +64,24 @@ class Row:
     step_balance: float | None = None
     worst_step: float | None = None
 
+    @classmethod
+    def from_json(cls, values: dict) -> "Row":
+        """The row that `dataclasses.asdict` turned into JSON."""
+        return cls(**values | {"problem": Problem(**values["problem"])})
+
     @property
     def backward(self) -> float:
         """Time of the gradients: `both` minus `forward`."""
         return self.both - self.forward
 
     def rate(self, ms: float | None, passes: float = PASSES) -> float | None:
-        """Executed TFLOP/s a GPU."""
+        """Executed TFLOP/s per GPU."""
         if not ms:
             return None
         return passes * self.flops / self.problem.gpus / ms / 1e9
 
 
-class Cell:
+class Case:
     """Programs of one problem, being compiled.
 
     Args:
@@ -91,74 +96,79 @@ class Cell:
         measures: tuple[str, ...] = MEASURES,
     ):
         self.problem = problem
-        self.programs = RingPrograms(problem, devices)
-        self._options = ring_compiler_options(devices[0].platform)
+        self.programs = programs = RingPrograms(problem, devices)
+        options = ring_compiler_options(devices[0].platform)
         self._compiled: dict[str, Future] = {}
-        shapes = self.programs.shapes()
-        q, k, v, dout = shapes.sharded()
-        shard = shapes.shard()
+        q, k, v, dout = programs.sharded
+        on_one = programs.index_on_one, programs.rank
 
         def add(name: str, f: Callable[..., Any], *args: Any) -> None:
-            if name in ("silent", "local"):  # must not find what was traced with collectives
+            if name in ("silent", "local"):  # must not reuse traces with collectives
                 jax.clear_caches()
-            lowered = jax.jit(f, compiler_options=self._options).lower(*args)
+            lowered = jax.jit(f, compiler_options=options).lower(*args)
             self._compiled[name] = pool.submit(lowered.compile)
 
-        add("forward", self.programs.forward, q, k, v, shapes.index())
-        add("both", self.programs.both, q, k, v, dout, shapes.index())
+        add("forward", programs.forward, q, k, v, programs.index)
+        add("both", programs.both, q, k, v, dout, programs.index)
         if problem.sparse and "index" in measures:
-            add("choose", self.programs.choose, q, k)
-            add("build", self.programs.build, *shard[:3], shapes.index(one=True), shapes.rank())
+            add("choose", programs.select, q, k)
+            add("build", programs.build, *programs.shard[:3], *on_one)
         if "silent" in measures and problem.gpus > 1:
-            add("silent", self.programs.silent, q, k, v, dout, shapes.index())
+            add("silent", programs.silent, q, k, v, dout, programs.index)
         if "local" in measures and problem.gpus > 1:
-            add("local", self.programs.local, *shard, shapes.index(one=True), shapes.rank())
+            add("local", programs.local, *programs.shard, *on_one)
 
     def wait(self) -> None:
-        """Until all programs are compiled."""
+        """Waits until all programs are compiled."""
         for future in self._compiled.values():
             future.result()
 
-    def masks(self, wanted: str) -> list[str]:
-        """Those of the wanted masks that belong to this problem."""
-        return [m for m in ("AB" if self.problem.sparse else "D") if m in wanted]
-
     def prepare(self, masks: str, seed: int) -> None:
-        """Does what needs no device to itself: draws inputs and masks, and reports balance.
+        """Does what can share the device: draws inputs and masks, and counts the balance.
 
         Args:
-            masks: letters; those of other kinds of problem are left out.
+            masks: letters; masks of other kinds of problem are ignored.
             seed: of inputs and masks.
         """
         problem = self.problem
         self._inputs = self.programs.random_inputs(seed)
         self._prepared: list[tuple[Row, Index, int]] = []
-        for mask in self.masks(masks):
+        for mask in (m for m in ("AB" if problem.sparse else "D") if m in masks):
             rng = np.random.default_rng([seed, ord(mask), problem.seq_len])
             pattern = slash_mask(mask, rng, problem.heads, problem.seq_len)
-            row = Row(problem, mask, 0, pattern.work().flops(problem.dim))
             index = self._index(pattern) if problem.sparse else DenseIndex(BLOCK)
-            self._prepared.append((row, index, self._balance(row, index)))
+            tiles = balance.tiles_per_step(jax.device_get(index), problem.topology())
+            row = Row(
+                problem, mask, 0, pattern.work().flops(problem.dim),
+                layer_balance=float(balance.layer_imbalance(tiles)),
+                step_balance=float(balance.step_imbalance(tiles)),
+                worst_step=float(balance.imbalance_of_steps(tiles).max()),
+            )
+            self._prepared.append((row, index, int(tiles.sum((2, 3)).argmax())))
         jax.block_until_ready(self._inputs)
 
-    def measure(self, repeats: int, seconds: float, tell: Callable[[Row], None]) -> None:
-        """Times all programs on each prepared mask and reports its row.
+    def measure(self, repeats: int, seconds: float) -> Iterator[Row]:
+        """Times all programs on each prepared mask.
 
         Args:
-            repeats: number of runs that a median is taken over.
-            seconds: limit of all repeats together; where they would take longer, fewer are made,
-                at least 3.
-            tell: called with each row as soon as it is measured.
+            repeats: runs per median.
+            seconds: limit of all repeats together; slower programs are repeated less often, at
+                least 3 times.
         """
         for row, index, rank in self._prepared:
             row.repeats = repeats
             self._measure(row, index, rank, seconds)
-            tell(row)
+            yield row
 
     def _measure(self, row: Row, index, rank: int, seconds: float) -> None:
         q, k, v, dout = self._inputs
-        shard = [self._first_shard(x) for x in self._inputs]
-        both = self._compiled["both"].result()
+        devices = list(self.programs.mesh.devices.flat)
+        shard = [
+            next(s.data for s in x.addressable_shards if s.device == devices[0])
+            for x in self._inputs
+        ]
+        compiled = {name: future.result() for name, future in self._compiled.items()}
+        both, forward = compiled["both"], compiled["forward"]
         row.temp = both.memory_analysis().temp_size_in_bytes
         jax.block_until_ready(both(q, k, v, dout, index))
         begin = time.perf_counter()
@@ -167,44 +177,24 @@ class Cell:
         row.repeats = max(min(row.repeats, int(seconds / max(once, 1e-6))), min(row.repeats, 3))
         timed = functools.partial(median_ms, repeats=row.repeats)
         row.both = timed(lambda: both(q, k, v, dout, index))
-        row.peak = _peak(self.programs.mesh.devices.flat)
-        forward = self._compiled["forward"].result()
+        row.peak = _peak(devices)
         row.forward = timed(lambda: forward(q, k, v, index))
-        if "silent" in self._compiled:
-            silent = self._compiled["silent"].result()
+        if silent := compiled.get("silent"):
             row.silent = timed(lambda: silent(q, k, v, dout, index))
-        one = self.programs.mesh.devices.flat[0]
-        index_on_one, rank = jax.device_put((index, jnp.int32(rank)), one)
-        if "local" in self._compiled:
-            local = self._compiled["local"].result()
-            row.local = timed(lambda: local(*shard, index_on_one, rank))
-        if "choose" in self._compiled:
-            choose = self._compiled["choose"].result()
-            build = self._compiled["build"].result()
-            row.choose = timed(lambda: choose(q, k))
-            row.step = timed(lambda: (choose(q, k), both(q, k, v, dout, index)))
-            row.build = timed(lambda: build(*shard[:3], index_on_one, rank))
-
-    def _balance(self, row: Row, index: VerticalSlashIndex | DenseIndex) -> int:
-        """Fills in the balance; returns the busiest rank."""
-        balance = jax.jit(ring_balance, static_argnums=1)(
-            jax.device_get(index), self.problem.topology()
-        )
-        row.layer_balance = float(balance.imbalance)
-        row.step_balance = float(balance.step_imbalance)
-        row.worst_step = float(balance.per_step.max())
-        return int(np.asarray(balance.tiles).sum((2, 3)).argmax())
+        on_one = jax.device_put((index, jnp.int32(rank)), devices[0])
+        if local := compiled.get("local"):
+            row.local = timed(lambda: local(*shard, *on_one))
+        if select := compiled.get("choose"):
+            row.choose = timed(lambda: select(q, k))
+            row.step = timed(lambda: (select(q, k), both(q, k, v, dout, index)))
+            row.build = timed(lambda: compiled["build"](*shard[:3], *on_one))
 
     def _index(self, pattern: SlashMask) -> VerticalSlashIndex:
-        abstract = self.programs.shapes().index()
+        abstract = self.programs.index
         index = pattern.index(
             abstract.slash_blocks.shape[-1], abstract.vertical_tokens.shape[-1]
         )
         return jax.device_put(index, NamedSharding(self.programs.mesh, P()))
-
-    def _first_shard(self, x: jax.Array) -> jax.Array:
-        one = self.programs.mesh.devices.flat[0]
-        return next(s.data for s in x.addressable_shards if s.device == one)
 
 
 def _peak(devices) -> int | None:

@@ -1,11 +1,11 @@
-"""Computes the time of a layer's ring attention on networks that are not at hand; prints a table.
+"""Models ring attention of a layer on networks that cannot be measured here, and prints a table.
 
     python -m benchmarks.ring.model [--rows RING.json] [--nodes 4] [--devices 8]
 
-The input is measured times of kernels, of the rings of one host and of the index, and the given
-rates of the links. Two things that overlap take as long as the slower one; the order is that in
-which `mtraining_jax.parallel` sends and computes. Without `--rows` the table has only the figures
-of the paper (arXiv 2510.18830), which the model reproduces.
+The input is measured times of kernels, rings of one host and selection (`ring.attention --out`),
+and given rates of links. Overlapping transfers and kernels take as long as the slower of the two,
+in the order in which `mtraining_jax.parallel` sends and computes. Without --rows the output has
+only the figures of the paper (arXiv 2510.18830), which the model reproduces.
 """
 
 import argparse
@@ -13,20 +13,21 @@ import dataclasses
 import json
 from pathlib import Path
 
+from benchmarks.options import make_parser
+from benchmarks.report import table_head, table_line
 from benchmarks.ring.cases import Row
-from benchmarks.ring.programs import Problem
 
-INFINIBAND = 25.0  # GB/s in one direction for each GPU, as in the paper
+INFINIBAND = 25.0  # GB/s in one direction per GPU, as in the paper
 FP32_OVER_BF16 = 2
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One pass of a ring, by its parts, in ms.
+    """Parts of one pass of a ring, in ms.
 
     Attributes:
-        compute: kernels on one arrived shard.
-        inner: sending one shard of keys and values on inside a node.
+        compute: kernels on one shard.
+        inner: sending one shard of keys and values inside a node.
         outer: sending it to another node.
     """
 
@@ -37,8 +38,7 @@ class Step:
 
 def flat_forward(step: Step, nodes: int, devices: int) -> float:
     """Flat ring: a hop hides behind a step, and the slowest link sets the pace."""
-    ranks = nodes * devices
-    return _turn(ranks, step.compute, step.outer if nodes > 1 else step.inner)
+    return _turn(nodes * devices, step.compute, step.outer if nodes > 1 else step.inner)
 
 
 def hierarchical_forward(step: Step, nodes: int, devices: int) -> float:
@@ -58,9 +58,8 @@ def gather_forward(step: Step, nodes: int, devices: int) -> float:
 
 
 def flat_backward(step: Step, nodes: int, devices: int) -> float:
-    """As forward; gradients travel one step later and need a last hop to their owner."""
-    ranks = nodes * devices
-    return _turn_back(ranks, step.compute, step.outer if nodes > 1 else step.inner)
+    """Flat ring: gradients travel one step later and need a last hop to their owner."""
+    return _turn_back(nodes * devices, step.compute, step.outer if nodes > 1 else step.inner)
 
 
 def hierarchical_backward(step: Step, nodes: int, devices: int) -> float:
@@ -94,7 +93,7 @@ def _turn(size: int, visit: float, hop: float) -> float:
 
 
 def _turn_back(size: int, visit: float, hop: float) -> float:
-    """As `_turn`, with fp32 gradients that travel one step later and need a last hop."""
+    """`_turn` with fp32 gradients that travel one step later and need a last hop."""
     if size == 1:
         return visit
     gradients = FP32_OVER_BF16 * hop
@@ -103,7 +102,7 @@ def _turn_back(size: int, visit: float, hop: float) -> float:
 
 
 def hop_ms(seq_len: int, ranks: int, kv_heads: int, dim: int, gb_per_s: float, latency: float):
-    """Time to send a rank's keys and values in bf16; latency in ms."""
+    """Time to send the keys and values of a rank in bf16; latency in ms."""
     return latency + 2 * 2 * seq_len / ranks * kv_heads * dim / gb_per_s / 1e6
 
 
@@ -119,51 +118,70 @@ def paper_ms(ring: str) -> float:
 def model(
     rows: dict[str, Row], nodes: int, devices: int, args: argparse.Namespace
 ) -> dict[str, list[float]]:
-    """Times in ms of forward, backward and both with index, by ring, from its measured rows.
+    """Models forward, backward and both with selection, in ms, by ring, from its measured rows.
 
-    A rank's kernels take the time of the rows without communication, times the rank's share of the
-    work. The index takes the time that was measured, although each rank has fewer keys to look at.
-    What a ring took on one host beyond its kernels (transfers, partial results between steps,
-    launches) is added unchanged, since what a GPU sends and carries does not depend on the number
-    of GPUs. If the rate of the inner link is given, the time of that link is used instead.
+    Kernels of a rank take the time of the rows without communication, in proportion to its work.
+    Selection takes the measured time, although each rank has fewer keys. Everything else that a
+    ring took on one host (transfers, partial results, launches) is added unchanged, because what a
+    GPU sends and receives does not depend on the number of GPUs. If the rate of the inner link is
+    given, it replaces that.
     """
     ranks = nodes * devices
     kernels = min(filter(_silent, rows.values()), key=_silent)
     found = {}
     for ring, row in rows.items():
         given = args.inner_gb_s is not None
-        without = row if given else kernels
+        silent = row if given else kernels
         shape = (row.problem.seq_len, ranks, row.problem.kv_heads, row.problem.dim)
         inner = hop_ms(*shape, args.inner_gb_s, args.latency_ms) if given else 0.0
         outer = hop_ms(*shape, args.outer_gb_s, args.latency_ms)
+        forward = _silent(silent) * silent.forward / silent.both
         times = []
-        for of, measured, pure in zip(
-            RINGS[ring], (row.forward, row.backward), _passes(without), strict=True
+        for time_of, measured, pure in zip(
+            RINGS[ring], (row.forward, row.backward), (forward, _silent(silent) - forward),
+            strict=True,
         ):
             beyond = 0.0 if given else max(measured - pure, 0.0)
             visit = (pure * row.problem.gpus / ranks + beyond) / ranks
-            times.append(of(Step(visit, inner, outer), nodes, devices))
+            times.append(time_of(Step(visit, inner, outer), nodes, devices))
         found[ring] = [*times, sum(times) + (row.choose or 0)]
     return found
 
 
 def _silent(row: Row) -> float | None:
-    """Times of forward and backward without communication, in ms."""
+    """Time of forward and backward without communication, in ms."""
     return (row.silent or row.local) if row.problem.gpus > 1 else row.both
 
 
-def _passes(row: Row) -> tuple[float, float]:
-    """`_silent`, split into forward and backward by their shares in the ring."""
-    forward = _silent(row) * row.forward / row.both
-    return forward, _silent(row) - forward
+def read_rows(path: Path) -> dict[tuple[int, str, int], dict[str, Row]]:
+    """Reads the striped row of each ring, by length, mask and number of GPUs.
+
+    The flat ring replaces a hierarchical one that was not measured. One GPU has no ring; its row
+    serves for all of them.
+    """
+    groups: dict[tuple[int, str, int], list[Row]] = {}
+    for row in map(Row.from_json, json.loads(path.read_text())):
+        p = row.problem
+        if p.layout == "striped" and _silent(row):
+            groups.setdefault((p.seq_len, row.mask, p.gpus), []).append(row)
+    found: dict[tuple[int, str, int], dict[str, Row]] = {}
+    for key, rows in groups.items():
+        rows.sort(key=lambda row: row.problem.nodes)
+        by_ring = {row.problem.ring: row for row in rows}
+        if "flat" in by_ring:
+            by_ring.setdefault("hierarchical", by_ring["flat"])
+        if key[2] == 1:
+            by_ring = dict.fromkeys(RINGS, rows[0])
+        found[key] = {ring: by_ring[ring] for ring in RINGS if ring in by_ring}
+    return found
 
 
 def main(argv: list[str] | None = None) -> str:
     """Returns the markdown."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--rows", type=Path, metavar="FILE.json", help="of the ring benchmark")
     parser.add_argument("--nodes", type=int, default=4)
-    parser.add_argument("--devices", type=int, default=8, help="of a node")
+    parser.add_argument("--devices", type=int, default=8, help="per node")
     parser.add_argument(
         "--inner-gb-s", type=float, help="per GPU, one way; default: as on the host of the rows"
     )
@@ -179,44 +197,22 @@ def main(argv: list[str] | None = None) -> str:
         inside = "as measured" if args.inner_gb_s is None else f"{args.inner_gb_s:g} GB/s"
         lines += [
             "",
-            f"Modelled, not measured: {args.nodes} x {args.devices} GPUs, {inside} inside a node, "
-            f"{args.outer_gb_s:g} GB/s between, {args.latency_ms:g} ms a hop; kernels and index "
-            "as measured.",
+            f"Modeled, not measured: {args.nodes} x {args.devices} GPUs, {inside} inside a node, "
+            f"{args.outer_gb_s:g} GB/s between, {args.latency_ms:g} ms a hop; kernels and "
+            "selection as measured.",
             "",
-            "| S | mask | ring | measured on | fwd ms | bwd ms | all with index ms |",
-            "|" + " --- |" * 7,
+            *table_head(
+                ("S", "mask", "ring", "measured on", "fwd ms", "bwd ms", "all with index ms")
+            ),
         ]
-        for (seq_len, mask, _), rows in _rows(args.rows).items():
+        for (seq_len, mask, _), rows in read_rows(args.rows).items():
             for ring, times in model(rows, args.nodes, args.devices, args).items():
                 p = rows[ring].problem
-                cells = [seq_len, mask, ring, f"{p.nodes} x {p.gpus // p.nodes} GPUs, {p.ring}"]
-                cells += [f"{ms:.2f}" for ms in times]
-                lines.append("| " + " | ".join(map(str, cells)) + " |")
+                mesh = f"{p.nodes} x {p.gpus // p.nodes} GPUs, {p.ring}"
+                lines.append(
+                    table_line([str(seq_len), mask, ring, mesh, *(f"{ms:.2f}" for ms in times)])
+                )
     return "\n".join(lines) + "\n"
-
-
-def _rows(path: Path) -> dict[tuple[int, str, int], dict[str, Row]]:
-    """The striped row to use for each ring on many nodes, by length, mask and number of GPUs.
-
-    Where the hierarchical ring was not measured, the flat one stands for it. One GPU has no ring;
-    its row stands for all of them.
-    """
-    groups: dict[tuple[int, str, int], list[Row]] = {}
-    for x in json.loads(path.read_text()):
-        row = Row(**x | {"problem": Problem(**x["problem"])})
-        p = row.problem
-        if p.layout == "striped" and _silent(row):
-            groups.setdefault((p.seq_len, row.mask, p.gpus), []).append(row)
-    found: dict[tuple[int, str, int], dict[str, Row]] = {}
-    for key, rows in groups.items():
-        rows.sort(key=lambda row: row.problem.nodes)
-        by_ring = {row.problem.ring: row for row in rows}
-        if "flat" in by_ring:
-            by_ring.setdefault("hierarchical", by_ring["flat"])
-        if key[2] == 1:
-            by_ring = dict.fromkeys(RINGS, rows[0])
-        found[key] = {ring: by_ring[ring] for ring in RINGS if ring in by_ring}
-    return found
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The programs that the ring benchmark compiles and times."""
+"""Programs that the ring benchmark compiles and times."""
 
 import contextlib
 import dataclasses
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.kernels.masks import BLOCK
@@ -27,7 +27,7 @@ from pallas_kernels.index import DenseIndex, Index, VerticalSlashIndex
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One cell of the benchmark: batch 1, bf16.
+    """One problem of the benchmark: batch 1, bf16.
 
     Attributes:
         seq_len: S.
@@ -35,9 +35,9 @@ class Problem:
         ring: one of `RINGS`.
         gpus: W, ranks of the ring.
         nodes: N of the mesh, `gpus` / N devices each.
-        sparse: whether an index is given (masks A and B), else dense causal.
+        sparse: whether there is an index (masks A and B), else dense causal.
         heads, kv_heads, dim: of the attention.
-        backend: of the kernels; None is the best that runs here.
+        backend: of the kernels; None for the best one here.
     """
 
     seq_len: int
@@ -59,12 +59,12 @@ class Problem:
         return f"{kind} S={self.seq_len} {self.layout} {self.ring} {mesh}"
 
     def ring_layout(self) -> Layout:
-        """The layout that suits the ring."""
+        """The layout for this ring."""
         nodes = 1 if self.ring == "flat" else self.nodes
         return Layout(self.layout, self.seq_len, self.gpus, BLOCK, nodes)
 
     def topology(self) -> RingTopology:
-        """Who meets whom."""
+        """The order in which shards meet."""
         sizes = (self.nodes, self.gpus // self.nodes)
         return RingTopology(
             self.ring_layout(), SEQUENCE_AXES, sizes, self.ring, backend=self.backend
@@ -72,18 +72,56 @@ class Problem:
 
 
 class RingPrograms:
-    """Functions of one problem, to be traced; `shapes` gives what to trace them with."""
+    """Functions of one problem, and abstract arguments to trace them with.
+
+    Args:
+        problem: what to compute.
+        devices: the first `problem.gpus` of them are used.
+    """
 
     def __init__(self, problem: Problem, devices: list[jax.Device]):
-        """Uses the first `problem.gpus` of the devices."""
         self.problem = problem
-        self.mesh: Mesh = make_mesh(
+        self.mesh = make_mesh(
             1, problem.nodes, problem.gpus // problem.nodes, devices[: problem.gpus]
         )
         self.layout = problem.ring_layout()
         self._attention = make_attention(
             self.mesh, self.layout, Dense(BLOCK), ring=problem.ring, backend=problem.backend
         )
+        one = SingleDeviceSharding(self.mesh.devices.flat[0])
+        self.sharded = self._heads(problem.seq_len, NamedSharding(self.mesh, HEADS))
+        self.shard = self._heads(problem.seq_len // problem.gpus, one)  # of one rank
+        self.rank = jax.ShapeDtypeStruct((), jnp.int32, sharding=one)
+        self.index: Index = DenseIndex(BLOCK)  # on all devices, and on the first one
+        self.index_on_one: Index = DenseIndex(BLOCK)
+        if problem.sparse:
+            index = jax.eval_shape(self.select, *self.sharded[:2])
+            self.index, self.index_on_one = (
+                jax.tree.map(
+                    lambda x, to=to: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to), index
+                )
+                for to in (NamedSharding(self.mesh, P()), one)
+            )
+
+    def _heads(self, tokens: int, sharding: Sharding) -> list[jax.ShapeDtypeStruct]:
+        """q, k, v and dout."""
+        problem = self.problem
+        heads = (problem.heads, problem.kv_heads, problem.kv_heads, problem.heads)
+        return [
+            jax.ShapeDtypeStruct((1, tokens, n, problem.dim), jnp.bfloat16, sharding=sharding)
+            for n in heads
+        ]
+
+    def random_inputs(self, seed: int) -> list[Array]:
+        """Normal q, k, v and dout, drawn on their devices."""
+        draw = jax.jit(
+            lambda key: [
+                jax.random.normal(k, x.shape, x.dtype)
+                for k, x in zip(jax.random.split(key, 4), self.sharded, strict=True)
+            ],
+            out_shardings=[x.sharding for x in self.sharded],
+        )
+        return draw(jax.random.key(seed))
 
     def forward(self, q: Array, k: Array, v: Array, index: Any) -> Array:
         """The output, on all ranks."""
@@ -94,10 +132,15 @@ class RingPrograms:
         out, vjp = jax.vjp(lambda q, k, v: self.forward(q, k, v, index), q, k, v)
         return out, *vjp(dout)
 
+    def silent(self, q: Array, k: Array, v: Array, dout: Array, index: Any) -> tuple[Array, ...]:
+        """`both` on all ranks at once, without communication; see `without_collectives`."""
+        with without_collectives(dict(self.mesh.shape)):
+            return self.both(q, k, v, dout, index)
+
     def local(
         self, q: Array, k: Array, v: Array, dout: Array, index: Any, rank: Array
     ) -> tuple[Array, ...]:
-        """What one rank computes, on one device: arrays of one shard; see `without_collectives`."""
+        """`both` of one rank on one device, from arrays of one shard, without communication."""
         topology = self.problem.topology()
 
         def attend(q, k, v):
@@ -110,13 +153,8 @@ class RingPrograms:
             out, vjp = jax.vjp(attend, q, k, v)
             return out, *vjp(dout)
 
-    def silent(self, q: Array, k: Array, v: Array, dout: Array, index: Any) -> tuple[Array, ...]:
-        """`both` on all ranks at once, but nothing travels; see `without_collectives`."""
-        with without_collectives(dict(self.mesh.shape)):
-            return self.both(q, k, v, dout, index)
-
-    def choose(self, q: Array, k: Array) -> VerticalSlashIndex:
-        """Chooses an index over all ranks, as a training step does."""
+    def select(self, q: Array, k: Array) -> VerticalSlashIndex:
+        """Selects an index over all ranks, as a training step does."""
 
         def on_rank(q: Array, k: Array) -> VerticalSlashIndex:
             return choose_index(
@@ -131,9 +169,9 @@ class RingPrograms:
         )(q, k)
 
     def build(self, q: Array, k: Array, v: Array, index: Index, rank: Array) -> Any:
-        """Everything that one rank's kernels read, except the shards, at all steps of both passes.
+        """Everything that the kernels of one rank read, except shards, at all steps.
 
-        Plans, and columns of the rank's own keys; nothing is sent or received.
+        That is, plans of both passes, and columns among the rank's own keys, without communication.
         """
         topology = self.problem.topology()
         with without_collectives(dict(self.mesh.shape), rank):
@@ -143,86 +181,25 @@ class RingPrograms:
             return plans, None
         return plans, fetch_columns((k, v), self.layout.local_positions(tokens, rank), ())
 
-    def shapes(self) -> "Shapes":
-        """Abstract arguments of the programs."""
-        return Shapes(self)
-
-    @functools.cached_property
-    def abstract_index(self) -> VerticalSlashIndex:
-        """What `choose` gives, traced once."""
-        q, k, *_ = self.shapes().sharded()
-        return jax.eval_shape(self.choose, q, k)
-
-    def random_inputs(self, seed: int) -> list[Array]:
-        """Normal q, k, v and dout, drawn where they lie. In layout order as well as in any."""
-        shapes = self.shapes().sharded()
-        draw = jax.jit(
-            lambda key: [
-                jax.random.normal(k, x.shape, x.dtype)
-                for k, x in zip(jax.random.split(key, 4), shapes, strict=True)
-            ],
-            out_shardings=[x.sharding for x in shapes],
-        )
-        return draw(jax.random.key(seed))
-
-
-class Shapes:
-    """Abstract arguments of `RingPrograms`, with their shardings."""
-
-    def __init__(self, programs: RingPrograms):
-        self._programs, self._problem = programs, programs.problem
-        self._one = SingleDeviceSharding(programs.mesh.devices.flat[0])
-        self._everywhere = NamedSharding(programs.mesh, P())
-
-    def sharded(self) -> list[jax.ShapeDtypeStruct]:
-        """q, k, v, dout over all ranks."""
-        return self._heads(self._problem.seq_len, NamedSharding(self._programs.mesh, HEADS))
-
-    def shard(self) -> list[jax.ShapeDtypeStruct]:
-        """q, k, v, dout of one rank, on the first device."""
-        return self._heads(self._problem.seq_len // self._problem.gpus, self._one)
-
-    def index(self, one: bool = False) -> Index:
-        """The index on all ranks, or on the first device."""
-        if not self._problem.sparse:
-            return DenseIndex(BLOCK)
-        sharding = self._one if one else self._everywhere
-        return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-            self._programs.abstract_index,
-        )
-
-    def rank(self) -> jax.ShapeDtypeStruct:
-        """Number of a rank, on the first device."""
-        return jax.ShapeDtypeStruct((), jnp.int32, sharding=self._one)
-
-    def _heads(self, tokens: int, sharding: Any) -> list[jax.ShapeDtypeStruct]:
-        problem = self._problem
-        heads = (problem.heads, problem.kv_heads, problem.kv_heads, problem.heads)
-        return [
-            jax.ShapeDtypeStruct((1, tokens, n, problem.dim), jnp.bfloat16, sharding=sharding)
-            for n in heads
-        ]
-
 
 @contextlib.contextmanager
 def without_collectives(axis_sizes: dict[str, int], rank: Array | None = None) -> Iterator[None]:
-    """Programs traced meanwhile keep to their own rank: what they would receive is their own.
+    """Programs traced within it replace every collective by local data of the same shape.
 
-    A permute gives what was sent, a sum its own term, a gather as many copies of its own part, a
-    scattered sum this rank's part of its own term. Shapes, kernels and work lists, which depend
-    on the index alone, are those of the real program; results are not. Keys of columns that other
-    ranks own are zeros.
+    A permute returns what was sent, a sum its own term, a gather copies of its own part, a
+    scattered sum this rank's part of its own term. Shapes, kernels and work lists (which depend on
+    the index only) are those of the real program; results are not. Keys of columns on other ranks
+    are zeros.
 
     Args:
-        axis_sizes: of the mesh. Collectives over other names are left alone.
-        rank: this rank, outside of a `shard_map`; None inside of one.
+        axis_sizes: of the mesh. Collectives over other axes are unchanged.
+        rank: this rank, outside a `shard_map`; None inside one.
     """
 
     def names_of(axis_name: Any) -> tuple[Any, ...]:
         return tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
 
-    def ours(axis_name: Any) -> bool:
+    def in_mesh(axis_name: Any) -> bool:
         return all(name in axis_sizes for name in names_of(axis_name))
 
     def size(axis_name: Any) -> int:
@@ -233,9 +210,9 @@ def without_collectives(axis_sizes: dict[str, int], rank: Array | None = None) -
 
         @functools.wraps(original)
         def call(x: Any, axis_name: Any, *args: Any, **options: Any) -> Any:
-            if not ours(axis_name):
+            if not in_mesh(axis_name):
                 return original(x, axis_name, *args, **options)
-            # The barrier keeps the compiler from seeing that nothing changes.
+            # The barrier hides from the compiler that nothing changes.
             x = lax.optimization_barrier(x)
             return jax.tree.map(lambda x: stand_in(x, axis_name, *args, **options), x)
 
@@ -264,7 +241,7 @@ def without_collectives(axis_sizes: dict[str, int], rank: Array | None = None) -
         real_index = lax.axis_index
 
         def axis_index(axis_name: Any) -> Array:
-            if not ours(axis_name):
+            if not in_mesh(axis_name):
                 return real_index(axis_name)
             below, result = 1, jnp.int32(0)
             names = list(axis_sizes)

@@ -225,7 +225,8 @@ def _attend_on_shard(
 ) -> AttentionOutput:
     """Attention on one device's shards; `others` are the axes of other sequences and heads."""
     if isinstance(pattern, Pattern):
-        choice = choose(pattern, q, k, shards)
+        with jax.named_scope("selection"):
+            choice = choose(pattern, q, k, shards)
         by_rows = _by_rows(pattern, shards.documents)
         if choice.index.by_rows != by_rows:
             raise ValueError(

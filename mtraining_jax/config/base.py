@@ -17,16 +17,8 @@ def read_with_base(
 
     `run.name` is not inherited: every file has its own run folder.
 
-    Args:
-        path: the file.
-        read: parses a file into a table.
-        find: resolves the name of a configuration to its file.
-
     Returns:
         The table without `base`, and the origin of inherited fields: file paths by dotted name.
-
-    Raises:
-        UserError: a base that does not exist, cannot be read or is part of a cycle.
     """
     return _read(path, read, find, ())
 

@@ -10,9 +10,6 @@ class DenseSteps:
     """The dense steps of a run: `step in dense_steps`, with steps counted from 1.
 
     Attributes:
-        total: steps of the run.
-        first: number of dense warm-up steps.
-        last: number of dense cooldown steps, counted back from `total`.
         every: multiples of this are dense too; 0 disables.
     """
 

@@ -21,12 +21,9 @@ class Field:
     """One field of the configuration.
 
     Attributes:
-        name: dotted name, e.g. `model.num_layers`.
         allowed: description of valid values, e.g. `an integer (at least 1)`.
         kinds: accepted Python types; `NoneType` for optional fields, `dict` for tables of fields.
-        required: whether it has no default.
         default: its default, None if `required`.
-        doc: help text.
     """
 
     name: str
@@ -100,11 +97,7 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
 
 
 def toml_value(value: Any) -> str:
-    """Formats a value as TOML (None as `none`).
-
-    Raises:
-        TypeError: `value` has a type that no field has.
-    """
+    """Formats a value as TOML (None as `none`)."""
     match value:
         case None:
             return "none"

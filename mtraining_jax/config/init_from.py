@@ -16,15 +16,7 @@ from mtraining_jax.models.rope import RopeScaling, make_scaling
 def with_checkpoint(table: Mapping[str, Any], say: Callable[[str, str], None]) -> dict[str, Any]:
     """Fills the section `model` from config.json, except for the fields in `model.override`.
 
-    Args:
-        table: unvalidated values by section and field; not modified.
-        say: called with a field's name and a message for each field that differs from config.json.
-
-    Returns:
-        The completed table.
-
-    Raises:
-        UserError: config.json cannot be read or describes an unsupported model.
+    `say` is called with a field's name and a message for each field that differs from config.json.
     """
     given = table.get("model")
     if not isinstance(given, dict) or not isinstance(given.get("init_from"), str):

@@ -51,14 +51,12 @@ def load_config(name_or_path: str | Path, overrides: Sequence[tuple[str, str]] =
     """Loads and validates the configuration of a run.
 
     Args:
-        name_or_path: a name from `available_configs()`, or the path of a TOML file (anything with
-            a suffix .toml or a folder). A file may inherit from another: `base = "NAME"`.
+        name_or_path: a name from `available_configs()`, or the path of a TOML file.
         overrides: pairs of dotted field name and value as text, parsed as TOML or else as a plain
             string. Later overrides win.
 
     Raises:
-        UserError: one line per problem: the file cannot be found, read or parsed; unknown, missing
-            or invalid fields; contradictory fields.
+        UserError: one line per problem.
     """
     path = _find(str(name_or_path))
     load_own_plugins(str(name_or_path), overrides)
@@ -84,10 +82,6 @@ def load_config(name_or_path: str | Path, overrides: Sequence[tuple[str, str]] =
 def config_from_dict(table: Mapping[str, Any], source: str) -> Config:
     """Builds and validates a `Config` from a nested dict, the inverse of `config_to_dict`.
 
-    Args:
-        table: values by section and field; lists or tuples for lists.
-        source: origin of the values, for error messages.
-
     Raises:
         UserError: one line per problem.
     """
@@ -107,7 +101,7 @@ def config_of_model(
         overrides: pairs of dotted field name and value as text.
 
     Raises:
-        UserError: one line per unknown, missing or invalid field.
+        UserError: one line per problem.
     """
     table = copy.deepcopy(dict(table))
     with_overrides = copy.deepcopy(table)
@@ -132,10 +126,6 @@ def load_own_plugins(name_or_path: str | None, overrides: Iterable[tuple[str, st
     """Imports plug-ins given as `package.module:Class`, so that their fields are known.
 
     `load_config` reports the errors that are ignored here.
-
-    Args:
-        name_or_path: name or path of a configuration; None for no file.
-        overrides: pairs of dotted field name and value as text.
     """
     try:
         if name_or_path is None:
@@ -156,9 +146,6 @@ def parse_value(name: str, text: str) -> Any:
 
     Accepts `none` for optional fields, booleans in any case, strings without quotes and lists of
     one item without brackets.
-
-    Raises:
-        UserError: unknown field or malformed list.
     """
     fields = all_fields()
     if name not in fields:

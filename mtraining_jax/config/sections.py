@@ -23,21 +23,11 @@ class FieldConflict(UserError):
 
 
 def assemble(name: str, base: Any, plugins: Mapping[str, type], selector: str) -> Any:
-    """A section with the fields of `base` and of all plug-ins.
+    """A section with the fields of `base` and of all plug-ins; `owners` maps fields to plug-ins.
 
     Types and limits (`mtraining_jax.limits`) come from a plug-in's annotations, help texts from
     "Attributes:" in its docstring. Plug-ins may share a field. Fields of plug-ins that are not
     selected are validated but have no effect.
-
-    Args:
-        name: name of the new class.
-        base: a section (pydantic dataclass).
-        plugins: dataclasses by name.
-        selector: the field of `base` that selects a plug-in, for help texts.
-
-    Returns:
-        A pydantic dataclass derived from `base`; `owners` maps each added field to the names of its
-        plug-ins.
 
     Raises:
         FieldConflict: two plug-ins declare a field with different types or defaults.
@@ -94,12 +84,7 @@ def with_fields_of[T](plugins: Mapping[str, type], selector: str) -> Callable[[t
 
 @dataclasses.dataclass(frozen=True)
 class Plugins:
-    """Declares, as class variable `plugins` of a section, the plug-ins that add fields to it.
-
-    Attributes:
-        registry: the plug-ins.
-        selector: the field that selects a plug-in.
-    """
+    """Declares, as class variable `plugins` of a section, the plug-ins that add fields to it."""
 
     registry: Registry
     selector: str

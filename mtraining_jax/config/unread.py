@@ -12,10 +12,6 @@ def unread(config: Config, names: Iterable[str]) -> list[str]:
 
     For fields set on the command line, where they are most likely a mistake. Files set unused
     fields on purpose, as values for other patterns or sources.
-
-    Args:
-        config: a valid configuration.
-        names: dotted names of the fields that were set.
     """
     return [
         f"{name} has no effect: {reason}"

@@ -22,10 +22,6 @@ DENSE_STEPS = ("sparsity.dense_first", "sparsity.dense_last", "sparsity.dense_ev
 def validate(config: Config, device_count: int | None = None) -> None:
     """Rejects a configuration with contradictory fields.
 
-    Args:
-        config: the configuration.
-        device_count: total number of devices of all processes, if known.
-
     Raises:
         UserError: one line per contradiction, with the fields, their values and valid values.
     """

@@ -14,11 +14,7 @@ LARGE = 2**28
 
 
 def slow_start(data: "DataConfig") -> str | None:
-    """A hint to pre-tokenize a large corpus, which otherwise every process tokenizes at startup.
-
-    Raises:
-        UserError: the files cannot be found.
-    """
+    """A hint to pre-tokenize a large corpus, which otherwise every process tokenizes at startup."""
     source = selected_source(data)
     if not isinstance(source, DocumentSource) or not isinstance(source, FileSource):
         return None

@@ -12,14 +12,7 @@ from mtraining_jax.errors import UserError
 
 
 def load_pyarrow(source: str) -> Any:
-    """Imports pyarrow, an optional dependency.
-
-    Args:
-        source: the value of data.source that needs it, for the error message.
-
-    Raises:
-        UserError: it is not installed.
-    """
+    """Imports pyarrow, an optional dependency."""
     try:
         import pyarrow
         import pyarrow.ipc
@@ -34,13 +27,7 @@ def load_pyarrow(source: str) -> Any:
 
 @dataclass(frozen=True)
 class Column:
-    """The column that a source reads.
-
-    Attributes:
-        name: name of the column.
-        holds_ids: whether it holds token ids instead of text.
-        source: the value of data.source.
-    """
+    """The column that a source reads."""
 
     name: str
     holds_ids: bool
@@ -52,11 +39,7 @@ class Column:
         return f'the column of data.{field} = "{self.name}"'
 
     def check(self, schema: Any, path: Path) -> None:
-        """Checks that a file's schema has the column with a valid type.
-
-        Raises:
-            UserError: the column is missing or has another type.
-        """
+        """Checks that a file's schema has the column with a valid type."""
         if self.name not in schema.names:
             raise UserError(f"{path} lacks {self._shown}; it has {shown_names(schema.names)}")
         types, kind = load_pyarrow(self.source).types, schema.field(self.name).type
@@ -73,15 +56,8 @@ class Column:
     ) -> Iterator[tuple[str, str | np.ndarray]]:
         """Reads the rows of a file; call `check` first.
 
-        Args:
-            batches: opens the record batches of the file.
-            path: the file.
-
         Yields:
             The location of each row, for messages, and its text or token ids.
-
-        Raises:
-            UserError: a null value or a corrupt file.
         """
         pyarrow = load_pyarrow(self.source)
         row = 0

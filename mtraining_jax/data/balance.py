@@ -53,13 +53,7 @@ def imbalance(weights: np.ndarray, groups: int) -> float:
 class Balance:
     """Assigns the sequences of global batches to replicas, identically on all processes.
 
-    Attributes:
-        name: value of `data.balance`.
-        groups: data-parallel replicas.
-        parts: micro-batches per replica.
-        block_size: tokens per block.
-        weigh: predicts the time of a sequence.
-        densities: measured densities by document length; None assumes dense attention.
+    Without `densities`, measured by document length, it assumes dense attention.
     """
 
     name: str
@@ -74,10 +68,7 @@ class Balance:
     ) -> np.ndarray:
         """The index of the sequence for each row of a batch, int64 [B]; see `even_order`.
 
-        Args:
-            step: step of the batch, from 1; waits for the required densities.
-            lengths: document lengths in tokens, integers [d] for each sequence.
-            place: see `Densities.before`.
+        Waits for the densities that the batch of this step, from 1, requires.
         """
         known = None if self.densities is None else self.densities.before(step, place)
         weights = [weight(own, known, self.weigh, self.block_size) for own in lengths]
@@ -87,13 +78,9 @@ class Balance:
 def weight(
     lengths: np.ndarray, densities: np.ndarray | None, weigh: Weigh, block_size: int
 ) -> float:
-    """The predicted time of a sequence.
+    """The predicted time of a sequence of documents of `lengths` tokens.
 
-    Args:
-        lengths: document lengths in tokens, integers [d].
-        densities: floats [K] by length class; None assumes dense attention.
-        weigh: predicts the time from lengths and densities.
-        block_size: tokens per block.
+    `densities`, floats [K] by length class; None assumes dense attention.
     """
     if densities is None:
         return weigh(lengths, np.ones(lengths.shape))

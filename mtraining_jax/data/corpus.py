@@ -33,7 +33,6 @@ class Corpus:
         starts: first position of each sequence in the stream, int64 [sequences] or a range.
         vocab_size: all token ids are below this.
         tokenizer: None if the source holds token ids.
-        summary: short description for the log.
         documents: positions of documents if `data.has_documents`; sequences are then packed from
             them and `starts` is empty. None if unknown.
     """
@@ -50,12 +49,7 @@ def packs_of(corpus: Corpus, data: "DataConfig", block_size: int) -> Packs:
     """Packs the documents of a corpus into sequences, if `data.has_documents`.
 
     Args:
-        corpus: the corpus.
-        data: the section.
         block_size: tokens per attention block; divides `data.seq_len`.
-
-    Raises:
-        UserError: the source does not support documents, or they do not fill one sequence.
     """
     if data.mode == "exact":
         starts = np.asarray(corpus.starts, np.int64)
@@ -73,14 +67,6 @@ def windows(num_tokens: int, data: "DataConfig", what: str) -> range:
     """Start positions of sequences in a stream split every `data.seq_len` tokens.
 
     Drops the last, incomplete sequence.
-
-    Args:
-        num_tokens: length of the stream.
-        data: the section.
-        what: description of the stream for error messages.
-
-    Raises:
-        UserError: there is no complete sequence.
     """
     count = num_tokens // data.seq_len
     if count == 0:
@@ -96,10 +82,6 @@ def check_some_exact(lengths: np.ndarray, data: "DataConfig") -> None:
 
     Args:
         lengths: int64 [documents], tokens of each.
-        data: the section.
-
-    Raises:
-        UserError: none has.
     """
     if not np.any(lengths == data.seq_len):
         span = f" ({lengths.min()} to {lengths.max()} tokens)" if lengths.size else ""

@@ -15,15 +15,7 @@ KEEP = 0.9
 
 
 def length_classes(lengths: np.ndarray, block_size: int) -> np.ndarray:
-    """The length class of each document: k for 2^k to 2^(k+1) - 1 blocks, rounded up.
-
-    Args:
-        lengths: tokens without padding, at least 1, integers of any shape.
-        block_size: tokens per block.
-
-    Returns:
-        int64, of the same shape.
-    """
+    """The length class of documents of n > 0 tokens, int64: k for 2^k to 2^(k+1) - 1 blocks."""
     blocks = -(-np.asarray(lengths, np.int64) // block_size)
     return np.frexp(blocks.astype(np.float64))[1].astype(np.int64) - 1
 
@@ -40,9 +32,6 @@ class OtherPlace(Exception):
 class Densities:
     """Thread-safe moving averages by length class after each of the last steps.
 
-    Attributes:
-        place: a counter that `go_to` and `close` increase.
-
     Args:
         start: initial values, floats [K] in [0, 1].
     """
@@ -57,9 +46,7 @@ class Densities:
         self._after, self._first, self._newest = after, min(after), newest
 
     def before(self, step: int, place: int | None = None) -> np.ndarray:
-        """The averages [K] used for the batch of a step: those after step - `DELAY`.
-
-        Waits until that step is added.
+        """The averages [K] used for the batch of a step: after step - `DELAY`; waits for them.
 
         Args:
             step: step of the batch.
@@ -85,7 +72,6 @@ class Densities:
         """Adds the measurements of the next step.
 
         Args:
-            step: number of the step.
             measured: floats [K]; not finite if not measured.
         """
         with self._changed:
@@ -110,11 +96,7 @@ class Densities:
         """Restores a state such that the next batch is that of `step` + 1.
 
         Args:
-            step: step of the last batch.
             state: from `state`; None uses the initial values.
-
-        Raises:
-            UserError: malformed state.
         """
         after = {step: self._start}
         if state is not None:

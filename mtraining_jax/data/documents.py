@@ -31,12 +31,7 @@ class DocumentSource(Source):
     modes: ClassVar[tuple[str, ...]] = ("concat", "exact", "pack")
 
     def documents(self) -> Iterator[tuple[str, str | np.ndarray]]:
-        """Yields the documents one at a time.
-
-        Yields:
-            ``(where, document)``: location for error messages; text, or token ids, integers [n], if
-            `holds_ids`.
-        """
+        """Yields the location and the text of each document, or its ids [n] if `holds_ids`."""
         raise NotImplementedError(f"{type(self).__name__}.documents")
 
     @property
@@ -112,11 +107,7 @@ def eos_id(data: "DataConfig") -> int | None:
 
 
 def check_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Checks that the model's vocabulary includes all ids of a tokenizer.
-
-    Raises:
-        UserError: it does not.
-    """
+    """Checks that the model's vocabulary includes all ids of a tokenizer."""
     if tokenizer.vocab_size > vocab_size:
         raise UserError(
             f'data.tokenizer = "{tokenizer.name}" has {tokenizer.vocab_size} token ids, '
@@ -129,14 +120,7 @@ def encoded(
 ) -> np.ndarray:
     """Token ids of a document, integers [n].
 
-    Args:
-        document: text, or token ids [n] if `tokenizer` is None.
-        where: location for error messages.
-        tokenizer: tokenizer for text.
-        eos: end token to append, if any, unless the document is empty or its ids end with it.
-
-    Raises:
-        UserError: text that is not valid Unicode.
+    `eos`, if any, is appended unless the document is empty or its ids end with it.
     """
     ids = np.asarray(document) if tokenizer is None else _ids_of(tokenizer, document, where)
     if eos is None or not ids.shape[0] or (tokenizer is None and ids[-1] == eos):

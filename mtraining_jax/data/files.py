@@ -19,14 +19,9 @@ def find_files(
 
     Args:
         paths: files, folders (searched recursively) or globs (``**`` crosses folders).
-        suffixes: suffixes of files in folders; empty accepts all files.
+        suffixes: suffixes of files in folders. Without suffixes, empty files from folders and globs
+            are skipped; all other empty files are errors.
         field: the option with the paths, for error messages.
-
-    Returns:
-        Non-empty files. Without suffixes, empty files from folders and globs are skipped.
-
-    Raises:
-        UserError: a path that is missing or matches nothing, or an empty file.
     """
     files: dict[Path, None] = {}
     for entry in paths:
@@ -55,15 +50,7 @@ def find_files(
 
 
 def find_folders(paths: Sequence[str], field: str = "data.paths") -> list[Path]:
-    """Lists folders in a deterministic order, without duplicates.
-
-    Args:
-        paths: folders or globs (``**`` crosses folders).
-        field: the option with the paths, for error messages.
-
-    Raises:
-        UserError: a path that is missing or not a folder.
-    """
+    """Lists folders in a deterministic order, without duplicates."""
     folders: dict[Path, None] = {}
     for entry in paths:
         path = Path(entry).expanduser()
@@ -86,9 +73,6 @@ def inside(folder: Path, name: str, told_by: Path) -> Path:
     """Joins a folder and an untrusted file name from `told_by`, which must not leave the folder.
 
     Symbolic links may: their creator has access to the target anyway.
-
-    Raises:
-        UserError: an absolute name, one with "..", or one that is too long.
     """
     path = Path(name)
     longest = max((len(part.encode("utf-8", "surrogatepass")) for part in path.parts), default=0)

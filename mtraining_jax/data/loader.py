@@ -58,10 +58,6 @@ def build_loader(
         balance: how to assign sequences to data-parallel replicas; None keeps the order of the
             data. With densities, call `measured` after each step, since prefetching waits for
             them, and `close` at the end.
-
-    Raises:
-        UserError: the section or the data are invalid.
-        ValueError: the other arguments contradict the section.
     """
     if found := list(problems(data, vocab_size)):
         raise UserError("\n".join(found))
@@ -104,19 +100,10 @@ class Loader:
     Balancing reorders sequences within a batch only.
 
     Attributes:
-        vocab_size: all token ids are below this.
-        tokenizer: the tokenizer; None if the source holds token ids.
-        num_sequences: sequences per epoch.
-        batch_size: rows of the global batch.
-        seq_len: columns of the global batch.
-        rows: local rows of the global batch, int64 [b].
-        columns: local layout order indices, int64 [s].
-        packs: the documents of each sequence; None without `data.has_documents`.
-        block_size: tokens per block; None without `data.has_documents`.
+        packs, block_size: None without `data.has_documents`.
         sequences: sequence index of each row of the last global batch, int64 [B]; None before the
             first.
         handed_out: number of the last batch, counted from 1 over the entire run.
-        description: one line for the log.
     """
 
     def __init__(
@@ -223,12 +210,10 @@ class Loader:
         return None if self._balance is None else self._balance.densities
 
     def measured(self, step: int, densities: np.ndarray) -> None:
-        """Adds the measured densities of a finished step, if batches are balanced by density.
+        """Adds the densities of a finished step; call for every step in order, from 1.
 
-        Args:
-            step: number of the step, from 1; call for every step in order.
-            densities: floats [K] by length class (`data.densities`), measured on the global batch;
-                not finite for classes without documents.
+        `densities` are floats [K] by length class, measured on the global batch; not finite for
+        classes without documents.
         """
         if self._densities is not None:
             self._densities.add(step, densities)
@@ -250,14 +235,7 @@ class Loader:
         return state | {"densities": self._densities.state()}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Restores a state, for any number of processes and devices.
-
-        Args:
-            state: from `get_state`.
-
-        Raises:
-            UserError: the state was saved with other data or another batch size.
-        """
+        """Restores a state, for any number of processes and devices."""
         try:
             iterator, saved = state["iterator"], state["identity"]
             handed_out = iterator["next_index"]
@@ -285,10 +263,6 @@ class Loader:
 
         Args:
             array: [b, s], from a batch of this loader.
-            index: rows and columns of the global array, as slices.
-
-        Raises:
-            ValueError: rows or columns that this loader does not read.
         """
         at_rows = _local_slice("rows", self.rows, index[0], self.batch_size)
         at_columns = _local_slice("columns", self.columns, index[1], self.seq_len)
@@ -299,10 +273,6 @@ class Loader:
 
         Args:
             array: [b, ...], from a batch of this loader.
-            index: slices of the global array; only rows are used.
-
-        Raises:
-            ValueError: rows that this loader does not read.
         """
         return array[_local_slice("rows", self.rows, index[0], self.batch_size)]
 
@@ -363,14 +333,7 @@ def local_rows_and_columns(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Rows and columns of a global array [batch_size, seq_len] on the devices of this process.
 
-    Args:
-        sharding: a `jax.sharding.Sharding` of the array.
-        batch_size: number of rows.
-        seq_len: number of columns.
-
-    Returns:
-        Ascending row indices int64 [b] and column indices int64 [s]. Their product covers all local
-        shards.
+    Ascending indices int64 [b] and [s]; their product covers all local shards.
     """
     held = sharding.addressable_devices_indices_map((batch_size, seq_len)).values()
     rows, columns = (

@@ -43,18 +43,7 @@ class Damaged(Exception):
 
 @dataclass(frozen=True)
 class Shard:
-    """Index entry of a shard.
-
-    Attributes:
-        path: uncompressed file.
-        names, encodings: columns, in the order of a sample.
-        sizes: bytes of each column, 0 if variable.
-        samples: number of samples.
-        size: uncompressed bytes.
-        hashes: hashes of the uncompressed bytes, by algorithm.
-        packed: compressed file, if any.
-        compression: compression algorithm.
-    """
+    """Index entry of a shard; `sizes` are bytes of each column, 0 if variable."""
 
     path: Path
     names: tuple[str, ...]
@@ -67,11 +56,7 @@ class Shard:
     compression: str | None
 
     def column(self, name: str, field: str) -> int:
-        """The index of a column.
-
-        Raises:
-            UserError: the column is missing or pickled.
-        """
+        """The index of a column."""
         if name not in self.names:
             raise UserError(
                 f'{self.path} has no column of {field} = "{name}"; it has {shown_names(self.names)}'
@@ -86,11 +71,7 @@ class Shard:
 
 
 def read_index(path: Path) -> list[Shard]:
-    """Reads the shards of a data set from its index.json.
-
-    Raises:
-        UserError: the file is unreadable or invalid.
-    """
+    """Reads the shards of a data set from its index.json."""
     try:
         index = read_json(path, LARGEST_INDEX)
         if index["version"] != 2:
@@ -132,11 +113,7 @@ def _number(value: Any, largest: int) -> int:
 
 
 def load_shard(shard: Shard) -> np.ndarray:
-    """The bytes of a shard, uint8 [size]: memory-mapped, or decompressed if necessary.
-
-    Raises:
-        UserError: the file is missing or does not match the index.
-    """
+    """The bytes of a shard, uint8 [size]: memory-mapped, or decompressed if necessary."""
     path = shard.path
     try:
         if path.is_file():
@@ -193,19 +170,7 @@ def _unpacked(path: Path, compression: str | None, size: int) -> np.ndarray:
 
 
 def samples(shard: Shard, data: np.ndarray, columns: list[int]) -> Iterator[list[np.ndarray]]:
-    """Splits a shard into samples.
-
-    Args:
-        shard: the index entry.
-        data: uint8 [size], from `load_shard`.
-        columns: indices of the columns to return.
-
-    Yields:
-        The bytes of these columns for each sample.
-
-    Raises:
-        Damaged: inconsistent sizes.
-    """
+    """Splits a shard, uint8 [size]; yields the bytes of these columns for each sample."""
     table = 4 * (shard.samples + 2)
     if data.size < table or int(data[:4].view("<u4")[0]) != shard.samples:
         raise Damaged(f"does not have the expected {shard.samples} samples")
@@ -239,15 +204,10 @@ def _check_columns(shard: Shard, text: np.ndarray) -> None:
 
 
 def decoded(data: np.ndarray, encoding: str) -> np.ndarray:
-    """Decodes an array.
+    """Decodes an array from uint8 [n].
 
-    Args:
-        data: uint8 [n], from `samples`.
-        encoding: ``ndarray``, ``ndarray:DTYPE`` or ``ndarray:DTYPE:SHAPE``; omitted parts are
-            stored before the values.
-
-    Raises:
-        Damaged: another encoding or invalid bytes.
+    `encoding` is ``ndarray``, ``ndarray:DTYPE`` or ``ndarray:DTYPE:SHAPE``; omitted parts
+    are stored before the values.
     """
     kind, _, rest = encoding.partition(":")
     if kind != "ndarray":

@@ -18,9 +18,6 @@ class PackReport:
     """Statistics of packed sequences; `str` formats them as a table.
 
     Attributes:
-        sequences: total number of sequences; the other fields may cover only the first ones.
-        seq_len: tokens per sequence.
-        block_size: tokens per block.
         lengths: document lengths in tokens, in order, int64 [d].
         ends: number of documents up to the end of each sequence, int64 [n].
     """
@@ -91,14 +88,7 @@ class PackReport:
         return "\n".join(lines)
 
     def draw(self, path: str | os.PathLike) -> None:
-        """Plots tokens by document length, and the documents of the first sequences.
-
-        Args:
-            path: output file; matplotlib selects the format by its suffix.
-
-        Raises:
-            UserError: matplotlib is not installed, or the file cannot be written.
-        """
+        """Plots tokens by document length, and the documents of the first sequences."""
         try:
             from matplotlib.figure import Figure
         except ImportError as error:
@@ -139,13 +129,7 @@ class PackReport:
 
 
 def report_on(packs: Packs, seq_len: int, block_size: int) -> PackReport:
-    """Statistics of packed sequences; of the first ones if they are generated on demand.
-
-    Args:
-        packs: at least one sequence.
-        seq_len: tokens per sequence.
-        block_size: tokens per block.
-    """
+    """Statistics of packed sequences; of the first ones if they are generated on demand."""
     if isinstance(packs, PackArrays):
         return PackReport(len(packs), seq_len, block_size, packs.lengths, packs.ends)
     lengths = [packs.pieces(number)[1] for number in range(min(_SAMPLED, len(packs)))]

@@ -18,7 +18,6 @@ def best_fit(blocks: np.ndarray, capacity: int) -> np.ndarray:
 
     Args:
         blocks: number of blocks of each document, int64 [d], from 1 to `capacity`.
-        capacity: blocks per pack.
 
     Returns:
         The index of each document's pack, int64 [d]; no pack is empty.
@@ -94,8 +93,6 @@ def packed_order(blocks: np.ndarray, capacity: int, seed: int) -> tuple[np.ndarr
 
     Args:
         blocks: number of blocks of each document, int64 [d], from 1 to `capacity`.
-        capacity: blocks per pack.
-        seed: seed of both orders and of ties between documents of equal length.
 
     Returns:
         ``(order, ends)``, int64 [d] and [packs]: the documents in order of packs, and the number of
@@ -140,7 +137,6 @@ def consecutive(
     Args:
         starts, lengths: documents in tokens, int64 [d]; lengths are at least 1.
         block_size: tokens per block.
-        capacity: blocks per pack.
 
     Returns:
         ``(starts, lengths, ends)``, int64 [p], [p] and [packs]: the pieces in tokens, and the

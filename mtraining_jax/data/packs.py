@@ -42,11 +42,7 @@ class Documents(Protocol):
         """Packs documents into sequences according to `data.mode`.
 
         Args:
-            data: the section.
             block_size: tokens per attention block; divides `data.seq_len`.
-
-        Raises:
-            UserError: the documents do not fill one sequence.
         """
         ...
 
@@ -61,7 +57,6 @@ class PackArrays:
         ends: number of documents up to the end of each pack, int64 [packs].
         block_size: tokens per block.
         seq_len: tokens per pack, including padding.
-        notes: suffix of the summary about skipped and split documents.
     """
 
     starts: np.ndarray
@@ -153,14 +148,10 @@ def block_table(lengths: np.ndarray, block_size: int, num_blocks: int) -> np.nda
     Args:
         lengths: tokens of its documents in order, int64 [d].
         block_size: tokens per block.
-        num_blocks: blocks per sequence, NB.
 
     Returns:
         int32 [NB, 3]: first block and end block (exclusive) of the block's document, and its tokens
         without padding; NB, 0, 0 for padding blocks.
-
-    Raises:
-        ValueError: the documents need more than NB blocks.
     """
     blocks = -(-lengths // block_size)
     ends = np.cumsum(blocks)

@@ -33,12 +33,7 @@ class Source:
     modes: ClassVar[tuple[str, ...]] = ("concat", "exact")
 
     def problems(self, data: "DataConfig", vocab_size: int) -> Iterator[str]:
-        """Validates the section without opening files; yields one message per problem.
-
-        Args:
-            data: the section.
-            vocab_size: vocabulary size of the model.
-        """
+        """Validates the section without opening files; yields one message per problem."""
         yield from ()
 
     def has_lengths(self, data: "DataConfig") -> bool:
@@ -49,7 +44,6 @@ class Source:
         """Opens the source; called once, after `problems`, with the same result in all processes.
 
         Args:
-            data: the section.
             vocab_size: vocabulary size of the model; all token ids must be below it.
 
         Raises:
@@ -77,11 +71,7 @@ class FileSource(Source):
         yield from super().problems(data, vocab_size)
 
     def files(self) -> list[Path]:
-        """The files of `paths`, in a deterministic order.
-
-        Raises:
-            UserError: a path that is missing or matches nothing, or an empty file.
-        """
+        """The files of `paths`, in a deterministic order."""
         return find_files(self.paths, self.suffixes)
 
     def size(self) -> int:

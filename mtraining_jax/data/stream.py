@@ -26,8 +26,6 @@ class TokenStream:
 
     Args:
         parts: at least one, all non-empty.
-        vocab_size: all ids must be in ``range(vocab_size)``.
-        vocab_name: origin of ``vocab_size``, for error messages.
 
     Raises:
         UserError: a token id outside the vocabulary, if the stream is short enough to check here.
@@ -51,9 +49,6 @@ class TokenStream:
 
         Args:
             positions: int64 [n] in ``range(len(self))``, in any order.
-
-        Raises:
-            UserError: a token id outside the vocabulary.
         """
         out = np.empty(positions.shape, np.int32)
         if not positions.size:
@@ -86,17 +81,10 @@ def check_ids(
     vocab_name: str,
     place: Callable[[int], int] = lambda i: i,
 ) -> None:
-    """Checks token ids against the vocabulary.
+    """Rejects token ids [n] outside of ``range(vocab_size)``.
 
-    Args:
-        ids: integers [n].
-        name: origin of the ids, for the error message.
-        vocab_size: all ids must be in ``range(vocab_size)``.
-        vocab_name: origin of ``vocab_size``, for the error message.
-        place: maps an index of `ids` to the position in the error message.
-
-    Raises:
-        UserError: the first id outside the vocabulary.
+    `place` maps an index of `ids` to the position in the error message, which has the
+    origins `name` and `vocab_name`.
     """
     if not ids.size or (ids.min() >= 0 and ids.max() < vocab_size):
         return
@@ -108,16 +96,7 @@ def check_ids(
 
 
 def spill(documents: Iterable[np.ndarray], dtype: np.dtype, name: str) -> Part:
-    """Writes documents to an anonymous temporary file and memory-maps it.
-
-    Args:
-        documents: integer ids [n] each, consumed one at a time.
-        dtype: unsigned type of the stored ids.
-        name: name of the part.
-
-    Raises:
-        UserError: the temporary folder is full or not writable.
-    """
+    """Writes documents, integer ids [n] each, to an anonymous temporary file and memory-maps it."""
     size = 0
     try:
         with tempfile.TemporaryFile(prefix="mtraining-tokens-") as file:

@@ -28,9 +28,7 @@ class PartRecord:
     """Content of a complete part.
 
     Attributes:
-        documents: number of documents, including empty ones.
         tokens: number of tokens, including end tokens.
-        checksum: CRC-32 of the documents before tokenization.
     """
 
     documents: int
@@ -41,18 +39,7 @@ class PartRecord:
 def write_part(
     folder: Path, number: int, ids: np.ndarray, lengths: np.ndarray, checksum: int
 ) -> PartRecord:
-    """Writes one part.
-
-    Args:
-        folder: output folder.
-        number: index of the part, from 0.
-        ids: unsigned integers [n].
-        lengths: tokens of each document, integers [d] with sum n.
-        checksum: checksum for the record.
-
-    Raises:
-        OSError: a file cannot be written.
-    """
+    """Writes part `number`, from 0: ids [n], and `lengths` [d] of its documents, with sum n."""
     path = _path(folder, number)
     _replace(path.with_name(path.name + LENGTHS), lambda file: np.save(file, lengths))
     _replace(path, lambda file: np.save(file, ids))
@@ -75,12 +62,7 @@ def read_record(folder: Path, number: int) -> PartRecord | None:
 def open_folder(folder: Path, identity: Mapping[str, Any]) -> None:
     """Creates a folder of parts, or resumes one with the same identity.
 
-    Args:
-        folder: output folder, created if missing.
-        identity: JSON-serializable values that determine the content of all parts.
-
-    Raises:
-        UserError: the folder has other content.
+    `identity` has JSON-serializable values that determine the content of all parts.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -118,11 +100,7 @@ def close_folder(folder: Path, parts: int, totals: Mapping[str, int]) -> None:
 
 
 def check_complete(folder: Path) -> None:
-    """Checks that a folder of parts is complete; accepts any other folder.
-
-    Raises:
-        UserError: the folder is incomplete.
-    """
+    """Checks that a folder of parts is complete; accepts any other folder."""
     if (folder / MANIFEST).is_file() and not _manifest(folder).get("complete"):
         raise UserError(
             f"data.paths: {folder} is incomplete: mtraining_jax.tokenize_corpus has not finished; "

@@ -71,13 +71,6 @@ class HuggingFaceTokenizer:
     """A ``tokenizer.json``, loaded with the ``tokenizers`` library.
 
     `encode` ignores the file's templates, truncation and padding.
-
-    Args:
-        path: the ``tokenizer.json``.
-        eos: end token as id or string; None uses the common end token in the vocabulary.
-
-    Raises:
-        UserError: the file cannot be read, or the end token is unknown.
     """
 
     def __init__(self, path: str | Path, eos: int | str | None = None):
@@ -154,12 +147,7 @@ class HuggingFaceTokenizer:
 def make_tokenizer(name: str, eos: int | str | None = None) -> Tokenizer:
     """Creates the tokenizer for a value of ``data.tokenizer``.
 
-    Args:
-        name: "bytes" or the path of a ``tokenizer.json`` (``~`` is the home folder).
-        eos: end token as id or string; None for the tokenizer's own.
-
-    Raises:
-        UserError: an unreadable file or an unknown end token.
+    `eos` is the end token as id or string; None uses the tokenizer's own.
     """
     if name == BYTES:
         return ByteTokenizer(eos)

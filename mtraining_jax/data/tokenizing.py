@@ -39,13 +39,7 @@ _Documents = list[tuple[str, str | np.ndarray]]
 
 @dataclass(frozen=True)
 class Rules:
-    """Tokenizer settings.
-
-    Attributes:
-        tokenizer: the value of data.tokenizer; None for documents of token ids.
-        eos: end token as id or string; None for the tokenizer's own.
-        vocab_size: vocabulary size of the model.
-    """
+    """Tokenizer settings; no `tokenizer` for documents of token ids, no `eos` for its own."""
 
     tokenizer: str | None
     eos: int | str | None
@@ -84,18 +78,8 @@ def tokenize_corpus(
 
     Args:
         data: the section; uses source, tokenizer and eos.
-        vocab_size: vocabulary size of the model.
-        folder: output folder.
-        processes: number of tokenizer processes.
         report: callback with the totals so far and the bytes of documents read.
         part_bytes: minimum bytes of documents per part.
-
-    Returns:
-        The content of the folder.
-
-    Raises:
-        UserError: the source cannot be read, the folder cannot be written or has another corpus, or
-            a process was killed.
     """
     if found := list(problems(data, vocab_size)):
         raise UserError("\n".join(found))

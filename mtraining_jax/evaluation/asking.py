@@ -7,7 +7,7 @@ import numpy as np
 
 from mtraining_jax.data.tokenizer import Tokenizer
 from mtraining_jax.errors import UserError
-from mtraining_jax.evaluation.decode.sampling import GenerateOptions
+from mtraining_jax.evaluation.decode.options import GenerateOptions
 from mtraining_jax.evaluation.results import Key, Line
 from mtraining_jax.evaluation.tasks import Document, Sample, Task
 from mtraining_jax.models.position_buckets import means_by_bucket
@@ -17,67 +17,66 @@ LAST_TOKENS = 64
 
 
 class Forced(Protocol):
-    """How likely a model finds a given answer.
+    """How likely a model finds a given answer of n tokens."""
 
-    Attributes:
-        log_probs: fp32 [n], natural log probability of each token.
-        is_argmax: bool [n], whether it is the most likely one.
-        density: computed over causal pairs of the pass, mean over layers; None if unknown.
-    """
+    @property
+    def log_probs(self) -> np.ndarray:
+        """Natural log probability of each token, fp32 [n]."""
+        ...
 
-    log_probs: np.ndarray
-    is_argmax: np.ndarray
-    density: float | None
+    @property
+    def is_argmax(self) -> np.ndarray:
+        """Whether it is the most likely one, bool [n]."""
+        ...
+
+    @property
+    def density(self) -> float | None:
+        """Computed over causal pairs of the pass, mean over layers; None if unknown."""
+        ...
 
 
 class Generated(Protocol):
-    """A generated answer.
+    """A generated answer: its text without the prompt, wall-clock times, the prompt's density."""
 
-    Attributes:
-        text: new text, without the prompt.
-        prefill_seconds, decode_seconds: wall-clock times.
-        density: as in `Forced`, of the prompt's pass.
-    """
-
-    text: str
-    prefill_seconds: float
-    decode_seconds: float
-    density: float | None
+    @property
+    def text(self) -> str: ...
+    @property
+    def prefill_seconds(self) -> float: ...
+    @property
+    def decode_seconds(self) -> float: ...
+    @property
+    def density(self) -> float | None: ...
 
 
 class Model(Protocol):
-    """The interface of a model under evaluation; `Engine` implements it.
+    """The interface of a model under evaluation; `Engine` implements it."""
 
-    Attributes:
-        tokenizer: None if the model has none.
-        max_positions: maximum context length in tokens.
-    """
+    @property
+    def tokenizer(self) -> Tokenizer | None: ...
 
-    tokenizer: Tokenizer | None
-    max_positions: int
+    @property
+    def max_positions(self) -> int:
+        """Maximum context length in tokens."""
+        ...
 
     def token_losses(self, tokens: np.ndarray) -> np.ndarray:
         """int32 [S] -> fp32 [S - 1], -log p of each token except the first."""
+        ...
 
     def forced(self, prompt_ids: np.ndarray, answer_ids: np.ndarray) -> Forced:
         """Scores an answer in one forward pass."""
+        ...
 
     def generate(self, prompt_ids: np.ndarray, options: GenerateOptions) -> Generated:
         """Generates new tokens one by one."""
+        ...
 
 
 def ask(key: Key, task: Task, sample: Sample | Document, model: Model, *, forced: bool) -> Line:
-    """Asks a model one question, and scores its answer.
+    """Asks a model one question, and returns the scored line, JSON-serializable.
 
     Args:
-        key: key of the line.
-        task: the task of the sample.
-        sample: the question.
-        model: the model.
         forced: score the right answer by teacher forcing if the sample has one; else generate.
-
-    Returns:
-        The line, JSON-serializable.
 
     Raises:
         UserError: from the model or the task, or if a loss is not finite.
@@ -87,7 +86,7 @@ def ask(key: Key, task: Task, sample: Sample | Document, model: Model, *, forced
     if isinstance(sample, Document):
         line |= _loss(sample, model)
     elif forced and sample.answer_ids is not None:
-        line |= _forced(task, sample, model)
+        line |= _forced(task, sample, sample.answer_ids, model)
     else:
         line |= _generated(task, sample, model)
     return line | {"seconds": round(time.perf_counter() - begin, 4)}
@@ -117,8 +116,8 @@ def _about(sample: Sample) -> Line:
     }
 
 
-def _forced(task: Task, sample: Sample, model: Model) -> Line:
-    found = model.forced(sample.prompt_ids, sample.answer_ids)
+def _forced(task: Task, sample: Sample, answer_ids: np.ndarray, model: Model) -> Line:
+    found = model.forced(sample.prompt_ids, answer_ids)
     log_probs = np.asarray(found.log_probs, np.float64)
     _check_finite(log_probs, sample)
     is_argmax = np.asarray(found.is_argmax, bool)

@@ -1,17 +1,19 @@
 """The command `evaluate.py`: parses arguments, and writes results, tables and pictures."""
 
-import dataclasses
 import shlex
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
+from mtraining_jax import __version__
 from mtraining_jax.argument_parser import ArgumentParser
 from mtraining_jax.errors import UserError, print_error
+from mtraining_jax.evaluation.request import Request
 from mtraining_jax.evaluation.tasks import GROUPS, TASKS, Task, option_docs
+from mtraining_jax.text import print_text
 
 _USAGE = """\
 usage: evaluate.py --model FOLDER --tasks NAMES --lengths LENGTHS [options]
@@ -39,6 +41,7 @@ usage: evaluate.py --model FOLDER --tasks NAMES --lengths LENGTHS [options]
   --sparsity.FIELD=VALUE, --parallel.FIELD=VALUE
                          override the sparse pattern or the mesh, as in train.py
   --task.OPTION=VALUE    options of tasks, listed below
+  --version              print the version and exit
   --help                 print this help and exit
 
 Tasks:"""
@@ -46,44 +49,6 @@ Tasks:"""
 _UNITS = {"K": 2**10, "M": 2**20}
 # Prefixes of forwarded options.
 _FORWARDED = ("sparsity", "parallel", "task")
-
-
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """The parsed arguments.
-
-    Attributes:
-        models: folders by their label in the results.
-        tasks: task names, not validated.
-        lengths: tokens.
-        attentions: "dense", "sparse" or both.
-        samples: number of samples per task and length.
-        seed: random seed of the samples.
-        generate: whether to generate answers even where teacher forcing is enough.
-        sparse_answers: whether given answers use sparse attention too.
-        output: folder of the results.
-        options: options of tasks, as text.
-        sparsity, parallel: fields of these sections, as text.
-        dtype: compute dtype; None uses that of the model.
-        tokenizer: "bytes" or a tokenizer.json; None uses that of the model.
-        cpu_devices: number of virtual CPU devices; None uses the devices that JAX finds.
-    """
-
-    models: Mapping[str, Path]
-    tasks: tuple[str, ...]
-    lengths: tuple[int, ...]
-    attentions: tuple[str, ...]
-    samples: int
-    seed: int
-    generate: bool
-    sparse_answers: bool
-    output: Path
-    options: Mapping[str, str]
-    sparsity: Mapping[str, str]
-    parallel: Mapping[str, str]
-    dtype: str | None
-    tokenizer: str | None
-    cpu_devices: int | None
 
 
 def parse(arguments: Sequence[str]) -> Request | Path:
@@ -165,8 +130,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.width = 160  # for tables in a file
     try:
         if {"-h", "--help"} & set(arguments):
-            print(help_text(), end="")
-            return 0
+            return print_text(help_text())
+        if "--version" in arguments:
+            return print_text(f"mtraining-jax {__version__}\n")
         request = parse(arguments)
         if isinstance(request, Path):
             from mtraining_jax.evaluation.report import write_report

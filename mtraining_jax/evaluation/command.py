@@ -12,9 +12,9 @@ import jax
 from rich.console import Console
 
 from mtraining_jax.errors import UserError
-from mtraining_jax.evaluation.cli import Request
 from mtraining_jax.evaluation.engine import Engine
 from mtraining_jax.evaluation.progress import Watch
+from mtraining_jax.evaluation.request import Request
 from mtraining_jax.evaluation.results import Results, check_settings
 from mtraining_jax.evaluation.runner import Plan, check, check_lengths, check_vocabulary, evaluate
 from mtraining_jax.evaluation.tasks import make_tasks

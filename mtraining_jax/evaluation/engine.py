@@ -14,7 +14,8 @@ from jax import Array
 from mtraining_jax.data.tokenizer import Tokenizer
 from mtraining_jax.errors import UserError
 from mtraining_jax.evaluation.decode.cache import Cache
-from mtraining_jax.evaluation.decode.sampling import GenerateOptions, judge
+from mtraining_jax.evaluation.decode.options import GenerateOptions
+from mtraining_jax.evaluation.decode.sampling import judge
 from mtraining_jax.evaluation.decode.step import Stepped
 from mtraining_jax.evaluation.decode.text import GrowingText
 from mtraining_jax.evaluation.load import AttentionKind, Loaded, Overrides, load
@@ -28,7 +29,7 @@ class Forced(NamedTuple):
     """Scores of a given answer after a prompt.
 
     Attributes:
-        log_probs: fp32 [n], log probability of each token of the answer after those before it.
+        log_probs: fp32 [n], natural log probability of each token after those before it.
         is_argmax: bool [n], whether it is the most likely one.
         density: computed over causal pairs of the padded sequence, mean over layers; of the
             prompt's pass if the answer is scored in steps.
@@ -126,11 +127,7 @@ class Engine:
         )
 
     def with_pattern(self, settings: Settings) -> Self:
-        """Returns an engine with the same parameters and another pattern.
-
-        Args:
-            settings: pattern settings; `Dense()` with this engine's block size for dense attention.
-        """
+        """Returns an engine with the same parameters and another pattern."""
         attending = dataclasses.replace(self._network.attending, settings=settings)
         network = dataclasses.replace(self._network, attending=attending)
         return type(self)(dataclasses.replace(self.loaded, network=network), like=self)
@@ -141,12 +138,11 @@ class Engine:
 
     @property
     def spec(self) -> ModelSpec:
-        """Sizes of the model."""
         return self._network.spec
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer; None if neither the folder nor the caller provides one."""
+        """None if neither the folder nor the caller provides one."""
         return self.loaded.tokenizer
 
     @property
@@ -169,7 +165,7 @@ class Engine:
         """
         ids = self._checked(tokens, least=2)
         self._check_length(len(ids) - 1, 0)
-        return self.programs.score(ids[:-1], ids[1:], len(ids) - 1)[0].loss
+        return np.asarray(self.programs.score(ids[:-1], ids[1:], len(ids) - 1)[0].loss)
 
     def forced(
         self, prompt_ids: Sequence[int] | np.ndarray, answer_ids: Sequence[int] | np.ndarray
@@ -196,7 +192,9 @@ class Engine:
             return self._forced_by_steps(prompt, answer)
         first = len(prompt) - 1
         scores, density = self.programs.score(ids[:-1], ids[1:], len(ids) - 1)
-        return Forced(-scores.loss[first:], scores.is_argmax[first:], density)
+        return Forced(
+            -np.asarray(scores.loss[first:]), np.asarray(scores.is_argmax[first:]), density
+        )
 
     def _forced_by_steps(self, prompt: np.ndarray, answer: np.ndarray) -> Forced:
         total = len(prompt) + len(answer)
@@ -309,4 +307,5 @@ def _new_tokens(
             stepped = step(cache, token)
             cache, following = stepped.cache, stepped.token
         yield int(np.asarray(token)[0])
-        token = following
+        if following is not None:
+            token = following

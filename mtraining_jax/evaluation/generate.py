@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from mtraining_jax.errors import UserError
-from mtraining_jax.evaluation.decode.sampling import GenerateOptions
+from mtraining_jax.evaluation.decode.options import GenerateOptions
 from mtraining_jax.evaluation.engine import Engine, Generated
 
 

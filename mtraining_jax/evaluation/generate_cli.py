@@ -6,9 +6,12 @@ from pathlib import Path
 
 from rich.console import Console
 
+from mtraining_jax import __version__
 from mtraining_jax.argument_parser import ArgumentParser
 from mtraining_jax.errors import UserError, print_error
+from mtraining_jax.evaluation.decode.options import GenerateOptions
 from mtraining_jax.jax_platform import set_platform
+from mtraining_jax.text import print_text
 
 _USAGE = """\
 usage: generate.py --model FOLDER (--prompt TEXT | --prompt-file FILE) [options]
@@ -29,6 +32,7 @@ usage: generate.py --model FOLDER (--prompt TEXT | --prompt-file FILE) [options]
   --cpu-devices N       run on N virtual CPU devices
   --sparsity.FIELD=VALUE, --parallel.FIELD=VALUE, --model.FIELD=VALUE
                         override the sparse pattern, the mesh or the model, as in train.py
+  --version             print the version and exit
   --help                print this help and exit
 
 New text goes to standard output, all other messages to standard error.
@@ -52,8 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:
         if {"-h", "--help"} & set(arguments):
-            print(_USAGE, end="")
-            return 0
+            return print_text(_USAGE)
+        if "--version" in arguments:
+            return print_text(f"mtraining-jax {__version__}\n")
         _run(arguments)
     except UserError as error:
         return print_error(error)
@@ -94,16 +99,15 @@ def _run(arguments: Sequence[str]) -> None:
         raise UserError(
             f"--{min(unread)} has no effect with --attention=dense; add --attention=sparse"
         )
-    prompt = _prompt(found.prompt, found.prompt_file)
-    set_platform(found.cpu_devices)
-    # Imported here, because they import JAX, which reads the number of devices when it starts.
-    from mtraining_jax.evaluation.decode.sampling import GenerateOptions
-    from mtraining_jax.evaluation.engine import Engine
-    from mtraining_jax.evaluation.generate import generate
-
     options = GenerateOptions(
         found.max_new_tokens, found.temperature, found.top_p, found.seed, tuple(found.stop)
     )
+    prompt = _prompt(found.prompt, found.prompt_file)
+    set_platform(found.cpu_devices)
+    # Imported here, because they import JAX, which reads the number of devices when it starts.
+    from mtraining_jax.evaluation.engine import Engine
+    from mtraining_jax.evaluation.generate import generate
+
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     with console.status(f"loading {found.model} ...") as status:
         engine = Engine.load(
@@ -155,7 +159,7 @@ def _override(argument: str) -> tuple[str, str]:
 def _prompt(text: str | None, file: str | None) -> str:
     if (text is None) == (file is None):
         raise UserError("give either --prompt or --prompt-file; see --help")
-    if text is None:
+    if file is not None:
         try:
             raw = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
             text = raw.decode("utf-8")

@@ -14,14 +14,15 @@ import jax
 import numpy as np
 
 from mtraining_jax.errors import UserError
-from mtraining_jax.evaluation.decode.sampling import GenerateOptions
+from mtraining_jax.evaluation.decode.options import GenerateOptions
 from mtraining_jax.evaluation.engine import Engine
+from mtraining_jax.evaluation.load import AttentionKind
 
 try:
-    from lm_eval import utils as harness_utils
-    from lm_eval.api.model import TemplateLM
-    from lm_eval.api.registry import register_model
-    from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
+    from lm_eval import utils as harness_utils  # pyright: ignore[reportAttributeAccessIssue]
+    from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
+    from lm_eval.api.registry import register_model  # pyright: ignore[reportMissingImports]
+    from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs  # pyright: ignore[reportMissingImports]
     from tqdm import tqdm
 except ImportError as error:
     if (error.name or "").partition(".")[0] not in ("lm_eval", "tqdm"):
@@ -43,7 +44,7 @@ _SECTIONS = ("sparsity", "parallel", "model")
 
 
 @register_model("mtraining_jax")
-class HarnessModel(TemplateLM):
+class HarnessModel(TemplateLM):  # pyright: ignore[reportGeneralTypeIssues]
     """A model for lm-evaluation-harness 0.4.13 or later.
 
     A text longer than the model's positions is an error. The harness class for Hugging Face models
@@ -68,7 +69,7 @@ class HarnessModel(TemplateLM):
         engine: Engine | None = None,
         *,
         path: str | None = None,
-        attention: str = "dense",
+        attention: AttentionKind = "dense",
         dtype: str | None = None,
         tokenizer: str | None = None,
         **more: Any,
@@ -100,27 +101,26 @@ class HarnessModel(TemplateLM):
         if engine.tokenizer is None:
             raise UserError(f"{engine.loaded.source} has no tokenizer; set one with tokenizer=")
         self.engine = engine
+        self._tokenizer = engine.tokenizer
 
     @property
     def eot_token_id(self) -> int:
-        """The id of the end token."""
-        return self.engine.tokenizer.eos
+        return self._tokenizer.eos
 
     @property
     def prefix_token_id(self) -> int:
         """The token that serves as context of a text without one."""
-        start = self.engine.tokenizer.start
+        start = self._tokenizer.start
         return self.eot_token_id if start is None else start
 
     @property
     def max_length(self) -> int:
-        """Maximum context length in tokens."""
         return self.engine.max_positions
 
     @property
     def tokenizer_name(self) -> str:
         """Name for the request cache of the harness."""
-        return self.engine.tokenizer.name.replace("/", "__")
+        return self._tokenizer.name.replace("/", "__")
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
@@ -129,7 +129,7 @@ class HarnessModel(TemplateLM):
 
         If the text already starts with the start token, that is not added again.
         """
-        tokenizer = self.engine.tokenizer
+        tokenizer = self._tokenizer
         plain = tokenizer.encode(string)
         if add_special_tokens is False:
             return [int(x) for x in plain]
@@ -183,11 +183,7 @@ class HarnessModel(TemplateLM):
 
 
 def generate_options(settings: dict[str, Any]) -> GenerateOptions:
-    """Converts `generation_kwargs` of the harness to options.
-
-    Raises:
-        UserError: for an unsupported one.
-    """
+    """Converts `generation_kwargs` of the harness; raises UserError for an unsupported one."""
     settings = normalize_gen_kwargs(settings, _MAX_NEW_TOKENS)
     until = handle_stop_sequences(settings.pop("until", None), eos=None)
     sampled = settings.pop("do_sample")
@@ -210,6 +206,6 @@ def generate_options(settings: dict[str, Any]) -> GenerateOptions:
 if __name__ == "__main__":
     if _MISSING is not None:
         sys.exit(f"error: lm-evaluation-harness is not installed ({_MISSING})")
-    from lm_eval.__main__ import cli_evaluate
+    from lm_eval.__main__ import cli_evaluate  # pyright: ignore[reportMissingImports]
 
     cli_evaluate()

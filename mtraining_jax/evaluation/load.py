@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from mtraining_jax.config import Config, config_of_model
 from mtraining_jax.data.documents import DocumentSource
 from mtraining_jax.data.sources import selected_source
-from mtraining_jax.data.tokenizer import Tokenizer, make_tokenizer
+from mtraining_jax.data.tokenizer import BYTES, Tokenizer, make_tokenizer
 from mtraining_jax.errors import UserError
 from mtraining_jax.evaluation.network import Attending, Network
 from mtraining_jax.jax_platform import check_devices
@@ -24,7 +24,7 @@ from mtraining_jax.models.hf.config import CONFIG_FILE, read_json
 from mtraining_jax.models.parameters import LAYERS
 from mtraining_jax.models.spec import ModelSpec
 from mtraining_jax.parallel.mesh import make_mesh
-from mtraining_jax.sparsity import Settings
+from mtraining_jax.sparsity import Dense, Settings
 from mtraining_jax.training.checkpoint import newest_step, read_parameters, read_record
 from mtraining_jax.training.run_folder import CHECKPOINTS_NAME
 
@@ -161,11 +161,11 @@ def _table_of_run(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _devices(parallel: Mapping[str, Any]) -> dict[str, int]:
-    """Returns the mesh of the run if that many devices are available, otherwise all devices."""
-    there, processes = jax.device_count(), jax.process_count()
+    """Returns the mesh of the run if it has all devices, otherwise one of all devices."""
+    devices, processes = jax.device_count(), jax.process_count()
     nodes, local = parallel.get("nodes", 0), parallel.get("devices_per_node", 0)
-    if nodes * local != there:
-        nodes, local = processes, there // processes
+    if nodes * local != devices:
+        nodes, local = processes, devices // processes
     return {"data": 1, "nodes": nodes, "devices_per_node": local}
 
 
@@ -186,8 +186,6 @@ def _spec(config: Config, source: str) -> ModelSpec:
 
 def _settings(config: Config, attention: AttentionKind, source: str) -> Settings:
     """Returns settings of the configured pattern, or of dense attention with its block size."""
-    from mtraining_jax.sparsity import Dense
-
     if attention == "dense":
         return Dense(block_size=config.sparsity.block_size)
     try:
@@ -225,8 +223,9 @@ def _find_tokenizer(
         name = str(folder / _TOKENIZER_FILE)
     if is_run:
         eos = config.data.eos
-        # Token files and random ids do not name a tokenizer.
-        if name is None and isinstance(selected_source(config.data), DocumentSource):
+        # Token files and random ids need none, but the run may name the one they were made with.
+        reads_text = isinstance(selected_source(config.data), DocumentSource)
+        if name is None and (reads_text or config.data.tokenizer != BYTES):
             name = config.data.tokenizer
     if name is None:
         return None, frozenset(ids)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Hashable
 from typing import Any, Self
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import NamedSharding
@@ -46,15 +47,10 @@ class Programs:
     def score(
         self, ids: np.ndarray, labels: np.ndarray, valid_len: int
     ) -> tuple[LabelScores, float]:
-        """Scores the label of each token.
+        """Scores the label of each token, int32 [n] both; see `make_score`.
 
-        Args:
-            ids: int32 [n].
-            labels: int32 [n].
-            valid_len: number of tokens that a sparse pattern may estimate from.
-
-        Returns:
-            NumPy arrays [n], and the density of the pass; see `make_score`.
+        A sparse pattern estimates from the first `valid_len` tokens. The scores are NumPy arrays
+        [n], next to the density of the pass.
         """
         padded, length = self._network.padded_length(len(ids)), len(ids)
         layout, positions = self.deal(padded)
@@ -83,14 +79,9 @@ class Programs:
         return jax.tree.map(lambda x: np.asarray(x)[0, order], scores), float(density)
 
     def prefill(self, ids: np.ndarray, total: int) -> Callable[[], Prompt]:
-        """Compiles the prefill of a prompt.
+        """Compiles the prefill of a prompt, int32 [n], and returns a function that runs it.
 
-        Args:
-            ids: int32 [n].
-            total: tokens of prompt and answer together.
-
-        Returns:
-            A function that runs the prefill.
+        `total` is the number of tokens of prompt and answer together.
         """
         padded = self._network.padded_length(len(ids))
         layout, positions = self.deal(padded)
@@ -124,17 +115,10 @@ class Programs:
     def step(
         self, cache: Cache, token: Array, prompt_len: int, total: int, kind: str, drawing: Drawing
     ) -> Callable[[Cache, Array], Stepped]:
-        """Compiles the decoding step.
+        """Compiles the decoding step: a function of cache and token that donates the cache.
 
-        Args:
-            cache, token: inputs of the first step; only their shapes are used.
-            prompt_len: tokens of the prompt.
-            total: tokens of prompt and answer together.
-            kind: see `GenerateOptions`.
-            drawing: see `next_token`.
-
-        Returns:
-            A function of cache and token that donates the cache.
+        Of `cache` and `token` only the shapes are used. `total` is the number of tokens of prompt
+        and answer together.
         """
         padded = self._network.padded_length(prompt_len)
         like, room = self._network.length_like(total), cache.keys[0].shape[2]
@@ -182,4 +166,4 @@ class Programs:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _draw(kind: str, logits: Array, temperature: Array, top_p: Array, seed: Array) -> Array:
-    return next_token(logits, kind, temperature, top_p, seed, np.int32(0))
+    return next_token(logits, kind, temperature, top_p, seed, jnp.int32(0))

@@ -46,11 +46,10 @@ def make_score(
         inputs: Any,
     ) -> tuple[LabelScores, Array]:
         model = nnx.merge(network.graphdef, state)
-        hidden, statistics, _ = model.keeping(
+        hidden, statistics = model(
             tokens,
             positions,
             network.attention(layout, pattern, valid_len),
-            None,
             attention_inputs=inputs,
             mesh=mesh,
             fsdp=network.fsdp,

@@ -16,22 +16,16 @@ BLOCK = 256
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def look_up(table_VE: Array, tokens: Array, dtype: jnp.dtype) -> Array:
-    """Looks up rows of a table.
+def embed(table_VE: Array, tokens: Array, dtype: jnp.dtype) -> Array:
+    """Looks up the rows [..., E] of token ids, int32 [...], in fp32 [V, E].
 
-    Args:
-        table_VE: fp32 [V, E].
-        tokens: int32 [...], ids below V.
-        dtype: dtype of the result.
-
-    Returns:
-        [..., E]; differentiable in `table_VE`, with a gradient summed in fp32.
+    The gradient of the table is summed in fp32.
     """
     return jnp.take(table_VE, tokens, axis=0).astype(dtype)
 
 
 def _forward(table_VE: Array, tokens: Array, dtype: jnp.dtype) -> tuple[Array, tuple[Array, int]]:
-    return look_up(table_VE, tokens, dtype), (tokens, table_VE.shape[0])
+    return embed(table_VE, tokens, dtype), (tokens, table_VE.shape[0])
 
 
 def _backward(dtype: jnp.dtype, kept: tuple[Array, int], d_rows: Array) -> tuple[Array, None]:
@@ -43,7 +37,7 @@ def _backward(dtype: jnp.dtype, kept: tuple[Array, int], d_rows: Array) -> tuple
     return lax.platform_dependent(d_rows, tokens, cpu=add, default=ordered), None
 
 
-look_up.defvjp(_forward, _backward)
+embed.defvjp(_forward, _backward)
 
 
 def _add_in_order(rows_NE: Array, numbers: Array, size: int) -> Array:
@@ -52,19 +46,14 @@ def _add_in_order(rows_NE: Array, numbers: Array, size: int) -> Array:
 
 
 def sum_rows(rows_NE: Array, numbers: Array, size: int) -> Array:
-    """Sums rows with equal ids, in an order that depends only on the ids.
+    """Sums rows [N, E] with equal ids, int32 [N], in an order that depends only on the ids.
 
     Rows are sorted by id and split into blocks. In each block, one product with the 0/1 matrix of
     equal ids gives all sums. An id that continues in later blocks has a sum in each of them; one
     more product adds these up where the id ends. Each sum is written once.
 
-    Args:
-        rows_NE: [N, E], fp32, bf16 or fp16.
-        numbers: ids, int32 [N], from 0; rows with an id of `size` or more are ignored.
-        size: V.
-
     Returns:
-        fp32 [V, E], 0 for ids without rows.
+        fp32 [size, E], 0 for ids without rows; rows with an id of `size` or more are ignored.
     """
     exact = lax.Precision.HIGHEST
     numbers = jnp.pad(numbers, (0, -len(numbers) % BLOCK), constant_values=size)
@@ -88,7 +77,7 @@ def sum_rows(rows_NE: Array, numbers: Array, size: int) -> Array:
     flat = numbers.reshape(-1)
     ends = jnp.append(flat[1:] != flat[:-1], True) & (flat < size)
     # Sums that are not written get unique indices beyond the table.
-    places = jnp.where(ends, flat, size + jnp.arange(len(flat)))
+    slots = jnp.where(ends, flat, size + jnp.arange(len(flat)))
     sums = sums.reshape(len(flat), -1)
     zeros = jnp.zeros((size, sums.shape[1]), jnp.float32)
-    return zeros.at[places].set(sums, mode="drop", unique_indices=True)
+    return zeros.at[slots].set(sums, mode="drop", unique_indices=True)

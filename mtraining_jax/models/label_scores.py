@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from mtraining_jax.models.labels import IGNORE_LABEL
-from mtraining_jax.models.token_parallel import num_chunks, on_own_tokens
+from mtraining_jax.models.token_parallel import fsdp_apply, num_chunks
 from mtraining_jax.parallel.mesh import REPLICATED
 
 
@@ -50,13 +50,7 @@ class ChunkScores(NamedTuple):
 
 
 def score_chunk(hidden_CE: Array, weight_VE: Array, labels_C: Array) -> ChunkScores:
-    """Computes logits and losses of C tokens, all in memory at once.
-
-    Args:
-        hidden_CE: [C, E], fp32 or bf16.
-        weight_VE: [V, E] in the same dtype.
-        labels_C: int32 [C], ids below V or `IGNORE_LABEL`.
-    """
+    """Computes logits and losses of C tokens, all in memory at once; see `label_scores`."""
     logits_CV = jnp.einsum(
         "ce,ve->cv",
         hidden_CE,
@@ -100,8 +94,8 @@ def label_scores(
     """
     check_output_layer(hidden_BSE, weight_VE, labels_BS, chunk_size)
     # Cast before the gather, which halves its traffic.
-    return on_own_tokens(
-        functools.partial(_local, chunk_size=chunk_size),
+    return fsdp_apply(
+        functools.partial(_scores_of_shard, chunk_size=chunk_size),
         weight_VE.astype(hidden_BSE.dtype),
         hidden_BSE,
         labels_BS,
@@ -123,10 +117,9 @@ def check_output_layer(
         raise ValueError(f"chunk_size={chunk_size} must be at least 1")
 
 
-def _local(
+def _scores_of_shard(
     weight_VE: Array, hidden_BSE: Array, labels_BS: Array, *, chunk_size: int
 ) -> LabelScores:
-    """The same for the tokens of one device, without communication."""
     batch, seq, width = hidden_BSE.shape
     chunks = num_chunks(batch * seq, chunk_size)
 
@@ -135,5 +128,5 @@ def _local(
         best_C = jnp.argmax(scores.logits, axis=-1)
         return LabelScores(scores.loss, scores.counted & (best_C == scores.labels))
 
-    cut = hidden_BSE.reshape(chunks, -1, width), labels_BS.reshape(chunks, -1)
-    return jax.tree.map(lambda x: x.reshape(batch, seq), lax.map(body, cut))
+    split = hidden_BSE.reshape(chunks, -1, width), labels_BS.reshape(chunks, -1)
+    return jax.tree.map(lambda x: x.reshape(batch, seq), lax.map(body, split))

@@ -41,10 +41,10 @@ class Parameter:
         return dataclasses.replace(self, shape=self.shape[1:], axes=self.axes[1:])
 
 
-Table = Mapping[str, Parameter]
+ParamTable = Mapping[str, Parameter]
 
 
-def under(table: Table, prefix: str) -> dict[str, Parameter]:
+def subtable(table: ParamTable, prefix: str) -> dict[str, Parameter]:
     """Returns the parameters with the prefix `prefix` and a dot, which is removed."""
     start = f"{prefix}."
     return {
@@ -54,9 +54,9 @@ def under(table: Table, prefix: str) -> dict[str, Parameter]:
     }
 
 
-def one_layer(table: Table) -> dict[str, Parameter]:
+def layer_params(table: ParamTable) -> dict[str, Parameter]:
     """Returns the parameters of one layer by their name in it, e.g. "mlp.up_proj.weight"."""
-    layers = under(table, LAYERS.removesuffix("."))
+    layers = subtable(table, LAYERS.removesuffix("."))
     return {name: parameter.of_layer() for name, parameter in layers.items()}
 
 

@@ -50,13 +50,9 @@ def sums_by_bucket(
 
 
 def means_by_bucket(losses: np.ndarray) -> tuple[list[float], list[int]]:
-    """Returns mean losses of one sequence and token counts, per bucket.
+    """Returns the mean loss and the number of tokens of each bucket.
 
-    Args:
-        losses: fp32 [S - 1], of the tokens at positions 1 to S - 1, from `Engine.token_losses`.
-
-    Returns:
-        Means in nats, and numbers of tokens.
+    `losses` are fp32 [S - 1], of the tokens at positions 1 to S - 1.
     """
     edges = [2**k - 1 for k in range(num_buckets(len(losses) + 1))]
     parts = np.split(losses.astype(np.float64), edges[1:])

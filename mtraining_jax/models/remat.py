@@ -21,17 +21,19 @@ from pallas_kernels.names import SAVED_NAMES
 
 # Names of saved values, in addition to attention's: layer input; queries, keys and values; residual
 # stream between attention and MLP.
-RESIDUAL, HEADS, MIDDLE = "residual", "heads", "middle"
+RESIDUAL, QKV, POST_ATTENTION = "residual", "heads", "middle"
 
 
-def rematerialised(layer: Callable[..., Any], kind: str) -> Callable[..., Any]:
+def remat(layer: Callable[..., Any], kind: str) -> Callable[..., Any]:
     """Wraps `layer`, the body of a scan, so that it saves what the policy `kind` says."""
     if kind == "none":
         return layer
     policies = {
         "full": checkpoint_policies.nothing_saveable,
         "attention": checkpoint_policies.save_only_these_names(*SAVED_NAMES),
-        "mlp": checkpoint_policies.save_only_these_names(*SAVED_NAMES, HEADS, MIDDLE, MLP_PRODUCTS),
+        "mlp": checkpoint_policies.save_only_these_names(
+            *SAVED_NAMES, QKV, POST_ATTENTION, MLP_PRODUCTS
+        ),
         "attention_offload": checkpoint_policies.save_and_offload_only_these_names(
             names_which_can_be_saved=list(SAVED_NAMES),
             names_which_can_be_offloaded=[RESIDUAL],

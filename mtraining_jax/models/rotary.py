@@ -71,14 +71,8 @@ def _split_frequencies(spec: ModelSpec, length: int) -> tuple[tuple[Array, Array
 def apply_rope(x_BSHD: Array, cos: Array, sin: Array) -> Array:
     """Rotates dimension i against i + D/2 (the Hugging Face order), in fp32.
 
-    Args:
-        x_BSHD: queries or keys [B, S, H, D].
-        cos: fp32 [1 or B, S, 1, D/2], see `rope_tables`.
-        sin: the same shape.
-
-    Returns:
-        An array with the shape and dtype of `x_BSHD`.
+    `cos` and `sin` are from `rope_tables`; the result has the dtype of `x_BSHD`.
     """
     first, second = jnp.split(x_BSHD.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(x_BSHD.dtype)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x_BSHD.dtype)

@@ -3,6 +3,8 @@
 The table for activations is in `mtraining_jax.parallel.mesh`.
 """
 
+import functools
+import logging
 import math
 from typing import Any
 
@@ -10,7 +12,7 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mtraining_jax.models.parameters import LAYERS, Parameter, Table
+from mtraining_jax.models.parameters import LAYERS, Parameter, ParamTable
 from mtraining_jax.models.spec import ModelSpec
 from mtraining_jax.parallel.mesh import SEQUENCE_AXES
 
@@ -28,14 +30,11 @@ FSDP_AXES: dict[str, tuple[str, ...] | None] = {
 }
 
 
-def parameter_spec(parameter: Parameter, mesh: Mesh, fsdp: bool) -> PartitionSpec:
-    """Returns the partition of one parameter.
+_log = logging.getLogger(__name__)
 
-    Args:
-        parameter: its shape and axis names.
-        mesh: from `mtraining_jax.parallel.mesh.make_mesh`.
-        fsdp: shard the first divisible axis; otherwise replicate.
-    """
+
+def parameter_spec(parameter: Parameter, mesh: Mesh, fsdp: bool) -> PartitionSpec:
+    """Shards the first axis of a parameter that the devices divide, or replicates it."""
     if not fsdp:
         return PartitionSpec()
     for axis, (logical, size) in enumerate(zip(parameter.axes, parameter.shape, strict=True)):
@@ -51,45 +50,55 @@ def parameter_spec(parameter: Parameter, mesh: Mesh, fsdp: bool) -> PartitionSpe
 def parameter_names(state: Any) -> Any:
     """Returns the dotted name of every parameter, e.g. "layers.self_attn.q_proj.weight".
 
-    Args:
-        state: `nnx.State` or pure dict of a model.
-
-    Returns:
-        A tree of the same structure with strings as leaves.
+    The names form a tree of the same structure as `state`, an `nnx.State` or a pure dict.
     """
     return jax.tree_util.tree_map_with_path(lambda path, _: _dotted(path), state)
 
 
-def state_shardings(state: nnx.State, table: Table, mesh: Mesh, fsdp: bool) -> nnx.State:
-    """Returns the sharding of every parameter.
+def state_shardings(state: nnx.State, table: ParamTable, mesh: Mesh, fsdp: bool) -> nnx.State:
+    """Returns the `NamedSharding` of every parameter, in a state of the same structure.
+
+    With `fsdp`, a matrix that ('node', 'device') cannot divide is replicated, with a warning.
 
     Args:
         state: state of a `Transformer`, arrays or `jax.ShapeDtypeStruct`.
         table: its parameters by dotted name.
         mesh: axes ('data', 'node', 'device'), of type Auto.
-        fsdp: shard divisible matrices over ('node', 'device'); otherwise replicate everything.
-
-    Returns:
-        A state of the same structure with `NamedSharding` leaves.
+        fsdp: shard matrices over ('node', 'device'); otherwise replicate everything.
     """
+    if fsdp:
+        devices = math.prod(mesh.shape[axis] for axis in SEQUENCE_AXES)
+        _warn_of_replicated(replicated_matrices(table, mesh), devices)
     return jax.tree.map(
         lambda name: NamedSharding(mesh, parameter_spec(table[name], mesh, fsdp)),
         parameter_names(state),
     )
 
 
-def layer_specs(layers: nnx.State, table: Table, mesh: Mesh, fsdp: bool) -> nnx.State:
-    """Returns the partitions of one layer's parameters, without the leading layer axis.
+def replicated_matrices(table: ParamTable, mesh: Mesh) -> tuple[str, ...]:
+    """Returns the matrices that FSDP replicates, because no axis is divisible."""
+    return tuple(
+        name
+        for name, parameter in table.items()
+        if any(FSDP_AXES[axis] for axis in parameter.axes)
+        and parameter_spec(parameter, mesh, True) == PartitionSpec()
+    )
 
-    Args:
-        layers: state of the stacked layers, [L, ...].
-        table: all parameters by dotted name.
-        mesh: axes ('data', 'node', 'device').
-        fsdp: see `state_shardings`.
 
-    Returns:
-        A state of the same structure with `PartitionSpec` leaves.
-    """
+@functools.cache  # once per model and mesh
+def _warn_of_replicated(names: tuple[str, ...], devices: int) -> None:
+    if names:
+        _log.warning(
+            "parallel.fsdp replicates %d of the model's matrices, because %d devices divide none "
+            "of their axes: %s",
+            len(names),
+            devices,
+            ", ".join(names),
+        )
+
+
+def layer_specs(layers: nnx.State, table: ParamTable, mesh: Mesh, fsdp: bool) -> nnx.State:
+    """Returns the `PartitionSpec`s of one layer of the stacked `layers`, by `state_shardings`."""
     return jax.tree.map(
         lambda name: PartitionSpec(*parameter_spec(table[LAYERS + name], mesh, fsdp)[1:]),
         parameter_names(layers),

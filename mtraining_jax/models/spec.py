@@ -1,11 +1,12 @@
 """The sizes of a model: static, hashable and validated. Does not import JAX."""
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Self
 
 from mtraining_jax.models.families import family_of
-from mtraining_jax.models.parameters import Table
+from mtraining_jax.models.parameters import ParamTable
 from mtraining_jax.models.rope import ROPE_KINDS, RopeScaling, make_scaling
 
 REMAT_POLICIES = ("none", "mlp", "attention", "attention_offload", "full")
@@ -79,8 +80,8 @@ class ModelSpec:
         if self.mlp_kept_chunks < 0:
             raise ValueError(f"mlp_kept_chunks = {self.mlp_kept_chunks} must not be negative")
         family_of(self.family)
-        if found := list(spec_problems(self)):
-            raise ValueError("; ".join(found))
+        if problems := list(spec_problems(self)):
+            raise ValueError("; ".join(problems))
 
     @classmethod
     def from_config(cls, config: Any) -> Self:
@@ -109,9 +110,9 @@ class ModelSpec:
             raise ValueError(f"rope_scaling: {error}") from None
         return cls(**values)
 
-    @property
-    def parameters(self) -> Table:
-        """All parameters by dotted name; see `Family.parameters`."""
+    @functools.cached_property
+    def parameters(self) -> ParamTable:
+        """All parameters by dotted name, with stacked layers."""
         return family_of(self.family).parameters(self)
 
 

@@ -112,10 +112,8 @@ def _parts(x_TE: Array, chunk_size: int, kept_chunks: int) -> tuple[Array, Array
 
 
 def _dot(equation: str, a: Array, b: Array) -> Array:
-    """A product in the dtype of a; the hardware accumulates in fp32 either way.
-
-    With an fp32 result and a cast, XLA would write fp32 to memory: twice the bytes.
-    """
+    # The result has the dtype of a; the hardware accumulates in fp32 either way. With an fp32
+    # result and a cast, XLA would write fp32 to memory: twice the bytes.
     exact = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return jnp.einsum(equation, a, b, precision=exact)
 

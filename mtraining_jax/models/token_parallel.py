@@ -18,7 +18,7 @@ from mtraining_jax.parallel.mesh import TOKENS
 from mtraining_jax.parallel.ordering import serialize_collectives
 
 
-def on_own_tokens(
+def fsdp_apply(
     function: Callable[..., Any], weights: Any, *arrays: Array, specs: Any, mesh: Mesh | None
 ) -> Any:
     """Computes `function(weights, *arrays)` on every device, for its local tokens.
@@ -26,31 +26,24 @@ def on_own_tokens(
     Args:
         function: maps full weights and local arrays to local arrays.
         weights: pytree of arrays, in the compute dtype of `function`.
-        arrays: [B, S, ...] each, B over 'data' and S over ('node', 'device').
-        specs: shardings of `weights`: a tree of `PartitionSpec` with at most one sharded axis,
-            over ('node', 'device').
-        mesh: axes ('data', 'node', 'device'); None: everything is on one device.
-
-    Returns:
-        Arrays [B, S, ...], sharded like `arrays`.
+        arrays: [B, S, ...] each, B over 'data' and S over ('node', 'device'), like the results.
+        specs: shardings of `weights`, each with at most one axis over ('node', 'device').
+        mesh: axes ('data', 'node', 'device'); None if everything is on one device.
     """
     if mesh is None:
         return function(weights, *arrays)
 
-    def local(weights: Any, *arrays: Array) -> Any:
+    def apply_on_shard(weights: Any, *arrays: Array) -> Any:
         if all(jnp.issubdtype(x.dtype, jnp.floating) for x in arrays):
             weights, arrays = serialize_collectives(weights, arrays)
         return function(jax.tree.map(gather, weights, specs), *arrays)
 
     in_specs = specs, *[TOKENS] * len(arrays)
-    return map_shards(local, mesh, in_specs, TOKENS)(weights, *arrays)
+    return map_shards(apply_on_shard, mesh, in_specs, TOKENS)(weights, *arrays)
 
 
 def gather(shard: Array, spec: PartitionSpec) -> Array:
-    """Gathers an array that `spec` shards; inside `shard_map`.
-
-    Its gradient is a reduce-scatter in the dtype of `shard`.
-    """
+    """All-gathers a shard inside `shard_map`; the gradient is reduce-scattered in its dtype."""
     cut = cut_axis(spec)
     if cut is None:
         return shard

@@ -7,7 +7,7 @@ matrix is [out, in]), except that layers are stacked on a leading axis and run i
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -16,22 +16,22 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
-from mtraining_jax.models.embedding import look_up
-from mtraining_jax.models.parameters import Parameter, Table, one_layer, under
-from mtraining_jax.models.remat import HEADS, MIDDLE, RESIDUAL, rematerialised
+from mtraining_jax.models.embedding import embed
+from mtraining_jax.models.parameters import Parameter, ParamTable, layer_params, subtable
+from mtraining_jax.models.remat import POST_ATTENTION, QKV, RESIDUAL, remat
 from mtraining_jax.models.rotary import apply_rope, rope_tables
 from mtraining_jax.models.sharding import layer_specs, parameter_spec, state_shardings
 from mtraining_jax.models.spec import ModelSpec
 from mtraining_jax.models.swiglu import chunked_swiglu
-from mtraining_jax.models.token_parallel import compute_weights, on_own_tokens
+from mtraining_jax.models.token_parallel import compute_weights, fsdp_apply
 
 # (q_BSHD, k_BSHkD, v_BSHkD[, inputs of the layer]) -> (out_BSHD, fp32 scalars or trees by name)
 Attention = Callable[..., tuple[Array, dict[str, Any]]]
-# (k_BSHkD, v_BSHkD) -> what to save of a layer's keys and values, a pytree
-Keep = Callable[[Array, Array], Any]
+# (k_BSHkD, v_BSHkD) -> what to return of a layer's keys and values, a pytree
+CaptureKV = Callable[[Array, Array], Any]
 
 
-def draw(parameter: Parameter, rngs: nnx.Rngs) -> nnx.Param:
+def init_param(parameter: Parameter, rngs: nnx.Rngs) -> nnx.Param:
     """Initializes a parameter, fp32."""
     if parameter.stddev is None:
         return nnx.Param(jnp.full(parameter.shape, parameter.value, jnp.float32))
@@ -42,12 +42,11 @@ def draw(parameter: Parameter, rngs: nnx.Rngs) -> nnx.Param:
 class Linear(nnx.Module):
     """y = x W^T + b, in the dtype of x. weight fp32 [out, in], bias fp32 [out] or absent."""
 
-    def __init__(self, table: Table, rngs: nnx.Rngs) -> None:
-        self.weight = draw(table["weight"], rngs)
-        self.bias = draw(table["bias"], rngs) if "bias" in table else None
+    def __init__(self, table: ParamTable, rngs: nnx.Rngs) -> None:
+        self.weight = init_param(table["weight"], rngs)
+        self.bias = init_param(table["bias"], rngs) if "bias" in table else None
 
     def __call__(self, x: Array) -> Array:
-        """[..., in] -> [..., out]."""
         weight = self.weight[...].astype(x.dtype)
         y = jnp.einsum("...i,oi->...o", x, weight, precision=_precision(x.dtype))
         if self.bias is None:
@@ -59,12 +58,11 @@ class Linear(nnx.Module):
 class RMSNorm(nnx.Module):
     """x / sqrt(mean(x^2) + eps) * weight, computed in fp32, returned in the dtype of x."""
 
-    def __init__(self, table: Table, eps: float, rngs: nnx.Rngs) -> None:
-        self.weight = draw(table["weight"], rngs)
+    def __init__(self, table: ParamTable, eps: float, rngs: nnx.Rngs) -> None:
+        self.weight = init_param(table["weight"], rngs)
         self.eps = eps
 
     def __call__(self, x: Array) -> Array:
-        """[..., E] -> [..., E]."""
         x32 = x.astype(jnp.float32)
         scale = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
         return (x32 * scale * self.weight[...]).astype(x.dtype)
@@ -73,58 +71,57 @@ class RMSNorm(nnx.Module):
 class Embed(nnx.Module):
     """An embedding table. weight fp32 [V, E]."""
 
-    def __init__(self, table: Table, rngs: nnx.Rngs) -> None:
-        self.weight = draw(table["weight"], rngs)
+    def __init__(self, table: ParamTable, rngs: nnx.Rngs) -> None:
+        self.weight = init_param(table["weight"], rngs)
 
 
 class SelfAttention(nnx.Module):
     """Projections and RoPE around an attention that the caller provides."""
 
-    def __init__(self, spec: ModelSpec, table: Table, rngs: nnx.Rngs) -> None:
+    def __init__(self, spec: ModelSpec, table: ParamTable, rngs: nnx.Rngs) -> None:
         self.head_dim = spec.head_dim
-        self.q_proj = Linear(under(table, "q_proj"), rngs)
-        self.k_proj = Linear(under(table, "k_proj"), rngs)
-        self.v_proj = Linear(under(table, "v_proj"), rngs)
-        self.o_proj = Linear(under(table, "o_proj"), rngs)
-        self.q_norm = _norm_if_any(under(table, "q_norm"), spec, rngs)
-        self.k_norm = _norm_if_any(under(table, "k_norm"), spec, rngs)
+        self.q_proj = Linear(subtable(table, "q_proj"), rngs)
+        self.k_proj = Linear(subtable(table, "k_proj"), rngs)
+        self.v_proj = Linear(subtable(table, "v_proj"), rngs)
+        self.o_proj = Linear(subtable(table, "o_proj"), rngs)
+        self.q_norm = _norm_if_any(subtable(table, "q_norm"), spec, rngs)
+        self.k_norm = _norm_if_any(subtable(table, "k_norm"), spec, rngs)
 
     def project(self, x_BSE: Array, cos: Array, sin: Array) -> tuple[Array, Array, Array]:
         """[B, S, E] -> rotated queries [B, S, Hq, D] and keys, and values [B, S, Hk, D]."""
         split = (*x_BSE.shape[:2], -1, self.head_dim)
 
-        def turned(projection: Linear, norm: RMSNorm | None) -> Array:
+        def rotated(projection: Linear, norm: RMSNorm | None) -> Array:
             heads = projection(x_BSE).reshape(split)
             return apply_rope(heads if norm is None else norm(heads), cos, sin)
 
-        q_BSHD, k_BSHkD = turned(self.q_proj, self.q_norm), turned(self.k_proj, self.k_norm)
+        q_BSHD, k_BSHkD = rotated(self.q_proj, self.q_norm), rotated(self.k_proj, self.k_norm)
         return q_BSHD, k_BSHkD, self.v_proj(x_BSE).reshape(split)
 
-    def join(self, out_BSHD: Array) -> Array:
-        """[B, S, Hq, D] -> [B, S, E]."""
+    def merge_heads(self, out_BSHD: Array) -> Array:
+        """[B, S, Hq, D] -> [B, S, E], after the output projection."""
         return self.o_proj(out_BSHD.reshape(*out_BSHD.shape[:2], -1))
 
 
 class MLP(nnx.Module):
     """SwiGLU: down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, spec: ModelSpec, table: Table, rngs: nnx.Rngs) -> None:
-        self.gate_proj = Linear(under(table, "gate_proj"), rngs)
-        self.up_proj = Linear(under(table, "up_proj"), rngs)
-        self.down_proj = Linear(under(table, "down_proj"), rngs)
+    def __init__(self, spec: ModelSpec, table: ParamTable, rngs: nnx.Rngs) -> None:
+        self.gate_proj = Linear(subtable(table, "gate_proj"), rngs)
+        self.up_proj = Linear(subtable(table, "up_proj"), rngs)
+        self.down_proj = Linear(subtable(table, "down_proj"), rngs)
         # Without rematerialization everything is saved, which needs no chunks but more memory.
         self.chunk_size = None if spec.remat == "none" else spec.mlp_chunk_size
         self.kept_chunks = spec.mlp_kept_chunks
 
     def __call__(self, x_BSE: Array) -> Array:
-        """[B, S, E] -> [B, S, E]."""
         if self.chunk_size is None:
             return self.down_proj(jax.nn.silu(self.gate_proj(x_BSE)) * self.up_proj(x_BSE))
         parts = (self.gate_proj, self.up_proj, self.down_proj)
         weights = (part.weight[...].astype(x_BSE.dtype) for part in parts)
         x_TE = x_BSE.reshape(-1, x_BSE.shape[-1])
         out_TE = chunked_swiglu(x_TE, *weights, self.chunk_size, self.kept_chunks)
-        return out_TE.reshape(x_BSE.shape)
+        return cast(Array, out_TE).reshape(x_BSE.shape)
 
 
 class DecoderLayer(nnx.Module):
@@ -133,21 +130,22 @@ class DecoderLayer(nnx.Module):
     Attention lies between the halves, because it reads the tokens of several devices.
     """
 
-    def __init__(self, spec: ModelSpec, table: Table, rngs: nnx.Rngs) -> None:
+    def __init__(self, spec: ModelSpec, table: ParamTable, rngs: nnx.Rngs) -> None:
         eps = spec.rms_norm_eps
-        self.input_layernorm = RMSNorm(under(table, "input_layernorm"), eps, rngs)
-        self.self_attn = SelfAttention(spec, under(table, "self_attn"), rngs)
-        self.post_attention_layernorm = RMSNorm(under(table, "post_attention_layernorm"), eps, rngs)
-        self.mlp = MLP(spec, under(table, "mlp"), rngs)
+        self.input_layernorm = RMSNorm(subtable(table, "input_layernorm"), eps, rngs)
+        self.self_attn = SelfAttention(spec, subtable(table, "self_attn"), rngs)
+        self.post_attention_layernorm = RMSNorm(
+            subtable(table, "post_attention_layernorm"), eps, rngs
+        )
+        self.mlp = MLP(spec, subtable(table, "mlp"), rngs)
 
     def before_attention(self, x_BSE: Array, cos: Array, sin: Array) -> tuple[Array, Array, Array]:
-        """[B, S, E] -> queries, keys and values; see `SelfAttention.project`."""
         return self.self_attn.project(self.input_layernorm(x_BSE), cos, sin)
 
     def after_attention(self, x_BSE: Array, out_BSHD: Array) -> Array:
-        """Residual stream before attention, and attention output -> [B, S, E]."""
-        x_BSE = checkpoint_name(x_BSE + self.self_attn.join(out_BSHD), MIDDLE)
-        return x_BSE + self.mlp(self.post_attention_layernorm(x_BSE))
+        x_BSE = checkpoint_name(x_BSE + self.self_attn.merge_heads(out_BSHD), POST_ATTENTION)
+        with jax.named_scope("mlp"):
+            return x_BSE + self.mlp(self.post_attention_layernorm(x_BSE))
 
 
 class Transformer(nnx.Module):
@@ -162,16 +160,16 @@ class Transformer(nnx.Module):
         spec = ModelSpec.from_config(config)
         table = spec.parameters
         self.spec = spec
-        self.embed_tokens = Embed(under(table, "embed_tokens"), rngs)
+        self.embed_tokens = Embed(subtable(table, "embed_tokens"), rngs)
 
         @nnx.split_rngs(splits=spec.num_layers)
         @nnx.vmap(in_axes=0, out_axes=0)
         def stacked(layer_rngs: nnx.Rngs) -> DecoderLayer:
-            return DecoderLayer(spec, one_layer(table), layer_rngs)
+            return DecoderLayer(spec, layer_params(table), layer_rngs)
 
         self.layers = stacked(rngs)
-        self.norm = RMSNorm(under(table, "norm"), spec.rms_norm_eps, rngs)
-        head = under(table, "lm_head")
+        self.norm = RMSNorm(subtable(table, "norm"), spec.rms_norm_eps, rngs)
+        head = subtable(table, "lm_head")
         self.lm_head = Linear(head, rngs) if head else None
 
     def __call__(
@@ -211,11 +209,10 @@ class Transformer(nnx.Module):
             hidden [B, S, E] in the compute dtype, after the final norm, and the stats stacked
             over layers, [L, ...] each.
         """
-        hidden_BSE, stats, _ = self.keeping(
+        hidden_BSE, stats, _ = self.forward(
             tokens,
             positions,
             attention,
-            None,
             attention_inputs=attention_inputs,
             mesh=mesh,
             fsdp=fsdp,
@@ -223,27 +220,26 @@ class Transformer(nnx.Module):
         )
         return hidden_BSE, stats
 
-    def keeping(
+    def forward(
         self,
         tokens: Array,
         positions: Array,
         attention: Attention,
-        keep: Keep | None,
         *,
+        capture_kv: CaptureKV | None = None,
         attention_inputs: Any = None,
         mesh: Mesh | None = None,
         fsdp: bool = False,
         length: int | Array | None = None,
     ) -> tuple[Array, dict[str, Array], Any]:
-        """Runs all layers, and saves something of the keys and values of each.
+        """Runs all layers like `__call__`, and captures keys and values.
 
         Args:
-            tokens, positions, attention, attention_inputs, mesh, fsdp, length: see `__call__`.
-            keep: maps the rotated keys and the values of a layer, in the compute dtype and sharded
-                over the mesh, to what is saved of them; None saves nothing.
+            capture_kv: maps the rotated keys and the values of a layer, in the compute dtype and
+                sharded over the mesh, to what is returned of them; None returns nothing.
 
         Returns:
-            Both results of `__call__`, and the saved values, stacked over layers.
+            Both results of `__call__`, and the captured values, stacked over layers.
         """
         dtype = jnp.dtype(self.spec.dtype)
         positions = jnp.broadcast_to(positions, tokens.shape)
@@ -252,8 +248,10 @@ class Transformer(nnx.Module):
         graphdef, layers = nnx.split(self.layers)
         specs = None if mesh is None else layer_specs(layers, self.spec.parameters, mesh, fsdp)
 
-        def half(method: Callable[..., Any], parameters: nnx.State, *arrays: Array) -> Any:
-            return on_own_tokens(
+        def run_half_layer(
+            method: Callable[..., Any], parameters: nnx.State, *arrays: Array
+        ) -> Any:
+            return fsdp_apply(
                 lambda parameters, *arrays: method(nnx.merge(graphdef, parameters), *arrays),
                 parameters,
                 *arrays,
@@ -265,24 +263,26 @@ class Transformer(nnx.Module):
             parameters, layer_inputs = inputs
             parameters = compute_weights(parameters, dtype)
             x_BSE = checkpoint_name(x_BSE, RESIDUAL)
-            qkv = half(DecoderLayer.before_attention, parameters, x_BSE, cos, sin)
-            qkv = checkpoint_name(qkv, HEADS)
-            given = () if attention_inputs is None else (layer_inputs,)
-            out_BSHD, stats = attention(*qkv, *given)
-            x_BSE = half(DecoderLayer.after_attention, parameters, x_BSE, out_BSHD)
+            with jax.named_scope("attention_inputs"):
+                qkv = run_half_layer(DecoderLayer.before_attention, parameters, x_BSE, cos, sin)
+            qkv = checkpoint_name(qkv, QKV)
+            extra = () if attention_inputs is None else (layer_inputs,)
+            with jax.named_scope("attention"):
+                out_BSHD, stats = attention(*qkv, *extra)
+            x_BSE = run_half_layer(DecoderLayer.after_attention, parameters, x_BSE, out_BSHD)
             stats = jax.lax.stop_gradient(jax.tree.map(_as_statistic, stats))
-            return x_BSE, (stats, None if keep is None else keep(*qkv[1:]))
+            return x_BSE, (stats, None if capture_kv is None else capture_kv(*qkv[1:]))
 
-        body = rematerialised(body, self.spec.remat)
-        x_BSE, (stats, kept) = jax.lax.scan(body, x_BSE, (layers, attention_inputs))
-        return self.norm(x_BSE), stats, kept
+        body = remat(body, self.spec.remat)
+        x_BSE, (stats, captured) = jax.lax.scan(body, x_BSE, (layers, attention_inputs))
+        return self.norm(x_BSE), stats, captured
 
+    @jax.named_scope("embedding")
     def _embed(self, tokens: Array, mesh: Mesh | None, fsdp: bool) -> Array:
-        """int32 [B, S] -> [B, S, E] in the compute dtype."""
         table_VE = self.embed_tokens.weight[...]
         spec = mesh and parameter_spec(self.spec.parameters["embed_tokens.weight"], mesh, fsdp)
-        return on_own_tokens(
-            lambda table_VE, tokens: look_up(table_VE, tokens, jnp.dtype(self.spec.dtype)),
+        return fsdp_apply(
+            lambda table_VE, tokens: embed(table_VE, tokens, jnp.dtype(self.spec.dtype)),
             table_VE,
             tokens,
             specs=spec,
@@ -307,7 +307,7 @@ class Transformer(nnx.Module):
 
 
 def graph_definition(config: Any) -> nnx.GraphDef:
-    """Returns the static, hashable structure of a model, without computing anything."""
+    """Returns the static, hashable structure of a model, from a `ModelSpec` or its fields."""
     return _abstract(ModelSpec.from_config(config))[0]
 
 
@@ -331,27 +331,29 @@ def init_model(
     Args:
         config: a `ModelSpec`, or any object or mapping with its fields.
         seed: an integer or a `jax.random.key`.
-        mesh: target mesh; None is the default device.
-        fsdp: see `param_shardings`.
+        mesh: None is the default device.
+        fsdp: whether to shard matrices over the mesh; otherwise replicate them.
 
     Returns:
         The graph definition (static, hashable) and the state; `nnx.merge` joins them.
     """
     spec = ModelSpec.from_config(config)
-    return graph_definition(spec), _drawing(spec, mesh, fsdp)(seed)
+    return graph_definition(spec), _initializer(spec, mesh, fsdp)(seed)
 
 
 @functools.lru_cache(maxsize=8)
-def _drawing(spec: ModelSpec, mesh: Mesh | None, fsdp: bool) -> Callable[[int | Array], nnx.State]:
+def _initializer(
+    spec: ModelSpec, mesh: Mesh | None, fsdp: bool
+) -> Callable[[int | Array], nnx.State]:
     """Builds the program of `init_model`, cached for equal models."""
 
-    def draw_all(seed: int | Array) -> nnx.State:
+    def init_all(seed: int | Array) -> nnx.State:
         is_key = jnp.issubdtype(jnp.result_type(seed), jax.dtypes.prng_key)
         key = seed if is_key else jax.random.key(seed)
         return nnx.state(Transformer(spec, rngs=nnx.Rngs(params=key)))
 
     shardings = None if mesh is None else param_shardings(spec, mesh, fsdp)
-    return jax.jit(draw_all, out_shardings=shardings)
+    return jax.jit(init_all, out_shardings=shardings)
 
 
 @functools.lru_cache(maxsize=32)
@@ -367,7 +369,7 @@ def _as_statistic(value: Any) -> Array:
     return value.astype(jnp.float32) if floating else value
 
 
-def _norm_if_any(table: Table, spec: ModelSpec, rngs: nnx.Rngs) -> RMSNorm | None:
+def _norm_if_any(table: ParamTable, spec: ModelSpec, rngs: nnx.Rngs) -> RMSNorm | None:
     return RMSNorm(table, spec.rms_norm_eps, rngs) if table else None
 
 

@@ -27,22 +27,14 @@ class Alarms:
         return dict(self._in_a_row)
 
     def go_to(self, state: Mapping[str, Any] | None) -> None:
-        """Restores `state`, so that resuming neither loses nor repeats a warning; None resets.
-
-        Raises:
-            UserError: malformed state.
-        """
+        """Restores `state`, so that resuming neither loses nor repeats a warning; None resets."""
         try:
             self._in_a_row = {name: int(times) for name, times in (state or {}).items()}
         except (AttributeError, TypeError, ValueError) as error:
             raise UserError("the saved state of audit alarms is not readable") from error
 
     def of(self, record: Record) -> list[str]:
-        """Warnings raised by this audit, each with the worst head and the option to change.
-
-        Args:
-            record: a step's record with `audit_record`.
-        """
+        """Warnings raised by this audit, each with the worst head and the option to change."""
         audit = self._config.audit
         more = self._config.sparsity.settings.more_pairs()
         found = [

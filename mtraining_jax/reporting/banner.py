@@ -24,18 +24,7 @@ class ParameterCount:
 def banner(
     config: Config, parameters: ParameterCount, mesh: Mesh, data: str, held_out: str | None = None
 ) -> list[str]:
-    """Summarizes a run in a few lines.
-
-    Args:
-        config: the run.
-        parameters: parameter counts of the model.
-        mesh: axes ('data', 'node', 'device').
-        data: description of the training data.
-        held_out: description of the validation data; None without evaluation.
-
-    Raises:
-        UserError: the configured attention backend cannot run on this machine.
-    """
+    """Summarizes a run in a few lines; `data` and `held_out` describe its data."""
     model, parallel, sparsity = config.model, config.parallel, config.sparsity
     total, trained = parameters.total, parameters.trained
     share = "" if trained == total else f" ({trained / total:.1%} trainable)"
@@ -95,11 +84,7 @@ def _tuning(config: Config) -> str:
 
 
 def backend_line(config: Config) -> str:
-    """The attention backend in use, and why.
-
-    Raises:
-        UserError: the configured backend cannot run on this machine.
-    """
+    """The attention backend in use, and why."""
     model, block_size = config.model, config.sparsity.block_size
     q: Any = jax.ShapeDtypeStruct((1, block_size, model.num_heads, model.head_dim), model.dtype)
     asked = config.parallel.backend

@@ -25,12 +25,7 @@ from mtraining_jax.signals import redirect_to_devnull
 
 
 class Display:
-    """Prints lines, and on a terminal a progress bar with loss, speed and ETA.
-
-    Args:
-        enabled: whether to print at all; only process 0 does.
-        console: standard output by default.
-    """
+    """Prints lines, and on a terminal a progress bar with loss, speed and ETA."""
 
     def __init__(self, enabled: bool = True, console: Console | None = None) -> None:
         self._console = console or Console(highlight=False, soft_wrap=True, quiet=not enabled)
@@ -41,11 +36,7 @@ class Display:
         self._held_out: str | None = None  # of the last evaluation
 
     def say(self, *lines: str) -> None:
-        """Prints lines without markup; discards them once the terminal is closed.
-
-        Raises:
-            UserError: output cannot be written, e.g. to a full disk.
-        """
+        """Prints lines without markup; discards them once the terminal is closed."""
         try:
             for line in lines:
                 self._console.print(line, markup=False)

@@ -52,7 +52,6 @@ def step_record(
     Args:
         metrics: from the train step, on the host.
         seconds: wall-clock time of the step.
-        config: the run.
         device_kind: JAX device kind, for the peak rate.
         memory: memory of local devices, if known.
 
@@ -69,9 +68,6 @@ def step_record(
           replayed_density and replayed_density_per_layer.
         - document_pairs, with documents: causal pairs within documents over all causal pairs.
         - Each statistic NAME of the pattern, mean over layers, and NAME_per_layer.
-
-    Raises:
-        ValueError: a statistic of the pattern has a reserved name.
     """
     tokens, devices = config.tokens_per_step, config.devices
     layers = {name: [float(x) for x in values] for name, values in metrics["layers"].items()}

@@ -14,13 +14,7 @@ from mtraining_jax.text import counted
 
 
 def summary(config: Config, history: History, wrote: Sequence[str]) -> list[str]:
-    """Summarizes a run in a few lines.
-
-    Args:
-        config: the run.
-        history: statistics of the steps of this process, at least one.
-        wrote: files and folders written.
-    """
+    """Summarizes a run of at least one step in a few lines."""
     newest = history.last[-1]
     lines = [
         "",

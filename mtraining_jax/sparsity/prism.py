@@ -76,7 +76,7 @@ class Prism(RowPattern):
                     own_first,
                     scale=shards.scale_for(head_dim),
                     like=q,
-                    backend=shards.backend,
+                    backend="xla",  # two products per 128^2 pairs, in fp32
                 )
             )
         return tuple(found)

@@ -18,7 +18,7 @@ from mtraining_jax.errors import UserError
 
 # Fields that may differ between processes.
 _OWN = ("distributed.process_id", "distributed.timeout_seconds", "run.compile_cache_dir")
-_PREFIX = "mtraining"
+_PREFIX, _DONE = "mtraining", "done: "
 _WHILE_ALL_LIVE = 7 * 24 * 3600  # seconds
 _numbers = itertools.count()
 
@@ -29,11 +29,11 @@ def run_on_process_0(act: Callable[[], Any], timeout: int) -> Any:
     All processes must make these calls in the same order.
 
     Args:
-        act: the function to call.
+        act: the function to call; its result must be serializable as JSON.
         timeout: seconds that the other processes wait.
 
     Returns:
-        The result of `act` on the first process, None on the others.
+        The result of `act`, on all processes.
 
     Raises:
         UserError: on all processes, if `act` raises one on the first.
@@ -47,12 +47,12 @@ def run_on_process_0(act: Callable[[], Any], timeout: int) -> Any:
         except UserError as error:
             client.key_value_set(key, f"error: {error}")
             raise
-        client.key_value_set(key, "done")
+        client.key_value_set(key, f"{_DONE}{json.dumps(result)}")
         return result
     answer = _wait_for(key, timeout)
-    if answer != "done":
+    if not answer.startswith(_DONE):
         raise UserError(answer.removeprefix("error: "))
-    return None
+    return json.loads(answer.removeprefix(_DONE))
 
 
 def check_same_configuration(config: Config) -> None:

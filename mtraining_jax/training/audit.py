@@ -16,7 +16,7 @@ from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.sparsity import Pattern
 from mtraining_jax.sparsity.audit import GRADIENT_FIGURES, AuditRows
 from mtraining_jax.training.build import build_attention
-from mtraining_jax.training.state import TrainState
+from mtraining_jax.training.state import PRNG_IMPL, TrainState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +86,7 @@ def make_step_audit(
     seq_len, count = config.data.seq_len, config.audit.rows
 
     def draw(state: TrainState) -> AuditRows:
-        key = jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
+        key = jax.random.fold_in(jax.random.wrap_key_data(state.rng, impl=PRNG_IMPL), state.step)
         # With documents, the end of a sequence is the end of one document, or padding.
         return AuditRows.draw(key, seq_len, count, last=not config.data.has_documents)
 

@@ -18,6 +18,7 @@ from mtraining_jax.errors import UserError
 _TRANSPORTS = ("Gloo", "NCCL")
 # SLURM_STEP_TASKS_PER_NODE if no node has more than one task.
 _ONE_TASK_A_NODE = re.compile(r"1(\(x\d+\))?(,1(\(x\d+\))?)*")
+_ONE_GPU = re.compile(r"[^,\s]+")  # CUDA_VISIBLE_DEVICES of a task with one GPU
 # Seconds that a process with an error waits for the others to reach the same error.
 _PATIENCE = 20
 # Seconds of waiting at startup after which a process prints what it waits for.
@@ -32,8 +33,8 @@ def initialize(config: DistributedConfig, environment: Mapping[str, str] = os.en
     them, the process runs alone.
 
     A single SLURM task per node uses all GPUs of its node. With several SLURM tasks per node, or
-    with Open MPI, each process uses the GPU of its local rank. Otherwise every process uses the
-    GPUs that it sees.
+    with Open MPI, each process uses the GPU of its local rank. Otherwise, and for SLURM tasks that
+    see a single GPU each (`--gpus-per-task=1`), every process uses the GPUs that it sees.
 
     Args:
         config: the `distributed` section.
@@ -190,7 +191,9 @@ def _slurm(environment: Mapping[str, str]) -> dict[str, object]:
             cluster_detection_method="deactivate",
         )
         # "1(x4)": one task on each of 4 nodes; "2,1": two and one; "16(x2)": 16 on each of two.
-        if not _ONE_TASK_A_NODE.fullmatch(environment.get("SLURM_STEP_TASKS_PER_NODE", "")):
+        one_task = _ONE_TASK_A_NODE.fullmatch(environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
+        # A task that is bound to one GPU sees it as device 0, whatever its local rank.
+        if not one_task and not _ONE_GPU.fullmatch(environment.get("CUDA_VISIBLE_DEVICES", "")):
             arguments["local_device_ids"] = [int(environment["SLURM_LOCALID"])]
     except (KeyError, ValueError) as error:
         raise UserError(

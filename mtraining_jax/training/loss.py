@@ -91,6 +91,7 @@ def _summed_bwd(chunk_size, mesh, weight_spec, gradients, d_loss):
 _summed.defvjp(_summed_fwd, _summed_bwd)
 
 
+@jax.named_scope("loss")
 def _on_mesh(hidden, weight, of_labels, chunk_size, mesh, weight_spec, with_gradients):
     """The loss, and its gradients on request; each device computes its own tokens."""
     local = functools.partial(_local, chunk_size=chunk_size, with_gradients=with_gradients)

@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+import time
 from pathlib import Path
 
 from mtraining_jax.config import Config
@@ -9,6 +10,7 @@ from mtraining_jax.errors import UserError
 from mtraining_jax.training.checkpoint import newest_step
 
 CHECKPOINTS_NAME = "checkpoints"
+_FILE_SYSTEM_DELAY = 60.0  # seconds, the longest attribute cache of NFS by default
 
 
 def checkpoint_folder(config: Config) -> Path:
@@ -53,6 +55,22 @@ def resume_step(config: Config) -> int | None:
             'checkpoint.resume = "auto" to start from scratch in this case'
         )
     return step
+
+
+def wait_for_resume_step(config: Config, step: int | None, seconds: float) -> int | None:
+    """Waits until this process sees the resume step of process 0; returns the step that it sees.
+
+    Network file systems may show a new checkpoint to other hosts only after a minute.
+    """
+    end = time.monotonic() + min(seconds, _FILE_SYSTEM_DELAY)
+    while True:
+        try:
+            found = resume_step(config)
+        except UserError:
+            found = None
+        if found == step or time.monotonic() > end:
+            return found
+        time.sleep(0.5)
 
 
 def move_aside(config: Config) -> Path | None:

@@ -23,6 +23,9 @@ from mtraining_jax.models import parameter_names as names_of
 from mtraining_jax.models.hf import load_hf
 from mtraining_jax.training.optimizer import Parameters, make_optimizer, trainable_names
 
+# Fixed, because key data of another `jax_default_prng_impl` has another shape in checkpoints.
+PRNG_IMPL = "threefry2x32"
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +38,7 @@ class TrainState:
         opt_state: Optax state of the trained parameters.
         skipped: int32, number of skipped updates so far.
         skipped_in_row: int32, number of skipped updates since the last applied one.
-        rng: uint32 [2], key data for the random numbers of a step.
+        rng: uint32 [2], key data (`PRNG_IMPL`) for the random numbers of a step.
     """
 
     step: Array
@@ -146,5 +149,5 @@ class StateBuilder:
             opt_state=self.optimizer.init(self.split(parameters)[0]),
             skipped=zero,
             skipped_in_row=zero,
-            rng=jax.random.key_data(jax.random.key(self._config.run.seed)),
+            rng=jax.random.key_data(jax.random.key(self._config.run.seed, impl=PRNG_IMPL)),
         )

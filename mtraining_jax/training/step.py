@@ -84,24 +84,24 @@ def make_train_step(
             layers = jax.tree.map(_over_parts, by_group)
         of_audit = {name: layers[name] for name in ("audit", "masks") if name in layers}
         layers = {name: x for name, x in layers.items() if name not in of_audit}
-        gradients, norm = clip(gradients, config.optimizer.clip_norm)
-        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+        with jax.named_scope("optimizer"):
+            gradients, norm = clip(gradients, config.optimizer.clip_norm)
+            finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+            updates, opt_state = builder.optimizer.update(gradients, state.opt_state, trained)
+            lr = schedule(state.step)
+            updated = jax.tree.map(lambda parameter, u: parameter - lr * u, trained, updates)
 
-        updates, opt_state = builder.optimizer.update(gradients, state.opt_state, trained)
-        lr = schedule(state.step)
-        updated = jax.tree.map(lambda parameter, u: parameter - lr * u, trained, updates)
+            def guarded(new: Any, old: Any) -> Any:
+                return jax.tree.map(lambda x, y: jnp.where(finite, x, y), new, old)
 
-        def guarded(new: Any, old: Any) -> Any:
-            return jax.tree.map(lambda x, y: jnp.where(finite, x, y), new, old)
-
-        after = TrainState(
-            step=state.step + 1,
-            parameters={**frozen, **guarded(updated, trained)},
-            opt_state=guarded(opt_state, state.opt_state),
-            skipped=state.skipped + jnp.where(finite, 0, 1),
-            skipped_in_row=jnp.where(finite, 0, state.skipped_in_row + 1),
-            rng=state.rng,
-        )
+            after = TrainState(
+                step=state.step + 1,
+                parameters={**frozen, **guarded(updated, trained)},
+                opt_state=guarded(opt_state, state.opt_state),
+                skipped=state.skipped + jnp.where(finite, 0, 1),
+                skipped_in_row=jnp.where(finite, 0, state.skipped_in_row + 1),
+                rng=state.rng,
+            )
         metrics = {
             "step": after.step,
             "loss": loss,

@@ -91,8 +91,12 @@ class Evaluator:
             self._programs[name] = function.lower(state.parameters, batch).compile()
             check_memory(self._programs[name], devices, "the evaluation on validation data")
 
-    def measure(self, state: TrainState) -> Record:
+    def measure(self, state: TrainState, after_batch: Callable[[], None] = lambda: None) -> Record:
         """Evaluates a state, without changing it.
+
+        Args:
+            state: arrays on the devices.
+            after_batch: called after each batch.
 
         Returns:
             See `held_out_record`.
@@ -106,8 +110,11 @@ class Evaluator:
         try:
             for _ in range(self._config.eval.batches):
                 batch = next(self._batches)
+                before = [sums[-1] for sums in found.values() if sums]
                 for name, program in self._programs.items():
                     found[name].append(program(state.parameters, batch))
+                jax.block_until_ready(before)  # one batch ahead of the devices
+                after_batch()
         except UserError as error:
             raise UserError(about_held_out(str(error))) from error
         sums = {

@@ -184,9 +184,9 @@ class BlockMaskIndex(Index):
         tokens: Array | None = None,
         rows: Array | None = None,
     ) -> Columns | None:
-        if self.column_marks is None:
-            return None
         tokens = self.column_tokens() if tokens is None else tokens
+        if self.column_marks is None or tokens is None:
+            return None
         shards = MaskShards(self.bits, rows, num_blocks, self.block_size)
         bits = shards.rows_of(query)
         blocks = jnp.minimum(tokens // self.block_size, num_blocks - 1)
@@ -268,4 +268,5 @@ class BlockMaskIndex(Index):
 
     def _marked(self) -> Array:
         """The columns of each row's own block: bool [B, Hq, rows, g]."""
+        assert self.column_marks is not None
         return sets.unpack(self.column_marks, self.block_size)

@@ -2,7 +2,7 @@
 
 import abc
 from collections.abc import Callable
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from jax import Array
 
@@ -15,11 +15,11 @@ class Rows(NamedTuple):
 
     Attributes:
         blocks: int32 [n], the global block number of each local row.
-        total: sums an array of integers over all ranks that hold rows.
+        total: sums integer arrays (a pytree) over all ranks that hold rows.
     """
 
     blocks: Array
-    total: Callable[[Array], Array]
+    total: Callable[[Any], Any]
 
 
 class Index(abc.ABC):

@@ -42,8 +42,14 @@ class ToeplitzShards(ShardTiles):
         """Builds all diagonals of a sequence of `num_blocks` blocks."""
         diagonals = np.arange(num_blocks, dtype=np.int32).reshape(-1, stride).T.reshape(-1)
         bounds = np.arange(stride + 1, dtype=np.int32) * (num_blocks // stride)
-        lists = (jnp.broadcast_to(x, (batch, num_heads, x.size)) for x in (diagonals, bounds))
-        return cls(*lists, stride, block_size, dense=True)
+        shape = batch, num_heads
+        return cls(
+            jnp.broadcast_to(diagonals, (*shape, diagonals.size)),
+            jnp.broadcast_to(bounds, (*shape, bounds.size)),
+            stride,
+            block_size,
+            dense=True,
+        )
 
     @classmethod
     def listed(

@@ -179,9 +179,10 @@ class TokenChunksIndex(Index):
         Covers all rows; without documents the counts are static.
         """
         if self.first is None:
-            every = jnp.arange(self.num_blocks, dtype=jnp.int32)
-            return tuple(x.sum(dtype=jnp.int32) for x in self._own_tiles_of(every))
-        tiles = tuple(x.sum(-1, dtype=jnp.int32) for x in self._own_tiles_of(self._numbers(rows)))
+            whole, cut = self._own_tiles_of(jnp.arange(self.num_blocks, dtype=jnp.int32))
+            return whole.sum(dtype=jnp.int32), cut.sum(dtype=jnp.int32)
+        whole, cut = self._own_tiles_of(self._numbers(rows))
+        tiles = whole.sum(-1, dtype=jnp.int32), cut.sum(-1, dtype=jnp.int32)
         return tiles if rows is None else rows.total(tiles)
 
     def _own_tiles_of(self, numbers: Array) -> tuple[Array, Array]:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels.checks import unsupported_operands
+from pallas_kernels.checks import Shaped, unsupported_operands
 from pallas_kernels.gradients import Gradients, whole_keys
 from pallas_kernels.mosaic_gpu import device
 from pallas_kernels.mosaic_gpu.block_masses import HopperBlockScores
@@ -23,7 +23,7 @@ from pallas_kernels.mosaic_gpu.kernels.estimate import HopperEstimate
 from pallas_kernels.mosaic_gpu.kernels.forward import forward_kernel
 from pallas_kernels.mosaic_gpu.kernels.fused import fused_kernel
 from pallas_kernels.plans import Plan
-from pallas_kernels.tiles import Columns, SegmentedDiagonals, Tiles, scatter_columns
+from pallas_kernels.tiles import Columns, DiagonalTiles, SegmentedDiagonals, Tiles, scatter_columns
 from pallas_kernels.work.fused_work import FusedWork, fused_work
 from pallas_kernels.work.key_work import KeyWork, key_work
 from pallas_kernels.work.query_work import QueryWork, query_work
@@ -69,27 +69,24 @@ class MosaicGpu:
     estimate = HopperEstimate()
     block_scores = HopperBlockScores()
 
-    def unsupported(self, q: Array, block_size: int | None) -> str | None:
+    def unsupported(self, q: Shaped, block_size: int | None) -> str | None:
         if not self.interpret and (reason := device.no_hopper_gpu()):
             return reason
         return unsupported_operands(q, block_size)
 
     def plan(
-        self, q: Array, k: Array, tiles: Tiles | None, columns: Columns | None, *, whole: bool
+        self, q: Shaped, k: Shaped, tiles: Tiles | None, columns: Columns | None, *, whole: bool
     ) -> HopperWork:
         sizes = q.shape[0], q.shape[2], q.shape[1] // TILE, k.shape[1] // TILE, k.shape[2]
         queries = query_work(tiles, columns, *sizes)
-        config = self._fused_config(q, tiles, whole)
-        if config is None:
-            return HopperWork(queries, key_work(tiles, columns, *sizes))
-        work = fused_work(
-            tiles,
-            columns,
-            *sizes,
-            item_heads=config.item_heads,
-            wave=self._multiprocessors() if config.waves else 0,
-        )
-        return HopperWork(queries, work)
+        if isinstance(tiles, DiagonalTiles | SegmentedDiagonals):
+            config = self._fused_config(q, tiles, whole)
+            if config is not None:
+                wave = self._multiprocessors() if config.waves else 0
+                heads = config.item_heads
+                keys = fused_work(tiles, columns, *sizes, item_heads=heads, wave=wave)
+                return HopperWork(queries, keys)
+        return HopperWork(queries, key_work(tiles, columns, *sizes))
 
     def forward(
         self,
@@ -105,7 +102,7 @@ class MosaicGpu:
         beside_transfers: bool,
     ) -> tuple[Array, Array]:
         if init is not None:
-            init = tuple(x.astype(jnp.float32) for x in init)
+            init = init[0].astype(jnp.float32), init[1].astype(jnp.float32)
         return forward_kernel(
             q,
             k,
@@ -153,7 +150,7 @@ class MosaicGpu:
                 dq_dtype=dq_dtype,
                 key_dtype=key_dtype,
             )
-        configs, whole = self._configs(q), key_dtype is not None
+        configs = self._configs(q)
         columns = _gathered(plan, column_kv)
         keys, of_columns = dkdv_kernel(
             q,
@@ -167,9 +164,9 @@ class MosaicGpu:
             scale=scale,
             config=configs.dkdv,
             interpret=self.interpret,
-            one_array=whole,
+            one_array=key_dtype is not None,
         )
-        if whole:
+        if key_dtype is not None:
             dk, dv = _whole_keys(keys, of_columns, plan.columns, key_dtype)
             of_columns = None
             # These come first, then dq: their fp32 source, a single array, fits in dq's memory.
@@ -217,6 +214,8 @@ class MosaicGpu:
         key_dtype: jnp.dtype | None,
     ) -> Gradients:
         """Computes all gradients with the fused kernel."""
+        config = self._configs(q).fused
+        assert config is not None  # the plan has its work
 
         # `jax.vmap` runs entries one by one: arrays that a kernel updates in place (`jax.new_ref`)
         # cannot be mapped over.
@@ -234,18 +233,21 @@ class MosaicGpu:
                 work,
                 columns,
                 scale=scale,
-                config=self._configs(q).fused,
+                config=config,
                 interpret=self.interpret,
             )
 
-        dq, *of_keys = fused(
+        dq, dk, dv, dk_columns, dv_columns = fused(
             q, k, v, dout, base, minus_delta, plan.work.keys, _gathered(plan, column_kv)
         )
         if key_dtype is not None:
-            of_keys = *whole_keys(*of_keys, plan.columns, key_dtype), None, None
-        return Gradients(dq.astype(dq_dtype), *of_keys)
+            dk, dv = whole_keys(dk, dv, dk_columns, dv_columns, plan.columns, key_dtype)
+            dk_columns = dv_columns = None
+        return Gradients(dq.astype(dq_dtype), dk, dv, dk_columns, dv_columns)
 
-    def _fused_config(self, q: Array, tiles: Tiles | None, whole: bool) -> FusedConfig | None:
+    def _fused_config(
+        self, q: Shaped, tiles: DiagonalTiles | SegmentedDiagonals, whole: bool
+    ) -> FusedConfig | None:
         """Returns the configuration of the fused backward kernel, or None if it is not used.
 
         It is used for dense diagonals, and for sparse ones if a call returns complete gradients
@@ -256,7 +258,7 @@ class MosaicGpu:
         blocks at the same position and not the others, differently from row to row.
         """
         configs = self._configs(q)
-        if tiles is None or tiles.listed or self.one_backward_kernel is False:
+        if self.one_backward_kernel is False:
             return None
         if isinstance(tiles, SegmentedDiagonals) and tiles.first_keys is not None:
             return None
@@ -264,7 +266,7 @@ class MosaicGpu:
         sparse = whole and tiles.num_segments == 1 and small
         return configs.fused if tiles.dense or sparse or self.one_backward_kernel else None
 
-    def _configs(self, q: Array) -> Configs:
+    def _configs(self, q: Shaped) -> Configs:
         return self.configs or configs_for(q.shape[-1])
 
     def _thread_blocks(self, beside_transfers: bool) -> int:
@@ -281,7 +283,9 @@ class MosaicGpu:
 
 
 def _gathered(plan: Plan, column_kv: tuple[Array, Array] | None) -> GatheredColumns | None:
-    return None if column_kv is None else GatheredColumns(*column_kv, plan.columns)
+    if column_kv is None or plan.columns is None:
+        return None
+    return GatheredColumns(*column_kv, plan.columns)
 
 
 def _whole_keys(
@@ -289,7 +293,7 @@ def _whole_keys(
 ) -> tuple[Array, Array]:
     """Applies `whole_keys` to dk and dv in one array [2, B, ...]: a batch twice as large."""
     pair = keys.reshape(-1, *keys.shape[2:])
-    if columns is not None:
+    if columns is not None and of_columns is not None:
         of_columns = of_columns.reshape(-1, *of_columns.shape[2:])
         tokens = jnp.concatenate([columns.tokens] * 2)
         pair = scatter_columns(pair, of_columns, tokens)

@@ -1,9 +1,11 @@
 """Softmax masses of key blocks from the kernel's scores: `backends.BlockScores` on Hopper GPUs."""
 
+import functools
 from typing import Any
 
 from jax import Array
 
+from pallas_kernels.checks import Shaped
 from pallas_kernels.masses import masses_from_scores, unsupported_by_kernel
 from pallas_kernels.mosaic_gpu import device
 from pallas_kernels.mosaic_gpu.kernels import block_scores, short_block_scores
@@ -26,7 +28,7 @@ class HopperBlockScores:
         self._config = config or BlockScoresConfig()
         self._short = short or ShortBlockScoresConfig()
 
-    def unsupported(self, q: Array, k: Array) -> str | None:
+    def unsupported(self, q: Shaped, k: Shaped) -> str | None:
         width = min(self._config.width, self._short.width)
         return unsupported_by_kernel(q, k, depth=DEPTH, width=width)
 
@@ -41,11 +43,13 @@ class HopperBlockScores:
         levels: bool = False,
     ) -> Array | tuple[Array, Array]:
         if q.shape[-1] <= short_block_scores.MOST_LENGTH:
-            kernel, config = short_block_scores.short_block_scores_kernel, self._short
-            tile_rows = short_block_scores.TILE_ROWS
+            kernel = functools.partial(
+                short_block_scores.short_block_scores_kernel, config=self._short
+            )
+            tile_rows, width = short_block_scores.TILE_ROWS, self._short.width
         else:
-            kernel, config = block_scores.block_scores_kernel, self._config
-            tile_rows = block_scores.TILE_ROWS
+            kernel = functools.partial(block_scores.block_scores_kernel, config=self._config)
+            tile_rows, width = block_scores.TILE_ROWS, self._config.width
 
         def score(
             rows: Array, keys: Array, seen: Array, begin: Array | None
@@ -57,7 +61,6 @@ class HopperBlockScores:
                 begin,
                 scale=scale,
                 block_columns=k.shape[3],
-                config=config,
                 num_blocks=self._multiprocessors(),
                 interpret=self._interpret,
             )
@@ -71,7 +74,7 @@ class HopperBlockScores:
             scale=scale,
             levels=levels,
             tile_rows=tile_rows,
-            width=config.width,
+            width=width,
             programs=self._multiprocessors(),
         )
 

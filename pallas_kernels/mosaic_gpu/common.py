@@ -1,5 +1,6 @@
 """Common parts of the kernels: constants, layouts, products and other operations on a tile."""
 
+# pyright: reportPrivateImportUsage=false
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -45,7 +46,7 @@ class GatheredColumns(NamedTuple):
 
 def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
     """Shared memory for 16-bit wgmma operands."""
-    transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+    transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 

@@ -4,6 +4,7 @@ dQ of a step needs dS of both warpgroups. It is computed one step late, so that 
 not be in sync: one uses the tensor cores while the other computes exponentials.
 """
 
+# pyright: reportPrivateImportUsage=false
 import dataclasses
 from collections.abc import Callable
 from typing import Any

@@ -143,7 +143,7 @@ class FusedWalk:
             def run(start: Array, stop: Array, step: Array, causal: bool) -> Array:
                 def one_step(i: Array, step: Array) -> Array:
                     n, part = lax.div(i, parts), lax.rem(i, parts)
-                    words = read_words(n) if has_columns else None
+                    words: Any = read_words(n) if has_columns else None
                     mask = KeyMask(bias=(lambda: keep_bias(words, keys)) if has_columns else None)
                     if causal:
                         start = first_query(n) + part * queries

@@ -4,6 +4,7 @@ The interpreter supports only products with operands in shared memory, no accumu
 from a value or persist across products, and no asynchrony. The rest of a kernel is the same code.
 """
 
+# pyright: reportPrivateImportUsage=false
 from collections.abc import Callable
 from typing import Any
 
@@ -132,7 +133,8 @@ def with_accumulators(
 def add_product(acc: Array, a: Array, b: Any, *, interpreted: bool, staging: Any) -> Array:
     """Computes acc + a b and waits for it; arguments as in `with_accumulators`."""
     if interpreted:
-        total = _Value(acc.shape, staging)
+        total = _Value((acc.shape[0], acc.shape[1]), staging)
         total.add(a, b)
         return acc + total.value(younger=0)
-    return pl.run_state(lambda ref: plgpu.wgmma(ref, a, b))(plgpu.ACC.init(acc))
+    run: Any = pl.run_state(lambda ref: plgpu.wgmma(ref, a, b))
+    return run(plgpu.ACC.init(acc))

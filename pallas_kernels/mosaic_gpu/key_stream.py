@@ -66,7 +66,7 @@ class Producer:
         def load_values(s: Array, number: Array) -> None:
             self._load("v", step + s, tile("v", number, kv_head))
 
-        def load_run(number: Array | int, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        def load_run(number: Array | int, carry: tuple[Any, Array]) -> tuple[Any, Array]:
             """Loads the blocks of a run that begins at step `begin` of the item."""
             begin, previous = carry
             first, count = walk.run(it, number)

@@ -3,9 +3,7 @@
 import functools
 from typing import Any
 
-from jax import Array
-
-from pallas_kernels.checks import unsupported_operands
+from pallas_kernels.checks import Shaped, unsupported_operands
 from pallas_kernels.mosaic_gpu import device
 
 
@@ -17,7 +15,7 @@ class MosaicGpuOnDemand:
 
     name = "mosaic_gpu"
 
-    def unsupported(self, q: Array, block_size: int | None) -> str | None:
+    def unsupported(self, q: Shaped, block_size: int | None) -> str | None:
         return device.no_hopper_gpu() or unsupported_operands(q, block_size)
 
     def __getattr__(self, name: str) -> Any:

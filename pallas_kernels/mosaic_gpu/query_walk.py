@@ -56,7 +56,7 @@ class QueryWalk:
             return self.refs["lists"][it.batch, it.head, it.block, entry]
         return it.block - self.refs["lists"][it.batch, it.head, entry]
 
-    def run(self, it: QueryItem, number: Array) -> tuple[Array, Array]:
+    def run(self, it: QueryItem, number: Array | int) -> tuple[Array, Array]:
         """Returns first list entry and number of entries of a run of an item."""
         if self.runs is None:
             return it.first, it.tiles

@@ -20,7 +20,7 @@ def await_turn(counter: Any, turn: Array, warp: bool = True) -> None:
         semaphore = mgpu.SemaphoreRef(mgpu.memref_ptr(ref))
         semaphore.wait(value.registers.item(), decrement=False, scope=scope, memory_scope="gpu")
 
-    wait(counter, turn)
+    wait(counter, turn)  # pyright: ignore[reportCallIssue]
 
 
 def end_turn(counter: Any, warp: bool = True) -> None:
@@ -34,7 +34,7 @@ def end_turn(counter: Any, warp: bool = True) -> None:
         semaphore = mgpu.SemaphoreRef(mgpu.memref_ptr(ref))
         semaphore.signal(1, predicate=mgpu.single_thread_predicate(scope), memory_scope="gpu")
 
-    signal(counter)
+    signal(counter)  # pyright: ignore[reportCallIssue]
 
 
 def _scope(warp: bool) -> mgpu.ThreadSubset:

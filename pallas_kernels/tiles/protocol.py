@@ -75,8 +75,10 @@ def at_least_one(lists: Array) -> Array:
     return lists if lists.shape[-1] else jnp.zeros((*lists.shape[:-1], 1), jnp.int32)
 
 
-def check_shape(name: str, x: Array, shape: tuple[int, ...]) -> None:
+def check_shape(name: str, x: Array | None, shape: tuple[int, ...]) -> None:
     """Raises ValueError unless `x` has that shape."""
+    if x is None:
+        raise ValueError(f"{name} is None; expected shape {shape}")
     if x.shape != shape:
         raise ValueError(f"{name} has shape {x.shape}; expected {shape}")
 

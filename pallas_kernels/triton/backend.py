@@ -2,14 +2,14 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels.checks import unsupported_operands
+from pallas_kernels.checks import Shaped, unsupported_operands
 from pallas_kernels.gradients import Gradients, whole_keys
 from pallas_kernels.masses import LOG2E
 from pallas_kernels.plans import Plan
@@ -65,13 +65,13 @@ class Triton:
     def block_scores(self) -> TritonBlockScores:
         return TritonBlockScores(self.run)
 
-    def unsupported(self, q: Array, block_size: int | None) -> str | None:
+    def unsupported(self, q: Shaped, block_size: int | None) -> str | None:
         if self.run is None and (reason := device.cannot_run()):
             return reason
         return unsupported_operands(q, block_size)
 
     def plan(
-        self, q: Array, k: Array, tiles: Tiles | None, columns: Columns | None, *, whole: bool
+        self, q: Shaped, k: Shaped, tiles: Tiles | None, columns: Columns | None, *, whole: bool
     ) -> TritonWork:
         """Ignores `whole`: the same kernels run in both cases."""
         del whole
@@ -141,8 +141,10 @@ class Triton:
             "delta": delta,
         }
         scales = {"scale": float(scale), "log2_scale": scale * LOG2E}
-        keys = self._of_blocks(q, k, v, plan, rows, scales) if plan.has_tiles else (None, None)
-        of_columns = None, None
+        keys: tuple[Array | None, Array | None] = None, None
+        of_columns: tuple[Array | None, Array | None] = None, None
+        if plan.has_tiles:
+            keys = self._of_blocks(q, k, v, plan, rows, scales)
         if column_kv is not None:
             of_columns = self._of_columns(q, plan, column_kv, rows, scales)
         if key_dtype is not None:
@@ -190,7 +192,7 @@ class Triton:
         plan: Plan,
         column_kv: tuple[Array, Array] | None,
         *,
-        arrays: dict[str, Array | None],
+        arrays: Mapping[str, Array | None],
         outputs: dict[str, jax.ShapeDtypeStruct],
         numbers: dict[str, float],
         constants: dict[str, bool],
@@ -295,9 +297,8 @@ class Triton:
         found = self._run(call)
         if work.heavy is None:
             return found["dk"], found["dv"]
-        return tuple(
-            join_parts(work.heavy, found[name], found[f"{name}_parts"]) for name in ("dk", "dv")
-        )
+        dk = join_parts(work.heavy, found["dk"], found["dk_parts"])
+        return dk, join_parts(work.heavy, found["dv"], found["dv_parts"])
 
     def _of_columns(
         self,
@@ -335,7 +336,9 @@ class Triton:
         return (documents and configs.forward_documents) or configs.forward
 
     def _configs(self, q: Array) -> Configs:
-        return configs_for(self.capability or device.capability(), q.shape[-1])
+        capability = self.capability or device.capability()
+        assert capability is not None  # checked by `unsupported`
+        return configs_for(capability, q.shape[-1])
 
     def _run(self, call: Call) -> dict[str, Array]:
         return (self.run or run_on_gpu)(call)
@@ -346,7 +349,7 @@ def _columns(
 ) -> dict[str, Array | None]:
     """Returns the arrays of gathered columns as kernel arguments."""
     names = "k_columns", "v_columns", "keep", "tokens", "query_blocks"
-    if columns is None:
+    if columns is None or column_kv is None:
         return dict.fromkeys(names)
     keep = lax.bitcast_convert_type(columns.keep, jnp.int32)
     arrays = *column_kv, keep, columns.tokens, columns.query_blocks

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_kernels.checks import Shaped
 from pallas_kernels.masses import LOG2E, masses_from_scores, unsupported_by_kernel
 from pallas_kernels.triton.call import Call, run_on_gpu
 from pallas_kernels.triton.configs import Config
@@ -28,7 +29,7 @@ class TritonBlockScores:
 
     run: Callable[[Call], dict[str, Array]] | None = None
 
-    def unsupported(self, q: Array, k: Array) -> str | None:
+    def unsupported(self, q: Shaped, k: Shaped) -> str | None:
         return unsupported_by_kernel(q, k, depth=_DEPTH, width=SCORES.keys)
 
     def block_masses(

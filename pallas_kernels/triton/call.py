@@ -4,6 +4,7 @@ Tests run the same calls in Triton's interpreter, or only compile them.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -33,7 +34,7 @@ class Call:
     """
 
     kernel: Any
-    arrays: dict[str, Array | None]
+    arrays: Mapping[str, Array | None]
     outputs: dict[str, jax.ShapeDtypeStruct]
     numbers: dict[str, int | float]
     constants: dict[str, int | bool]
@@ -48,7 +49,7 @@ def run_on_gpu(call: Call, capability: int | None = None) -> dict[str, Array]:
         call: the call; tile sizes of its configuration are not used here.
         capability: compute capability to compile for, such as 80 for 8.0; None for that of the GPU.
     """
-    import jax_triton
+    import jax_triton  # pyright: ignore[reportMissingImports]
 
     absent = {name: None for name, x in call.arrays.items() if x is None}
     names = [name for name in call.arrays if name not in absent]

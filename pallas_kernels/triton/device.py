@@ -55,7 +55,7 @@ def unfit_triton() -> str | None:
     silently replaces it by empty classes on which every kernel fails.
     """
     try:
-        from jax_triton import triton_lib
+        from jax_triton import triton_lib  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         return f"jax-triton {_version('jax-triton')} cannot be imported: {error}"
     if isinstance(getattr(triton_lib, "cb", None), types.SimpleNamespace):

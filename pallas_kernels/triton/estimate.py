@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_kernels.checks import Shaped
 from pallas_kernels.masses import LOG2E
 from pallas_kernels.triton.call import Call, run_on_gpu
 from pallas_kernels.triton.configs import Config
@@ -28,7 +29,7 @@ class TritonEstimate:
 
     run: Callable[[Call], dict[str, Array]] | None = None
 
-    def unsupported(self, q: Array) -> str | None:
+    def unsupported(self, q: Shaped) -> str | None:
         if q.shape[2] == NUM_QUERIES:
             return None
         return f"{q.shape[2]} last queries (must be {NUM_QUERIES})"
@@ -48,7 +49,8 @@ class TritonEstimate:
 
         shape = k.shape[0], q.shape[1], block_ids.shape[0], NUM_QUERIES
         arrays = {"q": q, "k": k, **_places(k, block_ids, num_blocks, valid_len, queries)}
-        return self._over_blocks(estimate_statistics, arrays, ("peak", "total"), shape, scale)
+        found = self._over_blocks(estimate_statistics, arrays, ("peak", "total"), shape, scale)
+        return found["peak"], found["total"]
 
     def block_masses(
         self,
@@ -69,7 +71,8 @@ class TritonEstimate:
         arrays = {"q": q, "k": k, **_places(k, block_ids, num_blocks, valid_len, queries)}
         arrays |= {"peak": peak, "to_mass": to_mass}
         names = "columns", "own_diagonals", "beyond"
-        return self._over_blocks(estimate_masses, arrays, names, shape, scale)
+        found = self._over_blocks(estimate_masses, arrays, names, shape, scale)
+        return found["columns"], found["own_diagonals"], found["beyond"]
 
     def _over_blocks(
         self,
@@ -78,7 +81,7 @@ class TritonEstimate:
         names: tuple[str, ...],
         shape: tuple[int, ...],
         scale: float,
-    ) -> tuple[Array, ...]:
+    ) -> dict[str, Array]:
         """Runs a kernel with one program per key block and key/value head; returns its outputs."""
         q, k = arrays["q"], arrays["k"]
         call = Call(
@@ -96,8 +99,7 @@ class TritonEstimate:
             (k.shape[0] * k.shape[2], shape[2]),
             CONFIG,
         )
-        found = (self.run or run_on_gpu)(call)
-        return tuple(found[name] for name in names)
+        return (self.run or run_on_gpu)(call)
 
 
 def _places(

@@ -120,9 +120,14 @@ def fused_work(
         )
         falls = jnp.asarray(falling)[..., None]  # per row
         items = jnp.asarray(items)
-        if tiles.first_keys is not None:
+        if tiles.first_keys is not None and tiles.end_queries is not None:
             items, falls = _turn_short_documents(
-                tiles, items, falls, wave or num_key_blocks, group // step
+                tiles.first_keys[:, 0],
+                tiles.end_queries[:, 0],
+                items,
+                falls,
+                wave or num_key_blocks,
+                group // step,
             )
         parts.append(items)
         ranks, below, until = _ranks(tiles, num_query_blocks, num_key_blocks)
@@ -131,14 +136,14 @@ def fused_work(
 
 
 def _turn_short_documents(
-    tiles: DiagonalTiles, items: Array, falling: Array, wave: int, sharing: int
+    first: Array, end: Array, items: Array, falling: Array, wave: int, sharing: int
 ) -> tuple[Array, Array]:
     """Makes the documents of falling sequences that are shorter than `wave` items rise.
 
-    `sharing` is the number of items with the same keys. Returns the items, and whether rows are
-    processed falling, bool [B, Hq, nq].
+    `first` and `end` are those of `DiagonalTiles`, int32 [B, n]; `end` is equal for all key blocks
+    of a document. `sharing` is the number of items with the same keys. Returns the items, and
+    whether rows are processed falling, bool [B, Hq, nq].
     """
-    end = tiles.end_queries[:, 0]  # equal for all key blocks of a document
     batch, num_blocks = end.shape
     places = jnp.arange(num_blocks, dtype=jnp.int32)
     edge = end[:, 1:] != end[:, :-1]
@@ -162,7 +167,7 @@ def _turn_short_documents(
     of = of._replace(
         block=block, sign=jnp.where(rises, 1, of.sign), key_turn=turns.reshape(number.shape)[at]
     )
-    seen = jnp.clip(tiles.first_keys[:, 0], 0, num_blocks - 1)  # a key block of each row's document
+    seen = jnp.clip(first, 0, num_blocks - 1)  # a key block of each row's document
     return pack(of), falling & ~jnp.take_along_axis(short, seen, axis=1)[:, None]
 
 

@@ -51,6 +51,9 @@ class QueryItem(NamedTuple):
         return self.tiles + self.from_first(self.column_tiles)
 
 
+Values = Any  # scalars in a kernel; arrays, views of them or numbers where lists are built
+
+
 class KeyItem(NamedTuple):
     """128 keys, for the kernel for dk and dv and for the fused backward kernel.
 
@@ -71,14 +74,14 @@ class KeyItem(NamedTuple):
         key_turn: in the fused kernel, the turn at which the item adds to its dk and dv.
     """
 
-    kind: Array
-    batch: Array
-    head: Array
-    block: Array
-    first_row: Array
-    full_row: Array
-    sign: Array
-    key_turn: Array
+    kind: Values
+    batch: Values
+    head: Values
+    block: Values
+    first_row: Values
+    full_row: Values
+    sign: Values
+    key_turn: Values
 
     @property
     def columns(self) -> Array:

@@ -79,7 +79,7 @@ def key_work(
             if count:
                 heavy = order[..., :count].astype(jnp.int32)
             items = jnp.take_along_axis(items, order[..., count:, None], axis=2)
-            if count:
+            if heavy is not None:
                 items = jnp.concatenate([_parts_of(heavy), items], axis=2)
         pieces.append(items.reshape(-1, ITEM_FIELDS))
     ends = columns is not None and columns.ends is not None

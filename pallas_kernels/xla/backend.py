@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_kernels.checks import Shaped
 from pallas_kernels.gradients import Gradients
 from pallas_kernels.tiles import Columns, Tiles
 from pallas_kernels.xla.backward import backward
@@ -17,12 +18,12 @@ class Xla:
     estimate = None
     block_scores = None
 
-    def unsupported(self, q: Array, block_size: int | None) -> str | None:
+    def unsupported(self, q: Shaped, block_size: int | None) -> str | None:
         del q, block_size
         return None
 
     def plan(
-        self, q: Array, k: Array, tiles: Tiles | None, columns: Columns | None, *, whole: bool
+        self, q: Shaped, k: Shaped, tiles: Tiles | None, columns: Columns | None, *, whole: bool
     ) -> XlaWork:
         """Ignores `whole`: both passes always run the same way."""
         del columns, whole

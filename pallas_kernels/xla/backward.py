@@ -19,7 +19,7 @@ from pallas_kernels.xla.products import (
     take_blocks,
     to_blocks,
 )
-from pallas_kernels.xla.walk import Walk, column_tile, column_tiles
+from pallas_kernels.xla.walk import Walk, column_tile, fold_columns
 
 
 def backward(
@@ -50,7 +50,7 @@ def backward(
     dk = dv = dk_columns = dv_columns = None
     if walks.columns is not None:
         dk, dv = _backward_keys(rows, k_blocks, v_blocks, walks.columns, scale)
-    if columns is not None:
+    if columns is not None and column_kv is not None:
         dk_columns, dv_columns = _backward_columns(rows, columns, column_kv, scale)
     if key_dtype is not None:
         dk, dv = whole_keys(dk, dv, dk_columns, dv_columns, columns, key_dtype)
@@ -90,23 +90,18 @@ def _backward_rows(
         numbers = first_row + jnp.arange(chunk, dtype=jnp.int32)
         part = rows.slice(first_row, chunk)
         dq = jnp.zeros((batch, heads, chunk, g, dim), jnp.float32)
+
+        def add(keys: Array, values: Array, mask: Array, dq: Array) -> Array:
+            _, ds = _probabilities(part, keys, values, mask, scale)
+            return dq + dot("bhiqk,bhikd->bhiqd", ds.astype(keys.dtype), keys)
+
+        def tile_step(block: Array, mask: Array, dq: Array) -> Array:
+            keys, values = (take_blocks(x, block, heads) for x in (k_blocks, v_blocks))
+            return add(keys, values, mask, dq)
+
         if walk is not None:
-
-            def tile_step(block: Array, mask: Array, dq: Array) -> Array:
-                keys, values = (take_blocks(x, block, heads) for x in (k_blocks, v_blocks))
-                _, ds = _probabilities(part, keys, values, mask, scale)
-                return dq + dot("bhiqk,bhikd->bhiqd", ds.astype(keys.dtype), keys)
-
             dq = walk.fold(numbers, tile_step, dq)
-        if columns is not None:
-
-            def column_step(tile: Array, dq: Array) -> Array:
-                keys, values, mask = column_tile(columns, column_kv, tile, numbers)
-                _, ds = _probabilities(part, keys, values, mask, scale)
-                return dq + dot("bhiqk,bhikd->bhiqd", ds.astype(keys.dtype), keys)
-
-            dq = lax.fori_loop(*column_tiles(columns, numbers), column_step, dq)
-        return dq
+        return fold_columns(columns, column_kv, numbers, add, dq)
 
     dq = map_starts(chunk_dq, num_rows, chunk)
     return from_blocks(jnp.moveaxis(dq, 0, 2).reshape(batch, heads, num_rows, g, dim))
@@ -137,8 +132,11 @@ def _backward_keys(
         return walk.fold(numbers, tile_step, (zero, zero))
 
     dk, dv = map_starts(chunk_dkv, num_columns, chunk)
-    shape = (batch, kv_heads, num_columns, g, dim)
-    return tuple(from_blocks(jnp.moveaxis(x, 0, 2).reshape(shape)) for x in (dk, dv))
+
+    def joined(x: Array) -> Array:
+        return from_blocks(jnp.moveaxis(x, 0, 2).reshape(batch, kv_heads, num_columns, g, dim))
+
+    return joined(dk), joined(dv)
 
 
 def _backward_columns(
@@ -168,8 +166,11 @@ def _backward_columns(
 
     num_tiles = columns.tokens.shape[-1] // COLUMN_TILE
     dk, dv = map_starts(tile_dkv, num_tiles, 1)
-    # [tiles, B, Hq, T, D] -> [B, tiles * T, Hq, D]
-    return tuple(jnp.transpose(x, (1, 0, 3, 2, 4)).reshape(batch, -1, heads, dim) for x in (dk, dv))
+
+    def joined(x: Array) -> Array:  # [tiles, B, Hq, T, D] -> [B, tiles * T, Hq, D]
+        return jnp.transpose(x, (1, 0, 3, 2, 4)).reshape(batch, -1, heads, dim)
+
+    return joined(dk), joined(dv)
 
 
 def _probabilities(

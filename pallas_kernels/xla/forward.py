@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
 from pallas_kernels.plans import Plan
 from pallas_kernels.xla.products import (
@@ -17,7 +17,7 @@ from pallas_kernels.xla.products import (
     take_blocks,
     to_blocks,
 )
-from pallas_kernels.xla.walk import column_tile, column_tiles
+from pallas_kernels.xla.walk import fold_columns
 
 
 class _State(NamedTuple):
@@ -56,20 +56,17 @@ def forward(
             out_rows = slice_from(init_blocks, first_row, chunk, axis=2)
             lse_rows = slice_from(init_lse, first_row, chunk, axis=2)
             state = _State(lse_rows, (lse_rows > -jnp.inf).astype(jnp.float32), out_rows)
+
+        def add(keys: Array, values: Array, mask: Array, state: _State) -> _State:
+            return _accumulate(state, logits_of(q_rows, keys, scale), mask, values)
+
+        def tile_step(block: Array, mask: Array, state: _State) -> _State:
+            keys, values = (take_blocks(x, block, heads) for x in (k_blocks, v_blocks))
+            return add(keys, values, mask, state)
+
         if walk is not None:
-
-            def tile_step(block: Array, mask: Array, state: _State) -> _State:
-                keys, values = (take_blocks(x, block, heads) for x in (k_blocks, v_blocks))
-                return _accumulate(state, logits_of(q_rows, keys, scale), mask, values)
-
             state = walk.fold(rows, tile_step, state)
-        if columns is not None:
-
-            def column_step(tile: Array, state: _State) -> _State:
-                keys, values, mask = column_tile(columns, column_kv, tile, rows)
-                return _accumulate(state, logits_of(q_rows, keys, scale), mask, values)
-
-            state = lax.fori_loop(*column_tiles(columns, rows), column_step, state)
+        state = fold_columns(columns, column_kv, rows, add, state)
         seen = state.total > 0
         total = jnp.where(seen, state.total, 1.0)
         out = state.acc / total[..., None]

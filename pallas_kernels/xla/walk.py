@@ -139,6 +139,23 @@ def xla_work(tiles: Tiles | None, num_queries: int, num_keys: int) -> XlaWork:
     )
 
 
+def fold_columns(
+    columns: Columns | None,
+    column_kv: tuple[Array, Array] | None,
+    rows: Array,
+    step: Callable[[Array, Array, Array, Any], Any],
+    state: Any,
+) -> Any:
+    """Folds step(keys, values, mask, state) over the column tiles that some query blocks see."""
+    if columns is None or column_kv is None:
+        return state
+
+    def visit(tile: Array, state: Any) -> Any:
+        return step(*column_tile(columns, column_kv, tile, rows), state)
+
+    return lax.fori_loop(*_column_tiles(columns, rows), visit, state)
+
+
 def column_tile(
     columns: Columns, column_kv: tuple[Array, Array], tile: Array, rows: Array
 ) -> tuple[Array, Array, Array]:
@@ -160,7 +177,7 @@ def column_tile(
     return keys, values, keep[..., None, :] & causal
 
 
-def column_tiles(columns: Columns, rows: Array) -> tuple[Array | int, Array]:
+def _column_tiles(columns: Columns, rows: Array) -> tuple[Array | int, Array]:
     """Returns the first column tile that some query blocks may see, and one past the last."""
     limits = of_rows(columns.limit, rows)
     end = (jnp.max(limits, initial=0) + COLUMN_TILE - 1) // COLUMN_TILE

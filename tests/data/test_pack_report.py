@@ -76,6 +76,14 @@ def test_the_command(tmp_path, capsys):
     assert main(synthetic) == 0
     printed = capsys.readouterr().out
     assert "1,048,576 sequences of 1,024 tokens (statistics of the first 256)" in printed
+    unread = [*arguments, "--data.paths=['no such file']"]  # reported first if data are read
+    for path, message in (
+        (tmp_path / "no" / "packs.png", "must be a file in an existing folder"),
+        (tmp_path, "must be a file in an existing folder"),
+        (tmp_path / "packs.xyz", "must end in one of .png, .pdf"),
+    ):
+        assert main([*unread, f"--picture={path}"]) == 2
+        assert f"--picture={path} {message}" in capsys.readouterr().err
     assert main([*arguments, "--data.mode=concat"]) == 2
     assert "joins documents without packing them" in capsys.readouterr().err
     assert main(["--picture=a.png"]) == 2 and "--config NAME is missing" in capsys.readouterr().err

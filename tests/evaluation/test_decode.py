@@ -14,7 +14,7 @@ import pytest
 from mtraining_jax.errors import UserError
 from mtraining_jax.evaluation.decode.attention import CHUNK
 from mtraining_jax.evaluation.decode.cache import room_for
-from mtraining_jax.evaluation.decode.sampling import GenerateOptions
+from mtraining_jax.evaluation.decode.options import GenerateOptions
 from mtraining_jax.evaluation.engine import Engine
 from mtraining_jax.models.hf import load_hf, read_hf_config
 from mtraining_jax.models.transformer import graph_definition

@@ -47,6 +47,21 @@ def test_a_text_is_continued(command, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("--max-new-tokens=0", "max_new_tokens = 0 must be at least 1"),
+        ("--temperature=-1", "temperature = -1.0 must be a finite number >= 0"),
+        ("--seed=-1", "seed = -1 must be from 0 to"),
+        ("--stop=", "stop contains an empty text"),
+    ],
+)
+def test_numbers_are_checked_before_jax_starts(command, monkeypatch, argument, message):
+    monkeypatch.setattr(generate_cli, "set_platform", None)  # a call would be a TypeError
+    status, _, messages = command("--model", FOLDER, "--prompt=a", argument)
+    assert status == 2 and message in messages
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ((), "--model is missing"),

@@ -6,6 +6,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
+import tokenizers
 
 from mtraining_jax.data.tokenizer import ByteTokenizer
 from mtraining_jax.errors import UserError
@@ -107,6 +108,16 @@ def test_dense_use_of_a_sparse_model_has_a_note(run, tmp_path):
         cooled_down, _ = saved_run(tmp_path / name, sparsity=sparsity)
         assert load(cooled_down, attention="dense").note_on_dense_use() is None
     assert load(QWEN2, attention="dense").note_on_dense_use() is None
+
+
+def test_a_run_on_token_files_has_the_tokenizer_that_it_names(tmp_path):
+    path = tmp_path / "tokenizer.json"
+    words = {"<|endoftext|>": 0, "unknown": 1, "hello": 2}
+    tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "unknown")).save(str(path))
+    folder, _ = saved_run(tmp_path, data={"tokenizer": str(path)})
+    found = load(folder, attention="dense")
+    assert found.tokenizer.name == str(path) and found.stop_ids == {0}
+    assert found.tokenizer.encode("hello").tolist() == [2]
 
 
 def test_a_hugging_face_folder_has_its_tokenizer_and_end_tokens(tmp_path):

@@ -4,7 +4,8 @@ import pytest
 
 from mtraining_jax.data.tokenizer import ByteTokenizer
 from mtraining_jax.errors import UserError
-from mtraining_jax.evaluation.decode.sampling import GenerateOptions, kept_tokens, next_token
+from mtraining_jax.evaluation.decode.options import GenerateOptions
+from mtraining_jax.evaluation.decode.sampling import kept_tokens, next_token
 from mtraining_jax.evaluation.decode.text import GrowingText, settled_length
 
 LOGITS = jnp.log(jnp.array([[0.1, 0.5, 0.15, 0.25]]))

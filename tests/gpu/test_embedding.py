@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mtraining_jax.models.embedding import look_up
+from mtraining_jax.models.embedding import embed
 
 TOKENS, SIZE, WIDTH = 65536, 512, 256
 
@@ -21,7 +21,7 @@ def test_a_gradient_is_bit_identical_a_hundred_times():
     @jax.jit
     def gradient(table, weights):
         def loss(table):
-            return jnp.vdot(look_up(table, tokens, jnp.bfloat16).astype(jnp.float32), weights)
+            return jnp.vdot(embed(table, tokens, jnp.bfloat16).astype(jnp.float32), weights)
 
         return jax.grad(loss)(table)
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtraining_jax.models.embedding import BLOCK, look_up, sum_rows
+from mtraining_jax.models.embedding import BLOCK, embed, sum_rows
 
 SIZE, WIDTH = 40, 8
 
@@ -53,7 +53,7 @@ def test_the_gradient_of_a_lookup_is_that_of_plain_indexing():
 
     ours, plain = (
         jax.value_and_grad(lambda table, look=look: loss(look, table))(table)
-        for look in (lambda table: look_up(table, tokens, jnp.float32), lambda table: table[tokens])
+        for look in (lambda table: embed(table, tokens, jnp.float32), lambda table: table[tokens])
     )
     assert ours[0] == plain[0]
     np.testing.assert_array_equal(ours[1], plain[1])  # the same additions on a CPU
@@ -63,7 +63,7 @@ def test_on_gpus_no_sum_depends_on_the_order_of_atomic_additions():
     """A scatter-add that may meet an index twice is atomic on GPUs, in any order."""
 
     def gradient(table, tokens):
-        return jax.grad(lambda table: look_up(table, tokens, jnp.bfloat16).sum())(table)
+        return jax.grad(lambda table: embed(table, tokens, jnp.bfloat16).sum())(table)
 
     traced = jax.jit(gradient).trace(jnp.zeros((SIZE, WIDTH)), jnp.zeros((4, 70), jnp.int32))
     cpu, gpu = (

@@ -1,6 +1,7 @@
 """The families, each compared with a checkpoint of transformers 5.24."""
 
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,13 @@ class TestQwen2(FamilyContract):
 
 class TestQwen2WithYarn(TestQwen2):
     checkpoint = "qwen2_tiny_yarn"
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def directory(cls, tmp_path_factory):
+        folder = shutil.copytree(DATA / cls.checkpoint, tmp_path_factory.mktemp("yarn") / "model")
+        shutil.copy(DATA / "qwen2_tiny/model.safetensors", folder)  # the weights are the same
+        return folder
 
 
 class TestQwen3(FamilyContract):

@@ -36,10 +36,20 @@ def test_fsdp_shards_the_first_divisible_axis():
     assert shardings["norm"]["weight"].spec == P()
 
 
-def test_fsdp_replicates_what_does_not_divide():
+def test_fsdp_replicates_what_does_not_divide_and_says_so_once(caplog):
     spec = tiny_spec(hidden_size=30, intermediate_size=42, vocab_size=63, num_heads=2, head_dim=6)
-    shardings = param_shardings(spec, make_mesh(1, 2, 4), fsdp=True)
+    for _ in range(2):
+        shardings = param_shardings(spec, make_mesh(1, 2, 4), fsdp=True)
     assert {sharding.spec for sharding in jax.tree.leaves(shardings)} == {P()}
+    (record,) = caplog.records
+    matrices = [name for name, x in spec.parameters.items() if "vector" not in x.axes]
+    assert record.getMessage() == (
+        f"parallel.fsdp replicates {len(matrices)} of the model's matrices, because 8 devices "
+        f"divide none of their axes: {', '.join(matrices)}"
+    )
+    param_shardings(tiny_spec(), make_mesh(1, 2, 4), fsdp=True)
+    param_shardings(spec, make_mesh(1, 2, 4), fsdp=False)
+    assert len(caplog.records) == 1
 
 
 def test_without_fsdp_everything_is_replicated():

@@ -4,10 +4,8 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import backends
 from pallas_kernels.mosaic_gpu.block_masses import HopperBlockScores
 from tests.pallas_kernels.block_masses import check_masses, check_masses_of_documents
-from tests.pallas_kernels.hopper_backends import registered
 
 WATCHED = HopperBlockScores(plgpu.InterpretGPUParams(detect_races=True))
 
@@ -33,14 +31,3 @@ def test_rows_see_no_block_before_their_document():
 def test_unsupported_inputs_are_explained(length, columns, dtype, reason):
     x = jnp.zeros((1, 1, 2, columns, length), dtype)
     assert WATCHED.unsupported(x, x).startswith(reason)
-
-
-def test_unsupported_inputs_fall_back_to_xla_with_one_message(caplog):
-    backend = registered("cannot score", interpret=plgpu.InterpretGPUParams())
-    x = jnp.zeros((1, 128, 1, 64), jnp.bfloat16)
-    rows = jnp.zeros((1, 1, 1, 4, 80), jnp.bfloat16)
-    with caplog.at_level("INFO"):
-        for _ in range(2):
-            assert backends.block_score_kernels(backend, x, 128, rows, rows) is None
-    (record,) = caplog.records
-    assert record.message.endswith("XLA backend: rows of 80 components (must be a multiple of 64)")

@@ -16,6 +16,7 @@ from mtraining_jax.models import init_model, param_shardings
 from mtraining_jax.parallel.mesh import make_mesh
 from mtraining_jax.training import state
 from mtraining_jax.training.loop import programs, run
+from mtraining_jax.training.loop.watchdog import HangWatchdog
 from tests.training.common import changed, tiny_config
 from tests.training.step_memo import made_once
 
@@ -51,6 +52,19 @@ def drawn_alone():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(state, "init_model", init)
         yield
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    """Names of the work that the watchdogs of runs watch, apart from steps."""
+    names, watch = [], HangWatchdog.watch
+
+    def recorded(self, name):
+        names.append(name)
+        return watch(self, name)
+
+    monkeypatch.setattr(HangWatchdog, "watch", recorded)
+    return names
 
 
 @pytest.fixture(scope="package")

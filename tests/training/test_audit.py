@@ -20,7 +20,7 @@ from tests.training.common import VERTICAL_SLASH, changed, written
 pytestmark = pytest.mark.usefixtures("drawn_alone")
 
 
-def test_gradients_are_compared_with_dense_ones_in_the_steps_asked_for(config):
+def test_gradients_are_compared_with_dense_ones_in_the_steps_asked_for(config, watched):
     """With two replicas and two micro-batches, in addition to audits in all steps."""
     config = changed(
         config,
@@ -55,6 +55,8 @@ def test_gradients_are_compared_with_dense_ones_in_the_steps_asked_for(config):
     assert "a cosine of 0." in records[2]["alarms"][0] and "on 64 tokens" in records[2]["alarms"][0]
     assert "increase sparsity.tau = 0.6" in records[2]["alarms"][0]
     assert written(config) == records
+    compared = [name for name in watched if "gradient" in name]
+    assert compared == [f"the gradient comparison before step {step}" for step in (1, 3)]
 
 
 @pytest.mark.parametrize("kind", ["striped", "zigzag"])

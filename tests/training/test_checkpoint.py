@@ -7,8 +7,6 @@ import logging
 import resource
 import sys
 import threading
-import time
-import types
 from pathlib import Path
 
 import jax
@@ -16,13 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
+from orbax.checkpoint._src import asyncio_utils
 
 from mtraining_jax.config import config_from_dict, config_to_dict
 from mtraining_jax.errors import UserError
 from mtraining_jax.training.checkpoint import Checkpoints, newest_step
-from mtraining_jax.training.checkpoint.reading import reads_end_together, unreadable
+from mtraining_jax.training.checkpoint.orbax_errors import WaitingEventLoop, print_errors_once
+from mtraining_jax.training.checkpoint.reading import unreadable
 from mtraining_jax.training.checkpoint.same_model import check_same_model
-from mtraining_jax.training.checkpoint.writing import told_once
 from mtraining_jax.training.state import TrainState
 from tests.training.common import changed
 
@@ -98,8 +97,8 @@ def test_reads_that_continue_after_a_failure_have_an_open_loop():
     async def all_reads():
         await asyncio.gather(read(), fail())
 
-    with reads_end_together(), pytest.raises(ValueError, match="^damaged$"):
-        loop = asyncio.new_event_loop()  # as Orbax does
+    with pytest.raises(ValueError, match="^damaged$"):
+        loop = WaitingEventLoop()
         try:
             loop.run_until_complete(all_reads())
         finally:
@@ -164,42 +163,16 @@ def test_a_checkpoint_that_cannot_be_written_is_one_message(
     assert newest_step(tmp_path) == 1
 
 
-def test_late_logs_of_orbax_threads_are_hidden(caplog):
-    class Late(threading.Thread):
-        __module__ = "orbax.checkpoint.futures"
-
-        def run(self):
-            time.sleep(0.3)
-            entry = dict(name="absl", levelno=logging.ERROR, pathname="orbax/checkpoint/futures.py")
-            record = logging.makeLogRecord({**entry, "msg": "run() raised an exception"})
-            logging.getLogger("absl").handle(record)
-
-        def join(self, timeout=None):
-            super().join(timeout)
-            raise OSError("as the threads of Orbax do")
-
-    late = Late()
-    with told_once():
-        late.start()
-    threading.Thread.join(late)
-    assert caplog.text == ""
-    Late().run()
-    assert "raised an exception" in caplog.text
-
-
-def test_later_failed_writes_are_hidden(monkeypatch):
-    shown = []
-    monkeypatch.setattr(sys, "unraisablehook", shown.append)
-
-    def leaves(error):
-        sys.unraisablehook(types.SimpleNamespace(exc_value=error))
-
-    with told_once():
-        leaves(RuntimeError("Event loop is closed"))
-        leaves(RuntimeError("another"))
-    assert [str(x.exc_value) for x in shown] == ["another"]
-    leaves(RuntimeError("Event loop is closed"))
-    assert len(shown) == 2
+def test_other_users_of_the_same_libraries_are_not_affected(caplog):
+    make_loop, hook = asyncio.new_event_loop, sys.unraisablehook
+    print_errors_once()
+    assert asyncio.new_event_loop is make_loop and sys.unraisablehook is hook
+    assert asyncio_utils.asyncio.new_event_loop is WaitingEventLoop
+    absl = logging.getLogger("absl")
+    for path, shown in (("orbax/checkpoint/futures.py", False), ("grain/loader.py", True)):
+        entry = dict(name="absl", levelno=logging.ERROR, pathname=path)
+        absl.handle(logging.makeLogRecord({**entry, "msg": f"{path} raised an exception"}))
+        assert (f"{path} raised an exception" in caplog.text) == shown
 
 
 def test_a_checkpoint_that_is_older_than_a_field_had_its_default(config):

@@ -70,6 +70,13 @@ def test_slurm_with_several_tasks_a_node_gives_each_its_gpu(joined, tasks):
     assert joined[0]["local_device_ids"] == [1]
 
 
+@pytest.mark.parametrize(("visible", "ids"), [("3", None), ("GPU-0a1b", None), ("0,1", [1])])
+def test_a_slurm_task_that_sees_one_gpu_uses_it(joined, visible, ids):
+    tasks = {"SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_LOCALID": "1"}
+    distributed.initialize(DistributedConfig(), {**SLURM, **tasks, "CUDA_VISIBLE_DEVICES": visible})
+    assert joined[0].get("local_device_ids") == ids
+
+
 @pytest.mark.parametrize(
     "nodes, first",
     [

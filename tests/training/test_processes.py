@@ -107,6 +107,27 @@ def test_processes_go_on_with_a_checkpoint_of_one_and_stop_together(whole, tmp_p
     np.testing.assert_allclose(losses(rest), losses(records[4:5]), rtol=2e-5)
 
 
+def test_a_signal_before_the_first_step_stops_resumed_processes(whole, tmp_path):
+    """All stop after the first step that they take, whatever its number."""
+    config = changed(whole.copy("early"), audit={"every_steps": 0, "masks": ()})
+    shutil.rmtree(checkpoint_folder(config) / "4")
+    config = changed(
+        config, run={"steps": 5000}, parallel={"nodes": 1, "devices_per_node": 2, "cpu_devices": 1}
+    )
+    processes = started_together(config, tmp_path)
+    try:
+        assert any("compiling the training step" in line for line in processes[0].stdout)
+        processes[1].send_signal(signal.SIGTERM)
+        outputs = [process.communicate(timeout=120)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [EXIT_STOPPED] * 2, outputs
+    for output in outputs:
+        assert "stopped: stop signal received at step 3; run the same command" in output
+    assert newest_step(checkpoint_folder(config)) == 3
+
+
 def started_together(config, folder, arguments=((), ())):
     """Processes of one run, with extra arguments for each; each has its own folder."""
     with socket.socket() as free:

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from mtraining_jax.training.build import build_mesh
+from mtraining_jax.training.audit import make_step_audit
+from mtraining_jax.training.build import build_layout, build_mesh, build_pattern
 from mtraining_jax.training.checkpoint import Checkpoints, newest_step
 from mtraining_jax.training.state import StateBuilder
 from tests.training.common import changed, tiny_config
@@ -34,6 +35,20 @@ def test_fresh_state_does_not_depend_on_the_mesh(tmp_path):
     name = "layers.mlp.up_proj.weight"
     assert not np.array_equal(one.parameters[name], other.parameters[name])
     assert not np.array_equal(one.rng, other.rng)
+
+
+def test_the_generator_of_a_state_does_not_depend_on_the_default_one(tmp_path):
+    config = tiny_config(tmp_path)
+    state = builder_of(config).fresh()
+    with jax.default_prng_impl("rbg"):
+        other = builder_of(config)
+        assert other.abstract().rng.shape == state.rng.shape == (2,)
+        np.testing.assert_array_equal(other.fresh().rng, state.rng)
+        mesh, layout = build_mesh(config), build_layout(config)
+        audited = changed(config, audit={"every_steps": 1, "rows": 4})
+        audit = make_step_audit(audited, mesh, layout, build_pattern(audited))
+        rows = audit.draw(state)
+    assert_equal(rows, audit.draw(state))
 
 
 def test_checkpoint_is_read_onto_another_mesh_bit_by_bit(tmp_path):

@@ -5,6 +5,7 @@ In test_processes.py several processes stop together.
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,10 +15,11 @@ import pytest
 
 from mtraining_jax.errors import UserError
 from mtraining_jax.signals import EXIT_STOPPED, Stopped, StopSignals
-from mtraining_jax.training import agreement
+from mtraining_jax.training import agreement, run_folder
 from mtraining_jax.training.agreement import check_same_data, differences
 from mtraining_jax.training.checkpoint import newest_step
 from mtraining_jax.training.loop import run
+from mtraining_jax.training.loop.run import agreed_resume_step
 from mtraining_jax.training.run_folder import checkpoint_folder
 from mtraining_jax.training.run_lock import only_run_in
 from tests.training.common import changed, losses, written
@@ -105,6 +107,50 @@ def test_a_stuck_process_is_ended(when, status):
     assert error.startswith("stopped: SIGINT ") and error.count("\n") == 1
 
 
+# Joins a cluster of one process, and hangs after JAX has agreed on the step to stop at.
+HANGS_TOGETHER = """
+import sys, threading, time
+import jax
+from jax.experimental import multihost_utils
+from mtraining_jax import signals
+jax.config.update("jax_platforms", "cpu")
+with signals.StopSignals() as own:
+    jax.distributed.initialize(f"127.0.0.1:{sys.argv[1]}", 1, 0)
+    own.stop_together()
+    own.stop_after_a_step()
+    print("joined", flush=True)
+    step = 0
+    while not multihost_utils.reached_preemption_sync_point(step := step + 1):
+        time.sleep(0.01)
+    print("hangs", flush=True)
+    while True:
+        threading.Event().wait(60)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_one_of_several_processes(number):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    process = subprocess.Popen(
+        [sys.executable, "-c", HANGS_TOGETHER, str(port)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout.readline() == "joined\n"
+        process.send_signal(number)
+        assert process.stdout.readline() == "hangs\n"
+        process.send_signal(number)
+        _, error = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 128 + number, error
+    assert f"stopped: {number.name} received twice, exited immediately\n" in error
+
+
 def test_processes_with_different_configurations_name_the_field(plain_config, tmp_path):
     config = changed(plain_config, parallel={"devices_per_node": 2, "cpu_devices": 1})
     processes = started_together(config, tmp_path, [[], ["--optimizer.lr=0.5"]])
@@ -132,13 +178,13 @@ def test_processes_that_read_other_data_are_refused(monkeypatch):
     monkeypatch.setattr("jax.process_count", lambda: 2)
     own = {"data.seq_len": 8, "number of tokens": 100, "digest": [1, 2]}
     monkeypatch.setattr("jax.process_index", lambda: 1)
-    given = ["done"]
+    given = ["done: null"]
     check_same_data(own, "data")
     ((_, sent),) = texts.items()
     monkeypatch.setattr("jax.process_index", lambda: 0)
     given = [sent]
     check_same_data(own, "data")
-    assert list(texts.values())[1:] == ["done"]
+    assert list(texts.values())[1:] == ["done: null"]
     given = [sent]
     wanted = "^data: number of tokens = 99 in process 0 but 100 in process 1; it must be the same"
     with pytest.raises(UserError, match=wanted):
@@ -147,6 +193,38 @@ def test_processes_that_read_other_data_are_refused(monkeypatch):
     given = [list(texts.values())[-1]]
     with pytest.raises(UserError, match=wanted):
         check_same_data(own, "data")
+
+
+def test_processes_resume_from_the_step_of_the_first(monkeypatch, plain_config):
+    """Runs each process alone, with a hand-filled key-value store."""
+    sent, given = [], []
+    store = types.SimpleNamespace(
+        key_value_set=lambda key, text: sent.append(text),
+        blocking_key_value_get=lambda key, _: given.pop(0),
+    )
+    monkeypatch.setattr(agreement.jax_distributed.global_state, "client", store)
+    monkeypatch.setattr(run_folder, "_FILE_SYSTEM_DELAY", 0)
+    monkeypatch.setattr("jax.process_count", lambda: 2)
+
+    def resume_step(process, *answers):
+        monkeypatch.setattr("jax.process_index", lambda: process)
+        sent.clear()
+        given[:] = answers
+        return agreed_resume_step(plain_config)
+
+    folder = checkpoint_folder(plain_config)
+    (folder / "4").mkdir(parents=True)
+    assert resume_step(1, "done: 4", "done: null") == 4
+    (same,) = sent
+    assert resume_step(0, same) == 4 and sent == ["done: 4", "done: null"]
+    (folder / "8").mkdir()  # process 1 would resume from it alone
+    refused = r"newest checkpoint in .* = 4 in process 0 but 8 in process 1; it must be the same"
+    with pytest.raises(UserError, match="the answer of process 0"):
+        resume_step(1, "done: 4", "error: the answer of process 0")
+    (other,) = sent
+    (folder / "8").rmdir()
+    with pytest.raises(UserError, match=refused):
+        resume_step(0, other)
 
 
 def test_a_second_run_in_a_folder_is_refused(plain_config):

@@ -27,11 +27,25 @@ def held_out(plain_config, tmp_path):
     return changed(plain_config, eval={"every_steps": 2, "batches": 2, "data": data})
 
 
-def test_resumed_run_evaluates_as_one_that_was_not_interrupted(held_out, capsys):
+def test_resumed_run_evaluates_as_one_that_was_not_interrupted(held_out, capsys, watched):
     config = changed(held_out, run={"steps": 5}, checkpoint={"every_steps": 3})
     whole = run(config)
     assert [("eval_loss" in record) for record in whole] == [False, True, False, True, True]
     assert written(config) == whole
+    assert watched == [
+        "reading the batch of step 1",
+        "reading the batch of step 2",
+        "the evaluation after step 2",
+        "reading the batch of step 3",
+        "saving the checkpoint of step 3",
+        "reading the batch of step 4",
+        "the evaluation after step 4",
+        "reading the batch of step 5",
+        "the evaluation after step 5",
+        "saving the checkpoint of step 5",
+        "writing the last checkpoint",
+    ]
+    watched.clear()
     means = whole[1]["eval_loss_by_position"]
     counts = np.array([1, 2, 4, 8, 16, 32])  # 63 labels per sequence
     assert np.average(means, weights=counts) == pytest.approx(whole[1]["eval_loss"], rel=1e-6)
@@ -42,6 +56,7 @@ def test_resumed_run_evaluates_as_one_that_was_not_interrupted(held_out, capsys)
     shutil.rmtree(checkpoint_folder(config) / "5")
     rest = run(changed(config, eval={"every_steps": 5}))
     np.testing.assert_array_equal(losses(rest), losses(whole[3:]))
+    assert watched[0] == "reading the checkpoint of step 3"
     assert "eval_loss" not in rest[0]
     for name in ("eval_loss", "eval_loss_by_position"):
         assert rest[1][name] == whole[4][name]

@@ -92,6 +92,31 @@ def test_without_a_command_a_stuck_step_is_only_reported():
     watch.close()
 
 
+def test_a_block_that_does_not_end_ends_the_run_also_while_a_step_runs():
+    watched = Watched(limit=0.4)
+    watched.watch.begin(1)
+    with watched.watch.watch("the evaluation after step 1"):
+        watched.watch.end()
+        watched.watch.begin(2)
+        time.sleep(0.2)
+        watched.watch.end()
+        assert watched.heard.wait(10)
+    watched.watch.close()
+    [sentence] = watched.left
+    assert sentence.startswith("the evaluation after step 1 did not end within 0 s (run.step_time")
+
+
+def test_a_block_that_makes_progress_does_not_end_the_run():
+    watched = Watched(limit=1.0)
+    with watched.watch.watch("the evaluation after step 1") as restart:
+        for _ in range(4):
+            time.sleep(0.3)
+            restart()
+    time.sleep(1.1)  # nothing is watched
+    watched.watch.close()
+    assert watched.reported == watched.left == []
+
+
 # The dispatch of the second step never returns, as if one of several devices had failed.
 HANGS = """
 import sys, threading
@@ -119,7 +144,7 @@ sys.exit(cli.main())
 def test_a_command_with_a_stuck_step_ends_and_says_how_to_resume(plain_config, tmp_path):
     config = changed(
         plain_config,
-        run={"steps": 3, "step_timeout_seconds": 2},
+        run={"steps": 3, "step_timeout_seconds": 10},
         checkpoint={"every_steps": 1, "async_save": False},
     )
     (program := tmp_path / "hangs.py").write_text(HANGS)
@@ -127,5 +152,5 @@ def test_a_command_with_a_stuck_step_ends_and_says_how_to_resume(plain_config, t
     output, _ = process.communicate(timeout=120)
     assert process.returncode == EXIT_STUCK, output
     last = output.splitlines()[-1]
-    assert last.startswith("stopped: step 2 did not end within 2 s (run.step_timeout_seconds);")
+    assert last.startswith("stopped: step 2 did not end within 10 s (run.step_timeout_seconds);")
     assert last.endswith("; run the same command again to resume from the checkpoint of step 1")

@@ -27,11 +27,7 @@ SOURCES = Registry(
 
 
 def selected_source(data: "DataConfig") -> "Source":
-    """The source that `data.source` selects, with its options.
-
-    Raises:
-        UserError: unknown source.
-    """
+    """The source that `data.source` selects, with its options."""
     cls = SOURCES.get(data.source)
     return cls(**{field.name: getattr(data, field.name) for field in fields(cls) if field.init})
 

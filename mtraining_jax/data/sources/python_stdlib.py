@@ -29,11 +29,7 @@ class PythonStdlib(DocumentSource):
 
 
 def library_files() -> list[Path]:
-    """The ``.py`` files of the standard library, without tests and machine-specific files, sorted.
-
-    Raises:
-        UserError: Python is installed without source files.
-    """
+    """The sorted ``.py`` files of the standard library, without tests and generated files."""
     root = Path(sysconfig.get_path("stdlib"))
     files = []
     for folder, folders, names in os.walk(root):

@@ -123,11 +123,7 @@ def _exact(files: list[TokenFile], data: "DataConfig") -> tuple[np.ndarray, np.n
 
 
 def spans_of(files: list[TokenFile], data: "DataConfig") -> DocumentSpans:
-    """Finds the documents of all files, with their end tokens, as positions in the stream.
-
-    Raises:
-        UserError: data.eos is not set for a 1-D file without lengths, or lengths do not match.
-    """
+    """Finds the documents of all files, with their end tokens, as positions in the stream."""
     all_lengths = []
     for file in files:
         size, path = file.part.ids.shape[0], Path(file.part.name + LENGTHS)
@@ -148,18 +144,7 @@ def spans_of(files: list[TokenFile], data: "DataConfig") -> DocumentSpans:
 
 
 def read_lengths(path: Path, size: int) -> np.ndarray:
-    """Reads a file of document lengths (NumPy format).
-
-    Args:
-        path: the file of lengths.
-        size: tokens in the token file.
-
-    Returns:
-        Integers [d] with sum `size`.
-
-    Raises:
-        UserError: the file is invalid.
-    """
+    """Reads a file of document lengths (NumPy format), integers [d] with sum `size`."""
     try:
         shape, dtype, offset = _npy_header(path)
         integers = dtype.kind in "iu" and len(shape) == 1
@@ -199,14 +184,9 @@ def _needed_eos(file: TokenFile, data: "DataConfig") -> int:
 
 
 def documents_between(ids: np.ndarray, eos: int) -> tuple[np.ndarray, np.ndarray]:
-    """Finds the non-empty documents of a 1-D file.
+    """Starts and lengths of the non-empty documents of a 1-D file, without eos, int64 [d] each.
 
-    Args:
-        ids: integers [n], read in chunks.
-        eos: end token; the last document may lack it.
-
-    Returns:
-        Starts and lengths of the documents without eos, int64 [d] each.
+    Reads `ids` in chunks; the last document may lack its end token.
     """
     found = [start + np.flatnonzero(chunk == eos) for start, chunk in chunks(ids)]
     ends = np.concatenate([*found, [ids.shape[0]]]).astype(np.int64)
@@ -216,15 +196,7 @@ def documents_between(ids: np.ndarray, eos: int) -> tuple[np.ndarray, np.ndarray
 
 
 def open_token_file(path: Path, token_dtype: str) -> TokenFile:
-    """Memory-maps a ``.npy`` file (1-D or 2-D integers) or a raw file.
-
-    Args:
-        path: the file, not empty: ``.npy``, or ``.bin`` for raw ids.
-        token_dtype: NumPy type of the ids in raw files, little-endian.
-
-    Raises:
-        UserError: the file is truncated or has another type.
-    """
+    """Memory-maps a ``.npy`` file (1-D or 2-D integers) or a raw, little-endian ``.bin`` file."""
     size = path.stat().st_size
     if path.suffix != ".npy":
         _check_raw(path)

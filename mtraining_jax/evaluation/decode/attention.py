@@ -1,5 +1,6 @@
 """Dense attention of one query over a KV cache that is sharded over ranks."""
 
+import functools
 import math
 
 import jax.numpy as jnp
@@ -31,8 +32,8 @@ def attend_to_cache(
     kv_heads, tokens = k_BHkSD.shape[1:3]
     q = q_BHD.reshape(batch, kv_heads, -1, dim)
     exact = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
-    kinds = dict(precision=exact, preferred_element_type=jnp.float32)
-    logits = jnp.einsum("bhgd,bhsd->bhgs", q, k_BHkSD, **kinds) / math.sqrt(dim)
+    einsum = functools.partial(jnp.einsum, precision=exact, preferred_element_type=jnp.float32)
+    logits = einsum("bhgd,bhsd->bhgs", q, k_BHkSD) / math.sqrt(dim)
     logits = jnp.where(seen_S, logits, -jnp.inf)
     peak = logits.max(-1)
     # A rank may have no key to attend to.
@@ -41,7 +42,7 @@ def attend_to_cache(
     size = math.gcd(tokens, CHUNK)
     weights = weights.astype(v_BHkSD.dtype).reshape(*weights.shape[:3], -1, size)
     values = v_BHkSD.reshape(batch, kv_heads, -1, size, dim)
-    out = jnp.einsum("bhgcs,bhcsd->bhcgd", weights, values, **kinds).sum(2)
+    out = einsum("bhgcs,bhcsd->bhcgd", weights, values).sum(2)
     if lax.axis_size(axis_names) == 1:
         return (out / total[..., None]).reshape(batch, heads, dim)
     # One exchange per layer, limited by latency for so few numbers.

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Self
+from typing import Any, Self, cast
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +46,7 @@ class Cache:
     @classmethod
     def specs(cls, layers: int) -> Self:
         """Returns a `Cache` of `PartitionSpec`."""
-        return cls((ONE_LAYER,) * layers, (ONE_LAYER,) * layers, P(), P())
+        return cls(*cast(Any, ((ONE_LAYER,) * layers, (ONE_LAYER,) * layers, P(), P())))
 
 
 def room_for(new_tokens: int, local_tokens: int) -> int:
@@ -62,16 +62,10 @@ def room_for(new_tokens: int, local_tokens: int) -> int:
 
 
 def with_room(network: Network, stacked: Array, room: int) -> tuple[Array, ...]:
-    """Splits keys or values of a prompt by layer, and adds room for new tokens.
+    """Splits keys or values of a prompt by layer, and adds room for T new tokens per rank.
 
-    Args:
-        network: the model.
-        stacked: [L, B, S, Hk, D] after the prefill. It is deleted, as it takes as much memory as
-            the result.
-        room: T.
-
-    Returns:
-        For each layer [B, Hk, W (S / W + T), D].
+    `stacked` [L, B, S, Hk, D] is deleted, as it takes as much memory as the result, for each layer
+    [B, Hk, W (S / W + T), D].
     """
     layers = _with_room(network.mesh, room, stacked)
     stacked.delete()
@@ -80,12 +74,12 @@ def with_room(network: Network, stacked: Array, room: int) -> tuple[Array, ...]:
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _with_room(mesh: jax.sharding.Mesh, room: int, stacked: Array) -> tuple[Array, ...]:
-    def local(stacked: Array) -> tuple[Array, ...]:
+    def pad_shard(stacked: Array) -> tuple[Array, ...]:
         padding = ((0, 0), (0, 0), (0, room), (0, 0))
         return tuple(jnp.pad(layer.swapaxes(1, 2), padding) for layer in stacked)
 
     return jax.shard_map(
-        local,
+        pad_shard,
         mesh=mesh,
         in_specs=STACKED,
         out_specs=(ONE_LAYER,) * stacked.shape[0],
@@ -96,12 +90,6 @@ def _with_room(mesh: jax.sharding.Mesh, room: int, stacked: Array) -> tuple[Arra
 def of_prompt(
     network: Network, keys: tuple[Array, ...], values: tuple[Array, ...], prompt_len: Array
 ) -> Cache:
-    """Builds the cache after the prefill.
-
-    Args:
-        network: the model.
-        keys, values: from `with_room`.
-        prompt_len: int32 scalar.
-    """
+    """Builds the cache after the prefill, from the results of `with_room`."""
     everywhere = NamedSharding(network.mesh, P())
     return Cache(keys, values, prompt_len, jnp.zeros((), jnp.int32, device=everywhere))

@@ -1,7 +1,7 @@
 """Prefill: the forward pass of training, which also returns keys and values."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -42,9 +42,7 @@ def make_prefill(
     """Builds the prefill program.
 
     Args:
-        network: the model.
         layout: layout of the padded prompt.
-        pattern: sparse pattern; it selects from the last queries of the prompt.
         length: length that RoPE assumes for the full sequence (`Network.length_like`).
 
     Returns:
@@ -57,11 +55,11 @@ def make_prefill(
         state: nnx.State, tokens: Array, positions: Array, prompt_len: Array, inputs: Any
     ) -> Prompt:
         model = nnx.merge(network.graphdef, state)
-        hidden, statistics, (keys, values) = model.keeping(
+        hidden, statistics, (keys, values) = model.forward(
             tokens,
             positions,
             network.attention(layout, pattern, prompt_len),
-            lambda k, v: (k, v),
+            capture_kv=lambda k, v: (k, v),
             attention_inputs=inputs,
             mesh=mesh,
             fsdp=network.fsdp,
@@ -74,7 +72,7 @@ def make_prefill(
     everywhere, stacked = NamedSharding(mesh, P()), NamedSharding(mesh, STACKED)
     return jax.jit(
         prefill,
-        out_shardings=Prompt(everywhere, stacked, stacked, everywhere),
+        out_shardings=Prompt(*cast(Any, (everywhere, stacked, stacked, everywhere))),
         compiler_options=ring_compiler_options(mesh.devices.flat[0].platform),
     )
 
@@ -85,17 +83,17 @@ def _last_logits(
     """Returns fp32 [B, V], the logits of the last prompt token."""
     weight_spec = lm_head_spec(network.spec, network.mesh, network.fsdp)
 
-    def local(hidden_BSE: Array, weight_VE: Array, prompt_len: Array) -> Array:
-        place = layout.local_positions(prompt_len - 1, lax.axis_index(SEQUENCE_AXES))
-        row = lax.dynamic_index_in_dim(hidden_BSE, jnp.maximum(place, 0), 1, keepdims=False)
+    def logits_of_shard(hidden_BSE: Array, weight_VE: Array, prompt_len: Array) -> Array:
+        slot = layout.local_positions(prompt_len - 1, lax.axis_index(SEQUENCE_AXES))
+        row = lax.dynamic_index_in_dim(hidden_BSE, jnp.maximum(slot, 0), 1, keepdims=False)
         # Only one rank has the token; adding zeros in fp32 is exact.
-        row = lax.psum(jnp.where(place >= 0, row.astype(jnp.float32), 0), SEQUENCE_AXES)
+        row = lax.psum(jnp.where(slot >= 0, row.astype(jnp.float32), 0), SEQUENCE_AXES)
         row = row.astype(hidden_BSE.dtype)
         weight_VE, (row,) = serialize_collectives(weight_VE, (row,))
         return token_logits(row, gather(weight_VE, weight_spec))
 
     return jax.shard_map(
-        local,
+        logits_of_shard,
         mesh=network.mesh,
         in_specs=(ACTIVATIONS, weight_spec, P()),
         out_specs=P(),

@@ -1,7 +1,7 @@
 """One decoding step: appends a token to the cache and samples the next one."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +45,6 @@ def make_step(network: Network, layout: Layout, length: int, kind: str) -> Calla
     prompt; ranks exchange one output per head.
 
     Args:
-        network: the model.
         layout: layout of the padded prompt in the cache.
         length: as in `make_prefill`.
         kind: see `GenerateOptions`.
@@ -64,7 +63,7 @@ def make_step(network: Network, layout: Layout, length: int, kind: str) -> Calla
         state: nnx.State, cache: Cache, token: Array, temperature: Array, top_p: Array, seed: Array
     ) -> Stepped:
         run = jax.shard_map(
-            lambda *arguments: _local(network, layout, length, *arguments),
+            lambda *arguments: _step_on_shard(network, layout, length, *arguments),
             mesh=network.mesh,
             in_specs=(_state_specs(network, state), specs, P()),
             out_specs=(specs, P()),
@@ -75,7 +74,8 @@ def make_step(network: Network, layout: Layout, length: int, kind: str) -> Calla
         drawn = next_token(logits, kind, temperature, top_p, seed, cache.count)
         return Stepped(cache, drawn, logits)
 
-    return jax.jit(step, donate_argnums=1, out_shardings=Stepped(in_cache, everywhere, everywhere))
+    out_shardings = Stepped(in_cache, *cast(Any, (everywhere, everywhere)))
+    return jax.jit(step, donate_argnums=1, out_shardings=out_shardings)
 
 
 def _state_specs(network: Network, state: nnx.State) -> Any:
@@ -83,10 +83,10 @@ def _state_specs(network: Network, state: nnx.State) -> Any:
     return jax.tree.map(lambda sharding: sharding.spec, shardings)
 
 
-def _local(
+def _step_on_shard(
     network: Network, layout: Layout, length: int, state: nnx.State, cache: Cache, token_B: Array
 ) -> tuple[Cache, Array]:
-    """Runs the step on one rank; returns the cache, and logits [B, V]."""
+    """Returns one rank's cache, and logits [B, V]."""
     spec, mesh, fsdp = network.spec, network.mesh, network.fsdp
     dtype = jnp.dtype(spec.dtype)
     model: Transformer = nnx.merge(network.one_token_graphdef, state)
@@ -118,7 +118,8 @@ def _local(
         model.lm_head_weight().astype(dtype), (hidden_BE,)
     )
     logits = token_logits(hidden_BE, gather(weight_VE, lm_head_spec(spec, mesh, fsdp)))
-    return Cache(*zip(*filled, strict=True), cache.prompt_len, cache.count + 1), logits
+    keys, values = zip(*filled, strict=True)
+    return Cache(keys, values, cache.prompt_len, cache.count + 1), logits
 
 
 def _places(layout: Layout, cache: Cache) -> tuple[Array, Array]:

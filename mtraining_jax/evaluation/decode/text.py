@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from mtraining_jax.data.tokenizer import Tokenizer
 
 # Decoders return this for the bytes of an incomplete character.
@@ -34,14 +36,13 @@ class GrowingText:
         self.stopped = False
 
     def add(self, token: int) -> None:
-        """Adds one token."""
         if self._tokenizer is None:
             return
         self._ids.append(token)
-        self.text = self._tokenizer.decode(self._ids)
-        places = [place for stop in self._stop if (place := self.text.find(stop)) >= 0]
-        if places:
-            self.text, self.stopped = self.text[: min(places)], True
+        self.text = self._tokenizer.decode(np.asarray(self._ids))
+        starts = [start for stop in self._stop if (start := self.text.find(stop)) >= 0]
+        if starts:
+            self.text, self.stopped = self.text[: min(starts)], True
         self._say(settled_length(self.text, () if self.stopped else self._stop))
 
     def end(self) -> str:

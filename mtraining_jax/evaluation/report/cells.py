@@ -13,21 +13,14 @@ Line = dict[str, Any]
 
 @dataclass(frozen=True)
 class Mean:
-    """A mean over samples.
-
-    Attributes:
-        value: the mean.
-        error: its standard error, from the spread of the samples; NaN for a single one.
-        count: number of samples.
-    """
+    """A mean over samples."""
 
     value: float
-    error: float
+    error: float  # standard error, from the spread of the samples; NaN for a single one
     count: int
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Mean":
-        """Computes the mean of at least one value."""
         spread = float(np.std(values, ddof=1)) if len(values) > 1 else math.nan
         return cls(float(np.mean(values)), spread / math.sqrt(len(values)), len(values))
 
@@ -59,7 +52,6 @@ class Lines:
         return self._by_cell.get((model, attention, task, length), {})
 
     def score(self, model: str, attention: str, task: str, length: int) -> Mean | None:
-        """The mean score of a task and length."""
         lines = self.cell(model, attention, task, length)
         return Mean.of([line["score"] for line in lines.values()]) if lines else None
 
@@ -70,11 +62,12 @@ class Lines:
 
         Its error assumes independent tasks, and its count is the number of tasks.
         """
-        found = [self.score(model, attention, task, length) for task in tasks]
-        if not found or any(mean is None for mean in found):
+        scores = [self.score(model, attention, task, length) for task in tasks]
+        means = [mean for mean in scores if mean is not None]
+        if not means or len(means) < len(scores):
             return None
-        error = math.sqrt(sum(mean.error**2 for mean in found)) / len(found)
-        return Mean(float(np.mean([mean.value for mean in found])), error, len(found))
+        error = math.sqrt(sum(mean.error**2 for mean in means)) / len(means)
+        return Mean(float(np.mean([mean.value for mean in means])), error, len(means))
 
     def difference(
         self, first: tuple[str, str], second: tuple[str, str], task: str, length: int
@@ -84,14 +77,13 @@ class Lines:
         Both answered the same prompts, so the error is that of the paired differences: smaller
         than the two errors would suggest.
         """
-        first, second = (self.cell(*way, task, length) for way in (first, second))
-        both = first.keys() & second.keys()
+        lines, others = (self.cell(*each, task, length) for each in (first, second))
+        both = lines.keys() & others.keys()
         if not both:
             return None
-        return Mean.of([first[n]["score"] - second[n]["score"] for n in sorted(both)])
+        return Mean.of([lines[n]["score"] - others[n]["score"] for n in sorted(both)])
 
     def densities(self, model: str, attention: str, length: int) -> list[float]:
-        """Returns the densities of the prompts of a length."""
         return [
             line["density"]
             for line in self.scored
@@ -100,7 +92,6 @@ class Lines:
         ]
 
     def seconds(self, model: str, attention: str, length: int) -> list[float]:
-        """Returns the seconds that samples of a length took."""
         return [
             line["seconds"]
             for line in self.scored
@@ -122,5 +113,4 @@ class Lines:
 
     @property
     def document_lengths(self) -> list[int]:
-        """Lengths of documents, ascending."""
         return sorted({line["length"] for line in self.losses})

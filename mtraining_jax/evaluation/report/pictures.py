@@ -19,32 +19,19 @@ _COLORS = {"cmap": "viridis", "vmin": 0.0, "vmax": 1.0}
 
 
 def draw_all(lines: Lines, names: Mapping[str, str], folder: Path, caption: str) -> list[Path]:
-    """Draws all pictures for the lines.
+    """Draws all pictures into a folder, with a caption below each, and returns the files.
 
-    Args:
-        lines: lines of a folder of results.
-        names: names of models by label.
-        folder: folder of the PNG files.
-        caption: one line below each: device, date and versions.
-
-    Returns:
-        The files.
-
-    Raises:
-        ImportError: if matplotlib is not installed.
+    `names` are those of the models by label. Raises ImportError if matplotlib is not installed.
     """
     figures: list[tuple[str, Figure]] = [
-        *((f"depths-{task}.png", figure) for task, figure in _heat_maps(lines, names)),
-        *_if_any("scores.png", lines.scored and _scores(lines, names)),
-        *_if_any(
-            "trained-inferred.png",
-            len(lines.models) > 1
-            and len(lines.attentions) > 1
-            and lines.scored
-            and _trained_inferred(lines, names),
-        ),
-        *((f"loss-{length}.png", _loss(lines, names, length)) for length in lines.document_lengths),
+        *((f"depths-{task}.png", figure) for task, figure in _heat_maps(lines, names))
     ]
+    if lines.scored:
+        figures.append(("scores.png", _scores(lines, names)))
+        if len(lines.models) > 1 and len(lines.attentions) > 1:
+            figures.append(("trained-inferred.png", _trained_inferred(lines, names)))
+    for length in lines.document_lengths:
+        figures.append((f"loss-{length}.png", _loss(lines, names, length)))
     written = []
     for name, figure in figures:
         figure.text(0.01, -0.03, caption, fontsize=7, color="0.35")
@@ -52,11 +39,6 @@ def draw_all(lines: Lines, names: Mapping[str, str], folder: Path, caption: str)
         figure.savefig(path, dpi=150, bbox_inches="tight")
         written.append(path)
     return written
-
-
-def _if_any(name: str, figure: "Figure | bool | list") -> Iterator[tuple[str, "Figure"]]:
-    if figure:
-        yield name, figure
 
 
 def _figure(

@@ -21,31 +21,21 @@ _BENCHMARKS = {"ruler": "RULER", "infinitebench": "InfiniteBench", "longbench": 
 
 @dataclass(frozen=True)
 class TextTable:
-    """A table of text.
-
-    Attributes:
-        title: one line.
-        note: one or two sentences about the numbers.
-        header: names of columns.
-        rows: text of each cell; rows are as long as the header.
-        left: number of leading columns that hold names, not numbers.
-    """
+    """A table of text, with a note about its numbers."""
 
     title: str
     note: str
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
-    left: int
+    left: int  # number of leading columns that hold names, not numbers
 
     def markdown(self) -> str:
-        """Returns the table as Markdown, under a heading."""
         aligned = ["---" if i < self.left else "--:" for i in range(len(self.header))]
         lines = (self.header, aligned, *self.rows)
         body = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
         return f"## {self.title}\n\n{self.note}\n\n{body}\n"
 
     def for_terminal(self) -> rich.table.Table:
-        """Returns the table for rich."""
         table = rich.table.Table(
             title=self.title,
             caption=self.note,
@@ -61,12 +51,7 @@ class TextTable:
 
 
 def tables(lines: Lines, names: Mapping[str, str]) -> Iterator[TextTable]:
-    """Yields all tables for the lines.
-
-    Args:
-        lines: lines of a folder.
-        names: names of models by label.
-    """
+    """Yields all tables for the lines; `names` are those of the models by label."""
     if lines.scored:
         yield scores(lines, names)
         if len(lines.models) > 1 and len(lines.attentions) > 1:

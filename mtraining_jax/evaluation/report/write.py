@@ -1,6 +1,6 @@
 """Writes the report on a folder of results: terminal tables, results.md, pictures."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,7 @@ REPORT_NAME = "results.md"
 
 
 def write_report(folder: Path, console: Console) -> list[Path]:
-    """Prints the tables of a folder, and writes results.md and the pictures into it.
-
-    Args:
-        folder: folder of `Results`.
-        console: prints the tables.
-
-    Returns:
-        The files written.
+    """Prints the tables of a folder, writes results.md and the pictures into it, returns the files.
 
     Raises:
         UserError: if the folder has no results, or a damaged line.
@@ -72,7 +65,7 @@ def _on_cut_prompts(lines: Lines) -> list[str]:
     ]
 
 
-def _caption(invocations: list[Mapping[str, Any]]) -> str:
+def _caption(invocations: Sequence[Mapping[str, Any]]) -> str:
     if not invocations:
         return ""
     last = invocations[-1]

@@ -46,23 +46,26 @@ class LongDocuments(Task):
         """Returns how many documents are long enough, or all without a length."""
         if length is None:
             return sum(1 for _ in self._texts())
+        assert tokenizer is not None  # this task needs one
         return len(_long_enough(self, length, tokenizer))
 
     def sample(self, length: int, number: int, seed: int, tokenizer: Tokenizer | None) -> Document:
         """Returns the first tokens of a document; the seed has no effect."""
-        places = _long_enough(self, length, tokenizer)
-        if number >= len(places):
+        assert tokenizer is not None  # this task needs one
+        long_enough = _long_enough(self, length, tokenizer)
+        if number >= len(long_enough):
             raise UserError(
                 f'length {length} is too long for sample {number} of task "{self.name}": only '
-                f"{len(places)} of {self.count(tokenizer)} documents have that many tokens"
+                f"{len(long_enough)} of {self.count(tokenizer)} documents have that many tokens"
             )
-        where, text = next(itertools.islice(self._texts(), places[number], None))
+        where, text = next(itertools.islice(self._texts(), long_enough[number], None))
         ids = _first_ids(text, length, tokenizer)
+        assert ids is not None  # it is long enough
         return Document(task=self.name, length=length, number=number, name=where, ids=ids)
 
     def _texts(self) -> Iterator[tuple[str, str]]:
         """Yields documents with their location, one in memory at a time."""
-        for path in find_files([self.documents], _SUFFIXES, field="documents"):
+        for path in find_files([self.documents or ""], _SUFFIXES, field="documents"):
             if path.suffix == ".jsonl":
                 yield from self._lines(path)
             else:
@@ -83,8 +86,8 @@ class LongDocuments(Task):
 def _long_enough(task: LongDocuments, length: int, tokenizer: Tokenizer) -> tuple[int, ...]:
     """Returns the indices of documents that are long enough."""
     return tuple(
-        place
-        for place, (_, text) in enumerate(task._texts())
+        i
+        for i, (_, text) in enumerate(task._texts())
         if _first_ids(text, length, tokenizer) is not None
     )
 

@@ -4,6 +4,8 @@ import functools
 import re
 from pathlib import Path
 
+import numpy as np
+
 from mtraining_jax.data.files import find_files
 from mtraining_jax.errors import UserError
 from mtraining_jax.evaluation.tasks.words import words
@@ -38,17 +40,12 @@ _PATTERNS = (
 
 
 class Sentences:
-    """A text as a list of sentences, repeated as often as needed.
-
-    Args:
-        sentences: at least one.
-    """
+    """A text as a list of at least one sentence, repeated as often as needed."""
 
     def __init__(self, sentences: list[str]):
         self._sentences = sentences
 
     def first(self, count: int) -> list[str]:
-        """Returns the first `count` sentences."""
         repeats, rest = divmod(count, len(self._sentences))
         return self._sentences * repeats + self._sentences[:rest]
 
@@ -68,7 +65,7 @@ class OwnSentences(Sentences):
     def _make(self, count: int) -> list[str]:
         lists = [_PATTERNS, *(words(kind) for kind in ("nouns", "nouns", "adjectives"))]
         lists += [words("adjectives"), words("verbs")]
-        limits = [len(each) for each in lists] * count
+        limits = np.array([len(each) for each in lists] * count)
         drawn = self._stream.below_each(limits).reshape(count, len(lists)).tolist()
         pattern, *chosen = lists
         return [
@@ -81,10 +78,7 @@ class OwnSentences(Sentences):
 
 @functools.lru_cache(maxsize=8)
 def essays(path: str | None) -> Sentences:
-    """Returns the sentences of text files, or generated ones.
-
-    Args:
-        path: a file, a folder (of .txt files) or a glob; None generates sentences.
+    """Returns the sentences of a file, a folder of .txt files or a glob; None generates them.
 
     Raises:
         UserError: if there is no such file, or no text in it.
@@ -109,14 +103,7 @@ def _read(file: Path) -> str:
 
 
 def insert_at_depth(sentences: list[str], needle: str, depth: float) -> list[str]:
-    """Inserts a needle between two sentences.
-
-    Args:
-        sentences: the haystack.
-        needle: a sentence.
-        depth: fraction of the characters before the needle, from 0 to 1, rounded down to the end
-            of a sentence.
-    """
+    """Inserts a needle after `depth` of the characters, rounded down to the end of a sentence."""
     wanted = depth * sum(map(len, sentences))
     place = before = 0
     while place < len(sentences) and before + len(sentences[place]) <= wanted + 0.5:

@@ -39,15 +39,12 @@ class PublishedTask(Task):
 
     @property
     def new_tokens(self) -> int:
-        """Maximum number of answer tokens."""
         raise NotImplementedError(f"{type(self).__name__}.new_tokens")
 
     def prompt(self, record: dict[str, Any]) -> str:
-        """Returns the full prompt of a record."""
         raise NotImplementedError(f"{type(self).__name__}.prompt")
 
     def references(self, record: dict[str, Any]) -> tuple[str, ...]:
-        """Returns the gold answers of a record."""
         raise NotImplementedError(f"{type(self).__name__}.references")
 
     def records(self) -> tuple[dict[str, Any], ...]:
@@ -61,10 +58,10 @@ class PublishedTask(Task):
             self.records()
 
     def count(self, tokenizer: Tokenizer | None, length: int | None = None) -> int:
-        """Returns the number of records."""
         return len(self.records())
 
     def sample(self, length: int, number: int, seed: int, tokenizer: Tokenizer | None) -> Sample:
+        assert tokenizer is not None  # this task needs one
         record = self.records()[number]
         prompt = self.prompt(record)
         ids, cut = np.asarray(tokenizer.encode(prompt), np.int32), 0

@@ -4,14 +4,14 @@ Only for models that were trained on it: the ids have no meaning for others.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
 
 from mtraining_jax.data.tokenizer import Tokenizer
 from mtraining_jax.errors import UserError
 from mtraining_jax.evaluation.tasks.task import Sample, Task
-from mtraining_jax.limits import check_limits, limited
+from mtraining_jax.limits import Ge, PositiveInt, check_limits
 from mtraining_jax.random_bits import Stream
 
 # Label of tokens that are not scored.
@@ -23,17 +23,12 @@ def mqar(length: int, pairs: int, vocab_size: int, seed: int) -> tuple[np.ndarra
 
     Ids below V/2 are filler, ids from V/2 to 3V/4 - 1 are keys, and the others are values. All keys
     are different. Pairs lie at even positions of the first half, and queries (a key, then its
-    value) at even positions of the second half.
-
-    Args:
-        length: S, tokens; divisible by 4, and S/4 at least `pairs`.
-        pairs: number of pairs; each is queried once.
-        vocab_size: V, divisible by 4, and V/4 at least `pairs`.
-        seed: random seed.
+    value) at even positions of the second half. S and V are divisible by 4, and S/4 and V/4 at
+    least `pairs`.
 
     Returns:
-        ``(tokens, labels)``, int32 [S] each. The label of a queried key is its value; the others
-        are -100.
+        tokens and labels, int32 [S] each. The label of a queried key is its value; the others are
+        -100.
     """
     filler, keys = vocab_size // 2, vocab_size // 4
     tokens = Stream(seed, 1).below_each(np.full(length, filler))
@@ -42,8 +37,8 @@ def mqar(length: int, pairs: int, vocab_size: int, seed: int) -> tuple[np.ndarra
     value = first_value + Stream(seed, 3).below_each(np.full(pairs, vocab_size - first_value))
     written = 2 * np.array(Stream(seed, 4).sample(length // 4, pairs))
     asked = length // 2 + 2 * np.array(Stream(seed, 5).sample(length // 4, pairs))
-    for places in (written, asked):
-        tokens[places], tokens[places + 1] = key, value
+    for positions in (written, asked):
+        tokens[positions], tokens[positions + 1] = key, value
     labels = np.full(length, NOT_ASKED)
     labels[asked] = value
     return tokens.astype(np.int32), labels.astype(np.int32)
@@ -64,8 +59,8 @@ class AssociativeRecall(Task):
     needs_tokenizer: ClassVar[bool] = False
     teacher_forced: ClassVar[bool] = True
 
-    pairs: limited(int, ge=1) = 32
-    vocab_size: limited(int, ge=8) = 8192
+    pairs: PositiveInt = 32
+    vocab_size: Annotated[int, Ge(8)] = 8192
 
     def __post_init__(self) -> None:
         check_limits(self)
@@ -101,6 +96,7 @@ class AssociativeRecall(Task):
 
     def score_forced(self, sample: Sample, is_most_likely: np.ndarray) -> float:
         """Returns the fraction of the values that are the most likely token."""
+        assert sample.scored is not None  # see `sample`
         return float(np.mean(is_most_likely[list(sample.scored)]))
 
     def score(self, sample: Sample, answer_text: str) -> float:

@@ -8,7 +8,7 @@ from typing import ClassVar
 from mtraining_jax.data.tokenizer import Tokenizer
 from mtraining_jax.evaluation.tasks.task import Sample, Task
 from mtraining_jax.evaluation.tasks.tokens import largest_size
-from mtraining_jax.limits import check_limits, limited
+from mtraining_jax.limits import PositiveInt, check_limits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,6 @@ class SizedTask(Task):
         check_limits(self)
 
     def new_tokens(self, length: int) -> int:
-        """Returns the maximum number of answer tokens."""
         return self.max_new_tokens
 
     def build(self, size: int, length: int, number: int, seed: int) -> Draft:
@@ -55,6 +54,7 @@ class SizedTask(Task):
         raise NotImplementedError(f"{type(self).__name__}.build")
 
     def sample(self, length: int, number: int, seed: int, tokenizer: Tokenizer | None) -> Sample:
+        assert tokenizer is not None  # this task needs one
         size, new_tokens = _size(self, length, tokenizer), self.new_tokens(length)
         while True:
             draft = self.build(size, length, number, seed)
@@ -99,8 +99,7 @@ class DepthTask(SizedTask):
             middle.
     """
 
-    depths: limited(int, ge=1) = 10
+    depths: PositiveInt = 10
 
     def depth(self, number: int) -> float:
-        """Returns the depth of a sample, from 0 to 1."""
         return number % self.depths / (self.depths - 1) if self.depths > 1 else 0.5

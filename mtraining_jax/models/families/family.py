@@ -2,13 +2,17 @@
 
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
-from mtraining_jax.models.parameters import LAYERS, Parameter, Table, matrix, one_layer, vector
+from mtraining_jax.models.parameters import (
+    LAYERS,
+    Parameter,
+    ParamTable,
+    layer_params,
+    matrix,
+    vector,
+)
 from mtraining_jax.models.rope import ROPE_KINDS, RopeScaling
-
-if TYPE_CHECKING:
-    from mtraining_jax.models.spec import ModelSpec
 
 # Names of sizes here, and in config.json.
 SIZES = {
@@ -21,16 +25,43 @@ SIZES = {
 }
 
 
-class Family:
-    """A pre-norm decoder: attention with RoPE, then a SwiGLU MLP.
+class Sizes(Protocol):
+    """What a family reads of a `ModelSpec`, which imports the families."""
 
-    Subclasses define the differences. The decoder (`models.transformer`) follows the table of
-    parameters: it has a bias if there is a `q_proj.bias`, and a query norm if there is a
-    `q_norm.weight`.
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def intermediate_size(self) -> int: ...
+    @property
+    def rope_theta(self) -> float: ...
+    @property
+    def rope_scaling(self) -> RopeScaling | None: ...
+    @property
+    def max_position_embeddings(self) -> int: ...
+    @property
+    def tie_word_embeddings(self) -> bool: ...
+    @property
+    def initializer_range(self) -> float: ...
+
+
+class Family:
+    """A pre-norm decoder: attention with RoPE, then a SwiGLU MLP; subclasses define differences.
+
+    The decoder (`models.transformer`) follows the table of parameters: it has a bias if there is a
+    `q_proj.bias`, and a query norm if there is a `q_norm.weight`.
 
     Attributes:
-        model_type: as in config.json.
-        architecture: name of the causal language model, as in config.json.
+        model_type, architecture: as in config.json.
         title: display name.
         defaults: defaults of transformers for fields missing in config.json.
         fixed: fields of config.json that must have these values, or be absent.
@@ -53,7 +84,7 @@ class Family:
 
     # ---- parameters
 
-    def layer(self, spec: "ModelSpec") -> dict[str, Parameter]:
+    def layer(self, spec: Sizes) -> dict[str, Parameter]:
         """Returns the parameters of one layer by their name in it; a matrix is [out, in]."""
         hidden, inner, std = spec.hidden_size, spec.intermediate_size, spec.initializer_range
         queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
@@ -69,33 +100,33 @@ class Family:
             "mlp.down_proj.weight": matrix(hidden, inner, ("embed", "mlp"), std),
         }
 
-    def parameters(self, spec: "ModelSpec") -> Table:
+    def parameters(self, spec: Sizes) -> ParamTable:
         """Returns all parameters by dotted name, with stacked layers."""
-        table = matrix(
+        embedding = matrix(
             spec.vocab_size, spec.hidden_size, ("vocab", "embed"), spec.initializer_range
         )
-        found = {"embed_tokens.weight": table}
+        table = {"embed_tokens.weight": embedding}
         for name, parameter in self.layer(spec).items():
-            found[f"{LAYERS}{name}"] = parameter.stacked(spec.num_layers)
-        found["norm.weight"] = vector(spec.hidden_size, 1.0)
+            table[f"{LAYERS}{name}"] = parameter.stacked(spec.num_layers)
+        table["norm.weight"] = vector(spec.hidden_size, 1.0)
         if not spec.tie_word_embeddings:
-            found["lm_head.weight"] = table
-        return found
+            table["lm_head.weight"] = embedding
+        return table
 
-    def layer_products(self, spec: "ModelSpec") -> dict[str, int]:
+    def layer_products(self, spec: Sizes) -> dict[str, int]:
         """Returns the multiplications per token with each matrix of a layer, by name."""
-        layer = one_layer(self.parameters(spec))
+        layer = layer_params(self.parameters(spec))
         return {name: x.size for name, x in layer.items() if len(x.shape) == 2}
 
-    def head_products(self, spec: "ModelSpec") -> int:
+    def head_products(self, spec: Sizes) -> int:
         """Returns the multiplications per token with the output matrix, tied or not."""
         return spec.vocab_size * spec.hidden_size
 
     # ---- Hugging Face
 
-    def layer_tensors(self, spec: "ModelSpec") -> dict[str, tuple[str, ...]]:
+    def layer_tensors(self, spec: Sizes) -> dict[str, tuple[str, ...]]:
         """Returns the tensors of a checkpoint layer, with the parameters in each of them."""
-        names = {name: (name,) for name in self.layer(spec)}
+        names: dict[str, tuple[str, ...]] = {name: (name,) for name in self.layer(spec)}
         for tensor, parts in self.fused.items():
             for part in parts:
                 del names[part]
@@ -104,9 +135,6 @@ class Family:
 
     def read_config(self, raw: Mapping[str, Any]) -> dict[str, Any]:
         """Reads the fields of `ModelSpec` that config.json determines.
-
-        Args:
-            raw: contents of config.json.
 
         Raises:
             ValueError: if a size is missing or a value is unsupported.
@@ -146,7 +174,7 @@ class Family:
             raise ValueError(f"rope_parameters={rope!r} must be an object")
         return rope
 
-    def write_config(self, spec: "ModelSpec") -> dict[str, Any]:
+    def write_config(self, spec: Sizes) -> dict[str, Any]:
         """Writes config.json for transformers 4 and 5: the inverse of `read_config`."""
         scaling = spec.rope_scaling
         scaled = None if scaling is None else scaling.to_hf(spec.max_position_embeddings)

@@ -7,15 +7,15 @@ from mtraining_jax.models.families.family import Family, with_defaults
 
 
 class Llama(Family):
-    """See `Family`."""
+    """No biases, no norms on heads."""
 
     model_type = "llama"
     architecture = "LlamaForCausalLM"
     title = "Llama"
-    defaults = Family.defaults | {"max_position_embeddings": 2048}
-    fixed = Family.fixed | {"attention_bias": False, "mlp_bias": False}
+    defaults = {**Family.defaults, "max_position_embeddings": 2048}
+    fixed = {**Family.fixed, "attention_bias": False, "mlp_bias": False}
 
     def read_config(self, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Family.read_config`; by default there are as many key/value as query heads."""
+        """By default there are as many key/value as query heads."""
         heads = raw.get("num_attention_heads")
         return super().read_config(with_defaults(raw, num_key_value_heads=heads))

@@ -6,23 +6,20 @@ bit-identical.
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from mtraining_jax.models.families.family import Family, with_defaults
+from mtraining_jax.models.families.family import Family, Sizes, with_defaults
 from mtraining_jax.models.rope import LongRopeScaling
-
-if TYPE_CHECKING:
-    from mtraining_jax.models.spec import ModelSpec
 
 
 class Phi3(Family):
-    """See `Family`."""
+    """Fused projections in checkpoints, and LongRoPE."""
 
     model_type = "phi3"
     architecture = "Phi3ForCausalLM"
     title = "Phi-3"
-    defaults = Family.defaults | {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
-    fixed = Family.fixed | {"attention_bias": False, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+    defaults = {**Family.defaults, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
+    fixed = {**Family.fixed, "attention_bias": False, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
     fused = {
         "self_attn.qkv_proj.weight": (
             "self_attn.q_proj.weight",
@@ -33,7 +30,7 @@ class Phi3(Family):
     }
 
     def read_config(self, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Family.read_config`. A sliding window must not be shorter than the context."""
+        """A sliding window must not be shorter than the context."""
         heads = raw.get("num_attention_heads")
         values = super().read_config(with_defaults(raw, num_key_value_heads=heads))
         window, context = raw.get("sliding_window"), values["max_position_embeddings"]
@@ -45,7 +42,7 @@ class Phi3(Family):
         return values
 
     def rope_parameters(self, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Family.rope_parameters`; the original context may be outside of them."""
+        """The original context may be outside of them."""
         rope = dict(super().rope_parameters(raw))
         name = "original_max_position_embeddings"
         if rope and rope.get(name) is None and raw.get(name) is not None:
@@ -54,12 +51,9 @@ class Phi3(Family):
             rope["rope_type"] = "longrope"
         return rope
 
-    def write_config(self, spec: "ModelSpec") -> dict[str, Any]:
-        """See `Family.write_config`.
-
-        transformers 4 accepts exactly three RoPE fields, and derives the factor on cos and sin from
-        the two context lengths. If the factor differs, the file is for transformers 5 only.
-        """
+    def write_config(self, spec: Sizes) -> dict[str, Any]:
+        # transformers 4 accepts exactly three RoPE fields, and derives the factor on cos and sin
+        # from the two context lengths. If the factor differs, the file is for transformers 5 only.
         raw = super().write_config(spec)
         raw["rope_parameters"]["partial_rotary_factor"] = 1.0
         scaling, context = spec.rope_scaling, spec.max_position_embeddings
@@ -67,7 +61,8 @@ class Phi3(Family):
             scaled = raw["rope_scaling"]
             original = scaling.original_max_position_embeddings
             raw["original_max_position_embeddings"] = original
-            if scaling.attention_factor is None and scaling.factor == max(1.0, context / original):
+            derived = None if original is None else max(1.0, context / original)
+            if scaling.attention_factor is None and scaling.factor == derived:
                 three = {name: scaled[name] for name in ("short_factor", "long_factor")}
                 raw["rope_scaling"] = {"type": scaling.type, **three}
                 del raw["rope_parameters"]["factor"]

@@ -48,13 +48,8 @@ def read_hf_config(directory: str | Path, **overrides: Any) -> ModelSpec:
 def read_hf_values(directory: str | Path, own_family: str | None = None) -> dict[str, Any]:
     """Reads the fields of `ModelSpec` that a checkpoint determines: `FIXED` and `FREE`.
 
-    Args:
-        directory: folder of config.json.
-        own_family: a user-defined family, as package.module:Name, for checkpoints of its
-            model_type; any other name is ignored.
-
-    Raises:
-        UserError: see `read_hf_config`.
+    `own_family` is a user-defined family, as package.module:Name, for checkpoints of its
+    model_type; any other name is ignored.
     """
     path = Path(directory) / CONFIG_FILE
     raw = read_json(path)
@@ -66,13 +61,16 @@ def read_hf_values(directory: str | Path, own_family: str | None = None) -> dict
     if kind is None and architecture is not None:
         kind = next((k for k in FAMILIES.names if family_of(k).architecture == architecture), None)
     own = own if own is not None and own.model_type == kind else None
-    if own is None and (not isinstance(kind, str) or kind not in FAMILIES.names):
+    if own is not None:
+        family = own
+    elif isinstance(kind, str) and kind in FAMILIES.names:
+        family = family_of(kind)
+    else:
         known = ", ".join(sorted(FAMILIES.names))
         raise UserError(
             f"{path} describes an unsupported model, {architecture or 'without architecture'} "
             f"(model_type {kind}); supported model types are {known}"
         )
-    family = family_of(kind) if own is None else own
     if architecture not in (None, family.architecture):
         raise UserError(
             f"{path} describes {architecture}, but of model_type {kind} only {family.architecture}"
@@ -123,11 +121,7 @@ def check_same_model(config: Any, directory: str | Path, override: Sequence[str]
 
 
 def read_json(path: Path, limit: int = file_limits.LARGEST_CONFIG) -> dict[str, Any]:
-    """Reads a file with one JSON object.
-
-    Args:
-        path: path of the file.
-        limit: maximum size in bytes.
+    """Reads a file with one JSON object, of at most `limit` bytes.
 
     Raises:
         UserError: if the file is invalid, too large or unreadable.

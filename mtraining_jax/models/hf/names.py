@@ -9,16 +9,9 @@ from mtraining_jax.models.spec import ModelSpec
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """The part of a tensor that belongs to one parameter.
+    """The rows of a tensor that belong to one parameter, or to one layer of a stacked one."""
 
-    Attributes:
-        parameter: its dotted name, e.g. "layers.mlp.up_proj.weight".
-        layer: layer of a stacked parameter; None for others.
-        first_row: first row of the part in the tensor.
-        shape: shape of the part; it differs from that of the tensor in the number of rows.
-    """
-
-    parameter: str
+    parameter: str  # dotted name, e.g. "layers.mlp.up_proj.weight"
     layer: int | None
     first_row: int
     shape: tuple[int, ...]
@@ -26,13 +19,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointTensor:
-    """One tensor.
-
-    Attributes:
-        name: name in the checkpoint.
-        shape: expected shape.
-        parts: its parts, stacked by rows.
-    """
+    """One tensor: its name in the checkpoint, its shape, and its parts, stacked by rows."""
 
     name: str
     shape: tuple[int, ...]

@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import jax
@@ -78,7 +77,6 @@ class _Source:
     layer: int | None
 
     def read(self, rows: slice, rest: tuple[slice, ...]) -> np.ndarray:
-        """Reads only these slices."""
         rows = slice(rows.start + self.first_row, rows.stop + self.first_row)
         return self.tensor[(rows, *rest)]
 
@@ -98,12 +96,7 @@ class Tensors:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._handles.clear()
 
     @property
@@ -184,7 +177,8 @@ def _load_parameter(
     # Devices with the same slice share one read.
     seen: dict[tuple[tuple[int, int, int], ...], np.ndarray] = {}
 
-    def read(index: tuple[slice, ...]) -> np.ndarray:
+    def read(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None
         key = tuple(part.indices(size) for part, size in zip(index, shape, strict=True))
         if key not in seen:
             ranges = [slice(start, stop) for start, stop, _ in key]

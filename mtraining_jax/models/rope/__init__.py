@@ -76,4 +76,5 @@ def make_scaling(values: Any) -> RopeScaling | None:
     if found["factor"] is None:
         raise ValueError("factor is missing")
     given = {name: value for name, value in found.items() if value is not None}
-    return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in given.items()})
+    fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
+    return kind(**fields)

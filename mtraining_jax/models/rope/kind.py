@@ -26,18 +26,12 @@ class RopeScaling:
     factor: float
 
     def __post_init__(self) -> None:
-        if found := list(self.problems(self, "", None)):
-            raise ValueError("; ".join(found))
+        if problems := list(self.problems(self, "", None)):
+            raise ValueError("; ".join(problems))
 
     @classmethod
     def problems(cls, values: Any, prefix: str, head_dim: int | None) -> Iterator[str]:
-        """Yields messages for invalid values.
-
-        Args:
-            values: any object with the fields of this class.
-            prefix: prefix of field names in messages.
-            head_dim: width of a head, if known.
-        """
+        """Yields messages for invalid values of any object with the fields of this class."""
         del head_dim
         if values.factor < 1:
             yield f"{prefix}factor = {values.factor} must be at least 1"
@@ -45,17 +39,7 @@ class RopeScaling:
     def stretch(
         self, plain: np.ndarray, *, theta: float, context: int, length: int
     ) -> tuple[np.ndarray, float]:
-        """Scales frequencies.
-
-        Args:
-            plain: float64 [D/2], radians per token.
-            theta: their base.
-            context: context length of the model in tokens.
-            length: length of the sequence in tokens.
-
-        Returns:
-            Frequencies float64 [D/2], and the factor on cos and sin.
-        """
+        """Scales the frequencies `plain`, float64 [D/2] of base `theta`; see `rope_frequencies`."""
         raise NotImplementedError
 
     @property
@@ -75,11 +59,7 @@ class RopeScaling:
 
     @classmethod
     def from_hf(cls, rope: Mapping[str, Any], context: int) -> Self:
-        """Reads the RoPE parameters of a config.json.
-
-        Args:
-            rope: `rope_parameters`, or `rope_scaling` of older files.
-            context: context length of the model in tokens.
+        """Reads `rope_parameters` of a config.json, or `rope_scaling` of older files.
 
         Raises:
             ValueError: if `factor` is missing or a value is invalid.
@@ -89,12 +69,16 @@ class RopeScaling:
         values = {name: rope[name] for name in names if rope.get(name) is not None}
         if "factor" not in values:
             raise ValueError("factor is missing")
-        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+        fields: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in values.items()
+        }
+        return cls(**fields)
 
     def to_hf(self, context: int) -> dict[str, Any]:
         """Returns every field that is set: the inverse of `from_hf`."""
         del context
-        fields = {"rope_type": self.type}
+        fields: dict[str, Any] = {"rope_type": self.type}
         for name, value in dataclasses.asdict(self).items():
             if value is not None:
                 fields[name] = list(value) if isinstance(value, tuple) else value

@@ -43,7 +43,7 @@ class Llama3Scaling(RopeScaling):
         self, plain: np.ndarray, *, theta: float, context: int, length: int
     ) -> tuple[np.ndarray, float]:
         del theta, context, length
-        turns = self.original_max_position_embeddings * plain / (2 * math.pi)
+        rotations = self.original_max_position_embeddings * plain / (2 * math.pi)
         width = self.high_freq_factor - self.low_freq_factor
-        kept = np.clip((turns - self.low_freq_factor) / width, 0.0, 1.0)
+        kept = np.clip((rotations - self.low_freq_factor) / width, 0.0, 1.0)
         return plain * kept + plain / self.factor * (1 - kept), 1.0

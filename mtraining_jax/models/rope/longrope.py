@@ -52,9 +52,9 @@ class LongRopeScaling(RopeScaling):
     def stretch(
         self, plain: np.ndarray, *, theta: float, context: int, length: int
     ) -> tuple[np.ndarray, float]:
-        """See `RopeScaling.stretch`. The sequence length selects the divisors."""
         del theta, context
         original = self.original_max_position_embeddings
+        assert original is not None  # see `problems`
         divisors = self.long_factor if length > original else self.short_factor
         scale = self.attention_factor
         if scale is None:
@@ -63,12 +63,11 @@ class LongRopeScaling(RopeScaling):
 
     @property
     def switches_at(self) -> int | None:
-        """See `RopeScaling.switches_at`: the original context."""
         return self.original_max_position_embeddings
 
     @classmethod
     def from_hf(cls, rope: Mapping[str, Any], context: int) -> Self:
-        """See `RopeScaling.from_hf`; a missing `factor` follows from the two context lengths."""
+        """A missing `factor` follows from the two context lengths."""
         original = rope.get("original_max_position_embeddings")
         if rope.get("factor") is None and original:
             rope = {**rope, "factor": max(1.0, context / original)}

@@ -49,13 +49,12 @@ class YarnScaling(RopeScaling):
     def stretch(
         self, plain: np.ndarray, *, theta: float, context: int, length: int
     ) -> tuple[np.ndarray, float]:
-        """See `RopeScaling.stretch`; the ramp follows section 3.2."""
+        """The ramp follows section 3.2."""
         del length
         dim = 2 * len(plain)
         original = self.original_max_position_embeddings or context
 
         def dimension_turning(rotations: float) -> float:
-            """Returns the (fractional) pair with this many rotations over the original context."""
             turns_of_first = original / (2 * math.pi)
             return dim * math.log(turns_of_first / rotations) / (2 * math.log(theta))
 
@@ -71,16 +70,21 @@ class YarnScaling(RopeScaling):
 
     @classmethod
     def from_hf(cls, rope: Mapping[str, Any], context: int) -> Self:
-        both = rope.get("mscale"), rope.get("mscale_all_dim")
-        if rope.get("attention_factor") is None and all(both) and rope.get("factor"):
+        mscale, mscale_all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
+        if (
+            rope.get("attention_factor") is None
+            and mscale
+            and mscale_all_dim
+            and rope.get("factor")
+        ):
             # The ratio of two attention factors, as transformers computes it.
             scale = math.log(max(rope["factor"], 1.0))
-            ratio = (0.1 * both[0] * scale + 1.0) / (0.1 * both[1] * scale + 1.0)
+            ratio = (0.1 * mscale * scale + 1.0) / (0.1 * mscale_all_dim * scale + 1.0)
             rope = {**rope, "attention_factor": ratio}
         return super().from_hf(rope, context)
 
     def to_hf(self, context: int) -> dict[str, Any]:
-        """See `RopeScaling.to_hf`; always includes the original context."""
+        """Always includes the original context."""
         fields = super().to_hf(context)
         fields.setdefault("original_max_position_embeddings", context)
         if self.truncate:  # older versions of transformers do not know the field

@@ -89,6 +89,7 @@ def ring_attention(
     return result if return_lse else result[0]
 
 
+@jax.named_scope("ring_plans")
 def ring_plans(
     topology: RingTopology, index: Index, q: Array, k: Array
 ) -> GatherPlans | RotationPlans:
@@ -133,6 +134,7 @@ def _ring(topology, q, k, v, plans):
     return _ring_fwd(topology, q, k, v, plans)[0]
 
 
+@jax.named_scope("ring_forward")
 def _ring_fwd(topology, q, k, v, plans):
     run = gather_forward if topology.gathers else rotate_forward
     outs, lses = zip(*run(topology, plans, q, (k, v)), strict=True)
@@ -141,6 +143,7 @@ def _ring_fwd(topology, q, k, v, plans):
     return (out, lse), (q, k, v, plans, out, lse)
 
 
+@jax.named_scope("ring_backward")
 def _ring_bwd(topology, residuals, cotangents):
     dout, dlse = cotangents
     q, k, v, plans, out, lse = residuals

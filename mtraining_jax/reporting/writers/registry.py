@@ -34,12 +34,7 @@ WRITERS: dict[str, Callable[[Config, int], Writer]] = {
 def open_writers(config: Config, last_step: int) -> list[Writer]:
     """Opens the writers enabled in the `metrics` section; call in one process only.
 
-    Args:
-        config: the run.
-        last_step: the step that the run resumes from; later records are removed.
-
-    Raises:
-        UserError: wandb is enabled but not installed, or a file cannot be written.
+    Records after `last_step`, from which the run resumes, are removed.
     """
     writers: list[Writer] = []
     try:

@@ -22,10 +22,6 @@ class TensorBoardWriter:
 
     Uses tensorboardX to create events, but not its writer: that writes in a thread, where a full
     disk causes a traceback instead of an error of the run.
-
-    Args:
-        config: the run.
-        last_step: TensorBoard hides older points of later steps.
     """
 
     def __init__(self, config: Config, last_step: int) -> None:
@@ -69,11 +65,7 @@ class TensorBoardWriter:
                 self._written = time.monotonic()
 
     def close(self) -> None:
-        """Flushes and closes the file.
-
-        Raises:
-            UserError: the flush failed, and `write` has not raised before.
-        """
+        """Flushes and closes the file."""
         try:
             if not self._failed:
                 self._file.flush()

@@ -1,10 +1,8 @@
-"""Handles failed reads: waits until all reads have ended, then reports the cause.
+"""Messages for failed reads.
 
 A message says "damaged" only with evidence of damage, and no message asks to delete a file.
 """
 
-import asyncio
-import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,34 +22,6 @@ _WAY_OUT = (
     "move it out of this folder to resume from the previous checkpoint, or start from scratch with "
     "checkpoint.resume=false"
 )
-# Seconds that the remaining reads get to end after the first failure.
-_PATIENCE = 60
-
-
-@contextlib.contextmanager
-def reads_end_together() -> Iterator[None]:
-    """Makes event loops that are created in the block wait for their tasks before they close.
-
-    Orbax reads many arrays at once in its own event loop, and closes it at the first failure. Each
-    remaining read would later fail to wake the closed loop, and Python would print a traceback.
-    """
-    make_loop = asyncio.new_event_loop
-    asyncio.new_event_loop = _LoopThatWaits
-    try:
-        yield
-    finally:
-        asyncio.new_event_loop = make_loop
-
-
-class _LoopThatWaits(asyncio.SelectorEventLoop):
-    def close(self) -> None:
-        tasks = set() if self.is_closed() else asyncio.all_tasks(self)
-        if tasks:
-            done, _ = self.run_until_complete(asyncio.wait(tasks, timeout=_PATIENCE))
-            for task in done:
-                if not task.cancelled():
-                    task.exception()  # retrieved, so that Python does not print it
-        super().close()
 
 
 def unreadable(path: Path, error: Exception) -> UserError:

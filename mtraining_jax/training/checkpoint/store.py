@@ -6,7 +6,6 @@ of a `TrainState` and one JSON record with the configuration, the position in th
 checksum of every array.
 """
 
-import contextlib
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,10 @@ import orbax.checkpoint as ocp
 
 from mtraining_jax.config import Config, config_to_dict
 from mtraining_jax.training.checkpoint.checksums import checksums
-from mtraining_jax.training.checkpoint.reading import damaged, reads_end_together, unreadable
+from mtraining_jax.training.checkpoint.orbax_errors import print_errors_once
+from mtraining_jax.training.checkpoint.reading import damaged, unreadable
 from mtraining_jax.training.checkpoint.same_model import check_same_model
-from mtraining_jax.training.checkpoint.writing import told_once, unwritable
+from mtraining_jax.training.checkpoint.writing import unwritable
 from mtraining_jax.training.state import TrainState
 
 
@@ -42,10 +42,7 @@ class Checkpoints:
 
     def __init__(self, folder: Path, *, keep: int, async_save: bool) -> None:
         self.folder = folder.absolute()
-        # Open until `close`, because threads that write arrays outlive a call.
-        self._library = contextlib.ExitStack()
-        self._library.enter_context(reads_end_together())
-        self._library.enter_context(told_once())
+        print_errors_once()
         self._manager = ocp.CheckpointManager(
             self.folder,
             options=ocp.CheckpointManagerOptions(
@@ -119,8 +116,7 @@ class Checkpoints:
     def _read(self, step: int, **items: Any) -> Any:
         """Reads some items of a checkpoint; raises a UserError if that fails."""
         try:
-            with reads_end_together():
-                return self._manager.restore(step, args=ocp.args.Composite(**items))
+            return self._manager.restore(step, args=ocp.args.Composite(**items))
         except Exception as error:  # Orbax raises many types, for parsing and I/O
             raise unreadable(self.folder / str(step), error) from error
 
@@ -135,7 +131,6 @@ class Checkpoints:
                 self._manager.wait_until_finished()
         finally:
             self._manager.close()
-            self._library.close()
 
 
 def _arrays(state: TrainState) -> dict[str, Any]:

@@ -8,7 +8,8 @@ from jax import Array
 
 from mtraining_jax.errors import UserError
 from mtraining_jax.training.checkpoint.checksums import checksums
-from mtraining_jax.training.checkpoint.reading import damaged, reads_end_together, unreadable
+from mtraining_jax.training.checkpoint.orbax_errors import print_errors_once
+from mtraining_jax.training.checkpoint.reading import damaged, unreadable
 
 _PARAMETERS = "parameters"
 
@@ -64,9 +65,10 @@ def read_parameters(folder: Path, step: int, abstract: dict[str, Any]) -> dict[s
 
 def _read(folder: Path, step: int, **items: Any) -> Any:
     path = (folder / str(step)).absolute()
+    print_errors_once()
     # Not a `CheckpointManager`, which would delete what an active run is writing.
     try:
-        with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader, reads_end_together():
+        with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
             return reader.restore(path, args=ocp.args.Composite(**items))
     except Exception as error:  # Orbax raises many types, for parsing and I/O
         raise unreadable(folder / str(step), error) from error

@@ -34,7 +34,7 @@ class FinishedSteps:
         writers: destinations of records.
         display: prints progress.
         alarms: warnings of the run's audits.
-        watch: watchdog, notified of each finished step.
+        watchdog: is notified of each finished step.
         groups: reports the balance of replicas; None if they have equal work.
         tuner: tunes the mass fractions of replicas; None without tuning.
     """
@@ -46,14 +46,14 @@ class FinishedSteps:
         writers: Sequence[Writer],
         display: Display,
         alarms: Alarms,
-        watch: HangWatchdog,
+        watchdog: HangWatchdog,
         groups: GroupWork | None = None,
         tuner: Tuner | None = None,
     ) -> None:
         self._config, self._devices, self._groups = config, devices, groups
         self._tuner = tuner
         self._writers, self._display = writers, display
-        self._alarms, self._watch = alarms, watch
+        self._alarms, self._watchdog = alarms, watchdog
         self._thread = ThreadPoolExecutor(1, "finished steps")
         # A picture takes longer than most steps, and must not delay their report.
         self._pictures = ThreadPoolExecutor(1, "pictures")
@@ -72,7 +72,7 @@ class FinishedSteps:
         metrics: dict[str, Any],
         compared: Mapping[str, np.ndarray] | None,
         profiled: bool,
-        evaluate: Callable[[], Record] | None = None,
+        evaluate: Callable[[Callable[[], None]], Record] | None = None,
     ) -> None:
         """Adds a dispatched step; returns when the previous one is reported.
 
@@ -81,12 +81,13 @@ class FinishedSteps:
             compared: result of `make_gradient_comparison` before the step, if any.
             profiled: whether the step is traced.
             evaluate: optional function, called when the step is finished, that returns more
-                entries for its record; the state must stay valid until then.
+                entries for its record; the state must stay valid until then. Its argument is a
+                function to call after each part of the work; see `HangWatchdog.watch`.
 
         Raises:
             UserError: see `wait`.
         """
-        started = self._thread.submit(self._tell, metrics, compared, profiled, evaluate)
+        started = self._thread.submit(self._report, metrics, compared, profiled, evaluate)
         self._wait_for_step()
         self._pending = started
 
@@ -119,15 +120,15 @@ class FinishedSteps:
         self._thread.shutdown(wait=True)
         self._pictures.shutdown(wait=True)
 
-    def _tell(
+    def _report(
         self,
         metrics: dict[str, Any],
         compared: Mapping[str, np.ndarray] | None,
         profiled: bool,
-        evaluate: Callable[[], Record] | None,
+        evaluate: Callable[[Callable[[], None]], Record] | None,
     ) -> Record:
         jax.block_until_ready(metrics)
-        self._watch.end()
+        self._watchdog.end()
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now
         metrics = jax.device_get(metrics)
@@ -149,7 +150,8 @@ class FinishedSteps:
             record |= audit_record(metrics.get("audit", {}), compared or {})
             record["alarms"] = self._alarms.of(record)
         if evaluate is not None and not self._closed:
-            record |= evaluate()
+            with self._watchdog.watch(f"the evaluation after step {record['step']}") as restart:
+                record |= evaluate(restart)
         if self._closed:
             return record
         for writer in self._writers:

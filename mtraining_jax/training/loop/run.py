@@ -10,7 +10,11 @@ from mtraining_jax.reporting.record import Record
 from mtraining_jax.reporting.summary import already_complete, summary
 from mtraining_jax.signals import Stopped, StopSignals
 from mtraining_jax.training import distributed, run_folder
-from mtraining_jax.training.agreement import check_same_configuration, run_on_process_0
+from mtraining_jax.training.agreement import (
+    assert_same_on_all_processes,
+    check_same_configuration,
+    run_on_process_0,
+)
 from mtraining_jax.training.compile_cache import use_compile_cache
 from mtraining_jax.training.export import export_checkpoint
 from mtraining_jax.training.loop.trainer import Trainer
@@ -67,7 +71,7 @@ def _run(
     note = run_on_process_0(lambda: opened.enter_context(only_run_in(config.run.folder)), timeout)
     if note is not None:
         display.say(note)
-    resume_from = run_folder.resume_step(config)
+    resume_from = agreed_resume_step(config)
     if resume_from is not None and resume_from >= config.run.steps:
         display.say(*already_complete(config, resume_from))
         if config.checkpoint.export_hf:
@@ -89,6 +93,23 @@ def _run(
             "other data"
         )
     return list(history.last)
+
+
+def agreed_resume_step(config: Config) -> int | None:
+    """Returns the resume step of process 0; the others must find the same checkpoint.
+
+    Raises:
+        UserError: on all processes, if one finds another checkpoint or none.
+    """
+    timeout = config.distributed.timeout_seconds
+    resume_from = run_on_process_0(lambda: run_folder.resume_step(config), timeout)
+    found = resume_from
+    if not distributed.is_first():
+        found = run_folder.wait_for_resume_step(config, resume_from, timeout / 2)
+    folder = run_folder.checkpoint_folder(config)
+    name = f"newest checkpoint in {folder} (run.output_dir must be shared by all hosts)"
+    assert_same_on_all_processes({name: found}, timeout)
+    return resume_from
 
 
 def _prepare_folder(config: Config, resume_from: int | None, display: Display) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -64,7 +65,8 @@ class Trainer:
         signals: StopSignals | None = None,
     ) -> None:
         self._config, self._display, self._signals = config, display, signals
-        self._step = resume_from or 0
+        self._start = self._step = resume_from or 0
+        self._newest_checkpoint: Callable[[], int | None] = lambda: resume_from
         self._exported: Path | None = None
         # If a step below fails, what is already open is closed in reverse order.
         with contextlib.ExitStack() as opened:
@@ -77,6 +79,12 @@ class Trainer:
             check_pictures("audit.masks")
         mesh, layout = build_mesh(config), build_layout(config)
         pattern = build_pattern(config)
+        # Ends the process only for the command; the caller of `train` may need it. It is closed
+        # last, when nothing waits for devices or for other processes.
+        self._watchdog = HangWatchdog(
+            config.run.step_timeout_seconds, display.say, self._leave if self._signals else None
+        )
+        opened.callback(self._watchdog.close)
         if (advice := slow_start(config.data)) is not None:
             display.say(advice)
         self._batches = DeviceBatches(config, mesh, layout)
@@ -85,19 +93,20 @@ class Trainer:
         self._builder = builder = StateBuilder(config, mesh)
         self._programs = make_programs(config, builder, mesh, layout, pattern, self._step)
         self._devices = mesh.local_devices
-        self._held_out = Evaluator(config, builder, mesh) if config.eval.every_steps else None
-        if self._held_out is not None:
-            opened.callback(self._held_out.close)
-            check_same_data(self._held_out.identity, "eval.data")
+        self._evaluator = Evaluator(config, builder, mesh) if config.eval.every_steps else None
+        if self._evaluator is not None:
+            opened.callback(self._evaluator.close)
+            check_same_data(self._evaluator.identity, "eval.data")
         self._profile = ProfileWindow(
             config.profile, config.run.folder / "profile", distributed.is_first()
         )
         opened.callback(self._profile.end)
         data = self._batches.loader.description
-        held_out = self._held_out and self._held_out.description
-        display.say(*banner(config, _count_parameters(builder), mesh, data, held_out))
+        validation = self._evaluator and self._evaluator.description
+        display.say(*banner(config, _count_parameters(builder), mesh, data, validation))
         self._saving = Saving(config)
-        opened.callback(self._saving.close)
+        self._newest_checkpoint = self._saving.newest
+        opened.callback(self._close_checkpoints)
         self._groups = GroupWork.of(config, self._batches.loader)
         self._tuner = Tuner.of(config, self._batches.loader, mesh, self._groups)
         self._alarms = Alarms(config)
@@ -105,7 +114,8 @@ class Trainer:
         if resume_from is None:
             self._state = builder.fresh()
         else:
-            self._state, place = self._saving.restore(resume_from, builder.abstract())
+            with self._watchdog.watch(f"reading the checkpoint of step {resume_from}"):
+                self._state, place = self._saving.restore(resume_from, builder.abstract())
             self._batches.go_to(place)
             if self._tuner is not None:
                 self._tuner.go_to(resume_from, place.get(_TUNING))
@@ -119,12 +129,6 @@ class Trainer:
         self._writers = open_writers(config, self._step) if distributed.is_first() else []
         for writer in self._writers:
             opened.callback(writer.close)
-        # Ends the process only for the command; the caller of `train` may need it. It is closed
-        # after `FinishedSteps`, when nothing waits for the devices.
-        self._watch = HangWatchdog(
-            config.run.step_timeout_seconds, display.say, self._leave if self._signals else None
-        )
-        opened.callback(self._watch.close)
         # Opened last and closed first, because it writes.
         self._finished = FinishedSteps(
             config,
@@ -132,7 +136,7 @@ class Trainer:
             self._writers,
             display,
             self._alarms,
-            self._watch,
+            self._watchdog,
             self._groups,
             self._tuner,
         )
@@ -165,9 +169,9 @@ class Trainer:
         programs = compile_programs(
             self._programs, (self._state, batch), self._devices, self._display
         )
-        if self._held_out is not None:
+        if self._evaluator is not None:
             self._display.say("compiling the evaluation ...")
-            self._held_out.compile(self._state, self._devices)
+            self._evaluator.compile(self._state, self._devices)
         self._display.start(self._step, total)
         self._finished.restart_clock()
         if self._signals is not None:
@@ -183,14 +187,15 @@ class Trainer:
             if stopping:
                 self._finished.wait()
                 self._display.stop()
-                raise Stopped(self._where_it_goes_on("stop signal received"))
+                raise Stopped(self._with_way_to_resume("stop signal received"))
             batch = self._next_batch()
         history = self._finished.wait()
         self._display.stop()
         return history
 
     def _next_batch(self) -> dict[str, jax.Array]:
-        batch = next(self._batches)
+        with self._watchdog.watch(f"reading the batch of step {self._step + 1}"):
+            batch = next(self._batches)
         if self._groups is not None:
             self._groups.begin()
         return batch if self._tuner is None else self._tuner.add_to(batch)
@@ -208,16 +213,17 @@ class Trainer:
             if programs.compare_gradients and (self._step - 1) % audit.gradient_every == 0:
                 self._finished.wait()  # keeps the comparison out of the step time
                 started = time.perf_counter()
-                compared = jax.device_get(programs.compare_gradients(self._state, batch))
+                with self._watchdog.watch(f"the gradient comparison before step {self._step}"):
+                    compared = jax.device_get(programs.compare_gradients(self._state, batch))
                 compared["gradient_seconds"] = np.float64(time.perf_counter() - started)
                 self._finished.restart_clock()
             if programs.audited_step and (self._step - 1) % audit.every_steps == 0:
                 train_step = programs.audited_step
-        self._watch.begin(self._step)
+        self._watchdog.begin(self._step)
         with self._profile.step(self._step):
             self._state, metrics = train_step(self._state, batch)
-        if self._held_out is not None and self._held_out.is_due(self._step):
-            evaluate = functools.partial(self._held_out.measure, self._state)
+        if self._evaluator is not None and self._evaluator.is_due(self._step):
+            evaluate = functools.partial(self._evaluator.measure, self._state)
             self._finished.add(metrics, compared, self._profile.open, evaluate)
             self._finished.wait()  # the next step donates the state
             self._finished.restart_clock()
@@ -236,8 +242,13 @@ class Trainer:
         place = self._batches.state() | {_ALARMS: self._alarms.state()}
         if self._tuner is not None:
             place[_TUNING] = self._tuner.state()
-        self._saving.save(self._step, self._state, place)
+        with self._watchdog.watch(f"saving the checkpoint of step {self._step}"):
+            self._saving.save(self._step, self._state, place)
         self._finished.restart_clock()
+
+    def _close_checkpoints(self) -> None:
+        with self._watchdog.watch("writing the last checkpoint"):
+            self._saving.close()
 
     def export(self) -> None:
         """Exports the state for Hugging Face transformers, if the configuration asks for it."""
@@ -257,21 +268,22 @@ class Trainer:
         """Whether to stop after this step; the same answer on all processes."""
         if jax.process_count() > 1:
             # JAX forwards the SIGTERM of any process, and makes all of them agree on a step.
-            return multihost_utils.reached_preemption_sync_point(self._step)
+            # Its counter must start at 1: after a signal before the first call, it stops at 1.
+            return multihost_utils.reached_preemption_sync_point(self._step - self._start)
         return self._signals is not None and self._signals.requested
 
     def interrupted(self) -> str:
         """Returns the message after the user interrupts the run."""
-        return self._where_it_goes_on("interrupted")
+        return self._with_way_to_resume("interrupted")
 
-    def _where_it_goes_on(self, what: str) -> str:
-        return f"{what} at step {self._step}; {self._goes_on()}"
+    def _with_way_to_resume(self, what: str) -> str:
+        return f"{what} at step {self._step}; {self._way_to_resume()}"
 
     def _leave(self, sentence: str) -> None:
-        leave(EXIT_STUCK, f"{sentence}; {self._goes_on()}")
+        leave(EXIT_STUCK, f"{sentence}; {self._way_to_resume()}")
 
-    def _goes_on(self) -> str:
-        newest = self._saving.newest()
+    def _way_to_resume(self) -> str:
+        newest = self._newest_checkpoint()
         return (
             "no checkpoint was saved yet (checkpoint.every_steps), so the same command will start "
             "from scratch"

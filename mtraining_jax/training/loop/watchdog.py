@@ -1,20 +1,22 @@
-"""A watchdog for steps that do not end: it warns, and later ends the run.
+"""A watchdog for work that does not end: it warns, and later ends the run.
 
 If a device fails, or a process leaves the loop, the others wait in a collective. A process that
 waits there never returns, not even from the call that dispatches a step.
 """
 
 import contextlib
+import dataclasses
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from mtraining_jax.errors import UserError
 
 # Warn about a step after this many times the longest earlier step, but at least these seconds.
 _TIMES, _SECONDS = 10.0, 60.0
-_FIRST = 300.0  # seconds for the first step, which loads kernels and connects devices
+# Seconds for the first step, which loads kernels and connects devices, and for other work.
+_FIRST = 300.0
 _TICK = 10.0  # longest sleep of the thread, seconds
 
 
@@ -22,16 +24,26 @@ def _slow(longest: float | None) -> float:
     return _FIRST if longest is None else max(_SECONDS, _TIMES * longest)
 
 
-class HangWatchdog:
-    """Watches steps in a separate thread. Steps may be dispatched before others end.
+@dataclasses.dataclass(eq=False)
+class _Task:
+    name: str
+    since: float
+    is_step: bool = False
+    messages: int = 0
 
-    Time in which the process was suspended, for example by a scheduler, does not count.
+
+class HangWatchdog:
+    """Watches steps and other blocking work in a separate thread.
+
+    Steps may be dispatched before others end. Time in which the process was suspended, for example
+    by a scheduler, does not count.
 
     Args:
-        limit: seconds that a step may take, `run.step_timeout_seconds`.
+        limit: seconds that a step or block may take, `run.step_timeout_seconds`.
         report: prints a message.
         leave: ends the process with a message, from another thread; None only prints it.
-        slow: seconds before a warning, given the longest earlier step (None for the first).
+        slow: seconds before a warning, given the longest earlier step (None for the first step
+            and for other work).
         clock: returns seconds.
         tick: longest sleep of the thread, seconds.
     """
@@ -49,28 +61,53 @@ class HangWatchdog:
         self._limit, self._report, self._leave, self._slow = limit, report, leave, slow
         self._clock, self._tick = clock, tick
         self._longest: float | None = None
-        self._steps: deque[int] = deque()  # running steps
-        self._since = 0.0  # when the first of them was dispatched, or the one before it ended
-        self._said = 0  # messages about the first of them
+        # Running steps; the first one counts from its dispatch or the end of the one before it.
+        self._steps: deque[_Task] = deque()
+        self._blocks: list[_Task] = []
         self._closed = False
         self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._watch, name="step watch", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._thread.start()
 
     def begin(self, step: int) -> None:
         """Must be called before a step is dispatched."""
         with self._changed:
-            if not self._steps:
-                self._next()
-            self._steps.append(step)
+            self._steps.append(_Task(f"step {step}", self._clock(), is_step=True))
+            self._changed.notify()
 
     def end(self) -> None:
         """Must be called when the first running step is finished."""
         with self._changed:
-            seconds = self._clock() - self._since
-            self._longest = max(seconds, self._longest or 0.0)
-            self._steps.popleft()
-            self._next()
+            now = self._clock()
+            self._longest = max(now - self._steps.popleft().since, self._longest or 0.0)
+            if self._steps:
+                self._steps[0].since = now
+            self._changed.notify()
+
+    @contextlib.contextmanager
+    def watch(self, name: str) -> Iterator[Callable[[], None]]:
+        """Watches the block like a step; blocks may overlap with steps and each other.
+
+        Args:
+            name: what the block does, for messages: "the evaluation after step 4".
+
+        Yields:
+            A function that restarts the time of the block, after a part of its work.
+        """
+        task = _Task(name, self._clock())
+
+        def restart() -> None:
+            with self._changed:
+                task.since, task.messages = self._clock(), 0
+
+        with self._changed:
+            self._blocks.append(task)
+            self._changed.notify()
+        try:
+            yield restart
+        finally:
+            with self._changed:
+                self._blocks.remove(task)
 
     def close(self) -> None:
         """Ends the thread."""
@@ -79,49 +116,50 @@ class HangWatchdog:
             self._changed.notify()
         self._thread.join()
 
-    def _next(self) -> None:
-        self._since = self._clock()
-        self._said = 0
-        self._changed.notify()
-
-    def _watch(self) -> None:
+    def _run(self) -> None:
         with self._changed:
             while not self._closed:
-                if not self._steps:
+                tasks = [*list(self._steps)[:1], *self._blocks]
+                if not tasks:
                     self._changed.wait()
                     continue
-                seconds, before, since = self._look(), self._clock(), self._since
+                seconds = min(self._check(task) for task in tasks)
+                starts, before = [task.since for task in tasks], self._clock()
                 self._changed.wait(min(seconds, self._tick))
                 asleep = self._clock() - before
-                if asleep > 3 * self._tick and self._since == since:
-                    self._since += asleep
+                if asleep > 3 * self._tick:
+                    for task, since in zip(tasks, starts, strict=True):
+                        if task.since == since:
+                            task.since += asleep
 
-    def _look(self) -> float:
+    def _check(self, task: _Task) -> float:
         """Prints messages that are due; returns the seconds until the next one may be."""
-        step, taken = self._steps[0], self._clock() - self._since
-        slow = self._slow(self._longest)
+        taken = self._clock() - task.since
+        slow = self._slow(self._longest if task.is_step else None)
         due = [(slow, self._warn)] if slow < self._limit else []
         due.append((self._limit, self._abort))
-        for seconds, say in due[self._said :]:
+        for seconds, message in due[task.messages :]:
             if taken < seconds:
                 return seconds - taken
-            self._said += 1
+            task.messages += 1
             with contextlib.suppress(UserError):  # unwritable output will stop the run anyway
-                say(step, taken)
+                message(task, taken)
         return self._tick
 
-    def _warn(self, step: int, taken: float) -> None:
-        before = "" if self._longest is None else f" (longest before: {self._longest:.1f} s)"
+    def _warn(self, task: _Task, taken: float) -> None:
+        before = ""
+        if task.is_step and self._longest is not None:
+            before = f" (longest before: {self._longest:.1f} s)"
         self._report(
-            f"warning: step {step} has taken {taken:.0f} s so far{before}; a device or process may "
+            f"warning: {task.name} has taken {taken:.0f} s so far{before}; a device or process may "
             f"be waiting for another one. The run stops at {self._limit:.0f} s "
             "(run.step_timeout_seconds)"
         )
 
-    def _abort(self, step: int, taken: float) -> None:
+    def _abort(self, task: _Task, taken: float) -> None:
         del taken
         (self._leave or self._report)(
-            f"step {step} did not end within {self._limit:.0f} s (run.step_timeout_seconds); most "
+            f"{task.name} did not end within {self._limit:.0f} s (run.step_timeout_seconds); most "
             "likely a device or process failed and the others wait for it; see the output above "
             "for the reason"
         )

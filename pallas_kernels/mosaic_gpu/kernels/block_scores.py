@@ -8,6 +8,7 @@ A score depends on one row and one block only and is computed by the same instru
 order, so it is bit-identical for any distribution of rows over ranks.
 """
 
+# pyright: reportPrivateImportUsage=false
 import dataclasses
 from typing import Any
 

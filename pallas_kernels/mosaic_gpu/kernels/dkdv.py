@@ -64,7 +64,7 @@ def dkdv_kernel(
     config: DkdvConfig,
     interpret: Any = False,
     one_array: bool = False,
-) -> tuple[Array | tuple[Array, Array], Array | tuple[Array, Array] | None]:
+) -> tuple[Any, Any]:
     """Runs the kernel: dv = P^T dO, dk = scale * dS^T Q with dS = P * (dP - delta).
 
     Args:
@@ -91,7 +91,8 @@ def dkdv_kernel(
     names = ["q", "k", "v", "dout", *_ROW_OPERANDS]
     names += ["items", "lists", "first", "last", "diagonal"]
     names += COLUMN_NAMES if has_columns else []
-    has_parts = work.heavy is not None
+    heavy = work.heavy
+    has_parts = heavy is not None
     suffixes = [""] + ["c"] * has_columns + ["p"] * has_parts
     gradients = ("dkv",) if one_array else ("dk", "dv")
     names += [name + suffix for suffix in suffixes for name in gradients] + ["smem", "bars"]
@@ -167,14 +168,14 @@ def dkdv_kernel(
 
     outputs = [output(k.shape)] + ([output(columns.k.shape)] if has_columns else [])
     if has_parts:
-        in_parts = work.heavy.shape[-1] * PARTS * TILE
+        in_parts = heavy.shape[-1] * PARTS * TILE
         outputs.append(output((k.shape[0], in_parts, *k.shape[2:])))
     flat, structure = jax.tree.flatten(outputs)
     run = launch(attention_dkdv, flat, [smem, key_barriers(stages)], num_items, interpret)
     found = dict(zip(suffixes, jax.tree.unflatten(structure, run(*arrays)), strict=True))
     keys = found[""]
     if has_parts:
-        keys = jax.tree.map(functools.partial(join_parts, work.heavy), keys, found["p"])
+        keys = jax.tree.map(functools.partial(join_parts, heavy), keys, found["p"])
     return keys, found.get("c")
 
 

@@ -1,5 +1,6 @@
 """Hopper backward kernel for queries: dq, over the same lists as the forward kernel."""
 
+# pyright: reportPrivateImportUsage=false
 import dataclasses
 import functools
 from typing import Any

@@ -5,6 +5,7 @@ queries and that block's keys and are computed by the same instructions in the s
 are bit-identical for any distribution of blocks over ranks.
 """
 
+# pyright: reportPrivateImportUsage=false
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.checks import Shaped
 from pallas_kernels.mosaic_gpu import device
 from pallas_kernels.mosaic_gpu.common import LOG2E, ROWS, TILE, iota, load_rows, rows_to_tile, tiled
 
@@ -185,7 +187,7 @@ def _over_tiles(
     queries: Array | None,
     multiprocessors: int | None,
     interpret: Any,
-) -> tuple[Array, ...]:
+) -> Any:
     """Calls `tile(refs, (batch, head, block), logits, rows)` for every tile.
 
     The logits are causal pieces [64, width], fp32; `rows` are values per query of a head; each
@@ -303,7 +305,7 @@ class HopperEstimate:
     block_statistics = staticmethod(block_statistics)
     block_masses = staticmethod(block_masses)
 
-    def unsupported(self, q: Array) -> str | None:
+    def unsupported(self, q: Shaped) -> str | None:
         if q.shape[2] == NUM_QUERIES:
             return None
         return f"{q.shape[2]} last queries (must be {NUM_QUERIES})"

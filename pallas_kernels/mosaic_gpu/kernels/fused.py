@@ -179,7 +179,7 @@ def fused_kernel(
         "dq": plgpu.SMEM(
             (ADDING_WARPS, queries, head_dim),
             jnp.float32,
-            transforms=(plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128)),
+            transforms=(plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128)),  # pyright: ignore[reportAbstractUsage]
         ),
     }
     bars = key_barriers(config.stages) | {
@@ -206,6 +206,6 @@ def fused_kernel(
     # Slices of stacked arrays before or after the kernel (for example in a `lax.scan` over layers)
     # must stay outside of it: XLA's fusion of a kernel with slices ("dynamic-slice-fusion", jaxlib
     # 0.11.2) ignores that dq and the counters are written in place, and gives wrong gradients.
-    results = run(*lax.optimization_barrier(arrays))
-    columns = results[2:] if has_columns else (None, None)
-    return lax.optimization_barrier(jax.freeze(dq_ref)), *results[:2], *columns
+    dk, dv, *of_columns = run(*lax.optimization_barrier(arrays))
+    dk_columns, dv_columns = of_columns or (None, None)
+    return lax.optimization_barrier(jax.freeze(dq_ref)), dk, dv, dk_columns, dv_columns

@@ -1,5 +1,6 @@
 """Triton kernel that scores key blocks: the logarithm of the weight that a row gives to each."""
 
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 import triton
 import triton.language as tl
 

@@ -3,6 +3,7 @@
 The order of the sum is fixed; XLA's depends on the surrounding program.
 """
 
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 import triton
 import triton.language as tl
 

@@ -5,6 +5,7 @@ group after another. Gradients stay in registers throughout, so nothing is added
 and the order of the sum is fixed.
 """
 
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 import triton
 import triton.language as tl
 

@@ -1,5 +1,6 @@
 """Triton backward kernel for queries: dq, over the same lists as the forward kernel."""
 
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 import triton
 import triton.language as tl
 

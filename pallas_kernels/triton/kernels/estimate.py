@@ -5,6 +5,7 @@ its keys. The code depends only on pointers and constants, not on the number of 
 same for any number of ranks, and a tile is bit-identical.
 """
 
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 import triton
 import triton.language as tl
 

@@ -1,5 +1,6 @@
 """Triton forward kernel: one program computes some rows of one item of the query work list."""
 
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 import triton
 import triton.language as tl
 

@@ -5,6 +5,7 @@ blocks are 64-bit: at a million tokens an array has more than 2^31 elements. Off
 of 128 rows are 32-bit.
 """
 
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 import triton
 import triton.language as tl
 

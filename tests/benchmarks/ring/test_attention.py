@@ -11,10 +11,8 @@ import pytest
 
 from benchmarks.kernels import masks
 from benchmarks.kernels.masks import BLOCK
-from benchmarks.ring import attention as ring
-from benchmarks.ring import cases as ring_cells
+from benchmarks.ring import attention, cases, table
 from benchmarks.ring import programs as ring_programs
-from benchmarks.ring import table as ring_report
 from benchmarks.ring.cases import Row
 from benchmarks.ring.programs import Problem, RingPrograms
 from mtraining_jax.parallel.ring import ring_attention
@@ -25,11 +23,11 @@ SMALL = dict(heads=2, kv_heads=1, dim=16, backend="xla")
 
 
 def options(*more):
-    return ring._parse(["--gpus", "1", "4", "--seq-len", "524288", *more])
+    return attention._parse(["--gpus", "1", "4", "--seq-len", "524288", *more])
 
 
 def test_the_plan_has_every_ring_once_and_one_gpu_with_as_much_work():
-    names = {p.name for p in ring.plan(options("--layouts", "striped"), 4)}
+    names = {p.name for p in attention.plan(options("--layouts", "striped"), 4)}
     assert names == {
         f"{kind} S={s} striped {mesh}"
         for kind in ("sparse", "dense")
@@ -38,23 +36,22 @@ def test_the_plan_has_every_ring_once_and_one_gpu_with_as_much_work():
             (524288, "gather 2x2"), (262144, "flat 1x1"),
         )
     }
-    assert not ring.plan(options("--masks", "D", "--longest-dense", "131072"), 4)
-    assert {p.gpus for p in ring.plan(options(), 2)} == set()  # 4 GPUs are not there
+    assert not attention.plan(options("--masks", "D", "--longest-dense", "131072"), 4)
+    assert {p.gpus for p in attention.plan(options(), 2)} == set()  # 4 GPUs are not there
 
 
 def test_programs_without_communication_have_none_and_run_the_same_kernels():
     # Of the rings the only one that gathers within nodes and turns between them as well.
     problem = Problem(4096, "striped", "gather", 4, 2, True, **SMALL)
     programs = RingPrograms(problem, jax.devices())
-    shapes = programs.shapes()
     collectives = ("ppermute", "psum", "all_gather", "reduce_scatter", "pmax")
 
     def primitives(f, *args):
         text = str(jax.make_jaxpr(f)(*args))
         return {c for c in collectives if f" {c}[" in text or f"{c}_invariant[" in text}
 
-    everywhere = (*shapes.sharded(), shapes.index())
-    on_one = (*shapes.shard(), shapes.index(one=True), shapes.rank())
+    everywhere = (*programs.sharded, programs.index)
+    on_one = (*programs.shard, programs.index_on_one, programs.rank)
     assert primitives(programs.both, *everywhere) >= {"ppermute", "psum"}
     try:
         jax.clear_caches()  # what was traced with communication, and below without
@@ -88,10 +85,10 @@ def test_scaling_compares_rates_with_one_gpu_that_has_as_much_work():
         problem = Problem(seq_len, "striped", "flat", gpus, 1, False)
         return Row(problem, "D", 10, flops=float(seq_len) ** 2, forward=1.0, both=both)
 
-    assert ring_report.one_gpu_length(524288, 4) == 262144
-    assert ring_report.one_gpu_length(524288, 8) == 186368  # 185364 rounded to 2048
+    assert table.one_gpu_length(524288, 4) == 262144
+    assert table.one_gpu_length(524288, 8) == 186368  # 185364 rounded to 2048
     many, alone = row(524288, 4, 10.0), row(262144, 1, 9.0)
-    text = ring_report.tables([many, alone])
+    text = table.tables([many, alone])
     assert "## 4 GPUs as 1 x 4, striped, flat" in text and "## 1 GPU, striped, flat" in text
     assert " 0.900 |" in text  # 4 times the work on 4 GPUs, in 10 / 9 of the time
     assert many.backward == 9.0
@@ -99,12 +96,12 @@ def test_scaling_compares_rates_with_one_gpu_that_has_as_much_work():
 
 def test_a_run_on_virtual_devices_gives_tables_and_rows(tmp_path, monkeypatch):
     # Blocks of half the size: unoptimised programs run in a quarter of the time.
-    for module in (masks, ring, ring_cells, ring_programs, ring_report):
+    for module in (masks, attention, cases, ring_programs, table):
         monkeypatch.setattr(module, "BLOCK", BLOCK // 2)
     pattern = dataclasses.replace(ring_programs.PATTERN, block_size=BLOCK // 2)
     monkeypatch.setattr(ring_programs, "PATTERN", pattern)
     out = tmp_path / "ring.md"
-    text = ring.main([
+    text = attention.main([
         "--seq-len", "1024", "--gpus", "2", "--rings", "gather", "--layouts", "striped",
         "--masks", "A", "--workers", "0", "--quick", "--out", str(out), *TINY,
     ])
@@ -127,5 +124,5 @@ def test_a_run_on_virtual_devices_gives_tables_and_rows(tmp_path, monkeypatch):
 )
 def test_bad_options_are_named(more, message, capsys):
     with pytest.raises(SystemExit):
-        ring.main(more)
+        attention.main(more)
     assert message in capsys.readouterr().err

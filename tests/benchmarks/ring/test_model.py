@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from benchmarks.ring import model as ring_model
+from benchmarks.ring import model
 from benchmarks.ring.cases import Row
 from benchmarks.ring.model import Step, hop_ms, paper_ms
 from benchmarks.ring.programs import Problem
@@ -37,7 +37,7 @@ SLOW = Step(compute=1, inner=2, outer=5)  # nothing but hops
     ],
 )
 def test_cases_added_up_by_hand(ring, step, nodes, devices, forward, backward):
-    forward_of, backward_of = ring_model.RINGS[ring]
+    forward_of, backward_of = model.RINGS[ring]
     assert forward_of(step, nodes, devices) == forward
     assert backward_of(step, nodes, devices) == backward
 
@@ -75,7 +75,7 @@ def cells(text):
 
 
 def test_on_its_own_host_a_ring_takes_what_it_took(rows):
-    found = cells(ring_model.main([*rows, "--nodes", "1", "--devices", "4"]))
+    found = cells(model.main([*rows, "--nodes", "1", "--devices", "4"]))
     assert found == [
         ["flat", "1 x 4 GPUs, flat", "30.00", "90.00", "121.00"],
         ["hierarchical", "1 x 4 GPUs, flat", "30.00", "90.00", "121.00"],
@@ -84,19 +84,19 @@ def test_on_its_own_host_a_ring_takes_what_it_took(rows):
 
 
 def test_on_more_gpus_each_has_less_work_and_sends_as_much(rows):
-    found = cells(ring_model.main([*rows, "--outer-gb-s", "1e12"]))
+    found = cells(model.main([*rows, "--outer-gb-s", "1e12"]))
     # Links between nodes are instant. Of 32 ranks each has an eighth of the work of 4, the 108 ms
     # without communication; beyond them the flat ring took 12 ms and the gathered one 4.
     expected = [108 / 8 + more + 1 for more in (12, 12, 4)]
     assert [float(x[4]) for x in found] == pytest.approx(expected)
     # 31 hops of 0.671 ms are more than the steps in between.
-    flat, hierarchical, _ = cells(ring_model.main(rows))
+    flat, hierarchical, _ = cells(model.main(rows))
     assert float(flat[2]) == pytest.approx(31 * 0.671 + (27 / 8 + 3) / 32, abs=0.01)
     assert float(hierarchical[2]) == pytest.approx(27 / 8 + 3, abs=0.01)
 
 
 def test_with_a_given_link_inside_nodes_the_rings_own_kernels_count(rows):
-    found = cells(ring_model.main([*rows, "--inner-gb-s", "1e12", "--outer-gb-s", "1e12"]))
+    found = cells(model.main([*rows, "--inner-gb-s", "1e12", "--outer-gb-s", "1e12"]))
     expected = [112 / 8 + 1, 112 / 8 + 1, 108 / 8 + 1]
     assert [float(x[4]) for x in found] == pytest.approx(expected)
 
@@ -105,5 +105,5 @@ def test_one_gpu_stands_for_all_rings(tmp_path):
     row = Row(Problem(8192, "striped", "flat", 1, 1, True), "A", 1, flops=1.0, forward=8, both=32)
     path = tmp_path / "ring.json"
     path.write_text(json.dumps([dataclasses.asdict(row)]))
-    text = ring_model.main(["--rows", str(path), "--latency-ms", "0", "--outer-gb-s", "1e12"])
+    text = model.main(["--rows", str(path), "--latency-ms", "0", "--outer-gb-s", "1e12"])
     assert text.count("| 1 x 1 GPUs, flat | 0.25 | 0.75 | 1.00 |") == 3

@@ -68,6 +68,6 @@ def code(answer: str, reference: str, classes: Sequence[str]) -> float:
 
 def _cut(text: str) -> list[str]:
     # Optional dependency: three of the 21 sets need it.
-    import jieba
+    import jieba  # pyright: ignore[reportMissingImports]
 
     return jieba.lcut(text, cut_all=False)

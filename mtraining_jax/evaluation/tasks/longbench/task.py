@@ -81,7 +81,8 @@ class LongBench(PublishedTask):
             answer_text = answer_text.lstrip("\n").partition("\n")[0]
         classes = self.records()[sample.number]["all_classes"] or ()
         rule = _PARTS[self.part].rule
-        return max((rule(answer_text, each, classes) for each in sample.references), default=0.0)
+        references = map(str, sample.references)
+        return max((rule(answer_text, each, classes) for each in references), default=0.0)
 
 
 @functools.cache

@@ -35,7 +35,7 @@ class LongBenchV2(PublishedTask):
 
     @property
     def path(self) -> Path:
-        return Path(self.longbench_v2).expanduser()
+        return Path(self.longbench_v2 or "").expanduser()
 
     def prompt(self, record: dict[str, Any]) -> str:
         return _TEMPLATE.format(**{field: record[field].strip() for field in _SHOWN})
