@@ -132,7 +132,7 @@ class Choice(NamedTuple):
 class Settings:
     """The fields of the section `[sparsity]` for one kind of pattern: a frozen dataclass.
 
-    Field types may carry limits (`mtraining_jax.limits.limited`); "Attributes:" of the docstring is
+    Field types may carry limits (`mtraining_jax.limits`); "Attributes:" of the docstring is
     their help text. The message of a ValueError begins with the name of the field.
 
     Attributes:
