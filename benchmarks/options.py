@@ -14,7 +14,8 @@ _OPTIONS = {
     "repeats": dict(type=int, default=10, help="runs per median"),
     "seed": dict(type=int, default=0, help="seed of masks and inputs"),
     "workers": dict(
-        type=int, default=max((os.cpu_count() or 2) // 2, 1),
+        type=int,
+        default=max((os.cpu_count() or 2) // 2, 1),
         help="processes that compile at the same time",
     ),
     "problem": dict(help=argparse.SUPPRESS),  # of a worker

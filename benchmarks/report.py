@@ -52,8 +52,8 @@ def setting(more: Sequence[str] = ()) -> str:
     """Date, driver and versions of a run, with `more` versions."""
     versions = [f"jax {jax.__version__}", f"jaxlib {_version('jaxlib')}"]
     versions += [
-        f"{name} {found}" for name, package in
-        (("CUDA plugin", "jax-cuda13-plugin"), ("cuDNN", "nvidia-cudnn-cu13"))
+        f"{name} {found}"
+        for name, package in (("CUDA plugin", "jax-cuda13-plugin"), ("cuDNN", "nvidia-cudnn-cu13"))
         if (found := _version(package))
     ]
     return f"{datetime.date.today()}, driver {_driver()}, {', '.join([*versions, *more])}"

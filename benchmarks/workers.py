@@ -34,8 +34,11 @@ def send(value: Any) -> None:
 
 
 def measure(
-    module: str, jobs: Sequence[tuple[str, list[str]]], at_once: int,
-    receive: Callable[[Any], None], log: Callable[[str], None],
+    module: str,
+    jobs: Sequence[tuple[str, list[str]]],
+    at_once: int,
+    receive: Callable[[Any], None],
+    log: Callable[[str], None],
     allowed: Callable[[], bool] = lambda: True,
 ) -> None:
     """Runs a worker for every job, in order.
@@ -58,7 +61,10 @@ def _wave(module, jobs, receive, log, allowed) -> None:
         for name, options in jobs:
             process = subprocess.Popen(
                 [sys.executable, "-m", module, *options],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                cwd=ROOT,
             )
             started.append((name, process))
         ready = []

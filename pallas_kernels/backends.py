@@ -81,23 +81,20 @@ class BlockScores(Protocol):
     ) -> Array | tuple[Array, Array]:
         """Computes the softmax mass of each key block, mean over the rows of a query block.
 
-        The result of a row must not depend on the other rows of the call or on the number of its
-        first block: selection is then the same on any number of ranks and in any pack.
+        A row's result depends on no other row and not on the number of its first block: selection
+        is then the same on any number of ranks and in any pack.
 
         Args:
             q: [B, Hq, n, r, E], r rows of each of n query blocks.
             k: [B, Hk, NB, c, E], c rows of each key block, in sequence order.
-            places: int32 [B or 1, n, r]: a query row sees key row j of block b iff b * c + j <= its
-                entry here; a row with -1 sees nothing and contributes nothing.
-            first_blocks: int32 [B, n], first key block that the rows of a query block see; None for
-                0.
+            places: int32 [B or 1, n, r], the last key row (b * c + j) that each row sees, or -1.
+            first_blocks: int32 [B, n], first key block that the rows of a query block see, or None.
             scale: scale of the logits.
-            levels: whether to also return the level of each row: the product q k with weight 1;
-                arbitrary for a row that sees nothing.
+            levels: whether to also return each row's level, the product q k with weight 1.
 
         Returns:
-            fp32 [B, Hq, n, NB]; a row sums to the fraction of its r rows that see any key, up to
-            rounding. With `levels`, a pair of it and fp32 [B, Hq, n, r].
+            fp32 [B, Hq, n, NB]; a row sums to the fraction of its r rows that see any key. With
+            `levels`, a pair of it and fp32 [B, Hq, n, r] (arbitrary for a row that sees nothing).
         """
         ...
 
@@ -115,10 +112,7 @@ class Backend(Protocol):
     def block_scores(self) -> BlockScores | None: ...
 
     def unsupported(self, q: Shaped, block_size: int | None) -> str | None:
-        """Why a call is not supported here, or None if it is.
-
-        `block_size` is None for calls without blocks.
-        """
+        """Why a call is not supported here, or None; `block_size` is None without blocks."""
         ...
 
     def plan(
@@ -185,8 +179,7 @@ def register(
     Args:
         backend: the backend.
         by_name_only: whether it is used only if requested by name.
-        where: whether it is a candidate for the compilation target, unless requested by name; None
-            for everywhere.
+        where: whether automatic selection considers it for the target; None for everywhere.
     """
     _registered[backend.name] = backend
     if where is not None:
@@ -243,16 +236,10 @@ def describe(name: str | None, q: Shaped, block_size: int | None = None) -> Desc
 
 
 def estimate_kernels(name: str | None, q: Shaped, block_size: int) -> Estimate | None:
-    """Returns the kernels that select by the last queries; None if XLA computes them.
-
-    Args:
-        name: as in `resolve`.
-        q: [B, Hq, last_q, D], the last queries of the sequence.
-        block_size: tokens per block (g).
+    """Returns the kernels that select by the last queries q [B, Hq, last_q, D]; None for XLA.
 
     Raises:
-        ValueError: as in `resolve`, or if the backend has kernels, is requested by name and does
-            not support these queries.
+        ValueError: as in `resolve`, or a backend requested by name does not support the queries.
     """
     kernels = resolve(name, q, block_size).estimate
     reason = None if kernels is None else kernels.unsupported(q)
@@ -262,17 +249,14 @@ def estimate_kernels(name: str | None, q: Shaped, block_size: int) -> Estimate |
 def block_score_kernels(
     name: str | None, q: Shaped, block_size: int, rows: Shaped, keys: Shaped
 ) -> BlockScores | None:
-    """Returns the kernels that score key blocks for rows of queries; None if XLA computes them.
+    """Returns the kernels that score key blocks for rows of queries; None for XLA.
 
     Args:
-        name: as in `resolve`.
-        q: the queries of the attention, as in `resolve`.
-        block_size: tokens per block (g).
+        name, q, block_size: as in `resolve`.
         rows, keys: `q` and `k` of `BlockScores.block_masses`.
 
     Raises:
-        ValueError: as in `resolve`, or if the backend has kernels, is requested by name and does
-            not support these rows and keys.
+        ValueError: as in `resolve`, or a backend requested by name does not support the rows.
     """
     kernels = resolve(name, q, block_size).block_scores
     reason = None if kernels is None else kernels.unsupported(rows, keys)
@@ -280,7 +264,6 @@ def block_score_kernels(
 
 
 def _left_to_xla(name: str | None, reason: str, cost: str) -> None:
-    """Logs once that XLA selects the index; raises ValueError if kernels were requested by name."""
     if _by_name(name):
         raise ValueError(
             f'backend={name!r} has no kernel for this index selection: {reason}; backend="auto" '

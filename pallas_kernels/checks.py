@@ -25,11 +25,7 @@ def unsupported_operands(q: Shaped, block_size: int | None) -> str | None:
 
 
 def check_plan(q: Shaped, k: Shaped, tiles: Tiles | None, columns: Columns | None) -> int:
-    """Checks the arguments of `plan`; returns the block size.
-
-    Raises:
-        ValueError: if a shape is invalid; the message names the argument.
-    """
+    """Checks the arguments of `plan`, raising ValueError; returns the block size."""
     for name, x in (("q", q), ("k", k)):
         if len(x.shape) != 4:
             raise ValueError(f"{name} has shape {x.shape}; expected [batch, tokens, heads, dim]")

@@ -1,9 +1,8 @@
 """Attention of single queries to chunks of keys, composed from calls over other indices.
 
-The queries that see a chunk are gathered and sorted by chunk. Each tile of `block_size` queries
-then sees a single whole chunk, which block lists can express. The partial results of a query are
-combined by their softmax weights, as in MoBA (arXiv 2502.13189). This is exact except for rounding
-each partial result to the dtype of q.
+Queries are sorted by the chunk that they see, so each tile sees a single whole chunk. The partial
+results of a query are combined by their softmax weights, as in MoBA (arXiv 2502.13189): exact
+except for rounding each to the dtype of q.
 """
 
 import functools
@@ -24,21 +23,13 @@ Pair = tuple[Array, Array]
 
 
 class Gathered(NamedTuple):
-    """Slots of the gathered copies of queries that see past chunks.
+    """Slots of the gathered copies of queries that see past chunks."""
 
-    Attributes:
-        tokens: int32 [B, Hq, P], the query of each slot; arbitrary where `live` is False.
-        live: bool [B, Hq, P].
-        places: int32 [B, Hq, n, T], slots of the copies of each query; arbitrary if it has fewer.
-        counts: int32 [B, Hq, n], number of copies.
-        index: a non-causal index of slots and all keys.
-    """
-
-    tokens: Array
-    live: Array
-    places: Array
-    counts: Array
-    index: BlockSparseIndex
+    tokens: Array  # int32 [B, Hq, P], the query of each slot; arbitrary where not live
+    live: Array  # bool [B, Hq, P]
+    places: Array  # int32 [B, Hq, n, T], slots of the copies of each query; else arbitrary
+    counts: Array  # int32 [B, Hq, n], number of copies
+    index: BlockSparseIndex  # non-causal, of slots and all keys
 
 
 def chunk_attention(
@@ -54,20 +45,15 @@ def chunk_attention(
 ) -> Pair:
     """Attention of queries to their own chunk and to past ones; differentiable.
 
-    Copies of queries are gathered again in the backward pass instead of being saved.
-
     Source: MoBA (arXiv 2502.13189).
 
     Args:
         q: [B, n, Hq, D], some queries.
-        k: [B, S, Hk, D], all keys, in sequence order.
-        v: [B, S, Hk, D], all values.
+        k, v: [B, S, Hk, D], all keys and values, in sequence order.
         index: chunks that each of these queries sees.
         rows: int32 [n/g], global number of each block of queries.
-        own: attention to the own chunk, [B, n, Hq, D] and lse fp32 [B, Hq, n]; gradients flow to
-            both.
-        scale: scale of the logits; defaults to 1/sqrt(D).
-        backend: kernel backend; None for the fastest available one.
+        own: differentiable out and lse of attention to the own chunk.
+        scale, backend: as in `pallas_kernels.attention`.
 
     Returns:
         out [B, n, Hq, D] in the dtype of q; lse fp32 [B, Hq, n].
@@ -156,12 +142,7 @@ def _plan(copies: Array, k: Array, where: Gathered, backend: str | None) -> Plan
 
 
 def gather_queries(index: TokenChunksIndex, rows: Array) -> Gathered:
-    """Sorts queries by the past chunks that they see, in whole tiles per chunk.
-
-    Args:
-        index: chunks of some queries.
-        rows: int32 [n/g], global number of each block of queries.
-    """
+    """Sorts queries of blocks `rows`, int32 [n/g], by past chunk, in whole tiles per chunk."""
     size, slots, num_chunks = index.block_size, index.most - 1, index.num_chunks
     past = index.past(rows)
     batch, heads, blocks = past.shape[:3]
@@ -215,7 +196,6 @@ def _lists(
     tiles: Array,
     most_tiles: int,
 ) -> BlockSparseIndex:
-    """Builds the key blocks of each tile of copies, and the tiles of each key block."""
     width, num_blocks = index.chunk_blocks, index.num_blocks
     starts = jnp.broadcast_to(starts, tiles.shape)
     keys = _at(chunk_of_tile, starts)[..., None] + jnp.arange(width, dtype=jnp.int32)

@@ -1,7 +1,7 @@
-"""Softmax masses of key blocks, from a kernel's scores of key blocks.
+"""Softmax masses of key blocks, from a kernel's scores of key blocks; runs in XLA.
 
-Everything here runs in XLA, for all kernels alike. All reductions are integer sums, so a row's
-result depends only on that row, its position and the keys it attends to.
+All reductions are integer sums, so a row's result depends only on that row, its position and the
+keys it attends to.
 """
 
 import math
@@ -31,13 +31,7 @@ Score = Callable[[Array, Array, Array, Array | None], tuple[Array, Array]]
 
 
 def unsupported_by_kernel(q: Shaped, k: Shaped, *, depth: int, width: int) -> str | None:
-    """Implements `BlockScores.unsupported` for a kernel.
-
-    Args:
-        q, k: as in `BlockScores.unsupported`.
-        depth: components of a row that the kernel multiplies at a time.
-        width: keys that it processes at a time.
-    """
+    """Implements `BlockScores.unsupported` for a kernel with tiles of `depth` x `width`."""
     columns, length = k.shape[3:]
     if q.dtype not in _DTYPES or k.dtype != q.dtype:
         return f"dtypes {q.dtype} and {k.dtype} (must both be bfloat16 or float16)"
@@ -66,12 +60,8 @@ def masses_from_scores(
 ) -> Array | tuple[Array, Array]:
     """Implements `BlockScores.block_masses` with a kernel; masses are multiples of 2^-30.
 
-    Args:
-        score: the kernel.
-        q, k, places, first_blocks, scale, levels: as in `BlockScores.block_masses`.
-        tile_rows: rows that the kernel processes at a time; it gets a multiple of these.
-        width: keys that it processes at a time; it gets a multiple of these.
-        programs: number of row tiles, of one head each, that it processes concurrently.
+    The kernel gets rows and keys in multiples of `tile_rows` and `width`, and runs `programs` row
+    tiles of one head each concurrently.
     """
     batch, heads, num_local, num_rows, length = q.shape
     num_blocks, columns = k.shape[2:4]
@@ -121,21 +111,11 @@ def masses_from_scores(
 
 
 def parts_at_once(count: int, items: int, programs: int, room: float) -> int:
-    """Returns how many parts of a causal sequence to score per step.
+    """Returns how many parts of a causal sequence to score per step, in the least total time.
 
-    Items are assigned round-robin, longest first, so a step takes as long as the program that
-    receives the first item of each round. A step with slightly more items than programs takes
-    nearly twice as long as one with slightly fewer.
-
-    Args:
-        count: parts that the sequence is split into; part i sees i + 1 parts.
-        items: items per part.
-        programs: number of concurrent programs.
-        room: number of parts that fit in memory; at least 1 is used, and up to twice as many if
-            clearly faster.
-
-    Returns:
-        The number with the least total time; the largest one in case of ties.
+    Items are assigned round-robin, longest first: a step with slightly more `items` per part than
+    concurrent `programs` takes nearly twice as long as one with slightly fewer. Part i of `count`
+    sees i + 1 parts. `room` parts fit in memory; up to twice as many are used if clearly faster.
     """
 
     def seconds(size: int) -> int:
@@ -157,8 +137,7 @@ def _masses(
 ) -> tuple[Array, Array]:
     """Computes the mean over the rows of a block of their softmax over key blocks.
 
-    Sums are integer sums, which do not depend on the order. Returns fp32 [B, H, R / r, NB], and the
-    base-2 logarithms of the rows' total sums, fp32 [B, H, R].
+    Returns fp32 [B, H, R / r, NB], and the base-2 logarithms of the rows' sums, fp32 [B, H, R].
     """
     num_blocks = scores.shape[2]
     block_starts = jnp.arange(num_blocks, dtype=jnp.int32)[:, None] * columns

@@ -29,8 +29,7 @@ def attention(
 
     Args:
         q: [B, Sq, Hq, D]; Sq a multiple of `index.block_size`.
-        k: [B, Sk, Hk, D]; Sk a multiple of `index.block_size`, Hq a multiple of Hk.
-        v: [B, Sk, Hk, D].
+        k, v: [B, Sk, Hk, D]; Sk a multiple of `index.block_size`, Hq a multiple of Hk.
         index: computed pairs, as defined by its class. Not differentiated.
         scale: scale of the logits; defaults to 1/sqrt(D).
         backend: as in `plan`.

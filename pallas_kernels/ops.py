@@ -30,11 +30,7 @@ def plan(
         tiles: (query block, key block) tiles to compute, or None.
         columns: gathered columns to compute as well, or None.
         whole: whether a single call of `backward` returns complete gradients (its `key_dtype`).
-            Backends may select kernels by it.
         backend: name of a backend; None or "auto" for the fastest available one.
-
-    Returns:
-        A `Plan`.
 
     Raises:
         ValueError: if shapes are invalid, or the backend cannot run here.
@@ -71,17 +67,16 @@ def forward(
 
     Args:
         q: [B, nq, Hq, D].
-        k: [B, nk, Hk, D].
-        v: [B, nk, Hk, D].
+        k, v: [B, nk, Hk, D].
         plan: from `plan`.
         column_kv: keys and values of the columns, [B, Mv, Hq, D] each; None if the plan has none.
         scale: scale of the logits; defaults to 1/sqrt(D).
         init: a running result to merge with: normalized output, fp32 [B, nq, Hq, D], and its lse,
             fp32 [B, Hq, nq] (-inf where nothing was computed yet).
         out_dtype: dtype of the output; defaults to fp32 with `init`, else that of q.
-        beside_transfers: whether collectives run concurrently. They occupy some of a GPU's
-            multiprocessors for a while; the work is then split into smaller parts that the others
-            can take over, at the cost of starting more thread blocks.
+        beside_transfers: whether collectives run concurrently and occupy some of a GPU's
+            multiprocessors. The work is then split into smaller parts that the others can take
+            over, at the cost of starting more thread blocks.
 
     Returns:
         out [B, nq, Hq, D]; lse fp32 [B, Hq, nq], natural logarithm. Rows with nothing to compute
@@ -129,22 +124,17 @@ def backward(
     With the row's final lse and delta, the contributions of several calls (ring steps) add up.
 
     Args:
-        q, k, v: as in `forward`.
+        q, k, v, plan, column_kv, scale, beside_transfers: as in `forward`.
         dout: [B, nq, Hq, D], gradient of the final output.
         lse: fp32 [B, Hq, nq], over everything the row attended to.
         delta: fp32 [B, Hq, nq], sum over D of dout * final output (`delta_of`).
-        plan: the plan used in `forward`.
-        column_kv, scale: as in `forward`.
         dq_dtype: dtype of dq; fp32 if the contributions of several calls are added.
         key_dtype: dtype of dk and dv if this call returns complete gradients. They then include
             the gradients of the columns, whose tokens must be positions in k. None keeps them
             separate, in fp32.
-        beside_transfers: as in `forward`.
 
     Returns:
-        dq [B, nq, Hq, D]; dk, dv [B, nk, Hk, D], summed over the query heads of a group (None
-        without tiles); fp32 dk_columns, dv_columns [B, Mv, Hq, D] (None without columns, or
-        with `key_dtype`).
+        `Gradients`; dk and dv are None without tiles.
 
     Raises:
         ValueError: if the arrays do not match the plan, or `key_dtype` is given without tiles.
@@ -175,13 +165,8 @@ def backward(
 def delta_of(out: Array, dout: Array, *, backend: str | None = None) -> Array:
     """Computes delta, the sum over D of out * dout in fp32, which `backward` needs for every row.
 
-    Args:
-        out: [B, n, H, D], the final output.
-        dout: [B, n, H, D], its gradient.
-        backend: as in `plan`.
-
-    Returns:
-        fp32 [B, H, n]. With GPU kernels a row's sum is bit-identical in every program.
+    Takes [B, n, H, D] each; returns fp32 [B, H, n]. With GPU kernels a row's sum is bit-identical
+    in every program.
 
     Raises:
         ValueError: if the shapes differ, or the backend cannot run here.

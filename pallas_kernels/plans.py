@@ -19,25 +19,17 @@ from pallas_kernels.tiles import Columns
 class Plan:
     """The work of one kernel call, from `pallas_kernels.plan`.
 
-    A pytree: it passes through `jax.jit`, `lax.scan` and `custom_vjp` as an argument.
-
-    Attributes:
-        work: work lists of the backend's kernels, a pytree.
-        columns: the gathered columns to compute as well, or None.
-        backend: name of the backend that made it and will run it (static).
-        block_size: g (static).
-        has_tiles: whether there are tiles, or only columns (static).
-        query_shape: [B, nq, Hq, D] (static).
-        key_shape: [B, nk, Hk, D] (static).
+    A pytree: it passes through `jax.jit`, `lax.scan` and `custom_vjp` as an argument. All fields
+    but `work` and `columns` are static.
     """
 
-    work: Any
-    columns: Columns | None
-    backend: str
-    block_size: int
-    has_tiles: bool
-    query_shape: tuple[int, ...]
-    key_shape: tuple[int, ...]
+    work: Any  # work lists of the backend's kernels, a pytree
+    columns: Columns | None  # the gathered columns to compute as well
+    backend: str  # name of the backend that made it and will run it
+    block_size: int  # g
+    has_tiles: bool  # whether there are tiles, or only columns
+    query_shape: tuple[int, ...]  # [B, nq, Hq, D]
+    key_shape: tuple[int, ...]  # [B, nk, Hk, D]
 
     def check(self, q: Array, k: Array, v: Array, column_kv: tuple[Array, Array] | None) -> None:
         """Raises ValueError if the arrays do not match the plan; the message names the argument."""

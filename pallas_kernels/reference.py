@@ -1,7 +1,4 @@
-"""The oracle: attention with an explicit S x S mask, differentiated by JAX.
-
-Slow and simple on purpose. Every backend is tested against it.
-"""
+"""The oracle: attention with an explicit S x S mask, differentiated by JAX; slow and simple."""
 
 import functools
 
@@ -31,8 +28,7 @@ def reference_attention(
 
     Args:
         q: [B, Sq, Hq, D].
-        k: [B, Sk, Hk, D] with Hq a multiple of Hk.
-        v: [B, Sk, Hk, D].
+        k, v: [B, Sk, Hk, D] with Hq a multiple of Hk.
         mask: bool [B, Hq, Sq, Sk]. Rows without pairs have output 0 and lse -inf.
         scale: scale of the logits; defaults to 1/sqrt(D).
 

@@ -117,8 +117,12 @@ def _run(args, on_gpu: bool, flex_shape: Shape, peers: list[TorchPeer]) -> str:
     problems = _plan(args, on_gpu, flex_shape)
     log(f"{len(problems)} problems")
     workers.measure(
-        "benchmarks.kernels.attention", [(x.name, _options(args, x)) for x in problems],
-        args.workers, lambda values: receive(_row(values)), log, idle,
+        "benchmarks.kernels.attention",
+        [(x.name, _options(args, x)) for x in problems],
+        args.workers,
+        lambda values: receive(_row(values)),
+        log,
+        idle,
     )
     for peer in peers:
         running, text = peer.ready
@@ -132,8 +136,13 @@ def _run(args, on_gpu: bool, flex_shape: Shape, peers: list[TorchPeer]) -> str:
     for dim in args.head_dim if args.error_seq_len else ():
         masks = tuple(m for m in ("D", "A", "B") if m in args.masks)
         errors[dim] = relative_errors(
-            Attention(args.backend), args.seed + dim, args.error_seq_len, *HEADS[dim], dim,
-            masks=masks, cudnn=on_gpu,
+            Attention(args.backend),
+            args.seed + dim,
+            args.error_seq_len,
+            *HEADS[dim],
+            dim,
+            masks=masks,
+            cudnn=on_gpu,
         )
         log(f"errors D={dim}: {errors[dim]}")
         save()
@@ -204,19 +213,29 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--flex-seq-len", type=int, default=131072, metavar="S", help="of mask F")
     parser.add_argument(
-        "--error-seq-len", type=int, default=8192, metavar="S",
+        "--error-seq-len",
+        type=int,
+        default=8192,
+        metavar="S",
         help="length of the comparison with fp32; 0 skips it",
     )
     parser.add_argument(
-        "--also", nargs="+", choices=[*BACKENDS, triton_sm80.NAME], default=[],
+        "--also",
+        nargs="+",
+        choices=[*BACKENDS, triton_sm80.NAME],
+        default=[],
         help=f"further backends, in their own rows; {triton_sm80.NAME}: A100 code on this GPU",
     )
     parser.add_argument(
-        "--torch-python", default=sys.executable, metavar="PYTHON",
+        "--torch-python",
+        default=sys.executable,
+        metavar="PYTHON",
         help="a Python that has torch; default: this one",
     )
     parser.add_argument(
-        "--reference", type=Path, metavar="DIR",
+        "--reference",
+        type=Path,
+        metavar="DIR",
         help="checkout of microsoft/MInference, branch wenxuan/mtrain; times its kernels",
     )
     parser.add_argument("--quick", action="store_true", help="one short problem of each kind")

@@ -50,9 +50,7 @@ def line(row: Row) -> str:
     )
 
 
-def error_table(
-    errors: dict[int, dict[tuple[str, str], dict[str, float]]], seq_len: int
-) -> str:
+def error_table(errors: dict[int, dict[tuple[str, str], dict[str, float]]], seq_len: int) -> str:
     """Errors by head dim, mask and kernels, and the largest ratio to cuDNN's on the dense mask."""
     columns = "D", "mask", "kernels", "out", "dq", "dk", "dv", "largest ratio to cuDNN"
     lines = [
@@ -82,7 +80,15 @@ def _cells(row: Row) -> list[str]:
     if row.temp is not None:
         memory = f"{row.temp / 1e9:.2f}" + (f" ({row.peak / 1e9:.2f})" if row.peak else "")
     return [
-        str(shape.seq_len), f"{shape.heads}/{shape.kv_heads}, {shape.dim}", row.mask, row.who,
-        density, build or "–", number(row.forward), number(row.backward), number(row.total),
-        *(" / ".join(f"{r[i]:.0f}" if r else "–" for r in rates) for i in range(2)), memory,
+        str(shape.seq_len),
+        f"{shape.heads}/{shape.kv_heads}, {shape.dim}",
+        row.mask,
+        row.who,
+        density,
+        build or "–",
+        number(row.forward),
+        number(row.backward),
+        number(row.total),
+        *(" / ".join(f"{r[i]:.0f}" if r else "–" for r in rates) for i in range(2)),
+        memory,
     ]

@@ -153,9 +153,7 @@ class Case:
         if self.kind == "dense":
             return None, pattern.work()
         capacity = self._index
-        index = pattern.index(
-            capacity.slash_blocks.shape[-1], capacity.vertical_tokens.shape[-1]
-        )
+        index = pattern.index(capacity.slash_blocks.shape[-1], capacity.vertical_tokens.shape[-1])
         return index, pattern.work()
 
     def _measure_cudnn(self, inputs: list[jax.Array], repeats: int) -> Row:

@@ -65,7 +65,8 @@ def main(argv: list[str] | None = None) -> str:
     key = jax.random.key(args.seed)
     inputs = random_inputs(key, args.seq_len, args.heads, args.kv_heads, args.head_dim)
     cases = {"no documents": None} | {
-        name: lengths for name, lengths in packs(args.seq_len).items()
+        name: lengths
+        for name, lengths in packs(args.seq_len).items()
         if args.packs is None or name.split()[0] in args.packs
     }
     page = Page(args.out)
@@ -91,9 +92,7 @@ def main(argv: list[str] | None = None) -> str:
             count = 1 if lengths is None else len(lengths)
             cells = str(count), *cells[:4], ratios[0], *cells[4:], ratios[1]
             page.add(table_line([f"{kind.replace('_', ' ')}, {name}", *cells]))
-    page.add(
-        "", "Selection, from queries and keys to bits:", "", *table_head(_SELECTION_COLUMNS)
-    )
+    page.add("", "Selection, from queries and keys to bits:", "", *table_head(_SELECTION_COLUMNS))
     for kind in args.choose:
         all_sparse, short_dense = (
             _selection(args, _PATTERNS[kind](below)) for below in (BLOCK, 8192)
@@ -160,8 +159,12 @@ def _attention(args, inputs: list[Array]) -> Callable[[Index], tuple[list[float]
         rates = [flops / times[0] / 1e9, 2.5 * flops / times[1] / 1e9]
         density = computed / (args.seq_len * (args.seq_len + 1) / 2)
         return rates, [
-            f"{pairs:.2e}", f"{density:.4f}", f"{times[0]:.3f}", f"{rates[0]:.0f}",
-            f"{times[1]:.3f}", f"{rates[1]:.0f}",
+            f"{pairs:.2e}",
+            f"{density:.4f}",
+            f"{times[0]:.3f}",
+            f"{rates[0]:.0f}",
+            f"{times[1]:.3f}",
+            f"{rates[1]:.0f}",
         ]
 
     return measure

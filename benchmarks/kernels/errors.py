@@ -17,8 +17,15 @@ NAMES = ("out", "dq", "dk", "dv")
 
 
 def relative_errors(
-    kernels: Attention, seed: int, seq_len: int, heads: int, kv_heads: int, dim: int, *,
-    masks: tuple[str, ...], cudnn: bool,
+    kernels: Attention,
+    seed: int,
+    seq_len: int,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    *,
+    masks: tuple[str, ...],
+    cudnn: bool,
 ) -> dict[tuple[str, str], dict[str, float]]:
     """Norm of the error over the norm of the reference, of out, dq, dk and dv.
 
@@ -35,8 +42,9 @@ def relative_errors(
         else:
             index = slash_mask(name, rng, heads, seq_len).index(seq_len // BLOCK, 4096)
         expected = _reference(q, k, v, dout, index)
-        actual = jax.jit(_with_gradients(lambda q, k, v, index=index: kernels.attention(
-            q, k, v, index)))(q, k, v, dout)
+        actual = jax.jit(
+            _with_gradients(lambda q, k, v, index=index: kernels.attention(q, k, v, index))
+        )(q, k, v, dout)
         result[name, OWN] = compare(actual, expected)
         if name == "D" and cudnn:
             actual = jax.jit(_with_gradients(cudnn_attention))(q, k, v, dout)

@@ -20,9 +20,7 @@ def select(q: Array, k: Array, backend: str | None = None) -> VerticalSlashIndex
     """Selects an index as a training step does."""
     num_blocks = q.shape[1] // BLOCK
     block_ids = jnp.arange(num_blocks, dtype=jnp.int32)
-    return choose_index(
-        q, k, PATTERN, block_ids=block_ids, num_blocks=num_blocks, backend=backend
-    )
+    return choose_index(q, k, PATTERN, block_ids=block_ids, num_blocks=num_blocks, backend=backend)
 
 
 class Attention:

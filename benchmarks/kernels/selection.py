@@ -128,8 +128,13 @@ def _probe_queries(args, pattern: VerticalSlash, q, k, time) -> str:
     @jax.jit
     def scores(q: Array, k: Array) -> tuple[Array, ...]:
         return estimate.softmax_scores(
-            q[:, -pattern.last_q :].swapaxes(1, 2), k, scale=args.head_dim**-0.5,
-            block_ids=blocks, num_blocks=blocks.shape[0], axis_names=(), backend=args.backend,
+            q[:, -pattern.last_q :].swapaxes(1, 2),
+            k,
+            scale=args.head_dim**-0.5,
+            block_ids=blocks,
+            num_blocks=blocks.shape[0],
+            axis_names=(),
+            backend=args.backend,
         )
 
     return time(scores, q, k)

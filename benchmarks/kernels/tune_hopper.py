@@ -35,14 +35,15 @@ from pallas_kernels.mosaic_gpu.backend import MosaicGpu
 from pallas_kernels.mosaic_gpu.configs import CONFIGS
 
 GRID = {  # kernel: field of its configuration: values to try
-    "forward": {
-        "stages": (2, 3, 4), "query_slots": (1, 2), "keys_late": (False, True),
-    },
+    "forward": {"stages": (2, 3, 4), "query_slots": (1, 2), "keys_late": (False, True)},
     "dq": {"stages": (2, 3, 4)},
     "dkdv": {"stages": (2, 3, 4)},
     "fused": {  # one kernel for the gradients of `dq` and `dkdv` together
-        "stages": (2, 3), "ds_from_memory": (True, False), "early_shift": (True, False),
-        "item_heads": (1, 4), "waves": (True, False),
+        "stages": (2, 3),
+        "ds_from_memory": (True, False),
+        "early_shift": (True, False),
+        "item_heads": (1, 4),
+        "waves": (True, False),
     },
 }
 SHIPPED = Attention("mosaic_gpu")
@@ -61,9 +62,7 @@ def _tune(kernel: str, shape: Shape, mask: str, sharding, args: argparse.Namespa
     index = None
     if mask != "D":
         rng = np.random.default_rng(args.seed)
-        index = slash_mask(mask, rng, shape.heads, shape.seq_len).index(
-            shape.seq_len // 128, 4096
-        )
+        index = slash_mask(mask, rng, shape.heads, shape.seq_len).index(shape.seq_len // 128, 4096)
     print(f"\n{kernel}, D = {shape.dim}, mask {mask}, S = {shape.seq_len}, seed {args.seed}\n")
     print(*table_head(("configuration", "registers", "spilled bytes", "ms")), sep="\n")
     timed = sharding is None
@@ -103,8 +102,10 @@ def _compile(
 ) -> tuple[list[str], Any]:
     """Cells for registers, spills and time, and the program; None if it is not to be timed."""
     try:
-        lowered = jax.jit(_program(kernel, dim, config)).trace(*problem).lower(
-            lowering_platforms=("cuda",)
+        lowered = (
+            jax.jit(_program(kernel, dim, config))
+            .trace(*problem)
+            .lower(lowering_platforms=("cuda",))
         )
     except ValueError as error:
         if "shared memory" not in str(error):
@@ -163,9 +164,7 @@ def _abstract(shape: Shape, sharding: NamedSharding) -> tuple:
 
 
 def _sharded(tree: Any, sharding: NamedSharding) -> Any:
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
-    )
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
 
 
 @contextlib.contextmanager

@@ -88,7 +88,10 @@ def main() -> None:
 
     workers.measure(
         "benchmarks.kernels.tune_triton",
-        [(" ".join(map(str, x)), _options(args, x)) for x in problems], args.workers, receive, log,
+        [(" ".join(map(str, x)), _options(args, x)) for x in problems],
+        args.workers,
+        receive,
+        log,
     )
     print(f"{jax.devices()[0].device_kind}, S = {args.seq_len}, seed {args.seed}, medians of "
           f"{args.repeats}, TFLOP/s of executed tiles and columns")  # fmt: skip
@@ -209,7 +212,10 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--head-dim", type=int, nargs="+", choices=HEADS, default=[128])
     parser.add_argument("--masks", nargs="+", choices="ABD", default=list("BD"))
     parser.add_argument(
-        "--code", nargs="+", choices=["native", "sm80"], default=["native", "sm80"],
+        "--code",
+        nargs="+",
+        choices=["native", "sm80"],
+        default=["native", "sm80"],
         help="sm80: the code of an A100 on a later GPU",
     )
     parser.add_argument("--seq-len", type=int, default=65536, metavar="S")

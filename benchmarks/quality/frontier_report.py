@@ -155,12 +155,17 @@ def draw(rows: Sequence[tuple[Row, Row]], path: Path) -> None:
                     (speed(row, run) if right else row["density"], row[key])
                     for row, run in rows
                     if family(row["pattern"]) == name
-                    and row[key] is not None and (row["times"] or not right)
+                    and row[key] is not None
+                    and (row["times"] or not right)
                 )
                 marker = "os^vDPX*<>"[(number + number // 10) % 10]  # colors repeat after ten
                 axes.plot(
-                    [x for x, _ in points], [max(y, _MIN_INCREASE) for _, y in points],
-                    marker=marker, color=f"C{number % 10}", label=name, linewidth=1,
+                    [x for x, _ in points],
+                    [max(y, _MIN_INCREASE) for _, y in points],
+                    marker=marker,
+                    color=f"C{number % 10}",
+                    label=name,
+                    linewidth=1,
                 )
             axes.set(xscale="log", yscale="log", ylabel=f"loss increase, {title} (nats)")
             axes.set_xlabel("times faster than dense" if right else "density")

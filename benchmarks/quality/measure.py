@@ -75,9 +75,7 @@ class Programs:
         )
         # A composed index has no plan: its passes are those of the whole call.
         self.whole_forward = jax.jit(
-            lambda q, k, v, index: jax.vjp(
-                lambda *qkv: kernels.attention(*qkv, index), q, k, v
-            )
+            lambda q, k, v, index: jax.vjp(lambda *qkv: kernels.attention(*qkv, index), q, k, v)
         )
         self.whole_backward = jax.jit(lambda gradients, dout: gradients(dout))
         self.densities = jax.jit(functools.partial(_densities, seq_len=seq_len))
@@ -210,7 +208,12 @@ def measure_times(
 
 
 def _parts(
-    programs: Programs, select: Callable[[], Index], index: Index, q: Array, k: Array, v: Array,
+    programs: Programs,
+    select: Callable[[], Index],
+    index: Index,
+    q: Array,
+    k: Array,
+    v: Array,
     dout: Array,
 ) -> dict[str, Callable[[], Any]]:
     """Functions to time, by the names of `measure_times`."""
@@ -232,7 +235,12 @@ def _parts(
 
 
 def _whole_parts(
-    programs: Programs, select: Callable[[], Index], index: Index, q: Array, k: Array, v: Array,
+    programs: Programs,
+    select: Callable[[], Index],
+    index: Index,
+    q: Array,
+    k: Array,
+    v: Array,
     dout: Array,
 ) -> dict[str, Callable[[], Any]]:
     """`_parts` of a composed index, which builds its lists within the forward pass."""

@@ -39,7 +39,8 @@ class Window(Pattern):
             numbers = jnp.arange(capacity, dtype=jnp.int32)
             numbers = jnp.where(numbers < count, numbers, padding)
             return (
-                jnp.broadcast_to(numbers, (*heads, capacity)), jnp.full(heads, count, jnp.int32)
+                jnp.broadcast_to(numbers, (*heads, capacity)),
+                jnp.full(heads, count, jnp.int32),
             )
 
         # With room for every diagonal, windows of any width share the programs of the kernels.

@@ -46,9 +46,7 @@ def read_model(folder: Path, seq_len: int, dtype: str) -> Transformer:
     changed = ()
     context = spec.max_position_embeddings
     if seq_len > context:
-        scaling = YarnScaling(
-            factor=seq_len / context, original_max_position_embeddings=context
-        )
+        scaling = YarnScaling(factor=seq_len / context, original_max_position_embeddings=context)
         spec = dataclasses.replace(spec, rope_scaling=scaling, max_position_embeddings=seq_len)
         changed = ("rope_scaling", "max_position_embeddings")
     return nnx.merge(graph_definition(spec), load_hf(folder, spec, override=changed))

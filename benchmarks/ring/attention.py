@@ -59,8 +59,11 @@ def main(argv: list[str] | None = None) -> str:
     if args.workers:
         stop = time.perf_counter() + args.stop_after
         workers.measure(
-            "benchmarks.ring.attention", [(x.name, _options(args, x)) for x in problems],
-            args.workers, lambda values: receive(Row.from_json(values)), log,
+            "benchmarks.ring.attention",
+            [(x.name, _options(args, x)) for x in problems],
+            args.workers,
+            lambda values: receive(Row.from_json(values)),
+            log,
             lambda: time.perf_counter() <= stop,
         )
     else:
@@ -74,9 +77,7 @@ def plan(args: argparse.Namespace, devices: int) -> list[Problem]:
     """The problems in the order of the options, without those that need more devices."""
     powers = [n for n in (8, 4, 2) if n <= devices]
     many = [n for n in args.gpus or powers if 1 < n <= devices]
-    shape = dict(
-        heads=args.heads, kv_heads=args.kv_heads, dim=args.head_dim, backend=args.backend
-    )
+    shape = dict(heads=args.heads, kv_heads=args.kv_heads, dim=args.head_dim, backend=args.backend)
     kinds = [sparse for sparse in (True, False) if set(args.masks) & set("AB" if sparse else "D")]
     problems: list[Problem] = []
 
@@ -133,7 +134,15 @@ def _options(args: argparse.Namespace, problem: Problem) -> list[str]:
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = make_parser(
-        __doc__, "heads", "kv-heads", "head-dim", "backend", "repeats", "seed", "workers", "out",
+        __doc__,
+        "heads",
+        "kv-heads",
+        "head-dim",
+        "backend",
+        "repeats",
+        "seed",
+        "workers",
+        "out",
         "problem",
     )
     lengths = [524288, 131072, 262144, 1048576]
@@ -148,11 +157,16 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         "--longest-dense", type=int, default=524288, metavar="S", help="longest dense problem"
     )
     parser.add_argument(
-        "--seconds", type=float, default=8.0,
+        "--seconds",
+        type=float,
+        default=8.0,
         help="limit per time; slower programs are repeated less often, at least 3 times",
     )
     parser.add_argument(
-        "--stop-after", type=float, default=float("inf"), metavar="SECONDS",
+        "--stop-after",
+        type=float,
+        default=float("inf"),
+        metavar="SECONDS",
         help="start no new measurement after this time",
     )
     parser.add_argument("--cpu-devices", type=int, default=0, help="virtual devices, for a trial")

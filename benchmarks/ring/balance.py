@@ -6,9 +6,7 @@ from mtraining_jax.parallel.ring.topology import RingTopology
 from pallas_kernels.index import DenseIndex, VerticalSlashIndex
 
 
-def tiles_per_step(
-    index: VerticalSlashIndex | DenseIndex, topology: RingTopology
-) -> np.ndarray:
+def tiles_per_step(index: VerticalSlashIndex | DenseIndex, topology: RingTopology) -> np.ndarray:
     """Counts the tiles that each rank executes at each step, summed over batch and query heads.
 
     Columns are not counted: they are gathered and computed all at once.
@@ -26,9 +24,7 @@ def tiles_per_step(
         for key_rank, keys in enumerate(blocks):
             distance = queries[:, None] - keys
             tiles[query_rank, key_rank] = heads[distance[distance >= 0]].sum()
-    ranks, outer, inner = np.indices(
-        (layout.num_ranks, topology.outer_size, topology.inner_size)
-    )
+    ranks, outer, inner = np.indices((layout.num_ranks, topology.outer_size, topology.inner_size))
     steps = tiles[ranks, topology.source(ranks, outer, inner)]
     if topology.gathers:
         steps = steps.sum(-1, keepdims=True)

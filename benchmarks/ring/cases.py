@@ -92,7 +92,10 @@ class Case:
     """
 
     def __init__(
-        self, pool: ThreadPoolExecutor, problem: Problem, devices: list[jax.Device],
+        self,
+        pool: ThreadPoolExecutor,
+        problem: Problem,
+        devices: list[jax.Device],
         measures: tuple[str, ...] = MEASURES,
     ):
         self.problem = problem
@@ -139,7 +142,10 @@ class Case:
             index = self._index(pattern) if problem.sparse else DenseIndex(BLOCK)
             tiles = balance.tiles_per_step(jax.device_get(index), problem.topology())
             row = Row(
-                problem, mask, 0, pattern.work().flops(problem.dim),
+                problem,
+                mask,
+                0,
+                pattern.work().flops(problem.dim),
                 layer_balance=float(balance.layer_imbalance(tiles)),
                 step_balance=float(balance.step_imbalance(tiles)),
                 worst_step=float(balance.imbalance_of_steps(tiles).max()),
@@ -191,9 +197,7 @@ class Case:
 
     def _index(self, pattern: SlashMask) -> VerticalSlashIndex:
         abstract = self.programs.index
-        index = pattern.index(
-            abstract.slash_blocks.shape[-1], abstract.vertical_tokens.shape[-1]
-        )
+        index = pattern.index(abstract.slash_blocks.shape[-1], abstract.vertical_tokens.shape[-1])
         return jax.device_put(index, NamedSharding(self.programs.mesh, P()))
 
 

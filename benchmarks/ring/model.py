@@ -138,7 +138,9 @@ def model(
         forward = _silent(silent) * silent.forward / silent.both
         times = []
         for time_of, measured, pure in zip(
-            RINGS[ring], (row.forward, row.backward), (forward, _silent(silent) - forward),
+            RINGS[ring],
+            (row.forward, row.backward),
+            (forward, _silent(silent) - forward),
             strict=True,
         ):
             beyond = 0.0 if given else max(measured - pure, 0.0)
@@ -191,7 +193,7 @@ def main(argv: list[str] | None = None) -> str:
     lines = [
         "Paper (512K tokens, 4 x 8 A100), forward with index, from its own figures per step: "
         + ", ".join(f"{ring} {paper_ms(ring):.2f} ms" for ring in RINGS)
-        + "; it reports 34.10 flat and 19.53 hierarchical, and has no gather.",
+        + "; it reports 34.10 flat and 19.53 hierarchical, and has no gather."
     ]
     if args.rows:
         inside = "as measured" if args.inner_gb_s is None else f"{args.inner_gb_s:g} GB/s"

@@ -145,8 +145,15 @@ class RingPrograms:
 
         def attend(q, k, v):
             return ring_attention(
-                q, k, v, index, layout=self.layout, axis_names=topology.axis_names,
-                axis_sizes=topology.axis_sizes, ring=topology.ring, backend=topology.backend,
+                q,
+                k,
+                v,
+                index,
+                layout=self.layout,
+                axis_names=topology.axis_names,
+                axis_sizes=topology.axis_sizes,
+                ring=topology.ring,
+                backend=topology.backend,
             )
 
         with without_collectives(dict(self.mesh.shape), rank):
@@ -158,13 +165,20 @@ class RingPrograms:
 
         def on_rank(q: Array, k: Array) -> VerticalSlashIndex:
             return choose_index(
-                q, k, PATTERN, block_ids=self.layout.block_ids(lax.axis_index(SEQUENCE_AXES)),
-                num_blocks=self.layout.num_blocks, axis_names=SEQUENCE_AXES,
+                q,
+                k,
+                PATTERN,
+                block_ids=self.layout.block_ids(lax.axis_index(SEQUENCE_AXES)),
+                num_blocks=self.layout.num_blocks,
+                axis_names=SEQUENCE_AXES,
                 backend=self.problem.backend,
             )
 
         return jax.shard_map(
-            on_rank, mesh=self.mesh, in_specs=(HEADS, HEADS), out_specs=P(DATA_AXIS),
+            on_rank,
+            mesh=self.mesh,
+            in_specs=(HEADS, HEADS),
+            out_specs=P(DATA_AXIS),
             check_vma=False,
         )(q, k)
 
@@ -233,8 +247,13 @@ def without_collectives(axis_sizes: dict[str, int], rank: Array | None = None) -
         return part if tiled else lax.squeeze(part, (scatter_dimension,))
 
     stand_ins = {
-        "ppermute": same, "psum": same, "pmax": same, "pmin": same, "pmean": same,
-        "all_gather": gather, "psum_scatter": scatter,
+        "ppermute": same,
+        "psum": same,
+        "pmax": same,
+        "pmin": same,
+        "pmean": same,
+        "all_gather": gather,
+        "psum_scatter": scatter,
     }
     patches = {name: patched(name, stand_in) for name, stand_in in stand_ins.items()}
     if rank is not None:

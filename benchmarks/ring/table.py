@@ -99,11 +99,18 @@ def _cells(row: Row, rows: Iterable[Row]) -> list[str]:
     if row.peak:
         memory += f" ({row.peak / 1e9:.2f})"
     return [
-        str(row.problem.seq_len), row.mask, number(row.forward), number(row.backward),
-        number(row.both), " / ".join(number(x, 1) for x in rates),
+        str(row.problem.seq_len),
+        row.mask,
+        number(row.forward),
+        number(row.backward),
+        number(row.both),
+        " / ".join(number(x, 1) for x in rates),
         number(row.local and row.local / row.both, 3),
         f"{exposed:.2f} ({exposed / row.both:.1%})" if exposed is not None else "–",
-        index or "–", step, number(_scaling(row, rows), 3), memory,
+        index or "–",
+        step,
+        number(_scaling(row, rows), 3),
+        memory,
         " / ".join(number(x, 3) for x in (row.layer_balance, row.step_balance, row.worst_step)),
         str(row.repeats),
     ]

@@ -84,19 +84,9 @@ def tap_gradient(
 ) -> Array:
     """Returns `out` unchanged and measures its gradient in the backward pass.
 
-    The cotangent of `audit.grad_tap` is the result of `gradient_figures`.
-
-    Args:
-        run: calls a function of (rows, d_out, positions, k, v, index, documents) on the shards of
-            every device.
-        shards_of: builds the `Shards` of local queries and documents.
-        batch_axes: mesh axes that the batch is sharded over.
-        out: [B, S, Hq, D], attention's output.
-        audit: an audit with a `grad_tap`.
-        rows: exact attention of the audited rows, replicated.
-        k, v: [B, S, Hk, D].
-        index: the computed pairs, sharded as in attention.
-        documents: documents of each sequence, or None.
+    The cotangent of `audit.grad_tap` is the result of `gradient_figures`. `run` calls a function
+    of (rows, d_out, positions, k, v, index, documents) on the shards of every device, where
+    `shards_of` builds the `Shards`. `rows` are the exact attention of the audited rows, replicated.
     """
     # Same checkpoint name as attention's results: the backward pass must not recompute attention
     # over all keys.

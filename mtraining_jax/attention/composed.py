@@ -18,18 +18,9 @@ def composed_ring(
 ) -> tuple[Array, Array]:
     """Attention of one rank's queries to selected chunks of all keys; differentiable.
 
-    The query's own chunk is covered by the ring. For past chunks, the keys and values of all
-    ranks are gathered, across nodes too.
-
-    Args:
-        ring: `ring_attention` with all arguments after the index, and `return_lse`.
-        q: [B, n, Hq, D], this rank's queries.
-        k, v: [B, n, Hk, D], this rank's keys and values.
-        index: the rows of this rank's blocks.
-        shards: the shards of the sequence, on more than one rank.
-
-    Returns:
-        out [B, n, Hq, D] in the dtype of q; lse fp32 [B, Hq, n].
+    The query's own chunk is covered by `ring`, a `ring_attention` with all arguments after the
+    index and `return_lse`. For past chunks, the keys and values of all ranks are gathered, across
+    nodes too. The result is out [B, n, Hq, D] in the dtype of q, and lse fp32 [B, Hq, n].
     """
     own = ring(q, k, v, index.own(shards.block_ids))
     where = shards.num_blocks, shards.axis_names

@@ -8,14 +8,10 @@ _MOST_ENTRIES = 1 << 22  # of a mask, read at a time
 
 
 def key_ranges(mask: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-    """Returns the range of keys that each query sees, without a copy of the mask.
+    """Returns the range of keys that each query of a mask [..., S, S] sees, without a copy.
 
-    Args:
-        mask: [..., S, S]; not zero where a query sees a key.
-
-    Returns:
-        First key and end, int64 [..., S] each, equal for a query that sees nothing. None if a query
-        skips keys in its range.
+    First key and end are int64 [..., S], equal for a query that sees nothing. None if a query
+    skips keys in its range.
     """
     tokens = mask.shape[-1]
     first, end = (np.empty(mask.shape[:-1], np.int64) for _ in range(2))
@@ -34,17 +30,10 @@ def key_ranges(mask: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
 def documents_of(
     first: np.ndarray, end: np.ndarray, batch: int, block_size: int
 ) -> Documents | None:
-    """Finds the documents of a causal, block-diagonal mask.
+    """Finds the documents of a causal, block-diagonal mask from its `key_ranges`.
 
-    Args:
-        first, end: [S], or [..., H or 1, S] with the batch axes (or 1 each) before the heads, from
-            `key_ranges`. Each query must see its document up to itself, or nothing if it is
-            padding, equally for all heads.
-        batch: B, the product of the batch axes.
-        block_size: tokens per block.
-
-    Returns:
-        Documents of B sequences, or of one for all. None if the mask has another form.
+    The ranges are [S], or [..., H or 1, S] with the batch axes (or 1 each) before the heads. The
+    documents are of `batch` sequences, or of one for all; None if the mask has another form.
 
     Raises:
         UserError: if a document does not begin at a multiple of the block size.

@@ -53,7 +53,6 @@ class Inspection:
     documents: Documents | None = None
 
     def __str__(self) -> str:
-        """Formats a table with one line per head."""
         lines = [
             f"{self.seq_len} tokens, blocks of {self.index.block_size}; mean density "
             f"{self.density.mean():.4f}"
@@ -101,13 +100,7 @@ class Inspection:
 
         A pixel is one block of queries by one block of keys (several blocks for a long sequence);
         darker means a larger fraction of computed pairs. The upper right triangle, which causal
-        attention never computes, is gray. Lines mark document boundaries. Needs matplotlib (`pip
-        install matplotlib`).
-
-        Args:
-            path: file to write, ending in .png.
-            heads: query heads.
-            batch: batch entry.
+        attention never computes, is gray. Lines mark document boundaries.
 
         Raises:
             ValueError: if an argument is invalid.

@@ -152,19 +152,12 @@ def _check_agreement(layout: Layout, positions: np.ndarray | None) -> None:
 
 
 def stripe(x: Any, layout: Layout, axis: int = 1) -> Any:
-    """Reorders the tokens of an array from sequence order to a layout.
+    """Reorders the tokens of an array, or of a pytree of arrays, from sequence order to a layout.
 
-    Args:
-        x: an array, or a pytree of arrays, with S tokens along `axis`: token ids, positions or
-            activations. NumPy arrays stay NumPy arrays.
-        layout: layout from `sequence_layout`.
-        axis: the token axis.
-
-    Returns:
-        Arrays of the same shapes, with x's sharding if its type is Explicit.
+    NumPy arrays stay NumPy arrays, and x keeps its sharding if its type is Explicit.
 
     Raises:
-        ValueError: if the length of the axis differs from the layout's.
+        ValueError: if the length of `axis` differs from the layout's.
     """
     return _permute(x, layout, axis, layout.permutation())
 

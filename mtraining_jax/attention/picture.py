@@ -17,11 +17,7 @@ _ROWS_AT_ONCE = 64  # in blocks; bounds memory
 
 
 def check_pictures(asked_for_by: str) -> None:
-    """Raises UserError if matplotlib is not installed.
-
-    Args:
-        asked_for_by: the option that enables pictures, for the message.
-    """
+    """Raises UserError, naming the option, if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
         raise UserError(
             f"{asked_for_by} draws pictures, which needs matplotlib: uv run --extra plot, or pip "
@@ -81,9 +77,6 @@ def draw(
     """Writes a PNG with the block densities of the panels side by side.
 
     `borders` are the tokens at which documents begin and end.
-
-    Raises:
-        ImportError: if matplotlib is not installed.
     """
     try:
         from matplotlib import colormaps

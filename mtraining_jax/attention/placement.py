@@ -20,11 +20,10 @@ Axes = tuple[str, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Mesh axes that shard the batch, the sequence and the heads.
+    """Mesh axes that shard the batch, the sequence (slowest first) and the heads.
 
     Attributes:
-        mesh: the mesh, or None for a single device.
-        batch, sequence, heads: names of mesh axes, those of the sequence slowest first.
+        mesh: None for a single device.
         types: the mesh in the types of the inputs, if it differs from `mesh`.
     """
 
@@ -35,14 +34,12 @@ class Placement:
     types: Mesh | AbstractMesh | None = None
 
     def size(self, axes: Axes) -> int:
-        """Returns the number of devices along some axes."""
         if self.mesh is None or not axes:
             return 1
         return math.prod(self.mesh.shape[axis] for axis in axes)
 
     @property
     def ranks(self) -> int:
-        """Number of devices that share a sequence."""
         return self.size(self.sequence)
 
     @property
@@ -83,7 +80,6 @@ class Placement:
         return function(*args)
 
     def take(self, x: Array, order: np.ndarray, axis: int = 1) -> Array:
-        """Permutes the entries of an unsharded axis."""
         return keeping_sharding(
             lambda x: jnp.take(x, order, axis=axis, unique_indices=True, mode="clip"), x
         )

@@ -42,12 +42,8 @@ class AttentionSpec:
     """Static configuration of an attention call.
 
     Attributes:
-        placement: the mesh and the role of its axes.
         layout: token order over the ranks of a sequence; None for one device in sequence order.
-        ring: communication of keys and values (`ring_attention`).
-        scale: scale of the logits; None is 1/sqrt(D).
-        causal: whether queries see only keys at or before their position.
-        backend: kernel backend; None is the fastest available one.
+        ring, scale, causal, backend: see `sparse_attention`.
         statistics: whether to measure the index.
         by_length: whether to also count its pairs by document length.
     """
@@ -66,11 +62,8 @@ class AttentionOutput(NamedTuple):
     """The results of attention.
 
     Attributes:
-        out: [B, S, Hq, D] in the dtype of q.
-        lse: fp32 [B, Hq, S], natural logarithm, -inf for empty rows.
-        index: computed pairs, in sequence positions.
-        statistics: fp32 scalars by name, means over batch and heads (inside `in_groups`, of each
-            data-parallel replica); empty unless requested. An `Audit` adds its metrics and masks.
+        out, lse, index: see `sparse_attention`.
+        statistics: see `make_attention`; empty unless requested.
         rows: exact attention of the audited rows; None without an audit.
     """
 
@@ -95,20 +88,13 @@ def attend(
     """Computes attention over the pairs selected by a pattern or listed in an index.
 
     Args:
-        spec: static configuration.
-        q: [B, S, Hq, D] in the order of `spec.layout`, after rotary embedding.
-        k, v: [B, S, Hk, D].
+        q, k, v: [B, S, Hq or Hk, D] in the order of `spec.layout`, after rotary embedding.
         pattern: a pattern with arrays [Hq, ...], or an index with arrays [B, Hq, ...].
         audit: what to measure, or None. Not supported if a mesh axis shards the heads.
-        valid_len: int32 scalar, number of tokens before the padding; None for no padding.
-        documents: documents of each sequence, arrays [B, NB]; queries attend within their
-            document, even if the index lists other pairs. None: one document per sequence.
+        valid_len, documents: see `sparse_attention`. Queries attend within their document, even if
+            an index lists other pairs.
         shares: int32 [B], optional per-sequence override of the pattern's mass fraction, in the
-            units of `Shards.shares`.
-
-    Raises:
-        UserError: if the pattern or the index type does not support documents.
-        ValueError: if shares are given with an index, or the pattern has no mass fraction.
+            units of `Shards.shares`; not for an index.
     """
     if shares is not None and isinstance(pattern, Index):
         raise ValueError("shares override the mass fraction of a pattern, but pattern is an index")
@@ -176,7 +162,6 @@ def _by_rows(pattern: Pattern | Index, documents: DocumentBlocks | None) -> bool
 
 
 def _run(placement: Placement, in_specs: tuple, function: Callable, args: tuple) -> Any:
-    """Runs `function` on the shards of every device; results are replicated."""
     return placement.run(function, in_specs, P(), args)
 
 
@@ -343,41 +328,25 @@ def make_attention(
         mesh: mesh with axes of type Auto, including `batch_axis` and `sequence_axes`.
         layout: token order, for as many ranks as `sequence_axes` have devices.
         pattern: the default sparse pattern.
-        ring: "hierarchical", "flat" or "gather" (`ring_attention`).
-        backend: kernel backend; None for the fastest available one.
-        scale: scale of the logits; defaults to 1/sqrt(D).
+        ring, backend, scale, valid_len: see `sparse_attention`.
         audit_rows: queries to measure the metrics of `sparsity.audit` on, or None. They cost as
             much as exact attention of these rows, forward and backward.
         mask_heads: query heads with their masks included in an audit.
-        valid_len: int32 scalar, number of tokens before the padding, which selection ignores.
-            None for no padding.
         by_length: also count computed pairs by document length.
-        batch_axis: mesh axis of the batch.
-        sequence_axes: mesh axes of the sequence, slowest first.
 
     Returns:
         A function `attention(q, k, v, given=None, documents=None, shares=None, sink=None) -> (out,
-        stats)` for use under `jax.jit`.
-
-        Its arguments: q [B, S, Hq, D]; k, v [B, S, Hk, D] in layout order, after rotary
-        embedding; B must be a multiple of the batch axis. `given` replaces `pattern` in this call
-        with a per-layer pattern, or with a global index [B, Hq, ...] that is used unchanged.
-        `documents` are `DocumentBlocks` of the batch. `shares` are as in `Shards`. out is
-        [B, S, Hq, D] in the dtype of q.
+        stats)` for use under `jax.jit`. q, k and v are in layout order, after rotary embedding.
+        `given` replaces `pattern` in this call with a per-layer pattern, or with a global index
+        [B, Hq, ...]. `shares` are as in `Shards`, `sink` is the `grad_tap` of an `Audit`.
 
         stats are fp32 scalars, means over heads and batch (inside `in_groups`, of each
-        data-parallel replica): `density` (computed pairs over causal pairs); `executed` (pairs in
-        the tiles that kernels execute, over causal pairs); and the pattern's own statistics
-        (`Choice.statistics`). With documents, these ratios are relative to causal pairs within
-        documents. `document_pairs` is then the fraction of the sequence's causal pairs that lie
-        within documents; `computed_pairs` and `executed_pairs` are relative to all causal pairs of
-        the sequence, so they may be averaged over sequences with different documents; with
-        `by_length` the counts of `pairs_by_length` are added. With `audit_rows`, stats also has
-        `audit` and `masks`, and `sink` gets a gradient; see `Audit`.
-
-    Raises:
-        UserError: if `ring` is unknown.
-        ValueError: if the layout is for another number of ranks.
+        data-parallel replica): `density` (computed pairs over causal pairs), `executed` (pairs in
+        executed tiles over causal pairs) and `Choice.statistics`. With documents, these ratios are
+        relative to causal pairs within documents. `document_pairs`, `computed_pairs` and
+        `executed_pairs` are then relative to all causal pairs of the sequence, so they may be
+        averaged over sequences; `by_length` adds the counts of `pairs_by_length`. With
+        `audit_rows`, stats also has `audit` and `masks`; see `Audit`.
     """
     check_ring(ring)
     ranks = math.prod(mesh.shape[name] for name in sequence_axes)

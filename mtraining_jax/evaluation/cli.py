@@ -54,11 +54,7 @@ _FORWARDED = ("sparsity", "parallel", "task")
 def parse(arguments: Sequence[str]) -> Request | Path:
     """Parses and validates arguments, as far as possible without tasks and models.
 
-    Returns:
-        The request, or the folder of --report.
-
-    Raises:
-        UserError: for an unknown option, or a missing or invalid value.
+    Returns the request, or the folder of --report.
     """
     parser = ArgumentParser(prog="evaluate.py", allow_abbrev=False, add_help=False)
     for name in ("model", "second-model", "output", "tokenizer", "report"):
@@ -116,14 +112,7 @@ def parse(arguments: Sequence[str]) -> Request | Path:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command.
-
-    Args:
-        arguments: arguments without the program name; None uses those of this process.
-
-    Returns:
-        The exit status: 0, or 2 after a user error, which is printed to stderr.
-    """
+    """Runs the command; returns 0, or 2 after a user error."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     console = Console(highlight=False, soft_wrap=True)
     if not console.is_terminal:
@@ -184,15 +173,7 @@ def _wrapped(text: str, indent: int) -> list[str]:
 
 
 def forwarded_options(rest: Sequence[str], prefixes: Sequence[str]) -> dict[str, dict[str, str]]:
-    """Parses options such as --sparsity.max_verticals=512, by prefix and field.
-
-    Args:
-        rest: arguments that no other option has matched.
-        prefixes: allowed prefixes.
-
-    Raises:
-        UserError: for an unknown prefix or a missing value.
-    """
+    """Parses options such as --sparsity.max_verticals=512, by prefix and field."""
     found: dict[str, dict[str, str]] = {prefix: {} for prefix in prefixes}
     left = list(rest)
     while left:
@@ -214,11 +195,7 @@ def _listed(texts: list[str]) -> list[str]:
 
 
 def token_count(option: str, text: str) -> int:
-    """Parses a number of tokens; 4K is 4096 and 1M is 1048576.
-
-    Raises:
-        UserError: if it is not a number of tokens.
-    """
+    """Parses a number of tokens; 4K is 4096 and 1M is 1048576."""
     unit = _UNITS.get(text[-1].upper(), 1)
     digits = text[:-1] if unit > 1 else text
     if not digits.isdecimal() or int(digits) < 1:

@@ -27,13 +27,7 @@ from mtraining_jax.training.run_folder import CHECKPOINTS_NAME
 def run(request: Request, console: Console, command: str) -> None:
     """Evaluates all models on all tasks, and appends new lines to the folder of results.
 
-    Args:
-        request: from the command line.
-        console: prints progress.
-        command: the command line, for the report.
-
-    Raises:
-        UserError: for any error that the user can correct, or after an interruption.
+    `command` is the command line, for the report. Raises UserError after an interruption, too.
     """
     plan = Plan(
         tasks=make_tasks(request.tasks, request.options),
@@ -94,14 +88,9 @@ def settings_of(request: Request, plan: Plan, names: Mapping[str, str]) -> dict[
 
 
 def identity(folder: Path) -> dict[str, Any]:
-    """Identifies the state of a model in a folder.
+    """Returns the step of a run's newest checkpoint.
 
-    Returns:
-        The step of a run's newest checkpoint; for a Hugging Face checkpoint a hash of config.json
-        and the size of its weights in bytes.
-
-    Raises:
-        UserError: if it is neither.
+    For a Hugging Face checkpoint, a hash of config.json and the size of its weights in bytes.
     """
     step = newest_step(folder / CHECKPOINTS_NAME)
     if step is not None:
@@ -117,11 +106,7 @@ def identity(folder: Path) -> dict[str, Any]:
 
 
 def max_positions(folder: Path) -> int:
-    """Returns the maximum context length of a model, without reading its parameters.
-
-    Raises:
-        UserError: if the folder's configuration cannot be read.
-    """
+    """Returns the maximum context length of a model, without reading its parameters."""
     checkpoints = folder / CHECKPOINTS_NAME
     step = newest_step(checkpoints)
     if step is None:

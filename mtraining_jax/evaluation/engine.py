@@ -26,7 +26,7 @@ from mtraining_jax.text import counted
 
 
 class Forced(NamedTuple):
-    """Scores of a given answer after a prompt.
+    """Scores of a given answer of n tokens after a prompt; see `Engine.forced`.
 
     Attributes:
         log_probs: fp32 [n], natural log probability of each token after those before it.
@@ -49,7 +49,6 @@ class Generated:
         text: their text up to a stop text; "" without a tokenizer.
         stopped: "end" (end token), "stop" (stop text) or "length" (token limit).
         prefill_seconds: time to the first new token, without compilation.
-        decode_seconds: time for the other tokens.
         density: of the prompt's pass, as in `Forced`.
     """
 
@@ -62,19 +61,15 @@ class Generated:
 
 
 class Engine:
-    """A model on its devices, with an attention pattern.
+    """A model on its devices, with an attention pattern; see `Engine.load`.
 
     Prompts are right-padded to one of few lengths. No real token attends to the padding, and
     sparse patterns estimate from the last real tokens. In patterns that select per row of blocks,
     the last 128 tokens of a prompt attend to all of it unless `dense_end` says otherwise
     (docs/quality.md).
 
-    Attributes:
-        loaded: the model, its parameters and its tokenizer.
-        programs: its compiled programs.
-
     Args:
-        loaded: from `mtraining_jax.evaluation.load`, or built from parts.
+        loaded: the model, its parameters and its tokenizer.
         like: an engine with the same parameters and another pattern, to share programs with.
     """
 
@@ -127,13 +122,11 @@ class Engine:
         )
 
     def with_pattern(self, settings: Settings) -> Self:
-        """Returns an engine with the same parameters and another pattern."""
         attending = dataclasses.replace(self._network.attending, settings=settings)
         network = dataclasses.replace(self._network, attending=attending)
         return type(self)(dataclasses.replace(self.loaded, network=network), like=self)
 
     def dense(self) -> Self:
-        """Returns an engine with the same parameters and dense attention."""
         return self.with_pattern(Dense(self._network.attending.settings.block_size))
 
     @property
@@ -147,21 +140,19 @@ class Engine:
 
     @property
     def max_positions(self) -> int:
-        """Maximum context length in tokens."""
         return self.spec.max_position_embeddings
 
     def token_losses(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
         """Computes -log p of each token except the first, given those before it.
 
         Args:
-            tokens: ids [S], S >= 2.
+            tokens: ids [S], S >= 2, of which all but the last fit into `max_positions`.
 
         Returns:
             fp32 [S - 1], in nats.
 
         Raises:
-            UserError: if there are fewer than 2 tokens, more than `max_positions` without the last
-                one, or an id outside the vocabulary.
+            UserError: for too few or too many tokens, or an id outside the vocabulary.
         """
         ids = self._checked(tokens, least=2)
         self._check_length(len(ids) - 1, 0)
@@ -170,16 +161,12 @@ class Engine:
     def forced(
         self, prompt_ids: Sequence[int] | np.ndarray, answer_ids: Sequence[int] | np.ndarray
     ) -> Forced:
-        """Scores an answer, each token given those before it.
+        """Scores an answer, ids [m], each token given those before it and the prompt, ids [n].
 
         Dense attention takes one forward pass over prompt and answer. A sparse pattern works as
         in `generate`: the prompt is read sparsely, then each token of the answer attends to all
         earlier ones, step by step, so the answer does not influence the selection for the prompt.
         With `sparse_answers` there is one sparse pass over both, as in training.
-
-        Args:
-            prompt_ids: ids [n], n >= 1.
-            answer_ids: ids [m], m >= 1.
 
         Raises:
             UserError: see `token_losses`, for both together.
@@ -270,7 +257,6 @@ class Engine:
         )
 
     def _checked(self, ids: Sequence[int] | np.ndarray, least: int) -> np.ndarray:
-        """Returns int32 [n]; raises UserError for invalid ids."""
         ids = np.asarray(ids)
         if ids.ndim != 1 or len(ids) < least:
             what = "one token" if least == 1 else f"{least} tokens"
@@ -298,8 +284,7 @@ def _new_tokens(
 ) -> Iterator[int]:
     """Yields new tokens as they are computed.
 
-    The devices compute the next step while the caller handles a token. The step after the last
-    token that the caller takes is discarded.
+    The devices compute the next step while the caller handles a token. The last step is discarded.
     """
     for number in range(count):
         following = None

@@ -7,19 +7,11 @@ NEAR = 256  # tokens: a repetition within this distance is not far
 
 
 def far_copies(tokens: np.ndarray, gram: int = GRAM, near: int = NEAR) -> np.ndarray:
-    """Returns which tokens are far copies.
+    """Returns which tokens are far copies, bool [S].
 
     The n-gram of a token consists of the token and those before it, `gram` in all. The token is a
     far copy if its n-gram occurred earlier and the latest occurrence is more than `near` tokens
     back. To predict it, a model needs keys outside of a window of `near` tokens.
-
-    Args:
-        tokens: integers [S].
-        gram: n-gram length.
-        near: see above.
-
-    Returns:
-        Bool [S]; False for the first tokens, which have no complete n-gram.
     """
     found = np.zeros(len(tokens), bool)
     if len(tokens) < gram:

@@ -45,14 +45,7 @@ _INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command.
-
-    Args:
-        arguments: arguments without the program name; None uses those of this process.
-
-    Returns:
-        The exit status: 0; 2 after a user error, which is printed to stderr; 130 if interrupted.
-    """
+    """Runs the command; returns 0, 2 after a user error, or 130 if interrupted."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:
         if {"-h", "--help"} & set(arguments):

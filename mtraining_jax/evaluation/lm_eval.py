@@ -140,7 +140,6 @@ class HarnessModel(TemplateLM):  # pyright: ignore[reportGeneralTypeIssues]
     def _loglikelihood_tokens(
         self, requests: list[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
-        """Returns the log probability of each continuation, and whether it is the greedy one."""
         found = []
         for texts, context, continuation in tqdm(requests, disable=disable_tqdm, desc="scoring"):
             forced = self.engine.forced(context, continuation)
@@ -171,7 +170,6 @@ class HarnessModel(TemplateLM):  # pyright: ignore[reportGeneralTypeIssues]
         return found
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """Generates text after each context, up to a stop text."""
         found = []
         for request in tqdm(requests, disable=disable_tqdm, desc="generating"):
             context, settings = request.args

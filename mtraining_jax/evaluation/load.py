@@ -42,9 +42,7 @@ class Loaded:
     """A loaded model.
 
     Attributes:
-        network: the model without its parameters.
         state: parameters on the mesh: matrices in the compute dtype, vectors fp32.
-        tokenizer: None if the folder has none.
         stop_ids: ids that end a text.
         loss_chunk_size: number of tokens per device with logits in memory at a time.
         source: name for messages: the folder, and the step of a run.
@@ -61,7 +59,6 @@ class Loaded:
     trained_sparse: bool = False
 
     def note_on_dense_use(self) -> str | None:
-        """Returns a note for dense use of a model that was trained sparse, or None."""
         if not self.trained_sparse:
             return None
         return (
@@ -216,7 +213,6 @@ def _read_run(folder: Path, step: int, spec: ModelSpec, shardings: nnx.State) ->
 def _find_tokenizer(
     folder: Path, config: Config, is_run: bool, given: str | None
 ) -> tuple[Tokenizer | None, frozenset[int]]:
-    """Returns the tokenizer, if any, and the ids that end a text."""
     ids = () if is_run else _end_ids(folder)
     name, eos = given, ids[0] if ids else None
     if name is None and not is_run and (folder / _TOKENIZER_FILE).is_file():
@@ -239,7 +235,6 @@ def _find_tokenizer(
 
 
 def _end_ids(folder: Path) -> tuple[int, ...]:
-    """Reads `eos_token_id` from a Hugging Face folder, preferring the generation config."""
     for file in (_GENERATION_FILE, CONFIG_FILE):
         path = folder / file
         found = read_json(path).get("eos_token_id") if path.is_file() else None

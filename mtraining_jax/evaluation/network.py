@@ -19,12 +19,9 @@ from mtraining_jax.sparsity import ModelSizes, Pattern, Settings
 
 @dataclasses.dataclass(frozen=True)
 class Attending:
-    """How layers attend; static.
+    """How layers attend; static. See `[sparsity]` and `[parallel]` of a configuration.
 
     Attributes:
-        settings: pattern settings.
-        layout: "striped" or "zigzag", the assignment of blocks to ranks.
-        ring: ring schedule (`mtraining_jax.parallel.ring`).
         backend: kernel backend; None selects the fastest available one.
         sparse_answers: whether given answers use the pattern too, in one pass with the prompt as
             in training. Otherwise answer tokens attend to all earlier tokens, like generated ones.
@@ -39,14 +36,7 @@ class Attending:
 
 @dataclasses.dataclass(frozen=True)
 class Network:
-    """A model without its parameters, on a mesh; static.
-
-    Attributes:
-        spec: sizes of the model.
-        mesh: axes ('data', 'node', 'device'), with one device along 'data'.
-        attending: attention of passes over full sequences.
-        fsdp: whether matrices are sharded over the devices instead of replicated.
-    """
+    """A model without its parameters, on a mesh with one device along 'data'; static."""
 
     spec: ModelSpec
     mesh: Mesh
@@ -60,25 +50,21 @@ class Network:
 
     @functools.cached_property
     def one_token_graphdef(self) -> nnx.GraphDef:
-        """Structure of the model for one token."""
         return graph_definition(dataclasses.replace(self.spec, remat="none", mlp_kept_chunks=0))
 
     @property
     def ranks(self) -> int:
-        """W, the number of context-parallel ranks."""
         return math.prod(self.mesh.shape[axis] for axis in SEQUENCE_AXES)
 
     @property
     def unit(self) -> int:
-        """The divisor of padded lengths."""
         chunks = 2 if self.attending.layout == "zigzag" else 1
         return chunks * self.ranks * self.attending.settings.block_size
 
     def padded_length(self, tokens: int) -> int:
         """Returns the padded length of a sequence, one of few so that programs can be reused.
 
-        Up to two units every multiple is used; above that two lengths per octave, 2^i and
-        3 * 2^(i-1) units.
+        Every multiple up to two units, then two lengths per octave, 2^i and 3 * 2^(i-1) units.
         """
         units = max(1, -(-tokens // self.unit))
         power = 1 << (units - 1).bit_length()
@@ -86,7 +72,6 @@ class Network:
         return self.unit * (between if power > 2 and units <= between else power)
 
     def sequence_layout(self, seq_len: int) -> Layout:
-        """Returns the layout of a padded sequence on the ranks."""
         sizes = tuple(self.mesh.shape[axis] for axis in SEQUENCE_AXES)
         attending = self.attending
         return layout_for_ring(
@@ -94,11 +79,7 @@ class Network:
         )
 
     def pattern(self, seq_len: int, settings: Settings) -> Pattern:
-        """Builds the pattern for a padded sequence; its arrays have a leading layer axis.
-
-        Raises:
-            UserError: if the pattern cannot be built for this model.
-        """
+        """Builds the pattern for a padded sequence; its arrays have a leading layer axis."""
         return settings.pattern(ModelSizes(self.spec.num_layers, self.spec.num_heads, seq_len))
 
     def attention(self, layout: Layout, pattern: Pattern, valid_len: Array) -> Attention:

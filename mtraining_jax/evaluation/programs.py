@@ -31,9 +31,7 @@ Drawing = tuple[np.float32, np.float32, np.uint32]
 class Programs:
     """Compiles programs on first use, and runs them.
 
-    Args:
-        loaded: the model with its parameters.
-        like: programs of the same parameters with another pattern, to share decoding steps with.
+    `like` has programs of the same parameters with another pattern, to share decoding steps with.
     """
 
     def __init__(self, loaded: Loaded, like: Self | None = None) -> None:
@@ -100,11 +98,9 @@ class Programs:
         return functools.partial(run, *arguments)
 
     def draw(self, logits: Array, kind: str, drawing: Drawing) -> Array:
-        """Samples the first new token, int32 [1]; see `next_token`."""
         return _draw(kind, logits, *drawing)
 
     def cache(self, prompt: Prompt, prompt_len: int, new_tokens: int) -> Cache:
-        """Builds a cache from the keys and values of a prompt (donated), with room to grow."""
         room = room_for(new_tokens, prompt.keys.shape[2] // self._network.ranks)
         count = jax.device_put(np.int32(prompt_len), NamedSharding(self._network.mesh, P()))
         keys, values = (
@@ -117,8 +113,7 @@ class Programs:
     ) -> Callable[[Cache, Array], Stepped]:
         """Compiles the decoding step: a function of cache and token that donates the cache.
 
-        Of `cache` and `token` only the shapes are used. `total` is the number of tokens of prompt
-        and answer together.
+        `total` is the number of tokens of prompt and answer together.
         """
         padded = self._network.padded_length(prompt_len)
         like, room = self._network.length_like(total), cache.keys[0].shape[2]
@@ -139,7 +134,6 @@ class Programs:
         return self._compiled[key]
 
     def pattern(self, padded: int, of_prompt: bool = False) -> Pattern:
-        """Returns the pattern for a padded length, of prompts or of full sequences."""
         own = self._network.attending.settings
         settings = own.for_prompts() if of_prompt else own
         key = padded, settings is own  # with most patterns prompts share the arrays

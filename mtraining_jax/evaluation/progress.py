@@ -16,12 +16,6 @@ class Watch:
     """Shows the progress of an evaluation; a `Watcher` and a context manager.
 
     After each task and length, it prints the mean scores of the samples of this call.
-
-    Attributes:
-        done, total: finished and planned lines.
-
-    Args:
-        console: prints progress.
     """
 
     def __init__(self, console: Console) -> None:
@@ -61,7 +55,6 @@ class Watch:
         self._update()
 
     def stop(self) -> None:
-        """Removes the bar."""
         self._tell_cell()
         if self._bar is not None:
             self._bar.stop()

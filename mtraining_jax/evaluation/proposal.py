@@ -20,12 +20,10 @@ from mtraining_jax.text import counted
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """The measurement of one setting.
+    """The measurement of one setting: its density, and its mean loss over all labels in nats.
 
     Attributes:
         text: the setting as the user wrote it.
-        density: computed over causal pairs, mean over layers, heads and sequences.
-        loss: mean over all labels, in nats.
         rise: `loss` minus the loss with dense attention.
         error: standard error of `rise` over sequences; NaN with a single one.
         copies: the rise over far copies only; NaN if the text has none.
@@ -40,19 +38,10 @@ class Measured:
 
 
 def read_sequences(loaded: Loaded, paths: Sequence[str], length: int, count: int) -> np.ndarray:
-    """Reads text files, joins them, and splits them into sequences of `length` tokens.
+    """Reads text files, joins them, and splits them into up to `count` sequences: int32 [N, S].
 
-    Args:
-        loaded: the model, for its tokenizer.
-        paths: files, folders and patterns, as in data.paths.
-        length: S, tokens of a sequence.
-        count: maximum number of sequences.
-
-    Returns:
-        int32 [N, S], N >= 1.
-
-    Raises:
-        UserError: if the model has no tokenizer, a file cannot be read, or the text is too short.
+    `paths` are files, folders and patterns, as in data.paths. Raises UserError if the model has no
+    tokenizer, a file cannot be read, or the text is too short.
     """
     if loaded.tokenizer is None:
         raise UserError(f"{loaded.source} has no tokenizer; set one with --tokenizer")
@@ -70,11 +59,7 @@ def read_sequences(loaded: Loaded, paths: Sequence[str], length: int, count: int
 
 
 def check_length(loaded: Loaded, settings: Sequence[Settings], length: int) -> None:
-    """Checks that a length fits the model's positions, and that no setting would pad it.
-
-    Raises:
-        UserError: naming the length and the limit.
-    """
+    """Checks that a length fits the model's positions, and that no setting would pad it."""
     most = loaded.network.spec.max_position_embeddings
     if length > most:
         raise UserError(
@@ -97,18 +82,10 @@ def measure(
     settings: dict[str, Settings],
     say: Callable[[str], None] = lambda line: None,
 ) -> Iterator[Measured]:
-    """Runs a model over sequences, first dense, then with each setting in every layer.
+    """Runs a model over sequences, int32 [N, S], first dense, then with each setting.
 
-    The selection reads all tokens of a sequence, as in training.
-
-    Args:
-        loaded: the model.
-        sequences: int32 [N, S].
-        settings: settings by their text.
-        say: called with the name of the next setting.
-
-    Yields:
-        The dense model, with a rise of 0, and then each setting.
+    The selection reads all tokens of a sequence, as in training. `say` is called with the name of
+    the next setting. The first result is dense, with a rise of 0.
     """
     far = np.stack([far_copies(tokens) for tokens in sequences])[:, 1:]
     dense = None
@@ -141,14 +118,7 @@ def proposed(
     most_rise: float,
     most_copies: float,
 ) -> Measured | None:
-    """Returns the cheapest setting within the limits, or None.
-
-    Args:
-        measured: from `measure`, with or without dense.
-        cost: the cost to minimize: the time of a step, or the density.
-        most_rise: limit for the loss on all labels, in nats.
-        most_copies: limit for the loss on far copies, if there are any.
-    """
+    """Returns the setting with the lowest cost within the limits of both rises, or None."""
     within = [
         one
         for one in measured

@@ -7,22 +7,15 @@ from pathlib import Path
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """The parsed arguments.
+    """The parsed arguments; see `evaluate.py --help`.
 
     Attributes:
         models: folders by their label in the results.
         tasks: task names, not validated.
-        lengths: tokens.
         attentions: "dense", "sparse" or both.
-        samples: number of samples per task and length.
-        seed: random seed of the samples.
-        generate: whether to generate answers even where teacher forcing is enough.
-        sparse_answers: whether given answers use sparse attention too.
-        output: folder of the results.
         options: options of tasks, as text.
         sparsity, parallel: fields of these sections, as text.
-        dtype: compute dtype; None uses that of the model.
-        tokenizer: "bytes" or a tokenizer.json; None uses that of the model.
+        dtype, tokenizer: None uses that of the model.
         cpu_devices: number of virtual CPU devices; None uses the devices that JAX finds.
     """
 

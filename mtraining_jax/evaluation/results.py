@@ -23,13 +23,7 @@ Line = dict[str, Any]
 
 
 class Key(NamedTuple):
-    """The key of a line; a folder has one line per key.
-
-    Attributes:
-        model: label of the model in the folder, e.g. "model".
-        attention: "dense" or "sparse".
-        task, length, number: as in `Sample`.
-    """
+    """The key of a line, one line per key; `model` is a label such as "model"."""
 
     model: str
     attention: str
@@ -41,14 +35,8 @@ class Key(NamedTuple):
 class Results:
     """A folder of results, open for new lines. Use it in a `with` block.
 
-    Attributes:
-        folder: the folder.
-        settings: settings that all lines have in common.
-
-    Args:
-        folder: created if missing.
-        settings: nested dicts of plain values. They must agree with the settings of earlier lines
-            in the folder wherever both have a value; values that only one has are kept.
+    Its settings must agree with those of earlier lines in the folder wherever both have a value;
+    values that only one has are kept.
 
     Raises:
         UserError: if the folder is not writable, has other settings, or has a damaged line.
@@ -77,11 +65,7 @@ class Results:
         return self._lines[key]
 
     def add(self, line: Line) -> None:
-        """Appends the line of one sample to the file, before it returns.
-
-        Raises:
-            ValueError: if it has a number that is not finite, or lacks a part of its key.
-        """
+        """Appends the line of one sample to the file, before it returns."""
         text = json.dumps(line, allow_nan=False, ensure_ascii=False)
         self._lines[key_of(line)] = line
         # A single write, so an interruption cannot split the line.
@@ -95,11 +79,9 @@ class Results:
 
     @property
     def lines(self) -> list[Line]:
-        """All lines, including those of earlier evaluations in this folder."""
         return list(self._lines.values())
 
     def close(self) -> None:
-        """Closes the file."""
         self._file.close()
 
     def __enter__(self) -> Self:
@@ -115,20 +97,12 @@ class Results:
 
 
 def check_settings(folder: str | Path, settings: Mapping[str, Any]) -> None:
-    """Checks whether `Results` would accept new lines; writes nothing.
-
-    Raises:
-        UserError: if it would not; see `Results`.
-    """
+    """Raises UserError if `Results` would not accept new lines; writes nothing."""
     _joined(_settings_of_lines(Path(folder)), settings, Path(folder))
 
 
 def key_of(line: Line) -> Key:
-    """Returns the key of a line.
-
-    Raises:
-        ValueError: if a part is missing.
-    """
+    """Returns the key of a line; raises ValueError if a part is missing."""
     try:
         return Key(*(line[name] for name in Key._fields))
     except (KeyError, TypeError) as error:
@@ -160,11 +134,7 @@ def read_lines(folder: Path) -> Iterator[Line]:
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """Returns the settings of a folder's lines; empty without a file.
-
-    Raises:
-        UserError: if the file is not JSON.
-    """
+    """Returns the settings of a folder's lines; empty without a file."""
     path = folder / SETTINGS_NAME
     if not path.is_file():
         return {}
@@ -196,11 +166,6 @@ def read_invocations(folder: Path) -> list[dict[str, Any]]:
 
 
 def _joined(before: Mapping[str, Any], now: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Merges two settings.
-
-    Raises:
-        UserError: naming the first setting that differs.
-    """
     now = json.loads(json.dumps(now))  # turns tuples into lists
     flat_before, flat_now = dict(_flat(before)), dict(_flat(now))
     for name in flat_before.keys() & flat_now.keys():
@@ -228,7 +193,6 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def _cut_torn_line(path: Path) -> None:
-    """Removes an incomplete last line."""
     if not path.is_file():
         return
     content = path.read_bytes()
@@ -238,7 +202,6 @@ def _cut_torn_line(path: Path) -> None:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Replaces a file atomically."""
     new = path.with_name(f"{path.name}.new")
     new.write_text(text, encoding="utf-8")
     new.replace(path)

@@ -14,13 +14,10 @@ from mtraining_jax.evaluation.tasks import Document, Sample, Task
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What to evaluate.
+    """What to evaluate: tasks, each at every length of prompt and answer together.
 
     Attributes:
-        tasks: tasks, each evaluated at every length.
-        lengths: tokens of prompt and answer together.
         samples: number of samples per task and length, limited by the data set.
-        seed: random seed of the samples.
         generate: generate answers even where teacher forcing is enough.
     """
 
@@ -31,7 +28,6 @@ class Plan:
     generate: bool = False
 
     def numbers(self, task: Task, length: int, tokenizer: Tokenizer | None) -> range:
-        """Returns the sample numbers of a task and length."""
         there = task.count(tokenizer, length)
         return range(self.samples if there is None else min(self.samples, there))
 
@@ -64,11 +60,7 @@ def check_lengths(lengths: Sequence[int], max_positions: int, name: str) -> None
 
 
 def check_vocabulary(tasks: Sequence[Task], vocab_size: int, name: str) -> None:
-    """Checks that a model has the token ids of the tasks.
-
-    Raises:
-        UserError: naming the task and its option.
-    """
+    """Raises UserError if the tasks have token ids that the model lacks."""
     for task in tasks:
         ids = getattr(task, "vocab_size", None)
         if ids is not None and ids > vocab_size:
@@ -79,17 +71,7 @@ def check_vocabulary(tasks: Sequence[Task], vocab_size: int, name: str) -> None:
 
 
 def check(plan: Plan, model: Model, name: str) -> None:
-    """Checks a plan before anything runs.
-
-    Args:
-        plan: what to evaluate.
-        model: the model.
-        name: its name, for messages.
-
-    Raises:
-        UserError: if a length exceeds the model's positions, or a text task has a model without a
-            tokenizer.
-    """
+    """Checks lengths and tokenizer of a plan before anything runs; `name` is for messages."""
     check_lengths(plan.lengths, model.max_positions, name)
     for task in plan.tasks:
         if task.needs_tokenizer and model.tokenizer is None:
@@ -105,14 +87,7 @@ def evaluate(
     """Evaluates samples without a result, and appends a line for each.
 
     Samples are made once and given to all of `models`, so that their scores can be compared
-    pairwise.
-
-    Args:
-        plan: a checked plan.
-        models: models with the same parameters by attention kind, "dense" or "sparse".
-        label: label of these parameters in the results.
-        results: folder of the lines.
-        watcher: receives progress.
+    pairwise. These have the same parameters, by attention kind "dense" or "sparse".
 
     Raises:
         UserError: from a task or a model, or if existing lines have other prompts.

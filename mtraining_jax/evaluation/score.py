@@ -22,12 +22,7 @@ def make_score(
 ) -> Callable[..., tuple[LabelScores, Array]]:
     """Builds a program that scores labels.
 
-    Args:
-        network: the model.
-        layout: layout of the padded sequence.
-        pattern: sparse pattern.
-        length: length that RoPE assumes for the sequence (`Network.length_like`).
-        chunk_size: number of tokens per device with logits in memory at a time.
+    `length` is the one that RoPE assumes for the sequence (`Network.length_like`).
 
     Returns:
         A jitted function of the state, int32 [B, S] tokens, labels and positions in layout order,

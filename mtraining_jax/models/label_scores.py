@@ -19,12 +19,12 @@ from mtraining_jax.parallel.mesh import REPLICATED
 
 
 class LabelScores(NamedTuple):
-    """Scores of the labels of tokens.
+    """Scores of the labels of tokens, [B, S] each.
 
     Attributes:
-        loss: fp32 [B, S], -log softmax(logits)[label] in nats; 0 where a label is ignored.
-        is_argmax: bool [B, S], whether the label has the highest logit (the first one among equal
-            logits), as in greedy decoding; False where a label is ignored.
+        loss: fp32, -log softmax(logits)[label] in nats; 0 where a label is ignored.
+        is_argmax: whether the label has the highest logit (the first one among equal logits), as
+            in greedy decoding; False where a label is ignored.
     """
 
     loss: Array
@@ -32,15 +32,7 @@ class LabelScores(NamedTuple):
 
 
 class ChunkScores(NamedTuple):
-    """The output layer on C tokens.
-
-    Attributes:
-        logits: fp32 [C, V].
-        lse: fp32 [C], log-sum-exp of the logits.
-        counted: bool [C], whether the label is not ignored.
-        labels: int32 [C], 0 for ignored ones.
-        loss: fp32 [C], 0 for ignored ones.
-    """
+    """The output layer on C tokens: logits are fp32 [C, V], losses of ignored labels 0."""
 
     logits: Array
     lse: Array
@@ -82,15 +74,9 @@ def label_scores(
         weight_VE: fp32 [V, E]; the product uses the dtype of `hidden_BSE` and returns fp32.
         labels_BS: int32 [B, S], ids below V, or `IGNORE_LABEL`.
         chunk_size: number of tokens per device with logits in memory at a time.
-        mesh: shards B over 'data' and S over ('node', 'device'), in any token order. Each device
-            computes its own tokens. None: everything is on one device.
+        mesh: shards B over 'data' and S over ('node', 'device'), in any token order. None if
+            everything is on one device.
         weight_spec: sharding of the weight.
-
-    Returns:
-        Scores in the order and with the sharding of the tokens.
-
-    Raises:
-        ValueError: if shapes do not fit or chunk_size is below 1.
     """
     check_output_layer(hidden_BSE, weight_VE, labels_BS, chunk_size)
     # Cast before the gather, which halves its traffic.

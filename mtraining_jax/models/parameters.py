@@ -13,13 +13,11 @@ LAYERS = "layers."  # name prefix of layer parameters
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
-    """One parameter, fp32.
+    """One parameter, fp32. Layer parameters are stacked on a leading axis.
 
     Attributes:
-        shape: shape of the full array. Layer parameters are stacked on a leading axis.
         axes: name of each axis, for sharding; see `sharding.FSDP_AXES`.
         stddev: standard deviation of the normal initialization; None sets all entries to `value`.
-        value: see `stddev`.
     """
 
     shape: tuple[int, ...]
@@ -29,15 +27,12 @@ class Parameter:
 
     @property
     def size(self) -> int:
-        """Number of entries."""
         return math.prod(self.shape)
 
     def stacked(self, layers: int) -> Self:
-        """Returns the stacked parameter of all layers."""
         return dataclasses.replace(self, shape=(layers, *self.shape), axes=("layers", *self.axes))
 
     def of_layer(self) -> Self:
-        """Returns the parameter of one layer: the inverse of `stacked`."""
         return dataclasses.replace(self, shape=self.shape[1:], axes=self.axes[1:])
 
 
@@ -45,7 +40,7 @@ ParamTable = Mapping[str, Parameter]
 
 
 def subtable(table: ParamTable, prefix: str) -> dict[str, Parameter]:
-    """Returns the parameters with the prefix `prefix` and a dot, which is removed."""
+    """Returns the parameters below a prefix such as "mlp", without it in their names."""
     start = f"{prefix}."
     return {
         name.removeprefix(start): parameter

@@ -12,11 +12,7 @@ from mtraining_jax.models.labels import IGNORE_LABEL
 
 
 def num_buckets(seq_len: int) -> int:
-    """Returns the number of buckets of a sequence; the last one may be partly filled.
-
-    Raises:
-        ValueError: if the sequence is too short to predict anything.
-    """
+    """Returns the number of buckets of a sequence; the last one may be partly filled."""
     if seq_len < 2:
         raise ValueError(f"seq_len={seq_len} must be at least 2")
     return (seq_len - 1).bit_length()
@@ -30,16 +26,12 @@ def bucket_names(count: int) -> list[str]:
 def sums_by_bucket(
     losses_BS: Array, labels_BS: Array, positions_BS: Array, buckets: int
 ) -> tuple[Array, Array]:
-    """Sums losses and counts labels in each bucket; for use under `jax.jit`.
+    """Sums losses, fp32 in nats, and counts labels, int32, in each bucket; under `jax.jit`.
 
     Args:
         losses_BS: fp32 [B, S], 0 where a label is ignored; in any order along S.
         labels_BS: int32 [B, S]; `IGNORE_LABEL` does not count.
         positions_BS: int32 [B, S], of the predicting tokens; their labels are one position later.
-        buckets: from `num_buckets`.
-
-    Returns:
-        fp32 [buckets] sums, in nats, and int32 [buckets] label counts.
     """
     # Exactly floor(log2(position of the label)).
     bucket_BS = 31 - lax.clz((positions_BS + 1).astype(jnp.int32))

@@ -22,7 +22,6 @@ def rope_tables(
 
     Args:
         positions: int32 [S] or [B, S], global token positions, in any order, below 2**22.
-        spec: the model.
         length: sequence length, for length-dependent scalings; None is S. Int32 [B, S] if tokens
             belong to several sequences.
 

@@ -58,13 +58,8 @@ def parameter_names(state: Any) -> Any:
 def state_shardings(state: nnx.State, table: ParamTable, mesh: Mesh, fsdp: bool) -> nnx.State:
     """Returns the `NamedSharding` of every parameter, in a state of the same structure.
 
-    With `fsdp`, a matrix that ('node', 'device') cannot divide is replicated, with a warning.
-
-    Args:
-        state: state of a `Transformer`, arrays or `jax.ShapeDtypeStruct`.
-        table: its parameters by dotted name.
-        mesh: axes ('data', 'node', 'device'), of type Auto.
-        fsdp: shard matrices over ('node', 'device'); otherwise replicate everything.
+    With `fsdp`, matrices are sharded over ('node', 'device'). One that these cannot divide is
+    replicated, with a warning.
     """
     if fsdp:
         devices = math.prod(mesh.shape[axis] for axis in SEQUENCE_AXES)

@@ -87,8 +87,6 @@ class ModelSpec:
     def from_config(cls, config: Any) -> Self:
         """Takes the fields from any object or mapping; missing ones keep their defaults.
 
-        `head_dim` of None is hidden_size / num_heads.
-
         Raises:
             ValueError: if a field without a default is missing or a value is invalid.
         """
@@ -117,12 +115,7 @@ class ModelSpec:
 
 
 def spec_problems(values: Any, prefix: str = "") -> Iterator[str]:
-    """Yields messages for fields that contradict each other.
-
-    Args:
-        values: any object with the fields of `ModelSpec`, each of them valid.
-        prefix: prefix of field names in messages.
-    """
+    """Yields messages for fields of a `ModelSpec`, or of a configuration, that contradict."""
     if values.num_heads % values.num_kv_heads:
         yield (
             f"{prefix}num_heads = {values.num_heads} must be a multiple of {prefix}num_kv_heads = "

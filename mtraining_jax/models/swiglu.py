@@ -24,18 +24,8 @@ def chunked_swiglu(
     """down(silu(gate(x)) * up(x)), for at most `chunk_size` tokens at a time.
 
     The backward pass saves x and recomputes the gate and up products, except for the first
-    `kept_chunks` chunks: it saves their products under the name `MLP_PRODUCTS`. Gradients of
-    weights accumulate over chunks in fp32.
-
-    Args:
-        x_TE: [T, E].
-        gate_FE, up_FE: [F, E] in the dtype of x.
-        down_EF: [E, F] in the dtype of x.
-        chunk_size: tokens with [F] activations in memory at a time.
-        kept_chunks: number of chunks with saved products, computed together; at most all chunks.
-
-    Returns:
-        [T, E] in the dtype of x.
+    `kept_chunks` chunks, computed together: it saves their products under the name `MLP_PRODUCTS`.
+    Gradients of weights accumulate over chunks in fp32. All arrays have the dtype of x.
     """
     return _forward(x_TE, gate_FE, up_FE, down_EF, chunk_size, kept_chunks)[0]
 
@@ -119,6 +109,5 @@ def _dot(equation: str, a: Array, b: Array) -> Array:
 
 
 def _dot32(equation: str, a: Array, b: Array) -> Array:
-    """A product with an fp32 result."""
     exact = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return jnp.einsum(equation, a, b, precision=exact, preferred_element_type=jnp.float32)

@@ -236,10 +236,7 @@ class Transformer(nnx.Module):
 
         Args:
             capture_kv: maps the rotated keys and the values of a layer, in the compute dtype and
-                sharded over the mesh, to what is returned of them; None returns nothing.
-
-        Returns:
-            Both results of `__call__`, and the captured values, stacked over layers.
+                sharded over the mesh, to what is returned of them, stacked over layers.
         """
         dtype = jnp.dtype(self.spec.dtype)
         positions = jnp.broadcast_to(positions, tokens.shape)

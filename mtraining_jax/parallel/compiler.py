@@ -7,13 +7,8 @@ _GPU_OPTIONS = {"xla_gpu_experimental_parallel_collective_overlap_limit": 4}
 
 
 def ring_compiler_options(platform: str) -> dict[str, int]:
-    """Returns the compiler options for a program with ring attention.
+    """Returns the compiler options of a program with ring attention, for `jax.jit`.
 
-    Args:
-        platform: platform of the target devices, as in `jax.Device.platform`.
-
-    Returns:
-        Options for `jax.jit(..., compiler_options=...)`; empty if none are needed. They do not
-        affect the results; without them a hierarchical ring waits for transfers between nodes.
+    They do not affect results; without them a hierarchical ring waits for transfers between nodes.
     """
     return dict(_GPU_OPTIONS) if platform == "gpu" else {}

@@ -1,8 +1,7 @@
 """Data-parallel replicas that run independently and communicate only where asked to.
 
 The mesh axis 'data' replicates the model. `in_groups` runs a function once per replica, and
-functions sharded inside it (`map_shards`) use the other axes only. A replica therefore never waits
-for another one unless the function uses the axis 'data' explicitly.
+functions sharded inside it (`map_shards`) use the other axes only.
 """
 
 from collections.abc import Callable, Iterable
@@ -21,14 +20,8 @@ def in_groups(
 ) -> Callable[..., Any]:
     """Maps `function` over data-parallel replicas; returns it unchanged if there is only one.
 
-    Inside, arrays have per-replica shapes, and 'data' is an axis for collectives. XLA decides the
-    sharding over the other axes, as under `jax.jit`.
-
-    Args:
-        function: from arrays to arrays.
-        mesh: axes ('data', 'node', 'device'), of type Auto.
-        in_specs: a tree of specs per argument, with 'data' or no axis.
-        out_specs: a tree of specs of the result.
+    Inside, arrays have per-replica shapes, 'data' is an axis for collectives, and XLA decides the
+    sharding over the other axes. The specs have 'data' or no axis; the mesh is of type Auto.
     """
     if mesh.shape[DATA_AXIS] == 1:
         return function
@@ -53,10 +46,7 @@ def map_shards(
 ) -> Callable[..., Any]:
     """Applies `jax.shard_map` over the axes that shard arrays here, without replication checks.
 
-    Args:
-        function: from shards to shards.
-        mesh: the device mesh.
-        in_specs, out_specs: trees of specs, as outside `in_groups`.
+    The specs are written as outside `in_groups`.
     """
     axes = shared_axes(mesh.axis_names)
     if len(axes) == len(mesh.axis_names):

@@ -98,15 +98,7 @@ class Layout:
         return jnp.concatenate([segment.blocks() for segment in self.segments(rank)])
 
     def local_positions(self, tokens: Array, rank: int | Array) -> Array:
-        """Maps global token positions to positions in the shard of `rank`.
-
-        Args:
-            tokens: int32 of any shape, global positions; values outside [0, S) belong to no rank.
-            rank: int, may be traced.
-
-        Returns:
-            int32 of the same shape: position within the shard, or -1 for tokens of other ranks.
-        """
+        """Maps global positions, int32, to positions in the shard of `rank`; -1 elsewhere."""
         block, within = tokens // self.block_size, tokens % self.block_size
         local = jnp.full_like(tokens, -1)
         before = 0
@@ -119,15 +111,7 @@ class Layout:
         return local
 
     def gathered_positions(self, tokens: Array, ranks: Array) -> Array:
-        """Maps global token positions to positions in the concatenated shards of several ranks.
-
-        Args:
-            tokens: as in `local_positions`.
-            ranks: int32 [n], may be traced.
-
-        Returns:
-            int32 with the shape of `tokens`: position in the concatenated shards, or -1.
-        """
+        """Maps global positions to those in the joined shards of `ranks`, int32 [n]; or -1."""
         size = self.local_blocks * self.block_size
         found = jnp.full_like(tokens, -1)
         for number in range(ranks.shape[0]):

@@ -27,19 +27,16 @@ REPLICATED = P()
 
 
 def make_mesh(
-    data: int, nodes: int, devices_per_node: int, devices: Sequence[jax.Device] | None = None
+    data: int,
+    nodes: int,
+    devices_per_node: int,
+    devices: Sequence[jax.Device] | None = None,  # pyright: ignore[reportInvalidTypeForm]
 ) -> Mesh:
     """Builds a mesh of shape (data, nodes, devices_per_node) with `AxisType.Auto` axes.
 
     Devices are ordered by process, and within a process as given. If processes are numbered node
     by node, 'device' stays inside a node and 'node' crosses nodes. If fewer devices are requested
     than exist, every process contributes equally many.
-
-    Args:
-        data: number of data-parallel replicas.
-        nodes: N, number of nodes per replica.
-        devices_per_node: L.
-        devices: defaults to `jax.devices()`.
 
     Raises:
         ValueError: if a size is below 1, there are too few devices, or the requested number
@@ -56,7 +53,7 @@ def make_mesh(
     )
     if needed > len(devices):
         raise ValueError(f"{asked} but there are {len(devices)}")
-    by_process: dict[int, list[jax.Device]] = {}
+    by_process: dict[int, list[jax.Device]] = {}  # pyright: ignore[reportInvalidTypeForm]
     for device in sorted(devices, key=lambda device: device.process_index):
         by_process.setdefault(device.process_index, []).append(device)
     share, rest = divmod(needed, len(by_process))

@@ -15,12 +15,7 @@ from jax import Array, lax
 
 
 def depend_on(tree: Any, token: Array) -> Any:
-    """Makes `tree` depend on `token` on CPU, so that it cannot be used before `token` exists.
-
-    Args:
-        tree: arrays of any floating dtype.
-        token: a non-empty floating array.
-    """
+    """Makes floating arrays depend on `token`, a non-empty floating array, on CPU."""
 
     def wait(tree, token):
         first = token.reshape(-1)[0]
@@ -31,11 +26,7 @@ def depend_on(tree: Any, token: Array) -> Any:
 
 
 def join(tree: Any) -> Any:
-    """Makes every array of a tree depend on all of them, on CPU.
-
-    Args:
-        tree: floating arrays.
-    """
+    """Makes every floating array of a tree depend on all of them, on CPU."""
 
     def on_cpu(tree: Any) -> Any:
         return depend_on(tree, _all_of(tree))
@@ -47,15 +38,8 @@ def join(tree: Any) -> Any:
 def serialize_collectives(weights: Any, arrays: tuple[Array, ...]) -> tuple[Any, tuple[Array, ...]]:
     """Separates collectives on weights from those that produce or use some arrays.
 
-    Weights are gathered after `arrays` are computed. In the backward pass, gradients of `arrays`
-    are used after the weight gradients have been sent.
-
-    Args:
-        weights: tree of floating arrays that collectives are applied to.
-        arrays: floating arrays.
-
-    Returns:
-        Both arguments, unchanged.
+    Returns both unchanged. Weights are gathered after `arrays` are computed. In the backward pass,
+    gradients of `arrays` are used after the weight gradients have been sent.
     """
     return depend_on(weights, _all_of(arrays)), arrays
 
@@ -74,4 +58,4 @@ serialize_collectives.defvjp(_serialize_fwd, _serialize_bwd)
 
 def _all_of(tree: Any) -> Array:
     """Returns a scalar that depends on all arrays of a tree."""
-    return sum(x.reshape(-1)[:1].astype(jnp.float32) for x in jax.tree.leaves(tree))
+    return jnp.asarray(sum(x.reshape(-1)[:1].astype(jnp.float32) for x in jax.tree.leaves(tree)))

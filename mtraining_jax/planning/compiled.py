@@ -45,6 +45,8 @@ def target_mesh(config: Config, gpu: Gpu) -> Mesh:
     """The mesh of the run over virtual GPUs; a node is a host."""
     parallel = config.parallel
     hosts = parallel.data * parallel.nodes
+    if gpu.target_config is None:
+        raise ValueError(f"there is no target description of the {gpu.kind}")
     description = (Path(__file__).parent / gpu.target_config).read_text(encoding="utf-8")
     topology = topologies.get_topology_desc(
         platform="cuda",
@@ -62,6 +64,8 @@ def compile_step(config: Config, gpu: Gpu) -> Compiled:
     begin = time.perf_counter()
     compiled = lower_step(config, gpu).compile()
     memory = compiled.memory_analysis()
+    if memory is None:
+        raise RuntimeError("the compiler returned no memory statistics")
     reserved = (
         memory.argument_size_in_bytes
         + memory.output_size_in_bytes

@@ -38,12 +38,7 @@ class Flops:
 
 
 def count_flops(config: Config, pairs: Pairs | None = None) -> Flops:
-    """Counts the FLOP of a step from the shapes of its products; a multiply-add is two FLOP.
-
-    Args:
-        config: the run.
-        pairs: causal and computed pairs of attention; None uses `planned_pairs`.
-    """
+    """Counts the FLOP of a step from the shapes of its products; a multiply-add is two FLOP."""
     pairs = planned_pairs(config) if pairs is None else pairs
     model, tokens = config.model, config.tokens_per_step
     spec = ModelSpec.from_config(model)
@@ -71,16 +66,9 @@ def count_flops(config: Config, pairs: Pairs | None = None) -> Flops:
 
 
 def seconds(config: Config, gpu: Gpu, memory: Memory, flops: Flops) -> dict[str, float]:
-    """Predicts the time of the parts of a step, assuming that ring communication is hidden.
+    """Predicts the seconds of each part of a step, assuming that ring communication is hidden.
 
-    Args:
-        config: the run; `rates_missing` must return None.
-        gpu: type of all devices.
-        memory: memory of one device.
-        flops: from `count_flops`.
-
-    Returns:
-        Seconds by part.
+    `rates_missing` must return None; `memory` is that of one device.
     """
     model, parallel, width = config.model, config.parallel, config.model.head_dim
     devices = config.devices

@@ -33,8 +33,7 @@ def dry_run(config: Config, mode: str = "auto", gpu: Gpu = H200) -> int:
     Args:
         config: a valid configuration.
         mode: "compile" compiles the training step for the GPU mesh; "estimate" uses formulas;
-            "auto" compiles if the CUDA plugin of JAX is installed. Runs on virtual CPU devices and
-            GPUs without target description are always estimated.
+            "auto" compiles if possible: not for virtual CPU devices or unknown GPUs.
         gpu: type of all devices.
 
     Returns:
@@ -91,21 +90,14 @@ def _dense(config: Config) -> Config:
 
 
 def available(config: Config, gpu: Gpu) -> int:
-    """Bytes that a run can use per device.
-
-    On GPUs limited by `XLA_PYTHON_CLIENT_MEM_FRACTION`; virtual CPU devices share host memory.
-    """
+    """Bytes that a run can use per device; virtual CPU devices share host memory."""
     if config.parallel.cpu_devices is not None:
         return host_memory() // config.parallel.cpu_devices
     return int(gpu.memory * memory_fraction())
 
 
 def memory_fraction() -> float:
-    """The fraction of GPU memory that JAX uses.
-
-    Raises:
-        UserError: the environment variable is not a number above 0 and up to 1.
-    """
+    """The fraction of GPU memory that JAX uses, from the environment."""
     name = "XLA_PYTHON_CLIENT_MEM_FRACTION"
     text = os.environ.get(name, str(MEMORY_FRACTION))
     try:
@@ -120,15 +112,7 @@ def memory_fraction() -> float:
 def report(
     config: Config, gpu: Gpu, memory: Memory, how: str, compiled: Compiled | None = None
 ) -> Iterator[str]:
-    """The lines that a dry run prints.
-
-    Args:
-        config: the run.
-        gpu: type of all devices.
-        memory: memory of one device.
-        how: how `memory` was obtained.
-        compiled: compiler statistics, if the step was compiled.
-    """
+    """Yields the lines that a dry run prints; `how` says how `memory` was obtained."""
     parallel, data = config.parallel, config.data
     devices = config.devices
     shape = " x ".join(map(str, config.mesh_shape))
@@ -234,7 +218,9 @@ def _time_lines(
     parts = seconds(config, gpu, memory, flops)
     total = sum(parts.values())
     tokens = config.tokens_per_step
-    mfu = flops.model / (total * config.devices * peak_flops(gpu.kind))
+    peak = peak_flops(gpu.kind)
+    assert peak is not None  # known for all GPUs of `hardware`
+    mfu = flops.model / (total * config.devices * peak)
     step = "sparse step" if _mixed(config) else "step"
     if gpu.forecast is None:
         yield f"{step} time in seconds: an ESTIMATE from rates of its parts, not a measurement"

@@ -11,17 +11,13 @@ class Gpu:
     """Rates of one GPU, measured unless noted.
 
     Attributes:
-        kind: device kind as reported by JAX.
         target_config: target description in this folder, for compiling without the GPU.
-        memory: bytes.
         copy_bytes: bytes/s of a copy, reads and writes together.
         link_bytes: bytes/s into one GPU in an all-gather over the GPUs of a host.
-        index_seconds: time of selection and building the kernels' work lists on one GPU, per query
-            head and key.
+        index_seconds: time of selection and building work lists, per query head and key.
         lists_seconds: the same without selection.
-        backend: kernel backend of the rates.
         forward_share, backward_share, matmul_share: rates relative to the H200 rates in
-            `mtraining_jax/latency.py`: attention forward and backward, and matrix products.
+            `mtraining_jax/latency.py`.
         forecast: why predicted times are only a forecast; None if the rates were measured.
     """
 

@@ -67,11 +67,7 @@ def abstract_mesh(config: Config) -> AbstractMesh:
 
 
 def estimate_memory(config: Config) -> Memory:
-    """Estimates the memory of one device in a step without compiling.
-
-    Raises:
-        UserError: an entry of optimizer.trainable matches no parameter.
-    """
+    """Estimates the memory of one device in a step without compiling."""
     builder = StateBuilder(config, abstract_mesh(config))
     state = builder.abstract()
     trained, _ = builder.split(state.parameters)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jaxlib
+import jaxlib.version
 from jax._src import distributed as jax_distributed  # its key-value store has no public name
 
 from mtraining_jax.config import Config, config_to_dict
@@ -24,23 +24,16 @@ _numbers = itertools.count()
 
 
 def run_on_process_0(act: Callable[[], Any], timeout: int) -> Any:
-    """Calls `act` on the first process while the others wait for it.
+    """Calls `act` on process 0 and returns its result, serializable as JSON, on all processes.
 
-    All processes must make these calls in the same order.
-
-    Args:
-        act: the function to call; its result must be serializable as JSON.
-        timeout: seconds that the other processes wait.
-
-    Returns:
-        The result of `act`, on all processes.
+    The others wait for `timeout` seconds. All processes must make these calls in the same order.
 
     Raises:
-        UserError: on all processes, if `act` raises one on the first.
+        UserError: on all processes, if `act` raises one.
     """
     if jax.process_count() == 1:
         return act()
-    key, client = f"{_PREFIX}/{next(_numbers)}", jax_distributed.global_state.client
+    key, client = f"{_PREFIX}/{next(_numbers)}", _store()
     if jax.process_index() == 0:
         try:
             result = act()
@@ -59,8 +52,7 @@ def check_same_configuration(config: Config) -> None:
     """Compares the configuration and versions of every process with those of the first one.
 
     Raises:
-        UserError: on all processes, if they differ; names each field and the first process that
-            has another value.
+        UserError: on all processes; names each field that differs and the first such process.
     """
     assert_same_on_all_processes(_told(config), config.distributed.timeout_seconds)
 
@@ -73,9 +65,6 @@ def check_same_data(identity: Mapping[str, Any], section: str) -> None:
     Args:
         identity: JSON-serializable identity of the loader's data.
         section: name of the configuration section, for the message.
-
-    Raises:
-        UserError: on all processes, if they differ.
     """
     # Opening files may take one process much longer; JAX notices if a process dies meanwhile.
     assert_same_on_all_processes(
@@ -84,18 +73,14 @@ def check_same_data(identity: Mapping[str, Any], section: str) -> None:
 
 
 def assert_same_on_all_processes(values: Mapping[str, Any], timeout: int) -> None:
-    """Compares values of all processes with those of the first one.
-
-    Args:
-        values: JSON-serializable values of this process, by name.
-        timeout: seconds that processes wait for each other.
+    """Compares JSON-serializable values with those of process 0, within `timeout` seconds.
 
     Raises:
         UserError: on all processes, with one line for each name with different values.
     """
     if jax.process_count() == 1:
         return
-    key, client = f"{_PREFIX}/{next(_numbers)}", jax_distributed.global_state.client
+    key, client = f"{_PREFIX}/{next(_numbers)}", _store()
     own = json.loads(json.dumps(dict(values)))
     if jax.process_index() > 0:
         client.key_value_set(f"{key}/{jax.process_index()}", json.dumps(own))
@@ -113,12 +98,7 @@ def assert_same_on_all_processes(values: Mapping[str, Any], timeout: int) -> Non
 
 
 def differences(first: Mapping[str, Any], other: Mapping[str, Any], number: int) -> list[tuple]:
-    """Lists values that differ from those of the first process, with a message for each.
-
-    Args:
-        first, other: values by dotted name.
-        number: index of the other process.
-    """
+    """Lists (name, message) of values that process `number` has and the first one has not."""
     return [
         (
             name,
@@ -133,7 +113,7 @@ def differences(first: Mapping[str, Any], other: Mapping[str, Any], number: int)
 
 def _told(config: Config) -> dict[str, Any]:
     """Returns what must be the same in all processes, by dotted name."""
-    versions = {"version of jax": jax.__version__, "version of jaxlib": jaxlib.__version__}
+    versions = {"version of jax": jax.__version__, "version of jaxlib": jaxlib.version.__version__}
     values = versions | dict(_flat("", config_to_dict(config)))
     return {name: value for name, value in values.items() if name not in _OWN}
 
@@ -148,9 +128,14 @@ def _flat(prefix: str, table: Mapping[str, Any]) -> list[tuple[str, Any]]:
     return found
 
 
+def _store() -> Any:
+    """The key-value store; it exists once `jax.distributed` is initialized."""
+    return jax_distributed.global_state.client
+
+
 def _wait_for(key: str, timeout: int) -> str:
     try:
-        return jax_distributed.global_state.client.blocking_key_value_get(key, timeout * 1000)
+        return _store().blocking_key_value_get(key, timeout * 1000)
     except Exception as error:  # jaxlib has its own exception type
         raise UserError(
             f"another process of the run did not answer within {timeout} seconds, or has ended; "

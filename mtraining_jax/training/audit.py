@@ -35,7 +35,7 @@ class StepAudit:
     sinks: tuple[int, int, int]
 
     def differentiate(self, loss_of: Callable, attention_inputs: Any) -> Callable:
-        """Builds a function that returns gradients and the cotangents of the sinks.
+        """Adds the sinks to `jax.value_and_grad` of a loss.
 
         Args:
             loss_of: (trained, frozen, batch, count, attention, attention_inputs) -> loss, stats.
@@ -73,14 +73,7 @@ class StepAudit:
 def make_step_audit(
     config: Config, mesh: Mesh, layout: Layout, pattern: Pattern
 ) -> StepAudit | None:
-    """Builds the audit of a run's steps; None without audits or with dense attention.
-
-    Args:
-        config: the run's configuration.
-        mesh: axes ('data', 'node', 'device').
-        layout: token order.
-        pattern: from `build_pattern`.
-    """
+    """Builds the audit of a run's steps; None without audits or with dense attention."""
     if not config.audit.every_steps or not config.sparsity.settings.sparse:
         return None
     seq_len, count = config.data.seq_len, config.audit.rows

@@ -41,9 +41,7 @@ def build_layout(config: Config) -> Layout:
 
 
 def build_pattern(config: Config) -> Pattern:
-    """Builds the sparse pattern.
-
-    If it differs from layer to layer, its arrays have a leading layer axis.
+    """Builds the sparse pattern; with a leading layer axis if it differs from layer to layer.
 
     Raises:
         UserError: if the pattern cannot be built for this model.
@@ -67,15 +65,8 @@ def build_attention(
 ) -> Attention:
     """Builds the attention of the model's layers.
 
-    Args:
-        config: the run's configuration.
-        mesh: axes ('data', 'node', 'device').
-        layout: token order.
-        pattern: from `build_pattern`.
-        audit_rows: query rows that an audit measures, if any.
-
-    Returns:
-        A callable for `Transformer`; its fourth argument is one layer of `layer_inputs`.
+    The fourth argument of the result is one layer of `layer_inputs`. `audit_rows` are the query
+    rows that an audit measures.
     """
     parallel = config.parallel
     return make_attention(

@@ -16,9 +16,6 @@ def use_compile_cache(config: Config) -> None:
     """Turns on JAX's persistent compilation cache, in the configured folder.
 
     On GPUs it also keeps XLA's autotuning results. The first process writes, all processes read.
-
-    Raises:
-        UserError: if the folder is not writable.
     """
     folder = config.run.compile_cache_dir
     if folder == "auto":

@@ -26,11 +26,6 @@ class DeviceBatches:
     Attributes:
         loader: the source of the batches; its state is that of the batch returned last.
 
-    Args:
-        config: the run's configuration.
-        mesh: axes ('data', 'node', 'device').
-        layout: token order.
-
     Raises:
         UserError: if the data cannot be used.
     """
@@ -79,7 +74,7 @@ class DeviceBatches:
         table = jax.make_array_from_callback(
             (self._shape[0], *documents.shape[1:]),
             self._of_documents,
-            lambda index: self.loader.block_of_rows(documents, index),
+            lambda index: self.loader.block_of_rows(documents, index or ()),
         )
         positions = self._restart(self._positions, table)
         batch |= {"positions": positions, "documents": table}
@@ -101,5 +96,5 @@ class DeviceBatches:
 
     def _spread(self, local: np.ndarray) -> Array:
         return jax.make_array_from_callback(
-            self._shape, self._sharding, lambda index: self.loader.block(local, index)
+            self._shape, self._sharding, lambda index: self.loader.block(local, index or ())
         )

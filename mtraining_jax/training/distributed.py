@@ -7,7 +7,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Mapping
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import jax
 
@@ -36,10 +36,6 @@ def initialize(config: DistributedConfig, environment: Mapping[str, str] = os.en
     with Open MPI, each process uses the GPU of its local rank. Otherwise, and for SLURM tasks that
     see a single GPU each (`--gpus-per-task=1`), every process uses the GPUs that it sees.
 
-    Args:
-        config: the `distributed` section.
-        environment: environment variables of the process.
-
     Returns:
         Whether other processes were joined. If so, call `shutdown` at the end or `abort` after an
         error. From here on JAX ends this process with a message if another one sends no heartbeat
@@ -59,7 +55,7 @@ def initialize(config: DistributedConfig, environment: Mapping[str, str] = os.en
     return True
 
 
-def _join(how: str, arguments: dict[str, object], timeout: int) -> None:
+def _join(how: str, arguments: dict[str, Any], timeout: int) -> None:
     # JAX aborts the process at its own timeout, so our timeout must be shorter.
     failed: list[Exception] = []
 
@@ -95,9 +91,8 @@ def _join(how: str, arguments: dict[str, object], timeout: int) -> None:
 def shutdown(reason: BaseException | None = None) -> None:
     """Disconnects from the other processes; all of them wait for one another.
 
-    Args:
-        reason: why the run ends early, if it does. Most reasons reach all processes, and then all
-            of them meet here. Otherwise this process prints its reason and exits alone.
+    If a run ends early, most reasons reach all processes, and then all of them meet here.
+    Otherwise this process prints its reason and exits alone.
     """
     if reason is None:
         jax.distributed.shutdown()
@@ -116,9 +111,8 @@ def shutdown(reason: BaseException | None = None) -> None:
 def abort(error: Exception) -> NoReturn:
     """Prints an error that the other processes do not share, and exits at once.
 
-    The others wait for this process in a collective, so it must not wait for them like `shutdown`;
-    they detect its exit themselves. If a collective failed because another process ended,
-    the message says so in one sentence. Any other error is printed with its traceback.
+    The others wait for this process in a collective, so it must not wait for them like `shutdown`.
+    If a collective failed because another process ended, the message is one sentence.
     """
     reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
     if any(name in reason for name in _TRANSPORTS):
@@ -141,7 +135,7 @@ def is_first() -> bool:
 
 def _find(
     config: DistributedConfig, environment: Mapping[str, str]
-) -> tuple[str, dict[str, object] | None]:
+) -> tuple[str, dict[str, Any] | None]:
     """Returns the source of the process list, and arguments of `jax.distributed.initialize`."""
     if config.coordinator is not None:
         return f"distributed.coordinator = {config.coordinator}", dict(
@@ -179,12 +173,12 @@ def _count(environment: Mapping[str, str], name: str) -> int:
     return int(text)
 
 
-def _slurm(environment: Mapping[str, str]) -> dict[str, object]:
+def _slurm(environment: Mapping[str, str]) -> dict[str, Any]:
     try:
         first_host = _first_host(environment["SLURM_STEP_NODELIST"])
         # One of 4096 high ports, a different one for each step of each job.
         job, step = int(environment["SLURM_JOB_ID"]), int(environment.get("SLURM_STEP_ID", "0"))
-        arguments = dict(
+        arguments: dict[str, Any] = dict(
             coordinator_address=f"{first_host}:{61440 + (job + step) % 4096}",
             num_processes=int(environment["SLURM_NTASKS"]),
             process_id=int(environment["SLURM_PROCID"]),

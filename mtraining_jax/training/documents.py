@@ -16,12 +16,7 @@ from mtraining_jax.sparsity.document_blocks import DocumentBlocks
 
 
 def attention_within(attention: Attention, batch: Mapping[str, Array]) -> Attention:
-    """Limits the attention of a batch's layers to its documents, if it has any.
-
-    Args:
-        attention: from `make_attention`.
-        batch: may have `documents`, int32 [B, NB, 3] as in `sparsity.documents.Documents`.
-    """
+    """Limits the attention of a batch's layers to its documents, if it has any."""
     if "documents" not in batch:
         return attention
     # Computed here, outside of the scan over layers.
@@ -38,13 +33,8 @@ def reads_lengths(config: Config) -> bool:
 def restarting_positions(mesh: Mesh, block_size: int) -> Callable[[Array, Array], Array]:
     """Compiles a function that counts positions from the start of each document.
 
-    Args:
-        mesh: axes ('data', 'node', 'device').
-        block_size: g.
-
-    Returns:
-        A function of positions in the sequence, int32 [B, S] in layout order, and documents, int32
-        [B, NB, 3]. It returns positions in the document; 0 for a token outside of documents.
+    Its arguments are positions in the sequence, int32 [B, S] in layout order, and documents, int32
+    [B, NB, 3]. It returns 0 for a token outside of documents.
     """
 
     def local(positions: Array, table: Array) -> Array:
@@ -59,10 +49,9 @@ def restarting_positions(mesh: Mesh, block_size: int) -> Callable[[Array, Array]
 
 
 def lengths_of_documents(mesh: Mesh, block_size: int) -> Callable[[Array, Array], Array]:
-    """Compiles a function that returns the document length of each token.
+    """Compiles a function that returns the real tokens of each token's document, int32 [B, S].
 
-    Its arguments are those of `restarting_positions`. The result is int32 [B, S] and counts real
-    tokens; 0 for a token outside of documents.
+    Its arguments are those of `restarting_positions`; 0 for a token outside of documents.
     """
 
     def local(positions: Array, table: Array) -> Array:

@@ -34,18 +34,7 @@ def export_state(config: Config, builder: StateBuilder, state: TrainState) -> Pa
     """Writes a state into RUN_FOLDER/hf, replacing an older export; all processes call it.
 
     Tensors are bfloat16. The tokenizer is data.tokenizer, or that of model.init_from if training
-    read token ids.
-
-    Args:
-        config: the run's configuration.
-        builder: builds the run's states.
-        state: arrays on the devices.
-
-    Returns:
-        The folder.
-
-    Raises:
-        UserError: if the folder is not writable.
+    read token ids. Returns the folder.
     """
     parameters = builder.unflatten(state.parameters)
     target = config.run.folder / HF_NAME
@@ -61,11 +50,7 @@ def export_state(config: Config, builder: StateBuilder, state: TrainState) -> Pa
 
 
 def export_checkpoint(config: Config, step: int) -> Path:
-    """Exports a checkpoint of the run; see `export_state`.
-
-    Raises:
-        UserError: also if devices or checkpoint do not match the configuration.
-    """
+    """Exports a checkpoint of the run; see `export_state`."""
     builder = StateBuilder(config, build_mesh(config))
     checkpoints = Checkpoints(
         run_folder.checkpoint_folder(config), keep=config.checkpoint.keep, async_save=False
@@ -101,6 +86,7 @@ def _files_of(folder: Path) -> dict[str, Path | dict[str, Any]]:
 def _eos(config: Config) -> int | None:
     """Returns the token id that ended the training documents, if known."""
     data = config.data
-    if isinstance(selected_source(data), DocumentSource) and not selected_source(data).holds_ids:
+    source = selected_source(data)
+    if isinstance(source, DocumentSource) and not source.holds_ids:
         return make_tokenizer(data.tokenizer, data.eos).eos
     return data.eos if isinstance(data.eos, int) else None

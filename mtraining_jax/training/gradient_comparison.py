@@ -87,11 +87,7 @@ def make_gradient_comparison(
 def shortened(batch: Batch, layout: Layout, short: Layout, mesh: Mesh) -> Batch:
     """Cuts a batch to its first tokens, in the order of a shorter layout.
 
-    Args:
-        batch: a batch of `make_train_step`.
-        layout: layout of the batch.
-        short: layout of fewer tokens with the same block size and number of ranks.
-        mesh: axes ('data', 'node', 'device').
+    Both layouts have the same block size and number of ranks.
     """
     places = layout.inverse()[short.permutation()]
     blocks, size = short.num_blocks, short.block_size
@@ -117,7 +113,8 @@ def compared(own: dict[str, Array], dense: dict[str, Array]) -> dict[str, Array]
     def sums(a: dict[str, Array], b: dict[str, Array], per_layer: bool) -> Array:
         names = [name for name in a if name.startswith(_LAYERS) or not per_layer]
         axes = [tuple(range(1, a[name].ndim)) if per_layer else None for name in names]
-        return sum(jnp.sum(a[n] * b[n], axis=x) for n, x in zip(names, axes, strict=True))
+        products = (jnp.sum(a[n] * b[n], axis=x) for n, x in zip(names, axes, strict=True))
+        return jnp.asarray(sum(products))
 
     largest = jnp.stack([jnp.max(jnp.abs(x)) for x in dense.values()]).max()
     scale = jnp.where(largest > 0, 1 / jnp.where(largest > 0, largest, 1), 1)

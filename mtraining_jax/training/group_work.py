@@ -31,11 +31,9 @@ def attention_size(config: Config) -> AttentionSize:
 
 
 def assumed_densities(config: Config) -> np.ndarray:
-    """Returns the expected density by length class, before any measurement.
+    """Returns the expected density by length class, before any measurement: float64 [K].
 
-    Returns:
-        float64 [K] from `Settings.expected_density`, and 1 for documents shorter than
-        `dense_below`, which use dense attention.
+    Documents shorter than `dense_below` use dense attention and have density 1.
     """
     settings, block = config.sparsity.settings, config.sparsity.block_size
     blocks = 2 ** np.arange(num_classes(config.data.seq_len // block))  # of the shortest
@@ -82,10 +80,6 @@ class GroupWork:
 
     Times are predictions of `mtraining_jax.latency` for H200s, on any hardware: replicas
     synchronize at the end of a step, so the time of a single one cannot be measured.
-
-    Args:
-        config: configuration of a run with documents and more than one replica.
-        loader: loader of its batches; it receives the measured densities.
     """
 
     def __init__(self, config: Config, loader: Loader) -> None:
@@ -103,8 +97,9 @@ class GroupWork:
 
     def begin(self) -> None:
         """Records the batch that the loader returned last."""
-        pieces = self._loader.packs.pieces
-        lengths = [pieces(sequence)[1] for sequence in self._loader.sequences.tolist()]
+        packs, sequences = self._loader.packs, self._loader.sequences
+        assert packs is not None and sequences is not None  # there are documents and a batch
+        lengths = [packs.pieces(sequence)[1] for sequence in sequences.tolist()]
         self._under_way[self._loader.handed_out] = lengths
 
     def finish(self, metrics: MutableMapping[str, Any]) -> Record:
@@ -159,15 +154,7 @@ class GroupWork:
         return each.reshape(self._config.parallel.data, -1).sum(1)
 
     def imbalances(self, times: np.ndarray, suffix: str) -> Record:
-        """Returns the imbalance of attention and of full steps.
-
-        Args:
-            times: attention milliseconds of each replica in a step, floats [M].
-            suffix: suffix of the metric names.
-
-        Returns:
-            attention_imbalance and step_imbalance, the slowest replica over the mean.
-        """
+        """Returns the imbalance (slowest over mean) of attention and of full steps."""
         groups = times.size
         whole = times + self._rest_ms
         return {

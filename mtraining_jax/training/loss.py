@@ -7,6 +7,7 @@ computed twice.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -92,7 +93,7 @@ _summed.defvjp(_summed_fwd, _summed_bwd)
 
 
 @jax.named_scope("loss")
-def _on_mesh(hidden, weight, of_labels, chunk_size, mesh, weight_spec, with_gradients):
+def _on_mesh(hidden, weight, of_labels, chunk_size, mesh, weight_spec, with_gradients) -> Any:
     """The loss, and its gradients on request; each device computes its own tokens."""
     local = functools.partial(_local, chunk_size=chunk_size, with_gradients=with_gradients)
     weight = weight.astype(hidden.dtype)  # before the gather, which halves its traffic
@@ -119,7 +120,7 @@ def _on_mesh(hidden, weight, of_labels, chunk_size, mesh, weight_spec, with_grad
     return map_shards(summed_over_devices, mesh, in_specs, out_specs)(hidden, weight, of_labels)
 
 
-def _local(hidden_BSE, weight_VE, of_labels, *, chunk_size, with_gradients):
+def _local(hidden_BSE, weight_VE, of_labels, *, chunk_size, with_gradients) -> Any:
     """The same for the tokens of one device, without communication."""
     dtype, (batch, seq, width) = hidden_BSE.dtype, hidden_BSE.shape
     chunks = num_chunks(batch * seq, chunk_size)
@@ -129,7 +130,7 @@ def _local(hidden_BSE, weight_VE, of_labels, *, chunk_size, with_gradients):
     dot = functools.partial(jnp.einsum, precision=exact)
     dot32 = functools.partial(dot, preferred_element_type=jnp.float32)
 
-    def body(carry, inputs):
+    def body(carry, inputs) -> tuple[Any, Any]:
         hidden_CE, (labels_C, *weights_C) = inputs
         scores = score_chunk(hidden_CE, weight_VE, labels_C)
         loss = jnp.sum(scores.loss * weights_C[0] if weights_C else scores.loss)

@@ -15,15 +15,7 @@ _WIDTH = 1 << 18  # row length, in 4-byte numbers, of a trial allocation
 
 
 def allocate(size: int, device: Any) -> None:
-    """Allocates one contiguous block of device memory, and frees it.
-
-    Args:
-        size: bytes.
-        device: a local device.
-
-    Raises:
-        JaxRuntimeError: if there is no such block.
-    """
+    """Allocates one contiguous block of device memory, in bytes, and frees it."""
     shape = -(-size // (4 * _WIDTH)), _WIDTH
     make = jax.jit(lambda: jnp.zeros(shape, jnp.uint32), out_shardings=SingleDeviceSharding(device))
     jax.block_until_ready(make()).delete()
@@ -65,16 +57,9 @@ def check_memory(
 
 
 def check_state_memory(state: Any, devices: Iterable[Any]) -> None:
-    """Stops a run if its state would not fit, before the state is created.
+    """Stops a run if a state of `jax.ShapeDtypeStruct` would not fit, before it is created.
 
     Otherwise the operating system may kill the process without a message.
-
-    Args:
-        state: a pytree of `jax.ShapeDtypeStruct` with shardings.
-        devices: local devices, as in `check_memory`.
-
-    Raises:
-        UserError: if a device has less free memory than its shard of the state needs.
     """
     shards = (
         math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize

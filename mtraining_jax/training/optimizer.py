@@ -5,6 +5,7 @@ weights. Frozen parameters have no gradient and no optimizer state.
 """
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,18 +20,11 @@ Schedule = Callable[[Array], Array]
 
 
 def make_schedule(config: OptimizerConfig, total_steps: int) -> Schedule:
-    """Builds the learning-rate schedule.
+    """Builds the learning-rate schedule, from the int32 step to the fp32 rate.
 
     Step t (from 0) of a warm-up of n steps has rate lr * (t + 1) / n, so the first rate is not 0.
     After the warm-up the rate is constant, or decays linearly or along half a cosine from lr to
-    final_lr_ratio * lr. It reaches that at step `decay_steps` and stays there.
-
-    Args:
-        config: the `optimizer` section.
-        total_steps: steps of the run, where the schedule ends if `decay_steps` is None.
-
-    Returns:
-        A function from the int32 step to the fp32 rate.
+    final_lr_ratio * lr. It reaches that at step `decay_steps` (None: `total_steps`) and stays.
     """
     end = config.decay_steps or total_steps
 
@@ -48,11 +42,7 @@ def make_schedule(config: OptimizerConfig, total_steps: int) -> Schedule:
 
 
 def trainable_names(names: Iterable[str], patterns: tuple[str, ...]) -> frozenset[str]:
-    """Returns the names that contain one of the patterns; without patterns, all names.
-
-    Raises:
-        UserError: if a pattern matches no name.
-    """
+    """Returns the names that contain one of the patterns; without patterns, all names."""
     names = sorted(names)
     for pattern in patterns:
         if not any(pattern in name for name in names):
@@ -72,7 +62,7 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
     depend on any field, so checkpoints stay valid when fields change.
     """
 
-    def decay(updates: Parameters, parameters: Parameters) -> Parameters:
+    def decay(updates: Any, parameters: Any) -> Parameters:
         return {
             name: update if _is_vector(name) else update + config.weight_decay * parameters[name]
             for name, update in updates.items()
@@ -89,10 +79,9 @@ def _is_vector(name: str) -> bool:
 
 
 def clip(gradients: Parameters, clip_norm: float) -> tuple[Parameters, Array]:
-    """Scales gradients so that their global norm is at most `clip_norm`; 0 disables clipping.
+    """Scales gradients to a global norm of at most `clip_norm`; 0 disables clipping.
 
-    Returns:
-        The gradients and their global norm before clipping, fp32.
+    Returns the gradients and their global norm before clipping, fp32.
     """
     norm = optax.tree.norm(gradients)
     if not clip_norm:

@@ -19,11 +19,7 @@ def checkpoint_folder(config: Config) -> Path:
 
 
 def check_writable(config: Config) -> None:
-    """Checks that the run can write its results, and leaves no file behind.
-
-    Raises:
-        UserError: if the folder, or its nearest existing parent, is not writable.
-    """
+    """Raises a UserError if the run cannot write its results; leaves no file behind."""
     folder = config.run.folder
     there = folder.absolute()
     while not there.exists() and there != there.parent:
@@ -42,9 +38,6 @@ def resume_step(config: Config) -> int | None:
     """Returns the step of the checkpoint to resume from; None to start from scratch.
 
     It may be `run.steps` or later; then the run is already complete.
-
-    Raises:
-        UserError: if checkpoint.resume is true but no checkpoint exists.
     """
     if config.checkpoint.resume is False:
         return None
@@ -76,8 +69,7 @@ def wait_for_resume_step(config: Config, step: int | None, seconds: float) -> in
 def move_aside(config: Config) -> Path | None:
     """Renames the folder of an earlier run of this name, when a run starts from scratch.
 
-    Returns:
-        The new folder, `NAME.1` or the next free number; None if it had no checkpoint.
+    Returns the new folder, `NAME.1` or the next free number; None if it had no checkpoint.
     """
     folder = config.run.folder
     if newest_step(checkpoint_folder(config)) is None:

@@ -12,16 +12,11 @@ from mtraining_jax.errors import UserError
 
 @contextlib.contextmanager
 def only_run_in(folder: Path) -> Iterator[str | None]:
-    """Keeps other runs out of a folder while the block runs.
+    """Keeps other runs out of a folder, which need not exist, while the block runs.
 
     It takes an operating system lock on OUTPUT_DIR/.NAME.lock, which is released when the process
-    ends for any reason. It also works between hosts if the file system supports locks.
-
-    Args:
-        folder: the run's folder; need not exist.
-
-    Yields:
-        None, or a note if the file system has no locks.
+    ends for any reason. It also works between hosts if the file system supports locks; otherwise
+    it yields a note.
 
     Raises:
         UserError: if another run holds the lock, or the file is not writable.

@@ -139,7 +139,7 @@ class ShareResponse:
         seen = np.isfinite(chosen).all(1)
         if not seen.any():
             return self
-        own = [documents[m] for m in np.flatnonzero(seen)]
+        own = [documents[m] for m in np.flatnonzero(seen).tolist()]
         shares, chosen = shares[seen], chosen[seen]
         known = self.densities(assumed)
         weight = np.array([x.chosen_weight for x in own])
@@ -170,11 +170,7 @@ class ShareResponse:
         return {name: x.tolist() for name, x in dataclasses.asdict(self).items()}
 
     def of_state(self, state: dict[str, Any]) -> Self:
-        """Restores the result of `state`, with the sizes of this object.
-
-        Raises:
-            UserError: if it is invalid.
-        """
+        """Restores the result of `state`; raises a UserError if its sizes are not those of `self`."""
         try:
             found = {name: np.array(state[name], np.float64) for name in self.state()}
         except (KeyError, TypeError, ValueError) as error:

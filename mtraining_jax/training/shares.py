@@ -12,12 +12,9 @@ from mtraining_jax.sparsity import Pattern
 def with_shares(
     attention: Attention, attention_inputs: Any, batch: Mapping[str, Array]
 ) -> tuple[Attention, Any]:
-    """Applies the mass fractions of a batch, if it has any, to its attention and layer inputs.
+    """Applies the mass fractions of a batch (`shares`, int32 [B, L]), if any, to its attention.
 
-    Args:
-        attention: from `make_attention`.
-        attention_inputs: the pattern with a leading layer axis, or None.
-        batch: may have `shares`, int32 [B, L] in the unit of the pattern's `KeptShare`.
+    Returns the attention and its layer inputs.
     """
     if "shares" not in batch:
         return attention, attention_inputs

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax import Array
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mtraining_jax.config import Config
@@ -57,25 +57,19 @@ class StateBuilder:
         graphdef: structure of the model, for `nnx.merge`.
         optimizer: the optimizer of `TrainState.opt_state`.
         trainable: names of the trained parameters.
-
-    Args:
-        config: the run's configuration.
-        mesh: axes ('data', 'node', 'device').
-
-    Raises:
-        UserError: if a pattern of optimizer.trainable matches no parameter.
     """
 
-    def __init__(self, config: Config, mesh: Mesh) -> None:
+    def __init__(self, config: Config, mesh: Mesh | AbstractMesh) -> None:
         self.spec = ModelSpec.from_config(config.model)
         self.graphdef = graph_definition(self.spec)
         self.optimizer = make_optimizer(config.optimizer)
-        self._config, self._mesh = config, mesh
+        self._config = config
+        self._mesh: Any = mesh  # abstract for planning
         abstract = abstract_state(self.spec)
         self._structure = jax.tree.structure(abstract)
         self._names = tuple(jax.tree.leaves(names_of(abstract)))
         self._shapes = self.flatten(abstract)
-        self._shardings = self.flatten(param_shardings(self.spec, mesh, config.parallel.fsdp))
+        self._shardings = self.flatten(param_shardings(self.spec, self._mesh, config.parallel.fsdp))
         self.trainable = trainable_names(self._names, config.optimizer.trainable)
 
     def flatten(self, state: nnx.State) -> dict[str, Any]:
@@ -100,17 +94,18 @@ class StateBuilder:
         opt_state = jax.eval_shape(self.optimizer.init, trained)
 
         def of_leaf(path: tuple[Any, ...], _: Any) -> NamedSharding:
-            name = getattr(path[-1], "key", None)  # the moments are dicts by name
+            name = getattr(path[-1], "key", "")  # the moments are dicts by name
             return self._shardings.get(name, everywhere)
 
-        return TrainState(
-            step=everywhere,
-            parameters=dict(self._shardings),
-            opt_state=jax.tree_util.tree_map_with_path(of_leaf, opt_state),
-            skipped=everywhere,
-            skipped_in_row=everywhere,
-            rng=everywhere,
-        )
+        fields: dict[str, Any] = {
+            "step": everywhere,
+            "parameters": dict(self._shardings),
+            "opt_state": jax.tree_util.tree_map_with_path(of_leaf, opt_state),
+            "skipped": everywhere,
+            "skipped_in_row": everywhere,
+            "rng": everywhere,
+        }
+        return TrainState(**fields)
 
     def abstract(self) -> TrainState:
         """Returns a `TrainState` of `jax.ShapeDtypeStruct` with shardings."""

@@ -20,12 +20,7 @@ _HALVINGS = 30
 
 @dataclasses.dataclass(frozen=True)
 class Bounds:
-    """Bounds of the tuned mass fraction.
-
-    Attributes:
-        base: p0, the configured fraction.
-        low, high: bounds; low <= base <= high.
-    """
+    """Bounds of the tuned mass fraction around p0, the configured one: low <= base <= high."""
 
     base: float
     low: float

@@ -36,20 +36,17 @@ class Tuner:
     """Adds mass fractions to each batch, and learns from the measurements of finished steps.
 
     It needs no communication: every process knows the documents of the global batch, and the
-    densities of all replicas are among the metrics of a step.
-
-    Args:
-        config: configuration of a run with `sparsity.tune`.
-        loader: loader of its batches.
-        mesh: axes ('data', 'node', 'device').
-        work: work of the replicas; None if it is equal.
+    densities of all replicas are among the metrics of a step. `work` is None if replicas have
+    equal work.
     """
 
     def __init__(self, config: Config, loader: Loader, mesh: Mesh, work: GroupWork | None) -> None:
         sparsity = config.sparsity
         self._config, self._loader, self._work = config, loader, work
         self._sharding = NamedSharding(mesh, SHARES)
-        self._kept = sparsity.settings.kept_share()
+        kept = sparsity.settings.kept_share()
+        assert kept is not None  # `validate` requires it for sparsity.tune
+        self._kept = kept
         base = getattr(sparsity, self._kept.name)
         self._bounds = Bounds(base, sparsity.tune_low, sparsity.tune_high)
         self._size, self._assumed = attention_size(config), assumed_densities(config)
@@ -79,10 +76,11 @@ class Tuner:
         rows = self._config.data.batch_size // groups
         units = np.rint(tuned.shares * (1 << self._kept.bits)).astype(np.int32)
         shares = np.repeat(units, rows, axis=0)
-        return batch | {
+        return {
+            **batch,
             "shares": jax.make_array_from_callback(
                 shares.shape, self._sharding, lambda index: shares[index]
-            )
+            ),
         }
 
     def finish(self, metrics: Mapping[str, Any]) -> Record:
@@ -131,15 +129,7 @@ class Tuner:
         return {str(step): response.state() for step, response in self._after.items()}
 
     def go_to(self, step: int, state: dict[str, Any] | None) -> None:
-        """Restores the state after `step`.
-
-        Args:
-            step: the last finished step.
-            state: from `state`, after that step; None starts from scratch.
-
-        Raises:
-            UserError: if the state is invalid.
-        """
+        """Restores the result of `state` after `step`; None starts from scratch."""
         start = next(iter(self._after.values()))
         try:
             after = {int(at): x for at, x in (state or {}).items()}
@@ -154,12 +144,13 @@ class Tuner:
     def _documents(self) -> list[GroupDocuments]:
         """Returns the documents of each replica in the batch that was returned last."""
         config, loader = self._config, self._loader
-        if loader.packs is None:
+        packs, sequences = loader.packs, loader.sequences
+        if packs is None or sequences is None:
             # Every sequence is one document with sparse attention.
             rows = [np.array([config.data.seq_len])] * config.data.batch_size
             dense_below = 0
         else:
-            rows = [loader.packs.pieces(sequence)[1] for sequence in loader.sequences.tolist()]
+            rows = [packs.pieces(sequence)[1] for sequence in sequences.tolist()]
             dense_below = getattr(config.sparsity.settings, "dense_below", 0)
         groups = config.parallel.data
         each = len(rows) // groups

@@ -37,11 +37,6 @@ class Evaluator:
         description: one line about the data.
         identity: identity of the data, from its loader.
 
-    Args:
-        config: configuration of a run with eval.every_steps.
-        builder: builds the run's states.
-        mesh: axes ('data', 'node', 'device').
-
     Raises:
         UserError: if the validation data cannot be used, or has fewer than eval.batches batches.
     """
@@ -75,12 +70,12 @@ class Evaluator:
         """Whether the state after this step is evaluated."""
         return step % self._config.eval.every_steps == 0 or step == self._config.run.steps
 
-    def compile(self, state: TrainState, devices: Iterable[jax.Device]) -> None:
-        """Compiles the programs of `measure`.
-
-        Args:
-            state: a state with the shapes and shardings of all later ones.
-            devices: local devices of the run.
+    def compile(
+        self,
+        state: TrainState,
+        devices: Iterable[jax.Device],  # pyright: ignore[reportInvalidTypeForm]
+    ) -> None:
+        """Compiles the programs of `measure`, for states like `state`.
 
         Raises:
             UserError: if a program needs more memory than a device has free.
@@ -92,14 +87,7 @@ class Evaluator:
             check_memory(self._programs[name], devices, "the evaluation on validation data")
 
     def measure(self, state: TrainState, after_batch: Callable[[], None] = lambda: None) -> Record:
-        """Evaluates a state, without changing it.
-
-        Args:
-            state: arrays on the devices.
-            after_batch: called after each batch.
-
-        Returns:
-            See `held_out_record`.
+        """Evaluates a state, without changing it; `after_batch` is called after each batch.
 
         Raises:
             UserError: if a batch cannot be read.
@@ -117,11 +105,11 @@ class Evaluator:
                 after_batch()
         except UserError as error:
             raise UserError(about_held_out(str(error))) from error
-        sums = {
+        sums = {}
+        for name, batches in jax.device_get(found).items():
             # In fp64, so that the order of batches does not matter.
-            name: tuple(np.sum(part, axis=0, dtype=np.float64) for part in zip(*of, strict=True))
-            for name, of in jax.device_get(found).items()
-        }
+            loss, count = (np.sum(x, axis=0, dtype=np.float64) for x in zip(*batches, strict=True))
+            sums[name] = loss, count
         return held_out_record(sums, time.perf_counter() - begin)
 
     def close(self) -> None:

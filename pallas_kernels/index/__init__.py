@@ -1,8 +1,7 @@
 """Sparse indices: which (query, key) pairs of an attention matrix are computed.
 
-All indices are pytrees, so they pass through `jax.jit`, `shard_map` and `lax.scan`. Capacities
-(array shapes) are static, counts are data: one compilation serves every step, and kernel time
-depends on the counts.
+All are pytrees with static shapes and dynamic counts: one compilation serves every step, and
+kernel time depends on the counts.
 """
 
 from pallas_kernels.index.block_mask import BlockMaskIndex

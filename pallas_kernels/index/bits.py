@@ -1,7 +1,6 @@
 """Bit sets of block numbers: bit b % 32 of word b // 32 says whether b is in the set.
 
-All functions use only gathers, sums and elementwise operations, which XLA fuses: no sort and no
-scatter.
+There is no sort and no scatter, so that XLA fuses the functions.
 """
 
 import jax.numpy as jnp
@@ -31,34 +30,20 @@ def unpack(words: Array, size: int) -> Array:
 
 
 def contains(words: Array, numbers: Array) -> Array:
-    """Whether each number int32 [n] is in the sets uint32 [..., w]: bool [..., n].
-
-    False for numbers from 32 w on.
-    """
+    """Whether each number int32 [n] is in the sets uint32 [..., w]; False from 32 w on."""
     word = jnp.take(words, numbers // WORD, axis=-1, mode="fill", fill_value=0)
     return ((word >> (numbers % WORD).astype(jnp.uint32)) & 1).astype(bool)
 
 
 def single(numbers: Array, words: int) -> Array:
-    """Builds sets with one number each: int32 [..., n] to uint32 [..., n, words].
-
-    Negative numbers give empty sets.
-    """
+    """Builds sets of one number (none if negative): int32 [..., n] to uint32 [..., n, words]."""
     bit = jnp.uint32(1) << (numbers % WORD).astype(jnp.uint32)
     here = jnp.arange(words, dtype=jnp.int32) == (numbers // WORD)[..., None]
     return jnp.where(here, bit[..., None], jnp.uint32(0))
 
 
 def ranges(first: Array, last: Array, size: int) -> Array:
-    """Builds sets of inclusive ranges; empty if first > last.
-
-    Args:
-        first, last: int32, of shapes that broadcast to [...].
-        size: n, limit of the numbers.
-
-    Returns:
-        uint32 [..., ceil(n/32)].
-    """
+    """Builds sets of first .. last (inclusive), int32 [...]: uint32 [..., ceil(size/32)]."""
     numbers = jnp.arange(size, dtype=jnp.int32)
     return pack((numbers >= first[..., None]) & (numbers <= last[..., None]))
 
@@ -75,15 +60,7 @@ def count_before(words: Array) -> Array:
 
 
 def transpose(words: Array, size: int) -> Array:
-    """Returns, for each number, the set of rows that contain it.
-
-    Args:
-        words: uint32 [..., rows, w].
-        size: n, limit of the numbers.
-
-    Returns:
-        uint32 [..., n, ceil(rows/32)].
-    """
+    """Returns the rows that contain each number: [..., rows, w] to [..., size, ceil(rows/32)]."""
     rows = words.shape[-2]
     padded = words_for(rows) * WORD
     marked = unpack(words, size)
@@ -93,17 +70,10 @@ def transpose(words: Array, size: int) -> Array:
 
 
 def listed(words: Array, size: int) -> tuple[Array, Array]:
-    """Lists the numbers of each set in ascending order.
+    """Lists each set uint32 [..., w] in ascending order.
 
-    Slot j of a list finds its word by binary search in the counts before each word, and its bit by
-    bisecting the word.
-
-    Args:
-        words: uint32 [..., w].
-        size: capacity of a list.
-
-    Returns:
-        Lists int32 [..., size], padded with any number below 32 w; counts int32 [...].
+    Slot j finds its word by binary search in the counts before each word, and its bit by bisecting
+    the word. Returns int32 [..., size], padded arbitrarily, and counts int32 [...].
     """
     width = words.shape[-1]
     # Flat arrays: a gather with a single index is fused with its consumers.
@@ -127,12 +97,10 @@ def listed(words: Array, size: int) -> tuple[Array, Array]:
 
 
 def _halves(size: int) -> list[int]:
-    """Returns the steps of a binary search among `size` entries: descending powers of two."""
     return [1 << i for i in reversed(range((size - 1).bit_length()))]
 
 
 def _at(x: Array, numbers: Array) -> Array:
-    """Gathers entries of an array [n] at in-bounds indices."""
     return x.at[numbers].get(mode="promise_in_bounds")
 
 

@@ -32,20 +32,15 @@ class BlockMaskIndex(Index):
     that is in both counts once. No bit above the diagonal is set. Rows have no capacity limit.
     Lists for kernels are built from the bits on demand, and take 32 times the memory each.
 
-    Rows cover the whole sequence in order; in a ring each rank holds its own (`Index.by_rows`).
-    Columns are therefore marked in the row of the block that contains them.
-
     Attributes:
         bits: uint32 [B, Hq, rows, ceil(NB/32)]; bit b % 32 of word b // 32 is key block b of the
-            whole sequence. Bits from NB on are 0.
+            whole sequence. Bits from NB on are 0. In a ring each rank holds its own rows.
         num_blocks: NB, blocks of the whole sequence (static).
         block_size: g (static).
-        column_marks: uint32 [B, Hq, rows, ceil(g/32)]; bit t % 32 of word t // 32 says whether
-            token t of the row's own block is a column. None: no columns.
+        column_marks: uint32 [B, Hq, rows, ceil(g/32)], bits of the columns in each row's own block.
         max_columns: maximum number of columns of a head (static).
         column_start: int32 [B, Hq, rows], first block with columns that a row sees, such as the
-            first block of its document in packed sequences; at most the row itself if its block
-            has columns. None: a row sees all columns before it.
+            first of its document; at most the row itself if its block has columns. None for 0.
     """
 
     bits: Array
@@ -63,12 +58,9 @@ class BlockMaskIndex(Index):
     def from_block_mask(
         cls, mask: Array, block_size: int, rows: Array | None = None
     ) -> "BlockMaskIndex":
-        """Builds the index from a boolean block mask.
+        """Builds the index from bool [B, Hq, rows, NB]; drops blocks above the diagonal.
 
-        Args:
-            mask: bool [B, Hq, rows, NB]; blocks above the diagonal are dropped.
-            block_size: tokens per block (g).
-            rows: int32 [rows], global block number of each row; None for 0, 1, ...
+        `rows`, int32 [rows], is the global block number of each row; None for 0, 1, ...
         """
         if rows is None:
             rows = jnp.arange(mask.shape[-2], dtype=jnp.int32)
@@ -80,8 +72,8 @@ class BlockMaskIndex(Index):
         """Returns a copy with these columns, which every later row sees, instead of its own.
 
         Args:
-            tokens: int32 [B, Hq, C], C >= 1, global positions in any order; those outside of the
-                sequence are padding. C is the kernels' capacity (`max_columns`).
+            tokens: int32 [B, Hq, C], C >= 1 (the new `max_columns`), global positions in any order;
+                those outside of the sequence are padding.
             rows: int32 [rows], global block number of each row; None for 0, 1, ...
         """
         seq_len = self.told_length()
@@ -94,10 +86,7 @@ class BlockMaskIndex(Index):
         )
 
     def columns_from(self, start: Array) -> "BlockMaskIndex":
-        """Returns a copy whose rows see no column before block `start`, int32 [B, Hq, rows].
-
-        If the index already has a start, the later of both applies.
-        """
+        """Returns a copy without columns before each row's `start`, int32 [B, Hq, rows]."""
         if self.column_marks is None:
             return self
         start = jnp.broadcast_to(start, self.bits.shape[:-1]).astype(jnp.int32)
@@ -200,7 +189,6 @@ class BlockMaskIndex(Index):
         return Columns.beside(left_out, tokens, query.blocks(), num_blocks, self.block_size, apart)
 
     def budgets(self) -> dict[str, Array]:
-        """Number of blocks of each head, and of columns if it has any."""
         blocks = {"blocks": sets.count(self.bits).sum(-1, dtype=jnp.int32)}
         if self.column_marks is None:
             return blocks
@@ -231,11 +219,10 @@ class BlockMaskIndex(Index):
         return (tiles, cut) if rows is None else (rows.total(tiles), rows.total(cut))
 
     def _beside_blocks(self, rows: Rows | None, by_row: bool = False) -> tuple[Array, Array, Array]:
-        """Counts what columns add to the set blocks, in integers that cannot overflow.
+        """Counts what columns add to the set blocks, int32 [B, Hq] or, `by_row`, [B, Hq, rows].
 
-        Returns int32 [B, Hq] each, or [B, Hq, rows] with `by_row`: pairs of a column and a later
-        row of blocks that sees it without listing its block; token pairs of columns in their own
-        blocks that are not set; columns in own blocks that are not set.
+        Returns pairs of a column and a later row of blocks that sees it without listing its block;
+        token pairs of columns in own blocks that are not set; columns in such blocks.
         """
         numbers, marks = self._numbers(rows), self._marked()
         of_row = marks.sum(-1, dtype=jnp.int32)
@@ -258,12 +245,10 @@ class BlockMaskIndex(Index):
         return added if rows is None else rows.total(added)
 
     def _own_listed(self, rows: Rows | None) -> Array:
-        """Whether a row lists its own block: bool [B, Hq, rows]."""
         own = sets.single(self._numbers(rows), self.bits.shape[-1])
         return ((self.bits & own) != 0).any(-1)
 
     def _numbers(self, rows: Rows | None) -> Array:
-        """Global block number of each row: int32 [rows]."""
         return jnp.arange(self.bits.shape[-2], dtype=jnp.int32) if rows is None else rows.blocks
 
     def _marked(self) -> Array:

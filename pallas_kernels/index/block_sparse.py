@@ -25,14 +25,13 @@ class BlockSparseIndex(Index):
     """Lists of key blocks per query block and their transpose, for patterns of any shape.
 
     A pair (q, k) is computed iff `k//g` is listed for `q//g` and (`k <= q` or not `causal`).
-    A block is listed at most once per row; lists are ascending. With `causal`, no listed block
-    is entirely above the diagonal. Entries from a count on are arbitrary padding.
+    Lists ascend without duplicates. With `causal`, no listed block is entirely above the diagonal.
+    Entries from a count on are arbitrary padding.
 
     Attributes:
         key_blocks: int32 [B, Hq, Sq/g, max_row], key blocks of each query block.
         key_count: int32 [B, Hq, Sq/g].
-        query_blocks: int32 [B, Hq, Sk/g, max_col], query blocks of each key block (the
-            transpose, used for dk and dv).
+        query_blocks: int32 [B, Hq, Sk/g, max_col], query blocks of each key block (the transpose).
         query_count: int32 [B, Hq, Sk/g].
         block_size: g (static).
         causal: whether the element mask `k <= q` applies (static).
@@ -51,14 +50,7 @@ class BlockSparseIndex(Index):
     def from_block_mask(
         cls, mask: Array, block_size: int, causal: bool = True
     ) -> "BlockSparseIndex":
-        """Builds the lists and their transpose from a boolean block mask.
-
-        Args:
-            mask: bool [B, Hq, Sq/g, Sk/g]; blocks entirely above the diagonal are dropped if
-                `causal`.
-            block_size: tokens per block (g).
-            causal: whether pairs with k > q are excluded.
-        """
+        """Builds the lists from bool [B, Hq, Sq/g, Sk/g]; drops blocks above a causal diagonal."""
         if causal:
             rows = jnp.arange(mask.shape[-2])[:, None]
             mask = mask & (jnp.arange(mask.shape[-1])[None, :] <= rows)
@@ -116,15 +108,12 @@ class BlockSparseIndex(Index):
         )
 
     def budgets(self) -> dict[str, Array]:
-        """Number of blocks of each head."""
         return {"blocks": self.key_count.sum(-1, dtype=jnp.int32)}
 
     def told_length(self) -> int:
-        """Length of the sequence, from the number of lists."""
         return self.key_count.shape[-1] * self.block_size
 
     def _tiles(self, seq_len: int) -> Array:
-        """Counts the listed blocks: int32 [B, Hq]."""
         of_lists = self.told_length()
         if seq_len != of_lists:
             raise ValueError(f"seq_len={seq_len}, but the index has lists for {of_lists} queries")

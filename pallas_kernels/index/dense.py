@@ -17,12 +17,7 @@ from pallas_kernels.tiles import DiagonalTiles
 )
 @dataclasses.dataclass(frozen=True)
 class DenseIndex(Index):
-    """All causal pairs, or all pairs, of every batch entry and head. It has no arrays.
-
-    Attributes:
-        block_size: g, tokens per block (static).
-        causal: whether pairs with k > q are excluded (static).
-    """
+    """All causal pairs, or all pairs, of every batch entry and head. It has no arrays."""
 
     block_size: int
     causal: bool = True
@@ -53,7 +48,6 @@ class DenseIndex(Index):
         return ToeplitzShards.every(batch, num_heads, stride, num_blocks, self.block_size)
 
     def active_diagonals(self, num_blocks: int) -> Array:
-        """Whether each block diagonal is computed: bool [1, 1, num_blocks], all True."""
         return jnp.ones((1, 1, num_blocks), bool)
 
 

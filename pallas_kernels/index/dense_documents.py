@@ -19,16 +19,14 @@ from pallas_kernels.tiles.protocol import check_shape
 )
 @dataclasses.dataclass(frozen=True)
 class DenseDocumentsIndex(Index):
-    """All causal pairs of each document: `DenseIndex` for packed sequences.
+    """All causal pairs of each document: `DenseIndex` for packed sequences, also without lists.
 
     A pair (q, k) is computed iff k <= q and both are in one document. Documents consist of whole
-    blocks, one after another, optionally with padding in between and at the end. Kernels process
-    them like dense attention, without lists.
+    blocks, one after another, optionally with padding in between and at the end.
 
     Attributes:
         first: int32 [B, Hq, NB], first block of each block's document; NB for a block without one,
-            which computes nothing. Equal for all heads; the head axis exists so that it is sharded
-            like other arrays.
+            which computes nothing. Equal for all heads; has their axis to be sharded.
         end: int32 [B, Hq, NB], one past the last block of the document; 0 without a document.
         block_size: g (static).
     """
@@ -105,15 +103,10 @@ class DenseDocumentsIndex(Index):
 
 @dataclasses.dataclass(frozen=True)
 class DocumentShards(ShardTiles):
-    """All block diagonals, each block restricted to its document.
+    """All block diagonals, each block restricted to its document."""
 
-    Attributes:
-        every: all diagonals of the sequence.
-        first, end: int32 [B, 1, NB], as in `DenseDocumentsIndex`.
-    """
-
-    every: ToeplitzShards
-    first: Array
+    every: ToeplitzShards  # all diagonals of the sequence
+    first: Array  # int32 [B, 1, NB], as in `DenseDocumentsIndex`
     end: Array
 
     def pair(self, query: Segment, key: Segment) -> DiagonalTiles:

@@ -14,20 +14,12 @@ _NOT_HERE = -1
 
 @dataclasses.dataclass(frozen=True)
 class ListedShards(ShardTiles):
-    """Lists of global blocks; each pair of shards uses its own rows and entries.
+    """Lists of global blocks; each pair of shards uses its own rows and entries."""
 
-    Attributes:
-        key_blocks: int32 [B, Hq, NB, M], key blocks of each query block.
-        key_count: int32 [B, Hq, NB].
-        query_blocks: int32 [B, Hq, NB, M'], query blocks of each key block, ascending.
-        query_count: int32 [B, Hq, NB].
-        block_size: g.
-    """
-
-    key_blocks: Array
-    key_count: Array
-    query_blocks: Array
-    query_count: Array
+    key_blocks: Array  # int32 [B, Hq, NB, M], key blocks of each query block
+    key_count: Array  # int32 [B, Hq, NB]
+    query_blocks: Array  # int32 [B, Hq, NB, M'], query blocks of each key block, ascending
+    query_count: Array  # int32 [B, Hq, NB]
     block_size: int
 
     def pair(self, query: Segment, key: Segment) -> ListedTiles:
@@ -48,7 +40,6 @@ class ListedShards(ShardTiles):
         return self._tiles(query, blocks, jnp.repeat(taken, size), diagonal)
 
     def _tiles(self, query: Segment, keys: Array, taken: Array, diagonal: Array) -> ListedTiles:
-        """Builds the tiles of a query segment and the key blocks marked in `taken`."""
         num_blocks, queries = self.key_count.shape[-1], query.blocks()
         rows = jnp.arange(query.num_blocks, dtype=jnp.int32)
         local_query = jnp.full(num_blocks, _NOT_HERE, jnp.int32).at[queries].set(rows)
@@ -74,11 +65,10 @@ class ListedShards(ShardTiles):
 def _here(
     lists: Array, count: Array, local: Array, size: int, last: Array | None = None
 ) -> tuple[Array, Array]:
-    """Extracts the list entries in a shard, as ascending local numbers.
+    """Extracts the list entries in a shard of `size` blocks, as ascending local numbers.
 
-    `local` is the local number of each global block, `_NOT_HERE` for those elsewhere. `size`, the
-    blocks of the shard, is sufficient capacity, since a list has no duplicates. `last` is moved to
-    the end of its list. Lists are padded with the largest integer.
+    `local` is the local number of each global block, or `_NOT_HERE`. `last` is moved to the end of
+    its list. Lists are padded with the largest integer.
     """
     past = jnp.iinfo(jnp.int32).max
     found = jnp.where(live(lists, count), local[jnp.clip(lists, 0, local.size - 1)], _NOT_HERE)

@@ -12,18 +12,11 @@ from pallas_kernels.tiles import NO_DIAGONAL, ListedTiles
 
 @dataclasses.dataclass(frozen=True)
 class MaskShards(ShardTiles):
-    """Rows of bits; each pair of shards uses its own rows and key blocks.
+    """Rows of bits; each pair of shards uses its own rows and key blocks."""
 
-    Attributes:
-        bits: uint32 [B, Hq, n, ceil(NB/32)], as in `BlockMaskIndex`.
-        rows: int32 [n], global block number of each row, or None for 0 .. NB - 1.
-        num_blocks: NB.
-        block_size: g.
-    """
-
-    bits: Array
-    rows: Array | None
-    num_blocks: int
+    bits: Array  # uint32 [B, Hq, n, ceil(NB/32)], as in `BlockMaskIndex`
+    rows: Array | None  # int32 [n], global block number of each row; None for 0 .. NB - 1
+    num_blocks: int  # NB
     block_size: int
 
     def pair(self, query: Segment, key: Segment) -> ListedTiles:
@@ -62,15 +55,10 @@ class MaskShards(ShardTiles):
 def tiles_of(
     words: Array, num_keys: int, diagonal: Array, block_size: int, last: Array | None = None
 ) -> ListedTiles:
-    """Builds the lists of rows of bits, and their transpose.
+    """Builds the lists of rows of bits, uint32 [B, Hq, n, ceil(num_keys/32)], and their transpose.
 
-    Args:
-        words: uint32 [B, Hq, n, ceil(num_keys/32)], key blocks by position in the call.
-        num_keys: key blocks of the call.
-        diagonal: int32 [], the masked offset.
-        block_size: tokens per block (g).
-        last: int32 [n], the key block to move to the end of its list, if listed, or -1; None if
-            ascending lists already end with the masked one.
+    `last`, int32 [n], is the key block to move to the end of its list, or -1; None if ascending
+    lists already end with the masked one.
     """
     columns, column_count = sets.listed(sets.transpose(words, num_keys), words.shape[-2])
     if last is None:

@@ -11,32 +11,25 @@ from pallas_kernels.tiles import Columns, Tiles
 
 
 class Rows(NamedTuple):
-    """Positions of the rows of a `by_rows` index, for one of the ranks that hold some.
+    """Positions of the rows of a `by_rows` index, for one of the ranks that hold some."""
 
-    Attributes:
-        blocks: int32 [n], the global block number of each local row.
-        total: sums integer arrays (a pytree) over all ranks that hold rows.
-    """
-
-    blocks: Array
-    total: Callable[[Any], Any]
+    blocks: Array  # int32 [n], the global block number of each local row
+    total: Callable[[Any], Any]  # sums integer arrays (a pytree) over all ranks that hold rows
 
 
 class Index(abc.ABC):
     """The (query, key) pairs that attention computes, in global token positions.
 
-    An index is a frozen dataclass, registered as a pytree. Its representation of pairs is private;
-    other code uses the methods below.
+    An index is a frozen dataclass, registered as a pytree. Other code uses only these methods.
 
     Attributes:
         block_size: g, tokens per block (static).
         causal: whether pairs with k > q are excluded, even if listed (static).
         key_shards_apart: whether separate tiles for the keys of each rank take no more memory than
             tiles for all keys together. Required by rings that pass keys around.
-        by_rows: whether axis 2 of all arrays are rows, one per query block. With several ranks,
-            each rank holds the rows of its own blocks, in its order. Other indices are replicated.
-        composed: whether tiles cannot express it, and attention is composed from several calls
-            (`pallas_kernels.composed`).
+        by_rows: whether axis 2 of all arrays are rows, one per query block, of which each rank
+            holds those of its own blocks, in its order. Other indices are replicated.
+        composed: whether attention is composed from several calls (`pallas_kernels.composed`).
     """
 
     block_size: int
@@ -51,8 +44,7 @@ class Index(abc.ABC):
 
         Args:
             seq_len: S, tokens of the sequence, a multiple of the block size.
-            rows: positions of the rows of a `by_rows` index; None if all of them are local. Ignored
-                by other indices.
+            rows: positions of the local rows of a `by_rows` index; None if it holds all.
 
         Returns:
             float [B, Hq], or [1, 1] if all heads have the same pairs (fp64 under x64). Rounded,
@@ -60,13 +52,9 @@ class Index(abc.ABC):
         """
 
     def pairs_of_rows(self, rows: Rows | None = None) -> Array | None:
-        """Returns the number of computed pairs per row of blocks, if available.
+        """Returns the computed pairs per row of blocks, int32 [B, Hq, rows], or None if unknown.
 
-        Args:
-            rows: the requested rows; for a `by_rows` index the local ones. None for all.
-
-        Returns:
-            int32 [B, Hq, rows], or None if not available.
+        `rows` are the requested rows, for a `by_rows` index the local ones; None for all.
         """
         return None
 
@@ -74,29 +62,20 @@ class Index(abc.ABC):
     def executed_pairs(self, seq_len: int, rows: Rows | None = None) -> Array:
         """Returns the number of pairs in executed tiles: g x g blocks, and g x 1 columns.
 
-        Tiles cut by the causal diagonal count in full. This is the convention for executed FLOP in
-        the benchmark tables.
-
-        Args:
-            seq_len, rows: as in `computed_pairs`.
-
-        Returns:
-            float [B, Hq] or [1, 1], rounded as in `computed_pairs`.
+        Tiles cut by the causal diagonal count in full, the convention for executed FLOP in the
+        benchmark tables. Arguments and result are those of `computed_pairs`.
         """
 
     @abc.abstractmethod
     def computes(self, query_positions: Array, key_blocks: Array) -> Array:
-        """Whether each (query, key-block) pair is in the index.
-
-        Causality is not applied: results for pairs with k > q are undefined. A `by_rows` index must
-        hold all rows.
+        """Whether each (query, key-block) pair is in a complete index, before causality.
 
         Args:
             query_positions: int32 [R], global token positions.
             key_blocks: int32 [C], global block numbers; results past the sequence are undefined.
 
         Returns:
-            bool, broadcasts to [B, Hq, R, C, g].
+            bool, broadcasts to [B, Hq, R, C, g]; undefined for pairs with k > q.
         """
 
     @abc.abstractmethod
@@ -104,12 +83,6 @@ class Index(abc.ABC):
         self, batch: int, num_queries: int, num_heads: int, num_keys: int
     ) -> tuple[Tiles, Columns | None]:
         """Returns what kernels compute if one device holds the whole sequence in order.
-
-        Args:
-            batch: B.
-            num_queries: Sq, a multiple of the block size.
-            num_heads: Hq.
-            num_keys: Sk, a multiple of the block size; Sq if the index is causal.
 
         Raises:
             ValueError: if the index has another batch size or number of heads.
@@ -122,24 +95,18 @@ class Index(abc.ABC):
         """Returns the tiles for queries and keys sharded over the sequence; causal indices only.
 
         Args:
-            batch: B.
-            num_heads: Hq.
+            batch, num_heads: B and Hq.
             stride: stride of all query and key segments.
             num_blocks: S / g.
             rows: int32 [n], global block number of each local row of a `by_rows` index; None if it
-                holds all. Ignored by other indices.
-
-        Raises:
-            ValueError: as in `on_one_device`.
+                holds all.
         """
 
     def column_tokens(self, every_row: Callable[[Array], Array] | None = None) -> Array | None:
         """Returns the key columns to gather: int32 [B, Hq, Mv] as in `Columns`, or None.
 
-        Args:
-            every_row: for a `by_rows` index, gathers the rows of all ranks of an array
-                [B, Hq, rows, ...], in sequence order; None if all rows are local. Ignored by other
-                indices.
+        For a `by_rows` index, `every_row` gathers the rows of all ranks of an array
+        [B, Hq, rows, ...], in sequence order; None if all rows are local.
         """
         return None
 
@@ -152,12 +119,8 @@ class Index(abc.ABC):
     ) -> Columns | None:
         """Returns the gathered columns as seen by the queries of one segment, or None.
 
-        Args:
-            query: blocks of the queries.
-            num_blocks: S / g.
-            tokens: `column_tokens` of a `by_rows` index; None if it holds all rows. Ignored by
-                other indices.
-            rows: as in `shards`.
+        For a `by_rows` index, `tokens` are its `column_tokens` (None if it holds all rows), and
+        `rows` are as in `shards`.
         """
         return None
 
@@ -165,9 +128,8 @@ class Index(abc.ABC):
         """Restricts the index to pairs within documents; returns an index of the same type.
 
         Args:
-            first: int32 [B, NB], first block of each block's document; NB for a block without one,
-                which then computes nothing.
-            end: int32 [B, NB], one past the last block of the document; 0 without a document.
+            first: int32 [B, NB], first block of each block's document; NB if it has none.
+            end: int32 [B, NB], one past the last block of the document; 0 if it has none.
             rows: as in `shards`.
 
         Raises:

@@ -10,17 +10,11 @@ from pallas_kernels.tiles import Tiles
 
 
 class Segment(NamedTuple):
-    """Consecutive blocks of a shard, with global numbers in an arithmetic progression.
+    """Consecutive blocks of a shard, with global numbers in an arithmetic progression."""
 
-    Attributes:
-        first_block: global number of the first block; may be traced.
-        stride: difference of consecutive global numbers (static).
-        num_blocks: length of the progression (static).
-    """
-
-    first_block: int | Array
-    stride: int
-    num_blocks: int
+    first_block: int | Array  # global number of the first block; may be traced
+    stride: int  # difference of consecutive global numbers (static)
+    num_blocks: int  # length of the progression (static)
 
     def blocks(self) -> Array:
         """Returns the global number of each block: int32 [num_blocks]."""
@@ -31,8 +25,7 @@ class Segment(NamedTuple):
 class ShardTiles(abc.ABC):
     """The tiles of every pair of shards, prepared once per layer.
 
-    All query and key segments have the same stride, which divides the number of blocks of the
-    sequence. First blocks may be traced.
+    All segments have the same stride, a divisor of the number of blocks of the sequence.
     """
 
     @abc.abstractmethod
@@ -43,9 +36,6 @@ class ShardTiles(abc.ABC):
     def gathered(self, query: Segment, keys: Array, skip_own: bool) -> Tiles:
         """Returns the tiles of a query segment and several consecutive key segments.
 
-        Args:
-            query: the queries.
-            keys: int32 [n], first blocks of the key segments, each as long as the query's, with
-                different residues modulo the stride.
-            skip_own: whether to skip the queries' own segment, which is among the keys'.
+        `keys`, int32 [n], are their first blocks, with different residues modulo the stride; each
+        is as long as the query's. `skip_own` skips the queries' own segment.
         """

@@ -18,28 +18,18 @@ from pallas_kernels.tiles import NO_DIAGONAL, DiagonalTiles, SegmentedDiagonals
 
 @dataclasses.dataclass(frozen=True)
 class ToeplitzShards(ShardTiles):
-    """Block diagonals by residue.
+    """Block diagonals of a sequence, sorted by residue modulo the stride."""
 
-    Attributes:
-        diagonals: int32 [B, Hq, M], M >= 1, sorted by (d mod stride, d); entries past the last
-            bound are padding.
-        bounds: int32 [B, Hq, stride + 1]; residue x is at bounds[x] .. bounds[x + 1] - 1.
-        stride: stride of all segments.
-        block_size: g.
-        dense: whether all diagonals are present.
-    """
-
-    diagonals: Array
-    bounds: Array
-    stride: int
+    diagonals: Array  # int32 [B, Hq, M], M >= 1, sorted by (d mod stride, d); then padding
+    bounds: Array  # int32 [B, Hq, stride + 1]; residue x is at bounds[x] .. bounds[x + 1] - 1
+    stride: int  # of all segments
     block_size: int
-    dense: bool = False
+    dense: bool = False  # whether all diagonals are present
 
     @classmethod
     def every(
         cls, batch: int, num_heads: int, stride: int, num_blocks: int, block_size: int
     ) -> "ToeplitzShards":
-        """Builds all diagonals of a sequence of `num_blocks` blocks."""
         diagonals = np.arange(num_blocks, dtype=np.int32).reshape(-1, stride).T.reshape(-1)
         bounds = np.arange(stride + 1, dtype=np.int32) * (num_blocks // stride)
         shape = batch, num_heads
@@ -55,16 +45,7 @@ class ToeplitzShards(ShardTiles):
     def listed(
         cls, diagonals: Array, count: Array, stride: int, num_blocks: int, block_size: int
     ) -> "ToeplitzShards":
-        """Builds it from a list of diagonals.
-
-        Args:
-            diagonals: int32 [B, Hq, M], M >= 1, ascending; entries from the count on are arbitrary
-                padding.
-            count: int32 [B, Hq].
-            stride: stride of all segments.
-            num_blocks: blocks of the sequence.
-            block_size: tokens per block (g).
-        """
+        """Builds it from diagonals int32 [B, Hq, M], M >= 1, of which the first `count` ascend."""
         if stride == 1:
             bounds = jnp.stack([jnp.zeros_like(count), count], axis=-1)
             return cls(diagonals, bounds, stride, block_size)

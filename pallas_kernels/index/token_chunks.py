@@ -24,13 +24,11 @@ class TokenChunksIndex(Index):
     """Key chunks of each query, as bits.
 
     A pair (q, k) is computed iff k <= q and query q selects the chunk of key k. Every query selects
-    its own chunk, and no later one. Tiles cannot express this, since adjacent queries differ;
-    `composed.chunk_attention` computes it with calls over other indices.
+    its own chunk, and no later one. Tiles cannot express this, since adjacent queries differ.
 
     In packed sequences, chunks start at document boundaries, and queries select chunks of their own
     document. A chunk has number `first block // chunk_blocks`. Complete chunks of a document have
-    unique numbers, since each begins at least `chunk_blocks` blocks after the previous one; without
-    documents the numbers are 0, 1, ...
+    unique numbers, since each begins at least `chunk_blocks` blocks after the previous one.
 
     Attributes:
         chosen: uint32 [B, Hq, rows, g, ceil(NC/32)]; bit c of the words of query i of a row of
@@ -39,9 +37,8 @@ class TokenChunksIndex(Index):
         chunk_blocks: blocks per chunk (static).
         most: maximum number of chunks per query, including its own (static).
         block_size: g (static).
-        first: int32 [B, Hq, rows], first block of each row's document; NB for a row without one,
-            which selects nothing. Equal for all heads; the head axis exists so that it is sharded
-            like other arrays. None: no documents.
+        first: int32 [B, Hq, rows], first block of each row's document, or NB if it has none. Equal
+            for all heads; has their axis to be sharded. None: no documents.
     """
 
     chosen: Array
@@ -58,36 +55,20 @@ class TokenChunksIndex(Index):
 
     @property
     def num_chunks(self) -> int:
-        """Number of chunks, NC."""
         return -(-self.num_blocks // self.chunk_blocks)
 
     def past(self, rows: Array) -> Array:
-        """Returns the chunks that each query sees in full: `chosen` without its own.
-
-        Args:
-            rows: int32 [rows], global block number of each row.
-        """
+        """Returns `chosen` without each query's own chunk; `rows` are global block numbers."""
         own = sets.single(chunks_of(self.first, rows, self.chunk_blocks), self.chosen.shape[-1])
         return self.chosen & ~own[..., None, :]
 
     def starts(self, rows: Array) -> Array:
-        """Applies `chunk_starts` to the chunks that any of these rows may see as past chunks.
-
-        Args:
-            rows: as in `past`.
-
-        Returns:
-            int32 [B or 1, 1, NC].
-        """
+        """Returns the `chunk_starts` of past chunks of these rows, int32 [B or 1, 1, NC]."""
         first = None if self.first is None else self.first[:, :1]
         return chunk_starts(first, rows, self.num_blocks, self.chunk_blocks)
 
     def own(self, rows: Array) -> BlockMaskIndex:
-        """Returns the causal pairs within each query's own chunk.
-
-        Args:
-            rows: as in `past`.
-        """
+        """Returns the causal pairs within each query's own chunk."""
         whole, cut = self._own_tiles_of(rows)
         start = jnp.where(cut > 0, rows - whole, self.num_blocks)
         bits = sets.ranges(start, rows, self.num_blocks)
@@ -135,7 +116,6 @@ class TokenChunksIndex(Index):
     def on_one_device(
         self, batch: int, num_queries: int, num_heads: int, num_keys: int
     ) -> NoReturn:
-        """Raises ValueError: it has no tiles."""
         raise ValueError(
             "a TokenChunksIndex cannot be expressed as tiles; use pallas_kernels.attention or "
             "sparse_attention instead of plan, forward and backward"
@@ -147,14 +127,12 @@ class TokenChunksIndex(Index):
         self.on_one_device(batch, 0, num_heads, 0)
 
     def budgets(self) -> dict[str, Array]:
-        """Number of chunks of all queries of each head, and their key blocks per query."""
         return {"chunks": sets.count(self.chosen).sum((-2, -1), dtype=jnp.int32)}
 
     def told_length(self) -> int:
         return self.num_blocks * self.block_size
 
     def check(self, batch: int, num_heads: int, rows: int) -> None:
-        """Raises ValueError if the shapes do not match a call."""
         words = sets.words_for(self.num_chunks)
         check_shape("index.chosen", self.chosen, (batch, num_heads, rows, self.block_size, words))
         if self.first is not None:
@@ -165,7 +143,6 @@ class TokenChunksIndex(Index):
             raise ValueError(f"seq_len={seq_len}, but the index has {self.told_length()} tokens")
 
     def _numbers(self, rows: Rows | None) -> Array:
-        """Global block number of each row: int32 [rows]."""
         return jnp.arange(self.chosen.shape[2], dtype=jnp.int32) if rows is None else rows.blocks
 
     def _past_counts(self, rows: Rows | None) -> Array:
@@ -174,10 +151,7 @@ class TokenChunksIndex(Index):
         return marked.sum((2, 3), dtype=jnp.int32)
 
     def _own_tiles(self, rows: Rows | None) -> tuple[Array, Array]:
-        """Counts blocks of own chunks that rows see in full, and in part: int32 [B, Hq] or [] each.
-
-        Covers all rows; without documents the counts are static.
-        """
+        """Counts blocks of own chunks that all rows see in full, and in part: [B, Hq] or []."""
         if self.first is None:
             whole, cut = self._own_tiles_of(jnp.arange(self.num_blocks, dtype=jnp.int32))
             return whole.sum(dtype=jnp.int32), cut.sum(dtype=jnp.int32)
@@ -195,29 +169,16 @@ class TokenChunksIndex(Index):
 
 
 def chunks_of(first: Array | None, blocks: Array, chunk_blocks: int) -> Array:
-    """Returns the chunk number of each block; see `TokenChunksIndex`.
-
-    Args:
-        first: int32, broadcasts with `blocks`: first block of the document, at or before `blocks`;
-            None without documents.
-        blocks: int32, global block numbers.
-        chunk_blocks: blocks per chunk.
-    """
+    """Returns the chunk number of each block; `first` is the first one of its document, or None."""
     return (blocks if first is None else blocks - first % chunk_blocks) // chunk_blocks
 
 
 def chunk_starts(first: Array | None, rows: Array, num_blocks: int, chunk_blocks: int) -> Array:
     """Returns the first block of each chunk that is complete before a row of its document.
 
-    Args:
-        first: int32 [..., n], first block of each row's document, NB for none; None without
-            documents.
-        rows: int32 [n], global block numbers.
-        num_blocks: NB.
-        chunk_blocks: blocks per chunk.
-
-    Returns:
-        int32 [..., NC], or [1, 1, NC] without `first`; NB for a chunk that precedes no row.
+    `first`, int32 [..., n], is the first block of each row's document, NB for none; `rows`, int32
+    [n], are global block numbers. Returns int32 [..., NC], or [1, 1, NC] without documents; NB for
+    a chunk that precedes no row.
     """
     numbers = jnp.arange(-(-num_blocks // chunk_blocks), dtype=jnp.int32)
     if first is None:

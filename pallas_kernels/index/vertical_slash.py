@@ -127,7 +127,6 @@ class VerticalSlashIndex(Index):
         return Columns.beside(covered, tokens, query_blocks, num_blocks, self.block_size)
 
     def budgets(self) -> dict[str, Array]:
-        """Number of key columns and block diagonals of each head."""
         return {"columns": self.vertical_count, "diagonals": self.slash_count}
 
     def told_length(self) -> int | None:
@@ -148,12 +147,9 @@ class VerticalSlashIndex(Index):
     def _counts(self, seq_len: int) -> tuple[Array, Array, Array, Array]:
         """Returns the counts that all measures are built from, as integers that cannot overflow.
 
-        Returns:
-            main: int32 [B, Hq], 1 if the main block diagonal is active.
-            far_tiles: int32 [B, Hq], blocks on the other active diagonals.
-            blocks_below: int32 [B, Hq, Mv], for each column, query blocks below its own that no
-                active diagonal computes; 0 for padding.
-            own_rows: int32 [B, Hq, Mv], rows of its own block that the column adds.
+        In order: int32 [B, Hq], 1 if the main block diagonal is active; int32 [B, Hq], blocks on
+        the other active diagonals; int32 [B, Hq, Mv], for each column, query blocks below its own
+        that no active diagonal computes; int32 [B, Hq, Mv], rows of its own block that it adds.
         """
         size = self.block_size
         check_whole_blocks(seq_len, size)

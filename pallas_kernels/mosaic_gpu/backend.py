@@ -37,34 +37,20 @@ _INTERPRETED_MULTIPROCESSORS = 2
 )
 @dataclasses.dataclass(frozen=True)
 class HopperWork:
-    """Work lists of the kernels of both passes.
+    """Work lists of the kernels of both passes."""
 
-    Attributes:
-        queries: work of the forward kernel and of the one for dq.
-        keys: work of the kernel for dk and dv, or of the fused backward kernel: its class
-            determines which of them run.
-    """
-
-    queries: QueryWork
-    keys: KeyWork | FusedWork
+    queries: QueryWork  # of the forward kernel and of the one for dq
+    keys: KeyWork | FusedWork  # of the kernel for dk and dv, or of the fused backward kernel
 
 
 @dataclasses.dataclass(frozen=True)
 class MosaicGpu:
-    """Kernels for Hopper GPUs, written in Pallas.
-
-    Attributes:
-        name: name in the registry.
-        interpret: False, or parameters of Pallas' GPU interpreter, which runs on any machine.
-        configs: kernel configurations; None for those of `configs.py`.
-        one_backward_kernel: whether to use the fused backward kernel wherever possible; None for
-            where it is fastest (`_fused_config`).
-    """
+    """Kernels for Hopper GPUs, written in Pallas."""
 
     name: str = "mosaic_gpu"
-    interpret: Any = False
-    configs: Configs | None = None
-    one_backward_kernel: bool | None = None
+    interpret: Any = False  # or parameters of Pallas' GPU interpreter
+    configs: Configs | None = None  # kernel configurations; None for those of `configs.py`
+    one_backward_kernel: bool | None = None  # fused wherever possible; None: where fastest
 
     estimate = HopperEstimate()
     block_scores = HopperBlockScores()
@@ -213,7 +199,6 @@ class MosaicGpu:
         dq_dtype: jnp.dtype,
         key_dtype: jnp.dtype | None,
     ) -> Gradients:
-        """Computes all gradients with the fused kernel."""
         config = self._configs(q).fused
         assert config is not None  # the plan has its work
 
@@ -250,12 +235,10 @@ class MosaicGpu:
     ) -> FusedConfig | None:
         """Returns the configuration of the fused backward kernel, or None if it is not used.
 
-        It is used for dense diagonals, and for sparse ones if a call returns complete gradients
-        (`whole`) and dq in fp32, which it needs in addition, is within the limit of the head dim's
-        configuration. On part of a ring's keys the lists of sparse diagonals are short, and the
-        fixed cost of an item weighs too much. Block lists have no order of additions to dq that it
-        could follow. Neither have documents in the keys of several ranks: a row may see some of the
-        blocks at the same position and not the others, differently from row to row.
+        It is used for dense diagonals, and for sparse ones if a call returns complete gradients and
+        dq in fp32, needed in addition, is within the head dim's limit: on part of a ring's keys the
+        lists are short, and the fixed cost of an item weighs too much. With documents in the keys
+        of several ranks, additions to dq have no order that it could follow.
         """
         configs = self._configs(q)
         if self.one_backward_kernel is False:
@@ -272,9 +255,8 @@ class MosaicGpu:
     def _thread_blocks(self, beside_transfers: bool) -> int:
         """Returns the thread blocks of persistent kernels: one per multiprocessor.
 
-        A concurrent collective keeps some multiprocessors from starting theirs, so their fixed
-        share of the work would finish late. With more blocks the hardware starts each where there
-        is room.
+        A concurrent collective keeps some multiprocessors from starting theirs. With more blocks
+        the hardware starts each where there is room, instead of finishing a fixed share late.
         """
         return self._multiprocessors() * (_PARTS_BESIDE_TRANSFERS if beside_transfers else 1)
 

@@ -39,7 +39,6 @@ class GatheredColumns(NamedTuple):
 
     @property
     def operands(self) -> list[Array]:
-        """Returns the kernel operands, in the order of COLUMN_NAMES."""
         keep = lax.bitcast_convert_type(self.seen.keep, jnp.int32)
         return [self.k, self.v, keep, self.seen.tokens, self.seen.query_blocks]
 
@@ -72,10 +71,8 @@ def launch(
 ) -> Callable[..., Any]:
     """Builds a kernel over thread blocks (axis "block") of compute and copy warpgroups ("wg").
 
-    Its results pass through an optimization barrier. If a `lax.scan` stacks them (for example as
-    residuals of a layer), XLA would otherwise run a second copy of the kernel that writes into the
-    stack, in addition to the one that produces the results (pass "dynamic-slice-fusion", jaxlib
-    0.11.2).
+    An optimization barrier keeps XLA (pass "dynamic-slice-fusion", jaxlib 0.11.2) from running a
+    second copy of the kernel if a `lax.scan` stacks its results.
     """
     run = plgpu.kernel(
         kernel,

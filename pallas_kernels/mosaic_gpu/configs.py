@@ -13,8 +13,7 @@ class Configs:
     """One configuration per kernel.
 
     With `fused`, a single kernel computes all gradients of dense attention, and on one device those
-    of sparse attention with at most `fused_sparse_bytes` of dq in fp32, which it needs in addition
-    to the results. See `MosaicGpu`.
+    of sparse attention with at most `fused_sparse_bytes` of dq in fp32.
     """
 
     forward: ForwardConfig

@@ -8,8 +8,7 @@ _HOPPER = 9  # major compute capability
 def no_hopper_gpu() -> str | None:
     """Why the Hopper kernels cannot run here, or None if they can.
 
-    Inside `jax.sharding.use_abstract_mesh` with a device, that device is the target: programs can
-    be compiled for a GPU on a machine without one.
+    A device of `jax.sharding.use_abstract_mesh` is the target, even without a GPU.
     """
     abstract = jax.sharding.get_abstract_mesh().abstract_device
     if abstract is not None:

@@ -35,16 +35,7 @@ class FusedConfig:
 
 
 class FusedSteps:
-    """The steps of one compute warpgroup, which owns half of a thread block's keys.
-
-    Args:
-        smem, bars: shared memory and barriers of the kernel.
-        warpgroup: number of this warpgroup.
-        config: tuning.
-        scale: scale of the logits.
-        queries: queries per step.
-        interpreted: whether Pallas' interpreter runs the kernel.
-    """
+    """The steps of one compute warpgroup, which owns half of a thread block's keys."""
 
     def __init__(
         self,
@@ -79,8 +70,6 @@ class FusedSteps:
         return pl.run_scoped(body, acc, acc)
 
     def finish(self, end: Array) -> None:
-        """Hands over dq of the last of `end` steps."""
-
         @pl.when(end > 0)
         def _() -> None:
             self._await_ds(end - 1)
@@ -157,13 +146,11 @@ class FusedSteps:
     def _own(self) -> Any:
         """Returns the keys of this warpgroup, and the columns or rows of dq.
 
-        The compiler must not know that they are the same in every step: it would keep all derived
-        addresses in registers.
+        The barrier hides that they never change, or all derived addresses would stay in registers.
         """
         return pl.ds(lax.optimization_barrier(self.warpgroup) * ROWS, ROWS)
 
     def _load(self, name: str, slot: Array) -> Array:
-        """Loads the per-query values of a step."""
         return plgpu.load(self.smem[name].at[slot], layout=COLUMN_LAYOUT)
 
     def _columns(self, values: Array) -> Array:
@@ -207,7 +194,6 @@ class FusedSteps:
             self._stage_dq(dq, step - 1)
 
     def _stage_dq(self, dq: Array, step: Array) -> None:
-        """Passes the dq of a step to the adding warps."""
         slot = lax.rem(step, ADDING_WARPS)
 
         @pl.when(step >= ADDING_WARPS)

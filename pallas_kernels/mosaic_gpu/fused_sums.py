@@ -23,16 +23,11 @@ def add_queries(
     bars: dict[str, Any],
     number: Array | None,
 ) -> None:
-    """Adds dq of an item's steps, each at its turn; run by one warp.
+    """Adds dq of an item's steps, each at its turn; run by warp `number`, for every second step.
 
-    Args:
-        walk: walk of the item.
-        target: fp32 dq [B, nq, Hq, D].
-        counters: int32 [B, Hq, steps of all queries, 1], number of completed turns.
-        smem, bars: shared memory and barriers of the kernel.
-        number: number of the warp, which handles the steps with this remainder. None in Pallas'
-            interpreter: all steps. Items run one after another there, so it must already be their
-            turn; otherwise NaN is added.
+    `counters` are int32 [B, Hq, steps of all queries, 1], numbers of completed turns. In Pallas'
+    interpreter the number is None: items run one after another there, so it must already be their
+    turn; otherwise NaN is added.
     """
     batch = walk.it.batch
 
@@ -77,15 +72,10 @@ def add_keys(
     turn: Array,
     interpreted: bool,
 ) -> None:
-    """Adds dk and dv to those of earlier items: other heads with the same keys.
+    """Adds dk and dv [64, D] to those of earlier items, heads with the same keys, at a turn.
 
-    Args:
-        targets: fp32 rows [64, D] of dk and dv; the first turn overwrites them.
-        gradients: fp32 [64, D] to add to them.
-        staging: unused shared memory, fp32 [64, D].
-        counter: int32 [1], number of completed turns; None if there is only one turn.
-        turn: turn of this item.
-        interpreted: whether Pallas' interpreter runs the kernel, where items run in order.
+    The first turn overwrites them. `counter` is the number of completed turns, None if there is
+    only one. `staging` is unused shared memory, fp32 [64, D].
     """
     taken = counter is not None and not interpreted
     if taken:

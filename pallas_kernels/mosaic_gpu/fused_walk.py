@@ -24,16 +24,7 @@ _WORDS = ROWS // WORD
 
 
 class FusedWalk:
-    """The traversal of one item: by query blocks for copies, by steps for computation.
-
-    Args:
-        refs: operands of the kernel.
-        it: the item.
-        work: the work list.
-        num_query_blocks: query blocks of the call.
-        queries: queries per step.
-        has_columns: whether the list has items of columns.
-    """
+    """The traversal of one item: by query blocks for copies, by steps for computation."""
 
     def __init__(
         self,
@@ -53,7 +44,6 @@ class FusedWalk:
         self.columns, self.blocks = it.columns, it.blocks
 
     def _entry(self, first: Array, last: Array, n: Array) -> Array:
-        """Returns the n-th list entry that an item visits."""
         return jnp.where(self.it.sign > 0, first + n, last - 1 - n)
 
     def row_blocks(self, visit: Callable[..., Any], carry: Any) -> Any:
@@ -88,10 +78,7 @@ class FusedWalk:
         return lax.cond(self.columns, over_rows, over_heads, carry)
 
     def steps(self, warpgroup: Array, run_step: Callable[[Array, KeyMask], Array]) -> Array:
-        """Calls run_step(step, mask), which returns the next step; returns the number of steps.
-
-        Steps are grouped in runs of tiles with the same kind of mask.
-        """
+        """Calls run_step(step, mask), which returns the next step; returns the number of steps."""
         it, refs, has_columns = self.it, self.refs, self.has_columns
         parts, queries, num_query_blocks = self.parts, self.queries, self.num_query_blocks
         keys = key_numbers()

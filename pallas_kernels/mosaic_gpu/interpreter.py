@@ -38,11 +38,7 @@ def product_plus(
 def accumulate_keys(
     smem: dict[str, Any], warpgroup: Array, interpreted: bool, run: Callable[[AddProduct], Array]
 ) -> tuple[Array, Array, Array]:
-    """Runs the steps of a compute warpgroup with accumulators for dk and dv.
-
-    Returns:
-        dk, dv [64, D] fp32, and the result of `run`.
-    """
+    """Runs a warpgroup's steps with accumulators; returns dk, dv [64, D] and `run`'s result."""
     shape = ROWS, smem["k"].shape[-1]
     if interpreted:
         for name in ("dk", "dv"):
@@ -80,11 +76,9 @@ class Accumulator:
         self._ref = ref
 
     def start(self, value: Array) -> None:
-        """Starts from a value instead of 0."""
         self._ref[...] = value
 
     def add(self, a: Any, b: Any) -> None:
-        """Starts adding a product of a tile in shared memory, or of values, and a tile."""
         plgpu.wgmma(self._ref, a, b)
 
     def value(self, younger: int) -> Array:
@@ -118,11 +112,7 @@ def with_accumulators(
 ) -> Any:
     """Calls `body` with accumulators of some shapes, which it must not carry through loops.
 
-    Args:
-        body: function to call.
-        shapes: shapes of the accumulators, which start from 0.
-        interpreted: whether Pallas' interpreter runs the kernel.
-        staging: in the interpreter, shared memory for operands that are values.
+    In the interpreter, `staging` is shared memory for operands that are values.
     """
     if interpreted:
         return body(*(_Value(shape, staging) for shape in shapes))

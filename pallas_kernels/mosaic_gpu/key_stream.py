@@ -126,5 +126,4 @@ class Producer:
         return step + it.steps
 
     def drain(self, steps: Array) -> None:
-        """Waits for the release of the last slots."""
         await_last((self.bars["k_free"], self.bars["v_free"]), steps, self.stages)

@@ -26,17 +26,7 @@ RunStep = Callable[[Array, KeyMask], None]
 
 
 class KeyWalk:
-    """The traversal of one item: by query blocks for copies, by steps for computation.
-
-    Args:
-        refs: operands of the kernel.
-        it: the item.
-        work: the work list.
-        group: query heads per key/value head.
-        num_query_blocks: query blocks of the call.
-        queries: queries per step.
-        has_columns: whether the list has items of columns.
-    """
+    """The traversal of one item: by query blocks for copies, by steps for computation."""
 
     def __init__(
         self,
@@ -57,11 +47,7 @@ class KeyWalk:
         self.has_parts = work.heavy is not None
 
     def load_all(self, stream: Any) -> Array:
-        """Loads the keys and the queries of all steps; returns the number of steps.
-
-        Args:
-            stream: a `QueryStream`.
-        """
+        """Loads the keys and the queries of all steps; returns the number of steps."""
         if not self.has_columns:
             return self._load_block(stream)
         return lax.cond(
@@ -69,7 +55,6 @@ class KeyWalk:
         )
 
     def run_all(self, warpgroup: Array, run_step: RunStep) -> Array:
-        """Runs all steps; returns their number."""
         if not self.has_columns:
             return self._run_block(warpgroup, run_step)
         return lax.cond(
@@ -79,14 +64,12 @@ class KeyWalk:
         )
 
     def _query_block(self, head: Array, s: Array) -> Array:
-        """Returns the query block of entry s of a head's list."""
         it, lists = self.it, self.refs["lists"]
         if self.listed:
             return lists[it.batch, head, it.block, s]
         return it.block + lists[it.batch, head, s]
 
     def _over_heads(self, visit: Callable[..., Array]) -> Array:
-        """Calls visit(head, first, last, step) for the heads that see a key block."""
         it, refs = self.it, self.refs
 
         def member(m: Array, step: Array) -> Array:
@@ -100,14 +83,12 @@ class KeyWalk:
         return lax.fori_loop(0, self.group, member, jnp.int32(0))
 
     def _part_of(self, first: Array, last: Array) -> tuple[Array, Array]:
-        """Returns the list entries of the item: all of them unless it is a part."""
         it, count = self.it, last - first
         start = first + lax.div(count * it.first_row, PARTS)
         stop = first + lax.div(count * (it.first_row + 1), PARTS)
         return jnp.where(it.part, start, first), jnp.where(it.part, stop, last)
 
     def _load_block(self, stream: Any) -> Array:
-        """Implements `load_all` for a block of keys."""
         it = self.it
         stream.load_keys(it.batch, it.block, it.head)
 
@@ -126,14 +107,11 @@ class KeyWalk:
         return self._over_heads(visit)
 
     def _load_columns(self, stream: Any) -> Array:
-        """Implements `load_all` for a tile of columns.
-
-        Runs from the last query block backwards: all column tiles of a head start there together
-        and read the same queries, which the L2 cache then serves.
-        """
         it, count = self.it, self.end_row
         stream.load_keys(it.batch, it.block, it.head, "c")
 
+        # From the last query block backwards: all column tiles of a head start there together and
+        # read the same queries, which the L2 cache then serves.
         def entry(n: Array, step: Array) -> Array:
             return stream.load_block(it.batch, it.head, count - 1 - n, step)
 
@@ -163,7 +141,6 @@ class KeyWalk:
         return self._over_heads(visit)
 
     def _run_columns(self, warpgroup: Array, run_step: RunStep) -> Array:
-        """Implements `run_all` for a tile of columns."""
         it, refs, count = self.it, self.refs, self.end_row
         rows = pl.ds(it.block * TILE + warpgroup * ROWS, ROWS)
         tokens = plgpu.load(
@@ -196,7 +173,6 @@ class KeyWalk:
         return lax.fori_loop(full, every, lambda n, carry: entry(n, carry, True), carry)[0]
 
     def _parts(self, step: Array, run_step: RunStep, mask: Callable[[int], KeyMask]) -> Array:
-        """Runs the steps of a query block; returns the next step."""
         for part in range(self.parts):
             run_step(step + part, mask(part))
         return step + self.parts

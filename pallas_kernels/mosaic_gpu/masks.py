@@ -1,9 +1,8 @@
 """Tile masks, shared by all kernels.
 
 Logits are in registers, [queries, keys] in kernels that own queries and [keys, queries] in kernels
-that own keys. A pair may be excluded for two reasons. Causality: the tile is on the masked
-diagonal, or holds columns, which have their own positions. Keep bits of gathered columns: these
-become an additive mask, `keep_bias`, 0 or -inf for each key.
+that own keys. Pairs are excluded by causality, on the masked diagonal or by the positions of
+columns, or by keep bits of columns, which become an additive mask: 0 or -inf for each key.
 """
 
 import dataclasses
@@ -29,10 +28,7 @@ from pallas_kernels.work.items import KeyItem, QueryItem
 
 
 def diagonal_shift(offset: Array, diagonal: Array) -> Array:
-    """Returns how much later a tile's queries are than those of a masked tile with the same keys.
-
-    Large enough that every query passes, unless the tile's offset is the masked one.
-    """
+    """Returns 0 for the masked offset, else a shift by which every query of the tile passes."""
     return jnp.where(offset == diagonal, 0, TILE)
 
 
@@ -62,14 +58,12 @@ class QueryMask:
     """
 
     def prepare(self, s: Array) -> Any:
-        """Returns what `apply` needs for step s."""
         del s
 
     def await_bias(self, bars: dict[str, Any], slot: Array) -> None:
         """Waits until the bias of a slot can be read."""
 
     def bias(self, smem: dict[str, Any], slot: Array, column: int, width: int) -> Array | None:
-        """Returns the additive mask [64, width] of a slot, or None for nothing."""
         del smem, slot, column, width
         return None
 
@@ -99,10 +93,7 @@ class DiagonalMask(QueryMask):
 
 @dataclasses.dataclass(frozen=True)
 class ColumnMask(QueryMask):
-    """Masks a tile of gathered columns by its keep bits and, with `causal`, by position.
-
-    The copy side expands the bits into a bias in shared memory.
-    """
+    """Masks a tile of gathered columns by keep bits (a bias) and, with `causal`, by position."""
 
     walk: Any  # the `QueryWalk` of the kernel
     it: QueryItem
@@ -110,7 +101,6 @@ class ColumnMask(QueryMask):
     causal: bool
 
     def prepare(self, s: Array) -> Array:
-        """Returns the index of the tile among the column tiles."""
         return self.it.column_tile(s - self.it.tiles)
 
     def await_bias(self, bars: dict[str, Any], slot: Array) -> None:
@@ -136,22 +126,16 @@ class ColumnMask(QueryMask):
 
 @dataclasses.dataclass(frozen=True)
 class KeyMask:
-    """Masks logits [keys, queries] of a step.
+    """Masks logits [keys, queries] of a step."""
 
-    Attributes:
-        keys: int32 [64], the position of each key, by rows; None if causality excludes nothing.
-        first_query: position of the first query of the step, relative to the same origin.
-        bias: returns an additive mask by key; None for nothing.
-    """
-
-    keys: Array | None = None
-    first_query: Array | int = 0
-    bias: Callable[[], Array] | None = None
+    keys: Array | None = None  # int32 [64], the position of each key; None: not causal
+    first_query: Array | int = 0  # of the step, relative to the keys' origin
+    bias: Callable[[], Array] | None = None  # returns an additive mask by key
 
     def apply(self, logits: Array) -> tuple[Array, Array | None]:
-        """Returns logits with -inf where the query precedes the key, and the additive mask.
+        """Returns logits with -inf where the query precedes the key, and the bias to add.
 
-        Added to scaled logits (`add_bias`), the additive mask is free.
+        Added to scaled logits (`add_bias`), the bias is free.
         """
         if self.keys is not None:
             limit = rows_to_tile(self.keys - self.first_query, logits)

@@ -8,10 +8,7 @@ from pallas_kernels.mosaic_gpu import device
 
 
 class MosaicGpuOnDemand:
-    """`MosaicGpu()`, imported by the first call that runs on a Hopper GPU.
-
-    Other processes avoid the import. Everything a call needs before that is implemented here.
-    """
+    """`MosaicGpu()`, imported by the first call that runs on a Hopper GPU."""
 
     name = "mosaic_gpu"
 

@@ -1,7 +1,4 @@
-"""Streams queries through shared memory, for backward kernels with thread blocks that own keys.
-
-A step needs some of a block's queries, the gradients of their outputs and two numbers per row.
-"""
+"""Streams queries through shared memory, for backward kernels with thread blocks that own keys."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,14 +14,8 @@ from pallas_kernels.mosaic_gpu.common import TILE, WARPGROUPS, await_last, tiled
 class QueryStream:
     """The copy side: keys and values once, then the queries of each step.
 
-    Each completion of a barrier is awaited, the last ones by `drain`.
-
-    Args:
-        refs, smem, bars: refs, shared memory (`key_memory`) and barriers (`key_barriers`) of the
-            kernel.
-        stages: steps in flight.
-        queries: queries per step.
-        rows: names of the operands with one number per row, [B, Hq, nq].
+    Each completion of a barrier is awaited, the last ones by `drain`. `rows` are the names of the
+    operands with one number per row, [B, Hq, nq].
     """
 
     def __init__(
@@ -71,7 +62,6 @@ class QueryStream:
         plgpu.copy_gmem_to_smem(source, self.smem[name].at[slot], self.bars["full"].at[slot])
 
     def drain(self, steps: Array) -> None:
-        """Waits for the release of the last slots, after `steps` steps."""
         await_last([self.bars["free"]], steps, self.stages)
 
 

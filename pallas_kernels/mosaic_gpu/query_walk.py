@@ -1,8 +1,6 @@
 """Traversal of the kernels that own queries, forward and dq: key blocks, columns and masks.
 
-Such a kernel processes one block of 128 queries of one head (an item of the work list), split over
-two compute warpgroups of 64 rows: its list of key blocks, then its tiles of gathered columns. A
-third warpgroup only issues copies.
+An item of 128 queries is split over two compute warpgroups; a third one only issues copies.
 """
 
 from typing import Any
@@ -43,15 +41,12 @@ class QueryWalk:
         self.fields = len(QueryItem._fields) - (not work.skips_columns)
 
     def item(self, n: Array) -> QueryItem:
-        """Returns the n-th item of the work list."""
         return read(QueryItem, self.refs["items"], n, self.fields)
 
     def key_block(self, it: QueryItem, s: Array) -> Array:
-        """Returns the key block of list entry s of an item, relative to its first one."""
         return self.listed_block(it, it.first + s)
 
     def listed_block(self, it: QueryItem, entry: Array) -> Array:
-        """Returns the key block of an entry of an item's list."""
         if self.listed:
             return self.refs["lists"][it.batch, it.head, it.block, entry]
         return it.block - self.refs["lists"][it.batch, it.head, entry]

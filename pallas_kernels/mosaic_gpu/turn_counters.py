@@ -8,10 +8,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 
 def await_turn(counter: Any, turn: Array, warp: bool = True) -> None:
-    """Waits until the counter int32 [1] has reached a turn.
+    """Waits until the counter int32 [1] has reached a turn; run by a whole warp or warpgroup.
 
-    Afterward, everything written by the thread blocks of earlier turns before `end_turn` is
-    visible. Called by a whole warp, or with `warp` false by a whole warpgroup.
+    Everything that earlier turns wrote before `end_turn` is then visible.
     """
     scope = _scope(warp)
 

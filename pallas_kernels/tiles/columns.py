@@ -33,18 +33,16 @@ class Columns:
         tokens: int32 [B, Hq, Mv], global positions, ascending; padding is past every query. Mv is
             a multiple of 128.
         count: int32 [B, Hq].
-        keep: uint32 [B, Hq, num_query_blocks, Mv // 32]; bit c % 32 of word c // 32. A bit is
-            off if the column is in an active block (which computes it), in a later block than the
-            queries, or in another document.
+        keep: uint32 [B, Hq, num_query_blocks, Mv // 32]; bit c % 32 of word c // 32. Off if the
+            column is in an active block (which computes it), in a later block than the queries, or
+            in another document.
         limit: int32 [B, Hq, num_query_blocks], one past the last column with its bit on.
-        query_blocks: int32 [num_query_blocks], global block number of each local query block,
-            ascending.
+        query_blocks: int32 [num_query_blocks], ascending global block numbers.
         block_size: g (static).
         first: int32 [B, Hq, num_query_blocks], the first column with its bit on; 0 if none is.
-            None if all queries see the columns of earlier blocks: kernels then start with the
-            first one.
+            None if kernels start with the first column.
         ends: int32 [B, Hq, Mv // 128], for each tile of columns one past the last query block with
-            one of its bits on; 0 if none is. None with `first`: kernels then end with the last one.
+            one of its bits on; 0 if none is. None with `first`.
     """
 
     tokens: Array
@@ -71,10 +69,8 @@ class Columns:
         Args:
             covered: bool [B, Hq, n, Mv], whether a query block computes the block that contains a
                 column, or does not see the column; arbitrary for later blocks.
-            tokens: as in `Columns`, with capacity for whole tiles (`padded_columns`).
-            query_blocks: int32 [n], global block number of each local query block.
+            tokens, query_blocks, block_size: as in `Columns`.
             num_blocks: S / g, blocks of the whole sequence.
-            block_size: tokens per block (g).
             apart: whether query blocks see separate runs of columns, as in packed documents, so
                 that kernels should skip the others (`first`, `ends`).
         """
@@ -113,15 +109,7 @@ class Columns:
 
 
 def padded_columns(tokens: Array, count: Array) -> Array:
-    """Pads columns to whole tiles, as in `Columns.tokens`.
-
-    Args:
-        tokens: int32 [B, Hq, C], with the first `count` ascending.
-        count: int32 [B, Hq].
-
-    Returns:
-        int32 [B, Hq, C rounded up to `COLUMN_TILE`], padded past every query.
-    """
+    """Pads columns int32 [B, Hq, C] (the first `count` ascend) to whole tiles, past every query."""
     padding = -tokens.shape[-1] % COLUMN_TILE
     slots = jnp.arange(tokens.shape[-1], dtype=jnp.int32)
     past = jnp.int32(jnp.iinfo(jnp.int32).max)
@@ -130,14 +118,9 @@ def padded_columns(tokens: Array, count: Array) -> Array:
 
 
 def gather_columns(x: Array, tokens: Array) -> Array:
-    """Gathers columns of keys or values for each query head.
+    """Gathers columns of keys or values [B, S, Hk, D] for each query head: [B, Mv, Hq, D].
 
-    Args:
-        x: [B, S, Hk, D].
-        tokens: int [B, Hq, Mv] positions along S; those outside [0, S) give zeros.
-
-    Returns:
-        [B, Mv, Hq, D].
+    `tokens` are int [B, Hq, Mv] positions along S; those outside [0, S) give zeros.
     """
     group = tokens.shape[1] // x.shape[2]
     heads = np.arange(tokens.shape[1], dtype=np.int32) // group

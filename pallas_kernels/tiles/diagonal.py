@@ -1,9 +1,8 @@
 """Block diagonals: tiles of one shard of queries and one or more shards of keys.
 
-A kernel sees local blocks only: query block i of its query shard, key block j of its key shard.
 Shards are arithmetic progressions of global blocks (one for a striped rank, two for a zigzag
-rank), so a global block diagonal d becomes one local offset o = i - j for the whole shard pair:
-the problem stays Toeplitz, and one short list per head describes it.
+rank), so a global block diagonal becomes one local offset o = i - j for the whole shard pair, and
+one short list per head describes it.
 """
 
 import dataclasses
@@ -27,22 +26,20 @@ class DiagonalTiles(Tiles):
     """Block diagonals of a (query shard, key shard) pair, per batch entry and query head.
 
     Local query block i computes local key block i - o for every valid offset o for which that
-    block exists and is in the same document. Tiles with o == `diagonal` are on the causal
-    diagonal and masked per element (row >= column); all other tiles are computed in full.
+    block exists and is in the same document.
 
     Attributes:
         offsets: int32 [B, Hq, M], M >= 1, ascending within the valid range, arbitrary outside.
         start: int32 [B, Hq], first valid entry of `offsets`.
         stop: int32 [B, Hq], one past the last valid entry.
-        diagonal: int32 [], the masked offset, or `NO_DIAGONAL`. No valid offset is lower: such
-            tiles would be entirely in the future of their queries.
+        diagonal: int32 [], the offset masked per element, or `NO_DIAGONAL`. No valid offset is
+            lower: such tiles would be entirely in the future of their queries.
         block_size: g (static).
         dense: whether all tiles allowed by causality and documents are valid (static).
         first_keys: int32 [B, 1, nq], the first local key block of each query block's document,
-            possibly outside of the shard. None: all key blocks are in all queries' document.
+            possibly outside of the shard. None: all are in one document.
         end_queries: int32 [B, 1, nk], one past the last local query block of each key block's
-            document; if a query block sees several key blocks, it is the same for all of them.
-            None with `first_keys`.
+            document, equal for all key blocks that a query block sees. None with `first_keys`.
     """
 
     offsets: Array
@@ -115,27 +112,23 @@ class DiagonalTiles(Tiles):
 )
 @dataclasses.dataclass(frozen=True)
 class SegmentedDiagonals(Tiles):
-    """Block diagonals of one query shard over several consecutive key shards.
+    """Block diagonals of one query shard over several consecutive key shards (segments).
 
-    Generalizes `DiagonalTiles` to keys gathered from several ranks. The key blocks form
-    `num_segments` segments of equal length. A run of offsets belongs to one segment: query block i
-    computes key block i - o for every offset o of a run for which that block is in the run's
-    segment. Kernels process one segment after another, so that adjacent query blocks read adjacent
-    key blocks at any time.
+    A run of offsets belongs to one segment: query block i computes key block i - o for every offset
+    o of a run for which that block is in the run's segment. Kernels process one segment after
+    another, so that adjacent query blocks read adjacent key blocks at any time.
 
     Attributes:
         offsets: int32 [B, Hq, M], M >= 1, ascending within each run, arbitrary outside of runs.
-        start: int32 [B, Hq, R], first entry of each run in `offsets`.
-        stop: int32 [B, Hq, R], one past the last entry of each run.
+        start, stop: int32 [B, Hq, R], first and one past the last entry of each run in `offsets`.
         segment: int32 [R], the segment of each run; unique.
-        diagonal: int32 [], the offset of the tiles masked per element, or `NO_DIAGONAL`. It is the
-            lowest of the first run, and in no other.
-        num_segments: segments of the keys (static).
+        diagonal: int32 [], the offset masked per element, or `NO_DIAGONAL`. It is the lowest of
+            the first run, and in no other.
+        num_segments: number of segments of equal length (static).
         block_size: g (static).
         dense: whether all tiles of these segments allowed by causality are valid (static).
         first_keys: int32 [B, 1, R, nq], for each run and query block the first key block of its
-            document, relative to the run's segment and possibly outside. None: all key blocks are
-            in all queries' document.
+            document, relative to the run's segment and possibly outside. None: one document.
         end_queries: int32 [B, 1, R, nk / num_segments], for each run and key block of its segment
             one past the last local query block of its document. None with `first_keys`.
     """
@@ -197,17 +190,14 @@ class SegmentedDiagonals(Tiles):
             check_shape("tiles.end_queries", self.end_queries, (batch, 1, runs, size))
 
     def _within(self, size: int) -> Array:
-        """Returns the offsets relative to the segment of each run: int32 [B, Hq, R, M]."""
         return self.offsets[:, :, None, :] + (self.segment * size)[:, None]
 
 
 def _farthest(rows: Array, first_keys: Array | None) -> Array:
-    """Returns each query block's farthest offset to a key block of the shard and its document."""
     return rows if first_keys is None else jnp.minimum(rows, rows - first_keys)
 
 
 def _last(num_query_blocks: int, end_queries: Array | None) -> int | Array:
-    """Returns the last query block that may see each key block."""
     last = num_query_blocks - 1
     return last if end_queries is None else jnp.minimum(last, end_queries - 1)
 
@@ -215,10 +205,7 @@ def _last(num_query_blocks: int, end_queries: Array | None) -> int | Array:
 def _between(
     offsets: Array, start: Array, stop: Array, low: Array, high: Array
 ) -> tuple[Array, Array]:
-    """Finds the valid entries with low <= offset <= high, for each element of low and high.
-
-    Returns first, last: int32 [..., n]; entries first..last-1 apply.
-    """
+    """Finds the valid entries first .. last - 1 with low <= offset <= high: int32 [..., n] each."""
     slots = jnp.arange(offsets.shape[-1], dtype=jnp.int32)
     live = (slots >= start[..., None]) & (slots < stop[..., None])
     offsets = jnp.where(live, offsets, jnp.iinfo(jnp.int32).max)
@@ -228,15 +215,8 @@ def _between(
 
 
 def count_below(entries: Array, bounds: Array) -> Array:
-    """Counts the entries that are less than each bound.
+    """Counts the entries int32 [..., M] below each bound, int32 [n] or [..., n].
 
     One pass over all pairs: a binary search needs fewer comparisons but many small kernels.
-
-    Args:
-        entries: int32 [..., M].
-        bounds: int32 [n], or [..., n] with leading dimensions that broadcast with those of entries.
-
-    Returns:
-        int32 [..., n].
     """
     return jnp.sum(entries[..., None, :] < bounds[..., :, None], axis=-1, dtype=jnp.int32)

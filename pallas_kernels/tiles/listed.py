@@ -20,13 +20,9 @@ from pallas_kernels.tiles.protocol import Tiles, check_lists, check_shape
 class ListedTiles(Tiles):
     """A list of key blocks for each query block, and the transpose.
 
-    Blocks are numbered within the queries and keys of the call, which may be concatenated from
-    several ranks.
-
     Attributes:
         key_blocks: int32 [B, Hq, nq, M], M >= 1, key blocks of each query block, ascending, except
-            that the masked one, if listed, comes last. Entries from a count on are arbitrary
-            padding.
+            that the masked one, if listed, comes last. Entries from a count on are arbitrary.
         key_count: int32 [B, Hq, nq].
         query_blocks: int32 [B, Hq, nk, M'], M' >= 1, query blocks of each key block, ascending.
             The masked one is the first: by causality no earlier one sees the key block.

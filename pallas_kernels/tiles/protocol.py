@@ -12,14 +12,11 @@ NO_DIAGONAL = np.int32(np.iinfo(np.int32).min)
 class Tiles(abc.ABC):
     """The (query block, key block) tiles that one kernel call computes.
 
-    Blocks are numbered within the queries and the keys of the call. Each query block has a range of
-    list entries, and each key block another one; a kernel uses one or the other. The tile of query
-    block i and key block j has the offset i - j. Tiles with offset `diagonal` are on the causal
-    diagonal and masked per element (row >= column); all others are computed in full. If a block's
-    range contains a masked tile, it is the first entry of the range; in a query block's own list
-    (`listed`) it is the last.
-
-    Subclasses are frozen dataclasses, registered as pytrees.
+    Blocks are numbered within the queries and keys of the call. A query block has a range of list
+    entries, and so has a key block; a kernel uses one or the other. Tiles with offset i - j ==
+    `diagonal` are on the causal diagonal and masked per element (row >= column); all others are
+    computed in full. A masked tile is the first entry of a block's range, or the last in a query
+    block's own list (`listed`). Subclasses are frozen dataclasses, registered as pytrees.
 
     Attributes:
         diagonal: int32 [], the masked offset, or `NO_DIAGONAL`.
@@ -28,8 +25,7 @@ class Tiles(abc.ABC):
             they are offsets, int32 [B, Hq, M], the same for all own blocks (static).
         dense: whether all tiles allowed by causality and documents are computed (static). Kernels
             may be selected by it; the lists determine what is computed.
-        num_segments: number of consecutive equal segments that the keys consist of, and that query
-            blocks process one at a time (static).
+        num_segments: number of equal segments of the keys, processed one at a time (static).
     """
 
     diagonal: Array
@@ -50,20 +46,14 @@ class Tiles(abc.ABC):
 
     @abc.abstractmethod
     def row_ranges(self, num_query_blocks: int, num_key_blocks: int) -> tuple[Array, Array]:
-        """Returns the range of `row_entries` of each query block.
+        """Returns the range first .. last - 1 of `row_entries` of each query block.
 
-        Returns:
-            first, last: int32 [B, Hq, num_query_blocks], or [B, Hq, R, num_query_blocks] if a
-            query block has R consecutive ranges; entries first..last-1 apply.
+        int32 [B, Hq, num_query_blocks] each; [B, Hq, R, num_query_blocks] for R consecutive ranges.
         """
 
     @abc.abstractmethod
     def column_ranges(self, num_query_blocks: int, num_key_blocks: int) -> tuple[Array, Array]:
-        """Returns the range of `column_entries` of each key block.
-
-        Returns:
-            first, last: int32 [B, Hq, num_key_blocks]; entries first..last-1 apply.
-        """
+        """Returns the range of `column_entries` of each key block, int32 [B, Hq, key blocks]."""
 
     @abc.abstractmethod
     def check(self, batch: int, heads: int, num_query_blocks: int, num_key_blocks: int) -> None:

@@ -31,12 +31,7 @@ _DELTA = Config(rows=64, keys=0, warps=4, stages=1)
 )
 @dataclasses.dataclass(frozen=True)
 class TritonWork:
-    """Work lists of the kernels of both passes.
-
-    Attributes:
-        queries: work of the forward kernel and of the one for dq.
-        keys: work of the kernels for dk and dv, items of columns first.
-    """
+    """Work lists of the kernels of both passes; items of columns come first in `keys`."""
 
     queries: QueryWork
     keys: KeyWork
@@ -44,18 +39,11 @@ class TritonWork:
 
 @dataclasses.dataclass(frozen=True)
 class Triton:
-    """Kernels for Ampere and newer GPUs, written in Triton.
-
-    Attributes:
-        name: name in the registry.
-        run: runs a kernel call; None for jax-triton on a GPU.
-        capability: compute capability to take the configurations of, such as 80 for 8.0; None for
-            that of the target GPU.
-    """
+    """Kernels for Ampere and newer GPUs, written in Triton."""
 
     name: str = "triton"
-    run: Callable[[Call], dict[str, Array]] | None = None
-    capability: int | None = None
+    run: Callable[[Call], dict[str, Array]] | None = None  # None for jax-triton on a GPU
+    capability: int | None = None  # to take configurations of; None for that of the GPU
 
     @property
     def estimate(self) -> TritonEstimate:
@@ -73,7 +61,6 @@ class Triton:
     def plan(
         self, q: Shaped, k: Shaped, tiles: Tiles | None, columns: Columns | None, *, whole: bool
     ) -> TritonWork:
-        """Ignores `whole`: the same kernels run in both cases."""
         del whole
         sizes = q.shape[0], q.shape[2], q.shape[1] // BLOCK, k.shape[1] // BLOCK, k.shape[2]
         return TritonWork(query_work(tiles, columns, *sizes), key_work(tiles, columns, *sizes))
@@ -130,7 +117,6 @@ class Triton:
         key_dtype: jnp.dtype | None,
         beside_transfers: bool,
     ) -> Gradients:
-        """Ignores `beside_transfers`: every item has its own thread blocks."""
         del beside_transfers
         from pallas_kernels.triton.kernels.dq import attention_dq
 
@@ -197,7 +183,6 @@ class Triton:
         numbers: dict[str, float],
         constants: dict[str, bool],
     ) -> dict[str, Array]:
-        """Runs a kernel that iterates over keys, with the common work, columns and sizes."""
         work = plan.work.queries
         call = Call(
             kernel,
@@ -247,7 +232,6 @@ class Triton:
         rows: dict[str, Array],
         scales: dict[str, float],
     ) -> tuple[Array, Array]:
-        """Computes dk and dv of key blocks, fp32."""
         from pallas_kernels.triton.kernels.dkdv import attention_dkdv
 
         work, config = plan.work.keys, self._configs(q).dkdv
@@ -308,7 +292,6 @@ class Triton:
         rows: dict[str, Array],
         scales: dict[str, float],
     ) -> tuple[Array, Array]:
-        """Computes dk and dv of gathered columns, fp32."""
         from pallas_kernels.triton.kernels.dkdv import attention_dkdv_columns
 
         config, count = self._configs(q).dkdv, _column_items(plan.columns, q)
@@ -347,7 +330,6 @@ class Triton:
 def _columns(
     columns: Columns | None, column_kv: tuple[Array, Array] | None
 ) -> dict[str, Array | None]:
-    """Returns the arrays of gathered columns as kernel arguments."""
     names = "k_columns", "v_columns", "keep", "tokens", "query_blocks"
     if columns is None or column_kv is None:
         return dict.fromkeys(names)
@@ -357,7 +339,6 @@ def _columns(
 
 
 def _count(columns: Columns | None) -> int:
-    """Returns the number of columns of a head."""
     return 0 if columns is None else columns.tokens.shape[-1]
 
 

@@ -21,13 +21,9 @@ _PROGRAMS = 216
 
 @dataclasses.dataclass(frozen=True)
 class TritonBlockScores:
-    """The Triton implementation of `pallas_kernels.backends.BlockScores`.
+    """The Triton implementation of `pallas_kernels.backends.BlockScores`."""
 
-    Attributes:
-        run: runs a kernel call; None for jax-triton on a GPU.
-    """
-
-    run: Callable[[Call], dict[str, Array]] | None = None
+    run: Callable[[Call], dict[str, Array]] | None = None  # None for jax-triton on a GPU
 
     def unsupported(self, q: Shaped, k: Shaped) -> str | None:
         return unsupported_by_kernel(q, k, depth=_DEPTH, width=SCORES.keys)

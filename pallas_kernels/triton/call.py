@@ -1,7 +1,4 @@
-"""Triton kernel calls as data, and their execution on a GPU.
-
-Tests run the same calls in Triton's interpreter, or only compile them.
-"""
+"""Triton kernel calls as data, run on a GPU or, by tests, interpreted or only compiled."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -21,34 +18,19 @@ OPTIONS = {"enable_fp_fusion": True, "ptx_version": 87}
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A kernel and its arguments, by parameter name.
+    """A kernel and its arguments, by parameter name."""
 
-    Attributes:
-        kernel: a `triton.jit` function.
-        arrays: input arrays; None for unused ones.
-        outputs: shapes of the output arrays.
-        numbers: scalar arguments that do not change the code.
-        constants: compile-time constants.
-        grid: number of programs, in one, two or three dimensions.
-        config: warps and stages.
-    """
-
-    kernel: Any
-    arrays: Mapping[str, Array | None]
+    kernel: Any  # a `triton.jit` function
+    arrays: Mapping[str, Array | None]  # inputs; None for unused ones
     outputs: dict[str, jax.ShapeDtypeStruct]
-    numbers: dict[str, int | float]
-    constants: dict[str, int | bool]
-    grid: tuple[int, ...]
+    numbers: dict[str, int | float]  # scalars that do not change the code
+    constants: dict[str, int | bool]  # compile-time constants
+    grid: tuple[int, ...]  # number of programs, in one, two or three dimensions
     config: Config
 
 
 def run_on_gpu(call: Call, capability: int | None = None) -> dict[str, Array]:
-    """Runs a call on the target GPU and returns its outputs.
-
-    Args:
-        call: the call; tile sizes of its configuration are not used here.
-        capability: compute capability to compile for, such as 80 for 8.0; None for that of the GPU.
-    """
+    """Runs a call on the target GPU, compiled for its or another compute capability."""
     import jax_triton  # pyright: ignore[reportMissingImports]
 
     absent = {name: None for name, x in call.arrays.items() if x is None}

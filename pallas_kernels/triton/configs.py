@@ -1,42 +1,26 @@
-"""Tile configurations of the Triton kernels, as data: nothing is tuned at run time.
-
-Processes that each tuned by their own timings could use different ones and differ in bits.
-"""
+"""Tile configurations of the Triton kernels: data, since tuning at run time could change bits."""
 
 import dataclasses
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Configuration of one kernel.
+    """Configuration of one kernel."""
 
-    Attributes:
-        rows: queries per tile.
-        keys: keys per tile.
-        warps: warps per thread block.
-        stages: tiles in flight.
-    """
-
-    rows: int
-    keys: int
-    warps: int
-    stages: int
+    rows: int  # queries per tile
+    keys: int  # keys per tile
+    warps: int  # per thread block
+    stages: int  # tiles in flight
 
 
 @dataclasses.dataclass(frozen=True)
 class Configs:
-    """One configuration per kernel; the one for dk and dv is used for blocks and columns.
-
-    Attributes:
-        forward, dq, dkdv: configurations of these kernels.
-        forward_documents: configuration of the forward kernel with packed documents, whose
-            comparisons need registers; None to use `forward`.
-    """
+    """One configuration per kernel; the one for dk and dv is used for blocks and columns."""
 
     forward: Config
     dq: Config
     dkdv: Config
-    forward_documents: Config | None = None
+    forward_documents: Config | None = None  # packed documents: comparisons need registers
 
 
 # By head dim. For 128 the fastest of those that benchmarks.kernels.tune_triton timed with A100 code

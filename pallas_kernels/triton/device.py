@@ -14,8 +14,8 @@ _HOPPER = 90
 def capability() -> int | None:
     """Returns the compute capability of the target NVIDIA GPU, such as 80 for 8.0, or None.
 
-    Inside `jax.sharding.use_abstract_mesh` with a device, that device is the target. If it does not
-    report a capability, it is assumed to be a Hopper GPU, as by the Hopper kernels.
+    A device of `jax.sharding.use_abstract_mesh` is the target; without a capability it is assumed
+    to be a Hopper GPU.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is None and jax.default_backend() == "gpu":
@@ -51,8 +51,8 @@ def cannot_run() -> str | None:
 def unfit_triton() -> str | None:
     """Why jax-triton cannot use the installed Triton, or None if it can.
 
-    If jax-triton cannot import Triton's NVIDIA backend, for example because Triton is too old, it
-    silently replaces it by empty classes on which every kernel fails.
+    If jax-triton cannot import Triton's NVIDIA backend, it silently replaces it by empty classes
+    on which every kernel fails.
     """
     try:
         from jax_triton import triton_lib  # pyright: ignore[reportMissingImports]
@@ -74,7 +74,6 @@ def _version(package: str) -> str:
 
 
 def _wanted() -> str:
-    """Returns jax-triton's declared requirement, such as triton>=3.7."""
     try:
         needed = metadata.requires("jax-triton") or []
     except metadata.PackageNotFoundError:

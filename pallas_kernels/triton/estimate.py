@@ -21,13 +21,9 @@ CONFIG = Config(rows=NUM_QUERIES, keys=_BLOCK, warps=4, stages=3)
 
 @dataclasses.dataclass(frozen=True)
 class TritonEstimate:
-    """The Triton implementation of `pallas_kernels.backends.Estimate`.
+    """The Triton implementation of `pallas_kernels.backends.Estimate`."""
 
-    Attributes:
-        run: runs a kernel call; None for jax-triton on a GPU.
-    """
-
-    run: Callable[[Call], dict[str, Array]] | None = None
+    run: Callable[[Call], dict[str, Array]] | None = None  # None for jax-triton on a GPU
 
     def unsupported(self, q: Shaped) -> str | None:
         if q.shape[2] == NUM_QUERIES:

@@ -1,28 +1,22 @@
 """The work list of the fused backward kernel, and the order in which it sums dq.
 
-Many items add to the dq of one query block, and floating-point sums depend on their order, so each
-addition has a turn. Turns follow the list of items: an item only ever waits for items before it. If
-items of adjacent key blocks start together, the turns of a query block also come up one step after
-another, and items hardly wait:
+Many items add to the dq of one query block, so each addition has a turn. Turns follow the list of
+items: an item only ever waits for items before it. If items of adjacent key blocks start together,
+the turns of a query block come up one step after another, and items hardly wait:
 
 - Rising: key blocks from the last to the first, the rows of each from the first to the last. Row
-  block i meets its own key block at that item's first step, the previous one at that item's second
-  step, and so on.
-- Falling: the mirror image, key blocks from the first to the last, the rows of each from the last
-  to the first.
+  block i meets its own key block at that item's first step, the previous one at the second.
+- Falling: the mirror image.
 
 Causal items of a rising sequence get longer, those of a falling one shorter. Sequences alternate,
-so that items end together: the last ones are short, and pairs of a rising and a falling item have
-the same length.
+so that items end together: the last ones are short.
 
-Documents shorter than a wave rise in falling sequences too. The items of such a document start
-together; falling, all of them would begin with its last row, and each would wait for the previous
-one for up to half of its time. The order of their key blocks is therefore reversed, the last one
-first.
+Documents shorter than a wave rise in falling sequences too: their items start together, and
+falling, each would wait for the previous one for up to half of its time.
 
-Column tiles come before all key blocks at every query block, and run from the last query block to
-the first. If there are columns, all sequences rise, one wave of every head after another: the few
-items that run concurrently with columns then need query blocks that the columns have passed.
+Column tiles come before all key blocks at every query block, from the last query block to the
+first. With columns all sequences rise, one wave of every head after another: the few items that
+run concurrently with columns then need query blocks that the columns have passed.
 """
 
 import dataclasses
@@ -48,24 +42,17 @@ from pallas_kernels.work.lists import walked_lists
 class FusedWork:
     """Work list of the fused backward kernel, in the order in which its items must start.
 
-    Attributes:
-        items: int32 [n, 8], rows of `KeyItem`.
-        lists: int32 [B, Hq, M], offsets: the query block is the key block + offset.
-        first, last: int32 [B, Hq, nk], the range of offsets of each key block.
-        diagonal: int32 [1], the offset of the tiles that are masked per element.
-        turns, ranks: int32 [B, Hq, nq] and [B, Hq, M]: entry s of the offsets has turn `turns` +
-            sign * `ranks` at a query block. Column tile t has turn t.
-        heads: query heads that an item of key blocks processes, one after another (static).
+    Entry s of the offsets has turn `turns` + sign * `ranks` at a query block, column tile t turn t.
     """
 
-    items: Array
-    lists: Array
-    first: Array
+    items: Array  # int32 [n, 8], rows of `KeyItem`
+    lists: Array  # int32 [B, Hq, M], offsets: the query block is the key block + offset
+    first: Array  # int32 [B, Hq, nk], the range of offsets of each key block
     last: Array
-    diagonal: Array
-    turns: Array
-    ranks: Array
-    heads: int
+    diagonal: Array  # int32 [1], the offset of the tiles that are masked per element
+    turns: Array  # int32 [B, Hq, nq]
+    ranks: Array  # int32 [B, Hq, M]
+    heads: int  # query heads that an item of key blocks processes, one after another
 
 
 def fused_work(
@@ -82,16 +69,11 @@ def fused_work(
 ) -> FusedWork:
     """Builds the work list: column tiles first, then key blocks.
 
-    Args:
-        tiles: diagonals.
-        columns: columns.
-        batch, heads, num_query_blocks, num_key_blocks, kv_heads: sizes.
-        item_heads: maximum number of query heads per item of key blocks; reduced to a divisor of
-            the group size. None for the whole group. Fewer heads give more and shorter items, whose
-            dk and dv must be added in memory.
-        wave: items of a sequence that start before as many of the next one; 0 for all. With the
-            number of multiprocessors, and lengths as in a causal mask, items of a wave stay in step
-            and process the same rows at the same time.
+    `item_heads` is the maximum number of query heads per item of key blocks (a divisor of the group
+    size is used), None for the whole group. Fewer heads give more and shorter items, and their
+    dk and dv must be added in memory. After `wave` items of a sequence come as many of the next one (0:
+    all); with the number of multiprocessors, items of a wave process the same rows at the same
+    time.
     """
     group = heads // kv_heads
     step = max(n for n in range(1, group + 1) if group % n == 0 and n <= (item_heads or group))
@@ -140,9 +122,8 @@ def _turn_short_documents(
 ) -> tuple[Array, Array]:
     """Makes the documents of falling sequences that are shorter than `wave` items rise.
 
-    `first` and `end` are those of `DiagonalTiles`, int32 [B, n]; `end` is equal for all key blocks
-    of a document. `sharing` is the number of items with the same keys. Returns the items, and
-    whether rows are processed falling, bool [B, Hq, nq].
+    `end` is equal for all key blocks of a document; `sharing` items have the same keys. Returns the
+    items, and whether rows are processed falling, bool [B, Hq, nq].
     """
     batch, num_blocks = end.shape
     places = jnp.arange(num_blocks, dtype=jnp.int32)
@@ -174,14 +155,10 @@ def _turn_short_documents(
 def _ranks(
     tiles: DiagonalTiles | SegmentedDiagonals, num_query_blocks: int, num_key_blocks: int
 ) -> tuple[Array, Array, Array]:
-    """Numbers valid offsets in the order of a rising sequence at a query block.
+    """Numbers valid offsets in the order of a rising sequence at a query block, nearest key first.
 
-    Offsets count within the segment of their keys here: nearer keys first; ties go to the lower
-    segment.
-
-    Returns:
-        int32 [B, Hq, M], the number of each valid offset; int32 [B, Hq, nq] twice, the first number
-        with an existing key block at a query block, and one past the last.
+    Returns int32 [B, Hq, M], the number of each valid offset, and int32 [B, Hq, nq], the first
+    number with an existing key block at a query block, and one past the last.
     """
     first, last = tiles.row_ranges(num_query_blocks, num_key_blocks)
     slots = jnp.arange(tiles.offsets.shape[-1], dtype=jnp.int32)
@@ -212,9 +189,8 @@ def _key_items(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Lists items of key blocks [n, 8] of `step` heads, and marks falling heads [B, Hq].
 
-    Sequences alternate after each wave: in pairs of a rising and a falling one with `alternate`,
-    otherwise all of them, rising. Blocks at the same position of several segments, which see nearly
-    the same queries, are adjacent.
+    Sequences alternate after each wave: pairs of a rising and a falling one with `alternate`, else
+    all of them, rising. Blocks at the same position of several segments are adjacent.
     """
     wave = wave or num_key_blocks
     sequences = [(b, h) for b in range(batch) for h in range(0, heads, step)]

@@ -1,8 +1,4 @@
-"""Work items, stored as rows of an array that kernels read.
-
-Each class lists the fields of an item, in the order of the array's columns. Lists are built by
-`pack` and read in a kernel by `read`.
-"""
+"""Work items, stored as rows of an array that kernels read, their fields in column order."""
 
 from typing import Any, NamedTuple
 
@@ -15,39 +11,27 @@ KEY_BLOCKS, KEY_COLUMNS, KEY_PARTS = range(3)  # values of `KeyItem.kind`
 
 
 class QueryItem(NamedTuple):
-    """A block of 128 queries of one head, for the forward kernel and the one for dq.
-
-    Attributes:
-        batch, head, block: batch entry, query head and query block.
-        first: its first entry in the list of key blocks.
-        tiles: number of key blocks.
-        column_tiles: one past the last tile of gathered columns that it processes.
-        past_tiles: one past the last of these that needs no test by position.
-        first_column_tile: the first one of these; None if it is 0 in all items.
-    """
+    """A block of 128 queries of one head, for the forward kernel and the one for dq."""
 
     batch: Array
     head: Array
     block: Array
-    first: Array
-    tiles: Array
-    column_tiles: Array
-    past_tiles: Array
-    first_column_tile: Array | None = None
+    first: Array  # its first entry in the list of key blocks
+    tiles: Array  # number of key blocks
+    column_tiles: Array  # one past the last tile of gathered columns that it processes
+    past_tiles: Array  # one past the last of these that needs no test by position
+    first_column_tile: Array | None = None  # the first of these; None if it is 0 in all items
 
     def from_first(self, column_tile: Array) -> Array:
-        """Returns the number of column tiles that it processes before the given one."""
         if self.first_column_tile is None:
             return column_tile
         return column_tile - self.first_column_tile
 
     def column_tile(self, number: Array) -> Array:
-        """Returns the number-th column tile that it processes."""
         return number if self.first_column_tile is None else number + self.first_column_tile
 
     @property
     def steps(self) -> Array:
-        """Number of tiles of both kinds."""
         return self.tiles + self.from_first(self.column_tiles)
 
 
@@ -58,19 +42,14 @@ class KeyItem(NamedTuple):
     """128 keys, for the kernel for dk and dv and for the fused backward kernel.
 
     Attributes:
-        kind: a key block, a tile of gathered columns, or a key block with a part of the query
-            blocks that see it.
-        batch: batch entry.
+        kind: a key block, a tile of gathered columns, or a part of a key block's query blocks.
         head: query head of columns; key/value head of a block, or in the list of the fused kernel
             the first of the query heads that the item processes.
         block: number of the key block or column tile.
-        first_row: for columns, the first query block that may see a token of the tile; for a part,
-            its number.
-        full_row: for columns, the first query block after all of them; for a part, the slot of its
-            sums among the parts.
+        first_row: for columns, the first query block that may see one; for a part, its number.
+        full_row: for columns, the first query block after all; for a part, the slot of its sums.
         sign: for blocks in the fused kernel, 1 if query blocks rise and -1 if they fall; for
-            columns in the list for dk and dv, with `KeyWork.ends`, one past the last query block
-            that it processes.
+            columns with `KeyWork.ends`, one past the last query block.
         key_turn: in the fused kernel, the turn at which the item adds to its dk and dv.
     """
 
@@ -85,17 +64,14 @@ class KeyItem(NamedTuple):
 
     @property
     def columns(self) -> Array:
-        """Whether it is a tile of gathered columns."""
         return self.kind == KEY_COLUMNS
 
     @property
     def part(self) -> Array:
-        """Whether it is a key block with a part of its query blocks."""
         return self.kind == KEY_PARTS
 
     @property
     def blocks(self) -> Array:
-        """Whether it is a complete key block."""
         return self.kind == KEY_BLOCKS
 
 

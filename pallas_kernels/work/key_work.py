@@ -27,28 +27,16 @@ _HEAVY_SHARE = 16
 )
 @dataclasses.dataclass(frozen=True)
 class KeyWork:
-    """Work list of the kernel for dk and dv: key blocks and tiles of gathered columns.
+    """Work list of the kernel for dk and dv: key blocks and tiles of gathered columns."""
 
-    Attributes:
-        items: int32 [n, 8], rows of `KeyItem`.
-        lists: int32; offsets [B, Hq, M] or query blocks [B, Hq, nk, M], as in `QueryWork`.
-        first, last: int32 [B, Hq, nk], the range of list entries of each key block.
-        diagonal: int32 [1].
-        heavy: int32 [B, Hk, M], key blocks that are split into `PARTS` items each; None if there
-            are none.
-        listed: static.
-        ends: whether items of columns store the query block they end with (`KeyItem.sign`; static).
-            A kernel that continues to the last one does more work for the same results.
-    """
-
-    items: Array
-    lists: Array
-    first: Array
+    items: Array  # int32 [n, 8], rows of `KeyItem`
+    lists: Array  # int32; offsets [B, Hq, M] or query blocks [B, Hq, nk, M], as in `QueryWork`
+    first: Array  # int32 [B, Hq, nk], the range of list entries of each key block
     last: Array
-    diagonal: Array
-    heavy: Array | None
+    diagonal: Array  # int32 [1]
+    heavy: Array | None  # int32 [B, Hk, M], key blocks that are split into `PARTS` items each
     listed: bool
-    ends: bool = False
+    ends: bool = False  # whether items of columns store the query block they end with
 
 
 def key_work(
@@ -99,13 +87,7 @@ def _parts_of(heavy: Array) -> Array:
 
 
 def join_parts(heavy: Array, keys: Array, parts: Array) -> Array:
-    """Replaces the gradients of split blocks by the sums of their parts.
-
-    Args:
-        heavy: as in `KeyWork`.
-        keys: fp32 [..., B, nk, Hk, D].
-        parts: fp32 [..., B, M * PARTS * 128, Hk, D].
-    """
+    """Replaces gradients `keys` [..., B, nk, Hk, D] of split blocks by the sums of their parts."""
     batch, kv_heads, count = heavy.shape
     head_dim = keys.shape[-1]
     blocks = keys.reshape(-1, batch, keys.shape[-3] // _BLOCK, _BLOCK, kv_heads, head_dim)
@@ -137,8 +119,6 @@ def column_items(columns: Columns, num_query_blocks: int) -> Array:
 
 
 def _items(kind: int, first_row: Array, full_row: Array | int = 0, sign: Array | int = 0) -> Array:
-    """Builds items [B, heads, blocks, 8] of one kind."""
-
     def iota(axis: int) -> Array:
         return jax.lax.broadcasted_iota(jnp.int32, first_row.shape, axis)
 

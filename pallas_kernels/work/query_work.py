@@ -1,9 +1,7 @@
 """Work list of the forward kernel and the one for dq, and its order.
 
-The order has two goals. All multiprocessors should be busy until the end, so items are sorted by
-work, short ones last. And concurrent items should read the same tiles: adjacent blocks of the heads
-that share keys run in step, so that at any time they read a window of adjacent tiles that the L2
-cache keeps.
+Items are sorted by work, short ones last, so that all multiprocessors are busy until the end.
+Adjacent blocks of heads that share keys run in step, so that the L2 cache keeps what they read.
 """
 
 import dataclasses
@@ -31,28 +29,15 @@ LONG = 256
 )
 @dataclasses.dataclass(frozen=True)
 class QueryWork:
-    """Work list of the forward kernel and the one for dq.
+    """Work list of the forward kernel and the one for dq."""
 
-    Attributes:
-        items: int32 [n, 8], rows of `QueryItem`.
-        lists: int32; offsets [B, Hq, M] (`listed` false: the key block is the query block -
-            offset) or key blocks [B, Hq, n, M] (`listed` true).
-        diagonal: int32 [1], the offset of the tiles that are masked per element.
-        run_first, run_last: int32 [B, Hq, R, n]: with `SegmentedDiagonals`, the entries of each
-            run of an own block, one run after another; else None.
-        listed: static.
-        skips_columns: whether an item may begin with a later column tile than the first
-            (`QueryItem.first_column_tile`; static). A kernel that begins with the first one anyway
-            does more work for the same results.
-    """
-
-    items: Array
-    lists: Array
-    diagonal: Array
-    run_first: Array | None
+    items: Array  # int32 [n, 8], rows of `QueryItem`
+    lists: Array  # int32; offsets [B, Hq, M] or key blocks [B, Hq, n, M]
+    diagonal: Array  # int32 [1], the offset of the tiles that are masked per element
+    run_first: Array | None  # int32 [B, Hq, R, n], the runs of `SegmentedDiagonals`; else None
     run_last: Array | None
-    listed: bool
-    skips_columns: bool = False
+    listed: bool  # whether `lists` are key blocks; an offset is query block - key block
+    skips_columns: bool = False  # whether items have a `first_column_tile`
 
 
 def query_work(
@@ -110,9 +95,8 @@ def _row_items(
     """Returns the items [n, 8] in order of work.
 
     In long sequences all items that read one key/value head come before those that read the next.
-    The items of the last head begin with the longest, those of the previous head with the shortest,
-    and so on. Items on both sides of a change of head are then equally long, and the list ends with
-    short ones. Ties go to later blocks, with the heads of a block next to each other.
+    Heads alternate between rising and falling lengths, so that items on both sides of a change are
+    equally long and the list ends with short ones. Ties go to later blocks.
     """
     batch, heads, blocks = first.shape
 
@@ -136,9 +120,8 @@ def _row_items(
 def share(block: Array, num_items: int, num_blocks: int) -> tuple[Array, Callable[[Array], Array]]:
     """Returns how many items one of `num_blocks` thread blocks has, and the index of its nth one.
 
-    Of the first `num_blocks` items block 0 gets the first one, of the next group the last one, and
-    so on, alternating. For a list in order of work, ascending or descending, all blocks then get
-    the same amount and advance in step: what they read at the same time is close together.
+    Blocks take turns, in alternating order. For a list in order of work all then get the same
+    amount and advance in step: what they read at the same time is close together.
     """
     rounds, rest = divmod(num_items, num_blocks)
 

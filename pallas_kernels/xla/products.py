@@ -18,10 +18,7 @@ def chunk_of(blocks: int) -> int:
 
 
 def map_starts(step: Callable[[Array], Any], stop: int, size: int) -> Any:
-    """Stacks step(start) for start in 0, size, ... below `stop` along a new axis.
-
-    A single step is not a loop, which makes its program smaller.
-    """
+    """Stacks step(start) for start in 0, size, ... below `stop` along a new axis."""
     starts = np.arange(0, stop, size, dtype=np.int32)
     if starts.size == 1:
         return jax.tree.map(lambda x: x[None], step(jnp.int32(0)))

@@ -20,30 +20,19 @@ from pallas_kernels.xla.products import entry, of_rows, slice_from
 )
 @dataclasses.dataclass(frozen=True)
 class Walk:
-    """The blocks of the other side that own blocks meet, in order.
+    """The blocks of the other side that own blocks meet, in order."""
 
-    Attributes:
-        entries: int32; offsets [B, Hq, M], or blocks of the other side [B, Hq, n, M] (`listed`).
-        first, last: int32 [B, Hq, R, n], the consecutive ranges of entries of each own block.
-        diagonal: int32 [], the offset of the tiles that are masked per element.
-        listed: static.
-        of_queries: whether own blocks are query blocks, else key blocks (static).
-        num_others: number of blocks of the other side (static).
-        block_size: g (static).
-    """
-
-    entries: Array
-    first: Array
+    entries: Array  # int32; offsets [B, Hq, M], or blocks of the other side [B, Hq, n, M]
+    first: Array  # int32 [B, Hq, R, n], the consecutive ranges of entries of each own block
     last: Array
-    diagonal: Array
-    listed: bool
-    of_queries: bool
-    num_others: int
+    diagonal: Array  # int32 [], the offset of the tiles that are masked per element
+    listed: bool  # whether entries are blocks
+    of_queries: bool  # whether own blocks are query blocks, else key blocks
+    num_others: int  # number of blocks of the other side
     block_size: int
 
     @classmethod
     def of_rows(cls, tiles: Tiles, num_rows: int, num_columns: int) -> "Walk":
-        """Builds the walk over the key blocks of query blocks."""
         first, last = tiles.row_ranges(num_rows, num_columns)
         if first.ndim == 3:
             first, last = first[:, :, None], last[:, :, None]
@@ -60,7 +49,6 @@ class Walk:
 
     @classmethod
     def of_columns(cls, tiles: Tiles, num_rows: int, num_columns: int) -> "Walk":
-        """Builds the walk over the query blocks of key blocks."""
         first, last = tiles.column_ranges(num_rows, num_columns)
         return cls(
             tiles.column_entries,
@@ -76,10 +64,7 @@ class Walk:
     def fold(self, own: Array, step: Callable, state: Any) -> Any:
         """Folds step(other block [B, Hq, n], mask [B, Hq, n, g|1, g|1], state) over all entries.
 
-        Args:
-            own: int32 [n], adjacent own blocks.
-            step: processes one tile of each own block; block numbers are clipped to be valid.
-            state: initial state.
+        `own` are adjacent own blocks int32 [n]; other blocks are clipped to be valid.
         """
 
         def run(number: Array | int, state: Any) -> Any:
@@ -90,7 +75,6 @@ class Walk:
         return run(0, state) if runs == 1 else lax.fori_loop(0, runs, run, state)
 
     def _fold_range(self, first: Array, last: Array, own: Array, step: Callable, state: Any) -> Any:
-        """Folds over one range of each own block."""
         some = last > first
         lowest = jnp.min(jnp.where(some, first, jnp.iinfo(jnp.int32).max))
         square = self.block_size, self.block_size
@@ -109,7 +93,6 @@ class Walk:
         return lax.fori_loop(jnp.where(some.any(), lowest, 0), stop, visit, state)
 
     def _at(self, own: Array, slot: Array) -> tuple[Array, Array]:
-        """Returns the other side's block at a slot of each own block, and the tile's offset."""
         sign = 1 if self.of_queries else -1
         if self.listed:
             block = entry(of_rows(self.entries, own), slot, -1)

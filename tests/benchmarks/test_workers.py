@@ -6,9 +6,7 @@ from benchmarks import workers
 def measured(jobs, at_once, **options):
     """What workers sent, and what was logged."""
     sent, logged = [], []
-    workers.measure(
-        "tests.benchmarks.worker", jobs, at_once, sent.append, logged.append, **options
-    )
+    workers.measure("tests.benchmarks.worker", jobs, at_once, sent.append, logged.append, **options)
     return sent, logged
 
 

@@ -1,6 +1,5 @@
 """FlexAttention of torch on a block mask: a child process (`child.py`)."""
 
-
 import numpy as np
 
 from benchmarks.kernels.peers.child import median_ms, normal, serve
@@ -19,7 +18,9 @@ def prepare(torch, problem):
     mask = torch.from_numpy(mask.reshape(1, heads, blocks, blocks)).cuda()
     diagonal = torch.eye(blocks, dtype=torch.bool, device="cuda") & mask
     block_mask = BlockMask.from_kv_blocks(
-        *_lists(torch, diagonal), *_lists(torch, mask & ~diagonal), BLOCK_SIZE=128,
+        *_lists(torch, diagonal),
+        *_lists(torch, mask & ~diagonal),
+        BLOCK_SIZE=128,
         mask_mod=lambda b, h, q, k: q >= k,
     )
     torch.manual_seed(int(problem["seed"]))

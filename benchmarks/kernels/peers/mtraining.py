@@ -88,8 +88,20 @@ def _measure(torch, kernels, shape, mask, repeats):
 
     def backward():
         return kernels.block_bar_attn_bwd(
-            dout, q, k, v, out, None, None, None, lse, scale, *index, granularity=_BLOCK,
-            deterministic=False, step=0,
+            dout,
+            q,
+            k,
+            v,
+            out,
+            None,
+            None,
+            None,
+            lse,
+            scale,
+            *index,
+            granularity=_BLOCK,
+            deterministic=False,
+            step=0,
         )
 
     _, bar_counts, _, counts = index

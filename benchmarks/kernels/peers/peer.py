@@ -36,7 +36,10 @@ class TorchPeer:
         np.savez(path, **arrays)
         self._child = subprocess.Popen(
             [python, "-m", module, str(path)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
         )
 
     @functools.cached_property
@@ -80,14 +83,20 @@ class TorchPeer:
         return json.loads(line) if line else {}
 
 
-def flex_peer(
-    python: str, shape: Shape, mask: np.ndarray, seed: int, repeats: int
-) -> TorchPeer:
+def flex_peer(python: str, shape: Shape, mask: np.ndarray, seed: int, repeats: int) -> TorchPeer:
     """FlexAttention on a causal block mask, bool [heads, S/128, S/128]."""
     row = Row(shape, "F", "FlexAttention", Work(int(mask.sum())))
     return TorchPeer(
-        python, f"{__package__}.flex", [row], mask=np.packbits(mask), seq_len=shape.seq_len,
-        heads=shape.heads, kv_heads=shape.kv_heads, dim=shape.dim, seed=seed, repeats=repeats,
+        python,
+        f"{__package__}.flex",
+        [row],
+        mask=np.packbits(mask),
+        seq_len=shape.seq_len,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        dim=shape.dim,
+        seed=seed,
+        repeats=repeats,
     )
 
 
@@ -100,8 +109,12 @@ def flash_peer(python: str, shapes: Sequence[Shape], seed: int, repeats: int) ->
 
 
 def reference_peer(
-    python: str, checkout: Path, problems: Sequence[tuple[Shape, str]],
-    masks: Sequence[SlashMask], seed: int, repeats: int,
+    python: str,
+    checkout: Path,
+    problems: Sequence[tuple[Shape, str]],
+    masks: Sequence[SlashMask],
+    seed: int,
+    repeats: int,
 ) -> TorchPeer:
     """The Triton kernels of MTraining's authors, on shapes with the name of a mask and the mask."""
     arrays = {}
@@ -113,8 +126,14 @@ def reference_peer(
         for problem, mask in zip(problems, masks, strict=True)
     ]
     return TorchPeer(
-        python, f"{__package__}.mtraining", rows, shapes=_sizes([shape for shape, _ in problems]),
-        reference=str(checkout.resolve()), seed=seed, repeats=repeats, **arrays,
+        python,
+        f"{__package__}.mtraining",
+        rows,
+        shapes=_sizes([shape for shape, _ in problems]),
+        reference=str(checkout.resolve()),
+        seed=seed,
+        repeats=repeats,
+        **arrays,
     )
 
 

@@ -14,19 +14,12 @@ CHUNK = 512
 def attend_to_cache(
     q_BHD: Array, k_BHkSD: Array, v_BHkSD: Array, seen_S: Array, axis_names: tuple[str, ...]
 ) -> Array:
-    """Softmax attention over the keys of all ranks; inside `jax.shard_map`.
+    """Softmax attention over the keys of all ranks, fp32 [B, Hq, D]; inside `jax.shard_map`.
 
     Each rank computes its part relative to its largest logit. The parts are rescaled to the largest
-    logit of all ranks and summed in fp32, which is exact for any number of ranks.
-
-    Args:
-        q_BHD: [B, Hq, D], replicated, rotated and unscaled.
-        k_BHkSD, v_BHkSD: keys and values of this rank.
-        seen_S: bool [S], which keys to attend to; at least one over all ranks.
-        axis_names: mesh axes that the keys are sharded over.
-
-    Returns:
-        fp32 [B, Hq, D].
+    logit of all ranks and summed in fp32, which is exact for any number of ranks. Queries are
+    replicated, rotated and unscaled. `seen_S` says which keys of this rank to attend to; there is
+    at least one over all ranks.
     """
     batch, heads, dim = q_BHD.shape
     kv_heads, tokens = k_BHkSD.shape[1:3]

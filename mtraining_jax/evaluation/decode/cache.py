@@ -34,7 +34,7 @@ class Cache:
             ('node', 'device'). Heads come before tokens, so each head's keys are contiguous. Layers
             are separate arrays, because the compiler would copy each layer out of a stacked array
             for every token.
-        prompt_len: int32 scalar, tokens of the prompt without padding.
+        prompt_len: int32 scalar, without padding.
         count: int32 scalar, number of new tokens.
     """
 
@@ -45,17 +45,13 @@ class Cache:
 
     @classmethod
     def specs(cls, layers: int) -> Self:
-        """Returns a `Cache` of `PartitionSpec`."""
         return cls(*cast(Any, ((ONE_LAYER,) * layers, (ONE_LAYER,) * layers, P(), P())))
 
 
 def room_for(new_tokens: int, local_tokens: int) -> int:
     """Returns how many new tokens to allocate: a power of two, so that programs can be reused.
 
-    Args:
-        new_tokens: maximum number of new tokens.
-        local_tokens: prompt tokens per rank. A long cache stays divisible by `CHUNK`, for at most
-            a 64th more memory.
+    The cache of a long prompt stays divisible by `CHUNK`, for at most a 64th more memory.
     """
     share = 1 << max(local_tokens // 64, 1).bit_length() - 1
     return max(1 << (new_tokens - 1).bit_length(), min(share, CHUNK), _LEAST_ROOM)

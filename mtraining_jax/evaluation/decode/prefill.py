@@ -80,7 +80,6 @@ def make_prefill(
 def _last_logits(
     network: Network, layout: Layout, hidden_BSE: Array, weight_VE: Array, prompt_len: Array
 ) -> Array:
-    """Returns fp32 [B, V], the logits of the last prompt token."""
     weight_spec = lm_head_spec(network.spec, network.mesh, network.fsdp)
 
     def logits_of_shard(hidden_BSE: Array, weight_VE: Array, prompt_len: Array) -> Array:

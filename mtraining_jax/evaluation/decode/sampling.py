@@ -8,17 +8,9 @@ from jax import Array
 def next_token(
     logits_BV: Array, kind: str, temperature: Array, top_p: Array, seed: Array, number: Array
 ) -> Array:
-    """Samples the next token of each sequence.
+    """Samples the next token of each sequence, int32 [B]; see `GenerateOptions`.
 
-    Args:
-        logits_BV: fp32 [B, V].
-        kind: see `GenerateOptions`, static.
-        temperature, top_p: fp32 scalars, see `GenerateOptions`.
-        seed: uint32 scalar.
-        number: int32 scalar, number of tokens sampled before.
-
-    Returns:
-        int32 [B].
+    `kind` is static, `number` the number of tokens sampled before.
     """
     if kind == "greedy":
         return jnp.argmax(logits_BV, -1).astype(jnp.int32)

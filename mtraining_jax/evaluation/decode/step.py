@@ -25,13 +25,7 @@ from mtraining_jax.parallel.ordering import serialize_collectives
 
 
 class Stepped(NamedTuple):
-    """The result of a step.
-
-    Attributes:
-        cache: with the keys and values of the token.
-        token: int32 [B], the next token.
-        logits: fp32 [B, V], from which it was sampled.
-    """
+    """The cache with the token, the next token int32 [B], and its logits fp32 [B, V]."""
 
     cache: Cache
     token: Array
@@ -86,7 +80,6 @@ def _state_specs(network: Network, state: nnx.State) -> Any:
 def _step_on_shard(
     network: Network, layout: Layout, length: int, state: nnx.State, cache: Cache, token_B: Array
 ) -> tuple[Cache, Array]:
-    """Returns one rank's cache, and logits [B, V]."""
     spec, mesh, fsdp = network.spec, network.mesh, network.fsdp
     dtype = jnp.dtype(spec.dtype)
     model: Transformer = nnx.merge(network.one_token_graphdef, state)

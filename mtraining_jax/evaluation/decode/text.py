@@ -11,16 +11,9 @@ _INCOMPLETE = "\ufffd"
 
 
 class GrowingText:
-    """The text of a stream of tokens.
+    """The text of a stream of tokens, up to a stop text; empty without a tokenizer.
 
-    Attributes:
-        text: text of all tokens so far, up to a stop text.
-        stopped: whether a stop text was found.
-
-    Args:
-        tokenizer: None leaves the text empty.
-        stop: texts that end it.
-        report: called with each piece of text that is final.
+    `report` is called with each piece of text that is final.
     """
 
     def __init__(
@@ -46,7 +39,6 @@ class GrowingText:
         self._say(settled_length(self.text, () if self.stopped else self._stop))
 
     def end(self) -> str:
-        """Returns the full text after the last token."""
         self._say(len(self.text))
         return self.text
 

@@ -55,7 +55,6 @@ def write_report(folder: Path, console: Console) -> list[Path]:
 
 
 def _on_cut_prompts(lines: Lines) -> list[str]:
-    """Returns a note about published prompts that did not fit a length, if any."""
     cut = [line["cut_tokens"] for line in lines.scored if line["cut_tokens"]]
     if not cut:
         return []

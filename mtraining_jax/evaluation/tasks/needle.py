@@ -60,5 +60,4 @@ class Needle(DepthTask):
         )
 
     def score(self, sample: Sample, answer_text: str) -> float:
-        """Returns 1 if the number occurs in the answer."""
         return share_found(answer_text, sample.references)

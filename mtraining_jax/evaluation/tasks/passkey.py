@@ -34,5 +34,4 @@ class Passkey(DepthTask):
         )
 
     def score(self, sample: Sample, answer_text: str) -> float:
-        """Returns 1 if the key occurs in the answer."""
         return share_found(answer_text, sample.references)

@@ -11,15 +11,10 @@ from mtraining_jax.errors import UserError
 
 
 def read_records(path: Path, option: str, fields: tuple[str, ...]) -> tuple[dict[str, Any], ...]:
-    """Reads a full file, cached until the file changes.
+    """Reads a full file of records with these fields, cached until the file changes.
 
-    Args:
-        path: .json is one list of objects; any other file has one object per line.
-        option: the task's option, for messages.
-        fields: fields that every record must have.
-
-    Raises:
-        UserError: if the file is missing, empty or malformed, or a record lacks a field.
+    A .json file is one list of objects; any other file has one object per line. Raises UserError
+    if the file is missing, empty or malformed; `option` is the task's option, for messages.
     """
     try:
         state = path.stat()

@@ -73,9 +73,6 @@ def make_tasks(names: Sequence[str], options: Mapping[str, Any]) -> list[Task]:
         options: values by field; text is converted to the field's type. Each task takes the
             options that it has.
 
-    Returns:
-        The tasks in the order of the names, each once.
-
     Raises:
         UserError: for an unknown name or option, an invalid value, or a problem of a task.
     """

@@ -45,12 +45,7 @@ class SizedTask(Task):
         return self.max_new_tokens
 
     def build(self, size: int, length: int, number: int, seed: int) -> Draft:
-        """Builds the text of a sample.
-
-        Args:
-            size: number of pieces of the haystack, at least `least_size`.
-            length, number, seed: see `sample`. The number -1 is the sample for measuring sizes.
-        """
+        """Builds the text of a sample with `size` pieces; the number -1 measures sizes."""
         raise NotImplementedError(f"{type(self).__name__}.build")
 
     def sample(self, length: int, number: int, seed: int, tokenizer: Tokenizer | None) -> Sample:

@@ -65,15 +65,7 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True)
 class Document:
-    """A long text for the loss by position.
-
-    Attributes:
-        task: name of the task.
-        length: number of tokens.
-        number: index of the document, from 0.
-        name: its location, for messages: a file, or a line of one.
-        ids: token ids, int32 [length].
-    """
+    """A long text for the loss by position; `name` is its location, for messages."""
 
     task: str
     length: int
@@ -151,12 +143,7 @@ class Task:
         raise NotImplementedError(f"{type(self).__name__}.score")
 
     def score_forced(self, sample: Sample, is_most_likely: np.ndarray) -> float:
-        """Returns 1 by teacher forcing if all scored tokens are the most likely ones, else 0.
-
-        Args:
-            sample: a sample of this task.
-            is_most_likely: bool [m], whether each of `sample.answer_ids` has the largest logit.
-        """
+        """Returns 1 by teacher forcing if all scored tokens are the most likely ones, else 0."""
         asked = is_most_likely if sample.scored is None else is_most_likely[list(sample.scored)]
         return float(np.all(asked))
 
@@ -189,15 +176,9 @@ class Task:
         stop: tuple[str, ...] = (),
         cut_tokens: int = 0,
     ) -> Sample:
-        """Builds a text sample, with the token ids of prompt and answer.
+        """Builds a text sample, with the token ids of prompt and answer; see `Sample`.
 
-        Args:
-            tokenizer: the model's tokenizer.
-            prompt: the text.
-            prompt_ids: its ids, if known.
-            answer: the text to score.
-            given: text between prompt and answer in teacher forcing, not scored.
-            length, number, references, max_new_tokens, depth, stop, cut_tokens: see `Sample`.
+        `given` is text between prompt and answer in teacher forcing, not scored.
 
         Raises:
             UserError: if prompt and new tokens exceed the length, or the answer exceeds

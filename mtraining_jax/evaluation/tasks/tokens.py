@@ -16,11 +16,8 @@ _MOST_COUNTS = 18
 def continuation_ids(tokenizer: Tokenizer, prompt: str, answer: str) -> np.ndarray:
     """Returns the token ids of an answer after a prompt, int32 [m].
 
-    It reads only the end of the prompt, so a long prompt is not tokenized again.
-
-    Raises:
-        UserError: if the tokenizer merges the end of the prompt with the start of the answer, so
-            that the answer has no separate tokens.
+    It reads only the end of the prompt. Raises UserError if the tokenizer merges that with the
+    start of the answer, so that the answer has no separate tokens.
     """
     tail = prompt[-_TAIL:]
     before = tokenizer.encode(tail)
@@ -38,15 +35,9 @@ def largest_size(
 ) -> tuple[int, int]:
     """Finds the largest size of a text within a token limit, by the method of false position.
 
-    Counts grow almost in proportion to the size, so a few calls are enough, and only the last few
-    have large sizes. The search stops when less than one unit of average size is left, or less than
-    one part in 2000 of the limit, or after `_MOST_COUNTS` calls.
-
-    Args:
-        count: returns the token count for a size; must not decrease with the size.
-        least: the smallest size.
-        limit: maximum number of tokens.
-        most: the largest size.
+    Counts grow almost in proportion to the size, so a few calls of `count` are enough, and only the
+    last few have large sizes. The search stops when less than one unit of average size is left, or
+    less than one part in 2000 of the limit, or after `_MOST_COUNTS` calls.
 
     Returns:
         The size and its count; or least - 1 and the count of the smallest size if that is already

@@ -134,11 +134,7 @@ class Family:
         return names
 
     def read_config(self, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """Reads the fields of `ModelSpec` that config.json determines.
-
-        Raises:
-            ValueError: if a size is missing or a value is unsupported.
-        """
+        """Reads the fields of `ModelSpec` that config.json determines, or raises ValueError."""
         for name, needed in self.fixed.items():
             if raw.get(name, needed) != needed:
                 raise ValueError(

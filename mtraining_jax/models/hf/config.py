@@ -25,10 +25,7 @@ FREE = (
 
 
 def read_hf_config(directory: str | Path, **overrides: Any) -> ModelSpec:
-    """Reads the model of a checkpoint.
-
-    Supports `rope_theta` with `rope_scaling` (transformers 4) and `rope_parameters`
-    (transformers 5).
+    """Reads the model of a checkpoint, in the format of transformers 4 or 5.
 
     Args:
         directory: folder of config.json.
@@ -93,12 +90,7 @@ def hf_config(spec: ModelSpec, dtype: str) -> dict[str, Any]:
 
 
 def check_same_model(config: Any, directory: str | Path, override: Sequence[str] = ()) -> None:
-    """Checks that a checkpoint matches the model.
-
-    Args:
-        config: a `ModelSpec`, or any object or mapping with its fields.
-        directory: folder of config.json.
-        override: fields of `FREE` that may differ.
+    """Checks that a checkpoint matches the model, except for the fields in `override`.
 
     Raises:
         UserError: naming the first field that differs.

@@ -82,11 +82,7 @@ class _Source:
 
 
 class Tensors:
-    """The tensors of a checkpoint by name, read lazily. A context manager, because files are open.
-
-    Raises:
-        UserError: if a file is missing or damaged.
-    """
+    """The tensors of a checkpoint by name, read lazily; a context manager that closes the files."""
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
@@ -101,11 +97,9 @@ class Tensors:
 
     @property
     def files(self) -> Mapping[str, Path]:
-        """The file of each tensor."""
         return self._files
 
     def open(self, name: str) -> Any:
-        """Returns the lazy slice object of one tensor."""
         return self._handle(self._files[name]).get_slice(name)
 
     def _find_files(self) -> dict[str, Path]:

@@ -128,7 +128,6 @@ class _Tensor:
 
 
 def _gather(parameter: Array, layer: int | None, dtype: str) -> Array:
-    """Gathers a parameter or a layer of it to a device of every process."""
     sharding = getattr(parameter, "sharding", None)
     whole = None
     if isinstance(sharding, NamedSharding):
@@ -147,7 +146,6 @@ def _whole(x: Array, layer: int | None, *, dtype: str, sharding: Sharding | None
 def _plan(
     state: Any, spec: ModelSpec, dtype: jnp.dtype, max_shard_bytes: int
 ) -> list[list[_Tensor]]:
-    """Assigns tensors to files, in the order in which the model uses them."""
     parameters = dict(
         zip(jax.tree.leaves(parameter_names(state)), jax.tree.leaves(state), strict=True)
     )
@@ -210,7 +208,6 @@ class _Folder:
         _flush(self.target.absolute().parent)
 
     def discard(self) -> None:
-        """Removes the folder if it was not published."""
         shutil.rmtree(self.temporary, ignore_errors=True)
 
 

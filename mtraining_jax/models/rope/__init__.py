@@ -36,14 +36,9 @@ __all__ = [
 def rope_frequencies(
     head_dim: int, theta: float, scaling: RopeScaling | None, *, context: int, length: int
 ) -> tuple[np.ndarray, float]:
-    """Computes the rotary frequency of each pair of dimensions.
+    """Computes the rotary frequencies of a model with this head width and context length.
 
-    Args:
-        head_dim: width of a head, D.
-        theta: base of the frequencies.
-        scaling: scaling of the frequencies; None leaves them plain.
-        context: context length of the model in tokens.
-        length: length of the sequence in tokens.
+    Some scalings depend on `length`, that of the sequence in tokens.
 
     Returns:
         Frequencies float64 [D/2] in radians per token, and the factor on cos and sin.
@@ -57,10 +52,8 @@ def rope_frequencies(
 def make_scaling(values: Any) -> RopeScaling | None:
     """Builds the scaling that a mapping, or any object with these attributes, describes.
 
-    Args:
-        values: `type` (or `rope_type`) selects the class, yarn by default; other fields are those
-            of the class. None, and a `RopeScaling`, are returned unchanged. A field of None has its
-            default.
+    `type` (or `rope_type`) selects the class, yarn by default. None, and a `RopeScaling`, are
+    returned unchanged.
 
     Raises:
         ValueError: if the type is unknown, `factor` is missing or a value is invalid.

@@ -48,10 +48,7 @@ class RopeScaling:
         return None
 
     def length_like(self, length: int) -> int:
-        """Returns a length that scales like `length`, equal for all lengths that scale the same.
-
-        Programs can then be shared by sequences of many lengths.
-        """
+        """Returns a length that scales like `length`, so that programs can be shared."""
         switch = self.switches_at
         if switch is None:
             return 1
@@ -59,11 +56,7 @@ class RopeScaling:
 
     @classmethod
     def from_hf(cls, rope: Mapping[str, Any], context: int) -> Self:
-        """Reads `rope_parameters` of a config.json, or `rope_scaling` of older files.
-
-        Raises:
-            ValueError: if `factor` is missing or a value is invalid.
-        """
+        """Reads `rope_parameters` of a config.json, or `rope_scaling` of older files."""
         del context
         names = [field.name for field in dataclasses.fields(cls)]
         values = {name: rope[name] for name in names if rope.get(name) is not None}

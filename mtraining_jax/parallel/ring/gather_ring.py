@@ -1,14 +1,12 @@
 """Ring attention in which the devices of a node all-gather their keys and values.
 
-With few key/value heads, the keys and values of a whole node are small. A single kernel call
-replaces a ring inside the node and keeps its running output and lse on chip. Between nodes each
-device forwards only its own shard, which is gathered on arrival, so no byte crosses the slow links
-twice.
+With few key/value heads, those of a whole node are small. A single kernel call replaces a ring
+inside the node and keeps its running output and lse on chip. Between nodes each device forwards
+only its own shard, which is gathered on arrival, so no byte crosses the slow links twice.
 
-XLA can hide the communication: the first gather overlaps with the work on the rank's own shard,
-which does not depend on it (in the striped layout, where that work is separate). In each outer
-step the next node's shard is sent and gathered while the kernel works on the current one. In the
-backward pass, each step sends home the gradients of the previous step.
+XLA can hide the communication: the first gather overlaps with the work on the rank's own shard
+(in the striped layout, where that work is separate), and the next node's shard travels while the
+kernel works on the current one. The backward pass returns gradients one step late.
 """
 
 import dataclasses
@@ -106,14 +104,7 @@ def plan_gathering(topology: RingTopology, index: Index, q: Array, k: Array) -> 
 
 
 def gather_forward(topology: RingTopology, plans: GatherPlans, q: Array, kv: Pair) -> list[Pair]:
-    """Computes output and lse of every query segment.
-
-    Args:
-        topology: a gather ring.
-        plans: from `plan_gathering`.
-        q: this rank's queries.
-        kv: this rank's keys and values.
-    """
+    """Computes (output, lse) of every query segment from this rank's queries, keys and values."""
     node, kernels = _Node(topology), RankKernels(topology, q)
     here = node.gather(kv)
     state: State = kernels.empty_state()
@@ -124,7 +115,7 @@ def gather_forward(topology: RingTopology, plans: GatherPlans, q: Array, kv: Pai
     source = lax.optimization_barrier((here, state))[0] if topology.outer_axes else here
     columns, kv = node.columns_first(plans, kv, source)
 
-    def visit(step: StepPlans, here: Pair, state: State, last: bool) -> State:
+    def visit(step: StepPlans, here: Pair, state: State, last: bool) -> list[Pair]:
         return kernels.forward(step, node.key_segments(here), columns, state, last)
 
     if plans.later is None:
@@ -147,11 +138,7 @@ def gather_forward(topology: RingTopology, plans: GatherPlans, q: Array, kv: Pai
 def gather_backward(
     topology: RingTopology, plans: GatherPlans, q: Array, kv: Pair, rows: tuple[Array, Array, Array]
 ) -> tuple[list[Array], Pair]:
-    """Computes the gradients.
-
-    Args:
-        topology, plans, q, kv: as in `gather_forward`.
-        rows: as in `RankKernels.backward`.
+    """Computes the gradients; `rows` as in `RankKernels.backward`.
 
     Returns:
         dq of every query segment; (dk, dv) of this rank's keys and values; all fp32.
@@ -174,7 +161,7 @@ def gather_backward(
     if plans.later is not None:
         kv, arriving = node.next(kv)
     dq, shares, dcolumns = visit(plans.backward_first, here, dq)
-    if dcolumns is not None:
+    if dcolumns is not None and plans.column_positions is not None:
         if topology.outer_axes:
             dcolumns = depend_on(dcolumns, shares[0])
         shares = return_column_gradients(
@@ -255,10 +242,7 @@ class _Node:
         return columns, depend_on(kv, here[0] if columns is None else columns[0])
 
     def key_segments(self, here: Pair) -> list[Pair]:
-        """Returns the node's key segments, for layouts with chunks in sequence order.
-
-        The second segments of a zigzag layout are in reverse order of the devices.
-        """
+        """Returns the node's key segments; in a zigzag layout the second ones are reversed."""
         if self._num_segments == 1:
             return [here]
         return list(zip(*map(self._arrange, here), strict=True))

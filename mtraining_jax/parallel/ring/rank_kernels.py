@@ -1,6 +1,7 @@
 """Kernel calls of one rank: its queries against keys and values of any rank."""
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,16 +12,12 @@ from mtraining_jax.parallel.ring.topology import RingTopology
 from pallas_kernels import ops as kernels
 
 Pair = tuple[Array, Array]
-State = list[Pair | None]  # running fp32 (output, lse) of each query segment; None if still empty
+# Running fp32 (output, lse) of each query segment; None before the first step.
+State = Sequence[Pair | None]
 
 
 class RankKernels:
-    """Runs planned steps on this rank's queries.
-
-    Args:
-        topology: the ring.
-        q: [B, n, Hq, D], this rank's queries.
-    """
+    """Runs planned steps on this rank's queries, [B, n, Hq, D]."""
 
     def __init__(self, topology: RingTopology, q: Array):
         self._scale = topology.scale
@@ -34,30 +31,25 @@ class RankKernels:
 
     def forward(
         self, plans: StepPlans, keys: Sequence[Pair], columns: Pair | None, state: State, last: bool
-    ) -> State:
+    ) -> list[Pair]:
         """Merges attention to the keys of one step into the running results.
 
-        Args:
-            plans: plans of the step.
-            keys: keys and values of each key segment.
-            columns: keys and values of gathered columns, if the plans have columns.
-            state: running results.
-            last: whether this call completes the results; casts the output to the query dtype.
+        With `last`, this call completes the results and casts the output to the query dtype.
         """
-        state = list(state)
+        results: list[Any] = list(state)
         for (i, j), plan in zip(self._pairs, plans, strict=True):
             final = last and i == j  # no later segment has work
-            state[i] = kernels.forward(
+            results[i] = kernels.forward(
                 self.queries[i],
                 *keys[j],
                 plan,
                 columns if plan.columns is not None else None,
                 scale=self._scale,
-                init=state[i],
+                init=results[i],
                 out_dtype=self.queries[i].dtype if final else jnp.float32,
                 beside_transfers=True,
             )
-        return state
+        return results
 
     def backward(
         self,
@@ -65,20 +57,21 @@ class RankKernels:
         keys: Sequence[Pair],
         columns: Pair | None,
         rows: tuple[Array, Array, Array],
-        dq: list,
-    ) -> tuple[list, list[Pair], Pair | None]:
+        dq: Sequence[Array | None],
+    ) -> tuple[list[Array], list[Pair], Pair | None]:
         """Computes gradients from the keys of one step.
 
         Args:
-            plans: plans of the step.
-            keys, columns: as in `forward`.
+            plans, keys, columns: as in `forward`.
             rows: gradient of the output [B, n, Hq, D]; lse and delta fp32 [B, Hq, n].
-            dq: accumulated fp32 gradients of the query segments; None entries if still empty.
+            dq: accumulated fp32 gradients of the query segments.
 
         Returns:
             dq; fp32 (dk, dv) of each key segment; column gradients or None.
         """
-        dq, dkv, dcolumns = list(dq), self.empty_state(), None
+        dqs: list[Any] = list(dq)
+        dkv: list[Any] = [None] * self._num_segments
+        dcolumns: Any = None
         dout, lse, delta = (self.split(rows[0]), *(self.split(x, 2) for x in rows[1:]))
         for (i, j), plan in zip(self._pairs, plans, strict=True):
             grads = kernels.backward(
@@ -92,11 +85,11 @@ class RankKernels:
                 scale=self._scale,
                 beside_transfers=True,
             )
-            dq[i] = accumulate(dq[i], grads.dq)
+            dqs[i] = accumulate(dqs[i], grads.dq)
             dkv[j] = accumulate(dkv[j], (grads.dk, grads.dv))
             if plan.columns is not None:
                 dcolumns = accumulate(dcolumns, (grads.dk_columns, grads.dv_columns))
-        return dq, dkv, dcolumns
+        return dqs, dkv, dcolumns
 
     def split(self, x: Array, axis: int = 1) -> list[Array]:
         """Splits a shard along its token axis into the rank's segments."""
@@ -114,4 +107,5 @@ def accumulate(total, share):
 
 def join_segments(parts: Iterable[Pair]) -> Pair:
     """Concatenates per-segment gradients to those of the shard."""
-    return tuple(jnp.concatenate(x, axis=1) for x in zip(*parts, strict=True))
+    dk, dv = (jnp.concatenate(x, axis=1) for x in zip(*parts, strict=True))
+    return dk, dv

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 
 from mtraining_jax.parallel.layout import Layout
@@ -55,11 +56,7 @@ class RankPlanner:
         self.has_columns = self._tokens is not None
 
     def column_positions(self, ranks: Array) -> Array | None:
-        """Returns the positions of columns in the concatenated shards of `ranks`, int32 [n].
-
-        Returns:
-            int32 [B, Hq, Mv] as in `fetch_columns`; None if there are no columns.
-        """
+        """Returns positions of columns in the concatenated shards of `ranks`, int32 [B, Hq, Mv]."""
         if self._tokens is None:
             return None
         return self._topology.layout.gathered_positions(self._tokens, ranks)
@@ -67,9 +64,7 @@ class RankPlanner:
     def on_segments(self, keys: Sequence[Segment], with_columns: bool) -> StepPlans:
         """Plans the calls on the key segments of one step.
 
-        Args:
-            keys: the key segments of a rank; first blocks may be traced.
-            with_columns: whether the first call of each query segment also computes columns.
+        With columns, the first call of each query segment also computes them.
         """
         return tuple(
             self._plan(
@@ -81,15 +76,12 @@ class RankPlanner:
         )
 
     def on_stripes(self, ranks: Array, with_columns: bool, skip_own: bool) -> StepPlans:
-        """Plans the call on the concatenated keys of several ranks, in the striped layout.
+        """Plans the call on the concatenated keys of `ranks`, int32 [n], in the striped layout.
 
-        Args:
-            ranks: int32 [n], the ranks that hold the keys.
-            with_columns: whether to also compute columns.
-            skip_own: whether to skip this rank's own keys, which are among them.
+        With `skip_own`, it skips this rank's own keys, which are among them.
         """
         (query,), (keys,) = self._queries, self._topology.layout.segments(ranks)
-        tiles = self._shards.gathered(query, keys.first_block, skip_own)
+        tiles = self._shards.gathered(query, jnp.asarray(keys.first_block), skip_own)
         columns = self._columns[0] if with_columns else None
         return (self._plan(tiles, ranks.shape[0] * keys.num_blocks, columns),)
 

@@ -85,22 +85,15 @@ def ring_attention(
     _check(topology, q, k, v, index)
     if layout.num_ranks == 1:
         return attention(q, k, v, index, scale=scale, backend=backend, return_lse=return_lse)
-    result = _ring(topology, q, k, v, ring_plans(topology, index, q, k))
-    return result if return_lse else result[0]
+    out, lse = _ring(topology, q, k, v, ring_plans(topology, index, q, k))  # pyright: ignore[reportGeneralTypeIssues]
+    return (out, lse) if return_lse else out
 
 
 @jax.named_scope("ring_plans")
 def ring_plans(
     topology: RingTopology, index: Index, q: Array, k: Array
 ) -> GatherPlans | RotationPlans:
-    """Plans the kernels' work at all steps of both passes.
-
-    Args:
-        topology: a ring of any number of ranks.
-        index: as in `ring_attention`.
-        q: [B, n, Hq, D], this rank's queries; only shape and dtype are read, as for k.
-        k: [B, n, Hk, D], this rank's keys.
-    """
+    """Plans the kernels' work at all steps of both passes, from shapes and dtypes of q and k."""
     plan = plan_gathering if topology.gathers else plan_rotation
     return plan(topology, index, q, k)
 

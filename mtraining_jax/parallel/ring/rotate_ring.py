@@ -1,10 +1,8 @@
 """Rings in which keys, values and their gradients pass from rank to rank.
 
-A *turn* is one pass around all ranks of a mesh axis. XLA can hide the communication: data for the
-next step is sent at the *beginning* of a step, before the kernel that uses it, so no transfer waits
-for a kernel of its own step. For the same reason dk and dv follow one step later in the backward
-pass: a step sends the sums of the previous step, and the kernel's contribution is added to what
-arrives.
+XLA can hide the communication: data for the next step is sent at the *beginning* of a step, before
+the kernel that uses it. For the same reason dk and dv follow one step later in the backward pass:
+a step sends the sums of the previous step, and the kernel's contribution is added to what arrives.
 
 By default XLA runs one collective at a time on GPUs, so in a hierarchical ring a transfer between
 nodes would overlap only one kernel. With `ring_compiler_options` it overlaps all steps inside the
@@ -21,13 +19,7 @@ from jax import Array, lax
 
 from mtraining_jax.parallel.ordering import depend_on
 from mtraining_jax.parallel.ring.columns import fetch_columns, return_column_gradients
-from mtraining_jax.parallel.ring.rank_kernels import (
-    Pair,
-    RankKernels,
-    State,
-    accumulate,
-    join_segments,
-)
+from mtraining_jax.parallel.ring.rank_kernels import Pair, RankKernels, accumulate, join_segments
 from mtraining_jax.parallel.ring.rank_plans import RankPlanner, StepPlans, step_of, steps_between
 from mtraining_jax.parallel.ring.topology import RingTopology
 from pallas_kernels.index import Index
@@ -77,23 +69,16 @@ def plan_rotation(topology: RingTopology, index: Index, q: Array, k: Array) -> R
 
 
 def rotate_forward(topology: RingTopology, plans: RotationPlans, q: Array, kv: Pair) -> list[Pair]:
-    """Computes output and lse of every query segment.
-
-    Args:
-        topology: a ring of several ranks that does not gather.
-        plans: from `plan_rotation`.
-        q: this rank's queries.
-        kv: this rank's keys and values.
-    """
+    """Computes (output, lse) of every query segment from this rank's queries, keys and values."""
     kernels = RankKernels(topology, q)
     columns, kv = _columns_first(topology, plans, kv)
 
-    def attend(step: StepPlans, kv: Pair, state: State, last: bool) -> State:
+    def attend(step: StepPlans, kv: Pair, state: list[Pair], last: bool) -> list[Pair]:
         if last and plans.last is not None:
             step = plans.last
         return kernels.forward(step, kernels.split_segment_pairs(kv), columns, state, last)
 
-    def rotate_inner(steps: StepPlans, kv: Pair, state: State, last: bool) -> State:
+    def rotate_inner(steps: StepPlans, kv: Pair, state: list[Pair], last: bool) -> list[Pair]:
         return _rotate(
             topology.inner_size,
             topology.shift_inner,
@@ -114,11 +99,7 @@ def rotate_backward(
     kv: Pair,
     rows: tuple[Array, Array, Array],
 ) -> tuple[list[Array], Pair]:
-    """Computes the gradients, which travel with their keys and values.
-
-    Args:
-        topology, plans, q, kv: as in `rotate_forward`.
-        rows: as in `RankKernels.backward`.
+    """Computes the gradients, which travel with their keys; `rows` as in `RankKernels.backward`.
 
     Returns:
         dq of every query segment; (dk, dv) of this rank's keys and values; all fp32.
@@ -152,7 +133,7 @@ def rotate_backward(
         kernels.empty_state(),
         rotate_inner,
     )
-    if dcolumns is not None:
+    if dcolumns is not None and plans.column_positions is not None:
         dcolumns = depend_on(dcolumns, dkv[0])
         dkv = return_column_gradients(dkv, dcolumns, plans.column_positions, topology.axis_names)
     return dq, dkv
@@ -175,8 +156,8 @@ def _empty_state(q: Array) -> Pair:
 
 
 def _rotate(
-    size: int, shift: Callable, steps: StepPlans, kv: Pair, state: State, visit: Callable
-) -> State:
+    size: int, shift: Callable, steps: StepPlans, kv: Pair, state: list[Pair], visit: Callable
+) -> list[Pair]:
     """Runs one turn over an axis: `size` calls visit(plans, kv, state, last) and size - 1 hops."""
 
     def body(carry, step):

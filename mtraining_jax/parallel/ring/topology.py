@@ -106,14 +106,7 @@ class RingTopology:
         return node * self.inner_size + jnp.arange(self.inner_size, dtype=jnp.int32)
 
     def every_row(self, x: Array) -> Array:
-        """Gathers the rows of all ranks of an array [B, H, rows, ...] with one row per block.
-
-        Args:
-            x: the rows of this rank's blocks, in layout order.
-
-        Returns:
-            The rows in sequence order, replicated.
-        """
+        """Gathers rows [B, H, rows, ...], one per block, of all ranks, in sequence order."""
         # One axis at a time, the inner one first: `jax.vmap` supports no other way.
         for name in reversed(self.axis_names):
             x = lax.all_gather(x, name, axis=2, tiled=True)

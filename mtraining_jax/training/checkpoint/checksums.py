@@ -8,13 +8,9 @@ from jax import Array, lax
 
 
 def checksums(arrays: dict[str, Any]) -> dict[str, int]:
-    """Computes one checksum for each array of a tree.
+    """Computes a checksum of each array of a pytree of 32-bit arrays, by path.
 
-    Args:
-        arrays: a pytree of arrays with 32-bit elements.
-
-    Returns:
-        Checksums by path. They depend on elements and their positions, not on the sharding.
+    They depend on elements and their positions, not on the sharding.
     """
     leaves = jax.tree_util.tree_leaves_with_path(arrays)
     numbers = jax.device_get(_all_checksums([leaf for _, leaf in leaves]))

@@ -25,12 +25,7 @@ _WAY_OUT = (
 
 
 def unreadable(path: Path, error: Exception) -> UserError:
-    """Builds the message for a checkpoint that could not be read.
-
-    Args:
-        path: path of the checkpoint.
-        error: the exception.
-    """
+    """Builds the message for a checkpoint that could not be read."""
     causes = list(causes_of(error))
     for cause in causes:
         if isinstance(cause, MemoryError) or any(name in str(cause) for name in _NO_MEMORY):

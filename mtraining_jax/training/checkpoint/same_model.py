@@ -30,9 +30,6 @@ def check_same_model(
         shapes: shapes of its parameters by name.
         abstract: shapes of the run's state.
         config: the run's configuration.
-
-    Raises:
-        UserError: naming the first field or parameter that differs.
     """
     current = config_to_dict(config)
     for section, field in [

@@ -57,10 +57,9 @@ class Checkpoints:
         return self._manager.latest_step()
 
     def save(self, step: int, state: TrainState, loader_state: Any, config: Config) -> None:
-        """Saves a checkpoint, unless this step already has one.
+        """Saves a checkpoint, unless this step already has one; all processes call it together.
 
-        It returns when the arrays are copied, before they are on disk; the state may then be
-        donated. All processes must call it together.
+        Returns when the arrays are copied, before they are on disk; the state may then be donated.
 
         Raises:
             UserError: if this or the previous checkpoint could not be written.
@@ -85,15 +84,12 @@ class Checkpoints:
     def restore(
         self, step: int, abstract: TrainState, config: Config
     ) -> tuple[TrainState, dict[str, Any]]:
-        """Reads a checkpoint.
+        """Reads the state and the position of the data loader.
 
         Args:
             step: step of the checkpoint.
             abstract: shapes and shardings to restore; the mesh may differ from that of the save.
             config: configuration of this run.
-
-        Returns:
-            The state, and the position of the data loader.
 
         Raises:
             UserError: if the checkpoint is unreadable or damaged, or has another model or other
@@ -121,11 +117,7 @@ class Checkpoints:
             raise unreadable(self.folder / str(step), error) from error
 
     def close(self) -> None:
-        """Waits until all checkpoints are on disk.
-
-        Raises:
-            UserError: if one could not be written.
-        """
+        """Waits until all checkpoints are on disk; raises a UserError if a write failed."""
         try:
             with unwritable(self.folder):
                 self._manager.wait_until_finished()

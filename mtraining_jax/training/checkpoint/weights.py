@@ -32,14 +32,11 @@ def read_record(folder: Path, step: int) -> dict[str, Any]:
 
 
 def read_parameters(folder: Path, step: int, abstract: dict[str, Any]) -> dict[str, Array]:
-    """Reads the parameters of a checkpoint, without optimizer state.
+    """Reads the fp32 parameters of a checkpoint by name, without optimizer state.
 
     Args:
         folder, step: as in `read_record`.
         abstract: `jax.ShapeDtypeStruct` with target shardings, by name.
-
-    Returns:
-        fp32 arrays by name.
 
     Raises:
         UserError: if the checkpoint is unreadable or damaged, or has other parameters.

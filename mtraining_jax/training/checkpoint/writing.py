@@ -13,14 +13,7 @@ _NO_ROOM = ("No space left", "Disk quota exceeded", "File too large")
 
 @contextlib.contextmanager
 def unwritable(folder: Path) -> Iterator[None]:
-    """Turns a failure to write a checkpoint into a `UserError`.
-
-    Args:
-        folder: folder of the checkpoints.
-
-    Raises:
-        UserError: if the block raises any exception.
-    """
+    """Turns any exception while writing into `folder` into a `UserError`."""
     try:
         yield
     except Exception as error:  # Orbax raises many types

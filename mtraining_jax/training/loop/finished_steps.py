@@ -26,23 +26,13 @@ class FinishedSteps:
     """Waits for each step in a separate thread, and reports it as soon as it is finished.
 
     Dispatching a step may block until the devices have almost finished it, so the training loop
-    itself would report the previous step too late.
-
-    Args:
-        config: the run's configuration.
-        devices: local devices.
-        writers: destinations of records.
-        display: prints progress.
-        alarms: warnings of the run's audits.
-        watchdog: is notified of each finished step.
-        groups: reports the balance of replicas; None if they have equal work.
-        tuner: tunes the mass fractions of replicas; None without tuning.
+    itself would report the previous step too late. `groups` is None if replicas have equal work.
     """
 
     def __init__(
         self,
         config: Config,
-        devices: Sequence[jax.Device],
+        devices: Sequence[jax.Device],  # pyright: ignore[reportInvalidTypeForm]
         writers: Sequence[Writer],
         display: Display,
         alarms: Alarms,
@@ -80,22 +70,16 @@ class FinishedSteps:
             metrics: metrics of the step, still on the devices.
             compared: result of `make_gradient_comparison` before the step, if any.
             profiled: whether the step is traced.
-            evaluate: optional function, called when the step is finished, that returns more
-                entries for its record; the state must stay valid until then. Its argument is a
-                function to call after each part of the work; see `HangWatchdog.watch`.
-
-        Raises:
-            UserError: see `wait`.
+            evaluate: called when the step is finished, returns more entries for its record; until
+                then the state must stay valid. It gets a function to call after each part of the
+                work; see `HangWatchdog.watch`.
         """
         started = self._thread.submit(self._report, metrics, compared, profiled, evaluate)
         self._wait_for_step()
         self._pending = started
 
     def wait(self) -> History:
-        """Waits until all added steps are finished and reported, and their masks drawn.
-
-        Returns:
-            The history of all steps so far.
+        """Waits until all added steps are reported and their masks drawn; returns the history.
 
         Raises:
             UserError: if too many consecutive steps were not finite, or a file is not writable.

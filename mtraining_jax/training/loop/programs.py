@@ -40,16 +40,7 @@ class Programs:
 def make_programs(
     config: Config, builder: StateBuilder, mesh: Mesh, layout: Layout, pattern: Pattern, done: int
 ) -> Programs:
-    """Builds the programs that the remaining steps need, jitted but not compiled.
-
-    Args:
-        config: the run's configuration.
-        builder: builds the run's states.
-        mesh: axes ('data', 'node', 'device').
-        layout: token order.
-        pattern: from `build_pattern`.
-        done: number of finished steps.
-    """
+    """Builds the programs that the steps after `done` need, jitted but not compiled."""
     dense = config.dense_steps.count(done)
     dense_step = None
     if dense:
@@ -71,18 +62,12 @@ def make_programs(
 
 
 def compile_programs(
-    programs: Programs, arguments: tuple[Any, Any], devices: Iterable[jax.Device], display: Display
+    programs: Programs,
+    arguments: tuple[Any, Any],
+    devices: Iterable[jax.Device],  # pyright: ignore[reportInvalidTypeForm]
+    display: Display,
 ) -> Programs:
-    """Compiles the programs of a run.
-
-    Args:
-        programs: from `make_programs`.
-        arguments: a state and a batch.
-        devices: local devices of the run.
-        display: prints progress.
-
-    Returns:
-        The compiled programs.
+    """Compiles the programs of a run for `arguments`, a state and a batch.
 
     Raises:
         UserError: if a program needs more memory than a device has.

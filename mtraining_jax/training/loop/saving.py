@@ -10,11 +10,7 @@ from mtraining_jax.training.state import TrainState
 
 
 class Saving:
-    """The checkpoints of a run, according to the `checkpoint` section.
-
-    Args:
-        config: the run's configuration.
-    """
+    """The checkpoints of a run, according to the `checkpoint` section."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -45,13 +41,7 @@ class Saving:
         return self._checkpoints.newest()
 
     def save(self, step: int, state: TrainState, place: Any) -> None:
-        """Saves a state; see `Checkpoints.save`.
-
-        Args:
-            step: step of the state.
-            state: arrays on the devices.
-            place: position in the data.
-        """
+        """Saves a state and its position in the data; see `Checkpoints.save`."""
         self._checkpoints.save(step, state, place, self._config)
 
     def restore(self, step: int, abstract: TrainState) -> tuple[TrainState, Any]:

@@ -45,13 +45,8 @@ _TUNING, _ALARMS = "sparsity.tune", "audit.alarms"
 class Trainer:
     """One run, from its first step or from a checkpoint to its last step.
 
-    Use it in a `with` block, which ends when everything is written.
-
-    Args:
-        config: the run's configuration.
-        resume_from: step of the checkpoint to resume from; None to start from scratch.
-        display: prints progress.
-        signals: stop signals of the command; None for a call from Python.
+    Use it in a `with` block, which ends when everything is written. `signals` are the stop signals
+    of the command; None for a call from Python.
 
     Raises:
         UserError: if devices, data, model or checkpoint do not match the configuration.
@@ -155,10 +150,7 @@ class Trainer:
         self._opened.__exit__(kind, error, trace)
 
     def train(self) -> History:
-        """Takes all remaining steps, and saves the last state.
-
-        Returns:
-            The history of these steps.
+        """Takes all remaining steps, saves the last state, and returns the history of these steps.
 
         Raises:
             UserError: if too many consecutive steps are not finite.
@@ -219,6 +211,7 @@ class Trainer:
                 self._finished.restart_clock()
             if programs.audited_step and (self._step - 1) % audit.every_steps == 0:
                 train_step = programs.audited_step
+        assert train_step is not None  # `make_programs` builds what the remaining steps need
         self._watchdog.begin(self._step)
         with self._profile.step(self._step):
             self._state, metrics = train_step(self._state, batch)

@@ -1,10 +1,7 @@
-"""Hopper kernel that scores key blocks for rows of queries.
+"""Hopper kernel that scores key blocks for rows of queries: half of a forward pass.
 
-It is half of a forward pass: products of queries and keys, and the logarithm of the sum of their
-exponentials over each block of keys. Rows may be concatenated from several queries (XAttention's
-antidiagonals, arXiv 2503.16428), which gives fewer rows with longer products.
-
-A score depends on one row and one block only and is computed by the same instructions in the same
+Rows may be concatenated from several queries (XAttention's antidiagonals, arXiv 2503.16428). A
+score depends on one row and one block only and is computed by the same instructions in the same
 order, so it is bit-identical for any distribution of rows over ranks.
 """
 
@@ -56,14 +53,13 @@ def block_scores_kernel(
     num_blocks: int,
     interpret: Any = False,
 ) -> tuple[Array, Array]:
-    """Runs the kernel.
+    """Runs the kernel for rows q [B, Hq, R, E] and columns k [B, Hk, C, E].
 
     Args:
-        q: [B, Hq, R, E] bf16 or fp16: rows; R a multiple of `TILE_ROWS`, E of `DEPTH`.
-        k: [B, Hk, C, E]: columns, C a multiple of `config.width`.
+        q, k: bf16 or fp16; R a multiple of `TILE_ROWS`, E of `DEPTH`, C of `config.width`.
         places: int32 [B or 1, R], the last column that each row sees; -1 for none.
-        starts: int32 [B, R], the first column that each row sees, at the start of a block; None if
-            all rows start at column 0. With `starts`, `places` are [B, R].
+        starts: int32 [B, R], the first one, at the start of a block; None for 0. With `starts`,
+            `places` are [B, R].
         scale: positive scale of the products.
         block_columns: c, columns per key block, a multiple of 8 that divides `config.width`.
         config: tuning.
@@ -71,10 +67,7 @@ def block_scores_kernel(
         interpret: False, or parameters of the Pallas GPU interpreter.
 
     Returns:
-        scores fp32 [B, Hq, C / c, R], base-2 logarithm of the sum of exp(scale q k) over a block's
-        columns that a row sees: -inf if it sees none of them, or arbitrary if no row of its tile
-        does. peak fp32 [B, Hq, R], the largest product of scale, q, k and log2(e) that a row sees,
-        -inf if it sees none.
+        scores fp32 [B, Hq, C / c, R] and peak fp32 [B, Hq, R], as in `masses.Score`.
     """
     batch, num_heads, num_rows, length = q.shape
     group, width, stages = num_heads // k.shape[1], config.width, config.stages

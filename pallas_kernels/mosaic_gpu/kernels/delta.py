@@ -1,7 +1,6 @@
 """Hopper kernel for delta, the sum of output x its gradient that every row's backward needs.
 
-XLA sums a row in an order that depends on the surrounding program, so the sums, and gradients
-computed from them, differ in the last bits between programs. Here the order is fixed.
+XLA's order of this sum, and so its last bits, depends on the surrounding program. Here it is fixed.
 """
 
 from typing import Any
@@ -16,15 +15,9 @@ from pallas_kernels.mosaic_gpu.common import COMPILER_PARAMS, ROWS
 
 
 def delta_kernel(out: Array, dout: Array, *, interpret: Any = False) -> Array:
-    """Sums out * dout over D, in fp32.
+    """Sums out * dout, [B, n, H, D], over D in fp32: [B, H, n]; n a multiple of 64, D of 32.
 
-    Args:
-        out: [B, n, H, D]; n a multiple of 64, D of 32.
-        dout: [B, n, H, D]. Products of bf16 or fp16 numbers are exact.
-        interpret: False, or parameters of the Pallas GPU interpreter.
-
-    Returns:
-        fp32 [B, H, n].
+    Products of bf16 or fp16 numbers are exact.
     """
     batch, rows, heads, _ = out.shape
 

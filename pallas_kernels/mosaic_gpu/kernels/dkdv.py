@@ -1,8 +1,7 @@
 """Hopper backward kernel for keys and values: dk and dv of blocks and of gathered columns.
 
-A thread block owns 128 keys, 64 per compute warpgroup, and iterates over the query blocks that see
-them, one query head of the group after another, 64 queries per step. The gradients of its keys stay
-in registers throughout, so nothing is added in global memory and the order of the sum is fixed.
+A thread block owns 128 keys and iterates over the query blocks that see them, head by head. Their
+gradients stay in registers, so the order of the sum is fixed.
 """
 
 import dataclasses
@@ -67,21 +66,11 @@ def dkdv_kernel(
 ) -> tuple[Any, Any]:
     """Runs the kernel: dv = P^T dO, dk = scale * dS^T Q with dS = P * (dP - delta).
 
-    Args:
-        q, dout: [B, nq, Hq, D] bf16 or fp16, D 64 or 128, nq a multiple of 128.
-        k, v: [B, nk, Hk, D].
-        base: fp32 [B, Hq, nq], -lse / scale of the rows' final lse; -inf for empty rows.
-        minus_delta: fp32 [B, Hq, nq].
-        work: from `key_work`.
-        columns: the columns that `work` refers to.
-        scale: scale of the logits.
-        config: tuning.
-        interpret: False, or parameters of the Pallas GPU interpreter.
-        one_array: whether to return dk and dv as an array [2, ...] instead of two.
+    `base`, fp32 [B, Hq, nq], is -lse / scale of the rows' final lse, -inf for empty rows. `work`
+    and `columns` belong together. Other arguments are as in `forward_kernel`.
 
-    Returns:
-        fp32 dk, dv [B, nk, Hk, D], summed over the query heads of a group, and dk, dv of the
-        columns [B, Mv, Hq, D] (None without columns).
+    Returns fp32 dk, dv [B, nk, Hk, D], summed over the query heads of a group, and dk, dv of the
+    columns [B, Mv, Hq, D] or None; with `one_array` each pair is an array [2, ...].
     """
     head_dim, group = q.shape[-1], q.shape[2] // k.shape[2]
     stages = config.stages
@@ -181,10 +170,7 @@ def dkdv_kernel(
 
 @dataclasses.dataclass(frozen=True)
 class _Steps:
-    """The steps of one compute warpgroup, which owns half of a thread block's keys.
-
-    A step's last products overlap with the first ones of the next step.
-    """
+    """The steps of one compute warpgroup, which owns half of a thread block's keys."""
 
     smem: dict[str, Any]
     bars: dict[str, Any]
@@ -194,20 +180,12 @@ class _Steps:
     interpreted: bool
 
     def release(self, step: Array) -> None:
-        """Frees the queries of a step, if it exists."""
-
         @pl.when(step >= 0)
         def _() -> None:
             plgpu.barrier_arrive(self.bars["free"].at[lax.rem(step, self.stages)])
 
     def run(self, add: AddProduct, step: Array, mask: KeyMask) -> None:
-        """Adds the gradients from 64 queries.
-
-        Args:
-            add: adds the product of [64 keys, queries] and [queries, D] to "dk" or "dv".
-            step: number of the step.
-            mask: mask of its logits.
-        """
+        """Adds the gradients from 64 queries; its last products overlap with the next step's."""
         smem, slot = self.smem, lax.rem(step, self.stages)
         own = pl.ds(self.warpgroup * ROWS, ROWS)
         q_tile, dout_tile = smem["q"].at[slot], smem["dout"].at[slot]

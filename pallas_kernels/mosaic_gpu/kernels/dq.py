@@ -56,23 +56,10 @@ def dq_kernel(
     num_blocks: int,
     interpret: Any = False,
 ) -> Array:
-    """Runs the kernel: dS = P * (dP - delta), dq = scale * dS K.
+    """Runs the kernel: dS = P * (dP - delta), dq [B, nq, Hq, D] = scale * dS K.
 
-    Args:
-        q, dout: [B, nq, Hq, D] bf16 or fp16, D 64 or 128, nq a multiple of 128.
-        k, v: [B, nk, Hk, D].
-        base: fp32 [B, Hq, nq], -lse / scale of the rows' final lse; -inf for empty rows.
-        delta: fp32 [B, Hq, nq].
-        work: from `query_work`.
-        columns: the columns that `work` refers to.
-        scale: scale of the logits.
-        out_dtype: dtype of dq.
-        config: tuning.
-        num_blocks: persistent thread blocks.
-        interpret: False, or parameters of the Pallas GPU interpreter.
-
-    Returns:
-        dq [B, nq, Hq, D].
+    `base`, fp32 [B, Hq, nq], is -lse / scale of the rows' final lse, -inf for empty rows. Other
+    arguments are as in `forward_kernel`.
     """
     head_dim, group = q.shape[-1], q.shape[2] // k.shape[2]
     dtype = q.dtype
@@ -138,14 +125,12 @@ def dq_kernel(
                     dout_operand = plgpu.load(dout_tile, layout=plgpu.Layout.WGMMA, optimized=False)
 
                 def release(s):
-                    """Frees the keys of a tile of this item."""
                     plgpu.barrier_arrive(bars["k_free"].at[lax.rem(step + s, stages)])
 
                 def gradient(part, s, slot, mask, prepared):
                     """Computes dS of some keys of a tile, in the operand dtype.
 
-                    The accumulator of dP starts from -delta, which would otherwise be subtracted
-                    per element. S is shifted by -lse when it is scaled.
+                    The accumulator of dP starts from -delta. S is shifted by -lse when scaled.
                     """
                     keys = pl.ds(part * _KEYS, _KEYS)
                     k_tile, v_tile = smem["k"].at[slot, keys], smem["v"].at[slot, keys]

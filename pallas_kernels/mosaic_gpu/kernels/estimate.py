@@ -1,8 +1,7 @@
 """Hopper kernels that score key blocks by the attention of the last queries of a sequence.
 
-A tile is one key block and one query head: logits [64, 128]. Its results depend only on that head's
-queries and that block's keys and are computed by the same instructions in the same order, so they
-are bit-identical for any distribution of blocks over ranks.
+A tile [64, 128] is one key block and one query head. Its results depend only on that head's queries
+and that block's keys, so they are bit-identical for any distribution of blocks over ranks.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -64,8 +63,7 @@ def block_statistics(
 
     Returns:
         (peak, total) fp32 [B, Hq, n/128, 64]: the largest causal logit (unscaled), and the sum
-        of exp((logit - peak) * scale). If a query sees no key of a block, the lowest finite number
-        and 0.
+        of exp((logit - peak) * scale); the lowest finite number and 0 for a query without keys.
     """
     log2_scale = scale * LOG2E
 
@@ -111,16 +109,14 @@ def block_masses(
     multiprocessors: int | None = None,
     interpret: Any = False,
 ) -> tuple[Array, Array, Array]:
-    """Sums softmax weights over the columns and diagonals of every tile.
+    """Sums weights exp((logit - peak) * scale) * to_mass over each tile's columns and diagonals.
 
-    The weight of a pair is exp((logit - peak) * scale) * to_mass.
+    Other arguments are as in `block_statistics`.
 
     Args:
-        q, k, block_ids, num_blocks, scale, valid_len: as in `block_statistics`.
         peak: fp32 [B, Hq, 64], largest logit of each query over the whole sequence; with `queries`,
             one row per query set.
         to_mass: fp32, same shape as `peak`.
-        queries, multiprocessors, interpret: as in `block_statistics`.
 
     Returns:
         (columns, own, beyond), fp32 [B, Hq, n/128, 128] each. Entry t of `own` is the diagonal
@@ -188,7 +184,7 @@ def _over_tiles(
     multiprocessors: int | None,
     interpret: Any,
 ) -> Any:
-    """Calls `tile(refs, (batch, head, block), logits, rows)` for every tile.
+    """Calls `tile(refs, (batch, head, block), logits, rows)` for every tile; returns the outputs.
 
     The logits are causal pieces [64, width], fp32; `rows` are values per query of a head; each
     compute warpgroup has its own part of `scratch`, whose first dimension is dropped.

@@ -217,10 +217,7 @@ def forward_kernel(
 
 @dataclasses.dataclass(frozen=True)
 class _Tiles:
-    """The steps of one item in one compute warpgroup; state is (acc, peak, total).
-
-    `total` holds eight partial sums per row, [64, 8], which are added at the end of an item.
-    """
+    """The steps of one item in one compute warpgroup; state is (acc, peak, total [64, 8])."""
 
     step: Array  # tiles before this item, since the start of the kernel
     steps: Array  # tiles of this item
@@ -241,7 +238,6 @@ class _Tiles:
         return lax.rem(self.step + s, self.stages)
 
     def following(self, slot):
-        """Returns the next slot."""
         return jnp.where(slot == self.stages - 1, 0, slot + 1)
 
     def softmax(self, logits, peak, total):
@@ -271,7 +267,6 @@ class _Tiles:
         return mask.apply(prepared, logits)
 
     def add_values(self, acc, weights, slot):
-        """Adds PV of the tile in a slot, and releases it."""
         plgpu.barrier_wait(self.bars["v_full"].at[slot])
         acc = add_product(
             acc,
@@ -310,14 +305,11 @@ class _Tiles:
         return self.add_values(acc, weights, slot), peak, total
 
     def first_step(self, state, mask):
-        """Runs QK and softmax of tile 0."""
         acc, peak, total = state
         weights, peak, total, decay = self.softmax(self.logits(0, mask), peak, total)
         return acc * rows_to_tile(decay, acc), peak, total, weights.astype(self.dtype)
 
     def await_keys(self, s, slot):
-        """Waits for the keys of tile s in its slot, if the tile exists."""
-
         @pl.when(s < self.steps)
         def _():
             plgpu.barrier_wait(self.bars["k_full"].at[slot])

@@ -1,8 +1,7 @@
 """Hopper backward kernel for all gradients at once: dq, dk and dv from five products per tile.
 
-A thread block owns 128 keys, 64 per compute warpgroup, keeps their dk and dv in registers and
-iterates over the queries that see them. Contributions to dq pass through shared memory and are
-added in global memory in the order of `work.fused_work`, so the results are deterministic.
+A thread block owns 128 keys, keeps their dk and dv in registers and iterates over the queries that
+see them. dq is added in global memory in the fixed order of `work.fused_work`.
 """
 
 from typing import Any
@@ -56,21 +55,11 @@ def fused_kernel(
 ) -> tuple[Array, Array | None, Array | None, Array | None, Array | None]:
     """Runs the kernel: dv = P^T dO, dS = P * (dP - delta), dk = scale dS^T Q, dq += scale dS K.
 
-    Args:
-        q, dout: [B, nq, Hq, D] bf16 or fp16, D 64 or 128, nq a multiple of 128.
-        k, v: [B, nk, Hk, D].
-        base: fp32 [B, Hq, nq], -lse / scale of the rows' final lse; -inf for empty rows.
-        minus_delta: fp32 [B, Hq, nq].
-        dq: fp32 [B, nq, Hq, D], initial value of dq; updated in place if XLA can.
-        work: from `fused_work`.
-        columns: the columns that `work` refers to.
-        scale: scale of the logits.
-        config: tuning.
-        interpret: False, or parameters of the Pallas GPU interpreter.
+    `dq`, fp32, is updated in place if XLA can. `base` and `minus_delta` are as in `dkdv_kernel`,
+    other arguments as in `forward_kernel`.
 
-    Returns:
-        fp32 dq; dk, dv [B, nk, Hk, D], summed over the query heads of a group; dk, dv of the
-        columns [B, Mv, Hq, D] (None without columns).
+    Returns fp32 dq; dk, dv [B, nk, Hk, D], summed over the query heads of a group; dk, dv of the
+    columns [B, Mv, Hq, D] or None.
     """
     head_dim, group = q.shape[-1], q.shape[2] // k.shape[2]
     split = work.heads < group

@@ -12,17 +12,8 @@ from pallas_kernels.mosaic_gpu.common import ROW_LAYOUT, fold, iota, rows_to_til
 class RowTiles:
     """Column tiles to process for each row tile, and where masks are needed.
 
-    Args:
-        places: int32 [B or 1, R], the last column that each row sees; -1 for none.
-        starts: int32 [B, R], the first one, or None if all rows start at column 0.
-        num_heads: Hq.
-        batch: B.
-        rows: rows per tile; divides R.
-        width: columns per tile.
-
-    Attributes:
-        inputs: arrays that the kernel needs, by name.
-        items: number of row tiles of all heads and batch entries.
+    `places` and `starts` are those of `block_scores_kernel`; `rows` and `width` are the sizes of
+    tiles. `inputs` are arrays that the kernel needs; `items` is the number of row tiles.
     """
 
     def __init__(
@@ -84,21 +75,10 @@ class RowTiles:
         block_columns: int,
         log2_scale: float,
     ) -> Array:
-        """Writes the scores of some rows and the blocks of one column tile.
+        """Writes the scores of 64 rows and the blocks of column tile j.
 
-        Args:
-            refs: refs of the kernel; scores go to "scores", [B, Hq, blocks, R].
-            b, head, row_tile: from `item`.
-            j: the column tile.
-            logits: fp32 [64, width], products of rows and columns.
-            rows: indices of these 64 rows in R.
-            seen: from `seen`, for these rows.
-            peak: fp32 [64], the largest scaled logit so far.
-            block_columns: c, columns per block, a divisor of the width.
-            log2_scale: scale of the logits, times log2(e).
-
-        Returns:
-            fp32 [64], the largest scaled logit including this tile.
+        `seen` are those of the rows; `peak`, fp32 [64], is the largest scaled logit so far, which
+        is returned including this tile.
         """
         blocks = self._width // block_columns
         of_blocks = [logits[:, n * block_columns : (n + 1) * block_columns] for n in range(blocks)]
@@ -121,7 +101,6 @@ class RowTiles:
         of_blocks: list[Array],
         seen: list[Array],
     ) -> list[Array]:
-        """Masks the scores of a column tile with -inf where a row does not see a column."""
         cut = j >= self._at(refs, "whole", b, row_tile)
         if not self._from_zero:
             cut |= j < self._at(refs, "whole_from", b, row_tile)
@@ -145,8 +124,8 @@ class RowTiles:
 def _from_starts(starts: Array, places: Array, tiles: Array, width: int) -> dict[str, Array]:
     """Computes the first visible column tile of each row tile, and an order of row tiles.
 
-    Returns int32 [B, T] each: `first`, the first tile that any row sees; `whole_from`, the first
-    one with a beginning seen by every row; `order`, row tiles with the most column tiles last.
+    int32 [B, T] each: the first tile that any row sees; the first one with a beginning seen by
+    every row; row tiles with the most column tiles last.
     """
     lowest = jnp.where(places >= 0, starts, jnp.iinfo(jnp.int32).max).min(axis=2)
     first = jnp.minimum(lowest // width, tiles)

@@ -1,13 +1,8 @@
-"""Hopper kernel that scores key blocks for short rows of queries.
+"""Hopper kernel that scores key blocks for rows of queries no longer than a head dimension.
 
-Computes the scores of `block_scores.py` for rows no longer than a head dimension. Products then
-take no longer than the exponentials, and those of one warp spend more time waiting for each other
-than computing. The kernel therefore uses four compute warpgroups, twice as many as elsewhere, with
-tiles of half the width: some compute exponentials while others multiply. Rows stay in shared
-memory.
-
-A score depends on one row and one block only and is computed by the same instructions in the same
-order, so it is bit-identical for any distribution of rows over ranks.
+Products then take no longer than the exponentials. The kernel uses four compute warpgroups with
+tiles of half the width of `block_scores.py`, so that some compute exponentials while others
+multiply. Rows stay in shared memory. Scores are bit-identical for any distribution of rows.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -40,8 +35,8 @@ MOST_LENGTH = 128  # components of a row
 class ShortBlockScoresConfig:
     """Tuning of the kernel.
 
-    The registers of all warpgroups may not exceed the initial allocation of 640 threads (96 each);
-    otherwise no warpgroup ever gets more.
+    All warpgroups' registers may not exceed the initial allocation (640 threads of 96); otherwise
+    no warpgroup ever gets more.
     """
 
     width: int = 128  # columns per tile
@@ -62,22 +57,7 @@ def short_block_scores_kernel(
     num_blocks: int,
     interpret: Any = False,
 ) -> tuple[Array, Array]:
-    """Runs the kernel.
-
-    Args:
-        q: [B, Hq, R, E] bf16 or fp16: rows; R a multiple of `TILE_ROWS`, E of 64, at most
-            `MOST_LENGTH`.
-        k: [B, Hk, C, E]: columns, C a multiple of `config.width`.
-        places, starts: as in `block_scores_kernel`.
-        scale: positive scale of the products.
-        block_columns: c, columns per key block, a multiple of 8 that divides `config.width`.
-        config: tuning.
-        num_blocks: persistent thread blocks (multiprocessors of the device).
-        interpret: False, or parameters of the Pallas GPU interpreter.
-
-    Returns:
-        The results of `block_scores_kernel`.
-    """
+    """Runs the kernel, as `block_scores_kernel`; E is a multiple of 64, at most `MOST_LENGTH`."""
     batch, num_heads, num_rows, length = q.shape
     group, width, stages = num_heads // k.shape[1], config.width, config.stages
     walk = RowTiles(places, starts, num_heads, batch, TILE_ROWS, width)

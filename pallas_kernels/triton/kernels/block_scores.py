@@ -18,17 +18,10 @@ def block_scores(
 ):  # fmt: skip
     """Scores of ROWS rows of one head for all key blocks that one of them sees.
 
-    Args:
-        q: [B, HEADS, num_rows, LENGTH], bf16 or fp16.
-        k: [B, KV_HEADS, num_keys, LENGTH].
-        places: int32 [B, num_rows], or [1, num_rows] with ONE_FOR_ALL: the last key that each row
-            sees, -1 for none.
-        starts: int32 [B, num_rows], the first one; read with HAS_STARTS.
-        scores: fp32 [B, HEADS, num_keys / COLUMNS, num_rows], written: the base-2 logarithm of the
-            sum of exp2(log2_scale q k) over a block's keys that a row sees, -inf for none. Not
-            written where no row of the program sees any of the KEYS keys around.
-        peak: fp32 [B, HEADS, num_rows], written: the largest log2_scale q k of a row, or -inf.
-        COLUMNS: keys per block, a power of two that divides KEYS.
+    q [B, HEADS, num_rows, LENGTH], bf16 or fp16; k [B, KV_HEADS, num_keys, LENGTH]. Arguments and
+    results are those of `masses.Score`, in units of log2: `places` are [1, num_rows] with
+    ONE_FOR_ALL, `starts` are read with HAS_STARTS. A score is not written where no row of the
+    program sees any of the KEYS keys around. COLUMNS, keys per block, is a power of two.
     """
     # Later rows see more keys, so they come first.
     tile, head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)

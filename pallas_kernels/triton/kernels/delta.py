@@ -1,7 +1,4 @@
-"""Triton kernel for delta, the sum of output x its gradient that every row's backward needs.
-
-The order of the sum is fixed; XLA's depends on the surrounding program.
-"""
+"""Triton kernel for delta, the sum of output x its gradient, in a fixed order."""
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 import triton
@@ -14,12 +11,7 @@ from pallas_kernels.triton.kernels.tiles import offsets, rows_of
 def attention_delta(
     out, dout, delta, length, HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
-    """Sums out * dout over DIM in fp32, for ROWS rows of one head.
-
-    Args:
-        out, dout: [B, length, HEADS, DIM], any floating dtypes.
-        delta: fp32 [B, HEADS, length], written.
-    """
+    """Sums out * dout [B, length, HEADS, DIM] over DIM in fp32, for ROWS rows of one head."""
     tile, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
     batch = tl.program_id(1)
     row = tile.to(tl.int64) * ROWS

@@ -1,8 +1,6 @@
 """Triton backward kernels for keys and values: dk and dv of blocks and of gathered columns.
 
-A program owns some keys and iterates over the query blocks that see them, one query head of the
-group after another. Gradients stay in registers throughout, so nothing is added in global memory
-and the order of the sum is fixed.
+Gradients of a program's keys stay in registers, so the order of the sum is fixed.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
@@ -24,16 +22,9 @@ def attention_dkdv(
 ):  # fmt: skip
     """dv = P^T dO and dk = scale * dS^T Q of KEYS keys of a block, for all heads of its group.
 
-    Args:
-        q, k, v, dout, shift, delta: as in the kernel for dq.
-        items: from `KeyWork`, items of blocks and of parts of blocks.
-        lists, diagonal: from `KeyWork`.
-        first_entries, last_entries: its `first` and `last`.
-        dk, dv: fp32 [B, key_length, KV_HEADS, DIM], written for items of blocks.
-        dk_parts, dv_parts: fp32 [B, parts_length, KV_HEADS, DIM], written for items of parts.
-        capacity: entries per list.
-        PARTS: number of parts of such a block; 0 if no item is a part.
-        ROWS: queries per step.
+    Items are those of blocks and of parts of blocks in `KeyWork`. Blocks write to dk and dv, fp32
+    [B, key_length, KV_HEADS, DIM], parts to dk_parts and dv_parts, fp32 [B, parts_length, KV_HEADS,
+    DIM]; PARTS is 0 if there are none. A step has ROWS queries. Others: as in the kernel for dq.
     """
     program = tl.program_id(0)
     n, piece = program // (BLOCK // KEYS), program % (BLOCK // KEYS)
@@ -134,12 +125,7 @@ def attention_dkdv_columns(
 ):  # fmt: skip
     """dv = P^T dO and dk = scale * dS^T Q of KEYS gathered columns of a query head.
 
-    Args:
-        q, dout, shift, delta, k_columns, v_columns, keep, tokens, query_blocks: as in the kernel
-            for dq.
-        items: from `KeyWork`, items of columns.
-        dk, dv: fp32 [B, num_columns, HEADS, DIM], written.
-        ROWS: queries per step.
+    Items are those of columns in `KeyWork`; dk, dv: fp32 [B, num_columns, HEADS, DIM].
     """
     program = tl.program_id(0)
     n, piece = program // (BLOCK // KEYS), program % (BLOCK // KEYS)
@@ -198,7 +184,6 @@ def _store(dk, dv, dk_tile, dv_tile, batch, row, length, head, HEADS: tl.constex
 
 @triton.jit
 def _query_block(entries, entry, block, LISTED: tl.constexpr):
-    """Returns the query block of an entry of a key block's list."""
     value = tl.load(entries + entry)
     if not LISTED:
         value = block + value

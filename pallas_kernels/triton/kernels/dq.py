@@ -27,16 +27,8 @@ def attention_dq(
 ):  # fmt: skip
     """dq = scale * dS K of ROWS rows, with dS = P * (dP - delta).
 
-    Args:
-        q, k, v, items, lists, diagonal, run_first, run_last, k_columns, v_columns, keep, tokens,
-            query_blocks: as in the forward kernel.
-        dout: [B, query_length, HEADS, DIM], in the dtype of q.
-        shift: fp32 [B, HEADS, query_length], the rows' final lse in base 2; inf for empty rows.
-        delta: fp32 [B, HEADS, query_length].
-        dq: [B, query_length, HEADS, DIM], written.
-        scale: scale of the logits.
-        log2_scale: scale times log2(e).
-        capacity: entries per list.
+    `shift`, fp32 [B, HEADS, query_length], is the rows' final lse in base 2; inf for empty rows.
+    `log2_scale` is scale * log2(e). Other arguments are as in the forward kernel.
     """
     program = tl.program_id(0)
     n, part = program // (BLOCK // ROWS), program % (BLOCK // ROWS)

@@ -1,8 +1,7 @@
 """Triton kernels that score key blocks by the attention of the last queries of a sequence.
 
-A tile is one key block and one query head. A program processes one block for all heads that share
-its keys. The code depends only on pointers and constants, not on the number of blocks, so it is the
-same for any number of ranks, and a tile is bit-identical.
+A program processes one block for all heads that share its keys. The code does not depend on the
+number of blocks, so a tile is bit-identical for any number of ranks.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
@@ -38,9 +37,8 @@ def estimate_statistics(
         k: [B, n * KEYS, KV_HEADS, DIM], n programs along the second axis of the grid.
         shifts: int32 [B, n], distance from the first key of a block to the first query.
         queries: int32 [B], the query set that scores the keys of a batch entry.
-        peak: fp32 [B, HEADS, n, ROWS], written: the largest q k of the keys that a query sees, or
-            the lowest finite number if it sees none.
-        total: fp32 [B, HEADS, n, ROWS], written: the sum of exp2(log2_scale (q k - peak)).
+        peak, total: fp32 [B, HEADS, n, ROWS], written: the largest q k of the keys that a query
+            sees, or the lowest finite number; the sum of exp2(log2_scale (q k - peak)).
     """
     batch, kv_head, block, keys = _keys_of(k, KV_HEADS, DIM, KEYS)
     blocks = tl.num_programs(1)
@@ -68,18 +66,11 @@ def estimate_masses(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Sums the weights of a tile over its columns and over its diagonals.
+    """Sums weights exp2(log2_scale (q k - peak)) to_mass over a tile's columns and diagonals.
 
-    Args:
-        q, k, shifts, queries: as in `estimate_statistics`.
-        peak: fp32 [sets, HEADS, ROWS], the largest q k of each query over the whole sequence.
-        to_mass: fp32 [sets, HEADS, ROWS]; a weight is exp2(log2_scale (q k - peak)) to_mass.
-        columns: fp32 [B, HEADS, n, KEYS], written: sum for each key.
-        own_diagonals: fp32 [B, HEADS, n, KEYS], written: entry t is the diagonal on which the last
-            query sees key t.
-        beyond: fp32 [B, HEADS, n, KEYS], written: entry t is the one on which the last query sees
-            key t of the next block.
-        ROWS, KEYS: powers of two, at least 32.
+    peak, to_mass: fp32 [sets, HEADS, ROWS]. Written, fp32 [B, HEADS, n, KEYS] each: the sum for
+    each key; the diagonal on which the last query sees key t; the one on which it sees key t of the
+    next block. ROWS, KEYS: powers of two, at least 32.
     """
     batch, kv_head, block, keys = _keys_of(k, KV_HEADS, DIM, KEYS)
     blocks = tl.num_programs(1)

@@ -34,8 +34,7 @@ def attention_forward(
         q: [B, query_length, HEADS, DIM], bf16 or fp16.
         k, v: [B, key_length, KV_HEADS, DIM].
         items, lists, diagonal, run_first, run_last: from `QueryWork`; runs are read if RUNS > 0.
-        k_columns, v_columns: [B, num_columns, HEADS, DIM]; read with HAS_COLUMNS, as the next
-            three.
+        k_columns, v_columns: [B, num_columns, HEADS, DIM].
         keep, tokens, query_blocks: from `Columns`, keep as int32.
         init_out, init_lse: a running result to merge with; read with HAS_INIT.
         out: [B, query_length, HEADS, DIM], written.

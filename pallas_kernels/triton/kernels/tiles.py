@@ -1,8 +1,7 @@
 """Common parts of the Triton kernels: items, addresses and tile masks.
 
-Every array of queries or keys is [B, n, heads, D] and contiguous. Offsets of batch entries and
-blocks are 64-bit: at a million tokens an array has more than 2^31 elements. Offsets within a block
-of 128 rows are 32-bit.
+Offsets of batch entries and blocks are 64-bit: at a million tokens an array has more than 2^31
+elements. Offsets within a block of 128 rows are 32-bit.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
@@ -44,14 +43,7 @@ def key_block(entries, entry, block, LISTED: tl.constexpr):
 
 @triton.jit
 def seen_from(tokens, keep, first, KEYS: tl.constexpr):
-    """Returns the first position that sees each column; `PAST` if the keep bit is off.
-
-    Args:
-        tokens: positions of a head's columns.
-        keep: words of the keep mask of a query block.
-        first: number of the first column.
-        KEYS: number of columns.
-    """
+    """Returns the first position that sees each of KEYS columns; `PAST` if the keep bit is off."""
     numbers = first + tl.arange(0, KEYS)
     words = tl.load(keep + numbers // WORD)
     positions = tl.load(tokens + numbers)

@@ -107,10 +107,26 @@ def test_a_run_on_cpu_gives_a_table(tmp_path, monkeypatch):
     # A head so small that its worker runs unoptimised programs in little time; others have groups.
     monkeypatch.setitem(attention.HEADS, 16, (1, 1))
     out = tmp_path / "table.md"
-    text = attention.main([
-        "--seq-len", "2048", "--masks", "A", "--head-dim", "16", "--repeats", "1",
-        "--error-seq-len", "0", "--backend", "xla", "--out", str(out), "--seed", "7",
-    ])
+    text = attention.main(
+        [
+            "--seq-len",
+            "2048",
+            "--masks",
+            "A",
+            "--head-dim",
+            "16",
+            "--repeats",
+            "1",
+            "--error-seq-len",
+            "0",
+            "--backend",
+            "xla",
+            "--out",
+            str(out),
+            "--seed",
+            "7",
+        ]
+    )
     assert out.read_text() == text and "seed 7" in text
     names, rows = rows_of(text)
     assert names == [["A", OWN]]
@@ -143,10 +159,26 @@ def test_other_backends_have_workers_and_rows_of_their_own(monkeypatch):
     monkeypatch.setattr(attention, "Case", Case)
     monkeypatch.setattr(attention, "random_inputs", lambda *_: [])
     monkeypatch.setitem(attention.HEADS, 16, (1, 1))
-    names, rows = rows_of(attention.main([
-        "--seq-len", "2048", "--masks", "A", "--head-dim", "16", "--repeats", "1",
-        "--error-seq-len", "0", "--backend", "triton", "--also", "xla",
-    ]))
+    names, rows = rows_of(
+        attention.main(
+            [
+                "--seq-len",
+                "2048",
+                "--masks",
+                "A",
+                "--head-dim",
+                "16",
+                "--repeats",
+                "1",
+                "--error-seq-len",
+                "0",
+                "--backend",
+                "triton",
+                "--also",
+                "xla",
+            ]
+        )
+    )
     assert names == [["A", OWN], ["A", "xla"]]
     assert [float(cells[7].split()[0]) for cells in rows] == [30, 20]
 

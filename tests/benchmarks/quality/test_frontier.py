@@ -151,11 +151,16 @@ def test_records_of_two_runs_are_joined_if_they_can_be(tmp_path):
         },
     }  # fmt: skip
     row = {
-        "pattern": "window,blocks=2", "density": 0.5, "executed": 0.6, "keys": 64, "rise": -0.001,
-        "rise_error": None, "rise_copies": None, "recall": 0.9, "recall_worst": 0.8,
-        "times": {
-            "choose": 0.2, "build": 0.3, "forward": 0.5, "backward": 1.0, "together": 2.0
-        },
+        "pattern": "window,blocks=2",
+        "density": 0.5,
+        "executed": 0.6,
+        "keys": 64,
+        "rise": -0.001,
+        "rise_error": None,
+        "rise_copies": None,
+        "recall": 0.9,
+        "recall_worst": 0.8,
+        "times": {"choose": 0.2, "build": 0.3, "forward": 0.5, "backward": 1.0, "together": 2.0},
     }
     files = [tmp_path / name for name in ("a.jsonl", "b.jsonl", "c.jsonl")]
     for file, run, rows in (
@@ -172,4 +177,3 @@ def test_records_of_two_runs_are_joined_if_they_can_be(tmp_path):
     assert "| +0.2500 | – | – |" in line
     with pytest.raises(ValueError, match="seq_len is 512, and 256 before"):
         frontier_report.read(files)
-

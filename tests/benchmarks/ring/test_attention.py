@@ -32,8 +32,11 @@ def test_the_plan_has_every_ring_once_and_one_gpu_with_as_much_work():
         f"{kind} S={s} striped {mesh}"
         for kind in ("sparse", "dense")
         for s, mesh in (
-            (524288, "flat 1x4"), (524288, "hierarchical 2x2"), (524288, "gather 1x4"),
-            (524288, "gather 2x2"), (262144, "flat 1x1"),
+            (524288, "flat 1x4"),
+            (524288, "hierarchical 2x2"),
+            (524288, "gather 1x4"),
+            (524288, "gather 2x2"),
+            (262144, "flat 1x1"),
         )
     }
     assert not attention.plan(options("--masks", "D", "--longest-dense", "131072"), 4)
@@ -101,10 +104,26 @@ def test_a_run_on_virtual_devices_gives_tables_and_rows(tmp_path, monkeypatch):
     pattern = dataclasses.replace(ring_programs.PATTERN, block_size=BLOCK // 2)
     monkeypatch.setattr(ring_programs, "PATTERN", pattern)
     out = tmp_path / "ring.md"
-    text = attention.main([
-        "--seq-len", "1024", "--gpus", "2", "--rings", "gather", "--layouts", "striped",
-        "--masks", "A", "--workers", "0", "--quick", "--out", str(out), *TINY,
-    ])
+    text = attention.main(
+        [
+            "--seq-len",
+            "1024",
+            "--gpus",
+            "2",
+            "--rings",
+            "gather",
+            "--layouts",
+            "striped",
+            "--masks",
+            "A",
+            "--workers",
+            "0",
+            "--quick",
+            "--out",
+            str(out),
+            *TINY,
+        ]
+    )
     assert out.read_text() == text and "## 2 GPUs as 1 x 2, striped, gather" in text
     cells = next(line for line in text.splitlines() if line.startswith("| 1024 | A")).split("|")
     assert float(cells[3]) > 0 and float(cells[5]) > 0  # forward, both

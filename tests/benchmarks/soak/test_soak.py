@@ -116,7 +116,7 @@ def test_memory_that_grows_is_told_and_drawn(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(
         "".join(
             f'{{"step": {i}, "memory_bytes_in_use": {10**8 + 4096 * i}, "memory_bytes_peak": '
-            f'{2**28}}}\n'
+            f"{2**28}}}\n"
             for i in range(1, 1200)
         )
     )

@@ -5,11 +5,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.step.breakdown import Timing, rows_of, stand_in, time_step
+from benchmarks.step.breakdown import rows_of, stand_in, time_step
+from benchmarks.step.compiled_step import Steps
 from mtraining_jax.config import load_config
 from mtraining_jax.training.build import build_mesh
 
 GIB = 2**30
+
+
+def timed(seconds, peak_bytes, density=None, executed=None):
+    return Steps([], [], density, executed, seconds, 1.0, peak_bytes)
 
 
 def test_the_stand_in_passes_gradients_to_all_inputs():
@@ -46,8 +51,8 @@ def test_two_depths_give_the_time_of_the_whole_depth(kind, share):
     unit = 6 * 524288 / 8 * 3 / 989.4e12
     outside = {depth: unit * (depth * layer + head) for depth in (2, 6, 36)}
     timings = {
-        (depth, part): Timing(outside[depth] * (1 + part / 3), 1.0, depth * GIB, *(
-            (0.06, 0.07) if part else (None, None)
+        (depth, part): timed(outside[depth] * (1 + part / 3), depth * GIB, *(
+            (0.06, 0.07) if part else ()
         ))
         for depth in (2, 6) for part in (False, True)
     }  # fmt: skip
@@ -66,6 +71,6 @@ def test_two_depths_give_the_time_of_the_whole_depth(kind, share):
 
 def test_without_attention_the_rest_is_all_there_is():
     config = load_config("qwen3b_512k", [])
-    timings = {(2, False): Timing(1.0, 1.0, GIB, None, None)}
+    timings = {(2, False): timed(1.0, GIB)}
     (row,) = rows_of(config, [2], timings, "NVIDIA H200")
     assert row[1] == "–" and row[2] == "1.000" and row[5:10] == ["–"] * 5

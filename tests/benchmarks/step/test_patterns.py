@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from benchmarks.step import patterns as step_patterns
+from benchmarks.step import patterns
 from mtraining_jax.sparsity import Dense
 
 
@@ -25,7 +25,7 @@ def test_a_pattern_that_fails_leaves_the_others_their_steps(tmp_path, capsys):
     overrides = [f"--{field}={value}" for field, value in sizes.items()]
     broken = f"{__name__}:Broken"
     with pytest.raises(SystemExit, match="1 patterns failed: .*no index today"):
-        step_patterns.main([
+        patterns.main([
             "--config", "tiny", "--patterns", broken, "dense", "--steps", "2", "--out", str(out),
             *overrides,
         ])  # fmt: skip

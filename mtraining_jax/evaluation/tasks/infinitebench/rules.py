@@ -15,7 +15,6 @@ def _listed(label: Any) -> list[Any]:
 
 
 def _spaced(answer: str, marks: str) -> str:
-    """Replaces some characters by spaces."""
     return answer.translate(str.maketrans(dict.fromkeys(marks, " ")))
 
 

@@ -72,7 +72,6 @@ class InfiniteBench(PublishedTask):
         return tuple(map(str, label)) if isinstance(label, list) else (str(label),)
 
     def score(self, sample: Sample, answer_text: str) -> float:
-        """Scores an answer by the rule of this part."""
         label = self._label(self.records()[sample.number])
         return _PARTS[self.part].rule(answer_text, label)
 

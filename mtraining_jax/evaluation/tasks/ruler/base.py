@@ -12,5 +12,4 @@ class RulerTask(SizedTask):
     """A task with RULER's scoring rule."""
 
     def score(self, sample: Sample, answer_text: str) -> float:
-        """Returns the fraction of the references that occur in the answer."""
         return share_found(answer_text, sample.references)

@@ -26,11 +26,9 @@ _INSTRUCTION = (
 
 @dataclass(frozen=True)
 class Question:
-    """One question.
+    """One question with its accepted answers.
 
     Attributes:
-        text: the question.
-        answers: accepted answers.
         needed: indices of the documents that it is about.
         near: indices of documents of the same article, the strongest distractors.
     """
@@ -49,11 +47,9 @@ class QuestionAnswering(RulerTask):
 
     @property
     def path(self) -> str:
-        """The path from the user."""
         return getattr(self, self.needs[0])
 
     def data(self) -> tuple[list[Question], list[str]]:
-        """Returns questions and documents of the file."""
         raise NotImplementedError(f"{type(self).__name__}.data")
 
     def problems(self) -> Iterator[str]:
@@ -63,7 +59,6 @@ class QuestionAnswering(RulerTask):
             yield f'{self.needs[0]}: "{self.path}" has no answerable question'
 
     def count(self, tokenizer: Tokenizer | None, length: int | None = None) -> int:
-        """Returns the number of answerable questions in the file."""
         return len(self.data()[0])
 
     def build(self, size: int, length: int, number: int, seed: int) -> Draft:
@@ -97,7 +92,6 @@ class QuestionAnswering(RulerTask):
         )
 
     def score(self, sample: Sample, answer_text: str) -> float:
-        """Returns 1 if any reference occurs in the answer."""
         return any_found(answer_text, sample.references)
 
 

@@ -1,0 +1,252 @@
+"""Batches of drawn documents, assigned to data-parallel replicas, and their predicted times.
+
+The order of packs, the averages of density and the tuned mass fractions come from the code of a
+run (`mtraining_jax.data`, `mtraining_jax.training`). What a run knows before a step is kept apart
+from the densities that the step then computes.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from benchmarks.step.drawn_lists import BLOCK, DENSITIES, DENSITY, SHARES, TAU, densities_by_length
+from mtraining_jax.config import Config
+from mtraining_jax.data.balance import Balance, imbalance
+from mtraining_jax.data.densities import Densities, length_classes, num_classes
+from mtraining_jax.data.packing import chunked, packed_order
+from mtraining_jax.errors import UserError
+from mtraining_jax.latency import AttentionSize, documents_ms, pack_ms
+from mtraining_jax.planning.cost import count_flops, seconds
+from mtraining_jax.planning.hardware import H200
+from mtraining_jax.planning.memory import estimate_memory
+from mtraining_jax.training.group_work import assumed_densities, attention_size
+from mtraining_jax.training.share_response import GroupDocuments, ShareResponse
+from mtraining_jax.training.tuned_shares import Bounds, tuned_shares
+from mtraining_jax.training.tuner import DELAY
+
+MEANS = 1200, 65536  # tokens of short and long documents on average
+START = 1.81  # imbalance where the table of SparseBalance begins (arXiv 2604.13847, table I)
+WARM = 30  # batches before the counted ones, in which averages settle
+BOUNDS = Bounds(base=TAU, low=0.85, high=0.97)
+TUNED = "length, sparsity.tune = mean"
+ORDERS = ("none", "length", "density", TUNED)
+_TRIES = 400  # batches to select from
+
+
+@dataclasses.dataclass(frozen=True)
+class Pack:
+    """A packed sequence: tokens of its documents, and the densities to compute; [d] each."""
+
+    lengths: np.ndarray
+    densities: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A run to balance.
+
+    Attributes:
+        config: of a single replica.
+        replicas: M, number of replicas.
+        packs: packs of a replica per step, one micro-batch each.
+    """
+
+    config: Config
+    replicas: int
+    packs: int
+
+    @property
+    def size(self) -> AttentionSize:
+        """Sizes that determine the time of attention."""
+        return attention_size(self.config)
+
+    @property
+    def dense_below(self) -> int:
+        """Shorter documents, including padding, are dense."""
+        return self.config.sparsity.settings.dense_below
+
+    @functools.cached_property
+    def rest_ms(self) -> float:
+        """Time of a step outside attention, by the dry run."""
+        parts = seconds(self.config, H200, estimate_memory(self.config), count_flops(self.config))
+        return 1e3 * (sum(parts.values()) - parts["attention"])
+
+    def split(self, batch: Sequence[Pack]) -> list[Sequence[Pack]]:
+        """The packs of each replica."""
+        return [batch[i : i + self.packs] for i in range(0, len(batch), self.packs)]
+
+    def attention_ms(self, packs: Sequence[Pack]) -> float:
+        """Attention time of some packs, by the table of rates."""
+        return sum(documents_ms(x.lengths, x.densities, self.size).sum() for x in packs)
+
+
+@dataclasses.dataclass(frozen=True)
+class Assignment:
+    """A step whose packs were assigned to replicas.
+
+    Attributes:
+        packs: of each replica.
+        shares: float64 [M, L], mass fraction of each replica and layer.
+    """
+
+    packs: list[Sequence[Pack]]
+    shares: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Times:
+    """Times of the replicas of a step.
+
+    Attributes:
+        attention_ms: float64 [M], attention of all layers, forward and backward.
+        step_ms: float64 [M], the whole step.
+        density: computed over causal pairs within documents, mean over packs.
+    """
+
+    attention_ms: np.ndarray
+    step_ms: np.ndarray
+    density: float
+
+
+def draw_batches(
+    run: Run, seed: int, count: int, start: float, means: Sequence[int]
+) -> tuple[list[list[Pack]], list[list[Pack]]]:
+    """Draws batches to learn averages from, and batches to time.
+
+    Args:
+        run: sizes of the batches.
+        seed: of documents and densities.
+        count: number of batches to time.
+        start: their imbalance of attention in data order, within 0.05; 0 for any.
+        means: tokens of short and long documents on average.
+
+    Raises:
+        UserError: if too few of the drawn batches have this imbalance.
+    """
+    rng, seq_len, size = np.random.default_rng(seed), run.config.data.seq_len, run.replicas
+    size *= run.packs
+    table = densities_by_length(seed, seq_len, run.dense_below)
+    tokens = int(1.02 * seq_len * size * (WARM + _TRIES))
+    lengths = document_lengths(rng, tokens, seq_len, means)
+    order, ends = packed_order(-(-lengths // BLOCK), seq_len // BLOCK, int(rng.integers(2**31)))
+    rng.lognormal(size=lengths.shape)  # not used, but keeps the batches of the committed tables
+    packs = []
+    for own in np.split(lengths[order], ends[:-1]):
+        # The device knows a document's density by its length. Documents that fill a pack end
+        # somewhere in its last block, so that they differ in density.
+        own = own - (own == seq_len) * rng.integers(0, BLOCK, own.shape)
+        packs.append(Pack(own, table[own]))
+    batches = [packs[i : i + size] for i in range(0, len(packs) - size + 1, size)]
+    warm, others = batches[:WARM], batches[WARM : WARM + _TRIES]
+    found = [batch for batch in others if not start or abs(_imbalance(batch, run) - start) < 0.05]
+    if len(found) < count:
+        raise UserError(
+            f"--batches={count}: {len(found)} of {len(others)} drawn batches have an imbalance of "
+            f"attention of {start} +- 0.05; ask for fewer, or change --start, --groups, --parts or "
+            "--documents"
+        )
+    return warm, found[:count]
+
+
+def document_lengths(
+    rng: np.random.Generator, tokens: int, seq_len: int, means: Sequence[int]
+) -> np.ndarray:
+    """Lognormal lengths with equally many tokens for each mean, split every `seq_len` tokens."""
+    lengths = [
+        np.ceil(rng.lognormal(np.log(mean) - 1.1**2 / 2, 1.1, int(tokens / mean / len(means)) + 1))
+        for mean in means
+    ]
+    lengths = rng.permutation(np.concatenate(lengths).astype(np.int64))
+    return chunked(np.zeros_like(lengths), lengths, seq_len)[1]
+
+
+def _imbalance(batch: Sequence[Pack], run: Run) -> float:
+    return imbalance(np.array([run.attention_ms([pack]) for pack in batch]), run.replicas)
+
+
+def assign(
+    warm: Sequence[Sequence[Pack]], batches: Sequence[Sequence[Pack]], run: Run
+) -> dict[str, list[Assignment]]:
+    """Assigns each batch in each of `ORDERS`, as a run would after the steps of `warm`."""
+    every = [*warm, *batches]
+    shares = np.full((run.replicas, run.config.model.num_layers), BOUNDS.base)
+    found = {
+        how: [Assignment(run.split(batch), shares) for batch in _ordered(every, how, run)]
+        for how in ORDERS[:-1]
+    }
+    found[TUNED] = list(_tuned([step.packs for step in found["length"]], run))
+    return {how: steps[len(warm) :] for how, steps in found.items()}
+
+
+def _ordered(batches: Sequence[Sequence[Pack]], how: str, run: Run) -> Iterator[Sequence[Pack]]:
+    """The batches in the order in which a run with `data.balance` = `how` would read them."""
+    if how == "none":
+        yield from batches
+        return
+    densities = Densities(assumed_densities(run.config)) if how == "density" else None
+    weigh = functools.partial(pack_ms, size=run.size)
+    balance = Balance(how, run.replicas, run.packs, BLOCK, weigh, densities)
+    classes = num_classes(run.config.data.seq_len // BLOCK)
+    for step, batch in enumerate(batches, 1):
+        yield [batch[i] for i in balance.order(step, [pack.lengths for pack in batch])]
+        if densities is not None:
+            densities.add(step, measured_densities(batch, classes))
+
+
+def measured_densities(batch: Sequence[Pack], classes: int) -> np.ndarray:
+    """What a step reports: the density of all documents of each length class, [K]."""
+    lengths = np.concatenate([pack.lengths for pack in batch])
+    causal, class_of = _causal_pairs(lengths), length_classes(lengths, BLOCK)
+    computed = causal * np.concatenate([pack.densities for pack in batch])
+    sums = [np.bincount(class_of, x, minlength=classes) for x in (computed, causal)]
+    return np.divide(*sums, out=np.full(classes, np.nan), where=sums[1] > 0)
+
+
+def _causal_pairs(lengths: np.ndarray) -> np.ndarray:
+    padded = -(-lengths // BLOCK) * BLOCK
+    return padded * (padded + 1.0) / 2
+
+
+def _tuned(batches: Sequence[list[Sequence[Pack]]], run: Run) -> Iterator[Assignment]:
+    """Assigned batches with the mass fractions of `sparsity.tune = "mean"`."""
+    assumed = assumed_densities(run.config)
+    responses = [ShareResponse.start(assumed.size, run.config.model.num_layers)]
+    for replicas in batches:
+        documents = [
+            GroupDocuments([pack.lengths for pack in packs], BLOCK, run.dense_below)
+            for packs in replicas
+        ]
+        known = responses[max(0, len(responses) - DELAY)]
+        shares = tuned_shares(documents, known, assumed, BOUNDS, "mean", run.size).shares
+        found = [
+            [_at_shares(pack, own, run.dense_below) for pack in packs]
+            for packs, own in zip(replicas, shares, strict=True)
+        ]
+        measured = np.array([np.mean([density for _, density in x], axis=0) for x in found])
+        responses.append(responses[-1].after(documents, assumed, shares, BOUNDS.base, measured))
+        yield Assignment([[pack for pack, _ in packs] for packs in found], shares)
+
+
+def _at_shares(pack: Pack, shares: np.ndarray, dense_below: int) -> tuple[Pack, np.ndarray]:
+    """A pack at the mass fractions [L] of its replica, and its density in each layer, [L]."""
+    pairs = _causal_pairs(pack.lengths)
+    sparse = -(-pack.lengths // BLOCK) * BLOCK >= dense_below
+    growth = np.interp(shares, SHARES, DENSITIES) / DENSITY
+    by_layer = np.minimum(pack.densities[sparse, None] * growth, 1.0)  # [d, L]
+    densities = pack.densities.copy()
+    densities[sparse] = by_layer.mean(1)
+    computed = pairs[~sparse] @ pack.densities[~sparse] + pairs[sparse] @ by_layer
+    return Pack(pack.lengths, densities), computed / pairs.sum()
+
+
+def predicted(step: Assignment, run: Run) -> Times:
+    """Times by the table of rates and the dry run, with the densities to compute."""
+    attention = np.array([run.attention_ms(packs) for packs in step.packs])
+    densities = [
+        np.average(pack.densities, weights=_causal_pairs(pack.lengths))
+        for packs in step.packs
+        for pack in packs
+    ]
+    return Times(attention, attention + run.rest_ms, float(np.mean(densities)))
